@@ -5,8 +5,7 @@
     python train_gpt.py --preset=pocket                        one process; on a CPU about two minutes
     python train_gpt.py --help                                 every setting, with its unit
 
-The mathematics is that of modded-nanogpt right after pull request #221 (record 71, 2026-02-15); README.md credits the
-people behind each part. A run leaves log.txt, log.jsonl and this source in its run directory.
+The mathematics is that of modded-nanogpt right after pull request #221 (record 71, 2026-02-15); credits in README.md.
 
 Floor plan. A room uses only rooms above it, and nothing happens at import.
     1 Config      errors, layer table, stage table, settings, presets, flags, Fabric
@@ -33,24 +32,8 @@ parameter. The objective of a step is J = (1/S) * sum over slots of the slot's s
 """
 from __future__ import annotations
 
-import argparse
-import base64
-import contextlib
-import difflib
-import functools
-import gc
-import glob
-import hashlib
-import itertools
-import json
-import math
-import os
-import platform
-import shutil
-import signal
-import subprocess
-import sys
-import time
+import argparse, base64, contextlib, difflib, functools, gc, glob, hashlib, itertools, json, math, os, platform, re
+import shutil, signal, subprocess, sys, time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout
 from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
@@ -140,7 +123,6 @@ class Config:
     padded_vocab: int = _data(0, "tokens", "columns of the head; 0: the next multiple of 128")
     document_start: int = _data(-1, "id", "first token of every document; -1: from the shard header")
     bigram_rows: int = _data(0, "rows", "hash table of token pairs; 0: 5 x padded_vocab; the last row: no pair")
-
     model_dim: int = _model(768, "features", "width D = num_heads x head_dim")
     num_heads: int = _model(6, "heads", "an even number: paired layers join heads j and j + H/2")
     head_dim: int = _model(128, "features", "a multiple of 4, at least 8; half of it rotates")
@@ -148,7 +130,6 @@ class Config:
     dtype: str = _model("bfloat16", "type", "weights and activations", ("bfloat16", "float32", "float64"))
     head: str = _model("auto", "precision", "training logits; auto: fp8 on devices that have it, else plain",
                        ("auto", "fp8", "emulated", "plain"))
-
     num_scheduled_steps: int = _schedule(1507, "steps", "split evenly over all stages but the last")
     num_extension_steps: int = _schedule(40, "steps", "last stage, at the lowest learning rate")
     stages: tuple = _schedule(STAGES, "table", "rows 'batch_tokens short long lr_mul mtp_start mtp_end' joined by ';'")
@@ -158,7 +139,6 @@ class Config:
     cooldown_frac: float = _schedule(0.55, "share", "of the scheduled steps, at their end, with a falling rate")
     lr_floor: float = _schedule(0.1, "1", "learning rate factor at the end of the cooldown")
     val_every: int = _schedule(250, "steps", "between validations; 0: only the final one")
-
     normuon_lr: float = _optim(0.023, "1", "attention and MLP banks")
     normuon_beta2: float = _optim(0.95, "1", "decay of the second moment per row")
     normuon_weight_decay: float = _optim(1.2, "1", "cautious, times lr^2")
@@ -169,7 +149,6 @@ class Config:
     adam_lr: float = _optim(0.008, "1", "everything else; multipliers stand in the parameter table")
     adam_weight_decay: float = _optim(0.005, "1", "cautious, times (lr x multiplier)^2")
     adam_eps: float = _optim(1e-10, "1", "added to the uncorrected root of the second moment")
-
     seed: int = _run(0, "integer", "initial values; each parameter draws from (seed, label)")
     device: str = _run("auto", "device", "auto: cuda if there is one", ("auto", "cpu", "cuda"))
     compile: int = _run(-1, "0|1", "torch.compile; -1: on CUDA only", (-1, 0, 1))
@@ -243,9 +222,8 @@ def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
     except argparse.ArgumentError as error:
         raise ConfigError("flags", error, "--field=value", "see --help") from None
     if unknown:
-        name = unknown[0].partition("=")[0]
-        near = nearest(name, [f"--{known}" for known in ("preset", *knobs)])
-        raise ConfigError("unknown flag", name, "--field=value with a field that exists", f"nearest: {near}")
+        near = nearest(unknown[0].partition("=")[0], [f"--{known}" for known in ("preset", *knobs)])
+        raise ConfigError("unknown flag", unknown[0], "--field=value with a field that exists", f"nearest: {near}")
     if flags.preset not in PRESETS:
         raise ConfigError("unknown preset", flags.preset, list(PRESETS), f"nearest: {nearest(flags.preset, PRESETS)}")
     given = {name: parse_value(f, text) for name, f in knobs.items() if (text := getattr(flags, name)) is not None}
@@ -253,11 +231,8 @@ def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
     check_config(cfg)
     return flags.preset, cfg
 
-RANGES = dict(num_slots=(1, None), num_extension_steps=(0, None), max_doc_len=(2, None), epochs=(0, None),
-              val_every=(0, None), max_steps=(0, None), slots_per_micro_batch=(0, None), window_block=(1, None),
-              final_long_window=(1, None), sample_tokens=(0, None), vocab_size=(0, MAX_VOCAB), padded_vocab=(0, None),
-              bigram_rows=(0, 2**31 - 1), document_start=(-1, MAX_VOCAB - 1), momentum_warmup_steps=(-1, None),
-              momentum_cooldown_steps=(-1, None), split_stage=(0, None), cooldown_frac=(0, 1), comm_timeout=(1, None))
+LEAST = dict(num_slots=1, max_doc_len=2, window_block=1, final_long_window=1, comm_timeout=1, document_start=-1,
+             compile=-1, momentum_warmup_steps=-1, momentum_cooldown_steps=-1)          # 0 for every other number
 
 def check_config(cfg: Config) -> None:
     """Raise ConfigError for sizes that cannot work, with the nearest ones that do."""
@@ -265,10 +240,10 @@ def check_config(cfg: Config) -> None:
         if not ok:
             raise ConfigError(what, found, expected, do)
 
-    for name, (least, most) in RANGES.items():
-        value, end = getattr(cfg, name), "" if most is None else f" to {most}"
-        near = max(least, value if most is None else min(value, most))
-        need(value == near, f"--{name}", value, f"{least}{end or ' or more'}", f"--{name}={near}")
+    for name, value in vars(cfg).items():
+        least = LEAST.get(name, 0)
+        ok = isinstance(value, (str, tuple)) or value >= least
+        need(ok, f"--{name}", value, f"{least} or more", f"--{name}={least}")
     H, E = cfg.num_heads, cfg.head_dim
     need(H >= 2 and H % 2 == 0, "--num_heads", H, "an even number, since paired layers join two heads",
          f"--num_heads={max(2, H - 1)} or --num_heads={max(2, H + 1)}")
@@ -276,25 +251,23 @@ def check_config(cfg: Config) -> None:
          f"--head_dim={max(8, E // 4 * 4)} or --head_dim={max(8, (E + 3) // 4 * 4)}")
     need(cfg.model_dim >= GATE_INPUTS and cfg.model_dim == H * E, "--model_dim", cfg.model_dim,
          f"num_heads x head_dim = {H} x {E}, at least {GATE_INPUTS}", f"--model_dim={H * E}")
-    unit = 16 * cfg.num_slots
-    for name, tokens in (*(("stages", s.batch_tokens) for s in cfg.stages), ("val_batch_tokens", cfg.val_batch_tokens)):
-        below, above = max(unit, tokens // unit * unit), max(unit, -(-tokens // unit) * unit)
-        need(tokens >= unit and tokens % unit == 0, f"--{name}: tokens of a batch", tokens,
-             f"a multiple of 16 x num_slots = {unit}: a slot is a multiple of 16 tokens", f"{below} or {above}")
-    block = cfg.val_batch_tokens
-    below, above = max(block, cfg.val_tokens // block * block), max(block, -(-cfg.val_tokens // block) * block)
-    need(cfg.val_tokens >= 1 and cfg.val_tokens % block == 0, "--val_tokens", cfg.val_tokens,
-         f"a multiple of val_batch_tokens={block}", f"--val_tokens={below} or --val_tokens={above}")
+    block = 16 * cfg.num_slots                                                # a slot is a multiple of 16 tokens
+    sizes = [("stages", s.batch_tokens, block) for s in cfg.stages]
+    sizes += [("val_batch_tokens", cfg.val_batch_tokens, block), ("val_tokens", cfg.val_tokens, cfg.val_batch_tokens)]
+    for name, tokens, unit in sizes:
+        near = {max(unit, tokens // unit * unit): None, max(unit, -(-tokens // unit) * unit): None}
+        need(list(near) == [tokens], f"--{name}", f"{tokens} tokens", f"a multiple of {unit} (16 x num_slots, or a "
+             "validation batch)", " or ".join(map(str, near)) + " tokens")
     scheduled = len(cfg.stages) - 1
     need(scheduled >= 1, "--stages", f"{len(cfg.stages)} row", "at least two, the last for the extension", "see STAGES")
     for s in cfg.stages:
-        need(len(s.mtp_start) == len(s.mtp_end) >= 1 and min(s.mtp_start + s.mtp_end) >= 0, "--stages: token weights",
-             f"{s.mtp_start} to {s.mtp_end}", "two equally long rows of weights >= 0", "see STAGES")
-        need(1 <= s.short_window < s.long_window, "--stages: windows", (s.short_window, s.long_window),
-             "1 <= short < long", "see STAGES")
+        weights_fit = len(s.mtp_start) == len(s.mtp_end) >= 1 and min(s.mtp_start + s.mtp_end) >= 0
+        need(weights_fit and 1 <= s.short_window < s.long_window, "--stages", flag_text((s,)),
+             "1 <= short window < long window; as many token weights >= 0 at the start as at the end", "see STAGES")
     need(cfg.num_scheduled_steps >= scheduled, "--num_scheduled_steps", cfg.num_scheduled_steps,
          f"one step or more for each of {scheduled} stages", f"--num_scheduled_steps={scheduled}")
     need(cfg.split_stage <= scheduled, "--split_stage", cfg.split_stage, f"0 to {scheduled}", "--split_stage=2")
+    need(cfg.cooldown_frac <= 1, "--cooldown_frac", cfg.cooldown_frac, "a share from 0 to 1", "--cooldown_frac=0.55")
 
 @dataclass(frozen=True)
 class Fabric:
@@ -432,10 +405,6 @@ class ShardHeader(NamedTuple):
     vocab_size: int
     document_start: int
 
-    @property
-    def from_formula(self) -> bool:
-        return self.name.startswith(FORMULA)
-
 class Shard:
     """Tokens of one shard in memory, (tokens,) u16, and where its documents start."""
     def __init__(self, tokens: np.ndarray, document_start: int) -> None:
@@ -491,20 +460,12 @@ def find_shards(pattern: str) -> list[ShardHeader]:
         raise DataError("no shards", f"no file matches {pattern!r} in {os.getcwd()}", "at least one .bin shard",
                         "python data/cached_fineweb10B.py 9 (record preset), python data/pocket.py (pocket), or give "
                         "--train_files= and --val_files=")
-    check_same_vocabulary(headers)
     return headers
-
-def check_same_vocabulary(headers: list[ShardHeader]) -> None:
-    first = headers[0]
-    for other in headers[1:]:
-        if other[2:] != first[2:]:
-            raise DataError("shards of different vocabularies", f"{other.name}: {other[2:]}",
-                            f"(vocabulary, document start) {first[2:]} as in {first.name}", "give one data set only")
 
 def load_shard(header: ShardHeader) -> Shard:
     """Read a shard and check every token. Raises DataError."""
     name, count, vocab_size, document_start = header
-    if header.from_formula:
+    if name.startswith(FORMULA):
         tokens = formula_tokens(int(name.rpartition("#")[2]), count, vocab_size, document_start)
     else:
         tokens = np.fromfile(name, "<u2", count, offset=HEADER_BYTES)
@@ -522,9 +483,12 @@ def load_shard(header: ShardHeader) -> Shard:
     return shard
 
 def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Config:
-    """Fill in the sizes that the shard headers decide. Raises ConfigError where a flag contradicts them."""
-    check_same_vocabulary([train[0], val[0]])
+    """Fill in the sizes that the shard headers decide. Raises DataError or ConfigError where they are contradicted."""
     name, _, vocab_size, document_start = train[0]
+    for other in train + val:
+        if other[2:] != (vocab_size, document_start):
+            raise DataError("shards of different vocabularies", f"{other[2:]} in {other.name}",
+                            f"(vocabulary, document start) {train[0][2:]} as in {name}", "give one data set only")
     for flag, unset, stored in (("vocab_size", 0, vocab_size), ("document_start", -1, document_start)):
         if getattr(cfg, flag) not in (unset, stored):
             raise ConfigError(f"--{flag}", getattr(cfg, flag), f"{stored}, as the header of {name} says",
@@ -575,10 +539,7 @@ def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray) -> Slot:
     return Slot(tokens.astype(np.int32), cu_seqlens.astype(np.int32))
 
 def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int, document_start: int) -> Iterator[Slot]:
-    """Consecutive slots in blocks of num_slots, not aligned to documents and without a cut (recipe 1.3, 5.2).
-
-    A document ends at each document start inside a slot. A block that does not fit goes to the next shard.
-    """
+    """Consecutive slots in whole blocks of num_slots, not aligned to documents, none cut (recipe 1.3, 5.2)."""
     for shard in shards:
         for start in range(0, len(shard.tokens) - num_slots * slot_tokens - 1, num_slots * slot_tokens):
             for at in range(start, start + num_slots * slot_tokens, slot_tokens):
@@ -637,18 +598,16 @@ class Loader:
     the same at every W: a block of all slots that does not fit into a shard starts the next one. The position in the
     stream belongs to the thread; a second thread reads the shard after the current one.
     """
-
     def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], steps: Sequence[Values]) -> None:
         self.cfg, self.fabric, self.headers = cfg, fabric, headers
         self.cycles = iter([steps[i:i + 2] for i in range(0, len(steps), 2)])
         self.worker, self.reader = ThreadPoolExecutor(1, "loader"), ThreadPoolExecutor(1, "shard-reader")
         endless = itertools.cycle(headers) if cfg.epochs == 0 else headers * cfg.epochs
         self.shards = map(functools.partial(self.reader.submit, load_shard), endless)
-        self.shard, self.doc, self.upcoming = None, 0, None
-        self.ahead, self.ready = None, []
+        self.shard, self.doc, self.upcoming, self.ahead, self.ready = None, 0, None, None, []
 
     def start(self) -> None:
-        """Begin to read. Called when the clock starts: reading and packing are on it."""
+        """Begin to read. Called when the clock starts, for reading and packing are on it."""
         self.upcoming = next(self.shards)
         self._prepare_next()
 
@@ -728,7 +687,7 @@ class ValidationSet:
 def read_vocabulary(header: ShardHeader) -> list[bytes] | None:
     """Bytes of each token from vocab.txt beside the shards, "base64 id" per line, or None. Raises DataError."""
     path = Path(header.name).parent / "vocab.txt"
-    if header.from_formula or not path.exists():
+    if header.name.startswith(FORMULA) or not path.exists():
         return None
     pieces = [b""] * header.vocab_size                                        # the document start has no bytes
     for number, line in enumerate(path.read_text("ascii").splitlines(), 1):
@@ -756,10 +715,7 @@ def rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), eps=RMS_EPS)
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate neighbours (2i, 2i + 1) of the first half of the last axis by -angle; the second half stays (recipe 2.4).
-
-    x (..., E), cos and sin (..., E/4) broadcastable to it.
-    """
+    """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle. x (..., E), cos and sin (..., E/4)."""
     turning, still = x.chunk(2, dim=-1)
     even, odd = turning[..., 0::2], turning[..., 1::2]
     turned = torch.stack((cos * even + sin * odd, cos * odd - sin * even), dim=-1).flatten(-2)
@@ -794,19 +750,6 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_le
     """The same by torch's variable-length kernel: CUDA, bf16 or f16. Its left window is inclusive too."""
     from torch.nn.attention.varlen import varlen_attn
     return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, scale=scale, window_size=(window, 0))
-
-def choose_attention(fabric: Fabric, dtype: torch.dtype, head_dim: int) -> tuple[str, AttentionKernel]:
-    """(name, kernel) of the fastest attention that really runs here, forward and backward."""
-    if fabric.on_cuda and dtype == torch.bfloat16:
-        try:
-            q, k, v = torch.randn(3, 32, 2, head_dim, device=fabric.device, dtype=dtype, requires_grad=True).unbind()
-            bounds = torch.tensor([0, 20, 32], device=fabric.device, dtype=torch.int32)
-            attention_varlen(q, k, v, bounds, 20, 8, 0.1).sum().backward()
-            fabric.synchronize()
-            return "torch varlen", attention_varlen
-        except (RuntimeError, NotImplementedError, ImportError) as refusal:
-            fabric.say(f"attention: torch's varlen kernel does not run here: {str(refusal).splitlines()[0]}")
-    return "reference", attention_reference
 
 def relu_sq_mlp(n: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """max(n up^T, 0)^2 down. n (..., D), up and down (F, D) as stored (recipe 2.7)."""
@@ -1009,7 +952,9 @@ class GPT(nn.Module):
         """The normalised stream in front of the head, (B, T, D)."""
         scalars = dict(zip(SCALARS, self.scalars.split([len(values) for values in SCALARS.values()])))
         residual, pair_scales, bigram = (scalars[name].unbind() for name in ("residual", "attention", "bigram"))
-        x0_lambdas, cu_seqlens = self.x0_lambdas.unbind(), self.document_bounds(batch)
+        x0_lambdas, (slots, length) = self.x0_lambdas.unbind(), batch.tokens.shape
+        starts = torch.arange(slots, device=batch.tokens.device, dtype=torch.int32)[:, None] * length
+        cu_seqlens = (batch.cu_seqlens + starts).flatten()                    # what fills a row is the next slot's sta
         attentions, mlps = iter(self.attn.unbind()), self.mlp.unbind()        # one gradient per bank, not per layer
         x0, pairs, values = self.inputs(batch, scalars["smear"])
         x, kept = x0, {}
@@ -1030,12 +975,6 @@ class GPT(nn.Module):
             if layer.keep_as:
                 kept[layer.keep_as] = x
         return rms_norm(x - scalars["backout"].type_as(x) * kept[BACKOUT])
-
-    def document_bounds(self, batch: Batch) -> Tensor:
-        """cu_seqlens of the flattened micro-batch, (B * C,): what fills a slot's row is the next slot's start."""
-        slots, length = batch.tokens.shape
-        starts = torch.arange(slots, device=batch.tokens.device, dtype=torch.int32)[:, None] * length
-        return (batch.cu_seqlens + starts).flatten()
 
     def inputs(self, batch: Batch, smear: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Normalised smeared embedding and bigram rows, (B, T, D), and value rows, one (B, T, D) per value table."""
@@ -1109,8 +1048,7 @@ DOWN_LR_MUL = 2.0                        # down matrices of the MLP, on top of t
 def polar_express(x: Tensor) -> Tensor:
     """Nearly the polar factor of each matrix, (M, r, c): singular values go to 0.86 .. 1.14. Same dtype in and out."""
     tall = x.shape[-2] > x.shape[-1]
-    x = x.mT if tall else x
-    x = x / (1.02 * x.norm(dim=(-2, -1), keepdim=True) + 1e-6)
+    x = (x.mT if tall else x) / (1.02 * x.norm(dim=(-2, -1), keepdim=True) + 1e-6)
     for a, b, c in POLAR_EXPRESS:
         x = torch.baddbmm(x, gram_polynomial(gram(x), b, c), x, beta=a)
     return x.mT if tall else x
@@ -1170,7 +1108,6 @@ class Optimizer:
     W equal slices of the units, filled up for the communication only, and holds moments for that slice alone.
     Replicated parameters are updated by every rank alike.
     """
-
     def __init__(self, cfg: Config, fabric: Fabric, model: GPT, compiled: Callable[[Callable], Callable]) -> None:
         self.cfg, self.fabric, self.rows = cfg, fabric, {row.label: row for row in model.table}
         assert sorted(REDUCE_ORDER) == sorted(UPDATE_ORDER) == sorted(self.rows), "every label once in both orders"
@@ -1218,16 +1155,14 @@ class Optimizer:
         """Reduce, update and gather what this step updates, then clear its gradients; the others keep theirs."""
         active = {label for label, row in self.rows.items() if row.optimizer == "normuon" or values.adam_step}
         head, embed = self.weights["lm_head"], self.weights["embed"]
-        missing = [label for label in active if self.weights[label].grad is None]
-        if missing:
+        if missing := [label for label in active if self.weights[label].grad is None]:
             raise RunError("optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first")
         if values.adam_step and self.tied:                                    # one parameter so far, so one gradient
             head.grad += embed.grad.t()
             active.remove("embed")
         reduced = {label: self._reduce(label) for label in REDUCE_ORDER if label in active}
-        waits = [self._update(label, *reduced[label], values) for label in UPDATE_ORDER if label in active]
-        for wait in waits:
-            wait()
+        for wait in [self._update(label, *reduced[label], values) for label in UPDATE_ORDER if label in active]:
+            wait()                                                            # all gathers are under way by now
         if values.adam_step and self.tied:
             embed.copy_(head.t())
             embed.grad = None
@@ -1426,7 +1361,6 @@ class Clock:
         return self.before + (0.0 if self.since is None else (time.perf_counter() - self.since) * 1000)
 
     def start(self) -> None:
-        gc.collect()
         self.fabric.synchronize()
         self.since = time.perf_counter()
 
@@ -1445,10 +1379,10 @@ class Log:
 
     Losses are looked at one cycle late, so that no step waits for the device. Every rank checks its own.
     """
-
     def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, expected: dict[int, tuple]) -> None:
         """Raises RunError if the folder cannot be used. An old log is never overwritten."""
-        self.run_dir, self.fabric, self.schedule, self.expected = run_dir, fabric, schedule, expected
+        self.run_dir, self.fabric, self.expected, self.schedule, self.total = (
+            run_dir, fabric, expected, schedule, schedule.total_steps)
         self.pending, self.tokens, self.done, self.last_good, self.bar, self.files = [], 0, 0, "none", None, {}
         if fabric.rank == 0:
             try:
@@ -1456,7 +1390,7 @@ class Log:
                 self.files = {name: open(run_dir / name, "x", encoding="utf-8") for name in ("log.txt", "log.jsonl")}
                 shutil.copyfile(__file__, run_dir / Path(__file__).name)
             except OSError as error:
-                raise RunError(f"run directory {run_dir}", error.strerror, "a writable folder without a log",
+                raise RunError(f"run directory {run_dir}", error.strerror or error, "a writable folder without a log",
                                "give another --run_dir") from None
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -1513,13 +1447,10 @@ class Log:
             self.pending.pop(0)
             self.event("step", **fields, train_loss=loss)
             plain = self.bar is None and step % max(1, self.schedule.last_step // PLAIN_LINES) == 0
-            self.text(f"{self.at(step)} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms", plain)
+            self.text(f"step:{step}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms", plain)
             if self.bar:
                 self.bar.set_postfix_str(f"loss {loss:.3f}, {ms / step:.0f} ms/step")
                 self.bar.update()
-
-    def at(self, step: int) -> str:
-        return f"step:{step}/{self.schedule.total_steps}"
 
     def check(self, loss: float, what: str) -> None:
         if not math.isfinite(loss):
@@ -1532,7 +1463,7 @@ class Log:
         self.last_good = f"{loss:.4f} at step {self.done}"
         self.event("val", step=self.done, val_loss=loss, train_time_ms=round(ms, 3), **data.text_losses(loss))
         average = ms / max(self.done, 1)
-        self.text(f"{self.at(self.done)} val_loss:{loss:.4f} train_time:{ms:.0f}ms step_avg:{average:.2f}ms")
+        self.text(f"step:{self.done}/{self.total} val_loss:{loss:.4f} train_time:{ms:.0f}ms step_avg:{average:.2f}ms")
         if self.done in self.expected:
             mean, deviation = self.expected[self.done]
             self.text(f"  ten public runs at step {self.done}: {mean:.4f}, standard deviation {deviation:.4f}")
@@ -1546,8 +1477,8 @@ class Log:
             self.text(f"aborted after step {self.done}: {cause}", console=False)
 
     def close(self) -> None:
-        for open_thing in (*self.files.values(), *([self.bar] if self.bar else [])):
-            open_thing.close()
+        for it in filter(None, (*self.files.values(), self.bar)):
+            it.close()
 
 def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
     batch = loader.next(values)
@@ -1565,22 +1496,17 @@ def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor)
     steps = [schedule.at(step) for step in schedule.warm_up_steps()]
     loader = Loader(invented, fabric, headers, steps)
     loader.start()
-    for stage, group in itertools.groupby(steps, key=lambda values: values.stage):
-        for count, values in enumerate(group):
-            if count == 0:
-                executor.evaluate(validation.batches(values), values)
-            train_step(executor, loader, values)
-    end = schedule.at(schedule.last_step)
-    executor.evaluate(validation.batches(end), end)
+    for values in steps:
+        train_step(executor, loader, values)
+    for values in (*{values.stage: values for values in steps}.values(), schedule.at(schedule.last_step)):
+        executor.evaluate(validation.batches(values), values)
     loader.close()
     executor.restore(saved)
 
 def race(schedule: Schedule, loader: Loader, executor: Executor, validation: ValidationSet, clock: Clock,
          log: Log) -> float:
-    """Train against the clock; returns the final validation loss (nats per token).
-
-    On the clock: reading, packing, steps, logging. Off the clock: warm-up before, and validation.
-    """
+    """Train against the clock; returns the final validation loss (nats per token). Validation is off the clock."""
+    gc.collect()
     clock.start()
     with log.phase("first batch", timed=True):
         loader.start()
@@ -1651,9 +1577,8 @@ def hardware(fabric: Fabric) -> str:
     if fabric.on_cuda:
         return f"{torch.cuda.get_device_name(fabric.device)} x {fabric.world}"
     name = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    with contextlib.suppress(OSError, TypeError):
+        name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 def peak_memory_mib(fabric: Fabric) -> dict[str, int]:
@@ -1662,18 +1587,15 @@ def peak_memory_mib(fabric: Fabric) -> dict[str, int]:
     with contextlib.suppress(ImportError):                                    # no such module on Windows
         import resource
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss             # KiB, but bytes on macOS
-        return dict(resident=peak >> (20 if sys.platform == "darwin" else 10))
+        return dict(consumption=peak >> (20 if sys.platform == "darwin" else 10))
     return {}
 
 def data_sha256(headers: list[ShardHeader]) -> str:
     """Hash of the names and contents of all shards, in order."""
-    def digest(header: ShardHeader) -> bytes:
-        if header.from_formula:
-            return header.name.encode()
-        path = Path(header.name)
-        return path.name.encode() + hashlib.sha256(path.read_bytes()).digest()
-    with ThreadPoolExecutor() as pool:
-        return hashlib.sha256(b"".join(pool.map(digest, headers))).hexdigest()
+    digest = hashlib.sha256()
+    for name, *_ in headers:
+        digest.update(Path(name).name.encode() + (b"" if name.startswith(FORMULA) else Path(name).read_bytes()))
+    return digest.hexdigest()
 
 def git_commit() -> str | None:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -1682,48 +1604,41 @@ def git_commit() -> str | None:
     return None
 
 def changed_fields(preset: str, cfg: Config) -> dict[str, str]:
-    start = Config(**PRESETS[preset])
-    values = {f.name: (getattr(cfg, f.name), getattr(start, f.name)) for f in fields(Config)}
-    return {name: flag_text(now) for name, (now, before) in values.items() if now != before}
+    before = vars(Config(**PRESETS[preset]))
+    return {name: flag_text(value) for name, value in vars(cfg).items() if value != before[name]}
 
-def write_header(log: Log, preset: str, cfg: Config, changed: dict[str, str], executor: Executor, attention: str,
-                 sha256: str) -> None:
+def write_header(log: Log, preset: str, cfg: Config, changed: dict[str, str], executor: Executor, sha256: str) -> None:
     versions = dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda, triton=None)
     with contextlib.suppress(ImportError):
         import triton
         versions["triton"] = triton.__version__
-    fabric = log.fabric
+    fabric, attention = log.fabric, executor.model.attention.__name__.removeprefix("attention_")
     accum = -(-cfg.num_slots // fabric.world // executor.slots_at_once)
     log.event("header", preset=preset, changed=changed, config=asdict(cfg), seed=cfg.seed, **versions,
               world_size=fabric.world, grad_accum_steps=accum, tokens_per_step=[s.batch_tokens for s in cfg.stages],
               git_commit=git_commit(), source_sha256=hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
               data_sha256=sha256, hardware=hardware(fabric), attention=attention, head=executor.precision)
     parameters = sum(p.numel() for p in executor.model.parameters())
-    log.text("=" * 100, console=False)
-    log.text(f"Running Python {versions['python']}", console=False)
-    log.text(f"Running PyTorch {versions['torch']} compiled for CUDA {versions['cuda']} on {hardware(fabric)} with "
-             f"world_size {fabric.world}")
-    log.text(f"preset {preset}, {parameters:,} parameters in {cfg.dtype}, attention: {attention}, "
-             f"head: {executor.precision}, micro-batches a step: {accum}, seed {cfg.seed}")
-    log.text("changed from the preset: " + (", ".join(f"{k}={v}" for k, v in changed.items()) or "nothing"))
-    log.text("=" * 100, console=False)
+    log.text("\n".join((
+        "=" * 100, f"Running Python {versions['python']}", f"Running PyTorch {versions['torch']} compiled for CUDA "
+        f"{versions['cuda']} on {hardware(fabric)} with world_size {fabric.world}",
+        f"preset {preset}, {parameters:,} parameters in {cfg.dtype}, attention {attention}, head {executor.precision}, "
+        f"{accum} micro-batches a step, seed {cfg.seed}",
+        "changed from the preset: " + (", ".join(f"{k}={v}" for k, v in changed.items()) or "nothing"), "=" * 100)))
 
 def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet, ms: float, loss: float) -> None:
     """Result, sample, and one JSON object as the last line on stdout."""
-    memory, values = peak_memory_mib(log.fabric), log.schedule.at(log.schedule.last_step)
+    memory = peak_memory_mib(log.fabric)
     result = dict(val_loss=loss, train_time_ms=round(ms, 3), steps=log.done, tokens=log.tokens, peak_memory_mib=memory,
                   run_dir=str(log.run_dir), **validation.text_losses(loss))
     if validation.bytes_per_token:
         log.text(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; unigram entropy "
                  f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
     log.text(f"training time {ms / 1000:.2f} s, {log.done} steps, {log.tokens:,} tokens; logs in {log.run_dir}")
-    if log.fabric.on_cuda:
-        log.text(f"peak memory allocated: {memory['allocated']} MiB reserved: {memory['reserved']} MiB")
-    elif memory:
-        log.text(f"peak memory consumption: {memory['resident']} MiB")
+    log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in memory.items()))
     log.event("result", **result)
     if cfg.sample_tokens:
-        text = sample(cfg, executor, values, validation.vocabulary)
+        text = sample(cfg, executor, log.schedule.at(log.done), validation.vocabulary)
         log.fabric.say(f"{' sample ':-^100}\n{text}\n{'-' * 100}")
     log.fabric.say(json.dumps(dict(type="result", **result)))
 
@@ -1737,9 +1652,9 @@ def run(preset: str, cfg: Config, fabric: Fabric) -> None:
     run_dir = Path(cfg.run_dir or f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}-{os.urandom(4).hex()}")
     log = Log(run_dir, fabric, schedule, REFERENCE_LOSSES if same_mathematics else {})
     try:
-        attention, kernel = choose_attention(fabric, getattr(torch, cfg.dtype), cfg.head_dim)
-        executor = Executor(cfg, fabric, kernel, precision)
-        write_header(log, preset, cfg, changed, executor, attention, data_sha256(train + val))
+        attention = attention_varlen if fabric.on_cuda and cfg.dtype == "bfloat16" else attention_reference
+        executor = Executor(cfg, fabric, attention, precision)
+        write_header(log, preset, cfg, changed, executor, data_sha256(train + val))
         log.event("phase", name="set-up", ms=round((time.perf_counter() - began) * 1000, 3), timed=False)
         with log.phase("validation data"):
             validation = ValidationSet(cfg, fabric, val)
@@ -1765,9 +1680,7 @@ def run(preset: str, cfg: Config, fabric: Fabric) -> None:
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 130 interrupted."""
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-    signal.signal(signal.SIGTERM, interrupt)                                  # how torchrun ends a rank
+    signal.signal(signal.SIGTERM, signal.default_int_handler)                 # how torchrun ends a rank
     try:
         preset, cfg = parse_flags(argv)
         run(preset, cfg, make_fabric(cfg))
