@@ -421,7 +421,7 @@ class Shard:
 
 class Slot(NamedTuple):
     """One slot of T tokens on the host."""
-    tokens: np.ndarray                   # (T + 1,) i32: inputs are the first T, targets the last T
+    tokens: np.ndarray                   # (T + 1,) u16: inputs are the first T, targets the last T
     cu_seqlens: np.ndarray               # (documents + 1,) i32: 0, then the end of each document in the inputs
 
 def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int) -> np.ndarray:
@@ -536,30 +536,30 @@ def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray) -> Slot:
     tokens = np.concatenate([shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())])
     cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
     cu_seqlens[-1] -= 1                                                       # the last token is a target only
-    return Slot(tokens.astype(np.int32), cu_seqlens.astype(np.int32))
+    return Slot(tokens, cu_seqlens.astype(np.int32))
 
 def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int, document_start: int) -> Iterator[Slot]:
     """Consecutive slots in whole blocks of num_slots, not aligned to documents, none cut (recipe 1.3, 5.2)."""
     for shard in shards:
         for start in range(0, len(shard.tokens) - num_slots * slot_tokens - 1, num_slots * slot_tokens):
             for at in range(start, start + num_slots * slot_tokens, slot_tokens):
-                tokens = shard.tokens[at:at + slot_tokens + 1].astype(np.int32)
+                tokens = shard.tokens[at:at + slot_tokens + 1]
                 borders = np.flatnonzero(tokens[:-1] == document_start)
                 yield Slot(tokens, np.concatenate([[0], borders, [slot_tokens]]).astype(np.int32))
 
 def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
-    """Row of each (previous, current) token pair of a slot, (T,) i32 -> (T,) i32 in [0, rows) (recipe 2.5).
+    """Row of each (previous, current) token pair of slots, (..., T) i32 -> (..., T) i32 in [0, rows) (recipe 2.5).
 
     row = ((36313 * current) xor (27191 * previous)) mod (rows - 1), in 32-bit arithmetic that wraps. The last row
     means: no pair, and stands at position 0. Two quirks are part of the published losses: pairs cross documents, and
     position 1 takes rows - 1 for its previous token, because the peer overwrites position 0 before it multiplies.
     """
     previous = np.empty_like(tokens)
-    previous[2:] = tokens[1:-1]
-    previous[:2] = rows - 1
-    mixed = (tokens * np.int32(HASH_CURRENT)) ^ (previous * np.int32(HASH_PREVIOUS))
-    hashed = np.remainder(mixed, np.int32(rows - 1))
-    hashed[0] = rows - 1
+    previous[..., 2:] = tokens[..., 1:-1]
+    previous[..., :2] = rows - 1
+    mixed, modulus = (tokens * np.int32(HASH_CURRENT)) ^ (previous * np.int32(HASH_PREVIOUS)), np.int32(rows - 1)
+    hashed = mixed - mixed // modulus * modulus                               # numpy has vector code for //, none for %
+    hashed[..., 0] = rows - 1
     return hashed
 
 class Batch(NamedTuple):
@@ -575,12 +575,11 @@ class Batch(NamedTuple):
 
 def make_batch(step: int, slots: list[Slot], bigram_rows: int, pin: bool) -> Batch:
     tokens = np.stack([slot.tokens for slot in slots])
-    inputs, targets = np.ascontiguousarray(tokens[:, :-1]), tokens[:, 1:].astype(np.int64)
+    inputs, targets = tokens[:, :-1].astype(np.int32), tokens[:, 1:].astype(np.int64)
     cu_seqlens = np.full((len(slots), max(len(slot.cu_seqlens) for slot in slots)), inputs.shape[1], np.int32)
     for row, slot in zip(cu_seqlens, slots):
         row[:len(slot.cu_seqlens)] = slot.cu_seqlens
-    hashed = np.stack([bigram_hash(row, bigram_rows) for row in inputs])
-    tensors = map(torch.from_numpy, (inputs, targets, hashed, cu_seqlens))
+    tensors = map(torch.from_numpy, (inputs, targets, bigram_hash(inputs, bigram_rows), cu_seqlens))
     return Batch(step, *(x.pin_memory() if pin else x for x in tensors))
 
 def bounded(future: Future, cfg: Config, what: str) -> Any:
@@ -1296,7 +1295,7 @@ class Executor:
         self._set_rotary(values)
         context = tokens[-values.val_slot_tokens:]
         length = -(-len(context) // 16) * 16
-        padded = np.zeros(length + 1, np.int32)                               # nothing looks at later positions
+        padded = np.zeros(length + 1, np.uint16)                              # nothing looks at later positions
         padded[:len(context)] = context
         slot = Slot(padded, np.asarray([0, length], np.int32))
         batch = make_batch(values.step, [slot], self.cfg.bigram_rows, pin=False).to(self.fabric.device)
