@@ -2,8 +2,7 @@
 
     ./run.sh                                                   set-up, data, training, result and a sample
     torchrun --standalone --nproc_per_node=8 train_gpt.py      8 GPUs, preset `record`
-    python train_gpt.py --preset=pocket                        one process; on a CPU about two minutes
-    python train_gpt.py --help                                 every setting, with its unit
+    python train_gpt.py --preset=pocket                        one process, on a CPU about two minutes; see --help
 
 The mathematics is that of modded-nanogpt right after pull request #221 (record 71, 2026-02-15); credits in README.md.
 
@@ -33,7 +32,7 @@ parameter. The objective of a step is J = (1/S) * sum over slots of the slot's s
 from __future__ import annotations
 
 import argparse, base64, contextlib, difflib, functools, gc, glob, hashlib, itertools, json, math, os, platform, re
-import shutil, signal, subprocess, sys, time
+import signal, subprocess, sys, time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout
 from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
@@ -106,8 +105,8 @@ STAGES = (                                                                    # 
 def knob(group: str, default: Any, unit: str, about: str, choices: tuple = ()) -> Any:
     return field(default=default, metadata=dict(group=group, unit=unit, about=about, choices=choices))
 
-_data, _model, _schedule, _optim, _run = (
-    functools.partial(knob, group) for group in ("data", "model", "schedule", "optimizer", "run"))
+_data, _model, _schedule, _optim, _run = (functools.partial(knob, group) for group in (
+    "data", "model", "schedule", "optimizer", "run"))
 
 @dataclass(frozen=True)
 class Config:
@@ -266,8 +265,8 @@ def check_config(cfg: Config) -> None:
              "1 <= short window < long window; as many token weights >= 0 at the start as at the end", "see STAGES")
     need(cfg.num_scheduled_steps >= scheduled, "--num_scheduled_steps", cfg.num_scheduled_steps,
          f"one step or more for each of {scheduled} stages", f"--num_scheduled_steps={scheduled}")
-    need(cfg.split_stage <= scheduled, "--split_stage", cfg.split_stage, f"0 to {scheduled}", "--split_stage=2")
-    need(cfg.cooldown_frac <= 1, "--cooldown_frac", cfg.cooldown_frac, "a share from 0 to 1", "--cooldown_frac=0.55")
+    for name, most in (("split_stage", scheduled), ("cooldown_frac", 1)):
+        need(getattr(cfg, name) <= most, f"--{name}", getattr(cfg, name), f"0 to {most}", f"--{name}={most}")
 
 @dataclass(frozen=True)
 class Fabric:
@@ -453,13 +452,15 @@ def read_header(path: Path) -> ShardHeader:
 def find_shards(pattern: str) -> list[ShardHeader]:
     """Headers of all shards of a pattern in name order, checked. Raises DataError."""
     if pattern.startswith(FORMULA):
-        vocab, start, tokens, shards = map(int, pattern.removeprefix(FORMULA).split(":"))
+        try:
+            vocab, start, tokens, shards = map(int, pattern.removeprefix(FORMULA).split(":"))
+        except ValueError:
+            raise DataError("formula", pattern, "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS", "see PRESETS") from None
         return [ShardHeader(f"{pattern}#{seed}", tokens, vocab, start) for seed in range(shards)]
     headers = [read_header(Path(path)) for path in sorted(glob.glob(pattern))]
     if not headers:
-        raise DataError("no shards", f"no file matches {pattern!r} in {os.getcwd()}", "at least one .bin shard",
-                        "python data/cached_fineweb10B.py 9 (record preset), python data/pocket.py (pocket), or give "
-                        "--train_files= and --val_files=")
+        raise DataError("no shards", f"no file matches {pattern!r} in {os.getcwd()}", "a .bin shard", "python data/"
+                        "pocket.py or python data/cached_fineweb10B.py 9, or give --train_files= and --val_files=")
     return headers
 
 def load_shard(header: ShardHeader) -> Shard:
@@ -587,7 +588,7 @@ def bounded(future: Future, cfg: Config, what: str) -> Any:
     try:
         return future.result(timeout=cfg.comm_timeout)
     except FutureTimeout:
-        raise RunError(what, f"nothing after {cfg.comm_timeout} s", "an answer within --comm_timeout",
+        raise RunError(what, f"nothing after {cfg.comm_timeout} s", "an answer by then",
                        "look at the disk, or give a longer --comm_timeout") from None
 
 class Loader:
@@ -673,9 +674,8 @@ class ValidationSet:
 
     def text_losses(self, loss: float) -> dict[str, float]:
         """Bits per byte of a loss in nats per token, and the unigram entropy, where the tokens' bytes are known."""
-        if self.bytes_per_token is None:
-            return {}
-        return dict(val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
+        known = self.bytes_per_token is not None
+        return dict(val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats) if known else {}
 
     def batches(self, values: Values) -> Iterator[Batch]:
         """This rank's slots, one block at a time."""
@@ -688,15 +688,18 @@ def read_vocabulary(header: ShardHeader) -> list[bytes] | None:
     path = Path(header.name).parent / "vocab.txt"
     if header.name.startswith(FORMULA) or not path.exists():
         return None
-    pieces = [b""] * header.vocab_size                                        # the document start has no bytes
+    pieces: dict[int, bytes] = {}
     for number, line in enumerate(path.read_text("ascii").splitlines(), 1):
         try:
             piece, token = line.split()
             pieces[int(token)] = base64.b64decode(piece, validate=True)
-        except (ValueError, IndexError):
-            raise DataError(f"{path}: line {number}", repr(line[:60]), f"base64 bytes and an id below {len(pieces)}",
-                            "write the data again, or remove the file: bits per byte are then not printed") from None
-    return pieces
+        except ValueError:
+            raise DataError(f"{path}: line {number}", repr(line[:60]), "base64 bytes, a space, an id", "write the data "
+                            "again, or remove the file: bits per byte are then not printed") from None
+    if pieces.keys() ^ set(range(header.vocab_size)) != {header.document_start}:
+        raise DataError(f"{path}: ids", f"{len(pieces)} of {header.vocab_size}", f"all but the document start "
+                        f"{header.document_start}, and no others", "write the data again, or remove the file")
+    return [pieces.get(token, b"") for token in range(header.vocab_size)]
 
 # ====== Room 4: Kernels ===============================================================================================
 # A reference in PyTorch is each operation's specification and its path on every device; a Triton body,
@@ -952,8 +955,8 @@ class GPT(nn.Module):
         scalars = dict(zip(SCALARS, self.scalars.split([len(values) for values in SCALARS.values()])))
         residual, pair_scales, bigram = (scalars[name].unbind() for name in ("residual", "attention", "bigram"))
         x0_lambdas, (slots, length) = self.x0_lambdas.unbind(), batch.tokens.shape
-        starts = torch.arange(slots, device=batch.tokens.device, dtype=torch.int32)[:, None] * length
-        cu_seqlens = (batch.cu_seqlens + starts).flatten()                    # what fills a row is the next slot's sta
+        first = torch.arange(slots, device=batch.tokens.device, dtype=torch.int32)[:, None] * length
+        cu_seqlens = (batch.cu_seqlens + first).flatten()                    # what fills a row is the next slot's sta
         attentions, mlps = iter(self.attn.unbind()), self.mlp.unbind()        # one gradient per bank, not per layer
         x0, pairs, values = self.inputs(batch, scalars["smear"])
         x, kept = x0, {}
@@ -1367,12 +1370,6 @@ class Clock:
         self.fabric.synchronize()
         self.before, self.since = self.ms, None
 
-    @contextlib.contextmanager
-    def stopped(self) -> Iterator[None]:
-        self.stop()
-        yield
-        self.start()
-
 class Log:
     """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0.
 
@@ -1386,8 +1383,10 @@ class Log:
         if fabric.rank == 0:
             try:
                 run_dir.mkdir(parents=True, exist_ok=True)
-                self.files = {name: open(run_dir / name, "x", encoding="utf-8") for name in ("log.txt", "log.jsonl")}
-                shutil.copyfile(__file__, run_dir / Path(__file__).name)
+                names = (Path(__file__).name, "log.txt", "log.jsonl")
+                self.files = {name: open(run_dir / name, "x", encoding="utf-8") for name in names}
+                with self.files.pop(names[0]) as source:
+                    source.write(Path(__file__).read_text("utf-8"))
             except OSError as error:
                 raise RunError(f"run directory {run_dir}", error.strerror or error, "a writable folder without a log",
                                "give another --run_dir") from None
@@ -1488,7 +1487,7 @@ def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
 def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor) -> None:
     """Run every graph the race will need on tokens from a formula, then put the state back bit by bit (recipe 1.4)."""
     saved = executor.snapshot()
-    tokens = 4 * max(stage.batch_tokens for stage in cfg.stages) + 4 * cfg.val_batch_tokens
+    tokens = 4 * (max(s.batch_tokens for s in cfg.stages) + cfg.val_batch_tokens) * (1 + 64 // cfg.max_doc_len)
     headers = find_shards(f"{FORMULA}{cfg.vocab_size}:{cfg.document_start}:{tokens}:1")
     invented = replace(cfg, epochs=0, val_tokens=cfg.val_batch_tokens)
     validation = ValidationSet(invented, fabric, headers)
@@ -1513,8 +1512,9 @@ def race(schedule: Schedule, loader: Loader, executor: Executor, validation: Val
     for step in range(schedule.last_step):
         values = schedule.at(step)
         if values.validate:
-            with clock.stopped():
-                log.validation(executor.evaluate(validation.batches(values), values), clock.ms, validation)
+            clock.stop()
+            log.validation(executor.evaluate(validation.batches(values), values), clock.ms, validation)
+            clock.start()
         losses = train_step(executor, loader, values)
         log.step(losses, clock.ms)
     clock.stop()
@@ -1695,4 +1695,6 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_DONE
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    status = main(sys.argv[1:])
+    sys.stdout.flush()
+    os._exit(status)                                                          # even if a thread is stuck in a read
