@@ -2,8 +2,7 @@
 # ./run.sh [flags of train_gpt.py]: set up, get data, train.    ./run.sh test [pytest arguments]: set up, run the tests.
 # PYTHON=... chooses the interpreter, NPROC=... the number of processes. What Python lacks goes into .venv beside this.
 set -euo pipefail
-say() { printf '== %s\n' "$*"; }
-die() { printf 'error: %s\n' "$*" >&2; exit 1; }
+say() { printf '== %s\n' "$*"; }; die() { printf 'error: %s\n' "$*" >&2; exit 1; }
 python=$(command -v "${PYTHON:-python3}") || die "found no ${PYTHON:-python3}, expected Python 3.11; set PYTHON="
 [[ $python == /* ]] || python=$PWD/$python
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
@@ -43,7 +42,7 @@ for arg in "$@"; do case $arg in
     --train_files=*) files=${arg#*=} ;;
 esac; done
 [[ $gpus == 0 ]] || gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')     # those torch can use
-if [[ -z $preset ]]; then preset=record; [[ $gpus != 0 ]] || preset=pocket; set -- --preset=$preset "$@"; fi
+[[ -n $preset ]] || { [[ $gpus != 0 ]] && preset=record || preset=pocket; set -- --preset=$preset "$@"; }
 if [[ -z $files && $preset == pocket ]]; then
     say "data: the source text of Python's standard library"; "$python" data/pocket.py
 elif [[ -z $files && $preset == record && -e data/cached_fineweb10B.py ]]; then
@@ -54,6 +53,7 @@ elif [[ -z $files && $preset == record ]] && ! compgen -G 'data/fineweb10B/finew
 fi
 NPROC=${NPROC:-$((gpus >= 8 ? 8 : gpus >= 4 ? 4 : gpus >= 2 ? 2 : 1))}
 cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}"   # torchrun: 1 and a warning
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}"
 say "training: preset $preset on $([[ $gpus == 0 ]] && echo "the CPU" || echo "$NPROC GPU(s)")"
+[[ $NPROC != 1 ]] || exec "$python" train_gpt.py "$@"     # one process needs no launcher, and ends with its own status
 exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$NPROC" train_gpt.py "$@"
