@@ -45,13 +45,13 @@ esac; done
 [[ -n $preset ]] || { [[ $gpus != 0 ]] && preset=record || preset=pocket; set -- --preset=$preset "$@"; }
 if [[ -z $files && $preset == pocket ]]; then
     say "data: the source text of Python's standard library"; "$python" data/pocket.py
-elif [[ -z $files && $preset == record && -e data/cached_fineweb10B.py ]]; then
+elif [[ -z $files && $preset == record ]]; then
     say "data: 900 million tokens of FineWeb"; "$python" data/cached_fineweb10B.py 9
-elif [[ -z $files && $preset == record ]] && ! compgen -G 'data/fineweb10B/fineweb_train_*.bin' >/dev/null; then
-    die "found no data/fineweb10B/fineweb_train_*.bin and no data/cached_fineweb10B.py to get them, expected FineWeb" \
-        "shards; put them there, or give --train_files= and --val_files=, or train on text at hand: --preset=pocket"
 fi
-NPROC=${NPROC:-$((gpus >= 8 ? 8 : gpus >= 4 ? 4 : gpus >= 2 ? 2 : 1))}
+slots=8; for arg in "$@"; do [[ $arg != --num_slots=* ]] || slots=${arg#*=}; done
+fits=1; for ((n = 1; n <= gpus && n <= slots; n++)); do ((slots % n)) || fits=$n; done    # a rank has whole slots
+NPROC=${NPROC:-$fits}
+((gpus <= NPROC)) || say "of $gpus GPUs $((gpus - NPROC)) stay idle: the number of ranks must divide num_slots=$slots"
 cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}"
 say "training: preset $preset on $([[ $gpus == 0 ]] && echo "the CPU" || echo "$NPROC GPU(s)")"

@@ -31,8 +31,8 @@ parameter. The objective of a step is J = (1/S) * sum over slots of the slot's s
 """
 from __future__ import annotations
 
-import argparse, base64, contextlib, difflib, functools, gc, glob, hashlib, itertools, json, math, os, platform, re
-import signal, subprocess, sys, time
+import argparse, base64, contextlib, difflib, errno, functools, gc, glob, gzip, hashlib
+import importlib.util, io, itertools, json, math, os, platform, re, signal, subprocess, sys, time, warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout
 from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
@@ -151,11 +151,13 @@ class Config:
     seed: int = _run(0, "integer", "initial values; each parameter draws from (seed, label)")
     device: str = _run("auto", "device", "auto: cuda if there is one", ("auto", "cpu", "cuda"))
     compile: int = _run(-1, "0|1", "torch.compile; -1: on CUDA only", (-1, 0, 1))
-    slots_per_micro_batch: int = _run(0, "slots", "side by side in the model; 0: all on a CPU, 1 on a GPU")
+    slots_per_micro_batch: int = _run(0, "slots", "side by side in the model; 0: as many as fit into memory")
     max_steps: int = _run(0, "steps", "stop early, then validate; 0: the whole schedule")
     run_dir: str = _run("", "folder", "of the logs; empty: logs/<run id>")
     comm_timeout: float = _run(60.0, "s", "longest wait for another rank or for the loader thread")
-    sample_tokens: int = _run(96, "tokens", "generated after the run; 0: none")
+    sample_tokens: int = _run(96, "tokens", "generated after the run, or by --sample; 0: none")
+    save: str = _run("", "folder", "for the final weights, their config and the bytes of the tokens; empty: none")
+    ranks: str = _run("", "file", "GPT-2 ranks in tiktoken's text format, plain or .gz: --sample without network")
 
 PRESETS: dict[str, dict[str, Any]] = {
     "record": dict(device="cuda"),
@@ -172,6 +174,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 RECORD_STEPS, RECORD_RAMP_UP, RECORD_RAMP_DOWN = 1547, 300, 50                # recipe 4
 GPT2_VOCAB, GPT2_DOCUMENT_START = 50_257, 50_256
+GPT2_SPLIT = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 MAX_VOCAB = 65_535                       # token ids are stored as u16
 GATE_INPUTS = 12                         # features that a gate reads
 
@@ -204,14 +207,24 @@ def parse_value(knob_field: Field, text: str) -> Any:
                           f"nearest: {nearest(text, meta['choices'])}")
     return value
 
-def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
-    """Flags -> (preset name, Config). Raises ConfigError; --help prints the fields by group and exits."""
+class Request(NamedTuple):
+    """What the command line asks for."""
+    preset: str
+    cfg: Config
+    sample: str                  # folder of saved weights to sample from; empty: train
+    prompt: str
+
+def parse_flags(argv: Sequence[str]) -> Request:
+    """Raises ConfigError; --help prints the fields by group and exits."""
     knobs = {f.name: f for f in fields(Config)}
     parser = argparse.ArgumentParser(
         "train_gpt.py", usage="%(prog)s [--preset=NAME] [--field=value ...]", allow_abbrev=False, exit_on_error=False,
-        description="Train a small GPT against the clock. A preset sets fields; flags override it.",
-        epilog="exit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 130 interrupted")
+        description="Train a small GPT against the clock. A preset sets fields; flags override it. With --sample=DIR, "
+        "generate from the weights that --save=DIR left there.",
+        epilog="exit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 130 interrupted, 143 ended")
     parser.add_argument("--preset", default="record", metavar="NAME", help=f"{', '.join(PRESETS)} [record]")
+    parser.add_argument("--sample", default="", metavar="DIR", help="saved weights; with a prompt behind it")
+    parser.add_argument("prompt", nargs="?", default="", help="text to go on from, with --sample")
     groups = {g: parser.add_argument_group(g) for g in dict.fromkeys(f.metadata["group"] for f in knobs.values())}
     for f in knobs.values():
         meta, shown = f.metadata, "STAGES" if isinstance(f.default, tuple) else f.default
@@ -226,9 +239,11 @@ def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
     if flags.preset not in PRESETS:
         raise ConfigError("unknown preset", flags.preset, list(PRESETS), f"nearest: {nearest(flags.preset, PRESETS)}")
     given = {name: parse_value(f, text) for name, f in knobs.items() if (text := getattr(flags, name)) is not None}
-    cfg = Config(**{**PRESETS[flags.preset], **given})
+    if flags.prompt and not flags.sample:
+        raise ConfigError("a word without a flag", flags.prompt, "--field=value", "a prompt needs --sample=DIR")
+    cfg = Config(**{**({} if flags.sample else PRESETS[flags.preset]), **given})
     check_config(cfg)
-    return flags.preset, cfg
+    return Request(flags.preset, cfg, flags.sample, flags.prompt)
 
 LEAST = dict(num_slots=1, max_doc_len=2, window_block=1, final_long_window=1, comm_timeout=1, document_start=-1,
              compile=-1, momentum_warmup_steps=-1, momentum_cooldown_steps=-1)          # 0 for every other number
@@ -284,9 +299,40 @@ class Fabric:
             torch.cuda.synchronize(self.device)
 
     def say(self, text: str) -> None:
-        """Print on rank 0."""
+        """Print on rank 0. A console that is gone (`| head`) does not end the run."""
         if self.rank == 0:
-            print(text, flush=True)
+            with contextlib.suppress(BrokenPipeError):
+                print(text, flush=True)
+
+    def lowest(self, value: int) -> int:
+        """The smallest of all ranks' values."""
+        if self.world > 1:
+            shared = torch.tensor(value, device=self.device)
+            dist.all_reduce(shared, dist.ReduceOp.MIN)
+            value = int(shared)
+        return value
+
+    def check_agreement(self, facts: dict[str, str]) -> None:
+        """Raise FabricError on every rank if any rank was started with other facts."""
+        everyone: list = [facts]
+        if self.world > 1:
+            everyone = [None] * self.world
+            dist.all_gather_object(everyone, facts)
+        for rank, other in enumerate(everyone):
+            odd = next((name for name in everyone[0] if everyone[0][name] != other.get(name)), None)
+            if odd:
+                found = f"rank 0: {everyone[0][odd]}, rank {rank}: {other.get(odd)}"
+                raise FabricError(f"ranks disagree about {odd}", found, "the same on every rank",
+                                  "start every rank with the same flags, data and source")
+
+    def free_memory(self) -> float:
+        """Bytes that are free for this process now; infinite where the system does not say."""
+        if self.on_cuda:
+            return torch.cuda.mem_get_info(self.device)[0]
+        try:
+            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        except (AttributeError, ValueError):
+            return math.inf
 
 # ====== Room 2: Schedule ==============================================================================================
 
@@ -752,6 +798,35 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_le
     """The same by torch's variable-length kernel: CUDA, bf16 or f16. Its left window is inclusive too."""
     from torch.nn.attention.varlen import varlen_attn
     return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, scale=scale, window_size=(window, 0))
+
+def choose_attention(fabric: Fabric, dtype: torch.dtype, head_dim: int) -> tuple[str, AttentionKernel]:
+    """(name, kernel) of the first attention that runs here, forward and backward, and agrees with the reference."""
+    has_fa3 = importlib.util.find_spec("flash_attn_interface") is not None
+    candidates = (*(["FA3"] if has_fa3 else []), "torch varlen") if fabric.on_cuda and dtype == torch.bfloat16 else ()
+    for name in candidates:
+        try:
+            if name == "FA3":
+                torch.nn.attention.activate_flash_attention_impl("FA3")
+            check_attention(attention_varlen, fabric.device, dtype, head_dim)
+            return name, attention_varlen
+        except (RuntimeError, NotImplementedError, ImportError, ValueError, AttributeError) as refusal:
+            fabric.say(f"attention: {name} does not run here: {str(refusal).splitlines()[0]}")
+            if name == "FA3" and hasattr(torch.nn.attention, "restore_flash_attention_impl"):
+                torch.nn.attention.restore_flash_attention_impl()
+    return "reference", attention_reference
+
+def check_attention(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    """Raise RuntimeError unless one real forward and backward agrees with the reference to the dtype's rounding."""
+    inputs = torch.randn(3, 48, 2, head_dim, device=device, generator=torch.Generator(device).manual_seed(0))
+    bounds = torch.tensor([0, 20, 20, 48], device=device, dtype=torch.int32)
+    results = []
+    for attend, exact in ((kernel, dtype), (attention_reference, torch.float32)):
+        x = inputs.to(dtype).to(exact).requires_grad_()
+        attend(*x.unbind(), bounds, 28, 8, 0.1).float().square().sum().backward()
+        results.append(x.grad.float())
+    error = float((results[0] - results[1]).abs().max() / results[1].abs().max())
+    if not error < 8 * torch.finfo(dtype).eps:
+        raise RuntimeError(f"its gradients are off by {error:.1e}")
 
 def relu_sq_mlp(n: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """max(n up^T, 0)^2 down. n (..., D), up and down (F, D) as stored (recipe 2.7)."""
@@ -1234,6 +1309,9 @@ def number(value: float) -> Tensor:
 # ====== Room 8: Executor ==============================================================================================
 
 EVAL_ROWS = 8192                         # rows of validation logits at a time: evaluation never decides the memory
+MEMORY_SHARE = 0.9                       # of what is free: the rest is for the allocator and the compiler
+SAVED_ROWS, SAVED_ROWS_REFERENCE = 15, 60          # rows of width D that a layer keeps per token for its backward
+EVAL_SAVED_ROWS, HEAD_COPIES = 24, 6
 
 class Losses(NamedTuple):
     """Unscaled loss of one forward_backward on this rank; on the device, nothing waited for."""
@@ -1242,7 +1320,8 @@ class Losses(NamedTuple):
 
 class Executor:
     """Runs slots through the model and updates it. Knows no step numbers beyond `values`, and no logs."""
-    def __init__(self, cfg: Config, fabric: Fabric, attention: AttentionKernel, precision: str) -> None:
+    def __init__(self, cfg: Config, fabric: Fabric, attention: AttentionKernel, precision: str,
+                 slots_at_once: int = 0) -> None:
         """Builds the model with its initial values. precision: of the training head, "plain", "fp8" or "emulated"."""
         self.cfg, self.fabric, self.precision, self.rotary = cfg, fabric, precision, None
         longest = max(cfg.val_batch_tokens, *(stage.batch_tokens for stage in cfg.stages)) // cfg.num_slots
@@ -1254,7 +1333,7 @@ class Executor:
         self.model_losses, self.model_hidden = compiled(self.model.losses), compiled(self.model.hidden)
         self.optimizer = Optimizer(cfg, fabric, self.model, compiled)
         self.exact = torch.promote_types(getattr(torch, cfg.dtype), torch.float32)
-        self.slots_at_once = cfg.slots_per_micro_batch or (1 if fabric.on_cuda else cfg.num_slots)
+        self.slots_at_once = slots_at_once or cfg.num_slots // fabric.world
 
     def forward_backward(self, batch: Batch, values: Values, loss_weight: float = 1.0) -> Losses:
         """Add loss_weight * d(sum of this rank's slot losses) to the gradients. Calls add up until optim_step.
@@ -1320,6 +1399,17 @@ class Executor:
             self.model.set_rotary(values.rotary.frequencies)
             self.rotary = values.rotary
 
+    def survives(self, batch: Batch, values: Values) -> bool:
+        """Does one forward_backward fit into memory? Leaves no gradients."""
+        try:
+            self.forward_backward(batch, values)
+            return True
+        except torch.OutOfMemoryError:
+            return False
+        finally:
+            self.model.zero_grad(set_to_none=True)
+            torch.cuda.empty_cache()
+
     def state_tensors(self) -> dict[str, Tensor]:
         """Every tensor that a run changes, by name: weights, rotary tables, moments and mantissa words."""
         moments = {f"{label}.{name}": x for label, state in self.optimizer.state.items() for name, x in state.items()}
@@ -1338,11 +1428,60 @@ class Executor:
         self.optimizer.adam_steps = dict(adam_steps)
         for name, x in self.state_tensors().items():
             x.copy_(copies[name])
-        for p in self.model.parameters():
-            p.grad = None
+        self.model.zero_grad(set_to_none=True)
         torch.set_rng_state(rng[0])
         if self.fabric.on_cuda:
             torch.cuda.set_rng_state(rng[1], self.fabric.device)
+
+def memory_estimate(cfg: Config, fabric: Fabric, precision: str, kernel: AttentionKernel, slots_at_once: int) -> dict:
+    """Bytes of each part of a run at its largest, by name: weights and moments exactly, working memory by a model.
+
+    Per token and layer a training forward keeps SAVED_ROWS rows of width D, more where attention is the reference; the
+    head keeps HEAD_COPIES logits; evaluation keeps no more than EVAL_SAVED_ROWS rows.
+    """
+    dtype = getattr(torch, cfg.dtype)
+    exact = torch.promote_types(dtype, torch.float32).itemsize
+    parts = dict(weights=0, gradients=0, moments=0)
+    for row in parameter_table(cfg):
+        count, owned = math.prod(row.shape), math.prod(row.shape) / (fabric.world if row.sharded else 1)
+        size = exact if row.full_precision else dtype.itemsize
+        mantissa = 2 if dtype == torch.bfloat16 else 0
+        parts["weights"] += count * size
+        parts["gradients"] += count * size
+        parts["moments"] += int(owned * (2 * exact if row.optimizer == "adam" else exact + mantissa))
+    slot_tokens = max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
+    saved = SAVED_ROWS if kernel is attention_varlen else SAVED_ROWS_REFERENCE
+    tokens, rows = slots_at_once * slot_tokens, cfg.model_dim * dtype.itemsize
+    logit_bytes = 4 if precision == "fp8" else HEAD_COPIES * exact
+    evaluated = slots_at_once * cfg.val_batch_tokens // cfg.num_slots
+    training = tokens * (len(LAYERS) * saved * rows + cfg.padded_vocab * logit_bytes)
+    evaluating = evaluated * EVAL_SAVED_ROWS * rows + min(evaluated, EVAL_ROWS) * cfg.padded_vocab * 3 * exact
+    longest = max(slot_tokens, cfg.val_batch_tokens // cfg.num_slots)
+    return parts | dict(rotary=longest * cfg.head_dim * dtype.itemsize, working=int(max(training, evaluating)))
+
+def fit_memory(cfg: Config, fabric: Fabric, precision: str, kernel: AttentionKernel) -> tuple[int, dict]:
+    """Slots that go through the model together, and the estimate. Raises RunError with choices that would fit."""
+    local, room = cfg.num_slots // fabric.world, MEMORY_SHARE * fabric.free_memory()
+    wanted = min(cfg.slots_per_micro_batch, local)
+    choices = [wanted] if wanted else [m for m in range(local, 0, -1) if local % m == 0]
+    estimates = {m: memory_estimate(cfg, fabric, precision, kernel, m) for m in choices}
+    fits = [m for m in choices if sum(estimates[m].values()) <= room]
+    chosen = fabric.lowest(fits[0] if fits else 0)
+    if chosen:
+        return chosen, memory_estimate(cfg, fabric, precision, kernel, chosen)
+    parts = ", ".join(f"{part} {size / 2**30:.1f} GiB" for part, size in estimates[choices[-1]].items())
+    raise RunError("memory", f"{room / 2**30:.1f} GiB to use; needed: {parts}", "parts that fit together",
+                   smaller_choice(cfg, fabric, precision, kernel, room))
+
+def smaller_choice(cfg: Config, fabric: Fabric, precision: str, kernel: AttentionKernel, room: float) -> str:
+    """Flags with which the estimate fits into `room` bytes: one slot at a time, and more and shorter slots."""
+    sizes = [stage.batch_tokens for stage in cfg.stages] + [cfg.val_batch_tokens]
+    for slots in (cfg.num_slots * factor for factor in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)):
+        smaller = replace(cfg, num_slots=slots)
+        whole = all(size % (16 * slots) == 0 for size in sizes)
+        if whole and sum(memory_estimate(smaller, fabric, precision, kernel, 1).values()) <= room:
+            return f"--num_slots={slots} --slots_per_micro_batch=1"
+    return "more ranks, a larger device, or a smaller model"
 
 # ====== Room 9: Race ==================================================================================================
 
@@ -1405,6 +1544,8 @@ class Log:
             try:
                 file.write(line + "\n")
                 file.flush()
+                if not os.fstat(file.fileno()).st_nlink:
+                    raise FileNotFoundError(errno.ENOENT, "the file was deleted")
             except OSError as error:
                 raise RunError(f"writing {self.run_dir / name}", error.strerror, "room on the disk",
                                "free some and start again; the log up to here is whole") from None
@@ -1492,6 +1633,15 @@ def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor)
     invented = replace(cfg, epochs=0, val_tokens=cfg.val_batch_tokens)
     validation = ValidationSet(invented, fabric, headers)
     steps = [schedule.at(step) for step in schedule.warm_up_steps()]
+    if fabric.on_cuda and not cfg.slots_per_micro_batch:
+        largest = max(steps, key=lambda values: values.slot_tokens)
+        trial = Loader(invented, fabric, headers, [largest])
+        trial.start()
+        batch = trial.next(largest)
+        while executor.slots_at_once > 1 and not fabric.lowest(executor.survives(batch, largest)):
+            local = cfg.num_slots // fabric.world
+            executor.slots_at_once = max(m for m in range(1, executor.slots_at_once) if local % m == 0)
+        trial.close()
     loader = Loader(invented, fabric, headers, steps)
     loader.start()
     for values in steps:
@@ -1523,24 +1673,96 @@ def race(schedule: Schedule, loader: Loader, executor: Executor, validation: Val
     log.validation(loss, clock.ms, validation)
     return loss
 
-def sample(cfg: Config, executor: Executor, values: Values, vocabulary: list[bytes] | None) -> str:
-    """Text generated from a document start; token ids where the bytes of the tokens are not known."""
-    generator, tokens = torch.Generator().manual_seed(cfg.seed), [cfg.document_start]
-    while len(tokens) <= cfg.sample_tokens:
+def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[int] = ()) -> list[int]:
+    """Up to sample_tokens token ids after a document start and the prompt; ends before the next document."""
+    generator, tokens = torch.Generator().manual_seed(cfg.seed), [cfg.document_start, *prompt]
+    for _ in range(cfg.sample_tokens):
         logits = executor.next_logits(tokens, values)[:cfg.vocab_size].float().cpu()
         token = int(torch.multinomial(torch.softmax(logits / SAMPLE_TEMPERATURE, 0), 1, generator=generator))
         if token == cfg.document_start:
             break
         tokens.append(token)
-    if vocabulary is None:
-        return "token ids (no vocab.txt beside the shards): " + " ".join(map(str, tokens[1:]))
-    return b"".join(vocabulary[token] for token in tokens).decode("utf-8", "replace")
+    return tokens[1 + len(prompt):]
+
+class Tokenizer:
+    """Bytes of tokens and back: from vocab.txt, or GPT-2's through tiktoken."""
+    def __init__(self, cfg: Config, vocabulary: list[bytes] | None) -> None:
+        self.pieces, self.gpt2 = vocabulary, None
+        if cfg.vocab_size == GPT2_VOCAB and (cfg.ranks or vocabulary is None):
+            self.gpt2 = gpt2_encoding(cfg.ranks)
+
+    def encode(self, text: str) -> list[int]:
+        if self.gpt2:
+            return self.gpt2.encode_ordinary(text)
+        ids, data, tokens, at = {piece: i for i, piece in enumerate(self.pieces) if piece}, text.encode(), [], 0
+        longest = max(map(len, ids))
+        while at < len(data):                                                 # the longest piece that fits
+            piece = next((part for size in range(longest, 0, -1) if (part := data[at:at + size]) in ids), None)
+            if piece is None:
+                raise DataError("prompt", data[at:at + 1], "bytes that the vocabulary has", "leave them out")
+            tokens.append(ids[piece])
+            at += len(piece)
+        return tokens
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        data = self.gpt2.decode_bytes(list(tokens)) if self.gpt2 else b"".join(self.pieces[token] for token in tokens)
+        return data.decode("utf-8", "replace")
+
+def gpt2_encoding(ranks_file: str) -> Any:
+    """tiktoken's GPT-2 encoding, from a local ranks file if there is one. Raises ConfigError."""
+    try:
+        import tiktoken
+        if not ranks_file:
+            return tiktoken.get_encoding("gpt2")
+        with (gzip.open if ranks_file.endswith(".gz") else open)(ranks_file, "rb") as file:
+            ranks = {base64.b64decode(piece): int(rank) for piece, rank in (line.split() for line in file)}
+        return tiktoken.Encoding("gpt2", pat_str=GPT2_SPLIT, mergeable_ranks=ranks,
+                                 special_tokens={"<|endoftext|>": GPT2_DOCUMENT_START})
+    except ImportError:
+        raise ConfigError("GPT-2 tokens", "no package tiktoken", "tiktoken", "python -m pip install tiktoken") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError("--ranks", str(error).splitlines()[0], "a ranks file, or network for tiktoken to fetch one",
+                          "--ranks=FILE in tiktoken's text format: base64 and rank on each line") from None
+
+def save_weights(folder: Path, cfg: Config, executor: Executor, vocabulary: list[bytes] | None) -> None:
+    """Final weights in logical shapes and order, config.json, and vocab.txt where the tokens' bytes are known."""
+    tensors = {row.label: executor.model.get_parameter(row.label).detach().cpu() for row in executor.model.table}
+    files = {"config.json": json.dumps(asdict(cfg), indent=1).encode()}
+    if vocabulary is not None:
+        lines = (b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece)
+        files["vocab.txt"] = b"".join(lines)
+    try:
+        from safetensors.torch import save
+        files["weights.safetensors"] = save(tensors)
+    except ImportError:
+        torch.save(tensors, buffer := io.BytesIO())
+        files["weights.pt"] = buffer.getvalue()
+    try:
+        for name, content in files.items():
+            (folder / f"{name}.part").write_bytes(content)
+            (folder / f"{name}.part").replace(folder / name)
+    except OSError as error:
+        raise RunError(f"--save={folder}", error.strerror, "a folder with room", "give another folder") from None
+
+def load_weights(folder: Path, device: str) -> tuple[Config, dict[str, Tensor]]:
+    """What save_weights wrote. Raises DataError."""
+    try:
+        settings = json.loads((folder / "config.json").read_text())
+        settings["stages"] = tuple(Stage(*(tuple(x) if isinstance(x, list) else x for x in stage.values()))
+                                   for stage in settings["stages"])
+        if (folder / "weights.pt").exists():
+            return Config(**settings | dict(device=device)), torch.load(folder / "weights.pt", weights_only=True)
+        from safetensors.torch import load_file
+        return Config(**settings | dict(device=device)), load_file(folder / "weights.safetensors")
+    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
+        raise DataError(f"saved weights in {folder}", f"{type(error).__name__}: {error}", "config.json and "
+                        "weights.safetensors or weights.pt", "train with --save=DIR, which writes them") from None
 
 # ====== Room 10: Main =================================================================================================
 
-EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED = 0, 1, 2, 130
+EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_ENDED = 0, 1, 2, 130, 143
 NOT_MATHEMATICS = {"device", "compile", "slots_per_micro_batch", "seed", "run_dir", "comm_timeout", "sample_tokens",
-                   "val_every", "max_steps", "train_files", "val_files", "epochs"}
+                   "save", "ranks", "val_every", "max_steps", "train_files", "val_files", "epochs"}
 
 def make_fabric(cfg: Config) -> Fabric:
     """Pick the device and join the process group that torchrun describes. Raises FabricError, ConfigError."""
@@ -1596,6 +1818,9 @@ def data_sha256(headers: list[ShardHeader]) -> str:
         digest.update(Path(name).name.encode() + (b"" if name.startswith(FORMULA) else Path(name).read_bytes()))
     return digest.hexdigest()
 
+def source_sha256() -> str:
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
 def git_commit() -> str | None:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,
@@ -1606,16 +1831,17 @@ def changed_fields(preset: str, cfg: Config) -> dict[str, str]:
     before = vars(Config(**PRESETS[preset]))
     return {name: flag_text(value) for name, value in vars(cfg).items() if value != before[name]}
 
-def write_header(log: Log, preset: str, cfg: Config, changed: dict[str, str], executor: Executor, sha256: str) -> None:
+def write_header(log: Log, preset: str, cfg: Config, changed: dict[str, str], executor: Executor, attention: str,
+                 sha256: str) -> None:
     versions = dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda, triton=None)
     with contextlib.suppress(ImportError):
         import triton
         versions["triton"] = triton.__version__
-    fabric, attention = log.fabric, executor.model.attention.__name__.removeprefix("attention_")
+    fabric = log.fabric
     accum = -(-cfg.num_slots // fabric.world // executor.slots_at_once)
     log.event("header", preset=preset, changed=changed, config=asdict(cfg), seed=cfg.seed, **versions,
               world_size=fabric.world, grad_accum_steps=accum, tokens_per_step=[s.batch_tokens for s in cfg.stages],
-              git_commit=git_commit(), source_sha256=hashlib.sha256(Path(__file__).read_bytes()).hexdigest(),
+              git_commit=git_commit(), source_sha256=source_sha256(),
               data_sha256=sha256, hardware=hardware(fabric), attention=attention, head=executor.precision)
     parameters = sum(p.numel() for p in executor.model.parameters())
     log.text("\n".join((
@@ -1636,14 +1862,24 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
     log.text(f"training time {ms / 1000:.2f} s, {log.done} steps, {log.tokens:,} tokens; logs in {log.run_dir}")
     log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in memory.items()))
     log.event("result", **result)
-    if cfg.sample_tokens:
-        text = sample(cfg, executor, log.schedule.at(log.done), validation.vocabulary)
+    if cfg.save and log.fabric.rank == 0:
+        save_weights(Path(cfg.save), cfg, executor, validation.vocabulary)
+    if cfg.sample_tokens and log.fabric.rank == 0:
+        tokens = generate(cfg, executor, log.schedule.at(log.done))
+        text = "token ids (no vocab.txt beside the shards): " + " ".join(map(str, tokens))
+        if validation.vocabulary:
+            text = Tokenizer(cfg, validation.vocabulary).decode(tokens)
         log.fabric.say(f"{' sample ':-^100}\n{text}\n{'-' * 100}")
     log.fabric.say(json.dumps(dict(type="result", **result)))
 
 def run(preset: str, cfg: Config, fabric: Fabric) -> None:
     began = time.perf_counter()
     train, val = find_shards(cfg.train_files), find_shards(cfg.val_files)
+    facts = {f"--{name}": flag_text(value) for name, value in vars(cfg).items()}
+    facts |= dict(data_sha256=data_sha256(train + val), source_sha256=source_sha256(), torch=torch.__version__)
+    fabric.check_agreement(facts)
+    if cfg.save:
+        Path(cfg.save).mkdir(parents=True, exist_ok=True)
     changed, cfg = changed_fields(preset, cfg), resolve(cfg, train, val)
     schedule, precision = Schedule(cfg), head_precision(cfg, fabric)
     check_enough_data(cfg, schedule, train)
@@ -1651,9 +1887,11 @@ def run(preset: str, cfg: Config, fabric: Fabric) -> None:
     run_dir = Path(cfg.run_dir or f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}-{os.urandom(4).hex()}")
     log = Log(run_dir, fabric, schedule, REFERENCE_LOSSES if same_mathematics else {})
     try:
-        attention = attention_varlen if fabric.on_cuda and cfg.dtype == "bfloat16" else attention_reference
-        executor = Executor(cfg, fabric, attention, precision)
-        write_header(log, preset, cfg, changed, executor, data_sha256(train + val))
+        attention, kernel = choose_attention(fabric, getattr(torch, cfg.dtype), cfg.head_dim)
+        slots_at_once, estimate = fit_memory(cfg, fabric, precision, kernel)
+        executor = Executor(cfg, fabric, kernel, precision, slots_at_once)
+        write_header(log, preset, cfg, changed, executor, attention, facts["data_sha256"])
+        log.text("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
         log.event("phase", name="set-up", ms=round((time.perf_counter() - began) * 1000, 3), timed=False)
         with log.phase("validation data"):
             validation = ValidationSet(cfg, fabric, val)
@@ -1672,29 +1910,71 @@ def run(preset: str, cfg: Config, fabric: Fabric) -> None:
         raise RunError("out of memory", str(error).splitlines()[0], "less at a time", "--slots_per_micro_batch=1, or "
                        f"more and shorter slots: --num_slots={2 * cfg.num_slots}") from None
     except BaseException as error:
-        log.aborted("interrupted" if isinstance(error, KeyboardInterrupt) else f"{type(error).__name__}: {error}")
+        causes = {KeyboardInterrupt: "interrupted", SystemExit: "ended from outside (SIGTERM)"}
+        log.aborted(causes.get(type(error), f"{type(error).__name__}: {error}"))
         raise
     finally:
         log.close()
 
-def main(argv: Sequence[str]) -> int:
-    """Returns the exit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 130 interrupted."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)                 # how torchrun ends a rank
-    try:
-        preset, cfg = parse_flags(argv)
-        run(preset, cfg, make_fabric(cfg))
-    except TrainerError as error:
+def sample_saved(request: Request) -> None:
+    """--sample=DIR "prompt": print text that goes on from the prompt, on any device."""
+    cfg, tensors = load_weights(Path(request.sample), request.cfg.device)
+    fabric = make_fabric(replace(cfg, device=request.cfg.device, num_slots=1))
+    dtype = cfg.dtype if fabric.on_cuda else "float32" if cfg.dtype == "bfloat16" else cfg.dtype
+    cfg = replace(cfg, compile=0, dtype=dtype, seed=request.cfg.seed, sample_tokens=request.cfg.sample_tokens,
+                  ranks=request.cfg.ranks)
+    header = ShardHeader(str(Path(request.sample, "weights")), 0, cfg.vocab_size, cfg.document_start)
+    tokenizer = Tokenizer(cfg, read_vocabulary(header))
+    executor, schedule = Executor(cfg, fabric, attention_reference, "plain"), Schedule(cfg)
+    with torch.no_grad():
+        for label, tensor in tensors.items():
+            executor.model.get_parameter(label).copy_(tensor)
+    tokens = generate(cfg, executor, schedule.at(schedule.last_step), tokenizer.encode(request.prompt))
+    fabric.say(request.prompt + tokenizer.decode(tokens))
+
+LOST_RANK = re.compile("connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl", re.IGNORECASE)
+
+def report(error: BaseException) -> None:
+    """Print why the run ended, once over all ranks: the first to arrive at the store speaks, or rank 0 under torchrun."""
+    first = os.environ.get("RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        with contextlib.suppress(Exception):                                  # no store, no rank to repeat us
+            store = dist.distributed_c10d._get_default_store()
+            store.set_timeout(timedelta(seconds=1))
+            first = store.add("reported", 1) == 1
+    if first:
         print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
-        return EXIT_FAILED if isinstance(error, RunError) else EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
-        return EXIT_INTERRUPTED
-    finally:
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 130 interrupted, 143 ended."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_ENDED))            # how torchrun ends the other ranks
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    try:
+        request = parse_flags(argv)
+        if request.sample:
+            sample_saved(request)
+        else:
+            run(request.preset, request.cfg, make_fabric(request.cfg))
         if dist.is_initialized():
             dist.destroy_process_group()
-    return EXIT_DONE
+        return EXIT_DONE
+    except TrainerError as error:
+        report(error)
+        return EXIT_FAILED if isinstance(error, RunError) else EXIT_BAD_INPUT
+    except KeyboardInterrupt:
+        report(KeyboardInterrupt("the log ends with the steps done so far"))
+        return EXIT_INTERRUPTED
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    except RuntimeError as error:
+        if not (dist.is_initialized() and LOST_RANK.search(str(error))):
+            raise
+        report(RunError("lost another rank", str(error).splitlines()[0], "every rank's answer within --comm_timeout",
+                        "look for the end of the other ranks: killed, out of memory, or stuck"))
+        return EXIT_FAILED
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    sys.stdout.flush()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
     os._exit(status)                                                          # even if a thread is stuck in a read
