@@ -1310,7 +1310,7 @@ def number(value: float) -> Tensor:
 
 EVAL_ROWS = 8192                         # rows of validation logits at a time: evaluation never decides the memory
 MEMORY_SHARE = 0.9                       # of what is free: the rest is for the allocator and the compiler
-SAVED_ROWS, SAVED_ROWS_REFERENCE = 15, 60          # rows of width D that a layer keeps per token for its backward
+SAVED_ROWS, SAVED_ROWS_REFERENCE = 15, 30          # rows of width D that a layer keeps per token for its backward
 EVAL_SAVED_ROWS, HEAD_COPIES = 24, 6
 
 class Losses(NamedTuple):
@@ -1935,7 +1935,7 @@ def sample_saved(request: Request) -> None:
 LOST_RANK = re.compile("connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl", re.IGNORECASE)
 
 def report(error: BaseException) -> None:
-    """Print why the run ended, once over all ranks: the first to arrive at the store speaks, or rank 0 under torchrun."""
+    """Print why the run ended, once over all ranks: the first to reach the store speaks, or rank 0 under torchrun."""
     first = os.environ.get("RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ
     if dist.is_initialized() and dist.get_world_size() > 1:
         with contextlib.suppress(Exception):                                  # no store, no rank to repeat us
