@@ -298,6 +298,11 @@ class Fabric:
         if self.on_cuda:
             torch.cuda.synchronize(self.device)
 
+    def enter_thread(self) -> None:
+        """CUDA's current device is a thread's own: without this, pinning memory would open GPU 0 from every rank."""
+        if self.on_cuda:
+            torch.cuda.set_device(self.device)
+
     def say(self, text: str) -> None:
         """Print on rank 0. A console that is gone (`| head`) does not end the run."""
         if self.rank == 0:
@@ -307,7 +312,7 @@ class Fabric:
     def lowest(self, value: int) -> int:
         """The smallest of all ranks' values."""
         if self.world > 1:
-            shared = torch.tensor(value, device=self.device)
+            shared = torch.tensor(int(value), device=self.device)
             dist.all_reduce(shared, dist.ReduceOp.MIN)
             value = int(shared)
         return value
@@ -647,7 +652,8 @@ class Loader:
     def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], steps: Sequence[Values]) -> None:
         self.cfg, self.fabric, self.headers = cfg, fabric, headers
         self.cycles = iter([steps[i:i + 2] for i in range(0, len(steps), 2)])
-        self.worker, self.reader = ThreadPoolExecutor(1, "loader"), ThreadPoolExecutor(1, "shard-reader")
+        self.worker = ThreadPoolExecutor(1, "loader", initializer=fabric.enter_thread)
+        self.reader = ThreadPoolExecutor(1, "shard-reader")
         endless = itertools.cycle(headers) if cfg.epochs == 0 else headers * cfg.epochs
         self.shards = map(functools.partial(self.reader.submit, load_shard), endless)
         self.shard, self.doc, self.upcoming, self.ahead, self.ready = None, 0, None, None, []
@@ -1780,8 +1786,7 @@ def make_fabric(cfg: Config) -> Fabric:
         raise FabricError("number of ranks", world, f"a divisor of num_slots={cfg.num_slots}: {fits}",
                           f"torchrun --nproc_per_node={max(w for w in fits if w <= world)} train_gpt.py ...")
     fabric = Fabric(torch.device("cuda", local_rank) if cuda else torch.device("cpu"), rank, world)
-    if cuda:
-        torch.cuda.set_device(fabric.device)
+    fabric.enter_thread()
     if world > 1:
         dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=cfg.comm_timeout))
     return fabric

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -164,9 +165,9 @@ class Oracle:
 CPU = tg.Fabric(torch.device("cpu"))
 
 
-def executor_with(cfg: tg.Config, stored: Vectors) -> tg.Executor:
+def executor_with(cfg: tg.Config, stored: Vectors, fabric: tg.Fabric = CPU) -> tg.Executor:
     """An executor with the stored parameters; banks are cut to the trainer's number of layers."""
-    executor = tg.Executor(cfg, CPU, tg.attention_reference, "plain")
+    executor = tg.Executor(cfg, fabric, tg.attention_reference, "plain")
     with torch.no_grad():
         for row in executor.model.table:
             p = executor.model.get_parameter(row.label)
@@ -447,26 +448,44 @@ def check_whole_gradient(vectors: Vectors, label: str, grad: Tensor) -> None:
 # ----------------------------------------------------------------------------------------------------------------------
 
 class Trajectory:
-    """A run of a few steps through every stage, change of the windows and the split, on stored tokens."""
+    """A run of a few steps through every stage, change of the windows and the split, on stored tokens.
 
-    def __init__(self, oracle: Oracle) -> None:
-        meta = self.meta = oracle.meta["trajectory"]
+    Ranks of a process group share it: each computes its slots and updates its part, all compare the whole.
+    """
+
+    def __init__(self, oracle: Oracle, fabric: tg.Fabric = CPU) -> None:
+        self.fabric, meta = fabric, oracle.meta["trajectory"]
+        self.meta = meta
         assert meta["num_layers"] == len(tg.LAYERS), "another layer table"
         self.vectors, self.stored = oracle.open("traj"), oracle.open("traj_init")
         num_slots = oracle.meta["recipe"]["num_slots"]
         val_batch_tokens = meta["val_slot_tokens"] * num_slots
         self.cfg = oracle.config("trajectory", meta["slot_tokens"], val_batch_tokens=val_batch_tokens)
         self.schedule = tg.Schedule(self.cfg)
-        self.executor = executor_with(self.cfg, self.stored)
+        self.executor = executor_with(self.cfg, self.stored, fabric)
         self.validation = self.batch("val_{}")
 
     def batch(self, pattern: str, step: int = 0) -> tg.Batch:
+        """This rank's slots."""
         names = [pattern.format(name) for name in ("tokens", "targets", "bigram_ids", "cu_seqlens")]
         tokens, targets, _, cu_seqlens = (self.vectors[name] for name in names)
         batch = batch_of(step, tokens, targets, cu_seqlens, self.cfg.bigram_rows)
         for name, made in zip(names, batch[1:4]):
             self.vectors.check(name, made)
-        return batch
+        return tg.Batch(step, *(x[self.fabric.rank::self.fabric.world] for x in batch[1:]))
+
+    def summed(self, x: Tensor) -> Tensor:
+        """Sum over ranks."""
+        if self.fabric.world > 1:
+            dist.all_reduce(x := x.clone())
+        return x
+
+    def joined(self, parts: Tensor, count: int) -> Tensor:
+        """The ranks' parts, each but the last ones an equal number of rows, as one tensor of `count` rows."""
+        size = -(-count // self.fabric.world)
+        whole = parts.new_zeros(size * self.fabric.world, *parts.shape[1:])
+        whole[self.fabric.rank * size:][:len(parts)] = parts
+        return self.summed(whole)[:count]
 
     def check(self) -> None:
         self.check_plan()
@@ -496,9 +515,10 @@ class Trajectory:
     def check_step(self, step: int, values: tg.Values) -> None:
         self.check_values(step, values)
         slot_sums = self.executor.forward_backward(self.batch(f"{{}}.{step}", step), values).slot_sums
-        self.vectors.check(f"slot_loss.{step}", slot_sums)
+        by_rank = self.joined(slot_sums, self.cfg.num_slots).view(self.fabric.world, -1)
+        self.vectors.check(f"slot_loss.{step}", by_rank.t().flatten())
         for label in self.executor.optimizer.rows:                        # sums over slots; the optimizer divides them
-            grad = self.executor.model.get_parameter(label).grad / self.cfg.num_slots
+            grad = self.summed(self.executor.model.get_parameter(label).grad) / self.cfg.num_slots
             self.vectors.check(f"grad_samp.{step}.{label}", grad, label, at=self.vectors[f"idx.{label}"])
             self.vectors.check(f"grad_norm.{step}.{label}", grad.double().norm())
         self.executor.optim_step(values)
@@ -521,6 +541,9 @@ class Trajectory:
         vectors, optimizer = self.vectors, self.executor.optimizer
         p, at = self.executor.model.get_parameter(label).detach(), vectors[f"idx.{label}"]
         state, stride = optimizer.state[label], self.meta["st_v2_stride"].get(label)
+        if optimizer.rows[label].sharded:
+            count = len(optimizer.units(label, p))
+            state = {name: self.joined(part, count) for name, part in state.items()}
         vectors.check(f"samp.{done}.{label}", p, label, at)
         vectors.check(f"full.{done}.{label}", p, label)
         vectors.check(f"norm.{done}.{label}", p.double().norm())
