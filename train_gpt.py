@@ -32,7 +32,8 @@ parameter. The objective of a step is J = (1/S) * sum over slots of the slot's s
 from __future__ import annotations
 
 import argparse, base64, contextlib, difflib, errno, functools, gc, glob, gzip, hashlib
-import importlib.util, io, itertools, json, math, os, platform, re, signal, subprocess, sys, time, warnings
+import importlib, io, itertools, json, math, os, platform, re, signal, subprocess, sys, time, traceback
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout
 from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
@@ -157,7 +158,9 @@ class Config:
     comm_timeout: float = _run(60.0, "s", "longest wait for another rank or for the loader thread")
     sample_tokens: int = _run(96, "tokens", "generated after the run, or by --sample; 0: none")
     save: str = _run("", "folder", "for the final weights, their config and the bytes of the tokens; empty: none")
-    ranks: str = _run("", "file", "GPT-2 ranks in tiktoken's text format, plain or .gz: --sample without network")
+    sample: str = _run("", "folder", "generate from the weights that --save left there instead of training")
+    prompt: str = _run("", "text", "what a sample goes on from")
+    ranks: str = _run("", "file", "GPT-2 ranks in tiktoken's text format, plain or .gz: samples without network")
 
 PRESETS: dict[str, dict[str, Any]] = {
     "record": dict(device="cuda"),
@@ -207,24 +210,15 @@ def parse_value(knob_field: Field, text: str) -> Any:
                           f"nearest: {nearest(text, meta['choices'])}")
     return value
 
-class Request(NamedTuple):
-    """What the command line asks for."""
-    preset: str
-    cfg: Config
-    sample: str                  # folder of saved weights to sample from; empty: train
-    prompt: str
-
-def parse_flags(argv: Sequence[str]) -> Request:
-    """Raises ConfigError; --help prints the fields by group and exits."""
+def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
+    """Flags -> (preset name, Config). Raises ConfigError; --help prints the fields by group and exits."""
     knobs = {f.name: f for f in fields(Config)}
     parser = argparse.ArgumentParser(
         "train_gpt.py", usage="%(prog)s [--preset=NAME] [--field=value ...]", allow_abbrev=False, exit_on_error=False,
-        description="Train a small GPT against the clock. A preset sets fields; flags override it. With --sample=DIR, "
-        "generate from the weights that --save=DIR left there.",
+        description="Train a small GPT against the clock. A preset sets fields; flags override it.",
         epilog="exit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 130 interrupted, 143 ended")
     parser.add_argument("--preset", default="record", metavar="NAME", help=f"{', '.join(PRESETS)} [record]")
-    parser.add_argument("--sample", default="", metavar="DIR", help="saved weights; with a prompt behind it")
-    parser.add_argument("prompt", nargs="?", default="", help="text to go on from, with --sample")
+    parser.add_argument("words", nargs="?", metavar="PROMPT", help="the same as --prompt=PROMPT")
     groups = {g: parser.add_argument_group(g) for g in dict.fromkeys(f.metadata["group"] for f in knobs.values())}
     for f in knobs.values():
         meta, shown = f.metadata, "STAGES" if isinstance(f.default, tuple) else f.default
@@ -239,11 +233,12 @@ def parse_flags(argv: Sequence[str]) -> Request:
     if flags.preset not in PRESETS:
         raise ConfigError("unknown preset", flags.preset, list(PRESETS), f"nearest: {nearest(flags.preset, PRESETS)}")
     given = {name: parse_value(f, text) for name, f in knobs.items() if (text := getattr(flags, name)) is not None}
-    if flags.prompt and not flags.sample:
-        raise ConfigError("a word without a flag", flags.prompt, "--field=value", "a prompt needs --sample=DIR")
+    if flags.words and not flags.sample:
+        raise ConfigError("a word without a flag", flags.words, "--field=value", "a prompt needs --sample=DIR")
+    given |= dict(prompt=flags.words) if flags.words else {}
     cfg = Config(**{**({} if flags.sample else PRESETS[flags.preset]), **given})
     check_config(cfg)
-    return Request(flags.preset, cfg, flags.sample, flags.prompt)
+    return flags.preset, cfg
 
 LEAST = dict(num_slots=1, max_doc_len=2, window_block=1, final_long_window=1, comm_timeout=1, document_start=-1,
              compile=-1, momentum_warmup_steps=-1, momentum_cooldown_steps=-1)          # 0 for every other number
@@ -256,8 +251,8 @@ def check_config(cfg: Config) -> None:
 
     for name, value in vars(cfg).items():
         least = LEAST.get(name, 0)
-        ok = isinstance(value, (str, tuple)) or value >= least
-        need(ok, f"--{name}", value, f"{least} or more", f"--{name}={least}")
+        ok = isinstance(value, (str, tuple)) or least <= value < 2**31
+        need(ok, f"--{name}", value, f"{least} or more, below 2^31", f"--{name}={least}")
     H, E = cfg.num_heads, cfg.head_dim
     need(H >= 2 and H % 2 == 0, "--num_heads", H, "an even number, since paired layers join two heads",
          f"--num_heads={max(2, H - 1)} or --num_heads={max(2, H + 1)}")
@@ -275,12 +270,14 @@ def check_config(cfg: Config) -> None:
     scheduled = len(cfg.stages) - 1
     need(scheduled >= 1, "--stages", f"{len(cfg.stages)} row", "at least two, the last for the extension", "see STAGES")
     for s in cfg.stages:
-        weights_fit = len(s.mtp_start) == len(s.mtp_end) >= 1 and min(s.mtp_start + s.mtp_end) >= 0
-        need(weights_fit and 1 <= s.short_window < s.long_window, "--stages", flag_text((s,)),
+        numbers_fit = all(0 <= x < math.inf for x in (s.lr_mul, *s.mtp_start, *s.mtp_end))
+        weights_fit = len(s.mtp_start) == len(s.mtp_end) >= 1 and numbers_fit
+        need(weights_fit and 1 <= s.short_window < s.long_window < 2**31, "--stages", flag_text((s,)),
              "1 <= short window < long window; as many token weights >= 0 at the start as at the end", "see STAGES")
     need(cfg.num_scheduled_steps >= scheduled, "--num_scheduled_steps", cfg.num_scheduled_steps,
          f"one step or more for each of {scheduled} stages", f"--num_scheduled_steps={scheduled}")
-    for name, most in (("split_stage", scheduled), ("cooldown_frac", 1)):
+    for name, most in (("split_stage", scheduled), ("cooldown_frac", 1), ("normuon_beta2", 1), ("momentum_max", 1),
+                       ("momentum_min", cfg.momentum_max)):
         need(getattr(cfg, name) <= most, f"--{name}", getattr(cfg, name), f"0 to {most}", f"--{name}={most}")
 
 @dataclass(frozen=True)
@@ -304,9 +301,9 @@ class Fabric:
             torch.cuda.set_device(self.device)
 
     def say(self, text: str) -> None:
-        """Print on rank 0. A console that is gone (`| head`) does not end the run."""
+        """Print on rank 0. A console that is gone or full does not end the run."""
         if self.rank == 0:
-            with contextlib.suppress(BrokenPipeError):
+            with contextlib.suppress(OSError, ValueError):
                 print(text, flush=True)
 
     def lowest(self, value: int) -> int:
@@ -319,25 +316,22 @@ class Fabric:
 
     def check_agreement(self, facts: dict[str, str]) -> None:
         """Raise FabricError on every rank if any rank was started with other facts."""
-        everyone: list = [facts]
+        everyone: list = [facts] * self.world
         if self.world > 1:
-            everyone = [None] * self.world
             dist.all_gather_object(everyone, facts)
-        for rank, other in enumerate(everyone):
-            odd = next((name for name in everyone[0] if everyone[0][name] != other.get(name)), None)
-            if odd:
-                found = f"rank 0: {everyone[0][odd]}, rank {rank}: {other.get(odd)}"
-                raise FabricError(f"ranks disagree about {odd}", found, "the same on every rank",
-                                  "start every rank with the same flags, data and source")
+        for rank, name in itertools.product(range(self.world), facts):
+            found = [everyone[k].get(name) for k in (0, rank)]
+            if found[0] != found[1]:
+                raise FabricError(f"ranks disagree about {name}", f"{found[0]} on rank 0, {found[1]} on rank {rank}",
+                                  "one value", "start every rank with the same flags, data and source")
 
     def free_memory(self) -> float:
         """Bytes that are free for this process now; infinite where the system does not say."""
         if self.on_cuda:
             return torch.cuda.mem_get_info(self.device)[0]
-        try:
-            return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (AttributeError, ValueError):
-            return math.inf
+        with contextlib.suppress(OSError, TypeError):
+            return 1024 * int(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1])
+        return math.inf
 
 # ====== Room 2: Schedule ==============================================================================================
 
@@ -505,10 +499,12 @@ def find_shards(pattern: str) -> list[ShardHeader]:
     if pattern.startswith(FORMULA):
         try:
             vocab, start, tokens, shards = map(int, pattern.removeprefix(FORMULA).split(":"))
+            if not (0 <= start < vocab <= MAX_VOCAB and 0 < tokens < 2**31 and 0 < shards < 2**16):
+                raise ValueError
         except ValueError:
             raise DataError("formula", pattern, "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS", "see PRESETS") from None
         return [ShardHeader(f"{pattern}#{seed}", tokens, vocab, start) for seed in range(shards)]
-    headers = [read_header(Path(path)) for path in sorted(glob.glob(pattern))]
+    headers = [read_header(path) for path in map(Path, sorted(glob.glob(pattern))) if path.is_file()]
     if not headers:
         raise DataError("no shards", f"no file matches {pattern!r} in {os.getcwd()}", "a .bin shard", "python data/"
                         "pocket.py or python data/cached_fineweb10B.py 9, or give --train_files= and --val_files=")
@@ -654,8 +650,8 @@ class Loader:
         self.cycles = iter([steps[i:i + 2] for i in range(0, len(steps), 2)])
         self.worker = ThreadPoolExecutor(1, "loader", initializer=fabric.enter_thread)
         self.reader = ThreadPoolExecutor(1, "shard-reader")
-        endless = itertools.cycle(headers) if cfg.epochs == 0 else headers * cfg.epochs
-        self.shards = map(functools.partial(self.reader.submit, load_shard), endless)
+        passes = itertools.repeat(headers, cfg.epochs) if cfg.epochs else itertools.repeat(headers)
+        self.shards = map(functools.partial(self.reader.submit, load_shard), itertools.chain.from_iterable(passes))
         self.shard, self.doc, self.upcoming, self.ahead, self.ready = None, 0, None, None, []
 
     def start(self) -> None:
@@ -699,8 +695,8 @@ class Loader:
                 return self.shard, slots
             if self.upcoming is None:
                 raise DataError("training data ended", f"{len(self.headers)} shards of {self.cfg.train_files!r}: "
-                                f"enough for {values.step} steps", "more shards or fewer steps",
-                                f"fetch more shards, stop at --max_steps={values.step}, or cycle with --epochs=0")
+                                f"enough for {values.step} steps", "more shards, or fewer steps",
+                                "fetch more shards, take fewer steps (--max_steps), or cycle with --epochs=0")
             self.shard, self.doc = bounded(self.upcoming, self.cfg, "reading a shard"), 0
             self.upcoming = next(self.shards, None)
         raise DataError("training shards are too small", f"none of {len(self.headers)} holds {S} x {T + 1} tokens",
@@ -741,7 +737,7 @@ def read_vocabulary(header: ShardHeader) -> list[bytes] | None:
     if header.name.startswith(FORMULA) or not path.exists():
         return None
     pieces: dict[int, bytes] = {}
-    for number, line in enumerate(path.read_text("ascii").splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             piece, token = line.split()
             pieces[int(token)] = base64.b64decode(piece, validate=True)
@@ -761,8 +757,6 @@ RMS_EPS = 2.0**-23                       # what the peer's bf16 run uses, here i
 FP8_MAX = 448.0                          # largest e4m3 number
 FP8_Y_SCALE, FP8_W_SCALE, FP8_GRAD_SCALE = 100 / FP8_MAX, 1.6 / FP8_MAX, 0.75 / FP8_MAX        # recipe 2.8
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # z = 23 sigmoid((logit + 5) / 7.5)
-
-AttentionKernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, float], Tensor]
 
 def rms_norm(x: Tensor) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last axis, no gain."""
@@ -805,23 +799,23 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_le
     from torch.nn.attention.varlen import varlen_attn
     return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, scale=scale, window_size=(window, 0))
 
-def choose_attention(fabric: Fabric, dtype: torch.dtype, head_dim: int) -> tuple[str, AttentionKernel]:
+def choose_attention(fabric: Fabric, dtype: torch.dtype, head_dim: int) -> tuple[str, Callable]:
     """(name, kernel) of the first attention that runs here, forward and backward, and agrees with the reference."""
-    has_fa3 = importlib.util.find_spec("flash_attn_interface") is not None
-    candidates = (*(["FA3"] if has_fa3 else []), "torch varlen") if fabric.on_cuda and dtype == torch.bfloat16 else ()
+    candidates = ("FA3", "torch varlen") if fabric.on_cuda and dtype == torch.bfloat16 else ()
     for name in candidates:
         try:
             if name == "FA3":
+                importlib.import_module("flash_attn_interface")
                 torch.nn.attention.activate_flash_attention_impl("FA3")
             check_attention(attention_varlen, fabric.device, dtype, head_dim)
             return name, attention_varlen
         except (RuntimeError, NotImplementedError, ImportError, ValueError, AttributeError) as refusal:
             fabric.say(f"attention: {name} does not run here: {str(refusal).splitlines()[0]}")
-            if name == "FA3" and hasattr(torch.nn.attention, "restore_flash_attention_impl"):
+            if name == "FA3" and getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)():
                 torch.nn.attention.restore_flash_attention_impl()
     return "reference", attention_reference
 
-def check_attention(kernel: AttentionKernel, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+def check_attention(kernel: Callable, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
     """Raise RuntimeError unless one real forward and backward agrees with the reference to the dtype's rounding."""
     inputs = torch.randn(3, 48, 2, head_dim, device=device, generator=torch.Generator(device).manual_seed(0))
     bounds = torch.tensor([0, 20, 20, 48], device=device, dtype=torch.int32)
@@ -926,13 +920,11 @@ def gram_polynomial(a: Tensor, b: float, c: float) -> Tensor:
 
 # ====== Room 5: Model =================================================================================================
 
-InitialValues = Callable[[torch.Generator, tuple[int, ...]], Tensor]          # draws f32, in logical order
-
 class Parameter(NamedTuple):
     """One row of the parameter table: all about a parameter but its place in the forward pass."""
     label: str
     shape: tuple[int, ...]
-    init: InitialValues
+    init: Callable[[torch.Generator, tuple[int, ...]], Tensor]                # draws f32, in logical order
     optimizer: str                       # "normuon" or "adam"
     sharded: bool                        # updated by the owners of its rows or matrices, or by every rank alike
     lr_mul: float = 1.0
@@ -941,20 +933,20 @@ class Parameter(NamedTuple):
     bank: bool = False                   # matrices stand in the last two axes
     full_precision: bool = False         # f32 where the weights are bf16
 
-def normal(std: float) -> InitialValues:
+def normal(std: float) -> Callable:
     return lambda generator, shape: torch.randn(shape, generator=generator) * std
 
-def uniform(bound: float) -> InitialValues:
+def uniform(bound: float) -> Callable:
     return lambda generator, shape: torch.rand(shape, generator=generator) * (2 * bound) - bound
 
-def up_uniform_down_zero(bound: float) -> InitialValues:
+def up_uniform_down_zero(bound: float) -> Callable:
     """Of the MLP bank: every MLP starts as nothing."""
     def draw(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
         one = (shape[0], 1, *shape[2:])
         return torch.cat((uniform(bound)(generator, one), torch.zeros(one)), dim=1)
     return draw
 
-ZEROS: InitialValues = lambda _, shape: torch.zeros(shape)
+ZEROS: Callable = lambda _, shape: torch.zeros(shape)
 SCALARS = {                              # name -> initial value of each of the packed scalars (recipe 2.6)
     "residual": (1.1,) * len(LAYERS), "attention": (0.5, 1.0) * len(LAYERS), "bigram": (0.1,) * len(LAYERS),
     "smear": (0.0,), "backout": (0.5,), "skip": (-1.5,)}
@@ -994,7 +986,7 @@ class Reach(NamedTuple):
 
 class GPT(nn.Module):
     """Recipe A, section 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
-    def __init__(self, cfg: Config, attention: AttentionKernel, rotary_len: int) -> None:
+    def __init__(self, cfg: Config, attention: Callable, rotary_len: int) -> None:
         """rotary_len: the longest slot in tokens; the tables hold twice that, since paired layers have 2T positions."""
         super().__init__()
         self.heads, self.head_dim, self.vocab, self.attention = cfg.num_heads, cfg.head_dim, cfg.padded_vocab, attention
@@ -1326,7 +1318,7 @@ class Losses(NamedTuple):
 
 class Executor:
     """Runs slots through the model and updates it. Knows no step numbers beyond `values`, and no logs."""
-    def __init__(self, cfg: Config, fabric: Fabric, attention: AttentionKernel, precision: str,
+    def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, precision: str,
                  slots_at_once: int = 0) -> None:
         """Builds the model with its initial values. precision: of the training head, "plain", "fp8" or "emulated"."""
         self.cfg, self.fabric, self.precision, self.rotary = cfg, fabric, precision, None
@@ -1405,17 +1397,6 @@ class Executor:
             self.model.set_rotary(values.rotary.frequencies)
             self.rotary = values.rotary
 
-    def survives(self, batch: Batch, values: Values) -> bool:
-        """Does one forward_backward fit into memory? Leaves no gradients."""
-        try:
-            self.forward_backward(batch, values)
-            return True
-        except torch.OutOfMemoryError:
-            return False
-        finally:
-            self.model.zero_grad(set_to_none=True)
-            torch.cuda.empty_cache()
-
     def state_tensors(self) -> dict[str, Tensor]:
         """Every tensor that a run changes, by name: weights, rotary tables, moments and mantissa words."""
         moments = {f"{label}.{name}": x for label, state in self.optimizer.state.items() for name, x in state.items()}
@@ -1439,55 +1420,41 @@ class Executor:
         if self.fabric.on_cuda:
             torch.cuda.set_rng_state(rng[1], self.fabric.device)
 
-def memory_estimate(cfg: Config, fabric: Fabric, precision: str, kernel: AttentionKernel, slots_at_once: int) -> dict:
-    """Bytes of each part of a run at its largest, by name: weights and moments exactly, working memory by a model.
-
-    Per token and layer a training forward keeps SAVED_ROWS rows of width D, more where attention is the reference; the
-    head keeps HEAD_COPIES logits; evaluation keeps no more than EVAL_SAVED_ROWS rows.
-    """
+def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> dict[str, int]:
+    """Bytes of each part of a run at its largest, by name: weights and moments counted, working memory by a model."""
     dtype = getattr(torch, cfg.dtype)
-    exact = torch.promote_types(dtype, torch.float32).itemsize
-    parts = dict(weights=0, gradients=0, moments=0)
+    exact, mantissa = torch.promote_types(dtype, torch.float32).itemsize, 2 if dtype == torch.bfloat16 else 0
+    weights = moments = 0
     for row in parameter_table(cfg):
-        count, owned = math.prod(row.shape), math.prod(row.shape) / (fabric.world if row.sharded else 1)
-        size = exact if row.full_precision else dtype.itemsize
-        mantissa = 2 if dtype == torch.bfloat16 else 0
-        parts["weights"] += count * size
-        parts["gradients"] += count * size
-        parts["moments"] += int(owned * (2 * exact if row.optimizer == "adam" else exact + mantissa))
-    slot_tokens = max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
-    saved = SAVED_ROWS if kernel is attention_varlen else SAVED_ROWS_REFERENCE
-    tokens, rows = slots_at_once * slot_tokens, cfg.model_dim * dtype.itemsize
-    logit_bytes = 4 if precision == "fp8" else HEAD_COPIES * exact
+        count = math.prod(row.shape)
+        weights += count * (exact if row.full_precision else dtype.itemsize)
+        state = 2 * exact if row.optimizer == "adam" else exact + mantissa
+        moments += count * state // (fabric.world if row.sharded else 1)
+    compiled, longest = kernel is attention_varlen, max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
+    row_bytes, logit_bytes = cfg.model_dim * dtype.itemsize, 4 if compiled else HEAD_COPIES * exact
+    kept = len(LAYERS) * (SAVED_ROWS if compiled else SAVED_ROWS_REFERENCE) * row_bytes
     evaluated = slots_at_once * cfg.val_batch_tokens // cfg.num_slots
-    training = tokens * (len(LAYERS) * saved * rows + cfg.padded_vocab * logit_bytes)
-    evaluating = evaluated * EVAL_SAVED_ROWS * rows + min(evaluated, EVAL_ROWS) * cfg.padded_vocab * 3 * exact
-    longest = max(slot_tokens, cfg.val_batch_tokens // cfg.num_slots)
-    return parts | dict(rotary=longest * cfg.head_dim * dtype.itemsize, working=int(max(training, evaluating)))
+    training = slots_at_once * longest * (kept + cfg.padded_vocab * logit_bytes)
+    evaluating = evaluated * EVAL_SAVED_ROWS * row_bytes + min(evaluated, EVAL_ROWS) * cfg.padded_vocab * 3 * exact
+    return dict(weights=weights, gradients=weights, moments=moments, working=max(training, evaluating))
 
-def fit_memory(cfg: Config, fabric: Fabric, precision: str, kernel: AttentionKernel) -> tuple[int, dict]:
+def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict[str, int]]:
     """Slots that go through the model together, and the estimate. Raises RunError with choices that would fit."""
     local, room = cfg.num_slots // fabric.world, MEMORY_SHARE * fabric.free_memory()
     wanted = min(cfg.slots_per_micro_batch, local)
     choices = [wanted] if wanted else [m for m in range(local, 0, -1) if local % m == 0]
-    estimates = {m: memory_estimate(cfg, fabric, precision, kernel, m) for m in choices}
-    fits = [m for m in choices if sum(estimates[m].values()) <= room]
-    chosen = fabric.lowest(fits[0] if fits else 0)
+    fits = (m for m in choices if sum(memory_estimate(cfg, fabric, kernel, m).values()) <= room)
+    chosen = fabric.lowest(next(fits, 0))
     if chosen:
-        return chosen, memory_estimate(cfg, fabric, precision, kernel, chosen)
-    parts = ", ".join(f"{part} {size / 2**30:.1f} GiB" for part, size in estimates[choices[-1]].items())
-    raise RunError("memory", f"{room / 2**30:.1f} GiB to use; needed: {parts}", "parts that fit together",
-                   smaller_choice(cfg, fabric, precision, kernel, room))
-
-def smaller_choice(cfg: Config, fabric: Fabric, precision: str, kernel: AttentionKernel, room: float) -> str:
-    """Flags with which the estimate fits into `room` bytes: one slot at a time, and more and shorter slots."""
-    sizes = [stage.batch_tokens for stage in cfg.stages] + [cfg.val_batch_tokens]
-    for slots in (cfg.num_slots * factor for factor in (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)):
-        smaller = replace(cfg, num_slots=slots)
-        whole = all(size % (16 * slots) == 0 for size in sizes)
-        if whole and sum(memory_estimate(smaller, fabric, precision, kernel, 1).values()) <= room:
-            return f"--num_slots={slots} --slots_per_micro_batch=1"
-    return "more ranks, a larger device, or a smaller model"
+        return chosen, memory_estimate(cfg, fabric, kernel, chosen)
+    blocks = math.gcd(cfg.val_batch_tokens, *(stage.batch_tokens for stage in cfg.stages)) // 16
+    shorter = (s for s in range(cfg.num_slots, blocks + 1, cfg.num_slots) if blocks % s == 0 and sum(
+        memory_estimate(replace(cfg, num_slots=s), fabric, kernel, 1).values()) <= room)
+    slots = next(shorter, None)
+    parts = memory_estimate(cfg, fabric, kernel, choices[-1]).items()
+    raise RunError("memory", f"{room / 2**30:.1f} GiB to use", "room for " + ", ".join(
+        f"{part} {size / 2**30:.1f} GiB" for part, size in parts), "more ranks, a larger device" if slots is None else
+        f"--num_slots={slots} --slots_per_micro_batch=1")
 
 # ====== Room 9: Race ==================================================================================================
 
@@ -1496,6 +1463,7 @@ def smaller_choice(cfg: Config, fabric: Fabric, precision: str, kernel: Attentio
 REFERENCE_LOSSES = {0: (10.8299, 0.0019), 250: (4.5463, 0.0048), 500: (4.2221, 0.0041), 750: (3.8687, 0.0087),
                     1000: (3.5663, 0.0024), 1250: (3.3952, 0.0019), 1500: (3.2926, 0.0015), 1547: (3.2782, 0.0015)}
 SAMPLE_TEMPERATURE, PLAIN_LINES = 0.8, 20                                     # lines: on a console that is no terminal
+RESERVE = ".reserve"                     # a file in the run directory; its room is for the last lines on a full disk
 
 class Clock:
     """Training time in ms. Waits for the device only when it starts and stops."""
@@ -1528,11 +1496,12 @@ class Log:
             try:
                 run_dir.mkdir(parents=True, exist_ok=True)
                 names = (Path(__file__).name, "log.txt", "log.jsonl")
-                self.files = {name: open(run_dir / name, "x", encoding="utf-8") for name in names}
+                self.files = {name: open(run_dir / name, "xb", buffering=0) for name in names}
                 with self.files.pop(names[0]) as source:
-                    source.write(Path(__file__).read_text("utf-8"))
-            except OSError as error:
-                raise RunError(f"run directory {run_dir}", error.strerror or error, "a writable folder without a log",
+                    source.write(Path(__file__).read_bytes())
+                (run_dir / RESERVE).write_bytes(bytes(1 << 14))
+            except (OSError, ValueError) as error:
+                raise RunError(f"run directory {run_dir}", error, "a writable folder without a log",
                                "give another --run_dir") from None
 
     def event(self, kind: str, **fields: Any) -> None:
@@ -1546,14 +1515,14 @@ class Log:
 
     def _write(self, name: str, line: str) -> None:
         if file := self.files.get(name):
+            data, whole = (line + "\n").encode("utf-8", "replace"), os.fstat(file.fileno())
             try:
-                file.write(line + "\n")
-                file.flush()
-                if not os.fstat(file.fileno()).st_nlink:
-                    raise FileNotFoundError(errno.ENOENT, "the file was deleted")
+                if not whole.st_nlink or file.write(data) < len(data):
+                    raise OSError(errno.ENOSPC, "the file was deleted" if not whole.st_nlink else "no room for a line")
             except OSError as error:
-                raise RunError(f"writing {self.run_dir / name}", error.strerror, "room on the disk",
-                               "free some and start again; the log up to here is whole") from None
+                file.truncate(whole.st_size)                                  # no half line stays
+                raise RunError(f"writing {self.run_dir / name}", error.strerror, "a run directory that stays, and room",
+                               "free some and start again with another --run_dir") from None
 
     @contextlib.contextmanager
     def phase(self, name: str, timed: bool = False) -> Iterator[None]:
@@ -1614,16 +1583,21 @@ class Log:
 
     def aborted(self, cause: str) -> None:
         """Last lines of a run that did not finish. Never raises."""
-        with contextlib.suppress(TrainerError, ValueError):
-            for fields, *_ in self.pending:                                   # their losses were not looked at
-                self.event("step", **fields)
-            self.event("aborted", step=self.done, cause=cause)
-            self.text(f"aborted after step {self.done}: {' '.join(cause.split())}", console=False)
+        if self.files:
+            with contextlib.suppress(OSError):
+                (self.run_dir / RESERVE).unlink()                             # room for these lines on a full disk
+        lines = [functools.partial(self.event, "step", **fields) for fields, *_ in self.pending]       # no losses yet
+        lines += [functools.partial(self.event, "aborted", step=self.done, cause=cause), functools.partial(
+            self.text, f"aborted after step {self.done}: {' '.join(cause.split())}", console=False)]
+        for write in lines:
+            with contextlib.suppress(TrainerError, ValueError, OSError):
+                write()
 
     def close(self) -> None:
+        if self.files:
+            (self.run_dir / RESERVE).unlink(missing_ok=True)
         for it in filter(None, (*self.files.values(), self.bar)):
-            with contextlib.suppress(OSError):                                # a full disk was reported by _write
-                it.close()
+            it.close()
 
 def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
     batch = loader.next(values)
@@ -1644,7 +1618,14 @@ def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor)
         trial = Loader(invented, fabric, headers, [largest])
         trial.start()
         batch = trial.next(largest)
-        while executor.slots_at_once > 1 and not fabric.lowest(executor.survives(batch, largest)):
+        while executor.slots_at_once > 1:
+            try:
+                fits = executor.forward_backward(batch, largest).tokens > 0
+            except torch.OutOfMemoryError:
+                fits = False
+            executor.model.zero_grad(set_to_none=True)
+            if fabric.lowest(fits):
+                break
             local = cfg.num_slots // fabric.world
             executor.slots_at_once = max(m for m in range(1, executor.slots_at_once) if local % m == 0)
         trial.close()
@@ -1692,43 +1673,42 @@ def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[i
 
 class Tokenizer:
     """Bytes of tokens and back: from vocab.txt, or GPT-2's through tiktoken."""
-    def __init__(self, cfg: Config, vocabulary: list[bytes] | None) -> None:
-        self.pieces, self.gpt2 = vocabulary, None
-        if cfg.vocab_size == GPT2_VOCAB and (cfg.ranks or vocabulary is None):
-            self.gpt2 = gpt2_encoding(cfg.ranks)
+    def __init__(self, vocabulary: list[bytes] | None, gpt2: Any = None) -> None:
+        self.pieces, self.gpt2 = vocabulary, gpt2
 
     def encode(self, text: str) -> list[int]:
         if self.gpt2:
             return self.gpt2.encode_ordinary(text)
-        ids, data, tokens, at = {piece: i for i, piece in enumerate(self.pieces) if piece}, text.encode(), [], 0
-        longest = max(map(len, ids))
+        data, tokens, at = text.encode("utf-8", "surrogateescape"), [], 0
+        ids = {piece: token for token, piece in enumerate(self.pieces or ()) if piece}
+        longest = max(map(len, ids), default=0)
         while at < len(data):                                                 # the longest piece that fits
             piece = next((part for size in range(longest, 0, -1) if (part := data[at:at + size]) in ids), None)
             if piece is None:
-                raise DataError("prompt", data[at:at + 1], "bytes that the vocabulary has", "leave them out")
+                raise DataError("prompt", data[at:at + 1], "bytes of a vocab.txt beside the weights", "leave them out")
             tokens.append(ids[piece])
             at += len(piece)
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
+        if not (self.gpt2 or self.pieces):
+            return "token ids (no vocab.txt beside them): " + " ".join(map(str, tokens))
         data = self.gpt2.decode_bytes(list(tokens)) if self.gpt2 else b"".join(self.pieces[token] for token in tokens)
         return data.decode("utf-8", "replace")
 
 def gpt2_encoding(ranks_file: str) -> Any:
-    """tiktoken's GPT-2 encoding, from a local ranks file if there is one. Raises ConfigError."""
+    """tiktoken's GPT-2 encoding, from a local ranks file if one is given. Raises ConfigError."""
     try:
         import tiktoken
         if not ranks_file:
             return tiktoken.get_encoding("gpt2")
         with (gzip.open if ranks_file.endswith(".gz") else open)(ranks_file, "rb") as file:
-            ranks = {base64.b64decode(piece): int(rank) for piece, rank in (line.split() for line in file)}
+            ranks = {base64.b64decode(piece): int(rank) for piece, rank in map(bytes.split, file)}
         return tiktoken.Encoding("gpt2", pat_str=GPT2_SPLIT, mergeable_ranks=ranks,
                                  special_tokens={"<|endoftext|>": GPT2_DOCUMENT_START})
-    except ImportError:
-        raise ConfigError("GPT-2 tokens", "no package tiktoken", "tiktoken", "python -m pip install tiktoken") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError("--ranks", str(error).splitlines()[0], "a ranks file, or network for tiktoken to fetch one",
-                          "--ranks=FILE in tiktoken's text format: base64 and rank on each line") from None
+    except Exception as error:                                                # no package, no network, any file content
+        raise ConfigError("GPT-2 tokens", f"{type(error).__name__}: {error}", "the package tiktoken, and network or a "
+                          "ranks file", "python -m pip install tiktoken; --ranks=FILE") from None
 
 def save_weights(folder: Path, cfg: Config, executor: Executor, vocabulary: list[bytes] | None) -> None:
     """Final weights in logical shapes and order, config.json, and vocab.txt where the tokens' bytes are known."""
@@ -1748,38 +1728,52 @@ def save_weights(folder: Path, cfg: Config, executor: Executor, vocabulary: list
             (folder / f"{name}.part").write_bytes(content)
             (folder / f"{name}.part").replace(folder / name)
     except OSError as error:
+        for name in files:
+            (folder / f"{name}.part").unlink(missing_ok=True)
         raise RunError(f"--save={folder}", error.strerror, "a folder with room", "give another folder") from None
 
 def load_weights(folder: Path, device: str) -> tuple[Config, dict[str, Tensor]]:
     """What save_weights wrote. Raises DataError."""
     try:
-        settings = json.loads((folder / "config.json").read_text())
+        settings = json.loads((folder / "config.json").read_bytes())
         settings["stages"] = tuple(Stage(*(tuple(x) if isinstance(x, list) else x for x in stage.values()))
                                    for stage in settings["stages"])
+        cfg = Config(**settings | dict(device=device))
+        check_config(cfg)
         if (folder / "weights.pt").exists():
-            return Config(**settings | dict(device=device)), torch.load(folder / "weights.pt", weights_only=True)
-        from safetensors.torch import load_file
-        return Config(**settings | dict(device=device)), load_file(folder / "weights.safetensors")
-    except (OSError, ValueError, KeyError, TypeError, ImportError, RuntimeError) as error:
+            tensors = torch.load(folder / "weights.pt", weights_only=True)
+        else:
+            from safetensors.torch import load_file
+            tensors = load_file(folder / "weights.safetensors")
+        found = {label: tuple(tensor.shape) for label, tensor in tensors.items()}
+    except Exception as error:                                                # files of any content end here
         raise DataError(f"saved weights in {folder}", f"{type(error).__name__}: {error}", "config.json and "
-                        "weights.safetensors or weights.pt", "train with --save=DIR, which writes them") from None
+                        "weights.safetensors (with its package) or weights.pt", "train with --save=DIR first") from None
+    wanted = {row.label: row.shape for row in parameter_table(cfg)}
+    if odd := [label for label in wanted | found if wanted.get(label) != found.get(label)]:
+        raise DataError(f"saved weights in {folder}", {label: found.get(label) for label in odd},
+                        {label: wanted.get(label) for label in odd}, "config.json and weights of one run")
+    return cfg, tensors
 
 # ====== Room 10: Main =================================================================================================
 
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_ENDED = 0, 1, 2, 130, 143
 NOT_MATHEMATICS = {"device", "compile", "slots_per_micro_batch", "seed", "run_dir", "comm_timeout", "sample_tokens",
-                   "save", "ranks", "val_every", "max_steps", "train_files", "val_files", "epochs"}
+                   "save", "sample", "prompt", "ranks", "val_every", "max_steps", "train_files", "val_files", "epochs"}
 
 def make_fabric(cfg: Config) -> Fabric:
     """Pick the device and join the process group that torchrun describes. Raises FabricError, ConfigError."""
-    rank, local_rank, world = (int(os.environ.get(name, default)) for name, default in
-                               (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
+    env = {name: os.environ.get(name, default) for name, default in (
+        ("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))}
+    rank, local_rank, world, neighbours = (int(x) if x.isdecimal() else -1 for x in env.values())
+    if not 0 <= rank < world or local_rank < 0:
+        raise FabricError("launch", env, "0 <= RANK < WORLD_SIZE, as torchrun sets them", "start with torchrun")
     cuda, gpus = cfg.device != "cpu" and torch.cuda.is_available(), torch.cuda.device_count()
     if cfg.device == "cuda" and not cuda:
         raise ConfigError("--device=cuda, which the record preset sets", "no CUDA device",
                           "an NVIDIA GPU and torch for CUDA", "--preset=pocket trains on a CPU in about two minutes")
-    if cuda and local_rank >= gpus:
-        raise FabricError("more ranks than devices", f"local rank {local_rank}, {gpus} GPUs", "one GPU for each rank",
+    if cuda and max(local_rank + 1, neighbours) > gpus:
+        raise FabricError("more ranks than devices", f"{neighbours} ranks, {gpus} GPUs", "one GPU for each rank",
                           f"torchrun --nproc_per_node={gpus} train_gpt.py ...")
     if cfg.num_slots % world:
         fits = [w for w in range(1, cfg.num_slots + 1) if cfg.num_slots % w == 0]
@@ -1788,7 +1782,11 @@ def make_fabric(cfg: Config) -> Fabric:
     fabric = Fabric(torch.device("cuda", local_rank) if cuda else torch.device("cpu"), rank, world)
     fabric.enter_thread()
     if world > 1:
-        dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=cfg.comm_timeout))
+        try:
+            dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=cfg.comm_timeout))
+        except (RuntimeError, ValueError) as error:
+            raise FabricError("waiting for all ranks", str(error)[:200], f"{world} ranks in {cfg.comm_timeout} s",
+                              "see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
     return fabric
 
 def head_precision(cfg: Config, fabric: Fabric) -> str:
@@ -1802,7 +1800,7 @@ def head_precision(cfg: Config, fabric: Fabric) -> str:
 def hardware(fabric: Fabric) -> str:
     if fabric.on_cuda:
         return f"{torch.cuda.get_device_name(fabric.device)} x {fabric.world}"
-    name = platform.processor() or platform.machine()
+    name = platform.machine()
     with contextlib.suppress(OSError, TypeError):
         name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
@@ -1867,33 +1865,33 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
     log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in result["peak_memory_mib"].items()))
     log.event("result", **result)
     log.close()                                                               # no bar between the lines that follow
+    values = log.schedule.at(log.done)
     if cfg.save and log.fabric.rank == 0:
         save_weights(Path(cfg.save), cfg, executor, validation.vocabulary)
     if cfg.sample_tokens and log.fabric.rank == 0:
-        tokens = generate(cfg, executor, log.schedule.at(log.done))
-        text = "token ids (no vocab.txt beside the shards): " + " ".join(map(str, tokens))
-        if validation.vocabulary:
-            text = Tokenizer(cfg, validation.vocabulary).decode(tokens)
+        text = Tokenizer(validation.vocabulary).decode(generate(cfg, executor, values))
         log.fabric.say(f"{' sample ':-^100}\n{text}\n{'-' * 100}")
     log.fabric.say(json.dumps(dict(type="result", **result)))
 
-def run(preset: str, cfg: Config, fabric: Fabric) -> None:
-    began = time.perf_counter()
-    train, val = find_shards(cfg.train_files), find_shards(cfg.val_files)
-    facts = {f"--{name}": flag_text(value) for name, value in vars(cfg).items()}
-    facts |= dict(data_sha256=data_sha256(train + val), source_sha256=source_sha256(), torch=torch.__version__)
-    fabric.check_agreement(facts)
-    if cfg.save:
-        Path(cfg.save).mkdir(parents=True, exist_ok=True)
-    changed, cfg = changed_fields(preset, cfg), resolve(cfg, train, val)
-    schedule, precision = Schedule(cfg), head_precision(cfg, fabric)
-    check_enough_data(cfg, schedule, train)
-    same_mathematics = preset == "record" and changed.keys() <= NOT_MATHEMATICS
-    run_dir = Path(cfg.run_dir or f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}-{os.urandom(4).hex()}")
-    log = Log(run_dir, fabric, schedule, REFERENCE_LOSSES if same_mathematics else {})
+def run(preset: str, cfg: Config, fabric: Fabric) -> int:
+    """Train as configured. Returns the exit status; whatever ends the run early ends the log too."""
+    began, log = time.perf_counter(), None
     try:
+        train, val = find_shards(cfg.train_files), find_shards(cfg.val_files)
+        facts = {f"--{name}": flag_text(value) for name, value in vars(cfg).items()}
+        facts |= dict(data_sha256=data_sha256(train + val), source_sha256=source_sha256(), torch=torch.__version__)
+        fabric.check_agreement(facts)
+        if cfg.save and fabric.rank == 0:
+            Path(cfg.save).mkdir(parents=True, exist_ok=True)
+            (Path(cfg.save) / "config.json.part").touch()                     # not after hours of training
+        changed, cfg = changed_fields(preset, cfg), resolve(cfg, train, val)
+        schedule, precision = Schedule(cfg), head_precision(cfg, fabric)
+        check_enough_data(cfg, schedule, train)
+        same_mathematics = preset == "record" and changed.keys() <= NOT_MATHEMATICS
+        run_dir = Path(cfg.run_dir or f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}-{os.urandom(4).hex()}")
+        log = Log(run_dir, fabric, schedule, REFERENCE_LOSSES if same_mathematics else {})
         attention, kernel = choose_attention(fabric, getattr(torch, cfg.dtype), cfg.head_dim)
-        slots_at_once, estimate = fit_memory(cfg, fabric, precision, kernel)
+        slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
         executor = Executor(cfg, fabric, kernel, precision, slots_at_once)
         write_header(log, preset, cfg, changed, executor, attention, facts["data_sha256"])
         log.text("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
@@ -1910,73 +1908,83 @@ def run(preset: str, cfg: Config, fabric: Fabric) -> None:
         loss = race(schedule, loader, executor, validation, clock, log)
         loader.close()
         finish(log, cfg, executor, validation, clock.ms, loss)
-    except torch.OutOfMemoryError as error:
-        log.aborted("out of memory")
-        raise RunError("out of memory", str(error).splitlines()[0], "less at a time", "--slots_per_micro_batch=1, or "
-                       f"more and shorter slots: --num_slots={2 * cfg.num_slots}") from None
+        if fabric.world > 1:
+            dist.destroy_process_group()
+        return EXIT_DONE
     except BaseException as error:
-        causes = {KeyboardInterrupt: "interrupted", SystemExit: "ended from outside (SIGTERM)"}
-        log.aborted(causes.get(type(error), f"{type(error).__name__}: {error}"))
-        raise
+        return end(error, log)
     finally:
-        log.close()
+        if log is not None:
+            log.close()
 
-def sample_saved(request: Request) -> None:
+def sample_saved(flags: Config) -> None:
     """--sample=DIR "prompt": print text that goes on from the prompt, on any device."""
-    cfg, tensors = load_weights(Path(request.sample), request.cfg.device)
-    fabric = make_fabric(replace(cfg, device=request.cfg.device, num_slots=1))
-    dtype = cfg.dtype if fabric.on_cuda else "float32" if cfg.dtype == "bfloat16" else cfg.dtype
-    cfg = replace(cfg, compile=0, dtype=dtype, seed=request.cfg.seed, sample_tokens=request.cfg.sample_tokens,
-                  ranks=request.cfg.ranks)
-    header = ShardHeader(str(Path(request.sample, "weights")), 0, cfg.vocab_size, cfg.document_start)
-    tokenizer = Tokenizer(cfg, read_vocabulary(header))
+    cfg, tensors = load_weights(Path(flags.sample), flags.device)
+    fabric = make_fabric(replace(cfg, num_slots=1))
+    vocabulary = read_vocabulary(ShardHeader(f"{flags.sample}/weights", 0, cfg.vocab_size, cfg.document_start))
+    needs_gpt2 = cfg.vocab_size == GPT2_VOCAB and (flags.ranks or vocabulary is None)
+    tokenizer = Tokenizer(vocabulary, gpt2_encoding(flags.ranks) if needs_gpt2 else None)
+    dtype = "float32" if cfg.dtype == "bfloat16" and not fabric.on_cuda else cfg.dtype
+    cfg = replace(cfg, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens)
     executor, schedule = Executor(cfg, fabric, attention_reference, "plain"), Schedule(cfg)
     with torch.no_grad():
         for label, tensor in tensors.items():
             executor.model.get_parameter(label).copy_(tensor)
-    tokens = generate(cfg, executor, schedule.at(schedule.last_step), tokenizer.encode(request.prompt))
-    fabric.say(request.prompt + tokenizer.decode(tokens))
+    tokens = generate(cfg, executor, schedule.at(schedule.last_step), tokenizer.encode(flags.prompt))
+    fabric.say(flags.prompt + tokenizer.decode(tokens))
 
 LOST_RANK = re.compile("connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl", re.IGNORECASE)
 
-def report(error: BaseException) -> None:
-    """Print why the run ended, once over all ranks: the first to reach the store speaks, or rank 0 under torchrun."""
-    first = os.environ.get("RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ
+def describe(error: BaseException) -> tuple[int, str]:
+    """(exit status, what to tell the user) of whatever ended the run."""
+    first_line = (str(error).splitlines() or [""])[0]
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED, "interrupted"
+    if isinstance(error, SystemExit):
+        return error.code, "ended from outside (SIGTERM)" if error.code == EXIT_ENDED else ""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in first_line:
+        error = RunError("out of memory", first_line, "less at a time", "--slots_per_micro_batch=1, or a larger "
+                         "--num_slots for more and shorter slots")
+    elif isinstance(error, OSError):
+        error = DataError(str(error.filename), error.strerror, "a file to use", "look at the disk and the permissions")
+    elif isinstance(error, RuntimeError) and dist.is_initialized() and LOST_RANK.search(first_line):
+        error = RunError("lost another rank", first_line, "every rank's answer within --comm_timeout",
+                         "look for the end of the other ranks: killed, out of memory, or stuck")
+    if isinstance(error, TrainerError):
+        return EXIT_FAILED if isinstance(error, RunError) else EXIT_BAD_INPUT, f"{type(error).__name__}: {error}"
+    return EXIT_FAILED, "".join(traceback.format_exception(error))
+
+def end(error: BaseException, log: Log | None) -> int:
+    """Say why the run ended, once over all ranks, and end the log with it. Returns the exit status.
+
+    The first rank at the store speaks, before it goes and the others lose it; without a group, rank 0 of torchrun.
+    """
+    status, cause = describe(error)
+    first, speaks = cause, os.environ.get("RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ
     if dist.is_initialized() and dist.get_world_size() > 1:
         with contextlib.suppress(Exception):                                  # no store, no rank to repeat us
             store = dist.distributed_c10d._get_default_store()
             store.set_timeout(timedelta(seconds=1))
-            first = store.add("reported", 1) == 1
-    if first:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            first = store.compare_set("cause of the end", "", cause).decode()
+            speaks = first == cause
+    if speaks and cause:
+        print(cause, file=sys.stderr, flush=True)
+    if log is not None:
+        log.aborted(first)
+    return status
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 130 interrupted, 143 ended."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_ENDED))            # how torchrun ends the other ranks
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     try:
-        request = parse_flags(argv)
-        if request.sample:
-            sample_saved(request)
-        else:
-            run(request.preset, request.cfg, make_fabric(request.cfg))
-        if dist.is_initialized():
-            dist.destroy_process_group()
+        preset, cfg = parse_flags(argv)
+        if not cfg.sample:
+            return run(preset, cfg, make_fabric(cfg))
+        sample_saved(cfg)
         return EXIT_DONE
-    except TrainerError as error:
-        report(error)
-        return EXIT_FAILED if isinstance(error, RunError) else EXIT_BAD_INPUT
-    except KeyboardInterrupt:
-        report(KeyboardInterrupt("the log ends with the steps done so far"))
-        return EXIT_INTERRUPTED
-    except SystemExit as ended:
-        return int(ended.code or 0)
-    except RuntimeError as error:
-        if not (dist.is_initialized() and LOST_RANK.search(str(error))):
-            raise
-        report(RunError("lost another rank", str(error).splitlines()[0], "every rank's answer within --comm_timeout",
-                        "look for the end of the other ranks: killed, out of memory, or stuck"))
-        return EXIT_FAILED
+    except BaseException as error:
+        return end(error, None)
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
