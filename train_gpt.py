@@ -1350,8 +1350,7 @@ class Executor:
 # an unfused head: records/track_1_short/2026-02-03_VeTuned of modded-nanogpt (recipe 8).
 REFERENCE_LOSSES = {0: (10.8299, 0.0019), 250: (4.5463, 0.0048), 500: (4.2221, 0.0041), 750: (3.8687, 0.0087),
                     1000: (3.5663, 0.0024), 1250: (3.3952, 0.0019), 1500: (3.2926, 0.0015), 1547: (3.2782, 0.0015)}
-SAMPLE_TEMPERATURE = 0.8
-PLAIN_LINES = 20                         # step lines on a console that is no terminal
+SAMPLE_TEMPERATURE, PLAIN_LINES = 0.8, 20                                     # lines: on a console that is no terminal
 
 class Clock:
     """Training time in ms. Waits for the device only when it starts and stops."""
@@ -1472,11 +1471,12 @@ class Log:
             for fields, *_ in self.pending:                                   # their losses were not looked at
                 self.event("step", **fields)
             self.event("aborted", step=self.done, cause=cause)
-            self.text(f"aborted after step {self.done}: {cause}", console=False)
+            self.text(f"aborted after step {self.done}: {' '.join(cause.split())}", console=False)
 
     def close(self) -> None:
         for it in filter(None, (*self.files.values(), self.bar)):
-            it.close()
+            with contextlib.suppress(OSError):                                # a full disk was reported by _write
+                it.close()
 
 def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
     batch = loader.next(values)
