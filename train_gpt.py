@@ -1419,7 +1419,7 @@ class Log:
     def open_bar(self) -> None:
         if self.fabric.rank == 0 and sys.stderr.isatty():
             from tqdm import tqdm
-            self.bar = tqdm(total=self.schedule.last_step, unit="step", dynamic_ncols=True)
+            self.bar = tqdm(total=self.schedule.last_step, unit="step", dynamic_ncols=True, leave=False)
 
     def step(self, losses: Losses, ms: float) -> None:
         """One more step done. ms is host time: on a GPU the step is launched, not finished."""
@@ -1627,15 +1627,15 @@ def write_header(log: Log, preset: str, cfg: Config, changed: dict[str, str], ex
 
 def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet, ms: float, loss: float) -> None:
     """Result, sample, and one JSON object as the last line on stdout."""
-    memory = peak_memory_mib(log.fabric)
-    result = dict(val_loss=loss, train_time_ms=round(ms, 3), steps=log.done, tokens=log.tokens, peak_memory_mib=memory,
-                  run_dir=str(log.run_dir), **validation.text_losses(loss))
+    result = dict(val_loss=loss, train_time_ms=round(ms, 3), steps=log.done, tokens=log.tokens,
+                  peak_memory_mib=peak_memory_mib(log.fabric), run_dir=str(log.run_dir), **validation.text_losses(loss))
     if validation.bytes_per_token:
         log.text(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; unigram entropy "
                  f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
     log.text(f"training time {ms / 1000:.2f} s, {log.done} steps, {log.tokens:,} tokens; logs in {log.run_dir}")
-    log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in memory.items()))
+    log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in result["peak_memory_mib"].items()))
     log.event("result", **result)
+    log.close()                                                               # no bar between the lines that follow
     if cfg.sample_tokens:
         text = sample(cfg, executor, log.schedule.at(log.done), validation.vocabulary)
         log.fabric.say(f"{' sample ':-^100}\n{text}\n{'-' * 100}")
