@@ -6,7 +6,7 @@ say() { printf '== %s\n' "$*"; }; die() { printf 'error: %s\n' "$*" >&2; exit 1;
 python=$(command -v "${PYTHON:-python3}") || die "found no ${PYTHON:-python3}, expected Python 3.11; set PYTHON="
 [[ $python == /* ]] || python=$PWD/$python
 CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
-task=train preset='' files='' tests=tests
+task=train preset='' files='' tests=tests slots=8
 if [[ ${1-} == test ]]; then task=test; shift; fi
 gpus=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
 
@@ -40,15 +40,16 @@ for arg in "$@"; do case $arg in
     --help | -h) exec "$python" train_gpt.py "$@" ;;
     --preset=*) preset=${arg#*=} ;;
     --train_files=*) files=${arg#*=} ;;
+    --num_slots=*) slots=${arg#*=} ;;
 esac; done
 [[ $gpus == 0 ]] || gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')     # those torch can use
 [[ -n $preset ]] || { [[ $gpus != 0 ]] && preset=record || preset=pocket; set -- --preset=$preset "$@"; }
 if [[ -z $files && $preset == pocket ]]; then
     say "data: the source text of Python's standard library"; "$python" data/pocket.py
 elif [[ -z $files && $preset == record ]]; then
-    say "data: 900 million tokens of FineWeb"; "$python" data/cached_fineweb10B.py 9
+    say "data: 900 million tokens of FineWeb"            # without network, shards at hand may be enough
+    "$python" data/cached_fineweb10B.py 9 || { [[ $? == 1 ]] && compgen -G 'data/fineweb10B/fineweb_train_*.bin' >/dev/null; }
 fi
-slots=8; for arg in "$@"; do [[ $arg != --num_slots=* ]] || slots=${arg#*=}; done
 fits=1; for ((n = 1; n <= gpus && n <= slots; n++)); do ((slots % n)) || fits=$n; done    # a rank has whole slots
 NPROC=${NPROC:-$fits}
 ((gpus <= NPROC)) || say "of $gpus GPUs $((gpus - NPROC)) stay idle: the number of ranks must divide num_slots=$slots"

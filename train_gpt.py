@@ -1520,7 +1520,7 @@ class Log:
                 if not whole.st_nlink or file.write(data) < len(data):
                     raise OSError(errno.ENOSPC, "the file was deleted" if not whole.st_nlink else "no room for a line")
             except OSError as error:
-                file.truncate(whole.st_size)                                  # no half line stays
+                file.seek(file.truncate(whole.st_size))                       # no half line stays
                 raise RunError(f"writing {self.run_dir / name}", error.strerror, "a run directory that stays, and room",
                                "free some and start again with another --run_dir") from None
 
@@ -1946,7 +1946,7 @@ def describe(error: BaseException) -> tuple[int, str]:
         error = RunError("out of memory", first_line, "less at a time", "--slots_per_micro_batch=1, or a larger "
                          "--num_slots for more and shorter slots")
     elif isinstance(error, OSError):
-        error = DataError(str(error.filename), error.strerror, "a file to use", "look at the disk and the permissions")
+        error = DataError(str(error.filename or "disk"), error.strerror, "a file to use", "look at the disk and the permissions")
     elif isinstance(error, RuntimeError) and dist.is_initialized() and LOST_RANK.search(first_line):
         error = RunError("lost another rank", first_line, "every rank's answer within --comm_timeout",
                          "look for the end of the other ranks: killed, out of memory, or stuck")
@@ -1965,8 +1965,8 @@ def end(error: BaseException, log: Log | None) -> int:
         with contextlib.suppress(Exception):                                  # no store, no rank to repeat us
             store = dist.distributed_c10d._get_default_store()
             store.set_timeout(timedelta(seconds=1))
+            speaks = store.add("ranks that ended", 1) == 1
             first = store.compare_set("cause of the end", "", cause).decode()
-            speaks = first == cause
     if speaks and cause:
         print(cause, file=sys.stderr, flush=True)
     if log is not None:
@@ -1988,6 +1988,6 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError, ValueError, AttributeError):            # a console that is full, closed or gone
         sys.stdout.flush()
     os._exit(status)                                                          # even if a thread is stuck in a read

@@ -1,0 +1,137 @@
+"""Room 1: every field is a flag, the tables are the recipe's, a setting that cannot work is refused with a way out."""
+import re
+from dataclasses import FrozenInstanceError, asdict, fields, replace
+
+import pytest
+from common import ROOT, fabric, refused
+
+import train_gpt as tg
+
+ONE_STAGE = "128 1 3 1.0 1.0,0.5 1.0,0.0"
+
+
+def test_layer_table_is_that_of_recipe_2_2():
+    table = """0 paired short - no | 1 plain short 0 no | 2 paired short 1 no | 3 plain long - yes | 4 plain short - no
+        | 5 paired short - no | 6 none - - no | 7 plain short - no | 8 plain short 2 no | 9 paired short 3 no
+        | 10 plain long 4 yes"""
+    rows = [row.split() for row in table.split("|")]
+    assert len(tg.LAYERS) == len(rows) == 11
+    for layer, (depth, attention, window, value, key_shift) in zip(tg.LAYERS, rows):
+        assert layer.attention == attention, depth
+        assert layer.window == window or attention == "none", depth
+        assert (layer.value, layer.key_shift) == (None if value == "-" else int(value), key_shift == "yes"), depth
+    assert [(k, layer.keep_as) for k, layer in enumerate(tg.LAYERS) if layer.keep_as] == [(3, "skip"), (7, "backout")]
+    assert [(k, layer.add) for k, layer in enumerate(tg.LAYERS) if layer.add] == [(6, "skip")]
+    assert tg.ATTENTION_LAYERS == (0, 1, 2, 3, 4, 5, 7, 8, 9, 10) and tg.NUM_VALUE_TABLES == 5
+
+
+def test_pocket_is_the_record_topology_at_small_size():
+    cfg = tg.Config(**tg.PRESETS["pocket"])
+    assert (cfg.model_dim, cfg.num_heads, cfg.head_dim, cfg.attn_scale) == (96, 6, 16, 12.8 / 16)
+    assert [stage.batch_tokens // cfg.num_slots for stage in cfg.stages[:3]] == [64, 128, 192]
+    assert (cfg.dtype, cfg.head, cfg.max_doc_len) == ("float32", "plain", 256)
+    assert 500 <= cfg.num_scheduled_steps + cfg.num_extension_steps <= 580
+    assert [replace(stage, batch_tokens=0) for stage in cfg.stages] == [replace(s, batch_tokens=0) for s in tg.STAGES]
+
+
+@pytest.mark.parametrize("name", ["record", "pocket", "tiny"])
+def test_every_field_is_a_flag(name):
+    """All values of a preset written as flags over another preset give that preset: nothing is lost on the way."""
+    assert set(tg.PRESETS[name]) <= {f.name for f in fields(tg.Config)}, "a preset overrides fields and nothing else"
+    want = tg.Config(**tg.PRESETS[name])
+    argv = [f"--{field}={tg.flag_text(getattr(want, field))}" for field in asdict(want)]
+    assert tg.parse_flags(["--preset=tiny", *argv]) == ("tiny", want)
+    assert tg.parse_flags([f"--preset={name}"]) == (name, want)
+
+
+def test_a_flag_beats_the_preset_and_the_config_is_frozen():
+    _, cfg = tg.parse_flags(["--preset=tiny", "--seed", "7", "--adam_lr=1e-3", "--split_stage=1",
+                              f"--stages={ONE_STAGE};{ONE_STAGE}"])
+    assert (cfg.seed, cfg.adam_lr, cfg.head_dim) == (7, 1e-3, 16)
+    assert cfg.stages == (tg.Stage(128, 1, 3, 1.0, (1.0, 0.5), (1.0, 0.0)),) * 2
+    assert tg.parse_flags([])[0] == "record"
+    with pytest.raises(FrozenInstanceError):
+        cfg.seed = 1
+
+
+def test_help_names_every_field_in_groups_with_units(capsys):
+    with pytest.raises(SystemExit) as end:
+        tg.parse_flags(["--help"])
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    for f in fields(tg.Config):
+        group = re.search(rf"^{f.metadata['group']}:\n(.*?)(\n\S|\Z)", text, re.M | re.S).group(1)
+        assert re.search(rf"^  --{f.name} {re.escape(f.metadata['unit'])}(\s|$)", group, re.M), f.name
+        assert " ".join(f.metadata["about"].split()) in " ".join(group.split()), f.name
+    assert all(name in text for name in (*tg.PRESETS, "--preset", "exit status"))
+
+
+REFUSED = {                                  # flags over the tiny preset -> what the message must hold
+    "--see=1": ("unknown flag", "--see", "--seed"),
+    "--num-slots=8": ("unknown flag", "--num_slots"),
+    "seed=1": ("unknown flag", "seed=1"),
+    "--preset=poket": ("unknown preset", "poket", "record", "pocket", "tiny", "nearest: pocket"),
+    "--preset": ("flags", "--preset"),
+    "--seed=abc": ("--seed", "'abc'", "int", "--seed=0"),
+    "--seed=1.5": ("--seed", "'1.5'", "int"),
+    "--adam_lr=fast": ("--adam_lr", "'fast'", "float", "--adam_lr=0.008"),
+    "--adam_lr=nan": ("--adam_lr", "nan", "--adam_lr=0.008"),
+    "--lr_floor=inf": ("--lr_floor", "inf"),
+    "--dtype=bf16": ("--dtype", "bf16", "bfloat16", "float32", "float64"),
+    "--head=fp16": ("--head", "fp16", "auto", "emulated", "plain", "nearest: fp8"),
+    "--compile=2": ("--compile", "[-1, 0, 1]"),
+    "--stages=128 1 3": ("--stages", "128 1 3", "--stages=131072 1 3 1.0 1.0,0.5,0.25 1.0,0.5,0.0;"),
+    "--num_heads=3": ("--num_heads", "3", "even", "--num_heads=2", "--num_heads=4"),
+    "--num_heads=0": ("--num_heads", "even", "--num_heads=2"),
+    "--head_dim=18": ("--head_dim", "18", "multiple of 4", "--head_dim=16", "--head_dim=20"),
+    "--head_dim=4": ("--head_dim", "4", "at least 8", "--head_dim=8"),
+    "--model_dim=40": ("--model_dim", "40", "2 x 16", "--model_dim=32"),
+    "--num_slots=0": ("--num_slots", "0", "1 or more", "--num_slots=1"),
+    "--num_slots=7": ("--stages", "128", "112"),                                 # 112 = 16 tokens x 7 slots
+    "--val_batch_tokens=100": ("--val_batch_tokens", "100", "128"),
+    "--val_tokens=700": ("--val_tokens", "700", "512", "1024"),
+    "--max_doc_len=1": ("--max_doc_len", "1", "2 or more", "--max_doc_len=2"),
+    "--epochs=-1": ("--epochs", "-1", "0 or more", "--epochs=0"),
+    "--num_scheduled_steps=2": ("--num_scheduled_steps", "2", "3 stages", "--num_scheduled_steps=3"),
+    "--split_stage=4": ("--split_stage", "4", "0 to 3"),
+    "--cooldown_frac=1.5": ("--cooldown_frac", "1.5", "0 to 1"),
+    "--comm_timeout=0": ("--comm_timeout", "0", "1 or more", "--comm_timeout=1"),
+    f"--stages={ONE_STAGE}": ("--stages", "1 row", "at least two"),
+    f"--stages={ONE_STAGE};128 3 3 1 1 1": ("--stages", "3 3", "short window < long window"),
+    f"--stages={ONE_STAGE};128 0 3 1 1 1": ("--stages", "0 3", "1 <= short window"),
+    f"--stages={ONE_STAGE};128 1 3 1 1,1 1": ("--stages", "1.0,1.0 1.0", "as many token weights"),
+    f"--stages={ONE_STAGE};128 1 3 1 1 -1": ("--stages", "-1", ">= 0"),
+    f"--stages={ONE_STAGE};120 1 3 1 1 1": ("--stages", "120", "128"),
+    f"--stages={ONE_STAGE};{ONE_STAGE}": ("--split_stage", "2", "0 to 1", "--split_stage=1"),   # the preset's stays 2
+}
+
+
+@pytest.mark.parametrize("flag", REFUSED)
+def test_a_bad_setting_is_refused(flag):
+    refused(tg.ConfigError, lambda: tg.parse_flags(["--preset=tiny", flag]), *REFUSED[flag])
+
+
+@pytest.mark.parametrize("flag", [flag for flag in REFUSED if "stages" not in flag])
+def test_the_way_out_works(flag):
+    """Each --flag=value that the last line of a message about a value proposes is not refused for that flag again."""
+    name = flag.partition("=")[0]
+    message = refused(tg.ConfigError, lambda: tg.parse_flags(["--preset=tiny", flag]))
+    for way in re.findall(rf"{name}=\S+", message.rpartition("do:")[2]):
+        try:
+            tg.parse_flags(["--preset=tiny", way.rstrip(",")])
+        except tg.ConfigError as error:
+            assert not str(error).startswith(name + "\n"), f"{way} is refused too: {error}"
+
+
+def test_every_setting_is_used():
+    """No dead switch: each field is read somewhere besides its own line."""
+    source = (ROOT / "train_gpt.py").read_text()
+    for f in fields(tg.Config):
+        uses = rf"(cfg|self|end)\.{f.name}\b|\"{f.name}\", (unset|0|-1)"
+        assert re.search(uses, source), f.name
+
+
+def test_say_speaks_on_rank_0_only(capsys):
+    for rank in range(2):
+        fabric(rank, 2).say(f"rank {rank}")
+    assert capsys.readouterr().out == "rank 0\n"

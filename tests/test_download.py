@@ -1,0 +1,391 @@
+"""data/cached_fineweb10B.py against a local server that answers like the hub, and fails like networks do."""
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import importlib.util
+import logging
+import os
+import pty
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import time
+from collections import defaultdict
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Iterator, NamedTuple
+
+import numpy as np
+import pytest
+
+HONOURS_ALL = int(pytest.importorskip("huggingface_hub").__version__.split(".")[0]) >= 1    # else Retry-After of 429
+TOOL = Path(__file__).resolve().parent.parent / "data/cached_fineweb10B.py"
+VAL, ONE, TWO = "fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"
+
+
+def load(path: Path):
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+tool = load(TOOL)
+
+
+def make_shard(seed: int, tokens: int = 4000) -> bytes:
+    body = np.random.default_rng(seed).integers(0, 50257, tokens).astype("<u2")
+    return struct.pack("<256i", 20240520, 1, tokens, *[0] * 253) + body.tobytes()
+
+
+class Request(NamedTuple):
+    method: str
+    place: str                           # "hub", or "cdn" where the hub sends us for the content
+    name: str
+    range: str
+    authorization: str
+    sent: int                            # bytes of content
+
+
+class Hub(ThreadingHTTPServer):
+    """Metadata and a redirect at the hub's URLs, content at another host name; both may be told to fail."""
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files = {VAL: make_shard(0), ONE: make_shard(1), TWO: make_shard(2)}
+        self.plans: dict[tuple[str, str], list] = defaultdict(list)     # (method and place, name) -> failures, in order
+        self.requests: list[Request] = []
+        self.with_hash = self.with_range = True
+        self.go_on = threading.Event()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def of(self, method: str, place: str, name: str = "") -> list[Request]:
+        return [r for r in self.requests if (r.method, r.place) == (method, place) and name in r.name]
+
+    def handle_error(self, *args) -> None:
+        """Clients that leave early are what is tested here."""
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *args) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.answer("HEAD")
+
+    def do_GET(self) -> None:
+        self.answer("GET")
+
+    def head(self, status: int, headers: dict, method: str, place: str, name: str, sent: int = 0) -> None:
+        self.server.requests.append(Request(method, place, name, self.headers.get("Range", ""),
+                                            self.headers.get("Authorization", ""), sent))
+        self.send_response(status)
+        for key, value in ({"Content-Length": "0"} | headers).items():
+            self.send_header(key, value)
+        self.end_headers()
+
+    def answer(self, method: str) -> None:
+        hub, (folder, name) = self.server, self.path.rsplit("/", 1)
+        place = {"/datasets/kjj0/fineweb10B-gpt2/resolve/main": "hub", "/cdn": "cdn"}.get(folder)
+        plan = hub.plans[f"{method} {place}", name]
+        kind, *values = plan.pop(0) if plan else ("serve",)
+        if kind == "status" or place is None or name not in hub.files:
+            status, headers = values if kind == "status" else (404, {"X-Error-Code": "EntryNotFound"})
+            return self.head(status, headers, method, place, name)
+        content = values[0] if kind == "instead" else hub.files[name]
+        if place == "hub":
+            tag = hashlib.sha256(hub.files[name]).hexdigest() if hub.with_hash else "no-hash"
+            headers = {"Location": f"http://localhost:{hub.server_port}/cdn/{name}", "X-Repo-Commit": "c" * 40,
+                       "X-Linked-Etag": f'"{tag}"', "X-Linked-Size": str(len(hub.files[name])), "ETag": '"other"'}
+            return self.head(302, headers, method, place, name)
+        start = int(self.headers.get("Range", "bytes=0-")[6:-1]) if hub.with_range else 0
+        if start >= len(content):
+            return self.head(416, {"Content-Range": f"bytes */{len(content)}"}, method, place, name)
+        headers = {"Content-Length": str(len(content) - start)}
+        if start:
+            headers["Content-Range"] = f"bytes {start}-{len(content) - 1}/{len(content)}"
+        body = content[start:start + values[0]] if kind in ("cut", "reset", "stall") else content[start:]
+        self.head(206 if start else 200, headers, method, place, name, len(body))
+        self.wfile.write(body)
+        if kind == "reset":
+            self.wfile.flush()
+            time.sleep(0.1)              # a reset may overtake what the client has not read yet
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if kind == "stall":
+            hub.go_on.wait(10)
+        if kind in ("cut", "reset", "stall"):
+            self.close_connection = True
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with Hub() as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield server
+        server.go_on.set()
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def waits(tmp_path, monkeypatch) -> list[float]:
+    """Settings of the hub away from the user's, no waiting; the seconds that would have been waited."""
+    from huggingface_hub import constants
+    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [])    # it keeps an earlier test's stderr
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    for name, value in isolated(tmp_path).items():
+        monkeypatch.setenv(name, value)
+    seconds = []
+    monkeypatch.setattr(time, "sleep", seconds.append)
+    monkeypatch.setattr(tool, "CHUNK", 1000)
+    return seconds
+
+
+def isolated(tmp_path: Path) -> dict[str, str]:
+    return {"HF_HOME": str(tmp_path / "hf home"), "HF_TOKEN": "", "NO_PROXY": "*", "no_proxy": "*",
+            "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
+
+
+def fetch(hub: Hub, out: Path, shards: int = 1) -> None:
+    tool.main([str(shards), "--out", str(out), "--endpoint", hub.url])
+
+
+def fails(hub: Hub, out: Path, *parts: str) -> str:
+    """The call ends with a message of these parts in order; no *.bin is there that is not whole."""
+    if out.is_dir():                     # one shard to fetch: else the other one's thread would live on in the tests
+        (out / VAL).write_bytes(hub.files[VAL])
+    with pytest.raises(SystemExit) as caught:
+        fetch(hub, out)
+    message = str(caught.value)
+    assert message.startswith("error: "), message
+    places = [message.find(part) for part in parts]
+    assert -1 not in places and places == sorted(places), message
+    assert all(not tool.fault(path) for path in out.glob("*.bin"))
+    return message
+
+
+def assert_whole(hub: Hub, out: Path, *names: str) -> None:
+    assert {path.name for path in out.iterdir()} - {".lock"} == set(names)
+    assert all((out / name).read_bytes() == hub.files[name] and not (out / name).is_symlink() for name in names)
+
+
+def test_fetch_then_keep_without_network(hub, waits, tmp_path, capsys):
+    fetch(hub, tmp_path / "a new/folder", 2)
+    out = tmp_path / "a new/folder"
+    assert_whole(hub, out, VAL, ONE, TWO)
+    before = len(hub.requests)
+    fetch(hub, out, 2)
+    assert len(hub.requests) == before and not waits
+    assert capsys.readouterr().out.endswith("2 training shards and the validation shard, whole\n")
+    assert not (tmp_path / "hf home").exists()                        # nothing goes into the hub's cache
+
+
+def test_a_cut_connection_resumes(hub, waits, tmp_path):
+    hub.plans["GET cdn", ONE] = [("cut", 5000), ("cut", 2000)]
+    fetch(hub, tmp_path / "out")
+    assert_whole(hub, tmp_path / "out", VAL, ONE)
+    assert [r.range for r in hub.of("GET", "cdn", ONE)] == ["", "bytes=5000-", "bytes=7000-"]
+    assert sum(r.sent for r in hub.of("GET", "cdn", ONE)) == len(hub.files[ONE])      # no byte twice
+
+
+def test_a_reset_connection_resumes(hub, waits, tmp_path, monkeypatch):
+    hub.plans["GET cdn", ONE] = [("reset", 5000)]
+    fetch(hub, tmp_path / "out")
+    assert_whole(hub, tmp_path / "out", VAL, ONE)
+    assert hub.of("GET", "cdn", ONE)[-1].range in ("", *(f"bytes={n}000-" for n in range(6)))
+
+
+def test_many_cuts_with_progress_are_no_failure(hub, waits, tmp_path):
+    hub.plans["GET cdn", ONE] = [("cut", 1000)] * 8
+    fetch(hub, tmp_path / "out")
+    assert_whole(hub, tmp_path / "out", VAL, ONE)
+
+
+def test_a_later_call_goes_on(hub, waits, tmp_path):
+    (tmp_path / f"{ONE}.part").write_bytes(hub.files[ONE][:6000])
+    fetch(hub, tmp_path)
+    assert_whole(hub, tmp_path, VAL, ONE)
+    assert [r.range for r in hub.of("GET", "cdn", ONE)] == ["bytes=6000-"]
+
+
+@pytest.mark.parametrize("part", ["whole", "too long", "of another file"])
+def test_what_a_part_may_hold(hub, waits, tmp_path, part):
+    content = hub.files[ONE]
+    (tmp_path / f"{ONE}.part").write_bytes({"whole": content, "too long": content + b"x"}.get(part, b"\0" * 6000))
+    fetch(hub, tmp_path)
+    assert_whole(hub, tmp_path, VAL, ONE)
+    assert len(hub.of("GET", "cdn", ONE)) == {"whole": 0, "too long": 1, "of another file": 2}[part]
+
+
+def test_a_server_without_ranges(hub, waits, tmp_path):
+    hub.with_range = False
+    hub.plans["GET cdn", ONE] = [("cut", 5000)]
+    fetch(hub, tmp_path)
+    assert_whole(hub, tmp_path, VAL, ONE)
+
+
+@pytest.mark.parametrize("where", ["HEAD hub", "GET hub", "GET cdn"])
+@pytest.mark.parametrize("status, headers", [(429, {"Retry-After": "7"}), (500, {}), (503, {"Retry-After": "7"})])
+def test_a_busy_server(hub, waits, tmp_path, capsys, caplog, where, status, headers):
+    hub.plans[where, ONE] = [("status", status, headers)] * 2
+    fetch(hub, tmp_path)
+    assert_whole(hub, tmp_path, VAL, ONE)
+    assert len(waits) == 2
+    assert min(waits) >= 7 if headers and (HONOURS_ALL or status == 429) else waits == [1, 2]
+    assert str(status) in capsys.readouterr().err + caplog.text       # said by the tool or by the hub's own retries
+
+
+def test_a_server_that_stays_busy(hub, waits, tmp_path):
+    hub.plans["HEAD hub", ONE] = [("status", 429, {})] * 100
+    fails(hub, tmp_path, ONE, "found 'HTTP 429'", "expected", "the same command goes on")
+    assert waits == [1, 2, 4, 8, 16] or not HONOURS_ALL and sum(waits) < 300
+
+
+def test_a_truncated_shard(hub, waits, tmp_path, capsys):
+    """The hub itself has half a file: its length and hash agree, only the header tells."""
+    hub.files[ONE] = hub.files[ONE][:5000]
+    fails(hub, tmp_path, ONE, "found 5,000 bytes", "expected 9,024", "the same command")
+    assert len(hub.of("GET", "cdn", ONE)) == 1 + tool.RETRIES
+    assert not (tmp_path / ONE).exists()
+
+
+@pytest.mark.parametrize("with_hash", [True, False])
+def test_a_wrong_shard_is_fetched_again(hub, waits, tmp_path, capsys, with_hash):
+    hub.with_hash = with_hash
+    wrong = bytearray(hub.files[ONE])
+    wrong[5000 if with_hash else 0] ^= 1                              # without a hash only header and length are known
+    hub.plans["GET cdn", ONE] = [("instead", bytes(wrong))]
+    fetch(hub, tmp_path)
+    assert_whole(hub, tmp_path, VAL, ONE)
+    assert ("found SHA-256" if with_hash else "found header words") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content, found", [(b"", "header words 0 and 0"), (make_shard(1)[:3000], "3,000 bytes"),
+                                            (b"<html>not a shard", "header words")])
+def test_a_wrong_file_on_disk_is_fetched_again(hub, waits, tmp_path, capsys, content, found):
+    (tmp_path / ONE).write_bytes(content)
+    fetch(hub, tmp_path)
+    assert_whole(hub, tmp_path, VAL, ONE)
+    assert found in capsys.readouterr().err and len(hub.of("GET", "cdn")) == 2
+
+
+def test_a_missing_shard(hub, waits, tmp_path):
+    del hub.files[ONE]
+    fails(hub, tmp_path, ONE, "found 'HTTP 404'", "expected", "HF_ENDPOINT")
+    assert len(hub.of("HEAD", "hub", ONE)) == 1 and not waits
+
+
+def test_no_server(hub, waits, tmp_path):
+    hub.plans["GET cdn", ONE] = [("cut", 5000)] + [("status", 502, {})] * 100
+    fails(hub, tmp_path, ONE, "HTTP 502")
+    waits.clear()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        with pytest.raises(SystemExit, match="found .*, expected the shard; look at the network"):
+            tool.main(["1", "--out", str(tmp_path), "--endpoint", f"http://127.0.0.1:{free.getsockname()[1]}"])
+    assert waits == [1, 2, 4, 8, 16] or not HONOURS_ALL and sum(waits) < 300
+    assert (tmp_path / f"{ONE}.part").stat().st_size == 5000          # kept for a better day
+    hub.plans.clear()
+    fetch(hub, tmp_path)
+    assert_whole(hub, tmp_path, VAL, ONE)
+
+
+def test_offline(hub, waits, tmp_path, monkeypatch):
+    from huggingface_hub import constants
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    message = fails(hub, tmp_path, "offline mode")
+    assert "HF_HUB_OFFLINE" in message and not hub.requests and not waits
+
+
+def test_bad_arguments(waits, capsys):
+    for arguments in (["104"], ["-1"], ["nine"], ["--jobs=0"]):
+        with pytest.raises(SystemExit) as caught:
+            tool.main(arguments)
+        assert caught.value.code == 2
+    assert "expected N from 0 to 103" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be(hub, waits, tmp_path):
+    (tmp_path / "file").write_text("")
+    fails(hub, tmp_path / "file" / "out", "file/out")
+    assert not hub.requests
+
+
+# What only a process of its own can show
+
+def start(tmp_path: Path, *arguments: str, **options) -> subprocess.Popen:
+    environment = os.environ | isolated(tmp_path) | options.pop("env", {})
+    return subprocess.Popen([sys.executable, str(TOOL), *arguments], env=environment, text=True, **options)
+
+
+def test_environment_and_plain_output(hub, tmp_path):
+    process = start(tmp_path, "1", "--out", str(tmp_path / "out"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                    env={"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_secret"})
+    output, errors = process.communicate(timeout=20)
+    assert process.returncode == 0, errors
+    assert_whole(hub, tmp_path / "out", VAL, ONE)
+    assert {r.authorization for r in hub.requests if r.place == "hub"} == {"Bearer hf_secret"}
+    assert {r.authorization for r in hub.requests if r.place == "cdn"} == {""}        # a token stays at the hub
+    assert "\r" not in output + errors and f"{ONE}: 9,024 bytes, checked\n" in errors
+
+
+def test_ctrl_c_then_again_with_a_bar(hub, tmp_path):
+    out, size = tmp_path / "out", 3 << 20
+    hub.files[ONE] = make_shard(1, (size - 1024) // 2)
+    hub.plans["GET cdn", ONE] = [("stall", 5 << 19)]
+    process = start(tmp_path, "1", "--out", str(out), "--endpoint", hub.url, stderr=subprocess.PIPE)
+    part, end = out / f"{ONE}.part", time.monotonic() + 10
+    while not (part.exists() and part.stat().st_size >= 2 << 20) and time.monotonic() < end:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 130 and "Traceback" not in errors and "the same command goes on" in errors, errors
+    assert not (out / ONE).exists() and part.stat().st_size == 2 << 20
+    terminal, ours = pty.openpty()
+    fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
+    process = start(tmp_path, "1", "--out", str(out), "--endpoint", hub.url, stderr=ours)
+    os.close(ours)
+    shown = b""
+    while block := read_terminal(terminal):
+        shown += block
+    assert process.wait(10) == 0
+    assert_whole(hub, out, VAL, ONE)
+    assert hub.of("GET", "cdn", ONE)[-1].range == f"bytes={2 << 20}-"
+    assert b"\r" in shown and b"100%" in shown, shown
+
+
+def read_terminal(terminal: int) -> bytes:
+    try:
+        return os.read(terminal, 4096)
+    except OSError:                      # how Linux says that the other end is closed
+        return b""
+
+
+def test_two_at_once_and_a_full_disk(hub, tmp_path):
+    hub.files[ONE] = make_shard(1, 2_000_000)
+    arguments = ("1", "--out", str(tmp_path / "out"), "--endpoint", hub.url)
+    small = start(tmp_path, "1", "--out", str(tmp_path / "full"), "--endpoint", hub.url, stderr=subprocess.PIPE,
+                  preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)))
+    errors = small.communicate(timeout=20)[1]
+    assert small.returncode == 1 and "Traceback" not in errors
+    assert f"{ONE}.part: found 'File too large' at 1,048,576 bytes, expected room" in errors, errors
+    assert {path.name for path in (tmp_path / "full").glob("*.bin")} <= {VAL}
+    hub.requests.clear()
+    both = [start(tmp_path, *arguments, stderr=subprocess.PIPE) for _ in range(2)]
+    assert [(p.communicate(timeout=20), p.returncode)[1] for p in both] == [0, 0]
+    assert_whole(hub, tmp_path / "out", VAL, ONE)
+    assert len(hub.of("GET", "cdn")) == 2

@@ -1,0 +1,308 @@
+"""Room 4: each operation against loops, numpy or autograd in float64, forward and backward, at more than one shape."""
+import math
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+import train_gpt as tg
+
+F64 = torch.float64
+
+
+def randn(*shape: int, seed: int = 0, grad: bool = False, dtype=F64) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype).requires_grad_(grad)
+
+
+def assert_close(got, want, rtol=1e-12, atol=1e-13):
+    """Default: a few roundings of float64 on numbers of order 1."""
+    got, want = (x.detach().double().numpy() if isinstance(x, torch.Tensor) else np.asarray(x, np.float64)
+                 for x in (got, want))
+    np.testing.assert_allclose(got, want, rtol=rtol, atol=atol)
+
+
+# ---- norm, rotation, MLP --------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("shape, size", [((5,), 1.0), ((3, 16), 1e-3), ((2, 3, 7), 1e-5), ((4, 12), 0.0)])
+def test_rms_norm(shape, size):
+    x = size * randn(*shape, seed=1)
+    rows = [[value / math.sqrt(sum(v * v for v in row) / len(row) + 2.0**-23) for value in row]
+            for row in x.reshape(-1, shape[-1]).tolist()]
+    assert_close(tg.rms_norm(x).reshape(-1, shape[-1]), rows)
+
+
+@pytest.mark.parametrize("lead, width", [((), 8), ((5,), 16), ((2, 3, 4), 12)])
+def test_rotate_is_a_complex_product_with_exp_minus_i_angle(lead, width):
+    x, angle = randn(*lead, width, seed=2), 3 * randn(*lead, width // 4, seed=3)
+    first = x[..., :width // 2]
+    z = torch.complex(first[..., 0::2], first[..., 1::2]) * torch.exp(-1j * angle)
+    got = tg.rotate(x, angle.cos(), angle.sin())
+    assert_close(got[..., 0:width // 2:2], z.real)
+    assert_close(got[..., 1:width // 2:2], z.imag)
+    assert got[..., width // 2:].equal(x[..., width // 2:]), "half of the features do not turn"
+    assert got.shape == x.shape
+
+
+def test_scores_of_rotated_vectors_depend_on_the_distance_only():
+    q, k, frequency = randn(8), randn(8, seed=1), torch.tensor([1.0, 0.3], dtype=F64)
+
+    def score(i, j):
+        turned = [tg.rotate(x, (at * frequency).cos(), (at * frequency).sin()) for x, at in ((q, i), (k, j))]
+        return float(turned[0] @ turned[1])
+
+    assert score(3, 1) == pytest.approx(score(40, 38), rel=1e-12) != pytest.approx(score(1, 3), rel=1e-3)
+
+
+@pytest.mark.parametrize("lead, D, width", [((1,), 1, 1), ((3,), 4, 7), ((2, 5), 6, 24)])
+def test_mlp(lead, D, width):
+    n, up, down = randn(*lead, D, grad=True), randn(width, D, seed=1, grad=True), randn(width, D, seed=2, grad=True)
+    want = [[sum(max(sum(u * x for u, x in zip(U, row)), 0.0)**2 * d[k] for U, d in zip(up.tolist(), down.tolist()))
+             for k in range(D)] for row in n.reshape(-1, D).tolist()]
+    assert_close(tg.relu_sq_mlp(n, up, down).reshape(-1, D), want)
+    assert torch.autograd.gradcheck(tg.relu_sq_mlp, (n, up, down))
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+def naive_attention(q, k, v, bounds, window, scale):
+    """One query at a time over its list of keys."""
+    out = torch.zeros_like(q)
+    for start, end in zip(bounds, bounds[1:]):
+        for i in range(start, end):
+            seen = range(max(start, i - window), i + 1)
+            scores = scale * torch.einsum("he,khe->hk", q[i], k[list(seen)])
+            out[i] = torch.einsum("hk,khe->he", scores.softmax(-1), v[list(seen)])
+    return out
+
+
+ATTENTION = [  # bounds of the documents, window, upper bound of a document's length, heads, width
+    ([0, 1], 5, 1, 1, 4),                                            # one token
+    ([0, 0, 4, 4, 9, 9], 2, 9, 2, 3),                                # empty documents, the bound too large
+    ([0, 7, 40], 3, 33, 2, 4),                                       # window smaller than a block of queries
+    ([0, 7, 40], 1000, 33, 1, 4),                                    # window larger than everything
+    ([0, 100], 37, 100, 2, 4),                                       # blocks of 37 queries, 100 = 2 x 37 + 26
+    ([0, 3, 50, 51, 97], 40, 47, 1, 2),
+    ([0, 64, 128, 160], 32, 64, 1, 4),                               # documents end where blocks end
+    ([0, 33, 33, 33, 95, 95], 64, 62, 3, 5),
+]
+
+
+@pytest.mark.parametrize("bounds, window, max_len, heads, width", ATTENTION)
+def test_attention_and_its_gradients_are_those_of_a_naive_softmax(bounds, window, max_len, heads, width):
+    inputs = [randn(bounds[-1], heads, width, seed=seed, grad=True) for seed in range(3)]
+    seed_grad = randn(bounds[-1], heads, width, seed=9)
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    got = tg.attention_reference(*inputs, cu_seqlens, max_len, window, 0.7)
+    want = naive_attention(*inputs, bounds, window, 0.7)
+    assert got.shape == want.shape
+    assert_close(got, want)
+    for a, b in zip(torch.autograd.grad(got, inputs, seed_grad), torch.autograd.grad(want, inputs, seed_grad)):
+        assert_close(a, b)
+
+
+def test_a_query_sees_w_keys_before_its_own_in_its_document_and_no_other():
+    """Change one key and value at a time and see, bit for bit, which outputs move."""
+    bounds, window, length = [0, 9, 50], 6, 50
+    q, k, v = (randn(length, 1, 4, seed=seed) for seed in range(3))
+    cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
+    before = tg.attention_reference(q, k, v, cu_seqlens, 41, window, 0.7)
+    for j in range(length):
+        other_k, other_v = k.clone(), v.clone()
+        other_k[j], other_v[j] = -other_k[j], other_v[j] + 1
+        after = tg.attention_reference(q, other_k, other_v, cu_seqlens, 41, window, 0.7)
+        moved = (after != before).flatten(1).any(1).nonzero().flatten().tolist()
+        end = 9 if j < 9 else 50
+        assert moved == list(range(j, min(j + window + 1, end))), f"key {j}"
+
+
+def test_attention_keeps_the_dtype_and_needs_no_exact_length_bound():
+    q, k, v = (randn(70, 2, 4, seed=seed, dtype=torch.bfloat16) for seed in range(3))
+    cu_seqlens = torch.tensor([0, 20, 70], dtype=torch.int32)
+    tight, loose = (tg.attention_reference(q, k, v, cu_seqlens, bound, 40, 0.7) for bound in (50, 70))
+    assert tight.dtype == torch.bfloat16
+    want = naive_attention(q.double(), k.double(), v.double(), [0, 20, 70], 40, 0.7)
+    for out in (tight, loose):
+        assert_close(out.double(), want, rtol=0, atol=0.03)          # bf16: 8 bits, values up to about 3
+
+
+def test_varlen_kernel_has_the_same_shapes_forward_and_backward():
+    """On meta tensors, which have shapes only: the call fits torch's signature at full size."""
+    q, k, v = (torch.empty(49_152, 6, 128, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    bounds = torch.empty(257, device="meta", dtype=torch.int32)
+    out = tg.attention_varlen(q, k, v, bounds, 2048, 640, 0.1)
+    assert (out.shape, out.dtype) == (q.shape, q.dtype)
+    assert [g.shape for g in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape] * 3
+
+
+# ---- head and loss --------------------------------------------------------------------------------------------------
+
+LOGITS_11_8 = [[0.5, -1, 2, 10], [3, 0, -5, 1], [-2, 4, 0.25, -0.5]]
+Z_11_8 = [[15.537335428757, 14.495985127108, 16.508274310028, 20.258332793491],
+          [17.111137300469, 15.197396481614, 11.5, 15.869413065935],
+          [13.769816182586, 17.676070020477, 15.368318759868, 14.850095043193]]
+LOSS_11_8 = [3.862245488414797, 1.503908066665498, 0.164540483530953]
+GRAD_11_8 = [[-0.325970044112, -0.174861545930, 0.024688979315, 0.222133099150],
+             [0.024309798470, -0.238074857430, 0.002920305253, 0.197392522147],
+             [0.012572622697, -0.082767913686, 0.057379243846, 0.035263735488]]
+
+
+def head_loss(y, w, targets, weights, loss_weight=1.0, precision="plain", logits_dtype=None):
+    weights, loss_weight = torch.tensor(weights, dtype=F64), torch.tensor(loss_weight, dtype=F64)
+    return tg.HeadLoss.apply(y, w, targets, weights, loss_weight, precision, logits_dtype or y.dtype)
+
+
+def plain_losses(y, w, targets, weights):
+    """The formula for torch's autograd, slot by slot and target by target."""
+    slots, length = targets.shape
+    z = 23 / (1 + torch.exp(-(y @ w + 5) / 7.5))
+    log_p = (z - torch.log(torch.exp(z).sum(-1, keepdim=True))).view(slots, length, -1)
+    zero = torch.zeros((), dtype=F64)
+    return torch.stack([
+        sum((-weight * log_p[s, t, targets[s, t + k]] for k, weight in enumerate(weights) if t + k < length), zero)
+        for s in range(slots) for t in range(length)])
+
+
+def test_head_loss_of_the_recipe():
+    logits, targets = torch.tensor(LOGITS_11_8, dtype=F64, requires_grad=True), torch.tensor([[3, 0, 1]])
+    losses = head_loss(logits, torch.eye(4, dtype=F64), targets, (1.0, 0.5, 0.25))
+    losses.sum().backward()
+    assert_close(losses, LOSS_11_8, rtol=1e-14)
+    assert float(losses.detach().sum()) == pytest.approx(5.530694038611248, rel=1e-14)
+    assert_close(logits.grad, GRAD_11_8, atol=6e-13)                  # printed with 12 decimals
+    assert_close(tg.softcap(logits), Z_11_8, atol=6e-13)
+    mean = tg.next_token_losses(logits.detach(), torch.eye(4, dtype=F64), targets[0]).mean()
+    assert float(mean) == pytest.approx(0.188060254427031, rel=1e-13)
+
+
+def test_softcap_has_the_recipes_range_and_slope():
+    x = torch.tensor([0.0, -1e4, 1e4, -5.0], dtype=F64, requires_grad=True)
+    z = tg.softcap(x)
+    assert_close(z, [15.1973965, 0, 23, 11.5], atol=3e-7)             # printed from an f32
+    assert float(torch.autograd.grad(z[3], x)[0][3]) == pytest.approx(0.7666667, abs=6e-8)       # largest slope
+
+
+@pytest.mark.parametrize("slots, length, weights", [
+    (1, 1, (1.0,)), (1, 5, (1.0, 0.5, 0.25)), (3, 4, (1.0, 0.5)), (2, 2, (0.7, 0.5, 0.25)), (2, 6, (1.0, 0.0, 0.3))])
+def test_head_loss_and_its_gradients_are_those_of_autograd(slots, length, weights):
+    y, w = randn(slots * length, 6, seed=1, grad=True), randn(6, 11, seed=2, grad=True)
+    targets = torch.from_numpy(np.random.default_rng(0).integers(0, 11, (slots, length)))
+    rows = randn(slots * length, seed=4)                              # each position's own incoming gradient
+    got, want = head_loss(y, w, targets, weights), plain_losses(y, w, targets, weights)
+    assert_close(got, want)
+    for a, b in zip(torch.autograd.grad(got, (y, w), rows), torch.autograd.grad(want, (y, w), rows)):
+        assert_close(a, b)
+
+
+def test_targets_stop_at_the_end_of_the_slot():
+    targets = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    columns, shares = tg.next_targets(targets, torch.tensor([1.0, 0.5, 0.25]))
+    assert shares.tolist() == [[1, 0.5, 0.25], [1, 0.5, 0], [1, 0, 0]] * 2
+    seen = [[c for c, share in zip(row, s) if share] for row, s in zip(columns.tolist(), shares.tolist())]
+    assert seen == [[1, 2, 3], [2, 3], [3], [4, 5, 6], [5, 6], [6]]
+
+
+def test_evaluation_loss_is_torchs_cross_entropy():
+    y, w, targets = randn(9, 6), randn(6, 11, seed=1), torch.arange(9)
+    z = 23 * torch.special.expit((y @ w + 5) / 7.5)
+    assert_close(tg.next_token_losses(y, w, targets), F.cross_entropy(z, targets, reduction="none"))
+
+
+# ---- fp8 ------------------------------------------------------------------------------------------------------------
+
+def nearest_fp8(x: torch.Tensor, dtype: torch.dtype, largest: float) -> torch.Tensor:
+    """The nearest of the 256 numbers of an fp8 type, by brute force; random x meet no ties."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(dtype).double()
+    numbers = numbers[numbers.isfinite() & (numbers.abs() <= largest)]
+    return numbers[(x.double()[..., None] - numbers).abs().argmin(-1)]
+
+
+def test_e4m3_rounds_to_the_nearest_number_and_saturates():
+    x = 3 * randn(2000, dtype=torch.float32)
+    assert tg.e4m3(x, 0.01).double().equal(nearest_fp8(x / 0.01, torch.float8_e4m3fn, 448))
+    assert tg.e4m3(torch.tensor([1e6, -1e6, 460.0]), 1.0).tolist() == [448, -448, 448]
+
+
+def quantised_losses(y, w, targets, weights, loss_weight, rows):
+    """The fp8 head of recipe 2.8 in float64 with its roundings made explicit; losses, gradients of y and of w."""
+    y_scale, w_scale, grad_scale = 100 / 448, 1.6 / 448, loss_weight * 0.75 / 448
+    y8 = y_scale * nearest_fp8(y.detach() / y_scale, torch.float8_e4m3fn, 448)
+    w8 = w_scale * nearest_fp8(w.detach() / w_scale, torch.float8_e4m3fn, 448)
+    logits = (y8 @ w8).requires_grad_()
+    losses = plain_losses(logits, torch.eye(logits.shape[1], dtype=F64), targets, weights)
+    grad, = torch.autograd.grad(losses, logits, rows)
+    grad = grad_scale * nearest_fp8(grad / grad_scale, torch.float8_e5m2, 57344)
+    return losses.detach(), grad @ w8.t(), y8.t() @ grad
+
+
+@pytest.mark.parametrize("loss_weight", [1.0, 0.125, 3.0])
+@pytest.mark.parametrize("weights", [(1.0, 0.5, 0.25), (1.0,)])
+def test_emulated_fp8_head(loss_weight, weights):
+    y, w = randn(12, 16, seed=1, grad=True), (0.5 * randn(16, 32, seed=2)).requires_grad_()
+    targets = torch.from_numpy(np.random.default_rng(1).integers(0, 32, (2, 6)))
+    rows = loss_weight * (1 + torch.arange(12) % 3).double()
+    losses = head_loss(y, w, targets, weights, loss_weight, "emulated")
+    want = quantised_losses(y, w, targets, weights, loss_weight, rows)
+    for got, expected in zip((losses, *torch.autograd.grad(losses, (y, w), rows)), want):
+        assert_close(got, expected, rtol=0, atol=1e-6 * float(expected.abs().max()))      # scales are rounded to f32
+
+
+@pytest.mark.parametrize("power", [-7, -3, 1, 5])
+@pytest.mark.parametrize("precision, dtype", [
+    ("emulated", torch.float32), ("emulated", torch.bfloat16), ("plain", F64)])
+def test_a_loss_weight_of_two_to_the_k_scales_gradients_bit_by_bit(precision, dtype, power):
+    """It moves the fp8 scale and never the payload; a weight of 2^k only in the payload would meet its limits."""
+    y, w = randn(8, 16, seed=1, dtype=dtype), (0.3 * randn(16, 32, seed=2)).to(dtype)
+    targets = torch.arange(8).view(2, 4)
+    rows = 1 + torch.arange(8) % 2
+
+    def gradients(loss_weight):
+        leaves = y.clone().requires_grad_(), w.clone().requires_grad_()
+        logits_dtype = F64 if dtype == F64 else torch.bfloat16
+        losses = head_loss(*leaves, targets, (1.0, 0.5), loss_weight, precision, logits_dtype)
+        return torch.autograd.grad(losses, leaves, (loss_weight * rows).to(losses.dtype))
+
+    for one, many in zip(gradients(1.0), gradients(2.0**power)):
+        assert (one * 2.0**power).equal(many)
+
+
+def test_the_devices_fp8_product_is_the_emulated_one():
+    """torch._scaled_mm exists on CPUs too. bf16 out: one rounding of 8 bits; f32 out: other orders of addition."""
+    def fp8(rows, columns, seed, dtype):
+        return (20 * randn(rows, columns, seed=seed)).float().to(dtype)
+
+    scale = torch.tensor(0.37, dtype=F64)
+    for a, b, out in ((torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16),
+                      (torch.float8_e5m2, torch.float8_e4m3fn, torch.bfloat16),
+                      (torch.float8_e4m3fn, torch.float8_e5m2, torch.float32)):
+        left, right = fp8(16, 48, 1, a), fp8(48, 32, 2, b)
+        want = (left.double() @ right.double()) * scale
+        native = tg.fp8_product(left, right, scale, True, out)
+        emulated = tg.fp8_product(left, right, scale, False, torch.float32)
+        assert native.dtype == out
+        for got, relative in ((native, 2.0**-8 if out == torch.bfloat16 else 1e-6), (emulated, 1e-6)):
+            assert_close(got, want, rtol=relative, atol=1e-6 * float(want.abs().max()))
+
+
+def test_native_fp8_head_on_whatever_device_has_it():
+    y, w = randn(16, 16, seed=1, dtype=torch.bfloat16), (0.3 * randn(16, 32, seed=2)).bfloat16()
+    targets, results = torch.arange(16).view(1, 16), []
+    for precision in ("emulated", "fp8"):
+        leaves = y.clone().requires_grad_(), w.clone().requires_grad_()
+        losses = head_loss(*leaves, targets, (1.0, 0.5), 1.0, precision, torch.bfloat16)
+        results.append((losses, *torch.autograd.grad(losses.sum(), leaves)))
+    for emulated, native in zip(*results):
+        assert emulated.dtype == native.dtype and emulated.shape == native.shape
+        # logits rounded to bf16 may differ in the last of 8 bits, and so a payload in the last of its 2
+        assert_close(native.double(), emulated.double(), rtol=0.02, atol=0.02 * float(emulated.detach().abs().max()))
+
+
+# ---- symmetric products ---------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 4, 7), (2, 5, 5)])
+def test_symmetric_products(shape):
+    x = randn(*shape)
+    a = tg.gram(x)
+    assert_close(a, np.einsum("mrc,msc->mrs", x.numpy(), x.numpy()))
+    square = np.einsum("mrs,mst->mrt", a.numpy(), a.numpy())
+    assert_close(tg.gram_polynomial(a, -1.5, 0.25), -1.5 * a.numpy() + 0.25 * square)

@@ -1,0 +1,417 @@
+"""Room 7: NorMuon and Adam against the recipe's numbers, torch and numpy; who is updated when, tied and split."""
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from common import RECIPE_PARAMETERS, fabric, fill_randomly, refused, small
+
+import train_gpt as tg
+
+F64 = torch.float64
+POLAR = [(8.156554524902461, -22.48329292557795, 15.878769915207462),                # recipe 3.1
+         (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+         (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+         (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+         (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]
+
+
+def tensor(x, dtype=F64) -> torch.Tensor:
+    return torch.tensor(x, dtype=dtype)
+
+
+# ---- Polar Express --------------------------------------------------------------------------------------------------
+
+def slow_polar(x: np.ndarray) -> np.ndarray:
+    """The polynomials act on singular values: X -> a X + (b A + c A A) X with A = X X^T is s -> a s + b s^3 + c s^5."""
+    u, s, v = np.linalg.svd(x, full_matrices=False)
+    s = s / (1.02 * np.sqrt((s * s).sum(-1, keepdims=True)) + 1e-6)
+    for a, b, c in POLAR:
+        s = a * s + b * s**3 + c * s**5
+    return (u * s[..., None, :]) @ v
+
+
+def test_polar_express_of_the_recipe():
+    want = [[-0.7577416544, 0.2934070896, 0.7415923675], [0.7763169829, 0.5181736290, 0.6048503874]]
+    g = tensor([[1, 2, 3], [4, 5, 7]])
+    np.testing.assert_allclose(tg.polar_express(g[None])[0], want, atol=6e-11)        # printed with 10 decimals
+    np.testing.assert_allclose(tg.polar_express(g.t()[None])[0].t(), want, atol=6e-11)
+
+
+def test_polar_express_in_bf16_stays_close():
+    x = torch.randn(3, 64, 32, generator=torch.Generator().manual_seed(0), dtype=F64)
+    exact, rounded = tg.polar_express(x), tg.polar_express(x.bfloat16())
+    assert rounded.dtype == torch.bfloat16
+    error = (rounded.double() - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))
+    assert float(error.max()) < 0.05                                 # 8 bits through 5 steps whose gain reaches 8
+
+
+@pytest.mark.parametrize("shape", [(1, 5, 5), (3, 4, 9), (2, 12, 3), (4, 1, 6)])
+def test_polar_express_acts_on_singular_values(shape):
+    x = torch.from_numpy(np.random.default_rng(0).normal(size=shape))
+    got = tg.polar_express(x)
+    np.testing.assert_allclose(got, slow_polar(x.numpy()), atol=1e-10)                # 5 products amplify roundings
+    values = np.linalg.svd(got.numpy(), compute_uv=False)
+    assert 0.858 < values.min() and values.max() < 1.142, "nearly orthogonal"
+    alone = torch.cat([tg.polar_express(matrix[None]) for matrix in x])
+    np.testing.assert_allclose(got, alone, atol=1e-12)                                # each matrix on its own
+
+
+@pytest.mark.parametrize("value, gain", [
+    (1 / 1.02, 0.903537), (0.5, 0.910611), (0.1, 1.059161), (0.05, 0.908558), (0.02, 1.059358), (0.01, 1.027110),
+    (0.005, 1.001336), (0.002, 1.140407), (0.001, 0.858873), (1e-4, 0.098806)])
+def test_gain_of_a_normalised_singular_value(value, gain):
+    rest = math.sqrt(max(0.0, 1.02**-2 - value**2))
+    x = 1e6 * torch.diag(tensor([value, rest]))                      # large, so that the 1e-6 in the divisor is nothing
+    assert float(tg.polar_express(x[None])[0, 0, 0]) == pytest.approx(gain, rel=0, abs=6e-7 + 1e3 * 1e-9)
+
+
+# ---- NorMuon --------------------------------------------------------------------------------------------------------
+
+def test_two_normuon_steps_of_the_recipe():
+    p = tensor([[[0.5, -0.25], [0.125, 1], [-0.75, 0.375]]])
+    momentum, second = torch.zeros(1, 3, 2, dtype=F64), torch.zeros(1, 3, 1, dtype=F64)
+    grads = [[[1, 2], [3, 4], [5, 7]], [[-1, 0.5], [2, 0], [0.25, -3]]]
+    steps = [
+        dict(mu=0.85, second=[0.0253082856, 0.0095613641, 0.0189432328],
+             p=[[0.5158871909, -0.2678027375], [0.1023873427, 0.9913235613], [-0.7648124775, 0.3560020119]],
+             momentum=[[0.15, 0.3], [0.45, 0.6], [0.75, 1.05]]),
+        dict(mu=0.85 + 0.1 / 300, second=[0.0440387196, 0.0283201301, 0.0310936751],
+             p=[[0.5233018002, -0.2885429776], [0.0823899137, 0.9724132868], [-0.7824448948, 0.3677987918]],
+             momentum=[[-0.0221166667, 0.3299333333], [0.6819833333, 0.5102], [0.6751666667, 0.44385]])]
+    lr, close = 0.023, dict(rtol=0, atol=6e-11)                      # printed with 10 decimals
+    for grad, want in zip(grads, steps):
+        tg.normuon_update(p, None, tensor([grad]), momentum, second, 1.0, tensor(want["mu"]), tensor(lr),
+                          tensor([[[math.sqrt(3 / 2)]]]), tensor(1.2 * lr), 0.95)
+        np.testing.assert_allclose(momentum[0], want["momentum"], **close)
+        np.testing.assert_allclose(second[0, :, 0], want["second"], **close)
+        np.testing.assert_allclose(p[0], want["p"], **close)
+
+
+# U, raw word before, mask, raw word after, visible weight (recipe 11.6)
+MANTISSA = [
+    (0.01, 0x3CF50000, 0x3CF2F5D7, 0.0295410156), (0.01, 0x3CF2F5D7, 0x3CF0EC03, 0.0292968750),
+    (-0.02, 0x3CF0EC03, 0x3CF4B0B4, 0.0297851562), (0.5, 0x3CF4B0B4, 0x3C9653B0, 0.0183105469),
+    (0.0, 0x3C9653B0, 0x3C963B42, 0.0183105469), (0.03, 0x3C963B42, 0x3C907BCF, 0.0175781250),
+    (0.004, 0xBF800000, 0xBF800304, -1.0), (-0.004, 0xBF800304, 0xBF7FD665, -0.99609375)]
+
+
+def words(raw: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A raw 32-bit word as a bf16 weight and its mantissa word, (1, 1, 1) each."""
+    high, low = (np.array([[[part]]], np.uint16).view(np.int16) for part in (raw >> 16, raw & 0xFFFF))
+    return torch.from_numpy(high).view(torch.bfloat16), torch.from_numpy(low)
+
+
+@pytest.mark.parametrize("update, before, after, visible", MANTISSA)
+def test_mantissa_update_of_the_recipe(monkeypatch, update, before, after, visible):
+    monkeypatch.setattr(tg, "normuon_direction", lambda *_: torch.full((1, 1, 1), update))
+    p, mantissa = words(before)
+    some = torch.zeros(1, 1, 1)
+    tg.normuon_update(p, mantissa, some, some, some, 1.0, tg.number(0.9), tg.number(0.023), torch.ones(1, 1, 1),
+                      tg.number(1.2 * 0.023), 0.95)
+    want = words(after)
+    assert p.equal(want[0]) and mantissa.equal(want[1])
+    assert float(p) == pytest.approx(visible, abs=6e-11)             # printed with 10 decimals
+
+
+def test_weight_and_mantissa_follow_an_f32_weight_bit_by_bit():
+    rng = np.random.default_rng(0)
+    exact = rng.normal(size=(2, 8, 8)).astype(np.float32)
+    exact = (exact.view(np.int32) & ~0xFFFF).view(np.float32)        # as at the start: the mantissa is 0
+    p = torch.from_numpy(exact.copy()).bfloat16()
+    mantissa, lr, decay = torch.zeros(p.shape, dtype=torch.int16), np.float32(0.023 * 2), np.float32(1.2 * 0.023)
+    for _ in range(50):
+        update = (0.1 * rng.normal(size=p.shape)).astype(np.float32)
+        agrees = (update * exact >= 0).astype(np.float32)
+        exact = exact - exact * agrees * decay * lr - update * lr    # numpy rounds each operation to f32 as well
+        rate = torch.full((2, 1, 1), 2.0) * tg.number(0.023)
+        now = tg.cautious_descent(tg.with_mantissa(p, mantissa), torch.from_numpy(update), rate, tg.number(1.2 * 0.023))
+        tg.split_mantissa(now, p, mantissa)
+        assert tg.with_mantissa(p, mantissa).numpy().tobytes() == exact.tobytes()
+        assert p.float().numpy().tobytes() == (exact.view(np.int32) & ~0xFFFF).tobytes(), "truncated, not rounded"
+
+
+# ---- Adam -----------------------------------------------------------------------------------------------------------
+
+def test_two_adam_updates_of_the_recipe():
+    p, m, v = tensor([0.02, -0.01, 0, 0.5]), torch.zeros(4, dtype=F64), torch.zeros(4, dtype=F64)
+    updates = [  # summed gradient, step size, m, v, new p
+        ([0.004, 0.001, 0, 0], 0.003577708764, [0.002, 0.0005, 0, 0], [8e-7, 5e-8, 0, 0],
+         [0.01199904089443, -0.01799999642229, 0, 0.5]),
+        ([-0.001, 0.001, 0.004, 0.002], 0.00333066559915, [0.0005, 0.00075, 0.002, 0.001],
+         [8.1e-7, 9.75e-8, 8e-7, 2e-7], [0.01014809536876, -0.02599999386024, -0.00744759385734, 0.49252840697532])]
+    for count, (grad, step_size, want_m, want_v, want_p) in enumerate(updates, 1):
+        size = 0.008 * math.sqrt(1 - 0.95**count) / (1 - 0.5**count)
+        assert size == pytest.approx(step_size, rel=1e-9)            # printed with 10 digits or more
+        tg.adam_update(p, tensor(grad), m, v, 1.0, (0.5, 0.95), 1e-10, tensor(size), tensor(0.008**2 * 0.005 * 150))
+        np.testing.assert_allclose(m, want_m, rtol=1e-12)
+        np.testing.assert_allclose(v, want_v, rtol=1e-12)
+        np.testing.assert_allclose(p, want_p, rtol=0, atol=6e-15)    # printed with 14 decimals
+
+
+@pytest.mark.parametrize("betas, lr", [((0.9, 0.99), 0.04), ((0.65, 0.95), 0.01), ((0.5, 0.95), 0.008)])
+def test_adam_without_decay_is_torchs(betas, lr):
+    """Torch adds eps to the corrected root, sqrt(v / (1 - b2^t)): its eps is ours divided by sqrt(1 - b2^t)."""
+    generator, eps = torch.Generator().manual_seed(0), 1e-3
+    p = torch.randn(20, generator=generator, dtype=F64)
+    theirs, m, v = p.clone().requires_grad_(), torch.zeros_like(p), torch.zeros_like(p)
+    adam = torch.optim.Adam([theirs], lr=lr, betas=betas)
+    for t in range(1, 21):
+        grad = torch.randn(20, generator=generator, dtype=F64)
+        adam.param_groups[0]["eps"] = eps / math.sqrt(1 - betas[1]**t)
+        theirs.grad = grad
+        adam.step()
+        step_size = lr * math.sqrt(1 - betas[1]**t) / (1 - betas[0]**t)
+        tg.adam_update(p, 8 * grad, m, v, 1 / 8, betas, eps, tensor(step_size), tensor(0.0))
+        np.testing.assert_allclose(p, theirs.detach(), rtol=1e-12, atol=1e-14)        # float64 in another order
+
+
+# ---- the optimizer --------------------------------------------------------------------------------------------------
+
+class Plain:
+    """Recipe 3 for a whole run in numpy: every parameter in one piece, gradients summed by hand."""
+
+    def __init__(self, weights: dict[str, np.ndarray], slots: int) -> None:
+        self.p, self.slots, self.tied = {label: x.copy() for label, x in weights.items()}, slots, True
+        self.state = {label: dict(t=0, m=0.0, v=0.0) for label in weights}
+        self.sums = {label: 0.0 for label in weights}
+
+    def step(self, grads: dict[str, np.ndarray], v: tg.Values) -> None:
+        for label, _, kind, lr_mul, wd_mul, betas in RECIPE_PARAMETERS:
+            if kind == "normuon":
+                self.normuon(label, grads[label] / self.slots, v)
+            else:
+                self.sums[label] = self.sums[label] + grads[label]
+        if v.step % 2 == 0:
+            return
+        if self.tied:
+            self.sums["lm_head"] = self.sums["lm_head"] + self.sums["embed"].T
+        for label, _, kind, lr_mul, wd_mul, betas in RECIPE_PARAMETERS:
+            if kind == "adam" and not (label == "embed" and self.tied):
+                self.adam(label, self.sums[label] / self.slots, v.adam_lr * lr_mul, 0.005 * wd_mul, *betas)
+            if kind == "adam":
+                self.sums[label] = 0.0
+        if self.tied:
+            self.p["embed"] = self.p["lm_head"].T.copy()
+        if v.split:
+            head = self.state["lm_head"]
+            self.state["embed"], self.tied = dict(t=head["t"], m=head["m"].T, v=head["v"].T), False
+
+    def adam(self, label, g, lr, wd, b1, b2) -> None:
+        s, p = self.state[label], self.p[label]
+        s["t"] += 1
+        s["m"] = b1 * s["m"] + (1 - b1) * g
+        s["v"] = b2 * s["v"] + (1 - b2) * g * g
+        u = s["m"] / (np.sqrt(s["v"]) + 1e-10) * lr * math.sqrt(1 - b2**s["t"]) / (1 - b1**s["t"])
+        self.p[label] = p - u - (u * p > 0) * p * lr * lr * wd
+
+    def normuon(self, label, g, v) -> None:
+        D = g.shape[-1]
+        shape = (-1, D, D) if label == "attn" else (-1, 4 * D, D)
+        p, g, s, mu = self.p[label].reshape(shape), g.reshape(shape), self.state[label], v.momentum
+        s["m"] = mu * s["m"] + (1 - mu) * g
+        o = slow_polar((1 - mu) * g + mu * s["m"])
+        s["v"] = 0.95 * s["v"] + 0.05 * (o * o).mean(-1, keepdims=True)
+        scaled = o / np.sqrt(np.maximum(s["v"], 1e-10))
+        u = scaled * np.linalg.norm(o, axis=(1, 2), keepdims=True) / np.linalg.norm(scaled, axis=(1, 2), keepdims=True)
+        muls = np.ones(len(p)) if label == "attn" else np.tile([2.0, 4.0], len(p) // 2)          # up, down
+        rate = v.normuon_lr * muls[:, None, None]
+        self.p[label] = (p - (u * p >= 0) * p * 1.2 * v.normuon_lr * rate - u * rate).reshape(self.p[label].shape)
+
+
+def make(cfg: tg.Config | None = None, rank: int = 0, world: int = 1) -> tg.Optimizer:
+    cfg = cfg or small(split_stage=1)                                # stages start at 0, 3, 6, 9: the split is step 3
+    model = tg.GPT(cfg, tg.attention_reference, 16)
+    fill_randomly(model)
+    with torch.no_grad():
+        model.embed.copy_(model.lm_head.t())
+    return tg.Optimizer(cfg, fabric(rank, world), model, lambda call: call)
+
+
+def random_grads(optimizer: tg.Optimizer, step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return {label: torch.randn(p.shape, generator=generator, dtype=F64) for label, p in optimizer.weights.items()}
+
+
+def take_step(optimizer: tg.Optimizer, values: tg.Values) -> None:
+    """A backward pass adds random gradients, then the update."""
+    for label, grad in random_grads(optimizer, values.step).items():
+        p = optimizer.weights[label]
+        p.grad = grad.to(p.dtype) if p.grad is None else p.grad + grad.to(p.dtype)
+    optimizer.step(values)
+
+
+def weights_of(optimizer: tg.Optimizer) -> dict[str, torch.Tensor]:
+    return {label: p.detach().clone() for label, p in optimizer.weights.items()}
+
+
+def test_nine_steps_are_those_of_a_plain_optimizer():
+    """Tied, the split at step 3, and after it; parameters, moments and counts after each step."""
+    optimizer = make()
+    schedule = tg.Schedule(optimizer.cfg)
+    plain = Plain({label: x.numpy() for label, x in weights_of(optimizer).items()}, 8)
+    for step in range(9):
+        values = schedule.at(step)
+        take_step(optimizer, values)
+        plain.step({label: g.numpy() for label, g in random_grads(optimizer, step).items()}, values)
+        assert optimizer.tied == plain.tied == (step < 3)
+        for label, p in optimizer.weights.items():
+            np.testing.assert_allclose(p.detach(), plain.p[label], rtol=0, atol=1e-9, err_msg=f"{label}, step {step}")
+        for label, count in optimizer.adam_steps.items():
+            assert count == plain.state[label]["t"], (label, step)
+        if step % 2:
+            for label in set(optimizer.adam_steps) - ({"embed"} if plain.tied else set()):
+                for name in ("m", "v"):
+                    want = plain.state[label][name]
+                    np.testing.assert_allclose(optimizer.state[label][name], want, rtol=1e-9, atol=1e-12)
+    assert not np.array_equal(plain.p["embed"], plain.p["lm_head"].T), "they did part"
+
+
+def test_adam_parameters_move_on_odd_steps_only_and_keep_their_gradients_on_even_ones():
+    optimizer = make()
+    schedule, banks = tg.Schedule(optimizer.cfg), {"attn", "mlp"}
+    for step in range(6):
+        before = weights_of(optimizer)
+        take_step(optimizer, schedule.at(step))
+        moved = {label for label, x in weights_of(optimizer).items() if not x.equal(before[label])}
+        kept = {label for label, p in optimizer.weights.items() if p.grad is not None}
+        assert moved == (set(before) if step % 2 else banks)
+        assert kept == (set() if step % 2 else set(before) - banks)
+        if step % 2 == 0:
+            want = random_grads(optimizer, step)
+            assert all(optimizer.weights[label].grad.equal(want[label]) for label in kept)
+
+
+def test_embedding_is_the_transposed_head_until_the_split():
+    optimizer = make()
+    schedule = tg.Schedule(optimizer.cfg)
+    for step in range(6):
+        take_step(optimizer, schedule.at(step))
+        same = optimizer.weights["embed"].equal(optimizer.weights["lm_head"].t())
+        assert same == (step < 5), "equal after the split's own update too; the next Adam step is 5"
+        if step < 3:
+            assert not optimizer.state["embed"]["m"].any() and optimizer.adam_steps["embed"] == 0
+        if step == 3:
+            for name in ("m", "v"):
+                assert optimizer.state["embed"][name].equal(optimizer.state["lm_head"][name].t())
+            assert optimizer.adam_steps["embed"] == optimizer.adam_steps["lm_head"] == 2
+
+
+@pytest.mark.parametrize("field, value, at, want", [
+    ("momentum", 0.5, 1, {"attn", "mlp"}), ("normuon_lr", 0.01, 1, {"attn", "mlp"}),
+    ("adam_lr", 0.001, 1, "adam"), ("adam_step", False, 1, "adam"), ("split", False, 5, {"embed", "lm_head"})])
+def test_each_value_matters(field, value, at, want):
+    """Change one value in steps 0 to `at` alone: these parameters, and no others, get another update."""
+    def run(**changes):
+        optimizer = make()
+        schedule = tg.Schedule(optimizer.cfg)
+        for step in range(at + 1):
+            take_step(optimizer, replace(schedule.at(step), **changes))
+        return weights_of(optimizer)
+
+    base, other = run(), run(**{field: value})
+    moved = {label for label, x in base.items() if not x.equal(other[label])}
+    assert moved == ({row[0] for row in RECIPE_PARAMETERS if row[2] == "adam"} if want == "adam" else want)
+
+
+@pytest.mark.parametrize("field, changed", [
+    ("normuon_beta2", {"attn", "mlp"}), ("normuon_weight_decay", {"attn", "mlp"}), ("adam_eps", "some"),
+    ("adam_weight_decay", {"attn_gate_bank", "ve_gate_bank", "bigram_embed", "value_embed", "lm_head", "embed"})])
+def test_each_setting_matters(field, changed):
+    def run(cfg):
+        optimizer = make(cfg)
+        for step in range(2):
+            take_step(optimizer, tg.Schedule(cfg).at(step))
+        return weights_of(optimizer)
+
+    cfg = small()
+    base, other = run(cfg), run(replace(cfg, **{field: 0.5 * getattr(cfg, field) if field != "adam_eps" else 1e-3}))
+    moved = {label for label, x in base.items() if not x.equal(other[label])}
+    assert moved == (set(base) - {"attn", "mlp"} if changed == "some" else changed)
+
+
+def test_a_missing_gradient_is_refused():
+    optimizer = make()
+    values = tg.Schedule(optimizer.cfg).at(0)
+    refused(tg.RunError, lambda: optimizer.step(values), "optim_step", "attn", "mlp", "forward_backward")
+
+
+def test_orders_are_permutations_and_any_permutation_gives_the_same_bits(monkeypatch):
+    labels = sorted(row[0] for row in RECIPE_PARAMETERS)
+    assert sorted(tg.REDUCE_ORDER) == sorted(tg.UPDATE_ORDER) == labels
+
+    def run():
+        optimizer = make()
+        for step in range(6):
+            take_step(optimizer, tg.Schedule(optimizer.cfg).at(step))
+        return weights_of(optimizer)
+
+    base = run()
+    for order in ("REDUCE_ORDER", "UPDATE_ORDER"):
+        for bad in (getattr(tg, order)[1:], (*getattr(tg, order)[1:], "mlp"), (*getattr(tg, order), "mlp")):
+            with monkeypatch.context() as patch, pytest.raises(AssertionError, match="every label once"):
+                patch.setattr(tg, order, bad)
+                make()
+        monkeypatch.setattr(tg, order, tuple(np.random.default_rng(1).permutation(getattr(tg, order))))
+    assert all(x.equal(base[label]) for label, x in run().items())
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 8])
+def test_ranks_own_every_piece_once(world):
+    """Slices of matrices and rows, also where W does not divide their number; moments for the slice alone."""
+    alone, ranks = make(), [make(rank=rank, world=world) for rank in range(world)]
+    for label, whole in alone.mine.items():
+        sharded = label in ("attn", "mlp", "bigram_embed", "value_embed", "lm_head", "embed")
+        parts = [optimizer.mine[label] for optimizer in ranks]
+        assert all(len(part) <= -(-len(whole) // world) for part in parts) or not sharded, label
+        assert torch.cat(parts).equal(whole) if sharded else all(part.equal(whole) for part in parts), label
+        for optimizer, part in zip(ranks, parts):
+            assert all(len(x) == len(part) for x in optimizer.state[label].values()), label
+        if label in alone.lr_muls:
+            assert torch.cat([optimizer.lr_muls[label] for optimizer in ranks]).equal(alone.lr_muls[label]), label
+    assert alone.mine["attn"].shape == (40, 32, 32) and alone.mine["mlp"].shape == (22, 128, 32)
+
+
+def test_bf16_banks_keep_their_lower_bits_in_mantissa_words(monkeypatch):
+    """A model in bf16 against an f32 copy that takes the same updates."""
+    updates, direction = [], tg.normuon_direction
+    monkeypatch.setattr(tg, "normuon_direction", lambda *args: updates.append(direction(*args)) or updates[-1])
+    optimizer = make(small(dtype="bfloat16"))
+    schedule = tg.Schedule(optimizer.cfg)
+    exact = {label: optimizer.mine[label].float().numpy() for label in ("attn", "mlp")}
+    for step in range(3):
+        v = schedule.at(step)
+        take_step(optimizer, v)
+        for label, u in zip([label for label in tg.UPDATE_ORDER if label in exact], updates[-2:]):
+            assert u.dtype == torch.float32
+            p, u = exact[label], u.numpy()
+            lr = (optimizer.lr_muls[label].numpy() * np.float32(v.normuon_lr)).astype(np.float32)
+            exact[label] = p - p * (u * p >= 0).astype(np.float32) * np.float32(1.2 * v.normuon_lr) * lr - u * lr
+            whole = tg.with_mantissa(optimizer.mine[label], optimizer.state[label]["mantissa"])
+            assert whole.numpy().tobytes() == exact[label].tobytes(), (label, step)
+    assert "mantissa" not in optimizer.state["lm_head"] and optimizer.state["lm_head"]["m"].dtype == torch.float32
+    assert "mantissa" not in make().state["attn"], "f64 weights need none"
+
+
+def test_roundings_to_bf16_stand_where_the_recipe_has_them(monkeypatch):
+    """In NorMuon: what goes into Polar Express, and the factor of each row, once each; Adam: the weight, to nearest."""
+    o, seen = torch.randn(1, 4, 3, generator=torch.Generator().manual_seed(0)).bfloat16(), []
+    monkeypatch.setattr(tg, "polar_express", lambda x: seen.append(x) or o)
+    grad, second = torch.randn(1, 4, 3, generator=torch.Generator().manual_seed(1)), torch.rand(1, 4, 1)
+    exact = o.double().numpy()[0]
+    root = np.sqrt(0.95 * second.double().numpy()[0] + 0.05 * (exact**2).mean(1, keepdims=True))
+    u = tg.normuon_direction(grad, torch.zeros(1, 4, 3), second, tensor(0.9), 0.95, torch.bfloat16)
+    assert seen[0].equal(((grad * (1 - 0.9) + (1 - 0.9) * grad * 0.9)).bfloat16())
+    factor = torch.from_numpy(np.linalg.norm(exact) / np.linalg.norm(exact / root) / root)
+    assert u.equal(o.float() * factor.float().bfloat16().float())
+    p = torch.randn(1000, generator=torch.Generator().manual_seed(2)).bfloat16()
+    m, v, g = torch.zeros(1000), torch.zeros(1000), torch.ones(1000)
+    want = (p.double() - 0.01 - p.double() * (p > 0) * 0.005).bfloat16()     # m / sqrt(v) = 0.1 / sqrt(0.01) = 1
+    tg.adam_update(p, g, m, v, 1.0, (0.9, 0.99), 0.0, tensor(0.01), tensor(0.005))
+    assert p.equal(want)
+
+
+def test_step_values_are_cpu_scalars():
+    """Numbers that change every step are tensors, so that a compiled update sees no new constant."""
+    assert (tg.number(0.3).shape, tg.number(0.3).dtype, float(tg.number(0.3))) == ((), F64, 0.3)

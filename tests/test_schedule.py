@@ -1,0 +1,166 @@
+"""Room 2: the schedule of the record preset is the recipe's, number by number; what a run derives scales with it."""
+import math
+
+import pytest
+from common import preset
+
+import train_gpt as tg
+
+# step, stage, batch, windows in blocks, token weights, factor, momentum, NorMuon rate, Adam rate, Adam step
+RECIPE_4 = """
+0 0 131072 1/3 1,0.5,0.25 1.00000000 0.850000 0.02300000 0.00800000 no
+1 0 131072 1/3 1,0.5,0.24950199 1.00000000 0.850333 0.02300000 0.00800000 yes
+2 0 131072 1/3 1,0.5,0.24900398 1.00000000 0.850667 0.02300000 0.00800000 no
+100 0 131072 1/3 1,0.5,0.20019920 1.00000000 0.883333 0.02300000 0.00800000 no
+250 0 131072 1/3 1,0.5,0.12549801 1.00000000 0.933333 0.02300000 0.00800000 no
+299 0 131072 1/3 1,0.5,0.10109562 1.00000000 0.949667 0.02300000 0.00800000 yes
+300 0 131072 1/3 1,0.5,0.10059761 1.00000000 0.950000 0.02300000 0.00800000 no
+501 0 131072 1/3 1,0.5,0.00049801 1.00000000 0.950000 0.02300000 0.00800000 yes
+502 1 262144 3/7 1,0.5 1.52000000 0.950000 0.03496000 0.01216000 no
+503 1 262144 3/7 1,0.49900596 1.52000000 0.950000 0.03496000 0.01216000 yes
+677 1 262144 3/7 1,0.32604374 1.52000000 0.950000 0.03496000 0.01216000 yes
+678 1 262144 3/7 1,0.32504970 1.52000000 0.950000 0.03496000 0.01216000 no
+679 1 262144 3/7 1,0.32405567 1.51828709 0.950000 0.03492060 0.01214630 yes
+750 1 262144 3/7 1,0.25347913 1.39667069 0.950000 0.03212343 0.01117337 no
+1000 1 262144 3/7 1,0.00497018 0.96844391 0.950000 0.02227421 0.00774755 no
+1004 1 262144 3/7 1,0.00099404 0.96159228 0.950000 0.02211662 0.00769274 no
+1005 2 393216 5/11 1 1.08704463 0.950000 0.02500203 0.00869636 yes
+1006 2 393216 5/11 1 1.08507841 0.950000 0.02495680 0.00868063 no
+1250 2 393216 5/11 1 0.60531966 0.950000 0.01392235 0.00484256 no
+1497 2 393216 5/11 1 0.11966224 0.950000 0.00275223 0.00095730 yes
+1498 2 393216 5/11 1 0.11769602 0.948000 0.00270701 0.00094157 no
+1506 2 393216 5/11 1 0.10196622 0.932000 0.00234522 0.00081573 no
+1507 3 393216 6/13 1 0.10000000 0.930000 0.00230000 0.00080000 yes
+1508 3 393216 6/13 1 0.10000000 0.928000 0.00230000 0.00080000 no
+1545 3 393216 6/13 1 0.10000000 0.854000 0.00230000 0.00080000 yes
+1546 3 393216 6/13 1 0.10000000 0.852000 0.00230000 0.00080000 no
+"""
+# i: frequency at the start, after 384 -> 896, after 896 -> 1408, after 1408 -> 1664 (recipe 11.4)
+RECIPE_YARN = """
+0 1.00000000e+00 1.00000000e+00 1.00000000e+00 1.00000000e+00
+2 6.39421284e-01 6.39421284e-01 6.39421284e-01 6.39421284e-01
+3 5.11305749e-01 5.04224777e-01 5.04224777e-01 5.04224777e-01
+6 2.61433542e-01 1.84220970e-01 1.71839654e-01 1.71839654e-01
+7 2.09052265e-01 1.34973899e-01 1.14783481e-01 1.11207165e-01
+8 1.67166188e-01 1.00042254e-01 7.92314783e-02 7.36302212e-02
+16 2.79445313e-02 1.23408427e-02 7.96325784e-03 6.76914444e-03
+24 4.67138086e-03 2.00202037e-03 1.27401296e-03 1.07801100e-03
+31 9.76562500e-04 4.18526790e-04 2.66335235e-04 2.25360593e-04
+"""
+RECIPE_SCALES = (0.1, 0.11694595720774409, 0.12751752379570258, 0.1317779884389435)
+
+
+@pytest.fixture
+def record() -> tg.Schedule:
+    return tg.Schedule(preset("record"))
+
+
+def test_every_row_of_the_recipe(record):
+    close = dict(rel=0, abs=6e-9)                                     # the recipe prints 8 decimals
+    for row in RECIPE_4.strip().splitlines():
+        step, stage, batch, windows, weights, factor, momentum, normuon_lr, adam_lr, adam = row.split()
+        v = record.at(int(step))
+        assert (v.step, v.stage, v.slot_tokens * 8, v.max_doc_len) == (int(step), int(stage), int(batch), 2048), step
+        assert [v.short_window, v.long_window] == [128 * int(w) for w in windows.split("/")], step
+        assert v.mtp_weights == pytest.approx([float(w) for w in weights.split(",")], **close), step
+        assert v.lr_factor == pytest.approx(float(factor), **close), step
+        assert v.momentum == pytest.approx(float(momentum), rel=0, abs=6e-7), step        # printed with 6 decimals
+        assert (v.normuon_lr, v.adam_lr) == pytest.approx((float(normuon_lr), float(adam_lr)), **close), step
+        assert v.adam_step == (adam == "yes"), step
+
+
+def test_single_numbers_of_the_recipe(record):
+    assert (record.stage_starts, record.stage_ends) == ((0, 502, 1005, 1507), (502, 1005, 1507, 1547))
+    assert record.cooldown_start == 678
+    factors = {1003: 0.96330519, 1007: 1.08311218, 1500: 0.11376357, 1505: 0.10393245}
+    for step, factor in factors.items():
+        assert record.at(step).lr_factor == pytest.approx(factor, rel=0, abs=6e-9)        # printed with 8 decimals
+    assert [record.at(step).momentum for step in (1500, 1540)] == pytest.approx([0.944, 0.864], rel=1e-12)
+    values = [record.at(step) for step in range(1547)]
+    assert sum(8 * v.slot_tokens for v in values) == 410_779_648
+    assert sum(v.adam_step for v in values) == 773
+    assert [v.step for v in values if v.split] == [1005], "odd, so that both moments are fresh"
+    assert sum(v.adam_step for v in values[:1006]) == 503, "Adam updates up to the split"
+    assert [v.step for v in values if v.validate] == [0, 250, 500, 750, 1000, 1250, 1500]
+    assert {v.val_slot_tokens for v in values} == {262_144}
+
+
+def test_yarn_frequencies_and_scales(record):
+    for row in RECIPE_YARN.strip().splitlines():
+        i, *by_stage = row.split()
+        found = [rotary.frequencies[int(i)] for rotary in record.rotary]
+        assert found == pytest.approx([float(f) for f in by_stage], rel=1e-6), i           # the recipe's are fp32
+    assert [rotary.attn_scale for rotary in record.rotary] == pytest.approx(RECIPE_SCALES, rel=1e-14)
+    kept, stretched = [], []
+    for old, new, ratio in zip(record.rotary, record.rotary[1:], (384 / 896, 896 / 1408, 1408 / 1664)):
+        factors = [b / a for a, b in zip(old.frequencies, new.frequencies)]
+        kept.append(sum(factor == 1 for factor in factors))
+        stretched.append(sum(math.isclose(factor, ratio) for factor in factors))
+        assert len(factors) == 32
+    assert (kept, stretched) == ([3, 6, 7], [13, 13, 13])
+
+
+def test_final_validation_has_a_wider_window_and_nothing_else_new(record):
+    end, last = record.at(1547), record.at(1546)
+    assert (end.short_window, end.long_window) == (6 * 128, 20 * 128)
+    assert end.rotary == last.rotary == record.rotary[3], "no YaRN update for the last window"
+    early = tg.Schedule(preset("record", max_steps=300))
+    assert early.at(300).long_window == 3 * 128, "a run that stops early keeps its own"
+
+
+def test_schedule_is_pure(record):
+    steps = (1005, 3, 1547, 502, 0, 1005, 3)
+    again = tg.Schedule(preset("record"))
+    assert {step: record.at(step) for step in steps} == {step: again.at(step) for step in reversed(steps)}
+    assert hash(record.at(5)) == hash(again.at(5)), "plain numbers: no tensor, no device"
+
+
+@pytest.mark.parametrize("steps, ramps, want", [
+    ((1507, 40), {}, (300, 50)),                                     # the recipe's own
+    ((520, 20), {}, (105, 17)),                                      # in proportion: 300, 50 x 540 / 1547
+    ((84, 4), {}, (17, 3)),
+    ((520, 20), dict(momentum_warmup_steps=7, momentum_cooldown_steps=0), (7, 0)),
+])
+def test_momentum_ramps_scale_unless_set(steps, ramps, want):
+    schedule = tg.Schedule(preset("pocket", num_scheduled_steps=steps[0], num_extension_steps=steps[1], **ramps))
+    up, down = want
+    total = sum(steps)
+    momentum = [schedule.at(step).momentum for step in range(total)]
+    assert momentum[0] == 0.85 and momentum[:up] == pytest.approx([0.85 + 0.1 * k / up for k in range(up)], rel=1e-12)
+    assert momentum[up:total - down + 1] == [0.95] * len(momentum[up:total - down + 1])
+    falling = [0.95 - 0.1 * (step - total + down) / down for step in range(total - down, total)]
+    assert momentum[total - down:] == pytest.approx(falling, rel=1e-12)
+
+
+@pytest.mark.parametrize("changes", [
+    dict(), dict(num_scheduled_steps=3, num_extension_steps=0), dict(num_scheduled_steps=4, num_extension_steps=1),
+    dict(num_scheduled_steps=30), dict(split_stage=0), dict(split_stage=3), dict(max_steps=5), dict(max_steps=1),
+    dict(num_scheduled_steps=31, num_extension_steps=7, max_steps=33)])
+def test_warm_up_meets_every_kind_of_step(changes):
+    """A graph depends on the stage, the parity of the step and being tied: the warm-up runs each kind the race has."""
+    schedule = tg.Schedule(preset("tiny", **changes))
+    kinds = {step: (v.stage, v.adam_step, step > schedule.split_step)
+             for step in range(schedule.last_step) for v in [schedule.at(step)]}
+    steps = schedule.warm_up_steps()
+    assert steps == sorted(set(steps)) and set(steps) <= set(kinds)
+    assert {kinds[step] for step in steps} >= {(stage, adam, tied) for stage, adam, tied in kinds.values() if adam}
+    assert {kinds[step][:2] for step in steps} == {kind[:2] for kind in kinds.values()}
+    assert all(step - 1 in steps for step in steps if step % 2), "whole cycles: an Adam step has all its gradients"
+
+
+@pytest.mark.parametrize("stop, last", [(0, 12), (5, 5), (12, 12), (99, 12)])
+def test_max_steps_stops_early_and_changes_no_value(stop, last):
+    whole, cut = tg.Schedule(preset("tiny")), tg.Schedule(preset("tiny", max_steps=stop))
+    assert (cut.last_step, cut.total_steps) == (last, 12)
+    assert [cut.at(step) for step in range(last)] == [whole.at(step) for step in range(last)]
+
+
+def test_every_step_belongs_to_one_stage_and_rates_never_jump_in_the_cooldown():
+    schedule = tg.Schedule(preset("tiny", num_scheduled_steps=100, num_extension_steps=10))
+    values = [schedule.at(step) for step in range(111)]
+    assert [v.stage for v in values] == [0] * 33 + [1] * 34 + [2] * 33 + [3] * 11
+    falling = [v.lr_factor for v in values[44:67]]                   # cooldown: 100 x (1 - 0.55), rounded down
+    assert falling[0] == 1.52 and all(a > b for a, b in zip(falling, falling[1:]))
+    assert [v.lr_factor for v in values[100:]] == pytest.approx([0.1] * 11, rel=1e-12)
+    assert all(v.mtp_weights[-1] > 0 for v in values), "the position in a stage never reaches 1"
+    assert [len(v.mtp_weights) for v in values] == [3] * 33 + [2] * 34 + [1] * 44
