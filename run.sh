@@ -51,8 +51,7 @@ elif [[ -z $files && $preset == record ]]; then
     "$python" data/cached_fineweb10B.py 9 || { [[ $? == 1 ]] && compgen -G 'data/fineweb10B/fineweb_train_*.bin' >/dev/null; }
 fi
 fits=1; for ((n = 1; n <= gpus && n <= slots; n++)); do ((slots % n)) || fits=$n; done    # a rank has whole slots
-NPROC=${NPROC:-$fits}
-((gpus <= NPROC)) || say "of $gpus GPUs $((gpus - NPROC)) stay idle: the number of ranks must divide num_slots=$slots"
+((gpus <= ${NPROC:=$fits})) || say "of $gpus GPUs $((gpus - NPROC)) stay idle: the number of ranks must divide num_slots=$slots"
 cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}"
 say "training: preset $preset on $([[ $gpus == 0 ]] && echo "the CPU" || echo "$NPROC GPU(s)")"

@@ -265,21 +265,25 @@ def talker(cfg, favourite):
     return SimpleNamespace(next_logits=next_logits)
 
 
+def sampled(cfg, executor, values, pieces):
+    return tg.Tokenizer(pieces).decode(tg.generate(cfg, executor, values))
+
+
 def test_sample_is_text_where_the_bytes_are_known():
     cfg = preset(vocab_size=10, document_start=9, sample_tokens=5)
     count_up = talker(cfg, lambda tokens: 0 if tokens == [9] else tokens[-1] + 1)
     pieces = [b"a", b"bc", b"\xc3", b"\xa4", b"\xff", b"x", b"", b"", b"", b""]
-    assert tg.sample(cfg, count_up, None, pieces) == "abc\u00e4\ufffd", "five tokens, bytes joined before decoding"
-    assert tg.sample(cfg, count_up, None, None).endswith(": 0 1 2 3 4")
+    assert sampled(cfg, count_up, None, pieces) == "abc\u00e4\ufffd", "five tokens, bytes joined before decoding"
+    assert sampled(cfg, count_up, None, None).endswith(": 0 1 2 3 4")
     short = talker(cfg, lambda tokens: 9 if len(tokens) == 3 else 1)
-    assert tg.sample(cfg, short, None, pieces) == "bcbc", "ends at a document start"
+    assert sampled(cfg, short, None, pieces) == "bcbc", "ends at a document start"
 
 
 def test_sample_draws_from_the_softmax_at_its_temperature():
     cfg = preset(vocab_size=3, document_start=2, sample_tokens=4000)
     logits = torch.tensor([1.0, 0.0, -1e4] + [0.0] * 125)
     ex = SimpleNamespace(next_logits=lambda tokens, values: logits)
-    drawn = [tg.sample(cfg, ex, None, [b"a", b"b", b""]) for _ in range(2)]
+    drawn = [sampled(cfg, ex, None, [b"a", b"b", b""]) for _ in range(2)]
     p = 1 / (1 + math.exp(-1 / 0.8))
     assert drawn[0] == drawn[1], "the seed decides"
     assert drawn[0].count("a") == pytest.approx(4000 * p, abs=4 * math.sqrt(4000 * p * (1 - p)))     # four deviations
@@ -288,6 +292,6 @@ def test_sample_draws_from_the_softmax_at_its_temperature():
 def test_sample_of_a_model_uses_its_own_context():
     cfg = small(sample_tokens=20)
     ex = executor(cfg)
-    text = tg.sample(cfg, ex, tg.Schedule(cfg).at(0), None)
+    text = sampled(cfg, ex, tg.Schedule(cfg).at(0), None)
     tokens = [int(x) for x in text.rpartition(": ")[2].split()]
     assert 0 < len(tokens) <= 20 and max(tokens) < cfg.vocab_size
