@@ -1,11 +1,25 @@
-"""What every test needs: train_gpt.py can be imported, and tiny tensors do not pay for threads."""
+"""What every test needs: train_gpt.py can be imported, tiny tensors do not pay for threads, and slow tests are asked for."""
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
-def pytest_configure() -> None:
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--all", action="store_true", help="also the long loops marked `all`: faults 50 times, compiled runs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    config.addinivalue_line("markers", "all: long loops, run with --all only")
+    config.addinivalue_line("markers", "gpu: needs a CUDA device; `pytest -m gpu` runs them all")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if not config.getoption("--all"):
+        for item in items:
+            if item.get_closest_marker("all"):
+                item.add_marker(pytest.mark.skip(reason="a long loop: run with --all"))

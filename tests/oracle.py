@@ -70,6 +70,7 @@ class Vectors:
     def __init__(self, oracle: Oracle, file: str) -> None:
         meta = oracle.meta
         self.file, self.dtype, self.unused_scalars = file, oracle.dtype, meta["padding"]["unused_scalars"]
+        self.compares = True                                             # or does another rank?
         with np.load(oracle.path / f"{file}.npz") as arrays:
             self.arrays = dict(arrays)
         skipped = meta["padding"]["skip_keys"] + meta["loader"]["peer_shard_end_rule"]
@@ -93,6 +94,8 @@ class Vectors:
         if key not in self.expected:
             return
         want = self[key]
+        if not self.compares:
+            return
         got = got.detach().numpy() if isinstance(got, Tensor) else np.asarray(got)
         if label:
             at = np.arange(want.size) if at is None else at
@@ -450,18 +453,18 @@ def check_whole_gradient(vectors: Vectors, label: str, grad: Tensor) -> None:
 class Trajectory:
     """A run of a few steps through every stage, change of the windows and the split, on stored tokens.
 
-    Ranks of a process group share it: each computes its slots and updates its part, all compare the whole.
+    Ranks of a process group share it: each computes its slots and updates its part, and rank 0 compares the whole.
     """
 
     def __init__(self, oracle: Oracle, fabric: tg.Fabric = CPU) -> None:
-        self.fabric, meta = fabric, oracle.meta["trajectory"]
-        self.meta = meta
+        meta = self.meta = oracle.meta["trajectory"]
         assert meta["num_layers"] == len(tg.LAYERS), "another layer table"
         self.vectors, self.stored = oracle.open("traj"), oracle.open("traj_init")
+        self.vectors.compares = fabric.rank == 0
         num_slots = oracle.meta["recipe"]["num_slots"]
         val_batch_tokens = meta["val_slot_tokens"] * num_slots
         self.cfg = oracle.config("trajectory", meta["slot_tokens"], val_batch_tokens=val_batch_tokens)
-        self.schedule = tg.Schedule(self.cfg)
+        self.schedule, self.fabric = tg.Schedule(self.cfg), fabric
         self.executor = executor_with(self.cfg, self.stored, fabric)
         self.validation = self.batch("val_{}")
 
@@ -474,18 +477,24 @@ class Trajectory:
             self.vectors.check(name, made)
         return tg.Batch(step, *(x[self.fabric.rank::self.fabric.world] for x in batch[1:]))
 
-    def summed(self, x: Tensor) -> Tensor:
-        """Sum over ranks."""
-        if self.fabric.world > 1:
-            dist.all_reduce(x := x.clone())
-        return x
+    def summed(self, x: Tensor, at: np.ndarray, start: int = 0, size: int = 0) -> Tensor:
+        """Sum over ranks at flat indices of a tensor of `size`, in which x begins at `start`. On rank 0, else parts."""
+        if self.fabric.world == 1:
+            return x
+        whole = x.new_zeros(max(size, x.numel(), at.max() + 1))
+        whole[start:][:x.numel()] = x.flatten()
+        samples = whole[at]
+        dist.reduce(samples, dst=0)
+        whole[at] = samples
+        return whole[:size or x.numel()]
 
-    def joined(self, parts: Tensor, count: int) -> Tensor:
-        """The ranks' parts, each but the last ones an equal number of rows, as one tensor of `count` rows."""
-        size = -(-count // self.fabric.world)
-        whole = parts.new_zeros(size * self.fabric.world, *parts.shape[1:])
-        whole[self.fabric.rank * size:][:len(parts)] = parts
-        return self.summed(whole)[:count]
+    def joined(self, label: str, part: Tensor, at: np.ndarray) -> Tensor:
+        """State of a parameter at flat indices; of a sharded one rank r has the r-th of W equal slices."""
+        optimizer = self.executor.optimizer
+        count, width = len(optimizer.units(label, optimizer.weights[label].data)), int(np.prod(part.shape[1:]))
+        if not optimizer.rows[label].sharded:
+            return part
+        return self.summed(part, at, self.fabric.rank * -(-count // self.fabric.world) * width, count * width)
 
     def check(self) -> None:
         self.check_plan()
@@ -493,6 +502,8 @@ class Trajectory:
             self.check_validation(step)
             self.check_step(step, self.schedule.at(step))
         self.check_validation(self.schedule.total_steps)
+        if self.fabric.world > 1:                                        # no rank has the whole gradient
+            self.vectors.left -= {key for key in self.vectors.left if key.startswith("grad_norm.")}
         self.stored.finish()
         self.vectors.finish()
 
@@ -515,12 +526,14 @@ class Trajectory:
     def check_step(self, step: int, values: tg.Values) -> None:
         self.check_values(step, values)
         slot_sums = self.executor.forward_backward(self.batch(f"{{}}.{step}", step), values).slot_sums
-        by_rank = self.joined(slot_sums, self.cfg.num_slots).view(self.fabric.world, -1)
+        by_rank = self.summed(slot_sums, np.arange(self.cfg.num_slots), self.fabric.rank * len(slot_sums),
+                              self.cfg.num_slots).view(self.fabric.world, -1)
         self.vectors.check(f"slot_loss.{step}", by_rank.t().flatten())
         for label in self.executor.optimizer.rows:                        # sums over slots; the optimizer divides them
-            grad = self.summed(self.executor.model.get_parameter(label).grad) / self.cfg.num_slots
-            self.vectors.check(f"grad_samp.{step}.{label}", grad, label, at=self.vectors[f"idx.{label}"])
-            self.vectors.check(f"grad_norm.{step}.{label}", grad.double().norm())
+            at, grad = self.vectors[f"idx.{label}"], self.executor.model.get_parameter(label).grad / self.cfg.num_slots
+            self.vectors.check(f"grad_samp.{step}.{label}", self.summed(grad, at), label, at)
+            if self.fabric.world == 1:
+                self.vectors.check(f"grad_norm.{step}.{label}", grad.double().norm())
         self.executor.optim_step(values)
         self.vectors.check(f"split_after.{step}", not self.executor.optimizer.tied)
         for label in self.executor.optimizer.rows:
@@ -535,31 +548,30 @@ class Trajectory:
             vectors.check(f"{name}.{step}", got)
         for label, row in optimizer.rows.items():
             lr = values.normuon_lr if row.optimizer == "normuon" else values.adam_lr
-            vectors.check(f"lr.{step}.{label}", lr * rate_factor(optimizer, label))
+            muls = self.joined(label, optimizer.lr_muls[label], np.arange(1)) if row.bank else None
+            vectors.check(f"lr.{step}.{label}", lr * rate_factor(row, muls))
 
     def check_state(self, done: int, label: str) -> None:
         vectors, optimizer = self.vectors, self.executor.optimizer
         p, at = self.executor.model.get_parameter(label).detach(), vectors[f"idx.{label}"]
         state, stride = optimizer.state[label], self.meta["st_v2_stride"].get(label)
-        if optimizer.rows[label].sharded:
-            count = len(optimizer.units(label, p))
-            state = {name: self.joined(part, count) for name, part in state.items()}
         vectors.check(f"samp.{done}.{label}", p, label, at)
         vectors.check(f"full.{done}.{label}", p, label)
         vectors.check(f"norm.{done}.{label}", p.double().norm())
         for name, moment in (("st_m", "m"), ("st_v", "v"), ("st_mom", "momentum")):
             if moment in state:
-                vectors.check(f"{name}.{done}.{label}", state[moment], label, at)
+                vectors.check(f"{name}.{done}.{label}", self.joined(label, state[moment], at), label, at)
         if "second" in state:
             if (key := f"st_v2.{done}.{label}") in vectors:
-                vectors.check(key, state["second"], label, at=np.arange(len(vectors[key])) * stride)
+                at = np.arange(len(vectors[key])) * stride
+                vectors.check(key, self.joined(label, state["second"], at), label, at)
         else:
             vectors.check(f"st_step.{done}.{label}", optimizer.adam_steps[label])
 
 
-def rate_factor(optimizer: tg.Optimizer, label: str) -> float:
+def rate_factor(row: tg.Parameter, matrix_muls: Tensor | None) -> float:
     """A parameter's factor of the learning rate; of a bank its first matrix's, which is no down matrix."""
-    return float(optimizer.lr_muls[label][0]) if label in optimizer.lr_muls else optimizer.rows[label].lr_mul
+    return row.lr_mul if matrix_muls is None else float(matrix_muls[0])
 
 
 def check_traj(oracle: Oracle) -> None:
@@ -783,8 +795,8 @@ def check_schedule(oracle: Oracle) -> None:
     check_token_weights(vectors, every)
     check_yarn(vectors, cfg, schedule)
     optimizer = tg.Executor(replace(cfg, model_dim=16, head_dim=8), CPU, tg.attention_reference, "plain").optimizer
-    for label in optimizer.rows:
-        vectors.check(f"lr_mul_param.{label}", rate_factor(optimizer, label))
+    for label, row in optimizer.rows.items():
+        vectors.check(f"lr_mul_param.{label}", rate_factor(row, optimizer.lr_muls.get(label)))
     vectors.finish()
 
 
