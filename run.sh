@@ -53,7 +53,7 @@ fi
 fits=1; for ((n = 1; n <= gpus && n <= slots; n++)); do ((slots % n)) || fits=$n; done    # a rank has whole slots
 ((gpus <= ${NPROC:=$fits})) || say "of $gpus GPUs $((gpus - NPROC)) stay idle: the number of ranks must divide num_slots=$slots"
 cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}" GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-5000}"
 say "training: preset $preset on $([[ $gpus == 0 ]] && echo "the CPU" || echo "$NPROC GPU(s)")"
 [[ $NPROC != 1 ]] || exec "$python" train_gpt.py "$@"     # one process needs no launcher, and ends with its own status
 exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$NPROC" train_gpt.py "$@"
