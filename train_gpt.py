@@ -231,7 +231,8 @@ def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
         near = nearest(unknown[0].partition("=")[0], [f"--{known}" for known in ("preset", *knobs)])
         raise ConfigError("unknown flag", unknown[0], "--field=value with a field that exists", f"nearest: {near}")
     if flags.preset not in PRESETS:
-        raise ConfigError("unknown preset", flags.preset, list(PRESETS), f"nearest: {nearest(flags.preset, PRESETS)}")
+        near = nearest(flags.preset, PRESETS)
+        raise ConfigError("unknown preset", repr(flags.preset), list(PRESETS), f"nearest: {near}")
     given = {name: parse_value(f, text) for name, f in knobs.items() if (text := getattr(flags, name)) is not None}
     if flags.words and not flags.sample:
         raise ConfigError("a word without a flag", flags.words, "--field=value", "a prompt needs --sample=DIR")
@@ -1740,20 +1741,23 @@ def load_weights(folder: Path, device: str) -> tuple[Config, dict[str, Tensor]]:
         settings["stages"] = tuple(Stage(*(tuple(x) if isinstance(x, list) else x for x in stage.values()))
                                    for stage in settings["stages"])
         cfg = Config(**settings | dict(device=device))
+        check_config(cfg)
         if (folder / "weights.pt").exists():
             tensors = torch.load(folder / "weights.pt", weights_only=True)
         else:
             from safetensors.torch import load_file
             tensors = load_file(folder / "weights.safetensors")
         found = {label: tuple(tensor.shape) for label, tensor in tensors.items()}
+    except ConfigError:
+        raise
     except Exception as error:                                                # files of any content end here
         raise DataError(f"saved weights in {folder}", f"{type(error).__name__}: {error}", "config.json and "
                         "weights.safetensors (with its package) or weights.pt", "train with --save=DIR first") from None
-    check_config(cfg)
     wanted = {row.label: row.shape for row in parameter_table(cfg)}
-    if odd := [label for label in wanted | found if wanted.get(label) != found.get(label)]:
+    finite = {label for label, tensor in tensors.items() if tensor.isfinite().all()}
+    if odd := [x for x in wanted | found if wanted.get(x) != found.get(x) or x not in finite]:
         raise DataError(f"saved weights in {folder}", {label: found.get(label) for label in odd},
-                        {label: wanted.get(label) for label in odd}, "config.json and weights of one run")
+                        {label: wanted.get(label) for label in odd}, "finite weights and config.json of one run")
     return cfg, tensors
 
 # ====== Room 10: Main =================================================================================================
@@ -1958,16 +1962,15 @@ def describe(error: BaseException) -> tuple[int, str]:
 def end(error: BaseException, log: Log | None) -> int:
     """Say why the run ended, once over all ranks, and end the log with it. Returns the exit status.
 
-    The first rank at the store speaks, before it goes and the others lose it; without a group, rank 0 of torchrun.
+    The first rank at the launcher's store speaks, before it goes and the others lose it.
     """
     status, cause = describe(error)
-    first, speaks = cause, os.environ.get("RANK", "0") == "0" or "TORCHELASTIC_RUN_ID" not in os.environ
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        with contextlib.suppress(Exception):                                  # no store, no rank to repeat us
-            store = dist.distributed_c10d._get_default_store()
-            store.set_timeout(timedelta(seconds=1))
-            speaks = store.add("ranks that ended", 1) == 1
-            first = store.compare_set("cause of the end", "", cause).decode()
+    first, speaks = cause, True
+    with contextlib.suppress(Exception):                                      # no launcher, no store: for oneself
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(address, port, timeout=timedelta(seconds=1))
+        speaks = store.add("ranks that ended", 1) == 1
+        first = store.compare_set("cause of the end", "", cause).decode()
     if speaks and cause:
         print(cause, file=sys.stderr, flush=True)
     if log is not None:
