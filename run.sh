@@ -37,16 +37,16 @@ if [[ $task == test ]]; then
     exec "$python" -m pytest -q ${tests:+tests} "$@"
 fi
 for arg in "$@"; do case $arg in
-    --help | -h) exec "$python" train_gpt.py "$@" ;;
+    --help | -h | --sample | --sample=*) exec "$python" train_gpt.py "$@" ;;
+    --preset | --train_files | --num_slots) die "found $arg without a value, expected $arg=VALUE" ;;
     --preset=*) preset=${arg#*=} ;;
-    --train_files=*) files=${arg#*=} ;;
-    --num_slots=*) slots=${arg#*=} ;;
+    --train_files=*) files=${arg#*=} ;;     --num_slots=*) slots=${arg#*=} ;;
 esac; done
 [[ $gpus == 0 ]] || gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')     # those torch can use
 [[ -n $preset ]] || { [[ $gpus != 0 ]] && preset=record || preset=pocket; set -- --preset=$preset "$@"; }
 if [[ -z $files && $preset == pocket ]]; then
     say "data: the source text of Python's standard library"; "$python" data/pocket.py
-elif [[ -z $files && $preset == record ]]; then
+elif [[ -z $files && $preset == record && $gpus != 0 ]]; then
     say "data: 900 million tokens of FineWeb"            # without network, shards at hand may be enough
     "$python" data/cached_fineweb10B.py 9 || { [[ $? == 1 ]] && compgen -G 'data/fineweb10B/fineweb_train_*.bin' >/dev/null; }
 fi

@@ -3,7 +3,6 @@
     ./run.sh                                                   set-up, data, training, result and a sample
     torchrun --standalone --nproc_per_node=8 train_gpt.py      8 GPUs, preset `record`
     python train_gpt.py --preset=pocket                        one process, on a CPU about two minutes; see --help
-
 The mathematics is that of modded-nanogpt right after pull request #221 (record 71, 2026-02-15); credits in README.md.
 
 Floor plan. A room uses only rooms above it, and nothing happens at import.
@@ -296,6 +295,10 @@ class Fabric:
         if self.on_cuda:
             torch.cuda.synchronize(self.device)
 
+    def set_timeout(self, seconds: float) -> None:
+        if self.world > 1:
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+
     def enter_thread(self) -> None:
         """CUDA's current device is a thread's own: without this, pinning memory would open GPU 0 from every rank."""
         if self.on_cuda:
@@ -393,7 +396,7 @@ class Schedule:
             self.rotary.append(yarn(self.rotary[-1], *(s.long_window * cfg.window_block for s in (old, new))))
 
     def stage_at(self, step: int) -> int:
-        return next((k for k, end in enumerate(self.stage_ends) if step < end), len(self.stage_ends) - 1)
+        return next(k for k, end in enumerate(self.stage_ends) if min(step, self.total_steps - 1) < end)
 
     def lr_factor_at(self, step: int) -> float:
         """The stage's multiplier, then linear from the cooldown's start to the floor; no warm-up."""
@@ -751,8 +754,8 @@ def read_vocabulary(header: ShardHeader) -> list[bytes] | None:
     return [pieces.get(token, b"") for token in range(header.vocab_size)]
 
 # ====== Room 4: Kernels ===============================================================================================
-# A reference in PyTorch is each operation's specification and its path on every device; a Triton body,
-# its launcher and its autograd wrapper stand beside the reference they must match.
+# References in PyTorch: the specification of each operation and its path on every device. A Triton body, its launcher
+# and its autograd wrapper belong beside the reference they must match.
 
 RMS_EPS = 2.0**-23                       # what the peer's bf16 run uses, here in every dtype
 FP8_MAX = 448.0                          # largest e4m3 number
@@ -1030,7 +1033,7 @@ class GPT(nn.Module):
         residual, pair_scales, bigram = (scalars[name].unbind() for name in ("residual", "attention", "bigram"))
         x0_lambdas, (slots, length) = self.x0_lambdas.unbind(), batch.tokens.shape
         first = torch.arange(slots, device=batch.tokens.device, dtype=torch.int32)[:, None] * length
-        cu_seqlens = (batch.cu_seqlens + first).flatten()                    # what fills a row is the next slot's sta
+        cu_seqlens = (batch.cu_seqlens + first).flatten()                    # what fills a row is the next one's start
         attentions, mlps = iter(self.attn.unbind()), self.mlp.unbind()        # one gradient per bank, not per layer
         x0, pairs, values = self.inputs(batch, scalars["smear"])
         x, kept = x0, {}
@@ -1310,7 +1313,8 @@ def number(value: float) -> Tensor:
 EVAL_ROWS = 8192                         # rows of validation logits at a time: evaluation never decides the memory
 MEMORY_SHARE = 0.9                       # of what is free: the rest is for the allocator and the compiler
 SAVED_ROWS, SAVED_ROWS_REFERENCE = 15, 30          # rows of width D that a layer keeps per token for its backward
-EVAL_SAVED_ROWS, HEAD_COPIES = 24, 6
+EVAL_SAVED_ROWS, HEAD_COPIES, RECOMPILE_LIMIT = 24, 6, 64
+COMPILE_PATIENCE = 10                    # ranks that compile may be that many timeouts apart
 
 class Losses(NamedTuple):
     """Unscaled loss of one forward_backward on this rank; on the device, nothing waited for."""
@@ -1329,6 +1333,8 @@ class Executor:
         self.model.to(fabric.device)
         compiling = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
         compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True) if compiling else lambda call: call
+        if compiling:                                                         # a graph per stage, and per shape
+            torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         self.model_losses, self.model_hidden = compiled(self.model.losses), compiled(self.model.hidden)
         self.optimizer = Optimizer(cfg, fabric, self.model, compiled)
         self.exact = torch.promote_types(getattr(torch, cfg.dtype), torch.float32)
@@ -1561,7 +1567,7 @@ class Log:
             self.check(loss, f"training loss of step {step - 1}")
             self.pending.pop(0)
             self.event("step", **fields, train_loss=loss)
-            plain = self.bar is None and step % max(1, self.schedule.last_step // PLAIN_LINES) == 0
+            plain = self.bar is None and step % -(-self.schedule.last_step // PLAIN_LINES) == 0
             self.text(f"step:{step}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms", plain)
             if self.bar:
                 self.bar.set_postfix_str(f"loss {loss:.3f}, {ms / step:.0f} ms/step")
@@ -1628,8 +1634,7 @@ def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor)
             executor.model.zero_grad(set_to_none=True)
             if fabric.lowest(fits):
                 break
-            local = cfg.num_slots // fabric.world
-            executor.slots_at_once = max(m for m in range(1, executor.slots_at_once) if local % m == 0)
+            executor.slots_at_once = max(m for m in range(1, executor.slots_at_once) if len(batch.tokens) % m == 0)
         trial.close()
     loader = Loader(invented, fabric, headers, steps)
     loader.start()
@@ -1673,6 +1678,7 @@ def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[i
         tokens.append(token)
     return tokens[1 + len(prompt):]
 
+PIECE = rb"\n\s*| ?\w+| ?[^\s\w]|\s+"    # how text is split before pieces are looked up (data/README.md)
 class Tokenizer:
     """Bytes of tokens and back: from vocab.txt, or GPT-2's through tiktoken."""
     def __init__(self, vocabulary: list[bytes] | None, gpt2: Any = None) -> None:
@@ -1681,16 +1687,13 @@ class Tokenizer:
     def encode(self, text: str) -> list[int]:
         if self.gpt2:
             return self.gpt2.encode_ordinary(text)
-        data, tokens, at = text.encode("utf-8", "surrogateescape"), [], 0
         ids = {piece: token for token, piece in enumerate(self.pieces or ()) if piece}
-        longest = max(map(len, ids), default=0)
-        while at < len(data):                                                 # the longest piece that fits
-            piece = next((part for size in range(longest, 0, -1) if (part := data[at:at + size]) in ids), None)
-            if piece is None:
-                raise DataError("prompt", data[at:at + 1], "bytes of a vocab.txt beside the weights", "leave them out")
-            tokens.append(ids[piece])
-            at += len(piece)
-        return tokens
+        parts = re.findall(PIECE, text.encode("utf-8", "surrogateescape"))
+        spelled = ([part] if part in ids else [part[i:i + 1] for i in range(len(part))] for part in parts)
+        try:
+            return [ids[piece] for pieces in spelled for piece in pieces]
+        except KeyError as error:
+            raise DataError("prompt", error, "bytes of a vocab.txt beside the weights", "leave them out") from None
 
     def decode(self, tokens: Sequence[int]) -> str:
         if not (self.gpt2 or self.pieces):
@@ -1731,7 +1734,8 @@ def save_weights(folder: Path, cfg: Config, executor: Executor, vocabulary: list
             (folder / f"{name}.part").replace(folder / name)
     except OSError as error:
         for name in files:
-            (folder / f"{name}.part").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                (folder / f"{name}.part").unlink()
         raise RunError(f"--save={folder}", error.strerror, "a folder with room", "give another folder") from None
 
 def load_weights(folder: Path, device: str) -> tuple[Config, dict[str, Tensor]]:
@@ -1797,6 +1801,7 @@ def make_fabric(cfg: Config) -> Fabric:
 def head_precision(cfg: Config, fabric: Fabric) -> str:
     """What --head means on this device. Raises ConfigError for fp8 where there is none."""
     native = fabric.on_cuda and cfg.dtype == "bfloat16" and torch.cuda.get_device_capability(fabric.device) >= (8, 9)
+    native = native and cfg.model_dim % 16 == cfg.padded_vocab % 16 == 0      # what the fp8 product takes
     if cfg.head == "fp8" and not native:
         raise ConfigError("--head=fp8", f"{cfg.dtype} on {hardware(fabric)}", "bfloat16 on CUDA capability 8.9 and up",
                           "--head=auto or plain, or --head=emulated for the same numbers without the speed")
@@ -1868,11 +1873,11 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
                  f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
     log.text(f"training time {ms / 1000:.2f} s, {log.done} steps, {log.tokens:,} tokens; logs in {log.run_dir}")
     log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in result["peak_memory_mib"].items()))
+    if cfg.save and log.fabric.rank == 0:
+        save_weights(Path(cfg.save), cfg, executor, validation.vocabulary)
     log.event("result", **result)
     log.close()                                                               # no bar between the lines that follow
     values = log.schedule.at(log.done)
-    if cfg.save and log.fabric.rank == 0:
-        save_weights(Path(cfg.save), cfg, executor, validation.vocabulary)
     if cfg.sample_tokens and log.fabric.rank == 0:
         text = Tokenizer(validation.vocabulary).decode(generate(cfg, executor, values))
         log.fabric.say(f"{' sample ':-^100}\n{text}\n{'-' * 100}")
@@ -1892,19 +1897,21 @@ def run(preset: str, cfg: Config, fabric: Fabric) -> int:
         changed, cfg = changed_fields(preset, cfg), resolve(cfg, train, val)
         schedule, precision = Schedule(cfg), head_precision(cfg, fabric)
         check_enough_data(cfg, schedule, train)
-        same_mathematics = preset == "record" and changed.keys() <= NOT_MATHEMATICS
+        fineweb = preset == "record" and val[0].name.endswith("fineweb_val_000000.bin")
         run_dir = Path(cfg.run_dir or f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}-{os.urandom(4).hex()}")
-        log = Log(run_dir, fabric, schedule, REFERENCE_LOSSES if same_mathematics else {})
+        log = Log(run_dir, fabric, schedule, REFERENCE_LOSSES if fineweb and changed.keys() <= NOT_MATHEMATICS else {})
         attention, kernel = choose_attention(fabric, getattr(torch, cfg.dtype), cfg.head_dim)
         slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
         executor = Executor(cfg, fabric, kernel, precision, slots_at_once)
         write_header(log, preset, cfg, changed, executor, attention, facts["data_sha256"])
         log.text("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
-        log.event("phase", name="set-up", ms=round((time.perf_counter() - began) * 1000, 3), timed=False)
+        log.event("phase", name="set-up", ms=round(1000 * (time.perf_counter() - began), 3), timed=False)
         with log.phase("validation data"):
             validation = ValidationSet(cfg, fabric, val)
         with log.phase("warm-up"):
+            fabric.set_timeout(cfg.comm_timeout * (COMPILE_PATIENCE if executor.compiling else 1))
             warm_up(cfg, fabric, schedule, executor)
+            fabric.set_timeout(cfg.comm_timeout)
         if fabric.on_cuda:
             torch.cuda.reset_peak_memory_stats()
         loader = Loader(cfg, fabric, train, [schedule.at(step) for step in range(schedule.last_step)])
@@ -1938,8 +1945,6 @@ def sample_saved(flags: Config) -> None:
     tokens = generate(cfg, executor, schedule.at(schedule.last_step), tokenizer.encode(flags.prompt))
     fabric.say(flags.prompt + tokenizer.decode(tokens))
 
-LOST_RANK = "(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
-
 def describe(error: BaseException) -> tuple[int, str]:
     """(exit status, what to tell the user) of whatever ended the run."""
     first_line = (str(error).splitlines() or [""])[0]
@@ -1952,7 +1957,8 @@ def describe(error: BaseException) -> tuple[int, str]:
                          "--num_slots for more and shorter slots")
     elif isinstance(error, OSError):
         error = DataError(str(error.filename or "disk"), error.strerror, "a file to use", "look at disk and rights")
-    elif isinstance(error, RuntimeError) and dist.is_initialized() and re.search(LOST_RANK, first_line):
+    elif isinstance(error, RuntimeError) and dist.is_initialized() and re.search(
+            "(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl", first_line):
         error = RunError("lost another rank", first_line, "every rank's answer within --comm_timeout",
                          "look for the end of the other ranks: killed, out of memory, or stuck")
     if isinstance(error, TrainerError):
@@ -1960,10 +1966,7 @@ def describe(error: BaseException) -> tuple[int, str]:
     return EXIT_FAILED, "".join(traceback.format_exception(error))
 
 def end(error: BaseException, log: Log | None) -> int:
-    """Say why the run ended, once over all ranks, and end the log with it. Returns the exit status.
-
-    The first rank at the launcher's store speaks, before it goes and the others lose it.
-    """
+    """Say why the run ended, once over all ranks: the first at the launcher's store. Returns the exit status."""
     status, cause = describe(error)
     first, speaks = cause, True
     with contextlib.suppress(Exception):                                      # no launcher, no store: for oneself

@@ -1,4 +1,4 @@
-"""What every test needs: train_gpt.py can be imported, tiny tensors do not pay for threads, and slow tests are asked for."""
+"""What every test needs: train_gpt.py can be imported, tiny tensors pay for no threads, slow tests are asked for."""
 import sys
 from pathlib import Path
 
@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also the long loops marked `all`: faults 50 times, compiled runs")
+    parser.addoption("--all", action="store_true", help="also the long loops: faults 50 times, compiled runs")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -460,7 +460,7 @@ class Trajectory:
         meta = self.meta = oracle.meta["trajectory"]
         assert meta["num_layers"] == len(tg.LAYERS), "another layer table"
         self.vectors, self.stored = oracle.open("traj"), oracle.open("traj_init")
-        self.vectors.compares = fabric.rank == 0
+        self.vectors.compares, self.parts = fabric.rank == 0, []
         num_slots = oracle.meta["recipe"]["num_slots"]
         val_batch_tokens = meta["val_slot_tokens"] * num_slots
         self.cfg = oracle.config("trajectory", meta["slot_tokens"], val_batch_tokens=val_batch_tokens)
@@ -477,24 +477,33 @@ class Trajectory:
             self.vectors.check(name, made)
         return tg.Batch(step, *(x[self.fabric.rank::self.fabric.world] for x in batch[1:]))
 
-    def summed(self, x: Tensor, at: np.ndarray, start: int = 0, size: int = 0) -> Tensor:
-        """Sum over ranks at flat indices of a tensor of `size`, in which x begins at `start`. On rank 0, else parts."""
+    def check_part(self, key: str, part: Tensor, label: str = "", at: np.ndarray | None = None, owned: bool = False
+                   ) -> None:
+        """Compare the sum of all ranks' parts, or, if owned, the rows of which rank r has the r-th of W slices."""
         if self.fabric.world == 1:
-            return x
-        whole = x.new_zeros(max(size, x.numel(), at.max() + 1))
-        whole[start:][:x.numel()] = x.flatten()
-        samples = whole[at]
-        dist.reduce(samples, dst=0)
-        whole[at] = samples
-        return whole[:size or x.numel()]
+            self.vectors.check(key, part, label, at)
+            return
+        optimizer, start, size = self.executor.optimizer, 0, part.numel()
+        if owned and optimizer.rows[label].sharded:
+            units, width = len(optimizer.units(label, optimizer.weights[label].data)), int(np.prod(part.shape[1:]))
+            start, size = self.fabric.rank * -(-units // self.fabric.world) * width, units * width
+        at = np.arange(size) if at is None else at
+        mine, samples = (at >= start) & (at < start + part.numel()), part.new_zeros(len(at))
+        if not owned or optimizer.rows[label].sharded or self.fabric.rank == 0:
+            samples[mine] = part.flatten()[at[mine] - start]
+        self.parts.append((key, label, at, size, samples))
 
-    def joined(self, label: str, part: Tensor, at: np.ndarray) -> Tensor:
-        """State of a parameter at flat indices; of a sharded one rank r has the r-th of W equal slices."""
-        optimizer = self.executor.optimizer
-        count, width = len(optimizer.units(label, optimizer.weights[label].data)), int(np.prod(part.shape[1:]))
-        if not optimizer.rows[label].sharded:
-            return part
-        return self.summed(part, at, self.fabric.rank * -(-count // self.fabric.world) * width, count * width)
+    def join_parts(self) -> None:
+        """Add up what check_part has put off, in one message to rank 0, and compare it there."""
+        if not self.parts:
+            return
+        together = torch.cat([samples for *_, samples in self.parts])
+        dist.reduce(together, dst=0)
+        for (key, label, at, size, _), got in zip(self.parts, together.split([len(at) for _, _, at, *_ in self.parts])):
+            whole, inside = got.new_zeros(size), at < size
+            whole[at[inside]] = got[inside]
+            self.vectors.check(key, whole, label, at)
+        self.parts.clear()
 
     def check(self) -> None:
         self.check_plan()
@@ -526,18 +535,19 @@ class Trajectory:
     def check_step(self, step: int, values: tg.Values) -> None:
         self.check_values(step, values)
         slot_sums = self.executor.forward_backward(self.batch(f"{{}}.{step}", step), values).slot_sums
-        by_rank = self.summed(slot_sums, np.arange(self.cfg.num_slots), self.fabric.rank * len(slot_sums),
-                              self.cfg.num_slots).view(self.fabric.world, -1)
-        self.vectors.check(f"slot_loss.{step}", by_rank.t().flatten())
+        of_all = slot_sums.new_zeros(self.cfg.num_slots)
+        of_all[self.fabric.rank::self.fabric.world] = slot_sums
+        self.check_part(f"slot_loss.{step}", of_all)
         for label in self.executor.optimizer.rows:                        # sums over slots; the optimizer divides them
-            at, grad = self.vectors[f"idx.{label}"], self.executor.model.get_parameter(label).grad / self.cfg.num_slots
-            self.vectors.check(f"grad_samp.{step}.{label}", self.summed(grad, at), label, at)
+            grad = self.executor.model.get_parameter(label).grad / self.cfg.num_slots
+            self.check_part(f"grad_samp.{step}.{label}", grad, label, at=self.vectors[f"idx.{label}"])
             if self.fabric.world == 1:
                 self.vectors.check(f"grad_norm.{step}.{label}", grad.double().norm())
         self.executor.optim_step(values)
         self.vectors.check(f"split_after.{step}", not self.executor.optimizer.tied)
         for label in self.executor.optimizer.rows:
             self.check_state(step + 1, label)
+        self.join_parts()
 
     def check_values(self, step: int, values: tg.Values) -> None:
         vectors, optimizer = self.vectors, self.executor.optimizer
@@ -548,8 +558,7 @@ class Trajectory:
             vectors.check(f"{name}.{step}", got)
         for label, row in optimizer.rows.items():
             lr = values.normuon_lr if row.optimizer == "normuon" else values.adam_lr
-            muls = self.joined(label, optimizer.lr_muls[label], np.arange(1)) if row.bank else None
-            vectors.check(f"lr.{step}.{label}", lr * rate_factor(row, muls))
+            vectors.check(f"lr.{step}.{label}", lr * rate_factor(optimizer, label))
 
     def check_state(self, done: int, label: str) -> None:
         vectors, optimizer = self.vectors, self.executor.optimizer
@@ -560,18 +569,18 @@ class Trajectory:
         vectors.check(f"norm.{done}.{label}", p.double().norm())
         for name, moment in (("st_m", "m"), ("st_v", "v"), ("st_mom", "momentum")):
             if moment in state:
-                vectors.check(f"{name}.{done}.{label}", self.joined(label, state[moment], at), label, at)
+                self.check_part(f"{name}.{done}.{label}", state[moment], label, at, owned=True)
         if "second" in state:
             if (key := f"st_v2.{done}.{label}") in vectors:
                 at = np.arange(len(vectors[key])) * stride
-                vectors.check(key, self.joined(label, state["second"], at), label, at)
+                self.check_part(key, state["second"], label, at, owned=True)
         else:
             vectors.check(f"st_step.{done}.{label}", optimizer.adam_steps[label])
 
 
-def rate_factor(row: tg.Parameter, matrix_muls: Tensor | None) -> float:
+def rate_factor(optimizer: tg.Optimizer, label: str) -> float:
     """A parameter's factor of the learning rate; of a bank its first matrix's, which is no down matrix."""
-    return row.lr_mul if matrix_muls is None else float(matrix_muls[0])
+    return float(optimizer.lr_muls[label][0]) if label in optimizer.lr_muls else optimizer.rows[label].lr_mul
 
 
 def check_traj(oracle: Oracle) -> None:
@@ -795,8 +804,8 @@ def check_schedule(oracle: Oracle) -> None:
     check_token_weights(vectors, every)
     check_yarn(vectors, cfg, schedule)
     optimizer = tg.Executor(replace(cfg, model_dim=16, head_dim=8), CPU, tg.attention_reference, "plain").optimizer
-    for label, row in optimizer.rows.items():
-        vectors.check(f"lr_mul_param.{label}", rate_factor(row, optimizer.lr_muls.get(label)))
+    for label in optimizer.rows:
+        vectors.check(f"lr_mul_param.{label}", rate_factor(optimizer, label))
     vectors.finish()
 
 

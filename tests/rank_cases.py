@@ -1,0 +1,546 @@
+"""What the ranks do for test_ranks.py: one process per rank goes through all cases and leaves what it found in files.
+
+    python tests/rank_cases.py FOLDER [--all]
+
+This process imports torch once and forks the ranks of one world after another, so that a rank costs no start-up. Each
+case has a process group of its own, made by the trainer: a case that fails on one rank, while the others wait for it,
+leaves the next case alone. A case returns a dictionary; arrays go to <case>.<rank>.npz, the rest to <case>.<rank>.json,
+a stack trace to <case>.<rank>.error. Nothing is judged here.
+"""
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import gc
+import hashlib
+import importlib
+import inspect
+import io
+import json
+import math
+import multiprocessing
+import os
+import shutil
+import sys
+import time
+import traceback
+import warnings
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from pytest import MonkeyPatch
+from torch import Tensor
+
+import train_gpt as tg
+from oracle import EXTRACT, WHOLE, Oracle, Trajectory
+
+WORLDS = (8, 4, 2, 1)
+ODD_WORLD = 3                            # with --all: a number of ranks that divides next to nothing
+COMM_TIMEOUT = 10                        # s
+LATE_IMPORTS = ("torch.fx.experimental.symbolic_shapes", "triton")            # by a first step and a log's header
+WORLD_DEADLINE = 200                     # s for all cases of a world; then a rank says where it is
+
+Found = dict[str, Any]
+
+
+@dataclass
+class Rank:
+    """One process of a world, in one case."""
+    rank: int
+    world: int
+    folder: Path
+    case: str = ""
+
+    def fabric(self, cfg: tg.Config | None = None) -> tg.Fabric:
+        """As the trainer makes it, but that ranks meet in a file."""
+        meeting = dict(init_method=f"file://{self.folder}/{self.case}.store", rank=self.rank, world_size=self.world)
+        with MonkeyPatch.context() as patch:
+            patch.setattr(dist, "init_process_group", functools.partial(dist.init_process_group, **meeting))
+            return tg.make_fabric(cfg or tg.Config(device="cpu", num_slots=self.world, comm_timeout=COMM_TIMEOUT))
+
+    def meet(self, store: dist.FileStore) -> None:
+        """Wait until every rank has come as far as this case."""
+        if store.add(self.case, 1) == self.world:
+            store.set(f"{self.case}, all", "here")
+        store.wait([f"{self.case}, all"], timedelta(seconds=4 * COMM_TIMEOUT))
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Whole runs
+# ----------------------------------------------------------------------------------------------------------------------
+
+def state_bytes(executor: tg.Executor) -> dict[str, bytes]:
+    """Every byte that a run may change, found by walking through the objects and not by the list they keep."""
+    optimizer, model = executor.optimizer, executor.model
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    tensors |= {f"{label}.{name}": x for label, state in optimizer.state.items() for name, x in state.items()}
+    found = {name: x.detach().contiguous().view(torch.uint8).numpy().tobytes() if x.numel() else b""
+             for name, x in tensors.items()}
+    plain = dict(tied=optimizer.tied, counts=sorted(optimizer.adam_steps.items()), rotary=executor.rotary)
+    return found | dict(rng=torch.get_rng_state().numpy().tobytes(), plain=repr(plain).encode())
+
+
+def weight_hashes(executor: tg.Executor) -> dict[str, str]:
+    state = state_bytes(executor)
+    return {label: hashlib.sha256(state[label]).hexdigest() for label in executor.optimizer.rows}
+
+
+def exact_array(x: Tensor) -> np.ndarray:
+    """numpy has no bf16; f32 holds every bf16 number."""
+    return (x.float() if x.dtype == torch.bfloat16 else x).detach().clone().numpy()
+
+
+def all_arrays(executor: tg.Executor) -> dict[str, np.ndarray]:
+    """Weights of this rank's copy as weight.LABEL, its part of the state as part.LABEL.NAME."""
+    weights = {f"weight.{label}": exact_array(p) for label, p in executor.model.named_parameters()}
+    return weights | {f"part.{label}.{name}": exact_array(x)
+                      for label, state in executor.optimizer.state.items() for name, x in state.items()}
+
+
+def tiny(**changes: Any) -> tg.Config:
+    cfg = tg.Config(**tg.PRESETS["tiny"] | dict(device="cpu", comm_timeout=COMM_TIMEOUT) | changes)
+    tg.check_config(cfg)
+    return cfg
+
+
+def whole_run(rank: Rank, warm: bool, **changes: Any) -> Found:
+    """tg.run on the tiny preset: losses of this rank's slots per token, validation losses, weights, state, output."""
+    cfg = tiny(run_dir=f"{rank.folder}/{rank.case}", **changes)
+    losses, validations, executors, found = [], [], [], {}
+    forward_backward, evaluate, warm_up, finish = (
+        tg.Executor.forward_backward, tg.Executor.evaluate, tg.warm_up, tg.finish)
+
+    def seen_forward_backward(self, batch, values, *rest):
+        out = forward_backward(self, batch, values, *rest)
+        losses.append(exact_array(out.slot_sums) / values.slot_tokens)
+        return out
+
+    def seen_evaluate(self, batches, values):
+        validations.append((values.step, loss := evaluate(self, batches, values)))
+        return loss
+
+    def seen_warm_up(cfg, fabric, schedule, executor):
+        found.update(initial=weight_hashes(executor))
+        if not warm:
+            return
+        before = state_bytes(executor)
+        warm_up(cfg, fabric, schedule, executor)
+        after = state_bytes(executor)
+        found.update(warm_up_steps=len(losses), left_by_warm_up=[name for name in after if after[name] != before[name]],
+                     has_gradients=[label for label, p in executor.model.named_parameters() if p.grad is not None])
+        losses.clear(), validations.clear()
+
+    def seen_finish(log, cfg, executor, *rest):
+        executors.append(executor)
+        finish(log, cfg, executor, *rest)
+
+    with (MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed,
+          contextlib.redirect_stderr(io.StringIO()) as errors):
+        for owner, name, spy in ((tg.Executor, "forward_backward", seen_forward_backward),
+                                 (tg.Executor, "evaluate", seen_evaluate), (tg, "warm_up", seen_warm_up),
+                                 (tg, "finish", seen_finish)):
+            patch.setattr(owner, name, spy)
+        status = tg.run("tiny", cfg, rank.fabric(cfg))
+    assert status == 0, errors.getvalue()
+    executor, = executors
+    steps, values = zip(*validations)
+    found.update(printed=printed.getvalue(), final=weight_hashes(executor), tied=executor.optimizer.tied,
+                 validation_steps=steps, adam_steps=executor.optimizer.adam_steps,
+                 slot_losses=np.stack(losses), validation_losses=np.array(values))
+    arrays = all_arrays(executor)
+    return found | {name: x for name, x in arrays.items() if rank.rank == 0 or name.startswith("part.")}
+
+
+def run_12(rank: Rank) -> Found:
+    """On shards on disk, with warm-up, saved weights and a sample."""
+    data = rank.folder.parent
+    return whole_run(rank, warm=True, dtype="float64", train_files=f"{data}/train_*.bin",
+                     val_files=f"{data}/val_*.bin", save=f"{rank.folder}/saved")
+
+
+def run_13(rank: Rank) -> Found:
+    return whole_run(rank, warm=False, dtype="float64", num_extension_steps=4, sample_tokens=0)
+
+
+def run_single(rank: Rank) -> Found:
+    return whole_run(rank, warm=False, dtype="float32", sample_tokens=0)
+
+
+def unpack(vectors: Path, folder: Path) -> None:
+    """What the trajectory needs, without the compression that each rank would have to undo."""
+    folder.mkdir()
+    shutil.copy(vectors / "meta.json", folder)
+    for name in ("traj.npz", "traj_init.npz"):
+        with np.load(vectors / name) as arrays:
+            np.savez(folder / name, **arrays)
+
+
+def trajectory(rank: Rank, name: str) -> Found:
+    """The oracle's numbers; a mismatch is this case's error."""
+    fabric, path = rank.fabric(), rank.folder.parent / name
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run = Trajectory(Oracle(path), fabric)
+        assert len(run.validation.tokens) == run.cfg.num_slots // rank.world, "not this rank's slots"
+        run.check()
+    return dict(compared=len(run.vectors.compared), printed=printed.getvalue(), final=weight_hashes(run.executor))
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Pieces of a step: what a call adds, and what it does not wait for
+# ----------------------------------------------------------------------------------------------------------------------
+
+COLLECTIVES = [name for name, call in vars(dist).items() if inspect.isfunction(call) and name.startswith((
+    "all_", "reduce", "broadcast", "gather", "scatter", "send", "recv", "isend", "irecv", "barrier", "batch_isend"))]
+REDUCTIONS = {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
+              "all_to_all", "all_to_all_single"}
+
+
+@contextlib.contextmanager
+def collectives() -> Iterator[list[tuple[str, Tensor | None]]]:
+    """Calls of torch.distributed by name, with a copy of the tensor that goes in."""
+    calls, depth = [], []
+
+    def spy(name: str, call: Callable) -> Callable:
+        signature = inspect.signature(call)
+
+        def counted(*args, **kwargs):
+            given = signature.bind(*args, **kwargs).arguments
+            sent = next((given[key] for key in ("input", "input_tensor", "tensor") if key in given), None)
+            if not depth:                                                     # some are made of others
+                calls.append((name, sent.clone() if isinstance(sent, Tensor) else None))
+            depth.append(name)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                depth.pop()
+        return counted
+
+    with MonkeyPatch.context() as patch:
+        for name in COLLECTIVES:
+            patch.setattr(dist, name, spy(name, getattr(dist, name)))
+        yield calls
+
+
+@torch.no_grad()
+def fill_randomly(model: tg.GPT) -> None:
+    """No term of the forward pass is at zero, as it is at the start."""
+    generator = torch.Generator().manual_seed(1)
+    for _, p in model.named_parameters():
+        p.add_(0.2 * torch.randn(p.shape, generator=generator, dtype=torch.float64))
+
+
+def tiny_run(rank: Rank, steps: Sequence[int]) -> tuple[tg.Executor, list[tuple[tg.Values, tg.Batch]]]:
+    """An executor with random weights in float64, and this rank's batches."""
+    plain = tiny(dtype="float64")
+    headers = tg.find_shards(plain.train_files)
+    cfg = tg.resolve(plain, headers, headers)
+    fabric = tg.Fabric(torch.device("cpu"), rank.rank, rank.world)
+    executor = tg.Executor(cfg, fabric, tg.attention_reference, "plain")
+    fill_randomly(executor.model)
+    plan = [tg.Schedule(cfg).at(step) for step in steps]
+    loader = tg.Loader(cfg, fabric, headers, plan)
+    loader.start()
+    batches = [(values, loader.next(values)) for values in plan]
+    loader.close()
+    return executor, batches
+
+
+def pieces(rank: Rank) -> Found:
+    """A cycle with one call a step; with the slots cut, on odd ranks, into calls; with calls of weight 0 in between."""
+    rank.fabric()
+    found, odd = dict(calls=[]), rank.rank % 2 == 1
+    for way in ("whole", "cut", "extra"):
+        executor, batches = tiny_run(rank, (0, 1))
+        for values, batch in batches:
+            one_by_one = [batch._replace(**{name: getattr(batch, name)[slot:slot + 1] for name in batch._fields[1:]})
+                          for slot in reversed(range(len(batch.tokens)))]
+            with collectives() as calls:
+                for part in one_by_one if way == "cut" and odd else [batch]:
+                    executor.forward_backward(part, values)
+                    if way == "extra" and odd:
+                        executor.forward_backward(one_by_one[0], values, 0.0)
+            found["calls"] += [name for name, _ in calls]
+            executor.optim_step(values)
+        found |= {f"{way}.{name}": x for name, x in all_arrays(executor).items()}
+    return found
+
+
+def nothing_to_add(rank: Rank) -> Found:
+    """A step without any forward_backward."""
+    rank.fabric()
+    executor, ((values, _),) = tiny_run(rank, (1,))
+    began = time.perf_counter()
+    try:
+        executor.optim_step(values)
+    except tg.RunError as error:
+        return dict(error=str(error), seconds=time.perf_counter() - began)
+    return dict(error="", seconds=time.perf_counter() - began)
+
+
+def zero_on_last_rank(rank: Rank) -> Found:
+    """All calls of the last rank have weight 0, on one process those for its slots: the step goes on without them."""
+    rank.fabric()
+    executor, ((values, batch),) = tiny_run(rank, (1,))
+    for slot in range(len(batch.tokens)):
+        number = slot * rank.world + rank.rank
+        part = batch._replace(**{name: getattr(batch, name)[slot:slot + 1] for name in batch._fields[1:]})
+        executor.forward_backward(part, values, float(number % 2 == 0))
+    executor.optim_step(values)
+    return all_arrays(executor)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The optimizer with gradients by hand, on a model of which hardly anything can be dealt evenly
+# ----------------------------------------------------------------------------------------------------------------------
+
+UNEVEN_SLOTS, UNEVEN_STEPS, SPLIT_STEP = 24, 6, 3
+
+
+@contextlib.contextmanager
+def few_layers() -> Iterator[None]:
+    """Three layers: 8 attention matrices, 6 of the MLP, 2 value tables."""
+    layers = (tg.Layer("paired", value=0, keep_as=tg.SKIP), tg.Layer("none", add=tg.SKIP),
+              tg.Layer("plain", "long", value=1, key_shift=True, keep_as=tg.BACKOUT))
+    counts = dict(residual=3, attention=6, bigram=3, smear=1, backout=1, skip=1)
+    with MonkeyPatch.context() as patch:
+        patch.setattr(tg, "LAYERS", layers)
+        patch.setattr(tg, "ATTENTION_LAYERS", (0, 2))
+        patch.setattr(tg, "NUM_VALUE_TABLES", 2)
+        patch.setattr(tg, "SCALARS", {name: tg.SCALARS[name][:count] for name, count in counts.items()})
+        yield
+
+
+def uneven_config(dtype: str) -> tg.Config:
+    stages = tuple(replace(stage, batch_tokens=16 * UNEVEN_SLOTS) for stage in tg.STAGES)
+    return tg.Config(**tg.PRESETS["tiny"] | dict(
+        num_slots=UNEVEN_SLOTS, stages=stages, val_batch_tokens=16 * UNEVEN_SLOTS, val_tokens=16 * UNEVEN_SLOTS,
+        dtype=dtype, num_heads=2, head_dim=8, model_dim=16, vocab_size=512, document_start=511, padded_vocab=513,
+        bigram_rows=13, num_scheduled_steps=3, num_extension_steps=UNEVEN_STEPS - 3, device="cpu"))
+
+
+def uneven_executor(fabric: tg.Fabric, dtype: str) -> tuple[tg.Executor, tg.Values]:
+    with few_layers():
+        cfg = uneven_config(dtype)
+        return tg.Executor(cfg, fabric, tg.attention_reference, "plain"), tg.Schedule(cfg).at(1)
+
+
+def integers(step: int, label: str, shape: Sequence[int]) -> Tensor:
+    """A gradient of each slot, small integers: sums over slots and a cycle are below 256, exact in every dtype."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{step}/{label}".encode()))
+    return torch.randint(-2, 3, (UNEVEN_SLOTS, *shape), generator=generator)
+
+
+def by_hand(fabric: tg.Fabric, dtype: str, after_step: Callable[[int, tg.Executor], None] = lambda *_: None
+            ) -> tg.Executor:
+    """Six steps with the split; each rank adds the gradients of its slots."""
+    executor, _ = uneven_executor(fabric, dtype)
+    schedule = tg.Schedule(executor.cfg)
+    assert schedule.split_step == SPLIT_STEP, schedule.split_step
+    for step in range(UNEVEN_STEPS):
+        for label, p in executor.model.named_parameters():
+            mine = integers(step, label, p.shape)[fabric.rank::fabric.world].sum(dim=0).to(p.dtype)
+            p.grad = mine if p.grad is None else p.grad + mine
+        executor.optim_step(schedule.at(step))
+        after_step(step, executor)
+    return executor
+
+
+def hand(rank: Rank, dtype: str) -> Found:
+    """Everything after the run, embed's and lm_head's state right after the split, and the numbers of units."""
+    found = {}
+
+    def keep_split(step: int, executor: tg.Executor) -> None:
+        if step == SPLIT_STEP:
+            both = {name: x for name, x in all_arrays(executor).items() if name.startswith(("part.embed", "part.lm"))}
+            found.update({f"split.{name}": x for name, x in both.items()})
+            found.update(split_steps=[executor.optimizer.adam_steps[label] for label in ("embed", "lm_head")])
+
+    executor = by_hand(rank.fabric(), dtype, keep_split)
+    units = {label: len(executor.optimizer.units(label, p.data)) for label, p in executor.model.named_parameters()}
+    owned = {label: len(x) for label, x in executor.optimizer.mine.items()}
+    return found | all_arrays(executor) | dict(units=units, owned=owned)
+
+
+def padding(rank: Rank) -> Found:
+    """What is added for the communication is not a number: it must come nowhere."""
+    def filled_with_nan(units: Tensor, count: int) -> Tensor:
+        missing = count - len(units)
+        return torch.cat((units, units.new_full((missing, *units.shape[1:]), math.nan))) if missing else units
+
+    with MonkeyPatch.context() as patch:
+        patch.setattr(tg, "filled", filled_with_nan)
+        return all_arrays(by_hand(rank.fabric(), "float64"))
+
+
+def orders(rank: Rank, count: int) -> Found:
+    """Hash of all bits under other orders of communication; the first is the trainer's own, the second its reverse."""
+    fabric, rng, found = rank.fabric(), np.random.default_rng(0), {}
+    for number in range(count):
+        with MonkeyPatch.context() as patch:
+            for name in ("REDUCE_ORDER", "UPDATE_ORDER"):
+                order = getattr(tg, name)
+                order = (order, order[::-1])[number] if number < 2 else tuple(rng.permutation(order).tolist())
+                patch.setattr(tg, name, order)
+            state = state_bytes(by_hand(fabric, "float32"))
+            found[f"{number}"] = {name: hashlib.sha256(x).hexdigest() for name, x in state.items()}
+    return found
+
+
+def counting(rank: Rank) -> Found:
+    """What travels in each optim_step. The gradient of the k-th label is filled with 2^k, which names it on the way."""
+    executor, _ = uneven_executor(rank.fabric(), "float64")
+    optimizer, schedule = executor.optimizer, tg.Schedule(executor.cfg)
+    code = {label: 2.0**k for k, label in enumerate(optimizer.rows)}
+    label_at = {p.data.untyped_storage().data_ptr(): label for label, p in optimizer.weights.items()}
+    updates, found = [], dict(reduced=[], sent=[], updated=[], kept=[], cleared=[])
+
+    def spy(update: Callable) -> Callable:
+        def seen(p: Tensor, *rest) -> None:
+            updates.append(label_at[p.untyped_storage().data_ptr()])
+            update(p, *rest)
+        return seen
+
+    optimizer.normuon_update, optimizer.adam_update = map(spy, (optimizer.normuon_update, optimizer.adam_update))
+    for step in range(UNEVEN_STEPS):
+        before = {}
+        for label, p in optimizer.weights.items():
+            p.grad = torch.full_like(p, code[label])
+            before[label] = p.grad
+        with collectives() as calls:
+            executor.optim_step(schedule.at(step))
+        sums = [int(sent.max()) for name, sent in calls if name in REDUCTIONS]
+        found["reduced"].append([[label for label in code if total & int(code[label])] for total in sums])
+        found["sent"].append([[name, list(sent.shape) if sent is not None else None] for name, sent in calls])
+        found["updated"].append(list(updates))
+        found["cleared"].append([label for label, p in optimizer.weights.items() if p.grad is None])
+        found["kept"].append([label for label, p in optimizer.weights.items() if p.grad is before[label]
+                              and bool((p.grad == code[label]).all())])
+        updates.clear()
+    return found | dict(counts=optimizer.adam_steps)
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Agreement
+# ----------------------------------------------------------------------------------------------------------------------
+
+def agreement(rank: Rank) -> Found:
+    """Messages of check_agreement when the last rank, or the first, has another fact; and the lowest of a number."""
+    fabric, same = rank.fabric(), {"--seed": "1", "data_sha256": "d1", "torch": "2"}
+    last, first = rank.rank == rank.world - 1, rank.rank == 0
+    tries = dict(same=same, last=same | ({"data_sha256": "d2"} if last else {}),
+                 first=same | ({"--seed": "7"} if first else {}),
+                 missing={name: fact for name, fact in same.items() if name != "torch" or not last})
+    errors = {}
+    for name, facts in tries.items():
+        try:
+            fabric.check_agreement(facts)
+            errors[name] = None
+        except tg.FabricError as error:
+            errors[name] = str(error)
+    values = [5 - rank.rank, 5 + rank.rank, -rank.rank, 2**40 + rank.rank]
+    return dict(errors=errors, lowest=[fabric.lowest(value) for value in values])
+
+
+def other_flags(rank: Rank) -> Found:
+    """A whole run in which the last rank has another flag: exit status, and what goes to stderr."""
+    cfg = tiny(run_dir=f"{rank.folder}/{rank.case}", adam_lr=0.009 if rank.rank == rank.world - 1 else 0.008)
+    with contextlib.redirect_stderr(io.StringIO()) as errors:
+        status = tg.run("tiny", cfg, rank.fabric(cfg))
+    return dict(status=status, errors=errors.getvalue())
+
+
+CASES = {                                # name -> numbers of ranks, what to do
+    "agreement": (WORLDS, agreement),
+    "other_flags": ((2, 4, 8), other_flags),
+    "run_12": (WORLDS, run_12),
+    "run_13": (WORLDS, run_13),
+    "run_single": (WORLDS, run_single),
+    "pieces": (WORLDS, pieces),
+    "nothing_to_add": ((2,), nothing_to_add),
+    "zero_on_last_rank": ((2, 1), zero_on_last_rank),
+    "hand_float64": (WORLDS, functools.partial(hand, dtype="float64")),
+    "hand_bfloat16": (WORLDS, functools.partial(hand, dtype="bfloat16")),
+    "padding": ((2, 4, 8), padding),
+    "orders": ((2,), functools.partial(orders, count=5)),
+    "counting": ((2, 4, 8), counting),
+    "trajectory": ((2, 4, 8), functools.partial(trajectory, name="extract")),
+}
+SLOW_CASES = {                           # with --all
+    "hand_float64": ((ODD_WORLD,), functools.partial(hand, dtype="float64")),
+    "hand_float32": ((1, 2, ODD_WORLD, 4, 8), functools.partial(hand, dtype="float32")),
+    "hand_bfloat16": ((ODD_WORLD,), functools.partial(hand, dtype="bfloat16")),
+    "padding": ((ODD_WORLD,), padding),
+    "counting": ((ODD_WORLD,), counting),
+    "many_orders": ((2, 3, 4, 8), functools.partial(orders, count=40)),
+    "whole_trajectory": ((2, 4, 8), functools.partial(trajectory, name="whole")),
+}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Processes
+# ----------------------------------------------------------------------------------------------------------------------
+
+def keep(place: Rank, found: Found) -> None:
+    arrays = {name: x for name, x in found.items() if isinstance(x, np.ndarray)}
+    np.savez(place.folder / f"{place.case}.{place.rank}.npz", **arrays)
+    rest = {name: x for name, x in found.items() if name not in arrays}
+    (place.folder / f"{place.case}.{place.rank}.json").write_text(json.dumps(rest))
+
+
+def one_rank(rank: int, world: int, folder: Path, cases: dict[str, Callable[[Rank], Found]], deadline: float) -> None:
+    stuck = open(folder / f"stuck.{rank}", "w")
+    faulthandler.dump_traceback_later(deadline, exit=True, file=stuck)
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    store = dist.FileStore(str(folder / "meeting"), world)
+    for name, case in cases.items():
+        place = Rank(rank, world, folder, name)
+        place.meet(store)
+        began = time.perf_counter()
+        try:
+            keep(place, case(place))
+        except BaseException:
+            (folder / f"{name}.{rank}.error").write_text(traceback.format_exc())
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if rank == 0:
+            print(f"W = {world}: {name} {time.perf_counter() - began:.2f} s", flush=True)
+
+
+def run_world(world: int, folder: Path, slow: bool) -> Callable[[], list]:
+    """Start the ranks. Returns a wait for their end."""
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    cases = {name: case for table in (CASES, SLOW_CASES if slow else {}) for name, (worlds, case) in table.items()
+             if world in worlds}
+    place = folder / f"w{world}"
+    place.mkdir()
+    ranks = [context.Process(target=one_rank, args=(rank, world, place, cases, WORLD_DEADLINE * (1 + 2 * slow)))
+             for rank in range(world)]
+    for process in ranks:
+        process.start()
+    return lambda: [process.join() for process in ranks]
+
+
+def main(folder: Path, slow: bool) -> None:
+    unpack(EXTRACT, folder / "extract")
+    if slow and WHOLE.is_dir():
+        unpack(WHOLE, folder / "whole")
+    for name in LATE_IMPORTS:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()                          # spares each rank's collector a look at it all, and copies of the pages
+    for together in (8,), (4,), (2, 1), (ODD_WORLD,) * slow:
+        for wait in [run_world(world, folder, slow) for world in together]:
+            wait()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), "--all" in sys.argv[2:])

@@ -1,0 +1,359 @@
+"""Bad inputs, each through main() as from the command line: exit status, one message that helps, no stack trace.
+
+The room tests ask the functions; here it is the whole way, so that nothing on it turns a message into something else.
+"""
+import base64
+import json
+import os
+import signal
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import train_gpt as tg
+
+VOCAB, START = 512, 511
+FILES = ("--train_files=train_*.bin", "--val_files=val_*.bin")
+STAGE = "128 1 3 1.0 1.0,0.5 1.0,0.0"
+
+
+def shard(path: str, tokens=None, vocab=VOCAB, start=START, magic=tg.SHARD_MAGIC, version=1, count=None,
+          extra=b"") -> None:
+    tokens = tg.formula_tokens(0, 40_000, VOCAB, START) if tokens is None else tokens
+    words = np.zeros(256, "<i4")
+    words[:5] = magic, version, len(tokens) if count is None else count, vocab, start
+    Path(path).parent.mkdir(exist_ok=True)
+    Path(path).write_bytes(words.tobytes() + np.asarray(tokens, "<u2").tobytes() + extra)
+
+
+def vocabulary(folder: str, lines: list[bytes]) -> None:
+    shard(f"{folder}/train_0.bin")
+    Path(folder, "vocab.txt").write_bytes(b"\n".join(lines))
+
+
+PIECES = [b"%s %d" % (base64.b64encode(bytes([i]) if i < 256 else bytes([i - 256, 97])), i) for i in range(VOCAB - 1)]
+
+
+def write_data() -> None:
+    """Every file of the table below, in the current folder."""
+    good, doc_starts = tg.formula_tokens(0, 40_000, VOCAB, START), np.full(500, START)
+    shard("train_0.bin")
+    shard("val_0.bin", good[:4000])
+    shard("magic.bin", magic=20240521), shard("version.bin", version=2), shard("vocab_65536.bin", vocab=65_536)
+    shard("longer.bin", extra=b"x"), shard("count_0.bin", count=0), shard("start_512.bin", start=512)
+    shard("cut.bin", count=50_000), shard("negative.bin", vocab=-1), shard("other_vocab.bin", vocab=600)
+    shard("beyond.bin", np.where(np.arange(40_000) == 39_990, 600, good))
+    shard("no_start.bin", good % START), shard("gpt2.bin", good % START, vocab=0, start=0)
+    shard("mixed_0.bin"), shard("mixed_1.bin", vocab=600)
+    shard("short.bin", good[:200]), shard("one_document.bin", np.concatenate([[START], good[1:] % START]))
+    shard("starts_only.bin", np.concatenate([doc_starts, good[:10]]))
+    Path("empty.bin").touch(), Path("folder.bin").mkdir(), Path("header_only.bin").write_bytes(b"\0" * 1000)
+    Path("dangling.bin").symlink_to("nowhere"), os.mkfifo("fifo.bin"), Path("a_file").write_text("text")
+    vocabulary("v_short", PIECES[:-1]), vocabulary("v_base64", [b"%%% 0", *PIECES[1:]])
+    vocabulary("v_more", [*PIECES, b"QQ== 511"]), vocabulary("v_bytes", [b"\xff\xfe 0", *PIECES[1:]])
+    vocabulary("v_empty", []), vocabulary("v_words", [b"QQ== 0 1", *PIECES[1:]])
+    vocabulary("v_minus", [*PIECES, b"QQ== -1"])
+    shard("v_folder/train_0.bin"), Path("v_folder/vocab.txt").mkdir()
+    Path("old_run").mkdir(), Path("old_run/log.txt").write_text("an old log\n")
+
+
+def write_weights() -> None:
+    """Saved weights of the tiny model, and damaged copies of them."""
+    cfg = tg.Config(**tg.PRESETS["tiny"])
+    header = [tg.ShardHeader("shard", 1, VOCAB, START)]
+    cfg = tg.resolve(cfg, header, header)
+    saved = tg.Executor(cfg, tg.Fabric(torch.device("cpu")), tg.attention_reference, "plain")
+    pieces = [bytes([i]) if i < 256 else bytes([i - 256, 97]) for i in range(VOCAB - 1)] + [b""]
+    pieces[ord("~")] = b"no tilde"
+    gone = b""
+    settings = tg.asdict(cfg) | dict(compile=0)
+    tensors = {row.label: saved.model.get_parameter(row.label).detach().clone() for row in saved.model.table}
+
+    def write(name: str, settings=settings, tensors=tensors, pieces=pieces) -> Path:
+        folder = Path(name)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(settings))
+        torch.save(tensors, folder / "weights.pt")
+        if pieces:
+            lines = (b"%s %d" % (base64.b64encode(piece), i) for i, piece in enumerate(pieces) if piece)
+            (folder / "vocab.txt").write_bytes(b"\n".join(lines))
+        return folder
+    write("w"), write("w_no_vocab", pieces=gone), write("w_config", settings | dict(extra=1))
+    write("w_sizes", settings | dict(model_dim=64, num_heads=4)), write("w_type", settings | dict(model_dim="32"))
+    write("w_stages", settings | dict(stages=[])), write("w_odd", settings | dict(num_heads=3))
+    write("w_missing", tensors={k: x for k, x in tensors.items() if k != "attn"})
+    write("w_more", tensors=tensors | dict(new=torch.zeros(1)))
+    write("w_shape", tensors=tensors | dict(attn=tensors["attn"][:1, :1])), write("w_list", tensors=[1])
+    write("w_nan", tensors=tensors | dict(lm_head=tensors["lm_head"] * float("nan")))
+    (write("w_json") / "config.json").write_text("{"), (write("w_junk") / "weights.pt").write_bytes(b"junk")
+    (write("w_none") / "weights.pt").unlink(), (write("w_vocab") / "vocab.txt").write_text("junk")
+    cut = write("w_cut") / "weights.pt"
+    cut.write_bytes(cut.read_bytes()[:5000])
+    write("w_gpt2", settings | dict(vocab_size=50_257, document_start=50_256, padded_vocab=50_304, bigram_rows=100),
+          tensors | {label: torch.zeros(row.shape) for row in tg.parameter_table(tg.replace(
+              cfg, vocab_size=50_257, padded_vocab=50_304, bigram_rows=100)) for label in [row.label]}, gone)
+    Path("w_empty").mkdir(), Path("junk_ranks").write_text("not base64 at all\n")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path, before = tmp_path_factory.mktemp("inputs"), os.getcwd()
+    os.chdir(path)
+    write_data(), write_weights()
+    os.chdir(before)
+    return path
+
+
+@pytest.fixture
+def ask(folder, monkeypatch, capsys):
+    """Runs main(); checks status and message: one error, found / expected / do all filled, the parts in it."""
+    def ask(argv, status: int, *parts: str) -> str:
+        assert tg.main(argv) == status
+        err = capsys.readouterr().err
+        assert "Traceback" not in err, err
+        first, *lines = err.rstrip("\n").split("\n")
+        kinds = ("RunError: ",) if status == 1 else ("ConfigError: ", "DataError: ", "FabricError: ")
+        assert first.startswith(kinds), err
+        assert [line.split(":")[0] for line in lines] == ["  found", "  expected", "  do"], err
+        assert all(line.partition(":")[2].strip() not in ("", "None") for line in (first, *lines)), err
+        missing = [part for part in parts if part not in err]
+        assert not missing, f"{missing} not in {err}"
+        return err
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(tg, "warm_up", lambda *_: None)                       # no matter to any of these
+    before = signal.getsignal(signal.SIGTERM)
+    yield ask
+    signal.signal(signal.SIGTERM, before)
+
+
+BAD = [                                  # flags behind --preset=tiny, status, what the message must hold
+    # flags
+    (["--sede=1"], 2, ("unknown flag", "--sede", "--seed")),
+    (["--num-slots=8"], 2, ("unknown flag", "--num_slots")),
+    (["--lr=0.1"], 2, ("unknown flag", "--adam_lr")),
+    (["--no_such_thing_at_all"], 2, ("unknown flag", "--no_such_thing_at_all", "nearest: --")),
+    (["-x"], 2, ("unknown flag", "-x")),
+    (["seed=1"], 2, ("a word without a flag", "seed=1", "--field=value")),
+    (["--seed"], 2, ("--seed", "expected one argument")),
+    (["--seed="], 2, ("--seed", "''", "int")),
+    (["--seed=one"], 2, ("--seed", "'one'", "int", "--seed=0")),
+    (["--seed=-1"], 2, ("--seed", "-1", "0 or more", "--seed=0")),
+    ([f"--seed={2**63}"], 2, ("--seed", str(2**63))),
+    (["--val_tokens=1e6"], 2, ("--val_tokens", "'1e6'", "int")),
+    (["--adam_lr=fast"], 2, ("--adam_lr", "'fast'", "float", "--adam_lr=0.008")),
+    (["--adam_lr=nan"], 2, ("--adam_lr", "'nan'")),
+    (["--adam_lr=-1"], 2, ("--adam_lr", "-1.0", "0 or more")),
+    (["--max_doc_len=99999999999999999999"], 2, ("--max_doc_len", "99999999999999999999")),
+    (["--comm_timeout=1e300"], 2, ("--comm_timeout", "1e+300")),
+    (["--comm_timeout=0"], 2, ("--comm_timeout", "1 or more")),
+    (["--normuon_beta2=5"], 2, ("--normuon_beta2", "5.0", "0 to 1")),
+    (["--momentum_min=0.9", "--momentum_max=0.1"], 2, ("--momentum_min", "0.9", "0.1")),
+    (["--dtype=float16"], 2, ("--dtype", "'float16'", "bfloat16")),
+    (["--compile=yes"], 2, ("--compile", "'yes'")),
+    (["--device=mps"], 2, ("--device", "'mps'", "cpu", "cuda")),
+    (["--device=cuda"], 2, ("--device=cuda", "no CUDA device", "--preset=pocket")),
+    (["--head=fp8"], 2, ("--head=fp8", "float32", "8.9", "--head=emulated")),
+    (["--preset=poket"], 2, ("unknown preset", "poket", "nearest: pocket")),
+    (["--preset="], 2, ("unknown preset", "record", "pocket", "tiny")),
+    # sizes that contradict each other
+    (["--num_heads=3"], 2, ("--num_heads", "even", "--num_heads=2", "--num_heads=4")),
+    (["--head_dim=6"], 2, ("--head_dim", "--head_dim=8")),
+    (["--model_dim=100"], 2, ("--model_dim", "100", "2 x 16", "--model_dim=32")),
+    (["--num_slots=7"], 2, ("--stages", "128", "112")),
+    (["--num_slots=0"], 2, ("--num_slots", "1 or more")),
+    (["--val_tokens=700"], 2, ("--val_tokens", "700", "512", "1024")),
+    (["--num_scheduled_steps=2"], 2, ("--num_scheduled_steps", "3 stages", "--num_scheduled_steps=3")),
+    (["--stages=128 1 3"], 2, ("--stages", "'128 1 3'", "short long lr_mul")),
+    ([f"--stages={STAGE}"], 2, ("--stages", "1 row", "at least two")),
+    ([f"--stages={STAGE};{STAGE}"], 2, ("--split_stage", "2", "--split_stage=1")),
+    ([f"--stages={STAGE};128 3 1 1 1 1", "--split_stage=1"], 2, ("--stages", "short window < long window")),
+    ([f"--stages={STAGE};128 1 3 nan 1 1", "--split_stage=1"], 2, ("--stages", "nan")),
+    ([f"--stages={STAGE};100 1 3 1 1 1", "--split_stage=1"], 2, ("--stages", "100", "128")),
+    (["--padded_vocab=100"], 2, ("--padded_vocab", "100", "512")),
+    (["--vocab_size=600"], 2, ("--vocab_size", "600", "512", "header")),
+    (["--document_start=5"], 2, ("--document_start", "5", "511", "header")),
+    # memory
+    (["--bigram_rows=2000000000"], 1, ("memory", "GiB", "weights", "moments", "a larger device")),
+    # shards
+    (["--train_files=nothing_*.bin"], 2, ("no shards", "nothing_*.bin", "data/cached_fineweb10B.py", "--train_files")),
+    (["--train_files="], 2, ("no shards",)),
+    (["--train_files=folder.bin"], 2, ("no shards", "folder.bin")),
+    (["--train_files=dangling.bin"], 2, ("no shards", "dangling.bin")),
+    (["--train_files=fifo.bin"], 2, ("no shards", "fifo.bin")),
+    (["--val_files=nothing"], 2, ("no shards", "'nothing'")),
+    (["--train_files=empty.bin"], 2, ("empty.bin", "0 bytes", "1024", "20240520")),
+    (["--train_files=header_only.bin"], 2, ("header_only.bin", "1000 bytes")),
+    (["--train_files=magic.bin"], 2, ("magic.bin", "20240521", "20240520")),
+    (["--train_files=version.bin"], 2, ("version.bin", "[20240520, 2]")),
+    (["--train_files=longer.bin"], 2, ("longer.bin", "81025", "81024")),
+    (["--train_files=cut.bin"], 2, ("cut.bin", "81024", "101024", "fetch it again")),
+    (["--train_files=count_0.bin"], 2, ("count_0.bin", "81024 bytes")),
+    (["--train_files=vocab_65536.bin"], 2, ("vocab_65536.bin", "65536", "65535")),
+    (["--train_files=negative.bin"], 2, ("negative.bin", "-1")),
+    (["--train_files=start_512.bin"], 2, ("start_512.bin", "document start 512")),
+    (["--train_files=mixed_*.bin"], 2, ("different vocabularies", "600", "mixed_1.bin", "mixed_0.bin")),
+    (["--train_files=other_vocab.bin"], 2, ("different vocabularies", "val_0.bin", "other_vocab.bin")),
+    (["--train_files=beyond.bin"], 2, ("beyond.bin", "token 39990", f"byte {1024 + 2 * 39990}", "600", "512")),
+    (["--train_files=no_start.bin"], 2, ("no_start.bin", "no document start", "511")),
+    (["--train_files=gpt2.bin", "--val_files=gpt2.bin"], 2, ("gpt2.bin", "no document start", "50256")),
+    (["--train_files=short.bin"], 2, ("too few training tokens", "200", "1 steps", "672", "--epochs=0")),
+    (["--train_files=short.bin", "--epochs=0"], 2, ("too small", "8 x 17", "--stages")),
+    (["--train_files=one_document.bin"], 2, ("training data ended", "one_document.bin", "--epochs=0")),
+    (["--val_files=short.bin"], 2, ("too few validation tokens", "1024", "--val_batch_tokens")),
+    (["--val_tokens=512000"], 2, ("too few validation tokens", "3584", "512000", "--val_tokens=3584")),
+    (["--train_files=formula:512:511:40000"], 2, ("formula", "VOCAB:DOCUMENT_START:TOKENS:SHARDS")),
+    (["--train_files=formula:512:511:40000:0"], 2, ("formula", "VOCAB:DOCUMENT_START:TOKENS:SHARDS")),
+    (["--train_files=formula:512:600:40000:1"], 2, ("formula", "VOCAB:DOCUMENT_START:TOKENS:SHARDS")),
+    # vocabularies
+    (["--val_files=v_base64/*.bin"], 2, ("vocab.txt: line 1", "%%% 0", "base64")),
+    (["--val_files=v_words/*.bin"], 2, ("vocab.txt: line 1", "QQ== 0 1")),
+    (["--val_files=v_bytes/*.bin"], 2, ("vocab.txt: line 1", "base64")),
+    (["--val_files=v_short/*.bin"], 2, ("vocab.txt: ids", "510 of 512", "511")),
+    (["--val_files=v_more/*.bin"], 2, ("vocab.txt: ids", "512 of 512")),
+    (["--val_files=v_minus/*.bin"], 2, ("vocab.txt: ids",)),
+    (["--val_files=v_empty/*.bin"], 2, ("vocab.txt: ids", "0 of 512")),
+    (["--val_files=v_folder/*.bin"], 2, ("vocab.txt",)),
+    # folders
+    (["--run_dir=a_file"], 1, ("run directory a_file", "File exists", "--run_dir")),
+    (["--run_dir=a_file/run"], 1, ("run directory a_file/run", "Not a directory")),
+    (["--run_dir=/proc/run"], 1, ("run directory /proc/run", "No such file")),
+    (["--run_dir=" + "x" * 300], 1, ("File name too long",)),
+    (["--run_dir=nul\0"], 1, ("run directory", "null byte")),
+    (["--run_dir=old_run"], 1, ("run directory old_run", "File exists", "without a log")),
+    (["--save=a_file"], 2, ("a_file", "File exists")),
+    (["--save=/proc/weights"], 2, ("/proc/weights", "No such file")),
+    # samples
+    (["--sample=nowhere"], 2, ("nowhere", "config.json", "--save=DIR")),
+    (["--sample=w_empty"], 2, ("w_empty", "config.json")),
+    (["--sample=a_file"], 2, ("a_file", "Not a directory")),
+    (["--sample=w_json"], 2, ("w_json", "JSONDecodeError")),
+    (["--sample=w_config"], 2, ("w_config", "extra")),
+    (["--sample=w_type"], 2, ("w_type",)),
+    (["--sample=w_stages"], 2, ("stages",)),
+    (["--sample=w_odd"], 2, ("num_heads", "3")),
+    (["--sample=w_none"], 2, ("w_none", "weights.safetensors", "weights.pt")),
+    (["--sample=w_cut"], 2, ("w_cut", "weights.pt")),
+    (["--sample=w_junk"], 2, ("w_junk", "weights.pt")),
+    (["--sample=w_list"], 2, ("w_list", "weights.pt")),
+    (["--sample=w_sizes"], 2, ("w_sizes", "attn", "(10, 128, 32)", "(10, 256, 64)")),
+    (["--sample=w_missing"], 2, ("w_missing", "attn")),
+    (["--sample=w_more"], 2, ("w_more", "new")),
+    (["--sample=w_shape"], 2, ("w_shape", "attn", "(1, 1, 32)", "(10, 128, 32)")),
+    (["--sample=w_vocab"], 2, ("w_vocab/vocab.txt: line 1", "junk")),
+    (["--sample=w", "a ~ b"], 2, ("prompt", "b'~'", "leave them out")),
+    (["--sample=w_no_vocab", "words"], 2, ("prompt", "b'w'", "vocab.txt")),
+    (["--sample=w", "two", "words"], 2, ("words",)),
+    (["--sample=w_nan"], 2, ("lm_head", "finite")),
+]
+
+
+@pytest.mark.parametrize("flags, status, parts", BAD, ids=[" ".join(flags)[:60] for flags, *_ in BAD])
+def test_a_bad_input(ask, folder, tmp_path, flags, status, parts):
+    files = FILES if not any("sample" in flag or flag in ("--vocab_size", "--padded") for flag in flags) else ()
+    own = [] if any(flag.startswith("--run_dir") for flag in flags) else [f"--run_dir={tmp_path / 'run'}"]
+    ask(["--preset=tiny", "--max_steps=4", "--sample_tokens=4", *files, *own, *flags], status, *parts)
+    assert (folder / "old_run/log.txt").read_text() == "an old log\n"
+    assert not list(tmp_path.rglob(".reserve")), "no auxiliary file stays"
+
+
+def test_the_same_inputs_undamaged_are_accepted(ask, folder, tmp_path, capsys):
+    """So that the table fails for its own reasons; and a finished run is not a run directory for the next."""
+    run = ["--preset=tiny", "--max_steps=4", "--sample_tokens=4", *FILES, f"--run_dir={tmp_path / 'run'}",
+           f"--save={tmp_path / 'saved'}"]
+    assert tg.main(run) == 0
+    assert tg.main([f"--sample={tmp_path / 'saved'}", "--sample_tokens=4"]) == 0, capsys.readouterr().err
+    assert "token ids" in capsys.readouterr().out
+    assert tg.main(["--sample=w", "a few words", "--sample_tokens=4"]) == 0
+    assert "a few words" in capsys.readouterr().out
+    log = (tmp_path / "run" / "log.jsonl").read_bytes()
+    ask(run, 1, "run directory", "File exists")
+    assert (tmp_path / "run" / "log.jsonl").read_bytes() == log
+
+
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() == 0, reason="nothing is forbidden to root")
+@pytest.mark.parametrize("flag, status", [("--train_files", 2), ("--run_dir", 1), ("--save", 2)])
+def test_what_may_not_be_read_or_written(ask, tmp_path, flag, status):
+    locked = tmp_path / "locked"
+    locked.mkdir()
+    shard(str(locked / "train_0.bin"))
+    (locked / "train_0.bin").chmod(0)
+    locked.chmod(0o500)
+    value = locked / ("train_0.bin" if flag == "--train_files" else "new")
+    flags = {"--run_dir": tmp_path / "run", flag: value}
+    ask(["--preset=tiny", *FILES, *(f"{name}={value}" for name, value in flags.items())], status, "Permission denied")
+    locked.chmod(0o700)
+
+
+@pytest.mark.parametrize("env, parts", [
+    (dict(WORLD_SIZE="3"), ("number of ranks", "3", "[1, 2, 4, 8]", "--nproc_per_node=2")),
+    (dict(WORLD_SIZE="16"), ("number of ranks", "16", "--nproc_per_node=8")),
+    (dict(RANK="one"), ("one", "RANK", "torchrun")),
+    (dict(WORLD_SIZE="0"), ("WORLD_SIZE", "torchrun")),
+    (dict(WORLD_SIZE="2", RANK="2"), ("RANK", "2", "torchrun")),
+    (dict(RANK="-1"), ("RANK", "-1")),
+    (dict(RANK="0", WORLD_SIZE="2"), ("waiting for all ranks", "MASTER_ADDR")),
+    (dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT="port"), ("waiting for all", "MASTER_PORT")),
+], ids=str)
+def test_a_bad_launch(ask, tmp_path, monkeypatch, env, parts):
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in env.items():
+        monkeypatch.setenv(name, value)
+    ask(["--preset=tiny", f"--run_dir={tmp_path / 'run'}"], 2, *parts)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("local_rank", [0, 1, 2])
+def test_more_ranks_than_devices(ask, tmp_path, monkeypatch, local_rank):
+    """Every rank of the node knows it, not only those without a GPU, so that rank 0 can say it."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in dict(RANK=local_rank, LOCAL_RANK=local_rank, WORLD_SIZE=4, LOCAL_WORLD_SIZE=4).items():
+        monkeypatch.setenv(name, str(value))
+    ask(["--preset=tiny", f"--run_dir={tmp_path / 'run'}"], 2, "more ranks than devices", "2 GPUs", "nproc_per_node=2")
+
+
+def test_too_little_memory(ask, tmp_path, monkeypatch):
+    """Before anything is built: the estimate by part, and flags that would fit (test_device.py sees that they do)."""
+    monkeypatch.setattr(tg.Fabric, "free_memory", lambda self: 60e6)
+    monkeypatch.setattr(tg, "Executor", None)
+    flags = ["--preset=pocket", *FILES, "--num_slots=1", "--max_steps=2", f"--run_dir={tmp_path / 'run'}"]
+    ask(flags, 1, "memory", "GiB", "weights",
+        "gradients", "moments", "working", "--num_slots=", "--slots_per_micro_batch=1")
+
+
+@pytest.mark.parametrize("package, ranks, parts", [
+    (None, "", ("GPT-2 tokens", "pip install tiktoken")),
+    (None, "--ranks=junk_ranks", ("GPT-2 tokens", "pip install tiktoken")),
+    ("offline", "", ("GPT-2 tokens", "no network", "--ranks=FILE")),
+    ("there", "--ranks=nowhere", ("GPT-2 tokens", "nowhere", "--ranks=FILE")),
+    ("there", "--ranks=junk_ranks", ("GPT-2 tokens", "--ranks=FILE")),
+    ("there", "--ranks=train_0.bin", ("GPT-2 tokens", "--ranks=FILE")),
+    ("there", "--ranks=folder.bin", ("GPT-2 tokens", "folder.bin")),
+])
+def test_gpt2_tokens_without_package_or_ranks(ask, monkeypatch, package, ranks, parts):
+    """GPT-2 ids without vocab.txt need tiktoken, and tiktoken a network or a local file."""
+    fake = types.ModuleType("tiktoken")
+
+    def get_encoding(name: str):
+        raise OSError("no network")
+    fake.get_encoding, fake.Encoding = get_encoding, lambda *_, **__: None
+    monkeypatch.setitem(sys.modules, "tiktoken", fake if package else None)
+    monkeypatch.setattr(tg, "Executor", None)
+    ask(["--sample=w_gpt2", *filter(None, [ranks]), "hello"], 2, *parts)
+
+
+def test_a_console_that_is_gone(ask, tmp_path, monkeypatch):
+    """stdout on a full disk or closed does not end a run."""
+    run = ["--preset=tiny", "--max_steps=2", "--sample_tokens=0", *FILES]
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert tg.main([*run, f"--run_dir={tmp_path / 'full'}"]) == 0
+        monkeypatch.setattr(sys, "stdout", None)
+        assert tg.main([*run, f"--run_dir={tmp_path / 'none'}"]) == 0
+        monkeypatch.undo()
+        full.buffer.raw.close()
