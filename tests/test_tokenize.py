@@ -238,7 +238,8 @@ def test_bad_input(tmp_path, name, content, parts):
 @pytest.mark.parametrize("damage, found", [
     (lambda lines: lines[:-1] + [b"no base64! 300"], "found "), (lambda lines: [b"QQ=="] + lines, "found "),
     (lambda lines: lines[:5] + lines[6:], "pieces"), (lambda lines: lines[:-1] + [b"YWI= 999"], "pieces"),
-    (lambda lines: [b"\x1f\x8b broken gzip"], "found "), (lambda lines: [gzip.compress(b"QQ== 0")[:12] + b"xxxx"], "found ")])
+    (lambda lines: [b"\x1f\x8b broken gzip"], "found "),
+    (lambda lines: [gzip.compress(b"QQ== 0")[:12] + b"xxxx"], "found ")])
 def test_a_bad_vocabulary(tmp_path, damage, found):
     lines = [b"%s %d" % (base64.b64encode(bytes([byte])), byte) for byte in range(256)] + [b"YWI= 256"]
     (tmp_path / "vocab.txt").write_bytes(b"\n".join(damage(lines)))
