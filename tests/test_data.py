@@ -465,7 +465,7 @@ def test_too_few_tokens_are_known_before_the_start(have, epochs, steps):
     """Steps of 8 x 17 tokens in stage 0 (three steps), 8 x 33 in stage 1."""
     cfg = preset(epochs=epochs)
     refused(tg.DataError, lambda: tg.check_enough_data(cfg, tg.Schedule(cfg), shards(have)), "too few training tokens",
-            f"{have * epochs} in 1 shards", f"{steps} steps", "for 12 steps", "--epochs=0", "cached_fineweb10B.py")
+            f"{have * epochs} in 1 shards", f": {steps} steps", "for 12 steps", "--epochs=0", "cached_fineweb10B.py")
 
 
 def test_enough_tokens_pass():

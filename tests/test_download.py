@@ -304,13 +304,6 @@ def test_no_server(hub, waits, tmp_path):
     assert_whole(hub, tmp_path, VAL, ONE)
 
 
-def test_offline(hub, waits, tmp_path, monkeypatch):
-    from huggingface_hub import constants
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    message = fails(hub, tmp_path, "offline mode")
-    assert "HF_HUB_OFFLINE" in message and not hub.requests and not waits
-
-
 def test_bad_arguments(waits, capsys):
     for arguments in (["104"], ["-1"], ["nine"], ["--jobs=0"]):
         with pytest.raises(SystemExit) as caught:
@@ -341,6 +334,19 @@ def test_environment_and_plain_output(hub, tmp_path):
     assert {r.authorization for r in hub.requests if r.place == "hub"} == {"Bearer hf_secret"}
     assert {r.authorization for r in hub.requests if r.place == "cdn"} == {""}        # a token stays at the hub
     assert "\r" not in output + errors and f"{ONE}: 9,024 bytes, checked\n" in errors
+
+
+def test_offline(hub, tmp_path):
+    """What is whole is enough without a network; what is missing is not waited for."""
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / VAL).write_bytes(hub.files[VAL])
+    for shards, status in ("0", 0), ("1", 1):
+        process = start(tmp_path, shards, "--out", str(out), "--endpoint", hub.url, stderr=subprocess.PIPE,
+                        env={"HF_HUB_OFFLINE": "1"})
+        errors = process.communicate(timeout=20)[1]
+        assert process.returncode == status and ("HF_HUB_OFFLINE" in errors) == (status == 1), errors
+    assert f"error: {ONE}" in errors and "trying again" not in errors and not hub.requests
 
 
 def test_ctrl_c_then_again_with_a_bar(hub, tmp_path):

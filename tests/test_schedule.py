@@ -148,6 +148,12 @@ def test_warm_up_meets_every_kind_of_step(changes):
     assert all(step - 1 in steps for step in steps if step % 2), "whole cycles: an Adam step has all its gradients"
 
 
+@pytest.mark.parametrize("scheduled, stage, split", [(9, 1, 3), (12, 1, 5), (12, 2, 9), (12, 0, 1), (12, 3, 13)])
+def test_split_is_the_first_odd_step_of_its_stage(scheduled, stage, split):
+    schedule = tg.Schedule(preset("tiny", num_scheduled_steps=scheduled, split_stage=stage))
+    assert [step for step in range(scheduled + 3) if schedule.at(step).split] == [split]
+
+
 @pytest.mark.parametrize("stop, last", [(0, 12), (5, 5), (12, 12), (99, 12)])
 def test_max_steps_stops_early_and_changes_no_value(stop, last):
     whole, cut = tg.Schedule(preset("tiny")), tg.Schedule(preset("tiny", max_steps=stop))
