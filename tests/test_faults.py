@@ -98,8 +98,8 @@ def check_one_rank(fault: str, ended: Ended) -> None:
 
 
 @pytest.mark.parametrize("fault", some(ONE_RANK, always=(
-    "kill in forward", "kill in a reduction", "kill in the loader", "bad data in the loader", "disk error in the reader",
-    "NaN in forward", "Ctrl-C in forward")))
+    "kill in forward", "kill in a reduction", "kill in the loader", "bad data in the loader", "NaN in forward",
+    "disk error in the reader", "Ctrl-C in forward")))
 def test_a_fault_in_one_rank_of_two(launcher, tmp_path, fault):
     check_one_rank(fault, launcher.start(tmp_path / "job", *with_files(fault, tmp_path / "job"), world=2,
                                          faults={1: fault}).wait())
@@ -169,9 +169,9 @@ def test_ranks_that_miss_the_data(launcher, tmp_path):
     check_end(ended, "DataError", "no file matches", "of_1")
 
 
-def test_a_bad_flag_in_one_rank_is_named(launcher, tmp_path):
+def test_a_bad_flag_in_one_rank_is_named(waiting):
     """Known before the ranks have met: rank 1 has nobody to tell but the launcher's store."""
-    ended = launcher.start(tmp_path / "job", world=2, extra={1: ["--adam_lr=fast"]}, ends=True).wait()
+    ended = waiting["bad flag"].wait()
     assert ended.status[1] == 2 and ended.status[0]
     check_end(ended, "ConfigError: --adam_lr", "'fast'")
 
@@ -194,6 +194,7 @@ WAITING = {                              # name -> arguments of the launcher
     "no rank 1, store in rank 0": dict(absent=(1,), store="rank 0"),
     "no rank 0": dict(absent=(0,)),
     "no rank 0, store in rank 0": dict(absent=(0,), store="rank 0"),
+    "bad flag": dict(extra={1: ["--adam_lr=fast"]}, ends=True),
 }
 
 
