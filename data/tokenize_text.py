@@ -302,7 +302,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--val_files", type=Path, nargs="+", default=[], help="these for validation, all others for training")
     add("--shard_tokens", type=int, default=100_000_000, help="default 100 million")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="processes; default all cores")
-    add("--force", action="store_true", help="replace the data set in --out")
+    add("--force", action="store_true", help="replace the shards of this name in --out")
     args = parser.parse_args(argv)
     if args.max_doc_tokens is None:
         args.max_doc_tokens = 2048 if args.tokenizer == "gpt2" else 256
