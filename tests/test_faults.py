@@ -214,7 +214,7 @@ def test_a_rank_that_sleeps_past_the_timeout(waiting):
     check_log(ended, 3, *LOST)
 
 
-@pytest.mark.parametrize("name", ["sleep", "sleep in the loader"])
+@pytest.mark.parametrize("name", ["sleep", pytest.param("sleep in the loader", marks=pytest.mark.all)])
 def test_a_rank_that_sleeps_for_ever_is_ended_by_the_launcher(waiting, name):
     ended = waiting[name].wait()
     check_end(ended)

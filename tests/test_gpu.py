@@ -4,6 +4,7 @@ bf16 against f32 and f64 on the device (forward, backward, one update), the atte
 reference, the fp8 head against its emulation, and the record preset at full size: memory by estimate and as measured,
 ms a step in the three stages, warm-up, graphs. Without a GPU the same functions are rehearsed on the CPU, small.
 """
+import gc
 import json
 import time
 from dataclasses import replace
@@ -148,7 +149,7 @@ def test_bf16_against_f32_and_f64_rehearsed(show):
 
 ENDS = {                                 # documents in one flattened batch: ragged, one alone, empty ones, none cut
     "ragged": [1, 2, 130, 131, 500, 1500, 1501, 3000, 4096], "one": [4096], "tokens": list(range(1, 129)),
-    "empty": [7, 7, 7, 900, 900, 1024, 1024, 1024], "blocks": list(range(128, 2049, 128)), "long": [9, 16384],
+    "empty": [7, 7, 7, 900, 900, 1024, 1024, 1024], "blocks": list(range(128, 2049, 128)), "long": [9, 6000],
 }
 
 
@@ -166,7 +167,8 @@ def attention_errors(kernel, fabric: tg.Fabric, ends: list[int], window: int, he
         out = attend(*x.unbind(), bounds, longest, window, 12.8 / width)
         out.backward(seed.bfloat16().to(dtype))
         results.append([out.detach().float(), *x.grad.float()])
-    return [float((a - b).abs().max() / b.abs().max()) for a, b in zip(*results)]
+    least = 0.01 * max(float(x.abs().max()) for x in results[1])             # documents of one token: no gradient of q
+    return [float((a - b).abs().max() / b.abs().max().clamp_min(least)) for a, b in zip(*results)]
 
 
 @on_gpu
@@ -182,7 +184,7 @@ def test_the_chosen_attention_against_the_reference(gpu, show, name):
 
 
 def test_the_chosen_attention_rehearsed():
-    for name in ("ragged", "empty"):
+    for name in ("ragged", "empty", "tokens"):
         for window in (1, 128, 10**6):
             ends = [end for end in ENDS[name] if end <= 1501]
             assert max(attention_errors(tg.attention_reference, tg.Fabric(CPU), ends, window, 2, 16)) < 8 * 2**-8
@@ -319,6 +321,8 @@ def check_stage(found: dict) -> None:
 def record() -> Started:
     """One warm-up for all that follows: minutes."""
     torch.cuda.set_device(0)
+    gc.collect()
+    torch.cuda.empty_cache()                                                  # what is cached does not count as free
     try:
         return start("record", tg.Fabric(torch.device("cuda", 0)), 8_000_000, tg.GPT2_VOCAB)
     except tg.RunError as error:

@@ -462,8 +462,10 @@ def test_head_precision_by_device(monkeypatch):
     ("record", dict(), True), ("record", dict(seed=5, val_every=125, run_dir="x", sample_tokens=0), True),
     ("record", dict(adam_lr=0.01), False), ("record", dict(num_scheduled_steps=1506), False), ("tiny", dict(), False)])
 def test_reference_losses_are_shown_for_the_record_mathematics_only(monkeypatch, name, changes, shown):
-    plenty, asked = "formula:50257:50256:500000000:1", []
-    files = dict(train_files=plenty, val_files=plenty, device="cpu")
+    plenty, asked = tg.ShardHeader("fineweb_val_000000.bin", 500_000_000, 50257, 50256), []
+    files = dict(device="cpu")
+    monkeypatch.setattr(tg, "find_shards", lambda pattern: [plenty])
+    monkeypatch.setattr(tg, "data_sha256", lambda headers: "")
     monkeypatch.setattr(tg, "Log", lambda run_dir, fabric, schedule, expected: asked.append(expected) or 1 / 0)
     cfg = tg.Config(**tg.PRESETS[name] | files | changes)
     assert tg.run(name, cfg, tg.Fabric(torch.device("cpu"))) == 1, "far enough: no run begins"

@@ -290,6 +290,7 @@ def test_what_is_there_is_not_lost(tmp_path):
     assert decode(out) == ["two"] and {path.name for path in out.iterdir()} == {"out_train_000000.bin", "vocab.txt"}
 
 
+@pytest.mark.all                          # an interrupt can fall into an interpreter lock and be lost there
 def test_ctrl_c_and_a_full_disk(tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", ["some text with 🙂 in it " * 3000] * 300)
     run(write_jsonl(tmp_path / "few.jsonl", ["some text"]), f"--out={tmp_path / 'few'}", "--val_share=0")
