@@ -190,6 +190,8 @@ def test_rank_0_keeps_the_log_of_all(world: int, results: Results) -> None:
         got, want = ([entry[field] for entry in log if entry["type"] == kind] for log in (many, one))
         assert want and got == pytest.approx(want, rel=0, abs=1e-9), (kind, field)
     assert [log[0]["world_size"] for log in (one, many)] == [1, world]
+    assert {path.name for path in (results.folder / f"w{world}/run_12").iterdir()} == {
+        "log.txt", "log.jsonl", "train_gpt.py"}
     printed = [rank["printed"] for rank in results.facts("run_12", world)]
     assert printed[0] and not any(printed[1:])
 
