@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import argparse, base64, contextlib, difflib, errno, functools, gc, glob, gzip, hashlib
 import importlib, io, itertools, json, math, os, platform, re, signal, subprocess, sys, time, traceback
-import warnings
+import warnings, zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout
 from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
@@ -151,6 +151,9 @@ class Config:
     seed: int = _run(0, "integer", "initial values; each parameter draws from (seed, label)")
     device: str = _run("auto", "device", "auto: cuda if there is one", ("auto", "cpu", "cuda"))
     compile: int = _run(-1, "0|1", "torch.compile; -1: on CUDA only", (-1, 0, 1))
+    row_comms: str = _run("sparse", "mode", "how embedding rows travel: dense gradients and tables; sparse gradients; "
+                          "sparse both ways", ("dense", "sparse_scatter", "sparse"))
+    debug_rows: int = _run(0, "0|1", "poison rows that were not fetched, look for gradients of rows not planned", (0, 1))
     slots_per_micro_batch: int = _run(0, "slots", "side by side in the model; 0: as many as fit into memory")
     max_steps: int = _run(0, "steps", "stop early, then validate; 0: the whole schedule")
     run_dir: str = _run("", "folder", "of the logs; empty: logs/<run id>")
@@ -286,6 +289,7 @@ class Fabric:
     device: torch.device
     rank: int = 0
     world: int = 1
+    plan_group: Any = None               # of row plans, on the CPU: the loader thread's own, so that no order can clash
 
     @property
     def on_cuda(self) -> bool:
@@ -296,8 +300,8 @@ class Fabric:
             torch.cuda.synchronize(self.device)
 
     def set_timeout(self, seconds: float) -> None:
-        if self.world > 1:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds))
+        for group in (None, self.plan_group) if self.world > 1 else ():
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def enter_thread(self) -> None:
         """CUDA's current device is a thread's own: without this, pinning memory would open GPU 0 from every rank."""
@@ -339,6 +343,8 @@ class Fabric:
 
 # ====== Room 2: Schedule ==============================================================================================
 
+CYCLE = 2                                # steps of one Adam update, whose gradients add up
+
 class Rotary(NamedTuple):
     """Rotation of queries and keys in one stage."""
     frequencies: tuple[float, ...]       # E/4 angles per position; the other half of the head does not rotate
@@ -361,6 +367,7 @@ class Values:
     adam_lr: float
     momentum: float
     adam_step: bool                      # odd step: Adam consumes the gradients of the cycle
+    tied: bool                           # this step's forward reads the head, transposed, for its embedding
     split: bool                          # after this step's update, head and embedding part
     validate: bool                       # validation comes before the training part of this step
 
@@ -432,18 +439,20 @@ class Schedule:
             val_slot_tokens=cfg.val_batch_tokens // cfg.num_slots, short_window=stage.short_window * cfg.window_block,
             long_window=long_window * cfg.window_block, mtp_weights=self.mtp_weights_at(step), rotary=self.rotary[k],
             lr_factor=factor, normuon_lr=cfg.normuon_lr * factor, adam_lr=cfg.adam_lr * factor,
-            momentum=self.momentum_at(step), adam_step=step % 2 == 1, split=step == self.split_step,
-            validate=cfg.val_every > 0 and step % cfg.val_every == 0)
+            momentum=self.momentum_at(step), adam_step=step % CYCLE == CYCLE - 1,
+            tied=step <= self.split_step, split=step == self.split_step, validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
     def warm_up_steps(self) -> list[int]:
         """Whole cycles around the start of every stage: each graph of the run, tied and split, occurs in them."""
-        cycles = sorted({start // 2 + k for start in self.stage_starts for k in (0, 1)})
-        return [step for cycle in cycles for step in (2 * cycle, 2 * cycle + 1) if step < self.last_step]
+        cycles = sorted({start // CYCLE + k for start in self.stage_starts for k in (0, 1)})
+        steps = (range(CYCLE * cycle, CYCLE * cycle + CYCLE) for cycle in cycles)
+        return [step for step in itertools.chain(*steps) if step < self.last_step]
 
 # ====== Room 3: Data ==================================================================================================
 
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # recipe 1.2; table in data/README.md
 HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # recipe 2.5
+BITMAP_ROWS = 16                         # a bitmap finds the rows of a cycle if the table has at most so many per read
 FORMULA = "formula:"                     # formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS, tokens without a file
 
 class ShardHeader(NamedTuple):
@@ -614,25 +623,120 @@ def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
     hashed[..., 0] = rows - 1
     return hashed
 
+class Table(NamedTuple):
+    """What the parameter table says of an embedding of which a step reads few rows (design 4)."""
+    label: str
+    rows: int                            # R
+    reads: int                           # rows that one token reads
+    ids: Callable[[np.ndarray], np.ndarray]      # tokens (b, T) i32 -> rows (b, T) or (b, reads, T) i32, logical order
+    tied: bool = False                   # the head, transposed, until the split
+    home: str = "device"                 # where an owner keeps its rows
+    rule: str = "adam"                   # what updates them: on every row of a slice, read or not
+    cycle: int = CYCLE                   # steps between two updates
+
+def row_tables(cfg: Config) -> tuple[Table, ...]:
+    V, first = cfg.padded_vocab, np.arange(NUM_VALUE_TABLES, dtype=np.int32)[:, None] * cfg.padded_vocab
+    return (Table("bigram_embed", cfg.bigram_rows, 1, functools.partial(bigram_hash, rows=cfg.bigram_rows)),
+            Table("value_embed", NUM_VALUE_TABLES * V, NUM_VALUE_TABLES, lambda tokens: tokens[:, None] + first),
+            Table("embed", V, 1, lambda tokens: tokens, tied=True))
+
+def row_owners(cfg: Config, fabric: Fabric) -> int:
+    """How many ranks share out a table's rows; 1: every rank holds all of them."""
+    return 1 if cfg.row_comms == "dense" else fabric.world
+
+def physical_rows(rows: Any, size: int, owners: int) -> Any:
+    """Row r is the r div W-th of owner r mod W; in this order the `size` rows of an owner stand together (design 4.1)."""
+    within = rows // owners
+    return (rows - within * owners) * size + within
+
+def logical_rows(physical: Any, size: int, owners: int) -> Any:
+    return physical % size * owners + physical // size
+
+@dataclass(eq=False)
+class TablePlan:
+    """The rows of a table that this rank reads in a cycle, n of them, and the rows of its own that any rank reads."""
+    tag: dict[str, Any]                  # purpose, cycle, and tokens of a slot: alike on all ranks
+    size: int                            # rows of every owner's slice
+    ids: Tensor                          # (n,) i64, physical, ascending: list of the fetch and of the gradients' return
+    counts: list[int]                    # how many of them each owner has
+    tied: bool = False                   # read from the head, which every rank has: nothing travels
+    asked: Tensor | None = None          # (sum,) i64 places in this rank's slice, rank by rank
+    asked_counts: list[int] = field(default_factory=list)
+    plan_ms: float = 0.0                 # of the loader thread, without the ids and the exchange
+    sent: int = 0                        # bytes to and from other ranks, counted where a collective is called
+    received: int = 0
+
+Plans = dict[str, TablePlan]             # of one cycle, by table
+
 class Batch(NamedTuple):
     """This rank's slots of one step, b of them."""
     step: int
+    plans: Plans                         # shared by the steps of a cycle
     tokens: Tensor                       # (b, T) i32
     targets: Tensor                      # (b, T) i64: the next token
-    bigram_rows: Tensor                  # (b, T) i32
     cu_seqlens: Tensor                   # (b, C) i32: 0, document ends, then T as often as needed to fill C columns
+    rows: dict[str, Tensor]              # by table, (b, T) or (b, reads, T) i32: place in the plan's list, or in the table
 
-    def to(self, device: torch.device) -> Batch:
-        return Batch(self.step, *(x.to(device, non_blocking=True) for x in self[1:]))
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        return Batch(*self[:2], *map(change, self[2:-1]), {label: change(x) for label, x in self.rows.items()})
 
-def make_batch(step: int, slots: list[Slot], bigram_rows: int, pin: bool) -> Batch:
-    tokens = np.stack([slot.tokens for slot in slots])
-    inputs, targets = tokens[:, :-1].astype(np.int32), tokens[:, 1:].astype(np.int64)
-    cu_seqlens = np.full((len(slots), max(len(slot.cu_seqlens) for slot in slots)), inputs.shape[1], np.int32)
-    for row, slot in zip(cu_seqlens, slots):
+class Planner:
+    """Makes the batches of a cycle and their row plans. Pure, but for the exchange with the other ranks."""
+    def __init__(self, cfg: Config, fabric: Fabric, exchange: Callable[[Plans], None] | None = None) -> None:
+        """exchange fills in what ranks ask of each other; without it a plan is this rank's side alone."""
+        self.cfg, self.fabric, self.tables, self.owners = cfg, fabric, row_tables(cfg), row_owners(cfg, fabric)
+        self.exchange = exchange if self.owners > 1 else None
+        self.sizes = {table.label: -(-table.rows // self.owners) for table in self.tables}
+        self.seen, self.places = ({label: np.zeros(self.owners * size, kind) for label, size in self.sizes.items()}
+                                  for kind in (bool, np.int32))
+
+    def batches(self, purpose: str, steps: Sequence[Values], slots: Sequence[list[Slot]]) -> list[Batch]:
+        """One batch for each step and its slots. On CUDA all is pinned; torch reuses a block after its last copy."""
+        tokens = [np.stack([slot.tokens for slot in of_step]) for of_step in slots]
+        inputs, targets = zip(*((x[:, :-1].astype(np.int32), x[:, 1:].astype(np.int64)) for x in tokens))
+        tag = dict(purpose=purpose, cycle=steps[0].step // CYCLE, tokens=sum(x.shape[1] for x in inputs))
+        pin = Tensor.pin_memory if self.fabric.on_cuda else lambda x: x
+        plans, rows = {}, {}
+        for table in self.tables:
+            plan, rows[table.label] = self.plan(table, tag, [table.ids(x) for x in inputs])
+            plans[table.label] = replace(plan, tied=table.tied and steps[0].tied)
+        if self.exchange:
+            self.exchange(plans)
+        for plan in plans.values():
+            plan.ids, plan.asked = pin(plan.ids), pin(plan.asked)
+        return [Batch(values.step, plans, *map(torch.from_numpy, (*arrays, cu_seqlens_table(of_step))),
+                      {label: torch.from_numpy(x[at]) for label, x in rows.items()}).map(pin)
+                for at, (values, of_step, *arrays) in enumerate(zip(steps, slots, inputs, targets))]
+
+    def plan(self, table: Table, tag: dict[str, Any], rows: list[np.ndarray]) -> tuple[TablePlan, list[np.ndarray]]:
+        """The plan for all these rows, and the place of each: in the plan's list if that is what is fetched."""
+        if self.cfg.row_comms == "dense":
+            return TablePlan(tag, table.rows, torch.arange(0), [], asked=torch.arange(0)), rows
+        began, size, owners = time.perf_counter(), self.sizes[table.label], self.owners
+        seen, places = self.seen[table.label], self.places[table.label]
+        physical = np.concatenate([x.ravel() for x in rows])
+        if owners > 1:
+            physical = physical_rows(physical, size, owners)
+        if len(seen) < BITMAP_ROWS * len(physical):
+            seen[physical] = True
+            ids = np.flatnonzero(seen)
+            seen[ids] = False
+        else:                                                                 # a bitmap costs by the size of the table
+            ids = np.sort(physical)
+            ids = ids[np.append(True, ids[1:] != ids[:-1])]
+        if self.cfg.row_comms == "sparse" and owners > 1:
+            places[ids] = np.arange(len(ids), dtype=np.int32)
+            physical = places.take(physical)
+        counts = np.diff(np.searchsorted(ids, size * np.arange(owners + 1))).tolist()
+        index, ids = np.split(physical, np.cumsum([x.size for x in rows])[:-1]), torch.from_numpy(ids.astype(np.int64))
+        plan = TablePlan(tag, size, ids, counts, asked=ids, asked_counts=counts, plan_ms=1000 * (time.perf_counter() - began))
+        return plan, [x.reshape(y.shape) for x, y in zip(index, rows)]
+
+def cu_seqlens_table(slots: list[Slot]) -> np.ndarray:
+    table = np.full((len(slots), max(len(slot.cu_seqlens) for slot in slots)), len(slots[0].tokens) - 1, np.int32)
+    for row, slot in zip(table, slots):
         row[:len(slot.cu_seqlens)] = slot.cu_seqlens
-    tensors = map(torch.from_numpy, (inputs, targets, bigram_hash(inputs, bigram_rows), cu_seqlens))
-    return Batch(step, *(x.pin_memory() if pin else x for x in tensors))
+    return table
 
 def bounded(future: Future, cfg: Config, what: str) -> Any:
     """Result of a thread's work; its exception surfaces here, and the wait has an end."""
@@ -649,9 +753,12 @@ class Loader:
     the same at every W: a block of all slots that does not fit into a shard starts the next one. The position in the
     stream belongs to the thread; a second thread reads the shard after the current one.
     """
-    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], steps: Sequence[Values]) -> None:
-        self.cfg, self.fabric, self.headers = cfg, fabric, headers
-        self.cycles = iter([steps[i:i + 2] for i in range(0, len(steps), 2)])
+    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], steps: Sequence[Values],
+                 exchange: Callable[[Plans], None] | None = None, purpose: str = "train") -> None:
+        """steps: whole cycles, the last may be a half. exchange and purpose are for the row plans."""
+        self.cfg, self.fabric, self.headers, self.purpose = cfg, fabric, headers, purpose
+        self.planner = Planner(cfg, fabric, exchange)
+        self.cycles = iter([steps[i:i + CYCLE] for i in range(0, len(steps), CYCLE)])
         self.worker = ThreadPoolExecutor(1, "loader", initializer=fabric.enter_thread)
         self.reader = ThreadPoolExecutor(1, "shard-reader")
         passes = itertools.repeat(headers, cfg.epochs) if cfg.epochs else itertools.repeat(headers)
@@ -665,7 +772,8 @@ class Loader:
 
     def wait(self) -> None:
         """Until the cycle ahead is there."""
-        bounded(self.ahead, self.cfg, "waiting for the loader thread")
+        if self.ahead is not None:
+            bounded(self.ahead, self.cfg, "waiting for the loader thread")
 
     def next(self, values: Values) -> Batch:
         """The batch of this step, on the device."""
@@ -675,7 +783,13 @@ class Loader:
             self._prepare_next()
         batch = self.ready.pop(0)
         assert batch.step == values.step, f"the loader is at step {batch.step}, the run at {values.step}"
-        return batch.to(self.fabric.device)
+        return batch.map(lambda x: x.to(self.fabric.device, non_blocking=True))
+
+    def plans_ahead(self) -> Plans | None:
+        """Row plans of the cycle ahead, or None: there is none, or `next` will say why."""
+        with contextlib.suppress(DataError):
+            self.wait()
+            return self.ahead and self.ahead.result()[0].plans
 
     def close(self) -> None:
         for pool in (self.worker, self.reader):
@@ -683,12 +797,12 @@ class Loader:
 
     def _prepare_next(self) -> None:
         cycle = next(self.cycles, None)
-        self.ahead = cycle and self.worker.submit(lambda: [self._make(values) for values in cycle])
+        self.ahead = cycle and self.worker.submit(self._make, cycle)
 
-    def _make(self, values: Values) -> Batch:
-        shard, slots = self._block(values)
-        mine = [make_slot(shard, *slot) for slot in slots[self.fabric.rank::self.fabric.world]]
-        return make_batch(values.step, mine, self.cfg.bigram_rows, self.fabric.on_cuda)
+    def _make(self, cycle: Sequence[Values]) -> list[Batch]:
+        blocks = map(self._block, cycle)
+        mine = [[make_slot(shard, *slot) for slot in slots[self.fabric.rank::self.fabric.world]] for shard, slots in blocks]
+        return self.planner.batches(self.purpose, cycle, mine)
 
     def _block(self, values: Values) -> tuple[Shard, list]:
         S, T = self.cfg.num_slots, values.slot_tokens
@@ -708,8 +822,9 @@ class Loader:
 
 class ValidationSet:
     """The validation slots in memory, and what is known of their text."""
-    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader]) -> None:
-        self.cfg, self.fabric = cfg, fabric
+    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader],
+                 exchange: Callable[[Plans], None] | None = None) -> None:
+        self.cfg, self.fabric, self.planner = cfg, fabric, Planner(cfg, fabric, exchange)
         slot_tokens = cfg.val_batch_tokens // cfg.num_slots
         slots = validation_slots(map(load_shard, headers), cfg.num_slots, slot_tokens, cfg.document_start)
         self.slots = list(itertools.islice(slots, cfg.val_tokens // slot_tokens))
@@ -733,7 +848,8 @@ class ValidationSet:
         """This rank's slots, one block at a time."""
         for block in range(0, len(self.slots), self.cfg.num_slots):
             mine = self.slots[block + self.fabric.rank:block + self.cfg.num_slots:self.fabric.world]
-            yield make_batch(values.step, mine, self.cfg.bigram_rows, self.fabric.on_cuda).to(self.fabric.device)
+            batch, = self.planner.batches("validation", [values], [mine])
+            yield batch.map(lambda x: x.to(self.fabric.device, non_blocking=True))
 
 def read_vocabulary(header: ShardHeader) -> list[bytes] | None:
     """Bytes of each token from vocab.txt beside the shards, "base64 id" per line, or None. Raises DataError."""
@@ -760,7 +876,16 @@ def read_vocabulary(header: ShardHeader) -> list[bytes] | None:
 RMS_EPS = 2.0**-23                       # what the peer's bf16 run uses, here in every dtype
 FP8_MAX = 448.0                          # largest e4m3 number
 FP8_Y_SCALE, FP8_W_SCALE, FP8_GRAD_SCALE = 100 / FP8_MAX, 1.6 / FP8_MAX, 0.75 / FP8_MAX        # recipe 2.8
+ADD_ROWS_LINES = 8                       # gradient lines that a program adds at once
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # z = 23 sigmoid((logit + 5) / 7.5)
+
+tl: Any = None                           # triton.language, from the first launch on: only a GPU needs the package
+
+@functools.cache
+def jitted(kernel: Callable) -> Any:
+    triton = importlib.import_module("triton")
+    globals()["tl"] = importlib.import_module("triton.language")
+    return triton.jit(kernel)
 
 def rms_norm(x: Tensor) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last axis, no gain."""
@@ -863,6 +988,61 @@ def next_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     columns = targets[:, torch.where(inside, ahead, 0)]                       # (B, T, G)
     return columns.flatten(0, 1), (inside * weights).expand(slots, -1, -1).flatten(0, 1)
 
+@torch.library.custom_op("train_gpt::add_rows", mutates_args=("sums",))
+def add_rows(sums: Tensor, index: Tensor, grad: Tensor) -> None:
+    """sums[index[i]] += grad[i], in the order of i: equal runs give equal bits.
+
+    sums (P, D) f32 or f64, index (...) i32, grad (..., D). An opaque operation, so that torch.compile keeps the buffer.
+    """
+    index, grad = index.flatten(), grad.flatten(0, -2)
+    if not grad.is_cuda:
+        sums.index_add_(0, index.long(), grad.to(sums.dtype))
+    elif len(index):
+        rows, order = index.sort(stable=True)
+        launch_add_rows(sums, rows, order, grad.contiguous())
+
+def add_rows_kernel(sums, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
+    """One program per line of grad; the first of a row's lines adds them all, LINES at a time."""
+    first = tl.program_id(0)
+    row = tl.load(rows + first)
+    before = tl.load(rows + first - 1, mask=first > 0, other=-1)
+    if row != before:
+        column = tl.arange(0, WIDTH)
+        inside = column < width
+        target = sums + row.to(tl.int64) * width + column                     # tables pass 2^31 elements
+        total, at, more = tl.load(target, mask=inside, other=0), first, 1
+        while more == 1:
+            line = at + tl.arange(0, LINES)
+            same = tl.load(rows + line, mask=line < count, other=-1) == row
+            part = grad + tl.load(order + line, mask=same, other=0)[:, None] * width + column[None, :]
+            total += tl.sum(tl.load(part, mask=same[:, None] & inside[None, :], other=0).to(total.dtype), axis=0)
+            at, more = at + LINES, tl.min(same.to(tl.int32), axis=0)
+        tl.store(target, total, mask=inside)
+
+def launch_add_rows(sums: Tensor, rows: Tensor, order: Tensor, grad: Tensor) -> None:
+    """rows (N,) i32 ascending; order (N,) i64: the line of grad (N, D) behind each."""
+    count, width = grad.shape
+    jitted(add_rows_kernel)[(count,)](sums, rows, order, grad, count, width, LINES=ADD_ROWS_LINES,
+                                      WIDTH=1 << (width - 1).bit_length())
+
+class RowLookup(torch.autograd.Function):
+    """source[index], whose gradient goes into `sums` and not to autograd: no dense gradient of a table ever exists."""
+
+    @staticmethod
+    def forward(ctx, source, index, sums):
+        ctx.save_for_backward(index)
+        ctx.sums = sums
+        return F.embedding(index, source)
+
+    @staticmethod
+    def backward(ctx, grad):
+        add_rows(ctx.sums, *ctx.saved_tensors, grad)
+        return None, None, None
+
+def look_up(source: Tensor, sums: Tensor | None, index: Tensor) -> Tensor:
+    """Rows (..., D) of source (P, D) at index (...); gradients add up in sums (P, D), or without one in source.grad."""
+    return F.embedding(index, source) if sums is None else RowLookup.apply(source, index, sums)
+
 class HeadLoss(torch.autograd.Function):
     """Softcapped cross-entropy of the next G tokens, with the head's product inside (recipe 2.8).
 
@@ -936,6 +1116,7 @@ class Parameter(NamedTuple):
     betas: tuple[float, float] = (0.9, 0.99)
     bank: bool = False                   # matrices stand in the last two axes
     full_precision: bool = False         # f32 where the weights are bf16
+    rows: Table | None = None            # of an embedding whose rows travel one by one
 
 def normal(std: float) -> Callable:
     return lambda generator, shape: torch.randn(shape, generator=generator) * std
@@ -958,10 +1139,11 @@ MLP_FACTOR, UP_AND_DOWN, QKVO = 4, 2, 4
 
 def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     """Label, shape, initial value, optimizer, multipliers (recipe 2.1, 2.6, 3.5)."""
-    D, H, V, R = cfg.model_dim, cfg.num_heads, cfg.padded_vocab, cfg.bigram_rows
+    D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
     L, A = len(LAYERS), len(ATTENTION_LAYERS)
     bound, packed = 3**0.5 * 0.5 * D**-0.5, sum(SCALARS.values(), ())
     small = dict(optimizer="adam", sharded=False)
+    bigrams, values, embed = row_tables(cfg)
     table = dict(optimizer="adam", sharded=True, lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
     head = dict(optimizer="adam", sharded=True, lr_mul=1, wd_mul=150, betas=(0.5, 0.95))
     bank = dict(optimizer="normuon", sharded=True, bank=True)
@@ -975,10 +1157,10 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
         Parameter("skip_gate", (1, GATE_INPUTS), ZEROS, **small, lr_mul=0.05, wd_mul=0),
         Parameter("attn_gate_bank", (A, H, GATE_INPUTS), ZEROS, **small),
         Parameter("ve_gate_bank", (NUM_VALUE_TABLES, H, GATE_INPUTS), ZEROS, **small),
-        Parameter("bigram_embed", (R, D), ZEROS, **table),
-        Parameter("value_embed", (NUM_VALUE_TABLES * V, D), normal(0.01), **table),
+        Parameter("bigram_embed", (bigrams.rows, D), ZEROS, **table, rows=bigrams),
+        Parameter("value_embed", (values.rows, D), normal(0.01), **table, rows=values),
         Parameter("lm_head", (D, V), normal(0.005), **head),
-        Parameter("embed", (V, D), ZEROS, **head),                            # lm_head^T while they are tied
+        Parameter("embed", (embed.rows, D), ZEROS, **head, rows=embed),       # lm_head^T while they are tied
     )
 
 class Reach(NamedTuple):
@@ -988,29 +1170,39 @@ class Reach(NamedTuple):
     max_len: int
     scale: float
 
+Sources = dict[str, tuple[Tensor, "Tensor | None"]]       # table -> rows to read, and where their gradients add up
+
 class GPT(nn.Module):
     """Recipe A, section 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
-    def __init__(self, cfg: Config, attention: Callable, rotary_len: int) -> None:
-        """rotary_len: the longest slot in tokens; the tables hold twice that, since paired layers have 2T positions."""
+    def __init__(self, cfg: Config, attention: Callable, rotary_len: int, stored: dict[str, int] | None = None) -> None:
+        """rotary_len: the longest slot in tokens; the tables hold twice that, since paired layers have 2T positions.
+
+        stored: how many rows of a table are kept here, where not all are.
+        """
         super().__init__()
         self.heads, self.head_dim, self.vocab, self.attention = cfg.num_heads, cfg.head_dim, cfg.padded_vocab, attention
         self.table, dtype = parameter_table(cfg), getattr(torch, cfg.dtype)
         exact = torch.promote_types(dtype, torch.float32)
         for row in self.table:
-            empty = torch.empty(row.shape, dtype=exact if row.full_precision else dtype)
+            kept = (stored or {}).get(row.label, row.shape[0])
+            empty = torch.empty((kept, *row.shape[1:]), dtype=exact if row.full_precision else dtype)
             self.register_parameter(row.label, nn.Parameter(empty))
         for name in ("rotary_cos", "rotary_sin"):
             self.register_buffer(name, torch.zeros(2 * rotary_len, cfg.head_dim // 4, dtype=dtype), persistent=False)
 
     @torch.no_grad()
-    def set_initial_values(self, seed: int) -> None:
-        """One generator per label, from (seed, label). All but f32 rows pass through bf16: the same in any dtype."""
+    def set_initial_values(self, seed: int, kept: Callable[[str, Tensor], Tensor] = lambda _, x: x) -> None:
+        """One generator per label, from (seed, label). All but f32 rows pass through bf16: the same in any dtype.
+
+        kept(label, whole) is what is stored here of a parameter.
+        """
         for row in self.table:
             digest = hashlib.sha256(f"{seed}/{row.label}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
             drawn = row.init(generator, row.shape)
+            drawn = kept(row.label, drawn)
             self.get_parameter(row.label).copy_(drawn if row.full_precision else drawn.bfloat16())
-        self.embed.copy_(self.lm_head.t())
+        self.embed.copy_(kept("embed", self.lm_head.t()))
 
     @torch.no_grad()
     def set_rotary(self, frequencies: Sequence[float]) -> None:
@@ -1020,22 +1212,23 @@ class GPT(nn.Module):
         self.rotary_cos.copy_(angles.cos())
         self.rotary_sin.copy_(angles.sin())
 
-    def losses(self, batch: Batch, weights: Tensor, loss_weight: Tensor, reach: Reach, precision: str) -> Tensor:
+    def losses(self, batch: Batch, weights: Tensor, loss_weight: Tensor, reach: Reach, precision: str,
+               sources: Sources | None = None) -> Tensor:
         """Loss of each position, (B, T); weights (G,) of the next tokens, loss_weight () seeds the backward."""
-        y = self.hidden(batch, reach).flatten(0, 1)
+        y = self.hidden(batch, reach, sources).flatten(0, 1)
         logits_dtype = torch.bfloat16 if precision != "plain" and y.dtype != torch.float64 else y.dtype
         losses = HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype)
         return losses.view(batch.targets.shape)
 
-    def hidden(self, batch: Batch, reach: Reach) -> Tensor:
-        """The normalised stream in front of the head, (B, T, D)."""
+    def hidden(self, batch: Batch, reach: Reach, sources: Sources | None = None) -> Tensor:
+        """The normalised stream in front of the head, (B, T, D). sources: where rows are read, if not in parameters."""
         scalars = dict(zip(SCALARS, self.scalars.split([len(values) for values in SCALARS.values()])))
         residual, pair_scales, bigram = (scalars[name].unbind() for name in ("residual", "attention", "bigram"))
         x0_lambdas, (slots, length) = self.x0_lambdas.unbind(), batch.tokens.shape
         first = torch.arange(slots, device=batch.tokens.device, dtype=torch.int32)[:, None] * length
         cu_seqlens = (batch.cu_seqlens + first).flatten()                    # what fills a row is the next one's start
         attentions, mlps = iter(self.attn.unbind()), self.mlp.unbind()        # one gradient per bank, not per layer
-        x0, pairs, values = self.inputs(batch, scalars["smear"])
+        x0, pairs, values = self.inputs(batch, scalars["smear"], sources or {})
         x, kept = x0, {}
         for depth, layer in enumerate(LAYERS):
             if layer.add:                                                     # before the mix, which scales it too
@@ -1055,14 +1248,14 @@ class GPT(nn.Module):
                 kept[layer.keep_as] = x
         return rms_norm(x - scalars["backout"].type_as(x) * kept[BACKOUT])
 
-    def inputs(self, batch: Batch, smear: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def inputs(self, batch: Batch, smear: Tensor, sources: Sources) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Normalised smeared embedding and bigram rows, (B, T, D), and value rows, one (B, T, D) per value table."""
-        e = F.embedding(batch.tokens, self.embed)
+        own = dict(bigram_embed=(self.bigram_embed, None), value_embed=(self.value_embed, None), embed=(self.embed, None))
+        read = {label: look_up(*(own | sources)[label], index) for label, index in batch.rows.items()}
+        e = read["embed"]
         gate = smear.type_as(e) * torch.sigmoid(F.linear(e[:, 1:, :GATE_INPUTS], self.smear_gate))
         smeared = torch.cat((e[:, :1], e[:, 1:] + gate * e[:, :-1]), dim=1)   # crosses documents, not slots
-        tables = torch.arange(NUM_VALUE_TABLES, device=e.device, dtype=batch.tokens.dtype)[:, None, None] * self.vocab
-        values = F.embedding(batch.tokens + tables, self.value_embed)
-        return rms_norm(smeared), F.embedding(batch.bigram_rows, self.bigram_embed), list(values.unbind())
+        return rms_norm(smeared), read["bigram_embed"], list(read["value_embed"].unbind(1))
 
     def attend(self, layer: Layer, n: Tensor, values: list[Tensor], w_qkv: Tensor, cu_seqlens: Tensor,
                reach: Reach) -> Tensor:
@@ -1105,8 +1298,181 @@ class GPT(nn.Module):
         return y.view(slots, length, heads, width)
 
 # ====== Room 6: Rows ==================================================================================================
-# The exchange of embedding rows between ranks, planned ahead by the loader. For now every rank holds
-# whole tables; room 7 reduces their gradients and gathers their rows densely, the yardstick for a sparse exchange.
+# A plan's ids serve both directions: owner to reader in front of a cycle, reader to owner behind it (design 4).
+
+PIECE_ROWS = 1 << 14                     # rows of each owner that are saved at a time
+LIST_FACTS = ("purpose", "cycle", "tokens", "dtype", "table", "rows", "checksum")         # i64 ahead of every list
+
+def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: Plans) -> None:
+    """Tell every owner which of its rows this rank reads, and learn what all ranks ask of this one.
+
+    Two collectives for all tables: facts about the lists, then the lists. Raises FabricError where ranks disagree.
+    """
+    W, me, plans = fabric.world, fabric.rank, {label: plan for label, plan in plans.items() if not plan.tied}
+    lists = [[x - owner * plan.size for owner, x in enumerate(plan.ids.int().split(plan.counts))]
+             for plan in plans.values()]
+    facts = torch.tensor([[[*(word if isinstance(word, int) else zlib.crc32(word.encode())
+                              for word in (*plan.tag.values(), dtype, label)), len(x[owner]), int(x[owner].sum())]
+                           for (label, plan), x in zip(plans.items(), lists)] for owner in range(W)])
+    theirs = torch.empty_like(facts)
+    dist.all_to_all_single(theirs, facts, group=group)
+    for rank, (there, here) in enumerate(zip(theirs[..., :-2], facts[..., :-2])):
+        if not there.equal(here):
+            found, expected = (dict(zip(LIST_FACTS, x[0].tolist())) for x in (there, here))
+            raise FabricError(f"row plans of ranks {rank} and {me}", found, expected, "one cycle and one kind of rows on "
+                              "every rank: start all with the same flags, data and source")
+    out, back, checksums = facts[..., -2], theirs[..., -2], theirs[..., -1]               # (W, tables)
+    arrived = torch.empty(int(back.sum()), dtype=torch.int32)
+    dist.all_to_all_single(arrived, torch.cat([x[owner] for owner in range(W) for x in lists]), back.sum(1).tolist(),
+                           out.sum(1).tolist(), group=group)
+    pieces = arrived.split(back.flatten().tolist())
+    for at, (label, plan) in enumerate(plans.items()):
+        for rank, x in enumerate(pieces[at::len(plans)]):
+            if len(x) and not (0 <= x[0] and x[-1] < plan.size and bool((x.diff() > 0).all())
+                               and int(x.sum()) == checksums[rank, at]):
+                raise FabricError(f"rows of {label} that rank {rank} asks for", f"{len(x)} from {x[0]} to {x[-1]}",
+                                  f"ascending places below {plan.size}, as announced", "report it: a plan is wrong")
+        plan.asked, plan.asked_counts = torch.cat(pieces[at::len(plans)]).long(), back[:, at].tolist()
+        facts_bytes = (W - 1) * len(LIST_FACTS) * facts.element_size()
+        plan.sent += facts_bytes + (len(plan.ids) - plan.counts[me]) * arrived.element_size()
+        plan.received += facts_bytes + (len(plan.asked) - plan.asked_counts[me]) * arrived.element_size()
+
+class TableRows:
+    """One table on one rank: the slice it owns, a cache of rows it reads, and the gradients of both.
+
+    sparse: cache and sums hold the plan's rows, in its order. sparse_scatter: all rows, in physical order. With one
+    rank the cache is the table, and what its readers sum up is the owner's gradient.
+    """
+    def __init__(self, table: Table, cfg: Config, fabric: Fabric, mine: Tensor, most_tokens: int) -> None:
+        """mine (C, D): the slice, a parameter; most_tokens: that a rank reads in a cycle."""
+        assert (table.home, table.rule, table.cycle) == ("device", "adam", CYCLE), f"no way to keep {table} yet"
+        self.table, self.fabric, self.mine, self.debug = table, fabric, mine, cfg.debug_rows == 1
+        W, (size, width), exact = fabric.world, mine.shape, torch.promote_types(mine.dtype, torch.float32)
+        self.all_rows = W == 1 or cfg.row_comms == "sparse_scatter"
+        self.grad = torch.zeros(mine.shape, dtype=exact, device=mine.device)  # of the slice, summed over ranks
+        self.cache, self.sums = mine, self.grad
+        if W > 1:
+            count = W * size if self.all_rows else min(W * size, most_tokens * table.reads)
+            self.cache = torch.zeros(count, width, dtype=mine.dtype, device=mine.device, requires_grad=True)
+            self.sums = self.grad.new_zeros(count, width)
+        self.open: list[TablePlan] = []                                       # gradients of these are in the sums
+        self.cached, self.arriving = None, None
+
+    def _places(self, plan: TablePlan) -> Tensor | slice:
+        """Where cache and sums have the plan's rows."""
+        return self._here(plan.ids) if self.all_rows else slice(len(plan.ids))
+
+    def _here(self, places: Tensor) -> Tensor:
+        return places.to(self.mine.device, non_blocking=True)
+
+    def _logical(self, plan: TablePlan) -> Tensor:
+        return logical_rows(self._here(plan.ids), len(self.mine), self.fabric.world)
+
+    def _travel(self, plan: TablePlan, out: Tensor, out_counts: list[int], rows: Tensor, counts: list[int]) -> Any:
+        """Launch rows to their ranks, with empty lists too. What others get counts as sent."""
+        row_bytes, me = rows.shape[1] * rows.element_size(), self.fabric.rank
+        plan.sent += (len(rows) - counts[me]) * row_bytes
+        plan.received += (len(out) - out_counts[me]) * row_bytes
+        return dist.all_to_all_single(out, rows, out_counts, counts, async_op=True)
+
+    @torch.no_grad()
+    def _bring(self, plan: TablePlan, out: Tensor, head: Tensor) -> Any:
+        """Launch the plan's rows into `out`, or all of them; a tied table's are columns of the head (D, V)."""
+        if plan.tied:
+            out[self._places(plan)] = head.t()[self._logical(plan)]
+        elif self.all_rows:
+            plan.sent, plan.received = (x + (self.fabric.world - 1) * self.mine.nbytes for x in (plan.sent, plan.received))
+            return dist.all_gather_into_tensor(out, self.mine.detach(), async_op=True)
+        else:
+            rows = self.mine[self._here(plan.asked)]
+            return self._travel(plan, out[:len(plan.ids)], plan.counts, rows, plan.asked_counts)
+
+    def fetch(self, plan: TablePlan, head: Tensor) -> None:
+        """Launch the rows of a cycle into the cache. After the owners' update, never before."""
+        if self.fabric.world > 1:
+            if self.debug:
+                self.cache.detach().fill_(math.nan)
+            self.cached, self.arriving = plan, self._bring(plan, self.cache.detach(), head)
+
+    def ready(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
+        """The cache with the rows of this plan, and the sums of their gradients. Raises RunError inside another cycle."""
+        if plan not in self.open:
+            if self.open and self.fabric.world > 1:
+                raise RunError(f"gradients of {self.table.label}", f"of {self.open[0].tag}, now {plan.tag}",
+                               "batches of one cycle", "optim_step on its last step first")
+            self.open.append(plan)
+        if self.cached is not plan:
+            self.fetch(plan, head)
+        if self.arriving is not None:
+            self.arriving.wait()
+            self.arriving = None
+        return self.cache, self.sums
+
+    def read(self, plan: TablePlan, head: Tensor) -> Tensor:
+        """Rows for other readers than training, in a tensor of their own."""
+        if self.fabric.world == 1:
+            return self.mine
+        out = self.mine.new_empty(len(self.cache) if self.all_rows else len(plan.ids), self.mine.shape[1])
+        if work := self._bring(plan, out, head):
+            work.wait()
+        return out
+
+    def return_gradients(self) -> tuple[Tensor, Callable[[], None]]:
+        """Launch gradients to their owners. Returns the slice's gradient, and a wait that adds them in rank order."""
+        if self.fabric.world == 1:
+            return self.grad, lambda: None
+        plan, = self.open
+        rows = self.sums[self._places(plan)].to(self.mine.dtype)
+        arrived = rows.new_empty(len(plan.asked), rows.shape[1])
+        work = self._travel(plan, arrived, plan.asked_counts, rows, plan.counts)
+        def merge() -> None:
+            work.wait()
+            for at, part in zip(self._here(plan.asked).split(plan.asked_counts), arrived.split(plan.asked_counts)):
+                self.grad.index_add_(0, at, part.to(self.grad.dtype))         # no row twice in a list: one order only
+        return self.grad, merge
+
+    def add_to_head(self, head_grad: Tensor) -> None:
+        """While tied: this rank's gradients join those of the head, (D, V)."""
+        for plan in self.open:
+            head_grad[:, self._logical(plan)] += self.sums[self._places(plan)].t().to(head_grad.dtype)
+            self.sums[self._places(plan)] = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the open plans' gradients, row by row, and what is cached."""
+        for plan in self.open:
+            self.sums[self._places(plan)] = 0
+            if not plan.tied:
+                self.grad[self._here(plan.asked)] = 0
+        self.open, self.cached = [], None
+        if self.debug and (self.sums.any() or self.grad.any()):
+            raise RunError(f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it: a plan is wrong")
+
+    def reset(self) -> None:
+        """As after construction; what is under way comes to its end."""
+        if self.arriving is not None:
+            self.arriving.wait()
+        self.open, self.cached, self.arriving = [], None, None
+        self.sums.zero_()
+        self.grad.zero_()
+
+    @torch.no_grad()
+    def whole(self) -> Tensor | None:
+        """All rows in logical order on the host of rank 0, brought in pieces. Every rank calls it."""
+        W, (size, width) = self.fabric.world, self.mine.shape
+        full = torch.empty(size, W, width, dtype=self.mine.dtype) if self.fabric.rank == 0 else None
+        for start in range(0, size, PIECE_ROWS):
+            piece = self.mine[start:start + PIECE_ROWS]
+            pieces = piece[None]
+            if W > 1:
+                dist.all_gather_into_tensor(pieces := piece.new_empty(W, *piece.shape), piece)
+            if full is not None:
+                full[start:start + PIECE_ROWS] = pieces.transpose(0, 1)
+        return None if full is None else full.flatten(0, 1)[:self.table.rows]
+
+    def memory(self) -> int:
+        """Bytes of slice, cache and gradients on this rank."""
+        return sum({x.data_ptr(): x.nbytes for x in (self.mine, self.cache, self.grad, self.sums)}.values())
 
 # ====== Room 7: Optimizer =============================================================================================
 
@@ -1185,14 +1551,17 @@ class Optimizer:
 
     Units are what ranks share out: matrices of a bank, rows of any other sharded parameter. Rank r updates the r-th of
     W equal slices of the units, filled up for the communication only, and holds moments for that slice alone.
-    Replicated parameters are updated by every rank alike.
+    Replicated parameters are updated by every rank alike. Tables by rows are slices already.
     """
-    def __init__(self, cfg: Config, fabric: Fabric, model: GPT, compiled: Callable[[Callable], Callable]) -> None:
-        self.cfg, self.fabric, self.rows = cfg, fabric, {row.label: row for row in model.table}
+    def __init__(self, cfg: Config, fabric: Fabric, model: GPT, compiled: Callable[[Callable], Callable],
+                 by_rows: dict[str, TableRows] | None = None) -> None:
+        self.cfg, self.fabric, self.rows, self.by_rows = cfg, fabric, {row.label: row for row in model.table}, by_rows or {}
+        self.plans: Plans = {}                                                # of the cycle, to count a table's bytes
         assert sorted(REDUCE_ORDER) == sorted(UPDATE_ORDER) == sorted(self.rows), "every label once in both orders"
         self.weights = {label: model.get_parameter(label) for label in self.rows}
         all_units = {label: self.units(label, p.data) for label, p in self.weights.items()}
-        self.slice_size = {label: -(-len(units) // (fabric.world if self.rows[label].sharded else 1))
+        self.cut = {label for label, row in self.rows.items() if row.sharded and label not in self.by_rows}
+        self.slice_size = {label: -(-len(units) // (fabric.world if label in self.cut else 1))
                            for label, units in all_units.items()}
         self.mine = {label: self._slice(label, units) for label, units in all_units.items()}
         self.state = {label: self._zero_state(label) for label in self.rows}
@@ -1207,7 +1576,7 @@ class Optimizer:
         return x.view(-1, D if label == "attn" else x.shape[-2], D) if self.rows[label].bank else x
 
     def _slice(self, label: str, units: Tensor) -> Tensor:
-        size, index = self.slice_size[label], self.fabric.rank if self.rows[label].sharded else 0
+        size, index = self.slice_size[label], self.fabric.rank if label in self.cut else 0
         return units[index * size:(index + 1) * size]
 
     def _zero_state(self, label: str) -> dict[str, Tensor]:
@@ -1230,19 +1599,27 @@ class Optimizer:
         return muls.to(mine.device)
 
     @torch.no_grad()
-    def step(self, values: Values) -> None:
-        """Reduce, update and gather what this step updates, then clear its gradients; the others keep theirs."""
+    def step(self, values: Values, plans_ahead: Callable[[], Plans | None] = lambda: None) -> None:
+        """Reduce, update and gather what this step updates, then clear its gradients; the others keep theirs.
+
+        plans_ahead: the row plans of the next cycle; its rows set off as soon as their owners have updated them.
+        """
         active = {label for label, row in self.rows.items() if row.optimizer == "normuon" or values.adam_step}
-        head, embed = self.weights["lm_head"], self.weights["embed"]
-        if missing := [label for label in active if self.weights[label].grad is None]:
+        head, embed, by_rows = self.weights["lm_head"], self.weights["embed"], self.by_rows.get("embed")
+        if missing := [label for label in active if not (self.by_rows[label].open if label in self.by_rows else
+                                                         self.weights[label].grad is not None)]:
             raise RunError("optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first")
         if values.adam_step and self.tied:                                    # one parameter so far, so one gradient
-            head.grad += embed.grad.t()
             active.remove("embed")
+            if by_rows:
+                by_rows.add_to_head(head.grad)
+            else:
+                head.grad += embed.grad.t()
         reduced = {label: self._reduce(label) for label in REDUCE_ORDER if label in active}
-        for wait in [self._update(label, *reduced[label], values) for label in UPDATE_ORDER if label in active]:
-            wait()                                                            # all gathers are under way by now
-        if values.adam_step and self.tied:
+        waits = [self._update(label, *reduced[label], values, plans_ahead) for label in UPDATE_ORDER if label in active]
+        for wait in waits:                                                    # all gathers are under way by now
+            wait()
+        if values.adam_step and self.tied and len(embed) == head.shape[1]:    # a whole copy is kept here
             embed.copy_(head.t())
             embed.grad = None
         for label in active:
@@ -1252,6 +1629,8 @@ class Optimizer:
 
     def _reduce(self, label: str) -> tuple[Tensor, Callable[[], object]]:
         """Launch the sum over ranks. Returns the gradient of what this rank updates, and a wait for it."""
+        if label in self.by_rows:
+            return self.by_rows[label].return_gradients()
         units = self.units(label, self.weights[label].grad)
         if self.fabric.world == 1:
             return units, lambda: None
@@ -1259,11 +1638,19 @@ class Optimizer:
             return units, dist.all_reduce(units, async_op=True).wait
         size = self.slice_size[label]
         mine = units.new_empty(size, *units.shape[1:])
-        work = dist.reduce_scatter_tensor(mine, filled(units, size * self.fabric.world), async_op=True)
+        work = dist.reduce_scatter_tensor(mine, self._count(label, filled(units, size * self.fabric.world)), async_op=True)
         return mine[:len(self.mine[label])], work.wait
 
-    def _update(self, label: str, grad: Tensor, wait: Callable, values: Values) -> Callable[[], object]:
-        """Update this rank's slice and launch the gather of the others'. Returns a wait for it."""
+    def _count(self, label: str, full: Tensor) -> Tensor:
+        """Bytes of a dense collective: each rank sends and receives all shares but its own."""
+        if plan := self.plans.get(label):
+            others = full.nbytes // self.fabric.world * (self.fabric.world - 1)
+            plan.sent, plan.received = plan.sent + others, plan.received + others
+        return full
+
+    def _update(self, label: str, grad: Tensor, wait: Callable, values: Values,
+                plans_ahead: Callable[[], Plans | None]) -> Callable[[], object]:
+        """Update this rank's slice and launch the gather of the others', or of rows. Returns a wait for it."""
         wait()
         row, state, cfg, mine = self.rows[label], self.state[label], self.cfg, self.mine[label]
         share = 1 / cfg.num_slots                                             # of J; the gradient is a plain sum
@@ -1278,26 +1665,39 @@ class Optimizer:
             decay = number(values.normuon_lr * cfg.normuon_weight_decay)
             self.normuon_update(mine, state.get("mantissa"), grad, state["momentum"], state["second"], share, mu, lr,
                                 self.lr_muls[label], decay, cfg.normuon_beta2)
-        return self._gather(label) if row.sharded and self.fabric.world > 1 else lambda: None
+        if table := self.by_rows.get(label):
+            table.clear()
+            if (plans := plans_ahead()) and not plans[label].tied:            # waited for at the first lookup
+                table.fetch(plans[label], self.weights["lm_head"])
+        return self._gather(label) if label in self.cut and self.fabric.world > 1 else lambda: None
 
     def _gather(self, label: str) -> Callable[[], object]:
         units, size = self.units(label, self.weights[label].data), self.slice_size[label]
         count = size * self.fabric.world
         full = units if len(units) == count else units.new_empty(count, *units.shape[1:])
-        work = dist.all_gather_into_tensor(full, filled(self.mine[label], size), async_op=True)
+        work = dist.all_gather_into_tensor(self._count(label, full), filled(self.mine[label], size), async_op=True)
         return work.wait if full is units else lambda: (work.wait(), units.copy_(full[:len(units)]))
 
     def _split(self) -> None:
         """From here on head and embedding are two parameters; the embedding starts with the head's moments."""
         self.tied = False
         self.adam_steps["embed"] = self.adam_steps["lm_head"]
-        for name, mine in self.state["embed"].items():                        # owned along V, the head's along D
-            full = self.state["lm_head"][name]
-            if self.fabric.world > 1:
-                part = filled(full, self.slice_size["lm_head"])
-                full = part.new_empty(len(part) * self.fabric.world, part.shape[1])
-                dist.all_gather_into_tensor(full, part)
-            mine.copy_(self._slice("embed", full[:self.cfg.model_dim].t()))
+        W, D, mine = self.fabric.world, self.cfg.model_dim, self.mine["embed"]
+        for name, moments in self.state["embed"].items():                     # owned along V, the head's along D
+            cut = self._by_embed_owner(filled(self.state["lm_head"][name], self.slice_size["lm_head"]))
+            everyone = torch.empty_like(cut)
+            if W > 1:
+                dist.all_to_all_single(everyone, cut)
+            moments.copy_((everyone if W > 1 else cut).flatten(0, 1)[:D].t()[:len(mine)])
+        if "embed" in self.by_rows:
+            mine.copy_(self._by_embed_owner(self.weights["lm_head"])[self.fabric.rank].t())
+
+    def _by_embed_owner(self, columns: Tensor) -> Tensor:
+        """(d, V) of the head -> (W, d, C): what each owner of the embedding's rows needs, filled up with zeros."""
+        W, size = self.fabric.world, self.slice_size["embed"]
+        if "embed" in self.by_rows:                                           # every W-th row
+            return F.pad(columns, (0, W * size - columns.shape[1])).unflatten(1, (size, W)).permute(2, 0, 1).contiguous()
+        return F.pad(columns, (0, W * size - columns.shape[1])).unflatten(1, (W, size)).permute(1, 0, 2).contiguous()
 
 def filled(units: Tensor, count: int) -> Tensor:
     """`count` units: the same tensor if it has them, else a copy with zeros behind."""
@@ -1327,18 +1727,28 @@ class Executor:
                  slots_at_once: int = 0) -> None:
         """Builds the model with its initial values. precision: of the training head, "plain", "fp8" or "emulated"."""
         self.cfg, self.fabric, self.precision, self.rotary = cfg, fabric, precision, None
-        longest = max(cfg.val_batch_tokens, *(stage.batch_tokens for stage in cfg.stages)) // cfg.num_slots
-        self.model = GPT(cfg, attention, longest)
-        self.model.set_initial_values(cfg.seed)
+        largest, tables = max(stage.batch_tokens for stage in cfg.stages), row_tables(cfg)
+        owners = row_owners(cfg, fabric)
+        self.exchange, self.exchange_ahead = (functools.partial(exchange_plans, fabric, group, cfg.dtype)
+                                              for group in (None, fabric.plan_group))     # the latter: for the loader thread
+        sizes = {table.label: -(-table.rows // owners) for table in tables}
+        def kept(label: str, x: Tensor) -> Tensor:
+            return filled(x[fabric.rank::owners], sizes[label]) if owners > 1 and label in sizes else x
+        self.model = GPT(cfg, attention, max(cfg.val_batch_tokens, largest) // cfg.num_slots, sizes)
+        self.model.set_initial_values(cfg.seed, kept)
         self.model.to(fabric.device)
+        self.by_rows = {} if cfg.row_comms == "dense" else {table.label: TableRows(
+            table, cfg, fabric, self.model.get_parameter(table.label), CYCLE * largest // fabric.world) for table in tables}
         compiling = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
         compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True) if compiling else lambda call: call
         if compiling:                                                         # a graph per stage, and per shape
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         self.model_losses, self.model_hidden = compiled(self.model.losses), compiled(self.model.hidden)
-        self.optimizer = Optimizer(cfg, fabric, self.model, compiled)
+        self.optimizer = Optimizer(cfg, fabric, self.model, compiled, self.by_rows)
         self.exact = torch.promote_types(getattr(torch, cfg.dtype), torch.float32)
         self.slots_at_once, self.compiling = slots_at_once or cfg.num_slots // fabric.world, compiling
+        self.planner = Planner(cfg, fabric, self.exchange)
+        self.open_plans, self.closed_plans, self.totals = [], [], {}
 
     def forward_backward(self, batch: Batch, values: Values, loss_weight: float = 1.0) -> Losses:
         """Add loss_weight * d(sum of this rank's slot losses) to the gradients. Calls add up until optim_step.
@@ -1346,19 +1756,29 @@ class Executor:
         No reduction over ranks, no division, no waiting for the device. A weight of 0 changes no gradient.
         """
         self._set_rotary(values)
+        if batch.plans not in self.open_plans:
+            self.open_plans.append(batch.plans)
+        head = self.model.lm_head
+        sources = {label: table.ready(batch.plans[label], head) for label, table in self.by_rows.items()}
         fill = functools.partial(torch.full, dtype=self.exact, device=self.fabric.device)    # a copy would wait
         weights, seed = torch.cat([fill((1,), weight) for weight in values.mtp_weights]), fill((), loss_weight)
         reach, sums = self._reach(values, values.max_doc_len, batch), []
         for part in self._micro_batches(batch):
-            slot_sums = self.model_losses(part, weights, seed, reach, self.precision).sum(dim=1)
+            slot_sums = self.model_losses(part, weights, seed, reach, self.precision, sources).sum(dim=1)
             if loss_weight:
                 slot_sums.sum().backward(seed)
             sums.append(slot_sums.detach())
         return Losses(torch.cat(sums), batch.tokens.numel())
 
-    def optim_step(self, values: Values) -> None:
-        """Update what this step updates with the gradients gathered so far; these are cleared, the others stay."""
-        self.optimizer.step(values)
+    def optim_step(self, values: Values, plans_ahead: Callable[[], Plans | None] = lambda: None) -> None:
+        """Update what this step updates with the gradients gathered so far; these are cleared, the others stay.
+
+        plans_ahead gives the row plans of the next cycle, for rows to travel while the banks are updated.
+        """
+        self.optimizer.plans = self.open_plans[-1] if self.open_plans else {}
+        self.optimizer.step(values, plans_ahead)
+        if values.adam_step:
+            self.closed_plans, self.open_plans = self.closed_plans + self.open_plans, []
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], values: Values) -> float:
@@ -1366,9 +1786,9 @@ class Executor:
         self._set_rotary(values)
         total, tokens = torch.zeros((), dtype=torch.float64, device=self.fabric.device), 0
         for batch in batches:
-            reach = self._reach(values, batch.tokens.shape[1], batch)
+            reach, sources = self._reach(values, batch.tokens.shape[1], batch), self._sources(batch)
             for part in self._micro_batches(batch):
-                rows, targets = self.model_hidden(part, reach).flatten(0, 1), part.targets.flatten()
+                rows, targets = self.model_hidden(part, reach, sources).flatten(0, 1), part.targets.flatten()
                 for y, target in zip(rows.split(EVAL_ROWS), targets.split(EVAL_ROWS)):
                     total += next_token_losses(y, self.model.lm_head, target).sum(dtype=torch.float64)
             tokens += batch.targets.numel() * self.fabric.world
@@ -1378,16 +1798,24 @@ class Executor:
 
     @torch.no_grad()
     def next_logits(self, tokens: Sequence[int], values: Values) -> Tensor:
-        """Softcapped logits (V,) of the token that follows; the last val_slot_tokens of the context count."""
+        """Softcapped logits (V,) of the token that follows; the last val_slot_tokens count. Every rank calls it."""
         self._set_rotary(values)
         context = tokens[-values.val_slot_tokens:]
         length = -(-len(context) // 16) * 16
         padded = np.zeros(length + 1, np.uint16)                              # nothing looks at later positions
         padded[:len(context)] = context
         slot = Slot(padded, np.asarray([0, length], np.int32))
-        batch = make_batch(values.step, [slot], self.cfg.bigram_rows, pin=False).to(self.fabric.device)
-        y = self.model.hidden(batch, self._reach(values, length, batch))[0, len(context) - 1]
+        batch = self.planner.batches("sample", [values], [[slot]])[0].map(lambda x: x.to(self.fabric.device))
+        y = self.model.hidden(batch, self._reach(values, length, batch), self._sources(batch))[0, len(context) - 1]
         return softcap((y @ self.model.lm_head).to(self.exact))
+
+    def _sources(self, batch: Batch) -> Sources:
+        """The rows of a batch that no one trains on, in tensors of their own."""
+        self.closed_plans.append(batch.plans)
+        sources = {label: (table.read(batch.plans[label], self.model.lm_head), None) for label, table in self.by_rows.items()}
+        for source, _ in sources.values() if self.compiling and self.fabric.world > 1 else ():
+            torch._dynamo.maybe_mark_dynamic(source, 0)
+        return sources
 
     def _reach(self, values: Values, max_len: int, batch: Batch) -> Reach:
         longest = min(max_len, batch.tokens.shape[1])
@@ -1395,7 +1823,7 @@ class Executor:
 
     def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
         for first in range(0, len(batch.tokens), self.slots_at_once):
-            part = Batch(batch.step, *(x[first:first + self.slots_at_once] for x in batch[1:]))
+            part = batch.map(lambda x: x[first:first + self.slots_at_once])
             if self.compiling:                                                # another number of documents, same graph
                 torch._dynamo.maybe_mark_dynamic(part.cu_seqlens, 1)
             yield part
@@ -1423,28 +1851,76 @@ class Executor:
         self.optimizer.adam_steps = dict(adam_steps)
         for name, x in self.state_tensors().items():
             x.copy_(copies[name])
-        self.model.zero_grad(set_to_none=True)
+        self.drop_gradients()
+        self.closed_plans, self.totals = [], {}
         torch.set_rng_state(rng[0])
         if self.fabric.on_cuda:
             torch.cuda.set_rng_state(rng[1], self.fabric.device)
+
+    def drop_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        self.open_plans = []
+        for table in self.by_rows.values():
+            table.reset()
+
+    def weights(self) -> dict[str, Tensor]:
+        """All weights on the host of rank 0, in logical shapes and order. Every rank calls it."""
+        tables = {label: table.whole() for label, table in self.by_rows.items()}
+        here = {row.label: self.model.get_parameter(row.label).detach().cpu() for row in self.model.table} | tables
+        return here | (dict(embed=here["lm_head"].t().contiguous()) if self.optimizer.tied else {})
+
+    def traffic(self, end: bool = False) -> list[dict[str, Any]]:
+        """A line per table and finished cycle: bytes this rank sent and received. At the end, unfinished cycles too."""
+        lines, W, unfinished = [], self.fabric.world, self.open_plans if end else []
+        for plans, (label, plan) in ((x, item) for x in self.closed_plans + unfinished for item in x.items()):
+            p, trained = self.model.get_parameter(label), plan.tag["purpose"] == "train" and plans not in unfinished
+            line = dict(purpose=plan.tag["purpose"], cycle=plan.tag["cycle"], table=label, mode=self.cfg.row_comms,
+                        rows=len(plan.ids) if self.by_rows else len(p), bytes_sent=plan.sent, bytes_received=plan.received,
+                        bytes_dense=trained * 2 * (W - 1) * -(-self.optimizer.rows[label].rows.rows // W) * p[0].nbytes,
+                        plan_ms=round(plan.plan_ms, 3))
+            lines += [] if plan.tied else [line]
+        self.closed_plans = []
+        for line in lines:
+            total = self.totals.setdefault(line["table"], dict.fromkeys(("bytes_sent", "bytes_received", "bytes_dense"), 0))
+            for key in total:
+                total[key] += line[key]
+        return lines
+
+    def traffic_totals(self) -> dict[str, dict[str, int]]:
+        """By table: bytes over all ranks and lines, and what this rank keeps of it in memory. Every rank calls it."""
+        for label, total in self.totals.items():
+            sums = torch.tensor(list(total.values()), device=self.fabric.device)
+            if self.fabric.world > 1:
+                dist.all_reduce(sums)
+            p, moments = self.model.get_parameter(label), self.optimizer.state[label].values()
+            memory = self.by_rows[label].memory() if self.by_rows else 2 * p.nbytes
+            total |= zip(total, sums.tolist())
+            total["memory_bytes"] = memory + sum(x.nbytes for x in moments)
+        return self.totals
 
 def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> dict[str, int]:
     """Bytes of each part of a run at its largest, by name: weights and moments counted, the rest by a model."""
     dtype = getattr(torch, cfg.dtype)
     exact, mantissa = torch.promote_types(dtype, torch.float32).itemsize, 2 if dtype == torch.bfloat16 else 0
-    weights = moments = 0
+    cycle_tokens = CYCLE * max(stage.batch_tokens for stage in cfg.stages) // fabric.world
+    weights = gradients = moments = 0
     for row in parameter_table(cfg):
-        count = math.prod(row.shape)
-        weights += count * (exact if row.full_precision else dtype.itemsize)
-        state = 2 * exact if row.optimizer == "adam" else exact + mantissa
+        count, state = math.prod(row.shape), 2 * exact if row.optimizer == "adam" else exact + mantissa
         moments += count * state // (fabric.world if row.sharded else 1)
+        bytes_each = exact if row.full_precision else dtype.itemsize
+        if row.rows and cfg.row_comms != "dense":                             # slice and cache, and the gradients of both
+            cached = min(count, cycle_tokens * row.rows.reads * cfg.model_dim) if cfg.row_comms == "sparse" else count
+            held = count // fabric.world + (cached if fabric.world > 1 else 0)
+            weights, gradients = weights + held * bytes_each, gradients + held * exact
+        else:
+            weights, gradients = weights + count * bytes_each, gradients + count * bytes_each
     compiled, longest = kernel is attention_varlen, max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
     row_bytes, logit_bytes = cfg.model_dim * dtype.itemsize, 4 if compiled else HEAD_COPIES * exact
     kept = len(LAYERS) * (SAVED_ROWS if compiled else SAVED_ROWS_REFERENCE) * row_bytes
     evaluated = slots_at_once * cfg.val_batch_tokens // cfg.num_slots
     training = slots_at_once * longest * (kept + cfg.padded_vocab * logit_bytes)
     evaluating = evaluated * EVAL_SAVED_ROWS * row_bytes + min(evaluated, EVAL_ROWS) * cfg.padded_vocab * 3 * exact
-    return dict(weights=weights, gradients=weights, moments=moments, working=max(training, evaluating))
+    return dict(weights=weights, gradients=gradients, moments=moments, working=max(training, evaluating))
 
 def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict[str, int]]:
     """Slots that go through the model together, and the estimate. Raises RunError with choices that would fit."""
@@ -1573,6 +2049,10 @@ class Log:
                 self.bar.set_postfix_str(f"loss {loss:.3f}, {ms / step:.0f} ms/step")
                 self.bar.update()
 
+    def comms(self, lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            self.event("comms", **line)
+
     def check(self, loss: float, what: str) -> None:
         if not math.isfinite(loss):
             raise RunError(what, loss, f"a finite number (last good validation: {self.last_good})",
@@ -1610,7 +2090,7 @@ class Log:
 def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
     batch = loader.next(values)
     losses = executor.forward_backward(batch, values)
-    executor.optim_step(values)
+    executor.optim_step(values, loader.plans_ahead)
     return losses
 
 def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor) -> None:
@@ -1618,12 +2098,13 @@ def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor)
     saved = executor.snapshot()
     tokens = 4 * (max(s.batch_tokens for s in cfg.stages) + cfg.val_batch_tokens) * (1 + 64 // cfg.max_doc_len)
     headers = find_shards(f"{FORMULA}{cfg.vocab_size}:{cfg.document_start}:{tokens}:1")
-    invented = replace(cfg, epochs=0, val_tokens=cfg.val_batch_tokens)
-    validation = ValidationSet(invented, fabric, headers)
+    invented = replace(cfg, epochs=0, val_tokens=cfg.val_batch_tokens,
+                       comm_timeout=cfg.comm_timeout * (COMPILE_PATIENCE if executor.compiling else 1))
+    validation = ValidationSet(invented, fabric, headers, executor.exchange)
     steps = [schedule.at(step) for step in schedule.warm_up_steps()]
     if fabric.on_cuda and not cfg.slots_per_micro_batch:
         largest = max(steps, key=lambda values: values.slot_tokens)
-        trial = Loader(invented, fabric, headers, [largest])
+        trial = Loader(invented, fabric, headers, [largest], executor.exchange_ahead, "trial")
         trial.start()
         batch = trial.next(largest)
         while executor.slots_at_once > 1:
@@ -1631,12 +2112,12 @@ def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor)
                 fits = executor.forward_backward(batch, largest).tokens > 0
             except torch.OutOfMemoryError:
                 fits = False
-            executor.model.zero_grad(set_to_none=True)
+            executor.drop_gradients()
             if fabric.lowest(fits):
                 break
             executor.slots_at_once = max(m for m in range(1, executor.slots_at_once) if len(batch.tokens) % m == 0)
         trial.close()
-    loader = Loader(invented, fabric, headers, steps)
+    loader = Loader(invented, fabric, headers, steps, executor.exchange_ahead, "warm-up")
     loader.start()
     for values in steps:
         train_step(executor, loader, values)
@@ -1661,6 +2142,7 @@ def race(schedule: Schedule, loader: Loader, executor: Executor, validation: Val
             clock.start()
         losses = train_step(executor, loader, values)
         log.step(losses, clock.ms)
+        log.comms(executor.traffic())
     clock.stop()
     end = schedule.at(schedule.last_step)                                     # at the true end the long window is wider
     loss = executor.evaluate(validation.batches(end), end)
@@ -1673,6 +2155,7 @@ def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[i
     for _ in range(cfg.sample_tokens):
         logits = executor.next_logits(tokens, values)[:cfg.vocab_size].float().cpu()
         token = int(torch.multinomial(torch.softmax(logits / SAMPLE_TEMPERATURE, 0), 1, generator=generator))
+        token = executor.fabric.lowest(token)                                 # one text, whatever the rounding of a rank
         if token == cfg.document_start:
             break
         tokens.append(token)
@@ -1715,9 +2198,8 @@ def gpt2_encoding(ranks_file: str) -> Any:
         raise ConfigError("GPT-2 tokens", f"{type(error).__name__}: {error}", "the package tiktoken, and network or a "
                           "ranks file", "python -m pip install tiktoken; --ranks=FILE") from None
 
-def save_weights(folder: Path, cfg: Config, executor: Executor, vocabulary: list[bytes] | None) -> None:
+def save_weights(folder: Path, cfg: Config, tensors: dict[str, Tensor], vocabulary: list[bytes] | None) -> None:
     """Final weights in logical shapes and order, config.json, and vocab.txt where the tokens' bytes are known."""
-    tensors = {row.label: executor.model.get_parameter(row.label).detach().cpu() for row in executor.model.table}
     files = {"config.json": json.dumps(asdict(cfg), indent=1).encode()}
     if vocabulary is not None:
         lines = (b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece)
@@ -1792,7 +2274,9 @@ def make_fabric(cfg: Config) -> Fabric:
     fabric.enter_thread()
     if world > 1:
         try:
-            dist.init_process_group("nccl" if cuda else "gloo", timeout=timedelta(seconds=cfg.comm_timeout))
+            patience = timedelta(seconds=cfg.comm_timeout)
+            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=patience)
+            fabric = replace(fabric, plan_group=dist.new_group(backend="gloo", timeout=patience))
         except (RuntimeError, ValueError) as error:
             raise FabricError("waiting for all ranks", str(error)[:200], f"{world} ranks in {cfg.comm_timeout} s",
                               "see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
@@ -1873,12 +2357,16 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
                  f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
     log.text(f"training time {ms / 1000:.2f} s, {log.done} steps, {log.tokens:,} tokens; logs in {log.run_dir}")
     log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in result["peak_memory_mib"].items()))
-    if cfg.save and log.fabric.rank == 0:
-        save_weights(Path(cfg.save), cfg, executor, validation.vocabulary)
+    if cfg.save:
+        tensors = executor.weights()
+        if log.fabric.rank == 0:
+            save_weights(Path(cfg.save), cfg, tensors, validation.vocabulary)
+    log.comms(executor.traffic(end=True))
+    result["comms"] = executor.traffic_totals()
     log.event("result", **result)
     log.close()                                                               # no bar between the lines that follow
     values = log.schedule.at(log.done)
-    if cfg.sample_tokens and log.fabric.rank == 0:
+    if cfg.sample_tokens:
         text = Tokenizer(validation.vocabulary).decode(generate(cfg, executor, values))
         log.fabric.say(f"{' sample ':-^100}\n{text}\n{'-' * 100}")
     log.fabric.say(json.dumps(dict(type="result", **result)))
@@ -1907,14 +2395,15 @@ def run(preset: str, cfg: Config, fabric: Fabric) -> int:
         log.text("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
         log.event("phase", name="set-up", ms=round(1000 * (time.perf_counter() - began), 3), timed=False)
         with log.phase("validation data"):
-            validation = ValidationSet(cfg, fabric, val)
+            validation = ValidationSet(cfg, fabric, val, executor.exchange)
         with log.phase("warm-up"):
             fabric.set_timeout(cfg.comm_timeout * (COMPILE_PATIENCE if executor.compiling else 1))
             warm_up(cfg, fabric, schedule, executor)
             fabric.set_timeout(cfg.comm_timeout)
         if fabric.on_cuda:
             torch.cuda.reset_peak_memory_stats()
-        loader = Loader(cfg, fabric, train, [schedule.at(step) for step in range(schedule.last_step)])
+        steps = [schedule.at(step) for step in range(schedule.last_step)]
+        loader = Loader(cfg, fabric, train, steps, executor.exchange_ahead)
         clock = Clock(fabric)
         log.open_bar()
         loss = race(schedule, loader, executor, validation, clock, log)
