@@ -627,12 +627,12 @@ class Table(NamedTuple):
     """What the parameter table says of an embedding of which a step reads few rows (design 4)."""
     label: str
     rows: int                            # R
-    reads: int                           # rows that one token reads
+    reads: int                           # rows that a token reads
     ids: Callable[[np.ndarray], np.ndarray]      # tokens (b, T) i32 -> rows (b, T) or (b, reads, T) i32, logical order
-    tied: bool = False                   # the head, transposed, until the split
+    tied: bool = False                   # to the head until the split
     home: str = "device"                 # where an owner keeps its rows
-    rule: str = "adam"                   # what updates them: on every row of a slice, read or not
-    cycle: int = CYCLE                   # steps between two updates
+    rule: str = "adam"                   # what updates them: all rows of a slice, read or not
+    cycle: int = CYCLE                   # steps between updates
 
 def row_tables(cfg: Config) -> tuple[Table, ...]:
     V, first = cfg.padded_vocab, np.arange(NUM_VALUE_TABLES, dtype=np.int32)[:, None] * cfg.padded_vocab
@@ -640,29 +640,25 @@ def row_tables(cfg: Config) -> tuple[Table, ...]:
             Table("value_embed", NUM_VALUE_TABLES * V, NUM_VALUE_TABLES, lambda tokens: tokens[:, None] + first),
             Table("embed", V, 1, lambda tokens: tokens, tied=True))
 
-def row_owners(cfg: Config, fabric: Fabric) -> int:
-    """How many ranks share out a table's rows; 1: every rank holds all of them."""
-    return 1 if cfg.row_comms == "dense" else fabric.world
+def physical_rows(rows: Any, size: int, W: int) -> Any:
+    """Row r is the r div W-th of rank r mod W. In physical order the `size` rows of an owner stand together."""
+    within = rows // W
+    return (rows - within * W) * size + within
 
-def physical_rows(rows: Any, size: int, owners: int) -> Any:
-    """Row r is the r div W-th of owner r mod W; in this order the `size` rows of an owner stand together (design 4.1)."""
-    within = rows // owners
-    return (rows - within * owners) * size + within
-
-def logical_rows(physical: Any, size: int, owners: int) -> Any:
-    return physical % size * owners + physical // size
+def logical_rows(physical: Any, size: int, W: int) -> Any:
+    return physical % size * W + physical // size
 
 @dataclass(eq=False)
 class TablePlan:
     """The rows of a table that this rank reads in a cycle, n of them, and the rows of its own that any rank reads."""
-    tag: dict[str, Any]                  # purpose, cycle, and tokens of a slot: alike on all ranks
-    size: int                            # rows of every owner's slice
+    tag: dict[str, Any]                  # purpose, cycle, tokens of a slot: alike on all ranks
+    size: int                            # rows of an owner's slice
+    tied: bool                           # read from the head, which every rank has: nothing travels
     ids: Tensor                          # (n,) i64, physical, ascending: list of the fetch and of the gradients' return
     counts: list[int]                    # how many of them each owner has
-    tied: bool = False                   # read from the head, which every rank has: nothing travels
-    asked: Tensor | None = None          # (sum,) i64 places in this rank's slice, rank by rank
-    asked_counts: list[int] = field(default_factory=list)
-    plan_ms: float = 0.0                 # of the loader thread, without the ids and the exchange
+    asked: Tensor                        # (sum,) i64 places in this rank's slice, rank by rank
+    asked_counts: list[int]
+    plan_ms: float                       # without ids and exchange
     sent: int = 0                        # bytes to and from other ranks, counted where a collective is called
     received: int = 0
 
@@ -675,68 +671,63 @@ class Batch(NamedTuple):
     tokens: Tensor                       # (b, T) i32
     targets: Tensor                      # (b, T) i64: the next token
     cu_seqlens: Tensor                   # (b, C) i32: 0, document ends, then T as often as needed to fill C columns
-    rows: dict[str, Tensor]              # by table, (b, T) or (b, reads, T) i32: place in the plan's list, or in the table
+    rows: dict[str, Tensor]              # by table, shaped like its ids: places in the plan's list, or physical rows
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         return Batch(*self[:2], *map(change, self[2:-1]), {label: change(x) for label, x in self.rows.items()})
 
 class Planner:
-    """Makes the batches of a cycle and their row plans. Pure, but for the exchange with the other ranks."""
+    """Makes the batches of a cycle and their row plans. Pure, but for the exchange with other ranks (systems 4.3)."""
     def __init__(self, cfg: Config, fabric: Fabric, exchange: Callable[[Plans], None] | None = None) -> None:
         """exchange fills in what ranks ask of each other; without it a plan is this rank's side alone."""
-        self.cfg, self.fabric, self.tables, self.owners = cfg, fabric, row_tables(cfg), row_owners(cfg, fabric)
-        self.exchange = exchange if self.owners > 1 else None
-        self.sizes = {table.label: -(-table.rows // self.owners) for table in self.tables}
-        self.seen, self.places = ({label: np.zeros(self.owners * size, kind) for label, size in self.sizes.items()}
-                                  for kind in (bool, np.int32))
+        self.fabric, self.tables, self.exchange = fabric, row_tables(cfg), exchange
+        self.listed = cfg.row_comms == "sparse" and fabric.world > 1          # places in a list, not physical rows
+        self.scratch = {table.label: (size, np.zeros(fabric.world * size, bool), np.zeros(fabric.world * size, np.int32))
+                        for table in self.tables for size in [-(-table.rows // fabric.world)]}
 
     def batches(self, purpose: str, steps: Sequence[Values], slots: Sequence[list[Slot]]) -> list[Batch]:
-        """One batch for each step and its slots. On CUDA all is pinned; torch reuses a block after its last copy."""
-        tokens = [np.stack([slot.tokens for slot in of_step]) for of_step in slots]
-        inputs, targets = zip(*((x[:, :-1].astype(np.int32), x[:, 1:].astype(np.int64)) for x in tokens))
+        """A batch for each step and its slots. On CUDA all is pinned, and torch reuses a block after its last copy."""
+        tokens, plans, rows = [np.stack([slot.tokens for slot in of_step]) for of_step in slots], {}, {}
+        inputs = [x[:, :-1].astype(np.int32) for x in tokens]
         tag = dict(purpose=purpose, cycle=steps[0].step // CYCLE, tokens=sum(x.shape[1] for x in inputs))
         pin = Tensor.pin_memory if self.fabric.on_cuda else lambda x: x
-        plans, rows = {}, {}
         for table in self.tables:
-            plan, rows[table.label] = self.plan(table, tag, [table.ids(x) for x in inputs])
-            plans[table.label] = replace(plan, tied=table.tied and steps[0].tied)
+            plans[table.label], rows[table.label] = self.plan(table, tag, table.tied and steps[0].tied,
+                                                              [table.ids(x) for x in inputs])
         if self.exchange:
             self.exchange(plans)
         for plan in plans.values():
             plan.ids, plan.asked = pin(plan.ids), pin(plan.asked)
-        return [Batch(values.step, plans, *map(torch.from_numpy, (*arrays, cu_seqlens_table(of_step))),
-                      {label: torch.from_numpy(x[at]) for label, x in rows.items()}).map(pin)
-                for at, (values, of_step, *arrays) in enumerate(zip(steps, slots, inputs, targets))]
+        made = []
+        for at, (values, of_step) in enumerate(zip(steps, slots)):
+            borders = np.full((len(of_step), max(len(slot.cu_seqlens) for slot in of_step)), inputs[at].shape[1], np.int32)
+            for row, slot in zip(borders, of_step):
+                row[:len(slot.cu_seqlens)] = slot.cu_seqlens
+            tensors = map(torch.from_numpy, (inputs[at], tokens[at][:, 1:].astype(np.int64), borders))
+            made.append(Batch(values.step, plans, *tensors, {k: torch.from_numpy(x[at]) for k, x in rows.items()}).map(pin))
+        return made
 
-    def plan(self, table: Table, tag: dict[str, Any], rows: list[np.ndarray]) -> tuple[TablePlan, list[np.ndarray]]:
-        """The plan for all these rows, and the place of each: in the plan's list if that is what is fetched."""
-        if self.cfg.row_comms == "dense":
-            return TablePlan(tag, table.rows, torch.arange(0), [], asked=torch.arange(0)), rows
-        began, size, owners = time.perf_counter(), self.sizes[table.label], self.owners
-        seen, places = self.seen[table.label], self.places[table.label]
-        physical = np.concatenate([x.ravel() for x in rows])
-        if owners > 1:
-            physical = physical_rows(physical, size, owners)
-        if len(seen) < BITMAP_ROWS * len(physical):
-            seen[physical] = True
+    def plan(self, table: Table, tag: dict, tied: bool, rows: list[np.ndarray]) -> tuple[TablePlan, list[np.ndarray]]:
+        """The plan for these logical rows, and where each of them is found."""
+        began, W, (size, seen, places) = time.perf_counter(), self.fabric.world, self.scratch[table.label]
+        found = np.concatenate([x.ravel() for x in rows])
+        if W > 1:
+            found = physical_rows(found, size, W)
+        if len(seen) < BITMAP_ROWS * len(found):
+            seen[found] = True
             ids = np.flatnonzero(seen)
             seen[ids] = False
         else:                                                                 # a bitmap costs by the size of the table
-            ids = np.sort(physical)
+            ids = np.sort(found)
             ids = ids[np.append(True, ids[1:] != ids[:-1])]
-        if self.cfg.row_comms == "sparse" and owners > 1:
+        if self.listed:
             places[ids] = np.arange(len(ids), dtype=np.int32)
-            physical = places.take(physical)
-        counts = np.diff(np.searchsorted(ids, size * np.arange(owners + 1))).tolist()
-        index, ids = np.split(physical, np.cumsum([x.size for x in rows])[:-1]), torch.from_numpy(ids.astype(np.int64))
-        plan = TablePlan(tag, size, ids, counts, asked=ids, asked_counts=counts, plan_ms=1000 * (time.perf_counter() - began))
-        return plan, [x.reshape(y.shape) for x, y in zip(index, rows)]
-
-def cu_seqlens_table(slots: list[Slot]) -> np.ndarray:
-    table = np.full((len(slots), max(len(slot.cu_seqlens) for slot in slots)), len(slots[0].tokens) - 1, np.int32)
-    for row, slot in zip(table, slots):
-        row[:len(slot.cu_seqlens)] = slot.cu_seqlens
-    return table
+            found = places.take(found)
+        counts = np.diff(np.searchsorted(ids, size * np.arange(W + 1))).tolist()
+        ends, list_ = np.cumsum([x.size for x in rows]), torch.from_numpy(ids.astype(np.int64))
+        ms = 1000 * (time.perf_counter() - began)
+        return TablePlan(tag, size, tied, list_, counts, list_, counts, ms), [
+            x.reshape(y.shape) for x, y in zip(np.split(found, ends[:-1]), rows)]
 
 def bounded(future: Future, cfg: Config, what: str) -> Any:
     """Result of a thread's work; its exception surfaces here, and the wait has an end."""
@@ -1300,104 +1291,104 @@ class GPT(nn.Module):
 # ====== Room 6: Rows ==================================================================================================
 # A plan's ids serve both directions: owner to reader in front of a cycle, reader to owner behind it (design 4).
 
-PIECE_ROWS = 1 << 14                     # rows of each owner that are saved at a time
-LIST_FACTS = ("purpose", "cycle", "tokens", "dtype", "table", "rows", "checksum")         # i64 ahead of every list
+PIECE_ROWS = 1 << 14                     # rows of each owner that are gathered at a time for a file
+LIST_FACTS = ("purpose", "cycle", "tokens", "dtype", "table", "rows", "checksum")         # i64, ahead of every list
 
 def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: Plans) -> None:
     """Tell every owner which of its rows this rank reads, and learn what all ranks ask of this one.
 
-    Two collectives for all tables: facts about the lists, then the lists. Raises FabricError where ranks disagree.
+    Two collectives for all tables: the facts of the lists, then the lists. Raises FabricError where ranks disagree.
     """
     W, me, plans = fabric.world, fabric.rank, {label: plan for label, plan in plans.items() if not plan.tied}
     lists = [[x - owner * plan.size for owner, x in enumerate(plan.ids.int().split(plan.counts))]
              for plan in plans.values()]
-    facts = torch.tensor([[[*(word if isinstance(word, int) else zlib.crc32(word.encode())
-                              for word in (*plan.tag.values(), dtype, label)), len(x[owner]), int(x[owner].sum())]
-                           for (label, plan), x in zip(plans.items(), lists)] for owner in range(W)])
+    tags = [[word if isinstance(word, int) else zlib.crc32(word.encode()) for word in (*plan.tag.values(), dtype, label)]
+            for label, plan in plans.items()]
+    facts = torch.tensor([[[*tag, len(x[owner]), int(x[owner].sum())] for tag, x in zip(tags, lists)] for owner in range(W)])
     theirs = torch.empty_like(facts)
     dist.all_to_all_single(theirs, facts, group=group)
-    for rank, (there, here) in enumerate(zip(theirs[..., :-2], facts[..., :-2])):
-        if not there.equal(here):
-            found, expected = (dict(zip(LIST_FACTS, x[0].tolist())) for x in (there, here))
-            raise FabricError(f"row plans of ranks {rank} and {me}", found, expected, "one cycle and one kind of rows on "
-                              "every rank: start all with the same flags, data and source")
-    out, back, checksums = facts[..., -2], theirs[..., -2], theirs[..., -1]               # (W, tables)
+    for rank, there in enumerate(theirs):
+        if not there[:, :-2].equal(facts[rank, :, :-2]):
+            found, expected = (dict(zip(LIST_FACTS, x[0].tolist())) for x in (there, facts[rank]))
+            raise FabricError(f"row plans differ: rank {rank} and rank {me}", found, expected,
+                              "start every rank with the same flags, data and source")
+    out, back = facts[..., -2], theirs[..., -2]                               # (W, tables)
     arrived = torch.empty(int(back.sum()), dtype=torch.int32)
     dist.all_to_all_single(arrived, torch.cat([x[owner] for owner in range(W) for x in lists]), back.sum(1).tolist(),
                            out.sum(1).tolist(), group=group)
-    pieces = arrived.split(back.flatten().tolist())
+    pieces, facts_bytes = arrived.split(back.flatten().tolist()), (W - 1) * len(LIST_FACTS) * facts.element_size()
     for at, (label, plan) in enumerate(plans.items()):
-        for rank, x in enumerate(pieces[at::len(plans)]):
-            if len(x) and not (0 <= x[0] and x[-1] < plan.size and bool((x.diff() > 0).all())
-                               and int(x.sum()) == checksums[rank, at]):
+        asked = pieces[at::len(plans)]
+        for rank, x in enumerate(asked):
+            if len(x) and (x[0] < 0 or x[-1] >= plan.size or (x.diff() < 1).any() or x.sum() != theirs[rank, at, -1]):
                 raise FabricError(f"rows of {label} that rank {rank} asks for", f"{len(x)} from {x[0]} to {x[-1]}",
                                   f"ascending places below {plan.size}, as announced", "report it: a plan is wrong")
-        plan.asked, plan.asked_counts = torch.cat(pieces[at::len(plans)]).long(), back[:, at].tolist()
-        facts_bytes = (W - 1) * len(LIST_FACTS) * facts.element_size()
+        plan.asked, plan.asked_counts = torch.cat(asked).long(), back[:, at].tolist()
         plan.sent += facts_bytes + (len(plan.ids) - plan.counts[me]) * arrived.element_size()
         plan.received += facts_bytes + (len(plan.asked) - plan.asked_counts[me]) * arrived.element_size()
 
 class TableRows:
-    """One table on one rank: the slice it owns, a cache of rows it reads, and the gradients of both.
+    """One table on one rank: the slice it owns, a cache of the rows it reads, and the gradients of both.
 
-    sparse: cache and sums hold the plan's rows, in its order. sparse_scatter: all rows, in physical order. With one
-    rank the cache is the table, and what its readers sum up is the owner's gradient.
+    sparse: cache and sums hold the plan's rows in the plan's order. sparse_scatter: all rows in physical order, and the
+    plan's gradients return. dense: all rows and all gradients travel. One rank: the cache is the table, the sums are
+    the owner's gradient, and nothing travels.
     """
     def __init__(self, table: Table, cfg: Config, fabric: Fabric, mine: Tensor, most_tokens: int) -> None:
-        """mine (C, D): the slice, a parameter; most_tokens: that a rank reads in a cycle."""
-        assert (table.home, table.rule, table.cycle) == ("device", "adam", CYCLE), f"no way to keep {table} yet"
-        self.table, self.fabric, self.mine, self.debug = table, fabric, mine, cfg.debug_rows == 1
-        W, (size, width), exact = fabric.world, mine.shape, torch.promote_types(mine.dtype, torch.float32)
-        self.all_rows = W == 1 or cfg.row_comms == "sparse_scatter"
-        self.grad = torch.zeros(mine.shape, dtype=exact, device=mine.device)  # of the slice, summed over ranks
+        """mine (C, D): the slice, a parameter. most_tokens: that a rank reads in a cycle; buffers never grow."""
+        assert (table.home, table.rule, table.cycle) == ("device", "adam", CYCLE), f"nothing keeps {table} yet"
+        self.table, self.fabric, self.mine, self.mode, self.debug = table, fabric, mine, cfg.row_comms, cfg.debug_rows
+        (size, width), W, exact = mine.shape, fabric.world, torch.promote_types(mine.dtype, torch.float32)
+        self.listed = self.mode == "sparse" and W > 1
+        self.grad = mine.new_zeros(size, width, dtype=exact)                  # of the slice, summed over ranks
         self.cache, self.sums = mine, self.grad
         if W > 1:
-            count = W * size if self.all_rows else min(W * size, most_tokens * table.reads)
-            self.cache = torch.zeros(count, width, dtype=mine.dtype, device=mine.device, requires_grad=True)
-            self.sums = self.grad.new_zeros(count, width)
+            count = min(W * size, most_tokens * table.reads) if self.listed else W * size
+            self.cache, self.sums = mine.new_zeros(count, width).requires_grad_(), self.grad.new_zeros(count, width)
         self.open: list[TablePlan] = []                                       # gradients of these are in the sums
-        self.cached, self.arriving = None, None
+        self.cached, self.arriving, self.lines = None, None, []
+        self.totals = dict(bytes_sent=0, bytes_received=0, bytes_dense=0)
 
     def _places(self, plan: TablePlan) -> Tensor | slice:
-        """Where cache and sums have the plan's rows."""
-        return self._here(plan.ids) if self.all_rows else slice(len(plan.ids))
-
-    def _here(self, places: Tensor) -> Tensor:
-        return places.to(self.mine.device, non_blocking=True)
-
-    def _logical(self, plan: TablePlan) -> Tensor:
-        return logical_rows(self._here(plan.ids), len(self.mine), self.fabric.world)
+        """Of the plan's rows in cache and sums."""
+        return slice(len(plan.ids)) if self.listed else plan.ids
 
     def _travel(self, plan: TablePlan, out: Tensor, out_counts: list[int], rows: Tensor, counts: list[int]) -> Any:
-        """Launch rows to their ranks, with empty lists too. What others get counts as sent."""
+        """Launch rows to their ranks, with empty lists too. What goes to other ranks is counted."""
         row_bytes, me = rows.shape[1] * rows.element_size(), self.fabric.rank
         plan.sent += (len(rows) - counts[me]) * row_bytes
         plan.received += (len(out) - out_counts[me]) * row_bytes
         return dist.all_to_all_single(out, rows, out_counts, counts, async_op=True)
 
+    def _all_travel(self, plan: TablePlan, collective: Callable, out: Tensor, rows: Tensor) -> Any:
+        """Launch a dense collective: a slice to and from every other rank."""
+        others = (self.fabric.world - 1) * min(out.nbytes, rows.nbytes)
+        plan.sent, plan.received = plan.sent + others, plan.received + others
+        return collective(out, rows, async_op=True)
+
     @torch.no_grad()
     def _bring(self, plan: TablePlan, out: Tensor, head: Tensor) -> Any:
-        """Launch the plan's rows into `out`, or all of them; a tied table's are columns of the head (D, V)."""
+        """Launch the plan's rows into `out`, or all rows where there is no list; tied ones are columns of the head."""
+        plan.ids, plan.asked = (x.to(self.mine.device, non_blocking=True) for x in (plan.ids, plan.asked))
+        if self.fabric.world == 1:
+            return None
+        if self.debug:
+            out.fill_(math.nan)
         if plan.tied:
-            out[self._places(plan)] = head.t()[self._logical(plan)]
-        elif self.all_rows:
-            plan.sent, plan.received = (x + (self.fabric.world - 1) * self.mine.nbytes for x in (plan.sent, plan.received))
-            return dist.all_gather_into_tensor(out, self.mine.detach(), async_op=True)
-        else:
-            rows = self.mine[self._here(plan.asked)]
-            return self._travel(plan, out[:len(plan.ids)], plan.counts, rows, plan.asked_counts)
+            out[self._places(plan)] = head.t()[logical_rows(plan.ids, plan.size, self.fabric.world)]
+            return None
+        if not self.listed:
+            return self._all_travel(plan, dist.all_gather_into_tensor, out, self.mine.detach())
+        return self._travel(plan, out[:len(plan.ids)], plan.counts, self.mine[plan.asked], plan.asked_counts)
 
     def fetch(self, plan: TablePlan, head: Tensor) -> None:
-        """Launch the rows of a cycle into the cache. After the owners' update, never before."""
-        if self.fabric.world > 1:
-            if self.debug:
-                self.cache.detach().fill_(math.nan)
-            self.cached, self.arriving = plan, self._bring(plan, self.cache.detach(), head)
+        """Launch the rows of a cycle into the cache: after the owners' update, never before."""
+        self.cached, self.arriving = plan, self._bring(plan, self.cache.detach(), head)
 
     def ready(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
-        """The cache with the rows of this plan, and the sums of their gradients. Raises RunError inside another cycle."""
+        """The cache with the plan's rows, and the sums for their gradients. Raises RunError in the middle of another."""
         if plan not in self.open:
-            if self.open and self.fabric.world > 1:
+            if self.open and self.listed:
                 raise RunError(f"gradients of {self.table.label}", f"of {self.open[0].tag}, now {plan.tag}",
                                "batches of one cycle", "optim_step on its last step first")
             self.open.append(plan)
@@ -1408,51 +1399,66 @@ class TableRows:
             self.arriving = None
         return self.cache, self.sums
 
-    def read(self, plan: TablePlan, head: Tensor) -> Tensor:
-        """Rows for other readers than training, in a tensor of their own."""
-        if self.fabric.world == 1:
-            return self.mine
-        out = self.mine.new_empty(len(self.cache) if self.all_rows else len(plan.ids), self.mine.shape[1])
+    def read(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, None]:
+        """Rows for another reader than training, in a tensor of their own."""
+        count = len(plan.ids) if self.listed else len(self.cache)
+        out = self.mine if self.fabric.world == 1 else self.mine.new_empty(count, self.mine.shape[1])
         if work := self._bring(plan, out, head):
             work.wait()
-        return out
+        self._account(plan, 0)
+        return out, None
 
-    def return_gradients(self) -> tuple[Tensor, Callable[[], None]]:
-        """Launch gradients to their owners. Returns the slice's gradient, and a wait that adds them in rank order."""
+    def return_gradients(self) -> tuple[Tensor, Callable[[], object]]:
+        """Launch gradients to their owners. Returns the slice's gradient, and the wait that adds them in rank order."""
         if self.fabric.world == 1:
             return self.grad, lambda: None
-        plan, = self.open
-        rows = self.sums[self._places(plan)].to(self.mine.dtype)
+        plan, wire = self.open[-1], self.mine.dtype
+        if self.mode == "dense":
+            arrived = torch.empty_like(self.mine, requires_grad=False)
+            work = self._all_travel(plan, dist.reduce_scatter_tensor, arrived, self.sums.to(wire))
+            return self.grad, lambda: (work.wait(), self.grad.copy_(arrived))
+        rows = self.sums[self._places(plan)].to(wire)
         arrived = rows.new_empty(len(plan.asked), rows.shape[1])
         work = self._travel(plan, arrived, plan.asked_counts, rows, plan.counts)
         def merge() -> None:
             work.wait()
-            for at, part in zip(self._here(plan.asked).split(plan.asked_counts), arrived.split(plan.asked_counts)):
+            for at, part in zip(plan.asked.split(plan.asked_counts), arrived.split(plan.asked_counts)):
                 self.grad.index_add_(0, at, part.to(self.grad.dtype))         # no row twice in a list: one order only
         return self.grad, merge
 
     def add_to_head(self, head_grad: Tensor) -> None:
         """While tied: this rank's gradients join those of the head, (D, V)."""
         for plan in self.open:
-            head_grad[:, self._logical(plan)] += self.sums[self._places(plan)].t().to(head_grad.dtype)
+            rows = logical_rows(plan.ids, plan.size, self.fabric.world)
+            head_grad[:, rows] += self.sums[self._places(plan)].t().to(head_grad.dtype)
             self.sums[self._places(plan)] = 0
         self.clear()
 
     def clear(self) -> None:
-        """Forget the open plans' gradients, row by row, and what is cached."""
+        """Forget the gradients of the open plans, row by row, and what is cached."""
         for plan in self.open:
             self.sums[self._places(plan)] = 0
             if not plan.tied:
-                self.grad[self._here(plan.asked)] = 0
+                self.grad[... if self.mode == "dense" else plan.asked] = 0
+            self._account(plan, 2 * (self.fabric.world - 1) * self.mine.nbytes)
         self.open, self.cached = [], None
         if self.debug and (self.sums.any() or self.grad.any()):
             raise RunError(f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it: a plan is wrong")
 
+    def _account(self, plan: TablePlan, dense: int) -> None:
+        """Close the account of a plan, beside what a dense exchange would have moved."""
+        if not plan.tied:
+            moved = dict(bytes_sent=plan.sent, bytes_received=plan.received, bytes_dense=dense)
+            self.lines.append(dict(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.ids), **moved,
+                                   plan_ms=round(plan.plan_ms, 3)))
+            if plan.tag["purpose"] == "train":
+                self.totals = {key: self.totals[key] + moved[key] for key in moved}
+
     def reset(self) -> None:
-        """As after construction; what is under way comes to its end."""
+        """As after construction, once what is under way has arrived."""
         if self.arriving is not None:
             self.arriving.wait()
-        self.open, self.cached, self.arriving = [], None, None
+        self.open, self.cached, self.arriving, self.lines, self.totals = [], None, None, [], dict.fromkeys(self.totals, 0)
         self.sums.zero_()
         self.grad.zero_()
 
@@ -1462,17 +1468,12 @@ class TableRows:
         W, (size, width) = self.fabric.world, self.mine.shape
         full = torch.empty(size, W, width, dtype=self.mine.dtype) if self.fabric.rank == 0 else None
         for start in range(0, size, PIECE_ROWS):
-            piece = self.mine[start:start + PIECE_ROWS]
-            pieces = piece[None]
+            pieces = piece = self.mine[start:start + PIECE_ROWS]
             if W > 1:
                 dist.all_gather_into_tensor(pieces := piece.new_empty(W, *piece.shape), piece)
             if full is not None:
-                full[start:start + PIECE_ROWS] = pieces.transpose(0, 1)
+                full[start:start + PIECE_ROWS] = pieces.view(W, *piece.shape).transpose(0, 1)
         return None if full is None else full.flatten(0, 1)[:self.table.rows]
-
-    def memory(self) -> int:
-        """Bytes of slice, cache and gradients on this rank."""
-        return sum({x.data_ptr(): x.nbytes for x in (self.mine, self.cache, self.grad, self.sums)}.values())
 
 # ====== Room 7: Optimizer =============================================================================================
 
@@ -1551,16 +1552,15 @@ class Optimizer:
 
     Units are what ranks share out: matrices of a bank, rows of any other sharded parameter. Rank r updates the r-th of
     W equal slices of the units, filled up for the communication only, and holds moments for that slice alone.
-    Replicated parameters are updated by every rank alike. Tables by rows are slices already.
+    Replicated parameters are updated by every rank alike. Tables are slices already, and room 6 moves their rows.
     """
     def __init__(self, cfg: Config, fabric: Fabric, model: GPT, compiled: Callable[[Callable], Callable],
-                 by_rows: dict[str, TableRows] | None = None) -> None:
-        self.cfg, self.fabric, self.rows, self.by_rows = cfg, fabric, {row.label: row for row in model.table}, by_rows or {}
-        self.plans: Plans = {}                                                # of the cycle, to count a table's bytes
+                 tables: dict[str, TableRows]) -> None:
+        self.cfg, self.fabric, self.tables, self.rows = cfg, fabric, tables, {row.label: row for row in model.table}
         assert sorted(REDUCE_ORDER) == sorted(UPDATE_ORDER) == sorted(self.rows), "every label once in both orders"
         self.weights = {label: model.get_parameter(label) for label in self.rows}
         all_units = {label: self.units(label, p.data) for label, p in self.weights.items()}
-        self.cut = {label for label, row in self.rows.items() if row.sharded and label not in self.by_rows}
+        self.cut = {label for label, row in self.rows.items() if row.sharded and label not in tables}
         self.slice_size = {label: -(-len(units) // (fabric.world if label in self.cut else 1))
                            for label, units in all_units.items()}
         self.mine = {label: self._slice(label, units) for label, units in all_units.items()}
@@ -1602,26 +1602,22 @@ class Optimizer:
     def step(self, values: Values, plans_ahead: Callable[[], Plans | None] = lambda: None) -> None:
         """Reduce, update and gather what this step updates, then clear its gradients; the others keep theirs.
 
-        plans_ahead: the row plans of the next cycle; its rows set off as soon as their owners have updated them.
+        plans_ahead: of the next cycle; its rows set off as soon as their owners have updated them.
         """
         active = {label for label, row in self.rows.items() if row.optimizer == "normuon" or values.adam_step}
-        head, embed, by_rows = self.weights["lm_head"], self.weights["embed"], self.by_rows.get("embed")
-        if missing := [label for label in active if not (self.by_rows[label].open if label in self.by_rows else
+        head, embed = self.weights["lm_head"], self.weights["embed"]
+        if missing := [label for label in active if not (self.tables[label].open if label in self.tables else
                                                          self.weights[label].grad is not None)]:
             raise RunError("optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first")
         if values.adam_step and self.tied:                                    # one parameter so far, so one gradient
+            self.tables["embed"].add_to_head(head.grad)
             active.remove("embed")
-            if by_rows:
-                by_rows.add_to_head(head.grad)
-            else:
-                head.grad += embed.grad.t()
         reduced = {label: self._reduce(label) for label in REDUCE_ORDER if label in active}
         waits = [self._update(label, *reduced[label], values, plans_ahead) for label in UPDATE_ORDER if label in active]
         for wait in waits:                                                    # all gathers are under way by now
             wait()
-        if values.adam_step and self.tied and len(embed) == head.shape[1]:    # a whole copy is kept here
+        if values.adam_step and self.tied and self.fabric.world == 1:         # else its rows are read from the head
             embed.copy_(head.t())
-            embed.grad = None
         for label in active:
             self.weights[label].grad = None
         if values.split:
@@ -1629,8 +1625,8 @@ class Optimizer:
 
     def _reduce(self, label: str) -> tuple[Tensor, Callable[[], object]]:
         """Launch the sum over ranks. Returns the gradient of what this rank updates, and a wait for it."""
-        if label in self.by_rows:
-            return self.by_rows[label].return_gradients()
+        if label in self.tables:
+            return self.tables[label].return_gradients()
         units = self.units(label, self.weights[label].grad)
         if self.fabric.world == 1:
             return units, lambda: None
@@ -1638,15 +1634,8 @@ class Optimizer:
             return units, dist.all_reduce(units, async_op=True).wait
         size = self.slice_size[label]
         mine = units.new_empty(size, *units.shape[1:])
-        work = dist.reduce_scatter_tensor(mine, self._count(label, filled(units, size * self.fabric.world)), async_op=True)
+        work = dist.reduce_scatter_tensor(mine, filled(units, size * self.fabric.world), async_op=True)
         return mine[:len(self.mine[label])], work.wait
-
-    def _count(self, label: str, full: Tensor) -> Tensor:
-        """Bytes of a dense collective: each rank sends and receives all shares but its own."""
-        if plan := self.plans.get(label):
-            others = full.nbytes // self.fabric.world * (self.fabric.world - 1)
-            plan.sent, plan.received = plan.sent + others, plan.received + others
-        return full
 
     def _update(self, label: str, grad: Tensor, wait: Callable, values: Values,
                 plans_ahead: Callable[[], Plans | None]) -> Callable[[], object]:
@@ -1665,9 +1654,9 @@ class Optimizer:
             decay = number(values.normuon_lr * cfg.normuon_weight_decay)
             self.normuon_update(mine, state.get("mantissa"), grad, state["momentum"], state["second"], share, mu, lr,
                                 self.lr_muls[label], decay, cfg.normuon_beta2)
-        if table := self.by_rows.get(label):
+        if table := self.tables.get(label):
             table.clear()
-            if (plans := plans_ahead()) and not plans[label].tied:            # waited for at the first lookup
+            if plans := plans_ahead():                                        # waited for at the first lookup
                 table.fetch(plans[label], self.weights["lm_head"])
         return self._gather(label) if label in self.cut and self.fabric.world > 1 else lambda: None
 
@@ -1675,7 +1664,7 @@ class Optimizer:
         units, size = self.units(label, self.weights[label].data), self.slice_size[label]
         count = size * self.fabric.world
         full = units if len(units) == count else units.new_empty(count, *units.shape[1:])
-        work = dist.all_gather_into_tensor(self._count(label, full), filled(self.mine[label], size), async_op=True)
+        work = dist.all_gather_into_tensor(full, filled(self.mine[label], size), async_op=True)
         return work.wait if full is units else lambda: (work.wait(), units.copy_(full[:len(units)]))
 
     def _split(self) -> None:
@@ -1683,21 +1672,16 @@ class Optimizer:
         self.tied = False
         self.adam_steps["embed"] = self.adam_steps["lm_head"]
         W, D, mine = self.fabric.world, self.cfg.model_dim, self.mine["embed"]
+        def by_owner(columns: Tensor) -> Tensor:
+            """(d, V) -> (W, d, C): the columns of each owner, every W-th, filled up with zeros."""
+            even = F.pad(columns, (0, W * len(mine) - columns.shape[1]))
+            return even.unflatten(1, (len(mine), W)).permute(2, 0, 1).contiguous()
         for name, moments in self.state["embed"].items():                     # owned along V, the head's along D
-            cut = self._by_embed_owner(filled(self.state["lm_head"][name], self.slice_size["lm_head"]))
-            everyone = torch.empty_like(cut)
+            cut = arrived = by_owner(filled(self.state["lm_head"][name], self.slice_size["lm_head"]))
             if W > 1:
-                dist.all_to_all_single(everyone, cut)
-            moments.copy_((everyone if W > 1 else cut).flatten(0, 1)[:D].t()[:len(mine)])
-        if "embed" in self.by_rows:
-            mine.copy_(self._by_embed_owner(self.weights["lm_head"])[self.fabric.rank].t())
-
-    def _by_embed_owner(self, columns: Tensor) -> Tensor:
-        """(d, V) of the head -> (W, d, C): what each owner of the embedding's rows needs, filled up with zeros."""
-        W, size = self.fabric.world, self.slice_size["embed"]
-        if "embed" in self.by_rows:                                           # every W-th row
-            return F.pad(columns, (0, W * size - columns.shape[1])).unflatten(1, (size, W)).permute(2, 0, 1).contiguous()
-        return F.pad(columns, (0, W * size - columns.shape[1])).unflatten(1, (W, size)).permute(1, 0, 2).contiguous()
+                dist.all_to_all_single(arrived := torch.empty_like(cut), cut)
+            moments.copy_(arrived.flatten(0, 1)[:D].t())
+        mine.copy_(by_owner(self.weights["lm_head"])[self.fabric.rank].t())
 
 def filled(units: Tensor, count: int) -> Tensor:
     """`count` units: the same tensor if it has them, else a copy with zeros behind."""
@@ -1727,28 +1711,26 @@ class Executor:
                  slots_at_once: int = 0) -> None:
         """Builds the model with its initial values. precision: of the training head, "plain", "fp8" or "emulated"."""
         self.cfg, self.fabric, self.precision, self.rotary = cfg, fabric, precision, None
-        largest, tables = max(stage.batch_tokens for stage in cfg.stages), row_tables(cfg)
-        owners = row_owners(cfg, fabric)
-        self.exchange, self.exchange_ahead = (functools.partial(exchange_plans, fabric, group, cfg.dtype)
+        largest, tables, W = max(stage.batch_tokens for stage in cfg.stages), row_tables(cfg), fabric.world
+        moves = cfg.row_comms != "dense" and W > 1
+        self.exchange, self.exchange_ahead = (moves and functools.partial(exchange_plans, fabric, group, cfg.dtype)
                                               for group in (None, fabric.plan_group))     # the latter: for the loader thread
-        sizes = {table.label: -(-table.rows // owners) for table in tables}
+        self.planner, sizes = Planner(cfg, fabric, self.exchange), {table.label: -(-table.rows // W) for table in tables}
         def kept(label: str, x: Tensor) -> Tensor:
-            return filled(x[fabric.rank::owners], sizes[label]) if owners > 1 and label in sizes else x
+            return filled(x[fabric.rank::W], sizes[label]) if label in sizes else x
         self.model = GPT(cfg, attention, max(cfg.val_batch_tokens, largest) // cfg.num_slots, sizes)
         self.model.set_initial_values(cfg.seed, kept)
         self.model.to(fabric.device)
-        self.by_rows = {} if cfg.row_comms == "dense" else {table.label: TableRows(
-            table, cfg, fabric, self.model.get_parameter(table.label), CYCLE * largest // fabric.world) for table in tables}
+        self.tables = {table.label: TableRows(table, cfg, fabric, self.model.get_parameter(table.label),
+                                              CYCLE * largest // W) for table in tables}
         compiling = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
         compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True) if compiling else lambda call: call
         if compiling:                                                         # a graph per stage, and per shape
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         self.model_losses, self.model_hidden = compiled(self.model.losses), compiled(self.model.hidden)
-        self.optimizer = Optimizer(cfg, fabric, self.model, compiled, self.by_rows)
+        self.optimizer = Optimizer(cfg, fabric, self.model, compiled, self.tables)
         self.exact = torch.promote_types(getattr(torch, cfg.dtype), torch.float32)
         self.slots_at_once, self.compiling = slots_at_once or cfg.num_slots // fabric.world, compiling
-        self.planner = Planner(cfg, fabric, self.exchange)
-        self.open_plans, self.closed_plans, self.totals = [], [], {}
 
     def forward_backward(self, batch: Batch, values: Values, loss_weight: float = 1.0) -> Losses:
         """Add loss_weight * d(sum of this rank's slot losses) to the gradients. Calls add up until optim_step.
@@ -1756,10 +1738,8 @@ class Executor:
         No reduction over ranks, no division, no waiting for the device. A weight of 0 changes no gradient.
         """
         self._set_rotary(values)
-        if batch.plans not in self.open_plans:
-            self.open_plans.append(batch.plans)
         head = self.model.lm_head
-        sources = {label: table.ready(batch.plans[label], head) for label, table in self.by_rows.items()}
+        sources = {label: table.ready(batch.plans[label], head) for label, table in self.tables.items()}
         fill = functools.partial(torch.full, dtype=self.exact, device=self.fabric.device)    # a copy would wait
         weights, seed = torch.cat([fill((1,), weight) for weight in values.mtp_weights]), fill((), loss_weight)
         reach, sums = self._reach(values, values.max_doc_len, batch), []
@@ -1775,10 +1755,7 @@ class Executor:
 
         plans_ahead gives the row plans of the next cycle, for rows to travel while the banks are updated.
         """
-        self.optimizer.plans = self.open_plans[-1] if self.open_plans else {}
         self.optimizer.step(values, plans_ahead)
-        if values.adam_step:
-            self.closed_plans, self.open_plans = self.closed_plans + self.open_plans, []
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], values: Values) -> float:
@@ -1810,9 +1787,8 @@ class Executor:
         return softcap((y @ self.model.lm_head).to(self.exact))
 
     def _sources(self, batch: Batch) -> Sources:
-        """The rows of a batch that no one trains on, in tensors of their own."""
-        self.closed_plans.append(batch.plans)
-        sources = {label: (table.read(batch.plans[label], self.model.lm_head), None) for label, table in self.by_rows.items()}
+        """Rows that no one trains on, in tensors of their own."""
+        sources = {label: table.read(batch.plans[label], self.model.lm_head) for label, table in self.tables.items()}
         for source, _ in sources.values() if self.compiling and self.fabric.world > 1 else ():
             torch._dynamo.maybe_mark_dynamic(source, 0)
         return sources
@@ -1852,51 +1828,41 @@ class Executor:
         for name, x in self.state_tensors().items():
             x.copy_(copies[name])
         self.drop_gradients()
-        self.closed_plans, self.totals = [], {}
         torch.set_rng_state(rng[0])
         if self.fabric.on_cuda:
             torch.cuda.set_rng_state(rng[1], self.fabric.device)
 
     def drop_gradients(self) -> None:
         self.model.zero_grad(set_to_none=True)
-        self.open_plans = []
-        for table in self.by_rows.values():
+        for table in self.tables.values():
             table.reset()
 
     def weights(self) -> dict[str, Tensor]:
         """All weights on the host of rank 0, in logical shapes and order. Every rank calls it."""
-        tables = {label: table.whole() for label, table in self.by_rows.items()}
-        here = {row.label: self.model.get_parameter(row.label).detach().cpu() for row in self.model.table} | tables
+        here = {row.label: self.model.get_parameter(row.label).detach().cpu() for row in self.model.table}
+        here |= {label: table.whole() for label, table in self.tables.items()}
         return here | (dict(embed=here["lm_head"].t().contiguous()) if self.optimizer.tied else {})
 
     def traffic(self, end: bool = False) -> list[dict[str, Any]]:
-        """A line per table and finished cycle: bytes this rank sent and received. At the end, unfinished cycles too."""
-        lines, W, unfinished = [], self.fabric.world, self.open_plans if end else []
-        for plans, (label, plan) in ((x, item) for x in self.closed_plans + unfinished for item in x.items()):
-            p, trained = self.model.get_parameter(label), plan.tag["purpose"] == "train" and plans not in unfinished
-            line = dict(purpose=plan.tag["purpose"], cycle=plan.tag["cycle"], table=label, mode=self.cfg.row_comms,
-                        rows=len(plan.ids) if self.by_rows else len(p), bytes_sent=plan.sent, bytes_received=plan.received,
-                        bytes_dense=trained * 2 * (W - 1) * -(-self.optimizer.rows[label].rows.rows // W) * p[0].nbytes,
-                        plan_ms=round(plan.plan_ms, 3))
-            lines += [] if plan.tied else [line]
-        self.closed_plans = []
-        for line in lines:
-            total = self.totals.setdefault(line["table"], dict.fromkeys(("bytes_sent", "bytes_received", "bytes_dense"), 0))
-            for key in total:
-                total[key] += line[key]
+        """A line per table and finished cycle, or at the end every cycle: bytes that this rank sent and received."""
+        lines = []
+        for table in self.tables.values():
+            for plan in table.open if end else ():
+                table._account(plan, 0)
+            lines, table.lines = lines + table.lines, []
         return lines
 
     def traffic_totals(self) -> dict[str, dict[str, int]]:
-        """By table: bytes over all ranks and lines, and what this rank keeps of it in memory. Every rank calls it."""
-        for label, total in self.totals.items():
-            sums = torch.tensor(list(total.values()), device=self.fabric.device)
+        """By table: bytes of training over all ranks, and the table's memory on this one. Every rank calls it."""
+        result = {}
+        for label, table in self.tables.items():
+            sums = torch.tensor(list(table.totals.values()), device=self.fabric.device)
             if self.fabric.world > 1:
                 dist.all_reduce(sums)
-            p, moments = self.model.get_parameter(label), self.optimizer.state[label].values()
-            memory = self.by_rows[label].memory() if self.by_rows else 2 * p.nbytes
-            total |= zip(total, sums.tolist())
-            total["memory_bytes"] = memory + sum(x.nbytes for x in moments)
-        return self.totals
+            kept = (table.mine, table.cache, table.grad, table.sums, *self.optimizer.state[label].values())
+            memory = sum({x.data_ptr(): x.nbytes for x in kept}.values())
+            result[label] = dict(zip(table.totals, sums.tolist()), memory_bytes=memory)
+        return result
 
 def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> dict[str, int]:
     """Bytes of each part of a run at its largest, by name: weights and moments counted, the rest by a model."""
@@ -1908,7 +1874,7 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
         count, state = math.prod(row.shape), 2 * exact if row.optimizer == "adam" else exact + mantissa
         moments += count * state // (fabric.world if row.sharded else 1)
         bytes_each = exact if row.full_precision else dtype.itemsize
-        if row.rows and cfg.row_comms != "dense":                             # slice and cache, and the gradients of both
+        if row.rows:                                                          # slice and cache, and the gradients of both
             cached = min(count, cycle_tokens * row.rows.reads * cfg.model_dim) if cfg.row_comms == "sparse" else count
             held = count // fabric.world + (cached if fabric.world > 1 else 0)
             weights, gradients = weights + held * bytes_each, gradients + held * exact
