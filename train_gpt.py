@@ -624,11 +624,11 @@ def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
     return hashed
 
 class Table(NamedTuple):
-    """What the parameter table says of an embedding of which a step reads few rows (design 4)."""
+    """An embedding of which a step reads few rows: further columns of its row in the parameter table (design 4.1)."""
     label: str
     rows: int                            # R
     reads: int                           # rows that a token reads
-    ids: Callable[[np.ndarray], np.ndarray]      # tokens (b, T) i32 -> rows (b, T) or (b, reads, T) i32, logical order
+    ids: Callable[[np.ndarray], np.ndarray]      # tokens (b, T) i32 -> logical rows (b, T) or (b, reads, T) i32
     tied: bool = False                   # to the head until the split
     home: str = "device"                 # where an owner keeps its rows
     rule: str = "adam"                   # what updates them: all rows of a slice, read or not
@@ -640,29 +640,29 @@ def row_tables(cfg: Config) -> tuple[Table, ...]:
             Table("value_embed", NUM_VALUE_TABLES * V, NUM_VALUE_TABLES, lambda tokens: tokens[:, None] + first),
             Table("embed", V, 1, lambda tokens: tokens, tied=True))
 
-def physical_rows(rows: Any, size: int, W: int) -> Any:
-    """Row r is the r div W-th of rank r mod W. In physical order the `size` rows of an owner stand together."""
-    within = rows // W
-    return (rows - within * W) * size + within
-
-def logical_rows(physical: Any, size: int, W: int) -> Any:
-    return physical % size * W + physical // size
-
 @dataclass(eq=False)
 class TablePlan:
-    """The rows of a table that this rank reads in a cycle, n of them, and the rows of its own that any rank reads."""
+    """The rows of a table that this rank reads in a cycle, n of them, and those of its slice that all ranks ask for.
+
+    Row r is the r div W-th of its owner, rank r mod W: owners are busy alike, for frequent tokens have neighbouring ids.
+    In physical order, owner by owner, a slice is contiguous; files and ids of tables are in logical order.
+    """
     tag: dict[str, Any]                  # purpose, cycle, tokens of a slot: alike on all ranks
-    size: int                            # rows of an owner's slice
+    world: int
+    size: int                            # rows of every slice: R / W, rounded up
     tied: bool                           # read from the head, which every rank has: nothing travels
-    ids: Tensor                          # (n,) i64, physical, ascending: list of the fetch and of the gradients' return
+    ids: np.ndarray | Tensor             # (n,) i64, physical, ascending: list of the fetch and of the gradients' return
     counts: list[int]                    # how many of them each owner has
-    asked: Tensor                        # (sum,) i64 places in this rank's slice, rank by rank
+    asked: np.ndarray | Tensor           # (sum of asked_counts,) i64 places in the slice, rank by rank
     asked_counts: list[int]
-    plan_ms: float                       # without ids and exchange
+    plan_ms: float                       # time of `Planner.plan`
     sent: int = 0                        # bytes to and from other ranks, counted where a collective is called
     received: int = 0
 
-Plans = dict[str, TablePlan]             # of one cycle, by table
+    def logical(self) -> Tensor:
+        return self.ids % self.size * self.world + self.ids // self.size
+
+Plans = dict[str, TablePlan]             # of a cycle, by table
 
 class Batch(NamedTuple):
     """This rank's slots of one step, b of them."""
@@ -677,57 +677,56 @@ class Batch(NamedTuple):
         return Batch(*self[:2], *map(change, self[2:-1]), {label: change(x) for label, x in self.rows.items()})
 
 class Planner:
-    """Makes the batches of a cycle and their row plans. Pure, but for the exchange with other ranks (systems 4.3)."""
+    """Makes the batches of a cycle and their row plans. Pure, but for the exchange with other ranks."""
     def __init__(self, cfg: Config, fabric: Fabric, exchange: Callable[[Plans], None] | None = None) -> None:
         """exchange fills in what ranks ask of each other; without it a plan is this rank's side alone."""
-        self.fabric, self.tables, self.exchange = fabric, row_tables(cfg), exchange
-        self.listed = cfg.row_comms == "sparse" and fabric.world > 1          # places in a list, not physical rows
-        self.scratch = {table.label: (size, np.zeros(fabric.world * size, bool), np.zeros(fabric.world * size, np.int32))
-                        for table in self.tables for size in [-(-table.rows // fabric.world)]}
+        self.fabric, self.tables, self.exchange, W = fabric, row_tables(cfg), exchange, fabric.world
+        self.listed = cfg.row_comms == "sparse" and W > 1                     # places in a list, not physical rows
+        self.sizes = {table.label: -(-table.rows // W) for table in self.tables}
+        self.seen, self.places = ({label: np.zeros(W * size, kind) for label, size in self.sizes.items()}
+                                  for kind in (bool, np.int32))
 
     def batches(self, purpose: str, steps: Sequence[Values], slots: Sequence[list[Slot]]) -> list[Batch]:
         """A batch for each step and its slots. On CUDA all is pinned, and torch reuses a block after its last copy."""
-        tokens, plans, rows = [np.stack([slot.tokens for slot in of_step]) for of_step in slots], {}, {}
+        tokens, plans, made = [np.stack([slot.tokens for slot in of_step]) for of_step in slots], {}, []
         inputs = [x[:, :-1].astype(np.int32) for x in tokens]
         tag = dict(purpose=purpose, cycle=steps[0].step // CYCLE, tokens=sum(x.shape[1] for x in inputs))
-        pin = Tensor.pin_memory if self.fabric.on_cuda else lambda x: x
+        rows = {table.label: [table.ids(x) for x in inputs] for table in self.tables}
         for table in self.tables:
-            plans[table.label], rows[table.label] = self.plan(table, tag, table.tied and steps[0].tied,
-                                                              [table.ids(x) for x in inputs])
+            plans[table.label], rows[table.label] = self.plan(
+                table.label, tag, table.tied and steps[0].tied, rows[table.label])
         if self.exchange:
             self.exchange(plans)
+        pinned = lambda x: x.pin_memory() if self.fabric.on_cuda else x
         for plan in plans.values():
-            plan.ids, plan.asked = pin(plan.ids), pin(plan.asked)
-        made = []
+            plan.ids, plan.asked = pinned(torch.as_tensor(plan.ids)), pinned(torch.as_tensor(plan.asked))
         for at, (values, of_step) in enumerate(zip(steps, slots)):
-            borders = np.full((len(of_step), max(len(slot.cu_seqlens) for slot in of_step)), inputs[at].shape[1], np.int32)
-            for row, slot in zip(borders, of_step):
-                row[:len(slot.cu_seqlens)] = slot.cu_seqlens
-            tensors = map(torch.from_numpy, (inputs[at], tokens[at][:, 1:].astype(np.int64), borders))
-            made.append(Batch(values.step, plans, *tensors, {k: torch.from_numpy(x[at]) for k, x in rows.items()}).map(pin))
+            columns = max(len(slot.cu_seqlens) for slot in of_step)
+            borders = np.stack([np.pad(slot.cu_seqlens, (0, columns - len(slot.cu_seqlens)), "edge") for slot in of_step])
+            made.append(Batch(values.step, plans, inputs[at], tokens[at][:, 1:].astype(np.int64), borders,
+                              {label: x[at] for label, x in rows.items()}).map(lambda x: pinned(torch.from_numpy(x))))
         return made
 
-    def plan(self, table: Table, tag: dict, tied: bool, rows: list[np.ndarray]) -> tuple[TablePlan, list[np.ndarray]]:
+    def plan(self, label: str, tag: dict, tied: bool, rows: list[np.ndarray]) -> tuple[TablePlan, list[np.ndarray]]:
         """The plan for these logical rows, and where each of them is found."""
-        began, W, (size, seen, places) = time.perf_counter(), self.fabric.world, self.scratch[table.label]
+        began, W, size, seen = time.perf_counter(), self.fabric.world, self.sizes[label], self.seen[label]
         found = np.concatenate([x.ravel() for x in rows])
-        if W > 1:
-            found = physical_rows(found, size, W)
+        within = found // W
+        found = (found - within * W) * size + within
         if len(seen) < BITMAP_ROWS * len(found):
             seen[found] = True
             ids = np.flatnonzero(seen)
             seen[ids] = False
         else:                                                                 # a bitmap costs by the size of the table
             ids = np.sort(found)
-            ids = ids[np.append(True, ids[1:] != ids[:-1])]
+            ids = ids[np.append(True, ids[1:] != ids[:-1])].astype(np.int64)
         if self.listed:
-            places[ids] = np.arange(len(ids), dtype=np.int32)
-            found = places.take(found)
+            self.places[label][ids] = np.arange(len(ids), dtype=np.int32)
+            found = self.places[label].take(found)
         counts = np.diff(np.searchsorted(ids, size * np.arange(W + 1))).tolist()
-        ends, list_ = np.cumsum([x.size for x in rows]), torch.from_numpy(ids.astype(np.int64))
-        ms = 1000 * (time.perf_counter() - began)
-        return TablePlan(tag, size, tied, list_, counts, list_, counts, ms), [
-            x.reshape(y.shape) for x, y in zip(np.split(found, ends[:-1]), rows)]
+        ms, parts = 1000 * (time.perf_counter() - began), np.split(found, np.cumsum([x.size for x in rows[:-1]]))
+        return (TablePlan(tag, W, size, tied, ids, counts, ids, counts, ms),
+                [part.reshape(x.shape) for part, x in zip(parts, rows)])
 
 def bounded(future: Future, cfg: Config, what: str) -> Any:
     """Result of a thread's work; its exception surfaces here, and the wait has an end."""
@@ -979,25 +978,11 @@ def next_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     columns = targets[:, torch.where(inside, ahead, 0)]                       # (B, T, G)
     return columns.flatten(0, 1), (inside * weights).expand(slots, -1, -1).flatten(0, 1)
 
-@torch.library.custom_op("train_gpt::add_rows", mutates_args=("sums",))
-def add_rows(sums: Tensor, index: Tensor, grad: Tensor) -> None:
-    """sums[index[i]] += grad[i], in the order of i: equal runs give equal bits.
-
-    sums (P, D) f32 or f64, index (...) i32, grad (..., D). An opaque operation, so that torch.compile keeps the buffer.
-    """
-    index, grad = index.flatten(), grad.flatten(0, -2)
-    if not grad.is_cuda:
-        sums.index_add_(0, index.long(), grad.to(sums.dtype))
-    elif len(index):
-        rows, order = index.sort(stable=True)
-        launch_add_rows(sums, rows, order, grad.contiguous())
-
 def add_rows_kernel(sums, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
-    """One program per line of grad; the first of a row's lines adds them all, LINES at a time."""
+    """rows (count,) ascending, order: which line of grad each is. The program of a row's first line adds all of them."""
     first = tl.program_id(0)
     row = tl.load(rows + first)
-    before = tl.load(rows + first - 1, mask=first > 0, other=-1)
-    if row != before:
+    if row != tl.load(rows + first - 1, mask=first > 0, other=-1):
         column = tl.arange(0, WIDTH)
         inside = column < width
         target = sums + row.to(tl.int64) * width + column                     # tables pass 2^31 elements
@@ -1010,14 +995,19 @@ def add_rows_kernel(sums, rows, order, grad, count, width, LINES: tl.constexpr, 
             at, more = at + LINES, tl.min(same.to(tl.int32), axis=0)
         tl.store(target, total, mask=inside)
 
-def launch_add_rows(sums: Tensor, rows: Tensor, order: Tensor, grad: Tensor) -> None:
-    """rows (N,) i32 ascending; order (N,) i64: the line of grad (N, D) behind each."""
-    count, width = grad.shape
-    jitted(add_rows_kernel)[(count,)](sums, rows, order, grad, count, width, LINES=ADD_ROWS_LINES,
-                                      WIDTH=1 << (width - 1).bit_length())
+@torch.library.custom_op("train_gpt::add_rows", mutates_args=("sums",))
+def add_rows(sums: Tensor, index: Tensor, grad: Tensor) -> None:
+    """sums[index[i]] += grad[i] in a fixed order; sums (P, D) f32 or f64, index (...) i32, grad (..., D)."""
+    index, grad = index.flatten(), grad.flatten(0, -2)
+    if grad.is_cuda:
+        (rows, order), (count, width) = index.sort(stable=True), grad.shape
+        jitted(add_rows_kernel)[(count,)](sums, rows, order, grad.contiguous(), count, width, LINES=ADD_ROWS_LINES,
+                                          WIDTH=1 << (width - 1).bit_length())
+    else:
+        sums.index_add_(0, index.long(), grad.to(sums.dtype))
 
 class RowLookup(torch.autograd.Function):
-    """source[index], whose gradient goes into `sums` and not to autograd: no dense gradient of a table ever exists."""
+    """source[index]. Its gradient adds up in `sums`: autograd gets None, and a dense gradient never exists (design 5)."""
 
     @staticmethod
     def forward(ctx, source, index, sums):
@@ -1029,10 +1019,6 @@ class RowLookup(torch.autograd.Function):
     def backward(ctx, grad):
         add_rows(ctx.sums, *ctx.saved_tensors, grad)
         return None, None, None
-
-def look_up(source: Tensor, sums: Tensor | None, index: Tensor) -> Tensor:
-    """Rows (..., D) of source (P, D) at index (...); gradients add up in sums (P, D), or without one in source.grad."""
-    return F.embedding(index, source) if sums is None else RowLookup.apply(source, index, sums)
 
 class HeadLoss(torch.autograd.Function):
     """Softcapped cross-entropy of the next G tokens, with the head's product inside (recipe 2.8).
@@ -1161,37 +1147,30 @@ class Reach(NamedTuple):
     max_len: int
     scale: float
 
-Sources = dict[str, tuple[Tensor, "Tensor | None"]]       # table -> rows to read, and where their gradients add up
+Sources = dict[str, tuple[Tensor, Any]]  # by table: rows to read, and where their gradients add up, if anywhere
 
 class GPT(nn.Module):
     """Recipe A, section 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
-    def __init__(self, cfg: Config, attention: Callable, rotary_len: int, stored: dict[str, int] | None = None) -> None:
-        """rotary_len: the longest slot in tokens; the tables hold twice that, since paired layers have 2T positions.
-
-        stored: how many rows of a table are kept here, where not all are.
-        """
+    def __init__(self, cfg: Config, attention: Callable, rotary_len: int, kept: dict[str, int] | None = None) -> None:
+        """rotary_len: the longest slot in tokens, paired layers have 2T positions. kept: rows of tables, if not all."""
         super().__init__()
         self.heads, self.head_dim, self.vocab, self.attention = cfg.num_heads, cfg.head_dim, cfg.padded_vocab, attention
         self.table, dtype = parameter_table(cfg), getattr(torch, cfg.dtype)
         exact = torch.promote_types(dtype, torch.float32)
         for row in self.table:
-            kept = (stored or {}).get(row.label, row.shape[0])
-            empty = torch.empty((kept, *row.shape[1:]), dtype=exact if row.full_precision else dtype)
+            shape = ((kept or {}).get(row.label, row.shape[0]), *row.shape[1:])
+            empty = torch.empty(shape, dtype=exact if row.full_precision else dtype)
             self.register_parameter(row.label, nn.Parameter(empty))
         for name in ("rotary_cos", "rotary_sin"):
             self.register_buffer(name, torch.zeros(2 * rotary_len, cfg.head_dim // 4, dtype=dtype), persistent=False)
 
     @torch.no_grad()
     def set_initial_values(self, seed: int, kept: Callable[[str, Tensor], Tensor] = lambda _, x: x) -> None:
-        """One generator per label, from (seed, label). All but f32 rows pass through bf16: the same in any dtype.
-
-        kept(label, whole) is what is stored here of a parameter.
-        """
+        """One generator per label, from (seed, label). All but f32 rows pass through bf16: the same in any dtype."""
         for row in self.table:
             digest = hashlib.sha256(f"{seed}/{row.label}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-            drawn = row.init(generator, row.shape)
-            drawn = kept(row.label, drawn)
+            drawn = kept(row.label, row.init(generator, row.shape))
             self.get_parameter(row.label).copy_(drawn if row.full_precision else drawn.bfloat16())
         self.embed.copy_(kept("embed", self.lm_head.t()))
 
@@ -1241,8 +1220,8 @@ class GPT(nn.Module):
 
     def inputs(self, batch: Batch, smear: Tensor, sources: Sources) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Normalised smeared embedding and bigram rows, (B, T, D), and value rows, one (B, T, D) per value table."""
-        own = dict(bigram_embed=(self.bigram_embed, None), value_embed=(self.value_embed, None), embed=(self.embed, None))
-        read = {label: look_up(*(own | sources)[label], index) for label, index in batch.rows.items()}
+        read = {label: RowLookup.apply(sources[label][0], index, sources[label][1]) if label in sources else
+                F.embedding(index, getattr(self, label)) for label, index in batch.rows.items()}
         e = read["embed"]
         gate = smear.type_as(e) * torch.sigmoid(F.linear(e[:, 1:, :GATE_INPUTS], self.smear_gate))
         smeared = torch.cat((e[:, :1], e[:, 1:] + gate * e[:, :-1]), dim=1)   # crosses documents, not slots
@@ -1292,7 +1271,7 @@ class GPT(nn.Module):
 # A plan's ids serve both directions: owner to reader in front of a cycle, reader to owner behind it (design 4).
 
 PIECE_ROWS = 1 << 14                     # rows of each owner that are gathered at a time for a file
-LIST_FACTS = ("purpose", "cycle", "tokens", "dtype", "table", "rows", "checksum")         # i64, ahead of every list
+LIST_FACTS = ("purpose", "cycle", "tokens", "dtype", "table", "rows", "checksum")         # i64 words ahead of a list
 
 def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: Plans) -> None:
     """Tell every owner which of its rows this rank reads, and learn what all ranks ask of this one.
@@ -1300,86 +1279,84 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: Plans) -> None
     Two collectives for all tables: the facts of the lists, then the lists. Raises FabricError where ranks disagree.
     """
     W, me, plans = fabric.world, fabric.rank, {label: plan for label, plan in plans.items() if not plan.tied}
-    lists = [[x - owner * plan.size for owner, x in enumerate(plan.ids.int().split(plan.counts))]
-             for plan in plans.values()]
-    tags = [[word if isinstance(word, int) else zlib.crc32(word.encode()) for word in (*plan.tag.values(), dtype, label)]
+    lists = [np.split((plan.ids % plan.size).astype(np.int32), np.cumsum(plan.counts)[:-1]) for plan in plans.values()]
+    tags = [[x if isinstance(x, int) else zlib.crc32(x.encode()) for x in (*plan.tag.values(), dtype, label)]
             for label, plan in plans.items()]
     facts = torch.tensor([[[*tag, len(x[owner]), int(x[owner].sum())] for tag, x in zip(tags, lists)] for owner in range(W)])
     theirs = torch.empty_like(facts)
     dist.all_to_all_single(theirs, facts, group=group)
-    for rank, there in enumerate(theirs):
-        if not there[:, :-2].equal(facts[rank, :, :-2]):
-            found, expected = (dict(zip(LIST_FACTS, x[0].tolist())) for x in (there, facts[rank]))
-            raise FabricError(f"row plans differ: rank {rank} and rank {me}", found, expected,
-                              "start every rank with the same flags, data and source")
+    if wrong := [rank for rank in range(W) if not theirs[rank, :, :-2].equal(facts[rank, :, :-2])]:
+        found, expected = (dict(zip(LIST_FACTS, x[wrong[0], 0].tolist())) for x in (theirs, facts))
+        raise FabricError(f"row plans of ranks {wrong[0]} and {me}", found, expected, "start all with the same flags")
     out, back = facts[..., -2], theirs[..., -2]                               # (W, tables)
-    arrived = torch.empty(int(back.sum()), dtype=torch.int32)
-    dist.all_to_all_single(arrived, torch.cat([x[owner] for owner in range(W) for x in lists]), back.sum(1).tolist(),
-                           out.sum(1).tolist(), group=group)
-    pieces, facts_bytes = arrived.split(back.flatten().tolist()), (W - 1) * len(LIST_FACTS) * facts.element_size()
+    arrived, mine = torch.empty(int(back.sum()), dtype=torch.int32), np.concatenate([x[k] for k in range(W) for x in lists])
+    dist.all_to_all_single(arrived, torch.from_numpy(mine), back.sum(1).tolist(), out.sum(1).tolist(), group=group)
+    pieces, words = arrived.split(back.flatten().tolist()), (W - 1) * len(LIST_FACTS) * facts.element_size()
     for at, (label, plan) in enumerate(plans.items()):
-        asked = pieces[at::len(plans)]
-        for rank, x in enumerate(asked):
+        for rank, x in enumerate(asked := pieces[at::len(plans)]):
             if len(x) and (x[0] < 0 or x[-1] >= plan.size or (x.diff() < 1).any() or x.sum() != theirs[rank, at, -1]):
                 raise FabricError(f"rows of {label} that rank {rank} asks for", f"{len(x)} from {x[0]} to {x[-1]}",
                                   f"ascending places below {plan.size}, as announced", "report it: a plan is wrong")
         plan.asked, plan.asked_counts = torch.cat(asked).long(), back[:, at].tolist()
-        plan.sent += facts_bytes + (len(plan.ids) - plan.counts[me]) * arrived.element_size()
-        plan.received += facts_bytes + (len(plan.asked) - plan.asked_counts[me]) * arrived.element_size()
+        plan.sent += words + (len(plan.ids) - plan.counts[me]) * arrived.element_size()
+        plan.received += words + (len(plan.asked) - plan.asked_counts[me]) * arrived.element_size()
 
 class TableRows:
     """One table on one rank: the slice it owns, a cache of the rows it reads, and the gradients of both.
 
-    sparse: cache and sums hold the plan's rows in the plan's order. sparse_scatter: all rows in physical order, and the
-    plan's gradients return. dense: all rows and all gradients travel. One rank: the cache is the table, the sums are
-    the owner's gradient, and nothing travels.
+    sparse: cache and sums hold the plan's rows, in its order. sparse_scatter: all rows, in physical order; the plan's
+    gradients return. dense: all rows, all gradients. One rank: the cache is the table, the sums are its gradient.
     """
-    def __init__(self, table: Table, cfg: Config, fabric: Fabric, mine: Tensor, most_tokens: int) -> None:
-        """mine (C, D): the slice, a parameter. most_tokens: that a rank reads in a cycle; buffers never grow."""
+    def __init__(self, table: Table, cfg: Config, fabric: Fabric, mine: Tensor, most_tokens: int,
+                 accounts: list[dict]) -> None:
+        """mine (C, D): the slice, a parameter. most_tokens: read by a rank in a cycle; the buffers never grow."""
         assert (table.home, table.rule, table.cycle) == ("device", "adam", CYCLE), f"nothing keeps {table} yet"
-        self.table, self.fabric, self.mine, self.mode, self.debug = table, fabric, mine, cfg.row_comms, cfg.debug_rows
+        self.table, self.fabric, self.mine, self.accounts, self.cfg = table, fabric, mine, accounts, cfg
         (size, width), W, exact = mine.shape, fabric.world, torch.promote_types(mine.dtype, torch.float32)
-        self.listed = self.mode == "sparse" and W > 1
+        self.listed = self.cfg.row_comms == "sparse" and W > 1
         self.grad = mine.new_zeros(size, width, dtype=exact)                  # of the slice, summed over ranks
-        self.cache, self.sums = mine, self.grad
+        self.cache, self.sums, self.arriving = mine, self.grad, None
         if W > 1:
             count = min(W * size, most_tokens * table.reads) if self.listed else W * size
             self.cache, self.sums = mine.new_zeros(count, width).requires_grad_(), self.grad.new_zeros(count, width)
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing cached, no gradients; what is under way comes to its end."""
+        if self.arriving is not None:
+            self.arriving.wait()
         self.open: list[TablePlan] = []                                       # gradients of these are in the sums
-        self.cached, self.arriving, self.lines = None, None, []
-        self.totals = dict(bytes_sent=0, bytes_received=0, bytes_dense=0)
+        self.cached, self.arriving = None, None
+        for buffer in (self.sums, self.grad):
+            buffer.zero_()
 
     def _places(self, plan: TablePlan) -> Tensor | slice:
         """Of the plan's rows in cache and sums."""
         return slice(len(plan.ids)) if self.listed else plan.ids
 
-    def _travel(self, plan: TablePlan, out: Tensor, out_counts: list[int], rows: Tensor, counts: list[int]) -> Any:
-        """Launch rows to their ranks, with empty lists too. What goes to other ranks is counted."""
-        row_bytes, me = rows.shape[1] * rows.element_size(), self.fabric.rank
-        plan.sent += (len(rows) - counts[me]) * row_bytes
-        plan.received += (len(out) - out_counts[me]) * row_bytes
-        return dist.all_to_all_single(out, rows, out_counts, counts, async_op=True)
-
-    def _all_travel(self, plan: TablePlan, collective: Callable, out: Tensor, rows: Tensor) -> Any:
-        """Launch a dense collective: a slice to and from every other rank."""
-        others = (self.fabric.world - 1) * min(out.nbytes, rows.nbytes)
-        plan.sent, plan.received = plan.sent + others, plan.received + others
-        return collective(out, rows, async_op=True)
+    def _launch(self, plan: TablePlan, collective: Callable, out: Tensor, rows: Tensor, *counts: list[int]) -> Any:
+        """Launch rows to their ranks, with empty lists too, and count what goes to others: lists, or whole slices."""
+        slices, me = [len(self.mine)] * self.fabric.world, self.fabric.rank
+        arriving, leaving = (sum(x) - x[me] for x in counts or (slices, slices))
+        plan.sent += leaving * rows[:1].nbytes
+        plan.received += arriving * rows[:1].nbytes
+        return collective(out, rows, *counts, async_op=True)
 
     @torch.no_grad()
     def _bring(self, plan: TablePlan, out: Tensor, head: Tensor) -> Any:
         """Launch the plan's rows into `out`, or all rows where there is no list; tied ones are columns of the head."""
         plan.ids, plan.asked = (x.to(self.mine.device, non_blocking=True) for x in (plan.ids, plan.asked))
+        if self.cfg.debug_rows and self.fabric.world > 1:
+            out.fill_(math.nan)
         if self.fabric.world == 1:
             return None
-        if self.debug:
-            out.fill_(math.nan)
         if plan.tied:
-            out[self._places(plan)] = head.t()[logical_rows(plan.ids, plan.size, self.fabric.world)]
+            out[self._places(plan)] = head.t()[plan.logical()]
             return None
-        if not self.listed:
-            return self._all_travel(plan, dist.all_gather_into_tensor, out, self.mine.detach())
-        return self._travel(plan, out[:len(plan.ids)], plan.counts, self.mine[plan.asked], plan.asked_counts)
+        if self.listed:
+            out, rows = out[:len(plan.ids)], self.mine[plan.asked]
+            return self._launch(plan, dist.all_to_all_single, out, rows, plan.counts, plan.asked_counts)
+        return self._launch(plan, dist.all_gather_into_tensor, out, self.mine.detach())
 
     def fetch(self, plan: TablePlan, head: Tensor) -> None:
         """Launch the rows of a cycle into the cache: after the owners' update, never before."""
@@ -1401,25 +1378,24 @@ class TableRows:
 
     def read(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, None]:
         """Rows for another reader than training, in a tensor of their own."""
-        count = len(plan.ids) if self.listed else len(self.cache)
-        out = self.mine if self.fabric.world == 1 else self.mine.new_empty(count, self.mine.shape[1])
+        count, width = len(plan.ids) if self.listed else len(self.cache), self.mine.shape[1]
+        out = self.mine if self.fabric.world == 1 else self.mine.new_empty(count, width)
         if work := self._bring(plan, out, head):
             work.wait()
-        self._account(plan, 0)
+        self.account(plan, 0)
         return out, None
 
     def return_gradients(self) -> tuple[Tensor, Callable[[], object]]:
         """Launch gradients to their owners. Returns the slice's gradient, and the wait that adds them in rank order."""
         if self.fabric.world == 1:
             return self.grad, lambda: None
-        plan, wire = self.open[-1], self.mine.dtype
-        if self.mode == "dense":
-            arrived = torch.empty_like(self.mine, requires_grad=False)
-            work = self._all_travel(plan, dist.reduce_scatter_tensor, arrived, self.sums.to(wire))
+        plan, dense = self.open[-1], self.cfg.row_comms == "dense"
+        rows = (self.sums if dense else self.sums[self._places(plan)]).to(self.mine.dtype)
+        arrived = rows.new_empty(len(self.mine) if dense else len(plan.asked), rows.shape[1])
+        if dense:
+            work = self._launch(plan, dist.reduce_scatter_tensor, arrived, rows)
             return self.grad, lambda: (work.wait(), self.grad.copy_(arrived))
-        rows = self.sums[self._places(plan)].to(wire)
-        arrived = rows.new_empty(len(plan.asked), rows.shape[1])
-        work = self._travel(plan, arrived, plan.asked_counts, rows, plan.counts)
+        work = self._launch(plan, dist.all_to_all_single, arrived, rows, plan.asked_counts, plan.counts)
         def merge() -> None:
             work.wait()
             for at, part in zip(plan.asked.split(plan.asked_counts), arrived.split(plan.asked_counts)):
@@ -1429,8 +1405,7 @@ class TableRows:
     def add_to_head(self, head_grad: Tensor) -> None:
         """While tied: this rank's gradients join those of the head, (D, V)."""
         for plan in self.open:
-            rows = logical_rows(plan.ids, plan.size, self.fabric.world)
-            head_grad[:, rows] += self.sums[self._places(plan)].t().to(head_grad.dtype)
+            head_grad[:, plan.logical()] += self.sums[self._places(plan)].t().to(head_grad.dtype)
             self.sums[self._places(plan)] = 0
         self.clear()
 
@@ -1439,41 +1414,28 @@ class TableRows:
         for plan in self.open:
             self.sums[self._places(plan)] = 0
             if not plan.tied:
-                self.grad[... if self.mode == "dense" else plan.asked] = 0
-            self._account(plan, 2 * (self.fabric.world - 1) * self.mine.nbytes)
+                self.grad[... if self.cfg.row_comms == "dense" else plan.asked] = 0
+            self.account(plan, 2 * (self.fabric.world - 1) * self.mine.nbytes)
         self.open, self.cached = [], None
-        if self.debug and (self.sums.any() or self.grad.any()):
+        if self.cfg.debug_rows and (self.sums.any() or self.grad.any()):
             raise RunError(f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it: a plan is wrong")
 
-    def _account(self, plan: TablePlan, dense: int) -> None:
-        """Close the account of a plan, beside what a dense exchange would have moved."""
+    def account(self, plan: TablePlan, dense: int) -> None:
+        """Close the account of a plan, beside what dense collectives would have moved."""
         if not plan.tied:
-            moved = dict(bytes_sent=plan.sent, bytes_received=plan.received, bytes_dense=dense)
-            self.lines.append(dict(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.ids), **moved,
-                                   plan_ms=round(plan.plan_ms, 3)))
-            if plan.tag["purpose"] == "train":
-                self.totals = {key: self.totals[key] + moved[key] for key in moved}
+            self.accounts.append(dict(
+                **plan.tag, table=self.table.label, mode=self.cfg.row_comms, rows=len(plan.ids), bytes_sent=plan.sent,
+                bytes_received=plan.received, bytes_dense=dense, plan_ms=round(plan.plan_ms, 3)))
 
-    def reset(self) -> None:
-        """As after construction, once what is under way has arrived."""
-        if self.arriving is not None:
-            self.arriving.wait()
-        self.open, self.cached, self.arriving, self.lines, self.totals = [], None, None, [], dict.fromkeys(self.totals, 0)
-        self.sums.zero_()
-        self.grad.zero_()
-
-    @torch.no_grad()
     def whole(self) -> Tensor | None:
-        """All rows in logical order on the host of rank 0, brought in pieces. Every rank calls it."""
-        W, (size, width) = self.fabric.world, self.mine.shape
-        full = torch.empty(size, W, width, dtype=self.mine.dtype) if self.fabric.rank == 0 else None
-        for start in range(0, size, PIECE_ROWS):
-            pieces = piece = self.mine[start:start + PIECE_ROWS]
-            if W > 1:
-                dist.all_gather_into_tensor(pieces := piece.new_empty(W, *piece.shape), piece)
-            if full is not None:
-                full[start:start + PIECE_ROWS] = pieces.view(W, *piece.shape).transpose(0, 1)
-        return None if full is None else full.flatten(0, 1)[:self.table.rows]
+        """All rows in logical order on the host of rank 0, gathered in pieces. Every rank calls it."""
+        pieces = []
+        for piece in self.mine.detach().split(PIECE_ROWS):
+            everyone = piece.new_empty(self.fabric.world, *piece.shape).copy_(piece)
+            if self.fabric.world > 1:
+                dist.all_gather_into_tensor(everyone, piece)
+            pieces += [everyone.transpose(0, 1).flatten(0, 1).cpu()] if self.fabric.rank == 0 else []
+        return torch.cat(pieces)[:self.table.rows] if pieces else None
 
 # ====== Room 7: Optimizer =============================================================================================
 
@@ -1721,8 +1683,9 @@ class Executor:
         self.model = GPT(cfg, attention, max(cfg.val_batch_tokens, largest) // cfg.num_slots, sizes)
         self.model.set_initial_values(cfg.seed, kept)
         self.model.to(fabric.device)
+        self.accounts: list[dict] = []                                        # what travelled, by cycle and table
         self.tables = {table.label: TableRows(table, cfg, fabric, self.model.get_parameter(table.label),
-                                              CYCLE * largest // W) for table in tables}
+                                              CYCLE * largest // W, self.accounts) for table in tables}
         compiling = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
         compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True) if compiling else lambda call: call
         if compiling:                                                         # a graph per stage, and per shape
@@ -1828,6 +1791,7 @@ class Executor:
         for name, x in self.state_tensors().items():
             x.copy_(copies[name])
         self.drop_gradients()
+        self.accounts.clear()
         torch.set_rng_state(rng[0])
         if self.fabric.on_cuda:
             torch.cuda.set_rng_state(rng[1], self.fabric.device)
@@ -1843,25 +1807,20 @@ class Executor:
         here |= {label: table.whole() for label, table in self.tables.items()}
         return here | (dict(embed=here["lm_head"].t().contiguous()) if self.optimizer.tied else {})
 
-    def traffic(self, end: bool = False) -> list[dict[str, Any]]:
-        """A line per table and finished cycle, or at the end every cycle: bytes that this rank sent and received."""
-        lines = []
-        for table in self.tables.values():
-            for plan in table.open if end else ():
-                table._account(plan, 0)
-            lines, table.lines = lines + table.lines, []
-        return lines
-
-    def traffic_totals(self) -> dict[str, dict[str, int]]:
-        """By table: bytes of training over all ranks, and the table's memory on this one. Every rank calls it."""
-        result = {}
+    def traffic(self) -> dict[str, dict[str, int]]:
+        """By table: bytes that training moved over all ranks, and memory on this one. Every rank calls it, at the end."""
+        for table in self.tables.values():                                    # a half last cycle returns no gradients
+            for plan in table.open:
+                table.account(plan, 0)
+        result, keys = {}, ("bytes_sent", "bytes_received", "bytes_dense")
         for label, table in self.tables.items():
-            sums = torch.tensor(list(table.totals.values()), device=self.fabric.device)
+            mine = [x for x in self.accounts if (x["table"], x["purpose"]) == (label, "train")]
+            sums = torch.tensor([sum(x[key] for x in mine) for key in keys], device=self.fabric.device)
             if self.fabric.world > 1:
                 dist.all_reduce(sums)
             kept = (table.mine, table.cache, table.grad, table.sums, *self.optimizer.state[label].values())
             memory = sum({x.data_ptr(): x.nbytes for x in kept}.values())
-            result[label] = dict(zip(table.totals, sums.tolist()), memory_bytes=memory)
+            result[label] = dict(zip(keys, sums.tolist()), memory_bytes=memory)
         return result
 
 def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> dict[str, int]:
@@ -1942,6 +1901,7 @@ class Log:
         self.run_dir, self.fabric, self.expected, self.schedule, self.total = (
             run_dir, fabric, expected, schedule, schedule.total_steps)
         self.pending, self.tokens, self.done, self.last_good, self.bar, self.files = [], 0, 0, "none", None, {}
+        self.travelled = 0
         if fabric.rank == 0:
             try:
                 run_dir.mkdir(parents=True, exist_ok=True)
@@ -2015,9 +1975,11 @@ class Log:
                 self.bar.set_postfix_str(f"loss {loss:.3f}, {ms / step:.0f} ms/step")
                 self.bar.update()
 
-    def comms(self, lines: list[dict[str, Any]]) -> None:
-        for line in lines:
-            self.event("comms", **line)
+    def comms(self, accounts: list[dict]) -> None:
+        """Lines for what travelled since the last call."""
+        for account in accounts[self.travelled:]:
+            self.event("comms", **account)
+        self.travelled = len(accounts)
 
     def check(self, loss: float, what: str) -> None:
         if not math.isfinite(loss):
@@ -2108,7 +2070,7 @@ def race(schedule: Schedule, loader: Loader, executor: Executor, validation: Val
             clock.start()
         losses = train_step(executor, loader, values)
         log.step(losses, clock.ms)
-        log.comms(executor.traffic())
+        log.comms(executor.accounts)
     clock.stop()
     end = schedule.at(schedule.last_step)                                     # at the true end the long window is wider
     loss = executor.evaluate(validation.batches(end), end)
@@ -2327,8 +2289,8 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
         tensors = executor.weights()
         if log.fabric.rank == 0:
             save_weights(Path(cfg.save), cfg, tensors, validation.vocabulary)
-    log.comms(executor.traffic(end=True))
-    result["comms"] = executor.traffic_totals()
+    result["comms"] = executor.traffic()
+    log.comms(executor.accounts)
     log.event("result", **result)
     log.close()                                                               # no bar between the lines that follow
     values = log.schedule.at(log.done)
