@@ -16,21 +16,18 @@ Floor plan. A room uses only rooms above it, and nothing happens at import.
     8 Executor    forward_backward, optim_step, evaluate, snapshot and restore
     9 Race        warm-up, clock, log, validation, sample
    10 Main        flags, process group, device, run
-
 Letters                                                        [value in the record preset]
     W ranks                       L layers [11]                V vocabulary, padded [50,304]
     S slots in a step [8]         D model width [768]          R rows of a table [251,520]
     B slots in a micro-batch      H heads [6]                  E width of one head [128]
     T tokens in one slot          F MLP width [3,072]          G tokens predicted per position [3, 2, 1 by stage]
     M matrices in a bank          N rows of a matrix product, B * T
-
 A slot is one of S equal, independent shares of a step's tokens and the unit of data parallelism: slot s belongs to rank
 s mod W. A cycle is two steps, an even and an odd one; Adam updates on the odd one. A bank is several matrices in one
-parameter. The objective of a step is J = (1/S) * sum over slots of the slot's summed loss, at every W.
-"""
+parameter. The objective of a step is J = (1/S) * sum over slots of the slot's summed loss, at every W."""
 from __future__ import annotations
 
-import argparse, base64, contextlib, difflib, errno, functools, gc, glob, gzip, hashlib
+import argparse, base64, contextlib, difflib, errno, functools, gc, glob, hashlib
 import importlib, io, itertools, json, math, os, platform, re, signal, subprocess, sys, time, traceback
 import warnings, zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -47,7 +44,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 # ====== Room 1: Config ================================================================================================
-
 class TrainerError(Exception):
     """What was found, what was expected, and what to do about it."""
     def __init__(self, what: str, found: object, expected: object, do: str) -> None:
@@ -80,8 +76,7 @@ LAYERS = (                                                                    # 
     Layer("plain", "short", keep_as=BACKOUT),                                 #  7: subtracted again before the head
     Layer("plain", "short", value=2),                                         #  8
     Layer("paired", "short", value=3),                                        #  9
-    Layer("plain", "long", value=4, key_shift=True),                          # 10
-)
+    Layer("plain", "long", value=4, key_shift=True))                          # 10
 ATTENTION_LAYERS = tuple(depth for depth, layer in enumerate(LAYERS) if layer.attention != "none")
 NUM_VALUE_TABLES = sum(layer.value is not None for layer in LAYERS)
 
@@ -99,8 +94,7 @@ STAGES = (                                                                    # 
     Stage(131_072, 1, 3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
     Stage(262_144, 3, 7, 1.52, (1.0, 0.5), (1.0, 0.0)),
     Stage(393_216, 5, 11, 1.73, (1.0,), (1.0,)),
-    Stage(393_216, 6, 13, 1.00, (1.0,), (1.0,)),
-)
+    Stage(393_216, 6, 13, 1.00, (1.0,), (1.0,)))
 
 def knob(group: str, default: Any, unit: str, about: str, choices: tuple = ()) -> Any:
     return field(default=default, metadata=dict(group=group, unit=unit, about=about, choices=choices))
@@ -127,8 +121,7 @@ class Config:
     head_dim: int = _model(128, "features", "a multiple of 4, at least 8; half of it rotates")
     attn_scale: float = _model(0.1, "1", "softmax scale before YaRN; queries and keys are normalised")
     dtype: str = _model("bfloat16", "type", "weights and activations", ("bfloat16", "float32", "float64"))
-    head: str = _model("auto", "precision", "training logits; auto: fp8 on devices that have it, else plain",
-                       ("auto", "fp8", "emulated", "plain"))
+    head: str = _model("auto", "precision", "of training logits; auto: best", ("auto", "fp8", "emulated", "plain"))
     num_scheduled_steps: int = _schedule(1507, "steps", "split evenly over all stages but the last")
     num_extension_steps: int = _schedule(40, "steps", "last stage, at the lowest learning rate")
     stages: tuple = _schedule(STAGES, "table", "rows 'batch_tokens short long lr_mul mtp_start mtp_end' joined by ';'")
@@ -151,10 +144,9 @@ class Config:
     seed: int = _run(0, "integer", "initial values; each parameter draws from (seed, label)")
     device: str = _run("auto", "device", "auto: cuda if there is one", ("auto", "cpu", "cuda"))
     compile: int = _run(-1, "0|1", "torch.compile; -1: on CUDA only", (-1, 0, 1))
-    row_comms: str = _run("sparse", "mode", "how embedding rows travel: dense gradients and tables; sparse gradients; "
-                          "sparse both ways", ("dense", "sparse_scatter", "sparse"))
-    debug_rows: int = _run(0, "0|1", "poison rows that were not fetched, look for gradients of rows not planned", (0, 1))
-    slots_per_micro_batch: int = _run(0, "slots", "side by side in the model; 0: as many as fit into memory")
+    row_comms: str = _run("sparse", "mode", "how table rows travel to ranks", ("dense", "sparse_scatter", "sparse"))
+    debug_rows: int = _run(0, "0|1", "poison rows not fetched, look for gradients of rows not planned", (0, 1))
+    slots_per_micro_batch: int = _run(0, "slots", "side by side in the model; 0: one on a GPU, all that fit on a CPU")
     max_steps: int = _run(0, "steps", "stop early, then validate; 0: the whole schedule")
     run_dir: str = _run("", "folder", "of the logs; empty: logs/<run id>")
     comm_timeout: float = _run(60.0, "s", "longest wait for another rank or for the loader thread")
@@ -164,22 +156,20 @@ class Config:
     prompt: str = _run("", "text", "what a sample goes on from")
     ranks: str = _run("", "file", "GPT-2 ranks in tiktoken's text format, plain or .gz: samples without network")
 
-PRESETS: dict[str, dict[str, Any]] = {
-    "record": dict(device="cuda"),
-    "pocket": dict(
+PRESETS: dict[str, dict[str, Any]] = dict(
+    record=dict(device="cuda"),
+    pocket=dict(
         train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin", val_tokens=65_536,
         val_batch_tokens=8_192, max_doc_len=256, model_dim=96, head_dim=16, attn_scale=12.8 / 16, dtype="float32",
         head="plain", stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 256) for stage in STAGES),
         window_block=8, num_scheduled_steps=520, num_extension_steps=20, val_every=180),
-    "tiny": dict(
-        train_files="formula:512:511:40000:2", val_files="formula:512:511:4000:1", val_tokens=1024,
-        val_batch_tokens=512, max_doc_len=24, model_dim=32, num_heads=2, head_dim=16, attn_scale=12.8 / 16,
-        dtype="float32", head="plain", window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5,
-        stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 1024) for stage in STAGES), sample_tokens=8),
-}
+    tiny=dict(
+        train_files="formula:512:511:40000:2", val_files="formula:512:511:4000:1", val_tokens=1024, max_doc_len=24,
+        val_batch_tokens=512, model_dim=32, num_heads=2, head_dim=16, attn_scale=12.8 / 16, dtype="float32",
+        window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, sample_tokens=8, head="plain",
+        stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 1024) for stage in STAGES)))
 RECORD_STEPS, RECORD_RAMP_UP, RECORD_RAMP_DOWN = 1547, 300, 50                # recipe 4
 GPT2_VOCAB, GPT2_DOCUMENT_START = 50_257, 50_256
-GPT2_SPLIT = r"""'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"""
 MAX_VOCAB = 65_535                       # token ids are stored as u16
 GATE_INPUTS = 12                         # features that a gate reads
 
@@ -217,7 +207,6 @@ def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
     knobs = {f.name: f for f in fields(Config)}
     parser = argparse.ArgumentParser(
         "train_gpt.py", usage="%(prog)s [--preset=NAME] [--field=value ...]", allow_abbrev=False, exit_on_error=False,
-        description="Train a small GPT against the clock. A preset sets fields; flags override it.",
         epilog="exit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 130 interrupted, 143 ended")
     parser.add_argument("--preset", default="record", metavar="NAME", help=f"{', '.join(PRESETS)} [record]")
     parser.add_argument("words", nargs="?", metavar="PROMPT", help="the same as --prompt=PROMPT")
@@ -233,14 +222,12 @@ def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
         near = nearest(unknown[0].partition("=")[0], [f"--{known}" for known in ("preset", *knobs)])
         raise ConfigError("unknown flag", unknown[0], "--field=value with a field that exists", f"nearest: {near}")
     if flags.preset not in PRESETS:
-        near = nearest(flags.preset, PRESETS)
-        raise ConfigError("unknown preset", repr(flags.preset), list(PRESETS), f"nearest: {near}")
+        raise ConfigError("unknown preset", flags.preset, list(PRESETS), f"nearest: {nearest(flags.preset, PRESETS)}")
     given = {name: parse_value(f, text) for name, f in knobs.items() if (text := getattr(flags, name)) is not None}
     if flags.words and not flags.sample:
         raise ConfigError("a word without a flag", flags.words, "--field=value", "a prompt needs --sample=DIR")
     given |= dict(prompt=flags.words) if flags.words else {}
-    cfg = Config(**{**({} if flags.sample else PRESETS[flags.preset]), **given})
-    check_config(cfg)
+    check_config(cfg := Config(**({} if flags.sample else PRESETS[flags.preset]) | given))
     return flags.preset, cfg
 
 LEAST = dict(num_slots=1, max_doc_len=2, window_block=1, final_long_window=1, comm_timeout=1, document_start=-1,
@@ -251,11 +238,9 @@ def check_config(cfg: Config) -> None:
     def need(ok: bool, what: str, found: object, expected: str, do: str) -> None:
         if not ok:
             raise ConfigError(what, found, expected, do)
-
     for name, value in vars(cfg).items():
-        least = LEAST.get(name, 0)
-        ok = isinstance(value, (str, tuple)) or least <= value < 2**31
-        need(ok, f"--{name}", value, f"{least} or more, below 2^31", f"--{name}={least}")
+        ok = isinstance(value, (str, tuple)) or LEAST.get(name, 0) <= value < 2**31
+        need(ok, f"--{name}", value, f"{LEAST.get(name, 0)} or more, below 2^31", f"--{name}={LEAST.get(name, 0)}")
     H, E = cfg.num_heads, cfg.head_dim
     need(H >= 2 and H % 2 == 0, "--num_heads", H, "an even number, since paired layers join two heads",
          f"--num_heads={max(2, H - 1)} or --num_heads={max(2, H + 1)}")
@@ -273,10 +258,10 @@ def check_config(cfg: Config) -> None:
     scheduled = len(cfg.stages) - 1
     need(scheduled >= 1, "--stages", f"{len(cfg.stages)} row", "at least two, the last for the extension", "see STAGES")
     for s in cfg.stages:
-        numbers_fit = all(0 <= x < math.inf for x in (s.lr_mul, *s.mtp_start, *s.mtp_end))
-        weights_fit = len(s.mtp_start) == len(s.mtp_end) >= 1 and numbers_fit
-        need(weights_fit and 1 <= s.short_window < s.long_window < 2**31, "--stages", flag_text((s,)),
-             "1 <= short window < long window; as many token weights >= 0 at the start as at the end", "see STAGES")
+        fits = all(0 <= x < math.inf for x in (s.lr_mul, *s.mtp_start, *s.mtp_end))
+        fits = fits and len(s.mtp_start) == len(s.mtp_end) >= 1 and 1 <= s.short_window < s.long_window < 2**31
+        need(fits, "--stages", flag_text((s,)), "1 <= short window < long window; as many token weights >= 0 at the "
+             "start as at the end", "see STAGES")
     need(cfg.num_scheduled_steps >= scheduled, "--num_scheduled_steps", cfg.num_scheduled_steps,
          f"one step or more for each of {scheduled} stages", f"--num_scheduled_steps={scheduled}")
     for name, most in (("split_stage", scheduled), ("cooldown_frac", 1), ("normuon_beta2", 1), ("momentum_max", 1),
@@ -342,7 +327,6 @@ class Fabric:
         return math.inf
 
 # ====== Room 2: Schedule ==============================================================================================
-
 CYCLE = 2                                # steps of one Adam update, whose gradients add up
 
 class Rotary(NamedTuple):
@@ -376,8 +360,7 @@ YARN_ALPHA, YARN_BETA = 1.0, 32.0        # full turns inside the old window: bel
 
 def base_frequencies(head_dim: int) -> tuple[float, ...]:
     """E/4 frequencies from 1 down to 1/1024 (half-truncated rotary, recipe 2.4)."""
-    count = head_dim // 4
-    return tuple(ROTARY_BASE ** (-i / (count - 1)) for i in range(count))
+    return tuple(ROTARY_BASE ** (-i / (head_dim // 4 - 1)) for i in range(head_dim // 4))
 
 def yarn(rotary: Rotary, old: int, new: int) -> Rotary:
     """Stretch low frequencies as the long window grows from old to new tokens (arXiv 2309.00071; recipe 2.4)."""
@@ -390,8 +373,7 @@ def yarn(rotary: Rotary, old: int, new: int) -> Rotary:
 class Schedule:
     """Pure functions of the step, recipe 4. `at(total_steps)` is the final validation, with the widest window."""
     def __init__(self, cfg: Config) -> None:
-        self.cfg = cfg
-        self.total_steps = cfg.num_scheduled_steps + cfg.num_extension_steps
+        self.cfg, self.total_steps = cfg, cfg.num_scheduled_steps + cfg.num_extension_steps
         self.last_step = min(cfg.max_steps or self.total_steps, self.total_steps)
         scheduled = len(cfg.stages) - 1
         ends = [round(cfg.num_scheduled_steps * (k + 1) / scheduled) for k in range(scheduled)]
@@ -427,8 +409,8 @@ class Schedule:
         """Weights of the next tokens, linear in the position inside the stage, which never reaches 1."""
         k = self.stage_at(step)
         position = (step - self.stage_starts[k]) / max(1, self.stage_ends[k] - self.stage_starts[k])
-        stage = self.cfg.stages[k]
-        return tuple(start + (end - start) * position for start, end in zip(stage.mtp_start, stage.mtp_end))
+        ends = zip(self.cfg.stages[k].mtp_start, self.cfg.stages[k].mtp_end)
+        return tuple(start + (end - start) * position for start, end in ends)
 
     def at(self, step: int) -> Values:
         cfg, k, factor = self.cfg, self.stage_at(step), self.lr_factor_at(step)
@@ -439,17 +421,15 @@ class Schedule:
             val_slot_tokens=cfg.val_batch_tokens // cfg.num_slots, short_window=stage.short_window * cfg.window_block,
             long_window=long_window * cfg.window_block, mtp_weights=self.mtp_weights_at(step), rotary=self.rotary[k],
             lr_factor=factor, normuon_lr=cfg.normuon_lr * factor, adam_lr=cfg.adam_lr * factor,
-            momentum=self.momentum_at(step), adam_step=step % CYCLE == CYCLE - 1,
-            tied=step <= self.split_step, split=step == self.split_step, validate=cfg.val_every > 0 and step % cfg.val_every == 0)
+            momentum=self.momentum_at(step), adam_step=step % CYCLE == CYCLE - 1, tied=step <= self.split_step,
+            split=step == self.split_step, validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
     def warm_up_steps(self) -> list[int]:
         """Whole cycles around the start of every stage: each graph of the run, tied and split, occurs in them."""
-        cycles = sorted({start // CYCLE + k for start in self.stage_starts for k in (0, 1)})
-        steps = (range(CYCLE * cycle, CYCLE * cycle + CYCLE) for cycle in cycles)
-        return [step for step in itertools.chain(*steps) if step < self.last_step]
+        steps = {start - start % CYCLE + k for start in self.stage_starts for k in range(2 * CYCLE)}
+        return sorted(step for step in steps if step < self.last_step)
 
 # ====== Room 3: Data ==================================================================================================
-
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # recipe 1.2; table in data/README.md
 HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # recipe 2.5
 BITMAP_ROWS = 16                         # a bitmap finds the rows of a cycle if the table has at most so many per read
@@ -465,8 +445,7 @@ class ShardHeader(NamedTuple):
 class Shard:
     """Tokens of one shard in memory, (tokens,) u16, and where its documents start."""
     def __init__(self, tokens: np.ndarray, document_start: int) -> None:
-        self.tokens = tokens
-        self.doc_starts = np.flatnonzero(tokens == document_start)
+        self.tokens, self.doc_starts = tokens, np.flatnonzero(tokens == document_start)
         self.doc_lengths = np.diff(self.doc_starts, append=len(tokens))
         self._totals: dict[int, np.ndarray] = {}
 
@@ -526,10 +505,8 @@ def find_shards(pattern: str) -> list[ShardHeader]:
 def load_shard(header: ShardHeader) -> Shard:
     """Read a shard and check every token. Raises DataError."""
     name, count, vocab_size, document_start = header
-    if name.startswith(FORMULA):
-        tokens = formula_tokens(int(name.rpartition("#")[2]), count, vocab_size, document_start)
-    else:
-        tokens = np.fromfile(name, "<u2", count, offset=HEADER_BYTES)
+    tokens = (formula_tokens(int(name.rpartition("#")[2]), count, vocab_size, document_start)
+              if name.startswith(FORMULA) else np.fromfile(name, "<u2", count, offset=HEADER_BYTES))
     if len(tokens) != count:
         raise DataError(f"{name}: cut while in use", f"{len(tokens)} tokens", f"{count} as at the start",
                         "fetch the file again and start over")
@@ -563,8 +540,8 @@ def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Co
 def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader]) -> None:
     """Raise DataError before anything compiles if the shards cannot last. A lower bound: packing drops tokens."""
     have = math.inf if cfg.epochs == 0 else cfg.epochs * sum(h.tokens for h in train)
-    sizes = (cfg.num_slots * (schedule.at(step).slot_tokens + 1) for step in range(schedule.last_step))
-    needs = list(itertools.accumulate(sizes))
+    slots = (schedule.at(step).slot_tokens + 1 for step in range(schedule.last_step))
+    needs = [cfg.num_slots * tokens for tokens in itertools.accumulate(slots)]
     if needs[-1] > have:
         steps = sum(need <= have for need in needs)
         raise DataError("too few training tokens", f"{have} in {len(train)} shards of {cfg.train_files!r}: {steps} "
@@ -574,12 +551,9 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader])
 
 def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int,
                max_doc_len: int) -> tuple[list, int] | None:
-    """Deal documents to the slots of a block in stream order (recipe 5.2, 11.3).
-
-    Each slot takes documents, cut to max_doc_len, until it has slot_tokens + 1 tokens; the last one is cut to fit and
-    its rest is lost: the next slot begins with a fresh document. Returns (slots, next document), a slot being (starts,
-    ends) of its pieces, or None if the documents run out.
-    """
+    """Deal documents to the slots of a block in stream order (recipe 5.2, 11.3). Each slot takes documents, cut to
+    max_doc_len, until it has slot_tokens + 1 tokens; the last one is cut to fit and its rest is lost: the next slot
+    begins with a fresh document. Returns (slots, next document), a slot being (starts, ends) of pieces, or None."""
     totals, slots, doc = shard.totals(max_doc_len), [], first_doc
     for _ in range(num_slots):
         goal = totals[doc] + slot_tokens + 1
@@ -609,12 +583,10 @@ def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int, 
                 yield Slot(tokens, np.concatenate([[0], borders, [slot_tokens]]).astype(np.int32))
 
 def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
-    """Row of each (previous, current) token pair of slots, (..., T) i32 -> (..., T) i32 in [0, rows) (recipe 2.5).
-
-    row = ((36313 * current) xor (27191 * previous)) mod (rows - 1), in 32-bit arithmetic that wraps. The last row
-    means: no pair, and stands at position 0. Two quirks are part of the published losses: pairs cross documents, and
-    position 1 takes rows - 1 for its previous token, because the peer overwrites position 0 before it multiplies.
-    """
+    """Row of each (previous, current) token pair of slots, (..., T) i32 -> (..., T) i32 in [0, rows) (recipe 2.5). row
+    = ((36313 * current) xor (27191 * previous)) mod (rows - 1), in 32-bit arithmetic that wraps. The last row means:
+    no pair, and stands at position 0. Two quirks are part of the published losses: pairs cross documents, and position
+    1 takes rows - 1 for its previous token, because the peer overwrites position 0 before it multiplies."""
     previous = np.empty_like(tokens)
     previous[..., 2:] = tokens[..., 1:-1]
     previous[..., :2] = rows - 1
@@ -643,24 +615,17 @@ def row_tables(cfg: Config) -> tuple[Table, ...]:
 @dataclass(eq=False)
 class TablePlan:
     """The rows of a table that this rank reads in a cycle, n of them, and those of its slice that all ranks ask for.
-
-    Row r is the r div W-th of its owner, rank r mod W: owners are busy alike, for frequent tokens have neighbouring ids.
-    In physical order, owner by owner, a slice is contiguous; files and ids of tables are in logical order.
-    """
+    Row r is the r div W-th of rank r mod W, since frequent tokens have neighbouring ids; physical order: by owner."""
     tag: dict[str, Any]                  # purpose, cycle, tokens of a slot: alike on all ranks
-    world: int
     size: int                            # rows of every slice: R / W, rounded up
     tied: bool                           # read from the head, which every rank has: nothing travels
-    ids: np.ndarray | Tensor             # (n,) i64, physical, ascending: list of the fetch and of the gradients' return
+    ids: Any                             # (n,) i64, physical, ascending: list of the fetch and of the gradients' return
     counts: list[int]                    # how many of them each owner has
-    asked: np.ndarray | Tensor           # (sum of asked_counts,) i64 places in the slice, rank by rank
+    asked: Any                           # (sum,) i64 places in the slice, rank by rank; if tied, columns of the head
     asked_counts: list[int]
     plan_ms: float                       # time of `Planner.plan`
     sent: int = 0                        # bytes to and from other ranks, counted where a collective is called
     received: int = 0
-
-    def logical(self) -> Tensor:
-        return self.ids % self.size * self.world + self.ids // self.size
 
 Plans = dict[str, TablePlan]             # of a cycle, by table
 
@@ -673,12 +638,12 @@ class Batch(NamedTuple):
     cu_seqlens: Tensor                   # (b, C) i32: 0, document ends, then T as often as needed to fill C columns
     rows: dict[str, Tensor]              # by table, shaped like its ids: places in the plan's list, or physical rows
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
+    def map(self, change: Callable) -> Batch:
         return Batch(*self[:2], *map(change, self[2:-1]), {label: change(x) for label, x in self.rows.items()})
 
 class Planner:
     """Makes the batches of a cycle and their row plans. Pure, but for the exchange with other ranks."""
-    def __init__(self, cfg: Config, fabric: Fabric, exchange: Callable[[Plans], None] | None = None) -> None:
+    def __init__(self, cfg: Config, fabric: Fabric, exchange: Callable | None = None) -> None:
         """exchange fills in what ranks ask of each other; without it a plan is this rank's side alone."""
         self.fabric, self.tables, self.exchange, W = fabric, row_tables(cfg), exchange, fabric.world
         self.listed = cfg.row_comms == "sparse" and W > 1                     # places in a list, not physical rows
@@ -688,21 +653,19 @@ class Planner:
 
     def batches(self, purpose: str, steps: Sequence[Values], slots: Sequence[list[Slot]]) -> list[Batch]:
         """A batch for each step and its slots. On CUDA all is pinned, and torch reuses a block after its last copy."""
-        tokens, plans, made = [np.stack([slot.tokens for slot in of_step]) for of_step in slots], {}, []
+        tokens, plans, rows, made = [np.stack([slot.tokens for slot in of_step]) for of_step in slots], {}, {}, []
         inputs = [x[:, :-1].astype(np.int32) for x in tokens]
         tag = dict(purpose=purpose, cycle=steps[0].step // CYCLE, tokens=sum(x.shape[1] for x in inputs))
-        rows = {table.label: [table.ids(x) for x in inputs] for table in self.tables}
-        for table in self.tables:
-            plans[table.label], rows[table.label] = self.plan(
-                table.label, tag, table.tied and steps[0].tied, rows[table.label])
+        for label, _, _, ids, tied, *_ in self.tables:
+            plans[label], rows[label] = self.plan(label, tag, tied and steps[0].tied, [ids(x) for x in inputs])
         if self.exchange:
             self.exchange(plans)
         pinned = lambda x: x.pin_memory() if self.fabric.on_cuda else x
         for plan in plans.values():
             plan.ids, plan.asked = pinned(torch.as_tensor(plan.ids)), pinned(torch.as_tensor(plan.asked))
         for at, (values, of_step) in enumerate(zip(steps, slots)):
-            columns = max(len(slot.cu_seqlens) for slot in of_step)
-            borders = np.stack([np.pad(slot.cu_seqlens, (0, columns - len(slot.cu_seqlens)), "edge") for slot in of_step])
+            borders = [slot.cu_seqlens for slot in of_step]
+            borders = np.stack([np.pad(x, (0, max(map(len, borders)) - len(x)), "edge") for x in borders])
             made.append(Batch(values.step, plans, inputs[at], tokens[at][:, 1:].astype(np.int64), borders,
                               {label: x[at] for label, x in rows.items()}).map(lambda x: pinned(torch.from_numpy(x))))
         return made
@@ -725,7 +688,8 @@ class Planner:
             found = self.places[label].take(found)
         counts = np.diff(np.searchsorted(ids, size * np.arange(W + 1))).tolist()
         ms, parts = 1000 * (time.perf_counter() - began), np.split(found, np.cumsum([x.size for x in rows[:-1]]))
-        return (TablePlan(tag, W, size, tied, ids, counts, ids, counts, ms),
+        asked = ids % size * W + ids // size if tied else ids
+        return (TablePlan(tag, size, tied, ids, counts, asked, counts, ms),
                 [part.reshape(x.shape) for part, x in zip(parts, rows)])
 
 def bounded(future: Future, cfg: Config, what: str) -> Any:
@@ -737,15 +701,11 @@ def bounded(future: Future, cfg: Config, what: str) -> Any:
                        "look at the disk, or give a longer --comm_timeout") from None
 
 class Loader:
-    """Batches of the given steps, made on a background thread exactly one cycle ahead.
-
-    Taking a cycle starts the work on the next, so what a batch holds never depends on timing. The stream of slots is
-    the same at every W: a block of all slots that does not fit into a shard starts the next one. The position in the
-    stream belongs to the thread; a second thread reads the shard after the current one.
-    """
+    """Batches of the given steps, made on a background thread exactly one cycle ahead. Taking a cycle starts the work
+    on the next, so what a batch holds never depends on timing. The stream of slots is the same at every W: a block of
+    slots that does not fit into a shard starts the next one, which a second thread reads ahead."""
     def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], steps: Sequence[Values],
-                 exchange: Callable[[Plans], None] | None = None, purpose: str = "train") -> None:
-        """steps: whole cycles, the last may be a half. exchange and purpose are for the row plans."""
+                 exchange: Callable | None = None, purpose: str = "train") -> None:
         self.cfg, self.fabric, self.headers, self.purpose = cfg, fabric, headers, purpose
         self.planner = Planner(cfg, fabric, exchange)
         self.cycles = iter([steps[i:i + CYCLE] for i in range(0, len(steps), CYCLE)])
@@ -790,8 +750,8 @@ class Loader:
         self.ahead = cycle and self.worker.submit(self._make, cycle)
 
     def _make(self, cycle: Sequence[Values]) -> list[Batch]:
-        blocks = map(self._block, cycle)
-        mine = [[make_slot(shard, *slot) for slot in slots[self.fabric.rank::self.fabric.world]] for shard, slots in blocks]
+        mine = [[make_slot(shard, *slot) for slot in slots[self.fabric.rank::self.fabric.world]]
+                for shard, slots in map(self._block, cycle)]
         return self.planner.batches(self.purpose, cycle, mine)
 
     def _block(self, values: Values) -> tuple[Shard, list]:
@@ -812,9 +772,9 @@ class Loader:
 
 class ValidationSet:
     """The validation slots in memory, and what is known of their text."""
-    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader],
-                 exchange: Callable[[Plans], None] | None = None) -> None:
-        self.cfg, self.fabric, self.planner = cfg, fabric, Planner(cfg, fabric, exchange)
+    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], exchange: Callable | None = None,
+                 purpose: str = "validation") -> None:
+        self.purpose, self.cfg, self.fabric, self.planner = purpose, cfg, fabric, Planner(cfg, fabric, exchange)
         slot_tokens = cfg.val_batch_tokens // cfg.num_slots
         slots = validation_slots(map(load_shard, headers), cfg.num_slots, slot_tokens, cfg.document_start)
         self.slots = list(itertools.islice(slots, cfg.val_tokens // slot_tokens))
@@ -831,14 +791,14 @@ class ValidationSet:
 
     def text_losses(self, loss: float) -> dict[str, float]:
         """Bits per byte of a loss in nats per token, and the unigram entropy, where the tokens' bytes are known."""
-        known = self.bytes_per_token is not None
-        return dict(val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats) if known else {}
+        return {} if self.bytes_per_token is None else dict(
+            val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
 
     def batches(self, values: Values) -> Iterator[Batch]:
         """This rank's slots, one block at a time."""
         for block in range(0, len(self.slots), self.cfg.num_slots):
             mine = self.slots[block + self.fabric.rank:block + self.cfg.num_slots:self.fabric.world]
-            batch, = self.planner.batches("validation", [values], [mine])
+            batch, = self.planner.batches(self.purpose, [values], [mine])
             yield batch.map(lambda x: x.to(self.fabric.device, non_blocking=True))
 
 def read_vocabulary(header: ShardHeader) -> list[bytes] | None:
@@ -860,8 +820,7 @@ def read_vocabulary(header: ShardHeader) -> list[bytes] | None:
     return [pieces.get(token, b"") for token in range(header.vocab_size)]
 
 # ====== Room 4: Kernels ===============================================================================================
-# References in PyTorch: the specification of each operation and its path on every device. A Triton body, its launcher
-# and its autograd wrapper belong beside the reference they must match.
+# References in PyTorch specify each operation on every device; a Triton body stands beside the one it must match.
 
 RMS_EPS = 2.0**-23                       # what the peer's bf16 run uses, here in every dtype
 FP8_MAX = 448.0                          # largest e4m3 number
@@ -890,12 +849,9 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, window: int,
                         scale: float) -> Tensor:
-    """Causal softmax attention inside documents; a query sees at most `window` keys before its own.
-
-    q, k, v (N, H, E), any float dtype; cu_seqlens (C,) i32 ascends from 0 to N, empty documents allowed; max_len is an
-    upper bound of a document's length. Returns (N, H, E). Queries go in blocks as long as the reach, so that a block
-    needs its own keys and those of the block before: cost N * reach on any device.
-    """
+    """Causal softmax attention inside documents; a query sees at most `window` keys before its own. q, k, v (N, H, E),
+    any float dtype; cu_seqlens (C,) i32 ascends from 0 to N, empty documents allowed; max_len is an upper bound of a
+    document's length. Returns (N, H, E). Queries go in blocks as long as the reach: cost N * reach on any device."""
     count, heads, width = q.shape
     block = min(count, max(32, min(window, max_len - 1)))
     blocks = -(-count // block)
@@ -979,7 +935,7 @@ def next_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return columns.flatten(0, 1), (inside * weights).expand(slots, -1, -1).flatten(0, 1)
 
 def add_rows_kernel(sums, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
-    """rows (count,) ascending, order: which line of grad each is. The program of a row's first line adds all of them."""
+    """rows (count,) ascending, order: the line of grad each is. The program of a row's first line adds all of them."""
     first = tl.program_id(0)
     row = tl.load(rows + first)
     if row != tl.load(rows + first - 1, mask=first > 0, other=-1):
@@ -1007,14 +963,12 @@ def add_rows(sums: Tensor, index: Tensor, grad: Tensor) -> None:
         sums.index_add_(0, index.long(), grad.to(sums.dtype))
 
 class RowLookup(torch.autograd.Function):
-    """source[index]. Its gradient adds up in `sums`: autograd gets None, and a dense gradient never exists (design 5)."""
-
+    """source[index]. Its gradient adds up in `sums`; autograd gets None, and no dense gradient exists (design 5)."""
     @staticmethod
     def forward(ctx, source, index, sums):
         ctx.save_for_backward(index)
         ctx.sums = sums
         return F.embedding(index, source)
-
     @staticmethod
     def backward(ctx, grad):
         add_rows(ctx.sums, *ctx.saved_tensors, grad)
@@ -1022,14 +976,11 @@ class RowLookup(torch.autograd.Function):
 
 class HeadLoss(torch.autograd.Function):
     """Softcapped cross-entropy of the next G tokens, with the head's product inside (recipe 2.8).
-
     y (N, D), w (D, V), targets (B, T) i64 with B * T = N, weights (G,). Returns each position's loss, (N,) f32 or f64:
         sum over k < G with t + k < T of weights[k] * (lse_t - z_t[targets[t + k]]),  z = 23 sigmoid((y w + 5) / 7.5).
     Targets cross documents and stop at the slot's end; all V columns are in the softmax. With precision "fp8" or
     "emulated", y and w are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448: the
-    seed of the backward, loss_weight, moves the scale, never the payload; a position's own gradient is in the payload.
-    """
-
+    seed of the backward, loss_weight, moves the scale, never the payload; a position's own gradient is in there."""
     @staticmethod
     def forward(ctx, y, w, targets, weights, loss_weight, precision, logits_dtype):
         ctx.precision, ctx.work = precision, torch.promote_types(y.dtype, torch.float32)
@@ -1045,7 +996,6 @@ class HeadLoss(torch.autograd.Function):
         columns, shares = next_targets(targets, weights)
         ctx.save_for_backward(y, w, logits, lse, columns, shares, loss_weight)
         return (shares * (lse[:, None] - z.gather(1, columns))).sum(dim=1)
-
     @staticmethod
     def backward(ctx, grad_losses):
         y, w, logits, lse, columns, shares, loss_weight = ctx.saved_tensors
@@ -1062,8 +1012,8 @@ class HeadLoss(torch.autograd.Function):
         grad = (grad / grad_scale).to(torch.float8_e5m2)
         grad_y = fp8_product(grad, w.t(), grad_scale.double() * f32_scale(FP8_W_SCALE, y), native,
                              torch.bfloat16 if native else ctx.work)
-        y_scale = f32_scale(FP8_Y_SCALE, y)
-        grad_w = fp8_product(y.t().contiguous(), grad, grad_scale.double() * y_scale, native, ctx.work)
+        grad_w = fp8_product(y.t().contiguous(), grad, grad_scale.double() * f32_scale(FP8_Y_SCALE, y), native,
+                             ctx.work)
         return grad_y, grad_w, None, None, None, None, None
 
 def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
@@ -1071,16 +1021,7 @@ def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     z = softcap((y @ w).to(torch.promote_types(y.dtype, torch.float32)))
     return z.logsumexp(dim=-1) - z.gather(1, targets[:, None])[:, 0]
 
-def gram(x: Tensor) -> Tensor:
-    """X X^T of each matrix, (M, r, c) -> (M, r, r), symmetric."""
-    return x @ x.mT
-
-def gram_polynomial(a: Tensor, b: float, c: float) -> Tensor:
-    """b A + c A A of symmetric matrices, (M, r, r)."""
-    return torch.baddbmm(a, a, a, beta=b, alpha=c)
-
 # ====== Room 5: Model =================================================================================================
-
 class Parameter(NamedTuple):
     """One row of the parameter table: all about a parameter but its place in the forward pass."""
     label: str
@@ -1147,8 +1088,6 @@ class Reach(NamedTuple):
     max_len: int
     scale: float
 
-Sources = dict[str, tuple[Tensor, Any]]  # by table: rows to read, and where their gradients add up, if anywhere
-
 class GPT(nn.Module):
     """Recipe A, section 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
     def __init__(self, cfg: Config, attention: Callable, rotary_len: int, kept: dict[str, int] | None = None) -> None:
@@ -1159,8 +1098,8 @@ class GPT(nn.Module):
         exact = torch.promote_types(dtype, torch.float32)
         for row in self.table:
             shape = ((kept or {}).get(row.label, row.shape[0]), *row.shape[1:])
-            empty = torch.empty(shape, dtype=exact if row.full_precision else dtype)
-            self.register_parameter(row.label, nn.Parameter(empty))
+            kind = exact if row.full_precision else dtype
+            self.register_parameter(row.label, nn.Parameter(torch.empty(shape, dtype=kind)))
         for name in ("rotary_cos", "rotary_sin"):
             self.register_buffer(name, torch.zeros(2 * rotary_len, cfg.head_dim // 4, dtype=dtype), persistent=False)
 
@@ -1183,15 +1122,15 @@ class GPT(nn.Module):
         self.rotary_sin.copy_(angles.sin())
 
     def losses(self, batch: Batch, weights: Tensor, loss_weight: Tensor, reach: Reach, precision: str,
-               sources: Sources | None = None) -> Tensor:
+               sources: dict | None = None) -> Tensor:
         """Loss of each position, (B, T); weights (G,) of the next tokens, loss_weight () seeds the backward."""
         y = self.hidden(batch, reach, sources).flatten(0, 1)
         logits_dtype = torch.bfloat16 if precision != "plain" and y.dtype != torch.float64 else y.dtype
         losses = HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype)
         return losses.view(batch.targets.shape)
 
-    def hidden(self, batch: Batch, reach: Reach, sources: Sources | None = None) -> Tensor:
-        """The normalised stream in front of the head, (B, T, D). sources: where rows are read, if not in parameters."""
+    def hidden(self, batch: Batch, reach: Reach, sources: dict | None = None) -> Tensor:
+        """The normalised stream in front of the head, (B, T, D). sources: table -> (rows to read, gradient sums)."""
         scalars = dict(zip(SCALARS, self.scalars.split([len(values) for values in SCALARS.values()])))
         residual, pair_scales, bigram = (scalars[name].unbind() for name in ("residual", "attention", "bigram"))
         x0_lambdas, (slots, length) = self.x0_lambdas.unbind(), batch.tokens.shape
@@ -1218,7 +1157,7 @@ class GPT(nn.Module):
                 kept[layer.keep_as] = x
         return rms_norm(x - scalars["backout"].type_as(x) * kept[BACKOUT])
 
-    def inputs(self, batch: Batch, smear: Tensor, sources: Sources) -> tuple[Tensor, Tensor, list[Tensor]]:
+    def inputs(self, batch: Batch, smear: Tensor, sources: dict) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Normalised smeared embedding and bigram rows, (B, T, D), and value rows, one (B, T, D) per value table."""
         read = {label: RowLookup.apply(sources[label][0], index, sources[label][1]) if label in sources else
                 F.embedding(index, getattr(self, label)) for label, index in batch.rows.items()}
@@ -1256,10 +1195,8 @@ class GPT(nn.Module):
 
     def attend_paired(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int, reach: Reach) -> Tensor:
         """q, k, v (B, T, H, E) -> (B, T, H, E); heads j and j + H/2 of token t stand at 2t and 2t + 1 of one sequence.
-
         The angles follow another pairing, even heads at 2t and odd heads at 2t + 1: the peer assigns them before it
-        regroups, and its published losses contain that (recipe 9.1). The window counts positions: half as many tokens.
-        """
+        regroups, and its published losses contain that (recipe 9.1). The window counts positions."""
         slots, length, heads, width = q.shape
         cos, sin = (x[:2 * length].view(length, 1, 2, -1) for x in (self.rotary_cos, self.rotary_sin))
         q, k = (rotate(x.view(slots, length, heads // 2, 2, width), cos, sin) for x in (q, k))
@@ -1274,46 +1211,43 @@ PIECE_ROWS = 1 << 14                     # rows of each owner that are gathered 
 LIST_FACTS = ("purpose", "cycle", "tokens", "dtype", "table", "rows", "checksum")         # i64 words ahead of a list
 
 def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: Plans) -> None:
-    """Tell every owner which of its rows this rank reads, and learn what all ranks ask of this one.
-
-    Two collectives for all tables: the facts of the lists, then the lists. Raises FabricError where ranks disagree.
-    """
+    """Tell every owner which of its rows this rank reads, and learn what all ranks ask of this one: the facts of all
+    lists in one collective, then the lists. Raises FabricError where ranks disagree."""
     W, me, plans = fabric.world, fabric.rank, {label: plan for label, plan in plans.items() if not plan.tied}
-    lists = [np.split((plan.ids % plan.size).astype(np.int32), np.cumsum(plan.counts)[:-1]) for plan in plans.values()]
-    tags = [[x if isinstance(x, int) else zlib.crc32(x.encode()) for x in (*plan.tag.values(), dtype, label)]
-            for label, plan in plans.items()]
-    facts = torch.tensor([[[*tag, len(x[owner]), int(x[owner].sum())] for tag, x in zip(tags, lists)] for owner in range(W)])
-    theirs = torch.empty_like(facts)
+    lists = [torch.from_numpy((plan.ids % plan.size).astype(np.int32)) for plan in plans.values()]
+    parts = zip(*(x.split(plan.counts) for x, plan in zip(lists, plans.values())))
+    word = lambda x: x if isinstance(x, int) else zlib.crc32(x.encode())
+    facts = torch.tensor([[[*map(word, (*plan.tag.values(), dtype, label)), len(x), int(x.sum())]
+                           for (label, plan), x in zip(plans.items(), of_owner)] for of_owner in parts])
+    theirs = torch.empty_like(facts)                                          # (W, tables, facts)
     dist.all_to_all_single(theirs, facts, group=group)
-    if wrong := [rank for rank in range(W) if not theirs[rank, :, :-2].equal(facts[rank, :, :-2])]:
-        found, expected = (dict(zip(LIST_FACTS, x[wrong[0], 0].tolist())) for x in (theirs, facts))
-        raise FabricError(f"row plans of ranks {wrong[0]} and {me}", found, expected, "start all with the same flags")
-    out, back = facts[..., -2], theirs[..., -2]                               # (W, tables)
-    arrived, mine = torch.empty(int(back.sum()), dtype=torch.int32), np.concatenate([x[k] for k in range(W) for x in lists])
-    dist.all_to_all_single(arrived, torch.from_numpy(mine), back.sum(1).tolist(), out.sum(1).tolist(), group=group)
-    pieces, words = arrived.split(back.flatten().tolist()), (W - 1) * len(LIST_FACTS) * facts.element_size()
+    for rank in range(W):
+        if not theirs[rank, :, :-2].equal(facts[rank, :, :-2]):
+            found, expected = (dict(zip(LIST_FACTS, x[rank, 0].tolist())) for x in (theirs, facts))
+            raise FabricError(f"row plans of ranks {rank} and {me}", found, expected, "start all with the same flags")
     for at, (label, plan) in enumerate(plans.items()):
-        for rank, x in enumerate(asked := pieces[at::len(plans)]):
+        plan.asked_counts = theirs[:, at, -2].tolist()
+        arrived = torch.empty(sum(plan.asked_counts), dtype=torch.int32)
+        dist.all_to_all_single(arrived, lists[at], plan.asked_counts, plan.counts, group=group)
+        for rank, x in enumerate(arrived.split(plan.asked_counts)):
             if len(x) and (x[0] < 0 or x[-1] >= plan.size or (x.diff() < 1).any() or x.sum() != theirs[rank, at, -1]):
                 raise FabricError(f"rows of {label} that rank {rank} asks for", f"{len(x)} from {x[0]} to {x[-1]}",
                                   f"ascending places below {plan.size}, as announced", "report it: a plan is wrong")
-        plan.asked, plan.asked_counts = torch.cat(asked).long(), back[:, at].tolist()
+        plan.asked, words = arrived.long(), (W - 1) * len(LIST_FACTS) * facts.element_size()
         plan.sent += words + (len(plan.ids) - plan.counts[me]) * arrived.element_size()
-        plan.received += words + (len(plan.asked) - plan.asked_counts[me]) * arrived.element_size()
+        plan.received += words + (len(arrived) - plan.asked_counts[me]) * arrived.element_size()
 
 class TableRows:
-    """One table on one rank: the slice it owns, a cache of the rows it reads, and the gradients of both.
-
-    sparse: cache and sums hold the plan's rows, in its order. sparse_scatter: all rows, in physical order; the plan's
-    gradients return. dense: all rows, all gradients. One rank: the cache is the table, the sums are its gradient.
-    """
-    def __init__(self, table: Table, cfg: Config, fabric: Fabric, mine: Tensor, most_tokens: int,
-                 accounts: list[dict]) -> None:
+    """One table on one rank: the slice it owns, a cache of the rows it reads, and the gradients of both. sparse: cache
+    and sums hold the plan's rows, in its order. sparse_scatter: all rows, in physical order, but the plan's gradients
+    travel. dense: all rows, all gradients. One rank: the cache is the table, and the sums are its gradient."""
+    def __init__(self, table: Table, cfg: Config, fabric: Fabric, mine: Tensor, most_tokens: int, report: Callable):
         """mine (C, D): the slice, a parameter. most_tokens: read by a rank in a cycle; the buffers never grow."""
         assert (table.home, table.rule, table.cycle) == ("device", "adam", CYCLE), f"nothing keeps {table} yet"
-        self.table, self.fabric, self.mine, self.accounts, self.cfg = table, fabric, mine, accounts, cfg
+        self.table, self.fabric, self.mine, self.report = table, fabric, mine, report
+        self.mode, self.debug, self.totals = cfg.row_comms, cfg.debug_rows, dict(bytes_sent=0, bytes_received=0, bytes_dense=0)
         (size, width), W, exact = mine.shape, fabric.world, torch.promote_types(mine.dtype, torch.float32)
-        self.listed = self.cfg.row_comms == "sparse" and W > 1
+        self.listed = self.mode == "sparse" and W > 1
         self.grad = mine.new_zeros(size, width, dtype=exact)                  # of the slice, summed over ranks
         self.cache, self.sums, self.arriving = mine, self.grad, None
         if W > 1:
@@ -1325,10 +1259,8 @@ class TableRows:
         """Nothing cached, no gradients; what is under way comes to its end."""
         if self.arriving is not None:
             self.arriving.wait()
-        self.open: list[TablePlan] = []                                       # gradients of these are in the sums
-        self.cached, self.arriving = None, None
-        for buffer in (self.sums, self.grad):
-            buffer.zero_()
+        self.open, self.cached, self.arriving = [], None, None                # open: plans with gradients in the sums
+        torch._foreach_zero_([self.sums, self.grad])
 
     def _places(self, plan: TablePlan) -> Tensor | slice:
         """Of the plan's rows in cache and sums."""
@@ -1338,32 +1270,31 @@ class TableRows:
         """Launch rows to their ranks, with empty lists too, and count what goes to others: lists, or whole slices."""
         slices, me = [len(self.mine)] * self.fabric.world, self.fabric.rank
         arriving, leaving = (sum(x) - x[me] for x in counts or (slices, slices))
-        plan.sent += leaving * rows[:1].nbytes
-        plan.received += arriving * rows[:1].nbytes
+        plan.sent, plan.received = plan.sent + leaving * rows[:1].nbytes, plan.received + arriving * out[:1].nbytes
         return collective(out, rows, *counts, async_op=True)
 
     @torch.no_grad()
     def _bring(self, plan: TablePlan, out: Tensor, head: Tensor) -> Any:
         """Launch the plan's rows into `out`, or all rows where there is no list; tied ones are columns of the head."""
         plan.ids, plan.asked = (x.to(self.mine.device, non_blocking=True) for x in (plan.ids, plan.asked))
-        if self.cfg.debug_rows and self.fabric.world > 1:
-            out.fill_(math.nan)
         if self.fabric.world == 1:
             return None
+        if self.debug:
+            out.fill_(math.nan)
         if plan.tied:
-            out[self._places(plan)] = head.t()[plan.logical()]
-            return None
-        if self.listed:
+            out[self._places(plan)] = head.t()[plan.asked]
+        elif self.listed:
             out, rows = out[:len(plan.ids)], self.mine[plan.asked]
             return self._launch(plan, dist.all_to_all_single, out, rows, plan.counts, plan.asked_counts)
-        return self._launch(plan, dist.all_gather_into_tensor, out, self.mine.detach())
+        else:
+            return self._launch(plan, dist.all_gather_into_tensor, out, self.mine.detach())
 
     def fetch(self, plan: TablePlan, head: Tensor) -> None:
         """Launch the rows of a cycle into the cache: after the owners' update, never before."""
         self.cached, self.arriving = plan, self._bring(plan, self.cache.detach(), head)
 
     def ready(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
-        """The cache with the plan's rows, and the sums for their gradients. Raises RunError in the middle of another."""
+        """The cache with the plan's rows, and the sums for their gradients. Raises RunError inside another cycle."""
         if plan not in self.open:
             if self.open and self.listed:
                 raise RunError(f"gradients of {self.table.label}", f"of {self.open[0].tag}, now {plan.tag}",
@@ -1378,23 +1309,25 @@ class TableRows:
 
     def read(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, None]:
         """Rows for another reader than training, in a tensor of their own."""
-        count, width = len(plan.ids) if self.listed else len(self.cache), self.mine.shape[1]
-        out = self.mine if self.fabric.world == 1 else self.mine.new_empty(count, width)
+        out = self.mine
+        if self.fabric.world > 1:
+            out = out.new_empty(len(plan.ids) if self.listed else len(self.cache), out.shape[1])
         if work := self._bring(plan, out, head):
             work.wait()
-        self.account(plan, 0)
+        self.account(plan)
         return out, None
 
     def return_gradients(self) -> tuple[Tensor, Callable[[], object]]:
         """Launch gradients to their owners. Returns the slice's gradient, and the wait that adds them in rank order."""
         if self.fabric.world == 1:
             return self.grad, lambda: None
-        plan, dense = self.open[-1], self.cfg.row_comms == "dense"
-        rows = (self.sums if dense else self.sums[self._places(plan)]).to(self.mine.dtype)
-        arrived = rows.new_empty(len(self.mine) if dense else len(plan.asked), rows.shape[1])
-        if dense:
-            work = self._launch(plan, dist.reduce_scatter_tensor, arrived, rows)
+        plan, wire = self.open[-1], self.mine.dtype
+        if self.mode == "dense":
+            arrived = self.grad.new_empty(self.grad.shape, dtype=wire)
+            work = self._launch(plan, dist.reduce_scatter_tensor, arrived, self.sums.to(wire))
             return self.grad, lambda: (work.wait(), self.grad.copy_(arrived))
+        arrived = self.grad.new_empty(len(plan.asked), self.grad.shape[1], dtype=wire)
+        rows = self.sums[self._places(plan)].to(wire)
         work = self._launch(plan, dist.all_to_all_single, arrived, rows, plan.asked_counts, plan.counts)
         def merge() -> None:
             work.wait()
@@ -1405,7 +1338,7 @@ class TableRows:
     def add_to_head(self, head_grad: Tensor) -> None:
         """While tied: this rank's gradients join those of the head, (D, V)."""
         for plan in self.open:
-            head_grad[:, plan.logical()] += self.sums[self._places(plan)].t().to(head_grad.dtype)
+            head_grad[:, plan.asked] += self.sums[self._places(plan)].t().to(head_grad.dtype)
             self.sums[self._places(plan)] = 0
         self.clear()
 
@@ -1414,31 +1347,33 @@ class TableRows:
         for plan in self.open:
             self.sums[self._places(plan)] = 0
             if not plan.tied:
-                self.grad[... if self.cfg.row_comms == "dense" else plan.asked] = 0
+                self.grad[... if self.mode == "dense" else plan.asked] = 0
             self.account(plan, 2 * (self.fabric.world - 1) * self.mine.nbytes)
         self.open, self.cached = [], None
-        if self.cfg.debug_rows and (self.sums.any() or self.grad.any()):
-            raise RunError(f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it: a plan is wrong")
+        if self.debug and (self.sums.any() or self.grad.any()):
+            raise RunError(f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it")
 
-    def account(self, plan: TablePlan, dense: int) -> None:
+    def account(self, plan: TablePlan, dense: int = 0) -> None:
         """Close the account of a plan, beside what dense collectives would have moved."""
-        if not plan.tied:
-            self.accounts.append(dict(
-                **plan.tag, table=self.table.label, mode=self.cfg.row_comms, rows=len(plan.ids), bytes_sent=plan.sent,
-                bytes_received=plan.received, bytes_dense=dense, plan_ms=round(plan.plan_ms, 3)))
+        if not plan.tied and plan.tag["purpose"] in ("train", "validation"):
+            moved = dict(bytes_sent=plan.sent, bytes_received=plan.received, bytes_dense=dense)
+            self.report(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.ids), **moved,
+                        plan_ms=round(plan.plan_ms, 3))
+            for key in moved if plan.tag["purpose"] == "train" else ():
+                self.totals[key] += moved[key]
 
     def whole(self) -> Tensor | None:
         """All rows in logical order on the host of rank 0, gathered in pieces. Every rank calls it."""
-        pieces = []
+        pieces, W = [], self.fabric.world
         for piece in self.mine.detach().split(PIECE_ROWS):
-            everyone = piece.new_empty(self.fabric.world, *piece.shape).copy_(piece)
-            if self.fabric.world > 1:
+            everyone = piece.repeat(W, 1)
+            if W > 1:
                 dist.all_gather_into_tensor(everyone, piece)
-            pieces += [everyone.transpose(0, 1).flatten(0, 1).cpu()] if self.fabric.rank == 0 else []
+            if self.fabric.rank == 0:
+                pieces.append(everyone.unflatten(0, (W, -1)).transpose(0, 1).flatten(0, 1).cpu())
         return torch.cat(pieces)[:self.table.rows] if pieces else None
 
 # ====== Room 7: Optimizer =============================================================================================
-
 # Launch order of the reductions, and order of the updates with their gathers: large ones travel while NorMuon computes.
 REDUCE_ORDER = ("attn", "mlp", "scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "x0_lambdas",
                 "bigram_embed", "lm_head", "value_embed", "embed")
@@ -1449,8 +1384,7 @@ POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 DOWN_LR_MUL = 2.0                        # down matrices of the MLP, on top of the factor of their shape
 
 def polar_express(x: Tensor) -> Tensor:
@@ -1458,15 +1392,14 @@ def polar_express(x: Tensor) -> Tensor:
     tall = x.shape[-2] > x.shape[-1]
     x = (x.mT if tall else x) / (1.02 * x.norm(dim=(-2, -1), keepdim=True) + 1e-6)
     for a, b, c in POLAR_EXPRESS:
-        x = torch.baddbmm(x, gram_polynomial(gram(x), b, c), x, beta=a)
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor, beta2: float,
                       polar_dtype: torch.dtype) -> Tensor:
-    """Orthogonalised Nesterov momentum, evened out per row at an unchanged Frobenius norm (arXiv 2510.05491).
-
-    grad, momentum (M, r, c); second (M, r, 1), or (M, 1, c) of wide matrices; momentum and second change in place.
-    """
+    """Orthogonalised Nesterov momentum, evened out per row at an unchanged Frobenius norm (arXiv 2510.05491). grad,
+    momentum (M, r, c); second (M, r, 1), or (M, 1, c) of wide matrices; momentum and second change in place."""
     momentum.add_((grad - momentum) * (1 - mu))
     o = polar_express((grad * (1 - mu) + momentum * mu).to(polar_dtype)).to(grad.dtype)
     axis = -1 if grad.shape[-2] >= grad.shape[-1] else -2
@@ -1511,13 +1444,10 @@ def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, share: float, bet
 
 class Optimizer:
     """NorMuon on banks at every step, Adam on the rest at odd steps; who updates what, and in which order it travels.
-
     Units are what ranks share out: matrices of a bank, rows of any other sharded parameter. Rank r updates the r-th of
-    W equal slices of the units, filled up for the communication only, and holds moments for that slice alone.
-    Replicated parameters are updated by every rank alike. Tables are slices already, and room 6 moves their rows.
-    """
-    def __init__(self, cfg: Config, fabric: Fabric, model: GPT, compiled: Callable[[Callable], Callable],
-                 tables: dict[str, TableRows]) -> None:
+    W equal slices of the units, filled up for the communication only, and holds moments for that slice alone. Small
+    parameters are updated by every rank alike. Tables are slices already, and room 6 moves their rows."""
+    def __init__(self, cfg: Config, fabric: Fabric, model: GPT, compiled: Callable, tables: dict[str, TableRows]):
         self.cfg, self.fabric, self.tables, self.rows = cfg, fabric, tables, {row.label: row for row in model.table}
         assert sorted(REDUCE_ORDER) == sorted(UPDATE_ORDER) == sorted(self.rows), "every label once in both orders"
         self.weights = {label: model.get_parameter(label) for label in self.rows}
@@ -1525,21 +1455,16 @@ class Optimizer:
         self.cut = {label for label, row in self.rows.items() if row.sharded and label not in tables}
         self.slice_size = {label: -(-len(units) // (fabric.world if label in self.cut else 1))
                            for label, units in all_units.items()}
-        self.mine = {label: self._slice(label, units) for label, units in all_units.items()}
+        index = {label: fabric.rank if label in self.cut else 0 for label in all_units}
+        self.mine = {k: x[index[k] * self.slice_size[k]:][:self.slice_size[k]] for k, x in all_units.items()}
         self.state = {label: self._zero_state(label) for label in self.rows}
         self.lr_muls = {label: self._matrix_lr_muls(label) for label, row in self.rows.items() if row.bank}
-        self.adam_steps = {label: 0 for label, row in self.rows.items() if row.optimizer == "adam"}
-        self.tied = True
+        self.tied, self.adam_steps = True, {label: 0 for label, row in self.rows.items() if row.optimizer == "adam"}
         self.normuon_update, self.adam_update = compiled(normuon_update), compiled(adam_update)
 
     def units(self, label: str, x: Tensor) -> Tensor:
         """View of a parameter or its gradient along the axis that ranks share out; attention matrices are square."""
-        D = self.cfg.model_dim
-        return x.view(-1, D if label == "attn" else x.shape[-2], D) if self.rows[label].bank else x
-
-    def _slice(self, label: str, units: Tensor) -> Tensor:
-        size, index = self.slice_size[label], self.fabric.rank if label in self.cut else 0
-        return units[index * size:(index + 1) * size]
+        return x.view(-1, x.shape[-1 if label == "attn" else -2], x.shape[-1]) if self.rows[label].bank else x
 
     def _zero_state(self, label: str) -> dict[str, Tensor]:
         mine, zeros_of = self.mine[label], functools.partial(torch.zeros, device=self.fabric.device)
@@ -1556,18 +1481,16 @@ class Optimizer:
         mine, momentum = self.mine[label], self.state[label]["momentum"]
         muls = torch.full((len(mine), 1, 1), max(1.0, mine.shape[-2] / mine.shape[-1]) ** 0.5, dtype=momentum.dtype)
         if label == "mlp":
-            first = self.fabric.rank * self.slice_size[label]
-            muls[(torch.arange(len(mine)) + first) % UP_AND_DOWN == 1] *= DOWN_LR_MUL
+            index = torch.arange(len(mine)) + self.fabric.rank * self.slice_size[label]
+            muls[index % UP_AND_DOWN == 1] *= DOWN_LR_MUL
         return muls.to(mine.device)
 
     @torch.no_grad()
-    def step(self, values: Values, plans_ahead: Callable[[], Plans | None] = lambda: None) -> None:
+    def step(self, values: Values, plans_ahead: Callable = lambda: None) -> None:
         """Reduce, update and gather what this step updates, then clear its gradients; the others keep theirs.
-
-        plans_ahead: of the next cycle; its rows set off as soon as their owners have updated them.
-        """
+        plans_ahead: of the next cycle; its rows set off as soon as their owners have updated them."""
         active = {label for label, row in self.rows.items() if row.optimizer == "normuon" or values.adam_step}
-        head, embed = self.weights["lm_head"], self.weights["embed"]
+        head = self.weights["lm_head"]
         if missing := [label for label in active if not (self.tables[label].open if label in self.tables else
                                                          self.weights[label].grad is not None)]:
             raise RunError("optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first")
@@ -1579,7 +1502,7 @@ class Optimizer:
         for wait in waits:                                                    # all gathers are under way by now
             wait()
         if values.adam_step and self.tied and self.fabric.world == 1:         # else its rows are read from the head
-            embed.copy_(head.t())
+            self.weights["embed"].copy_(head.t())
         for label in active:
             self.weights[label].grad = None
         if values.split:
@@ -1594,13 +1517,11 @@ class Optimizer:
             return units, lambda: None
         if not self.rows[label].sharded:
             return units, dist.all_reduce(units, async_op=True).wait
-        size = self.slice_size[label]
-        mine = units.new_empty(size, *units.shape[1:])
-        work = dist.reduce_scatter_tensor(mine, filled(units, size * self.fabric.world), async_op=True)
+        mine = units.new_empty(self.slice_size[label], *units.shape[1:])
+        work = dist.reduce_scatter_tensor(mine, filled(units, len(mine) * self.fabric.world), async_op=True)
         return mine[:len(self.mine[label])], work.wait
 
-    def _update(self, label: str, grad: Tensor, wait: Callable, values: Values,
-                plans_ahead: Callable[[], Plans | None]) -> Callable[[], object]:
+    def _update(self, label: str, grad: Tensor, wait: Callable, values: Values, plans_ahead: Callable) -> Callable:
         """Update this rank's slice and launch the gather of the others', or of rows. Returns a wait for it."""
         wait()
         row, state, cfg, mine = self.rows[label], self.state[label], self.cfg, self.mine[label]
@@ -1655,7 +1576,6 @@ def number(value: float) -> Tensor:
     return torch.tensor(value, dtype=torch.float64)
 
 # ====== Room 8: Executor ==============================================================================================
-
 EVAL_ROWS = 8192                         # rows of validation logits at a time: evaluation never decides the memory
 MEMORY_SHARE = 0.9                       # of what is free: the rest is for the allocator and the compiler
 SAVED_ROWS, SAVED_ROWS_REFERENCE = 15, 30          # rows of width D that a layer keeps per token for its backward
@@ -1670,22 +1590,20 @@ class Losses(NamedTuple):
 class Executor:
     """Runs slots through the model and updates it. Knows no step numbers beyond `values`, and no logs."""
     def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, precision: str,
-                 slots_at_once: int = 0) -> None:
-        """Builds the model with its initial values. precision: of the training head, "plain", "fp8" or "emulated"."""
+                 slots_at_once: int = 0, report: Callable = lambda **account: None) -> None:
+        """Builds the model. precision: "plain", "fp8" or "emulated" head; report(**account) of each table and cycle."""
         self.cfg, self.fabric, self.precision, self.rotary = cfg, fabric, precision, None
         largest, tables, W = max(stage.batch_tokens for stage in cfg.stages), row_tables(cfg), fabric.world
-        moves = cfg.row_comms != "dense" and W > 1
+        moves, sizes = cfg.row_comms != "dense" and W > 1, {table.label: -(-table.rows // W) for table in tables}
         self.exchange, self.exchange_ahead = (moves and functools.partial(exchange_plans, fabric, group, cfg.dtype)
-                                              for group in (None, fabric.plan_group))     # the latter: for the loader thread
-        self.planner, sizes = Planner(cfg, fabric, self.exchange), {table.label: -(-table.rows // W) for table in tables}
-        def kept(label: str, x: Tensor) -> Tensor:
-            return filled(x[fabric.rank::W], sizes[label]) if label in sizes else x
+                                              for group in (None, fabric.plan_group))     # here, in the loader thread
+        self.planner = Planner(cfg, fabric, self.exchange)
+        kept = lambda label, x: filled(x[fabric.rank::W], sizes[label]) if label in sizes else x
         self.model = GPT(cfg, attention, max(cfg.val_batch_tokens, largest) // cfg.num_slots, sizes)
         self.model.set_initial_values(cfg.seed, kept)
         self.model.to(fabric.device)
-        self.accounts: list[dict] = []                                        # what travelled, by cycle and table
         self.tables = {table.label: TableRows(table, cfg, fabric, self.model.get_parameter(table.label),
-                                              CYCLE * largest // W, self.accounts) for table in tables}
+                                              CYCLE * largest // W, report) for table in tables}
         compiling = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
         compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True) if compiling else lambda call: call
         if compiling:                                                         # a graph per stage, and per shape
@@ -1696,13 +1614,10 @@ class Executor:
         self.slots_at_once, self.compiling = slots_at_once or cfg.num_slots // fabric.world, compiling
 
     def forward_backward(self, batch: Batch, values: Values, loss_weight: float = 1.0) -> Losses:
-        """Add loss_weight * d(sum of this rank's slot losses) to the gradients. Calls add up until optim_step.
-
-        No reduction over ranks, no division, no waiting for the device. A weight of 0 changes no gradient.
-        """
+        """Add loss_weight * d(sum of this rank's slot losses) to the gradients. Calls add up until optim_step. No
+        reduction over ranks, no division, no waiting for the device. A weight of 0 changes no gradient."""
         self._set_rotary(values)
-        head = self.model.lm_head
-        sources = {label: table.ready(batch.plans[label], head) for label, table in self.tables.items()}
+        sources = {k: table.ready(batch.plans[k], self.model.lm_head) for k, table in self.tables.items()}
         fill = functools.partial(torch.full, dtype=self.exact, device=self.fabric.device)    # a copy would wait
         weights, seed = torch.cat([fill((1,), weight) for weight in values.mtp_weights]), fill((), loss_weight)
         reach, sums = self._reach(values, values.max_doc_len, batch), []
@@ -1713,11 +1628,8 @@ class Executor:
             sums.append(slot_sums.detach())
         return Losses(torch.cat(sums), batch.tokens.numel())
 
-    def optim_step(self, values: Values, plans_ahead: Callable[[], Plans | None] = lambda: None) -> None:
-        """Update what this step updates with the gradients gathered so far; these are cleared, the others stay.
-
-        plans_ahead gives the row plans of the next cycle, for rows to travel while the banks are updated.
-        """
+    def optim_step(self, values: Values, plans_ahead: Callable = lambda: None) -> None:
+        """Update what this step updates with the gradients so far, and clear these. plans_ahead: of the next cycle."""
         self.optimizer.step(values, plans_ahead)
 
     @torch.no_grad()
@@ -1749,7 +1661,7 @@ class Executor:
         y = self.model.hidden(batch, self._reach(values, length, batch), self._sources(batch))[0, len(context) - 1]
         return softcap((y @ self.model.lm_head).to(self.exact))
 
-    def _sources(self, batch: Batch) -> Sources:
+    def _sources(self, batch: Batch) -> dict:
         """Rows that no one trains on, in tensors of their own."""
         sources = {label: table.read(batch.plans[label], self.model.lm_head) for label, table in self.tables.items()}
         for source, _ in sources.values() if self.compiling and self.fabric.world > 1 else ():
@@ -1757,8 +1669,8 @@ class Executor:
         return sources
 
     def _reach(self, values: Values, max_len: int, batch: Batch) -> Reach:
-        longest = min(max_len, batch.tokens.shape[1])
-        return Reach(values.short_window, values.long_window, longest, values.rotary.attn_scale)
+        windows, longest = (values.short_window, values.long_window), min(max_len, batch.tokens.shape[1])
+        return Reach(*windows, longest, values.rotary.attn_scale)
 
     def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
         for first in range(0, len(batch.tokens), self.slots_at_once):
@@ -1791,7 +1703,6 @@ class Executor:
         for name, x in self.state_tensors().items():
             x.copy_(copies[name])
         self.drop_gradients()
-        self.accounts.clear()
         torch.set_rng_state(rng[0])
         if self.fabric.on_cuda:
             torch.cuda.set_rng_state(rng[1], self.fabric.device)
@@ -1808,37 +1719,30 @@ class Executor:
         return here | (dict(embed=here["lm_head"].t().contiguous()) if self.optimizer.tied else {})
 
     def traffic(self) -> dict[str, dict[str, int]]:
-        """By table: bytes that training moved over all ranks, and memory on this one. Every rank calls it, at the end."""
-        for table in self.tables.values():                                    # a half last cycle returns no gradients
-            for plan in table.open:
-                table.account(plan, 0)
-        result, keys = {}, ("bytes_sent", "bytes_received", "bytes_dense")
+        """By table: bytes that training moved over all ranks, memory on this one. Every rank calls it, at the end."""
+        result = {}
         for label, table in self.tables.items():
-            mine = [x for x in self.accounts if (x["table"], x["purpose"]) == (label, "train")]
-            sums = torch.tensor([sum(x[key] for x in mine) for key in keys], device=self.fabric.device)
+            for plan in table.open:                                           # a half last cycle returns no gradients
+                table.account(plan)
+            sums = torch.tensor(list(table.totals.values()), device=self.fabric.device)
             if self.fabric.world > 1:
                 dist.all_reduce(sums)
             kept = (table.mine, table.cache, table.grad, table.sums, *self.optimizer.state[label].values())
-            memory = sum({x.data_ptr(): x.nbytes for x in kept}.values())
-            result[label] = dict(zip(keys, sums.tolist()), memory_bytes=memory)
+            kept_bytes = {x.data_ptr(): x.nbytes for x in kept}               # on one rank some are the same
+            result[label] = dict(zip(table.totals, sums.tolist()), memory_bytes=sum(kept_bytes.values()))
         return result
 
 def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> dict[str, int]:
     """Bytes of each part of a run at its largest, by name: weights and moments counted, the rest by a model."""
     dtype = getattr(torch, cfg.dtype)
     exact, mantissa = torch.promote_types(dtype, torch.float32).itemsize, 2 if dtype == torch.bfloat16 else 0
-    cycle_tokens = CYCLE * max(stage.batch_tokens for stage in cfg.stages) // fabric.world
     weights = gradients = moments = 0
     for row in parameter_table(cfg):
         count, state = math.prod(row.shape), 2 * exact if row.optimizer == "adam" else exact + mantissa
         moments += count * state // (fabric.world if row.sharded else 1)
-        bytes_each = exact if row.full_precision else dtype.itemsize
-        if row.rows:                                                          # slice and cache, and the gradients of both
-            cached = min(count, cycle_tokens * row.rows.reads * cfg.model_dim) if cfg.row_comms == "sparse" else count
-            held = count // fabric.world + (cached if fabric.world > 1 else 0)
-            weights, gradients = weights + held * bytes_each, gradients + held * exact
-        else:
-            weights, gradients = weights + count * bytes_each, gradients + count * bytes_each
+        held = count + (count // fabric.world if row.rows and fabric.world > 1 else 0)       # slice, and cache at most
+        weights += held * (exact if row.full_precision else dtype.itemsize)
+        gradients += held * (exact if row.full_precision or row.rows else dtype.itemsize)
     compiled, longest = kernel is attention_varlen, max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
     row_bytes, logit_bytes = cfg.model_dim * dtype.itemsize, 4 if compiled else HEAD_COPIES * exact
     kept = len(LAYERS) * (SAVED_ROWS if compiled else SAVED_ROWS_REFERENCE) * row_bytes
@@ -1851,7 +1755,7 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
     """Slots that go through the model together, and the estimate. Raises RunError with choices that would fit."""
     local, room = cfg.num_slots // fabric.world, MEMORY_SHARE * fabric.lowest(min(fabric.free_memory(), 2**62))
     wanted = min(cfg.slots_per_micro_batch, local)
-    choices = [wanted] if wanted else [m for m in range(local, 0, -1) if local % m == 0]
+    choices = [wanted or 1] if wanted or fabric.on_cuda else [m for m in range(local, 0, -1) if local % m == 0]
     fits = (m for m in choices if sum(memory_estimate(cfg, fabric, kernel, m).values()) <= room)
     chosen = fabric.lowest(next(fits, 0))
     if chosen:
@@ -1866,7 +1770,6 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
         f"--num_slots={slots} --slots_per_micro_batch=1")
 
 # ====== Room 9: Race ==================================================================================================
-
 # Validation losses (mean, standard deviation) of ten public 8 x H100 runs with the record preset's mathematics but for
 # an unfused head: records/track_1_short/2026-02-03_VeTuned of modded-nanogpt (recipe 8).
 REFERENCE_LOSSES = {0: (10.8299, 0.0019), 250: (4.5463, 0.0048), 500: (4.2221, 0.0041), 750: (3.8687, 0.0087),
@@ -1892,16 +1795,12 @@ class Clock:
         self.before, self.since = self.ms, None
 
 class Log:
-    """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0.
-
-    Losses are looked at one cycle late, so that no step waits for the device. Every rank checks its own.
-    """
+    """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0. Losses are
+    looked at one cycle late, so that no step waits for the device. Every rank checks its own."""
     def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, expected: dict[int, tuple]) -> None:
         """Raises RunError if the folder cannot be used. An old log is never overwritten."""
-        self.run_dir, self.fabric, self.expected, self.schedule, self.total = (
-            run_dir, fabric, expected, schedule, schedule.total_steps)
+        self.run_dir, self.fabric, self.expected, self.schedule = run_dir, fabric, expected, schedule
         self.pending, self.tokens, self.done, self.last_good, self.bar, self.files = [], 0, 0, "none", None, {}
-        self.travelled = 0
         if fabric.rank == 0:
             try:
                 run_dir.mkdir(parents=True, exist_ok=True)
@@ -1953,8 +1852,7 @@ class Log:
         sums, copied = losses.slot_sums, None
         if sums.is_cuda:
             sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
+            (copied := torch.cuda.Event()).record()
         fields = dict(step=self.done, train_time_ms=round(ms, 3), tokens=self.tokens)
         self.pending.append((fields, sums, losses.tokens, copied))
         self.flush(keep=2)
@@ -1970,16 +1868,11 @@ class Log:
             self.pending.pop(0)
             self.event("step", **fields, train_loss=loss)
             plain = self.bar is None and step % -(-self.schedule.last_step // PLAIN_LINES) == 0
-            self.text(f"step:{step}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms", plain)
+            total = self.schedule.total_steps
+            self.text(f"step:{step}/{total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms", plain)
             if self.bar:
                 self.bar.set_postfix_str(f"loss {loss:.3f}, {ms / step:.0f} ms/step")
                 self.bar.update()
-
-    def comms(self, accounts: list[dict]) -> None:
-        """Lines for what travelled since the last call."""
-        for account in accounts[self.travelled:]:
-            self.event("comms", **account)
-        self.travelled = len(accounts)
 
     def check(self, loss: float, what: str) -> None:
         if not math.isfinite(loss):
@@ -1991,8 +1884,8 @@ class Log:
         self.check(loss, f"validation loss at step {self.done}")
         self.last_good = f"{loss:.4f} at step {self.done}"
         self.event("val", step=self.done, val_loss=loss, train_time_ms=round(ms, 3), **data.text_losses(loss))
-        average = ms / max(self.done, 1)
-        self.text(f"step:{self.done}/{self.total} val_loss:{loss:.4f} train_time:{ms:.0f}ms step_avg:{average:.2f}ms")
+        self.text(f"step:{self.done}/{self.schedule.total_steps} val_loss:{loss:.4f} train_time:{ms:.0f}ms step_avg:"
+                  f"{ms / max(self.done, 1):.2f}ms")
         if self.done in self.expected:
             mean, deviation = self.expected[self.done]
             self.text(f"  ten public runs at step {self.done}: {mean:.4f}, standard deviation {deviation:.4f}")
@@ -2002,12 +1895,12 @@ class Log:
         if self.files:
             with contextlib.suppress(OSError):
                 (self.run_dir / RESERVE).unlink()                             # room for these lines on a full disk
-        lines = [functools.partial(self.event, "step", **fields) for fields, *_ in self.pending]       # no losses yet
-        lines += [functools.partial(self.event, "aborted", step=self.done, cause=cause), functools.partial(
-            self.text, f"aborted after step {self.done}: {' '.join(cause.split())}", console=False)]
-        for write in lines:
+        unwritten = [("step", fields) for fields, *_ in self.pending]         # their losses are not known
+        for kind, fields in (*unwritten, ("aborted", dict(step=self.done, cause=cause))):
             with contextlib.suppress(TrainerError, ValueError, OSError):
-                write()
+                self.event(kind, **fields)
+        with contextlib.suppress(TrainerError, ValueError, OSError):
+            self.text(f"aborted after step {self.done}: {' '.join(cause.split())}", console=False)
 
     def close(self) -> None:
         if self.files:
@@ -2016,8 +1909,7 @@ class Log:
             it.close()
 
 def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
-    batch = loader.next(values)
-    losses = executor.forward_backward(batch, values)
+    losses = executor.forward_backward(loader.next(values), values)
     executor.optim_step(values, loader.plans_ahead)
     return losses
 
@@ -2028,23 +1920,8 @@ def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor)
     headers = find_shards(f"{FORMULA}{cfg.vocab_size}:{cfg.document_start}:{tokens}:1")
     invented = replace(cfg, epochs=0, val_tokens=cfg.val_batch_tokens,
                        comm_timeout=cfg.comm_timeout * (COMPILE_PATIENCE if executor.compiling else 1))
-    validation = ValidationSet(invented, fabric, headers, executor.exchange)
+    validation = ValidationSet(invented, fabric, headers, executor.exchange, "warm-up")
     steps = [schedule.at(step) for step in schedule.warm_up_steps()]
-    if fabric.on_cuda and not cfg.slots_per_micro_batch:
-        largest = max(steps, key=lambda values: values.slot_tokens)
-        trial = Loader(invented, fabric, headers, [largest], executor.exchange_ahead, "trial")
-        trial.start()
-        batch = trial.next(largest)
-        while executor.slots_at_once > 1:
-            try:
-                fits = executor.forward_backward(batch, largest).tokens > 0
-            except torch.OutOfMemoryError:
-                fits = False
-            executor.drop_gradients()
-            if fabric.lowest(fits):
-                break
-            executor.slots_at_once = max(m for m in range(1, executor.slots_at_once) if len(batch.tokens) % m == 0)
-        trial.close()
     loader = Loader(invented, fabric, headers, steps, executor.exchange_ahead, "warm-up")
     loader.start()
     for values in steps:
@@ -2068,9 +1945,7 @@ def race(schedule: Schedule, loader: Loader, executor: Executor, validation: Val
             clock.stop()
             log.validation(executor.evaluate(validation.batches(values), values), clock.ms, validation)
             clock.start()
-        losses = train_step(executor, loader, values)
-        log.step(losses, clock.ms)
-        log.comms(executor.accounts)
+        log.step(train_step(executor, loader, values), clock.ms)
     clock.stop()
     end = schedule.at(schedule.last_step)                                     # at the true end the long window is wider
     loss = executor.evaluate(validation.batches(end), end)
@@ -2083,48 +1958,16 @@ def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[i
     for _ in range(cfg.sample_tokens):
         logits = executor.next_logits(tokens, values)[:cfg.vocab_size].float().cpu()
         token = int(torch.multinomial(torch.softmax(logits / SAMPLE_TEMPERATURE, 0), 1, generator=generator))
-        token = executor.fabric.lowest(token)                                 # one text, whatever the rounding of a rank
+        token = executor.fabric.lowest(token)                                 # one text, whatever a rank's rounding
         if token == cfg.document_start:
             break
         tokens.append(token)
     return tokens[1 + len(prompt):]
 
-PIECE = rb"\n\s*| ?\w+| ?[^\s\w]|\s+"    # how text is split before pieces are looked up (data/README.md)
-class Tokenizer:
-    """Bytes of tokens and back: from vocab.txt, or GPT-2's through tiktoken."""
-    def __init__(self, vocabulary: list[bytes] | None, gpt2: Any = None) -> None:
-        self.pieces, self.gpt2 = vocabulary, gpt2
-
-    def encode(self, text: str) -> list[int]:
-        if self.gpt2:
-            return self.gpt2.encode_ordinary(text)
-        ids = {piece: token for token, piece in enumerate(self.pieces or ()) if piece}
-        parts = re.findall(PIECE, text.encode("utf-8", "surrogateescape"))
-        spelled = ([part] if part in ids else [part[i:i + 1] for i in range(len(part))] for part in parts)
-        try:
-            return [ids[piece] for pieces in spelled for piece in pieces]
-        except KeyError as error:
-            raise DataError("prompt", error, "bytes of a vocab.txt beside the weights", "leave them out") from None
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        if not (self.gpt2 or self.pieces):
-            return "token ids (no vocab.txt beside them): " + " ".join(map(str, tokens))
-        data = self.gpt2.decode_bytes(list(tokens)) if self.gpt2 else b"".join(self.pieces[token] for token in tokens)
-        return data.decode("utf-8", "replace")
-
-def gpt2_encoding(ranks_file: str) -> Any:
-    """tiktoken's GPT-2 encoding, from a local ranks file if one is given. Raises ConfigError."""
-    try:
-        import tiktoken
-        if not ranks_file:
-            return tiktoken.get_encoding("gpt2")
-        with (gzip.open if ranks_file.endswith(".gz") else open)(ranks_file, "rb") as file:
-            ranks = {base64.b64decode(piece): int(rank) for piece, rank in map(bytes.split, file)}
-        return tiktoken.Encoding("gpt2", pat_str=GPT2_SPLIT, mergeable_ranks=ranks,
-                                 special_tokens={"<|endoftext|>": GPT2_DOCUMENT_START})
-    except Exception as error:                                                # no package, no network, any file content
-        raise ConfigError("GPT-2 tokens", f"{type(error).__name__}: {error}", "the package tiktoken, and network or a "
-                          "ranks file", "python -m pip install tiktoken; --ranks=FILE") from None
+def spell(pieces: list[bytes] | None, tokens: Sequence[int]) -> str:
+    if not pieces:
+        return "token ids (no vocab.txt beside them): " + " ".join(map(str, tokens))
+    return b"".join(pieces[token] for token in tokens).decode("utf-8", "replace")
 
 def save_weights(folder: Path, cfg: Config, tensors: dict[str, Tensor], vocabulary: list[bytes] | None) -> None:
     """Final weights in logical shapes and order, config.json, and vocab.txt where the tokens' bytes are known."""
@@ -2132,20 +1975,15 @@ def save_weights(folder: Path, cfg: Config, tensors: dict[str, Tensor], vocabula
     if vocabulary is not None:
         lines = (b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece)
         files["vocab.txt"] = b"".join(lines)
-    try:
-        from safetensors.torch import save
-        files["weights.safetensors"] = save(tensors)
-    except ImportError:
-        torch.save(tensors, buffer := io.BytesIO())
-        files["weights.pt"] = buffer.getvalue()
+    torch.save(tensors, buffer := io.BytesIO())
+    files["weights.pt"] = buffer.getvalue()
     try:
         for name, content in files.items():
             (folder / f"{name}.part").write_bytes(content)
             (folder / f"{name}.part").replace(folder / name)
     except OSError as error:
-        for name in files:
-            with contextlib.suppress(OSError):
-                (folder / f"{name}.part").unlink()
+        for part in folder.glob("*.part"):
+            part.unlink(missing_ok=True)
         raise RunError(f"--save={folder}", error.strerror, "a folder with room", "give another folder") from None
 
 def load_weights(folder: Path, device: str) -> tuple[Config, dict[str, Tensor]]:
@@ -2154,19 +1992,14 @@ def load_weights(folder: Path, device: str) -> tuple[Config, dict[str, Tensor]]:
         settings = json.loads((folder / "config.json").read_bytes())
         settings["stages"] = tuple(Stage(*(tuple(x) if isinstance(x, list) else x for x in stage.values()))
                                    for stage in settings["stages"])
-        cfg = Config(**settings | dict(device=device))
-        check_config(cfg)
-        if (folder / "weights.pt").exists():
-            tensors = torch.load(folder / "weights.pt", weights_only=True)
-        else:
-            from safetensors.torch import load_file
-            tensors = load_file(folder / "weights.safetensors")
+        check_config(cfg := Config(**settings | dict(device=device)))
+        tensors = torch.load(folder / "weights.pt", weights_only=True)
         found = {label: tuple(tensor.shape) for label, tensor in tensors.items()}
     except ConfigError:
         raise
     except Exception as error:                                                # files of any content end here
         raise DataError(f"saved weights in {folder}", f"{type(error).__name__}: {error}", "config.json and "
-                        "weights.safetensors (with its package) or weights.pt", "train with --save=DIR first") from None
+                        "weights.pt", "train with --save=DIR first") from None
     wanted = {row.label: row.shape for row in parameter_table(cfg)}
     finite = {label for label, tensor in tensors.items() if tensor.isfinite().all()}
     if odd := [x for x in wanted | found if wanted.get(x) != found.get(x) or x not in finite]:
@@ -2175,10 +2008,10 @@ def load_weights(folder: Path, device: str) -> tuple[Config, dict[str, Tensor]]:
     return cfg, tensors
 
 # ====== Room 10: Main =================================================================================================
-
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_ENDED = 0, 1, 2, 130, 143
 NOT_MATHEMATICS = {"device", "compile", "slots_per_micro_batch", "seed", "run_dir", "comm_timeout", "sample_tokens",
-                   "save", "sample", "prompt", "ranks", "val_every", "max_steps", "train_files", "val_files", "epochs"}
+                   "save", "sample", "prompt", "ranks", "val_every", "max_steps", "train_files", "val_files", "epochs",
+                   "row_comms", "debug_rows"}
 
 def make_fabric(cfg: Config) -> Fabric:
     """Pick the device and join the process group that torchrun describes. Raises FabricError, ConfigError."""
@@ -2262,13 +2095,12 @@ def write_header(log: Log, preset: str, cfg: Config, changed: dict[str, str], ex
     with contextlib.suppress(ImportError):
         import triton
         versions["triton"] = triton.__version__
-    fabric = log.fabric
-    accum = -(-cfg.num_slots // fabric.world // executor.slots_at_once)
+    fabric, accum = log.fabric, -(-cfg.num_slots // log.fabric.world // executor.slots_at_once)
     log.event("header", preset=preset, changed=changed, config=asdict(cfg), seed=cfg.seed, **versions,
               world_size=fabric.world, grad_accum_steps=accum, tokens_per_step=[s.batch_tokens for s in cfg.stages],
-              git_commit=git_commit(), source_sha256=source_sha256(),
-              data_sha256=sha256, hardware=hardware(fabric), attention=attention, head=executor.precision)
-    parameters = sum(p.numel() for p in executor.model.parameters())
+              git_commit=git_commit(), source_sha256=source_sha256(), data_sha256=sha256, hardware=hardware(fabric),
+              attention=attention, head=executor.precision, row_comms=cfg.row_comms)
+    parameters = sum(math.prod(row.shape) for row in executor.model.table)
     log.text("\n".join((
         "=" * 100, f"Running Python {versions['python']}", f"Running PyTorch {versions['torch']} compiled for CUDA "
         f"{versions['cuda']} on {hardware(fabric)} with world_size {fabric.world}",
@@ -2285,17 +2117,14 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
                  f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
     log.text(f"training time {ms / 1000:.2f} s, {log.done} steps, {log.tokens:,} tokens; logs in {log.run_dir}")
     log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in result["peak_memory_mib"].items()))
-    if cfg.save:
-        tensors = executor.weights()
-        if log.fabric.rank == 0:
-            save_weights(Path(cfg.save), cfg, tensors, validation.vocabulary)
+    tensors = executor.weights() if cfg.save else {}
+    if cfg.save and log.fabric.rank == 0:
+        save_weights(Path(cfg.save), cfg, tensors, validation.vocabulary)
     result["comms"] = executor.traffic()
-    log.comms(executor.accounts)
     log.event("result", **result)
     log.close()                                                               # no bar between the lines that follow
-    values = log.schedule.at(log.done)
     if cfg.sample_tokens:
-        text = Tokenizer(validation.vocabulary).decode(generate(cfg, executor, values))
+        text = spell(validation.vocabulary, generate(cfg, executor, log.schedule.at(log.done)))
         log.fabric.say(f"{' sample ':-^100}\n{text}\n{'-' * 100}")
     log.fabric.say(json.dumps(dict(type="result", **result)))
 
@@ -2318,7 +2147,7 @@ def run(preset: str, cfg: Config, fabric: Fabric) -> int:
         log = Log(run_dir, fabric, schedule, REFERENCE_LOSSES if fineweb and changed.keys() <= NOT_MATHEMATICS else {})
         attention, kernel = choose_attention(fabric, getattr(torch, cfg.dtype), cfg.head_dim)
         slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
-        executor = Executor(cfg, fabric, kernel, precision, slots_at_once)
+        executor = Executor(cfg, fabric, kernel, precision, slots_at_once, functools.partial(log.event, "comms"))
         write_header(log, preset, cfg, changed, executor, attention, facts["data_sha256"])
         log.text("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
         log.event("phase", name="set-up", ms=round(1000 * (time.perf_counter() - began), 3), timed=False)
@@ -2331,8 +2160,7 @@ def run(preset: str, cfg: Config, fabric: Fabric) -> int:
         if fabric.on_cuda:
             torch.cuda.reset_peak_memory_stats()
         steps = [schedule.at(step) for step in range(schedule.last_step)]
-        loader = Loader(cfg, fabric, train, steps, executor.exchange_ahead)
-        clock = Clock(fabric)
+        loader, clock = Loader(cfg, fabric, train, steps, executor.exchange_ahead), Clock(fabric)
         log.open_bar()
         loss = race(schedule, loader, executor, validation, clock, log)
         loader.close()
@@ -2346,21 +2174,30 @@ def run(preset: str, cfg: Config, fabric: Fabric) -> int:
         if log is not None:
             log.close()
 
-def sample_saved(flags: Config) -> None:
-    """--sample=DIR "prompt": print text that goes on from the prompt, on any device."""
+def sample_saved(flags: Config) -> int:
+    """--sample=DIR "prompt": print text that goes on from the prompt, on any device. Returns the exit status."""
     cfg, tensors = load_weights(Path(flags.sample), flags.device)
     fabric = make_fabric(replace(cfg, num_slots=1))
-    vocabulary = read_vocabulary(ShardHeader(f"{flags.sample}/weights", 0, cfg.vocab_size, cfg.document_start))
-    needs_gpt2 = cfg.vocab_size == GPT2_VOCAB and (flags.ranks or vocabulary is None)
-    tokenizer = Tokenizer(vocabulary, gpt2_encoding(flags.ranks) if needs_gpt2 else None)
+    pieces = read_vocabulary(ShardHeader(f"{flags.sample}/weights", 0, cfg.vocab_size, cfg.document_start))
+    gpt2 = cfg.vocab_size == GPT2_VOCAB and (flags.ranks or pieces is None)
+    try:
+        sys.path.append(str(Path(__file__).parent / "data"))
+        tools = importlib.import_module("tokenize_text")
+        ids = (tools.gpt2_pieces(Path(flags.ranks) if flags.ranks else None) if gpt2 else
+               {piece: token for token, piece in enumerate(pieces or ()) if piece})
+        prompt = tools.make_encoder("gpt2" if gpt2 else "pocket", ids)(flags.prompt.encode("utf-8", "surrogateescape"))
+    except Exception as error:                                                # no package, no network, any file content
+        raise DataError("prompt", f"{type(error).__name__}: {error}", "bytes of a vocab.txt beside the weights, or "
+                        "GPT-2 tokens, tiktoken and --ranks=FILE", "leave them out; install tiktoken") from None
     dtype = "float32" if cfg.dtype == "bfloat16" and not fabric.on_cuda else cfg.dtype
     cfg = replace(cfg, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens)
     executor, schedule = Executor(cfg, fabric, attention_reference, "plain"), Schedule(cfg)
     with torch.no_grad():
         for label, tensor in tensors.items():
             executor.model.get_parameter(label).copy_(tensor)
-    tokens = generate(cfg, executor, schedule.at(schedule.last_step), tokenizer.encode(flags.prompt))
-    fabric.say(flags.prompt + tokenizer.decode(tokens))
+    tokens = generate(cfg, executor, schedule.at(schedule.last_step), prompt)
+    fabric.say(flags.prompt + spell(sorted(ids, key=ids.get) if gpt2 else pieces, tokens))
+    return EXIT_DONE
 
 def describe(error: BaseException) -> tuple[int, str]:
     """(exit status, what to tell the user) of whatever ended the run."""
@@ -2387,8 +2224,7 @@ def end(error: BaseException, log: Log | None) -> int:
     status, cause = describe(error)
     first, speaks = cause, True
     with contextlib.suppress(Exception):                                      # no launcher, no store: for oneself
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        store = dist.TCPStore(address, port, timeout=timedelta(seconds=1))
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=1))
         speaks = store.add("ranks that ended", 1) == 1
         first = store.compare_set("cause of the end", "", cause).decode()
     if speaks and cause:
@@ -2403,10 +2239,7 @@ def main(argv: Sequence[str]) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     try:
         preset, cfg = parse_flags(argv)
-        if not cfg.sample:
-            return run(preset, cfg, make_fabric(cfg))
-        sample_saved(cfg)
-        return EXIT_DONE
+        return sample_saved(cfg) if cfg.sample else run(preset, cfg, make_fabric(cfg))
     except BaseException as error:
         return end(error, None)
 

@@ -65,7 +65,7 @@ def random_stream(seed: int, count: int, vocab_size: int, document_start: int, m
 
 
 def random_batch(cfg: tg.Config, seed: int, slots: int, length: int, step: int = 0) -> tg.Batch:
-    """Slots of random tokens in documents of at most max_doc_len, and random rows of the bigram table."""
+    """Slots of random tokens in documents of at most max_doc_len, and random rows of the bigram table; of one rank."""
     rng, bounds = np.random.default_rng(seed), []
     for _ in range(slots):
         ends = [0]
@@ -74,19 +74,83 @@ def random_batch(cfg: tg.Config, seed: int, slots: int, length: int, step: int =
         bounds.append(ends)
     columns = max(map(len, bounds))
     tokens = torch.from_numpy(rng.integers(0, cfg.vocab_size, (slots, length + 1)))
-    rows = torch.from_numpy(rng.integers(0, cfg.bigram_rows, (slots, length)))
+    bigrams = torch.from_numpy(rng.integers(0, cfg.bigram_rows, (slots, length)))
     padded = torch.tensor([ends + [length] * (columns - len(ends)) for ends in bounds])
-    return tg.Batch(step, tokens[:, :-1].int(), tokens[:, 1:].contiguous(), rows.int(), padded.int())
+    batch = tg.Batch(step, {}, tokens[:, :-1].int(), tokens[:, 1:].contiguous(), padded.int(),
+                     dict(bigram_embed=bigrams.int()))
+    return planned(cfg, with_tokens(cfg, batch, batch.tokens))
+
+
+def with_tokens(cfg: tg.Config, batch: tg.Batch, tokens: torch.Tensor) -> tg.Batch:
+    """The batch with other tokens and the rows that belong to them, all but those of the bigram table; no new plans."""
+    values = torch.stack([tokens + k * cfg.padded_vocab for k in range(tg.NUM_VALUE_TABLES)], dim=1)
+    return batch._replace(tokens=tokens, rows=batch.rows | dict(value_embed=values, embed=tokens))
+
+
+def planned(cfg: tg.Config, batch: tg.Batch, where: tg.Fabric | None = None) -> tg.Batch:
+    """A batch of logical rows as a rank reads it: with plans of its own, nothing being asked of it by others."""
+    planner, plans, rows = tg.Planner(cfg, where or fabric()), {}, {}
+    tag = dict(purpose="test", cycle=batch.step // 2, tokens=batch.tokens.shape[1])
+    tied = tg.Schedule(cfg).at(batch.step).tied
+    for table in tg.row_tables(cfg):
+        plan, found = planner.plan(table.label, tag, table.tied and tied, [batch.rows[table.label].numpy()])
+        plan.ids = plan.asked = torch.from_numpy(plan.ids)
+        plans[table.label], rows[table.label] = plan, torch.from_numpy(found[0])
+    return batch._replace(plans=plans, rows=rows)
+
+
+def owned(x: torch.Tensor, where: tg.Fabric) -> torch.Tensor:
+    """Rows of a table that a rank keeps: every W-th one, filled up with zeros to as many as any rank has."""
+    mine = torch.zeros(-(-len(x) // where.world), *x.shape[1:], dtype=x.dtype)
+    mine[:len(x[where.rank::where.world])] = x[where.rank::where.world]
+    return mine
 
 
 @torch.no_grad()
-def fill_randomly(model: tg.GPT, seed: int = 0) -> None:
-    """Weights under which every term of the forward pass counts: gates open, no table at zero, no two scalars alike."""
-    generator = torch.Generator().manual_seed(seed)
-    for label, p in model.named_parameters():
-        noise = torch.randn(p.shape, generator=generator, dtype=torch.float64)
-        spread = dict(attn=0.3, mlp=0.15, scalars=0.3, bigram_embed=0.3, value_embed=0.5, lm_head=0.5).get(label, 0.7)
-        p.copy_(noise * spread + (0.6 if label == "scalars" else 0.0))
+def fill_randomly(model: tg.GPT, seed: int = 0, where: tg.Fabric | None = None) -> dict[str, torch.Tensor]:
+    """Weights under which every term of the forward pass counts: gates open, no table at zero, no two scalars alike.
+
+    Every rank draws the same; returned are whole parameters, in f64.
+    """
+    generator, whole = torch.Generator().manual_seed(seed), {}
+    for row in model.table:
+        noise = torch.randn(row.shape, generator=generator, dtype=torch.float64)
+        spread = dict(attn=0.3, mlp=0.15, scalars=0.3, bigram_embed=0.3, value_embed=0.5, lm_head=0.5)
+        whole[row.label] = noise * spread.get(row.label, 0.7) + (0.6 if row.label == "scalars" else 0.0)
+        mine = owned(whole[row.label], where) if row.rows and where else whole[row.label]
+        model.get_parameter(row.label).copy_(mine)
+    return whole
+
+
+def grad_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor | None:
+    """This rank's gradient of a parameter as gathered so far, in its logical shape; None if there is none."""
+    if label not in optimizer.tables:
+        return optimizer.weights[label].grad
+    table = optimizer.tables[label]
+    if not table.open:
+        return None
+    world, size, width = table.fabric.world, *table.mine.shape
+    if table.sums.data_ptr() == table.grad.data_ptr():
+        return table.grad
+    physical = table.grad.new_zeros(world * size, width)
+    for plan in table.open:
+        physical[plan.ids] = table.sums[:len(plan.ids)] if optimizer.cfg.row_comms == "sparse" else table.sums[plan.ids]
+    return torch.cat([physical[k::size] for k in range(size)])[:table.table.rows]
+
+
+@torch.no_grad()
+def add_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor) -> None:
+    """What a backward pass adds to the gradient of a parameter, on a single rank; of a table, to every row."""
+    if label not in optimizer.tables:
+        p = optimizer.weights[label]
+        p.grad = grad.to(p.dtype, copy=True) if p.grad is None else p.grad + grad.to(p.dtype)
+        return
+    table = optimizer.tables[label]
+    tag, tied = dict(purpose="test", cycle=0, tokens=len(grad)), table.table.tied and optimizer.tied
+    plan, _ = tg.Planner(optimizer.cfg, fabric()).plan(label, tag, tied, [np.arange(len(grad), dtype=np.int32)])
+    plan.ids = plan.asked = torch.from_numpy(plan.ids).to(table.grad.device)
+    table.grad.add_(grad.to(table.grad.dtype))
+    table.open.append(plan)
 
 
 def executor(cfg: tg.Config, world: int = 1, rank: int = 0, precision: str = "plain") -> tg.Executor:

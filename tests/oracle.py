@@ -137,6 +137,7 @@ class Oracle:
     """A directory of vectors, and the precision in which the trainer computes them."""
     path: Path
     dtype: str = "float64"
+    row_comms: str = "sparse"
 
     @functools.cached_property
     def meta(self) -> dict[str, Any]:
@@ -160,7 +161,8 @@ class Oracle:
         renamed = dict(attn_scale=recipe["attn_scale_initial"], final_long_window=recipe["final_long_window_blocks"],
                        normuon_lr=recipe["lr_normuon"], normuon_weight_decay=recipe["weight_decay_normuon"],
                        adam_lr=recipe["lr_adam"], adam_weight_decay=recipe["weight_decay_adam"])
-        own = dict(padded_vocab=sizes.get("vocab_size", 0), dtype=self.dtype, head="plain", device="cpu", stages=stages)
+        own = dict(padded_vocab=sizes.get("vocab_size", 0), dtype=self.dtype, row_comms=self.row_comms, head="plain",
+                   device="cpu", stages=stages)
         taken = {name: value for name, value in {**recipe, **sizes}.items() if name in same}
         return tg.Config(**{**taken, **renamed, **own, **more})
 
@@ -169,22 +171,53 @@ CPU = tg.Fabric(torch.device("cpu"))
 
 
 def executor_with(cfg: tg.Config, stored: Vectors, fabric: tg.Fabric = CPU) -> tg.Executor:
-    """An executor with the stored parameters; banks are cut to the trainer's number of layers."""
+    """An executor with the stored parameters; banks are cut to the trainer's number of layers, tables to its rows."""
     executor = tg.Executor(cfg, fabric, tg.attention_reference, "plain")
     with torch.no_grad():
         for row in executor.model.table:
             p = executor.model.get_parameter(row.label)
             if f"zero.{row.label}" in stored:
-                assert tuple(stored[f"zero.{row.label}"]) == p.shape, row.label
+                assert tuple(stored[f"zero.{row.label}"]) == row.shape, row.label
                 p.zero_()
-            elif f"p32.{row.label}" in stored:
-                p.copy_(torch.from_numpy(stored[f"p32.{row.label}"]))
+                continue
+            if f"p32.{row.label}" in stored:
+                whole = torch.from_numpy(stored[f"p32.{row.label}"])
             elif f"p16.{row.label}" in stored:
-                p.copy_(bf16(stored[f"p16.{row.label}"])[:len(p)])
+                whole = bf16(stored[f"p16.{row.label}"])[:row.shape[0]]
             else:
                 assert row.label == "embed", f"no initial value of {row.label}"
-                p.copy_(executor.model.lm_head.t())                      # tied, and the last row of the table
+                whole = executor.model.lm_head.t()                       # tied, and the last row of the table
+            mine = whole[fabric.rank::fabric.world] if row.label in executor.tables else whole
+            p[:len(mine)] = mine
     return executor
+
+
+def logical_rows(cfg: tg.Config, batch: tg.Batch, label: str) -> Tensor:
+    """Rows of a table that a batch reads, as files and recipes number them."""
+    plan, rows = batch.plans[label], batch.rows[label].long()
+    world = len(plan.counts)
+    return logical(plan, plan.ids[rows] if cfg.row_comms == "sparse" and world > 1 else rows)
+
+
+def logical(plan: tg.TablePlan, physical: Tensor) -> Tensor:
+    """Owner by owner, and each has every W-th row."""
+    return physical % plan.size * len(plan.counts) + physical // plan.size
+
+
+def whole_gradient(cfg: tg.Config, table: tg.TableRows) -> Tensor:
+    """(R, D): what this rank has gathered since the last update, row by row; 0 for rows that it does not read."""
+    plan, sums = table.open[-1], table.sums
+    world, whole = len(plan.counts), sums.new_zeros(table.table.rows, sums.shape[1])
+    if cfg.row_comms == "sparse" and world > 1:
+        assert table.open == [plan] and not sums[len(plan.ids):].any(), "gradients of no plan"
+        whole[logical(plan, plan.ids)] = sums[:len(plan.ids)]
+        return whole
+    return of_owners(sums.split(plan.size), len(whole))
+
+
+def of_owners(slices: Sequence[Tensor], rows: int) -> Tensor:
+    """(rows, D) from every owner's slice."""
+    return torch.stack(list(slices), dim=1).flatten(0, 1)[:rows]
 
 
 def bf16(words: np.ndarray) -> Tensor:
@@ -209,11 +242,10 @@ def rotary_factors(model: tg.GPT) -> tuple[Tensor, Tensor]:
     return torch.cat((cos, still + 1), dim=1), torch.cat((sin, still), dim=1)
 
 
-def batch_of(step: int, tokens: np.ndarray, targets: np.ndarray, cu_seqlens: np.ndarray, bigram_rows: int) -> tg.Batch:
-    """Batch from stored (slots, T) arrays; a row of cu_seqlens counts by the borders it names, however often."""
-    slots = [tg.Slot(np.append(inputs, last).astype(np.int32), np.unique(borders).astype(np.int32))
-             for inputs, last, borders in zip(tokens, targets[:, -1], cu_seqlens)]
-    return tg.make_batch(step, slots, bigram_rows, pin=False)
+def slots_of(tokens: np.ndarray, targets: np.ndarray, cu_seqlens: np.ndarray) -> list[tg.Slot]:
+    """From stored (slots, T) arrays; a row of cu_seqlens counts by the borders it names, however often."""
+    return [tg.Slot(np.append(inputs, last).astype(np.int32), np.unique(borders).astype(np.int32))
+            for inputs, last, borders in zip(tokens, targets[:, -1], cu_seqlens)]
 
 
 def linear_signature(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -259,17 +291,22 @@ class ConfigS:
                             max_doc_len=length, val_batch_tokens=length)
         self.executor = executor_with(cfg, self.stored)
         self.model, self.long_window = self.executor.model, sizes["long_window"]
-        self.batch = self.batch_with(self.stored["cu_seqlens"])
         self.values = replace(tg.Schedule(cfg).at(0), short_window=sizes["short_window"], long_window=self.long_window)
+        self.batch = self.batch_with(self.stored["cu_seqlens"])
 
     def batch_with(self, cu_seqlens: np.ndarray) -> tg.Batch:
         tokens, targets = (self.stored[name][None] for name in ("tokens", "targets"))
-        return batch_of(0, tokens, targets, cu_seqlens[None], self.sizes["bigram_rows"])
+        slots = slots_of(tokens, targets, cu_seqlens[None])
+        return self.executor.planner.batches("oracle", [self.values], [slots])[0]
+
+    def gradient(self, label: str) -> Tensor:
+        """Of a table it is in no parameter."""
+        tables = self.executor.tables
+        return tables[label].grad if label in tables else self.model.get_parameter(label).grad
 
     def forward_backward(self, values: tg.Values, batch: tg.Batch | None = None) -> dict[str, list[SimpleNamespace]]:
         """Gradients of one slot, and the calls of its forward pass."""
-        for p in self.model.parameters():
-            p.grad = None
+        self.executor.drop_gradients()
         with spying((F, "linear"), (tg, "rms_norm"), (tg, "relu_sq_mlp"), (tg, "softcap"), (tg.GPT, "inputs"),
                     (self.model, "attention"), (self.executor, "model_losses")) as calls:
             self.executor.forward_backward(batch or self.batch, values)
@@ -359,7 +396,7 @@ def check_s_inputs(oracle: Oracle) -> None:
     vectors.check("bos", sizes["document_start"])
     vectors.check("tokens", s.batch.tokens[0])
     vectors.check("targets", s.batch.targets[0])
-    vectors.check("bigram_ids", s.batch.bigram_rows[0])
+    vectors.check("bigram_ids", s.batch.rows["bigram_embed"][0])
     for name, in vectors.find("mtp_(.*)"):
         vectors.check(f"mtp_{name}", s.weighted(name).mtp_weights)
     s.forward_backward(s.values)
@@ -426,7 +463,7 @@ def check_s_grads(oracle: Oracle) -> None:
     for name, in vectors.find(r"norm_(\w+)\..*"):
         s.forward_backward(s.weighted(name))
         for row in reversed(s.model.table):
-            label, grad = row.label, s.model.get_parameter(row.label).grad
+            label, grad = row.label, s.gradient(row.label)
             if name == "m3":                                              # the others hold samples and small parameters
                 check_whole_gradient(vectors, label, grad)
             vectors.check(f"g_{name}.{label}", grad, label)
@@ -434,7 +471,7 @@ def check_s_grads(oracle: Oracle) -> None:
             vectors.check(f"norm_{name}.{label}", grad.double().norm())
     s.forward_backward(s.yarn1("m2"))
     for label, in vectors.find(r"yarn1\.g_m2\.(.*)"):
-        vectors.check(f"yarn1.g_m2.{label}", s.model.get_parameter(label).grad, label)
+        vectors.check(f"yarn1.g_m2.{label}", s.gradient(label), label)
     vectors.finish()
 
 
@@ -466,16 +503,31 @@ class Trajectory:
         self.cfg = oracle.config("trajectory", meta["slot_tokens"], val_batch_tokens=val_batch_tokens)
         self.schedule, self.fabric = tg.Schedule(self.cfg), fabric
         self.executor = executor_with(self.cfg, self.stored, fabric)
-        self.validation = self.batch("val_{}")
+        self.ready: list[tg.Batch] = []                                  # of the cycle, not yet used
 
-    def batch(self, pattern: str, step: int = 0) -> tg.Batch:
-        """This rank's slots."""
-        names = [pattern.format(name) for name in ("tokens", "targets", "bigram_ids", "cu_seqlens")]
-        tokens, targets, _, cu_seqlens = (self.vectors[name] for name in names)
-        batch = batch_of(step, tokens, targets, cu_seqlens, self.cfg.bigram_rows)
-        for name, made in zip(names, batch[1:4]):
-            self.vectors.check(name, made)
-        return tg.Batch(step, *(x[self.fabric.rank::self.fabric.world] for x in batch[1:]))
+    def batches(self, pattern: str, steps: Sequence[tg.Values]) -> list[tg.Batch]:
+        """This rank's slots of each step, planned together; the pattern is that of the keys of a step."""
+        mine, all_rows, (rank, world) = [], [], (self.fabric.rank, self.fabric.world)
+        for values in steps:
+            names = [pattern.format(name, values.step) for name in ("tokens", "targets", "bigram_ids", "cu_seqlens")]
+            slots = slots_of(*(self.vectors[names[k]] for k in (0, 1, 3)))
+            batch, = tg.Planner(self.cfg, CPU).batches("oracle", [values], [slots])
+            for name, made in zip(names, (batch.tokens, batch.targets, batch.rows["bigram_embed"])):
+                self.vectors.check(name, made)
+            mine.append(slots[rank::world])
+            all_rows.append(batch.rows)
+        made = self.executor.planner.batches("oracle", steps, mine)
+        for batch, rows in zip(made, all_rows):
+            for label, of_all in rows.items():
+                assert logical_rows(self.cfg, batch, label).equal(of_all[rank::world].long()), f"other rows of {label}"
+        return made
+
+    def next_batch(self, step: int) -> tg.Batch:
+        """Of a step; the plans are those of its cycle, however many steps that has."""
+        if not self.ready:
+            last = min(step + tg.CYCLE, self.schedule.total_steps)
+            self.ready = self.batches("{}.{}", [self.schedule.at(k) for k in range(step, last)])
+        return self.ready.pop(0)
 
     def check_part(self, key: str, part: Tensor, label: str = "", at: np.ndarray | None = None, owned: bool = False
                    ) -> None:
@@ -484,6 +536,11 @@ class Trajectory:
             self.vectors.check(key, part, label, at)
             return
         optimizer, start, size = self.executor.optimizer, 0, part.numel()
+        if owned and label in self.executor.tables:                      # every W-th row
+            slices = [torch.zeros_like(part)] * self.fabric.world
+            slices[self.fabric.rank] = part
+            part = of_owners(slices, self.executor.tables[label].table.rows)
+            owned, size = False, part.numel()
         if owned and optimizer.rows[label].sharded:
             units, width = len(optimizer.units(label, optimizer.weights[label].data)), int(np.prod(part.shape[1:]))
             start, size = self.fabric.rank * -(-units // self.fabric.world) * width, units * width
@@ -530,24 +587,33 @@ class Trajectory:
         values = self.schedule.at(step)
         if f"val_loss.{step}" in self.vectors:
             self.vectors.check(f"val_windows.{step}", [values.short_window, values.long_window])
-            self.vectors.check(f"val_loss.{step}", self.executor.evaluate([self.validation], values))
+            batches = self.batches("val_{}", [values])
+            assert len(batches[0].tokens) == self.cfg.num_slots // self.fabric.world, "not this rank's slots"
+            self.vectors.check(f"val_loss.{step}", self.executor.evaluate(batches, values))
 
     def check_step(self, step: int, values: tg.Values) -> None:
         self.check_values(step, values)
-        slot_sums = self.executor.forward_backward(self.batch(f"{{}}.{step}", step), values).slot_sums
+        slot_sums = self.executor.forward_backward(self.next_batch(step), values).slot_sums
         of_all = slot_sums.new_zeros(self.cfg.num_slots)
         of_all[self.fabric.rank::self.fabric.world] = slot_sums
         self.check_part(f"slot_loss.{step}", of_all)
         for label in self.executor.optimizer.rows:                        # sums over slots; the optimizer divides them
-            grad = self.executor.model.get_parameter(label).grad / self.cfg.num_slots
+            grad = self.gradient(label) / self.cfg.num_slots
             self.check_part(f"grad_samp.{step}.{label}", grad, label, at=self.vectors[f"idx.{label}"])
             if self.fabric.world == 1:
                 self.vectors.check(f"grad_norm.{step}.{label}", grad.double().norm())
         self.executor.optim_step(values)
         self.vectors.check(f"split_after.{step}", not self.executor.optimizer.tied)
+        weights = self.executor.weights()
         for label in self.executor.optimizer.rows:
-            self.check_state(step + 1, label)
+            self.check_state(step + 1, label, weights[label])
         self.join_parts()
+
+    def gradient(self, label: str) -> Tensor:
+        """This rank's, of all rows of a table."""
+        tables = self.executor.tables
+        return (whole_gradient(self.cfg, tables[label]) if label in tables else
+                self.executor.model.get_parameter(label).grad)
 
     def check_values(self, step: int, values: tg.Values) -> None:
         vectors, optimizer = self.vectors, self.executor.optimizer
@@ -560,9 +626,10 @@ class Trajectory:
             lr = values.normuon_lr if row.optimizer == "normuon" else values.adam_lr
             vectors.check(f"lr.{step}.{label}", lr * rate_factor(optimizer, label))
 
-    def check_state(self, done: int, label: str) -> None:
+    def check_state(self, done: int, label: str, p: Tensor | None) -> None:
+        """p: the whole weight, on rank 0 at least, which compares."""
         vectors, optimizer = self.vectors, self.executor.optimizer
-        p, at = self.executor.model.get_parameter(label).detach(), vectors[f"idx.{label}"]
+        at, p = vectors[f"idx.{label}"], torch.zeros(()) if p is None else p
         state, stride = optimizer.state[label], self.meta["st_v2_stride"].get(label)
         vectors.check(f"samp.{done}.{label}", p, label, at)
         vectors.check(f"full.{done}.{label}", p, label)
@@ -636,18 +703,27 @@ def check_adam(oracle: Oracle, vectors: Vectors) -> None:
     cfg = oracle.config("trajectory", oracle.meta["trajectory"]["slot_tokens"], num_slots=1)
     table = [row._replace(shape=tuple(weights[row.label].shape)) for row in tg.parameter_table(cfg)
              if row.label in weights]
-    model = SimpleNamespace(table=table, get_parameter=weights.get)
+    model, plans, planner = SimpleNamespace(table=table, get_parameter=weights.get), {}, tg.Planner(cfg, CPU)
+    tables = {table.label: tg.TableRows(table._replace(rows=len(weights[table.label])), cfg, CPU, weights[table.label],
+                                        1, lambda **_: None) for table in tg.row_tables(cfg) if table.label in weights}
+    for label, rows in tables.items():                                   # every row is read
+        tag, every = dict(purpose="oracle", cycle=0, tokens=1), np.arange(rows.table.rows, dtype=np.int32)
+        plans[label], _ = planner.plan(label, tag, rows.table.tied, [every])
+        plans[label].ids = plans[label].asked = torch.from_numpy(plans[label].ids)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("REDUCE_ORDER", "UPDATE_ORDER"):
             patch.setattr(tg, name, tuple(label for label in getattr(tg, name) if label in weights))
-        optimizer = tg.Optimizer(cfg, CPU, model, lambda update: update)
+        optimizer = tg.Optimizer(cfg, CPU, model, lambda update: update, tables)
         for step in range(len(vectors.find(r"adam\.lr_mul\.(\d+)"))):
             adam_lr = cfg.adam_lr * float(vectors[f"adam.lr_mul.{step}"])
             split = step == oracle.meta["opt"]["split_step"]
             values = replace(tg.Schedule(cfg).at(step % 2), adam_lr=adam_lr, split=split)
             for label, p in weights.items():
                 grad = torch.from_numpy(vectors[f"adam.{label}.g{step}"])
-                p.grad = grad.clone() if p.grad is None else p.grad + grad
+                if label in tables:
+                    tables[label].ready(plans[label], weights["lm_head"])[1].add_(grad)
+                else:
+                    p.grad = grad.clone() if p.grad is None else p.grad + grad
             if split:
                 check_embed_state(vectors, optimizer, "before")
             optimizer.step(values)
@@ -705,7 +781,8 @@ class LoaderCase:
                 after = ending if ending == "_after" else ""
                 plan += [(sizes[f"slot_tokens{after}"], sizes.get(f"max_doc_len{after}", 0))] * self.parts[-1][1]
         self.slot_tokens, stages = plan[0][0], len(oracle.meta["recipe"]["windows_blocks"])
-        self.cfg = oracle.config("loader", [self.slot_tokens] * stages, vocab_size=tg.GPT2_VOCAB, num_slots=num_slots,
+        self.cfg = oracle.config("loader", [self.slot_tokens] * stages, vocab_size=tg.GPT2_VOCAB,
+                                 padded_vocab=tg.GPT2_VOCAB, num_slots=num_slots,
                                  val_batch_tokens=num_slots * self.slot_tokens,
                                  val_tokens=num_slots * self.slot_tokens * len(plan))
         shards = oracle.path / "loader_shards" / ("val_*.bin" if self.validation else "train_*.bin")
@@ -728,14 +805,17 @@ class LoaderCase:
             while (packed := tg.pack_block(shard, doc, *sizes)) is None:
                 shard, doc = next(shards), 0
             pieces, doc = packed
-            slots = [tg.make_slot(shard, *piece) for piece in pieces]
-            yield tg.make_batch(values.step, slots, self.cfg.bigram_rows, pin=False)
+            yield self.planned(values, [tg.make_slot(shard, *piece) for piece in pieces])
 
     def plain_validation(self) -> Iterator[tg.Batch]:
         shards, count = map(tg.load_shard, self.headers), self.cfg.num_slots
         slots = tg.validation_slots(shards, count, self.slot_tokens, self.cfg.document_start)
         for values in self.steps:
-            yield tg.make_batch(values.step, [next(slots) for _ in range(count)], self.cfg.bigram_rows, pin=False)
+            yield self.planned(values, [next(slots) for _ in range(count)])
+
+    def planned(self, values: tg.Values, slots: list[tg.Slot]) -> tg.Batch:
+        """All slots as those of one rank."""
+        return tg.Planner(self.cfg, CPU).batches("oracle", [values], [slots])[0]
 
     def of_rank(self, fabric: tg.Fabric) -> Iterator[tg.Batch]:
         if self.validation:
@@ -751,13 +831,14 @@ class LoaderCase:
 
     def compare(self, batches: list[list[tg.Batch]]) -> None:
         """batches[rank][step], or all slots as those of one rank."""
-        done, names = 0, dict(inputs="tokens", targets="targets", bigram_ids="bigram_rows", cu_seqlens="cu_seqlens")
+        done = 0
         for prefix, count in self.parts:
             columns = self.vectors.arrays.get(f"{prefix}cu_seqlens", np.zeros(0)).shape[-1]
-            for name, field in names.items():
-                view = functools.partial(borders, columns=columns) if name == "cu_seqlens" else np.asarray
-                slots = np.stack([[view(getattr(batch, field)) for batch in of_rank[done:done + count]]
-                                  for of_rank in batches])
+            fields = dict(inputs=lambda batch: batch.tokens.numpy(), targets=lambda batch: batch.targets.numpy(),
+                          bigram_ids=lambda batch: logical_rows(self.cfg, batch, "bigram_embed").numpy(),
+                          cu_seqlens=lambda batch: borders(batch.cu_seqlens, columns))
+            for name, field in fields.items():
+                slots = np.stack([[field(batch) for batch in of_rank[done:done + count]] for of_rank in batches])
                 slots = slots.transpose(1, 2, 0, 3)                      # from (rank, step, micro, tokens)
                 self.vectors.check(prefix + name, slots.reshape(count, -1, self.world, slots.shape[-1]))
             done += count

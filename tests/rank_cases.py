@@ -84,13 +84,17 @@ def state_bytes(executor: tg.Executor) -> dict[str, bytes]:
     optimizer, model = executor.optimizer, executor.model
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     tensors |= {f"{label}.{name}": x for label, state in optimizer.state.items() for name, x in state.items()}
+    tensors |= {f"{label}.{name}": getattr(table, name) for label, table in executor.tables.items()
+                for name in ("grad", "sums")}
     found = {name: x.detach().contiguous().view(torch.uint8).numpy().tobytes() if x.numel() else b""
              for name, x in tensors.items()}
-    plain = dict(tied=optimizer.tied, counts=sorted(optimizer.adam_steps.items()), rotary=executor.rotary)
+    plain = dict(tied=optimizer.tied, counts=sorted(optimizer.adam_steps.items()), rotary=executor.rotary,
+                 rows=[(label, len(table.open), table.cached is None) for label, table in executor.tables.items()])
     return found | dict(rng=torch.get_rng_state().numpy().tobytes(), plain=repr(plain).encode())
 
 
 def weight_hashes(executor: tg.Executor) -> dict[str, str]:
+    """Of what this rank holds."""
     state = state_bytes(executor)
     return {label: hashlib.sha256(state[label]).hexdigest() for label in executor.optimizer.rows}
 
@@ -101,10 +105,15 @@ def exact_array(x: Tensor) -> np.ndarray:
 
 
 def all_arrays(executor: tg.Executor) -> dict[str, np.ndarray]:
-    """Weights of this rank's copy as weight.LABEL, its part of the state as part.LABEL.NAME."""
-    weights = {f"weight.{label}": exact_array(p) for label, p in executor.model.named_parameters()}
-    return weights | {f"part.{label}.{name}": exact_array(x)
-                      for label, state in executor.optimizer.state.items() for name, x in state.items()}
+    """weight.LABEL, whole: of tables on rank 0 only; slice.LABEL and part.LABEL.NAME: a rank's rows and its state.
+
+    Every rank calls it. A tied embedding is the head and has no rows of its own.
+    """
+    weights = {f"weight.{label}": exact_array(x) for label, x in executor.weights().items() if x is not None}
+    slices = {f"slice.{label}": exact_array(table.mine) for label, table in executor.tables.items()
+              if label != "embed" or not executor.optimizer.tied}
+    return weights | slices | {f"part.{label}.{name}": exact_array(x)
+                               for label, state in executor.optimizer.state.items() for name, x in state.items()}
 
 
 def tiny(**changes: Any) -> tg.Config:
@@ -116,7 +125,7 @@ def tiny(**changes: Any) -> tg.Config:
 def whole_run(rank: Rank, warm: bool, **changes: Any) -> Found:
     """tg.run on the tiny preset: losses of this rank's slots per token, validation losses, weights, state, output."""
     cfg = tiny(run_dir=f"{rank.folder}/{rank.case}", **changes)
-    losses, validations, executors, found = [], [], [], {}
+    losses, validations, found = [], [], {}
     forward_backward, evaluate, warm_up, finish = (
         tg.Executor.forward_backward, tg.Executor.evaluate, tg.warm_up, tg.finish)
 
@@ -130,7 +139,8 @@ def whole_run(rank: Rank, warm: bool, **changes: Any) -> Found:
         return loss
 
     def seen_warm_up(cfg, fabric, schedule, executor):
-        found.update(initial=weight_hashes(executor))
+        found.update(initial=weight_hashes(executor), **{f"initial.{label}": exact_array(table.mine)
+                                                         for label, table in executor.tables.items()})
         if not warm:
             return
         before = state_bytes(executor)
@@ -141,7 +151,10 @@ def whole_run(rank: Rank, warm: bool, **changes: Any) -> Found:
         losses.clear(), validations.clear()
 
     def seen_finish(log, cfg, executor, *rest):
-        executors.append(executor)
+        arrays = all_arrays(executor)
+        found.update({name: x for name, x in arrays.items() if rank.rank == 0 or not name.startswith("weight.")})
+        found.update(final=weight_hashes(executor), tied=executor.optimizer.tied,
+                     adam_steps=executor.optimizer.adam_steps)
         finish(log, cfg, executor, *rest)
 
     with (MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed,
@@ -152,13 +165,9 @@ def whole_run(rank: Rank, warm: bool, **changes: Any) -> Found:
             patch.setattr(owner, name, spy)
         status = tg.run("tiny", cfg, rank.fabric(cfg))
     assert status == 0, errors.getvalue()
-    executor, = executors
     steps, values = zip(*validations)
-    found.update(printed=printed.getvalue(), final=weight_hashes(executor), tied=executor.optimizer.tied,
-                 validation_steps=steps, adam_steps=executor.optimizer.adam_steps,
-                 slot_losses=np.stack(losses), validation_losses=np.array(values))
-    arrays = all_arrays(executor)
-    return found | {name: x for name, x in arrays.items() if rank.rank == 0 or name.startswith("part.")}
+    return found | dict(printed=printed.getvalue(), validation_steps=steps, slot_losses=np.stack(losses),
+                        validation_losses=np.array(values))
 
 
 def run_12(rank: Rank) -> Found:
@@ -168,12 +177,20 @@ def run_12(rank: Rank) -> Found:
                      val_files=f"{data}/val_*.bin", save=f"{rank.folder}/saved")
 
 
-def run_13(rank: Rank) -> Found:
-    return whole_run(rank, warm=False, dtype="float64", num_extension_steps=4, sample_tokens=0)
+def run_13(rank: Rank, **changes: Any) -> Found:
+    return whole_run(rank, warm=False, dtype="float64", num_extension_steps=4, sample_tokens=0, **changes)
 
 
-def run_single(rank: Rank) -> Found:
-    return whole_run(rank, warm=False, dtype="float32", sample_tokens=0)
+def run_single(rank: Rank, **changes: Any) -> Found:
+    return whole_run(rank, warm=False, dtype="float32", sample_tokens=0, **changes)
+
+
+def other_orders(rank: Rank) -> Found:
+    """run_single with what travels, and what is updated, the other way round."""
+    with MonkeyPatch.context() as patch:
+        for name in ("REDUCE_ORDER", "UPDATE_ORDER"):
+            patch.setattr(tg, name, getattr(tg, name)[::-1])
+        return run_single(rank)
 
 
 def unpack(vectors: Path, folder: Path) -> None:
@@ -185,12 +202,11 @@ def unpack(vectors: Path, folder: Path) -> None:
             np.savez(folder / name, **arrays)
 
 
-def trajectory(rank: Rank, name: str) -> Found:
+def trajectory(rank: Rank, name: str, row_comms: str = "sparse") -> Found:
     """The oracle's numbers; a mismatch is this case's error."""
     fabric, path = rank.fabric(), rank.folder.parent / name
     with contextlib.redirect_stdout(io.StringIO()) as printed:
-        run = Trajectory(Oracle(path), fabric)
-        assert len(run.validation.tokens) == run.cfg.num_slots // rank.world, "not this rank's slots"
+        run = Trajectory(Oracle(path, row_comms=row_comms), fabric)
         run.check()
     return dict(compared=len(run.vectors.compared), printed=printed.getvalue(), final=weight_hashes(run.executor))
 
@@ -200,8 +216,6 @@ def trajectory(rank: Rank, name: str) -> Found:
 
 COLLECTIVES = [name for name, call in vars(dist).items() if inspect.isfunction(call) and name.startswith((
     "all_", "reduce", "broadcast", "gather", "scatter", "send", "recv", "isend", "irecv", "barrier", "batch_isend"))]
-REDUCTIONS = {"all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single",
-              "all_to_all", "all_to_all_single"}
 
 
 @contextlib.contextmanager
@@ -231,38 +245,41 @@ def collectives() -> Iterator[list[tuple[str, Tensor | None]]]:
 
 
 @torch.no_grad()
-def fill_randomly(model: tg.GPT) -> None:
+def fill_randomly(executor: tg.Executor, fabric: tg.Fabric) -> None:
     """No term of the forward pass is at zero, as it is at the start."""
     generator = torch.Generator().manual_seed(1)
-    for _, p in model.named_parameters():
-        p.add_(0.2 * torch.randn(p.shape, generator=generator, dtype=torch.float64))
+    for row in executor.model.table:
+        p, noise = executor.model.get_parameter(row.label), torch.randn(row.shape, generator=generator).double()
+        mine = noise[fabric.rank::fabric.world] if row.label in executor.tables else noise
+        p[:len(mine)] += 0.2 * mine
+    if fabric.world == 1:                                                     # else it is read from the head
+        executor.model.embed.copy_(executor.model.lm_head.t())
 
 
-def tiny_run(rank: Rank, steps: Sequence[int]) -> tuple[tg.Executor, list[tuple[tg.Values, tg.Batch]]]:
-    """An executor with random weights in float64, and this rank's batches."""
+def tiny_run(fabric: tg.Fabric, steps: Sequence[int]) -> tuple[tg.Executor, list[tuple[tg.Values, tg.Batch]]]:
+    """An executor with random weights in float64, and this rank's batches, the rows of the first of which are there."""
     plain = tiny(dtype="float64")
     headers = tg.find_shards(plain.train_files)
     cfg = tg.resolve(plain, headers, headers)
-    fabric = tg.Fabric(torch.device("cpu"), rank.rank, rank.world)
     executor = tg.Executor(cfg, fabric, tg.attention_reference, "plain")
-    fill_randomly(executor.model)
+    fill_randomly(executor, fabric)
     plan = [tg.Schedule(cfg).at(step) for step in steps]
-    loader = tg.Loader(cfg, fabric, headers, plan)
+    loader = tg.Loader(cfg, fabric, headers, plan, executor.exchange_ahead)
     loader.start()
     batches = [(values, loader.next(values)) for values in plan]
     loader.close()
+    for label, table in executor.tables.items():
+        table.fetch(batches[0][1].plans[label], executor.model.lm_head)
     return executor, batches
 
 
 def pieces(rank: Rank) -> Found:
     """A cycle with one call a step; with the slots cut, on odd ranks, into calls; with calls of weight 0 in between."""
-    rank.fabric()
-    found, odd = dict(calls=[]), rank.rank % 2 == 1
+    found, fabric, odd = dict(calls=[]), rank.fabric(), rank.rank % 2 == 1
     for way in ("whole", "cut", "extra"):
-        executor, batches = tiny_run(rank, (0, 1))
+        executor, batches = tiny_run(fabric, (0, 1))
         for values, batch in batches:
-            one_by_one = [batch._replace(**{name: getattr(batch, name)[slot:slot + 1] for name in batch._fields[1:]})
-                          for slot in reversed(range(len(batch.tokens)))]
+            one_by_one = [batch.map(lambda x: x[slot:slot + 1]) for slot in reversed(range(len(batch.tokens)))]
             with collectives() as calls:
                 for part in one_by_one if way == "cut" and odd else [batch]:
                     executor.forward_backward(part, values)
@@ -276,8 +293,7 @@ def pieces(rank: Rank) -> Found:
 
 def nothing_to_add(rank: Rank) -> Found:
     """A step without any forward_backward."""
-    rank.fabric()
-    executor, ((values, _),) = tiny_run(rank, (1,))
+    executor, ((values, _),) = tiny_run(rank.fabric(), (1,))
     began = time.perf_counter()
     try:
         executor.optim_step(values)
@@ -285,23 +301,12 @@ def nothing_to_add(rank: Rank) -> Found:
         return dict(error=str(error), seconds=time.perf_counter() - began)
     return dict(error="", seconds=time.perf_counter() - began)
 
-
-def zero_on_last_rank(rank: Rank) -> Found:
-    """All calls of the last rank have weight 0, on one process those for its slots: the step goes on without them."""
-    rank.fabric()
-    executor, ((values, batch),) = tiny_run(rank, (1,))
-    for slot in range(len(batch.tokens)):
-        number = slot * rank.world + rank.rank
-        part = batch._replace(**{name: getattr(batch, name)[slot:slot + 1] for name in batch._fields[1:]})
-        executor.forward_backward(part, values, float(number % 2 == 0))
-    executor.optim_step(values)
-    return all_arrays(executor)
-
 # ----------------------------------------------------------------------------------------------------------------------
 # The optimizer with gradients by hand, on a model of which hardly anything can be dealt evenly
 # ----------------------------------------------------------------------------------------------------------------------
 
 UNEVEN_SLOTS, UNEVEN_STEPS, SPLIT_STEP = 24, 6, 3
+UNEVEN_ROWS = dict(bigram_embed=7, value_embed=1026, embed=513)               # fewer than ranks, and not a multiple
 
 
 @contextlib.contextmanager
@@ -318,52 +323,93 @@ def few_layers() -> Iterator[None]:
         yield
 
 
-def uneven_config(dtype: str) -> tg.Config:
-    stages = tuple(replace(stage, batch_tokens=16 * UNEVEN_SLOTS) for stage in tg.STAGES)
+def uneven_config(dtype: str, **changes: Any) -> tg.Config:
+    stages = tuple(replace(stage, batch_tokens=256 * UNEVEN_SLOTS) for stage in tg.STAGES)     # room for all rows
     return tg.Config(**tg.PRESETS["tiny"] | dict(
         num_slots=UNEVEN_SLOTS, stages=stages, val_batch_tokens=16 * UNEVEN_SLOTS, val_tokens=16 * UNEVEN_SLOTS,
         dtype=dtype, num_heads=2, head_dim=8, model_dim=16, vocab_size=512, document_start=511, padded_vocab=513,
-        bigram_rows=13, num_scheduled_steps=3, num_extension_steps=UNEVEN_STEPS - 3, device="cpu"))
+        bigram_rows=UNEVEN_ROWS["bigram_embed"], num_scheduled_steps=3, num_extension_steps=UNEVEN_STEPS - 3,
+        device="cpu") | changes)
 
 
-def uneven_executor(fabric: tg.Fabric, dtype: str) -> tuple[tg.Executor, tg.Values]:
+def uneven_executor(fabric: tg.Fabric, dtype: str, **changes: Any) -> tg.Executor:
     with few_layers():
-        cfg = uneven_config(dtype)
-        return tg.Executor(cfg, fabric, tg.attention_reference, "plain"), tg.Schedule(cfg).at(1)
+        executor = tg.Executor(uneven_config(dtype, **changes), fabric, tg.attention_reference, "plain")
+        assert {label: table.table.rows for label, table in executor.tables.items()} == UNEVEN_ROWS
+        return executor
 
 
 def integers(step: int, label: str, shape: Sequence[int]) -> Tensor:
-    """A gradient of each slot, small integers: sums over slots and a cycle are below 256, exact in every dtype."""
+    """A gradient of each slot, small integers: sums over slots and a cycle are below 256, exact in every dtype.
+
+    A slot reads some of the rows of a table, and only they have a gradient.
+    """
     generator = torch.Generator().manual_seed(zlib.crc32(f"{step}/{label}".encode()))
-    return torch.randint(-2, 3, (UNEVEN_SLOTS, *shape), generator=generator)
+    drawn = torch.randint(-2, 3, (UNEVEN_SLOTS, *shape), generator=generator)
+    return drawn * rows_read(step, label)[..., None] if label in UNEVEN_ROWS else drawn
 
 
-def by_hand(fabric: tg.Fabric, dtype: str, after_step: Callable[[int, tg.Executor], None] = lambda *_: None
-            ) -> tg.Executor:
-    """Six steps with the split; each rank adds the gradients of its slots."""
-    executor, _ = uneven_executor(fabric, dtype)
-    schedule = tg.Schedule(executor.cfg)
+def rows_read(step: int, label: str) -> Tensor:
+    """(slots, rows): what each slot reads of a table."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{step}/{label}/rows".encode()))
+    return torch.rand(UNEVEN_SLOTS, UNEVEN_ROWS[label], generator=generator) < 0.15
+
+
+def plan_rows(executor: tg.Executor, first: tg.Values, read: dict[str, np.ndarray]) -> dict[str, tuple]:
+    """Plans of a cycle in which this rank reads these rows of each table: (plan, rows, where they stand)."""
+    found, tag = {}, dict(purpose="train", cycle=first.step // tg.CYCLE, tokens=1)
+    for label, rows in read.items():
+        plan, (places,) = executor.planner.plan(label, tag, label == "embed" and first.tied, [rows.astype(np.int32)])
+        found[label] = plan, torch.from_numpy(rows), torch.from_numpy(places).long()
+    if executor.exchange:
+        executor.exchange({label: plan for label, (plan, *_) in found.items()})
+    for plan, *_ in found.values():
+        plan.ids, plan.asked = torch.as_tensor(plan.ids), torch.as_tensor(plan.asked)
+    return found
+
+
+def by_hand(fabric: tg.Fabric, dtype: str, after_step: Callable[[int, tg.Executor], None] = lambda *_: None,
+            **changes: Any) -> tg.Executor:
+    """Six steps with the split; each rank adds the gradients of its slots. Rows of the next cycle are fetched ahead."""
+    executor, mine = uneven_executor(fabric, dtype, **changes), slice(fabric.rank, None, fabric.world)
+    schedule, plans = tg.Schedule(executor.cfg), {}
     assert schedule.split_step == SPLIT_STEP, schedule.split_step
+
+    def planned(step: int) -> dict[str, tuple]:
+        cycle = range(step, min(step + tg.CYCLE, UNEVEN_STEPS))
+        return plan_rows(executor, schedule.at(step), {label: np.flatnonzero(sum(
+            rows_read(k, label)[mine].sum(dim=0) for k in cycle).numpy()) for label in UNEVEN_ROWS})
+
+    plans[0] = planned(0)
     for step in range(UNEVEN_STEPS):
-        for label, p in executor.model.named_parameters():
-            mine = integers(step, label, p.shape)[fabric.rank::fabric.world].sum(dim=0).to(p.dtype)
-            p.grad = mine if p.grad is None else p.grad + mine
-        executor.optim_step(schedule.at(step))
+        for row in executor.model.table:
+            p, grad = executor.model.get_parameter(row.label), integers(step, row.label, row.shape)[mine].sum(dim=0)
+            if row.label in executor.tables:
+                plan, rows, places = plans[step // tg.CYCLE][row.label]
+                _, sums = executor.tables[row.label].ready(plan, executor.model.lm_head)
+                sums.index_add_(0, places, grad[rows].to(sums.dtype))
+            else:
+                p.grad = grad.to(p.dtype) if p.grad is None else p.grad + grad.to(p.dtype)
+        ahead = None
+        if step % tg.CYCLE and step + 1 < UNEVEN_STEPS:
+            plans[(step + 1) // tg.CYCLE] = planned(step + 1)
+            ahead = {label: plan for label, (plan, *_) in plans[(step + 1) // tg.CYCLE].items()}
+        executor.optim_step(schedule.at(step), lambda: ahead)
         after_step(step, executor)
     return executor
 
 
-def hand(rank: Rank, dtype: str) -> Found:
+def hand(rank: Rank, dtype: str, **changes: Any) -> Found:
     """Everything after the run, embed's and lm_head's state right after the split, and the numbers of units."""
     found = {}
 
     def keep_split(step: int, executor: tg.Executor) -> None:
         if step == SPLIT_STEP:
-            both = {name: x for name, x in all_arrays(executor).items() if name.startswith(("part.embed", "part.lm"))}
-            found.update({f"split.{name}": x for name, x in both.items()})
+            both = ("part.embed", "part.lm", "weight.embed")
+            found.update({f"split.{name}": x for name, x in all_arrays(executor).items() if name.startswith(both)})
             found.update(split_steps=[executor.optimizer.adam_steps[label] for label in ("embed", "lm_head")])
 
-    executor = by_hand(rank.fabric(), dtype, keep_split)
+    executor = by_hand(rank.fabric(), dtype, keep_split, **changes)
     units = {label: len(executor.optimizer.units(label, p.data)) for label, p in executor.model.named_parameters()}
     owned = {label: len(x) for label, x in executor.optimizer.mine.items()}
     return found | all_arrays(executor) | dict(units=units, owned=owned)
@@ -394,13 +440,13 @@ def orders(rank: Rank, count: int) -> Found:
     return found
 
 
-def counting(rank: Rank) -> Found:
+def counting(rank: Rank, **changes: Any) -> Found:
     """What travels in each optim_step. The gradient of the k-th label is filled with 2^k, which names it on the way."""
-    executor, _ = uneven_executor(rank.fabric(), "float64")
-    optimizer, schedule = executor.optimizer, tg.Schedule(executor.cfg)
+    executor = uneven_executor(rank.fabric(), "float64", **changes)
+    optimizer, schedule, tables = executor.optimizer, tg.Schedule(executor.cfg), executor.tables
     code = {label: 2.0**k for k, label in enumerate(optimizer.rows)}
     label_at = {p.data.untyped_storage().data_ptr(): label for label, p in optimizer.weights.items()}
-    updates, found = [], dict(reduced=[], sent=[], updated=[], kept=[], cleared=[])
+    updates, found, plans = [], dict(reduced=[], sent=[], behind=[], updated=[], kept=[], cleared=[]), {}
 
     def spy(update: Callable) -> Callable:
         def seen(p: Tensor, *rest) -> None:
@@ -411,24 +457,91 @@ def counting(rank: Rank) -> Found:
     optimizer.normuon_update, optimizer.adam_update = map(spy, (optimizer.normuon_update, optimizer.adam_update))
     for step in range(UNEVEN_STEPS):
         before = {}
+        if step % tg.CYCLE == 0:
+            every = {label: np.arange(rows) for label, rows in UNEVEN_ROWS.items()}
+            plans = plan_rows(executor, schedule.at(step), every)
         for label, p in optimizer.weights.items():
-            p.grad = torch.full_like(p, code[label])
-            before[label] = p.grad
+            if label in tables:
+                plan, _, places = plans[label]
+                tables[label].ready(plan, executor.model.lm_head)[1][places] = code[label]
+                before[label] = tables[label].sums.clone()
+            else:
+                p.grad = torch.full_like(p, code[label])
+                before[label] = p.grad
         with collectives() as calls:
             executor.optim_step(schedule.at(step))
-        sums = [int(sent.max()) for name, sent in calls if name in REDUCTIONS]
+        names = [name for name, _ in calls]
+        gathers = names.index("all_gather_into_tensor")                       # all sums have set off by then
+        sums = [int(sent.max()) for _, sent in calls[:gathers]]
         found["reduced"].append([[label for label in code if total & int(code[label])] for total in sums])
         found["sent"].append([[name, list(sent.shape) if sent is not None else None] for name, sent in calls])
+        found["behind"].append(names[gathers:])
         found["updated"].append(list(updates))
-        found["cleared"].append([label for label, p in optimizer.weights.items() if p.grad is None])
-        found["kept"].append([label for label, p in optimizer.weights.items() if p.grad is before[label]
-                              and bool((p.grad == code[label]).all())])
+        found["cleared"].append([label for label, p in optimizer.weights.items() if (
+            p.grad is None and not (label in tables and (tables[label].open or tables[label].sums.any())))])
+        found["kept"].append([label for label, p in optimizer.weights.items() if (
+            tables[label].open == [plans[label][0]] and tables[label].sums.equal(before[label]) if label in tables else
+            p.grad is before[label] and bool((p.grad == code[label]).all()))])
         updates.clear()
     return found | dict(counts=optimizer.adam_steps)
 
 # ----------------------------------------------------------------------------------------------------------------------
 # Agreement
 # ----------------------------------------------------------------------------------------------------------------------
+
+def random_plans(executor: tg.Executor, rank: Rank, **tag: Any) -> tg.Plans:
+    """Of a cycle in which each rank reads rows of its own."""
+    rng, tag = np.random.default_rng(rank.rank), dict(purpose="train", cycle=4, tokens=64) | tag
+    rows = {label: rng.choice(count, count // 2, replace=False) for label, count in UNEVEN_ROWS.items()}
+    return {label: executor.planner.plan(label, tag, False, [x.astype(np.int32)])[0] for label, x in rows.items()}
+
+
+def message(kind: type, call: Callable[[], object]) -> str | None:
+    try:
+        call()
+    except kind as error:
+        return str(error)
+    return None
+
+
+def plan_agreement(rank: Rank) -> Found:
+    """Messages when the last rank, or the first, is at another cycle, or has other tokens or another dtype."""
+    fabric = rank.fabric()
+    executor = uneven_executor(fabric, "float64")
+    last, first, before = rank.rank == rank.world - 1, rank.rank == 0, state_bytes(executor)
+    tries = dict(same={}, cycle=dict(cycle=4 + last), first=dict(cycle=4 - first), tokens=dict(tokens=64 + last),
+                 purpose=dict(purpose="warm-up" if last else "train"), dtype={}, again={})
+    errors = {}
+    for name, tag in tries.items():
+        dtype = "float32" if name == "dtype" and last else "float64"
+        plans = random_plans(executor, rank, **tag)
+        errors[name] = message(tg.FabricError, lambda: tg.exchange_plans(fabric, None, dtype, plans))
+    return dict(errors=errors, changed=[name for name, x in state_bytes(executor).items() if x != before[name]])
+
+
+def bad_rows(rank: Rank) -> Found:
+    """Messages when the first rank asks the last one for places that no list may hold: of the last table, so that the
+    others have nothing more to wait for."""
+    def spoil(plan: tg.TablePlan, name: str) -> None:
+        places, size, plan.size = plan.ids % plan.size, plan.size, 1 << 20    # ids as they travel: nothing wraps around
+        plan.ids, asked = places, places[-plan.counts[-1]:]
+        if name == "out of range":
+            asked[-1] = size
+        elif name == "unsorted":
+            asked[:2] = asked[1::-1].copy()
+        elif name == "duplicate":
+            asked[1] = asked[0]
+
+    fabric, errors = rank.fabric(), {}
+    executor = uneven_executor(fabric, "float64")
+    for name in ("good", "out of range", "unsorted", "duplicate", "again"):
+        plans = random_plans(executor, rank)
+        if rank.rank == 0:
+            spoil(plans["embed"], name)
+        errors[name] = message(tg.FabricError, lambda: tg.exchange_plans(fabric, None, "float64", plans))
+    return dict(errors=errors)
+
+
 
 def agreement(rank: Rank) -> Found:
     """Messages of check_agreement when the last rank, or the first, has another fact; and the lowest of a number."""
@@ -456,21 +569,34 @@ def other_flags(rank: Rank) -> Found:
     return dict(status=status, errors=errors.getvalue())
 
 
+OTHER_MODES = dict(dense="dense", scatter="sparse_scatter")                   # sparse is the default
 CASES = {                                # name -> numbers of ranks, what to do
     "agreement": (WORLDS, agreement),
     "other_flags": ((2, 4, 8), other_flags),
+    "plan_agreement": ((2, 4), plan_agreement),
+    "bad_rows": ((2, 4), bad_rows),
     "run_12": (WORLDS, run_12),
     "run_13": (WORLDS, run_13),
     "run_single": (WORLDS, run_single),
+    **{f"{name}_13": (WORLDS, functools.partial(run_13, row_comms=mode)) for name, mode in OTHER_MODES.items()},
+    **{f"{name}_single": ((2, 4, 8), functools.partial(run_single, row_comms=mode))
+       for name, mode in OTHER_MODES.items()},
+    "debug_13": ((1, 2, 4), functools.partial(run_13, debug_rows=1)),
+    "again_single": ((4,), run_single),
+    "orders_single": ((4,), other_orders),
     "pieces": (WORLDS, pieces),
     "nothing_to_add": ((2,), nothing_to_add),
-    "zero_on_last_rank": ((2, 1), zero_on_last_rank),
     "hand_float64": (WORLDS, functools.partial(hand, dtype="float64")),
     "hand_bfloat16": (WORLDS, functools.partial(hand, dtype="bfloat16")),
+    **{f"hand_{name}": ((2, 4, 8), functools.partial(hand, dtype="float64", row_comms=mode))
+       for name, mode in OTHER_MODES.items()},
     "padding": ((2, 4, 8), padding),
     "orders": ((2,), functools.partial(orders, count=5)),
     "counting": ((2, 4, 8), counting),
+    "counting_dense": ((4,), functools.partial(counting, row_comms="dense")),
     "trajectory": ((2, 4, 8), functools.partial(trajectory, name="extract")),
+    **{f"trajectory_{name}": ((4,), functools.partial(trajectory, name="extract", row_comms=mode))
+       for name, mode in OTHER_MODES.items()},
 }
 SLOW_CASES = {                           # with --all
     "hand_float64": ((ODD_WORLD,), functools.partial(hand, dtype="float64")),

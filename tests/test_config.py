@@ -80,6 +80,8 @@ REFUSED = {                                  # flags over the tiny preset -> wha
     "--dtype=bf16": ("--dtype", "bf16", "bfloat16", "float32", "float64"),
     "--head=fp16": ("--head", "fp16", "auto", "emulated", "plain", "nearest: fp8"),
     "--compile=2": ("--compile", "[-1, 0, 1]"),
+    "--row_comms=full": ("--row_comms", "full", "dense", "sparse_scatter", "sparse"),
+    "--debug_rows=yes": ("--debug_rows", "yes", "int"),
     "--stages=128 1 3": ("--stages", "128 1 3", "--stages=131072 1 3 1.0 1.0,0.5,0.25 1.0,0.5,0.0;"),
     "--num_heads=3": ("--num_heads", "3", "even", "--num_heads=2", "--num_heads=4"),
     "--num_heads=0": ("--num_heads", "even", "--num_heads=2"),

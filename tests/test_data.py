@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from common import fabric, preset, random_stream, refused, write_shard
 
 import train_gpt as tg
@@ -189,10 +190,10 @@ def write_shards(tmp_path, *counts: int) -> list[list[int]]:
     return streams
 
 
-def make_loader(tmp_path, rank=0, world=1, steps=12, **changes):
+def make_loader(tmp_path, rank=0, world=1, steps=12, exchange=None, **changes):
     cfg = preset(train_files=f"{tmp_path}/train_*.bin", vocab_size=50, document_start=3, max_doc_len=12, **changes)
     values = [tg.Schedule(cfg).at(step) for step in range(steps)]
-    return tg.Loader(cfg, fabric(rank, world), tg.find_shards(cfg.train_files), values), values
+    return tg.Loader(cfg, fabric(rank, world), tg.find_shards(cfg.train_files), values, exchange), values
 
 
 def read_all(loader, values) -> list[tg.Batch]:
@@ -213,15 +214,27 @@ def slow_stream(streams, values, slots=8):
     return steps
 
 
+def logical(batch, label, x, listed=True):
+    """Logical rows as nested lists, whatever the batch's own numbers are: places in a list, or physical rows."""
+    plan, world = batch.plans[label], len(batch.plans[label].counts)
+    physical = plan.ids[x.long()] if listed and world > 1 else x.long()
+    return (physical % plan.size * world + physical // plan.size).tolist()
+
+
 def check_batches(batches, steps):
     for step, (batch, want) in enumerate(zip(batches, steps, strict=True)):
         assert batch.step == step
         assert batch.tokens.tolist() == [tokens[:-1] for tokens, _ in want]
         assert batch.targets.tolist() == [tokens[1:] for tokens, _ in want]
-        assert batch.bigram_rows.tolist() == [slow_hash(tokens[:-1], 640) for tokens, _ in want]
+        assert {label: logical(batch, label, x) for label, x in batch.rows.items()} == dict(
+            bigram_embed=[slow_hash(tokens[:-1], 640) for tokens, _ in want],
+            value_embed=[[[k * 128 + token for token in tokens[:-1]] for k in range(5)] for tokens, _ in want],
+            embed=[tokens[:-1] for tokens, _ in want]), "the vocabulary of 50 is padded to 128"
         columns, length = max(len(bounds) for _, bounds in want), batch.tokens.shape[1]
         assert batch.cu_seqlens.tolist() == [bounds + [length] * (columns - len(bounds)) for _, bounds in want]
-        assert [x.dtype for x in batch[1:]] == [tg.torch.int32, tg.torch.int64, tg.torch.int32, tg.torch.int32]
+        types = [x.dtype for x in (batch.tokens, batch.targets, batch.cu_seqlens, *batch.rows.values())]
+        assert types == [torch.int32, torch.int64, *[torch.int32] * 4]
+        assert all(plan.ids.dtype == plan.asked.dtype == torch.int64 for plan in batch.plans.values())
 
 
 @pytest.mark.parametrize("counts", [(9000,), (1500, 300, 2600, 4000)])     # the second shard is too small for a block
@@ -279,9 +292,9 @@ def test_tokens_do_not_depend_on_timing(tmp_path, monkeypatch):
         time.sleep(0.05)
         return load(header)
 
-    def slow_make(self, values):
-        time.sleep(0.01 * (values.step % 3))
-        return make(self, values)
+    def slow_make(self, cycle):
+        time.sleep(0.01 * (cycle[0].step // 2 % 3))
+        return make(self, cycle)
 
     for name, target, slow in (("load_shard", tg, slow_load), ("_make", tg.Loader, slow_make)):
         monkeypatch.setattr(target, name, slow)
@@ -298,8 +311,8 @@ def test_tokens_do_not_depend_on_timing(tmp_path, monkeypatch):
 def test_loader_is_exactly_one_cycle_ahead(tmp_path, monkeypatch):
     write_shards(tmp_path, 9000)
     built, make = [], tg.Loader._make
-    monkeypatch.setattr(tg.Loader, "_make", lambda self, values: (
-        built.append((values.step, threading.current_thread())) or make(self, values)))
+    monkeypatch.setattr(tg.Loader, "_make", lambda self, cycle: (
+        built.extend((values.step, threading.current_thread()) for values in cycle) or make(self, cycle)))
     loader, values = make_loader(tmp_path, steps=5)
     assert not built
     loader.start()
@@ -370,6 +383,221 @@ def test_each_data_value_of_the_schedule_matters(tmp_path):
 
     assert first().tokens.shape == (8, 16) and first(slot_tokens=32).tokens.shape == (8, 32)
     assert not first().tokens.equal(first(max_doc_len=4).tokens)
+
+
+# ---- row plans ------------------------------------------------------------------------------------------------------
+
+def slow_plan(rows: set[int], count: int, world: int) -> tuple[list[int], list[int]]:
+    """(physical rows, how many of each owner): row r is the r div W-th of rank r mod W, slices are equally long."""
+    size = math.ceil(count / world)
+    owners = [sorted(row for row in rows if row % world == owner) for owner in range(world)]
+    return [k * size + row // world for k, owner in enumerate(owners) for row in owner], list(map(len, owners))
+
+
+PATTERNS = {                                 # rows of a table of R that two steps read
+    "first": lambda rng, R: [np.zeros((2, 7)), np.zeros((2, 9))],
+    "last": lambda rng, R: [np.full((2, 7), R - 1), np.full((1, 9), R - 1)],
+    "both ends": lambda rng, R: [np.array([[0, R - 1, 0]]), np.array([[R - 1, R - 1]])],
+    "all": lambda rng, R: [rng.permutation(R)[None], rng.permutation(R)[None]],
+    "all but one": lambda rng, R: [rng.permutation(R - 1)[None]],
+    "one owner": lambda rng, R: [rng.integers(0, -(-R // 24), (2, 11)) * 24],
+    "few": lambda rng, R: [rng.integers(0, R, (3, 2, 5)), rng.integers(0, R, (3, 2, 8))],
+    "many": lambda rng, R: [rng.integers(0, R, (2, 4 * R)), rng.integers(0, R, (2, R))],
+    "skewed": lambda rng, R: [(R * rng.random((4, 3, 60))**6).astype(int)],
+}
+
+
+@pytest.mark.parametrize("mode", ["sparse", "sparse_scatter", "dense"])
+@pytest.mark.parametrize("world", [1, 2, 3, 8])
+@pytest.mark.parametrize("path", ["as it decides", "bitmap", "sort"])
+def test_plans_equal_plain_sets(monkeypatch, world, mode, path):
+    """Tables that W divides or does not, and of fewer rows than ranks; one planner for many plans, as in a run."""
+    if path != "as it decides":
+        monkeypatch.setattr(tg, "BITMAP_ROWS", 10**9 if path == "bitmap" else 0)
+        monkeypatch.setattr(np, "sort" if path == "bitmap" else "flatnonzero", None)      # the other one is not taken
+    for count in (2, 3, 7, 24, 101, 640):
+        rng, kept = np.random.default_rng(count), []
+        planner = tg.Planner(preset(bigram_rows=count, row_comms=mode), fabric(world - 1, world))
+        for name, pattern in PATTERNS.items():
+            rows = [x.astype(np.int32) for x in pattern(rng, count)]
+            before, tag = [x.copy() for x in rows], dict(purpose="train", cycle=3, tokens=16)
+            plan, found = planner.plan("bigram_embed", tag, False, rows)
+            ids, counts = slow_plan({row for x in rows for row in x.ravel().tolist()}, count, world)
+            assert plan.ids.tolist() == plan.asked.tolist() == ids == sorted(set(ids)), (name, count)
+            assert plan.counts == plan.asked_counts == counts and plan.ids.dtype == np.int64
+            assert (plan.size, plan.tag, plan.tied, plan.sent, plan.received) == (-(-count // world), tag, False, 0, 0)
+            assert plan.plan_ms >= 0
+            for x, old, places in zip(rows, before, found, strict=True):
+                assert np.array_equal(x, old), "the rows that were asked about are as they were"
+                physical = [slow_plan({row}, count, world)[0][0] for row in x.ravel().tolist()]
+                listed = mode == "sparse" and world > 1
+                want = [ids.index(p) for p in physical] if listed else physical
+                assert places.shape == x.shape and places.dtype == np.int32 and places.ravel().tolist() == want, name
+            kept.append((plan, ids, found, [places.copy() for places in found]))
+        for plan, ids, found, places in kept:
+            assert plan.ids.tolist() == ids and all(map(np.array_equal, found, places)), "no plan changes an older one"
+
+
+def test_a_row_of_a_table_belongs_to_one_place_of_one_rank():
+    """Over all ranks a plan for every row lists each physical place once, but for the padding behind the slices."""
+    for world, count in ((2, 101), (3, 640), (8, 5), (8, 640)):
+        planner = tg.Planner(preset(bigram_rows=count, row_comms="sparse_scatter"), fabric(0, world))
+        plan, (physical,) = planner.plan("bigram_embed", {}, False, [np.arange(count, dtype=np.int32)])
+        assert sorted(physical.tolist()) == plan.ids.tolist() and len(plan.ids) == count
+        assert max(plan.counts) - min(plan.counts) <= 1 and sum(plan.counts) == count
+        assert [x // plan.size for x in physical.tolist()] == [row % world for row in range(count)]
+
+
+def check_plans(batches: list[tg.Batch], cfg: tg.Config, world: int, purpose: str, tied: bool) -> None:
+    """Batches of one cycle share plans of all they read."""
+    first, length = batches[0], sum(batch.tokens.shape[1] for batch in batches)
+    for label, count in (("bigram_embed", cfg.bigram_rows), ("value_embed", 5 * cfg.padded_vocab),
+                         ("embed", cfg.padded_vocab)):
+        plan, rows = first.plans[label], set()
+        assert all(batch.plans is first.plans for batch in batches)
+        for batch in batches:                                        # logical rows from the tokens of the batch
+            for slot in batch.tokens.tolist():
+                rows |= dict(bigram_embed=set(slow_hash(slot, count)), embed=set(slot),
+                             value_embed={k * cfg.padded_vocab + token for k in range(5) for token in slot})[label]
+            assert [logical(batch, label, batch.rows[label][s]) for s in range(len(batch.tokens))] == [
+                dict(bigram_embed=slow_hash(slot, count), embed=slot, value_embed=[
+                    [k * cfg.padded_vocab + token for token in slot] for k in range(5)])[label]
+                for slot in batch.tokens.tolist()]
+        assert (plan.ids.tolist(), plan.counts) == slow_plan(rows, count, world)
+        assert plan.tag == dict(purpose=purpose, cycle=first.step // 2, tokens=length), "alike on all ranks"
+        assert plan.tied == (tied and label == "embed")
+
+
+@pytest.mark.parametrize("rank, world", [(0, 1), (1, 2), (3, 4), (7, 8)])
+def test_plans_of_a_stage_change_inside_a_cycle_and_of_a_half_last_cycle(tmp_path, rank, world):
+    """Stages of the tiny preset begin at 0, 3, 6 and 9: cycles (2, 3) and (8, 9) are mixed. Step 12 is alone."""
+    write_shards(tmp_path, 2000, 6000)
+    loader, values = make_loader(tmp_path, rank, world, steps=13, num_extension_steps=4)
+    batches = read_all(loader, values)
+    sizes = [batch.tokens.shape[1] for batch in batches]
+    assert sizes == [16] * 3 + [32] * 3 + [48] * 7
+    for cycle in range(7):
+        tied = cycle <= 3                                            # the split is behind step 7
+        check_plans(batches[2 * cycle:2 * cycle + 2], loader.cfg, world, "train", tied)
+    assert [batch.plans["embed"].tag["tokens"] for batch in batches[2:4] + batches[12:]] == [48, 48, 48]
+    plans = [batch.plans for batch in batches]
+    assert len({id(x) for x in plans}) == 7 and all(plans[k] is plans[k + 1] for k in range(0, 12, 2))
+
+
+def test_validation_has_plans_of_its_own_for_each_block(tmp_path):
+    cfg, headers = validation_config(tmp_path, random_stream(0, 400, 50, 3), 256, vocab_size=50, document_start=3)
+    for step, tied in ((5, True), (12, False)):
+        for rank, world in ((0, 1), (3, 4)):
+            batches = list(tg.ValidationSet(cfg, fabric(rank, world), headers).batches(tg.Schedule(cfg).at(step)))
+            assert len(batches) == 2
+            for batch in batches:
+                check_plans([batch], cfg, world, "validation", tied)
+
+
+def test_a_part_of_a_batch_keeps_its_step_and_its_plans(tmp_path):
+    write_shards(tmp_path, 2000)
+    loader, values = make_loader(tmp_path, steps=2)
+    batch = read_all(loader, values)[1]
+    part = batch.map(lambda x: x[2:5])
+    assert part.step == 1 and part.plans is batch.plans
+    for name in ("tokens", "targets", "cu_seqlens"):
+        assert getattr(part, name).equal(getattr(batch, name)[2:5]), name
+    assert part.rows.keys() == batch.rows.keys()
+    assert all(x.equal(batch.rows[label][2:5]) for label, x in part.rows.items())
+
+
+def test_the_exchange_meets_each_cycle_once_in_order_on_the_loader_thread(tmp_path):
+    """It sees the plans of all tables before anyone else, and what it fills in is what the batches hold."""
+    write_shards(tmp_path, 4000)
+    seen = []
+
+    def exchange(plans):
+        seen.append((plans, threading.current_thread()))
+        for label, plan in plans.items():
+            plan.asked, plan.asked_counts = np.array([len(seen), len(label)]), [1, 1]
+
+    loader, values = make_loader(tmp_path, 1, 2, steps=5, exchange=exchange)
+    batches = read_all(loader, values)
+    assert [plans["embed"].tag["cycle"] for plans, _ in seen] == [0, 1, 2]
+    assert len({thread for _, thread in seen} - {threading.main_thread()}) == 1
+    for batch in batches:
+        assert batch.plans is seen[batch.step // 2][0] and set(batch.plans) == {"bigram_embed", "value_embed", "embed"}
+        for label, plan in batch.plans.items():
+            assert plan.asked.equal(torch.tensor([batch.step // 2 + 1, len(label)])) and plan.asked_counts == [1, 1]
+
+
+def test_plans_ahead_are_those_of_the_next_cycle_and_none_at_the_end(tmp_path):
+    write_shards(tmp_path, 4000)
+    loader, values = make_loader(tmp_path, steps=5)
+    loader.start()
+    ahead = [loader.plans_ahead()]
+    batches = []
+    for v in values:
+        batches.append(loader.next(v))
+        ahead.append(loader.plans_ahead())
+        assert loader.plans_ahead() is ahead[-1], "asked for once for each table"
+    loader.close()
+    assert ahead[0] is batches[0].plans
+    for step, plans in enumerate(ahead[1:]):
+        assert plans is (batches[2 * (step // 2) + 2].plans if step < 4 else None)
+
+
+def test_a_data_error_of_the_cycle_ahead_surfaces_in_next_and_not_in_plans_ahead(tmp_path):
+    """The steps whose data are there still count."""
+    streams = write_shards(tmp_path, 1200, 1100)
+    loader, values = make_loader(tmp_path)
+    cycles = next(n for n in range(12) if too_short(streams, values[:n + 1])) // 2
+    loader.start()
+    for v in values[:2 * cycles]:
+        loader.next(v)
+    assert cycles > 0 and loader.plans_ahead() is None
+    refused(tg.DataError, lambda: loader.next(values[2 * cycles]), "training data ended")
+    loader.close()
+
+
+@pytest.mark.parametrize("error", [tg.FabricError, tg.RunError])
+def test_other_errors_of_the_cycle_ahead_surface_in_plans_ahead(tmp_path, error):
+    """Ranks that disagree about the next cycle must not begin to send its rows."""
+    write_shards(tmp_path, 4000)
+
+    def exchange(plans):
+        if plans["embed"].tag["cycle"] == 1:
+            raise error("row plans", "a", "b", "c")
+
+    loader, values = make_loader(tmp_path, steps=6, exchange=exchange)
+    loader.start()
+    loader.next(values[0])
+    refused(error, loader.plans_ahead, "row plans")
+    loader.next(values[1])
+    refused(error, lambda: loader.next(values[2]), "row plans")
+    loader.close()
+
+
+def test_plans_ahead_that_do_not_come_are_an_error_after_the_timeout(tmp_path):
+    write_shards(tmp_path, 4000)
+    release = threading.Event()
+    loader, values = make_loader(tmp_path, steps=6, exchange=lambda plans: (
+        plans["embed"].tag["cycle"] == 1 and release.wait(10)))
+    loader.start()
+    loader.next(values[0])
+    loader.cfg = replace(loader.cfg, comm_timeout=0.05)
+    refused(tg.RunError, loader.plans_ahead, "nothing after 0.05 s", "--comm_timeout")
+    release.set()
+    loader.close()
+
+
+def test_tables_are_rows_of_the_parameter_table():
+    cfg = preset("record", 50_257, 50_256)
+    found = {table.label: table for table in tg.row_tables(cfg)}
+    for label, count, reads, tied in (("bigram_embed", 251_520, 1, False), ("value_embed", 5 * 50_304, 5, False),
+                                      ("embed", 50_304, 1, True)):
+        table, tokens = found.pop(label), np.array([[7, 50_256, 0, 3], [1, 1, 1, 1]], np.int32)
+        assert (table.rows, table.reads, table.tied, table.cycle) == (count, reads, tied, 2)
+        ids = table.ids(tokens)
+        assert ids.dtype == np.int32 and ids.size == reads * tokens.size and 0 <= ids.min() and ids.max() < count
+        parameter = next(row for row in tg.parameter_table(cfg) if row.label == label)
+        assert parameter.rows[:3] == table[:3] and parameter.shape == (count, 768)
+    assert not found
 
 
 # ---- bad data -------------------------------------------------------------------------------------------------------

@@ -126,13 +126,29 @@ def bytes_of(tensors) -> int:
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32", "float64"])
 @pytest.mark.parametrize("world, rank", [(1, 0), (2, 0), (2, 1), (8, 0), (8, 7)])
-def test_weights_and_moments_are_counted(dtype, world, rank):
-    """Against the tensors of a real executor, to the byte but for what a slice is rounded up or down by."""
-    cfg = preset("tiny", dtype=dtype)
+@pytest.mark.parametrize("mode", ["dense", "sparse_scatter", "sparse"])
+def test_weights_gradients_and_moments_are_counted(dtype, world, rank, mode):
+    """Against the tensors of a real executor, to the byte but for what a slice is rounded up or down by.
+
+    Of a table a rank has its slice and, among others, a cache: no larger than the table, in mode sparse than its list.
+    """
+    cfg = preset("tiny", dtype=dtype, row_comms=mode)
     runner = executor(cfg, world, rank)
     parts = tg.memory_estimate(cfg, runner.fabric, tg.attention_reference, 1)
     weights = [p.data for p in runner.model.parameters()]
-    assert parts["weights"] == parts["gradients"] == bytes_of(weights)
+    gradients = [p for label, p in runner.model.named_parameters() if label not in runner.tables]
+    unused = 0                                                                # rows of caches that no list can fill
+    for label, table in runner.tables.items():
+        gradients += [table.grad] if world == 1 else [table.grad, table.sums]
+        weights += [] if world == 1 else [table.cache]
+        whole = table.cache[:1].numel() * table.table.rows
+        read = 2 * 384 // world * (5 if label == "value_embed" else 1) * cfg.model_dim
+        unused += max(0, whole - read) if mode == "sparse" and world > 1 else 0
+    exact = torch.promote_types(getattr(torch, dtype), torch.float32).itemsize
+    for part, tensors, bytes_each in (("weights", weights, getattr(torch, dtype).itemsize),
+                                      ("gradients", gradients, exact)):
+        assert 0 <= parts[part] - bytes_of(tensors) <= unused * bytes_each, "never more than was counted"
+        assert unused or parts[part] == bytes_of(tensors)
     small = [state.pop("second") for state in runner.optimizer.state.values() if "second" in state]
     moments = [x for state in runner.optimizer.state.values() for x in state.values()]
     one_matrix = 4 * cfg.model_dim**2 * (torch.promote_types(getattr(torch, dtype), torch.float32).itemsize + 2)
@@ -141,12 +157,15 @@ def test_weights_and_moments_are_counted(dtype, world, rank):
     assert bytes_of(small) < parts["moments"] / 50, "second moments of NorMuon: one number per row, not counted"
 
 
-def test_moments_shrink_with_the_ranks_and_nothing_else():
-    cfg = preset("pocket")
+def test_moments_shrink_with_the_ranks_and_tables_have_a_slice_and_a_cache():
+    cfg, mode = preset("pocket"), tg.Config().row_comms
     one, two, eight = (tg.memory_estimate(cfg, make_fabric(0, world), tg.attention_reference, 1) for world in (1, 2, 8))
     shared = sum(2 * 4 * tg.math.prod(row.shape) for row in tg.parameter_table(cfg) if not row.sharded)
+    tables = sum(4 * tg.math.prod(row.shape) for row in tg.parameter_table(cfg) if row.rows)
     for parts, world in ((two, 2), (eight, 8)):
-        assert parts | dict(moments=0) == one | dict(moments=0)
+        for part in ("weights", "gradients"):
+            assert 0 <= one[part] + tables // world - parts[part] <= tables * (mode == "sparse"), part
+        assert parts["working"] == one["working"]
         assert parts["moments"] - shared == pytest.approx((one["moments"] - shared) / world, abs=len(UPDATED))
 
 
@@ -231,6 +250,7 @@ def test_free_memory_is_that_of_the_system():
 # ------ The header ----------------------------------------------------------------------------------------------------
 
 OTHER = dict(train_files="x", val_files="x", val_tokens=2048, dtype="float64", head="emulated", device="cpu", compile=1,
+             row_comms="dense",
              stages=tg.STAGES, run_dir="x", save="x", sample="x", prompt="x", ranks="x")
 
 

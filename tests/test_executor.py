@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import executor, fabric, fill_randomly, random_batch, refused, small
+from common import executor, fabric, fill_randomly, grad_of, owned, planned, random_batch, refused, small
 
 import train_gpt as tg
 
@@ -14,16 +14,21 @@ ROUNDING = dict(rtol=1e-9, atol=1e-10)       # float64 sums in another order thr
 
 def filled(cfg: tg.Config, seed: int = 0, **how) -> tuple[tg.Executor, tg.Values]:
     ex = executor(cfg, **how)
-    fill_randomly(ex.model, seed)
+    fill_randomly(ex.model, seed, ex.fabric)
     return ex, tg.Schedule(cfg).at(0)
 
 
 def cut(batch: tg.Batch, slots) -> tg.Batch:
-    return batch._replace(**{name: getattr(batch, name)[slots] for name in batch._fields[1:]})
+    return batch.map(lambda x: x[slots])
 
 
 def gradients(ex: tg.Executor) -> dict[str, torch.Tensor]:
-    return {label: p.grad for label, p in ex.model.named_parameters()}
+    return {label: grad_of(ex.optimizer, label) for label, _ in ex.model.named_parameters()}
+
+
+def nothing(grad: torch.Tensor | None) -> bool:
+    """No gradient; for rows of a table, whose sums are always there, none but zeros."""
+    return grad is None or not grad.any()
 
 
 def after(cfg: tg.Config, *calls, **how) -> dict[str, torch.Tensor]:
@@ -51,17 +56,63 @@ def test_gradients_are_those_of_the_plain_objective_however_the_slots_are_cut(pi
     ex.model.set_rotary(values.rotary.frequencies)
     losses = ex.model.losses(batch, torch.tensor(values.mtp_weights, dtype=torch.float64), one, reach, "plain")
     losses.sum().backward()
-    want = gradients(ex)
+    want = {label: p.grad for label, p in ex.model.named_parameters()}         # autograd's own, of the tables too
     got = after(cfg, *((cut(batch, slice(*piece)), 1.0) for piece in pieces))
     assert_same(got, want)
     assert all(p.dtype == got[label].dtype for label, p in ex.model.named_parameters())
 
 
-def test_ranks_gradients_sum_to_the_whole():
-    cfg = small()
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_rows_of_tables_have_gradients_in_f32_and_never_a_dense_one_of_their_own(dtype):
+    cfg = small(dtype=dtype)
+    ex, values = filled(cfg)
     batch = random_batch(cfg, 0, 8, 16)
-    parts = [after(cfg, (cut(batch, slice(rank, None, 4)), 1.0), rank=rank, world=4) for rank in range(4)]
-    assert_same({label: sum(part[label] for part in parts) for label in parts[0]}, after(cfg, (batch, 1.0)))
+    for _ in range(2):
+        ex.forward_backward(batch, values)
+    for label, p in ex.model.named_parameters():
+        grad = grad_of(ex.optimizer, label)
+        if label not in ex.tables:
+            assert p.grad is grad and grad.dtype == p.dtype
+            continue
+        assert p.grad is None and grad.dtype == torch.float32 and grad.shape == p.shape
+        unread = torch.ones(len(p), dtype=bool)
+        unread[batch.rows[label].flatten().long()] = False
+        assert unread.any() and not grad[unread].any() and grad[~unread].any(1).all(), label
+
+
+def serve(ex: tg.Executor, batch: tg.Batch, whole: dict[str, torch.Tensor]) -> None:
+    """Rows of the tables as the exchange would bring them, out of whole tables; all others are NaN."""
+    for label, table in ex.tables.items():
+        plan, world = batch.plans[label], ex.fabric.world
+        if not plan.tied:                                            # those are columns of the head, which is here
+            everyone = torch.cat([owned(whole[label], fabric(rank, world)) for rank in range(world)])
+            at = slice(len(plan.ids)) if ex.cfg.row_comms == "sparse" else plan.ids
+            table.cache.detach().fill_(torch.nan)[at] = everyone[plan.ids]
+            table.cached = plan
+
+
+@pytest.mark.parametrize("mode", ["dense", "sparse_scatter", "sparse"])
+@pytest.mark.parametrize("world", [2, 4, 8])
+@pytest.mark.parametrize("step", [0, 2])
+def test_ranks_gradients_sum_to_the_whole(mode, world, step):
+    """While head and embedding are tied and after it, each rank with its own slots and the rows that it reads."""
+    cfg = small(row_comms=mode, split_stage=0, bigram_rows=101)      # the split is behind step 1
+    batch, parts, values = random_batch(cfg, 0, 8, 16, step), [], tg.Schedule(cfg).at(step)
+    assert values.tied == batch.plans["embed"].tied == (step == 0)
+    for rank in range(world):
+        ex = executor(cfg, world, rank)
+        whole = fill_randomly(ex.model, 0, ex.fabric)
+        mine = planned(cfg, cut(batch, slice(rank, None, world)), ex.fabric)
+        serve(ex, mine, whole)
+        ex.forward_backward(mine, values)
+        parts.append(gradients(ex))
+        assert all(ex.model.get_parameter(label).grad is None for label in ex.tables)
+    alone, _ = filled(cfg)
+    if step == 0:
+        with torch.no_grad():
+            alone.model.embed.copy_(alone.model.lm_head.t())
+    alone.forward_backward(batch, values)
+    assert_same({label: sum(part[label] for part in parts) for label in parts[0]}, gradients(alone))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 100])
@@ -102,7 +153,7 @@ def test_a_weight_of_zero_does_nothing_not_even_to_an_infinite_loss():
     batch = random_batch(cfg, 0, 2, 16)
     ex, values = filled(cfg)
     assert torch.isfinite(ex.forward_backward(batch, values, 0.0).slot_sums).all()
-    assert all(grad is None for grad in gradients(ex).values())
+    assert all(nothing(grad) if label in ex.tables else grad is None for label, grad in gradients(ex).items())
     ex.forward_backward(batch, values)
     before = {label: grad.clone() for label, grad in gradients(ex).items()}
     with torch.no_grad():
@@ -175,7 +226,7 @@ def test_next_logits_are_those_of_the_whole_context(length):
     context = np.random.default_rng(length).integers(0, cfg.vocab_size, length).tolist()
     last = context[-values.val_slot_tokens:]
     slot = tg.Slot(np.array([*last, 0], np.uint16), np.array([0, len(last)], np.int32))
-    batch = tg.make_batch(0, [slot], cfg.bigram_rows, pin=False)
+    batch, = tg.Planner(cfg, fabric()).batches("test", [values], [[slot]])
     ex.model.set_rotary(values.rotary.frequencies)
     reach = tg.Reach(values.short_window, values.long_window, len(last), values.rotary.attn_scale)
     want = 23 * torch.sigmoid((ex.model.hidden(batch, reach)[0, -1] @ ex.model.lm_head + 5) / 7.5)
@@ -196,6 +247,8 @@ def bits(ex: tg.Executor) -> dict[str, bytes]:
 
 def addresses(ex: tg.Executor) -> dict[str, int]:
     slices = {f"mine.{label}": x.data_ptr() for label, x in ex.optimizer.mine.items()}
+    slices |= {f"{name} {label}": getattr(table, name).data_ptr() for label, table in ex.tables.items()
+               for name in ("mine", "cache", "sums", "grad")}
     return slices | {name: x.data_ptr() for name, x in ex.state_tensors().items()}
 
 
@@ -217,6 +270,7 @@ def test_warm_up_leaves_no_trace(dtype, monkeypatch):
     assert {name for name, x in bits(ex).items() if x != before[name]} == set()
     assert addresses(ex) == places
     assert all(grad is None for grad in gradients(ex).values())
+    assert not any(table.sums.any() or table.grad.any() or table.cached for table in ex.tables.values())
 
 
 def test_restore_brings_back_random_numbers_and_a_second_run_is_the_first(monkeypatch):
@@ -277,7 +331,7 @@ def test_compiled_equals_eager_and_documents_do_not_recompile(monkeypatch):
             columns = [batch.cu_seqlens] + [batch.cu_seqlens[:, -1:]] * (2 * step)
             batch = batch._replace(cu_seqlens=torch.cat(columns, dim=1))
             found.append(ex.forward_backward(batch, values).slot_sums)
-            found += [p.grad.clone() for p in ex.model.parameters()]
+            found += [grad.clone() for grad in gradients(ex).values()]
             ex.optim_step(values)
             found.append(torch.tensor(ex.evaluate([batch], values)))
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])

@@ -12,14 +12,15 @@ from common import ROOT
 import train_gpt as tg
 
 SOURCE = ROOT / "train_gpt.py"
-MAX_LINES, MAX_COLUMNS = 2000, 120
+MAX_LINES, MAX_COLUMNS = 2250, 120
 MAX_FUNCTION, MAX_LONG_FUNCTION = 60, 100
 LONG_FUNCTIONS = ("hidden", "losses", "race")                        # the forward pass and the loop
 ROOMS = ("Config", "Schedule", "Data", "Kernels", "Model", "Rows", "Optimizer", "Executor", "Race", "Main")
 BANNER = re.compile(r"# ====== Room (\d+): (\w+) =+$")
 # What may be called while the file is imported: making constants, and declaring.
 CALLS_AT_IMPORT = {"Layer", "Stage", "dict", "tuple", "len", "sum", "enumerate", "replace", "functools.partial",
-                   "dataclass", "torch.no_grad", "_data", "_model", "_schedule", "_optim", "_run"}
+                   "dataclass", "torch.no_grad", "torch.library.custom_op", "_data", "_model", "_schedule", "_optim",
+                   "_run"}
 
 
 def text() -> str:
@@ -152,7 +153,7 @@ def test_every_assert_has_a_message():
 
 def test_every_room_has_its_tests():
     missing = [room for room in ROOMS if not (ROOT / f"tests/test_{room.lower()}.py").exists()]
-    assert missing == ["Rows"], "nothing is in that room yet"
+    assert not missing
 
 
 def test_tables_name_what_exists():

@@ -297,12 +297,87 @@ def test_native_fp8_head_on_whatever_device_has_it():
         assert_close(native.double(), emulated.double(), rtol=0.02, atol=0.02 * float(emulated.detach().abs().max()))
 
 
-# ---- symmetric products ---------------------------------------------------------------------------------------------
+# ---- sums of rows ---------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 4, 7), (2, 5, 5)])
-def test_symmetric_products(shape):
-    x = randn(*shape)
-    a = tg.gram(x)
-    assert_close(a, np.einsum("mrc,msc->mrs", x.numpy(), x.numpy()))
-    square = np.einsum("mrs,mst->mrt", a.numpy(), a.numpy())
-    assert_close(tg.gram_polynomial(a, -1.5, 0.25), -1.5 * a.numpy() + 0.25 * square)
+ROWS = {                                     # row that each line of the gradient goes to
+    "one line": [3], "the same row": [5] * 9, "no row twice": [7, 0, 3, 1], "first and last": [0, 10, 10, 0],
+    "skewed": (11 * np.random.default_rng(0).random(200)**4).astype(int).tolist(), "all": list(range(11)) * 3,
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+@pytest.mark.parametrize("width", [1, 5, 32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64])
+def test_rows_are_added_to_what_is_there(name, width, dtype):
+    """Against a plain loop, bit by bit where numbers are integers, and in the dtype of the sums, not of the gradient."""
+    rows, exact = ROWS[name], torch.promote_types(dtype, torch.float32)
+    generator = torch.Generator().manual_seed(len(rows))
+    grad = torch.randint(-8, 9, (len(rows), width), generator=generator).to(dtype)
+    sums = torch.randint(-8, 9, (11, width), generator=generator).to(exact)
+    sums[:, 0] += 1024                                                        # bf16 would lose what is added to it
+    want = sums.tolist()
+    for row, line in zip(rows, grad.tolist()):
+        want[row] = [a + b for a, b in zip(want[row], line)]
+    place, index = sums.data_ptr(), torch.tensor(rows, dtype=torch.int32)
+    assert tg.add_rows(sums, index, grad) is None
+    assert sums.tolist() == want and sums.data_ptr() == place
+
+
+def test_rows_are_added_in_the_order_of_the_lines():
+    """Whatever shape the index has; so two runs have equal bits."""
+    index, grad = torch.randint(0, 4, (3, 5, 40)).int(), 1e3 * randn(3, 5, 40, 8, dtype=torch.float32)
+    results = [torch.ones(4, 8) for _ in range(3)]
+    for sums in results[:2]:
+        tg.add_rows(sums, index, grad)
+    for row, line in zip(index.flatten().tolist(), grad.flatten(0, 2)):
+        results[2][row] += line
+    assert results[0].equal(results[1]) and results[0].equal(results[2])
+
+
+def test_the_operator_says_what_it_changes():
+    sums, index, grad = torch.zeros(6, 3), torch.tensor([[1, 5], [1, 0]], dtype=torch.int32), torch.ones(2, 2, 3)
+    torch.library.opcheck(torch.ops.train_gpt.add_rows.default, (sums, index, grad))
+    schema = torch.ops.train_gpt.add_rows.default._schema
+    assert [x.name for x in schema.arguments if x.is_write] == ["sums"] and not schema.returns
+
+
+@pytest.mark.parametrize("shape", [(7,), (2, 5), (2, 3, 4)])
+def test_a_lookup_is_an_embedding_whose_gradient_goes_to_the_sums(shape):
+    source, sums = randn(11, 6, seed=1, grad=True), randn(11, 6, seed=2)
+    theirs, before = source.detach().clone().requires_grad_(), sums.clone()
+    index, seed = torch.from_numpy(np.random.default_rng(0).integers(0, 9, shape)).int(), randn(*shape, 6, seed=3)
+    got, want = tg.RowLookup.apply(source, index, sums), F.embedding(index, theirs)
+    assert got.equal(want)
+    want.backward(seed)
+    for calls in (1, 2):                                                      # they add up
+        tg.RowLookup.apply(source, index, sums).backward(seed)
+        assert source.grad is None
+        assert_close(sums, before + calls * theirs.grad)
+
+
+def test_a_lookup_compiles_into_one_graph():
+    """The operator stays in the graph of the backward, and there is no gradient of the table in it."""
+    index, graphs = torch.tensor([[1, 4, 1], [0, 5, 5]], dtype=torch.int32), []
+
+    def keep(graph, _):
+        graphs.append(str(graph.graph))
+        return make_boxed_func(graph)
+
+    def call(source, sums):
+        return tg.RowLookup.apply(source, index, sums).square().sum()
+
+    from functorch.compile import make_boxed_func
+    from torch._dynamo.backends.common import aot_autograd
+    torch._dynamo.reset()
+    compiled = torch.compile(call, backend=aot_autograd(fw_compiler=keep), fullgraph=True)
+    results = []
+    for function in (call, compiled):
+        source, sums = randn(9, 6, grad=True), torch.ones(9, 6, dtype=F64)
+        for _ in range(2):
+            loss = function(source, sums)
+            loss.backward()
+        assert source.grad is None
+        results.append((float(loss.detach()), sums))
+    assert results[0][0] == pytest.approx(results[1][0], rel=1e-12) and results[0][1].equal(results[1][1])
+    assert len(graphs) == 2 and "add_rows" in graphs[1] and "embedding_dense_backward" not in graphs[1]
+    torch._dynamo.reset()

@@ -4,11 +4,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import RECIPE_PARAMETERS, fill_randomly, preset, random_batch, small
+from common import RECIPE_PARAMETERS, fabric, fill_randomly, owned, preset, random_batch, small, with_tokens
 
 import train_gpt as tg
 
 REACH = tg.Reach(short=5, long=9, max_len=12, scale=0.8)
+TABLES = {"bigram_embed", "value_embed", "embed"}
 
 
 def model_of(cfg: tg.Config, rotary_len: int = 48, attention=tg.attention_reference) -> tg.GPT:
@@ -91,7 +92,7 @@ def test_forward_is_the_recipes(heads, seed):
     p = {label: x.detach().numpy() for label, x in model.named_parameters()}
     got = model.hidden(batch, REACH).detach().numpy()
     for slot in range(2):
-        inputs = (x[slot].numpy() for x in (batch.tokens, batch.bigram_rows, batch.cu_seqlens))
+        inputs = (x[slot].numpy() for x in (batch.tokens, batch.rows["bigram_embed"], batch.cu_seqlens))
         want = slow_hidden(cfg, p, *inputs, tg.Schedule(cfg).rotary[1].frequencies)
         np.testing.assert_allclose(got[slot], want, rtol=0, atol=1e-10)       # float64 through 11 layers
 
@@ -126,6 +127,33 @@ def test_gradients_are_finite_differences():
         assert abs(slope) > 1e-3, f"{label} has no effect"
 
 
+def test_rows_may_come_from_elsewhere_and_their_gradients_go_elsewhere():
+    """Other tables in another order: same losses, bit by bit; the sums get what autograd gives, parameters nothing."""
+    cfg = small()
+    model, batch, one = model_of(cfg), random_batch(cfg, 5, 2, 16), torch.ones((), dtype=torch.float64)
+    weights, sources, moved = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64), {}, {}
+    want = model.losses(batch, weights, one, REACH, "plain")
+    want.sum().backward()
+    grads = {label: p.grad for label, p in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    for label in TABLES:
+        p = model.get_parameter(label).detach()
+        order = torch.randperm(len(p), generator=torch.Generator().manual_seed(len(label)))
+        moved[label] = order.argsort().int()[batch.rows[label].long()]
+        sources[label] = p[order].requires_grad_(), torch.ones_like(p), order
+    got = model.losses(batch._replace(rows=moved), weights, one, REACH, "plain",
+                       {label: source[:2] for label, source in sources.items()})
+    got.sum().backward()
+    assert got.equal(want)
+    for label, p in model.named_parameters():
+        if label in TABLES:
+            source, sums, order = sources[label]
+            assert p.grad is None and source.grad is None
+            np.testing.assert_allclose(sums, 1 + grads[label][order], rtol=0, atol=1e-11)        # there were ones
+        else:
+            assert p.grad.equal(grads[label]), label
+
+
 def test_bfloat16_is_close_to_float64():
     cfg, one = small(), torch.ones(())
     exact, half = model_of(cfg), model_of(replace(cfg, dtype="bfloat16"))
@@ -142,17 +170,28 @@ def test_record_preset_at_full_size_on_meta_tensors(precision):
     cfg = preset("record", 50_257, 50_256)
     with torch.device("meta"):
         model = tg.GPT(cfg, tg.attention_varlen, 262_144)
-        slots, columns = torch.empty(1, 49_152, dtype=torch.int32), torch.empty(1, 200, dtype=torch.int32)
-        batch = tg.Batch(0, slots, slots.long(), slots, columns)
-        reach = tg.Reach(640, 1408, 2048, 0.1)
-        losses = model.losses(batch, torch.empty(3), torch.empty(()), reach, precision)
-        losses.sum().backward()
-        assert (losses.shape, losses.dtype) == ((1, 49_152), torch.float32)
+
+        def batch_of(tokens: int) -> tg.Batch:
+            slots, columns = torch.empty(1, tokens, dtype=torch.int32), torch.empty(1, 200, dtype=torch.int32)
+            rows = dict(bigram_embed=slots, value_embed=slots[:, None].expand(1, 5, tokens), embed=slots)
+            return tg.Batch(0, {}, slots, slots.long(), columns, rows)
+
+        def losses_of(sources):
+            reach = tg.Reach(640, 1408, 2048, 0.1)
+            losses = model.losses(batch_of(49_152), torch.empty(3), torch.empty(()), reach, precision, sources)
+            assert (losses.shape, losses.dtype) == ((1, 49_152), torch.float32)
+            losses.sum().backward()
+
+        losses_of(None)
         for label, p in model.named_parameters():
             assert (p.grad.shape, p.grad.dtype) == (p.shape, p.dtype), label
-        slots = torch.empty(1, 262_144, dtype=torch.int32)
+            p.grad = None
+        caches = {label: torch.empty(100_000, 768, dtype=torch.bfloat16).requires_grad_() for label in TABLES}
+        losses_of({label: (cache, torch.empty(100_000, 768)) for label, cache in caches.items()})
+        assert {label for label, p in model.named_parameters() if p.grad is None} == TABLES
+        assert all(cache.grad is None for cache in caches.values()), "their gradients add up elsewhere"
         with torch.no_grad():
-            y = model.hidden(tg.Batch(0, slots, slots.long(), slots, columns), tg.Reach(768, 2560, 262_144, 0.1))
+            y = model.hidden(batch_of(262_144), tg.Reach(768, 2560, 262_144, 0.1))
         assert (y.shape, y.dtype) == ((1, 262_144, 768), torch.bfloat16)
 
 
@@ -224,6 +263,19 @@ def test_each_label_draws_from_its_own_generator():
     assert not base["value_embed"][:512].flatten()[:16_000].equal(base["lm_head"].flatten()[:16_000] * 2)
 
 
+@pytest.mark.parametrize("world", [2, 3, 8])
+def test_a_rank_keeps_its_rows_of_the_tables_and_all_of_the_rest(world):
+    """Rows of any tables may be cut on the way in; what they are does not depend on the number of ranks."""
+    cfg, base = preset(bigram_rows=101), initial(bigram_rows=101)
+    for rank in range(world):
+        where = fabric(rank, world)
+        sizes = {label: len(owned(base[label], where)) for label in TABLES}
+        model = tg.GPT(cfg, tg.attention_reference, 16, sizes)
+        model.set_initial_values(0, lambda label, x: owned(x, where) if label in TABLES else x)
+        for label, p in model.named_parameters():
+            assert p.equal(owned(base[label], where) if label in TABLES else base[label]), (label, rank)
+
+
 def test_rotary_tables_hold_cos_and_sin_of_position_times_frequency():
     cfg = small()
     model, frequencies = model_of(cfg), (1.0, 0.125)
@@ -252,9 +304,9 @@ def moved_by_token(monkeypatch, at: int, smear: float, shifting: tuple[int, ...]
     with torch.no_grad():
         model.scalars[44] = smear
     batch = batch._replace(cu_seqlens=torch.tensor([BOUNDS] * 2, dtype=torch.int32))
-    tokens, rows = batch.tokens.clone(), batch.bigram_rows.clone()
+    tokens = batch.tokens.clone()
     tokens[0, at] = (tokens[0, at] + 1) % cfg.vocab_size
-    other = batch._replace(tokens=tokens, bigram_rows=rows)
+    other = with_tokens(cfg, batch, tokens)                          # the bigram rows stay
     reach = tg.Reach(5, 30, 24, 0.8)
     moved = (model.hidden(batch, reach) != model.hidden(other, reach)).any(-1)
     assert not moved[1].any(), "nothing crosses slots"
@@ -291,9 +343,10 @@ def test_a_bigram_row_and_a_target_move_only_what_reads_them():
     def losses(batch):
         return model.losses(batch, torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64), one, REACH, "plain")
 
-    for name, at, want in (("targets", 10, [8, 9, 10]), ("targets", 0, [0]), ("bigram_rows", 21, [21, 22, 23])):
-        changed = getattr(batch, name).clone()
+    for name, at, want in (("targets", 10, [8, 9, 10]), ("targets", 0, [0]), ("bigram_embed", 21, [21, 22, 23])):
+        changed = (batch.targets if name == "targets" else batch.rows[name]).clone()
         changed[0, at] = (changed[0, at] + 1) % cfg.vocab_size
-        moved = losses(batch._replace(**{name: changed})) != losses(batch)
+        other = dict(targets=changed) if name == "targets" else dict(rows=batch.rows | {name: changed})
+        moved = losses(batch._replace(**other)) != losses(batch)
         assert not moved[1].any()
         assert moved[0].nonzero().flatten().tolist() == want, name

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import RECIPE_PARAMETERS, fabric, fill_randomly, refused, small
+from common import RECIPE_PARAMETERS, add_grad, fabric, fill_randomly, grad_of, owned, refused, small
 
 import train_gpt as tg
 
@@ -221,12 +221,15 @@ class Plain:
 
 
 def make(cfg: tg.Config | None = None, rank: int = 0, world: int = 1) -> tg.Optimizer:
-    cfg = cfg or small(split_stage=1)                                # stages start at 0, 3, 6, 9: the split is step 3
-    model = tg.GPT(cfg, tg.attention_reference, 16)
-    fill_randomly(model)
+    cfg, where = cfg or small(split_stage=1), fabric(rank, world)    # stages start at 0, 3, 6, 9: the split is step 3
+    tables = tg.row_tables(cfg)
+    model = tg.GPT(cfg, tg.attention_reference, 16, {table.label: -(-table.rows // world) for table in tables})
+    whole = fill_randomly(model, where=where)
     with torch.no_grad():
-        model.embed.copy_(model.lm_head.t())
-    return tg.Optimizer(cfg, fabric(rank, world), model, lambda call: call)
+        model.embed.copy_(owned(whole["lm_head"].t(), where))
+    rows = {table.label: tg.TableRows(table, cfg, where, model.get_parameter(table.label), 64, lambda **account: None)
+            for table in tables}
+    return tg.Optimizer(cfg, where, model, lambda call: call, rows)
 
 
 def random_grads(optimizer: tg.Optimizer, step: int) -> dict[str, torch.Tensor]:
@@ -237,9 +240,9 @@ def random_grads(optimizer: tg.Optimizer, step: int) -> dict[str, torch.Tensor]:
 def take_step(optimizer: tg.Optimizer, values: tg.Values) -> None:
     """A backward pass adds random gradients, then the update."""
     for label, grad in random_grads(optimizer, values.step).items():
-        p = optimizer.weights[label]
-        p.grad = grad.to(p.dtype) if p.grad is None else p.grad + grad.to(p.dtype)
+        add_grad(optimizer, label, grad)
     optimizer.step(values)
+    assert all(optimizer.weights[label].grad is None for label in optimizer.tables), "theirs are somewhere else"
 
 
 def weights_of(optimizer: tg.Optimizer) -> dict[str, torch.Tensor]:
@@ -275,12 +278,14 @@ def test_adam_parameters_move_on_odd_steps_only_and_keep_their_gradients_on_even
         before = weights_of(optimizer)
         take_step(optimizer, schedule.at(step))
         moved = {label for label, x in weights_of(optimizer).items() if not x.equal(before[label])}
-        kept = {label for label, p in optimizer.weights.items() if p.grad is not None}
+        kept = {label for label in before if grad_of(optimizer, label) is not None}
         assert moved == (set(before) if step % 2 else banks)
         assert kept == (set() if step % 2 else set(before) - banks)
         if step % 2 == 0:
             want = random_grads(optimizer, step)
-            assert all(optimizer.weights[label].grad.equal(want[label]) for label in kept)
+            assert all(grad_of(optimizer, label).equal(want[label]) for label in kept)
+        else:
+            assert not any(table.grad.any() for table in optimizer.tables.values()), "cleared for the next cycle"
 
 
 def test_embedding_is_the_transposed_head_until_the_split():
@@ -335,6 +340,18 @@ def test_a_missing_gradient_is_refused():
     optimizer = make()
     values = tg.Schedule(optimizer.cfg).at(0)
     refused(tg.RunError, lambda: optimizer.step(values), "optim_step", "attn", "mlp", "forward_backward")
+    before, odd = weights_of(optimizer), tg.Schedule(optimizer.cfg).at(1)
+    for missing in ("attn", "smear_gate", "bigram_embed", "value_embed", "embed", "lm_head"):
+        for label, grad in random_grads(optimizer, 0).items():
+            if label != missing:
+                add_grad(optimizer, label, grad)
+        message = refused(tg.RunError, lambda: optimizer.step(odd), "optim_step", f"no gradient of ['{missing}']")
+        assert "forward_backward" in message
+        for p in optimizer.weights.values():
+            p.grad = None
+        for table in optimizer.tables.values():
+            table.reset()
+    assert all(x.equal(before[label]) for label, x in weights_of(optimizer).items())
 
 
 def test_orders_are_permutations_and_any_permutation_gives_the_same_bits(monkeypatch):
@@ -359,14 +376,23 @@ def test_orders_are_permutations_and_any_permutation_gives_the_same_bits(monkeyp
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_ranks_own_every_piece_once(world):
-    """Slices of matrices and rows, also where W does not divide their number; moments for the slice alone."""
-    alone, ranks = make(), [make(rank=rank, world=world) for rank in range(world)]
+    """Slices of matrices and of the head's rows, every W-th row of a table, also where W does not divide their number;
+    moments for what is owned alone."""
+    cfg = small(split_stage=1, bigram_rows=101)
+    alone, ranks = make(cfg), [make(cfg, rank, world) for rank in range(world)]
     for label, whole in alone.mine.items():
-        sharded = label in ("attn", "mlp", "bigram_embed", "value_embed", "lm_head", "embed")
+        table = label in ("bigram_embed", "value_embed", "embed")
+        sharded = table or label in ("attn", "mlp", "lm_head")
         parts = [optimizer.mine[label] for optimizer in ranks]
         assert all(len(part) <= -(-len(whole) // world) for part in parts) or not sharded, label
-        assert torch.cat(parts).equal(whole) if sharded else all(part.equal(whole) for part in parts), label
+        if table:
+            for row in range(len(whole)):
+                assert parts[row % world][row // world].equal(whole[row]), (label, row)
+            assert sum(int(part.any(1).sum()) for part in parts) == len(whole), "behind a slice is nothing but zeros"
+        else:
+            assert torch.cat(parts).equal(whole) if sharded else all(part.equal(whole) for part in parts), label
         for optimizer, part in zip(ranks, parts):
+            assert not table or part.data_ptr() == optimizer.weights[label].data_ptr(), "the parameter is what is owned"
             assert all(len(x) == len(part) for x in optimizer.state[label].values()), label
         if label in alone.lr_muls:
             assert torch.cat([optimizer.lr_muls[label] for optimizer in ranks]).equal(alone.lr_muls[label]), label

@@ -53,6 +53,13 @@ def test_trajectory_in_single_precision() -> None:
     CHECKS["traj"](Oracle(EXTRACT, "float32"))
 
 
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.all)])
+@pytest.mark.parametrize("row_comms", ["dense", "sparse_scatter"])
+def test_trajectory_in_the_other_modes_on_one_rank(row_comms: str, dtype: str) -> None:
+    """The third is the default; test_ranks.py has all of them on four ranks."""
+    CHECKS["traj"](Oracle(EXTRACT, dtype, row_comms))
+
+
 @pytest.mark.parametrize("path", [pytest.param(path, id=name) for name, path in directories()])
 def test_every_file_has_a_check(path: Path) -> None:
     checked = {*CHECKS, "traj_init"}                                      # its arrays are where the trajectory starts
@@ -192,11 +199,13 @@ def drop_gradients(real: Callable, a: dict) -> None:
     real(**a)
     for p in a["self"].weights.values():
         p.grad = None
+    for table in a["self"].tables.values():
+        table.reset()
 
 
 def forget_embed_gradient(real: Callable, a: dict) -> None:
     if a["self"].tied and a["values"].adam_step:
-        a["self"].weights["embed"].grad.zero_()
+        a["self"].tables["embed"].sums.zero_()
     real(**a)
 
 

@@ -75,16 +75,16 @@ def test_race_trains_on_the_clock_and_validates_off_it(monkeypatch, tmp_path):
     """First batch 3 s, each step 1 + 2 s, each validation 40 s; validations at 0, 2, 4 and the end of 5 steps."""
     time, calls = Time(monkeypatch), []
     log = make_log(tmp_path, num_scheduled_steps=4, num_extension_steps=1, val_every=2)
-    loader = SimpleNamespace(start=lambda: calls.append("start"), wait=lambda: time.work(3),
+    loader = SimpleNamespace(start=lambda: calls.append("start"), wait=lambda: time.work(3), plans_ahead=object(),
                              next=lambda values: calls.append(("next", values.step)) or values.step)
     runner = SimpleNamespace(
         forward_backward=lambda batch, values: calls.append(("fb", batch, values)) or time.work(1, losses(batch + 1.0)),
-        optim_step=lambda values: calls.append(("optim", values)) or time.work(2),
+        optim_step=lambda values, ahead: calls.append(("optim", values, ahead is loader.plans_ahead)) or time.work(2),
         evaluate=lambda batches, values: calls.append(("eval", batches)) or time.work(40, 7.0 - values.step))
     clock = tg.Clock(fabric())
     result = tg.race(log.schedule, loader, runner, text_data(), clock, log)
     at = log.schedule.at
-    step_calls = [[("next", k), ("fb", k, at(k)), ("optim", at(k))] for k in range(5)]
+    step_calls = [[("next", k), ("fb", k, at(k)), ("optim", at(k), True)] for k in range(5)]
     assert calls == ["start", ("eval", at(0)), *step_calls[0], *step_calls[1], ("eval", at(2)), *step_calls[2],
                      *step_calls[3], ("eval", at(4)), *step_calls[4], ("eval", at(5))]
     assert result == 7.0 - 5 and clock.ms == pytest.approx(18_000)
@@ -99,9 +99,9 @@ def test_race_trains_on_the_clock_and_validates_off_it(monkeypatch, tmp_path):
     (dict(val_every=0), [5]), (dict(val_every=5), [0, 5]), (dict(val_every=2, max_steps=3), [0, 2, 3])])
 def test_validation_steps(tmp_path, changes, want):
     log, seen = make_log(tmp_path, num_scheduled_steps=4, num_extension_steps=1, **changes), []
-    runner = SimpleNamespace(forward_backward=lambda *_: losses(1.0), optim_step=lambda values: None,
+    runner = SimpleNamespace(forward_backward=lambda *_: losses(1.0), optim_step=lambda *_: None,
                              evaluate=lambda batches, values: seen.append(values) or 1.0)
-    loader = SimpleNamespace(start=lambda: None, wait=lambda: None, next=lambda values: None)
+    loader = SimpleNamespace(start=lambda: None, wait=lambda: None, next=lambda values: None, plans_ahead=lambda: None)
     tg.race(log.schedule, loader, runner, text_data(), tg.Clock(fabric()), log)
     assert [values.step for values in seen] == want
     assert (seen[-1].long_window == 20 * 4) == (want[-1] == 5), "the widest window is for the true end"
@@ -223,13 +223,18 @@ def test_warm_up_meets_every_graph_of_the_race(tmp_path, monkeypatch, changes):
     ex, schedule, headers = executor(cfg), tg.Schedule(cfg), tg.find_shards(cfg.train_files)
 
     def noting(phase):
-        def losses_of(batch, weights, seed, reach, precision):
-            seen.setdefault(phase, set()).add((batch.tokens.shape, len(weights), reach, precision))
-            return ex.model.losses(batch, weights, seed, reach, precision)
+        def read(sources):
+            return tuple((label, rows.shape, rows.requires_grad, sums is not None and sums.data_ptr())
+                         for label, (rows, sums) in sources.items())
 
-        def hidden_of(batch, reach):
-            seen.setdefault(phase, set()).add((batch.tokens.shape, reach))
-            return ex.model.hidden(batch, reach)
+        def losses_of(batch, weights, seed, reach, precision, sources):
+            kind = batch.tokens.shape, len(weights), reach, precision, read(sources)
+            seen.setdefault(phase, set()).add(kind)
+            return ex.model.losses(batch, weights, seed, reach, precision, sources)
+
+        def hidden_of(batch, reach, sources):
+            seen.setdefault(phase, set()).add((batch.tokens.shape, reach, read(sources)))
+            return ex.model.hidden(batch, reach, sources)
 
         def update_of(kind, update):
             def call(p, *rest):
@@ -262,11 +267,11 @@ def talker(cfg, favourite):
         logits[cfg.vocab_size:] = 1e4                                # columns beyond the vocabulary are never drawn
         logits[favourite(tokens)] = 0.0
         return logits
-    return SimpleNamespace(next_logits=next_logits)
+    return SimpleNamespace(next_logits=next_logits, fabric=fabric())
 
 
 def sampled(cfg, executor, values, pieces):
-    return tg.Tokenizer(pieces).decode(tg.generate(cfg, executor, values))
+    return tg.spell(pieces, tg.generate(cfg, executor, values))
 
 
 def test_sample_is_text_where_the_bytes_are_known():
@@ -282,11 +287,19 @@ def test_sample_is_text_where_the_bytes_are_known():
 def test_sample_draws_from_the_softmax_at_its_temperature():
     cfg = preset(vocab_size=3, document_start=2, sample_tokens=4000)
     logits = torch.tensor([1.0, 0.0, -1e4] + [0.0] * 125)
-    ex = SimpleNamespace(next_logits=lambda tokens, values: logits)
+    ex = SimpleNamespace(next_logits=lambda tokens, values: logits, fabric=fabric())
     drawn = [sampled(cfg, ex, None, [b"a", b"b", b""]) for _ in range(2)]
     p = 1 / (1 + math.exp(-1 / 0.8))
     assert drawn[0] == drawn[1], "the seed decides"
     assert drawn[0].count("a") == pytest.approx(4000 * p, abs=4 * math.sqrt(4000 * p * (1 - p)))     # four deviations
+
+
+def test_ranks_take_the_lowest_of_their_tokens():
+    """One text, even where the roundings of two ranks draw two tokens."""
+    cfg, asked = preset(vocab_size=10, document_start=9, sample_tokens=3), []
+    ex = talker(cfg, lambda tokens: 7)
+    ex.fabric = SimpleNamespace(lowest=lambda token: asked.append(token) or 4)
+    assert tg.generate(cfg, ex, None) == [4, 4, 4] and asked == [7, 7, 7]
 
 
 def test_sample_of_a_model_uses_its_own_context():

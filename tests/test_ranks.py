@@ -2,7 +2,8 @@
 
 rank_cases.py is started once and runs every case in real processes over gloo; here its files are compared, mostly with
 those of one process, whose numbers are the other tests' business. A sum over ranks has another order than over slots:
-float64 runs differ by rounding, 1e-14 of a loss as measured. Where all numbers are integers, all bits are equal.
+float64 runs differ by rounding, 1e-14 of a loss as measured. Where all numbers are integers, all bits are equal. So
+they are between the ways in which rows travel sparsely, for owners add the same lists in the same order.
 """
 from __future__ import annotations
 
@@ -22,9 +23,12 @@ import train_gpt as tg
 
 WORLDS = (2, 4, 8)
 BANKS = ("attn", "mlp")
-SHARDED = (*BANKS, "bigram_embed", "value_embed", "lm_head", "embed")
+TABLES = ("bigram_embed", "value_embed", "embed")
+SHARDED = (*BANKS, *TABLES, "lm_head")
 REPLICATED = ("scalars", "x0_lambdas", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank")
 LABELS = {*SHARDED, *REPLICATED}
+RUNS = ("run_12", "run_13", "run_single")
+OTHER_MODES = ("dense", "scatter")       # sparse is what runs use by themselves
 VOCABULARY, DOCUMENT_START = 512, 511
 SAMPLE_TOKENS = 8                        # of the tiny preset
 
@@ -64,9 +68,16 @@ class Results:
 
     def state(self, case: str, world: int, parts: str = "part") -> Arrays:
         """Moments of all ranks, those of sharded parameters put together: PARTS.LABEL.NAME."""
-        ranks = self.arrays(case, world)
-        return {key: np.concatenate([rank[key] for rank in ranks]) if key.split(".")[-2] in SHARDED else ranks[0][key]
-                for key in ranks[0] if key.startswith(f"{parts}.")}
+        ranks, found = self.arrays(case, world), {}
+        for key in ranks[0]:
+            if key.startswith(f"{parts}."):
+                label = key.split(".")[-2]
+                found[key] = ranks[0][key]
+                if label in TABLES:
+                    found[key] = of_owners([rank[key] for rank in ranks], len(ranks[0][f"weight.{label}"]))
+                elif label in SHARDED:
+                    found[key] = np.concatenate([rank[key] for rank in ranks])
+        return found
 
     def weights(self, case: str, world: int) -> Arrays:
         """Of rank 0."""
@@ -76,6 +87,15 @@ class Results:
         """(steps, slots): slot s is rank s mod W's, its (s div W)-th."""
         by_rank = [rank["slot_losses"] for rank in self.arrays(case, world)]
         return np.stack(by_rank, axis=2).reshape(len(by_rank[0]), -1)
+
+
+def of_owners(slices: list[np.ndarray], rows: int) -> np.ndarray:
+    """A table of which rank r has the rows r, r + W, r + 2W, ... and perhaps padding behind them."""
+    table = np.empty((rows, *slices[0].shape[1:]), slices[0].dtype)
+    for rank, mine in enumerate(slices):
+        assert len(mine) == -(-rows // len(slices)), "slices are of one size"
+        table[rank::len(slices)] = mine[:len(range(rank, rows, len(slices)))]
+    return table
 
 
 def write_data(folder: Path) -> None:
@@ -117,9 +137,6 @@ def assert_close(got: Arrays, want: Arrays, limit: float) -> None:
 
 
 # ---- Whole runs -----------------------------------------------------------------------------------------------------
-
-RUNS = ("run_12", "run_13", "run_single")
-
 
 def test_the_runs_have_what_makes_them_hard(results: Results) -> None:
     """A stage change inside a cycle, the split, a validation in mid-cycle, half a last cycle, several shards."""
@@ -165,12 +182,21 @@ def test_final_weights_and_moments_do_not_depend_on_the_number_of_ranks(case: st
 @worlds
 @pytest.mark.parametrize("case", RUNS)
 def test_all_ranks_have_the_same_weights(case: str, world: int, results: Results) -> None:
-    """At the start, which no rank tells another, and at the end."""
-    one, = results.facts(case, 1)
-    for rank in results.facts(case, world):
-        assert rank["initial"] == one["initial"]
-        assert rank["final"] == results.facts(case, world)[0]["final"]
+    """At the start, which no rank tells another, and at the end. Of a table each rank has the rows that it owns."""
+    one, alone = results.facts(case, 1)[0], results.arrays(case, 1)[0]
+    ranks, arrays = results.facts(case, world), results.arrays(case, world)
+    for rank in ranks:
+        for label in LABELS - {*TABLES}:
+            assert rank["initial"][label] == one["initial"][label], label
+            assert rank["final"][label] == ranks[0]["final"][label], label
         assert not {label for label in LABELS if rank["final"][label] == rank["initial"][label]}
+    for label in TABLES:
+        rows = len(alone[f"initial.{label}"])
+        initial, final = (of_owners([rank[f"{name}.{label}"] for rank in arrays], rows)
+                          for name in ("initial", "slice"))
+        np.testing.assert_array_equal(initial, alone[f"initial.{label}"])
+        np.testing.assert_array_equal(final, arrays[0][f"weight.{label}"])
+        assert len(arrays[0][f"slice.{label}"]) == rows // world, "no rank keeps the others' rows"
 
 
 @pytest.mark.parametrize("world", (1, *WORLDS), ids="W{}".format)
@@ -196,19 +222,95 @@ def test_rank_0_keeps_the_log_of_all(world: int, results: Results) -> None:
     assert printed[0] and not any(printed[1:])
 
 
+# ---- Ways in which rows travel --------------------------------------------------------------------------------------
+
+KINDS = {"13": "run_13", "single": "run_single"}
+
+
+def results_of(case: str, world: int, results: Results) -> Arrays:
+    """Losses of every slot and step, of every validation, and the whole weights."""
+    rank = results.arrays(case, world)[0]
+    return dict(slots=results.slot_losses(case, world), validations=rank["validation_losses"],
+                **results.weights(case, world))
+
+
+@worlds
+@pytest.mark.parametrize("kind", KINDS)
+def test_fetching_all_rows_changes_no_bit(kind: str, world: int, results: Results) -> None:
+    """sparse_scatter: the same gradients, and every row on every rank."""
+    got, want = (results_of(case, world, results) for case in (f"scatter_{kind}", KINDS[kind]))
+    assert len(got) == 2 + len(LABELS)
+    assert_same_bits(got, want)
+    assert_same_bits(results.state(f"scatter_{kind}", world), results.state(KINDS[kind], world))
+
+
+@worlds
+@pytest.mark.parametrize("kind", KINDS)
+def test_dense_gradients_change_rounding_only(kind: str, world: int, results: Results) -> None:
+    """Owners add lists in the order of ranks, a reduction of full gradients in its own. Weights as between worlds."""
+    limit = 1e-3 if kind == "single" else 1e-9
+    got, want = (results_of(case, world, results) for case in (f"dense_{kind}", KINDS[kind]))
+    for name in ("slots", "validations"):
+        np.testing.assert_allclose(got.pop(name), want.pop(name), rtol=0, atol=limit)
+    assert_close(got, want, 0.05 if kind == "single" else 1e-9)
+
+
+@pytest.mark.parametrize("mode", OTHER_MODES)
+def test_one_rank_has_one_way(mode: str, results: Results) -> None:
+    """There is nobody to send rows to."""
+    assert_same_bits(*(results_of(case, 1, results) for case in (f"{mode}_13", "run_13")))
+
+
+@worlds
+@pytest.mark.parametrize("mode", OTHER_MODES)
+def test_sums_that_are_exact_give_the_same_bits_in_every_mode(mode: str, world: int, results: Results) -> None:
+    for got, want in zip(results.arrays(f"hand_{mode}", world), results.arrays("hand_float64", world), strict=True):
+        assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("world", (1, 2, 4), ids="W{}".format)
+def test_poison_in_rows_that_were_not_fetched_is_never_read(world: int, results: Results) -> None:
+    """--debug_rows fills them with what is not a number, and finds no gradient where no plan has a row."""
+    assert_same_bits(*(results_of(case, world, results) for case in ("debug_13", "run_13")))
+
+
+def test_orders_of_reductions_and_updates_change_no_bit_of_a_run(results: Results) -> None:
+    assert_same_bits(*(results_of(case, 4, results) for case in ("orders_single", "run_single")))
+
+
+def test_a_run_repeats_itself(results: Results) -> None:
+    """Weights and every word of the log, but for the clock, the memory and the folder."""
+    def told(entry: object) -> object:
+        own = "run_dir", "ms", "peak_memory_mib"
+        if isinstance(entry, dict):
+            return {key: told(x) for key, x in entry.items() if key not in own and not key.endswith("_ms")}
+        return [told(x) for x in entry] if isinstance(entry, list) else entry
+
+    one, two = ([told(json.loads(line)) for line in (results.folder / f"w4/{case}/log.jsonl").read_text().splitlines()]
+                for case in ("run_single", "again_single"))
+    assert one == two
+    assert {"header", "step", "val", "comms", "result"} <= {entry["type"] for entry in one}
+    assert_same_bits(*(results_of(case, 4, results) for case in ("again_single", "run_single")))
+
+
 # ---- The oracle -----------------------------------------------------------------------------------------------------
 
 def check_trajectory(case: str, world: int, results: Results) -> None:
     """The ranks themselves compare; an array that is off is their error."""
     ranks = results.facts(case, world)
     assert ranks[0]["compared"] > 250 and not any(rank["compared"] for rank in ranks[1:])
-    assert all(rank["final"] == ranks[0]["final"] for rank in ranks)
+    assert all(rank["final"][label] == ranks[0]["final"][label] for rank in ranks for label in LABELS - {*TABLES})
     print(ranks[0]["printed"])
 
 
 @worlds
 def test_trajectory_of_the_oracle(world: int, results: Results) -> None:
     check_trajectory("trajectory", world, results)
+
+
+@pytest.mark.parametrize("mode", OTHER_MODES)
+def test_trajectory_of_the_oracle_in_every_mode(mode: str, results: Results) -> None:
+    check_trajectory(f"trajectory_{mode}", 4, results)
 
 
 @pytest.mark.all
@@ -239,23 +341,43 @@ def test_every_unit_has_one_owner(world: int, results: Results) -> None:
     ranks = results.facts("hand_float64", world)
     arrays = results.arrays("hand_float64", world)
     for label, units in ranks[0]["units"].items():
+        if label in TABLES:
+            continue
         owned = [rank["owned"][label] for rank in ranks]
         most = -(-units // world) if label in SHARDED else units
         assert owned == [min(most, max(0, units - most * rank)) if label in SHARDED else units for rank in range(world)]
         for name in ("momentum", "second", "mantissa") if label in BANKS else ("m", "v"):
             if f"part.{label}.{name}" in arrays[0]:
                 assert [len(rank[f"part.{label}.{name}"]) for rank in arrays] == owned
-    fewest = {label: ranks[-1]["owned"][label] for label in SHARDED}
-    assert world < 4 or fewest["mlp"] == 0, "the case of a rank without a matrix"
-    assert world < 8 or fewest["bigram_embed"] == 0 and ranks[-2]["owned"]["bigram_embed"] == 1
+    assert world < 4 or ranks[-1]["owned"]["mlp"] == 0, "the case of a rank without a matrix"
+
+
+@odd_worlds
+def test_every_row_has_one_owner(world: int, results: Results) -> None:
+    """Slices are of one size, and what fills them up is never trained. With 8 ranks the last one has no row of 7."""
+    ranks, arrays = results.facts("hand_float64", world), results.arrays("hand_float64", world)
+    for label, rows in dict(bigram_embed=7, value_embed=1026, embed=513).items():
+        assert [rank["owned"][label] for rank in ranks] == [-(-rows // world)] * world
+        table = of_owners([rank[f"slice.{label}"] for rank in arrays], rows)
+        np.testing.assert_array_equal(table, arrays[0][f"weight.{label}"])
+        for rank, mine in enumerate(arrays):
+            real = len(range(rank, rows, world))
+            assert not any(mine[f"part.{label}.{name}"][real:].any() for name in ("m", "v"))
+            assert not mine[f"slice.{label}"][real:].any()
+            assert all(mine[f"part.{label}.v"][:real].any(axis=1)), "every row has had a gradient"
 
 
 @odd_worlds
 def test_padding_comes_nowhere(world: int, results: Results) -> None:
     """Filled with NaN instead of zeros, it changes no bit."""
     for got, want in zip(results.arrays("padding", world), results.arrays("hand_float64", world), strict=True):
-        assert_same_bits(got, {key: x for key, x in want.items() if not key.startswith("split.")})
-        assert all(np.isfinite(x).all() for x in got.values())
+        assert got.keys() == {key for key in want if not key.startswith("split.")}
+        for key, x in got.items():
+            if key.startswith("slice."):                                      # may hold such places, at its end
+                x = x[np.isfinite(x).all(axis=1)]
+                assert len(want[key]) - len(x) <= 1, key
+            assert np.isfinite(x).all(), key
+            np.testing.assert_array_equal(x, want[key][:len(x)])
 
 
 # ---- Updates --------------------------------------------------------------------------------------------------------
@@ -266,9 +388,11 @@ def test_sums_that_are_exact_give_the_same_bits_at_every_world(dtype: str, world
     """Six steps, tied and split, with integers for gradients; 24 slots, of which 1/24 is no binary number."""
     case = f"hand_{dtype}"
     want = results.arrays(case, 1)[0]
+    assert_same_bits(results.weights(case, world), results.weights(case, 1))
     for rank in results.arrays(case, world):
-        assert_same_bits({key: x for key, x in rank.items() if key.startswith("weight.")},
-                         {key: x for key, x in want.items() if key.startswith("weight.")})
+        here = {key: x for key, x in rank.items() if key.startswith("weight.")}
+        assert {f"weight.{label}" for label in LABELS - {*TABLES}} <= here.keys()
+        assert_same_bits(here, {key: want[key] for key in here})
     assert_same_bits(results.state(case, world), results.state(case, 1))
     assert all(np.abs(x).max() > 0 for key, x in want.items()), "everything has moved"
     assert (dtype == "bfloat16") == ("part.mlp.mantissa" in want)
@@ -303,11 +427,9 @@ def test_many_orders_of_communication(world: int, results: Results) -> None:
     check_orders("many_orders", world, 40, results)
 
 
-@odd_worlds
-def test_each_step_reduces_updates_and_gathers_once(world: int, results: Results) -> None:
-    """Banks at every step, the rest once a cycle; what a step does not update keeps its gradient bit for bit."""
+def check_counts(case: str, world: int, results: Results) -> None:
     adam = sorted(LABELS - set(BANKS))
-    ranks, owned = results.facts("counting", world), results.facts("hand_float64", world)
+    ranks, owned = results.facts(case, world), results.facts("hand_float64", world)
     for step in range(6):
         tied = step <= 3
         planned = {*BANKS} if step % 2 == 0 else LABELS
@@ -316,9 +438,10 @@ def test_each_step_reduces_updates_and_gathers_once(world: int, results: Results
         updated = {label for label in planned if not (tied and label == "embed")}
         for rank, mine in zip(ranks, owned):
             assert sorted(map(sorted, rank["reduced"][step])) == sorted(map(sorted, units)), step
-            gathers = [name for name, _ in rank["sent"][step] if name.startswith("all_gather")]
-            assert len(gathers) == len(updated & {*SHARDED}) + 2 * (step == 3), "and two moments at the split"
-            assert len(gathers) + len(units) == len(rank["sent"][step]), "nothing else travels"
+            behind = sorted(rank["behind"][step])
+            moments = ["all_to_all_single"] * 2 * (step == 3)
+            assert behind == ["all_gather_into_tensor"] * len(updated & {*BANKS, "lm_head"}) + moments
+            assert len(behind) + len(units) == len(rank["sent"][step]), "nothing else travels"
             assert rank["sent"][step] == ranks[0]["sent"][step], "in one order on all ranks"
             done = rank["updated"][step]
             assert len(done) == len(set(done)) and {label for label in updated if mine["owned"][label]} <= set(done)
@@ -326,6 +449,19 @@ def test_each_step_reduces_updates_and_gathers_once(world: int, results: Results
             assert sorted(rank["cleared"][step]) == sorted(planned)
             assert sorted(rank["kept"][step]) == sorted(LABELS - planned)
     assert all(rank["counts"] == dict.fromkeys(adam, 3) for rank in ranks)
+
+
+@odd_worlds
+def test_each_step_reduces_updates_and_gathers_once(world: int, results: Results) -> None:
+    """Banks at every step, the rest once a cycle; what a step does not update keeps its gradient bit for bit.
+
+    Gradients of rows go to their owners only; rows come back when there is a next cycle to read them.
+    """
+    check_counts("counting", world, results)
+
+
+def test_each_step_reduces_updates_and_gathers_once_with_dense_gradients(results: Results) -> None:
+    check_counts("counting_dense", 4, results)
 
 
 # ---- Pieces of a step -----------------------------------------------------------------------------------------------
@@ -453,3 +589,34 @@ def test_a_run_with_other_flags_on_one_rank_ends_before_it_starts(world: int, re
     for rank in ranks:
         check_disagreement(rank["errors"].rstrip(), "--adam_lr", "0.008", "0.009", world - 1)
     assert not (results.folder / f"w{world}/other_flags").exists(), "no log of a run that never was"
+
+
+@pytest.mark.parametrize("world", (2, 4), ids="W{}".format)
+def test_ranks_whose_plans_disagree_all_say_so(world: int, results: Results) -> None:
+    """Before anything has changed. Each names itself, the first that differs, and what both of them have."""
+    for number, rank in enumerate(results.facts("plan_agreement", world)):
+        errors = rank["errors"]
+        assert errors.pop("same") is None and errors.pop("again") is None and rank["changed"] == []
+        for name, (at, key, own, common) in dict(
+                cycle=(world - 1, "cycle", 5, 4), first=(0, "cycle", 3, 4), tokens=(world - 1, "tokens", 65, 64),
+                purpose=(world - 1, "purpose", None, None), dtype=(world - 1, "dtype", None, None)).items():
+            text = errors.pop(name)
+            assert text is not None, f"{name}: no error on rank {number}"
+            what, found, expected, do = text.split("\n")
+            other = at if number != at else int(at == 0)
+            assert what == f"row plans of ranks {other} and {number}" and "same flags" in do, text
+            assert found.strip().startswith("found:") and expected.strip().startswith("expected:"), text
+            if own is not None:
+                values = (own, common) if number != at else (common, own)
+                assert all(f"{key!r}: {value}" in line for value, line in zip(values, (found, expected))), text
+            assert found.partition(":")[2] != expected.partition(":")[2], text
+        assert not errors
+
+
+@pytest.mark.parametrize("world", (2, 4), ids="W{}".format)
+def test_rows_that_no_plan_may_ask_for_are_refused_by_their_owner(world: int, results: Results) -> None:
+    *others, owner = [rank["errors"] for rank in results.facts("bad_rows", world)]
+    assert all(set(errors.values()) == {None} for errors in others)
+    assert owner.pop("good") is None and owner.pop("again") is None and len(owner) == 3
+    for text in owner.values():
+        assert text is not None and "rows of embed" in text and "rank 0" in text and "ascending" in text, text

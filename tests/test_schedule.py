@@ -154,6 +154,16 @@ def test_split_is_the_first_odd_step_of_its_stage(scheduled, stage, split):
     assert [step for step in range(scheduled + 3) if schedule.at(step).split] == [split]
 
 
+@pytest.mark.parametrize("scheduled, stage, last_tied", [(9, 1, 3), (12, 1, 5), (12, 0, 1), (12, 3, 13)])
+def test_steps_are_tied_up_to_the_split_and_a_cycle_never_is_by_half(scheduled, stage, last_tied):
+    """The split is behind the update of an odd step: both steps of its cycle still read the head."""
+    schedule = tg.Schedule(preset("tiny", num_scheduled_steps=scheduled, split_stage=stage))
+    tied = [schedule.at(step).tied for step in range(scheduled + 3)]
+    assert tied == [step <= last_tied for step in range(scheduled + 3)]
+    assert tied[::2][:len(tied[1::2])] == tied[1::2]
+    assert all(v.adam_step == (v.step % tg.CYCLE == tg.CYCLE - 1) for v in map(schedule.at, range(scheduled)))
+
+
 @pytest.mark.parametrize("stop, last", [(0, 12), (5, 5), (12, 12), (99, 12)])
 def test_max_steps_stops_early_and_changes_no_value(stop, last):
     whole, cut = tg.Schedule(preset("tiny")), tg.Schedule(preset("tiny", max_steps=stop))

@@ -1,0 +1,683 @@
+"""What the ranks do for test_rows.py: one process per rank goes through all cases and leaves what it found in files.
+
+    python tests/row_cases.py FOLDER                         all worlds over gloo
+    python tests/row_cases.py FOLDER interpret|compile       the Triton body of add_rows, without a GPU
+
+A case returns whatever can be pickled, to FOLDER/w<ranks>/<case>.<rank>.pickle; its stack trace, if it fails, is in
+<case>.<rank>.error. Nothing is judged here.
+"""
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import gc
+import json
+import multiprocessing
+import os
+import pickle
+import sys
+import time
+import traceback
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from pytest import MonkeyPatch
+from torch import Tensor
+
+import train_gpt as tg
+
+WORLDS = (1, 2, 3, 4, 8)
+COMM_TIMEOUT = 20                        # s
+WORLD_DEADLINE = 120                     # s for all cases of a world; then a rank says where it is
+MODES = ("sparse", "sparse_scatter", "dense")
+
+
+@dataclass
+class Rank:
+    """One process of a world, in one case."""
+    rank: int
+    world: int
+    folder: Path
+    case: str = ""
+
+    def fabric(self, cfg: tg.Config | None = None) -> tg.Fabric:
+        """As the trainer makes it, but that ranks meet in a file."""
+        meeting = dict(init_method=f"file://{self.folder}/{self.case}.store", rank=self.rank, world_size=self.world)
+        with MonkeyPatch.context() as patch:
+            patch.setattr(dist, "init_process_group", functools.partial(dist.init_process_group, **meeting))
+            return tg.make_fabric(cfg or tg.Config(device="cpu", num_slots=self.world, comm_timeout=COMM_TIMEOUT))
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The exchange alone: which rows are read, and gradients that depend on what was read
+# ----------------------------------------------------------------------------------------------------------------------
+
+SLOTS, WIDTH, STEPS = 8, 5, 2            # slots of a step, features, steps of a cycle
+BETAS, EPS = (0.75, 0.95), 1e-10
+ONE_OWNER = 24                           # its multiples are the first rank's at each number of ranks
+PATTERNS: dict[str, Callable[..., Any]] = {          # rows of a table, cycle, step, slot, generator -> rows read
+    "uniform": lambda R, cycle, step, slot, rng: rng.integers(0, R, 8),
+    "skewed": lambda R, cycle, step, slot, rng: np.minimum(rng.pareto(0.7, 8), R - 1),
+    "odd slots empty": lambda R, cycle, step, slot, rng: rng.integers(0, R, 8 * (slot % 2 == 0)),
+    "one slot only": lambda R, cycle, step, slot, rng: rng.integers(0, R, 8 * (slot == 0)),
+    "nothing at times": lambda R, cycle, step, slot, rng: rng.integers(0, R, 8 * (cycle % 2)),
+    "nothing ever": lambda R, cycle, step, slot, rng: [],
+    "alike on all": lambda R, cycle, step, slot, rng: (np.arange(5) * 7 + cycle) % R,
+    "all rows": lambda R, cycle, step, slot, rng: rng.permutation(R),
+    "one owner": lambda R, cycle, step, slot, rng: ONE_OWNER * rng.integers(0, -(-R // ONE_OWNER), 6),
+    "first and last": lambda R, cycle, step, slot, rng: [0, R - 1, 0],
+    "one row": lambda R, cycle, step, slot, rng: [min(3, R - 1)] * 4,
+    "growing": lambda R, cycle, step, slot, rng: rng.integers(0, R, (0, 3, 12, 1, 9)[cycle] + step),
+    "once": lambda R, cycle, step, slot, rng: rng.integers(0, R // 2, 8 * (cycle == 0)) + slot % 2,
+}
+
+
+@dataclass(frozen=True)
+class Run:
+    """Cycles on some tables at once: their patterns and rows."""
+    tables: tuple[tuple[str, int], ...]
+    mode: str
+    dtype: str
+    parts: int                           # calls of add_rows in a step
+    cycles: int = 5
+    zeros: bool = False                  # initial values
+    debug: int = 0
+
+
+def all_runs() -> list[Run]:
+    """Each pattern in each mode and type, on tables of two of these sizes, with 1, 2 or 4 parts of a step."""
+    names, sizes, runs = [name for name in PATTERNS if name != "once"], (53, 48, 5, 1, 97, 2), []
+    for turn, (mode, dtype) in enumerate((mode, dtype) for mode in MODES for dtype in ("float32", "bfloat16")):
+        for first in range(0, len(names), 3):
+            for shift in (0, 1):
+                tables = tuple((name, sizes[(2 * k + first // 3 + 3 * shift) % len(sizes)])
+                               for k, name in enumerate(names[first:first + 3]))
+                runs.append(Run(tables, mode, dtype, (1, 2, 4)[(turn + first // 3 + shift) % 3]))
+    return runs + [Run((("once", 40), ("once", 31)), mode, "float32", 1, cycles=12, zeros=True) for mode in MODES]
+
+
+def reads(pattern: str, rows: int, cycle: int, step: int, slot: int) -> np.ndarray:
+    rng = np.random.default_rng([zlib.crc32(pattern.encode()), rows, cycle, step, slot])
+    return np.asarray(PATTERNS[pattern](rows, cycle, step, slot, rng)).astype(np.int32)
+
+
+def gradient(cycle: int, step: int, slot: int, read: np.ndarray) -> np.ndarray:
+    """Of the lines of a slot, -2 to 2: a stale row has another one, and sums are exact in every type and order."""
+    line, column = np.indices(read.shape)
+    return (3 * line + 5 * step + 7 * slot + 11 * cycle + 2 * column) % 3 - 1 + np.sign(read)
+
+
+def initial(rows: int, dtype: str, zeros: bool) -> Tensor:
+    values = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
+    return (0 * values if zeros else values).to(getattr(torch, dtype))
+
+
+def adam(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, cycle: int) -> None:
+    """Large steps: signs of rows change."""
+    step_size, decay = torch.tensor(0.3 / (cycle + 1), dtype=torch.float64), torch.tensor(0.01, dtype=torch.float64)
+    tg.adam_update(p, grad, m, v, 1 / SLOTS, BETAS, EPS, step_size, decay)
+
+
+def exact_array(x: Tensor) -> np.ndarray:
+    """numpy has no bf16; f32 holds every bf16 number."""
+    return (x.float() if x.dtype == torch.bfloat16 else x).detach().clone().numpy()
+
+
+COLLECTIVES = {"all_to_all_single": 1, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
+
+
+@contextlib.contextmanager
+def bytes_seen(rank: int) -> Iterator[dict[str, int]]:
+    """What goes into and comes out of collectives, without what a rank sends to itself."""
+    seen = dict(sent=0, received=0)
+
+    def spy(name: str, call: Callable) -> Callable:
+        def counted(out: Tensor, x: Tensor, out_splits=None, in_splits=None, **kwargs):
+            for key, tensor, splits in (("sent", x, in_splits), ("received", out, out_splits)):
+                everyone = [1] * dist.get_world_size() if splits is None else splits
+                if (key, name) in (("sent", "all_gather_into_tensor"), ("received", "reduce_scatter_tensor")):
+                    seen[key] += tensor.nbytes * (len(everyone) - 1)          # the same to, or a part from, each other
+                elif sum(everyone):
+                    assert tensor.nbytes % sum(everyone) == 0, (tensor.shape, everyone)
+                    seen[key] += tensor.nbytes // sum(everyone) * (sum(everyone) - everyone[rank])
+            splits = (out_splits, in_splits) if name == "all_to_all_single" else ()
+            return call(out, x, *splits, **kwargs)
+        return counted
+
+    with MonkeyPatch.context() as patch:
+        for name in COLLECTIVES:
+            patch.setattr(dist, name, spy(name, getattr(dist, name)))
+        yield seen
+
+
+class After:
+    """A handle whose wait does something more."""
+    def __init__(self, work: Any, then: Callable[[], object]) -> None:
+        self.work, self.then = work, then
+
+    def wait(self) -> None:
+        self.work.wait()
+        self.then()
+
+
+@contextlib.contextmanager
+def fault(name: str, fabric: tg.Fabric, tables: dict[str, tg.TableRows]) -> Iterator[None]:
+    """Something that a right comparison notices (and "overwritten after", which must change nothing)."""
+    call, fetch, plan_rows = dist.all_to_all_single, tg.TableRows.fetch, tg.Planner.plan
+    with MonkeyPatch.context() as patch:
+        def no_fetch(self, plan, head):
+            if plan.tag["cycle"] == 0:
+                fetch(self, plan, head)
+            self.cached = plan
+
+        def all_to_all(out, x, *splits, **kwargs):
+            rows = x.is_floating_point()                                      # not the lists of a plan
+            if name == "overwritten before" and rows:
+                x.fill_(torch.nan)
+            work = call(out, x, *splits, **kwargs)
+            if name == "overwritten after" and rows:
+                return After(work, lambda: x.fill_(torch.nan))
+            returned = rows and any(table.sums.data_ptr() == x.data_ptr() for table in tables.values())
+            if name == "list dropped" and returned and fabric.rank == fabric.world - 1:
+                return After(work, lambda: out[:splits[0][0]].zero_())
+            return work
+
+        def row_missing(self, *args):
+            plan, index = plan_rows(self, *args)
+            if len(plan.ids):
+                plan.counts[int(plan.ids[-1]) // plan.size] -= 1
+                plan.ids = plan.ids[:-1]
+            return plan, index
+
+        if name == "fetch left out":
+            patch.setattr(tg.TableRows, "fetch", no_fetch)
+        if name == "row missing":
+            patch.setattr(tg.Planner, "plan", row_missing)
+        patch.setattr(dist, "all_to_all_single", all_to_all)
+        yield
+
+
+def drive(fabric: tg.Fabric, run: Run, broken: str = "") -> list[dict[str, Any]]:
+    """The exchange alone. Returns for each table what this rank saw and holds."""
+    W, me, labels = fabric.world, fabric.rank, [f"table {k}" for k in range(len(run.tables))]
+    cfg = tg.Config(**tg.PRESETS["tiny"] | dict(row_comms=run.mode, dtype=run.dtype, debug_rows=run.debug))
+    slots = range(me, SLOTS, W)
+    mine = {label: [[[reads(*pattern, cycle, step, slot) for slot in slots] for step in range(STEPS)]
+                    for cycle in range(run.cycles)] for label, pattern in zip(labels, run.tables)}
+    specs = tuple(tg.Table(label, rows, 1, None) for label, (_, rows) in zip(labels, run.tables))
+    tables, moments, accounts = {}, {}, []
+    for spec in specs:
+        p = tg.filled(initial(spec.rows, run.dtype, run.zeros)[me::W], -(-spec.rows // W)).clone()
+        most = max(sum(len(x) for step in steps for x in step) for steps in mine[spec.label])
+        tables[spec.label] = tg.TableRows(spec, cfg, fabric, torch.nn.Parameter(p), most,
+                                           lambda **line: accounts.append(line))
+        moments[spec.label] = [torch.zeros(p.shape) for _ in "mv"]
+    found = [dict(cycles=[]) for _ in labels]
+    with MonkeyPatch.context() as patch, bytes_seen(me) as seen, fault(broken, fabric, tables):
+        patch.setattr(tg, "row_tables", lambda cfg: specs)
+        planner = tg.Planner(cfg, fabric)
+
+        def made(cycle: int) -> tuple[tg.Plans, dict[str, list[np.ndarray]]]:
+            tag, plans, index = dict(purpose="train", cycle=cycle, tokens=len(slots) and SLOTS), {}, {}
+            for label in labels:
+                lines = [np.concatenate(step) for step in mine[label][cycle]]
+                plans[label], index[label] = planner.plan(label, tag, False, lines)
+            if W > 1 and run.mode != "dense":
+                tg.exchange_plans(fabric, fabric.plan_group, run.dtype, plans)
+            for plan in plans.values():
+                plan.ids, plan.asked = torch.as_tensor(plan.ids), torch.as_tensor(plan.asked)
+            return plans, index
+
+        ahead = made(0)
+        for cycle in range(run.cycles):
+            (plans, index), ahead = ahead, made(cycle + 1) if cycle + 1 < run.cycles else None
+            for k, label in enumerate(labels):
+                plan = plans[label]
+                cache, sums = tables[label].ready(plan, None)
+                listed = run.mode == "sparse" and W > 1
+                what = dict(ids=plan.ids.numpy(), counts=plan.counts, asked=plan.asked.numpy(), index=index[label],
+                            asked_counts=plan.asked_counts, read=[],
+                            fetched=exact_array(cache[:len(plan.ids)] if listed else cache[plan.ids]))
+                if not listed:
+                    what["cache"] = exact_array(cache)
+                elif run.debug:
+                    what["poisoned"] = bool(cache[len(plan.ids):].isnan().all())
+                for step in range(STEPS):
+                    places = torch.from_numpy(index[label][step])
+                    read = exact_array(F.embedding(places, cache))
+                    borders = np.cumsum([0] + [len(x) for x in mine[label][cycle][step]])
+                    lines = [gradient(cycle, step, slot, read[a:b])
+                             for slot, a, b in zip(slots, borders, borders[1:])]
+                    grad = torch.from_numpy(np.concatenate(lines)).to(getattr(torch, run.dtype))
+                    for at, part in zip(places.tensor_split(run.parts), grad.tensor_split(run.parts)):
+                        tg.add_rows(sums, at, part)
+                    what["read"].append(read)
+                found[k]["cycles"].append(what)
+            returned = [tables[label].return_gradients() for label in labels]
+            for label, (grad, wait) in reversed(list(zip(labels, returned))):
+                wait()
+                table, early = tables[label], broken == "fetched early" and ahead
+                if early:
+                    table.fetch(ahead[0][label], None)
+                adam(table.mine.data, grad, *moments[label], cycle)
+                table.clear()
+                if early:
+                    table.cached = ahead[0][label]
+                elif ahead:
+                    table.fetch(ahead[0][label], None)
+        for label, what in zip(labels, found):
+            everything = tables[label].whole()
+            what.update(mine=exact_array(tables[label].mine), m=moments[label][0].numpy(), v=moments[label][1].numpy(),
+                        whole=None if everything is None else exact_array(everything),
+                        accounts=[x for x in accounts if x["table"] == label])
+            if label == labels[0]:                                            # whole() is no training
+                before_whole = dict(seen)
+            what["seen"] = before_whole
+    return found
+
+
+def exchange(rank: Rank) -> list:
+    fabric = rank.fabric()
+    return [drive(fabric, run) for run in all_runs()]
+
+
+FAULTY = Run((("uniform", 53), ("skewed", 48), ("all rows", 7)), "sparse", "float32", 2)
+FAULTS = ("fetch left out", "fetched early", "list dropped", "row missing", "overwritten after", "overwritten before")
+
+
+def faults(rank: Rank) -> dict:
+    fabric = rank.fabric()
+    found = {name: drive(fabric, FAULTY, name) for name in ("", *FAULTS)}
+    try:
+        drive(fabric, replace(FAULTY, debug=1), "row missing")
+    except tg.RunError as error:
+        found["row missing, debug"] = str(error)
+    return found
+
+
+def hand_made(fabric: tg.Fabric, table: tg.Table, rows: list[int], mode: str = "sparse", **tag: Any) -> tg.TablePlan:
+    with MonkeyPatch.context() as patch:
+        patch.setattr(tg, "row_tables", lambda cfg: (table,))
+        planner = tg.Planner(tg.Config(row_comms=mode), fabric)
+    tag = dict(purpose="train", cycle=0, tokens=SLOTS) | tag
+    plan, _ = planner.plan(table.label, tag, False, [np.asarray(rows, np.int32)])
+    if fabric.world > 1 and mode != "dense":
+        tg.exchange_plans(fabric, fabric.plan_group, "float32", {table.label: plan})
+    plan.ids, plan.asked = torch.as_tensor(plan.ids), torch.as_tensor(plan.asked)
+    return plan
+
+
+def debug(rank: Rank) -> dict:
+    """A sound run under --debug_rows, and what a gradient outside of the plan says."""
+    fabric, found = rank.fabric(), {}
+    for mode in MODES:
+        found[mode] = drive(fabric, replace(FAULTY, mode=mode, debug=1))
+        cfg = tg.Config(**tg.PRESETS["tiny"] | dict(row_comms=mode, debug_rows=1))
+        table = tg.Table("bigram_embed", 20, 1, None)
+        mine = torch.nn.Parameter(initial(-(-20 // rank.world), "float32", False))
+        rows = tg.TableRows(table, cfg, fabric, mine, 40, lambda **line: None)
+        _, sums = rows.ready(hand_made(fabric, table, [3, 3, 7], mode), None)
+        tg.add_rows(sums, torch.tensor([sums.shape[0] - 1], dtype=torch.int32), torch.ones(1, WIDTH))
+        try:
+            rows.return_gradients()[1]()
+            rows.clear()
+        except tg.RunError as error:
+            found[f"{mode}, outside"] = str(error)
+    return found
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Plans that ranks disagree about, lists that are wrong
+# ----------------------------------------------------------------------------------------------------------------------
+
+def two_tables(fabric: tg.Fabric, tag: dict, labels: tuple[str, ...] = ("one", "two")) -> tg.Plans:
+    """Every second row of each owner's slice."""
+    W, specs = fabric.world, tuple(tg.Table(label, 60, 1, None) for label in labels)
+    rows = np.flatnonzero(np.arange(60) // W % 2 == 0).astype(np.int32)
+    with MonkeyPatch.context() as patch:
+        patch.setattr(tg, "row_tables", lambda cfg: specs)
+        planner = tg.Planner(tg.Config(), fabric)
+        return {label: planner.plan(label, tag, False, [rows])[0] for label in labels}
+
+
+def errors_of(calls: list[Callable[[], object]]) -> str | None:
+    try:
+        for call in calls:
+            call()
+    except tg.FabricError as error:
+        return str(error)
+
+
+def swapped(rank: Rank) -> dict:
+    """Two exchanges of the same sizes, in another order on the last rank."""
+    fabric, found = rank.fabric(), {}
+    tag = dict(purpose="train", cycle=3, tokens=64)
+    send = lambda dtype="float32", labels=("one", "two"), **change: functools.partial(
+        tg.exchange_plans, fabric, fabric.plan_group, dtype, two_tables(fabric, tag | change, labels))
+    pairs = dict(cycle=[send(), send(cycle=4)], purpose=[send(), send(purpose="validation")],
+                 tokens=[send(), send(tokens=65)], dtype=[send(), send("bfloat16")],
+                 table=[send(), send(labels=("two", "one"))])
+    for name, pair in pairs.items():
+        found[name] = errors_of(pair[::-1] if rank.rank == rank.world - 1 else pair)
+    return found | dict(same=errors_of([send(), send(cycle=4)]))
+
+
+BAD = {                                  # what becomes of the places that rank 0 asks the last rank for
+    "sound": lambda x, size: x, "too large": lambda x, size: [*x[:-1], size], "negative": lambda x, size: [-1, *x[1:]],
+    "unsorted": lambda x, size: [x[1], x[0], *x[2:]], "duplicate": lambda x, size: [x[0], x[0], *x[2:]],
+    "another row": lambda x, size: [*x[:-1], x[-1] + 1]}
+
+
+def bad_ids(rank: Rank) -> dict:
+    """The announced sum is that of the bad list, but for "another row", which only the sum betrays."""
+    fabric, found, call = rank.fabric(), {}, dist.all_to_all_single
+    for name, change in BAD.items():
+        plans = two_tables(fabric, dict(purpose="train", cycle=0, tokens=64), ("table",))
+        plan, target = plans["table"], rank.world - 1
+        first, places = sum(plan.counts[:target]), (plan.ids % plan.size)[-plan.counts[target]:].tolist()
+        bad = change(places, plan.size)
+
+        def corrupt(out, x, *splits, **kwargs):
+            x = x.clone()
+            if x.dtype == torch.int64 and name != "another row":
+                x[target, 0, -1] = sum(bad)
+            elif x.dtype == torch.int32:
+                assert x[first:].tolist() == places, "another message than this case knows"
+                x[first:] = torch.tensor(bad, dtype=torch.int32)
+            return call(out, x, *splits, **kwargs)
+
+        with MonkeyPatch.context() as patch:
+            if rank.rank == 0:
+                patch.setattr(dist, "all_to_all_single", corrupt)
+            found[name] = errors_of([lambda: tg.exchange_plans(fabric, fabric.plan_group, "float32", plans)])
+    return found
+
+
+def two_cycles(rank: Rank) -> dict:
+    """Batches of two cycles before one update: what is returned in the end, or what is said."""
+    fabric, found, table = rank.fabric(), {}, tg.Table("bigram_embed", 20, 1, None)
+    for mode in MODES:
+        cfg = tg.Config(**tg.PRESETS["tiny"] | dict(row_comms=mode))
+        mine = torch.nn.Parameter(initial(-(-20 // rank.world), "float32", False))
+        rows = tg.TableRows(table, cfg, fabric, mine, 40, lambda **line: None)
+        plans = [hand_made(fabric, table, [row, row + 1], mode, cycle=row) for row in (3, 9)]
+        try:
+            for plan in plans:
+                _, sums = rows.ready(plan, None)
+                places = torch.arange(2) if rows.listed else plan.ids
+                tg.add_rows(sums, places.int(), torch.ones(2, WIDTH))
+            grad, wait = rows.return_gradients()
+            wait()
+            found[mode] = float(grad.sum())
+        except tg.RunError as error:
+            found[mode] = str(error)
+    return found
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Executors of a small model
+# ----------------------------------------------------------------------------------------------------------------------
+
+MODEL_SLOTS, SPLIT_STEP, MODEL_STEPS = 24, 3, 8
+
+
+@contextlib.contextmanager
+def few_layers() -> Iterator[None]:
+    """Three layers and two value tables."""
+    layers = (tg.Layer("paired", value=0, keep_as=tg.SKIP), tg.Layer("none", add=tg.SKIP),
+              tg.Layer("plain", "long", value=1, key_shift=True, keep_as=tg.BACKOUT))
+    counts = dict(residual=3, attention=6, bigram=3, smear=1, backout=1, skip=1)
+    with MonkeyPatch.context() as patch:
+        patch.setattr(tg, "LAYERS", layers)
+        patch.setattr(tg, "ATTENTION_LAYERS", (0, 2))
+        patch.setattr(tg, "NUM_VALUE_TABLES", 2)
+        patch.setattr(tg, "SCALARS", {name: tg.SCALARS[name][:count] for name, count in counts.items()})
+        yield
+
+
+def small_config(**changes: Any) -> tg.Config:
+    """Tables of 513 and 1026 rows and of 61: nothing that a number of ranks divides. 16 or 32 tokens a slot."""
+    batches = [tokens * MODEL_SLOTS for tokens in (16, 16, 32, 32)]
+    stages = tuple(replace(stage, batch_tokens=tokens) for stage, tokens in zip(tg.STAGES, batches))
+    fields = dict(num_slots=MODEL_SLOTS, stages=stages, val_batch_tokens=16 * MODEL_SLOTS, val_tokens=32 * MODEL_SLOTS,
+                  dtype="float64", num_heads=2, head_dim=8, model_dim=16, padded_vocab=513, bigram_rows=61,
+                  num_scheduled_steps=3, num_extension_steps=MODEL_STEPS - 3, device="cpu", comm_timeout=COMM_TIMEOUT)
+    cfg = tg.Config(**tg.PRESETS["tiny"] | fields | changes)
+    headers = tg.find_shards(cfg.train_files)
+    return tg.resolve(cfg, headers, headers)
+
+
+@contextlib.contextmanager
+def small_run(fabric: tg.Fabric, cfg: tg.Config, steps: int = MODEL_STEPS
+              ) -> Iterator[tuple[tg.Executor, tg.Loader, list[tg.Values]]]:
+    """An executor with weights that leave no term at zero, and a started loader."""
+    with few_layers():
+        executor = tg.Executor(cfg, fabric, tg.attention_reference, "plain")
+        plan = [tg.Schedule(cfg).at(step) for step in range(steps)]
+        for label, p in executor.model.named_parameters():
+            rows = {table.label: table.rows for table in tg.row_tables(cfg)}.get(label, len(p))
+            values = torch.randn(rows, *p.shape[1:], generator=torch.Generator().manual_seed(zlib.crc32(label.encode())))
+            mine = tg.filled(values[fabric.rank::fabric.world], len(p)) if label in executor.tables else values
+            p.data.add_(0.2 * mine.to(p.dtype))
+        if fabric.world == 1:
+            executor.model.embed.data.copy_(executor.model.lm_head.t())
+        loader = tg.Loader(cfg, fabric, tg.find_shards(cfg.train_files), plan, executor.exchange_ahead)
+        loader.start()
+        try:
+            yield executor, loader, plan
+        finally:
+            loader.close()
+
+
+def everything(executor: tg.Executor, labels: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Weights in logical order on rank 0, moments as they lie."""
+    weights = executor.weights()
+    found = {f"{label}": exact_array(weights[label]) for label in labels if weights[label] is not None}
+    return found | {f"{label}.{name}": exact_array(executor.optimizer.state[label][name])
+                    for label in labels for name in "mv"}
+
+
+ROW_LABELS = ("embed", "lm_head", "bigram_embed", "value_embed")
+
+
+def split(rank: Rank) -> dict:
+    """Eight steps by hand, with integers for gradients: right after the split, and four steps later."""
+    fabric, found = rank.fabric(small_config()), {}
+    for mode in MODES:
+        cfg = small_config(row_comms=mode, dtype="float32")
+        with small_run(fabric, cfg) as (executor, loader, plan):
+            assert tg.Schedule(cfg).split_step == SPLIT_STEP
+            slots = range(rank.rank, MODEL_SLOTS, rank.world)
+            for values in plan:
+                batch = loader.next(values)
+                for label, table in executor.tables.items():
+                    cache, sums = table.ready(batch.plans[label], executor.model.lm_head)
+                    index = batch.rows[label].reshape(len(slots), -1)
+                    lines = [gradient(0, values.step, slot, exact_array(cache[at.long()])) for slot, at in zip(slots, index)]
+                    tg.add_rows(sums, index, torch.from_numpy(np.stack(lines)).float())
+                for label, p in executor.model.named_parameters():
+                    if label not in executor.tables:
+                        generator = torch.Generator().manual_seed(zlib.crc32(f"{values.step}/{label}".encode()))
+                        whole = torch.randint(-2, 3, (MODEL_SLOTS, *p.shape), generator=generator)
+                        mine = whole[rank.rank::rank.world].sum(dim=0).to(p.dtype)
+                        p.grad = mine if p.grad is None else p.grad + mine
+                executor.optim_step(values, loader.plans_ahead)
+                if values.step in (SPLIT_STEP, MODEL_STEPS - 1):
+                    found[mode, values.step] = everything(executor, ROW_LABELS)
+            found[mode, "counts"] = executor.optimizer.adam_steps
+    return found
+
+
+def evaluation(rank: Rank) -> dict:
+    """Real steps with evaluations and a next token at starts and in middles of cycles, and without."""
+    fabric, found = rank.fabric(small_config()), {}
+    for mode in MODES:
+        for looks in ((), (0, 2, 3, 6)):
+            cfg, seen = small_config(row_comms=mode, debug_rows=1), []
+            with small_run(fabric, cfg) as (executor, loader, plan):
+                validation = tg.ValidationSet(cfg, fabric, tg.find_shards(cfg.val_files), executor.exchange)
+                for values in plan:
+                    batch = loader.next(values)
+                    if values.step in looks:
+                        seen.append(executor.evaluate(validation.batches(values), values))
+                        seen.append(float(executor.next_logits([511, 3, 9, 3], values).sum()))
+                    executor.forward_backward(batch, values)
+                    executor.optim_step(values, loader.plans_ahead)
+                found[mode, len(looks)] = dict(seen=seen, traffic=executor.traffic(), **everything(executor, ROW_LABELS))
+    return found
+
+
+def graphs(fabric: tg.Fabric, cfg: tg.Config, steps: int) -> dict:
+    """Graphs after each step of a compiled run, all in the first stage, with an evaluation in each cycle."""
+    from torch._dynamo.utils import counters
+    torch._dynamo.reset()
+    counters.clear()
+    found = dict(graphs=[], losses=[], grads=[])
+    with MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+        with small_run(fabric, cfg, steps) as (executor, loader, plan):
+            validation = tg.ValidationSet(cfg, fabric, tg.find_shards(cfg.val_files), executor.exchange)
+            for values in plan:
+                batch = loader.next(values)
+                if values.adam_step:
+                    executor.evaluate(validation.batches(values), values)
+                found["losses"].append(exact_array(executor.forward_backward(batch, values).slot_sums))
+                found["grads"].append([label for label in executor.tables
+                                       if executor.model.get_parameter(label).grad is not None])
+                executor.optim_step(values, loader.plans_ahead)
+                found["graphs"].append(counters["stats"]["unique_graphs"])
+    return found
+
+
+def compiled(rank: Rank) -> dict:
+    stay = dict(num_scheduled_steps=30, num_extension_steps=2)
+    fabric = rank.fabric(small_config(**stay))
+    return {compile: graphs(fabric, small_config(compile=compile, **stay), 6) for compile in (0, 1)}
+
+
+CASES = {                                # name -> numbers of ranks, what to do
+    "exchange": (WORLDS, exchange),
+    "faults": ((2, 4), faults),
+    "debug": ((1, 2, 3), debug),
+    "two_cycles": ((1, 2), two_cycles),
+    "swapped": ((2, 3), swapped),
+    "bad_ids": ((2, 3), bad_ids),
+    "split": ((1, 2, 3, 4), split),
+    "evaluation": ((1, 2, 4), evaluation),
+    "compiled": ((1, 2), compiled),
+}
+
+# ----------------------------------------------------------------------------------------------------------------------
+# The Triton body without a GPU
+# ----------------------------------------------------------------------------------------------------------------------
+
+LINES = 4                                # less than a row has: its lines cross blocks
+
+
+def lines_of_rows(width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """sums (13, D), index with 11 lines of one row and the first and the last row, small integers as gradients."""
+    generator = torch.Generator().manual_seed(width)
+    index = torch.tensor([12, 3, 3, 0, 3, 7, 3, 3, 12, 3, 3, 3, 3, 0, 3, 3, 9], dtype=torch.int32)
+    draw = lambda *shape: torch.randint(-8, 9, shape, generator=generator).float()
+    return draw(13, width), index, draw(len(index), width)
+
+
+def launch(sums: Tensor, index: Tensor, grad: Tensor) -> None:
+    rows, order = index.sort(stable=True)
+    tg.jitted(tg.add_rows_kernel)[(len(index),)](sums, rows, order, grad, len(index), grad.shape[1], LINES=LINES,
+                                                 WIDTH=1 << (grad.shape[1] - 1).bit_length())
+
+
+def interpret() -> dict:
+    """With TRITON_INTERPRET=1. small: what is wrong, by width; large: rows behind 2^31 elements."""
+    found = dict(small={}, bf16={})
+    for width in (1, 5, 16, 24):
+        sums, index, grad = lines_of_rows(width)
+        for key, x in (("small", grad), ("bf16", grad.bfloat16())):
+            want = sums.double().index_add(0, index.long(), x.double())
+            launch(got := sums.clone(), index, x)
+            found[key][width] = float((got - want).abs().max())
+    rows = 2**31 // 24 + 3
+    sums = torch.empty(rows, 24)                                              # pages come with the first write
+    touched = torch.tensor([0, rows - 2, rows - 1])
+    sums[touched] = 1.0
+    launch(sums, touched[[2, 0, 1, 2, 2]].int(), torch.arange(5.0)[:, None].expand(5, 24).contiguous())
+    return found | dict(large=sums[touched].unique(dim=1).flatten().tolist())
+
+
+def compile_ahead() -> dict:
+    """PTX and the intermediate form for two generations of GPUs."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    kernel, found = tg.jitted(tg.add_rows_kernel), {}
+    for grad, capability in (("*bf16", 80), ("*bf16", 90), ("*fp32", 90)):
+        signature = dict(sums="*fp32", rows="*i32", order="*i64", grad=grad, count="i32", width="i32",
+                         LINES="constexpr", WIDTH="constexpr")
+        source = ASTSource(fn=kernel, signature=signature, constexprs={(6,): tg.ADD_ROWS_LINES, (7,): 1024})
+        done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4))
+        found[f"{capability} {grad}"] = dict(ptx=done.asm["ptx"], ttir=done.asm["ttir"], cubin=len(done.asm["cubin"]))
+    return found
+
+# ----------------------------------------------------------------------------------------------------------------------
+# Processes
+# ----------------------------------------------------------------------------------------------------------------------
+
+def one_rank(rank: int, world: int, folder: Path, cases: dict[str, Callable[[Rank], Any]]) -> None:
+    stuck = open(folder / f"stuck.{rank}", "w")
+    faulthandler.dump_traceback_later(WORLD_DEADLINE, exit=True, file=stuck)
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
+    store = dist.FileStore(str(folder / "meeting"), world)
+    for name, case in cases.items():
+        if store.add(name, 1) == world:
+            store.set(f"{name}, all", "here")
+        store.wait([f"{name}, all"], timedelta(seconds=4 * COMM_TIMEOUT))
+        began = time.perf_counter()
+        try:
+            found = case(Rank(rank, world, folder, name))
+            (folder / f"{name}.{rank}.pickle").write_bytes(pickle.dumps(found))
+        except BaseException:
+            (folder / f"{name}.{rank}.error").write_text(traceback.format_exc())
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        if rank == 0:
+            print(f"W = {world}: {name} {time.perf_counter() - began:.2f} s", flush=True)
+
+
+def run_world(world: int, folder: Path) -> list:
+    context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    cases = {name: case for name, (worlds, case) in CASES.items() if world in worlds}
+    place = folder / f"w{world}"
+    place.mkdir()
+    ranks = [context.Process(target=one_rank, args=(rank, world, place, cases)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    return ranks
+
+
+def main(folder: Path) -> None:
+    gc.collect()
+    gc.freeze()                          # spares each rank's collector a look at it all, and copies of the pages
+    for together in (8,), (4, 1), (2,), (3,):
+        for process in [process for world in together for process in run_world(world, folder)]:
+            process.join()
+
+
+if __name__ == "__main__":
+    place, what = Path(sys.argv[1]).resolve(), sys.argv[2:]
+    if what:
+        (place / f"{what[0]}.json").write_text(json.dumps(dict(interpret=interpret, compile=compile_ahead)[what[0]]()))
+    else:
+        main(place)
