@@ -185,7 +185,7 @@ def flag_text(value: Any) -> str:
                              for x in astuple(stage)) for stage in value)
 
 def nearest(name: str, known: Iterable) -> str:
-    return ", ".join(difflib.get_close_matches(name, list(map(str, known)), 3, 0.4)) or "--help"
+    return "nearest: " + (", ".join(difflib.get_close_matches(name, list(map(str, known)), 3, 0.4)) or "--help")
 
 def parse_value(knob_field: Field, text: str) -> Any:
     """Text of a flag -> value of its field. Raises ConfigError."""
@@ -198,8 +198,7 @@ def parse_value(knob_field: Field, text: str) -> Any:
         raise ConfigError(f"--{name}", repr(text), f"{kind.__name__}, {meta['unit']}: {meta['about']}",
                           f"for example --{name}={flag_text(knob_field.default)}") from None
     if meta["choices"] and value not in meta["choices"]:
-        raise ConfigError(f"--{name}", repr(text), f"one of {list(meta['choices'])}",
-                          f"nearest: {nearest(text, meta['choices'])}")
+        raise ConfigError(f"--{name}", repr(text), f"one of {list(meta['choices'])}", nearest(text, meta["choices"]))
     return value
 
 def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
@@ -220,9 +219,9 @@ def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
         raise ConfigError("flags", error, "--field=value", "see --help") from None
     if unknown:
         near = nearest(unknown[0].partition("=")[0], [f"--{known}" for known in ("preset", *knobs)])
-        raise ConfigError("unknown flag", unknown[0], "--field=value with a field that exists", f"nearest: {near}")
+        raise ConfigError("unknown flag", unknown[0], "--field=value with a field that exists", near)
     if flags.preset not in PRESETS:
-        raise ConfigError("unknown preset", flags.preset, list(PRESETS), f"nearest: {nearest(flags.preset, PRESETS)}")
+        raise ConfigError("unknown preset", repr(flags.preset), list(PRESETS), nearest(flags.preset, PRESETS))
     given = {name: parse_value(f, text) for name, f in knobs.items() if (text := getattr(flags, name)) is not None}
     if flags.words and not flags.sample:
         raise ConfigError("a word without a flag", flags.words, "--field=value", "a prompt needs --sample=DIR")
@@ -1244,8 +1243,8 @@ class TableRows:
     def __init__(self, table: Table, cfg: Config, fabric: Fabric, mine: Tensor, most_tokens: int, report: Callable):
         """mine (C, D): the slice, a parameter. most_tokens: read by a rank in a cycle; the buffers never grow."""
         assert (table.home, table.rule, table.cycle) == ("device", "adam", CYCLE), f"nothing keeps {table} yet"
-        self.table, self.fabric, self.mine, self.report = table, fabric, mine, report
-        self.mode, self.debug, self.totals = cfg.row_comms, cfg.debug_rows, dict(bytes_sent=0, bytes_received=0, bytes_dense=0)
+        self.table, self.fabric, self.mine, self.report, self.mode = table, fabric, mine, report, cfg.row_comms
+        self.debug, self.totals = cfg.debug_rows, dict(bytes_sent=0, bytes_received=0, bytes_dense=0)
         (size, width), W, exact = mine.shape, fabric.world, torch.promote_types(mine.dtype, torch.float32)
         self.listed = self.mode == "sparse" and W > 1
         self.grad = mine.new_zeros(size, width, dtype=exact)                  # of the slice, summed over ranks
@@ -1296,7 +1295,7 @@ class TableRows:
     def ready(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
         """The cache with the plan's rows, and the sums for their gradients. Raises RunError inside another cycle."""
         if plan not in self.open:
-            if self.open and self.listed:
+            if self.open and self.fabric.world > 1:
                 raise RunError(f"gradients of {self.table.label}", f"of {self.open[0].tag}, now {plan.tag}",
                                "batches of one cycle", "optim_step on its last step first")
             self.open.append(plan)

@@ -94,7 +94,7 @@ def planned(cfg: tg.Config, batch: tg.Batch, where: tg.Fabric | None = None) -> 
     tied = tg.Schedule(cfg).at(batch.step).tied
     for table in tg.row_tables(cfg):
         plan, found = planner.plan(table.label, tag, table.tied and tied, [batch.rows[table.label].numpy()])
-        plan.ids = plan.asked = torch.from_numpy(plan.ids)
+        plan.ids, plan.asked = torch.from_numpy(plan.ids), torch.from_numpy(plan.asked)
         plans[table.label], rows[table.label] = plan, torch.from_numpy(found[0])
     return batch._replace(plans=plans, rows=rows)
 
@@ -148,7 +148,7 @@ def add_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor) -> None:
     table = optimizer.tables[label]
     tag, tied = dict(purpose="test", cycle=0, tokens=len(grad)), table.table.tied and optimizer.tied
     plan, _ = tg.Planner(optimizer.cfg, fabric()).plan(label, tag, tied, [np.arange(len(grad), dtype=np.int32)])
-    plan.ids = plan.asked = torch.from_numpy(plan.ids).to(table.grad.device)
+    plan.ids, plan.asked = (torch.from_numpy(x).to(table.grad.device) for x in (plan.ids, plan.asked))
     table.grad.add_(grad.to(table.grad.dtype))
     table.open.append(plan)
 

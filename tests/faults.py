@@ -235,6 +235,9 @@ PLACES: dict[str, Callable] = {
     "forward": lambda tg, act: in_step(tg, act, tg, "relu_sq_mlp"),
     "a reduction": lambda tg, act: in_step(tg, act, tg.dist, "reduce_scatter_tensor", behind=True),
     "a gather": lambda tg, act: in_step(tg, act, tg.dist, "all_gather_into_tensor", behind=True),
+    "the gradients' return": lambda tg, act: in_step(tg, act, tg.TableRows, "return_gradients"),
+    "the fetch": lambda tg, act: in_step(tg, act, tg.TableRows, "fetch"),
+    "the exchange": lambda tg, act: in_step(tg, in_thread(act), tg, "exchange_plans"),
     "the loader": lambda tg, act: in_step(tg, in_thread(act), tg, "make_slot"),
     "the reader": lambda tg, act: in_step(tg, in_thread(act), tg.np, "fromfile"),
     "validation": lambda tg, act: in_step(tg, act, tg, "next_token_losses"),
@@ -254,6 +257,13 @@ def kill(tg, folder: Path) -> None:
 def break_weights(tg, folder: Path) -> None:
     inner = tg.relu_sq_mlp
     tg.relu_sq_mlp = lambda *args: inner(*args) * float("nan")
+
+
+def change_plans(tg, key: str, by: int, split: bool = False) -> None:
+    """From here on this rank's row plans say another cycle, or other tokens, or are on the other side of the split."""
+    def plan(self, label, tag, tied, rows):
+        return inner(self, label, tag | {key: tag[key] + by}, tied != (split and label == "embed"), rows)
+    inner, tg.Planner.plan = tg.Planner.plan, plan
 
 
 def fill_disk(tg, folder: Path, for_good: bool = False) -> None:
@@ -299,6 +309,9 @@ ACTS: dict[str, Callable] = {
     "out of memory": lambda tg, folder: fail(tg.torch.OutOfMemoryError("Tried to allocate 2.00 GiB.\nMore lines.")),
     "out of host memory": lambda tg, folder: tg.torch.empty(10**15),
     "NaN": break_weights,
+    "another cycle": lambda tg, folder: change_plans(tg, "cycle", 1),
+    "another split": lambda tg, folder: change_plans(tg, "cycle", 1, split=True),
+    "other tokens": lambda tg, folder: change_plans(tg, "tokens", 8),
     "full disk": fill_disk,
     "full quota": lambda tg, folder: fill_disk(tg, folder, for_good=True),
     "removed run_dir": lambda tg, folder: shutil.rmtree(folder / "run"),

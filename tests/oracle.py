@@ -503,7 +503,7 @@ class Trajectory:
         self.cfg = oracle.config("trajectory", meta["slot_tokens"], val_batch_tokens=val_batch_tokens)
         self.schedule, self.fabric = tg.Schedule(self.cfg), fabric
         self.executor = executor_with(self.cfg, self.stored, fabric)
-        self.ready: list[tg.Batch] = []                                  # of the cycle, not yet used
+        self.ready = self.cycle(0)                                       # batches of the cycle that are not yet used
 
     def batches(self, pattern: str, steps: Sequence[tg.Values]) -> list[tg.Batch]:
         """This rank's slots of each step, planned together; the pattern is that of the keys of a step."""
@@ -522,12 +522,10 @@ class Trajectory:
                 assert logical_rows(self.cfg, batch, label).equal(of_all[rank::world].long()), f"other rows of {label}"
         return made
 
-    def next_batch(self, step: int) -> tg.Batch:
-        """Of a step; the plans are those of its cycle, however many steps that has."""
-        if not self.ready:
-            last = min(step + tg.CYCLE, self.schedule.total_steps)
-            self.ready = self.batches("{}.{}", [self.schedule.at(k) for k in range(step, last)])
-        return self.ready.pop(0)
+    def cycle(self, step: int) -> list[tg.Batch]:
+        """Of the step and those that share its plans: one more, but for the last cycle."""
+        last = min(step + tg.CYCLE, self.schedule.total_steps)
+        return self.batches("{}.{}", [self.schedule.at(k) for k in range(step, last)]) if step < last else []
 
     def check_part(self, key: str, part: Tensor, label: str = "", at: np.ndarray | None = None, owned: bool = False
                    ) -> None:
@@ -593,7 +591,7 @@ class Trajectory:
 
     def check_step(self, step: int, values: tg.Values) -> None:
         self.check_values(step, values)
-        slot_sums = self.executor.forward_backward(self.next_batch(step), values).slot_sums
+        slot_sums = self.executor.forward_backward(self.ready.pop(0), values).slot_sums
         of_all = slot_sums.new_zeros(self.cfg.num_slots)
         of_all[self.fabric.rank::self.fabric.world] = slot_sums
         self.check_part(f"slot_loss.{step}", of_all)
@@ -602,7 +600,8 @@ class Trajectory:
             self.check_part(f"grad_samp.{step}.{label}", grad, label, at=self.vectors[f"idx.{label}"])
             if self.fabric.world == 1:
                 self.vectors.check(f"grad_norm.{step}.{label}", grad.double().norm())
-        self.executor.optim_step(values)
+        self.ready = self.ready or self.cycle(step + 1)
+        self.executor.optim_step(values, lambda: self.ready[0].plans if self.ready else None)     # as the loader tells
         self.vectors.check(f"split_after.{step}", not self.executor.optimizer.tied)
         weights = self.executor.weights()
         for label in self.executor.optimizer.rows:

@@ -12,6 +12,7 @@ import contextlib
 import faulthandler
 import functools
 import gc
+import itertools
 import json
 import multiprocessing
 import os
@@ -42,7 +43,7 @@ import train_gpt as tg
 WORLDS = (1, 2, 3, 4, 8)
 COMM_TIMEOUT = 20                        # s
 WORLD_DEADLINE = 120                     # s for all cases of a world; then a rank says where it is
-MODES = ("sparse", "sparse_scatter", "dense")
+MODES, TYPES = ("sparse", "sparse_scatter", "dense"), ("float32", "bfloat16")
 
 
 @dataclass
@@ -96,16 +97,19 @@ class Run:
     debug: int = 0
 
 
-def all_runs() -> list[Run]:
-    """Each pattern in each mode and type, on tables of two of these sizes, with 1, 2 or 4 parts of a step."""
+def all_runs(world: int) -> list[Run]:
+    """Each pattern with 1, 2 or 4 parts of a step. Up to two ranks in each mode and type, on tables of two sizes each;
+    for more ranks, which cost more, in sparse mode with both types, in the other modes with one."""
     names, sizes, runs = [name for name in PATTERNS if name != "once"], (53, 48, 5, 1, 97, 2), []
-    for turn, (mode, dtype) in enumerate((mode, dtype) for mode in MODES for dtype in ("float32", "bfloat16")):
-        for first in range(0, len(names), 3):
-            for shift in (0, 1):
-                tables = tuple((name, sizes[(2 * k + first // 3 + 3 * shift) % len(sizes)])
-                               for k, name in enumerate(names[first:first + 3]))
-                runs.append(Run(tables, mode, dtype, (1, 2, 4)[(turn + first // 3 + shift) % 3]))
-    return runs + [Run((("once", 40), ("once", 31)), mode, "float32", 1, cycles=12, zeros=True) for mode in MODES]
+    for turn, (mode, dtype) in enumerate((mode, dtype) for mode in MODES for dtype in TYPES):
+        for group, shift in itertools.product(range(len(names) // 3), (0, 1)):
+            one_size, one_type = (group + turn) % 2 == shift, TYPES[(turn // 2 + group) % 2] == dtype
+            if world <= 2 or (one_size and (mode == "sparse" or one_type)):
+                tables = tuple((name, sizes[(2 * k + group + 3 * shift) % len(sizes)])
+                               for k, name in enumerate(names[3 * group:3 * group + 3]))
+                runs.append(Run(tables, mode, dtype, (1, 2, 4)[(turn + group + shift) % 3]))
+    return runs + [Run((("once", 40), ("once", 31)), mode, "float32", 1, cycles=12, zeros=True)
+                   for mode in (MODES if world <= 2 else ("sparse",))]
 
 
 def reads(pattern: str, rows: int, cycle: int, step: int, slot: int) -> np.ndarray:
@@ -121,7 +125,7 @@ def gradient(cycle: int, step: int, slot: int, read: np.ndarray) -> np.ndarray:
 
 def initial(rows: int, dtype: str, zeros: bool) -> Tensor:
     values = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(rows))
-    return (0 * values if zeros else values).to(getattr(torch, dtype))
+    return (torch.zeros_like(values) if zeros else values).to(getattr(torch, dtype))
 
 
 def adam(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, cycle: int) -> None:
@@ -277,20 +281,19 @@ def drive(fabric: tg.Fabric, run: Run, broken: str = "") -> list[dict[str, Any]]
                     table.cached = ahead[0][label]
                 elif ahead:
                     table.fetch(ahead[0][label], None)
+        moved = dict(seen)                                                    # whole() is no training
         for label, what in zip(labels, found):
             everything = tables[label].whole()
             what.update(mine=exact_array(tables[label].mine), m=moments[label][0].numpy(), v=moments[label][1].numpy(),
                         whole=None if everything is None else exact_array(everything),
                         accounts=[x for x in accounts if x["table"] == label])
-            if label == labels[0]:                                            # whole() is no training
-                before_whole = dict(seen)
-            what["seen"] = before_whole
+            what["seen"] = moved
     return found
 
 
 def exchange(rank: Rank) -> list:
     fabric = rank.fabric()
-    return [drive(fabric, run) for run in all_runs()]
+    return [drive(fabric, run) for run in all_runs(rank.world)]
 
 
 FAULTY = Run((("uniform", 53), ("skewed", 48), ("all rows", 7)), "sparse", "float32", 2)
@@ -317,6 +320,30 @@ def hand_made(fabric: tg.Fabric, table: tg.Table, rows: list[int], mode: str = "
         tg.exchange_plans(fabric, fabric.plan_group, "float32", {table.label: plan})
     plan.ids, plan.asked = torch.as_tensor(plan.ids), torch.as_tensor(plan.asked)
     return plan
+
+
+def reset(rank: Rank) -> dict:
+    """Gradients after a reset in the middle of a cycle, with rows on their way, and from the start."""
+    fabric, found, table = rank.fabric(), {}, tg.Table("bigram_embed", 20, 1, None)
+    for mode, disturbed in itertools.product(MODES, (True, False)):
+        cfg = tg.Config(**tg.PRESETS["tiny"] | dict(row_comms=mode))
+        mine = torch.nn.Parameter(initial(-(-20 // rank.world), "float32", False))
+        rows = tg.TableRows(table, cfg, fabric, mine, 40, lambda **line: None)
+        buffers = [x.data_ptr() for x in (rows.mine, rows.cache, rows.sums, rows.grad)]
+        if disturbed:
+            _, sums = rows.ready(hand_made(fabric, table, [3, 4, 5], mode), None)
+            tg.add_rows(sums, torch.tensor([0, 1], dtype=torch.int32), torch.ones(2, WIDTH))
+            rows.return_gradients()[1]()
+            rows.fetch(hand_made(fabric, table, [8, 9], mode, cycle=1), None)
+            rows.reset()
+        cache, sums = rows.ready(plan := hand_made(fabric, table, [7, 12], mode, cycle=2), None)
+        places = torch.arange(2) if rows.listed else plan.ids
+        tg.add_rows(sums, places.int(), cache[places].detach())
+        grad, wait = rows.return_gradients()
+        wait()
+        found[mode, disturbed] = grad.numpy().copy()
+        assert buffers == [x.data_ptr() for x in (rows.mine, rows.cache, rows.sums, rows.grad)], "buffers moved"
+    return found
 
 
 def debug(rank: Rank) -> dict:
@@ -363,8 +390,11 @@ def swapped(rank: Rank) -> dict:
     """Two exchanges of the same sizes, in another order on the last rank."""
     fabric, found = rank.fabric(), {}
     tag = dict(purpose="train", cycle=3, tokens=64)
-    send = lambda dtype="float32", labels=("one", "two"), **change: functools.partial(
-        tg.exchange_plans, fabric, fabric.plan_group, dtype, two_tables(fabric, tag | change, labels))
+
+    def send(dtype: str = "float32", labels: tuple[str, ...] = ("one", "two"), **change: Any) -> Callable[[], None]:
+        plans = two_tables(fabric, tag | change, labels)
+        return functools.partial(tg.exchange_plans, fabric, fabric.plan_group, dtype, plans)
+
     pairs = dict(cycle=[send(), send(cycle=4)], purpose=[send(), send(purpose="validation")],
                  tokens=[send(), send(tokens=65)], dtype=[send(), send("bfloat16")],
                  table=[send(), send(labels=("two", "one"))])
@@ -401,6 +431,30 @@ def bad_ids(rank: Rank) -> dict:
             if rank.rank == 0:
                 patch.setattr(dist, "all_to_all_single", corrupt)
             found[name] = errors_of([lambda: tg.exchange_plans(fabric, fabric.plan_group, "float32", plans)])
+    return found
+
+
+def addends(rank: int) -> Tensor:
+    """Numbers of which no two orders have the same sum in f32."""
+    scale = torch.tensor([1e-4, 1.0, 1e3])[rank % 3]
+    return scale * torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(rank))
+
+
+def rank_order(rank: Rank) -> dict:
+    """Gradients of all ranks for all rows, by slice."""
+    fabric, found, table = rank.fabric(), {}, tg.Table("bigram_embed", 20, 1, None)
+    for mode in ("sparse", "sparse_scatter"):
+        cfg = tg.Config(**tg.PRESETS["tiny"] | dict(row_comms=mode))
+        mine = torch.nn.Parameter(initial(-(-20 // rank.world), "float32", False))
+        rows = tg.TableRows(table, cfg, fabric, mine, 40, lambda **line: None)
+        plan = hand_made(fabric, table, list(range(20)), mode)
+        _, sums = rows.ready(plan, None)
+        places = torch.arange(20) if rows.listed else plan.ids
+        logical = plan.ids % plan.size * rank.world + plan.ids // plan.size
+        tg.add_rows(sums, places.int(), addends(rank.rank)[logical])
+        grad, wait = rows.return_gradients()
+        wait()
+        found[mode] = grad.numpy().copy()
     return found
 
 
@@ -466,7 +520,8 @@ def small_run(fabric: tg.Fabric, cfg: tg.Config, steps: int = MODEL_STEPS
         plan = [tg.Schedule(cfg).at(step) for step in range(steps)]
         for label, p in executor.model.named_parameters():
             rows = {table.label: table.rows for table in tg.row_tables(cfg)}.get(label, len(p))
-            values = torch.randn(rows, *p.shape[1:], generator=torch.Generator().manual_seed(zlib.crc32(label.encode())))
+            generator = torch.Generator().manual_seed(zlib.crc32(label.encode()))
+            values = torch.randn(rows, *p.shape[1:], generator=generator)
             mine = tg.filled(values[fabric.rank::fabric.world], len(p)) if label in executor.tables else values
             p.data.add_(0.2 * mine.to(p.dtype))
         if fabric.world == 1:
@@ -503,7 +558,8 @@ def split(rank: Rank) -> dict:
                 for label, table in executor.tables.items():
                     cache, sums = table.ready(batch.plans[label], executor.model.lm_head)
                     index = batch.rows[label].reshape(len(slots), -1)
-                    lines = [gradient(0, values.step, slot, exact_array(cache[at.long()])) for slot, at in zip(slots, index)]
+                    lines = [gradient(0, values.step, slot, exact_array(cache[at.long()]))
+                             for slot, at in zip(slots, index)]
                     tg.add_rows(sums, index, torch.from_numpy(np.stack(lines)).float())
                 for label, p in executor.model.named_parameters():
                     if label not in executor.tables:
@@ -521,7 +577,7 @@ def split(rank: Rank) -> dict:
 def evaluation(rank: Rank) -> dict:
     """Real steps with evaluations and a next token at starts and in middles of cycles, and without."""
     fabric, found = rank.fabric(small_config()), {}
-    for mode in MODES:
+    for mode in MODES if rank.world <= 2 else MODES[:1]:
         for looks in ((), (0, 2, 3, 6)):
             cfg, seen = small_config(row_comms=mode, debug_rows=1), []
             with small_run(fabric, cfg) as (executor, loader, plan):
@@ -533,23 +589,30 @@ def evaluation(rank: Rank) -> dict:
                         seen.append(float(executor.next_logits([511, 3, 9, 3], values).sum()))
                     executor.forward_backward(batch, values)
                     executor.optim_step(values, loader.plans_ahead)
-                found[mode, len(looks)] = dict(seen=seen, traffic=executor.traffic(), **everything(executor, ROW_LABELS))
+                found[mode, len(looks)] = everything(executor, ROW_LABELS) | dict(
+                    seen=seen, traffic=executor.traffic())
     return found
 
 
-def graphs(fabric: tg.Fabric, cfg: tg.Config, steps: int) -> dict:
-    """Graphs after each step of a compiled run, all in the first stage, with an evaluation in each cycle."""
+def graphs(fabric: tg.Fabric, cfg: tg.Config, steps: int, evaluate: bool) -> dict:
+    """Graphs after each step of a compiled run, all in the first stage; evaluate: once in each cycle."""
     from torch._dynamo.utils import counters
     torch._dynamo.reset()
     counters.clear()
     found = dict(graphs=[], losses=[], grads=[])
     with MonkeyPatch.context() as patch:
-        patch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+        call = torch.compile                                                  # not the optimizer: it has no rows
+
+        def compile_model(function: Callable, **options: Any) -> Callable:
+            of_model = isinstance(getattr(function, "__self__", None), tg.GPT)
+            return call(function, backend="aot_eager", **options) if of_model else function
+
+        patch.setattr(torch, "compile", compile_model)
         with small_run(fabric, cfg, steps) as (executor, loader, plan):
             validation = tg.ValidationSet(cfg, fabric, tg.find_shards(cfg.val_files), executor.exchange)
             for values in plan:
                 batch = loader.next(values)
-                if values.adam_step:
+                if evaluate and values.adam_step:
                     executor.evaluate(validation.batches(values), values)
                 found["losses"].append(exact_array(executor.forward_backward(batch, values).slot_sums))
                 found["grads"].append([label for label in executor.tables
@@ -562,13 +625,15 @@ def graphs(fabric: tg.Fabric, cfg: tg.Config, steps: int) -> dict:
 def compiled(rank: Rank) -> dict:
     stay = dict(num_scheduled_steps=30, num_extension_steps=2)
     fabric = rank.fabric(small_config(**stay))
-    return {compile: graphs(fabric, small_config(compile=compile, **stay), 6) for compile in (0, 1)}
+    return {compile: graphs(fabric, small_config(compile=compile, **stay), 6, rank.world > 1) for compile in (0, 1)}
 
 
 CASES = {                                # name -> numbers of ranks, what to do
     "exchange": (WORLDS, exchange),
     "faults": ((2, 4), faults),
     "debug": ((1, 2, 3), debug),
+    "reset": ((1, 2), reset),
+    "rank_order": ((3, 4), rank_order),
     "two_cycles": ((1, 2), two_cycles),
     "swapped": ((2, 3), swapped),
     "bad_ids": ((2, 3), bad_ids),
@@ -588,8 +653,9 @@ def lines_of_rows(width: int) -> tuple[Tensor, Tensor, Tensor]:
     """sums (13, D), index with 11 lines of one row and the first and the last row, small integers as gradients."""
     generator = torch.Generator().manual_seed(width)
     index = torch.tensor([12, 3, 3, 0, 3, 7, 3, 3, 12, 3, 3, 3, 3, 0, 3, 3, 9], dtype=torch.int32)
-    draw = lambda *shape: torch.randint(-8, 9, shape, generator=generator).float()
-    return draw(13, width), index, draw(len(index), width)
+    sums, grad = (torch.randint(-8, 9, (count, width), generator=generator).float() for count in (13, len(index)))
+    sums[5] = torch.nan                                                       # of a row that no line is for
+    return sums, index, grad
 
 
 def launch(sums: Tensor, index: Tensor, grad: Tensor) -> None:
@@ -606,7 +672,7 @@ def interpret() -> dict:
         for key, x in (("small", grad), ("bf16", grad.bfloat16())):
             want = sums.double().index_add(0, index.long(), x.double())
             launch(got := sums.clone(), index, x)
-            found[key][width] = float((got - want).abs().max())
+            found[key][width] = float(got.sub(want)[~want.isnan()].abs().max()), int(got.isnan().sum())
     rows = 2**31 // 24 + 3
     sums = torch.empty(rows, 24)                                              # pages come with the first write
     touched = torch.tensor([0, rows - 2, rows - 1])

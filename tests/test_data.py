@@ -434,6 +434,10 @@ def test_plans_equal_plain_sets(monkeypatch, world, mode, path):
                 want = [ids.index(p) for p in physical] if listed else physical
                 assert places.shape == x.shape and places.dtype == np.int32 and places.ravel().tolist() == want, name
             kept.append((plan, ids, found, [places.copy() for places in found]))
+            tied, again = planner.plan("bigram_embed", tag, True, rows)
+            columns = sorted({row for x in rows for row in x.ravel().tolist()}, key=lambda row: (row % world, row))
+            assert tied.tied and tied.ids.tolist() == ids and tied.asked.tolist() == columns, "logical, of the head"
+            assert all(map(np.array_equal, found, again))
         for plan, ids, found, places in kept:
             assert plan.ids.tolist() == ids and all(map(np.array_equal, found, places)), "no plan changes an older one"
 
@@ -466,6 +470,8 @@ def check_plans(batches: list[tg.Batch], cfg: tg.Config, world: int, purpose: st
         assert (plan.ids.tolist(), plan.counts) == slow_plan(rows, count, world)
         assert plan.tag == dict(purpose=purpose, cycle=first.step // 2, tokens=length), "alike on all ranks"
         assert plan.tied == (tied and label == "embed")
+        columns = sorted(rows, key=lambda row: (row % world, row))   # where there is nobody to ask
+        assert plan.asked.tolist() == (columns if plan.tied else plan.ids.tolist())
 
 
 @pytest.mark.parametrize("rank, world", [(0, 1), (1, 2), (3, 4), (7, 8)])

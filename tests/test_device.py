@@ -207,6 +207,16 @@ def test_a_micro_batch_that_is_asked_for_is_taken_or_refused(monkeypatch):
             "memory", "--slots_per_micro_batch=1")
 
 
+def test_a_gpu_takes_one_slot_at_a_time_unless_more_are_asked_for(monkeypatch):
+    with_room(monkeypatch, float("inf"))
+    gpu = tg.Fabric(torch.device("cuda", 0))
+    for asked, want in ((0, 1), (1, 1), (4, 4), (9, 8)):
+        cfg = preset("pocket", slots_per_micro_batch=asked)
+        assert tg.fit_memory(cfg, gpu, tg.attention_varlen)[0] == want
+    with_room(monkeypatch, 1e6)
+    refused(tg.RunError, lambda: tg.fit_memory(preset("pocket"), gpu, tg.attention_varlen), "memory")
+
+
 @pytest.mark.parametrize("share", [0.999, 0.9, 0.8])
 def test_the_way_out_of_too_little_memory_fits(monkeypatch, share):
     """The flags of the message pass the checks and fit into the room that was there."""

@@ -71,8 +71,14 @@ ONE_RANK = {                             # fault in rank 1 -> status of both ran
     "kill in forward": (1, KILLED, LOST),
     "kill in a reduction": (1, KILLED, LOST),
     "kill in a gather": (1, KILLED, LOST),
+    "kill in the gradients' return": (1, KILLED, LOST),
+    "kill in the fetch": (1, KILLED, LOST),
+    "kill in the exchange": (1, KILLED, LOST),
     "kill in the loader": (1, KILLED, LOST),
     "kill in validation": (1, KILLED, LOST),
+    "another cycle in the loader": (2, 2, ("FabricError: row plans of ranks", "'cycle': ", "same flags")),
+    "another split in the loader": (2, 2, ("FabricError: row plans of ranks", "'cycle': ", "same flags")),
+    "other tokens in the loader": (2, 2, ("FabricError: row plans of ranks", "'tokens': ", "same flags")),
     "bad data in the loader": (1, 2, ("DataError: shard 7", "a hole", "no hole", "mend it")),
     "disk error in the reader": (1, 2, ("DataError: ", "Input/output error")),
     "out of memory in forward": (1, 1, ("RunError: out of memory", "2.00 GiB", "--slots_per_micro_batch")),
@@ -99,7 +105,8 @@ def check_one_rank(fault: str, ended: Ended) -> None:
 
 @pytest.mark.parametrize("fault", some(ONE_RANK, always=(
     "kill in forward", "kill in a reduction", "kill in the loader", "bad data in the loader", "NaN in forward",
-    "disk error in the reader", "Ctrl-C in forward")))
+    "disk error in the reader", "Ctrl-C in forward", "kill in the exchange", "kill in the gradients' return",
+    "kill in the fetch", "another cycle in the loader")))
 def test_a_fault_in_one_rank_of_two(launcher, tmp_path, fault):
     check_one_rank(fault, launcher.start(tmp_path / "job", *with_files(fault, tmp_path / "job"), world=2,
                                          faults={1: fault}).wait())
@@ -114,8 +121,9 @@ def test_rank_0_killed(launcher, tmp_path, store):
     assert [line["type"] for line in ended.log()][-1] == "step", "what rank 0 wrote before is readable"
 
 
-def test_one_of_four_ranks_killed_is_named_by_one_survivor(launcher, tmp_path):
-    ended = launcher.start(tmp_path / "job", world=4, faults={2: "kill in a reduction"}).wait()
+@pytest.mark.parametrize("place", ["a reduction", "the exchange", pytest.param("the fetch", marks=pytest.mark.all)])
+def test_one_of_four_ranks_killed_is_named_by_one_survivor(launcher, tmp_path, place):
+    ended = launcher.start(tmp_path / "job", world=4, faults={2: f"kill in {place}"}).wait()
     assert ended.status == [1, 1, KILLED, 1]
     check_end(ended, *LOST)
     check_log(ended, 3, *LOST)
@@ -188,7 +196,11 @@ def test_a_bad_flag_in_all_ranks_is_named_also_when_rank_0_is_late(launcher, tmp
 
 WAITING = {                              # name -> arguments of the launcher
     "nap": dict(faults={1: "nap in forward"}),
+    "nap in the exchange": dict(faults={1: "nap in the exchange"}),
+    "nap in the gradients' return": dict(faults={1: "nap in the gradients' return"}),
+    "nap in the fetch": dict(faults={1: "nap in the fetch"}),
     "sleep": dict(faults={1: "sleep in forward"}, ends=True),
+    "sleep in the exchange": dict(faults={1: "sleep in the exchange"}, ends=True),
     "sleep in the loader": dict(faults={1: "sleep in the loader"}, ends=True),
     "no rank 1": dict(absent=(1,)),
     "no rank 1, store in rank 0": dict(absent=(1,), store="rank 0"),
@@ -214,7 +226,19 @@ def test_a_rank_that_sleeps_past_the_timeout(waiting):
     check_log(ended, 3, *LOST)
 
 
-@pytest.mark.parametrize("name", ["sleep", pytest.param("sleep in the loader", marks=pytest.mark.all)])
+@pytest.mark.parametrize("name", [name for name in WAITING if name.startswith("nap in")])
+def test_a_rank_that_lags_while_rows_or_plans_travel(waiting, name):
+    """In its loader thread the rank itself may be the first to miss the plans."""
+    ended = waiting[name].wait()
+    assert ended.status == [1, 1]
+    check_end(ended)
+    text = "".join(ended.err)
+    assert LOST[0] in text or "exchange" in name and "RunError: waiting for the loader thread" in text, text
+    check_log(ended, 2, "RunError")
+
+
+@pytest.mark.parametrize("name", ["sleep", "sleep in the exchange",
+                                  pytest.param("sleep in the loader", marks=pytest.mark.all)])
 def test_a_rank_that_sleeps_for_ever_is_ended_by_the_launcher(waiting, name):
     ended = waiting[name].wait()
     check_end(ended)

@@ -1,8 +1,9 @@
 """What only a GPU can show, in one call that prints its figures:  ./run.sh test -m gpu tests/test_gpu.py
 
 bf16 against f32 and f64 on the device (forward, backward, one update), the attention that was chosen against the
-reference, the fp8 head against its emulation, and the record preset at full size: memory by estimate and as measured,
-ms a step in the three stages, warm-up, graphs. Without a GPU the same functions are rehearsed on the CPU, small.
+reference, the fp8 head against its emulation, sums of rows against f64, and the record preset at full size: memory by
+estimate and as measured, ms a step in the three stages, warm-up, graphs. Without a GPU the same functions are rehearsed
+on the CPU, small.
 """
 import gc
 import json
@@ -234,6 +235,59 @@ def test_the_fp8_head_against_its_emulation(gpu, show):
 def test_the_fp8_head_rehearsed():
     """torch._scaled_mm runs on a CPU too."""
     compare_heads(tg.Fabric(CPU), 128, 64, 512, lambda **_: None)
+
+
+# ------ Sums of rows --------------------------------------------------------------------------------------------------
+
+def sums_of_rows(fabric: tg.Fabric, rows: int, width: int, lines: int, dtype: torch.dtype) -> tuple[float, list]:
+    """(largest error against f64 in units of the largest sum, sums of two runs): a few rows get most of the lines."""
+    generator = torch.Generator().manual_seed(0)
+    index = (rows * torch.rand(lines, generator=generator, dtype=F64)**8).int()
+    index[lines // 2:lines // 2 + lines // 8] = rows - 1
+    grad = torch.randn(lines, width, generator=generator).to(dtype)
+    start = torch.randn(rows, width, generator=generator)
+    exact = start.double().index_add_(0, index.long(), grad.double())
+    results = []
+    for _ in range(2):
+        sums = start.to(fabric.device, copy=True)
+        tg.add_rows(sums, index.to(fabric.device), grad.to(fabric.device))
+        results.append(sums.cpu())
+    unread = torch.ones(rows, dtype=torch.bool)
+    unread[index.long()] = False
+    assert results[0][unread].equal(start[unread]), "rows of no line are as they were"
+    return float((results[0].double() - exact).abs().max() / exact.abs().max()), results
+
+
+@on_gpu
+@pytest.mark.parametrize("width", [1, 5, 96, 768])
+@pytest.mark.parametrize("dtype", [BF16, F32])
+def test_sums_of_rows_against_f64_and_again(gpu, show, width, dtype):
+    for rows, lines in ((40_000, 98_304), (7, 1000), (300, 1), (5, 33)):
+        error, results = sums_of_rows(gpu, rows, width, lines, dtype)
+        show(rows=rows, width=width, lines=lines, dtype=str(dtype), error=error)
+        assert error < 1e-5 and results[0].equal(results[1]), "thousands of sums in f32, in one order"
+
+
+@on_gpu
+def test_sums_of_rows_beyond_two_to_the_31_elements(gpu):
+    """Of a table of 8.6 GB only the last rows are looked at."""
+    rows, width = 2**31 // 768 + 1000, 768
+    if gpu.free_memory() < 5 * rows * width:
+        pytest.skip("too little memory")
+    sums = torch.empty(rows, width, device=gpu.device)
+    last = torch.arange(rows - 4, rows)
+    sums[last.to(gpu.device)] = 1.0
+    grad = torch.randn(8, width, generator=torch.Generator().manual_seed(0))
+    tg.add_rows(sums, last.repeat(2).int().to(gpu.device), grad.to(gpu.device))
+    assert relative(sums[rows - 4:].cpu(), 1 + grad[:4].double() + grad[4:].double()) < 1e-6
+    del sums
+    torch.cuda.empty_cache()
+
+
+def test_sums_of_rows_rehearsed():
+    for rows, lines in ((400, 3000), (7, 1000), (300, 1), (5, 33)):
+        error, results = sums_of_rows(tg.Fabric(CPU), rows, 5, lines, BF16)
+        assert error < 1e-5 and results[0].equal(results[1])
 
 
 # ------ The record preset at full size --------------------------------------------------------------------------------

@@ -309,7 +309,7 @@ ROWS = {                                     # row that each line of the gradien
 @pytest.mark.parametrize("width", [1, 5, 32])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, F64])
 def test_rows_are_added_to_what_is_there(name, width, dtype):
-    """Against a plain loop, bit by bit where numbers are integers, and in the dtype of the sums, not of the gradient."""
+    """Against a plain loop on integers, bit by bit, in the dtype of the sums and not of the gradient."""
     rows, exact = ROWS[name], torch.promote_types(dtype, torch.float32)
     generator = torch.Generator().manual_seed(len(rows))
     grad = torch.randint(-8, 9, (len(rows), width), generator=generator).to(dtype)

@@ -72,7 +72,7 @@ def first(tmp_path_factory) -> Run:
 
 KEYS = {
     "header": "config seed world_size grad_accum_steps tokens_per_step git_commit source_sha256 data_sha256 python "
-              "torch triton cuda hardware attention preset changed head",
+              "torch triton cuda hardware attention preset changed head row_comms",
     "phase": "name ms timed",
     "step": "step train_time_ms tokens train_loss",
     "val": "step val_loss train_time_ms",
