@@ -681,7 +681,7 @@ class Planner:
             seen[ids] = False
         else:                                                                 # a bitmap costs by the size of the table
             ids = np.sort(found)
-            ids = ids[np.append(True, ids[1:] != ids[:-1])].astype(np.int64)
+            ids = ids[np.append(True, ids[1:] != ids[:-1])[:len(ids)]].astype(np.int64)
         if self.listed:
             self.places[label][ids] = np.arange(len(ids), dtype=np.int32)
             found = self.places[label].take(found)
@@ -1345,7 +1345,7 @@ class TableRows:
         """Forget the gradients of the open plans, row by row, and what is cached."""
         for plan in self.open:
             self.sums[self._places(plan)] = 0
-            if not plan.tied:
+            if not plan.tied and self.fabric.world > 1:
                 self.grad[... if self.mode == "dense" else plan.asked] = 0
             self.account(plan, 2 * (self.fabric.world - 1) * self.mine.nbytes)
         self.open, self.cached = [], None

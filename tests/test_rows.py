@@ -285,12 +285,9 @@ def test_debug_rows(results, world, mode):
 @pytest.mark.parametrize("world", (1, 2), ids="W{}".format)
 @modes
 def test_batches_of_two_cycles(results, world, mode):
-    """Their gradients add up where that is known to work, or it is said that they do not: nothing is lost."""
-    found = results.ranks("two_cycles", world)
-    if world > 1 and mode != "dense":
-        assert all("gradients of bigram_embed" in str(x[mode]) for x in found)
-    else:
-        assert sum(x[mode] for x in found) == 4 * WIDTH * world
+    """Their gradients add up on one rank; on several it is said that they do not. Nothing is lost in silence."""
+    for found in results.ranks("two_cycles", world):
+        assert found[mode] == 4 * WIDTH if world == 1 else "gradients of bigram_embed" in found[mode]
 
 
 @pytest.mark.parametrize("world", (1, 2), ids="W{}".format)
