@@ -736,7 +736,7 @@ class Loader:
 
     def plans_ahead(self) -> Plans | None:
         """Row plans of the cycle ahead, or None: there is none, or `next` will say why."""
-        with contextlib.suppress(DataError):
+        with contextlib.suppress(*() if self.planner.exchange else (DataError,)):     # another rank would wait for it
             self.wait()
             return self.ahead and self.ahead.result()[0].plans
 
@@ -1212,11 +1212,11 @@ LIST_FACTS = ("purpose", "cycle", "tokens", "dtype", "table", "rows", "checksum"
 def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: Plans) -> None:
     """Tell every owner which of its rows this rank reads, and learn what all ranks ask of this one: the facts of all
     lists in one collective, then the lists. Raises FabricError where ranks disagree."""
-    W, me, plans = fabric.world, fabric.rank, {label: plan for label, plan in plans.items() if not plan.tied}
+    W, me = fabric.world, fabric.rank
     lists = [torch.from_numpy((plan.ids % plan.size).astype(np.int32)) for plan in plans.values()]
     parts = zip(*(x.split(plan.counts) for x, plan in zip(lists, plans.values())))
     word = lambda x: x if isinstance(x, int) else zlib.crc32(x.encode())
-    facts = torch.tensor([[[*map(word, (*plan.tag.values(), dtype, label)), len(x), int(x.sum())]
+    facts = torch.tensor([[[*map(word, (*plan.tag.values(), dtype, label + " tied" * plan.tied)), len(x), int(x.sum())]
                            for (label, plan), x in zip(plans.items(), of_owner)] for of_owner in parts])
     theirs = torch.empty_like(facts)                                          # (W, tables, facts)
     dist.all_to_all_single(theirs, facts, group=group)
@@ -1224,7 +1224,7 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: Plans) -> None
         if not theirs[rank, :, :-2].equal(facts[rank, :, :-2]):
             found, expected = (dict(zip(LIST_FACTS, x[rank, 0].tolist())) for x in (theirs, facts))
             raise FabricError(f"row plans of ranks {rank} and {me}", found, expected, "start all with the same flags")
-    for at, (label, plan) in enumerate(plans.items()):
+    for at, label, plan in ((at, *item) for at, item in enumerate(plans.items()) if not item[1].tied):
         plan.asked_counts = theirs[:, at, -2].tolist()
         arrived = torch.empty(sum(plan.asked_counts), dtype=torch.int32)
         dist.all_to_all_single(arrived, lists[at], plan.asked_counts, plan.counts, group=group)
