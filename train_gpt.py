@@ -21,7 +21,7 @@ Letters                                                        [value in the rec
     S slots in a step [8]         D model width [768]          R rows of a table [251,520]
     B slots in a micro-batch      H heads [6]                  E width of one head [128]
     T tokens in one slot          F MLP width [3,072]          G tokens predicted per position [3, 2, 1 by stage]
-    M matrices in a bank          N rows of a matrix product, B * T
+    M matrices in a bank          N rows of a product, B * T   C rows of an owner's slice of a table
 A slot is one of S equal, independent shares of a step's tokens and the unit of data parallelism: slot s belongs to rank
 s mod W. A cycle is two steps, an even and an odd one; Adam updates on the odd one. A bank is several matrices in one
 parameter. The objective of a step is J = (1/S) * sum over slots of the slot's summed loss, at every W."""
@@ -478,8 +478,7 @@ def read_header(path: Path) -> ShardHeader:
     if count <= 0 or size != HEADER_BYTES + 2 * count:
         raise DataError(f"{path}: length", f"{size} bytes", f"{HEADER_BYTES} + 2 x {count} (tokens in header word 2) = "
                         f"{HEADER_BYTES + 2 * count} bytes", "the file is cut or still being written; fetch it again")
-    if not vocab:                                                             # old shards leave both words 0
-        vocab, start = GPT2_VOCAB, GPT2_DOCUMENT_START
+    vocab, start = (vocab, start) if vocab else (GPT2_VOCAB, GPT2_DOCUMENT_START)          # old shards leave both 0
     if not 0 <= start < vocab <= MAX_VOCAB:
         raise DataError(f"{path}: header words 3 and 4", f"vocabulary {vocab}, document start {start}",
                         f"0 <= document start < vocabulary <= {MAX_VOCAB}", "write the shards again")
@@ -626,15 +625,13 @@ class TablePlan:
     sent: int = 0                        # bytes to and from other ranks, counted where a collective is called
     received: int = 0
 
-Plans = dict[str, TablePlan]             # of a cycle, by table
-
 class Batch(NamedTuple):
     """This rank's slots of one step, b of them."""
     step: int
-    plans: Plans                         # shared by the steps of a cycle
+    plans: dict[str, TablePlan]          # by table, shared by the steps of a cycle
     tokens: Tensor                       # (b, T) i32
     targets: Tensor                      # (b, T) i64: the next token
-    cu_seqlens: Tensor                   # (b, C) i32: 0, document ends, then T as often as needed to fill C columns
+    cu_seqlens: Tensor                   # (b, K) i32: 0, document ends, then T as often as needed to fill K columns
     rows: dict[str, Tensor]              # by table, shaped like its ids: places in the plan's list, or physical rows
 
     def map(self, change: Callable) -> Batch:
@@ -655,8 +652,9 @@ class Planner:
         tokens, plans, rows, made = [np.stack([slot.tokens for slot in of_step]) for of_step in slots], {}, {}, []
         inputs = [x[:, :-1].astype(np.int32) for x in tokens]
         tag = dict(purpose=purpose, cycle=steps[0].step // CYCLE, tokens=sum(x.shape[1] for x in inputs))
-        for label, _, _, ids, tied, *_ in self.tables:
-            plans[label], rows[label] = self.plan(label, tag, tied and steps[0].tied, [ids(x) for x in inputs])
+        for table in self.tables:
+            plans[table.label], rows[table.label] = self.plan(
+                table.label, tag, table.tied and steps[0].tied, [table.ids(x) for x in inputs])
         if self.exchange:
             self.exchange(plans)
         pinned = lambda x: x.pin_memory() if self.fabric.on_cuda else x
@@ -697,7 +695,7 @@ def bounded(future: Future, cfg: Config, what: str) -> Any:
         return future.result(timeout=cfg.comm_timeout)
     except FutureTimeout:
         raise RunError(what, f"nothing after {cfg.comm_timeout} s", "an answer by then",
-                       "look at the disk, or give a longer --comm_timeout") from None
+                       "look at disk and other ranks, or give a longer --comm_timeout") from None
 
 class Loader:
     """Batches of the given steps, made on a background thread exactly one cycle ahead. Taking a cycle starts the work
@@ -720,7 +718,6 @@ class Loader:
         self._prepare_next()
 
     def wait(self) -> None:
-        """Until the cycle ahead is there."""
         if self.ahead is not None:
             bounded(self.ahead, self.cfg, "waiting for the loader thread")
 
@@ -734,9 +731,9 @@ class Loader:
         assert batch.step == values.step, f"the loader is at step {batch.step}, the run at {values.step}"
         return batch.map(lambda x: x.to(self.fabric.device, non_blocking=True))
 
-    def plans_ahead(self) -> Plans | None:
-        """Row plans of the cycle ahead, or None: there is none, or `next` will say why."""
-        with contextlib.suppress(*() if self.planner.exchange else (DataError,)):     # another rank would wait for it
+    def plans_ahead(self) -> dict[str, TablePlan] | None:
+        """Row plans of the cycle ahead, or None: there is none, or on one rank `next` will say why."""
+        with contextlib.suppress(*() if self.fabric.world > 1 else (DataError,)):     # another rank would wait for it
             self.wait()
             return self.ahead and self.ahead.result()[0].plans
 
@@ -1209,32 +1206,35 @@ class GPT(nn.Module):
 PIECE_ROWS = 1 << 14                     # rows of each owner that are gathered at a time for a file
 LIST_FACTS = ("purpose", "cycle", "tokens", "dtype", "table", "rows", "checksum")         # i64 words ahead of a list
 
-def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: Plans) -> None:
+def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, TablePlan]) -> None:
     """Tell every owner which of its rows this rank reads, and learn what all ranks ask of this one: the facts of all
-    lists in one collective, then the lists. Raises FabricError where ranks disagree."""
+    lists in one collective, all lists in another. Raises FabricError where ranks disagree."""
     W, me = fabric.world, fabric.rank
-    lists = [torch.from_numpy((plan.ids % plan.size).astype(np.int32)) for plan in plans.values()]
-    parts = zip(*(x.split(plan.counts) for x, plan in zip(lists, plans.values())))
-    word = lambda x: x if isinstance(x, int) else zlib.crc32(x.encode())
-    facts = torch.tensor([[[*map(word, (*plan.tag.values(), dtype, label + " tied" * plan.tied)), len(x), int(x.sum())]
-                           for (label, plan), x in zip(plans.items(), of_owner)] for of_owner in parts])
+    lists = [torch.from_numpy((plan.ids % plan.size).astype(np.int32)[:0 if plan.tied else None]).split(
+        [0] * W if plan.tied else plan.counts) for plan in plans.values()]    # by table, by owner
+    words = [(*plan.tag.values(), dtype, label + " of the head" * plan.tied) for label, plan in plans.items()]
+    code = lambda word: word if isinstance(word, int) else zlib.crc32(word.encode())
+    facts = torch.tensor([[[*map(code, word), len(x), int(x.sum())] for word, x in zip(words, of_owner)]
+                          for of_owner in zip(*lists)])
     theirs = torch.empty_like(facts)                                          # (W, tables, facts)
     dist.all_to_all_single(theirs, facts, group=group)
-    for rank in range(W):
-        if not theirs[rank, :, :-2].equal(facts[rank, :, :-2]):
-            found, expected = (dict(zip(LIST_FACTS, x[rank, 0].tolist())) for x in (theirs, facts))
-            raise FabricError(f"row plans of ranks {rank} and {me}", found, expected, "start all with the same flags")
-    for at, label, plan in ((at, *item) for at, item in enumerate(plans.items()) if not item[1].tied):
-        plan.asked_counts = theirs[:, at, -2].tolist()
-        arrived = torch.empty(sum(plan.asked_counts), dtype=torch.int32)
-        dist.all_to_all_single(arrived, lists[at], plan.asked_counts, plan.counts, group=group)
-        for rank, x in enumerate(arrived.split(plan.asked_counts)):
+    for rank, at, fact in (theirs != facts)[..., :-2].nonzero().tolist():
+        name, there, here = LIST_FACTS[fact], int(theirs[rank, at, fact]), words[at][fact]
+        raise FabricError(f"row plans of ranks {rank} and {me}", {name: there}, {name: here}, "start with the same flags")
+    out, back = facts[..., -2], theirs[..., -2]
+    arrived = torch.empty(int(back.sum()), dtype=torch.int32)
+    dist.all_to_all_single(arrived, torch.cat(list(itertools.chain(*zip(*lists)))), back.sum(1).tolist(),
+                           out.sum(1).tolist(), group=group)
+    pieces, words_bytes = arrived.split(back.flatten().tolist()), (W - 1) * len(LIST_FACTS) * facts.element_size()
+    for at, (label, plan) in enumerate(plans.items()):
+        for rank, x in enumerate(asked := pieces[at::len(plans)]):
             if len(x) and (x[0] < 0 or x[-1] >= plan.size or (x.diff() < 1).any() or x.sum() != theirs[rank, at, -1]):
                 raise FabricError(f"rows of {label} that rank {rank} asks for", f"{len(x)} from {x[0]} to {x[-1]}",
                                   f"ascending places below {plan.size}, as announced", "report it: a plan is wrong")
-        plan.asked, words = arrived.long(), (W - 1) * len(LIST_FACTS) * facts.element_size()
-        plan.sent += words + (len(plan.ids) - plan.counts[me]) * arrived.element_size()
-        plan.received += words + (len(arrived) - plan.asked_counts[me]) * arrived.element_size()
+        if not plan.tied:
+            plan.asked, plan.asked_counts = torch.cat(asked).long(), back[:, at].tolist()
+            plan.sent += words_bytes + (len(plan.ids) - plan.counts[me]) * arrived.element_size()
+            plan.received += words_bytes + (len(plan.asked) - plan.asked_counts[me]) * arrived.element_size()
 
 class TableRows:
     """One table on one rank: the slice it owns, a cache of the rows it reads, and the gradients of both. sparse: cache
@@ -1244,25 +1244,29 @@ class TableRows:
         """mine (C, D): the slice, a parameter. most_tokens: read by a rank in a cycle; the buffers never grow."""
         assert (table.home, table.rule, table.cycle) == ("device", "adam", CYCLE), f"nothing keeps {table} yet"
         self.table, self.fabric, self.mine, self.report, self.mode = table, fabric, mine, report, cfg.row_comms
-        self.debug, self.totals = cfg.debug_rows, dict(bytes_sent=0, bytes_received=0, bytes_dense=0)
+        self.debug, self.arriving = cfg.debug_rows, None
         (size, width), W, exact = mine.shape, fabric.world, torch.promote_types(mine.dtype, torch.float32)
         self.listed = self.mode == "sparse" and W > 1
         self.grad = mine.new_zeros(size, width, dtype=exact)                  # of the slice, summed over ranks
-        self.cache, self.sums, self.arriving = mine, self.grad, None
+        self.cache, self.sums = mine, self.grad
         if W > 1:
             count = min(W * size, most_tokens * table.reads) if self.listed else W * size
             self.cache, self.sums = mine.new_zeros(count, width).requires_grad_(), self.grad.new_zeros(count, width)
         self.reset()
 
     def reset(self) -> None:
-        """Nothing cached, no gradients; what is under way comes to its end."""
-        if self.arriving is not None:
-            self.arriving.wait()
-        self.open, self.cached, self.arriving = [], None, None                # open: plans with gradients in the sums
+        """Nothing cached, no gradients, no bytes counted."""
+        self._settle()
+        self.open, self.cached = [], None                                     # open: plans with gradients in the sums
+        self.totals = dict(bytes_sent=0, bytes_received=0, bytes_dense=0)
         torch._foreach_zero_([self.sums, self.grad])
 
+    def _settle(self) -> None:
+        if self.arriving is not None:
+            self.arriving.wait()
+        self.arriving = None
+
     def _places(self, plan: TablePlan) -> Tensor | slice:
-        """Of the plan's rows in cache and sums."""
         return slice(len(plan.ids)) if self.listed else plan.ids
 
     def _launch(self, plan: TablePlan, collective: Callable, out: Tensor, rows: Tensor, *counts: list[int]) -> Any:
@@ -1290,6 +1294,7 @@ class TableRows:
 
     def fetch(self, plan: TablePlan, head: Tensor) -> None:
         """Launch the rows of a cycle into the cache: after the owners' update, never before."""
+        self._settle()
         self.cached, self.arriving = plan, self._bring(plan, self.cache.detach(), head)
 
     def ready(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
@@ -1301,9 +1306,7 @@ class TableRows:
             self.open.append(plan)
         if self.cached is not plan:
             self.fetch(plan, head)
-        if self.arriving is not None:
-            self.arriving.wait()
-            self.arriving = None
+        self._settle()
         return self.cache, self.sums
 
     def read(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, None]:
@@ -1338,7 +1341,7 @@ class TableRows:
         """While tied: this rank's gradients join those of the head, (D, V)."""
         for plan in self.open:
             head_grad[:, plan.asked] += self.sums[self._places(plan)].t().to(head_grad.dtype)
-            self.sums[self._places(plan)] = 0
+            self.sums[self._places(plan)] = 0                                 # rows of several plans count once
         self.clear()
 
     def clear(self) -> None:
@@ -1347,15 +1350,16 @@ class TableRows:
             self.sums[self._places(plan)] = 0
             if not plan.tied and self.fabric.world > 1:
                 self.grad[... if self.mode == "dense" else plan.asked] = 0
-            self.account(plan, 2 * (self.fabric.world - 1) * self.mine.nbytes)
+            self.account(plan, 2)
         self.open, self.cached = [], None
         if self.debug and (self.sums.any() or self.grad.any()):
             raise RunError(f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it")
 
-    def account(self, plan: TablePlan, dense: int = 0) -> None:
-        """Close the account of a plan, beside what dense collectives would have moved."""
+    def account(self, plan: TablePlan, passes: int = 0) -> None:
+        """Close the account of a plan, beside as many passes of the whole table."""
         if not plan.tied and plan.tag["purpose"] in ("train", "validation"):
-            moved = dict(bytes_sent=plan.sent, bytes_received=plan.received, bytes_dense=dense)
+            moved = dict(bytes_sent=plan.sent, bytes_received=plan.received,
+                         bytes_dense=passes * (self.fabric.world - 1) * self.mine.nbytes)
             self.report(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.ids), **moved,
                         plan_ms=round(plan.plan_ms, 3))
             for key in moved if plan.tag["purpose"] == "train" else ():
@@ -1452,8 +1456,7 @@ class Optimizer:
         self.weights = {label: model.get_parameter(label) for label in self.rows}
         all_units = {label: self.units(label, p.data) for label, p in self.weights.items()}
         self.cut = {label for label, row in self.rows.items() if row.sharded and label not in tables}
-        self.slice_size = {label: -(-len(units) // (fabric.world if label in self.cut else 1))
-                           for label, units in all_units.items()}
+        self.slice_size = {k: -(-len(x) // (fabric.world if k in self.cut else 1)) for k, x in all_units.items()}
         index = {label: fabric.rank if label in self.cut else 0 for label in all_units}
         self.mine = {k: x[index[k] * self.slice_size[k]:][:self.slice_size[k]] for k, x in all_units.items()}
         self.state = {label: self._zero_state(label) for label in self.rows}
@@ -1722,7 +1725,7 @@ class Executor:
         result = {}
         for label, table in self.tables.items():
             for plan in table.open:                                           # a half last cycle returns no gradients
-                table.account(plan)
+                table.account(plan, 1)
             sums = torch.tensor(list(table.totals.values()), device=self.fabric.device)
             if self.fabric.world > 1:
                 dist.all_reduce(sums)
@@ -1735,15 +1738,17 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
     """Bytes of each part of a run at its largest, by name: weights and moments counted, the rest by a model."""
     dtype = getattr(torch, cfg.dtype)
     exact, mantissa = torch.promote_types(dtype, torch.float32).itemsize, 2 if dtype == torch.bfloat16 else 0
+    longest, W = max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots, fabric.world
+    read = CYCLE * longest * cfg.num_slots // W * cfg.model_dim if cfg.row_comms == "sparse" else math.inf
     weights = gradients = moments = 0
     for row in parameter_table(cfg):
         count, state = math.prod(row.shape), 2 * exact if row.optimizer == "adam" else exact + mantissa
-        moments += count * state // (fabric.world if row.sharded else 1)
-        held = count + (count // fabric.world if row.rows and fabric.world > 1 else 0)       # slice, and cache at most
+        moments += count * state // (W if row.sharded else 1)
+        held = count // W + min(count, read * row.rows.reads) if row.rows and W > 1 else count     # slice and cache
         weights += held * (exact if row.full_precision else dtype.itemsize)
         gradients += held * (exact if row.full_precision or row.rows else dtype.itemsize)
-    compiled, longest = kernel is attention_varlen, max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
-    row_bytes, logit_bytes = cfg.model_dim * dtype.itemsize, 4 if compiled else HEAD_COPIES * exact
+    compiled, row_bytes = kernel is attention_varlen, cfg.model_dim * dtype.itemsize
+    logit_bytes = 4 if compiled else HEAD_COPIES * exact
     kept = len(LAYERS) * (SAVED_ROWS if compiled else SAVED_ROWS_REFERENCE) * row_bytes
     evaluated = slots_at_once * cfg.val_batch_tokens // cfg.num_slots
     training = slots_at_once * longest * (kept + cfg.padded_vocab * logit_bytes)
@@ -1813,7 +1818,6 @@ class Log:
                                "give another --run_dir") from None
 
     def event(self, kind: str, **fields: Any) -> None:
-        """One line of log.jsonl."""
         self._write("log.jsonl", json.dumps(dict(type=kind, **fields)))
 
     def text(self, line: str, console: bool = True) -> None:
@@ -1964,9 +1968,8 @@ def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[i
     return tokens[1 + len(prompt):]
 
 def spell(pieces: list[bytes] | None, tokens: Sequence[int]) -> str:
-    if not pieces:
-        return "token ids (no vocab.txt beside them): " + " ".join(map(str, tokens))
-    return b"".join(pieces[token] for token in tokens).decode("utf-8", "replace")
+    return (b"".join(pieces[token] for token in tokens).decode("utf-8", "replace") if pieces else
+            "token ids (no vocab.txt beside them): " + " ".join(map(str, tokens)))
 
 def save_weights(folder: Path, cfg: Config, tensors: dict[str, Tensor], vocabulary: list[bytes] | None) -> None:
     """Final weights in logical shapes and order, config.json, and vocab.txt where the tokens' bytes are known."""
@@ -2191,9 +2194,7 @@ def sample_saved(flags: Config) -> int:
     dtype = "float32" if cfg.dtype == "bfloat16" and not fabric.on_cuda else cfg.dtype
     cfg = replace(cfg, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens)
     executor, schedule = Executor(cfg, fabric, attention_reference, "plain"), Schedule(cfg)
-    with torch.no_grad():
-        for label, tensor in tensors.items():
-            executor.model.get_parameter(label).copy_(tensor)
+    executor.model.load_state_dict(tensors)
     tokens = generate(cfg, executor, schedule.at(schedule.last_step), prompt)
     fabric.say(flags.prompt + spell(sorted(ids, key=ids.get) if gpt2 else pieces, tokens))
     return EXIT_DONE

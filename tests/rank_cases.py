@@ -489,7 +489,7 @@ def counting(rank: Rank, **changes: Any) -> Found:
 # Agreement
 # ----------------------------------------------------------------------------------------------------------------------
 
-def random_plans(executor: tg.Executor, rank: Rank, **tag: Any) -> tg.Plans:
+def random_plans(executor: tg.Executor, rank: Rank, **tag: Any) -> dict[str, tg.TablePlan]:
     """Of a cycle in which each rank reads rows of its own."""
     rng, tag = np.random.default_rng(rank.rank), dict(purpose="train", cycle=4, tokens=64) | tag
     rows = {label: rng.choice(count, count // 2, replace=False) for label, count in UNEVEN_ROWS.items()}

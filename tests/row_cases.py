@@ -235,7 +235,7 @@ def drive(fabric: tg.Fabric, run: Run, broken: str = "") -> list[dict[str, Any]]
         patch.setattr(tg, "row_tables", lambda cfg: specs)
         planner = tg.Planner(cfg, fabric)
 
-        def made(cycle: int) -> tuple[tg.Plans, dict[str, list[np.ndarray]]]:
+        def made(cycle: int) -> tuple[dict[str, tg.TablePlan], dict[str, list[np.ndarray]]]:
             tag, plans, index = dict(purpose="train", cycle=cycle, tokens=len(slots) and SLOTS), {}, {}
             for label in labels:
                 lines = [np.concatenate(step) for step in mine[label][cycle]]
@@ -370,7 +370,7 @@ def debug(rank: Rank) -> dict:
 # Plans that ranks disagree about, lists that are wrong
 # ----------------------------------------------------------------------------------------------------------------------
 
-def two_tables(fabric: tg.Fabric, tag: dict, labels: tuple[str, ...] = ("one", "two")) -> tg.Plans:
+def two_tables(fabric: tg.Fabric, tag: dict, labels: tuple[str, ...] = ("one", "two")) -> dict[str, tg.TablePlan]:
     """Every second row of each owner's slice."""
     W, specs = fabric.world, tuple(tg.Table(label, 60, 1, None) for label in labels)
     rows = np.flatnonzero(np.arange(60) // W % 2 == 0).astype(np.int32)

@@ -354,7 +354,7 @@ def test_swapped_collectives_detected(results, world, name):
     for rank, found in enumerate(results.ranks("swapped", world)):
         assert found["same"] is None
         assert re.search(rf"row plans of ranks {world - 1 if rank < world - 1 else 0} and {rank}\n", found[name])
-        values = [re.search(rf"  {line}:.*'{name}': (\d+)", found[name])[1] for line in ("found", "expected")]
+        values = [re.search(rf"  {line}: +{{'{name}': (.+)}}", found[name])[1] for line in ("found", "expected")]
         assert values[0] != values[1]
 
 

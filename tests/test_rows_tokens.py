@@ -11,7 +11,7 @@ SCATTER = dict(bigram_embed=(0.55, 0.59, 0.62), value_embed=(0.58, 0.62, 0.65))
 BUSIEST_OWNER = 1.1                                                                  # over the mean owner
 
 
-@pytest.mark.skipif(not glob.glob("../shared/data/measure_train_*.bin"), reason="needs ../shared/data, real GPT-2 tokens")
+@pytest.mark.skipif(not glob.glob("../shared/data/measure_train_*.bin"), reason="needs real tokens, ../shared/data")
 @pytest.mark.parametrize("stage", bench_rows.STAGES)
 def test_sparse_moves_a_small_part_of_the_bytes_and_owners_share_the_work(stage):
     rows = bench_rows.table_rows()
