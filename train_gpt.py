@@ -1220,7 +1220,7 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
     dist.all_to_all_single(theirs, facts, group=group)
     for rank, at, fact in (theirs != facts)[..., :-2].nonzero().tolist():
         name, there, here = LIST_FACTS[fact], int(theirs[rank, at, fact]), words[at][fact]
-        raise FabricError(f"row plans of ranks {rank} and {me}", {name: there}, {name: here}, "start with the same flags")
+        raise FabricError(f"row plans of ranks {rank} and {me}", {name: there}, {name: here}, "use the same flags")
     out, back = facts[..., -2], theirs[..., -2]
     arrived = torch.empty(int(back.sum()), dtype=torch.int32)
     dist.all_to_all_single(arrived, torch.cat(list(itertools.chain(*zip(*lists)))), back.sum(1).tolist(),
