@@ -460,6 +460,28 @@ def rank_order(rank: Rank) -> dict:
     return found
 
 
+def refetch(rank: Rank) -> dict:
+    """Rows of one plan are cached, or on their way, when those of another are asked for: are they the right ones?"""
+    fabric, found, table = rank.fabric(), {}, tg.Table("bigram_embed", 4000, 1, None)
+    for mode in MODES:
+        cfg = tg.Config(**tg.PRESETS["tiny"] | dict(row_comms=mode))
+        mine = torch.nn.Parameter(initial(-(-4000 // rank.world), "float32", False))
+        rows = tg.TableRows(table, cfg, fabric, mine, 4000, lambda **line: None)
+        first, second = (hand_made(fabric, table, list(span), mode, cycle=len(span))
+                         for span in (range(3000), range(3500, 3600)))
+        for before in ("cached", "on their way"):
+            rows.reset()
+            rows.fetch(first, None)
+            if before == "cached":
+                rows.ready(first, None)
+                rows.open.clear()
+            cache, _ = rows.ready(second, None)
+            time.sleep(0.02)                                                  # what comes late would come now
+            places = slice(len(second.ids)) if rows.listed else second.ids
+            found[mode, before] = bool(cache[places].equal(mine[second.ids % second.size]))
+    return found
+
+
 def two_cycles(rank: Rank) -> dict:
     """Batches of two cycles before one update: what is returned in the end, or what is said."""
     fabric, found, table = rank.fabric(), {}, tg.Table("bigram_embed", 20, 1, None)
@@ -637,6 +659,7 @@ CASES = {                                # name -> numbers of ranks, what to do
     "reset": ((1, 2), reset),
     "rank_order": ((3, 4), rank_order),
     "two_cycles": ((1, 2), two_cycles),
+    "refetch": ((1, 2, 4), refetch),
     "swapped": ((2, 3), swapped),
     "bad_ids": ((2, 3), bad_ids),
     "split": ((1, 2, 3, 4), split),

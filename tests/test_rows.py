@@ -290,6 +290,14 @@ def test_batches_of_two_cycles(results, world, mode):
         assert found[mode] == 4 * WIDTH if world == 1 else "gradients of bigram_embed" in found[mode]
 
 
+@pytest.mark.parametrize("world", (1, 2, 4), ids="W{}".format)
+@modes
+def test_another_plan_than_the_one_fetched_ahead(results, world, mode):
+    """The cache is of the plan that is asked for, and no rows that come late are among them."""
+    for found in results.ranks("refetch", world):
+        assert found[mode, "cached"] and found[mode, "on their way"]
+
+
 @pytest.mark.parametrize("world", (1, 2), ids="W{}".format)
 @modes
 def test_reset_in_the_middle_of_a_cycle(results, world, mode):
