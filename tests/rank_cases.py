@@ -214,8 +214,11 @@ def trajectory(rank: Rank, name: str, row_comms: str = "sparse") -> Found:
 # Pieces of a step: what a call adds, and what it does not wait for
 # ----------------------------------------------------------------------------------------------------------------------
 
-COLLECTIVES = [name for name, call in vars(dist).items() if inspect.isfunction(call) and name.startswith((
-    "all_", "reduce", "broadcast", "gather", "scatter", "send", "recv", "isend", "irecv", "barrier", "batch_isend"))]
+COLLECTIVE_NAMES = ("all_", "reduce_scatter", "broadcast", "gather", "scatter", "send", "recv", "isend", "irecv",
+                    "barrier", "batch_isend")
+COLLECTIVES = ["reduce"] + [name for name, call in vars(dist).items()
+                            if name.startswith(COLLECTIVE_NAMES) and inspect.isfunction(call)]
+
 
 
 @contextlib.contextmanager
@@ -619,7 +622,9 @@ def keep(place: Rank, found: Found) -> None:
     (place.folder / f"{place.case}.{place.rank}.json").write_text(json.dumps(rest))
 
 
-def one_rank(rank: int, world: int, folder: Path, cases: dict[str, Callable[[Rank], Found]], deadline: float) -> None:
+def one_rank(rank: int, world: int, folder: Path, cases: dict[str, Callable[[Rank], Any]], deadline: float,
+             keep: Callable[[Rank, Any], None] = keep) -> None:
+    """All cases of a rank in turn, each when every rank has come to it; for row_cases.py too."""
     stuck = open(folder / f"stuck.{rank}", "w")
     faulthandler.dump_traceback_later(deadline, exit=True, file=stuck)
     torch.set_num_threads(1)

@@ -9,23 +9,18 @@ A case returns whatever can be pickled, to FOLDER/w<ranks>/<case>.<rank>.pickle;
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import functools
 import gc
 import importlib
 import itertools
 import json
 import multiprocessing
-import os
 import pickle
 import sys
 import time
-import traceback
-import warnings
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -40,28 +35,12 @@ from pytest import MonkeyPatch
 from torch import Tensor
 
 import train_gpt as tg
+from rank_cases import COMM_TIMEOUT, Rank, one_rank
 
 WORLDS = (1, 2, 3, 4, 8)
-COMM_TIMEOUT = 20                        # s
 LATE_IMPORTS = ("torch._dynamo", "torch._functorch.aot_autograd", "torch.fx.experimental.symbolic_shapes")
 WORLD_DEADLINE = 120                     # s for all cases of a world; then a rank says where it is
 MODES, TYPES = ("sparse", "sparse_scatter", "dense"), ("float32", "bfloat16")
-
-
-@dataclass
-class Rank:
-    """One process of a world, in one case."""
-    rank: int
-    world: int
-    folder: Path
-    case: str = ""
-
-    def fabric(self, cfg: tg.Config | None = None) -> tg.Fabric:
-        """As the trainer makes it, but that ranks meet in a file."""
-        meeting = dict(init_method=f"file://{self.folder}/{self.case}.store", rank=self.rank, world_size=self.world)
-        with MonkeyPatch.context() as patch:
-            patch.setattr(dist, "init_process_group", functools.partial(dist.init_process_group, **meeting))
-            return tg.make_fabric(cfg or tg.Config(device="cpu", num_slots=self.world, comm_timeout=COMM_TIMEOUT))
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The exchange alone: which rows are read, and gradients that depend on what was read
@@ -724,27 +703,8 @@ def compile_ahead() -> dict:
 # Processes
 # ----------------------------------------------------------------------------------------------------------------------
 
-def one_rank(rank: int, world: int, folder: Path, cases: dict[str, Callable[[Rank], Any]]) -> None:
-    stuck = open(folder / f"stuck.{rank}", "w")
-    faulthandler.dump_traceback_later(WORLD_DEADLINE, exit=True, file=stuck)
-    torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world))
-    store = dist.FileStore(str(folder / "meeting"), world)
-    for name, case in cases.items():
-        if store.add(name, 1) == world:
-            store.set(f"{name}, all", "here")
-        store.wait([f"{name}, all"], timedelta(seconds=4 * COMM_TIMEOUT))
-        began = time.perf_counter()
-        try:
-            found = case(Rank(rank, world, folder, name))
-            (folder / f"{name}.{rank}.pickle").write_bytes(pickle.dumps(found))
-        except BaseException:
-            (folder / f"{name}.{rank}.error").write_text(traceback.format_exc())
-        if dist.is_initialized():
-            dist.destroy_process_group()
-        if rank == 0:
-            print(f"W = {world}: {name} {time.perf_counter() - began:.2f} s", flush=True)
+def keep(place: Rank, found: Any) -> None:
+    (place.folder / f"{place.case}.{place.rank}.pickle").write_bytes(pickle.dumps(found))
 
 
 def run_world(world: int, folder: Path) -> list:
@@ -752,7 +712,8 @@ def run_world(world: int, folder: Path) -> list:
     cases = {name: case for name, (worlds, case) in CASES.items() if world in worlds}
     place = folder / f"w{world}"
     place.mkdir()
-    ranks = [context.Process(target=one_rank, args=(rank, world, place, cases)) for rank in range(world)]
+    ranks = [context.Process(target=one_rank, args=(rank, world, place, cases, WORLD_DEADLINE, keep))
+             for rank in range(world)]
     for process in ranks:
         process.start()
     return ranks
