@@ -35,7 +35,7 @@ from pytest import MonkeyPatch
 from torch import Tensor
 
 import train_gpt as tg
-from rank_cases import COMM_TIMEOUT, Rank, one_rank
+from rank_cases import COMM_TIMEOUT, Rank, few_layers, one_rank
 
 WORLDS = (1, 2, 3, 4, 8)
 LATE_IMPORTS = ("torch._dynamo", "torch._functorch.aot_autograd", "torch.fx.experimental.symbolic_shapes")
@@ -486,20 +486,6 @@ def two_cycles(rank: Rank) -> dict:
 # ----------------------------------------------------------------------------------------------------------------------
 
 MODEL_SLOTS, SPLIT_STEP, MODEL_STEPS = 24, 3, 8
-
-
-@contextlib.contextmanager
-def few_layers() -> Iterator[None]:
-    """Three layers and two value tables."""
-    layers = (tg.Layer("paired", value=0, keep_as=tg.SKIP), tg.Layer("none", add=tg.SKIP),
-              tg.Layer("plain", "long", value=1, key_shift=True, keep_as=tg.BACKOUT))
-    counts = dict(residual=3, attention=6, bigram=3, smear=1, backout=1, skip=1)
-    with MonkeyPatch.context() as patch:
-        patch.setattr(tg, "LAYERS", layers)
-        patch.setattr(tg, "ATTENTION_LAYERS", (0, 2))
-        patch.setattr(tg, "NUM_VALUE_TABLES", 2)
-        patch.setattr(tg, "SCALARS", {name: tg.SCALARS[name][:count] for name, count in counts.items()})
-        yield
 
 
 def small_config(**changes: Any) -> tg.Config:
