@@ -1595,17 +1595,17 @@ class Executor:
                  slots_at_once: int = 0, report: Callable = lambda **account: None) -> None:
         """Builds the model. precision: "plain", "fp8" or "emulated" head; report(**account) of each table and cycle."""
         self.cfg, self.fabric, self.precision, self.rotary = cfg, fabric, precision, None
-        largest, W, moves = max(stage.batch_tokens for stage in cfg.stages), fabric.world, cfg.row_comms != "dense"
-        self.exchange, self.exchange_ahead = (moves and W > 1 and functools.partial(exchange_plans, fabric, on, cfg.dtype)
-                                              for on in (None, fabric.plan_group))     # here, in the loader thread
+        largest, tables, W = max(stage.batch_tokens for stage in cfg.stages), row_tables(cfg), fabric.world
+        moves, sizes = cfg.row_comms != "dense" and W > 1, {table.label: -(-table.rows // W) for table in tables}
+        self.exchange, self.exchange_ahead = (moves and functools.partial(exchange_plans, fabric, group, cfg.dtype)
+                                              for group in (None, fabric.plan_group))     # here, in the loader thread
         self.planner = Planner(cfg, fabric, self.exchange)
-        sizes = self.planner.sizes
         kept = lambda label, x: filled(x[fabric.rank::W], sizes[label]) if label in sizes else x
         self.model = GPT(cfg, attention, max(cfg.val_batch_tokens, largest) // cfg.num_slots, sizes)
         self.model.set_initial_values(cfg.seed, kept)
         self.model.to(fabric.device)
         self.tables = {table.label: TableRows(table, cfg, fabric, self.model.get_parameter(table.label),
-                                              CYCLE * largest // W, report) for table in self.planner.tables}
+                                              CYCLE * largest // W, report) for table in tables}
         compiling = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
         compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True) if compiling else lambda call: call
         if compiling:                                                         # a graph per stage, and per shape
