@@ -27,9 +27,8 @@ s mod W. A cycle is two steps, an even and an odd one; Adam updates on the odd o
 parameter. The objective of a step is J = (1/S) * sum over slots of the slot's summed loss, at every W."""
 from __future__ import annotations
 
-import argparse, base64, contextlib, difflib, errno, functools, gc, glob, hashlib
-import importlib, io, itertools, json, math, os, platform, re, signal, subprocess, sys, time, traceback
-import warnings, zlib
+import argparse, base64, contextlib, difflib, errno, functools, gc, glob, hashlib, importlib.util, itertools, json, math
+import os, platform, re, signal, subprocess, sys, time, traceback, warnings, zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout
 from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
@@ -148,7 +147,13 @@ class Config:
     debug_rows: int = _run(0, "0|1", "poison rows not fetched, look for gradients of rows not planned", (0, 1))
     slots_per_micro_batch: int = _run(0, "slots", "side by side in the model; 0: one on a GPU, all that fit on a CPU")
     max_steps: int = _run(0, "steps", "stop early, then validate; 0: the whole schedule")
+    time_budget: float = _run(0.0, "s", "of training to fill on this machine: scales the schedule; 0: steps as set")
+    runs: int = _run(1, "runs", "in one process after one warm-up, with seeds seed, seed + 1, ...")
+    target_loss: float = _run(3.28, "nats", "against which several runs are tested; 0: none")
     run_dir: str = _run("", "folder", "of the logs; empty: logs/<run id>")
+    checkpoint_every: int = _run(0, "steps", "between checkpoints, at even steps; the last two are kept; 0: none")
+    resume: str = _run("", "folder", "run directory whose last checkpoint is gone on from, with its flags")
+    profile: str = _run("", "a:b", "trace steps a to b - 1 on every rank; the time of such a run does not count")
     comm_timeout: float = _run(60.0, "s", "longest wait for another rank or for the loader thread")
     sample_tokens: int = _run(96, "tokens", "generated after the run, or by --sample; 0: none")
     save: str = _run("", "folder", "for the final weights, their config and the bytes of the tokens; empty: none")
@@ -162,16 +167,20 @@ PRESETS: dict[str, dict[str, Any]] = dict(
         train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin", val_tokens=65_536,
         val_batch_tokens=8_192, max_doc_len=256, model_dim=96, head_dim=16, attn_scale=12.8 / 16, dtype="float32",
         head="plain", stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 256) for stage in STAGES),
-        window_block=8, num_scheduled_steps=520, num_extension_steps=20, val_every=180),
+        window_block=8, num_scheduled_steps=520, num_extension_steps=20, val_every=180, target_loss=0.0),
     tiny=dict(
         train_files="formula:512:511:40000:2", val_files="formula:512:511:4000:1", val_tokens=1024, max_doc_len=24,
         val_batch_tokens=512, model_dim=32, num_heads=2, head_dim=16, attn_scale=12.8 / 16, dtype="float32",
-        window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, sample_tokens=8, head="plain",
-        stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 1024) for stage in STAGES)))
+        window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, sample_tokens=8, target_loss=0.0,
+        head="plain", stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 1024) for stage in STAGES)))
 RECORD_STEPS, RECORD_RAMP_UP, RECORD_RAMP_DOWN = 1547, 300, 50                # recipe 4
 GPT2_VOCAB, GPT2_DOCUMENT_START = 50_257, 50_256
 MAX_VOCAB = 65_535                       # token ids are stored as u16
 GATE_INPUTS = 12                         # features that a gate reads
+CYCLE = 2                                # steps of one Adam update, whose gradients add up
+NOT_MATHEMATICS = {"device", "compile", "slots_per_micro_batch", "seed", "run_dir", "comm_timeout", "sample_tokens",
+                   "save", "sample", "prompt", "ranks", "val_every", "max_steps", "train_files", "val_files", "epochs",
+                   "row_comms", "debug_rows", "runs", "target_loss", "checkpoint_every", "resume", "profile"}
 
 def parse_stage(row: str) -> Stage:
     *sizes, lr_mul, start, end = row.split()
@@ -201,6 +210,16 @@ def parse_value(knob_field: Field, text: str) -> Any:
         raise ConfigError(f"--{name}", repr(text), f"one of {list(meta['choices'])}", nearest(text, meta["choices"]))
     return value
 
+def earlier_run(folder: Path) -> tuple[str, dict[str, str]]:
+    """Preset and changed flags of the run that logged to this folder. Raises DataError."""
+    try:
+        with open(folder / "log.jsonl", "rb") as lines:
+            header = json.loads(lines.readline())
+        return header["preset"], {k: v for k, v in header["changed"].items() if k not in ("run_dir", "runs", "resume")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"--resume={folder}", f"{type(error).__name__}: {error}", "a run directory, whose log.jsonl "
+                        "begins with the flags", "name the folder that holds log.jsonl and checkpoints") from None
+
 def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
     """Flags -> (preset name, Config). Raises ConfigError; --help prints the fields by group and exits."""
     knobs = {f.name: f for f in fields(Config)}
@@ -220,17 +239,23 @@ def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
     if unknown:
         near = nearest(unknown[0].partition("=")[0], [f"--{known}" for known in ("preset", *knobs)])
         raise ConfigError("unknown flag", unknown[0], "--field=value with a field that exists", near)
-    if flags.preset not in PRESETS:
-        raise ConfigError("unknown preset", repr(flags.preset), list(PRESETS), nearest(flags.preset, PRESETS))
-    given = {name: parse_value(f, text) for name, f in knobs.items() if (text := getattr(flags, name)) is not None}
+    preset, earlier = earlier_run(Path(flags.resume)) if flags.resume else (flags.preset, {})
+    if preset not in PRESETS:
+        raise ConfigError("unknown preset", repr(preset), list(PRESETS), nearest(preset, PRESETS))
+    texts = {name: text for name in knobs if (text := getattr(flags, name)) is not None}
+    given = {name: parse_value(f, (earlier | texts)[name]) for name, f in knobs.items() if name in earlier | texts}
+    for name in (texts.keys() - NOT_MATHEMATICS if flags.resume else ()):
+        before = earlier.get(name, flag_text(vars(Config(**PRESETS[preset]))[name]))
+        if flag_text(given[name]) != before:
+            raise ConfigError(f"--{name}", texts[name], f"{before}, as in {flags.resume}", "resume without this flag")
     if flags.words and not flags.sample:
         raise ConfigError("a word without a flag", flags.words, "--field=value", "a prompt needs --sample=DIR")
     given |= dict(prompt=flags.words) if flags.words else {}
-    check_config(cfg := Config(**({} if flags.sample else PRESETS[flags.preset]) | given))
-    return flags.preset, cfg
+    check_config(cfg := Config(**({} if flags.sample else PRESETS[preset]) | given))
+    return preset, cfg
 
 LEAST = dict(num_slots=1, max_doc_len=2, window_block=1, final_long_window=1, comm_timeout=1, document_start=-1,
-             compile=-1, momentum_warmup_steps=-1, momentum_cooldown_steps=-1)          # 0 for every other number
+             compile=-1, momentum_warmup_steps=-1, momentum_cooldown_steps=-1, runs=1)  # 0 for every other number
 
 def check_config(cfg: Config) -> None:
     """Raise ConfigError for sizes that cannot work, with the nearest ones that do."""
@@ -259,13 +284,15 @@ def check_config(cfg: Config) -> None:
     for s in cfg.stages:
         fits = all(0 <= x < math.inf for x in (s.lr_mul, *s.mtp_start, *s.mtp_end))
         fits = fits and len(s.mtp_start) == len(s.mtp_end) >= 1 and 1 <= s.short_window < s.long_window < 2**31
-        need(fits, "--stages", flag_text((s,)), "1 <= short window < long window; as many token weights >= 0 at the "
-             "start as at the end", "see STAGES")
+        need(fits, "--stages", flag_text((s,)), "1 <= short < long window; equally many token weights >= 0 at the ends",
+             "see STAGES")
     need(cfg.num_scheduled_steps >= scheduled, "--num_scheduled_steps", cfg.num_scheduled_steps,
          f"one step or more for each of {scheduled} stages", f"--num_scheduled_steps={scheduled}")
     for name, most in (("split_stage", scheduled), ("cooldown_frac", 1), ("normuon_beta2", 1), ("momentum_max", 1),
                        ("momentum_min", cfg.momentum_max)):
         need(getattr(cfg, name) <= most, f"--{name}", getattr(cfg, name), f"0 to {most}", f"--{name}={most}")
+    need(cfg.runs == 1 or not cfg.resume + cfg.save, "--runs", cfg.runs, "one run for --resume or --save", "--runs=1")
+    need(re.fullmatch(r"(\d+:\d+)?", cfg.profile), "--profile", repr(cfg.profile), "a:b", "--profile=100:104")
 
 @dataclass(frozen=True)
 class Fabric:
@@ -298,19 +325,16 @@ class Fabric:
             with contextlib.suppress(OSError, ValueError):
                 print(text, flush=True)
 
-    def lowest(self, value: int) -> int:
-        """The smallest of all ranks' values."""
+    def of_all(self, fact: Any) -> list:
+        """This fact of every rank, rank by rank."""
+        everyone: list = [fact] * self.world
         if self.world > 1:
-            shared = torch.tensor(int(value), device=self.device)
-            dist.all_reduce(shared, dist.ReduceOp.MIN)
-            value = int(shared)
-        return value
+            dist.all_gather_object(everyone, fact)
+        return everyone
 
     def check_agreement(self, facts: dict[str, str]) -> None:
         """Raise FabricError on every rank if any rank was started with other facts."""
-        everyone: list = [facts] * self.world
-        if self.world > 1:
-            dist.all_gather_object(everyone, facts)
+        everyone = self.of_all(facts)
         for rank, name in itertools.product(range(self.world), dict.fromkeys(itertools.chain(*everyone))):
             found = [everyone[k].get(name) for k in (0, rank)]
             if found[0] != found[1]:
@@ -326,8 +350,6 @@ class Fabric:
         return math.inf
 
 # ====== Room 2: Schedule ==============================================================================================
-CYCLE = 2                                # steps of one Adam update, whose gradients add up
-
 class Rotary(NamedTuple):
     """Rotation of queries and keys in one stage."""
     frequencies: tuple[float, ...]       # E/4 angles per position; the other half of the head does not rotate
@@ -506,8 +528,7 @@ def load_shard(header: ShardHeader) -> Shard:
     tokens = (formula_tokens(int(name.rpartition("#")[2]), count, vocab_size, document_start)
               if name.startswith(FORMULA) else np.fromfile(name, "<u2", count, offset=HEADER_BYTES))
     if len(tokens) != count:
-        raise DataError(f"{name}: cut while in use", f"{len(tokens)} tokens", f"{count} as at the start",
-                        "fetch the file again and start over")
+        raise DataError(f"{name}: cut while in use", f"{len(tokens)} tokens", f"{count} as before", "fetch it again")
     if tokens.max() >= vocab_size:
         at = int(np.argmax(tokens >= vocab_size))
         raise DataError(f"{name}: token {at} at byte {HEADER_BYTES + 2 * at}", tokens[at],
@@ -527,8 +548,7 @@ def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Co
                             f"(vocabulary, document start) {train[0][2:]} as in {name}", "give one data set only")
     for flag, unset, stored in (("vocab_size", 0, vocab_size), ("document_start", -1, document_start)):
         if getattr(cfg, flag) not in (unset, stored):
-            raise ConfigError(f"--{flag}", getattr(cfg, flag), f"{stored}, as the header of {name} says",
-                              "leave the flag out: the header decides")
+            raise ConfigError(f"--{flag}", getattr(cfg, flag), f"{stored}, as {name} says", "leave the flag out")
     padded = cfg.padded_vocab or -(-vocab_size // 128) * 128
     if padded < vocab_size:
         raise ConfigError("--padded_vocab", padded, f"at least the vocabulary size {vocab_size}", "--padded_vocab=0")
@@ -712,9 +732,15 @@ class Loader:
         self.shards = map(functools.partial(self.reader.submit, load_shard), itertools.chain.from_iterable(passes))
         self.shard, self.doc, self.upcoming, self.ahead, self.ready = None, 0, None, None, []
 
+    def skip(self, steps: Sequence[Values]) -> None:
+        """Pass over what the steps of an earlier run have read."""
+        self.upcoming = next(self.shards)
+        for values in steps:
+            self._block(values)
+
     def start(self) -> None:
         """Begin to read. Called when the clock starts, for reading and packing are on it."""
-        self.upcoming = next(self.shards)
+        self.upcoming = self.upcoming or next(self.shards)
         self._prepare_next()
 
     def wait(self) -> None:
@@ -817,7 +843,6 @@ def read_vocabulary(header: ShardHeader) -> list[bytes] | None:
 
 # ====== Room 4: Kernels ===============================================================================================
 # References in PyTorch specify each operation on every device; a Triton body stands beside the one it must match.
-
 RMS_EPS = 2.0**-23                       # what the peer's bf16 run uses, here in every dtype
 FP8_MAX = 448.0                          # largest e4m3 number
 FP8_Y_SCALE, FP8_W_SCALE, FP8_GRAD_SCALE = 100 / FP8_MAX, 1.6 / FP8_MAX, 0.75 / FP8_MAX        # recipe 2.8
@@ -1202,8 +1227,6 @@ class GPT(nn.Module):
 
 # ====== Room 6: Rows ==================================================================================================
 # A plan's ids serve both directions: owner to reader in front of a cycle, reader to owner behind it (design 4).
-
-PIECE_ROWS = 1 << 14                     # rows of each owner that are gathered at a time for a file
 LIST_FACTS = ("purpose", "cycle", "tokens", "dtype", "table", "rows", "checksum")         # i64 words ahead of a list
 
 def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, TablePlan]) -> None:
@@ -1365,17 +1388,6 @@ class TableRows:
             for key in moved if plan.tag["purpose"] == "train" else ():
                 self.totals[key] += moved[key]
 
-    def whole(self) -> Tensor | None:
-        """All rows in logical order on the host of rank 0, gathered in pieces. Every rank calls it."""
-        pieces, W = [], self.fabric.world
-        for piece in self.mine.detach().split(PIECE_ROWS):
-            everyone = piece.repeat(W, 1)
-            if W > 1:
-                dist.all_gather_into_tensor(everyone, piece)
-            if self.fabric.rank == 0:
-                pieces.append(everyone.unflatten(0, (W, -1)).transpose(0, 1).flatten(0, 1).cpu())
-        return torch.cat(pieces)[:self.table.rows] if pieces else None
-
 # ====== Room 7: Optimizer =============================================================================================
 # Launch order of the reductions, and order of the updates with their gathers: large ones travel while NorMuon computes.
 REDUCE_ORDER = ("attn", "mlp", "scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "x0_lambdas",
@@ -1457,8 +1469,7 @@ class Optimizer:
         all_units = {label: self.units(label, p.data) for label, p in self.weights.items()}
         self.cut = {label for label, row in self.rows.items() if row.sharded and label not in tables}
         self.slice_size = {k: -(-len(x) // (fabric.world if k in self.cut else 1)) for k, x in all_units.items()}
-        index = {label: fabric.rank if label in self.cut else 0 for label in all_units}
-        self.mine = {k: x[index[k] * self.slice_size[k]:][:self.slice_size[k]] for k, x in all_units.items()}
+        self.mine = {label: self.slice_of(label, x) for label, x in all_units.items()}
         self.state = {label: self._zero_state(label) for label in self.rows}
         self.lr_muls = {label: self._matrix_lr_muls(label) for label, row in self.rows.items() if row.bank}
         self.tied, self.adam_steps = True, {label: 0 for label, row in self.rows.items() if row.optimizer == "adam"}
@@ -1467,6 +1478,10 @@ class Optimizer:
     def units(self, label: str, x: Tensor) -> Tensor:
         """View of a parameter or its gradient along the axis that ranks share out; attention matrices are square."""
         return x.view(-1, x.shape[-1 if label == "attn" else -2], x.shape[-1]) if self.rows[label].bank else x
+
+    def slice_of(self, label: str, units: Tensor) -> Tensor:
+        """This rank's part of what ranks share out, else all of it."""
+        return units[self.slice_size[label] * (self.fabric.rank if label in self.cut else 0):][:self.slice_size[label]]
 
     def _zero_state(self, label: str) -> dict[str, Tensor]:
         mine, zeros_of = self.mine[label], functools.partial(torch.zeros, device=self.fabric.device)
@@ -1582,6 +1597,7 @@ EVAL_ROWS = 8192                         # rows of validation logits at a time: 
 MEMORY_SHARE = 0.9                       # of what is free: the rest is for the allocator and the compiler
 SAVED_ROWS, SAVED_ROWS_REFERENCE = 15, 30          # rows of width D that a layer keeps per token for its backward
 EVAL_SAVED_ROWS, HEAD_COPIES, RECOMPILE_LIMIT = 24, 6, 64
+PIECE_ROWS, KEPT_CHECKPOINTS = 1 << 14, 2          # rows of each rank that are gathered at a time for a file; files
 COMPILE_PATIENCE = 10                    # ranks that compile may be that many timeouts apart
 
 class Losses(NamedTuple):
@@ -1595,17 +1611,18 @@ class Executor:
                  slots_at_once: int = 0, report: Callable = lambda **account: None) -> None:
         """Builds the model. precision: "plain", "fp8" or "emulated" head; report(**account) of each table and cycle."""
         self.cfg, self.fabric, self.precision, self.rotary = cfg, fabric, precision, None
-        largest, tables, W = max(stage.batch_tokens for stage in cfg.stages), row_tables(cfg), fabric.world
-        moves, sizes = cfg.row_comms != "dense" and W > 1, {table.label: -(-table.rows // W) for table in tables}
-        self.exchange, self.exchange_ahead = (moves and functools.partial(exchange_plans, fabric, group, cfg.dtype)
-                                              for group in (None, fabric.plan_group))     # here, in the loader thread
+        largest, W = max(stage.batch_tokens for stage in cfg.stages), fabric.world
+        self.exchange, self.exchange_ahead = (
+            cfg.row_comms != "dense" and W > 1 and functools.partial(exchange_plans, fabric, group, cfg.dtype)
+            for group in (None, fabric.plan_group))                           # here, in the loader thread
         self.planner = Planner(cfg, fabric, self.exchange)
-        kept = lambda label, x: filled(x[fabric.rank::W], sizes[label]) if label in sizes else x
+        sizes = self.planner.sizes
+        self.kept = lambda label, x: filled(x[fabric.rank::W], sizes[label]) if label in sizes else x     # of a whole
         self.model = GPT(cfg, attention, max(cfg.val_batch_tokens, largest) // cfg.num_slots, sizes)
-        self.model.set_initial_values(cfg.seed, kept)
+        self.model.set_initial_values(cfg.seed, self.kept)
         self.model.to(fabric.device)
         self.tables = {table.label: TableRows(table, cfg, fabric, self.model.get_parameter(table.label),
-                                              CYCLE * largest // W, report) for table in tables}
+                                              CYCLE * largest // W, report) for table in self.planner.tables}
         compiling = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
         compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True) if compiling else lambda call: call
         if compiling:                                                         # a graph per stage, and per shape
@@ -1646,9 +1663,7 @@ class Executor:
                 for y, target in zip(rows.split(EVAL_ROWS), targets.split(EVAL_ROWS)):
                     total += next_token_losses(y, self.model.lm_head, target).sum(dtype=torch.float64)
             tokens += batch.targets.numel() * self.fabric.world
-        if self.fabric.world > 1:
-            dist.all_reduce(total)
-        return float(total) / tokens
+        return sum(self.fabric.of_all(float(total))) / tokens
 
     @torch.no_grad()
     def next_logits(self, tokens: Sequence[int], values: Values) -> Tensor:
@@ -1714,11 +1729,38 @@ class Executor:
         for table in self.tables.values():
             table.reset()
 
+    def _whole(self, label: str, mine: Tensor) -> Tensor | None:
+        """Slices of weights or moments as one, in logical order on the host of rank 0. Every rank calls it."""
+        if label not in self.optimizer.cut and label not in self.tables:
+            return mine.detach().cpu()
+        rows, pieces = None, [self.fabric.of_all(piece.cpu()) for piece in mine.detach().split(PIECE_ROWS)]
+        if label in self.tables:                                              # row r is at rank r mod W
+            rows, pieces = self.tables[label].table.rows, [[torch.stack(x, 1).flatten(0, 1) for x in pieces]]
+        return torch.cat(pieces[0])[:rows] if self.fabric.rank == 0 else None
+
     def weights(self) -> dict[str, Tensor]:
         """All weights on the host of rank 0, in logical shapes and order. Every rank calls it."""
-        here = {row.label: self.model.get_parameter(row.label).detach().cpu() for row in self.model.table}
-        here |= {label: table.whole() for label, table in self.tables.items()}
+        parameters = {row.label: self.model.get_parameter(row.label) for row in self.model.table}
+        here = {k: self._whole(k, p) if k in self.tables else p.detach().cpu() for k, p in parameters.items()}
         return here | (dict(embed=here["lm_head"].t().contiguous()) if self.optimizer.tied else {})
+
+    def whole_state(self) -> dict[str, Any]:
+        """What a checkpoint holds, between cycles: the same at every W. On rank 0; every rank calls it."""
+        states = self.optimizer.state.items()
+        moments = {f"{k}.{name}": self._whole(k, x) for k, state in states for name, x in state.items()}
+        return dict(weights=self.weights(), moments=moments, tied=self.optimizer.tied,
+                    adam_steps=dict(self.optimizer.adam_steps))
+
+    @torch.no_grad()
+    def load_state(self, saved: dict[str, Any]) -> None:
+        """This rank's part of what whole_state gave, in place."""
+        optimizer = self.optimizer
+        for label, state in optimizer.state.items():
+            optimizer.weights[label].copy_(self.kept(label, saved["weights"][label]))
+            for name, x in state.items():
+                x.copy_(optimizer.slice_of(label, self.kept(label, saved["moments"][f"{label}.{name}"])))
+        optimizer.tied, optimizer.adam_steps = saved["tied"], dict(saved["adam_steps"])
+        self.drop_gradients()
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """By table: bytes that training moved over all ranks, memory on this one. Every rank calls it, at the end."""
@@ -1726,13 +1768,75 @@ class Executor:
         for label, table in self.tables.items():
             for plan in table.open:                                           # a half last cycle returns no gradients
                 table.account(plan, 1)
-            sums = torch.tensor(list(table.totals.values()), device=self.fabric.device)
-            if self.fabric.world > 1:
-                dist.all_reduce(sums)
+            totals = self.fabric.of_all(table.totals)
             kept = (table.mine, table.cache, table.grad, table.sums, *self.optimizer.state[label].values())
             kept_bytes = {x.data_ptr(): x.nbytes for x in kept}               # on one rank some are the same
-            result[label] = dict(zip(table.totals, sums.tolist()), memory_bytes=sum(kept_bytes.values()))
+            result[label] = {key: sum(x[key] for x in totals) for key in table.totals}
+            result[label]["memory_bytes"] = sum(kept_bytes.values())
         return result
+
+def write_file(path: Path, content: Any) -> None:
+    """Bytes, or what torch.save takes, under a temporary name, flushed, renamed. Raises RunError."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(part, "wb") as file:
+            file.write(content) if isinstance(content, bytes) else torch.save(content, file)
+            os.fsync(file.fileno())
+        part.replace(path)
+    except (OSError, RuntimeError) as error:                                  # torch's writer has no better one
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise RunError(f"writing {path}", getattr(error, "strerror", error), "room for it", "free some") from None
+
+def save_weights(folder: Path, cfg: Config, tensors: dict[str, Tensor], vocabulary: list[bytes] | None) -> None:
+    """Final weights in logical shapes and order, config.json, and vocab.txt where the tokens' bytes are known."""
+    files = {"config.json": json.dumps(asdict(cfg), indent=1).encode()}
+    if vocabulary is not None:
+        lines = (b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece)
+        files["vocab.txt"] = b"".join(lines)
+    for name, content in (files | {"weights.pt": tensors}).items():
+        write_file(folder / name, content)
+
+def load_weights(folder: Path, device: str) -> tuple[Config, dict[str, Tensor]]:
+    """What save_weights wrote. Raises DataError."""
+    try:
+        settings = json.loads((folder / "config.json").read_bytes())
+        settings["stages"] = tuple(Stage(*(tuple(x) if isinstance(x, list) else x for x in stage.values()))
+                                   for stage in settings["stages"])
+        check_config(cfg := Config(**settings | dict(device=device)))
+        tensors = torch.load(folder / "weights.pt", weights_only=True)
+        shapes = {(row.label, row.shape) for row in parameter_table(cfg)}
+        wrong = shapes ^ {(label, (*x.shape,)) for label, x in tensors.items() if x.isfinite().all()}
+    except ConfigError:
+        raise
+    except Exception as error:                                                # files of any content end here
+        raise DataError(f"saved weights in {folder}", f"{type(error).__name__}: {error}", "config.json and weights.pt",
+                        "train with --save=DIR first") from None
+    if wrong:
+        raise DataError(f"saved weights in {folder}", f"wrong, missing or not finite: {sorted(wrong)}",
+                        "finite weights and config.json of one run", "train with --save=DIR again")
+    return cfg, tensors
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+def save_checkpoint(folder: Path, step: int, content: dict[str, Any]) -> None:
+    """Write step-<step>-<hash of the file>.pt beside the one before, and remove older ones. Raises RunError."""
+    write_file(folder / "new.pt", content)
+    (folder / "new.pt").replace(folder / f"step-{step:07d}-{file_sha256(folder / 'new.pt')}.pt")
+    for old in sorted(folder.glob("step-*.pt"))[:-KEPT_CHECKPOINTS]:
+        old.unlink()
+
+def load_checkpoint(folder: Path, fabric: Fabric) -> tuple[Path, dict[str, Any]]:
+    """The last checkpoint that is whole, and its file; damaged ones are named. Raises DataError if there is none."""
+    for path in sorted(folder.glob("step-*.pt"), reverse=True):
+        if (found := file_sha256(path)) == path.stem.rpartition("-")[2]:
+            return path, torch.load(path, "cpu", weights_only=True, mmap=True)
+        fabric.say(f"checkpoint {path} is damaged (its content hashes to {found[:16]}...): looking for the one before")
+    raise DataError("checkpoint", f"no whole one in {folder}", "step-<step>-<hash>.pt, where every rank can read it",
+                    "--resume=the run directory of an earlier run, or start anew")
 
 def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> dict[str, int]:
     """Bytes of each part of a run at its largest, by name: weights and moments counted, the rest by a model."""
@@ -1757,11 +1861,11 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
 
 def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict[str, int]]:
     """Slots that go through the model together, and the estimate. Raises RunError with choices that would fit."""
-    local, room = cfg.num_slots // fabric.world, MEMORY_SHARE * fabric.lowest(min(fabric.free_memory(), 2**62))
+    local, room = cfg.num_slots // fabric.world, MEMORY_SHARE * min(fabric.of_all(fabric.free_memory()))
     wanted = min(cfg.slots_per_micro_batch, local)
     choices = [wanted or 1] if wanted or fabric.on_cuda else [m for m in range(local, 0, -1) if local % m == 0]
     fits = (m for m in choices if sum(memory_estimate(cfg, fabric, kernel, m).values()) <= room)
-    chosen = fabric.lowest(next(fits, 0))
+    chosen = min(fabric.of_all(next(fits, 0)))
     if chosen:
         return chosen, memory_estimate(cfg, fabric, kernel, chosen)
     blocks = math.gcd(cfg.val_batch_tokens, *(stage.batch_tokens for stage in cfg.stages)) // 16
@@ -1774,11 +1878,8 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
         f"--num_slots={slots} --slots_per_micro_batch=1")
 
 # ====== Room 9: Race ==================================================================================================
-# Validation losses (mean, standard deviation) of ten public 8 x H100 runs with the record preset's mathematics but for
-# an unfused head: records/track_1_short/2026-02-03_VeTuned of modded-nanogpt (recipe 8).
-REFERENCE_LOSSES = {0: (10.8299, 0.0019), 250: (4.5463, 0.0048), 500: (4.2221, 0.0041), 750: (3.8687, 0.0087),
-                    1000: (3.5663, 0.0024), 1250: (3.3952, 0.0019), 1500: (3.2926, 0.0015), 1547: (3.2782, 0.0015)}
 SAMPLE_TEMPERATURE, PLAIN_LINES = 0.8, 20                                     # lines: on a console that is no terminal
+TRIAL_STEPS = 12                         # of each stage, to find how long a step takes: whole cycles
 RESERVE = ".reserve"                     # a file in the run directory; its room is for the last lines on a full disk
 
 class Clock:
@@ -1801,10 +1902,11 @@ class Clock:
 class Log:
     """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0. Losses are
     looked at one cycle late, so that no step waits for the device. Every rank checks its own."""
-    def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, expected: dict[int, tuple]) -> None:
-        """Raises RunError if the folder cannot be used. An old log is never overwritten."""
-        self.run_dir, self.fabric, self.expected, self.schedule = run_dir, fabric, expected, schedule
-        self.pending, self.tokens, self.done, self.last_good, self.bar, self.files = [], 0, 0, "none", None, {}
+    def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, lines: dict[str, str] | None = None,
+                 **seen: Any) -> None:
+        """lines, seen: from the checkpoint to resume. Raises RunError; an old log is never overwritten."""
+        self.run_dir, self.fabric, self.schedule, self.files, self.bar = run_dir, fabric, schedule, {}, None
+        vars(self).update(dict(pending=[], tokens=0, done=0, last_good="none") | seen)
         if fabric.rank == 0:
             try:
                 run_dir.mkdir(parents=True, exist_ok=True)
@@ -1813,9 +1915,16 @@ class Log:
                 with self.files.pop(names[0]) as source:
                     source.write(Path(__file__).read_bytes())
                 (run_dir / RESERVE).write_bytes(bytes(1 << 14))
+                for name, text in (lines or {}).items():
+                    self.files[name].write(text.encode())
             except (OSError, ValueError) as error:
-                raise RunError(f"run directory {run_dir}", error, "a writable folder without a log",
-                               "give another --run_dir") from None
+                raise RunError(f"run directory {run_dir}", error, "a new one", "give another --run_dir") from None
+
+    def seen(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the log."""
+        self.flush()
+        return dict(tokens=self.tokens, done=self.done, last_good=self.last_good,
+                    lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
 
     def event(self, kind: str, **fields: Any) -> None:
         self._write("log.jsonl", json.dumps(dict(type=kind, **fields)))
@@ -1847,7 +1956,7 @@ class Log:
     def open_bar(self) -> None:
         if self.fabric.rank == 0 and sys.stderr.isatty():
             from tqdm import tqdm
-            self.bar = tqdm(total=self.schedule.last_step, unit="step", dynamic_ncols=True, leave=False)
+            self.bar = tqdm(None, "steps", self.schedule.last_step, False, dynamic_ncols=True, initial=self.done)
 
     def step(self, losses: Losses, ms: float) -> None:
         """One more step done. ms is host time: on a GPU the step is launched, not finished."""
@@ -1871,10 +1980,10 @@ class Log:
             self.pending.pop(0)
             self.event("step", **fields, train_loss=loss)
             plain = self.bar is None and step % -(-self.schedule.last_step // PLAIN_LINES) == 0
-            total = self.schedule.total_steps
-            self.text(f"step:{step}/{total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms", plain)
+            total, each = self.schedule.total_steps, ms / step
+            self.text(f"step:{step}/{total} train_time:{ms:.0f}ms step_avg:{each:.2f}ms", plain)
             if self.bar:
-                self.bar.set_postfix_str(f"loss {loss:.3f}, {ms / step:.0f} ms/step")
+                self.bar.set_postfix_str(f"loss {loss:.3f}, {each:.0f} ms/step")
                 self.bar.update()
 
     def check(self, loss: float, what: str) -> None:
@@ -1889,15 +1998,11 @@ class Log:
         self.event("val", step=self.done, val_loss=loss, train_time_ms=round(ms, 3), **data.text_losses(loss))
         self.text(f"step:{self.done}/{self.schedule.total_steps} val_loss:{loss:.4f} train_time:{ms:.0f}ms step_avg:"
                   f"{ms / max(self.done, 1):.2f}ms")
-        if self.done in self.expected:
-            mean, deviation = self.expected[self.done]
-            self.text(f"  ten public runs at step {self.done}: {mean:.4f}, standard deviation {deviation:.4f}")
 
     def aborted(self, cause: str) -> None:
         """Last lines of a run that did not finish. Never raises."""
-        if self.files:
-            with contextlib.suppress(OSError):
-                (self.run_dir / RESERVE).unlink()                             # room for these lines on a full disk
+        with contextlib.suppress(OSError):
+            (self.run_dir / RESERVE).unlink()                                 # room for these lines on a full disk
         unwritten = [("step", fields) for fields, *_ in self.pending]         # their losses are not known
         for kind, fields in (*unwritten, ("aborted", dict(step=self.done, cause=cause))):
             with contextlib.suppress(TrainerError, ValueError, OSError):
@@ -1916,33 +2021,91 @@ def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
     executor.optim_step(values, loader.plans_ahead)
     return losses
 
-def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor) -> None:
-    """Run every graph the race will need on tokens from a formula, then put the state back bit by bit (recipe 1.4)."""
-    saved = executor.snapshot()
+def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor,
+            steps: Sequence[int] = ()) -> list[tuple[int, float]]:
+    """Run every graph the race will need, or the given steps, on tokens from a formula, then put the state back bit by
+    bit (recipe 1.4). Returns (stage, time in s) of the end of each cycle."""
+    saved, ends = executor.snapshot(), []
     tokens = 4 * (max(s.batch_tokens for s in cfg.stages) + cfg.val_batch_tokens) * (1 + 64 // cfg.max_doc_len)
     headers = find_shards(f"{FORMULA}{cfg.vocab_size}:{cfg.document_start}:{tokens}:1")
     invented = replace(cfg, epochs=0, val_tokens=cfg.val_batch_tokens,
                        comm_timeout=cfg.comm_timeout * (COMPILE_PATIENCE if executor.compiling else 1))
     validation = ValidationSet(invented, fabric, headers, executor.exchange, "warm-up")
-    steps = [schedule.at(step) for step in schedule.warm_up_steps()]
-    loader = Loader(invented, fabric, headers, steps, executor.exchange_ahead, "warm-up")
+    run = [schedule.at(step) for step in steps or schedule.warm_up_steps()]
+    loader = Loader(invented, fabric, headers, run, executor.exchange_ahead, "warm-up")
     loader.start()
-    for values in steps:
+    for values in run:
         train_step(executor, loader, values)
-    for values in (*{values.stage: values for values in steps}.values(), schedule.at(schedule.last_step)):
+        if values.adam_step:
+            fabric.synchronize()
+            ends.append((values.stage, time.perf_counter()))
+    for values in (*{values.stage: values for values in run}.values(), schedule.at(schedule.last_step)):
         executor.evaluate(validation.batches(values), values)
     loader.close()
     executor.restore(saved)
+    return ends
 
-def race(schedule: Schedule, loader: Loader, executor: Executor, validation: ValidationSet, clock: Clock,
-         log: Log) -> float:
+def fit_budget(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> Config:
+    """Scale the schedule to time_budget by the median time of a step in each stage. Raises ConfigError."""
+    scheduled, tail = len(cfg.stages) - 1, cfg.num_extension_steps / cfg.num_scheduled_steps
+    trial = Schedule(replace(cfg, num_scheduled_steps=TRIAL_STEPS * scheduled, num_extension_steps=TRIAL_STEPS))
+    with log.phase("step times"):
+        ends = warm_up(cfg, fabric, trial, executor, range(trial.total_steps))
+    cycles = [np.diff([end for stage, end in ends if stage == k]) for k in range(scheduled + 1)]
+    *each, last = [float(np.median(times)) / CYCLE for times in cycles]
+    steps = min(fabric.of_all(int(cfg.time_budget / (sum(each) / scheduled + tail * last))))    # of the slowest rank
+    if steps < scheduled:
+        raise ConfigError("--time_budget", f"{cfg.time_budget:g} s", f"a step of each stage, {sum(each):.3f} s", "more")
+    cfg = replace(cfg, num_scheduled_steps=steps, num_extension_steps=round(steps * tail))
+    log.schedule = Schedule(cfg)
+    log.event("budget", seconds=cfg.time_budget, steps=log.schedule.total_steps, seconds_per_step=[*each, last])
+    log.text(f"time budget {cfg.time_budget:g} s: {log.schedule.total_steps} steps")
+    return cfg
+
+def profiled_ms(events: list, on_cuda: bool) -> dict[str, float]:
+    """ms a step: wall time, computing (kernels, or the training thread), the rest of each collective, and gaps."""
+    span = lambda event: (event.time_range.start, event.time_range.end)
+    steps = [e for e in events if e.name.startswith("ProfilerStep") and e.device_type.name == "CPU"]
+    spans: dict[str, list] = dict(computing=[])
+    for event in (e for e in events if not e.name.startswith("ProfilerStep")):
+        collective = re.match("ncclDevKernel_[A-Za-z]+" if on_cuda else r"gloo:\w+", event.name)
+        if event.device_type.name == "CUDA" if on_cuda else collective or event.thread == steps[0].thread:
+            spans.setdefault(f"exposed {collective[0]}" if collective else "computing", []).append(span(event))
+    busy, wall = spans["computing"], union(map(span, steps))
+    ms = dict(wall=wall, gaps=wall - union(sum(spans.values(), [])), computing=union(busy))
+    ms |= {name: union(busy + x) - ms["computing"] for name, x in spans.items() if x is not busy}
+    return {name: us / len(steps) / 1000 for name, us in ms.items()}
+
+def report_profile(profile: Any, log: Log) -> None:
+    """A trace file of every rank, and on rank 0 where the time went. Every rank calls it."""
+    fabric, folder = log.fabric, log.fabric.of_all(str(log.run_dir))[0]
+    ranks = fabric.of_all(profiled_ms(profile.events(), fabric.on_cuda))
+    Path(folder).mkdir(parents=True, exist_ok=True)                           # on another node too
+    profile.export_chrome_trace(f"{folder}/trace_rank{fabric.rank}.json.gz")
+    log.event("profile", ranks=ranks)
+    log.text("profile, ms a step: mean of the ranks, least, most, skew; the time of this run does not count")
+    for name in dict.fromkeys(itertools.chain(*ranks)):
+        ms = [rank.get(name, 0.0) for rank in ranks]
+        log.text(f"  {name:32}" + "".join(f"{x:10.3f}" for x in (np.mean(ms), min(ms), max(ms), np.ptp(ms))))
+    log.text(profile.key_averages().table(f"self_{fabric.device.type}_time_total", 12, max_name_column_width=60))
+
+def union(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of what (start, end) spans cover together."""
+    total = reached = 0.0
+    for start, end in sorted(spans):
+        total, reached = total + max(0.0, end - max(start, reached)), max(reached, end)
+    return total
+
+def race(schedule: Schedule, loader: Loader, executor: Executor, validation: ValidationSet, clock: Clock, log: Log,
+         before_step: Callable[[int], object] = lambda step: None) -> float:
     """Train against the clock; returns the final validation loss (nats per token). Validation is off the clock."""
     gc.collect()
     clock.start()
     with log.phase("first batch", timed=True):
         loader.start()
         loader.wait()
-    for step in range(schedule.last_step):
+    for step in range(log.done, schedule.last_step):
+        before_step(step)                                                     # checkpoints and profile, if any
         values = schedule.at(step)
         if values.validate:
             clock.stop()
@@ -1961,7 +2124,7 @@ def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[i
     for _ in range(cfg.sample_tokens):
         logits = executor.next_logits(tokens, values)[:cfg.vocab_size].float().cpu()
         token = int(torch.multinomial(torch.softmax(logits / SAMPLE_TEMPERATURE, 0), 1, generator=generator))
-        token = executor.fabric.lowest(token)                                 # one text, whatever a rank's rounding
+        token = min(executor.fabric.of_all(token))                            # one text, whatever a rank's rounding
         if token == cfg.document_start:
             break
         tokens.append(token)
@@ -1971,49 +2134,9 @@ def spell(pieces: list[bytes] | None, tokens: Sequence[int]) -> str:
     return (b"".join(pieces[token] for token in tokens).decode("utf-8", "replace") if pieces else
             "token ids (no vocab.txt beside them): " + " ".join(map(str, tokens)))
 
-def save_weights(folder: Path, cfg: Config, tensors: dict[str, Tensor], vocabulary: list[bytes] | None) -> None:
-    """Final weights in logical shapes and order, config.json, and vocab.txt where the tokens' bytes are known."""
-    files = {"config.json": json.dumps(asdict(cfg), indent=1).encode()}
-    if vocabulary is not None:
-        lines = (b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece)
-        files["vocab.txt"] = b"".join(lines)
-    torch.save(tensors, buffer := io.BytesIO())
-    files["weights.pt"] = buffer.getvalue()
-    try:
-        for name, content in files.items():
-            (folder / f"{name}.part").write_bytes(content)
-            (folder / f"{name}.part").replace(folder / name)
-    except OSError as error:
-        for part in folder.glob("*.part"):
-            part.unlink(missing_ok=True)
-        raise RunError(f"--save={folder}", error.strerror, "a folder with room", "give another folder") from None
-
-def load_weights(folder: Path, device: str) -> tuple[Config, dict[str, Tensor]]:
-    """What save_weights wrote. Raises DataError."""
-    try:
-        settings = json.loads((folder / "config.json").read_bytes())
-        settings["stages"] = tuple(Stage(*(tuple(x) if isinstance(x, list) else x for x in stage.values()))
-                                   for stage in settings["stages"])
-        check_config(cfg := Config(**settings | dict(device=device)))
-        tensors = torch.load(folder / "weights.pt", weights_only=True)
-        found = {label: tuple(tensor.shape) for label, tensor in tensors.items()}
-    except ConfigError:
-        raise
-    except Exception as error:                                                # files of any content end here
-        raise DataError(f"saved weights in {folder}", f"{type(error).__name__}: {error}", "config.json and "
-                        "weights.pt", "train with --save=DIR first") from None
-    wanted = {row.label: row.shape for row in parameter_table(cfg)}
-    finite = {label for label, tensor in tensors.items() if tensor.isfinite().all()}
-    if odd := [x for x in wanted | found if wanted.get(x) != found.get(x) or x not in finite]:
-        raise DataError(f"saved weights in {folder}", {label: found.get(label) for label in odd},
-                        {label: wanted.get(label) for label in odd}, "finite weights and config.json of one run")
-    return cfg, tensors
-
 # ====== Room 10: Main =================================================================================================
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_ENDED = 0, 1, 2, 130, 143
-NOT_MATHEMATICS = {"device", "compile", "slots_per_micro_batch", "seed", "run_dir", "comm_timeout", "sample_tokens",
-                   "save", "sample", "prompt", "ranks", "val_every", "max_steps", "train_files", "val_files", "epochs",
-                   "row_comms", "debug_rows"}
+CHECKPOINTS = "checkpoints"              # folder in a run directory
 
 def make_fabric(cfg: Config) -> Fabric:
     """Pick the device and join the process group that torchrun describes. Raises FabricError, ConfigError."""
@@ -2065,10 +2188,10 @@ def hardware(fabric: Fabric) -> str:
 def peak_memory_mib(fabric: Fabric) -> dict[str, int]:
     if fabric.on_cuda:
         return dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
-    with contextlib.suppress(ImportError):                                    # no such module on Windows
-        import resource
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss             # KiB, but bytes on macOS
-        return dict(consumption=peak >> (20 if sys.platform == "darwin" else 10))
+    with contextlib.suppress(ImportError):
+        import resource                                                       # not on Windows; KiB, but bytes on macOS
+        unit = 20 if sys.platform == "darwin" else 10
+        return dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> unit)
     return {}
 
 def data_sha256(headers: list[ShardHeader]) -> str:
@@ -2077,9 +2200,6 @@ def data_sha256(headers: list[ShardHeader]) -> str:
     for name, *_ in headers:
         digest.update(Path(name).name.encode() + (b"" if name.startswith(FORMULA) else Path(name).read_bytes()))
     return digest.hexdigest()
-
-def source_sha256() -> str:
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 def git_commit() -> str | None:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
@@ -2091,33 +2211,43 @@ def changed_fields(preset: str, cfg: Config) -> dict[str, str]:
     before = vars(Config(**PRESETS[preset]))
     return {name: flag_text(value) for name, value in vars(cfg).items() if value != before[name]}
 
-def write_header(log: Log, preset: str, cfg: Config, changed: dict[str, str], executor: Executor, attention: str,
-                 sha256: str) -> None:
-    versions = dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda, triton=None)
-    with contextlib.suppress(ImportError):
-        import triton
-        versions["triton"] = triton.__version__
+def write_header(preset: str, given: Config, executor: Executor, log: Log, cfg: Config, kind: str = "header",
+                 **facts: Any) -> None:
+    """kind: "header" of a new log, or "resumed" behind the lines of an earlier one. given: as flags and preset say."""
+    triton = importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None
+    versions = dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda, triton=triton)
     fabric, accum = log.fabric, -(-cfg.num_slots // log.fabric.world // executor.slots_at_once)
-    log.event("header", preset=preset, changed=changed, config=asdict(cfg), seed=cfg.seed, **versions,
+    changed, tables = changed_fields(preset, replace(given, seed=cfg.seed)), row_tables(cfg)
+    total, D = sum(math.prod(row.shape) for row in executor.model.table), cfg.model_dim
+    unread, in_tables = (D * sum(rows) for rows in zip(*((t.rows - t.reads, t.rows) for t in tables)))
+    log.event(kind, preset=preset, changed=changed, config=asdict(cfg), seed=cfg.seed, **versions,
+              nccl=fabric.on_cuda and ".".join(map(str, torch.cuda.nccl.version())), hardware=hardware(fabric),
               world_size=fabric.world, grad_accum_steps=accum, tokens_per_step=[s.batch_tokens for s in cfg.stages],
-              git_commit=git_commit(), source_sha256=source_sha256(), data_sha256=sha256, hardware=hardware(fabric),
-              attention=attention, head=executor.precision, row_comms=cfg.row_comms)
-    parameters = sum(math.prod(row.shape) for row in executor.model.table)
+              git_commit=git_commit(), source_sha256=file_sha256(Path(__file__)), head=executor.precision, **facts,
+              row_comms=cfg.row_comms, target_loss=cfg.target_loss, params_total=total, params_per_token=total - unread,
+              table_rows={t.label: t.rows for t in tables}, table_bytes=in_tables * getattr(torch, cfg.dtype).itemsize,
+              untimed_warmup_steps=len(log.schedule.warm_up_steps()))
     log.text("\n".join((
         "=" * 100, f"Running Python {versions['python']}", f"Running PyTorch {versions['torch']} compiled for CUDA "
         f"{versions['cuda']} on {hardware(fabric)} with world_size {fabric.world}",
-        f"preset {preset}, {parameters:,} parameters in {cfg.dtype}, attention {attention}, head {executor.precision}, "
-        f"{accum} micro-batches a step, seed {cfg.seed}",
+        f"preset {preset}, {total:,} parameters in {cfg.dtype}, attention {facts['attention']}, head "
+        f"{executor.precision}, {accum} micro-batches a step, seed {cfg.seed}",
         "changed from the preset: " + (", ".join(f"{k}={v}" for k, v in changed.items()) or "nothing"), "=" * 100)))
 
-def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet, ms: float, loss: float) -> None:
-    """Result, sample, and one JSON object as the last line on stdout."""
+def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet, ms: float, loss: float) -> dict:
+    """Last lines of a run's log, and its weights. Returns the result."""
     result = dict(val_loss=loss, train_time_ms=round(ms, 3), steps=log.done, tokens=log.tokens,
                   peak_memory_mib=peak_memory_mib(log.fabric), run_dir=str(log.run_dir), **validation.text_losses(loss))
     if validation.bytes_per_token:
         log.text(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; unigram entropy "
                  f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
-    log.text(f"training time {ms / 1000:.2f} s, {log.done} steps, {log.tokens:,} tokens; logs in {log.run_dir}")
+    if cfg.profile:
+        result["void"] = "profiled"
+    if cfg.time_budget:
+        result["budget_s"] = cfg.time_budget
+        log.text(f"time budget {cfg.time_budget:g} s: used {ms / cfg.time_budget / 10:.2f} %")
+    log.text(f"training time {ms / 1000:.2f} s{' (void: profiled)' * bool(cfg.profile)}, {log.done} steps, "
+             f"{log.tokens:,} tokens; logs in {log.run_dir}")
     log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in result["peak_memory_mib"].items()))
     tensors = executor.weights() if cfg.save else {}
     if cfg.save and log.fabric.rank == 0:
@@ -2125,32 +2255,99 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
     result["comms"] = executor.traffic()
     log.event("result", **result)
     log.close()                                                               # no bar between the lines that follow
+    return result
+
+def run_once(cfg: Config, executor: Executor, train: list[ShardHeader], validation: ValidationSet, log: Log,
+             earlier: dict[str, Any] | None, sha256: str) -> dict[str, Any]:
+    """One race from the state that the executor is in, or from a checkpoint. Returns the result."""
+    fabric, clock, first, total = log.fabric, Clock(log.fabric), log.done, log.schedule.last_step
+    steps, profile = [log.schedule.at(step) for step in range(total)], None
+    loader = Loader(cfg, fabric, train, steps[first:], executor.exchange_ahead)
+    if earlier:
+        executor.load_state(earlier["state"])
+        loader.skip(steps[:first])
+        clock.before = earlier["train_time_ms"]
+    if cfg.profile:
+        a, b = map(int, cfg.profile.split(":"))
+        if not first <= a < b <= total:
+            raise ConfigError("--profile", cfg.profile, f"steps from {first} to {total}", f"--profile={first}:{total}")
+        profile = torch.profiler.profile(schedule=torch.profiler.schedule(
+            skip_first=a - first, wait=0, warmup=0, active=b - a, repeat=1))
+        profile.start()
+    def before_step(step: int) -> None:
+        if cfg.checkpoint_every and step % CYCLE == 0 and step % cfg.checkpoint_every < min(step, CYCLE):
+            clock.stop()
+            content = dict(log=log.seen(), train_time_ms=clock.ms, data_sha256=sha256, lengths={
+                name: getattr(cfg, name) for name in ("num_scheduled_steps", "num_extension_steps")})
+            with log.phase("checkpoint"):
+                content["state"] = executor.whole_state()
+                if fabric.rank == 0:
+                    save_checkpoint(log.run_dir / CHECKPOINTS, step, content)
+            clock.start()
+        if profile and step > first:
+            profile.step()
+    if fabric.on_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    log.open_bar()
+    loss = race(log.schedule, loader, executor, validation, clock, log, before_step)
+    loader.close()
+    if profile:
+        profile.stop()
+        report_profile(profile, log)
+    return finish(log, cfg, executor, validation, clock.ms, loss)
+
+def report(cfg: Config, executor: Executor, validation: ValidationSet, log: Log, results: list[dict]) -> None:
+    """After the last run: a sample, several runs together, and one JSON object as the last line on stdout."""
+    say, last, target = log.fabric.say, dict(type="result", **results[-1]), cfg.target_loss
     if cfg.sample_tokens:
         text = spell(validation.vocabulary, generate(cfg, executor, log.schedule.at(log.done)))
-        log.fabric.say(f"{' sample ':-^100}\n{text}\n{'-' * 100}")
-    log.fabric.say(json.dumps(dict(type="result", **result)))
+        say(f"{' sample ':-^100}\n{text}\n{'-' * 100}")
+    if len(results) > 1:
+        losses, seconds = [run["val_loss"] for run in results], [run["train_time_ms"] / 1000 for run in results]
+        last = dict(type="summary", n=len(losses), mean=float(np.mean(losses)), sd=float(np.std(losses, ddof=1)),
+                    target_loss=target, p=None, runs=results)
+        say(f"{last['n']} runs: validation loss {last['mean']:.4f} (standard deviation {last['sd']:.4f}), training "
+            f"{np.mean(seconds):.2f} s ({np.std(seconds, ddof=1):.2f} s)")
+        if target and importlib.util.find_spec("scipy"):
+            from scipy import stats
+            last["p"] = float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
+        missing = "pip install scipy" if target else "no --target_loss"
+        say(f"one-sided p of a mean below {target:g}: {missing if last['p'] is None else format(last['p'], '.3g')}")
+    say(json.dumps(last))
 
-def run(preset: str, cfg: Config, fabric: Fabric) -> int:
-    """Train as configured. Returns the exit status; whatever ends the run early ends the log too."""
+def open_data(cfg: Config, fabric: Fabric) -> tuple[Config, list, list, str, dict | None]:
+    """Config with all sizes, shards to train on and to validate with, their hash, and the checkpoint to resume."""
+    train, val = find_shards(cfg.train_files), find_shards(cfg.val_files)
+    sha256, source = data_sha256(train + val), file_sha256(Path(__file__))
+    fabric.check_agreement({f"--{name}": flag_text(value) for name, value in vars(cfg).items()} |
+                           dict(data_sha256=sha256, source_sha256=source, torch=torch.__version__))
+    cfg, earlier = resolve(cfg, train, val), None
+    if cfg.resume:
+        path, earlier = load_checkpoint(Path(cfg.resume) / CHECKPOINTS, fabric)
+        fabric.check_agreement(dict(checkpoint=path.name))
+        if earlier["data_sha256"] != sha256:
+            raise DataError("data to resume with", sha256, f"{earlier['data_sha256']} as before", "use the same shards")
+        cfg = replace(cfg, **earlier["lengths"])
+    check_enough_data(cfg, Schedule(cfg), train)
+    return cfg, train, val, sha256, earlier
+
+def run(preset: str, given: Config, fabric: Fabric) -> int:
+    """Train as configured. Returns the exit status; whatever ends a run early ends its log too."""
     began, log = time.perf_counter(), None
     try:
-        train, val = find_shards(cfg.train_files), find_shards(cfg.val_files)
-        facts = {f"--{name}": flag_text(value) for name, value in vars(cfg).items()}
-        facts |= dict(data_sha256=data_sha256(train + val), source_sha256=source_sha256(), torch=torch.__version__)
-        fabric.check_agreement(facts)
+        cfg, train, val, sha256, earlier = open_data(given, fabric)
+        schedule, precision = Schedule(cfg), head_precision(cfg, fabric)
         if cfg.save and fabric.rank == 0:
             Path(cfg.save).mkdir(parents=True, exist_ok=True)
             (Path(cfg.save) / "config.json.part").touch()                     # not after hours of training
-        changed, cfg = changed_fields(preset, cfg), resolve(cfg, train, val)
-        schedule, precision = Schedule(cfg), head_precision(cfg, fabric)
-        check_enough_data(cfg, schedule, train)
-        fineweb = preset == "record" and val[0].name.endswith("fineweb_val_000000.bin")
-        run_dir = Path(cfg.run_dir or f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}-{os.urandom(4).hex()}")
-        log = Log(run_dir, fabric, schedule, REFERENCE_LOSSES if fineweb and changed.keys() <= NOT_MATHEMATICS else {})
+        root = cfg.run_dir or f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}-{os.urandom(4).hex()}"
+        folder = lambda seed: Path(root, f"seed_{seed}" if cfg.runs > 1 else "")
+        log = Log(folder(cfg.seed), fabric, schedule, **earlier["log"] if earlier else {})
         attention, kernel = choose_attention(fabric, getattr(torch, cfg.dtype), cfg.head_dim)
         slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
-        executor = Executor(cfg, fabric, kernel, precision, slots_at_once, functools.partial(log.event, "comms"))
-        write_header(log, preset, cfg, changed, executor, attention, facts["data_sha256"])
+        executor = Executor(cfg, fabric, kernel, precision, slots_at_once, lambda **rows: log.event("comms", **rows))
+        header = functools.partial(write_header, preset, given, executor, attention=attention, data_sha256=sha256)
+        header(log, cfg, **dict(kind="resumed", step=log.done, source=cfg.resume) if earlier else {})
         log.text("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
         log.event("phase", name="set-up", ms=round(1000 * (time.perf_counter() - began), 3), timed=False)
         with log.phase("validation data"):
@@ -2159,22 +2356,25 @@ def run(preset: str, cfg: Config, fabric: Fabric) -> int:
             fabric.set_timeout(cfg.comm_timeout * (COMPILE_PATIENCE if executor.compiling else 1))
             warm_up(cfg, fabric, schedule, executor)
             fabric.set_timeout(cfg.comm_timeout)
-        if fabric.on_cuda:
-            torch.cuda.reset_peak_memory_stats()
-        steps = [schedule.at(step) for step in range(schedule.last_step)]
-        loader, clock = Loader(cfg, fabric, train, steps, executor.exchange_ahead), Clock(fabric)
-        log.open_bar()
-        loss = race(schedule, loader, executor, validation, clock, log)
-        loader.close()
-        finish(log, cfg, executor, validation, clock.ms, loss)
+        if cfg.time_budget and not earlier:
+            cfg = fit_budget(cfg, fabric, executor, log)
+            check_enough_data(cfg, log.schedule, train)
+        pristine, results = executor.snapshot(), []
+        for seed in range(cfg.seed, cfg.seed + cfg.runs):
+            each = replace(cfg, seed=seed)
+            if results:
+                log = Log(folder(seed), fabric, log.schedule)
+                header(log, each)
+                with log.phase("reset"):
+                    executor.restore(pristine)
+                    executor.model.set_initial_values(seed, executor.kept)
+            results.append(run_once(each, executor, train, validation, log, earlier, sha256))
+        report(each, executor, validation, log, results)
         if fabric.world > 1:
             dist.destroy_process_group()
         return EXIT_DONE
     except BaseException as error:
         return end(error, log)
-    finally:
-        if log is not None:
-            log.close()
 
 def sample_saved(flags: Config) -> int:
     """--sample=DIR "prompt": print text that goes on from the prompt, on any device. Returns the exit status."""
@@ -2207,8 +2407,7 @@ def describe(error: BaseException) -> tuple[int, str]:
     if isinstance(error, SystemExit):
         return error.code, "ended from outside (SIGTERM)" if error.code == EXIT_ENDED else ""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in first_line:
-        error = RunError("out of memory", first_line, "less at a time", "--slots_per_micro_batch=1, or a larger "
-                         "--num_slots for more and shorter slots")
+        error = RunError("out of memory", first_line, "less at once", "--slots_per_micro_batch=1, or more --num_slots")
     elif isinstance(error, OSError):
         error = DataError(str(error.filename or "disk"), error.strerror, "a file to use", "look at disk and rights")
     elif isinstance(error, RuntimeError) and dist.is_initialized() and re.search(
@@ -2231,6 +2430,7 @@ def end(error: BaseException, log: Log | None) -> int:
         print(cause, file=sys.stderr, flush=True)
     if log is not None:
         log.aborted(first)
+        log.close()
     return status
 
 def main(argv: Sequence[str]) -> int:

@@ -12,7 +12,7 @@ from common import ROOT
 import train_gpt as tg
 
 SOURCE = ROOT / "train_gpt.py"
-MAX_LINES, MAX_COLUMNS = 2250, 120
+MAX_LINES, MAX_COLUMNS = 2450, 120
 MAX_FUNCTION, MAX_LONG_FUNCTION = 60, 100
 LONG_FUNCTIONS = ("hidden", "losses", "race")                        # the forward pass and the loop
 ROOMS = ("Config", "Schedule", "Data", "Kernels", "Model", "Rows", "Optimizer", "Executor", "Race", "Main")
