@@ -12,7 +12,7 @@ gpus=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
 
 ready() {  # has interpreter $1 all that the task needs? By the installed files: importing torch would take seconds
     "$1" -c 'import importlib.metadata, importlib.util, platform, re, sys
-needs = ["torch", "numpy", "huggingface_hub", "tqdm"] + ["pytest"] * (sys.argv[1] == "test")
+needs = ["torch", "numpy", "huggingface_hub", "tqdm"] + ["pytest", "scipy", "matplotlib"] * (sys.argv[1] == "test")
 needs += ["triton"] * (sys.argv[1] == "test" and (sys.platform, platform.machine()) == ("linux", "x86_64"))
 complete = all(map(importlib.util.find_spec, needs)) and re.match(r"2\.1[123]\.", importlib.metadata.version("torch"))
 sys.exit(not complete)' "$task" 2>/dev/null

@@ -13,8 +13,8 @@ Floor plan. A room uses only rooms above it, and nothing happens at import.
     5 Model       parameter table and GPT
     6 Rows        the exchange of embedding rows between ranks
     7 Optimizer   NorMuon, Adam, tie and split, orders of communication
-    8 Executor    forward_backward, optim_step, evaluate, snapshot and restore
-    9 Race        warm-up, clock, log, validation, sample
+    8 Executor    forward_backward, optim_step, evaluate, snapshot and restore, files
+    9 Race        warm-up, time budget, profile, clock, log, validation, sample
    10 Main        flags, process group, device, run
 Letters                                                        [value in the record preset]
     W ranks                       L layers [11]                V vocabulary, padded [50,304]
@@ -548,7 +548,7 @@ def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Co
                             f"(vocabulary, document start) {train[0][2:]} as in {name}", "give one data set only")
     for flag, unset, stored in (("vocab_size", 0, vocab_size), ("document_start", -1, document_start)):
         if getattr(cfg, flag) not in (unset, stored):
-            raise ConfigError(f"--{flag}", getattr(cfg, flag), f"{stored}, as {name} says", "leave the flag out")
+            raise ConfigError(f"--{flag}", getattr(cfg, flag), f"{stored}, header of {name}", "leave the flag out")
     padded = cfg.padded_vocab or -(-vocab_size // 128) * 128
     if padded < vocab_size:
         raise ConfigError("--padded_vocab", padded, f"at least the vocabulary size {vocab_size}", "--padded_vocab=0")
@@ -1902,11 +1902,11 @@ class Clock:
 class Log:
     """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0. Losses are
     looked at one cycle late, so that no step waits for the device. Every rank checks its own."""
-    def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, lines: dict[str, str] | None = None,
-                 **seen: Any) -> None:
-        """lines, seen: from the checkpoint to resume. Raises RunError; an old log is never overwritten."""
+    def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, tokens: int = 0, done: int = 0,
+                 last_good: str = "none", lines: dict[str, str] | None = None) -> None:
+        """tokens and so on: what `seen` gave to a checkpoint. Raises RunError; an old log is never overwritten."""
         self.run_dir, self.fabric, self.schedule, self.files, self.bar = run_dir, fabric, schedule, {}, None
-        vars(self).update(dict(pending=[], tokens=0, done=0, last_good="none") | seen)
+        self.tokens, self.done, self.last_good, self.pending = tokens, done, last_good, []
         if fabric.rank == 0:
             try:
                 run_dir.mkdir(parents=True, exist_ok=True)
@@ -1918,7 +1918,7 @@ class Log:
                 for name, text in (lines or {}).items():
                     self.files[name].write(text.encode())
             except (OSError, ValueError) as error:
-                raise RunError(f"run directory {run_dir}", error, "a new one", "give another --run_dir") from None
+                raise RunError(f"run directory {run_dir}", error, "writable, without a log", "new --run_dir") from None
 
     def seen(self) -> dict[str, Any]:
         """What a checkpoint keeps of the log."""

@@ -1,6 +1,11 @@
 """What several room tests share: small configurations, shards on disk, batches, weights that leave no term at zero."""
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+import signal
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -173,3 +178,34 @@ def refused(kind: type, call, *parts: str) -> str:
     assert type(caught.value) is kind
     check_error(caught.value, *parts)
     return str(caught.value)
+
+
+@dataclass
+class Run:
+    """One call of main: its status and everything it left behind."""
+    folder: Path
+    status: int
+    out: str
+    err: str
+
+    @property
+    def events(self) -> list[dict]:
+        return [json.loads(line) for line in (self.folder / "log.jsonl").read_text().splitlines()]
+
+    @property
+    def lines(self) -> list[str]:
+        return (self.folder / "log.txt").read_text().splitlines()
+
+    def of(self, kind: str) -> list[dict]:
+        return [event for event in self.events if event["type"] == kind]
+
+
+def run(folder: Path, *flags: str) -> Run:
+    """main() in this process, preset tiny, with the given flags."""
+    out, err, old = io.StringIO(), io.StringIO(), signal.getsignal(signal.SIGTERM)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = tg.main(["--preset=tiny", "--device=cpu", f"--run_dir={folder}", *flags])
+    finally:
+        signal.signal(signal.SIGTERM, old)
+    return Run(folder, status, out.getvalue(), err.getvalue())

@@ -155,7 +155,7 @@ def whole_run(rank: Rank, warm: bool, **changes: Any) -> Found:
         found.update({name: x for name, x in arrays.items() if rank.rank == 0 or not name.startswith("weight.")})
         found.update(final=weight_hashes(executor), tied=executor.optimizer.tied,
                      adam_steps=executor.optimizer.adam_steps)
-        finish(log, cfg, executor, *rest)
+        return finish(log, cfg, executor, *rest)
 
     with (MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed,
           contextlib.redirect_stderr(io.StringIO()) as errors):
@@ -561,7 +561,7 @@ def agreement(rank: Rank) -> Found:
         except tg.FabricError as error:
             errors[name] = str(error)
     values = [5 - rank.rank, 5 + rank.rank, -rank.rank, 2**40 + rank.rank]
-    return dict(errors=errors, lowest=[fabric.lowest(value) for value in values])
+    return dict(errors=errors, lowest=[min(fabric.of_all(value)) for value in values])
 
 
 def other_flags(rank: Rank) -> Found:

@@ -22,6 +22,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -264,7 +265,8 @@ def drive(fabric: tg.Fabric, run: Run, broken: str = "") -> list[dict[str, Any]]
                     table.fetch(ahead[0][label], None)
         moved = dict(seen)                                                    # whole() is no training
         for label, what in zip(labels, found):
-            everything = tables[label].whole()
+            host = SimpleNamespace(optimizer=SimpleNamespace(cut=()), tables=tables, fabric=fabric)
+            everything = tg.Executor._whole(host, label, tables[label].mine)
             what.update(mine=exact_array(tables[label].mine), m=moments[label][0].numpy(), v=moments[label][1].numpy(),
                         whole=None if everything is None else exact_array(everything),
                         accounts=[x for x in accounts if x["table"] == label])

@@ -173,7 +173,7 @@ BAD = [                                  # flags behind --preset=tiny, status, w
     (["--stages=128 1 3"], 2, ("--stages", "'128 1 3'", "short long lr_mul")),
     ([f"--stages={STAGE}"], 2, ("--stages", "1 row", "at least two")),
     ([f"--stages={STAGE};{STAGE}"], 2, ("--split_stage", "2", "--split_stage=1")),
-    ([f"--stages={STAGE};128 3 1 1 1 1", "--split_stage=1"], 2, ("--stages", "short window < long window")),
+    ([f"--stages={STAGE};128 3 1 1 1 1", "--split_stage=1"], 2, ("--stages", "short < long window")),
     ([f"--stages={STAGE};128 1 3 nan 1 1", "--split_stage=1"], 2, ("--stages", "nan")),
     ([f"--stages={STAGE};100 1 3 1 1 1", "--split_stage=1"], 2, ("--stages", "100", "128")),
     (["--padded_vocab=100"], 2, ("--padded_vocab", "100", "512")),

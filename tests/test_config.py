@@ -99,9 +99,9 @@ REFUSED = {                                  # flags over the tiny preset -> wha
     "--cooldown_frac=1.5": ("--cooldown_frac", "1.5", "0 to 1"),
     "--comm_timeout=0": ("--comm_timeout", "0", "1 or more", "--comm_timeout=1"),
     f"--stages={ONE_STAGE}": ("--stages", "1 row", "at least two"),
-    f"--stages={ONE_STAGE};128 3 3 1 1 1": ("--stages", "3 3", "short window < long window"),
-    f"--stages={ONE_STAGE};128 0 3 1 1 1": ("--stages", "0 3", "1 <= short window"),
-    f"--stages={ONE_STAGE};128 1 3 1 1,1 1": ("--stages", "1.0,1.0 1.0", "as many token weights"),
+    f"--stages={ONE_STAGE};128 3 3 1 1 1": ("--stages", "3 3", "short < long window"),
+    f"--stages={ONE_STAGE};128 0 3 1 1 1": ("--stages", "0 3", "1 <= short"),
+    f"--stages={ONE_STAGE};128 1 3 1 1,1 1": ("--stages", "1.0,1.0 1.0", "equally many token weights"),
     f"--stages={ONE_STAGE};128 1 3 1 1 -1": ("--stages", "-1", ">= 0"),
     f"--stages={ONE_STAGE};120 1 3 1 1 1": ("--stages", "120", "128"),
     f"--stages={ONE_STAGE};{ONE_STAGE}": ("--split_stage", "2", "0 to 1", "--split_stage=1"),   # the preset's stays 2

@@ -9,13 +9,13 @@ import re
 import signal
 import subprocess
 import sys
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from common import ROOT, check_error, random_stream, refused, write_shard
+from common import ROOT, Run, check_error, random_stream, refused, run, write_shard
 
 import train_gpt as tg
 
@@ -32,36 +32,6 @@ VERS = re.compile(r"^Running PyTorch (?P<torch>\S+) compiled for CUDA (?P<cuda>\
                   r"(?: on (?P<gpu>.*?)\s+with world_size (?P<ws>\d+))?\s*$")
 
 
-@dataclass
-class Run:
-    """One call of main: its status and everything it left behind."""
-    folder: Path
-    status: int
-    out: str
-    err: str
-
-    @property
-    def events(self) -> list[dict]:
-        return [json.loads(line) for line in (self.folder / "log.jsonl").read_text().splitlines()]
-
-    @property
-    def lines(self) -> list[str]:
-        return (self.folder / "log.txt").read_text().splitlines()
-
-    def of(self, kind: str) -> list[dict]:
-        return [event for event in self.events if event["type"] == kind]
-
-
-def run(folder: Path, *flags: str) -> Run:
-    out, err, old = io.StringIO(), io.StringIO(), signal.getsignal(signal.SIGTERM)
-    try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = tg.main(["--preset=tiny", "--device=cpu", f"--run_dir={folder}", *flags])
-    finally:
-        signal.signal(signal.SIGTERM, old)
-    return Run(folder, status, out.getvalue(), err.getvalue())
-
-
 @pytest.fixture(scope="module")
 def first(tmp_path_factory) -> Run:
     """The tiny preset as it is, shared by the tests that only look."""
@@ -72,7 +42,8 @@ def first(tmp_path_factory) -> Run:
 
 KEYS = {
     "header": "config seed world_size grad_accum_steps tokens_per_step git_commit source_sha256 data_sha256 python "
-              "torch triton cuda hardware attention preset changed head row_comms",
+              "torch triton cuda nccl hardware attention preset changed head row_comms target_loss params_total "
+              "params_per_token table_rows table_bytes untimed_warmup_steps",
     "phase": "name ms timed",
     "step": "step train_time_ms tokens train_loss",
     "val": "step val_loss train_time_ms",
@@ -492,16 +463,5 @@ def test_head_precision_by_device(monkeypatch):
     refused(tg.ConfigError, lambda: tg.head_precision(tg.Config(head="fp8"), cpu), "--head=fp8", "bfloat16", "8.9")
 
 
-@pytest.mark.parametrize("name, changes, shown", [
-    ("record", dict(), True), ("record", dict(seed=5, val_every=125, run_dir="x", sample_tokens=0), True),
-    ("record", dict(adam_lr=0.01), False), ("record", dict(num_scheduled_steps=1506), False), ("tiny", dict(), False)])
-def test_reference_losses_are_shown_for_the_record_mathematics_only(monkeypatch, name, changes, shown):
-    plenty, asked = tg.ShardHeader("fineweb_val_000000.bin", 500_000_000, 50257, 50256), []
-    files = dict(device="cpu")
-    monkeypatch.setattr(tg, "find_shards", lambda pattern: [plenty])
-    monkeypatch.setattr(tg, "data_sha256", lambda headers: "")
-    monkeypatch.setattr(tg, "Log", lambda run_dir, fabric, schedule, expected: asked.append(expected) or 1 / 0)
-    cfg = tg.Config(**tg.PRESETS[name] | files | changes)
-    assert tg.run(name, cfg, tg.Fabric(torch.device("cpu"))) == 1, "far enough: no run begins"
-    assert asked == [tg.REFERENCE_LOSSES if shown else {}]
+def test_what_is_no_mathematics_are_flags():
     assert tg.NOT_MATHEMATICS <= {f.name for f in fields(tg.Config)}

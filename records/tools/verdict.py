@@ -1,0 +1,211 @@
+"""Statistics of a comparison, as pure functions on lists of numbers (seconds, nats per token), and the verdict.
+
+The rule, for B against A; the chance of a wrong word is at most ALPHA in all, for independent runs with normal noise:
+1. Losses are tested at ALPHA / 2 (Welch, over seeds). If they do not differ, the time decides; if they do, the time at
+   equal loss: each run's time plus what its loss is worth by the slope of A's curve near its end. A shorter schedule
+   costs less loss per step than that slope (about half on public runs), so both prices must give the same word.
+2. Time is tested at ALPHA / 2: of interleaved pairs by an e-value, which is valid whenever one stops; else by Welch,
+   and where the order of the runs is known also with a straight drift taken out. All must give the same word.
+3. same: losses do not differ, and the whole interval of the time difference lies within the margin.
+4. undecided: all else; fewer than two seeds on a side (but losses equal to the last bit need one), or less than two
+   times; unpaired times that drift, or that fall in two modes further apart than the difference, or that are so few
+   that all of a side may be in one mode while the difference is as small as that of modes; a run that diverged.
+5. not comparable: other data, one side of several recipes, or clocks of different machines or environments.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+ALPHA = 0.01                       # chance of a wrong verdict
+SHARE = ALPHA / 2                  # of its two tests, loss and time, each
+E_STOP = 1 / SHARE                 # e-value that decides on the time of pairs: a bench may stop there
+POWER = 0.8                        # chance that as many runs as `runs_needed` says settle it
+MAX_RUNS = 1000                    # more are not worth a number
+SAME_MARGIN = 0.001                # `same`: the time difference is surely less than this share of the time
+DRAWS = 1999                       # Monte Carlo draws behind the p-value of two modes
+PRIOR = 10.0                       # variance of the effect, in units of the differences' variance, that e-values bet on
+
+class Summary(NamedTuple):
+    n: int
+    mean: float
+    sd: float                      # of a sample (n - 1); nan for n < 2
+
+class Difference(NamedTuple):
+    """b - a, its interval at 1 - ALPHA, and the two-sided p of "no difference"."""
+    mean: float
+    low: float
+    high: float
+    p: float
+
+class Verdict(NamedTuple):
+    word: str                      # faster, slower, same, undecided, not comparable
+    reason: str
+
+def summary(xs: Sequence[float]) -> Summary:
+    n = len(xs)
+    mean = math.fsum(xs) / n if n else math.nan
+    return Summary(n, mean, math.sqrt(math.fsum((x - mean) ** 2 for x in xs) / (n - 1)) if n > 1 else math.nan)
+
+def mean(xs: Iterable[float]) -> float:
+    return summary(list(xs)).mean
+
+def one_sample(xs: Sequence[float], target: float) -> float:
+    """One-sided p of "the mean is not below the target" (t-test); nan where n < 2 or the spread is 0."""
+    from scipy import stats
+    if summary(xs).n < 2 or not summary(xs).sd > 0:
+        return math.nan
+    return float(stats.ttest_1samp(xs, target, alternative="less").pvalue)
+
+def welch(a: Sequence[float], b: Sequence[float]) -> Difference:
+    """Mean of b minus mean of a for unpaired samples of unequal variances; infinite interval where n < 2."""
+    from scipy import stats
+    one, other = summary(a), summary(b)
+    mean = other.mean - one.mean
+    if min(one.n, other.n) < 2:
+        return Difference(mean, -math.inf, math.inf, 1.0)
+    if one.sd == other.sd == 0:
+        return Difference(mean, mean, mean, float(mean == 0))
+    test = stats.ttest_ind(b, a, equal_var=False)
+    return Difference(mean, *map(float, test.confidence_interval(1 - ALPHA)), float(test.pvalue))
+
+def paired_e_value(differences: Sequence[float]) -> float:
+    """Evidence against "the differences have mean 0", valid at any stopping time: reject at e >= 1 / level.
+
+    Normal differences of unknown variance; the effect in units of their sd is mixed over N(0, PRIOR) and the sd over
+    its right Haar measure, so that e is a martingale under the null (Lai 1976; Wang and Ramdas 2023). 1 for n < 2.
+    """
+    n, mean = len(differences), summary(differences).mean
+    squares = math.fsum(x * x for x in differences)
+    if n < 2 or squares == 0:
+        return 1.0
+    shrink = 1 + n * PRIOR
+    rest = squares - n * mean * mean * (1 - 1 / shrink)
+    log_e = n / 2 * math.log(squares / rest) - math.log(shrink) / 2
+    return math.exp(min(log_e, 700.0))                                       # 700: the largest that a float holds
+
+def confidence_sequence(differences: Sequence[float], level: float = ALPHA) -> tuple[float, float]:
+    """Means that `paired_e_value` does not reject at `level`: an interval that covers at all times at once."""
+    n, mean = len(differences), summary(differences).mean
+    if n < 2:
+        return -math.inf, math.inf
+    shrink = 1 + n * PRIOR
+    ratio = math.exp(2 / n * (math.log(1 / level) + math.log(shrink) / 2))
+    if ratio >= shrink:
+        return -math.inf, math.inf
+    rest = math.fsum((x - mean) ** 2 for x in differences)
+    half = math.sqrt((ratio - 1) * rest / (n * (1 - ratio / shrink)))
+    return mean - half, mean + half
+
+def paired(differences: Sequence[float]) -> Difference:
+    """Mean of b - a over interleaved pairs; interval and p (1 / e) hold at any stopping time."""
+    return Difference(summary(differences).mean, *confidence_sequence(differences),
+                      min(1.0, 1 / paired_e_value(differences)))
+
+def without_drift(a: Sequence[float], b: Sequence[float], order: Sequence[float]) -> tuple[Difference, Difference]:
+    """b - a beside a straight drift, and the drift per unit of `order` (places in time of a's, then b's values).
+
+    Least squares on side and order. If all of a ran before all of b, the interval is about twice Welch's: a drift and a
+    difference then look alike.
+    """
+    import numpy as np
+    from scipy import stats
+    side = np.repeat([0.0, 1.0], [len(a), len(b)])
+    design, values = np.column_stack([np.ones(len(side)), side, np.asarray(order, float)]), np.array([*a, *b])
+    free = len(values) - 3
+    if min(len(a), len(b)) < 2 or free < 1 or np.linalg.matrix_rank(design) < 3:
+        nothing = Difference(math.nan, -math.inf, math.inf, 1.0)
+        return nothing, nothing
+    fit = np.linalg.lstsq(design, values, rcond=None)[0]
+    variance = np.sum((values - design @ fit) ** 2) / free * np.diag(np.linalg.inv(design.T @ design))
+    half = stats.t.isf(ALPHA / 2, free) * np.sqrt(variance)
+    p = 2 * stats.t.sf(np.abs(fit) / np.sqrt(np.maximum(variance, 1e-300)), free)
+    return tuple(Difference(*map(float, (fit[k], fit[k] - half[k], fit[k] + half[k], p[k]))) for k in (1, 2))
+
+def modes(xs: Sequence[float]) -> tuple[list[float], list[float]] | None:
+    """The two groups that values fall into, if a normal sample of this size would do so less often than ALPHA.
+
+    Statistic: share of the variance between the groups at the best cut; its p by Monte Carlo with a fixed seed. None
+    for n < 4. A single outlier counts as a group.
+    """
+    import numpy as np
+
+    def best_cut(samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Per sorted, centred row: the largest share, and how many values lie below its cut."""
+        below = np.arange(1, samples.shape[1])
+        between = np.cumsum(samples, axis=1)[:, :-1] ** 2 * samples.shape[1] / (below * below[::-1])
+        share = between / np.maximum(np.sum(samples ** 2, axis=1, keepdims=True), 1e-300)
+        return share.max(axis=1), share.argmax(axis=1) + 1
+
+    def prepared(samples: np.ndarray) -> np.ndarray:
+        return np.sort(samples - samples.mean(axis=1, keepdims=True), axis=1)
+    if len(xs) < 4 or min(xs) == max(xs):
+        return None
+    share, cut = best_cut(prepared(np.array([xs], float)))
+    normal, _ = best_cut(prepared(np.random.default_rng(0).standard_normal((DRAWS, len(xs)))))
+    if (1 + np.sum(normal >= share[0])) / (DRAWS + 1) >= ALPHA:
+        return None
+    values = sorted(xs)
+    return values[:cut[0]], values[cut[0]:]
+
+def runs_needed(effect: float, sd: float, sides: int = 2, alpha: float = SHARE) -> int | None:
+    """Runs (per side) for a t-test to see `effect` with chance POWER; None: more than MAX_RUNS.
+
+    sides  2: Welch's two samples of equal sd, two-sided; 1: one sample against a fixed number, one-sided
+    """
+    import numpy as np
+    from scipy import stats
+    if not (sd > 0 and effect):
+        return None if sd > 0 or not effect else 2
+    n = np.arange(2, MAX_RUNS + 1)
+    free, shift = sides * (n - 1), abs(effect) / sd * np.sqrt(n / sides)
+    enough = stats.nct.sf(stats.t.isf(alpha / sides, free), free, shift) >= POWER
+    return int(n[enough.argmax()]) if enough.any() else None
+
+def runs_to_settle(time: Difference, sd: float, room: float) -> int | None:
+    """Runs per side that make an undecided time difference significant or `same`, if it is as measured."""
+    from scipy import stats
+    to_same = None
+    if abs(time.mean) < room:
+        to_same = math.ceil(2 * (stats.norm.isf(ALPHA / 2) * sd / (room - abs(time.mean))) ** 2)
+    found = [n for n in (runs_needed(time.mean, sd), to_same) if n is not None and n <= MAX_RUNS]
+    return max(2, min(found)) if found else None
+
+def decide(loss: Difference | None, times: Sequence[Difference], at_equal_loss: Sequence[Difference], room: float,
+           doubts: Sequence[str] = ()) -> Verdict:
+    """The rule above, on tests that are done.
+
+    loss           b - a in nats per token; None: fewer than two seeds on a side
+    times          every test of b - a in s that must agree; none: no time was measured
+    at_equal_loss  the same at equal loss, by price of loss; none: no curve says what loss is worth
+    room           half the width of `same`, in s
+    doubts         why times are not trusted
+    """
+    if loss is None:
+        return Verdict("undecided", "fewer than two seeds on a side: a loss is judged by its spread over seeds")
+    if doubts:
+        return Verdict("undecided", doubts[0])
+    if not times or min(map(_width, times)) == math.inf:
+        return Verdict("undecided", "fewer than two times that count on a side")
+    if loss.p >= SHARE:
+        if all(-room <= time.low and time.high <= room for time in times):
+            return Verdict("same", f"losses do not differ, and the time difference lies within {room:.3g} s")
+        word = _agreed(times)
+        return Verdict(word or "undecided", "losses do not differ, and " + (
+            f"B takes {abs(times[0].mean):.4g} s {'less' if word == 'faster' else 'more'}" if word else
+            "the interval of the time difference holds 0, and more than the margin of `same`"))
+    better = "lower" if loss.mean < 0 else "higher"
+    word = _agreed(at_equal_loss or [*times, loss])        # without a price only if time and loss point the same way
+    if word:
+        return Verdict(word, f"B's loss is {better}, and " + ("the time at equal loss speaks" if at_equal_loss else
+                                                              "loss and time speak") + f" for {'AB'[word == 'faster']}")
+    return Verdict("undecided", f"B's loss is {better}, and at equal loss the times do not differ for sure"
+                   if at_equal_loss else f"B's loss is {better}, its time is not, and no curve says what that is worth")
+
+def _width(difference: Difference) -> float:
+    return difference.high - difference.low
+
+def _agreed(tests: Sequence[Difference]) -> str | None:
+    words = {("faster" if test.mean < 0 else "slower") if test.p < SHARE else None for test in tests}
+    return words.pop() if len(words) == 1 else None

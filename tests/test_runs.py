@@ -1,0 +1,375 @@
+"""--runs, --checkpoint_every, --resume, --time_budget and --profile: whole runs, compared bit by bit with plain ones."""
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from common import ROOT, Run, fabric, preset, run
+from scipy import stats
+
+import train_gpt as tg
+from test_executor import bits, filled, random_batch, small
+
+TIMES = {"ms", "plan_ms", "train_time_ms", "run_dir", "peak_memory_mib", "source"}
+
+
+def timeless(x):
+    """Without what a clock, the memory or the folder's name decides."""
+    if isinstance(x, dict):
+        return {key: timeless(value) for key, value in x.items() if key not in TIMES}
+    return [timeless(value) for value in x] if isinstance(x, list) else x
+
+
+def losses(folder: Path) -> list:
+    """Every loss of a run, to the last bit, with its step."""
+    events = Run(folder, 0, "", "").events
+    return [(e["type"], e["step"], e.get("train_loss"), e.get("val_loss")) for e in events if e["type"] in ("step", "val")]
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {label: x.view(torch.uint8).numpy().tobytes() for label, x in torch.load(folder / "weights.pt").items()}
+
+
+def launch(ranks: int, folder: Path, *flags: str) -> None:
+    """A run of its own processes, preset tiny. Its output is shown if it fails."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
+    command = [*(command if ranks > 1 else [sys.executable]), str(ROOT / "train_gpt.py"), "--preset=tiny"]
+    done = subprocess.run([*command, f"--run_dir={folder}", "--sample_tokens=0", *flags], text=True, timeout=120,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---- several runs ---------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def three(tmp_path_factory) -> Run:
+    return run(tmp_path_factory.mktemp("three"), "--runs=3", "--seed=4", "--sample_tokens=0", "--target_loss=6.1")
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory) -> Path:
+    """The last of the three runs, in a process of its own."""
+    folder = tmp_path_factory.mktemp("plain")
+    launch(1, folder, "--seed=6", f"--save={folder}")
+    return folder
+
+
+def test_each_of_several_runs_equals_a_run_in_a_fresh_process(three, plain):
+    one, alone = three.folder / "seed_6", Run(plain, 0, "", "")
+    assert losses(one) == losses(plain)
+    kinds = ("step", "val", "comms", "result")
+    assert timeless([e for e in Run(one, 0, "", "").events if e["type"] in kinds]) == timeless(
+        [e for e in alone.events if e["type"] in kinds])
+    assert losses(three.folder / "seed_4") != losses(three.folder / "seed_5")
+
+
+def test_every_run_has_a_whole_log(three):
+    for seed in (4, 5, 6):
+        log = Run(three.folder / f"seed_{seed}", 0, "", "")
+        assert (log.of("header")[0]["seed"], log.of("header")[0]["changed"]["seed"]) == (seed, str(seed))
+        assert [e["name"] for e in log.of("phase")] == (["set-up", "validation data", "warm-up", "first batch"] if
+                                                        seed == 4 else ["reset", "first batch"])
+        assert log.events[-1]["type"] == "result" and (log.folder / "train_gpt.py").exists()
+
+
+def test_the_summary_is_the_last_line(three):
+    last = json.loads(three.out.splitlines()[-1])
+    values = [Run(three.folder / f"seed_{seed}", 0, "", "").of("result")[0]["val_loss"] for seed in (4, 5, 6)]
+    assert (last["type"], last["n"], [one["val_loss"] for one in last["runs"]]) == ("summary", 3, values)
+    t = (np.mean(values) - 6.1) / (np.std(values, ddof=1) / 3**0.5)
+    assert last["mean"] == pytest.approx(np.mean(values)) and last["sd"] == pytest.approx(np.std(values, ddof=1))
+    assert last["p"] == pytest.approx(0.5 + t / (2 * (2 + t * t)**0.5)), "Student's distribution of two degrees, by hand"
+    text = three.out.splitlines()[-3:-1]
+    assert text[0].startswith("3 runs: validation loss ") and f"below 6.1: {last['p']:.3g}" in text[1]
+
+
+@pytest.mark.parametrize("target, scipy, says", [("0", True, "no --target_loss"), ("6.1", False, "pip install scipy")])
+def test_the_summary_says_what_a_p_needs(tmp_path, monkeypatch, target, scipy, says):
+    find = tg.importlib.util.find_spec
+    monkeypatch.setattr(tg.importlib.util, "find_spec", lambda name: find(name) if scipy or name != "scipy" else None)
+    done = run(tmp_path, "--runs=2", "--max_steps=2", "--sample_tokens=0", f"--target_loss={target}")
+    assert done.status == 0 and says in done.out and json.loads(done.out.splitlines()[-1])["p"] is None
+
+
+# What a run leaves behind (systems 1.5), and how a reset that forgets it would look.
+def forget_tensors(pattern: str):
+    def forget(ex, stale, monkeypatch):
+        every = tg.Executor.state_tensors
+        monkeypatch.setattr(tg.Executor, "state_tensors", lambda self: {
+            name: x for name, x in every(self).items() if not re.fullmatch(pattern, name)})
+    return forget
+
+
+def forget_attribute(owner, name: str):
+    def forget(ex, stale, monkeypatch):
+        monkeypatch.setattr(tg.Executor, "drop_gradients", lambda self, real=tg.Executor.drop_gradients: (
+            real(self), setattr(owner(self), name, stale[name])))
+    return forget
+
+
+def forget_call(name: str):
+    return lambda ex, stale, monkeypatch: monkeypatch.setattr(*(
+        (tg.TableRows, "reset", lambda self: None) if name == "tables" else
+        (tg.GPT, "zero_grad", lambda self, set_to_none: None) if name == "gradients" else
+        (torch, "set_rng_state", lambda state: None)))
+
+
+FORGOTTEN = {name: forget_tensors(name.replace(".", r"\.").replace("*", ".*")) for name in (
+    "attn", "mlp", "scalars", "x0_lambdas", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "bigram_embed",
+    "value_embed", "lm_head", "embed", "rotary_*", "*.m", "*.v", "*.momentum", "*.second", "*.mantissa")}
+FORGOTTEN |= dict(tied=forget_attribute(lambda ex: ex.optimizer, "tied"),
+                  adam_steps=forget_attribute(lambda ex: ex.optimizer, "adam_steps"),
+                  rotary=forget_attribute(lambda ex: ex, "rotary"))
+FORGOTTEN |= {name: forget_call(name) for name in ("tables", "gradients", "random numbers")}
+
+
+def everything(ex: tg.Executor) -> dict:
+    """All that a run may leave behind, by walking the objects."""
+    tables = {f"{label}.{name}": getattr(table, name).detach().numpy().tobytes()
+              for label, table in ex.tables.items() for name in ("sums", "grad")}
+    open_plans = {f"{label}.open": (len(table.open), table.cached is None, dict(table.totals))
+                  for label, table in ex.tables.items()}
+    return bits(ex) | tables | open_plans | {f"grad of {k}": p.grad is None for k, p in ex.model.named_parameters()}
+
+
+@pytest.mark.parametrize("name", [None, *FORGOTTEN])
+def test_a_reset_that_forgets_one_thing_is_seen(name, monkeypatch):
+    cfg = small(split_stage=0, dtype="bfloat16" if name == "*.mantissa" else "float32", adam_lr=0.5)
+    ex, _ = filled(cfg)
+    schedule, pristine = tg.Schedule(cfg), ex.snapshot()
+    before = everything(ex)
+    for step in range(5):                    # the last step leaves half a cycle of gradients
+        ex.forward_backward(random_batch(cfg, step, 8, 16), schedule.at(step))
+        ex.optim_step(schedule.at(step))
+    torch.rand(1)
+    stale = dict(tied=ex.optimizer.tied, adam_steps=ex.optimizer.adam_steps, rotary=ex.rotary)
+    if name:
+        FORGOTTEN[name](ex, stale, monkeypatch)
+    ex.restore(pristine)
+    after = everything(ex)
+    assert ({key for key in before if before[key] != after[key]} != set()) == (name is not None)
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def cut(tmp_path_factory) -> Path:
+    """A run of 9 steps of 12, with checkpoints at 2, 4, 6 and 8, of which the last two remain."""
+    folder = tmp_path_factory.mktemp("cut") / "run"
+    done = run(folder, "--seed=6", "--max_steps=9", "--checkpoint_every=2", "--sample_tokens=0")
+    assert done.status == 0, done.err
+    assert [path.name[:12] for path in sorted((folder / tg.CHECKPOINTS).iterdir())] == ["step-0000006", "step-0000008"]
+    return folder
+
+
+def resume(cut: Path, folder: Path, *flags: str) -> Run:
+    return run(folder, f"--resume={cut}", "--max_steps=0", *flags)
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(cut, plain, tmp_path):
+    done = resume(cut, tmp_path / "run", f"--save={tmp_path}")
+    assert done.status == 0, done.err
+    assert losses(done.folder) == losses(plain) and weights(tmp_path) == weights(plain)
+    assert timeless(done.of("result")[0]) == timeless(Run(plain, 0, "", "").of("result")[0]) | dict(
+        comms=done.of("result")[0]["comms"])
+    assert [(e["step"], e["source"], e["seed"]) for e in done.of("resumed")] == [(8, str(cut), 6)]
+    assert done.events[0] == Run(cut, 0, "", "").events[0] and done.lines[0] == "=" * 100
+
+
+def test_the_clock_goes_on(cut, tmp_path):
+    before = [e for e in Run(cut, 0, "", "").of("step") if e["step"] <= 8]
+    times = [e["train_time_ms"] for e in resume(cut, tmp_path / "run").of("step")]
+    assert times[:8] == [e["train_time_ms"] for e in before] and times == sorted(times)
+
+
+def test_a_resumed_run_may_be_cut_and_resumed_again(cut, plain, tmp_path):
+    assert run(tmp_path / "a", f"--resume={cut}", "--max_steps=11", "--checkpoint_every=3").status == 0
+    again = resume(tmp_path / "a", tmp_path / "b")
+    assert again.status == 0 and losses(again.folder) == losses(plain)
+    assert [e["step"] for e in again.of("resumed")] == [8, 10], "each with the lines up to its checkpoint"
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(cut, plain, tmp_path, damage):
+    folder = tmp_path / "copy"
+    shutil.copytree(cut, folder)
+    older, last = sorted((folder / tg.CHECKPOINTS).glob("step-*.pt"))
+    content = bytearray(last.read_bytes())
+    content[len(content) // 2] ^= 1 if damage == "flipped" else 0
+    last.write_bytes(content[:dict(cut=len(content) - 100, flipped=len(content), empty=0)[damage]])
+    (folder / tg.CHECKPOINTS / "new.pt.part").write_bytes(b"cut while it was written")
+    done = resume(folder, tmp_path / "run")
+    assert done.status == 0 and losses(done.folder) == losses(plain) and [e["step"] for e in done.of("resumed")] == [6]
+    assert f"checkpoint {last} is damaged" in done.out
+    older.write_bytes(b"")
+    done = resume(folder, tmp_path / "no_run")
+    assert done.status == 2 and f"no whole one in {folder / tg.CHECKPOINTS}" in done.err
+
+
+def test_flags_of_the_run_are_kept_and_others_refused(cut, tmp_path):
+    same = resume(cut, tmp_path / "same", "--preset=pocket", "--num_scheduled_steps=9")
+    assert same.status == 0 and same.of("resumed")[0]["preset"] == "tiny", "the preset is that of the log"
+    for flags, parts in ((["--adam_lr=0.009"], ("--adam_lr", "0.009", f"0.008, as in {cut}")),
+                         (["--runs=2"], ("--runs", "one run")),
+                         (["--train_files=formula:512:511:40001:2"], ("data to resume with",))):
+        done = resume(cut, tmp_path / "refused", *flags)
+        assert done.status == 2 and all(part in done.err for part in parts), done.err
+
+
+def test_what_is_no_run_is_no_run_to_resume(tmp_path):
+    (tmp_path / "log.jsonl").write_text("nonsense\n")
+    for folder, says in ((tmp_path, "JSONDecodeError"), (tmp_path / "none", "FileNotFoundError")):
+        done = run(tmp_path / "run", f"--resume={folder}")
+        assert done.status == 2 and says in done.err and "log.jsonl" in done.err
+
+
+def test_two_ranks_resume_bitwise_and_one_rank_resumes_them(tmp_path):
+    whole, flags = tmp_path / "whole", ("--seed=5", "--dtype=bfloat16", "--checkpoint_every=4")
+    launch(2, whole, *flags, f"--save={whole}")
+    launch(2, tmp_path / "two", f"--resume={whole}", f"--save={tmp_path / 'two'}")
+    assert losses(tmp_path / "two") == losses(whole) and weights(tmp_path / "two") == weights(whole)
+    assert [e["step"] for e in Run(tmp_path / "two", 0, "", "").of("resumed")] == [8], "behind the split"
+
+
+def test_another_number_of_ranks_resumes_to_rounding(cut, tmp_path):
+    """From a checkpoint of one rank in front of the split; and on two ranks, what the second of several runs gives."""
+    last = sorted((cut / tg.CHECKPOINTS).iterdir())[-1]
+    moved = tmp_path / "moved"
+    shutil.copytree(cut, moved)
+    (moved / tg.CHECKPOINTS / last.name).unlink()
+    launch(2, tmp_path / "two", f"--resume={moved}", "--max_steps=0")
+    launch(2, tmp_path / "runs", "--seed=5", "--runs=2")
+    found = losses(tmp_path / "two")
+    for other in (losses(tmp_path / "runs" / "seed_6"), losses(cut)):
+        both = [(x, y) for x, y in zip(found, other) if x[:2] == y[:2]]
+        assert len(both) >= 11
+        for mine, theirs in both:
+            if mine[3] is not None:
+                assert mine[3] == pytest.approx(theirs[3], abs=1e-3)
+
+
+def kill_and_resume(folder: Path, rng: random.Random, plain: Path, most: int) -> int:
+    """Kill a run up to `most` times at random moments and resume it until it ends. Returns how often it was killed."""
+    command = [sys.executable, str(ROOT / "train_gpt.py"), "--checkpoint_every=2", "--sample_tokens=0"]
+    kills, source, number = 0, ["--preset=tiny", "--seed=6"], 0
+    while True:
+        number += 1
+        here = folder / f"{number}"
+        child = subprocess.Popen([*command, *source, f"--run_dir={here}"], stdout=subprocess.DEVNULL,
+                                 stderr=subprocess.DEVNULL, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        deadline = time.monotonic() + (rng.uniform(1.8, 3.2) if number <= most else 120)
+        while child.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        if child.poll() is None:
+            child.send_signal(signal.SIGKILL)
+            kills += 1
+        if child.wait() == 0:
+            assert losses(here) == losses(plain)
+            return kills
+        if any((here / tg.CHECKPOINTS).glob("step-*.pt")):
+            source = [f"--resume={here}"]
+
+
+@pytest.mark.parametrize("seed, most", [(0, 2), *(pytest.param(seed, 8, marks=pytest.mark.all) for seed in range(1, 25))])
+def test_a_run_killed_at_random_moments_ends_with_the_same_losses(plain, tmp_path, seed, most):
+    kills = kill_and_resume(tmp_path, random.Random(seed), plain, most)
+    print(f" killed {kills} times")
+
+
+# ---- time budget ----------------------------------------------------------------------------------------------------
+
+def test_a_time_budget_scales_the_schedule(tmp_path):
+    """Times are made up: a step of stage k takes k + 1 seconds, and nothing else takes any."""
+    cfg, now, log = preset(time_budget=400.0), [0.0], []
+    class Model:
+        compiling, exchange, exchange_ahead = False, None, None
+        snapshot = restore = evaluate = lambda self, *rest: None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tg.time, "perf_counter", lambda: now[0])
+        patch.setattr(tg, "train_step", lambda ex, loader, values: now.__setitem__(0, now[0] + values.stage + 1))
+        made = tg.Log(tmp_path / "run", fabric(), tg.Schedule(cfg))
+        scaled = tg.fit_budget(cfg, fabric(), Model(), made)
+    made.close()
+    # 9 scheduled steps (1, 2, 3 s) and 3 of extension (4 s): 2 + 4 / 3 seconds for each scheduled step
+    assert (scaled.num_scheduled_steps, scaled.num_extension_steps) == (120, 40)
+    budget, = Run(tmp_path / "run", 0, "", "").of("budget")
+    assert (budget["steps"], budget["seconds"], budget["seconds_per_step"]) == (160, 400.0, [1.0, 2.0, 3.0, 4.0])
+
+
+def test_a_run_with_a_time_budget_says_how_it_went(tmp_path):
+    done = run(tmp_path / "run", "--time_budget=1", "--epochs=0", "--sample_tokens=0")
+    steps = done.of("budget")[0]["steps"]
+    assert done.status == 0 and len(done.of("step")) == steps == done.of("result")[0]["steps"]
+    used = done.of("result")[0]["train_time_ms"] / 10
+    assert f"time budget 1 s: used {used:.2f} %" in done.lines and done.of("result")[0]["budget_s"] == 1
+    print(f" used {used:.1f} % of 1 s")
+
+
+def test_a_budget_without_room_for_a_step_of_each_stage_is_refused(tmp_path):
+    done = run(tmp_path / "run", "--time_budget=0.001")
+    assert done.status == 2 and "--time_budget" in done.err and done.of("aborted")
+
+
+# ---- profile --------------------------------------------------------------------------------------------------------
+
+def test_profile_of_two_ranks(tmp_path):
+    launch(2, tmp_path / "run", "--profile=6:8")
+    log = Run(tmp_path / "run", 0, "", "")
+    ranks = log.of("profile")[0]["ranks"]
+    assert len(ranks) == 2 and log.of("result")[0]["void"] == "profiled" and "(void: profiled)" in log.lines[-2]
+    for rank in ranks:
+        names = {name for name in rank if name.startswith("exposed gloo:")}
+        assert {"exposed gloo:all_reduce", "exposed gloo:all_gather", "exposed gloo:all_to_all"} <= names
+        assert all(ms >= 0 for ms in rank.values()) and 0 < rank["computing"] < rank["wall"]
+        assert rank["computing"] + rank["gaps"] + sum(rank[name] for name in names) >= rank["wall"] - 1e-6
+    for rank in (0, 1):
+        trace = json.loads(gzip.open(tmp_path / f"run/trace_rank{rank}.json.gz").read())
+        assert sum(event.get("name", "").startswith("ProfilerStep") for event in trace["traceEvents"]) == 2
+
+
+def test_spans_are_counted_once_where_they_overlap():
+    assert tg.union([(5, 7), (0, 2), (1, 3), (1, 2), (7, 8)]) == 6 and tg.union([]) == 0
+
+
+def test_where_the_time_went_in_a_trace_made_by_hand():
+    from types import SimpleNamespace as Is
+    def event(name, start, end, thread=1, device="CPU"):
+        return Is(name=name, thread=thread, device_type=Is(name=device), time_range=Is(start=start, end=end))
+    host = [event("ProfilerStep#4", 0, 1000), event("ProfilerStep#5", 1000, 2000), event("aten::mm", 100, 700),
+            event("gloo:all_reduce", 600, 900, 2), event("gloo:all_reduce", 1000, 1100, 3), event("aten::mm", 0, 2000, 9)]
+    ms = dict(wall=1.0, computing=0.3, gaps=0.6) | {"exposed gloo:all_reduce": 0.15}
+    assert tg.profiled_ms(host, False) == pytest.approx(ms | dict(gaps=1 - 0.3 - 0.15))
+    device = [event("gemm", 100, 700, 7, "CUDA"), event("gemm", 650, 800, 8, "CUDA"),
+              event("ncclDevKernel_AllGather_RING_LL(x)", 700, 1000, 9, "CUDA"), event("ProfilerStep#4", 0, 9, 7, "CUDA")]
+    assert tg.profiled_ms(host + device, True) == pytest.approx(
+        {"wall": 1.0, "computing": 0.35, "gaps": 1 - 0.45, "exposed ncclDevKernel_AllGather": 0.1})
+
+
+@pytest.mark.parametrize("flag, says", [("4", "a:b"), ("4:x", "a:b"), ("5:5", "steps from 0 to 12"), ("9:13", "0 to 12")])
+def test_a_profile_of_steps_that_are_not_there_is_refused(tmp_path, flag, says):
+    done = run(tmp_path / "run", f"--profile={flag}")
+    assert done.status == 2 and "--profile" in done.err and says in done.err
+
+
+# ---- facts of an entry ----------------------------------------------------------------------------------------------
+
+def test_the_header_says_what_an_entry_is(plain):
+    header, = Run(plain, 0, "", "").of("header")
+    rows = dict(bigram_embed=2560, value_embed=2560, embed=512)
+    parameters = sum(x.numel() for x in torch.load(plain / "weights.pt").values())
+    assert header["table_rows"] == rows and header["table_bytes"] == 4 * 32 * sum(rows.values())
+    assert header["params_total"] == parameters == 328_122
+    assert header["params_per_token"] == parameters - 32 * (sum(rows.values()) - 1 - 5 - 1)
+    assert header["untimed_warmup_steps"] == 12 and header["target_loss"] == 0
