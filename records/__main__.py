@@ -6,12 +6,10 @@ ablate    switches techniques off one at a time
 new       makes a record folder from runs
 check     recomputes every number of every record
 table     prints the records by track
-Exit status: 0 done, 1 a check failed, 2 bad input, 130 interrupted.
-"""
+Exit status: 0 done, 1 a check failed, 2 bad input, 130 interrupted."""
 from __future__ import annotations
 
-import importlib
-import sys
+import importlib, sys
 
 VERBS = {"compare": "compare", "bench": "bench", "ablate": "ablate", "new": "shelf", "check": "shelf", "table": "shelf"}
 

@@ -291,7 +291,7 @@ def fake(tmp_path, monkeypatch):
     script.write_text(TRAINER.format(calls=str(calls)))
     flags = dict(a=["--arm=a", "--worse=0.02"], b=["--arm=b", "--worse=-0.01"], same=["--arm=same"],
                  bad=["--arm=bad", "--bad=1"], hopeless=["--arm=hopeless", "--worse=1"])
-    arms = [ablate.ARMS[ablate.BASELINE], *(ablate.Arm(name, "", "", given) for name, given in flags.items())]
+    arms = [ablate.ARMS[ablate.BASELINE], *(ablate.Arm(name, "", given) for name, given in flags.items())]
     monkeypatch.setattr(ablate, "ARMS", {arm.name: arm for arm in arms})
     monkeypatch.setattr(ablate, "SHORT", [])
 

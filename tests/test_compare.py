@@ -59,7 +59,27 @@ def draw(folder: Path, rng, n: int = 8, share: float = 0.0, time=None, loss=None
     return report(folder)
 
 
-def words(tmp_path: Path, draws: int, **planted) -> list[dict]:
+def manifest(folder: Path, order: list[tuple[str, int]], paired: bool = True) -> list[tuple[str, int]]:
+    """bench's lines about runs in that order, with a failed run that counts for nothing. Returns the order."""
+    lines = [{"type": "bench"}, {"type": "end", "run": 0, "folder": "x", "pair": 99, "side": "A", "outcome": "failed"}]
+    lines += [{"type": "end", "run": place + 1, "folder": f"{side}/run_{k:02}", "side": side.upper(), "outcome": "done",
+               **({"pair": k + 1} if paired else {})} for place, (side, k) in enumerate(order)]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "manifest.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return order
+
+
+def interleaved(pairs: int) -> list[tuple[str, int]]:
+    """A B, B A, ..."""
+    return [(side, k) for k in range(pairs) for side in ("ab" if k % 2 == 0 else "ba")]
+
+
+def words(tmp_path: Path, draws: int, known=None, **planted) -> list[dict]:
+    """Reports of as many draws; known: the order of the runs, if a manifest is to tell it."""
+    if known:
+        planted["order"] = known
+        for number in range(draws):
+            manifest(tmp_path / str(number), known, paired=False)
     return [draw(tmp_path / str(number), np.random.default_rng([7, number]), **planted) for number in range(draws)]
 
 
@@ -128,22 +148,11 @@ DRIFT = 0.01 * SECONDS                                                    # over
 def test_a_drifting_machine_without_pairs(tmp_path, draws, known):
     """All of A, then all of B: a drift of 1 % looks like a difference of 0.5 %; it is named and nothing is decided."""
     blocks = [(side, k) for side in "ab" for k in range(8)]
-    found = words(tmp_path, draws, order=blocks if known else None, time=lambda place, rng: DRIFT * place / 15)
+    found = words(tmp_path, draws, blocks if known else None, time=lambda place, rng: DRIFT * place / 15)
     assert wrong(found, "undecided") <= allowed(draws)
     assert sum("times drift by +0.0" in one["reason"] for one in found) >= 0.95 * draws
-    slow = words(tmp_path / "slow", draws, order=blocks, time=lambda place, rng: DRIFT / 5 * place / 15)
+    slow = words(tmp_path / "slow", draws, blocks, time=lambda place, rng: DRIFT / 5 * place / 15)
     assert wrong(slow, "same", "undecided") <= allowed(draws)             # too slow to be seen, but its order is known
-
-
-def manifest(folder: Path, pairs: int) -> list[tuple[str, int]]:
-    """The order A B, B A, ... and bench's lines about it, with a failed run that counts for nothing."""
-    order = [(side, k) for k in range(pairs) for side in ("ab" if k % 2 == 0 else "ba")]
-    lines = [{"type": "bench"}, {"type": "end", "run": 0, "folder": "x", "pair": 99, "side": "A", "outcome": "failed"}]
-    lines += [{"type": "end", "run": place + 1, "folder": f"{side}/run_{k:02}", "pair": k + 1, "side": side.upper(),
-               "outcome": "done"} for place, (side, k) in enumerate(order)]
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "manifest.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return order
 
 
 @DRAWS
@@ -151,7 +160,7 @@ def manifest(folder: Path, pairs: int) -> list[tuple[str, int]]:
 def test_a_drifting_machine_with_pairs(tmp_path, draws, share, right):
     found = []
     for number in range(draws):
-        order = manifest(tmp_path / str(number), 16)
+        order = manifest(tmp_path / str(number), interleaved(16))
         found.append(draw(tmp_path / str(number), np.random.default_rng([9, number]), share=share, order=order,
                           time=lambda place, rng: DRIFT * place / 31))
     assert {one["method"] for one in found} == {"16 interleaved pairs"}
@@ -161,7 +170,7 @@ def test_a_drifting_machine_with_pairs(tmp_path, draws, share, right):
 
 
 def test_pairs_are_tested_by_the_e_value(tmp_path):
-    order = manifest(tmp_path, 6)
+    order = manifest(tmp_path, interleaved(6))
     found = draw(tmp_path, np.random.default_rng(1), share=-0.01, order=order)
     times = {key: [run.seconds for run in logs.read([tmp_path / key]).runs] for key in "ab"}
     shares = [b / a - 1 for a, b in zip(times["a"], times["b"])]
@@ -379,8 +388,7 @@ def test_the_command(tmp_path):
     assert (done.returncode, done.stderr) == (0, "") and len(done.stdout.splitlines()) <= 40
     assert done.stdout.splitlines()[-1].startswith("verdict: faster: losses do not differ, and B takes 1 s less")
     assert (tmp_path / "p.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    folders = [sorted((tmp_path / side).iterdir()) for side in "ab"]
-    done = run("compare", *folders[0], "--against", *folders[1], "--json")
+    done = run("compare", tmp_path / "a", tmp_path / "b", "--json")
     found = json.loads(done.stdout)
     assert found["verdict"] == "faster" and found["time"]["p"] < 1e-6 and found["a"]["loss"]["n"] == 5
 
@@ -419,7 +427,7 @@ def test_1500_logs_of_160_kB_in_8_s(tmp_path):
     """On one core: 240 MB, 110 kB of source, 1,400 step lines and 7 validations each."""
     golden, rng = (GOLDEN / "d_timing.txt").read_text(), np.random.default_rng(0)
     head = golden[:golden.index("step:0/4 val_loss:10.8260")]
-    source = "".join(f"    x_{k} = f(y_{k}, print0(f'step:{{step}}/{{total}} val_loss:{{v:.4f}}'))\n" for k in range(1500))
+    source = "".join(f"    x_{k} = f(y, print0(f'step:{{step}}/{{total}} val_loss:{{v:.4f}}'))\n" for k in range(1600))
     for number in range(1500):
         step_ms, lines = rng.normal(56, 0.05), []
         for step in range(1401):

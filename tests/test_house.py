@@ -13,6 +13,7 @@ import train_gpt as tg
 
 SOURCE = ROOT / "train_gpt.py"
 MAX_LINES, MAX_COLUMNS = 2450, 120
+MAX_TOOL_LINES = 2000                                                # of all tools in records/ together
 MAX_FUNCTION, MAX_LONG_FUNCTION = 60, 100
 LONG_FUNCTIONS = ("hidden", "losses", "race")                        # the forward pass and the loop
 ROOMS = ("Config", "Schedule", "Data", "Kernels", "Model", "Rows", "Optimizer", "Executor", "Race", "Main")
@@ -55,10 +56,28 @@ def test_sizes(capsys):
     assert not [number for number, line in enumerate(text().splitlines(), 1) if len(line) > MAX_COLUMNS]
 
 
-def test_tests_are_at_most_as_wide():
-    wide = {(path.name, number) for path in (ROOT / "tests").glob("*.py")
+TOOLS = [ROOT / "records/__main__.py", *sorted((ROOT / "records/tools").glob("*.py"))]
+
+
+def test_tests_and_tools_are_at_most_as_wide():
+    wide = {(path.name, number) for path in [*(ROOT / "tests").glob("*.py"), *TOOLS]
             for number, line in enumerate(path.read_text("utf-8").splitlines(), 1) if len(line) > MAX_COLUMNS}
     assert not wide
+
+
+def test_the_tools_together_stay_small(capsys):
+    sizes = {path.name: len(path.read_text("utf-8").splitlines()) for path in TOOLS}
+    with capsys.disabled():
+        print(f"\nrecords/: {sum(sizes.values())} lines of {MAX_TOOL_LINES}: {sizes}")
+    assert sum(sizes.values()) <= MAX_TOOL_LINES
+
+
+def test_tools_import_neither_the_trainer_nor_torch_but_to_calibrate():
+    for path in TOOLS:
+        found = {name.split(".")[0] for node in ast.walk(ast.parse(path.read_text("utf-8")))
+                 for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else
+                              [node.module] if isinstance(node, ast.ImportFrom) else [])}
+        assert not found & ({"train_gpt"} if path.name == "calibrate.py" else {"train_gpt", "torch"}), path.name
 
 
 def test_rooms_stand_in_order_with_their_banner():

@@ -1,4 +1,4 @@
-"""--runs, --checkpoint_every, --resume, --time_budget and --profile: whole runs, compared bit by bit with plain ones."""
+"""--runs, --checkpoint_every, --resume, --time_budget, --profile: whole runs, compared bit by bit with plain ones."""
 from __future__ import annotations
 
 import gzip
@@ -35,7 +35,8 @@ def timeless(x):
 def losses(folder: Path) -> list:
     """Every loss of a run, to the last bit, with its step."""
     events = Run(folder, 0, "", "").events
-    return [(e["type"], e["step"], e.get("train_loss"), e.get("val_loss")) for e in events if e["type"] in ("step", "val")]
+    return [(e["type"], e["step"], e.get("train_loss"), e.get("val_loss"))
+            for e in events if e["type"] in ("step", "val")]
 
 
 def weights(folder: Path) -> dict[str, bytes]:
@@ -90,7 +91,7 @@ def test_the_summary_is_the_last_line(three):
     assert (last["type"], last["n"], [one["val_loss"] for one in last["runs"]]) == ("summary", 3, values)
     t = (np.mean(values) - 6.1) / (np.std(values, ddof=1) / 3**0.5)
     assert last["mean"] == pytest.approx(np.mean(values)) and last["sd"] == pytest.approx(np.std(values, ddof=1))
-    assert last["p"] == pytest.approx(0.5 + t / (2 * (2 + t * t)**0.5)), "Student's distribution of two degrees, by hand"
+    assert last["p"] == pytest.approx(0.5 + t / (2 * (2 + t * t)**0.5)), "Student, two degrees, by hand"
     text = three.out.splitlines()[-3:-1]
     assert text[0].startswith("3 runs: validation loss ") and f"below 6.1: {last['p']:.3g}" in text[1]
 
@@ -282,7 +283,8 @@ def kill_and_resume(folder: Path, rng: random.Random, plain: Path, most: int) ->
             source = [f"--resume={here}"]
 
 
-@pytest.mark.parametrize("seed, most", [(0, 2), *(pytest.param(seed, 8, marks=pytest.mark.all) for seed in range(1, 25))])
+@pytest.mark.parametrize("seed, most", [(0, 2), *(pytest.param(seed, 8, marks=pytest.mark.all)
+                                                  for seed in range(1, 25))])
 def test_a_run_killed_at_random_moments_ends_with_the_same_losses(plain, tmp_path, seed, most):
     kills = kill_and_resume(tmp_path, random.Random(seed), plain, most)
     print(f" killed {kills} times")
@@ -348,16 +350,19 @@ def test_where_the_time_went_in_a_trace_made_by_hand():
     def event(name, start, end, thread=1, device="CPU"):
         return Is(name=name, thread=thread, device_type=Is(name=device), time_range=Is(start=start, end=end))
     host = [event("ProfilerStep#4", 0, 1000), event("ProfilerStep#5", 1000, 2000), event("aten::mm", 100, 700),
-            event("gloo:all_reduce", 600, 900, 2), event("gloo:all_reduce", 1000, 1100, 3), event("aten::mm", 0, 2000, 9)]
+            event("gloo:all_reduce", 600, 900, 2), event("gloo:all_reduce", 1000, 1100, 3),
+            event("aten::mm", 0, 2000, 9)]
     ms = dict(wall=1.0, computing=0.3, gaps=0.6) | {"exposed gloo:all_reduce": 0.15}
     assert tg.profiled_ms(host, False) == pytest.approx(ms | dict(gaps=1 - 0.3 - 0.15))
     device = [event("gemm", 100, 700, 7, "CUDA"), event("gemm", 650, 800, 8, "CUDA"),
-              event("ncclDevKernel_AllGather_RING_LL(x)", 700, 1000, 9, "CUDA"), event("ProfilerStep#4", 0, 9, 7, "CUDA")]
+              event("ncclDevKernel_AllGather_RING_LL(x)", 700, 1000, 9, "CUDA"),
+              event("ProfilerStep#4", 0, 9, 7, "CUDA")]
     assert tg.profiled_ms(host + device, True) == pytest.approx(
         {"wall": 1.0, "computing": 0.35, "gaps": 1 - 0.45, "exposed ncclDevKernel_AllGather": 0.1})
 
 
-@pytest.mark.parametrize("flag, says", [("4", "a:b"), ("4:x", "a:b"), ("5:5", "steps from 0 to 12"), ("9:13", "0 to 12")])
+@pytest.mark.parametrize("flag, says", [("4", "a:b"), ("4:x", "a:b"), ("5:5", "steps from 0 to 12"),
+                                        ("9:13", "0 to 12")])
 def test_a_profile_of_steps_that_are_not_there_is_refused(tmp_path, flag, says):
     done = run(tmp_path / "run", f"--profile={flag}")
     assert done.status == 2 and "--profile" in done.err and says in done.err

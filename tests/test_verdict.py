@@ -71,6 +71,9 @@ def test_welch_of_too_little():
     assert verdict.welch([1.0], [2.0, 3.0]) == (1.5, -math.inf, math.inf, 1.0)
     assert verdict.welch([1.0, 1.0], [1.0, 1.0]) == (0.0, 0.0, 0.0, 1.0)
     assert verdict.welch([1.0, 1.0], [2.0, 2.0]) == (1.0, 1.0, 1.0, 0.0)
+    assert verdict.summary([3.2791] * 7) == (7, 3.2791, 0.0)
+    one_side = verdict.welch([3.2791] * 7, sample(3.28, 1e-3, 7))        # the other has no spread: one sample of 7
+    assert one_side.p == pytest.approx(2 * t_tail(9e-4 / (1e-3 / math.sqrt(7)), 6), rel=1e-6)
 
 
 def test_e_value_is_the_mixture_of_likelihood_ratios():
@@ -97,7 +100,7 @@ def test_e_value_keeps_its_error_rate_at_any_stopping_time():
     mean, squares, shrink = np.cumsum(xs, 1) / n, np.cumsum(xs ** 2, 1), 1 + n * verdict.PRIOR
     log_e = n / 2 * np.log(squares / (squares - n * mean ** 2 * (1 - 1 / shrink))) - np.log(shrink) / 2
     assert math.exp(log_e[7, 11]) == pytest.approx(verdict.paired_e_value(list(xs[7, :12])))
-    false = (log_e.max(axis=1) >= math.log(verdict.E_STOP)).mean()
+    false = (log_e.max(axis=1) >= math.log(1 / verdict.SHARE)).mean()
     assert false <= SHARE + 3 * math.sqrt(SHARE / 4000)
 
 

@@ -5,16 +5,15 @@ A round is one seed: baseline, arms (rotated from round to round), baseline. The
 not repeated, unless a lower --limit had cut it off. An arm that failed, whose losses equal the baseline's bit by bit
 (n/a), or that is HOPELESS, gets no further seed.
 
-Differences are arm - baseline of the same seed, averaged over the arm's seeds. Two seeds of an arm say next to nothing
-about its noise (t with one degree of freedom), so all arms share one: loss = arm + seed + noise is fitted by least
-squares with the baseline as an arm, the residuals give the noise's sd with N - arms - seeds + 1 degrees of freedom, and
-a difference over n seeds has the standard error sd sqrt(2 / n). A seed's luck cancels. Equal noise in all arms is
-assumed: a wild one widens all intervals. One arm: the paired t-test. Times as logarithms; a round's baselines averaged.
-"""
+Differences are arm - baseline of the same seed, averaged over seeds; a round's baselines are averaged. Two seeds say
+next to nothing about an arm's noise (t with one degree of freedom), so all arms share one: loss = arm + seed + noise is
+fitted by least squares, the residuals give the noise's sd with N - arms - seeds + 1 degrees of freedom, and a
+difference over n seeds has the standard error sd sqrt(2 / n). Equal noise in all arms is assumed: a wild one widens all
+intervals. One arm: the paired t-test."""
 from __future__ import annotations
 
 import argparse, json, math, os, shutil, subprocess, sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,7 +34,6 @@ def stages_with(**change: Any) -> Callable[[list[dict[str, Any]]], list[str]]:
 class Arm(NamedTuple):
     name: str
     off: str                                               # what the arm does without, or does instead
-    costs: str                                             # what the technique costs a run
     flags: list[str] | Callable[[list[dict[str, Any]]], list[str]] | None = None      # None: by the patch of that name
 
     def size(self) -> str:                                 # "+3 -1"
@@ -44,27 +42,27 @@ class Arm(NamedTuple):
         return f"+{lines.count('+')} -{lines.count('-')}" if lines else "flags" * bool(self.flags)
 
 ARMS = {arm.name: arm for arm in (
-    Arm(BASELINE, "", "", []),
-    Arm("smear", "no share of the token before in an embedding", "12 weights, 1 scalar"),
-    Arm("skip", "layer 6 takes nothing from layer 3", "12 weights, 1 scalar"),
-    Arm("backout", "layer 7 is not subtracted in front of the head", "1 scalar"),
-    Arm("value_embeddings", "nothing is added to attention values", "5 tables of V rows, gates, traffic"),
-    Arm("bigram", "no hashed bigrams in the stream", "a table of bigram_rows, 11 scalars, traffic"),
-    Arm("key_offset", "keys of layers 3 and 10 are the token's own", "a shift of keys"),
-    Arm("paired_heads", "plain heads in layers 0, 2, 5, 9", "attention over 2T positions"),
-    Arm("attention_gates", "every head's output is halved", "12 weights per head and layer"),
-    Arm("x0_mix", "no input embedding in front of layers", "11 scalars"),
-    Arm("multi_token_loss", "the next token only", "3, 2, 1 targets", stages_with(mtp_start=[1.0], mtp_end=[1.0])),
-    Arm("softcap", "cross-entropy of the plain logits", "a sigmoid of all logits"),
-    Arm("yarn", "rotation and scale of stage 1 throughout", "nothing"),
-    Arm("batch_schedule", "stage 2's batch, the mean, in every stage; rates as before", "nothing",
+    Arm(BASELINE, "", []),
+    Arm("smear", "no share of the token before in an embedding"),
+    Arm("skip", "layer 6 takes nothing from layer 3"),
+    Arm("backout", "layer 7 is not subtracted in front of the head"),
+    Arm("value_embeddings", "nothing is added to attention values"),
+    Arm("bigram", "no hashed bigrams in the stream"),
+    Arm("key_offset", "keys of layers 3 and 10 are the token's own"),
+    Arm("paired_heads", "plain heads in layers 0, 2, 5, 9"),
+    Arm("attention_gates", "every head's output is halved"),
+    Arm("x0_mix", "no input embedding in front of layers"),
+    Arm("multi_token_loss", "the next token only", stages_with(mtp_start=[1.0], mtp_end=[1.0])),
+    Arm("softcap", "cross-entropy of the plain logits"),
+    Arm("yarn", "rotation and scale of stage 1 throughout"),
+    Arm("batch_schedule", "stage 2's batch, the mean, in every stage",
         lambda stages: stages_with(batch_tokens=stages[1]["batch_tokens"])(stages)),
-    Arm("untying", "head and embedding stay one parameter", "V rows, their moments and traffic"),
-    Arm("cautious_decay", "decay against the update, too", "a comparison per weight"),
-    Arm("weight_decay", "no decay", "a product per weight", ["--normuon_weight_decay=0", "--adam_weight_decay=0"]),
-    Arm("normuon_second_moment", "Muon's update as it is", "a moment per row, two norms"),
-    Arm("momentum_warmup", "full momentum from step 0", "nothing", ["--momentum_warmup_steps=0"]),
-    Arm("fp8_head", "head product in the dtype of the weights", "conversions", ["--head=plain"]))}
+    Arm("untying", "head and embedding stay one parameter"),
+    Arm("cautious_decay", "decay against the update, too"),
+    Arm("weight_decay", "no decay", ["--normuon_weight_decay=0", "--adam_weight_decay=0"]),
+    Arm("normuon_second_moment", "Muon's update as it is"),
+    Arm("momentum_warmup", "full momentum from step 0", ["--momentum_warmup_steps=0"]),
+    Arm("fp8_head", "head product in the dtype of the weights", ["--head=plain"]))}
 
 class Job(NamedTuple):
     arm: str
@@ -102,20 +100,16 @@ class Ablation:
         self.sources = {x: patched(args.script, ARMS[x], self.out / "sources" / x) for x in self.names}
         self.hashes = {name: bench.source_hashes(source)[TRAINER] for name, source in self.sources.items()}
 
-    def end(self, job: Job) -> dict[str, Any] | None:
-        """The manifest's line of this run's end, if it ended by itself and its source is still the same."""
+    def state(self, job: Job) -> tuple[logs.Run | None, str]:
+        """(log, "") of a run that ended well, (None, why) of one that failed, (None, "") of one that is to be done:
+        none of this source ended by itself, or only at a lower limit than today's."""
         ends = [line for line in self.manifest.of("end") if line["outcome"] in ("done", "failed") and
                 (line["arm"], line["seed"], line["repeat"], line["source_sha256"]) == (*job, self.hashes[job.arm]) and
                 not ("limit" in line["cause"] and line["limit"] < self.args.limit)]
-        return ends[-1] if ends else None
-
-    def state(self, job: Job) -> tuple[logs.Run | None, str]:
-        """The log of a run that ended well; or why it did not, in the trainer's own words where there are any."""
-        end = self.end(job)
-        found = [run for run in logs.read([self.out / end["folder"]]).runs if run.family == "ours"] if end else []
-        if not end or (found and end["outcome"] == "done"):
-            return (found[0] if end else None), ""
-        cause = (found and found[0].aborted) or end.get("cause") or "no log.jsonl"
+        found = [run for end in ends[-1:] for run in logs.read([self.out / end["folder"]]).runs if run.family == "ours"]
+        if not ends or (found and ends[-1]["outcome"] == "done"):
+            return (found[0] if ends else None), ""
+        cause = (found and found[0].aborted) or ends[-1]["cause"] or "no log.jsonl"
         return None, "failed: " + " ".join(cause.split())[:90]
 
     def note(self, arm: str) -> str:
@@ -124,13 +118,12 @@ class Ablation:
         first, base = (self.state(Job(name, 0))[0] for name in (arm, BASELINE))
         if failed or arm == BASELINE or not first or not base:
             return failed[0] if failed else ""
-        bits = [[x[:2] for x in run.val] + [x[::2] for x in run.steps] for run in (first, base)]        # no seconds
-        if bits[0] == bits[1]:
+        if curve(first) == curve(base):
             return "n/a: the baseline's losses bit by bit"
         return f"no more seeds: over {HOPELESS} nats worse" if first.loss - base.loss > HOPELESS else ""
 
     def missing(self) -> list[Job]:
-        return [job for job in self.jobs if not self.end(job) and not (job.seed and self.note(job.arm)) or
+        return [job for job in self.jobs if self.state(job) == (None, "") and not (job.seed and self.note(job.arm)) or
                 job.arm == BASELINE and self.state(job)[1]]
 
     def run(self, job: Job) -> None:
@@ -150,34 +143,41 @@ class Ablation:
                             f"see stderr.txt in {self.out}/runs; a longer --limit, or fewer steps behind --")
 
     def results(self) -> list[dict[str, Any]]:
-        """A row per arm: n (seeds), note, and what `differences` says of each measure (time: in per cent)."""
-        runs = {job: run for job in self.jobs if (run := self.state(job)[0])}
-        rows = {name: {"arm": name, "lines": ARMS[name].size(), "n": sum(job[::2] == (name, 0) for job in runs),
-                       "note": self.note(name)} for name in self.names}
-        for key, measure in MEASURES.items():
-            cells: dict[tuple[str, int], float] = {}
-            for job, run in runs.items():
-                x = math.log(measure(run)) if key == "time" else measure(run)
-                if not rows[job.arm]["note"].startswith("n/a") and not math.isnan(x):
-                    cells[job[:2]] = (x + cells.get(job[:2], x)) / 2                      # of the two baselines
-            found = differences(cells) if cells else {}
-            for name, row in rows.items():
-                row[key] = found.get(name) or []
-                if key == "time":
-                    row[key] = [math.exp(x) if name == BASELINE else 100 * math.expm1(x) for x in row[key]]
-        return list(rows.values())
+        """A row per arm: n (seeds), note, and what `measured` says of it; [] for a measure it does not have."""
+        runs = [(job.arm, job.seed, run) for job in self.jobs if (run := self.state(job)[0])]
+        found, seeds = measured(runs), {(arm, seed) for arm, seed, _ in runs}
+        return [{"arm": name, "lines": ARMS[name].size(), "n": sum(arm == name for arm, _ in seeds),
+                 "note": self.note(name), **dict.fromkeys(MEASURES, []), **found.get(name, {})} for name in self.names]
 
 MEASURES: dict[str, Callable[[logs.Run], float]] = {       # nan: not in the log, or a time that does not count
     "loss": lambda run: run.loss,                          # nats
-    "time": lambda run: 1000 * (run.seconds or math.nan) / run.final.step,               # ms per step
+    "time": lambda run: math.log(1000 * (run.seconds or math.nan) / run.final.step),     # logarithm of ms per step
     "memory": lambda run: max(run.result.get("peak_memory_mib", {}).values(), default=math.nan),         # MiB
     "sent": lambda run: sum(x["bytes_sent"] for x in run.result.get("comms", {}).values()) / 1e6}        # MB, all ranks
+
+def curve(run: logs.Run) -> list[tuple]:                   # all losses with their steps, without the seconds
+    return [x[:2] for x in run.val] + [x[::2] for x in run.steps]
+
+def measured(runs: list[tuple[str, int, logs.Run]]) -> dict[str, dict[str, list[float]]]:
+    """(arm, seed, run); returns by arm and measure what `differences` says, of times in per cent of the baseline's.
+    An arm that has only the baseline's losses, bit by bit, changes nothing here (n/a) and has no measures."""
+    base = [curve(run) for arm, _, run in runs if arm == BASELINE]
+    moved = {BASELINE, *(arm for arm, _, run in runs if curve(run) not in base)}
+    found: dict[str, dict[str, list[float]]] = {arm: {} for arm, _, _ in runs}
+    for key, measure in MEASURES.items():
+        cells = {cell: verdict.mean(measure(run) for arm, seed, run in runs if (arm, seed) == cell)
+                 for cell in dict.fromkeys(run[:2] for run in runs if run[0] in moved)}
+        for arm, xs in differences({cell: x for cell, x in cells.items() if not math.isnan(x)}).items():
+            percent = math.exp if arm == BASELINE else lambda x: 100 * math.expm1(x)
+            found[arm][key] = [percent(x) for x in xs] if key == "time" else xs
+    return found
 
 def differences(cells: dict[tuple[str, int], float]) -> dict[str, list[float]]:
     """(arm, seed) -> value; returns arm -> [difference to the baseline, low, high]; no interval without freedom."""
     import numpy as np
     from scipy import stats
-    base = {seed: x for (name, seed), x in cells.items() if name == BASELINE}
+    if not (base := {seed: x for (name, seed), x in cells.items() if name == BASELINE}):
+        return {}
     design = np.array([[*(name == arm for arm in ARMS), *(seed == s for s in base)] for name, seed in cells], float)
     fit, _, rank, _ = np.linalg.lstsq(design, values := np.array(list(cells.values())), rcond=None)
     free, squares = len(cells) - rank, float(((values - design @ fit) ** 2).sum())
@@ -188,27 +188,27 @@ def differences(cells: dict[tuple[str, int], float]) -> dict[str, list[float]]:
         found[arm] = [mean, mean - reach / n**0.5, mean + reach / n**0.5] if free else [mean]
     return found
 
-def aligned(rows: list[list[str]]) -> str:
-    """A table in Markdown, readable as it is; the first row is its head."""
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    rows = [rows[0], ["-" * width for width in widths], *rows[1:]]
-    return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in rows)
+def aligned(head: str, rows: Iterable[Iterable[Any]]) -> str:
+    """A Markdown table that is readable as it is, numbers with five digits; nothing where there are no rows."""
+    cells = [["n/a" if x is None else f"{x:.5g}" if isinstance(x, float) else str(x) for x in row] for row in rows]
+    widths = [max(map(len, column)) for column in zip(head.split(" | "), *cells)]
+    table = [head.split(" | "), ["-" * width for width in widths], *cells] if cells else []
+    return "\n".join(f"| {' | '.join(map(str.ljust, row, widths))} |" for row in table)
 
-def shown(row: dict[str, Any], key: str) -> str:
-    if not row[key]:
-        return "n/a" if row["note"].startswith("n/a") else "-"
-    mean, *ends = (f"{x:{'' if row['arm'] == BASELINE else '+'}.{4 if key == 'loss' else 1}f}" for x in row[key])
-    return f"{mean} [{', '.join(ends)}]" if ends else mean
+def interval(test: Iterable[float | None]) -> str:
+    """Of [mean, low, high], or of [mean]; n/a for nothing, and for ends that are not finite."""
+    mean, *ends = ["n/a" if x is None else f"{x:.4g}" for x in test or [None]]
+    return f"{mean} ({' to '.join(ends)})" if ends else mean
 
 def report(ablation: Ablation, rows: list[dict[str, Any]]) -> str:
     """Markdown: the table, and what the baselines show of the machine's drift."""
-    table = [["without", "lines", "n", "loss (nats)", "ms per step (%)", "peak MiB", "MB sent", "which means"]]
-    table += [[row["arm"], row["lines"], str(row["n"]), *(shown(row, key) for key in MEASURES),
-               row["note"] or ARMS[row["arm"]].off] for row in rows]
+    table = aligned("without | lines | n | loss (nats) | ms per step (%) | peak MiB | MB sent | which means", (
+        [row["arm"], row["lines"], row["n"], *(interval(row[key]) for key in MEASURES),
+         row["note"] or ARMS[row["arm"]].off] for row in rows))
     pairs = [[ablation.state(Job(BASELINE, seed, end))[0] for end in (0, 1)] for seed in range(rows[0]["n"])]
-    drift = "; ".join(" to ".join(f"{MEASURES['time'](run):.1f}" for run in pair if run) for pair in pairs)
-    return (f"{aligned(table)}\n\nDifferences to the baseline of the same seeds, with 99 % intervals for one arm at a "
-            f"time. Baseline from start to end of each round, ms per step: {drift}.\n")
+    drift = "; ".join(" to ".join(f"{math.exp(MEASURES['time'](run)):.1f}" for run in pair if run) for pair in pairs)
+    return (f"{table}\n\nDifferences to the baseline of the same seeds, with 99 % intervals for one arm at a time. "
+            f"Baseline from start to end of each round, ms per step: {drift}.\n")
 
 def settings(argv: list[str]) -> argparse.Namespace:
     """What follows `--` are flags of every run. Raises ToolError for an arm that is not there."""
@@ -235,8 +235,7 @@ def settings(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> int:
     args = settings(argv)
     if args.list:
-        print(aligned([["arm", "lines", "without it", "it costs"],
-                       *([name, ARMS[name].size(), ARMS[name].off, ARMS[name].costs] for name in args.arms)]))
+        print(aligned("arm | lines | without it", ([name, ARMS[name].size(), ARMS[name].off] for name in args.arms)))
         return 0
     ablation = Ablation(args)
     left = len(ablation.missing())

@@ -74,7 +74,6 @@ def attend(script: Path, folder: Path, flags: list[str], ranks: int, limit_s: fl
 def launch(script: Path, folder: Path, flags: list[str], ranks: int = 1, limit_s: float | None = None,
            data: Path | None = None) -> dict[str, Any]:
     """Run one training in `folder` (made here, new), with a link there to `data` (default: `data` beside the script).
-
     Returns what the manifest says of its end: outcome "done" (exit status 0, and a log with a final validation) or
     "failed", cause, status, wall_s, states; if done: logs (from `folder`), void, val_loss, train_s (None if void).
     Raises KeyboardInterrupt, after all processes of the run have ended."""

@@ -4,13 +4,13 @@
 The trainer is not involved: two calibrations that differ mean that the machine changed, not the code."""
 from __future__ import annotations
 
-import importlib.metadata, json, math, os, platform, re, statistics, subprocess, sys, time
+import contextlib, importlib.metadata, json, math, os, platform, re, statistics, subprocess, sys, time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-GPU_FIELDS = "name,driver_version,clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu,"
-THROTTLE_FIELDS = "clocks_event_reasons.active", "clocks_throttle_reasons.active"      # drivers from 535 on; before
+GPU_FIELDS = ("name,driver_version,clocks.sm,clocks.mem,power.draw,power.limit,temperature.gpu,"
+              "clocks_throttle_reasons.active")                # the last by its old name, which new drivers know too
 QUERY_S = 10                            # nvidia-smi answers in well under a second, and never on a lost device
 CPU = Path("/sys/devices/system/cpu")
 STOLEN = 7                              # field of the first line of /proc/stat: time that other guests of the host had
@@ -20,22 +20,16 @@ SIZES = {"cuda": (8192, 1 << 30, 1 << 26), "cpu": (1024, 1 << 28, 1 << 24)}     
 
 def text_of(path: str | Path) -> str:
     """A file of the kernel's, "" where it cannot be read: virtual machines and other systems lack many."""
-    try:
+    with contextlib.suppress(OSError):
         return Path(path).read_text()
-    except OSError:
-        return ""
+    return ""
 
 def gpus() -> list[dict[str, str]]:
     """Name, driver, clocks, power and reasons for throttling of every NVIDIA device; empty without nvidia-smi."""
-    for fields in (GPU_FIELDS + throttle for throttle in THROTTLE_FIELDS):
-        try:
-            out = subprocess.run(["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"], capture_output=True,
-                                 text=True, timeout=QUERY_S, check=True).stdout
-        except subprocess.CalledProcessError:                                     # does not know a field
-            continue
-        except (OSError, subprocess.TimeoutExpired):
-            break
-        return [dict(zip(fields.split(","), map(str.strip, line.split(",")))) for line in out.splitlines()]
+    query = ["nvidia-smi", f"--query-gpu={GPU_FIELDS}", "--format=csv,noheader"]
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        out = subprocess.run(query, capture_output=True, text=True, timeout=QUERY_S, check=True).stdout
+        return [dict(zip(GPU_FIELDS.split(","), map(str.strip, line.split(",")))) for line in out.splitlines()]
     return []
 
 def state() -> dict[str, Any]:

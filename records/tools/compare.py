@@ -1,15 +1,11 @@
 """Verb `compare`: is B faster than A, at the same loss? From logs of this trainer or of its relatives.
 
     python records compare A B                            files, or directories, which are read to the bottom
-    python records compare A1 A2 ... --against B1 B2 ...
 A manifest.jsonl of `bench` above the runs tells which were measured in pairs. The rule of the verdict is in verdict.py.
-Exit status: 0 compared, whatever the verdict; 2 bad input.
-"""
+Exit status: 0 compared, whatever the verdict; 2 bad input."""
 from __future__ import annotations
 
-import argparse
-import json
-import math
+import argparse, json, math
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -24,7 +20,7 @@ ENVIRONMENT = ("hardware", "world_size", "torch", "cuda", "triton", "python", "n
 FACTS = ("source_sha256", "attention", "head", "grad_accum_steps", "params_total", "table_bytes",
          "untimed_warmup_steps")
 NO_MATTER = ("seed", "run_dir", "save", "sample", "prompt", "ranks", "sample_tokens", "comm_timeout", "resume", "runs",
-             "checkpoint_every", "target_loss")                               # fields of a config that change no result
+             "checkpoint_every", "target_loss", "profile")                    # fields of a config that change no result
 ACROSS = ("--across: the same source differs by 0.1 to 1.8 % between machines of one kind (once 8 %), by 7.8 % between "
           "versions of torch; a smaller difference may be the machine's, not B's")
 SAME_KIND = "not in pairs: machines of one kind differ by 0.1 to 1.8 %; only on one machine is this B's doing"
@@ -114,15 +110,6 @@ def manifest_of(a: Side, b: Side) -> tuple[dict[int, int], dict[int, int], list[
                                 f"{len(places)} of them compared"]))
     return pairs, places, notes
 
-def places_by_file(runs: list[Run]) -> dict[int, int]:
-    """Place in time by the files' times, if those can be true: no run ends sooner after another than it lasts."""
-    try:
-        ends = sorted((run.path.stat().st_mtime, run.seconds, id(run)) for run in runs)
-    except OSError:
-        return {}
-    true = all(end - before >= seconds / 2 for (before, _, _), (end, seconds, _) in zip(ends, ends[1:]))
-    return {run: place for place, (_, _, run) in enumerate(ends)} if true else {}
-
 def timing(a: Side, b: Side) -> tuple[list[Difference], float, str, list[str], list[str]]:
     """Tests of B's time minus A's, in s, that must agree; the sd they rest on; their method; doubts; notes."""
     pairs, places, notes = manifest_of(a, b)
@@ -137,7 +124,7 @@ def timing(a: Side, b: Side) -> tuple[list[Difference], float, str, list[str], l
         test = Difference(*(value * base for value in verdict.paired(shares)[:3]), verdict.paired(shares).p)
         return [test], summary(shares).sd * base / math.sqrt(2), f"{len(shares)} interleaved pairs", [], notes
     tests, method = [verdict.welch(a.times, b.times)], "Welch"
-    places = places if len(places) == len(a.times + b.times) else places_by_file(a.timed + b.timed)
+    places = places if len(places) == len(a.times + b.times) else {}
     order = [places[id(run)] for run in a.timed + b.timed] if places else [*range(len(a.times)), *range(len(b.times))]
     test, drift = verdict.without_drift(a.times, b.times, order)
     if places and math.isfinite(test.mean):
@@ -152,9 +139,7 @@ def timing(a: Side, b: Side) -> tuple[list[Difference], float, str, list[str], l
 
 def parting(a: Side, b: Side) -> tuple[int | None, str]:
     """First step at which the mean curves differ beyond the seeds' spread (Welch at ALPHA over the number of points).
-
-    Validation points if two steps are shared, else training losses; one run per seed.
-    """
+    Validation points if two steps are shared, else training losses; one run per seed."""
     for kind in ("validation", "training"):
         tables = [[dict(point[:2] for point in same[0].val) if kind == "validation" else
                    {step: loss for step, _, loss in same[0].steps if loss is not None}
@@ -344,7 +329,8 @@ def plot(groups: dict[str, list[Run]], path: Path) -> None:
             tail = max(0, min(sum(not x >= (1 - PLOT_TAIL) * xs[-1] for x in xs), len(xs) - 2))
             for axes, first, title in zip(row, (0, tail), ("whole run", "near the end")):
                 x, y = xs[first:], losses[first:]
-                axes.plot(x, [*map(mean, y)], "o-", color=f"C{k}", markersize=3, label=f"{name}: {len(runs)} runs")
+                axes.plot(x, [*map(mean, y)], ("o-", "s--", "^-.", "v:")[k % 4], color=f"C{k}", markersize=3,
+                          label=f"{name}: {len(runs)} runs")             # dashes: equal curves hide each other
                 axes.fill_between(x, [*map(min, y)], [*map(max, y)], color=f"C{k}", alpha=0.25, linewidth=0)
                 axes.set(xlabel=unit, ylabel="validation loss (nats per token)", title=title)
     for axes in grid.flat:
@@ -365,17 +351,14 @@ def jsonable(value: Any) -> Any:
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("python records compare", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("paths", nargs="+", type=Path, help="A and B; with --against those of A")
-    parser.add_argument("--against", nargs="+", type=Path, metavar="B", help="files and directories of B")
+    parser.add_argument("sides", nargs=2, type=Path, metavar="SIDE", help="A and B: files or directories of logs")
     parser.add_argument("--target", type=float, help="loss to reach, nats per token; default: target_loss of the logs")
     parser.add_argument("--across", action="store_true", help="compare times of different machines or environments too")
     parser.add_argument("--margin", type=float, default=verdict.SAME_MARGIN, help="of `same`: share of A's time")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw loss over steps and over time")
     args = parser.parse_args(argv)
-    if not args.against and len(args.paths) != 2:
-        raise ToolError("paths", len(args.paths), "two, A and B", "or give several: A1 A2 ... --against B1 B2 ...")
-    a, b = side_of("A", args.paths if args.against else args.paths[:1]), side_of("B", args.against or args.paths[1:])
+    a, b = (side_of(name, [path]) for name, path in zip("AB", args.sides))
     report = compare(a, b, args.target, args.across, args.margin)
     print(json.dumps(jsonable(report), indent=1) if args.json else text(report))
     if args.plot:

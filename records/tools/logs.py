@@ -2,15 +2,10 @@
 
 A llm.c lines, B ms with training loss, C ms with `nan` averages, D ms, E1 seconds, E2 seconds with timing lines, F
 extra keys, G several runs in a file, H console copy without source, I one line, R lists in a README. Expressions are
-anchored to whole lines and used after the last separator only: a log holds its source, and that prints such lines.
-"""
+anchored to whole lines and used after the last separator only: a log holds its source, and that prints such lines."""
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-import os
-import re
+import hashlib, json, math, os, re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -32,7 +27,6 @@ TRIAL = re.compile(rb"^trial:\d+/\d+ seed:(\d+)\s*$", re.M)
 LIST = re.compile(r"^[ \t>]*([A-Za-z_]*(?:loss|acc|time)\w*)[ \t]*=[ \t]*\[([^\]]*)\]", re.M | re.I)
 LOG_SUFFIXES = ("", ".txt", ".log", ".out", ".stdout", ".json", ".jsonl", ".md")
 ENVIRONMENT_BYTES = 1 << 14        # of the tables of GPUs and processes, at most
-BIG_FILE = 1 << 28                 # bytes; no log is a hundredth of it
 UNKNOWN_STEP = -1                  # a list in a README has no steps
 LOSS_RANGE, SECONDS_RANGE = (2.5, 4.0), (20.0, 4000.0)      # README lists: what is larger is milliseconds
 
@@ -96,11 +90,9 @@ class Reading(NamedTuple):
 
 def read(paths: Iterable[Path]) -> Reading:
     """All runs of files and directories (read to the bottom, in the order of names), and what could not be read.
-
     In a run directory (a folder with log.jsonl) log.txt is the same run and is not read. README lists count only where
     no log was found: they repeat the logs beside them.
-    Raises   ToolError if a path does not exist.
-    """
+    Raises   ToolError if a path does not exist."""
     runs, unread = [], []
     for path, named in files(paths):
         try:
@@ -132,8 +124,6 @@ def files(paths: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
 
 def read_file(path: Path) -> list[Run]:
     """The runs of one file. Raises NotALog with the reason if it holds none."""
-    if path.stat().st_size > BIG_FILE:
-        raise NotALog(f"larger than {BIG_FILE >> 20} MiB")
     data = path.read_bytes()
     if not data.strip() or b"\0" in data:
         raise NotALog("binary" if data.strip() else "empty")
@@ -237,11 +227,9 @@ def family(data: bytes, start: int, lines: list[tuple[bytes, ...]], runs: int) -
 
 def split(path: Path, lines: list[tuple[bytes, ...]]) -> list[Run]:
     """Runs of one file: a new one where a validation's step does not rise, or another line's falls.
-
     Where the clock of a run falls, it was started anew (families B and C after 10 steps): what was read before is of
     another clock, and its seconds become None. Blocks that start later than the first and only repeat points of the run
-    before them are left out.
-    """
+    before them are left out."""
     runs: list[Run] = []
     last = last_val = math.inf
     for step, total, kind, loss, _, time, unit, _, _ in lines:
@@ -320,9 +308,7 @@ def numbers(body: str) -> tuple[str | None, list[float]]:
 
 def content(run: Run) -> tuple[Any, ...]:
     """Last three validations, which tell a run from others: ours to the last bit, else as any wrapper prints them.
-
-    Two runs of one seed may well agree to the ms that is printed. Empty for a README's list.
-    """
+    Two runs of one seed may well agree to the ms that is printed. Empty for a README's list."""
     points = run.val[-3:] if run.family != "R" else []
     return tuple(points) if run.family == "ours" else printed(points)
 

@@ -1,42 +1,32 @@
 """Verbs `new`, `check`, `table`: a record is a folder of logs and pages made from them; check makes every number again.
 
-    python records new NAME RUNS... [--track=pocket] [--kind=comparison] [--baseline=RUNS] [--parent=01] [--date=...]
+    python records new NAME RUNS... [--track=pocket] [--kind=comparison] [--parent=01] [--date=...]
     python records new --update RECORD [--bench=DIR]
     python records check [RECORD...]        python records table [--json]
 `build` computes result.json from a record's logs and from what was stated when it was made (result["stated"]); `page`
-makes the README from result.json. `new` writes both, `check` compares both.
-"""
+makes the README from result.json. `new` writes both, `check` compares both."""
 from __future__ import annotations
 
-import argparse
-import datetime
-import difflib
-import hashlib
-import json
-import math
-import re
-import shutil
-import subprocess
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+import argparse, datetime, difflib, hashlib, json, math, re, shutil, subprocess, tempfile
+from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools import ablate, compare, logs, verdict
+from tools.ablate import aligned, interval
 from tools.compare import Side
 from tools.logs import Run, ToolError
 
 RECORDS = Path(__file__).resolve().parents[1]
 FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)_(\w+)")
 LINK = re.compile(r"\]\(([^)\s]+)\)")
-FRACTION = re.compile(r"-?\d+(?:\.\d+(?:e[-+]?\d+)?|e[-+]?\d+)")             # not whole numbers, which must be equal
-HAND = "<!-- by hand: kept by `new --update` -->\n", "<!-- end of by hand: what follows is made from the logs -->\n\n"
+MARK = "<!-- end of what is written by hand; what follows is made from the logs -->\n\n"
 SOURCE, MANIFEST, DIFF, LOGS = "train_gpt.py", "manifest.jsonl", "source.diff", ("log.jsonl", "log.txt")
 MADE = "README.md", "result.json", "loss.png", DIFF
 PLAIN_ROWS = 10                    # class plain: no table has more rows than this many times the vocabulary
 BUDGET_OFF = 0.03                  # a run that ends further off its time budget is no entry
-EQUAL = 1e-6                       # relative: sums and p-values by another version of a library
+DIGITS = 9                         # of numbers in result.json: another version of a library may change the last ones
 DEPTH = 6                          # folders above a log in which its manifest and its source are looked for
 ENTRY = "params_total", "params_per_token", "table_rows", "table_bytes", "tokens_trained", "untimed_warmup_steps"
 SHOWN = "seed", "loss", "bits_per_byte", "of_unigram_entropy", "seconds", "steps", "tokens", "memory_mib"
@@ -49,18 +39,11 @@ class Track(NamedTuple):
     rank: str                      # "seconds" or "loss": the lower the better
     needs: dict[str, Any]          # what each run must have
     alike: tuple[str, ...]         # what entries share that are ranked together, besides the class
-    enter: str
 
-LOWER = "a loss lower by Welch's test, p < 0.01; else a rank is shared"
-TRACKS = {f"{n}xGPU": Track(3.28, "seconds", {"world_size": n, "val_tokens": 10_485_760}, ("hardware",),
-                            f"{n} GPU, mean loss below 3.28, p < 0.01 (sd 0.0013, margin 0.0015: about 11 seeds)")
+TRACKS = {f"{n}xGPU": Track(3.28, "seconds", {"world_size": n, "val_tokens": 10_485_760}, ("hardware",))
           for n in (8, 1)} | {
-    "pocket": Track(None, "loss", {"tokens": 563_200, "val_tokens": 65_536}, ("data_sha256",),
-                    f"563,200 tokens of data with the same hash, on a CPU; {LOWER}"),
-    "budget": Track(None, "loss", {}, ("hardware", "budget_s", "data_sha256"),
-                    f"--time_budget on the same hardware, at most 3 % off; {LOWER}")}
-
-# ------------------------------------------------------------------------------------------------ files
+    "pocket": Track(None, "loss", {"tokens": 563_200, "val_tokens": 65_536}, ("data_sha256",)),
+    "budget": Track(None, "loss", {}, ("hardware", "budget_s", "data_sha256"))}
 
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
@@ -90,6 +73,15 @@ def find(root: Path, name: str) -> Path:
         raise ToolError(f"record {name}", [path.name for path in fits], "one", "give its folder's name or its number")
     return fits[0]
 
+def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, list[Any]]:
+    """[old, new] of each key that differs; None for what is not there."""
+    return {key: [old.get(key), new.get(key)] for key in sorted({*old, *new}) if old.get(key) != new.get(key)}
+
+def hashes(folder: Path) -> dict[str, str]:
+    """Of all files of a record that are not made from the others."""
+    return {name: sha256(path) for path in sorted(folder.rglob("*")) if path.is_file()
+            and (name := path.relative_to(folder).as_posix()) not in MADE}
+
 def unified(old: Path, new: Path) -> str:
     """A diff that `git apply` takes; empty where nothing differs."""
     sides = (text(path).splitlines(keepends=True) for path in (old, new))
@@ -106,16 +98,16 @@ def source_sha256(folder: Path, group: str) -> str:
             subprocess.run(["git", "apply", "--whitespace=nowarn", diff], cwd=work, check=True)
         return sha256(copy)
 
-# ------------------------------------------------------------------------------------------------ runs
-
 def read_log(path: Path) -> Run:
     try:
         return logs.read_file(path)[0]
     except (OSError, logs.NotALog) as error:
         raise ToolError(f"log {path}", error, "the log of one run", "restore it, or leave it out") from None
 
-def of_runs(runs: list[Run], name: str = "") -> Side:
-    return Side(name, [], logs.Reading(runs, [], []))
+def grouped(folder: Path, stated: dict[str, Any]) -> dict[str, Side]:
+    """The logs of a record, by group."""
+    return {name: Side(name, [], logs.Reading([read_log(folder / "logs" / run / LOGS[0]) for run in runs], [], []))
+            for name, runs in stated["groups"].items()}
 
 def value(run: Run, key: str) -> Any:
     """A fact of a run, wherever its log states it."""
@@ -123,38 +115,37 @@ def value(run: Run, key: str) -> Any:
 
 def in_manifest(log: Path) -> tuple[Path | None, dict[str, Any]]:
     """The manifest above a log, and the line of its run's end."""
-    for folder in log.resolve().parents[:DEPTH]:
-        for line in lines(folder / MANIFEST, "end"):
-            if folder / line["folder"] in log.resolve().parents:
-                return folder / MANIFEST, line
-    return None, {}
+    above = log.resolve().parents
+    return next(((folder / MANIFEST, line) for folder in above[:DEPTH] for line in lines(folder / MANIFEST, "end")
+                 if folder / line["folder"] in above), (None, {}))
 
 def source_of(run: Run) -> Path:
     """The trainer that made a log, beside it or in a folder above."""
-    for path in (folder / SOURCE for folder in run.path.resolve().parents[:DEPTH]):
-        if path.exists() and sha256(path) == run.facts["source_sha256"]:
+    for path in (path for folder in run.path.resolve().parents[:DEPTH] for path in sorted(folder.glob("*.py"))):
+        if sha256(path) == run.facts["source_sha256"]:
             return path
-    raise ToolError(f"source of {run.path}", "none with its source_sha256", SOURCE, "put the trainer beside the log")
+    raise ToolError(f"source of {run.path}", "none with its source_sha256", "a trainer", "put it beside the log")
 
 def problems(sides: dict[str, Side], stated: dict[str, Any], folder: Path) -> Iterator[tuple[str, Any, str]]:
     """(what, found, expected): why these runs cannot stand in one record, or cannot be an entry of its track."""
-    runs = [run for group in sides.values() for run in group.reading.runs]
-    runs, seen = dict(zip(sum(stated["groups"].values(), []), runs)), {}
-    for name, run in runs.items():
+    read = [run for group in sides.values() for run in group.reading.runs]
+    leaf, seen = lambda run: run.path.parent.name, {}
+    for run in read:
         if run.void or not run.finished or not math.isfinite(run.loss):
-            yield name, run.void or run.aborted or [run.loss, *run.notes], "a finished run whose clock counts"
-        if (same := seen.setdefault(sha256(run.path), name)) != name:
-            yield name, f"the same log as {same}", "each run once"
+            yield leaf(run), run.void or run.aborted or [run.loss, *run.notes], "a finished run whose clock counts"
+        if (same := seen.setdefault(sha256(run.path), run)) is not run:
+            yield leaf(run), f"the same log as {leaf(same)}", "each run once"
     for line in lines(folder / "logs" / MANIFEST, "end"):
         if line["outcome"] == "done" and not (folder / "logs" / line["folder"]).exists():
             yield "runs of the manifest", f"{line['folder']} is done and left out", "all that are done"
-    for log in {path.parent for path in (folder / "logs").rglob(LOGS[0])} - {folder / "logs" / name for name in runs}:
+    for log in {path.parent for path in (folder / "logs").rglob(LOGS[0])} - {run.path.parent for run in read}:
         yield "logs", f"{log.name} is in no group", "each run in a group"
-    own = ["source_sha256", "steps", *sorted({key for run in runs.values() for key in compare.config(run)})]
-    alike = [("the record", [*runs.values()], key) for key in ALIKE]
-    alike += [(f"group {name!r}", group.runs, key) for name, group in sides.items() for key in own]
-    for where, members, key in alike:
-        found = {json.dumps(value(run, key)): run.path.parent.name for run in members}
+    if stated["kind"] == "ablation" and stated["base"] != ablate.BASELINE:
+        yield "groups", [*sides], f"one of them {ablate.BASELINE}"
+    own = ["source_sha256", "steps", *sorted({key for run in read for key in compare.config(run)})]
+    for where, members, key in [("the record", read, key) for key in ALIKE] + [
+            (f"group {name!r}", group.runs, key) for name, group in sides.items() for key in own]:
+        found = {json.dumps(value(run, key)): leaf(run) for run in members}
         if len(found) > 1 and (key, stated["track"]) != ("steps", "budget"):
             yield f"mixed {key} in {where}", found, "one"
     yield from misfits(sides, stated) if stated["kind"] == "entry" else ()
@@ -167,14 +158,12 @@ def misfits(sides: dict[str, Side], stated: dict[str, Any]) -> Iterator[tuple[st
         return
     for run in sides[stated["main"]].runs:
         name, budget = run.path.parent.name, value(run, "budget_s") or math.inf
-        if stated["track"] == "budget" and not abs(run.seconds / budget - 1) <= BUDGET_OFF:
+        if stated["track"] == "budget" and abs(run.seconds / budget - 1) > BUDGET_OFF:
             yield f"{name}, seconds", run.seconds, f"within 3 % of --time_budget ({budget} s)"
         yield from ((f"{name}, {key}", value(run, key), f"{needed} on track {stated['track']}")
                     for key, needed in track.needs.items() if value(run, key) != needed)
         yield from ((f"{name}, {key}", value(run, key), f"logged, else --entry {key}=VALUE, not both")
                     for key in ENTRY if (value(run, key) is None) != (key in stated["entry"]))
-
-# ------------------------------------------------------------------------------------------------ numbers
 
 def numbers(run: Run) -> dict[str, Any]:
     entropy, memory = value(run, "unigram_nats"), value(run, "peak_memory_mib") or {"": None}
@@ -195,115 +184,73 @@ def reported(a: Side, b: Side) -> dict[str, Any]:
 
 def benched(folder: Path) -> dict[str, Any]:
     """The verdict on a bench kept in a record, from the logs of its complete pairs."""
-    pairs, runs = {line["pair"]: line for line in lines(folder / MANIFEST, "pair")}, {"A": [], "B": []}
-    for line in lines(folder / MANIFEST, "end"):
-        if line["outcome"] == "done" and line["pair"] in pairs:
-            run = of_runs(logs.read([folder / line["folder"]]).runs).runs[0]
-            if not math.isclose(run.seconds, noted := pairs[line["pair"]][f"{line['side'].lower()}_s"]):
-                raise ToolError(f"{folder.name}, {line['folder']}", f"{noted} s in the manifest", run.seconds, "")
-            runs[line["side"]].append(run)
-    return {"pairs": len(pairs), **reported(of_runs(runs["A"], "A"), of_runs(runs["B"], "B"))}
+    pairs = {line["pair"] for line in lines(folder / MANIFEST, "pair")}
+    ends = [line for line in lines(folder / MANIFEST, "end") if line["outcome"] == "done" and line["pair"] in pairs]
+    sides = (compare.side_of(side, [folder / line["folder"] / log for line in ends if line["side"] == side
+                                    for log in line["logs"]]) for side in "AB")
+    return {"pairs": len(pairs), **reported(*sides)}
 
 def ablated(sides: dict[str, Side]) -> dict[str, dict[str, Any]]:
-    """By arm: what its header changes, and by measure [difference to the baseline of the same seeds, low, high].
+    """By arm: what its header changes, and its measures."""
+    found = ablate.measured([(name, run.seed, run) for name, group in sides.items() for run in group.runs])
+    configs = {name: compare.config(group.runs[0]) for name, group in sides.items()}
+    return {name: {"changed": changes(configs[ablate.BASELINE], configs[name]), **xs} for name, xs in found.items()}
 
-    The time is the logarithm of ms per step. An arm with the baseline's losses bit by bit has no measures (n/a).
-    """
-    base, found = sides[ablate.BASELINE], {name: {} for name in sides}
-    curves = {name: [([x[:2] for x in run.val], [x[::2] for x in run.steps]) for run in group.runs]
-              for name, group in sides.items()}
-    seeds = {(name, same[0].seed): same for name, group in sides.items() for same in group.seeds()
-             if group is base or any(curve not in curves[ablate.BASELINE] for curve in curves[name])}
-    for key, measure in ablate.MEASURES.items():
-        scale = math.log if key == "time" else float
-        cells = {cell: compare.mean(scale(measure(run)) for run in same) for cell, same in seeds.items()}
-        cells = {cell: x for cell, x in cells.items() if math.isfinite(x)}
-        for name, xs in (ablate.differences(cells) if cells else {}).items():
-            found[name][key] = xs
-    config = compare.config(base.runs[0])
-    return {name: {"flags": {key: x for key, x in compare.config(group.runs[0]).items() if config.get(key) != x},
-                   **found[name]} for name, group in sides.items()}
-
-def build(folder: Path, stated: dict[str, Any], found: list[tuple] | None = None) -> dict[str, Any]:
-    """result.json of a record. Problems are raised, or added to `found` where that is given."""
-    sides = {name: of_runs([read_log(folder / "logs" / run / LOGS[0]) for run in runs], name)
-             for name, runs in stated["groups"].items()}
-    for problem in problems(sides, stated, folder):
-        if found is None:
-            raise ToolError(*problem, "leave runs out, or make groups or records of them; rules: records/README.md")
-        found.append(problem)
+def build(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> dict[str, Any]:
+    """result.json of a record."""
     first, base, track = sides[stated["main"]].runs[0], sides.get(stated["base"]), TRACKS.get(stated["track"])
-    entry = {key: {"value": stated["entry"].get(key), "from": "stated, not logged"} if value(first, key) is None
-             else {"value": value(first, key), "from": "log"} for key in ENTRY}
-    rows, config, target = entry["table_rows"]["value"], compare.config(first), track and track.target
+    entry = {key: stated["entry"].get(key, value(first, key)) for key in ENTRY}
+    rows, config, target = entry["table_rows"], compare.config(first), track and track.target
     old = load(folder.parent / stated["parent"])["config"] if stated["parent"] else config
-    diff = parent_diff(folder, stated)
-    others = [] if stated["kind"] == "ablation" or not base else [name for name in sides if name != stated["base"]]
-    return compare.jsonable({
+    ablation = stated["kind"] == "ablation"
+    result = compare.jsonable({
         "stated": stated, "target": target, "machine": {key: value(first, key) for key in MACHINE}, "entry": entry,
         "class": rows and ("table" if max(rows.values()) > PLAIN_ROWS * value(first, "vocab_size") else "plain"),
         "groups": {name: pool(group, target) for name, group in sides.items()},
-        "runs": {name: numbers(run) for group, names in zip(sides.values(), stated["groups"].values())
-                 for name, run in zip(names, group.reading.runs)},
-        "verdicts": {name: reported(base, sides[name]) for name in others},
-        "arms": ablated(sides) if stated["kind"] == "ablation" else {},
+        "runs": {run.path.parent.relative_to(folder / "logs").as_posix(): numbers(run)
+                 for group in sides.values() for run in group.reading.runs},
+        "verdicts": {name: reported(base, group) for name, group in sides.items()
+                     if base and group is not base and not ablation}, "arms": ablated(sides) if ablation else {},
         "bench": {name: benched(folder / name) for name in stated["bench"]}, "config": config,
-        "source_lines": {sign: len(re.findall(rf"^[{sign}](?![{sign}]{{2}} )", diff, re.M)) for sign in "+-"},
-        "changed": {key: [old.get(key), config.get(key)] for key in sorted({*old, *config})
-                    if old.get(key) != config.get(key)},
-        "unfinished": [line for line in lines(folder / "logs" / MANIFEST, "end") if line["outcome"] != "done"],
-        "files": {name: sha256(folder / name) for path in sorted(folder.rglob("*")) if path.is_file()
-                  and (name := path.relative_to(folder).as_posix()) not in MADE}})
-
-# ------------------------------------------------------------------------------------------------ pages
-
-def grid(head: str, rows: Iterable[Iterable[Any]]) -> str:
-    """A Markdown table with numbers of five digits; nothing where there are no rows."""
-    rows = [["n/a" if x is None else f"{x:.5g}" if isinstance(x, float) else str(x) for x in row] for row in rows]
-    return ablate.aligned([head.split(" | "), *rows]) if rows else ""
-
-def interval(test: Iterable[float | None] | None, scale: Callable[[float], float] = float) -> str:
-    mean, *ends = ["n/a" if x is None else f"{scale(x):.4g}" for x in test or [None]]
-    return f"{mean} ({' to '.join(ends)})" if ends else mean
+        "changed": changes(old, config), "files": hashes(folder),
+        "unfinished": [line for line in lines(folder / "logs" / MANIFEST, "end") if line["outcome"] != "done"]})
+    return json.loads(json.dumps(result), parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
 
 def page(result: dict[str, Any]) -> str:
     """The generated part of a README, from result.json alone."""
     stated, groups, parent = result["stated"], result["groups"], result["stated"]["parent"]
     track = f" of track `{stated['track']}`, class {result['class']}" if stated["kind"] == "entry" else ""
-    pools = [[name or "all", len(x["times"]), len(x["losses"]), *(x[key][part] for key in ("loss", "seconds")
-              for part in ("mean", "sd")), *[x["p"]] * bool(result["target"])] for name, x in groups.items()]
+    pools = [[name or "all", len(x["times"]), len(x["losses"]), x["loss"]["mean"], x["loss"]["sd"],
+              x["seconds"]["mean"], x["seconds"]["sd"], x["p"]] for name, x in groups.items()]
     tests = [(name, stated["base"], x) for name, x in result["verdicts"].items()]
     tests += [(f"[{name}]({name}): B", f"A, {x['pairs']} pairs", x) for name, x in result["bench"].items()]
     tests = [[b, a, f"**{x['verdict']}**", *(interval(x[key] and [*x[key].values()][:3]) for key in ("loss", "time")),
               x["reason"]] for b, a, x in tests]
     arms = [[f"[{name}](sources/{name}.diff)" if f"sources/{name}.diff" in result["files"] else name,
-             len(groups[name]["losses"]), *(interval(x.get(key)) if key != "time" else interval(x.get(key), (
-                 math.exp if name == stated["base"] else lambda x: 100 * math.expm1(x))) for key in ablate.MEASURES),
-             ", ".join(f"{key}={flag}" for key, flag in x["flags"].items())] for name, x in result["arms"].items()]
+             len(groups[name]["losses"]), *(interval(x.get(key)) for key in ablate.MEASURES),
+             ", ".join(f"{key}={flag}" for key, (_, flag) in x["changed"].items())]
+            for name, x in result["arms"].items()]
     runs = [[f"[{name.split('/')[-1]}](logs/{name}/{LOGS[0]})", *(x[key] for key in SHOWN),
              ", ".join(f"{phase} {s:.1f}" for phase, s in x["untimed_s"].items())]
             for name, x in result["runs"].items()]
     lists = [f"{name}:\n\n" * bool(name) + f"```\nlosses = {[round(x, 6) for x in pool['losses']]}\n"
              f"times = {[round(x, 3) for x in pool['times']]}\n```" for name, pool in groups.items()]
-    changed = " ".join(f"{sign}{count}" for sign, count in result["source_lines"].items())
-    facts = result["entry"] | {key: {"value": x, "from": "log"} for key, x in result["machine"].items()}
+    facts = [[key, json.dumps(x), "stated, not logged" if key in stated["entry"] else "log"]
+             for key, x in (result["entry"] | stated["entry"] | result["machine"]).items() if x is not None]
     return "\n\n".join(filter(None, [
         f"## Numbers\n\n{stated['kind'].capitalize()}{track}, {stated['date']}: [source]({SOURCE}), [logs](logs), "
-        "[all numbers](result.json)." + (f" Parent: [{parent}](../{parent}/README.md)." if parent else "")
-        + (f" Lines of source against it: {changed}, [in full]({DIFF})." if any(result["source_lines"].values()) else ""),
-        grid("group | runs | seeds | final loss | sd | training s | sd" + f" | p, mean below {result['target']}"
-             * bool(result["target"]), pools),
-        grid("without | seeds | loss | ms per step, % | MiB | MB sent | by flags", arms),
-        grid("B | against A | verdict | loss, B - A (99 %) | s, B - A (99 %) | reason", tests),
-        grid(f"run | {' | '.join(SHOWN)} | untimed s", runs), *lists,
+        "[all numbers](result.json)."
+        + f" Parent: [{parent}](../{parent}/README.md), [difference of the source]({DIFF})." * bool(parent),
+        aligned("group | runs | seeds | final loss | sd | training s | sd | p, mean below the target", pools),
+        aligned("without | seeds | loss | ms per step, % | MiB | MB sent | by flags", arms),
+        aligned("B | against A | verdict | loss, B - A (99 %) | s, B - A (99 %) | reason", tests),
+        aligned(f"run | {' | '.join(SHOWN)} | untimed s", runs), *lists,
         "![validation loss over steps and over training time](loss.png)" * (stated["kind"] != "ablation"),
-        grid("table | group | MB sent, all ranks | of dense | MB kept by rank 0", traffic(result)),
-        grid("fact | value | from", ([f"`{key}`", f"`{json.dumps(x['value'])}`", x["from"]] for key, x in facts.items()
-                                     if x["value"] is not None)),
-        grid("setting | parent | here", ([f"`{key}`", *(f"`{json.dumps(x)}`" for x in pair)] for key, pair in
-                                         result["changed"].items())),
-        grid("unfinished run | outcome | cause", ([x["folder"], x["outcome"], x.get("cause")] for x in
-                                                  result["unfinished"]))])) + "\n"
+        aligned("table | group | MB sent, all ranks | of dense | MB kept by rank 0", traffic(result)),
+        aligned("fact | value | from", facts),
+        aligned("setting | parent | here", ([key, *map(json.dumps, pair)] for key, pair in result["changed"].items())),
+        aligned("unfinished run | outcome | cause", ([x.get(key) for key in ("folder", "outcome", "cause")]
+                                                     for x in result["unfinished"]))])) + "\n"
 
 def traffic(result: dict[str, Any]) -> Iterator[list[Any]]:
     """Means over the runs of a group, by table and group."""
@@ -313,26 +260,19 @@ def traffic(result: dict[str, Any]) -> Iterator[list[Any]]:
                                  for key in ("bytes_sent", "bytes_dense", "memory_bytes"))
             yield [table, name, f"{sent / 1e6:.1f}", sent / dense if dense else None, f"{kept / 1e6:.1f}"]
 
-def by_hand(readme: Path) -> tuple[str, str]:
-    """(text between the markers, generated text); a page without markers is all by hand."""
-    before, _, rest = text(readme).partition(HAND[0])
-    hand, end, made = rest.partition(HAND[1])
-    return (hand, before + made) if end else (before, "")
-
 def write(folder: Path, stated: dict[str, Any]) -> None:
     """Make all that follows from the logs; the text by hand stays."""
-    result, hand = build(folder, stated), by_hand(folder / "README.md")[0]
-    (folder / DIFF).unlink(missing_ok=True)
-    if diff := parent_diff(folder, stated):
-        (folder / DIFF).write_bytes(diff.encode())
+    sides, (hand, _, _) = grouped(folder, stated), text(folder / "README.md").partition(MARK)
+    for problem in problems(sides, stated, folder):
+        raise ToolError(*problem, "leave runs out, or make groups or records of them; rules: records/README.md")
+    if stated["parent"]:
+        (folder / DIFF).write_bytes(parent_diff(folder, stated).encode())
     if stated["kind"] != "ablation":                                        # its many curves would hide each other
-        compare.plot({name or "all": [read_log(folder / "logs" / run / LOGS[0]) for run in runs]
-                      for name, runs in stated["groups"].items()}, folder / "loss.png")
+        compare.plot({name or "all": group.runs for name, group in sides.items()}, folder / "loss.png")
+    result = build(folder, stated, sides)
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     hand = hand or f"# {stated['number']} {stated['name']}\n\nThe idea:\n\n"
-    (folder / "README.md").write_bytes((HAND[0] + hand + HAND[1] + page(result)).encode())
-
-# ------------------------------------------------------------------------------------------------ verbs
+    (folder / "README.md").write_bytes((hand + MARK + page(result)).encode())
 
 def new(args: argparse.Namespace, root: Path) -> int:
     folder = staged = find(root, args.update) if args.update else root / ".unfinished"
@@ -341,12 +281,11 @@ def new(args: argparse.Namespace, root: Path) -> int:
     else:
         number = 1 + max((int(match[2]) for path in folders(root) if (match := FOLDER.fullmatch(path.name))), default=0)
         stated = {"date": args.date or f"{datetime.date.today()}", "number": f"{number:02}", "name": args.name or "",
-                  "kind": "entry", "track": None, "parent": None, "systems": False, "groups": {}, "entry": {},
-                  "bench": []}
+                  "kind": "entry", "track": None, "parent": None, "groups": {}, "entry": {}, "bench": []}
         folder = root / "_".join([stated["date"], stated["number"], stated["name"]])
         if not FOLDER.fullmatch(folder.name) or not args.runs:
             raise ToolError("record", f"{folder.name}, runs {args.runs}", "YYYY-MM-DD_nn_NAME, RUNS", "new --help")
-    stated |= {key: given for key in ("kind", "track", "systems") if (given := getattr(args, key))}
+    stated |= {key: given for key in ("kind", "track") if (given := getattr(args, key))}
     stated |= {"parent": find(root, args.parent).name} if args.parent else {}
     stated["entry"] |= {key: json.loads(given) for key, _, given in (item.partition("=") for item in args.entry)}
     if not args.update:
@@ -354,8 +293,10 @@ def new(args: argparse.Namespace, root: Path) -> int:
         gather(args, staged, stated)
     if args.bench:
         stated["bench"] = sorted({*stated["bench"], (name := args.bench.resolve().name)})
-        leave = lambda at, names: [x for x in names if Path(at, x).is_symlink() or Path(x).suffix in (".py", ".pt")]
-        shutil.copytree(args.bench, staged / name, ignore=leave, copy_function=shutil.copyfile, dirs_exist_ok=True)
+        for log in [MANIFEST, *(f"{line['folder']}/{log}" for line in lines(args.bench / MANIFEST, "end")
+                                for log in line.get("logs", ()))]:
+            (copy := staged / name / log).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(args.bench / log, copy)
     write(staged, stated)
     print(staged.rename(folder))
     return 0
@@ -364,8 +305,6 @@ def gather(args: argparse.Namespace, staged: Path, stated: dict[str, Any]) -> No
     """Copy logs, manifest and sources of the runs, and note the groups."""
     groups, sources, kept = stated["groups"], {}, staged / "logs"
     asked = [re.fullmatch(r"(?:(\w+)=)?(.*)", item).groups() for item in args.runs]
-    if args.baseline and Path(args.baseline.split(",")[0]).exists():
-        asked.append(("baseline", args.baseline))
     for group, log in ((group, log) for group, paths in asked for path in paths.split(",")
                        for log in sorted(Path(path).rglob(LOGS[0])) or [Path(path, LOGS[0])]):
         run, (manifest, end) = read_log(log), in_manifest(log)
@@ -381,10 +320,8 @@ def gather(args: argparse.Namespace, staged: Path, stated: dict[str, Any]) -> No
                 shutil.copyfile(source, copy)
         groups.setdefault(label, []).append(name)
         sources.setdefault(label, source_of(run))
-    first = "baseline" if "baseline" in groups else next(iter(groups)) if len(groups) > 1 else None
-    stated["base"] = args.baseline if args.baseline in groups else first
-    stated["main"] = next(name for name in groups if stated["base"] is None
-                          or (name == stated["base"]) == (stated["kind"] != "entry"))   # of an entry not the baseline
+    base = min(groups, key=lambda name: name != ablate.BASELINE) if len(groups) > 1 else None
+    stated |= {"base": base, "main": min(groups, key=lambda name: (name == base) == (stated["kind"] == "entry"))}
     shutil.copyfile(sources[stated["main"]], staged / SOURCE)
     for name, source in sources.items():
         if diff := unified(staged / SOURCE, source):
@@ -393,9 +330,9 @@ def gather(args: argparse.Namespace, staged: Path, stated: dict[str, Any]) -> No
 
 def check(args: argparse.Namespace, root: Path) -> int:
     chosen = [find(root, name) for name in args.chosen] or folders(root)
-    around = [] if args.chosen else [root / "README.md", root.parent / "README.md"]
     found = [f"{folder.name}: {finding}" for folder in chosen for finding in findings(folder)]
-    found += [f"{readme.parent.name}: {finding}" for readme in around for finding in dead_links(readme)]
+    found += [f"{place.name}: {finding}" for place in (root, root.parent) if not args.chosen
+              for finding in dead_links(place / "README.md")]
     known = sorted((match[2], match[1], path.name) for path in folders(root) if (match := FOLDER.fullmatch(path.name)))
     found += [f"{name}: expected a number of its own, and no date before that of {before}"
               for (number, date, before), (its_number, its_date, name) in zip(known, known[1:])
@@ -406,39 +343,27 @@ def check(args: argparse.Namespace, root: Path) -> int:
 def findings(folder: Path) -> Iterator[str]:
     """All in a record that does not follow from its logs."""
     yield from dead_links(folder / "README.md")
-    if not list(folder.glob(f"logs/**/{LOGS[0]}")):
-        yield f"numbers without logs: expected logs/*/{LOGS[0]}"
-        return
-    found: list[tuple] = []
     try:
         stated = (result := load(folder))["stated"]
         datetime.date.fromisoformat(stated["date"])
-        name = "_".join(stated[key] for key in ("date", "number", "name"))
-        if not FOLDER.fullmatch(folder.name) or folder.name != name:
+        if folder.name != "_".join(stated[key] for key in ("date", "number", "name")):
             yield "found this folder name, expected YYYY-MM-DD_nn_NAME with date, number and name of result.json"
-        for name, digest in result["files"].items():
-            if not (folder / name).is_file() or sha256(folder / name) != digest:
-                yield f"{name}: {'edited: another sha256' if (folder / name).is_file() else 'missing'}"
-        follows = build(folder, stated, found)
-        yield from (f"{what}: found {this}, expected {expected}" for what, this, expected in found)
+        for name, (noted, there) in changes(result["files"], hashes(folder)).items():
+            yield f"{name}: {'added' if not noted else 'edited: another sha256' if there else 'missing'}"
+        sides = grouped(folder, stated)
+        yield from (f"{what}: found {this}, expected {it}" for what, this, it in problems(sides, stated, folder))
+        follows = build(folder, stated, sides) | {"files": result["files"]}              # compared above
         yield from (f"source of group {name!r}: {SOURCE} does not hash to the source_sha256 of its logs"
                     for name, pool in follows["groups"].items() if source_sha256(folder, name) != pool["source_sha256"])
-        follows["files"] = result["files"] | {name: "added" for name in {*follows["files"]} - {*result["files"]}}
         for name, one, other in (("result.json", *(json.dumps(x, indent=1) for x in (result, follows))),
-                                 ("README.md", by_hand(folder / "README.md")[1], page(result)),
+                                 ("README.md", text(folder / "README.md").partition(MARK)[2], page(result)),
                                  (DIFF, text(folder / DIFF), parent_diff(folder, stated))):
             yield from (f"{name}: found {a!r}, but {b!r} follows" for a, b in zip_longest(
-                one.splitlines(), other.splitlines(), fillvalue="nothing") if not alike(a, b))
+                one.splitlines(), other.splitlines(), fillvalue="nothing") if a != b)
     except ToolError as error:
         yield str(error)
     except (OSError, LookupError, TypeError, ValueError, AttributeError, subprocess.SubprocessError) as error:
         yield f"not as `new` makes it: {type(error).__name__} {error}"
-
-def alike(a: str, b: str) -> bool:
-    """Equal lines, but for fractions that differ by less than EQUAL."""
-    fractions = [list(map(float, FRACTION.findall(line))) for line in (a, b)]
-    return a == b or FRACTION.sub("", a) == FRACTION.sub("", b) and all(
-        math.isclose(x, y, rel_tol=EQUAL) for x, y in zip(*fractions, strict=True))
 
 def dead_links(readme: Path) -> Iterator[str]:
     """Relative links of a Markdown page that lead nowhere; code is left out."""
@@ -450,41 +375,35 @@ def table(args: argparse.Namespace, root: Path) -> int:
     entries = [result for result in map(load, folders(root)) if result["stated"]["kind"] == "entry"]
     boards = {name: ranked(track, [result for result in entries if result["stated"]["track"] == name])
               for name, track in TRACKS.items()}
-    if args.json:
-        print(json.dumps(boards, indent=1))
+    print(json.dumps(boards, indent=1) if args.json else "Entries by track; `check` tells whether they hold.")
     for name, track in TRACKS.items() if not args.json else ():
-        print(f"{name}: by {track.rank}. To enter: {track.enter}.")
+        print(f"\n{name}: by {track.rank}, of runs with {track.needs or 'one budget_s'}; rules: records/README.md")
         for key, rows in boards[name].items():
-            flat = [{name: x for name, x in row.items() if not isinstance(x, dict)} for row in rows]      # table_rows
-            print(f"\n{key}\n{grid(' | '.join(flat[0]), map(dict.values, flat))}\n")
+            print(f"\n{key}\n{aligned(' | '.join(rows[0]), map(dict.values, rows))}")
     return 0
 
 def ranked(track: Track, results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Lists of entries of one class that share what their numbers depend on, best first.
-
-    By time: who has proven neither the loss nor (a systems change) the time has no rank. By loss: who is not proven
-    better than the next shares its rank.
-    """
-    boards: dict[str, list[Any]] = {}
-    for result in results:
+    With a target p is that of the losses against it, and who has not proven it (of a systems change: the verdict
+    `faster` against its baseline) has no rank. Without one p is that of a loss lower than the next entry's."""
+    boards: dict[str, list[dict[str, Any]]] = {}
+    pool = lambda result: result["groups"][result["stated"]["main"]]
+    for result in sorted(results, key=lambda result: pool(result)[track.rank]["mean"]):
         same = {"class": result["class"], **{key: result["machine"][key] for key in track.alike}}
-        board = boards.setdefault(", ".join(f"{key} {fact}" for key, fact in same.items()), [])
-        board.append((result["groups"][result["stated"]["main"]], result))
-    for board, members in boards.items():
-        members.sort(key=lambda member: member[0][track.rank]["mean"])
-        rank, boards[board] = 1, []
-        for at, ((pool, result), after) in enumerate(zip_longest(members, members[1:]), 1):
-            stated, p = result["stated"], pool["p"]
-            if after and not track.target:
-                p = verdict.welch(after[0]["losses"], pool["losses"]).p / 2
-            faster = stated["systems"] and "faster" in (x["verdict"] for x in result["verdicts"].values())
-            proven = faster or (p is not None and p < verdict.ALPHA)
-            boards[board].append({
-                "rank": rank if proven or not track.target else None, "record": f"{stated['number']} {stated['name']}",
-                "p": p, "seeds": len(pool["losses"]), "loss": pool["loss"]["mean"], "sd": pool["loss"]["sd"],
-                "seconds": pool["seconds"]["mean"], "sd of s": pool["seconds"]["sd"],
-                **{key: x["value"] for key, x in result["entry"].items()}})
-            rank = rank + proven if track.target else at + 1 if proven else rank
+        boards.setdefault(", ".join(f"{key} {fact}" for key, fact in same.items()), []).append(result)
+    for name, entries in boards.items():
+        rank, boards[name] = 0, []
+        for result, after in zip_longest(entries, entries[1:]):
+            stated, own, words = result["stated"], pool(result), [x["verdict"] for x in result["verdicts"].values()]
+            p = verdict.welch(pool(after)["losses"], own["losses"]).p / 2 if after and not track.target else own["p"]
+            faster = stated["entry"].get("systems") and "faster" in words
+            rank += (proven := bool(not track.target or faster or (p is not None and p < verdict.ALPHA)))
+            boards[name].append({
+                "rank": rank if proven else None, "record": f"{stated['number']} {stated['name']}", "p": p,
+                "seeds": len(own["losses"]), "loss": own["loss"]["mean"], "sd": own["loss"]["sd"],
+                "seconds": own["seconds"]["mean"], "sd of s": own["seconds"]["sd"],
+                "against baseline": ", ".join(words) or None,
+                **{key: fact for key, fact in result["entry"].items() if key != "table_rows"}})      # a list of its own
     return boards
 
 def main(argv: list[str]) -> int:
@@ -499,11 +418,9 @@ def main(argv: list[str]) -> int:
     makes.add_argument("runs", nargs="*", help="run directories, or folders of them; GROUP=PATH,... names a group")
     makes.add_argument("--kind", choices=("entry", "comparison", "ablation"), help="[entry]")
     makes.add_argument("--track", choices=TRACKS)
-    makes.add_argument("--entry", metavar="KEY=JSON", action="append", default=[], help=f"if not logged: {ENTRY}")
-    makes.add_argument("--systems", action="store_true", help="a pure systems change: the verdict counts instead of p")
+    makes.add_argument("--entry", metavar="KEY=JSON", action="append", default=[], help=f"systems=true, or of {ENTRY}")
     makes.add_argument("--bench", type=Path, help="folder that `bench` left, to be kept in the record")
-    for flag, about in {"update": "a record: make its pages again", "parent": "a record", "date": "YYYY-MM-DD [today]",
-                        "baseline": "runs of the parent on this machine, or the name of a group"}.items():
+    for flag, about in {"update": "make its pages again", "parent": "a record", "date": "YYYY-MM-DD [today]"}.items():
         makes.add_argument(f"--{flag}", help=about)
     checks.add_argument("chosen", nargs="*", metavar="RECORD")
     prints.add_argument("--json", action="store_true")

@@ -7,20 +7,17 @@ The rule, for B against A; the chance of a wrong word is at most ALPHA in all, f
 2. Time is tested at ALPHA / 2: of interleaved pairs by an e-value, which is valid whenever one stops; else by Welch,
    and where the order of the runs is known also with a straight drift taken out. All must give the same word.
 3. same: losses do not differ, and the whole interval of the time difference lies within the margin.
-4. undecided: all else; fewer than two seeds on a side (but losses equal to the last bit need one), or less than two
-   times; unpaired times that drift, or that fall in two modes further apart than the difference, or that are so few
-   that all of a side may be in one mode while the difference is as small as that of modes; a run that diverged.
-5. not comparable: other data, one side of several recipes, or clocks of different machines or environments.
-"""
+4. undecided: all else; fewer than two seeds (one if losses equal to the last bit) or times on a side; unpaired times
+   that drift, fall in two modes further apart than the difference, or may all of a side be in one; a run that diverged.
+5. not comparable: other data, one side of several recipes, or clocks of different machines or environments."""
 from __future__ import annotations
 
-import math
+import math, warnings
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 ALPHA = 0.01                       # chance of a wrong verdict
 SHARE = ALPHA / 2                  # of its two tests, loss and time, each
-E_STOP = 1 / SHARE                 # e-value that decides on the time of pairs: a bench may stop there
 POWER = 0.8                        # chance that as many runs as `runs_needed` says settle it
 MAX_RUNS = 1000                    # more are not worth a number
 SAME_MARGIN = 0.001                # `same`: the time difference is surely less than this share of the time
@@ -45,7 +42,7 @@ class Verdict(NamedTuple):
 
 def summary(xs: Sequence[float]) -> Summary:
     n = len(xs)
-    mean = math.fsum(xs) / n if n else math.nan
+    mean = math.nan if not n else xs[0] if min(xs) == max(xs) else math.fsum(xs) / n    # equal: exactly no sd
     return Summary(n, mean, math.sqrt(math.fsum((x - mean) ** 2 for x in xs) / (n - 1)) if n > 1 else math.nan)
 
 def mean(xs: Iterable[float]) -> float:
@@ -67,15 +64,15 @@ def welch(a: Sequence[float], b: Sequence[float]) -> Difference:
         return Difference(mean, -math.inf, math.inf, 1.0)
     if one.sd == other.sd == 0:
         return Difference(mean, mean, mean, float(mean == 0))
-    test = stats.ttest_ind(b, a, equal_var=False)
-    return Difference(mean, *map(float, test.confidence_interval(1 - ALPHA)), float(test.pvalue))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)                      # one side may have equal values
+        test = stats.ttest_ind(b, a, equal_var=False)
+        return Difference(mean, *map(float, test.confidence_interval(1 - ALPHA)), float(test.pvalue))
 
 def paired_e_value(differences: Sequence[float]) -> float:
     """Evidence against "the differences have mean 0", valid at any stopping time: reject at e >= 1 / level.
-
     Normal differences of unknown variance; the effect in units of their sd is mixed over N(0, PRIOR) and the sd over
-    its right Haar measure, so that e is a martingale under the null (Lai 1976; Wang and Ramdas 2023). 1 for n < 2.
-    """
+    its right Haar measure, so that e is a martingale under the null (Lai 1976; Wang and Ramdas 2023). 1 for n < 2."""
     n, mean = len(differences), summary(differences).mean
     squares = math.fsum(x * x for x in differences)
     if n < 2 or squares == 0:
@@ -105,10 +102,8 @@ def paired(differences: Sequence[float]) -> Difference:
 
 def without_drift(a: Sequence[float], b: Sequence[float], order: Sequence[float]) -> tuple[Difference, Difference]:
     """b - a beside a straight drift, and the drift per unit of `order` (places in time of a's, then b's values).
-
     Least squares on side and order. If all of a ran before all of b, the interval is about twice Welch's: a drift and a
-    difference then look alike.
-    """
+    difference then look alike."""
     import numpy as np
     from scipy import stats
     side = np.repeat([0.0, 1.0], [len(a), len(b)])
@@ -124,36 +119,22 @@ def without_drift(a: Sequence[float], b: Sequence[float], order: Sequence[float]
     return tuple(Difference(*map(float, (fit[k], fit[k] - half[k], fit[k] + half[k], p[k]))) for k in (1, 2))
 
 def modes(xs: Sequence[float]) -> tuple[list[float], list[float]] | None:
-    """The two groups that values fall into, if a normal sample of this size would do so less often than ALPHA.
-
-    Statistic: share of the variance between the groups at the best cut; its p by Monte Carlo with a fixed seed. None
-    for n < 4. A single outlier counts as a group.
-    """
+    """The groups on either side of the widest gap, if a normal sample of this size has a gap that fills as much of its
+    range less often than ALPHA (Monte Carlo, fixed seed). None for n < 4. A single outlier counts as a group."""
     import numpy as np
-
-    def best_cut(samples: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Per sorted, centred row: the largest share, and how many values lie below its cut."""
-        below = np.arange(1, samples.shape[1])
-        between = np.cumsum(samples, axis=1)[:, :-1] ** 2 * samples.shape[1] / (below * below[::-1])
-        share = between / np.maximum(np.sum(samples ** 2, axis=1, keepdims=True), 1e-300)
-        return share.max(axis=1), share.argmax(axis=1) + 1
-
-    def prepared(samples: np.ndarray) -> np.ndarray:
-        return np.sort(samples - samples.mean(axis=1, keepdims=True), axis=1)
     if len(xs) < 4 or min(xs) == max(xs):
         return None
-    share, cut = best_cut(prepared(np.array([xs], float)))
-    normal, _ = best_cut(prepared(np.random.default_rng(0).standard_normal((DRAWS, len(xs)))))
-    if (1 + np.sum(normal >= share[0])) / (DRAWS + 1) >= ALPHA:
+    share = lambda rows: np.diff(np.sort(rows)).max(axis=-1) / np.ptp(rows, axis=-1)
+    normal = share(np.random.default_rng(0).standard_normal((DRAWS, len(xs))))
+    if (1 + np.sum(normal >= share(np.array(xs, float)))) / (DRAWS + 1) >= ALPHA:
         return None
     values = sorted(xs)
-    return values[:cut[0]], values[cut[0]:]
+    cut = 1 + int(np.argmax(np.diff(values)))
+    return values[:cut], values[cut:]
 
 def runs_needed(effect: float, sd: float, sides: int = 2, alpha: float = SHARE) -> int | None:
     """Runs (per side) for a t-test to see `effect` with chance POWER; None: more than MAX_RUNS.
-
-    sides  2: Welch's two samples of equal sd, two-sided; 1: one sample against a fixed number, one-sided
-    """
+    sides  2: Welch's two samples of equal sd, two-sided; 1: one sample against a fixed number, one-sided"""
     import numpy as np
     from scipy import stats
     if not (sd > 0 and effect):
@@ -174,20 +155,16 @@ def runs_to_settle(time: Difference, sd: float, room: float) -> int | None:
 
 def decide(loss: Difference | None, times: Sequence[Difference], at_equal_loss: Sequence[Difference], room: float,
            doubts: Sequence[str] = ()) -> Verdict:
-    """The rule above, on tests that are done.
-
+    """The rule above, on tests that are done; room: half the width of `same`, in s; doubts: why times are not trusted.
     loss           b - a in nats per token; None: fewer than two seeds on a side
     times          every test of b - a in s that must agree; none: no time was measured
-    at_equal_loss  the same at equal loss, by price of loss; none: no curve says what loss is worth
-    room           half the width of `same`, in s
-    doubts         why times are not trusted
-    """
+    at_equal_loss  the same at equal loss, by price of loss; none: no curve says what loss is worth"""
     if loss is None:
         return Verdict("undecided", "fewer than two seeds on a side: a loss is judged by its spread over seeds")
     if doubts:
         return Verdict("undecided", doubts[0])
-    if not times or min(map(_width, times)) == math.inf:
-        return Verdict("undecided", "fewer than two times that count on a side")
+    if not any(math.isfinite(time.high - time.low) for time in times):
+        return Verdict("undecided", "too few times that count for an interval")
     if loss.p >= SHARE:
         if all(-room <= time.low and time.high <= room for time in times):
             return Verdict("same", f"losses do not differ, and the time difference lies within {room:.3g} s")
@@ -202,9 +179,6 @@ def decide(loss: Difference | None, times: Sequence[Difference], at_equal_loss: 
                                                               "loss and time speak") + f" for {'AB'[word == 'faster']}")
     return Verdict("undecided", f"B's loss is {better}, and at equal loss the times do not differ for sure"
                    if at_equal_loss else f"B's loss is {better}, its time is not, and no curve says what that is worth")
-
-def _width(difference: Difference) -> float:
-    return difference.high - difference.low
 
 def _agreed(tests: Sequence[Difference]) -> str | None:
     words = {("faster" if test.mean < 0 else "slower") if test.p < SHARE else None for test in tests}

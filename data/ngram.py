@@ -1,6 +1,6 @@
 """What counting reaches on a set of shards: the entropy of the validation tokens and the loss of a trigram model.
 
-    python records/ngram.py --train 'data/pocket/pocket_train_*.bin' --val 'data/pocket/pocket_val_*.bin' \
+    python data/ngram.py --train 'data/pocket/pocket_train_*.bin' --val 'data/pocket/pocket_val_*.bin' \
                             --train_tokens 600000 --val_tokens 65536
 
 A trained model should be clearly below both figures: below the unigram entropy by knowing any context at all, below the

@@ -1,4 +1,4 @@
-"""records/ngram.py against counting in plain Python, and its messages about shards that cannot be read."""
+"""data/ngram.py against counting in plain Python, and its messages about shards that cannot be read."""
 import importlib.util
 import json
 import math
@@ -18,7 +18,7 @@ def load(path: Path):
     return module
 
 
-ngram = load(ROOT / "records/ngram.py")
+ngram = load(ROOT / "data/ngram.py")
 
 
 def write_shard(path: Path, tokens, vocab_size=7, magic=20240520, version=1, count=None) -> str:
