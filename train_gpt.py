@@ -213,10 +213,10 @@ def parse_value(knob_field: Field, text: str) -> Any:
 def earlier_run(folder: Path) -> tuple[str, dict[str, str]]:
     """Preset and changed flags of the run that logged to this folder. Raises DataError."""
     try:
-        with open(folder / "log.jsonl", "rb") as lines:
-            header = json.loads(lines.readline())
-        return header["preset"], {k: v for k, v in header["changed"].items() if k not in ("run_dir", "runs", "resume")}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        lines = (folder / "log.jsonl").read_text("utf-8").splitlines()
+        last = json.loads([line for line in lines if line.startswith(('{"type": "header"', '{"type": "resumed"'))][-1])
+        return str(last["preset"]), {k: v for k, v in last["changed"].items() if k not in ("run_dir", "runs", "resume")}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(f"--resume={folder}", f"{type(error).__name__}: {error}", "a run directory, whose log.jsonl "
                         "begins with the flags", "name the folder that holds log.jsonl and checkpoints") from None
 
@@ -244,7 +244,7 @@ def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
         raise ConfigError("unknown preset", repr(preset), list(PRESETS), nearest(preset, PRESETS))
     texts = {name: text for name in knobs if (text := getattr(flags, name)) is not None}
     given = {name: parse_value(f, (earlier | texts)[name]) for name, f in knobs.items() if name in earlier | texts}
-    for name in (texts.keys() - NOT_MATHEMATICS if flags.resume else ()):
+    for name in (texts.keys() - (NOT_MATHEMATICS - {"seed"}) if flags.resume else ()):
         before = earlier.get(name, flag_text(vars(Config(**PRESETS[preset]))[name]))
         if flag_text(given[name]) != before:
             raise ConfigError(f"--{name}", texts[name], f"{before}, as in {flags.resume}", "resume without this flag")
@@ -740,7 +740,7 @@ class Loader:
 
     def start(self) -> None:
         """Begin to read. Called when the clock starts, for reading and packing are on it."""
-        self.upcoming = self.upcoming or next(self.shards)
+        self.upcoming = self.upcoming or next(self.shards, None)             # of `skip`, maybe past the last
         self._prepare_next()
 
     def wait(self) -> None:
@@ -1784,18 +1784,19 @@ def write_file(path: Path, content: Any) -> None:
             file.write(content) if isinstance(content, bytes) else torch.save(content, file)
             os.fsync(file.fileno())
         part.replace(path)
-    except (OSError, RuntimeError) as error:                                  # torch's writer has no better one
-        with contextlib.suppress(OSError):
-            part.unlink()
-        raise RunError(f"writing {path}", getattr(error, "strerror", error), "room for it", "free some") from None
+    except BaseException as error:                                            # torch hides the cause: a signal, too
+        part.unlink(missing_ok=True)
+        cause = error.__context__ or error
+        raise (RunError(f"writing {path}", getattr(cause, "strerror", cause), "room for it", "free some") if
+               isinstance(cause, Exception) else cause) from None
 
-def save_weights(folder: Path, cfg: Config, tensors: dict[str, Tensor], vocabulary: list[bytes] | None) -> None:
-    """Final weights in logical shapes and order, config.json, and vocab.txt where the tokens' bytes are known."""
-    files = {"config.json": json.dumps(asdict(cfg), indent=1).encode()}
+def save_weights(folder: Path, cfg: Config, executor: Executor, vocabulary: list[bytes] | None) -> None:
+    """Weights in logical shapes and order, config.json, and vocab.txt where it is known. Every rank calls it."""
+    files = {"config.json": json.dumps(asdict(cfg), indent=1).encode(), "weights.pt": executor.weights()}
     if vocabulary is not None:
         lines = (b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece)
         files["vocab.txt"] = b"".join(lines)
-    for name, content in (files | {"weights.pt": tensors}).items():
+    for name, content in files.items() if executor.fabric.rank == 0 else ():
         write_file(folder / name, content)
 
 def load_weights(folder: Path, device: str) -> tuple[Config, dict[str, Tensor]]:
@@ -1880,7 +1881,7 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
 # ====== Room 9: Race ==================================================================================================
 SAMPLE_TEMPERATURE, PLAIN_LINES = 0.8, 20                                     # lines: on a console that is no terminal
 TRIAL_STEPS = 12                         # of each stage, to find how long a step takes: whole cycles
-RESERVE = ".reserve"                     # a file in the run directory; its room is for the last lines on a full disk
+RESERVE, CHECKPOINTS = ".reserve", "checkpoints"   # in the run directory: a file to make room for last lines; a folder
 
 class Clock:
     """Training time in ms. Waits for the device only when it starts and stops."""
@@ -2051,8 +2052,7 @@ def fit_budget(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> Con
     trial = Schedule(replace(cfg, num_scheduled_steps=TRIAL_STEPS * scheduled, num_extension_steps=TRIAL_STEPS))
     with log.phase("step times"):
         ends = warm_up(cfg, fabric, trial, executor, range(trial.total_steps))
-    cycles = [np.diff([end for stage, end in ends if stage == k]) for k in range(scheduled + 1)]
-    *each, last = [float(np.median(times)) / CYCLE for times in cycles]
+    *each, last = [float(np.median(np.diff([t for s, t in ends if s == k]))) / CYCLE for k in range(scheduled + 1)]
     steps = min(fabric.of_all(int(cfg.time_budget / (sum(each) / scheduled + tail * last))))    # of the slowest rank
     if steps < scheduled:
         raise ConfigError("--time_budget", f"{cfg.time_budget:g} s", f"a step of each stage, {sum(each):.3f} s", "more")
@@ -2067,7 +2067,7 @@ def profiled_ms(events: list, on_cuda: bool) -> dict[str, float]:
     span = lambda event: (event.time_range.start, event.time_range.end)
     steps = [e for e in events if e.name.startswith("ProfilerStep") and e.device_type.name == "CPU"]
     spans: dict[str, list] = dict(computing=[])
-    for event in (e for e in events if not e.name.startswith("ProfilerStep")):
+    for event in (e for e in events if not (e.is_user_annotation if on_cuda else e.name.startswith("ProfilerStep"))):
         collective = re.match("ncclDevKernel_[A-Za-z]+" if on_cuda else r"gloo:\w+", event.name)
         if event.device_type.name == "CUDA" if on_cuda else collective or event.thread == steps[0].thread:
             spans.setdefault(f"exposed {collective[0]}" if collective else "computing", []).append(span(event))
@@ -2136,7 +2136,6 @@ def spell(pieces: list[bytes] | None, tokens: Sequence[int]) -> str:
 
 # ====== Room 10: Main =================================================================================================
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_ENDED = 0, 1, 2, 130, 143
-CHECKPOINTS = "checkpoints"              # folder in a run directory
 
 def make_fabric(cfg: Config) -> Fabric:
     """Pick the device and join the process group that torchrun describes. Raises FabricError, ConfigError."""
@@ -2189,9 +2188,8 @@ def peak_memory_mib(fabric: Fabric) -> dict[str, int]:
     if fabric.on_cuda:
         return dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
     with contextlib.suppress(ImportError):
-        import resource                                                       # not on Windows; KiB, but bytes on macOS
-        unit = 20 if sys.platform == "darwin" else 10
-        return dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> unit)
+        from resource import RUSAGE_SELF, getrusage                           # not on Windows; KiB, but bytes on macOS
+        return dict(consumption=getrusage(RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10))
     return {}
 
 def data_sha256(headers: list[ShardHeader]) -> str:
@@ -2214,22 +2212,22 @@ def changed_fields(preset: str, cfg: Config) -> dict[str, str]:
 def write_header(preset: str, given: Config, executor: Executor, log: Log, cfg: Config, kind: str = "header",
                  **facts: Any) -> None:
     """kind: "header" of a new log, or "resumed" behind the lines of an earlier one. given: as flags and preset say."""
-    triton = importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None
-    versions = dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda, triton=triton)
-    fabric, accum = log.fabric, -(-cfg.num_slots // log.fabric.world // executor.slots_at_once)
-    changed, tables = changed_fields(preset, replace(given, seed=cfg.seed)), row_tables(cfg)
+    fabric, changed, tables = log.fabric, changed_fields(preset, replace(given, seed=cfg.seed)), row_tables(cfg)
+    triton, accum = importlib.util.find_spec("triton"), -(-cfg.num_slots // fabric.world // executor.slots_at_once)
     total, D = sum(math.prod(row.shape) for row in executor.model.table), cfg.model_dim
     unread, in_tables = (D * sum(rows) for rows in zip(*((t.rows - t.reads, t.rows) for t in tables)))
-    log.event(kind, preset=preset, changed=changed, config=asdict(cfg), seed=cfg.seed, **versions,
-              nccl=fabric.on_cuda and ".".join(map(str, torch.cuda.nccl.version())), hardware=hardware(fabric),
-              world_size=fabric.world, grad_accum_steps=accum, tokens_per_step=[s.batch_tokens for s in cfg.stages],
-              git_commit=git_commit(), source_sha256=file_sha256(Path(__file__)), head=executor.precision, **facts,
+    untimed = len(log.schedule.warm_up_steps()) + (TRIAL_STEPS * len(cfg.stages) if cfg.time_budget else 0)
+    log.event(kind, preset=preset, changed=changed, config=asdict(cfg), seed=cfg.seed, python=platform.python_version(),
+              torch=torch.__version__, triton=triton and importlib.import_module("triton").__version__,
+              cuda=torch.version.cuda, nccl=fabric.on_cuda and ".".join(map(str, torch.cuda.nccl.version())),
+              hardware=hardware(fabric), world_size=fabric.world, git_commit=git_commit(), head=executor.precision,
+              tokens_per_step=[s.batch_tokens for s in cfg.stages], source_sha256=file_sha256(Path(__file__)),
               row_comms=cfg.row_comms, target_loss=cfg.target_loss, params_total=total, params_per_token=total - unread,
               table_rows={t.label: t.rows for t in tables}, table_bytes=in_tables * getattr(torch, cfg.dtype).itemsize,
-              untimed_warmup_steps=len(log.schedule.warm_up_steps()))
+              grad_accum_steps=accum, untimed_warmup_steps=untimed, **facts)
     log.text("\n".join((
-        "=" * 100, f"Running Python {versions['python']}", f"Running PyTorch {versions['torch']} compiled for CUDA "
-        f"{versions['cuda']} on {hardware(fabric)} with world_size {fabric.world}",
+        "=" * 100, f"Running Python {platform.python_version()}", f"Running PyTorch {torch.__version__} compiled for "
+        f"CUDA {torch.version.cuda} on {hardware(fabric)} with world_size {fabric.world}",
         f"preset {preset}, {total:,} parameters in {cfg.dtype}, attention {facts['attention']}, head "
         f"{executor.precision}, {accum} micro-batches a step, seed {cfg.seed}",
         "changed from the preset: " + (", ".join(f"{k}={v}" for k, v in changed.items()) or "nothing"), "=" * 100)))
@@ -2241,17 +2239,15 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
     if validation.bytes_per_token:
         log.text(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; unigram entropy "
                  f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
-    if cfg.profile:
-        result["void"] = "profiled"
+    result |= dict(void="profiled") if cfg.profile else {}
     if cfg.time_budget:
         result["budget_s"] = cfg.time_budget
         log.text(f"time budget {cfg.time_budget:g} s: used {ms / cfg.time_budget / 10:.2f} %")
     log.text(f"training time {ms / 1000:.2f} s{' (void: profiled)' * bool(cfg.profile)}, {log.done} steps, "
              f"{log.tokens:,} tokens; logs in {log.run_dir}")
     log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in result["peak_memory_mib"].items()))
-    tensors = executor.weights() if cfg.save else {}
-    if cfg.save and log.fabric.rank == 0:
-        save_weights(Path(cfg.save), cfg, tensors, validation.vocabulary)
+    if cfg.save:
+        save_weights(Path(cfg.save), cfg, executor, validation.vocabulary)
     result["comms"] = executor.traffic()
     log.event("result", **result)
     log.close()                                                               # no bar between the lines that follow
@@ -2269,10 +2265,10 @@ def run_once(cfg: Config, executor: Executor, train: list[ShardHeader], validati
         clock.before = earlier["train_time_ms"]
     if cfg.profile:
         a, b = map(int, cfg.profile.split(":"))
-        if not first <= a < b <= total:
-            raise ConfigError("--profile", cfg.profile, f"steps from {first} to {total}", f"--profile={first}:{total}")
+        if cfg.checkpoint_every or not first < a < b < total or any(values.validate for values in steps[a:b]):
+            raise ConfigError("--profile", cfg.profile, f"{first} < a < b < {total}, only training in it", "others")
         profile = torch.profiler.profile(schedule=torch.profiler.schedule(
-            skip_first=a - first, wait=0, warmup=0, active=b - a, repeat=1))
+            skip_first=a - first - 1, wait=0, warmup=1, active=b - a, repeat=1))
         profile.start()
     def before_step(step: int) -> None:
         if cfg.checkpoint_every and step % CYCLE == 0 and step % cfg.checkpoint_every < min(step, CYCLE):
@@ -2285,7 +2281,7 @@ def run_once(cfg: Config, executor: Executor, train: list[ShardHeader], validati
                     save_checkpoint(log.run_dir / CHECKPOINTS, step, content)
             clock.start()
         if profile and step > first:
-            profile.step()
+            profile.step()                                                    # to what is recorded, or to nothing
     if fabric.on_cuda:
         torch.cuda.reset_peak_memory_stats()
     log.open_bar()
@@ -2325,9 +2321,10 @@ def open_data(cfg: Config, fabric: Fabric) -> tuple[Config, list, list, str, dic
     if cfg.resume:
         path, earlier = load_checkpoint(Path(cfg.resume) / CHECKPOINTS, fabric)
         fabric.check_agreement(dict(checkpoint=path.name))
-        if earlier["data_sha256"] != sha256:
-            raise DataError("data to resume with", sha256, f"{earlier['data_sha256']} as before", "use the same shards")
-        cfg = replace(cfg, **earlier["lengths"])
+        cfg, (was, done) = replace(cfg, **earlier["lengths"]), (earlier["data_sha256"], earlier["log"]["done"])
+        if was != sha256 or done > Schedule(cfg).last_step:
+            raise DataError("data or steps to resume with", (sha256, Schedule(cfg).last_step), f"{was}, {done} or more",
+                            "use the same shards, and a later --max_steps")
     check_enough_data(cfg, Schedule(cfg), train)
     return cfg, train, val, sha256, earlier
 
@@ -2342,6 +2339,9 @@ def run(preset: str, given: Config, fabric: Fabric) -> int:
             (Path(cfg.save) / "config.json.part").touch()                     # not after hours of training
         root = cfg.run_dir or f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}-{os.urandom(4).hex()}"
         folder = lambda seed: Path(root, f"seed_{seed}" if cfg.runs > 1 else "")
+        seeds = range(cfg.seed, cfg.seed + cfg.runs)
+        if found := [str(log) for seed in seeds for log in folder(seed).glob("log.*") if fabric.rank == 0]:
+            raise RunError(f"run directory {root}", f"File exists: {found}", "one without a log", "another --run_dir")
         log = Log(folder(cfg.seed), fabric, schedule, **earlier["log"] if earlier else {})
         attention, kernel = choose_attention(fabric, getattr(torch, cfg.dtype), cfg.head_dim)
         slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
@@ -2355,12 +2355,12 @@ def run(preset: str, given: Config, fabric: Fabric) -> int:
         with log.phase("warm-up"):
             fabric.set_timeout(cfg.comm_timeout * (COMPILE_PATIENCE if executor.compiling else 1))
             warm_up(cfg, fabric, schedule, executor)
-            fabric.set_timeout(cfg.comm_timeout)
+            fabric.set_timeout(cfg.comm_timeout * (COMPILE_PATIENCE if cfg.checkpoint_every else 1))      # to write one
         if cfg.time_budget and not earlier:
             cfg = fit_budget(cfg, fabric, executor, log)
             check_enough_data(cfg, log.schedule, train)
-        pristine, results = executor.snapshot(), []
-        for seed in range(cfg.seed, cfg.seed + cfg.runs):
+        pristine, results = cfg.runs > 1 and executor.snapshot(), []
+        for seed in seeds:
             each = replace(cfg, seed=seed)
             if results:
                 log = Log(folder(seed), fabric, log.schedule)

@@ -76,6 +76,13 @@ def test_each_of_several_runs_equals_a_run_in_a_fresh_process(three, plain):
     assert losses(three.folder / "seed_4") != losses(three.folder / "seed_5")
 
 
+def test_logs_of_later_runs_are_looked_for_at_the_start(tmp_path):
+    (tmp_path / "seed_1").mkdir()
+    (tmp_path / "seed_1/log.txt").write_text("old\n")
+    done = run(tmp_path, "--runs=2")
+    assert done.status == 1 and "File exists" in done.err and not (tmp_path / "seed_0").exists()
+
+
 def test_every_run_has_a_whole_log(three):
     for seed in (4, 5, 6):
         log = Run(three.folder / f"seed_{seed}", 0, "", "")
@@ -200,6 +207,48 @@ def test_a_resumed_run_may_be_cut_and_resumed_again(cut, plain, tmp_path):
     again = resume(tmp_path / "a", tmp_path / "b")
     assert again.status == 0 and losses(again.folder) == losses(plain)
     assert [e["step"] for e in again.of("resumed")] == [8, 10], "each with the lines up to its checkpoint"
+    assert again.of("resumed")[1]["changed"]["checkpoint_every"] == "3", "flags are those of the run before"
+
+
+def test_a_run_that_is_at_its_last_shard_is_resumed(tmp_path):
+    flags = ("--train_files=formula:512:511:80000:1", "--sample_tokens=0")
+    whole = run(tmp_path / "whole", "--checkpoint_every=10", *flags)
+    assert whole.status == 0 and losses(resume(whole.folder, tmp_path / "run").folder) == losses(whole.folder)
+
+
+def test_a_run_with_a_time_budget_is_resumed_with_its_schedule(tmp_path):
+    whole = run(tmp_path / "whole", "--time_budget=0.7", "--epochs=0", "--checkpoint_every=4", "--sample_tokens=0")
+    again = resume(whole.folder, tmp_path / "run")
+    assert again.status == 0, again.err
+    assert losses(again.folder) == losses(whole.folder) and len(again.of("budget")) == 1
+
+
+def test_checkpoints_are_off_the_clock(tmp_path, monkeypatch):
+    save, slow = tg.save_checkpoint, 2.0
+    monkeypatch.setattr(tg, "save_checkpoint", lambda *rest: (time.sleep(slow), save(*rest)))
+    done = run(tmp_path / "run", "--checkpoint_every=10", "--sample_tokens=0")
+    phase, = [e for e in done.of("phase") if e["name"] == "checkpoint"]
+    steps = {e["step"]: e["train_time_ms"] for e in done.of("step")}
+    assert phase["ms"] > 1000 * slow and not phase["timed"] and steps[11] - steps[10] < 1000 * slow
+
+
+@pytest.mark.parametrize("signal_of, status, cause", [(signal.SIGINT, 130, "interrupted"),
+                                                      (signal.SIGTERM, 143, "SIGTERM")])
+def test_a_signal_while_a_checkpoint_is_written_ends_as_a_signal_does(tmp_path, monkeypatch, signal_of, status, cause):
+    """torch's writer turns whatever goes wrong below it into a RuntimeError of its own."""
+    save = torch.save
+    def interrupted(content, file):
+        class Slow:
+            def write(self, data):
+                os.kill(os.getpid(), signal_of)
+                time.sleep(0.1)
+                return file.write(data)
+            flush = file.flush
+        return save(content, Slow())
+    monkeypatch.setattr(torch, "save", interrupted)
+    done = run(tmp_path / "run", "--checkpoint_every=4", "--sample_tokens=0")
+    assert done.status == status and cause in done.of("aborted")[0]["cause"]
+    assert not list((tmp_path / "run" / tg.CHECKPOINTS).iterdir())
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
@@ -223,15 +272,16 @@ def test_flags_of_the_run_are_kept_and_others_refused(cut, tmp_path):
     same = resume(cut, tmp_path / "same", "--preset=pocket", "--num_scheduled_steps=9")
     assert same.status == 0 and same.of("resumed")[0]["preset"] == "tiny", "the preset is that of the log"
     for flags, parts in ((["--adam_lr=0.009"], ("--adam_lr", "0.009", f"0.008, as in {cut}")),
-                         (["--runs=2"], ("--runs", "one run")),
-                         (["--train_files=formula:512:511:40001:2"], ("data to resume with",))):
+                         (["--seed=7"], ("--seed", f"6, as in {cut}")), (["--runs=2"], ("--runs", "one run")),
+                         (["--max_steps=6"], ("steps to resume with", "6)", "8 or more")),
+                         (["--train_files=formula:512:511:40001:2"], ("data or steps to resume with",))):
         done = resume(cut, tmp_path / "refused", *flags)
         assert done.status == 2 and all(part in done.err for part in parts), done.err
 
 
 def test_what_is_no_run_is_no_run_to_resume(tmp_path):
     (tmp_path / "log.jsonl").write_text("nonsense\n")
-    for folder, says in ((tmp_path, "JSONDecodeError"), (tmp_path / "none", "FileNotFoundError")):
+    for folder, says in ((tmp_path, "IndexError"), (tmp_path / "none", "FileNotFoundError")):
         done = run(tmp_path / "run", f"--resume={folder}")
         assert done.status == 2 and says in done.err and "log.jsonl" in done.err
 
@@ -300,6 +350,7 @@ def test_a_time_budget_scales_the_schedule(tmp_path):
         snapshot = restore = evaluate = lambda self, *rest: None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tg.time, "perf_counter", lambda: now[0])
+        patch.setattr(tg.Fabric, "of_all", lambda self, x: [x + 30, x])       # another rank is faster
         patch.setattr(tg, "train_step", lambda ex, loader, values: now.__setitem__(0, now[0] + values.stage + 1))
         made = tg.Log(tmp_path / "run", fabric(), tg.Schedule(cfg))
         scaled = tg.fit_budget(cfg, fabric(), Model(), made)
@@ -327,7 +378,7 @@ def test_a_budget_without_room_for_a_step_of_each_stage_is_refused(tmp_path):
 # ---- profile --------------------------------------------------------------------------------------------------------
 
 def test_profile_of_two_ranks(tmp_path):
-    launch(2, tmp_path / "run", "--profile=6:8")
+    launch(2, tmp_path / "run", "--profile=6:9")
     log = Run(tmp_path / "run", 0, "", "")
     ranks = log.of("profile")[0]["ranks"]
     assert len(ranks) == 2 and log.of("result")[0]["void"] == "profiled" and "(void: profiled)" in log.lines[-2]
@@ -338,7 +389,9 @@ def test_profile_of_two_ranks(tmp_path):
         assert rank["computing"] + rank["gaps"] + sum(rank[name] for name in names) >= rank["wall"] - 1e-6
     for rank in (0, 1):
         trace = json.loads(gzip.open(tmp_path / f"run/trace_rank{rank}.json.gz").read())
-        assert sum(event.get("name", "").startswith("ProfilerStep") for event in trace["traceEvents"]) == 2
+        names = {event.get("name", "") for event in trace["traceEvents"]}
+        assert sorted(name for name in names if name.startswith("ProfilerStep")) == [
+            "ProfilerStep#6", "ProfilerStep#7", "ProfilerStep#8"], "counted from the start of the run"
 
 
 def test_spans_are_counted_once_where_they_overlap():
@@ -347,8 +400,9 @@ def test_spans_are_counted_once_where_they_overlap():
 
 def test_where_the_time_went_in_a_trace_made_by_hand():
     from types import SimpleNamespace as Is
-    def event(name, start, end, thread=1, device="CPU"):
-        return Is(name=name, thread=thread, device_type=Is(name=device), time_range=Is(start=start, end=end))
+    def event(name, start, end, thread=1, device="CPU", is_user_annotation=False):
+        return Is(name=name, thread=thread, device_type=Is(name=device), time_range=Is(start=start, end=end),
+                  is_user_annotation=is_user_annotation)
     host = [event("ProfilerStep#4", 0, 1000), event("ProfilerStep#5", 1000, 2000), event("aten::mm", 100, 700),
             event("gloo:all_reduce", 600, 900, 2), event("gloo:all_reduce", 1000, 1100, 3),
             event("aten::mm", 0, 2000, 9)]
@@ -356,13 +410,14 @@ def test_where_the_time_went_in_a_trace_made_by_hand():
     assert tg.profiled_ms(host, False) == pytest.approx(ms | dict(gaps=1 - 0.3 - 0.15))
     device = [event("gemm", 100, 700, 7, "CUDA"), event("gemm", 650, 800, 8, "CUDA"),
               event("ncclDevKernel_AllGather_RING_LL(x)", 700, 1000, 9, "CUDA"),
-              event("ProfilerStep#4", 0, 9, 7, "CUDA")]
+              event("ProfilerStep#4", 0, 9, 7, "CUDA", True), event("nccl:all_gather", 0, 1500, 7, "CUDA", True)]
     assert tg.profiled_ms(host + device, True) == pytest.approx(
         {"wall": 1.0, "computing": 0.35, "gaps": 1 - 0.45, "exposed ncclDevKernel_AllGather": 0.1})
 
 
-@pytest.mark.parametrize("flag, says", [("4", "a:b"), ("4:x", "a:b"), ("5:5", "steps from 0 to 12"),
-                                        ("9:13", "0 to 12")])
+@pytest.mark.parametrize("flag, says", [("4", "a:b"), ("4:x", "a:b"), ("8:8", "0 < a < b < 12"),
+                                        ("0:4", "0 < a < b < 12"), ("9:12", "0 < a < b < 12"),
+                                        ("4:6", "only training")])
 def test_a_profile_of_steps_that_are_not_there_is_refused(tmp_path, flag, says):
     done = run(tmp_path / "run", f"--profile={flag}")
     assert done.status == 2 and "--profile" in done.err and says in done.err

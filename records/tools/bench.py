@@ -207,7 +207,7 @@ class Bench:
     def look(self, when: str) -> None:
         """Note and print the machine, its state and its calibration, and what changed since the last look."""
         folder, found = self.args.out / f"calibrations/{1 + len(self.manifest.of('machine')):03}", {"rates": {}}
-        last = (self.manifest.of("machine") or [{"machine": {}, "calibration": found}])[-1]
+        last = (self.manifest.of("machine") or [{"machine": {}, "calibration": {"rates": {}}}])[-1]
         if self.args.calibrate:
             folder.mkdir(parents=True)
             found |= attend(Path(calibrate.__file__), folder, [f"{self.args.calibrate:g}"], self.args.ranks, None)

@@ -254,7 +254,7 @@ def page(result: dict[str, Any]) -> str:
 
 def traffic(result: dict[str, Any]) -> Iterator[list[Any]]:
     """Means over the runs of a group, by table and group."""
-    for table in next(iter(result["runs"].values()))["comms"]:
+    for table in next(iter(result["runs"].values()))["comms"] if result["stated"]["kind"] != "ablation" else ():
         for name, members in result["stated"]["groups"].items():
             sent, dense, kept = (compare.mean(result["runs"][run]["comms"][table][key] for run in members)
                                  for key in ("bytes_sent", "bytes_dense", "memory_bytes"))

@@ -1,0 +1,2450 @@
+"""Train a small GPT against the clock: recipe A of the NanoGPT speedrun in one file.
+
+    ./run.sh                                                   set-up, data, training, result and a sample
+    torchrun --standalone --nproc_per_node=8 train_gpt.py      8 GPUs, preset `record`
+    python train_gpt.py --preset=pocket                        one process, on a CPU about two minutes; see --help
+The mathematics is that of modded-nanogpt right after pull request #221 (record 71, 2026-02-15); credits in README.md.
+
+Floor plan. A room uses only rooms above it, and nothing happens at import.
+    1 Config      errors, layer table, stage table, settings, presets, flags, Fabric
+    2 Schedule    pure functions of the step: everything a step needs, in one `Values`
+    3 Data        shards, packing, bigram hash, the loader thread, validation batches
+    4 Kernels     references in PyTorch: norm, rotation, attention, MLP, head loss, symmetric products
+    5 Model       parameter table and GPT
+    6 Rows        the exchange of embedding rows between ranks
+    7 Optimizer   NorMuon, Adam, tie and split, orders of communication
+    8 Executor    forward_backward, optim_step, evaluate, snapshot and restore, files
+    9 Race        warm-up, time budget, profile, clock, log, validation, sample
+   10 Main        flags, process group, device, run
+Letters                                                        [value in the record preset]
+    W ranks                       L layers [11]                V vocabulary, padded [50,304]
+    S slots in a step [8]         D model width [768]          R rows of a table [251,520]
+    B slots in a micro-batch      H heads [6]                  E width of one head [128]
+    T tokens in one slot          F MLP width [3,072]          G tokens predicted per position [3, 2, 1 by stage]
+    M matrices in a bank          N rows of a product, B * T   C rows of an owner's slice of a table
+A slot is one of S equal, independent shares of a step's tokens and the unit of data parallelism: slot s belongs to rank
+s mod W. A cycle is two steps, an even and an odd one; Adam updates on the odd one. A bank is several matrices in one
+parameter. The objective of a step is J = (1/S) * sum over slots of the slot's summed loss, at every W."""
+from __future__ import annotations
+
+import argparse, base64, contextlib, difflib, errno, functools, gc, glob, hashlib, importlib.util, itertools, json, math
+import os, platform, re, signal, subprocess, sys, time, traceback, warnings, zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout
+from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# ====== Room 1: Config ================================================================================================
+class TrainerError(Exception):
+    """What was found, what was expected, and what to do about it."""
+    def __init__(self, what: str, found: object, expected: object, do: str) -> None:
+        super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}")
+
+class ConfigError(TrainerError): """A setting that cannot work."""
+class DataError(TrainerError): """Shards that are missing, damaged or too few."""
+class FabricError(TrainerError): """Ranks or devices that do not fit the run."""
+class RunError(TrainerError): """Something that went wrong in a run: loss, memory, disk, a stuck thread."""
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer of the model. Moving a feature to another layer is moving a word."""
+    attention: str               # "plain", "paired" (heads j and j + H/2 share one sequence of 2T positions) or "none"
+    window: str = "short"        # attention reach: "short" or "long"
+    value: int | None = None     # value table added to the attention values
+    key_shift: bool = False      # the unrotated half of the keys comes from the token before (key offset)
+    keep_as: str = ""            # name under which the layer's output is kept
+    add: str = ""                # kept stream added, gated, in front of the layer
+
+SKIP, BACKOUT = "skip", "backout"
+LAYERS = (                                                                    # depth (recipe 2.2)
+    Layer("paired", "short"),                                                 #  0
+    Layer("plain", "short", value=0),                                         #  1
+    Layer("paired", "short", value=1),                                        #  2
+    Layer("plain", "long", key_shift=True, keep_as=SKIP),                     #  3
+    Layer("plain", "short"),                                                  #  4
+    Layer("paired", "short"),                                                 #  5
+    Layer("none", add=SKIP),                                                  #  6: MLP only
+    Layer("plain", "short", keep_as=BACKOUT),                                 #  7: subtracted again before the head
+    Layer("plain", "short", value=2),                                         #  8
+    Layer("paired", "short", value=3),                                        #  9
+    Layer("plain", "long", value=4, key_shift=True))                          # 10
+ATTENTION_LAYERS = tuple(depth for depth, layer in enumerate(LAYERS) if layer.attention != "none")
+NUM_VALUE_TABLES = sum(layer.value is not None for layer in LAYERS)
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage of the run. Windows are in blocks; weights of the predicted tokens move linearly over the stage."""
+    batch_tokens: int
+    short_window: int
+    long_window: int
+    lr_mul: float
+    mtp_start: tuple[float, ...]
+    mtp_end: tuple[float, ...]
+
+STAGES = (                                                                    # recipe 4; the last is the extension
+    Stage(131_072, 1, 3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
+    Stage(262_144, 3, 7, 1.52, (1.0, 0.5), (1.0, 0.0)),
+    Stage(393_216, 5, 11, 1.73, (1.0,), (1.0,)),
+    Stage(393_216, 6, 13, 1.00, (1.0,), (1.0,)))
+
+def knob(group: str, default: Any, unit: str, about: str, choices: tuple = ()) -> Any:
+    return field(default=default, metadata=dict(group=group, unit=unit, about=about, choices=choices))
+
+_data, _model, _schedule, _optim, _run = (functools.partial(knob, group) for group in (
+    "data", "model", "schedule", "optimizer", "run"))
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a run may vary. One field is one flag; a preset overrides fields and nothing else."""
+    train_files: str = _data("data/fineweb10B/fineweb_train_*.bin", "pattern", "training shards, taken in name order")
+    val_files: str = _data("data/fineweb10B/fineweb_val_*.bin", "pattern", "validation shards")
+    val_tokens: int = _data(10_485_760, "tokens", "validation tokens, a multiple of val_batch_tokens")
+    val_batch_tokens: int = _data(2_097_152, "tokens", "one block of num_slots validation slots")
+    max_doc_len: int = _data(2048, "tokens", "a document gives at most its first max_doc_len tokens")
+    epochs: int = _data(1, "passes", "over the training shards; 0: cycle without end")
+    num_slots: int = _data(8, "slots", "equal shares of a step; the ranks divide it; changing it changes the packing")
+    vocab_size: int = _data(0, "tokens", "0: from the shard header")
+    padded_vocab: int = _data(0, "tokens", "columns of the head; 0: the next multiple of 128")
+    document_start: int = _data(-1, "id", "first token of every document; -1: from the shard header")
+    bigram_rows: int = _data(0, "rows", "hash table of token pairs; 0: 5 x padded_vocab; the last row: no pair")
+    model_dim: int = _model(768, "features", "width D = num_heads x head_dim")
+    num_heads: int = _model(6, "heads", "an even number: paired layers join heads j and j + H/2")
+    head_dim: int = _model(128, "features", "a multiple of 4, at least 8; half of it rotates")
+    attn_scale: float = _model(0.1, "1", "softmax scale before YaRN; queries and keys are normalised")
+    dtype: str = _model("bfloat16", "type", "weights and activations", ("bfloat16", "float32", "float64"))
+    head: str = _model("auto", "precision", "of training logits; auto: best", ("auto", "fp8", "emulated", "plain"))
+    num_scheduled_steps: int = _schedule(1507, "steps", "split evenly over all stages but the last")
+    num_extension_steps: int = _schedule(40, "steps", "last stage, at the lowest learning rate")
+    stages: tuple = _schedule(STAGES, "table", "rows 'batch_tokens short long lr_mul mtp_start mtp_end' joined by ';'")
+    window_block: int = _schedule(128, "tokens", "unit of the windows in the stage table")
+    final_long_window: int = _schedule(20, "blocks", "long window of the final validation")
+    split_stage: int = _schedule(2, "stage", "head and embedding part at its first odd step")
+    cooldown_frac: float = _schedule(0.55, "share", "of the scheduled steps, at their end, with a falling rate")
+    lr_floor: float = _schedule(0.1, "1", "learning rate factor at the end of the cooldown")
+    val_every: int = _schedule(250, "steps", "between validations; 0: only the final one")
+    normuon_lr: float = _optim(0.023, "1", "attention and MLP banks")
+    normuon_beta2: float = _optim(0.95, "1", "decay of the second moment per row")
+    normuon_weight_decay: float = _optim(1.2, "1", "cautious, times lr^2")
+    momentum_min: float = _optim(0.85, "1", "NorMuon momentum at both ends")
+    momentum_max: float = _optim(0.95, "1", "NorMuon momentum in between")
+    momentum_warmup_steps: int = _optim(-1, "steps", "-1: 300 at 1,547 steps, in proportion else")
+    momentum_cooldown_steps: int = _optim(-1, "steps", "-1: 50 at 1,547 steps, in proportion else")
+    adam_lr: float = _optim(0.008, "1", "everything else; multipliers stand in the parameter table")
+    adam_weight_decay: float = _optim(0.005, "1", "cautious, times (lr x multiplier)^2")
+    adam_eps: float = _optim(1e-10, "1", "added to the uncorrected root of the second moment")
+    seed: int = _run(0, "integer", "initial values; each parameter draws from (seed, label)")
+    device: str = _run("auto", "device", "auto: cuda if there is one", ("auto", "cpu", "cuda"))
+    compile: int = _run(-1, "0|1", "torch.compile; -1: on CUDA only", (-1, 0, 1))
+    row_comms: str = _run("sparse", "mode", "how table rows travel to ranks", ("dense", "sparse_scatter", "sparse"))
+    debug_rows: int = _run(0, "0|1", "poison rows not fetched, look for gradients of rows not planned", (0, 1))
+    slots_per_micro_batch: int = _run(0, "slots", "side by side in the model; 0: one on a GPU, all that fit on a CPU")
+    max_steps: int = _run(0, "steps", "stop early, then validate; 0: the whole schedule")
+    time_budget: float = _run(0.0, "s", "of training to fill on this machine: scales the schedule; 0: steps as set")
+    runs: int = _run(1, "runs", "in one process after one warm-up, with seeds seed, seed + 1, ...")
+    target_loss: float = _run(3.28, "nats", "against which several runs are tested; 0: none")
+    run_dir: str = _run("", "folder", "of the logs; empty: logs/<run id>")
+    checkpoint_every: int = _run(0, "steps", "between checkpoints, at even steps; the last two are kept; 0: none")
+    resume: str = _run("", "folder", "run directory whose last checkpoint is gone on from, with its flags")
+    profile: str = _run("", "a:b", "trace steps a to b - 1 on every rank; the time of such a run does not count")
+    comm_timeout: float = _run(60.0, "s", "longest wait for another rank or for the loader thread")
+    sample_tokens: int = _run(96, "tokens", "generated after the run, or by --sample; 0: none")
+    save: str = _run("", "folder", "for the final weights, their config and the bytes of the tokens; empty: none")
+    sample: str = _run("", "folder", "generate from the weights that --save left there instead of training")
+    prompt: str = _run("", "text", "what a sample goes on from")
+    ranks: str = _run("", "file", "GPT-2 ranks in tiktoken's text format, plain or .gz: samples without network")
+
+PRESETS: dict[str, dict[str, Any]] = dict(
+    record=dict(device="cuda"),
+    pocket=dict(
+        train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin", val_tokens=65_536,
+        val_batch_tokens=8_192, max_doc_len=256, model_dim=96, head_dim=16, attn_scale=12.8 / 16, dtype="float32",
+        head="plain", stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 256) for stage in STAGES),
+        window_block=8, num_scheduled_steps=520, num_extension_steps=20, val_every=180, target_loss=0.0),
+    tiny=dict(
+        train_files="formula:512:511:40000:2", val_files="formula:512:511:4000:1", val_tokens=1024, max_doc_len=24,
+        val_batch_tokens=512, model_dim=32, num_heads=2, head_dim=16, attn_scale=12.8 / 16, dtype="float32",
+        window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, sample_tokens=8, target_loss=0.0,
+        head="plain", stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 1024) for stage in STAGES)))
+RECORD_STEPS, RECORD_RAMP_UP, RECORD_RAMP_DOWN = 1547, 300, 50                # recipe 4
+GPT2_VOCAB, GPT2_DOCUMENT_START = 50_257, 50_256
+MAX_VOCAB = 65_535                       # token ids are stored as u16
+GATE_INPUTS = 12                         # features that a gate reads
+CYCLE = 2                                # steps of one Adam update, whose gradients add up
+NOT_MATHEMATICS = {"device", "compile", "slots_per_micro_batch", "seed", "run_dir", "comm_timeout", "sample_tokens",
+                   "save", "sample", "prompt", "ranks", "val_every", "max_steps", "train_files", "val_files", "epochs",
+                   "row_comms", "debug_rows", "runs", "target_loss", "checkpoint_every", "resume", "profile"}
+
+def parse_stage(row: str) -> Stage:
+    *sizes, lr_mul, start, end = row.split()
+    return Stage(*map(int, sizes), float(lr_mul), *(tuple(map(float, w.split(","))) for w in (start, end)))
+
+def flag_text(value: Any) -> str:
+    """A field's value as it is written behind its flag."""
+    if not isinstance(value, tuple):
+        return str(value)
+    return ";".join(" ".join(",".join(map(str, x)) if isinstance(x, tuple) else str(x)
+                             for x in astuple(stage)) for stage in value)
+
+def nearest(name: str, known: Iterable) -> str:
+    return "nearest: " + (", ".join(difflib.get_close_matches(name, list(map(str, known)), 3, 0.4)) or "--help")
+
+def parse_value(knob_field: Field, text: str) -> Any:
+    """Text of a flag -> value of its field. Raises ConfigError."""
+    kind, meta, name = type(knob_field.default), knob_field.metadata, knob_field.name
+    try:
+        value = tuple(map(parse_stage, text.split(";"))) if kind is tuple else kind(text)
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError
+    except (ValueError, TypeError):
+        raise ConfigError(f"--{name}", repr(text), f"{kind.__name__}, {meta['unit']}: {meta['about']}",
+                          f"for example --{name}={flag_text(knob_field.default)}") from None
+    if meta["choices"] and value not in meta["choices"]:
+        raise ConfigError(f"--{name}", repr(text), f"one of {list(meta['choices'])}", nearest(text, meta["choices"]))
+    return value
+
+def earlier_run(folder: Path) -> tuple[str, dict[str, str]]:
+    """Preset and changed flags of the run that logged to this folder. Raises DataError."""
+    try:
+        with open(folder / "log.jsonl", "rb") as lines:
+            header = json.loads(lines.readline())
+        return header["preset"], {k: v for k, v in header["changed"].items() if k not in ("run_dir", "runs", "resume")}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"--resume={folder}", f"{type(error).__name__}: {error}", "a run directory, whose log.jsonl "
+                        "begins with the flags", "name the folder that holds log.jsonl and checkpoints") from None
+
+def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
+    """Flags -> (preset name, Config). Raises ConfigError; --help prints the fields by group and exits."""
+    knobs = {f.name: f for f in fields(Config)}
+    parser = argparse.ArgumentParser(
+        "train_gpt.py", usage="%(prog)s [--preset=NAME] [--field=value ...]", allow_abbrev=False, exit_on_error=False,
+        epilog="exit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 130 interrupted, 143 ended")
+    parser.add_argument("--preset", default="record", metavar="NAME", help=f"{', '.join(PRESETS)} [record]")
+    parser.add_argument("words", nargs="?", metavar="PROMPT", help="the same as --prompt=PROMPT")
+    groups = {g: parser.add_argument_group(g) for g in dict.fromkeys(f.metadata["group"] for f in knobs.values())}
+    for f in knobs.values():
+        meta, shown = f.metadata, "STAGES" if isinstance(f.default, tuple) else f.default
+        groups[meta["group"]].add_argument(f"--{f.name}", metavar=meta["unit"], help=f"{meta['about']} [{shown}]")
+    try:
+        flags, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ConfigError("flags", error, "--field=value", "see --help") from None
+    if unknown:
+        near = nearest(unknown[0].partition("=")[0], [f"--{known}" for known in ("preset", *knobs)])
+        raise ConfigError("unknown flag", unknown[0], "--field=value with a field that exists", near)
+    preset, earlier = earlier_run(Path(flags.resume)) if flags.resume else (flags.preset, {})
+    if preset not in PRESETS:
+        raise ConfigError("unknown preset", repr(preset), list(PRESETS), nearest(preset, PRESETS))
+    texts = {name: text for name in knobs if (text := getattr(flags, name)) is not None}
+    given = {name: parse_value(f, (earlier | texts)[name]) for name, f in knobs.items() if name in earlier | texts}
+    for name in (texts.keys() - NOT_MATHEMATICS if flags.resume else ()):
+        before = earlier.get(name, flag_text(vars(Config(**PRESETS[preset]))[name]))
+        if flag_text(given[name]) != before:
+            raise ConfigError(f"--{name}", texts[name], f"{before}, as in {flags.resume}", "resume without this flag")
+    if flags.words and not flags.sample:
+        raise ConfigError("a word without a flag", flags.words, "--field=value", "a prompt needs --sample=DIR")
+    given |= dict(prompt=flags.words) if flags.words else {}
+    check_config(cfg := Config(**({} if flags.sample else PRESETS[preset]) | given))
+    return preset, cfg
+
+LEAST = dict(num_slots=1, max_doc_len=2, window_block=1, final_long_window=1, comm_timeout=1, document_start=-1,
+             compile=-1, momentum_warmup_steps=-1, momentum_cooldown_steps=-1, runs=1)  # 0 for every other number
+
+def check_config(cfg: Config) -> None:
+    """Raise ConfigError for sizes that cannot work, with the nearest ones that do."""
+    def need(ok: bool, what: str, found: object, expected: str, do: str) -> None:
+        if not ok:
+            raise ConfigError(what, found, expected, do)
+    for name, value in vars(cfg).items():
+        ok = isinstance(value, (str, tuple)) or LEAST.get(name, 0) <= value < 2**31
+        need(ok, f"--{name}", value, f"{LEAST.get(name, 0)} or more, below 2^31", f"--{name}={LEAST.get(name, 0)}")
+    H, E = cfg.num_heads, cfg.head_dim
+    need(H >= 2 and H % 2 == 0, "--num_heads", H, "an even number, since paired layers join two heads",
+         f"--num_heads={max(2, H - 1)} or --num_heads={max(2, H + 1)}")
+    need(E >= 8 and E % 4 == 0, "--head_dim", E, "a multiple of 4, at least 8",
+         f"--head_dim={max(8, E // 4 * 4)} or --head_dim={max(8, (E + 3) // 4 * 4)}")
+    need(cfg.model_dim >= GATE_INPUTS and cfg.model_dim == H * E, "--model_dim", cfg.model_dim,
+         f"num_heads x head_dim = {H} x {E}, at least {GATE_INPUTS}", f"--model_dim={H * E}")
+    block = 16 * cfg.num_slots                                                # a slot is a multiple of 16 tokens
+    sizes = [("stages", s.batch_tokens, block) for s in cfg.stages]
+    sizes += [("val_batch_tokens", cfg.val_batch_tokens, block), ("val_tokens", cfg.val_tokens, cfg.val_batch_tokens)]
+    for name, tokens, unit in sizes:
+        near = {max(unit, tokens // unit * unit): None, max(unit, -(-tokens // unit) * unit): None}
+        need(list(near) == [tokens], f"--{name}", f"{tokens} tokens", f"a multiple of {unit} (16 x num_slots, or a "
+             "validation batch)", " or ".join(map(str, near)) + " tokens")
+    scheduled = len(cfg.stages) - 1
+    need(scheduled >= 1, "--stages", f"{len(cfg.stages)} row", "at least two, the last for the extension", "see STAGES")
+    for s in cfg.stages:
+        fits = all(0 <= x < math.inf for x in (s.lr_mul, *s.mtp_start, *s.mtp_end))
+        fits = fits and len(s.mtp_start) == len(s.mtp_end) >= 1 and 1 <= s.short_window < s.long_window < 2**31
+        need(fits, "--stages", flag_text((s,)), "1 <= short < long window; equally many token weights >= 0 at the ends",
+             "see STAGES")
+    need(cfg.num_scheduled_steps >= scheduled, "--num_scheduled_steps", cfg.num_scheduled_steps,
+         f"one step or more for each of {scheduled} stages", f"--num_scheduled_steps={scheduled}")
+    for name, most in (("split_stage", scheduled), ("cooldown_frac", 1), ("normuon_beta2", 1), ("momentum_max", 1),
+                       ("momentum_min", cfg.momentum_max)):
+        need(getattr(cfg, name) <= most, f"--{name}", getattr(cfg, name), f"0 to {most}", f"--{name}={most}")
+    need(cfg.runs == 1 or not cfg.resume + cfg.save, "--runs", cfg.runs, "one run for --resume or --save", "--runs=1")
+    need(re.fullmatch(r"(\d+:\d+)?", cfg.profile), "--profile", repr(cfg.profile), "a:b", "--profile=100:104")
+
+@dataclass(frozen=True)
+class Fabric:
+    """The one object that knows ranks and devices. Passed on, never global."""
+    device: torch.device
+    rank: int = 0
+    world: int = 1
+    plan_group: Any = None               # of row plans, on the CPU: the loader thread's own, so that no order can clash
+
+    @property
+    def on_cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    def synchronize(self) -> None:
+        if self.on_cuda:
+            torch.cuda.synchronize(self.device)
+
+    def set_timeout(self, seconds: float) -> None:
+        for group in (None, self.plan_group) if self.world > 1 else ():
+            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+
+    def enter_thread(self) -> None:
+        """CUDA's current device is a thread's own: without this, pinning memory would open GPU 0 from every rank."""
+        if self.on_cuda:
+            torch.cuda.set_device(self.device)
+
+    def say(self, text: str) -> None:
+        """Print on rank 0. A console that is gone or full does not end the run."""
+        if self.rank == 0:
+            with contextlib.suppress(OSError, ValueError):
+                print(text, flush=True)
+
+    def of_all(self, fact: Any) -> list:
+        """This fact of every rank, rank by rank."""
+        everyone: list = [fact] * self.world
+        if self.world > 1:
+            dist.all_gather_object(everyone, fact)
+        return everyone
+
+    def check_agreement(self, facts: dict[str, str]) -> None:
+        """Raise FabricError on every rank if any rank was started with other facts."""
+        everyone = self.of_all(facts)
+        for rank, name in itertools.product(range(self.world), dict.fromkeys(itertools.chain(*everyone))):
+            found = [everyone[k].get(name) for k in (0, rank)]
+            if found[0] != found[1]:
+                raise FabricError(f"ranks disagree about {name}", f"{found[0]} on rank 0, {found[1]} on rank {rank}",
+                                  "one value", "start every rank with the same flags, data and source")
+
+    def free_memory(self) -> float:
+        """Bytes that are free for this process now; infinite where the system does not say."""
+        if self.on_cuda:
+            return torch.cuda.mem_get_info(self.device)[0]
+        with contextlib.suppress(OSError, TypeError):
+            return 1024 * int(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1])
+        return math.inf
+
+# ====== Room 2: Schedule ==============================================================================================
+class Rotary(NamedTuple):
+    """Rotation of queries and keys in one stage."""
+    frequencies: tuple[float, ...]       # E/4 angles per position; the other half of the head does not rotate
+    attn_scale: float                    # softmax scale, grown by YaRN
+
+@dataclass(frozen=True)
+class Values:
+    """Everything the schedule says for one step."""
+    step: int
+    stage: int
+    slot_tokens: int
+    max_doc_len: int
+    val_slot_tokens: int
+    short_window: int                    # tokens; a query sees that many keys before its own, and its own
+    long_window: int
+    mtp_weights: tuple[float, ...]       # of the 1st, 2nd, ... next token, not normalised
+    rotary: Rotary
+    lr_factor: float
+    normuon_lr: float
+    adam_lr: float
+    momentum: float
+    adam_step: bool                      # odd step: Adam consumes the gradients of the cycle
+    tied: bool                           # this step's forward reads the head, transposed, for its embedding
+    split: bool                          # after this step's update, head and embedding part
+    validate: bool                       # validation comes before the training part of this step
+
+ROTARY_BASE = 1024.0
+YARN_ALPHA, YARN_BETA = 1.0, 32.0        # full turns inside the old window: below alpha stretched, above beta kept
+
+def base_frequencies(head_dim: int) -> tuple[float, ...]:
+    """E/4 frequencies from 1 down to 1/1024 (half-truncated rotary, recipe 2.4)."""
+    return tuple(ROTARY_BASE ** (-i / (head_dim // 4 - 1)) for i in range(head_dim // 4))
+
+def yarn(rotary: Rotary, old: int, new: int) -> Rotary:
+    """Stretch low frequencies as the long window grows from old to new tokens (arXiv 2309.00071; recipe 2.4)."""
+    def stretched(frequency: float) -> float:
+        turns = old * frequency / (2 * math.pi)
+        keep = min(max((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA), 0.0), 1.0)
+        return frequency * (old / new + keep * (1 - old / new))
+    return Rotary(tuple(map(stretched, rotary.frequencies)), rotary.attn_scale * (0.2 * math.log(new / old) + 1))
+
+class Schedule:
+    """Pure functions of the step, recipe 4. `at(total_steps)` is the final validation, with the widest window."""
+    def __init__(self, cfg: Config) -> None:
+        self.cfg, self.total_steps = cfg, cfg.num_scheduled_steps + cfg.num_extension_steps
+        self.last_step = min(cfg.max_steps or self.total_steps, self.total_steps)
+        scheduled = len(cfg.stages) - 1
+        ends = [round(cfg.num_scheduled_steps * (k + 1) / scheduled) for k in range(scheduled)]
+        self.stage_starts, self.stage_ends = (0, *ends), (*ends, self.total_steps)
+        self.split_step = self.stage_starts[cfg.split_stage] | 1              # an Adam step: both moments are fresh
+        self.cooldown_start = int(cfg.num_scheduled_steps * (1 - cfg.cooldown_frac))
+        self.rotary = [Rotary(base_frequencies(cfg.head_dim), cfg.attn_scale)]
+        for old, new in zip(cfg.stages, cfg.stages[1:]):
+            self.rotary.append(yarn(self.rotary[-1], *(s.long_window * cfg.window_block for s in (old, new))))
+
+    def stage_at(self, step: int) -> int:
+        return next(k for k, end in enumerate(self.stage_ends) if min(step, self.total_steps - 1) < end)
+
+    def lr_factor_at(self, step: int) -> float:
+        """The stage's multiplier, then linear from the cooldown's start to the floor; no warm-up."""
+        factor = self.cfg.stages[self.stage_at(step)].lr_mul
+        if step < self.cooldown_start:
+            return factor
+        done = min(1.0, (step - self.cooldown_start) / max(1, self.cfg.num_scheduled_steps - self.cooldown_start))
+        return factor * (1 - done) + self.cfg.lr_floor * done
+
+    def momentum_at(self, step: int) -> float:
+        """Up over the first steps, down over the last; the ramps grow with the run unless set."""
+        cfg, total = self.cfg, self.total_steps
+        ramps = ((RECORD_RAMP_UP, cfg.momentum_warmup_steps), (RECORD_RAMP_DOWN, cfg.momentum_cooldown_steps))
+        up, down = (given if given >= 0 else round(record * total / RECORD_STEPS) for record, given in ramps)
+        rise = cfg.momentum_max - cfg.momentum_min
+        if step < up:
+            return cfg.momentum_min + rise * step / up
+        return cfg.momentum_max - (rise * (step - total + down) / down if step > total - down else 0.0)
+
+    def mtp_weights_at(self, step: int) -> tuple[float, ...]:
+        """Weights of the next tokens, linear in the position inside the stage, which never reaches 1."""
+        k = self.stage_at(step)
+        position = (step - self.stage_starts[k]) / max(1, self.stage_ends[k] - self.stage_starts[k])
+        ends = zip(self.cfg.stages[k].mtp_start, self.cfg.stages[k].mtp_end)
+        return tuple(start + (end - start) * position for start, end in ends)
+
+    def at(self, step: int) -> Values:
+        cfg, k, factor = self.cfg, self.stage_at(step), self.lr_factor_at(step)
+        stage = cfg.stages[k]
+        long_window = cfg.final_long_window if step == self.total_steps else stage.long_window     # grown without YaRN
+        return Values(
+            step=step, stage=k, slot_tokens=stage.batch_tokens // cfg.num_slots, max_doc_len=cfg.max_doc_len,
+            val_slot_tokens=cfg.val_batch_tokens // cfg.num_slots, short_window=stage.short_window * cfg.window_block,
+            long_window=long_window * cfg.window_block, mtp_weights=self.mtp_weights_at(step), rotary=self.rotary[k],
+            lr_factor=factor, normuon_lr=cfg.normuon_lr * factor, adam_lr=cfg.adam_lr * factor,
+            momentum=self.momentum_at(step), adam_step=step % CYCLE == CYCLE - 1, tied=step <= self.split_step,
+            split=step == self.split_step, validate=cfg.val_every > 0 and step % cfg.val_every == 0)
+
+    def warm_up_steps(self) -> list[int]:
+        """Whole cycles around the start of every stage: each graph of the run, tied and split, occurs in them."""
+        steps = {start - start % CYCLE + k for start in self.stage_starts for k in range(2 * CYCLE)}
+        return sorted(step for step in steps if step < self.last_step)
+
+# ====== Room 3: Data ==================================================================================================
+SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # recipe 1.2; table in data/README.md
+HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # recipe 2.5
+BITMAP_ROWS = 16                         # a bitmap finds the rows of a cycle if the table has at most so many per read
+FORMULA = "formula:"                     # formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS, tokens without a file
+
+class ShardHeader(NamedTuple):
+    """One shard: a file, or a formula that makes its tokens."""
+    name: str
+    tokens: int
+    vocab_size: int
+    document_start: int
+
+class Shard:
+    """Tokens of one shard in memory, (tokens,) u16, and where its documents start."""
+    def __init__(self, tokens: np.ndarray, document_start: int) -> None:
+        self.tokens, self.doc_starts = tokens, np.flatnonzero(tokens == document_start)
+        self.doc_lengths = np.diff(self.doc_starts, append=len(tokens))
+        self._totals: dict[int, np.ndarray] = {}
+
+    def totals(self, max_doc_len: int) -> np.ndarray:
+        """(documents + 1,) i64: tokens before each document when every document is cut to max_doc_len."""
+        if max_doc_len not in self._totals:
+            self._totals[max_doc_len] = np.concatenate([[0], np.cumsum(np.minimum(self.doc_lengths, max_doc_len))])
+        return self._totals[max_doc_len]
+
+class Slot(NamedTuple):
+    """One slot of T tokens on the host."""
+    tokens: np.ndarray                   # (T + 1,) u16: inputs are the first T, targets the last T
+    cu_seqlens: np.ndarray               # (documents + 1,) i32: 0, then the end of each document in the inputs
+
+def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int) -> np.ndarray:
+    """(count,) u16 tokens, alike everywhere, in documents of 32 on average: for the tiny preset and the warm-up."""
+    mixed = (np.arange(count, dtype=np.uint64) + np.uint64(seed << 32)) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)
+    tokens = (mixed * mixed // np.uint64(7) % np.uint64(vocab_size - 1)).astype(np.int64)
+    tokens += tokens >= document_start
+    tokens[(mixed % np.uint64(32) == 0) | (np.arange(count) == 0)] = document_start
+    return tokens.astype(np.uint16)
+
+def read_header(path: Path) -> ShardHeader:
+    """Read and check the first 1,024 bytes and the length of a shard. Raises DataError."""
+    size, words = path.stat().st_size, np.fromfile(path, "<i4", HEADER_BYTES // 4)
+    if len(words) < HEADER_BYTES // 4 or words[0] != SHARD_MAGIC or words[1] != SHARD_VERSION:
+        raise DataError(f"{path}: header at byte 0", f"{size} bytes, first words {words[:2].tolist()}",
+                        f"{HEADER_BYTES} bytes that begin with {SHARD_MAGIC} (magic) and {SHARD_VERSION} (version)",
+                        "fetch or write the file again; the format is in data/README.md")
+    count, vocab, start = (int(word) for word in words[2:5])
+    if count <= 0 or size != HEADER_BYTES + 2 * count:
+        raise DataError(f"{path}: length", f"{size} bytes", f"{HEADER_BYTES} + 2 x {count} (tokens in header word 2) = "
+                        f"{HEADER_BYTES + 2 * count} bytes", "the file is cut or still being written; fetch it again")
+    vocab, start = (vocab, start) if vocab else (GPT2_VOCAB, GPT2_DOCUMENT_START)          # old shards leave both 0
+    if not 0 <= start < vocab <= MAX_VOCAB:
+        raise DataError(f"{path}: header words 3 and 4", f"vocabulary {vocab}, document start {start}",
+                        f"0 <= document start < vocabulary <= {MAX_VOCAB}", "write the shards again")
+    return ShardHeader(str(path), count, vocab, start)
+
+def find_shards(pattern: str) -> list[ShardHeader]:
+    """Headers of all shards of a pattern in name order, checked. Raises DataError."""
+    if pattern.startswith(FORMULA):
+        try:
+            vocab, start, tokens, shards = map(int, pattern.removeprefix(FORMULA).split(":"))
+            if not (0 <= start < vocab <= MAX_VOCAB and 0 < tokens < 2**31 and 0 < shards < 2**16):
+                raise ValueError
+        except ValueError:
+            raise DataError("formula", pattern, "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS", "see PRESETS") from None
+        return [ShardHeader(f"{pattern}#{seed}", tokens, vocab, start) for seed in range(shards)]
+    headers = [read_header(path) for path in map(Path, sorted(glob.glob(pattern))) if path.is_file()]
+    if not headers:
+        raise DataError("no shards", f"no file matches {pattern!r} in {os.getcwd()}", "a .bin shard", "python data/"
+                        "pocket.py or python data/cached_fineweb10B.py 9, or give --train_files= and --val_files=")
+    return headers
+
+def load_shard(header: ShardHeader) -> Shard:
+    """Read a shard and check every token. Raises DataError."""
+    name, count, vocab_size, document_start = header
+    tokens = (formula_tokens(int(name.rpartition("#")[2]), count, vocab_size, document_start)
+              if name.startswith(FORMULA) else np.fromfile(name, "<u2", count, offset=HEADER_BYTES))
+    if len(tokens) != count:
+        raise DataError(f"{name}: cut while in use", f"{len(tokens)} tokens", f"{count} as before", "fetch it again")
+    if tokens.max() >= vocab_size:
+        at = int(np.argmax(tokens >= vocab_size))
+        raise DataError(f"{name}: token {at} at byte {HEADER_BYTES + 2 * at}", tokens[at],
+                        f"an id below the vocabulary size {vocab_size}", "write the shard with the right header word 3")
+    shard = Shard(tokens, document_start)
+    if len(shard.doc_starts) == 0:
+        raise DataError(f"{name}: documents", "no document start in the whole shard",
+                        f"token {document_start} in front of every document", "write the shard again")
+    return shard
+
+def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Config:
+    """Fill in the sizes that the shard headers decide. Raises DataError or ConfigError where they are contradicted."""
+    name, _, vocab_size, document_start = train[0]
+    for other in train + val:
+        if other[2:] != (vocab_size, document_start):
+            raise DataError("shards of different vocabularies", f"{other[2:]} in {other.name}",
+                            f"(vocabulary, document start) {train[0][2:]} as in {name}", "give one data set only")
+    for flag, unset, stored in (("vocab_size", 0, vocab_size), ("document_start", -1, document_start)):
+        if getattr(cfg, flag) not in (unset, stored):
+            raise ConfigError(f"--{flag}", getattr(cfg, flag), f"{stored}, header of {name}", "leave the flag out")
+    padded = cfg.padded_vocab or -(-vocab_size // 128) * 128
+    if padded < vocab_size:
+        raise ConfigError("--padded_vocab", padded, f"at least the vocabulary size {vocab_size}", "--padded_vocab=0")
+    return replace(cfg, vocab_size=vocab_size, document_start=document_start, padded_vocab=padded,
+                   bigram_rows=max(2, cfg.bigram_rows or 5 * padded))
+
+def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader]) -> None:
+    """Raise DataError before anything compiles if the shards cannot last. A lower bound: packing drops tokens."""
+    have = math.inf if cfg.epochs == 0 else cfg.epochs * sum(h.tokens for h in train)
+    slots = (schedule.at(step).slot_tokens + 1 for step in range(schedule.last_step))
+    needs = [cfg.num_slots * tokens for tokens in itertools.accumulate(slots)]
+    if needs[-1] > have:
+        steps = sum(need <= have for need in needs)
+        raise DataError("too few training tokens", f"{have} in {len(train)} shards of {cfg.train_files!r}: {steps} "
+                        "steps", f"{needs[-1]} for {schedule.last_step} steps",
+                        "fetch more shards (FineWeb: python data/cached_fineweb10B.py N), take fewer steps "
+                        "(--num_scheduled_steps), or cycle with --epochs=0")
+
+def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int,
+               max_doc_len: int) -> tuple[list, int] | None:
+    """Deal documents to the slots of a block in stream order (recipe 5.2, 11.3). Each slot takes documents, cut to
+    max_doc_len, until it has slot_tokens + 1 tokens; the last one is cut to fit and its rest is lost: the next slot
+    begins with a fresh document. Returns (slots, next document), a slot being (starts, ends) of pieces, or None."""
+    totals, slots, doc = shard.totals(max_doc_len), [], first_doc
+    for _ in range(num_slots):
+        goal = totals[doc] + slot_tokens + 1
+        last = int(np.searchsorted(totals, goal))                             # first border at or past the goal
+        if last == len(totals):
+            return None
+        starts = shard.doc_starts[doc:last]
+        ends = starts + np.diff(totals[doc:last + 1])
+        ends[-1] -= totals[last] - goal
+        slots.append((starts, ends))
+        doc = last
+    return slots, doc
+
+def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray) -> Slot:
+    tokens = np.concatenate([shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())])
+    cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
+    cu_seqlens[-1] -= 1                                                       # the last token is a target only
+    return Slot(tokens, cu_seqlens.astype(np.int32))
+
+def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int, document_start: int) -> Iterator[Slot]:
+    """Consecutive slots in whole blocks of num_slots, not aligned to documents, none cut (recipe 1.3, 5.2)."""
+    for shard in shards:
+        for start in range(0, len(shard.tokens) - num_slots * slot_tokens - 1, num_slots * slot_tokens):
+            for at in range(start, start + num_slots * slot_tokens, slot_tokens):
+                tokens = shard.tokens[at:at + slot_tokens + 1]
+                borders = np.flatnonzero(tokens[:-1] == document_start)
+                yield Slot(tokens, np.concatenate([[0], borders, [slot_tokens]]).astype(np.int32))
+
+def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
+    """Row of each (previous, current) token pair of slots, (..., T) i32 -> (..., T) i32 in [0, rows) (recipe 2.5). row
+    = ((36313 * current) xor (27191 * previous)) mod (rows - 1), in 32-bit arithmetic that wraps. The last row means:
+    no pair, and stands at position 0. Two quirks are part of the published losses: pairs cross documents, and position
+    1 takes rows - 1 for its previous token, because the peer overwrites position 0 before it multiplies."""
+    previous = np.empty_like(tokens)
+    previous[..., 2:] = tokens[..., 1:-1]
+    previous[..., :2] = rows - 1
+    mixed, modulus = (tokens * np.int32(HASH_CURRENT)) ^ (previous * np.int32(HASH_PREVIOUS)), np.int32(rows - 1)
+    hashed = mixed - mixed // modulus * modulus                               # numpy has vector code for //, none for %
+    hashed[..., 0] = rows - 1
+    return hashed
+
+class Table(NamedTuple):
+    """An embedding of which a step reads few rows: further columns of its row in the parameter table (design 4.1)."""
+    label: str
+    rows: int                            # R
+    reads: int                           # rows that a token reads
+    ids: Callable[[np.ndarray], np.ndarray]      # tokens (b, T) i32 -> logical rows (b, T) or (b, reads, T) i32
+    tied: bool = False                   # to the head until the split
+    home: str = "device"                 # where an owner keeps its rows
+    rule: str = "adam"                   # what updates them: all rows of a slice, read or not
+    cycle: int = CYCLE                   # steps between updates
+
+def row_tables(cfg: Config) -> tuple[Table, ...]:
+    V, first = cfg.padded_vocab, np.arange(NUM_VALUE_TABLES, dtype=np.int32)[:, None] * cfg.padded_vocab
+    return (Table("bigram_embed", cfg.bigram_rows, 1, functools.partial(bigram_hash, rows=cfg.bigram_rows)),
+            Table("value_embed", NUM_VALUE_TABLES * V, NUM_VALUE_TABLES, lambda tokens: tokens[:, None] + first),
+            Table("embed", V, 1, lambda tokens: tokens, tied=True))
+
+@dataclass(eq=False)
+class TablePlan:
+    """The rows of a table that this rank reads in a cycle, n of them, and those of its slice that all ranks ask for.
+    Row r is the r div W-th of rank r mod W, since frequent tokens have neighbouring ids; physical order: by owner."""
+    tag: dict[str, Any]                  # purpose, cycle, tokens of a slot: alike on all ranks
+    size: int                            # rows of every slice: R / W, rounded up
+    tied: bool                           # read from the head, which every rank has: nothing travels
+    ids: Any                             # (n,) i64, physical, ascending: list of the fetch and of the gradients' return
+    counts: list[int]                    # how many of them each owner has
+    asked: Any                           # (sum,) i64 places in the slice, rank by rank; if tied, columns of the head
+    asked_counts: list[int]
+    plan_ms: float                       # time of `Planner.plan`
+    sent: int = 0                        # bytes to and from other ranks, counted where a collective is called
+    received: int = 0
+
+class Batch(NamedTuple):
+    """This rank's slots of one step, b of them."""
+    step: int
+    plans: dict[str, TablePlan]          # by table, shared by the steps of a cycle
+    tokens: Tensor                       # (b, T) i32
+    targets: Tensor                      # (b, T) i64: the next token
+    cu_seqlens: Tensor                   # (b, K) i32: 0, document ends, then T as often as needed to fill K columns
+    rows: dict[str, Tensor]              # by table, shaped like its ids: places in the plan's list, or physical rows
+
+    def map(self, change: Callable) -> Batch:
+        return Batch(*self[:2], *map(change, self[2:-1]), {label: change(x) for label, x in self.rows.items()})
+
+class Planner:
+    """Makes the batches of a cycle and their row plans. Pure, but for the exchange with other ranks."""
+    def __init__(self, cfg: Config, fabric: Fabric, exchange: Callable | None = None) -> None:
+        """exchange fills in what ranks ask of each other; without it a plan is this rank's side alone."""
+        self.fabric, self.tables, self.exchange, W = fabric, row_tables(cfg), exchange, fabric.world
+        self.listed = cfg.row_comms == "sparse" and W > 1                     # places in a list, not physical rows
+        self.sizes = {table.label: -(-table.rows // W) for table in self.tables}
+        self.seen, self.places = ({label: np.zeros(W * size, kind) for label, size in self.sizes.items()}
+                                  for kind in (bool, np.int32))
+
+    def batches(self, purpose: str, steps: Sequence[Values], slots: Sequence[list[Slot]]) -> list[Batch]:
+        """A batch for each step and its slots. On CUDA all is pinned, and torch reuses a block after its last copy."""
+        tokens, plans, rows, made = [np.stack([slot.tokens for slot in of_step]) for of_step in slots], {}, {}, []
+        inputs = [x[:, :-1].astype(np.int32) for x in tokens]
+        tag = dict(purpose=purpose, cycle=steps[0].step // CYCLE, tokens=sum(x.shape[1] for x in inputs))
+        for table in self.tables:
+            plans[table.label], rows[table.label] = self.plan(
+                table.label, tag, table.tied and steps[0].tied, [table.ids(x) for x in inputs])
+        if self.exchange:
+            self.exchange(plans)
+        pinned = lambda x: x.pin_memory() if self.fabric.on_cuda else x
+        for plan in plans.values():
+            plan.ids, plan.asked = pinned(torch.as_tensor(plan.ids)), pinned(torch.as_tensor(plan.asked))
+        for at, (values, of_step) in enumerate(zip(steps, slots)):
+            borders = [slot.cu_seqlens for slot in of_step]
+            borders = np.stack([np.pad(x, (0, max(map(len, borders)) - len(x)), "edge") for x in borders])
+            made.append(Batch(values.step, plans, inputs[at], tokens[at][:, 1:].astype(np.int64), borders,
+                              {label: x[at] for label, x in rows.items()}).map(lambda x: pinned(torch.from_numpy(x))))
+        return made
+
+    def plan(self, label: str, tag: dict, tied: bool, rows: list[np.ndarray]) -> tuple[TablePlan, list[np.ndarray]]:
+        """The plan for these logical rows, and where each of them is found."""
+        began, W, size, seen = time.perf_counter(), self.fabric.world, self.sizes[label], self.seen[label]
+        found = np.concatenate([x.ravel() for x in rows])
+        within = found // W
+        found = (found - within * W) * size + within
+        if len(seen) < BITMAP_ROWS * len(found):
+            seen[found] = True
+            ids = np.flatnonzero(seen)
+            seen[ids] = False
+        else:                                                                 # a bitmap costs by the size of the table
+            ids = np.sort(found)
+            ids = ids[np.append(True, ids[1:] != ids[:-1])[:len(ids)]].astype(np.int64)
+        if self.listed:
+            self.places[label][ids] = np.arange(len(ids), dtype=np.int32)
+            found = self.places[label].take(found)
+        counts = np.diff(np.searchsorted(ids, size * np.arange(W + 1))).tolist()
+        ms, parts = 1000 * (time.perf_counter() - began), np.split(found, np.cumsum([x.size for x in rows[:-1]]))
+        asked = ids % size * W + ids // size if tied else ids
+        return (TablePlan(tag, size, tied, ids, counts, asked, counts, ms),
+                [part.reshape(x.shape) for part, x in zip(parts, rows)])
+
+def bounded(future: Future, cfg: Config, what: str) -> Any:
+    """Result of a thread's work; its exception surfaces here, and the wait has an end."""
+    try:
+        return future.result(timeout=cfg.comm_timeout)
+    except FutureTimeout:
+        raise RunError(what, f"nothing after {cfg.comm_timeout} s", "an answer by then",
+                       "look at disk and other ranks, or give a longer --comm_timeout") from None
+
+class Loader:
+    """Batches of the given steps, made on a background thread exactly one cycle ahead. Taking a cycle starts the work
+    on the next, so what a batch holds never depends on timing. The stream of slots is the same at every W: a block of
+    slots that does not fit into a shard starts the next one, which a second thread reads ahead."""
+    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], steps: Sequence[Values],
+                 exchange: Callable | None = None, purpose: str = "train") -> None:
+        self.cfg, self.fabric, self.headers, self.purpose = cfg, fabric, headers, purpose
+        self.planner = Planner(cfg, fabric, exchange)
+        self.cycles = iter([steps[i:i + CYCLE] for i in range(0, len(steps), CYCLE)])
+        self.worker = ThreadPoolExecutor(1, "loader", initializer=fabric.enter_thread)
+        self.reader = ThreadPoolExecutor(1, "shard-reader")
+        passes = itertools.repeat(headers, cfg.epochs) if cfg.epochs else itertools.repeat(headers)
+        self.shards = map(functools.partial(self.reader.submit, load_shard), itertools.chain.from_iterable(passes))
+        self.shard, self.doc, self.upcoming, self.ahead, self.ready = None, 0, None, None, []
+
+    def skip(self, steps: Sequence[Values]) -> None:
+        """Pass over what the steps of an earlier run have read."""
+        self.upcoming = next(self.shards)
+        for values in steps:
+            self._block(values)
+
+    def start(self) -> None:
+        """Begin to read. Called when the clock starts, for reading and packing are on it."""
+        self.upcoming = self.upcoming or next(self.shards)
+        self._prepare_next()
+
+    def wait(self) -> None:
+        if self.ahead is not None:
+            bounded(self.ahead, self.cfg, "waiting for the loader thread")
+
+    def next(self, values: Values) -> Batch:
+        """The batch of this step, on the device."""
+        if not self.ready:
+            self.wait()
+            self.ready = self.ahead.result()
+            self._prepare_next()
+        batch = self.ready.pop(0)
+        assert batch.step == values.step, f"the loader is at step {batch.step}, the run at {values.step}"
+        return batch.map(lambda x: x.to(self.fabric.device, non_blocking=True))
+
+    def plans_ahead(self) -> dict[str, TablePlan] | None:
+        """Row plans of the cycle ahead, or None: there is none, or on one rank `next` will say why."""
+        with contextlib.suppress(*() if self.fabric.world > 1 else (DataError,)):     # another rank would wait for it
+            self.wait()
+            return self.ahead and self.ahead.result()[0].plans
+
+    def close(self) -> None:
+        for pool in (self.worker, self.reader):
+            pool.shutdown(wait=False, cancel_futures=True)
+
+    def _prepare_next(self) -> None:
+        cycle = next(self.cycles, None)
+        self.ahead = cycle and self.worker.submit(self._make, cycle)
+
+    def _make(self, cycle: Sequence[Values]) -> list[Batch]:
+        mine = [[make_slot(shard, *slot) for slot in slots[self.fabric.rank::self.fabric.world]]
+                for shard, slots in map(self._block, cycle)]
+        return self.planner.batches(self.purpose, cycle, mine)
+
+    def _block(self, values: Values) -> tuple[Shard, list]:
+        S, T = self.cfg.num_slots, values.slot_tokens
+        for _ in range(len(self.headers) + 2):
+            packed = self.shard and pack_block(self.shard, self.doc, S, T, values.max_doc_len)
+            if packed:
+                slots, self.doc = packed
+                return self.shard, slots
+            if self.upcoming is None:
+                raise DataError("training data ended", f"{len(self.headers)} shards of {self.cfg.train_files!r}: "
+                                f"enough for {values.step} steps", "more shards, or fewer steps",
+                                f"fetch more shards, stop at --max_steps={values.step}, or cycle with --epochs=0")
+            self.shard, self.doc = bounded(self.upcoming, self.cfg, "reading a shard"), 0
+            self.upcoming = next(self.shards, None)
+        raise DataError("training shards are too small", f"none of {len(self.headers)} holds {S} x {T + 1} tokens",
+                        "documents for one step in a shard", "larger shards, or smaller batches in --stages")
+
+class ValidationSet:
+    """The validation slots in memory, and what is known of their text."""
+    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], exchange: Callable | None = None,
+                 purpose: str = "validation") -> None:
+        self.purpose, self.cfg, self.fabric, self.planner = purpose, cfg, fabric, Planner(cfg, fabric, exchange)
+        slot_tokens = cfg.val_batch_tokens // cfg.num_slots
+        slots = validation_slots(map(load_shard, headers), cfg.num_slots, slot_tokens, cfg.document_start)
+        self.slots = list(itertools.islice(slots, cfg.val_tokens // slot_tokens))
+        found = len(self.slots) * slot_tokens
+        if found < cfg.val_tokens:
+            raise DataError("too few validation tokens", f"{found} in blocks of {cfg.val_files!r}", cfg.val_tokens,
+                            f"--val_tokens={found}" if found else "a smaller --val_batch_tokens")
+        counts = np.bincount(np.concatenate([slot.tokens[1:] for slot in self.slots]), minlength=cfg.vocab_size)
+        shares = counts[counts > 0] / counts.sum()
+        self.unigram_nats = float(-(shares * np.log(shares)).sum())           # entropy of the targets' own distribution
+        self.vocabulary = read_vocabulary(headers[0])
+        lengths = [len(piece) for piece in self.vocabulary or ()]
+        self.bytes_per_token = float(np.dot(counts, lengths) / counts.sum()) if lengths else None
+
+    def text_losses(self, loss: float) -> dict[str, float]:
+        """Bits per byte of a loss in nats per token, and the unigram entropy, where the tokens' bytes are known."""
+        return {} if self.bytes_per_token is None else dict(
+            val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
+
+    def batches(self, values: Values) -> Iterator[Batch]:
+        """This rank's slots, one block at a time."""
+        for block in range(0, len(self.slots), self.cfg.num_slots):
+            mine = self.slots[block + self.fabric.rank:block + self.cfg.num_slots:self.fabric.world]
+            batch, = self.planner.batches(self.purpose, [values], [mine])
+            yield batch.map(lambda x: x.to(self.fabric.device, non_blocking=True))
+
+def read_vocabulary(header: ShardHeader) -> list[bytes] | None:
+    """Bytes of each token from vocab.txt beside the shards, "base64 id" per line, or None. Raises DataError."""
+    path = Path(header.name).parent / "vocab.txt"
+    if header.name.startswith(FORMULA) or not path.exists():
+        return None
+    pieces: dict[int, bytes] = {}
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            piece, token = line.split()
+            pieces[int(token)] = base64.b64decode(piece, validate=True)
+        except ValueError:
+            raise DataError(f"{path}: line {number}", repr(line[:60]), "base64 bytes, a space, an id", "write the data "
+                            "again, or remove the file: bits per byte are then not printed") from None
+    if pieces.keys() ^ set(range(header.vocab_size)) != {header.document_start}:
+        raise DataError(f"{path}: ids", f"{len(pieces)} of {header.vocab_size}", f"all but the document start "
+                        f"{header.document_start}, and no others", "write the data again, or remove the file")
+    return [pieces.get(token, b"") for token in range(header.vocab_size)]
+
+# ====== Room 4: Kernels ===============================================================================================
+# References in PyTorch specify each operation on every device; a Triton body stands beside the one it must match.
+RMS_EPS = 2.0**-23                       # what the peer's bf16 run uses, here in every dtype
+FP8_MAX = 448.0                          # largest e4m3 number
+FP8_Y_SCALE, FP8_W_SCALE, FP8_GRAD_SCALE = 100 / FP8_MAX, 1.6 / FP8_MAX, 0.75 / FP8_MAX        # recipe 2.8
+ADD_ROWS_LINES = 8                       # gradient lines that a program adds at once
+LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # z = 23 sigmoid((logit + 5) / 7.5)
+
+tl: Any = None                           # triton.language, from the first launch on: only a GPU needs the package
+
+@functools.cache
+def jitted(kernel: Callable) -> Any:
+    triton = importlib.import_module("triton")
+    globals()["tl"] = importlib.import_module("triton.language")
+    return triton.jit(kernel)
+
+def rms_norm(x: Tensor) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) over the last axis, no gain."""
+    return F.rms_norm(x, (x.shape[-1],), eps=RMS_EPS)
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle. x (..., E), cos and sin (..., E/4)."""
+    turning, still = x.chunk(2, dim=-1)
+    even, odd = turning[..., 0::2], turning[..., 1::2]
+    turned = torch.stack((cos * even + sin * odd, cos * odd - sin * even), dim=-1).flatten(-2)
+    return torch.cat((turned, still), dim=-1)
+
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, window: int,
+                        scale: float) -> Tensor:
+    """Causal softmax attention inside documents; a query sees at most `window` keys before its own. q, k, v (N, H, E),
+    any float dtype; cu_seqlens (C,) i32 ascends from 0 to N, empty documents allowed; max_len is an upper bound of a
+    document's length. Returns (N, H, E). Queries go in blocks as long as the reach: cost N * reach on any device."""
+    count, heads, width = q.shape
+    block = min(count, max(32, min(window, max_len - 1)))
+    blocks = -(-count // block)
+    pad = blocks * block - count
+    queries = F.pad(q, (0, 0, 0, 0, 0, pad)).view(blocks, block, heads, width)
+    padded = (F.pad(x, (0, 0, 0, 0, block, pad)).view(blocks + 1, block, heads, width) for x in (k, v))
+    keys, values = (torch.cat((x[:-1], x[1:]), dim=1) for x in padded)
+    query_at = torch.arange(blocks * block, device=q.device).view(blocks, block, 1)
+    key_at = torch.arange(-block, block, device=q.device) + query_at[:, :1]               # (blocks, 1, 2 * block)
+    document = torch.searchsorted(cu_seqlens.long(), query_at.flatten(), right=True)
+    seen = (key_at >= 0) & (key_at <= query_at) & (key_at >= query_at - window)
+    seen &= document[key_at] == document[query_at]                            # a negative key is not seen anyway
+    out = F.scaled_dot_product_attention(queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2),
+                                         attn_mask=seen[:, None], scale=scale)
+    return out.transpose(1, 2).reshape(blocks * block, heads, width)[:count]
+
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, window: int,
+                     scale: float) -> Tensor:
+    """The same by torch's variable-length kernel: CUDA, bf16 or f16. Its left window is inclusive too."""
+    from torch.nn.attention.varlen import varlen_attn
+    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, scale=scale, window_size=(window, 0))
+
+def choose_attention(fabric: Fabric, dtype: torch.dtype, head_dim: int) -> tuple[str, Callable]:
+    """(name, kernel) of the first attention that runs here, forward and backward, and agrees with the reference."""
+    candidates = ("FA3", "torch varlen") if fabric.on_cuda and dtype == torch.bfloat16 else ()
+    for name in candidates:
+        try:
+            if name == "FA3":
+                importlib.import_module("flash_attn_interface")
+                torch.nn.attention.activate_flash_attention_impl("FA3")
+            check_attention(attention_varlen, fabric.device, dtype, head_dim)
+            return name, attention_varlen
+        except Exception as refusal:                                          # whatever a foreign kernel raises
+            fabric.say(f"attention: {name} does not run here: {type(refusal).__name__} {str(refusal)[:100]}")
+            if name == "FA3" and getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)():
+                torch.nn.attention.restore_flash_attention_impl()
+    return "reference", attention_reference
+
+def check_attention(kernel: Callable, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    """Raise RuntimeError unless one real forward and backward agrees with the reference to the dtype's rounding."""
+    inputs = torch.randn(3, 48, 2, head_dim, device=device, generator=torch.Generator(device).manual_seed(0))
+    bounds = torch.tensor([0, 20, 20, 48], device=device, dtype=torch.int32)
+    results = []
+    for attend, exact in ((kernel, dtype), (attention_reference, torch.float32)):
+        x = inputs.to(dtype).to(exact).requires_grad_()
+        attend(*x.unbind(), bounds, 28, 2, 0.1).float().square().sum().backward()
+        results.append(x.grad.float())
+    error = float((results[0] - results[1]).abs().max() / results[1].abs().max())
+    if not error < 8 * torch.finfo(dtype).eps:
+        raise RuntimeError(f"its gradients are off by {error:.1e}")
+
+def relu_sq_mlp(n: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """max(n up^T, 0)^2 down. n (..., D), up and down (F, D) as stored (recipe 2.7)."""
+    return F.linear(n, up).relu().square() @ down
+
+def softcap(logits: Tensor) -> Tensor:
+    return LOGIT_CAP * torch.sigmoid((logits + LOGIT_SHIFT) / LOGIT_WIDTH)
+
+def e4m3(x: Tensor, scale: float) -> Tensor:
+    """x / scale, divided in f32 and rounded once; beyond the range it saturates on every version and device."""
+    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+def f32_scale(value: float, like: Tensor) -> Tensor:
+    """A scale rounded to f32 first, held in f64, so that products of scales are rounded once."""
+    return torch.full((), value, dtype=torch.float32, device=like.device).double()
+
+def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: torch.dtype, fast=False) -> Tensor:
+    """a @ b * scale of fp8 matrices. native: the device's fp8 product; else in out_dtype, which holds fp8 exactly."""
+    if not native:
+        return (a.to(out_dtype) @ b.to(out_dtype)) * scale.to(out_dtype)
+    one = torch.ones((), device=a.device)
+    return torch._scaled_mm(a, b.t().contiguous().t(), scale_a=scale.float(), scale_b=one, out_dtype=out_dtype,
+                            use_fast_accum=fast)                              # b in columns, as the device wants it
+
+def next_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, T), (G,) -> columns (N, G) i64 of the next G tokens and their weights (N, G), 0 beyond the slot's end."""
+    slots, length = targets.shape
+    ahead = torch.arange(length, device=targets.device)[:, None] + torch.arange(len(weights), device=targets.device)
+    inside = ahead < length                                                   # (T, G)
+    columns = targets[:, torch.where(inside, ahead, 0)]                       # (B, T, G)
+    return columns.flatten(0, 1), (inside * weights).expand(slots, -1, -1).flatten(0, 1)
+
+def add_rows_kernel(sums, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
+    """rows (count,) ascending, order: the line of grad each is. The program of a row's first line adds all of them."""
+    first = tl.program_id(0)
+    row = tl.load(rows + first)
+    if row != tl.load(rows + first - 1, mask=first > 0, other=-1):
+        column = tl.arange(0, WIDTH)
+        inside = column < width
+        target = sums + row.to(tl.int64) * width + column                     # tables pass 2^31 elements
+        total, at, more = tl.load(target, mask=inside, other=0), first, 1
+        while more == 1:
+            line = at + tl.arange(0, LINES)
+            same = tl.load(rows + line, mask=line < count, other=-1) == row
+            part = grad + tl.load(order + line, mask=same, other=0)[:, None] * width + column[None, :]
+            total += tl.sum(tl.load(part, mask=same[:, None] & inside[None, :], other=0).to(total.dtype), axis=0)
+            at, more = at + LINES, tl.min(same.to(tl.int32), axis=0)
+        tl.store(target, total, mask=inside)
+
+@torch.library.custom_op("train_gpt::add_rows", mutates_args=("sums",))
+def add_rows(sums: Tensor, index: Tensor, grad: Tensor) -> None:
+    """sums[index[i]] += grad[i] in a fixed order; sums (P, D) f32 or f64, index (...) i32, grad (..., D)."""
+    index, grad = index.flatten(), grad.flatten(0, -2)
+    if grad.is_cuda:
+        (rows, order), (count, width) = index.sort(stable=True), grad.shape
+        jitted(add_rows_kernel)[(count,)](sums, rows, order, grad.contiguous(), count, width, LINES=ADD_ROWS_LINES,
+                                          WIDTH=1 << (width - 1).bit_length())
+    else:
+        sums.index_add_(0, index.long(), grad.to(sums.dtype))
+
+class RowLookup(torch.autograd.Function):
+    """source[index]. Its gradient adds up in `sums`; autograd gets None, and no dense gradient exists (design 5)."""
+    @staticmethod
+    def forward(ctx, source, index, sums):
+        ctx.save_for_backward(index)
+        ctx.sums = sums
+        return F.embedding(index, source)
+    @staticmethod
+    def backward(ctx, grad):
+        add_rows(ctx.sums, *ctx.saved_tensors, grad)
+        return None, None, None
+
+class HeadLoss(torch.autograd.Function):
+    """Softcapped cross-entropy of the next G tokens, with the head's product inside (recipe 2.8).
+    y (N, D), w (D, V), targets (B, T) i64 with B * T = N, weights (G,). Returns each position's loss, (N,) f32 or f64:
+        sum over k < G with t + k < T of weights[k] * (lse_t - z_t[targets[t + k]]),  z = 23 sigmoid((y w + 5) / 7.5).
+    Targets cross documents and stop at the slot's end; all V columns are in the softmax. With precision "fp8" or
+    "emulated", y and w are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448: the
+    seed of the backward, loss_weight, moves the scale, never the payload; a position's own gradient is in there."""
+    @staticmethod
+    def forward(ctx, y, w, targets, weights, loss_weight, precision, logits_dtype):
+        ctx.precision, ctx.work = precision, torch.promote_types(y.dtype, torch.float32)
+        if precision == "plain":
+            logits = y @ w
+        else:
+            y, w, native = e4m3(y, FP8_Y_SCALE), e4m3(w, FP8_W_SCALE), precision == "fp8"
+            logits = fp8_product(y, w, f32_scale(FP8_Y_SCALE, y) * f32_scale(FP8_W_SCALE, y), native,
+                                 logits_dtype if native else ctx.work, fast=True)
+        logits = logits.to(logits_dtype)
+        z = softcap(logits.to(ctx.work))
+        lse = z.logsumexp(dim=-1)
+        columns, shares = next_targets(targets, weights)
+        ctx.save_for_backward(y, w, logits, lse, columns, shares, loss_weight)
+        return (shares * (lse[:, None] - z.gather(1, columns))).sum(dim=1)
+    @staticmethod
+    def backward(ctx, grad_losses):
+        y, w, logits, lse, columns, shares, loss_weight = ctx.saved_tensors
+        s = torch.sigmoid((logits.to(ctx.work) + LOGIT_SHIFT) / LOGIT_WIDTH)
+        grad = shares.sum(dim=1, keepdim=True) * torch.exp(LOGIT_CAP * s - lse[:, None])
+        column = torch.arange(grad.shape[1], device=grad.device)
+        for k in range(columns.shape[1]):                                     # comparisons fuse, a scatter would not
+            grad = grad - shares[:, k:k + 1] * (column == columns[:, k:k + 1])
+        grad = grad_losses[:, None] * grad * (LOGIT_CAP / LOGIT_WIDTH) * s * (1 - s)
+        if ctx.precision == "plain":
+            grad = grad.to(y.dtype)
+            return grad @ w.t(), y.t() @ grad, None, None, None, None, None
+        native, grad_scale = ctx.precision == "fp8", loss_weight.float() * f32_scale(FP8_GRAD_SCALE, y).float()
+        grad = (grad / grad_scale).to(torch.float8_e5m2)
+        grad_y = fp8_product(grad, w.t(), grad_scale.double() * f32_scale(FP8_W_SCALE, y), native,
+                             torch.bfloat16 if native else ctx.work)
+        grad_w = fp8_product(y.t().contiguous(), grad, grad_scale.double() * f32_scale(FP8_Y_SCALE, y), native,
+                             ctx.work)
+        return grad_y, grad_w, None, None, None, None, None
+
+def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    """Evaluation: -log softmax(softcap(y w))[target], no fp8. y (N, D), w (D, V), targets (N,) -> (N,) f32 or f64."""
+    z = softcap((y @ w).to(torch.promote_types(y.dtype, torch.float32)))
+    return z.logsumexp(dim=-1) - z.gather(1, targets[:, None])[:, 0]
+
+# ====== Room 5: Model =================================================================================================
+class Parameter(NamedTuple):
+    """One row of the parameter table: all about a parameter but its place in the forward pass."""
+    label: str
+    shape: tuple[int, ...]
+    init: Callable[[torch.Generator, tuple[int, ...]], Tensor]                # draws f32, in logical order
+    optimizer: str                       # "normuon" or "adam"
+    sharded: bool                        # updated by the owners of its rows or matrices, or by every rank alike
+    lr_mul: float = 1.0
+    wd_mul: float = 1.0
+    betas: tuple[float, float] = (0.9, 0.99)
+    bank: bool = False                   # matrices stand in the last two axes
+    full_precision: bool = False         # f32 where the weights are bf16
+    rows: Table | None = None            # of an embedding whose rows travel one by one
+
+def normal(std: float) -> Callable:
+    return lambda generator, shape: torch.randn(shape, generator=generator) * std
+
+def uniform(bound: float) -> Callable:
+    return lambda generator, shape: torch.rand(shape, generator=generator) * (2 * bound) - bound
+
+def up_uniform_down_zero(bound: float) -> Callable:
+    """Of the MLP bank: every MLP starts as nothing."""
+    def draw(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+        one = (shape[0], 1, *shape[2:])
+        return torch.cat((uniform(bound)(generator, one), torch.zeros(one)), dim=1)
+    return draw
+
+ZEROS: Callable = lambda _, shape: torch.zeros(shape)
+SCALARS = {                              # name -> initial value of each of the packed scalars (recipe 2.6)
+    "residual": (1.1,) * len(LAYERS), "attention": (0.5, 1.0) * len(LAYERS), "bigram": (0.1,) * len(LAYERS),
+    "smear": (0.0,), "backout": (0.5,), "skip": (-1.5,)}
+MLP_FACTOR, UP_AND_DOWN, QKVO = 4, 2, 4
+
+def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
+    """Label, shape, initial value, optimizer, multipliers (recipe 2.1, 2.6, 3.5)."""
+    D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
+    L, A = len(LAYERS), len(ATTENTION_LAYERS)
+    bound, packed = 3**0.5 * 0.5 * D**-0.5, sum(SCALARS.values(), ())
+    small = dict(optimizer="adam", sharded=False)
+    bigrams, values, embed = row_tables(cfg)
+    table = dict(optimizer="adam", sharded=True, lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
+    head = dict(optimizer="adam", sharded=True, lr_mul=1, wd_mul=150, betas=(0.5, 0.95))
+    bank = dict(optimizer="normuon", sharded=True, bank=True)
+    return (
+        Parameter("attn", (A, QKVO * D, D), uniform(bound), **bank),
+        Parameter("mlp", (L, UP_AND_DOWN, MLP_FACTOR * D, D), up_uniform_down_zero(bound), **bank),
+        Parameter("scalars", (len(packed),), lambda *_: torch.tensor(packed), **small, lr_mul=5, wd_mul=0,
+                  full_precision=True),
+        Parameter("x0_lambdas", (L,), ZEROS, **small, lr_mul=5, wd_mul=0, betas=(0.65, 0.95), full_precision=True),
+        Parameter("smear_gate", (1, GATE_INPUTS), ZEROS, **small, lr_mul=0.01, wd_mul=0),
+        Parameter("skip_gate", (1, GATE_INPUTS), ZEROS, **small, lr_mul=0.05, wd_mul=0),
+        Parameter("attn_gate_bank", (A, H, GATE_INPUTS), ZEROS, **small),
+        Parameter("ve_gate_bank", (NUM_VALUE_TABLES, H, GATE_INPUTS), ZEROS, **small),
+        Parameter("bigram_embed", (bigrams.rows, D), ZEROS, **table, rows=bigrams),
+        Parameter("value_embed", (values.rows, D), normal(0.01), **table, rows=values),
+        Parameter("lm_head", (D, V), normal(0.005), **head),
+        Parameter("embed", (embed.rows, D), ZEROS, **head, rows=embed),       # lm_head^T while they are tied
+    )
+
+class Reach(NamedTuple):
+    """What attention sees in one forward; constants of the compiled graph."""
+    short: int
+    long: int
+    max_len: int
+    scale: float
+
+class GPT(nn.Module):
+    """Recipe A, section 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
+    def __init__(self, cfg: Config, attention: Callable, rotary_len: int, kept: dict[str, int] | None = None) -> None:
+        """rotary_len: the longest slot in tokens, paired layers have 2T positions. kept: rows of tables, if not all."""
+        super().__init__()
+        self.heads, self.head_dim, self.vocab, self.attention = cfg.num_heads, cfg.head_dim, cfg.padded_vocab, attention
+        self.table, dtype = parameter_table(cfg), getattr(torch, cfg.dtype)
+        exact = torch.promote_types(dtype, torch.float32)
+        for row in self.table:
+            shape = ((kept or {}).get(row.label, row.shape[0]), *row.shape[1:])
+            kind = exact if row.full_precision else dtype
+            self.register_parameter(row.label, nn.Parameter(torch.empty(shape, dtype=kind)))
+        for name in ("rotary_cos", "rotary_sin"):
+            self.register_buffer(name, torch.zeros(2 * rotary_len, cfg.head_dim // 4, dtype=dtype), persistent=False)
+
+    @torch.no_grad()
+    def set_initial_values(self, seed: int, kept: Callable[[str, Tensor], Tensor] = lambda _, x: x) -> None:
+        """One generator per label, from (seed, label). All but f32 rows pass through bf16: the same in any dtype."""
+        for row in self.table:
+            digest = hashlib.sha256(f"{seed}/{row.label}".encode()).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+            drawn = kept(row.label, row.init(generator, row.shape))
+            self.get_parameter(row.label).copy_(drawn if row.full_precision else drawn.bfloat16())
+        self.embed.copy_(kept("embed", self.lm_head.t()))
+
+    @torch.no_grad()
+    def set_rotary(self, frequencies: Sequence[float]) -> None:
+        """Refill cos and sin of position * frequency in place; angles in f32 (f64 in an f64 run)."""
+        exact = dict(dtype=torch.promote_types(self.rotary_cos.dtype, torch.float32), device=self.rotary_cos.device)
+        angles = torch.outer(torch.arange(len(self.rotary_cos), **exact), torch.tensor(frequencies, **exact))
+        self.rotary_cos.copy_(angles.cos())
+        self.rotary_sin.copy_(angles.sin())
+
+    def losses(self, batch: Batch, weights: Tensor, loss_weight: Tensor, reach: Reach, precision: str,
+               sources: dict | None = None) -> Tensor:
+        """Loss of each position, (B, T); weights (G,) of the next tokens, loss_weight () seeds the backward."""
+        y = self.hidden(batch, reach, sources).flatten(0, 1)
+        logits_dtype = torch.bfloat16 if precision != "plain" and y.dtype != torch.float64 else y.dtype
+        losses = HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype)
+        return losses.view(batch.targets.shape)
+
+    def hidden(self, batch: Batch, reach: Reach, sources: dict | None = None) -> Tensor:
+        """The normalised stream in front of the head, (B, T, D). sources: table -> (rows to read, gradient sums)."""
+        scalars = dict(zip(SCALARS, self.scalars.split([len(values) for values in SCALARS.values()])))
+        residual, pair_scales, bigram = (scalars[name].unbind() for name in ("residual", "attention", "bigram"))
+        x0_lambdas, (slots, length) = self.x0_lambdas.unbind(), batch.tokens.shape
+        first = torch.arange(slots, device=batch.tokens.device, dtype=torch.int32)[:, None] * length
+        cu_seqlens = (batch.cu_seqlens + first).flatten()                    # what fills a row is the next one's start
+        attentions, mlps = iter(self.attn.unbind()), self.mlp.unbind()        # one gradient per bank, not per layer
+        x0, pairs, values = self.inputs(batch, scalars["smear"], sources or {})
+        x, kept = x0, {}
+        for depth, layer in enumerate(LAYERS):
+            if layer.add:                                                     # before the mix, which scales it too
+                gate = 2 * torch.sigmoid(F.linear(x0[..., :GATE_INPUTS], self.skip_gate))
+                x = x + torch.sigmoid(scalars["skip"]).type_as(x) * gate * kept[layer.add]
+            x = residual[depth] * x + x0_lambdas[depth] * x0 + bigram[depth] * pairs
+            if layer.attention != "none":
+                w_qkv, w_out = next(attentions).split((3 * x.shape[-1], x.shape[-1]))
+                scale_in, scale_out = pair_scales[2 * depth:2 * depth + 2]
+                n, bank_index = rms_norm(x), ATTENTION_LAYERS.index(depth)
+                y = self.attend(layer, n, values, scale_in * w_qkv, cu_seqlens, reach)
+                y = y * torch.sigmoid(F.linear(n[..., :GATE_INPUTS], self.attn_gate_bank[bank_index]))[..., None]
+                x = x + F.linear(y.flatten(2), scale_out * w_out)
+            up, down = mlps[depth].unbind()
+            x = x + relu_sq_mlp(rms_norm(x), up, down)
+            if layer.keep_as:
+                kept[layer.keep_as] = x
+        return rms_norm(x - scalars["backout"].type_as(x) * kept[BACKOUT])
+
+    def inputs(self, batch: Batch, smear: Tensor, sources: dict) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Normalised smeared embedding and bigram rows, (B, T, D), and value rows, one (B, T, D) per value table."""
+        read = {label: RowLookup.apply(sources[label][0], index, sources[label][1]) if label in sources else
+                F.embedding(index, getattr(self, label)) for label, index in batch.rows.items()}
+        e = read["embed"]
+        gate = smear.type_as(e) * torch.sigmoid(F.linear(e[:, 1:, :GATE_INPUTS], self.smear_gate))
+        smeared = torch.cat((e[:, :1], e[:, 1:] + gate * e[:, :-1]), dim=1)   # crosses documents, not slots
+        return rms_norm(smeared), read["bigram_embed"], list(read["value_embed"].unbind(1))
+
+    def attend(self, layer: Layer, n: Tensor, values: list[Tensor], w_qkv: Tensor, cu_seqlens: Tensor,
+               reach: Reach) -> Tensor:
+        """Attention of one layer before its gate and output matrix, n (B, T, D) -> (B, T, H, E) (recipe 2.4)."""
+        q, k, v = F.linear(n, w_qkv).view(*n.shape[:2], 3, self.heads, self.head_dim).unbind(2)
+        q, k = rms_norm(q), rms_norm(k)
+        if layer.value is not None:
+            row, half = values[layer.value], GATE_INPUTS // 2
+            both = torch.cat((n[..., :half], row[..., :half]), dim=-1)
+            seen = n[..., :GATE_INPUTS] if layer.attention == "paired" else both
+            gate = 2 * torch.sigmoid(F.linear(seen, self.ve_gate_bank[layer.value]))
+            v = v + gate[..., None] * row.view(v.shape)
+        window = reach.long if layer.window == "long" else reach.short
+        if layer.attention == "paired":
+            return self.attend_paired(q, k, v, cu_seqlens, window, reach)
+        return self.attend_plain(q, k, v, layer.key_shift, cu_seqlens, window, reach)
+
+    def attend_plain(self, q: Tensor, k: Tensor, v: Tensor, key_shift: bool, cu_seqlens: Tensor, window: int,
+                     reach: Reach) -> Tensor:
+        """q, k, v (B, T, H, E) -> (B, T, H, E); positions count in the slot."""
+        cos, sin = (x[:q.shape[1], None] for x in (self.rotary_cos, self.rotary_sin))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if key_shift:                                                         # crosses documents, not slots
+            turning, still = k.chunk(2, dim=-1)
+            k = torch.cat((turning, torch.cat((still[:, :1], still[:, :-1]), dim=1)), dim=-1)
+        q, k, v_flat = (x.flatten(0, 1) for x in (q, k, v))
+        return self.attention(q, k, v_flat, cu_seqlens, reach.max_len, window, reach.scale).view(v.shape)
+
+    def attend_paired(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int, reach: Reach) -> Tensor:
+        """q, k, v (B, T, H, E) -> (B, T, H, E); heads j and j + H/2 of token t stand at 2t and 2t + 1 of one sequence.
+        The angles follow another pairing, even heads at 2t and odd heads at 2t + 1: the peer assigns them before it
+        regroups, and its published losses contain that (recipe 9.1). The window counts positions."""
+        slots, length, heads, width = q.shape
+        cos, sin = (x[:2 * length].view(length, 1, 2, -1) for x in (self.rotary_cos, self.rotary_sin))
+        q, k = (rotate(x.view(slots, length, heads // 2, 2, width), cos, sin) for x in (q, k))
+        q, k, v = (x.reshape(slots * length * 2, heads // 2, width) for x in (q, k, v))
+        y = self.attention(q, k, v, 2 * cu_seqlens, 2 * reach.max_len, window, reach.scale)
+        return y.view(slots, length, heads, width)
+
+# ====== Room 6: Rows ==================================================================================================
+# A plan's ids serve both directions: owner to reader in front of a cycle, reader to owner behind it (design 4).
+LIST_FACTS = ("purpose", "cycle", "tokens", "dtype", "table", "rows", "checksum")         # i64 words ahead of a list
+
+def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, TablePlan]) -> None:
+    """Tell every owner which of its rows this rank reads, and learn what all ranks ask of this one: the facts of all
+    lists in one collective, all lists in another. Raises FabricError where ranks disagree."""
+    W, me = fabric.world, fabric.rank
+    lists = [torch.from_numpy((plan.ids % plan.size).astype(np.int32)[:0 if plan.tied else None]).split(
+        [0] * W if plan.tied else plan.counts) for plan in plans.values()]    # by table, by owner
+    words = [(*plan.tag.values(), dtype, label + " of the head" * plan.tied) for label, plan in plans.items()]
+    code = lambda word: word if isinstance(word, int) else zlib.crc32(word.encode())
+    facts = torch.tensor([[[*map(code, word), len(x), int(x.sum())] for word, x in zip(words, of_owner)]
+                          for of_owner in zip(*lists)])
+    theirs = torch.empty_like(facts)                                          # (W, tables, facts)
+    dist.all_to_all_single(theirs, facts, group=group)
+    for rank, at, fact in (theirs != facts)[..., :-2].nonzero().tolist():
+        name, there, here = LIST_FACTS[fact], int(theirs[rank, at, fact]), words[at][fact]
+        raise FabricError(f"row plans of ranks {rank} and {me}", {name: there}, {name: here}, "use the same flags")
+    out, back = facts[..., -2], theirs[..., -2]
+    arrived = torch.empty(int(back.sum()), dtype=torch.int32)
+    dist.all_to_all_single(arrived, torch.cat(list(itertools.chain(*zip(*lists)))), back.sum(1).tolist(),
+                           out.sum(1).tolist(), group=group)
+    pieces, words_bytes = arrived.split(back.flatten().tolist()), (W - 1) * len(LIST_FACTS) * facts.element_size()
+    for at, (label, plan) in enumerate(plans.items()):
+        for rank, x in enumerate(asked := pieces[at::len(plans)]):
+            if len(x) and (x[0] < 0 or x[-1] >= plan.size or (x.diff() < 1).any() or x.sum() != theirs[rank, at, -1]):
+                raise FabricError(f"rows of {label} that rank {rank} asks for", f"{len(x)} from {x[0]} to {x[-1]}",
+                                  f"ascending places below {plan.size}, as announced", "report it: a plan is wrong")
+        if not plan.tied:
+            plan.asked, plan.asked_counts = torch.cat(asked).long(), back[:, at].tolist()
+            plan.sent += words_bytes + (len(plan.ids) - plan.counts[me]) * arrived.element_size()
+            plan.received += words_bytes + (len(plan.asked) - plan.asked_counts[me]) * arrived.element_size()
+
+class TableRows:
+    """One table on one rank: the slice it owns, a cache of the rows it reads, and the gradients of both. sparse: cache
+    and sums hold the plan's rows, in its order. sparse_scatter: all rows, in physical order, but the plan's gradients
+    travel. dense: all rows, all gradients. One rank: the cache is the table, and the sums are its gradient."""
+    def __init__(self, table: Table, cfg: Config, fabric: Fabric, mine: Tensor, most_tokens: int, report: Callable):
+        """mine (C, D): the slice, a parameter. most_tokens: read by a rank in a cycle; the buffers never grow."""
+        assert (table.home, table.rule, table.cycle) == ("device", "adam", CYCLE), f"nothing keeps {table} yet"
+        self.table, self.fabric, self.mine, self.report, self.mode = table, fabric, mine, report, cfg.row_comms
+        self.debug, self.arriving = cfg.debug_rows, None
+        (size, width), W, exact = mine.shape, fabric.world, torch.promote_types(mine.dtype, torch.float32)
+        self.listed = self.mode == "sparse" and W > 1
+        self.grad = mine.new_zeros(size, width, dtype=exact)                  # of the slice, summed over ranks
+        self.cache, self.sums = mine, self.grad
+        if W > 1:
+            count = min(W * size, most_tokens * table.reads) if self.listed else W * size
+            self.cache, self.sums = mine.new_zeros(count, width).requires_grad_(), self.grad.new_zeros(count, width)
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing cached, no gradients, no bytes counted."""
+        self._settle()
+        self.open, self.cached = [], None                                     # open: plans with gradients in the sums
+        self.totals = dict(bytes_sent=0, bytes_received=0, bytes_dense=0)
+        torch._foreach_zero_([self.sums, self.grad])
+
+    def _settle(self) -> None:
+        if self.arriving is not None:
+            self.arriving.wait()
+        self.arriving = None
+
+    def _places(self, plan: TablePlan) -> Tensor | slice:
+        return slice(len(plan.ids)) if self.listed else plan.ids
+
+    def _launch(self, plan: TablePlan, collective: Callable, out: Tensor, rows: Tensor, *counts: list[int]) -> Any:
+        """Launch rows to their ranks, with empty lists too, and count what goes to others: lists, or whole slices."""
+        slices, me = [len(self.mine)] * self.fabric.world, self.fabric.rank
+        arriving, leaving = (sum(x) - x[me] for x in counts or (slices, slices))
+        plan.sent, plan.received = plan.sent + leaving * rows[:1].nbytes, plan.received + arriving * out[:1].nbytes
+        return collective(out, rows, *counts, async_op=True)
+
+    @torch.no_grad()
+    def _bring(self, plan: TablePlan, out: Tensor, head: Tensor) -> Any:
+        """Launch the plan's rows into `out`, or all rows where there is no list; tied ones are columns of the head."""
+        plan.ids, plan.asked = (x.to(self.mine.device, non_blocking=True) for x in (plan.ids, plan.asked))
+        if self.fabric.world == 1:
+            return None
+        if self.debug:
+            out.fill_(math.nan)
+        if plan.tied:
+            out[self._places(plan)] = head.t()[plan.asked]
+        elif self.listed:
+            out, rows = out[:len(plan.ids)], self.mine[plan.asked]
+            return self._launch(plan, dist.all_to_all_single, out, rows, plan.counts, plan.asked_counts)
+        else:
+            return self._launch(plan, dist.all_gather_into_tensor, out, self.mine.detach())
+
+    def fetch(self, plan: TablePlan, head: Tensor) -> None:
+        """Launch the rows of a cycle into the cache: after the owners' update, never before."""
+        self._settle()
+        self.cached, self.arriving = plan, self._bring(plan, self.cache.detach(), head)
+
+    def ready(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
+        """The cache with the plan's rows, and the sums for their gradients. Raises RunError inside another cycle."""
+        if plan not in self.open:
+            if self.open and self.fabric.world > 1:
+                raise RunError(f"gradients of {self.table.label}", f"of {self.open[0].tag}, now {plan.tag}",
+                               "batches of one cycle", "optim_step on its last step first")
+            self.open.append(plan)
+        if self.cached is not plan:
+            self.fetch(plan, head)
+        self._settle()
+        return self.cache, self.sums
+
+    def read(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, None]:
+        """Rows for another reader than training, in a tensor of their own."""
+        out = self.mine
+        if self.fabric.world > 1:
+            out = out.new_empty(len(plan.ids) if self.listed else len(self.cache), out.shape[1])
+        if work := self._bring(plan, out, head):
+            work.wait()
+        self.account(plan)
+        return out, None
+
+    def return_gradients(self) -> tuple[Tensor, Callable[[], object]]:
+        """Launch gradients to their owners. Returns the slice's gradient, and the wait that adds them in rank order."""
+        if self.fabric.world == 1:
+            return self.grad, lambda: None
+        plan, wire = self.open[-1], self.mine.dtype
+        if self.mode == "dense":
+            arrived = self.grad.new_empty(self.grad.shape, dtype=wire)
+            work = self._launch(plan, dist.reduce_scatter_tensor, arrived, self.sums.to(wire))
+            return self.grad, lambda: (work.wait(), self.grad.copy_(arrived))
+        arrived = self.grad.new_empty(len(plan.asked), self.grad.shape[1], dtype=wire)
+        rows = self.sums[self._places(plan)].to(wire)
+        work = self._launch(plan, dist.all_to_all_single, arrived, rows, plan.asked_counts, plan.counts)
+        def merge() -> None:
+            work.wait()
+            for at, part in zip(plan.asked.split(plan.asked_counts), arrived.split(plan.asked_counts)):
+                self.grad.index_add_(0, at, part.to(self.grad.dtype))         # no row twice in a list: one order only
+        return self.grad, merge
+
+    def add_to_head(self, head_grad: Tensor) -> None:
+        """While tied: this rank's gradients join those of the head, (D, V)."""
+        for plan in self.open:
+            head_grad[:, plan.asked] += self.sums[self._places(plan)].t().to(head_grad.dtype)
+            self.sums[self._places(plan)] = 0                                 # rows of several plans count once
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget the gradients of the open plans, row by row, and what is cached."""
+        for plan in self.open:
+            self.sums[self._places(plan)] = 0
+            if not plan.tied and self.fabric.world > 1:
+                self.grad[... if self.mode == "dense" else plan.asked] = 0
+            self.account(plan, 2)
+        self.open, self.cached = [], None
+        if self.debug and (self.sums.any() or self.grad.any()):
+            raise RunError(f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it")
+
+    def account(self, plan: TablePlan, passes: int = 0) -> None:
+        """Close the account of a plan, beside as many passes of the whole table."""
+        if not plan.tied and plan.tag["purpose"] in ("train", "validation"):
+            moved = dict(bytes_sent=plan.sent, bytes_received=plan.received,
+                         bytes_dense=passes * (self.fabric.world - 1) * self.mine.nbytes)
+            self.report(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.ids), **moved,
+                        plan_ms=round(plan.plan_ms, 3))
+            for key in moved if plan.tag["purpose"] == "train" else ():
+                self.totals[key] += moved[key]
+
+# ====== Room 7: Optimizer =============================================================================================
+# Launch order of the reductions, and order of the updates with their gathers: large ones travel while NorMuon computes.
+REDUCE_ORDER = ("attn", "mlp", "scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "x0_lambdas",
+                "bigram_embed", "lm_head", "value_embed", "embed")
+UPDATE_ORDER = ("scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "x0_lambdas", "lm_head",
+                "bigram_embed", "value_embed", "embed", "attn", "mlp")
+POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16932, recipe 3.1)
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
+DOWN_LR_MUL = 2.0                        # down matrices of the MLP, on top of the factor of their shape
+
+def polar_express(x: Tensor) -> Tensor:
+    """Nearly the polar factor of each matrix, (M, r, c): singular values go to 0.86 .. 1.14. Same dtype in and out."""
+    tall = x.shape[-2] > x.shape[-1]
+    x = (x.mT if tall else x) / (1.02 * x.norm(dim=(-2, -1), keepdim=True) + 1e-6)
+    for a, b, c in POLAR_EXPRESS:
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor, beta2: float,
+                      polar_dtype: torch.dtype) -> Tensor:
+    """Orthogonalised Nesterov momentum, evened out per row at an unchanged Frobenius norm (arXiv 2510.05491). grad,
+    momentum (M, r, c); second (M, r, 1), or (M, 1, c) of wide matrices; momentum and second change in place."""
+    momentum.add_((grad - momentum) * (1 - mu))
+    o = polar_express((grad * (1 - mu) + momentum * mu).to(polar_dtype)).to(grad.dtype)
+    axis = -1 if grad.shape[-2] >= grad.shape[-1] else -2
+    size, square = grad.shape[axis], o.square().mean(dim=axis, keepdim=True)
+    norm = (size * square.sum(dim=(-2, -1), keepdim=True)).sqrt()
+    second.lerp_(square, 1 - beta2)
+    scale = second.clamp_min(1e-10).rsqrt()
+    scaled_norm = (size * (square * scale.square()).sum(dim=(-2, -1), keepdim=True)).sqrt()
+    return o * (scale * norm / scaled_norm.clamp_min(1e-10)).to(polar_dtype).to(grad.dtype)
+
+def cautious_descent(p: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> Tensor:
+    """p - p [update p >= 0] decay lr - update lr, in that order: decay only where it agrees with the update."""
+    return p - p * (update * p >= 0) * decay * lr - update * lr
+
+def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
+    """bf16 weight and the 16 bits below it (i16 words) -> the f32 weight (recipe 3.2)."""
+    return ((p.view(torch.int16).int() << 16) | (mantissa.int() & 0xFFFF)).view(torch.float32)
+
+def split_mantissa(exact: Tensor, p: Tensor, mantissa: Tensor) -> None:
+    """f32 weight -> bf16 weight and its lower 16 bits, in place: truncated, never rounded."""
+    words = exact.view(torch.int32)
+    p.copy_((words >> 16).to(torch.int16).view(torch.bfloat16))
+    mantissa.copy_((words & 0xFFFF).to(torch.int16))
+
+def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second: Tensor, share: float,
+                   mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
+    """One NorMuon step on matrices p (M, r, c) in place; lr_muls (M, 1, 1); decay () = weight decay x lr ()."""
+    update = normuon_direction(grad.to(momentum.dtype) * share, momentum, second, mu, beta2, p.dtype)
+    if mantissa is None:
+        p.copy_(cautious_descent(p, update, lr_muls * lr, decay))
+    else:
+        split_mantissa(cautious_descent(with_mantissa(p, mantissa), update, lr_muls * lr, decay), p, mantissa)
+
+def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, share: float, betas: tuple[float, float], eps: float,
+                step_size: Tensor, decay: Tensor) -> None:
+    """One dense Adam step in place (recipe 3.4): eps joins the uncorrected root, decay acts where the update agrees."""
+    grad = grad.to(m.dtype) * share
+    m.lerp_(grad, 1 - betas[0])
+    v.lerp_(grad.square(), 1 - betas[1])
+    update, exact = m / (v.sqrt() + eps) * step_size, p.to(m.dtype)
+    p.copy_(exact - (update + exact * (update * exact > 0) * decay))
+
+class Optimizer:
+    """NorMuon on banks at every step, Adam on the rest at odd steps; who updates what, and in which order it travels.
+    Units are what ranks share out: matrices of a bank, rows of any other sharded parameter. Rank r updates the r-th of
+    W equal slices of the units, filled up for the communication only, and holds moments for that slice alone. Small
+    parameters are updated by every rank alike. Tables are slices already, and room 6 moves their rows."""
+    def __init__(self, cfg: Config, fabric: Fabric, model: GPT, compiled: Callable, tables: dict[str, TableRows]):
+        self.cfg, self.fabric, self.tables, self.rows = cfg, fabric, tables, {row.label: row for row in model.table}
+        assert sorted(REDUCE_ORDER) == sorted(UPDATE_ORDER) == sorted(self.rows), "every label once in both orders"
+        self.weights = {label: model.get_parameter(label) for label in self.rows}
+        all_units = {label: self.units(label, p.data) for label, p in self.weights.items()}
+        self.cut = {label for label, row in self.rows.items() if row.sharded and label not in tables}
+        self.slice_size = {k: -(-len(x) // (fabric.world if k in self.cut else 1)) for k, x in all_units.items()}
+        self.mine = {label: self.slice_of(label, x) for label, x in all_units.items()}
+        self.state = {label: self._zero_state(label) for label in self.rows}
+        self.lr_muls = {label: self._matrix_lr_muls(label) for label, row in self.rows.items() if row.bank}
+        self.tied, self.adam_steps = True, {label: 0 for label, row in self.rows.items() if row.optimizer == "adam"}
+        self.normuon_update, self.adam_update = compiled(normuon_update), compiled(adam_update)
+
+    def units(self, label: str, x: Tensor) -> Tensor:
+        """View of a parameter or its gradient along the axis that ranks share out; attention matrices are square."""
+        return x.view(-1, x.shape[-1 if label == "attn" else -2], x.shape[-1]) if self.rows[label].bank else x
+
+    def slice_of(self, label: str, units: Tensor) -> Tensor:
+        """This rank's part of what ranks share out, else all of it."""
+        return units[self.slice_size[label] * (self.fabric.rank if label in self.cut else 0):][:self.slice_size[label]]
+
+    def _zero_state(self, label: str) -> dict[str, Tensor]:
+        mine, zeros_of = self.mine[label], functools.partial(torch.zeros, device=self.fabric.device)
+        exact = torch.promote_types(mine.dtype, torch.float32)
+        if self.rows[label].optimizer == "adam":
+            return {name: zeros_of(mine.shape, dtype=exact) for name in ("m", "v")}
+        count, height, width = mine.shape
+        second = (count, height, 1) if height >= width else (count, 1, width)
+        state = dict(momentum=zeros_of(mine.shape, dtype=exact), second=zeros_of(second, dtype=exact))
+        return state | (dict(mantissa=zeros_of(mine.shape, dtype=torch.int16)) if mine.dtype == torch.bfloat16 else {})
+
+    def _matrix_lr_muls(self, label: str) -> Tensor:
+        """(M, 1, 1): root of a tall matrix's aspect ratio, and twice that for the down matrices of the MLP."""
+        mine, momentum = self.mine[label], self.state[label]["momentum"]
+        muls = torch.full((len(mine), 1, 1), max(1.0, mine.shape[-2] / mine.shape[-1]) ** 0.5, dtype=momentum.dtype)
+        if label == "mlp":
+            index = torch.arange(len(mine)) + self.fabric.rank * self.slice_size[label]
+            muls[index % UP_AND_DOWN == 1] *= DOWN_LR_MUL
+        return muls.to(mine.device)
+
+    @torch.no_grad()
+    def step(self, values: Values, plans_ahead: Callable = lambda: None) -> None:
+        """Reduce, update and gather what this step updates, then clear its gradients; the others keep theirs.
+        plans_ahead: of the next cycle; its rows set off as soon as their owners have updated them."""
+        active = {label for label, row in self.rows.items() if row.optimizer == "normuon" or values.adam_step}
+        head = self.weights["lm_head"]
+        if missing := [label for label in active if not (self.tables[label].open if label in self.tables else
+                                                         self.weights[label].grad is not None)]:
+            raise RunError("optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first")
+        if values.adam_step and self.tied:                                    # one parameter so far, so one gradient
+            self.tables["embed"].add_to_head(head.grad)
+            active.remove("embed")
+        reduced = {label: self._reduce(label) for label in REDUCE_ORDER if label in active}
+        waits = [self._update(label, *reduced[label], values, plans_ahead) for label in UPDATE_ORDER if label in active]
+        for wait in waits:                                                    # all gathers are under way by now
+            wait()
+        if values.adam_step and self.tied and self.fabric.world == 1:         # else its rows are read from the head
+            self.weights["embed"].copy_(head.t())
+        for label in active:
+            self.weights[label].grad = None
+        if values.split:
+            self._split()
+
+    def _reduce(self, label: str) -> tuple[Tensor, Callable[[], object]]:
+        """Launch the sum over ranks. Returns the gradient of what this rank updates, and a wait for it."""
+        if label in self.tables:
+            return self.tables[label].return_gradients()
+        units = self.units(label, self.weights[label].grad)
+        if self.fabric.world == 1:
+            return units, lambda: None
+        if not self.rows[label].sharded:
+            return units, dist.all_reduce(units, async_op=True).wait
+        mine = units.new_empty(self.slice_size[label], *units.shape[1:])
+        work = dist.reduce_scatter_tensor(mine, filled(units, len(mine) * self.fabric.world), async_op=True)
+        return mine[:len(self.mine[label])], work.wait
+
+    def _update(self, label: str, grad: Tensor, wait: Callable, values: Values, plans_ahead: Callable) -> Callable:
+        """Update this rank's slice and launch the gather of the others', or of rows. Returns a wait for it."""
+        wait()
+        row, state, cfg, mine = self.rows[label], self.state[label], self.cfg, self.mine[label]
+        share = 1 / cfg.num_slots                                             # of J; the gradient is a plain sum
+        if row.optimizer == "adam":
+            self.adam_steps[label] += 1
+            lr, count, (beta1, beta2) = values.adam_lr * row.lr_mul, self.adam_steps[label], row.betas
+            step_size = number(lr * math.sqrt(1 - beta2**count) / (1 - beta1**count))
+            decay = number(lr * lr * cfg.adam_weight_decay * row.wd_mul)
+            self.adam_update(mine, grad, state["m"], state["v"], share, row.betas, cfg.adam_eps, step_size, decay)
+        elif len(mine):
+            mu, lr = number(values.momentum), number(values.normuon_lr)
+            decay = number(values.normuon_lr * cfg.normuon_weight_decay)
+            self.normuon_update(mine, state.get("mantissa"), grad, state["momentum"], state["second"], share, mu, lr,
+                                self.lr_muls[label], decay, cfg.normuon_beta2)
+        if table := self.tables.get(label):
+            table.clear()
+            if plans := plans_ahead():                                        # waited for at the first lookup
+                table.fetch(plans[label], self.weights["lm_head"])
+        return self._gather(label) if label in self.cut and self.fabric.world > 1 else lambda: None
+
+    def _gather(self, label: str) -> Callable[[], object]:
+        units, size = self.units(label, self.weights[label].data), self.slice_size[label]
+        count = size * self.fabric.world
+        full = units if len(units) == count else units.new_empty(count, *units.shape[1:])
+        work = dist.all_gather_into_tensor(full, filled(self.mine[label], size), async_op=True)
+        return work.wait if full is units else lambda: (work.wait(), units.copy_(full[:len(units)]))
+
+    def _split(self) -> None:
+        """From here on head and embedding are two parameters; the embedding starts with the head's moments."""
+        self.tied = False
+        self.adam_steps["embed"] = self.adam_steps["lm_head"]
+        W, D, mine = self.fabric.world, self.cfg.model_dim, self.mine["embed"]
+        def by_owner(columns: Tensor) -> Tensor:
+            """(d, V) -> (W, d, C): the columns of each owner, every W-th, filled up with zeros."""
+            even = F.pad(columns, (0, W * len(mine) - columns.shape[1]))
+            return even.unflatten(1, (len(mine), W)).permute(2, 0, 1).contiguous()
+        for name, moments in self.state["embed"].items():                     # owned along V, the head's along D
+            cut = arrived = by_owner(filled(self.state["lm_head"][name], self.slice_size["lm_head"]))
+            if W > 1:
+                dist.all_to_all_single(arrived := torch.empty_like(cut), cut)
+            moments.copy_(arrived.flatten(0, 1)[:D].t())
+        mine.copy_(by_owner(self.weights["lm_head"])[self.fabric.rank].t())
+
+def filled(units: Tensor, count: int) -> Tensor:
+    """`count` units: the same tensor if it has them, else a copy with zeros behind."""
+    missing = count - len(units)
+    return torch.cat((units, units.new_zeros(missing, *units.shape[1:]))) if missing else units.contiguous()
+
+def number(value: float) -> Tensor:
+    """A number that changes every step as a CPU scalar, so that compiled updates need no new graph."""
+    return torch.tensor(value, dtype=torch.float64)
+
+# ====== Room 8: Executor ==============================================================================================
+EVAL_ROWS = 8192                         # rows of validation logits at a time: evaluation never decides the memory
+MEMORY_SHARE = 0.9                       # of what is free: the rest is for the allocator and the compiler
+SAVED_ROWS, SAVED_ROWS_REFERENCE = 15, 30          # rows of width D that a layer keeps per token for its backward
+EVAL_SAVED_ROWS, HEAD_COPIES, RECOMPILE_LIMIT = 24, 6, 64
+PIECE_ROWS, KEPT_CHECKPOINTS = 1 << 14, 2          # rows of each rank that are gathered at a time for a file; files
+COMPILE_PATIENCE = 10                    # ranks that compile may be that many timeouts apart
+
+class Losses(NamedTuple):
+    """Unscaled loss of one forward_backward on this rank; on the device, nothing waited for."""
+    slot_sums: Tensor                    # (b,) f32 or f64: sum over the slot's positions
+    tokens: int
+
+class Executor:
+    """Runs slots through the model and updates it. Knows no step numbers beyond `values`, and no logs."""
+    def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, precision: str,
+                 slots_at_once: int = 0, report: Callable = lambda **account: None) -> None:
+        """Builds the model. precision: "plain", "fp8" or "emulated" head; report(**account) of each table and cycle."""
+        self.cfg, self.fabric, self.precision, self.rotary = cfg, fabric, precision, None
+        largest, W = max(stage.batch_tokens for stage in cfg.stages), fabric.world
+        self.exchange, self.exchange_ahead = (
+            cfg.row_comms != "dense" and W > 1 and functools.partial(exchange_plans, fabric, group, cfg.dtype)
+            for group in (None, fabric.plan_group))                           # here, in the loader thread
+        self.planner = Planner(cfg, fabric, self.exchange)
+        sizes = self.planner.sizes
+        self.kept = lambda label, x: filled(x[fabric.rank::W], sizes[label]) if label in sizes else x     # of a whole
+        self.model = GPT(cfg, attention, max(cfg.val_batch_tokens, largest) // cfg.num_slots, sizes)
+        self.model.set_initial_values(cfg.seed, self.kept)
+        self.model.to(fabric.device)
+        self.tables = {table.label: TableRows(table, cfg, fabric, self.model.get_parameter(table.label),
+                                              CYCLE * largest // W, report) for table in self.planner.tables}
+        compiling = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
+        compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True) if compiling else lambda call: call
+        if compiling:                                                         # a graph per stage, and per shape
+            torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
+        self.model_losses, self.model_hidden = compiled(self.model.losses), compiled(self.model.hidden)
+        self.optimizer = Optimizer(cfg, fabric, self.model, compiled, self.tables)
+        self.exact = torch.promote_types(getattr(torch, cfg.dtype), torch.float32)
+        self.slots_at_once, self.compiling = slots_at_once or cfg.num_slots // fabric.world, compiling
+
+    def forward_backward(self, batch: Batch, values: Values, loss_weight: float = 1.0) -> Losses:
+        """Add loss_weight * d(sum of this rank's slot losses) to the gradients. Calls add up until optim_step. No
+        reduction over ranks, no division, no waiting for the device. A weight of 0 changes no gradient."""
+        self._set_rotary(values)
+        sources = {k: table.ready(batch.plans[k], self.model.lm_head) for k, table in self.tables.items()}
+        fill = functools.partial(torch.full, dtype=self.exact, device=self.fabric.device)    # a copy would wait
+        weights, seed = torch.cat([fill((1,), weight) for weight in values.mtp_weights]), fill((), loss_weight)
+        reach, sums = self._reach(values, values.max_doc_len, batch), []
+        for part in self._micro_batches(batch):
+            slot_sums = self.model_losses(part, weights, seed, reach, self.precision, sources).sum(dim=1)
+            if loss_weight:
+                slot_sums.sum().backward(seed)
+            sums.append(slot_sums.detach())
+        return Losses(torch.cat(sums), batch.tokens.numel())
+
+    def optim_step(self, values: Values, plans_ahead: Callable = lambda: None) -> None:
+        """Update what this step updates with the gradients so far, and clear these. plans_ahead: of the next cycle."""
+        self.optimizer.step(values, plans_ahead)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterable[Batch], values: Values) -> float:
+        """Mean loss per token (nats) over all ranks' batches: next token only, no fp8, documents uncut."""
+        self._set_rotary(values)
+        total, tokens = torch.zeros((), dtype=torch.float64, device=self.fabric.device), 0
+        for batch in batches:
+            reach, sources = self._reach(values, batch.tokens.shape[1], batch), self._sources(batch)
+            for part in self._micro_batches(batch):
+                rows, targets = self.model_hidden(part, reach, sources).flatten(0, 1), part.targets.flatten()
+                for y, target in zip(rows.split(EVAL_ROWS), targets.split(EVAL_ROWS)):
+                    total += next_token_losses(y, self.model.lm_head, target).sum(dtype=torch.float64)
+            tokens += batch.targets.numel() * self.fabric.world
+        return sum(self.fabric.of_all(float(total))) / tokens
+
+    @torch.no_grad()
+    def next_logits(self, tokens: Sequence[int], values: Values) -> Tensor:
+        """Softcapped logits (V,) of the token that follows; the last val_slot_tokens count. Every rank calls it."""
+        self._set_rotary(values)
+        context = tokens[-values.val_slot_tokens:]
+        length = -(-len(context) // 16) * 16
+        padded = np.zeros(length + 1, np.uint16)                              # nothing looks at later positions
+        padded[:len(context)] = context
+        slot = Slot(padded, np.asarray([0, length], np.int32))
+        batch = self.planner.batches("sample", [values], [[slot]])[0].map(lambda x: x.to(self.fabric.device))
+        y = self.model.hidden(batch, self._reach(values, length, batch), self._sources(batch))[0, len(context) - 1]
+        return softcap((y @ self.model.lm_head).to(self.exact))
+
+    def _sources(self, batch: Batch) -> dict:
+        """Rows that no one trains on, in tensors of their own."""
+        sources = {label: table.read(batch.plans[label], self.model.lm_head) for label, table in self.tables.items()}
+        for source, _ in sources.values() if self.compiling and self.fabric.world > 1 else ():
+            torch._dynamo.maybe_mark_dynamic(source, 0)
+        return sources
+
+    def _reach(self, values: Values, max_len: int, batch: Batch) -> Reach:
+        windows, longest = (values.short_window, values.long_window), min(max_len, batch.tokens.shape[1])
+        return Reach(*windows, longest, values.rotary.attn_scale)
+
+    def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
+        for first in range(0, len(batch.tokens), self.slots_at_once):
+            part = batch.map(lambda x: x[first:first + self.slots_at_once])
+            if self.compiling:                                                # another number of documents, same graph
+                torch._dynamo.maybe_mark_dynamic(part.cu_seqlens, 1)
+            yield part
+
+    def _set_rotary(self, values: Values) -> None:
+        if values.rotary != self.rotary:
+            self.model.set_rotary(values.rotary.frequencies)
+            self.rotary = values.rotary
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Every tensor that a run changes, by name: weights, rotary tables, moments and mantissa words."""
+        moments = {f"{label}.{name}": x for label, state in self.optimizer.state.items() for name, x in state.items()}
+        return {name: p.data for name, p in self.model.named_parameters()} | dict(self.model.named_buffers()) | moments
+
+    def snapshot(self) -> tuple:
+        """Copies on the host of all that a run changes, for `restore`."""
+        rng = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(self.fabric.device)] if self.fabric.on_cuda else [])
+        copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
+        return copies, rng, self.optimizer.tied, self.rotary, dict(self.optimizer.adam_steps)
+
+    @torch.no_grad()
+    def restore(self, saved: tuple) -> None:
+        """Back to the snapshot bit by bit, in place: every tensor keeps its address, so nothing recompiles."""
+        copies, rng, self.optimizer.tied, self.rotary, adam_steps = saved
+        self.optimizer.adam_steps = dict(adam_steps)
+        for name, x in self.state_tensors().items():
+            x.copy_(copies[name])
+        self.drop_gradients()
+        torch.set_rng_state(rng[0])
+        if self.fabric.on_cuda:
+            torch.cuda.set_rng_state(rng[1], self.fabric.device)
+
+    def drop_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        for table in self.tables.values():
+            table.reset()
+
+    def _whole(self, label: str, mine: Tensor) -> Tensor | None:
+        """Slices of weights or moments as one, in logical order on the host of rank 0. Every rank calls it."""
+        if label not in self.optimizer.cut and label not in self.tables:
+            return mine.detach().cpu()
+        rows, pieces = None, [self.fabric.of_all(piece.cpu()) for piece in mine.detach().split(PIECE_ROWS)]
+        if label in self.tables:                                              # row r is at rank r mod W
+            rows, pieces = self.tables[label].table.rows, [[torch.stack(x, 1).flatten(0, 1) for x in pieces]]
+        return torch.cat(pieces[0])[:rows] if self.fabric.rank == 0 else None
+
+    def weights(self) -> dict[str, Tensor]:
+        """All weights on the host of rank 0, in logical shapes and order. Every rank calls it."""
+        parameters = {row.label: self.model.get_parameter(row.label) for row in self.model.table}
+        here = {k: self._whole(k, p) if k in self.tables else p.detach().cpu() for k, p in parameters.items()}
+        return here | (dict(embed=here["lm_head"].t().contiguous()) if self.optimizer.tied else {})
+
+    def whole_state(self) -> dict[str, Any]:
+        """What a checkpoint holds, between cycles: the same at every W. On rank 0; every rank calls it."""
+        states = self.optimizer.state.items()
+        moments = {f"{k}.{name}": self._whole(k, x) for k, state in states for name, x in state.items()}
+        return dict(weights=self.weights(), moments=moments, tied=self.optimizer.tied,
+                    adam_steps=dict(self.optimizer.adam_steps))
+
+    @torch.no_grad()
+    def load_state(self, saved: dict[str, Any]) -> None:
+        """This rank's part of what whole_state gave, in place."""
+        optimizer = self.optimizer
+        for label, state in optimizer.state.items():
+            optimizer.weights[label].copy_(self.kept(label, saved["weights"][label]))
+            for name, x in state.items():
+                x.copy_(optimizer.slice_of(label, self.kept(label, saved["moments"][f"{label}.{name}"])))
+        optimizer.tied, optimizer.adam_steps = saved["tied"], dict(saved["adam_steps"])
+        self.drop_gradients()
+
+    def traffic(self) -> dict[str, dict[str, int]]:
+        """By table: bytes that training moved over all ranks, memory on this one. Every rank calls it, at the end."""
+        result = {}
+        for label, table in self.tables.items():
+            for plan in table.open:                                           # a half last cycle returns no gradients
+                table.account(plan, 1)
+            totals = self.fabric.of_all(table.totals)
+            kept = (table.mine, table.cache, table.grad, table.sums, *self.optimizer.state[label].values())
+            kept_bytes = {x.data_ptr(): x.nbytes for x in kept}               # on one rank some are the same
+            result[label] = {key: sum(x[key] for x in totals) for key in table.totals}
+            result[label]["memory_bytes"] = sum(kept_bytes.values())
+        return result
+
+def write_file(path: Path, content: Any) -> None:
+    """Bytes, or what torch.save takes, under a temporary name, flushed, renamed. Raises RunError."""
+    part = path.with_name(f"{path.name}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with open(part, "wb") as file:
+            file.write(content) if isinstance(content, bytes) else torch.save(content, file)
+            os.fsync(file.fileno())
+        part.replace(path)
+    except (OSError, RuntimeError) as error:                                  # torch's writer has no better one
+        with contextlib.suppress(OSError):
+            part.unlink()
+        raise RunError(f"writing {path}", getattr(error, "strerror", error), "room for it", "free some") from None
+
+def save_weights(folder: Path, cfg: Config, tensors: dict[str, Tensor], vocabulary: list[bytes] | None) -> None:
+    """Final weights in logical shapes and order, config.json, and vocab.txt where the tokens' bytes are known."""
+    files = {"config.json": json.dumps(asdict(cfg), indent=1).encode()}
+    if vocabulary is not None:
+        lines = (b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece)
+        files["vocab.txt"] = b"".join(lines)
+    for name, content in (files | {"weights.pt": tensors}).items():
+        write_file(folder / name, content)
+
+def load_weights(folder: Path, device: str) -> tuple[Config, dict[str, Tensor]]:
+    """What save_weights wrote. Raises DataError."""
+    try:
+        settings = json.loads((folder / "config.json").read_bytes())
+        settings["stages"] = tuple(Stage(*(tuple(x) if isinstance(x, list) else x for x in stage.values()))
+                                   for stage in settings["stages"])
+        check_config(cfg := Config(**settings | dict(device=device)))
+        tensors = torch.load(folder / "weights.pt", weights_only=True)
+        shapes = {(row.label, row.shape) for row in parameter_table(cfg)}
+        wrong = shapes ^ {(label, (*x.shape,)) for label, x in tensors.items() if x.isfinite().all()}
+    except ConfigError:
+        raise
+    except Exception as error:                                                # files of any content end here
+        raise DataError(f"saved weights in {folder}", f"{type(error).__name__}: {error}", "config.json and weights.pt",
+                        "train with --save=DIR first") from None
+    if wrong:
+        raise DataError(f"saved weights in {folder}", f"wrong, missing or not finite: {sorted(wrong)}",
+                        "finite weights and config.json of one run", "train with --save=DIR again")
+    return cfg, tensors
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+def save_checkpoint(folder: Path, step: int, content: dict[str, Any]) -> None:
+    """Write step-<step>-<hash of the file>.pt beside the one before, and remove older ones. Raises RunError."""
+    write_file(folder / "new.pt", content)
+    (folder / "new.pt").replace(folder / f"step-{step:07d}-{file_sha256(folder / 'new.pt')}.pt")
+    for old in sorted(folder.glob("step-*.pt"))[:-KEPT_CHECKPOINTS]:
+        old.unlink()
+
+def load_checkpoint(folder: Path, fabric: Fabric) -> tuple[Path, dict[str, Any]]:
+    """The last checkpoint that is whole, and its file; damaged ones are named. Raises DataError if there is none."""
+    for path in sorted(folder.glob("step-*.pt"), reverse=True):
+        if (found := file_sha256(path)) == path.stem.rpartition("-")[2]:
+            return path, torch.load(path, "cpu", weights_only=True, mmap=True)
+        fabric.say(f"checkpoint {path} is damaged (its content hashes to {found[:16]}...): looking for the one before")
+    raise DataError("checkpoint", f"no whole one in {folder}", "step-<step>-<hash>.pt, where every rank can read it",
+                    "--resume=the run directory of an earlier run, or start anew")
+
+def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> dict[str, int]:
+    """Bytes of each part of a run at its largest, by name: weights and moments counted, the rest by a model."""
+    dtype = getattr(torch, cfg.dtype)
+    exact, mantissa = torch.promote_types(dtype, torch.float32).itemsize, 2 if dtype == torch.bfloat16 else 0
+    longest, W = max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots, fabric.world
+    read = CYCLE * longest * cfg.num_slots // W * cfg.model_dim if cfg.row_comms == "sparse" else math.inf
+    weights = gradients = moments = 0
+    for row in parameter_table(cfg):
+        count, state = math.prod(row.shape), 2 * exact if row.optimizer == "adam" else exact + mantissa
+        moments += count * state // (W if row.sharded else 1)
+        held = count // W + min(count, read * row.rows.reads) if row.rows and W > 1 else count     # slice and cache
+        weights += held * (exact if row.full_precision else dtype.itemsize)
+        gradients += held * (exact if row.full_precision or row.rows else dtype.itemsize)
+    compiled, row_bytes = kernel is attention_varlen, cfg.model_dim * dtype.itemsize
+    logit_bytes = 4 if compiled else HEAD_COPIES * exact
+    kept = len(LAYERS) * (SAVED_ROWS if compiled else SAVED_ROWS_REFERENCE) * row_bytes
+    evaluated = slots_at_once * cfg.val_batch_tokens // cfg.num_slots
+    training = slots_at_once * longest * (kept + cfg.padded_vocab * logit_bytes)
+    evaluating = evaluated * EVAL_SAVED_ROWS * row_bytes + min(evaluated, EVAL_ROWS) * cfg.padded_vocab * 3 * exact
+    return dict(weights=weights, gradients=gradients, moments=moments, working=max(training, evaluating))
+
+def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict[str, int]]:
+    """Slots that go through the model together, and the estimate. Raises RunError with choices that would fit."""
+    local, room = cfg.num_slots // fabric.world, MEMORY_SHARE * min(fabric.of_all(fabric.free_memory()))
+    wanted = min(cfg.slots_per_micro_batch, local)
+    choices = [wanted or 1] if wanted or fabric.on_cuda else [m for m in range(local, 0, -1) if local % m == 0]
+    fits = (m for m in choices if sum(memory_estimate(cfg, fabric, kernel, m).values()) <= room)
+    chosen = min(fabric.of_all(next(fits, 0)))
+    if chosen:
+        return chosen, memory_estimate(cfg, fabric, kernel, chosen)
+    blocks = math.gcd(cfg.val_batch_tokens, *(stage.batch_tokens for stage in cfg.stages)) // 16
+    shorter = (s for s in range(cfg.num_slots, blocks + 1, cfg.num_slots) if blocks % s == 0 and sum(
+        memory_estimate(replace(cfg, num_slots=s), fabric, kernel, 1).values()) <= room)
+    slots = next(shorter, None)
+    parts = memory_estimate(cfg, fabric, kernel, choices[-1]).items()
+    raise RunError("memory", f"{room / 2**30:.1f} GiB to use", "room for " + ", ".join(
+        f"{part} {size / 2**30:.1f} GiB" for part, size in parts), "more ranks, a larger device" if slots is None else
+        f"--num_slots={slots} --slots_per_micro_batch=1")
+
+# ====== Room 9: Race ==================================================================================================
+SAMPLE_TEMPERATURE, PLAIN_LINES = 0.8, 20                                     # lines: on a console that is no terminal
+TRIAL_STEPS = 12                         # of each stage, to find how long a step takes: whole cycles
+RESERVE = ".reserve"                     # a file in the run directory; its room is for the last lines on a full disk
+
+class Clock:
+    """Training time in ms. Waits for the device only when it starts and stops."""
+    def __init__(self, fabric: Fabric) -> None:
+        self.fabric, self.before, self.since = fabric, 0.0, None
+
+    @property
+    def ms(self) -> float:
+        return self.before + (0.0 if self.since is None else (time.perf_counter() - self.since) * 1000)
+
+    def start(self) -> None:
+        self.fabric.synchronize()
+        self.since = time.perf_counter()
+
+    def stop(self) -> None:
+        self.fabric.synchronize()
+        self.before, self.since = self.ms, None
+
+class Log:
+    """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0. Losses are
+    looked at one cycle late, so that no step waits for the device. Every rank checks its own."""
+    def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, tokens: int = 0, done: int = 0,
+                 last_good: str = "none", lines: dict[str, str] | None = None) -> None:
+        """tokens and so on: what `seen` gave to a checkpoint. Raises RunError; an old log is never overwritten."""
+        self.run_dir, self.fabric, self.schedule, self.files, self.bar = run_dir, fabric, schedule, {}, None
+        self.tokens, self.done, self.last_good, self.pending = tokens, done, last_good, []
+        if fabric.rank == 0:
+            try:
+                run_dir.mkdir(parents=True, exist_ok=True)
+                names = (Path(__file__).name, "log.txt", "log.jsonl")
+                self.files = {name: open(run_dir / name, "xb", buffering=0) for name in names}
+                with self.files.pop(names[0]) as source:
+                    source.write(Path(__file__).read_bytes())
+                (run_dir / RESERVE).write_bytes(bytes(1 << 14))
+                for name, text in (lines or {}).items():
+                    self.files[name].write(text.encode())
+            except (OSError, ValueError) as error:
+                raise RunError(f"run directory {run_dir}", error, "writable, without a log", "new --run_dir") from None
+
+    def seen(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the log."""
+        self.flush()
+        return dict(tokens=self.tokens, done=self.done, last_good=self.last_good,
+                    lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
+
+    def event(self, kind: str, **fields: Any) -> None:
+        self._write("log.jsonl", json.dumps(dict(type=kind, **fields)))
+
+    def text(self, line: str, console: bool = True) -> None:
+        self._write("log.txt", line)
+        if console and self.fabric.rank == 0:
+            (self.bar.write if self.bar else self.fabric.say)(line)
+
+    def _write(self, name: str, line: str) -> None:
+        if file := self.files.get(name):
+            data, whole = (line + "\n").encode("utf-8", "replace"), os.fstat(file.fileno())
+            try:
+                if not whole.st_nlink or file.write(data) < len(data):
+                    raise OSError(errno.ENOSPC, "the file was deleted" if not whole.st_nlink else "no room for a line")
+            except OSError as error:
+                file.seek(file.truncate(whole.st_size))                       # no half line stays
+                raise RunError(f"writing {self.run_dir / name}", error.strerror, "a run directory that stays, and room",
+                               "free some and start again with another --run_dir") from None
+
+    @contextlib.contextmanager
+    def phase(self, name: str, timed: bool = False) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        ms = (time.perf_counter() - began) * 1000
+        self.event("phase", name=name, ms=round(ms, 3), timed=timed)
+        self.text(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
+
+    def open_bar(self) -> None:
+        if self.fabric.rank == 0 and sys.stderr.isatty():
+            from tqdm import tqdm
+            self.bar = tqdm(None, "steps", self.schedule.last_step, False, dynamic_ncols=True, initial=self.done)
+
+    def step(self, losses: Losses, ms: float) -> None:
+        """One more step done. ms is host time: on a GPU the step is launched, not finished."""
+        self.done, self.tokens = self.done + 1, self.tokens + losses.tokens * self.fabric.world
+        sums, copied = losses.slot_sums, None
+        if sums.is_cuda:
+            sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
+            (copied := torch.cuda.Event()).record()
+        fields = dict(step=self.done, train_time_ms=round(ms, 3), tokens=self.tokens)
+        self.pending.append((fields, sums, losses.tokens, copied))
+        self.flush(keep=2)
+
+    def flush(self, keep: int = 0) -> None:
+        """Write the lines of all steps but the last `keep`. Raises RunError on a loss that is not finite."""
+        while len(self.pending) > keep:
+            fields, sums, tokens, copied = self.pending[0]
+            if copied is not None:
+                copied.synchronize()
+            loss, step, ms = float(sums.sum()) / tokens, fields["step"], fields["train_time_ms"]
+            self.check(loss, f"training loss of step {step - 1}")
+            self.pending.pop(0)
+            self.event("step", **fields, train_loss=loss)
+            plain = self.bar is None and step % -(-self.schedule.last_step // PLAIN_LINES) == 0
+            total, each = self.schedule.total_steps, ms / step
+            self.text(f"step:{step}/{total} train_time:{ms:.0f}ms step_avg:{each:.2f}ms", plain)
+            if self.bar:
+                self.bar.set_postfix_str(f"loss {loss:.3f}, {each:.0f} ms/step")
+                self.bar.update()
+
+    def check(self, loss: float, what: str) -> None:
+        if not math.isfinite(loss):
+            raise RunError(what, loss, f"a finite number (last good validation: {self.last_good})",
+                           "lower --adam_lr and --normuon_lr; --dtype=float32 --head=plain shows if it is an overflow")
+
+    def validation(self, loss: float, ms: float, data: ValidationSet) -> None:
+        self.flush()
+        self.check(loss, f"validation loss at step {self.done}")
+        self.last_good = f"{loss:.4f} at step {self.done}"
+        self.event("val", step=self.done, val_loss=loss, train_time_ms=round(ms, 3), **data.text_losses(loss))
+        self.text(f"step:{self.done}/{self.schedule.total_steps} val_loss:{loss:.4f} train_time:{ms:.0f}ms step_avg:"
+                  f"{ms / max(self.done, 1):.2f}ms")
+
+    def aborted(self, cause: str) -> None:
+        """Last lines of a run that did not finish. Never raises."""
+        with contextlib.suppress(OSError):
+            (self.run_dir / RESERVE).unlink()                                 # room for these lines on a full disk
+        unwritten = [("step", fields) for fields, *_ in self.pending]         # their losses are not known
+        for kind, fields in (*unwritten, ("aborted", dict(step=self.done, cause=cause))):
+            with contextlib.suppress(TrainerError, ValueError, OSError):
+                self.event(kind, **fields)
+        with contextlib.suppress(TrainerError, ValueError, OSError):
+            self.text(f"aborted after step {self.done}: {' '.join(cause.split())}", console=False)
+
+    def close(self) -> None:
+        if self.files:
+            (self.run_dir / RESERVE).unlink(missing_ok=True)
+        for it in filter(None, (*self.files.values(), self.bar)):
+            it.close()
+
+def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
+    losses = executor.forward_backward(loader.next(values), values)
+    executor.optim_step(values, loader.plans_ahead)
+    return losses
+
+def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor,
+            steps: Sequence[int] = ()) -> list[tuple[int, float]]:
+    """Run every graph the race will need, or the given steps, on tokens from a formula, then put the state back bit by
+    bit (recipe 1.4). Returns (stage, time in s) of the end of each cycle."""
+    saved, ends = executor.snapshot(), []
+    tokens = 4 * (max(s.batch_tokens for s in cfg.stages) + cfg.val_batch_tokens) * (1 + 64 // cfg.max_doc_len)
+    headers = find_shards(f"{FORMULA}{cfg.vocab_size}:{cfg.document_start}:{tokens}:1")
+    invented = replace(cfg, epochs=0, val_tokens=cfg.val_batch_tokens,
+                       comm_timeout=cfg.comm_timeout * (COMPILE_PATIENCE if executor.compiling else 1))
+    validation = ValidationSet(invented, fabric, headers, executor.exchange, "warm-up")
+    run = [schedule.at(step) for step in steps or schedule.warm_up_steps()]
+    loader = Loader(invented, fabric, headers, run, executor.exchange_ahead, "warm-up")
+    loader.start()
+    for values in run:
+        train_step(executor, loader, values)
+        if values.adam_step:
+            fabric.synchronize()
+            ends.append((values.stage, time.perf_counter()))
+    for values in (*{values.stage: values for values in run}.values(), schedule.at(schedule.last_step)):
+        executor.evaluate(validation.batches(values), values)
+    loader.close()
+    executor.restore(saved)
+    return ends
+
+def fit_budget(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> Config:
+    """Scale the schedule to time_budget by the median time of a step in each stage. Raises ConfigError."""
+    scheduled, tail = len(cfg.stages) - 1, cfg.num_extension_steps / cfg.num_scheduled_steps
+    trial = Schedule(replace(cfg, num_scheduled_steps=TRIAL_STEPS * scheduled, num_extension_steps=TRIAL_STEPS))
+    with log.phase("step times"):
+        ends = warm_up(cfg, fabric, trial, executor, range(trial.total_steps))
+    cycles = [np.diff([end for stage, end in ends if stage == k]) for k in range(scheduled + 1)]
+    *each, last = [float(np.median(times)) / CYCLE for times in cycles]
+    steps = min(fabric.of_all(int(cfg.time_budget / (sum(each) / scheduled + tail * last))))    # of the slowest rank
+    if steps < scheduled:
+        raise ConfigError("--time_budget", f"{cfg.time_budget:g} s", f"a step of each stage, {sum(each):.3f} s", "more")
+    cfg = replace(cfg, num_scheduled_steps=steps, num_extension_steps=round(steps * tail))
+    log.schedule = Schedule(cfg)
+    log.event("budget", seconds=cfg.time_budget, steps=log.schedule.total_steps, seconds_per_step=[*each, last])
+    log.text(f"time budget {cfg.time_budget:g} s: {log.schedule.total_steps} steps")
+    return cfg
+
+def profiled_ms(events: list, on_cuda: bool) -> dict[str, float]:
+    """ms a step: wall time, computing (kernels, or the training thread), the rest of each collective, and gaps."""
+    span = lambda event: (event.time_range.start, event.time_range.end)
+    steps = [e for e in events if e.name.startswith("ProfilerStep") and e.device_type.name == "CPU"]
+    spans: dict[str, list] = dict(computing=[])
+    for event in (e for e in events if not e.name.startswith("ProfilerStep")):
+        collective = re.match("ncclDevKernel_[A-Za-z]+" if on_cuda else r"gloo:\w+", event.name)
+        if event.device_type.name == "CUDA" if on_cuda else collective or event.thread == steps[0].thread:
+            spans.setdefault(f"exposed {collective[0]}" if collective else "computing", []).append(span(event))
+    busy, wall = spans["computing"], union(map(span, steps))
+    ms = dict(wall=wall, gaps=wall - union(sum(spans.values(), [])), computing=union(busy))
+    ms |= {name: union(busy + x) - ms["computing"] for name, x in spans.items() if x is not busy}
+    return {name: us / len(steps) / 1000 for name, us in ms.items()}
+
+def report_profile(profile: Any, log: Log) -> None:
+    """A trace file of every rank, and on rank 0 where the time went. Every rank calls it."""
+    fabric, folder = log.fabric, log.fabric.of_all(str(log.run_dir))[0]
+    ranks = fabric.of_all(profiled_ms(profile.events(), fabric.on_cuda))
+    Path(folder).mkdir(parents=True, exist_ok=True)                           # on another node too
+    profile.export_chrome_trace(f"{folder}/trace_rank{fabric.rank}.json.gz")
+    log.event("profile", ranks=ranks)
+    log.text("profile, ms a step: mean of the ranks, least, most, skew; the time of this run does not count")
+    for name in dict.fromkeys(itertools.chain(*ranks)):
+        ms = [rank.get(name, 0.0) for rank in ranks]
+        log.text(f"  {name:32}" + "".join(f"{x:10.3f}" for x in (np.mean(ms), min(ms), max(ms), np.ptp(ms))))
+    log.text(profile.key_averages().table(f"self_{fabric.device.type}_time_total", 12, max_name_column_width=60))
+
+def union(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of what (start, end) spans cover together."""
+    total = reached = 0.0
+    for start, end in sorted(spans):
+        total, reached = total + max(0.0, end - max(start, reached)), max(reached, end)
+    return total
+
+def race(schedule: Schedule, loader: Loader, executor: Executor, validation: ValidationSet, clock: Clock, log: Log,
+         before_step: Callable[[int], object] = lambda step: None) -> float:
+    """Train against the clock; returns the final validation loss (nats per token). Validation is off the clock."""
+    gc.collect()
+    clock.start()
+    with log.phase("first batch", timed=True):
+        loader.start()
+        loader.wait()
+    for step in range(log.done, schedule.last_step):
+        before_step(step)                                                     # checkpoints and profile, if any
+        values = schedule.at(step)
+        if values.validate:
+            clock.stop()
+            log.validation(executor.evaluate(validation.batches(values), values), clock.ms, validation)
+            clock.start()
+        log.step(train_step(executor, loader, values), clock.ms)
+    clock.stop()
+    end = schedule.at(schedule.last_step)                                     # at the true end the long window is wider
+    loss = executor.evaluate(validation.batches(end), end)
+    log.validation(loss, clock.ms, validation)
+    return loss
+
+def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[int] = ()) -> list[int]:
+    """Up to sample_tokens token ids after a document start and the prompt; ends before the next document."""
+    generator, tokens = torch.Generator().manual_seed(cfg.seed), [cfg.document_start, *prompt]
+    for _ in range(cfg.sample_tokens):
+        logits = executor.next_logits(tokens, values)[:cfg.vocab_size].float().cpu()
+        token = int(torch.multinomial(torch.softmax(logits / SAMPLE_TEMPERATURE, 0), 1, generator=generator))
+        token = min(executor.fabric.of_all(token))                            # one text, whatever a rank's rounding
+        if token == cfg.document_start:
+            break
+        tokens.append(token)
+    return tokens[1 + len(prompt):]
+
+def spell(pieces: list[bytes] | None, tokens: Sequence[int]) -> str:
+    return (b"".join(pieces[token] for token in tokens).decode("utf-8", "replace") if pieces else
+            "token ids (no vocab.txt beside them): " + " ".join(map(str, tokens)))
+
+# ====== Room 10: Main =================================================================================================
+EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_ENDED = 0, 1, 2, 130, 143
+CHECKPOINTS = "checkpoints"              # folder in a run directory
+
+def make_fabric(cfg: Config) -> Fabric:
+    """Pick the device and join the process group that torchrun describes. Raises FabricError, ConfigError."""
+    env = {name: os.environ.get(name, default) for name, default in (
+        ("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))}
+    rank, local_rank, world, neighbours = (int(x) if x.isdecimal() else -1 for x in env.values())
+    if not 0 <= rank < world or local_rank < 0:
+        raise FabricError("launch", env, "0 <= RANK < WORLD_SIZE, as torchrun sets them", "start with torchrun")
+    cuda, gpus = cfg.device != "cpu" and torch.cuda.is_available(), torch.cuda.device_count()
+    if cfg.device == "cuda" and not cuda:
+        raise ConfigError("--device=cuda, which the record preset sets", "no CUDA device",
+                          "an NVIDIA GPU and torch for CUDA", "--preset=pocket trains on a CPU in about two minutes")
+    if cuda and max(local_rank + 1, neighbours) > gpus:
+        raise FabricError("more ranks than devices", f"{neighbours} ranks, {gpus} GPUs", "one GPU for each rank",
+                          f"torchrun --nproc_per_node={gpus} train_gpt.py ...")
+    if cfg.num_slots % world:
+        fits = [w for w in range(1, cfg.num_slots + 1) if cfg.num_slots % w == 0]
+        raise FabricError("number of ranks", world, f"a divisor of num_slots={cfg.num_slots}: {fits}",
+                          f"torchrun --nproc_per_node={max(w for w in fits if w <= world)} train_gpt.py ...")
+    fabric = Fabric(torch.device("cuda", local_rank) if cuda else torch.device("cpu"), rank, world)
+    fabric.enter_thread()
+    if world > 1:
+        try:
+            patience = timedelta(seconds=cfg.comm_timeout)
+            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=patience)
+            fabric = replace(fabric, plan_group=dist.new_group(backend="gloo", timeout=patience))
+        except (RuntimeError, ValueError) as error:
+            raise FabricError("waiting for all ranks", str(error)[:200], f"{world} ranks in {cfg.comm_timeout} s",
+                              "see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
+    return fabric
+
+def head_precision(cfg: Config, fabric: Fabric) -> str:
+    """What --head means on this device. Raises ConfigError for fp8 where there is none."""
+    native = fabric.on_cuda and cfg.dtype == "bfloat16" and torch.cuda.get_device_capability(fabric.device) >= (8, 9)
+    native = native and cfg.model_dim % 16 == cfg.padded_vocab % 16 == 0      # what the fp8 product takes
+    if cfg.head == "fp8" and not native:
+        raise ConfigError("--head=fp8", f"{cfg.dtype} on {hardware(fabric)}", "bfloat16 on CUDA capability 8.9 and up",
+                          "--head=auto or plain, or --head=emulated for the same numbers without the speed")
+    return cfg.head if cfg.head != "auto" else "fp8" if native else "plain"
+
+def hardware(fabric: Fabric) -> str:
+    if fabric.on_cuda:
+        return f"{torch.cuda.get_device_name(fabric.device)} x {fabric.world}"
+    name = platform.machine()
+    with contextlib.suppress(OSError, TypeError):
+        name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
+    return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+
+def peak_memory_mib(fabric: Fabric) -> dict[str, int]:
+    if fabric.on_cuda:
+        return dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
+    with contextlib.suppress(ImportError):
+        import resource                                                       # not on Windows; KiB, but bytes on macOS
+        unit = 20 if sys.platform == "darwin" else 10
+        return dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> unit)
+    return {}
+
+def data_sha256(headers: list[ShardHeader]) -> str:
+    """Hash of the names and contents of all shards, in order."""
+    digest = hashlib.sha256()
+    for name, *_ in headers:
+        digest.update(Path(name).name.encode() + (b"" if name.startswith(FORMULA) else Path(name).read_bytes()))
+    return digest.hexdigest()
+
+def git_commit() -> str | None:
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,
+                              timeout=10, check=True).stdout.strip()
+    return None
+
+def changed_fields(preset: str, cfg: Config) -> dict[str, str]:
+    before = vars(Config(**PRESETS[preset]))
+    return {name: flag_text(value) for name, value in vars(cfg).items() if value != before[name]}
+
+def write_header(preset: str, given: Config, executor: Executor, log: Log, cfg: Config, kind: str = "header",
+                 **facts: Any) -> None:
+    """kind: "header" of a new log, or "resumed" behind the lines of an earlier one. given: as flags and preset say."""
+    triton = importlib.import_module("triton").__version__ if importlib.util.find_spec("triton") else None
+    versions = dict(python=platform.python_version(), torch=torch.__version__, cuda=torch.version.cuda, triton=triton)
+    fabric, accum = log.fabric, -(-cfg.num_slots // log.fabric.world // executor.slots_at_once)
+    changed, tables = changed_fields(preset, replace(given, seed=cfg.seed)), row_tables(cfg)
+    total, D = sum(math.prod(row.shape) for row in executor.model.table), cfg.model_dim
+    unread, in_tables = (D * sum(rows) for rows in zip(*((t.rows - t.reads, t.rows) for t in tables)))
+    log.event(kind, preset=preset, changed=changed, config=asdict(cfg), seed=cfg.seed, **versions,
+              nccl=fabric.on_cuda and ".".join(map(str, torch.cuda.nccl.version())), hardware=hardware(fabric),
+              world_size=fabric.world, grad_accum_steps=accum, tokens_per_step=[s.batch_tokens for s in cfg.stages],
+              git_commit=git_commit(), source_sha256=file_sha256(Path(__file__)), head=executor.precision, **facts,
+              row_comms=cfg.row_comms, target_loss=cfg.target_loss, params_total=total, params_per_token=total - unread,
+              table_rows={t.label: t.rows for t in tables}, table_bytes=in_tables * getattr(torch, cfg.dtype).itemsize,
+              untimed_warmup_steps=len(log.schedule.warm_up_steps()))
+    log.text("\n".join((
+        "=" * 100, f"Running Python {versions['python']}", f"Running PyTorch {versions['torch']} compiled for CUDA "
+        f"{versions['cuda']} on {hardware(fabric)} with world_size {fabric.world}",
+        f"preset {preset}, {total:,} parameters in {cfg.dtype}, attention {facts['attention']}, head "
+        f"{executor.precision}, {accum} micro-batches a step, seed {cfg.seed}",
+        "changed from the preset: " + (", ".join(f"{k}={v}" for k, v in changed.items()) or "nothing"), "=" * 100)))
+
+def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet, ms: float, loss: float) -> dict:
+    """Last lines of a run's log, and its weights. Returns the result."""
+    result = dict(val_loss=loss, train_time_ms=round(ms, 3), steps=log.done, tokens=log.tokens,
+                  peak_memory_mib=peak_memory_mib(log.fabric), run_dir=str(log.run_dir), **validation.text_losses(loss))
+    if validation.bytes_per_token:
+        log.text(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; unigram entropy "
+                 f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
+    if cfg.profile:
+        result["void"] = "profiled"
+    if cfg.time_budget:
+        result["budget_s"] = cfg.time_budget
+        log.text(f"time budget {cfg.time_budget:g} s: used {ms / cfg.time_budget / 10:.2f} %")
+    log.text(f"training time {ms / 1000:.2f} s{' (void: profiled)' * bool(cfg.profile)}, {log.done} steps, "
+             f"{log.tokens:,} tokens; logs in {log.run_dir}")
+    log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in result["peak_memory_mib"].items()))
+    tensors = executor.weights() if cfg.save else {}
+    if cfg.save and log.fabric.rank == 0:
+        save_weights(Path(cfg.save), cfg, tensors, validation.vocabulary)
+    result["comms"] = executor.traffic()
+    log.event("result", **result)
+    log.close()                                                               # no bar between the lines that follow
+    return result
+
+def run_once(cfg: Config, executor: Executor, train: list[ShardHeader], validation: ValidationSet, log: Log,
+             earlier: dict[str, Any] | None, sha256: str) -> dict[str, Any]:
+    """One race from the state that the executor is in, or from a checkpoint. Returns the result."""
+    fabric, clock, first, total = log.fabric, Clock(log.fabric), log.done, log.schedule.last_step
+    steps, profile = [log.schedule.at(step) for step in range(total)], None
+    loader = Loader(cfg, fabric, train, steps[first:], executor.exchange_ahead)
+    if earlier:
+        executor.load_state(earlier["state"])
+        loader.skip(steps[:first])
+        clock.before = earlier["train_time_ms"]
+    if cfg.profile:
+        a, b = map(int, cfg.profile.split(":"))
+        if not first <= a < b <= total:
+            raise ConfigError("--profile", cfg.profile, f"steps from {first} to {total}", f"--profile={first}:{total}")
+        profile = torch.profiler.profile(schedule=torch.profiler.schedule(
+            skip_first=a - first, wait=0, warmup=0, active=b - a, repeat=1))
+        profile.start()
+    def before_step(step: int) -> None:
+        if cfg.checkpoint_every and step % CYCLE == 0 and step % cfg.checkpoint_every < min(step, CYCLE):
+            clock.stop()
+            content = dict(log=log.seen(), train_time_ms=clock.ms, data_sha256=sha256, lengths={
+                name: getattr(cfg, name) for name in ("num_scheduled_steps", "num_extension_steps")})
+            with log.phase("checkpoint"):
+                content["state"] = executor.whole_state()
+                if fabric.rank == 0:
+                    save_checkpoint(log.run_dir / CHECKPOINTS, step, content)
+            clock.start()
+        if profile and step > first:
+            profile.step()
+    if fabric.on_cuda:
+        torch.cuda.reset_peak_memory_stats()
+    log.open_bar()
+    loss = race(log.schedule, loader, executor, validation, clock, log, before_step)
+    loader.close()
+    if profile:
+        profile.stop()
+        report_profile(profile, log)
+    return finish(log, cfg, executor, validation, clock.ms, loss)
+
+def report(cfg: Config, executor: Executor, validation: ValidationSet, log: Log, results: list[dict]) -> None:
+    """After the last run: a sample, several runs together, and one JSON object as the last line on stdout."""
+    say, last, target = log.fabric.say, dict(type="result", **results[-1]), cfg.target_loss
+    if cfg.sample_tokens:
+        text = spell(validation.vocabulary, generate(cfg, executor, log.schedule.at(log.done)))
+        say(f"{' sample ':-^100}\n{text}\n{'-' * 100}")
+    if len(results) > 1:
+        losses, seconds = [run["val_loss"] for run in results], [run["train_time_ms"] / 1000 for run in results]
+        last = dict(type="summary", n=len(losses), mean=float(np.mean(losses)), sd=float(np.std(losses, ddof=1)),
+                    target_loss=target, p=None, runs=results)
+        say(f"{last['n']} runs: validation loss {last['mean']:.4f} (standard deviation {last['sd']:.4f}), training "
+            f"{np.mean(seconds):.2f} s ({np.std(seconds, ddof=1):.2f} s)")
+        if target and importlib.util.find_spec("scipy"):
+            from scipy import stats
+            last["p"] = float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
+        missing = "pip install scipy" if target else "no --target_loss"
+        say(f"one-sided p of a mean below {target:g}: {missing if last['p'] is None else format(last['p'], '.3g')}")
+    say(json.dumps(last))
+
+def open_data(cfg: Config, fabric: Fabric) -> tuple[Config, list, list, str, dict | None]:
+    """Config with all sizes, shards to train on and to validate with, their hash, and the checkpoint to resume."""
+    train, val = find_shards(cfg.train_files), find_shards(cfg.val_files)
+    sha256, source = data_sha256(train + val), file_sha256(Path(__file__))
+    fabric.check_agreement({f"--{name}": flag_text(value) for name, value in vars(cfg).items()} |
+                           dict(data_sha256=sha256, source_sha256=source, torch=torch.__version__))
+    cfg, earlier = resolve(cfg, train, val), None
+    if cfg.resume:
+        path, earlier = load_checkpoint(Path(cfg.resume) / CHECKPOINTS, fabric)
+        fabric.check_agreement(dict(checkpoint=path.name))
+        if earlier["data_sha256"] != sha256:
+            raise DataError("data to resume with", sha256, f"{earlier['data_sha256']} as before", "use the same shards")
+        cfg = replace(cfg, **earlier["lengths"])
+    check_enough_data(cfg, Schedule(cfg), train)
+    return cfg, train, val, sha256, earlier
+
+def run(preset: str, given: Config, fabric: Fabric) -> int:
+    """Train as configured. Returns the exit status; whatever ends a run early ends its log too."""
+    began, log = time.perf_counter(), None
+    try:
+        cfg, train, val, sha256, earlier = open_data(given, fabric)
+        schedule, precision = Schedule(cfg), head_precision(cfg, fabric)
+        if cfg.save and fabric.rank == 0:
+            Path(cfg.save).mkdir(parents=True, exist_ok=True)
+            (Path(cfg.save) / "config.json.part").touch()                     # not after hours of training
+        root = cfg.run_dir or f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}-{os.urandom(4).hex()}"
+        folder = lambda seed: Path(root, f"seed_{seed}" if cfg.runs > 1 else "")
+        log = Log(folder(cfg.seed), fabric, schedule, **earlier["log"] if earlier else {})
+        attention, kernel = choose_attention(fabric, getattr(torch, cfg.dtype), cfg.head_dim)
+        slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
+        executor = Executor(cfg, fabric, kernel, precision, slots_at_once, lambda **rows: log.event("comms", **rows))
+        header = functools.partial(write_header, preset, given, executor, attention=attention, data_sha256=sha256)
+        header(log, cfg, **dict(kind="resumed", step=log.done, source=cfg.resume) if earlier else {})
+        log.text("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
+        log.event("phase", name="set-up", ms=round(1000 * (time.perf_counter() - began), 3), timed=False)
+        with log.phase("validation data"):
+            validation = ValidationSet(cfg, fabric, val, executor.exchange)
+        with log.phase("warm-up"):
+            fabric.set_timeout(cfg.comm_timeout * (COMPILE_PATIENCE if executor.compiling else 1))
+            warm_up(cfg, fabric, schedule, executor)
+            fabric.set_timeout(cfg.comm_timeout)
+        if cfg.time_budget and not earlier:
+            cfg = fit_budget(cfg, fabric, executor, log)
+            check_enough_data(cfg, log.schedule, train)
+        pristine, results = executor.snapshot(), []
+        for seed in range(cfg.seed, cfg.seed + cfg.runs):
+            each = replace(cfg, seed=seed)
+            if results:
+                log = Log(folder(seed), fabric, log.schedule)
+                header(log, each)
+                with log.phase("reset"):
+                    executor.restore(pristine)
+                    executor.model.set_initial_values(seed, executor.kept)
+            results.append(run_once(each, executor, train, validation, log, earlier, sha256))
+        report(each, executor, validation, log, results)
+        if fabric.world > 1:
+            dist.destroy_process_group()
+        return EXIT_DONE
+    except BaseException as error:
+        return end(error, log)
+
+def sample_saved(flags: Config) -> int:
+    """--sample=DIR "prompt": print text that goes on from the prompt, on any device. Returns the exit status."""
+    cfg, tensors = load_weights(Path(flags.sample), flags.device)
+    fabric = make_fabric(replace(cfg, num_slots=1))
+    pieces = read_vocabulary(ShardHeader(f"{flags.sample}/weights", 0, cfg.vocab_size, cfg.document_start))
+    gpt2 = cfg.vocab_size == GPT2_VOCAB and (flags.ranks or pieces is None)
+    try:
+        sys.path.append(str(Path(__file__).parent / "data"))
+        tools = importlib.import_module("tokenize_text")
+        ids = (tools.gpt2_pieces(Path(flags.ranks) if flags.ranks else None) if gpt2 else
+               {piece: token for token, piece in enumerate(pieces or ()) if piece})
+        prompt = tools.make_encoder("gpt2" if gpt2 else "pocket", ids)(flags.prompt.encode("utf-8", "surrogateescape"))
+    except Exception as error:                                                # no package, no network, any file content
+        raise DataError("prompt", f"{type(error).__name__}: {error}", "bytes of a vocab.txt beside the weights, or "
+                        "GPT-2 tokens, tiktoken and --ranks=FILE", "leave them out; install tiktoken") from None
+    dtype = "float32" if cfg.dtype == "bfloat16" and not fabric.on_cuda else cfg.dtype
+    cfg = replace(cfg, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens)
+    executor, schedule = Executor(cfg, fabric, attention_reference, "plain"), Schedule(cfg)
+    executor.model.load_state_dict(tensors)
+    tokens = generate(cfg, executor, schedule.at(schedule.last_step), prompt)
+    fabric.say(flags.prompt + spell(sorted(ids, key=ids.get) if gpt2 else pieces, tokens))
+    return EXIT_DONE
+
+def describe(error: BaseException) -> tuple[int, str]:
+    """(exit status, what to tell the user) of whatever ended the run."""
+    first_line = (str(error).splitlines() or [""])[0]
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_INTERRUPTED, "interrupted"
+    if isinstance(error, SystemExit):
+        return error.code, "ended from outside (SIGTERM)" if error.code == EXIT_ENDED else ""
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in first_line:
+        error = RunError("out of memory", first_line, "less at once", "--slots_per_micro_batch=1, or more --num_slots")
+    elif isinstance(error, OSError):
+        error = DataError(str(error.filename or "disk"), error.strerror, "a file to use", "look at disk and rights")
+    elif isinstance(error, RuntimeError) and dist.is_initialized() and re.search(
+            "(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl", first_line):
+        error = RunError("lost another rank", first_line, "every rank's answer within --comm_timeout",
+                         "look for the end of the other ranks: killed, out of memory, or stuck")
+    if isinstance(error, TrainerError):
+        return EXIT_FAILED if isinstance(error, RunError) else EXIT_BAD_INPUT, f"{type(error).__name__}: {error}"
+    return EXIT_FAILED, "".join(traceback.format_exception(error))
+
+def end(error: BaseException, log: Log | None) -> int:
+    """Say why the run ended, once over all ranks: the first at the launcher's store. Returns the exit status."""
+    status, cause = describe(error)
+    first, speaks = cause, True
+    with contextlib.suppress(Exception):                                      # no launcher, no store: for oneself
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=1))
+        speaks = store.add("ranks that ended", 1) == 1
+        first = store.compare_set("cause of the end", "", cause).decode()
+    if speaks and cause:
+        print(cause, file=sys.stderr, flush=True)
+    if log is not None:
+        log.aborted(first)
+        log.close()
+    return status
+
+def main(argv: Sequence[str]) -> int:
+    """Returns the exit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 130 interrupted, 143 ended."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_ENDED))            # how torchrun ends the other ranks
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
+    try:
+        preset, cfg = parse_flags(argv)
+        return sample_saved(cfg) if cfg.sample else run(preset, cfg, make_fabric(cfg))
+    except BaseException as error:
+        return end(error, None)
+
+if __name__ == "__main__":
+    status = main(sys.argv[1:])
+    with contextlib.suppress(OSError, ValueError, AttributeError):            # a console that is full, closed or gone
+        sys.stdout.flush()
+    os._exit(status)                                                          # even if a thread is stuck in a read
