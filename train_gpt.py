@@ -2340,8 +2340,8 @@ def run(preset: str, given: Config, fabric: Fabric) -> int:
         root = cfg.run_dir or f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}-{os.urandom(4).hex()}"
         folder = lambda seed: Path(root, f"seed_{seed}" if cfg.runs > 1 else "")
         seeds = range(cfg.seed, cfg.seed + cfg.runs)
-        if found := [str(log) for seed in seeds for log in folder(seed).glob("log.*") if fabric.rank == 0]:
-            raise RunError(f"run directory {root}", f"File exists: {found}", "one without a log", "another --run_dir")
+        if old := [*filter(os.path.exists, (str(folder(seed) / "log.txt") for seed in seeds if fabric.rank == 0))]:
+            raise RunError(f"run directory {root}", f"File exists: {old}", "one without a log", "another --run_dir")
         log = Log(folder(cfg.seed), fabric, schedule, **earlier["log"] if earlier else {})
         attention, kernel = choose_attention(fabric, getattr(torch, cfg.dtype), cfg.head_dim)
         slots_at_once, estimate = fit_memory(cfg, fabric, kernel)

@@ -24,8 +24,9 @@ def main(argv: list[str]) -> int:
             raise ToolError("verb", verb, f"one of {', '.join(VERBS)}", "python records --help")
         module = importlib.import_module(f"tools.{VERBS[verb]}")
         return module.main(argv if VERBS[verb] == "shelf" else rest)
-    except ToolError as error:
-        print(error, file=sys.stderr)
+    except (ToolError, OSError, ValueError, LookupError, ArithmeticError) as error:
+        print(error if isinstance(error, ToolError) else ToolError(verb, f"{type(error).__name__}: {error}",
+              "files and settings as --help has them", "look at what is named"), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)

@@ -174,7 +174,7 @@ def test_an_edited_source_ends_the_bench(tmp_path):
         run(a, b, f"--out={out}")
     with pytest.raises(logs.ToolError, match="no file .*c.py"):
         run(a, str(tmp_path / "c.py"))
-    with pytest.raises(logs.ToolError, match="at least 1 each"):
+    with pytest.raises(logs.ToolError, match="--pairs below 1"):
         run(a, b, pairs=0)
 
 
@@ -197,7 +197,7 @@ if not os.path.exists({str(tmp_path / 'quick')!r}):
 
     first = alone(a, b, f"--out={out}", "--pairs=3")
     wait_for(out / "runs/002_B/ready")
-    with pytest.raises(logs.ToolError, match="(?s)work in it.*kill"):                # a second bench in the same folder
+    with pytest.raises(logs.ToolError, match="(?s)of its runs.*kill"):              # a second bench in the same folder
         run(a, b, f"--out={out}")
     first.send_signal(signal.SIGINT)
     text = first.communicate(timeout=30)[0]
@@ -209,7 +209,7 @@ if not os.path.exists({str(tmp_path / 'quick')!r}):
     wait_for(out / "runs/004_B/ready")
     second.kill()
     second.communicate()
-    while left := bench.processes_in(out):
+    while left := bench.processes_of(out):
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)

@@ -156,6 +156,20 @@ def test_a_drifting_machine_without_pairs(tmp_path, draws, known):
 
 
 @DRAWS
+def test_fewer_steps_for_as_much_loss_are_no_gain(tmp_path, draws):
+    """B leaves out 10 of 1,000 steps and loses what they are worth: too little for a test of the losses to see."""
+    found = []
+    for number in range(draws):
+        rng = np.random.default_rng([8, number])
+        for side, steps, cost in (("a", 1000, 0.0), ("b", 990, 10 * 0.0003)):
+            for k in range(5):
+                write(tmp_path / f"{number}/{side}/run_{k}", k, rng.normal(SECONDS * steps / 1000, TIME_SD),
+                      rng.normal(LOSS + cost, LOSS_SD), steps=steps)
+        found.append(report(tmp_path / str(number)))
+    assert wrong(found, "undecided") <= allowed(draws)
+
+
+@DRAWS
 @pytest.mark.parametrize("share, right", [(0.0, "same"), (-0.002, "faster"), (0.002, "slower")])
 def test_a_drifting_machine_with_pairs(tmp_path, draws, share, right):
     found = []
@@ -386,7 +400,8 @@ def test_the_command(tmp_path):
     pool(tmp_path, "b", B_LOSSES, B_TIMES)
     done = run("compare", tmp_path / "a", tmp_path / "b", "--target=3.28", "--plot", tmp_path / "p.png")
     assert (done.returncode, done.stderr) == (0, "") and len(done.stdout.splitlines()) <= 40
-    assert done.stdout.splitlines()[-1].startswith("verdict: faster: losses do not differ, and B takes 1 s less")
+    last = done.stdout.splitlines()[-1]
+    assert last.startswith("verdict: faster: no difference of losses shows, and B takes 1 s less")
     assert (tmp_path / "p.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     done = run("compare", tmp_path / "a", tmp_path / "b", "--json")
     found = json.loads(done.stdout)

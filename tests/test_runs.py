@@ -224,7 +224,7 @@ def test_a_run_with_a_time_budget_is_resumed_with_its_schedule(tmp_path):
 
 
 def test_checkpoints_are_off_the_clock(tmp_path, monkeypatch):
-    save, slow = tg.save_checkpoint, 2.0
+    save, slow = tg.save_checkpoint, 0.7
     monkeypatch.setattr(tg, "save_checkpoint", lambda *rest: (time.sleep(slow), save(*rest)))
     done = run(tmp_path / "run", "--checkpoint_every=10", "--sample_tokens=0")
     phase, = [e for e in done.of("phase") if e["name"] == "checkpoint"]
@@ -246,7 +246,9 @@ def test_a_signal_while_a_checkpoint_is_written_ends_as_a_signal_does(tmp_path, 
             flush = file.flush
         return save(content, Slow())
     monkeypatch.setattr(torch, "save", interrupted)
+    old = signal.signal(signal.SIGINT, signal.default_int_handler)            # a shell may have started this deaf to it
     done = run(tmp_path / "run", "--checkpoint_every=4", "--sample_tokens=0")
+    signal.signal(signal.SIGINT, old)
     assert done.status == status and cause in done.of("aborted")[0]["cause"]
     assert not list((tmp_path / "run" / tg.CHECKPOINTS).iterdir())
 
@@ -295,20 +297,20 @@ def test_two_ranks_resume_bitwise_and_one_rank_resumes_them(tmp_path):
 
 
 def test_another_number_of_ranks_resumes_to_rounding(cut, tmp_path):
-    """From a checkpoint of one rank in front of the split; and on two ranks, what the second of several runs gives."""
-    last = sorted((cut / tg.CHECKPOINTS).iterdir())[-1]
+    """From a checkpoint of one rank, in front of the split."""
     moved = tmp_path / "moved"
     shutil.copytree(cut, moved)
-    (moved / tg.CHECKPOINTS / last.name).unlink()
+    sorted((moved / tg.CHECKPOINTS).iterdir())[-1].unlink()
     launch(2, tmp_path / "two", f"--resume={moved}", "--max_steps=0")
+    both = [(x, y) for x, y in zip(losses(tmp_path / "two"), losses(cut)) if x[:2] == y[:2]]
+    assert len(both) >= 11 and all(mine[3] == pytest.approx(theirs[3], abs=1e-3) for mine, theirs in both if mine[3])
+
+
+@pytest.mark.all
+def test_the_second_of_several_runs_of_two_ranks_equals_a_fresh_one(tmp_path):
     launch(2, tmp_path / "runs", "--seed=5", "--runs=2")
-    found = losses(tmp_path / "two")
-    for other in (losses(tmp_path / "runs" / "seed_6"), losses(cut)):
-        both = [(x, y) for x, y in zip(found, other) if x[:2] == y[:2]]
-        assert len(both) >= 11
-        for mine, theirs in both:
-            if mine[3] is not None:
-                assert mine[3] == pytest.approx(theirs[3], abs=1e-3)
+    launch(2, tmp_path / "alone", "--seed=6")
+    assert losses(tmp_path / "runs" / "seed_6") == losses(tmp_path / "alone")
 
 
 def kill_and_resume(folder: Path, rng: random.Random, plain: Path, most: int) -> int:
@@ -333,7 +335,7 @@ def kill_and_resume(folder: Path, rng: random.Random, plain: Path, most: int) ->
             source = [f"--resume={here}"]
 
 
-@pytest.mark.parametrize("seed, most", [(0, 2), *(pytest.param(seed, 8, marks=pytest.mark.all)
+@pytest.mark.parametrize("seed, most", [(0, 1), *(pytest.param(seed, 8, marks=pytest.mark.all)
                                                   for seed in range(1, 25))])
 def test_a_run_killed_at_random_moments_ends_with_the_same_losses(plain, tmp_path, seed, most):
     kills = kill_and_resume(tmp_path, random.Random(seed), plain, most)

@@ -55,8 +55,7 @@ ARMS = {arm.name: arm for arm in (
     Arm("multi_token_loss", "the next token only", stages_with(mtp_start=[1.0], mtp_end=[1.0])),
     Arm("softcap", "cross-entropy of the plain logits"),
     Arm("yarn", "rotation and scale of stage 1 throughout"),
-    Arm("batch_schedule", "stage 2's batch, the mean, in every stage",
-        lambda stages: stages_with(batch_tokens=stages[1]["batch_tokens"])(stages)),
+    Arm("batch_schedule", "stage 2's batch throughout", lambda s: stages_with(batch_tokens=s[1]["batch_tokens"])(s)),
     Arm("untying", "head and embedding stay one parameter"),
     Arm("cautious_decay", "decay against the update, too"),
     Arm("weight_decay", "no decay", ["--normuon_weight_decay=0", "--adam_weight_decay=0"]),
@@ -180,7 +179,7 @@ def differences(cells: dict[tuple[str, int], float]) -> dict[str, list[float]]:
         return {}
     design = np.array([[*(name == arm for arm in ARMS), *(seed == s for s in base)] for name, seed in cells], float)
     fit, _, rank, _ = np.linalg.lstsq(design, values := np.array(list(cells.values())), rcond=None)
-    free, squares = len(cells) - rank, float(((values - design @ fit) ** 2).sum())
+    free, squares = len(cells) - rank, float(((values - design @ fit) ** 2).sum().round(12))
     reach = stats.t.ppf(1 - verdict.ALPHA / 2, free) * math.sqrt(2 * squares / free) if free else math.nan
     found = {BASELINE: [verdict.summary(list(base.values())).mean]}
     for arm in {name for name, _ in cells} - {BASELINE}:

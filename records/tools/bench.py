@@ -14,6 +14,7 @@ from tools import calibrate, compare, logs, verdict
 from tools.logs import ToolError
 
 SPIN_COUNT = "5000"            # OpenMP threads that wait give the core away soon: ranks share cores (as in run.sh)
+RUN_FOLDER = "RECORDS_RUN_FOLDER"      # environment variable that tells which run a process belongs to
 GRACE_S = 20.0                 # a trainer that is told to end writes its last log lines first
 SHOWN_LINES = 12               # of the stderr of a failed run
 MIN_PAIRS = 3                  # fewer say nothing about the spread
@@ -28,22 +29,22 @@ def source_hashes(script: Path) -> dict[str, str]:
     beside = sorted({path for name in names if (path := script.with_name(f"{name}.py")).is_file()})
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in [script, *beside]}
 
-def processes_in(folder: Path) -> list[int]:
-    """Processes that work in `folder` or below (Linux; elsewhere none are found)."""
-    found = []
-    for cwd in Path("/proc").glob("[0-9]*/cwd"):
+def processes_of(folder: Path) -> list[int]:
+    """Processes of runs in `folder` or below, by their environment (Linux; elsewhere none are found)."""
+    found, mark = [], f"{RUN_FOLDER}={folder.resolve()}/".encode()
+    for environment in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):                               # ended meanwhile, or another user's
-            found += [int(cwd.parent.name)] * Path(os.readlink(cwd)).is_relative_to(folder.resolve())
+            found += [int(environment.parent.name)] * (mark in environment.read_bytes())
     return found
 
 def end(child: subprocess.Popen, folder: Path) -> None:
-    """Ask a run to end, wait GRACE_S seconds at most, then kill its process group and all that works in its folder:
+    """Ask a run to end, wait GRACE_S seconds at most, then kill its process group and what else is of this run:
     workers of torchrun lead sessions of their own, so that a signal to the launcher's group misses them."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):            # the second Ctrl-C: at once
         child.wait(GRACE_S)
-    for kill, pid in [(os.killpg, child.pid), *((os.kill, pid) for pid in processes_in(folder))]:
+    for kill, pid in [(os.killpg, child.pid), *((os.kill, pid) for pid in processes_of(folder))]:
         with contextlib.suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
     child.wait()
@@ -58,6 +59,8 @@ def attend(script: Path, folder: Path, flags: list[str], ranks: int, limit_s: fl
     Returns {"status", "wall_s", "cause"}, cause "" after exit status 0. KeyboardInterrupt ends the run and goes on."""
     threads = str(max(1, calibrate.cores() // ranks))
     environment = {"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": SPIN_COUNT} | os.environ
+    environment[RUN_FOLDER] = f"{folder.resolve()}/"
+    signal.signal(signal.SIGTERM, signal.default_int_handler)               # ends the run and leaves a line, as Ctrl-C
     command, began, cause = [sys.executable, *command_line(script, folder, flags, ranks)[1:]], time.monotonic(), ""
     with open(folder / "console.txt", "xb") as out, open(folder / "stderr.txt", "xb") as err:
         child = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
@@ -160,10 +163,9 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     at = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:at])
     args.both, args.data = argv[at + 1:], args.data or args.scripts[0].resolve().parent / "data"
-    if missing := [str(path) for path in args.scripts if not path.is_file()]:
-        raise ToolError("trainers", f"no file {' and '.join(missing)}", "two Python files", "check the spelling")
-    if min(args.ranks, args.pairs) < 1:
-        raise ToolError("--ranks, --pairs", f"{args.ranks}, {args.pairs}", "at least 1 each", "give more")
+    if missing := [f"no file {path}" for path in args.scripts if not path.is_file()] + [
+            f"--{name} below 1" for name in ("ranks", "pairs") if vars(args)[name] < 1]:
+        raise ToolError("settings", " and ".join(missing), "two Python files, a rank, a pair", "check them")
     return args
 
 class Bench:
@@ -177,8 +179,8 @@ class Bench:
                 flags.append("--seed={seed}")
             self.sides[side] = {"flags": flags, "sources": source_hashes(script)}
             say(f"{side}: {script} {' '.join(flags)}" + " (seeds are not set)" * ("seed" not in str(flags)))
-        if running := processes_in(args.out):
-            raise ToolError(f"folder {args.out}", f"processes {running} work in it", "none: they disturb the times",
+        if running := processes_of(args.out):
+            raise ToolError(f"folder {args.out}", f"processes {running} of its runs", "none: they disturb the times",
                             f"wait for them, or end them: kill {' '.join(map(str, running))}")
         self.manifest = Manifest(args.out / "manifest.jsonl")
         plan = {"sides": self.sides, "ranks": args.ranks, "data": os.path.relpath(args.data, args.out)}
@@ -288,7 +290,6 @@ class Bench:
 
 def main(argv: list[str]) -> int:
     args = parsed(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)               # ends the run and leaves a line, as Ctrl-C
     try:
         return Bench(args).race()
     except KeyboardInterrupt:

@@ -23,7 +23,7 @@ NO_MATTER = ("seed", "run_dir", "save", "sample", "prompt", "ranks", "sample_tok
              "checkpoint_every", "target_loss", "profile")                    # fields of a config that change no result
 ACROSS = ("--across: the same source differs by 0.1 to 1.8 % between machines of one kind (once 8 %), by 7.8 % between "
           "versions of torch; a smaller difference may be the machine's, not B's")
-SAME_KIND = "not in pairs: machines of one kind differ by 0.1 to 1.8 %; only on one machine is this B's doing"
+SAME_KIND = "not in pairs: B's doing only if all ran on one machine (those of one kind differ by 0.1 to 1.8 %)"
 DRIFTS = "times drift by {:+.3%} a run; measure in pairs (python records bench)"
 END_SPAN = 0.05                    # share of the steps over which the slope at the end is taken, at least
 SLOPE_DOUBT = 2.0                  # a shorter schedule costs this much less loss per step than the slope (public runs)
@@ -122,7 +122,7 @@ def timing(a: Side, b: Side) -> tuple[list[Difference], float, str, list[str], l
     shares = [other / one - 1 for one, other in both if not math.isnan(one + other)]
     if len(shares) > 1:
         test = Difference(*(value * base for value in verdict.paired(shares)[:3]), verdict.paired(shares).p)
-        return [test], summary(shares).sd * base / math.sqrt(2), f"{len(shares)} interleaved pairs", [], notes
+        return [test], summary(shares).sd * base, f"{len(shares)} interleaved pairs", [], notes
     tests, method = [verdict.welch(a.times, b.times)], "Welch"
     places = places if len(places) == len(a.times + b.times) else {}
     order = [places[id(run)] for run in a.timed + b.timed] if places else [*range(len(a.times)), *range(len(b.times))]
@@ -202,7 +202,7 @@ def compare(a: Side, b: Side, target: float | None = None, across: bool = False,
     target = target or (named.pop() if len(named) == 1 else None) or None
     (whole, unlike), (same_bits, said), (parts_at, curves) = refusals(a, b), bitwise(a, b), parting(a, b)
     losses, base, worth = [side.losses() for side in (a, b)], mean(a.times), price(a)
-    loss = verdict.welch(*losses) if min(map(len, losses)) > 1 else None
+    loss = verdict.welch(*losses) if min(len(set(side)) for side in losses) > 1 else None
     loss = Difference(0.0, 0.0, 0.0, 1.0) if same_bits else loss
     timed = a.times and b.times and (across or not unlike)
     tests, sd, method, doubts, notes = timing(a, b) if timed else ([], math.nan, "no test", [], [])
@@ -212,17 +212,18 @@ def compare(a: Side, b: Side, target: float | None = None, across: bool = False,
              for doubt in (1.0, SLOPE_DOUBT)] if worth and tests and min(map(len, by_seed)) > 1 else []
     diverged = [f"{side.name}: {n} of {len(side.runs)} runs have no finite loss" for side in (a, b)
                 if (n := sum(not math.isfinite(run.loss) for run in side.runs)) and side.runs[0].family != "R"]
-    word = verdict.decide(loss, tests, equal, margin * base, diverged + doubts)
+    same_steps = {run.final.step for run in a.runs} == {run.final.step for run in b.runs}
+    word = verdict.decide(loss, tests, equal, margin * base, diverged + doubts, same_steps)
+    if word.word in ("faster", "slower"):
+        worst = max(-loss.low, loss.high) * worth[1] if worth and loss.p >= verdict.SHARE else 0.0
+        word = word._replace(reason="; ".join([word.reason] + [f"losses may differ by what {worst:.3g} s are worth"] * (
+            worst > abs(tests[0].mean)) + [SAME_KIND] * ("pairs" not in method)))
     if whole or (unlike and not across):
         word = verdict.Verdict("not comparable", whole[0] if whole else f"{unlike[0]} (--across compares nevertheless)")
-    settle = word.word == "undecided" and tests and loss and not doubts + diverged
+    settle = word.word == "undecided" and tests and loss and loss.p >= verdict.SHARE and not doubts + diverged
     settle = verdict.runs_to_settle(tests[-1], sd, margin * base) if settle else None
     notes = whole + unlike + [said] * bool(said) + diverged + notes + [ACROSS] * bool(across and unlike)
     notes += [f"hardware of {side.name} is not recorded" for side in (a, b) if not side.values("hardware")]
-    if word.word in ("faster", "slower"):
-        worst = max(-loss.low, loss.high) * worth[1] if worth and loss.p >= verdict.SHARE else 0.0
-        notes += [f"losses may still differ by what {worst:.3g} s are worth, more than the times: more seeds would tell"
-                  ] * (worst > abs(tests[0].mean)) + [SAME_KIND] * ("pairs" not in method)
     memory = [side.memory() for side in (a, b)]
     settings = sorted({key for run in a.runs + b.runs for key in config(run)})
     return {"verdict": word.word, "reason": word.reason, "target": target, "a": facts(a, target), "b": facts(b, target),
@@ -296,9 +297,8 @@ def text(report: dict[str, Any]) -> str:
     lines += [f"{key}: " + (short(f"{name} {cut(one)} -> {cut(other)}" for name, (one, other) in report[key].items())
                             or "no difference known") for key in ("environment", "config")]
     lines += [f"note: {note}" for note in report["notes"]]
-    if n := report["runs_to_settle"]:
-        more = max(0, n - min(side["time"].n for side in sides.values()))
-        lines.append(f"settled by about {n} runs a side ({more} more), if the difference is as measured")
+    n, have = report["runs_to_settle"] or 0, min(side["time"].n for side in sides.values())
+    lines += [f"settled by about {n} runs a side ({max(0, n - have)} more), if the difference is as measured"] * bool(n)
     return "\n".join([*lines, f"verdict: {report['verdict']}: {report['reason']}"])
 
 def short(items: Iterable[str]) -> str:

@@ -28,15 +28,14 @@ LIST = re.compile(r"^[ \t>]*([A-Za-z_]*(?:loss|acc|time)\w*)[ \t]*=[ \t]*\[([^\]
 LOG_SUFFIXES = ("", ".txt", ".log", ".out", ".stdout", ".json", ".jsonl", ".md")
 ENVIRONMENT_BYTES = 1 << 14        # of the tables of GPUs and processes, at most
 UNKNOWN_STEP = -1                  # a list in a README has no steps
-LOSS_RANGE, SECONDS_RANGE = (2.5, 4.0), (20.0, 4000.0)      # README lists: what is larger is milliseconds
+LOSS_RANGE, SECONDS_RANGE = (1.0, 4.0), (20.0, 4000.0)      # README lists: what is larger is milliseconds
 
 class ToolError(Exception):
     """What was found, what was expected, and what to do about it."""
     def __init__(self, what: str, found: object, expected: object, do: str) -> None:
         super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}")
 
-class NotALog(Exception):
-    """Why a file holds no run."""
+class NotALog(Exception): """Why a file holds no run."""
 
 class Point(NamedTuple):
     """One validation; `seconds` is None where the log has no time, or one of another clock."""
@@ -117,7 +116,8 @@ def files(paths: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
         if not path.exists():
             raise ToolError("path", path, "a file or a directory", "check the spelling")
         found = [path] if not path.is_dir() else sorted(
-            Path(folder, name) for folder, _, names in os.walk(path) for name in names
+            Path(folder, name) for folder, inner, names in os.walk(path)
+            for name in names + [link for link in inner if Path(folder, link).is_symlink()]      # named, not followed
             if not (name == "log.txt" and "log.jsonl" in names))
         yield from ((file, file == path) for file in found if file not in seen)
         seen.update(found)

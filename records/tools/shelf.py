@@ -31,7 +31,7 @@ DEPTH = 6                          # folders above a log in which its manifest a
 ENTRY = "params_total", "params_per_token", "table_rows", "table_bytes", "tokens_trained", "untimed_warmup_steps"
 SHOWN = "seed", "loss", "bits_per_byte", "of_unigram_entropy", "seconds", "steps", "tokens", "memory_mib"
 ALIKE = "data_sha256", "hardware", "world_size", "torch", "cuda"             # throughout a record
-MACHINE = *ALIKE, "python", "nccl", "triton", "attention", "head", "preset", "git_commit", "budget_s"
+MACHINE = *ALIKE, "python", "nccl", "triton", "attention", "head", "preset", "git_commit", "budget_s", "val_tokens"
 
 class Track(NamedTuple):
     """The rules that a program can apply; all of them: records/README.md."""
@@ -40,10 +40,10 @@ class Track(NamedTuple):
     needs: dict[str, Any]          # what each run must have
     alike: tuple[str, ...]         # what entries share that are ranked together, besides the class
 
-TRACKS = {f"{n}xGPU": Track(3.28, "seconds", {"world_size": n, "val_tokens": 10_485_760}, ("hardware",))
+TRACKS = {f"{n}xGPU": Track(3.28, "seconds", {"world_size": n, "val_tokens": 10_485_760}, ("hardware", "data_sha256"))
           for n in (8, 1)} | {
     "pocket": Track(None, "loss", {"tokens": 563_200, "val_tokens": 65_536}, ("data_sha256",)),
-    "budget": Track(None, "loss", {}, ("hardware", "budget_s", "data_sha256"))}
+    "budget": Track(None, "loss", {}, ("hardware", "budget_s", "data_sha256", "val_tokens"))}
 
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -1,9 +1,9 @@
 """Statistics of a comparison, as pure functions on lists of numbers (seconds, nats per token), and the verdict.
 
 The rule, for B against A; the chance of a wrong word is at most ALPHA in all, for independent runs with normal noise:
-1. Losses are tested at ALPHA / 2 (Welch, over seeds). If they do not differ, the time decides; if they do, the time at
-   equal loss: each run's time plus what its loss is worth by the slope of A's curve near its end. A shorter schedule
-   costs less loss per step than that slope (about half on public runs), so both prices must give the same word.
+1. Losses are tested at ALPHA / 2 (Welch, over seeds). If no difference shows and the sides train for as many steps, the
+   time alone decides; the reason says what losses may yet be worth. Else the time at equal loss does: a run's time plus
+   what its loss is worth by the slope of A's curve near its end, and also by half of it (as on public runs).
 2. Time is tested at ALPHA / 2: of interleaved pairs by an e-value, which is valid whenever one stops; else by Welch,
    and where the order of the runs is known also with a straight drift taken out. All must give the same word.
 3. same: losses do not differ, and the whole interval of the time difference lies within the margin.
@@ -147,14 +147,13 @@ def runs_needed(effect: float, sd: float, sides: int = 2, alpha: float = SHARE) 
 def runs_to_settle(time: Difference, sd: float, room: float) -> int | None:
     """Runs per side that make an undecided time difference significant or `same`, if it is as measured."""
     from scipy import stats
-    to_same = None
+    found = [runs_needed(time.mean, sd) or math.inf]
     if abs(time.mean) < room:
-        to_same = math.ceil(2 * (stats.norm.isf(ALPHA / 2) * sd / (room - abs(time.mean))) ** 2)
-    found = [n for n in (runs_needed(time.mean, sd), to_same) if n is not None and n <= MAX_RUNS]
-    return max(2, min(found)) if found else None
+        found.append(math.ceil(2 * (stats.norm.isf(ALPHA / 2) * sd / (room - abs(time.mean))) ** 2))
+    return max(2, min(found)) if min(found) <= MAX_RUNS else None
 
 def decide(loss: Difference | None, times: Sequence[Difference], at_equal_loss: Sequence[Difference], room: float,
-           doubts: Sequence[str] = ()) -> Verdict:
+           doubts: Sequence[str] = (), same_steps: bool = True) -> Verdict:
     """The rule above, on tests that are done; room: half the width of `same`, in s; doubts: why times are not trusted.
     loss           b - a in nats per token; None: fewer than two seeds on a side
     times          every test of b - a in s that must agree; none: no time was measured
@@ -165,20 +164,20 @@ def decide(loss: Difference | None, times: Sequence[Difference], at_equal_loss: 
         return Verdict("undecided", doubts[0])
     if not any(math.isfinite(time.high - time.low) for time in times):
         return Verdict("undecided", "too few times that count for an interval")
-    if loss.p >= SHARE:
+    if loss.p >= SHARE and same_steps:
         if all(-room <= time.low and time.high <= room for time in times):
-            return Verdict("same", f"losses do not differ, and the time difference lies within {room:.3g} s")
+            return Verdict("same", f"no difference of losses shows, and that of times lies within {room:.3g} s")
         word = _agreed(times)
-        return Verdict(word or "undecided", "losses do not differ, and " + (
+        return Verdict(word or "undecided", "no difference of losses shows, and " + (
             f"B takes {abs(times[0].mean):.4g} s {'less' if word == 'faster' else 'more'}" if word else
             "the interval of the time difference holds 0, and more than the margin of `same`"))
-    better = "lower" if loss.mean < 0 else "higher"
+    other = f"B's loss is {'lower' if loss.mean < 0 else 'higher'}" if loss.p < SHARE else "B trains other steps"
     word = _agreed(at_equal_loss or [*times, loss])        # without a price only if time and loss point the same way
     if word:
-        return Verdict(word, f"B's loss is {better}, and " + ("the time at equal loss speaks" if at_equal_loss else
-                                                              "loss and time speak") + f" for {'AB'[word == 'faster']}")
-    return Verdict("undecided", f"B's loss is {better}, and at equal loss the times do not differ for sure"
-                   if at_equal_loss else f"B's loss is {better}, its time is not, and no curve says what that is worth")
+        return Verdict(word, f"{other}, and " + ("the time at equal loss speaks" if at_equal_loss else
+                                                 "loss and time speak") + f" for {'AB'[word == 'faster']}")
+    return Verdict("undecided", f"{other}, and at equal loss the times do not differ for sure" if at_equal_loss else
+                   f"{other}, and no curve says what that is worth")
 
 def _agreed(tests: Sequence[Difference]) -> str | None:
     words = {("faster" if test.mean < 0 else "slower") if test.p < SHARE else None for test in tests}
