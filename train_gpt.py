@@ -1880,7 +1880,7 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
 
 # ====== Room 9: Race ==================================================================================================
 SAMPLE_TEMPERATURE, PLAIN_LINES = 0.8, 20                                     # lines: on a console that is no terminal
-TRIAL_STEPS = 12                         # of each stage, to find how long a step takes: whole cycles
+TRIAL_STEPS = 20                         # of each stage, to find how long a step takes: whole cycles
 RESERVE, CHECKPOINTS = ".reserve", "checkpoints"   # in the run directory: a file to make room for last lines; a folder
 
 class Clock:
