@@ -2219,7 +2219,7 @@ def write_header(preset: str, given: Config, executor: Executor, log: Log, cfg: 
     untimed = len(log.schedule.warm_up_steps()) + (TRIAL_STEPS * len(cfg.stages) if cfg.time_budget else 0)
     log.event(kind, preset=preset, changed=changed, config=asdict(cfg), seed=cfg.seed, python=platform.python_version(),
               torch=torch.__version__, triton=triton and importlib.import_module("triton").__version__,
-              cuda=torch.version.cuda, nccl=fabric.on_cuda and ".".join(map(str, torch.cuda.nccl.version())),
+              cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version())) if fabric.on_cuda else None,
               hardware=hardware(fabric), world_size=fabric.world, git_commit=git_commit(), head=executor.precision,
               tokens_per_step=[s.batch_tokens for s in cfg.stages], source_sha256=file_sha256(Path(__file__)),
               row_comms=cfg.row_comms, target_loss=cfg.target_loss, params_total=total, params_per_token=total - unread,
