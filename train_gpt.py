@@ -28,7 +28,7 @@ parameter. The objective of a step is J = (1/S) * sum over slots of the slot's s
 from __future__ import annotations
 
 import argparse, base64, contextlib, difflib, errno, functools, gc, glob, hashlib, importlib.util, itertools, json, math
-import os, platform, re, signal, subprocess, sys, time, traceback, warnings, zlib
+import os, platform, re, signal, stat, subprocess, sys, time, traceback, warnings, zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout
 from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
@@ -52,6 +52,28 @@ class ConfigError(TrainerError): """A setting that cannot work."""
 class DataError(TrainerError): """Shards that are missing, damaged or too few."""
 class FabricError(TrainerError): """Ranks or devices that do not fit the run."""
 class RunError(TrainerError): """Something that went wrong in a run: loss, memory, disk, a stuck thread."""
+
+
+KINDS_OF_FILE = {
+    stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device", stat.S_IFREG: "a regular file"}
+
+
+def regular_file(path: Path, what: str) -> Path:
+    """The path, if a regular file is there; what: its role in the message. Raises DataError.
+
+    For every file whose name somebody else chose, before it is opened: opening a named pipe waits for a writer.
+    """
+    try:
+        found = KINDS_OF_FILE.get(stat.S_IFMT(path.stat().st_mode), "something else")
+    except OSError as error:
+        found = error.strerror
+        if path.is_symlink():
+            found = f"a link to {os.readlink(path)}: {error.strerror}"
+    if found != KINDS_OF_FILE[stat.S_IFREG]:
+        raise DataError(f"{path} as {what}", found, "a regular file", "name another file, or write this one again")
+    return path
+
 
 @dataclass(frozen=True)
 class Layer:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from common import refused
 
 import train_gpt as tg
 
@@ -360,3 +361,18 @@ def test_a_console_that_is_gone(ask, tmp_path, monkeypatch):
         assert tg.main([*run, f"--run_dir={tmp_path / 'none'}"]) == 0
         monkeypatch.undo()
         full.buffer.raw.close()
+
+
+def test_a_file_is_looked_at_before_it_is_opened(tmp_path):
+    """A named pipe would be waited for, a directory ends in a traceback: each is named instead."""
+    sound, pipe = tmp_path / "sound", tmp_path / "pipe"
+    loop, dangling = tmp_path / "loop", tmp_path / "dangling"
+    sound.write_bytes(b"x")
+    os.mkfifo(pipe)
+    loop.symlink_to(loop)
+    dangling.symlink_to("gone")
+    assert tg.regular_file(sound, "a shard") == sound
+    for path, found in ((pipe, "a named pipe"), (tmp_path, "a directory"), (Path("/dev/null"), "a device"),
+                        (loop, "link"), (dangling, "a link to gone: No such file"),
+                        (tmp_path / "missing", "No such file"), (sound / "inside", "Not a directory")):
+        refused(tg.DataError, lambda path=path: tg.regular_file(path, "a shard"), f"{path} as a shard", found)
