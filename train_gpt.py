@@ -917,35 +917,6 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_le
     from torch.nn.attention.varlen import varlen_attn
     return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, scale=scale, window_size=(window, 0))
 
-def choose_attention(fabric: Fabric, dtype: torch.dtype, head_dim: int) -> tuple[str, Callable]:
-    """(name, kernel) of the first attention that runs here, forward and backward, and agrees with the reference."""
-    candidates = ("FA3", "torch varlen") if fabric.on_cuda and dtype == torch.bfloat16 else ()
-    for name in candidates:
-        try:
-            if name == "FA3":
-                importlib.import_module("flash_attn_interface")
-                torch.nn.attention.activate_flash_attention_impl("FA3")
-            check_attention(attention_varlen, fabric.device, dtype, head_dim)
-            return name, attention_varlen
-        except Exception as refusal:                                          # whatever a foreign kernel raises
-            fabric.say(f"attention: {name} does not run here: {type(refusal).__name__} {str(refusal)[:100]}")
-            if name == "FA3" and getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)():
-                torch.nn.attention.restore_flash_attention_impl()
-    return "reference", attention_reference
-
-def check_attention(kernel: Callable, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    """Raise RuntimeError unless one real forward and backward agrees with the reference to the dtype's rounding."""
-    inputs = torch.randn(3, 48, 2, head_dim, device=device, generator=torch.Generator(device).manual_seed(0))
-    bounds = torch.tensor([0, 20, 20, 48], device=device, dtype=torch.int32)
-    results = []
-    for attend, exact in ((kernel, dtype), (attention_reference, torch.float32)):
-        x = inputs.to(dtype).to(exact).requires_grad_()
-        attend(*x.unbind(), bounds, 28, 2, 0.1).float().square().sum().backward()
-        results.append(x.grad.float())
-    error = float((results[0] - results[1]).abs().max() / results[1].abs().max())
-    if not error < 8 * torch.finfo(dtype).eps:
-        raise RuntimeError(f"its gradients are off by {error:.1e}")
-
 def relu_sq_mlp(n: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """max(n up^T, 0)^2 down. n (..., D), up and down (F, D) as stored (recipe 2.7)."""
     return F.linear(n, up).relu().square() @ down
@@ -2197,6 +2168,55 @@ def head_precision(cfg: Config, fabric: Fabric) -> str:
         raise ConfigError("--head=fp8", f"{cfg.dtype} on {hardware(fabric)}", "bfloat16 on CUDA capability 8.9 and up",
                           "--head=auto or plain, or --head=emulated for the same numbers without the speed")
     return cfg.head if cfg.head != "auto" else "fp8" if native else "plain"
+
+
+def choose_attention(fabric: Fabric, dtype: torch.dtype, head_dim: int) -> tuple[str, Callable]:
+    """(name, kernel) of the first attention that runs here, forward and backward, and agrees with the reference."""
+    if not fabric.on_cuda or dtype != torch.bfloat16:
+        return "reference", attention_reference
+
+    for name in ("FA3", "torch varlen"):
+        try:
+            if name == "FA3":
+                importlib.import_module("flash_attn_interface")
+                torch.nn.attention.activate_flash_attention_impl("FA3")
+            check_attention(attention_varlen, fabric.device, dtype, head_dim)
+            return name, attention_varlen
+        except Exception as refusal:                                          # whatever a foreign kernel raises
+            why = f"{type(refusal).__name__} {str(refusal)[:100]}"
+            fabric.say(f"attention: {name} does not run here: {why}")
+            if name == "FA3":
+                give_up_flash_attention_3()
+    return "reference", attention_reference
+
+
+def give_up_flash_attention_3() -> None:
+    """Put torch's own kernel back if FA3 had taken its place; a torch that cannot say so never gave it up."""
+    active = getattr(torch.nn.attention, "current_flash_attention_impl", None)
+    if active is not None and active():
+        torch.nn.attention.restore_flash_attention_impl()
+
+
+def check_attention(kernel: Callable, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+    """Raise RuntimeError unless one real forward and backward agrees with the reference to the dtype's rounding."""
+    longest, window, scale = 28, 2, 0.1
+    generator = torch.Generator(device).manual_seed(0)
+    inputs = torch.randn(3, 48, 2, head_dim, device=device, generator=generator).to(dtype)
+    bounds = torch.tensor([0, 20, 20, 48], device=device, dtype=torch.int32)  # the second document is empty
+
+    def gradients(attend: Callable, exact: torch.dtype) -> Tensor:
+        x = inputs.to(exact, copy=True).requires_grad_()
+        q, k, v = x.unbind()
+        out = attend(q, k, v, bounds, longest, window, scale)
+        out.float().square().sum().backward()
+        return x.grad.float()
+
+    found = gradients(kernel, dtype)
+    wanted = gradients(attention_reference, torch.float32)
+    error = float((found - wanted).abs().max() / wanted.abs().max())
+    if not error < 8 * torch.finfo(dtype).eps:
+        raise RuntimeError(f"its gradients are off by {error:.1e}")
+
 
 def hardware(fabric: Fabric) -> str:
     if fabric.on_cuda:
