@@ -1,59 +1,169 @@
 #!/usr/bin/env bash
-# ./run.sh [flags of train_gpt.py]: set up, get data, train.    ./run.sh test [pytest arguments]: set up, run the tests.
-# PYTHON=... chooses the interpreter, NPROC=... the number of processes. What Python lacks goes into .venv beside this.
+# ./run.sh [flags of train_gpt.py]          set up, get data, train; --help shows the flags
+# ./run.sh test [arguments of pytest]       set up, run the tests; --all adds the long ones
+#
+# PYTHON=...  the interpreter to use [python3]. What it lacks goes into .venv beside this file.
+# NPROC=...   processes that train together [as many as GPUs and num_slots allow; 1 without a GPU]
 set -euo pipefail
-say() { printf '== %s\n' "$*"; }; die() { printf 'error: %s\n' "$*" >&2; exit 1; }
-python=$(command -v "${PYTHON:-python3}") || die "found no ${PYTHON:-python3}, expected Python 3.11; set PYTHON="
-[[ $python == /* ]] || python=$PWD/$python
-CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
-task=train preset='' files='' tests=tests slots=8
-if [[ ${1-} == test ]]; then task=test; shift; fi
-gpus=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
 
-ready() {  # has interpreter $1 all that the task needs? By the installed files: importing torch would take seconds
-    "$1" -c 'import importlib.metadata, importlib.util, platform, re, sys
-needs = ["torch", "numpy", "huggingface_hub", "tqdm"] + ["pytest", "scipy", "matplotlib"] * (sys.argv[1] == "test")
-needs += ["triton"] * (sys.argv[1] == "test" and (sys.platform, platform.machine()) == ("linux", "x86_64"))
-complete = all(map(importlib.util.find_spec, needs)) and re.match(r"2\.1[123]\.", importlib.metadata.version("torch"))
-sys.exit(not complete)' "$task" 2>/dev/null
+say() { printf '== %s\n' "$*"; }
+die() { printf 'error: %s\n  found:    %s\n  expected: %s\n  do:       %s\n' "$@" >&2; exit 1; }
+
+usage() {
+    cat <<TEXT
+usage: ./run.sh [--field=value ...]       set up, get data, train, print the result and a sample
+       ./run.sh test [--all] [...]        set up, run the tests; other arguments go to pytest
+environment:
+  PYTHON=...   interpreter, 3.11 or later; what it lacks goes into .venv [python3]
+  NPROC=...    processes that train together; divides num_slots [all GPUs; 1 on a CPU]
+On this machine the preset is $preset unless --preset says otherwise. Its flags and their defaults:
+
+TEXT
 }
+
+find_python() {
+    local wanted=${PYTHON:-python3}
+    python=$(command -v "$wanted") ||
+        die "Python" "no program $wanted" "Python 3.11 or later" "install it, or PYTHON=/path/to/python ./run.sh"
+    [[ $python == /* ]] || python=$PWD/$python
+}
+
+has_packages() {  # $1 an interpreter. Looks at the installed files: importing torch would take seconds
+    "$1" - "$task" 2>/dev/null <<'CHECK'
+import importlib.metadata, importlib.util, platform, re, sys
+needs = ["torch", "numpy", "huggingface_hub", "tqdm"]
+if sys.argv[1] == "test":
+    needs += ["pytest", "scipy", "matplotlib"]
+    if (sys.platform, platform.machine()) == ("linux", "x86_64"):
+        needs += ["triton"]
+complete = all(importlib.util.find_spec(name) for name in needs)
+sys.exit(not (complete and re.match(r"2\.1[123]\.", importlib.metadata.version("torch"))))
+CHECK
+}
+
 install() { .venv/bin/python -m pip install --quiet --disable-pip-version-check "$@"; }
-if ready "$python"; then :
-elif ready .venv/bin/python; then python=.venv/bin/python
-else
+
+make_venv() {
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
-        die "found $("$python" -V 2>&1), expected 3.11 or later for the versions in requirements.txt; set PYTHON"
+        die "Python" "$("$python" -V 2>&1 | head -n 1) ($python)" "3.11 or later, for the versions in requirements.txt" \
+            "install a later one, or PYTHON=/path/to/python ./run.sh"
     say "set-up: $python lacks packages; installing them into .venv (the first time: some minutes)"
     .venv/bin/python -m pip --version >/dev/null 2>&1 || "$python" -m venv --clear .venv
-    [[ $gpus != 0 ]] || install --timeout 10 --retries 0 --index-url https://download.pytorch.org/whl/cpu \
-        "$(grep '^torch==' requirements.txt)" 2>/dev/null ||      # without a GPU: spares gigabytes of CUDA
-        say "set-up: no torch from PyTorch's index of CPU wheels, falling back to the default index"
+    if [[ $gpus == 0 ]]; then                                 # spares gigabytes of CUDA
+        install --timeout 10 --retries 0 --index-url https://download.pytorch.org/whl/cpu \
+            "$(grep '^torch==' requirements.txt)" 2>/dev/null ||
+            say "set-up: no torch from PyTorch's index of CPU wheels, falling back to the default index"
+    fi
     install -r requirements.txt
     [[ $task == train ]] || install -r tests/requirements.txt
+}
+
+set_up() {
+    if has_packages "$python"; then return; fi
+    has_packages .venv/bin/python || make_venv
     python=.venv/bin/python
+}
+
+run_tests() {
+    local folder=tests arg
+    for arg in "$@"; do
+        [[ ! -e ${arg%%::*} ]] || folder=''                   # the user names files: only these
+    done
+    exec "$python" -m pytest -q --durations=10 ${folder:+"$folder"} "$@"
+}
+
+read_flags() {  # what this script must know of the trainer's flags
+    local arg
+    for arg in "$@"; do
+        case $arg in
+            --help | -h)
+                task=help
+                return ;;
+            --sample | --sample=*) task=sample ;;
+            --resume | --resume=*) task=resume ;;             # with the preset and data of the earlier run
+            --preset | --train_files | --num_slots)
+                die "$arg" "no value" "$arg=VALUE" "write the value behind a =, without a blank" ;;
+            --preset=*) preset=${arg#*=} ;;
+            --train_files=*) files=${arg#*=} ;;
+            --num_slots=*) slots=${arg#*=} ;;
+        esac
+    done
+}
+
+get_data() {
+    if [[ -n $files ]]; then
+        return
+    elif [[ $preset == pocket ]]; then
+        say "data: the source text of Python's standard library"
+        "$python" data/pocket.py
+    elif [[ $preset == record && $gpus != 0 ]]; then
+        say "data: 900 million tokens of FineWeb"
+        local status=0
+        "$python" data/cached_fineweb10B.py 9 || status=$?
+        if [[ $status != 0 ]]; then                           # without network, shards at hand may be enough
+            [[ $status == 1 ]] && compgen -G 'data/fineweb10B/fineweb_train_*.bin' >/dev/null || exit $status
+        fi
+    fi
+}
+
+choose_processes() {
+    local fits=1 n
+    for ((n = 1; n <= gpus && n <= slots; n++)); do
+        ((slots % n)) || fits=$n                              # a rank has whole slots
+    done
+    NPROC=${NPROC:-$fits}
+    if [[ $gpus != 0 && $gpus -gt $NPROC ]]; then
+        say "of $gpus GPUs $((gpus - NPROC)) stay idle: the number of ranks must divide num_slots=$slots"
+    fi
+    local cores
+    cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}
+}
+
+train() {  # $1 says what
+    choose_processes
+    local what=$1 place="the CPU"
+    shift
+    [[ $gpus == 0 ]] || place="$NPROC GPU(s)"
+    say "training: $what on $place"
+    if [[ $NPROC == 1 ]]; then                                # needs no launcher, and ends with its own status
+        exec "$python" train_gpt.py "$@"
+    fi
+    exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$NPROC" train_gpt.py "$@"
+}
+
+task=train preset='' files='' slots=8
+if [[ ${NPROC+set} && ! ${NPROC} =~ ^[1-9][0-9]{0,3}$ ]]; then
+    die "NPROC" "'$NPROC'" "a number of processes, 1 or more" "NPROC=1 ./run.sh, or leave it unset"
 fi
-if [[ $task == test ]]; then
-    for arg in "$@"; do [[ ! -e ${arg%%::*} ]] || tests=''; done     # the user names files: only these
-    exec "$python" -m pytest -q ${tests:+tests} "$@"
+find_python
+CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
+gpus=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
+if [[ ${1-} == test ]]; then
+    task=test
+    shift
+    set_up
+    run_tests "$@"
 fi
-for arg in "$@"; do case $arg in
-    --help | -h | --sample | --sample=*) exec "$python" train_gpt.py "$@" ;;
-    --preset | --train_files | --num_slots) die "found $arg without a value, expected $arg=VALUE" ;;
-    --preset=*) preset=${arg#*=} ;;
-    --train_files=*) files=${arg#*=} ;;     --num_slots=*) slots=${arg#*=} ;;
-esac; done
-[[ $gpus == 0 ]] || gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')     # those torch can use
-[[ -n $preset ]] || { [[ $gpus != 0 ]] && preset=record || preset=pocket; set -- --preset=$preset "$@"; }
-if [[ -z $files && $preset == pocket ]]; then
-    say "data: the source text of Python's standard library"; "$python" data/pocket.py
-elif [[ -z $files && $preset == record && $gpus != 0 ]]; then
-    say "data: 900 million tokens of FineWeb"            # without network, shards at hand may be enough
-    "$python" data/cached_fineweb10B.py 9 || { [[ $? == 1 ]] && compgen -G 'data/fineweb10B/fineweb_train_*.bin' >/dev/null; }
+
+read_flags "$@"
+set_up
+if [[ $gpus != 0 ]]; then
+    gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')         # those that torch can use
 fi
-fits=1; for ((n = 1; n <= gpus && n <= slots; n++)); do ((slots % n)) || fits=$n; done    # a rank has whole slots
-((gpus <= ${NPROC:=$fits})) || say "of $gpus GPUs $((gpus - NPROC)) stay idle: the number of ranks must divide num_slots=$slots"
-cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((cores > NPROC ? cores / NPROC : 1))}" GOMP_SPINCOUNT="${GOMP_SPINCOUNT:-5000}"
-say "training: preset $preset on $([[ $gpus == 0 ]] && echo "the CPU" || echo "$NPROC GPU(s)")"
-[[ $NPROC != 1 ]] || exec "$python" train_gpt.py "$@"     # one process needs no launcher, and ends with its own status
-exec "$python" -m torch.distributed.run --standalone --nproc_per_node="$NPROC" train_gpt.py "$@"
+if [[ -z $preset ]]; then
+    [[ $gpus == 0 ]] && preset=pocket || preset=record
+    [[ $task == sample || $task == resume ]] || set -- --preset=$preset "$@"
+fi
+case $task in
+    help)
+        usage
+        exec "$python" train_gpt.py "$@" ;;
+    sample)
+        exec "$python" train_gpt.py "$@" ;;
+    train)
+        get_data
+        train "preset $preset" "$@" ;;
+    resume)
+        train "as the earlier run" "$@" ;;
+esac

@@ -1,0 +1,110 @@
+"""run.sh: what it starts, and its errors, with an interpreter that only repeats its arguments."""
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from common import ROOT
+
+PARROT = """#!/usr/bin/env bash
+[[ $1 != - ]] || exit 0                  # has all packages
+echo "$OMP_NUM_THREADS: $*"
+"""
+NO_GPU = "#!/usr/bin/env bash\nexit 9\n"
+ERROR_LINES = ["found", "expected", "do"]
+
+pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
+
+
+@pytest.fixture
+def run_sh(tmp_path: Path):
+    """Call run.sh in a copy of its own, in a folder with a blank, with flags and environment variables."""
+    home = tmp_path / "a clone"
+    home.mkdir()
+    shutil.copy(ROOT / "run.sh", home)
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name, text in (("parrot", PARROT), ("nvidia-smi", NO_GPU)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+
+    def call(*flags: str, **variables: str) -> subprocess.CompletedProcess:
+        environment = dict(os.environ, PYTHON=str(programs / "parrot"))
+        environment["PATH"] = f"{programs}:{environment['PATH']}"
+        for name in ("NPROC", "OMP_NUM_THREADS"):
+            environment.pop(name, None)
+        environment |= variables
+        command = [str(home / "run.sh"), *flags]
+        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    return call
+
+
+def started(done: subprocess.CompletedProcess) -> str:
+    """The last command that the parrot was asked to run."""
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1].partition(": ")[2]
+
+
+def check_error(done: subprocess.CompletedProcess, *parts: str) -> None:
+    assert done.returncode == 1
+    title, *lines = done.stderr.splitlines()
+    assert title.startswith("error: ")
+    assert [line.split(":")[0].strip() for line in lines] == ERROR_LINES
+    for part in parts:
+        assert part in done.stderr
+
+
+@pytest.mark.parametrize("processes", ["0", "abc", "-1", "", "1.5", "99999"])
+def test_a_number_of_processes_that_is_none(run_sh, processes):
+    check_error(run_sh("--preset=tiny", NPROC=processes), f"'{processes}'", "1 or more")
+
+
+def test_an_interpreter_that_is_not_there(run_sh):
+    check_error(run_sh(PYTHON="python-of-nowhere"), "python-of-nowhere", "Python 3.11 or later", "PYTHON=")
+
+
+@pytest.mark.parametrize("flag", ["--preset", "--train_files", "--num_slots"])
+def test_a_flag_without_its_value(run_sh, flag):
+    check_error(run_sh(flag, "pocket"), flag, f"{flag}=VALUE")
+
+
+def test_training_on_a_machine_without_a_gpu(run_sh):
+    done = run_sh("--seed=1")
+    assert "data/pocket.py" in done.stdout
+    assert started(done) == "train_gpt.py --preset=pocket --seed=1"
+
+
+def test_own_data_are_not_fetched(run_sh):
+    done = run_sh("--preset=pocket", "--train_files=my folder/*.bin")
+    assert "data/pocket.py" not in done.stdout
+    assert started(done) == "train_gpt.py --preset=pocket --train_files=my folder/*.bin"
+
+
+def test_several_processes_share_the_cores(run_sh):
+    done = run_sh("--preset=tiny", NPROC="2")
+    launcher = "-m torch.distributed.run --standalone --nproc_per_node=2"
+    assert started(done) == f"{launcher} train_gpt.py --preset=tiny"
+    threads = int(done.stdout.splitlines()[-1].partition(":")[0])
+    assert threads == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+@pytest.mark.parametrize("flags, command", [
+    (["--sample=w", "def"], "train_gpt.py --sample=w def"),
+    (["--resume=logs/x"], "train_gpt.py --resume=logs/x"),
+    (["test", "-k", "x y"], "-m pytest -q --durations=10 tests -k x y"),
+    (["test", "run.sh"], "-m pytest -q --durations=10 run.sh"),
+])
+def test_what_takes_its_settings_from_elsewhere(run_sh, flags, command):
+    """A save or an earlier run knows its preset; tests that the user names are the only ones."""
+    assert started(run_sh(*flags)) == command
+
+
+def test_help_has_all_of_run_sh_and_the_preset_of_this_machine(run_sh):
+    done = run_sh("--help")
+    assert started(done) == "train_gpt.py --preset=pocket --help"
+    for part in ("./run.sh test", "--all", "PYTHON=", "NPROC=", "the preset is pocket"):
+        assert part in done.stdout
