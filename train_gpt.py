@@ -28,7 +28,7 @@ parameter. The objective of a step is J = (1/S) * sum over slots of the slot's s
 from __future__ import annotations
 
 import argparse, base64, contextlib, difflib, errno, functools, gc, glob, hashlib, importlib.util, itertools, json, math
-import os, platform, re, signal, stat, subprocess, sys, time, traceback, warnings, zlib
+import os, platform, re, signal, stat, subprocess, sys, tempfile, threading, time, traceback, warnings, zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout
 from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
@@ -1872,18 +1872,26 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
         f"--num_slots={slots} --slots_per_micro_batch=1")
 
 # ====== Room 9: Race ==================================================================================================
-SAMPLE_TEMPERATURE, PLAIN_LINES = 0.8, 20                                     # lines: on a console that is no terminal
+SAMPLE_TEMPERATURE = 0.8
+PLAIN_LINES = 20                         # step lines of a whole run on a console that is no terminal
 TRIAL_STEPS = 20                         # of each stage, to find how long a step takes: whole cycles
-RESERVE, CHECKPOINTS = ".reserve", "checkpoints"   # in the run directory: a file to make room for last lines; a folder
+RESERVE_BYTES = 1 << 14                  # of the disk, held back for the last lines of a run that has filled it
+CHECKPOINTS = "checkpoints"              # folder in the run directory
+
 
 class Clock:
     """Training time in ms. Waits for the device only when it starts and stops."""
+
     def __init__(self, fabric: Fabric) -> None:
-        self.fabric, self.before, self.since = fabric, 0.0, None
+        self.fabric = fabric
+        self.before = 0.0                # ms until it was stopped last
+        self.since: float | None = None  # time of its start in s; None: it stands
 
     @property
     def ms(self) -> float:
-        return self.before + (0.0 if self.since is None else (time.perf_counter() - self.since) * 1000)
+        if self.since is None:
+            return self.before
+        return self.before + (time.perf_counter() - self.since) * 1000
 
     def start(self) -> None:
         self.fabric.synchronize()
@@ -1891,56 +1899,103 @@ class Clock:
 
     def stop(self) -> None:
         self.fabric.synchronize()
-        self.before, self.since = self.ms, None
+        self.before = self.ms
+        self.since = None
+
+
+class StepLine(NamedTuple):
+    """What the log knows of a step before it may look at the loss."""
+    fields: dict[str, Any]               # of its line in log.jsonl, all but the loss
+    slot_sums: Tensor                    # (b,) losses of this rank's slots, in host memory once `copied` has come
+    tokens: int                          # of this rank
+    copied: Any                          # CUDA event behind the copy; None on a CPU
+
 
 class Log:
-    """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0. Losses are
-    looked at one cycle late, so that no step waits for the device. Every rank checks its own."""
+    """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0.
+
+    Losses are looked at one cycle late, so that no step waits for the device. Every rank checks its own.
+    """
+
     def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, tokens: int = 0, done: int = 0,
                  last_good: str = "none", lines: dict[str, str] | None = None) -> None:
         """tokens and so on: what `seen` gave to a checkpoint. Raises RunError; an old log is never overwritten."""
-        self.run_dir, self.fabric, self.schedule, self.files, self.bar = run_dir, fabric, schedule, {}, None
-        self.tokens, self.done, self.last_good, self.pending = tokens, done, last_good, []
-        if fabric.rank == 0:
-            try:
-                run_dir.mkdir(parents=True, exist_ok=True)
-                names = (Path(__file__).name, "log.txt", "log.jsonl")
-                self.files = {name: open(run_dir / name, "xb", buffering=0) for name in names}
-                with self.files.pop(names[0]) as source:
-                    source.write(Path(__file__).read_bytes())
-                (run_dir / RESERVE).write_bytes(bytes(1 << 14))
-                for name, text in (lines or {}).items():
-                    self.files[name].write(text.encode())
-            except (OSError, ValueError) as error:
-                raise RunError(f"run directory {run_dir}", error, "writable, without a log", "new --run_dir") from None
+        self.run_dir = run_dir
+        self.fabric = fabric
+        self.schedule = schedule
+        self.tokens = tokens
+        self.done = done                 # steps
+        self.last_good = last_good       # validation, in words
+        self.pending: list[StepLine] = []
+        self.files: dict[str, Any] = {}
+        self.reserve: Any = None
+        self.bar: Any = None
+        self.ended = threading.Lock()    # taken once, by whoever ends the log: nothing is written behind the last line
+        if fabric.rank != 0:
+            return
+        try:
+            self._open(lines or {})
+        except (OSError, ValueError) as error:
+            raise RunError(f"run directory {run_dir}", error, "writable, without a log", "new --run_dir") from None
+
+    def _open(self, lines: dict[str, str]) -> None:
+        """Make the files, in which the lines of an earlier run may come first, and copy the source beside them."""
+        source = Path(__file__)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        with open(self.run_dir / source.name, "xb", buffering=0) as copy:
+            for name in ("log.txt", "log.jsonl"):
+                self.files[name] = open(self.run_dir / name, "xb", buffering=0)
+            copy.write(source.read_bytes())
+
+        self.reserve = tempfile.TemporaryFile(dir=self.run_dir, buffering=0)  # without a name: a kill leaves nothing
+        self.reserve.write(bytes(RESERVE_BYTES))
+        for name, text in lines.items():
+            self.files[name].write(text.encode())
 
     def seen(self) -> dict[str, Any]:
         """What a checkpoint keeps of the log."""
         self.flush()
-        return dict(tokens=self.tokens, done=self.done, last_good=self.last_good,
-                    lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
+        lines = {name: (self.run_dir / name).read_text("utf-8") for name in self.files}
+        return dict(tokens=self.tokens, done=self.done, last_good=self.last_good, lines=lines)
 
     def event(self, kind: str, **fields: Any) -> None:
-        self._write("log.jsonl", json.dumps(dict(type=kind, **fields)))
+        """A line of log.jsonl."""
+        if not self.ended.locked():
+            self._write("log.jsonl", event_line(kind, fields))
 
     def text(self, line: str, console: bool = True) -> None:
-        self._write("log.txt", line)
-        if console and self.fabric.rank == 0:
-            (self.bar.write if self.bar else self.fabric.say)(line)
+        """A line of log.txt, shown on the console too unless that gets only a selection."""
+        if not self.ended.locked():
+            self._write("log.txt", line)
+        if not console:
+            return
+        if self.bar is None:
+            self.fabric.say(line)
+        else:
+            with self.bar.external_write_mode():                              # above the bar
+                self.fabric.say(line)
 
     def _write(self, name: str, line: str) -> None:
-        if file := self.files.get(name):
-            data, whole = (line + "\n").encode("utf-8", "replace"), os.fstat(file.fileno())
-            try:
-                if not whole.st_nlink or file.write(data) < len(data):
-                    raise OSError(errno.ENOSPC, "the file was deleted" if not whole.st_nlink else "no room for a line")
-            except OSError as error:
-                file.seek(file.truncate(whole.st_size))                       # no half line stays
-                raise RunError(f"writing {self.run_dir / name}", error.strerror, "a run directory that stays, and room",
-                               "free some and start again with another --run_dir") from None
+        """Append a line. Raises RunError, and leaves no half of it."""
+        file = self.files.get(name)
+        if file is None:                                                      # not rank 0
+            return
+        data = (line + "\n").encode("utf-8", "replace")
+        before = os.fstat(file.fileno())
+        try:
+            if before.st_nlink == 0:
+                raise OSError(errno.ENOENT, "the file was deleted")
+            if file.write(data) < len(data):
+                raise OSError(errno.ENOSPC, "no room for a line")
+        except OSError as error:
+            file.truncate(before.st_size)
+            file.seek(before.st_size)
+            raise RunError(f"writing {self.run_dir / name}", error.strerror, "a run directory that stays, and room",
+                           "free some and start again with another --run_dir") from None
 
     @contextlib.contextmanager
     def phase(self, name: str, timed: bool = False) -> Iterator[None]:
+        """Lines that say how long the body took. timed: on the clock."""
         began = time.perf_counter()
         yield
         ms = (time.perf_counter() - began) * 1000
@@ -1948,155 +2003,251 @@ class Log:
         self.text(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
     def open_bar(self) -> None:
+        """A progress bar, where there is a terminal for it."""
         if self.fabric.rank == 0 and sys.stderr.isatty():
             from tqdm import tqdm
-            self.bar = tqdm(None, "steps", self.schedule.last_step, False, dynamic_ncols=True, initial=self.done)
+            self.bar = tqdm(desc="steps", total=self.schedule.last_step, leave=False, dynamic_ncols=True,
+                            initial=self.done)
 
     def step(self, losses: Losses, ms: float) -> None:
         """One more step done. ms is host time: on a GPU the step is launched, not finished."""
-        self.done, self.tokens = self.done + 1, self.tokens + losses.tokens * self.fabric.world
-        sums, copied = losses.slot_sums, None
+        self.done += 1
+        self.tokens += losses.tokens * self.fabric.world
+
+        sums = losses.slot_sums
+        copied = None
         if sums.is_cuda:
             sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
-            (copied := torch.cuda.Event()).record()
+            copied = torch.cuda.Event()
+            copied.record()
+
         fields = dict(step=self.done, train_time_ms=round(ms, 3), tokens=self.tokens)
-        self.pending.append((fields, sums, losses.tokens, copied))
-        self.flush(keep=2)
+        self.pending.append(StepLine(fields, sums, losses.tokens, copied))
+        self.flush(keep=CYCLE)
 
     def flush(self, keep: int = 0) -> None:
         """Write the lines of all steps but the last `keep`. Raises RunError on a loss that is not finite."""
         while len(self.pending) > keep:
-            fields, sums, tokens, copied = self.pending[0]
-            if copied is not None:
-                copied.synchronize()
-            loss, step, ms = float(sums.sum()) / tokens, fields["step"], fields["train_time_ms"]
-            self.check(loss, f"training loss of step {step - 1}")
+            line = self.pending[0]
+            if line.copied is not None:
+                line.copied.synchronize()
+            loss = float(line.slot_sums.sum()) / line.tokens
+            self.check(loss, f"training loss of step {line.fields['step'] - 1}")
             self.pending.pop(0)
-            self.event("step", **fields, train_loss=loss)
-            plain = self.bar is None and step % -(-self.schedule.last_step // PLAIN_LINES) == 0
-            total, each = self.schedule.total_steps, ms / step
-            self.text(f"step:{step}/{total} train_time:{ms:.0f}ms step_avg:{each:.2f}ms", plain)
-            if self.bar:
-                self.bar.set_postfix_str(f"loss {loss:.3f}, {each:.0f} ms/step")
-                self.bar.update()
+            self._write_step(line.fields, loss)
+
+    def _write_step(self, fields: dict[str, Any], loss: float) -> None:
+        """One step in both files, and on the bar or, of some steps, the console."""
+        step = fields["step"]
+        ms = fields["train_time_ms"]
+        self.event("step", **fields, train_loss=loss)
+
+        steps_between = -(-self.schedule.last_step // PLAIN_LINES)
+        shown = self.bar is None and step % steps_between == 0
+        text = f"step:{step}/{self.schedule.total_steps} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
+        self.text(text, console=shown)
+        if self.bar is not None:
+            self.bar.set_postfix_str(f"loss {loss:.3f}, {ms / step:.0f} ms/step")
+            self.bar.update()
 
     def check(self, loss: float, what: str) -> None:
+        """Raise RunError if a loss is not finite."""
         if not math.isfinite(loss):
             raise RunError(what, loss, f"a finite number (last good validation: {self.last_good})",
                            "lower --adam_lr and --normuon_lr; --dtype=float32 --head=plain shows if it is an overflow")
 
     def validation(self, loss: float, ms: float, data: ValidationSet) -> None:
+        """The loss after the steps done so far. Raises RunError if it is not finite."""
         self.flush()
         self.check(loss, f"validation loss at step {self.done}")
         self.last_good = f"{loss:.4f} at step {self.done}"
         self.event("val", step=self.done, val_loss=loss, train_time_ms=round(ms, 3), **data.text_losses(loss))
-        self.text(f"step:{self.done}/{self.schedule.total_steps} val_loss:{loss:.4f} train_time:{ms:.0f}ms step_avg:"
-                  f"{ms / max(self.done, 1):.2f}ms")
+        self.text(f"step:{self.done}/{self.schedule.total_steps} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
+                  f"step_avg:{ms / max(self.done, 1):.2f}ms")
 
     def aborted(self, cause: str) -> None:
-        """Last lines of a run that did not finish. Never raises."""
-        with contextlib.suppress(OSError):
-            (self.run_dir / RESERVE).unlink()                                 # room for these lines on a full disk
-        unwritten = [("step", fields) for fields, *_ in self.pending]         # their losses are not known
-        for kind, fields in (*unwritten, ("aborted", dict(step=self.done, cause=cause))):
+        """Last lines of a run that did not finish. Never raises.
+
+        Any thread may call it, even while another is stuck in a write of its own: the first call counts.
+        """
+        if not self.ended.acquire(blocking=False):
+            return
+        self._free_reserve()                                                  # room for these lines on a full disk
+        last_lines = [("log.jsonl", event_line("step", line.fields))          # their losses are not known
+                      for line in list(self.pending)]
+        last_lines.append(("log.jsonl", event_line("aborted", dict(step=self.done, cause=cause))))
+        last_lines.append(("log.txt", f"aborted after step {self.done}: {' '.join(cause.split())}"))
+        for name, line in last_lines:
             with contextlib.suppress(TrainerError, ValueError, OSError):
-                self.event(kind, **fields)
-        with contextlib.suppress(TrainerError, ValueError, OSError):
-            self.text(f"aborted after step {self.done}: {' '.join(cause.split())}", console=False)
+                self._write(name, line)
 
     def close(self) -> None:
-        if self.files:
-            (self.run_dir / RESERVE).unlink(missing_ok=True)
-        for it in filter(None, (*self.files.values(), self.bar)):
-            it.close()
+        self.ended.acquire(blocking=False)
+        self._free_reserve()
+        for file in self.files.values():
+            file.close()
+        if self.bar is not None:
+            self.bar.close()
+            self.bar = None
+
+    def _free_reserve(self) -> None:
+        if self.reserve is not None:
+            with contextlib.suppress(OSError):
+                self.reserve.close()
+
+
+def event_line(kind: str, fields: dict[str, Any]) -> str:
+    return json.dumps(dict(type=kind, **fields))
+
 
 def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
-    losses = executor.forward_backward(loader.next(values), values)
+    """One step as the race and the warm-up do it."""
+    batch = loader.next(values)
+    losses = executor.forward_backward(batch, values)
     executor.optim_step(values, loader.plans_ahead)
     return losses
 
+
 def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor,
             steps: Sequence[int] = ()) -> list[tuple[int, float]]:
-    """Run every graph the race will need, or the given steps, on tokens from a formula, then put the state back bit by
-    bit (recipe 1.4). Returns (stage, time in s) of the end of each cycle."""
-    saved, ends = executor.snapshot(), []
-    tokens = 4 * (max(s.batch_tokens for s in cfg.stages) + cfg.val_batch_tokens) * (1 + 64 // cfg.max_doc_len)
-    headers = find_shards(f"{FORMULA}{cfg.vocab_size}:{cfg.document_start}:{tokens}:1")
-    invented = replace(cfg, epochs=0, val_tokens=cfg.val_batch_tokens,
-                       comm_timeout=cfg.comm_timeout * (COMPILE_PATIENCE if executor.compiling else 1))
-    validation = ValidationSet(invented, fabric, headers, executor.exchange, "warm-up")
-    run = [schedule.at(step) for step in steps or schedule.warm_up_steps()]
-    loader = Loader(invented, fabric, headers, run, executor.exchange_ahead, "warm-up")
+    """Run every graph the race will need, or the given steps, on tokens from a formula (recipe 1.4).
+
+    The state is put back bit by bit. Returns (stage, time in s) of the end of each cycle.
+    """
+    saved = executor.snapshot()
+    validation, headers, invented = invented_data(cfg, fabric, executor)
+    steps = [schedule.at(step) for step in steps or schedule.warm_up_steps()]
+    loader = Loader(invented, fabric, headers, steps, executor.exchange_ahead, "warm-up")
     loader.start()
-    for values in run:
+
+    cycle_ends = []
+    for values in steps:
         train_step(executor, loader, values)
         if values.adam_step:
             fabric.synchronize()
-            ends.append((values.stage, time.perf_counter()))
-    for values in (*{values.stage: values for values in run}.values(), schedule.at(schedule.last_step)):
+            cycle_ends.append((values.stage, time.perf_counter()))
+
+    last_of_stage = {values.stage: values for values in steps}
+    for values in last_of_stage.values():
         executor.evaluate(validation.batches(values), values)
+    end = schedule.at(schedule.last_step)
+    executor.evaluate(validation.batches(end), end)
     loader.close()
     executor.restore(saved)
-    return ends
+    return cycle_ends
+
+
+def invented_data(cfg: Config, fabric: Fabric, executor: Executor) -> tuple[ValidationSet, list[ShardHeader], Config]:
+    """For the warm-up: tokens from a formula, as many as the largest batch wants, to validate with and to train on."""
+    most_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
+    tokens = 4 * most_tokens * (1 + 64 // cfg.max_doc_len)                    # long documents are cut to max_doc_len
+    headers = find_shards(f"{FORMULA}{cfg.vocab_size}:{cfg.document_start}:{tokens}:1")
+    patience = COMPILE_PATIENCE if executor.compiling else 1
+    invented = replace(cfg, epochs=0, val_tokens=cfg.val_batch_tokens, comm_timeout=cfg.comm_timeout * patience)
+    return ValidationSet(invented, fabric, headers, executor.exchange, "warm-up"), headers, invented
+
 
 def fit_budget(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> Config:
     """Scale the schedule to time_budget by the median time of a step in each stage. Raises ConfigError."""
-    scheduled, tail = len(cfg.stages) - 1, cfg.num_extension_steps / cfg.num_scheduled_steps
-    trial = Schedule(replace(cfg, num_scheduled_steps=TRIAL_STEPS * scheduled, num_extension_steps=TRIAL_STEPS))
+    scheduled_stages = len(cfg.stages) - 1
+    trial = Schedule(replace(cfg, num_scheduled_steps=TRIAL_STEPS * scheduled_stages, num_extension_steps=TRIAL_STEPS))
     with log.phase("step times"):
-        ends = warm_up(cfg, fabric, trial, executor, range(trial.total_steps))
-    *each, last = [float(np.median(np.diff([t for s, t in ends if s == k]))) / CYCLE for k in range(scheduled + 1)]
-    steps = min(fabric.of_all(int(cfg.time_budget / (sum(each) / scheduled + tail * last))))    # of the slowest rank
-    if steps < scheduled:
-        raise ConfigError("--time_budget", f"{cfg.time_budget:g} s", f"a step of each stage, {sum(each):.3f} s", "more")
+        cycle_ends = warm_up(cfg, fabric, trial, executor, range(trial.total_steps))
+
+    seconds_per_step = []
+    for stage in range(len(cfg.stages)):
+        ends = [end for at, end in cycle_ends if at == stage]
+        seconds_per_step.append(float(np.median(np.diff(ends))) / CYCLE)
+
+    *scheduled, extension = seconds_per_step
+    tail = cfg.num_extension_steps / cfg.num_scheduled_steps
+    seconds_of_a_scheduled_step = sum(scheduled) / scheduled_stages + tail * extension    # with its share of the tail
+    steps = min(fabric.of_all(int(cfg.time_budget / seconds_of_a_scheduled_step)))        # of the slowest rank
+    if steps < scheduled_stages:
+        raise ConfigError("--time_budget", f"{cfg.time_budget:g} s", f"a step of each stage, {sum(scheduled):.3f} s",
+                          "more")
+
     cfg = replace(cfg, num_scheduled_steps=steps, num_extension_steps=round(steps * tail))
     log.schedule = Schedule(cfg)
-    log.event("budget", seconds=cfg.time_budget, steps=log.schedule.total_steps, seconds_per_step=[*each, last])
-    log.text(f"time budget {cfg.time_budget:g} s: {log.schedule.total_steps} steps")
+    total = log.schedule.total_steps
+    log.event("budget", seconds=cfg.time_budget, steps=total, seconds_per_step=seconds_per_step)
+    log.text(f"time budget {cfg.time_budget:g} s: {total} steps")
     return cfg
 
-def profiled_ms(events: list, on_cuda: bool) -> dict[str, float]:
-    """ms a step: wall time, computing (kernels, or the training thread), the rest of each collective, and gaps."""
-    span = lambda event: (event.time_range.start, event.time_range.end)
-    steps = [e for e in events if e.name.startswith("ProfilerStep") and e.device_type.name == "CPU"]
-    spans: dict[str, list] = dict(computing=[])
-    for event in (e for e in events if not (e.is_user_annotation if on_cuda else e.name.startswith("ProfilerStep"))):
-        collective = re.match("ncclDevKernel_[A-Za-z]+" if on_cuda else r"gloo:\w+", event.name)
-        if event.device_type.name == "CUDA" if on_cuda else collective or event.thread == steps[0].thread:
-            spans.setdefault(f"exposed {collective[0]}" if collective else "computing", []).append(span(event))
-    busy, wall = spans["computing"], union(map(span, steps))
-    ms = dict(wall=wall, gaps=wall - union(sum(spans.values(), [])), computing=union(busy))
-    ms |= {name: union(busy + x) - ms["computing"] for name, x in spans.items() if x is not busy}
-    return {name: us / len(steps) / 1000 for name, us in ms.items()}
-
-def report_profile(profile: Any, log: Log) -> None:
-    """A trace file of every rank, and on rank 0 where the time went. Every rank calls it."""
-    fabric, folder = log.fabric, log.fabric.of_all(str(log.run_dir))[0]
-    ranks = fabric.of_all(profiled_ms(profile.events(), fabric.on_cuda))
-    Path(folder).mkdir(parents=True, exist_ok=True)                           # on another node too
-    profile.export_chrome_trace(f"{folder}/trace_rank{fabric.rank}.json.gz")
-    log.event("profile", ranks=ranks)
-    log.text("profile, ms a step: mean of the ranks, least, most, skew; the time of this run does not count")
-    for name in dict.fromkeys(itertools.chain(*ranks)):
-        ms = [rank.get(name, 0.0) for rank in ranks]
-        log.text(f"  {name:32}" + "".join(f"{x:10.3f}" for x in (np.mean(ms), min(ms), max(ms), np.ptp(ms))))
-    log.text(profile.key_averages().table(f"self_{fabric.device.type}_time_total", 12, max_name_column_width=60))
 
 def union(spans: Iterable[tuple[float, float]]) -> float:
     """Length of what (start, end) spans cover together."""
     total = reached = 0.0
     for start, end in sorted(spans):
-        total, reached = total + max(0.0, end - max(start, reached)), max(reached, end)
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
     return total
+
+
+def profiled_kind(event: Any, on_cuda: bool, training_thread: int) -> str | None:
+    """What a profiled event counts as: "computing", "exposed NAME" of a collective, or nothing.
+
+    On a GPU kernels count. On a CPU it is what the training thread does, and collectives on any thread.
+    """
+    if on_cuda:
+        collective = re.match("ncclDevKernel_[A-Za-z]+", event.name)
+        counts = event.device_type.name == "CUDA" and not event.is_user_annotation
+    else:
+        collective = re.match(r"gloo:\w+", event.name)
+        of_training = event.thread == training_thread and not event.name.startswith("ProfilerStep")
+        counts = bool(collective) or of_training
+    if not counts:
+        return None
+    return f"exposed {collective[0]}" if collective else "computing"
+
+
+def profiled_ms(events: list, on_cuda: bool) -> dict[str, float]:
+    """ms a step: wall time, computing (kernels, or the training thread), the rest of each collective, and gaps."""
+    steps = [event for event in events if event.name.startswith("ProfilerStep") and event.device_type.name == "CPU"]
+    step_spans = [(step.time_range.start, step.time_range.end) for step in steps]
+    spans: dict[str, list] = dict(computing=[])
+    for event in events:
+        kind = profiled_kind(event, on_cuda, steps[0].thread)
+        if kind is not None:
+            spans.setdefault(kind, []).append((event.time_range.start, event.time_range.end))
+
+    computing = spans.pop("computing")
+    collectives = list(itertools.chain(*spans.values()))
+    wall = union(step_spans)
+    us = dict(wall=wall, gaps=wall - union(computing + collectives), computing=union(computing))
+    for name, of_collective in spans.items():
+        us[name] = union(computing + of_collective) - us["computing"]
+    return {name: value / len(steps) / 1000 for name, value in us.items()}
+
+
+def report_profile(profile: Any, log: Log) -> None:
+    """A trace file of every rank, and on rank 0 where the time went. Every rank calls it."""
+    fabric = log.fabric
+    folder = fabric.of_all(str(log.run_dir))[0]
+    ranks = fabric.of_all(profiled_ms(profile.events(), fabric.on_cuda))
+    Path(folder).mkdir(parents=True, exist_ok=True)                           # on another node too
+    profile.export_chrome_trace(f"{folder}/trace_rank{fabric.rank}.json.gz")
+
+    log.event("profile", ranks=ranks)
+    log.text("profile, ms a step: mean of the ranks, least, most, skew; the time of this run does not count")
+    for name in dict.fromkeys(itertools.chain(*ranks)):
+        ms = [rank.get(name, 0.0) for rank in ranks]
+        log.text(f"  {name:32}{np.mean(ms):10.3f}{min(ms):10.3f}{max(ms):10.3f}{np.ptp(ms):10.3f}")
+    log.text(profile.key_averages().table(f"self_{fabric.device.type}_time_total", 12, max_name_column_width=60))
+
 
 def race(schedule: Schedule, loader: Loader, executor: Executor, validation: ValidationSet, clock: Clock, log: Log,
          before_step: Callable[[int], object] = lambda step: None) -> float:
-    """Train against the clock; returns the final validation loss (nats per token). Validation is off the clock."""
+    """Train against the clock; returns the final validation loss (nats per token).
+
+    On the clock: reading, packing, plans, steps, logging. Off the clock: validation.
+    """
     gc.collect()
     clock.start()
     with log.phase("first batch", timed=True):
         loader.start()
         loader.wait()
+
     for step in range(log.done, schedule.last_step):
         before_step(step)                                                     # checkpoints and profile, if any
         values = schedule.at(step)
@@ -2104,28 +2255,37 @@ def race(schedule: Schedule, loader: Loader, executor: Executor, validation: Val
             clock.stop()
             log.validation(executor.evaluate(validation.batches(values), values), clock.ms, validation)
             clock.start()
-        log.step(train_step(executor, loader, values), clock.ms)
+        losses = train_step(executor, loader, values)
+        log.step(losses, clock.ms)
     clock.stop()
+
     end = schedule.at(schedule.last_step)                                     # at the true end the long window is wider
     loss = executor.evaluate(validation.batches(end), end)
     log.validation(loss, clock.ms, validation)
     return loss
 
+
 def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[int] = ()) -> list[int]:
     """Up to sample_tokens token ids after a document start and the prompt; ends before the next document."""
-    generator, tokens = torch.Generator().manual_seed(cfg.seed), [cfg.document_start, *prompt]
+    generator = torch.Generator().manual_seed(cfg.seed)
+    tokens = [cfg.document_start, *prompt]
     for _ in range(cfg.sample_tokens):
         logits = executor.next_logits(tokens, values)[:cfg.vocab_size].float().cpu()
-        token = int(torch.multinomial(torch.softmax(logits / SAMPLE_TEMPERATURE, 0), 1, generator=generator))
-        token = min(executor.fabric.of_all(token))                            # one text, whatever a rank's rounding
+        shares = torch.softmax(logits / SAMPLE_TEMPERATURE, 0)
+        drawn = int(torch.multinomial(shares, 1, generator=generator))
+        token = min(executor.fabric.of_all(drawn))                            # one text, whatever a rank's rounding
         if token == cfg.document_start:
             break
         tokens.append(token)
     return tokens[1 + len(prompt):]
 
+
 def spell(pieces: list[bytes] | None, tokens: Sequence[int]) -> str:
-    return (b"".join(pieces[token] for token in tokens).decode("utf-8", "replace") if pieces else
-            "token ids (no vocab.txt beside them): " + " ".join(map(str, tokens)))
+    """Text of tokens whose bytes are known; else their ids."""
+    if not pieces:
+        return "token ids (no vocab.txt beside them): " + " ".join(map(str, tokens))
+    return b"".join(pieces[token] for token in tokens).decode("utf-8", "replace")
+
 
 # ====== Room 10: Main =================================================================================================
 EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_ENDED = 0, 1, 2, 130, 143
