@@ -658,14 +658,26 @@ class TablePlan:
     Row r is the r div W-th of rank r mod W, since frequent tokens have neighbouring ids; physical order: by owner."""
     tag: dict[str, Any]                  # purpose, cycle, tokens of a slot: alike on all ranks
     size: int                            # rows of every slice: R / W, rounded up
-    tied: bool                           # read from the head, which every rank has: nothing travels
-    ids: Any                             # (n,) i64, physical, ascending: list of the fetch and of the gradients' return
-    counts: list[int]                    # how many of them each owner has
-    asked: Any                           # (sum,) i64 places in the slice, rank by rank; if tied, columns of the head
-    asked_counts: list[int]
+    rows_i_read: Any                     # (n,) i64, physical, ascending: list of the fetch and of the gradients' return
+    counts_by_owner: list[int]           # how many of them each owner has
+    rows_asked_of_me: Any                # i64 places in this rank's slice, reader by reader
+    counts_by_reader: list[int]          # how many of them each reader asks for
+    head_columns: Any                    # (n,) i64: the same rows in the head, which every rank has, if tied; else None
     plan_ms: float                       # time of `Planner.plan`
     sent: int = 0                        # bytes to and from other ranks, counted where a collective is called
     received: int = 0
+
+    @property
+    def tied(self) -> bool:
+        """Read from the head: nothing travels."""
+        return self.head_columns is not None
+
+    def change_lists(self, change: Callable) -> None:
+        """Put change(list) in the place of each list of rows: a tensor, pinned, on the device."""
+        self.rows_i_read = change(self.rows_i_read)
+        self.rows_asked_of_me = change(self.rows_asked_of_me)
+        if self.tied:
+            self.head_columns = change(self.head_columns)
 
 class Batch(NamedTuple):
     """This rank's slots of one step, b of them."""
@@ -701,7 +713,7 @@ class Planner:
             self.exchange(plans)
         pinned = lambda x: x.pin_memory() if self.fabric.on_cuda else x
         for plan in plans.values():
-            plan.ids, plan.asked = pinned(torch.as_tensor(plan.ids)), pinned(torch.as_tensor(plan.asked))
+            plan.change_lists(lambda rows: pinned(torch.as_tensor(rows)))
         for at, (values, of_step) in enumerate(zip(steps, slots)):
             borders = [slot.cu_seqlens for slot in of_step]
             borders = np.stack([np.pad(x, (0, max(map(len, borders)) - len(x)), "edge") for x in borders])
@@ -727,8 +739,8 @@ class Planner:
             found = self.places[label].take(found)
         counts = np.diff(np.searchsorted(ids, size * np.arange(W + 1))).tolist()
         ms, parts = 1000 * (time.perf_counter() - began), np.split(found, np.cumsum([x.size for x in rows[:-1]]))
-        asked = ids % size * W + ids // size if tied else ids
-        return (TablePlan(tag, size, tied, ids, counts, asked, counts, ms),
+        head_columns = ids % size * W + ids // size if tied else None
+        return (TablePlan(tag, size, ids, counts, ids, counts, head_columns, ms),
                 [part.reshape(x.shape) for part, x in zip(parts, rows)])
 
 def bounded(future: Future, cfg: Config, what: str) -> Any:
@@ -1226,8 +1238,8 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
     """Tell every owner which of its rows this rank reads, and learn what all ranks ask of this one: the facts of all
     lists in one collective, all lists in another. Raises FabricError where ranks disagree."""
     W, me = fabric.world, fabric.rank
-    lists = [torch.from_numpy((plan.ids % plan.size).astype(np.int32)[:0 if plan.tied else None]).split(
-        [0] * W if plan.tied else plan.counts) for plan in plans.values()]    # by table, by owner
+    lists = [torch.from_numpy((plan.rows_i_read % plan.size).astype(np.int32)[:0 if plan.tied else None]).split(
+        [0] * W if plan.tied else plan.counts_by_owner) for plan in plans.values()]       # by table, by owner
     words = [(*plan.tag.values(), dtype, label + " of the head" * plan.tied) for label, plan in plans.items()]
     code = lambda word: word if isinstance(word, int) else zlib.crc32(word.encode())
     facts = torch.tensor([[[*map(code, word), len(x), int(x.sum())] for word, x in zip(words, of_owner)]
@@ -1248,9 +1260,10 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
                 raise FabricError(f"rows of {label} that rank {rank} asks for", f"{len(x)} from {x[0]} to {x[-1]}",
                                   f"ascending places below {plan.size}, as announced", "report it: a plan is wrong")
         if not plan.tied:
-            plan.asked, plan.asked_counts = torch.cat(asked).long(), back[:, at].tolist()
-            plan.sent += words_bytes + (len(plan.ids) - plan.counts[me]) * arrived.element_size()
-            plan.received += words_bytes + (len(plan.asked) - plan.asked_counts[me]) * arrived.element_size()
+            plan.rows_asked_of_me, plan.counts_by_reader = torch.cat(asked).long(), back[:, at].tolist()
+            plan.sent += words_bytes + (len(plan.rows_i_read) - plan.counts_by_owner[me]) * arrived.element_size()
+            theirs_bytes = (len(plan.rows_asked_of_me) - plan.counts_by_reader[me]) * arrived.element_size()
+            plan.received += words_bytes + theirs_bytes
 
 class TableRows:
     """One table on one rank: the slice it owns, a cache of the rows it reads, and the gradients of both. sparse: cache
@@ -1283,7 +1296,7 @@ class TableRows:
         self.arriving = None
 
     def _places(self, plan: TablePlan) -> Tensor | slice:
-        return slice(len(plan.ids)) if self.listed else plan.ids
+        return slice(len(plan.rows_i_read)) if self.listed else plan.rows_i_read
 
     def _launch(self, plan: TablePlan, collective: Callable, out: Tensor, rows: Tensor, *counts: list[int]) -> Any:
         """Launch rows to their ranks, with empty lists too, and count what goes to others: lists, or whole slices."""
@@ -1295,16 +1308,16 @@ class TableRows:
     @torch.no_grad()
     def _bring(self, plan: TablePlan, out: Tensor, head: Tensor) -> Any:
         """Launch the plan's rows into `out`, or all rows where there is no list; tied ones are columns of the head."""
-        plan.ids, plan.asked = (x.to(self.mine.device, non_blocking=True) for x in (plan.ids, plan.asked))
+        plan.change_lists(lambda rows: rows.to(self.mine.device, non_blocking=True))
         if self.fabric.world == 1:
             return None
         if self.debug:
             out.fill_(math.nan)
         if plan.tied:
-            out[self._places(plan)] = head.t()[plan.asked]
+            out[self._places(plan)] = head.t()[plan.head_columns]
         elif self.listed:
-            out, rows = out[:len(plan.ids)], self.mine[plan.asked]
-            return self._launch(plan, dist.all_to_all_single, out, rows, plan.counts, plan.asked_counts)
+            out, rows = out[:len(plan.rows_i_read)], self.mine[plan.rows_asked_of_me]
+            return self._launch(plan, dist.all_to_all_single, out, rows, plan.counts_by_owner, plan.counts_by_reader)
         else:
             return self._launch(plan, dist.all_gather_into_tensor, out, self.mine.detach())
 
@@ -1329,7 +1342,7 @@ class TableRows:
         """Rows for another reader than training, in a tensor of their own."""
         out = self.mine
         if self.fabric.world > 1:
-            out = out.new_empty(len(plan.ids) if self.listed else len(self.cache), out.shape[1])
+            out = out.new_empty(len(plan.rows_i_read) if self.listed else len(self.cache), out.shape[1])
         if work := self._bring(plan, out, head):
             work.wait()
         self.account(plan)
@@ -1344,19 +1357,20 @@ class TableRows:
             arrived = self.grad.new_empty(self.grad.shape, dtype=wire)
             work = self._launch(plan, dist.reduce_scatter_tensor, arrived, self.sums.to(wire))
             return self.grad, lambda: (work.wait(), self.grad.copy_(arrived))
-        arrived = self.grad.new_empty(len(plan.asked), self.grad.shape[1], dtype=wire)
+        arrived = self.grad.new_empty(len(plan.rows_asked_of_me), self.grad.shape[1], dtype=wire)
         rows = self.sums[self._places(plan)].to(wire)
-        work = self._launch(plan, dist.all_to_all_single, arrived, rows, plan.asked_counts, plan.counts)
+        work = self._launch(plan, dist.all_to_all_single, arrived, rows, plan.counts_by_reader, plan.counts_by_owner)
         def merge() -> None:
             work.wait()
-            for at, part in zip(plan.asked.split(plan.asked_counts), arrived.split(plan.asked_counts)):
+            counts = plan.counts_by_reader
+            for at, part in zip(plan.rows_asked_of_me.split(counts), arrived.split(counts)):
                 self.grad.index_add_(0, at, part.to(self.grad.dtype))         # no row twice in a list: one order only
         return self.grad, merge
 
     def add_to_head(self, head_grad: Tensor) -> None:
         """While tied: this rank's gradients join those of the head, (D, V)."""
         for plan in self.open:
-            head_grad[:, plan.asked] += self.sums[self._places(plan)].t().to(head_grad.dtype)
+            head_grad[:, plan.head_columns] += self.sums[self._places(plan)].t().to(head_grad.dtype)
             self.sums[self._places(plan)] = 0                                 # rows of several plans count once
         self.clear()
 
@@ -1365,7 +1379,7 @@ class TableRows:
         for plan in self.open:
             self.sums[self._places(plan)] = 0
             if not plan.tied and self.fabric.world > 1:
-                self.grad[... if self.mode == "dense" else plan.asked] = 0
+                self.grad[... if self.mode == "dense" else plan.rows_asked_of_me] = 0
             self.account(plan, 2)
         self.open, self.cached = [], None
         if self.debug and (self.sums.any() or self.grad.any()):
@@ -1376,7 +1390,7 @@ class TableRows:
         if not plan.tied and plan.tag["purpose"] in ("train", "validation"):
             moved = dict(bytes_sent=plan.sent, bytes_received=plan.received,
                          bytes_dense=passes * (self.fabric.world - 1) * self.mine.nbytes)
-            self.report(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.ids), **moved,
+            self.report(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.rows_i_read), **moved,
                         plan_ms=round(plan.plan_ms, 3))
             for key in moved if plan.tag["purpose"] == "train" else ():
                 self.totals[key] += moved[key]

@@ -66,7 +66,7 @@ def counted(stage: int, most: int = 1 << 30, world: int = RANKS) -> dict[str, np
     for rank in range(world):
         plans = [batch.plans for batch, _ in cycles(stage, rank, world, most)]
         for label in TABLES:
-            found[label].append([plan[label].counts for plan in plans])
+            found[label].append([plan[label].counts_by_owner for plan in plans])
     return {label: np.array(counts).swapaxes(0, 1) for label, counts in found.items()}
 
 
@@ -78,11 +78,11 @@ def shares(counts: np.ndarray, rows: int) -> dict[str, float]:
     others = counts * (1 - np.eye(world, dtype=int))                 # what goes to another rank
     ids = others.sum(2) * ID_BYTES + (world - 1) * FACTS_BYTES
     gradients, fetched = others.sum(2) * row_bytes, others.sum(1) * row_bytes
-    asked = counts.sum(1)
+    asked_of_owner = counts.sum(1)                                   # (cycles, owner), over all readers
     both_ways = (ids + gradients + fetched).mean()
     return dict(rows=counts.sum(2).mean(), share=counts.sum(2).mean() / rows, MB=1e-6 * both_ways,
                 sparse=both_ways / dense, sparse_scatter=(ids + gradients).mean() / dense + 0.5,
-                busiest=(asked.max(1) / asked.mean(1)).mean())
+                busiest=(asked_of_owner.max(1) / asked_of_owner.mean(1)).mean())
 
 
 def table_rows() -> dict[str, int]:
@@ -148,9 +148,9 @@ def scale_rank(rank: int, store: str) -> None:
             times = [time.perf_counter()]
             plan, _ = planner.plan("bigram_embed", dict(purpose="train", cycle=round_, tokens=SCALE_IDS), False, ids)
             exchange({"bigram_embed": plan})
-            plan.ids = torch.from_numpy(plan.ids)
+            plan.change_lists(torch.as_tensor)
             times.append(time.perf_counter())
-            gathered = table.mine.detach()[plan.asked]
+            gathered = table.mine.detach()[plan.rows_asked_of_me]
             times.append(time.perf_counter())
             table.ready(plan, mine)
             grad, merge = table.return_gradients()
@@ -159,9 +159,9 @@ def scale_rank(rank: int, store: str) -> None:
             tg.adam_update(table.mine.data, grad, m, v, 1.0, (0.75, 0.95), 1e-10, torch.tensor(1e-3), torch.tensor(0.0))
             times.append(time.perf_counter())
             table.clear()
-            n = len(plan.ids)
+            n = len(plan.rows_i_read)
             found[rows].append([*(1e9 * np.diff(times) / n), (plan.sent + plan.received) / (2 * n - sum(
-                (plan.counts[rank], plan.asked_counts[rank]))), n, len(gathered)])
+                (plan.counts_by_owner[rank], plan.counts_by_reader[rank]))), n, len(gathered)])
     dist.barrier()
     if rank == 0:
         head = ("plan and exchange", "owner's gather", "rows both ways", "dense Adam", "bytes", "rows", "asked")

@@ -99,7 +99,7 @@ def planned(cfg: tg.Config, batch: tg.Batch, where: tg.Fabric | None = None) -> 
     tied = tg.Schedule(cfg).at(batch.step).tied
     for table in tg.row_tables(cfg):
         plan, found = planner.plan(table.label, tag, table.tied and tied, [batch.rows[table.label].numpy()])
-        plan.ids, plan.asked = torch.from_numpy(plan.ids), torch.from_numpy(plan.asked)
+        plan.change_lists(torch.from_numpy)
         plans[table.label], rows[table.label] = plan, torch.from_numpy(found[0])
     return batch._replace(plans=plans, rows=rows)
 
@@ -139,7 +139,8 @@ def grad_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor | None:
         return table.grad
     physical = table.grad.new_zeros(world * size, width)
     for plan in table.open:
-        physical[plan.ids] = table.sums[:len(plan.ids)] if optimizer.cfg.row_comms == "sparse" else table.sums[plan.ids]
+        rows = plan.rows_i_read
+        physical[rows] = table.sums[:len(rows)] if optimizer.cfg.row_comms == "sparse" else table.sums[rows]
     return torch.cat([physical[k::size] for k in range(size)])[:table.table.rows]
 
 
@@ -153,7 +154,7 @@ def add_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor) -> None:
     table = optimizer.tables[label]
     tag, tied = dict(purpose="test", cycle=0, tokens=len(grad)), table.table.tied and optimizer.tied
     plan, _ = tg.Planner(optimizer.cfg, fabric()).plan(label, tag, tied, [np.arange(len(grad), dtype=np.int32)])
-    plan.ids, plan.asked = (torch.from_numpy(x).to(table.grad.device) for x in (plan.ids, plan.asked))
+    plan.change_lists(lambda rows: torch.from_numpy(rows).to(table.grad.device))
     table.grad.add_(grad.to(table.grad.dtype))
     table.open.append(plan)
 

@@ -195,22 +195,22 @@ def executor_with(cfg: tg.Config, stored: Vectors, fabric: tg.Fabric = CPU) -> t
 def logical_rows(cfg: tg.Config, batch: tg.Batch, label: str) -> Tensor:
     """Rows of a table that a batch reads, as files and recipes number them."""
     plan, rows = batch.plans[label], batch.rows[label].long()
-    world = len(plan.counts)
-    return logical(plan, plan.ids[rows] if cfg.row_comms == "sparse" and world > 1 else rows)
+    world = len(plan.counts_by_owner)
+    return logical(plan, plan.rows_i_read[rows] if cfg.row_comms == "sparse" and world > 1 else rows)
 
 
 def logical(plan: tg.TablePlan, physical: Tensor) -> Tensor:
     """Owner by owner, and each has every W-th row."""
-    return physical % plan.size * len(plan.counts) + physical // plan.size
+    return physical % plan.size * len(plan.counts_by_owner) + physical // plan.size
 
 
 def whole_gradient(cfg: tg.Config, table: tg.TableRows) -> Tensor:
     """(R, D): what this rank has gathered since the last update, row by row; 0 for rows that it does not read."""
     plan, sums = table.open[-1], table.sums
-    world, whole = len(plan.counts), sums.new_zeros(table.table.rows, sums.shape[1])
+    world, whole = len(plan.counts_by_owner), sums.new_zeros(table.table.rows, sums.shape[1])
     if cfg.row_comms == "sparse" and world > 1:
-        assert table.open == [plan] and not sums[len(plan.ids):].any(), "gradients of no plan"
-        whole[logical(plan, plan.ids)] = sums[:len(plan.ids)]
+        assert table.open == [plan] and not sums[len(plan.rows_i_read):].any(), "gradients of no plan"
+        whole[logical(plan, plan.rows_i_read)] = sums[:len(plan.rows_i_read)]
         return whole
     return of_owners(sums.split(plan.size), len(whole))
 
@@ -708,7 +708,7 @@ def check_adam(oracle: Oracle, vectors: Vectors) -> None:
     for label, rows in tables.items():                                   # every row is read
         tag, every = dict(purpose="oracle", cycle=0, tokens=1), np.arange(rows.table.rows, dtype=np.int32)
         plans[label], _ = planner.plan(label, tag, rows.table.tied, [every])
-        plans[label].ids = plans[label].asked = torch.from_numpy(plans[label].ids)
+        plans[label].change_lists(torch.from_numpy)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("REDUCE_ORDER", "UPDATE_ORDER"):
             patch.setattr(tg, name, tuple(label for label in getattr(tg, name) if label in weights))

@@ -367,7 +367,7 @@ def plan_rows(executor: tg.Executor, first: tg.Values, read: dict[str, np.ndarra
     if executor.exchange:
         executor.exchange({label: plan for label, (plan, *_) in found.items()})
     for plan, *_ in found.values():
-        plan.ids, plan.asked = torch.as_tensor(plan.ids), torch.as_tensor(plan.asked)
+        plan.change_lists(torch.as_tensor)
     return found
 
 
@@ -526,8 +526,9 @@ def bad_rows(rank: Rank) -> Found:
     """Messages when the first rank asks the last one for places that no list may hold: of the last table, so that the
     others have nothing more to wait for."""
     def spoil(plan: tg.TablePlan, name: str) -> None:
-        places, size, plan.size = plan.ids % plan.size, plan.size, 1 << 20    # ids as they travel: nothing wraps around
-        plan.ids, asked = places, places[-plan.counts[-1]:]
+        places, size = plan.rows_i_read % plan.size, plan.size
+        plan.size = 1 << 20                                                   # rows as they travel: none wraps around
+        plan.rows_i_read, asked = places, places[-plan.counts_by_owner[-1]:]
         if name == "out of range":
             asked[-1] = size
         elif name == "unsorted":

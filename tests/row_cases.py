@@ -182,9 +182,9 @@ def fault(name: str, fabric: tg.Fabric, tables: dict[str, tg.TableRows]) -> Iter
 
         def row_missing(self, *args):
             plan, index = plan_rows(self, *args)
-            if len(plan.ids):
-                plan.counts[int(plan.ids[-1]) // plan.size] -= 1
-                plan.ids = plan.ids[:-1]
+            if len(plan.rows_i_read):
+                plan.counts_by_owner[int(plan.rows_i_read[-1]) // plan.size] -= 1
+                plan.rows_i_read = plan.rows_i_read[:-1]
             return plan, index
 
         if name == "fetch left out":
@@ -223,7 +223,7 @@ def drive(fabric: tg.Fabric, run: Run, broken: str = "") -> list[dict[str, Any]]
             if W > 1 and run.mode != "dense":
                 tg.exchange_plans(fabric, fabric.plan_group, run.dtype, plans)
             for plan in plans.values():
-                plan.ids, plan.asked = torch.as_tensor(plan.ids), torch.as_tensor(plan.asked)
+                plan.change_lists(torch.as_tensor)
             return plans, index
 
         ahead = made(0)
@@ -233,13 +233,14 @@ def drive(fabric: tg.Fabric, run: Run, broken: str = "") -> list[dict[str, Any]]
                 plan = plans[label]
                 cache, sums = tables[label].ready(plan, None)
                 listed = run.mode == "sparse" and W > 1
-                what = dict(ids=plan.ids.numpy(), counts=plan.counts, asked=plan.asked.numpy(), index=index[label],
-                            asked_counts=plan.asked_counts, read=[],
-                            fetched=exact_array(cache[:len(plan.ids)] if listed else cache[plan.ids]))
+                places = slice(len(plan.rows_i_read)) if listed else plan.rows_i_read
+                what = dict(rows_i_read=plan.rows_i_read.numpy(), counts_by_owner=plan.counts_by_owner,
+                            rows_asked_of_me=plan.rows_asked_of_me.numpy(), counts_by_reader=plan.counts_by_reader,
+                            index=index[label], read=[], fetched=exact_array(cache[places]))
                 if not listed:
                     what["cache"] = exact_array(cache)
                 elif run.debug:
-                    what["poisoned"] = bool(cache[len(plan.ids):].isnan().all())
+                    what["poisoned"] = bool(cache[len(plan.rows_i_read):].isnan().all())
                 for step in range(STEPS):
                     places = torch.from_numpy(index[label][step])
                     read = exact_array(F.embedding(places, cache))
@@ -301,7 +302,7 @@ def hand_made(fabric: tg.Fabric, table: tg.Table, rows: list[int], mode: str = "
     plan, _ = planner.plan(table.label, tag, False, [np.asarray(rows, np.int32)])
     if fabric.world > 1 and mode != "dense":
         tg.exchange_plans(fabric, fabric.plan_group, "float32", {table.label: plan})
-    plan.ids, plan.asked = torch.as_tensor(plan.ids), torch.as_tensor(plan.asked)
+    plan.change_lists(torch.as_tensor)
     return plan
 
 
@@ -320,7 +321,7 @@ def reset(rank: Rank) -> dict:
             rows.fetch(hand_made(fabric, table, [8, 9], mode, cycle=1), None)
             rows.reset()
         cache, sums = rows.ready(plan := hand_made(fabric, table, [7, 12], mode, cycle=2), None)
-        places = torch.arange(2) if rows.listed else plan.ids
+        places = torch.arange(2) if rows.listed else plan.rows_i_read
         tg.add_rows(sums, places.int(), cache[places].detach())
         grad, wait = rows.return_gradients()
         wait()
@@ -398,7 +399,8 @@ def bad_ids(rank: Rank) -> dict:
     for name, change in BAD.items():
         plans = two_tables(fabric, dict(purpose="train", cycle=0, tokens=64), ("table",))
         plan, target = plans["table"], rank.world - 1
-        first, places = sum(plan.counts[:target]), (plan.ids % plan.size)[-plan.counts[target]:].tolist()
+        first = sum(plan.counts_by_owner[:target])
+        places = (plan.rows_i_read % plan.size)[-plan.counts_by_owner[target]:].tolist()
         bad = change(places, plan.size)
 
         def corrupt(out, x, *splits, **kwargs):
@@ -432,8 +434,8 @@ def rank_order(rank: Rank) -> dict:
         rows = tg.TableRows(table, cfg, fabric, mine, 40, lambda **line: None)
         plan = hand_made(fabric, table, list(range(20)), mode)
         _, sums = rows.ready(plan, None)
-        places = torch.arange(20) if rows.listed else plan.ids
-        logical = plan.ids % plan.size * rank.world + plan.ids // plan.size
+        places = torch.arange(20) if rows.listed else plan.rows_i_read
+        logical = plan.rows_i_read % plan.size * rank.world + plan.rows_i_read // plan.size
         tg.add_rows(sums, places.int(), addends(rank.rank)[logical])
         grad, wait = rows.return_gradients()
         wait()
@@ -458,8 +460,8 @@ def refetch(rank: Rank) -> dict:
                 rows.open.clear()
             cache, _ = rows.ready(second, None)
             time.sleep(0.02)                                                  # what comes late would come now
-            places = slice(len(second.ids)) if rows.listed else second.ids
-            found[mode, before] = bool(cache[places].equal(mine[second.ids % second.size]))
+            places = slice(len(second.rows_i_read)) if rows.listed else second.rows_i_read
+            found[mode, before] = bool(cache[places].equal(mine[second.rows_i_read % second.size]))
     return found
 
 
@@ -474,7 +476,7 @@ def two_cycles(rank: Rank) -> dict:
         try:
             for plan in plans:
                 _, sums = rows.ready(plan, None)
-                places = torch.arange(2) if rows.listed else plan.ids
+                places = torch.arange(2) if rows.listed else plan.rows_i_read
                 tg.add_rows(sums, places.int(), torch.ones(2, WIDTH))
             grad, wait = rows.return_gradients()
             wait()

@@ -5,7 +5,7 @@ its update. Owner by owner the rows stand in physical order, every slice C = R /
 
     plans      every rank lists the rows that it will read, once each, in physical order: so the list falls into W
                pieces, one per owner
-    asked      every rank sends each piece to its owner
+    exchange   every rank sends each piece to its owner, who learns which reader asks for which rows
     fetch      owners send the rows of these pieces back, and a rank that puts the pieces in a row has its list again
     (the ranks look rows up, and add a gradient line to a row's sum for each time it was read)
     returned   the sums take the same way home: piece by piece to the owners, who add them up, rank by rank
@@ -44,14 +44,14 @@ def plan(read: list[np.ndarray], rows: int) -> tuple[list[list[int]], list[list[
 
 
 def exchange(pieces: list[list[list[int]]]) -> list[list[list[int]]]:
-    """asked[owner][rank]: what each owner has learnt."""
-    return [[of_rank[owner] for of_rank in pieces] for owner in range(len(pieces))]
+    """asked_by_reader[owner][reader]: what each owner has learnt."""
+    return [[of_reader[owner] for of_reader in pieces] for owner in range(len(pieces))]
 
 
-def fetch(slices: list[np.ndarray], asked: list[list[list[int]]]) -> list[np.ndarray]:
-    """The cache of each rank: the rows of its list, in order."""
-    return [np.concatenate([slices[owner][asked[owner][rank]] for owner in range(len(slices))])
-            for rank in range(len(slices))]
+def fetch(slices: list[np.ndarray], asked_by_reader: list[list[list[int]]]) -> list[np.ndarray]:
+    """The cache of each reader: the rows of its list, in order."""
+    return [np.concatenate([slices[owner][asked_by_reader[owner][reader]] for owner in range(len(slices))])
+            for reader in range(len(slices))]
 
 
 def index(read: np.ndarray, listed: list[int], world: int, rows: int) -> list[int]:

@@ -216,8 +216,8 @@ def slow_stream(streams, values, slots=8):
 
 def logical(batch, label, x, listed=True):
     """Logical rows as nested lists, whatever the batch's own numbers are: places in a list, or physical rows."""
-    plan, world = batch.plans[label], len(batch.plans[label].counts)
-    physical = plan.ids[x.long()] if listed and world > 1 else x.long()
+    plan, world = batch.plans[label], len(batch.plans[label].counts_by_owner)
+    physical = plan.rows_i_read[x.long()] if listed and world > 1 else x.long()
     return (physical % plan.size * world + physical // plan.size).tolist()
 
 
@@ -234,7 +234,8 @@ def check_batches(batches, steps):
         assert batch.cu_seqlens.tolist() == [bounds + [length] * (columns - len(bounds)) for _, bounds in want]
         types = [x.dtype for x in (batch.tokens, batch.targets, batch.cu_seqlens, *batch.rows.values())]
         assert types == [torch.int32, torch.int64, *[torch.int32] * 4]
-        assert all(plan.ids.dtype == plan.asked.dtype == torch.int64 for plan in batch.plans.values())
+        lists = [x for plan in batch.plans.values() for x in (plan.rows_i_read, plan.rows_asked_of_me)]
+        assert all(x.dtype == torch.int64 for x in lists)
 
 
 @pytest.mark.parametrize("counts", [(9000,), (1500, 300, 2600, 4000)])     # the second shard is too small for a block
@@ -423,8 +424,9 @@ def test_plans_equal_plain_sets(monkeypatch, world, mode, path):
             before, tag = [x.copy() for x in rows], dict(purpose="train", cycle=3, tokens=16)
             plan, found = planner.plan("bigram_embed", tag, False, rows)
             ids, counts = slow_plan({row for x in rows for row in x.ravel().tolist()}, count, world)
-            assert plan.ids.tolist() == plan.asked.tolist() == ids == sorted(set(ids)), (name, count)
-            assert plan.counts == plan.asked_counts == counts and plan.ids.dtype == np.int64
+            assert plan.rows_i_read.tolist() == plan.rows_asked_of_me.tolist() == ids == sorted(set(ids)), (name, count)
+            assert plan.counts_by_owner == plan.counts_by_reader == counts
+            assert plan.rows_i_read.dtype == np.int64 and plan.head_columns is None
             assert (plan.size, plan.tag, plan.tied, plan.sent, plan.received) == (-(-count // world), tag, False, 0, 0)
             assert plan.plan_ms >= 0
             for x, old, places in zip(rows, before, found, strict=True):
@@ -436,10 +438,11 @@ def test_plans_equal_plain_sets(monkeypatch, world, mode, path):
             kept.append((plan, ids, found, [places.copy() for places in found]))
             tied, again = planner.plan("bigram_embed", tag, True, rows)
             columns = sorted({row for x in rows for row in x.ravel().tolist()}, key=lambda row: (row % world, row))
-            assert tied.tied and tied.ids.tolist() == ids and tied.asked.tolist() == columns, "logical, of the head"
+            assert tied.tied and tied.rows_i_read.tolist() == ids and tied.head_columns.tolist() == columns
             assert all(map(np.array_equal, found, again))
         for plan, ids, found, places in kept:
-            assert plan.ids.tolist() == ids and all(map(np.array_equal, found, places)), "no plan changes an older one"
+            unchanged = plan.rows_i_read.tolist() == ids and all(map(np.array_equal, found, places))
+            assert unchanged, "no plan changes an older one"
 
 
 def test_a_row_of_a_table_belongs_to_one_place_of_one_rank():
@@ -447,8 +450,8 @@ def test_a_row_of_a_table_belongs_to_one_place_of_one_rank():
     for world, count in ((2, 101), (3, 640), (8, 5), (8, 640)):
         planner = tg.Planner(preset(bigram_rows=count, row_comms="sparse_scatter"), fabric(0, world))
         plan, (physical,) = planner.plan("bigram_embed", {}, False, [np.arange(count, dtype=np.int32)])
-        assert sorted(physical.tolist()) == plan.ids.tolist() and len(plan.ids) == count
-        assert max(plan.counts) - min(plan.counts) <= 1 and sum(plan.counts) == count
+        assert sorted(physical.tolist()) == plan.rows_i_read.tolist() and len(plan.rows_i_read) == count
+        assert max(plan.counts_by_owner) - min(plan.counts_by_owner) <= 1 and sum(plan.counts_by_owner) == count
         assert [x // plan.size for x in physical.tolist()] == [row % world for row in range(count)]
 
 
@@ -467,11 +470,12 @@ def check_plans(batches: list[tg.Batch], cfg: tg.Config, world: int, purpose: st
                 dict(bigram_embed=slow_hash(slot, count), embed=slot, value_embed=[
                     [k * cfg.padded_vocab + token for token in slot] for k in range(5)])[label]
                 for slot in batch.tokens.tolist()]
-        assert (plan.ids.tolist(), plan.counts) == slow_plan(rows, count, world)
+        assert (plan.rows_i_read.tolist(), plan.counts_by_owner) == slow_plan(rows, count, world)
         assert plan.tag == dict(purpose=purpose, cycle=first.step // 2, tokens=length), "alike on all ranks"
         assert plan.tied == (tied and label == "embed")
-        columns = sorted(rows, key=lambda row: (row % world, row))   # where there is nobody to ask
-        assert plan.asked.tolist() == (columns if plan.tied else plan.ids.tolist())
+        assert plan.rows_asked_of_me.tolist() == plan.rows_i_read.tolist(), "there is nobody to ask"
+        if plan.tied:
+            assert plan.head_columns.tolist() == sorted(rows, key=lambda row: (row % world, row))
 
 
 @pytest.mark.parametrize("rank, world", [(0, 1), (1, 2), (3, 4), (7, 8)])
@@ -520,7 +524,7 @@ def test_the_exchange_meets_each_cycle_once_in_order_on_the_loader_thread(tmp_pa
     def exchange(plans):
         seen.append((plans, threading.current_thread()))
         for label, plan in plans.items():
-            plan.asked, plan.asked_counts = np.array([len(seen), len(label)]), [1, 1]
+            plan.rows_asked_of_me, plan.counts_by_reader = np.array([len(seen), len(label)]), [1, 1]
 
     loader, values = make_loader(tmp_path, 1, 2, steps=5, exchange=exchange)
     batches = read_all(loader, values)
@@ -529,7 +533,8 @@ def test_the_exchange_meets_each_cycle_once_in_order_on_the_loader_thread(tmp_pa
     for batch in batches:
         assert batch.plans is seen[batch.step // 2][0] and set(batch.plans) == {"bigram_embed", "value_embed", "embed"}
         for label, plan in batch.plans.items():
-            assert plan.asked.equal(torch.tensor([batch.step // 2 + 1, len(label)])) and plan.asked_counts == [1, 1]
+            assert plan.rows_asked_of_me.equal(torch.tensor([batch.step // 2 + 1, len(label)]))
+            assert plan.counts_by_reader == [1, 1]
 
 
 def test_plans_ahead_are_those_of_the_next_cycle_and_none_at_the_end(tmp_path):

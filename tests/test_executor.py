@@ -86,8 +86,8 @@ def serve(ex: tg.Executor, batch: tg.Batch, whole: dict[str, torch.Tensor]) -> N
         plan, world = batch.plans[label], ex.fabric.world
         if not plan.tied:                                            # those are columns of the head, which is here
             everyone = torch.cat([owned(whole[label], fabric(rank, world)) for rank in range(world)])
-            at = slice(len(plan.ids)) if ex.cfg.row_comms == "sparse" else plan.ids
-            table.cache.detach().fill_(torch.nan)[at] = everyone[plan.ids]
+            at = slice(len(plan.rows_i_read)) if ex.cfg.row_comms == "sparse" else plan.rows_i_read
+            table.cache.detach().fill_(torch.nan)[at] = everyone[plan.rows_i_read]
             table.cached = plan
 
 

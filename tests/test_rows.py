@@ -109,7 +109,7 @@ def differences(found: list[dict], rank: int, world: int, run: cases.Run) -> lis
                 wrong.append(f"{pattern} of {rows}: {name}")
 
         for cycle, (seen, before) in enumerate(zip(got["cycles"], tables)):
-            place = np.asarray(seen["ids"], np.int64)
+            place = np.asarray(seen["rows_i_read"], np.int64)
             compare(f"rows fetched in cycle {cycle}", seen["fetched"], before[place % size * world + place // size])
             for step, read in enumerate(rows_of(rank, world, run, k, cycle)):
                 compare(f"rows read in cycle {cycle}", seen["read"][step], before[read])
@@ -184,18 +184,18 @@ def test_plan_matches_bruteforce(results, world):
             for cycle in range(run.cycles):
                 steps = [rows_of(rank, world, run, k, cycle) for rank in range(world)]
                 lists, pieces = rows_reference.plan([np.concatenate(read) for read in steps], rows)
-                asked = rows_reference.exchange(pieces)
+                asked_by_reader = rows_reference.exchange(pieces)
                 for rank in range(world):
                     seen = ranks[rank][number][k]["cycles"][cycle]
-                    assert seen["ids"].tolist() == lists[rank] and seen["ids"].dtype == np.int64
-                    assert seen["counts"] == [len(piece) for piece in pieces[rank]]
+                    assert seen["rows_i_read"].tolist() == lists[rank] and seen["rows_i_read"].dtype == np.int64
+                    assert seen["counts_by_owner"] == [len(piece) for piece in pieces[rank]]
                     found = [lists[rank][at] for step in seen["index"] for at in step] \
                         if run.mode == "sparse" and world > 1 else np.concatenate(seen["index"]).tolist()
                     read = np.concatenate(steps[rank]).tolist()
                     assert found == [rows_reference.physical(row, world, rows) for row in read]
                     if run.mode != "dense" and world > 1:
-                        assert seen["asked"].tolist() == list(itertools.chain(*asked[rank]))
-                        assert seen["asked_counts"] == [len(piece) for piece in asked[rank]]
+                        assert seen["rows_asked_of_me"].tolist() == list(itertools.chain(*asked_by_reader[rank]))
+                        assert seen["counts_by_reader"] == [len(piece) for piece in asked_by_reader[rank]]
 
 
 @worlds
@@ -206,7 +206,7 @@ def test_counts_symmetric(results, world):
         if run.mode != "dense":
             for k, cycle in itertools.product(range(len(run.tables)), range(run.cycles)):
                 seen = [found[number][k]["cycles"][cycle] for found in ranks]
-                out, back = (np.array([x[name] for x in seen]) for name in ("counts", "asked_counts"))
+                out, back = (np.array([x[name] for x in seen]) for name in ("counts_by_owner", "counts_by_reader"))
                 np.testing.assert_array_equal(out, back.T)
 
 
@@ -217,7 +217,7 @@ def test_rows_empty_lists(results, world):
     for number, run in enumerate(cases.all_runs(world)):
         for k, cycle in itertools.product(range(len(run.tables)), range(run.cycles)):
             ranks = results.ranks("exchange", world)
-            counts = np.array([found[number][k]["cycles"][cycle]["counts"] for found in ranks])
+            counts = np.array([found[number][k]["cycles"][cycle]["counts_by_owner"] for found in ranks])
             met |= {name for name, there in dict(
                 owner=counts.any() and not counts.any(0).all(), rank=counts.any() and not counts.any(1).all(),
                 peer=counts.any(0).all() and counts.any(1).all() and not counts.all(), all=not counts.any()).items()
@@ -334,7 +334,7 @@ def test_bytes_formula(results, world):
                 assert len(accounts) == run.cycles
                 for cycle, (account, seen) in enumerate(zip(accounts, ranks[rank][number][k]["cycles"])):
                     mine, theirs = (sum(n for k, n in enumerate(seen[name]) if k != rank)
-                                    for name in ("counts", "asked_counts"))
+                                    for name in ("counts_by_owner", "counts_by_reader"))
                     slices, facts = (world - 1) * size * element, (world - 1) * FACTS
                     if world == 1:
                         sent = received = 0
@@ -348,7 +348,7 @@ def test_bytes_formula(results, world):
                     assert account.pop("plan_ms") >= 0
                     assert account == dict(
                         purpose="train", cycle=cycle, tokens=SLOTS, table=f"table {k}", mode=run.mode,
-                        rows=len(seen["ids"]), bytes_sent=sent, bytes_received=received, bytes_dense=2 * slices)
+                        rows=len(seen["rows_i_read"]), bytes_sent=sent, bytes_received=received, bytes_dense=2 * slices)
                     sums = {key: sums[key] + account[key] for key in sums}
             assert ranks[rank][number][0]["seen"] == dict(sent=sums["bytes_sent"], received=sums["bytes_received"])
 
@@ -541,7 +541,7 @@ def test_empty_lists_of_rows_in_a_plan():
     for world in (1, 2):
         plan, (index,) = tg.Planner(cfg, fabric(0, world)).plan(
             "bigram_embed", dict(purpose="train", cycle=0, tokens=0), False, [np.zeros((0, 4), np.int32)])
-        assert (len(plan.ids), plan.counts, index.shape) == (0, [0] * world, (0, 4))
+        assert (len(plan.rows_i_read), plan.counts_by_owner, index.shape) == (0, [0] * world, (0, 4))
 
 
 @pytest.mark.parametrize("count", (3, 4000))
@@ -554,10 +554,11 @@ def test_rows_of_a_cycle_by_bitmap_and_by_sorting(count):
         read = [rng.integers(0, 4001, (1, count)).astype(np.int32) for _ in range(2)]
         plan, index = planner.plan("bigram_embed", dict(purpose="train", cycle=0, tokens=count), False, read)
         want = sorted({rows_reference.physical(int(row), 3, 4001) for x in read for row in x.ravel()})
-        assert plan.ids.tolist() == want and plan.size == 1334
+        assert plan.rows_i_read.tolist() == want and plan.size == 1334
         for x, at in zip(read, index):
             assert at.shape == x.shape and at.dtype == np.int32
-            assert plan.ids[at.ravel()].tolist() == [rows_reference.physical(int(row), 3, 4001) for row in x.ravel()]
+            want = [rows_reference.physical(int(row), 3, 4001) for row in x.ravel()]
+            assert plan.rows_i_read[at.ravel()].tolist() == want
 
 
 def test_another_home_rule_or_cycle_is_refused():
