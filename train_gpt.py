@@ -34,7 +34,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as Futur
 from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -474,355 +474,132 @@ class Schedule:
 
 # ====== Room 3: Data ==================================================================================================
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # recipe 1.2; table in data/README.md
-MANIFEST = "manifest.json"               # hashes of the files beside it, written last; table in data/README.md
 HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # recipe 2.5
 BITMAP_ROWS = 16                         # a bitmap finds the rows of a cycle if the table has at most so many per read
 FORMULA = "formula:"                     # formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS, tokens without a file
-FORMULA_TOKENS = 2**28                   # at most in one shard: half a GiB, 2.7 times a shard of FineWeb
-FORMULA_PIECE = 2**20                    # tokens made at once: the arithmetic takes 8 bytes for each
-
 
 class ShardHeader(NamedTuple):
     """One shard: a file, or a formula that makes its tokens."""
-
     name: str
     tokens: int
     vocab_size: int
     document_start: int
-    identity: tuple[int, ...] | None = None      # of the file as it was found; see `file_identity`
-
-    @property
-    def is_formula(self) -> bool:
-        return self.name.startswith(FORMULA)
-
-    @property
-    def vocabulary(self) -> tuple[int, int]:
-        return self.vocab_size, self.document_start
-
 
 class Shard:
     """Tokens of one shard in memory, (tokens,) u16, and where its documents start."""
-
     def __init__(self, tokens: np.ndarray, document_start: int) -> None:
-        self.tokens = tokens
-        self.doc_starts = np.flatnonzero(tokens == document_start)
+        self.tokens, self.doc_starts = tokens, np.flatnonzero(tokens == document_start)
         self.doc_lengths = np.diff(self.doc_starts, append=len(tokens))
         self._totals: dict[int, np.ndarray] = {}
 
     def totals(self, max_doc_len: int) -> np.ndarray:
-        """(documents + 1,) i64: tokens before each document when every one is cut to max_doc_len."""
+        """(documents + 1,) i64: tokens before each document when every document is cut to max_doc_len."""
         if max_doc_len not in self._totals:
-            lengths = np.minimum(self.doc_lengths, max_doc_len)
-            self._totals[max_doc_len] = np.concatenate([[0], np.cumsum(lengths)])
+            self._totals[max_doc_len] = np.concatenate([[0], np.cumsum(np.minimum(self.doc_lengths, max_doc_len))])
         return self._totals[max_doc_len]
-
 
 class Slot(NamedTuple):
     """One slot of T tokens on the host."""
-
     tokens: np.ndarray                   # (T + 1,) u16: inputs are the first T, targets the last T
     cu_seqlens: np.ndarray               # (documents + 1,) i32: 0, then the end of each document in the inputs
 
-
 def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int) -> np.ndarray:
-    """(count,) u16 tokens, alike everywhere: for the tiny preset and the warm-up.
-
-    Documents have 32 tokens on average; the first one starts at 0.
-    """
-    tokens = np.empty(count, np.uint16)
-    for first in range(0, count, FORMULA_PIECE):
-        piece = tokens[first:first + FORMULA_PIECE]
-        position = np.arange(first, first + len(piece), dtype=np.uint64) + np.uint64(seed << 32)
-        mixed = position * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)
-        drawn = mixed * mixed // np.uint64(7) % np.uint64(vocab_size - 1)
-        drawn += drawn >= document_start                                      # any token but the document start
-        piece[:] = drawn
-        piece[mixed % np.uint64(32) == 0] = document_start
-    tokens[:1] = document_start
-    return tokens
-
-
-def formula_shards(formula: str) -> list[ShardHeader]:
-    """Shards of formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS. Raises DataError."""
-    try:
-        vocab, start, tokens, shards = map(int, formula.removeprefix(FORMULA).split(":"))
-        sound = 2 <= vocab <= MAX_VOCAB and 0 <= start < vocab
-        sound = sound and 1 <= tokens <= FORMULA_TOKENS and 1 <= shards < 2**16
-    except ValueError:
-        sound = False
-    if not sound:
-        raise DataError("formula", formula, "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS with "
-                        f"DOCUMENT_START < VOCAB <= {MAX_VOCAB}, at most {FORMULA_TOKENS} TOKENS in each of at most "
-                        f"{2**16 - 1} SHARDS", "for example formula:512:511:40000:2")
-    return [ShardHeader(f"{formula}#{seed}", tokens, vocab, start) for seed in range(shards)]
-
-
-def file_identity(path: Path) -> tuple[int, ...]:
-    """(bytes, time of the last change, inode): a file that was written again or replaced has another one."""
-    found = path.stat()
-    return found.st_size, found.st_mtime_ns, found.st_ino
-
+    """(count,) u16 tokens, alike everywhere, in documents of 32 on average: for the tiny preset and the warm-up."""
+    mixed = (np.arange(count, dtype=np.uint64) + np.uint64(seed << 32)) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)
+    tokens = (mixed * mixed // np.uint64(7) % np.uint64(vocab_size - 1)).astype(np.int64)
+    tokens += tokens >= document_start
+    tokens[(mixed % np.uint64(32) == 0) | (np.arange(count) == 0)] = document_start
+    return tokens.astype(np.uint16)
 
 def read_header(path: Path) -> ShardHeader:
     """Read and check the first 1,024 bytes and the length of a shard. Raises DataError."""
-    identity = file_identity(regular_file(path, "a shard"))
-    size = identity[0]
-    words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
-    whole = len(words) == HEADER_BYTES // 4
-    if not whole or words[0] != SHARD_MAGIC or words[1] != SHARD_VERSION:
+    size, words = path.stat().st_size, np.fromfile(path, "<i4", HEADER_BYTES // 4)
+    if len(words) < HEADER_BYTES // 4 or words[0] != SHARD_MAGIC or words[1] != SHARD_VERSION:
         raise DataError(f"{path}: header at byte 0", f"{size} bytes, first words {words[:2].tolist()}",
                         f"{HEADER_BYTES} bytes that begin with {SHARD_MAGIC} (magic) and {SHARD_VERSION} (version)",
                         "fetch or write the file again; the format is in data/README.md")
-
-    count, vocab, start = words[2:5].tolist()
-    right_size = HEADER_BYTES + 2 * count
-    if count <= 0 or size != right_size:
-        raise DataError(f"{path}: length", f"{size} bytes",
-                        f"{HEADER_BYTES} + 2 x {count} (tokens in header word 2) = {right_size} bytes",
-                        "the file is cut or still being written; fetch it again")
-
-    if vocab == 0:                                                            # old shards leave both words 0
-        vocab, start = GPT2_VOCAB, GPT2_DOCUMENT_START
+    count, vocab, start = (int(word) for word in words[2:5])
+    if count <= 0 or size != HEADER_BYTES + 2 * count:
+        raise DataError(f"{path}: length", f"{size} bytes", f"{HEADER_BYTES} + 2 x {count} (tokens in header word 2) = "
+                        f"{HEADER_BYTES + 2 * count} bytes", "the file is cut or still being written; fetch it again")
+    vocab, start = (vocab, start) if vocab else (GPT2_VOCAB, GPT2_DOCUMENT_START)          # old shards leave both 0
     if not 0 <= start < vocab <= MAX_VOCAB:
         raise DataError(f"{path}: header words 3 and 4", f"vocabulary {vocab}, document start {start}",
                         f"0 <= document start < vocabulary <= {MAX_VOCAB}", "write the shards again")
-    return ShardHeader(str(path), count, vocab, start, identity)
-
-
-def matching_files(pattern: str) -> list[Path]:
-    """What a pattern matches, in name order. A file or folder of just this name comes before a pattern.
-
-    So brackets in the name of a folder mean themselves, wherever that folder exists.
-    """
-    path = Path(pattern)
-    if os.path.lexists(pattern):
-        return [path]
-    if not path.name:
-        return []
-
-    folder = path.parent
-    while not os.path.isdir(folder):                                          # ends at "." or "/"
-        folder = folder.parent
-    below = str(path.relative_to(folder))
-    names = glob.glob(os.path.join(glob.escape(str(folder)), below))
-    return [Path(name) for name in sorted(names)]
-
+    return ShardHeader(str(path), count, vocab, start)
 
 def find_shards(pattern: str) -> list[ShardHeader]:
-    """Headers of all shards of a pattern in name order, checked. Raises DataError.
-
-    Whatever matches has to be a shard: to pass over a broken link in silence would train on less.
-    """
+    """Headers of all shards of a pattern in name order, checked. Raises DataError."""
     if pattern.startswith(FORMULA):
-        return formula_shards(pattern)
-    if os.path.isdir(pattern):
-        raise DataError(f"{pattern} as shards", "a directory", "a pattern that matches files",
-                        f"name the files in it, for example '{Path(pattern) / '*_train_*.bin'}'")
-
-    paths = matching_files(pattern)
-    if not paths:
-        raise DataError("no shards", f"no file matches {pattern!r} in {os.getcwd()}", "a .bin shard",
-                        "python data/pocket.py or python data/cached_fineweb10B.py 9, "
-                        "or give --train_files= and --val_files=")
-    return [read_header(path) for path in paths]
-
-
-def read_manifest(folder: Path) -> dict[str, str]:
-    """sha256 of every file that a folder's manifest names; {} where there is none. Raises DataError."""
-    path = folder / MANIFEST
-    if not os.path.lexists(path):
-        return {}
-    regular_file(path, "a manifest")
-    try:
-        manifest = json.loads(path.read_bytes())
-        if manifest["format"] != 1:
-            raise ValueError(f"format {manifest['format']}")
-        return {name: str(facts["sha256"]) for name, facts in manifest["files"].items()}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} as a manifest", f"{type(error).__name__}: {error}",
-                        "format 1, as data/README.md has it",
-                        "write the folder again, or remove this file if those beside it are sound") from None
-
-
-def check_manifest(path: Path, content: bytes | np.ndarray) -> None:
-    """Raise DataError if the manifest beside a file says that it was written with another content."""
-    written = read_manifest(path.parent).get(path.name)
-    if written is None:
-        return
-    found = hashlib.sha256(content).hexdigest()
-    if found != written:
-        raise DataError(f"{path}: content", f"sha256 {found}", f"{written}, says {MANIFEST} beside it",
-                        "the file is damaged, or a mixture of two data sets: write the data again, "
-                        f"or remove {MANIFEST} if this content is meant")
-
-
-def checked_shard(header: ShardHeader, tokens: np.ndarray) -> Shard:
-    """The tokens as a shard, after a look at every one of them. Raises DataError."""
-    name = header.name
-    if len(tokens) != header.tokens:
-        raise DataError(f"{name}: changed while in use", f"{len(tokens)} tokens", f"{header.tokens} as before",
-                        "let nobody write to it, and start again")
-    if tokens.max() >= header.vocab_size:
-        at = int(np.argmax(tokens >= header.vocab_size))
-        raise DataError(f"{name}: token {at} at byte {HEADER_BYTES + 2 * at}", tokens[at],
-                        f"an id below the vocabulary size {header.vocab_size}",
-                        "write the shard with the right header word 3")
-
-    shard = Shard(tokens, header.document_start)
-    if len(shard.doc_starts) == 0:
-        raise DataError(f"{name}: documents", "no document start in the whole shard",
-                        f"token {header.document_start} in front of every document", "write the shard again")
-    return shard
-
+        try:
+            vocab, start, tokens, shards = map(int, pattern.removeprefix(FORMULA).split(":"))
+            if not (0 <= start < vocab <= MAX_VOCAB and 0 < tokens < 2**31 and 0 < shards < 2**16):
+                raise ValueError
+        except ValueError:
+            raise DataError("formula", pattern, "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS", "see PRESETS") from None
+        return [ShardHeader(f"{pattern}#{seed}", tokens, vocab, start) for seed in range(shards)]
+    headers = [read_header(path) for path in map(Path, sorted(glob.glob(pattern))) if path.is_file()]
+    if not headers:
+        raise DataError("no shards", f"no file matches {pattern!r} in {os.getcwd()}", "a .bin shard", "python data/"
+                        "pocket.py or python data/cached_fineweb10B.py 9, or give --train_files= and --val_files=")
+    return headers
 
 def load_shard(header: ShardHeader) -> Shard:
-    """Read a shard, or make the tokens of its formula. Raises DataError."""
-    if header.is_formula:
-        seed = int(header.name.rpartition("#")[2])
-        tokens = formula_tokens(seed, header.tokens, *header.vocabulary)
-    else:
-        tokens = np.fromfile(header.name, "<u2", header.tokens, offset=HEADER_BYTES)
-    return checked_shard(header, tokens)
-
-
-def scan_shards(headers: Sequence[ShardHeader]) -> str:
-    """Look at every token of every shard before anything is built on them. Raises DataError.
-
-    Returns the hash of the names and contents of all, in order; of a formula the name says everything.
-    """
-    digest = hashlib.sha256()
-    for header in headers:
-        path = Path(header.name)
-        digest.update(path.name.encode())
-        if not header.is_formula:
-            content = np.fromfile(path, "<u2")
-            digest.update(content)
-            check_manifest(path, content)
-            checked_shard(header, content[HEADER_BYTES // 2:])
-    return digest.hexdigest()
-
-
-def changed_shards(headers: Sequence[ShardHeader]) -> list[str]:
-    """Names of the shards whose files are no longer those that were found: written again, replaced or gone."""
-    changed = []
-    for header in headers:
-        if header.is_formula:
-            continue
-        try:
-            identity = file_identity(Path(header.name))
-        except OSError:
-            identity = None
-        if identity != header.identity:
-            changed.append(header.name)
-    return changed
-
-
-def shared_shards(train: Sequence[ShardHeader], val: Sequence[ShardHeader]) -> list[str]:
-    """Names of the training shards that are validated with, too, links followed."""
-    validated = {os.path.realpath(header.name) for header in val}
-    return [header.name for header in train if os.path.realpath(header.name) in validated]
-
+    """Read a shard and check every token. Raises DataError."""
+    name, count, vocab_size, document_start = header
+    tokens = (formula_tokens(int(name.rpartition("#")[2]), count, vocab_size, document_start)
+              if name.startswith(FORMULA) else np.fromfile(name, "<u2", count, offset=HEADER_BYTES))
+    if len(tokens) != count:
+        raise DataError(f"{name}: cut while in use", f"{len(tokens)} tokens", f"{count} as before", "fetch it again")
+    if tokens.max() >= vocab_size:
+        at = int(np.argmax(tokens >= vocab_size))
+        raise DataError(f"{name}: token {at} at byte {HEADER_BYTES + 2 * at}", tokens[at],
+                        f"an id below the vocabulary size {vocab_size}", "write the shard with the right header word 3")
+    shard = Shard(tokens, document_start)
+    if len(shard.doc_starts) == 0:
+        raise DataError(f"{name}: documents", "no document start in the whole shard",
+                        f"token {document_start} in front of every document", "write the shard again")
+    return shard
 
 def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Config:
     """Fill in the sizes that the shard headers decide. Raises DataError or ConfigError where they are contradicted."""
-    first = train[0]
+    name, _, vocab_size, document_start = train[0]
     for other in train + val:
-        if other.vocabulary != first.vocabulary:
-            raise DataError("shards of different vocabularies", f"{other.vocabulary} in {other.name}",
-                            f"(vocabulary, document start) {first.vocabulary} as in {first.name}",
-                            "give one data set only")
-
-    vocab_size, document_start = first.vocabulary
+        if other[2:] != (vocab_size, document_start):
+            raise DataError("shards of different vocabularies", f"{other[2:]} in {other.name}",
+                            f"(vocabulary, document start) {train[0][2:]} as in {name}", "give one data set only")
     for flag, unset, stored in (("vocab_size", 0, vocab_size), ("document_start", -1, document_start)):
-        given = getattr(cfg, flag)
-        if given not in (unset, stored):
-            raise ConfigError(f"--{flag}", given, f"{stored}, header of {first.name}", "leave the flag out")
-
-    padded = cfg.padded_vocab
-    if padded == 0:
-        padded = -(-vocab_size // 128) * 128
+        if getattr(cfg, flag) not in (unset, stored):
+            raise ConfigError(f"--{flag}", getattr(cfg, flag), f"{stored}, header of {name}", "leave the flag out")
+    padded = cfg.padded_vocab or -(-vocab_size // 128) * 128
     if padded < vocab_size:
         raise ConfigError("--padded_vocab", padded, f"at least the vocabulary size {vocab_size}", "--padded_vocab=0")
-
-    bigram_rows = cfg.bigram_rows
-    if bigram_rows == 0:
-        bigram_rows = 5 * padded
     return replace(cfg, vocab_size=vocab_size, document_start=document_start, padded_vocab=padded,
-                   bigram_rows=max(2, bigram_rows))
-
+                   bigram_rows=max(2, cfg.bigram_rows or 5 * padded))
 
 def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader]) -> None:
-    """Raise DataError before anything is built if the shards cannot last.
-
-    A lower bound: packing drops the ends of documents, and what of a shard is too little for a block.
-    """
-    needs = []                                       # (steps, tokens of a step) of each stage that is reached
-    for stage, start, end in zip(cfg.stages, schedule.stage_starts, schedule.stage_ends):
-        steps = min(end, schedule.last_step) - start
-        if steps > 0:
-            needs.append((steps, stage.batch_tokens + cfg.num_slots))         # a slot has one more, its last target
-
-    needed = sum(steps * step_tokens for steps, step_tokens in needs)
-    have = cfg.epochs * sum(header.tokens for header in train)
-    if cfg.epochs > 0 and needed > have:
-        raise DataError("too few training tokens",
-                        f"{have} in {len(train)} shards of {cfg.train_files!r}: {steps_within(have, needs)} steps",
-                        f"{needed} for {schedule.last_step} steps",
+    """Raise DataError before anything compiles if the shards cannot last. A lower bound: packing drops tokens."""
+    have = math.inf if cfg.epochs == 0 else cfg.epochs * sum(h.tokens for h in train)
+    slots = (schedule.at(step).slot_tokens + 1 for step in range(schedule.last_step))
+    needs = [cfg.num_slots * tokens for tokens in itertools.accumulate(slots)]
+    if needs[-1] > have:
+        steps = sum(need <= have for need in needs)
+        raise DataError("too few training tokens", f"{have} in {len(train)} shards of {cfg.train_files!r}: {steps} "
+                        "steps", f"{needs[-1]} for {schedule.last_step} steps",
                         "fetch more shards (FineWeb: python data/cached_fineweb10B.py N), take fewer steps "
                         "(--num_scheduled_steps), or cycle with --epochs=0")
 
-    largest_step = max(step_tokens for _, step_tokens in needs)
-    if largest_step > max(header.tokens for header in train):
-        raise too_small(cfg, train, largest_step // cfg.num_slots - 1)
-
-
-def steps_within(tokens: int, needs: list[tuple[int, int]]) -> int:
-    """How many steps so many tokens last, for stages of (steps, tokens of a step)."""
-    done = 0
-    for steps, step_tokens in needs:
-        fitting = min(steps, tokens // step_tokens)
-        done += fitting
-        tokens -= fitting * step_tokens
-        if fitting < steps:
-            break
-    return done
-
-
-def too_small(cfg: Config, train: list[ShardHeader], slot_tokens: int) -> DataError:
-    """A block of slots has to lie in one shard, and no shard has room for it."""
-    return DataError("training shards are too small",
-                     f"none of {len(train)} holds {cfg.num_slots} x {slot_tokens + 1} tokens",
-                     "documents for one step in a shard", "larger shards, or smaller batches in --stages")
-
-
-def check_enough_validation(cfg: Config, val: list[ShardHeader]) -> None:
-    """Raise DataError if the shards hold fewer whole blocks than val_tokens asks for."""
-    blocks = sum(len(validation_blocks(header.tokens, cfg.val_batch_tokens)) for header in val)
-    found = blocks * cfg.val_batch_tokens
-    if found < cfg.val_tokens:
-        do = f"--val_tokens={found}"
-        if found == 0:
-            do = "a smaller --val_batch_tokens, and --val_tokens a multiple of it"
-        raise DataError("too few validation tokens", f"{found} in blocks of {cfg.val_files!r}", cfg.val_tokens, do)
-
-
 def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int,
                max_doc_len: int) -> tuple[list, int] | None:
-    """Deal documents to the slots of a block in stream order (recipe 5.2, 11.3).
-
-    Each slot takes documents, cut to max_doc_len, until it has slot_tokens + 1 tokens; the last one is cut to fit and
-    its rest is lost: the next slot begins with a fresh document. Returns (slots, next document), a slot being
-    (starts, ends) of pieces, or None where the shard ends before the block does.
-    """
-    totals = shard.totals(max_doc_len)
-    slots = []
-    doc = first_doc
+    """Deal documents to the slots of a block in stream order (recipe 5.2, 11.3). Each slot takes documents, cut to
+    max_doc_len, until it has slot_tokens + 1 tokens; the last one is cut to fit and its rest is lost: the next slot
+    begins with a fresh document. Returns (slots, next document), a slot being (starts, ends) of pieces, or None."""
+    totals, slots, doc = shard.totals(max_doc_len), [], first_doc
     for _ in range(num_slots):
         goal = totals[doc] + slot_tokens + 1
         last = int(np.searchsorted(totals, goal))                             # first border at or past the goal
         if last == len(totals):
             return None
-
         starts = shard.doc_starts[doc:last]
         ends = starts + np.diff(totals[doc:last + 1])
         ends[-1] -= totals[last] - goal
@@ -830,53 +607,33 @@ def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int,
         doc = last
     return slots, doc
 
-
 def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray) -> Slot:
-    """The pieces from starts to ends of a shard's tokens, one behind the other."""
-    pieces = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
+    tokens = np.concatenate([shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())])
     cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
     cu_seqlens[-1] -= 1                                                       # the last token is a target only
-    return Slot(np.concatenate(pieces), cu_seqlens.astype(np.int32))
-
-
-def validation_blocks(shard_tokens: int, block_tokens: int) -> range:
-    """Where the blocks of a shard begin.
-
-    A block needs one more token than its own, the last target, and by the peer's rule another one.
-    """
-    return range(0, shard_tokens - block_tokens - 1, block_tokens)
-
+    return Slot(tokens, cu_seqlens.astype(np.int32))
 
 def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int, document_start: int) -> Iterator[Slot]:
     """Consecutive slots in whole blocks of num_slots, not aligned to documents, none cut (recipe 1.3, 5.2)."""
-    block_tokens = num_slots * slot_tokens
     for shard in shards:
-        for block in validation_blocks(len(shard.tokens), block_tokens):
-            for start in range(block, block + block_tokens, slot_tokens):
-                tokens = shard.tokens[start:start + slot_tokens + 1]
+        for start in range(0, len(shard.tokens) - num_slots * slot_tokens - 1, num_slots * slot_tokens):
+            for at in range(start, start + num_slots * slot_tokens, slot_tokens):
+                tokens = shard.tokens[at:at + slot_tokens + 1]
                 borders = np.flatnonzero(tokens[:-1] == document_start)
-                cu_seqlens = np.concatenate([[0], borders, [slot_tokens]])
-                yield Slot(tokens, cu_seqlens.astype(np.int32))
-
+                yield Slot(tokens, np.concatenate([[0], borders, [slot_tokens]]).astype(np.int32))
 
 def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
-    """Row of each (previous, current) token pair of slots, (..., T) i32 -> (..., T) i32 in [0, rows) (recipe 2.5).
-
-    row = ((36313 * current) xor (27191 * previous)) mod (rows - 1), in 32-bit arithmetic that wraps. The last row
-    means: no pair, and stands at position 0. Two quirks are part of the published losses: pairs cross documents, and
-    position 1 takes rows - 1 for its previous token, because the peer overwrites position 0 before it multiplies.
-    """
-    no_pair = rows - 1
+    """Row of each (previous, current) token pair of slots, (..., T) i32 -> (..., T) i32 in [0, rows) (recipe 2.5). row
+    = ((36313 * current) xor (27191 * previous)) mod (rows - 1), in 32-bit arithmetic that wraps. The last row means:
+    no pair, and stands at position 0. Two quirks are part of the published losses: pairs cross documents, and position
+    1 takes rows - 1 for its previous token, because the peer overwrites position 0 before it multiplies."""
     previous = np.empty_like(tokens)
     previous[..., 2:] = tokens[..., 1:-1]
-    previous[..., :2] = no_pair
-
-    mixed = (tokens * np.int32(HASH_CURRENT)) ^ (previous * np.int32(HASH_PREVIOUS))
-    modulus = np.int32(rows - 1)
+    previous[..., :2] = rows - 1
+    mixed, modulus = (tokens * np.int32(HASH_CURRENT)) ^ (previous * np.int32(HASH_PREVIOUS)), np.int32(rows - 1)
     hashed = mixed - mixed // modulus * modulus                               # numpy has vector code for //, none for %
-    hashed[..., 0] = no_pair
+    hashed[..., 0] = rows - 1
     return hashed
-
 
 class Table(NamedTuple):
     """An embedding of which a step reads few rows: further columns of its row in the parameter table (design 4.1)."""
@@ -932,15 +689,7 @@ class Batch(NamedTuple):
     rows: dict[str, Tensor]              # by table, shaped like its ids: places in the plan's list, or physical rows
 
     def map(self, change: Callable) -> Batch:
-        """The batch with change(tensor) in the place of each tensor."""
-        rows = {label: change(x) for label, x in self.rows.items()}
-        return self._replace(tokens=change(self.tokens), targets=change(self.targets),
-                             cu_seqlens=change(self.cu_seqlens), rows=rows)
-
-    def to(self, device: torch.device) -> Batch:
-        def moved(x: Tensor) -> Tensor:
-            return x.to(device, non_blocking=True)
-        return self.map(moved)
+        return Batch(*self[:2], *map(change, self[2:-1]), {label: change(x) for label, x in self.rows.items()})
 
 class Planner:
     """Makes the batches of a cycle and their row plans. Pure, but for the exchange with other ranks."""
@@ -994,7 +743,6 @@ class Planner:
         return (TablePlan(tag, size, ids, counts, ids, counts, head_columns, ms),
                 [part.reshape(x.shape) for part, x in zip(parts, rows)])
 
-
 def bounded(future: Future, cfg: Config, what: str) -> Any:
     """Result of a thread's work; its exception surfaces here, and the wait has an end."""
     try:
@@ -1003,35 +751,22 @@ def bounded(future: Future, cfg: Config, what: str) -> Any:
         raise RunError(what, f"nothing after {cfg.comm_timeout} s", "an answer by then",
                        "look at disk and other ranks, or give a longer --comm_timeout") from None
 
-
 class Loader:
-    """Batches of the given steps, made on a background thread exactly one cycle ahead.
-
-    Taking a cycle starts the work on the next, so what a batch holds never depends on timing. The stream of slots is
-    the same at every W: a block of slots that does not fit into a shard starts the next one, which a second thread
-    reads ahead. The steps are asked for one cycle at a time: there may be millions of them.
-    """
-
-    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], steps: Iterable[Values],
+    """Batches of the given steps, made on a background thread exactly one cycle ahead. Taking a cycle starts the work
+    on the next, so what a batch holds never depends on timing. The stream of slots is the same at every W: a block of
+    slots that does not fit into a shard starts the next one, which a second thread reads ahead."""
+    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], steps: Sequence[Values],
                  exchange: Callable | None = None, purpose: str = "train") -> None:
-        self.cfg = cfg
-        self.fabric = fabric
-        self.headers = headers
-        self.purpose = purpose
+        self.cfg, self.fabric, self.headers, self.purpose = cfg, fabric, headers, purpose
         self.planner = Planner(cfg, fabric, exchange)
-        self.steps = iter(steps)
+        self.cycles = iter([steps[i:i + CYCLE] for i in range(0, len(steps), CYCLE)])
         self.worker = ThreadPoolExecutor(1, "loader", initializer=fabric.enter_thread)
         self.reader = ThreadPoolExecutor(1, "shard-reader")
+        passes = itertools.repeat(headers, cfg.epochs) if cfg.epochs else itertools.repeat(headers)
+        self.shards = map(functools.partial(self.reader.submit, load_shard), itertools.chain.from_iterable(passes))
+        self.shard, self.doc, self.upcoming, self.ahead, self.ready = None, 0, None, None, []
 
-        self.shards = self._shards_being_read()
-        self.upcoming: Future | None = None          # the shard behind the one in use
-        self.shard: Shard | None = None              # in use, from document doc on
-        self.doc = 0
-        self.data_ended = False                      # no shard holds another block, on any rank
-        self.ahead: Future | None = None             # batches of the next cycle
-        self.ready: list[Batch] = []                 # what is left of this one
-
-    def skip(self, steps: Iterable[Values]) -> None:
+    def skip(self, steps: Sequence[Values]) -> None:
         """Pass over what the steps of an earlier run have read."""
         self.upcoming = next(self.shards)
         for values in steps:
@@ -1039,8 +774,7 @@ class Loader:
 
     def start(self) -> None:
         """Begin to read. Called when the clock starts, for reading and packing are on it."""
-        if self.upcoming is None:                                             # else `skip` has begun
-            self.upcoming = next(self.shards, None)
+        self.upcoming = self.upcoming or next(self.shards, None)             # of `skip`, maybe past the last
         self._prepare_next()
 
     def wait(self) -> None:
@@ -1055,143 +789,91 @@ class Loader:
             self._prepare_next()
         batch = self.ready.pop(0)
         assert batch.step == values.step, f"the loader is at step {batch.step}, the run at {values.step}"
-        return batch.to(self.fabric.device)
+        return batch.map(lambda x: x.to(self.fabric.device, non_blocking=True))
 
     def plans_ahead(self) -> dict[str, TablePlan] | None:
-        """Row plans of the cycle ahead, or None: there is none, or `next` will say why.
-
-        Data that end do so on every rank, so all of them may finish their cycle first. Whatever else goes wrong may
-        have happened on this rank alone, and the others would wait for its rows: it surfaces here.
-        """
-        try:
+        """Row plans of the cycle ahead, or None: there is none, or on one rank `next` will say why."""
+        with contextlib.suppress(*() if self.fabric.world > 1 else (DataError,)):     # another rank would wait for it
             self.wait()
-        except DataError:
-            if self.data_ended or self.fabric.world == 1:
-                return None
-            raise
-        if self.ahead is None:
-            return None
-        first_batch = self.ahead.result()[0]
-        return first_batch.plans
+            return self.ahead and self.ahead.result()[0].plans
 
     def close(self) -> None:
         for pool in (self.worker, self.reader):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _shards_being_read(self) -> Iterator[Future]:
-        """All shards of all passes; each is given to the reader when it is asked for."""
-        passes = range(self.cfg.epochs)
-        if self.cfg.epochs == 0:
-            passes = itertools.count()
-        for _ in passes:
-            for header in self.headers:
-                yield self.reader.submit(load_shard, header)
-
     def _prepare_next(self) -> None:
-        cycle = list(itertools.islice(self.steps, CYCLE))
-        self.ahead = None
-        if cycle:
-            self.ahead = self.worker.submit(self._make, cycle)
+        cycle = next(self.cycles, None)
+        self.ahead = cycle and self.worker.submit(self._make, cycle)
 
     def _make(self, cycle: Sequence[Values]) -> list[Batch]:
-        """Batches of this rank for the steps of a cycle; runs on the worker thread."""
-        my_slots = []
-        for values in cycle:
-            shard, block = self._block(values)
-            mine = block[self.fabric.rank::self.fabric.world]
-            my_slots.append([make_slot(shard, starts, ends) for starts, ends in mine])
-        return self.planner.batches(self.purpose, cycle, my_slots)
+        mine = [[make_slot(shard, *slot) for slot in slots[self.fabric.rank::self.fabric.world]]
+                for shard, slots in map(self._block, cycle)]
+        return self.planner.batches(self.purpose, cycle, mine)
 
     def _block(self, values: Values) -> tuple[Shard, list]:
-        """The next block of slots: its shard, and (starts, ends) of the pieces of each slot."""
-        slot_tokens = values.slot_tokens
-        for _ in range(len(self.headers) + 2):       # rest of the shard in use, each shard once, and that one again
-            if self.shard is not None:
-                packed = pack_block(self.shard, self.doc, self.cfg.num_slots, slot_tokens, values.max_doc_len)
-                if packed is not None:
-                    slots, self.doc = packed
-                    return self.shard, slots
-
+        S, T = self.cfg.num_slots, values.slot_tokens
+        for _ in range(len(self.headers) + 2):
+            packed = self.shard and pack_block(self.shard, self.doc, S, T, values.max_doc_len)
+            if packed:
+                slots, self.doc = packed
+                return self.shard, slots
             if self.upcoming is None:
-                self.data_ended = True
                 raise DataError("training data ended", f"{len(self.headers)} shards of {self.cfg.train_files!r}: "
                                 f"enough for {values.step} steps", "more shards, or fewer steps",
                                 f"fetch more shards, stop at --max_steps={values.step}, or cycle with --epochs=0")
-            self.shard = bounded(self.upcoming, self.cfg, "reading a shard")
-            self.doc = 0
+            self.shard, self.doc = bounded(self.upcoming, self.cfg, "reading a shard"), 0
             self.upcoming = next(self.shards, None)
-        self.data_ended = True
-        raise too_small(self.cfg, self.headers, slot_tokens)
-
+        raise DataError("training shards are too small", f"none of {len(self.headers)} holds {S} x {T + 1} tokens",
+                        "documents for one step in a shard", "larger shards, or smaller batches in --stages")
 
 class ValidationSet:
     """The validation slots in memory, and what is known of their text."""
-
     def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], exchange: Callable | None = None,
                  purpose: str = "validation") -> None:
-        self.cfg = cfg
-        self.fabric = fabric
-        self.purpose = purpose
-        self.planner = Planner(cfg, fabric, exchange)
-
-        check_enough_validation(cfg, headers)
+        self.purpose, self.cfg, self.fabric, self.planner = purpose, cfg, fabric, Planner(cfg, fabric, exchange)
         slot_tokens = cfg.val_batch_tokens // cfg.num_slots
-        shards = map(load_shard, headers)                                     # read only as far as they are needed
-        slots = validation_slots(shards, cfg.num_slots, slot_tokens, cfg.document_start)
+        slots = validation_slots(map(load_shard, headers), cfg.num_slots, slot_tokens, cfg.document_start)
         self.slots = list(itertools.islice(slots, cfg.val_tokens // slot_tokens))
-
-        targets = np.concatenate([slot.tokens[1:] for slot in self.slots])
-        counts = np.bincount(targets, minlength=cfg.vocab_size)
-        shares = counts[counts > 0] / len(targets)
+        found = len(self.slots) * slot_tokens
+        if found < cfg.val_tokens:
+            raise DataError("too few validation tokens", f"{found} in blocks of {cfg.val_files!r}", cfg.val_tokens,
+                            f"--val_tokens={found}" if found else "a smaller --val_batch_tokens")
+        counts = np.bincount(np.concatenate([slot.tokens[1:] for slot in self.slots]), minlength=cfg.vocab_size)
+        shares = counts[counts > 0] / counts.sum()
         self.unigram_nats = float(-(shares * np.log(shares)).sum())           # entropy of the targets' own distribution
         self.vocabulary = read_vocabulary(headers[0])
-        self.bytes_per_token = None
-        if self.vocabulary is not None:
-            lengths = [len(piece) for piece in self.vocabulary]
-            self.bytes_per_token = float(np.dot(counts, lengths) / len(targets))
+        lengths = [len(piece) for piece in self.vocabulary or ()]
+        self.bytes_per_token = float(np.dot(counts, lengths) / counts.sum()) if lengths else None
 
     def text_losses(self, loss: float) -> dict[str, float]:
         """Bits per byte of a loss in nats per token, and the unigram entropy, where the tokens' bytes are known."""
-        if self.bytes_per_token is None:
-            return {}
-        bits_per_token = loss / math.log(2)
-        return dict(val_bpb=bits_per_token / self.bytes_per_token, unigram_nats=self.unigram_nats)
+        return {} if self.bytes_per_token is None else dict(
+            val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
 
     def batches(self, values: Values) -> Iterator[Batch]:
         """This rank's slots, one block at a time."""
-        for first in range(0, len(self.slots), self.cfg.num_slots):
-            block = self.slots[first:first + self.cfg.num_slots]
-            mine = block[self.fabric.rank::self.fabric.world]
+        for block in range(0, len(self.slots), self.cfg.num_slots):
+            mine = self.slots[block + self.fabric.rank:block + self.cfg.num_slots:self.fabric.world]
             batch, = self.planner.batches(self.purpose, [values], [mine])
-            yield batch.to(self.fabric.device)
-
+            yield batch.map(lambda x: x.to(self.fabric.device, non_blocking=True))
 
 def read_vocabulary(header: ShardHeader) -> list[bytes] | None:
-    """Bytes of each token from vocab.txt beside a shard, "base64 id" per line, or None. Raises DataError.
-
-    The document start has no line and no bytes.
-    """
+    """Bytes of each token from vocab.txt beside the shards, "base64 id" per line, or None. Raises DataError."""
     path = Path(header.name).parent / "vocab.txt"
-    if header.is_formula or not os.path.lexists(path):
+    if header.name.startswith(FORMULA) or not path.exists():
         return None
-    content = regular_file(path, "the bytes of the tokens").read_bytes()
-    check_manifest(path, content)
-
     pieces: dict[int, bytes] = {}
-    for number, line in enumerate(content.splitlines(), 1):
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
             piece, token = line.split()
             pieces[int(token)] = base64.b64decode(piece, validate=True)
         except ValueError:
             raise DataError(f"{path}: line {number}", repr(line[:60]), "base64 bytes, a space, an id", "write the data "
                             "again, or remove the file: bits per byte are then not printed") from None
-
-    wanted = header.vocab_size - 1
-    if len(pieces) != wanted or pieces.keys() != set(range(header.vocab_size)) - {header.document_start}:
+    if pieces.keys() ^ set(range(header.vocab_size)) != {header.document_start}:
         raise DataError(f"{path}: ids", f"{len(pieces)} of {header.vocab_size}", f"all but the document start "
                         f"{header.document_start}, and no others", "write the data again, or remove the file")
     return [pieces.get(token, b"") for token in range(header.vocab_size)]
-
 
 # ====== Room 4: Kernels ===============================================================================================
 # References in PyTorch specify each operation on every device; a Triton body stands beside the one it must match.
@@ -1922,7 +1604,7 @@ EVAL_ROWS = 8192                         # rows of validation logits at a time: 
 MEMORY_SHARE = 0.9                       # of what is free: the rest is for the allocator and the compiler
 SAVED_ROWS, SAVED_ROWS_REFERENCE = 15, 30          # rows of width D that a layer keeps per token for its backward
 EVAL_SAVED_ROWS, HEAD_COPIES, RECOMPILE_LIMIT = 24, 6, 64
-PIECE_ROWS, KEPT_CHECKPOINTS = 1 << 14, 2          # rows of each rank that are gathered at a time for a file; files
+PIECE_ROWS = 1 << 14                     # rows of each rank that are gathered at a time for a file
 COMPILE_PATIENCE = 10                    # ranks that compile may be that many timeouts apart
 
 class Losses(NamedTuple):
@@ -2100,70 +1782,6 @@ class Executor:
             result[label]["memory_bytes"] = sum(kept_bytes.values())
         return result
 
-def write_file(path: Path, content: Any) -> None:
-    """Bytes, or what torch.save takes, under a temporary name, flushed, renamed. Raises RunError."""
-    part = path.with_name(f"{path.name}.part")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(part, "wb") as file:
-            file.write(content) if isinstance(content, bytes) else torch.save(content, file)
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException as error:                                            # torch hides the cause: a signal, too
-        part.unlink(missing_ok=True)
-        cause = error.__context__ or error
-        raise (RunError(f"writing {path}", getattr(cause, "strerror", cause), "room for it", "free some") if
-               isinstance(cause, Exception) else cause) from None
-
-def save_weights(folder: Path, cfg: Config, executor: Executor, vocabulary: list[bytes] | None) -> None:
-    """Weights in logical shapes and order, config.json, and vocab.txt where it is known. Every rank calls it."""
-    files = {"config.json": json.dumps(asdict(cfg), indent=1).encode(), "weights.pt": executor.weights()}
-    if vocabulary is not None:
-        lines = (b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece)
-        files["vocab.txt"] = b"".join(lines)
-    for name, content in files.items() if executor.fabric.rank == 0 else ():
-        write_file(folder / name, content)
-
-def load_weights(folder: Path, device: str) -> tuple[Config, dict[str, Tensor]]:
-    """What save_weights wrote. Raises DataError."""
-    try:
-        settings = json.loads((folder / "config.json").read_bytes())
-        settings["stages"] = tuple(Stage(*(tuple(x) if isinstance(x, list) else x for x in stage.values()))
-                                   for stage in settings["stages"])
-        check_config(cfg := Config(**settings | dict(device=device)))
-        tensors = torch.load(folder / "weights.pt", weights_only=True)
-        shapes = {(row.label, row.shape) for row in parameter_table(cfg)}
-        wrong = shapes ^ {(label, (*x.shape,)) for label, x in tensors.items() if x.isfinite().all()}
-    except ConfigError:
-        raise
-    except Exception as error:                                                # files of any content end here
-        raise DataError(f"saved weights in {folder}", f"{type(error).__name__}: {error}", "config.json and weights.pt",
-                        "train with --save=DIR first") from None
-    if wrong:
-        raise DataError(f"saved weights in {folder}", f"wrong, missing or not finite: {sorted(wrong)}",
-                        "finite weights and config.json of one run", "train with --save=DIR again")
-    return cfg, tensors
-
-def file_sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-def save_checkpoint(folder: Path, step: int, content: dict[str, Any]) -> None:
-    """Write step-<step>-<hash of the file>.pt beside the one before, and remove older ones. Raises RunError."""
-    write_file(folder / "new.pt", content)
-    (folder / "new.pt").replace(folder / f"step-{step:07d}-{file_sha256(folder / 'new.pt')}.pt")
-    for old in sorted(folder.glob("step-*.pt"))[:-KEPT_CHECKPOINTS]:
-        old.unlink()
-
-def load_checkpoint(folder: Path, fabric: Fabric) -> tuple[Path, dict[str, Any]]:
-    """The last checkpoint that is whole, and its file; damaged ones are named. Raises DataError if there is none."""
-    for path in sorted(folder.glob("step-*.pt"), reverse=True):
-        if (found := file_sha256(path)) == path.stem.rpartition("-")[2]:
-            return path, torch.load(path, "cpu", weights_only=True, mmap=True)
-        fabric.say(f"checkpoint {path} is damaged (its content hashes to {found[:16]}...): looking for the one before")
-    raise DataError("checkpoint", f"no whole one in {folder}", "step-<step>-<hash>.pt, where every rank can read it",
-                    "--resume=the run directory of an earlier run, or start anew")
-
 def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> dict[str, int]:
     """Bytes of each part of a run at its largest, by name: weights and moments counted, the rest by a model."""
     dtype = getattr(torch, cfg.dtype)
@@ -2203,12 +1821,479 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
         f"{part} {size / 2**30:.1f} GiB" for part, size in parts), "more ranks, a larger device" if slots is None else
         f"--num_slots={slots} --slots_per_micro_batch=1")
 
+
+# ---- Files: a save to sample from, checkpoints to go on from. Nothing in a file is trusted.
+MANIFEST = "manifest.json"               # of a save: length and hash of its files; named last
+SAVED_FILES = ("vocab.txt", "weights.pt", "config.json")
+MOST_JSON = 1 << 20                      # bytes of a config.json or manifest.json that are read
+KEPT_CHECKPOINTS = 2
+NEW_CHECKPOINT = "new.pt"                # a checkpoint whose hash is not known yet
+
+
+class TensorKind(NamedTuple):
+    """What is known of a tensor before it is read from a file."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.shape} {dtype}"
+
+
+def file_sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def part_of(path: Path) -> Path:
+    """Where a file is written until it is whole."""
+    return path.with_name(f"{path.name}.part")
+
+
+def locked(file: BinaryIO) -> bool:
+    """Lock an open file until its process closes it or ends. False if another one has it locked."""
+    try:
+        import fcntl
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except (ImportError, OSError):       # Windows; a file system without locks
+        pass
+    return True
+
+
+def remove_leftovers(paths: Iterable[Path]) -> None:
+    """Remove what killed runs left behind. What a live one is writing is locked, and stays."""
+    for path in paths:
+        with contextlib.suppress(OSError):                    # not there, or not ours to remove
+            if not stat.S_ISREG(path.lstat().st_mode):
+                continue
+            with open(path, "rb") as file:
+                abandoned = locked(file)
+            if abandoned:
+                path.unlink()
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Whatever the system refuses inside is raised as a RunError."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        found = getattr(error, "strerror", None) or error
+        raise RunError(f"writing {path}", found, "room, and the right to write there",
+                       "free some, or name another folder") from None
+
+
+def save_tensors(content: Any, file: BinaryIO) -> None:
+    """torch.save, but what stopped the writing is raised as it was.
+
+    torch makes a RuntimeError of its own of whatever happens below its writer, even of a signal.
+    """
+    try:
+        torch.save(content, file)
+    except RuntimeError as error:
+        if error.__context__ is None:
+            raise
+        raise error.__context__ from None
+
+
+def write_part(path: Path, content: Any) -> dict[str, Any]:
+    """Write the part of a file, whole and flushed; giving it its name is left to the caller.
+
+    content: bytes, or what torch.save takes. Returns the file's entry in a manifest.
+    Raises RunError; then nothing stays.
+    """
+    part = part_of(path)
+    try:
+        with writing(path):
+            part.unlink(missing_ok=True)
+            with open(part, "x+b") as file:                   # x: never through somebody's link
+                locked(file)
+                if isinstance(content, bytes):
+                    file.write(content)
+                else:
+                    save_tensors(content, file)
+                file.flush()
+                os.fsync(file.fileno())
+                size = file.tell()
+                file.seek(0)
+                digest = hashlib.file_digest(file, "sha256")
+    except BaseException:
+        with contextlib.suppress(OSError, ValueError):
+            part.unlink()
+        raise
+    return dict(bytes=size, sha256=digest.hexdigest())
+
+
+def flush_names(folder: Path) -> None:
+    """Make new names in a folder outlast a power failure, where the system can."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def saved_already(folder: Path) -> list[str]:
+    """Names in a folder that a save would write over."""
+    return [name for name in (*SAVED_FILES, MANIFEST) if os.path.lexists(folder / name)]
+
+
+def prepare_save(folder: Path) -> None:
+    """Before training: see that a save can be written there, over nobody's. Raises ConfigError."""
+    taken = saved_already(folder)
+    if taken:
+        raise ConfigError(f"--save={folder}", f"{', '.join(taken)}, of another run or data set",
+                          "a folder without a save", "another --save=DIR, or move these files away")
+    trial = part_of(folder / MANIFEST)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(part_of(folder / name) for name in (*SAVED_FILES, MANIFEST))
+        open(trial, "xb").close()
+        trial.unlink()
+    except (OSError, ValueError) as error:
+        found = getattr(error, "strerror", None) or error
+        if os.path.lexists(folder) and not folder.is_dir():
+            found = "something that is not a folder"
+        raise ConfigError(f"--save={folder}", found, "a folder that can be written to",
+                          "another --save=DIR") from None
+
+
+def save_contents(cfg: Config, tensors: dict[str, Tensor],
+                  vocabulary: list[bytes] | None) -> dict[str, Any]:
+    """Files of a save but the manifest, by name. vocabulary: bytes of the tokens, where known."""
+    contents: dict[str, Any] = {}
+    if vocabulary is not None:
+        lines = []
+        for token, piece in enumerate(vocabulary):
+            if piece:
+                lines.append(b"%s %d\n" % (base64.b64encode(piece), token))
+        contents["vocab.txt"] = b"".join(lines)
+    contents["weights.pt"] = tensors
+    contents["config.json"] = json.dumps(asdict(cfg), indent=1).encode()
+    return contents
+
+
+def save_weights(folder: Path, cfg: Config, tensors: dict[str, Tensor],
+                 vocabulary: list[bytes] | None) -> None:
+    """Write weights.pt (logical shapes and order), config.json, vocab.txt and the manifest.
+
+    All are whole and flushed before the first gets its name. Without config.json a folder is no
+    save, so that one whose names a kill cut short is refused by `load_weights`.
+    Raises RunError; then nothing half-made stays.
+    """
+    contents = save_contents(cfg, tensors, vocabulary)
+    unfinished = []
+    try:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            entries = {}
+            for name, content in contents.items():
+                unfinished.append(part_of(folder / name))
+                entries[name] = write_part(folder / name, content)
+            unfinished.append(part_of(folder / MANIFEST))
+            manifest = json.dumps(dict(format=1, files=entries), indent=1)
+            write_part(folder / MANIFEST, manifest.encode())
+
+            taken = saved_already(folder)
+            if taken:
+                raise ValueError(f"another run has saved {', '.join(taken)} there in the meantime")
+            for name in (*contents, MANIFEST):
+                part_of(folder / name).rename(folder / name)
+                unfinished.append(folder / name)
+            flush_names(folder)
+    except BaseException:
+        for path in unfinished:
+            with contextlib.suppress(OSError):
+                path.unlink()
+        raise
+
+
+def is_record(found: Any, **types: type) -> bool:
+    """Whether this is a dictionary of exactly these keys, with values of exactly these types."""
+    if not isinstance(found, dict) or found.keys() != types.keys():
+        return False
+    return all(type(found[key]) is kind for key, kind in types.items())
+
+
+def read_json(path: Path, what: str) -> Any:
+    """Raises DataError, whatever the file is."""
+    regular_file(path, what)
+    try:
+        with open(path, "rb") as file:
+            text = file.read(MOST_JSON + 1)
+        if len(text) > MOST_JSON:
+            raise ValueError(f"more than {MOST_JSON} bytes")
+        return json.loads(text)
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} as {what}", f"{type(error).__name__}: {error}",
+                        "JSON, as --save writes it", "train with --save=DIR again") from None
+
+
+def read_tensors(path: Path, what: str) -> Any:
+    """What torch.save wrote; no code in it is run. Raises DataError, whatever the file is."""
+    regular_file(path, what)
+    try:
+        return torch.load(path, "cpu", weights_only=True, mmap=True)
+    except Exception as error:           # its text would advise to let the file run its code
+        kind = type(error).__name__
+        raise DataError(f"{path} as {what}",
+                        f"{kind}: this file would run code when loaded, or is damaged",
+                        "tensors, as this trainer writes them",
+                        "take a file that you know") from None
+
+
+def check_manifest(folder: Path) -> None:
+    """Raise DataError if a save is not what its manifest says, byte by byte. Old ones have none."""
+    path = folder / MANIFEST
+    if not os.path.lexists(path):
+        return
+    manifest = read_json(path, "the manifest of a save")
+    fits = is_record(manifest, format=int, files=dict) and manifest["format"] == 1
+    if fits:
+        entries = manifest["files"]
+        fits = all(is_record(entry, bytes=int, sha256=str) for entry in entries.values())
+    if not fits:
+        raise DataError(f"{path} as the manifest of a save", "other content",
+                        "format 1, with bytes and sha256 of each file",
+                        "train with --save=DIR again")
+
+    for name in SAVED_FILES:
+        path = folder / name
+        found = ""
+        if name in entries:
+            regular_file(path, f"part of a save, which {MANIFEST} names")
+            if file_sha256(path) != entries[name]["sha256"]:
+                found = "another content than the manifest says"
+        elif os.path.lexists(path):
+            found = "a file that the manifest does not name"
+        if found:
+            raise DataError(f"{path} beside {MANIFEST}", found, "the files of one run, as written",
+                            "copy the save again: it is damaged, or mixed from several")
+
+
+def weight_kinds(cfg: Config) -> dict[str, TensorKind]:
+    """Shape and type of every weight in a file, by label."""
+    dtype = getattr(torch, cfg.dtype)
+    exact = torch.promote_types(dtype, torch.float32)
+    kinds = {}
+    for row in parameter_table(cfg):
+        kinds[row.label] = TensorKind(row.shape, exact if row.full_precision else dtype)
+    return kinds
+
+
+def moment_kinds(cfg: Config) -> dict[str, TensorKind]:
+    """Shape and type of all that the optimizer keeps, whole, as in a checkpoint."""
+    dtype = getattr(torch, cfg.dtype)
+    exact = torch.promote_types(dtype, torch.float32)
+    kinds = {}
+    for row in parameter_table(cfg):
+        if row.optimizer == "adam":
+            kinds[f"{row.label}.m"] = TensorKind(row.shape, exact)
+            kinds[f"{row.label}.v"] = TensorKind(row.shape, exact)
+            continue
+        height, width = row.shape[-2:]
+        if row.label == "attn":                               # square ones on top of each other
+            height = width
+        count = math.prod(row.shape) // (height * width)
+        matrices = (count, height, width)
+        second = (count, height, 1) if height >= width else (count, 1, width)
+        kinds[f"{row.label}.momentum"] = TensorKind(matrices, exact)
+        kinds[f"{row.label}.second"] = TensorKind(second, exact)
+        if dtype == torch.bfloat16:
+            kinds[f"{row.label}.mantissa"] = TensorKind(matrices, torch.int16)
+    return kinds
+
+
+def fault_of(name: Any, x: Any, expected: TensorKind | None) -> str:
+    """What is wrong with one tensor of a file, in words, or an empty text."""
+    if expected is None:
+        return f"{name!r:.60} unknown"
+    plain = isinstance(x, Tensor) and x.layout == torch.strided and x.device.type == "cpu"
+    if not plain or x.is_nested:
+        return f"{name} is no plain tensor"
+    kind = TensorKind(tuple(x.shape), x.dtype)
+    if kind != expected:
+        return f"{name} is {kind} instead of {expected}"
+    if not x.isfinite().all():
+        return f"{name} is not finite"
+    return ""
+
+
+def faults(tensors: Any, expected: dict[str, TensorKind]) -> str:
+    """The first three faults of tensors from a file, in words, or an empty text."""
+    if not isinstance(tensors, dict):
+        return f"{type(tensors).__name__} instead of tensors by name"
+    found = [f"{name} missing" for name in expected if name not in tensors]
+    for name, x in tensors.items():
+        fault = fault_of(name, x, expected.get(name))
+        if fault:
+            found.append(fault)
+    return ", ".join(found[:3])
+
+
+def config_from_json(settings: Any, source: str) -> Config:
+    try:
+        settings["stages"] = tuple(Stage(*(tuple(x) if isinstance(x, list) else x for x in stage.values()))
+                                   for stage in settings["stages"])
+        cfg = Config(**settings)
+        check_config(cfg)
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise DataError(source, f"{type(error).__name__}: {error}", "config.json",
+                        "train with --save=DIR first") from None
+    return cfg
+
+
+def load_weights(folder: Path, device: str) -> tuple[Config, dict[str, Tensor]]:
+    """What save_weights wrote; the device is the caller's. Raises DataError or ConfigError."""
+    if not folder.is_dir():
+        raise DataError(f"saved weights in {folder}", "no such folder",
+                        "one with config.json and weights.pt", "train with --save=DIR first")
+    check_manifest(folder)
+    path = folder / "config.json"
+    settings = read_json(path, "the configuration of a save")
+    cfg = replace(config_from_json(settings, str(path)), device=device)
+    if not 0 <= cfg.document_start < cfg.vocab_size <= min(cfg.padded_vocab, MAX_VOCAB):
+        sizes = (cfg.document_start, cfg.vocab_size, cfg.padded_vocab)
+        raise DataError(f"{path}: document_start, vocab_size, padded_vocab", sizes,
+                        f"each below the next, and at most {MAX_VOCAB} tokens",
+                        "train with --save=DIR again")
+
+    path = folder / "weights.pt"
+    tensors = read_tensors(path, "the weights of a save")
+    wrong = faults(tensors, weight_kinds(cfg))
+    if wrong:
+        raise DataError(f"{path} as the weights of a save", wrong,
+                        "finite weights, as config.json describes them",
+                        "copy the save again, or train with --save=DIR again")
+    return cfg, tensors
+
+
+def save_checkpoint(folder: Path, step: int, content: dict[str, Any]) -> None:
+    """Write step-<step>-<hash of the file>.pt, and keep only one before it. Raises RunError."""
+    new = folder / NEW_CHECKPOINT
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        written = write_part(new, content)
+        last = folder / f"step-{step:07d}-{written['sha256']}.pt"
+        part_of(new).rename(last)
+    flush_names(folder)
+
+    before = [path for path in sorted(folder.glob("step-*.pt")) if path.name < last.name]
+    for path in before[:1 - KEPT_CHECKPOINTS]:
+        with contextlib.suppress(OSError):                    # a folder, say: it is in nobody's way
+            path.unlink()
+
+
+def wrong_with_log(log: dict[str, Any], step: int) -> str:
+    """What does not fit in the log that a checkpoint of this step holds, or an empty text."""
+    if not is_record(log, tokens=int, done=int, last_good=str, lines=dict):
+        return "a log of another form"
+    if log["done"] != step or log["tokens"] < 0:
+        return f"a log of {log['done']} steps and {log['tokens']} tokens"
+    if not is_record(log["lines"], **{"log.txt": str, "log.jsonl": str}):
+        return "lines of other files than log.txt and log.jsonl"
+    try:
+        events = [json.loads(line) for line in log["lines"]["log.jsonl"].splitlines()]
+    except (ValueError, RecursionError):
+        return "lines of log.jsonl that are no JSON"
+    if not all(isinstance(event, dict) for event in events):
+        return "lines of log.jsonl that are no events"
+    return ""
+
+
+def wrong_with_state(state: dict[str, Any], cfg: Config, step: int) -> str:
+    """What does not fit in the state that a checkpoint of this step holds, or an empty text."""
+    if not is_record(state, weights=dict, moments=dict, tied=bool, adam_steps=dict):
+        return "a state of another form"
+    tied = Schedule(cfg).at(step).tied
+    if state["tied"] != tied:
+        return f"tied={state['tied']}, where the schedule says {tied}"
+    updates = {}
+    for row in parameter_table(cfg):
+        if row.optimizer == "adam":
+            updates[row.label] = step // CYCLE
+    if tied:
+        updates["embed"] = 0                                  # what is updated is the head
+    if state["adam_steps"] != updates:
+        return f"counts of updates that are not those of step {step}"
+    wrong = faults(state["weights"], weight_kinds(cfg))
+    if not wrong:
+        wrong = faults(state["moments"], moment_kinds(cfg))
+    return wrong
+
+
+def wrong_with_checkpoint(content: Any, cfg: Config, step: int) -> str:
+    """What makes the content of a checkpoint unusable for this run, or an empty text."""
+    parts = dict(log=dict, train_time_ms=float, data_sha256=str, lengths=dict, state=dict)
+    if not is_record(content, **parts):
+        return "other content than a checkpoint's"
+    if not 0 <= content["train_time_ms"] < math.inf:
+        return f"a training time of {content['train_time_ms']} ms"
+    if not re.fullmatch("[0-9a-f]{64}", content["data_sha256"]):
+        return "a hash of the data that is none"
+
+    lengths = content["lengths"]
+    if not is_record(lengths, num_scheduled_steps=int, num_extension_steps=int):
+        return "lengths of another form"
+    as_set = {name: getattr(cfg, name) for name in lengths}
+    if lengths != as_set and not cfg.time_budget:
+        return f"{lengths}, where the flags of the run say {as_set}"
+    cfg = replace(cfg, **lengths)
+    try:
+        check_config(cfg)
+    except ConfigError as error:
+        return " ".join(str(error).split())
+    if step % CYCLE or step > Schedule(cfg).total_steps:
+        return f"step {step}, at which a run of {lengths} writes none"
+
+    wrong = wrong_with_log(content["log"], step)
+    if not wrong:
+        wrong = wrong_with_state(content["state"], cfg, step)
+    return wrong
+
+
+def read_checkpoint(path: Path, cfg: Config) -> dict[str, Any]:
+    """Content of a checkpoint of this run, every part of it checked. Raises DataError."""
+    what = "a checkpoint"
+    regular_file(path, what)
+    name = re.fullmatch(r"step-(\d{7})-([0-9a-f]{64})", path.stem)
+    if name is None:
+        wrong = "a name of another form"
+    elif file_sha256(path) != name[2]:
+        wrong = "damaged: its content has another hash than its name"
+    else:
+        content = read_tensors(path, what)
+        wrong = wrong_with_checkpoint(content, cfg, int(name[1]))
+    if wrong:
+        raise DataError(f"{path} as {what}", wrong, "step-<step>-<hash>.pt, as this run wrote it",
+                        "nothing: the one before is taken, if there is one")
+    return content
+
+
+def load_checkpoint(folder: Path, cfg: Config, fabric: Fabric) -> tuple[Path, dict[str, Any]]:
+    """The last checkpoint that can be used, and its file. Raises DataError if there is none."""
+    for path in sorted(folder.glob("step-*.pt"), reverse=True):
+        try:
+            return path, read_checkpoint(path, cfg)
+        except DataError as error:
+            fabric.say(str(error))
+    raise DataError("checkpoint", f"no whole one in {folder}",
+                    "step-<step>-<hash>.pt, where every rank can read it",
+                    "--resume=the run directory of an earlier run, or start anew")
+
 # ====== Room 9: Race ==================================================================================================
 SAMPLE_TEMPERATURE = 0.8
 PLAIN_LINES = 20                         # step lines of a whole run on a console that is no terminal
 TRIAL_STEPS = 20                         # of each stage, to find how long a step takes: whole cycles
 RESERVE_BYTES = 1 << 14                  # of the disk, held back for the last lines of a run that has filled it
 CHECKPOINTS = "checkpoints"              # folder in the run directory
+FALLBACK = "save"                        # folder in the run directory, of weights that --save could not take
 
 
 class Clock:
@@ -2726,6 +2811,13 @@ def peak_memory_mib(fabric: Fabric) -> dict[str, int]:
         return dict(consumption=getrusage(RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10))
     return {}
 
+def data_sha256(headers: list[ShardHeader]) -> str:
+    """Hash of the names and contents of all shards, in order."""
+    digest = hashlib.sha256()
+    for name, *_ in headers:
+        digest.update(Path(name).name.encode() + (b"" if name.startswith(FORMULA) else Path(name).read_bytes()))
+    return digest.hexdigest()
+
 def git_commit() -> str | None:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,
@@ -2759,8 +2851,36 @@ def write_header(preset: str, given: Config, executor: Executor, log: Log, cfg: 
         f"{executor.precision}, {accum} micro-batches a step, seed {cfg.seed}",
         "changed from the preset: " + (", ".join(f"{k}={v}" for k, v in changed.items()) or "nothing"), "=" * 100)))
 
-def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet, ms: float, loss: float) -> dict:
-    """Last lines of a run's log, and its weights. Returns the result."""
+def save_or_fall_back(log: Log, cfg: Config, executor: Executor, vocabulary: list[bytes] | None) -> bool:
+    """Save the weights where --save says, else in the run directory. Returns whether they are where they were wanted.
+
+    Every rank calls it, and learns the same. A failure is said aloud, and ends nothing: the result is still to come.
+    """
+    if not cfg.save:
+        return True
+    fabric = log.fabric
+    fabric.set_timeout(cfg.comm_timeout * COMPILE_PATIENCE)                   # while rank 0 writes
+    tensors = executor.weights()
+    wanted, fallback = Path(cfg.save), log.run_dir / FALLBACK
+    failed = []
+    if fabric.rank == 0:
+        for folder in (wanted, fallback):
+            try:
+                save_weights(folder, cfg, tensors, vocabulary)
+                break
+            except RunError as error:
+                failed.append(folder)
+                fabric.say(str(error))
+    failed = fabric.of_all(failed)[0]
+    if wanted in failed:
+        where = "nowhere" if fallback in failed else fallback
+        log.text(f"the weights could not be saved in {wanted}: they are {where}")
+    return not failed
+
+
+def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet, ms: float,
+           loss: float) -> tuple[dict, bool]:
+    """Last lines of a run's log, and its weights. Returns the result, and whether the weights are where wanted."""
     result = dict(val_loss=loss, train_time_ms=round(ms, 3), steps=log.done, tokens=log.tokens,
                   peak_memory_mib=peak_memory_mib(log.fabric), run_dir=str(log.run_dir), **validation.text_losses(loss))
     if validation.bytes_per_token:
@@ -2773,26 +2893,25 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
     log.text(f"training time {ms / 1000:.2f} s{' (void: profiled)' * bool(cfg.profile)}, {log.done} steps, "
              f"{log.tokens:,} tokens; logs in {log.run_dir}")
     log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in result["peak_memory_mib"].items()))
-    if cfg.save:
-        save_weights(Path(cfg.save), cfg, executor, validation.vocabulary)
+    saved = save_or_fall_back(log, cfg, executor, validation.vocabulary)
     result["comms"] = executor.traffic()
     log.event("result", **result)
     log.close()                                                               # no bar between the lines that follow
-    return result
+    return result, saved
 
 def run_once(cfg: Config, executor: Executor, train: list[ShardHeader], validation: ValidationSet, log: Log,
-             earlier: dict[str, Any] | None, sha256: str) -> dict[str, Any]:
-    """One race from the state that the executor is in, or from a checkpoint. Returns the result."""
+             earlier: dict[str, Any] | None, sha256: str) -> tuple[dict[str, Any], bool]:
+    """One race from the state that the executor is in, or from a checkpoint. Returns what `finish` does."""
     fabric, clock, first, total = log.fabric, Clock(log.fabric), log.done, log.schedule.last_step
-    profile, at = None, log.schedule.at
-    loader = Loader(cfg, fabric, train, map(at, range(first, total)), executor.exchange_ahead)
+    steps, profile = [log.schedule.at(step) for step in range(total)], None
+    loader = Loader(cfg, fabric, train, steps[first:], executor.exchange_ahead)
     if earlier:
         executor.load_state(earlier["state"])
-        loader.skip(map(at, range(first)))
+        loader.skip(steps[:first])
         clock.before = earlier["train_time_ms"]
     if cfg.profile:
         a, b = map(int, cfg.profile.split(":"))
-        if cfg.checkpoint_every or not first < a < b < total or any(at(step).validate for step in range(a, b)):
+        if cfg.checkpoint_every or not first < a < b < total or any(values.validate for values in steps[a:b]):
             raise ConfigError("--profile", cfg.profile, f"{first} < a < b < {total}, only training in it", "others")
         profile = torch.profiler.profile(schedule=torch.profiler.schedule(
             skip_first=a - first - 1, wait=0, warmup=1, active=b - a, repeat=1))
@@ -2838,26 +2957,39 @@ def report(cfg: Config, executor: Executor, validation: ValidationSet, log: Log,
         say(f"one-sided p of a mean below {target:g}: {missing if last['p'] is None else format(last['p'], '.3g')}")
     say(json.dumps(last))
 
+def open_checkpoint(cfg: Config, fabric: Fabric, sha256: str) -> tuple[Config, dict[str, Any]]:
+    """Config with the lengths of the run that is resumed, and the content of its last checkpoint. Raises DataError."""
+    run_dir = Path(cfg.resume)
+    folder = run_dir / CHECKPOINTS
+    if fabric.rank == 0:
+        new = folder / NEW_CHECKPOINT
+        remove_leftovers([run_dir / ".reserve", new, part_of(new)])           # the first two of older trainers
+    path, content = load_checkpoint(folder, cfg, fabric)
+    fabric.check_agreement(dict(checkpoint=path.name))
+    cfg = replace(cfg, **content["lengths"])
+
+    trained_on = content["data_sha256"]
+    if trained_on != sha256:
+        raise DataError("data or steps to resume with", f"shards with the hash {sha256}", f"{trained_on}, as before",
+                        "use the same shards")
+    done = content["log"]["done"]
+    last_step = Schedule(cfg).last_step
+    if done > last_step:
+        raise DataError("data or steps to resume with", f"an end at step {last_step}", f"{done} or more steps",
+                        "a later --max_steps")
+    return cfg, content
+
+
 def open_data(cfg: Config, fabric: Fabric) -> tuple[Config, list, list, str, dict | None]:
     """Config with all sizes, shards to train on and to validate with, their hash, and the checkpoint to resume."""
     train, val = find_shards(cfg.train_files), find_shards(cfg.val_files)
-    sha256, source = scan_shards(train + val), file_sha256(Path(__file__))
+    sha256, source = data_sha256(train + val), file_sha256(Path(__file__))
     fabric.check_agreement({f"--{name}": flag_text(value) for name, value in vars(cfg).items()} |
                            dict(data_sha256=sha256, source_sha256=source, torch=torch.__version__))
     cfg, earlier = resolve(cfg, train, val), None
     if cfg.resume:
-        path, earlier = load_checkpoint(Path(cfg.resume) / CHECKPOINTS, fabric)
-        fabric.check_agreement(dict(checkpoint=path.name))
-        cfg, (was, done) = replace(cfg, **earlier["lengths"]), (earlier["data_sha256"], earlier["log"]["done"])
-        if was != sha256 or done > Schedule(cfg).last_step:
-            raise DataError("data or steps to resume with", (sha256, Schedule(cfg).last_step), f"{was}, {done} or more",
-                            "use the same shards, and a later --max_steps")
+        cfg, earlier = open_checkpoint(cfg, fabric, sha256)
     check_enough_data(cfg, Schedule(cfg), train)
-    check_enough_validation(cfg, val)
-    shared = shared_shards(train, val)
-    if shared:
-        fabric.say(f"trained on and validated with: {shared[0]}, {len(shared)} such shards in all; "
-                   "the validation losses say nothing about other text")
     return cfg, train, val, sha256, earlier
 
 def run(preset: str, given: Config, fabric: Fabric) -> int:
@@ -2867,8 +2999,7 @@ def run(preset: str, given: Config, fabric: Fabric) -> int:
         cfg, train, val, sha256, earlier = open_data(given, fabric)
         schedule, precision = Schedule(cfg), head_precision(cfg, fabric)
         if cfg.save and fabric.rank == 0:
-            Path(cfg.save).mkdir(parents=True, exist_ok=True)
-            (Path(cfg.save) / "config.json.part").touch()                     # not after hours of training
+            prepare_save(Path(cfg.save))                                      # not after hours of training
         root = cfg.run_dir or f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}-{os.urandom(4).hex()}"
         folder = lambda seed: Path(root, f"seed_{seed}" if cfg.runs > 1 else "")
         seeds = range(cfg.seed, cfg.seed + cfg.runs)
@@ -2900,11 +3031,12 @@ def run(preset: str, given: Config, fabric: Fabric) -> int:
                 with log.phase("reset"):
                     executor.restore(pristine)
                     executor.model.set_initial_values(seed, executor.kept)
-            results.append(run_once(each, executor, train, validation, log, earlier, sha256))
+            result, saved = run_once(each, executor, train, validation, log, earlier, sha256)
+            results.append(result)
         report(each, executor, validation, log, results)
         if fabric.world > 1:
             dist.destroy_process_group()
-        return EXIT_DONE
+        return EXIT_DONE if saved else EXIT_FAILED
     except BaseException as error:
         return end(error, log)
 

@@ -269,7 +269,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(cut, plain, tm
     (folder / tg.CHECKPOINTS / "new.pt.part").write_bytes(b"cut while it was written")
     done = resume(folder, tmp_path / "run")
     assert done.status == 0 and losses(done.folder) == losses(plain) and [e["step"] for e in done.of("resumed")] == [6]
-    assert f"checkpoint {last} is damaged" in done.out
+    assert f"{last} as a checkpoint\n  found:    damaged" in done.out
+    assert not (folder / tg.CHECKPOINTS / "new.pt.part").exists(), "what a killed run left"
     older.write_bytes(b"")
     done = resume(folder, tmp_path / "no_run")
     assert done.status == 2 and f"no whole one in {folder / tg.CHECKPOINTS}" in done.err
@@ -280,7 +281,7 @@ def test_flags_of_the_run_are_kept_and_others_refused(cut, tmp_path):
     assert same.status == 0 and same.of("resumed")[0]["preset"] == "tiny", "the preset is that of the log"
     for flags, parts in ((["--adam_lr=0.009"], ("--adam_lr", "0.009", f"0.008, as in {cut}")),
                          (["--seed=7"], ("--seed", f"6, as in {cut}")), (["--runs=2"], ("--runs", "one run")),
-                         (["--max_steps=6"], ("steps to resume with", "6)", "8 or more")),
+                         (["--max_steps=6"], ("steps to resume with", "step 6", "8 or more")),
                          (["--train_files=formula:512:511:40001:2"], ("data or steps to resume with",))):
         done = resume(cut, tmp_path / "refused", *flags)
         assert done.status == 2 and all(part in done.err for part in parts), done.err
