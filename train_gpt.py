@@ -474,132 +474,355 @@ class Schedule:
 
 # ====== Room 3: Data ==================================================================================================
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # recipe 1.2; table in data/README.md
+MANIFEST = "manifest.json"               # hashes of the files beside it, written last; table in data/README.md
 HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # recipe 2.5
 BITMAP_ROWS = 16                         # a bitmap finds the rows of a cycle if the table has at most so many per read
 FORMULA = "formula:"                     # formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS, tokens without a file
+FORMULA_TOKENS = 2**28                   # at most in one shard: half a GiB, 2.7 times a shard of FineWeb
+FORMULA_PIECE = 2**20                    # tokens made at once: the arithmetic takes 8 bytes for each
+
 
 class ShardHeader(NamedTuple):
     """One shard: a file, or a formula that makes its tokens."""
+
     name: str
     tokens: int
     vocab_size: int
     document_start: int
+    identity: tuple[int, ...] | None = None      # of the file as it was found; see `file_identity`
+
+    @property
+    def is_formula(self) -> bool:
+        return self.name.startswith(FORMULA)
+
+    @property
+    def vocabulary(self) -> tuple[int, int]:
+        return self.vocab_size, self.document_start
+
 
 class Shard:
     """Tokens of one shard in memory, (tokens,) u16, and where its documents start."""
+
     def __init__(self, tokens: np.ndarray, document_start: int) -> None:
-        self.tokens, self.doc_starts = tokens, np.flatnonzero(tokens == document_start)
+        self.tokens = tokens
+        self.doc_starts = np.flatnonzero(tokens == document_start)
         self.doc_lengths = np.diff(self.doc_starts, append=len(tokens))
         self._totals: dict[int, np.ndarray] = {}
 
     def totals(self, max_doc_len: int) -> np.ndarray:
-        """(documents + 1,) i64: tokens before each document when every document is cut to max_doc_len."""
+        """(documents + 1,) i64: tokens before each document when every one is cut to max_doc_len."""
         if max_doc_len not in self._totals:
-            self._totals[max_doc_len] = np.concatenate([[0], np.cumsum(np.minimum(self.doc_lengths, max_doc_len))])
+            lengths = np.minimum(self.doc_lengths, max_doc_len)
+            self._totals[max_doc_len] = np.concatenate([[0], np.cumsum(lengths)])
         return self._totals[max_doc_len]
+
 
 class Slot(NamedTuple):
     """One slot of T tokens on the host."""
+
     tokens: np.ndarray                   # (T + 1,) u16: inputs are the first T, targets the last T
     cu_seqlens: np.ndarray               # (documents + 1,) i32: 0, then the end of each document in the inputs
 
+
 def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int) -> np.ndarray:
-    """(count,) u16 tokens, alike everywhere, in documents of 32 on average: for the tiny preset and the warm-up."""
-    mixed = (np.arange(count, dtype=np.uint64) + np.uint64(seed << 32)) * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)
-    tokens = (mixed * mixed // np.uint64(7) % np.uint64(vocab_size - 1)).astype(np.int64)
-    tokens += tokens >= document_start
-    tokens[(mixed % np.uint64(32) == 0) | (np.arange(count) == 0)] = document_start
-    return tokens.astype(np.uint16)
+    """(count,) u16 tokens, alike everywhere: for the tiny preset and the warm-up.
+
+    Documents have 32 tokens on average; the first one starts at 0.
+    """
+    tokens = np.empty(count, np.uint16)
+    for first in range(0, count, FORMULA_PIECE):
+        piece = tokens[first:first + FORMULA_PIECE]
+        position = np.arange(first, first + len(piece), dtype=np.uint64) + np.uint64(seed << 32)
+        mixed = position * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)
+        drawn = mixed * mixed // np.uint64(7) % np.uint64(vocab_size - 1)
+        drawn += drawn >= document_start                                      # any token but the document start
+        piece[:] = drawn
+        piece[mixed % np.uint64(32) == 0] = document_start
+    tokens[:1] = document_start
+    return tokens
+
+
+def formula_shards(formula: str) -> list[ShardHeader]:
+    """Shards of formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS. Raises DataError."""
+    try:
+        vocab, start, tokens, shards = map(int, formula.removeprefix(FORMULA).split(":"))
+        sound = 2 <= vocab <= MAX_VOCAB and 0 <= start < vocab
+        sound = sound and 1 <= tokens <= FORMULA_TOKENS and 1 <= shards < 2**16
+    except ValueError:
+        sound = False
+    if not sound:
+        raise DataError("formula", formula, "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS with "
+                        f"DOCUMENT_START < VOCAB <= {MAX_VOCAB}, at most {FORMULA_TOKENS} TOKENS in each of at most "
+                        f"{2**16 - 1} SHARDS", "for example formula:512:511:40000:2")
+    return [ShardHeader(f"{formula}#{seed}", tokens, vocab, start) for seed in range(shards)]
+
+
+def file_identity(path: Path) -> tuple[int, ...]:
+    """(bytes, time of the last change, inode): a file that was written again or replaced has another one."""
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns, found.st_ino
+
 
 def read_header(path: Path) -> ShardHeader:
     """Read and check the first 1,024 bytes and the length of a shard. Raises DataError."""
-    size, words = path.stat().st_size, np.fromfile(path, "<i4", HEADER_BYTES // 4)
-    if len(words) < HEADER_BYTES // 4 or words[0] != SHARD_MAGIC or words[1] != SHARD_VERSION:
+    identity = file_identity(regular_file(path, "a shard"))
+    size = identity[0]
+    words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
+    whole = len(words) == HEADER_BYTES // 4
+    if not whole or words[0] != SHARD_MAGIC or words[1] != SHARD_VERSION:
         raise DataError(f"{path}: header at byte 0", f"{size} bytes, first words {words[:2].tolist()}",
                         f"{HEADER_BYTES} bytes that begin with {SHARD_MAGIC} (magic) and {SHARD_VERSION} (version)",
                         "fetch or write the file again; the format is in data/README.md")
-    count, vocab, start = (int(word) for word in words[2:5])
-    if count <= 0 or size != HEADER_BYTES + 2 * count:
-        raise DataError(f"{path}: length", f"{size} bytes", f"{HEADER_BYTES} + 2 x {count} (tokens in header word 2) = "
-                        f"{HEADER_BYTES + 2 * count} bytes", "the file is cut or still being written; fetch it again")
-    vocab, start = (vocab, start) if vocab else (GPT2_VOCAB, GPT2_DOCUMENT_START)          # old shards leave both 0
+
+    count, vocab, start = words[2:5].tolist()
+    right_size = HEADER_BYTES + 2 * count
+    if count <= 0 or size != right_size:
+        raise DataError(f"{path}: length", f"{size} bytes",
+                        f"{HEADER_BYTES} + 2 x {count} (tokens in header word 2) = {right_size} bytes",
+                        "the file is cut or still being written; fetch it again")
+
+    if vocab == 0:                                                            # old shards leave both words 0
+        vocab, start = GPT2_VOCAB, GPT2_DOCUMENT_START
     if not 0 <= start < vocab <= MAX_VOCAB:
         raise DataError(f"{path}: header words 3 and 4", f"vocabulary {vocab}, document start {start}",
                         f"0 <= document start < vocabulary <= {MAX_VOCAB}", "write the shards again")
-    return ShardHeader(str(path), count, vocab, start)
+    return ShardHeader(str(path), count, vocab, start, identity)
+
+
+def matching_files(pattern: str) -> list[Path]:
+    """What a pattern matches, in name order. A file or folder of just this name comes before a pattern.
+
+    So brackets in the name of a folder mean themselves, wherever that folder exists.
+    """
+    path = Path(pattern)
+    if os.path.lexists(pattern):
+        return [path]
+    if not path.name:
+        return []
+
+    folder = path.parent
+    while not os.path.isdir(folder):                                          # ends at "." or "/"
+        folder = folder.parent
+    below = str(path.relative_to(folder))
+    names = glob.glob(os.path.join(glob.escape(str(folder)), below))
+    return [Path(name) for name in sorted(names)]
+
 
 def find_shards(pattern: str) -> list[ShardHeader]:
-    """Headers of all shards of a pattern in name order, checked. Raises DataError."""
-    if pattern.startswith(FORMULA):
-        try:
-            vocab, start, tokens, shards = map(int, pattern.removeprefix(FORMULA).split(":"))
-            if not (0 <= start < vocab <= MAX_VOCAB and 0 < tokens < 2**31 and 0 < shards < 2**16):
-                raise ValueError
-        except ValueError:
-            raise DataError("formula", pattern, "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS", "see PRESETS") from None
-        return [ShardHeader(f"{pattern}#{seed}", tokens, vocab, start) for seed in range(shards)]
-    headers = [read_header(path) for path in map(Path, sorted(glob.glob(pattern))) if path.is_file()]
-    if not headers:
-        raise DataError("no shards", f"no file matches {pattern!r} in {os.getcwd()}", "a .bin shard", "python data/"
-                        "pocket.py or python data/cached_fineweb10B.py 9, or give --train_files= and --val_files=")
-    return headers
+    """Headers of all shards of a pattern in name order, checked. Raises DataError.
 
-def load_shard(header: ShardHeader) -> Shard:
-    """Read a shard and check every token. Raises DataError."""
-    name, count, vocab_size, document_start = header
-    tokens = (formula_tokens(int(name.rpartition("#")[2]), count, vocab_size, document_start)
-              if name.startswith(FORMULA) else np.fromfile(name, "<u2", count, offset=HEADER_BYTES))
-    if len(tokens) != count:
-        raise DataError(f"{name}: cut while in use", f"{len(tokens)} tokens", f"{count} as before", "fetch it again")
-    if tokens.max() >= vocab_size:
-        at = int(np.argmax(tokens >= vocab_size))
+    Whatever matches has to be a shard: to pass over a broken link in silence would train on less.
+    """
+    if pattern.startswith(FORMULA):
+        return formula_shards(pattern)
+    if os.path.isdir(pattern):
+        raise DataError(f"{pattern} as shards", "a directory", "a pattern that matches files",
+                        f"name the files in it, for example '{Path(pattern) / '*_train_*.bin'}'")
+
+    paths = matching_files(pattern)
+    if not paths:
+        raise DataError("no shards", f"no file matches {pattern!r} in {os.getcwd()}", "a .bin shard",
+                        "python data/pocket.py or python data/cached_fineweb10B.py 9, "
+                        "or give --train_files= and --val_files=")
+    return [read_header(path) for path in paths]
+
+
+def read_manifest(folder: Path) -> dict[str, str]:
+    """sha256 of every file that a folder's manifest names; {} where there is none. Raises DataError."""
+    path = folder / MANIFEST
+    if not os.path.lexists(path):
+        return {}
+    regular_file(path, "a manifest")
+    try:
+        manifest = json.loads(path.read_bytes())
+        if manifest["format"] != 1:
+            raise ValueError(f"format {manifest['format']}")
+        return {name: str(facts["sha256"]) for name, facts in manifest["files"].items()}
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(f"{path} as a manifest", f"{type(error).__name__}: {error}",
+                        "format 1, as data/README.md has it",
+                        "write the folder again, or remove this file if those beside it are sound") from None
+
+
+def check_manifest(path: Path, content: bytes | np.ndarray) -> None:
+    """Raise DataError if the manifest beside a file says that it was written with another content."""
+    written = read_manifest(path.parent).get(path.name)
+    if written is None:
+        return
+    found = hashlib.sha256(content).hexdigest()
+    if found != written:
+        raise DataError(f"{path}: content", f"sha256 {found}", f"{written}, says {MANIFEST} beside it",
+                        "the file is damaged, or a mixture of two data sets: write the data again, "
+                        f"or remove {MANIFEST} if this content is meant")
+
+
+def checked_shard(header: ShardHeader, tokens: np.ndarray) -> Shard:
+    """The tokens as a shard, after a look at every one of them. Raises DataError."""
+    name = header.name
+    if len(tokens) != header.tokens:
+        raise DataError(f"{name}: changed while in use", f"{len(tokens)} tokens", f"{header.tokens} as before",
+                        "let nobody write to it, and start again")
+    if tokens.max() >= header.vocab_size:
+        at = int(np.argmax(tokens >= header.vocab_size))
         raise DataError(f"{name}: token {at} at byte {HEADER_BYTES + 2 * at}", tokens[at],
-                        f"an id below the vocabulary size {vocab_size}", "write the shard with the right header word 3")
-    shard = Shard(tokens, document_start)
+                        f"an id below the vocabulary size {header.vocab_size}",
+                        "write the shard with the right header word 3")
+
+    shard = Shard(tokens, header.document_start)
     if len(shard.doc_starts) == 0:
         raise DataError(f"{name}: documents", "no document start in the whole shard",
-                        f"token {document_start} in front of every document", "write the shard again")
+                        f"token {header.document_start} in front of every document", "write the shard again")
     return shard
+
+
+def load_shard(header: ShardHeader) -> Shard:
+    """Read a shard, or make the tokens of its formula. Raises DataError."""
+    if header.is_formula:
+        seed = int(header.name.rpartition("#")[2])
+        tokens = formula_tokens(seed, header.tokens, *header.vocabulary)
+    else:
+        tokens = np.fromfile(header.name, "<u2", header.tokens, offset=HEADER_BYTES)
+    return checked_shard(header, tokens)
+
+
+def scan_shards(headers: Sequence[ShardHeader]) -> str:
+    """Look at every token of every shard before anything is built on them. Raises DataError.
+
+    Returns the hash of the names and contents of all, in order; of a formula the name says everything.
+    """
+    digest = hashlib.sha256()
+    for header in headers:
+        path = Path(header.name)
+        digest.update(path.name.encode())
+        if not header.is_formula:
+            content = np.fromfile(path, "<u2")
+            digest.update(content)
+            check_manifest(path, content)
+            checked_shard(header, content[HEADER_BYTES // 2:])
+    return digest.hexdigest()
+
+
+def changed_shards(headers: Sequence[ShardHeader]) -> list[str]:
+    """Names of the shards whose files are no longer those that were found: written again, replaced or gone."""
+    changed = []
+    for header in headers:
+        if header.is_formula:
+            continue
+        try:
+            identity = file_identity(Path(header.name))
+        except OSError:
+            identity = None
+        if identity != header.identity:
+            changed.append(header.name)
+    return changed
+
+
+def shared_shards(train: Sequence[ShardHeader], val: Sequence[ShardHeader]) -> list[str]:
+    """Names of the training shards that are validated with, too, links followed."""
+    validated = {os.path.realpath(header.name) for header in val}
+    return [header.name for header in train if os.path.realpath(header.name) in validated]
+
 
 def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Config:
     """Fill in the sizes that the shard headers decide. Raises DataError or ConfigError where they are contradicted."""
-    name, _, vocab_size, document_start = train[0]
+    first = train[0]
     for other in train + val:
-        if other[2:] != (vocab_size, document_start):
-            raise DataError("shards of different vocabularies", f"{other[2:]} in {other.name}",
-                            f"(vocabulary, document start) {train[0][2:]} as in {name}", "give one data set only")
+        if other.vocabulary != first.vocabulary:
+            raise DataError("shards of different vocabularies", f"{other.vocabulary} in {other.name}",
+                            f"(vocabulary, document start) {first.vocabulary} as in {first.name}",
+                            "give one data set only")
+
+    vocab_size, document_start = first.vocabulary
     for flag, unset, stored in (("vocab_size", 0, vocab_size), ("document_start", -1, document_start)):
-        if getattr(cfg, flag) not in (unset, stored):
-            raise ConfigError(f"--{flag}", getattr(cfg, flag), f"{stored}, header of {name}", "leave the flag out")
-    padded = cfg.padded_vocab or -(-vocab_size // 128) * 128
+        given = getattr(cfg, flag)
+        if given not in (unset, stored):
+            raise ConfigError(f"--{flag}", given, f"{stored}, header of {first.name}", "leave the flag out")
+
+    padded = cfg.padded_vocab
+    if padded == 0:
+        padded = -(-vocab_size // 128) * 128
     if padded < vocab_size:
         raise ConfigError("--padded_vocab", padded, f"at least the vocabulary size {vocab_size}", "--padded_vocab=0")
+
+    bigram_rows = cfg.bigram_rows
+    if bigram_rows == 0:
+        bigram_rows = 5 * padded
     return replace(cfg, vocab_size=vocab_size, document_start=document_start, padded_vocab=padded,
-                   bigram_rows=max(2, cfg.bigram_rows or 5 * padded))
+                   bigram_rows=max(2, bigram_rows))
+
 
 def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader]) -> None:
-    """Raise DataError before anything compiles if the shards cannot last. A lower bound: packing drops tokens."""
-    have = math.inf if cfg.epochs == 0 else cfg.epochs * sum(h.tokens for h in train)
-    slots = (schedule.at(step).slot_tokens + 1 for step in range(schedule.last_step))
-    needs = [cfg.num_slots * tokens for tokens in itertools.accumulate(slots)]
-    if needs[-1] > have:
-        steps = sum(need <= have for need in needs)
-        raise DataError("too few training tokens", f"{have} in {len(train)} shards of {cfg.train_files!r}: {steps} "
-                        "steps", f"{needs[-1]} for {schedule.last_step} steps",
+    """Raise DataError before anything is built if the shards cannot last.
+
+    A lower bound: packing drops the ends of documents, and what of a shard is too little for a block.
+    """
+    needs = []                                       # (steps, tokens of a step) of each stage that is reached
+    for stage, start, end in zip(cfg.stages, schedule.stage_starts, schedule.stage_ends):
+        steps = min(end, schedule.last_step) - start
+        if steps > 0:
+            needs.append((steps, stage.batch_tokens + cfg.num_slots))         # a slot has one more, its last target
+
+    needed = sum(steps * step_tokens for steps, step_tokens in needs)
+    have = cfg.epochs * sum(header.tokens for header in train)
+    if cfg.epochs > 0 and needed > have:
+        raise DataError("too few training tokens",
+                        f"{have} in {len(train)} shards of {cfg.train_files!r}: {steps_within(have, needs)} steps",
+                        f"{needed} for {schedule.last_step} steps",
                         "fetch more shards (FineWeb: python data/cached_fineweb10B.py N), take fewer steps "
                         "(--num_scheduled_steps), or cycle with --epochs=0")
 
+    largest_step = max(step_tokens for _, step_tokens in needs)
+    if largest_step > max(header.tokens for header in train):
+        raise too_small(cfg, train, largest_step // cfg.num_slots - 1)
+
+
+def steps_within(tokens: int, needs: list[tuple[int, int]]) -> int:
+    """How many steps so many tokens last, for stages of (steps, tokens of a step)."""
+    done = 0
+    for steps, step_tokens in needs:
+        fitting = min(steps, tokens // step_tokens)
+        done += fitting
+        tokens -= fitting * step_tokens
+        if fitting < steps:
+            break
+    return done
+
+
+def too_small(cfg: Config, train: list[ShardHeader], slot_tokens: int) -> DataError:
+    """A block of slots has to lie in one shard, and no shard has room for it."""
+    return DataError("training shards are too small",
+                     f"none of {len(train)} holds {cfg.num_slots} x {slot_tokens + 1} tokens",
+                     "documents for one step in a shard", "larger shards, or smaller batches in --stages")
+
+
+def check_enough_validation(cfg: Config, val: list[ShardHeader]) -> None:
+    """Raise DataError if the shards hold fewer whole blocks than val_tokens asks for."""
+    blocks = sum(len(validation_blocks(header.tokens, cfg.val_batch_tokens)) for header in val)
+    found = blocks * cfg.val_batch_tokens
+    if found < cfg.val_tokens:
+        do = f"--val_tokens={found}"
+        if found == 0:
+            do = "a smaller --val_batch_tokens, and --val_tokens a multiple of it"
+        raise DataError("too few validation tokens", f"{found} in blocks of {cfg.val_files!r}", cfg.val_tokens, do)
+
+
 def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int,
                max_doc_len: int) -> tuple[list, int] | None:
-    """Deal documents to the slots of a block in stream order (recipe 5.2, 11.3). Each slot takes documents, cut to
-    max_doc_len, until it has slot_tokens + 1 tokens; the last one is cut to fit and its rest is lost: the next slot
-    begins with a fresh document. Returns (slots, next document), a slot being (starts, ends) of pieces, or None."""
-    totals, slots, doc = shard.totals(max_doc_len), [], first_doc
+    """Deal documents to the slots of a block in stream order (recipe 5.2, 11.3).
+
+    Each slot takes documents, cut to max_doc_len, until it has slot_tokens + 1 tokens; the last one is cut to fit and
+    its rest is lost: the next slot begins with a fresh document. Returns (slots, next document), a slot being
+    (starts, ends) of pieces, or None where the shard ends before the block does.
+    """
+    totals = shard.totals(max_doc_len)
+    slots = []
+    doc = first_doc
     for _ in range(num_slots):
         goal = totals[doc] + slot_tokens + 1
         last = int(np.searchsorted(totals, goal))                             # first border at or past the goal
         if last == len(totals):
             return None
+
         starts = shard.doc_starts[doc:last]
         ends = starts + np.diff(totals[doc:last + 1])
         ends[-1] -= totals[last] - goal
@@ -607,33 +830,53 @@ def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int,
         doc = last
     return slots, doc
 
+
 def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray) -> Slot:
-    tokens = np.concatenate([shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())])
+    """The pieces from starts to ends of a shard's tokens, one behind the other."""
+    pieces = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
     cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
     cu_seqlens[-1] -= 1                                                       # the last token is a target only
-    return Slot(tokens, cu_seqlens.astype(np.int32))
+    return Slot(np.concatenate(pieces), cu_seqlens.astype(np.int32))
+
+
+def validation_blocks(shard_tokens: int, block_tokens: int) -> range:
+    """Where the blocks of a shard begin.
+
+    A block needs one more token than its own, the last target, and by the peer's rule another one.
+    """
+    return range(0, shard_tokens - block_tokens - 1, block_tokens)
+
 
 def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int, document_start: int) -> Iterator[Slot]:
     """Consecutive slots in whole blocks of num_slots, not aligned to documents, none cut (recipe 1.3, 5.2)."""
+    block_tokens = num_slots * slot_tokens
     for shard in shards:
-        for start in range(0, len(shard.tokens) - num_slots * slot_tokens - 1, num_slots * slot_tokens):
-            for at in range(start, start + num_slots * slot_tokens, slot_tokens):
-                tokens = shard.tokens[at:at + slot_tokens + 1]
+        for block in validation_blocks(len(shard.tokens), block_tokens):
+            for start in range(block, block + block_tokens, slot_tokens):
+                tokens = shard.tokens[start:start + slot_tokens + 1]
                 borders = np.flatnonzero(tokens[:-1] == document_start)
-                yield Slot(tokens, np.concatenate([[0], borders, [slot_tokens]]).astype(np.int32))
+                cu_seqlens = np.concatenate([[0], borders, [slot_tokens]])
+                yield Slot(tokens, cu_seqlens.astype(np.int32))
+
 
 def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
-    """Row of each (previous, current) token pair of slots, (..., T) i32 -> (..., T) i32 in [0, rows) (recipe 2.5). row
-    = ((36313 * current) xor (27191 * previous)) mod (rows - 1), in 32-bit arithmetic that wraps. The last row means:
-    no pair, and stands at position 0. Two quirks are part of the published losses: pairs cross documents, and position
-    1 takes rows - 1 for its previous token, because the peer overwrites position 0 before it multiplies."""
+    """Row of each (previous, current) token pair of slots, (..., T) i32 -> (..., T) i32 in [0, rows) (recipe 2.5).
+
+    row = ((36313 * current) xor (27191 * previous)) mod (rows - 1), in 32-bit arithmetic that wraps. The last row
+    means: no pair, and stands at position 0. Two quirks are part of the published losses: pairs cross documents, and
+    position 1 takes rows - 1 for its previous token, because the peer overwrites position 0 before it multiplies.
+    """
+    no_pair = rows - 1
     previous = np.empty_like(tokens)
     previous[..., 2:] = tokens[..., 1:-1]
-    previous[..., :2] = rows - 1
-    mixed, modulus = (tokens * np.int32(HASH_CURRENT)) ^ (previous * np.int32(HASH_PREVIOUS)), np.int32(rows - 1)
+    previous[..., :2] = no_pair
+
+    mixed = (tokens * np.int32(HASH_CURRENT)) ^ (previous * np.int32(HASH_PREVIOUS))
+    modulus = np.int32(rows - 1)
     hashed = mixed - mixed // modulus * modulus                               # numpy has vector code for //, none for %
-    hashed[..., 0] = rows - 1
+    hashed[..., 0] = no_pair
     return hashed
+
 
 class Table(NamedTuple):
     """An embedding of which a step reads few rows: further columns of its row in the parameter table (design 4.1)."""
@@ -689,7 +932,15 @@ class Batch(NamedTuple):
     rows: dict[str, Tensor]              # by table, shaped like its ids: places in the plan's list, or physical rows
 
     def map(self, change: Callable) -> Batch:
-        return Batch(*self[:2], *map(change, self[2:-1]), {label: change(x) for label, x in self.rows.items()})
+        """The batch with change(tensor) in the place of each tensor."""
+        rows = {label: change(x) for label, x in self.rows.items()}
+        return self._replace(tokens=change(self.tokens), targets=change(self.targets),
+                             cu_seqlens=change(self.cu_seqlens), rows=rows)
+
+    def to(self, device: torch.device) -> Batch:
+        def moved(x: Tensor) -> Tensor:
+            return x.to(device, non_blocking=True)
+        return self.map(moved)
 
 class Planner:
     """Makes the batches of a cycle and their row plans. Pure, but for the exchange with other ranks."""
@@ -743,6 +994,7 @@ class Planner:
         return (TablePlan(tag, size, ids, counts, ids, counts, head_columns, ms),
                 [part.reshape(x.shape) for part, x in zip(parts, rows)])
 
+
 def bounded(future: Future, cfg: Config, what: str) -> Any:
     """Result of a thread's work; its exception surfaces here, and the wait has an end."""
     try:
@@ -751,22 +1003,35 @@ def bounded(future: Future, cfg: Config, what: str) -> Any:
         raise RunError(what, f"nothing after {cfg.comm_timeout} s", "an answer by then",
                        "look at disk and other ranks, or give a longer --comm_timeout") from None
 
+
 class Loader:
-    """Batches of the given steps, made on a background thread exactly one cycle ahead. Taking a cycle starts the work
-    on the next, so what a batch holds never depends on timing. The stream of slots is the same at every W: a block of
-    slots that does not fit into a shard starts the next one, which a second thread reads ahead."""
-    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], steps: Sequence[Values],
+    """Batches of the given steps, made on a background thread exactly one cycle ahead.
+
+    Taking a cycle starts the work on the next, so what a batch holds never depends on timing. The stream of slots is
+    the same at every W: a block of slots that does not fit into a shard starts the next one, which a second thread
+    reads ahead. The steps are asked for one cycle at a time: there may be millions of them.
+    """
+
+    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], steps: Iterable[Values],
                  exchange: Callable | None = None, purpose: str = "train") -> None:
-        self.cfg, self.fabric, self.headers, self.purpose = cfg, fabric, headers, purpose
+        self.cfg = cfg
+        self.fabric = fabric
+        self.headers = headers
+        self.purpose = purpose
         self.planner = Planner(cfg, fabric, exchange)
-        self.cycles = iter([steps[i:i + CYCLE] for i in range(0, len(steps), CYCLE)])
+        self.steps = iter(steps)
         self.worker = ThreadPoolExecutor(1, "loader", initializer=fabric.enter_thread)
         self.reader = ThreadPoolExecutor(1, "shard-reader")
-        passes = itertools.repeat(headers, cfg.epochs) if cfg.epochs else itertools.repeat(headers)
-        self.shards = map(functools.partial(self.reader.submit, load_shard), itertools.chain.from_iterable(passes))
-        self.shard, self.doc, self.upcoming, self.ahead, self.ready = None, 0, None, None, []
 
-    def skip(self, steps: Sequence[Values]) -> None:
+        self.shards = self._shards_being_read()
+        self.upcoming: Future | None = None          # the shard behind the one in use
+        self.shard: Shard | None = None              # in use, from document doc on
+        self.doc = 0
+        self.data_ended = False                      # no shard holds another block, on any rank
+        self.ahead: Future | None = None             # batches of the next cycle
+        self.ready: list[Batch] = []                 # what is left of this one
+
+    def skip(self, steps: Iterable[Values]) -> None:
         """Pass over what the steps of an earlier run have read."""
         self.upcoming = next(self.shards)
         for values in steps:
@@ -774,7 +1039,8 @@ class Loader:
 
     def start(self) -> None:
         """Begin to read. Called when the clock starts, for reading and packing are on it."""
-        self.upcoming = self.upcoming or next(self.shards, None)             # of `skip`, maybe past the last
+        if self.upcoming is None:                                             # else `skip` has begun
+            self.upcoming = next(self.shards, None)
         self._prepare_next()
 
     def wait(self) -> None:
@@ -789,91 +1055,143 @@ class Loader:
             self._prepare_next()
         batch = self.ready.pop(0)
         assert batch.step == values.step, f"the loader is at step {batch.step}, the run at {values.step}"
-        return batch.map(lambda x: x.to(self.fabric.device, non_blocking=True))
+        return batch.to(self.fabric.device)
 
     def plans_ahead(self) -> dict[str, TablePlan] | None:
-        """Row plans of the cycle ahead, or None: there is none, or on one rank `next` will say why."""
-        with contextlib.suppress(*() if self.fabric.world > 1 else (DataError,)):     # another rank would wait for it
+        """Row plans of the cycle ahead, or None: there is none, or `next` will say why.
+
+        Data that end do so on every rank, so all of them may finish their cycle first. Whatever else goes wrong may
+        have happened on this rank alone, and the others would wait for its rows: it surfaces here.
+        """
+        try:
             self.wait()
-            return self.ahead and self.ahead.result()[0].plans
+        except DataError:
+            if self.data_ended or self.fabric.world == 1:
+                return None
+            raise
+        if self.ahead is None:
+            return None
+        first_batch = self.ahead.result()[0]
+        return first_batch.plans
 
     def close(self) -> None:
         for pool in (self.worker, self.reader):
             pool.shutdown(wait=False, cancel_futures=True)
 
+    def _shards_being_read(self) -> Iterator[Future]:
+        """All shards of all passes; each is given to the reader when it is asked for."""
+        passes = range(self.cfg.epochs)
+        if self.cfg.epochs == 0:
+            passes = itertools.count()
+        for _ in passes:
+            for header in self.headers:
+                yield self.reader.submit(load_shard, header)
+
     def _prepare_next(self) -> None:
-        cycle = next(self.cycles, None)
-        self.ahead = cycle and self.worker.submit(self._make, cycle)
+        cycle = list(itertools.islice(self.steps, CYCLE))
+        self.ahead = None
+        if cycle:
+            self.ahead = self.worker.submit(self._make, cycle)
 
     def _make(self, cycle: Sequence[Values]) -> list[Batch]:
-        mine = [[make_slot(shard, *slot) for slot in slots[self.fabric.rank::self.fabric.world]]
-                for shard, slots in map(self._block, cycle)]
-        return self.planner.batches(self.purpose, cycle, mine)
+        """Batches of this rank for the steps of a cycle; runs on the worker thread."""
+        my_slots = []
+        for values in cycle:
+            shard, block = self._block(values)
+            mine = block[self.fabric.rank::self.fabric.world]
+            my_slots.append([make_slot(shard, starts, ends) for starts, ends in mine])
+        return self.planner.batches(self.purpose, cycle, my_slots)
 
     def _block(self, values: Values) -> tuple[Shard, list]:
-        S, T = self.cfg.num_slots, values.slot_tokens
-        for _ in range(len(self.headers) + 2):
-            packed = self.shard and pack_block(self.shard, self.doc, S, T, values.max_doc_len)
-            if packed:
-                slots, self.doc = packed
-                return self.shard, slots
+        """The next block of slots: its shard, and (starts, ends) of the pieces of each slot."""
+        slot_tokens = values.slot_tokens
+        for _ in range(len(self.headers) + 2):       # rest of the shard in use, each shard once, and that one again
+            if self.shard is not None:
+                packed = pack_block(self.shard, self.doc, self.cfg.num_slots, slot_tokens, values.max_doc_len)
+                if packed is not None:
+                    slots, self.doc = packed
+                    return self.shard, slots
+
             if self.upcoming is None:
+                self.data_ended = True
                 raise DataError("training data ended", f"{len(self.headers)} shards of {self.cfg.train_files!r}: "
                                 f"enough for {values.step} steps", "more shards, or fewer steps",
                                 f"fetch more shards, stop at --max_steps={values.step}, or cycle with --epochs=0")
-            self.shard, self.doc = bounded(self.upcoming, self.cfg, "reading a shard"), 0
+            self.shard = bounded(self.upcoming, self.cfg, "reading a shard")
+            self.doc = 0
             self.upcoming = next(self.shards, None)
-        raise DataError("training shards are too small", f"none of {len(self.headers)} holds {S} x {T + 1} tokens",
-                        "documents for one step in a shard", "larger shards, or smaller batches in --stages")
+        self.data_ended = True
+        raise too_small(self.cfg, self.headers, slot_tokens)
+
 
 class ValidationSet:
     """The validation slots in memory, and what is known of their text."""
+
     def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], exchange: Callable | None = None,
                  purpose: str = "validation") -> None:
-        self.purpose, self.cfg, self.fabric, self.planner = purpose, cfg, fabric, Planner(cfg, fabric, exchange)
+        self.cfg = cfg
+        self.fabric = fabric
+        self.purpose = purpose
+        self.planner = Planner(cfg, fabric, exchange)
+
+        check_enough_validation(cfg, headers)
         slot_tokens = cfg.val_batch_tokens // cfg.num_slots
-        slots = validation_slots(map(load_shard, headers), cfg.num_slots, slot_tokens, cfg.document_start)
+        shards = map(load_shard, headers)                                     # read only as far as they are needed
+        slots = validation_slots(shards, cfg.num_slots, slot_tokens, cfg.document_start)
         self.slots = list(itertools.islice(slots, cfg.val_tokens // slot_tokens))
-        found = len(self.slots) * slot_tokens
-        if found < cfg.val_tokens:
-            raise DataError("too few validation tokens", f"{found} in blocks of {cfg.val_files!r}", cfg.val_tokens,
-                            f"--val_tokens={found}" if found else "a smaller --val_batch_tokens")
-        counts = np.bincount(np.concatenate([slot.tokens[1:] for slot in self.slots]), minlength=cfg.vocab_size)
-        shares = counts[counts > 0] / counts.sum()
+
+        targets = np.concatenate([slot.tokens[1:] for slot in self.slots])
+        counts = np.bincount(targets, minlength=cfg.vocab_size)
+        shares = counts[counts > 0] / len(targets)
         self.unigram_nats = float(-(shares * np.log(shares)).sum())           # entropy of the targets' own distribution
         self.vocabulary = read_vocabulary(headers[0])
-        lengths = [len(piece) for piece in self.vocabulary or ()]
-        self.bytes_per_token = float(np.dot(counts, lengths) / counts.sum()) if lengths else None
+        self.bytes_per_token = None
+        if self.vocabulary is not None:
+            lengths = [len(piece) for piece in self.vocabulary]
+            self.bytes_per_token = float(np.dot(counts, lengths) / len(targets))
 
     def text_losses(self, loss: float) -> dict[str, float]:
         """Bits per byte of a loss in nats per token, and the unigram entropy, where the tokens' bytes are known."""
-        return {} if self.bytes_per_token is None else dict(
-            val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
+        if self.bytes_per_token is None:
+            return {}
+        bits_per_token = loss / math.log(2)
+        return dict(val_bpb=bits_per_token / self.bytes_per_token, unigram_nats=self.unigram_nats)
 
     def batches(self, values: Values) -> Iterator[Batch]:
         """This rank's slots, one block at a time."""
-        for block in range(0, len(self.slots), self.cfg.num_slots):
-            mine = self.slots[block + self.fabric.rank:block + self.cfg.num_slots:self.fabric.world]
+        for first in range(0, len(self.slots), self.cfg.num_slots):
+            block = self.slots[first:first + self.cfg.num_slots]
+            mine = block[self.fabric.rank::self.fabric.world]
             batch, = self.planner.batches(self.purpose, [values], [mine])
-            yield batch.map(lambda x: x.to(self.fabric.device, non_blocking=True))
+            yield batch.to(self.fabric.device)
+
 
 def read_vocabulary(header: ShardHeader) -> list[bytes] | None:
-    """Bytes of each token from vocab.txt beside the shards, "base64 id" per line, or None. Raises DataError."""
+    """Bytes of each token from vocab.txt beside a shard, "base64 id" per line, or None. Raises DataError.
+
+    The document start has no line and no bytes.
+    """
     path = Path(header.name).parent / "vocab.txt"
-    if header.name.startswith(FORMULA) or not path.exists():
+    if header.is_formula or not os.path.lexists(path):
         return None
+    content = regular_file(path, "the bytes of the tokens").read_bytes()
+    check_manifest(path, content)
+
     pieces: dict[int, bytes] = {}
-    for number, line in enumerate(path.read_bytes().splitlines(), 1):
+    for number, line in enumerate(content.splitlines(), 1):
         try:
             piece, token = line.split()
             pieces[int(token)] = base64.b64decode(piece, validate=True)
         except ValueError:
             raise DataError(f"{path}: line {number}", repr(line[:60]), "base64 bytes, a space, an id", "write the data "
                             "again, or remove the file: bits per byte are then not printed") from None
-    if pieces.keys() ^ set(range(header.vocab_size)) != {header.document_start}:
+
+    wanted = header.vocab_size - 1
+    if len(pieces) != wanted or pieces.keys() != set(range(header.vocab_size)) - {header.document_start}:
         raise DataError(f"{path}: ids", f"{len(pieces)} of {header.vocab_size}", f"all but the document start "
                         f"{header.document_start}, and no others", "write the data again, or remove the file")
     return [pieces.get(token, b"") for token in range(header.vocab_size)]
+
 
 # ====== Room 4: Kernels ===============================================================================================
 # References in PyTorch specify each operation on every device; a Triton body stands beside the one it must match.
@@ -2811,13 +3129,6 @@ def peak_memory_mib(fabric: Fabric) -> dict[str, int]:
         return dict(consumption=getrusage(RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10))
     return {}
 
-def data_sha256(headers: list[ShardHeader]) -> str:
-    """Hash of the names and contents of all shards, in order."""
-    digest = hashlib.sha256()
-    for name, *_ in headers:
-        digest.update(Path(name).name.encode() + (b"" if name.startswith(FORMULA) else Path(name).read_bytes()))
-    return digest.hexdigest()
-
 def git_commit() -> str | None:
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,
@@ -2903,15 +3214,15 @@ def run_once(cfg: Config, executor: Executor, train: list[ShardHeader], validati
              earlier: dict[str, Any] | None, sha256: str) -> tuple[dict[str, Any], bool]:
     """One race from the state that the executor is in, or from a checkpoint. Returns what `finish` does."""
     fabric, clock, first, total = log.fabric, Clock(log.fabric), log.done, log.schedule.last_step
-    steps, profile = [log.schedule.at(step) for step in range(total)], None
-    loader = Loader(cfg, fabric, train, steps[first:], executor.exchange_ahead)
+    profile, at = None, log.schedule.at
+    loader = Loader(cfg, fabric, train, map(at, range(first, total)), executor.exchange_ahead)
     if earlier:
         executor.load_state(earlier["state"])
-        loader.skip(steps[:first])
+        loader.skip(map(at, range(first)))
         clock.before = earlier["train_time_ms"]
     if cfg.profile:
         a, b = map(int, cfg.profile.split(":"))
-        if cfg.checkpoint_every or not first < a < b < total or any(values.validate for values in steps[a:b]):
+        if cfg.checkpoint_every or not first < a < b < total or any(at(step).validate for step in range(a, b)):
             raise ConfigError("--profile", cfg.profile, f"{first} < a < b < {total}, only training in it", "others")
         profile = torch.profiler.profile(schedule=torch.profiler.schedule(
             skip_first=a - first - 1, wait=0, warmup=1, active=b - a, repeat=1))
@@ -2983,13 +3294,18 @@ def open_checkpoint(cfg: Config, fabric: Fabric, sha256: str) -> tuple[Config, d
 def open_data(cfg: Config, fabric: Fabric) -> tuple[Config, list, list, str, dict | None]:
     """Config with all sizes, shards to train on and to validate with, their hash, and the checkpoint to resume."""
     train, val = find_shards(cfg.train_files), find_shards(cfg.val_files)
-    sha256, source = data_sha256(train + val), file_sha256(Path(__file__))
+    sha256, source = scan_shards(train + val), file_sha256(Path(__file__))
     fabric.check_agreement({f"--{name}": flag_text(value) for name, value in vars(cfg).items()} |
                            dict(data_sha256=sha256, source_sha256=source, torch=torch.__version__))
     cfg, earlier = resolve(cfg, train, val), None
     if cfg.resume:
         cfg, earlier = open_checkpoint(cfg, fabric, sha256)
     check_enough_data(cfg, Schedule(cfg), train)
+    check_enough_validation(cfg, val)
+    shared = shared_shards(train, val)
+    if shared:
+        fabric.say(f"trained on and validated with: {shared[0]}, {len(shared)} such shards in all; "
+                   "the validation losses say nothing about other text")
     return cfg, train, val, sha256, earlier
 
 def run(preset: str, given: Config, fabric: Fabric) -> int:

@@ -229,7 +229,7 @@ def in_thread(act: Callable) -> Callable:
 PLACES: dict[str, Callable] = {
     "the start": lambda tg, act: at_call(tg, act, tg, "parse_flags"),
     "joining": lambda tg, act: at_call(tg, act, tg.dist, "init_process_group"),
-    "the data check": lambda tg, act: at_call(tg, act, tg, "data_sha256"),
+    "the data check": lambda tg, act: at_call(tg, act, tg, "scan_shards"),
     "set-up": lambda tg, act: at_call(tg, act, tg, "fit_memory"),
     "warm-up": lambda tg, act: at_call(tg, act, tg, "relu_sq_mlp"),
     "forward": lambda tg, act: in_step(tg, act, tg, "relu_sq_mlp"),

@@ -53,7 +53,8 @@ def write_data() -> None:
     shard("short.bin", good[:200]), shard("one_document.bin", np.concatenate([[START], good[1:] % START]))
     shard("starts_only.bin", np.concatenate([doc_starts, good[:10]]))
     Path("empty.bin").touch(), Path("folder.bin").mkdir(), Path("header_only.bin").write_bytes(b"\0" * 1000)
-    Path("dangling.bin").symlink_to("nowhere"), os.mkfifo("fifo.bin"), Path("a_file").write_text("text")
+    Path("dangling.bin").symlink_to("nowhere"), os.mkfifo("fifo.bin")
+    Path("loop.bin").symlink_to("loop.bin"), Path("a_file").write_text("text")
     vocabulary("v_short", PIECES[:-1]), vocabulary("v_base64", [b"%%% 0", *PIECES[1:]])
     vocabulary("v_more", [*PIECES, b"QQ== 511"]), vocabulary("v_bytes", [b"\xff\xfe 0", *PIECES[1:]])
     vocabulary("v_empty", []), vocabulary("v_words", [b"QQ== 0 1", *PIECES[1:]])
@@ -185,9 +186,11 @@ BAD = [                                  # flags behind --preset=tiny, status, w
     # shards
     (["--train_files=nothing_*.bin"], 2, ("no shards", "nothing_*.bin", "data/cached_fineweb10B.py", "--train_files")),
     (["--train_files="], 2, ("no shards",)),
-    (["--train_files=folder.bin"], 2, ("no shards", "folder.bin")),
-    (["--train_files=dangling.bin"], 2, ("no shards", "dangling.bin")),
-    (["--train_files=fifo.bin"], 2, ("no shards", "fifo.bin")),
+    (["--train_files=folder.bin"], 2, ("folder.bin as shards", "a directory", "folder.bin/*_train_*.bin")),
+    (["--train_files=dangling.bin"], 2, ("dangling.bin as a shard", "a link to nowhere", "a regular file")),
+    (["--train_files=d*.bin"], 2, ("dangling.bin as a shard", "a link to nowhere")),
+    (["--train_files=loop.bin"], 2, ("loop.bin as a shard", "a link to loop.bin")),
+    (["--train_files=fifo.bin"], 2, ("fifo.bin as a shard", "a named pipe", "a regular file")),
     (["--val_files=nothing"], 2, ("no shards", "'nothing'")),
     (["--train_files=empty.bin"], 2, ("empty.bin", "0 bytes", "1024", "20240520")),
     (["--train_files=header_only.bin"], 2, ("header_only.bin", "1000 bytes")),
@@ -205,12 +208,14 @@ BAD = [                                  # flags behind --preset=tiny, status, w
     (["--train_files=no_start.bin"], 2, ("no_start.bin", "no document start", "511")),
     (["--train_files=gpt2.bin", "--val_files=gpt2.bin"], 2, ("gpt2.bin", "no document start", "50256")),
     (["--train_files=short.bin"], 2, ("too few training tokens", "200", "1 steps", "672", "--epochs=0")),
-    (["--train_files=short.bin", "--epochs=0"], 2, ("too small", "8 x 17", "--stages")),
+    (["--train_files=short.bin", "--epochs=0"], 2, ("too small", "8 x 33", "--stages")),
     (["--train_files=one_document.bin"], 2, ("training data ended", "one_document.bin", "--epochs=0")),
     (["--val_files=short.bin"], 2, ("too few validation tokens", "1024", "--val_batch_tokens")),
     (["--val_tokens=512000"], 2, ("too few validation tokens", "3584", "512000", "--val_tokens=3584")),
     (["--train_files=formula:512:511:40000"], 2, ("formula", "VOCAB:DOCUMENT_START:TOKENS:SHARDS")),
     (["--train_files=formula:512:511:40000:0"], 2, ("formula", "VOCAB:DOCUMENT_START:TOKENS:SHARDS")),
+    (["--train_files=formula:512:511:2147483647:1"], 2, ("formula", "at most 268435456 TOKENS")),
+    (["--num_scheduled_steps=9000000", "--max_steps=0"], 2, ("40000 in 1 shards", "for 9000003 steps")),
     (["--train_files=formula:512:600:40000:1"], 2, ("formula", "VOCAB:DOCUMENT_START:TOKENS:SHARDS")),
     # vocabularies
     (["--val_files=v_base64/*.bin"], 2, ("vocab.txt: line 1", "%%% 0", "base64")),
@@ -332,7 +337,8 @@ def test_too_little_memory(ask, tmp_path, monkeypatch):
     """Before anything is built: the estimate by part, and flags that would fit (test_device.py sees that they do)."""
     monkeypatch.setattr(tg.Fabric, "free_memory", lambda self: 60e6)
     monkeypatch.setattr(tg, "Executor", None)
-    flags = ["--preset=pocket", *FILES, "--num_slots=1", "--max_steps=2", f"--run_dir={tmp_path / 'run'}"]
+    flags = ["--preset=pocket", *FILES, "--num_slots=1", "--max_steps=2", "--val_tokens=2048",
+             "--val_batch_tokens=2048", f"--run_dir={tmp_path / 'run'}"]
     ask(flags, 1, "memory", "GiB", "weights",
         "gradients", "moments", "working", "--num_slots=", "--slots_per_micro_batch=1")
 
@@ -383,3 +389,23 @@ def test_a_file_is_looked_at_before_it_is_opened(tmp_path):
                         (loop, "link"), (dangling, "a link to gone: No such file"),
                         (tmp_path / "missing", "No such file"), (sound / "inside", "Not a directory")):
         refused(tg.DataError, lambda path=path: tg.regular_file(path, "a shard"), f"{path} as a shard", found)
+
+
+@pytest.mark.parametrize("flags, parts", [
+    (["--train_files=beyond.bin"], ("beyond.bin", "token 39990")),
+    (["--train_files=no_start.bin"], ("no_start.bin", "no document start")),
+    (["--val_files=no_start.bin"], ("no_start.bin", "no document start")),
+    (["--val_tokens=512000"], ("too few validation tokens", "3584")),
+    (["--epochs=0", "--train_files=short.bin"], ("too small", "8 x 49")),
+], ids=" ".join)
+def test_bad_data_are_known_before_anything_is_built(ask, tmp_path, monkeypatch, flags, parts):
+    monkeypatch.setattr(tg, "fit_memory", None)
+    monkeypatch.setattr(tg, "Executor", None)
+    ask(["--preset=tiny", *FILES, f"--run_dir={tmp_path / 'run'}", *flags], 2, *parts)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_shard_for_training_and_validation_is_said_aloud(ask, tmp_path, capsys):
+    assert tg.main(["--preset=tiny", "--max_steps=2", "--sample_tokens=0", "--train_files=train_0.bin",
+                    "--val_files=train_0.bin", f"--run_dir={tmp_path / 'run'}"]) == 0
+    assert "trained on and validated with: train_0.bin, 1 such shards" in capsys.readouterr().out

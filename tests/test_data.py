@@ -1,7 +1,10 @@
 """Room 3: shards, packing, hash and loader against plain loops; every kind of bad data is named."""
 import base64
 import contextlib
+import hashlib
+import json
 import math
+import os
 import threading
 import time
 from collections import Counter
@@ -379,7 +382,7 @@ def test_each_data_value_of_the_schedule_matters(tmp_path):
 
     def first(**changes):
         loader, values = make_loader(tmp_path, steps=1)
-        loader.cycles = iter([[replace(values[0], **changes)]])
+        loader.steps = iter([replace(values[0], **changes)])
         return read_all(loader, values)[0]
 
     assert first().tokens.shape == (8, 16) and first(slot_tokens=32).tokens.shape == (8, 32)
@@ -553,19 +556,6 @@ def test_plans_ahead_are_those_of_the_next_cycle_and_none_at_the_end(tmp_path):
         assert plans is (batches[2 * (step // 2) + 2].plans if step < 4 else None)
 
 
-def test_a_data_error_of_the_cycle_ahead_surfaces_in_next_and_not_in_plans_ahead(tmp_path):
-    """The steps whose data are there still count."""
-    streams = write_shards(tmp_path, 1200, 1100)
-    loader, values = make_loader(tmp_path)
-    cycles = next(n for n in range(12) if too_short(streams, values[:n + 1])) // 2
-    loader.start()
-    for v in values[:2 * cycles]:
-        loader.next(v)
-    assert cycles > 0 and loader.plans_ahead() is None
-    refused(tg.DataError, lambda: loader.next(values[2 * cycles]), "training data ended")
-    loader.close()
-
-
 @pytest.mark.parametrize("error", [tg.FabricError, tg.RunError])
 def test_other_errors_of_the_cycle_ahead_surface_in_plans_ahead(tmp_path, error):
     """Ranks that disagree about the next cycle must not begin to send its rows."""
@@ -655,7 +645,7 @@ def test_a_file_that_shrinks_after_the_start_is_refused(tmp_path):
 def test_header_words_3_and_4_name_the_vocabulary_and_0_means_gpt2(tmp_path):
     for k, words in enumerate([(6, 3), (0, 0)]):
         write_shard(tmp_path / f"{k}.bin", GOOD, *words)
-    assert [header[1:] for header in tg.find_shards(f"{tmp_path}/*.bin")] == [(120, 6, 3), (120, 50_257, 50_256)]
+    assert [header[1:4] for header in tg.find_shards(f"{tmp_path}/*.bin")] == [(120, 6, 3), (120, 50_257, 50_256)]
 
 
 def test_shards_are_taken_in_name_order(tmp_path, monkeypatch):
@@ -709,7 +699,7 @@ def test_too_few_tokens_are_known_before_the_start(have, epochs, steps):
 
 def test_enough_tokens_pass():
     need = 8 * (3 * 17 + 3 * 33 + 6 * 49)                            # steps x (tokens of a slot + 1), by stage
-    for changes, have in ((dict(), [need]), (dict(epochs=2), [need // 4 + 1] * 2), (dict(epochs=0), [1]),
+    for changes, have in ((dict(), [need]), (dict(epochs=2), [need // 4 + 1] * 2), (dict(epochs=0), [8 * 49]),
                           (dict(max_steps=1), [8 * 17])):
         cfg = preset(**changes)
         tg.check_enough_data(cfg, tg.Schedule(cfg), shards(*have))
@@ -738,3 +728,182 @@ def test_a_vocabulary_of_other_ids_is_refused(tmp_path, ids):
     (tmp_path / "vocab.txt").write_text("\n".join(f"YQ== {token}" for token in ids))
     headers = tg.find_shards(f"{tmp_path}/v.bin")
     refused(tg.DataError, lambda: tg.read_vocabulary(headers[0]), "vocab.txt", "document start 3", f"{len(ids)} of 5")
+
+
+# ---- files that somebody else names ---------------------------------------------------------------------------------
+
+def test_brackets_in_a_folders_name_mean_themselves(tmp_path, monkeypatch):
+    """Where the folder exists; a pattern with brackets that no folder has is a pattern."""
+    odd = tmp_path / "my [data] *"
+    (odd / "deep?er").mkdir(parents=True)
+    for path in (odd / "train_0.bin", odd / "train_[1].bin", odd / "deep?er/train_2.bin", tmp_path / "train_3.bin"):
+        write_shard(path, GOOD, 6, 3)
+
+    def names(pattern) -> list[str]:
+        return [header.name for header in tg.find_shards(str(pattern))]
+
+    assert names(odd / "train_*.bin") == [f"{odd}/train_0.bin", f"{odd}/train_[1].bin"]
+    assert names(odd / "train_[1].bin") == [f"{odd}/train_[1].bin"], "a file of just this name"
+    assert names(odd / "train_[0].bin") == [f"{odd}/train_0.bin"], "no file of this name: a pattern"
+    assert names(odd / "*/train_[2].bin") == [f"{odd}/deep?er/train_2.bin"]
+    assert names(tmp_path / "train_[1-5].bin") == [f"{tmp_path}/train_3.bin"]
+    monkeypatch.chdir(tmp_path)
+    assert names("train_*.bin") == names("./train_*.bin") == ["train_3.bin"]
+    assert names("my [data] */train_*.bin") == ["my [data] */train_0.bin", "my [data] */train_[1].bin"]
+
+
+def test_whatever_matches_has_to_be_a_shard(tmp_path):
+    """A broken link passed over in silence would be training on less than was asked for."""
+    write_shard(tmp_path / "train_0.bin", GOOD, 6, 3)
+    (tmp_path / "train_1.bin").symlink_to("gone.bin")
+    refused(tg.DataError, lambda: tg.find_shards(f"{tmp_path}/train_*.bin"), "train_1.bin as a shard",
+            "a link to gone.bin")
+    refused(tg.DataError, lambda: tg.find_shards(str(tmp_path)), "a directory", f"{tmp_path}/*_train_*.bin")
+
+
+def test_a_vocabulary_that_is_no_file_is_refused(tmp_path):
+    """Not opened: a named pipe would be waited for."""
+    header = tg.read_header(write_shard(tmp_path / "v.bin", GOOD, 6, 3))
+    os.mkfifo(tmp_path / "vocab.txt")
+    refused(tg.DataError, lambda: tg.read_vocabulary(header), "vocab.txt", "a named pipe", "a regular file")
+    (tmp_path / "vocab.txt").unlink()
+    (tmp_path / "vocab.txt").symlink_to("gone")
+    refused(tg.DataError, lambda: tg.read_vocabulary(header), "vocab.txt", "a link to gone")
+
+
+def test_formulas_are_bounded_and_made_in_pieces(monkeypatch):
+    for formula in ("formula:512:511:2147483647:1", f"formula:512:511:{2**28 + 1}:1", "formula:512:511:0:1",
+                    "formula:512:511:100:65536", "formula:1:0:100:1", "formula:512:512:100:1", "formula:512:511:1",
+                    "formula:512:511:1e3:1", "formula:512:511:100:" + "9" * 5000):
+        refused(tg.DataError, lambda formula=formula: tg.find_shards(formula), "VOCAB:DOCUMENT_START:TOKENS:SHARDS",
+                str(2**28))
+    whole = tg.formula_tokens(3, 1000, 50, 7)
+    monkeypatch.setattr(tg, "FORMULA_PIECE", 64)
+    assert np.array_equal(tg.formula_tokens(3, 1000, 50, 7), whole)
+
+
+# ---- scan -----------------------------------------------------------------------------------------------------------
+
+def manifest(folder, **files) -> None:
+    """A manifest as a data tool writes it; files: name with _ for . -> content that it claims."""
+    entries = {name.replace("_bin", ".bin").replace("_txt", ".txt"):
+               dict(bytes=len(content), sha256=hashlib.sha256(content).hexdigest()) for name, content in files.items()}
+    (folder / "manifest.json").write_text(json.dumps(dict(format=1, files=entries)))
+
+
+def test_the_scan_looks_at_every_shard(tmp_path):
+    """Its hash is that of names and contents; the last shard of all is looked at, too."""
+    paths = [write_shard(tmp_path / f"{name}.bin", GOOD, 6, 3) for name in "abc"]
+    formula = tg.find_shards("formula:6:3:100:1")
+    want = hashlib.sha256()
+    for path in paths:
+        want.update(path.name.encode() + path.read_bytes())
+    want.update(b"formula:6:3:100:1#0")
+    assert tg.scan_shards(tg.find_shards(f"{tmp_path}/*.bin") + formula) == want.hexdigest()
+    for tokens, parts in (([*GOOD, 6], ("c.bin: token 120", f"byte {1024 + 240}")),
+                          ([1] * 120, ("no document start",))):
+        write_shard(paths[-1], tokens, 6, 3)
+        refused(tg.DataError, lambda: tg.scan_shards(tg.find_shards(f"{tmp_path}/*.bin")), "c.bin", *parts)
+
+
+def test_a_file_has_to_match_the_manifest_beside_it(tmp_path):
+    path = write_shard(tmp_path / "a.bin", GOOD, 6, 3)
+    headers = tg.find_shards(str(path))
+    pieces = b"".join(b"YQ== %d\n" % token for token in range(6) if token != 3)
+    (tmp_path / "vocab.txt").write_bytes(pieces)
+    manifest(tmp_path, a_bin=path.read_bytes(), vocab_txt=pieces)
+    write_shard(tmp_path / "own.bin", GOOD, 6, 3)
+    assert tg.scan_shards(headers + tg.find_shards(f"{tmp_path}/own.bin")), "files that it does not name are fine"
+    assert len(tg.read_vocabulary(headers[0])) == 6
+
+    manifest(tmp_path, a_bin=path.read_bytes()[:-1] + b"\1", vocab_txt=pieces[:-1])
+    refused(tg.DataError, lambda: tg.scan_shards(headers), "a.bin: content", "manifest.json", "mixture")
+    refused(tg.DataError, lambda: tg.read_vocabulary(headers[0]), "vocab.txt: content", "manifest.json", "mixture")
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2, "files": {}}', '{"format": 1, "files": []}',
+                                  '{"format": 1, "files": {"a.bin": 3}}', '{"format": 1, "files": {"a.bin": {}}}',
+                                  "[" * 100_000])
+def test_a_manifest_of_any_content_ends_in_words(tmp_path, text):
+    headers = [tg.read_header(write_shard(tmp_path / "a.bin", GOOD, 6, 3))]
+    (tmp_path / "manifest.json").write_text(text)
+    refused(tg.DataError, lambda: tg.scan_shards(headers), "manifest.json as a manifest", "format 1",
+            "remove this file")
+
+
+def test_shards_that_change_are_named(tmp_path):
+    """Written over in the same length, replaced under the same name, deleted: all but the one that stays."""
+    paths = [write_shard(tmp_path / f"{name}.bin", GOOD, 6, 3) for name in "abcd"]
+    headers = tg.find_shards(f"{tmp_path}/*.bin") + tg.find_shards("formula:6:3:100:1")
+    assert tg.changed_shards(headers) == []
+    write_shard(paths[0], GOOD[::-1], 6, 3)
+    write_shard(tmp_path / "new", GOOD, 6, 3).replace(paths[1])
+    paths[3].unlink()
+    assert tg.changed_shards(headers) == [str(paths[0]), str(paths[1]), str(paths[3])]
+
+
+def test_shards_that_are_trained_on_and_validated_with_are_named(tmp_path):
+    for name in "ab":
+        write_shard(tmp_path / f"{name}.bin", GOOD, 6, 3)
+    (tmp_path / "link").symlink_to("b.bin")
+    train, val = tg.find_shards(f"{tmp_path}/*.bin"), tg.find_shards(f"{tmp_path}/link")
+    assert tg.shared_shards(train, val) == [f"{tmp_path}/b.bin"] and not tg.shared_shards(train[:1], val)
+    tiny = tg.PRESETS["tiny"]
+    assert not tg.shared_shards(tg.find_shards(tiny["train_files"]), tg.find_shards(tiny["val_files"]))
+
+
+# ---- many steps -----------------------------------------------------------------------------------------------------
+
+def test_millions_of_steps_are_not_listed(tmp_path):
+    """The loader asks for one cycle of steps at a time, and the check counts by stage."""
+    cfg = preset(epochs=0, num_scheduled_steps=10**7)
+    schedule, asked = tg.Schedule(cfg), []
+
+    def steps():
+        for step in range(schedule.last_step):
+            asked.append(step)
+            yield schedule.at(step)
+
+    headers = tg.find_shards(cfg.train_files)
+    began = time.perf_counter()
+    tg.check_enough_data(cfg, schedule, headers)
+    refused(tg.DataError, lambda: tg.check_enough_data(replace(cfg, epochs=1), schedule, headers),
+            f"{2 * 40_000} in 2 shards", f": {2 * 40_000 // 136} steps", f"for {10**7 + 3} steps")
+    loader = tg.Loader(cfg, fabric(), headers, steps())
+    loader.start()
+    loader.next(schedule.at(0))
+    loader.wait()
+    loader.close()
+    assert asked == [0, 1, 2, 3] and time.perf_counter() - began < 5
+
+
+def test_shards_without_room_for_a_step_are_known_before_the_start():
+    """The largest stage that is reached decides; shards of 8 x 33 tokens have no room for the third stage."""
+    cfg, room = preset(epochs=0), shards(8 * 33)
+    tg.check_enough_data(replace(cfg, max_steps=6), tg.Schedule(replace(cfg, max_steps=6)), room)
+    refused(tg.DataError, lambda: tg.check_enough_data(cfg, tg.Schedule(cfg), room), "too small", "8 x 49")
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_data_that_end_lose_no_step_at_any_number_of_ranks(tmp_path, world):
+    """They end on every rank, so `plans_ahead` has none, and the cycle is finished. A damaged shard is one rank's."""
+    streams = write_shards(tmp_path, 1200, 1100)
+    loader, values = make_loader(tmp_path, 0, world)
+    cycles = next(n for n in range(12) if too_short(streams, values[:n + 1])) // 2
+    loader.start()
+    for v in values[:2 * cycles]:
+        loader.next(v)
+    assert loader.plans_ahead() is None
+    refused(tg.DataError, lambda: loader.next(values[2 * cycles]), "training data ended")
+    loader.close()
+
+
+def test_a_damaged_shard_is_not_the_end_of_the_data(tmp_path):
+    """It may be one rank's alone: the others would wait for this one's rows, so it surfaces at once."""
+    write_shards(tmp_path, 400, 4000)
+    loader, values = make_loader(tmp_path, 0, 2)
+    (tmp_path / "train_000001.bin").write_bytes((tmp_path / "train_000001.bin").read_bytes()[:-100])
+    loader.start()
+    loader.next(values[0])
+    refused(tg.DataError, loader.plans_ahead, "train_000001.bin: changed while in use")
+    loader.close()
