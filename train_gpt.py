@@ -28,7 +28,7 @@ parameter. The objective of a step is J = (1/S) * sum over slots of the slot's s
 from __future__ import annotations
 
 import argparse, base64, contextlib, difflib, errno, functools, gc, glob, hashlib, importlib.util, itertools, json, math
-import os, platform, re, signal, stat, subprocess, sys, tempfile, threading, time, traceback, warnings, zlib
+import os, platform, re, signal, socket, stat, subprocess, sys, tempfile, threading, time, traceback, warnings, zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout
 from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
@@ -323,6 +323,7 @@ class Fabric:
     rank: int = 0
     world: int = 1
     plan_group: Any = None               # of row plans, on the CPU: the loader thread's own, so that no order can clash
+    processes: tuple[tuple[str, int], ...] = ()      # host and process id of every rank, once they have met
 
     @property
     def on_cuda(self) -> bool:
@@ -363,6 +364,14 @@ class Fabric:
                 raise FabricError(f"ranks disagree about {name}", f"{found[0]} on rank 0, {found[1]} on rank {rank}",
                                   "one value", "start every rank with the same flags, data and source")
 
+    def gone(self) -> list[str]:
+        """Ranks of this host whose process has ended, in words for a message."""
+        if not self.processes:
+            return []
+        here = self.processes[self.rank][0]
+        return [f"rank {rank} (process {pid} on this host)"
+                for rank, (host, pid) in enumerate(self.processes) if host == here and has_ended(pid)]
+
     def free_memory(self) -> float:
         """Bytes that are free for this process now; infinite where the system does not say."""
         if self.on_cuda:
@@ -370,6 +379,20 @@ class Fabric:
         with contextlib.suppress(OSError, TypeError):
             return 1024 * int(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1])
         return math.inf
+
+
+def has_ended(pid: int) -> bool:
+    """Whether a process of this host is gone, or a zombie: dead, and its parent has not looked yet."""
+    try:
+        os.kill(pid, 0)
+        facts = Path(f"/proc/{pid}/stat").read_text()
+    except ProcessLookupError:
+        return True
+    except OSError:                                                           # another user's; a system without /proc
+        return False
+    state = facts.rpartition(")")[2].split()[0]                               # behind the name, which may hold anything
+    return state in "ZX"
+
 
 # ====== Room 2: Schedule ==============================================================================================
 class Rotary(NamedTuple):
@@ -3023,16 +3046,51 @@ def spell(pieces: list[bytes] | None, tokens: Sequence[int]) -> str:
 
 
 # ====== Room 10: Main =================================================================================================
-EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT, EXIT_INTERRUPTED, EXIT_ENDED = 0, 1, 2, 130, 143
+EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
+EXIT_BY_SIGNAL = 128                     # plus its number, as in a shell: 130 interrupted, 143 ended, 129 hung up
+ENDING_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+STORE_PATIENCE = 2.0                     # s for the launcher's store to say whether another rank ended first
+JOIN_PATIENCE = 1.0                      # s beyond comm_timeout for torch's own message that a rank is missing
+BEGIN_PATIENCE = 1.0                     # s from a signal until the main thread must have begun its end
+END_PATIENCE = 5.0                       # s that an end may take
 
-def make_fabric(cfg: Config) -> Fabric:
-    """Pick the device and join the process group that torchrun describes. Raises FabricError, ConfigError."""
+
+def within(seconds: float, call: Callable[[], Any]) -> Any:
+    """What the call returns or raises. Raises TimeoutError when it takes longer: its thread is left behind."""
+    answer: Future = Future()
+
+    def work() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return answer.result(seconds)
+
+
+def read_launch() -> tuple[int, int, int, int]:
+    """Rank, rank on this host, number of ranks, number on this host, as torchrun tells them. Raises FabricError."""
     env = {name: os.environ.get(name, default) for name, default in (
         ("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))}
     rank, local_rank, world, neighbours = (int(x) if x.isdecimal() else -1 for x in env.values())
     if not 0 <= rank < world or local_rank < 0:
         raise FabricError("launch", env, "0 <= RANK < WORLD_SIZE, as torchrun sets them", "start with torchrun")
-    cuda, gpus = cfg.device != "cpu" and torch.cuda.is_available(), torch.cuda.device_count()
+
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
+    if world > 1 and missing:
+        raise FabricError("launch", f"WORLD_SIZE={world} without {', '.join(missing)}", "all that torchrun sets",
+                          f"torchrun --standalone --nproc_per_node={world} train_gpt.py ..., or for a single process "
+                          "unset WORLD_SIZE")
+    return rank, local_rank, world, neighbours
+
+
+
+def make_fabric(cfg: Config) -> Fabric:
+    """Pick the device and join the process group that torchrun describes. Raises FabricError, ConfigError."""
+    rank, local_rank, world, neighbours = read_launch()
+    cuda = cfg.device != "cpu" and torch.cuda.is_available()
+    gpus = torch.cuda.device_count()
     if cfg.device == "cuda" and not cuda:
         raise ConfigError("--device=cuda, which the record preset sets", "no CUDA device",
                           "an NVIDIA GPU and torch for CUDA", "--preset=pocket trains on a CPU in about two minutes")
@@ -3043,17 +3101,38 @@ def make_fabric(cfg: Config) -> Fabric:
         fits = [w for w in range(1, cfg.num_slots + 1) if cfg.num_slots % w == 0]
         raise FabricError("number of ranks", world, f"a divisor of num_slots={cfg.num_slots}: {fits}",
                           f"torchrun --nproc_per_node={max(w for w in fits if w <= world)} train_gpt.py ...")
-    fabric = Fabric(torch.device("cuda", local_rank) if cuda else torch.device("cpu"), rank, world)
+
+    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+    fabric = Fabric(device, rank, world)
     fabric.enter_thread()
-    if world > 1:
-        try:
-            patience = timedelta(seconds=cfg.comm_timeout)
-            dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=patience)
-            fabric = replace(fabric, plan_group=dist.new_group(backend="gloo", timeout=patience))
-        except (RuntimeError, ValueError) as error:
-            raise FabricError("waiting for all ranks", str(error)[:200], f"{world} ranks in {cfg.comm_timeout} s",
-                              "see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
-    return fabric
+    return join_ranks(cfg, fabric) if world > 1 else fabric
+
+
+def join_ranks(cfg: Config, fabric: Fabric) -> Fabric:
+    """The fabric with its process groups, in which each rank knows where the others run. Raises FabricError."""
+    patience = timedelta(seconds=cfg.comm_timeout)
+
+    def join() -> Any:
+        fabric.enter_thread()
+        dist.init_process_group("cpu:gloo,cuda:nccl" if fabric.on_cuda else "gloo", timeout=patience)
+        return dist.new_group(backend="gloo", timeout=patience)
+
+    try:
+        plan_group = within(cfg.comm_timeout + JOIN_PATIENCE, join)           # a store that is none holds it for ever
+    except (RuntimeError, ValueError, TimeoutError) as error:
+        found = str(error)[:200] or "no answer from {MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
+        raise FabricError("waiting for all ranks", found, f"{fabric.world} ranks in {cfg.comm_timeout} s",
+                          "see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
+    return replace(fabric, plan_group=plan_group, processes=tuple(fabric.of_all((host_name(), os.getpid()))))
+
+
+def host_name() -> str:
+    """What processes share that can look for one another by process id: the machine since its start, the container."""
+    name = platform.node()
+    with contextlib.suppress(OSError):                                        # two machines may have one name
+        name += " " + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        name += " " + os.readlink("/proc/self/ns/pid")
+    return name
 
 def head_precision(cfg: Config, fabric: Fabric) -> str:
     """What --head means on this device. Raises ConfigError for fp8 where there is none."""
@@ -3308,8 +3387,8 @@ def open_data(cfg: Config, fabric: Fabric) -> tuple[Config, list, list, str, dic
                    "the validation losses say nothing about other text")
     return cfg, train, val, sha256, earlier
 
-def run(preset: str, given: Config, fabric: Fabric) -> int:
-    """Train as configured. Returns the exit status; whatever ends a run early ends its log too."""
+def run(preset: str, given: Config, fabric: Fabric, ending: Ending) -> int:
+    """Train as configured. Returns the exit status; whatever ends a run early ends its log, which `ending` holds."""
     began, log = time.perf_counter(), None
     try:
         cfg, train, val, sha256, earlier = open_data(given, fabric)
@@ -3321,7 +3400,7 @@ def run(preset: str, given: Config, fabric: Fabric) -> int:
         seeds = range(cfg.seed, cfg.seed + cfg.runs)
         if old := [*filter(os.path.exists, (str(folder(seed) / "log.txt") for seed in seeds if fabric.rank == 0))]:
             raise RunError(f"run directory {root}", f"File exists: {old}", "one without a log", "another --run_dir")
-        log = Log(folder(cfg.seed), fabric, schedule, **earlier["log"] if earlier else {})
+        log = ending.log = Log(folder(cfg.seed), fabric, schedule, **earlier["log"] if earlier else {})
         attention, kernel = choose_attention(fabric, getattr(torch, cfg.dtype), cfg.head_dim)
         slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
         executor = Executor(cfg, fabric, kernel, precision, slots_at_once, lambda **rows: log.event("comms", **rows))
@@ -3342,7 +3421,7 @@ def run(preset: str, given: Config, fabric: Fabric) -> int:
         for seed in seeds:
             each = replace(cfg, seed=seed)
             if results:
-                log = Log(folder(seed), fabric, log.schedule)
+                log = ending.log = Log(folder(seed), fabric, log.schedule)
                 header(log, each)
                 with log.phase("reset"):
                     executor.restore(pristine)
@@ -3354,7 +3433,7 @@ def run(preset: str, given: Config, fabric: Fabric) -> int:
             dist.destroy_process_group()
         return EXIT_DONE if saved else EXIT_FAILED
     except BaseException as error:
-        return end(error, log)
+        return ending.end(error)
 
 def sample_saved(flags: Config) -> int:
     """--sample=DIR "prompt": print text that goes on from the prompt, on any device. Returns the exit status."""
@@ -3379,49 +3458,176 @@ def sample_saved(flags: Config) -> int:
     fabric.say(flags.prompt + spell(sorted(ids, key=ids.get) if gpt2 else pieces, tokens))
     return EXIT_DONE
 
-def describe(error: BaseException) -> tuple[int, str]:
-    """(exit status, what to tell the user) of whatever ended the run."""
-    first_line = (str(error).splitlines() or [""])[0]
-    if isinstance(error, KeyboardInterrupt):
-        return EXIT_INTERRUPTED, "interrupted"
-    if isinstance(error, SystemExit):
-        return error.code, "ended from outside (SIGTERM)" if error.code == EXIT_ENDED else ""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in first_line:
-        error = RunError("out of memory", first_line, "less at once", "--slots_per_micro_batch=1, or more --num_slots")
-    elif isinstance(error, OSError):
-        error = DataError(str(error.filename or "disk"), error.strerror, "a file to use", "look at disk and rights")
-    elif isinstance(error, RuntimeError) and dist.is_initialized() and re.search(
-            "(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl", first_line):
-        error = RunError("lost another rank", first_line, "every rank's answer within --comm_timeout",
-                         "look for the end of the other ranks: killed, out of memory, or stuck")
-    if isinstance(error, TrainerError):
-        return EXIT_FAILED if isinstance(error, RunError) else EXIT_BAD_INPUT, f"{type(error).__name__}: {error}"
-    return EXIT_FAILED, "".join(traceback.format_exception(error))
+def lost_rank(found: str, fabric: Fabric | None) -> RunError:
+    """What to tell when another rank is lost: which one on this host is gone, if one is."""
+    gone = fabric.gone() if fabric else []
+    if fabric and not gone:
+        time.sleep(0.1)                                                       # a process closes its sockets just before
+        gone = fabric.gone()
+    if not gone:
+        return RunError("lost another rank", found, "every rank's answer within --comm_timeout",
+                        "look for the end of the other ranks: killed, out of memory, or stuck")
+    return RunError("lost another rank", f"{', '.join(gone)} is gone, probably first; {found}", "ranks that stay",
+                    "if it has not said why, it was killed: look at dmesg for the out-of-memory killer")
 
-def end(error: BaseException, log: Log | None) -> int:
-    """Say why the run ended, once over all ranks: the first at the launcher's store. Returns the exit status."""
-    status, cause = describe(error)
-    first, speaks = cause, True
-    with contextlib.suppress(Exception):                                      # no launcher, no store: for oneself
-        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), timeout=timedelta(seconds=1))
-        speaks = store.add("ranks that ended", 1) == 1
-        first = store.compare_set("cause of the end", "", cause).decode()
-    if speaks and cause:
-        print(cause, file=sys.stderr, flush=True)
-    if log is not None:
-        log.aborted(first)
-        log.close()
-    return status
+
+def in_our_words(error: BaseException, fabric: Fabric | None) -> BaseException:
+    """The TrainerError that says what went wrong and what to do; a bug stays what it is."""
+    first_line = (str(error).splitlines() or [""])[0]
+
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in first_line:
+        return RunError("out of memory", first_line, "less at once",
+                        "--slots_per_micro_batch=1, or more --num_slots")
+    if isinstance(error, OSError):
+        return DataError(str(error.filename or "disk"), error.strerror, "a file to use", "look at disk and rights")
+    if isinstance(error, RuntimeError) and dist.is_initialized():
+        connection = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
+        if re.search(connection, first_line):
+            return lost_rank(first_line, fabric)
+    return error
+
+
+def describe(error: BaseException, fabric: Fabric | None = None) -> tuple[int, str]:
+    """(exit status, what to tell the user) of whatever ended the run."""
+    if isinstance(error, KeyboardInterrupt):
+        return EXIT_BY_SIGNAL + signal.SIGINT, "interrupted"
+    if isinstance(error, SystemExit):
+        if error.code <= EXIT_BY_SIGNAL:
+            return error.code, ""                                             # --help
+        cause = f"ended from outside ({signal.Signals(error.code - EXIT_BY_SIGNAL).name})"
+        if fabric and fabric.gone():                                          # for which torchrun ends the others
+            cause = f"RunError: {lost_rank(cause, fabric)}"
+        return error.code, cause
+
+    told = in_our_words(error, fabric)
+    if not isinstance(told, TrainerError):
+        return EXIT_FAILED, "".join(traceback.format_exception(error))
+    status = EXIT_FAILED if isinstance(told, RunError) else EXIT_BAD_INPUT
+    return status, f"{type(told).__name__}: {told}"
+
+
+def first_cause(cause: str) -> tuple[str, bool]:
+    """(the first cause that a rank gave to the launcher's store, whether that is this one).
+
+    Without a launcher, or without an answer of its store, every rank's own cause is the first.
+    """
+    env = os.environ
+    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("WORLD_SIZE") == "1":
+        return cause, True
+    mine = f"{env.get('RANK')}\n{cause}"
+    key = f"cause of the end, restart {env.get('TORCHELASTIC_RESTART_COUNT')}"
+
+    def ask() -> str:
+        patience = timedelta(seconds=STORE_PATIENCE)
+        store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=patience)
+        return store.compare_set(key, "", mine).decode()                      # of an unset key: sets it
+
+    try:
+        first = within(STORE_PATIENCE, ask)                                   # a stopped launcher answers nothing
+    except Exception:
+        return cause, True
+    return first.partition("\n")[2], first == mine
+
+
+def signal_error(number: int) -> BaseException:
+    """What a signal raises, which no `except Exception` holds up."""
+    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(EXIT_BY_SIGNAL + number)
+
+
+class Ending:
+    """The end of this process: begun once, and over in time, whatever the main thread is waiting for.
+
+    Python calls a signal's handler between two steps of the main thread: not while that waits in C for another rank,
+    a compiler or a store. So the number of the signal also wakes a thread, which ends the process if the main thread
+    does not. Within `with` this is so; behind it, all is as it was before.
+    """
+
+    def __init__(self) -> None:
+        self.fabric: Fabric | None = None            # once the ranks have met
+        self.log: Log | None = None                  # of the run that is going on
+        self.claiming = threading.Lock()
+        self.begun = threading.Event()
+        self.over = threading.Event()
+        self.signalled = False
+        self.handlers_before: dict[int, Any] = {}
+
+    def __enter__(self) -> Ending:
+        self.bell, listener = socket.socketpair()
+        self.bell.setblocking(False)                                          # as set_wakeup_fd wants it
+        self.bell_before = signal.set_wakeup_fd(self.bell.fileno(), warn_on_full_buffer=False)
+        threading.Thread(target=self.watch, args=(listener,), daemon=True).start()
+        for name in ENDING_SIGNALS:
+            number = getattr(signal, name, None)                              # Windows has no SIGHUP
+            if number and signal.getsignal(number) not in (signal.SIG_IGN, None):          # ignored: by nohup
+                self.handlers_before[number] = signal.signal(number, self.interrupt)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.begun.set()                                                      # a signal that comes now is too late
+        for number, handler in self.handlers_before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(self.bell_before)
+        self.bell.close()
+
+    def interrupt(self, number: int, frame: Any) -> None:
+        """Leave whatever the main thread is doing; but no second exception comes into the way of the first."""
+        if self.signalled or self.begun.is_set():
+            return
+        self.signalled = True
+        raise signal_error(number)
+
+    def watch(self, listener: socket.socket) -> None:
+        """In a thread of its own: end the process if the main thread does not begin to after a signal."""
+        with listener:
+            while heard := listener.recv(1):                                  # nothing once the bell is closed
+                number = heard[0]
+                if number in self.handlers_before and not self.begun.wait(BEGIN_PATIENCE):
+                    os._exit(self.end(signal_error(number)))
+
+    def claim(self) -> bool:
+        """True for the first caller, who is to end this process."""
+        with self.claiming:
+            first = not self.begun.is_set()
+            self.begun.set()
+        return first
+
+    def end(self, error: BaseException) -> int:
+        """Say why the run ended, once over all ranks, and close its log. Returns the exit status."""
+        if not self.claim():
+            threading.Event().wait()                                          # the other thread ends the process
+        status, cause = describe(error, self.fabric)
+        threading.Thread(target=self.limit, args=(status,), daemon=True).start()
+
+        if cause:
+            cause, speaks = first_cause(cause)
+            if speaks and sys.stderr:
+                with contextlib.suppress(OSError, ValueError):                # a console that is gone
+                    print(cause, file=sys.stderr, flush=True)
+        if self.log is not None:
+            self.log.aborted(cause)
+            self.log.close()
+        self.over.set()
+        return status
+
+    def limit(self, status: int) -> None:
+        """In a thread of its own: an end that a full pipe or a dead disk holds up is cut short."""
+        if not self.over.wait(END_PATIENCE):
+            os._exit(status)
+
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 130 interrupted, 143 ended."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_ENDED))            # how torchrun ends the other ranks
+    """Returns the exit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 128 + n ended by signal n."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    try:
-        preset, cfg = parse_flags(argv)
-        return sample_saved(cfg) if cfg.sample else run(preset, cfg, make_fabric(cfg))
-    except BaseException as error:
-        return end(error, None)
+    with Ending() as ending:
+        try:
+            preset, cfg = parse_flags(argv)
+            if cfg.sample:
+                return sample_saved(cfg)
+            ending.fabric = make_fabric(cfg)
+            return run(preset, cfg, ending.fabric, ending)
+        except BaseException as error:
+            return ending.end(error)
+
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
