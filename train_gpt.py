@@ -2164,9 +2164,8 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
 
 
 # ---- Files: a save to sample from, checkpoints to go on from. Nothing in a file is trusted.
-MANIFEST = "manifest.json"               # of a save: length and hash of its files; named last
 SAVED_FILES = ("vocab.txt", "weights.pt", "config.json")
-MOST_JSON = 1 << 20                      # bytes of a config.json or manifest.json that are read
+MOST_JSON = 1 << 20                      # bytes of a config.json that are read
 KEPT_CHECKPOINTS = 2
 NEW_CHECKPOINT = "new.pt"                # a checkpoint whose hash is not known yet
 
@@ -2387,27 +2386,17 @@ def read_tensors(path: Path, what: str) -> Any:
                         "take a file that you know") from None
 
 
-def check_manifest(folder: Path) -> None:
-    """Raise DataError if a save is not what its manifest says, byte by byte. Old ones have none."""
-    path = folder / MANIFEST
-    if not os.path.lexists(path):
+def check_save(folder: Path) -> None:
+    """Raise DataError if a save is not what its manifest says. Older saves have no manifest."""
+    if not os.path.lexists(folder / MANIFEST):
         return
-    manifest = read_json(path, "the manifest of a save")
-    fits = is_record(manifest, format=int, files=dict) and manifest["format"] == 1
-    if fits:
-        entries = manifest["files"]
-        fits = all(is_record(entry, bytes=int, sha256=str) for entry in entries.values())
-    if not fits:
-        raise DataError(f"{path} as the manifest of a save", "other content",
-                        "format 1, with bytes and sha256 of each file",
-                        "train with --save=DIR again")
-
+    written = read_manifest(folder)
     for name in SAVED_FILES:
         path = folder / name
         found = ""
-        if name in entries:
+        if name in written:
             regular_file(path, f"part of a save, which {MANIFEST} names")
-            if file_sha256(path) != entries[name]["sha256"]:
+            if file_sha256(path) != written[name]:
                 found = "another content than the manifest says"
         elif os.path.lexists(path):
             found = "a file that the manifest does not name"
@@ -2495,7 +2484,7 @@ def load_weights(folder: Path, device: str) -> tuple[Config, dict[str, Tensor]]:
     if not folder.is_dir():
         raise DataError(f"saved weights in {folder}", "no such folder",
                         "one with config.json and weights.pt", "train with --save=DIR first")
-    check_manifest(folder)
+    check_save(folder)
     path = folder / "config.json"
     settings = read_json(path, "the configuration of a save")
     cfg = replace(config_from_json(settings, str(path)), device=device)
