@@ -1220,177 +1220,272 @@ def read_vocabulary(header: ShardHeader) -> list[bytes] | None:
 # References in PyTorch specify each operation on every device; a Triton body stands beside the one it must match.
 RMS_EPS = 2.0**-23                       # what the peer's bf16 run uses, here in every dtype
 FP8_MAX = 448.0                          # largest e4m3 number
-FP8_Y_SCALE, FP8_W_SCALE, FP8_GRAD_SCALE = 100 / FP8_MAX, 1.6 / FP8_MAX, 0.75 / FP8_MAX        # recipe 2.8
+FP8_Y_SCALE = 100 / FP8_MAX              # the three scales of the head: recipe 2.8
+FP8_W_SCALE = 1.6 / FP8_MAX
+FP8_GRAD_SCALE = 0.75 / FP8_MAX
 ADD_ROWS_LINES = 8                       # gradient lines that a program adds at once
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # z = 23 sigmoid((logit + 5) / 7.5)
 
 tl: Any = None                           # triton.language, from the first launch on: only a GPU needs the package
 
+
 @functools.cache
 def jitted(kernel: Callable) -> Any:
+    """The kernel as Triton compiles it; its body finds `tl` among the names of this file."""
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
     return triton.jit(kernel)
 
+
 def rms_norm(x: Tensor) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last axis, no gain."""
-    return F.rms_norm(x, (x.shape[-1],), eps=RMS_EPS)
+    width = x.shape[-1]
+    return F.rms_norm(x, (width,), eps=RMS_EPS)
+
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle. x (..., E), cos and sin (..., E/4)."""
     turning, still = x.chunk(2, dim=-1)
-    even, odd = turning[..., 0::2], turning[..., 1::2]
-    turned = torch.stack((cos * even + sin * odd, cos * odd - sin * even), dim=-1).flatten(-2)
+    even = turning[..., 0::2]
+    odd = turning[..., 1::2]
+    turned_even = cos * even + sin * odd
+    turned_odd = cos * odd - sin * even
+    turned = torch.stack((turned_even, turned_odd), dim=-1).flatten(-2)       # neighbours again
     return torch.cat((turned, still), dim=-1)
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, window: int,
-                        scale: float) -> Tensor:
-    """Causal softmax attention inside documents; a query sees at most `window` keys before its own. q, k, v (N, H, E),
-    any float dtype; cu_seqlens (C,) i32 ascends from 0 to N, empty documents allowed; max_len is an upper bound of a
-    document's length. Returns (N, H, E). Queries go in blocks as long as the reach: cost N * reach on any device."""
+
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int,
+                        window: int, scale: float) -> Tensor:
+    """Causal softmax attention inside documents; a query sees at most `window` keys before its own.
+
+    q, k, v     (N, H, E) any float dtype
+    cu_seqlens  (C,) i32  ascends from 0 to N, empty documents allowed
+    max_len     an upper bound of a document's length
+    Returns (N, H, E). Queries go in blocks as long as the reach: cost N * reach on any device.
+    """
     count, heads, width = q.shape
     block = min(count, max(32, min(window, max_len - 1)))
     blocks = -(-count // block)
-    pad = blocks * block - count
-    queries = F.pad(q, (0, 0, 0, 0, 0, pad)).view(blocks, block, heads, width)
-    padded = (F.pad(x, (0, 0, 0, 0, block, pad)).view(blocks + 1, block, heads, width) for x in (k, v))
-    keys, values = (torch.cat((x[:-1], x[1:]), dim=1) for x in padded)
-    query_at = torch.arange(blocks * block, device=q.device).view(blocks, block, 1)
-    key_at = torch.arange(-block, block, device=q.device) + query_at[:, :1]               # (blocks, 1, 2 * block)
-    document = torch.searchsorted(cu_seqlens.long(), query_at.flatten(), right=True)
+    padded = blocks * block
+    queries = in_blocks(q, block, 0, padded - count)
+    keys = behind_the_block_before(in_blocks(k, block, block, padded - count))
+    values = behind_the_block_before(in_blocks(v, block, block, padded - count))
+
+    positions = torch.arange(padded, device=q.device)
+    document = torch.searchsorted(cu_seqlens.long(), positions, right=True)
+    query_at = positions.view(blocks, block, 1)
+    back_and_own = torch.arange(-block, block, device=q.device)
+    key_at = query_at[:, :1] + back_and_own                                   # (blocks, 1, 2 * block)
     seen = (key_at >= 0) & (key_at <= query_at) & (key_at >= query_at - window)
     seen &= document[key_at] == document[query_at]                            # a negative key is not seen anyway
-    out = F.scaled_dot_product_attention(queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2),
-                                         attn_mask=seen[:, None], scale=scale)
-    return out.transpose(1, 2).reshape(blocks * block, heads, width)[:count]
 
-def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, window: int,
-                     scale: float) -> Tensor:
+    heads_first = [x.transpose(1, 2) for x in (queries, keys, values)]
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen[:, None], scale=scale)
+    return out.transpose(1, 2).reshape(padded, heads, width)[:count]
+
+
+def in_blocks(x: Tensor, block: int, zeros_before: int, zeros_behind: int) -> Tensor:
+    """(N, H, E), filled up with zeros at both ends, as (blocks, block, H, E)."""
+    filled = F.pad(x, (0, 0, 0, 0, zeros_before, zeros_behind))
+    return filled.view(-1, block, *x.shape[1:])
+
+
+def behind_the_block_before(blocks: Tensor) -> Tensor:
+    """(blocks, block, H, E) -> (blocks - 1, 2 * block, H, E): each but the first, behind the one before it."""
+    before = blocks[:-1]
+    own = blocks[1:]
+    return torch.cat((before, own), dim=1)
+
+
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int,
+                     window: int, scale: float) -> Tensor:
     """The same by torch's variable-length kernel: CUDA, bf16 or f16. Its left window is inclusive too."""
     from torch.nn.attention.varlen import varlen_attn
-    return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, scale=scale, window_size=(window, 0))
+    both_sides = (cu_seqlens, cu_seqlens, max_len, max_len)                   # of queries, of keys
+    return varlen_attn(q, k, v, *both_sides, scale=scale, window_size=(window, 0))
+
 
 def relu_sq_mlp(n: Tensor, up: Tensor, down: Tensor) -> Tensor:
     """max(n up^T, 0)^2 down. n (..., D), up and down (F, D) as stored (recipe 2.7)."""
     return F.linear(n, up).relu().square() @ down
 
+
 def softcap(logits: Tensor) -> Tensor:
+    """Logits between 0 and LOGIT_CAP, any shape and float dtype."""
     return LOGIT_CAP * torch.sigmoid((logits + LOGIT_SHIFT) / LOGIT_WIDTH)
+
 
 def e4m3(x: Tensor, scale: float) -> Tensor:
     """x / scale, divided in f32 and rounded once; beyond the range it saturates on every version and device."""
-    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+    scaled = x.float() / scale
+    return scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
 
 def f32_scale(value: float, like: Tensor) -> Tensor:
     """A scale rounded to f32 first, held in f64, so that products of scales are rounded once."""
-    return torch.full((), value, dtype=torch.float32, device=like.device).double()
+    rounded = torch.full((), value, dtype=torch.float32, device=like.device)
+    return rounded.double()
 
-def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: torch.dtype, fast=False) -> Tensor:
+
+def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: torch.dtype,
+                fast: bool = False) -> Tensor:
     """a @ b * scale of fp8 matrices. native: the device's fp8 product; else in out_dtype, which holds fp8 exactly."""
     if not native:
-        return (a.to(out_dtype) @ b.to(out_dtype)) * scale.to(out_dtype)
-    one = torch.ones((), device=a.device)
-    return torch._scaled_mm(a, b.t().contiguous().t(), scale_a=scale.float(), scale_b=one, out_dtype=out_dtype,
-                            use_fast_accum=fast)                              # b in columns, as the device wants it
+        product = a.to(out_dtype) @ b.to(out_dtype)
+        return product * scale.to(out_dtype)
+
+    b_in_columns = b.t().contiguous().t()                                     # as the device wants it
+    scales = dict(scale_a=scale.float(), scale_b=torch.ones((), device=a.device))
+    return torch._scaled_mm(a, b_in_columns, **scales, out_dtype=out_dtype, use_fast_accum=fast)
+
 
 def next_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """(B, T), (G,) -> columns (N, G) i64 of the next G tokens and their weights (N, G), 0 beyond the slot's end."""
     slots, length = targets.shape
-    ahead = torch.arange(length, device=targets.device)[:, None] + torch.arange(len(weights), device=targets.device)
-    inside = ahead < length                                                   # (T, G)
+    position = torch.arange(length, device=targets.device)
+    distance = torch.arange(len(weights), device=targets.device)
+    ahead = position[:, None] + distance                                      # (T, G)
+    inside = ahead < length
     columns = targets[:, torch.where(inside, ahead, 0)]                       # (B, T, G)
-    return columns.flatten(0, 1), (inside * weights).expand(slots, -1, -1).flatten(0, 1)
+    shares = (inside * weights).expand(slots, -1, -1)
+    return columns.flatten(0, 1), shares.flatten(0, 1)
+
 
 def add_rows_kernel(sums, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
-    """rows (count,) ascending, order: the line of grad each is. The program of a row's first line adds all of them."""
+    """sums[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours.
+
+    One program for each i: that of a row's first line adds all lines of the row, LINES at a time; the others end.
+    """
     first = tl.program_id(0)
     row = tl.load(rows + first)
-    if row != tl.load(rows + first - 1, mask=first > 0, other=-1):
+    row_before = tl.load(rows + first - 1, mask=first > 0, other=-1)          # none is -1
+    if row != row_before:
         column = tl.arange(0, WIDTH)
         inside = column < width
         target = sums + row.to(tl.int64) * width + column                     # tables pass 2^31 elements
-        total, at, more = tl.load(target, mask=inside, other=0), first, 1
+        total = tl.load(target, mask=inside, other=0)
+        at = first
+        more = 1
         while more == 1:
             line = at + tl.arange(0, LINES)
             same = tl.load(rows + line, mask=line < count, other=-1) == row
-            part = grad + tl.load(order + line, mask=same, other=0)[:, None] * width + column[None, :]
-            total += tl.sum(tl.load(part, mask=same[:, None] & inside[None, :], other=0).to(total.dtype), axis=0)
-            at, more = at + LINES, tl.min(same.to(tl.int32), axis=0)
+            start = tl.load(order + line, mask=same, other=0) * width
+            places = grad + start[:, None] + column[None, :]
+            wanted = same[:, None] & inside[None, :]
+            part = tl.load(places, mask=wanted, other=0)
+            total += tl.sum(part.to(total.dtype), axis=0)
+            at = at + LINES
+            more = tl.min(same.to(tl.int32), axis=0)                          # all of them: the row may go on
         tl.store(target, total, mask=inside)
+
 
 @torch.library.custom_op("train_gpt::add_rows", mutates_args=("sums",))
 def add_rows(sums: Tensor, index: Tensor, grad: Tensor) -> None:
     """sums[index[i]] += grad[i] in a fixed order; sums (P, D) f32 or f64, index (...) i32, grad (..., D)."""
-    index, grad = index.flatten(), grad.flatten(0, -2)
-    if grad.is_cuda:
-        (rows, order), (count, width) = index.sort(stable=True), grad.shape
-        jitted(add_rows_kernel)[(count,)](sums, rows, order, grad.contiguous(), count, width, LINES=ADD_ROWS_LINES,
-                                          WIDTH=1 << (width - 1).bit_length())
-    else:
+    index = index.flatten()
+    grad = grad.flatten(0, -2)
+    if not grad.is_cuda:
         sums.index_add_(0, index.long(), grad.to(sums.dtype))
+        return
+
+    rows, order = index.sort(stable=True)                                     # a row's lines stay in their order
+    count, width = grad.shape
+    launch = jitted(add_rows_kernel)[(count,)]
+    next_power_of_2 = 1 << (width - 1).bit_length()
+    launch(sums, rows, order, grad.contiguous(), count, width,
+           LINES=ADD_ROWS_LINES, WIDTH=next_power_of_2)
+
 
 class RowLookup(torch.autograd.Function):
     """source[index]. Its gradient adds up in `sums`; autograd gets None, and no dense gradient exists (design 5)."""
+
     @staticmethod
     def forward(ctx, source, index, sums):
         ctx.save_for_backward(index)
         ctx.sums = sums
         return F.embedding(index, source)
+
     @staticmethod
     def backward(ctx, grad):
-        add_rows(ctx.sums, *ctx.saved_tensors, grad)
+        (index,) = ctx.saved_tensors
+        add_rows(ctx.sums, index, grad)
         return None, None, None
+
 
 class HeadLoss(torch.autograd.Function):
     """Softcapped cross-entropy of the next G tokens, with the head's product inside (recipe 2.8).
+
     y (N, D), w (D, V), targets (B, T) i64 with B * T = N, weights (G,). Returns each position's loss, (N,) f32 or f64:
         sum over k < G with t + k < T of weights[k] * (lse_t - z_t[targets[t + k]]),  z = 23 sigmoid((y w + 5) / 7.5).
     Targets cross documents and stop at the slot's end; all V columns are in the softmax. With precision "fp8" or
     "emulated", y and w are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448: the
-    seed of the backward, loss_weight, moves the scale, never the payload; a position's own gradient is in there."""
+    seed of the backward, loss_weight, moves the scale, never the payload; a position's own gradient is in there.
+    """
+
     @staticmethod
     def forward(ctx, y, w, targets, weights, loss_weight, precision, logits_dtype):
-        ctx.precision, ctx.work = precision, torch.promote_types(y.dtype, torch.float32)
+        ctx.precision = precision
+        ctx.work = torch.promote_types(y.dtype, torch.float32)
         if precision == "plain":
             logits = y @ w
         else:
-            y, w, native = e4m3(y, FP8_Y_SCALE), e4m3(w, FP8_W_SCALE), precision == "fp8"
-            logits = fp8_product(y, w, f32_scale(FP8_Y_SCALE, y) * f32_scale(FP8_W_SCALE, y), native,
-                                 logits_dtype if native else ctx.work, fast=True)
+            native = precision == "fp8"
+            y = e4m3(y, FP8_Y_SCALE)
+            w = e4m3(w, FP8_W_SCALE)
+            scale = f32_scale(FP8_Y_SCALE, y) * f32_scale(FP8_W_SCALE, y)
+            product_dtype = logits_dtype if native else ctx.work
+            logits = fp8_product(y, w, scale, native, product_dtype, fast=True)
+
         logits = logits.to(logits_dtype)
         z = softcap(logits.to(ctx.work))
         lse = z.logsumexp(dim=-1)
         columns, shares = next_targets(targets, weights)
         ctx.save_for_backward(y, w, logits, lse, columns, shares, loss_weight)
-        return (shares * (lse[:, None] - z.gather(1, columns))).sum(dim=1)
+        nats = lse[:, None] - z.gather(1, columns)                            # (N, G), -log of the probability
+        return (shares * nats).sum(dim=1)
+
     @staticmethod
     def backward(ctx, grad_losses):
         y, w, logits, lse, columns, shares, loss_weight = ctx.saved_tensors
         s = torch.sigmoid((logits.to(ctx.work) + LOGIT_SHIFT) / LOGIT_WIDTH)
-        grad = shares.sum(dim=1, keepdim=True) * torch.exp(LOGIT_CAP * s - lse[:, None])
+        probability = torch.exp(LOGIT_CAP * s - lse[:, None])
+        grad = shares.sum(dim=1, keepdim=True) * probability
         column = torch.arange(grad.shape[1], device=grad.device)
         for k in range(columns.shape[1]):                                     # comparisons fuse, a scatter would not
-            grad = grad - shares[:, k:k + 1] * (column == columns[:, k:k + 1])
-        grad = grad_losses[:, None] * grad * (LOGIT_CAP / LOGIT_WIDTH) * s * (1 - s)
+            is_target = column == columns[:, k:k + 1]
+            grad = grad - shares[:, k:k + 1] * is_target
+        grad = grad_losses[:, None] * grad                                    # by z; by the logits: times dz/dlogit
+        grad = grad * (LOGIT_CAP / LOGIT_WIDTH) * s * (1 - s)
+
         if ctx.precision == "plain":
             grad = grad.to(y.dtype)
-            return grad @ w.t(), y.t() @ grad, None, None, None, None, None
-        native, grad_scale = ctx.precision == "fp8", loss_weight.float() * f32_scale(FP8_GRAD_SCALE, y).float()
+            grad_y = grad @ w.t()
+            grad_w = y.t() @ grad
+            return grad_y, grad_w, None, None, None, None, None
+
+        native = ctx.precision == "fp8"
+        grad_scale = loss_weight.float() * f32_scale(FP8_GRAD_SCALE, y).float()
         grad = (grad / grad_scale).to(torch.float8_e5m2)
-        grad_y = fp8_product(grad, w.t(), grad_scale.double() * f32_scale(FP8_W_SCALE, y), native,
-                             torch.bfloat16 if native else ctx.work)
-        grad_w = fp8_product(y.t().contiguous(), grad, grad_scale.double() * f32_scale(FP8_Y_SCALE, y), native,
-                             ctx.work)
+        dtype_y = torch.bfloat16 if native else ctx.work
+        scale_y = grad_scale.double() * f32_scale(FP8_W_SCALE, y)
+        scale_w = grad_scale.double() * f32_scale(FP8_Y_SCALE, y)
+        grad_y = fp8_product(grad, w.t(), scale_y, native, dtype_y)
+        grad_w = fp8_product(y.t().contiguous(), grad, scale_w, native, ctx.work)
         return grad_y, grad_w, None, None, None, None, None
+
 
 def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     """Evaluation: -log softmax(softcap(y w))[target], no fp8. y (N, D), w (D, V), targets (N,) -> (N,) f32 or f64."""
-    z = softcap((y @ w).to(torch.promote_types(y.dtype, torch.float32)))
-    return z.logsumexp(dim=-1) - z.gather(1, targets[:, None])[:, 0]
+    work = torch.promote_types(y.dtype, torch.float32)
+    z = softcap((y @ w).to(work))
+    z_of_target = z.gather(1, targets[:, None])[:, 0]
+    return z.logsumexp(dim=-1) - z_of_target
+
 
 # ====== Room 5: Model =================================================================================================
 class Parameter(NamedTuple):
     """One row of the parameter table: all about a parameter but its place in the forward pass."""
+
     label: str
     shape: tuple[int, ...]
     init: Callable[[torch.Generator, tuple[int, ...]], Tensor]                # draws f32, in logical order
@@ -1403,173 +1498,313 @@ class Parameter(NamedTuple):
     full_precision: bool = False         # f32 where the weights are bf16
     rows: Table | None = None            # of an embedding whose rows travel one by one
 
+
 def normal(std: float) -> Callable:
-    return lambda generator, shape: torch.randn(shape, generator=generator) * std
+    """Initial values: normal around 0."""
+    def draw(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+        return torch.randn(shape, generator=generator) * std
+    return draw
+
 
 def uniform(bound: float) -> Callable:
-    return lambda generator, shape: torch.rand(shape, generator=generator) * (2 * bound) - bound
+    """Initial values: uniform from -bound to bound."""
+    def draw(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+        return torch.rand(shape, generator=generator) * (2 * bound) - bound
+    return draw
+
 
 def up_uniform_down_zero(bound: float) -> Callable:
     """Of the MLP bank: every MLP starts as nothing."""
     def draw(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-        one = (shape[0], 1, *shape[2:])
-        return torch.cat((uniform(bound)(generator, one), torch.zeros(one)), dim=1)
+        matrices, _, *rest = shape
+        one_of_two = (matrices, 1, *rest)
+        up = uniform(bound)(generator, one_of_two)
+        down = torch.zeros(one_of_two)
+        return torch.cat((up, down), dim=1)
     return draw
 
-ZEROS: Callable = lambda _, shape: torch.zeros(shape)
+
+def zeros(_: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    return torch.zeros(shape)
+
+
 SCALARS = {                              # name -> initial value of each of the packed scalars (recipe 2.6)
-    "residual": (1.1,) * len(LAYERS), "attention": (0.5, 1.0) * len(LAYERS), "bigram": (0.1,) * len(LAYERS),
-    "smear": (0.0,), "backout": (0.5,), "skip": (-1.5,)}
-MLP_FACTOR, UP_AND_DOWN, QKVO = 4, 2, 4
+    "residual": (1.1,) * len(LAYERS),
+    "attention": (0.5, 1.0) * len(LAYERS),                                    # of q, k, v and of the output
+    "bigram": (0.1,) * len(LAYERS),
+    "smear": (0.0,),
+    "backout": (0.5,),
+    "skip": (-1.5,),
+}
+MLP_FACTOR = 4                           # F / D
+UP_AND_DOWN = 2                          # matrices of one MLP
+QKVO = 4                                 # matrices of one attention layer, below each other
+
+
+def keep_all(_: str, parameter: Tensor) -> Tensor:
+    return parameter
+
+
+def packed_scalars(_: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    values = sum(SCALARS.values(), ())
+    return torch.tensor(values).view(shape)
+
 
 def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     """Label, shape, initial value, optimizer, multipliers (recipe 2.1, 2.6, 3.5)."""
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
     L, A = len(LAYERS), len(ATTENTION_LAYERS)
-    bound, packed = 3**0.5 * 0.5 * D**-0.5, sum(SCALARS.values(), ())
-    small = dict(optimizer="adam", sharded=False)
+    bound = 3**0.5 * 0.5 * D**-0.5                                            # a standard deviation of 0.5 / sqrt(D)
+    num_scalars = sum(map(len, SCALARS.values()))
     bigrams, values, embed = row_tables(cfg)
-    table = dict(optimizer="adam", sharded=True, lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
-    head = dict(optimizer="adam", sharded=True, lr_mul=1, wd_mul=150, betas=(0.5, 0.95))
+
     bank = dict(optimizer="normuon", sharded=True, bank=True)
-    return (
+    matrices = (
         Parameter("attn", (A, QKVO * D, D), uniform(bound), **bank),
         Parameter("mlp", (L, UP_AND_DOWN, MLP_FACTOR * D, D), up_uniform_down_zero(bound), **bank),
-        Parameter("scalars", (len(packed),), lambda *_: torch.tensor(packed), **small, lr_mul=5, wd_mul=0,
-                  full_precision=True),
-        Parameter("x0_lambdas", (L,), ZEROS, **small, lr_mul=5, wd_mul=0, betas=(0.65, 0.95), full_precision=True),
-        Parameter("smear_gate", (1, GATE_INPUTS), ZEROS, **small, lr_mul=0.01, wd_mul=0),
-        Parameter("skip_gate", (1, GATE_INPUTS), ZEROS, **small, lr_mul=0.05, wd_mul=0),
-        Parameter("attn_gate_bank", (A, H, GATE_INPUTS), ZEROS, **small),
-        Parameter("ve_gate_bank", (NUM_VALUE_TABLES, H, GATE_INPUTS), ZEROS, **small),
-        Parameter("bigram_embed", (bigrams.rows, D), ZEROS, **table, rows=bigrams),
+    )
+    small = dict(optimizer="adam", sharded=False)
+    exact = dict(**small, lr_mul=5, wd_mul=0, full_precision=True)
+    scalars = (
+        Parameter("scalars", (num_scalars,), packed_scalars, **exact),
+        Parameter("x0_lambdas", (L,), zeros, **exact, betas=(0.65, 0.95)),
+    )
+    gates = (
+        Parameter("smear_gate", (1, GATE_INPUTS), zeros, **small, lr_mul=0.01, wd_mul=0),
+        Parameter("skip_gate", (1, GATE_INPUTS), zeros, **small, lr_mul=0.05, wd_mul=0),
+        Parameter("attn_gate_bank", (A, H, GATE_INPUTS), zeros, **small),
+        Parameter("ve_gate_bank", (NUM_VALUE_TABLES, H, GATE_INPUTS), zeros, **small),
+    )
+    big = dict(optimizer="adam", sharded=True)
+    table = dict(**big, lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
+    head = dict(**big, lr_mul=1, wd_mul=150, betas=(0.5, 0.95))
+    by_token = (
+        Parameter("bigram_embed", (bigrams.rows, D), zeros, **table, rows=bigrams),
         Parameter("value_embed", (values.rows, D), normal(0.01), **table, rows=values),
         Parameter("lm_head", (D, V), normal(0.005), **head),
-        Parameter("embed", (embed.rows, D), ZEROS, **head, rows=embed),       # lm_head^T while they are tied
+        Parameter("embed", (embed.rows, D), zeros, **head, rows=embed),       # lm_head^T while they are tied
     )
+    return matrices + scalars + gates + by_token
+
 
 class Reach(NamedTuple):
     """What attention sees in one forward; constants of the compiled graph."""
-    short: int
+
+    short: int                           # window of a short layer, in positions
     long: int
-    max_len: int
-    scale: float
+    max_len: int                         # upper bound of a document's length
+    scale: float                         # of the softmax
+
 
 class GPT(nn.Module):
     """Recipe A, section 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
-    def __init__(self, cfg: Config, attention: Callable, rotary_len: int, kept: dict[str, int] | None = None) -> None:
+
+    def __init__(self, cfg: Config, attention: Callable, rotary_len: int,
+                 kept: dict[str, int] | None = None) -> None:
         """rotary_len: the longest slot in tokens, paired layers have 2T positions. kept: rows of tables, if not all."""
         super().__init__()
-        self.heads, self.head_dim, self.vocab, self.attention = cfg.num_heads, cfg.head_dim, cfg.padded_vocab, attention
-        self.table, dtype = parameter_table(cfg), getattr(torch, cfg.dtype)
+        self.heads = cfg.num_heads
+        self.head_dim = cfg.head_dim
+        self.vocab = cfg.padded_vocab
+        self.attention = attention
+        self.table = parameter_table(cfg)
+
+        dtype = getattr(torch, cfg.dtype)
         exact = torch.promote_types(dtype, torch.float32)
         for row in self.table:
-            shape = ((kept or {}).get(row.label, row.shape[0]), *row.shape[1:])
-            kind = exact if row.full_precision else dtype
-            self.register_parameter(row.label, nn.Parameter(torch.empty(shape, dtype=kind)))
+            rows, *rest = row.shape
+            if kept:
+                rows = kept.get(row.label, rows)
+            weight = torch.empty((rows, *rest), dtype=exact if row.full_precision else dtype)
+            self.register_parameter(row.label, nn.Parameter(weight))
+
         for name in ("rotary_cos", "rotary_sin"):
-            self.register_buffer(name, torch.zeros(2 * rotary_len, cfg.head_dim // 4, dtype=dtype), persistent=False)
+            angles = torch.zeros(2 * rotary_len, cfg.head_dim // 4, dtype=dtype)
+            self.register_buffer(name, angles, persistent=False)
 
     @torch.no_grad()
-    def set_initial_values(self, seed: int, kept: Callable[[str, Tensor], Tensor] = lambda _, x: x) -> None:
-        """One generator per label, from (seed, label). All but f32 rows pass through bf16: the same in any dtype."""
+    def set_initial_values(self, seed: int, kept: Callable[[str, Tensor], Tensor] = keep_all) -> None:
+        """One generator per label, from (seed, label). All but f32 rows pass through bf16: the same in any dtype.
+
+        kept: (label, whole parameter) -> the part of it that is here
+        """
         for row in self.table:
             digest = hashlib.sha256(f"{seed}/{row.label}".encode()).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+            own_seed = int.from_bytes(digest[:8], "little", signed=True)
+            generator = torch.Generator().manual_seed(own_seed)
             drawn = kept(row.label, row.init(generator, row.shape))
-            self.get_parameter(row.label).copy_(drawn if row.full_precision else drawn.bfloat16())
+            if not row.full_precision:
+                drawn = drawn.bfloat16()
+            self.get_parameter(row.label).copy_(drawn)
         self.embed.copy_(kept("embed", self.lm_head.t()))
 
     @torch.no_grad()
     def set_rotary(self, frequencies: Sequence[float]) -> None:
         """Refill cos and sin of position * frequency in place; angles in f32 (f64 in an f64 run)."""
-        exact = dict(dtype=torch.promote_types(self.rotary_cos.dtype, torch.float32), device=self.rotary_cos.device)
-        angles = torch.outer(torch.arange(len(self.rotary_cos), **exact), torch.tensor(frequencies, **exact))
+        dtype = torch.promote_types(self.rotary_cos.dtype, torch.float32)
+        device = self.rotary_cos.device
+        positions = torch.arange(len(self.rotary_cos), dtype=dtype, device=device)
+        per_position = torch.tensor(frequencies, dtype=dtype, device=device)
+        angles = torch.outer(positions, per_position)
         self.rotary_cos.copy_(angles.cos())
         self.rotary_sin.copy_(angles.sin())
 
-    def losses(self, batch: Batch, weights: Tensor, loss_weight: Tensor, reach: Reach, precision: str,
-               sources: dict | None = None) -> Tensor:
+    def losses(self, batch: Batch, weights: Tensor, loss_weight: Tensor, reach: Reach,
+               precision: str, sources: dict | None = None) -> Tensor:
         """Loss of each position, (B, T); weights (G,) of the next tokens, loss_weight () seeds the backward."""
         y = self.hidden(batch, reach, sources).flatten(0, 1)
-        logits_dtype = torch.bfloat16 if precision != "plain" and y.dtype != torch.float64 else y.dtype
-        losses = HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype)
+        in_bf16 = precision != "plain" and y.dtype != torch.float64
+        logits_dtype = torch.bfloat16 if in_bf16 else y.dtype
+        losses = HeadLoss.apply(
+            y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype)
         return losses.view(batch.targets.shape)
 
     def hidden(self, batch: Batch, reach: Reach, sources: dict | None = None) -> Tensor:
         """The normalised stream in front of the head, (B, T, D). sources: table -> (rows to read, gradient sums)."""
-        scalars = dict(zip(SCALARS, self.scalars.split([len(values) for values in SCALARS.values()])))
-        residual, pair_scales, bigram = (scalars[name].unbind() for name in ("residual", "attention", "bigram"))
-        x0_lambdas, (slots, length) = self.x0_lambdas.unbind(), batch.tokens.shape
-        first = torch.arange(slots, device=batch.tokens.device, dtype=torch.int32)[:, None] * length
-        cu_seqlens = (batch.cu_seqlens + first).flatten()                    # what fills a row is the next one's start
-        attentions, mlps = iter(self.attn.unbind()), self.mlp.unbind()        # one gradient per bank, not per layer
+        scalars = self.named_scalars()
+        residual = scalars["residual"].unbind()
+        attention_scales = scalars["attention"].unbind()
+        bigram = scalars["bigram"].unbind()
+        x0_lambdas = self.x0_lambdas.unbind()
+        cu_seqlens = flat_cu_seqlens(batch)
+        attn = self.attn.unbind()                # here and not in each layer: one gradient per bank, not per layer
+        mlp = self.mlp.unbind()
         x0, pairs, values = self.inputs(batch, scalars["smear"], sources or {})
-        x, kept = x0, {}
+
+        x = x0
+        D = x.shape[-1]
+        kept: dict[str, Tensor] = {}             # name -> stream behind the layer that keeps it
         for depth, layer in enumerate(LAYERS):
             if layer.add:                                                     # before the mix, which scales it too
-                gate = 2 * torch.sigmoid(F.linear(x0[..., :GATE_INPUTS], self.skip_gate))
-                x = x + torch.sigmoid(scalars["skip"]).type_as(x) * gate * kept[layer.add]
+                x = x + self.skip_share(x0, scalars["skip"]) * kept[layer.add]
             x = residual[depth] * x + x0_lambdas[depth] * x0 + bigram[depth] * pairs
+
             if layer.attention != "none":
-                w_qkv, w_out = next(attentions).split((3 * x.shape[-1], x.shape[-1]))
-                scale_in, scale_out = pair_scales[2 * depth:2 * depth + 2]
-                n, bank_index = rms_norm(x), ATTENTION_LAYERS.index(depth)
+                at = ATTENTION_LAYERS.index(depth)                            # its place in the banks of attention
+                w_qkv, w_out = attn[at].split((3 * D, D))
+                scale_in, scale_out = attention_scales[2 * depth:2 * depth + 2]
+                n = rms_norm(x)
                 y = self.attend(layer, n, values, scale_in * w_qkv, cu_seqlens, reach)
-                y = y * torch.sigmoid(F.linear(n[..., :GATE_INPUTS], self.attn_gate_bank[bank_index]))[..., None]
+                gate = gate_of(n[..., :GATE_INPUTS], self.attn_gate_bank[at])                     # (B, T, H)
+                y = y * gate[..., None]
                 x = x + F.linear(y.flatten(2), scale_out * w_out)
-            up, down = mlps[depth].unbind()
+
+            up, down = mlp[depth].unbind()
             x = x + relu_sq_mlp(rms_norm(x), up, down)
             if layer.keep_as:
                 kept[layer.keep_as] = x
+
         return rms_norm(x - scalars["backout"].type_as(x) * kept[BACKOUT])
+
+    def named_scalars(self) -> dict[str, Tensor]:
+        """The packed scalars by name, each (number of its initial values,)."""
+        sizes = [len(initial) for initial in SCALARS.values()]
+        return dict(zip(SCALARS, self.scalars.split(sizes)))
+
+    def skip_share(self, x0: Tensor, skip: Tensor) -> Tensor:
+        """How much of a kept stream is added in front of a layer, (B, T, 1) for x0 (B, T, D)."""
+        gate = 2 * gate_of(x0[..., :GATE_INPUTS], self.skip_gate)
+        return torch.sigmoid(skip).type_as(x0) * gate
 
     def inputs(self, batch: Batch, smear: Tensor, sources: dict) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Normalised smeared embedding and bigram rows, (B, T, D), and value rows, one (B, T, D) per value table."""
-        read = {label: RowLookup.apply(sources[label][0], index, sources[label][1]) if label in sources else
-                F.embedding(index, getattr(self, label)) for label, index in batch.rows.items()}
-        e = read["embed"]
-        gate = smear.type_as(e) * torch.sigmoid(F.linear(e[:, 1:, :GATE_INPUTS], self.smear_gate))
-        smeared = torch.cat((e[:, :1], e[:, 1:] + gate * e[:, :-1]), dim=1)   # crosses documents, not slots
-        return rms_norm(smeared), read["bigram_embed"], list(read["value_embed"].unbind(1))
+        read = {}
+        for label, index in batch.rows.items():
+            if label in sources:
+                rows, gradient_sums = sources[label]
+                read[label] = RowLookup.apply(rows, index, gradient_sums)
+            else:
+                read[label] = F.embedding(index, getattr(self, label))
 
-    def attend(self, layer: Layer, n: Tensor, values: list[Tensor], w_qkv: Tensor, cu_seqlens: Tensor,
-               reach: Reach) -> Tensor:
+        x0 = rms_norm(self.smeared(read["embed"], smear))
+        values = list(read["value_embed"].unbind(1))
+        return x0, read["bigram_embed"], values
+
+    def smeared(self, e: Tensor, smear: Tensor) -> Tensor:
+        """Each token's embedding plus a gated share of the one before it in the slot, over documents; e (B, T, D)."""
+        gate = smear.type_as(e) * gate_of(e[:, 1:, :GATE_INPUTS], self.smear_gate)
+        first = e[:, :1]
+        others = e[:, 1:] + gate * e[:, :-1]
+        return torch.cat((first, others), dim=1)
+
+    def attend(self, layer: Layer, n: Tensor, values: list[Tensor], w_qkv: Tensor,
+               cu_seqlens: Tensor, reach: Reach) -> Tensor:
         """Attention of one layer before its gate and output matrix, n (B, T, D) -> (B, T, H, E) (recipe 2.4)."""
-        q, k, v = F.linear(n, w_qkv).view(*n.shape[:2], 3, self.heads, self.head_dim).unbind(2)
-        q, k = rms_norm(q), rms_norm(k)
+        slots, length, _ = n.shape
+        qkv = F.linear(n, w_qkv).view(slots, length, 3, self.heads, self.head_dim)
+        q, k, v = qkv.unbind(2)
+        q = rms_norm(q)
+        k = rms_norm(k)
         if layer.value is not None:
-            row, half = values[layer.value], GATE_INPUTS // 2
-            both = torch.cat((n[..., :half], row[..., :half]), dim=-1)
-            seen = n[..., :GATE_INPUTS] if layer.attention == "paired" else both
-            gate = 2 * torch.sigmoid(F.linear(seen, self.ve_gate_bank[layer.value]))
+            row = values[layer.value]
+            gate = self.value_gate(layer, n, row)
             v = v + gate[..., None] * row.view(v.shape)
+
         window = reach.long if layer.window == "long" else reach.short
         if layer.attention == "paired":
             return self.attend_paired(q, k, v, cu_seqlens, window, reach)
         return self.attend_plain(q, k, v, layer.key_shift, cu_seqlens, window, reach)
 
-    def attend_plain(self, q: Tensor, k: Tensor, v: Tensor, key_shift: bool, cu_seqlens: Tensor, window: int,
-                     reach: Reach) -> Tensor:
+    def value_gate(self, layer: Layer, n: Tensor, row: Tensor) -> Tensor:
+        """Gate of each head's value row, 0 to 2, (B, T, H). Plain layers look at the row too, paired ones do not."""
+        if layer.attention == "paired":
+            seen = n[..., :GATE_INPUTS]
+        else:
+            half = GATE_INPUTS // 2
+            halves = (n[..., :half], row[..., :half])
+            seen = torch.cat(halves, dim=-1)
+        return 2 * gate_of(seen, self.ve_gate_bank[layer.value])
+
+    def attend_plain(self, q: Tensor, k: Tensor, v: Tensor, key_shift: bool, cu_seqlens: Tensor,
+                     window: int, reach: Reach) -> Tensor:
         """q, k, v (B, T, H, E) -> (B, T, H, E); positions count in the slot."""
-        cos, sin = (x[:q.shape[1], None] for x in (self.rotary_cos, self.rotary_sin))
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        length = q.shape[1]
+        cos = self.rotary_cos[:length, None]                                  # (T, 1, E / 4), for every head
+        sin = self.rotary_sin[:length, None]
+        q = rotate(q, cos, sin)
+        k = rotate(k, cos, sin)
         if key_shift:                                                         # crosses documents, not slots
             turning, still = k.chunk(2, dim=-1)
-            k = torch.cat((turning, torch.cat((still[:, :1], still[:, :-1]), dim=1)), dim=-1)
-        q, k, v_flat = (x.flatten(0, 1) for x in (q, k, v))
-        return self.attention(q, k, v_flat, cu_seqlens, reach.max_len, window, reach.scale).view(v.shape)
+            first = still[:, :1]                                              # a slot's first token keeps its own
+            shifted = torch.cat((first, still[:, :-1]), dim=1)
+            k = torch.cat((turning, shifted), dim=-1)
 
-    def attend_paired(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int, reach: Reach) -> Tensor:
+        flat = [x.flatten(0, 1) for x in (q, k, v)]
+        y = self.attention(*flat, cu_seqlens, reach.max_len, window, reach.scale)
+        return y.view(v.shape)
+
+    def attend_paired(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int,
+                      reach: Reach) -> Tensor:
         """q, k, v (B, T, H, E) -> (B, T, H, E); heads j and j + H/2 of token t stand at 2t and 2t + 1 of one sequence.
+
         The angles follow another pairing, even heads at 2t and odd heads at 2t + 1: the peer assigns them before it
-        regroups, and its published losses contain that (recipe 9.1). The window counts positions."""
+        regroups, and its published losses contain that (recipe 9.1). The window counts positions.
+        """
         slots, length, heads, width = q.shape
-        cos, sin = (x[:2 * length].view(length, 1, 2, -1) for x in (self.rotary_cos, self.rotary_sin))
-        q, k = (rotate(x.view(slots, length, heads // 2, 2, width), cos, sin) for x in (q, k))
-        q, k, v = (x.reshape(slots * length * 2, heads // 2, width) for x in (q, k, v))
-        y = self.attention(q, k, v, 2 * cu_seqlens, 2 * reach.max_len, window, reach.scale)
+        cos = self.rotary_cos[:2 * length].view(length, 1, 2, -1)
+        sin = self.rotary_sin[:2 * length].view(length, 1, 2, -1)
+        neighbours = (slots, length, heads // 2, 2, width)
+        q = rotate(q.view(neighbours), cos, sin)
+        k = rotate(k.view(neighbours), cos, sin)
+
+        sequence = (slots * length * 2, heads // 2, width)
+        flat = [x.reshape(sequence) for x in (q, k, v)]
+        y = self.attention(*flat, 2 * cu_seqlens, 2 * reach.max_len, window, reach.scale)
         return y.view(slots, length, heads, width)
+
+
+def flat_cu_seqlens(batch: Batch) -> Tensor:
+    """Bounds of the documents of a micro-batch whose slots stand one behind the other, (B * bounds of a slot,) i32."""
+    slots, length = batch.tokens.shape
+    slot = torch.arange(slots, device=batch.tokens.device, dtype=torch.int32)
+    starts = slot[:, None] * length
+    return (batch.cu_seqlens + starts).flatten()                              # what fills a row is the next one's start
+
+
+def gate_of(features: Tensor, weight: Tensor) -> Tensor:
+    """Shares between 0 and 1: features (..., GATE_INPUTS), weight (heads, GATE_INPUTS) -> (..., heads)."""
+    return torch.sigmoid(F.linear(features, weight))
+
 
 # ====== Room 6: Rows ==================================================================================================
 # A plan's ids serve both directions: owner to reader in front of a cycle, reader to owner behind it (design 4).
