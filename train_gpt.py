@@ -101,6 +101,49 @@ LAYERS = (                                                                    # 
 ATTENTION_LAYERS = tuple(depth for depth, layer in enumerate(LAYERS) if layer.attention != "none")
 NUM_VALUE_TABLES = sum(layer.value is not None for layer in LAYERS)
 
+
+def check_layers(layers: Sequence[Layer]) -> None:
+    """Raise ConfigError for a layer table that cannot work. A kept stream that nothing takes is no mistake."""
+    kept: list[str] = []                 # by the layers above
+    for depth, layer in enumerate(layers):
+        place = f"LAYERS, layer {depth}"
+        check_layer(layer, place)
+        if layer.add and layer.add not in kept:
+            raise ConfigError(place, f"add={layer.add!r}", f"a stream that a layer above keeps: {kept}",
+                              f"keep_as={layer.add!r} in a layer above it")
+        if layer.keep_as in kept:
+            raise ConfigError(place, f"keep_as={layer.keep_as!r}", "a name that no layer above keeps",
+                              "keep each stream once, or give this one another name")
+        if layer.keep_as:
+            kept.append(layer.keep_as)
+
+    if BACKOUT not in kept:
+        raise ConfigError("LAYERS", f"streams kept: {kept}", f"one layer with keep_as={BACKOUT!r}, which is "
+                          "subtracted in front of the head", f"keep_as={BACKOUT!r} in one layer")
+    if all(layer.attention == "none" for layer in layers):
+        raise ConfigError("LAYERS", "no layer with attention", "one or more", "attention 'plain' in a layer")
+    values = [layer.value for layer in layers if layer.value is not None]
+    missing = [table for table in range(len(values)) if table not in values]
+    if missing:
+        raise ConfigError("LAYERS", f"value tables {values}", f"each of 0 to {len(values) - 1} once",
+                          f"number the layers that have one through; missing: {missing}")
+
+
+def check_layer(layer: Layer, place: str) -> None:
+    """Words that exist, and features only where they have an effect. Raises ConfigError."""
+    kinds = ("plain", "paired", "none")
+    if layer.attention not in kinds:
+        raise ConfigError(place, f"attention {layer.attention!r}", f"one of {kinds}", nearest(layer.attention, kinds))
+    windows = ("short", "long")
+    if layer.window not in windows:
+        raise ConfigError(place, f"window {layer.window!r}", f"one of {windows}", nearest(layer.window, windows))
+    if layer.attention == "none" and layer.value is not None:
+        raise ConfigError(place, f"value={layer.value} without attention", "a layer with attention, to whose values "
+                          "the table is added", "move the value table to another layer")
+    if layer.key_shift and layer.attention != "plain":
+        raise ConfigError(place, f"key_shift with attention {layer.attention!r}", "key_shift in plain layers only",
+                          "move key_shift to a plain layer")
+
 @dataclass(frozen=True)
 class Stage:
     """One stage of the run. Windows are in blocks; weights of the predicted tokens move linearly over the stage."""
@@ -281,6 +324,8 @@ LEAST = dict(num_slots=1, max_doc_len=2, window_block=1, final_long_window=1, co
 
 def check_config(cfg: Config) -> None:
     """Raise ConfigError for sizes that cannot work, with the nearest ones that do."""
+    check_layers(LAYERS)
+
     def need(ok: bool, what: str, found: object, expected: str, do: str) -> None:
         if not ok:
             raise ConfigError(what, found, expected, do)

@@ -3,7 +3,7 @@ import re
 from dataclasses import FrozenInstanceError, asdict, fields, replace
 
 import pytest
-from common import ROOT, fabric, refused
+from common import ROOT, fabric, refused, run
 
 import train_gpt as tg
 
@@ -23,6 +23,49 @@ def test_layer_table_is_that_of_recipe_2_2():
     assert [(k, layer.keep_as) for k, layer in enumerate(tg.LAYERS) if layer.keep_as] == [(3, "skip"), (7, "backout")]
     assert [(k, layer.add) for k, layer in enumerate(tg.LAYERS) if layer.add] == [(6, "skip")]
     assert tg.ATTENTION_LAYERS == (0, 1, 2, 3, 4, 5, 7, 8, 9, 10) and tg.NUM_VALUE_TABLES == 5
+
+
+BAD_LAYERS = {                               # changes of layers by depth -> what the message must hold
+    "no backout": ({7: dict(keep_as="")}, "streams kept: ['skip']", "keep_as='backout'"),
+    "added before it is kept": ({2: dict(add="skip")}, "layer 2", "add='skip'", "layer above keeps: []"),
+    "added by the layer that keeps it": ({3: dict(add="skip")}, "layer 3", "add='skip'", "above keeps: []"),
+    "a stream that nobody keeps": ({6: dict(add="skipp")}, "layer 6", "add='skipp'", "above keeps: ['skip']"),
+    "kept twice": ({8: dict(keep_as="skip")}, "layer 8", "keep_as='skip'", "another name"),
+    "unknown attention": ({4: dict(attention="pared")}, "layer 4", "'pared'", "nearest: paired"),
+    "unknown window": ({10: dict(window="wide")}, "layer 10", "window 'wide'", "'short', 'long'"),
+    "a value table too high": ({10: dict(value=5)}, "[0, 1, 2, 3, 5]", "0 to 4", "missing: [4]"),
+    "a value table twice": ({10: dict(value=3)}, "[0, 1, 2, 3, 3]", "missing: [4]"),
+    "a value table that is no number": ({10: dict(value="4")}, "'4'", "missing: [4]"),
+    "a value table without attention": ({6: dict(value=5)}, "layer 6", "value=5 without attention"),
+    "key offset without attention": ({6: dict(key_shift=True)}, "layer 6", "plain layers only"),
+    "key offset of paired heads": ({9: dict(key_shift=True)}, "layer 9", "'paired'", "plain layers only"),
+    "no attention at all": ({depth: dict(attention="none", value=None, key_shift=False) for depth in range(11)},
+                            "no layer with attention", "one or more"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_LAYERS)
+def test_a_layer_table_that_cannot_work_ends_before_anything_is_made(name, monkeypatch, tmp_path):
+    changes, *parts = BAD_LAYERS[name]
+    layers = [replace(layer, **changes.get(depth, {})) for depth, layer in enumerate(tg.LAYERS)]
+    refused(tg.ConfigError, lambda: tg.check_layers(layers), "LAYERS", *parts)
+
+    monkeypatch.setattr(tg, "LAYERS", tuple(layers))
+    ended = run(tmp_path / "run")
+    assert ended.status == tg.EXIT_BAD_INPUT
+    assert all(part in ended.err for part in parts)
+    assert not ended.folder.exists()
+
+
+def test_an_empty_layer_table_is_refused():
+    refused(tg.ConfigError, lambda: tg.check_layers(()), "LAYERS", "keep_as='backout'")
+
+
+def test_layer_tables_that_work():
+    """The trainer's own, and those that an ablation makes: a kept stream that nobody takes, no value tables."""
+    tg.check_layers(tg.LAYERS)
+    tg.check_layers([replace(layer, add="", value=None, key_shift=False) for layer in tg.LAYERS])
+    tg.check_layers([tg.Layer("plain", keep_as=tg.BACKOUT)])
 
 
 def test_pocket_is_the_record_topology_at_small_size():
