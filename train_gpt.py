@@ -361,6 +361,31 @@ def check_config(cfg: Config) -> None:
     need(cfg.runs == 1 or not cfg.resume + cfg.save, "--runs", cfg.runs, "one run for --resume or --save", "--runs=1")
     need(re.fullmatch(r"(\d+:\d+)?", cfg.profile), "--profile", repr(cfg.profile), "a:b", "--profile=100:104")
 
+class Console:
+    """Standard output. Escapes what it cannot encode; says on stderr, once, that it takes no more lines."""
+
+    def __init__(self) -> None:
+        self.lost = ""                   # why the last line that was lost could not be printed; empty: all were
+
+    def say(self, text: str) -> bool:
+        """Print a line and return whether it arrived."""
+        out = sys.stdout
+        try:
+            if out is None:
+                raise OSError(errno.EBADF, "it is closed")
+            encoding = out.encoding or "utf-8"
+            printable = text.encode(encoding, "backslashreplace").decode(encoding)
+            print(printable, file=out, flush=True)
+            return True
+        except (OSError, ValueError) as error:                                # full, gone, or closed
+            reason = getattr(error, "strerror", None) or str(error)
+        if not self.lost:
+            with contextlib.suppress(OSError, ValueError):
+                print(f"standard output takes no lines: {reason}", file=sys.stderr, flush=True)
+        self.lost = reason
+        return False
+
+
 @dataclass(frozen=True)
 class Fabric:
     """The one object that knows ranks and devices. Passed on, never global."""
@@ -369,6 +394,7 @@ class Fabric:
     world: int = 1
     plan_group: Any = None               # of row plans, on the CPU: the loader thread's own, so that no order can clash
     processes: tuple[tuple[str, int], ...] = ()      # host and process id of every rank, once they have met
+    console: Console = field(default_factory=Console, compare=False)
 
     @property
     def on_cuda(self) -> bool:
@@ -387,11 +413,11 @@ class Fabric:
         if self.on_cuda:
             torch.cuda.set_device(self.device)
 
-    def say(self, text: str) -> None:
-        """Print on rank 0. A console that is gone or full does not end the run."""
-        if self.rank == 0:
-            with contextlib.suppress(OSError, ValueError):
-                print(text, flush=True)
+    def say(self, text: str) -> bool:
+        """Print on rank 0. Returns whether it arrived; a console that is gone or full does not end the run."""
+        if self.rank != 0:
+            return True
+        return self.console.say(text)
 
     def of_all(self, fact: Any) -> list:
         """This fact of every rank, rank by rank."""
@@ -3405,12 +3431,19 @@ def host_name() -> str:
 
 def head_precision(cfg: Config, fabric: Fabric) -> str:
     """What --head means on this device. Raises ConfigError for fp8 where there is none."""
-    native = fabric.on_cuda and cfg.dtype == "bfloat16" and torch.cuda.get_device_capability(fabric.device) >= (8, 9)
-    native = native and cfg.model_dim % 16 == cfg.padded_vocab % 16 == 0      # what the fp8 product takes
-    if cfg.head == "fp8" and not native:
+    if cfg.head not in ("auto", "fp8"):
+        return cfg.head
+    native = False
+    if fabric.on_cuda and cfg.dtype == "bfloat16":
+        sizes_fit = cfg.model_dim % 16 == cfg.padded_vocab % 16 == 0          # what the fp8 product takes
+        native = sizes_fit and torch.cuda.get_device_capability(fabric.device) >= (8, 9)
+
+    if native:
+        return "fp8"
+    if cfg.head == "fp8":
         raise ConfigError("--head=fp8", f"{cfg.dtype} on {hardware(fabric)}", "bfloat16 on CUDA capability 8.9 and up",
                           "--head=auto or plain, or --head=emulated for the same numbers without the speed")
-    return cfg.head if cfg.head != "auto" else "fp8" if native else "plain"
+    return "plain"
 
 
 def choose_attention(fabric: Fabric, dtype: torch.dtype, head_dim: int) -> tuple[str, Callable]:
@@ -3469,46 +3502,99 @@ def hardware(fabric: Fabric) -> str:
         name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
+
 def peak_memory_mib(fabric: Fabric) -> dict[str, int]:
+    """Of this process so far: on its GPU since the run began, or on the CPU."""
     if fabric.on_cuda:
-        return dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
-    with contextlib.suppress(ImportError):
-        from resource import RUSAGE_SELF, getrusage                           # not on Windows; KiB, but bytes on macOS
-        return dict(consumption=getrusage(RUSAGE_SELF).ru_maxrss >> (20 if sys.platform == "darwin" else 10))
-    return {}
+        allocated = torch.cuda.max_memory_allocated()
+        reserved = torch.cuda.max_memory_reserved()
+        return dict(allocated=allocated >> 20, reserved=reserved >> 20)
+    try:
+        from resource import RUSAGE_SELF, getrusage
+    except ImportError:                                                       # on Windows
+        return {}
+    peak = getrusage(RUSAGE_SELF).ru_maxrss
+    if sys.platform == "darwin":                                              # there bytes, elsewhere KiB
+        return dict(consumption=peak >> 20)
+    return dict(consumption=peak >> 10)
+
 
 def git_commit() -> str | None:
+    command = ["git", "rev-parse", "HEAD"]
+    folder = Path(__file__).parent
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,
-                              timeout=10, check=True).stdout.strip()
+        answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=True)
+        return answer.stdout.strip()
     return None
 
+
 def changed_fields(preset: str, cfg: Config) -> dict[str, str]:
+    """The settings that the preset does not say, as texts of their flags."""
     before = vars(Config(**PRESETS[preset]))
     return {name: flag_text(value) for name, value in vars(cfg).items() if value != before[name]}
 
-def write_header(preset: str, given: Config, executor: Executor, log: Log, cfg: Config, kind: str = "header",
+
+class Origin(NamedTuple):
+    """What the headers of all runs of this process say besides the settings of each."""
+    preset: str
+    given: Config                        # as flags and preset say, before shards and a checkpoint filled in the rest
+    attention: str                       # name of the kernel
+    data_sha256: str
+
+
+def software() -> dict[str, Any]:
+    """Versions of what computes."""
+    triton = None
+    if importlib.util.find_spec("triton"):
+        triton = importlib.import_module("triton").__version__
+    return dict(python=platform.python_version(), torch=torch.__version__, triton=triton, cuda=torch.version.cuda,
+                git_commit=git_commit(), source_sha256=file_sha256(Path(__file__)))
+
+
+def size_of_model(cfg: Config, executor: Executor) -> dict[str, Any]:
+    """Parameters in all, those that a token meets, and the tables apart."""
+    tables = row_tables(cfg)
+    total = sum(math.prod(row.shape) for row in executor.model.table)
+    rows = {table.label: table.rows for table in tables}
+    rows_unread = sum(table.rows - table.reads for table in tables)           # by a single token
+    in_tables = cfg.model_dim * sum(rows.values())
+    return dict(params_total=total, params_per_token=total - cfg.model_dim * rows_unread,
+                table_rows=rows, table_bytes=in_tables * getattr(torch, cfg.dtype).itemsize)
+
+
+def write_header(log: Log, cfg: Config, executor: Executor, origin: Origin, kind: str = "header",
                  **facts: Any) -> None:
-    """kind: "header" of a new log, or "resumed" behind the lines of an earlier one. given: as flags and preset say."""
-    fabric, changed, tables = log.fabric, changed_fields(preset, replace(given, seed=cfg.seed)), row_tables(cfg)
-    triton, accum = importlib.util.find_spec("triton"), -(-cfg.num_slots // fabric.world // executor.slots_at_once)
-    total, D = sum(math.prod(row.shape) for row in executor.model.table), cfg.model_dim
-    unread, in_tables = (D * sum(rows) for rows in zip(*((t.rows - t.reads, t.rows) for t in tables)))
-    untimed = len(log.schedule.warm_up_steps()) + (TRIAL_STEPS * len(cfg.stages) if cfg.time_budget else 0)
-    log.event(kind, preset=preset, changed=changed, config=asdict(cfg), seed=cfg.seed, python=platform.python_version(),
-              torch=torch.__version__, triton=triton and importlib.import_module("triton").__version__,
-              cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version())) if fabric.on_cuda else None,
-              hardware=hardware(fabric), world_size=fabric.world, git_commit=git_commit(), head=executor.precision,
-              tokens_per_step=[s.batch_tokens for s in cfg.stages], source_sha256=file_sha256(Path(__file__)),
-              row_comms=cfg.row_comms, target_loss=cfg.target_loss, params_total=total, params_per_token=total - unread,
-              table_rows={t.label: t.rows for t in tables}, table_bytes=in_tables * getattr(torch, cfg.dtype).itemsize,
-              grad_accum_steps=accum, untimed_warmup_steps=untimed, **facts)
-    log.text("\n".join((
-        "=" * 100, f"Running Python {platform.python_version()}", f"Running PyTorch {torch.__version__} compiled for "
-        f"CUDA {torch.version.cuda} on {hardware(fabric)} with world_size {fabric.world}",
-        f"preset {preset}, {total:,} parameters in {cfg.dtype}, attention {facts['attention']}, head "
-        f"{executor.precision}, {accum} micro-batches a step, seed {cfg.seed}",
-        "changed from the preset: " + (", ".join(f"{k}={v}" for k, v in changed.items()) or "nothing"), "=" * 100)))
+    """First lines of a run. kind: "header" of a new log, or "resumed" behind the lines of an earlier one."""
+    fabric = log.fabric
+    versions = software()
+    sizes = size_of_model(cfg, executor)
+    changed = changed_fields(origin.preset, replace(origin.given, seed=cfg.seed))
+    nccl = None
+    if fabric.on_cuda:
+        nccl = ".".join(map(str, torch.cuda.nccl.version()))
+
+    slots_of_a_rank = cfg.num_slots // fabric.world
+    micro_batches = -(-slots_of_a_rank // executor.slots_at_once)
+    untimed_steps = len(log.schedule.warm_up_steps())
+    if cfg.time_budget:
+        untimed_steps += TRIAL_STEPS * len(cfg.stages)
+
+    log.event(kind, preset=origin.preset, changed=changed, config=asdict(cfg), seed=cfg.seed, **versions, nccl=nccl,
+              hardware=hardware(fabric), world_size=fabric.world, attention=origin.attention, head=executor.precision,
+              row_comms=cfg.row_comms, tokens_per_step=[stage.batch_tokens for stage in cfg.stages],
+              grad_accum_steps=micro_batches, untimed_warmup_steps=untimed_steps, target_loss=cfg.target_loss,
+              data_sha256=origin.data_sha256, **sizes, **facts)
+
+    settings = ", ".join(f"{name}={text}" for name, text in changed.items())
+    log.text("=" * 100)
+    log.text(f"Running Python {versions['python']}")
+    log.text(f"Running PyTorch {versions['torch']} compiled for CUDA {versions['cuda']} on {hardware(fabric)} "
+             f"with world_size {fabric.world}")
+    log.text(f"preset {origin.preset}, {sizes['params_total']:,} parameters in {cfg.dtype}, attention "
+             f"{origin.attention}, head {executor.precision}, {micro_batches} micro-batches a step, seed {cfg.seed}")
+    log.text(f"changed from the preset: {settings or 'nothing'}")
+    log.text("=" * 100)
+
 
 def save_or_fall_back(log: Log, cfg: Config, executor: Executor, vocabulary: list[bytes] | None) -> bool:
     """Save the weights where --save says, else in the run directory. Returns whether they are where they were wanted.
@@ -3540,81 +3626,147 @@ def save_or_fall_back(log: Log, cfg: Config, executor: Executor, vocabulary: lis
 def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet, ms: float,
            loss: float) -> tuple[dict, bool]:
     """Last lines of a run's log, and its weights. Returns the result, and whether the weights are where wanted."""
-    result = dict(val_loss=loss, train_time_ms=round(ms, 3), steps=log.done, tokens=log.tokens,
-                  peak_memory_mib=peak_memory_mib(log.fabric), run_dir=str(log.run_dir), **validation.text_losses(loss))
+    peak = peak_memory_mib(log.fabric)
+    result = dict(val_loss=loss, train_time_ms=round(ms, 3), steps=log.done, tokens=log.tokens, peak_memory_mib=peak,
+                  run_dir=str(log.run_dir), **validation.text_losses(loss))
     if validation.bytes_per_token:
         log.text(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; unigram entropy "
                  f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
-    result |= dict(void="profiled") if cfg.profile else {}
+    remark = ""
+    if cfg.profile:
+        result["void"] = "profiled"
+        remark = " (void: profiled)"
     if cfg.time_budget:
         result["budget_s"] = cfg.time_budget
         log.text(f"time budget {cfg.time_budget:g} s: used {ms / cfg.time_budget / 10:.2f} %")
-    log.text(f"training time {ms / 1000:.2f} s{' (void: profiled)' * bool(cfg.profile)}, {log.done} steps, "
-             f"{log.tokens:,} tokens; logs in {log.run_dir}")
-    log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in result["peak_memory_mib"].items()))
+    log.text(f"training time {ms / 1000:.2f} s{remark}, {log.done} steps, {log.tokens:,} tokens; logs in {log.run_dir}")
+    log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in peak.items()))
+
     saved = save_or_fall_back(log, cfg, executor, validation.vocabulary)
     result["comms"] = executor.traffic()
     log.event("result", **result)
     log.close()                                                               # no bar between the lines that follow
     return result, saved
 
+
+def check_profile(cfg: Config, schedule: Schedule, first: int) -> None:
+    """Raise ConfigError unless the steps to trace are plain training steps of this run, which begins at step first."""
+    if not cfg.profile:
+        return
+    start, stop = map(int, cfg.profile.split(":"))
+    last = schedule.last_step
+    inside = first < start < stop < last
+    if not inside or cfg.checkpoint_every or any(schedule.at(step).validate for step in range(start, stop)):
+        raise ConfigError("--profile", cfg.profile, f"{first} < a < b < {last}, only training in it", "others")
+
+
+def start_profile(cfg: Config, first: int) -> Any:
+    """A profiler that counts steps from step first on, or None."""
+    if not cfg.profile:
+        return None
+    start, stop = map(int, cfg.profile.split(":"))
+    traced = torch.profiler.schedule(skip_first=start - first - 1, wait=0, warmup=1, active=stop - start, repeat=1)
+    profile = torch.profiler.profile(schedule=traced)
+    profile.start()
+    return profile
+
+
+def write_checkpoint(cfg: Config, executor: Executor, clock: Clock, log: Log, sha256: str) -> None:
+    """Everything that the run needs to go on from here. Off the clock."""
+    clock.stop()
+    lengths = dict(num_scheduled_steps=cfg.num_scheduled_steps, num_extension_steps=cfg.num_extension_steps)
+    content = dict(log=log.seen(), train_time_ms=clock.ms, data_sha256=sha256, lengths=lengths)
+    with log.phase("checkpoint"):
+        content["state"] = executor.whole_state()
+        if log.fabric.rank == 0:
+            save_checkpoint(log.run_dir / CHECKPOINTS, log.done, content)
+    clock.start()
+
+
+def checkpoint_due(cfg: Config, step: int) -> bool:
+    """Where a cycle starts: at each multiple of checkpoint_every, or one step behind an odd one; not at step 0."""
+    if cfg.checkpoint_every == 0 or step % CYCLE != 0 or step == 0:
+        return False
+    return step % cfg.checkpoint_every < CYCLE
+
+
 def run_once(cfg: Config, executor: Executor, train: list[ShardHeader], validation: ValidationSet, log: Log,
              earlier: dict[str, Any] | None, sha256: str) -> tuple[dict[str, Any], bool]:
     """One race from the state that the executor is in, or from a checkpoint. Returns what `finish` does."""
-    fabric, clock, first, total = log.fabric, Clock(log.fabric), log.done, log.schedule.last_step
-    profile, at = None, log.schedule.at
-    loader = Loader(cfg, fabric, train, map(at, range(first, total)), executor.exchange_ahead)
+    fabric = log.fabric
+    schedule = log.schedule
+    first = log.done
+    clock = Clock(fabric)
+    steps_to_do = map(schedule.at, range(first, schedule.last_step))
+    loader = Loader(cfg, fabric, train, steps_to_do, executor.exchange_ahead)
     if earlier:
         executor.load_state(earlier["state"])
-        loader.skip(map(at, range(first)))
+        loader.skip(map(schedule.at, range(first)))
         clock.before = earlier["train_time_ms"]
-    if cfg.profile:
-        a, b = map(int, cfg.profile.split(":"))
-        if cfg.checkpoint_every or not first < a < b < total or any(at(step).validate for step in range(a, b)):
-            raise ConfigError("--profile", cfg.profile, f"{first} < a < b < {total}, only training in it", "others")
-        profile = torch.profiler.profile(schedule=torch.profiler.schedule(
-            skip_first=a - first - 1, wait=0, warmup=1, active=b - a, repeat=1))
-        profile.start()
+    profile = start_profile(cfg, first)
+
     def before_step(step: int) -> None:
-        if cfg.checkpoint_every and step % CYCLE == 0 and step % cfg.checkpoint_every < min(step, CYCLE):
-            clock.stop()
-            content = dict(log=log.seen(), train_time_ms=clock.ms, data_sha256=sha256, lengths={
-                name: getattr(cfg, name) for name in ("num_scheduled_steps", "num_extension_steps")})
-            with log.phase("checkpoint"):
-                content["state"] = executor.whole_state()
-                if fabric.rank == 0:
-                    save_checkpoint(log.run_dir / CHECKPOINTS, step, content)
-            clock.start()
-        if profile and step > first:
+        if checkpoint_due(cfg, step):
+            write_checkpoint(cfg, executor, clock, log, sha256)
+        if profile is not None and step > first:
             profile.step()                                                    # to what is recorded, or to nothing
+
     if fabric.on_cuda:
         torch.cuda.reset_peak_memory_stats()
     log.open_bar()
-    loss = race(log.schedule, loader, executor, validation, clock, log, before_step)
+    loss = race(schedule, loader, executor, validation, clock, log, before_step)
     loader.close()
-    if profile:
+    if profile is not None:
         profile.stop()
         report_profile(profile, log)
     return finish(log, cfg, executor, validation, clock.ms, loss)
 
+
+def summary(results: list[dict], target: float) -> dict[str, Any]:
+    """Several runs together, with the one-sided p of a mean loss below the target where that can be computed."""
+    losses = [result["val_loss"] for result in results]
+    p = None
+    if target and importlib.util.find_spec("scipy"):
+        from scipy import stats
+        p = float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
+    return dict(type="summary", n=len(losses), mean=float(np.mean(losses)), sd=float(np.std(losses, ddof=1)),
+                target_loss=target, p=p, runs=results)
+
+
+def summary_lines(together: dict[str, Any]) -> list[str]:
+    """The same for people."""
+    seconds = [result["train_time_ms"] / 1000 for result in together["runs"]]
+    target = together["target_loss"]
+    if together["p"] is not None:
+        p = f"{together['p']:.3g}"
+    elif target:
+        p = "pip install scipy"
+    else:
+        p = "no --target_loss"
+    return [f"{together['n']} runs: validation loss {together['mean']:.4f} (standard deviation {together['sd']:.4f}), "
+            f"training {np.mean(seconds):.2f} s ({np.std(seconds, ddof=1):.2f} s)",
+            f"one-sided p of a mean below {target:g}: {p}"]
+
+
 def report(cfg: Config, executor: Executor, validation: ValidationSet, log: Log, results: list[dict]) -> None:
     """After the last run: a sample, several runs together, and one JSON object as the last line on stdout."""
-    say, last, target = log.fabric.say, dict(type="result", **results[-1]), cfg.target_loss
+    lines = []
     if cfg.sample_tokens:
-        text = spell(validation.vocabulary, generate(cfg, executor, log.schedule.at(log.done)))
-        say(f"{' sample ':-^100}\n{text}\n{'-' * 100}")
+        tokens = generate(cfg, executor, log.schedule.at(log.done))
+        lines += [f"{' sample ':-^100}", spell(validation.vocabulary, tokens), "-" * 100]
+    last = dict(type="result", **results[-1])
     if len(results) > 1:
-        losses, seconds = [run["val_loss"] for run in results], [run["train_time_ms"] / 1000 for run in results]
-        last = dict(type="summary", n=len(losses), mean=float(np.mean(losses)), sd=float(np.std(losses, ddof=1)),
-                    target_loss=target, p=None, runs=results)
-        say(f"{last['n']} runs: validation loss {last['mean']:.4f} (standard deviation {last['sd']:.4f}), training "
-            f"{np.mean(seconds):.2f} s ({np.std(seconds, ddof=1):.2f} s)")
-        if target and importlib.util.find_spec("scipy"):
-            from scipy import stats
-            last["p"] = float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
-        missing = "pip install scipy" if target else "no --target_loss"
-        say(f"one-sided p of a mean below {target:g}: {missing if last['p'] is None else format(last['p'], '.3g')}")
-    say(json.dumps(last))
+        last = summary(results, cfg.target_loss)
+        lines += summary_lines(last)
+    lines.append(json.dumps(last))
+    print_result(log.fabric, "\n".join(lines), f"read the losses and times in {log.run_dir}, whose log is whole")
+
+
+def print_result(fabric: Fabric, text: str, instead: str) -> None:
+    """Print what a run or a sample is for. Raises RunError if the console does not take it."""
+    if not fabric.say(text):
+        raise RunError("printing the result", fabric.console.lost, "a standard output that takes all lines", instead)
+
 
 def open_checkpoint(cfg: Config, fabric: Fabric, sha256: str) -> tuple[Config, dict[str, Any]]:
     """Config with the lengths of the run that is resumed, and the content of its last checkpoint. Raises DataError."""
@@ -3656,53 +3808,94 @@ def open_data(cfg: Config, fabric: Fabric) -> tuple[Config, list, list, str, dic
                    "the validation losses say nothing about other text")
     return cfg, train, val, sha256, earlier
 
+def run_folders(preset: str, cfg: Config, fabric: Fabric) -> list[Path]:
+    """The run directory of each run, by seed. Raises RunError if one of them has a log."""
+    unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{preset}-{os.urandom(4).hex()}"
+    root = Path(cfg.run_dir or f"logs/{unique}")
+    folders = [root]
+    if cfg.runs > 1:
+        folders = [root / f"seed_{cfg.seed + number}" for number in range(cfg.runs)]
+
+    old_logs = [str(folder / "log.txt") for folder in folders if os.path.exists(folder / "log.txt")]
+    if old_logs and fabric.rank == 0:
+        raise RunError(f"run directory {root}", f"File exists: {old_logs}", "one without a log", "another --run_dir")
+    return folders
+
+
+def warm_up_with_patience(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> None:
+    """Warm up with a timeout that leaves compilers their time; then set that of the race."""
+    compiling = COMPILE_PATIENCE if executor.compiling else 1
+    writing = COMPILE_PATIENCE if cfg.checkpoint_every else 1                 # the others wait for rank 0
+    with log.phase("warm-up"):
+        fabric.set_timeout(cfg.comm_timeout * compiling)
+        warm_up(cfg, fabric, log.schedule, executor)
+        fabric.set_timeout(cfg.comm_timeout * writing)
+
+
+def run_all(preset: str, given: Config, fabric: Fabric, ending: Ending) -> bool:
+    """Set up and warm up once, then train once or several times. `ending` holds the log of the run in progress.
+
+    Returns whether the weights are where they were wanted.
+    """
+    began = time.perf_counter()
+    cfg, train, val, sha256, earlier = open_data(given, fabric)
+    schedule = Schedule(cfg)
+    precision = head_precision(cfg, fabric)
+    check_profile(cfg, schedule, earlier["log"]["done"] if earlier else 0)
+    if cfg.save and fabric.rank == 0:
+        prepare_save(Path(cfg.save))                                          # not after hours of training
+    folders = run_folders(preset, cfg, fabric)
+    log = Log(folders[0], fabric, schedule, **earlier["log"] if earlier else {})
+    ending.log = log
+
+    def report_rows(**account: Any) -> None:
+        ending.log.event("comms", **account)
+
+    attention, kernel = choose_attention(fabric, getattr(torch, cfg.dtype), cfg.head_dim)
+    slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
+    executor = Executor(cfg, fabric, kernel, precision, slots_at_once, report_rows)
+    origin = Origin(preset, given, attention, sha256)
+    if earlier:
+        write_header(log, cfg, executor, origin, "resumed", step=log.done, source=cfg.resume)
+    else:
+        write_header(log, cfg, executor, origin)
+    log.text("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
+    log.event("phase", name="set-up", ms=round(1000 * (time.perf_counter() - began), 3), timed=False)
+
+    with log.phase("validation data"):
+        validation = ValidationSet(cfg, fabric, val, executor.exchange)
+    warm_up_with_patience(cfg, fabric, executor, log)
+    if cfg.time_budget and not earlier:
+        cfg = fit_budget(cfg, fabric, executor, log)
+        check_enough_data(cfg, log.schedule, train)
+
+    pristine = executor.snapshot() if cfg.runs > 1 else None
+    result, saved = run_once(cfg, executor, train, validation, log, earlier, sha256)
+    results = [result]
+    for folder in folders[1:]:
+        cfg = replace(cfg, seed=cfg.seed + 1)
+        log = Log(folder, fabric, log.schedule)
+        ending.log = log
+        write_header(log, cfg, executor, origin)
+        with log.phase("reset"):
+            executor.restore(pristine)
+            executor.model.set_initial_values(cfg.seed, executor.kept)
+        result, _ = run_once(cfg, executor, train, validation, log, None, sha256)
+        results.append(result)
+    report(cfg, executor, validation, log, results)
+    return saved
+
+
 def run(preset: str, given: Config, fabric: Fabric, ending: Ending) -> int:
     """Train as configured. Returns the exit status; whatever ends a run early ends its log, which `ending` holds."""
-    began, log = time.perf_counter(), None
     try:
-        cfg, train, val, sha256, earlier = open_data(given, fabric)
-        schedule, precision = Schedule(cfg), head_precision(cfg, fabric)
-        if cfg.save and fabric.rank == 0:
-            prepare_save(Path(cfg.save))                                      # not after hours of training
-        root = cfg.run_dir or f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}-{os.urandom(4).hex()}"
-        folder = lambda seed: Path(root, f"seed_{seed}" if cfg.runs > 1 else "")
-        seeds = range(cfg.seed, cfg.seed + cfg.runs)
-        if old := [*filter(os.path.exists, (str(folder(seed) / "log.txt") for seed in seeds if fabric.rank == 0))]:
-            raise RunError(f"run directory {root}", f"File exists: {old}", "one without a log", "another --run_dir")
-        log = ending.log = Log(folder(cfg.seed), fabric, schedule, **earlier["log"] if earlier else {})
-        attention, kernel = choose_attention(fabric, getattr(torch, cfg.dtype), cfg.head_dim)
-        slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
-        executor = Executor(cfg, fabric, kernel, precision, slots_at_once, lambda **rows: log.event("comms", **rows))
-        header = functools.partial(write_header, preset, given, executor, attention=attention, data_sha256=sha256)
-        header(log, cfg, **dict(kind="resumed", step=log.done, source=cfg.resume) if earlier else {})
-        log.text("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
-        log.event("phase", name="set-up", ms=round(1000 * (time.perf_counter() - began), 3), timed=False)
-        with log.phase("validation data"):
-            validation = ValidationSet(cfg, fabric, val, executor.exchange)
-        with log.phase("warm-up"):
-            fabric.set_timeout(cfg.comm_timeout * (COMPILE_PATIENCE if executor.compiling else 1))
-            warm_up(cfg, fabric, schedule, executor)
-            fabric.set_timeout(cfg.comm_timeout * (COMPILE_PATIENCE if cfg.checkpoint_every else 1))      # to write one
-        if cfg.time_budget and not earlier:
-            cfg = fit_budget(cfg, fabric, executor, log)
-            check_enough_data(cfg, log.schedule, train)
-        pristine, results = cfg.runs > 1 and executor.snapshot(), []
-        for seed in seeds:
-            each = replace(cfg, seed=seed)
-            if results:
-                log = ending.log = Log(folder(seed), fabric, log.schedule)
-                header(log, each)
-                with log.phase("reset"):
-                    executor.restore(pristine)
-                    executor.model.set_initial_values(seed, executor.kept)
-            result, saved = run_once(each, executor, train, validation, log, earlier, sha256)
-            results.append(result)
-        report(each, executor, validation, log, results)
+        saved = run_all(preset, given, fabric, ending)
         if fabric.world > 1:
             dist.destroy_process_group()
         return EXIT_DONE if saved else EXIT_FAILED
     except BaseException as error:
         return ending.end(error)
+
 
 def sample_saved(flags: Config) -> int:
     """--sample=DIR "prompt": print text that goes on from the prompt, on any device. Returns the exit status."""
@@ -3724,7 +3917,8 @@ def sample_saved(flags: Config) -> int:
     executor, schedule = Executor(cfg, fabric, attention_reference, "plain"), Schedule(cfg)
     executor.model.load_state_dict(tensors)
     tokens = generate(cfg, executor, schedule.at(schedule.last_step), prompt)
-    fabric.say(flags.prompt + spell(sorted(ids, key=ids.get) if gpt2 else pieces, tokens))
+    text = flags.prompt + spell(sorted(ids, key=ids.get) if gpt2 else pieces, tokens)
+    print_result(fabric, text, "redirect the output to where there is room")
     return EXIT_DONE
 
 def lost_rank(found: str, fabric: Fabric | None) -> RunError:
@@ -3884,8 +4078,24 @@ class Ending:
             os._exit(status)
 
 
+def open_missing_streams() -> None:
+    """Put the null device where the caller closed stdin, stdout or stderr: else a log would get their number.
+
+    Standard output stays None for Python, so that a lost result is noticed.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            opened = os.open(os.devnull, os.O_RDWR)                           # the lowest free number: this one
+            os.set_inheritable(opened, True)
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w")
+
+
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 128 + n ended by signal n."""
+    open_missing_streams()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     with Ending() as ending:
         try:
