@@ -1,11 +1,13 @@
-"""Download FineWeb in GPT-2 tokens: N training shards and the validation shard, 100 million tokens (200 MB) each.
+"""Download FineWeb in GPT-2 tokens: shards of 100 million tokens (200 MB) each.
 
     python data/cached_fineweb10B.py [N] [--out data/fineweb10B] [--jobs 4]
 
-N is 0 to 103, by default 9. Whole shards are kept without asking the network, others are fetched again; what was cut
-goes on where it stopped (`*.part`), in a later call too. A shard gets its name when its header, its length and, where
-the server tells it, its SHA-256 are right: a `*.bin` is always whole. HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE mean
-what they mean to huggingface_hub. Data set: kjj0/fineweb10B-gpt2 (Keller Jordan), from FineWeb (Hugging Face).
+N training shards, 0 to 103, by default 9, and the validation shard. Whole shards are kept without
+asking the network, others are fetched again; what was cut goes on where it stopped (`*.part`), in a
+later call too. A shard gets its name when its header, its length and, where the server tells it,
+its SHA-256 are right: a `*.bin` is always whole. `manifest.json` keeps the hashes, so that damage
+is noticed later. HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean to huggingface_hub.
+Data set: kjj0/fineweb10B-gpt2 (Keller Jordan), from FineWeb (Hugging Face).
 """
 from __future__ import annotations
 
@@ -22,22 +24,46 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-REPO, TRAIN_SHARDS = "kjj0/fineweb10B-gpt2", 103
+from shard_files import (HEADER_BYTES, MAGIC, MANIFEST, VERSION, DataError, as_program, describe,
+                         errors_in_words, kind_of, lock_folder, note, read_manifest, regular_file,
+                         say, write_manifest)
+
+REPO = "kjj0/fineweb10B-gpt2"
+TRAIN_SHARDS = 103
 RETRIES = 5                                  # of a shard, after 1, 2, 4, 8, 16 s or what the server asks for
 CHUNK = 1 << 20                              # bytes that a cut can lose; the hub's own 10 MB are long on a slow line
+SHA256 = re.compile("[0-9a-f]{64}")
+PASSING = (408, 416, 425, 429)               # of the HTTP statuses 400 to 499, those that may be better next time
 LATER = "the same command goes on where this one stopped"
-ADVICE = {401: "set a valid HF_TOKEN, or unset it", 403: "set an HF_TOKEN with access", 404: "look at HF_ENDPOINT"}
+ADVICE = {401: "set a valid HF_TOKEN, or unset it",
+          403: "set an HF_TOKEN with access",
+          404: "look at HF_ENDPOINT"}
 
 
-class DownloadError(Exception):
-    """Trying again will not help; the message says what was found, what was expected, and what to do."""
+class DownloadError(DataError):
+    """Trying again will not help."""
 
 
 class Part(FileIO):
-    """An unfinished shard: moves the bar, and a full disk cannot pass for a fault of the network."""
+    """An unfinished shard: moves the bar; a full disk cannot pass for a fault of the network."""
+
     def __init__(self, path: Path, bar: Any) -> None:
+        if os.path.lexists(path):
+            regular_file(path, "an unfinished shard", "remove it")
         super().__init__(path, "a+")
-        self.bar, self.left = bar, 0         # bytes to come that bar.total holds already
+        self.bar = bar
+        self.announced = 0                   # bytes to come that bar.total holds already
+
+    def size(self) -> int:
+        return self.seek(0, os.SEEK_END)
+
+    def clear(self) -> None:
+        self.truncate(self.seek(0))
+
+    def expect(self, coming: int) -> None:
+        """Tell the bar how many bytes are still to come."""
+        self.bar.total += coming - self.announced
+        self.announced = coming
 
     def write(self, data: bytes) -> int:
         done = 0
@@ -45,117 +71,225 @@ class Part(FileIO):
             while done < len(data):          # a disk that fills up still takes a piece
                 done += super().write(data[done:])
         except OSError as error:
-            raise DownloadError(f"{self.name}: found {error.strerror!r} at {self.tell():,} bytes, expected room for "
-                                f"the shard; make room, {LATER}") from None
-        self.left -= done
+            raise DownloadError(f"{self.name}: found {error.strerror!r} at {self.tell():,} bytes, "
+                                f"expected room for the shard; make room, {LATER}") from None
+        self.announced -= done
         self.bar.update(done)
         return done
 
 
 def fault(path: Path) -> str:
     """What is wrong with a shard, "" if nothing; the format is in data/README.md."""
-    if not path.exists():
+    found = kind_of(path)
+    if found == "no file":
         return "not here"
+    regular_file(path, "a shard", "remove it")
     with path.open("rb") as file:
-        magic, version, tokens = struct.unpack("<3i", file.read(12).ljust(12, b"\0"))
-    size, expected = path.stat().st_size, 1024 + 2 * tokens
-    if (magic, version) != (20240520, 1):
-        return f"found header words {magic} and {version}, expected 20240520 and 1"
-    return "" if size == expected > 1024 else f"found {size:,} bytes, expected {expected:,} as its header says"
+        start = file.read(12).ljust(12, b"\0")
+    magic, version, tokens = struct.unpack("<3i", start)
+    if (magic, version) != (MAGIC, VERSION):
+        return f"found header words {magic} and {version}, expected {MAGIC} and {VERSION}"
+    size = path.stat().st_size
+    expected = HEADER_BYTES + 2 * tokens
+    if size != expected or tokens < 1:
+        return f"found {size:,} bytes, expected {expected:,} as its header says"
+    return ""
 
 
-def attempt(url: str, part: Part) -> None:
-    """Fetch what the part lacks, check the whole; http_get resumes by itself after most cuts. Raises ValueError."""
+def fault_or_damage(path: Path, manifest: dict[str, dict]) -> str:
+    """What is wrong with a shard, its content included where the manifest knows it."""
+    found = fault(path)
+    if found or path.name not in manifest:
+        return found
+    digest = describe(path)["sha256"]
+    expected = manifest[path.name]["sha256"]
+    if digest != expected:
+        return f"found SHA-256 {digest[:16]}..., expected {expected[:16]}... as {MANIFEST} says"
+    return ""
+
+
+def attempt(url: str, part: Part) -> dict[str, Any]:
+    """Fetch what the part lacks and check the whole; http_get itself resumes after most cuts.
+
+    Returns the shard's entry of the manifest. Raises ValueError if the whole is wrong.
+    """
     from huggingface_hub import file_download, utils
     about = file_download.get_hf_file_metadata(url)
-    have = part.seek(0, os.SEEK_END)
-    if have > (about.size or have):
-        have = part.truncate(part.seek(0))
-    coming = (about.size or have) - have
-    part.bar.total += coming - part.left
-    part.left = coming
-    file_download.http_get(url, part, resume_size=have, expected_size=about.size,
-                           headers=utils.build_hf_headers() | {"Accept-Encoding": "identity"})
+    if about.size and part.size() > about.size:
+        part.clear()
+    have = part.size()
+    part.expect((about.size or have) - have)
+    headers = utils.build_hf_headers() | {"Accept-Encoding": "identity"}
+    file_download.http_get(url, part, resume_size=have, expected_size=about.size, headers=headers)
+
     part.seek(0)
-    digest, wrong = hashlib.file_digest(part, "sha256").hexdigest(), fault(Path(part.name))
-    if not wrong and re.fullmatch("[0-9a-f]{64}", about.etag or "") and about.etag != digest:
+    digest = hashlib.file_digest(part, "sha256").hexdigest()
+    wrong = fault(Path(part.name))
+    told = SHA256.fullmatch(about.etag or "")
+    if not wrong and told and about.etag != digest:
         wrong = f"found SHA-256 {digest[:16]}..., expected {about.etag[:16]}..."
     if wrong:
-        part.truncate(part.seek(0))
+        part.clear()
         raise ValueError(wrong)
+    return {"bytes": part.size(), "sha256": digest}
 
 
-def fetch(name: str, out: Path, endpoint: str | None, bar: Any) -> None:
-    """Get one shard, trying again where that may help; an attempt that got further does not count as failed."""
-    from huggingface_hub import errors, hf_hub_url
-    url, failures = hf_hub_url(REPO, name, repo_type="dataset", endpoint=endpoint), 0
+def status_of(error: Exception) -> int:
+    """The server's answer that an error came from; 0 if there was none."""
+    answer = getattr(error, "response", None)
+    return getattr(answer, "status_code", 0)
+
+
+def words_for(error: Exception) -> str:
+    """What was found, for the message."""
+    if isinstance(error, ValueError):        # of `attempt`: a whole shard that is wrong
+        return str(error).split("\n")[0]
+    status = status_of(error)
+    text = f"HTTP {status}" if status else str(error).split("\n")[0]
+    return f"found {text or type(error).__name__!r}, expected the shard"
+
+
+def is_lasting(error: Exception) -> bool:
+    """Whether trying again cannot help."""
+    from huggingface_hub import errors
+    status = status_of(error)
+    refused = 400 <= status < 500 and status not in PASSING
+    return refused or isinstance(error, errors.OfflineModeIsEnabled)
+
+
+def seconds_to_wait(error: Exception, failures: int) -> int:
+    """What the server asks for, else 1, 2, 4, ... s."""
+    if status_of(error):
+        asked = error.response.headers.get("Retry-After", "")
+        if asked.isdigit():
+            return int(asked)
+    return 2 ** max(0, failures - 1)
+
+
+def fetch(name: str, out: Path, endpoint: str | None, bar: Any) -> tuple[str, dict[str, Any]]:
+    """Get one shard, trying again where that may help. Returns its entry of the manifest.
+
+    An attempt that got further does not count as failed. Raises DownloadError.
+    """
+    from huggingface_hub import hf_hub_url
+    url = hf_hub_url(REPO, name, repo_type="dataset", endpoint=endpoint)
+    failures = 0
+    entry = None
     with Part(out / f"{name}.part", bar) as part:
-        while True:
-            before = part.seek(0, os.SEEK_END)
+        while entry is None:
+            before = part.size()
             try:
-                attempt(url, part)
-                break
-            except DownloadError:
+                entry = attempt(url, part)
+            except DataError:
                 raise
             except Exception as error:       # every version of the hub has its own kinds for a cut connection
-                failures += part.seek(0, os.SEEK_END) <= before
-                answer = getattr(error, "response", None)
-                status = getattr(answer, "status_code", 0)
-                text = f"HTTP {status}" if status else str(error).split("\n")[0] or type(error).__name__
-                found = text if isinstance(error, ValueError) else f"found {text!r}, expected the shard"
-                lasting = 400 <= status < 500 and status not in (408, 416, 425, 429)
-                if lasting or isinstance(error, errors.OfflineModeIsEnabled) or failures > RETRIES:
-                    advice = ADVICE.get(status, f"look at the network; {LATER}")
+                if part.size() <= before:
+                    failures += 1
+                found = words_for(error)
+                if is_lasting(error) or failures > RETRIES:
+                    advice = ADVICE.get(status_of(error), f"look at the network; {LATER}")
                     raise DownloadError(f"{name} from {url}: {found}; {advice}") from error
-                if status == 416:            # the server has less than we kept
-                    part.truncate(part.seek(0))
-                asked = answer.headers.get("Retry-After", "") if status else ""
-                wait = int(asked) if asked.isdigit() else 2 ** max(0, failures - 1)
-                bar.write(f"{name}: {found}; trying again in {wait} s", file=sys.stderr)
+                if status_of(error) == 416:  # the server has less than we kept
+                    part.clear()
+                wait = seconds_to_wait(error, failures)
+                tell(bar, f"{name}: {found}; trying again in {wait} s")
                 time.sleep(wait)
+        os.fsync(part.fileno())
     os.replace(part.name, out / name)
-    bar.write(f"{name}: {(out / name).stat().st_size:,} bytes, checked", file=sys.stderr)
+    tell(bar, f"{name}: {entry['bytes']:,} bytes, checked")
+    return name, entry
 
 
-def download(names: list[str], out: Path, endpoint: str | None, jobs: int) -> None:
-    """Get the shards that are not whole. The first to fail for good ends it; the others keep their parts."""
+def tell(bar: Any, text: str) -> None:
+    """A line on stderr that does not tear the bar."""
+    with bar.external_write_mode(file=sys.stderr):
+        note(text)
+
+
+def download(names: list[str], out: Path, endpoint: str | None, jobs: int) -> dict[str, dict]:
+    """Get shards; returns their entries. The first to fail for good ends it; parts are kept."""
     from huggingface_hub import constants, utils
     from tqdm import tqdm
     utils.disable_progress_bars()            # one bar here instead of one per shard
     constants.DOWNLOAD_CHUNK_SIZE = CHUNK
-    with (utils.WeakFileLock(out / ".lock"), ThreadPool(jobs) as pool,      # a second download waits, then finds all
+    with (utils.WeakFileLock(out / ".lock"), ThreadPool(jobs) as pool,      # locks on network drives too
           tqdm(total=0, unit="B", unit_scale=True, disable=None) as bar):
-        missing = [name for name in names if fault(out / name)]
-        for _ in pool.imap_unordered(partial(fetch, out=out, endpoint=endpoint, bar=bar), missing):
-            pass
+        get = partial(fetch, out=out, endpoint=endpoint, bar=bar)
+        return dict(pool.imap_unordered(get, names))
+
+
+def find_faults(names: list[str], out: Path, manifest: dict[str, dict],
+                jobs: int) -> dict[str, str]:
+    """What is wrong, by the name of the shard; those that are whole are not in it."""
+    look_at = partial(fault_or_damage, manifest=manifest)
+    with ThreadPool(jobs) as pool:
+        found = pool.map(look_at, [out / name for name in names])
+    return {name: wrong for name, wrong in zip(names, found) if wrong}
+
+
+def keep_hashes(names: list[str], out: Path, manifest: dict[str, dict],
+                fetched: dict[str, dict]) -> None:
+    """Write the manifest if it says anything new. Raises DataError."""
+    entries = manifest | fetched
+    for name in names:
+        if name not in entries:              # fetched by an older version
+            entries[name] = describe(out / name)
+    if entries == manifest:
+        return
+    try:
+        write_manifest(out, entries)
+    except DataError as error:
+        if fetched:
+            raise
+        note(f"{error}")                     # a folder that may only be read serves all the same
+
+
+def get_shards(names: list[str], args: argparse.Namespace) -> None:
+    """Bring the folder to the state in which all named shards are whole. Raises DataError."""
+    args.out.mkdir(parents=True, exist_ok=True)
+    lock = lock_folder(args.out)             # a second download waits, then finds all
+    try:
+        (args.out / f"{MANIFEST}.part").unlink(missing_ok=True)
+        manifest = read_manifest(args.out)
+        faults = find_faults(names, args.out, manifest, args.jobs)
+        for name, wrong in faults.items():
+            note(f"{name}: {wrong}; fetching it")
+        fetched = {}
+        if faults:
+            fetched = download(list(faults), args.out, args.endpoint, args.jobs)
+        keep_hashes(names, args.out, manifest, fetched)
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("shards", metavar="N", type=int, nargs="?", default=9, help="training shards, 0 to 103")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "fineweb10B", help="data/fineweb10B")
+    parser.add_argument("shards", metavar="N", type=int, nargs="?", default=9,
+                        help="training shards, 0 to 103")
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "fineweb10B",
+                        help="data/fineweb10B")
     parser.add_argument("--jobs", type=int, default=4, help="shards at a time, 4")
     parser.add_argument("--endpoint", help="server, instead of HF_ENDPOINT or the Hugging Face hub")
     args = parser.parse_args(argv)
     if not 0 <= args.shards <= TRAIN_SHARDS or args.jobs < 1:
-        parser.error(f"found N={args.shards} --jobs={args.jobs}, expected N from 0 to {TRAIN_SHARDS}, 1 job or more")
-    names = ["fineweb_val_000000.bin"] + [f"fineweb_train_{n:06d}.bin" for n in range(1, args.shards + 1)]
+        parser.error(f"found N={args.shards} --jobs={args.jobs}, expected N from 0 to "
+                     f"{TRAIN_SHARDS}, 1 job or more")
+    names = ["fineweb_val_000000.bin"]
+    names += [f"fineweb_train_{number:06d}.bin" for number in range(1, args.shards + 1)]
     try:
-        args.out.mkdir(parents=True, exist_ok=True)
-        faults = {name: wrong for name in names if (wrong := fault(args.out / name))}
-        for name, wrong in faults.items():
-            print(f"{name}: {wrong}; fetching it", file=sys.stderr)
-        if faults:
-            download(names, args.out, args.endpoint, args.jobs)
-        print(f"{os.path.relpath(args.out)}: {args.shards} training shards and the validation shard, whole")
+        with errors_in_words():
+            get_shards(names, args)
+            say(f"{os.path.relpath(args.out)}: {args.shards} training shards and the validation "
+                f"shard, whole")
     except ImportError as error:
-        sys.exit(f"error: found {str(error)!r}, expected huggingface_hub and tqdm; pip install -r requirements.txt")
-    except (DownloadError, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        print(f"\ninterrupted; {LATER}", file=sys.stderr, flush=True)
-        os._exit(130)                        # closing connections that threads still read from may hang
+        sys.exit(f"error: found {str(error)!r}, expected huggingface_hub and tqdm; "
+                 f"pip install -r requirements.txt")
+    except KeyboardInterrupt as interrupt:
+        note(f"\ninterrupted; {LATER}")
+        status = interrupt.args[0] if interrupt.args else 130
+        os._exit(status)                     # closing connections that threads still read from may hang
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(as_program(main))

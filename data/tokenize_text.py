@@ -1,287 +1,535 @@
 """Turn your own text into token shards for train_gpt.py: text files, JSON lines, Parquet.
 
-    python data/tokenize_text.py notes/*.txt --out=data/mine                  # vocabulary learned from the text
+    python data/tokenize_text.py notes/*.txt --out=data/mine           # vocabulary learned from the text
     python data/tokenize_text.py web.jsonl --out=data/web --tokenizer=gpt2    # --ranks=FILE spares a download
 
-A document is a line of .jsonl or .ndjson, a row of .parquet, or a text file, with --document_separator what stands
-between two of them; plain text goes on in a further document after 16 KiB. After --max_doc_tokens any document goes on
-in a further one, for the trainer reads no more of one. A hash of its text decides whether a document is for validation.
-Order is kept, so shuffle sorted text before; blank documents are left out. NAME_train_000000.bin and so on,
-NAME_val_000000.bin and vocab.txt get their names when all is whole: a call that fails leaves and replaces nothing.
+A document is a line of .jsonl or .ndjson, a row of .parquet, or a text file, with
+--document_separator what stands between two of them; plain text goes on in a further document after
+16 KiB. After --max_doc_tokens any document goes on in a further one, for the trainer reads no more
+of one. A hash of its text decides whether a document is for validation; if it chose none, the end
+of the last document is. Order is kept, so shuffle sorted text before; blank documents are left out.
+NAME_train_000000.bin and so on, NAME_val_000000.bin, vocab.txt and manifest.json get their names
+when all is whole: a call that fails leaves and replaces nothing.
 """
 from __future__ import annotations
 
 import argparse
 import base64
 import functools
+import glob
 import gzip
 import hashlib
 import json
 import mmap
+import multiprocessing
 import os
+import re
+import reprlib
+import shlex
 import signal
-import struct
 import sys
+import threading
 import zlib
 from collections import Counter, deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, Callable, Iterable, Iterator
+from typing import Any, Callable, Iterable, Iterator, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
-from pocket import PIECE, DataError
+from pocket import PIECE, most_common, vocabulary_lines
+from shard_files import (VOCABULARY, DataError, Output, as_program, errors_in_words, output_folder,
+                         regular_file, say, shard_header)
 
-SPLITS, MAX_VOCAB = ("train", "val"), 65_535
-LEARN_BYTES, PLAIN_BYTES, PORTION = 16 << 20, 16 << 10, 1 << 20    # to learn from; a document; for a worker at a time
+TRAIN = "train"
+VAL = "val"
+MAX_VOCAB = 65_535
+LEARN_BYTES = 16 << 20                       # of training text, to learn a vocabulary from
+PLAIN_BYTES = 16 << 10                       # of plain text in a document
+PORTION = 1 << 20                            # bytes of text for a worker at a time
 PACKED = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".json", ".pdf"}
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"     # of openai/gpt-2
+GPT2_PIECES = 50_256
 Encoder = Callable[[bytes], Any]             # UTF-8 text -> token ids, document start not among them
 
 
+class Document(NamedTuple):
+    split: str                               # "train" or "val"
+    text: bytes
+    step: float                              # bytes of its file, for the progress bar
+
+
+# Vocabularies
+
 def read_pieces(path: Path) -> dict[bytes, int]:
-    """Ids of pieces from lines of base64 and id, plain or gzip: a vocab.txt, or ranks in tiktoken's format."""
+    """Ids of pieces from lines of base64 and id, maybe packed: a vocab.txt, or tiktoken's ranks."""
+    regular_file(path, "lines of base64, a space, an id", "give another file")
     try:
         content = path.read_bytes()
-        lines = (gzip.decompress(content) if content[:2] == b"\x1f\x8b" else content).splitlines()
-        ids = {base64.b64decode(code, validate=True): int(number) for code, number in map(bytes.split, lines)}
+        if content.startswith(b"\x1f\x8b"):
+            content = gzip.decompress(content)
+        ids = {}
+        for line in content.splitlines():
+            code, number = line.split()
+            ids[base64.b64decode(code, validate=True)] = int(number)
     except (ValueError, EOFError, OSError, zlib.error) as error:
-        raise DataError(f"{path}: found {error}, expected lines of base64, a space, an id; give another file") from None
-    if sorted(ids.values()) != list(range(len(ids))) or not ids.keys() >= {bytes([byte]) for byte in range(256)}:
-        raise DataError(f"{path}: found {len(ids):,} pieces, expected all 256 bytes among them and ids from 0 without "
-                        f"a gap; give another file")
+        raise DataError(f"{path}: found {error}, expected lines of base64, a space, an id; give "
+                        f"another file") from None
+    all_bytes = {bytes([byte]) for byte in range(256)}
+    if sorted(ids.values()) != list(range(len(ids))) or not ids.keys() >= all_bytes:
+        raise DataError(f"{path}: found {len(ids):,} pieces, expected all 256 bytes among them and "
+                        f"ids from 0 without a gap; give another file")
     return ids
 
 
 def learned_pieces(texts: Iterable[bytes], size: int) -> dict[bytes, int]:
-    """256 bytes, then the most common pieces of the first 16 MB, as in pocket.py; `size` with the document start."""
-    counts, seen = Counter(), 0
+    """256 bytes, then the most common pieces of the first 16 MB; `size` with the document start."""
+    counts = Counter()
+    seen = 0
     for text in texts:
         counts.update(piece for piece in PIECE.findall(text) if len(piece) > 1)
-        if (seen := seen + len(text)) >= LEARN_BYTES:
+        seen += len(text)
+        if seen >= LEARN_BYTES:
             break
-    common = sorted(counts, key=lambda piece: (-counts[piece], piece))[:size - 257]
-    return {piece: number for number, piece in enumerate([bytes([byte]) for byte in range(256)] + common)}
+    pieces = [bytes([byte]) for byte in range(256)]
+    pieces += most_common(counts, size - 257)
+    return {piece: number for number, piece in enumerate(pieces)}
 
 
 def gpt2_pieces(ranks: Path | None) -> dict[bytes, int]:
-    """Ids of GPT-2's 50,256 pieces, from a file, else from where tiktoken gets them. Raises DataError."""
+    """Ids of GPT-2's pieces, from a file, else from where tiktoken gets them. Raises DataError."""
     try:
         import tiktoken
-        ids = read_pieces(ranks) if ranks else {
-            tiktoken.get_encoding("gpt2").decode_single_token_bytes(number): number for number in range(50_256)}
+        if ranks:
+            ids = read_pieces(ranks)
+        else:
+            encoding = tiktoken.get_encoding("gpt2")
+            ids = {encoding.decode_single_token_bytes(n): n for n in range(GPT2_PIECES)}
     except ImportError:
-        raise DataError("found no tiktoken, expected it for --tokenizer=gpt2; python -m pip install tiktoken") from None
+        raise DataError("found no tiktoken, expected it for --tokenizer=gpt2; "
+                        "python -m pip install tiktoken") from None
     except OSError as error:
-        raise DataError(f"found {type(error).__name__} on fetching GPT-2's ranks, expected network or a "
-                        f"file; give --ranks=FILE") from None
-    if len(ids) != 50_256 or make_encoder("gpt2", ids)(b"Hello world") != [15496, 995]:
-        raise DataError(f"{ranks}: found {len(ids):,} other pieces, expected GPT-2's 50,256; give another file")
+        raise DataError(f"found {type(error).__name__} on fetching GPT-2's ranks, expected network "
+                        f"or a file; give --ranks=FILE") from None
+    if len(ids) != GPT2_PIECES or make_encoder("gpt2", ids)(b"Hello world") != [15496, 995]:
+        raise DataError(f"{ranks}: found {len(ids):,} other pieces, expected GPT-2's "
+                        f"{GPT2_PIECES:,}; give another file")
     return ids
 
 
+def chosen_pieces(args: argparse.Namespace, docs: Iterable[Document]) -> dict[bytes, int]:
+    """The ids that the flags ask for; `docs` are read if a vocabulary is to be learned."""
+    if args.tokenizer == "gpt2":
+        return gpt2_pieces(args.ranks)
+    if args.vocab:
+        return read_pieces(args.vocab)
+    if args.tokenizer == "bytes":
+        return learned_pieces((), 257)
+    training_text = (doc.text for doc in docs if doc.split == TRAIN)
+    return learned_pieces(training_text, args.vocab_size)
+
+
 def make_encoder(kind: str, ids: dict[bytes, int]) -> Encoder:
+    """The function that spells a text in ids. kind: "bytes", "gpt2" or "pocket"."""
+    def spell_bytes(text: bytes) -> np.ndarray:
+        return np.frombuffer(text, np.uint8)
+
+    def spell_pieces(text: bytes) -> list[int]:
+        tokens = []
+        for piece in PIECE.findall(text):
+            if piece in ids:
+                tokens.append(ids[piece])
+            else:
+                tokens += [ids[bytes((byte,))] for byte in piece]
+        return tokens
+
     if kind == "bytes":
-        return lambda text: np.frombuffer(text, np.uint8)
-    if kind == "gpt2":
-        import tiktoken
-        encoding = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ids, special_tokens={})
-        return lambda text: encoding.encode_ordinary(text.decode())
-    return lambda text: [number for piece in PIECE.findall(text) for number in (
-        (ids[piece],) if piece in ids else (ids[bytes((byte,))] for byte in piece))]
+        return spell_bytes
+    if kind == "pocket":
+        return spell_pieces
+
+    import tiktoken
+    encoding = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ids,
+                                 special_tokens={})
+
+    def spell_gpt2(text: bytes) -> list[int]:
+        return encoding.encode_ordinary(text.decode())
+    return spell_gpt2
 
 
-@functools.cache
-def encoder(kind: str, vocabulary: Path) -> tuple[Encoder, int]:
-    """With the document start. Made once in every worker, for it is too large to be sent with each portion."""
-    ids = read_pieces(vocabulary)
-    return make_encoder(kind, ids), len(ids)
-
-
-def encode(kind: str, vocabulary: Path, longest: int, texts: list[tuple[str, bytes]]) -> list[tuple[str, int, bytes]]:
-    """A worker's portion: (split, text) -> (split, bytes of text, tokens in little-endian uint16)."""
-    (spell, start), done = encoder(kind, vocabulary), []
-    for split, text in texts:
-        tokens = np.asarray(spell(text), "<u2")
-        borders = np.arange(0, len(tokens), longest - 1 if longest else len(tokens))
-        done.append((split, len(text), np.insert(tokens, borders, start).tobytes()))
-    return done
-
+# Reading documents
 
 def utf8(text: bytes, path: Path, at: int) -> bytes:
     """The text, if it is UTF-8. `at`: where it begins in the file."""
     try:
         text.decode()
-        return text
     except UnicodeDecodeError as error:
-        raise DataError(f"{path}: found byte 0x{text[error.start]:02x} at byte {at + error.start:,}, expected UTF-8; "
-                        f"convert it (iconv -f LATIN1 -t UTF-8) or leave it out") from None
+        found = f"byte 0x{text[error.start]:02x} at byte {at + error.start:,}"
+        raise DataError(f"{path}: found {found}, expected UTF-8; convert it "
+                        f"(iconv -f LATIN1 -t UTF-8) or leave it out") from None
+    return text
 
 
 def field(record: Any, key: str, place: str) -> bytes:
-    """The text of a record; null counts as blank, and half a surrogate pair, which JSON can write, becomes a "?"."""
-    if not isinstance(record, dict) or not isinstance(record.get(key, 0), (str, type(None))):
-        raise DataError(f"{place}: found {str(record)[:80]}, expected text under {key!r}; give another --text_key")
-    return (record[key] or "").encode(errors="replace")
+    """The text of a record. null is blank; half a surrogate pair, which JSON can write, a "?"."""
+    value = 0
+    if isinstance(record, dict):
+        value = record.get(key, 0)
+    if value is None:
+        return b""
+    if isinstance(value, str):
+        return value.encode(errors="replace")
+    raise DataError(f"{place}: found {reprlib.repr(record)}, expected text under {key!r}; give "
+                    f"another --text_key")
+
+
+def border(text: mmap.mmap, at: int, separator: bytes) -> tuple[int, int]:
+    """Where the document that begins at `at` ends, and where the next one begins.
+
+    At the separator; after 16 KiB without one at the last line end, else between two characters.
+    """
+    limit = at + PLAIN_BYTES
+    if separator:
+        end = text.find(separator, at, limit + len(separator))
+        if end >= 0:
+            return end, end + len(separator)
+    if len(text) <= limit:
+        return len(text), len(text)
+
+    end = text.rfind(b"\n", at, limit) + 1
+    if end == 0:
+        end = limit
+    while limit - 3 < end and text[end] & 0xC0 == 0x80:       # not inside of a character
+        end -= 1
+    return end, end
 
 
 def plain_documents(path: Path, separator: bytes) -> Iterator[tuple[bytes, float]]:
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
         at = 0
         while at < len(text):
-            limit, skip = at + PLAIN_BYTES, len(separator)
-            end = text.find(separator, at, limit + skip) if separator else -1
-            if end < 0:
-                end, skip = len(text) if len(text) <= limit else text.rfind(b"\n", at, limit) + 1 or limit, 0
-                while limit - 3 < end < len(text) and text[end] & 0xC0 == 0x80:     # not inside of a character
-                    end -= 1
-            yield utf8(text[at:end], path, at), end + skip - at
-            at = end + skip
+            end, following = border(text, at, separator)
+            yield utf8(text[at:end], path, at), following - at
+            at = following
 
 
 def json_documents(path: Path, key: str) -> Iterator[tuple[bytes, float]]:
     at = 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            try:
-                record = json.loads(utf8(line, path, at).decode("utf-8-sig")) if line.strip() else {key: None}
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}: line {number:,}: found {error.msg!r} at column {error.colno}, expected an "
-                                f"object; mend the line, or leave it out") from None
-            yield field(record, key, f"{path}: line {number:,}"), len(line)
+            place = f"{path}: line {number:,}"
+            text = utf8(line, path, at).decode("utf-8-sig")
+            if text.strip():
+                yield field(parsed(text, place), key, place), len(line)
             at += len(line)
+
+
+def parsed(line: str, place: str) -> Any:
+    """A line of JSON. Raises DataError, whatever the line is."""
+    try:
+        return json.loads(line)
+    except json.JSONDecodeError as error:
+        found = f"{error.msg!r} at column {error.colno}"
+    except RecursionError:
+        found = "brackets nested too deeply"
+    except ValueError:
+        found = "a number with more digits than can be read"
+    raise DataError(f"{place}: found {found}, expected an object; mend the line, or leave it out")
 
 
 def parquet_documents(path: Path, key: str) -> Iterator[tuple[bytes, float]]:
     try:
         from pyarrow import ArrowException, parquet
     except ImportError:
-        raise DataError(f"{path}: found no pyarrow, expected it for Parquet; python -m pip install pyarrow") from None
+        raise DataError(f"{path}: found no pyarrow, expected it for Parquet; "
+                        f"python -m pip install pyarrow") from None
     try:
         with parquet.ParquetFile(path) as file:
-            if key not in file.schema_arrow.names:
-                field(dict.fromkeys(file.schema_arrow.names), key, f"{path}: columns")
-            rows = (row for batch in file.iter_batches(256, columns=[key]) for row in batch.to_pylist())
-            for number, row in enumerate(rows, 1):
-                yield field(row, key, f"{path}: row {number:,}"), path.stat().st_size / file.metadata.num_rows
-    except ArrowException as error:
+            columns = file.schema_arrow.names
+            if key not in columns:
+                field(dict.fromkeys(columns), key, f"{path}: columns")
+            step = path.stat().st_size / max(1, file.metadata.num_rows)
+            number = 0
+            for batch in file.iter_batches(256, columns=[key]):
+                for row in batch.to_pylist():
+                    number += 1
+                    yield field(row, key, f"{path}: row {number:,}"), step
+    except (ArrowException, OSError, ValueError) as error:    # a damaged column may be any of them
         raise DataError(f"{path}: found {error}, expected a Parquet file; write it again") from None
 
 
-def documents(files: dict[Path, str], args: argparse.Namespace) -> Iterator[tuple[str, bytes, float]]:
-    """(split, text, bytes of the file it took) in order. `files`: with their split where it is fixed."""
-    readers = {".parquet": parquet_documents, ".jsonl": json_documents, ".ndjson": json_documents}
-    separator = args.document_separator.replace("\\n", "\n").replace("\\t", "\t").encode()
+def documents_of(path: Path, args: argparse.Namespace) -> Iterator[tuple[bytes, float]]:
+    """(text, bytes of the file it took) in the order of one file."""
+    if path.stat().st_size == 0:             # cannot be mapped into memory
+        return iter(())
+    if path.suffix == ".parquet":
+        return parquet_documents(path, args.text_key)
+    if path.suffix in (".jsonl", ".ndjson"):
+        return json_documents(path, args.text_key)
+    separator = args.document_separator.replace("\\n", "\n").replace("\\t", "\t")
+    return plain_documents(path, separator.encode())
+
+
+def documents(files: dict[Path, str], args: argparse.Namespace) -> Iterator[Document]:
+    """All that are not blank, in order. `files`: with their split where it is fixed."""
     for path, fixed in files.items():
-        reader, how = (readers[path.suffix], args.text_key) if path.suffix in readers else (plain_documents, separator)
-        for text, step in reader(path, how) if path.stat().st_size else ():
-            text = text.removeprefix(b"\xef\xbb\xbf")                        # a byte order mark
-            draw = int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "big") / 2**64
-            yield fixed or SPLITS[draw < args.val_share], text, step
+        for text, step in documents_of(path, args):
+            text = text.removeprefix(BYTE_ORDER_MARK)
+            if text.strip():
+                yield Document(fixed or drawn_split(text, args.val_share), text, step)
 
 
-def portions(docs: Iterable[tuple[str, bytes, float]]) -> Iterator[tuple[list[tuple[str, bytes]], float]]:
-    """Documents that are not blank, about 1 MiB together, and the bytes of the files they took."""
-    texts, size, steps = [], 0, 0.0
-    for split, text, step in docs:
-        texts += [(split, text)] * bool(text.strip())
-        size, steps = size + len(text), steps + step
+def drawn_split(text: bytes, val_share: float) -> str:
+    """By a hash of the text alone, so that neither order nor other documents change it."""
+    digest = hashlib.blake2b(text, digest_size=8).digest()
+    draw = int.from_bytes(digest, "big") / 2**64
+    return VAL if draw < val_share else TRAIN
+
+
+def with_both_parts(docs: Iterable[Document], val_share: float) -> Iterator[Document]:
+    """The documents; where the hash left a part empty, the last one is cut and serves both."""
+    last = None
+    splits = set()
+    size = 0
+    for doc in docs:
+        if last:
+            yield last
+        last = doc
+        splits.add(doc.split)
+        size += len(doc.text)
+    if last is None:
+        return
+    if len(splits) == 2:
+        yield last
+        return
+
+    length = len(last.text.rstrip())
+    for_validation = min(length / 2, size * val_share)
+    at = cut_near(last.text, length - int(for_validation) - 1)
+    for split, text in ((TRAIN, last.text[:at]), (VAL, last.text[at:])):
+        if text.strip():
+            yield Document(split, text, last.step / 2)
+
+
+def cut_near(text: bytes, at: int) -> int:
+    """A place to cut at or before `at`: a line's end if one is near, a word's, a character's."""
+    for sign in (b"\n", b" "):
+        end = text.rfind(sign, at // 2, at)
+        if end >= 0 and text[:end].strip():
+            return end + 1
+    while at > 0 and text[at] & 0xC0 == 0x80:
+        at -= 1
+    return at
+
+
+# Encoding, in several processes
+
+@functools.cache
+def encoder(kind: str, vocabulary: Path) -> tuple[Encoder, int]:
+    """With the document start. Made once in every worker, being too large to be sent each time."""
+    ids = read_pieces(vocabulary)
+    return make_encoder(kind, ids), len(ids)
+
+
+class Encoded(NamedTuple):
+    split: str
+    size: int                                # bytes of the text
+    tokens: bytes                            # little-endian uint16, document starts included
+
+
+def encode(kind: str, vocabulary: Path, longest: int, docs: list[Document]) -> list[Encoded]:
+    """A worker's portion."""
+    spell, start = encoder(kind, vocabulary)
+    done = []
+    for doc in docs:
+        tokens = np.asarray(spell(doc.text), "<u2")
+        room = longest - 1 if longest else len(tokens)
+        starts = np.arange(0, len(tokens), room)
+        done.append(Encoded(doc.split, len(doc.text), np.insert(tokens, starts, start).tobytes()))
+    return done
+
+
+def portions(docs: Iterable[Document]) -> Iterator[list[Document]]:
+    """Documents of about 1 MiB together."""
+    portion = []
+    size = 0
+    for doc in docs:
+        portion.append(doc)
+        size += len(doc.text)
         if size >= PORTION:
-            yield texts, steps
-            texts, size, steps = [], 0, 0.0
-    yield texts, steps
+            yield portion
+            portion = []
+            size = 0
+    yield portion
 
 
-def in_order(work: Callable, items: Iterable[tuple[Any, float]], jobs: int) -> Iterator[tuple[Any, float]]:
-    """(work(item), step) in the order of the items; few are under way, so that memory is bounded."""
-    pool = ProcessPoolExecutor(jobs, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN))
+def start_worker() -> None:
+    """A terminal signals workers too, but only the parent ends them; they end if it is killed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    if hasattr(signal, "SIGHUP"):
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    threading.Thread(target=end_with_parent, daemon=True).start()
+
+
+def end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)
+
+
+def in_order(work: Callable, items: Iterable, jobs: int) -> Iterator[tuple[Any, Any]]:
+    """(item, work(item)) in the order of the items; few are under way, so memory is bounded."""
+    pool = ProcessPoolExecutor(jobs, initializer=start_worker)
     waiting: deque = deque()
     try:
-        for item, step in items:
-            waiting.append((pool.submit(work, item), step))
+        for item in items:
+            waiting.append((item, pool.submit(work, item)))
             if len(waiting) > 3 * jobs:
-                yield waiting[0][0].result(), waiting.popleft()[1]
-        for job, step in waiting:
-            yield job.result(), step
+                first, job = waiting.popleft()
+                yield first, job.result()
+        for item, job in waiting:
+            yield item, job.result()
     finally:
         pool.shutdown(cancel_futures=True)
 
 
-class Shards:
-    """One split's shards under temporary names; every one begins with a document."""
-    def __init__(self, stem: Path, words: tuple[int, int], limit: int) -> None:
-        self.stem, self.words, self.limit = stem, words, limit               # header words 3 and 4; tokens of a shard
-        self.parts, self.waiting, self.totals = [], bytearray(), Counter()
+# Writing shards
 
-    def add(self, size: int, tokens: bytes) -> None:
-        if len(self.waiting) + len(tokens) > 2 * self.limit:
+class Shards:
+    """One split's shards; every one begins with a document."""
+
+    def __init__(self, output: Output, stem: str, vocab_size: int, limit: int) -> None:
+        self.output = output
+        self.stem = stem
+        self.vocab_size = vocab_size
+        self.limit = limit                   # tokens of a shard
+        self.count = 0
+        self.waiting = bytearray()           # tokens for the next shard
+        self.totals = Counter()
+
+    def add(self, doc: Encoded) -> None:
+        if len(self.waiting) + len(doc.tokens) > 2 * self.limit:
             self.flush()
-        self.waiting += tokens
-        self.totals.update(documents=1, tokens=len(tokens) // 2, bytes=size)
+        self.waiting += doc.tokens
+        self.totals.update(documents=1, tokens=len(doc.tokens) // 2, bytes=doc.size)
 
     def flush(self) -> None:
         if self.waiting:
-            self.parts.append(Path(f"{self.stem}_{len(self.parts):06d}.bin.part"))
-            with self.parts[-1].open("wb") as file:
-                file.write(struct.pack("<256i", 20240520, 1, len(self.waiting) // 2, *self.words, *[0] * 251))
-                file.write(self.waiting)
+            name = f"{self.stem}_{self.count:06d}.bin"
+            header = shard_header(len(self.waiting) // 2, self.vocab_size, self.vocab_size - 1)
+            self.output.write(name, header, self.waiting)
+            self.count += 1
             self.waiting.clear()
+
+    def summary(self) -> str:
+        documents, tokens, size = (self.totals[key] for key in ("documents", "tokens", "bytes"))
+        return (f"{self.output.folder / self.stem}_*.bin: {self.count} shards, "
+                f"{documents:,} documents, {tokens:,} tokens, {size:,} bytes, "
+                f"{size / tokens:.3f} bytes per token")
+
+    def pattern(self) -> str:
+        """What the trainer's flag wants, as a shell reads it; brackets of a name are no pattern."""
+        stem = (self.output.folder / self.stem).resolve()
+        return shlex.quote(f"{glob.escape(str(stem))}_*.bin")
 
 
 def input_files(args: argparse.Namespace) -> dict[Path, str]:
     """Every file once, with the split that --val_files fixes. Raises DataError."""
-    files = dict.fromkeys(args.val_files, "val")
-    files |= {path: "train" if args.val_files else "" for path in args.inputs if path not in files}
+    fixed = TRAIN if args.val_files else ""
+    files = dict.fromkeys(args.val_files, VAL)
+    for path in args.inputs:
+        files.setdefault(path, fixed)
     for path in files:
-        if not path.is_file() or path.suffix in PACKED:
-            found = f"a {path.suffix} file" if path.is_file() else "no file"
-            raise DataError(f"{path}: found {found}, expected text, .jsonl, .ndjson or .parquet; unpack or convert it, "
-                            f"or give another path")
+        expected = "text, .jsonl, .ndjson or .parquet"
+        do = "unpack or convert it, or give another path"
+        regular_file(path, expected, do)
+        if path.suffix in PACKED:
+            raise DataError(f"{path}: found a {path.suffix} file, expected {expected}; {do}")
     return files
 
 
+def write_shards(output: Output, stem: str, args: argparse.Namespace) -> list[str]:
+    """Read, encode, write, give the names. Returns the lines to print. Raises DataError."""
+    files = input_files(args)
+    for old in output.own_files():
+        if old.name != VOCABULARY and not args.force:
+            raise DataError(f"{output.folder}: found {old.name}, expected no shards of this name; "
+                            f"give another --out or --name, or --force to replace them")
+
+    def all_documents() -> Iterator[Document]:
+        docs = documents(files, args)
+        if args.val_share and not args.val_files:
+            docs = with_both_parts(docs, args.val_share)
+        return docs
+
+    ids = chosen_pieces(args, all_documents())
+    vocab_size = len(ids) + 1
+    if vocab_size > MAX_VOCAB:
+        raise DataError(f"found a vocabulary of {vocab_size:,}, expected at most {MAX_VOCAB:,}; "
+                        f"give a smaller one")
+    vocabulary = vocabulary_lines(ids)
+    output.check_vocabulary(vocabulary)
+
+    part = output.write(VOCABULARY, vocabulary)
+    work = functools.partial(encode, args.tokenizer, part, args.max_doc_tokens)
+    shards = {split: Shards(output, f"{stem}_{split}", vocab_size, args.shard_tokens)
+              for split in (TRAIN, VAL)}
+    size = sum(path.stat().st_size for path in files)
+    with tqdm(total=size, unit="B", unit_scale=True, disable=None) as bar:
+        for portion, done in in_order(work, portions(all_documents()), args.jobs):
+            for doc in done:
+                shards[doc.split].add(doc)
+            bar.update(sum(doc.step for doc in portion))
+
+    expected = [TRAIN]
+    if args.val_files or args.val_share:
+        expected.append(VAL)
+    for split in expected:
+        shards[split].flush()
+        if not shards[split].count:
+            raise DataError(f"found no {split} document, expected one; give more or smaller "
+                            f"documents (--document_separator), --val_files, or --val_share=0")
+    output.publish()
+    lines = [shards[split].summary() for split in expected]
+    lines.append(f"./run.sh --train_files={shards[TRAIN].pattern()} "
+                 f"--val_files={shards[VAL].pattern()}")
+    return lines
+
+
 def run(args: argparse.Namespace) -> None:
-    """Read, encode, write, give the names. Raises DataError or OSError."""
-    files, name, there = input_files(args), args.name or args.out.resolve().name, set(args.out.glob("*.bin"))
-    old = {path for split in SPLITS for path in args.out.glob(f"{name}_{split}_*.bin")}
-    if there - old or old and not args.force:
-        raise DataError(f"{args.out}: found {min(there - old or old).name}, expected no shards; give another --out"
-                        + ", or --force to replace those of this name" * (there == old))
-    training_text = (text for split, text, _ in documents(files, args) if split == "train")
-    ids = (gpt2_pieces(args.ranks) if args.tokenizer == "gpt2" else read_pieces(args.vocab) if args.vocab else
-           learned_pieces(training_text, args.vocab_size) if args.tokenizer == "pocket" else learned_pieces((), 257))
-    if len(ids) >= MAX_VOCAB:
-        raise DataError(f"found a vocabulary of {len(ids) + 1:,}, expected at most {MAX_VOCAB:,}; give a smaller one")
-    args.out.mkdir(parents=True, exist_ok=True)
-    vocabulary = args.out / "vocab.txt.part"
-    train, val = (Shards(args.out / f"{name}_{split}", (len(ids) + 1, len(ids)), args.shard_tokens) for split in SPLITS)
+    name = args.name or args.out.resolve().name
+    own = re.compile(rf"{re.escape(name)}_(train|val)_\d{{6,}}\.bin|vocab\.txt")
     try:
-        vocabulary.write_bytes(b"".join(b"%s %d\n" % (base64.b64encode(piece), ids[piece]) for piece in ids))
-        work = functools.partial(encode, args.tokenizer, vocabulary, args.max_doc_tokens)
-        with tqdm(total=sum(path.stat().st_size for path in files), unit="B", unit_scale=True, disable=None) as bar:
-            for done, step in in_order(work, portions(documents(files, args)), args.jobs):
-                for split, size, tokens in done:
-                    (val if split == "val" else train).add(size, tokens)
-                bar.update(step)
-        for split, shards in zip(SPLITS, (train, val)):
-            shards.flush()
-            if not shards.parts and (shards is train or args.val_files or args.val_share):
-                raise DataError(f"found no {split} document, expected one; give more or smaller documents "
-                                f"(--document_separator), --val_files, or --val_share=0")
-        for path in old:
-            path.unlink()
-        for path in (*train.parts, *val.parts, vocabulary):
-            os.replace(path, path.with_suffix(""))
-    finally:
-        for path in (*train.parts, *val.parts, vocabulary):
-            path.unlink(missing_ok=True)
-    for shards in filter(lambda shards: shards.parts, (train, val)):
-        total = shards.totals
-        print(f"{shards.stem}_*.bin: {len(shards.parts)} shards, {total['documents']:,} documents, {total['tokens']:,} "
-              f"tokens, {total['bytes']:,} bytes, {total['bytes'] / total['tokens']:.3f} bytes per token")
-    print(f"./run.sh --train_files='{train.stem.resolve()}_*.bin' --val_files='{val.stem.resolve()}_*.bin'")
+        with output_folder(args.out, own, args.force) as output:
+            lines = write_shards(output, name, args)
+    except BrokenProcessPool:
+        raise DataError("found a worker that died, expected enough memory for all; give fewer "
+                        "--jobs") from None
+    say(*lines)
+
+
+LIMITS = (("vocab_size", 257, MAX_VOCAB), ("val_share", 0, 0.99), ("jobs", 1, 1000),
+          ("shard_tokens", 1, 10**9), ("max_doc_tokens", 0, 10**9))
+
+
+def check_flags(args: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Ends the program with status 2 if a flag is wrong."""
+    for flag, low, high in LIMITS:
+        value = getattr(args, flag)
+        if not low <= value <= high:
+            parser.error(f"found --{flag}={value}, expected {low} to {high:,}")
+    if args.max_doc_tokens == 1:
+        parser.error("found --max_doc_tokens=1, expected 0 or at least 2; one is the document start")
+    if args.name is not None and (args.name in ("", "..") or Path(args.name).name != args.name):
+        parser.error(f"found --name={args.name}, expected a name without a folder; "
+                     f"give the folder as --out")
+    if args.vocab and args.tokenizer != "pocket":
+        parser.error(f"found --vocab with --tokenizer={args.tokenizer}, expected pocket")
+    if args.ranks and args.tokenizer != "gpt2":
+        parser.error(f"found --ranks with --tokenizer={args.tokenizer}, expected gpt2")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -292,37 +540,28 @@ def main(argv: list[str] | None = None) -> None:
     add("--name", help="first part of the shards' names; else that of the folder")
     add("--tokenizer", choices=("pocket", "gpt2", "bytes"), default="pocket", help="default pocket")
     add("--vocab", type=Path, help="pocket: an existing vocab.txt, else one is learned")
-    add("--vocab_size", type=int, default=2048, help="pocket: largest learned vocabulary, document start included")
+    add("--vocab_size", type=int, default=2048,
+        help="pocket: largest learned vocabulary, document start included")
     add("--ranks", type=Path, help="gpt2: a local ranks file of tiktoken, plain or .gz")
     add("--text_key", default="text", help="field of .jsonl, column of .parquet")
-    add("--document_separator", default="", help=r"of plain text, for instance '\n\n' or '<|endoftext|>'")
-    add("--max_doc_tokens", type=int, help="document start included, 0: no limit; default 2048 with gpt2, else 256, "
-        "as the trainer's --max_doc_len in its presets record and pocket")
+    add("--document_separator", default="",
+        help=r"of plain text, for instance '\n\n' or '<|endoftext|>'")
+    add("--max_doc_tokens", type=int, help="document start included, 0: no limit; default 2048 "
+        "with gpt2, else 256, as the trainer's --max_doc_len in its presets record and pocket")
     add("--val_share", type=float, default=0.05, help="of the documents; default 0.05")
-    add("--val_files", type=Path, nargs="+", default=[], help="these for validation, all others for training")
+    add("--val_files", type=Path, nargs="+", default=[],
+        help="these for validation, all others for training")
     add("--shard_tokens", type=int, default=100_000_000, help="default 100 million")
     add("--jobs", type=int, default=os.cpu_count() or 1, help="processes; default all cores")
-    add("--force", action="store_true", help="replace the shards of this name in --out")
+    add("--force", action="store_true",
+        help="replace shards of this name, or another vocab.txt, in --out")
     args = parser.parse_args(argv)
     if args.max_doc_tokens is None:
         args.max_doc_tokens = 2048 if args.tokenizer == "gpt2" else 256
-    for flag, low, high in (("vocab_size", 257, MAX_VOCAB), ("val_share", 0, 0.99), ("jobs", 1, 1000),
-                            ("shard_tokens", 1, 10**9), ("max_doc_tokens", 0, 10**9)):
-        if not low <= getattr(args, flag) <= high or args.max_doc_tokens == 1:
-            parser.error(f"found --{flag}={getattr(args, flag)}, expected {low} to {high:,}")
-    try:
+    check_flags(args, parser)
+    with errors_in_words():
         run(args)
-    except BrokenProcessPool:
-        sys.exit("error: found a worker that died, expected enough memory for all; give fewer --jobs")
-    except OSError as error:
-        sys.exit(f"error: {error.filename or args.out}: found {error.strerror!r}, expected files to read and room to "
-                 f"write; make room, or give another path")
-    except DataError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        print("\ninterrupted; nothing was written or replaced", file=sys.stderr)
-        sys.exit(130)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(as_program(main))

@@ -1,6 +1,5 @@
 """data/pocket.py on the standard library of the Python that runs the tests."""
 import base64
-import importlib.util
 import os
 import random
 import subprocess
@@ -12,17 +11,11 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FILES = {"pocket_train_000000.bin", "pocket_val_000000.bin", "pocket.json", "vocab.txt"}
+FILES = {"pocket_train_000000.bin", "pocket_val_000000.bin", "pocket.json", "vocab.txt", "manifest.json"}
+sys.path.insert(0, str(ROOT / "data"))                        # the tools import shard_files.py beside them
 
-
-def load(path: Path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-pocket = load(ROOT / "data/pocket.py")
+import pocket                                                 # noqa: E402
+import shard_files                                            # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -127,21 +120,27 @@ def test_second_run_does_nothing_and_force_gives_the_same_bytes(out, capsys):
     assert {name: (out / name).read_bytes() for name in FILES} == {name: data for name, (data, _) in before.items()}
 
 
-@pytest.mark.parametrize("damage", ["no vocabulary", "cut shard", "other python", "broken report"])
+@pytest.mark.parametrize("damage", ["no vocabulary", "cut shard", "flipped bit", "other python", "broken report",
+                                    "no manifest"])
 def test_incomplete_output_is_noticed(tmp_path, damage):
-    tokens = {"train": 5, "val": 3}
-    for split, count in tokens.items():
-        (tmp_path / f"pocket_{split}_000000.bin").write_bytes(bytes(1024 + 2 * count))
-    (tmp_path / "vocab.txt").write_text("")
     report = '{"python": "p 1", "train": {"tokens": 5}, "val": {"tokens": 3}}'
-    (tmp_path / "pocket.json").write_text(report)
+    content = {f"pocket_{split}_000000.bin": bytes(1024 + 2 * count) for split, count in (("train", 5), ("val", 3))}
+    content |= {"vocab.txt": b"", "pocket.json": report.encode()}
+    for name, data in content.items():
+        (tmp_path / name).write_bytes(data)
+    assert not pocket.made_before(tmp_path, {"python": "p 1"})            # as an older version left it
+    shard_files.write_manifest(tmp_path, {name: shard_files.describe(tmp_path / name) for name in content})
     assert pocket.made_before(tmp_path, {"python": "p 1"})
     if damage == "no vocabulary":
         (tmp_path / "vocab.txt").unlink()
     if damage == "cut shard":
         (tmp_path / "pocket_val_000000.bin").write_bytes(bytes(1024 + 2 * 2))
+    if damage == "flipped bit":
+        (tmp_path / "pocket_train_000000.bin").write_bytes(bytes(1033) + b"\1")
     if damage == "broken report":
         (tmp_path / "pocket.json").write_text(report[:20])
+    if damage == "no manifest":
+        (tmp_path / "manifest.json").unlink()
     assert not pocket.made_before(tmp_path, {"python": "p 2" if damage == "other python" else "p 1"})
 
 

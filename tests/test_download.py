@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import importlib.util
 import logging
 import os
 import pty
@@ -27,16 +26,9 @@ import pytest
 HONOURS_ALL = int(pytest.importorskip("huggingface_hub").__version__.split(".")[0]) >= 1    # else Retry-After of 429
 TOOL = Path(__file__).resolve().parent.parent / "data/cached_fineweb10B.py"
 VAL, ONE, TWO = "fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"
+sys.path.insert(0, str(TOOL.parent))                        # the tools import shard_files.py beside them
 
-
-def load(path: Path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-tool = load(TOOL)
+import cached_fineweb10B as tool                            # noqa: E402
 
 
 def make_shard(seed: int, tokens: int = 4000) -> bytes:
@@ -179,7 +171,7 @@ def fails(hub: Hub, out: Path, *parts: str) -> str:
 
 
 def assert_whole(hub: Hub, out: Path, *names: str) -> None:
-    assert {path.name for path in out.iterdir()} - {".lock"} == set(names)
+    assert {path.name for path in out.iterdir()} - {".lock"} == {*names, "manifest.json"}
     assert all((out / name).read_bytes() == hub.files[name] and not (out / name).is_symlink() for name in names)
 
 

@@ -72,7 +72,7 @@ def test_round_trip(tmp_path, kind, vocab_size, capsys):
     run(write_jsonl(tmp_path / "in.jsonl", TEXTS), f"--out={out}", "--val_share=0", "--max_doc_tokens=0",
         *tokenizer_flags(kind))
     assert decode(out) == TEXTS
-    assert {path.name for path in out.iterdir()} == {"set_train_000000.bin", "vocab.txt"}
+    assert {path.name for path in out.iterdir()} == {"set_train_000000.bin", "vocab.txt", "manifest.json"}
     words = np.fromfile(out / "set_train_000000.bin", "<i4", 256)
     lines = (out / "vocab.txt").read_bytes().splitlines()
     tokens = (out / "set_train_000000.bin").stat().st_size // 2 - 512
@@ -222,17 +222,20 @@ def test_no_package_is_explained(tmp_path, monkeypatch):
     ("a.jsonl", b'{"text": "a"}\n{"text": "\xe4"}\n', ["a.jsonl: found byte 0xe4 at byte 24, expected UTF-8"]),
     ("a.jsonl", b'{"text": "a"}\n\n{"title": "b"}\n', ["a.jsonl: line 3: found {'title': 'b'}", "--text_key"]),
     ("a.jsonl", b'{"text": ["a"]}\n', ["a.jsonl: line 1: found {'text': ['a']}", "--text_key"]),
-    ("a.jsonl", b'"text"\n', ["a.jsonl: line 1: found text, expected text under 'text'"]),
+    ("a.jsonl", b'"text"\n', ["a.jsonl: line 1: found 'text', expected text under 'text'"]),
     ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', ["a.jsonl: line 2: found \"Expecting", "at column", "mend"]),
     ("a.txt", b" \n", ["found no train document"]),
-    ("a.txt", b"one document", ["found no val document", "--document_separator", "--val_share=0"]),
+    ("a.jsonl", b'{"text": "a"}\n{"text": ' + b"[" * 100_000 + b"\n", ["a.jsonl: line 2: found brackets nested", "mend"]),
+    ("a.jsonl", b'{"text": ' + b"[" * 900 + b"]" * 900 + b"}\n", ["a.jsonl: line 1: found ", "--text_key"]),
+    ("a.jsonl", b'{"n": ' + b"9" * 5000 + b"}\n", ["a.jsonl: line 1: found a number with more digits", "mend"]),
+    ("a.txt", "\U0001f642".encode(), ["found no train document", "--document_separator", "--val_share=0"]),
 ])
 def test_bad_input(tmp_path, name, content, parts):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     message = fails(tmp_path / name, f"--out={tmp_path / 'out'}", "--tokenizer=bytes")
     assert all(part in message for part in parts), message
-    assert not list((tmp_path / "out").glob("*"))
+    assert not (tmp_path / "out").exists()                               # no trace of it
 
 
 @pytest.mark.parametrize("damage, found", [
@@ -281,21 +284,24 @@ def test_what_is_there_is_not_lost(tmp_path):
     before = {path.name: path.read_bytes() for path in out.iterdir()}
     two = write_jsonl(tmp_path / "two.jsonl", ["two"])
     assert "out_train_000000.bin" in (message := fails(two, f"--out={out}", *flags)) and "--force" in message
-    message = fails(two, f"--out={out}", *flags, "--force", "--name=other")         # would leave a wrong vocab.txt
-    assert "--force" not in message
+    pieces = ("--vocab_size=300", "--val_share=0", "--force", "--name=other")
+    message = fails(two, f"--out={out}", *pieces)                      # would leave the others a wrong vocab.txt
+    assert "another vocabulary" in message and "--force" not in message
     (tmp_path / "bad.jsonl").write_bytes(two.read_bytes() + b"{")
     fails(tmp_path / "bad.jsonl", f"--out={out}", *flags, "--force")
-    assert {path.name: path.read_bytes() for path in out.iterdir()} == before and len(before) == 5
+    assert {path.name: path.read_bytes() for path in out.iterdir()} == before and len(before) == 6
     run(two, f"--out={out}", *flags, "--force")
-    assert decode(out) == ["two"] and {path.name for path in out.iterdir()} == {"out_train_000000.bin", "vocab.txt"}
+    assert decode(out) == ["two"] and {path.name for path in out.iterdir()} == {
+        "out_train_000000.bin", "vocab.txt", "manifest.json"}
 
 
 @pytest.mark.all                          # an interrupt can fall into an interpreter lock and be lost there
 def test_ctrl_c_and_a_full_disk(tmp_path):
     source = write_jsonl(tmp_path / "in.jsonl", ["some text with 🙂 in it " * 3000] * 300)
     run(write_jsonl(tmp_path / "few.jsonl", ["some text"]), f"--out={tmp_path / 'few'}", "--val_share=0")
-    command = [sys.executable, str(TOOL), str(source), f"--vocab={tmp_path / 'few/vocab.txt'}", "--jobs=1", "--out"]
-    process = subprocess.Popen([*command, str(tmp_path / "a")], stderr=subprocess.PIPE, text=True,
+    command = [sys.executable, str(TOOL), str(source), "--jobs=1", "--out"]
+    process = subprocess.Popen([*command, str(tmp_path / "a"), f"--vocab={tmp_path / 'few/vocab.txt'}"],
+                               stderr=subprocess.PIPE, text=True,
                                start_new_session=True)
     end = time.monotonic() + 20
     while not (tmp_path / "a/vocab.txt.part").exists() and time.monotonic() < end:
@@ -303,9 +309,9 @@ def test_ctrl_c_and_a_full_disk(tmp_path):
     os.killpg(process.pid, signal.SIGINT)                              # a terminal signals the workers too
     errors = process.communicate(timeout=20)[1]
     assert process.returncode == 130 and "nothing was written" in errors and "Traceback" not in errors, errors
-    assert not list((tmp_path / "a").iterdir())
+    assert not (tmp_path / "a").exists()
     full = subprocess.run([*command[:-1], "--tokenizer=bytes", "--shard_tokens=100000", "--out", str(tmp_path / "b")],
                           capture_output=True, text=True, timeout=60, preexec_fn=lambda: resource.setrlimit(
                               resource.RLIMIT_FSIZE, (100_000, 100_000)))
     assert full.returncode == 1 and "found 'File too large', expected" in full.stderr, full.stderr
-    assert "Traceback" not in full.stderr and not list((tmp_path / "b").iterdir())
+    assert "Traceback" not in full.stderr and not (tmp_path / "b").exists()
