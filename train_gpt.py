@@ -3415,8 +3415,10 @@ def join_ranks(cfg: Config, fabric: Fabric) -> Fabric:
     try:
         plan_group = within(cfg.comm_timeout + JOIN_PATIENCE, join)           # a store that is none holds it for ever
     except (RuntimeError, ValueError, TimeoutError) as error:
-        found = str(error)[:200] or "no answer from {MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)
-        raise FabricError("waiting for all ranks", found, f"{fabric.world} ranks in {cfg.comm_timeout} s",
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        said = str(error)[:200] or "nothing that answers as a store of ranks does"
+        raise FabricError("waiting for all ranks", f"at {address}: {said}",
+                          f"{fabric.world} ranks in {cfg.comm_timeout} s",
                           "see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
     return replace(fabric, plan_group=plan_group, processes=tuple(fabric.of_all((host_name(), os.getpid()))))
 

@@ -9,7 +9,7 @@ starts; the trainer itself knows nothing of it. Run as a script, this file is th
 """
 from __future__ import annotations
 
-import ast, errno, json, os, resource, shutil, signal, subprocess, sys, threading, time
+import ast, ctypes, errno, json, os, resource, shutil, signal, socket, subprocess, sys, threading, time
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -60,17 +60,18 @@ class Launcher:
 
     def start(self, folder: Path, *flags: str, world: int = 1, faults: dict[int, str] | None = None,
               extra: dict[int, list[str]] | None = None, absent: tuple = (), store: str = "launcher",
-              ends: bool = False, folders: list[Path] | None = None) -> Job:
+              ends: bool = False, folders: list[Path] | None = None, nohup: bool = False) -> Job:
         """Start a run of the tiny preset in `folder`; its logs go to folder/run.
 
         faults: by rank. extra: more flags of one rank. absent: ranks that never start. store: held by the "launcher",
-        as under torchrun, or by "rank 0". ends: SIGTERM to all ranks after the first that fails, as torchrun does.
-        folders: by rank, where it runs.
+        as under torchrun, by a "launcher apart", which can be stopped, or by "rank 0"; where it should be, the
+        "silent stranger" and the "silent launcher" listen and answer nothing. ends: SIGTERM to all ranks after the
+        first that fails, as torchrun does. folders: by rank, where it runs. nohup: SIGHUP is ignored.
         """
         folder.mkdir(parents=True, exist_ok=True)
         argv = [*FLAGS, f"--run_dir={folder / 'run'}", *flags]
         job = dict(folder=str(folder), argv=argv, world=world, faults=faults or {}, extra=extra or {}, absent=absent,
-                   store=store, ends=ends, folders=list(map(str, folders or [])))
+                   store=store, ends=ends, folders=list(map(str, folders or [])), nohup=nohup)
         self.server.stdin.write(json.dumps(job) + "\n")
         self.server.stdin.flush()
         return Job(folder)
@@ -120,10 +121,15 @@ def supervise(job: dict, tg, script) -> None:
             with open(reading) as pipe:
                 play_rank(job, rank, pipe.readline(), tg, script)
         pids[rank], pipes = pid, [*pipes, writing]
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False) # after the forks: it has threads
-    port = store.port
-    if job["store"] == "rank 0":
-        del store                                                             # its port is free again
+    apart, store, listener = None, None, socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    if "silent" not in job["store"]:
+        listener.close()                                                      # its port is free again
+    if job["store"] == "launcher apart":
+        apart = hold_store(port)
+        (folder / "launcher").write_text(str(apart))
+    if job["store"] == "launcher":
+        store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)      # behind the forks: threads
     for pipe in pipes:
         os.write(pipe, f"{port}\n".encode())
         os.close(pipe)
@@ -137,11 +143,24 @@ def supervise(job: dict, tg, script) -> None:
                 if job["ends"] and status[rank]:
                     send(pids, signal.SIGTERM)
         time.sleep(0.01)
-    send(pids, signal.SIGKILL)
+    send(pids | ({-1: apart} if apart else {}), signal.SIGKILL)
     at_fault = folder / "fault"
     since = at_fault.stat().st_mtime if at_fault.exists() else began
     (folder / "result.part").write_text(json.dumps(dict(status=status, seconds=[end - since for end in ended])))
     (folder / "result.part").replace(folder / "result.json")
+
+
+def hold_store(port: int) -> int:
+    """A process that holds the store as a launcher does. Returns its id once the store is there."""
+    import torch.distributed as dist
+    reading, writing = os.pipe()
+    if not (pid := os.fork()):
+        store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+        os.write(writing, b"!")
+        time.sleep(3 * BOUND)
+        os._exit(store is None)
+    os.read(reading, 1)
+    return pid
 
 
 def send(pids: dict[int, int], number: int) -> None:
@@ -154,13 +173,14 @@ def play_rank(job: dict, rank: int, port: str, tg, script) -> None:
     folder = Path(job["folder"])
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["world"]), MASTER_ADDR="127.0.0.1",
                       LOCAL_WORLD_SIZE=str(job["world"]), MASTER_PORT=port.strip())
-    if job["store"] == "launcher" and job["world"] > 1:
+    if "launcher" in job["store"] and job["world"] > 1:
         os.environ.update(TORCHELASTIC_RUN_ID="test", TORCHELASTIC_USE_AGENT_STORE="True",
                           TORCHELASTIC_RESTART_COUNT="0")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{name}.{rank}", os.O_WRONLY), number)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN if job["nohup"] else signal.SIG_DFL)
     if job["folders"]:
         os.chdir(job["folders"][rank])
     sys.argv = ["train_gpt.py", *job["argv"], *job["extra"].get(str(rank), [])]
@@ -254,6 +274,39 @@ def kill(tg, folder: Path) -> None:
     time.sleep(BOUND)
 
 
+def kill_and_stop_launcher(tg, folder: Path) -> None:
+    os.kill(int((folder / "launcher").read_text()), signal.SIGSTOP)
+    kill(tg, folder)
+
+
+def wait_in_c() -> None:
+    """Wait as a collective or a compiler may: in C, where no signal is heard. A mutex is locked twice."""
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    for _ in range(2):
+        libc.pthread_mutex_lock(mutex)
+
+
+def signal_when_stuck(number: int) -> Callable:
+    def act(tg, folder: Path) -> None:
+        threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+        wait_in_c()
+    return act
+
+
+def bug_and_stuck_end(tg, folder: Path) -> None:
+    tg.Log.aborted = lambda *_: wait_in_c()
+    fail(ZeroDivisionError("a bug"))
+
+
+def swallowed_signal(tg, folder: Path) -> None:
+    """As a library may lose an exception; what it goes on with takes long."""
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(1)
+    except BaseException:
+        time.sleep(10 * BOUND)
+
+
 def break_weights(tg, folder: Path) -> None:
     inner = tg.relu_sq_mlp
     tg.relu_sq_mlp = lambda *args: inner(*args) * float("nan")
@@ -303,6 +356,13 @@ ACTS: dict[str, Callable] = {
     "sleep": lambda tg, folder: time.sleep(10 * BOUND),
     "Ctrl-C": lambda tg, folder: os.killpg(os.getpgrp(), signal.SIGINT),
     "SIGTERM": lambda tg, folder: os.kill(os.getpid(), signal.SIGTERM),
+    "SIGHUP": lambda tg, folder: os.kill(os.getpid(), signal.SIGHUP),
+    "SIGTERM when stuck": signal_when_stuck(signal.SIGTERM),
+    "Ctrl-C when stuck": signal_when_stuck(signal.SIGINT),
+    "SIGHUP when stuck": signal_when_stuck(signal.SIGHUP),
+    "bug and stuck end": bug_and_stuck_end,
+    "swallowed SIGTERM": swallowed_signal,
+    "kill with stopped launcher": kill_and_stop_launcher,
     "bad data": lambda tg, folder: fail(tg.DataError("shard 7", "a hole", "no hole", "mend it")),
     "disk error": lambda tg, folder: fail(OSError(errno.EIO, os.strerror(errno.EIO))),
     "bug": lambda tg, folder: fail(ZeroDivisionError("a bug")),
