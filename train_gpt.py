@@ -604,7 +604,7 @@ class Shard:
         self._totals: dict[int, np.ndarray] = {}
 
     def totals(self, max_doc_len: int) -> np.ndarray:
-        """(documents + 1,) i64: tokens before each document when every one is cut to max_doc_len."""
+        """(documents + 1,) i64: tokens before each document if all are cut to max_doc_len."""
         if max_doc_len not in self._totals:
             lengths = np.minimum(self.doc_lengths, max_doc_len)
             self._totals[max_doc_len] = np.concatenate([[0], np.cumsum(lengths)])
@@ -645,14 +645,16 @@ def formula_shards(formula: str) -> list[ShardHeader]:
     except ValueError:
         sound = False
     if not sound:
-        raise DataError("formula", formula, "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS with "
-                        f"DOCUMENT_START < VOCAB <= {MAX_VOCAB}, at most {FORMULA_TOKENS} TOKENS in each of at most "
-                        f"{2**16 - 1} SHARDS", "for example formula:512:511:40000:2")
+        raise DataError("formula", formula,
+                        "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS with DOCUMENT_START < VOCAB <= "
+                        f"{MAX_VOCAB}, at most {FORMULA_TOKENS} TOKENS in each of at most "
+                        f"{2**16 - 1} SHARDS",
+                        "for example formula:512:511:40000:2")
     return [ShardHeader(f"{formula}#{seed}", tokens, vocab, start) for seed in range(shards)]
 
 
 def file_identity(path: Path) -> tuple[int, ...]:
-    """(bytes, time of the last change, inode): a file that was written again or replaced has another one."""
+    """(bytes, time of the last change, inode): others once a file is written again or replaced."""
     found = path.stat()
     return found.st_size, found.st_mtime_ns, found.st_ino
 
@@ -664,29 +666,35 @@ def read_header(path: Path) -> ShardHeader:
     words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
     whole = len(words) == HEADER_BYTES // 4
     if not whole or words[0] != SHARD_MAGIC or words[1] != SHARD_VERSION:
-        raise DataError(f"{path}: header at byte 0", f"{size} bytes, first words {words[:2].tolist()}",
-                        f"{HEADER_BYTES} bytes that begin with {SHARD_MAGIC} (magic) and {SHARD_VERSION} (version)",
+        raise DataError(f"{path}: header at byte 0",
+                        f"{size} bytes, first words {words[:2].tolist()}",
+                        f"{HEADER_BYTES} bytes that begin with {SHARD_MAGIC} (magic) and "
+                        f"{SHARD_VERSION} (version)",
                         "fetch or write the file again; the format is in data/README.md")
 
     count, vocab, start = words[2:5].tolist()
     right_size = HEADER_BYTES + 2 * count
     if count <= 0 or size != right_size:
         raise DataError(f"{path}: length", f"{size} bytes",
-                        f"{HEADER_BYTES} + 2 x {count} (tokens in header word 2) = {right_size} bytes",
+                        f"{HEADER_BYTES} + 2 x {count} (tokens in header word 2) = "
+                        f"{right_size} bytes",
                         "the file is cut or still being written; fetch it again")
 
     if vocab == 0:                                                            # old shards leave both words 0
         vocab, start = GPT2_VOCAB, GPT2_DOCUMENT_START
     if not 0 <= start < vocab <= MAX_VOCAB:
-        raise DataError(f"{path}: header words 3 and 4", f"vocabulary {vocab}, document start {start}",
-                        f"0 <= document start < vocabulary <= {MAX_VOCAB}", "write the shards again")
+        raise DataError(f"{path}: header words 3 and 4",
+                        f"vocabulary {vocab}, document start {start}",
+                        f"0 <= document start < vocabulary <= {MAX_VOCAB}",
+                        "write the shards again")
     return ShardHeader(str(path), count, vocab, start, identity)
 
 
 def matching_files(pattern: str) -> list[Path]:
-    """What a pattern matches, in name order. A file or folder of just this name comes before a pattern.
+    """What a pattern matches, in name order.
 
-    So brackets in the name of a folder mean themselves, wherever that folder exists.
+    A file or folder that has just this name is meant before a pattern is: brackets in the name of
+    a folder mean themselves wherever that folder exists.
     """
     path = Path(pattern)
     if os.path.lexists(pattern):
@@ -715,14 +723,16 @@ def find_shards(pattern: str) -> list[ShardHeader]:
 
     paths = matching_files(pattern)
     if not paths:
-        raise DataError("no shards", f"no file matches {pattern!r} in {os.getcwd()}", "a .bin shard",
+        raise DataError("no shards",
+                        f"no file matches {pattern!r} in {os.getcwd()}",
+                        "a .bin shard",
                         "python data/pocket.py or python data/cached_fineweb10B.py 9, "
                         "or give --train_files= and --val_files=")
     return [read_header(path) for path in paths]
 
 
 def read_manifest(folder: Path) -> dict[str, str]:
-    """sha256 of every file that a folder's manifest names; {} where there is none. Raises DataError."""
+    """sha256 of each file that a folder's manifest names; {} without one. Raises DataError."""
     path = folder / MANIFEST
     if not os.path.lexists(path):
         return {}
@@ -735,17 +745,20 @@ def read_manifest(folder: Path) -> dict[str, str]:
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} as a manifest", f"{type(error).__name__}: {error}",
                         "format 1, as data/README.md has it",
-                        "write the folder again, or remove this file if those beside it are sound") from None
+                        "write the folder again, or remove this file if those beside it are sound"
+                        ) from None
 
 
 def check_manifest(path: Path, content: bytes | np.ndarray) -> None:
-    """Raise DataError if the manifest beside a file says that it was written with another content."""
+    """Raise DataError if the manifest beside a file says that it had another content."""
     written = read_manifest(path.parent).get(path.name)
     if written is None:
         return
     found = hashlib.sha256(content).hexdigest()
     if found != written:
-        raise DataError(f"{path}: content", f"sha256 {found}", f"{written}, says {MANIFEST} beside it",
+        raise DataError(f"{path}: content",
+                        f"sha256 {found}",
+                        f"{written}, says {MANIFEST} beside it",
                         "the file is damaged, or a mixture of two data sets: write the data again, "
                         f"or remove {MANIFEST} if this content is meant")
 
@@ -754,7 +767,9 @@ def checked_shard(header: ShardHeader, tokens: np.ndarray) -> Shard:
     """The tokens as a shard, after a look at every one of them. Raises DataError."""
     name = header.name
     if len(tokens) != header.tokens:
-        raise DataError(f"{name}: changed while in use", f"{len(tokens)} tokens", f"{header.tokens} as before",
+        raise DataError(f"{name}: changed while in use",
+                        f"{len(tokens)} tokens",
+                        f"{header.tokens} as before",
                         "let nobody write to it, and start again")
     if tokens.max() >= header.vocab_size:
         at = int(np.argmax(tokens >= header.vocab_size))
@@ -764,8 +779,10 @@ def checked_shard(header: ShardHeader, tokens: np.ndarray) -> Shard:
 
     shard = Shard(tokens, header.document_start)
     if len(shard.doc_starts) == 0:
-        raise DataError(f"{name}: documents", "no document start in the whole shard",
-                        f"token {header.document_start} in front of every document", "write the shard again")
+        raise DataError(f"{name}: documents",
+                        "no document start in the whole shard",
+                        f"token {header.document_start} in front of every document",
+                        "write the shard again")
     return shard
 
 
@@ -782,7 +799,8 @@ def load_shard(header: ShardHeader) -> Shard:
 def scan_shards(headers: Sequence[ShardHeader]) -> str:
     """Look at every token of every shard before anything is built on them. Raises DataError.
 
-    Returns the hash of the names and contents of all, in order; of a formula the name says everything.
+    Returns the hash of the names and contents of all, in order; of a formula the name says
+    everything.
     """
     digest = hashlib.sha256()
     for header in headers:
@@ -797,7 +815,7 @@ def scan_shards(headers: Sequence[ShardHeader]) -> str:
 
 
 def changed_shards(headers: Sequence[ShardHeader]) -> list[str]:
-    """Names of the shards whose files are no longer those that were found: written again, replaced or gone."""
+    """Names of the shards that are not as they were found: written again, replaced or gone."""
     changed = []
     for header in headers:
         if header.is_formula:
@@ -818,25 +836,32 @@ def shared_shards(train: Sequence[ShardHeader], val: Sequence[ShardHeader]) -> l
 
 
 def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Config:
-    """Fill in the sizes that the shard headers decide. Raises DataError or ConfigError where they are contradicted."""
+    """Fill in the sizes that the shard headers decide.
+
+    Raises DataError or ConfigError where they are contradicted.
+    """
     first = train[0]
     for other in train + val:
         if other.vocabulary != first.vocabulary:
-            raise DataError("shards of different vocabularies", f"{other.vocabulary} in {other.name}",
+            raise DataError("shards of different vocabularies",
+                            f"{other.vocabulary} in {other.name}",
                             f"(vocabulary, document start) {first.vocabulary} as in {first.name}",
                             "give one data set only")
 
     vocab_size, document_start = first.vocabulary
-    for flag, unset, stored in (("vocab_size", 0, vocab_size), ("document_start", -1, document_start)):
+    facts = (("vocab_size", 0, vocab_size), ("document_start", -1, document_start))
+    for flag, unset, stored in facts:
         given = getattr(cfg, flag)
         if given not in (unset, stored):
-            raise ConfigError(f"--{flag}", given, f"{stored}, header of {first.name}", "leave the flag out")
+            raise ConfigError(f"--{flag}", given, f"{stored}, header of {first.name}",
+                              "leave the flag out")
 
     padded = cfg.padded_vocab
     if padded == 0:
         padded = -(-vocab_size // 128) * 128
     if padded < vocab_size:
-        raise ConfigError("--padded_vocab", padded, f"at least the vocabulary size {vocab_size}", "--padded_vocab=0")
+        raise ConfigError("--padded_vocab", padded, f"at least the vocabulary size {vocab_size}",
+                          "--padded_vocab=0")
 
     bigram_rows = cfg.bigram_rows
     if bigram_rows == 0:
@@ -848,7 +873,8 @@ def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Co
 def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader]) -> None:
     """Raise DataError before anything is built if the shards cannot last.
 
-    A lower bound: packing drops the ends of documents, and what of a shard is too little for a block.
+    A lower bound: packing drops the ends of documents, and what of a shard is too little for a
+    block.
     """
     needs = []                                       # (steps, tokens of a step) of each stage that is reached
     for stage, start, end in zip(cfg.stages, schedule.stage_starts, schedule.stage_ends):
@@ -859,11 +885,12 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader])
     needed = sum(steps * step_tokens for steps, step_tokens in needs)
     have = cfg.epochs * sum(header.tokens for header in train)
     if cfg.epochs > 0 and needed > have:
+        possible = steps_within(have, needs)
         raise DataError("too few training tokens",
-                        f"{have} in {len(train)} shards of {cfg.train_files!r}: {steps_within(have, needs)} steps",
+                        f"{have} in {len(train)} shards of {cfg.train_files!r}: {possible} steps",
                         f"{needed} for {schedule.last_step} steps",
-                        "fetch more shards (FineWeb: python data/cached_fineweb10B.py N), take fewer steps "
-                        "(--num_scheduled_steps), or cycle with --epochs=0")
+                        "fetch more shards (FineWeb: python data/cached_fineweb10B.py N), take "
+                        "fewer steps (--num_scheduled_steps), or cycle with --epochs=0")
 
     largest_step = max(step_tokens for _, step_tokens in needs)
     if largest_step > max(header.tokens for header in train):
@@ -886,7 +913,8 @@ def too_small(cfg: Config, train: list[ShardHeader], slot_tokens: int) -> DataEr
     """A block of slots has to lie in one shard, and no shard has room for it."""
     return DataError("training shards are too small",
                      f"none of {len(train)} holds {cfg.num_slots} x {slot_tokens + 1} tokens",
-                     "documents for one step in a shard", "larger shards, or smaller batches in --stages")
+                     "documents for one step in a shard",
+                     "larger shards, or smaller batches in --stages")
 
 
 def check_enough_validation(cfg: Config, val: list[ShardHeader]) -> None:
@@ -897,16 +925,18 @@ def check_enough_validation(cfg: Config, val: list[ShardHeader]) -> None:
         do = f"--val_tokens={found}"
         if found == 0:
             do = "a smaller --val_batch_tokens, and --val_tokens a multiple of it"
-        raise DataError("too few validation tokens", f"{found} in blocks of {cfg.val_files!r}", cfg.val_tokens, do)
+        raise DataError("too few validation tokens", f"{found} in blocks of {cfg.val_files!r}",
+                        cfg.val_tokens, do)
 
 
 def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int,
                max_doc_len: int) -> tuple[list, int] | None:
     """Deal documents to the slots of a block in stream order (recipe 5.2, 11.3).
 
-    Each slot takes documents, cut to max_doc_len, until it has slot_tokens + 1 tokens; the last one is cut to fit and
-    its rest is lost: the next slot begins with a fresh document. Returns (slots, next document), a slot being
-    (starts, ends) of pieces, or None where the shard ends before the block does.
+    Each slot takes documents, cut to max_doc_len, until it has slot_tokens + 1 tokens; the last one
+    is cut to fit and its rest is lost: the next slot begins with a fresh document. Returns (slots,
+    next document), a slot being (starts, ends) of pieces, or None where the shard ends before the
+    block does.
     """
     totals = shard.totals(max_doc_len)
     slots = []
@@ -941,8 +971,12 @@ def validation_blocks(shard_tokens: int, block_tokens: int) -> range:
     return range(0, shard_tokens - block_tokens - 1, block_tokens)
 
 
-def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int, document_start: int) -> Iterator[Slot]:
-    """Consecutive slots in whole blocks of num_slots, not aligned to documents, none cut (recipe 1.3, 5.2)."""
+def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int,
+                     document_start: int) -> Iterator[Slot]:
+    """Consecutive slots in whole blocks of num_slots (recipe 1.3, 5.2).
+
+    They are not aligned to documents, and no document is cut short.
+    """
     block_tokens = num_slots * slot_tokens
     for shard in shards:
         for block in validation_blocks(len(shard.tokens), block_tokens):
@@ -954,11 +988,12 @@ def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int, 
 
 
 def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
-    """Row of each (previous, current) token pair of slots, (..., T) i32 -> (..., T) i32 in [0, rows) (recipe 2.5).
+    """Row of each (previous, current) token pair of slots (recipe 2.5).
 
-    row = ((36313 * current) xor (27191 * previous)) mod (rows - 1), in 32-bit arithmetic that wraps. The last row
-    means: no pair, and stands at position 0. Two quirks are part of the published losses: pairs cross documents, and
-    position 1 takes rows - 1 for its previous token, because the peer overwrites position 0 before it multiplies.
+    (..., T) i32 -> (..., T) i32 in [0, rows). row = ((36313 * current) xor (27191 * previous)) mod
+    (rows - 1), in 32-bit arithmetic that wraps. The last row means: no pair, and stands at position
+    0. Two quirks are part of the published losses: pairs cross documents, and position 1 takes rows
+    - 1 for its previous token, because the peer overwrites position 0 before it multiplies.
     """
     no_pair = rows - 1
     previous = np.empty_like(tokens)
@@ -973,7 +1008,11 @@ def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
 
 
 class Table(NamedTuple):
-    """An embedding of which a step reads few rows: further columns of its row in the parameter table (design 4.1)."""
+    """An embedding of which a step reads few rows (design 4.1).
+
+    These are further columns of its row in the parameter table.
+    """
+
     label: str
     rows: int                            # R
     reads: int                           # rows that a token reads
@@ -983,16 +1022,34 @@ class Table(NamedTuple):
     rule: str = "adam"                   # what updates them: all rows of a slice, read or not
     cycle: int = CYCLE                   # steps between updates
 
+
 def row_tables(cfg: Config) -> tuple[Table, ...]:
-    V, first = cfg.padded_vocab, np.arange(NUM_VALUE_TABLES, dtype=np.int32)[:, None] * cfg.padded_vocab
-    return (Table("bigram_embed", cfg.bigram_rows, 1, functools.partial(bigram_hash, rows=cfg.bigram_rows)),
-            Table("value_embed", NUM_VALUE_TABLES * V, NUM_VALUE_TABLES, lambda tokens: tokens[:, None] + first),
-            Table("embed", V, 1, lambda tokens: tokens, tied=True))
+    """The tables, with the functions that say which rows a token reads."""
+    V = cfg.padded_vocab
+    first_rows = V * np.arange(NUM_VALUE_TABLES, dtype=np.int32)[:, None]     # value tables stand one below the other
+
+    def pair_rows(tokens: np.ndarray) -> np.ndarray:
+        return bigram_hash(tokens, cfg.bigram_rows)
+
+    def value_rows(tokens: np.ndarray) -> np.ndarray:
+        return tokens[:, None] + first_rows
+
+    def own_rows(tokens: np.ndarray) -> np.ndarray:
+        return tokens
+
+    return (Table("bigram_embed", cfg.bigram_rows, 1, pair_rows),
+            Table("value_embed", NUM_VALUE_TABLES * V, NUM_VALUE_TABLES, value_rows),
+            Table("embed", V, 1, own_rows, tied=True))
+
 
 @dataclass(eq=False)
 class TablePlan:
-    """The rows of a table that this rank reads in a cycle, n of them, and those of its slice that all ranks ask for.
-    Row r is the r div W-th of rank r mod W, since frequent tokens have neighbouring ids; physical order: by owner."""
+    """The rows of a table that this rank reads in a cycle, n of them.
+
+    And those of its slice that all ranks ask for. Row r is the r div W-th of rank r mod W, since
+    frequent tokens have neighbouring ids; physical order: by owner.
+    """
+
     tag: dict[str, Any]                  # purpose, cycle, tokens of a slot: alike on all ranks
     size: int                            # rows of every slice: R / W, rounded up
     rows_i_read: Any                     # (n,) i64, physical, ascending: list of the fetch and of the gradients' return
@@ -1016,8 +1073,10 @@ class TablePlan:
         if self.tied:
             self.head_columns = change(self.head_columns)
 
+
 class Batch(NamedTuple):
     """This rank's slots of one step, b of them."""
+
     step: int
     plans: dict[str, TablePlan]          # by table, shared by the steps of a cycle
     tokens: Tensor                       # (b, T) i32
@@ -1036,57 +1095,115 @@ class Batch(NamedTuple):
             return x.to(device, non_blocking=True)
         return self.map(moved)
 
-class Planner:
-    """Makes the batches of a cycle and their row plans. Pure, but for the exchange with other ranks."""
-    def __init__(self, cfg: Config, fabric: Fabric, exchange: Callable | None = None) -> None:
-        """exchange fills in what ranks ask of each other; without it a plan is this rank's side alone."""
-        self.fabric, self.tables, self.exchange, W = fabric, row_tables(cfg), exchange, fabric.world
-        self.listed = cfg.row_comms == "sparse" and W > 1                     # places in a list, not physical rows
-        self.sizes = {table.label: -(-table.rows // W) for table in self.tables}
-        self.seen, self.places = ({label: np.zeros(W * size, kind) for label, size in self.sizes.items()}
-                                  for kind in (bool, np.int32))
 
-    def batches(self, purpose: str, steps: Sequence[Values], slots: Sequence[list[Slot]]) -> list[Batch]:
-        """A batch for each step and its slots. On CUDA all is pinned, and torch reuses a block after its last copy."""
-        tokens, plans, rows, made = [np.stack([slot.tokens for slot in of_step]) for of_step in slots], {}, {}, []
+class Planner:
+    """Makes the batches of a cycle and their row plans.
+
+    Pure, but for the exchange with other ranks.
+    """
+
+    def __init__(self, cfg: Config, fabric: Fabric, exchange: Callable | None = None) -> None:
+        """exchange fills in what ranks ask of each other; else a plan is this rank's side alone."""
+        W = fabric.world
+        self.fabric = fabric
+        self.exchange = exchange
+        self.tables = row_tables(cfg)
+        self.listed = cfg.row_comms == "sparse" and W > 1     # batches hold places in a list, not physical rows
+
+        self.sizes = {table.label: -(-table.rows // W) for table in self.tables}      # rows of every slice
+        self.seen = {}                   # by table, for each physical row: a mark, False again after each plan
+        self.places = {}                 # by table, for each physical row: its place in the last list that had it
+        for label, size in self.sizes.items():
+            self.seen[label] = np.zeros(W * size, bool)
+            self.places[label] = np.zeros(W * size, np.int32)
+
+    def batches(self, purpose: str, steps: Sequence[Values],
+                slots: Sequence[list[Slot]]) -> list[Batch]:
+        """A batch for each step of a cycle and its slots."""
+        tokens = []
+        for slots_of_step in slots:
+            tokens.append(np.stack([slot.tokens for slot in slots_of_step]))      # (b, T + 1) u16
         inputs = [x[:, :-1].astype(np.int32) for x in tokens]
-        tag = dict(purpose=purpose, cycle=steps[0].step // CYCLE, tokens=sum(x.shape[1] for x in inputs))
+        slot_tokens = sum(x.shape[1] for x in inputs)
+        tag = dict(purpose=purpose, cycle=steps[0].step // CYCLE, tokens=slot_tokens)
+
+        plans, rows = {}, {}
         for table in self.tables:
-            plans[table.label], rows[table.label] = self.plan(
-                table.label, tag, table.tied and steps[0].tied, [table.ids(x) for x in inputs])
+            logical_rows = [table.ids(x) for x in inputs]
+            tied = table.tied and steps[0].tied                               # they part between cycles
+            plans[table.label], rows[table.label] = self.plan(table.label, tag, tied, logical_rows)
         if self.exchange:
             self.exchange(plans)
-        pinned = lambda x: x.pin_memory() if self.fabric.on_cuda else x
         for plan in plans.values():
-            plan.change_lists(lambda rows: pinned(torch.as_tensor(rows)))
-        for at, (values, of_step) in enumerate(zip(steps, slots)):
-            borders = [slot.cu_seqlens for slot in of_step]
-            borders = np.stack([np.pad(x, (0, max(map(len, borders)) - len(x)), "edge") for x in borders])
-            made.append(Batch(values.step, plans, inputs[at], tokens[at][:, 1:].astype(np.int64), borders,
-                              {label: x[at] for label, x in rows.items()}).map(lambda x: pinned(torch.from_numpy(x))))
-        return made
+            plan.change_lists(self._to_tensor)
 
-    def plan(self, label: str, tag: dict, tied: bool, rows: list[np.ndarray]) -> tuple[TablePlan, list[np.ndarray]]:
-        """The plan for these logical rows, and where each of them is found."""
-        began, W, size, seen = time.perf_counter(), self.fabric.world, self.sizes[label], self.seen[label]
-        found = np.concatenate([x.ravel() for x in rows])
-        within = found // W
-        found = (found - within * W) * size + within
-        if len(seen) < BITMAP_ROWS * len(found):
-            seen[found] = True
-            ids = np.flatnonzero(seen)
-            seen[ids] = False
-        else:                                                                 # a bitmap costs by the size of the table
-            ids = np.sort(found)
-            ids = ids[np.append(True, ids[1:] != ids[:-1])[:len(ids)]].astype(np.int64)
+        batches = []
+        for at, values in enumerate(steps):
+            batch = Batch(values.step, plans, inputs[at], tokens[at][:, 1:].astype(np.int64),
+                          stacked_borders(slots[at]), {label: x[at] for label, x in rows.items()})
+            batches.append(batch.map(self._to_tensor))
+        return batches
+
+    def plan(self, label: str, tag: dict, tied: bool,
+             rows: list[np.ndarray]) -> tuple[TablePlan, list[np.ndarray]]:
+        """The plan for these logical rows, an array for each step, and where each row is found."""
+        began = time.perf_counter()
+        W = self.fabric.world
+        size = self.sizes[label]
+        logical = np.concatenate([x.ravel() for x in rows])
+        place_in_slice = logical // W
+        owner = logical - place_in_slice * W                                  # logical mod W, with vector code
+        physical = owner * size + place_in_slice
+
+        rows_i_read = self._distinct(label, physical)
+        found = physical
         if self.listed:
-            self.places[label][ids] = np.arange(len(ids), dtype=np.int32)
-            found = self.places[label].take(found)
-        counts = np.diff(np.searchsorted(ids, size * np.arange(W + 1))).tolist()
-        ms, parts = 1000 * (time.perf_counter() - began), np.split(found, np.cumsum([x.size for x in rows[:-1]]))
-        head_columns = ids % size * W + ids // size if tied else None
-        return (TablePlan(tag, size, ids, counts, ids, counts, head_columns, ms),
-                [part.reshape(x.shape) for part, x in zip(parts, rows)])
+            self.places[label][rows_i_read] = np.arange(len(rows_i_read), dtype=np.int32)
+            found = self.places[label].take(physical)
+
+        slice_borders = size * np.arange(W + 1)
+        counts_by_owner = np.diff(np.searchsorted(rows_i_read, slice_borders)).tolist()
+        head_columns = None
+        if tied:
+            head_columns = rows_i_read % size * W + rows_i_read // size       # logical again
+        plan_ms = 1000 * (time.perf_counter() - began)
+
+        # A single rank asks itself; with several, the exchange puts in what the readers ask for.
+        plan = TablePlan(tag, size, rows_i_read, counts_by_owner,
+                         rows_asked_of_me=rows_i_read, counts_by_reader=counts_by_owner,
+                         head_columns=head_columns, plan_ms=plan_ms)
+        parts = np.split(found, np.cumsum([x.size for x in rows[:-1]]))
+        return plan, [part.reshape(x.shape) for part, x in zip(parts, rows)]
+
+    def _distinct(self, label: str, physical: np.ndarray) -> np.ndarray:
+        """(n,) i64: each of the rows once, in ascending order."""
+        seen = self.seen[label]
+        if len(seen) < BITMAP_ROWS * len(physical):
+            seen[physical] = True
+            rows = np.flatnonzero(seen)
+            seen[rows] = False
+            return rows
+
+        rows = np.sort(physical)                                              # a bitmap costs by the size of the table
+        is_new = np.append(True, rows[1:] != rows[:-1])
+        return rows[is_new[:len(rows)]].astype(np.int64)                      # there may be none
+
+    def _to_tensor(self, x: np.ndarray | Tensor) -> Tensor:
+        """On CUDA it is pinned: torch uses a block again after its last copy."""
+        tensor = torch.as_tensor(x)
+        if self.fabric.on_cuda:
+            tensor = tensor.pin_memory()
+        return tensor
+
+
+def stacked_borders(slots: list[Slot]) -> np.ndarray:
+    """(b, K) i32: the cu_seqlens of slots, the shorter ones filled up with their last value."""
+    columns = max(len(slot.cu_seqlens) for slot in slots)
+    lines = []
+    for slot in slots:
+        missing = columns - len(slot.cu_seqlens)
+        lines.append(np.pad(slot.cu_seqlens, (0, missing), "edge"))
+    return np.stack(lines)
 
 
 def bounded(future: Future, cfg: Config, what: str) -> Any:
@@ -1101,13 +1218,15 @@ def bounded(future: Future, cfg: Config, what: str) -> Any:
 class Loader:
     """Batches of the given steps, made on a background thread exactly one cycle ahead.
 
-    Taking a cycle starts the work on the next, so what a batch holds never depends on timing. The stream of slots is
-    the same at every W: a block of slots that does not fit into a shard starts the next one, which a second thread
-    reads ahead. The steps are asked for one cycle at a time: there may be millions of them.
+    Taking a cycle starts the work on the next, so what a batch holds never depends on timing. The
+    stream of slots is the same at every W: a block of slots that does not fit into a shard starts
+    the next one, which a second thread reads ahead. The steps are asked for one cycle at a time:
+    there may be millions of them.
     """
 
-    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], steps: Iterable[Values],
-                 exchange: Callable | None = None, purpose: str = "train") -> None:
+    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader],
+                 steps: Iterable[Values], exchange: Callable | None = None,
+                 purpose: str = "train") -> None:
         self.cfg = cfg
         self.fabric = fabric
         self.headers = headers
@@ -1148,14 +1267,15 @@ class Loader:
             self.ready = self.ahead.result()
             self._prepare_next()
         batch = self.ready.pop(0)
-        assert batch.step == values.step, f"the loader is at step {batch.step}, the run at {values.step}"
+        assert batch.step == values.step, f"loader at step {batch.step}, run at {values.step}"
         return batch.to(self.fabric.device)
 
     def plans_ahead(self) -> dict[str, TablePlan] | None:
         """Row plans of the cycle ahead, or None: there is none, or `next` will say why.
 
-        Data that end do so on every rank, so all of them may finish their cycle first. Whatever else goes wrong may
-        have happened on this rank alone, and the others would wait for its rows: it surfaces here.
+        Data that end do so on every rank, so all of them may finish their cycle first. Whatever
+        else goes wrong may have happened on this rank alone, and the others would wait for its
+        rows: it surfaces here.
         """
         try:
             self.wait()
@@ -1199,18 +1319,23 @@ class Loader:
     def _block(self, values: Values) -> tuple[Shard, list]:
         """The next block of slots: its shard, and (starts, ends) of the pieces of each slot."""
         slot_tokens = values.slot_tokens
-        for _ in range(len(self.headers) + 2):       # rest of the shard in use, each shard once, and that one again
+        # What is left of the shard in use, each shard once, and the one that was in use as a whole.
+        for _ in range(len(self.headers) + 2):
             if self.shard is not None:
-                packed = pack_block(self.shard, self.doc, self.cfg.num_slots, slot_tokens, values.max_doc_len)
+                packed = pack_block(self.shard, self.doc, self.cfg.num_slots, slot_tokens,
+                                    values.max_doc_len)
                 if packed is not None:
                     slots, self.doc = packed
                     return self.shard, slots
 
             if self.upcoming is None:
                 self.data_ended = True
-                raise DataError("training data ended", f"{len(self.headers)} shards of {self.cfg.train_files!r}: "
-                                f"enough for {values.step} steps", "more shards, or fewer steps",
-                                f"fetch more shards, stop at --max_steps={values.step}, or cycle with --epochs=0")
+                raise DataError("training data ended",
+                                f"{len(self.headers)} shards of {self.cfg.train_files!r}: "
+                                f"enough for {values.step} steps",
+                                "more shards, or fewer steps",
+                                f"fetch more shards, stop at --max_steps={values.step}, "
+                                "or cycle with --epochs=0")
             self.shard = bounded(self.upcoming, self.cfg, "reading a shard")
             self.doc = 0
             self.upcoming = next(self.shards, None)
@@ -1221,8 +1346,8 @@ class Loader:
 class ValidationSet:
     """The validation slots in memory, and what is known of their text."""
 
-    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], exchange: Callable | None = None,
-                 purpose: str = "validation") -> None:
+    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader],
+                 exchange: Callable | None = None, purpose: str = "validation") -> None:
         self.cfg = cfg
         self.fabric = fabric
         self.purpose = purpose
@@ -1230,7 +1355,7 @@ class ValidationSet:
 
         check_enough_validation(cfg, headers)
         slot_tokens = cfg.val_batch_tokens // cfg.num_slots
-        shards = map(load_shard, headers)                                     # read only as far as they are needed
+        shards = (load_shard(header) for header in headers)                   # read only as far as they are needed
         slots = validation_slots(shards, cfg.num_slots, slot_tokens, cfg.document_start)
         self.slots = list(itertools.islice(slots, cfg.val_tokens // slot_tokens))
 
@@ -1245,7 +1370,10 @@ class ValidationSet:
             self.bytes_per_token = float(np.dot(counts, lengths) / len(targets))
 
     def text_losses(self, loss: float) -> dict[str, float]:
-        """Bits per byte of a loss in nats per token, and the unigram entropy, where the tokens' bytes are known."""
+        """Bits per byte of a loss in nats per token, and the unigram entropy.
+
+        Nothing is claimed where the tokens' bytes are not known.
+        """
         if self.bytes_per_token is None:
             return {}
         bits_per_token = loss / math.log(2)
@@ -1261,9 +1389,9 @@ class ValidationSet:
 
 
 def read_vocabulary(header: ShardHeader) -> list[bytes] | None:
-    """Bytes of each token from vocab.txt beside a shard, "base64 id" per line, or None. Raises DataError.
+    """Bytes of each token from vocab.txt beside a shard, or None. Raises DataError.
 
-    The document start has no line and no bytes.
+    A line of the file is "base64 id"; the document start has no line and no bytes.
     """
     path = Path(header.name).parent / "vocab.txt"
     if header.is_formula or not os.path.lexists(path):
@@ -1277,14 +1405,18 @@ def read_vocabulary(header: ShardHeader) -> list[bytes] | None:
             piece, token = line.split()
             pieces[int(token)] = base64.b64decode(piece, validate=True)
         except ValueError:
-            raise DataError(f"{path}: line {number}", repr(line[:60]), "base64 bytes, a space, an id", "write the data "
-                            "again, or remove the file: bits per byte are then not printed") from None
+            raise DataError(f"{path}: line {number}", repr(line[:60]),
+                            "base64 bytes, a space, an id",
+                            "write the data again, or remove the file: "
+                            "bits per byte are then not printed") from None
 
-    wanted = header.vocab_size - 1
-    if len(pieces) != wanted or pieces.keys() != set(range(header.vocab_size)) - {header.document_start}:
-        raise DataError(f"{path}: ids", f"{len(pieces)} of {header.vocab_size}", f"all but the document start "
-                        f"{header.document_start}, and no others", "write the data again, or remove the file")
-    return [pieces.get(token, b"") for token in range(header.vocab_size)]
+    ids = range(header.vocab_size)
+    complete = len(pieces) == len(ids) - 1 and all(token in ids for token in pieces)
+    if not complete or header.document_start in pieces:
+        raise DataError(f"{path}: ids", f"{len(pieces)} of {header.vocab_size}",
+                        f"all but the document start {header.document_start}, and no others",
+                        "write the data again, or remove the file")
+    return [pieces.get(token, b"") for token in ids]
 
 
 # ====== Room 4: Kernels ===============================================================================================
@@ -2328,7 +2460,7 @@ class Executor:
         padded = np.zeros(length + 1, np.uint16)                              # nothing looks at later positions
         padded[:len(context)] = context
         slot = Slot(padded, np.asarray([0, length], np.int32))
-        batch = self.planner.batches("sample", [values], [[slot]])[0].map(lambda x: x.to(self.fabric.device))
+        batch = self.planner.batches("sample", [values], [[slot]])[0].to(self.fabric.device)
         y = self.model.hidden(batch, self._reach(values, length, batch), self._sources(batch))[0, len(context) - 1]
         return softcap((y @ self.model.lm_head).to(self.exact))
 
