@@ -2258,7 +2258,7 @@ class Optimizer:
         self.mine = {label: self.slice_of(label, x) for label, x in all_units.items()}
         self.state = {label: self._zero_state(label) for label in self.rows}
         self.lr_muls = {label: self._matrix_lr_muls(label) for label, row in self.rows.items() if row.bank}
-        self.tied, self.adam_steps = True, {label: 0 for label, row in self.rows.items() if row.optimizer == "adam"}
+        self.adam_steps = {label: 0 for label, row in self.rows.items() if row.optimizer == "adam"}
         self.normuon_update, self.adam_update = compiled(normuon_update), compiled(adam_update)
 
     def units(self, label: str, x: Tensor) -> Tensor:
@@ -2297,14 +2297,14 @@ class Optimizer:
         if missing := [label for label in active if not (self.tables[label].open if label in self.tables else
                                                          self.weights[label].grad is not None)]:
             raise RunError("optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first")
-        if values.adam_step and self.tied:                                    # one parameter so far, so one gradient
+        if values.adam_step and values.tied:                                  # one parameter so far, so one gradient
             self.tables["embed"].add_to_head(head.grad)
             active.remove("embed")
         reduced = {label: self._reduce(label) for label in REDUCE_ORDER if label in active}
         waits = [self._update(label, *reduced[label], values, plans_ahead) for label in UPDATE_ORDER if label in active]
         for wait in waits:                                                    # all gathers are under way by now
             wait()
-        if values.adam_step and self.tied and self.fabric.world == 1:         # else its rows are read from the head
+        if values.adam_step and values.tied and self.fabric.world == 1:       # else its rows are read from the head
             self.weights["embed"].copy_(head.t())
         for label in active:
             self.weights[label].grad = None
@@ -2355,7 +2355,6 @@ class Optimizer:
 
     def _split(self) -> None:
         """From here on head and embedding are two parameters; the embedding starts with the head's moments."""
-        self.tied = False
         self.adam_steps["embed"] = self.adam_steps["lm_head"]
         W, D, mine = self.fabric.world, self.cfg.model_dim, self.mine["embed"]
         def by_owner(columns: Tensor) -> Tensor:
@@ -2496,12 +2495,12 @@ class Executor:
         """Copies on the host of all that a run changes, for `restore`."""
         rng = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(self.fabric.device)] if self.fabric.on_cuda else [])
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
-        return copies, rng, self.optimizer.tied, self.rotary, dict(self.optimizer.adam_steps)
+        return copies, rng, self.rotary, dict(self.optimizer.adam_steps)
 
     @torch.no_grad()
     def restore(self, saved: tuple) -> None:
         """Back to the snapshot bit by bit, in place: every tensor keeps its address, so nothing recompiles."""
-        copies, rng, self.optimizer.tied, self.rotary, adam_steps = saved
+        copies, rng, self.rotary, adam_steps = saved
         self.optimizer.adam_steps = dict(adam_steps)
         for name, x in self.state_tensors().items():
             x.copy_(copies[name])
@@ -2524,17 +2523,25 @@ class Executor:
             rows, pieces = self.tables[label].table.rows, [[torch.stack(x, 1).flatten(0, 1) for x in pieces]]
         return torch.cat(pieces[0])[:rows] if self.fabric.rank == 0 else None
 
-    def weights(self) -> dict[str, Tensor]:
-        """All weights on the host of rank 0, in logical shapes and order. Every rank calls it."""
+    def weights(self, values: Values) -> dict[str, Tensor]:
+        """All weights on the host of rank 0, in logical shapes and order. Every rank calls it.
+
+        values: of the next step, or of the end; they say whether the embedding is still the head.
+        """
         parameters = {row.label: self.model.get_parameter(row.label) for row in self.model.table}
         here = {k: self._whole(k, p) if k in self.tables else p.detach().cpu() for k, p in parameters.items()}
-        return here | (dict(embed=here["lm_head"].t().contiguous()) if self.optimizer.tied else {})
+        if values.tied:
+            here["embed"] = here["lm_head"].t().contiguous()
+        return here
 
-    def whole_state(self) -> dict[str, Any]:
-        """What a checkpoint holds, between cycles: the same at every W. On rank 0; every rank calls it."""
+    def whole_state(self, values: Values) -> dict[str, Any]:
+        """What a checkpoint in front of the step of these values holds, between cycles: the same at every W.
+
+        On rank 0; every rank calls it.
+        """
         states = self.optimizer.state.items()
         moments = {f"{k}.{name}": self._whole(k, x) for k, state in states for name, x in state.items()}
-        return dict(weights=self.weights(), moments=moments, tied=self.optimizer.tied,
+        return dict(weights=self.weights(values), moments=moments, tied=values.tied,
                     adam_steps=dict(self.optimizer.adam_steps))
 
     @torch.no_grad()
@@ -2545,7 +2552,7 @@ class Executor:
             optimizer.weights[label].copy_(self.kept(label, saved["weights"][label]))
             for name, x in state.items():
                 x.copy_(optimizer.slice_of(label, self.kept(label, saved["moments"][f"{label}.{name}"])))
-        optimizer.tied, optimizer.adam_steps = saved["tied"], dict(saved["adam_steps"])
+        optimizer.adam_steps = dict(saved["adam_steps"])
         self.drop_gradients()
 
     def traffic(self) -> dict[str, dict[str, int]]:
@@ -3739,7 +3746,7 @@ def save_or_fall_back(log: Log, cfg: Config, executor: Executor, vocabulary: lis
         return True
     fabric = log.fabric
     fabric.set_timeout(cfg.comm_timeout * COMPILE_PATIENCE)                   # while rank 0 writes
-    tensors = executor.weights()
+    tensors = executor.weights(log.schedule.at(log.done))
     wanted, fallback = Path(cfg.save), log.run_dir / FALLBACK
     failed = []
     if fabric.rank == 0:
@@ -3811,7 +3818,7 @@ def write_checkpoint(cfg: Config, executor: Executor, clock: Clock, log: Log, sh
     lengths = dict(num_scheduled_steps=cfg.num_scheduled_steps, num_extension_steps=cfg.num_extension_steps)
     content = dict(log=log.seen(), train_time_ms=clock.ms, data_sha256=sha256, lengths=lengths)
     with log.phase("checkpoint"):
-        content["state"] = executor.whole_state()
+        content["state"] = executor.whole_state(log.schedule.at(log.done))
         if log.fabric.rank == 0:
             save_checkpoint(log.run_dir / CHECKPOINTS, log.done, content)
     clock.start()

@@ -145,14 +145,14 @@ def grad_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor | None:
 
 
 @torch.no_grad()
-def add_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor) -> None:
+def add_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor, values: tg.Values) -> None:
     """What a backward pass adds to the gradient of a parameter, on a single rank; of a table, to every row."""
     if label not in optimizer.tables:
         p = optimizer.weights[label]
         p.grad = grad.to(p.dtype, copy=True) if p.grad is None else p.grad + grad.to(p.dtype)
         return
     table = optimizer.tables[label]
-    tag, tied = dict(purpose="test", cycle=0, tokens=len(grad)), table.table.tied and optimizer.tied
+    tag, tied = dict(purpose="test", cycle=0, tokens=len(grad)), table.table.tied and values.tied
     plan, _ = tg.Planner(optimizer.cfg, fabric()).plan(label, tag, tied, [np.arange(len(grad), dtype=np.int32)])
     plan.change_lists(lambda rows: torch.from_numpy(rows).to(table.grad.device))
     table.grad.add_(grad.to(table.grad.dtype))

@@ -602,8 +602,8 @@ class Trajectory:
                 self.vectors.check(f"grad_norm.{step}.{label}", grad.double().norm())
         self.ready = self.ready or self.cycle(step + 1)
         self.executor.optim_step(values, lambda: self.ready[0].plans if self.ready else None)     # as the loader tells
-        self.vectors.check(f"split_after.{step}", not self.executor.optimizer.tied)
-        weights = self.executor.weights()
+        self.vectors.check(f"split_after.{step}", self.executor.optimizer.adam_steps["embed"] > 0)
+        weights = self.executor.weights(self.schedule.at(step + 1))
         for label in self.executor.optimizer.rows:
             self.check_state(step + 1, label, weights[label])
         self.join_parts()
@@ -715,8 +715,9 @@ def check_adam(oracle: Oracle, vectors: Vectors) -> None:
         optimizer = tg.Optimizer(cfg, CPU, model, lambda update: update, tables)
         for step in range(len(vectors.find(r"adam\.lr_mul\.(\d+)"))):
             adam_lr = cfg.adam_lr * float(vectors[f"adam.lr_mul.{step}"])
-            split = step == oracle.meta["opt"]["split_step"]
-            values = replace(tg.Schedule(cfg).at(step % 2), adam_lr=adam_lr, split=split)
+            split_step = oracle.meta["opt"]["split_step"]
+            split = step == split_step
+            values = replace(tg.Schedule(cfg).at(step % 2), adam_lr=adam_lr, tied=step <= split_step, split=split)
             for label, p in weights.items():
                 grad = torch.from_numpy(vectors[f"adam.{label}.g{step}"])
                 if label in tables:

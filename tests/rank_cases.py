@@ -88,7 +88,7 @@ def state_bytes(executor: tg.Executor) -> dict[str, bytes]:
                 for name in ("grad", "sums")}
     found = {name: x.detach().contiguous().view(torch.uint8).numpy().tobytes() if x.numel() else b""
              for name, x in tensors.items()}
-    plain = dict(tied=optimizer.tied, counts=sorted(optimizer.adam_steps.items()), rotary=executor.rotary,
+    plain = dict(counts=sorted(optimizer.adam_steps.items()), rotary=executor.rotary,
                  rows=[(label, len(table.open), table.cached is None) for label, table in executor.tables.items()])
     return found | dict(rng=torch.get_rng_state().numpy().tobytes(), plain=repr(plain).encode())
 
@@ -104,14 +104,14 @@ def exact_array(x: Tensor) -> np.ndarray:
     return (x.float() if x.dtype == torch.bfloat16 else x).detach().clone().numpy()
 
 
-def all_arrays(executor: tg.Executor) -> dict[str, np.ndarray]:
+def all_arrays(executor: tg.Executor, values: tg.Values) -> dict[str, np.ndarray]:
     """weight.LABEL, whole: of tables on rank 0 only; slice.LABEL and part.LABEL.NAME: a rank's rows and its state.
 
-    Every rank calls it. A tied embedding is the head and has no rows of its own.
+    Every rank calls it. values: of the next step. A tied embedding is the head and has no rows of its own.
     """
-    weights = {f"weight.{label}": exact_array(x) for label, x in executor.weights().items() if x is not None}
+    weights = {f"weight.{label}": exact_array(x) for label, x in executor.weights(values).items() if x is not None}
     slices = {f"slice.{label}": exact_array(table.mine) for label, table in executor.tables.items()
-              if label != "embed" or not executor.optimizer.tied}
+              if label != "embed" or not values.tied}
     return weights | slices | {f"part.{label}.{name}": exact_array(x)
                                for label, state in executor.optimizer.state.items() for name, x in state.items()}
 
@@ -151,10 +151,9 @@ def whole_run(rank: Rank, warm: bool, **changes: Any) -> Found:
         losses.clear(), validations.clear()
 
     def seen_finish(log, cfg, executor, *rest):
-        arrays = all_arrays(executor)
+        arrays = all_arrays(executor, log.schedule.at(log.done))
         found.update({name: x for name, x in arrays.items() if rank.rank == 0 or not name.startswith("weight.")})
-        found.update(final=weight_hashes(executor), tied=executor.optimizer.tied,
-                     adam_steps=executor.optimizer.adam_steps)
+        found.update(final=weight_hashes(executor), adam_steps=executor.optimizer.adam_steps)
         return finish(log, cfg, executor, *rest)
 
     with (MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed,
@@ -299,7 +298,8 @@ def pieces(rank: Rank) -> Found:
                         executor.forward_backward(one_by_one[0], values, 0.0)
             found["calls"] += [name for name, _ in calls]
             executor.optim_step(values)
-        found |= {f"{way}.{name}": x for name, x in all_arrays(executor).items()}
+        after = tg.Schedule(executor.cfg).at(2)
+        found |= {f"{way}.{name}": x for name, x in all_arrays(executor, after).items()}
     return found
 
 
@@ -418,13 +418,15 @@ def hand(rank: Rank, dtype: str, **changes: Any) -> Found:
     def keep_split(step: int, executor: tg.Executor) -> None:
         if step == SPLIT_STEP:
             both = ("part.embed", "part.lm", "weight.embed")
-            found.update({f"split.{name}": x for name, x in all_arrays(executor).items() if name.startswith(both)})
+            arrays = all_arrays(executor, tg.Schedule(executor.cfg).at(step + 1))
+            found.update({f"split.{name}": x for name, x in arrays.items() if name.startswith(both)})
             found.update(split_steps=[executor.optimizer.adam_steps[label] for label in ("embed", "lm_head")])
 
     executor = by_hand(rank.fabric(), dtype, keep_split, **changes)
     units = {label: len(executor.optimizer.units(label, p.data)) for label, p in executor.model.named_parameters()}
     owned = {label: len(x) for label, x in executor.optimizer.mine.items()}
-    return found | all_arrays(executor) | dict(units=units, owned=owned)
+    end = tg.Schedule(executor.cfg).at(UNEVEN_STEPS)
+    return found | all_arrays(executor, end) | dict(units=units, owned=owned)
 
 
 def padding(rank: Rank) -> Found:
@@ -435,7 +437,8 @@ def padding(rank: Rank) -> Found:
 
     with MonkeyPatch.context() as patch:
         patch.setattr(tg, "filled", filled_with_nan)
-        return all_arrays(by_hand(rank.fabric(), "float64"))
+        executor = by_hand(rank.fabric(), "float64")
+        return all_arrays(executor, tg.Schedule(executor.cfg).at(UNEVEN_STEPS))
 
 
 def orders(rank: Rank, count: int) -> Found:

@@ -527,9 +527,9 @@ def small_run(fabric: tg.Fabric, cfg: tg.Config, steps: int = MODEL_STEPS
             loader.close()
 
 
-def everything(executor: tg.Executor, labels: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Weights in logical order on rank 0, moments as they lie."""
-    weights = executor.weights()
+def everything(executor: tg.Executor, step: int, labels: tuple[str, ...]) -> dict[str, np.ndarray]:
+    """Weights in front of a step in logical order on rank 0, moments as they lie."""
+    weights = executor.weights(tg.Schedule(executor.cfg).at(step))
     found = {f"{label}": exact_array(weights[label]) for label in labels if weights[label] is not None}
     return found | {f"{label}.{name}": exact_array(executor.optimizer.state[label][name])
                     for label in labels for name in "mv"}
@@ -562,7 +562,7 @@ def split(rank: Rank) -> dict:
                         p.grad = mine if p.grad is None else p.grad + mine
                 executor.optim_step(values, loader.plans_ahead)
                 if values.step in (SPLIT_STEP, MODEL_STEPS - 1):
-                    found[mode, values.step] = everything(executor, ROW_LABELS)
+                    found[mode, values.step] = everything(executor, values.step + 1, ROW_LABELS)
             found[mode, "counts"] = executor.optimizer.adam_steps
     return found
 
@@ -582,7 +582,7 @@ def evaluation(rank: Rank) -> dict:
                         seen.append(float(executor.next_logits([511, 3, 9, 3], values).sum()))
                     executor.forward_backward(batch, values)
                     executor.optim_step(values, loader.plans_ahead)
-                found[mode, len(looks)] = everything(executor, ROW_LABELS) | dict(
+                found[mode, len(looks)] = everything(executor, MODEL_STEPS, ROW_LABELS) | dict(
                     seen=seen, traffic=executor.traffic())
     return found
 

@@ -204,14 +204,14 @@ def drop_gradients(real: Callable, a: dict) -> None:
 
 
 def forget_embed_gradient(real: Callable, a: dict) -> None:
-    if a["self"].tied and a["values"].adam_step:
+    if a["values"].tied and a["values"].adam_step:
         a["self"].tables["embed"].sums.zero_()
     real(**a)
 
 
 def split_without_moments(_: Callable, a: dict) -> None:
     optimizer = a["self"]
-    optimizer.tied, optimizer.adam_steps["embed"] = False, optimizer.adam_steps["lm_head"]
+    optimizer.adam_steps["embed"] = optimizer.adam_steps["lm_head"]
 
 
 def split_without_steps(real: Callable, a: dict) -> None:

@@ -146,7 +146,7 @@ def test_the_runs_have_what_makes_them_hard(results: Results) -> None:
         assert schedule.split_step < schedule.last_step - 1
         one, = results.facts(case, 1)
         assert one["validation_steps"] == [0, 5, 10, schedule.last_step] and 5 % 2 == 1
-        assert not one["tied"] and one["adam_steps"] == dict.fromkeys(LABELS - set(BANKS), 6)
+        assert one["adam_steps"] == dict.fromkeys(LABELS - set(BANKS), 6)
         losses = results.slot_losses(case, 1)
         assert losses.shape == (schedule.last_step, 8) and len(np.unique(losses)) == losses.size
     assert tg.Schedule(tg.Config(**tg.PRESETS["tiny"] | dict(num_extension_steps=4))).last_step % 2 == 1

@@ -137,8 +137,7 @@ def forget_call(name: str):
 FORGOTTEN = {name: forget_tensors(name.replace(".", r"\.").replace("*", ".*")) for name in (
     "attn", "mlp", "scalars", "x0_lambdas", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "bigram_embed",
     "value_embed", "lm_head", "embed", "rotary_*", "*.m", "*.v", "*.momentum", "*.second", "*.mantissa")}
-FORGOTTEN |= dict(tied=forget_attribute(lambda ex: ex.optimizer, "tied"),
-                  adam_steps=forget_attribute(lambda ex: ex.optimizer, "adam_steps"),
+FORGOTTEN |= dict(adam_steps=forget_attribute(lambda ex: ex.optimizer, "adam_steps"),
                   rotary=forget_attribute(lambda ex: ex, "rotary"))
 FORGOTTEN |= {name: forget_call(name) for name in ("tables", "gradients", "random numbers")}
 
@@ -162,7 +161,7 @@ def test_a_reset_that_forgets_one_thing_is_seen(name, monkeypatch):
         ex.forward_backward(random_batch(cfg, step, 8, 16), schedule.at(step))
         ex.optim_step(schedule.at(step))
     torch.rand(1)
-    stale = dict(tied=ex.optimizer.tied, adam_steps=ex.optimizer.adam_steps, rotary=ex.rotary)
+    stale = dict(adam_steps=ex.optimizer.adam_steps, rotary=ex.rotary)
     if name:
         FORGOTTEN[name](ex, stale, monkeypatch)
     ex.restore(pristine)
