@@ -27,8 +27,33 @@ s mod W. A cycle is two steps, an even and an odd one; Adam updates on the odd o
 parameter. The objective of a step is J = (1/S) * sum over slots of the slot's summed loss, at every W."""
 from __future__ import annotations
 
-import argparse, base64, contextlib, difflib, errno, functools, gc, glob, hashlib, importlib.util, itertools, json, math
-import os, platform, re, signal, socket, stat, subprocess, sys, tempfile, threading, time, traceback, warnings, zlib
+import argparse
+import base64
+import contextlib
+import difflib
+import errno
+import functools
+import gc
+import glob
+import hashlib
+import importlib.util
+import itertools
+import json
+import math
+import os
+import platform
+import re
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout
 from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
@@ -36,22 +61,54 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-import numpy as np
-import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+
+def end_quietly(*_: object) -> None:
+    """Ctrl-C while torch is being imported, which takes seconds: there is nothing yet to tell or to close."""
+    os._exit(130)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")      # beside busy cores, threads that spin for long cost 10 times
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end_quietly)        # until `main` begins
+
+try:
+    import numpy as np
+    import torch
+    import torch.distributed as dist
+    import torch.nn.functional as F
+    from torch import Tensor, nn
+except ImportError as error:
+    if __name__ != "__main__":
+        raise
+    sys.exit(f"packages\n  found:    {error}\n  expected: torch and numpy, as in requirements.txt\n"
+             "  do:       use ./run.sh, which installs what is missing and takes the same flags")
 
 # ====== Room 1: Config ================================================================================================
 class TrainerError(Exception):
     """What was found, what was expected, and what to do about it."""
+
     def __init__(self, what: str, found: object, expected: object, do: str) -> None:
         super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}")
+        self.what = what
+        self.found = found
+        self.expected = expected
 
-class ConfigError(TrainerError): """A setting that cannot work."""
-class DataError(TrainerError): """Shards that are missing, damaged or too few."""
-class FabricError(TrainerError): """Ranks or devices that do not fit the run."""
-class RunError(TrainerError): """Something that went wrong in a run: loss, memory, disk, a stuck thread."""
+
+class ConfigError(TrainerError):
+    """A setting that cannot work."""
+
+
+class DataError(TrainerError):
+    """Shards that are missing, damaged or too few."""
+
+
+class FabricError(TrainerError):
+    """Ranks or devices that do not fit the run."""
+
+
+class RunError(TrainerError):
+    """Something that went wrong in a run: loss, memory, disk, a stuck thread."""
 
 
 KINDS_OF_FILE = {
@@ -70,6 +127,8 @@ def regular_file(path: Path, what: str) -> Path:
         found = error.strerror
         if path.is_symlink():
             found = f"a link to {os.readlink(path)}: {error.strerror}"
+    except ValueError as error:                                               # a null byte in the name
+        found = str(error)
     if found != KINDS_OF_FILE[stat.S_IFREG]:
         raise DataError(f"{path} as {what}", found, "a regular file", "name another file, or write this one again")
     return path
@@ -78,12 +137,14 @@ def regular_file(path: Path, what: str) -> Path:
 @dataclass(frozen=True)
 class Layer:
     """One layer of the model. Moving a feature to another layer is moving a word."""
+
     attention: str               # "plain", "paired" (heads j and j + H/2 share one sequence of 2T positions) or "none"
     window: str = "short"        # attention reach: "short" or "long"
     value: int | None = None     # value table added to the attention values
     key_shift: bool = False      # the unrotated half of the keys comes from the token before (key offset)
     keep_as: str = ""            # name under which the layer's output is kept
     add: str = ""                # kept stream added, gated, in front of the layer
+
 
 SKIP, BACKOUT = "skip", "backout"
 LAYERS = (                                                                    # depth (recipe 2.2)
@@ -144,9 +205,11 @@ def check_layer(layer: Layer, place: str) -> None:
         raise ConfigError(place, f"key_shift with attention {layer.attention!r}", "key_shift in plain layers only",
                           "move key_shift to a plain layer")
 
+
 @dataclass(frozen=True)
 class Stage:
     """One stage of the run. Windows are in blocks; weights of the predicted tokens move linearly over the stage."""
+
     batch_tokens: int
     short_window: int
     long_window: int
@@ -154,21 +217,30 @@ class Stage:
     mtp_start: tuple[float, ...]
     mtp_end: tuple[float, ...]
 
+
 STAGES = (                                                                    # recipe 4; the last is the extension
     Stage(131_072, 1, 3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
     Stage(262_144, 3, 7, 1.52, (1.0, 0.5), (1.0, 0.0)),
     Stage(393_216, 5, 11, 1.73, (1.0,), (1.0,)),
     Stage(393_216, 6, 13, 1.00, (1.0,), (1.0,)))
 
-def knob(group: str, default: Any, unit: str, about: str, choices: tuple = ()) -> Any:
-    return field(default=default, metadata=dict(group=group, unit=unit, about=about, choices=choices))
 
-_data, _model, _schedule, _optim, _run = (functools.partial(knob, group) for group in (
-    "data", "model", "schedule", "optimizer", "run"))
+def knob(group: str, default: Any, unit: str, about: str, choices: tuple = ()) -> Any:
+    metadata = dict(group=group, unit=unit, about=about, choices=choices)
+    return field(default=default, metadata=metadata)
+
+
+_data = functools.partial(knob, "data")
+_model = functools.partial(knob, "model")
+_schedule = functools.partial(knob, "schedule")
+_optim = functools.partial(knob, "optimizer")
+_run = functools.partial(knob, "run")
+
 
 @dataclass(frozen=True)
 class Config:
     """Everything a run may vary. One field is one flag; a preset overrides fields and nothing else."""
+
     train_files: str = _data("data/fineweb10B/fineweb_train_*.bin", "pattern", "training shards, taken in name order")
     val_files: str = _data("data/fineweb10B/fineweb_val_*.bin", "pattern", "validation shards")
     val_tokens: int = _data(10_485_760, "tokens", "validation tokens, a multiple of val_batch_tokens")
@@ -226,140 +298,412 @@ class Config:
     prompt: str = _run("", "text", "what a sample goes on from")
     ranks: str = _run("", "file", "GPT-2 ranks in tiktoken's text format, plain or .gz: samples without network")
 
+
 PRESETS: dict[str, dict[str, Any]] = dict(
     record=dict(device="cuda"),
     pocket=dict(
-        train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin", val_tokens=65_536,
-        val_batch_tokens=8_192, max_doc_len=256, model_dim=96, head_dim=16, attn_scale=12.8 / 16, dtype="float32",
-        head="plain", stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 256) for stage in STAGES),
+        train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
+        val_tokens=65_536, val_batch_tokens=8_192, max_doc_len=256,
+        model_dim=96, head_dim=16, attn_scale=12.8 / 16, dtype="float32", head="plain", compile=0,
+        stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 256) for stage in STAGES),
         window_block=8, num_scheduled_steps=520, num_extension_steps=20, val_every=180, target_loss=0.0),
     tiny=dict(
-        train_files="formula:512:511:40000:2", val_files="formula:512:511:4000:1", val_tokens=1024, max_doc_len=24,
-        val_batch_tokens=512, model_dim=32, num_heads=2, head_dim=16, attn_scale=12.8 / 16, dtype="float32",
-        window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, sample_tokens=8, target_loss=0.0,
-        head="plain", stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 1024) for stage in STAGES)))
+        train_files="formula:512:511:40000:2", val_files="formula:512:511:4000:1",
+        val_tokens=1024, val_batch_tokens=512, max_doc_len=24,
+        model_dim=32, num_heads=2, head_dim=16, attn_scale=12.8 / 16, dtype="float32", head="plain", compile=0,
+        stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 1024) for stage in STAGES),
+        window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, target_loss=0.0,
+        sample_tokens=8))
+
 RECORD_STEPS, RECORD_RAMP_UP, RECORD_RAMP_DOWN = 1547, 300, 50                # recipe 4
 GPT2_VOCAB, GPT2_DOCUMENT_START = 50_257, 50_256
 MAX_VOCAB = 65_535                       # token ids are stored as u16
 GATE_INPUTS = 12                         # features that a gate reads
 CYCLE = 2                                # steps of one Adam update, whose gradients add up
-NOT_MATHEMATICS = {"device", "compile", "slots_per_micro_batch", "seed", "run_dir", "comm_timeout", "sample_tokens",
-                   "save", "sample", "prompt", "ranks", "val_every", "max_steps", "train_files", "val_files", "epochs",
-                   "row_comms", "debug_rows", "runs", "target_loss", "checkpoint_every", "resume", "profile"}
+MAX_STEPS = 10**7
+MAX_STAGE_FACTOR = 1000                  # of a stage's learning rate, and of a predicted token's weight
+
+# Smallest and largest values of numbers; others go from 0 to below 2^31.
+LEAST = dict(
+    num_slots=1, max_doc_len=2, window_block=1, final_long_window=1, comm_timeout=1, document_start=-1, compile=-1,
+    momentum_warmup_steps=-1, momentum_cooldown_steps=-1, runs=1)
+MOST = dict(
+    num_scheduled_steps=MAX_STEPS, num_extension_steps=MAX_STEPS, runs=10**4, time_budget=30 * 24 * 3600,
+    vocab_size=MAX_VOCAB, document_start=MAX_VOCAB - 1, cooldown_frac=1, normuon_beta2=1, momentum_max=1)
+
+NOT_MATHEMATICS = {
+    "device", "compile", "slots_per_micro_batch", "seed", "run_dir", "comm_timeout", "sample_tokens", "save", "sample",
+    "prompt", "ranks", "val_every", "max_steps", "train_files", "val_files", "epochs", "row_comms", "debug_rows",
+    "runs", "target_loss", "checkpoint_every", "resume", "profile"}
+NOT_INHERITED = {"run_dir", "runs", "resume", "save", "sample", "prompt", "ranks"}    # by --resume: facts of one run
+MAY_CHANGE = NOT_MATHEMATICS - {"seed"}                                               # on --resume
+PATH_UNITS = {"folder", "file", "pattern"}                                            # ~ is expanded in these
+
 
 def parse_stage(row: str) -> Stage:
-    *sizes, lr_mul, start, end = row.split()
-    return Stage(*map(int, sizes), float(lr_mul), *(tuple(map(float, w.split(","))) for w in (start, end)))
+    """'batch_tokens short long lr_mul mtp_start mtp_end' -> Stage. Raises ValueError."""
+    batch_tokens, short_window, long_window, lr_mul, mtp_start, mtp_end = row.split()
+    return Stage(
+        int(batch_tokens), int(short_window), int(long_window), float(lr_mul),
+        parse_weights(mtp_start), parse_weights(mtp_end))
+
+
+def parse_weights(text: str) -> tuple[float, ...]:
+    return tuple(float(weight) for weight in text.split(","))
+
+
+def stage_text(stage: Stage) -> str:
+    """A stage as it is written in a row of --stages."""
+    words = []
+    for value in astuple(stage):
+        numbers = value if isinstance(value, tuple) else (value,)
+        words.append(",".join(str(number) for number in numbers))
+    return " ".join(words)
+
 
 def flag_text(value: Any) -> str:
     """A field's value as it is written behind its flag."""
     if not isinstance(value, tuple):
         return str(value)
-    return ";".join(" ".join(",".join(map(str, x)) if isinstance(x, tuple) else str(x)
-                             for x in astuple(stage)) for stage in value)
+    return ";".join(stage_text(stage) for stage in value)
+
+
+def shown(value: object) -> str:
+    """A value that somebody gave, as Python writes it; of a long one, its beginning."""
+    text = repr(value)
+    if len(text) <= 300:
+        return text
+    return f"{text[:60]}... ({len(text)} characters)"
+
 
 def nearest(name: str, known: Iterable) -> str:
-    return "nearest: " + (", ".join(difflib.get_close_matches(name, list(map(str, known)), 3, 0.4)) or "--help")
+    names = [str(other) for other in known]
+    close = difflib.get_close_matches(name, names, 3, 0.4)
+    return "nearest: " + (", ".join(close) or "--help")
+
 
 def parse_value(knob_field: Field, text: str) -> Any:
     """Text of a flag -> value of its field. Raises ConfigError."""
-    kind, meta, name = type(knob_field.default), knob_field.metadata, knob_field.name
+    name = knob_field.name
+    kind = type(knob_field.default)
+    unit = knob_field.metadata["unit"]
+    choices = knob_field.metadata["choices"]
     try:
-        value = tuple(map(parse_stage, text.split(";"))) if kind is tuple else kind(text)
-        if isinstance(value, float) and not math.isfinite(value):
+        if kind is tuple:
+            value = tuple(parse_stage(row) for row in text.split(";"))
+        else:
+            value = kind(text)
+        if kind is float and not math.isfinite(value):
             raise ValueError
-    except (ValueError, TypeError):
-        raise ConfigError(f"--{name}", repr(text), f"{kind.__name__}, {meta['unit']}: {meta['about']}",
-                          f"for example --{name}={flag_text(knob_field.default)}") from None
-    if meta["choices"] and value not in meta["choices"]:
-        raise ConfigError(f"--{name}", repr(text), f"one of {list(meta['choices'])}", nearest(text, meta["choices"]))
+    except ValueError:
+        raise ConfigError(
+            f"--{name}", shown(text), f"{kind.__name__}, {unit}: {knob_field.metadata['about']}",
+            f"for example --{name}={flag_text(knob_field.default)}") from None
+
+    if choices and value not in choices:
+        expected = f"one of {list(choices)}"
+        raise ConfigError(f"--{name}", shown(text), expected, nearest(text, choices))
+    if unit in PATH_UNITS:
+        value = os.path.expanduser(value)
     return value
 
-def earlier_run(folder: Path) -> tuple[str, dict[str, str]]:
-    """Preset and changed flags of the run that logged to this folder. Raises DataError."""
-    try:
-        lines = (folder / "log.jsonl").read_text("utf-8").splitlines()
-        last = json.loads([line for line in lines if line.startswith(('{"type": "header"', '{"type": "resumed"'))][-1])
-        return str(last["preset"]), {k: v for k, v in last["changed"].items() if k not in ("run_dir", "runs", "resume")}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise DataError(f"--resume={folder}", f"{type(error).__name__}: {error}", "a run directory, whose log.jsonl "
-                        "begins with the flags", "name the folder that holds log.jsonl and checkpoints") from None
 
-def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
-    """Flags -> (preset name, Config). Raises ConfigError; --help prints the fields by group and exits."""
-    knobs = {f.name: f for f in fields(Config)}
-    parser = argparse.ArgumentParser(
-        "train_gpt.py", usage="%(prog)s [--preset=NAME] [--field=value ...]", allow_abbrev=False, exit_on_error=False,
-        epilog="exit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 130 interrupted, 143 ended")
-    parser.add_argument("--preset", default="record", metavar="NAME", help=f"{', '.join(PRESETS)} [record]")
-    parser.add_argument("words", nargs="?", metavar="PROMPT", help="the same as --prompt=PROMPT")
-    groups = {g: parser.add_argument_group(g) for g in dict.fromkeys(f.metadata["group"] for f in knobs.values())}
-    for f in knobs.values():
-        meta, shown = f.metadata, "STAGES" if isinstance(f.default, tuple) else f.default
-        groups[meta["group"]].add_argument(f"--{f.name}", metavar=meta["unit"], help=f"{meta['about']} [{shown}]")
+def number_text(value: Any) -> str:
+    if type(value) not in (int, float):                                       # a bool is an int to isinstance
+        raise ValueError(f"{type(value).__name__} instead of a number")
+    return str(value)
+
+
+def stage_from_json(row: Any) -> str:
+    """A stage as `asdict` and JSON wrote it -> text of its row. Raises ValueError."""
+    names = list(Stage.__dataclass_fields__)
+    if not isinstance(row, dict) or set(row) != set(names):
+        raise ValueError(f"a stage that is not {', '.join(names)}")
+    words = []
+    for name in names:
+        numbers = row[name] if isinstance(row[name], list) else [row[name]]
+        words.append(",".join(number_text(number) for number in numbers))
+    return " ".join(words)
+
+
+def text_from_json(knob_field: Field, value: Any) -> str:
+    """A value that a JSON file gives for a field -> text of its flag. Raises ValueError if it is of another type."""
+    kind = type(knob_field.default)
+    if isinstance(value, str):
+        return value
+    if kind in (int, float):
+        return number_text(value)
+    if kind is tuple and isinstance(value, list):
+        return ";".join(stage_from_json(row) for row in value)
+    raise ValueError(f"{type(value).__name__} instead of {kind.__name__}")
+
+
+def values_from_json(settings: Any, source: str) -> dict[str, Any]:
+    """{field: value} of an untrusted file -> the same, parsed as flags are. Raises DataError.
+
+    source: the file's name, for messages.
+    """
+    knobs = Config.__dataclass_fields__
+    do = "take the file of another run, or make it again with this trainer"
+    if not isinstance(settings, dict):
+        raise DataError(source, type(settings).__name__, "an object {field: value}", do)
+
+    values = {}
+    for name, value in settings.items():
+        if name not in knobs:
+            raise DataError(f"{source}: {shown(name)}", "unknown", "a setting of this trainer", do)
+        knob_field = knobs[name]
+        try:
+            values[name] = parse_value(knob_field, text_from_json(knob_field, value))
+        except ConfigError as error:
+            raise DataError(f"{source}: {name}", error.found, error.expected, do) from None
+        except ValueError as error:
+            expected = f"{knob_field.metadata['unit']}: {knob_field.metadata['about']}"
+            raise DataError(f"{source}: {name}", error, expected, do) from None
+    return values
+
+
+def config_from_json(settings: Any, source: str) -> Config:
+    """An untrusted config.json, parsed -> Config, by way of the flags' parser and checks.
+
+    source: the file's name, for messages. Raises DataError.
+    """
+    cfg = Config(**values_from_json(settings, source))
     try:
-        flags, unknown = parser.parse_known_args(argv)
+        check_config(cfg)
+    except ConfigError as error:
+        do = "take the file of another run, or make it again with this trainer"
+        raise DataError(f"{source}: {error.what}", error.found, error.expected, do) from None
+    return cfg
+
+
+def earlier_run(folder: Path) -> tuple[str, dict[str, Any]]:
+    """Preset and flags of the run that logged to this folder, but those of it alone. Raises DataError."""
+    log = regular_file(folder / "log.jsonl", "the log of the run to resume")
+    expected = "a run directory, whose log.jsonl begins with a header: preset and changed flags"
+    do = "name the folder that holds log.jsonl and checkpoints"
+
+    starts = ('{"type": "header"', '{"type": "resumed"')
+    try:
+        lines = log.read_text("utf-8").splitlines()
+        headers = [line for line in lines if line.startswith(starts)]
+        if not headers:
+            raise DataError(f"--resume={folder}", "log.jsonl without a header", expected, do)
+        header = json.loads(headers[-1])
+        preset = header["preset"]
+        changed = {name: text for name, text in header["changed"].items()
+                   if name not in NOT_INHERITED}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        found = f"log.jsonl: {type(error).__name__}: {error}"
+        raise DataError(f"--resume={folder}", found, expected, do) from None
+
+    if preset not in list(PRESETS):
+        raise DataError(f"{log}: preset", shown(preset), list(PRESETS), "resume with the trainer of that run")
+    return preset, values_from_json(changed, str(log))
+
+
+def flag_parser(preset: str) -> argparse.ArgumentParser:
+    """One flag for each field; the help shows the preset's values as defaults."""
+    parser = argparse.ArgumentParser(
+        "train_gpt.py", usage="%(prog)s [--preset=NAME] [--field=value ...]",
+        epilog="exit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 129 hung up, "
+               "130 interrupted, 143 ended",
+        allow_abbrev=False, exit_on_error=False, add_help=False)
+    parser.add_argument("-h", "--help", action="store_true", help="show this, with the values of --preset")
+    parser.add_argument("--preset", metavar="NAME", help=f"{', '.join(PRESETS)} [{preset}]")
+    parser.add_argument("words", nargs="?", metavar="PROMPT", help="the same as --prompt=PROMPT")
+
+    defaults = vars(Config(**PRESETS[preset]))
+    groups: dict[str, Any] = {}
+    for knob_field in fields(Config):
+        meta = knob_field.metadata
+        if meta["group"] not in groups:
+            groups[meta["group"]] = parser.add_argument_group(meta["group"])
+        about = f"{meta['about']} [{flag_text(defaults[knob_field.name])}]"
+        groups[meta["group"]].add_argument(f"--{knob_field.name}", metavar=meta["unit"], help=about)
+    return parser
+
+
+def read_flags(argv: Sequence[str]) -> argparse.Namespace:
+    """Texts of the flags, None where one is not given. --help prints and exits. Raises ConfigError."""
+    try:
+        flags, unknown = flag_parser("record").parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ConfigError("flags", error, "--field=value", "see --help") from None
+
+    if flags.preset not in (None, *PRESETS):
+        raise ConfigError(
+            "unknown preset", shown(flags.preset), list(PRESETS), nearest(flags.preset, PRESETS))
+    if flags.help:
+        flag_parser(flags.preset or "record").print_help()
+        sys.exit(0)
     if unknown:
-        near = nearest(unknown[0].partition("=")[0], [f"--{known}" for known in ("preset", *knobs)])
-        raise ConfigError("unknown flag", unknown[0], "--field=value with a field that exists", near)
-    preset, earlier = earlier_run(Path(flags.resume)) if flags.resume else (flags.preset, {})
-    if preset not in PRESETS:
-        raise ConfigError("unknown preset", repr(preset), list(PRESETS), nearest(preset, PRESETS))
-    texts = {name: text for name in knobs if (text := getattr(flags, name)) is not None}
-    given = {name: parse_value(f, (earlier | texts)[name]) for name, f in knobs.items() if name in earlier | texts}
-    for name in (texts.keys() - (NOT_MATHEMATICS - {"seed"}) if flags.resume else ()):
-        before = earlier.get(name, flag_text(vars(Config(**PRESETS[preset]))[name]))
-        if flag_text(given[name]) != before:
-            raise ConfigError(f"--{name}", texts[name], f"{before}, as in {flags.resume}", "resume without this flag")
-    if flags.words and not flags.sample:
-        raise ConfigError("a word without a flag", flags.words, "--field=value", "a prompt needs --sample=DIR")
-    given |= dict(prompt=flags.words) if flags.words else {}
-    check_config(cfg := Config(**({} if flags.sample else PRESETS[preset]) | given))
+        known = [f"--{name}" for name in ("preset", *Config.__dataclass_fields__)]
+        near = nearest(unknown[0].partition("=")[0], known)
+        raise ConfigError(
+            "unknown flag", shown(unknown[0]), "--field=value with a field that exists", near)
+    return flags
+
+
+def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
+    """Flags -> (preset name, Config). Raises ConfigError, DataError; --help prints the fields by group and exits."""
+    flags = read_flags(argv)
+    given = {}
+    for knob_field in fields(Config):
+        text = getattr(flags, knob_field.name)
+        if text is not None:
+            given[knob_field.name] = parse_value(knob_field, text)
+    for name in ("resume", "sample"):                                         # an unset variable of a script
+        need(given.get(name) != "", f"--{name}", "an empty name", "a folder",
+             f"--{name}=FOLDER, or leave the flag out")
+
+    if flags.words is not None:
+        need("sample" in given, "a word without a flag", shown(flags.words), "--field=value",
+             "a prompt needs --sample=DIR")
+        given["prompt"] = flags.words
+
+    preset = flags.preset or "record"
+    if "sample" in given:
+        check_sample_flags(given)
+        cfg = Config(**given)
+    elif "resume" in given:
+        preset, earlier = earlier_run(Path(given["resume"]))
+        check_resume_flags(flags.preset, given, preset, earlier)
+        cfg = Config(**PRESETS[preset] | earlier | given)
+    else:
+        cfg = Config(**PRESETS[preset] | given)
+    check_config(cfg)
     return preset, cfg
 
-LEAST = dict(num_slots=1, max_doc_len=2, window_block=1, final_long_window=1, comm_timeout=1, document_start=-1,
-             compile=-1, momentum_warmup_steps=-1, momentum_cooldown_steps=-1, runs=1)  # 0 for every other number
+
+def check_sample_flags(given: dict[str, Any]) -> None:
+    """Raise ConfigError for a flag that saved weights have decided."""
+    expected = f"no flag of the model: {given['sample']}/config.json says what was trained"
+    for name, value in given.items():
+        need(name in NOT_MATHEMATICS, f"--{name} with --sample", flag_text(value), expected,
+             f"leave --{name} out")
+
+
+def check_resume_flags(
+        preset: str | None, given: dict[str, Any], earlier_preset: str, earlier: dict[str, Any]) -> None:
+    """Raise ConfigError where a flag contradicts the run that is resumed."""
+    source = f"--resume={given['resume']}"
+    if preset not in (None, earlier_preset):
+        raise ConfigError(
+            f"--preset with {source}", preset, f"{earlier_preset}, the preset of that run",
+            "leave --preset out: a resumed run has the flags of the earlier one")
+
+    before = vars(Config(**PRESETS[earlier_preset] | earlier))
+    may_change = ", ".join(sorted(MAY_CHANGE - NOT_INHERITED))
+    for name, value in given.items():
+        need(name in MAY_CHANGE or value == before[name], f"--{name} with {source}", flag_text(value),
+             f"{flag_text(before[name])}, as in that run", f"leave --{name} out; these may change: {may_change}")
+
+
+def need(ok: bool, what: str, found: object, expected: str, do: str) -> None:
+    if not ok:
+        raise ConfigError(what, found, expected, do)
+
 
 def check_config(cfg: Config) -> None:
-    """Raise ConfigError for sizes that cannot work, with the nearest ones that do."""
+    """Raise ConfigError for settings that cannot work, with the nearest ones that do."""
     check_layers(LAYERS)
+    check_ranges(cfg)
+    check_model_sizes(cfg)
+    check_token_counts(cfg)
+    check_stages(cfg)
 
-    def need(ok: bool, what: str, found: object, expected: str, do: str) -> None:
-        if not ok:
-            raise ConfigError(what, found, expected, do)
+    need(cfg.momentum_min <= cfg.momentum_max, "--momentum_min", cfg.momentum_min,
+         f"0 to {cfg.momentum_max}", f"--momentum_min={cfg.momentum_max}")
+    if cfg.resume or cfg.save:
+        need(cfg.runs == 1, "--runs", cfg.runs, "one run for --resume or --save", "--runs=1")
+    if profile_range(cfg) is not None:
+        need(cfg.checkpoint_every == 0, "--profile with --checkpoint_every",
+             f"{cfg.profile} and {cfg.checkpoint_every}",
+             "one of them: the time of a profiled run does not count", "add --checkpoint_every=0")
+
+
+def check_ranges(cfg: Config) -> None:
+    """Every number within its bounds."""
     for name, value in vars(cfg).items():
-        ok = isinstance(value, (str, tuple)) or LEAST.get(name, 0) <= value < 2**31
-        need(ok, f"--{name}", value, f"{LEAST.get(name, 0)} or more, below 2^31", f"--{name}={LEAST.get(name, 0)}")
-    H, E = cfg.num_heads, cfg.head_dim
+        if isinstance(value, (str, tuple)):
+            continue
+        least = LEAST.get(name, 0)
+        if name in MOST:
+            need(value <= MOST[name], f"--{name}", value, f"{least} to {MOST[name]}", f"--{name}={MOST[name]}")
+        need(least <= value < 2**31, f"--{name}", value, f"{least} or more, below 2^31",
+             f"--{name}={least}")
+
+
+def check_model_sizes(cfg: Config) -> None:
+    H = cfg.num_heads
     need(H >= 2 and H % 2 == 0, "--num_heads", H, "an even number, since paired layers join two heads",
          f"--num_heads={max(2, H - 1)} or --num_heads={max(2, H + 1)}")
+
+    E = cfg.head_dim
+    below = max(8, E // 4 * 4)
+    above = max(8, (E + 3) // 4 * 4)
     need(E >= 8 and E % 4 == 0, "--head_dim", E, "a multiple of 4, at least 8",
-         f"--head_dim={max(8, E // 4 * 4)} or --head_dim={max(8, (E + 3) // 4 * 4)}")
-    need(cfg.model_dim >= GATE_INPUTS and cfg.model_dim == H * E, "--model_dim", cfg.model_dim,
+         f"--head_dim={below} or --head_dim={above}")
+
+    D = cfg.model_dim
+    need(D >= GATE_INPUTS and D == H * E, "--model_dim", D,
          f"num_heads x head_dim = {H} x {E}, at least {GATE_INPUTS}", f"--model_dim={H * E}")
-    block = 16 * cfg.num_slots                                                # a slot is a multiple of 16 tokens
-    sizes = [("stages", s.batch_tokens, block) for s in cfg.stages]
-    sizes += [("val_batch_tokens", cfg.val_batch_tokens, block), ("val_tokens", cfg.val_tokens, cfg.val_batch_tokens)]
+
+
+def check_token_counts(cfg: Config) -> None:
+    """Batches are whole slots, a slot is a multiple of 16 tokens, and validation is whole batches."""
+    block = 16 * cfg.num_slots
+    sizes = [("stages", stage.batch_tokens, block) for stage in cfg.stages]
+    sizes.append(("val_batch_tokens", cfg.val_batch_tokens, block))
+    sizes.append(("val_tokens", cfg.val_tokens, cfg.val_batch_tokens))
     for name, tokens, unit in sizes:
-        near = {max(unit, tokens // unit * unit): None, max(unit, -(-tokens // unit) * unit): None}
-        need(list(near) == [tokens], f"--{name}", f"{tokens} tokens", f"a multiple of {unit} (16 x num_slots, or a "
-             "validation batch)", " or ".join(map(str, near)) + " tokens")
+        below = max(unit, tokens // unit * unit)
+        above = max(unit, -(-tokens // unit) * unit)
+        near = f"{below} or {above} tokens" if below < above else f"{below} tokens"
+        need(tokens == below == above, f"--{name}", f"{tokens} tokens",
+             f"a multiple of {unit} (16 x num_slots, or a validation batch)", near)
+
+
+def check_stages(cfg: Config) -> None:
+    """The stage table, and the numbers of steps that it needs."""
     scheduled = len(cfg.stages) - 1
-    need(scheduled >= 1, "--stages", f"{len(cfg.stages)} row", "at least two, the last for the extension", "see STAGES")
-    for s in cfg.stages:
-        fits = all(0 <= x < math.inf for x in (s.lr_mul, *s.mtp_start, *s.mtp_end))
-        fits = fits and len(s.mtp_start) == len(s.mtp_end) >= 1 and 1 <= s.short_window < s.long_window < 2**31
-        need(fits, "--stages", flag_text((s,)), "1 <= short < long window; equally many token weights >= 0 at the ends",
-             "see STAGES")
-    need(cfg.num_scheduled_steps >= scheduled, "--num_scheduled_steps", cfg.num_scheduled_steps,
+    need(scheduled >= 1, "--stages", f"{len(cfg.stages)} row",
+         "at least two, the last for the extension", "see STAGES")
+    for stage in cfg.stages:
+        need(stage_can_work(stage), "--stages", shown(flag_text((stage,))),
+             "below 2^31 tokens; 1 <= short < long window; equally many token weights >= 0 at the ends; "
+             f"these and the rate's multiplier at most {MAX_STAGE_FACTOR}", "see STAGES")
+
+    steps = cfg.num_scheduled_steps
+    need(steps >= scheduled, "--num_scheduled_steps", steps,
          f"one step or more for each of {scheduled} stages", f"--num_scheduled_steps={scheduled}")
-    for name, most in (("split_stage", scheduled), ("cooldown_frac", 1), ("normuon_beta2", 1), ("momentum_max", 1),
-                       ("momentum_min", cfg.momentum_max)):
-        need(getattr(cfg, name) <= most, f"--{name}", getattr(cfg, name), f"0 to {most}", f"--{name}={most}")
-    need(cfg.runs == 1 or not cfg.resume + cfg.save, "--runs", cfg.runs, "one run for --resume or --save", "--runs=1")
-    need(re.fullmatch(r"(\d+:\d+)?", cfg.profile), "--profile", repr(cfg.profile), "a:b", "--profile=100:104")
+    total = steps + cfg.num_extension_steps
+    need(total <= MAX_STEPS, "--num_scheduled_steps and --num_extension_steps",
+         f"{total} steps together", f"at most {MAX_STEPS}", "take fewer")
+    need(cfg.split_stage <= scheduled, "--split_stage", cfg.split_stage, f"0 to {scheduled}",
+         f"--split_stage={scheduled}")
+
+
+def stage_can_work(stage: Stage) -> bool:
+    factors = [stage.lr_mul, *stage.mtp_start, *stage.mtp_end]
+    if not all(0 <= factor <= MAX_STAGE_FACTOR for factor in factors):
+        return False
+    if len(stage.mtp_start) == 0 or len(stage.mtp_start) != len(stage.mtp_end):
+        return False
+    return stage.batch_tokens < 2**31 and 1 <= stage.short_window < stage.long_window < 2**31
+
+
+def profile_range(cfg: Config) -> tuple[int, int] | None:
+    """First step of --profile=a:b and the one behind its last; None without the flag. Raises ConfigError."""
+    if not cfg.profile:
+        return None
+    steps = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile)
+    if steps is None or int(steps[1]) >= int(steps[2]):
+        raise ConfigError(
+            "--profile", shown(cfg.profile), "a:b for steps a to b - 1, with a < b", "--profile=100:104")
+    return int(steps[1]), int(steps[2])
+
 
 class Console:
     """Standard output. Escapes what it cannot encode; says on stderr, once, that it takes no more lines."""
@@ -389,6 +733,7 @@ class Console:
 @dataclass(frozen=True)
 class Fabric:
     """The one object that knows ranks and devices. Passed on, never global."""
+
     device: torch.device
     rank: int = 0
     world: int = 1
@@ -405,7 +750,10 @@ class Fabric:
             torch.cuda.synchronize(self.device)
 
     def set_timeout(self, seconds: float) -> None:
-        for group in (None, self.plan_group) if self.world > 1 else ():
+        """The longest wait of the group of all ranks, and of the group of plans."""
+        if self.world == 1:
+            return
+        for group in (None, self.plan_group):
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def enter_thread(self) -> None:
@@ -429,11 +777,15 @@ class Fabric:
     def check_agreement(self, facts: dict[str, str]) -> None:
         """Raise FabricError on every rank if any rank was started with other facts."""
         everyone = self.of_all(facts)
-        for rank, name in itertools.product(range(self.world), dict.fromkeys(itertools.chain(*everyone))):
-            found = [everyone[k].get(name) for k in (0, rank)]
-            if found[0] != found[1]:
-                raise FabricError(f"ranks disagree about {name}", f"{found[0]} on rank 0, {found[1]} on rank {rank}",
-                                  "one value", "start every rank with the same flags, data and source")
+        names = dict.fromkeys(itertools.chain(*everyone))                     # of any rank, each once, in order
+        for rank, theirs in enumerate(everyone):
+            for name in names:
+                expected = everyone[0].get(name)
+                found = theirs.get(name)
+                if found != expected:
+                    raise FabricError(
+                        f"ranks disagree about {name}", f"{expected} on rank 0, {found} on rank {rank}",
+                        "one value", "start every rank with the same flags, data and source")
 
     def gone(self) -> list[str]:
         """Ranks of this host whose process has ended, in words for a message."""
@@ -448,7 +800,8 @@ class Fabric:
         if self.on_cuda:
             return torch.cuda.mem_get_info(self.device)[0]
         with contextlib.suppress(OSError, TypeError):
-            return 1024 * int(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1])
+            kibibytes = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1]
+            return 1024 * int(kibibytes)
         return math.inf
 
 
@@ -468,12 +821,15 @@ def has_ended(pid: int) -> bool:
 # ====== Room 2: Schedule ==============================================================================================
 class Rotary(NamedTuple):
     """Rotation of queries and keys in one stage."""
+
     frequencies: tuple[float, ...]       # E/4 angles per position; the other half of the head does not rotate
     attn_scale: float                    # softmax scale, grown by YaRN
+
 
 @dataclass(frozen=True)
 class Values:
     """Everything the schedule says for one step."""
+
     step: int
     stage: int
     slot_tokens: int
@@ -492,79 +848,158 @@ class Values:
     split: bool                          # after this step's update, head and embedding part
     validate: bool                       # validation comes before the training part of this step
 
+
 ROTARY_BASE = 1024.0
 YARN_ALPHA, YARN_BETA = 1.0, 32.0        # full turns inside the old window: below alpha stretched, above beta kept
+YARN_SCALE_GROWTH = 0.2                  # of the softmax scale, times the logarithm of the windows' ratio
+
 
 def base_frequencies(head_dim: int) -> tuple[float, ...]:
     """E/4 frequencies from 1 down to 1/1024 (half-truncated rotary, recipe 2.4)."""
-    return tuple(ROTARY_BASE ** (-i / (head_dim // 4 - 1)) for i in range(head_dim // 4))
+    count = head_dim // 4
+    return tuple(ROTARY_BASE ** (-i / (count - 1)) for i in range(count))
+
 
 def yarn(rotary: Rotary, old: int, new: int) -> Rotary:
     """Stretch low frequencies as the long window grows from old to new tokens (arXiv 2309.00071; recipe 2.4)."""
-    def stretched(frequency: float) -> float:
+    frequencies = []
+    for frequency in rotary.frequencies:
         turns = old * frequency / (2 * math.pi)
         keep = min(max((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA), 0.0), 1.0)
-        return frequency * (old / new + keep * (1 - old / new))
-    return Rotary(tuple(map(stretched, rotary.frequencies)), rotary.attn_scale * (0.2 * math.log(new / old) + 1))
+        frequencies.append(frequency * (old / new + keep * (1 - old / new)))
+    growth = YARN_SCALE_GROWTH * math.log(new / old) + 1
+    return Rotary(tuple(frequencies), rotary.attn_scale * growth)
+
 
 class Schedule:
     """Pure functions of the step, recipe 4. `at(total_steps)` is the final validation, with the widest window."""
+
     def __init__(self, cfg: Config) -> None:
-        self.cfg, self.total_steps = cfg, cfg.num_scheduled_steps + cfg.num_extension_steps
+        self.cfg = cfg
+        self.total_steps = cfg.num_scheduled_steps + cfg.num_extension_steps
         self.last_step = min(cfg.max_steps or self.total_steps, self.total_steps)
+
         scheduled = len(cfg.stages) - 1
         ends = [round(cfg.num_scheduled_steps * (k + 1) / scheduled) for k in range(scheduled)]
-        self.stage_starts, self.stage_ends = (0, *ends), (*ends, self.total_steps)
+        self.stage_starts = (0, *ends)
+        self.stage_ends = (*ends, self.total_steps)
         self.split_step = self.stage_starts[cfg.split_stage] | 1              # an Adam step: both moments are fresh
         self.cooldown_start = int(cfg.num_scheduled_steps * (1 - cfg.cooldown_frac))
+
         self.rotary = [Rotary(base_frequencies(cfg.head_dim), cfg.attn_scale)]
         for old, new in zip(cfg.stages, cfg.stages[1:]):
-            self.rotary.append(yarn(self.rotary[-1], *(s.long_window * cfg.window_block for s in (old, new))))
+            old_window = old.long_window * cfg.window_block
+            new_window = new.long_window * cfg.window_block
+            self.rotary.append(yarn(self.rotary[-1], old_window, new_window))
 
     def stage_at(self, step: int) -> int:
-        return next(k for k, end in enumerate(self.stage_ends) if min(step, self.total_steps - 1) < end)
+        """The final validation belongs to the last stage."""
+        step = min(step, self.total_steps - 1)
+        return next(k for k, end in enumerate(self.stage_ends) if step < end)
 
     def lr_factor_at(self, step: int) -> float:
         """The stage's multiplier, then linear from the cooldown's start to the floor; no warm-up."""
         factor = self.cfg.stages[self.stage_at(step)].lr_mul
         if step < self.cooldown_start:
             return factor
-        done = min(1.0, (step - self.cooldown_start) / max(1, self.cfg.num_scheduled_steps - self.cooldown_start))
+        cooldown_steps = max(1, self.cfg.num_scheduled_steps - self.cooldown_start)
+        done = min(1.0, (step - self.cooldown_start) / cooldown_steps)
         return factor * (1 - done) + self.cfg.lr_floor * done
 
     def momentum_at(self, step: int) -> float:
         """Up over the first steps, down over the last; the ramps grow with the run unless set."""
-        cfg, total = self.cfg, self.total_steps
-        ramps = ((RECORD_RAMP_UP, cfg.momentum_warmup_steps), (RECORD_RAMP_DOWN, cfg.momentum_cooldown_steps))
-        up, down = (given if given >= 0 else round(record * total / RECORD_STEPS) for record, given in ramps)
+        cfg = self.cfg
+        up = cfg.momentum_warmup_steps
+        if up < 0:
+            up = round(RECORD_RAMP_UP * self.total_steps / RECORD_STEPS)
+        down = cfg.momentum_cooldown_steps
+        if down < 0:
+            down = round(RECORD_RAMP_DOWN * self.total_steps / RECORD_STEPS)
+
         rise = cfg.momentum_max - cfg.momentum_min
         if step < up:
             return cfg.momentum_min + rise * step / up
-        return cfg.momentum_max - (rise * (step - total + down) / down if step > total - down else 0.0)
+        steps_down = step - self.total_steps + down
+        if steps_down > 0:
+            return cfg.momentum_max - rise * steps_down / down
+        return cfg.momentum_max
 
     def mtp_weights_at(self, step: int) -> tuple[float, ...]:
         """Weights of the next tokens, linear in the position inside the stage, which never reaches 1."""
         k = self.stage_at(step)
-        position = (step - self.stage_starts[k]) / max(1, self.stage_ends[k] - self.stage_starts[k])
-        ends = zip(self.cfg.stages[k].mtp_start, self.cfg.stages[k].mtp_end)
+        stage = self.cfg.stages[k]
+        stage_steps = max(1, self.stage_ends[k] - self.stage_starts[k])
+        position = (step - self.stage_starts[k]) / stage_steps
+        ends = zip(stage.mtp_start, stage.mtp_end)
         return tuple(start + (end - start) * position for start, end in ends)
 
     def at(self, step: int) -> Values:
-        cfg, k, factor = self.cfg, self.stage_at(step), self.lr_factor_at(step)
+        cfg = self.cfg
+        k = self.stage_at(step)
         stage = cfg.stages[k]
-        long_window = cfg.final_long_window if step == self.total_steps else stage.long_window     # grown without YaRN
+        long_window = stage.long_window
+        if step == self.total_steps:
+            long_window = cfg.final_long_window                               # grown without YaRN
+        factor = self.lr_factor_at(step)
         return Values(
-            step=step, stage=k, slot_tokens=stage.batch_tokens // cfg.num_slots, max_doc_len=cfg.max_doc_len,
-            val_slot_tokens=cfg.val_batch_tokens // cfg.num_slots, short_window=stage.short_window * cfg.window_block,
-            long_window=long_window * cfg.window_block, mtp_weights=self.mtp_weights_at(step), rotary=self.rotary[k],
-            lr_factor=factor, normuon_lr=cfg.normuon_lr * factor, adam_lr=cfg.adam_lr * factor,
-            momentum=self.momentum_at(step), adam_step=step % CYCLE == CYCLE - 1, tied=step <= self.split_step,
-            split=step == self.split_step, validate=cfg.val_every > 0 and step % cfg.val_every == 0)
+            step=step,
+            stage=k,
+            slot_tokens=stage.batch_tokens // cfg.num_slots,
+            max_doc_len=cfg.max_doc_len,
+            val_slot_tokens=cfg.val_batch_tokens // cfg.num_slots,
+            short_window=stage.short_window * cfg.window_block,
+            long_window=long_window * cfg.window_block,
+            mtp_weights=self.mtp_weights_at(step),
+            rotary=self.rotary[k],
+            lr_factor=factor,
+            normuon_lr=cfg.normuon_lr * factor,
+            adam_lr=cfg.adam_lr * factor,
+            momentum=self.momentum_at(step),
+            adam_step=step % CYCLE == CYCLE - 1,
+            tied=step <= self.split_step,
+            split=step == self.split_step,
+            validate=step == self.next_validation(step))
+
+    def next_validation(self, step: int) -> float:
+        """The first step from this one on with a validation in front of it; infinite if none comes before the end."""
+        if self.cfg.val_every == 0:
+            return math.inf
+        return -(-step // self.cfg.val_every) * self.cfg.val_every
 
     def warm_up_steps(self) -> list[int]:
         """Whole cycles around the start of every stage: each graph of the run, tied and split, occurs in them."""
-        steps = {start - start % CYCLE + k for start in self.stage_starts for k in range(2 * CYCLE)}
+        steps = set()
+        for start in self.stage_starts:
+            cycle_start = start - start % CYCLE
+            steps.update(range(cycle_start, cycle_start + 2 * CYCLE))
         return sorted(step for step in steps if step < self.last_step)
+
+
+def check_profile(schedule: Schedule, first: int) -> None:
+    """Raise ConfigError if a run from step `first` on cannot trace the steps of --profile.
+
+    Not its first step: the profiler warms up in the one before. Not its last: the step behind ends the trace.
+    """
+    asked = profile_range(schedule.cfg)
+    if asked is None:
+        return
+    start, end = asked
+    last = schedule.last_step
+    if first < start < end < last and schedule.next_validation(start) >= end:
+        return
+
+    expected = f"{first} < a < b < {last}, only training in it"
+    if schedule.cfg.val_every:
+        expected += f": the loss is validated in front of every step that {schedule.cfg.val_every} divides"
+    possible = first + 1
+    if schedule.next_validation(possible) == possible:
+        possible += 1
+    possible_end = min(possible + 4, schedule.next_validation(possible), last - 1)
+    do = "take more steps, or --val_every=0"
+    if possible < possible_end:
+        do = f"for example --profile={possible}:{possible_end}"
+    raise ConfigError("--profile", schedule.cfg.profile, expected, do)
+
 
 # ====== Room 3: Data ==================================================================================================
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # recipe 1.2; table in data/README.md
@@ -3360,6 +3795,9 @@ def fit_budget(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> Con
                           "more")
 
     cfg = replace(cfg, num_scheduled_steps=steps, num_extension_steps=round(steps * tail))
+    most_seconds = MAX_STEPS / (1 + tail) * seconds_of_a_scheduled_step
+    need(cfg.num_scheduled_steps + cfg.num_extension_steps <= MAX_STEPS, "--time_budget", f"{cfg.time_budget:g} s",
+         f"at most {MAX_STEPS} steps, which take {most_seconds:.0f} s here", f"--time_budget={0.99 * most_seconds:.0f}")
     log.schedule = Schedule(cfg)
     total = log.schedule.total_steps
     log.event("budget", seconds=cfg.time_budget, steps=total, seconds_per_step=seconds_per_step)
@@ -3790,22 +4228,12 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
     return result, saved
 
 
-def check_profile(cfg: Config, schedule: Schedule, first: int) -> None:
-    """Raise ConfigError unless the steps to trace are plain training steps of this run, which begins at step first."""
-    if not cfg.profile:
-        return
-    start, stop = map(int, cfg.profile.split(":"))
-    last = schedule.last_step
-    inside = first < start < stop < last
-    if not inside or cfg.checkpoint_every or any(schedule.at(step).validate for step in range(start, stop)):
-        raise ConfigError("--profile", cfg.profile, f"{first} < a < b < {last}, only training in it", "others")
-
-
 def start_profile(cfg: Config, first: int) -> Any:
     """A profiler that counts steps from step first on, or None."""
-    if not cfg.profile:
+    asked = profile_range(cfg)
+    if asked is None:
         return None
-    start, stop = map(int, cfg.profile.split(":"))
+    start, stop = asked
     traced = torch.profiler.schedule(skip_first=start - first - 1, wait=0, warmup=1, active=stop - start, repeat=1)
     profile = torch.profiler.profile(schedule=traced)
     profile.start()
@@ -3920,15 +4348,21 @@ def open_checkpoint(cfg: Config, fabric: Fabric, sha256: str) -> tuple[Config, d
     fabric.check_agreement(dict(checkpoint=path.name))
     cfg = replace(cfg, **content["lengths"])
 
-    trained_on = content["data_sha256"]
-    if trained_on != sha256:
-        raise DataError("data or steps to resume with", f"shards with the hash {sha256}", f"{trained_on}, as before",
-                        "use the same shards")
+    if content["data_sha256"] != sha256:
+        preset, changed = earlier_run(run_dir)
+        before = Config(**PRESETS[preset] | changed)
+        raise DataError(
+            f"data to resume {run_dir} with",
+            f"--train_files={cfg.train_files} --val_files={cfg.val_files}, whose content hashes to "
+            f"{sha256[:16]}...",
+            f"that of --train_files={before.train_files} --val_files={before.val_files}, which hashed to "
+            f"{content['data_sha256'][:16]}...",
+            "leave both flags out, or name the same shards in another place")
     done = content["log"]["done"]
     last_step = Schedule(cfg).last_step
-    if done > last_step:
-        raise DataError("data or steps to resume with", f"an end at step {last_step}", f"{done} or more steps",
-                        "a later --max_steps")
+    need(done <= last_step, f"--max_steps with --resume={run_dir}",
+         f"{cfg.max_steps}: the run would end at step {last_step}",
+         f"{done} or more: the run is there already", "--max_steps=0, for the whole schedule")
     return cfg, content
 
 
@@ -3982,7 +4416,10 @@ def run_all(preset: str, given: Config, fabric: Fabric, ending: Ending) -> bool:
     cfg, train, val, sha256, earlier = open_data(given, fabric)
     schedule = Schedule(cfg)
     precision = head_precision(cfg, fabric)
-    check_profile(cfg, schedule, earlier["log"]["done"] if earlier else 0)
+    if earlier:
+        check_profile(schedule, earlier["log"]["done"])
+    elif not cfg.time_budget:                                                 # with one, the steps are not known yet
+        check_profile(schedule, 0)
     if cfg.save and fabric.rank == 0:
         prepare_save(Path(cfg.save))                                          # not after hours of training
     folders = run_folders(preset, cfg, fabric)
@@ -4009,6 +4446,7 @@ def run_all(preset: str, given: Config, fabric: Fabric, ending: Ending) -> bool:
     if cfg.time_budget and not earlier:
         cfg = fit_budget(cfg, fabric, executor, log)
         check_enough_data(cfg, log.schedule, train)
+        check_profile(log.schedule, 0)
 
     pristine = executor.snapshot() if cfg.runs > 1 else None
     result, saved = run_once(cfg, executor, train, validation, log, earlier, sha256)

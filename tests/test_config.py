@@ -82,7 +82,8 @@ def test_every_field_is_a_flag(name):
     """All values of a preset written as flags over another preset give that preset: nothing is lost on the way."""
     assert set(tg.PRESETS[name]) <= {f.name for f in fields(tg.Config)}, "a preset overrides fields and nothing else"
     want = tg.Config(**tg.PRESETS[name])
-    argv = [f"--{field}={tg.flag_text(getattr(want, field))}" for field in asdict(want)]
+    argv = [f"--{field}={tg.flag_text(getattr(want, field))}" for field in asdict(want)
+            if field not in ("resume", "sample")]                    # empty names of these are refused
     assert tg.parse_flags(["--preset=tiny", *argv]) == ("tiny", want)
     assert tg.parse_flags([f"--preset={name}"]) == (name, want)
 

@@ -276,21 +276,37 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(cut, plain, tm
 
 
 def test_flags_of_the_run_are_kept_and_others_refused(cut, tmp_path):
-    same = resume(cut, tmp_path / "same", "--preset=pocket", "--num_scheduled_steps=9")
+    same = resume(cut, tmp_path / "same", "--num_scheduled_steps=9")
     assert same.status == 0 and same.of("resumed")[0]["preset"] == "tiny", "the preset is that of the log"
-    for flags, parts in ((["--adam_lr=0.009"], ("--adam_lr", "0.009", f"0.008, as in {cut}")),
-                         (["--seed=7"], ("--seed", f"6, as in {cut}")), (["--runs=2"], ("--runs", "one run")),
-                         (["--max_steps=6"], ("steps to resume with", "step 6", "8 or more")),
-                         (["--train_files=formula:512:511:40001:2"], ("data or steps to resume with",))):
+    source = f"with --resume={cut}"
+    may_change = "these may change: checkpoint_every, comm_timeout, compile, debug_rows, device, epochs"
+    other_data = "formula:512:511:40001:2"
+    for flags, parts in ((["--adam_lr=0.009"], (f"--adam_lr {source}", "0.009", "0.008, as in that run", may_change)),
+                         (["--seed=7"], (f"--seed {source}", "7", "6, as in that run")),
+                         (["--runs=2"], ("--runs", "one run")),
+                         (["--preset=pocket"], (f"--preset {source}", "pocket", "tiny, the preset of that run")),
+                         (["--max_steps=6"], (f"--max_steps {source}", "end at step 6", "8 or more", "--max_steps=0")),
+                         (["--profile=10:11", "--checkpoint_every=0"], ("8 < a < b < 12", "--profile=9:10")),
+                         (["--profile=9:10"], ("--profile with --checkpoint_every", "add --checkpoint_every=0")),
+                         ([f"--train_files={other_data}"], (f"data to resume {cut} with", f"--train_files={other_data}",
+                                                            "--train_files=formula:512:511:40000:2", "leave both"))):
         done = resume(cut, tmp_path / "refused", *flags)
         assert done.status == 2 and all(part in done.err for part in parts), done.err
 
 
 def test_what_is_no_run_is_no_run_to_resume(tmp_path):
-    (tmp_path / "log.jsonl").write_text("nonsense\n")
-    for folder, says in ((tmp_path, "IndexError"), (tmp_path / "none", "FileNotFoundError")):
-        done = run(tmp_path / "run", f"--resume={folder}")
-        assert done.status == 2 and says in done.err and "log.jsonl" in done.err
+    start = '{"type": "header", "preset": "tiny", "changed": '
+    for text, says in (
+            ("nonsense", "without a header"), ('{"type": "header"}', "KeyError"), (start + "3}", "AttributeError"),
+            (start + "[" * 100_000, "RecursionError"), (start + '{"seed": "one"}}', "log.jsonl: seed"),
+            (start + '{"sede": "1"}}', "'sede'"), (start + '{"seed": [1]}}', "list instead of a number"),
+            (start.replace("tiny", "tyni") + "{}}", "'tyni'")):
+        (tmp_path / "log.jsonl").write_text(text + "\n")
+        done = run(tmp_path / "run", f"--resume={tmp_path}")
+        assert done.status == 2 and says in done.err and "log.jsonl" in done.err and "Traceback" not in done.err
+    done = run(tmp_path / "run", f"--resume={tmp_path / 'none'}")
+    assert done.status == 2 and "log.jsonl" in done.err and "No such file" in done.err
+    assert not (tmp_path / "run").exists()
 
 
 def test_two_ranks_resume_bitwise(tmp_path):
@@ -414,12 +430,30 @@ def test_where_the_time_went_in_a_trace_made_by_hand():
         {"wall": 1.0, "computing": 0.35, "gaps": 1 - 0.45, "exposed ncclDevKernel_AllGather": 0.1})
 
 
-@pytest.mark.parametrize("flag, says", [("4", "a:b"), ("4:x", "a:b"), ("8:8", "0 < a < b < 12"),
+@pytest.mark.parametrize("flag, says", [("4", "a:b"), ("4:x", "a:b"), ("8:8", "a < b"),
                                         ("0:4", "0 < a < b < 12"), ("9:12", "0 < a < b < 12"),
-                                        ("4:6", "only training")])
-def test_a_profile_of_steps_that_are_not_there_is_refused(tmp_path, flag, says):
+                                        ("4:6", "only training"), ("5:500", "for example --profile=1:5"),
+                                        ("0:" + "9" * 5000, "(5004 characters)")])
+def test_a_profile_of_steps_that_are_not_there_is_refused(tmp_path, monkeypatch, flag, says):
+    """Before the warm-up, and before there is a run directory; the range that the message proposes is possible."""
+    monkeypatch.setattr(tg, "warm_up", None)
     done = run(tmp_path / "run", f"--profile={flag}")
-    assert done.status == 2 and "--profile" in done.err and says in done.err
+    assert done.status == 2 and "--profile" in done.err and says in done.err and len(done.err) < 500
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("first, changes", [(0, {}), (4, {}), (7, {}), (0, dict(val_every=2)), (0, dict(val_every=1)),
+                                            (0, dict(max_steps=2)), (9, dict(val_every=0)), (10, {})])
+def test_the_range_that_is_proposed_for_a_profile_is_possible(first, changes):
+    schedule = tg.Schedule(preset("tiny", profile="99:100", **changes))
+    with pytest.raises(tg.ConfigError) as caught:
+        tg.check_profile(schedule, first)
+    proposed = str(caught.value).partition("for example --profile=")[2]
+    if proposed:
+        tg.check_profile(tg.Schedule(preset("tiny", profile=proposed, **changes)), first)
+    possible = {(a, b) for a in range(12) for b in range(a + 1, 12)
+                if a > first and b < schedule.last_step and not any(schedule.at(k).validate for k in range(a, b))}
+    assert bool(proposed) == bool(possible)
 
 
 # ---- facts of an entry ----------------------------------------------------------------------------------------------
