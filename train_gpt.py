@@ -3922,6 +3922,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 EXIT_BY_SIGNAL = 128                     # plus its number, as in a shell: 130 interrupted, 143 ended, 129 hung up
 ENDING_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 STORE_PATIENCE = 2.0                     # s for the launcher's store to say whether another rank ended first
+CONSOLE_PATIENCE = 1.0                   # s for stderr to take the cause
 JOIN_PATIENCE = 1.0                      # s beyond comm_timeout for torch's own message that a rank is missing
 BEGIN_PATIENCE = 1.0                     # s from a signal until the main thread must have begun its end
 END_PATIENCE = 5.0                       # s that an end may take
@@ -3943,11 +3944,12 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 
 def read_launch() -> tuple[int, int, int, int]:
     """Rank, rank on this host, number of ranks, number on this host, as torchrun tells them. Raises FabricError."""
-    env = {name: os.environ.get(name, default) for name, default in (
-        ("RANK", "0"), ("LOCAL_RANK", "0"), ("WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "1"))}
-    rank, local_rank, world, neighbours = (int(x) if x.isdecimal() else -1 for x in env.values())
+    alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    told = {name: os.environ.get(name, text) for name, text in alone.items()}
+    numbers = [int(text) if text.isdecimal() else -1 for text in told.values()]
+    rank, local_rank, world, neighbours = numbers
     if not 0 <= rank < world or local_rank < 0:
-        raise FabricError("launch", env, "0 <= RANK < WORLD_SIZE, as torchrun sets them", "start with torchrun")
+        raise FabricError("launch", told, "0 <= RANK < WORLD_SIZE, as torchrun sets them", "start with torchrun")
 
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if world > 1 and missing:
@@ -3955,7 +3957,6 @@ def read_launch() -> tuple[int, int, int, int]:
                           f"torchrun --standalone --nproc_per_node={world} train_gpt.py ..., or for a single process "
                           "unset WORLD_SIZE")
     return rank, local_rank, world, neighbours
-
 
 
 def make_fabric(cfg: Config) -> Fabric:
@@ -3971,13 +3972,16 @@ def make_fabric(cfg: Config) -> Fabric:
                           f"torchrun --nproc_per_node={gpus} train_gpt.py ...")
     if cfg.num_slots % world:
         fits = [w for w in range(1, cfg.num_slots + 1) if cfg.num_slots % w == 0]
+        nearest_below = max(w for w in fits if w <= world)
         raise FabricError("number of ranks", world, f"a divisor of num_slots={cfg.num_slots}: {fits}",
-                          f"torchrun --nproc_per_node={max(w for w in fits if w <= world)} train_gpt.py ...")
+                          f"torchrun --nproc_per_node={nearest_below} train_gpt.py ...")
 
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     fabric = Fabric(device, rank, world)
     fabric.enter_thread()
-    return join_ranks(cfg, fabric) if world > 1 else fabric
+    if world == 1:
+        return fabric
+    return join_ranks(cfg, fabric)
 
 
 def join_ranks(cfg: Config, fabric: Fabric) -> Fabric:
@@ -3990,14 +3994,15 @@ def join_ranks(cfg: Config, fabric: Fabric) -> Fabric:
         return dist.new_group(backend="gloo", timeout=patience)
 
     try:
-        plan_group = within(cfg.comm_timeout + JOIN_PATIENCE, join)           # a store that is none holds it for ever
+        plan_group = within(cfg.comm_timeout + JOIN_PATIENCE, join)           # what only listens would hold it for ever
     except (RuntimeError, ValueError, TimeoutError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         said = str(error)[:200] or "nothing that answers as a store of ranks does"
         raise FabricError("waiting for all ranks", f"at {address}: {said}",
                           f"{fabric.world} ranks in {cfg.comm_timeout} s",
                           "see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
-    return replace(fabric, plan_group=plan_group, processes=tuple(fabric.of_all((host_name(), os.getpid()))))
+    processes = fabric.of_all((host_name(), os.getpid()))
+    return replace(fabric, plan_group=plan_group, processes=tuple(processes))
 
 
 def host_name() -> str:
@@ -4007,6 +4012,7 @@ def host_name() -> str:
         name += " " + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         name += " " + os.readlink("/proc/self/ns/pid")
     return name
+
 
 def head_precision(cfg: Config, fabric: Fabric) -> str:
     """What --head means on this device. Raises ConfigError for fp8 where there is none."""
@@ -4466,14 +4472,11 @@ def run_all(preset: str, given: Config, fabric: Fabric, ending: Ending) -> bool:
 
 
 def run(preset: str, given: Config, fabric: Fabric, ending: Ending) -> int:
-    """Train as configured. Returns the exit status; whatever ends a run early ends its log, which `ending` holds."""
-    try:
-        saved = run_all(preset, given, fabric, ending)
-        if fabric.world > 1:
-            dist.destroy_process_group()
-        return EXIT_DONE if saved else EXIT_FAILED
-    except BaseException as error:
-        return ending.end(error)
+    """Train as configured. Returns the exit status. `ending` is given each log, to end it if the run ends early."""
+    saved = run_all(preset, given, fabric, ending)
+    if fabric.world > 1:
+        dist.destroy_process_group()
+    return EXIT_DONE if saved else EXIT_FAILED
 
 
 def sample_saved(flags: Config) -> int:
@@ -4500,12 +4503,16 @@ def sample_saved(flags: Config) -> int:
     print_result(fabric, text, "redirect the output to where there is room")
     return EXIT_DONE
 
+
 def lost_rank(found: str, fabric: Fabric | None) -> RunError:
     """What to tell when another rank is lost: which one on this host is gone, if one is."""
-    gone = fabric.gone() if fabric else []
+    gone = []
+    if fabric:
+        gone = fabric.gone()
     if fabric and not gone:
         time.sleep(0.1)                                                       # a process closes its sockets just before
         gone = fabric.gone()
+
     if not gone:
         return RunError("lost another rank", found, "every rank's answer within --comm_timeout",
                         "look for the end of the other ranks: killed, out of memory, or stuck")
@@ -4642,17 +4649,23 @@ class Ending:
 
         if cause:
             cause, speaks = first_cause(cause)
-            if speaks and sys.stderr:
-                with contextlib.suppress(OSError, ValueError):                # a console that is gone
-                    print(cause, file=sys.stderr, flush=True)
+            if speaks:
+                self.tell(cause)
         if self.log is not None:
             self.log.aborted(cause)
             self.log.close()
         self.over.set()
         return status
 
+    def tell(self, cause: str) -> None:
+        """On stderr; a console that is gone, or a full pipe that nobody reads, holds nothing up."""
+        if sys.stderr is None:
+            return
+        with contextlib.suppress(OSError, ValueError):                        # TimeoutError is an OSError
+            within(CONSOLE_PATIENCE, functools.partial(print, cause, file=sys.stderr, flush=True))
+
     def limit(self, status: int) -> None:
-        """In a thread of its own: an end that a full pipe or a dead disk holds up is cut short."""
+        """In a thread of its own: an end that a dead disk holds up is cut short."""
         if not self.over.wait(END_PATIENCE):
             os._exit(status)
 

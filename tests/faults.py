@@ -298,6 +298,19 @@ def bug_and_stuck_end(tg, folder: Path) -> None:
     fail(ZeroDivisionError("a bug"))
 
 
+def bug_and_full_pipe(tg, folder: Path) -> None:
+    """stderr is a pipe that nobody reads."""
+    _, writing = os.pipe()
+    os.set_blocking(writing, False)
+    try:
+        while True:
+            os.write(writing, bytes(1 << 12))
+    except BlockingIOError:
+        os.set_blocking(writing, True)
+    os.dup2(writing, 2)
+    fail(ZeroDivisionError("a bug"))
+
+
 def swallowed_signal(tg, folder: Path) -> None:
     """As a library may lose an exception; what it goes on with takes long."""
     try:
@@ -361,6 +374,7 @@ ACTS: dict[str, Callable] = {
     "Ctrl-C when stuck": signal_when_stuck(signal.SIGINT),
     "SIGHUP when stuck": signal_when_stuck(signal.SIGHUP),
     "bug and stuck end": bug_and_stuck_end,
+    "bug and full pipe": bug_and_full_pipe,
     "swallowed SIGTERM": swallowed_signal,
     "kill with stopped launcher": kill_and_stop_launcher,
     "bad data": lambda tg, folder: fail(tg.DataError("shard 7", "a hole", "no hole", "mend it")),
