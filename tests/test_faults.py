@@ -457,7 +457,12 @@ def torchrun(folder, fault: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-TORCHRUN = {"kill in forward": KILL, "kill in warm-up": KILL, "bad data in the loader": ("DataError: shard 7",), "sleep in forward": LOST}
+TORCHRUN = {
+    "kill in forward": KILL,
+    "kill in warm-up": KILL,
+    "bad data in the loader": ("DataError: shard 7",),
+    "sleep in forward": LOST,
+}
 
 
 @pytest.mark.parametrize("fault", some(TORCHRUN, always=("kill in forward",)))
