@@ -3885,7 +3885,11 @@ def race(schedule: Schedule, loader: Loader, executor: Executor, validation: Val
             clock.stop()
             log.validation(executor.evaluate(validation.batches(values), values), clock.ms, validation)
             clock.start()
-        losses = train_step(executor, loader, values)
+        try:
+            losses = train_step(executor, loader, values)
+        except DataError:                                                     # the steps behind are whole
+            log.flush()
+            raise
         log.step(losses, clock.ms)
     clock.stop()
 

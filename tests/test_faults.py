@@ -190,6 +190,20 @@ def test_ranks_that_miss_the_data(launcher, tmp_path):
     check_end(ended, "DataError", "no file matches", "of_1")
 
 
+def test_data_that_end_lose_no_line(launcher, tmp_path):
+    """All ranks know it a cycle ahead; the steps whose data are there are done and logged. Documents are cut to
+    max_doc_len, so 4,400 tokens are too few for the 1,984 that 8 steps ask for at least.
+    """
+    files = write_shards(tmp_path / "data", count=4)
+    ended = launcher.start(tmp_path / "job", f"--train_files={files}", world=2).wait()
+    check_end(ended, "DataError: training data ended", "enough for 6 steps", "--max_steps=6")
+    assert ended.status == [2, 2], ended.status
+    check_log(ended, 6, "training data ended")
+    done = [event["step"] for event in ended.log() if "train_loss" in event]
+    lines = (ended.run_dir / "log.txt").read_text()
+    assert done == [int(step) for step in re.findall(r"(?m)^step:(\d+)/12 train_time", lines)] == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_bad_flag_in_one_rank_is_named(waiting):
     """Known before the ranks have met: rank 1 has nobody to tell but the launcher's store."""
     ended = waiting["bad flag"].wait()
