@@ -719,7 +719,8 @@ class Console:
                 raise OSError(errno.EBADF, "it is closed")
             encoding = out.encoding or "utf-8"
             printable = text.encode(encoding, "backslashreplace").decode(encoding)
-            print(printable, file=out, flush=True)
+            out.write(printable + "\n")                                       # at once, or the next would join it
+            out.flush()
             return True
         except (OSError, ValueError) as error:                                # full, gone, or closed
             reason = getattr(error, "strerror", None) or str(error)
@@ -4123,6 +4124,13 @@ def changed_fields(preset: str, cfg: Config) -> dict[str, str]:
     return {name: flag_text(value) for name, value in vars(cfg).items() if value != before[name]}
 
 
+class Shards(NamedTuple):
+    """The data of all runs of this process."""
+    train: list[ShardHeader]
+    val: list[ShardHeader]
+    sha256: str                          # of all their contents, as they were found
+
+
 class Origin(NamedTuple):
     """What the headers of all runs of this process say besides the settings of each."""
     preset: str
@@ -4212,7 +4220,19 @@ def save_or_fall_back(log: Log, cfg: Config, executor: Executor, vocabulary: lis
     return not failed
 
 
-def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet, ms: float,
+def reason_for_void(cfg: Config, shards: Shards) -> str:
+    """Why the time and loss of a run that ends now do not count; empty: they do."""
+    reasons = []
+    if cfg.profile:
+        reasons.append("profiled")
+    changed = changed_shards(shards.train + shards.val)
+    if changed:
+        others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
+        reasons.append(f"data changed: {changed[0]}{others}")
+    return "; ".join(reasons)
+
+
+def finish(log: Log, cfg: Config, executor: Executor, shards: Shards, validation: ValidationSet, ms: float,
            loss: float) -> tuple[dict, bool]:
     """Last lines of a run's log, and its weights. Returns the result, and whether the weights are where wanted."""
     peak = peak_memory_mib(log.fabric)
@@ -4221,10 +4241,11 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
     if validation.bytes_per_token:
         log.text(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; unigram entropy "
                  f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
+    void = reason_for_void(cfg, shards)
     remark = ""
-    if cfg.profile:
-        result["void"] = "profiled"
-        remark = " (void: profiled)"
+    if void:
+        result["void"] = void
+        remark = f" (void: {void})"
     if cfg.time_budget:
         result["budget_s"] = cfg.time_budget
         log.text(f"time budget {cfg.time_budget:g} s: used {ms / cfg.time_budget / 10:.2f} %")
@@ -4269,15 +4290,15 @@ def checkpoint_due(cfg: Config, step: int) -> bool:
     return step % cfg.checkpoint_every < CYCLE
 
 
-def run_once(cfg: Config, executor: Executor, train: list[ShardHeader], validation: ValidationSet, log: Log,
-             earlier: dict[str, Any] | None, sha256: str) -> tuple[dict[str, Any], bool]:
+def run_once(cfg: Config, executor: Executor, shards: Shards, validation: ValidationSet, log: Log,
+             earlier: dict[str, Any] | None) -> tuple[dict[str, Any], bool]:
     """One race from the state that the executor is in, or from a checkpoint. Returns what `finish` does."""
     fabric = log.fabric
     schedule = log.schedule
     first = log.done
     clock = Clock(fabric)
     steps_to_do = map(schedule.at, range(first, schedule.last_step))
-    loader = Loader(cfg, fabric, train, steps_to_do, executor.exchange_ahead)
+    loader = Loader(cfg, fabric, shards.train, steps_to_do, executor.exchange_ahead)
     if earlier:
         executor.load_state(earlier["state"])
         loader.skip(map(schedule.at, range(first)))
@@ -4286,7 +4307,7 @@ def run_once(cfg: Config, executor: Executor, train: list[ShardHeader], validati
 
     def before_step(step: int) -> None:
         if checkpoint_due(cfg, step):
-            write_checkpoint(cfg, executor, clock, log, sha256)
+            write_checkpoint(cfg, executor, clock, log, shards.sha256)
         if profile is not None and step > first:
             profile.step()                                                    # to what is recorded, or to nothing
 
@@ -4298,7 +4319,7 @@ def run_once(cfg: Config, executor: Executor, train: list[ShardHeader], validati
     if profile is not None:
         profile.stop()
         report_profile(profile, log)
-    return finish(log, cfg, executor, validation, clock.ms, loss)
+    return finish(log, cfg, executor, shards, validation, clock.ms, loss)
 
 
 def summary(results: list[dict], target: float) -> dict[str, Any]:
@@ -4376,7 +4397,7 @@ def open_checkpoint(cfg: Config, fabric: Fabric, sha256: str) -> tuple[Config, d
     return cfg, content
 
 
-def open_data(cfg: Config, fabric: Fabric) -> tuple[Config, list, list, str, dict | None]:
+def open_data(cfg: Config, fabric: Fabric) -> tuple[Config, Shards, dict | None]:
     """Config with all sizes, shards to train on and to validate with, their hash, and the checkpoint to resume."""
     train, val = find_shards(cfg.train_files), find_shards(cfg.val_files)
     sha256, source = scan_shards(train + val), file_sha256(Path(__file__))
@@ -4391,7 +4412,7 @@ def open_data(cfg: Config, fabric: Fabric) -> tuple[Config, list, list, str, dic
     if shared:
         fabric.say(f"trained on and validated with: {shared[0]}, {len(shared)} such shards in all; "
                    "the validation losses say nothing about other text")
-    return cfg, train, val, sha256, earlier
+    return cfg, Shards(train, val, sha256), earlier
 
 def run_folders(preset: str, cfg: Config, fabric: Fabric) -> list[Path]:
     """The run directory of each run, by seed. Raises RunError if one of them has a log."""
@@ -4423,7 +4444,7 @@ def run_all(preset: str, given: Config, fabric: Fabric, ending: Ending) -> bool:
     Returns whether the weights are where they were wanted.
     """
     began = time.perf_counter()
-    cfg, train, val, sha256, earlier = open_data(given, fabric)
+    cfg, shards, earlier = open_data(given, fabric)
     schedule = Schedule(cfg)
     precision = head_precision(cfg, fabric)
     if earlier:
@@ -4442,7 +4463,7 @@ def run_all(preset: str, given: Config, fabric: Fabric, ending: Ending) -> bool:
     attention, kernel = choose_attention(fabric, getattr(torch, cfg.dtype), cfg.head_dim)
     slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
     executor = Executor(cfg, fabric, kernel, precision, slots_at_once, report_rows)
-    origin = Origin(preset, given, attention, sha256)
+    origin = Origin(preset, given, attention, shards.sha256)
     if earlier:
         write_header(log, cfg, executor, origin, "resumed", step=log.done, source=cfg.resume)
     else:
@@ -4451,15 +4472,15 @@ def run_all(preset: str, given: Config, fabric: Fabric, ending: Ending) -> bool:
     log.event("phase", name="set-up", ms=round(1000 * (time.perf_counter() - began), 3), timed=False)
 
     with log.phase("validation data"):
-        validation = ValidationSet(cfg, fabric, val, executor.exchange)
+        validation = ValidationSet(cfg, fabric, shards.val, executor.exchange)
     warm_up_with_patience(cfg, fabric, executor, log)
     if cfg.time_budget and not earlier:
         cfg = fit_budget(cfg, fabric, executor, log)
-        check_enough_data(cfg, log.schedule, train)
+        check_enough_data(cfg, log.schedule, shards.train)
         check_profile(log.schedule, 0)
 
     pristine = executor.snapshot() if cfg.runs > 1 else None
-    result, saved = run_once(cfg, executor, train, validation, log, earlier, sha256)
+    result, saved = run_once(cfg, executor, shards, validation, log, earlier)
     results = [result]
     for folder in folders[1:]:
         cfg = replace(cfg, seed=cfg.seed + 1)
@@ -4469,7 +4490,7 @@ def run_all(preset: str, given: Config, fabric: Fabric, ending: Ending) -> bool:
         with log.phase("reset"):
             executor.restore(pristine)
             executor.model.set_initial_values(cfg.seed, executor.kept)
-        result, _ = run_once(cfg, executor, train, validation, log, None, sha256)
+        result, _ = run_once(cfg, executor, shards, validation, log, None)
         results.append(result)
     report(cfg, executor, validation, log, results)
     return saved

@@ -249,6 +249,28 @@ def test_data_hash_depends_on_every_byte(tmp_path):
     assert tg.scan_shards(tg.find_shards(f"{tmp_path}/*.bin")) != whole
 
 
+@pytest.mark.parametrize("flags, void", [([], "data changed: {}"), (["--profile=1:2"], "profiled; data changed: {}")])
+def test_a_shard_that_changes_in_the_run_makes_it_void(tmp_path, monkeypatch, flags, void):
+    """Another one of the same length takes its place: the hash in the header is no longer that of the data."""
+    text_shards(tmp_path)
+    shard = tmp_path / "val_0.bin"
+    race = tg.race
+
+    def racing(*args):
+        loss = race(*args)
+        new = tmp_path / "new"
+        new.write_bytes(shard.read_bytes()[::-1])
+        os.replace(new, shard)
+        return loss
+
+    monkeypatch.setattr(tg, "race", racing)
+    files = f"--train_files={tmp_path}/train_*.bin", f"--val_files={tmp_path}/val_*.bin"
+    done = run(tmp_path / "run", *files, "--max_steps=4", "--val_every=0", *flags)
+    assert done.status == 0, done.err
+    assert done.of("result")[0]["void"] == void.format(shard)
+    assert any(line.startswith("training time") and f"(void: {void.format(shard)})" in line for line in done.lines)
+
+
 # ---- runs that fail -------------------------------------------------------------------------------------------------
 
 def check_message(done: Run, *parts: str) -> None:

@@ -1,6 +1,8 @@
 """Room 9: what is on the clock, what stands in the logs and when, a warm-up that meets every graph, and the sample."""
 import json
 import math
+import os
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -187,6 +189,40 @@ def test_console_on_a_terminal_gets_a_bar(tmp_path, monkeypatch, capsys):
     shown = capsys.readouterr()
     assert "step:" not in shown.out and "a line of text" in shown.out
     assert "loss 2.500" in shown.err and "ms/step" in shown.err
+
+
+def test_the_last_lines_are_written_once_and_nothing_behind_them(tmp_path):
+    """Also from another thread, while this one may be stuck in a write."""
+    log = make_log(tmp_path)
+    log.step(losses(1.0), 10.0)
+    threads = [threading.Thread(target=log.aborted, args=(f"cause {k}",)) for k in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    log.aborted("too late")
+    log.flush()
+    log.text("too late")
+    assert [event["type"] for event in events(tmp_path)] == ["step", "aborted"]
+    assert events(tmp_path)[1]["cause"] in {f"cause {k}" for k in range(8)} and len(lines(tmp_path)) == 1
+    log.close()
+
+
+def test_a_closed_log_is_not_aborted(tmp_path):
+    log = make_log(tmp_path)
+    log.event("result")
+    log.close()
+    log.aborted("the sample failed")
+    assert [event["type"] for event in events(tmp_path)] == ["result"]
+
+
+def test_a_log_leaves_only_its_files_even_if_it_is_never_closed(tmp_path):
+    """A killed run closes nothing: the reserve for last lines has no name from the start."""
+    log = make_log(tmp_path)
+    assert os.fstat(log.reserve.fileno()).st_size == tg.RESERVE_BYTES
+    assert sorted(os.listdir(tmp_path / "run")) == ["log.jsonl", "log.txt", "train_gpt.py"]
+    log.close()
+    assert log.reserve.closed, "its room is free again"
 
 
 def test_an_old_log_is_never_overwritten(tmp_path):
