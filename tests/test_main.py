@@ -99,7 +99,7 @@ def test_comms_lines_name_each_cycle_and_table_and_one_rank_moves_nothing(first)
 
 
 def test_readme_names_the_same_keys():
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "README.md").read_text(), re.M))
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "records/README.md").read_text(), re.M))
     for kind, keys in KEYS.items():
         named = re.sub(r"\([^)]*\)", "", rows[kind])
         missing = [key for key in keys.split() if not re.search(rf"\b{key}\b", named)]
