@@ -564,6 +564,7 @@ def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
 
     preset = flags.preset or "record"
     if "sample" in given:
+        need("resume" not in given, "--resume", given.get("resume"), "no --resume with --sample", "leave one out")
         check_sample_flags(given)
         cfg = Config(**given)
     elif "resume" in given:
@@ -3344,20 +3345,6 @@ def faults(tensors: Any, expected: dict[str, TensorKind]) -> str:
         if fault:
             found.append(fault)
     return ", ".join(found[:3])
-
-
-def config_from_json(settings: Any, source: str) -> Config:
-    try:
-        settings["stages"] = tuple(Stage(*(tuple(x) if isinstance(x, list) else x for x in stage.values()))
-                                   for stage in settings["stages"])
-        cfg = Config(**settings)
-        check_config(cfg)
-    except ConfigError:
-        raise
-    except Exception as error:
-        raise DataError(source, f"{type(error).__name__}: {error}", "config.json",
-                        "train with --save=DIR first") from None
-    return cfg
 
 
 def load_weights(folder: Path, device: str) -> tuple[Config, dict[str, Tensor]]:

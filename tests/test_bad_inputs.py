@@ -85,7 +85,7 @@ def write_weights() -> None:
             (folder / "vocab.txt").write_bytes(b"\n".join(lines))
         return folder
     write("w"), write("w_no_vocab", pieces=gone), write("w_config", settings | dict(extra=1))
-    write("w_sizes", settings | dict(model_dim=64, num_heads=4)), write("w_type", settings | dict(model_dim="32"))
+    write("w_sizes", settings | dict(model_dim=64, num_heads=4)), write("w_type", settings | dict(model_dim="wide"))
     write("w_stages", settings | dict(stages=[])), write("w_odd", settings | dict(num_heads=3))
     write("w_missing", tensors={k: x for k, x in tensors.items() if k != "attn"})
     write("w_more", tensors=tensors | dict(new=torch.zeros(1)))
@@ -164,6 +164,23 @@ BAD = [                                  # flags behind --preset=tiny, status, w
     (["--head=fp8"], 2, ("--head=fp8", "float32", "8.9", "--head=emulated")),
     (["--preset=poket"], 2, ("unknown preset", "poket", "nearest: pocket")),
     (["--preset="], 2, ("unknown preset", "record", "pocket", "tiny")),
+    (["--resume="], 2, ("--resume", "an empty name", "leave the flag out")),
+    (["--sample="], 2, ("--sample", "an empty name", "leave the flag out")),
+    (["--resume=nowhere"], 2, ("nowhere/log.jsonl", "No such file")),
+    (["--resume=nul\0"], 2, ("log.jsonl", "null byte")),
+    (["--resume=nowhere", "--sample=w"], 2, ("--resume", "nowhere", "no --resume with --sample")),
+    # bounds: before anything is allocated
+    (["--num_scheduled_steps=2000000000", "--epochs=0"], 2, ("--num_scheduled_steps", "2000000000", "10000000")),
+    (["--num_extension_steps=9999999", "--epochs=0"], 2, ("10000008 steps together", "at most 10000000")),
+    (["--runs=2000000000"], 2, ("--runs", "1 to 10000", "--runs=10000")),
+    (["--time_budget=2000000000"], 2, ("--time_budget", "0 to 2592000")),
+    (["--vocab_size=1000000000"], 2, ("--vocab_size", "0 to 65535")),
+    (["--seed=" + "9" * 5000], 2, ("--seed", "(5002 characters)", "--seed=0")),
+    (["--stages=128 1 3 1 1e308 1e308;128 1 3 1 1 1", "--split_stage=0"], 2, ("--stages", "1e+308", "at most 1000")),
+    (["--stages=128 1 3 1e9 1 1;128 1 3 1 1 1", "--split_stage=0"], 2, ("--stages", "multiplier", "at most 1000")),
+    ([f"--stages={2**40} 1 3 1 1 1;128 1 3 1 1 1", "--split_stage=0"], 2, ("--stages", str(2**40), "2^31")),
+    (["--profile=3:3"], 2, ("--profile", "'3:3'", "a < b")),
+    (["--profile=1:2", "--checkpoint_every=2"], 2, ("--profile with --checkpoint_every", "--checkpoint_every=0")),
     # sizes that contradict each other
     (["--num_heads=3"], 2, ("--num_heads", "even", "--num_heads=2", "--num_heads=4")),
     (["--head_dim=6"], 2, ("--head_dim", "--head_dim=8")),
@@ -246,7 +263,9 @@ BAD = [                                  # flags behind --preset=tiny, status, w
     (["--sample=a_file"], 2, ("a_file", "no such folder")),
     (["--sample=w_json"], 2, ("w_json", "JSONDecodeError")),
     (["--sample=w_config"], 2, ("w_config", "extra")),
-    (["--sample=w_type"], 2, ("w_type",)),
+    (["--sample=w_type"], 2, ("w_type/config.json: model_dim", "'wide'", "int, features")),
+    (["--sample=w", "x", "--model_dim=64"], 2, ("--model_dim with --sample", "64", "w/config.json", "leave")),
+    (["--sample=w", "x", "--vocab_size=512"], 2, ("--vocab_size with --sample", "512")),
     (["--sample=w_stages"], 2, ("stages",)),
     (["--sample=w_odd"], 2, ("num_heads", "3")),
     (["--sample=w_none"], 2, ("w_none/weights.pt", "No such file")),

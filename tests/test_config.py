@@ -1,4 +1,5 @@
 """Room 1: every field is a flag, the tables are the recipe's, a setting that cannot work is refused with a way out."""
+import json
 import re
 from dataclasses import FrozenInstanceError, asdict, fields, replace
 
@@ -167,6 +168,79 @@ def test_the_way_out_works(flag):
             tg.parse_flags(["--preset=tiny", way.rstrip(",")])
         except tg.ConfigError as error:
             assert not str(error).startswith(name + "\n"), f"{way} is refused too: {error}"
+
+
+@pytest.mark.parametrize("name", list(tg.PRESETS))
+def test_help_shows_the_values_of_the_preset(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")                             # nothing is wrapped
+    flags = [] if name == "record" else [f"--preset={name}"]
+    for argv in (["--help", *flags], [*flags, "-h"]):
+        with pytest.raises(SystemExit) as end:
+            tg.parse_flags(argv)
+        text = capsys.readouterr().out
+        assert end.value.code == 0 and f"record, pocket, tiny [{name}]\n" in text
+        values = vars(tg.Config(**tg.PRESETS[name]))
+        for f in fields(tg.Config):
+            assert f"{f.metadata['about']} [{tg.flag_text(values[f.name])}]\n" in text, f.name
+    refused(tg.ConfigError, lambda: tg.parse_flags(["--preset=poket", "--help"]), "unknown preset")
+
+
+def test_names_of_files_begin_at_home(monkeypatch, tmp_path):
+    """--save=~/x: the shell expands it only in front of a word."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    flags = ("train_files", "val_files", "run_dir", "save")
+    _, cfg = tg.parse_flags(["--preset=tiny", *(f"--{name}=~/x" for name in flags)])
+    assert [getattr(cfg, name) for name in flags] == [str(tmp_path / "x")] * 4
+    _, cfg = tg.parse_flags(["--sample=~/x", "--ranks=~/y", "--prompt=~/z"])
+    assert (cfg.sample, cfg.ranks, cfg.prompt) == (str(tmp_path / "x"), str(tmp_path / "y"), "~/z")
+
+
+def test_small_presets_do_not_compile_unless_asked():
+    for name in ("pocket", "tiny"):
+        assert tg.parse_flags([f"--preset={name}"])[1].compile == 0
+        assert tg.parse_flags([f"--preset={name}", "--compile=-1"])[1].compile == -1
+    assert tg.parse_flags([])[1].compile == -1
+
+
+# ---- settings from a file -------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("name", list(tg.PRESETS))
+def test_a_config_comes_back_from_json(name):
+    """As `asdict` and JSON wrote it, and as texts of flags; what an older file does not say is the default."""
+    want = tg.Config(**tg.PRESETS[name])
+    typed = json.loads(json.dumps(asdict(want)))
+    texts = {field: tg.flag_text(value) for field, value in vars(want).items()}
+    assert tg.config_from_json(typed, "c") == tg.config_from_json(texts, "c") == want
+    assert tg.config_from_json({}, "c") == tg.Config()
+
+
+STAGE_ROW = json.loads(json.dumps(asdict(tg.STAGES[0])))
+nested = [[]]
+for _ in range(500):
+    nested = [nested]
+UNTRUSTED = [                                # what a file says, and what the message must hold
+    (None, ("NoneType",)), ([1], ("list", "an object")), ("text", ("str",)),
+    (dict(sede=1), ("'sede'", "a setting")), ({"x" * 1000: 1}, ("(1002 characters)",)),
+    (dict(dtype=3), ("c: dtype", "int instead of str")), (dict(dtype=None), ("c: dtype", "NoneType")),
+    (dict(dtype="float16"), ("c: dtype", "bfloat16")), (dict(attn_scale="wide"), ("c: attn_scale", "'wide'")),
+    (dict(attn_scale=float("nan")), ("c: attn_scale", "nan")), (dict(attn_scale=1e400), ("c: attn_scale", "inf")),
+    (dict(num_heads=2.0), ("c: num_heads", "2.0")), (dict(num_heads=True), ("c: num_heads", "bool instead of")),
+    (dict(num_heads=3), ("c: --num_heads", "even")), (dict(seed=10**400), ("c: --seed", "2^31")),
+    (dict(vocab_size=10**9), ("c: --vocab_size", "65535")), (dict(compile=2), ("c: compile", "[-1, 0, 1]")),
+    (dict(stages="wide"), ("c: stages", "'wide'")), (dict(stages=[]), ("c: stages",)),
+    (dict(stages={}), ("c: stages",)),
+    (dict(stages=[1]), ("c: stages", "a stage that is not batch_tokens")), (dict(stages=nested), ("c: stages",)),
+    (dict(stages=[STAGE_ROW | dict(more=1)] * 2), ("c: stages", "mtp_end")),
+    (dict(stages=[STAGE_ROW | dict(mtp_end=nested)] * 2), ("c: stages", "list instead of a number")),
+    (dict(stages=[STAGE_ROW | dict(lr_mul=1e308)] * 2), ("c: --stages", "1000")), (dict(seed=nested), ("c: seed",)),
+    (dict(num_scheduled_steps=10**9), ("c: --num_scheduled_steps",)), (dict(profile="1:1"), ("c: --profile", "a < b")),
+]
+
+
+@pytest.mark.parametrize("settings, parts", UNTRUSTED, ids=[", ".join(parts)[:50] for _, parts in UNTRUSTED])
+def test_settings_of_a_file_are_not_trusted(settings, parts):
+    message = refused(tg.DataError, lambda: tg.config_from_json(settings, "c"), *parts)
+    assert len(message) < 1000
 
 
 def test_every_setting_is_used():
