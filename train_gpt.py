@@ -1171,6 +1171,10 @@ def find_shards(pattern: str) -> list[ShardHeader]:
 def read_manifest(folder: Path) -> dict[str, str]:
     """sha256 of each file that a folder's manifest names; {} without one. Raises DataError."""
     path = folder / MANIFEST
+    unfinished = folder / f"{MANIFEST}.part"
+    if os.path.lexists(unfinished):
+        raise DataError(f"{unfinished}", "a tool was stopped while it gave the files their names",
+                        "files that belong together", "run that tool again, then this")
     if not os.path.lexists(path):
         return {}
     regular_file(path, "a manifest")

@@ -52,6 +52,8 @@ def find_shards(pattern: str) -> list[str]:
 def read_stream(pattern: str, count: int | None) -> tuple[np.ndarray, int]:
     """The first `count` tokens (None: all) of the shards, as int64, and the vocabulary size."""
     paths = find_shards(pattern)
+    folders = {Path(path).parent for path in paths}
+    manifests = {folder: read_manifest(folder) for folder in folders}
     shards = [read_shard(path) for path in paths]
     sizes = sorted({vocab_size for _, vocab_size in shards})
     if len(sizes) > 1:
@@ -68,7 +70,7 @@ def read_stream(pattern: str, count: int | None) -> tuple[np.ndarray, int]:
     parts = []
     for path, (tokens, _) in zip(paths, shards):
         if need > 0:
-            check_content(Path(path), read_manifest(Path(path).parent))
+            check_content(Path(path), manifests[Path(path).parent])
             part = tokens[:need].astype(np.int64)
             parts.append(part)
             need -= len(part)

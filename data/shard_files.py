@@ -110,7 +110,8 @@ def write_whole(path: Path, *pieces: bytes) -> dict[str, Any]:
     """Write a file, flushed to the disk; returns its entry in the manifest. Raises DataError."""
     digest = hashlib.sha256()
     try:
-        with path.open("wb") as file:
+        path.unlink(missing_ok=True)
+        with path.open("xb") as file:        # x: never through somebody's link
             for piece in pieces:
                 file.write(piece)
                 digest.update(piece)
@@ -163,7 +164,6 @@ class Output:
         self.earlier: dict[str, dict] = {}   # the manifest that is there
         self.new_folders: list[Path] = []    # made by this call, deepest first
         self.lock: int | None = None
-        self.naming = False                  # from the first name that is given
         self.published = False
 
     def open(self) -> None:
@@ -228,7 +228,6 @@ class Output:
                 entries[name] = entry        # of another data set
         manifest = self.write(MANIFEST, manifest_content(entries))
 
-        self.naming = True
         for name in names:
             os.replace(self.folder / f"{name}.part", self.folder / name)
         for path in stale:
@@ -238,10 +237,15 @@ class Output:
         flush_folder(self.folder)
         self.published = True
 
+    def naming_began(self) -> bool:
+        """Whether a file has its name already."""
+        return not all(part.exists() for part in self.parts)
+
     def close(self) -> None:
         """Leave nothing half-made; manifest.json.part stays where naming failed half-way."""
+        half_named = self.naming_began()
         for part in self.parts:
-            if not self.naming or part.name != f"{MANIFEST}.part":
+            if not half_named or part.name != f"{MANIFEST}.part":
                 part.unlink(missing_ok=True)
         if self.lock is not None:
             os.close(self.lock)
@@ -260,7 +264,7 @@ def output_folder(folder: Path, own: re.Pattern, replace: bool) -> Iterator[Outp
         output.open()
         yield output
     except KeyboardInterrupt:
-        if not output.naming:
+        if not output.naming_began():
             note("\nnothing was written or replaced")
         raise
     finally:

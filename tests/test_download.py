@@ -29,6 +29,7 @@ VAL, ONE, TWO = "fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_t
 sys.path.insert(0, str(TOOL.parent))                        # the tools import shard_files.py beside them
 
 import cached_fineweb10B as tool                            # noqa: E402
+import shard_files                                          # noqa: E402
 
 
 def make_shard(seed: int, tokens: int = 4000) -> bytes:
@@ -273,6 +274,37 @@ def test_a_wrong_file_on_disk_is_fetched_again(hub, waits, tmp_path, capsys, con
     fetch(hub, tmp_path)
     assert_whole(hub, tmp_path, VAL, ONE)
     assert found in capsys.readouterr().err and len(hub.of("GET", "cdn")) == 2
+
+
+def test_hashes_are_kept_and_damage_is_mended(hub, waits, tmp_path, capsys):
+    (tmp_path / VAL).write_bytes(hub.files[VAL])                      # by an older version: no hash of it
+    (tmp_path / "manifest.json.part").write_bytes(b"of a killed call")
+    fetch(hub, tmp_path)
+    digests = {name: hashlib.sha256(hub.files[name]).hexdigest() for name in (VAL, ONE)}
+    entries = shard_files.read_manifest(tmp_path)
+    assert entries == {name: {"bytes": 9024, "sha256": digest} for name, digest in digests.items()}
+    assert len(hub.of("GET", "cdn")) == 1
+
+    damaged = bytearray(hub.files[ONE])
+    damaged[5000] ^= 1
+    (tmp_path / ONE).write_bytes(damaged)
+    fetch(hub, tmp_path)
+    assert_whole(hub, tmp_path, VAL, ONE)
+    assert shard_files.read_manifest(tmp_path) == entries and len(hub.of("GET", "cdn")) == 2
+    assert f"{ONE}: found SHA-256" in capsys.readouterr().err
+
+
+def test_no_room_for_the_hashes(hub, waits, tmp_path, monkeypatch, capsys):
+    """Fetched shards without hashes are an error; where nothing was to fetch, a remark."""
+    def full(*arguments) -> None:
+        raise shard_files.DataError("manifest.json.part: found 'No space left on device', expected room; make room")
+
+    monkeypatch.setattr(tool, "write_manifest", full)
+    with pytest.raises(SystemExit, match="error: manifest.json.part: found 'No space left"):
+        fetch(hub, tmp_path)
+    assert {path.name for path in tmp_path.glob("*.bin")} == {VAL, ONE}
+    fetch(hub, tmp_path)
+    assert "No space left on device" in capsys.readouterr().err
 
 
 def test_a_missing_shard(hub, waits, tmp_path):
