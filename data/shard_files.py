@@ -228,14 +228,15 @@ class Output:
                 entries[name] = entry        # of another data set
         manifest = self.write(MANIFEST, manifest_content(entries))
 
-        for name in names:
-            os.replace(self.folder / f"{name}.part", self.folder / name)
-        for path in stale:
-            path.unlink()
-        flush_folder(self.folder)
-        os.replace(manifest, self.folder / MANIFEST)
-        flush_folder(self.folder)
-        self.published = True
+        with deferred_signals():
+            for name in names:
+                os.replace(self.folder / f"{name}.part", self.folder / name)
+            for path in stale:
+                path.unlink()
+            flush_folder(self.folder)
+            os.replace(manifest, self.folder / MANIFEST)
+            flush_folder(self.folder)
+            self.published = True
 
     def naming_began(self) -> bool:
         """Whether a file has its name already."""
@@ -349,9 +350,35 @@ def errors_in_words() -> Iterator[None]:
                  f"write into; mend that, or give another path")
 
 
-def stop(number: int, frame: Any) -> None:
+class Signals:
     """What a signal does: the tool ends through its clean-up, with the status that shells use."""
-    raise KeyboardInterrupt(128 + number)
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+        self.deferred = False
+
+    def arrive(self, number: int, frame: Any) -> None:
+        self.seen.append(number)
+        if not self.deferred:
+            self.check()
+
+    def check(self) -> None:
+        if self.seen:
+            raise KeyboardInterrupt(128 + self.seen[0])
+
+
+SIGNALS = Signals()                          # of the process
+
+
+@contextlib.contextmanager
+def deferred_signals() -> Iterator[None]:
+    """What is inside is done as a whole: a fork, where Python would lose the signal, or renaming."""
+    SIGNALS.deferred = True
+    try:
+        yield
+    finally:
+        SIGNALS.deferred = False
+    SIGNALS.check()
 
 
 def as_program(main: Callable[[], None]) -> int:
@@ -361,7 +388,7 @@ def as_program(main: Callable[[], None]) -> int:
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)                  # Windows has no SIGHUP
         if number and signal.getsignal(number) != signal.SIG_IGN:        # nohup ignores it
-            signal.signal(number, stop)
+            signal.signal(number, SIGNALS.arrive)
 
     status = 0
     try:

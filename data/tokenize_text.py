@@ -40,8 +40,8 @@ import numpy as np
 from tqdm import tqdm
 
 from pocket import PIECE, most_common, vocabulary_lines
-from shard_files import (VOCABULARY, DataError, Output, as_program, errors_in_words, output_folder,
-                         regular_file, say, shard_header)
+from shard_files import (VOCABULARY, DataError, Output, as_program, deferred_signals,
+                         errors_in_words, output_folder, regular_file, say, shard_header)
 
 TRAIN = "train"
 VAL = "val"
@@ -386,7 +386,9 @@ def in_order(work: Callable, items: Iterable, jobs: int) -> Iterator[tuple[Any, 
     waiting: deque = deque()
     try:
         for item in items:
-            waiting.append((item, pool.submit(work, item)))
+            with deferred_signals():         # the first one starts the workers
+                job = pool.submit(work, item)
+            waiting.append((item, job))
             if len(waiting) > 3 * jobs:
                 first, job = waiting.popleft()
                 yield first, job.result()
