@@ -333,17 +333,17 @@ def change_plans(tg, key: str, by: int, split: bool = False) -> None:
 
 
 def fill_disk(tg, folder: Path, for_good: bool = False) -> None:
-    """The log may grow by half a line more; unless for good, by more once a file is removed, as on a disk."""
+    """The log may grow by half a line more; unless for good, by more once the log gives its reserve back, as on a disk."""
     def limit(room: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
 
-    def unlink(path, *args, **kwargs) -> None:
-        size = path.stat().st_size if path.exists() else 0
-        inner(path, *args, **kwargs)
-        limit(resource.getrlimit(resource.RLIMIT_FSIZE)[0] + size)
-    inner = tg.Path.unlink
+    def free_reserve(log) -> None:
+        inner(log)
+        limit(resource.getrlimit(resource.RLIMIT_FSIZE)[0] + tg.RESERVE_BYTES)
+
+    inner = tg.Log._free_reserve
     if not for_good:
-        tg.Path.unlink = unlink
+        tg.Log._free_reserve = free_reserve
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     limit((folder / "run" / "log.jsonl").stat().st_size + 50)
 

@@ -402,7 +402,7 @@ ALONE = {                                # fault -> status, steps that the log m
     "out of host memory in forward": (1, 3, ("RunError: out of memory", "--slots_per_micro_batch=1"), "out of memory"),
     "NaN in forward": (1, 3, ("RunError: training loss of step 3", "nan", "finite", "last good validation"), "nan"),
     "full disk in forward": (1, 3, ("RunError: writing ", "log.jsonl", "room"), "log.jsonl"),
-    "cut shards in forward": (2, 3, ("DataError: ", "train_", "cut while in use", "1100"), "cut while in use"),
+    "cut shards in forward": (2, 3, ("DataError: ", "train_", "changed while in use", "1100"), "changed while in use"),
     "removed shards in forward": (2, 3, ("DataError: ", "train_", "No such file"), "train_"),
     "bad data in the loader": (2, 3, ("DataError: shard 7",), "shard 7"),
 }
