@@ -3760,7 +3760,7 @@ def invented_data(cfg: Config, fabric: Fabric, executor: Executor) -> tuple[Vali
     """For the warm-up: tokens from a formula, as many as the largest batch wants, to validate with and to train on."""
     most_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
     tokens = 4 * most_tokens * (1 + 64 // cfg.max_doc_len)                    # long documents are cut to max_doc_len
-    headers = find_shards(f"{FORMULA}{cfg.vocab_size}:{cfg.document_start}:{tokens}:1")
+    headers = [ShardHeader(f"{FORMULA}warm-up#0", tokens, cfg.vocab_size, cfg.document_start)]
     patience = COMPILE_PATIENCE if executor.compiling else 1
     invented = replace(cfg, epochs=0, val_tokens=cfg.val_batch_tokens, comm_timeout=cfg.comm_timeout * patience)
     return ValidationSet(invented, fabric, headers, executor.exchange, "warm-up"), headers, invented
