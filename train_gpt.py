@@ -2821,104 +2821,154 @@ def number(value: float) -> Tensor:
 # ====== Room 8: Executor ==============================================================================================
 EVAL_ROWS = 8192                         # rows of validation logits at a time: evaluation never decides the memory
 MEMORY_SHARE = 0.9                       # of what is free: the rest is for the allocator and the compiler
-SAVED_ROWS, SAVED_ROWS_REFERENCE = 15, 30          # rows of width D that a layer keeps per token for its backward
-EVAL_SAVED_ROWS, HEAD_COPIES, RECOMPILE_LIMIT = 24, 6, 64
+SAVED_ROWS = 15                          # rows of width D that a compiled layer keeps per token for its backward
+SAVED_ROWS_REFERENCE = 30                # the same of a layer in plain PyTorch
+EVAL_SAVED_ROWS = 24                     # of the whole model, in evaluation
+HEAD_COPIES = 6                          # of the logits that the head's reference keeps
+RECOMPILE_LIMIT = 64
 PIECE_ROWS = 1 << 14                     # rows of each rank that are gathered at a time for a file
 COMPILE_PATIENCE = 10                    # ranks that compile may be that many timeouts apart
 
+
 class Losses(NamedTuple):
     """Unscaled loss of one forward_backward on this rank; on the device, nothing waited for."""
+
     slot_sums: Tensor                    # (b,) f32 or f64: sum over the slot's positions
     tokens: int
 
-class Executor:
-    """Runs slots through the model and updates it. Knows no step numbers beyond `values`, and no logs."""
-    def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, precision: str,
-                 slots_at_once: int = 0, report: Callable = lambda **account: None) -> None:
-        """Builds the model. precision: "plain", "fp8" or "emulated" head; report(**account) of each table and cycle."""
-        self.cfg, self.fabric, self.precision, self.rotary = cfg, fabric, precision, None
-        largest, W = max(stage.batch_tokens for stage in cfg.stages), fabric.world
-        self.exchange, self.exchange_ahead = (
-            cfg.row_comms != "dense" and W > 1 and functools.partial(exchange_plans, fabric, group, cfg.dtype)
-            for group in (None, fabric.plan_group))                           # here, in the loader thread
+
+class Snapshot(NamedTuple):
+    """Copies on the host of all that a run changes."""
+
+    tensors: dict[str, Tensor]
+    cpu_rng: Tensor
+    cuda_rng: Tensor | None
+    rotary: Rotary | None
+    adam_steps: dict[str, int]
+
+
+def no_report(**account: Any) -> None:
+    """For tables whose bytes nobody counts."""
+
+
+def no_plans() -> None:
+    """For steps whose next cycle is not planned ahead."""
+
+
+class Evaluator:
+    """Runs slots through a model that it never changes: all that a sample needs."""
+
+    def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, slots_at_once: int = 0,
+                 report: Callable = no_report) -> None:
+        """Builds the model.
+
+        slots_at_once: 0 for all of this rank's; report(**account) is called for each table and cycle.
+        """
+        self.cfg = cfg
+        self.fabric = fabric
+        self.rotary: Rotary | None = None                     # of which the model holds the angles
+        self.exact = torch.promote_types(getattr(torch, cfg.dtype), torch.float32)
+        self.slots_at_once = slots_at_once or cfg.num_slots // fabric.world
+
+        self.exchange = None                                  # of row plans, in the calling thread
+        self.exchange_ahead = None                            # the same in the loader thread
+        if cfg.row_comms != "dense" and fabric.world > 1:
+            here, ahead = None, fabric.plan_group             # groups
+            self.exchange = functools.partial(exchange_plans, fabric, here, cfg.dtype)
+            self.exchange_ahead = functools.partial(exchange_plans, fabric, ahead, cfg.dtype)
         self.planner = Planner(cfg, fabric, self.exchange)
-        sizes = self.planner.sizes
-        self.kept = lambda label, x: filled(x[fabric.rank::W], sizes[label]) if label in sizes else x     # of a whole
-        self.model = GPT(cfg, attention, max(cfg.val_batch_tokens, largest) // cfg.num_slots, sizes)
+
+        largest = max(stage.batch_tokens for stage in cfg.stages)
+        longest_slot = max(cfg.val_batch_tokens, largest) // cfg.num_slots
+        self.model = GPT(cfg, attention, longest_slot, self.planner.sizes)
         self.model.set_initial_values(cfg.seed, self.kept)
         self.model.to(fabric.device)
-        self.tables = {table.label: TableRows(table, cfg, fabric, self.model.get_parameter(table.label),
-                                              CYCLE * largest // W, report) for table in self.planner.tables}
-        compiling = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
-        compiled = functools.partial(torch.compile, dynamic=False, fullgraph=True) if compiling else lambda call: call
-        if compiling:                                                         # a graph per stage, and per shape
+
+        self.tables = {}
+        most_tokens = CYCLE * largest // fabric.world
+        for table in self.planner.tables:
+            mine = self.model.get_parameter(table.label)
+            self.tables[table.label] = TableRows(table, cfg, fabric, mine, most_tokens, report)
+
+        self.compiling = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
+        if self.compiling:                                    # a graph per stage, and per shape
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
-        self.model_losses, self.model_hidden = compiled(self.model.losses), compiled(self.model.hidden)
-        self.optimizer = Optimizer(cfg, fabric, self.model, compiled, self.tables)
-        self.exact = torch.promote_types(getattr(torch, cfg.dtype), torch.float32)
-        self.slots_at_once, self.compiling = slots_at_once or cfg.num_slots // fabric.world, compiling
+        self.model_hidden = self.compiled(self.model.hidden)
 
-    def forward_backward(self, batch: Batch, values: Values, loss_weight: float = 1.0) -> Losses:
-        """Add loss_weight * d(sum of this rank's slot losses) to the gradients. Calls add up until optim_step. No
-        reduction over ranks, no division, no waiting for the device. A weight of 0 changes no gradient."""
-        self._set_rotary(values)
-        sources = {k: table.ready(batch.plans[k], self.model.lm_head) for k, table in self.tables.items()}
-        fill = functools.partial(torch.full, dtype=self.exact, device=self.fabric.device)    # a copy would wait
-        weights, seed = torch.cat([fill((1,), weight) for weight in values.mtp_weights]), fill((), loss_weight)
-        reach, sums = self._reach(values, values.max_doc_len, batch), []
-        for part in self._micro_batches(batch):
-            slot_sums = self.model_losses(part, weights, seed, reach, self.precision, sources).sum(dim=1)
-            if loss_weight:
-                slot_sums.sum().backward(seed)
-            sums.append(slot_sums.detach())
-        return Losses(torch.cat(sums), batch.tokens.numel())
+    def compiled(self, call: Callable) -> Callable:
+        """The call as a compiled graph, or as it is where nothing is compiled."""
+        if not self.compiling:
+            return call
+        return torch.compile(call, dynamic=False, fullgraph=True)
 
-    def optim_step(self, values: Values, plans_ahead: Callable = lambda: None) -> None:
-        """Update what this step updates with the gradients so far, and clear these. plans_ahead: of the next cycle."""
-        self.optimizer.step(values, plans_ahead)
+    def kept(self, label: str, whole: Tensor) -> Tensor:
+        """What this rank keeps of a whole parameter: of a table every W-th row, else all of it."""
+        rows = self.planner.sizes.get(label)
+        if rows is None:
+            return whole
+        return filled(whole[self.fabric.rank::self.fabric.world], rows)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], values: Values) -> float:
-        """Mean loss per token (nats) over all ranks' batches: next token only, no fp8, documents uncut."""
+        """Mean loss per token (nats) over all ranks' batches.
+
+        Of the next token only, without fp8, and with documents uncut.
+        """
         self._set_rotary(values)
-        total, tokens = torch.zeros((), dtype=torch.float64, device=self.fabric.device), 0
+        total = torch.zeros((), dtype=torch.float64, device=self.fabric.device)
+        tokens = 0
         for batch in batches:
-            reach, sources = self._reach(values, batch.tokens.shape[1], batch), self._sources(batch)
+            reach = self._reach(values, batch.tokens.shape[1])
+            sources = self._sources(batch)
             for part in self._micro_batches(batch):
-                rows, targets = self.model_hidden(part, reach, sources).flatten(0, 1), part.targets.flatten()
+                rows = self.model_hidden(part, reach, sources).flatten(0, 1)
+                targets = part.targets.flatten()
                 for y, target in zip(rows.split(EVAL_ROWS), targets.split(EVAL_ROWS)):
-                    total += next_token_losses(y, self.model.lm_head, target).sum(dtype=torch.float64)
+                    losses = next_token_losses(y, self.model.lm_head, target)
+                    total += losses.sum(dtype=torch.float64)
             tokens += batch.targets.numel() * self.fabric.world
         return sum(self.fabric.of_all(float(total))) / tokens
 
     @torch.no_grad()
     def next_logits(self, tokens: Sequence[int], values: Values) -> Tensor:
-        """Softcapped logits (V,) of the token that follows; the last val_slot_tokens count. Every rank calls it."""
+        """Softcapped logits (V,) of the token that follows. Every rank calls it.
+
+        Of a longer context the last val_slot_tokens count.
+        """
         self._set_rotary(values)
         context = tokens[-values.val_slot_tokens:]
         length = -(-len(context) // 16) * 16
-        padded = np.zeros(length + 1, np.uint16)                              # nothing looks at later positions
+        padded = np.zeros(length + 1, np.uint16)              # nothing looks at later positions
         padded[:len(context)] = context
         slot = Slot(padded, np.asarray([0, length], np.int32))
-        batch = self.planner.batches("sample", [values], [[slot]])[0].to(self.fabric.device)
-        y = self.model.hidden(batch, self._reach(values, length, batch), self._sources(batch))[0, len(context) - 1]
-        return softcap((y @ self.model.lm_head).to(self.exact))
+        batch, = self.planner.batches("sample", [values], [[slot]])
+        batch = batch.to(self.fabric.device)
+
+        stream = self.model.hidden(batch, self._reach(values, length), self._sources(batch))
+        logits = stream[0, len(context) - 1] @ self.model.lm_head
+        return softcap(logits.to(self.exact))
 
     def _sources(self, batch: Batch) -> dict:
         """Rows that no one trains on, in tensors of their own."""
-        sources = {label: table.read(batch.plans[label], self.model.lm_head) for label, table in self.tables.items()}
-        for source, _ in sources.values() if self.compiling and self.fabric.world > 1 else ():
-            torch._dynamo.maybe_mark_dynamic(source, 0)
+        sources = {}
+        for label, table in self.tables.items():
+            sources[label] = table.read(batch.plans[label], self.model.lm_head)
+        if self.compiling and self.fabric.world > 1:
+            for rows, _ in sources.values():
+                torch._dynamo.maybe_mark_dynamic(rows, 0)
         return sources
 
-    def _reach(self, values: Values, max_len: int, batch: Batch) -> Reach:
-        windows, longest = (values.short_window, values.long_window), min(max_len, batch.tokens.shape[1])
-        return Reach(*windows, longest, values.rotary.attn_scale)
+    def _reach(self, values: Values, longest: int) -> Reach:
+        """longest: upper bound of a document's length in tokens."""
+        return Reach(values.short_window, values.long_window, longest, values.rotary.attn_scale)
 
     def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
+        def taken(x: Tensor) -> Tensor:
+            return x[first:first + self.slots_at_once]
+
         for first in range(0, len(batch.tokens), self.slots_at_once):
-            part = batch.map(lambda x: x[first:first + self.slots_at_once])
-            if self.compiling:                                                # another number of documents, same graph
+            part = batch.map(taken)
+            if self.compiling:                                # any number of documents, one graph
                 torch._dynamo.maybe_mark_dynamic(part.cu_seqlens, 1)
             yield part
 
@@ -2927,28 +2977,84 @@ class Executor:
             self.model.set_rotary(values.rotary.frequencies)
             self.rotary = values.rotary
 
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Every tensor that a run changes, by name: weights, rotary tables, moments and mantissa words."""
-        moments = {f"{label}.{name}": x for label, state in self.optimizer.state.items() for name, x in state.items()}
-        return {name: p.data for name, p in self.model.named_parameters()} | dict(self.model.named_buffers()) | moments
 
-    def snapshot(self) -> tuple:
-        """Copies on the host of all that a run changes, for `restore`."""
-        rng = [torch.get_rng_state()] + ([torch.cuda.get_rng_state(self.fabric.device)] if self.fabric.on_cuda else [])
-        copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
-        return copies, rng, self.rotary, dict(self.optimizer.adam_steps)
+class Executor(Evaluator):
+    """Trains the model on slots. Knows no step numbers beyond `values`, and no logs."""
+
+    def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, precision: str,
+                 slots_at_once: int = 0, report: Callable = no_report) -> None:
+        """precision: "plain", "fp8" or "emulated" head."""
+        super().__init__(cfg, fabric, attention, slots_at_once, report)
+        self.precision = precision
+        self.model_losses = self.compiled(self.model.losses)
+        self.optimizer = Optimizer(cfg, fabric, self.model, self.compiled, self.tables)
+
+    def forward_backward(self, batch: Batch, values: Values, loss_weight: float = 1.0) -> Losses:
+        """Add loss_weight * d(sum of this rank's slot losses) to the gradients.
+
+        Calls add up until optim_step. No reduction over ranks, no division, no waiting for the
+        device. A weight of 0 changes no gradient.
+        """
+        self._set_rotary(values)
+        sources = {}
+        for label, table in self.tables.items():
+            sources[label] = table.ready(batch.plans[label], self.model.lm_head)
+        weights = torch.stack([self._scalar(weight) for weight in values.mtp_weights])
+        seed = self._scalar(loss_weight)
+        reach = self._reach(values, min(values.max_doc_len, batch.tokens.shape[1]))
+
+        sums = []
+        for part in self._micro_batches(batch):
+            losses = self.model_losses(part, weights, seed, reach, self.precision, sources)
+            slot_sums = losses.sum(dim=1)
+            if loss_weight:
+                slot_sums.sum().backward(seed)
+            sums.append(slot_sums.detach())
+        return Losses(torch.cat(sums), batch.tokens.numel())
+
+    def _scalar(self, value: float) -> Tensor:
+        """() on the device, made there: a copy from the host would wait."""
+        return torch.full((), value, dtype=self.exact, device=self.fabric.device)
+
+    def optim_step(self, values: Values, plans_ahead: Callable = no_plans) -> None:
+        """Update what this step updates with the gradients so far, and clear these.
+
+        plans_ahead: gives the plans of the next cycle.
+        """
+        self.optimizer.step(values, plans_ahead)
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Every tensor that a run changes, by name: weights, rotary tables, moments, mantissas."""
+        tensors = {name: p.data for name, p in self.model.named_parameters()}
+        tensors.update(self.model.named_buffers())
+        for label, state in self.optimizer.state.items():
+            for name, x in state.items():
+                tensors[f"{label}.{name}"] = x
+        return tensors
+
+    def snapshot(self) -> Snapshot:
+        """All that a run changes, for `restore`."""
+        tensors = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
+        cuda_rng = None
+        if self.fabric.on_cuda:
+            cuda_rng = torch.cuda.get_rng_state(self.fabric.device)
+        adam_steps = dict(self.optimizer.adam_steps)
+        return Snapshot(tensors, torch.get_rng_state(), cuda_rng, self.rotary, adam_steps)
 
     @torch.no_grad()
-    def restore(self, saved: tuple) -> None:
-        """Back to the snapshot bit by bit, in place: every tensor keeps its address, so nothing recompiles."""
-        copies, rng, self.rotary, adam_steps = saved
-        self.optimizer.adam_steps = dict(adam_steps)
+    def restore(self, saved: Snapshot) -> None:
+        """Back to the snapshot bit by bit, in place.
+
+        Every tensor keeps its address, so that nothing recompiles.
+        """
         for name, x in self.state_tensors().items():
-            x.copy_(copies[name])
+            x.copy_(saved.tensors[name])
+        self.rotary = saved.rotary
+        self.optimizer.adam_steps = dict(saved.adam_steps)
         self.drop_gradients()
-        torch.set_rng_state(rng[0])
-        if self.fabric.on_cuda:
-            torch.cuda.set_rng_state(rng[1], self.fabric.device)
+        torch.set_rng_state(saved.cpu_rng)
+        if saved.cuda_rng is not None:
+            torch.cuda.set_rng_state(saved.cuda_rng, self.fabric.device)
 
     def drop_gradients(self) -> None:
         self.model.zero_grad(set_to_none=True)
@@ -2956,32 +3062,55 @@ class Executor:
             table.reset()
 
     def _whole(self, label: str, mine: Tensor) -> Tensor | None:
-        """Slices of weights or moments as one, in logical order on the host of rank 0. Every rank calls it."""
-        if label not in self.optimizer.cut and label not in self.tables:
-            return mine.detach().cpu()
-        rows, pieces = None, [self.fabric.of_all(piece.cpu()) for piece in mine.detach().split(PIECE_ROWS)]
-        if label in self.tables:                                              # row r is at rank r mod W
-            rows, pieces = self.tables[label].table.rows, [[torch.stack(x, 1).flatten(0, 1) for x in pieces]]
-        return torch.cat(pieces[0])[:rows] if self.fabric.rank == 0 else None
+        """Slices of weights or moments as one, in logical order, on the host of rank 0.
+
+        Every rank calls it.
+        """
+        mine = mine.detach()
+        if label in self.tables:
+            return self._whole_table(label, mine)
+        if label not in self.optimizer.cut:
+            return mine.cpu()
+        slices = self.fabric.of_all(mine.cpu())
+        return torch.cat(slices) if self.fabric.rank == 0 else None
+
+    def _whole_table(self, label: str, mine: Tensor) -> Tensor | None:
+        """Row r of the whole is row r div W of rank r mod W."""
+        pieces = []
+        for piece in mine.split(PIECE_ROWS):                  # not all of it in one message
+            of_ranks = self.fabric.of_all(piece.cpu())
+            if self.fabric.rank == 0:
+                pieces.append(torch.stack(of_ranks, dim=1).flatten(0, 1))
+        if self.fabric.rank != 0:
+            return None
+        rows = self.tables[label].table.rows                  # behind them is padding
+        return torch.cat(pieces)[:rows]
 
     def weights(self, values: Values) -> dict[str, Tensor]:
         """All weights on the host of rank 0, in logical shapes and order. Every rank calls it.
 
         values: of the next step, or of the end; they say whether the embedding is still the head.
         """
-        parameters = {row.label: self.model.get_parameter(row.label) for row in self.model.table}
-        here = {k: self._whole(k, p) if k in self.tables else p.detach().cpu() for k, p in parameters.items()}
+        weights = {}
+        for row in self.model.table:
+            p = self.model.get_parameter(row.label).detach()
+            if row.label in self.tables:
+                weights[row.label] = self._whole_table(row.label, p)
+            else:
+                weights[row.label] = p.cpu()                  # every rank has all of it
         if values.tied:
-            here["embed"] = here["lm_head"].t().contiguous()
-        return here
+            weights["embed"] = weights["lm_head"].t().contiguous()
+        return weights
 
     def whole_state(self, values: Values) -> dict[str, Any]:
-        """What a checkpoint in front of the step of these values holds, between cycles: the same at every W.
+        """What a checkpoint in front of the step of these values holds: the same at every W.
 
-        On rank 0; every rank calls it.
+        Between cycles, and on rank 0; every rank calls it.
         """
-        states = self.optimizer.state.items()
-        moments = {f"{k}.{name}": self._whole(k, x) for k, state in states for name, x in state.items()}
+        moments = {}
+        for label, state in self.optimizer.state.items():
+            for name, x in state.items():
+                moments[f"{label}.{name}"] = self._whole(label, x)
         return dict(weights=self.weights(values), moments=moments, tied=values.tied,
                     adam_steps=dict(self.optimizer.adam_steps))
 
@@ -2990,63 +3119,124 @@ class Executor:
         """This rank's part of what whole_state gave, in place."""
         optimizer = self.optimizer
         for label, state in optimizer.state.items():
-            optimizer.weights[label].copy_(self.kept(label, saved["weights"][label]))
+            weight = saved["weights"][label]
+            optimizer.weights[label].copy_(self.kept(label, weight))
             for name, x in state.items():
-                x.copy_(optimizer.slice_of(label, self.kept(label, saved["moments"][f"{label}.{name}"])))
+                moment = saved["moments"][f"{label}.{name}"]
+                x.copy_(optimizer.slice_of(label, self.kept(label, moment)))
         optimizer.adam_steps = dict(saved["adam_steps"])
         self.drop_gradients()
 
     def traffic(self) -> dict[str, dict[str, int]]:
-        """By table: bytes that training moved over all ranks, memory on this one. Every rank calls it, at the end."""
+        """By table: bytes that training moved over all ranks, and memory on this one.
+
+        Every rank calls it, once, at the end.
+        """
         result = {}
         for label, table in self.tables.items():
-            for plan in table.open:                                           # a half last cycle returns no gradients
+            for plan in table.open:                           # of half a cycle, at the end
                 table.account(plan, 1)
-            totals = self.fabric.of_all(table.totals)
-            kept = (table.mine, table.cache, table.grad, table.sums, *self.optimizer.state[label].values())
-            kept_bytes = {x.data_ptr(): x.nbytes for x in kept}               # on one rank some are the same
-            result[label] = {key: sum(x[key] for x in totals) for key in table.totals}
+            result[label] = dict.fromkeys(table.totals, 0)
+            for totals in self.fabric.of_all(table.totals):
+                for key, count in totals.items():
+                    result[label][key] += count
+
+            moments = self.optimizer.state[label].values()
+            kept = (table.mine, table.cache, table.grad, table.sums, *moments)
+            kept_bytes = {x.data_ptr(): x.nbytes for x in kept}              # some may be the same
             result[label]["memory_bytes"] = sum(kept_bytes.values())
         return result
 
-def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> dict[str, int]:
-    """Bytes of each part of a run at its largest, by name: weights and moments counted, the rest by a model."""
+
+# ---- Memory: an estimate before anything is built
+def stored_bytes(cfg: Config, world: int) -> dict[str, int]:
+    """Bytes of weights, gradients and moments on one rank, counted from the parameter table."""
     dtype = getattr(torch, cfg.dtype)
-    exact, mantissa = torch.promote_types(dtype, torch.float32).itemsize, 2 if dtype == torch.bfloat16 else 0
-    longest, W = max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots, fabric.world
-    read = CYCLE * longest * cfg.num_slots // W * cfg.model_dim if cfg.row_comms == "sparse" else math.inf
+    exact = torch.promote_types(dtype, torch.float32).itemsize
+    mantissa = 2 if dtype == torch.bfloat16 else 0
+    longest = max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
+    lookups = math.inf                                        # in a cycle, in numbers of a table
+    if cfg.row_comms == "sparse":
+        lookups = CYCLE * longest * cfg.num_slots // world * cfg.model_dim
+
     weights = gradients = moments = 0
     for row in parameter_table(cfg):
-        count, state = math.prod(row.shape), 2 * exact if row.optimizer == "adam" else exact + mantissa
-        moments += count * state // (W if row.sharded else 1)
-        held = count // W + min(count, read * row.rows.reads) if row.rows and W > 1 else count     # slice and cache
-        weights += held * (exact if row.full_precision else dtype.itemsize)
-        gradients += held * (exact if row.full_precision or row.rows else dtype.itemsize)
-    compiled, row_bytes = kernel is attention_varlen, cfg.model_dim * dtype.itemsize
+        count = math.prod(row.shape)
+        owned = count // world
+        held = count
+        if row.rows and world > 1:                            # slice and cache
+            held = owned + min(count, lookups * row.rows.reads)
+        weight_bytes = exact if row.full_precision else dtype.itemsize
+        gradient_bytes = exact if row.rows else weight_bytes
+        state_bytes = 2 * exact if row.optimizer == "adam" else exact + mantissa
+
+        weights += held * weight_bytes
+        gradients += held * gradient_bytes
+        moments += count * state_bytes // (world if row.sharded else 1)
+    return dict(weights=weights, gradients=gradients, moments=moments)
+
+
+def working_bytes(cfg: Config, compiled: bool, slots_at_once: int) -> int:
+    """Bytes of a step's activations and logits at the largest, by a model.
+
+    compiled: attention and head are kernels.
+    """
+    dtype = getattr(torch, cfg.dtype)
+    exact = torch.promote_types(dtype, torch.float32).itemsize
+    row_bytes = cfg.model_dim * dtype.itemsize
+    saved_rows = SAVED_ROWS if compiled else SAVED_ROWS_REFERENCE
     logit_bytes = 4 if compiled else HEAD_COPIES * exact
-    kept = len(LAYERS) * (SAVED_ROWS if compiled else SAVED_ROWS_REFERENCE) * row_bytes
-    evaluated = slots_at_once * cfg.val_batch_tokens // cfg.num_slots
-    training = slots_at_once * longest * (kept + cfg.padded_vocab * logit_bytes)
-    evaluating = evaluated * EVAL_SAVED_ROWS * row_bytes + min(evaluated, EVAL_ROWS) * cfg.padded_vocab * 3 * exact
-    return dict(weights=weights, gradients=gradients, moments=moments, working=max(training, evaluating))
+
+    longest = max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
+    token_bytes = len(LAYERS) * saved_rows * row_bytes + cfg.padded_vocab * logit_bytes
+    training = slots_at_once * longest * token_bytes
+
+    tokens = slots_at_once * cfg.val_batch_tokens // cfg.num_slots
+    logits = min(tokens, EVAL_ROWS) * cfg.padded_vocab * 3 * exact
+    evaluating = tokens * EVAL_SAVED_ROWS * row_bytes + logits
+    return max(training, evaluating)
+
+
+def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable,
+                    slots_at_once: int) -> dict[str, int]:
+    """Bytes of each part of a run at its largest, by name."""
+    working = working_bytes(cfg, kernel is attention_varlen, slots_at_once)
+    return stored_bytes(cfg, fabric.world) | dict(working=working)
+
 
 def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict[str, int]]:
-    """Slots that go through the model together, and the estimate. Raises RunError with choices that would fit."""
-    local, room = cfg.num_slots // fabric.world, MEMORY_SHARE * min(fabric.of_all(fabric.free_memory()))
-    wanted = min(cfg.slots_per_micro_batch, local)
-    choices = [wanted or 1] if wanted or fabric.on_cuda else [m for m in range(local, 0, -1) if local % m == 0]
-    fits = (m for m in choices if sum(memory_estimate(cfg, fabric, kernel, m).values()) <= room)
-    chosen = min(fabric.of_all(next(fits, 0)))
+    """Slots that go through the model together, and the estimate of what that takes.
+
+    Raises RunError with choices that would fit.
+    """
+    local = cfg.num_slots // fabric.world
+    room = MEMORY_SHARE * min(fabric.of_all(fabric.free_memory()))
+
+    def fits(cfg: Config, slots_at_once: int) -> bool:
+        parts = memory_estimate(cfg, fabric, kernel, slots_at_once)
+        return sum(parts.values()) <= room
+
+    if cfg.slots_per_micro_batch:
+        choices = [min(cfg.slots_per_micro_batch, local)]
+    elif fabric.on_cuda:
+        choices = [1]
+    else:
+        choices = [m for m in range(local, 0, -1) if local % m == 0]
+    first_fit = next((m for m in choices if fits(cfg, m)), 0)
+    chosen = min(fabric.of_all(first_fit))
     if chosen:
         return chosen, memory_estimate(cfg, fabric, kernel, chosen)
-    blocks = math.gcd(cfg.val_batch_tokens, *(stage.batch_tokens for stage in cfg.stages)) // 16
-    shorter = (s for s in range(cfg.num_slots, blocks + 1, cfg.num_slots) if blocks % s == 0 and sum(
-        memory_estimate(replace(cfg, num_slots=s), fabric, kernel, 1).values()) <= room)
-    slots = next(shorter, None)
-    parts = memory_estimate(cfg, fabric, kernel, choices[-1]).items()
-    raise RunError("memory", f"{room / 2**30:.1f} GiB to use", "room for " + ", ".join(
-        f"{part} {size / 2**30:.1f} GiB" for part, size in parts), "more ranks, a larger device" if slots is None else
-        f"--num_slots={slots} --slots_per_micro_batch=1")
+
+    advice = "more ranks, a larger device"
+    batches = [cfg.val_batch_tokens, *(stage.batch_tokens for stage in cfg.stages)]
+    most_slots = math.gcd(*batches) // 16                     # a slot is a multiple of 16 tokens
+    for slots in range(cfg.num_slots, most_slots + 1, cfg.num_slots):
+        if most_slots % slots == 0 and fits(replace(cfg, num_slots=slots), 1):
+            advice = f"--num_slots={slots} --slots_per_micro_batch=1"
+            break
+    estimate = memory_estimate(cfg, fabric, kernel, choices[-1])
+    parts = ", ".join(f"{part} {size / 2**30:.1f} GiB" for part, size in estimate.items())
+    raise RunError("memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}", advice)
 
 
 # ---- Files: a save to sample from, checkpoints to go on from. Nothing in a file is trusted.
@@ -3891,7 +4081,7 @@ def race(schedule: Schedule, loader: Loader, executor: Executor, validation: Val
     return loss
 
 
-def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[int] = ()) -> list[int]:
+def generate(cfg: Config, executor: Evaluator, values: Values, prompt: Sequence[int] = ()) -> list[int]:
     """Up to sample_tokens token ids after a document start and the prompt; ends before the next document."""
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.document_start, *prompt]
@@ -4184,17 +4374,21 @@ def write_header(log: Log, cfg: Config, executor: Executor, origin: Origin, kind
     log.text("=" * 100)
 
 
-def save_or_fall_back(log: Log, cfg: Config, executor: Executor, vocabulary: list[bytes] | None) -> bool:
-    """Save the weights where --save says, else in the run directory. Returns whether they are where they were wanted.
+def save_or_fall_back(log: Log, cfg: Config, executor: Executor,
+                      vocabulary: list[bytes] | None) -> bool:
+    """Save the weights where --save says, else in the run directory.
 
-    Every rank calls it, and learns the same. A failure is said aloud, and ends nothing: the result is still to come.
+    Returns whether they are where they were wanted. Every rank calls it, and learns the same.
+    A failure is said aloud and ends nothing, since the result is still to be written.
     """
     if not cfg.save:
         return True
     fabric = log.fabric
-    fabric.set_timeout(cfg.comm_timeout * COMPILE_PATIENCE)                   # while rank 0 writes
+    fabric.set_timeout(cfg.comm_timeout * COMPILE_PATIENCE)   # while rank 0 writes
     tensors = executor.weights(log.schedule.at(log.done))
-    wanted, fallback = Path(cfg.save), log.run_dir / FALLBACK
+    wanted = Path(cfg.save)
+    fallback = log.run_dir / FALLBACK
+
     failed = []
     if fabric.rank == 0:
         for folder in (wanted, fallback):
@@ -4205,8 +4399,8 @@ def save_or_fall_back(log: Log, cfg: Config, executor: Executor, vocabulary: lis
                 failed.append(folder)
                 fabric.say(str(error))
     failed = fabric.of_all(failed)[0]
-    if wanted in failed:
-        where = "nowhere" if fallback in failed else fallback
+    if failed:
+        where = "lost" if fallback in failed else f"in {fallback}"
         log.text(f"the weights could not be saved in {wanted}: they are {where}")
     return not failed
 
@@ -4360,12 +4554,15 @@ def print_result(fabric: Fabric, text: str, instead: str) -> None:
 
 
 def open_checkpoint(cfg: Config, fabric: Fabric, sha256: str) -> tuple[Config, dict[str, Any]]:
-    """Config with the lengths of the run that is resumed, and the content of its last checkpoint. Raises DataError."""
+    """Config with the lengths of the resumed run, and the content of its last checkpoint.
+
+    Raises DataError.
+    """
     run_dir = Path(cfg.resume)
     folder = run_dir / CHECKPOINTS
     if fabric.rank == 0:
         new = folder / NEW_CHECKPOINT
-        remove_leftovers([run_dir / ".reserve", new, part_of(new)])           # the first two of older trainers
+        remove_leftovers([run_dir / ".reserve", new, part_of(new)])          # two of older trainers
     path, content = load_checkpoint(folder, cfg, fabric)
     fabric.check_agreement(dict(checkpoint=path.name))
     cfg = replace(cfg, **content["lengths"])
@@ -4495,27 +4692,55 @@ def run(preset: str, given: Config, fabric: Fabric, ending: Ending) -> int:
     return EXIT_DONE if saved else EXIT_FAILED
 
 
-def sample_saved(flags: Config) -> int:
-    """--sample=DIR "prompt": print text that goes on from the prompt, on any device. Returns the exit status."""
-    cfg, tensors = load_weights(Path(flags.sample), flags.device)
-    fabric = make_fabric(replace(cfg, num_slots=1))
-    pieces = read_vocabulary(ShardHeader(f"{flags.sample}/weights", 0, cfg.vocab_size, cfg.document_start))
+def read_prompt(flags: Config, cfg: Config,
+                pieces: list[bytes] | None) -> tuple[list[bytes] | None, list[int]]:
+    """Bytes of each token, if anybody knows them, and the prompt as token ids. Raises DataError.
+
+    pieces: from vocab.txt beside the weights. GPT-2's come from --ranks=FILE, or from tiktoken.
+    """
     gpt2 = cfg.vocab_size == GPT2_VOCAB and (flags.ranks or pieces is None)
+    ranks = None
+    if flags.ranks:
+        ranks = regular_file(Path(flags.ranks), "--ranks=FILE with the GPT-2 tokens")
     try:
         sys.path.append(str(Path(__file__).parent / "data"))
         tools = importlib.import_module("tokenize_text")
-        ids = (tools.gpt2_pieces(Path(flags.ranks) if flags.ranks else None) if gpt2 else
-               {piece: token for token, piece in enumerate(pieces or ()) if piece})
-        prompt = tools.make_encoder("gpt2" if gpt2 else "pocket", ids)(flags.prompt.encode("utf-8", "surrogateescape"))
-    except Exception as error:                                                # no package, no network, any file content
-        raise DataError("prompt", f"{type(error).__name__}: {error}", "bytes of a vocab.txt beside the weights, or "
-                        "GPT-2 tokens, tiktoken and --ranks=FILE", "leave them out; install tiktoken") from None
-    dtype = "float32" if cfg.dtype == "bfloat16" and not fabric.on_cuda else cfg.dtype
+        if gpt2:
+            ids = tools.gpt2_pieces(ranks)
+            pieces = sorted(ids, key=ids.get)
+            encode = tools.make_encoder("gpt2", ids)
+        else:
+            ids = {piece: token for token, piece in enumerate(pieces or ()) if piece}
+            encode = tools.make_encoder("pocket", ids)
+        return pieces, encode(flags.prompt.encode("utf-8", "surrogateescape"))
+    except Exception as error:           # no package, no network, any content of a file
+        raise DataError("prompt", f"{type(error).__name__}: {error}",
+                        "bytes of a vocab.txt beside the weights, or GPT-2 tokens, tiktoken and "
+                        "--ranks=FILE", "leave them out; install tiktoken") from None
+
+
+def sample_saved(flags: Config) -> int:
+    """--sample=DIR "prompt": print text that goes on from the prompt, on any device.
+
+    Returns the exit status.
+    """
+    folder = Path(flags.sample)
+    cfg, tensors = load_weights(folder, flags.device)
+    fabric = make_fabric(replace(cfg, num_slots=1))
+    if not (folder / MANIFEST).exists():
+        fabric.say(f"remark: no {MANIFEST} in {folder}: whether an older save is damaged, nobody can tell")
+    beside = ShardHeader(str(folder / "weights"), 0, cfg.vocab_size, cfg.document_start)
+    pieces, prompt = read_prompt(flags, cfg, read_vocabulary(beside))
+
+    dtype = cfg.dtype
+    if dtype == "bfloat16" and not fabric.on_cuda:
+        dtype = "float32"
     cfg = replace(cfg, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens)
-    executor, schedule = Executor(cfg, fabric, attention_reference, "plain"), Schedule(cfg)
-    executor.model.load_state_dict(tensors)
-    tokens = generate(cfg, executor, schedule.at(schedule.last_step), prompt)
-    text = flags.prompt + spell(sorted(ids, key=ids.get) if gpt2 else pieces, tokens)
+    evaluator = Evaluator(cfg, fabric, attention_reference)
+    evaluator.model.load_state_dict(tensors)
+    schedule = Schedule(cfg)
+    tokens = generate(cfg, evaluator, schedule.at(schedule.last_step), prompt)
+    text = flags.prompt + spell(pieces, tokens)
     print_result(fabric, text, "redirect the output to where there is room")
     return EXIT_DONE
 

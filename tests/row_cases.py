@@ -266,8 +266,8 @@ def drive(fabric: tg.Fabric, run: Run, broken: str = "") -> list[dict[str, Any]]
                     table.fetch(ahead[0][label], None)
         moved = dict(seen)                                                    # whole() is no training
         for label, what in zip(labels, found):
-            host = SimpleNamespace(optimizer=SimpleNamespace(cut=()), tables=tables, fabric=fabric)
-            everything = tg.Executor._whole(host, label, tables[label].mine)
+            host = SimpleNamespace(tables=tables, fabric=fabric)
+            everything = tg.Executor._whole_table(host, label, tables[label].mine)
             what.update(mine=exact_array(tables[label].mine), m=moments[label][0].numpy(), v=moments[label][1].numpy(),
                         whole=None if everything is None else exact_array(everything),
                         accounts=[x for x in accounts if x["table"] == label])
