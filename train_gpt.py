@@ -1920,8 +1920,11 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max
     query_at = positions.view(blocks, block, 1)
     back_and_own = torch.arange(-block, block, device=q.device)
     key_at = query_at[:, :1] + back_and_own                                   # (blocks, 1, 2 * block)
-    seen = (key_at >= 0) & (key_at <= query_at) & (key_at >= query_at - window)
-    seen &= document[key_at] == document[query_at]                            # a negative key is not seen anyway
+    exists = key_at >= 0
+    not_later = key_at <= query_at
+    in_reach = key_at >= query_at - window
+    same_document = document[key_at] == document[query_at]                    # a negative key reads some place; unseen
+    seen = exists & not_later & in_reach & same_document
 
     heads_first = [x.transpose(1, 2) for x in (queries, keys, values)]
     out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen[:, None], scale=scale)
@@ -2016,8 +2019,8 @@ def add_rows_kernel(sums, rows, order, grad, count, width, LINES: tl.constexpr, 
             start = tl.load(order + line, mask=same, other=0) * width
             places = grad + start[:, None] + column[None, :]
             wanted = same[:, None] & inside[None, :]
-            part = tl.load(places, mask=wanted, other=0)
-            total += tl.sum(part.to(total.dtype), axis=0)
+            part = tl.load(places, mask=wanted, other=0).to(total.dtype)
+            total += tl.sum(part, axis=0)
             at = at + LINES
             more = tl.min(same.to(tl.int32), axis=0)                          # all of them: the row may go on
         tl.store(target, total, mask=inside)
@@ -2035,9 +2038,8 @@ def add_rows(sums: Tensor, index: Tensor, grad: Tensor) -> None:
     rows, order = index.sort(stable=True)                                     # a row's lines stay in their order
     count, width = grad.shape
     launch = jitted(add_rows_kernel)[(count,)]
-    next_power_of_2 = 1 << (width - 1).bit_length()
-    launch(sums, rows, order, grad.contiguous(), count, width,
-           LINES=ADD_ROWS_LINES, WIDTH=next_power_of_2)
+    sizes = dict(LINES=ADD_ROWS_LINES, WIDTH=1 << (width - 1).bit_length())   # the next power of 2
+    launch(sums, rows, order, grad.contiguous(), count, width, **sizes)
 
 
 class RowLookup(torch.autograd.Function):
@@ -2110,11 +2112,15 @@ class HeadLoss(torch.autograd.Function):
         native = ctx.precision == "fp8"
         grad_scale = loss_weight.float() * f32_scale(FP8_GRAD_SCALE, y).float()
         grad = (grad / grad_scale).to(torch.float8_e5m2)
+        grad_scale = grad_scale.double()
+
+        scale_y = grad_scale * f32_scale(FP8_W_SCALE, y)                      # a product's scale: of its two factors
         dtype_y = torch.bfloat16 if native else ctx.work
-        scale_y = grad_scale.double() * f32_scale(FP8_W_SCALE, y)
-        scale_w = grad_scale.double() * f32_scale(FP8_Y_SCALE, y)
         grad_y = fp8_product(grad, w.t(), scale_y, native, dtype_y)
-        grad_w = fp8_product(y.t().contiguous(), grad, scale_w, native, ctx.work)
+
+        scale_w = grad_scale * f32_scale(FP8_Y_SCALE, y)
+        y_in_rows = y.t().contiguous()
+        grad_w = fp8_product(y_in_rows, grad, scale_w, native, ctx.work)
         return grad_y, grad_w, None, None, None, None, None
 
 
@@ -2259,7 +2265,8 @@ class GPT(nn.Module):
             rows, *rest = row.shape
             if kept:
                 rows = kept.get(row.label, rows)
-            weight = torch.empty((rows, *rest), dtype=exact if row.full_precision else dtype)
+            row_dtype = exact if row.full_precision else dtype
+            weight = torch.empty((rows, *rest), dtype=row_dtype)
             self.register_parameter(row.label, nn.Parameter(weight))
 
         for name in ("rotary_cos", "rotary_sin"):
@@ -2276,7 +2283,8 @@ class GPT(nn.Module):
             digest = hashlib.sha256(f"{seed}/{row.label}".encode()).digest()
             own_seed = int.from_bytes(digest[:8], "little", signed=True)
             generator = torch.Generator().manual_seed(own_seed)
-            drawn = kept(row.label, row.init(generator, row.shape))
+            whole = row.init(generator, row.shape)
+            drawn = kept(row.label, whole)
             if not row.full_precision:
                 drawn = drawn.bfloat16()
             self.get_parameter(row.label).copy_(drawn)
@@ -2361,8 +2369,9 @@ class GPT(nn.Module):
                 read[label] = F.embedding(index, getattr(self, label))
 
         x0 = rms_norm(self.smeared(read["embed"], smear))
+        pairs = read["bigram_embed"]
         values = list(read["value_embed"].unbind(1))
-        return x0, read["bigram_embed"], values
+        return x0, pairs, values
 
     def smeared(self, e: Tensor, smear: Tensor) -> Tensor:
         """Each token's embedding plus a gated share of the one before it in the slot, over documents; e (B, T, D)."""
@@ -2425,13 +2434,14 @@ class GPT(nn.Module):
         regroups, and its published losses contain that (recipe 9.1). The window counts positions.
         """
         slots, length, heads, width = q.shape
-        cos = self.rotary_cos[:2 * length].view(length, 1, 2, -1)
-        sin = self.rotary_sin[:2 * length].view(length, 1, 2, -1)
+        positions = 2 * length
+        cos = self.rotary_cos[:positions].view(length, 1, 2, -1)
+        sin = self.rotary_sin[:positions].view(length, 1, 2, -1)
         neighbours = (slots, length, heads // 2, 2, width)
         q = rotate(q.view(neighbours), cos, sin)
         k = rotate(k.view(neighbours), cos, sin)
 
-        sequence = (slots * length * 2, heads // 2, width)
+        sequence = (slots * positions, heads // 2, width)
         flat = [x.reshape(sequence) for x in (q, k, v)]
         y = self.attention(*flat, 2 * cu_seqlens, 2 * reach.max_len, window, reach.scale)
         return y.view(slots, length, heads, width)
