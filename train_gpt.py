@@ -2461,103 +2461,225 @@ def gate_of(features: Tensor, weight: Tensor) -> Tensor:
 
 
 # ====== Room 6: Rows ==================================================================================================
-# A plan's ids serve both directions: owner to reader in front of a cycle, reader to owner behind it (design 4).
+# A plan's rows_i_read serve both directions: owner to reader in front of a cycle, reader to owner behind it (design 4).
 LIST_FACTS = ("purpose", "cycle", "tokens", "dtype", "table", "rows", "checksum")         # i64 words ahead of a list
+ROWS, CHECKSUM = -2, -1                  # of one list alone; the facts in front of them are alike on all ranks
+
 
 def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, TablePlan]) -> None:
-    """Tell every owner which of its rows this rank reads, and learn what all ranks ask of this one: the facts of all
-    lists in one collective, all lists in another. Raises FabricError where ranks disagree."""
-    W, me = fabric.world, fabric.rank
-    lists = [torch.from_numpy((plan.rows_i_read % plan.size).astype(np.int32)[:0 if plan.tied else None]).split(
-        [0] * W if plan.tied else plan.counts_by_owner) for plan in plans.values()]       # by table, by owner
-    words = [(*plan.tag.values(), dtype, label + " of the head" * plan.tied) for label, plan in plans.items()]
-    code = lambda word: word if isinstance(word, int) else zlib.crc32(word.encode())
-    facts = torch.tensor([[[*map(code, word), len(x), int(x.sum())] for word, x in zip(words, of_owner)]
-                          for of_owner in zip(*lists)])
-    theirs = torch.empty_like(facts)                                          # (W, tables, facts)
-    dist.all_to_all_single(theirs, facts, group=group)
-    for rank, at, fact in (theirs != facts)[..., :-2].nonzero().tolist():
-        name, there, here = LIST_FACTS[fact], int(theirs[rank, at, fact]), words[at][fact]
-        raise FabricError(f"row plans of ranks {rank} and {me}", {name: there}, {name: here}, "use the same flags")
-    out, back = facts[..., -2], theirs[..., -2]
-    arrived = torch.empty(int(back.sum()), dtype=torch.int32)
-    dist.all_to_all_single(arrived, torch.cat(list(itertools.chain(*zip(*lists)))), back.sum(1).tolist(),
-                           out.sum(1).tolist(), group=group)
-    pieces, words_bytes = arrived.split(back.flatten().tolist()), (W - 1) * len(LIST_FACTS) * facts.element_size()
-    for at, (label, plan) in enumerate(plans.items()):
-        for rank, x in enumerate(asked := pieces[at::len(plans)]):
-            if len(x) and (x[0] < 0 or x[-1] >= plan.size or (x.diff() < 1).any() or x.sum() != theirs[rank, at, -1]):
-                raise FabricError(f"rows of {label} that rank {rank} asks for", f"{len(x)} from {x[0]} to {x[-1]}",
-                                  f"ascending places below {plan.size}, as announced", "report it: a plan is wrong")
+    """Tell every owner which of its rows this rank reads, and learn what all ranks ask of this one.
+
+    The facts of all lists travel in one collective, the lists themselves in another. Raises
+    FabricError where ranks disagree.
+    """
+    W = fabric.world
+    words = [common_words(label, plan, dtype) for label, plan in plans.items()]
+    facts, leaving = facts_and_lists(W, words, list(plans.values()))
+    my_facts = torch.tensor(facts).view(W, len(plans), len(LIST_FACTS))       # (owner, table, fact)
+    their_facts = torch.empty_like(my_facts)                                  # (reader, table, fact)
+    dist.all_to_all_single(their_facts, my_facts, group=group)
+    check_agreement_of_plans(fabric, words, my_facts, their_facts)
+
+    rows_i_ask = my_facts[:, :, ROWS]                                         # (owner, table)
+    rows_asked_of_me = their_facts[:, :, ROWS]                                # (reader, table)
+    arriving = torch.empty(int(rows_asked_of_me.sum()), dtype=torch.int32)
+    dist.all_to_all_single(arriving, torch.cat(leaving), rows_asked_of_me.sum(1).tolist(),
+                           rows_i_ask.sum(1).tolist(), group=group)
+
+    lists = arriving.split(rows_asked_of_me.flatten().tolist())               # reader by reader, and by table in each
+    for table, (label, plan) in enumerate(plans.items()):
+        lists_by_reader = lists[table::len(plans)]
+        for reader, places in enumerate(lists_by_reader):
+            check_asked_places(label, plan, reader, places, their_facts[reader, table, CHECKSUM])
         if not plan.tied:
-            plan.rows_asked_of_me, plan.counts_by_reader = torch.cat(asked).long(), back[:, at].tolist()
-            plan.sent += words_bytes + (len(plan.rows_i_read) - plan.counts_by_owner[me]) * arrived.element_size()
-            theirs_bytes = (len(plan.rows_asked_of_me) - plan.counts_by_reader[me]) * arrived.element_size()
-            plan.received += words_bytes + theirs_bytes
+            plan.rows_asked_of_me = torch.cat(lists_by_reader).long()
+            plan.counts_by_reader = [len(places) for places in lists_by_reader]
+            count_list_bytes(fabric, plan, my_facts.element_size(), arriving.element_size())
+
+
+def common_words(label: str, plan: TablePlan, dtype: str) -> list[int | str]:
+    """The facts of a table's lists that have to be alike on all ranks, in the order of LIST_FACTS."""
+    source = f"{label} of the head" if plan.tied else label
+    return [*plan.tag.values(), dtype, source]
+
+
+def facts_and_lists(world: int, words: list[list[int | str]],
+                    plans: list[TablePlan]) -> tuple[list[list[int]], list[Tensor]]:
+    """What this rank says of its lists, and the lists: owner by owner, and table by table for each."""
+    lists_by_table = [places_by_owner(plan) for plan in plans]
+    facts, lists = [], []
+    for owner in range(world):
+        for words_of_table, lists_of_table in zip(words, lists_by_table):
+            places = lists_of_table[owner]
+            common = [as_number(word) for word in words_of_table]
+            facts.append([*common, len(places), int(places.sum())])
+            lists.append(places)
+    return facts, lists
+
+
+def places_by_owner(plan: TablePlan) -> Sequence[Tensor]:
+    """The rows that this rank reads as i32 places in the slices of their owners, a list for each owner."""
+    if plan.tied:                                                             # nothing is asked of anyone
+        nothing = torch.empty(0, dtype=torch.int32)
+        return [nothing] * len(plan.counts_by_owner)
+    places = (plan.rows_i_read % plan.size).astype(np.int32)
+    return torch.from_numpy(places).split(plan.counts_by_owner)
+
+
+def as_number(word: int | str) -> int:
+    """Text travels as its checksum."""
+    return word if isinstance(word, int) else zlib.crc32(word.encode())
+
+
+def check_agreement_of_plans(fabric: Fabric, words: list[list[int | str]], my_facts: Tensor,
+                             their_facts: Tensor) -> None:
+    """Raise FabricError if another rank is at another cycle, or has other tokens, dtypes or tables."""
+    unequal = (their_facts != my_facts)[:, :, :ROWS].nonzero().tolist()
+    if unequal:
+        reader, table, fact = unequal[0]
+        name = LIST_FACTS[fact]
+        there = int(their_facts[reader, table, fact])
+        here = words[table][fact]
+        raise FabricError(f"row plans of ranks {reader} and {fabric.rank}", {name: there}, {name: here},
+                          "use the same flags")
+
+
+def check_asked_places(label: str, plan: TablePlan, reader: int, places: Tensor, checksum: Tensor) -> None:
+    """Raise FabricError unless a reader's list is one that a plan can hold, and the one it announced."""
+    if len(places) == 0:
+        return
+    inside = places[0] >= 0 and places[-1] < plan.size
+    ascending = (places.diff() >= 1).all()
+    if not inside or not ascending or places.sum() != checksum:
+        raise FabricError(f"rows of {label} that rank {reader} asks for",
+                          f"{len(places)} from {places[0]} to {places[-1]}",
+                          f"ascending places below {plan.size}, as announced", "report it: a plan is wrong")
+
+
+def count_list_bytes(fabric: Fabric, plan: TablePlan, fact_bytes: int, place_bytes: int) -> None:
+    """Note what the exchange of a plan has cost: the facts and the lists of all ranks but this one."""
+    of_facts = (fabric.world - 1) * len(LIST_FACTS) * fact_bytes
+    asked_elsewhere = len(plan.rows_i_read) - plan.counts_by_owner[fabric.rank]
+    asked_from_elsewhere = len(plan.rows_asked_of_me) - plan.counts_by_reader[fabric.rank]
+    plan.sent += of_facts + asked_elsewhere * place_bytes
+    plan.received += of_facts + asked_from_elsewhere * place_bytes
+
+
+def row_bytes(rows: Tensor) -> int:
+    """Bytes of one row of (count, D), also where count is 0."""
+    return rows.shape[1] * rows.element_size()
+
+
+def already_here() -> None:
+    """The wait for what needs none."""
+
 
 class TableRows:
-    """One table on one rank: the slice it owns, a cache of the rows it reads, and the gradients of both. sparse: cache
-    and sums hold the plan's rows, in its order. sparse_scatter: all rows, in physical order, but the plan's gradients
-    travel. dense: all rows, all gradients. One rank: the cache is the table, and the sums are its gradient."""
-    def __init__(self, table: Table, cfg: Config, fabric: Fabric, mine: Tensor, most_tokens: int, report: Callable):
+    """One table on one rank: the slice it owns, a cache of the rows it reads, the gradients of both.
+
+    sparse: cache and sums hold the plan's rows, in its order. sparse_scatter: they hold all rows, in
+    physical order, but only the plan's gradients travel. dense: they hold all rows, and all
+    gradients travel. One rank: the cache is the table, and the sums are its gradient.
+    """
+
+    def __init__(self, table: Table, cfg: Config, fabric: Fabric, mine: Tensor, most_tokens: int,
+                 report: Callable) -> None:
         """mine (C, D): the slice, a parameter. most_tokens: read by a rank in a cycle; the buffers never grow."""
         assert (table.home, table.rule, table.cycle) == ("device", "adam", CYCLE), f"nothing keeps {table} yet"
-        self.table, self.fabric, self.mine, self.report, self.mode = table, fabric, mine, report, cfg.row_comms
-        self.debug, self.arriving = cfg.debug_rows, None
-        (size, width), W, exact = mine.shape, fabric.world, torch.promote_types(mine.dtype, torch.float32)
-        self.listed = self.mode == "sparse" and W > 1
+        self.table = table
+        self.fabric = fabric
+        self.report = report
+        self.mode = cfg.row_comms
+        self.debug = cfg.debug_rows
+        self.listed = self.mode == "sparse" and fabric.world > 1              # cache and sums in the plan's order
+
+        size, width = mine.shape
+        exact = torch.promote_types(mine.dtype, torch.float32)
+        self.mine = mine
         self.grad = mine.new_zeros(size, width, dtype=exact)                  # of the slice, summed over ranks
-        self.cache, self.sums = mine, self.grad
-        if W > 1:
-            count = min(W * size, most_tokens * table.reads) if self.listed else W * size
-            self.cache, self.sums = mine.new_zeros(count, width).requires_grad_(), self.grad.new_zeros(count, width)
+        if fabric.world == 1:
+            self.cache = mine
+            self.sums = self.grad
+        else:
+            count = fabric.world * size
+            if self.listed:
+                count = min(count, most_tokens * table.reads)
+            self.cache = mine.new_zeros(count, width).requires_grad_()
+            self.sums = self.grad.new_zeros(count, width)                     # of the rows in the cache, on this rank
+        self.arriving = None                                                  # rows on their way into the cache
         self.reset()
 
     def reset(self) -> None:
         """Nothing cached, no gradients, no bytes counted."""
         self._settle()
-        self.open, self.cached = [], None                                     # open: plans with gradients in the sums
+        self.cached = None                                                    # the plan whose rows are in the cache
+        self.open = []                                                        # plans with gradients in the sums
         self.totals = dict(bytes_sent=0, bytes_received=0, bytes_dense=0)
-        torch._foreach_zero_([self.sums, self.grad])
+        self.sums.zero_()
+        self.grad.zero_()
 
     def _settle(self) -> None:
+        """Wait for what is on its way into the cache."""
         if self.arriving is not None:
             self.arriving.wait()
         self.arriving = None
 
     def _places(self, plan: TablePlan) -> Tensor | slice:
-        return slice(len(plan.rows_i_read)) if self.listed else plan.rows_i_read
+        """Where the plan's rows stand in the cache and in the sums."""
+        if self.listed:
+            return slice(len(plan.rows_i_read))
+        return plan.rows_i_read
 
-    def _launch(self, plan: TablePlan, collective: Callable, out: Tensor, rows: Tensor, *counts: list[int]) -> Any:
-        """Launch rows to their ranks, with empty lists too, and count what goes to others: lists, or whole slices."""
-        slices, me = [len(self.mine)] * self.fabric.world, self.fabric.rank
-        arriving, leaving = (sum(x) - x[me] for x in counts or (slices, slices))
-        plan.sent, plan.received = plan.sent + leaving * rows[:1].nbytes, plan.received + arriving * out[:1].nbytes
-        return collective(out, rows, *counts, async_op=True)
+    # Bytes are counted where a collective is launched: what goes to other ranks and comes from them.
+    def _launch_lists(self, plan: TablePlan, out: Tensor, rows: Tensor, arriving: list[int],
+                      leaving: list[int]) -> Any:
+        """Launch a list of rows from each rank to each, empty ones too. arriving, leaving: how many, by rank."""
+        me = self.fabric.rank
+        plan.received += (sum(arriving) - arriving[me]) * row_bytes(out)
+        plan.sent += (sum(leaving) - leaving[me]) * row_bytes(rows)
+        return dist.all_to_all_single(out, rows, arriving, leaving, async_op=True)
+
+    def _launch_slices(self, plan: TablePlan, collective: Callable, out: Tensor, rows: Tensor) -> Any:
+        """Launch a whole slice to, and from, each other rank."""
+        rows_of_others = (self.fabric.world - 1) * len(self.mine)
+        plan.received += rows_of_others * row_bytes(out)
+        plan.sent += rows_of_others * row_bytes(rows)
+        return collective(out, rows, async_op=True)
 
     @torch.no_grad()
     def _bring(self, plan: TablePlan, out: Tensor, head: Tensor) -> Any:
-        """Launch the plan's rows into `out`, or all rows where there is no list; tied ones are columns of the head."""
-        plan.change_lists(lambda rows: rows.to(self.mine.device, non_blocking=True))
+        """Launch the plan's rows into `out`, or all rows where there is no list; tied ones are columns of the head.
+
+        Returns the work to wait for, or None where there is none.
+        """
+        def on_device(rows: Tensor) -> Tensor:
+            return rows.to(self.mine.device, non_blocking=True)
+
+        plan.change_lists(on_device)
         if self.fabric.world == 1:
             return None
         if self.debug:
-            out.fill_(math.nan)
+            out.fill_(math.nan)                                               # rows of no plan are not to be read
         if plan.tied:
             out[self._places(plan)] = head.t()[plan.head_columns]
-        elif self.listed:
-            out, rows = out[:len(plan.rows_i_read)], self.mine[plan.rows_asked_of_me]
-            return self._launch(plan, dist.all_to_all_single, out, rows, plan.counts_by_owner, plan.counts_by_reader)
-        else:
-            return self._launch(plan, dist.all_gather_into_tensor, out, self.mine.detach())
+            return None
+        if not self.listed:
+            return self._launch_slices(plan, dist.all_gather_into_tensor, out, self.mine.detach())
+        rows_i_read = out[:len(plan.rows_i_read)]
+        rows_asked_of_me = self.mine[plan.rows_asked_of_me]
+        return self._launch_lists(plan, rows_i_read, rows_asked_of_me, plan.counts_by_owner, plan.counts_by_reader)
 
     def fetch(self, plan: TablePlan, head: Tensor) -> None:
         """Launch the rows of a cycle into the cache: after the owners' update, never before."""
         self._settle()
-        self.cached, self.arriving = plan, self._bring(plan, self.cache.detach(), head)
+        self.cached = plan
+        self.arriving = self._bring(plan, self.cache.detach(), head)
 
     def ready(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
-        """The cache with the plan's rows, and the sums for their gradients. Raises RunError inside another cycle."""
+        """The cache with the plan's rows, and the sums for their gradients.
+
+        Raises RunError inside another cycle.
+        """
         if plan not in self.open:
             if self.open and self.fabric.world > 1:
                 raise RunError(f"gradients of {self.table.label}", f"of {self.open[0].tag}, now {plan.tag}",
@@ -2572,58 +2694,91 @@ class TableRows:
         """Rows for another reader than training, in a tensor of their own."""
         out = self.mine
         if self.fabric.world > 1:
-            out = out.new_empty(len(plan.rows_i_read) if self.listed else len(self.cache), out.shape[1])
-        if work := self._bring(plan, out, head):
+            count = len(plan.rows_i_read) if self.listed else len(self.cache)
+            out = self.mine.new_empty(count, self.mine.shape[1])
+        work = self._bring(plan, out, head)
+        if work is not None:
             work.wait()
         self.account(plan)
         return out, None
 
-    def return_gradients(self) -> tuple[Tensor, Callable[[], object]]:
-        """Launch gradients to their owners. Returns the slice's gradient, and the wait that adds them in rank order."""
+    def return_gradients(self) -> tuple[Tensor, Callable[[], None]]:
+        """Launch gradients to their owners.
+
+        Returns the gradient of the slice, whole after the wait that comes with it.
+        """
         if self.fabric.world == 1:
-            return self.grad, lambda: None
-        plan, wire = self.open[-1], self.mine.dtype
+            return self.grad, already_here
         if self.mode == "dense":
-            arrived = self.grad.new_empty(self.grad.shape, dtype=wire)
-            work = self._launch(plan, dist.reduce_scatter_tensor, arrived, self.sums.to(wire))
-            return self.grad, lambda: (work.wait(), self.grad.copy_(arrived))
-        arrived = self.grad.new_empty(len(plan.rows_asked_of_me), self.grad.shape[1], dtype=wire)
-        rows = self.sums[self._places(plan)].to(wire)
-        work = self._launch(plan, dist.all_to_all_single, arrived, rows, plan.counts_by_reader, plan.counts_by_owner)
-        def merge() -> None:
+            return self.grad, self._return_slices(self.open[-1])
+        return self.grad, self._return_lists(self.open[-1])
+
+    def _return_slices(self, plan: TablePlan) -> Callable[[], None]:
+        """Launch the gradients of all rows. Returns the wait that leaves their sum over ranks in self.grad."""
+        rows = self.sums.to(self.mine.dtype)                                  # on the wire: the type of the weights
+        arrived = rows.new_empty(self.grad.shape)
+        work = self._launch_slices(plan, dist.reduce_scatter_tensor, arrived, rows)
+
+        def take_sum() -> None:
             work.wait()
-            counts = plan.counts_by_reader
-            for at, part in zip(plan.rows_asked_of_me.split(counts), arrived.split(counts)):
-                self.grad.index_add_(0, at, part.to(self.grad.dtype))         # no row twice in a list: one order only
-        return self.grad, merge
+            self.grad.copy_(arrived)
+
+        return take_sum
+
+    def _return_lists(self, plan: TablePlan) -> Callable[[], None]:
+        """Launch the gradients of the plan's rows. Returns the wait that adds them to self.grad in rank order."""
+        rows = self.sums[self._places(plan)].to(self.mine.dtype)              # on the wire: the type of the weights
+        arrived = rows.new_empty(len(plan.rows_asked_of_me), rows.shape[1])
+        work = self._launch_lists(plan, arrived, rows, plan.counts_by_reader, plan.counts_by_owner)
+
+        def add_in_rank_order() -> None:
+            work.wait()
+            places_by_reader = plan.rows_asked_of_me.split(plan.counts_by_reader)
+            rows_by_reader = arrived.split(plan.counts_by_reader)
+            for places, part in zip(places_by_reader, rows_by_reader):        # no row twice in a list: one order only
+                self.grad.index_add_(0, places, part.to(self.grad.dtype))
+
+        return add_in_rank_order
 
     def add_to_head(self, head_grad: Tensor) -> None:
         """While tied: this rank's gradients join those of the head, (D, V)."""
         for plan in self.open:
-            head_grad[:, plan.head_columns] += self.sums[self._places(plan)].t().to(head_grad.dtype)
-            self.sums[self._places(plan)] = 0                                 # rows of several plans count once
+            places = self._places(plan)
+            head_grad[:, plan.head_columns] += self.sums[places].t().to(head_grad.dtype)
+            self.sums[places] = 0                                             # rows of several plans count once
         self.clear()
 
     def clear(self) -> None:
         """Forget the gradients of the open plans, row by row, and what is cached."""
         for plan in self.open:
             self.sums[self._places(plan)] = 0
-            if not plan.tied and self.fabric.world > 1:
-                self.grad[... if self.mode == "dense" else plan.rows_asked_of_me] = 0
+            if self.fabric.world > 1 and not plan.tied:
+                self._clear_slice(plan)
             self.account(plan, 2)
-        self.open, self.cached = [], None
+        self.open = []
+        self.cached = None
         if self.debug and (self.sums.any() or self.grad.any()):
             raise RunError(f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it")
 
+    def _clear_slice(self, plan: TablePlan) -> None:
+        if self.mode == "dense":
+            self.grad.zero_()
+        else:
+            self.grad[plan.rows_asked_of_me] = 0
+
     def account(self, plan: TablePlan, passes: int = 0) -> None:
-        """Close the account of a plan, beside as many passes of the whole table."""
-        if not plan.tied and plan.tag["purpose"] in ("train", "validation"):
-            moved = dict(bytes_sent=plan.sent, bytes_received=plan.received,
-                         bytes_dense=passes * (self.fabric.world - 1) * self.mine.nbytes)
-            self.report(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.rows_i_read), **moved,
-                        plan_ms=round(plan.plan_ms, 3))
-            for key in moved if plan.tag["purpose"] == "train" else ():
-                self.totals[key] += moved[key]
+        """Close the account of a plan. passes: how often the dense mode would have sent the whole table."""
+        purpose = plan.tag["purpose"]
+        if plan.tied or purpose not in ("train", "validation"):
+            return
+        bytes_dense = passes * (self.fabric.world - 1) * self.mine.nbytes
+        moved = dict(bytes_sent=plan.sent, bytes_received=plan.received, bytes_dense=bytes_dense)
+        self.report(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.rows_i_read), **moved,
+                    plan_ms=round(plan.plan_ms, 3))
+        if purpose == "train":
+            for key, count in moved.items():
+                self.totals[key] += count
+
 
 # ====== Room 7: Optimizer =============================================================================================
 # Launch order of the reductions, and order of the updates with their gathers: large ones travel while NorMuon computes.
@@ -2639,36 +2794,59 @@ POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 DOWN_LR_MUL = 2.0                        # down matrices of the MLP, on top of the factor of their shape
 
+
 def polar_express(x: Tensor) -> Tensor:
     """Nearly the polar factor of each matrix, (M, r, c): singular values go to 0.86 .. 1.14. Same dtype in and out."""
+    norm = x.norm(dim=(-2, -1), keepdim=True)
     tall = x.shape[-2] > x.shape[-1]
-    x = (x.mT if tall else x) / (1.02 * x.norm(dim=(-2, -1), keepdim=True) + 1e-6)
-    for a, b, c in POLAR_EXPRESS:
+    if tall:
+        x = x.mT                                                              # the smaller of the two Gram matrices
+    x = x / (1.02 * norm + 1e-6)
+    for a, b, c in POLAR_EXPRESS:                                             # x -> (a + b G + c G^2) x, G = x x^T
         gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
-    return x.mT if tall else x
+        higher_terms = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, higher_terms, x, beta=a)
+    if tall:
+        x = x.mT
+    return x
+
 
 def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor, beta2: float,
                       polar_dtype: torch.dtype) -> Tensor:
-    """Orthogonalised Nesterov momentum, evened out per row at an unchanged Frobenius norm (arXiv 2510.05491). grad,
-    momentum (M, r, c); second (M, r, 1), or (M, 1, c) of wide matrices; momentum and second change in place."""
+    """Orthogonalised Nesterov momentum, evened out per row at an unchanged Frobenius norm (arXiv 2510.05491).
+
+    grad, momentum (M, r, c); second (M, r, 1), or (M, 1, c) of wide matrices. momentum and second
+    change in place.
+    """
     momentum.add_((grad - momentum) * (1 - mu))
-    o = polar_express((grad * (1 - mu) + momentum * mu).to(polar_dtype)).to(grad.dtype)
+    nesterov = grad * (1 - mu) + momentum * mu
+    o = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
+
     axis = -1 if grad.shape[-2] >= grad.shape[-1] else -2
-    size, square = grad.shape[axis], o.square().mean(dim=axis, keepdim=True)
-    norm = (size * square.sum(dim=(-2, -1), keepdim=True)).sqrt()
+    size = grad.shape[axis]
+    square = o.square().mean(dim=axis, keepdim=True)
     second.lerp_(square, 1 - beta2)
     scale = second.clamp_min(1e-10).rsqrt()
-    scaled_norm = (size * (square * scale.square()).sum(dim=(-2, -1), keepdim=True)).sqrt()
-    return o * (scale * norm / scaled_norm.clamp_min(1e-10)).to(polar_dtype).to(grad.dtype)
+
+    norm = (size * square.sum(dim=(-2, -1), keepdim=True)).sqrt()
+    scaled_square = square * scale.square()
+    scaled_norm = (size * scaled_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
+    factor = scale * norm / scaled_norm.clamp_min(1e-10)
+    return o * factor.to(polar_dtype).to(grad.dtype)
+
 
 def cautious_descent(p: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> Tensor:
     """p - p [update p >= 0] decay lr - update lr, in that order: decay only where it agrees with the update."""
-    return p - p * (update * p >= 0) * decay * lr - update * lr
+    agrees = update * p >= 0
+    return p - p * agrees * decay * lr - update * lr
+
 
 def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
     """bf16 weight and the 16 bits below it (i16 words) -> the f32 weight (recipe 3.2)."""
-    return ((p.view(torch.int16).int() << 16) | (mantissa.int() & 0xFFFF)).view(torch.float32)
+    upper = p.view(torch.int16).int() << 16
+    lower = mantissa.int() & 0xFFFF
+    return (upper | lower).view(torch.float32)
+
 
 def split_mantissa(exact: Tensor, p: Tensor, mantissa: Tensor) -> None:
     """f32 weight -> bf16 weight and its lower 16 bits, in place: truncated, never rounded."""
@@ -2676,14 +2854,23 @@ def split_mantissa(exact: Tensor, p: Tensor, mantissa: Tensor) -> None:
     p.copy_((words >> 16).to(torch.int16).view(torch.bfloat16))
     mantissa.copy_((words & 0xFFFF).to(torch.int16))
 
+
 def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second: Tensor, share: float,
                    mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
-    """One NorMuon step on matrices p (M, r, c) in place; lr_muls (M, 1, 1); decay () = weight decay x lr ()."""
-    update = normuon_direction(grad.to(momentum.dtype) * share, momentum, second, mu, beta2, p.dtype)
+    """One NorMuon step on matrices p (M, r, c) in place.
+
+    lr_muls (M, 1, 1); decay () = weight decay x lr (); share: what a plain sum over slots is
+    multiplied by. With a mantissa, p is the upper half of each weight.
+    """
+    grad = grad.to(momentum.dtype) * share
+    update = normuon_direction(grad, momentum, second, mu, beta2, p.dtype)
+    rates = lr_muls * lr
     if mantissa is None:
-        p.copy_(cautious_descent(p, update, lr_muls * lr, decay))
+        p.copy_(cautious_descent(p, update, rates, decay))
     else:
-        split_mantissa(cautious_descent(with_mantissa(p, mantissa), update, lr_muls * lr, decay), p, mantissa)
+        exact = with_mantissa(p, mantissa)
+        split_mantissa(cautious_descent(exact, update, rates, decay), p, mantissa)
+
 
 def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, share: float, betas: tuple[float, float], eps: float,
                 step_size: Tensor, decay: Tensor) -> None:
@@ -2691,76 +2878,141 @@ def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, share: float, bet
     grad = grad.to(m.dtype) * share
     m.lerp_(grad, 1 - betas[0])
     v.lerp_(grad.square(), 1 - betas[1])
-    update, exact = m / (v.sqrt() + eps) * step_size, p.to(m.dtype)
-    p.copy_(exact - (update + exact * (update * exact > 0) * decay))
+    update = m / (v.sqrt() + eps) * step_size
+    exact = p.to(m.dtype)
+    agrees = update * exact > 0
+    p.copy_(exact - (update + exact * agrees * decay))
+
 
 class Optimizer:
     """NorMuon on banks at every step, Adam on the rest at odd steps; who updates what, and in which order it travels.
-    Units are what ranks share out: matrices of a bank, rows of any other sharded parameter. Rank r updates the r-th of
-    W equal slices of the units, filled up for the communication only, and holds moments for that slice alone. Small
-    parameters are updated by every rank alike. Tables are slices already, and room 6 moves their rows."""
-    def __init__(self, cfg: Config, fabric: Fabric, model: GPT, compiled: Callable, tables: dict[str, TableRows]):
-        self.cfg, self.fabric, self.tables, self.rows = cfg, fabric, tables, {row.label: row for row in model.table}
-        assert sorted(REDUCE_ORDER) == sorted(UPDATE_ORDER) == sorted(self.rows), "every label once in both orders"
-        self.weights = {label: model.get_parameter(label) for label in self.rows}
-        all_units = {label: self.units(label, p.data) for label, p in self.weights.items()}
-        self.cut = {label for label, row in self.rows.items() if row.sharded and label not in tables}
-        self.slice_size = {k: -(-len(x) // (fabric.world if k in self.cut else 1)) for k, x in all_units.items()}
-        self.mine = {label: self.slice_of(label, x) for label, x in all_units.items()}
-        self.state = {label: self._zero_state(label) for label in self.rows}
-        self.lr_muls = {label: self._matrix_lr_muls(label) for label, row in self.rows.items() if row.bank}
-        self.adam_steps = {label: 0 for label, row in self.rows.items() if row.optimizer == "adam"}
-        self.normuon_update, self.adam_update = compiled(normuon_update), compiled(adam_update)
+
+    Units are what ranks share out: matrices of a bank, rows of any other sharded parameter. Rank r
+    updates the r-th of W equal slices of the units, filled up for the communication only, and holds
+    moments for that slice alone. Small parameters are updated by every rank alike. Tables are slices
+    already, and room 6 moves their rows.
+    """
+
+    def __init__(self, cfg: Config, fabric: Fabric, model: GPT, compiled: Callable,
+                 tables: dict[str, TableRows]) -> None:
+        """compiled: what a function of tensors goes through. tables: what room 6 keeps, by label."""
+        self.cfg = cfg
+        self.fabric = fabric
+        self.tables = tables
+        self.parameters = {row.label: row for row in model.table}
+        assert sorted(REDUCE_ORDER) == sorted(UPDATE_ORDER) == sorted(self.parameters), "every label once in both"
+        self.weights = {label: model.get_parameter(label) for label in self.parameters}
+        self.cut = {label for label, row in self.parameters.items() if row.sharded and label not in tables}
+
+        self.slice_size = {}             # by label: units of every rank's slice
+        self.mine = {}                   # by label: this rank's slice, a view of the parameter
+        self.state = {}                  # by label: moments of this slice, and mantissa words, by name
+        self.lr_muls = {}                # by label of a bank: (M, 1, 1), a factor for each matrix of the slice
+        self.adam_steps = {}             # by label: updates so far
+        for label, row in self.parameters.items():
+            units = self.units(label, self.weights[label].data)
+            sharers = fabric.world if label in self.cut else 1
+            self.slice_size[label] = -(-len(units) // sharers)
+            self.mine[label] = self.slice_of(label, units)
+            self.state[label] = self._zero_state(label)
+            if row.bank:
+                self.lr_muls[label] = self._matrix_lr_muls(label)
+            if row.optimizer == "adam":
+                self.adam_steps[label] = 0
+        self.normuon_update = compiled(normuon_update)
+        self.adam_update = compiled(adam_update)
 
     def units(self, label: str, x: Tensor) -> Tensor:
         """View of a parameter or its gradient along the axis that ranks share out; attention matrices are square."""
-        return x.view(-1, x.shape[-1 if label == "attn" else -2], x.shape[-1]) if self.rows[label].bank else x
+        if not self.parameters[label].bank:
+            return x
+        height, width = x.shape[-2:]
+        if label == "attn":
+            height = width
+        return x.view(-1, height, width)
 
     def slice_of(self, label: str, units: Tensor) -> Tensor:
         """This rank's part of what ranks share out, else all of it."""
-        return units[self.slice_size[label] * (self.fabric.rank if label in self.cut else 0):][:self.slice_size[label]]
+        size = self.slice_size[label]
+        first = self.fabric.rank * size if label in self.cut else 0
+        return units[first:first + size]
 
     def _zero_state(self, label: str) -> dict[str, Tensor]:
-        mine, zeros_of = self.mine[label], functools.partial(torch.zeros, device=self.fabric.device)
-        exact = torch.promote_types(mine.dtype, torch.float32)
-        if self.rows[label].optimizer == "adam":
-            return {name: zeros_of(mine.shape, dtype=exact) for name in ("m", "v")}
+        """What the updates of a parameter remember, at the start."""
+        mine = self.mine[label]
+        exact = dict(dtype=torch.promote_types(mine.dtype, torch.float32), device=self.fabric.device)
+        if self.parameters[label].optimizer == "adam":
+            return dict(m=torch.zeros(mine.shape, **exact), v=torch.zeros(mine.shape, **exact))
         count, height, width = mine.shape
-        second = (count, height, 1) if height >= width else (count, 1, width)
-        state = dict(momentum=zeros_of(mine.shape, dtype=exact), second=zeros_of(second, dtype=exact))
-        return state | (dict(mantissa=zeros_of(mine.shape, dtype=torch.int16)) if mine.dtype == torch.bfloat16 else {})
+        evened = (count, height, 1) if height >= width else (count, 1, width)
+        state = dict(momentum=torch.zeros(mine.shape, **exact), second=torch.zeros(evened, **exact))
+        if mine.dtype == torch.bfloat16:
+            state["mantissa"] = torch.zeros(mine.shape, dtype=torch.int16, device=self.fabric.device)
+        return state
 
     def _matrix_lr_muls(self, label: str) -> Tensor:
         """(M, 1, 1): root of a tall matrix's aspect ratio, and twice that for the down matrices of the MLP."""
-        mine, momentum = self.mine[label], self.state[label]["momentum"]
-        muls = torch.full((len(mine), 1, 1), max(1.0, mine.shape[-2] / mine.shape[-1]) ** 0.5, dtype=momentum.dtype)
+        mine = self.mine[label]
+        of_shape = max(1.0, mine.shape[-2] / mine.shape[-1]) ** 0.5
+        muls = torch.full((len(mine), 1, 1), of_shape, dtype=self.state[label]["momentum"].dtype)
         if label == "mlp":
-            index = torch.arange(len(mine)) + self.fabric.rank * self.slice_size[label]
-            muls[index % UP_AND_DOWN == 1] *= DOWN_LR_MUL
+            number_in_bank = self.fabric.rank * self.slice_size[label] + torch.arange(len(mine))
+            muls[number_in_bank % UP_AND_DOWN == 1] *= DOWN_LR_MUL
         return muls.to(mine.device)
 
     @torch.no_grad()
-    def step(self, values: Values, plans_ahead: Callable = lambda: None) -> None:
+    def step(self, values: Values, plans_ahead: Callable | None = None) -> None:
         """Reduce, update and gather what this step updates, then clear its gradients; the others keep theirs.
-        plans_ahead: of the next cycle; its rows set off as soon as their owners have updated them."""
-        active = {label for label, row in self.rows.items() if row.optimizer == "normuon" or values.adam_step}
+
+        plans_ahead() gives the plans of the next cycle, if there are any; its rows set off as soon as
+        their owners have updated them. Raises RunError without a gradient.
+        """
+        active = self._active(values)
         head = self.weights["lm_head"]
-        if missing := [label for label in active if not (self.tables[label].open if label in self.tables else
-                                                         self.weights[label].grad is not None)]:
-            raise RunError("optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first")
-        if values.adam_step and values.tied:                                  # one parameter so far, so one gradient
+        tied_update = values.adam_step and values.tied
+        if tied_update:                                                       # one parameter so far, so one gradient
             self.tables["embed"].add_to_head(head.grad)
             active.remove("embed")
-        reduced = {label: self._reduce(label) for label in REDUCE_ORDER if label in active}
-        waits = [self._update(label, *reduced[label], values, plans_ahead) for label in UPDATE_ORDER if label in active]
+
+        reduced = {}
+        for label in REDUCE_ORDER:
+            if label in active:
+                reduced[label] = self._reduce(label)
+        waits = []
+        for label in UPDATE_ORDER:
+            if label in active:
+                grad, wait = reduced[label]
+                wait()
+                self._update(label, grad, values)
+                if label in self.tables:
+                    self._end_cycle(label, plans_ahead)
+                waits.append(self._gather(label))
         for wait in waits:                                                    # all gathers are under way by now
             wait()
-        if values.adam_step and values.tied and self.fabric.world == 1:       # else its rows are read from the head
+
+        if tied_update and self.fabric.world == 1:                            # else its rows are read from the head
             self.weights["embed"].copy_(head.t())
         for label in active:
             self.weights[label].grad = None
         if values.split:
             self._split()
+
+    def _active(self, values: Values) -> set[str]:
+        """Labels of what this step updates. Raises RunError if one has no gradient."""
+        active, missing = set(), []
+        for label, row in self.parameters.items():
+            if row.optimizer == "adam" and not values.adam_step:
+                continue
+            active.add(label)
+            if label in self.tables:
+                has_gradient = len(self.tables[label].open) > 0
+            else:
+                has_gradient = self.weights[label].grad is not None
+            if not has_gradient:
+                missing.append(label)
+        if missing:
+            raise RunError("optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first")
+        return active
 
     def _reduce(self, label: str) -> tuple[Tensor, Callable[[], object]]:
         """Launch the sum over ranks. Returns the gradient of what this rank updates, and a wait for it."""
@@ -2768,65 +3020,109 @@ class Optimizer:
             return self.tables[label].return_gradients()
         units = self.units(label, self.weights[label].grad)
         if self.fabric.world == 1:
-            return units, lambda: None
-        if not self.rows[label].sharded:
-            return units, dist.all_reduce(units, async_op=True).wait
-        mine = units.new_empty(self.slice_size[label], *units.shape[1:])
-        work = dist.reduce_scatter_tensor(mine, filled(units, len(mine) * self.fabric.world), async_op=True)
-        return mine[:len(self.mine[label])], work.wait
+            return units, already_here
+        if label not in self.cut:
+            work = dist.all_reduce(units, async_op=True)
+            return units, work.wait
+        size = self.slice_size[label]
+        arriving = units.new_empty(size, *units.shape[1:])
+        work = dist.reduce_scatter_tensor(arriving, filled(units, size * self.fabric.world), async_op=True)
+        return arriving[:len(self.mine[label])], work.wait
 
-    def _update(self, label: str, grad: Tensor, wait: Callable, values: Values, plans_ahead: Callable) -> Callable:
-        """Update this rank's slice and launch the gather of the others', or of rows. Returns a wait for it."""
-        wait()
-        row, state, cfg, mine = self.rows[label], self.state[label], self.cfg, self.mine[label]
+    def _update(self, label: str, grad: Tensor, values: Values) -> None:
+        """Update this rank's slice, if it has one."""
+        if self.parameters[label].optimizer == "adam":
+            self._update_with_adam(label, grad, values)
+        elif len(self.mine[label]) > 0:
+            self._update_with_normuon(label, grad, values)
+
+    def _update_with_adam(self, label: str, grad: Tensor, values: Values) -> None:
+        cfg = self.cfg
+        row = self.parameters[label]
+        state = self.state[label]
+        self.adam_steps[label] += 1
+        count = self.adam_steps[label]
+        beta1, beta2 = row.betas
+        lr = values.adam_lr * row.lr_mul
+        step_size = number(lr * math.sqrt(1 - beta2**count) / (1 - beta1**count))
+        decay = number(lr * lr * cfg.adam_weight_decay * row.wd_mul)
         share = 1 / cfg.num_slots                                             # of J; the gradient is a plain sum
-        if row.optimizer == "adam":
-            self.adam_steps[label] += 1
-            lr, count, (beta1, beta2) = values.adam_lr * row.lr_mul, self.adam_steps[label], row.betas
-            step_size = number(lr * math.sqrt(1 - beta2**count) / (1 - beta1**count))
-            decay = number(lr * lr * cfg.adam_weight_decay * row.wd_mul)
-            self.adam_update(mine, grad, state["m"], state["v"], share, row.betas, cfg.adam_eps, step_size, decay)
-        elif len(mine):
-            mu, lr = number(values.momentum), number(values.normuon_lr)
-            decay = number(values.normuon_lr * cfg.normuon_weight_decay)
-            self.normuon_update(mine, state.get("mantissa"), grad, state["momentum"], state["second"], share, mu, lr,
-                                self.lr_muls[label], decay, cfg.normuon_beta2)
-        if table := self.tables.get(label):
-            table.clear()
-            if plans := plans_ahead():                                        # waited for at the first lookup
-                table.fetch(plans[label], self.weights["lm_head"])
-        return self._gather(label) if label in self.cut and self.fabric.world > 1 else lambda: None
+        self.adam_update(self.mine[label], grad, state["m"], state["v"], share, row.betas, cfg.adam_eps,
+                         step_size, decay)
+
+    def _update_with_normuon(self, label: str, grad: Tensor, values: Values) -> None:
+        cfg = self.cfg
+        state = self.state[label]
+        mu = number(values.momentum)
+        lr = number(values.normuon_lr)
+        decay = number(values.normuon_lr * cfg.normuon_weight_decay)
+        share = 1 / cfg.num_slots                                             # of J; the gradient is a plain sum
+        self.normuon_update(self.mine[label], state.get("mantissa"), grad, state["momentum"], state["second"],
+                            share, mu, lr, self.lr_muls[label], decay, cfg.normuon_beta2)
+
+    def _end_cycle(self, label: str, plans_ahead: Callable | None) -> None:
+        """Clear a table's gradients, and launch the rows of the next cycle: they are waited for at the first lookup."""
+        table = self.tables[label]
+        table.clear()
+        plans = plans_ahead() if plans_ahead else None
+        if plans is not None:
+            table.fetch(plans[label], self.weights["lm_head"])
 
     def _gather(self, label: str) -> Callable[[], object]:
-        units, size = self.units(label, self.weights[label].data), self.slice_size[label]
+        """Launch the gather of all ranks' slices where each holds the whole. Returns a wait for it."""
+        if self.fabric.world == 1 or label not in self.cut:
+            return already_here
+        units = self.units(label, self.weights[label].data)
+        size = self.slice_size[label]
         count = size * self.fabric.world
-        full = units if len(units) == count else units.new_empty(count, *units.shape[1:])
-        work = dist.all_gather_into_tensor(full, filled(self.mine[label], size), async_op=True)
-        return work.wait if full is units else lambda: (work.wait(), units.copy_(full[:len(units)]))
+        mine = filled(self.mine[label], size)
+        if len(units) == count:
+            return dist.all_gather_into_tensor(units, mine, async_op=True).wait
+        padded = units.new_empty(count, *units.shape[1:])
+        work = dist.all_gather_into_tensor(padded, mine, async_op=True)
+
+        def take_units() -> None:
+            work.wait()
+            units.copy_(padded[:len(units)])
+
+        return take_units
 
     def _split(self) -> None:
         """From here on head and embedding are two parameters; the embedding starts with the head's moments."""
+        W = self.fabric.world
+        mine = self.mine["embed"]
         self.adam_steps["embed"] = self.adam_steps["lm_head"]
-        W, D, mine = self.fabric.world, self.cfg.model_dim, self.mine["embed"]
-        def by_owner(columns: Tensor) -> Tensor:
-            """(d, V) -> (W, d, C): the columns of each owner, every W-th, filled up with zeros."""
-            even = F.pad(columns, (0, W * len(mine) - columns.shape[1]))
-            return even.unflatten(1, (len(mine), W)).permute(2, 0, 1).contiguous()
         for name, moments in self.state["embed"].items():                     # owned along V, the head's along D
-            cut = arrived = by_owner(filled(self.state["lm_head"][name], self.slice_size["lm_head"]))
+            of_head = filled(self.state["lm_head"][name], self.slice_size["lm_head"])
+            leaving = columns_by_owner(of_head, W, len(mine))
+            arrived = leaving
             if W > 1:
-                dist.all_to_all_single(arrived := torch.empty_like(cut), cut)
-            moments.copy_(arrived.flatten(0, 1)[:D].t())
-        mine.copy_(by_owner(self.weights["lm_head"])[self.fabric.rank].t())
+                arrived = torch.empty_like(leaving)
+                dist.all_to_all_single(arrived, leaving)
+            columns = arrived.flatten(0, 1)[:self.cfg.model_dim]              # (D, C), without what filled the head
+            moments.copy_(columns.t())
+        my_columns = columns_by_owner(self.weights["lm_head"], W, len(mine))[self.fabric.rank]
+        mine.copy_(my_columns.t())
+
+
+def columns_by_owner(columns: Tensor, world: int, count: int) -> Tensor:
+    """(d, V) -> (world, d, count): the columns of each owner, every world-th, filled up with zeros."""
+    even = F.pad(columns, (0, world * count - columns.shape[1]))
+    return even.unflatten(1, (count, world)).permute(2, 0, 1).contiguous()
+
 
 def filled(units: Tensor, count: int) -> Tensor:
     """`count` units: the same tensor if it has them, else a copy with zeros behind."""
     missing = count - len(units)
-    return torch.cat((units, units.new_zeros(missing, *units.shape[1:]))) if missing else units.contiguous()
+    if missing == 0:
+        return units.contiguous()
+    return torch.cat((units, units.new_zeros(missing, *units.shape[1:])))
+
 
 def number(value: float) -> Tensor:
     """A number that changes every step as a CPU scalar, so that compiled updates need no new graph."""
     return torch.tensor(value, dtype=torch.float64)
+
 
 # ====== Room 8: Executor ==============================================================================================
 EVAL_ROWS = 8192                         # rows of validation logits at a time: evaluation never decides the memory

@@ -539,12 +539,12 @@ class Trajectory:
             slices[self.fabric.rank] = part
             part = of_owners(slices, self.executor.tables[label].table.rows)
             owned, size = False, part.numel()
-        if owned and optimizer.rows[label].sharded:
+        if owned and optimizer.parameters[label].sharded:
             units, width = len(optimizer.units(label, optimizer.weights[label].data)), int(np.prod(part.shape[1:]))
             start, size = self.fabric.rank * -(-units // self.fabric.world) * width, units * width
         at = np.arange(size) if at is None else at
         mine, samples = (at >= start) & (at < start + part.numel()), part.new_zeros(len(at))
-        if not owned or optimizer.rows[label].sharded or self.fabric.rank == 0:
+        if not owned or optimizer.parameters[label].sharded or self.fabric.rank == 0:
             samples[mine] = part.flatten()[at[mine] - start]
         self.parts.append((key, label, at, size, samples))
 
@@ -595,7 +595,7 @@ class Trajectory:
         of_all = slot_sums.new_zeros(self.cfg.num_slots)
         of_all[self.fabric.rank::self.fabric.world] = slot_sums
         self.check_part(f"slot_loss.{step}", of_all)
-        for label in self.executor.optimizer.rows:                        # sums over slots; the optimizer divides them
+        for label in self.executor.optimizer.parameters:                  # sums over slots; the optimizer divides them
             grad = self.gradient(label) / self.cfg.num_slots
             self.check_part(f"grad_samp.{step}.{label}", grad, label, at=self.vectors[f"idx.{label}"])
             if self.fabric.world == 1:
@@ -604,7 +604,7 @@ class Trajectory:
         self.executor.optim_step(values, lambda: self.ready[0].plans if self.ready else None)     # as the loader tells
         self.vectors.check(f"split_after.{step}", self.executor.optimizer.adam_steps["embed"] > 0)
         weights = self.executor.weights(self.schedule.at(step + 1))
-        for label in self.executor.optimizer.rows:
+        for label in self.executor.optimizer.parameters:
             self.check_state(step + 1, label, weights[label])
         self.join_parts()
 
@@ -621,7 +621,7 @@ class Trajectory:
         for name, got in dict(mtp=values.mtp_weights, windows=windows, yarn=rotary * 2, lr_mul=values.lr_factor,
                               momentum=values.momentum, adam_step=values.adam_step).items():
             vectors.check(f"{name}.{step}", got)
-        for label, row in optimizer.rows.items():
+        for label, row in optimizer.parameters.items():
             lr = values.normuon_lr if row.optimizer == "normuon" else values.adam_lr
             vectors.check(f"lr.{step}.{label}", lr * rate_factor(optimizer, label))
 
@@ -646,7 +646,7 @@ class Trajectory:
 
 def rate_factor(optimizer: tg.Optimizer, label: str) -> float:
     """A parameter's factor of the learning rate; of a bank its first matrix's, which is no down matrix."""
-    return float(optimizer.lr_muls[label][0]) if label in optimizer.lr_muls else optimizer.rows[label].lr_mul
+    return float(optimizer.lr_muls[label][0]) if label in optimizer.lr_muls else optimizer.parameters[label].lr_mul
 
 
 def check_traj(oracle: Oracle) -> None:
@@ -885,7 +885,7 @@ def check_schedule(oracle: Oracle) -> None:
     check_token_weights(vectors, every)
     check_yarn(vectors, cfg, schedule)
     optimizer = tg.Executor(replace(cfg, model_dim=16, head_dim=8), CPU, tg.attention_reference, "plain").optimizer
-    for label in optimizer.rows:
+    for label in optimizer.parameters:
         vectors.check(f"lr_mul_param.{label}", rate_factor(optimizer, label))
     vectors.finish()
 

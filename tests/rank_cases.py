@@ -97,7 +97,7 @@ def state_bytes(executor: tg.Executor) -> dict[str, bytes]:
 def weight_hashes(executor: tg.Executor) -> dict[str, str]:
     """Of what this rank holds."""
     state = state_bytes(executor)
-    return {label: hashlib.sha256(state[label]).hexdigest() for label in executor.optimizer.rows}
+    return {label: hashlib.sha256(state[label]).hexdigest() for label in executor.optimizer.parameters}
 
 
 def exact_array(x: Tensor) -> np.ndarray:
@@ -460,7 +460,7 @@ def counting(rank: Rank, **changes: Any) -> Found:
     """What travels in each optim_step. The gradient of the k-th label is filled with 2^k, which names it on the way."""
     executor = uneven_executor(rank.fabric(), "float64", **changes)
     optimizer, schedule, tables = executor.optimizer, tg.Schedule(executor.cfg), executor.tables
-    code = {label: 2.0**k for k, label in enumerate(optimizer.rows)}
+    code = {label: 2.0**k for k, label in enumerate(optimizer.parameters)}
     label_at = {p.data.untyped_storage().data_ptr(): label for label, p in optimizer.weights.items()}
     updates, found, plans = [], dict(reduced=[], sent=[], behind=[], updated=[], kept=[], cleared=[]), {}
 
