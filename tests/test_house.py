@@ -3,6 +3,7 @@ import ast
 import builtins
 import os
 import re
+import signal
 import subprocess
 import sys
 import symtable
@@ -270,3 +271,48 @@ def test_tables_name_what_exists():
     names = set(tg.Config.__dataclass_fields__)
     assert set(tg.LEAST) | set(tg.MOST) | tg.NOT_MATHEMATICS | tg.NOT_INHERITED <= names
     assert {layer.add for layer in tg.LAYERS} - {""} <= {layer.keep_as for layer in tg.LAYERS}
+
+
+# ---- The front door: without packages, and while they are being imported --------------------------------------------
+
+FAKE_NUMPY = """
+import os, signal, sys, time
+print(os.environ.get("GOMP_SPINCOUNT"), "torch" in sys.modules, flush=True)
+if "INTERRUPT" in os.environ:
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(0.1)                                                  # Python calls handlers between two statements
+raise ImportError("No module named 'numpy'")
+"""
+FRONT_DOOR = {                               # name: (environment, status, first words of stdout, what stderr must hold)
+    "without packages": ({}, 1, "5000 False", ("packages", "No module named 'numpy'", "./run.sh")),
+    "the user's spin count": (dict(GOMP_SPINCOUNT="7"), 1, "7 False", ("packages",)),
+    "Ctrl-C": (dict(INTERRUPT="1"), 130, "5000 False", ()),
+    "Ctrl-C that is ignored": (dict(INTERRUPT="1"), 1, "5000 False", ("packages",)),
+}
+
+
+def bare_python(folder, *arguments: str, deaf: bool = False, **environment: str) -> subprocess.CompletedProcess:
+    """A process that finds FAKE_NUMPY before any other package; deaf: SIGINT is ignored, as in the background."""
+    (folder / "numpy.py").write_text(FAKE_NUMPY)
+
+    def hear() -> None:
+        signal.signal(signal.SIGINT, signal.SIG_IGN if deaf else signal.SIG_DFL)
+    return subprocess.run([sys.executable, *arguments], cwd=folder, preexec_fn=hear, capture_output=True, text=True,
+                          env=dict(PYTHONPATH=f"{folder}:{ROOT}", PYTHONDONTWRITEBYTECODE="1") | environment)
+
+
+@pytest.mark.parametrize("case", FRONT_DOOR)
+def test_the_program_without_packages(tmp_path, case):
+    environment, status, said, parts = FRONT_DOOR[case]
+    done = bare_python(tmp_path, str(SOURCE), "--preset=tiny", deaf="ignored" in case, **environment)
+    assert (done.returncode, done.stdout.strip()) == (status, said), done.stderr
+    assert "Traceback" not in done.stderr and all(part in done.stderr for part in parts)
+    assert bool(parts) == bool(done.stderr), "an interrupt is quiet"
+    assert os.listdir(tmp_path) == ["numpy.py"]
+
+
+def test_an_import_without_packages_raises_what_is_missing(tmp_path):
+    """As a module it sets nothing, and the error is the import's own."""
+    done = bare_python(tmp_path, "-c", "import train_gpt")
+    assert (done.returncode, done.stdout.strip()) == (1, "None False")
+    assert done.stderr.rstrip().endswith("ImportError: No module named 'numpy'")
