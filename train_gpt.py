@@ -27,6 +27,20 @@ s mod W. A cycle is two steps, an even and an odd one; Adam updates on the odd o
 parameter. The objective of a step is J = (1/S) * sum over slots of the slot's summed loss, at every W."""
 from __future__ import annotations
 
+import os
+import signal
+
+
+def end_quietly(*_: object) -> None:
+    """Ctrl-C during the imports, which take seconds: there is nothing yet to tell or to close."""
+    os._exit(130)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("GOMP_SPINCOUNT", "5000")      # waiting threads that spin: 10 times slower beside busy cores
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end_quietly)        # until `main` begins
+
 import argparse
 import base64
 import contextlib
@@ -40,10 +54,8 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 import platform
 import re
-import signal
 import socket
 import stat
 import subprocess
@@ -60,17 +72,6 @@ from dataclasses import Field, asdict, astuple, dataclass, field, fields, replac
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
-
-
-def end_quietly(*_: object) -> None:
-    """Ctrl-C while torch is being imported, which takes seconds: there is nothing yet to tell or to close."""
-    os._exit(130)
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("GOMP_SPINCOUNT", "5000")      # beside busy cores, threads that spin for long cost 10 times
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, end_quietly)        # until `main` begins
 
 try:
     import numpy as np
