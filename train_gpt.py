@@ -371,7 +371,10 @@ def flag_text(value: Any) -> str:
 
 def shown(value: object) -> str:
     """A value that somebody gave, as Python writes it; of a long one, its beginning."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except RecursionError:
+        return f"a deeply nested {type(value).__name__}"
     if len(text) <= 300:
         return text
     return f"{text[:60]}... ({len(text)} characters)"
@@ -498,7 +501,7 @@ def earlier_run(folder: Path) -> tuple[str, dict[str, Any]]:
         found = f"log.jsonl: {type(error).__name__}: {error}"
         raise DataError(f"--resume={folder}", found, expected, do) from None
 
-    if preset not in list(PRESETS):
+    if preset not in list(PRESETS):                                           # of whatever type
         raise DataError(f"{log}: preset", shown(preset), list(PRESETS), "resume with the trainer of that run")
     return preset, values_from_json(changed, str(log))
 
