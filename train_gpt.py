@@ -1244,8 +1244,7 @@ def load_shard(header: ShardHeader) -> Shard:
 def scan_shards(headers: Sequence[ShardHeader]) -> str:
     """Look at every token of every shard before anything is built on them. Raises DataError.
 
-    Returns the hash of the names and contents of all, in order; of a formula the name says
-    everything.
+    Returns the hash of all names and contents, in order. The name of a formula says everything.
     """
     digest = hashlib.sha256()
     for header in headers:
@@ -1318,8 +1317,8 @@ def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Co
 def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader]) -> None:
     """Raise DataError before anything is built if the shards cannot last.
 
-    A lower bound: packing drops the ends of documents, and what of a shard is too little for a
-    block.
+    What is needed at least: packing drops ends of documents, and the rest of a shard that is too
+    little for a block.
     """
     needs = []                                       # (steps, tokens of a step) of each stage that is reached
     for stage, start, end in zip(cfg.stages, schedule.stage_starts, schedule.stage_ends):
@@ -1435,10 +1434,11 @@ def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int,
 def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
     """Row of each (previous, current) token pair of slots (recipe 2.5).
 
-    (..., T) i32 -> (..., T) i32 in [0, rows). row = ((36313 * current) xor (27191 * previous)) mod
-    (rows - 1), in 32-bit arithmetic that wraps. The last row means: no pair, and stands at position
-    0. Two quirks are part of the published losses: pairs cross documents, and position 1 takes rows
-    - 1 for its previous token, because the peer overwrites position 0 before it multiplies.
+    (..., T) i32 -> (..., T) i32 in [0, rows), in 32-bit arithmetic that wraps:
+        row = ((36313 * current) xor (27191 * previous)) mod (rows - 1)
+    The last row means: no pair, and stands at position 0. Two quirks are part of the published
+    losses: pairs cross documents, and position 1 takes the number of that row for its previous
+    token, because the peer overwrites position 0 before it multiplies.
     """
     no_pair = rows - 1
     previous = np.empty_like(tokens)
@@ -1489,10 +1489,10 @@ def row_tables(cfg: Config) -> tuple[Table, ...]:
 
 @dataclass(eq=False)
 class TablePlan:
-    """The rows of a table that this rank reads in a cycle, n of them.
+    """Which rows of a table this rank reads in a cycle, and which of its own all ranks ask for.
 
-    And those of its slice that all ranks ask for. Row r is the r div W-th of rank r mod W, since
-    frequent tokens have neighbouring ids; physical order: by owner.
+    Row r is the r div W-th of rank r mod W, since frequent tokens have neighbouring ids; physical
+    order: by owner.
     """
 
     tag: dict[str, Any]                  # purpose, cycle, tokens of a slot: alike on all ranks

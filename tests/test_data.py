@@ -907,3 +907,9 @@ def test_a_damaged_shard_is_not_the_end_of_the_data(tmp_path):
     loader.next(values[0])
     refused(tg.DataError, loader.plans_ahead, "train_000001.bin: changed while in use")
     loader.close()
+
+
+def test_steps_end_where_one_has_no_tokens():
+    """Also where those of a later stage would be smaller."""
+    assert tg.steps_within(500, [(3, 264), (3, 136)]) == 1
+    assert tg.steps_within(3 * 264 + 2 * 136, [(3, 264), (3, 136)]) == 5
