@@ -48,6 +48,7 @@ VAL = "val"
 MAX_VOCAB = 65_535
 LEARN_BYTES = 16 << 20                       # of training text, to learn a vocabulary from
 PLAIN_BYTES = 16 << 10                       # of plain text in a document
+SHORT_VAL_BYTES = 1 << 10                    # for validation from a short text, if it has twice that
 PORTION = 1 << 20                            # bytes of text for a worker at a time
 PACKED = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".json", ".pdf"}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -306,9 +307,10 @@ def with_both_parts(docs: Iterable[Document], val_share: float) -> Iterator[Docu
         yield last
         return
 
-    length = len(last.text.rstrip())
-    for_validation = min(length / 2, size * val_share)
-    at = cut_near(last.text, length - int(for_validation) - 1)
+    length = len(last.text.strip())
+    wanted = max(size * val_share, SHORT_VAL_BYTES)
+    for_validation = int(min(wanted, length / 2))
+    at = cut_near(last.text, len(last.text.rstrip()) - for_validation)
     for split, text in ((TRAIN, last.text[:at]), (VAL, last.text[at:])):
         if text.strip():
             yield Document(split, text, last.step / 2)
@@ -320,7 +322,7 @@ def cut_near(text: bytes, at: int) -> int:
         end = text.rfind(sign, at // 2, at)
         if end >= 0 and text[:end].strip():
             return end + 1
-    while at > 0 and text[at] & 0xC0 == 0x80:
+    while 0 < at < len(text) and text[at] & 0xC0 == 0x80:
         at -= 1
     return at
 

@@ -349,8 +349,8 @@ def draw_all(monkeypatch, split: str) -> None:
 
 
 @pytest.mark.parametrize("text, val", [
-    ("one document", "t"), ("naïve ö", "ö"), (TEXT, None), ("a\n\nb\n", "b\n"), ("\n\nab", "b"),
-    ("x" * 999, "x" * 50),
+    ("one document", "document"), ("naïve ö", "e ö"), ("a\n\nb\n", "\nb\n"), ("\n\nab", "b"), ("ö" * 999, "ö" * 500),
+    (TEXT, None), (3 * TEXT, None), ("x" * 9999, "x" * 1024),
 ])
 @pytest.mark.parametrize("drawn", ["train", "val"])
 def test_the_end_of_the_only_document_is_for_validation(tmp_path, monkeypatch, text, val, drawn):
@@ -360,15 +360,17 @@ def test_the_end_of_the_only_document_is_for_validation(tmp_path, monkeypatch, t
     end, = texts(tmp_path / "out", "val")
     assert texts(tmp_path / "out", "train") == [text.removesuffix(end)]
     assert end == val or val is None
-    assert len(end) < max(2, 0.1 * len(text)) or len(text) < 20
+    size = len(text.encode())
+    wanted = min(size / 2, max(1024, 0.05 * size))
+    assert wanted - 2 <= len(end.encode()) <= wanted + 30     # to the end of a line or character
 
 
 def test_of_several_documents_the_last_is_cut(tmp_path, monkeypatch):
     draw_all(monkeypatch, "train")
     (tmp_path / "in.txt").write_text("one two|three four|five six seven| \n")
     tokenize(tmp_path / "in.txt", tmp_path / "out", "--tokenizer=bytes", "--document_separator=|")
-    assert texts(tmp_path / "out", "train") == ["one two", "three four", "five six "]
-    assert texts(tmp_path / "out", "val") == ["seven"]
+    assert texts(tmp_path / "out", "train") == ["one two", "three four", "five "]
+    assert texts(tmp_path / "out", "val") == ["six seven"]
 
 
 # Results that are seen
