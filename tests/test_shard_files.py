@@ -224,6 +224,16 @@ def test_a_mixture_is_refused(tmp_path, source):
         (one / name).write_bytes(content)
 
 
+def test_a_flipped_bit_is_refused(tmp_path, source):
+    tokenize(source, tmp_path / "set")
+    shard = tmp_path / "set/set_val_000000.bin"
+    content = bytearray(shard.read_bytes())
+    content[1027] ^= 1
+    shard.write_bytes(content)
+    message = failure(ngram, f"--train={tmp_path}/set/set_train_*.bin", f"--val={shard}")
+    assert "set_val_000000.bin: found other content than manifest.json names" in message
+
+
 @pytest.mark.parametrize("content", [b"", b"[]", b"{", b'{"format": 2, "files": {}}', b'{"format": 1, "files": [1]}',
                                      b'{"format": 1, "files": {"a": 1}}', b"[" * 100_000, b"\xff"])
 def test_a_manifest_that_is_none(tmp_path, source, content):
