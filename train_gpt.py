@@ -2964,6 +2964,12 @@ class Optimizer:
             muls[number_in_bank % UP_AND_DOWN == 1] *= DOWN_LR_MUL
         return muls.to(mine.device)
 
+    def add_zeros(self) -> None:
+        """Begin a gradient where there is none: a rank with nothing to add still joins what all ranks reduce."""
+        for label, p in self.weights.items():
+            if label not in self.tables and p.grad is None:                   # the sums of a table are always there
+                p.grad = torch.zeros_like(p)
+
     @torch.no_grad()
     def step(self, values: Values, plans_ahead: Callable | None = None) -> None:
         """Reduce, update and gather what this step updates, then clear its gradients; the others keep theirs.
@@ -3303,7 +3309,7 @@ class Executor(Evaluator):
         """Add loss_weight * d(sum of this rank's slot losses) to the gradients.
 
         Calls add up until optim_step. No reduction over ranks, no division, no waiting for the
-        device. A weight of 0 changes no gradient.
+        device. A weight of 0 adds zeros: this rank still takes part in the update.
         """
         self._set_rotary(values)
         sources = {}
@@ -3320,6 +3326,8 @@ class Executor(Evaluator):
             if loss_weight:
                 slot_sums.sum().backward(seed)
             sums.append(slot_sums.detach())
+        if not loss_weight:
+            self.optimizer.add_zeros()
         return Losses(torch.cat(sums), batch.tokens.numel())
 
     def _scalar(self, value: float) -> Tensor:

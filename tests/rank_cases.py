@@ -304,6 +304,36 @@ def pieces(rank: Rank) -> Found:
     return found
 
 
+NO_WEIGHT = {                            # name -> has a rank nothing to add in a step?
+    "last rank": lambda rank, step: rank.rank == rank.world - 1,
+    "in turn": lambda rank, step: (rank.rank + step) % 2 == 0,
+}
+
+
+def weight_of_zero(rank: Rank) -> Found:
+    """A cycle in which calls have weight 0, and the same by hand: with weight 1, and what it added taken out again."""
+    found, fabric = {}, rank.fabric()
+    for mix, idle in NO_WEIGHT.items():
+        for way in ("weight", "hand"):
+            executor, batches = tiny_run(fabric, (0, 1))
+            dense = {label: p for label, p in executor.model.named_parameters() if label not in executor.tables}
+            sums = {label: table.sums for label, table in executor.tables.items()}
+            for values, batch in batches:
+                nothing = idle(rank, values.step)
+                before = {label: torch.zeros_like(p) if p.grad is None else p.grad.clone() for label, p in dense.items()}
+                sums_before = {label: x.clone() for label, x in sums.items()}
+                executor.forward_backward(batch, values, 0.0 if nothing and way == "weight" else 1.0)
+                if nothing and way == "hand":
+                    for label, p in dense.items():
+                        p.grad = before[label]
+                    for label, x in sums.items():
+                        x.copy_(sums_before[label])
+                executor.optim_step(values)
+            arrays = all_arrays(executor, tg.Schedule(executor.cfg).at(2))
+            found |= {f"{mix}/{way}/{name}": x for name, x in arrays.items()}
+    return found
+
+
 def nothing_to_add(rank: Rank) -> Found:
     """A step without any forward_backward."""
     executor, ((values, _),) = tiny_run(rank.fabric(), (1,))
@@ -602,6 +632,7 @@ CASES = {                                # name -> numbers of ranks, what to do
     "again_single": ((2,), run_single),
     "orders_single": ((2,), other_orders),
     "pieces": (WORLDS, pieces),
+    "weight_of_zero": ((2,), weight_of_zero),
     "nothing_to_add": ((2,), nothing_to_add),
     "hand_float64": (WORLDS, functools.partial(hand, dtype="float64")),
     "hand_bfloat16": (WORLDS, functools.partial(hand, dtype="bfloat16")),

@@ -26,11 +26,6 @@ def gradients(ex: tg.Executor) -> dict[str, torch.Tensor]:
     return {label: grad_of(ex.optimizer, label) for label, _ in ex.model.named_parameters()}
 
 
-def nothing(grad: torch.Tensor | None) -> bool:
-    """No gradient; for rows of a table, whose sums are always there, none but zeros."""
-    return grad is None or not grad.any()
-
-
 def after(cfg: tg.Config, *calls, **how) -> dict[str, torch.Tensor]:
     """Gradients after forward_backward of each (batch, loss weight)."""
     ex, values = filled(cfg, **how)
@@ -148,13 +143,14 @@ def test_loss_weights_are_linear():
     assert_same(got, {label: 0.7 * only_a[label] - 1.7 * only_b[label] for label in got})
 
 
-def test_a_weight_of_zero_does_nothing_not_even_to_an_infinite_loss():
+def test_a_weight_of_zero_adds_zeros_even_to_an_infinite_loss():
     cfg = small()
     batch = random_batch(cfg, 0, 2, 16)
     ex, values = filled(cfg)
     assert torch.isfinite(ex.forward_backward(batch, values, 0.0).slot_sums).all()
-    assert all(nothing(grad) if label in ex.tables else grad is None for label, grad in gradients(ex).items())
+    assert not any(grad.any() for grad in gradients(ex).values())
     ex.forward_backward(batch, values)
+    assert_same(gradients(ex), after(cfg, (batch, 1.0)), rtol=0, atol=0)
     before = {label: grad.clone() for label, grad in gradients(ex).items()}
     with torch.no_grad():
         ex.model.lm_head[0, 0] = float("inf")
@@ -184,6 +180,31 @@ def test_optim_step_clears_what_it_updated_and_needs_gradients():
     ex.optim_step(values)
     assert {label for label, grad in gradients(ex).items() if grad is None} == {"attn", "mlp"}
     refused(tg.RunError, lambda: ex.optim_step(values), "no gradient of", "attn")
+
+
+def test_a_cycle_of_weight_zero_is_one_of_zero_gradients():
+    """Moments decay and move the weights; a step for which nobody called is refused as before."""
+    cfg = small()
+    schedule = tg.Schedule(cfg)
+    found = []
+    for by_hand in (True, False):
+        ex, _ = filled(cfg)
+        for step in range(4):
+            batch, values = random_batch(cfg, step, 8, 16, step), schedule.at(step)
+            weight = float(step < 2 or by_hand)
+            kept = {label: p.grad for label, p in ex.model.named_parameters() if label not in ex.tables}
+            kept = {label: None if grad is None else grad.clone() for label, grad in kept.items()}
+            ex.forward_backward(batch, values, weight)
+            if by_hand and step >= 2:
+                for label, grad in kept.items():
+                    p = ex.model.get_parameter(label)
+                    p.grad = torch.zeros_like(p) if grad is None else grad
+                for table in ex.tables.values():
+                    table.sums.zero_()
+            ex.optim_step(values)
+        found.append(bits(ex))
+        refused(tg.RunError, lambda: ex.optim_step(schedule.at(4)), "no gradient of", "attn")
+    assert {name for name in found[0] if found[0][name] != found[1][name]} == set()
 
 
 # ---- evaluation and sampling ----------------------------------------------------------------------------------------

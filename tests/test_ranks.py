@@ -494,6 +494,16 @@ def test_pieces_do_not_depend_on_the_number_of_ranks(world: int, results: Result
     assert_close({key: many[key] for key in weights}, {key: one[key] for key in weights}, 1e-9)
 
 
+@pytest.mark.parametrize("mix", ("last rank", "in turn"))
+def test_a_rank_whose_calls_weigh_nothing_joins_with_zeros(mix: str, results: Results) -> None:
+    """It neither stops nor keeps the others waiting, and the update is that of a zero gradient, bit for bit."""
+    for rank in results.arrays("weight_of_zero", 2):
+        weight, hand = ({key.rpartition("/")[2]: x for key, x in rank.items() if key.startswith(f"{mix}/{way}/")}
+                        for way in ("weight", "hand"))
+        assert len(hand) > 20
+        assert_same_bits(weight, hand)
+
+
 def test_a_step_without_gradients_ends_on_every_rank(results: Results) -> None:
     for rank in results.facts("nothing_to_add", 2):
         assert "no gradient of" in rank["error"] and "attn" in rank["error"]
