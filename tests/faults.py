@@ -333,7 +333,7 @@ def change_plans(tg, key: str, by: int, split: bool = False) -> None:
 
 
 def fill_disk(tg, folder: Path, for_good: bool = False) -> None:
-    """The log may grow by half a line more; unless for good, by more once the log gives its reserve back, as on a disk."""
+    """The log may grow by half a line more; unless for good, by more once it gives its reserve back, as on a disk."""
     def limit(room: int) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
 
