@@ -4000,7 +4000,8 @@ def load_checkpoint(folder: Path, cfg: Config, fabric: Fabric) -> tuple[Path, di
 # ====== Room 9: Race ==================================================================================================
 SAMPLE_TEMPERATURE = 0.8
 PLAIN_LINES = 20                         # step lines of a whole run on a console that is no terminal
-TRIAL_STEPS = 20                         # of each stage, to find how long a step takes: whole cycles
+TRIAL_ROUNDS = 2                         # through all stages, to find how long a step takes: a machine's speed drifts
+TRIAL_STEPS = 16                         # of each stage in a round: whole cycles
 RESERVE_BYTES = 1 << 14                  # of the disk, held back for the last lines of a run that has filled it
 CHECKPOINTS = "checkpoints"              # folder in the run directory
 FALLBACK = "save"                        # folder in the run directory, of weights that --save could not take
@@ -4274,18 +4275,33 @@ def invented_data(cfg: Config, fabric: Fabric, executor: Executor) -> tuple[Vali
     return ValidationSet(invented, fabric, headers, executor.exchange, "warm-up"), headers, invented
 
 
-def fit_budget(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> Config:
-    """Scale the schedule to time_budget by the median time of a step in each stage. Raises ConfigError."""
+def time_steps(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> list[float]:
+    """Seconds of a step in each stage.
+
+    A mean, for the race pays its slow cycles too; but without the slowest and fastest tenth, which few rounds overrate.
+    """
     scheduled_stages = len(cfg.stages) - 1
     trial = Schedule(replace(cfg, num_scheduled_steps=TRIAL_STEPS * scheduled_stages, num_extension_steps=TRIAL_STEPS))
+    cycles: list[list[float]] = [[] for _ in cfg.stages]
     with log.phase("step times"):
-        cycle_ends = warm_up(cfg, fabric, trial, executor, range(trial.total_steps))
+        for _ in range(TRIAL_ROUNDS):
+            cycle_ends = warm_up(cfg, fabric, trial, executor, range(trial.total_steps))
+            for stage, seconds in enumerate(cycles):
+                ends = [end for at, end in cycle_ends if at == stage]
+                seconds += np.diff(ends).tolist()                             # without the first, which changes stages
 
     seconds_per_step = []
-    for stage in range(len(cfg.stages)):
-        ends = [end for at, end in cycle_ends if at == stage]
-        seconds_per_step.append(float(np.median(np.diff(ends))) / CYCLE)
+    for seconds in cycles:
+        tenth = len(seconds) // 10
+        typical = sorted(seconds)[tenth:len(seconds) - tenth]
+        seconds_per_step.append(float(np.mean(typical)) / CYCLE)
+    return seconds_per_step
 
+
+def fit_budget(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> Config:
+    """Scale the schedule to time_budget by the time of a step in each stage. Raises ConfigError."""
+    scheduled_stages = len(cfg.stages) - 1
+    seconds_per_step = time_steps(cfg, fabric, executor, log)
     *scheduled, extension = seconds_per_step
     tail = cfg.num_extension_steps / cfg.num_scheduled_steps
     seconds_of_a_scheduled_step = sum(scheduled) / scheduled_stages + tail * extension    # with its share of the tail
@@ -4673,7 +4689,7 @@ def write_header(log: Log, cfg: Config, executor: Executor, origin: Origin, kind
     micro_batches = -(-slots_of_a_rank // executor.slots_at_once)
     untimed_steps = len(log.schedule.warm_up_steps())
     if cfg.time_budget:
-        untimed_steps += TRIAL_STEPS * len(cfg.stages)
+        untimed_steps += TRIAL_ROUNDS * TRIAL_STEPS * len(cfg.stages)
 
     log.event(kind, preset=origin.preset, changed=changed, config=asdict(cfg), seed=cfg.seed, **versions, nccl=nccl,
               hardware=hardware(fabric), world_size=fabric.world, attention=origin.attention, head=executor.precision,

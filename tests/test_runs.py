@@ -216,12 +216,12 @@ def test_a_run_that_is_at_its_last_shard_is_resumed(tmp_path):
 
 
 def test_a_run_with_a_time_budget_says_how_it_went_and_is_resumed_with_its_schedule(tmp_path, monkeypatch):
-    monkeypatch.setattr(tg, "TRIAL_STEPS", 4)
+    monkeypatch.setattr(tg, "time_steps", lambda *_: [0.05] * 4)     # how busy the machine is decides nothing here
     whole = run(tmp_path / "whole", "--time_budget=0.7", "--epochs=0", "--checkpoint_every=4", "--sample_tokens=0")
     steps, result = whole.of("budget")[0]["steps"], whole.of("result")[0]
     assert whole.status == 0 and len(whole.of("step")) == steps == result["steps"] and result["budget_s"] == 0.7
     assert f"time budget 0.7 s: used {result['train_time_ms'] / 7:.2f} %" in whole.lines
-    assert whole.of("header")[0]["untimed_warmup_steps"] == 12 + 4 * 4
+    assert whole.of("header")[0]["untimed_warmup_steps"] == 12 + tg.TRIAL_ROUNDS * tg.TRIAL_STEPS * 4
     again = resume(whole.folder, tmp_path / "run")
     assert again.status == 0, again.err
     assert losses(again.folder) == losses(whole.folder) and len(again.of("budget")) == 1
@@ -382,6 +382,22 @@ def test_a_time_budget_scales_the_schedule(tmp_path):
     assert (scaled.num_scheduled_steps, scaled.num_extension_steps) == (120, 40)
     budget, = Run(tmp_path / "run", 0, "", "").of("budget")
     assert (budget["steps"], budget["seconds"], budget["seconds_per_step"]) == (160, 400.0, [1.0, 2.0, 3.0, 4.0])
+
+
+def test_a_few_odd_cycles_do_not_count_in_a_time_budget(tmp_path):
+    """10 cycles of a stage: 8 of 1 s, 1 of 0.2 s, 1 of 90 s, and the change of stages in front of them; twice."""
+    ends = []
+    for stage in range(4):
+        now = 1000.0 * stage
+        for seconds in (0.0, *[1.0] * 8, 0.2, 90.0):
+            now += seconds
+            ends.append((stage, now))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tg, "warm_up", lambda *_: ends)
+        made = tg.Log(tmp_path / "run", fabric(), tg.Schedule(preset()))
+        found = tg.time_steps(preset(), fabric(), None, made)
+    made.close()
+    assert found == [0.5] * 4
 
 
 def test_a_budget_without_room_for_a_step_of_each_stage_is_refused(tmp_path, monkeypatch):
