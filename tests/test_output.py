@@ -16,7 +16,7 @@ from common import ROOT, Run, random_stream, write_shard
 import train_gpt as tg
 
 VOCAB = 21                                                           # the last is the document start
-PIECES = ["é", "ﬁ", "🙂", "x"]                                        # latin-1 has the first and the last, ASCII the last
+PIECES = ["é", "ﬁ", "🙂", "x"]                                        # latin-1 has the first and the last, ASCII "x"
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,11 @@ def one_of_each(*_) -> list[int]:
 
 # ---- encodings ------------------------------------------------------------------------------------------------------
 
-ESCAPES = {"utf-8": PIECES[:3], "latin-1": ["é", "\\ufb01", "\\U0001f642"], "ascii": ["\\xe9", "\\ufb01", "\\U0001f642"]}
+ESCAPES = {
+    "utf-8": PIECES[:3],
+    "latin-1": ["é", "\\ufb01", "\\U0001f642"],
+    "ascii": ["\\xe9", "\\ufb01", "\\U0001f642"],
+}
 
 
 @pytest.mark.parametrize("encoding", ESCAPES)
