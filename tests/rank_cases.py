@@ -320,7 +320,8 @@ def weight_of_zero(rank: Rank) -> Found:
             sums = {label: table.sums for label, table in executor.tables.items()}
             for values, batch in batches:
                 nothing = idle(rank, values.step)
-                before = {label: torch.zeros_like(p) if p.grad is None else p.grad.clone() for label, p in dense.items()}
+                before = {label: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                          for label, p in dense.items()}
                 sums_before = {label: x.clone() for label, x in sums.items()}
                 executor.forward_backward(batch, values, 0.0 if nothing and way == "weight" else 1.0)
                 if nothing and way == "hand":
