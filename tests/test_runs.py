@@ -1,7 +1,9 @@
 """--runs, --checkpoint_every, --resume, --time_budget, --profile: whole runs, compared bit by bit with plain ones."""
 from __future__ import annotations
 
+import contextlib
 import gzip
+import itertools
 import json
 import os
 import random
@@ -470,6 +472,14 @@ def test_the_range_that_is_proposed_for_a_profile_is_possible(first, changes):
     possible = {(a, b) for a in range(12) for b in range(a + 1, 12)
                 if a > first and b < schedule.last_step and not any(schedule.at(k).validate for k in range(a, b))}
     assert bool(proposed) == bool(possible)
+
+    accepted = set()
+    for a, b in itertools.product(range(14), range(14)):
+        if a < b:
+            with contextlib.suppress(tg.ConfigError):
+                tg.check_profile(tg.Schedule(preset("tiny", profile=f"{a}:{b}", **changes)), first)
+                accepted.add((a, b))
+    assert accepted == possible, "behind the first step, in front of the last, and only training"
 
 
 # ---- facts of an entry ----------------------------------------------------------------------------------------------
