@@ -511,7 +511,7 @@ def flag_parser(preset: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "train_gpt.py", usage="%(prog)s [--preset=NAME] [--field=value ...]",
         epilog="exit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 129 hung up, "
-               "130 interrupted, 143 ended",
+               "130 interrupted, 143 ended, 129 hung up",
         allow_abbrev=False, exit_on_error=False, add_help=False)
     parser.add_argument("-h", "--help", action="store_true", help="show this, with the values of --preset")
     parser.add_argument("--preset", metavar="NAME", help=f"{', '.join(PRESETS)} [{preset}]")
@@ -5179,7 +5179,8 @@ class Ending:
         self.bell, listener = socket.socketpair()
         self.bell.setblocking(False)                                          # as set_wakeup_fd wants it
         self.bell_before = signal.set_wakeup_fd(self.bell.fileno(), warn_on_full_buffer=False)
-        threading.Thread(target=self.watch, args=(listener,), daemon=True).start()
+        self.watcher = threading.Thread(target=self.watch, args=(listener,), daemon=True)
+        self.watcher.start()
         for name in ENDING_SIGNALS:
             number = getattr(signal, name, None)                              # Windows has no SIGHUP
             if number and signal.getsignal(number) not in (signal.SIG_IGN, None):          # ignored: by nohup
@@ -5192,6 +5193,7 @@ class Ending:
             signal.signal(number, handler)
         signal.set_wakeup_fd(self.bell_before)
         self.bell.close()
+        self.watcher.join()                                                   # if it is about to end the process: do
 
     def interrupt(self, number: int, frame: Any) -> None:
         """Leave whatever the main thread is doing; but no second exception comes into the way of the first."""
@@ -5220,7 +5222,8 @@ class Ending:
         if not self.claim():
             threading.Event().wait()                                          # the other thread ends the process
         status, cause = describe(error, self.fabric)
-        threading.Thread(target=self.limit, args=(status,), daemon=True).start()
+        limiter = threading.Thread(target=self.limit, args=(status,), daemon=True)
+        limiter.start()
 
         if cause:
             cause, speaks = first_cause(cause)
@@ -5230,6 +5233,7 @@ class Ending:
             self.log.aborted(cause)
             self.log.close()
         self.over.set()
+        limiter.join()
         return status
 
     def tell(self, cause: str) -> None:

@@ -360,9 +360,6 @@ def test_main_leaves_signals_and_threads_as_they_were(tmp_path):
     tg.main(["--help-me"])                                                    # what a first call loads stays
     before = state()
     done = run(tmp_path / "run", "--adam_lr=fast")
-    deadline = time.monotonic() + SLACK
-    while state() != before and time.monotonic() < deadline:
-        time.sleep(0.01)                                                      # for the thread that heard no signal
     assert done.status == 2 and "ConfigError: --adam_lr" in done.err and state() == before
 
 
