@@ -511,7 +511,7 @@ def flag_parser(preset: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "train_gpt.py", usage="%(prog)s [--preset=NAME] [--field=value ...]",
         epilog="exit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 129 hung up, "
-               "130 interrupted, 143 ended, 129 hung up",
+               "130 interrupted, 143 ended",
         allow_abbrev=False, exit_on_error=False, add_help=False)
     parser.add_argument("-h", "--help", action="store_true", help="show this, with the values of --preset")
     parser.add_argument("--preset", metavar="NAME", help=f"{', '.join(PRESETS)} [{preset}]")
@@ -5193,7 +5193,7 @@ class Ending:
             signal.signal(number, handler)
         signal.set_wakeup_fd(self.bell_before)
         self.bell.close()
-        self.watcher.join()                                                   # if it is about to end the process: do
+        self.watcher.join()                                                   # for ever, if it is just ending the process
 
     def interrupt(self, number: int, frame: Any) -> None:
         """Leave whatever the main thread is doing; but no second exception comes into the way of the first."""
