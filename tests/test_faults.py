@@ -1,7 +1,7 @@
 """Real processes in which something goes wrong: all end, the first cause is named once, and the log can be read.
 
 Faults come from tests/faults.py; nothing in the trainer knows of them. The time to the end is enforced only as a bound
-far beyond the issue's "twice the timeout", for a busy machine; the 50-fold loops (`--all`) print the largest one seen.
+far beyond the issue's "twice the timeout", for a busy machine; the loops of `--all` print the largest one seen.
 """
 import os
 import re
@@ -489,14 +489,18 @@ def test_under_torchrun(tmp_path, fault):
     check_log(Ended([], [], [], [], tmp_path), 0 if "warm-up" in fault else 3)
 
 
+TIMES = 9                                # of each fault
+TOGETHER = 3
+
+
 @pytest.mark.all
 @pytest.mark.parametrize("fault", [*ONE_RANK, "nap in forward"])
-def test_fifty_times(launcher, tmp_path, fault, capsys):
-    """Three at a time, so that they meet in different orders on a busy machine."""
+def test_again_and_again(launcher, tmp_path, fault, capsys):
+    """Some at a time, so that they meet in different orders on a busy machine."""
     slowest, done = 0.0, 0
     files = with_files(fault, tmp_path)
-    for first in range(0, 50, 3):
-        folders = [tmp_path / f"job_{number}" for number in range(first, min(50, first + 3))]
+    for first in range(0, TIMES, TOGETHER):
+        folders = [tmp_path / f"job_{number}" for number in range(first, first + TOGETHER)]
         for job in [launcher.start(folder, *files, world=2, faults={1: fault}) for folder in folders]:
             ended = job.wait()
             if fault in ONE_RANK:
