@@ -2888,6 +2888,10 @@ def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, share: float, bet
     p.copy_(exact - (update + exact * agrees * decay))
 
 
+def no_plans() -> None:
+    """For steps whose next cycle is not planned ahead."""
+
+
 class Optimizer:
     """NorMuon on banks at every step, Adam on the rest at odd steps; who updates what, and in which order it travels.
 
@@ -2971,10 +2975,10 @@ class Optimizer:
                 p.grad = torch.zeros_like(p)
 
     @torch.no_grad()
-    def step(self, values: Values, plans_ahead: Callable | None = None) -> None:
+    def step(self, values: Values, plans_ahead: Callable = no_plans) -> None:
         """Reduce, update and gather what this step updates, then clear its gradients; the others keep theirs.
 
-        plans_ahead() gives the plans of the next cycle, if there are any; its rows set off as soon as
+        plans_ahead() gives the plans of the next cycle, or None; its rows set off as soon as
         their owners have updated them. Raises RunError without a gradient.
         """
         active = self._active(values)
@@ -3070,11 +3074,11 @@ class Optimizer:
         self.normuon_update(self.mine[label], state.get("mantissa"), grad, state["momentum"], state["second"],
                             share, mu, lr, self.lr_muls[label], decay, cfg.normuon_beta2)
 
-    def _end_cycle(self, label: str, plans_ahead: Callable | None) -> None:
+    def _end_cycle(self, label: str, plans_ahead: Callable) -> None:
         """Clear a table's gradients, and launch the rows of the next cycle: they are waited for at the first lookup."""
         table = self.tables[label]
         table.clear()
-        plans = plans_ahead() if plans_ahead else None
+        plans = plans_ahead()
         if plans is not None:
             table.fetch(plans[label], self.weights["lm_head"])
 
@@ -3165,10 +3169,6 @@ class Snapshot(NamedTuple):
 
 def no_report(**account: Any) -> None:
     """For tables whose bytes nobody counts."""
-
-
-def no_plans() -> None:
-    """For steps whose next cycle is not planned ahead."""
 
 
 class Evaluator:
