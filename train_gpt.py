@@ -4442,7 +4442,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 EXIT_BY_SIGNAL = 128                     # plus its number, as in a shell: 130 interrupted, 143 ended, 129 hung up
 ENDING_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 STORE_PATIENCE = 2.0                     # s for the launcher's store to say whether another rank ended first
-CONSOLE_PATIENCE = 1.0                   # s for stderr to take the cause
+CONSOLE_PATIENCE = 2.0                   # s for stderr to take the cause
 JOIN_PATIENCE = 1.0                      # s beyond comm_timeout for torch's own message that a rank is missing
 BEGIN_PATIENCE = 1.0                     # s from a signal until the main thread must have begun its end
 END_PATIENCE = 5.0                       # s that an end may take
@@ -5193,7 +5193,7 @@ class Ending:
             signal.signal(number, handler)
         signal.set_wakeup_fd(self.bell_before)
         self.bell.close()
-        self.watcher.join()                                                   # for ever, if it is just ending the process
+        self.watcher.join()                                                   # it may be just ending the process
 
     def interrupt(self, number: int, frame: Any) -> None:
         """Leave whatever the main thread is doing; but no second exception comes into the way of the first."""
@@ -5264,19 +5264,27 @@ def open_missing_streams() -> None:
         sys.stderr = open(os.devnull, "w")
 
 
+def start(argv: Sequence[str], ending: Ending) -> int:
+    """Do what the flags say. Returns the exit status."""
+    try:
+        preset, cfg = parse_flags(argv)
+        if cfg.sample:
+            return sample_saved(cfg)
+        ending.fabric = make_fabric(cfg)
+        return run(preset, cfg, ending.fabric, ending)
+    except BaseException as error:
+        return ending.end(error)
+
+
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 128 + n ended by signal n."""
     open_missing_streams()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
     with Ending() as ending:
         try:
-            preset, cfg = parse_flags(argv)
-            if cfg.sample:
-                return sample_saved(cfg)
-            ending.fabric = make_fabric(cfg)
-            return run(preset, cfg, ending.fabric, ending)
-        except BaseException as error:
-            return ending.end(error)
+            return start(argv, ending)
+        except BaseException as late_signal:                                  # it came while an error was on its way
+            return ending.end(late_signal.__context__ or late_signal)
 
 
 if __name__ == "__main__":

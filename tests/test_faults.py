@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 from common import refused, run
@@ -360,6 +361,20 @@ def test_main_leaves_signals_and_threads_as_they_were(tmp_path):
     before = state()
     done = run(tmp_path / "run", "--adam_lr=fast")
     assert done.status == 2 and "ConfigError: --adam_lr" in done.err and state() == before
+
+
+def test_a_signal_that_comes_with_an_error_does_not_hide_it(tmp_path, monkeypatch):
+    """Python calls a handler at the next call of a function: that may be the end of the error itself."""
+    def end(ending, error):
+        if not ending.signalled:
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(SLACK)
+        return inner(ending, error)
+
+    inner = tg.Ending.end
+    monkeypatch.setattr(tg.Ending, "end", end)
+    done = run(tmp_path / "run", "--adam_lr=fast")
+    assert done.status == 2 and done.err.startswith("ConfigError: --adam_lr")
 
 
 def test_half_a_launch_is_explained(monkeypatch):
