@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--all", action="store_true", help="also the long loops: each fault again and again, more ranks and seeds")
+    parser.addoption("--all", action="store_true", help="also the long loops: faults again and again, more seeds")
 
 
 def pytest_configure(config: pytest.Config) -> None:
