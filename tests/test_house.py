@@ -1,6 +1,7 @@
 """The house: density, rooms in order, each using only rooms above it, and nothing that happens at import."""
 import ast
 import builtins
+import functools
 import os
 import re
 import signal
@@ -26,10 +27,12 @@ CALLS_AT_IMPORT = {"Layer", "Stage", "dict", "tuple", "len", "sum", "enumerate",
                    "_optim", "_run"}
 
 
+@functools.cache
 def text() -> str:
     return SOURCE.read_text("utf-8")
 
 
+@functools.cache
 def rooms() -> list[tuple[str, int, int]]:
     """(name, first line, last line) of each room; what is above the first banner is room 0."""
     lines = text().splitlines()
