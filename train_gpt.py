@@ -3689,9 +3689,12 @@ def prepare_save(folder: Path) -> None:
         open(trial, "xb").close()
         trial.unlink()
     except (OSError, ValueError) as error:
-        found = getattr(error, "strerror", None) or error
-        if os.path.lexists(folder) and not folder.is_dir():
+        if folder.is_dir():
+            found = f"a folder that takes no file ({getattr(error, 'strerror', error)})"
+        elif os.path.lexists(folder):
             found = "something that is not a folder"
+        else:
+            found = getattr(error, "strerror", None) or error
         raise ConfigError(f"--save={folder}", found, "a folder that can be written to",
                           "another --save=DIR") from None
 
@@ -4416,11 +4419,17 @@ def race(schedule: Schedule, loader: Loader, executor: Executor, validation: Val
 
 
 def generate(cfg: Config, executor: Evaluator, values: Values, prompt: Sequence[int] = ()) -> list[int]:
-    """Up to sample_tokens token ids after a document start and the prompt; ends before the next document."""
+    """Up to sample_tokens token ids after a document start and the prompt; ends before the next document.
+
+    Raises RunError where the weights give no finite logits.
+    """
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.document_start, *prompt]
     for _ in range(cfg.sample_tokens):
         logits = executor.next_logits(tokens, values)[:cfg.vocab_size].float().cpu()
+        if not logits.isfinite().all():
+            raise RunError("sample", "logits that are not finite", "weights that a run has left in order",
+                           "sample from another save, or train again at a lower learning rate")
         shares = torch.softmax(logits / SAMPLE_TEMPERATURE, 0)
         drawn = int(torch.multinomial(shares, 1, generator=generator))
         token = min(executor.fabric.of_all(drawn))                            # one text, whatever a rank's rounding
@@ -5047,6 +5056,9 @@ def read_prompt(flags: Config, cfg: Config,
             ids = {piece: token for token, piece in enumerate(pieces or ()) if piece}
             encode = tools.make_encoder("pocket", ids)
         return pieces, encode(flags.prompt.encode("utf-8", "surrogateescape"))
+    except KeyError as missing:
+        raise DataError("prompt", f"bytes that no token has: {missing}", "bytes that are tokens in the vocab.txt beside the weights",
+                        "leave them out of the prompt, or train on a vocabulary that has all 256") from None
     except Exception as error:           # no package, no network, any content of a file
         raise DataError("prompt", f"{type(error).__name__}: {error}",
                         "bytes of a vocab.txt beside the weights, or GPT-2 tokens, tiktoken and "

@@ -226,6 +226,16 @@ def test_weights_are_those_of_the_configuration(save, case):
 
 # ---- saving ----------------------------------------------------------------------------------------------------------
 
+def test_finite_weights_that_give_no_finite_logits(save, tmp_path):
+    tensors = torch.load(save / "weights.pt", weights_only=True)
+    huge = {label: torch.full_like(x, 1e38) for label, x in tensors.items()}
+    torch.save(huge, save / "weights.pt")
+    (save / "manifest.json").unlink()
+    done = run(tmp_path / "run", f"--sample={save}")
+    assert done.status == 1 and "Traceback" not in done.err
+    assert done.err.startswith("RunError: sample\n  found:    logits that are not finite")
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
