@@ -5183,7 +5183,6 @@ class Ending:
         self.log: Log | None = None                  # of the run that is going on
         self.claiming = threading.Lock()
         self.begun = threading.Event()
-        self.over = threading.Event()
         self.signalled = False
         self.handlers_before: dict[int, Any] = {}
 
@@ -5219,8 +5218,10 @@ class Ending:
         with listener:
             while heard := listener.recv(1):                                  # nothing once the bell is closed
                 number = heard[0]
-                if number in self.handlers_before and not self.begun.wait(BEGIN_PATIENCE):
-                    os._exit(self.end(signal_error(number)))
+                if number not in self.handlers_before or self.begun.wait(BEGIN_PATIENCE):
+                    continue
+                if self.claim():                                              # else the main thread was just in time
+                    os._exit(self.close(signal_error(number)))
 
     def claim(self) -> bool:
         """True for the first caller, who is to end this process."""
@@ -5230,12 +5231,17 @@ class Ending:
         return first
 
     def end(self, error: BaseException) -> int:
-        """Say why the run ended, once over all ranks, and close its log. Returns the exit status."""
+        """In the main thread: end the run because of this error. Returns the exit status."""
         if not self.claim():
-            threading.Event().wait()                                          # the other thread ends the process
+            threading.Event().wait()                                          # the watching thread ends the process
+        return self.close(error)
+
+    def close(self, error: BaseException) -> int:
+        """Say why the run ended, once over all ranks, and close its log. Returns the exit status."""
         status, cause = describe(error, self.fabric)
-        limiter = threading.Thread(target=self.limit, args=(status,), daemon=True)
-        limiter.start()
+        limit = threading.Timer(END_PATIENCE, os._exit, [status])             # if a dead disk, say, holds this up
+        limit.daemon = True
+        limit.start()
 
         if cause:
             cause, speaks = first_cause(cause)
@@ -5244,8 +5250,8 @@ class Ending:
         if self.log is not None:
             self.log.aborted(cause)
             self.log.close()
-        self.over.set()
-        limiter.join()
+        limit.cancel()
+        limit.join()
         return status
 
     def tell(self, cause: str) -> None:
@@ -5254,11 +5260,6 @@ class Ending:
             return
         with contextlib.suppress(OSError, ValueError):                        # TimeoutError is an OSError
             within(CONSOLE_PATIENCE, functools.partial(print, cause, file=sys.stderr, flush=True))
-
-    def limit(self, status: int) -> None:
-        """In a thread of its own: an end that a dead disk holds up is cut short."""
-        if not self.over.wait(END_PATIENCE):
-            os._exit(status)
 
 
 def open_missing_streams() -> None:

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -375,6 +376,27 @@ def test_a_signal_that_comes_with_an_error_does_not_hide_it(tmp_path, monkeypatc
     monkeypatch.setattr(tg.Ending, "end", end)
     done = run(tmp_path / "run", "--adam_lr=fast")
     assert done.status == 2 and done.err.startswith("ConfigError: --adam_lr")
+
+
+def test_a_main_thread_that_begins_its_end_at_the_last_moment_is_left_to_it(monkeypatch):
+    """The watcher waited for it in vain, and finds it ahead: it neither ends the process nor waits for ever."""
+    exits = []
+    monkeypatch.setattr(tg.os, "_exit", exits.append)
+    ending = tg.Ending()
+    ending.handlers_before[signal.SIGTERM] = signal.SIG_DFL
+
+    def just_too_early(seconds: float) -> bool:
+        assert ending.claim()
+        return False
+
+    monkeypatch.setattr(ending.begun, "wait", just_too_early)
+    bell, listener = socket.socketpair()
+    bell.send(bytes([signal.SIGTERM]))
+    bell.close()
+    watcher = threading.Thread(target=ending.watch, args=(listener,), daemon=True)
+    watcher.start()
+    watcher.join(10)
+    assert not watcher.is_alive() and not exits
 
 
 def test_half_a_launch_is_explained(monkeypatch):
