@@ -54,6 +54,7 @@ import importlib.util
 import itertools
 import json
 import math
+import operator
 import platform
 import re
 import socket
@@ -114,7 +115,12 @@ class RunError(TrainerError):
 
 KINDS_OF_FILE = {
     stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device", stat.S_IFREG: "a regular file"}
+    stat.S_IFBLK: "a device"}
+
+
+def reason_of(error: OSError | ValueError) -> str:
+    """Why the system or Python would not do something with a file, in words."""
+    return getattr(error, "strerror", None) or str(error)
 
 
 def regular_file(path: Path, what: str) -> Path:
@@ -123,16 +129,15 @@ def regular_file(path: Path, what: str) -> Path:
     For every file whose name somebody else chose, before it is opened: opening a named pipe waits for a writer.
     """
     try:
-        found = KINDS_OF_FILE.get(stat.S_IFMT(path.stat().st_mode), "something else")
-    except OSError as error:
-        found = error.strerror
+        mode = path.stat().st_mode
+        if stat.S_ISREG(mode):
+            return path
+        found = KINDS_OF_FILE.get(stat.S_IFMT(mode), "something else")
+    except (OSError, ValueError) as error:                                    # ValueError: a null byte in the name
+        found = reason_of(error)
         if path.is_symlink():
-            found = f"a link to {os.readlink(path)}: {error.strerror}"
-    except ValueError as error:                                               # a null byte in the name
-        found = str(error)
-    if found != KINDS_OF_FILE[stat.S_IFREG]:
-        raise DataError(f"{path} as {what}", found, "a regular file", "name another file, or write this one again")
-    return path
+            found = f"a link to {os.readlink(path)}: {found}"
+    raise DataError(f"{path} as {what}", found, "a regular file", "name another file, or write this one again")
 
 
 @dataclass(frozen=True)
@@ -339,6 +344,7 @@ NOT_MATHEMATICS = {
 NOT_INHERITED = {"run_dir", "runs", "resume", "save", "sample", "prompt", "ranks"}    # by --resume: facts of one run
 MAY_CHANGE = NOT_MATHEMATICS - {"seed"}                                               # on --resume
 PATH_UNITS = {"folder", "file", "pattern"}                                            # ~ is expanded in these
+MEND_SETTINGS = "take the file of another run, or make it again with this trainer"
 
 
 def parse_stage(row: str) -> Stage:
@@ -448,22 +454,21 @@ def values_from_json(settings: Any, source: str) -> dict[str, Any]:
     source: the file's name, for messages.
     """
     knobs = Config.__dataclass_fields__
-    do = "take the file of another run, or make it again with this trainer"
     if not isinstance(settings, dict):
-        raise DataError(source, type(settings).__name__, "an object {field: value}", do)
+        raise DataError(source, type(settings).__name__, "an object {field: value}", MEND_SETTINGS)
 
     values = {}
     for name, value in settings.items():
         if name not in knobs:
-            raise DataError(f"{source}: {shown(name)}", "unknown", "a setting of this trainer", do)
+            raise DataError(f"{source}: {shown(name)}", "unknown", "a setting of this trainer", MEND_SETTINGS)
         knob_field = knobs[name]
         try:
             values[name] = parse_value(knob_field, text_from_json(knob_field, value))
-        except ConfigError as error:
-            raise DataError(f"{source}: {name}", error.found, error.expected, do) from None
-        except ValueError as error:
+        except ConfigError as error:                                          # the text does not parse
+            raise DataError(f"{source}: {name}", error.found, error.expected, MEND_SETTINGS) from None
+        except ValueError as error:                                           # there is no text
             expected = f"{knob_field.metadata['unit']}: {knob_field.metadata['about']}"
-            raise DataError(f"{source}: {name}", error, expected, do) from None
+            raise DataError(f"{source}: {name}", error, expected, MEND_SETTINGS) from None
     return values
 
 
@@ -476,8 +481,7 @@ def config_from_json(settings: Any, source: str) -> Config:
     try:
         check_config(cfg)
     except ConfigError as error:
-        do = "take the file of another run, or make it again with this trainer"
-        raise DataError(f"{source}: {error.what}", error.found, error.expected, do) from None
+        raise DataError(f"{source}: {error.what}", error.found, error.expected, MEND_SETTINGS) from None
     return cfg
 
 
@@ -501,7 +505,7 @@ def earlier_run(folder: Path) -> tuple[str, dict[str, Any]]:
         found = f"log.jsonl: {type(error).__name__}: {error}"
         raise DataError(f"--resume={folder}", found, expected, do) from None
 
-    if preset not in list(PRESETS):                                           # of whatever type
+    if preset not in list(PRESETS):                                           # a list: what was read may have no hash
         raise DataError(f"{log}: preset", shown(preset), list(PRESETS), "resume with the trainer of that run")
     return preset, values_from_json(changed, str(log))
 
@@ -557,7 +561,7 @@ def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
         text = getattr(flags, knob_field.name)
         if text is not None:
             given[knob_field.name] = parse_value(knob_field, text)
-    for name in ("resume", "sample"):                                         # an unset variable of a script
+    for name in ("resume", "sample"):                                         # --resume=$FOLDER without a FOLDER
         need(given.get(name) != "", f"--{name}", "an empty name", "a folder",
              f"--{name}=FOLDER, or leave the flag out")
 
@@ -606,6 +610,7 @@ def check_resume_flags(
 
 
 def need(ok: bool, what: str, found: object, expected: str, do: str) -> None:
+    """Raise ConfigError unless ok."""
     if not ok:
         raise ConfigError(what, found, expected, do)
 
@@ -666,7 +671,7 @@ def check_token_counts(cfg: Config) -> None:
         below = max(unit, tokens // unit * unit)
         above = max(unit, -(-tokens // unit) * unit)
         near = f"{below} or {above} tokens" if below < above else f"{below} tokens"
-        need(tokens == below == above, f"--{name}", f"{tokens} tokens",
+        need(tokens > 0 and tokens % unit == 0, f"--{name}", f"{tokens} tokens",
              f"a multiple of {unit} (16 x num_slots, or a validation batch)", near)
 
 
@@ -724,11 +729,12 @@ class Console:
                 raise OSError(errno.EBADF, "it is closed")
             encoding = out.encoding or "utf-8"
             printable = text.encode(encoding, "backslashreplace").decode(encoding)
-            out.write(printable + "\n")                                       # at once, or the next would join it
+            out.write(printable + "\n")                                       # one write, so that no line is half there
             out.flush()
             return True
         except (OSError, ValueError) as error:                                # full, gone, or closed
-            reason = getattr(error, "strerror", None) or str(error)
+            reason = reason_of(error)
+
         if not self.lost:
             with contextlib.suppress(OSError, ValueError):
                 print(f"standard output takes no lines: {reason}", file=sys.stderr, flush=True)
