@@ -3153,7 +3153,7 @@ EVAL_SAVED_ROWS = 24                     # of the whole model, in evaluation
 HEAD_COPIES = 6                          # of the logits that the head's reference keeps
 RECOMPILE_LIMIT = 64
 PIECE_ROWS = 1 << 14                     # rows of each rank that are gathered at a time for a file
-COMPILE_PATIENCE = 10                    # ranks that compile may be that many timeouts apart
+LONG_PATIENCE = 10                       # ranks may be that many timeouts apart while they compile, or one writes files
 
 
 class Losses(NamedTuple):
@@ -3195,19 +3195,19 @@ class Evaluator:
         self.exchange = None                                  # of row plans, in the calling thread
         self.exchange_ahead = None                            # the same in the loader thread
         if cfg.row_comms != "dense" and fabric.world > 1:
-            here, ahead = None, fabric.plan_group             # groups
-            self.exchange = functools.partial(exchange_plans, fabric, here, cfg.dtype)
-            self.exchange_ahead = functools.partial(exchange_plans, fabric, ahead, cfg.dtype)
+            group_of_all = None
+            self.exchange = functools.partial(exchange_plans, fabric, group_of_all, cfg.dtype)
+            self.exchange_ahead = functools.partial(exchange_plans, fabric, fabric.plan_group, cfg.dtype)
         self.planner = Planner(cfg, fabric, self.exchange)
 
-        largest = max(stage.batch_tokens for stage in cfg.stages)
-        longest_slot = max(cfg.val_batch_tokens, largest) // cfg.num_slots
+        largest_batch = max(stage.batch_tokens for stage in cfg.stages)
+        longest_slot = max(cfg.val_batch_tokens, largest_batch) // cfg.num_slots
         self.model = GPT(cfg, attention, longest_slot, self.planner.sizes)
         self.model.set_initial_values(cfg.seed, self.kept)
         self.model.to(fabric.device)
 
         self.tables = {}
-        most_tokens = CYCLE * largest // fabric.world
+        most_tokens = CYCLE * largest_batch // fabric.world
         for table in self.planner.tables:
             mine = self.model.get_parameter(table.label)
             self.tables[table.label] = TableRows(table, cfg, fabric, mine, most_tokens, report)
@@ -3285,11 +3285,10 @@ class Evaluator:
         return Reach(values.short_window, values.long_window, longest, values.rotary.attn_scale)
 
     def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
-        def taken(x: Tensor) -> Tensor:
-            return x[first:first + self.slots_at_once]
-
+        """The batch in parts of slots_at_once."""
         for first in range(0, len(batch.tokens), self.slots_at_once):
-            part = batch.map(taken)
+            slots = slice(first, first + self.slots_at_once)
+            part = batch.map(operator.itemgetter(slots))
             if self.compiling:                                # any number of documents, one graph
                 torch._dynamo.maybe_mark_dynamic(part.cu_seqlens, 1)
             yield part
@@ -3386,10 +3385,7 @@ class Executor(Evaluator):
             table.reset()
 
     def _whole(self, label: str, mine: Tensor) -> Tensor | None:
-        """Slices of weights or moments as one, in logical order, on the host of rank 0.
-
-        Every rank calls it.
-        """
+        """Slices of a moment as one, in logical order, on the host of rank 0. Every rank calls it."""
         mine = mine.detach()
         if label in self.tables:
             return self._whole_table(label, mine)
@@ -3479,24 +3475,25 @@ def stored_bytes(cfg: Config, world: int) -> dict[str, int]:
     exact = torch.promote_types(dtype, torch.float32).itemsize
     mantissa = 2 if dtype == torch.bfloat16 else 0
     longest = max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
-    lookups = math.inf                                        # in a cycle, in numbers of a table
+    numbers_read = math.inf                                   # of a table, in a cycle, if a token reads one row
     if cfg.row_comms == "sparse":
-        lookups = CYCLE * longest * cfg.num_slots // world * cfg.model_dim
+        tokens_of_a_cycle = CYCLE * longest * cfg.num_slots // world
+        numbers_read = tokens_of_a_cycle * cfg.model_dim
 
     weights = gradients = moments = 0
     for row in parameter_table(cfg):
         count = math.prod(row.shape)
-        owned = count // world
         held = count
         if row.rows and world > 1:                            # slice and cache
-            held = owned + min(count, lookups * row.rows.reads)
+            held = count // world + min(count, numbers_read * row.rows.reads)
         weight_bytes = exact if row.full_precision else dtype.itemsize
         gradient_bytes = exact if row.rows else weight_bytes
         state_bytes = 2 * exact if row.optimizer == "adam" else exact + mantissa
+        sharers = world if row.sharded else 1
 
         weights += held * weight_bytes
         gradients += held * gradient_bytes
-        moments += count * state_bytes // (world if row.sharded else 1)
+        moments += count * state_bytes // sharers
     return dict(weights=weights, gradients=gradients, moments=moments)
 
 
@@ -3591,7 +3588,7 @@ def part_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.part")
 
 
-def locked(file: BinaryIO) -> bool:
+def take_lock(file: BinaryIO) -> bool:
     """Lock an open file until its process closes it or ends. False if another one has it locked."""
     try:
         import fcntl
@@ -3610,7 +3607,7 @@ def remove_leftovers(paths: Iterable[Path]) -> None:
             if not stat.S_ISREG(path.lstat().st_mode):
                 continue
             with open(path, "rb") as file:
-                abandoned = locked(file)
+                abandoned = take_lock(file)
             if abandoned:
                 path.unlink()
 
@@ -3621,8 +3618,7 @@ def writing(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, ValueError) as error:
-        found = getattr(error, "strerror", None) or error
-        raise RunError(f"writing {path}", found, "room, and the right to write there",
+        raise RunError(f"writing {path}", reason_of(error), "room, and the right to write there",
                        "free some, or name another folder") from None
 
 
@@ -3650,7 +3646,7 @@ def write_part(path: Path, content: Any) -> dict[str, Any]:
         with writing(path):
             part.unlink(missing_ok=True)
             with open(part, "x+b") as file:                   # x: never through somebody's link
-                locked(file)
+                take_lock(file)
                 if isinstance(content, bytes):
                     file.write(content)
                 else:
@@ -3695,12 +3691,11 @@ def prepare_save(folder: Path) -> None:
         open(trial, "xb").close()
         trial.unlink()
     except (OSError, ValueError) as error:
+        found = reason_of(error)
         if folder.is_dir():
-            found = f"a folder that takes no file ({getattr(error, 'strerror', error)})"
+            found = f"a folder that takes no file ({found})"
         elif os.path.lexists(folder):
             found = "something that is not a folder"
-        else:
-            found = getattr(error, "strerror", None) or error
         raise ConfigError(f"--save={folder}", found, "a folder that can be written to",
                           "another --save=DIR") from None
 
@@ -3729,27 +3724,26 @@ def save_weights(folder: Path, cfg: Config, tensors: dict[str, Tensor],
     Raises RunError; then nothing half-made stays.
     """
     contents = save_contents(cfg, tensors, vocabulary)
-    unfinished = []
+    names = (*contents, MANIFEST)
+    written = [part_of(folder / name) for name in names]      # all that is removed if one of them fails
     try:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
             entries = {}
             for name, content in contents.items():
-                unfinished.append(part_of(folder / name))
                 entries[name] = write_part(folder / name, content)
-            unfinished.append(part_of(folder / MANIFEST))
             manifest = json.dumps(dict(format=1, files=entries), indent=1)
             write_part(folder / MANIFEST, manifest.encode())
 
             taken = saved_already(folder)
             if taken:
                 raise ValueError(f"another run has saved {', '.join(taken)} there in the meantime")
-            for name in (*contents, MANIFEST):
+            for name in names:
                 part_of(folder / name).rename(folder / name)
-                unfinished.append(folder / name)
+                written.append(folder / name)
             flush_names(folder)
     except BaseException:
-        for path in unfinished:
+        for path in written:
             with contextlib.suppress(OSError):
                 path.unlink()
         raise
@@ -3763,7 +3757,7 @@ def is_record(found: Any, **types: type) -> bool:
 
 
 def read_json(path: Path, what: str) -> Any:
-    """Raises DataError, whatever the file is."""
+    """What is in a JSON file. Raises DataError, whatever the file is."""
     regular_file(path, what)
     try:
         with open(path, "rb") as file:
@@ -3796,14 +3790,14 @@ def check_save(folder: Path) -> None:
     written = read_manifest(folder)
     for name in SAVED_FILES:
         path = folder / name
-        found = ""
         if name in written:
             regular_file(path, f"part of a save, which {MANIFEST} names")
-            if file_sha256(path) != written[name]:
-                found = "another content than the manifest says"
-        elif os.path.lexists(path):
+            sound = file_sha256(path) == written[name]
+            found = "another content than the manifest says"
+        else:
+            sound = not os.path.lexists(path)
             found = "a file that the manifest does not name"
-        if found:
+        if not sound:
             raise DataError(f"{path} beside {MANIFEST}", found, "the files of one run, as written",
                             "copy the save again: it is damaged, or mixed from several")
 
@@ -3903,8 +3897,9 @@ def save_checkpoint(folder: Path, step: int, content: dict[str, Any]) -> None:
         part_of(new).rename(last)
     flush_names(folder)
 
-    before = [path for path in sorted(folder.glob("step-*.pt")) if path.name < last.name]
-    for path in before[:1 - KEPT_CHECKPOINTS]:
+    before = [path for path in folder.glob("step-*.pt") if path.name < last.name]
+    newest_first = sorted(before, reverse=True)
+    for path in newest_first[KEPT_CHECKPOINTS - 1:]:
         with contextlib.suppress(OSError):                    # a folder, say: it is in nobody's way
             path.unlink()
 
@@ -3963,7 +3958,7 @@ def wrong_with_checkpoint(content: Any, cfg: Config, step: int) -> str:
     as_set = {name: getattr(cfg, name) for name in lengths}
     if lengths != as_set and not cfg.time_budget:
         return f"{lengths}, where the flags of the run say {as_set}"
-    cfg = replace(cfg, **lengths)
+    cfg = replace(cfg, **lengths)                             # a time budget may have set them
     try:
         check_config(cfg)
     except ConfigError as error:

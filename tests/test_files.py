@@ -263,7 +263,7 @@ def test_leftovers_of_a_killed_run_are_removed_and_a_live_writer_is_left_alone(t
     for path in (mine, theirs, other):
         path.write_text("half")
     with open(theirs) as file:
-        assert tg.locked(file)
+        assert tg.take_lock(file)
         tg.prepare_save(tmp_path)
         assert names(tmp_path) == ["shard.bin.part", "weights.pt.part"]
     tg.prepare_save(tmp_path)
