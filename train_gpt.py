@@ -4037,6 +4037,7 @@ class Clock:
 
 class StepLine(NamedTuple):
     """What the log knows of a step before it may look at the loss."""
+
     fields: dict[str, Any]               # of its line in log.jsonl, all but the loss
     slot_sums: Tensor                    # (b,) losses of this rank's slots, in host memory once `copied` has come
     tokens: int                          # of this rank
@@ -4074,10 +4075,10 @@ class Log:
         """Make the files, in which the lines of an earlier run may come first, and copy the source beside them."""
         source = Path(__file__)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        with open(self.run_dir / source.name, "xb", buffering=0) as copy:
-            for name in ("log.txt", "log.jsonl"):
-                self.files[name] = open(self.run_dir / name, "xb", buffering=0)
+        with open(self.run_dir / source.name, "xb") as copy:
             copy.write(source.read_bytes())
+        for name in ("log.txt", "log.jsonl"):
+            self.files[name] = open(self.run_dir / name, "xb", buffering=0)
 
         self.reserve = tempfile.TemporaryFile(dir=self.run_dir, buffering=0)  # without a name: a kill leaves nothing
         self.reserve.write(bytes(RESERVE_BYTES))
@@ -4175,9 +4176,9 @@ class Log:
         self.event("step", **fields, train_loss=loss)
 
         steps_between = -(-self.schedule.last_step // PLAIN_LINES)
-        shown = self.bar is None and step % steps_between == 0
+        on_console = self.bar is None and step % steps_between == 0
         text = f"step:{step}/{self.schedule.total_steps} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
-        self.text(text, console=shown)
+        self.text(text, on_console)
         if self.bar is not None:
             self.bar.set_postfix_str(f"loss {loss:.3f}, {ms / step:.0f} ms/step")
             self.bar.update()
@@ -4247,19 +4248,19 @@ def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor,
     The state is put back bit by bit. Returns (stage, time in s) of the end of each cycle.
     """
     saved = executor.snapshot()
-    validation, headers, invented = invented_data(cfg, fabric, executor)
-    steps = [schedule.at(step) for step in steps or schedule.warm_up_steps()]
-    loader = Loader(invented, fabric, headers, steps, executor.exchange_ahead, "warm-up")
+    invented_cfg, headers, validation = invented_data(cfg, fabric, executor)
+    values_of_steps = [schedule.at(step) for step in steps or schedule.warm_up_steps()]
+    loader = Loader(invented_cfg, fabric, headers, values_of_steps, executor.exchange_ahead, "warm-up")
     loader.start()
 
     cycle_ends = []
-    for values in steps:
+    for values in values_of_steps:
         train_step(executor, loader, values)
         if values.adam_step:
             fabric.synchronize()
             cycle_ends.append((values.stage, time.perf_counter()))
 
-    last_of_stage = {values.stage: values for values in steps}
+    last_of_stage = {values.stage: values for values in values_of_steps}
     for values in last_of_stage.values():
         executor.evaluate(validation.batches(values), values)
     end = schedule.at(schedule.last_step)
@@ -4269,14 +4270,18 @@ def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor,
     return cycle_ends
 
 
-def invented_data(cfg: Config, fabric: Fabric, executor: Executor) -> tuple[ValidationSet, list[ShardHeader], Config]:
-    """For the warm-up: tokens from a formula, as many as the largest batch wants, to validate with and to train on."""
+def invented_data(cfg: Config, fabric: Fabric, executor: Executor) -> tuple[Config, list[ShardHeader], ValidationSet]:
+    """For the warm-up: settings, one shard to train on and a validation set, of tokens from a formula.
+
+    They are as many as the largest batch wants.
+    """
     most_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
     tokens = 4 * most_tokens * (1 + 64 // cfg.max_doc_len)                    # long documents are cut to max_doc_len
     headers = [ShardHeader(f"{FORMULA}warm-up#0", tokens, cfg.vocab_size, cfg.document_start)]
-    patience = COMPILE_PATIENCE if executor.compiling else 1
-    invented = replace(cfg, epochs=0, val_tokens=cfg.val_batch_tokens, comm_timeout=cfg.comm_timeout * patience)
-    return ValidationSet(invented, fabric, headers, executor.exchange, "warm-up"), headers, invented
+    patience = LONG_PATIENCE if executor.compiling else 1
+    invented_cfg = replace(cfg, epochs=0, val_tokens=cfg.val_batch_tokens, comm_timeout=cfg.comm_timeout * patience)
+    validation = ValidationSet(invented_cfg, fabric, headers, executor.exchange, "warm-up")
+    return invented_cfg, headers, validation
 
 
 def time_steps(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> list[float]:
@@ -4292,7 +4297,7 @@ def time_steps(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> lis
             cycle_ends = warm_up(cfg, fabric, trial, executor, range(trial.total_steps))
             for stage, seconds in enumerate(cycles):
                 ends = [end for at, end in cycle_ends if at == stage]
-                seconds += np.diff(ends).tolist()                             # without the first, which changes stages
+                seconds.extend(np.diff(ends).tolist())                        # without the first, which changes stages
 
     seconds_per_step = []
     for seconds in cycles:
@@ -4314,12 +4319,14 @@ def fit_budget(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> Con
         raise ConfigError("--time_budget", f"{cfg.time_budget:g} s", f"a step of each stage, {sum(scheduled):.3f} s",
                           "more")
 
-    cfg = replace(cfg, num_scheduled_steps=steps, num_extension_steps=round(steps * tail))
+    extension_steps = round(steps * tail)
+    total = steps + extension_steps
     most_seconds = MAX_STEPS / (1 + tail) * seconds_of_a_scheduled_step
-    need(cfg.num_scheduled_steps + cfg.num_extension_steps <= MAX_STEPS, "--time_budget", f"{cfg.time_budget:g} s",
+    need(total <= MAX_STEPS, "--time_budget", f"{cfg.time_budget:g} s",
          f"at most {MAX_STEPS} steps, which take {most_seconds:.0f} s here", f"--time_budget={0.99 * most_seconds:.0f}")
+
+    cfg = replace(cfg, num_scheduled_steps=steps, num_extension_steps=extension_steps)
     log.schedule = Schedule(cfg)
-    total = log.schedule.total_steps
     log.event("budget", seconds=cfg.time_budget, steps=total, seconds_per_step=seconds_per_step)
     log.text(f"time budget {cfg.time_budget:g} s: {total} steps")
     return cfg
@@ -4352,7 +4359,11 @@ def profiled_kind(event: Any, on_cuda: bool, training_thread: int) -> str | None
 
 
 def profiled_ms(events: list, on_cuda: bool) -> dict[str, float]:
-    """ms a step: wall time, computing (kernels, or the training thread), the rest of each collective, and gaps."""
+    """ms a step, by name.
+
+    "wall": from its start to its end. "computing": in kernels, or in the training thread. "exposed NAME": in a
+    collective while nothing computes. "gaps": in none of these.
+    """
     steps = [event for event in events if event.name.startswith("ProfilerStep") and event.device_type.name == "CPU"]
     step_spans = [(step.time_range.start, step.time_range.end) for step in steps]
     spans: dict[str, list] = dict(computing=[])
@@ -4524,7 +4535,7 @@ def join_ranks(cfg: Config, fabric: Fabric) -> Fabric:
         return dist.new_group(backend="gloo", timeout=patience)
 
     try:
-        plan_group = within(cfg.comm_timeout + JOIN_PATIENCE, join)           # what only listens would hold it for ever
+        plan_group = within(cfg.comm_timeout + JOIN_PATIENCE, join)           # torch waits for ever for a mute listener
     except (RuntimeError, ValueError, TimeoutError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         said = str(error)[:200] or "nothing that answers as a store of ranks does"
@@ -4651,6 +4662,7 @@ def changed_fields(preset: str, cfg: Config) -> dict[str, str]:
 
 class Shards(NamedTuple):
     """The data of all runs of this process."""
+
     train: list[ShardHeader]
     val: list[ShardHeader]
     sha256: str                          # of all their contents, as they were found
@@ -4658,6 +4670,7 @@ class Shards(NamedTuple):
 
 class Origin(NamedTuple):
     """What the headers of all runs of this process say besides the settings of each."""
+
     preset: str
     given: Config                        # as flags and preset say, before shards and a checkpoint filled in the rest
     attention: str                       # name of the kernel
@@ -4728,7 +4741,7 @@ def save_or_fall_back(log: Log, cfg: Config, executor: Executor,
     if not cfg.save:
         return True
     fabric = log.fabric
-    fabric.set_timeout(cfg.comm_timeout * COMPILE_PATIENCE)   # while rank 0 writes
+    fabric.set_timeout(cfg.comm_timeout * LONG_PATIENCE)      # while rank 0 writes
     tensors = executor.weights(log.schedule.at(log.done))
     wanted = Path(cfg.save)
     fallback = log.run_dir / FALLBACK
@@ -4742,7 +4755,7 @@ def save_or_fall_back(log: Log, cfg: Config, executor: Executor,
             except RunError as error:
                 failed.append(folder)
                 fabric.say(str(error))
-    failed = fabric.of_all(failed)[0]
+    failed = fabric.of_all(failed)[0]                         # as on rank 0
     if failed:
         where = "lost" if fallback in failed else f"in {fallback}"
         log.text(f"the weights could not be saved in {wanted}: they are {where}")
@@ -4931,20 +4944,26 @@ def open_checkpoint(cfg: Config, fabric: Fabric, sha256: str) -> tuple[Config, d
 
 def open_data(cfg: Config, fabric: Fabric) -> tuple[Config, Shards, dict | None]:
     """Config with all sizes, shards to train on and to validate with, their hash, and the checkpoint to resume."""
-    train, val = find_shards(cfg.train_files), find_shards(cfg.val_files)
-    sha256, source = scan_shards(train + val), file_sha256(Path(__file__))
-    fabric.check_agreement({f"--{name}": flag_text(value) for name, value in vars(cfg).items()} |
-                           dict(data_sha256=sha256, source_sha256=source, torch=torch.__version__))
-    cfg, earlier = resolve(cfg, train, val), None
+    train = find_shards(cfg.train_files)
+    val = find_shards(cfg.val_files)
+    sha256 = scan_shards(train + val)
+    flags = {f"--{name}": flag_text(value) for name, value in vars(cfg).items()}
+    facts = dict(data_sha256=sha256, source_sha256=file_sha256(Path(__file__)), torch=torch.__version__)
+    fabric.check_agreement(flags | facts)
+
+    cfg = resolve(cfg, train, val)
+    earlier = None
     if cfg.resume:
         cfg, earlier = open_checkpoint(cfg, fabric, sha256)
     check_enough_data(cfg, Schedule(cfg), train)
     check_enough_validation(cfg, val)
+
     shared = shared_shards(train, val)
     if shared:
         fabric.say(f"trained on and validated with: {shared[0]}, {len(shared)} such shards in all; "
                    "the validation losses say nothing about other text")
     return cfg, Shards(train, val, sha256), earlier
+
 
 def run_folders(preset: str, cfg: Config, fabric: Fabric) -> list[Path]:
     """The run directory of each run, by seed. Raises RunError if one of them has a log."""
@@ -4962,12 +4981,12 @@ def run_folders(preset: str, cfg: Config, fabric: Fabric) -> list[Path]:
 
 def warm_up_with_patience(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> None:
     """Warm up with a timeout that leaves compilers their time; then set that of the race."""
-    compiling = COMPILE_PATIENCE if executor.compiling else 1
-    writing = COMPILE_PATIENCE if cfg.checkpoint_every else 1                 # the others wait for rank 0
+    to_compile = LONG_PATIENCE if executor.compiling else 1
+    to_write = LONG_PATIENCE if cfg.checkpoint_every else 1                   # the others wait for rank 0
     with log.phase("warm-up"):
-        fabric.set_timeout(cfg.comm_timeout * compiling)
+        fabric.set_timeout(cfg.comm_timeout * to_compile)
         warm_up(cfg, fabric, log.schedule, executor)
-        fabric.set_timeout(cfg.comm_timeout * writing)
+        fabric.set_timeout(cfg.comm_timeout * to_write)
 
 
 def run_all(preset: str, given: Config, fabric: Fabric, ending: Ending) -> bool:
@@ -4986,7 +5005,8 @@ def run_all(preset: str, given: Config, fabric: Fabric, ending: Ending) -> bool:
     if cfg.save and fabric.rank == 0:
         prepare_save(Path(cfg.save))                                          # not after hours of training
     folders = run_folders(preset, cfg, fabric)
-    log = Log(folders[0], fabric, schedule, **earlier["log"] if earlier else {})
+    log_so_far = earlier["log"] if earlier else {}
+    log = Log(folders[0], fabric, schedule, **log_so_far)
     ending.log = log
 
     def report_rows(**account: Any) -> None:
@@ -5042,7 +5062,8 @@ def read_prompt(flags: Config, cfg: Config,
 
     pieces: from vocab.txt beside the weights. GPT-2's come from --ranks=FILE, or from tiktoken.
     """
-    gpt2 = cfg.vocab_size == GPT2_VOCAB and (flags.ranks or pieces is None)
+    wants_gpt2 = flags.ranks != "" or pieces is None
+    gpt2 = wants_gpt2 and cfg.vocab_size == GPT2_VOCAB
     ranks = None
     if flags.ranks:
         ranks = regular_file(Path(flags.ranks), "--ranks=FILE with the GPT-2 tokens")
@@ -5097,9 +5118,9 @@ def lost_rank(found: str, fabric: Fabric | None) -> RunError:
     gone = []
     if fabric:
         gone = fabric.gone()
-    if fabric and not gone:
-        time.sleep(0.1)                                                       # a process closes its sockets just before
-        gone = fabric.gone()
+        if not gone:
+            time.sleep(0.1)                                                   # its sockets close just before it is gone
+            gone = fabric.gone()
 
     if not gone:
         return RunError("lost another rank", found, "every rank's answer within --comm_timeout",
@@ -5157,7 +5178,7 @@ def first_cause(cause: str) -> tuple[str, bool]:
     def ask() -> str:
         patience = timedelta(seconds=STORE_PATIENCE)
         store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=patience)
-        return store.compare_set(key, "", mine).decode()                      # of an unset key: sets it
+        return store.compare_set(key, "", mine).decode()                      # sets it if nobody has; what it is then
 
     try:
         first = within(STORE_PATIENCE, ask)                                   # a stopped launcher answers nothing
