@@ -5079,7 +5079,8 @@ def read_prompt(flags: Config, cfg: Config,
             encode = tools.make_encoder("pocket", ids)
         return pieces, encode(flags.prompt.encode("utf-8", "surrogateescape"))
     except KeyError as missing:
-        raise DataError("prompt", f"bytes that no token has: {missing}", "bytes that are tokens in the vocab.txt beside the weights",
+        raise DataError("prompt", f"bytes that no token has: {missing}",
+                        "bytes that are tokens in the vocab.txt beside the weights",
                         "leave them out of the prompt, or train on a vocabulary that has all 256") from None
     except Exception as error:           # no package, no network, any content of a file
         raise DataError("prompt", f"{type(error).__name__}: {error}",
