@@ -3913,6 +3913,11 @@ def wrong_with_log(log: dict[str, Any], step: int) -> str:
     if not is_record(log["lines"], **{"log.txt": str, "log.jsonl": str}):
         return "lines of other files than log.txt and log.jsonl"
     try:
+        for text in log["lines"].values():
+            text.encode()
+    except UnicodeEncodeError:
+        return "lines that no file can hold"
+    try:
         events = [json.loads(line) for line in log["lines"]["log.jsonl"].splitlines()]
     except (ValueError, RecursionError):
         return "lines of log.jsonl that are no JSON"
