@@ -3321,15 +3321,15 @@ class Executor(Evaluator):
         for label, table in self.tables.items():
             sources[label] = table.ready(batch.plans[label], self.model.lm_head)
         weights = torch.stack([self._scalar(weight) for weight in values.mtp_weights])
-        seed = self._scalar(loss_weight)
+        backward_seed = self._scalar(loss_weight)
         reach = self._reach(values, min(values.max_doc_len, batch.tokens.shape[1]))
 
         sums = []
         for part in self._micro_batches(batch):
-            losses = self.model_losses(part, weights, seed, reach, self.precision, sources)
+            losses = self.model_losses(part, weights, backward_seed, reach, self.precision, sources)
             slot_sums = losses.sum(dim=1)
             if loss_weight:
-                slot_sums.sum().backward(seed)
+                slot_sums.sum().backward(backward_seed)
             sums.append(slot_sums.detach())
         if not loss_weight:
             self.optimizer.add_zeros()
@@ -3454,8 +3454,8 @@ class Executor(Evaluator):
         """
         result = {}
         for label, table in self.tables.items():
-            for plan in table.open:                           # of half a cycle, at the end
-                table.account(plan, 1)
+            for plan in table.open:                           # of a cycle that the run ended in the middle of
+                table.account(plan, passes=1)
             result[label] = dict.fromkeys(table.totals, 0)
             for totals in self.fabric.of_all(table.totals):
                 for key, count in totals.items():
@@ -3533,8 +3533,8 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
     local = cfg.num_slots // fabric.world
     room = MEMORY_SHARE * min(fabric.of_all(fabric.free_memory()))
 
-    def fits(cfg: Config, slots_at_once: int) -> bool:
-        parts = memory_estimate(cfg, fabric, kernel, slots_at_once)
+    def fits(choice: Config, slots_at_once: int) -> bool:
+        parts = memory_estimate(choice, fabric, kernel, slots_at_once)
         return sum(parts.values()) <= room
 
     if cfg.slots_per_micro_batch:
@@ -4389,7 +4389,7 @@ def profiled_ms(events: list, on_cuda: bool) -> dict[str, float]:
 def report_profile(profile: Any, log: Log) -> None:
     """A trace file of every rank, and on rank 0 where the time went. Every rank calls it."""
     fabric = log.fabric
-    folder = fabric.of_all(str(log.run_dir))[0]
+    folder = fabric.of_all(str(log.run_dir))[0]                               # rank 0's: others may have made one up
     ranks = fabric.of_all(profiled_ms(profile.events(), fabric.on_cuda))
     Path(folder).mkdir(parents=True, exist_ok=True)                           # on another node too
     profile.export_chrome_trace(f"{folder}/trace_rank{fabric.rank}.json.gz")
@@ -5100,11 +5100,11 @@ def sample_saved(flags: Config) -> int:
     """
     folder = Path(flags.sample)
     cfg, tensors = load_weights(folder, flags.device)
-    fabric = make_fabric(replace(cfg, num_slots=1))
+    fabric = make_fabric(replace(cfg, num_slots=1))                           # a second rank would have nothing to do
     if not (folder / MANIFEST).exists():
         fabric.say(f"remark: no {MANIFEST} in {folder}: whether an older save is damaged, nobody can tell")
-    beside = ShardHeader(str(folder / "weights"), 0, cfg.vocab_size, cfg.document_start)
-    pieces, prompt = read_prompt(flags, cfg, read_vocabulary(beside))
+    like_a_shard = ShardHeader(str(folder / "weights.pt"), 0, cfg.vocab_size, cfg.document_start)
+    pieces, prompt = read_prompt(flags, cfg, read_vocabulary(like_a_shard))   # vocab.txt stands beside it
 
     dtype = cfg.dtype
     if dtype == "bfloat16" and not fabric.on_cuda:
