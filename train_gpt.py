@@ -335,6 +335,7 @@ LEAST = dict(
     momentum_warmup_steps=-1, momentum_cooldown_steps=-1, runs=1)
 MOST = dict(
     num_scheduled_steps=MAX_STEPS, num_extension_steps=MAX_STEPS, runs=10**4, time_budget=30 * 24 * 3600,
+    num_slots=1 << 16, model_dim=1 << 16, num_heads=1 << 12, head_dim=1 << 14,
     vocab_size=MAX_VOCAB, document_start=MAX_VOCAB - 1, cooldown_frac=1, normuon_beta2=1, momentum_max=1)
 
 NOT_MATHEMATICS = {
