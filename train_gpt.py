@@ -1018,10 +1018,12 @@ def check_profile(schedule: Schedule, first: int) -> None:
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # recipe 1.2; table in data/README.md
 MANIFEST = "manifest.json"               # hashes of the files beside it, written last; table in data/README.md
 HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # recipe 2.5
-BITMAP_ROWS = 16                         # a bitmap finds the rows of a cycle if the table has at most so many per read
+BITMAP_ROWS = 16                         # per read of a cycle: in smaller tables a bitmap beats sorting the reads
 FORMULA = "formula:"                     # formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS, tokens without a file
 FORMULA_TOKENS = 2**28                   # at most in one shard: half a GiB, 2.7 times a shard of FineWeb
 FORMULA_PIECE = 2**20                    # tokens made at once: the arithmetic takes 8 bytes for each
+FORMULA_MIX = 0x9E3779B97F4A7C15         # 2^64 over the golden ratio: products of neighbours look unrelated at the top
+FORMULA_DOCUMENT = 32                    # tokens, on average
 
 
 class ShardHeader(NamedTuple):
@@ -1049,37 +1051,38 @@ class Shard:
         self.tokens = tokens
         self.doc_starts = np.flatnonzero(tokens == document_start)
         self.doc_lengths = np.diff(self.doc_starts, append=len(tokens))
-        self._totals: dict[int, np.ndarray] = {}
+        self._tokens_before: dict[int, np.ndarray] = {}                       # by max_doc_len
 
-    def totals(self, max_doc_len: int) -> np.ndarray:
-        """(documents + 1,) i64: tokens before each document if all are cut to max_doc_len."""
-        if max_doc_len not in self._totals:
+    def tokens_before(self, max_doc_len: int) -> np.ndarray:
+        """(documents + 1,) i64: tokens before each document, and before the end, if all are cut to max_doc_len."""
+        if max_doc_len not in self._tokens_before:
             lengths = np.minimum(self.doc_lengths, max_doc_len)
-            self._totals[max_doc_len] = np.concatenate([[0], np.cumsum(lengths)])
-        return self._totals[max_doc_len]
+            self._tokens_before[max_doc_len] = np.concatenate([[0], np.cumsum(lengths)])
+        return self._tokens_before[max_doc_len]
 
 
 class Slot(NamedTuple):
     """One slot of T tokens on the host."""
 
     tokens: np.ndarray                   # (T + 1,) u16: inputs are the first T, targets the last T
-    cu_seqlens: np.ndarray               # (documents + 1,) i32: 0, then the end of each document in the inputs
+    cu_seqlens: np.ndarray               # (documents + 1,) i32: 0, then the end of each document in the inputs, last T;
+                                         # the first or last document may be empty
 
 
 def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int) -> np.ndarray:
     """(count,) u16 tokens, alike everywhere: for the tiny preset and the warm-up.
 
-    Documents have 32 tokens on average; the first one starts at 0.
+    A token follows from its position and the seed alone. The first document starts at 0.
     """
     tokens = np.empty(count, np.uint16)
     for first in range(0, count, FORMULA_PIECE):
         piece = tokens[first:first + FORMULA_PIECE]
         position = np.arange(first, first + len(piece), dtype=np.uint64) + np.uint64(seed << 32)
-        mixed = position * np.uint64(0x9E3779B97F4A7C15) >> np.uint64(40)
+        mixed = position * np.uint64(FORMULA_MIX) >> np.uint64(40)            # 24 bits, of a product that wraps
         drawn = mixed * mixed // np.uint64(7) % np.uint64(vocab_size - 1)
         drawn += drawn >= document_start                                      # any token but the document start
         piece[:] = drawn
-        piece[mixed % np.uint64(32) == 0] = document_start
+        piece[mixed % np.uint64(FORMULA_DOCUMENT) == 0] = document_start
     tokens[:1] = document_start
     return tokens
 
@@ -1102,7 +1105,7 @@ def formula_shards(formula: str) -> list[ShardHeader]:
 
 
 def file_identity(path: Path) -> tuple[int, ...]:
-    """(bytes, time of the last change, inode): others once a file is written again or replaced."""
+    """(bytes, ns of the last change, inode): what differs once a file is written again or replaced."""
     found = path.stat()
     return found.st_size, found.st_mtime_ns, found.st_ino
 
@@ -1317,8 +1320,9 @@ def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Co
     bigram_rows = cfg.bigram_rows
     if bigram_rows == 0:
         bigram_rows = 5 * padded
+    bigram_rows = max(2, bigram_rows)                                         # one for pairs, one for no pair
     return replace(cfg, vocab_size=vocab_size, document_start=document_start, padded_vocab=padded,
-                   bigram_rows=max(2, bigram_rows))
+                   bigram_rows=bigram_rows)
 
 
 def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader]) -> None:
@@ -1345,7 +1349,7 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader])
 
     largest_step = max(step_tokens for _, step_tokens in needs)
     if largest_step > max(header.tokens for header in train):
-        raise too_small(cfg, train, largest_step // cfg.num_slots - 1)
+        raise too_small(cfg, train, largest_step // cfg.num_slots)
 
 
 def steps_within(tokens: int, needs: list[tuple[int, int]]) -> int:
@@ -1360,10 +1364,13 @@ def steps_within(tokens: int, needs: list[tuple[int, int]]) -> int:
     return done
 
 
-def too_small(cfg: Config, train: list[ShardHeader], slot_tokens: int) -> DataError:
-    """A block of slots has to lie in one shard, and no shard has room for it."""
+def too_small(cfg: Config, train: list[ShardHeader], read_by_slot: int) -> DataError:
+    """The error where no shard has room for a block of slots, which has to lie in one.
+
+    read_by_slot: tokens, the last target among them.
+    """
     return DataError("training shards are too small",
-                     f"none of {len(train)} holds {cfg.num_slots} x {slot_tokens + 1} tokens",
+                     f"none of {len(train)} holds {cfg.num_slots} x {read_by_slot} tokens",
                      "documents for one step in a shard",
                      "larger shards, or smaller batches in --stages")
 
@@ -1389,20 +1396,20 @@ def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int,
     next document), a slot being (starts, ends) of pieces, or None where the shard ends before the
     block does.
     """
-    totals = shard.totals(max_doc_len)
+    tokens_before = shard.tokens_before(max_doc_len)
     slots = []
     doc = first_doc
     for _ in range(num_slots):
-        goal = totals[doc] + slot_tokens + 1
-        last = int(np.searchsorted(totals, goal))                             # first border at or past the goal
-        if last == len(totals):
+        slot_end = tokens_before[doc] + slot_tokens + 1
+        next_doc = int(np.searchsorted(tokens_before, slot_end))              # the first that starts there or later
+        if next_doc == len(tokens_before):
             return None
 
-        starts = shard.doc_starts[doc:last]
-        ends = starts + np.diff(totals[doc:last + 1])
-        ends[-1] -= totals[last] - goal
+        starts = shard.doc_starts[doc:next_doc]
+        ends = starts + np.diff(tokens_before[doc:next_doc + 1])
+        ends[-1] -= tokens_before[next_doc] - slot_end
         slots.append((starts, ends))
-        doc = last
+        doc = next_doc
     return slots, doc
 
 
@@ -1499,10 +1506,10 @@ class TablePlan:
     """Which rows of a table this rank reads in a cycle, and which of its own all ranks ask for.
 
     Row r is the r div W-th of rank r mod W, since frequent tokens have neighbouring ids; physical
-    order: by owner.
+    order: by owner. The lists of rows are numpy arrays until `change_lists` makes tensors of them.
     """
 
-    tag: dict[str, Any]                  # purpose, cycle, tokens of a slot: alike on all ranks
+    tag: dict[str, Any]                  # purpose, cycle, tokens (of a slot over the cycle): alike on all ranks
     size: int                            # rows of every slice: R / W, rounded up
     rows_i_read: Any                     # (n,) i64, physical, ascending: list of the fetch and of the gradients' return
     counts_by_owner: list[int]           # how many of them each owner has
@@ -1548,6 +1555,11 @@ class Batch(NamedTuple):
         return self.map(moved)
 
 
+def keeps_rows_by_list(cfg: Config, fabric: Fabric) -> bool:
+    """Whether a rank has room for a plan's rows only, in the order of its list; else for all, in physical order."""
+    return cfg.row_comms == "sparse" and fabric.world > 1
+
+
 class Planner:
     """Makes the batches of a cycle and their row plans.
 
@@ -1560,26 +1572,26 @@ class Planner:
         self.fabric = fabric
         self.exchange = exchange
         self.tables = row_tables(cfg)
-        self.listed = cfg.row_comms == "sparse" and W > 1     # batches hold places in a list, not physical rows
+        self.listed = keeps_rows_by_list(cfg, fabric)         # batches hold places in a list, not physical rows
 
         self.sizes = {table.label: -(-table.rows // W) for table in self.tables}      # rows of every slice
         self.seen = {}                   # by table, for each physical row: a mark, False again after each plan
-        self.places = {}                 # by table, for each physical row: its place in the last list that had it
+        self.place_in_list = {}          # by table, for each physical row: of the last list that had it
         for label, size in self.sizes.items():
             self.seen[label] = np.zeros(W * size, bool)
-            self.places[label] = np.zeros(W * size, np.int32)
+            self.place_in_list[label] = np.zeros(W * size, np.int32)
 
     def batches(self, purpose: str, steps: Sequence[Values],
                 slots: Sequence[list[Slot]]) -> list[Batch]:
         """A batch for each step of a cycle and its slots."""
-        tokens = []
+        tokens = []                      # by step: (b, T + 1) u16
         for slots_of_step in slots:
-            tokens.append(np.stack([slot.tokens for slot in slots_of_step]))      # (b, T + 1) u16
+            tokens.append(np.stack([slot.tokens for slot in slots_of_step]))
         inputs = [x[:, :-1].astype(np.int32) for x in tokens]
-        slot_tokens = sum(x.shape[1] for x in inputs)
-        tag = dict(purpose=purpose, cycle=steps[0].step // CYCLE, tokens=slot_tokens)
+        cycle_tokens = sum(x.shape[1] for x in inputs)
+        tag = dict(purpose=purpose, cycle=steps[0].step // CYCLE, tokens=cycle_tokens)
 
-        plans, rows = {}, {}
+        plans, rows = {}, {}             # by table; rows: of each step
         for table in self.tables:
             logical_rows = [table.ids(x) for x in inputs]
             tied = table.tied and steps[0].tied                               # they part between cycles
@@ -1598,7 +1610,7 @@ class Planner:
 
     def plan(self, label: str, tag: dict, tied: bool,
              rows: list[np.ndarray]) -> tuple[TablePlan, list[np.ndarray]]:
-        """The plan for these logical rows, an array for each step, and where each row is found."""
+        """The plan for these logical rows, an array for each step, and what stands for each in a batch."""
         began = time.perf_counter()
         W = self.fabric.world
         size = self.sizes[label]
@@ -1608,10 +1620,11 @@ class Planner:
         physical = owner * size + place_in_slice
 
         rows_i_read = self._distinct(label, physical)
-        found = physical
+        batch_rows = physical
         if self.listed:
-            self.places[label][rows_i_read] = np.arange(len(rows_i_read), dtype=np.int32)
-            found = self.places[label].take(physical)
+            place_in_list = self.place_in_list[label]
+            place_in_list[rows_i_read] = np.arange(len(rows_i_read), dtype=np.int32)
+            batch_rows = place_in_list.take(physical)
 
         slice_borders = size * np.arange(W + 1)
         counts_by_owner = np.diff(np.searchsorted(rows_i_read, slice_borders)).tolist()
@@ -1624,7 +1637,7 @@ class Planner:
         plan = TablePlan(tag, size, rows_i_read, counts_by_owner,
                          rows_asked_of_me=rows_i_read, counts_by_reader=counts_by_owner,
                          head_columns=head_columns, plan_ms=plan_ms)
-        parts = np.split(found, np.cumsum([x.size for x in rows[:-1]]))
+        parts = np.split(batch_rows, np.cumsum([x.size for x in rows[:-1]]))
         return plan, [part.reshape(x.shape) for part, x in zip(parts, rows)]
 
     def _distinct(self, label: str, physical: np.ndarray) -> np.ndarray:
@@ -1709,6 +1722,7 @@ class Loader:
         self._prepare_next()
 
     def wait(self) -> None:
+        """Until the next cycle is made. What went wrong in the thread is raised here."""
         if self.ahead is not None:
             bounded(self.ahead, self.cfg, "waiting for the loader thread")
 
@@ -1792,7 +1806,7 @@ class Loader:
             self.doc = 0
             self.upcoming = next(self.shards, None)
         self.data_ended = True
-        raise too_small(self.cfg, self.headers, slot_tokens)
+        raise too_small(self.cfg, self.headers, slot_tokens + 1)
 
 
 class ValidationSet:
