@@ -2505,13 +2505,13 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
     dist.all_to_all_single(their_facts, my_facts, group=group)
     check_agreement_of_plans(fabric, words, my_facts, their_facts)
 
-    rows_i_ask = my_facts[:, :, ROWS]                                         # (owner, table)
-    rows_asked_of_me = their_facts[:, :, ROWS]                                # (reader, table)
-    arriving = torch.empty(int(rows_asked_of_me.sum()), dtype=torch.int32)
-    dist.all_to_all_single(arriving, torch.cat(leaving), rows_asked_of_me.sum(1).tolist(),
-                           rows_i_ask.sum(1).tolist(), group=group)
+    counts_i_ask = my_facts[:, :, ROWS]                                       # (owner, table)
+    counts_asked_of_me = their_facts[:, :, ROWS]                              # (reader, table)
+    arriving = torch.empty(int(counts_asked_of_me.sum()), dtype=torch.int32)
+    dist.all_to_all_single(arriving, torch.cat(leaving), counts_asked_of_me.sum(1).tolist(),
+                           counts_i_ask.sum(1).tolist(), group=group)
 
-    lists = arriving.split(rows_asked_of_me.flatten().tolist())               # reader by reader, and by table in each
+    lists = arriving.split(counts_asked_of_me.flatten().tolist())             # reader by reader, and by table in each
     for table, (label, plan) in enumerate(plans.items()):
         lists_by_reader = lists[table::len(plans)]
         for reader, places in enumerate(lists_by_reader):
@@ -2525,13 +2525,14 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
 def common_words(label: str, plan: TablePlan, dtype: str) -> list[int | str]:
     """The facts of a table's lists that have to be alike on all ranks, in the order of LIST_FACTS."""
     source = f"{label} of the head" if plan.tied else label
-    return [*plan.tag.values(), dtype, source]
+    words = dict(plan.tag, dtype=dtype, table=source)
+    return [words[name] for name in LIST_FACTS[:ROWS]]
 
 
 def facts_and_lists(world: int, words: list[list[int | str]],
                     plans: list[TablePlan]) -> tuple[list[list[int]], list[Tensor]]:
     """What this rank says of its lists, and the lists: owner by owner, and table by table for each."""
-    lists_by_table = [places_by_owner(plan) for plan in plans]
+    lists_by_table = [places_by_owner(plan) for plan in plans]                # and by owner in each
     facts, lists = [], []
     for owner in range(world):
         for words_of_table, lists_of_table in zip(words, lists_by_table):
@@ -2609,14 +2610,17 @@ class TableRows:
 
     def __init__(self, table: Table, cfg: Config, fabric: Fabric, mine: Tensor, most_tokens: int,
                  report: Callable) -> None:
-        """mine (C, D): the slice, a parameter. most_tokens: read by a rank in a cycle; the buffers never grow."""
+        """mine (C, D): the slice, a parameter. most_tokens: read by a rank in a cycle; the buffers never grow.
+
+        report(**account) is called when the account of a plan is closed.
+        """
         assert (table.home, table.rule, table.cycle) == ("device", "adam", CYCLE), f"nothing keeps {table} yet"
         self.table = table
         self.fabric = fabric
         self.report = report
         self.mode = cfg.row_comms
         self.debug = cfg.debug_rows
-        self.listed = self.mode == "sparse" and fabric.world > 1              # cache and sums in the plan's order
+        self.listed = keeps_rows_by_list(cfg, fabric)                         # cache and sums in the plan's order
 
         size, width = mine.shape
         exact = torch.promote_types(mine.dtype, torch.float32)
@@ -2631,38 +2635,38 @@ class TableRows:
                 count = min(count, most_tokens * table.reads)
             self.cache = mine.new_zeros(count, width).requires_grad_()
             self.sums = self.grad.new_zeros(count, width)                     # of the rows in the cache, on this rank
-        self.arriving = None                                                  # rows on their way into the cache
+        self.fetching = None                                                  # work that fills the cache, if under way
         self.reset()
 
     def reset(self) -> None:
         """Nothing cached, no gradients, no bytes counted."""
         self._settle()
         self.cached = None                                                    # the plan whose rows are in the cache
-        self.open = []                                                        # plans with gradients in the sums
+        self.open_plans = []                                                  # with gradients in the sums; one if W > 1
         self.totals = dict(bytes_sent=0, bytes_received=0, bytes_dense=0)
         self.sums.zero_()
         self.grad.zero_()
 
     def _settle(self) -> None:
         """Wait for what is on its way into the cache."""
-        if self.arriving is not None:
-            self.arriving.wait()
-        self.arriving = None
+        if self.fetching is not None:
+            self.fetching.wait()
+        self.fetching = None
 
-    def _places(self, plan: TablePlan) -> Tensor | slice:
-        """Where the plan's rows stand in the cache and in the sums."""
+    def _in_cache(self, plan: TablePlan) -> Tensor | slice:
+        """Index of the plan's rows in the cache and in the sums."""
         if self.listed:
             return slice(len(plan.rows_i_read))
         return plan.rows_i_read
 
     # Bytes are counted where a collective is launched: what goes to other ranks and comes from them.
-    def _launch_lists(self, plan: TablePlan, out: Tensor, rows: Tensor, arriving: list[int],
-                      leaving: list[int]) -> Any:
-        """Launch a list of rows from each rank to each, empty ones too. arriving, leaving: how many, by rank."""
+    def _launch_lists(self, plan: TablePlan, out: Tensor, rows: Tensor, counts_in: list[int],
+                      counts_out: list[int]) -> Any:
+        """Launch a list of rows from each rank to each, empty ones too. Counts of rows are by rank."""
         me = self.fabric.rank
-        plan.received += (sum(arriving) - arriving[me]) * row_bytes(out)
-        plan.sent += (sum(leaving) - leaving[me]) * row_bytes(rows)
-        return dist.all_to_all_single(out, rows, arriving, leaving, async_op=True)
+        plan.received += (sum(counts_in) - counts_in[me]) * row_bytes(out)
+        plan.sent += (sum(counts_out) - counts_out[me]) * row_bytes(rows)
+        return dist.all_to_all_single(out, rows, counts_in, counts_out, async_op=True)
 
     def _launch_slices(self, plan: TablePlan, collective: Callable, out: Tensor, rows: Tensor) -> Any:
         """Launch a whole slice to, and from, each other rank."""
@@ -2675,7 +2679,7 @@ class TableRows:
     def _bring(self, plan: TablePlan, out: Tensor, head: Tensor) -> Any:
         """Launch the plan's rows into `out`, or all rows where there is no list; tied ones are columns of the head.
 
-        Returns the work to wait for, or None where there is none.
+        Returns the work to wait for, or None where there is none. The plan's lists move to the device.
         """
         def on_device(rows: Tensor) -> Tensor:
             return rows.to(self.mine.device, non_blocking=True)
@@ -2686,37 +2690,37 @@ class TableRows:
         if self.debug:
             out.fill_(math.nan)                                               # rows of no plan are not to be read
         if plan.tied:
-            out[self._places(plan)] = head.t()[plan.head_columns]
+            out[self._in_cache(plan)] = head.t()[plan.head_columns]
             return None
         if not self.listed:
             return self._launch_slices(plan, dist.all_gather_into_tensor, out, self.mine.detach())
-        rows_i_read = out[:len(plan.rows_i_read)]
-        rows_asked_of_me = self.mine[plan.rows_asked_of_me]
-        return self._launch_lists(plan, rows_i_read, rows_asked_of_me, plan.counts_by_owner, plan.counts_by_reader)
+        arriving = out[self._in_cache(plan)]
+        leaving = self.mine[plan.rows_asked_of_me]
+        return self._launch_lists(plan, arriving, leaving, plan.counts_by_owner, plan.counts_by_reader)
 
     def fetch(self, plan: TablePlan, head: Tensor) -> None:
         """Launch the rows of a cycle into the cache: after the owners' update, never before."""
         self._settle()
         self.cached = plan
-        self.arriving = self._bring(plan, self.cache.detach(), head)
+        self.fetching = self._bring(plan, self.cache.detach(), head)
 
     def ready(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
         """The cache with the plan's rows, and the sums for their gradients.
 
         Raises RunError inside another cycle.
         """
-        if plan not in self.open:
-            if self.open and self.fabric.world > 1:
-                raise RunError(f"gradients of {self.table.label}", f"of {self.open[0].tag}, now {plan.tag}",
+        if plan not in self.open_plans:
+            if self.open_plans and self.fabric.world > 1:
+                raise RunError(f"gradients of {self.table.label}", f"of {self.open_plans[0].tag}, now {plan.tag}",
                                "batches of one cycle", "optim_step on its last step first")
-            self.open.append(plan)
+            self.open_plans.append(plan)
         if self.cached is not plan:
             self.fetch(plan, head)
         self._settle()
         return self.cache, self.sums
 
     def read(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, None]:
-        """Rows for another reader than training, in a tensor of their own."""
+        """Rows for another reader than training, in a tensor of their own, and None for sums: no gradients come."""
         out = self.mine
         if self.fabric.world > 1:
             count = len(plan.rows_i_read) if self.listed else len(self.cache)
@@ -2734,9 +2738,10 @@ class TableRows:
         """
         if self.fabric.world == 1:
             return self.grad, already_here
+        plan, = self.open_plans
         if self.mode == "dense":
-            return self.grad, self._return_slices(self.open[-1])
-        return self.grad, self._return_lists(self.open[-1])
+            return self.grad, self._return_slices(plan)
+        return self.grad, self._return_lists(plan)
 
     def _return_slices(self, plan: TablePlan) -> Callable[[], None]:
         """Launch the gradients of all rows. Returns the wait that leaves their sum over ranks in self.grad."""
@@ -2752,7 +2757,7 @@ class TableRows:
 
     def _return_lists(self, plan: TablePlan) -> Callable[[], None]:
         """Launch the gradients of the plan's rows. Returns the wait that adds them to self.grad in rank order."""
-        rows = self.sums[self._places(plan)].to(self.mine.dtype)              # on the wire: the type of the weights
+        rows = self.sums[self._in_cache(plan)].to(self.mine.dtype)            # on the wire: the type of the weights
         arrived = rows.new_empty(len(plan.rows_asked_of_me), rows.shape[1])
         work = self._launch_lists(plan, arrived, rows, plan.counts_by_reader, plan.counts_by_owner)
 
@@ -2767,20 +2772,20 @@ class TableRows:
 
     def add_to_head(self, head_grad: Tensor) -> None:
         """While tied: this rank's gradients join those of the head, (D, V)."""
-        for plan in self.open:
-            places = self._places(plan)
-            head_grad[:, plan.head_columns] += self.sums[places].t().to(head_grad.dtype)
-            self.sums[places] = 0                                             # rows of several plans count once
+        for plan in self.open_plans:
+            index = self._in_cache(plan)
+            head_grad[:, plan.head_columns] += self.sums[index].t().to(head_grad.dtype)
+            self.sums[index] = 0                                              # rows of several plans count once
         self.clear()
 
     def clear(self) -> None:
         """Forget the gradients of the open plans, row by row, and what is cached."""
-        for plan in self.open:
-            self.sums[self._places(plan)] = 0
+        for plan in self.open_plans:
+            self.sums[self._in_cache(plan)] = 0
             if self.fabric.world > 1 and not plan.tied:
                 self._clear_slice(plan)
-            self.account(plan, 2)
-        self.open = []
+            self.account(plan, dense_passes=2)                                # rows out, gradients back
+        self.open_plans = []
         self.cached = None
         if self.debug and (self.sums.any() or self.grad.any()):
             raise RunError(f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it")
@@ -2791,12 +2796,12 @@ class TableRows:
         else:
             self.grad[plan.rows_asked_of_me] = 0
 
-    def account(self, plan: TablePlan, passes: int = 0) -> None:
-        """Close the account of a plan. passes: how often the dense mode would have sent the whole table."""
+    def account(self, plan: TablePlan, dense_passes: int = 0) -> None:
+        """Close the account of a plan. dense_passes: how often training in dense mode would have sent the table."""
         purpose = plan.tag["purpose"]
         if plan.tied or purpose not in ("train", "validation"):
             return
-        bytes_dense = passes * (self.fabric.world - 1) * self.mine.nbytes
+        bytes_dense = dense_passes * (self.fabric.world - 1) * self.mine.nbytes
         moved = dict(bytes_sent=plan.sent, bytes_received=plan.received, bytes_dense=bytes_dense)
         self.report(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.rows_i_read), **moved,
                     plan_ms=round(plan.plan_ms, 3))
@@ -3040,7 +3045,7 @@ class Optimizer:
                 continue
             active.add(label)
             if label in self.tables:
-                has_gradient = len(self.tables[label].open) > 0
+                has_gradient = len(self.tables[label].open_plans) > 0
             else:
                 has_gradient = self.weights[label].grad is not None
             if not has_gradient:
@@ -3469,8 +3474,8 @@ class Executor(Evaluator):
         """
         result = {}
         for label, table in self.tables.items():
-            for plan in table.open:                           # of a cycle that the run ended in the middle of
-                table.account(plan, passes=1)
+            for plan in table.open_plans:                     # of a cycle that the run ended in the middle of
+                table.account(plan, dense_passes=1)           # no gradients went back
             result[label] = dict.fromkeys(table.totals, 0)
             for totals in self.fabric.of_all(table.totals):
                 for key, count in totals.items():

@@ -132,13 +132,13 @@ def grad_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor | None:
     if label not in optimizer.tables:
         return optimizer.weights[label].grad
     table = optimizer.tables[label]
-    if not table.open:
+    if not table.open_plans:
         return None
     world, size, width = table.fabric.world, *table.mine.shape
     if table.sums.data_ptr() == table.grad.data_ptr():
         return table.grad
     physical = table.grad.new_zeros(world * size, width)
-    for plan in table.open:
+    for plan in table.open_plans:
         rows = plan.rows_i_read
         physical[rows] = table.sums[:len(rows)] if optimizer.cfg.row_comms == "sparse" else table.sums[rows]
     return torch.cat([physical[k::size] for k in range(size)])[:table.table.rows]
@@ -156,7 +156,7 @@ def add_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor, values: tg
     plan, _ = tg.Planner(optimizer.cfg, fabric()).plan(label, tag, tied, [np.arange(len(grad), dtype=np.int32)])
     plan.change_lists(lambda rows: torch.from_numpy(rows).to(table.grad.device))
     table.grad.add_(grad.to(table.grad.dtype))
-    table.open.append(plan)
+    table.open_plans.append(plan)
 
 
 def executor(cfg: tg.Config, world: int = 1, rank: int = 0, precision: str = "plain") -> tg.Executor:

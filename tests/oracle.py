@@ -206,10 +206,10 @@ def logical(plan: tg.TablePlan, physical: Tensor) -> Tensor:
 
 def whole_gradient(cfg: tg.Config, table: tg.TableRows) -> Tensor:
     """(R, D): what this rank has gathered since the last update, row by row; 0 for rows that it does not read."""
-    plan, sums = table.open[-1], table.sums
+    plan, sums = table.open_plans[-1], table.sums
     world, whole = len(plan.counts_by_owner), sums.new_zeros(table.table.rows, sums.shape[1])
     if cfg.row_comms == "sparse" and world > 1:
-        assert table.open == [plan] and not sums[len(plan.rows_i_read):].any(), "gradients of no plan"
+        assert table.open_plans == [plan] and not sums[len(plan.rows_i_read):].any(), "gradients of no plan"
         whole[logical(plan, plan.rows_i_read)] = sums[:len(plan.rows_i_read)]
         return whole
     return of_owners(sums.split(plan.size), len(whole))

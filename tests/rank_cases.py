@@ -89,8 +89,8 @@ def state_bytes(executor: tg.Executor) -> dict[str, bytes]:
                 for name in ("grad", "sums")}
     found = {name: x.detach().contiguous().view(torch.uint8).numpy().tobytes() if x.numel() else b""
              for name, x in tensors.items()}
-    plain = dict(counts=sorted(optimizer.adam_steps.items()), rotary=executor.rotary,
-                 rows=[(label, len(table.open), table.cached is None) for label, table in executor.tables.items()])
+    rows = [(label, len(table.open_plans), table.cached is None) for label, table in executor.tables.items()]
+    plain = dict(counts=sorted(optimizer.adam_steps.items()), rotary=executor.rotary, rows=rows)
     return found | dict(rng=torch.get_rng_state().numpy().tobytes(), plain=repr(plain).encode())
 
 
@@ -524,11 +524,17 @@ def counting(rank: Rank, **changes: Any) -> Found:
         found["sent"].append([[name, list(sent.shape) if sent is not None else None] for name, sent in calls])
         found["behind"].append(names[gathers:])
         found["updated"].append(list(updates))
+        found["kept"].append([])
         found["cleared"].append([label for label, p in optimizer.weights.items() if (
-            p.grad is None and not (label in tables and (tables[label].open or tables[label].sums.any())))])
-        found["kept"].append([label for label, p in optimizer.weights.items() if (
-            tables[label].open == [plans[label][0]] and tables[label].sums.equal(before[label]) if label in tables else
-            p.grad is before[label] and bool((p.grad == code[label]).all()))])
+            p.grad is None and not (label in tables and (tables[label].open_plans or tables[label].sums.any())))])
+        for label, p in optimizer.weights.items():
+            if label in tables:
+                table = tables[label]
+                kept = table.open_plans == [plans[label][0]] and table.sums.equal(before[label])
+            else:
+                kept = p.grad is before[label] and bool((p.grad == code[label]).all())
+            if kept:
+                found["kept"][-1].append(label)
         updates.clear()
     return found | dict(counts=optimizer.adam_steps)
 

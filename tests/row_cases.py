@@ -457,7 +457,7 @@ def refetch(rank: Rank) -> dict:
             rows.fetch(first, None)
             if before == "cached":
                 rows.ready(first, None)
-                rows.open.clear()
+                rows.open_plans.clear()
             cache, _ = rows.ready(second, None)
             time.sleep(0.02)                                                  # what comes late would come now
             places = slice(len(second.rows_i_read)) if rows.listed else second.rows_i_read

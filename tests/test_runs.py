@@ -148,7 +148,7 @@ def everything(ex: tg.Executor) -> dict:
     """All that a run may leave behind, by walking the objects."""
     tables = {f"{label}.{name}": getattr(table, name).detach().numpy().tobytes()
               for label, table in ex.tables.items() for name in ("sums", "grad")}
-    open_plans = {f"{label}.open": (len(table.open), table.cached is None, dict(table.totals))
+    open_plans = {f"{label}.open": (len(table.open_plans), table.cached is None, dict(table.totals))
                   for label, table in ex.tables.items()}
     return bits(ex) | tables | open_plans | {f"grad of {k}": p.grad is None for k, p in ex.model.named_parameters()}
 
