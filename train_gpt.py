@@ -2841,6 +2841,12 @@ def polar_express(x: Tensor) -> Tensor:
     return x
 
 
+def evened_axis(matrices: Tensor) -> int:
+    """The axis over which NorMuon takes the mean of squares: along each row, or each column of wide matrices."""
+    height, width = matrices.shape[-2:]
+    return -1 if height >= width else -2
+
+
 def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor, beta2: float,
                       polar_dtype: torch.dtype) -> Tensor:
     """Orthogonalised Nesterov momentum, evened out per row at an unchanged Frobenius norm (arXiv 2510.05491).
@@ -2852,17 +2858,17 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor
     nesterov = grad * (1 - mu) + momentum * mu
     o = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
 
-    axis = -1 if grad.shape[-2] >= grad.shape[-1] else -2
-    size = grad.shape[axis]
-    square = o.square().mean(dim=axis, keepdim=True)
-    second.lerp_(square, 1 - beta2)
+    axis = evened_axis(grad)
+    mean_square = o.square().mean(dim=axis, keepdim=True)                     # shaped like second
+    second.lerp_(mean_square, 1 - beta2)
     scale = second.clamp_min(1e-10).rsqrt()
 
-    norm = (size * square.sum(dim=(-2, -1), keepdim=True)).sqrt()
-    scaled_square = square * scale.square()
-    scaled_norm = (size * scaled_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
+    count = grad.shape[axis]                                                  # numbers in each mean
+    norm = (count * mean_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
+    scaled_square = mean_square * scale.square()
+    scaled_norm = (count * scaled_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
     factor = scale * norm / scaled_norm.clamp_min(1e-10)
-    return o * factor.to(polar_dtype).to(grad.dtype)
+    return o * factor.to(polar_dtype).to(grad.dtype)                          # rounded, recipe 3.1
 
 
 def cautious_descent(p: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> Tensor:
@@ -2874,7 +2880,7 @@ def cautious_descent(p: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> Te
 def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
     """bf16 weight and the 16 bits below it (i16 words) -> the f32 weight (recipe 3.2)."""
     upper = p.view(torch.int16).int() << 16
-    lower = mantissa.int() & 0xFFFF
+    lower = mantissa.int() & 0xFFFF                                           # without its sign
     return (upper | lower).view(torch.float32)
 
 
@@ -2936,7 +2942,9 @@ class Optimizer:
         self.parameters = {row.label: row for row in model.table}
         assert sorted(REDUCE_ORDER) == sorted(UPDATE_ORDER) == sorted(self.parameters), "every label once in both"
         self.weights = {label: model.get_parameter(label) for label in self.parameters}
+        # Labels that ranks share out here. A table is sharded, too, but a rank has its slice of it only.
         self.cut = {label for label, row in self.parameters.items() if row.sharded and label not in tables}
+        self.share = 1 / cfg.num_slots   # of a slot in J; gradients are plain sums over slots
 
         self.slice_size = {}             # by label: units of every rank's slice
         self.mine = {}                   # by label: this rank's slice, a view of the parameter
@@ -2977,8 +2985,8 @@ class Optimizer:
         exact = dict(dtype=torch.promote_types(mine.dtype, torch.float32), device=self.fabric.device)
         if self.parameters[label].optimizer == "adam":
             return dict(m=torch.zeros(mine.shape, **exact), v=torch.zeros(mine.shape, **exact))
-        count, height, width = mine.shape
-        evened = (count, height, 1) if height >= width else (count, 1, width)
+        evened = list(mine.shape)
+        evened[evened_axis(mine)] = 1
         state = dict(momentum=torch.zeros(mine.shape, **exact), second=torch.zeros(evened, **exact))
         if mine.dtype == torch.bfloat16:
             state["mantissa"] = torch.zeros(mine.shape, dtype=torch.int16, device=self.fabric.device)
@@ -2991,7 +2999,7 @@ class Optimizer:
         muls = torch.full((len(mine), 1, 1), of_shape, dtype=self.state[label]["momentum"].dtype)
         if label == "mlp":
             number_in_bank = self.fabric.rank * self.slice_size[label] + torch.arange(len(mine))
-            muls[number_in_bank % UP_AND_DOWN == 1] *= DOWN_LR_MUL
+            muls[number_in_bank % UP_AND_DOWN == 1] *= DOWN_LR_MUL            # up, down, up, down, ...
         return muls.to(mine.device)
 
     def add_zeros(self) -> None:
@@ -3070,7 +3078,7 @@ class Optimizer:
         return arriving[:len(self.mine[label])], work.wait
 
     def _update(self, label: str, grad: Tensor, values: Values) -> None:
-        """Update this rank's slice, if it has one."""
+        """Update this rank's slice, if it has one. Adam counts its updates on every rank alike."""
         if self.parameters[label].optimizer == "adam":
             self._update_with_adam(label, grad, values)
         elif len(self.mine[label]) > 0:
@@ -3084,21 +3092,19 @@ class Optimizer:
         count = self.adam_steps[label]
         beta1, beta2 = row.betas
         lr = values.adam_lr * row.lr_mul
-        step_size = number(lr * math.sqrt(1 - beta2**count) / (1 - beta1**count))
-        decay = number(lr * lr * cfg.adam_weight_decay * row.wd_mul)
-        share = 1 / cfg.num_slots                                             # of J; the gradient is a plain sum
-        self.adam_update(self.mine[label], grad, state["m"], state["v"], share, row.betas, cfg.adam_eps,
+        step_size = cpu_scalar(lr * math.sqrt(1 - beta2**count) / (1 - beta1**count))
+        decay = cpu_scalar(lr * lr * cfg.adam_weight_decay * row.wd_mul)      # quadratic in the schedule (recipe 3.3)
+        self.adam_update(self.mine[label], grad, state["m"], state["v"], self.share, row.betas, cfg.adam_eps,
                          step_size, decay)
 
     def _update_with_normuon(self, label: str, grad: Tensor, values: Values) -> None:
         cfg = self.cfg
         state = self.state[label]
-        mu = number(values.momentum)
-        lr = number(values.normuon_lr)
-        decay = number(values.normuon_lr * cfg.normuon_weight_decay)
-        share = 1 / cfg.num_slots                                             # of J; the gradient is a plain sum
+        mu = cpu_scalar(values.momentum)
+        lr = cpu_scalar(values.normuon_lr)
+        decay = cpu_scalar(values.normuon_lr * cfg.normuon_weight_decay)      # times the rate again in the update
         self.normuon_update(self.mine[label], state.get("mantissa"), grad, state["momentum"], state["second"],
-                            share, mu, lr, self.lr_muls[label], decay, cfg.normuon_beta2)
+                            self.share, mu, lr, self.lr_muls[label], decay, cfg.normuon_beta2)
 
     def _end_cycle(self, label: str, plans_ahead: Callable) -> None:
         """Clear a table's gradients, and launch the rows of the next cycle: they are waited for at the first lookup."""
@@ -3134,7 +3140,7 @@ class Optimizer:
         self.adam_steps["embed"] = self.adam_steps["lm_head"]
         for name, moments in self.state["embed"].items():                     # owned along V, the head's along D
             of_head = filled(self.state["lm_head"][name], self.slice_size["lm_head"])
-            leaving = columns_by_owner(of_head, W, len(mine))
+            leaving = columns_by_owner(of_head, W, len(mine))                 # (owner, rows of my head slice, C)
             arrived = leaving
             if W > 1:
                 arrived = torch.empty_like(leaving)
@@ -3159,8 +3165,8 @@ def filled(units: Tensor, count: int) -> Tensor:
     return torch.cat((units, units.new_zeros(missing, *units.shape[1:])))
 
 
-def number(value: float) -> Tensor:
-    """A number that changes every step as a CPU scalar, so that compiled updates need no new graph."""
+def cpu_scalar(value: float) -> Tensor:
+    """A number that changes every step as a tensor, so that compiled updates need no new graph."""
     return torch.tensor(value, dtype=torch.float64)
 
 

@@ -108,8 +108,8 @@ def test_mantissa_update_of_the_recipe(monkeypatch, update, before, after, visib
     monkeypatch.setattr(tg, "normuon_direction", lambda *_: torch.full((1, 1, 1), update))
     p, mantissa = words(before)
     some = torch.zeros(1, 1, 1)
-    tg.normuon_update(p, mantissa, some, some, some, 1.0, tg.number(0.9), tg.number(0.023), torch.ones(1, 1, 1),
-                      tg.number(1.2 * 0.023), 0.95)
+    tg.normuon_update(p, mantissa, some, some, some, 1.0, tg.cpu_scalar(0.9), tg.cpu_scalar(0.023), torch.ones(1, 1, 1),
+                      tg.cpu_scalar(1.2 * 0.023), 0.95)
     want = words(after)
     assert p.equal(want[0]) and mantissa.equal(want[1])
     assert float(p) == pytest.approx(visible, abs=6e-11)             # printed with 10 decimals
@@ -125,8 +125,9 @@ def test_weight_and_mantissa_follow_an_f32_weight_bit_by_bit():
         update = (0.1 * rng.normal(size=p.shape)).astype(np.float32)
         agrees = (update * exact >= 0).astype(np.float32)
         exact = exact - exact * agrees * decay * lr - update * lr    # numpy rounds each operation to f32 as well
-        rate = torch.full((2, 1, 1), 2.0) * tg.number(0.023)
-        now = tg.cautious_descent(tg.with_mantissa(p, mantissa), torch.from_numpy(update), rate, tg.number(1.2 * 0.023))
+        rate = torch.full((2, 1, 1), 2.0) * tg.cpu_scalar(0.023)
+        whole = tg.with_mantissa(p, mantissa)
+        now = tg.cautious_descent(whole, torch.from_numpy(update), rate, tg.cpu_scalar(1.2 * 0.023))
         tg.split_mantissa(now, p, mantissa)
         assert tg.with_mantissa(p, mantissa).numpy().tobytes() == exact.tobytes()
         assert p.float().numpy().tobytes() == (exact.view(np.int32) & ~0xFFFF).tobytes(), "truncated, not rounded"
@@ -441,4 +442,4 @@ def test_roundings_to_bf16_stand_where_the_recipe_has_them(monkeypatch):
 
 def test_step_values_are_cpu_scalars():
     """Numbers that change every step are tensors, so that a compiled update sees no new constant."""
-    assert (tg.number(0.3).shape, tg.number(0.3).dtype, float(tg.number(0.3))) == ((), F64, 0.3)
+    assert (tg.cpu_scalar(0.3).shape, tg.cpu_scalar(0.3).dtype, float(tg.cpu_scalar(0.3))) == ((), F64, 0.3)
