@@ -4950,7 +4950,7 @@ def open_checkpoint(cfg: Config, fabric: Fabric, sha256: str) -> tuple[Config, d
     folder = run_dir / CHECKPOINTS
     if fabric.rank == 0:
         new = folder / NEW_CHECKPOINT
-        remove_leftovers([run_dir / ".reserve", new, part_of(new)])          # two of older trainers
+        remove_leftovers([run_dir / ".reserve", new, part_of(new)])          # the first two: of older trainers
     path, content = load_checkpoint(folder, cfg, fabric)
     fabric.check_agreement(dict(checkpoint=path.name))
     cfg = replace(cfg, **content["lengths"])
