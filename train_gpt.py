@@ -1105,9 +1105,13 @@ def formula_shards(formula: str) -> list[ShardHeader]:
 
 
 def file_identity(path: Path) -> tuple[int, ...]:
-    """(bytes, ns of the last change, inode): what differs once a file is written again or replaced."""
+    """(bytes, ns of the last writing, inode, ns of the last change of any kind).
+
+    The first three differ once a file is written again or replaced, but the second can be put back. The last cannot,
+    and differs after a new link or other rights too.
+    """
     found = path.stat()
-    return found.st_size, found.st_mtime_ns, found.st_ino
+    return found.st_size, found.st_mtime_ns, found.st_ino, found.st_ctime_ns
 
 
 def read_header(path: Path) -> ShardHeader:
@@ -1268,18 +1272,34 @@ def scan_shards(headers: Sequence[ShardHeader]) -> str:
     return digest.hexdigest()
 
 
-def changed_shards(headers: Sequence[ShardHeader]) -> list[str]:
-    """Names of the shards that are not as they were found: written again, replaced or gone."""
+def changed_shards(headers: Sequence[ShardHeader], sha256: str) -> list[str]:
+    """Names of the shards that are not as they were found: written again, replaced or gone.
+
+    sha256: what `scan_shards` gave. All are read once more if one of them has been touched in a way that may have left
+    its content alone.
+    """
     changed = []
+    touched = []
     for header in headers:
         if header.is_formula:
             continue
         try:
             identity = file_identity(Path(header.name))
         except OSError:
-            identity = None
-        if identity != header.identity:
             changed.append(header.name)
+            continue
+        if identity[:-1] != header.identity[:-1]:
+            changed.append(header.name)
+        elif identity != header.identity:
+            touched.append(header.name)
+
+    if touched and not changed:
+        try:
+            same = scan_shards(headers) == sha256
+        except (DataError, OSError):
+            same = False
+        if not same:
+            changed = touched
     return changed
 
 
@@ -4100,7 +4120,11 @@ class Log:
         try:
             self._open(lines or {})
         except (OSError, ValueError) as error:
-            raise RunError(f"run directory {run_dir}", error, "writable, without a log", "new --run_dir") from None
+            found = reason_of(error)
+            if os.path.lexists(run_dir) and not run_dir.is_dir():
+                found = "something that is not a folder"
+            raise RunError(f"run directory {run_dir}", found, "a folder that can be written to, without a log",
+                           "another --run_dir") from None
 
     def _open(self, lines: dict[str, str]) -> None:
         """Make the files, in which the lines of an earlier run may come first, and copy the source beside them."""
@@ -4114,7 +4138,9 @@ class Log:
         self.reserve = tempfile.TemporaryFile(dir=self.run_dir, buffering=0)  # without a name: a kill leaves nothing
         self.reserve.write(bytes(RESERVE_BYTES))
         for name, text in lines.items():
-            self.files[name].write(text.encode())
+            content = text.encode()
+            if self.files[name].write(content) < len(content):
+                raise OSError(errno.ENOSPC, "no room for the lines of the earlier run")
 
     def seen(self) -> dict[str, Any]:
         """What a checkpoint keeps of the log."""
@@ -4798,7 +4824,7 @@ def reason_for_void(cfg: Config, shards: Shards) -> str:
     reasons = []
     if cfg.profile:
         reasons.append("profiled")
-    changed = changed_shards(shards.train + shards.val)
+    changed = changed_shards(shards.train + shards.val, shards.sha256)
     if changed:
         others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
         reasons.append(f"data changed: {changed[0]}{others}")
@@ -5356,6 +5382,8 @@ def main(argv: Sequence[str]) -> int:
 
 if __name__ == "__main__":
     status = main(sys.argv[1:])
-    with contextlib.suppress(OSError, ValueError, AttributeError):            # a console that is full, closed or gone
+    try:
         sys.stdout.flush()
+    except (OSError, ValueError, AttributeError):                             # full, closed or gone: --help is lost
+        status = status or EXIT_FAILED
     os._exit(status)                                                          # even if a thread is stuck in a read

@@ -246,7 +246,7 @@ BAD = [                                  # flags behind --preset=tiny, status, w
     (["--val_files=v_empty/*.bin"], 2, ("vocab.txt: ids", "0 of 512")),
     (["--val_files=v_folder/*.bin"], 2, ("vocab.txt",)),
     # folders
-    (["--run_dir=a_file"], 1, ("run directory a_file", "File exists", "--run_dir")),
+    (["--run_dir=a_file"], 1, ("run directory a_file", "not a folder", "--run_dir")),
     (["--run_dir=a_file/run"], 1, ("run directory a_file/run", "Not a directory")),
     (["--run_dir=/proc/run"], 1, ("run directory /proc/run", "No such file")),
     (["--run_dir=" + "x" * 300], 1, ("File name too long",)),

@@ -835,11 +835,27 @@ def test_shards_that_change_are_named(tmp_path):
     """Written over in the same length, replaced under the same name, deleted: all but the one that stays."""
     paths = [write_shard(tmp_path / f"{name}.bin", GOOD, 6, 3) for name in "abcd"]
     headers = tg.find_shards(f"{tmp_path}/*.bin") + tg.find_shards("formula:6:3:100:1")
-    assert tg.changed_shards(headers) == []
+    sha256 = tg.scan_shards(headers)
+    assert tg.changed_shards(headers, sha256) == []
     write_shard(paths[0], GOOD[::-1], 6, 3)
     write_shard(tmp_path / "new", GOOD, 6, 3).replace(paths[1])
     paths[3].unlink()
-    assert tg.changed_shards(headers) == [str(paths[0]), str(paths[1]), str(paths[3])]
+    assert tg.changed_shards(headers, sha256) == [str(paths[0]), str(paths[1]), str(paths[3])]
+
+
+def test_a_shard_with_its_old_time_is_read_again(tmp_path):
+    """Another link leaves the content alone; other tokens behind the old time of writing do not."""
+    path = write_shard(tmp_path / "a.bin", GOOD, 6, 3)
+    headers = tg.find_shards(f"{tmp_path}/a.bin")
+    sha256 = tg.scan_shards(headers)
+    os.link(path, tmp_path / "link")
+    assert tg.changed_shards(headers, sha256) == []
+
+    before = path.stat()
+    for content in (GOOD[::-1], [5] * len(GOOD)):
+        write_shard(path, content, 6, 3)
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert tg.changed_shards(headers, sha256) == [str(path)]
 
 
 def test_shards_that_are_trained_on_and_validated_with_are_named(tmp_path):
