@@ -416,6 +416,9 @@ def parse_value(knob_field: Field, text: str) -> Any:
         raise ConfigError(f"--{name}", shown(text), expected, nearest(text, choices))
     if unit in PATH_UNITS:
         value = os.path.expanduser(value)
+        if value.startswith("~"):
+            raise ConfigError(f"--{name}", shown(text), "~ or ~USER of this machine in front",
+                              "name an existing user, or write ./~ for a name that begins so")
     return value
 
 

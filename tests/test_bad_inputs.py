@@ -173,6 +173,7 @@ BAD = [                                  # flags behind --preset=tiny, status, w
     (["--num_scheduled_steps=2000000000", "--epochs=0"], 2, ("--num_scheduled_steps", "2000000000", "10000000")),
     (["--num_extension_steps=9999999", "--epochs=0"], 2, ("10000008 steps together", "at most 10000000")),
     (["--model_dim=1073741824", "--head_dim=536870912"], 2, ("--model_dim", "0 to 65536")),
+    (["--save=~nobody-of-this-name/x"], 2, ("--save", "~nobody-of-this-name", "./~")),
     (["--num_slots=134217728"], 2, ("--num_slots", "1 to 65536")),
     (["--runs=2000000000"], 2, ("--runs", "1 to 10000", "--runs=10000")),
     (["--time_budget=2000000000"], 2, ("--time_budget", "0 to 2592000")),
