@@ -362,7 +362,7 @@ def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     done = run(tmp_path / "file" / "run")
     assert done.status == 1
-    check_message(done, "run directory", "Not a directory", "writable", "--run_dir")
+    check_message(done, "run directory", "Not a directory", "written to", "--run_dir")
 
 
 class FullDisk(io.FileIO):
