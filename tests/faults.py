@@ -121,15 +121,18 @@ def supervise(job: dict, tg, script) -> None:
             with open(reading) as pipe:
                 play_rank(job, rank, pipe.readline(), tg, script)
         pids[rank], pipes = pid, [*pipes, writing]
-    apart, store, listener = None, None, socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    if "silent" not in job["store"]:
-        listener.close()                                                      # its port is free again
-    if job["store"] == "launcher apart":
-        apart = hold_store(port)
-        (folder / "launcher").write_text(str(apart))
+    apart = None
     if job["store"] == "launcher":
-        store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)      # behind the forks: threads
+        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)         # behind the forks: threads
+        port = store.port
+    else:
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        if "silent" not in job["store"]:
+            listener.close()                                                  # its port is free again
+        if job["store"] == "launcher apart":
+            apart = hold_store(port)
+            (folder / "launcher").write_text(str(apart))
     for pipe in pipes:
         os.write(pipe, f"{port}\n".encode())
         os.close(pipe)
