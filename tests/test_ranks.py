@@ -34,6 +34,8 @@ SAMPLE_TOKENS = 8                        # of the tiny preset
 
 Arrays = dict[str, np.ndarray]
 worlds = pytest.mark.parametrize("world", WORLDS, ids="W{}".format)
+few_worlds = pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.all) for world in (4, 8))],
+                                     ids="W{}".format)
 odd_worlds = pytest.mark.parametrize("world", [*WORLDS, pytest.param(3, marks=pytest.mark.all)], ids="W{}".format)
 
 
@@ -234,7 +236,7 @@ def results_of(case: str, world: int, results: Results) -> Arrays:
                 **results.weights(case, world))
 
 
-@worlds
+@few_worlds
 @pytest.mark.parametrize("kind", KINDS)
 def test_fetching_all_rows_changes_no_bit(kind: str, world: int, results: Results) -> None:
     """sparse_scatter: the same gradients, and every row on every rank."""
@@ -244,7 +246,7 @@ def test_fetching_all_rows_changes_no_bit(kind: str, world: int, results: Result
     assert_same_bits(results.state(f"scatter_{kind}", world), results.state(KINDS[kind], world))
 
 
-@worlds
+@few_worlds
 @pytest.mark.parametrize("kind", KINDS)
 def test_dense_gradients_change_rounding_only(kind: str, world: int, results: Results) -> None:
     """Owners add lists in the order of ranks, a reduction of full gradients in its own. Weights as between worlds."""
@@ -268,7 +270,7 @@ def test_sums_that_are_exact_give_the_same_bits_in_every_mode(mode: str, world: 
         assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize("world", (1, 2, WORLDS[1]), ids="W{}".format)
+@pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.all), 2, WORLDS[1]), ids="W{}".format)
 def test_poison_in_rows_that_were_not_fetched_is_never_read(world: int, results: Results) -> None:
     """--debug_rows fills them with what is not a number, and finds no gradient where no plan has a row."""
     assert_same_bits(*(results_of(case, world, results) for case in ("debug_13", "run_13")))
@@ -304,10 +306,10 @@ def check_trajectory(case: str, world: int, results: Results) -> None:
 
 
 SLOW_TRAJECTORIES = [pytest.param(*case, marks=pytest.mark.all) for case in (
-    ("trajectory", 2), ("trajectory", 4), ("trajectory_scatter", 4))]
+    ("trajectory", 4), ("trajectory", 8), ("trajectory_dense", 2), ("trajectory_scatter", 4))]
 
 
-@pytest.mark.parametrize("case, world", [("trajectory", 8), ("trajectory_dense", 2), *SLOW_TRAJECTORIES])
+@pytest.mark.parametrize("case, world", [("trajectory", 2), *SLOW_TRAJECTORIES])
 def test_trajectory_of_the_oracle(case: str, world: int, results: Results) -> None:
     check_trajectory(case, world, results)
 

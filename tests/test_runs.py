@@ -153,7 +153,12 @@ def everything(ex: tg.Executor) -> dict:
     return bits(ex) | tables | open_plans | {f"grad of {k}": p.grad is None for k, p in ex.model.named_parameters()}
 
 
-@pytest.mark.parametrize("name", [None, *FORGOTTEN])
+OFTEN_FORGOTTEN = {"attn", "bigram_embed", "rotary_*", "*.m", "*.mantissa", "adam_steps", "rotary", "tables", "gradients",
+                   "random numbers"}                                  # one of each kind; the others with --all
+FORGETTING = [pytest.param(x, marks=() if x in OFTEN_FORGOTTEN else pytest.mark.all) for x in FORGOTTEN]
+
+
+@pytest.mark.parametrize("name", [None, *FORGETTING])
 def test_a_reset_that_forgets_one_thing_is_seen(name, monkeypatch):
     cfg = small(split_stage=0, dtype="bfloat16" if name == "*.mantissa" else "float32", adam_lr=0.5)
     ex, _ = filled(cfg)
@@ -263,7 +268,7 @@ def test_a_signal_while_a_checkpoint_is_written_ends_as_a_signal_does(tmp_path, 
     assert not list((tmp_path / "run" / tg.CHECKPOINTS).iterdir())
 
 
-@pytest.mark.parametrize("damage", ["cut", "flipped", "empty"])
+@pytest.mark.parametrize("damage", ["flipped", *(pytest.param(x, marks=pytest.mark.all) for x in ("cut", "empty"))])
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(cut, plain, tmp_path, damage):
     folder = tmp_path / "copy"
     shutil.copytree(cut, folder)
@@ -323,6 +328,7 @@ def test_two_ranks_resume_bitwise(tmp_path):
     assert [e["step"] for e in Run(tmp_path / "two", 0, "", "").of("resumed")] == [8], "behind the split"
 
 
+@pytest.mark.all
 def test_another_number_of_ranks_resumes_to_rounding(cut, tmp_path):
     """From a checkpoint of one rank, in front of the split."""
     moved = tmp_path / "moved"
@@ -414,6 +420,7 @@ def test_a_budget_without_room_for_a_step_of_each_stage_is_refused(tmp_path, mon
 
 # ---- profile --------------------------------------------------------------------------------------------------------
 
+@pytest.mark.all
 def test_profile_of_two_ranks(tmp_path):
     launch(2, tmp_path / "run", "--profile=6:9")
     log = Run(tmp_path / "run", 0, "", "")
