@@ -53,6 +53,7 @@ def test_trajectory_in_single_precision() -> None:
     CHECKS["traj"](Oracle(EXTRACT, "float32"))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.all)])
 @pytest.mark.parametrize("row_comms", ["dense", "sparse_scatter"])
 def test_trajectory_in_the_other_modes_on_one_rank(row_comms: str, dtype: str) -> None:
