@@ -54,10 +54,10 @@ def test_trajectory_in_single_precision() -> None:
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("float64", marks=pytest.mark.all)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("row_comms", ["dense", "sparse_scatter"])
 def test_trajectory_in_the_other_modes_on_one_rank(row_comms: str, dtype: str) -> None:
-    """The third is the default; test_ranks.py has all of them on four ranks."""
+    """The third is the default; test_ranks.py has them on several ranks."""
     CHECKS["traj"](Oracle(EXTRACT, dtype, row_comms))
 
 
