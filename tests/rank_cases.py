@@ -633,7 +633,8 @@ CASES = {                                # name -> numbers of ranks, what to do
     "run_13": (WORLDS, run_13),
     "run_single": (WORLDS, run_single),
     **{f"{name}_13": ((4, 2, 1), functools.partial(run_13, row_comms=mode)) for name, mode in OTHER_MODES.items()},
-    **{f"{name}_single": ((2, 4), functools.partial(run_single, row_comms=mode)) for name, mode in OTHER_MODES.items()},
+    **{f"{name}_single": ((2, 4), functools.partial(run_single, row_comms=mode))
+       for name, mode in OTHER_MODES.items()},
     "debug_13": ((2, 4), functools.partial(run_13, debug_rows=1)),
     "again_single": ((2,), run_single),
     "orders_single": ((2,), other_orders),

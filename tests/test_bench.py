@@ -267,6 +267,7 @@ echo "NVIDIA H100 80GB HBM3, 550.54, 1980 MHz, 2619 MHz, 68.5 W, 700.00 W, 31, 0
     assert calibrate.gpus() == []
 
 
+@pytest.mark.all
 def test_calibration(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     a = trainer(tmp_path, OURS)

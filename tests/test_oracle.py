@@ -49,6 +49,7 @@ def test_config_s_in_single_precision(path: Path, file: str) -> None:
     CHECKS[file](Oracle(path, "float32"))
 
 
+@pytest.mark.all
 def test_trajectory_in_single_precision() -> None:
     CHECKS["traj"](Oracle(EXTRACT, "float32"))
 

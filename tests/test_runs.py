@@ -153,8 +153,9 @@ def everything(ex: tg.Executor) -> dict:
     return bits(ex) | tables | open_plans | {f"grad of {k}": p.grad is None for k, p in ex.model.named_parameters()}
 
 
-OFTEN_FORGOTTEN = {"attn", "bigram_embed", "rotary_*", "*.m", "*.mantissa", "adam_steps", "rotary", "tables", "gradients",
-                   "random numbers"}                                  # one of each kind; the others with --all
+OFTEN_FORGOTTEN = {                      # one of each kind; the others with --all
+    "attn", "bigram_embed", "rotary_*", "*.m", "*.mantissa", "adam_steps", "rotary", "tables", "gradients",
+    "random numbers"}
 FORGETTING = [pytest.param(x, marks=() if x in OFTEN_FORGOTTEN else pytest.mark.all) for x in FORGOTTEN]
 
 
