@@ -1020,6 +1020,7 @@ def check_profile(schedule: Schedule, first: int) -> None:
 # ====== Room 3: Data ==================================================================================================
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # recipe 1.2; table in data/README.md
 MANIFEST = "manifest.json"               # hashes of the files beside it, written last; table in data/README.md
+VOCABULARY = "vocab.txt"                 # bytes of the tokens of the files beside it
 HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # recipe 2.5
 BITMAP_ROWS = 16                         # per read of a cycle: in smaller tables a bitmap beats sorting the reads
 FORMULA = "formula:"                     # formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS, tokens without a file
@@ -1878,16 +1879,20 @@ class ValidationSet:
 
 
 def read_vocabulary(header: ShardHeader) -> list[bytes] | None:
-    """Bytes of each token from vocab.txt beside a shard, or None. Raises DataError.
-
-    A line of the file is "base64 id"; the document start has no line and no bytes.
-    """
-    path = Path(header.name).parent / "vocab.txt"
+    """Bytes of each token from vocab.txt beside a shard, or None. Raises DataError."""
+    path = Path(header.name).parent / VOCABULARY
     if header.is_formula or not os.path.lexists(path):
         return None
     content = regular_file(path, "the bytes of the tokens").read_bytes()
     check_manifest(path, content)
+    return parsed_vocabulary(path, content, header.vocab_size, header.document_start)
 
+
+def parsed_vocabulary(path: Path, content: bytes, vocab_size: int, document_start: int) -> list[bytes]:
+    """Bytes of each token from the content of a vocab.txt; path is for the message. Raises DataError.
+
+    A line of the file is "base64 id"; the document start has no line and no bytes.
+    """
     pieces: dict[int, bytes] = {}
     for number, line in enumerate(content.splitlines(), 1):
         try:
@@ -1899,11 +1904,11 @@ def read_vocabulary(header: ShardHeader) -> list[bytes] | None:
                             "write the data again, or remove the file: "
                             "bits per byte are then not printed") from None
 
-    ids = range(header.vocab_size)
+    ids = range(vocab_size)
     complete = len(pieces) == len(ids) - 1 and all(token in ids for token in pieces)
-    if not complete or header.document_start in pieces:
-        raise DataError(f"{path}: ids", f"{len(pieces)} of {header.vocab_size}",
-                        f"all but the document start {header.document_start}, and no others",
+    if not complete or document_start in pieces:
+        raise DataError(f"{path}: ids", f"{len(pieces)} of {vocab_size}",
+                        f"all but the document start {document_start}, and no others",
                         "write the data again, or remove the file")
     return [pieces.get(token, b"") for token in ids]
 
@@ -1927,6 +1932,11 @@ def jitted(kernel: Callable) -> Any:
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
     return triton.jit(kernel)
+
+
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In what sums, moments and small facts of weights of this type are kept: f32, but f64 in an f64 run."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def rms_norm(x: Tensor) -> Tensor:
@@ -2119,7 +2129,7 @@ class HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx, y, w, targets, weights, loss_weight, precision, logits_dtype):
         ctx.precision = precision
-        ctx.work = torch.promote_types(y.dtype, torch.float32)
+        ctx.work = exact_dtype(y.dtype)
         if precision == "plain":
             logits = y @ w
         else:
@@ -2174,7 +2184,7 @@ class HeadLoss(torch.autograd.Function):
 
 def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     """Evaluation: -log softmax(softcap(y w))[target], no fp8. y (N, D), w (D, V), targets (N,) -> (N,) f32 or f64."""
-    work = torch.promote_types(y.dtype, torch.float32)
+    work = exact_dtype(y.dtype)
     z = softcap((y @ w).to(work))
     z_of_target = z.gather(1, targets[:, None])[:, 0]
     return z.logsumexp(dim=-1) - z_of_target
@@ -2308,7 +2318,7 @@ class GPT(nn.Module):
         self.table = parameter_table(cfg)
 
         dtype = getattr(torch, cfg.dtype)
-        exact = torch.promote_types(dtype, torch.float32)
+        exact = exact_dtype(dtype)
         for row in self.table:
             rows, *rest = row.shape
             if kept:
@@ -2341,7 +2351,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def set_rotary(self, frequencies: Sequence[float]) -> None:
         """Refill cos and sin of position * frequency in place; angles in f32 (f64 in an f64 run)."""
-        dtype = torch.promote_types(self.rotary_cos.dtype, torch.float32)
+        dtype = exact_dtype(self.rotary_cos.dtype)
         device = self.rotary_cos.device
         positions = torch.arange(len(self.rotary_cos), dtype=dtype, device=device)
         per_position = torch.tensor(frequencies, dtype=dtype, device=device)
@@ -2646,7 +2656,7 @@ class TableRows:
         self.listed = keeps_rows_by_list(cfg, fabric)                         # cache and sums in the plan's order
 
         size, width = mine.shape
-        exact = torch.promote_types(mine.dtype, torch.float32)
+        exact = exact_dtype(mine.dtype)
         self.mine = mine
         self.grad = mine.new_zeros(size, width, dtype=exact)                  # of the slice, summed over ranks
         if fabric.world == 1:
@@ -3005,7 +3015,7 @@ class Optimizer:
     def _zero_state(self, label: str) -> dict[str, Tensor]:
         """What the updates of a parameter remember, at the start."""
         mine = self.mine[label]
-        exact = dict(dtype=torch.promote_types(mine.dtype, torch.float32), device=self.fabric.device)
+        exact = dict(dtype=exact_dtype(mine.dtype), device=self.fabric.device)
         if self.parameters[label].optimizer == "adam":
             return dict(m=torch.zeros(mine.shape, **exact), v=torch.zeros(mine.shape, **exact))
         evened = list(mine.shape)
@@ -3238,7 +3248,7 @@ class Evaluator:
         self.cfg = cfg
         self.fabric = fabric
         self.rotary: Rotary | None = None                     # of which the model holds the angles
-        self.exact = torch.promote_types(getattr(torch, cfg.dtype), torch.float32)
+        self.exact = exact_dtype(getattr(torch, cfg.dtype))
         self.slots_at_once = slots_at_once or cfg.num_slots // fabric.world
 
         self.exchange = None                                  # of row plans, in the calling thread
@@ -3521,7 +3531,7 @@ class Executor(Evaluator):
 def stored_bytes(cfg: Config, world: int) -> dict[str, int]:
     """Bytes of weights, gradients and moments on one rank, counted from the parameter table."""
     dtype = getattr(torch, cfg.dtype)
-    exact = torch.promote_types(dtype, torch.float32).itemsize
+    exact = exact_dtype(dtype).itemsize
     mantissa = 2 if dtype == torch.bfloat16 else 0
     longest = max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
     numbers_read = math.inf                                   # of a table, in a cycle, if a token reads one row
@@ -3552,7 +3562,7 @@ def working_bytes(cfg: Config, compiled: bool, slots_at_once: int) -> int:
     compiled: attention and head are kernels.
     """
     dtype = getattr(torch, cfg.dtype)
-    exact = torch.promote_types(dtype, torch.float32).itemsize
+    exact = exact_dtype(dtype).itemsize
     row_bytes = cfg.model_dim * dtype.itemsize
     saved_rows = SAVED_ROWS if compiled else SAVED_ROWS_REFERENCE
     logit_bytes = 4 if compiled else HEAD_COPIES * exact
@@ -3610,7 +3620,7 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
 
 
 # ---- Files: a save to sample from, checkpoints to go on from. Nothing in a file is trusted.
-SAVED_FILES = ("vocab.txt", "weights.pt", "config.json")
+SAVED_FILES = (VOCABULARY, "weights.pt", "config.json")
 MOST_JSON = 1 << 20                      # bytes of a config.json that are read
 KEPT_CHECKPOINTS = 2
 NEW_CHECKPOINT = "new.pt"                # a checkpoint whose hash is not known yet
@@ -3758,7 +3768,7 @@ def save_contents(cfg: Config, tensors: dict[str, Tensor],
         for token, piece in enumerate(vocabulary):
             if piece:
                 lines.append(b"%s %d\n" % (base64.b64encode(piece), token))
-        contents["vocab.txt"] = b"".join(lines)
+        contents[VOCABULARY] = b"".join(lines)
     contents["weights.pt"] = tensors
     contents["config.json"] = json.dumps(asdict(cfg), indent=1).encode()
     return contents
@@ -3854,7 +3864,7 @@ def check_save(folder: Path) -> None:
 def weight_kinds(cfg: Config) -> dict[str, TensorKind]:
     """Shape and type of every weight in a file, by label."""
     dtype = getattr(torch, cfg.dtype)
-    exact = torch.promote_types(dtype, torch.float32)
+    exact = exact_dtype(dtype)
     kinds = {}
     for row in parameter_table(cfg):
         kinds[row.label] = TensorKind(row.shape, exact if row.full_precision else dtype)
@@ -3864,7 +3874,7 @@ def weight_kinds(cfg: Config) -> dict[str, TensorKind]:
 def moment_kinds(cfg: Config) -> dict[str, TensorKind]:
     """Shape and type of all that the optimizer keeps, whole, as in a checkpoint."""
     dtype = getattr(torch, cfg.dtype)
-    exact = torch.promote_types(dtype, torch.float32)
+    exact = exact_dtype(dtype)
     kinds = {}
     for row in parameter_table(cfg):
         if row.optimizer == "adam":
@@ -3934,6 +3944,15 @@ def load_weights(folder: Path, device: str) -> tuple[Config, dict[str, Tensor]]:
                         "finite weights, as config.json describes them",
                         "copy the save again, or train with --save=DIR again")
     return cfg, tensors
+
+
+def load_vocabulary(folder: Path, cfg: Config) -> list[bytes] | None:
+    """Bytes of each token of a save that `load_weights` has compared with its manifest, or None. Raises DataError."""
+    path = folder / VOCABULARY
+    if not os.path.lexists(path):
+        return None
+    content = regular_file(path, "the bytes of the tokens").read_bytes()
+    return parsed_vocabulary(path, content, cfg.vocab_size, cfg.document_start)
 
 
 def save_checkpoint(folder: Path, step: int, content: dict[str, Any]) -> None:
@@ -5158,8 +5177,7 @@ def sample_saved(flags: Config) -> int:
     fabric = make_fabric(replace(cfg, num_slots=1))                           # a second rank would have nothing to do
     if not (folder / MANIFEST).exists():
         fabric.say(f"remark: no {MANIFEST} in {folder}: whether an older save is damaged, nobody can tell")
-    like_a_shard = ShardHeader(str(folder / "weights.pt"), 0, cfg.vocab_size, cfg.document_start)
-    pieces, prompt = read_prompt(flags, cfg, read_vocabulary(like_a_shard))   # vocab.txt stands beside it
+    pieces, prompt = read_prompt(flags, cfg, load_vocabulary(folder, cfg))
 
     dtype = cfg.dtype
     if dtype == "bfloat16" and not fabric.on_cuda:
