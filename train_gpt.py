@@ -878,11 +878,13 @@ def base_frequencies(head_dim: int) -> tuple[float, ...]:
 
 def yarn(rotary: Rotary, old: int, new: int) -> Rotary:
     """Stretch low frequencies as the long window grows from old to new tokens (arXiv 2309.00071; recipe 2.4)."""
+    slowest = old / new                                                       # a low frequency: as many turns as before
     frequencies = []
     for frequency in rotary.frequencies:
         turns = old * frequency / (2 * math.pi)
         keep = min(max((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA), 0.0), 1.0)
-        frequencies.append(frequency * (old / new + keep * (1 - old / new)))
+        factor = slowest + keep * (1 - slowest)
+        frequencies.append(frequency * factor)
     growth = YARN_SCALE_GROWTH * math.log(new / old) + 1
     return Rotary(tuple(frequencies), rotary.attn_scale * growth)
 
@@ -893,13 +895,15 @@ class Schedule:
     def __init__(self, cfg: Config) -> None:
         self.cfg = cfg
         self.total_steps = cfg.num_scheduled_steps + cfg.num_extension_steps
-        self.last_step = min(cfg.max_steps or self.total_steps, self.total_steps)
+        self.end_step = self.total_steps                                      # the first that is not trained
+        if cfg.max_steps:
+            self.end_step = min(cfg.max_steps, self.total_steps)
 
         scheduled = len(cfg.stages) - 1
         ends = [round(cfg.num_scheduled_steps * (k + 1) / scheduled) for k in range(scheduled)]
         self.stage_starts = (0, *ends)
         self.stage_ends = (*ends, self.total_steps)
-        self.split_step = self.stage_starts[cfg.split_stage] | 1              # an Adam step: both moments are fresh
+        self.split_step = self.stage_starts[cfg.split_stage] | 1              # the odd step: Adam has just updated
         self.cooldown_start = int(cfg.num_scheduled_steps * (1 - cfg.cooldown_frac))
 
         self.rotary = [Rotary(base_frequencies(cfg.head_dim), cfg.attn_scale)]
@@ -946,8 +950,8 @@ class Schedule:
         stage = self.cfg.stages[k]
         stage_steps = max(1, self.stage_ends[k] - self.stage_starts[k])
         position = (step - self.stage_starts[k]) / stage_steps
-        ends = zip(stage.mtp_start, stage.mtp_end)
-        return tuple(start + (end - start) * position for start, end in ends)
+        ramps = zip(stage.mtp_start, stage.mtp_end)
+        return tuple(first + (last - first) * position for first, last in ramps)
 
     def at(self, step: int) -> Values:
         cfg = self.cfg
@@ -977,10 +981,12 @@ class Schedule:
             validate=step == self.next_validation(step))
 
     def next_validation(self, step: int) -> float:
-        """The first step from this one on with a validation in front of it; infinite if none comes before the end."""
-        if self.cfg.val_every == 0:
+        """The first step from this one on with a validation in front of it; infinite if only the end has one."""
+        every = self.cfg.val_every
+        if every == 0:
             return math.inf
-        return -(-step // self.cfg.val_every) * self.cfg.val_every
+        validations_before = -(-step // every)                                # rounded up
+        return validations_before * every
 
     def warm_up_steps(self) -> list[int]:
         """Whole cycles around the start of every stage: each graph of the run, tied and split, occurs in them."""
@@ -988,7 +994,7 @@ class Schedule:
         for start in self.stage_starts:
             cycle_start = start - start % CYCLE
             steps.update(range(cycle_start, cycle_start + 2 * CYCLE))
-        return sorted(step for step in steps if step < self.last_step)
+        return sorted(step for step in steps if step < self.end_step)
 
 
 def check_profile(schedule: Schedule, first: int) -> None:
@@ -1000,7 +1006,7 @@ def check_profile(schedule: Schedule, first: int) -> None:
     if asked is None:
         return
     start, end = asked
-    last = schedule.last_step
+    last = schedule.end_step
     if first < start < end < last and schedule.next_validation(start) >= end:
         return
 
@@ -1357,7 +1363,7 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader])
     """
     needs = []                                       # (steps, tokens of a step) of each stage that is reached
     for stage, start, end in zip(cfg.stages, schedule.stage_starts, schedule.stage_ends):
-        steps = min(end, schedule.last_step) - start
+        steps = min(end, schedule.end_step) - start
         if steps > 0:
             needs.append((steps, stage.batch_tokens + cfg.num_slots))         # a slot has one more, its last target
 
@@ -1367,7 +1373,7 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader])
         possible = steps_within(have, needs)
         raise DataError("too few training tokens",
                         f"{have} in {len(train)} shards of {cfg.train_files!r}: {possible} steps",
-                        f"{needed} for {schedule.last_step} steps",
+                        f"{needed} for {schedule.end_step} steps",
                         "fetch more shards (FineWeb: python data/cached_fineweb10B.py N), take "
                         "fewer steps (--num_scheduled_steps), or cycle with --epochs=0")
 
@@ -1920,6 +1926,7 @@ FP8_MAX = 448.0                          # largest e4m3 number
 FP8_Y_SCALE = 100 / FP8_MAX              # the three scales of the head: recipe 2.8
 FP8_W_SCALE = 1.6 / FP8_MAX
 FP8_GRAD_SCALE = 0.75 / FP8_MAX
+SHORTEST_BLOCK = 32                      # of queries: shorter ones would cost more in calls than they spare
 ADD_ROWS_LINES = 8                       # gradient lines that a program adds at once
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # z = 23 sigmoid((logit + 5) / 7.5)
 
@@ -1966,12 +1973,13 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max
     Returns (N, H, E). Queries go in blocks as long as the reach: cost N * reach on any device.
     """
     count, heads, width = q.shape
-    block = min(count, max(32, min(window, max_len - 1)))
+    reach = min(window, max_len - 1)
+    block = min(count, max(reach, SHORTEST_BLOCK))                            # sees itself and the block before
     blocks = -(-count // block)
     padded = blocks * block
     queries = in_blocks(q, block, 0, padded - count)
-    keys = behind_the_block_before(in_blocks(k, block, block, padded - count))
-    values = behind_the_block_before(in_blocks(v, block, block, padded - count))
+    keys = with_the_block_before(in_blocks(k, block, block, padded - count))
+    values = with_the_block_before(in_blocks(v, block, block, padded - count))
 
     positions = torch.arange(padded, device=q.device)
     document = torch.searchsorted(cu_seqlens.long(), positions, right=True)
@@ -1995,7 +2003,7 @@ def in_blocks(x: Tensor, block: int, zeros_before: int, zeros_behind: int) -> Te
     return filled.view(-1, block, *x.shape[1:])
 
 
-def behind_the_block_before(blocks: Tensor) -> Tensor:
+def with_the_block_before(blocks: Tensor) -> Tensor:
     """(blocks, block, H, E) -> (blocks - 1, 2 * block, H, E): each but the first, behind the one before it."""
     before = blocks[:-1]
     own = blocks[1:]
@@ -2045,15 +2053,15 @@ def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: to
 
 
 def next_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T), (G,) -> columns (N, G) i64 of the next G tokens and their weights (N, G), 0 beyond the slot's end."""
+    """(B, T), (G,) -> ids (N, G) i64 of the next G tokens and their weights (N, G), 0 beyond the slot's end."""
     slots, length = targets.shape
     position = torch.arange(length, device=targets.device)
     distance = torch.arange(len(weights), device=targets.device)
     ahead = position[:, None] + distance                                      # (T, G)
     inside = ahead < length
-    columns = targets[:, torch.where(inside, ahead, 0)]                       # (B, T, G)
+    next_ids = targets[:, torch.where(inside, ahead, 0)]                      # (B, T, G)
     shares = (inside * weights).expand(slots, -1, -1)
-    return columns.flatten(0, 1), shares.flatten(0, 1)
+    return next_ids.flatten(0, 1), shares.flatten(0, 1)
 
 
 def add_rows_kernel(sums, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
@@ -2143,20 +2151,20 @@ class HeadLoss(torch.autograd.Function):
         logits = logits.to(logits_dtype)
         z = softcap(logits.to(ctx.work))
         lse = z.logsumexp(dim=-1)
-        columns, shares = next_targets(targets, weights)
-        ctx.save_for_backward(y, w, logits, lse, columns, shares, loss_weight)
-        nats = lse[:, None] - z.gather(1, columns)                            # (N, G), -log of the probability
+        next_ids, shares = next_targets(targets, weights)
+        ctx.save_for_backward(y, w, logits, lse, next_ids, shares, loss_weight)
+        nats = lse[:, None] - z.gather(1, next_ids)                           # (N, G), -log of the probability
         return (shares * nats).sum(dim=1)
 
     @staticmethod
     def backward(ctx, grad_losses):
-        y, w, logits, lse, columns, shares, loss_weight = ctx.saved_tensors
+        y, w, logits, lse, next_ids, shares, loss_weight = ctx.saved_tensors
         s = torch.sigmoid((logits.to(ctx.work) + LOGIT_SHIFT) / LOGIT_WIDTH)
         probability = torch.exp(LOGIT_CAP * s - lse[:, None])
         grad = shares.sum(dim=1, keepdim=True) * probability
-        column = torch.arange(grad.shape[1], device=grad.device)
-        for k in range(columns.shape[1]):                                     # comparisons fuse, a scatter would not
-            is_target = column == columns[:, k:k + 1]
+        all_ids = torch.arange(grad.shape[1], device=grad.device)
+        for k in range(next_ids.shape[1]):                                    # comparisons fuse, a scatter would not
+            is_target = all_ids == next_ids[:, k:k + 1]
             grad = grad - shares[:, k:k + 1] * is_target
         grad = grad_losses[:, None] * grad                                    # by z; by the logits: times dz/dlogit
         grad = grad * (LOGIT_CAP / LOGIT_WIDTH) * s * (1 - s)
@@ -2191,12 +2199,15 @@ def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
 
 
 # ====== Room 5: Model =================================================================================================
+Init = Callable[[torch.Generator, tuple[int, ...]], Tensor]                   # draws f32, in logical order
+
+
 class Parameter(NamedTuple):
     """One row of the parameter table: all about a parameter but its place in the forward pass."""
 
     label: str
     shape: tuple[int, ...]
-    init: Callable[[torch.Generator, tuple[int, ...]], Tensor]                # draws f32, in logical order
+    init: Init
     optimizer: str                       # "normuon" or "adam"
     sharded: bool                        # updated by the owners of its rows or matrices, or by every rank alike
     lr_mul: float = 1.0
@@ -2205,35 +2216,6 @@ class Parameter(NamedTuple):
     bank: bool = False                   # matrices stand in the last two axes
     full_precision: bool = False         # f32 where the weights are bf16
     rows: Table | None = None            # of an embedding whose rows travel one by one
-
-
-def normal(std: float) -> Callable:
-    """Initial values: normal around 0."""
-    def draw(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-        return torch.randn(shape, generator=generator) * std
-    return draw
-
-
-def uniform(bound: float) -> Callable:
-    """Initial values: uniform from -bound to bound."""
-    def draw(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-        return torch.rand(shape, generator=generator) * (2 * bound) - bound
-    return draw
-
-
-def up_uniform_down_zero(bound: float) -> Callable:
-    """Of the MLP bank: every MLP starts as nothing."""
-    def draw(generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-        matrices, _, *rest = shape
-        one_of_two = (matrices, 1, *rest)
-        up = uniform(bound)(generator, one_of_two)
-        down = torch.zeros(one_of_two)
-        return torch.cat((up, down), dim=1)
-    return draw
-
-
-def zeros(_: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    return torch.zeros(shape)
 
 
 SCALARS = {                              # name -> initial value of each of the packed scalars (recipe 2.6)
@@ -2249,8 +2231,33 @@ UP_AND_DOWN = 2                          # matrices of one MLP
 QKVO = 4                                 # matrices of one attention layer, below each other
 
 
-def keep_all(_: str, parameter: Tensor) -> Tensor:
-    return parameter
+def normal(std: float) -> Init:
+    """Initial values: normal around 0."""
+    def draw(generator, shape):
+        return torch.randn(shape, generator=generator) * std
+    return draw
+
+
+def uniform(bound: float) -> Init:
+    """Initial values: uniform from -bound to bound."""
+    def draw(generator, shape):
+        return torch.rand(shape, generator=generator) * (2 * bound) - bound
+    return draw
+
+
+def up_uniform_down_zero(bound: float) -> Init:
+    """Of the MLP bank: every MLP starts as nothing."""
+    def draw(generator, shape):
+        matrices, _, *rest = shape
+        one_of_two = (matrices, 1, *rest)
+        up = uniform(bound)(generator, one_of_two)
+        down = torch.zeros(one_of_two)
+        return torch.cat((up, down), dim=1)
+    return draw
+
+
+def zeros(_: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    return torch.zeros(shape)
 
 
 def packed_scalars(_: torch.Generator, shape: tuple[int, ...]) -> Tensor:
@@ -2261,14 +2268,14 @@ def packed_scalars(_: torch.Generator, shape: tuple[int, ...]) -> Tensor:
 def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     """Label, shape, initial value, optimizer, multipliers (recipe 2.1, 2.6, 3.5)."""
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
-    L, A = len(LAYERS), len(ATTENTION_LAYERS)
+    L, attending = len(LAYERS), len(ATTENTION_LAYERS)
     bound = 3**0.5 * 0.5 * D**-0.5                                            # a standard deviation of 0.5 / sqrt(D)
     num_scalars = sum(map(len, SCALARS.values()))
     bigrams, values, embed = row_tables(cfg)
 
     bank = dict(optimizer="normuon", sharded=True, bank=True)
     matrices = (
-        Parameter("attn", (A, QKVO * D, D), uniform(bound), **bank),
+        Parameter("attn", (attending, QKVO * D, D), uniform(bound), **bank),
         Parameter("mlp", (L, UP_AND_DOWN, MLP_FACTOR * D, D), up_uniform_down_zero(bound), **bank),
     )
     small = dict(optimizer="adam", sharded=False)
@@ -2280,7 +2287,7 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     gates = (
         Parameter("smear_gate", (1, GATE_INPUTS), zeros, **small, lr_mul=0.01, wd_mul=0),
         Parameter("skip_gate", (1, GATE_INPUTS), zeros, **small, lr_mul=0.05, wd_mul=0),
-        Parameter("attn_gate_bank", (A, H, GATE_INPUTS), zeros, **small),
+        Parameter("attn_gate_bank", (attending, H, GATE_INPUTS), zeros, **small),
         Parameter("ve_gate_bank", (NUM_VALUE_TABLES, H, GATE_INPUTS), zeros, **small),
     )
     big = dict(optimizer="adam", sharded=True)
@@ -2302,6 +2309,10 @@ class Reach(NamedTuple):
     long: int
     max_len: int                         # upper bound of a document's length
     scale: float                         # of the softmax
+
+
+def keep_all(_: str, parameter: Tensor) -> Tensor:
+    return parameter
 
 
 class GPT(nn.Module):
@@ -2433,7 +2444,8 @@ class GPT(nn.Module):
 
     def smeared(self, e: Tensor, smear: Tensor) -> Tensor:
         """Each token's embedding plus a gated share of the one before it in the slot, over documents; e (B, T, D)."""
-        gate = smear.type_as(e) * gate_of(e[:, 1:, :GATE_INPUTS], self.smear_gate)
+        features = e[:, 1:, :GATE_INPUTS]
+        gate = smear.type_as(e) * gate_of(features, self.smear_gate)
         first = e[:, :1]
         others = e[:, 1:] + gate * e[:, :-1]
         return torch.cat((first, others), dim=1)
@@ -2474,11 +2486,8 @@ class GPT(nn.Module):
         sin = self.rotary_sin[:length, None]
         q = rotate(q, cos, sin)
         k = rotate(k, cos, sin)
-        if key_shift:                                                         # crosses documents, not slots
-            turning, still = k.chunk(2, dim=-1)
-            first = still[:, :1]                                              # a slot's first token keeps its own
-            shifted = torch.cat((first, still[:, :-1]), dim=1)
-            k = torch.cat((turning, shifted), dim=-1)
+        if key_shift:
+            k = keys_with_shift(k)
 
         flat = [x.flatten(0, 1) for x in (q, k, v)]
         y = self.attention(*flat, cu_seqlens, reach.max_len, window, reach.scale)
@@ -2493,16 +2502,24 @@ class GPT(nn.Module):
         """
         slots, length, heads, width = q.shape
         positions = 2 * length
-        cos = self.rotary_cos[:positions].view(length, 1, 2, -1)
+        cos = self.rotary_cos[:positions].view(length, 1, 2, -1)              # of the places 2t and 2t + 1
         sin = self.rotary_sin[:positions].view(length, 1, 2, -1)
         neighbours = (slots, length, heads // 2, 2, width)
         q = rotate(q.view(neighbours), cos, sin)
         k = rotate(k.view(neighbours), cos, sin)
 
-        sequence = (slots * positions, heads // 2, width)
+        sequence = (slots * positions, heads // 2, width)                     # the lower half of the heads, the upper
         flat = [x.reshape(sequence) for x in (q, k, v)]
         y = self.attention(*flat, 2 * cu_seqlens, 2 * reach.max_len, window, reach.scale)
         return y.view(slots, length, heads, width)
+
+
+def keys_with_shift(k: Tensor) -> Tensor:
+    """(B, T, H, E), the half of each key that does not rotate taken from the token before, in its document or not."""
+    turning, still = k.chunk(2, dim=-1)
+    first = still[:, :1]                                                      # a slot's first token keeps its own
+    shifted = torch.cat((first, still[:, :-1]), dim=1)
+    return torch.cat((turning, shifted), dim=-1)
 
 
 def flat_cu_seqlens(batch: Batch) -> Tensor:
@@ -4218,7 +4235,7 @@ class Log:
         """A progress bar, where there is a terminal for it."""
         if self.fabric.rank == 0 and sys.stderr.isatty():
             from tqdm import tqdm
-            self.bar = tqdm(desc="steps", total=self.schedule.last_step, leave=False, dynamic_ncols=True,
+            self.bar = tqdm(desc="steps", total=self.schedule.end_step, leave=False, dynamic_ncols=True,
                             initial=self.done)
 
     def step(self, losses: Losses, ms: float) -> None:
@@ -4254,7 +4271,7 @@ class Log:
         ms = fields["train_time_ms"]
         self.event("step", **fields, train_loss=loss)
 
-        steps_between = -(-self.schedule.last_step // PLAIN_LINES)
+        steps_between = -(-self.schedule.end_step // PLAIN_LINES)
         on_console = self.bar is None and step % steps_between == 0
         text = f"step:{step}/{self.schedule.total_steps} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
         self.text(text, on_console)
@@ -4342,7 +4359,7 @@ def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor,
     last_of_stage = {values.stage: values for values in values_of_steps}
     for values in last_of_stage.values():
         executor.evaluate(validation.batches(values), values)
-    end = schedule.at(schedule.last_step)
+    end = schedule.at(schedule.end_step)
     executor.evaluate(validation.batches(end), end)
     loader.close()
     executor.restore(saved)
@@ -4488,7 +4505,7 @@ def race(schedule: Schedule, loader: Loader, executor: Executor, validation: Val
         loader.start()
         loader.wait()
 
-    for step in range(log.done, schedule.last_step):
+    for step in range(log.done, schedule.end_step):
         before_step(step)                                                     # checkpoints and profile, if any
         values = schedule.at(step)
         if values.validate:
@@ -4503,7 +4520,7 @@ def race(schedule: Schedule, loader: Loader, executor: Executor, validation: Val
         log.step(losses, clock.ms)
     clock.stop()
 
-    end = schedule.at(schedule.last_step)                                     # at the true end the long window is wider
+    end = schedule.at(schedule.end_step)                                      # at the true end the long window is wider
     loss = executor.evaluate(validation.batches(end), end)
     log.validation(loss, clock.ms, validation)
     return loss
@@ -4918,7 +4935,7 @@ def run_once(cfg: Config, executor: Executor, shards: Shards, validation: Valida
     schedule = log.schedule
     first = log.done
     clock = Clock(fabric)
-    steps_to_do = map(schedule.at, range(first, schedule.last_step))
+    steps_to_do = map(schedule.at, range(first, schedule.end_step))
     loader = Loader(cfg, fabric, shards.train, steps_to_do, executor.exchange_ahead)
     if earlier:
         executor.load_state(earlier["state"])
@@ -5014,9 +5031,9 @@ def open_checkpoint(cfg: Config, fabric: Fabric, sha256: str) -> tuple[Config, d
             f"{content['data_sha256'][:16]}...",
             "leave both flags out, or name the same shards in another place")
     done = content["log"]["done"]
-    last_step = Schedule(cfg).last_step
-    need(done <= last_step, f"--max_steps with --resume={run_dir}",
-         f"{cfg.max_steps}: the run would end at step {last_step}",
+    end_step = Schedule(cfg).end_step
+    need(done <= end_step, f"--max_steps with --resume={run_dir}",
+         f"{cfg.max_steps}: the run would end at step {end_step}",
          f"{done} or more: the run is there already", "--max_steps=0, for the whole schedule")
     return cfg, content
 
@@ -5186,7 +5203,7 @@ def sample_saved(flags: Config) -> int:
     evaluator = Evaluator(cfg, fabric, attention_reference)
     evaluator.model.load_state_dict(tensors)
     schedule = Schedule(cfg)
-    tokens = generate(cfg, evaluator, schedule.at(schedule.last_step), prompt)
+    tokens = generate(cfg, evaluator, schedule.at(schedule.end_step), prompt)
     text = flags.prompt + spell(pieces, tokens)
     print_result(fabric, text, "redirect the output to where there is room")
     return EXIT_DONE

@@ -876,7 +876,7 @@ def test_millions_of_steps_are_not_listed(tmp_path):
     schedule, asked = tg.Schedule(cfg), []
 
     def steps():
-        for step in range(schedule.last_step):
+        for step in range(schedule.end_step):
             asked.append(step)
             yield schedule.at(step)
 

@@ -362,7 +362,7 @@ def stage_figures(run: Started, stage: int, cycles: int) -> dict:
 
 
 def evaluation_figures(run: Started) -> dict:
-    end = run.schedule.at(run.schedule.last_step)
+    end = run.schedule.at(run.schedule.end_step)
     data = tg.ValidationSet(replace(run.cfg, val_tokens=run.cfg.val_batch_tokens), run.fabric, run.headers)
     run.executor.evaluate(data.batches(end), end)
     before = graphs()

@@ -272,7 +272,7 @@ def test_warm_up_meets_every_graph_of_the_race(tmp_path, monkeypatch, changes):
     noting("warm-up")
     tg.warm_up(cfg, fabric(), schedule, ex)
     noting("race")
-    loader = tg.Loader(cfg, fabric(), headers, [schedule.at(step) for step in range(schedule.last_step)])
+    loader = tg.Loader(cfg, fabric(), headers, [schedule.at(step) for step in range(schedule.end_step)])
     validation = tg.ValidationSet(cfg, fabric(), tg.find_shards(cfg.val_files))
     log = make_log(tmp_path)
     tg.race(schedule, loader, ex, validation, tg.Clock(fabric()), log)

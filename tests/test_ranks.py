@@ -145,13 +145,13 @@ def test_the_runs_have_what_makes_them_hard(results: Results) -> None:
     for case, extension in (("run_12", 3), ("run_13", 4), ("run_single", 3)):
         schedule = tg.Schedule(tg.Config(**tg.PRESETS["tiny"] | dict(num_extension_steps=extension)))
         assert any(start % 2 for start in schedule.stage_starts[1:])
-        assert schedule.split_step < schedule.last_step - 1
+        assert schedule.split_step < schedule.end_step - 1
         one, = results.facts(case, 1)
-        assert one["validation_steps"] == [0, 5, 10, schedule.last_step] and 5 % 2 == 1
+        assert one["validation_steps"] == [0, 5, 10, schedule.end_step] and 5 % 2 == 1
         assert one["adam_steps"] == dict.fromkeys(LABELS - set(BANKS), 6)
         losses = results.slot_losses(case, 1)
-        assert losses.shape == (schedule.last_step, 8) and len(np.unique(losses)) == losses.size
-    assert tg.Schedule(tg.Config(**tg.PRESETS["tiny"] | dict(num_extension_steps=4))).last_step % 2 == 1
+        assert losses.shape == (schedule.end_step, 8) and len(np.unique(losses)) == losses.size
+    assert tg.Schedule(tg.Config(**tg.PRESETS["tiny"] | dict(num_extension_steps=4))).end_step % 2 == 1
     assert 1500 < 12 * 128, "the first stage does not fit into one shard"
 
 

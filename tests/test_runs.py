@@ -482,7 +482,7 @@ def test_the_range_that_is_proposed_for_a_profile_is_possible(first, changes):
     if proposed:
         tg.check_profile(tg.Schedule(preset("tiny", profile=proposed, **changes)), first)
     possible = {(a, b) for a in range(12) for b in range(a + 1, 12)
-                if a > first and b < schedule.last_step and not any(schedule.at(k).validate for k in range(a, b))}
+                if a > first and b < schedule.end_step and not any(schedule.at(k).validate for k in range(a, b))}
     assert bool(proposed) == bool(possible)
 
     accepted = set()

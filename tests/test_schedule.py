@@ -140,7 +140,7 @@ def test_warm_up_meets_every_kind_of_step(changes):
     """A graph depends on the stage, the parity of the step and being tied: the warm-up runs each kind the race has."""
     schedule = tg.Schedule(preset("tiny", **changes))
     kinds = {step: (v.stage, v.adam_step, step > schedule.split_step)
-             for step in range(schedule.last_step) for v in [schedule.at(step)]}
+             for step in range(schedule.end_step) for v in [schedule.at(step)]}
     steps = schedule.warm_up_steps()
     assert steps == sorted(set(steps)) and set(steps) <= set(kinds)
     assert {kinds[step] for step in steps} >= {(stage, adam, tied) for stage, adam, tied in kinds.values() if adam}
@@ -167,7 +167,7 @@ def test_steps_are_tied_up_to_the_split_and_a_cycle_never_is_by_half(scheduled, 
 @pytest.mark.parametrize("stop, last", [(0, 12), (5, 5), (12, 12), (99, 12)])
 def test_max_steps_stops_early_and_changes_no_value(stop, last):
     whole, cut = tg.Schedule(preset("tiny")), tg.Schedule(preset("tiny", max_steps=stop))
-    assert (cut.last_step, cut.total_steps) == (last, 12)
+    assert (cut.end_step, cut.total_steps) == (last, 12)
     assert [cut.at(step) for step in range(last)] == [whole.at(step) for step in range(last)]
 
 
