@@ -24,9 +24,9 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from shard_files import (HEADER_BYTES, MAGIC, MANIFEST, VERSION, DataError, as_program, describe,
-                         errors_in_words, kind_of, lock_folder, note, read_manifest, regular_file,
-                         say, write_manifest)
+from shard_files import (HEADER_BYTES, MAGIC, MANIFEST, TOKEN_BYTES, VERSION, DataError, as_program,
+                         describe, errors_in_words, kind_of, lock_folder, note, read_manifest,
+                         regular_file, say, write_manifest)
 
 REPO = "kjj0/fineweb10B-gpt2"
 TRAIN_SHARDS = 103
@@ -90,7 +90,7 @@ def fault(path: Path) -> str:
     if (magic, version) != (MAGIC, VERSION):
         return f"found header words {magic} and {version}, expected {MAGIC} and {VERSION}"
     size = path.stat().st_size
-    expected = HEADER_BYTES + 2 * tokens
+    expected = HEADER_BYTES + TOKEN_BYTES * tokens
     if size != expected or tokens < 1:
         return f"found {size:,} bytes, expected {expected:,} as its header says"
     return ""

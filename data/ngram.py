@@ -18,8 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from shard_files import (HEADER_BYTES, HEADER_WORDS, MAGIC, VERSION, DataError, as_program,
-                         check_content, errors_in_words, read_manifest, regular_file, say)
+from shard_files import (HEADER_BYTES, HEADER_WORDS, MAGIC, TOKEN_BYTES, VERSION, DataError,
+                         as_program, check_content, errors_in_words, read_manifest, regular_file,
+                         say)
 
 GPT2_VOCAB_SIZE = 50_257                     # header word 3 is 0 in shards made before it had a meaning
 HISTORY = 2                                  # tokens before the one that is predicted
@@ -28,16 +29,17 @@ HISTORY = 2                                  # tokens before the one that is pre
 def read_shard(path: str) -> tuple[np.ndarray, int]:
     """The tokens of one shard (memory map, uint16) and its vocabulary size."""
     regular_file(Path(path), "a token shard", "give another pattern")
-    header = np.fromfile(path, "<i4", HEADER_WORDS)
-    if len(header) < HEADER_WORDS or header[0] != MAGIC or header[1] != VERSION:
-        raise DataError(f"{path}: found header {header[:2].tolist()}, expected [{MAGIC}, "
-                        f"{VERSION}] and 1,024 bytes; give a token shard or make this one again")
-    count = int(header[2])
+    header = np.fromfile(path, "<i4", HEADER_WORDS).tolist()
+    if len(header) < HEADER_WORDS or header[:2] != [MAGIC, VERSION]:
+        raise DataError(f"{path}: found header {header[:2]}, expected [{MAGIC}, {VERSION}] and "
+                        f"{HEADER_BYTES:,} bytes; give a token shard or make this one again")
+    count, vocab_size = header[2:4]
     body = np.memmap(path, np.uint8, "r")[HEADER_BYTES:]
-    if len(body) != 2 * count:
-        raise DataError(f"{path}: found {len(body):,} bytes of tokens, expected {2 * count:,} "
+    expected = TOKEN_BYTES * count
+    if len(body) != expected:
+        raise DataError(f"{path}: found {len(body):,} bytes of tokens, expected {expected:,} "
                         f"(header: {count:,} tokens); make the file again")
-    return body.view("<u2"), int(header[3]) or GPT2_VOCAB_SIZE
+    return body.view("<u2"), vocab_size or GPT2_VOCAB_SIZE
 
 
 def find_shards(pattern: str) -> list[str]:

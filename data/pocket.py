@@ -25,15 +25,16 @@ import sysconfig
 from collections import Counter
 from pathlib import Path
 
-from shard_files import (VOCABULARY, DataError, Output, as_program, check_content, errors_in_words,
-                         kind_of, output_folder, read_manifest, say, shard_header)
+from shard_files import (ALL_BYTES, TRAIN, VAL, VOCABULARY, DataError, Output, as_program,
+                         check_content, errors_in_words, kind_of, output_folder, read_manifest, say,
+                         shard_header)
 
 VOCAB_SIZE = 2048
 DOC_START = VOCAB_SIZE - 1
 MAX_DOC_LEN = 256                            # tokens, document start included
 VAL_SHARE = 12                               # one file in twelve is for validation
 MIN_VAL_TOKENS = 70_000                      # a final validation reads 65,536 and one more
-SPLITS = ("train", "val")
+SPLITS = (TRAIN, VAL)
 SHARD = "pocket_{}_000000.bin"
 REPORT = "pocket.json"
 OWN_FILES = re.compile(r"pocket_(train|val)_\d{6}\.bin|vocab\.txt|pocket\.json")
@@ -72,9 +73,9 @@ def is_utf8(text: bytes) -> bool:
 
 
 def split_of(name: str) -> str:
-    """"train" or "val" for one file: by a hash of its name, so that no other file changes it."""
+    """TRAIN or VAL for one file: by a hash of its name, so that no other file changes it."""
     draw = int.from_bytes(hashlib.sha256(name.encode()).digest(), "big")
-    return "val" if draw % VAL_SHARE == 0 else "train"
+    return VAL if draw % VAL_SHARE == 0 else TRAIN
 
 
 def cut(text: bytes) -> list[bytes]:
@@ -101,12 +102,12 @@ def make_vocabulary(texts: list[bytes]) -> list[bytes]:
     for text in texts:
         for part in cut(text):
             counts.update(piece for piece in PIECE.findall(part) if len(piece) > 1)
-    wanted = DOC_START - 256
+    wanted = DOC_START - len(ALL_BYTES)
     common = most_common(counts, wanted)
     if len(common) < wanted:
         raise DataError(f"found {len(common):,} different pieces, expected {wanted:,}; "
                         f"use a complete Python")
-    return [bytes([byte]) for byte in range(256)] + common
+    return ALL_BYTES + common
 
 
 def vocabulary_lines(ids: dict[bytes, int]) -> bytes:
@@ -156,10 +157,10 @@ def make(root: Path, output: Output, made_by: dict) -> list[str]:
     if not (root / "os.py").is_file():
         raise DataError(f"found no os.py in {root}, expected the library's source there; run this "
                         f"with a Python that is neither zipped nor frozen")
-    texts = {"train": [], "val": []}
+    texts = {TRAIN: [], VAL: []}
     for name, text in read_sources(root).items():
         texts[split_of(name)].append(text)
-    ids = {piece: number for number, piece in enumerate(make_vocabulary(texts["train"]))}
+    ids = {piece: number for number, piece in enumerate(make_vocabulary(texts[TRAIN]))}
     vocabulary = vocabulary_lines(ids)
     output.check_vocabulary(vocabulary)
 
@@ -175,7 +176,7 @@ def make(root: Path, output: Output, made_by: dict) -> list[str]:
         files = len(texts[split])
         tokens = sum(map(len, docs))
         size = sum(map(len, texts[split]))
-        if split == "val" and tokens < MIN_VAL_TOKENS:
+        if split == VAL and tokens < MIN_VAL_TOKENS:
             raise DataError(f"found {tokens:,} validation tokens in {root}, expected at least "
                             f"{MIN_VAL_TOKENS:,}; run this with a Python whose library is complete")
         report[split] = {"files": files, "documents": len(docs), "tokens": tokens, "bytes": size}
@@ -199,7 +200,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     made_by = {"python": f"{sys.implementation.name} {sys.version.split()[0]}",
                "source_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
-    ours = not kind_of(args.out / REPORT)    # an earlier call wrote it first
+    ours = not kind_of(args.out / REPORT)    # of all its files a call names the report first
     with errors_in_words():
         with output_folder(args.out, OWN_FILES, replace=args.force or ours) as output:
             if not args.force and made_before(args.out, made_by):

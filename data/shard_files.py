@@ -24,6 +24,10 @@ MAGIC = 20240520
 VERSION = 1
 HEADER_WORDS = 256                           # little-endian int32
 HEADER_BYTES = 4 * HEADER_WORDS
+TOKEN_BYTES = 2                              # little-endian uint16
+TRAIN = "train"                              # the two splits, in names of shards too
+VAL = "val"
+ALL_BYTES = [bytes([byte]) for byte in range(256)]            # the first pieces of every learned vocabulary
 VOCABULARY = "vocab.txt"
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
@@ -181,7 +185,8 @@ class Output:
         try:
             self.earlier = read_manifest(self.folder)
         except DataError:
-            if not self.replace or kind_of(self.folder / MANIFEST):
+            regular = not kind_of(self.folder / MANIFEST)
+            if not (regular and self.replace):                # --force replaces a damaged one
                 raise
 
     def is_leftover(self, name: str) -> bool:
@@ -222,11 +227,11 @@ class Output:
         """Give all files their names, drop those of an earlier call, and the manifest last."""
         names = list(self.entries)
         stale = [path for path in self.own_files() if path.name not in names]
-        entries = dict(self.entries)
+        all_entries = dict(self.entries)
         for name, entry in self.earlier.items():
             if not self.own.fullmatch(name):
-                entries[name] = entry        # of another data set
-        manifest = self.write(MANIFEST, manifest_content(entries))
+                all_entries[name] = entry    # of another data set
+        manifest = self.write(MANIFEST, manifest_content(all_entries))
 
         with deferred_signals():
             for name in names:
@@ -244,9 +249,9 @@ class Output:
 
     def close(self) -> None:
         """Leave nothing half-made; manifest.json.part stays where naming failed half-way."""
-        half_named = self.naming_began()
+        kept = f"{MANIFEST}.part" if self.naming_began() else ""
         for part in self.parts:
-            if not half_named or part.name != f"{MANIFEST}.part":
+            if part.name != kept:
                 part.unlink(missing_ok=True)
         if self.lock is not None:
             os.close(self.lock)

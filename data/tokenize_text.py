@@ -39,13 +39,13 @@ from typing import Any, Callable, Iterable, Iterator, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from pocket import PIECE, most_common, vocabulary_lines
-from shard_files import (VOCABULARY, DataError, Output, as_program, deferred_signals,
-                         errors_in_words, output_folder, regular_file, say, shard_header)
+from pocket import MAX_DOC_LEN, PIECE, most_common, vocabulary_lines
+from shard_files import (ALL_BYTES, TOKEN_BYTES, TRAIN, VAL, VOCABULARY, DataError, Output,
+                         as_program, deferred_signals, errors_in_words, output_folder,
+                         regular_file, say, shard_header)
 
-TRAIN = "train"
-VAL = "val"
 MAX_VOCAB = 65_535
+MIN_VOCAB = len(ALL_BYTES) + 1               # and the document start, which is the last id
 LEARN_BYTES = 16 << 20                       # of training text, to learn a vocabulary from
 PLAIN_BYTES = 16 << 10                       # of plain text in a document
 SHORT_VAL_BYTES = 1 << 10                    # for validation from a short text, if it has twice that
@@ -54,11 +54,12 @@ PACKED = {".gz", ".bz2", ".xz", ".zst", ".zip", ".tar", ".json", ".pdf"}
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"     # of openai/gpt-2
 GPT2_PIECES = 50_256
+GPT2_MAX_DOC_LEN = 2048                      # --max_doc_len of the preset record
 Encoder = Callable[[bytes], Any]             # UTF-8 text -> token ids, document start not among them
 
 
 class Document(NamedTuple):
-    split: str                               # "train" or "val"
+    split: str                               # TRAIN or VAL
     text: bytes
     step: float                              # bytes of its file, for the progress bar
 
@@ -79,8 +80,7 @@ def read_pieces(path: Path) -> dict[bytes, int]:
     except (ValueError, EOFError, OSError, zlib.error) as error:
         raise DataError(f"{path}: found {error}, expected lines of base64, a space, an id; give "
                         f"another file") from None
-    all_bytes = {bytes([byte]) for byte in range(256)}
-    if sorted(ids.values()) != list(range(len(ids))) or not ids.keys() >= all_bytes:
+    if sorted(ids.values()) != list(range(len(ids))) or not ids.keys() >= set(ALL_BYTES):
         raise DataError(f"{path}: found {len(ids):,} pieces, expected all 256 bytes among them and "
                         f"ids from 0 without a gap; give another file")
     return ids
@@ -95,8 +95,7 @@ def learned_pieces(texts: Iterable[bytes], size: int) -> dict[bytes, int]:
         seen += len(text)
         if seen >= LEARN_BYTES:
             break
-    pieces = [bytes([byte]) for byte in range(256)]
-    pieces += most_common(counts, size - 257)
+    pieces = ALL_BYTES + most_common(counts, size - MIN_VOCAB)
     return {piece: number for number, piece in enumerate(pieces)}
 
 
@@ -128,7 +127,7 @@ def chosen_pieces(args: argparse.Namespace, docs: Iterable[Document]) -> dict[by
     if args.vocab:
         return read_pieces(args.vocab)
     if args.tokenizer == "bytes":
-        return learned_pieces((), 257)
+        return learned_pieces((), MIN_VOCAB)
     training_text = (doc.text for doc in docs if doc.split == TRAIN)
     return learned_pieces(training_text, args.vocab_size)
 
@@ -176,13 +175,12 @@ def utf8(text: bytes, path: Path, at: int) -> bytes:
 
 def field(record: Any, key: str, place: str) -> bytes:
     """The text of a record. null is blank; half a surrogate pair, which JSON can write, a "?"."""
-    value = 0
-    if isinstance(record, dict):
-        value = record.get(key, 0)
-    if value is None:
-        return b""
-    if isinstance(value, str):
-        return value.encode(errors="replace")
+    if isinstance(record, dict) and key in record:
+        value = record[key]
+        if value is None:
+            return b""
+        if isinstance(value, str):
+            return value.encode(errors="replace")
     raise DataError(f"{place}: found {reprlib.repr(record)}, expected text under {key!r}; give "
                     f"another --text_key")
 
@@ -251,7 +249,7 @@ def parquet_documents(path: Path, key: str) -> Iterator[tuple[bytes, float]]:
         with parquet.ParquetFile(path) as file:
             columns = file.schema_arrow.names
             if key not in columns:
-                field(dict.fromkeys(columns), key, f"{path}: columns")
+                field(dict.fromkeys(columns), key, f"{path}: columns")         # raises, naming them
             step = path.stat().st_size / max(1, file.metadata.num_rows)
             number = 0
             for batch in file.iter_batches(256, columns=[key]):
@@ -403,27 +401,30 @@ def in_order(work: Callable, items: Iterable, jobs: int) -> Iterator[tuple[Any, 
 # Writing shards
 
 class Shards:
-    """One split's shards; every one begins with a document."""
+    """One split's shards; every one begins with a document. limit: tokens of a shard."""
 
     def __init__(self, output: Output, stem: str, vocab_size: int, limit: int) -> None:
         self.output = output
         self.stem = stem
         self.vocab_size = vocab_size
-        self.limit = limit                   # tokens of a shard
-        self.count = 0
+        self.limit = TOKEN_BYTES * limit     # bytes of a shard's tokens
+        self.count = 0                       # shards written
         self.waiting = bytearray()           # tokens for the next shard
-        self.totals = Counter()
+        self.totals = Counter()              # documents, tokens, bytes of text
 
     def add(self, doc: Encoded) -> None:
-        if len(self.waiting) + len(doc.tokens) > 2 * self.limit:
+        if len(self.waiting) + len(doc.tokens) > self.limit:
             self.flush()
         self.waiting += doc.tokens
-        self.totals.update(documents=1, tokens=len(doc.tokens) // 2, bytes=doc.size)
+        tokens = len(doc.tokens) // TOKEN_BYTES
+        self.totals.update(documents=1, tokens=tokens, bytes=doc.size)
 
     def flush(self) -> None:
         if self.waiting:
             name = f"{self.stem}_{self.count:06d}.bin"
-            header = shard_header(len(self.waiting) // 2, self.vocab_size, self.vocab_size - 1)
+            tokens = len(self.waiting) // TOKEN_BYTES
+            document_start = self.vocab_size - 1
+            header = shard_header(tokens, self.vocab_size, document_start)
             self.output.write(name, header, self.waiting)
             self.count += 1
             self.waiting.clear()
@@ -455,21 +456,39 @@ def input_files(args: argparse.Namespace) -> dict[Path, str]:
     return files
 
 
-def write_shards(output: Output, stem: str, args: argparse.Namespace) -> list[str]:
-    """Read, encode, write, give the names. Returns the lines to print. Raises DataError."""
-    files = input_files(args)
+def refuse_older_shards(output: Output, force: bool) -> None:
+    """Without --force shards of this name stay as they are. Raises DataError."""
     for old in output.own_files():
-        if old.name != VOCABULARY and not args.force:
+        if old.name != VOCABULARY and not force:
             raise DataError(f"{output.folder}: found {old.name}, expected no shards of this name; "
                             f"give another --out or --name, or --force to replace them")
 
-    def all_documents() -> Iterator[Document]:
-        docs = documents(files, args)
-        if args.val_share and not args.val_files:
-            docs = with_both_parts(docs, args.val_share)
-        return docs
 
-    ids = chosen_pieces(args, all_documents())
+def all_documents(files: dict[Path, str], args: argparse.Namespace) -> Iterator[Document]:
+    """Those of the data set; called again, it reads the files again."""
+    docs = documents(files, args)
+    if args.val_share and not args.val_files:
+        return with_both_parts(docs, args.val_share)
+    return docs
+
+
+def fill(shards: dict[str, Shards], files: dict[Path, str], work: Callable,
+         args: argparse.Namespace) -> None:
+    """Encode all documents, each into the shards of its split."""
+    size = sum(path.stat().st_size for path in files)
+    docs = all_documents(files, args)
+    with tqdm(total=size, unit="B", unit_scale=True, disable=None) as bar:
+        for portion, done in in_order(work, portions(docs), args.jobs):
+            for doc in done:
+                shards[doc.split].add(doc)
+            bar.update(sum(doc.step for doc in portion))
+
+
+def write_shards(output: Output, stem: str, args: argparse.Namespace) -> list[str]:
+    """Read, encode, write, give the names. Returns the lines to print. Raises DataError."""
+    files = input_files(args)
+    refuse_older_shards(output, args.force)
+    ids = chosen_pieces(args, all_documents(files, args))
     vocab_size = len(ids) + 1
     if vocab_size > MAX_VOCAB:
         raise DataError(f"found a vocabulary of {vocab_size:,}, expected at most {MAX_VOCAB:,}; "
@@ -478,26 +497,22 @@ def write_shards(output: Output, stem: str, args: argparse.Namespace) -> list[st
     output.check_vocabulary(vocabulary)
 
     part = output.write(VOCABULARY, vocabulary)
-    work = functools.partial(encode, args.tokenizer, part, args.max_doc_tokens)
     shards = {split: Shards(output, f"{stem}_{split}", vocab_size, args.shard_tokens)
               for split in (TRAIN, VAL)}
-    size = sum(path.stat().st_size for path in files)
-    with tqdm(total=size, unit="B", unit_scale=True, disable=None) as bar:
-        for portion, done in in_order(work, portions(all_documents()), args.jobs):
-            for doc in done:
-                shards[doc.split].add(doc)
-            bar.update(sum(doc.step for doc in portion))
+    work = functools.partial(encode, args.tokenizer, part, args.max_doc_tokens)
+    fill(shards, files, work, args)
 
-    expected = [TRAIN]
+    splits = [TRAIN]
     if args.val_files or args.val_share:
-        expected.append(VAL)
-    for split in expected:
+        splits.append(VAL)
+    for split in splits:
         shards[split].flush()
         if not shards[split].count:
             raise DataError(f"found no {split} document, expected one; give more or smaller "
                             f"documents (--document_separator), --val_files, or --val_share=0")
     output.publish()
-    lines = [shards[split].summary() for split in expected]
+
+    lines = [shards[split].summary() for split in splits]
     lines.append(f"./run.sh --train_files={shards[TRAIN].pattern()} "
                  f"--val_files={shards[VAL].pattern()}")
     return lines
@@ -515,7 +530,7 @@ def run(args: argparse.Namespace) -> None:
     say(*lines)
 
 
-LIMITS = (("vocab_size", 257, MAX_VOCAB), ("val_share", 0, 0.99), ("jobs", 1, 1000),
+LIMITS = (("vocab_size", MIN_VOCAB, MAX_VOCAB), ("val_share", 0, 0.99), ("jobs", 1, 1000),
           ("shard_tokens", 1, 10**9), ("max_doc_tokens", 0, 10**9))
 
 
@@ -550,8 +565,9 @@ def main(argv: list[str] | None = None) -> None:
     add("--text_key", default="text", help="field of .jsonl, column of .parquet")
     add("--document_separator", default="",
         help=r"of plain text, for instance '\n\n' or '<|endoftext|>'")
-    add("--max_doc_tokens", type=int, help="document start included, 0: no limit; default 2048 "
-        "with gpt2, else 256, as the trainer's --max_doc_len in its presets record and pocket")
+    add("--max_doc_tokens", type=int,
+        help=f"document start included, 0: no limit; default {GPT2_MAX_DOC_LEN} with gpt2, else "
+             f"{MAX_DOC_LEN}, as the trainer's --max_doc_len in its presets record and pocket")
     add("--val_share", type=float, default=0.05, help="of the documents; default 0.05")
     add("--val_files", type=Path, nargs="+", default=[],
         help="these for validation, all others for training")
@@ -561,7 +577,7 @@ def main(argv: list[str] | None = None) -> None:
         help="replace shards of this name, or another vocab.txt, in --out")
     args = parser.parse_args(argv)
     if args.max_doc_tokens is None:
-        args.max_doc_tokens = 2048 if args.tokenizer == "gpt2" else 256
+        args.max_doc_tokens = GPT2_MAX_DOC_LEN if args.tokenizer == "gpt2" else MAX_DOC_LEN
     check_flags(args, parser)
     with errors_in_words():
         run(args)
