@@ -55,7 +55,7 @@ make_venv() {
             say "set-up: no torch from PyTorch's index of CPU wheels, falling back to the default index"
     fi
     install -r requirements.txt
-    [[ $task == train ]] || install -r tests/requirements.txt
+    [[ $task != test ]] || install -r tests/requirements.txt
 }
 
 set_up() {

@@ -325,6 +325,7 @@ RECORD_STEPS, RECORD_RAMP_UP, RECORD_RAMP_DOWN = 1547, 300, 50                # 
 GPT2_VOCAB, GPT2_DOCUMENT_START = 50_257, 50_256
 MAX_VOCAB = 65_535                       # token ids are stored as u16
 GATE_INPUTS = 12                         # features that a gate reads
+SLOT_UNIT = 16                           # tokens: a slot is a multiple of it, for the fp8 product takes no other sizes
 CYCLE = 2                                # steps of one Adam update, whose gradients add up
 MAX_STEPS = 10**7
 MAX_STAGE_FACTOR = 1000                  # of a stage's learning rate, and of a predicted token's weight
@@ -666,8 +667,8 @@ def check_model_sizes(cfg: Config) -> None:
 
 
 def check_token_counts(cfg: Config) -> None:
-    """Batches are whole slots, a slot is a multiple of 16 tokens, and validation is whole batches."""
-    block = 16 * cfg.num_slots
+    """Batches are whole slots, a slot is whole units, and validation is whole batches."""
+    block = SLOT_UNIT * cfg.num_slots
     sizes = [("stages", stage.batch_tokens, block) for stage in cfg.stages]
     sizes.append(("val_batch_tokens", cfg.val_batch_tokens, block))
     sizes.append(("val_tokens", cfg.val_tokens, cfg.val_batch_tokens))
@@ -676,7 +677,7 @@ def check_token_counts(cfg: Config) -> None:
         above = max(unit, -(-tokens // unit) * unit)
         near = f"{below} or {above} tokens" if below < above else f"{below} tokens"
         need(tokens > 0 and tokens % unit == 0, f"--{name}", f"{tokens} tokens",
-             f"a multiple of {unit} (16 x num_slots, or a validation batch)", near)
+             f"a multiple of {unit} ({SLOT_UNIT} x num_slots, or a validation batch)", near)
 
 
 def check_stages(cfg: Config) -> None:
@@ -807,7 +808,7 @@ class Fabric:
         """Ranks of this host whose process has ended, in words for a message."""
         if not self.processes:
             return []
-        here = self.processes[self.rank][0]
+        here, _ = self.processes[self.rank]
         return [f"rank {rank} (process {pid} on this host)"
                 for rank, (host, pid) in enumerate(self.processes) if host == here and has_ended(pid)]
 
@@ -1025,6 +1026,7 @@ def check_profile(schedule: Schedule, first: int) -> None:
 
 # ====== Room 3: Data ==================================================================================================
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # recipe 1.2; table in data/README.md
+TOKEN_BYTES = 2                          # little-endian u16
 MANIFEST = "manifest.json"               # hashes of the files beside it, written last; table in data/README.md
 VOCABULARY = "vocab.txt"                 # bytes of the tokens of the files beside it
 HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # recipe 2.5
@@ -1036,6 +1038,15 @@ FORMULA_MIX = 0x9E3779B97F4A7C15         # 2^64 over the golden ratio: products 
 FORMULA_DOCUMENT = 32                    # tokens, on average
 
 
+class FileIdentity(NamedTuple):
+    """What differs once a file is written again or replaced."""
+
+    size: int                            # bytes
+    written_ns: int                      # time of the last writing, which can be put back
+    inode: int
+    changed_ns: int                      # of a change of any kind, a new link or other rights too; nobody puts it back
+
+
 class ShardHeader(NamedTuple):
     """One shard: a file, or a formula that makes its tokens."""
 
@@ -1043,7 +1054,7 @@ class ShardHeader(NamedTuple):
     tokens: int
     vocab_size: int
     document_start: int
-    identity: tuple[int, ...] | None = None      # of the file as it was found; see `file_identity`
+    identity: FileIdentity | None = None     # of the file as it was found
 
     @property
     def is_formula(self) -> bool:
@@ -1114,20 +1125,15 @@ def formula_shards(formula: str) -> list[ShardHeader]:
     return [ShardHeader(f"{formula}#{seed}", tokens, vocab, start) for seed in range(shards)]
 
 
-def file_identity(path: Path) -> tuple[int, ...]:
-    """(bytes, ns of the last writing, inode, ns of the last change of any kind).
-
-    The first three differ once a file is written again or replaced, but the second can be put back. The last cannot,
-    and differs after a new link or other rights too.
-    """
+def file_identity(path: Path) -> FileIdentity:
     found = path.stat()
-    return found.st_size, found.st_mtime_ns, found.st_ino, found.st_ctime_ns
+    return FileIdentity(found.st_size, found.st_mtime_ns, found.st_ino, found.st_ctime_ns)
 
 
 def read_header(path: Path) -> ShardHeader:
     """Read and check the first 1,024 bytes and the length of a shard. Raises DataError."""
     identity = file_identity(regular_file(path, "a shard"))
-    size = identity[0]
+    size = identity.size
     words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
     whole = len(words) == HEADER_BYTES // 4
     if not whole or words[0] != SHARD_MAGIC or words[1] != SHARD_VERSION:
@@ -1138,10 +1144,10 @@ def read_header(path: Path) -> ShardHeader:
                         "fetch or write the file again; the format is in data/README.md")
 
     count, vocab, start = words[2:5].tolist()
-    right_size = HEADER_BYTES + 2 * count
+    right_size = HEADER_BYTES + TOKEN_BYTES * count
     if count <= 0 or size != right_size:
         raise DataError(f"{path}: length", f"{size} bytes",
-                        f"{HEADER_BYTES} + 2 x {count} (tokens in header word 2) = "
+                        f"{HEADER_BYTES} + {TOKEN_BYTES} x {count} (tokens in header word 2) = "
                         f"{right_size} bytes",
                         "the file is cut or still being written; fetch it again")
 
@@ -1242,7 +1248,7 @@ def checked_shard(header: ShardHeader, tokens: np.ndarray) -> Shard:
                         "let nobody write to it, and start again")
     if tokens.max() >= header.vocab_size:
         at = int(np.argmax(tokens >= header.vocab_size))
-        raise DataError(f"{name}: token {at} at byte {HEADER_BYTES + 2 * at}", tokens[at],
+        raise DataError(f"{name}: token {at} at byte {HEADER_BYTES + TOKEN_BYTES * at}", tokens[at],
                         f"an id below the vocabulary size {header.vocab_size}",
                         "write the shard with the right header word 3")
 
@@ -1278,7 +1284,7 @@ def scan_shards(headers: Sequence[ShardHeader]) -> str:
             content = np.fromfile(path, "<u2")
             digest.update(content)
             check_manifest(path, content)
-            checked_shard(header, content[HEADER_BYTES // 2:])
+            checked_shard(header, content[HEADER_BYTES // TOKEN_BYTES:])
     return digest.hexdigest()
 
 
@@ -1293,14 +1299,15 @@ def changed_shards(headers: Sequence[ShardHeader], sha256: str) -> list[str]:
     for header in headers:
         if header.is_formula:
             continue
+        before = header.identity
         try:
             identity = file_identity(Path(header.name))
         except OSError:
             changed.append(header.name)
             continue
-        if identity[:-1] != header.identity[:-1]:
+        if identity._replace(changed_ns=before.changed_ns) != before:
             changed.append(header.name)
-        elif identity != header.identity:
+        elif identity != before:
             touched.append(header.name)
 
     if touched and not changed:
@@ -2324,7 +2331,6 @@ class GPT(nn.Module):
         super().__init__()
         self.heads = cfg.num_heads
         self.head_dim = cfg.head_dim
-        self.vocab = cfg.padded_vocab
         self.attention = attention
         self.table = parameter_table(cfg)
 
@@ -3335,7 +3341,7 @@ class Evaluator:
         """
         self._set_rotary(values)
         context = tokens[-values.val_slot_tokens:]
-        length = -(-len(context) // 16) * 16
+        length = -(-len(context) // SLOT_UNIT) * SLOT_UNIT
         padded = np.zeros(length + 1, np.uint16)              # nothing looks at later positions
         padded[:len(context)] = context
         slot = Slot(padded, np.asarray([0, length], np.int32))
@@ -3626,7 +3632,7 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
 
     advice = "more ranks, a larger device"
     batches = [cfg.val_batch_tokens, *(stage.batch_tokens for stage in cfg.stages)]
-    most_slots = math.gcd(*batches) // 16                     # a slot is a multiple of 16 tokens
+    most_slots = math.gcd(*batches) // SLOT_UNIT
     for slots in range(cfg.num_slots, most_slots + 1, cfg.num_slots):
         if most_slots % slots == 0 and fits(replace(cfg, num_slots=slots), 1):
             advice = f"--num_slots={slots} --slots_per_micro_batch=1"
@@ -4066,14 +4072,14 @@ def read_checkpoint(path: Path, cfg: Config) -> dict[str, Any]:
     """Content of a checkpoint of this run, every part of it checked. Raises DataError."""
     what = "a checkpoint"
     regular_file(path, what)
-    name = re.fullmatch(r"step-(\d{7})-([0-9a-f]{64})", path.stem)
+    name = re.fullmatch(r"step-(?P<step>\d{7})-(?P<sha256>[0-9a-f]{64})", path.stem)
     if name is None:
         wrong = "a name of another form"
-    elif file_sha256(path) != name[2]:
+    elif file_sha256(path) != name["sha256"]:
         wrong = "damaged: its content has another hash than its name"
     else:
         content = read_tensors(path, what)
-        wrong = wrong_with_checkpoint(content, cfg, int(name[1]))
+        wrong = wrong_with_checkpoint(content, cfg, int(name["step"]))
     if wrong:
         raise DataError(f"{path} as {what}", wrong, "step-<step>-<hash>.pt, as this run wrote it",
                         "nothing: the one before is taken, if there is one")
@@ -4886,7 +4892,8 @@ def finish(log: Log, cfg: Config, executor: Executor, shards: Shards, validation
         remark = f" (void: {void})"
     if cfg.time_budget:
         result["budget_s"] = cfg.time_budget
-        log.text(f"time budget {cfg.time_budget:g} s: used {ms / cfg.time_budget / 10:.2f} %")
+        share = ms / (1000 * cfg.time_budget)
+        log.text(f"time budget {cfg.time_budget:g} s: used {100 * share:.2f} %")
     log.text(f"training time {ms / 1000:.2f} s{remark}, {log.done} steps, {log.tokens:,} tokens; logs in {log.run_dir}")
     log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in peak.items()))
 
