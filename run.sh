@@ -85,7 +85,9 @@ read_flags() {  # what this script must know of the trainer's flags
                 die "$arg" "no value" "$arg=VALUE" "write the value behind a =, without a blank" ;;
             --preset=*) preset=${arg#*=} ;;
             --train_files=*) files=${arg#*=} ;;
-            --num_slots=*) slots=${arg#*=} ;;
+            --num_slots=*)
+                slots=${arg#*=}
+                [[ $slots =~ ^[1-9][0-9]{0,5}$ ]] || slots=1 ;;   # one process will say what is wrong
         esac
     done
 }

@@ -140,6 +140,23 @@ def regular_file(path: Path, what: str) -> Path:
     raise DataError(f"{path} as {what}", found, "a regular file", "name another file, or write this one again")
 
 
+MOST_TEXT = 1 << 26                      # bytes of a configuration, manifest or vocabulary: that of GPT-2 takes 1 MB
+MOST_LOG = 1 << 32                       # bytes of a log.jsonl: 10^7 steps take 1.3 GB
+
+
+def read_bounded(path: Path, what: str, most: int = MOST_TEXT) -> bytes:
+    """Content of a file whose name somebody else chose; what: its role in the message. Raises DataError."""
+    try:
+        size = regular_file(path, what).stat().st_size
+        if size <= most:
+            return path.read_bytes()
+        found = f"{size} bytes"
+    except OSError as error:
+        found = reason_of(error)
+    raise DataError(f"{path} as {what}", found, f"a file that can be read, of at most {most} bytes",
+                    "name another file, or write this one again")
+
+
 @dataclass(frozen=True)
 class Layer:
     """One layer of the model. Moving a feature to another layer is moving a word."""
@@ -492,13 +509,14 @@ def config_from_json(settings: Any, source: str) -> Config:
 
 def earlier_run(folder: Path) -> tuple[str, dict[str, Any]]:
     """Preset and flags of the run that logged to this folder, but those of it alone. Raises DataError."""
-    log = regular_file(folder / "log.jsonl", "the log of the run to resume")
+    log = folder / "log.jsonl"
+    content = read_bounded(log, "the log of the run to resume", MOST_LOG)
     expected = "a run directory, whose log.jsonl begins with a header: preset and changed flags"
     do = "name the folder that holds log.jsonl and checkpoints"
 
     starts = ('{"type": "header"', '{"type": "resumed"')
     try:
-        lines = log.read_text("utf-8").splitlines()
+        lines = content.decode().splitlines()
         headers = [line for line in lines if line.startswith(starts)]
         if not headers:
             raise DataError(f"--resume={folder}", "log.jsonl without a header", expected, do)
@@ -506,7 +524,7 @@ def earlier_run(folder: Path) -> tuple[str, dict[str, Any]]:
         preset = header["preset"]
         changed = {name: text for name, text in header["changed"].items()
                    if name not in NOT_INHERITED}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         found = f"log.jsonl: {type(error).__name__}: {error}"
         raise DataError(f"--resume={folder}", found, expected, do) from None
 
@@ -550,6 +568,8 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
     if flags.help:
         flag_parser(flags.preset or "record").print_help()
         sys.exit(0)
+    if unknown and flags.sample is not None and not unknown[0].startswith("-"):
+        raise ConfigError("two prompts", shown([flags.words, *unknown]), "one", "write it in quotes")
     if unknown:
         known = [f"--{name}" for name in ("preset", *Config.__dataclass_fields__)]
         near = nearest(unknown[0].partition("=")[0], known)
@@ -1202,8 +1222,15 @@ def find_shards(pattern: str) -> list[ShardHeader]:
     return [read_header(path) for path in paths]
 
 
-def read_manifest(folder: Path) -> dict[str, str]:
-    """sha256 of each file that a folder's manifest names; {} without one. Raises DataError."""
+class Written(NamedTuple):
+    """What a manifest says of a file."""
+
+    size: int                            # bytes
+    sha256: str
+
+
+def read_manifest(folder: Path) -> dict[str, Written]:
+    """What a folder's manifest says of each file that it names; {} without one. Raises DataError."""
     path = folder / MANIFEST
     unfinished = folder / f"{MANIFEST}.part"
     if os.path.lexists(unfinished):
@@ -1211,12 +1238,13 @@ def read_manifest(folder: Path) -> dict[str, str]:
                         "files that belong together", "run that tool again, then this")
     if not os.path.lexists(path):
         return {}
-    regular_file(path, "a manifest")
+    content = read_bounded(path, "a manifest")
     try:
-        manifest = json.loads(path.read_bytes())
+        manifest = json.loads(content)
         if manifest["format"] != 1:
             raise ValueError(f"format {manifest['format']}")
-        return {name: str(facts["sha256"]) for name, facts in manifest["files"].items()}
+        files = manifest["files"].items()
+        return {name: Written(facts["bytes"], facts["sha256"]) for name, facts in files}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} as a manifest", f"{type(error).__name__}: {error}",
                         "format 1, as data/README.md has it",
@@ -1230,10 +1258,10 @@ def check_manifest(path: Path, content: bytes | np.ndarray) -> None:
     if written is None:
         return
     found = hashlib.sha256(content).hexdigest()
-    if found != written:
+    if found != written.sha256:
         raise DataError(f"{path}: content",
                         f"sha256 {found}",
-                        f"{written}, says {MANIFEST} beside it",
+                        f"{written.sha256}, says {MANIFEST} beside it",
                         "the file is damaged, or a mixture of two data sets: write the data again, "
                         f"or remove {MANIFEST} if this content is meant")
 
@@ -1279,7 +1307,7 @@ def scan_shards(headers: Sequence[ShardHeader]) -> str:
     digest = hashlib.sha256()
     for header in headers:
         path = Path(header.name)
-        digest.update(path.name.encode())
+        digest.update(path.name.encode("utf-8", "surrogateescape"))          # a name may be any bytes
         if not header.is_formula:
             content = np.fromfile(path, "<u2")
             digest.update(content)
@@ -1407,7 +1435,8 @@ def too_small(cfg: Config, train: list[ShardHeader], read_by_slot: int) -> DataE
     read_by_slot: tokens, the last target among them.
     """
     return DataError("training shards are too small",
-                     f"none of {len(train)} holds {cfg.num_slots} x {read_by_slot} tokens",
+                     f"none of {len(train)} holds {cfg.num_slots} x {read_by_slot} tokens, "
+                     f"at most {cfg.max_doc_len} of each document",
                      "documents for one step in a shard",
                      "larger shards, or smaller batches in --stages")
 
@@ -1831,6 +1860,8 @@ class Loader:
                     slots, self.doc = packed
                     return self.shard, slots
 
+            if self.upcoming is None and values.step == 0:
+                break                                                         # it could not cycle through them either
             if self.upcoming is None:
                 self.data_ended = True
                 raise DataError("training data ended",
@@ -1896,7 +1927,7 @@ def read_vocabulary(header: ShardHeader) -> list[bytes] | None:
     path = Path(header.name).parent / VOCABULARY
     if header.is_formula or not os.path.lexists(path):
         return None
-    content = regular_file(path, "the bytes of the tokens").read_bytes()
+    content = read_bounded(path, "the bytes of the tokens")
     check_manifest(path, content)
     return parsed_vocabulary(path, content, header.vocab_size, header.document_start)
 
@@ -3644,7 +3675,6 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
 
 # ---- Files: a save to sample from, checkpoints to go on from. Nothing in a file is trusted.
 SAVED_FILES = (VOCABULARY, "weights.pt", "config.json")
-MOST_JSON = 1 << 20                      # bytes of a config.json that are read
 KEPT_CHECKPOINTS = 2
 NEW_CHECKPOINT = "new.pt"                # a checkpoint whose hash is not known yet
 
@@ -3840,14 +3870,10 @@ def is_record(found: Any, **types: type) -> bool:
 
 def read_json(path: Path, what: str) -> Any:
     """What is in a JSON file. Raises DataError, whatever the file is."""
-    regular_file(path, what)
+    content = read_bounded(path, what)
     try:
-        with open(path, "rb") as file:
-            text = file.read(MOST_JSON + 1)
-        if len(text) > MOST_JSON:
-            raise ValueError(f"more than {MOST_JSON} bytes")
-        return json.loads(text)
-    except (OSError, ValueError, RecursionError) as error:
+        return json.loads(content)
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} as {what}", f"{type(error).__name__}: {error}",
                         "JSON, as --save writes it", "train with --save=DIR again") from None
 
@@ -3873,8 +3899,8 @@ def check_save(folder: Path) -> None:
     for name in SAVED_FILES:
         path = folder / name
         if name in written:
-            regular_file(path, f"part of a save, which {MANIFEST} names")
-            sound = file_sha256(path) == written[name]
+            size = regular_file(path, f"part of a save, which {MANIFEST} names").stat().st_size
+            sound = size == written[name].size and file_sha256(path) == written[name].sha256
             found = "another content than the manifest says"
         else:
             sound = not os.path.lexists(path)
@@ -3974,7 +4000,7 @@ def load_vocabulary(folder: Path, cfg: Config) -> list[bytes] | None:
     path = folder / VOCABULARY
     if not os.path.lexists(path):
         return None
-    content = regular_file(path, "the bytes of the tokens").read_bytes()
+    content = read_bounded(path, "the bytes of the tokens")
     return parsed_vocabulary(path, content, cfg.vocab_size, cfg.document_start)
 
 

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from shard_files import (HEADER_BYTES, MAGIC, MANIFEST, TOKEN_BYTES, VERSION, DataError, as_program,
-                         describe, errors_in_words, kind_of, lock_folder, note, read_manifest,
-                         regular_file, say, write_manifest)
+                         describe, errors_in_words, folder_name, kind_of, lock_folder, note,
+                         read_manifest, regular_file, say, write_manifest)
 
 REPO = "kjj0/fineweb10B-gpt2"
 TRAIN_SHARDS = 103
@@ -267,7 +267,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("shards", metavar="N", type=int, nargs="?", default=9,
                         help="training shards, 0 to 103")
-    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "fineweb10B",
+    parser.add_argument("--out", type=folder_name, default=Path(__file__).parent / "fineweb10B",
                         help="data/fineweb10B")
     parser.add_argument("--jobs", type=int, default=4, help="shards at a time, 4")
     parser.add_argument("--endpoint", help="server, instead of HF_ENDPOINT or the Hugging Face hub")

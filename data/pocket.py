@@ -26,8 +26,8 @@ from collections import Counter
 from pathlib import Path
 
 from shard_files import (ALL_BYTES, TRAIN, VAL, VOCABULARY, DataError, Output, as_program,
-                         check_content, errors_in_words, kind_of, output_folder, read_manifest, say,
-                         shard_header)
+                         check_content, errors_in_words, folder_name, kind_of, output_folder,
+                         read_manifest, say, shard_header)
 
 VOCAB_SIZE = 2048
 DOC_START = VOCAB_SIZE - 1
@@ -193,7 +193,7 @@ def make(root: Path, output: Output, made_by: dict) -> list[str]:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(""),
+    parser.add_argument("--out", type=folder_name, default=Path(__file__).with_suffix(""),
                         help="default: data/pocket")
     parser.add_argument("--force", action="store_true",
                         help="write again, and replace what others left there")

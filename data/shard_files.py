@@ -8,6 +8,7 @@ are in data/README.md.
 """
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import json
@@ -46,6 +47,13 @@ def shard_header(tokens: int, vocab_size: int, document_start: int) -> bytes:
 
 
 # What lies at a path
+
+def folder_name(text: str) -> Path:
+    """What --out gives: an empty name, of an unset variable say, would mean the current folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("found an empty name, expected a folder; . is this one")
+    return Path(text)
+
 
 def kind_of(path: Path) -> str:
     """What a path leads to, in words, without opening it; "" for a regular file."""
@@ -349,6 +357,9 @@ def errors_in_words() -> Iterator[None]:
         yield
     except DataError as error:
         sys.exit(f"error: {error}")
+    except MemoryError:
+        sys.exit("error: found too little memory, expected room for the files that are read; give "
+                 "smaller ones")
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         sys.exit(f"error: {place}found {error.strerror!r}, expected files to read and a folder to "

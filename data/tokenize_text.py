@@ -41,8 +41,8 @@ from tqdm import tqdm
 
 from pocket import MAX_DOC_LEN, PIECE, most_common, vocabulary_lines
 from shard_files import (ALL_BYTES, TOKEN_BYTES, TRAIN, VAL, VOCABULARY, DataError, Output,
-                         as_program, deferred_signals, errors_in_words, output_folder,
-                         regular_file, say, shard_header)
+                         as_program, deferred_signals, errors_in_words, folder_name,
+                         output_folder, regular_file, say, shard_header)
 
 MAX_VOCAB = 65_535
 MIN_VOCAB = len(ALL_BYTES) + 1               # and the document start, which is the last id
@@ -555,7 +555,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("inputs", type=Path, nargs="+", help="text, .jsonl, .ndjson, .parquet")
-    add("--out", type=Path, required=True, help="folder of the data set")
+    add("--out", type=folder_name, required=True, help="folder of the data set")
     add("--name", help="first part of the shards' names; else that of the folder")
     add("--tokenizer", choices=("pocket", "gpt2", "bytes"), default="pocket", help="default pocket")
     add("--vocab", type=Path, help="pocket: an existing vocab.txt, else one is learned")

@@ -170,6 +170,11 @@ def test_the_way_out_works(flag):
             assert not str(error).startswith(name + "\n"), f"{way} is refused too: {error}"
 
 
+def test_a_prompt_without_quotes_is_known_for_one():
+    words = ["once", "upon", "a"]
+    refused(tg.ConfigError, lambda: tg.parse_flags(["--sample=w", *words]), "two prompts", str(words), "quotes")
+
+
 @pytest.mark.parametrize("name", list(tg.PRESETS))
 def test_help_shows_the_values_of_the_preset(name, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "400")                             # nothing is wrapped

@@ -9,6 +9,7 @@ import threading
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -806,6 +807,13 @@ def test_the_scan_looks_at_every_shard(tmp_path):
         refused(tg.DataError, lambda: tg.scan_shards(tg.find_shards(f"{tmp_path}/*.bin")), "c.bin", *parts)
 
 
+def test_names_of_shards_may_be_any_bytes(tmp_path):
+    name = b"\xff.bin"
+    path = write_shard(tmp_path / os.fsdecode(name), GOOD, 6, 3)
+    want = hashlib.sha256(name + path.read_bytes()).hexdigest()
+    assert tg.scan_shards(tg.find_shards(str(path))) == want
+
+
 def test_a_file_has_to_match_the_manifest_beside_it(tmp_path):
     path = write_shard(tmp_path / "a.bin", GOOD, 6, 3)
     headers = tg.find_shards(str(path))
@@ -823,12 +831,25 @@ def test_a_file_has_to_match_the_manifest_beside_it(tmp_path):
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2, "files": {}}', '{"format": 1, "files": []}',
                                   '{"format": 1, "files": {"a.bin": 3}}', '{"format": 1, "files": {"a.bin": {}}}',
-                                  "[" * 100_000])
+                                  "[" * 100_000,
+                                  '{"format": 1, "files": {"a.bin": {"sha256": "x"}}}'])
 def test_a_manifest_of_any_content_ends_in_words(tmp_path, text):
     headers = [tg.read_header(write_shard(tmp_path / "a.bin", GOOD, 6, 3))]
     (tmp_path / "manifest.json").write_text(text)
     refused(tg.DataError, lambda: tg.scan_shards(headers), "manifest.json as a manifest", "format 1",
             "remove this file")
+
+
+def test_text_files_of_any_size_end_in_words(tmp_path):
+    """Holes, not bytes: a file that says it is larger than memory takes no room."""
+    headers = tg.find_shards(str(write_shard(tmp_path / "a.bin", GOOD, 6, 3)))
+    for name, read in (("manifest.json", partial(tg.scan_shards, headers)),
+                       ("vocab.txt", partial(tg.read_vocabulary, headers[0])),
+                       ("log.jsonl", partial(tg.earlier_run, tmp_path))):
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, 2**36)
+        refused(tg.DataError, read, name, f"{2**36} bytes", "at most")
+        (tmp_path / name).unlink()
 
 
 def test_shards_that_change_are_named(tmp_path):

@@ -145,6 +145,12 @@ def test_a_flipped_bit_is_named(save, name):
     refuse_save(save, str(save / name), "another content")
 
 
+def test_a_file_of_another_size_is_not_even_read(save, monkeypatch):
+    os.truncate(save / "weights.pt", 2**36)
+    monkeypatch.delattr(tg, "file_sha256")
+    refuse_save(save, str(save / "weights.pt"), "another content")
+
+
 def test_a_file_of_another_save_is_no_part_of_this_one(save):
     (save / "vocab.txt").write_text("QQ== 0\n")
     refuse_save(save, "vocab.txt", "does not name", "mixed")

@@ -11,8 +11,10 @@ from common import ROOT
 
 PARROT = """#!/usr/bin/env bash
 [[ $1 != - ]] || exit 0                  # has all packages
+[[ $1 != -c ]] || exec echo 2             # GPUs, as torch counts them
 echo "$OMP_NUM_THREADS: $*"
 """
+TWO_GPUS = "#!/usr/bin/env bash\necho GPU 0: x\necho GPU 1: y\n"
 NO_GPU = "#!/usr/bin/env bash\nexit 9\n"
 ERROR_LINES = ["found", "expected", "do"]
 
@@ -90,6 +92,17 @@ def test_several_processes_share_the_cores(run_sh):
     assert started(done) == f"{launcher} train_gpt.py --preset=tiny"
     threads = int(done.stdout.splitlines()[-1].partition(":")[0])
     assert threads == max(1, len(os.sched_getaffinity(0)) // 2)
+
+
+@pytest.mark.parametrize("slots, processes", [
+    ("8", 2), ("7", 1), ("abc", 1), ("", 1), ("1" * 30, 1), ("HOME[$(touch stranger)]", 1)])
+def test_slots_that_are_no_number_are_left_to_the_trainer_to_name(run_sh, tmp_path, slots, processes):
+    (tmp_path / "programs/nvidia-smi").write_text(TWO_GPUS)
+    flags = ["--preset=tiny", f"--num_slots={slots}"]
+    command = started(run_sh(*flags))
+    assert command.endswith(f"train_gpt.py {flags[0]} {flags[1]}")
+    assert ("--nproc_per_node=2" in command) == (processes == 2)
+    assert not list(tmp_path.rglob("stranger")), "a flag is no program"
 
 
 @pytest.mark.parametrize("flags, command", [

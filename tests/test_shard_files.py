@@ -15,6 +15,7 @@ import sysconfig
 import time
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from common import ROOT, refused, write_shard
@@ -324,6 +325,22 @@ def test_a_name_is_not_a_path(tmp_path, source, capsys, name):
     assert caught.value.code == 2
     assert f"found --name={name}, expected a name without a folder; give the folder as --out" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["source.txt"]
+
+
+@pytest.mark.parametrize("tool", [pocket, tokenize_text, cached_fineweb10B], ids=lambda tool: tool.__name__)
+def test_an_empty_name_is_no_folder(tool, tmp_path, monkeypatch, capsys):
+    """What a shell makes of --out=$UNSET must not fill the current folder."""
+    monkeypatch.chdir(tmp_path)
+    inputs = [__file__] if tool is tokenize_text else []
+    with pytest.raises(SystemExit) as caught:
+        tool.main([*inputs, "--out="])
+    assert caught.value.code == 2 and "found an empty name, expected a folder" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_little_memory_is_said_in_words(monkeypatch, tmp_path, source):
+    monkeypatch.setattr(tokenize_text, "regular_file", mock.Mock(side_effect=MemoryError))
+    assert "found too little memory" in failure(tokenize_text, source, f"--out={tmp_path / 'out'}")
 
 
 def test_a_folder_with_brackets_and_quotes(tmp_path, source, capsys):
