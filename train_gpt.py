@@ -1048,6 +1048,7 @@ def check_profile(schedule: Schedule, first: int) -> None:
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # recipe 1.2; table in data/README.md
 TOKEN_BYTES = 2                          # little-endian u16
 MANIFEST = "manifest.json"               # hashes of the files beside it, written last; table in data/README.md
+MANIFEST_FORMAT = 1
 VOCABULARY = "vocab.txt"                 # bytes of the tokens of the files beside it
 HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # recipe 2.5
 BITMAP_ROWS = 16                         # per read of a cycle: in smaller tables a bitmap beats sorting the reads
@@ -1241,13 +1242,13 @@ def read_manifest(folder: Path) -> dict[str, Written]:
     content = read_bounded(path, "a manifest")
     try:
         manifest = json.loads(content)
-        if manifest["format"] != 1:
+        if manifest["format"] != MANIFEST_FORMAT:
             raise ValueError(f"format {manifest['format']}")
         files = manifest["files"].items()
         return {name: Written(facts["bytes"], facts["sha256"]) for name, facts in files}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} as a manifest", f"{type(error).__name__}: {error}",
-                        "format 1, as data/README.md has it",
+                        f"format {MANIFEST_FORMAT}, as data/README.md has it",
                         "write the folder again, or remove this file if those beside it are sound"
                         ) from None
 
@@ -2918,7 +2919,7 @@ def polar_express(x: Tensor) -> Tensor:
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT                                                              # the smaller of the two Gram matrices
-    x = x / (1.02 * norm + 1e-6)
+    x = x / (1.02 * norm + 1e-6)                                              # a margin of 2 % (recipe 3.1)
     for a, b, c in POLAR_EXPRESS:                                             # x -> (a + b G + c G^2) x, G = x x^T
         gram = x @ x.mT
         higher_terms = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
@@ -2928,10 +2929,25 @@ def polar_express(x: Tensor) -> Tensor:
     return x
 
 
-def evened_axis(matrices: Tensor) -> int:
+def matrix_shape(label: str, bank: Sequence[int]) -> tuple[int, int]:
+    """Height and width of the matrices in a bank of this shape; those of attention are square, below each other."""
+    height, width = bank[-2:]
+    if label == "attn":
+        height = width
+    return height, width
+
+
+def evened_axis(matrices: Sequence[int]) -> int:
     """The axis over which NorMuon takes the mean of squares: along each row, or each column of wide matrices."""
-    height, width = matrices.shape[-2:]
+    height, width = matrices[-2:]
     return -1 if height >= width else -2
+
+
+def second_shape(matrices: Sequence[int]) -> tuple[int, ...]:
+    """Shape of NorMuon's second moments of matrices of this shape: one number for each mean of squares."""
+    shape = list(matrices)
+    shape[evened_axis(matrices)] = 1
+    return tuple(shape)
 
 
 def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor, beta2: float,
@@ -2945,7 +2961,7 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor
     nesterov = grad * (1 - mu) + momentum * mu
     o = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
 
-    axis = evened_axis(grad)
+    axis = evened_axis(grad.shape)
     mean_square = o.square().mean(dim=axis, keepdim=True)                     # shaped like second
     second.lerp_(mean_square, 1 - beta2)
     scale = second.clamp_min(1e-10).rsqrt()
@@ -2999,8 +3015,9 @@ def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, share: float, bet
                 step_size: Tensor, decay: Tensor) -> None:
     """One dense Adam step in place (recipe 3.4): eps joins the uncorrected root, decay acts where the update agrees."""
     grad = grad.to(m.dtype) * share
-    m.lerp_(grad, 1 - betas[0])
-    v.lerp_(grad.square(), 1 - betas[1])
+    beta1, beta2 = betas
+    m.lerp_(grad, 1 - beta1)
+    v.lerp_(grad.square(), 1 - beta2)
     update = m / (v.sqrt() + eps) * step_size
     exact = p.to(m.dtype)
     agrees = update * exact > 0
@@ -3055,10 +3072,7 @@ class Optimizer:
         """View of a parameter or its gradient along the axis that ranks share out; attention matrices are square."""
         if not self.parameters[label].bank:
             return x
-        height, width = x.shape[-2:]
-        if label == "attn":
-            height = width
-        return x.view(-1, height, width)
+        return x.view(-1, *matrix_shape(label, x.shape))
 
     def slice_of(self, label: str, units: Tensor) -> Tensor:
         """This rank's part of what ranks share out, else all of it."""
@@ -3072,9 +3086,8 @@ class Optimizer:
         exact = dict(dtype=exact_dtype(mine.dtype), device=self.fabric.device)
         if self.parameters[label].optimizer == "adam":
             return dict(m=torch.zeros(mine.shape, **exact), v=torch.zeros(mine.shape, **exact))
-        evened = list(mine.shape)
-        evened[evened_axis(mine)] = 1
-        state = dict(momentum=torch.zeros(mine.shape, **exact), second=torch.zeros(evened, **exact))
+        second = torch.zeros(second_shape(mine.shape), **exact)
+        state = dict(momentum=torch.zeros(mine.shape, **exact), second=second)
         if mine.dtype == torch.bfloat16:
             state["mantissa"] = torch.zeros(mine.shape, dtype=torch.int16, device=self.fabric.device)
         return state
@@ -3264,6 +3277,8 @@ SAVED_ROWS = 15                          # rows of width D that a compiled layer
 SAVED_ROWS_REFERENCE = 30                # the same of a layer in plain PyTorch
 EVAL_SAVED_ROWS = 24                     # of the whole model, in evaluation
 HEAD_COPIES = 6                          # of the logits that the head's reference keeps
+COMPILED_LOGIT_BYTES = 4                 # of each logit that a compiled head keeps
+EVAL_HEAD_COPIES = 3                     # of the logits, in evaluation
 RECOMPILE_LIMIT = 64
 PIECE_ROWS = 1 << 14                     # rows of each rank that are gathered at a time for a file
 LONG_PATIENCE = 10                       # ranks may be that many timeouts apart while they compile, or one writes files
@@ -3585,8 +3600,8 @@ class Executor(Evaluator):
 def stored_bytes(cfg: Config, world: int) -> dict[str, int]:
     """Bytes of weights, gradients and moments on one rank, counted from the parameter table."""
     dtype = getattr(torch, cfg.dtype)
-    exact = exact_dtype(dtype).itemsize
-    mantissa = 2 if dtype == torch.bfloat16 else 0
+    exact_bytes = exact_dtype(dtype).itemsize
+    mantissa_bytes = torch.int16.itemsize if dtype == torch.bfloat16 else 0
     longest = max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
     numbers_read = math.inf                                   # of a table, in a cycle, if a token reads one row
     if cfg.row_comms == "sparse":
@@ -3599,9 +3614,12 @@ def stored_bytes(cfg: Config, world: int) -> dict[str, int]:
         held = count
         if row.rows and world > 1:                            # slice and cache
             held = count // world + min(count, numbers_read * row.rows.reads)
-        weight_bytes = exact if row.full_precision else dtype.itemsize
-        gradient_bytes = exact if row.rows else weight_bytes
-        state_bytes = 2 * exact if row.optimizer == "adam" else exact + mantissa
+        weight_bytes = exact_bytes if row.full_precision else dtype.itemsize
+        gradient_bytes = exact_bytes if row.rows else weight_bytes
+        if row.optimizer == "adam":
+            state_bytes = 2 * exact_bytes
+        else:
+            state_bytes = exact_bytes + mantissa_bytes
         sharers = world if row.sharded else 1
 
         weights += held * weight_bytes
@@ -3616,17 +3634,17 @@ def working_bytes(cfg: Config, compiled: bool, slots_at_once: int) -> int:
     compiled: attention and head are kernels.
     """
     dtype = getattr(torch, cfg.dtype)
-    exact = exact_dtype(dtype).itemsize
+    exact_bytes = exact_dtype(dtype).itemsize
     row_bytes = cfg.model_dim * dtype.itemsize
     saved_rows = SAVED_ROWS if compiled else SAVED_ROWS_REFERENCE
-    logit_bytes = 4 if compiled else HEAD_COPIES * exact
+    logit_bytes = COMPILED_LOGIT_BYTES if compiled else HEAD_COPIES * exact_bytes
 
     longest = max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
     token_bytes = len(LAYERS) * saved_rows * row_bytes + cfg.padded_vocab * logit_bytes
     training = slots_at_once * longest * token_bytes
 
     tokens = slots_at_once * cfg.val_batch_tokens // cfg.num_slots
-    logits = min(tokens, EVAL_ROWS) * cfg.padded_vocab * 3 * exact
+    logits = min(tokens, EVAL_ROWS) * cfg.padded_vocab * EVAL_HEAD_COPIES * exact_bytes
     evaluating = tokens * EVAL_SAVED_ROWS * row_bytes + logits
     return max(training, evaluating)
 
@@ -3844,7 +3862,7 @@ def save_weights(folder: Path, cfg: Config, tensors: dict[str, Tensor],
             entries = {}
             for name, content in contents.items():
                 entries[name] = write_part(folder / name, content)
-            manifest = json.dumps(dict(format=1, files=entries), indent=1)
+            manifest = json.dumps(dict(format=MANIFEST_FORMAT, files=entries), indent=1)
             write_part(folder / MANIFEST, manifest.encode())
 
             taken = saved_already(folder)
@@ -3930,14 +3948,11 @@ def moment_kinds(cfg: Config) -> dict[str, TensorKind]:
             kinds[f"{row.label}.m"] = TensorKind(row.shape, exact)
             kinds[f"{row.label}.v"] = TensorKind(row.shape, exact)
             continue
-        height, width = row.shape[-2:]
-        if row.label == "attn":                               # square ones on top of each other
-            height = width
+        height, width = matrix_shape(row.label, row.shape)
         count = math.prod(row.shape) // (height * width)
         matrices = (count, height, width)
-        second = (count, height, 1) if height >= width else (count, 1, width)
         kinds[f"{row.label}.momentum"] = TensorKind(matrices, exact)
-        kinds[f"{row.label}.second"] = TensorKind(second, exact)
+        kinds[f"{row.label}.second"] = TensorKind(second_shape(matrices), exact)
         if dtype == torch.bfloat16:
             kinds[f"{row.label}.mantissa"] = TensorKind(matrices, torch.int16)
     return kinds
@@ -4404,7 +4419,8 @@ def invented_data(cfg: Config, fabric: Fabric, executor: Executor) -> tuple[Conf
     They are as many as the largest batch wants.
     """
     most_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
-    tokens = 4 * most_tokens * (1 + 64 // cfg.max_doc_len)                    # long documents are cut to max_doc_len
+    factor = 1 + 2 * FORMULA_DOCUMENT // cfg.max_doc_len                      # long documents are cut to max_doc_len
+    tokens = 4 * most_tokens * factor
     headers = [ShardHeader(f"{FORMULA}warm-up#0", tokens, cfg.vocab_size, cfg.document_start)]
     patience = LONG_PATIENCE if executor.compiling else 1
     invented_cfg = replace(cfg, epochs=0, val_tokens=cfg.val_batch_tokens, comm_timeout=cfg.comm_timeout * patience)
