@@ -631,25 +631,24 @@ CASES = {                                # name -> numbers of ranks, what to do
     "bad_rows": ((2, 4), bad_rows),
     "run_12": (WORLDS, run_12),
     "run_13": (WORLDS, run_13),
-    "run_single": (WORLDS, run_single),
+    "run_single": ((4, 2, 1), run_single),
     **{f"{name}_13": ((4, 2, 1), functools.partial(run_13, row_comms=mode)) for name, mode in OTHER_MODES.items()},
     **{f"{name}_single": ((2, 4), functools.partial(run_single, row_comms=mode))
        for name, mode in OTHER_MODES.items()},
     "debug_13": ((2, 4), functools.partial(run_13, debug_rows=1)),
     "again_single": ((2,), run_single),
     "orders_single": ((2,), other_orders),
-    "pieces": (WORLDS, pieces),
+    "pieces": ((4, 2, 1), pieces),
     "weight_of_zero": ((2,), weight_of_zero),
     "nothing_to_add": ((2,), nothing_to_add),
     "hand_float64": (WORLDS, functools.partial(hand, dtype="float64")),
     "hand_bfloat16": (WORLDS, functools.partial(hand, dtype="bfloat16")),
-    **{f"hand_{name}": ((2, 4, 8), functools.partial(hand, dtype="float64", row_comms=mode))
+    **{f"hand_{name}": ((2, 4), functools.partial(hand, dtype="float64", row_comms=mode))
        for name, mode in OTHER_MODES.items()},
     "padding": ((2, 4, 8), padding),
     "orders": ((2,), functools.partial(orders, count=5)),
     "counting": ((2, 4, 8), counting),
     "counting_dense": ((2,), functools.partial(counting, row_comms="dense")),
-    "trajectory": ((2, 4), functools.partial(trajectory, name="extract")),
 }
 SLOW_CASES = {                           # with --all
     "hand_float64": ((ODD_WORLD,), functools.partial(hand, dtype="float64")),
@@ -660,7 +659,11 @@ SLOW_CASES = {                           # with --all
     **{f"{name}_13": ((8,), functools.partial(run_13, row_comms=mode)) for name, mode in OTHER_MODES.items()},
     **{f"{name}_single": ((8,), functools.partial(run_single, row_comms=mode)) for name, mode in OTHER_MODES.items()},
     "debug_13": ((1,), functools.partial(run_13, debug_rows=1)),
-    "trajectory": ((8,), functools.partial(trajectory, name="extract")),
+    "run_single": ((8,), run_single),
+    "pieces": ((8,), pieces),
+    **{f"hand_{name}": ((8,), functools.partial(hand, dtype="float64", row_comms=mode))
+       for name, mode in OTHER_MODES.items()},
+    "trajectory": ((2, 4, 8), functools.partial(trajectory, name="extract")),
     "trajectory_dense": ((2,), functools.partial(trajectory, name="extract", row_comms="dense")),
     "trajectory_scatter": ((4,), functools.partial(trajectory, name="extract", row_comms="sparse_scatter")),
     "many_orders": ((2, 3, 4, 8), functools.partial(orders, count=40)),

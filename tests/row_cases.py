@@ -1,6 +1,6 @@
 """What the ranks do for test_rows.py: one process per rank goes through all cases and leaves what it found in files.
 
-    python tests/row_cases.py FOLDER                         all worlds over gloo
+    python tests/row_cases.py FOLDER [--all]                 worlds over gloo
     python tests/row_cases.py FOLDER interpret|compile       the Triton body of add_rows, without a GPU
 
 A case returns whatever can be pickled, to FOLDER/w<ranks>/<case>.<rank>.pickle; its stack trace, if it fails, is in
@@ -36,9 +36,9 @@ from pytest import MonkeyPatch
 from torch import Tensor
 
 import train_gpt as tg
-from rank_cases import COMM_TIMEOUT, Rank, few_layers, one_rank
+from rank_cases import COMM_TIMEOUT, SLOW_WORLD, Rank, few_layers, one_rank
 
-WORLDS = (1, 2, 3, 4, 8)
+WORLDS = (1, 2, 3, SLOW_WORLD, 8)
 LATE_IMPORTS = ("torch._dynamo", "torch._functorch.aot_autograd", "torch.fx.experimental.symbolic_shapes")
 WORLD_DEADLINE = 120                     # s for all cases of a world; then a rank says where it is
 MODES, TYPES = ("sparse", "sparse_scatter", "dense"), ("float32", "bfloat16")
@@ -633,8 +633,8 @@ CASES = {                                # name -> numbers of ranks, what to do
     "bad_ids": ((2, 3), bad_ids),
     "split": ((1, 2, 3, 4), split),
     "evaluation": ((1, 2, 4), evaluation),
-    "compiled": ((2,), compiled),                                            # one rank: test_executor.py
 }
+SLOW_CASES = {"compiled": ((2,), compiled)}                                   # with --all; one rank: test_executor.py
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The Triton body without a GPU
@@ -697,9 +697,10 @@ def keep(place: Rank, found: Any) -> None:
     (place.folder / f"{place.case}.{place.rank}.pickle").write_bytes(pickle.dumps(found))
 
 
-def run_world(world: int, folder: Path) -> list:
+def run_world(world: int, folder: Path, slow: bool) -> list:
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    cases = {name: case for name, (worlds, case) in CASES.items() if world in worlds}
+    table = CASES | SLOW_CASES if slow else CASES
+    cases = {name: case for name, (worlds, case) in table.items() if world in worlds}
     place = folder / f"w{world}"
     place.mkdir()
     ranks = [context.Process(target=one_rank, args=(rank, world, place, cases, WORLD_DEADLINE, keep))
@@ -709,19 +710,22 @@ def run_world(world: int, folder: Path) -> list:
     return ranks
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, slow: bool) -> None:
     for name in LATE_IMPORTS:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()                          # spares each rank's collector a look at it all, and copies of the pages
-    for together in (8,), (4, 1), (2,), (3,):
-        for process in [process for world in together for process in run_world(world, folder)]:
+    groups = [(8,), (2, 1), (3,)]
+    if slow:
+        groups.append((SLOW_WORLD,))
+    for together in groups:
+        for process in [process for world in together for process in run_world(world, folder, slow)]:
             process.join()
 
 
 if __name__ == "__main__":
     place, what = Path(sys.argv[1]).resolve(), sys.argv[2:]
-    if what:
+    if what and what != ["--all"]:
         (place / f"{what[0]}.json").write_text(json.dumps(dict(interpret=interpret, compile=compile_ahead)[what[0]]()))
     else:
-        main(place)
+        main(place, slow=bool(what))

@@ -21,7 +21,8 @@ import pytest
 
 import train_gpt as tg
 
-WORLDS = (2, pytest.param(4, marks=pytest.mark.all), 8)
+SLOW_4, SLOW_8 = (pytest.param(world, marks=pytest.mark.all) for world in (4, 8))
+WORLDS = (2, SLOW_4, 8)
 BANKS = ("attn", "mlp")
 TABLES = ("bigram_embed", "value_embed", "embed")
 SHARDED = (*BANKS, *TABLES, "lm_head")
@@ -34,9 +35,13 @@ SAMPLE_TOKENS = 8                        # of the tiny preset
 
 Arrays = dict[str, np.ndarray]
 worlds = pytest.mark.parametrize("world", WORLDS, ids="W{}".format)
-few_worlds = pytest.mark.parametrize("world", [2, *(pytest.param(world, marks=pytest.mark.all) for world in (4, 8))],
-                                     ids="W{}".format)
+few_worlds = pytest.mark.parametrize("world", (2, SLOW_4, SLOW_8), ids="W{}".format)
+one_and_few_worlds = pytest.mark.parametrize("world", (1, 2, SLOW_4, SLOW_8), ids="W{}".format)
 odd_worlds = pytest.mark.parametrize("world", [*WORLDS, pytest.param(3, marks=pytest.mark.all)], ids="W{}".format)
+
+runs = pytest.mark.parametrize("case, world", [
+    pytest.param(case, world, marks=pytest.mark.all if world == 4 or (case, world) == ("run_single", 8) else ())
+    for case in RUNS for world in (2, 4, 8)])
 
 
 @dataclass
@@ -155,10 +160,9 @@ def test_the_runs_have_what_makes_them_hard(results: Results) -> None:
     assert 1500 < 12 * 128, "the first stage does not fit into one shard"
 
 
-@worlds
-@pytest.mark.parametrize("case", RUNS)
+@runs
 def test_losses_do_not_depend_on_the_number_of_ranks(case: str, world: int, results: Results) -> None:
-    """Every slot at every step, and every validation, on every rank; limits as demanded (issue 9, 2)."""
+    """Every slot at every step, and every validation, on every rank."""
     limit = 1e-3 if case == "run_single" else 1e-9
     one = results.arrays(case, 1)[0]
     np.testing.assert_allclose(results.slot_losses(case, world), results.slot_losses(case, 1), rtol=0, atol=limit)
@@ -168,8 +172,7 @@ def test_losses_do_not_depend_on_the_number_of_ranks(case: str, world: int, resu
     assert len(set(found)) == 1, "all ranks know the same number"
 
 
-@worlds
-@pytest.mark.parametrize("case", RUNS)
+@runs
 def test_final_weights_and_moments_do_not_depend_on_the_number_of_ranks(case: str, world: int,
                                                                         results: Results) -> None:
     """Adam divides by the gradient's own size: where that is nearly 0, rounding decides, even the sign of an entry.
@@ -181,8 +184,7 @@ def test_final_weights_and_moments_do_not_depend_on_the_number_of_ranks(case: st
     assert_close(results.state(case, world), results.state(case, 1), limit)
 
 
-@worlds
-@pytest.mark.parametrize("case", RUNS)
+@runs
 def test_all_ranks_have_the_same_weights(case: str, world: int, results: Results) -> None:
     """At the start, which no rank tells another, and at the end. Of a table each rank has the rows that it owns."""
     one, alone = results.facts(case, 1)[0], results.arrays(case, 1)[0]
@@ -263,14 +265,14 @@ def test_one_rank_has_one_way(mode: str, results: Results) -> None:
     assert_same_bits(*(results_of(case, 1, results) for case in (f"{mode}_13", "run_13")))
 
 
-@worlds
+@few_worlds
 @pytest.mark.parametrize("mode", OTHER_MODES)
 def test_sums_that_are_exact_give_the_same_bits_in_every_mode(mode: str, world: int, results: Results) -> None:
     for got, want in zip(results.arrays(f"hand_{mode}", world), results.arrays("hand_float64", world), strict=True):
         assert_same_bits(got, want)
 
 
-@pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.all), 2, WORLDS[1]), ids="W{}".format)
+@pytest.mark.parametrize("world", (pytest.param(1, marks=pytest.mark.all), 2, SLOW_4), ids="W{}".format)
 def test_poison_in_rows_that_were_not_fetched_is_never_read(world: int, results: Results) -> None:
     """--debug_rows fills them with what is not a number, and finds no gradient where no plan has a row."""
     assert_same_bits(*(results_of(case, world, results) for case in ("debug_13", "run_13")))
@@ -305,11 +307,9 @@ def check_trajectory(case: str, world: int, results: Results) -> None:
     print(ranks[0]["printed"])
 
 
-SLOW_TRAJECTORIES = [pytest.param(*case, marks=pytest.mark.all) for case in (
-    ("trajectory", 4), ("trajectory", 8), ("trajectory_dense", 2), ("trajectory_scatter", 4))]
-
-
-@pytest.mark.parametrize("case, world", [("trajectory", 2), *SLOW_TRAJECTORIES])
+@pytest.mark.all                         # one rank's is in test_oracle.py
+@pytest.mark.parametrize("case, world", [("trajectory", 2), ("trajectory", 4), ("trajectory", 8),
+                                         ("trajectory_dense", 2), ("trajectory_scatter", 4)])
 def test_trajectory_of_the_oracle(case: str, world: int, results: Results) -> None:
     check_trajectory(case, world, results)
 
@@ -468,7 +468,7 @@ def test_each_step_reduces_updates_and_gathers_once_with_dense_gradients(results
 
 # ---- Pieces of a step -----------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("world", (1, *WORLDS), ids="W{}".format)
+@one_and_few_worlds
 def test_calls_add_up_and_wait_for_nobody(world: int, results: Results) -> None:
     """Odd ranks cut their slots into calls, last slot first; even ones make one call. No rank waits in a call."""
     for rank, facts in zip(results.arrays("pieces", world), results.facts("pieces", world)):
@@ -478,7 +478,7 @@ def test_calls_add_up_and_wait_for_nobody(world: int, results: Results) -> None:
         assert_close(cut, whole, 1e-9)
 
 
-@pytest.mark.parametrize("world", (1, *WORLDS), ids="W{}".format)
+@one_and_few_worlds
 def test_a_weight_of_zero_joins_nothing_and_changes_nothing(world: int, results: Results) -> None:
     """Odd ranks make such calls, even ones do not."""
     for rank in results.arrays("pieces", world):
@@ -487,7 +487,7 @@ def test_a_weight_of_zero_joins_nothing_and_changes_nothing(world: int, results:
         assert_same_bits(extra, whole)
 
 
-@worlds
+@few_worlds
 def test_pieces_do_not_depend_on_the_number_of_ranks(world: int, results: Results) -> None:
     """A cycle from weights of which none is 0."""
     one, many = (results.arrays("pieces", w)[0] for w in (1, world))
@@ -601,7 +601,7 @@ def test_a_run_with_other_flags_on_one_rank_ends_before_it_starts(world: int, re
     assert not (results.folder / f"w{world}/other_flags").exists(), "no log of a run that never was"
 
 
-@pytest.mark.parametrize("world", WORLDS[:2], ids="W{}".format)
+@pytest.mark.parametrize("world", (2, SLOW_4), ids="W{}".format)
 def test_ranks_whose_plans_disagree_all_say_so(world: int, results: Results) -> None:
     """Before anything has changed. Each names itself, the first that differs, and what both of them have."""
     for number, rank in enumerate(results.facts("plan_agreement", world)):
@@ -623,7 +623,7 @@ def test_ranks_whose_plans_disagree_all_say_so(world: int, results: Results) -> 
         assert not errors
 
 
-@pytest.mark.parametrize("world", WORLDS[:2], ids="W{}".format)
+@pytest.mark.parametrize("world", (2, SLOW_4), ids="W{}".format)
 def test_rows_that_no_plan_may_ask_for_are_refused_by_their_owner(world: int, results: Results) -> None:
     *others, owner = [rank["errors"] for rank in results.facts("bad_rows", world)]
     assert all(set(errors.values()) == {None} for errors in others)

@@ -25,14 +25,15 @@ import row_cases as cases
 import rows_reference
 import torch
 from common import fabric
-from row_cases import MODEL_STEPS, MODES, ROW_LABELS, SLOTS, SPLIT_STEP, STEPS, WIDTH, WORLDS
+from row_cases import MODEL_STEPS, MODES, ROW_LABELS, SLOTS, SLOW_WORLD, SPLIT_STEP, STEPS, WIDTH, WORLDS
 
 import train_gpt as tg
 
 ELEMENT = dict(float32=4, bfloat16=2)
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="no triton package: its body cannot be translated here")
-worlds = pytest.mark.parametrize("world", WORLDS, ids="W{}".format)
+SLOW = pytest.param(SLOW_WORLD, marks=pytest.mark.all)
+worlds = pytest.mark.parametrize("world", [1, 2, 3, SLOW, 8], ids="W{}".format)
 modes = pytest.mark.parametrize("mode", MODES)
 
 
@@ -66,8 +67,9 @@ def start(folder: Path, *what: str, **environment: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Results:
-    start(folder := tmp_path_factory.mktemp("rows"))
+def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Results:
+    folder = tmp_path_factory.mktemp("rows")
+    start(folder, *["--all"] * request.config.getoption("--all"))
     return Results(folder)
 
 
@@ -245,7 +247,7 @@ def test_untouched_rows_decay(results, world):
     assert any(run.zeros for run in runs)
 
 
-@pytest.mark.parametrize("world", (2, 4), ids="W{}".format)
+@pytest.mark.parametrize("world", (2, SLOW), ids="W{}".format)
 @pytest.mark.parametrize("name", ("fetch left out", "fetched early", "list dropped", "row missing"))
 def test_rows_stale_is_caught(results, world, name):
     """Controls: the comparison must fail, and for what is stale in the first cycle in which anything can be."""
@@ -261,7 +263,7 @@ def test_rows_stale_is_caught(results, world, name):
         assert all("in rows of no plan" in found["row missing, debug"] for found in ranks)
 
 
-@pytest.mark.parametrize("world", (2, 4), ids="W{}".format)
+@pytest.mark.parametrize("world", (2, SLOW), ids="W{}".format)
 def test_buffer_lifetime(results, world):
     """NaN in every buffer of rows as soon as it was waited for changes nothing; a moment earlier it would."""
     for rank, found in enumerate(results.ranks("faults", world)):
@@ -290,7 +292,7 @@ def test_batches_of_two_cycles(results, world, mode):
         assert found[mode] == 4 * WIDTH if world == 1 else "gradients of bigram_embed" in found[mode]
 
 
-@pytest.mark.parametrize("world", (1, 2, 4), ids="W{}".format)
+@pytest.mark.parametrize("world", (1, 2, SLOW), ids="W{}".format)
 @modes
 def test_another_plan_than_the_one_fetched_ahead(results, world, mode):
     """The cache is of the plan that is asked for, and no rows that come late are among them."""
@@ -305,7 +307,7 @@ def test_reset_in_the_middle_of_a_cycle(results, world, mode):
         assert found[mode, True].any() and found[mode, True].tobytes() == found[mode, False].tobytes()
 
 
-@pytest.mark.parametrize("world", (3, 4), ids="W{}".format)
+@pytest.mark.parametrize("world", (3, SLOW), ids="W{}".format)
 @pytest.mark.parametrize("mode", ("sparse", "sparse_scatter"))
 def test_owners_add_in_the_order_of_ranks(results, world, mode):
     """Numbers whose sum depends on the order: rank 0 first, the owner's own at its place."""
@@ -376,7 +378,7 @@ def test_bad_ids_rejected(results, world, name):
 
 # ---- Executors ------------------------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("world", (1, 2, 3, 4), ids="W{}".format)
+@pytest.mark.parametrize("world", (1, 2, 3, SLOW), ids="W{}".format)
 @modes
 def test_split(results, world, mode):
     """Moments of the head become moments of rows; before, at and after the split all bits are those of one rank."""
@@ -398,7 +400,8 @@ def test_split(results, world, mode):
     assert {found[mode, "counts"]["embed"] for found in ranks} == {MODEL_STEPS // 2}
 
 
-@pytest.mark.parametrize("world, mode", [*itertools.product((1, 2), MODES), (4, "sparse")])
+@pytest.mark.parametrize("world, mode", [*itertools.product((1, 2), MODES),
+                                         pytest.param(SLOW_WORLD, "sparse", marks=pytest.mark.all)])
 def test_eval_between_cycles(results, world, mode):
     """Looks at starts and in middles of cycles change no bit, and see what one rank sees."""
     alone, = results.ranks("evaluation", 1)
@@ -415,6 +418,7 @@ def test_eval_between_cycles(results, world, mode):
                 np.testing.assert_allclose(looked[label], alone["dense", 4][label], rtol=1e-8, atol=1e-10)
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("world", (2,), ids="W{}".format)
 def test_compiled_executor_has_one_graph_a_stage(results, world):
     """Three cycles, with two ranks with an evaluation in each: after the first there is no new graph, and losses are
