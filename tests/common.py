@@ -201,6 +201,17 @@ class Run:
         return [event for event in self.events if event["type"] == kind]
 
 
+def losses(folder: Path) -> list:
+    """Every loss of a run, to the last bit, with its step."""
+    events = Run(folder, 0, "", "").events
+    return [(e["type"], e["step"], e.get("train_loss"), e.get("val_loss"))
+            for e in events if e["type"] in ("step", "val")]
+
+
+def weights(folder: Path) -> dict[str, bytes]:
+    return {label: x.view(torch.uint8).numpy().tobytes() for label, x in torch.load(folder / "weights.pt").items()}
+
+
 def run(folder: Path, *flags: str) -> Run:
     """main() in this process, preset tiny, with the given flags."""
     out, err, old = io.StringIO(), io.StringIO(), signal.getsignal(signal.SIGTERM)

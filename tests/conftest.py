@@ -1,4 +1,5 @@
 """What every test needs: train_gpt.py can be imported, tiny tensors pay for no threads, slow tests are asked for."""
+import signal
 import sys
 from pathlib import Path
 
@@ -14,6 +15,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)                  # a shell's job behind & ignores it
     config.addinivalue_line("markers", "all: long loops, run with --all only")
     config.addinivalue_line("markers", "gpu: needs a CUDA device; `pytest -m gpu` runs them all")
 

@@ -179,6 +179,21 @@ def run(cfg: tg.Config, rank: Rank) -> int:
             return ending.end(error)
 
 
+def resumed(rank: Rank) -> Found:
+    """A run in bf16 with checkpoints, in the folder "whole", and "two", which goes on from its last one."""
+    whole, two = rank.folder / "whole", rank.folder / "two"
+    first = ["--preset=tiny", "--device=cpu", "--seed=5", "--dtype=bfloat16", "--checkpoint_every=4",
+             f"--comm_timeout={COMM_TIMEOUT}"]
+    statuses = []
+    for folder, flags in (whole, first), (two, [f"--resume={whole}"]):
+        _, cfg = tg.parse_flags([*flags, f"--run_dir={folder}", f"--save={folder}", "--sample_tokens=0"])
+        with contextlib.redirect_stdout(io.StringIO()):
+            statuses.append(run(cfg, replace(rank, case=folder.name)))
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return dict(statuses=statuses)
+
+
 def run_12(rank: Rank) -> Found:
     """On shards on disk, with warm-up, saved weights and a sample."""
     data = rank.folder.parent
@@ -630,13 +645,14 @@ CASES = {                                # name -> numbers of ranks, what to do
     "plan_agreement": ((2, 4), plan_agreement),
     "bad_rows": ((2, 4), bad_rows),
     "run_12": (WORLDS, run_12),
-    "run_13": (WORLDS, run_13),
+    "run_13": ((4, 2, 1), run_13),
     "run_single": ((4, 2, 1), run_single),
     **{f"{name}_13": ((4, 2, 1), functools.partial(run_13, row_comms=mode)) for name, mode in OTHER_MODES.items()},
     **{f"{name}_single": ((2, 4), functools.partial(run_single, row_comms=mode))
        for name, mode in OTHER_MODES.items()},
     "debug_13": ((2, 4), functools.partial(run_13, debug_rows=1)),
     "again_single": ((2,), run_single),
+    "resumed": ((2,), resumed),
     "orders_single": ((2,), other_orders),
     "pieces": ((4, 2, 1), pieces),
     "weight_of_zero": ((2,), weight_of_zero),
@@ -659,6 +675,7 @@ SLOW_CASES = {                           # with --all
     **{f"{name}_13": ((8,), functools.partial(run_13, row_comms=mode)) for name, mode in OTHER_MODES.items()},
     **{f"{name}_single": ((8,), functools.partial(run_single, row_comms=mode)) for name, mode in OTHER_MODES.items()},
     "debug_13": ((1,), functools.partial(run_13, debug_rows=1)),
+    "run_13": ((8,), run_13),
     "run_single": ((8,), run_single),
     "pieces": ((8,), pieces),
     **{f"hand_{name}": ((8,), functools.partial(hand, dtype="float64", row_comms=mode))

@@ -238,7 +238,8 @@ def test_an_old_log_is_never_overwritten(tmp_path):
 # ---- warm-up --------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("changes", [
-    dict(), dict(slots_per_micro_batch=3), dict(max_doc_len=2), dict(max_steps=5), dict(num_extension_steps=0)],
+    dict(), dict(max_steps=5), dict(num_extension_steps=0),
+    *(pytest.param(slow, marks=pytest.mark.all) for slow in (dict(slots_per_micro_batch=3), dict(max_doc_len=2)))],
     ids=lambda changes: str(changes))
 def test_warm_up_meets_every_graph_of_the_race(tmp_path, monkeypatch, changes):
     """A compiled graph is made for each shape, number of weights and reach, with and without gradients."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import ROOT, Run, fabric, preset, run
+from common import ROOT, Run, fabric, losses, preset, run, weights
 from scipy import stats
 
 import train_gpt as tg
@@ -32,17 +32,6 @@ def timeless(x):
     if isinstance(x, dict):
         return {key: timeless(value) for key, value in x.items() if key not in TIMES}
     return [timeless(value) for value in x] if isinstance(x, list) else x
-
-
-def losses(folder: Path) -> list:
-    """Every loss of a run, to the last bit, with its step."""
-    events = Run(folder, 0, "", "").events
-    return [(e["type"], e["step"], e.get("train_loss"), e.get("val_loss"))
-            for e in events if e["type"] in ("step", "val")]
-
-
-def weights(folder: Path) -> dict[str, bytes]:
-    return {label: x.view(torch.uint8).numpy().tobytes() for label, x in torch.load(folder / "weights.pt").items()}
 
 
 def launch(ranks: int, folder: Path, *flags: str) -> None:
@@ -319,14 +308,6 @@ def test_what_is_no_run_is_no_run_to_resume(tmp_path):
     done = run(tmp_path / "run", f"--resume={tmp_path / 'none'}")
     assert done.status == 2 and "log.jsonl" in done.err and "No such file" in done.err
     assert not (tmp_path / "run").exists()
-
-
-def test_two_ranks_resume_bitwise(tmp_path):
-    whole, flags = tmp_path / "whole", ("--seed=5", "--dtype=bfloat16", "--checkpoint_every=4")
-    launch(2, whole, *flags, f"--save={whole}")
-    launch(2, tmp_path / "two", f"--resume={whole}", f"--save={tmp_path / 'two'}")
-    assert losses(tmp_path / "two") == losses(whole) and weights(tmp_path / "two") == weights(whole)
-    assert [e["step"] for e in Run(tmp_path / "two", 0, "", "").of("resumed")] == [8], "behind the split"
 
 
 @pytest.mark.all
