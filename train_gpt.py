@@ -342,7 +342,8 @@ RECORD_STEPS, RECORD_RAMP_UP, RECORD_RAMP_DOWN = 1547, 300, 50                # 
 GPT2_VOCAB, GPT2_DOCUMENT_START = 50_257, 50_256
 MAX_VOCAB = 65_535                       # token ids are stored as u16
 GATE_INPUTS = 12                         # features that a gate reads
-SLOT_UNIT = 16                           # tokens: a slot is a multiple of it, for the fp8 product takes no other sizes
+FP8_UNIT = 16                            # sizes in an fp8 product are multiples of it
+SLOT_UNIT = FP8_UNIT                     # tokens: a slot is a multiple of it, on every device
 CYCLE = 2                                # steps of one Adam update, whose gradients add up
 MAX_STEPS = 10**7
 MAX_STAGE_FACTOR = 1000                  # of a stage's learning rate, and of a predicted token's weight
@@ -4705,7 +4706,7 @@ def head_precision(cfg: Config, fabric: Fabric) -> str:
         return cfg.head
     native = False
     if fabric.on_cuda and cfg.dtype == "bfloat16":
-        sizes_fit = cfg.model_dim % 16 == cfg.padded_vocab % 16 == 0          # what the fp8 product takes
+        sizes_fit = cfg.model_dim % FP8_UNIT == cfg.padded_vocab % FP8_UNIT == 0
         native = sizes_fit and torch.cuda.get_device_capability(fabric.device) >= (8, 9)
 
     if native:

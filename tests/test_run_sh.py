@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -9,10 +10,18 @@ from pathlib import Path
 import pytest
 from common import ROOT
 
+import train_gpt as tg
+
 PARROT = """#!/usr/bin/env bash
 [[ $1 != - ]] || exit 0                  # has all packages
 [[ $1 != -c ]] || exec echo 2             # GPUs, as torch counts them
 echo "$OMP_NUM_THREADS: $*"
+"""
+BARE = """#!/usr/bin/env bash
+[[ $1 != - ]] || exit 1                  # lacks packages
+[[ $1 != -c ]] || exit 0                  # is late enough
+[[ $2 != venv ]] || { mkdir -p .venv/bin && cp "$0" .venv/bin/python; exit; }
+echo "$*"
 """
 TWO_GPUS = "#!/usr/bin/env bash\necho GPU 0: x\necho GPU 1: y\n"
 NO_GPU = "#!/usr/bin/env bash\nexit 9\n"
@@ -121,3 +130,25 @@ def test_help_has_all_of_run_sh_and_the_preset_of_this_machine(run_sh):
     assert started(done) == "train_gpt.py --preset=pocket --help"
     for part in ("./run.sh test", "--all", "PYTHON=", "NPROC=", "the preset is pocket"):
         assert part in done.stdout
+
+
+@pytest.mark.parametrize("flags", [["--preset=tiny"], ["--sample=w"], ["--resume=logs/x"], ["--help"], ["test"]])
+def test_packages_of_the_tests_are_installed_for_tests_alone(run_sh, tmp_path, flags):
+    (tmp_path / "programs/parrot").write_text(BARE)
+    done = run_sh(*flags)
+    assert done.returncode == 0, done.stderr
+    assert "pip install --quiet --disable-pip-version-check -r requirements.txt" in done.stdout
+    assert ("-r tests/requirements.txt" in done.stdout) == (flags == ["test"])
+
+
+def test_what_the_script_has_to_know_before_there_is_a_trainer():
+    """Facts of other files that it repeats, since it cannot import anything yet."""
+    script = (ROOT / "run.sh").read_text()
+    assert re.search(r" slots=(\d+)$", script, re.M)[1] == str(tg.Config().num_slots)
+
+    requirements = (ROOT / "requirements.txt").read_text()
+    pinned = dict(line.split("==") for line in requirements.splitlines())
+    needs = re.search(r"^needs = \[(.*)\]$", script, re.M)[1]
+    assert set(re.findall(r"\w+", needs)) == pinned.keys()
+    versions = re.search(r're\.match\(r"(.*?)"', script)[1]
+    assert re.match(versions, pinned["torch"])
