@@ -1862,9 +1862,9 @@ class Loader:
                     slots, self.doc = packed
                     return self.shard, slots
 
-            if self.upcoming is None and values.step == 0:
-                break                                                         # it could not cycle through them either
             if self.upcoming is None:
+                if values.step == 0:
+                    break                                                     # to cycle through them would not help
                 self.data_ended = True
                 raise DataError("training data ended",
                                 f"{len(self.headers)} shards of {self.cfg.train_files!r}: "

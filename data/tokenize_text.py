@@ -430,9 +430,10 @@ class Shards:
             self.waiting.clear()
 
     def summary(self) -> str:
-        documents, tokens, size = (self.totals[key] for key in ("documents", "tokens", "bytes"))
+        tokens = self.totals["tokens"]
+        size = self.totals["bytes"]
         return (f"{self.output.folder / self.stem}_*.bin: {self.count} shards, "
-                f"{documents:,} documents, {tokens:,} tokens, {size:,} bytes, "
+                f"{self.totals['documents']:,} documents, {tokens:,} tokens, {size:,} bytes, "
                 f"{size / tokens:.3f} bytes per token")
 
     def pattern(self) -> str:
