@@ -567,8 +567,8 @@ def read_flags(argv: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(
             "unknown preset", shown(flags.preset), list(PRESETS), nearest(flags.preset, PRESETS))
     if flags.help:
-        flag_parser(flags.preset or "record").print_help()
-        sys.exit(0)
+        printed = Console().say(flag_parser(flags.preset or "record").format_help().rstrip())
+        sys.exit(0 if printed else 1)                                         # argparse would not tell
     if unknown and flags.sample is not None and not unknown[0].startswith("-"):
         raise ConfigError("two prompts", shown([flags.words, *unknown]), "one", "write it in quotes")
     if unknown:
@@ -5472,6 +5472,6 @@ if __name__ == "__main__":
     status = main(sys.argv[1:])
     try:
         sys.stdout.flush()
-    except (OSError, ValueError, AttributeError):                             # full, closed or gone: --help is lost
+    except (OSError, ValueError, AttributeError):                             # full, closed or gone
         status = status or EXIT_FAILED
     os._exit(status)                                                          # even if a thread is stuck in a read

@@ -399,6 +399,19 @@ def test_a_main_thread_that_begins_its_end_at_the_last_moment_is_left_to_it(monk
     assert not watcher.is_alive() and not exits
 
 
+@pytest.mark.parametrize("changes, asked", [
+    ({}, True), (dict(TORCHELASTIC_USE_AGENT_STORE="False"), False), (dict(WORLD_SIZE="1"), False)])
+def test_the_first_cause_is_asked_only_of_a_store_that_a_launcher_made(monkeypatch, changes, asked):
+    made_by_a_launcher = dict(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="0", WORLD_SIZE="2",
+                              RANK="1", MASTER_ADDR="nowhere", MASTER_PORT="1")
+    for name, text in (made_by_a_launcher | changes).items():
+        monkeypatch.setenv(name, text)
+    calls = []
+    monkeypatch.setattr(tg.dist, "TCPStore", lambda *where, timeout: calls.append(where))
+    assert tg.first_cause("mine") == ("mine", True)
+    assert calls == [("nowhere", 1)] * asked
+
+
 def test_half_a_launch_is_explained(monkeypatch):
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

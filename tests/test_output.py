@@ -170,6 +170,12 @@ def test_a_run_whose_result_cannot_be_printed_ends_with_1_and_a_whole_log(data, 
     assert len(Run(tmp_path / "run", 0, "", "").lines) > 10
 
 
+@pytest.mark.parametrize("flags", [["--help"], ["--preset=tiny", "-h"]])
+def test_help_that_nobody_sees_ends_with_1(flags):
+    status, errors = main_on(full(), flags)
+    assert status == 1 and "takes no lines: No space left on device" in errors
+
+
 @pytest.mark.parametrize("kind", ["full", "never opened"])
 def test_a_sample_that_cannot_be_printed_ends_with_1(saved, kind):
     make, reason = DEAF[kind]
