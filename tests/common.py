@@ -4,7 +4,9 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -221,3 +223,23 @@ def run(folder: Path, *flags: str) -> Run:
     finally:
         signal.signal(signal.SIGTERM, old)
     return Run(folder, status, out.getvalue(), err.getvalue())
+
+
+def recorded_writes(monkeypatch) -> list[int | str]:
+    """What is flushed to the disk from now on, by inode, and what gets a name, by that name, in order."""
+    calls: list[int | str] = []
+    fsync = os.fsync
+
+    def flush(handle: int) -> None:
+        calls.append(os.fstat(handle).st_ino)
+        fsync(handle)
+
+    def name_as(rename: Callable) -> Callable:
+        def naming(part: Path, path: Path) -> None:
+            calls.append(Path(path).name)
+            rename(part, path)
+        return naming
+    monkeypatch.setattr(os, "fsync", flush)
+    for name in ("rename", "replace"):
+        monkeypatch.setattr(os, name, name_as(getattr(os, name)))
+    return calls

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import Run, executor, fabric, preset, refused, run
+from common import Run, executor, fabric, preset, recorded_writes, refused, run
 
 import train_gpt as tg
 
@@ -246,6 +246,24 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
+def test_all_is_flushed_before_a_save_gets_its_first_name(tmp_path, monkeypatch):
+    calls = recorded_writes(monkeypatch)
+    tg.save_weights(tmp_path, preset(), {}, [b"a"])
+    names = ["vocab.txt", "weights.pt", "config.json", "manifest.json"]
+    assert calls == [*inodes(tmp_path, *names), *names, tmp_path.stat().st_ino]
+
+
+def test_a_checkpoint_is_flushed_before_it_gets_its_name(tmp_path, monkeypatch):
+    calls = recorded_writes(monkeypatch)
+    tg.save_checkpoint(tmp_path, 2, {})
+    name = next(tmp_path.iterdir()).name
+    assert calls == [*inodes(tmp_path, name), name, tmp_path.stat().st_ino]
+
+
+def inodes(folder: Path, *names: str) -> list[int]:
+    return [(folder / name).stat().st_ino for name in names]
+
+
 def test_a_manifest_names_every_file_of_a_save(save):
     manifest = json.loads((save / "manifest.json").read_text())
     assert names(save) == ["config.json", "manifest.json", "weights.pt"]
@@ -327,6 +345,12 @@ def test_a_save_that_is_stopped_leaves_nothing(tmp_path, monkeypatch, stop, at):
     with pytest.raises(expected):
         tg.save_weights(tmp_path, preset(), {}, [b"a", b"b"])
     assert len(calls) == at + 1 and names(tmp_path) == []
+
+
+def test_what_another_run_saved_in_the_meantime_stays(tmp_path):
+    (tmp_path / "config.json").write_text("theirs")
+    refused(tg.RunError, lambda: tg.save_weights(tmp_path, preset(), {}, None), "config.json", "in the meantime")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.json", "theirs")]
 
 
 def test_a_save_is_not_written_through_somebodys_link(tmp_path):

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import io
 import os
+import re
 import resource
 import shlex
 import signal
@@ -18,7 +19,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from common import ROOT, refused, write_shard
+from common import ROOT, recorded_writes, refused, write_shard
 
 import train_gpt as tg
 
@@ -325,6 +326,18 @@ def test_a_name_is_not_a_path(tmp_path, source, capsys, name):
     assert caught.value.code == 2
     assert f"found --name={name}, expected a name without a folder; give the folder as --out" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["source.txt"]
+
+
+def test_all_is_flushed_before_the_first_name_and_the_names_before_the_manifest(tmp_path, monkeypatch):
+    calls = recorded_writes(monkeypatch)
+    names = ["vocab.txt", "set.bin"]
+    with shard_files.output_folder(tmp_path, re.compile("set.bin|vocab.txt"), replace=False) as output:
+        for name in names:
+            output.write(name, b"x")
+        output.publish()
+    files = [(tmp_path / name).stat().st_ino for name in (*names, "manifest.json")]
+    folder = tmp_path.stat().st_ino
+    assert calls == [*files, *names, folder, "manifest.json", folder]
 
 
 @pytest.mark.parametrize("tool", [pocket, tokenize_text, cached_fineweb10B], ids=lambda tool: tool.__name__)
