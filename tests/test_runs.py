@@ -295,6 +295,16 @@ def test_flags_of_the_run_are_kept_and_others_refused(cut, tmp_path):
         assert done.status == 2 and all(part in done.err for part in parts), done.err
 
 
+def test_a_run_passes_on_all_flags_but_what_was_its_own(tmp_path):
+    """Each field but those that name one run's folders, or that only a sample reads."""
+    own = {"run_dir", "runs", "resume", "save", "sample", "prompt", "ranks"}
+    changed = {name: tg.flag_text(value) for name, value in vars(tg.Config(**tg.PRESETS["tiny"])).items()}
+    header = dict(type="header", preset="tiny", changed=changed)
+    (tmp_path / "log.jsonl").write_text(json.dumps(header) + "\n")
+    preset, earlier = tg.earlier_run(tmp_path)
+    assert preset == "tiny" and earlier.keys() == changed.keys() - own
+
+
 def test_what_is_no_run_is_no_run_to_resume(tmp_path):
     start = '{"type": "header", "preset": "tiny", "changed": '
     for text, says in (
