@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import ROOT, Run, fabric, losses, preset, run, weights
+from common import ROOT, Run, fabric, losses, preset, refused, run, weights
 from scipy import stats
 
 import train_gpt as tg
@@ -405,9 +405,33 @@ def test_a_few_odd_cycles_do_not_count_in_a_time_budget(tmp_path):
 
 
 def test_a_budget_without_room_for_a_step_of_each_stage_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(tg, "TRIAL_STEPS", 4)
-    done = run(tmp_path / "run", "--time_budget=0.001")
-    assert done.status == 2 and "--time_budget" in done.err and done.of("aborted")
+    monkeypatch.setattr(tg, "time_steps", lambda *_: [0.1] * 4)
+    monkeypatch.setattr(tg, "warm_up", lambda *_: None)
+    done = run(tmp_path / "run", "--time_budget=0.29")
+    assert done.status == 2 and "a step of each stage, 0.300 s" in done.err and done.of("aborted")
+
+
+def test_a_budget_of_more_steps_than_a_run_may_have_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(tg, "time_steps", lambda *_: [1e-4] * 4)
+    log = tg.Log(tmp_path / "run", fabric(), tg.Schedule(preset()))
+
+    def fit(seconds: float) -> tg.Config:
+        return tg.fit_budget(preset(time_budget=seconds), fabric(), None, log)
+    message = refused(tg.ConfigError, lambda: fit(1e6), "--time_budget", "10000000 steps")
+    fitted = fit(float(message.rpartition("--time_budget=")[2]))
+    log.close()
+    assert 0.98 * 10**7 < fitted.num_scheduled_steps + fitted.num_extension_steps <= 10**7
+
+
+@pytest.mark.parametrize("flags, says", [
+    ([], "too few training tokens"), (["--epochs=0", "--profile=9000:9001"], "--profile")])
+def test_what_a_budget_asks_for_is_known_before_the_race(tmp_path, monkeypatch, flags, says):
+    """80,000 tokens do not last for 750 steps of the tiny preset; with data that cycle, a profile has to lie in them."""
+    monkeypatch.setattr(tg, "time_steps", lambda *_: [0.01] * 4)
+    monkeypatch.setattr(tg, "warm_up", lambda *_: None)
+    monkeypatch.delattr(tg, "race")
+    done = run(tmp_path / "run", "--time_budget=10", *flags)
+    assert done.status == 2 and says in done.err and "Traceback" not in done.err
 
 
 # ---- profile --------------------------------------------------------------------------------------------------------
