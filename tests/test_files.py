@@ -10,6 +10,7 @@ import os
 import pickle
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -317,6 +318,16 @@ def test_weights_that_do_not_fit_go_to_the_run_directory(tmp_path, monkeypatch):
     assert f"the weights could not be saved in {wanted}: they are in {fallback}" in done.lines
     assert names(wanted) == [] and names(fallback) == ["config.json", "manifest.json", "weights.pt"]
     assert tg.load_weights(fallback, "cpu")[0].num_heads == 2
+
+
+def test_the_other_ranks_wait_longer_while_one_writes_a_save(tmp_path, monkeypatch):
+    calls = []
+    monkeypatch.setattr(tg.Fabric, "set_timeout", lambda self, seconds: calls.append(seconds))
+    monkeypatch.setattr(tg, "save_weights", lambda folder, *_: calls.append(folder))
+    cfg = preset(save=str(tmp_path), comm_timeout=7.0)
+    log = SimpleNamespace(fabric=fabric(), run_dir=tmp_path, done=0, schedule=tg.Schedule(cfg))
+    assert tg.save_or_fall_back(log, cfg, SimpleNamespace(weights=lambda values: {}), None)
+    assert calls == [7.0 * tg.LONG_PATIENCE, tmp_path]
 
 
 def test_weights_that_fit_nowhere_do_not_take_the_result_along(tmp_path, monkeypatch):
