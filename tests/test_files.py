@@ -9,8 +9,9 @@ import json
 import os
 import pickle
 import shutil
+from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -321,13 +322,15 @@ def test_weights_that_do_not_fit_go_to_the_run_directory(tmp_path, monkeypatch):
 
 
 def test_the_other_ranks_wait_longer_while_one_writes_a_save(tmp_path, monkeypatch):
-    calls = []
-    monkeypatch.setattr(tg.Fabric, "set_timeout", lambda self, seconds: calls.append(seconds))
-    monkeypatch.setattr(tg, "save_weights", lambda folder, *_: calls.append(folder))
+    calls = mock.Mock()
+    monkeypatch.setattr(tg.Fabric, "set_timeout", calls.set_timeout)
+    monkeypatch.setattr(tg, "save_weights", calls.save_weights)
     cfg = preset(save=str(tmp_path), comm_timeout=7.0)
-    log = SimpleNamespace(fabric=fabric(), run_dir=tmp_path, done=0, schedule=tg.Schedule(cfg))
-    assert tg.save_or_fall_back(log, cfg, SimpleNamespace(weights=lambda values: {}), None)
-    assert calls == [7.0 * tg.LONG_PATIENCE, tmp_path]
+    log = mock.Mock(fabric=fabric(), run_dir=tmp_path)
+    assert tg.save_or_fall_back(log, cfg, mock.Mock(), None)
+    names = [call[0] for call in calls.mock_calls]
+    assert names == ["set_timeout", "save_weights"]
+    calls.set_timeout.assert_called_once_with(7.0 * tg.LONG_PATIENCE)
 
 
 def test_weights_that_fit_nowhere_do_not_take_the_result_along(tmp_path, monkeypatch):
@@ -360,7 +363,8 @@ def test_a_save_that_is_stopped_leaves_nothing(tmp_path, monkeypatch, stop, at):
 
 def test_what_another_run_saved_in_the_meantime_stays(tmp_path):
     (tmp_path / "config.json").write_text("theirs")
-    refused(tg.RunError, lambda: tg.save_weights(tmp_path, preset(), {}, None), "config.json", "in the meantime")
+    save = partial(tg.save_weights, tmp_path, preset(), {}, None)
+    refused(tg.RunError, save, "config.json", "in the meantime")
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.json", "theirs")]
 
 

@@ -426,7 +426,7 @@ def test_a_budget_of_more_steps_than_a_run_may_have_is_refused(tmp_path, monkeyp
 @pytest.mark.parametrize("flags, says", [
     ([], "too few training tokens"), (["--epochs=0", "--profile=9000:9001"], "--profile")])
 def test_what_a_budget_asks_for_is_known_before_the_race(tmp_path, monkeypatch, flags, says):
-    """80,000 tokens do not last for 750 steps of the tiny preset; with data that cycle, a profile has to lie in them."""
+    """80,000 tokens do not last for 750 steps; with data that cycle, a profile has to lie within those steps."""
     monkeypatch.setattr(tg, "time_steps", lambda *_: [0.01] * 4)
     monkeypatch.setattr(tg, "warm_up", lambda *_: None)
     monkeypatch.delattr(tg, "race")
