@@ -1,10 +1,12 @@
 """What every test needs: train_gpt.py can be imported, tiny tensors pay for no threads, slow tests are asked for."""
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from faults import Launcher
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -18,6 +20,17 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)                  # a shell's job behind & ignores it
     config.addinivalue_line("markers", "all: long loops, run with --all only")
     config.addinivalue_line("markers", "gpu: needs a CUDA device; `pytest -m gpu` runs them all")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher | None]:
+    """What starts the runs of test_faults.py. It imports for ten seconds: beside the tests in front of those."""
+    if not any(item.fspath.basename == "test_faults.py" for item in request.session.items):
+        yield None
+        return
+    server = Launcher()
+    yield server
+    server.close()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

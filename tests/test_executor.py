@@ -330,6 +330,7 @@ def test_snapshot_is_a_copy():
 
 # ---- compiled -------------------------------------------------------------------------------------------------------
 
+@pytest.mark.all
 def test_compiled_equals_eager_and_documents_do_not_recompile(monkeypatch):
     """Backend aot_eager: graph capture, fullgraph and guards, without a C++ compiler. Few layers, each kind once."""
     layers = (tg.Layer("paired", value=0, keep_as=tg.SKIP), tg.Layer("none", add=tg.SKIP),

@@ -15,7 +15,7 @@ import time
 
 import pytest
 from common import refused, run
-from faults import BOUND, FLAGS, ROOT, TIMEOUT, Ended, Launcher
+from faults import BOUND, FLAGS, ROOT, TIMEOUT, Ended
 
 import train_gpt as tg
 
@@ -23,13 +23,6 @@ SLACK = 25                               # s: 5 that are promised, and 20 for a 
 LIMIT = 2 * TIMEOUT + 30                 # s from the fault to the end of the last rank; 30 s for a busy machine
 NAMED = re.compile(r"(?m)^(?:(?:ConfigError|DataError|FabricError|RunError): |interrupted$|ended from outside)")
 KILLED = -9
-
-
-@pytest.fixture(scope="module")
-def launcher():
-    server = Launcher()
-    yield server
-    server.close()
 
 
 def some(names, always):

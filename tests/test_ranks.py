@@ -204,7 +204,7 @@ def test_all_ranks_have_the_same_weights(case: str, world: int, results: Results
         assert len(arrays[0][f"slice.{label}"]) == rows // world, "no rank keeps the others' rows"
 
 
-@pytest.mark.parametrize("world", (1, *WORLDS), ids="W{}".format)
+@one_and_few_worlds
 def test_warm_up_leaves_no_trace_on_any_rank(world: int, results: Results) -> None:
     for rank in results.facts("run_12", world):
         assert rank["warm_up_steps"] > 4
@@ -230,6 +230,9 @@ def test_rank_0_keeps_the_log_of_all(world: int, results: Results) -> None:
 # ---- Ways in which rows travel --------------------------------------------------------------------------------------
 
 KINDS = {"13": "run_13", "single": "run_single"}
+kinds_and_worlds = pytest.mark.parametrize("kind, world", [
+    ("13", 2), *(pytest.param(*case, marks=pytest.mark.all) for case in (
+        ("single", 2), ("13", 4), ("single", 4), ("13", 8), ("single", 8)))])
 
 
 def results_of(case: str, world: int, results: Results) -> Arrays:
@@ -239,8 +242,7 @@ def results_of(case: str, world: int, results: Results) -> Arrays:
                 **results.weights(case, world))
 
 
-@few_worlds
-@pytest.mark.parametrize("kind", KINDS)
+@kinds_and_worlds
 def test_fetching_all_rows_changes_no_bit(kind: str, world: int, results: Results) -> None:
     """sparse_scatter: the same gradients, and every row on every rank."""
     got, want = (results_of(case, world, results) for case in (f"scatter_{kind}", KINDS[kind]))
@@ -249,8 +251,7 @@ def test_fetching_all_rows_changes_no_bit(kind: str, world: int, results: Result
     assert_same_bits(results.state(f"scatter_{kind}", world), results.state(KINDS[kind], world))
 
 
-@few_worlds
-@pytest.mark.parametrize("kind", KINDS)
+@kinds_and_worlds
 def test_dense_gradients_change_rounding_only(kind: str, world: int, results: Results) -> None:
     """Owners add lists in the order of ranks, a reduction of full gradients in its own. Weights as between worlds."""
     limit = 1e-3 if kind == "single" else 1e-9
@@ -279,6 +280,7 @@ def test_poison_in_rows_that_were_not_fetched_is_never_read(world: int, results:
     assert_same_bits(*(results_of(case, world, results) for case in ("debug_13", "run_13")))
 
 
+@pytest.mark.all                         # of the updates alone: test_any_order_of_communication
 def test_orders_of_reductions_and_updates_change_no_bit_of_a_run(results: Results) -> None:
     assert_same_bits(*(results_of(case, 2, results) for case in ("orders_single", "run_single")))
 
