@@ -1,0 +1,668 @@
+"""A price: predicted ms of each training step and s of a run, from a ledger and a table of rates. No GPU, no torch.
+
+    python tests/price.py [LEDGER] [--card=H100] [--measured=LOG|TRACE] [--json]
+
+It plays the timeline of each step: kernels follow each other on one stream, collectives on another, and the first
+waits for the second where the trainer waits. A kernel takes as long as the slowest of what it asks of the card:
+arithmetic, bytes, special functions, instructions. Everything it says is a prediction: no GPU has run anything.
+--measured sets a real run beside it: its log (times by stage), or a trace that --profile left (kernel by kernel)."""
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+TESTS = Path(__file__).resolve().parent
+LEDGER, RATES = TESTS / "rehearsal.json", TESTS / "rates.json"
+PARTS = ("products", "memory-bound kernels", "attention", "exposed communication", "launches")
+PART_OF_KIND = {"product": "products", "attention": "attention", "collective": "exposed communication"}
+ATTENTION = ("FA2", "FA3")
+PARITIES = ("even", "odd")
+WARP = 32                                # threads
+DEAREST = 10                             # lines that a page shows
+STAGES = 4                               # of the record preset, and its steps
+STEPS = dict(num_scheduled_steps=1507, num_extension_steps=40)
+
+
+class PriceError(Exception):
+    """What was found, what was expected, and what to do about it."""
+
+    def __init__(self, what: str, found: object, expected: object, do: str) -> None:
+        super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}")
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A JSON object, packed by gzip or not."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            return json.load(file)
+    except (OSError, ValueError) as error:
+        raise PriceError(f"{path}", error, "a JSON file",
+                         "python tests/rehearse.py --update makes the ledger") from None
+
+
+# ---- Rates
+class Card:
+    """What a card is taken to achieve, in units of one second."""
+
+    def __init__(self, rates: dict[str, Any], name: str) -> None:
+        if name not in rates["cards"]:
+            known = ", ".join(rates["cards"])
+            raise PriceError("card", name, f"one of {known}", "add it to tests/rates.json")
+        self.name = name
+        self.rates = {}
+        for kind, rate in rates["cards"][name]["rates"].items():
+            self.rates[kind] = rate["peak"] * rate["share"]
+        fixed = {key: fact["value"] for key, fact in rates["fixed"].items()}
+        self.launch_floor = fixed["launch_floor"]                             # s
+        self.link_latency = fixed["link_latency"]                             # s
+        self.slack = fixed["slack"]                                           # of every kernel
+        self.attention = [kind for kind in ATTENTION if kind in self.rates]
+
+    def seconds(self, kind: str, amount: float) -> float:
+        if not amount:
+            return 0.0
+        if kind not in self.rates:
+            raise PriceError(f"rate of {kind!r} on {self.name}", "none in tests/rates.json",
+                             "a rate for all that the ledger does",
+                             f"rehearse for this card: python tests/rehearse.py --card={self.name}")
+        return amount / self.rates[kind]
+
+
+def arithmetic(dtype: str) -> str:
+    """The rate of products of this type."""
+    return "float8" if dtype.startswith("float8") else dtype
+
+
+def asked_of_card(kernel: dict[str, Any], card: Card, attention: str) -> dict[str, float]:
+    """Seconds by what one launch asks of the card; they overlap, so that the largest one counts."""
+    memory = "memory"
+    if kernel["kind"] == "copy":                                              # to or from the host
+        memory = "host_link"
+    elif "YBLOCK" in kernel.get("block", ()):                                 # tiles: it reads and writes in two orders
+        memory = "transposing"
+    asked = {memory: card.seconds(memory, kernel["bytes"])}
+    if kernel["kind"] == "attention":
+        asked[attention] = card.seconds(attention, kernel["flops"])
+    elif kernel["kind"] == "product":
+        rate = arithmetic(kernel["dtype"])
+        asked[rate] = card.seconds(rate, kernel["flops"])
+    elif "instructions" in kernel:
+        warps = kernel["programs"] * kernel["warps"]
+        asked["special"] = card.seconds("special", warps * WARP * issued(kernel, "special"))
+        asked["issue"] = card.seconds("issue", warps * issued(kernel, "instructions"))
+    return asked
+
+
+def issued(kernel: dict[str, Any], what: str) -> int:
+    """By one warp: what stands in the machine code, and the body of a loop again for each further turn."""
+    total = kernel[what]
+    for loop in kernel.get("loops", ()):
+        total += loop[what] * (loop.get("trips", 1) - 1)
+    return total
+
+
+# ---- The timeline
+@dataclass
+class Step:
+    """What one step takes: ms in all, by part, and by line."""
+
+    ms: float = 0.0
+    parts: Counter = field(default_factory=Counter)
+    lines: Counter = field(default_factory=Counter)
+    host_waits: int = 0
+
+
+def items_of(walked: dict[str, Any], timeline: Iterable[list]) -> Iterator[list]:
+    """A timeline's items, segments and repetitions written out. walked: a world of the ledger."""
+    for item in timeline:
+        if item[0] == "segment":
+            yield from items_of(walked, walked["segments"][item[1]])
+        elif item[0] == "repeat":
+            for _ in range(item[1]):
+                yield from items_of(walked, item[2])
+        else:
+            yield item
+
+
+class Streams:
+    """A compute stream and a stream of collectives, in s since the first step."""
+
+    def __init__(self, ledger: dict[str, Any], world: str, card: Card, attention: str) -> None:
+        self.kernels = ledger["kernels"]
+        self.walked = ledger["worlds"][world]
+        self.ranks = int(world)
+        self.card = card
+        self.attention = attention
+        self.compute = 0.0                                                    # when the last kernel so far ends
+        self.link = 0.0                                                       # when the last collective so far ends
+        self.arrivals = {}                                                    # by id: when a collective ends
+        self.step = Step()
+
+    def play(self, phase: str) -> Step:
+        """One step behind those before it."""
+        began = self.compute
+        self.step = Step()
+        self.arrivals = {f"before {label}": arrival for label, arrival in self.arrivals.items()}
+        items = list(items_of(self.walked, self.walked["phases"][phase]["timeline"]))
+        self.tokens = tokens_at_once(items, self.kernels)
+        for kind, *item in items:
+            if kind == "run":
+                self.run(*item)
+            elif kind == "collective":
+                self.start_collective(*item)
+            elif kind == "wait":
+                self.wait(item[0])
+            elif kind == "host_wait":
+                self.step.host_waits += 1
+        self.step.ms = 1000 * (self.compute - began)
+        return self.step
+
+    def run(self, label: str, count: int) -> None:
+        kernel = self.kernels[label]
+        asked = asked_of_card(kernel, self.card, self.attention)
+        work = self.card.slack * max(asked.values())
+        missing = max(0.0, self.card.launch_floor - work)
+        self.spend(part_of(kernel["kind"]), count * work)
+        self.spend("launches", count * missing)
+        name = line_name(kernel, self.tokens)
+        self.step.lines[name, kernel["kind"]] += 1000 * count * (work + missing)
+
+    def spend(self, part: str, seconds: float) -> None:
+        self.step.parts[part] += 1000 * seconds
+        self.compute += seconds
+
+    def start_collective(self, label: int, name: str, size: int, dtype: str, group: str) -> None:
+        """It starts when all kernels before it and all collectives before it have ended."""
+        if group != "nccl":
+            return                                                            # of the loader thread: on the host
+        crossings = 2 if name.startswith("all_reduce") else 1                 # there to sum, and back
+        crossing = crossings * size * (self.ranks - 1) / self.ranks
+        start = max(self.link, self.compute)
+        self.link = start + self.card.link_latency + self.card.seconds("link", crossing)
+        self.arrivals[label] = self.link, name
+
+    def wait(self, label: int | str) -> None:
+        """label: its number, or `before` and the number that it had in the step before."""
+        arrival, name = self.arrivals.get(label, (0.0, ""))
+        exposed = arrival - self.compute
+        if exposed > 0:
+            self.spend("exposed communication", exposed)
+            self.step.lines[f"wait for {name}", "collective"] += 1000 * exposed
+
+
+def part_of(kind: str) -> str:
+    """All kinds but these move memory."""
+    return PART_OF_KIND.get(kind, "memory-bound kernels")
+
+
+def tokens_at_once(items: Iterable[list], kernels: dict[str, Any]) -> int:
+    """Tokens of a micro-batch: what attention sees, though heads that are paired see each token twice. 0: unknown."""
+    seen = set()
+    for kind, *item in items:
+        if kind == "run" and kernels[item[0]]["kind"] == "attention":
+            seen.add(kernels[item[0]]["tokens"])
+    return min(seen, default=0)
+
+
+def line_name(kernel: dict[str, Any], tokens: int) -> str:
+    """One name for a line of all stages: a product by its sizes, with T for the tokens of a micro-batch."""
+    if kernel["kind"] != "product":
+        return kernel["name"]
+    sizes = ["T" if kernel[axis] == tokens else str(kernel[axis]) for axis in ("m", "n", "k")]
+    repeated = ""
+    if kernel["batch"] > 1:
+        repeated = f"{kernel['batch']} x "
+    return f"{kernel['name']} {kernel['dtype']} {repeated}({', '.join(sizes)})"
+
+
+# ---- The prediction
+def price(ledger: dict[str, Any], rates: dict[str, Any], card: str = "") -> dict[str, Any]:
+    """The prediction: by world and kind of attention, for each stage and the run. Times in ms a step, s a run."""
+    target = Card(rates, card or ledger["card"])
+    worlds = {}
+    for world in sorted(ledger["worlds"], key=int, reverse=True):
+        worlds[world] = {}
+        for attention in target.attention:
+            worlds[world][attention] = price_world(ledger, world, target, attention)
+    return dict(kind="prediction", card=target.name, walked_for=ledger["card"], worlds=worlds)
+
+
+def price_world(ledger: dict[str, Any], world: str, card: Card, attention: str) -> dict[str, Any]:
+    counts = steps_of(ledger)
+    stages = {}
+    for stage in stages_of(ledger, world):
+        steps = price_steps(ledger, world, card, attention, stage)
+        stages[stage] = of_stage(steps, counts.get(stage, {}))
+    return dict(stages=stages) | of_run(stages)
+
+
+def price_steps(ledger: dict[str, Any], world: str, card: Card, attention: str,
+                stage: str) -> dict[str, Step]:
+    """An even and an odd step of a stage, behind such a cycle; what the ledger has of them."""
+    streams = Streams(ledger, world, card, attention)
+    cycle = []
+    for parity in PARITIES:
+        if f"{stage} {parity} step" in ledger["worlds"][world]["phases"]:
+            cycle.append(parity)
+    steps = {}
+    for parity in cycle + cycle:
+        steps[parity] = streams.play(f"{stage} {parity} step")
+    return steps
+
+
+def stages_of(ledger: dict[str, Any], world: str) -> list[str]:
+    """Those of which the ledger has a step, in their order."""
+    found = set()
+    for name in ledger["worlds"][world]["phases"]:
+        match = re.fullmatch(r"(stage \d+) (even|odd) step", name)
+        if match:
+            found.add(match[1])
+    return sorted(found)
+
+
+def steps_of(ledger: dict[str, Any]) -> dict[str, dict[str, int]]:
+    """How many even and odd steps a run with the ledger's flags has in each stage; the last stage is the extension."""
+    steps = dict(STEPS)
+    stages = STAGES
+    for flag in ledger["flags"]:
+        name, _, value = flag.removeprefix("--").partition("=")
+        if name in steps:
+            steps[name] = int(value)
+        elif name == "stages":
+            stages = len(value.split(";"))
+    scheduled = steps["num_scheduled_steps"]
+
+    ends = [round(scheduled * number / (stages - 1)) for number in range(1, stages)]
+    ends.append(scheduled + steps["num_extension_steps"])
+    counts = {}
+    start = 0
+    for number, end in enumerate(ends, 1):
+        odd = end // 2 - start // 2
+        counts[f"stage {number}"] = dict(even=end - start - odd, odd=odd)
+        start = end
+    return counts
+
+
+def of_stage(steps: dict[str, Step], counts: dict[str, int]) -> dict[str, Any]:
+    """Even and odd steps, and their mean by how many a run has of each."""
+    counts = {parity: counts.get(parity, 0) for parity in steps}
+    number = sum(counts.values())
+    found = {parity: dict(ms=step.ms, parts=dict(step.parts)) for parity, step in steps.items()}
+    mean = Step()
+    for parity, step in steps.items():
+        share = counts[parity] / number if number else 1 / len(steps)
+        mean.ms += share * step.ms
+        for part, ms in step.parts.items():
+            mean.parts[part] += share * ms
+        for line, ms in step.lines.items():
+            mean.lines[line] += share * ms
+    parts = {part: mean.parts[part] for part in PARTS}
+    lines = [[name, part_of(kind), ms] for (name, kind), ms in mean.lines.most_common()]
+    return dict(steps=number, **found, mean=dict(ms=mean.ms, parts=parts), lines=lines)
+
+
+def of_run(stages: dict[str, Any]) -> dict[str, Any]:
+    """Sums over the steps of a run, in s: in all, by part, and its lines from the dearest down."""
+    total = 0.0
+    parts = dict.fromkeys(PARTS, 0.0)
+    seconds = Counter()
+    by_stage = defaultdict(dict)
+    for stage, found in stages.items():
+        each = found["steps"] / 1000
+        total += each * found["mean"]["ms"]
+        for part, ms in found["mean"]["parts"].items():
+            parts[part] += each * ms
+        for name, part, ms in found["lines"]:
+            seconds[name, part] += each * ms
+            by_stage[name, part][stage] = ms
+    lines = []
+    for (name, part), s in seconds.most_common(DEAREST):
+        lines.append(dict(name=name, part=part, s=s, ms=by_stage[name, part]))
+    return dict(run_s=total, run_parts_s=parts, dearest=lines)
+
+
+# ---- Pages
+def table(head: str, rows: Iterable[Iterable[Any]]) -> str:
+    """A Markdown table that is readable as it is."""
+    lines = [head.split(" | ")]
+    for row in rows:
+        lines.append([cell(value) for value in row])
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+
+
+def cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def text(prediction: dict[str, Any]) -> str:
+    """The page of a prediction."""
+    card = prediction["card"]
+    walked_for = prediction["walked_for"]
+    pages = [f"Prediction for {card}, from the ledger and the table of rates: no GPU has run anything."]
+    if walked_for != card:
+        pages.append(f"The ledger that is predicted from is of {walked_for}: {card} may run other code.")
+    for world, by_attention in prediction["worlds"].items():
+        pages.append(f"World size {world}, predicted:")
+        pages.append(times_table(by_attention))
+        for attention, found in by_attention.items():
+            pages.append(f"Where the time goes with {attention}, ms per mean step, predicted:")
+            pages.append(parts_table(found))
+        attention = next(iter(by_attention))
+        pages.append(f"The {DEAREST} dearest lines with {attention}, predicted:")
+        pages.append(dearest_table(by_attention[attention]))
+    return "\n\n".join(pages) + "\n"
+
+
+def times_table(by_attention: dict[str, Any]) -> str:
+    rows = []
+    stages = []
+    for attention, found in by_attention.items():
+        stages = list(found["stages"])
+        for step in (*PARITIES, "mean"):
+            times = [found["stages"][stage].get(step, {}).get("ms") for stage in stages]
+            run = found["run_s"] if step == "mean" else None
+            rows.append([f"{attention}, {step} step", *times, run])
+    return table(" | ".join(["ms", *stages, "s per run"]), rows)
+
+
+def parts_table(found: dict[str, Any]) -> str:
+    rows = []
+    for part in PARTS:
+        times = [stage["mean"]["parts"][part] for stage in found["stages"].values()]
+        rows.append([part, *times, found["run_parts_s"][part]])
+    return table(" | ".join(["ms", *found["stages"], "s per run"]), rows)
+
+
+def dearest_table(found: dict[str, Any]) -> str:
+    rows = []
+    for line in found["dearest"]:
+        times = [line["ms"].get(stage) for stage in found["stages"]]
+        rows.append([line["name"], line["part"], *times, line["s"]])
+    return table(" | ".join(["line", "part", *found["stages"], "s per run"]), rows)
+
+
+# ---- A measured run beside it
+SETTLING_STEPS, LEAVING_STEPS = 20, 5    # of a stage's two ends, left out of a measured mean: the host runs ahead
+GROUPS = (                               # of kernels that a trace names otherwise than a ledger: in this order
+    ("exposed communication", re.compile("nccl")),
+    ("attention backward", re.compile("(flash|fmha|attention).*(bwd|backward)", re.I)),
+    ("attention forward", re.compile("flash|fmha|attention", re.I)),
+    ("products", re.compile("gemm|nvjet|cutlass|xmma|cublas|splitK", re.I)),
+    ("copies", re.compile("Memcpy|Memset")))
+NAMED_KINDS = ("generated", "triton")    # whose names a trace has, too
+TRACED_LINES = {"copy": "copies", "eager": "eager operations", "collective": "exposed communication"}
+REDUCTION_OF_PRODUCT = re.compile("splitK", re.I)                             # a second kernel of the same product
+
+
+def spans_of_stages(ledger: dict[str, Any]) -> dict[str, range]:
+    """The steps of a run by stage."""
+    counts = steps_of(ledger)
+    spans = {}
+    first = 0
+    for stage in counts:
+        count = sum(counts[stage].values())
+        spans[stage] = range(first, first + count)
+        first += count
+    return spans
+
+
+def measured_log(path: Path, ledger: dict[str, Any]) -> dict[str, Any]:
+    """ms a step by stage, and s of the run, from the log of a training run: this trainer's or a relative's."""
+    sys.path.insert(0, str(TESTS.parent / "records"))
+    from tools import logs
+    try:
+        run, = logs.read_file(path)
+    except (logs.NotALog, ValueError) as error:
+        raise PriceError(f"{path}", error, "the log of one run",
+                         "give log.jsonl of a run directory") from None
+    spans = spans_of_stages(ledger)
+    steps = sum(map(len, spans.values()))
+    if run.total != steps:
+        raise PriceError(f"steps of {path}", run.total, f"{steps}, as the ledger's run has",
+                         "rehearse with the flags of that run")
+
+    seconds_after = {0: 0.0}             # by number of steps done
+    seconds_after.update((done, seconds) for done, seconds, _ in run.steps if seconds is not None)
+    found = {stage: measured_stage(span, seconds_after) for stage, span in spans.items()}
+    return dict(stages=found, run_s=run.seconds, void=run.void,
+                attention=run.facts.get("attention"), world=run.facts.get("world_size"))
+
+
+def measured_stage(span: range, seconds_after: dict[int, float]) -> dict[str, float]:
+    """Mean ms of even, odd and all steps inside a stage; nothing of what the log does not have."""
+    settling = min(SETTLING_STEPS, len(span) // 4)
+    leaving = min(LEAVING_STEPS, len(span) // 8)
+    times = defaultdict(list)
+    for step in span[settling:len(span) - leaving]:
+        if step in seconds_after and step + 1 in seconds_after:
+            ms = 1000 * (seconds_after[step + 1] - seconds_after[step])
+            times[PARITIES[step % 2]].append(ms)
+            times["mean"].append(ms)
+    return {kind: sum(ms) / len(ms) for kind, ms in times.items()}
+
+
+def measured_text(prediction: dict[str, Any], world: str, measured: dict[str, Any]) -> str:
+    """A log's times beside those predicted for this world."""
+    rows = []
+    by_attention = prediction["worlds"][world]
+    for attention, found in by_attention.items():
+        for stage, steps in found["stages"].items():
+            for kind in (*PARITIES, "mean"):
+                predicted = steps.get(kind, {}).get("ms")
+                ms = measured["stages"][stage].get(kind)
+                rows.append([attention, stage, kind, *beside(predicted, ms)])
+        rows.append([attention, "run, s", "", *beside(found["run_s"], measured["run_s"])])
+    page = table("with | stage | step | predicted ms | measured ms | measured / predicted", rows)
+    kernel = measured["attention"]
+    title = f"World size {world}, a measured run (attention: {kernel}) beside the prediction:"
+    if measured["void"]:
+        title += f" its times do not count ({measured['void']})"
+    return f"{title}\n\n{page}\n"
+
+
+def beside(predicted: float | None, measured: float | None) -> list[float | None]:
+    ratio = None
+    if predicted and measured:
+        ratio = measured / predicted
+    return [predicted, measured, ratio]
+
+
+@dataclass
+class Trace:
+    """Kernels of a profiler's trace of some steps, in order: (name, start, end) in us."""
+
+    steps: list[int]
+    kernels: list[tuple[str, float, float]]
+
+
+def read_trace(path: Path) -> Trace:
+    """Of one rank. The numbers of the steps are those of the profiler: the trainer's, in a run that was not resumed."""
+    steps = set()
+    kernels = []
+    for event in load(path).get("traceEvents", ()):
+        name = event.get("name", "")
+        if match := re.fullmatch(r"ProfilerStep#(\d+)", name):
+            steps.add(int(match[1]))
+        elif event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset"):
+            kernels.append((name, event["ts"], event["ts"] + event["dur"]))
+    if not steps or not kernels:
+        raise PriceError(f"trace {path}", f"{len(steps)} steps and {len(kernels)} kernels of a GPU",
+                         "some of both", "train with --profile=a:b on a GPU and give trace_rank0.json.gz")
+    kernels.sort(key=start_of)
+    return Trace(sorted(steps), kernels)
+
+
+def start_of(kernel: tuple[str, float, float]) -> float:
+    return kernel[1]
+
+
+def group_of(name: str, known: Iterable[str]) -> str:
+    """The line that a measured kernel is set beside: its own name if the ledger knows it, else its group's."""
+    named = re.sub(r"_\d+$", "", name)                                        # Inductor's number of it in its graph
+    if named in known:
+        return named
+    for group, pattern in GROUPS:
+        if pattern.search(name):
+            return group
+    return "eager operations"
+
+
+def measured_lines(trace: Trace, launched: list[tuple[str, str]]) -> Counter:
+    """ms a step by line. launched: (name, kind) of each launch that a ledger has of these steps, in order.
+
+    Where the trace has as many products, each is set beside its own.
+    """
+    names = {name for name, kind in launched if kind in NAMED_KINDS}
+    products = [name for name, kind in launched if kind == "product"]
+    lines = Counter({"exposed communication": exposed_ms(trace)})
+    ms_of_products = []
+    for name, start, end in trace.kernels:
+        group = group_of(name, names)
+        ms = (end - start) / 1000 / len(trace.steps)
+        if group == "products" and ms_of_products and REDUCTION_OF_PRODUCT.search(name):
+            ms_of_products[-1] += ms
+        elif group == "products":
+            ms_of_products.append(ms)
+        elif group != "exposed communication":
+            lines[group] += ms
+    if len(ms_of_products) != len(products):
+        lines["products"] = sum(ms_of_products)
+    else:
+        for name, ms in zip(products, ms_of_products):
+            lines[name] += ms
+    return lines
+
+
+def exposed_ms(trace: Trace) -> float:
+    """ms a step in which collectives run and nothing else does."""
+    collectives, computing = [], []
+    for name, start, end in trace.kernels:
+        side = collectives if "nccl" in name else computing
+        side.append((start, end))
+    return (covered(collectives + computing) - covered(computing)) / 1000 / len(trace.steps)
+
+
+def covered(spans: Iterable[tuple[float, float]]) -> float:
+    """Length of what (start, end) spans cover together."""
+    total = reached = 0.0
+    for start, end in sorted(spans):
+        total += max(0.0, end - max(start, reached))
+        reached = max(reached, end)
+    return total
+
+
+def beside_trace(trace: Trace, ledger: dict[str, Any], world: str, card: Card, attention: str) -> list[list]:
+    """[line, predicted ms a step, measured ms a step, ratio], dearest first, for the steps of a trace."""
+    spans = spans_of_stages(ledger)
+    predicted = Counter()
+    launched = []
+    for number in trace.steps:
+        stage = next((stage for stage, span in spans.items() if number in span), None)
+        parity = PARITIES[number % 2]
+        if f"{stage} {parity} step" not in ledger["worlds"][world]["phases"]:
+            raise PriceError("step of the trace", number, f"one of {spans}",
+                             "rehearse with the flags of that run")
+        step = price_steps(ledger, world, card, attention, stage)[parity]
+        for line, ms in step.lines.items():
+            predicted[line] += ms / len(trace.steps)
+        launched += launches(ledger, world, f"{stage} {parity} step")
+
+    measured = measured_lines(trace, launched)
+    by_line = Counter()
+    for (name, kind), ms in predicted.items():
+        line = traced_line(name, kind)
+        if kind == "product" and "products" in measured:
+            line = "products"
+        by_line[line] += ms
+    rows = []
+    for line in {*by_line, *measured}:
+        rows.append([line, *beside(by_line.get(line), measured.get(line))])
+    return sorted(rows, key=dearest_of_row)
+
+
+def dearest_of_row(row: list) -> tuple[float, str]:
+    name, predicted, measured, ratio = row
+    return -max(predicted or 0.0, measured or 0.0), name
+
+
+def traced_line(name: str, kind: str) -> str:
+    """The line of a trace that a predicted one is set beside."""
+    if kind == "attention":
+        return "attention " + name.removeprefix("attention_")
+    return TRACED_LINES.get(kind, name)
+
+
+def launches(ledger: dict[str, Any], world: str, phase: str) -> list[tuple[str, str]]:
+    """(name, kind) of each launch of a phase, in order."""
+    walked = ledger["worlds"][world]
+    items = list(items_of(walked, walked["phases"][phase]["timeline"]))
+    tokens = tokens_at_once(items, ledger["kernels"])
+    found = []
+    for kind, *item in items:
+        if kind == "run":
+            label, count = item
+            kernel = ledger["kernels"][label]
+            found += [(line_name(kernel, tokens), kernel["kind"])] * count
+    return found
+
+
+# ---- The command
+def measured_page(path: Path, ledger: dict[str, Any], prediction: dict[str, Any], world: str, card: Card) -> str:
+    """A log or a trace beside the prediction."""
+    if path.is_dir():
+        path = path / "log.jsonl"
+    if path.suffix not in (".json", ".gz"):
+        return measured_text(prediction, world, measured_log(path, ledger))
+    trace = read_trace(path)
+    pages = []
+    for attention in card.attention:
+        rows = beside_trace(trace, ledger, world, card, attention)
+        pages.append(f"World size {world}, steps {trace.steps} of a trace beside what is predicted with "
+                     f"{attention}:")
+        pages.append(table("line | predicted ms | measured ms | measured / predicted", rows))
+    return "\n\n".join(pages) + "\n"
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("price", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ledger", nargs="?", type=Path, default=LEDGER)
+    parser.add_argument("--rates", type=Path, default=RATES)
+    parser.add_argument("--card", default="", help="[that of the ledger]")
+    parser.add_argument("--measured", type=Path,
+                        help="log.jsonl or its run directory, or trace_rank0.json.gz")
+    parser.add_argument("--world", default="8", help="world size of what was measured [8]")
+    parser.add_argument("--json", action="store_true", help="the prediction as an object")
+    args = parser.parse_args(argv)
+    try:
+        ledger = load(args.ledger)
+        rates = load(args.rates)
+        prediction = price(ledger, rates, args.card)
+        print(json.dumps(prediction, indent=1) if args.json else text(prediction))
+        if args.measured:
+            if args.world not in ledger["worlds"]:
+                walked = ", ".join(ledger["worlds"])
+                raise PriceError("--world", args.world, f"one of {walked}", "give another")
+            card = Card(rates, prediction["card"])
+            print(measured_page(args.measured, ledger, prediction, args.world, card))
+    except PriceError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
