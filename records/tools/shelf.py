@@ -4,7 +4,8 @@
     python records new --update RECORD [--bench=DIR]
     python records check [RECORD...]        python records table [--json]
 `build` computes result.json from a record's logs and from what was stated when it was made (result["stated"]); `page`
-makes the README from result.json. `new` writes both, `check` compares both."""
+makes the README from result.json. `new` writes both, `check` compares both. A prediction is made from ledgers and a
+table of rates instead of runs (prediction.py)."""
 from __future__ import annotations
 
 import argparse, datetime, difflib, hashlib, json, math, re, shutil, subprocess, tempfile
@@ -13,7 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools import ablate, compare, logs, verdict
+from tools import ablate, compare, logs, prediction, verdict
 from tools.ablate import aligned, interval
 from tools.compare import Side
 from tools.logs import Run, ToolError
@@ -105,9 +106,18 @@ def read_log(path: Path) -> Run:
         raise ToolError(f"log {path}", error, "the log of one run", "restore it, or leave it out") from None
 
 def grouped(folder: Path, stated: dict[str, Any]) -> dict[str, Side]:
-    """The logs of a record, by group."""
+    """The logs of a record, by group; a prediction has none."""
+    if predicts(stated):
+        return {}
     return {name: Side(name, [], logs.Reading([read_log(folder / "logs" / run / LOGS[0]) for run in runs], [], []))
             for name, runs in stated["groups"].items()}
+
+def predicts(stated: dict[str, Any]) -> bool:
+    """Made from ledgers, without runs."""
+    return stated["kind"] == "prediction"
+
+def rounded(result: dict[str, Any]) -> dict[str, Any]:
+    return json.loads(json.dumps(result), parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
 
 def value(run: Run, key: str) -> Any:
     """A fact of a run, wherever its log states it."""
@@ -128,6 +138,9 @@ def source_of(run: Run) -> Path:
 
 def problems(sides: dict[str, Side], stated: dict[str, Any], folder: Path) -> Iterator[tuple[str, Any, str]]:
     """(what, found, expected): why these runs cannot stand in one record, or cannot be an entry of its track."""
+    if predicts(stated):
+        yield from prediction.problems(folder, stated)
+        return
     read = [run for group in sides.values() for run in group.reading.runs]
     leaf, seen = lambda run: run.path.parent.name, {}
     for run in read:
@@ -198,10 +211,13 @@ def ablated(sides: dict[str, Side]) -> dict[str, dict[str, Any]]:
 
 def build(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> dict[str, Any]:
     """result.json of a record."""
+    if predicts(stated):
+        follows = prediction.build(folder, stated)
+        return rounded({"stated": stated, **follows, "files": hashes(folder)})
     first, base, track = sides[stated["main"]].runs[0], sides.get(stated["base"]), TRACKS.get(stated["track"])
     entry = {key: stated["entry"].get(key, value(first, key)) for key in ENTRY}
     rows, config, target = entry["table_rows"], compare.config(first), track and track.target
-    old = load(folder.parent / stated["parent"])["config"] if stated["parent"] else config
+    old = load(folder.parent / stated["parent"]).get("config", config) if stated["parent"] else config
     ablation = stated["kind"] == "ablation"
     result = compare.jsonable({
         "stated": stated, "target": target, "machine": {key: value(first, key) for key in MACHINE}, "entry": entry,
@@ -214,10 +230,12 @@ def build(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> dict[
         "bench": {name: benched(folder / name) for name in stated["bench"]}, "config": config,
         "changed": changes(old, config), "files": hashes(folder),
         "unfinished": [line for line in lines(folder / "logs" / MANIFEST, "end") if line["outcome"] != "done"]})
-    return json.loads(json.dumps(result), parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
+    return rounded(result)
 
 def page(result: dict[str, Any]) -> str:
     """The generated part of a README, from result.json alone."""
+    if predicts(result["stated"]):
+        return prediction.page(result)
     stated, groups, parent = result["stated"], result["groups"], result["stated"]["parent"]
     track = f" of track `{stated['track']}`, class {result['class']}" if stated["kind"] == "entry" else ""
     pools = [[name or "all", len(x["times"]), len(x["losses"]), x["loss"]["mean"], x["loss"]["sd"],
@@ -267,7 +285,7 @@ def write(folder: Path, stated: dict[str, Any]) -> None:
         raise ToolError(*problem, "leave runs out, or make groups or records of them; rules: records/README.md")
     if stated["parent"]:
         (folder / DIFF).write_bytes(parent_diff(folder, stated).encode())
-    if stated["kind"] != "ablation":                                        # its many curves would hide each other
+    if stated["kind"] not in ("ablation", "prediction"):                    # many curves would hide each other; none
         compare.plot({name or "all": group.runs for name, group in sides.items()}, folder / "loss.png")
     result = build(folder, stated, sides)
     (folder / "result.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -302,9 +320,21 @@ def new(args: argparse.Namespace, root: Path) -> int:
     return 0
 
 def gather(args: argparse.Namespace, staged: Path, stated: dict[str, Any]) -> None:
-    """Copy logs, manifest and sources of the runs, and note the groups."""
-    groups, sources, kept = stated["groups"], {}, staged / "logs"
+    """Copy what the record is made of and the sources, and note the groups."""
     asked = [re.fullmatch(r"(?:(\w+)=)?(.*)", item).groups() for item in args.runs]
+    sources = (prediction.gather if predicts(stated) else gather_runs)(asked, staged, stated)
+    groups = stated["groups"]
+    base = min(groups, key=lambda name: name != ablate.BASELINE) if len(groups) > 1 else None
+    stated |= {"base": base, "main": min(groups, key=lambda name: (name == base) == (stated["kind"] == "entry"))}
+    shutil.copyfile(sources[stated["main"]], staged / SOURCE)
+    for name, source in sources.items():
+        if diff := unified(staged / SOURCE, source):
+            (staged / "sources").mkdir(exist_ok=True)
+            (staged / f"sources/{name}.diff").write_bytes(diff.encode())
+
+def gather_runs(asked: list[tuple[str | None, str]], staged: Path, stated: dict[str, Any]) -> dict[str, Path]:
+    """Copy logs and manifest of the runs, and note the groups. Returns the trainer of each group."""
+    groups, sources, kept = stated["groups"], {}, staged / "logs"
     for group, log in ((group, log) for group, paths in asked for path in paths.split(",")
                        for log in sorted(Path(path).rglob(LOGS[0])) or [Path(path, LOGS[0])]):
         run, (manifest, end) = read_log(log), in_manifest(log)
@@ -320,13 +350,7 @@ def gather(args: argparse.Namespace, staged: Path, stated: dict[str, Any]) -> No
                 shutil.copyfile(source, copy)
         groups.setdefault(label, []).append(name)
         sources.setdefault(label, source_of(run))
-    base = min(groups, key=lambda name: name != ablate.BASELINE) if len(groups) > 1 else None
-    stated |= {"base": base, "main": min(groups, key=lambda name: (name == base) == (stated["kind"] == "entry"))}
-    shutil.copyfile(sources[stated["main"]], staged / SOURCE)
-    for name, source in sources.items():
-        if diff := unified(staged / SOURCE, source):
-            (staged / "sources").mkdir(exist_ok=True)
-            (staged / f"sources/{name}.diff").write_bytes(diff.encode())
+    return sources
 
 def check(args: argparse.Namespace, root: Path) -> int:
     chosen = [find(root, name) for name in args.chosen] or folders(root)
@@ -354,7 +378,9 @@ def findings(folder: Path) -> Iterator[str]:
         yield from (f"{what}: found {this}, expected {it}" for what, this, it in problems(sides, stated, folder))
         follows = build(folder, stated, sides) | {"files": result["files"]}              # compared above
         yield from (f"source of group {name!r}: {SOURCE} does not hash to the source_sha256 of its logs"
-                    for name, pool in follows["groups"].items() if source_sha256(folder, name) != pool["source_sha256"])
+                    for name, pool in follows["groups"].items()
+                    if source_sha256(folder, name) != pool["source_sha256"]
+                    and (pool["source_sha256"] or not predicts(stated)))    # a ledger may not tell its source
         for name, one, other in (("result.json", *(json.dumps(x, indent=1) for x in (result, follows))),
                                  ("README.md", text(folder / "README.md").partition(MARK)[2], page(result)),
                                  (DIFF, text(folder / DIFF), parent_diff(folder, stated))):
@@ -415,8 +441,9 @@ def main(argv: list[str]) -> int:
         sub.set_defaults(verb=verb)
         sub.add_argument("--records", type=Path, default=RECORDS, help="folder of all records")
     makes.add_argument("name", nargs="?", help="letters, digits, underscores")
-    makes.add_argument("runs", nargs="*", help="run directories, or folders of them; GROUP=PATH,... names a group")
-    makes.add_argument("--kind", choices=("entry", "comparison", "ablation"), help="[entry]")
+    makes.add_argument("runs", nargs="*", help="run directories, or folders of them; GROUP=PATH,... names a group. "
+                       "For a prediction: ledgers and a table of rates")
+    makes.add_argument("--kind", choices=("entry", "comparison", "ablation", "prediction"), help="[entry]")
     makes.add_argument("--track", choices=TRACKS)
     makes.add_argument("--entry", metavar="KEY=JSON", action="append", default=[], help=f"systems=true, or of {ENTRY}")
     makes.add_argument("--bench", type=Path, help="folder that `bench` left, to be kept in the record")
