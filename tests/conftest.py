@@ -1,6 +1,7 @@
 """What every test needs: train_gpt.py can be imported, tiny tensors pay for no threads, slow tests are asked for."""
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)                  # a shell's job behind & ignores it
     config.addinivalue_line("markers", "all: long loops, run with --all only")
     config.addinivalue_line("markers", "gpu: needs a CUDA device; `pytest -m gpu` runs them all")
+    config.addinivalue_line("markers", "gpus2: needs two CUDA devices; `pytest -m gpus2` runs them all")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -38,3 +40,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("all"):
                 item.add_marker(pytest.mark.skip(reason="a long loop: run with --all"))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say aloud what a machine without GPUs has not shown."""
+    counts = Counter()
+    for report in terminalreporter.stats.get("skipped", ()):
+        path, line, reason = report.longrepr
+        if "CUDA device" in reason:
+            counts[reason.removeprefix("Skipped: ")] += 1
+    for reason, count in counts.items():
+        terminalreporter.write_line(f"{count} tests did not run: {reason}")

@@ -1,37 +1,38 @@
-"""What only a GPU can show, in one call that prints its figures:  ./run.sh test -m gpu tests/test_gpu.py
+"""What only a GPU can show, in one call that prints its figures:  python -m pytest -m gpu -s tests
 
-bf16 against f32 and f64 on the device (forward, backward, one update), the attention that was chosen against the
-reference, the fp8 head against its emulation, sums of rows against f64, and the record preset at full size: memory by
-estimate and as measured, ms a step in the three stages, warm-up, graphs. Without a GPU the same functions are rehearsed
-on the CPU, small.
+bf16 against f32 and f64 on the device (forward, backward, one update), every operation against f64 in poisoned memory,
+ragged documents, the largest head, sums of rows in one order, and the record preset at full size: memory by estimate
+and as measured, ms a step in the three stages, graphs. With --all the whole warm-up of a run, too: minutes. Without a
+GPU the same functions are rehearsed on the CPU, small. `bench_gpu.py` times what is checked here.
 """
-import gc
 import json
-import time
 from dataclasses import replace
 from typing import NamedTuple
 
+import gpu_cases
+import gpu_steps
 import pytest
 import torch
 from common import grad_of, preset, random_batch
+from gpu_cases import BF16, F32, F64, relative
 from torch import Tensor
 
 import train_gpt as tg
 
 CPU = torch.device("cpu")
-F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
 
 def on_gpu(test):
     """Marked `gpu`, and skipped where there is none."""
-    there = torch.cuda.is_available()
-    return pytest.mark.gpu(pytest.mark.skipif(not there, reason="no CUDA device: nothing of this is known here")(test))
+    skip = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: nothing of this is known here")
+    return pytest.mark.gpu(skip(test))
 
 
 @pytest.fixture
 def gpu() -> tg.Fabric:
-    torch.cuda.set_device(0)
-    return tg.Fabric(torch.device("cuda", 0))
+    fabric = tg.Fabric(torch.device("cuda", 0))
+    fabric.enter_thread()
+    return fabric
 
 
 @pytest.fixture
@@ -40,12 +41,6 @@ def show(capsys):
         with capsys.disabled():
             print("\n" + json.dumps(figures), flush=True)
     return show
-
-
-def relative(x: Tensor, exact: Tensor) -> float:
-    """Frobenius distance in units of the exact tensor's norm."""
-    exact = exact.detach().double()
-    return float((x.detach().double() - exact).norm() / exact.norm().clamp_min(1e-300))
 
 
 # ------ bf16 against f32 and f64 --------------------------------------------------------------------------------------
@@ -150,6 +145,34 @@ def test_bf16_against_f32_and_f64_rehearsed(show):
     check_dtypes(compare_dtypes(cfg, tg.Fabric(CPU), tg.attention_reference, compiled=0, tokens=128), lambda **_: None)
 
 
+# ------ Every operation -----------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def lab() -> gpu_cases.Lab:
+    fabric = tg.Fabric(torch.device("cuda", 0))
+    fabric.enter_thread()
+    seed = torch.seed() % 2**31                                               # fresh inputs, and printed
+    print(f"inputs of seed {seed}")
+    return gpu_cases.Lab(fabric, gpu_cases.SMALL_CARD, seed, "inductor")
+
+
+@on_gpu
+@pytest.mark.parametrize("make", gpu_cases.CASES, ids=lambda make: make.__name__)
+def test_an_operation_against_f64(lab, show, make):
+    if make not in gpu_cases.makers(lab):
+        pytest.skip(f"no fp8 at capability {torch.cuda.get_device_capability(0)}")
+    found = gpu_cases.check(make(lab), lab.device)
+    show(**found)
+    assert all(found["poisoned"].values()) and not found["wrong"]
+
+
+@pytest.mark.parametrize("make", gpu_cases.CASES, ids=lambda make: make.__name__)
+def test_an_operation_rehearsed(make):
+    lab = gpu_cases.Lab(tg.Fabric(CPU), gpu_cases.TINY, 0, None)
+    found = gpu_cases.check(make(lab), CPU)
+    assert all(found["poisoned"].values()) and not found["wrong"]
+
+
 # ------ Attention -----------------------------------------------------------------------------------------------------
 
 ENDS = {                                 # documents in one flattened batch: ragged, one alone, empty ones, none cut
@@ -195,7 +218,7 @@ def test_the_chosen_attention_rehearsed():
             assert max(attention_errors(tg.attention_reference, tg.Fabric(CPU), ends, window, 2, 16)) < 8 * 2**-8
 
 
-# ------ The fp8 head --------------------------------------------------------------------------------------------------
+# ------ The head ------------------------------------------------------------------------------------------------------
 
 def head_results(fabric: tg.Fabric, precision: str, rows: int, width: int, columns: int, weight: float) -> list[Tensor]:
     """Losses and both gradients of the head at sizes of the record preset's kind."""
@@ -230,6 +253,52 @@ def test_the_fp8_head_against_its_emulation(gpu, show):
     if torch.cuda.get_device_capability(0) < (8, 9):
         pytest.skip(f"no fp8 at capability {torch.cuda.get_device_capability(0)}: the head is bf16 here")
     compare_heads(gpu, 4096, 768, 50_304, show)
+
+
+def largest_head(fabric: tg.Fabric, precision: str, rows: int, width: int, columns: int, compiled: bool) -> list[float]:
+    """Errors of the last rows where their logits lie beyond 2^31 elements: losses, gradients of y; then of all of w."""
+    generator = torch.Generator(fabric.device).manual_seed(0)
+    y = torch.randn(rows, width, generator=generator, device=fabric.device)
+    w = 0.05 * torch.randn(width, columns, generator=generator, device=fabric.device)
+    y = tg.rms_norm(y).bfloat16().requires_grad_()
+    w = w.bfloat16().requires_grad_()
+    targets = torch.randint(columns, (1, rows), generator=generator, device=fabric.device)
+    one = torch.ones(1, device=fabric.device)
+
+    def loss(y: Tensor, w: Tensor) -> Tensor:
+        return tg.HeadLoss.apply(y, w, targets, one, one[0], precision, BF16)
+
+    if compiled:
+        loss = torch.compile(loss, dynamic=False, fullgraph=True)
+    losses = loss(y, w)
+    losses.sum().backward()
+    exact = gpu_cases.exact_head(precision == "fp8")
+    last = slice(rows - 64, rows)
+    exact_y = y.detach().double()
+    exact_w = w.detach().double()
+    seeds = one.double().expand(rows)
+    _, _, grad_w = exact(exact_y, exact_w, targets, one.double(), seeds)
+    of_last, grad_y, _ = exact(exact_y[last], exact_w, targets[:, last], one.double(), seeds[last])
+    return [relative(losses[last], of_last), relative(y.grad[last], grad_y), relative(w.grad, grad_w)]
+
+
+@on_gpu
+def test_the_head_beyond_two_to_the_31_logits(gpu, show):
+    """Those of the third stage."""
+    rows = 49_152
+    if gpu.free_memory() < 30e9:
+        pytest.skip("too little memory")
+    precision = tg.head_precision(preset("record"), gpu)
+    errors = largest_head(gpu, precision, rows, 768, 50_304, compiled=True)
+    show(head=precision, rows=rows, errors=errors)
+    assert errors[0] < 4e-3 and max(errors[1:]) < 0.06
+    torch.cuda.empty_cache()
+
+
+def test_the_largest_head_rehearsed():
+    for precision in ("fp8", "plain"):
+        errors = largest_head(tg.Fabric(CPU), precision, 128, 32, 256, compiled=False)
+        assert errors[0] < 4e-3 and max(errors[1:]) < 0.06
 
 
 def test_the_fp8_head_rehearsed():
@@ -292,126 +361,36 @@ def test_sums_of_rows_rehearsed():
 
 # ------ The record preset at full size --------------------------------------------------------------------------------
 
-class Started(NamedTuple):
-    """A run up to where the clock would start."""
-    cfg: tg.Config
-    fabric: tg.Fabric
-    schedule: tg.Schedule
-    executor: tg.Executor
-    kernel: object
-    headers: list
-    figures: dict
-
-
-def graphs() -> int:
-    return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-
-def start(name: str, fabric: tg.Fabric, tokens: int, vocab: int, **changes) -> Started:
-    """Everything that run() does before the race, on tokens of a formula. Raises RunError if it does not fit."""
-    import torch._dynamo.utils
-    formula = f"formula:{vocab}:{vocab - 1}:{tokens}:1"
-    cfg = preset(name, vocab_size=vocab, document_start=vocab - 1, train_files=formula, val_files=formula, **changes)
-    schedule, headers, before = tg.Schedule(cfg), tg.find_shards(formula), graphs()
-    attention, kernel = tg.choose_attention(fabric, getattr(torch, cfg.dtype), cfg.head_dim)
-    precision = tg.head_precision(cfg, fabric)
-    slots_at_once, estimate = tg.fit_memory(cfg, fabric, kernel)
-    executor = tg.Executor(cfg, fabric, kernel, precision, slots_at_once)
-    began = time.perf_counter()
-    tg.warm_up(cfg, fabric, schedule, executor)
-    fabric.synchronize()
-    figures = dict(hardware=tg.hardware(fabric), attention=attention, head=precision,
-                   slots_at_once=executor.slots_at_once, warm_up_s=round(time.perf_counter() - began, 1),
-                   graphs=graphs() - before, estimate_mib={part: size >> 20 for part, size in estimate.items()})
-    return Started(cfg, fabric, schedule, executor, kernel, headers, figures)
-
-
-def parted(run: Started) -> bool:
-    """Whether head and embedding are two by now: the split gives the embedding the head's count of updates."""
-    return run.executor.optimizer.adam_steps["embed"] > 0
-
-
-def peak_mib(fabric: tg.Fabric) -> int:
-    return torch.cuda.max_memory_allocated(fabric.device) >> 20 if fabric.on_cuda else 0
-
-
-def stage_figures(run: Started, stage: int, cycles: int) -> dict:
-    """ms a step, the memory's estimate and peak, and graphs that were compiled on the way, in one stage."""
-    cfg, fabric, schedule = run.cfg, run.fabric, run.schedule
-    first = schedule.stage_starts[stage] // 2 * 2
-    even = first + 2                                                          # the first cycle may hold the split
-    steps = [schedule.at(step) for step in (first, first + 1, *(even, even + 1) * cycles)]
-    loader = tg.Loader(replace(cfg, epochs=0), fabric, run.headers, steps)
-    loader.start()
-    losses = [tg.train_step(run.executor, loader, values) for values in steps[:4]]
-    before = graphs()
-    if fabric.on_cuda:
-        torch.cuda.reset_peak_memory_stats()
-    fabric.synchronize()
-    began = time.perf_counter()
-    losses += [tg.train_step(run.executor, loader, values) for values in steps[4:]]
-    fabric.synchronize()
-    ms = (time.perf_counter() - began) * 1000 / len(steps[4:])
-    loader.close()
-    row = cfg.stages[stage]
-    only = replace(cfg, stages=(row, row), val_batch_tokens=16 * cfg.num_slots)
-    estimate = sum(tg.memory_estimate(only, fabric, run.kernel, run.executor.slots_at_once).values()) >> 20
-    mean = [float(loss.slot_sums.sum()) / loss.tokens for loss in losses]
-    return dict(stage=stage, tokens=row.batch_tokens, ms_per_step=round(ms, 2), estimate_mib=estimate,
-                peak_mib=peak_mib(fabric), new_graphs=graphs() - before, first_loss=mean[0], last_loss=mean[-1])
-
-
-def evaluation_figures(run: Started) -> dict:
-    end = run.schedule.at(run.schedule.end_step)
-    data = tg.ValidationSet(replace(run.cfg, val_tokens=run.cfg.val_batch_tokens), run.fabric, run.headers)
-    run.executor.evaluate(data.batches(end), end)
-    before = graphs()
-    if run.fabric.on_cuda:
-        torch.cuda.reset_peak_memory_stats()
-    began = time.perf_counter()
-    loss = run.executor.evaluate(data.batches(end), end)
-    return dict(evaluation_s_per_block=round(time.perf_counter() - began, 3), tokens=run.cfg.val_batch_tokens,
-                loss=loss, estimate_mib=sum(run.figures["estimate_mib"].values()), peak_mib=peak_mib(run.fabric),
-                new_graphs=graphs() - before)
-
-
 def check_stage(found: dict) -> None:
-    assert found["new_graphs"] == 0, "compiled after the warm-up"
+    assert found["new_graphs"] == 0, "compiled behind the first two cycles"
     assert 0 < found["last_loss"] < 1.2 * found["first_loss"], "a training step makes it worse"
 
 
 @pytest.fixture(scope="module")
-def record() -> Started:
-    """One warm-up for all that follows: minutes."""
-    torch.cuda.set_device(0)
-    gc.collect()
-    torch.cuda.empty_cache()                                                  # what is cached does not count as free
+def record() -> gpu_steps.Started:
+    fabric = tg.Fabric(torch.device("cuda", 0))
+    fabric.enter_thread()
     try:
-        return start("record", tg.Fabric(torch.device("cuda", 0)), 8_000_000, tg.GPT2_VOCAB)
+        return gpu_steps.open_run("record", fabric, 8_000_000, tg.GPT2_VOCAB)
     except tg.RunError as error:
         pytest.skip(f"the record preset does not fit: {error}")
-
-
-@on_gpu
-def test_the_record_preset_warms_up(record, show):
-    show(**record.figures)
-    assert not parted(record) and record.figures["graphs"] > 0
 
 
 @on_gpu
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_stage_of_the_record_preset(record, show, stage):
     """In the order of the run, the split included. The peak must stay within the room that the estimate would take."""
-    found = stage_figures(record, stage, cycles=6)
-    show(**found)
+    found = gpu_steps.measure_stage(record, stage, cycles=4)
+    found["profile"]["rows"] = found["profile"]["rows"][:10]
+    show(**record.figures, **found)
     check_stage(found)
-    assert parted(record) == (stage >= record.cfg.split_stage)
+    assert gpu_steps.parted(record) == (stage >= record.cfg.split_stage)
     assert 0.4 * found["estimate_mib"] < found["peak_mib"] < found["estimate_mib"] / tg.MEMORY_SHARE
 
 
 @on_gpu
 def test_the_evaluation_of_the_record_preset(record, show):
-    found = evaluation_figures(record)
+    found = gpu_steps.measure_evaluation(record)
     show(**found)
     assert found["new_graphs"] == 0 and found["peak_mib"] < found["estimate_mib"] / tg.MEMORY_SHARE
 
@@ -420,25 +399,35 @@ def test_the_evaluation_of_the_record_preset(record, show):
 def test_the_record_preset_ends_as_it_began(record):
     """Restored to a snapshot, the same steps give the same losses: nothing that runs on the device is left out."""
     saved = record.executor.snapshot()
+    last = record.schedule.stage_starts[2]
+    steps = [record.schedule.at(last + last % 2 + number) for number in range(2)]
     firsts = []
     for _ in range(2):
-        loader = tg.Loader(replace(record.cfg, epochs=0), record.fabric, record.headers,
-                           [record.schedule.at(step) for step in (1510, 1511)])
+        loader = tg.Loader(record.cfg, record.fabric, record.headers, steps)
         loader.start()
-        values = record.schedule.at(1510)
-        firsts.append(record.executor.forward_backward(loader.next(values), values).slot_sums.cpu())
-        record.executor.optim_step(values)
+        losses = record.executor.forward_backward(loader.next(steps[0]), steps[0])
+        firsts.append(losses.slot_sums.cpu())
+        record.executor.optim_step(steps[0])
         loader.close()
         record.executor.restore(saved)
     assert relative(*firsts) < 1e-3, "to rounding: sums on a GPU have no order"
 
 
-def test_the_stages_rehearsed():
-    run = start("tiny", tg.Fabric(CPU), 60_000, 512)
-    assert run.figures["graphs"] == 0 and run.figures["warm_up_s"] >= 0
+@on_gpu
+@pytest.mark.all
+def test_the_whole_warm_up_of_the_record_preset(record, show):
+    """Minutes of compiling; behind it no stage compiles anything."""
+    show(**gpu_steps.warm_up(record))
     for stage in range(3):
-        found = stage_figures(run, stage, cycles=2)
+        assert gpu_steps.measure_stage(record, stage, cycles=1, profiled=False)["graphs"] == 0
+
+
+def test_the_stages_rehearsed():
+    run = gpu_steps.open_run("tiny", tg.Fabric(CPU), 60_000, 512)
+    assert gpu_steps.warm_up(run)["graphs"] == 0 and not gpu_steps.parted(run)
+    for stage in range(3):
+        found = gpu_steps.measure_stage(run, stage, cycles=1, profiled=False)
         check_stage(found)
-        assert parted(run) == (stage >= run.cfg.split_stage) and found["ms_per_step"] > 0
-    assert evaluation_figures(run)["new_graphs"] == 0
+        assert gpu_steps.parted(run) == (stage >= run.cfg.split_stage) and found["ms_per_step"] > 0
+    assert gpu_steps.measure_evaluation(run)["new_graphs"] == 0
     json.dumps([run.figures, found])

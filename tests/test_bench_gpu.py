@@ -1,0 +1,299 @@
+"""The day with a GPU, without one: bench_gpu.py runs on the CPU at tiny sizes, and what it must catch is planted."""
+import json
+import subprocess
+import sys
+import types
+
+import bench_gpu
+import gpu_cases
+import gpu_steps
+import pytest
+import torch
+from common import RECIPE_PARAMETERS, ROOT, preset
+from gpu_cases import PLAIN, TINY, TRAINER
+
+import train_gpt as tg
+
+CPU = torch.device("cpu")
+FABRIC = tg.Fabric(CPU)
+
+
+@pytest.fixture
+def lab() -> gpu_cases.Lab:
+    return gpu_cases.Lab(FABRIC, TINY, 1, None)
+
+
+def bench(folder, *flags: str) -> tuple[int, dict, str]:
+    """Exit status, figures and text of a call."""
+    status = bench_gpu.main(["--device=cpu", f"--out={folder}", *flags])
+    return status, json.loads((folder / "bench.json").read_text()), (folder / "bench.txt").read_text()
+
+
+# ------ The whole -----------------------------------------------------------------------------------------------------
+
+def test_the_bench_on_a_cpu(tmp_path, capsys):
+    status, figures, text = bench(tmp_path)
+    assert (status, figures["wrong"], figures["left_out"]) == (0, [], []), text
+    assert capsys.readouterr().out.strip() == text.strip(), "what is printed is what is kept"
+    assert "no time below says anything of a GPU" in text
+
+    names = [row["name"] for row in figures["kernels"]]
+    assert len(names) == len(gpu_cases.CASES) == len(set(names))
+    for row in figures["kernels"]:
+        assert all(row["poisoned"].values()) and row["name"] in text
+        assert all(time["n"] == bench_gpu.TINY_ROUNDS and time["ms"] > 0 for time in row["times"].values())
+    stages = figures["steps"]["stages"]
+    assert [stage["stage"] for stage in stages] == [0, 1, 2]
+    for stage in stages:
+        assert stage["tokens_per_s"] > 0 and stage["new_graphs"] == 0
+    assert stages[0]["profile"]["rows"][0]["ms"] > 0 and "aten::mm" in text
+    assert figures["steps"]["evaluation"]["s_per_block"] > 0
+    assert figures["seed"] >= 0 and figures["source_sha256"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+def test_without_a_gpu_it_says_so(tmp_path, capsys):
+    assert bench_gpu.main([f"--out={tmp_path / 'out'}"]) == 2
+    said = capsys.readouterr().err
+    assert [line.split(":")[0].strip() for line in said.splitlines()] == ["bench_gpu", "found", "expected", "do"]
+    assert "no CUDA device" in said and "--device=cpu" in said
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_there_is_no_time_for_is_left_out_aloud(tmp_path, capsys):
+    status, figures, text = bench(tmp_path, "--limit=0", "--only=kernels")
+    assert status == 0 and figures["kernels"] == []
+    assert figures["left_out"] == [make.__name__ for make in gpu_cases.CASES]
+    assert text.count("left out for lack of time") == len(gpu_cases.CASES)
+
+
+def test_a_case_that_fails_leaves_the_others_alone(tmp_path, monkeypatch, capsys):
+    def broken(lab: gpu_cases.Lab) -> gpu_cases.Case:
+        raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.\nMore.")
+
+    monkeypatch.setattr(gpu_cases, "CASES", (broken, gpu_cases.row_sums))
+    status, figures, text = bench(tmp_path, "--only=kernels")
+    assert status == 1 and [row["name"] for row in figures["kernels"]] == ["sums of rows"]
+    assert figures["wrong"] == ["broken: OutOfMemoryError: Tried to allocate 20.00 GiB. More."] and "WRONG" in text
+
+
+def test_a_preset_that_does_not_fit_is_a_result(tmp_path, monkeypatch, capsys):
+    def refuse(*_):
+        raise tg.RunError("memory", "1 GiB to use", "room for more", "a larger device")
+
+    monkeypatch.setattr(tg, "fit_memory", refuse)
+    status, figures, text = bench(tmp_path, "--only=steps")
+    assert status == 0 and "1 GiB to use" in figures["steps"]["refused"] and "1 GiB to use" in text
+
+
+@pytest.mark.parametrize("flag", ["--only=kernel", "--device=tpu"])
+def test_flags_that_cannot_work(flag, capsys):
+    with pytest.raises(SystemExit) as ended:
+        bench_gpu.main([flag])
+    assert ended.value.code == 2 and flag.partition("=")[2] in capsys.readouterr().err
+
+
+# ------ On a card that is not there -----------------------------------------------------------------------------------
+
+WALK = """
+import sys
+sys.path[:0] = sys.argv[1:3]
+import phantom
+with phantom.install("H100", phantom.Recorder()):
+    import bench_gpu
+    sys.exit(bench_gpu.main(sys.argv[3:]))
+"""
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("flags", [["--only=kernels", "--backend=eager"], ["--only=steps", "--stages=1", "--cycles=1"]])
+def test_the_bench_walks_on_fake_tensors(tmp_path, flags):
+    """Everything but numbers and the profiler: its first minute on a card is not spent on typing errors."""
+    rehearse = pytest.importorskip("rehearse")
+    if rehearse.why_not():
+        pytest.skip(rehearse.why_not())
+    paths = [str(ROOT), str(ROOT / "tests")]
+    command = [sys.executable, "-c", WALK, *paths, f"--out={tmp_path}", "--limit=100000", *flags]
+    done = subprocess.run(command, capture_output=True, text=True)
+    figures = json.loads((tmp_path / "bench.json").read_text())
+    assert done.returncode == 0 and not figures["wrong"] and not figures["left_out"], done.stdout + done.stderr
+    assert figures["card"] == "NVIDIA H100 80GB HBM3"
+    if "--only=kernels" in flags:
+        assert len(figures["kernels"]) == len(gpu_cases.CASES)
+    else:
+        assert [stage["stage"] for stage in figures["steps"]["stages"]] == [0]
+
+
+# ------ What a check must catch ---------------------------------------------------------------------------------------
+
+def with_way(case: gpu_cases.Case, call) -> gpu_cases.Case:
+    return case._replace(ways={TRAINER: call}, kernel="planted")
+
+
+def planted(lab: gpu_cases.Lab) -> dict[str, tuple[gpu_cases.Case, str]]:
+    """Mistakes on purpose, and what is said of each."""
+    def half_written(n, up, down, seed):
+        outputs = mlp.ways[PLAIN](n, up, down, seed)
+        result = torch.empty_like(outputs[0])
+        result[:-1] = outputs[0][:-1]                                         # the last row is never stored
+        return [result, *outputs[1:]]
+
+    def wrong_gradient(n, up, down, seed):
+        out, grad_n, grad_up, grad_down = mlp.ways[PLAIN](n, up, down, seed)
+        return [out, grad_n, 1.03 * grad_up, grad_down]
+
+    def reads_behind(sums, index, grad):
+        behind = torch.as_strided(grad, (len(grad) + 1, grad.shape[1]), grad.stride(), grad.storage_offset())
+        tg.add_rows(sums, index, grad)
+        sums[0] += 0 * behind[-1]                                             # finite but for what lies behind
+        return [sums]
+
+    def writes_behind(sums, index, grad):
+        tg.add_rows(sums, index, grad)
+        behind = torch.as_strided(sums, (len(sums) + 1, sums.shape[1]), sums.stride(), sums.storage_offset())
+        behind[-1] = 0.0
+        return [sums]
+
+    def one_line_short(sums, index, grad):
+        tg.add_rows(sums, index[:-1], grad[:-1])
+        return [sums]
+
+    def wider_window(q, k, v, bounds, seed):
+        return gpu_cases.attention(lab, "", TINY.short + 1).ways[PLAIN](q, k, v, bounds, seed)
+
+    mlp = gpu_cases.mlp(lab)
+    rows = gpu_cases.row_sums(lab)
+    return {
+        "half written": (with_way(mlp, half_written), "output 0 is off by nan"),
+        "wrong gradient": (with_way(mlp, wrong_gradient), "output 2 is off"),
+        "reads behind": (with_way(rows, reads_behind), "output 0 is off by nan"),
+        "writes behind": (with_way(rows, writes_behind), "writes in front of an input or behind it"),
+        "one line short": (with_way(rows, one_line_short), "output 0 is off"),
+        "wider window": (with_way(gpu_cases.short_attention(lab), wider_window), "output 0 is off"),
+    }
+
+
+@pytest.mark.parametrize("mistake", ["half written", "wrong gradient", "reads behind", "writes behind",
+                                     "one line short", "wider window"])
+def test_a_planted_mistake_is_caught_and_named(lab, mistake):
+    case, said = planted(lab)[mistake]
+    wrong = gpu_cases.check(case, CPU)["wrong"]
+    assert len(wrong) >= 1 and f"{case.name}, trainer: {said}" in wrong[0]
+
+
+@pytest.mark.parametrize("make", [gpu_cases.row_sums])
+def test_a_compiled_way_is_checked_too(make):
+    """By Dynamo alone; the other cases, and autograd's part of the compiler, with --all."""
+    check_compiled(make, "eager")
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("make", gpu_cases.CASES, ids=lambda make: make.__name__)
+def test_every_compiled_way(make):
+    check_compiled(make, "aot_eager")
+
+
+def check_compiled(make, backend: str) -> None:
+    lab = gpu_cases.Lab(FABRIC, TINY, 2, backend)
+    case = make(lab)
+    found = gpu_cases.check(case, CPU)
+    assert not found["wrong"]
+    assert gpu_cases.time_ways(case, CPU, 1).keys() == case.ways.keys() == found["errors"].keys()
+    assert TRAINER in case.ways
+
+
+# ------ Figures -------------------------------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("ends, window", [([0, 1], 3), ([0, 4, 4, 9, 30], 3), ([0, 50], 7), ([0, 50], 60)])
+def test_pairs_of_query_and_key_are_counted(ends, window):
+    pairs = 0
+    for first, end in zip(ends, ends[1:]):
+        for query in range(first, end):
+            pairs += sum(first <= key <= query and query - key <= window for key in range(end))
+    assert gpu_cases.seen_keys(ends, window) == pairs
+
+
+def test_the_model_s_work():
+    """Products: 6 flops a token and weight of every matrix; attention: by pairs, layer by layer."""
+    cfg = preset("record", vocab_size=tg.GPT2_VOCAB, document_start=50_256)
+    matrices = [torch.Size(shape).numel() for label, shape, *_ in RECIPE_PARAMETERS
+                if label in ("attn", "mlp", "lm_head")]
+    assert gpu_steps.product_flops(cfg) == 6 * sum(matrices)
+
+    values = tg.Schedule(cfg).at(0)
+    document = torch.tensor([[0, 100]], dtype=torch.int32)                    # shorter than every window
+    alone = 100 * 101 // 2
+    paired = 200 * 201 // 2
+    kinds = [layer.attention for layer in tg.LAYERS]
+    of_paired = kinds.count("paired") * 3 * (paired - (200 - 129) * (200 - 128) // 2)       # 129 keys at most
+    pairs = kinds.count("plain") * 6 * alone + of_paired
+    expected = values.slot_tokens * 6 * sum(matrices) + 14 * 128 * pairs
+    assert gpu_steps.model_flops(cfg, values, document) == pytest.approx(expected, rel=1e-12)
+
+
+def test_shares_of_a_ceiling(lab):
+    case = gpu_cases.product(lab)._replace(moved=3_000_000, flops=10_000_000)
+    peaks = dict(memory=3e12, bfloat16=1e15)
+    assert gpu_cases.shares(case, 0.002, peaks) == pytest.approx(dict(bandwidth=0.5, products=0.005))
+    assert gpu_cases.shares(case, 0.0, peaks) == gpu_cases.shares(case, 1.0, {}) == {}
+
+
+def test_peaks_are_read_from_the_rates(tmp_path, monkeypatch):
+    rates = dict(cards=dict(H100=dict(rates=dict(memory=dict(peak=3.35e12, share=0.9)))))
+    monkeypatch.setattr(gpu_cases, "RATES", tmp_path / "rates.json")
+    assert gpu_cases.peaks_of("NVIDIA H100 80GB HBM3") == {}
+    (tmp_path / "rates.json").write_text(json.dumps(rates))
+    assert gpu_cases.peaks_of("NVIDIA H100 80GB HBM3") == dict(memory=3.35e12)
+    assert gpu_cases.peaks_of("another card") == {}
+
+
+def fake_price(ms: float) -> types.ModuleType:
+    """What bench_gpu.py asks tests/price.py for."""
+    def price(ledger, rates, card):
+        stage = dict(even=dict(ms=ms), odd=dict(ms=ms), mean=dict(ms=ms))
+        return dict(worlds={"1": dict(FA2=dict(stages={"stage 1": stage}))})
+
+    module = types.ModuleType("price")
+    module.LEDGER = dict(card="H100")
+    module.RATES = dict(cards=dict(H100={}))
+    module.load = dict
+    module.price = price
+    return module
+
+
+def test_measured_beside_predicted(monkeypatch):
+    monkeypatch.setitem(sys.modules, "price", fake_price(250.0))
+    stages, source = bench_gpu.predictions("NVIDIA H100 80GB HBM3", "torch varlen")
+    assert source == "by tests/price.py for one H100 with FA2" and list(stages) == ["stage 1"]
+    times = dict(ms=300.0, least=290.0, most=310.0)
+    found = dict(stage=0, tokens=131_072, ms_per_step=300.0, even=times, odd=times, tokens_per_s=4e5, tflop=91.0,
+                 first_cycle_s=60.0, graphs=4, new_graphs=0, peak_mib=20_000, estimate_mib=19_000, first_loss=10.8,
+                 last_loss=9.0)
+    lines = bench_gpu.stage_lines(found, stages["stage 1"])
+    assert lines[-1].endswith("predicted: 250.00 ms a step, even 250.00, odd 250.00; measured / predicted 1.200")
+    assert len(bench_gpu.stage_lines(found, {})) == len(lines) - 1
+
+
+def test_no_prediction_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "price", None)
+    found, why = bench_gpu.predictions("NVIDIA H100 80GB HBM3", "FA3")
+    assert found == {} and why.startswith("no prediction: ")
+
+
+class FakeEvent:
+    """As the profiler gives them: a kernel of a GPU, or a note that someone made there."""
+    def __init__(self, name: str, us: float, device: str = "CUDA", note: bool = False) -> None:
+        self.name = name
+        self.device_type = types.SimpleNamespace(name=device)
+        self.is_user_annotation = note
+        self.time_range = types.SimpleNamespace(start=0, end=us, elapsed_us=lambda: us)
+        self.self_cpu_time_total = us
+
+
+def test_a_profile_by_kernel():
+    events = [FakeEvent("gemm", 300.0), FakeEvent("norm", 100.0), FakeEvent("gemm", 500.0),
+              FakeEvent("ProfilerStep#4", 900.0, note=True), FakeEvent("aten::mm", 5.0, "CPU"),
+              FakeEvent("ProfilerStep#4", 900.0, "CPU")]
+    rows = gpu_steps.rows_of_profile(events, 2, on_cuda=True)
+    assert rows == [dict(name="gemm", calls=1.0, ms=0.4), dict(name="norm", calls=0.5, ms=0.05)]
+    assert gpu_steps.rows_of_profile(events, 2, on_cuda=False) == [dict(name="aten::mm", calls=0.5, ms=0.0025)]
