@@ -217,7 +217,7 @@ def beside_trace(trace: Path, card: str, attention: str) -> tuple[list[list], st
         ledger = price.load(price.LEDGER)
         name = next((known for known in rates["cards"] if known in card), ledger["card"])
         kind = "FA3" if attention == "FA3" else "FA2"
-        rows = price.beside_trace(price.read_trace(trace), ledger, rates, "1", price.Card(rates, name), kind)
+        rows = price.beside_trace(price.read_trace(trace), ledger, "1", price.Card(rates, name), kind)
         return rows, "predicted and measured ms a step, measured / predicted, by line"
     except Exception as error:                                                # the trace is kept, for another day
         return [], f"no prediction by line: {words_of(error)}"

@@ -274,10 +274,31 @@ def test_measured_beside_predicted(monkeypatch):
     assert len(bench_gpu.stage_lines(found, {})) == len(lines) - 1
 
 
-def test_no_prediction_is_said(monkeypatch):
+def test_the_committed_ledger_predicts_one_gpu(tmp_path):
+    """Kernel by kernel, too: of a trace with one kernel in the first cycle behind the start."""
+    price = pytest.importorskip("price")
+    if not price.LEDGER.exists():
+        pytest.skip("no ledger")
+    stages, source = bench_gpu.predictions("NVIDIA H100 80GB HBM3", "torch varlen")
+    assert source == "by tests/price.py for one H100 with FA2"
+    for name in ("stage 1", "stage 2", "stage 3"):
+        assert stages[name]["even"]["ms"] > 0 and stages[name]["odd"]["ms"] > 0 and stages[name]["mean"]["ms"] > 0
+
+    events = [dict(name="ProfilerStep#2", ts=0, dur=10), dict(name="ProfilerStep#3", ts=10, dur=10),
+              dict(name="planted_kernel", cat="kernel", ts=0, dur=8000)]
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps(dict(traceEvents=events)))
+    rows, remark = bench_gpu.beside_trace(trace, "NVIDIA H100 80GB HBM3", "torch varlen")
+    assert rows and "by line" in remark, remark
+    assert any(measured == pytest.approx(4.0) for _, _, measured, _ in rows)
+
+
+def test_no_prediction_is_said(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "price", None)
     found, why = bench_gpu.predictions("NVIDIA H100 80GB HBM3", "FA3")
     assert found == {} and why.startswith("no prediction: ")
+    rows, why = bench_gpu.beside_trace(tmp_path / "no trace", "NVIDIA H100 80GB HBM3", "FA3")
+    assert rows == [] and why.startswith("no prediction by line: ")
 
 
 class FakeEvent:
