@@ -34,7 +34,6 @@ KERNELS_SHARE = 0.45                     # of the limit, at most, if steps are t
 STAGE_S = 45.0                           # what a stage takes at least on a card, most of it compiling
 ROUNDS, CYCLES = 15, 6                   # timings of each way; timed cycles of a stage
 TINY_ROUNDS, TINY_CYCLES = 2, 1
-BIG_CARD = 60 << 30                      # bytes, for the sizes of the first stage: f64 takes 34 GiB of them
 DEAREST = 25                             # kernels of a profile that the text shows; the JSON has all
 FORMULA_TOKENS = 8_000_000
 
@@ -310,7 +309,7 @@ def bench(args: argparse.Namespace, fabric: tg.Fabric, report: Report) -> None:
     card = "CPU"
     if on_cuda:
         properties = torch.cuda.get_device_properties(fabric.device)
-        sizes = gpu_cases.RECORD if properties.total_memory >= BIG_CARD else gpu_cases.SMALL_CARD
+        sizes = gpu_cases.sizes_of(properties.total_memory)
         backend = backend or "inductor"
         card = properties.name
     peaks = gpu_cases.peaks_of(card)

@@ -54,7 +54,13 @@ class Sizes(NamedTuple):
 
 RECORD = Sizes(16_384, 768, 6, 128, 3072, 50_304, 251_520, 40, 22, 128, 384, 2048)       # the first stage, one rank
 SMALL_CARD = RECORD._replace(tokens=4096, rows=50_304, squares=8, talls=6)              # for less than 60 GiB
+BIG_CARD = 60 << 30                      # bytes: with f64, the first stage's head takes up to 34 GiB
 TINY = Sizes(96, 64, 4, 16, 128, 256, 320, 2, 2, 5, 12, 40)
+
+
+def sizes_of(memory: int) -> Sizes:
+    """For a card with that many bytes."""
+    return RECORD if memory >= BIG_CARD else SMALL_CARD
 
 
 class Case(NamedTuple):
@@ -126,8 +132,9 @@ def framed(x: Tensor) -> tuple[Tensor, Tensor]:
 def frame_is_whole(whole: Tensor) -> bool:
     if not whole.is_floating_point():
         return True
-    edges = torch.cat((whole[:FRAME], whole[-FRAME:]))
-    return bool((edges.view(torch.uint8) == 255).all())
+    before = whole[:FRAME].view(torch.uint8)
+    behind = whole[-FRAME:].view(torch.uint8)
+    return bool((before == 255).all() and (behind == 255).all())
 
 
 # ------ Checks --------------------------------------------------------------------------------------------------------

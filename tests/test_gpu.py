@@ -153,7 +153,8 @@ def lab() -> gpu_cases.Lab:
     fabric.enter_thread()
     seed = torch.seed() % 2**31                                               # fresh inputs, and printed
     print(f"inputs of seed {seed}")
-    return gpu_cases.Lab(fabric, gpu_cases.SMALL_CARD, seed, "inductor")
+    sizes = gpu_cases.sizes_of(torch.cuda.get_device_properties(fabric.device).total_memory)
+    return gpu_cases.Lab(fabric, sizes, seed, "inductor")
 
 
 @on_gpu
