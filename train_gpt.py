@@ -2058,9 +2058,183 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_le
     return varlen_attn(q, k, v, *both_sides, scale=scale, window_size=(window, 0))
 
 
-def relu_sq_mlp(n: Tensor, up: Tensor, down: Tensor) -> Tensor:
+# ---- Products with weights that own a main_grad: the gradient adds up there, and autograd gets None (design 5).
+TOLD = "grad_added_to_main_grad"         # a weight with this attribute is told of its writes, and its hooks run
+
+
+@torch.library.custom_op("train_gpt::add_product", mutates_args=("main_grad", "written"))
+def add_product(main_grad: Tensor, written: Tensor, part: int, a: Tensor, b: Tensor | None) -> None:
+    """main_grad (+)= a^T b: the first write of a part since its clear overwrites whatever stands there.
+
+    main_grad  (R, C) one matrix of a buffer: f32, f64, or the type of a and b; in this type it adds
+    written    (parts,) i64 on the CPU: writes of each part since the clear, counted here
+    a, b       (N, R), (N, C); b None: a is the finished product, (R, C)
+    The count is read on the CPU, so that first and further writes are one graph.
+    """
+    times_old = min(int(written[part]), 1)                                    # 0: what stands there is not read
+    written[part] += 1
+    kept_in = main_grad.dtype
+    if b is None and times_old == 0:
+        main_grad.copy_(a)
+    elif b is None:
+        main_grad.add_(a)
+    elif a.dtype == kept_in:
+        main_grad.addmm_(a.t(), b, beta=times_old)
+    elif a.is_cuda:                                                           # no copy: the product itself adds in f32
+        torch.addmm(main_grad, a.t(), b, out_dtype=kept_in, beta=times_old, out=main_grad)
+    else:
+        main_grad.addmm_(a.t().to(kept_in), b.to(kept_in), beta=times_old)
+
+
+class DelayedProducts:
+    """Weight gradients that wait for `flush`, with what they need. For forks: the trainer delays nothing."""
+
+    def __init__(self) -> None:
+        self.waiting: list[tuple[Owned, Tensor, Tensor]] = []
+
+    def flush(self) -> None:
+        """Compute them in the order in which they came: into main_grad, or else into .grad."""
+        for owned, a, b in self.waiting:
+            if owned.main_grad is not None:
+                add_product(owned.main_grad, owned.written, owned.part, a, b)
+            elif owned.matrix.grad is None:
+                owned.matrix.grad = a.t() @ b
+            else:
+                owned.matrix.grad += a.t() @ b
+        self.waiting.clear()
+
+
+class Owned(NamedTuple):
+    """One matrix of a weight, and where its gradient goes.
+
+    A fork gives a weight (R, C) of its own a main_grad in three lines,
+        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+        weight.written = torch.zeros(1, dtype=torch.int64)
+        y = times_transposed(x, whole(weight))
+    reads it where it updates, and clears it by weight.written.zero_().
+    """
+
+    matrix: Tensor                       # (R, C), the weight or a view of it
+    main_grad: Tensor | None = None      # (R, C), the same matrix of the buffer; None: autograd keeps the gradient
+    written: Tensor | None = None        # (parts,) i64 on the CPU
+    part: int = 0                        # which of them this matrix is
+    told: Tensor | None = None           # the weight, if it has the flag TOLD
+    delayed: DelayedProducts | None = None
+
+
+def whole(weight: Tensor, delayed: DelayedProducts | None = None) -> Owned:
+    """A weight (R, C) that is one matrix; the parts of a bank: owned_matrices. Raises RunError."""
+    told = None
+    if hasattr(weight, TOLD):
+        need_eager(TOLD)
+        told = weight
+    if delayed is not None:
+        need_eager("a delayed product")
+    main_grad = getattr(weight, "main_grad", None)
+    written = getattr(weight, "written", None)
+    return Owned(weight, main_grad, written, 0, told, delayed)
+
+
+def need_eager(what: str) -> None:
+    """Raise RunError in compiled code, which neither sets attributes of weights nor keeps lists."""
+    if torch.compiler.is_compiling():
+        raise RunError(what, "a compiled graph", "an eager product", "--compile=0, or do without it")
+
+
+def owned_matrices(bank: Tensor, heights: tuple[int, ...]) -> list[list[Owned]]:
+    """By layer, the matrices of a bank (L, ..., C) that stand below each other; heights: of those of one layer."""
+    of_bank = whole(bank)
+    shape = (len(bank), sum(heights), bank.shape[-1])
+    layers = bank.view(shape).unbind()   # here and not in each layer: where autograd keeps it, one gradient per bank
+    gradients = [None] * len(layers)
+    if of_bank.main_grad is not None:
+        gradients = of_bank.main_grad.view(shape)                             # an error unless it is one block
+
+    by_layer = []
+    for layer, gradient in zip(layers, gradients):
+        parts = []
+        below = 0
+        for height in heights:
+            rows = slice(below, below + height)
+            parts.append(of_bank._replace(
+                matrix=layer[rows], main_grad=None if gradient is None else gradient[rows],
+                part=len(by_layer) * len(heights) + len(parts)))
+            below += height
+        by_layer.append(parts)
+    return by_layer
+
+
+def returned(owned: Owned, wgrad: Tensor | None) -> Tensor | None:
+    """What backward gives autograd for a matrix: never main_grad, nor a view of it.
+
+    wgrad: the gradient that nothing else has taken. A weight that is to be told gets a dummy, so
+    that hooks run; nobody shares it, for autograd may keep it as .grad and add to it.
+    """
+    if owned.told is None or owned.main_grad is None:
+        return wgrad
+    setattr(owned.told, TOLD, True)
+    return torch.zeros_like(owned.matrix)
+
+
+def keep_gradient(owned: Owned, a: Tensor, b: Tensor | None) -> Tensor | None:
+    """Put a^T b, or a if b is None, where the gradient of a matrix belongs. Returns what backward returns."""
+    wgrad = None
+    if owned.delayed is not None:
+        owned.delayed.waiting.append((owned, a, b))
+    elif owned.main_grad is not None:
+        add_product(owned.main_grad, owned.written, owned.part, a, b)
+    else:
+        wgrad = a if b is None else a.t() @ b
+    return returned(owned, wgrad)
+
+
+class OwnedProduct(torch.autograd.Function):
+    """x (scale matrix)^T if transposed, else x (scale matrix); the matrix's gradient goes where it belongs.
+
+    x (..., C) or (..., R); scale () or None, learnt too.
+    """
+
+    @staticmethod
+    def forward(ctx, x, scale, matrix, owned, transposed):
+        ctx.save_for_backward(x, scale, matrix)
+        ctx.owned = owned
+        ctx.transposed = transposed
+        weight = matrix if scale is None else scale * matrix
+        return F.linear(x, weight) if transposed else x @ weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, scale, matrix = ctx.saved_tensors
+        weight = matrix if scale is None else scale * matrix
+        grad_x = grad @ weight if ctx.transposed else grad @ weight.t()
+        a, b = x.flatten(0, -2), grad.flatten(0, -2)
+        if ctx.transposed:
+            a, b = b, a
+        grad_scale = None
+        if scale is not None:
+            product = a.t() @ b                                               # a scratch of one matrix
+            grad_scale = (product * matrix).sum()
+            a, b = scale * product, None
+
+        grad_matrix = None
+        if ctx.needs_input_grad[2]:                                           # not of a frozen one
+            grad_matrix = keep_gradient(ctx.owned, a, b)
+        return grad_x, grad_scale, grad_matrix, None, None
+
+
+def times_transposed(x: Tensor, owned: Owned, scale: Tensor | None = None) -> Tensor:
+    """x (scale matrix)^T, (..., C) -> (..., R)."""
+    return OwnedProduct.apply(x, scale, owned.matrix, owned, True)
+
+
+def times(x: Tensor, owned: Owned) -> Tensor:
+    """x matrix, (..., R) -> (..., C)."""
+    return OwnedProduct.apply(x, None, owned.matrix, owned, False)
+
+
+def relu_sq_mlp(n: Tensor, up: Owned, down: Owned) -> Tensor:
     """max(n up^T, 0)^2 down. n (..., D), up and down (F, D) as stored (recipe 2.7)."""
-    return F.linear(n, up).relu().square() @ down
+    return times(times_transposed(n, up).relu().square(), down)
 
 
 def softcap(logits: Tensor) -> Tensor:
@@ -2175,7 +2349,8 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, y, w, targets, weights, loss_weight, precision, logits_dtype):
+    def forward(ctx, y, w, targets, weights, loss_weight, precision, logits_dtype, owned):
+        ctx.owned = owned
         ctx.precision = precision
         ctx.work = exact_dtype(y.dtype)
         if precision == "plain":
@@ -2212,8 +2387,8 @@ class HeadLoss(torch.autograd.Function):
         if ctx.precision == "plain":
             grad = grad.to(y.dtype)
             grad_y = grad @ w.t()
-            grad_w = y.t() @ grad
-            return grad_y, grad_w, None, None, None, None, None
+            grad_w = keep_gradient(ctx.owned, y, grad)
+            return grad_y, grad_w, None, None, None, None, None, None
 
         native = ctx.precision == "fp8"
         grad_scale = loss_weight.float() * f32_scale(FP8_GRAD_SCALE, y).float()
@@ -2226,8 +2401,9 @@ class HeadLoss(torch.autograd.Function):
 
         scale_w = grad_scale * f32_scale(FP8_Y_SCALE, y)
         y_in_rows = y.t().contiguous()
-        grad_w = fp8_product(y_in_rows, grad, scale_w, native, ctx.work)
-        return grad_y, grad_w, None, None, None, None, None
+        product = fp8_product(y_in_rows, grad, scale_w, native, ctx.work)      # it cannot add: a scratch of the head's size
+        grad_w = keep_gradient(ctx.owned, product, None)
+        return grad_y, grad_w, None, None, None, None, None, None
 
 
 def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
