@@ -2430,6 +2430,7 @@ class Parameter(NamedTuple):
     wd_mul: float = 1.0
     betas: tuple[float, float] = (0.9, 0.99)
     bank: bool = False                   # matrices stand in the last two axes
+    parts: tuple[int, ...] = ()          # owns a main_grad: heights of the matrices that one layer multiplies with
     full_precision: bool = False         # f32 where the weights are bf16
     rows: Table | None = None            # of an embedding whose rows travel one by one
 
@@ -2445,6 +2446,7 @@ SCALARS = {                              # name -> initial value of each of the 
 MLP_FACTOR = 4                           # F / D
 UP_AND_DOWN = 2                          # matrices of one MLP
 QKVO = 4                                 # matrices of one attention layer, below each other
+QKV = 3                                  # of them, those in front of the attention
 
 
 def normal(std: float) -> Init:
@@ -2490,9 +2492,10 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     bigrams, values, embed = row_tables(cfg)
 
     bank = dict(optimizer="normuon", sharded=True, bank=True)
+    inside = MLP_FACTOR * D
     matrices = (
-        Parameter("attn", (attending, QKVO * D, D), uniform(bound), **bank),
-        Parameter("mlp", (L, UP_AND_DOWN, MLP_FACTOR * D, D), up_uniform_down_zero(bound), **bank),
+        Parameter("attn", (attending, QKVO * D, D), uniform(bound), **bank, parts=(QKV * D, D)),
+        Parameter("mlp", (L, UP_AND_DOWN, inside, D), up_uniform_down_zero(bound), **bank, parts=(inside, inside)),
     )
     small = dict(optimizer="adam", sharded=False)
     exact = dict(**small, lr_mul=5, wd_mul=0, full_precision=True)
@@ -2512,7 +2515,7 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     by_token = (
         Parameter("bigram_embed", (bigrams.rows, D), zeros, **table, rows=bigrams),
         Parameter("value_embed", (values.rows, D), normal(0.01), **table, rows=values),
-        Parameter("lm_head", (D, V), normal(0.005), **head),
+        Parameter("lm_head", (D, V), normal(0.005), **head, parts=(D,)),
         Parameter("embed", (embed.rows, D), zeros, **head, rows=embed),       # lm_head^T while they are tied
     )
     return matrices + scalars + gates + by_token
@@ -2542,6 +2545,7 @@ class GPT(nn.Module):
         self.head_dim = cfg.head_dim
         self.attention = attention
         self.table = parameter_table(cfg)
+        self.parts = {row.label: row.parts for row in self.table}
 
         dtype = getattr(torch, cfg.dtype)
         exact = exact_dtype(dtype)
@@ -2592,7 +2596,7 @@ class GPT(nn.Module):
         in_bf16 = precision != "plain" and y.dtype != torch.float64
         logits_dtype = torch.bfloat16 if in_bf16 else y.dtype
         losses = HeadLoss.apply(
-            y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype)
+            y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype, whole(self.lm_head))
         return losses.view(batch.targets.shape)
 
     def hidden(self, batch: Batch, reach: Reach, sources: dict | None = None) -> Tensor:
@@ -2603,12 +2607,11 @@ class GPT(nn.Module):
         bigram = scalars["bigram"].unbind()
         x0_lambdas = self.x0_lambdas.unbind()
         cu_seqlens = flat_cu_seqlens(batch)
-        attn = self.attn.unbind()                # here and not in each layer: one gradient per bank, not per layer
-        mlp = self.mlp.unbind()
+        attn = self.matrices("attn")
+        mlp = self.matrices("mlp")
         x0, pairs, values = self.inputs(batch, scalars["smear"], sources or {})
 
         x = x0
-        D = x.shape[-1]
         kept: dict[str, Tensor] = {}             # name -> stream behind the layer that keeps it
         for depth, layer in enumerate(LAYERS):
             if layer.add:                                                     # before the mix, which scales it too
@@ -2617,20 +2620,24 @@ class GPT(nn.Module):
 
             if layer.attention != "none":
                 at = ATTENTION_LAYERS.index(depth)                            # its place in the banks of attention
-                w_qkv, w_out = attn[at].split((3 * D, D))
+                w_qkv, w_out = attn[at]
                 scale_in, scale_out = attention_scales[2 * depth:2 * depth + 2]
                 n = rms_norm(x)
-                y = self.attend(layer, n, values, scale_in * w_qkv, cu_seqlens, reach)
+                qkv = times_transposed(n, w_qkv, scale_in)
+                y = self.attend(layer, n, values, qkv, cu_seqlens, reach)
                 gate = gate_of(n[..., :GATE_INPUTS], self.attn_gate_bank[at])                     # (B, T, H)
                 y = y * gate[..., None]
-                x = x + F.linear(y.flatten(2), scale_out * w_out)
+                x = x + times_transposed(y.flatten(2), w_out, scale_out)
 
-            up, down = mlp[depth].unbind()
-            x = x + relu_sq_mlp(rms_norm(x), up, down)
+            x = x + relu_sq_mlp(rms_norm(x), *mlp[depth])
             if layer.keep_as:
                 kept[layer.keep_as] = x
 
         return rms_norm(x - scalars["backout"].type_as(x) * kept[BACKOUT])
+
+    def matrices(self, label: str) -> list[list[Owned]]:
+        """Those of a bank, by layer."""
+        return owned_matrices(getattr(self, label), self.parts[label])
 
     def named_scalars(self) -> dict[str, Tensor]:
         """The packed scalars by name, each (number of its initial values,)."""
@@ -2665,12 +2672,11 @@ class GPT(nn.Module):
         others = e[:, 1:] + gate * e[:, :-1]
         return torch.cat((first, others), dim=1)
 
-    def attend(self, layer: Layer, n: Tensor, values: list[Tensor], w_qkv: Tensor,
+    def attend(self, layer: Layer, n: Tensor, values: list[Tensor], qkv: Tensor,
                cu_seqlens: Tensor, reach: Reach) -> Tensor:
-        """Attention of one layer before its gate and output matrix, n (B, T, D) -> (B, T, H, E) (recipe 2.4)."""
+        """Attention of one layer before its gate and output matrix, qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E)."""
         slots, length, _ = n.shape
-        qkv = F.linear(n, w_qkv).view(slots, length, 3, self.heads, self.head_dim)
-        q, k, v = qkv.unbind(2)
+        q, k, v = qkv.view(slots, length, QKV, self.heads, self.head_dim).unbind(2)           # recipe 2.4
         q = rms_norm(q)
         k = rms_norm(k)
         if layer.value is not None:
@@ -3077,10 +3083,9 @@ class TableRows:
 
 # ====== Room 7: Optimizer =============================================================================================
 # Launch order of the reductions, and order of the updates with their gathers: large ones travel while NorMuon computes.
-REDUCE_ORDER = ("attn", "mlp", "scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "x0_lambdas",
-                "bigram_embed", "lm_head", "value_embed", "embed")
-UPDATE_ORDER = ("scalars", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "x0_lambdas", "lm_head",
-                "bigram_embed", "value_embed", "embed", "attn", "mlp")
+SMALL = "small"                          # what every rank updates alike: one sum over ranks for all of it
+REDUCE_ORDER = ("attn", "mlp", SMALL, "bigram_embed", "lm_head", "value_embed", "embed")
+UPDATE_ORDER = (SMALL, "lm_head", "bigram_embed", "value_embed", "embed", "attn", "mlp")
 POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16932, recipe 3.1)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -3205,28 +3210,40 @@ def no_plans() -> None:
     """For steps whose next cycle is not planned ahead."""
 
 
+def writes_often(row: Parameter, several_micro_batches: bool) -> bool:
+    """Whether a rank adds to a gradient more than once between clears: in several micro-batches, or both steps of a cycle."""
+    return several_micro_batches or row.optimizer == "adam"
+
+
 class Optimizer:
     """NorMuon on banks at every step, Adam on the rest at odd steps; who updates what, and in which order it travels.
 
     Units are what ranks share out: matrices of a bank, rows of any other sharded parameter. Rank r
-    updates the r-th of W equal slices of the units, filled up for the communication only, and holds
-    moments for that slice alone. Small parameters are updated by every rank alike. Tables are slices
-    already, and room 6 moves their rows.
+    updates the r-th of W equal slices of the units and holds moments for that slice alone. Such
+    weights and their gradients are stored with zeros behind them, up to W whole slices, so that
+    collectives work in place; nothing else sees the zeros. Small parameters are updated by every
+    rank alike. Tables are slices already, and room 6 moves their rows.
     """
 
     def __init__(self, cfg: Config, fabric: Fabric, model: GPT, compiled: Callable,
-                 tables: dict[str, TableRows]) -> None:
-        """compiled: what a function of tensors goes through. tables: what room 6 keeps, by label."""
+                 tables: dict[str, TableRows], several_micro_batches: bool = False) -> None:
+        """compiled: what a function of tensors goes through. tables: what room 6 keeps, by label.
+
+        several_micro_batches: in a step of this rank.
+        """
         self.cfg = cfg
         self.fabric = fabric
         self.tables = tables
         self.parameters = {row.label: row for row in model.table}
-        assert sorted(REDUCE_ORDER) == sorted(UPDATE_ORDER) == sorted(self.parameters), "every label once in both"
         self.weights = {label: model.get_parameter(label) for label in self.parameters}
         # Labels that ranks share out here. A table is sharded, too, but a rank has its slice of it only.
         self.cut = {label for label, row in self.parameters.items() if row.sharded and label not in tables}
+        self.small = [label for label, row in self.parameters.items() if not row.sharded]
+        entries = [*self.cut, *tables, SMALL]
+        assert sorted(REDUCE_ORDER) == sorted(UPDATE_ORDER) == sorted(entries), "every entry once in both"
         self.share = 1 / cfg.num_slots   # of a slot in J; gradients are plain sums over slots
 
+        self.stored = {}                 # by label that ranks share out: units of the weight, zeros behind them
         self.slice_size = {}             # by label: units of every rank's slice
         self.mine = {}                   # by label: this rank's slice, a view of the parameter
         self.state = {}                  # by label: moments of this slice, and mantissa words, by name
@@ -3236,6 +3253,12 @@ class Optimizer:
             units = self.units(label, self.weights[label].data)
             sharers = fabric.world if label in self.cut else 1
             self.slice_size[label] = -(-len(units) // sharers)
+            if label in self.cut:
+                stored = self._room_for(label, units.dtype)
+                stored[:len(units)] = units
+                self.weights[label].data = self._parameter_in(label, stored)
+                self.stored[label] = stored
+                units = stored[:len(units)]
             self.mine[label] = self.slice_of(label, units)
             self.state[label] = self._zero_state(label)
             if row.bank:
@@ -3245,11 +3268,62 @@ class Optimizer:
         self.normuon_update = compiled(normuon_update)
         self.adam_update = compiled(adam_update)
 
+        exact = exact_dtype(getattr(torch, cfg.dtype))
+        sizes = [self.weights[label].numel() for label in self.small]
+        self.small_grad = torch.zeros(sum(sizes), dtype=exact, device=fabric.device)
+        self.small_parts = dict(zip(self.small, self.small_grad.split(sizes)))
+        self.gradients = {}              # by label that owns a main_grad: its units, zeros behind them
+        self.wire = {}                   # by label: the same in the type that travels
+        self.passes = {}                 # by label: backward passes since the clear; None: no call, not even of weight 0
+        self._own_main_grads(several_micro_batches)
+
+    def _own_main_grads(self, several_micro_batches: bool) -> None:
+        """Give the weights of the parameter table that own a main_grad their buffers, for good.
+
+        They are f32 (f64) where a rank writes more than once between clears, else of the weight's
+        type; calls in pieces, which nobody could foresee, add in that type too. What travels has
+        the weight's type.
+        """
+        for label, row in self.parameters.items():
+            if not row.parts:
+                continue
+            weight = self.weights[label]
+            dtype = weight.dtype
+            if writes_often(row, several_micro_batches):
+                dtype = exact_dtype(dtype)
+            buffer = self._room_for(label, dtype)
+            layers = len(weight) if row.bank else 1
+            weight.main_grad = self._parameter_in(label, buffer)
+            weight.written = torch.zeros(layers * len(row.parts), dtype=torch.int64)
+            self.gradients[label] = buffer
+            self.wire[label] = buffer
+            if dtype != weight.dtype and self.fabric.world > 1:
+                self.wire[label] = self._room_for(label, weight.dtype)
+            self.passes[label] = None
+
+    def _room_for(self, label: str, dtype: torch.dtype) -> Tensor:
+        """Zeros for the slices of all ranks, also where there are fewer units."""
+        shape = self.units(label, self.weights[label]).shape
+        count = self.slice_size[label] * self.fabric.world
+        return torch.zeros(count, *shape[1:], dtype=dtype, device=self.fabric.device)
+
+    def _parameter_in(self, label: str, stored: Tensor) -> Tensor:
+        """View of stored units without the zeros behind them, in the parameter's shape."""
+        weight = self.weights[label]
+        count = len(self.units(label, weight))
+        return stored[:count].view(weight.shape)
+
     def units(self, label: str, x: Tensor) -> Tensor:
         """View of a parameter or its gradient along the axis that ranks share out; attention matrices are square."""
         if not self.parameters[label].bank:
             return x
         return x.view(-1, *matrix_shape(label, x.shape))
+
+    def stored_slice(self, label: str, stored: Tensor) -> Tensor:
+        """This rank's part of stored units, with the zeros that fill it up."""
+        size = self.slice_size[label]
+        first = self.fabric.rank * size
+        return stored[first:first + size]
 
     def slice_of(self, label: str, units: Tensor) -> Tensor:
         """This rank's part of what ranks share out, else all of it."""
@@ -3279,11 +3353,35 @@ class Optimizer:
             muls[number_in_bank % UP_AND_DOWN == 1] *= DOWN_LR_MUL            # up, down, up, down, ...
         return muls.to(mine.device)
 
+    def gradient(self, label: str) -> Tensor | None:
+        """This rank's gradient so far of a parameter that is no table, in its shape; None: there is none."""
+        weight = self.weights[label]
+        if label not in self.gradients:
+            return weight.grad
+        return None if self.passes[label] is None else weight.main_grad
+
+    def count_pass(self) -> None:
+        """A backward pass starts: each part of a main_grad is to be written once more."""
+        for label, passes in self.passes.items():
+            self.passes[label] = (passes or 0) + 1
+
     def add_zeros(self) -> None:
         """Begin a gradient where there is none: a rank with nothing to add still joins what all ranks reduce."""
-        for label, p in self.weights.items():
-            if label not in self.tables and p.grad is None:                   # the sums of a table are always there
+        for label in self.small:
+            p = self.weights[label]
+            if p.grad is None:
                 p.grad = torch.zeros_like(p)
+        for label, passes in self.passes.items():                             # the sums of a table are always there
+            self.passes[label] = passes or 0
+
+    def clear(self, labels: Iterable[str]) -> None:
+        """Forget gradients. A main_grad keeps what it holds: the next write is the first."""
+        for label in labels:
+            weight = self.weights[label]
+            weight.grad = None
+            if label in self.gradients:
+                weight.written.zero_()
+                self.passes[label] = None
 
     @torch.no_grad()
     def step(self, values: Values, plans_ahead: Callable = no_plans) -> None:
@@ -3293,32 +3391,33 @@ class Optimizer:
         their owners have updated them. Raises RunError without a gradient.
         """
         active = self._active(values)
+        self.check_written(active)
+        for label in active:
+            if self.passes.get(label) == 0:                                   # calls of weight 0 only
+                self.weights[label].main_grad.zero_()
         head = self.weights["lm_head"]
         tied_update = values.adam_step and values.tied
         if tied_update:                                                       # one parameter so far, so one gradient
-            self.tables["embed"].add_to_head(head.grad)
+            self.tables["embed"].add_to_head(head.main_grad)
             active.remove("embed")
 
+        entries = {SMALL if label in self.small else label for label in active}
         reduced = {}
-        for label in REDUCE_ORDER:
-            if label in active:
-                reduced[label] = self._reduce(label)
+        for entry in REDUCE_ORDER:
+            if entry in entries:
+                reduced[entry] = self._reduce(entry)
         waits = []
-        for label in UPDATE_ORDER:
-            if label in active:
-                grad, wait = reduced[label]
+        for entry in UPDATE_ORDER:
+            if entry in entries:
+                grad, wait = reduced[entry]
                 wait()
-                self._update(label, grad, values)
-                if label in self.tables:
-                    self._end_cycle(label, plans_ahead)
-                waits.append(self._gather(label))
+                waits.append(self._update_and_gather(entry, grad, values, plans_ahead))
         for wait in waits:                                                    # all gathers are under way by now
             wait()
 
         if tied_update and self.fabric.world == 1:                            # else its rows are read from the head
             self.weights["embed"].copy_(head.t())
-        for label in active:
-            self.weights[label].grad = None
+        self.clear(active)
         if values.split:
             self._split()
 
@@ -3332,34 +3431,65 @@ class Optimizer:
             if label in self.tables:
                 has_gradient = len(self.tables[label].open_plans) > 0
             else:
-                has_gradient = self.weights[label].grad is not None
+                has_gradient = self.gradient(label) is not None
             if not has_gradient:
                 missing.append(label)
         if missing:
             raise RunError("optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first")
         return active
 
-    def _reduce(self, label: str) -> tuple[Tensor, Callable[[], object]]:
-        """Launch the sum over ranks. Returns the gradient of what this rank updates, and a wait for it."""
-        if label in self.tables:
-            return self.tables[label].return_gradients()
-        units = self.units(label, self.weights[label].grad)
-        if self.fabric.world == 1:
-            return units, already_here
-        if label not in self.cut:
-            work = dist.all_reduce(units, async_op=True)
-            return units, work.wait
-        size = self.slice_size[label]
-        arriving = units.new_empty(size, *units.shape[1:])
-        work = dist.reduce_scatter_tensor(arriving, filled(units, size * self.fabric.world), async_op=True)
-        return arriving[:len(self.mine[label])], work.wait
+    def check_written(self, labels: Iterable[str]) -> None:
+        """Raise RunError unless every backward pass wrote each part of each main_grad once."""
+        for label in sorted(labels):
+            passes = self.passes.get(label)
+            if passes is None:
+                continue
+            written = self.weights[label].written
+            if not written.eq(passes).all():
+                raise RunError(f"main_grad of {label}", f"written {written.tolist()} times, part by part",
+                               f"{passes} times each, once in every backward pass since the last update",
+                               "a micro-batch was lost or ran twice: drop_gradients, and repeat the step")
 
-    def _update(self, label: str, grad: Tensor, values: Values) -> None:
-        """Update this rank's slice, if it has one. Adam counts its updates on every rank alike."""
-        if self.parameters[label].optimizer == "adam":
-            self._update_with_adam(label, grad, values)
-        elif len(self.mine[label]) > 0:
-            self._update_with_normuon(label, grad, values)
+    def _reduce(self, entry: str) -> tuple[Tensor, Callable[[], object]]:
+        """Launch the sum over ranks. Returns the gradient of what this rank updates, and a wait for it."""
+        if entry in self.tables:
+            return self.tables[entry].return_gradients()
+        several = self.fabric.world > 1
+        if entry == SMALL:
+            for label, part in self.small_parts.items():
+                part.copy_(self.weights[label].grad.flatten())
+            wait = dist.all_reduce(self.small_grad, async_op=True).wait if several else already_here
+            return self.small_grad, wait
+
+        grad = self.gradients[entry]
+        wait = already_here
+        if several:
+            wire = self.wire[entry]
+            if wire is not grad:
+                wire.copy_(grad)
+            grad = self.stored_slice(entry, wire)
+            wait = dist.reduce_scatter_tensor(grad, wire, async_op=True).wait
+        return grad[:len(self.mine[entry])], wait
+
+    def _update_and_gather(self, entry: str, grad: Tensor, values: Values,
+                           plans_ahead: Callable) -> Callable[[], object]:
+        """Update what this rank owns of an entry, and launch what the others need of it. Returns the wait for that."""
+        if entry == SMALL:
+            for label, part in self.small_parts.items():
+                self._update_with_adam(label, part.view_as(self.weights[label]), values)
+            return already_here
+
+        if self.parameters[entry].optimizer == "adam":                        # counted on every rank alike
+            self._update_with_adam(entry, grad, values)
+        elif len(self.mine[entry]) > 0:
+            self._update_with_normuon(entry, grad, values)
+        if entry in self.tables:
+            self._end_cycle(entry, plans_ahead)
+        if self.fabric.world == 1 or entry in self.tables:
+            return already_here
+        stored = self.stored[entry]
+        mine = self.stored_slice(entry, stored)
+        return dist.all_gather_into_tensor(stored, mine, async_op=True).wait
 
     def _update_with_adam(self, label: str, grad: Tensor, values: Values) -> None:
         cfg = self.cfg
@@ -3390,25 +3520,6 @@ class Optimizer:
         plans = plans_ahead()
         if plans is not None:
             table.fetch(plans[label], self.weights["lm_head"])
-
-    def _gather(self, label: str) -> Callable[[], object]:
-        """Launch the gather of all ranks' slices where each holds the whole. Returns a wait for it."""
-        if self.fabric.world == 1 or label not in self.cut:
-            return already_here
-        units = self.units(label, self.weights[label].data)
-        size = self.slice_size[label]
-        count = size * self.fabric.world
-        mine = filled(self.mine[label], size)
-        if len(units) == count:
-            return dist.all_gather_into_tensor(units, mine, async_op=True).wait
-        padded = units.new_empty(count, *units.shape[1:])
-        work = dist.all_gather_into_tensor(padded, mine, async_op=True)
-
-        def take_units() -> None:
-            work.wait()
-            units.copy_(padded[:len(units)])
-
-        return take_units
 
     def _split(self) -> None:
         """From here on head and embedding are two parameters; the embedding starts with the head's moments."""
@@ -3613,7 +3724,9 @@ class Executor(Evaluator):
         super().__init__(cfg, fabric, attention, slots_at_once, report)
         self.precision = precision
         self.model_losses = self.compiled(self.model.losses)
-        self.optimizer = Optimizer(cfg, fabric, self.model, self.compiled, self.tables)
+        several_micro_batches = self.slots_at_once * fabric.world < cfg.num_slots
+        self.optimizer = Optimizer(
+            cfg, fabric, self.model, self.compiled, self.tables, several_micro_batches)
 
     def forward_backward(self, batch: Batch, values: Values, loss_weight: float = 1.0) -> Losses:
         """Add loss_weight * d(sum of this rank's slot losses) to the gradients.
@@ -3634,6 +3747,7 @@ class Executor(Evaluator):
             losses = self.model_losses(part, weights, backward_seed, reach, self.precision, sources)
             slot_sums = losses.sum(dim=1)
             if loss_weight:
+                self.optimizer.count_pass()
                 slot_sums.sum().backward(backward_seed)
             sums.append(slot_sums.detach())
         if not loss_weight:
@@ -3685,7 +3799,7 @@ class Executor(Evaluator):
             torch.cuda.set_rng_state(saved.cuda_rng, self.fabric.device)
 
     def drop_gradients(self) -> None:
-        self.model.zero_grad(set_to_none=True)
+        self.optimizer.clear(self.optimizer.weights)
         for table in self.tables.values():
             table.reset()
 
@@ -3774,8 +3888,8 @@ class Executor(Evaluator):
 
 
 # ---- Memory: an estimate before anything is built
-def stored_bytes(cfg: Config, world: int) -> dict[str, int]:
-    """Bytes of weights, gradients and moments on one rank, counted from the parameter table."""
+def stored_bytes(cfg: Config, world: int, slots_at_once: int) -> dict[str, int]:
+    """Bytes of weights, gradients (with what travels of them) and moments on one rank, by the parameter table."""
     dtype = getattr(torch, cfg.dtype)
     exact_bytes = exact_dtype(dtype).itemsize
     mantissa_bytes = torch.int16.itemsize if dtype == torch.bfloat16 else 0
@@ -3785,6 +3899,7 @@ def stored_bytes(cfg: Config, world: int) -> dict[str, int]:
         tokens_of_a_cycle = CYCLE * longest * cfg.num_slots // world
         numbers_read = tokens_of_a_cycle * cfg.model_dim
 
+    several_micro_batches = slots_at_once * world < cfg.num_slots
     weights = gradients = moments = 0
     for row in parameter_table(cfg):
         count = math.prod(row.shape)
@@ -3793,6 +3908,10 @@ def stored_bytes(cfg: Config, world: int) -> dict[str, int]:
             held = count // world + min(count, numbers_read * row.rows.reads)
         weight_bytes = exact_bytes if row.full_precision else dtype.itemsize
         gradient_bytes = exact_bytes if row.rows else weight_bytes
+        if row.parts and writes_often(row, several_micro_batches):
+            gradient_bytes = exact_bytes
+            if world > 1 and exact_bytes != weight_bytes:                     # and a copy to send
+                gradient_bytes += weight_bytes
         if row.optimizer == "adam":
             state_bytes = 2 * exact_bytes
         else:
@@ -3830,7 +3949,7 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable,
                     slots_at_once: int) -> dict[str, int]:
     """Bytes of each part of a run at its largest, by name."""
     working = working_bytes(cfg, kernel is attention_varlen, slots_at_once)
-    return stored_bytes(cfg, fabric.world) | dict(working=working)
+    return stored_bytes(cfg, fabric.world, slots_at_once) | dict(working=working)
 
 
 def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict[str, int]]:

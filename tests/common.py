@@ -132,7 +132,7 @@ def fill_randomly(model: tg.GPT, seed: int = 0, where: tg.Fabric | None = None) 
 def grad_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor | None:
     """This rank's gradient of a parameter as gathered so far, in its logical shape; None if there is none."""
     if label not in optimizer.tables:
-        return optimizer.weights[label].grad
+        return optimizer.gradient(label)
     table = optimizer.tables[label]
     if not table.open_plans:
         return None
@@ -147,11 +147,22 @@ def grad_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor | None:
 
 
 @torch.no_grad()
+def set_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor) -> None:
+    """The gradient of a parameter that is no table, as one backward pass leaves it."""
+    weight = optimizer.weights[label]
+    if label not in optimizer.gradients:
+        weight.grad = grad.to(weight.dtype, copy=True)
+        return
+    weight.main_grad.copy_(grad)
+    weight.written.fill_(1)
+    optimizer.passes[label] = 1
+
+
+@torch.no_grad()
 def add_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor, values: tg.Values) -> None:
     """What a backward pass adds to the gradient of a parameter, on a single rank; of a table, to every row."""
     if label not in optimizer.tables:
-        p = optimizer.weights[label]
-        p.grad = grad.to(p.dtype, copy=True) if p.grad is None else p.grad + grad.to(p.dtype)
+        set_grad(optimizer, label, grad + (0 if optimizer.gradient(label) is None else optimizer.gradient(label)))
         return
     table = optimizer.tables[label]
     tag, tied = dict(purpose="test", cycle=0, tokens=len(grad)), table.table.tied and values.tied

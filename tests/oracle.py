@@ -25,6 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from common import add_grad
 from torch import Tensor
 
 import train_gpt as tg
@@ -302,7 +303,7 @@ class ConfigS:
     def gradient(self, label: str) -> Tensor:
         """Of a table it is in no parameter."""
         tables = self.executor.tables
-        return tables[label].grad if label in tables else self.model.get_parameter(label).grad
+        return tables[label].grad if label in tables else self.executor.optimizer.gradient(label)
 
     def forward_backward(self, values: tg.Values, batch: tg.Batch | None = None) -> dict[str, list[SimpleNamespace]]:
         """Gradients of one slot, and the calls of its forward pass."""
@@ -382,7 +383,8 @@ class ConfigS:
         raw = raw.detach().requires_grad_()
         identity, one = torch.eye(raw.shape[1], dtype=raw.dtype), torch.ones((), dtype=raw.dtype)
         weights = torch.tensor(values.mtp_weights, dtype=raw.dtype)
-        losses = tg.HeadLoss.apply(raw, identity, self.batch.targets, weights, one, "plain", raw.dtype)
+        losses = tg.HeadLoss.apply(raw, identity, self.batch.targets, weights, one, "plain", raw.dtype,
+                                   tg.whole(identity))
         return torch.autograd.grad(losses.sum(), raw)[0]
 
 
@@ -612,7 +614,7 @@ class Trajectory:
         """This rank's, of all rows of a table."""
         tables = self.executor.tables
         return (whole_gradient(self.cfg, tables[label]) if label in tables else
-                self.executor.model.get_parameter(label).grad)
+                self.executor.optimizer.gradient(label))
 
     def check_values(self, step: int, values: tg.Values) -> None:
         vectors, optimizer = self.vectors, self.executor.optimizer
@@ -711,7 +713,7 @@ def check_adam(oracle: Oracle, vectors: Vectors) -> None:
         plans[label].change_lists(torch.from_numpy)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("REDUCE_ORDER", "UPDATE_ORDER"):
-            patch.setattr(tg, name, tuple(label for label in getattr(tg, name) if label in weights))
+            patch.setattr(tg, name, tuple(entry for entry in getattr(tg, name) if entry in (*weights, tg.SMALL)))
         optimizer = tg.Optimizer(cfg, CPU, model, lambda update: update, tables)
         for step in range(len(vectors.find(r"adam\.lr_mul\.(\d+)"))):
             adam_lr = cfg.adam_lr * float(vectors[f"adam.lr_mul.{step}"])
@@ -723,7 +725,7 @@ def check_adam(oracle: Oracle, vectors: Vectors) -> None:
                 if label in tables:
                     tables[label].ready(plans[label], weights["lm_head"])[1].add_(grad)
                 else:
-                    p.grad = grad.clone() if p.grad is None else p.grad + grad
+                    add_grad(optimizer, label, grad, values)
             if split:
                 check_embed_state(vectors, optimizer, "before")
             optimizer.step(values)
@@ -937,7 +939,7 @@ def check_fp8(oracle: Oracle) -> None:
         x.grad = w.grad = None
         with spying((tg, "softcap"), (tg, "fp8_product")) as calls:
             losses = tg.HeadLoss.apply(x, w, targets, weights, torch.tensor(float(scale), dtype=torch.float64),
-                                       "plain" if mode == "exact" else "emulated", logits_dtypes[mode])
+                                       "plain" if mode == "exact" else "emulated", logits_dtypes[mode], tg.whole(w))
             losses.backward(torch.from_numpy(vectors[f"grad_out.{grad_out or 'ones'}"]))
         prefix = ".".join(filter(None, (mode, mtp, grad_out)))
         vectors.check(f"{mode}.logits_raw_rows0_8", calls["softcap"][0].logits[:8])

@@ -224,7 +224,8 @@ def test_softcap_loss_and_gradient_are_the_plain_cross_entropy(modules):
     y, w = (torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
             for shape in ((6, 5), (5, 9)))
     targets, weight = torch.tensor([[1, 3, 0, 8, 2, 4]]), torch.ones((), dtype=torch.float64)
-    loss = module.HeadLoss.apply(y, w, targets, torch.ones(1, dtype=torch.float64), weight, "plain", torch.float64)
+    loss = module.HeadLoss.apply(y, w, targets, torch.ones(1, dtype=torch.float64), weight, "plain", torch.float64,
+                                 module.whole(w))
     plain = torch.nn.functional.cross_entropy(y @ w, targets[0], reduction="none")
     torch.testing.assert_close(loss, plain)
     torch.testing.assert_close(module.next_token_losses(y, w, targets[0]), plain)

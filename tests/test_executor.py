@@ -5,10 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import executor, fabric, fill_randomly, grad_of, owned, planned, random_batch, refused, small
+from common import executor, fabric, fill_randomly, grad_of, owned, planned, random_batch, refused, set_grad, small
 
 import train_gpt as tg
 
+OWNED = ("attn", "mlp", "lm_head")          # weights with a main_grad
 ROUNDING = dict(rtol=1e-9, atol=1e-10)       # float64 sums in another order through 11 layers; gradients are of order 1
 
 
@@ -48,10 +49,12 @@ def test_gradients_are_those_of_the_plain_objective_however_the_slots_are_cut(pi
     ex, values = filled(cfg)
     batch, one = random_batch(cfg, 0, 8, 16), torch.ones((), dtype=torch.float64)
     reach = tg.Reach(values.short_window, values.long_window, 12, values.rotary.attn_scale)
-    ex.model.set_rotary(values.rotary.frequencies)
-    losses = ex.model.losses(batch, torch.tensor(values.mtp_weights, dtype=torch.float64), one, reach, "plain")
+    model = tg.GPT(cfg, tg.attention_reference, len(ex.model.rotary_cos) // 2)    # no weight of it owns a main_grad
+    model.load_state_dict(ex.model.state_dict())
+    model.set_rotary(values.rotary.frequencies)
+    losses = model.losses(batch, torch.tensor(values.mtp_weights, dtype=torch.float64), one, reach, "plain")
     losses.sum().backward()
-    want = {label: p.grad for label, p in ex.model.named_parameters()}         # autograd's own, of the tables too
+    want = {label: p.grad for label, p in model.named_parameters()}            # autograd's own, of the tables too
     got = after(cfg, *((cut(batch, slice(*piece)), 1.0) for piece in pieces))
     assert_same(got, want)
     assert all(p.dtype == got[label].dtype for label, p in ex.model.named_parameters())
@@ -66,6 +69,10 @@ def test_rows_of_tables_have_gradients_in_f32_and_never_a_dense_one_of_their_own
         ex.forward_backward(batch, values)
     for label, p in ex.model.named_parameters():
         grad = grad_of(ex.optimizer, label)
+        if label in OWNED:
+            assert p.grad is None and grad is p.main_grad and grad.shape == p.shape
+            assert grad.dtype == (torch.float32 if label == "lm_head" else p.dtype), "of one or of two writes"
+            continue
         if label not in ex.tables:
             assert p.grad is grad and grad.dtype == p.dtype
             continue
@@ -192,13 +199,12 @@ def test_a_cycle_of_weight_zero_is_one_of_zero_gradients():
         for step in range(4):
             batch, values = random_batch(cfg, step, 8, 16, step), schedule.at(step)
             weight = float(step < 2 or by_hand)
-            kept = {label: p.grad for label, p in ex.model.named_parameters() if label not in ex.tables}
+            kept = {label: ex.optimizer.gradient(label) for label in ex.optimizer.weights if label not in ex.tables}
             kept = {label: None if grad is None else grad.clone() for label, grad in kept.items()}
             ex.forward_backward(batch, values, weight)
             if by_hand and step >= 2:
                 for label, grad in kept.items():
-                    p = ex.model.get_parameter(label)
-                    p.grad = torch.zeros_like(p) if grad is None else grad
+                    set_grad(ex.optimizer, label, torch.zeros_like(ex.optimizer.weights[label]) if grad is None else grad)
                 for table in ex.tables.values():
                     table.sums.zero_()
             ex.optim_step(values)

@@ -228,7 +228,8 @@ def head_results(fabric: tg.Fabric, precision: str, rows: int, width: int, colum
     w = (torch.randn(width, columns, generator=generator) * 0.05).bfloat16().to(fabric.device).requires_grad_()
     targets = torch.randint(0, columns, (2, rows // 2), generator=generator).to(fabric.device)
     weights, seed = torch.tensor([1.0, 0.5, 0.25]), torch.tensor(weight)
-    losses = tg.HeadLoss.apply(y, w, targets, weights.to(fabric.device), seed.to(fabric.device), precision, BF16)
+    losses = tg.HeadLoss.apply(y, w, targets, weights.to(fabric.device), seed.to(fabric.device), precision, BF16,
+                               tg.whole(w))
     losses.sum().backward(seed.to(fabric.device))
     return [losses.detach(), y.grad, w.grad]
 

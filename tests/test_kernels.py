@@ -59,8 +59,9 @@ def test_mlp(lead, D, width):
     n, up, down = randn(*lead, D, grad=True), randn(width, D, seed=1, grad=True), randn(width, D, seed=2, grad=True)
     want = [[sum(max(sum(u * x for u, x in zip(U, row)), 0.0)**2 * d[k] for U, d in zip(up.tolist(), down.tolist()))
              for k in range(D)] for row in n.reshape(-1, D).tolist()]
-    assert_close(tg.relu_sq_mlp(n, up, down).reshape(-1, D), want)
-    assert torch.autograd.gradcheck(tg.relu_sq_mlp, (n, up, down))
+    mlp = lambda n, up, down: tg.relu_sq_mlp(n, tg.whole(up), tg.whole(down))
+    assert_close(mlp(n, up, down).reshape(-1, D), want)
+    assert torch.autograd.gradcheck(mlp, (n, up, down))
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -149,7 +150,7 @@ GRAD_11_8 = [[-0.325970044112, -0.174861545930, 0.024688979315, 0.222133099150],
 
 def head_loss(y, w, targets, weights, loss_weight=1.0, precision="plain", logits_dtype=None):
     weights, loss_weight = torch.tensor(weights, dtype=F64), torch.tensor(loss_weight, dtype=F64)
-    return tg.HeadLoss.apply(y, w, targets, weights, loss_weight, precision, logits_dtype or y.dtype)
+    return tg.HeadLoss.apply(y, w, targets, weights, loss_weight, precision, logits_dtype or y.dtype, tg.whole(w))
 
 
 def plain_losses(y, w, targets, weights):
