@@ -43,6 +43,7 @@ from pytest import MonkeyPatch
 from torch import Tensor
 
 import train_gpt as tg
+from common import set_grad
 from oracle import EXTRACT, WHOLE, Oracle, Trajectory
 
 WORLDS = (8, 4, 2, 1)
@@ -332,17 +333,18 @@ def weight_of_zero(rank: Rank) -> Found:
     for mix, idle in NO_WEIGHT.items():
         for way in ("weight", "hand"):
             executor, batches = tiny_run(fabric, (0, 1))
-            dense = {label: p for label, p in executor.model.named_parameters() if label not in executor.tables}
+            optimizer = executor.optimizer
+            dense = {label: p for label, p in optimizer.weights.items() if label not in executor.tables}
             sums = {label: table.sums for label, table in executor.tables.items()}
             for values, batch in batches:
                 nothing = idle(rank, values.step)
-                before = {label: torch.zeros_like(p) if p.grad is None else p.grad.clone()
-                          for label, p in dense.items()}
+                before = {label: torch.zeros_like(p) if optimizer.gradient(label) is None
+                          else optimizer.gradient(label).clone() for label, p in dense.items()}
                 sums_before = {label: x.clone() for label, x in sums.items()}
                 executor.forward_backward(batch, values, 0.0 if nothing and way == "weight" else 1.0)
                 if nothing and way == "hand":
-                    for label, p in dense.items():
-                        p.grad = before[label]
+                    for label in dense:
+                        set_grad(optimizer, label, before[label])
                     for label, x in sums.items():
                         x.copy_(sums_before[label])
                 executor.optim_step(values)
@@ -429,9 +431,10 @@ def plan_rows(executor: tg.Executor, first: tg.Values, read: dict[str, np.ndarra
 
 
 def by_hand(fabric: tg.Fabric, dtype: str, after_step: Callable[[int, tg.Executor], None] = lambda *_: None,
-            **changes: Any) -> tg.Executor:
+            prepare: Callable[[tg.Executor], None] = lambda _: None, **changes: Any) -> tg.Executor:
     """Six steps with the split; each rank adds the gradients of its slots. Rows of the next cycle are fetched ahead."""
     executor, mine = uneven_executor(fabric, dtype, **changes), slice(fabric.rank, None, fabric.world)
+    prepare(executor)
     schedule, plans = tg.Schedule(executor.cfg), {}
     assert schedule.split_step == SPLIT_STEP, schedule.split_step
 
@@ -449,7 +452,8 @@ def by_hand(fabric: tg.Fabric, dtype: str, after_step: Callable[[int, tg.Executo
                 _, sums = executor.tables[row.label].ready(plan, executor.model.lm_head)
                 sums.index_add_(0, places, grad[rows].to(sums.dtype))
             else:
-                p.grad = grad.to(p.dtype) if p.grad is None else p.grad + grad.to(p.dtype)
+                so_far = executor.optimizer.gradient(row.label)
+                set_grad(executor.optimizer, row.label, grad.to(p.dtype) + (0 if so_far is None else so_far))
         ahead = None
         if step % tg.CYCLE and step + 1 < UNEVEN_STEPS:
             plans[(step + 1) // tg.CYCLE] = planned(step + 1)
@@ -478,15 +482,25 @@ def hand(rank: Rank, dtype: str, **changes: Any) -> Found:
 
 
 def padding(rank: Rank) -> Found:
-    """What is added for the communication is not a number: it must come nowhere."""
+    """What is added for the communication is not a number: it must come nowhere. Returns how much of it there was, too."""
     def filled_with_nan(units: Tensor, count: int) -> Tensor:
         missing = count - len(units)
         return torch.cat((units, units.new_full((missing, *units.shape[1:]), math.nan))) if missing else units
 
+    spoilt = []
+
+    def spoil(executor: tg.Executor) -> None:
+        optimizer = executor.optimizer
+        for label, p in optimizer.weights.items():
+            for stored in (optimizer.stored.get(label), optimizer.gradients.get(label)):
+                if stored is not None:
+                    behind = stored[len(optimizer.units(label, p)):]
+                    spoilt.append(len(behind.fill_(math.nan)))
+
     with MonkeyPatch.context() as patch:
         patch.setattr(tg, "filled", filled_with_nan)
-        executor = by_hand(rank.fabric(), "float64")
-        return all_arrays(executor, tg.Schedule(executor.cfg).at(UNEVEN_STEPS))
+        executor = by_hand(rank.fabric(), "float64", prepare=spoil)
+        return all_arrays(executor, tg.Schedule(executor.cfg).at(UNEVEN_STEPS)) | dict(spoilt=sum(spoilt))
 
 
 def orders(rank: Rank, count: int) -> Found:
@@ -529,26 +543,29 @@ def counting(rank: Rank, **changes: Any) -> Found:
                 tables[label].ready(plan, executor.model.lm_head)[1][places] = code[label]
                 before[label] = tables[label].sums.clone()
             else:
-                p.grad = torch.full_like(p, code[label])
-                before[label] = p.grad
+                set_grad(optimizer, label, torch.full_like(p, code[label]))
+                before[label] = optimizer.gradient(label)
         with collectives() as calls:
             executor.optim_step(schedule.at(step))
         names = [name for name, _ in calls]
         gathers = names.index("all_gather_into_tensor")                       # all sums have set off by then
-        sums = [int(sent.max()) for _, sent in calls[:gathers]]
-        found["reduced"].append([[label for label in code if total & int(code[label])] for total in sums])
+        sums = [sent.unique().long().tolist() for _, sent in calls[:gathers]]
+        found["reduced"].append([[label for label in code if any(total & int(code[label]) for total in totals)]
+                                 for totals in sums])
         found["sent"].append([[name, list(sent.shape) if sent is not None else None] for name, sent in calls])
         found["behind"].append(names[gathers:])
         found["updated"].append(list(updates))
         found["kept"].append([])
         found["cleared"].append([label for label, p in optimizer.weights.items() if (
-            p.grad is None and not (label in tables and (tables[label].open_plans or tables[label].sums.any())))])
+            not (tables[label].open_plans or tables[label].sums.any()) if label in tables
+            else optimizer.gradient(label) is None)])
         for label, p in optimizer.weights.items():
             if label in tables:
                 table = tables[label]
                 kept = table.open_plans == [plans[label][0]] and table.sums.equal(before[label])
             else:
-                kept = p.grad is before[label] and bool((p.grad == code[label]).all())
+                grad = optimizer.gradient(label)
+                kept = grad is before[label] and bool((grad == code[label]).all())
             if kept:
                 found["kept"][-1].append(label)
         updates.clear()
