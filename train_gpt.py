@@ -2401,7 +2401,7 @@ class HeadLoss(torch.autograd.Function):
 
         scale_w = grad_scale * f32_scale(FP8_Y_SCALE, y)
         y_in_rows = y.t().contiguous()
-        product = fp8_product(y_in_rows, grad, scale_w, native, ctx.work)      # it cannot add: a scratch of the head's size
+        product = fp8_product(y_in_rows, grad, scale_w, native, ctx.work)      # it cannot add: a scratch
         grad_w = keep_gradient(ctx.owned, product, None)
         return grad_y, grad_w, None, None, None, None, None, None
 
@@ -3211,7 +3211,7 @@ def no_plans() -> None:
 
 
 def writes_often(row: Parameter, several_micro_batches: bool) -> bool:
-    """Whether a rank adds to a gradient more than once between clears: in several micro-batches, or both steps of a cycle."""
+    """Whether a rank adds to a gradient several times between clears: for micro-batches, or both steps of a cycle."""
     return several_micro_batches or row.optimizer == "adam"
 
 
@@ -3274,7 +3274,7 @@ class Optimizer:
         self.small_parts = dict(zip(self.small, self.small_grad.split(sizes)))
         self.gradients = {}              # by label that owns a main_grad: its units, zeros behind them
         self.wire = {}                   # by label: the same in the type that travels
-        self.passes = {}                 # by label: backward passes since the clear; None: no call, not even of weight 0
+        self.passes = {}                 # by label: backward passes since the clear; None: no call, not even an empty one
         self._own_main_grads(several_micro_batches)
 
     def _own_main_grads(self, several_micro_batches: bool) -> None:
@@ -3908,9 +3908,11 @@ def stored_bytes(cfg: Config, world: int, slots_at_once: int) -> dict[str, int]:
             held = count // world + min(count, numbers_read * row.rows.reads)
         weight_bytes = exact_bytes if row.full_precision else dtype.itemsize
         gradient_bytes = exact_bytes if row.rows else weight_bytes
+        if not row.sharded:                                   # beside autograd's, one in the buffer that all ranks sum
+            gradient_bytes += exact_bytes
         if row.parts and writes_often(row, several_micro_batches):
             gradient_bytes = exact_bytes
-            if world > 1 and exact_bytes != weight_bytes:                     # and a copy to send
+            if world > 1 and exact_bytes != weight_bytes:     # and a copy to send
                 gradient_bytes += weight_bytes
         if row.optimizer == "adam":
             state_bytes = 2 * exact_bytes

@@ -482,7 +482,7 @@ def hand(rank: Rank, dtype: str, **changes: Any) -> Found:
 
 
 def padding(rank: Rank) -> Found:
-    """What is added for the communication is not a number: it must come nowhere. Returns how much of it there was, too."""
+    """What is added for the communication is not a number: it must come nowhere. spoilt: how much of it there was."""
     def filled_with_nan(units: Tensor, count: int) -> Tensor:
         missing = count - len(units)
         return torch.cat((units, units.new_full((missing, *units.shape[1:]), math.nan))) if missing else units

@@ -134,9 +134,15 @@ def test_weights_gradients_and_moments_are_counted(dtype, world, rank, mode):
     """
     cfg = preset("tiny", dtype=dtype, row_comms=mode)
     runner = executor(cfg, world, rank)
-    parts = tg.memory_estimate(cfg, runner.fabric, tg.attention_reference, 1)
+    parts = tg.memory_estimate(cfg, runner.fabric, tg.attention_reference, cfg.num_slots // world)
     weights = [p.data for p in runner.model.parameters()]
-    gradients = [p for label, p in runner.model.named_parameters() if label not in runner.tables]
+    optimizer = runner.optimizer
+    gradients = [p for label, p in optimizer.weights.items() if label in optimizer.small] + [optimizer.small_grad]
+    for label, buffer in optimizer.gradients.items():
+        units = len(optimizer.units(label, optimizer.weights[label]))
+        gradients.append(buffer[:units])
+        if optimizer.wire[label] is not buffer:
+            gradients.append(optimizer.wire[label][:units])
     unused = 0                                                                # rows of caches that no list can fill
     for label, table in runner.tables.items():
         gradients += [table.grad] if world == 1 else [table.grad, table.sums]

@@ -204,7 +204,8 @@ def test_a_cycle_of_weight_zero_is_one_of_zero_gradients():
             ex.forward_backward(batch, values, weight)
             if by_hand and step >= 2:
                 for label, grad in kept.items():
-                    set_grad(ex.optimizer, label, torch.zeros_like(ex.optimizer.weights[label]) if grad is None else grad)
+                    nothing = torch.zeros_like(ex.optimizer.weights[label])
+                    set_grad(ex.optimizer, label, nothing if grad is None else grad)
                 for table in ex.tables.values():
                     table.sums.zero_()
             ex.optim_step(values)

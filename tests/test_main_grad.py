@@ -159,7 +159,7 @@ def as_views(bank: Tensor) -> list[list[tg.Owned]]:
 
 @pytest.mark.parametrize("how", ("bank", "views", "aot_eager"))
 def test_a_bank_and_its_views_get_autograds_gradients(how):
-    """Two micro-batches; the learnt scalar's gradient stays autograd's. As one graph, too, for first and further writes."""
+    """Two micro-batches; the learnt scalar's gradient stays autograd's. One graph serves all writes."""
     bank = torch.nn.Parameter(randn(3, 12, 4, seed=1))
     scale = torch.nn.Parameter(torch.tensor(0.7, dtype=F64))
     x = randn(5, 4, seed=2).requires_grad_()
@@ -254,7 +254,8 @@ def test_a_label_is_in_exactly_one_set():
 
 
 @pytest.mark.parametrize("changes, bank_type", [
-    (dict(dtype="bfloat16"), BF16), (dict(dtype="bfloat16", slots_per_micro_batch=1), F32), (dict(dtype="float32"), F32)])
+    (dict(dtype="bfloat16"), BF16), (dict(dtype="float32"), F32),
+    (dict(dtype="bfloat16", slots_per_micro_batch=1), F32)])
 def test_types_of_buffers(changes, bank_type):
     """f32 where a rank writes more than once between clears: several micro-batches, or both steps of a cycle."""
     cfg = small(**changes)
