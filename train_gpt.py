@@ -3274,7 +3274,7 @@ class Optimizer:
         self.small_parts = dict(zip(self.small, self.small_grad.split(sizes)))
         self.gradients = {}              # by label that owns a main_grad: its units, zeros behind them
         self.wire = {}                   # by label: the same in the type that travels
-        self.passes = {}                 # by label: backward passes since the clear; None: no call, not even an empty one
+        self.passes = {}                 # by label: backward passes since the clear; None: no call so far
         self._own_main_grads(several_micro_batches)
 
     def _own_main_grads(self, several_micro_batches: bool) -> None:
