@@ -380,7 +380,10 @@ def mlp(lab: Lab) -> Case:
 
     between = 2 * T * hidden                                                  # bytes of pre or post in bf16
     moved = 3 * nbytes(n, up, down) + 6 * between                             # pre and post out, both in; dpre out, in
-    return Case("mlp", [n, up, down, seed], lab.ways(tg.relu_sq_mlp, 3), and_gradients(formula, 3),
+    def mlp(n: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        return tg.relu_sq_mlp(n, tg.whole(up), tg.whole(down))
+
+    return Case("mlp", [n, up, down, seed], lab.ways(mlp, 3), and_gradients(formula, 3),
                 4 * (2e-2,), moved, 3 * 2 * 2 * T * D * hidden)
 
 
@@ -554,7 +557,7 @@ def head(lab: Lab, fp8: bool) -> Case:
 
     def loss(y: Tensor, w: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         loss_weight = torch.ones((), device=y.device)
-        return tg.HeadLoss.apply(y, w, targets, weights, loss_weight, precision, BF16)
+        return tg.HeadLoss.apply(y, w, targets, weights, loss_weight, precision, BF16, tg.whole(w))
 
     bounds = (4e-3, 2e-2, 2e-2)
     payload = 2

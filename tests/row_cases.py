@@ -36,6 +36,7 @@ from pytest import MonkeyPatch
 from torch import Tensor
 
 import train_gpt as tg
+from common import set_grad
 from rank_cases import COMM_TIMEOUT, SLOW_WORLD, Rank, few_layers, one_rank
 
 WORLDS = (1, 2, 3, SLOW_WORLD, 8)
@@ -559,7 +560,8 @@ def split(rank: Rank) -> dict:
                         generator = torch.Generator().manual_seed(zlib.crc32(f"{values.step}/{label}".encode()))
                         whole = torch.randint(-2, 3, (MODEL_SLOTS, *p.shape), generator=generator)
                         mine = whole[rank.rank::rank.world].sum(dim=0).to(p.dtype)
-                        p.grad = mine if p.grad is None else p.grad + mine
+                        so_far = executor.optimizer.gradient(label)
+                        set_grad(executor.optimizer, label, mine if so_far is None else so_far + mine)
                 executor.optim_step(values, loader.plans_ahead)
                 if values.step in (SPLIT_STEP, MODEL_STEPS - 1):
                     found[mode, values.step] = everything(executor, values.step + 1, ROW_LABELS)
