@@ -9,7 +9,7 @@ Floor plan. A room uses only rooms above it, and nothing happens at import.
     1 Config      errors, layer table, stage table, settings, presets, flags, Fabric
     2 Schedule    pure functions of the step: everything a step needs, in one `Values`
     3 Data        shards, packing, bigram hash, the loader thread, validation batches
-    4 Kernels     references in PyTorch: norm, rotation, attention, MLP, head loss, symmetric products
+    4 Kernels     references in PyTorch: norm, rotation, attention, MLP, head loss, symmetric products; main_grad
     5 Model       parameter table and GPT
     6 Rows        the exchange of embedding rows between ranks
     7 Optimizer   NorMuon, Adam, tie and split, orders of communication
@@ -2059,7 +2059,7 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_le
 
 
 # ---- Products with weights that own a main_grad: the gradient adds up there, and autograd gets None (design 5).
-TOLD = "grad_added_to_main_grad"         # a weight with this attribute is told of its writes, and its hooks run
+FLAG = "grad_added_to_main_grad"         # set True on a weight that has it, after a write; its hooks see a dummy
 
 
 @torch.library.custom_op("train_gpt::add_product", mutates_args=("main_grad", "written"))
@@ -2086,6 +2086,11 @@ def add_product(main_grad: Tensor, written: Tensor, part: int, a: Tensor, b: Ten
         main_grad.addmm_(a.t().to(kept_in), b.to(kept_in), beta=times_old)
 
 
+def finished(a: Tensor, b: Tensor | None) -> Tensor:
+    """a^T b, (R, C); b None: a is this already."""
+    return a if b is None else a.t() @ b
+
+
 class DelayedProducts:
     """Weight gradients that wait for `flush`, with what they need. For forks: the trainer delays nothing."""
 
@@ -2098,9 +2103,9 @@ class DelayedProducts:
             if owned.main_grad is not None:
                 add_product(owned.main_grad, owned.written, owned.part, a, b)
             elif owned.matrix.grad is None:
-                owned.matrix.grad = a.t() @ b
+                owned.matrix.grad = finished(a, b)
             else:
-                owned.matrix.grad += a.t() @ b
+                owned.matrix.grad += finished(a, b)
         self.waiting.clear()
 
 
@@ -2118,21 +2123,21 @@ class Owned(NamedTuple):
     main_grad: Tensor | None = None      # (R, C), the same matrix of the buffer; None: autograd keeps the gradient
     written: Tensor | None = None        # (parts,) i64 on the CPU
     part: int = 0                        # which of them this matrix is
-    told: Tensor | None = None           # the weight, if it has the flag TOLD
+    flagged: Tensor | None = None        # the weight, if it has FLAG
     delayed: DelayedProducts | None = None
 
 
 def whole(weight: Tensor, delayed: DelayedProducts | None = None) -> Owned:
     """A weight (R, C) that is one matrix; the parts of a bank: owned_matrices. Raises RunError."""
-    told = None
-    if hasattr(weight, TOLD):
-        need_eager(TOLD)
-        told = weight
+    flagged = None
+    if hasattr(weight, FLAG):
+        need_eager(FLAG)
+        flagged = weight
     if delayed is not None:
         need_eager("a delayed product")
     main_grad = getattr(weight, "main_grad", None)
     written = getattr(weight, "written", None)
-    return Owned(weight, main_grad, written, 0, told, delayed)
+    return Owned(weight, main_grad, written, 0, flagged, delayed)
 
 
 def need_eager(what: str) -> None:
@@ -2151,28 +2156,29 @@ def owned_matrices(bank: Tensor, heights: tuple[int, ...]) -> list[list[Owned]]:
         gradients = of_bank.main_grad.view(shape)                             # an error unless it is one block
 
     by_layer = []
+    part = 0
     for layer, gradient in zip(layers, gradients):
-        parts = []
+        matrices = []
         below = 0
         for height in heights:
             rows = slice(below, below + height)
-            parts.append(of_bank._replace(
-                matrix=layer[rows], main_grad=None if gradient is None else gradient[rows],
-                part=len(by_layer) * len(heights) + len(parts)))
+            main_grad = None if gradient is None else gradient[rows]
+            matrices.append(of_bank._replace(matrix=layer[rows], main_grad=main_grad, part=part))
+            part += 1
             below += height
-        by_layer.append(parts)
+        by_layer.append(matrices)
     return by_layer
 
 
 def returned(owned: Owned, wgrad: Tensor | None) -> Tensor | None:
     """What backward gives autograd for a matrix: never main_grad, nor a view of it.
 
-    wgrad: the gradient that nothing else has taken. A weight that is to be told gets a dummy, so
+    wgrad: the gradient that nothing else has taken. A weight with the flag gets a dummy, so
     that hooks run; nobody shares it, for autograd may keep it as .grad and add to it.
     """
-    if owned.told is None or owned.main_grad is None:
+    if owned.flagged is None or owned.main_grad is None:
         return wgrad
-    setattr(owned.told, TOLD, True)
+    setattr(owned.flagged, FLAG, True)
     return torch.zeros_like(owned.matrix)
 
 
@@ -2184,7 +2190,7 @@ def keep_gradient(owned: Owned, a: Tensor, b: Tensor | None) -> Tensor | None:
     elif owned.main_grad is not None:
         add_product(owned.main_grad, owned.written, owned.part, a, b)
     else:
-        wgrad = a if b is None else a.t() @ b
+        wgrad = finished(a, b)
     return returned(owned, wgrad)
 
 
@@ -2387,7 +2393,9 @@ class HeadLoss(torch.autograd.Function):
         if ctx.precision == "plain":
             grad = grad.to(y.dtype)
             grad_y = grad @ w.t()
-            grad_w = keep_gradient(ctx.owned, y, grad)
+            grad_w = None
+            if ctx.needs_input_grad[1]:                                       # not of a frozen one
+                grad_w = keep_gradient(ctx.owned, y, grad)
             return grad_y, grad_w, None, None, None, None, None, None
 
         native = ctx.precision == "fp8"
@@ -2399,10 +2407,12 @@ class HeadLoss(torch.autograd.Function):
         dtype_y = torch.bfloat16 if native else ctx.work
         grad_y = fp8_product(grad, w.t(), scale_y, native, dtype_y)
 
-        scale_w = grad_scale * f32_scale(FP8_Y_SCALE, y)
-        y_in_rows = y.t().contiguous()
-        product = fp8_product(y_in_rows, grad, scale_w, native, ctx.work)      # it cannot add: a scratch
-        grad_w = keep_gradient(ctx.owned, product, None)
+        grad_w = None
+        if ctx.needs_input_grad[1]:
+            scale_w = grad_scale * f32_scale(FP8_Y_SCALE, y)
+            y_in_rows = y.t().contiguous()
+            product = fp8_product(y_in_rows, grad, scale_w, native, ctx.work)  # it cannot add: a scratch
+            grad_w = keep_gradient(ctx.owned, product, None)
         return grad_y, grad_w, None, None, None, None, None, None
 
 
@@ -2430,7 +2440,7 @@ class Parameter(NamedTuple):
     wd_mul: float = 1.0
     betas: tuple[float, float] = (0.9, 0.99)
     bank: bool = False                   # matrices stand in the last two axes
-    parts: tuple[int, ...] = ()          # owns a main_grad: heights of the matrices that one layer multiplies with
+    parts: tuple[int, ...] = ()          # heights of a layer's matrices in its main_grad; (): autograd's gradient
     full_precision: bool = False         # f32 where the weights are bf16
     rows: Table | None = None            # of an embedding whose rows travel one by one
 
@@ -3210,6 +3220,11 @@ def no_plans() -> None:
     """For steps whose next cycle is not planned ahead."""
 
 
+def has_several_micro_batches(cfg: Config, world: int, slots_at_once: int) -> bool:
+    """Whether a rank takes the slots of a step in several micro-batches."""
+    return slots_at_once * world < cfg.num_slots
+
+
 def writes_often(row: Parameter, several_micro_batches: bool) -> bool:
     """Whether a rank adds to a gradient several times between clears: for micro-batches, or both steps of a cycle."""
     return several_micro_batches or row.optimizer == "adam"
@@ -3724,7 +3739,7 @@ class Executor(Evaluator):
         super().__init__(cfg, fabric, attention, slots_at_once, report)
         self.precision = precision
         self.model_losses = self.compiled(self.model.losses)
-        several_micro_batches = self.slots_at_once * fabric.world < cfg.num_slots
+        several_micro_batches = has_several_micro_batches(cfg, fabric.world, self.slots_at_once)
         self.optimizer = Optimizer(
             cfg, fabric, self.model, self.compiled, self.tables, several_micro_batches)
 
@@ -3836,7 +3851,7 @@ class Executor(Evaluator):
             if row.label in self.tables:
                 weights[row.label] = self._whole_table(row.label, p)
             else:
-                weights[row.label] = p.cpu()                  # every rank has all of it
+                weights[row.label] = p.to("cpu", copy=True)   # every rank has all of it, and maybe padding behind
         if values.tied:
             weights["embed"] = weights["lm_head"].t().contiguous()
         return weights
@@ -3899,7 +3914,7 @@ def stored_bytes(cfg: Config, world: int, slots_at_once: int) -> dict[str, int]:
         tokens_of_a_cycle = CYCLE * longest * cfg.num_slots // world
         numbers_read = tokens_of_a_cycle * cfg.model_dim
 
-    several_micro_batches = slots_at_once * world < cfg.num_slots
+    several_micro_batches = has_several_micro_batches(cfg, world, slots_at_once)
     weights = gradients = moments = 0
     for row in parameter_table(cfg):
         count = math.prod(row.shape)

@@ -1,4 +1,6 @@
-"""What main_grad is worth on one rank that takes its slots one by one: python tests/bench_main_grad.py [--preset=pocket]
+"""What main_grad is worth on one rank that takes its slots one by one.
+
+    python tests/bench_main_grad.py [--preset=pocket]
 
 Three ways to add up the gradients of a step, with the same weights, slots and products: autograd's .grad (bf16), a
 main_grad in f32, and a sum in f64 of what each slot alone gives main_grad. Printed are, for the banks and

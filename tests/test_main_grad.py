@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from common import executor, random_batch, refused, small
+from common import executor, random_batch, refused, set_grad, small
 from torch import Tensor
 
 import train_gpt as tg
@@ -203,6 +203,34 @@ def test_a_frozen_weight_keeps_what_it_has():
     assert bank.written.tolist() == [0] * 4
 
 
+@pytest.mark.parametrize("precision", ("plain", "emulated"))
+def test_a_frozen_head_keeps_what_it_has(precision):
+    head = torch.nn.Parameter(randn(4, 9), requires_grad=False)
+    own(head)
+    y = randn(6, 4).requires_grad_()
+    one = torch.ones(1, dtype=F64)
+    targets = torch.tensor([[1, 3, 0, 8, 2, 4]])
+    tg.HeadLoss.apply(y, head, targets, one, one[0], precision, F64, tg.whole(head)).sum().backward()
+    assert y.grad is not None
+    assert head.main_grad.isnan().all()
+    assert head.written.tolist() == [0]
+
+
+def test_a_scaled_product_may_be_delayed_without_main_grad():
+    """What waits is the product itself, not its factors."""
+    weight = torch.nn.Parameter(randn(4, 3))
+    scale = torch.tensor(0.7, dtype=F64)
+    queue = tg.DelayedProducts()
+    want = torch.zeros(4, 3, dtype=F64)
+    for seed in (1, 2):
+        x = randn(5, 3, seed=seed)
+        tg.times_transposed(x, tg.whole(weight, queue), scale).sum().backward()
+        want += scale * (torch.ones(5, 4, dtype=F64).t() @ x)
+    assert weight.grad is None
+    queue.flush()
+    torch.testing.assert_close(weight.grad, want)
+
+
 def test_a_buffer_that_is_no_block_is_refused():
     bank = torch.nn.Parameter(randn(2, 3, 4, 5))
     own(bank, parts=6)
@@ -338,3 +366,81 @@ def test_a_bank_is_stored_with_room_for_whole_slices():
         assert optimizer.weights[label].main_grad.data_ptr() == optimizer.gradients[label].data_ptr()
         assert optimizer.stored_slice(label, optimizer.stored[label]).data_ptr() == (
             optimizer.stored[label][3 * size:].data_ptr())
+
+
+def test_padding_is_not_saved():
+    """A file holds the whole storage of a view."""
+    ex, _ = trained()
+    stored = torch.cat((ex.model.attn.data, ex.model.attn.data[:1]))
+    ex.model.attn.data = stored[:len(ex.model.attn)]                          # as it stands where ranks share it out
+    saved = ex.weights(tg.Schedule(ex.cfg).at(0))["attn"]
+    assert saved.equal(ex.model.attn)
+    assert saved.untyped_storage().nbytes() == saved.nbytes
+
+
+class Arrived:
+    """The handle of a collective that is done."""
+
+    def wait(self) -> None:
+        pass
+
+
+def test_what_travels_is_each_gradient_in_its_place(monkeypatch):
+    """Rank 1 of 3, without the others: f32 sums go as bf16, small ones in f32, and nobody updates what pads them."""
+    ex = executor(small(dtype="bfloat16"), 3, 1)
+    optimizer = ex.optimizer
+    sent = []
+
+    def alone(out: Tensor, full: Tensor | None = None, **_: Any) -> Arrived:
+        sent.append((out if full is None else full).clone())
+        return Arrived()
+
+    for name in ("all_reduce", "reduce_scatter_tensor"):
+        monkeypatch.setattr(tg.dist, name, alone)
+    for round_ in range(2):                                                   # what travelled before is not sent again
+        for seed, (label, p) in enumerate(optimizer.weights.items()):
+            if label not in ex.tables:
+                set_grad(optimizer, label, randn(*p.shape, seed=seed + 100 * round_))
+        for label in OWNED:
+            grad, _ = optimizer._reduce(label)
+            want = optimizer.units(label, optimizer.weights[label].main_grad).bfloat16()
+            found = sent.pop()
+            assert found.dtype == BF16
+            assert found[:len(want)].equal(want)
+            assert not found[len(want):].any()
+            assert len(grad) == len(optimizer.mine[label])
+            assert grad.equal(want[optimizer.slice_size[label]:][:len(grad)])
+        optimizer._reduce(tg.SMALL)
+        assert sent.pop().dtype == F32
+        for label in optimizer.small:
+            part = optimizer.small_parts[label]
+            assert part.view_as(optimizer.weights[label]).equal(optimizer.weights[label].grad.float()), label
+
+
+@pytest.mark.parametrize("tied", (True, False))
+def test_rows_of_the_embedding_join_the_head_once_while_they_are_tied(tied):
+    """On top of the head's own gradient, which the same pass wrote."""
+    ex, batch_of = trained(dtype="float64")
+    update = 1                                                                # of Adam: an odd step
+    if not tied:
+        update = (tg.Schedule(ex.cfg).split_step + 1) | 1
+    batch, values = batch_of(update)
+    assert values.tied is tied
+    ex.forward_backward(batch, values)
+    head = ex.model.lm_head.main_grad.clone()
+    table = ex.tables["embed"]
+    plan = table.open_plans[0]
+    rows = table.sums.clone()
+    seen = {}
+    real = ex.optimizer._reduce
+
+    def reduce(entry: str) -> tuple:
+        found = real(entry)
+        seen[entry] = found[0].clone()
+        return found
+
+    ex.optimizer._reduce = reduce
+    ex.optimizer.step(values)
+    if tied:
+        head[:, plan.head_columns] += rows[plan.rows_i_read].t()
+    torch.testing.assert_close(seen["lm_head"], head)
