@@ -341,6 +341,14 @@ def test_a_micro_batch_that_is_lost_or_runs_twice_is_named(monkeypatch, mishap, 
     assert "drop_gradients" in message
 
 
+def test_one_matrix_of_a_bank_that_was_not_written_is_named():
+    ex, batch_of = trained()
+    batch, values = batch_of(1)
+    ex.forward_backward(batch, values)
+    ex.model.mlp.written[5] = 0
+    refused(tg.RunError, lambda: ex.optim_step(values), "main_grad of mlp", "1, 0, 1", "1 times each", "micro-batch")
+
+
 def test_calls_of_weight_zero_alone_are_zeros():
     ex, batch_of = trained()
     for label in OWNED:
