@@ -18,7 +18,7 @@ import sys
 import tempfile
 import types
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +113,7 @@ class Card(FakeTensorMode):
         kwargs = kwargs or {}
         if self.depth > 0:                                    # inside another operation
             return super().dispatch(func, kinds, args, kwargs)
-        if not kwargs.get("pin_memory") and not any(on_card(x) for x in tree_leaves((args, kwargs))):
+        if not kwargs.get("pin_memory") and not any(on_card(x) for x in flat(args, kwargs)):
             return func(*args, **kwargs)
         if torch._guards.TracingContext.try_get() is not None:                # inside a compiler
             return super().dispatch(func, kinds, args, kwargs)
@@ -143,6 +143,8 @@ class Card(FakeTensorMode):
             self.depth -= not composite
         self.note(out)
         keep_host_copy(func, source, args, out)
+        if kwargs.get("pin_memory"):
+            out.pinned = True
         return out
 
     def into_given(self, func: Any, kinds: Any, args: tuple, kwargs: dict) -> Tensor:
@@ -163,7 +165,7 @@ class Card(FakeTensorMode):
 
     def note(self, out: Any) -> None:
         """Count the device memory of new storages."""
-        for x in tree_leaves(out):
+        for x in flat((out,), {}):
             if not isinstance(x, FakeTensor) or x.fake_device.type != "cuda":
                 continue
             storage = x.untyped_storage()
@@ -182,6 +184,15 @@ def is_composite(func: Any) -> bool:
     if func.namespace != "aten":
         return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def flat(args: Any, kwargs: dict) -> Iterator:
+    """Arguments, and what is in lists of them: all that an operation takes."""
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, (list, tuple)):
+            yield from x
+        else:
+            yield x
 
 
 def on_card(x: Any) -> bool:
@@ -237,6 +248,7 @@ def always(value: Any) -> Callable:
 
 
 def pinned(x: Tensor, *_: Any) -> Tensor:
+    x.pinned = True
     return x
 
 

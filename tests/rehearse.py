@@ -105,7 +105,7 @@ def world_of(walked: dict[str, Any]) -> dict[str, Any]:
         sums = sums_of(walked["kernels"], phase["timeline"])
         phases[title] = dict(timeline=folded(names), peak_bytes=phase["peak_bytes"],
                              saved_bytes=phase["saved_bytes"], **sums)
-    facts = {name: walked[name] for name in ("graphs", "owned_bytes", "host_waits", "failures", "recompiles")}
+    facts = {name: walked[name] for name in ("graphs", "owned_bytes", "host_waits", "failures")}
     return dict(facts, phases=phases, segments=segments)
 
 
@@ -271,8 +271,6 @@ def forbidden(new: dict[str, Any]) -> list[str]:
         for line, count in world["host_waits"].items():
             if line.partition(":")[0] not in ALLOWED_WAITS:
                 found.append(f"{place}: host wait: {line}: {count} times in the timed loop")
-        if world["recompiles"]:
-            found.append(f"{place}: recompile: {world['recompiles']} graphs in the race that the warm-up did not have")
     return found
 
 

@@ -2,7 +2,7 @@
 
     python tests/walk.py --world=8 --card=H100 --graphs=lower --out=FILE -- flags of train_gpt.py
 
-For a process of its own; rehearse.py starts it. --graphs=eager compiles nothing, trace stops before Inductor lowers.
+For a process of its own; rehearse.py starts it.
 """
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import functools
 import hashlib
 import json
 import linecache
+import logging
 import math
 import os
 import re
@@ -19,8 +20,9 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +61,20 @@ def digest_of(text: str) -> str:
 
 
 # ---- Bytes and flops
-def operation_bytes(name: str, tensors: list[Tensor], out: list[Tensor]) -> int:
+def operation_bytes(name: str, args: tuple, tensors: list[Tensor], out: list[Tensor]) -> int:
     """Compulsory traffic of an ATen operation: what is read and written once, rows by a list only those listed."""
     if name in ("index", "gather", "embedding", "index_select"):
         index = [x for x in tensors[1:] if not x.dtype.is_floating_point]
         return 2 * out[0].nbytes + sum(x.nbytes for x in index)
-    if name in ("index_put_", "index_add_", "scatter_add_"):
-        source = tensors[-1]
-        index = [x for x in tensors[1:-1] if not x.dtype.is_floating_point]
+    if name in ("index_put_", "index_add_"):
+        target = tensors[0]
+        index = [x for x in tensors[1:] if not x.dtype.is_floating_point]
+        source = [x for x in tensors[1:] if x.dtype.is_floating_point]
         rows = max([x.numel() for x in index], default=1)
-        width = tensors[0].numel() // max(1, tensors[0].shape[0])
-        written = rows * width * tensors[0].element_size()
+        along = args[1] if name == "index_add_" else next((at for at, x in enumerate(args[1]) if x is not None), 0)
+        written = rows * target.nbytes // max(1, target.shape[along])
         reads_too = name != "index_put_"
-        return written * (1 + reads_too) + source.nbytes + sum(x.nbytes for x in index)
+        return written * (1 + reads_too) + sum(x.nbytes for x in index + source)
     if name in ("fill_", "zero_", "full", "zeros", "new_zeros", "zeros_like", "ones", "arange", "new_full"):
         return sum(x.nbytes for x in out)
     sources = tensors[1:] if name == "copy_" else tensors
@@ -85,12 +88,13 @@ def product_shape(tensors: list[Tensor]) -> dict[str, int]:
 
 def executed_tiles(bounds: np.ndarray, window: int) -> int:
     """Tiles of queries and keys that a kernel with blocks of 128 visits: causal, in documents, `window` keys back."""
-    tiles = 0
-    for length in np.diff(bounds).tolist():
-        first = np.arange(0, length, TILE)
-        last = np.minimum(first + TILE, length) - 1
-        tiles += int((last // TILE - np.maximum(first - window, 0) // TILE + 1).sum())
-    return tiles
+    lengths = np.diff(bounds)
+    tiles_of = -(-lengths // TILE)
+    document = np.repeat(np.arange(len(lengths)), tiles_of)
+    first = TILE * (np.arange(len(document)) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of))
+    last = np.minimum(first + TILE, lengths[document]) - 1
+    visited = last // TILE - np.maximum(first - window, 0) // TILE + 1
+    return int(visited.sum())
 
 
 # ---- What is recorded
@@ -121,12 +125,14 @@ class Ledger(phantom.Recorder):
         self.graphs: dict[str, dict[str, Any]] = {}
         self.phases: dict[str, Phase] = {}
         self.failures: list[dict[str, str]] = []
+        self.reasons: list[str] = []                 # of graphs that were compiled again
         self.host_waits: dict[str, int] = {}         # in the timed loop, by line
         self.now = 0                                 # bytes on the device
         self.racing = False                          # between the start of the race and its end
         self.timed = False                           # and not in a validation or a checkpoint
         self.batch: Any = None                       # whose documents attention sees
         self.stage = 0
+        self.place = ""                              # the same in words
         self.at_forward = 0                          # bytes on the device when a forward began
         self.sums: dict[int, str] = {}               # label of a table, by the address of its sums
         self.table_sizes: set[int] = set()           # numbers in a whole table
@@ -173,8 +179,9 @@ class Ledger(phantom.Recorder):
         name = func._schema.name.partition("::")[2]
         if name in SILENT or func.is_view:
             return
-        tensors = fakes((args, {key: x for key, x in kwargs.items() if key != "out"}))
-        outputs = fakes(out)
+        others = [x for key, x in kwargs.items() if key != "out"]
+        tensors = fakes((*args, *others))
+        outputs = fakes((out,))
         on_card = [x for x in tensors + outputs if x.device.type == "cuda"]
         if not on_card:
             return
@@ -183,24 +190,27 @@ class Ledger(phantom.Recorder):
             shape = product_shape(tensors)
             factors = [x for x in tensors if x.dim() >= 2][-2:]
             facts.update(kind="product", dtype=short(factors[0].dtype), **shape, flops=2 * math.prod(shape.values()))
-            facts["bytes"] = operation_bytes(name, [x for x in tensors if x.dim()], outputs)
+            facts["bytes"] = operation_bytes(name, args, [x for x in tensors if x.dim()], outputs)
         elif name in ATTENTION:
             facts = self.attention(name, args, kwargs, tensors, outputs)
         else:
-            facts["bytes"] = operation_bytes(name, tensors, outputs)
-            if len(on_card) < len(tensors + outputs) and name in ("_to_copy", "copy_"):
-                facts.update(kind="copy", bytes=max(x.nbytes for x in tensors + outputs))
-                self.copied(name, args, kwargs, out)
+            facts["bytes"] = operation_bytes(name, args, tensors, outputs)
+            if name in ("_to_copy", "copy_"):
+                source = args[1] if name == "copy_" else args[0]
+                self.copied(source, out, kwargs.get("non_blocking", args[2:] == (True,)), facts)
         key = f"{facts['name']}.{digest_of(facts['shapes'])}"
         self.launch(key, facts, on_card)
 
-    def copied(self, name: str, args: tuple, kwargs: dict, out: Any) -> None:
+    def copied(self, source: Tensor, out: Tensor, non_blocking: bool, facts: dict[str, Any]) -> None:
         """A copy between host and device waits unless it is told not to, and the host's side is pinned."""
-        source = args[1] if name == "copy_" else args[0]
-        waits = not kwargs.get("non_blocking", len(args) > 2 and args[2] is True)
-        to_card = source.device.type == "cpu"
-        if waits:
-            self.host_waited("copy to the device" if to_card else "copy from the device")
+        if source.device.type == out.device.type:
+            return
+        facts.update(kind="copy", bytes=out.nbytes, shapes=f"{text_of(source)} to {out.device.type}")
+        host, direction = (source, "to") if out.device.type == "cuda" else (out, "from")
+        if not non_blocking:
+            self.host_waited(f"copy {direction} the device")
+        elif not getattr(host, "pinned", False):
+            self.host_waited(f"copy {direction} the device, of memory that is not pinned")
 
     def attention(self, name: str, args: tuple, kwargs: dict, tensors: list[Tensor], outputs: list[Tensor]) -> dict:
         direction = ATTENTION[name]
@@ -208,7 +218,7 @@ class Ledger(phantom.Recorder):
         tokens, heads, width = query.shape
         window, _ = kwargs.get("window_size") or args[-1]
         flops = 0
-        if self.batch is not None:
+        if self.racing and self.batch is not None:
             bounds = self.document_bounds(tokens)
             flops = executed_tiles(bounds, window) * TILE * TILE * 4 * width * heads
             if direction == "backward":
@@ -246,7 +256,7 @@ class Ledger(phantom.Recorder):
         name = owner.inductor_meta["kernel_name"]
         base = re.sub(r"_\d+$", "", name)
         source = owner.fn.src.replace(name, base)
-        config, = [launcher.config for launcher in owner.launchers]
+        config = owner.launchers[0].config                    # phantom.first_of_all
         trips = 1
         length = re.search(r"\br0_numel = (\d+)", source)
         if length and "R0_BLOCK" in config.kwargs:
@@ -284,8 +294,8 @@ class Ledger(phantom.Recorder):
     def communicated(self, name: str, tensors: dict[str, Any], group: str) -> tuple[Phase, int]:
         self.phase.collectives += 1
         number = self.phase.collectives
-        out, = fakes(tensors["out"])
-        size = max(x.nbytes for x in fakes(tensors))
+        out = tensors["out"]
+        size = max(x.nbytes for x in fakes(tensors.values()))
         self.phase.timeline.append(["collective", number, name, size, short(out.dtype), group])
         return self.phase, number
 
@@ -301,14 +311,15 @@ class Ledger(phantom.Recorder):
             self.host_waits[where] = self.host_waits.get(where, 0) + 1
 
 
-def fakes(tree: Any) -> list[FakeTensor]:
-    return [x for x in phantom.tree_leaves(tree) if isinstance(x, FakeTensor)]
+def fakes(values: Iterable) -> list[FakeTensor]:
+    """The tensors of the card among the values, and in lists of them."""
+    return [x for x in phantom.flat(values, {}) if isinstance(x, FakeTensor)]
 
 
 def trainer_line() -> str:
     """Function and text of the innermost line of the trainer that is running."""
     frame = sys._getframe()
-    while frame is not None and frame.f_code.co_filename != tg.__file__:
+    while frame is not None and (frame.f_code.co_filename != tg.__file__ or frame.f_code.co_name == "synchronize"):
         frame = frame.f_back
     if frame is None:
         return "autograd"
@@ -329,7 +340,7 @@ def around(owner: Any, name: str, listener: Callable) -> None:
     setattr(owner, name, call)
 
 
-def listen(ledger: Ledger) -> None:
+def listen(ledger: Ledger, graphs: str) -> None:
     @contextlib.contextmanager
     def step(executor: Any, loader: Any, values: tg.Values) -> Iterator[None]:
         if ledger.racing:
@@ -339,8 +350,10 @@ def listen(ledger: Ledger) -> None:
     @contextlib.contextmanager
     def forward_backward(executor: Any, batch: tg.Batch, values: tg.Values, *_: Any) -> Iterator[None]:
         slots = min(executor.slots_at_once, len(batch.tokens))
-        ledger.logit_numbers = slots * batch.tokens.shape[1] * executor.cfg.padded_vocab
+        if graphs == "lower":
+            ledger.logit_numbers = slots * batch.tokens.shape[1] * executor.cfg.padded_vocab
         ledger.stage = values.stage
+        ledger.place = f"stage {values.stage + 1}"
         ledger.batch = batch
         ledger.mark("begin")
         yield
@@ -360,8 +373,10 @@ def listen(ledger: Ledger) -> None:
     @contextlib.contextmanager
     def evaluate(executor: Any, batches: Any, values: tg.Values) -> Iterator[None]:
         place = f"stage {values.stage + 1}"
+        ledger.stage = values.stage
         if values.long_window > executor.cfg.stages[values.stage].long_window * executor.cfg.window_block:
             place = "final"
+        ledger.place = place
         with off_the_clock(f"validation {place}"):
             yield
 
@@ -391,7 +406,6 @@ def listen(ledger: Ledger) -> None:
         start_race(ledger, executor)
         yield
         ledger.racing = ledger.timed = False
-        ledger.graphs_behind = dict(torch._dynamo.utils.counters["stats"])
 
     for owner, name, listener in (
             (tg, "train_step", step), (tg, "warm_up", warm_up), (tg, "race", race), (tg.Executor, "forward_backward",
@@ -404,14 +418,27 @@ def start_race(ledger: Ledger, executor: tg.Executor) -> None:
     """From here on nothing is compiled, and buffers as large as a table are those that a table owns."""
     ledger.racing = ledger.timed = True
     ledger.owned = ledger.now
-    ledger.graphs_before = dict(torch._dynamo.utils.counters["stats"])
-    torch._dynamo.config.error_on_recompile = True
+    torch._logging.set_logs(recompiles=True)
+    logging.getLogger("torch._dynamo").addHandler(Reasons(ledger))
     for label, table in executor.tables.items():
         ledger.sums[table.sums.untyped_storage()._cdata] = label
         if table.table.tied:                                  # as large as the head, of which there are copies
             continue
         ledger.table_sizes |= {table.table.rows * executor.cfg.model_dim,
                                ledger.world * len(table.mine) * executor.cfg.model_dim}
+
+
+class Reasons(logging.Handler):
+    """Why Dynamo compiles something again, as it logs it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if "Recompiling" in text or "guard" in text:
+            self.ledger.reasons.append(" ".join(text.split()))
 
 
 # ---- Graphs
@@ -425,8 +452,8 @@ def rehearsed_compile(ledger: Ledger, options: argparse.Namespace) -> Callable:
 
         def inner(module: torch.fx.GraphModule, inputs: list, **facts: Any) -> Any:
             note_graph(ledger, name, module, inputs, facts)
-            skipped = name == "GPT.losses" and options.stages and str(ledger.stage + 1) not in options.stages.split(",")
-            if options.graphs == "trace" or skipped:
+            lowered = name != "GPT.losses" or not options.stages or str(ledger.stage + 1) in options.stages.split(",")
+            if options.graphs != "lower" or not lowered:
                 return boxed(module)
             return compile_fx.compile_fx_inner(module, inputs, **facts)
 
@@ -442,6 +469,8 @@ def rehearsed_compile(ledger: Ledger, options: argparse.Namespace) -> Callable:
                 ledger.mark("forward")
             if isinstance(args[0], tg.Batch):
                 ledger.batch = args[0]
+            if options.graphs == "quick" and (name != "GPT.losses" or ledger.stage > 0 or ledger.racing):
+                return call(*args, **kwargs)
             return compiled(*args, **kwargs)
         return run
     return compile_call
@@ -465,8 +494,10 @@ def note_graph(ledger: Ledger, name: str, module: torch.fx.GraphModule, inputs: 
     text = "\n".join(re.sub(r"0x[0-9a-f]+", "", line) for line in lines)
     part = "backward" if facts.get("is_backward") else "forward"
     shape = next((text_of(x) for x in inputs if isinstance(x, Tensor) and x.dim() > 0), "")
-    where = f"stage {ledger.stage + 1}" if name == "GPT.losses" else shape
+    where = ledger.place if name.startswith("GPT.") else shape
     title = f"{name} {part}, {where}"
+    if ledger.racing:
+        ledger.fail("recompile", title, ledger.reasons[-1] if ledger.reasons else "a graph that the warm-up had not")
     while title in ledger.graphs:
         title += " again"
     ledger.graphs[title] = dict(hash=hashlib.sha256(text.encode()).hexdigest()[:16], nodes=len(module.graph.nodes))
@@ -530,7 +561,7 @@ def save_nothing(content: Any, file: Any) -> None:
 def flags_of_walk(folder: Path, cfg: tg.Config, graphs: str) -> list[str]:
     """A short schedule through every stage, with data to go with it."""
     stages = len(cfg.stages)
-    steps = tg.CYCLE if graphs == "eager" else STEPS_PER_STAGE
+    steps = tg.CYCLE if graphs == "quick" else STEPS_PER_STAGE
     tokens = (steps + 2) * sum(stage.batch_tokens for stage in cfg.stages)
     write_shard(folder / "train_1.bin", english_like(int(1.3 * tokens), 1))
     write_shard(folder / "val_1.bin", english_like(2 * cfg.val_batch_tokens, 2))
@@ -545,7 +576,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("walk.py")
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--card", default="H100")
-    parser.add_argument("--graphs", choices=("lower", "trace", "eager"), default="lower")
+    parser.add_argument("--graphs", choices=("lower", "quick"), default="lower",
+                        help="quick: the first stage's training graph is traced, the rest runs without graphs")
     parser.add_argument("--out", default="/dev/stdout")
     parser.add_argument("--first-stage", action="store_true", help="only the steps of the first")
     parser.add_argument("--stages", default="", help="lower the training graphs of these only")
@@ -563,13 +595,11 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
     phantom.bodies[torch.ops.train_gpt.add_rows.default] = tg.add_rows._init_fn
     tg.save_tensors = save_nothing
     torch.compile = rehearsed_compile(ledger, options)
-    listen(ledger)
+    listen(ledger, options.graphs)
 
     with tempfile.TemporaryDirectory() as folder:
         _, cfg = tg.parse_flags(["--preset=record", *options.flags])
         flags = flags_of_walk(Path(folder), cfg, options.graphs)
-        if options.graphs == "eager":
-            flags.append("--compile=0")
         if options.first_stage:
             flags.append(f"--max_steps={STEPS_PER_STAGE}")
         preset, given = tg.parse_flags(["--preset=record", *flags, *options.flags])
@@ -578,9 +608,24 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
                 fabric = tg.make_fabric(given)
                 status = tg.run(preset, given, fabric, tg.Ending())
                 assert status == tg.EXIT_DONE, f"run() returned {status}"
-            except tg.FabricError as error:
+            except tg.TrainerError as error:                  # a card on which the preset does not fit
                 return dict(error=str(error))
+            except Exception as error:
+                traceback.print_exc()
+                ledger.fail(*cause_of(error))
     return result_of(ledger)
+
+
+def cause_of(error: Exception) -> tuple[str, str, str]:
+    """Kind, line of the trainer and message of what ended the walk."""
+    kinds = {torch._dynamo.exc.Unsupported: "graph break",
+             torch._subclasses.fake_tensor.DynamicOutputShapeException: "host wait",
+             torch._subclasses.fake_tensor.DataDependentOutputException: "host wait"}
+    kind = next((name for of_error, name in kinds.items() if isinstance(error, of_error)), type(error).__name__)
+    frames = list(getattr(error, "real_stack", None) or ()) + traceback.extract_tb(error.__traceback__)
+    lines = [f"{frame.name}: {frame.line}" for frame in frames if frame.filename == tg.__file__]
+    said = str(error).strip().splitlines() or [""]
+    return kind, lines[-1] if lines else "outside of the trainer", said[0]
 
 
 def result_of(ledger: Ledger) -> dict[str, Any]:
@@ -593,9 +638,8 @@ def result_of(ledger: Ledger) -> dict[str, Any]:
         seen, flops = kernel.pop("seen"), kernel.pop("flops_seen")
         if seen and flops:
             kernel["flops"] = round(flops / seen)
-    grown = ledger.graphs_behind.get("unique_graphs", 0) - ledger.graphs_before.get("unique_graphs", 0)
     return dict(kernels=ledger.kernels, graphs=ledger.graphs, phases=phases, owned_bytes=ledger.owned,
-                host_waits=ledger.host_waits, failures=ledger.failures, recompiles=grown,
+                host_waits=ledger.host_waits, failures=ledger.failures,
                 seconds=round(time.perf_counter() - ledger.began, 1))
 
 
