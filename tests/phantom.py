@@ -84,7 +84,7 @@ class Recorder:
     def allocated(self, storage: Any, tensor: Tensor) -> None:
         """A new storage on the device."""
 
-    def freed(self, size: int) -> None:
+    def freed(self, address: int, size: int) -> None:
         """A storage is gone."""
 
     def launched(self, kernel: Any, grid: tuple[int, ...], args: tuple) -> None:
@@ -175,7 +175,7 @@ class Card(FakeTensorMode):
                 weakref.finalize(storage, self.free, storage._cdata)
 
     def free(self, address: int) -> None:
-        self.recorder.freed(self.sizes.pop(address))
+        self.recorder.freed(address, self.sizes.pop(address))
 
 
 @functools.cache
@@ -333,7 +333,7 @@ def install_inductor() -> None:
             return fold(self, *args, **kwargs)
 
     triton_heuristics.CachingAutotuner.run = run
-    triton_heuristics.DebugAutotuner.run = run                # what benchmark_kernel asks for; it would time each launch
+    triton_heuristics.DebugAutotuner.run = run                # of benchmark_kernel; it would time each launch
     ConstantFolder.run = fold_on_host
 
     guards = torch._C._dynamo.guards                          # C++ that allocates and looks at real tensors

@@ -23,6 +23,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt as tg  # noqa: E402
 
 STEPS_PER_STAGE = 6                      # cycles: the one that changes stages, one that is like all others, its next
+QUICK_STEPS = 2
+SMALLEST_SHARE = 0.01                    # of a peak: smaller buffers are not listed
 TILE = 128                               # rows and columns of a tile of attention
 aten = torch.ops.aten
 
@@ -98,15 +101,37 @@ def executed_tiles(bounds: np.ndarray, window: int) -> int:
 
 
 # ---- What is recorded
+@dataclass
+class Buffer:
+    """A storage on the device."""
+    size: int                            # bytes
+    shape: str
+    maker: str = ""                      # the first launch that touched it
+    too_much: str = ""                   # why it should not be there
+
+
 class Phase:
     """A stretch of the run: what the training thread issues, in its order, and memory."""
 
-    def __init__(self, number: int, now: int) -> None:
+    def __init__(self, number: int, now: int, alive: dict[int, Buffer]) -> None:
         self.number = number
         self.timeline: list[list] = []
-        self.peak = now
-        self.saved = 0
         self.collectives = 0
+        self.alive_before = list(alive.values())
+        self.events: list[tuple[int, Buffer]] = []            # +1: allocated, -1: freed
+        self.peak = now
+        self.events_at_peak = 0
+        self.saved = 0
+        self.alive_saved: list[Buffer] = []
+
+    def alive_at_peak(self) -> list[Buffer]:
+        alive = {id(buffer): buffer for buffer in self.alive_before}
+        for change, buffer in self.events[:self.events_at_peak]:
+            if change > 0:
+                alive[id(buffer)] = buffer
+            else:
+                alive.pop(id(buffer), None)
+        return list(alive.values())
 
     def run(self, key: str) -> None:
         last = self.timeline[-1] if self.timeline else None
@@ -133,15 +158,17 @@ class Ledger(phantom.Recorder):
         self.batch: Any = None                       # whose documents attention sees
         self.stage = 0
         self.place = ""                              # the same in words
-        self.at_forward = 0                          # bytes on the device when a forward began
+        self.at_forward: set[int] = set()            # addresses that were in use when a forward began
         self.sums: dict[int, str] = {}               # label of a table, by the address of its sums
         self.table_sizes: set[int] = set()           # numbers in a whole table
         self.logit_numbers = math.inf                # (tokens of a micro-batch) x vocabulary
-        self.unnamed: dict[int, str] = {}            # a buffer too many, by address, until its first launch is seen
+        self.alive: dict[int, Buffer] = {}           # by address
+        self.schedule: tg.Schedule | None = None     # once the race has begun
+        self.owned: list[Buffer] = []                # alive when it began
         self.begin("set-up")
 
     def begin(self, name: str) -> None:
-        self.phase = self.phases[name] = Phase(len(self.phases), self.now)
+        self.phase = self.phases[name] = Phase(len(self.phases), self.now, self.alive)
 
     def mark(self, part: str) -> None:
         self.phase.timeline.append(["mark", part])
@@ -153,25 +180,41 @@ class Ledger(phantom.Recorder):
 
     # ---- Told by the card
     def allocated(self, storage: Any, tensor: Tensor) -> None:
-        self.now += storage.nbytes()
-        self.phase.peak = max(self.phase.peak, self.now)
+        buffer = Buffer(storage.nbytes(), text_of(tensor))
+        self.alive[storage._cdata] = buffer
+        self.phase.events.append((1, buffer))
+        self.now += buffer.size
+        if self.now > self.phase.peak:
+            self.phase.peak = self.now
+            self.phase.events_at_peak = len(self.phase.events)
         if not self.timed:
             return
         if tensor.dtype == torch.float32 and tensor.numel() >= self.logit_numbers:
-            self.unnamed[storage._cdata] = f"f32 buffer of (tokens, vocabulary): {text_of(tensor)}"
+            buffer.too_much = "f32 buffer of (tokens, vocabulary)"
         elif tensor.numel() in self.table_sizes:
-            self.unnamed[storage._cdata] = f"buffer of table size: {text_of(tensor)}"
+            buffer.too_much = "buffer of table size"
 
-    def freed(self, size: int) -> None:
+    def freed(self, address: int, size: int) -> None:
         self.now -= size
+        self.phase.events.append((-1, self.alive.pop(address)))
 
-    def name_buffers(self, tensors: list[Tensor], where: str) -> None:
-        """A launch that touches a buffer too many gives it its name."""
+    def name_buffers(self, tensors: list[Tensor], name: str, where: str) -> None:
+        """The first launch that touches a buffer gives it its name."""
         for x in tensors:
-            found = self.unnamed.pop(x.untyped_storage()._cdata, None)
-            if found:
-                kind, _, shape = found.partition(": ")
-                self.fail(kind, where, shape)
+            buffer = self.alive.get(x.untyped_storage()._cdata)
+            if buffer is None or buffer.maker:
+                continue
+            buffer.maker = name
+            if buffer.too_much:
+                self.fail(buffer.too_much, where, buffer.shape)
+
+    def keep_saved(self) -> None:
+        """At the start of a backward: what the forward has left for it."""
+        saved = [buffer for address, buffer in self.alive.items() if address not in self.at_forward]
+        size = sum(buffer.size for buffer in saved)
+        if size > self.phase.saved:
+            self.phase.saved = size
+            self.phase.alive_saved = saved
 
     def operation(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
         if not isinstance(func, torch._ops.OpOverload):       # of a traced graph, which nobody runs on a card
@@ -289,7 +332,8 @@ class Ledger(phantom.Recorder):
         if facts.get("spills"):
             self.fail("spill", key, f"{facts['spills']} bytes on the stack, {facts['registers']} registers")
         self.phase.run(key)
-        self.name_buffers(tensors, key if facts["kind"] == "generated" else f"{key} in {trainer_line()}")
+        where = key if facts["kind"] == "generated" else f"{key} in {trainer_line()}"
+        self.name_buffers(tensors, facts["name"], where)
 
     def communicated(self, name: str, tensors: dict[str, Any], group: str) -> tuple[Phase, int]:
         self.phase.collectives += 1
@@ -340,7 +384,7 @@ def around(owner: Any, name: str, listener: Callable) -> None:
     setattr(owner, name, call)
 
 
-def listen(ledger: Ledger, graphs: str) -> None:
+def listen(ledger: Ledger, options: argparse.Namespace) -> None:
     @contextlib.contextmanager
     def step(executor: Any, loader: Any, values: tg.Values) -> Iterator[None]:
         if ledger.racing:
@@ -350,9 +394,10 @@ def listen(ledger: Ledger, graphs: str) -> None:
     @contextlib.contextmanager
     def forward_backward(executor: Any, batch: tg.Batch, values: tg.Values, *_: Any) -> Iterator[None]:
         slots = min(executor.slots_at_once, len(batch.tokens))
-        if graphs == "lower":
-            ledger.logit_numbers = slots * batch.tokens.shape[1] * executor.cfg.padded_vocab
         ledger.stage = values.stage
+        ledger.logit_numbers = math.inf
+        if options.graphs == "lower" and has_graph(ledger, options, "GPT.losses"):
+            ledger.logit_numbers = slots * batch.tokens.shape[1] * executor.cfg.padded_vocab
         ledger.place = f"stage {values.stage + 1}"
         ledger.batch = batch
         ledger.mark("begin")
@@ -360,7 +405,7 @@ def listen(ledger: Ledger, graphs: str) -> None:
 
     @contextlib.contextmanager
     def backward(*_: Any, **__: Any) -> Iterator[None]:
-        ledger.phase.saved = max(ledger.phase.saved, ledger.now - ledger.at_forward)
+        ledger.keep_saved()
         ledger.mark("backward")
         yield
 
@@ -417,7 +462,7 @@ def listen(ledger: Ledger, graphs: str) -> None:
 def start_race(ledger: Ledger, executor: tg.Executor) -> None:
     """From here on nothing is compiled, and buffers as large as a table are those that a table owns."""
     ledger.racing = ledger.timed = True
-    ledger.owned = ledger.now
+    ledger.owned = list(ledger.alive.values())
     torch._logging.set_logs(recompiles=True)
     logging.getLogger("torch._dynamo").addHandler(Reasons(ledger))
     for label, table in executor.tables.items():
@@ -452,8 +497,7 @@ def rehearsed_compile(ledger: Ledger, options: argparse.Namespace) -> Callable:
 
         def inner(module: torch.fx.GraphModule, inputs: list, **facts: Any) -> Any:
             note_graph(ledger, name, module, inputs, facts)
-            lowered = name != "GPT.losses" or not options.stages or str(ledger.stage + 1) in options.stages.split(",")
-            if options.graphs != "lower" or not lowered:
+            if options.graphs != "lower":
                 return boxed(module)
             return compile_fx.compile_fx_inner(module, inputs, **facts)
 
@@ -465,15 +509,26 @@ def rehearsed_compile(ledger: Ledger, options: argparse.Namespace) -> Callable:
         @functools.wraps(call)
         def run(*args: Any, **kwargs: Any) -> Any:
             if name == "GPT.losses":
-                ledger.at_forward = ledger.now
+                ledger.at_forward = set(ledger.alive)
                 ledger.mark("forward")
             if isinstance(args[0], tg.Batch):
                 ledger.batch = args[0]
-            if options.graphs == "quick" and (name != "GPT.losses" or ledger.stage > 0 or ledger.racing):
+            if not has_graph(ledger, options, name):
                 return call(*args, **kwargs)
             return compiled(*args, **kwargs)
         return run
     return compile_call
+
+
+def has_graph(ledger: Ledger, options: argparse.Namespace, name: str) -> bool:
+    """Whether the function is to be compiled now; else it runs as it is written."""
+    if options.graphs == "none":
+        return False
+    if options.graphs == "quick":
+        return name == "GPT.losses" and ledger.stage == 0 and not ledger.racing
+    if name.startswith("GPT.") and options.stages:
+        return str(ledger.stage + 1) in options.stages.split(",")
+    return True
 
 
 def boxed(module: torch.fx.GraphModule) -> Callable:
@@ -502,7 +557,8 @@ def note_graph(ledger: Ledger, name: str, module: torch.fx.GraphModule, inputs: 
         title += " again"
     ledger.graphs[title] = dict(hash=hashlib.sha256(text.encode()).hexdigest()[:16], nodes=len(module.graph.nodes))
     seconds = time.perf_counter() - ledger.began
-    print(f"{seconds:7.1f} s  W = {ledger.world}  {title}: {len(module.graph.nodes)} nodes", file=sys.stderr, flush=True)
+    line = f"{seconds:7.1f} s  W = {ledger.world}  {title}: {len(module.graph.nodes)} nodes"
+    print(line, file=sys.__stdout__, flush=True)              # the trainer's own lines go to stderr
 
 
 def described(value: Any) -> str:
@@ -561,7 +617,7 @@ def save_nothing(content: Any, file: Any) -> None:
 def flags_of_walk(folder: Path, cfg: tg.Config, graphs: str) -> list[str]:
     """A short schedule through every stage, with data to go with it."""
     stages = len(cfg.stages)
-    steps = tg.CYCLE if graphs == "quick" else STEPS_PER_STAGE
+    steps = STEPS_PER_STAGE if graphs == "lower" else QUICK_STEPS
     tokens = (steps + 2) * sum(stage.batch_tokens for stage in cfg.stages)
     write_shard(folder / "train_1.bin", english_like(int(1.3 * tokens), 1))
     write_shard(folder / "val_1.bin", english_like(2 * cfg.val_batch_tokens, 2))
@@ -576,11 +632,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("walk.py")
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--card", default="H100")
-    parser.add_argument("--graphs", choices=("lower", "quick"), default="lower",
+    parser.add_argument("--graphs", choices=("lower", "quick", "none"), default="lower",
                         help="quick: the first stage's training graph is traced, the rest runs without graphs")
     parser.add_argument("--out", default="/dev/stdout")
     parser.add_argument("--first-stage", action="store_true", help="only the steps of the first")
-    parser.add_argument("--stages", default="", help="lower the training graphs of these only")
+    parser.add_argument("--stages", default="", help="lower the graphs of these only, such as 1,2")
     parser.add_argument("flags", nargs="*")
     return parser.parse_args(argv)
 
@@ -595,13 +651,13 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
     phantom.bodies[torch.ops.train_gpt.add_rows.default] = tg.add_rows._init_fn
     tg.save_tensors = save_nothing
     torch.compile = rehearsed_compile(ledger, options)
-    listen(ledger, options.graphs)
+    listen(ledger, options)
 
     with tempfile.TemporaryDirectory() as folder:
         _, cfg = tg.parse_flags(["--preset=record", *options.flags])
         flags = flags_of_walk(Path(folder), cfg, options.graphs)
         if options.first_stage:
-            flags.append(f"--max_steps={STEPS_PER_STAGE}")
+            flags.append(f"--max_steps={STEPS_PER_STAGE if options.graphs == 'lower' else QUICK_STEPS}")
         preset, given = tg.parse_flags(["--preset=record", *flags, *options.flags])
         with mode, contextlib.redirect_stdout(sys.stderr):
             try:
@@ -613,7 +669,8 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
             except Exception as error:
                 traceback.print_exc()
                 ledger.fail(*cause_of(error))
-    return result_of(ledger)
+                return dict(result_of(ledger, options.stages), ended_by=str(error))
+    return result_of(ledger, options.stages)
 
 
 def cause_of(error: Exception) -> tuple[str, str, str]:
@@ -628,19 +685,33 @@ def cause_of(error: Exception) -> tuple[str, str, str]:
     return kind, lines[-1] if lines else "outside of the trainer", said[0]
 
 
-def result_of(ledger: Ledger) -> dict[str, Any]:
+def result_of(ledger: Ledger, stages: str) -> dict[str, Any]:
     phases = {}
     for name, phase in ledger.phases.items():
         kept = name_of_step(ledger.schedule, name) if name.startswith("step ") else name
-        if kept and kept != "between":
-            phases[kept] = dict(timeline=phase.timeline, peak_bytes=phase.peak, saved_bytes=phase.saved)
+        of_stage = re.search(r"\bstage (\d)", kept)
+        if not kept or kept == "between" or of_stage and stages and of_stage[1] not in stages.split(","):
+            continue
+        phases[kept] = dict(timeline=phase.timeline, peak_bytes=phase.peak, at_peak=by_maker(phase.alive_at_peak()),
+                            saved_bytes=phase.saved, saved=by_maker(phase.alive_saved))
     for kernel in ledger.kernels.values():                    # documents differ from step to step
         seen, flops = kernel.pop("seen"), kernel.pop("flops_seen")
         if seen and flops:
             kernel["flops"] = round(flops / seen)
-    return dict(kernels=ledger.kernels, graphs=ledger.graphs, phases=phases, owned_bytes=ledger.owned,
-                host_waits=ledger.host_waits, failures=ledger.failures,
-                seconds=round(time.perf_counter() - ledger.began, 1))
+    return dict(kernels=ledger.kernels, graphs=ledger.graphs, phases=phases, owned=by_maker(ledger.owned),
+                owned_bytes=sum(buffer.size for buffer in ledger.owned), host_waits=ledger.host_waits,
+                failures=ledger.failures, seconds=round(time.perf_counter() - ledger.began, 1))
+
+
+def by_maker(buffers: list[Buffer]) -> dict[str, list[int]]:
+    """Number and bytes of buffers by shape and first launch, those that matter."""
+    whole = sum(buffer.size for buffer in buffers)
+    groups: dict[str, list[int]] = {}
+    for buffer in buffers:
+        group = groups.setdefault(f"{buffer.shape} of {buffer.maker or 'nothing yet'}", [0, 0])
+        group[0] += 1
+        group[1] += buffer.size
+    return {name: group for name, group in groups.items() if group[1] >= SMALLEST_SHARE * whole}
 
 
 def name_of_step(schedule: tg.Schedule, title: str) -> str:
