@@ -27,6 +27,7 @@ ATTENTION = ("FA2", "FA3")
 PARITIES = ("even", "odd")
 WARP = 32                                # threads
 DEAREST = 10                             # lines that a page shows
+LEAST_CHANGE = 0.005                     # s per run, of a line that is shown as changed
 STAGES = 4                               # of the record preset, and its steps
 STEPS = dict(num_scheduled_steps=1507, num_extension_steps=40)
 
@@ -392,6 +393,66 @@ def dearest_table(found: dict[str, Any]) -> str:
         times = [line["ms"].get(stage) for stage in found["stages"]]
         rows.append([line["name"], line["part"], *times, line["s"]])
     return table(" | ".join(["line", "part", *found["stages"], "s per run"]), rows)
+
+
+# ---- What a change costs
+def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Two predictions side by side, in the worlds, attentions and stages that both have."""
+    pages = []
+    for world, by_attention in after["worlds"].items():
+        pairs = {}
+        for attention, now in by_attention.items():
+            was = before["worlds"].get(world, {}).get(attention)
+            if was:
+                pairs[attention] = was, now
+        if pairs:
+            pages += difference_pages(world, pairs)
+    return "\n\n".join(pages) + "\n"
+
+
+def difference_pages(world: str, pairs: dict[str, tuple[dict, dict]]) -> list[str]:
+    """pairs: by attention, what was and is predicted for a world."""
+    rows = []
+    stages = []
+    for attention, (was, now) in pairs.items():
+        stages = [stage for stage in now["stages"] if stage in was["stages"]]
+        times = [times_in(found, stages) for found in (was, now)]
+        rows += [[f"{attention}, before", *times[0]], [f"{attention}, now", *times[1]]]
+        rows.append([f"{attention}, more", *(f"{b - a:+.2f}" for a, b in zip(*times))])
+    attention, (was, now) = next(iter(pairs.items()))
+    return [f"World size {world}, predicted before and now:",
+            table(" | ".join(["ms per mean step", *stages, "s per run in these"]), rows),
+            f"The {DEAREST} lines that changed most with {attention}, predicted:",
+            table("line | part | more s per run in these", changed_lines(was, now, stages))]
+
+
+def times_in(found: dict[str, Any], stages: Iterable[str]) -> list[float]:
+    """ms of each stage's mean step, and s of a run in these stages."""
+    times = []
+    seconds = 0.0
+    for stage in stages:
+        steps = found["stages"][stage]
+        times.append(steps["mean"]["ms"])
+        seconds += steps["steps"] * steps["mean"]["ms"] / 1000
+    return [*times, seconds]
+
+
+def changed_lines(was: dict[str, Any], now: dict[str, Any], stages: Iterable[str]) -> list[list]:
+    """[line, part, more s per run]. A fusion that has changed is one line less and another more."""
+    more = Counter()
+    for sign, found in ((-1, was), (1, now)):
+        for stage in stages:
+            steps = found["stages"][stage]
+            for name, part, ms in steps["lines"]:
+                more[name, part] += sign * steps["steps"] * ms / 1000
+    shown = [line for line in more.items() if abs(line[1]) >= LEAST_CHANGE]
+    largest = sorted(shown, key=size_of_change)[:DEAREST]
+    return [[name, part, f"{s:+.2f}"] for (name, part), s in largest]
+
+
+def size_of_change(line: tuple[tuple[str, str], float]) -> tuple[float, tuple[str, str]]:
+    name, seconds = line
+    return -abs(seconds), name
 
 
 # ---- A measured run beside it

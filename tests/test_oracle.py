@@ -353,7 +353,13 @@ MISTAKES = (
 )
 
 
-@pytest.mark.parametrize("file, key, mistake", [pytest.param(*row, id=name) for name, *row in MISTAKES])
+def slow(file: str) -> tuple:
+    """Marks of a mistake that takes a trajectory to show."""
+    return (pytest.mark.all,) if file == "traj" else ()
+
+
+@pytest.mark.parametrize("file, key, mistake", [
+    pytest.param(file, *row, id=name, marks=slow(file)) for name, file, *row in MISTAKES])
 def test_mistake_is_noticed(file: str, key: str, mistake: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
     mistake(monkeypatch)
     with pytest.raises(Mismatch) as noticed:

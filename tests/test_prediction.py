@@ -3,6 +3,7 @@ import contextlib
 import io
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -109,6 +110,16 @@ def test_sums_and_prices_follow_from_ledger_and_rates(made):
     waited = 0.02 + 1000 * 3.5e6 / 370e9
     assert stage["even"]["ms"] == pytest.approx(2 * SLACK_MS, rel=1e-3)
     assert stage["odd"]["ms"] == pytest.approx(6 * SLACK_MS + waited, rel=1e-3)
+
+
+def test_the_command_needs_nothing_that_a_test_has_loaded(tmp_path):
+    """In a process of its own: tests have imported the arithmetic before, a user has not."""
+    (tmp_path / "records").mkdir()
+    ledger = write_ledger(tmp_path / "today")
+    command = [sys.executable, ROOT / "records", "new", "Rehearsal", ledger, RATES, "--kind=prediction"]
+    done = subprocess.run([*command, "--records", tmp_path / "records"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert check(tmp_path / "records") == ""
 
 
 def test_it_claims_no_place(made):

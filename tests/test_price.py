@@ -293,6 +293,37 @@ def test_a_product_has_one_name_in_all_stages():
     assert names == [expected, expected]
 
 
+# ------------------------------------------------------------------------------------------------ what a change costs
+
+def cells(page: str, first: str) -> list[str]:
+    """The other cells of the row that begins with this one."""
+    row, = (line for line in page.splitlines() if line.startswith(f"| {first} "))
+    return [part.strip() for part in row.strip("|").split("|")][1:]
+
+
+def test_a_change_is_priced_by_stage_and_by_line_where_both_have_it():
+    """One GB more in each even step of stage 1, 8 of 15; the other ledger has no stage 2."""
+    idea = two_stages()
+    phases = idea["worlds"]["8"]["phases"]
+    phases["stage 1 even step"] = dict(timeline=[run("move"), run("turn")])
+    del phases["stage 2 even step"], phases["stage 2 odd step"]
+    turned = 2 * MS_OF_GB                                                     # by tiles: at half the rate
+    page = price.difference(*(price.price(found, rates()) for found in (two_stages(), idea)))
+    was = (8 + 2 * 7) * MS_OF_GB / 15
+    assert cells(page, "FA2, before")[0] == f"{was:.2f}"
+    assert cells(page, "FA2, now")[0] == f"{was + 8 / 15 * turned:.2f}"
+    assert cells(page, "FA2, more") == [f"{8 / 15 * turned:+.2f}", f"{8 * turned / 1000:+.2f}"]
+    assert cells(page, "triton_poi_fused_t") == ["memory-bound kernels", f"{8 * turned / 1000:+.2f}"]
+    assert "triton_poi_fused_add" not in page and "stage 2" not in page
+    headings = [line for line in page.splitlines() if line and not line.startswith("|")]
+    assert headings and all("redict" in line for line in headings)
+
+
+def test_worlds_that_only_one_ledger_has_are_not_compared():
+    one, eight = (price.price(ledger([run("move")], world=world), rates()) for world in "18")
+    assert price.difference(one, eight).strip() == ""
+
+
 # ------------------------------------------------------------------------------------------------ mistakes show
 
 def spoiled(mistake: str) -> float:

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import re
 import shutil
+import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -35,8 +36,9 @@ def price_tool() -> ModuleType:
     if not PRICE.exists():
         raise ToolError("tests/price.py", "not there", "the arithmetic of predictions",
                         "use a whole checkout")
-    spec = importlib.util.spec_from_file_location("price", PRICE)
+    spec = importlib.util.spec_from_file_location("price_of_ledgers", PRICE)
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module                                           # where its dataclasses look for it
     spec.loader.exec_module(module)
     return module
 

@@ -1,0 +1,509 @@
+"""GPUs that are not there: torch, Inductor and Triton believe in a card, whose tensors have shapes and no numbers.
+
+For a process of its own, which it changes for good: import this before torch. `install` makes every replacement;
+each stands there with its reason. What happens on the card is told to a recorder (rehearse.py has it).
+"""
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import struct
+import subprocess
+import sys
+import tempfile
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+GIB = 2**30
+PROPERTIES = dict(                       # of every card here
+    max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, warp_size=32, max_threads_per_block=1024,
+    gcnArchName="", clock_rate=1_980_000, memory_clock_rate=2_619_000, memory_bus_width=5120)
+CARDS = {                                # vendor's data sheets; shared memory: CUDA programming guide, table of limits
+    "H100": dict(name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, total_memory=80 * GIB,
+                 shared_memory_per_block_optin=232_448, L2_cache_size=50 * 2**20),
+    "H200": dict(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=141 * GIB,
+                 shared_memory_per_block_optin=232_448, L2_cache_size=50 * 2**20),
+    "B200": dict(name="NVIDIA B200", major=10, minor=0, multi_processor_count=148, total_memory=180 * GIB,
+                 shared_memory_per_block_optin=232_448, L2_cache_size=126 * 2**20),
+    "A100": dict(name="NVIDIA A100-SXM4-80GB", major=8, minor=0, multi_processor_count=108, total_memory=80 * GIB,
+                 shared_memory_per_block_optin=166_912, L2_cache_size=40 * 2**20),
+    "4090": dict(name="NVIDIA GeForce RTX 4090", major=8, minor=9, multi_processor_count=128, total_memory=24 * GIB,
+                 shared_memory_per_block_optin=101_376, L2_cache_size=72 * 2**20)}
+
+
+def compiler() -> str | None:
+    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+
+
+def load_shim(folder: Path) -> None:
+    """Build phantom.cpp into the folder and load it, which has to come before torch is imported."""
+    assert "torch" not in sys.modules, "phantom.py wants to be imported before torch"
+    torch = Path(importlib.util.find_spec("torch").origin).parent
+    source = HERE / "phantom.cpp"
+    digest = hashlib.sha256(source.read_bytes() + str(torch).encode()).hexdigest()[:16]
+    library = folder / f"phantom-{digest}.so"
+    if not library.exists():
+        unfinished = folder / f"{library.name}.{os.getpid()}"
+        command = [compiler(), "-std=c++20", "-O0", "-w", "-fPIC", "-shared", f"-I{torch / 'include'}", str(source),
+                   "-o", str(unfinished), f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}"]
+        subprocess.run(command, check=True)
+        unfinished.rename(library)
+    ctypes.CDLL(str(library))
+
+
+SCRATCH = Path(os.environ.get("REHEARSAL_CACHE") or tempfile.mkdtemp(prefix="rehearsal-"))
+os.environ.update(TORCHINDUCTOR_CACHE_DIR=str(SCRATCH / "inductor"), TRITON_CACHE_DIR=str(SCRATCH / "triton"),
+                  TORCHINDUCTOR_AUTOGRAD_CACHE="0", TORCHINDUCTOR_FX_GRAPH_CACHE="1")
+load_shim(SCRATCH)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from torch import Tensor  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
+
+aten = torch.ops.aten
+
+
+class Recorder:
+    """What is told of the card. This one listens to nothing; rehearse.py keeps a ledger."""
+
+    def operation(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
+        """An ATen operation on the device, outside of generated code."""
+
+    def allocated(self, storage: Any, tensor: Tensor) -> None:
+        """A new storage on the device."""
+
+    def freed(self, address: int, size: int) -> None:
+        """A storage is gone."""
+
+    def launched(self, kernel: Any, grid: tuple[int, ...], args: tuple) -> None:
+        """A Triton kernel."""
+
+    def communicated(self, name: str, tensors: dict[str, Any], group: str) -> Any:
+        """A collective of the device; returns what stands for it when it is awaited."""
+
+    def awaited(self, work: Any) -> None:
+        """The stream waits for that collective."""
+
+    def host_waited(self, what: str) -> None:
+        """The calling thread waits for the device."""
+
+
+class Card(FakeTensorMode):
+    """Tensors on "cuda" are fake; what touches the host alone is computed as ever."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.recorder = recorder
+        self.depth = 0                                        # of operations that are made of operations
+        self.sizes: dict[int, int] = {}                       # of the storages alive on the device, by their address
+
+    def dispatch(self, func: Any, kinds: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self.depth > 0:                                    # inside another operation
+            return super().dispatch(func, kinds, args, kwargs)
+        if not kwargs.get("pin_memory") and not any(on_card(x) for x in flat(args, kwargs)):
+            return func(*args, **kwargs)
+        if torch._guards.TracingContext.try_get() is not None:                # inside a compiler
+            return super().dispatch(func, kinds, args, kwargs)
+        if func is aten._local_scalar_dense.default:
+            return self.number(args[0])
+        if func in bodies:                                    # the operation's own code: the recorder sees what it does
+            with self:
+                return bodies[func](*args, **kwargs)
+        out = self.outermost(func, kinds, args, kwargs)
+        if not is_composite(func):
+            self.recorder.operation(func, args, kwargs, out)
+        return out
+
+    def outermost(self, func: Any, kinds: Any, args: tuple, kwargs: dict) -> Any:
+        """Shapes of an operation that nothing else is made of."""
+        source = args[0] if args else None
+        if func is aten._to_copy.default and not isinstance(source, FakeTensor):
+            with self:                                        # else the content would be copied to a real device
+                args = (torch.empty_like(source, pin_memory=True), *args[1:])
+        composite = is_composite(func)
+        self.depth += not composite
+        try:
+            if kwargs.get("out") is not None:
+                return self.into_given(func, kinds, args, kwargs)
+            out = super().dispatch(func, kinds, args, kwargs)
+        finally:
+            self.depth -= not composite
+        self.note(out)
+        keep_host_copy(func, source, args, out)
+        if kwargs.get("pin_memory"):
+            out.pinned = True
+        return out
+
+    def into_given(self, func: Any, kinds: Any, args: tuple, kwargs: dict) -> Tensor:
+        """A product that generated code wants in a buffer of its own: what it would be otherwise has to fit there."""
+        others = {name: value for name, value in kwargs.items() if name != "out"}
+        out = kwargs["out"]
+        made = super().dispatch(func.overloadpacket.default, kinds, args, others)
+        assert (made.shape, made.dtype) == (out.shape, out.dtype), f"{func}: {made} does not fit into {out}"
+        return out
+
+    def number(self, x: FakeTensor) -> bool | int | float:
+        """A number that nothing computed, a loss or a token: 0; a yes or no: yes."""
+        if x.device.type == "cuda":
+            self.recorder.host_waited("a number of the device")
+        if x.dtype == torch.bool:
+            return True
+        return 0.0 if x.dtype.is_floating_point else 0
+
+    def note(self, out: Any) -> None:
+        """Count the device memory of new storages."""
+        for x in flat((out,), {}):
+            if not isinstance(x, FakeTensor) or x.fake_device.type != "cuda":
+                continue
+            storage = x.untyped_storage()
+            if storage._cdata not in self.sizes:
+                self.sizes[storage._cdata] = storage.nbytes()
+                self.recorder.allocated(storage, x)
+                weakref.finalize(storage, self.free, storage._cdata)
+
+    def free(self, address: int) -> None:
+        self.recorder.freed(address, self.sizes.pop(address))
+
+
+@functools.cache
+def is_composite(func: Any) -> bool:
+    """Made of other operations on every device: these are what is launched."""
+    if func.namespace != "aten":
+        return False
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), "CompositeImplicitAutograd")
+
+
+def flat(args: Any, kwargs: dict) -> Iterator:
+    """Arguments, and what is in lists of them: all that an operation takes."""
+    for x in (*args, *kwargs.values()):
+        if isinstance(x, (list, tuple)):
+            yield from x
+        else:
+            yield x
+
+
+def on_card(x: Any) -> bool:
+    return isinstance(x, FakeTensor) or is_device(x)
+
+
+def keep_host_copy(func: Any, source: Any, args: tuple, out: Any) -> None:
+    """What the host has sent to the card, and slices of it, keep its numbers: row lists, bounds of documents."""
+    if func is aten._to_copy.default and isinstance(source, Tensor) and not isinstance(source, FakeTensor):
+        out.host = source
+    elif func is aten.slice.Tensor and hasattr(source, "host"):
+        out.host = aten.slice.Tensor(source.host, *args[1:])
+
+
+def is_device(x: Any) -> bool:
+    return isinstance(x, torch.device) and x.type == "cuda"
+
+
+bodies: dict[Any, Callable] = {}         # custom operation -> its code, which runs on fake tensors as on others
+
+
+class Event:
+    """Of torch.cuda: everything has happened already."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def record(self, *_: Any) -> None:
+        pass
+
+    def wait(self, *_: Any) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        mode.recorder.host_waited("an event of the device")
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, _: Event) -> float:
+        return 0.0
+
+
+def synchronize(*_: Any) -> None:
+    mode.recorder.host_waited("torch.cuda.synchronize")
+
+
+def always(value: Any) -> Callable:
+    """A function that returns this value, whatever it is given: an object of its own each time, as Dynamo wants it."""
+    def constant(*_: Any, **__: Any) -> Any:
+        return value
+    return constant
+
+
+def pinned(x: Tensor, *_: Any) -> Tensor:
+    x.pinned = True
+    return x
+
+
+mode: Card
+
+
+def install(card: str, recorder: Recorder, rank: int = 0, world: int = 1) -> Card:
+    """Make torch, Inductor and Triton see `world` cards of this kind. Returns the mode to run the trainer in."""
+    global mode
+    install_cuda(CARDS[card], world)
+    install_inductor()
+    install_triton(CARDS[card])
+    if world > 1:
+        install_collectives(rank, world)
+    mode = Card(recorder)
+    functionalized = torch._higher_order_ops.auto_functionalize.auto_functionalized_v2
+    functionalized.py_impl(Card)(functionalized.python_key_table[FakeTensorMode])         # rules go by exact class
+    torch._C._set_only_lift_cpu_tensors(True)                 # as without CUDA: torch.tensor() must not open a device
+    return mode
+
+
+def install_cuda(card: dict[str, Any], world: int) -> None:
+    """The CUDA API: queries are answered, waits are noted, nothing else happens."""
+    import torch._dynamo                                      # its map of rules has to see the real functions
+    from torch._dynamo.device_interface import CudaInterface
+    properties = types.SimpleNamespace(**PROPERTIES, **card)
+    properties.shared_memory_per_multiprocessor = properties.shared_memory_per_block_optin + 1024
+    free = properties.total_memory - GIB                      # a driver's context takes about half a GiB
+    answers = dict(
+        is_available=True, device_count=world, current_device=0, is_initialized=True, is_bf16_supported=True,
+        get_device_properties=properties, get_device_capability=(properties.major, properties.minor),
+        get_device_name=properties.name, get_rng_state=torch.zeros(16, dtype=torch.uint8),
+        mem_get_info=(free, properties.total_memory), max_memory_allocated=0, max_memory_reserved=0,
+        _exchange_device=0, _maybe_exchange_device=0, set_device=None, init=None, _lazy_init=None, set_rng_state=None,
+        reset_peak_memory_stats=None, empty_cache=None, _set_stream_by_id=None)
+    for name, answer in answers.items():
+        setattr(torch.cuda, name, always(answer))
+    torch.cuda.synchronize = synchronize
+    torch.cuda.Event = Event
+    torch.cuda.nccl.version = always((2, 0, 0))
+    torch.cuda.random.current_device = always(0)
+    torch.version.cuda = "13.0"                               # of the wheel for CUDA that is rehearsed
+    Tensor.pin_memory = pinned                                # host memory that only a driver can pin
+
+    for name in ("getDevice", "exchangeDevice", "maybeExchangeDevice", "setDevice", "getCurrentRawStream"):
+        setattr(torch._C, f"_cuda_{name}", always(0))
+    for name in ("current_device", "set_device", "device_count", "synchronize", "get_device_properties",
+                 "is_bf16_supported", "_set_stream_by_id"):    # copies made when torch was imported
+        setattr(CudaInterface, name, staticmethod(getattr(torch.cuda, name)))
+    for name in ("exchange_device", "maybe_exchange_device", "get_raw_stream"):
+        setattr(CudaInterface, name, staticmethod(always(0)))
+
+
+def install_inductor() -> None:
+    """What Inductor would ask of the device, time on it or compute on it while it compiles."""
+    import torch._inductor.config as config
+    from torch._inductor.constant_folding import ConstantFolder
+    from torch._inductor.fx_passes import fuse_attention, misc_patterns, pad_mm
+    from torch._inductor.runtime import triton_heuristics, triton_helpers
+    config.compile_threads = 1                                # workers would be processes without these replacements
+    config.shape_padding = False                              # decides by timing products
+    config.benchmark_kernel = True                            # so that a kernel knows its bytes
+    config.use_static_cuda_launcher = False                   # C++ that loads binaries
+    config.autotune_local_cache = False                       # would compile only what an earlier run chose
+    for module, name in ((fuse_attention, "_sfdp_init"), (pad_mm, "_pad_mm_init"),
+                         (misc_patterns, "_misc_patterns_init")):
+        setattr(module, name, always(None))                   # trace patterns that no graph here has, on the device
+    triton_helpers.set_driver_to_gpu = always(None)           # looks for libcuda.so.1
+    triton_heuristics.CachingAutotuner.benchmark_all_configs = first_of_all
+    run_kernel = triton_heuristics.CachingAutotuner.run
+    fold = ConstantFolder.run
+
+    def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+        running.append(self)                                  # the launch below asks who it belongs to
+        try:
+            return run_kernel(self, *args, **kwargs)
+        finally:
+            running.pop()
+
+    def fold_on_host(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with OnHost():                                        # constants are computed while compiling
+            return fold(self, *args, **kwargs)
+
+    triton_heuristics.CachingAutotuner.run = run
+    triton_heuristics.DebugAutotuner.run = run                # of benchmark_kernel; it would time each launch
+    ConstantFolder.run = fold_on_host
+
+    guards = torch._C._dynamo.guards                          # C++ that allocates and looks at real tensors
+    guards._empty_strided_cuda = empty_strided
+    guards._reinterpret_tensor = reinterpreted
+    guards.assert_size_stride = always(None)
+    guards.assert_alignment = always(None)
+
+
+mode_capability = 90                     # of the card, for its machine code
+running: list[Any] = []                  # the autotuner whose kernel is being launched
+
+
+def first_of_all(self: Any, *_: Any, **__: Any) -> dict:
+    """Configurations by their times, which nobody can take here: all are compiled, the first is launched."""
+    return {launcher: float(at) for at, launcher in enumerate(self.launchers)}
+
+
+def empty_strided(size: tuple, stride: tuple, dtype: torch.dtype) -> Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device="cuda:0")
+
+
+def reinterpreted(x: Tensor, size: tuple, stride: tuple, offset: int = 0) -> Tensor:
+    return torch.as_strided(x, size, stride, x.storage_offset() + offset)
+
+
+class OnHost(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, kinds: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if is_device(kwargs.get("device")):
+            kwargs["device"] = torch.device("cpu")
+        on_host = [torch.device("cpu") if is_device(x) else x for x in args]
+        return func(*on_host, **kwargs)
+
+
+# ---- Triton: kernels become machine code; loading and launching them is noted
+TOOLS = Path(importlib.util.find_spec("triton").origin).parent / "backends/nvidia/bin"
+loading: dict[str, int] = {}             # what is known of a kernel before it is loaded
+binaries: dict[str, dict[str, Any]] = {}             # by hash: what the machine code says
+
+
+def load_binary(name: str, code: bytes, shared: int, device: int) -> tuple[None, str, int, int, int]:
+    """What the driver says of a kernel: its module, function, registers, spills, largest number of threads."""
+    digest = hashlib.sha256(code).hexdigest()[:16]
+    if digest not in binaries:
+        binaries[digest] = dict(name=name, shared=shared, **loading, **machine_facts(code))
+    facts = binaries[digest]
+    return None, digest, facts["registers"], facts["spills"], 1024
+
+
+def count_tensor_cores(module: Any, function: Any, name: str, files: dict[str, str], digest: str) -> None:
+    """Instructions of tensor cores, by their names in the text that machine code is made from."""
+    text, = [Path(path).read_text() for file, path in files.items() if file.endswith(".ptx")]
+    loading["tensor_core"] = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)", text))
+
+
+def machine_facts(code: bytes) -> dict[str, Any]:
+    """Registers, bytes of spills and instructions of machine code; the first two by NVIDIA's own tool."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(code)
+        file.flush()
+        command = [TOOLS / "cuobjdump", "--dump-resource-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
+    words = machine_words(code)
+    loops = []
+    for at, word in enumerate(words):
+        if word & OPCODE == BRANCH and (first := at + 1 + branch_distance(word)) < at:
+            loops.append(counts_of(words[first:at + 1]))
+    return dict(registers=usage["REG"], spills=usage["STACK"] + usage["LOCAL"], **counts_of(words), loops=loops)
+
+
+# An instruction has 128 bits, its name in the lowest 12 (seen in disassemblies of 8.0 to 10.0 by nvdisasm).
+OPCODE, BRANCH, NOTHING = 0xFFF, 0x947, 0x918
+MULTIFUNCTION = 0x108                    # of the lowest 9: exponential, logarithm, root, reciprocal, sine
+
+
+def counts_of(words: list[int]) -> dict[str, int]:
+    special = sum(word & 0x1FF == MULTIFUNCTION for word in words)
+    return dict(instructions=sum(word & OPCODE != NOTHING for word in words), special=special)
+
+
+def machine_words(code: bytes) -> list[int]:
+    """The instructions of the one kernel in an ELF file."""
+    table, = struct.unpack_from("<Q", code, 0x28)
+    entry, count, names_at = struct.unpack_from("<HHH", code, 0x3A)
+    sections = [struct.unpack_from("<IIQQQQ", code, table + entry * at) for at in range(count)]
+    names = sections[names_at][4]
+    for name, _, _, _, offset, size in sections:
+        if code.startswith(b".text.", names + name):
+            return [int.from_bytes(code[at:at + 16], "little") for at in range(offset, offset + size, 16)]
+    raise ValueError("no kernel in the machine code")
+
+
+def branch_distance(word: int) -> int:
+    """Instructions from the one behind a branch to its target."""
+    upper = (word >> 34) & (2**30 - 1)
+    upper -= (upper >> 29) << 30                              # signed
+    if mode_capability >= 90:
+        return (upper * 256 + (word >> 16 & 0xFF)) // 4
+    return upper // 4
+
+
+class Launcher:
+    """Puts a compiled kernel on a stream."""
+
+    def __init__(self, source: Any, metadata: Any) -> None:
+        self.source = source
+        self.metadata = metadata
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: str, *rest: Any) -> None:
+        args = rest[4:]                                       # behind metadata and hooks
+        owner = running[-1] if running else None
+        mode.recorder.launched(dict(function=function, metadata=self.metadata, owner=owner), (x, y, z), args)
+
+
+def install_triton(card: dict[str, Any]) -> None:
+    """A driver of Triton's that needs no library of NVIDIA's."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    capability = 10 * card["major"] + card["minor"]
+    global mode_capability
+    mode_capability = capability
+    properties = dict(max_shared_mem=card["shared_memory_per_block_optin"], multiprocessor_count=card[
+        "multi_processor_count"], warpSize=32, max_num_regs=65536, sm_clock_rate=PROPERTIES["clock_rate"],
+        mem_clock_rate=PROPERTIES["memory_clock_rate"], mem_bus_width=PROPERTIES["memory_bus_width"])
+    triton.knobs.runtime.kernel_load_start_hook = count_tensor_cores
+    utils = types.SimpleNamespace(load_binary=load_binary, get_device_properties=always(properties))
+    driver = types.SimpleNamespace(
+        get_current_target=always(GPUTarget("cuda", capability, 32)), get_current_device=always(0),
+        get_current_stream=always(0), get_active_torch_device=always(torch.device("cuda", 0)),
+        launcher_cls=Launcher, utils=utils)
+    triton.runtime.driver.set_active(driver)
+
+
+class Work:
+    """A collective that is under way."""
+
+    def __init__(self, recorded: Any) -> None:
+        self.recorded = recorded
+
+    def wait(self, *_: Any) -> bool:
+        mode.recorder.awaited(self.recorded)
+        return True
+
+
+def install_collectives(rank: int, world: int) -> None:
+    """Every other rank does as this one: what it would send is what this one sends to it. Devices send nothing."""
+
+    def collective(name: str, group_name: str) -> Callable:
+        def call(out: Tensor, *args: Any, group: Any = None, async_op: bool = False, **_: Any) -> Work | None:
+            inputs = [x for x in args if isinstance(x, Tensor)]
+            splits = [x for x in args if isinstance(x, list)]
+            if not isinstance(out, FakeTensor):
+                out.copy_(inputs[0])
+                return None
+            work = Work(mode.recorder.communicated(name, dict(out=out, input=inputs, splits=splits), group_name))
+            if async_op:
+                return work
+            work.wait()
+            return None
+        return call
+
+    def all_gather_object(everyone: list, fact: Any, group: Any = None) -> None:
+        everyone[:] = [fact] * len(everyone)
+
+    for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single"):
+        setattr(dist, name, collective(name, "nccl"))
+    dist.all_gather_object = all_gather_object
+    dist.init_process_group = always(None)
+    dist.new_group = always("plans")
+    dist.destroy_process_group = always(None)
+    dist.distributed_c10d._set_pg_timeout = always(None)

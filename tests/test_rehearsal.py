@@ -1,0 +1,252 @@
+"""The rehearsal: what a run does on GPUs is what the ledger says, and what may not be is found and named."""
+from __future__ import annotations
+
+import copy
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from common import ROOT, executor, preset, random_batch
+
+import rehearse
+import train_gpt as tg
+
+REASON = rehearse.why_not()
+needs_tool = pytest.mark.skipif(bool(REASON), reason=f"the rehearsal: {REASON}")
+needs_ledger = pytest.mark.skipif(not rehearse.LEDGER.exists(), reason="no ledger: python tests/rehearse.py --update")
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What one walk has compiled, the next one finds."""
+    return tmp_path_factory.mktemp("cache")
+
+
+def command_of(*arguments: str, root: Path = ROOT) -> list[str]:
+    return [sys.executable, str(root / "tests/rehearse.py"), *arguments]
+
+
+def environment_of(cache: Path) -> dict[str, str]:
+    return dict(os.environ, REHEARSAL_CACHE=str(cache), OMP_NUM_THREADS="1")
+
+
+# ------ Today's trainer -----------------------------------------------------------------------------------------------
+
+@needs_tool
+@needs_ledger
+def test_the_walk_and_the_first_stage_are_those_of_the_ledger(cache):
+    done = subprocess.run(command_of("--quick"), env=environment_of(cache), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@needs_tool
+@needs_ledger
+@pytest.mark.all
+def test_everything_is_as_the_ledger_says(cache):
+    done = subprocess.run(command_of(), env=environment_of(cache), capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_traced_stage_of_tiny_is_the_eager_one_bit_for_bit(monkeypatch):
+    """Backend aot_eager: the graphs as they are traced, run operation by operation."""
+    cfg = preset("tiny", dtype="bfloat16")
+    schedule = tg.Schedule(cfg)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    found = {}
+    for compiled in (0, 1):
+        torch._dynamo.reset()
+        ex = executor(replace(cfg, compile=compiled))
+        ex.model.set_initial_values(cfg.seed)
+        for step in range(tg.CYCLE):
+            losses = ex.forward_backward(random_batch(cfg, step, 2, 64), schedule.at(step))
+            ex.optim_step(schedule.at(step))
+        found[compiled] = dict(ex.state_tensors(), losses=losses.slot_sums)
+    torch._dynamo.reset()
+    assert found[0].keys() == found[1].keys()
+    different = [name for name, x in found[0].items() if not torch.equal(x, found[1][name])]
+    assert not different
+
+
+# ------ Mistakes on purpose, in a copy of the trainer -----------------------------------------------------------------
+
+def copy_with(folder: Path, changes: dict[str, str]) -> Path:
+    """The trainer with these texts replaced, and the tools of the rehearsal beside it."""
+    text = (ROOT / "train_gpt.py").read_text("utf-8")
+    for old, new in changes.items():
+        assert text.count(old) == 1, f"{text.count(old)} times in the trainer: {old}"
+        text = text.replace(old, new)
+    tests = folder / "tests"
+    tests.mkdir(parents=True)
+    for name in ("rehearse.py", "walk.py", "phantom.py", "phantom.cpp", "rehearsal.json"):
+        if (ROOT / "tests" / name).exists():
+            shutil.copy(ROOT / "tests" / name, tests)
+    (folder / "train_gpt.py").write_text(text, "utf-8")
+    return folder
+
+
+def walk(root: Path, cache: Path, *arguments: str) -> dict[str, Any]:
+    out = root / "found.json"
+    command = [sys.executable, str(root / "tests/walk.py"), f"--out={out}", *arguments]
+    done = subprocess.run(command, env=environment_of(cache), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text())
+
+
+def failures_of(found: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(failure["kind"], failure["where"]) for failure in found["failures"]]
+
+
+def expect(failures: list[tuple[str, str]], kind: str, *wheres: str) -> None:
+    named = [where for of_kind, where in failures if of_kind == kind]
+    for where in wheres:
+        assert any(where in name for name in named), f"{kind} in {where} is not among {failures}"
+
+
+STEP = "        self.optimizer.step(values, plans_ahead)\n"
+SUMS = "            sums.append(slot_sums.detach())\n"
+ADD = "        add_rows(ctx.sums, index, grad)\n"
+LAUNCH = "    launch(sums, rows, order, grad.contiguous(), count, width, **sizes)\n"
+KERNEL = '@torch.library.custom_op("train_gpt::add_rows", mutates_args=("sums",))\n'
+WIDE_KERNEL = """
+def wide_kernel(x, NUMBERS: tl.constexpr):
+    place = tl.arange(0, NUMBERS)
+    values = tl.load(x + place)
+    tl.store(x + NUMBERS - 1 - place, values)
+
+
+"""
+EAGER_MISTAKES = {
+    SUMS: SUMS + "            print(float(losses.sum()))\n",                           # a wait
+    STEP: "        self.fabric.synchronize()\n"                                         # a wait
+          "        spare = [torch.zeros_like(table.sums) for table in self.tables.values()]\n"          # table size
+          "        dist.all_reduce(torch.ones(1000, device=self.fabric.device))\n"      # growth
+          + STEP,
+    ADD: "        dense = ctx.sums.clone()\n" + ADD,                                    # table size
+    KERNEL: WIDE_KERNEL + KERNEL,
+    LAUNCH: "    launch(sums, rows, order, grad.contiguous(), count, width, maxnreg=24, **sizes)\n"    # a spill
+            "    jitted(wide_kernel)[(1,)](sums, NUMBERS=16384, num_warps=1)\n"}        # a spill
+
+
+@needs_tool
+def test_mistakes_that_a_walk_without_graphs_finds(tmp_path, cache):
+    root = copy_with(tmp_path, EAGER_MISTAKES)
+    found = walk(root, cache, "--world=8", "--graphs=none", "--first-stage")
+    failures = failures_of(found)
+    expect(failures, "spill", "add_rows_kernel", "wide_kernel")
+    expect(failures, "buffer of table size", "Executor.optim_step: spare = ", "RowLookup.backward: dense = ")
+    assert {kind for kind, _ in failures} == {"spill", "buffer of table size"}
+
+    wrong = rehearse.forbidden(dict(worlds={}, eager=rehearse.eager_of(found)))
+    waits = [line for line in wrong if "host wait" in line]
+    expected = "Executor.forward_backward: print(float(losses.sum()))", "Executor.optim_step: self.fabric.synchronize()"
+    for line in expected:
+        assert any(line in wait for wait in waits), waits
+    assert len(waits) == len(expected)
+
+
+BREAKS = {"a print": "print(x.sum().item())", "a choice by content": "x = x if x.sum() > 0 else -x"}
+
+
+@needs_tool
+@pytest.mark.all
+@pytest.mark.parametrize("name", BREAKS)
+def test_a_graph_break(tmp_path, cache, name):
+    start = "        x = x0\n"
+    root = copy_with(tmp_path, {start: start + f"        {BREAKS[name]}\n"})
+    found = walk(root, cache, "--world=8", "--graphs=quick", "--first-stage")
+    expect(failures_of(found), "graph break", BREAKS[name])
+
+
+REACH = "return Reach(values.short_window, values.long_window, longest, values.rotary.attn_scale)"
+LOWERED_MISTAKES = {
+    REACH: "return Reach(values.short_window, values.long_window, longest, values.rotary.attn_scale + values.step)"}
+
+
+# ------ The ledger ----------------------------------------------------------------------------------------------------
+
+@pytest.fixture(scope="module")
+def ledger() -> dict[str, Any]:
+    if not rehearse.LEDGER.exists():
+        pytest.skip("no ledger: python tests/rehearse.py --update")
+    return json.loads(rehearse.LEDGER.read_text())
+
+
+def test_sums_are_those_of_the_timelines(ledger):
+    assert set(ledger["worlds"]) == {"1", "8"}
+    for world in ledger["worlds"].values():
+        for phase in world["phases"].values():
+            items = list(rehearse.expand(world, phase["timeline"]))
+            sums = rehearse.sums_of(ledger["kernels"], items)
+            assert {name: phase[name] for name in sums} == sums
+    assert rehearse.written(ledger) + "\n" == rehearse.LEDGER.read_text()
+    assert not rehearse.forbidden(ledger)
+
+
+def dearest(ledger: dict[str, Any]) -> str:
+    kernels = ledger["kernels"]
+    return max(kernels, key=lambda key: kernels[key]["bytes"])
+
+
+def grown(old: dict[str, Any], new: dict[str, Any], capsys: pytest.CaptureFixture) -> list[str]:
+    for world in new["worlds"].values():                                      # sums anew, as after a walk
+        for phase in world["phases"].values():
+            phase.update(rehearse.sums_of(new["kernels"], list(rehearse.expand(world, phase["timeline"]))))
+    found = rehearse.report(old, new)
+    capsys.readouterr()
+    return found
+
+
+def test_growth_names_who_grew(ledger, capsys):
+    assert grown(ledger, copy.deepcopy(ledger), capsys) == []
+
+    heavier = copy.deepcopy(ledger)
+    kernel = heavier["kernels"][dearest(ledger)]
+    kernel["bytes"] *= 2
+    found = grown(ledger, heavier, capsys)
+    assert any("bytes" in line and kernel["name"] in line for line in found)
+
+    more = copy.deepcopy(ledger)
+    phase = more["worlds"]["8"]["phases"]["stage 1 even step"]
+    phase["timeline"].append(["run", dearest(ledger), 40])
+    found = grown(ledger, more, capsys)
+    assert any("stage 1 even step: launches" in line and kernel["name"] in line for line in found)
+
+    larger = copy.deepcopy(ledger)
+    phase = larger["worlds"]["8"]["phases"]["stage 2 odd step"]
+    buffer = next(iter(phase["at_peak"]))
+    phase["at_peak"][buffer][1] *= 2
+    phase["peak_bytes"] = int(1.03 * phase["peak_bytes"])
+    found = grown(ledger, larger, capsys)
+    assert len(found) == 1 and "stage 2 odd step: peak_bytes" in found[0] and buffer in found[0]
+
+
+def test_growth_of_two_percent_passes(ledger, capsys):
+    larger = copy.deepcopy(ledger)
+    phase = larger["worlds"]["8"]["phases"]["stage 2 odd step"]
+    phase["peak_bytes"] = int(1.02 * phase["peak_bytes"])
+    assert grown(ledger, larger, capsys) == []
+
+
+def test_repetitions_fold_and_expand():
+    items = [["run", name, 1] for name in "abababccccd"]
+    world = dict(segments={})
+    folded = rehearse.folded(items)
+    assert len(folded) < len(items)
+    assert list(rehearse.expand(world, folded)) == items
+
+
+def test_an_update_that_would_lose_a_world_is_refused(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(rehearse, "why_not", str)
+    path = tmp_path / "ledger.json"
+    path.write_text(json.dumps(dict(card="H100", worlds={"8": {}, "1": {}})))
+    for flag in ("--gpus=8", "--card=H200", "--stages=1"):
+        assert rehearse.main(["--update", f"--ledger={path}", flag]) == 2
+        assert "H100, W = 8 and 1" in capsys.readouterr().out

@@ -1,0 +1,733 @@
+"""One rank's walk through `run()` on a card that is not there; what it launches, moves, keeps and waits for.
+
+    python tests/walk.py --world=8 --card=H100 --graphs=lower --out=FILE -- flags of train_gpt.py
+
+For a process of its own; rehearse.py starts it.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import json
+import linecache
+import logging
+import math
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import phantom  # noqa: I001  before torch
+import numpy as np
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+import train_gpt as tg  # noqa: E402
+
+STEPS_PER_STAGE = 6                      # cycles: the one that changes stages, one that is like all others, its next
+QUICK_STEPS = 2
+SMALLEST_SHARE = 0.01                    # of a peak: smaller buffers are not listed
+TILE = 128                               # rows and columns of a tile of attention
+aten = torch.ops.aten
+
+# ATen's names of what a card does by a library's kernels. m, n, k of products follow from the last two axes.
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
+ATTENTION = {"_varlen_attn": "forward", "_varlen_attn_backward": "backward"}
+# Allocations and questions: they launch nothing.
+SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "device", "alias",
+          "_unsafe_view", "lift_fresh", "_reshape_alias", "set_", "resize_", "sym_size", "sym_stride", "sym_numel"}
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def text_of(x: Any) -> str:
+    """A tensor as an argument is written in a key."""
+    return f"{short(x.dtype)}{tuple(x.shape)}".replace(" ", "")
+
+
+def digest_of(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:6]
+
+
+# ---- Bytes and flops
+def operation_bytes(name: str, args: tuple, tensors: list[Tensor], out: list[Tensor]) -> int:
+    """Compulsory traffic of an ATen operation: what is read and written once, rows by a list only those listed."""
+    if name in ("index", "gather", "embedding", "index_select"):
+        index = [x for x in tensors[1:] if not x.dtype.is_floating_point]
+        return 2 * out[0].nbytes + sum(x.nbytes for x in index)
+    if name in ("index_put_", "index_add_"):
+        target = tensors[0]
+        index = [x for x in tensors[1:] if not x.dtype.is_floating_point]
+        source = [x for x in tensors[1:] if x.dtype.is_floating_point]
+        rows = max([x.numel() for x in index], default=1)
+        along = args[1] if name == "index_add_" else next((at for at, x in enumerate(args[1]) if x is not None), 0)
+        written = rows * target.nbytes // max(1, target.shape[along])
+        reads_too = name != "index_put_"
+        return written * (1 + reads_too) + sum(x.nbytes for x in index + source)
+    if name in ("fill_", "zero_", "full", "zeros", "new_zeros", "zeros_like", "ones", "arange", "new_full"):
+        return sum(x.nbytes for x in out)
+    sources = tensors[1:] if name == "copy_" else tensors
+    return sum(x.nbytes for x in sources) + sum(x.nbytes for x in out)
+
+
+def product_shape(tensors: list[Tensor]) -> dict[str, int]:
+    a, b = [x for x in tensors if x.dim() >= 2][-2:]
+    return dict(m=a.shape[-2], n=b.shape[-1], k=a.shape[-1], batch=math.prod(a.shape[:-2]))
+
+
+def executed_tiles(bounds: np.ndarray, window: int) -> int:
+    """Tiles of queries and keys that a kernel with blocks of 128 visits: causal, in documents, `window` keys back."""
+    lengths = np.diff(bounds)
+    tiles_of = -(-lengths // TILE)
+    document = np.repeat(np.arange(len(lengths)), tiles_of)
+    first = TILE * (np.arange(len(document)) - np.repeat(np.cumsum(tiles_of) - tiles_of, tiles_of))
+    last = np.minimum(first + TILE, lengths[document]) - 1
+    visited = last // TILE - np.maximum(first - window, 0) // TILE + 1
+    return int(visited.sum())
+
+
+# ---- What is recorded
+@dataclass
+class Buffer:
+    """A storage on the device."""
+    size: int                            # bytes
+    shape: str
+    maker: str = ""                      # the first launch that touched it
+    too_much: str = ""                   # why it should not be there
+
+
+class Phase:
+    """A stretch of the run: what the training thread issues, in its order, and memory."""
+
+    def __init__(self, number: int, now: int, alive: dict[int, Buffer]) -> None:
+        self.number = number
+        self.timeline: list[list] = []
+        self.collectives = 0
+        self.alive_before = list(alive.values())
+        self.events: list[tuple[int, Buffer]] = []            # +1: allocated, -1: freed
+        self.peak = now
+        self.events_at_peak = 0
+        self.saved = 0
+        self.alive_saved: list[Buffer] = []
+
+    def alive_at_peak(self) -> list[Buffer]:
+        alive = {id(buffer): buffer for buffer in self.alive_before}
+        for change, buffer in self.events[:self.events_at_peak]:
+            if change > 0:
+                alive[id(buffer)] = buffer
+            else:
+                alive.pop(id(buffer), None)
+        return list(alive.values())
+
+    def run(self, key: str) -> None:
+        last = self.timeline[-1] if self.timeline else None
+        if last and last[:2] == ["run", key]:
+            last[2] += 1
+        else:
+            self.timeline.append(["run", key, 1])
+
+
+class Ledger(phantom.Recorder):
+    """Listens to the card and to the trainer's own calls."""
+
+    def __init__(self, world: int) -> None:
+        self.world = world
+        self.kernels: dict[str, dict[str, Any]] = {}
+        self.graphs: dict[str, dict[str, Any]] = {}
+        self.phases: dict[str, Phase] = {}
+        self.failures: list[dict[str, str]] = []
+        self.reasons: list[str] = []                 # of graphs that were compiled again
+        self.host_waits: dict[str, int] = {}         # in the timed loop, by line
+        self.now = 0                                 # bytes on the device
+        self.racing = False                          # between the start of the race and its end
+        self.timed = False                           # and not in a validation or a checkpoint
+        self.batch: Any = None                       # whose documents attention sees
+        self.stage = 0
+        self.place = ""                              # the same in words
+        self.at_forward: set[int] = set()            # addresses that were in use when a forward began
+        self.sums: dict[int, str] = {}               # label of a table, by the address of its sums
+        self.table_sizes: set[int] = set()           # numbers in a whole table
+        self.logit_numbers = math.inf                # (tokens of a micro-batch) x vocabulary
+        self.alive: dict[int, Buffer] = {}           # by address
+        self.schedule: tg.Schedule | None = None     # once the race has begun
+        self.owned: list[Buffer] = []                # alive when it began
+        self.begin("set-up")
+
+    def begin(self, name: str) -> None:
+        self.phase = self.phases[name] = Phase(len(self.phases), self.now, self.alive)
+
+    def mark(self, part: str) -> None:
+        self.phase.timeline.append(["mark", part])
+
+    def fail(self, kind: str, where: str, found: str) -> None:
+        failure = dict(kind=kind, where=where, found=found)
+        if failure not in self.failures:
+            self.failures.append(failure)
+
+    # ---- Told by the card
+    def allocated(self, storage: Any, tensor: Tensor) -> None:
+        buffer = Buffer(storage.nbytes(), text_of(tensor))
+        self.alive[storage._cdata] = buffer
+        self.phase.events.append((1, buffer))
+        self.now += buffer.size
+        if self.now > self.phase.peak:
+            self.phase.peak = self.now
+            self.phase.events_at_peak = len(self.phase.events)
+        if not self.timed:
+            return
+        if tensor.dtype == torch.float32 and tensor.numel() >= self.logit_numbers:
+            buffer.too_much = "f32 buffer of (tokens, vocabulary)"
+        elif tensor.numel() in self.table_sizes:
+            buffer.too_much = "buffer of table size"
+
+    def freed(self, address: int, size: int) -> None:
+        self.now -= size
+        self.phase.events.append((-1, self.alive.pop(address)))
+
+    def name_buffers(self, tensors: list[Tensor], name: str, where: str) -> None:
+        """The first launch that touches a buffer gives it its name."""
+        for x in tensors:
+            buffer = self.alive.get(x.untyped_storage()._cdata)
+            if buffer is None or buffer.maker:
+                continue
+            buffer.maker = name
+            if buffer.too_much:
+                self.fail(buffer.too_much, where, buffer.shape)
+
+    def keep_saved(self) -> None:
+        """At the start of a backward: what the forward has left for it."""
+        saved = [buffer for address, buffer in self.alive.items() if address not in self.at_forward]
+        size = sum(buffer.size for buffer in saved)
+        if size > self.phase.saved:
+            self.phase.saved = size
+            self.phase.alive_saved = saved
+
+    def operation(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
+        if not isinstance(func, torch._ops.OpOverload):       # of a traced graph, which nobody runs on a card
+            return
+        name = func._schema.name.partition("::")[2]
+        if name in SILENT or func.is_view:
+            return
+        others = [x for key, x in kwargs.items() if key != "out"]
+        tensors = fakes((*args, *others))
+        outputs = fakes((out,))
+        on_card = [x for x in tensors + outputs if x.device.type == "cuda"]
+        if not on_card:
+            return
+        facts = dict(kind="eager", name=f"aten.{name}", shapes=" ".join(text_of(x) for x in tensors))
+        if name in PRODUCTS:
+            shape = product_shape(tensors)
+            factors = [x for x in tensors if x.dim() >= 2][-2:]
+            facts.update(kind="product", dtype=short(factors[0].dtype), **shape, flops=2 * math.prod(shape.values()))
+            facts["bytes"] = operation_bytes(name, args, [x for x in tensors if x.dim()], outputs)
+        elif name in ATTENTION:
+            facts = self.attention(name, args, kwargs, tensors, outputs)
+        else:
+            facts["bytes"] = operation_bytes(name, args, tensors, outputs)
+            if name in ("_to_copy", "copy_"):
+                source = args[1] if name == "copy_" else args[0]
+                self.copied(source, out, kwargs.get("non_blocking", args[2:] == (True,)), facts)
+        key = f"{facts['name']}.{digest_of(facts['shapes'])}"
+        self.launch(key, facts, on_card)
+
+    def copied(self, source: Tensor, out: Tensor, non_blocking: bool, facts: dict[str, Any]) -> None:
+        """A copy between host and device waits unless it is told not to, and the host's side is pinned."""
+        if source.device.type == out.device.type:
+            return
+        facts.update(kind="copy", bytes=out.nbytes, shapes=f"{text_of(source)} to {out.device.type}")
+        host, direction = (source, "to") if out.device.type == "cuda" else (out, "from")
+        if not non_blocking:
+            self.host_waited(f"copy {direction} the device")
+        elif not getattr(host, "pinned", False):
+            self.host_waited(f"copy {direction} the device, of memory that is not pinned")
+
+    def attention(self, name: str, args: tuple, kwargs: dict, tensors: list[Tensor], outputs: list[Tensor]) -> dict:
+        direction = ATTENTION[name]
+        query = args[0] if direction == "forward" else args[1]
+        tokens, heads, width = query.shape
+        window, _ = kwargs.get("window_size") or args[-1]
+        flops = 0
+        if self.racing and self.batch is not None:
+            bounds = self.document_bounds(tokens)
+            flops = executed_tiles(bounds, window) * TILE * TILE * 4 * width * heads
+            if direction == "backward":
+                flops = flops * 5 // 2                        # five products of tiles against two
+        big = [x for x in tensors + outputs if x.dim() == 3]
+        return dict(kind="attention", name=f"attention_{direction}", direction=direction, tokens=tokens, heads=heads,
+                    head_dim=width, window=window, dtype=short(query.dtype), flops=flops,
+                    bytes=sum(x.nbytes for x in big), shapes=f"{text_of(query)} window={window} stage={self.stage}")
+
+    def document_bounds(self, tokens: int) -> np.ndarray:
+        """Bounds in one sequence of this many positions: paired layers have two for each token."""
+        host = self.batch.cu_seqlens.host.numpy().astype(np.int64)
+        length = self.batch.tokens.shape[1]
+        starts = np.arange(len(host))[:, None] * length
+        factor = tokens // (len(host) * length)
+        return factor * np.unique(host + starts)
+
+    def launched(self, kernel: dict[str, Any], grid: tuple[int, ...], args: tuple) -> None:
+        tensors = [x for x in args if isinstance(x, FakeTensor)]
+        facts = phantom.binaries[kernel["function"]]
+        owner = kernel["owner"]
+        warps = kernel["metadata"].num_warps
+        common = dict(programs=math.prod(grid), warps=warps, **facts)
+        if owner is None:
+            name = facts["name"]
+            common.update(kind="triton", bytes=self.rows_bytes(tensors), shapes=" ".join(map(text_of, tensors)))
+            key = f"{name}.{digest_of(common['shapes'] + str(grid))}"
+        else:
+            name = owner.inductor_meta["kernel_name"]
+            key = self.generated(owner, common, tensors)
+        self.launch(key, common, tensors)
+
+    def generated(self, owner: Any, facts: dict[str, Any], tensors: list[Tensor]) -> str:
+        """Fill in what Inductor knows of its kernel. Returns the key."""
+        name = owner.inductor_meta["kernel_name"]
+        base = re.sub(r"_\d+$", "", name)
+        source = owner.fn.src.replace(name, base)
+        config = owner.launchers[0].config                    # phantom.first_of_all
+        trips = 1
+        length = re.search(r"\br0_numel = (\d+)", source)
+        if length and "R0_BLOCK" in config.kwargs:
+            trips = -(-int(length[1]) // config.kwargs["R0_BLOCK"])
+        loops = [dict(loop, trips=trips) for loop in facts.pop("loops")]
+        gigabytes = owner.inductor_meta.get("kernel_num_gb") or 0
+        facts.update(kind="generated", name=base, block=dict(config.kwargs), loops=loops, bytes=round(gigabytes * 1e9),
+                     shapes=" ".join(map(text_of, tensors)))
+        return f"{base[:60]}.{digest_of(source + str(sorted(config.kwargs.items())) + facts['shapes'])}"
+
+    def rows_bytes(self, tensors: list[Tensor]) -> int:
+        """Of a kernel of room 4: its inputs, and of `sums` the rows that it touches, read and written."""
+        total = 0
+        for x in tensors:
+            label = self.sums.get(x.untyped_storage()._cdata)
+            if label is None:
+                total += x.nbytes
+            else:
+                rows = len(np.unique(self.batch.rows[label].host.numpy()))
+                total += 2 * rows * x.shape[1] * x.element_size()
+        return total
+
+    def launch(self, key: str, facts: dict[str, Any], tensors: list[Tensor]) -> None:
+        if key not in self.kernels:
+            self.kernels[key] = dict(facts, seen=0, flops_seen=0)
+        kernel = self.kernels[key]
+        if self.racing:
+            kernel["seen"] += 1
+            kernel["flops_seen"] += facts.get("flops", 0)
+        if facts.get("spills"):
+            self.fail("spill", key, f"{facts['spills']} bytes on the stack, {facts['registers']} registers")
+        self.phase.run(key)
+        where = key if facts["kind"] == "generated" else f"{key} in {trainer_line()}"
+        self.name_buffers(tensors, facts["name"], where)
+
+    def communicated(self, name: str, tensors: dict[str, Any], group: str) -> tuple[Phase, int]:
+        self.phase.collectives += 1
+        number = self.phase.collectives
+        out = tensors["out"]
+        size = max(x.nbytes for x in fakes(tensors.values()))
+        self.phase.timeline.append(["collective", number, name, size, short(out.dtype), group])
+        return self.phase, number
+
+    def awaited(self, work: tuple[Phase, int]) -> None:
+        """What a step before this one has launched is `before` it."""
+        phase, number = work
+        self.phase.timeline.append(["wait", number if phase is self.phase else f"before {number}"])
+
+    def host_waited(self, what: str) -> None:
+        where = trainer_line()
+        self.phase.timeline.append(["host_wait", f"{where}  # {what}"])
+        if self.timed:
+            self.host_waits[where] = self.host_waits.get(where, 0) + 1
+
+
+def fakes(values: Iterable) -> list[FakeTensor]:
+    """The tensors of the card among the values, and in lists of them."""
+    return [x for x in phantom.flat(values, {}) if isinstance(x, FakeTensor)]
+
+
+def trainer_line() -> str:
+    """Function and text of the innermost line of the trainer that is running."""
+    frame = sys._getframe()
+    while frame is not None and (frame.f_code.co_filename != tg.__file__ or frame.f_code.co_name == "synchronize"):
+        frame = frame.f_back
+    if frame is None:
+        return "autograd"
+    line = linecache.getline(tg.__file__, frame.f_lineno).strip()
+    return f"{frame.f_code.co_qualname}: {line}"
+
+
+# ---- Listening to the trainer: every call goes through, some lines around it
+def around(owner: Any, name: str, listener: Callable) -> None:
+    """Run owner.name(...) inside the context that listener(...) gives for the same arguments."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with listener(*args, **kwargs):
+            return original(*args, **kwargs)
+
+    setattr(owner, name, call)
+
+
+def listen(ledger: Ledger, options: argparse.Namespace) -> None:
+    @contextlib.contextmanager
+    def step(executor: Any, loader: Any, values: tg.Values) -> Iterator[None]:
+        if ledger.racing:
+            ledger.begin(f"step {values.step}")
+        yield
+
+    @contextlib.contextmanager
+    def forward_backward(executor: Any, batch: tg.Batch, values: tg.Values, *_: Any) -> Iterator[None]:
+        slots = min(executor.slots_at_once, len(batch.tokens))
+        ledger.stage = values.stage
+        ledger.logit_numbers = math.inf
+        if options.graphs == "lower" and has_graph(ledger, options, "GPT.losses"):
+            ledger.logit_numbers = slots * batch.tokens.shape[1] * executor.cfg.padded_vocab
+        ledger.place = f"stage {values.stage + 1}"
+        ledger.batch = batch
+        ledger.mark("begin")
+        yield
+
+    @contextlib.contextmanager
+    def backward(*_: Any, **__: Any) -> Iterator[None]:
+        ledger.keep_saved()
+        ledger.mark("backward")
+        yield
+
+    @contextlib.contextmanager
+    def optim_step(*_: Any, **__: Any) -> Iterator[None]:
+        ledger.mark("optim_step")
+        yield
+        ledger.mark("behind")
+
+    @contextlib.contextmanager
+    def evaluate(executor: Any, batches: Any, values: tg.Values) -> Iterator[None]:
+        place = f"stage {values.stage + 1}"
+        ledger.stage = values.stage
+        if values.long_window > executor.cfg.stages[values.stage].long_window * executor.cfg.window_block:
+            place = "final"
+        ledger.place = place
+        with off_the_clock(f"validation {place}"):
+            yield
+
+    @contextlib.contextmanager
+    def checkpoint(*_: Any, **__: Any) -> Iterator[None]:
+        with off_the_clock("checkpoint"):
+            yield
+
+    @contextlib.contextmanager
+    def off_the_clock(name: str) -> Iterator[None]:
+        before = ledger.timed
+        ledger.timed = False
+        ledger.begin(name)
+        yield
+        ledger.begin("between")
+        ledger.timed = before
+
+    @contextlib.contextmanager
+    def warm_up(*_: Any, **__: Any) -> Iterator[None]:
+        ledger.begin("warm-up")
+        yield
+        ledger.begin("between")
+
+    @contextlib.contextmanager
+    def race(schedule: Any, loader: Any, executor: Any, *_: Any) -> Iterator[None]:
+        ledger.schedule = schedule
+        start_race(ledger, executor)
+        yield
+        ledger.racing = ledger.timed = False
+
+    for owner, name, listener in (
+            (tg, "train_step", step), (tg, "warm_up", warm_up), (tg, "race", race), (tg.Executor, "forward_backward",
+                forward_backward), (Tensor, "backward", backward), (tg.Executor, "optim_step", optim_step),
+            (tg.Evaluator, "evaluate", evaluate), (tg.Executor, "whole_state", checkpoint)):
+        around(owner, name, listener)
+
+
+def start_race(ledger: Ledger, executor: tg.Executor) -> None:
+    """From here on nothing is compiled, and buffers as large as a table are those that a table owns."""
+    ledger.racing = ledger.timed = True
+    ledger.owned = list(ledger.alive.values())
+    torch._logging.set_logs(recompiles=True)
+    logging.getLogger("torch._dynamo").addHandler(Reasons(ledger))
+    for label, table in executor.tables.items():
+        ledger.sums[table.sums.untyped_storage()._cdata] = label
+        if table.table.tied:                                  # as large as the head, of which there are copies
+            continue
+        ledger.table_sizes |= {table.table.rows * executor.cfg.model_dim,
+                               ledger.world * len(table.mine) * executor.cfg.model_dim}
+
+
+class Reasons(logging.Handler):
+    """Why Dynamo compiles something again, as it logs it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self.ledger = ledger
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = record.getMessage()
+        if "Recompiling" in text or "guard" in text:
+            self.ledger.reasons.append(" ".join(text.split()))
+
+
+# ---- Graphs
+def rehearsed_compile(ledger: Ledger, options: argparse.Namespace) -> Callable:
+    """torch.compile, which notes every graph; graphs that are not to be lowered run as they were traced."""
+    from torch._inductor import compile_fx
+    real = torch.compile
+
+    def compile_call(call: Callable, **settings: Any) -> Callable:
+        name = call.__qualname__
+
+        def inner(module: torch.fx.GraphModule, inputs: list, **facts: Any) -> Any:
+            note_graph(ledger, name, module, inputs, facts)
+            if options.graphs != "lower":
+                return boxed(module)
+            return compile_fx.compile_fx_inner(module, inputs, **facts)
+
+        def backend(module: torch.fx.GraphModule, inputs: list) -> Any:
+            return compile_fx.compile_fx(module, inputs, inner_compile=inner)
+
+        compiled = real(call, backend=backend, **settings)
+
+        @functools.wraps(call)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if name == "GPT.losses":
+                ledger.at_forward = set(ledger.alive)
+                ledger.mark("forward")
+            if isinstance(args[0], tg.Batch):
+                ledger.batch = args[0]
+            if not has_graph(ledger, options, name):
+                return call(*args, **kwargs)
+            return compiled(*args, **kwargs)
+        return run
+    return compile_call
+
+
+def has_graph(ledger: Ledger, options: argparse.Namespace, name: str) -> bool:
+    """Whether the function is to be compiled now; else it runs as it is written."""
+    if options.graphs == "none":
+        return False
+    if options.graphs == "quick":
+        return name == "GPT.losses" and ledger.stage == 0 and not ledger.racing
+    if name.startswith("GPT.") and options.stages:
+        return str(ledger.stage + 1) in options.stages.split(",")
+    return True
+
+
+def boxed(module: torch.fx.GraphModule) -> Callable:
+    def call(inputs: list) -> Any:
+        values = list(inputs)
+        inputs.clear()
+        return module.forward(*values)
+    call._boxed_call = True
+    return call
+
+
+def note_graph(ledger: Ledger, name: str, module: torch.fx.GraphModule, inputs: list, facts: dict) -> None:
+    """Its hash: of every node, with shapes and constants, and of nothing that differs between two runs."""
+    lines = []
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        lines.append(f"{node.format_node()} {described(value)}")
+    text = "\n".join(re.sub(r"0x[0-9a-f]+", "", line) for line in lines)
+    part = "backward" if facts.get("is_backward") else "forward"
+    shape = next((text_of(x) for x in inputs if isinstance(x, Tensor) and x.dim() > 0), "")
+    where = ledger.place if name.startswith("GPT.") else shape
+    title = f"{name} {part}, {where}"
+    if ledger.racing:
+        ledger.fail("recompile", title, ledger.reasons[-1] if ledger.reasons else "a graph that the warm-up had not")
+    while title in ledger.graphs:
+        title += " again"
+    ledger.graphs[title] = dict(hash=hashlib.sha256(text.encode()).hexdigest()[:16], nodes=len(module.graph.nodes))
+    seconds = time.perf_counter() - ledger.began
+    line = f"{seconds:7.1f} s  W = {ledger.world}  {title}: {len(module.graph.nodes)} nodes"
+    print(line, file=sys.__stdout__, flush=True)              # the trainer's own lines go to stderr
+
+
+def described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{text_of(value)} {tuple(value.stride())} {value.device}"
+    if isinstance(value, (list, tuple)):
+        return " ".join(described(x) for x in value)
+    return str(value)
+
+
+# ---- Data: English by its statistics
+def english_like(count: int, seed: int) -> np.ndarray:
+    """Tokens whose documents and repetitions are like those of English text.
+
+    Documents: lognormal, as measured on 40,000 pages. Tokens come in pairs from a stock of pairs and fresh: that
+    gives as many distinct tokens and neighbours as text has, within 5 % from 16,384 to 98,304 tokens.
+    """
+    rng = np.random.default_rng(seed)
+    words = tg.GPT2_VOCAB - 1
+    by_rank = zipf(words, 0.874, 4.1)
+    by_pair = zipf(31_000, 1.15, 6.4)
+    stock = drawn(rng, by_rank, (len(by_pair), 2))
+    tokens = stock[drawn(rng, by_pair, count // 2)]
+    fresh = rng.random(count // 2) < 0.156
+    tokens[fresh] = drawn(rng, by_rank, (int(fresh.sum()), 2))
+    tokens = tokens.ravel()
+
+    lengths = np.exp(rng.normal(6.15, 0.88, count // 50)).astype(np.int64) + 2
+    starts = np.cumsum(lengths) - lengths[0]
+    tokens[starts[starts < len(tokens)]] = tg.GPT2_DOCUMENT_START
+    return tokens.astype("<u2")
+
+
+def zipf(count: int, exponent: float, shift: float) -> np.ndarray:
+    """Cumulative shares of ranks, each proportional to (rank + shift)^-exponent."""
+    shares = (np.arange(1, count + 1) + shift) ** -exponent
+    return np.cumsum(shares / shares.sum())
+
+
+def drawn(rng: np.random.Generator, cumulative: np.ndarray, size: Any) -> np.ndarray:
+    return np.searchsorted(cumulative, rng.random(size)).clip(0, len(cumulative) - 1)
+
+
+def write_shard(path: Path, tokens: np.ndarray) -> None:
+    header = np.zeros(256, "<i4")
+    header[:3] = tg.SHARD_MAGIC, tg.SHARD_VERSION, len(tokens)
+    path.write_bytes(header.tobytes() + tokens.tobytes())
+
+
+# ---- The walk
+def save_nothing(content: Any, file: Any) -> None:
+    """In the place of writing tensors, which hold no numbers."""
+    file.write(b"tensors")
+
+
+def flags_of_walk(folder: Path, cfg: tg.Config, graphs: str) -> list[str]:
+    """A short schedule through every stage, with data to go with it."""
+    stages = len(cfg.stages)
+    steps = STEPS_PER_STAGE if graphs == "lower" else QUICK_STEPS
+    tokens = (steps + 2) * sum(stage.batch_tokens for stage in cfg.stages)
+    write_shard(folder / "train_1.bin", english_like(int(1.3 * tokens), 1))
+    write_shard(folder / "val_1.bin", english_like(2 * cfg.val_batch_tokens, 2))
+    last = steps * (stages - 1)
+    return [f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_*.bin", "--epochs=0",
+            f"--val_tokens={cfg.val_batch_tokens}", f"--num_scheduled_steps={last}", f"--num_extension_steps={steps}",
+            f"--val_every={last - steps}", f"--checkpoint_every={last - steps}", "--sample_tokens=1",
+            f"--run_dir={folder}/run"]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("walk.py")
+    parser.add_argument("--world", type=int, default=8)
+    parser.add_argument("--card", default="H100")
+    parser.add_argument("--graphs", choices=("lower", "quick", "none"), default="lower",
+                        help="quick: the first stage's training graph is traced, the rest runs without graphs")
+    parser.add_argument("--out", default="/dev/stdout")
+    parser.add_argument("--first-stage", action="store_true", help="only the steps of the first")
+    parser.add_argument("--stages", default="", help="lower the graphs of these only, such as 1,2")
+    parser.add_argument("flags", nargs="*")
+    return parser.parse_args(argv)
+
+
+def walk(options: argparse.Namespace) -> dict[str, Any]:
+    ledger = Ledger(options.world)
+    ledger.began = time.perf_counter()
+    mode = phantom.install(options.card, ledger, 0, options.world)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(options.world), LOCAL_WORLD_SIZE=str(options.world),
+                      MASTER_ADDR="localhost", MASTER_PORT="1")
+    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+    phantom.bodies[torch.ops.train_gpt.add_rows.default] = tg.add_rows._init_fn
+    tg.save_tensors = save_nothing
+    torch.compile = rehearsed_compile(ledger, options)
+    listen(ledger, options)
+
+    with tempfile.TemporaryDirectory() as folder:
+        _, cfg = tg.parse_flags(["--preset=record", *options.flags])
+        flags = flags_of_walk(Path(folder), cfg, options.graphs)
+        if options.first_stage:
+            flags.append(f"--max_steps={STEPS_PER_STAGE if options.graphs == 'lower' else QUICK_STEPS}")
+        preset, given = tg.parse_flags(["--preset=record", *flags, *options.flags])
+        with mode, contextlib.redirect_stdout(sys.stderr):
+            try:
+                fabric = tg.make_fabric(given)
+                status = tg.run(preset, given, fabric, tg.Ending())
+                assert status == tg.EXIT_DONE, f"run() returned {status}"
+            except tg.TrainerError as error:                  # a card on which the preset does not fit
+                return dict(error=str(error))
+            except Exception as error:
+                traceback.print_exc()
+                ledger.fail(*cause_of(error))
+                return dict(result_of(ledger, options.stages), ended_by=str(error))
+    return result_of(ledger, options.stages)
+
+
+def cause_of(error: Exception) -> tuple[str, str, str]:
+    """Kind, line of the trainer and message of what ended the walk."""
+    kinds = {torch._dynamo.exc.Unsupported: "graph break",
+             torch._subclasses.fake_tensor.DynamicOutputShapeException: "host wait",
+             torch._subclasses.fake_tensor.DataDependentOutputException: "host wait"}
+    kind = next((name for of_error, name in kinds.items() if isinstance(error, of_error)), type(error).__name__)
+    frames = list(getattr(error, "real_stack", None) or ()) + traceback.extract_tb(error.__traceback__)
+    lines = [f"{frame.name}: {frame.line}" for frame in frames if frame.filename == tg.__file__]
+    said = str(error).strip().splitlines() or [""]
+    return kind, lines[-1] if lines else "outside of the trainer", said[0]
+
+
+def result_of(ledger: Ledger, stages: str) -> dict[str, Any]:
+    phases = {}
+    for name, phase in ledger.phases.items():
+        kept = name_of_step(ledger.schedule, name) if name.startswith("step ") else name
+        of_stage = re.search(r"\bstage (\d)", kept)
+        if not kept or kept == "between" or of_stage and stages and of_stage[1] not in stages.split(","):
+            continue
+        phases[kept] = dict(timeline=phase.timeline, peak_bytes=phase.peak, at_peak=by_maker(phase.alive_at_peak()),
+                            saved_bytes=phase.saved, saved=by_maker(phase.alive_saved))
+    for kernel in ledger.kernels.values():                    # documents differ from step to step
+        seen, flops = kernel.pop("seen"), kernel.pop("flops_seen")
+        if seen and flops:
+            kernel["flops"] = round(flops / seen)
+    return dict(kernels=ledger.kernels, graphs=ledger.graphs, phases=phases, owned=by_maker(ledger.owned),
+                owned_bytes=sum(buffer.size for buffer in ledger.owned), host_waits=ledger.host_waits,
+                failures=ledger.failures, seconds=round(time.perf_counter() - ledger.began, 1))
+
+
+def by_maker(buffers: list[Buffer]) -> dict[str, list[int]]:
+    """Number and bytes of buffers by shape and first launch, those that matter."""
+    whole = sum(buffer.size for buffer in buffers)
+    groups: dict[str, list[int]] = {}
+    for buffer in buffers:
+        group = groups.setdefault(f"{buffer.shape} of {buffer.maker or 'nothing yet'}", [0, 0])
+        group[0] += 1
+        group[1] += buffer.size
+    return {name: group for name, group in groups.items() if group[1] >= SMALLEST_SHARE * whole}
+
+
+def name_of_step(schedule: tg.Schedule, title: str) -> str:
+    """Steps that stand for all like them: the last cycle of a stage whose next cycle belongs to it too."""
+    step = int(title.removeprefix("step "))
+    if step == schedule.split_step:
+        return "split step"
+    k = schedule.stage_at(step)
+    place = schedule.stage_ends[k] - step                     # from the end
+    steady = min(2 * tg.CYCLE, schedule.stage_ends[k] - schedule.stage_starts[k])
+    if not 0 <= steady - place < tg.CYCLE:
+        return ""
+    return f"stage {k + 1} {'odd' if step % tg.CYCLE else 'even'} step"
+
+
+if __name__ == "__main__":
+    wanted = parse(sys.argv[1:])
+    found = walk(wanted)
+    Path(wanted.out).write_text(json.dumps(found))
