@@ -648,7 +648,8 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(options.world), LOCAL_WORLD_SIZE=str(options.world),
                       MASTER_ADDR="localhost", MASTER_PORT="1")
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-    phantom.bodies[torch.ops.train_gpt.add_rows.default] = tg.add_rows._init_fn
+    for operation in (tg.add_rows, tg.add_product):
+        phantom.bodies[operation._opoverload] = operation._init_fn
     tg.save_tensors = save_nothing
     torch.compile = rehearsed_compile(ledger, options)
     listen(ledger, options)
