@@ -402,7 +402,7 @@ class Arrived:
 
 
 def test_what_travels_is_each_gradient_in_its_place(monkeypatch):
-    """The last of 3 ranks, without the others: sums go as bf16, small ones in f32, and what pads them is not updated."""
+    """The last of 3 ranks, alone: sums go as bf16, small ones in f32, and what pads them is not updated."""
     ex = executor(small(dtype="bfloat16"), 3, 2)
     optimizer = ex.optimizer
     sent = []
