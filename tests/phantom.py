@@ -151,7 +151,9 @@ class Card(FakeTensorMode):
         """A product that generated code wants in a buffer of its own: what it would be otherwise has to fit there."""
         others = {name: value for name, value in kwargs.items() if name != "out"}
         out = kwargs["out"]
-        made = super().dispatch(func.overloadpacket.default, kinds, args, others)
+        variant = func._overloadname.removesuffix("out").rstrip("_")          # of dtype_out: dtype
+        functional = getattr(func.overloadpacket, variant or "default")
+        made = super().dispatch(functional, kinds, args, others)
         assert (made.shape, made.dtype) == (out.shape, out.dtype), f"{func}: {made} does not fit into {out}"
         return out
 
