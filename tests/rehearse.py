@@ -35,7 +35,7 @@ MOST_GROWTH = 0.02
 UNTOLD = {"set-up", "warm-up", "checkpoint"}          # off the clock: of these, only memory is kept
 EAGER = "eager"                          # in the place of a world: eight ranks, only the first stage's graph is traced
 LINES_OF_LOG = 30                        # shown where a walk fails
-LONGEST_REPEATED = 24                    # launches of the loss of one chunk of a validation
+LONGEST_REPEATED = 24, 400               # launches of the loss of one chunk of a validation, of one batch of it
 ALLOWED_WAITS = {                        # in the timed loop, and why
     "Clock.start": "the clock starts and stops behind what the device has done",
     "Clock.stop": "the same",
@@ -73,13 +73,19 @@ def segments_of(timeline: list[list]) -> list[list[list]]:
     return [part for part in parts if part]
 
 
-def folded(names: list[list]) -> list[list]:
-    """The items, with repetitions of up to LONGEST_REPEATED neighbours as ["repeat", times, neighbours]."""
+def folded(items: list[list]) -> list[list]:
+    """The items, with repetitions of neighbours as ["repeat", times, neighbours], short ones first."""
+    for longest in LONGEST_REPEATED:
+        items = folded_once(items, longest)
+    return items
+
+
+def folded_once(names: list[list], longest: int) -> list[list]:
     out: list[list] = []
     at = 0
     while at < len(names):
         times, length = 1, 1
-        for width in range(1, LONGEST_REPEATED + 1):
+        for width in range(1, longest + 1):
             count = 1
             while names[at + count * width:at + (count + 1) * width] == names[at:at + width]:
                 count += 1

@@ -179,9 +179,46 @@ def test_a_graph_break(tmp_path, cache, name):
     expect(failures_of(found), "graph break", BREAKS[name])
 
 
-REACH = "return Reach(values.short_window, values.long_window, longest, values.rotary.attn_scale)"
+REACH = "        return Reach(values.short_window, values.long_window, longest, values.rotary.attn_scale)\n"
+RECOMPILES = {                           # what is planted, and what is said of it
+    "a step's number in a graph": ({REACH: REACH.replace("attn_scale)", "attn_scale + values.step // 4)")}, "reach"),
+    "a number of documents": ({
+        "torch._dynamo.maybe_mark_dynamic(part.cu_seqlens, 1)": "torch._dynamo.mark_static(part.cu_seqlens)"},
+        "cu_seqlens")}
+
+
+@needs_tool
+@pytest.mark.all
+@pytest.mark.parametrize("name", RECOMPILES)
+def test_a_recompile_after_the_warm_up(tmp_path, cache, name):
+    changes, said = RECOMPILES[name]
+    root = copy_with(tmp_path, changes)
+    found = walk(root, cache, "--world=8", "--graphs=trace", "--first-stage")
+    expect(failures_of(found), "recompile", "GPT.losses forward, stage 1")
+    reasons = [failure["found"] for failure in found["failures"] if failure["kind"] == "recompile"]
+    assert all(said in reason for reason in reasons), reasons
+
+
+GRADIENT = "        grad_y = fp8_product(grad, w.t(), scale_y, native, dtype_y)\n"
 LOWERED_MISTAKES = {
-    REACH: "return Reach(values.short_window, values.long_window, longest, values.rotary.attn_scale + values.step)"}
+    "product_dtype = logits_dtype if native else ctx.work": "product_dtype = ctx.work",
+    GRADIENT: GRADIENT + "        grad_y = grad_y + probability @ w.t().to(ctx.work)\n"}
+
+
+@needs_tool
+@needs_ledger
+@pytest.mark.all
+def test_mistakes_that_only_lowered_graphs_show(tmp_path, cache):
+    """Two buffers of (tokens, vocabulary) in f32, of a library's product and of a generated kernel, and their bytes."""
+    root = copy_with(tmp_path, LOWERED_MISTAKES)
+    command = command_of("--quick", root=root)
+    done = subprocess.run(command, env=environment_of(cache), capture_output=True, text=True)
+    assert done.returncode == 1, done.stdout + done.stderr
+    failed = [line for line in done.stdout.splitlines() if line.startswith("FAILED")]
+    for maker in ("aten._scaled_mm", "triton_"):
+        assert any("f32 buffer of (tokens, vocabulary): " + maker in line for line in failed), done.stdout
+    assert any("growth: W = 8, stage 1 even step: bytes" in line for line in failed), done.stdout
+    assert any("growth: W = 8, stage 1 even step: peak_bytes" in line for line in failed), done.stdout
 
 
 # ------ The ledger ----------------------------------------------------------------------------------------------------

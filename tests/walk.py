@@ -38,9 +38,11 @@ import train_gpt as tg  # noqa: E402
 
 STEPS_PER_STAGE = 6                      # cycles: the one that changes stages, one that is like all others, its next
 QUICK_STEPS = 2
+LONGEST_NAME = 40                        # in the key of a kernel
 SMALLEST_SHARE = 0.01                    # of a peak: smaller buffers are not listed
 TILE = 128                               # rows and columns of a tile of attention
 aten = torch.ops.aten
+linecache.getlines(tg.__file__)          # as it is imported, whatever becomes of the file meanwhile
 
 # ATen's names of what a card does by a library's kernels. m, n, k of products follow from the last two axes.
 PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
@@ -308,7 +310,7 @@ class Ledger(phantom.Recorder):
         gigabytes = owner.inductor_meta.get("kernel_num_gb") or 0
         facts.update(kind="generated", name=base, block=dict(config.kwargs), loops=loops, bytes=round(gigabytes * 1e9),
                      shapes=" ".join(map(text_of, tensors)))
-        return f"{base[:60]}.{digest_of(source + str(sorted(config.kwargs.items())) + facts['shapes'])}"
+        return f"{base[:LONGEST_NAME]}.{digest_of(source + str(sorted(config.kwargs.items())) + facts['shapes'])}"
 
     def rows_bytes(self, tensors: list[Tensor]) -> int:
         """Of a kernel of room 4: its inputs, and of `sums` the rows that it touches, read and written."""
@@ -449,6 +451,8 @@ def listen(ledger: Ledger, options: argparse.Namespace) -> None:
     def race(schedule: Any, loader: Any, executor: Any, *_: Any) -> Iterator[None]:
         ledger.schedule = schedule
         start_race(ledger, executor)
+        if options.graphs == "trace":                         # as it is traced, a graph copies what it would change
+            ledger.table_sizes.clear()
         yield
         ledger.racing = ledger.timed = False
 
@@ -524,8 +528,9 @@ def has_graph(ledger: Ledger, options: argparse.Namespace, name: str) -> bool:
     """Whether the function is to be compiled now; else it runs as it is written."""
     if options.graphs == "none":
         return False
-    if options.graphs == "quick":
-        return name == "GPT.losses" and ledger.stage == 0 and not ledger.racing
+    if options.graphs in ("quick", "trace"):
+        now = options.graphs == "trace" or not ledger.racing
+        return name == "GPT.losses" and ledger.stage == 0 and now
     if name.startswith("GPT.") and options.stages:
         return str(ledger.stage + 1) in options.stages.split(",")
     return True
@@ -614,10 +619,14 @@ def save_nothing(content: Any, file: Any) -> None:
     file.write(b"tensors")
 
 
+def steps_per_stage(graphs: str) -> int:
+    return STEPS_PER_STAGE if graphs in ("lower", "trace") else QUICK_STEPS
+
+
 def flags_of_walk(folder: Path, cfg: tg.Config, graphs: str) -> list[str]:
     """A short schedule through every stage, with data to go with it."""
     stages = len(cfg.stages)
-    steps = STEPS_PER_STAGE if graphs == "lower" else QUICK_STEPS
+    steps = steps_per_stage(graphs)
     tokens = (steps + 2) * sum(stage.batch_tokens for stage in cfg.stages)
     write_shard(folder / "train_1.bin", english_like(int(1.3 * tokens), 1))
     write_shard(folder / "val_1.bin", english_like(2 * cfg.val_batch_tokens, 2))
@@ -632,8 +641,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("walk.py")
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--card", default="H100")
-    parser.add_argument("--graphs", choices=("lower", "quick", "none"), default="lower",
-                        help="quick: the first stage's training graph is traced, the rest runs without graphs")
+    parser.add_argument("--graphs", choices=("lower", "trace", "quick", "none"), default="lower",
+                        help="quick: the first stage's training graph is traced, the rest runs without graphs; "
+                             "trace: in the race too")
     parser.add_argument("--out", default="/dev/stdout")
     parser.add_argument("--first-stage", action="store_true", help="only the steps of the first")
     parser.add_argument("--stages", default="", help="lower the graphs of these only, such as 1,2")
@@ -658,7 +668,7 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
         _, cfg = tg.parse_flags(["--preset=record", *options.flags])
         flags = flags_of_walk(Path(folder), cfg, options.graphs)
         if options.first_stage:
-            flags.append(f"--max_steps={STEPS_PER_STAGE if options.graphs == 'lower' else QUICK_STEPS}")
+            flags.append(f"--max_steps={steps_per_stage(options.graphs)}")
         preset, given = tg.parse_flags(["--preset=record", *flags, *options.flags])
         with mode, contextlib.redirect_stdout(sys.stderr):
             try:
