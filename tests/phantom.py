@@ -111,21 +111,30 @@ class Card(FakeTensorMode):
 
     def dispatch(self, func: Any, kinds: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
+        tracing = torch._guards.TracingContext.try_get() is not None          # inside a compiler
+        if func in bodies and not tracing:
+            return self.own_body(func, args, kwargs)
         if self.depth > 0:                                    # inside another operation
             return super().dispatch(func, kinds, args, kwargs)
         if not kwargs.get("pin_memory") and not any(on_card(x) for x in flat(args, kwargs)):
             return func(*args, **kwargs)
-        if torch._guards.TracingContext.try_get() is not None:                # inside a compiler
+        if tracing:
             return super().dispatch(func, kinds, args, kwargs)
         if func is aten._local_scalar_dense.default:
             return self.number(args[0])
-        if func in bodies:                                    # the operation's own code: the recorder sees what it does
-            with self:
-                return bodies[func](*args, **kwargs)
         out = self.outermost(func, kinds, args, kwargs)
         if not is_composite(func):
             self.recorder.operation(func, args, kwargs, out)
         return out
+
+    def own_body(self, func: Any, args: tuple, kwargs: dict) -> Any:
+        """A custom operation does what its code says, also where a traced graph wraps it: the recorder sees that."""
+        depth, self.depth = self.depth, 0
+        try:
+            with self:
+                return bodies[func](*args, **kwargs)
+        finally:
+            self.depth = depth
 
     def outermost(self, func: Any, kinds: Any, args: tuple, kwargs: dict) -> Any:
         """Shapes of an operation that nothing else is made of."""

@@ -382,7 +382,7 @@ def test_every_row_has_one_owner(world: int, results: Results) -> None:
 @odd_worlds
 def test_padding_comes_nowhere(world: int, results: Results) -> None:
     """Filled with NaN instead of zeros, it changes no bit."""
-    assert all(rank["spoilt"] for rank in results.facts("padding", world))
+    assert world == 2 or all(rank["spoilt"] for rank in results.facts("padding", world)), "2 divides the matrices"
     for got, want in zip(results.arrays("padding", world), results.arrays("hand_float64", world), strict=True):
         assert got.keys() == {key for key in want if not key.startswith("split.")}
         for key, x in got.items():
