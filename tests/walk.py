@@ -689,10 +689,12 @@ def cause_of(error: Exception) -> tuple[str, str, str]:
              torch._subclasses.fake_tensor.DynamicOutputShapeException: "host wait",
              torch._subclasses.fake_tensor.DataDependentOutputException: "host wait"}
     kind = next((name for of_error, name in kinds.items() if isinstance(error, of_error)), type(error).__name__)
-    frames = list(getattr(error, "real_stack", None) or ()) + traceback.extract_tb(error.__traceback__)
-    lines = [f"{frame.name}: {frame.line}" for frame in frames if frame.filename == tg.__file__]
+    called = traceback.extract_tb(error.__traceback__)
+    traced = getattr(error, "real_stack", None) or ()         # what was being traced lies deeper than what was called
+    lines = ["outside of the trainer"]
+    lines += [f"{frame.name}: {frame.line}" for frame in (*called, *traced) if frame.filename == tg.__file__]
     said = str(error).strip().splitlines() or [""]
-    return kind, lines[-1] if lines else "outside of the trainer", said[0]
+    return kind, lines[-1], said[0]
 
 
 def result_of(ledger: Ledger, stages: str) -> dict[str, Any]:
