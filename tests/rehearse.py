@@ -57,8 +57,8 @@ def why_not() -> str:
             return f"no {package}: pip install {package}=={known}"
         if found.partition("+")[0] != known:
             return f"{package} {found}: its internals are known of {known} only"
-    if not importlib.metadata.version("torch").endswith("+cpu") and os.path.exists("/proc/driver/nvidia/version"):
-        return "a machine with a GPU: its driver holds the places that the rehearsal fills"
+    if not importlib.metadata.version("torch").endswith("+cpu"):
+        return "torch is built for a GPU, and holds the places that the rehearsal fills: install its CPU wheel"
     return ""
 
 
