@@ -2,12 +2,15 @@
 
 Everything here runs on a CPU; what needs a GPU is in test_gpu.py.
 """
+import json
 import sys
 import types
 from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import rehearse
 import torch
 from common import executor, preset, refused
 from common import fabric as make_fabric
@@ -254,6 +257,23 @@ def record(*flags: str) -> tg.Config:
     _, given = tg.parse_flags(["--preset=record", *flags])
     shards = [tg.ShardHeader("shard", 1, tg.GPT2_VOCAB, tg.GPT2_DOCUMENT_START)]
     return tg.resolve(given, shards, shards)
+
+
+LEDGER = Path(__file__).with_name("rehearsal.json")
+
+
+@pytest.mark.skipif(not LEDGER.exists(), reason=f"no {LEDGER.name}: tests/rehearse.py --update writes it")
+def test_the_estimate_is_within_5_percent_of_the_peaks_that_the_rehearsal_walked():
+    ledger = json.loads(LEDGER.read_text())
+    for world, walked in ledger["worlds"].items():
+        cfg = record(*ledger["flags"])
+        phases = walked["phases"]
+        timeline = list(rehearse.expand(walked, phases["stage 1 even step"]["timeline"]))
+        micro_batches = timeline.count(["mark", "forward"])
+        slots_at_once = cfg.num_slots // int(world) // micro_batches
+        estimate = tg.memory_estimate(cfg, SimpleNamespace(world=int(world)), tg.attention_varlen, slots_at_once)
+        peak = max(phase["peak_bytes"] for phase in phases.values())
+        assert sum(estimate.values()) == pytest.approx(peak, rel=0.05), (world, slots_at_once)
 
 
 @pytest.mark.parametrize("share", [0.999, 0.9, 0.8])
