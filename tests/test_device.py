@@ -2,12 +2,15 @@
 
 Everything here runs on a CPU; what needs a GPU is in test_gpu.py.
 """
+import json
 import sys
 import types
 from dataclasses import fields, replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import rehearse
 import torch
 from common import executor, preset, refused
 from common import fabric as make_fabric
@@ -207,14 +210,70 @@ def test_a_micro_batch_that_is_asked_for_is_taken_or_refused(monkeypatch):
             "memory", "--slots_per_micro_batch=1")
 
 
-def test_a_gpu_takes_one_slot_at_a_time_unless_more_are_asked_for(monkeypatch):
-    with_room(monkeypatch, float("inf"))
-    gpu = tg.Fabric(torch.device("cuda", 0))
-    for asked, want in ((0, 1), (1, 1), (4, 4), (9, 8)):
-        cfg = preset("pocket", slots_per_micro_batch=asked)
-        assert tg.fit_memory(cfg, gpu, tg.attention_varlen)[0] == want
-    with_room(monkeypatch, 1e6)
-    refused(tg.RunError, lambda: tg.fit_memory(preset("pocket"), gpu, tg.attention_varlen), "memory")
+def gpu_with(monkeypatch, total: float, free: float) -> tg.Fabric:
+    """A rank whose GPU has so many bytes to use, of which so many are free."""
+    monkeypatch.setattr(tg.Fabric, "total_memory", lambda self: (total + 0.5) / tg.MEMORY_SHARE)
+    monkeypatch.setattr(tg.Fabric, "free_memory", lambda self: (free + 0.5) / tg.FREE_SHARE)
+    return tg.Fabric(torch.device("cuda", 0))
+
+
+def test_a_gpu_takes_what_its_total_memory_fits(monkeypatch):
+    cfg = preset("pocket", val_batch_tokens=1024, val_tokens=1024)
+    need = {m: sum(tg.memory_estimate(cfg, make_fabric(), tg.attention_varlen, m).values()) for m in (1, 2, 4, 8)}
+    for m, size in need.items():
+        gpu = gpu_with(monkeypatch, size, size)
+        chosen, parts = tg.fit_memory(cfg, gpu, tg.attention_varlen)
+        assert chosen == m and sum(parts.values()) == size
+        chosen, _ = tg.fit_memory(replace(cfg, slots_per_micro_batch=1), gpu, tg.attention_varlen)
+        assert chosen == 1
+        asked = replace(cfg, slots_per_micro_batch=2 * m)
+        if m < 8:
+            refused(tg.RunError, lambda: tg.fit_memory(asked, gpu, tg.attention_varlen), "memory", "to use")
+    small = gpu_with(monkeypatch, need[1] - 1, need[8])
+    refused(tg.RunError, lambda: tg.fit_memory(cfg, small, tg.attention_varlen), "memory", "to use", "--num_slots=16")
+
+
+def test_what_others_hold_of_a_gpu_ends_a_run_and_does_not_change_it(monkeypatch):
+    cfg = preset("pocket", val_batch_tokens=1024, val_tokens=1024)
+    need = {m: sum(tg.memory_estimate(cfg, make_fabric(), tg.attention_varlen, m).values()) for m in (1, 4)}
+    for free, advice in ((need[4] - 1, "--num_slots=8"), (need[1] - 1, "--num_slots=16")):
+        gpu = gpu_with(monkeypatch, need[4], free)
+        refused(tg.RunError, lambda: tg.fit_memory(cfg, gpu, tg.attention_varlen), "memory", "of the GPU's free",
+                "weights", "working", "end what else uses the GPU", f"{advice} --slots_per_micro_batch=1")
+
+
+@pytest.mark.parametrize("card, world, want", [
+    (80, 1, 2), (80, 8, 1), (80, 4, 2), (141, 1, 4), (141, 2, 4), (180, 1, 4), (180, 8, 1)])
+def test_slots_at_once_of_the_record_preset(monkeypatch, card, world, want):
+    """On H100 and A100, H200, B200, by their GiB: one slot takes 28 to 32, each further one 25."""
+    gpu = gpu_with(monkeypatch, card * 2**30 * tg.MEMORY_SHARE, (card - 1) * 2**30 * tg.FREE_SHARE)
+    monkeypatch.setattr(tg.Fabric, "of_all", lambda self, fact: [fact] * world)
+    slots, _ = tg.fit_memory(record(), replace(gpu, world=world), tg.attention_varlen)
+    assert slots == want
+
+
+def record(*flags: str) -> tg.Config:
+    """The record preset on GPT-2 shards."""
+    _, given = tg.parse_flags(["--preset=record", *flags])
+    shards = [tg.ShardHeader("shard", 1, tg.GPT2_VOCAB, tg.GPT2_DOCUMENT_START)]
+    return tg.resolve(given, shards, shards)
+
+
+LEDGER = Path(__file__).with_name("rehearsal.json")
+
+
+@pytest.mark.skipif(not LEDGER.exists(), reason=f"no {LEDGER.name}: tests/rehearse.py --update writes it")
+def test_the_estimate_is_within_5_percent_of_the_peaks_that_the_rehearsal_walked():
+    ledger = json.loads(LEDGER.read_text())
+    for world, walked in ledger["worlds"].items():
+        cfg = record(*ledger["flags"])
+        phases = walked["phases"]
+        timeline = list(rehearse.expand(walked, phases["stage 1 even step"]["timeline"]))
+        micro_batches = timeline.count(["mark", "forward"])
+        slots_at_once = cfg.num_slots // int(world) // micro_batches
+        estimate = tg.memory_estimate(cfg, SimpleNamespace(world=int(world)), tg.attention_varlen, slots_at_once)
+        peak = max(phase["peak_bytes"] for phase in phases.values())
+        assert sum(estimate.values()) == pytest.approx(peak, rel=0.05), (world, slots_at_once)
 
 
 @pytest.mark.parametrize("share", [0.999, 0.9, 0.8])
@@ -238,7 +297,7 @@ def test_no_way_out_is_said_too(monkeypatch):
 
 def test_24_gb_cards_are_sent_to_more_slots():
     """Issue 9: the record preset on 24 GB takes slots of 12k to 16k tokens; W = 1, fused attention."""
-    cfg = preset("record", vocab_size=tg.GPT2_VOCAB, document_start=tg.GPT2_DOCUMENT_START)
+    cfg = record()
     fabric = make_fabric()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tg.Fabric, "free_memory", lambda self: 23.5e9)

@@ -305,6 +305,21 @@ def test_a_run_passes_on_all_flags_but_what_was_its_own(tmp_path):
     assert preset == "tiny" and earlier.keys() == changed.keys() - own
 
 
+def test_a_resumed_run_takes_as_many_slots_at_once_as_the_machine_had_chosen(cut, tmp_path):
+    """Also where another number would fit; a flag has the last word."""
+    log = cut / "log.jsonl"
+    header, *lines = log.read_text().splitlines()
+    chosen = json.loads(header)
+    assert chosen["slots_at_once"] == 8 and "slots_per_micro_batch" not in chosen["changed"]
+    folder = tmp_path / "copy"
+    shutil.copytree(cut, folder)
+    (folder / "log.jsonl").write_text("\n".join((json.dumps(chosen | dict(slots_at_once=2)), *lines)) + "\n")
+    for flags, want in (([], 2), (["--slots_per_micro_batch=4"], 4), (["--slots_per_micro_batch=0"], 8)):
+        done = resume(folder, tmp_path / f"run_{want}", *flags)
+        resumed, = done.of("resumed")
+        assert (done.status, resumed["slots_at_once"], resumed["grad_accum_steps"]) == (0, want, 8 // want)
+
+
 def test_what_is_no_run_is_no_run_to_resume(tmp_path):
     start = '{"type": "header", "preset": "tiny", "changed": '
     for text, says in (
