@@ -701,8 +701,10 @@ def result_of(ledger: Ledger, stages: str) -> dict[str, Any]:
     phases = {}
     for name, phase in ledger.phases.items():
         kept = name_of_step(ledger.schedule, name) if name.startswith("step ") else name
-        of_stage = re.search(r"\bstage (\d)", kept)
-        if not kept or kept == "between" or of_stage and stages and of_stage[1] not in stages.split(","):
+        if not kept or kept == "between":
+            continue
+        of_stage = stage_of(ledger.schedule, kept)
+        if of_stage and stages and of_stage not in stages.split(","):         # its graphs were not lowered
             continue
         phases[kept] = dict(timeline=phase.timeline, peak_bytes=phase.peak, at_peak=by_maker(phase.alive_at_peak()),
                             saved_bytes=phase.saved, saved=by_maker(phase.alive_saved))
@@ -724,6 +726,16 @@ def by_maker(buffers: list[Buffer]) -> dict[str, list[int]]:
         group[0] += 1
         group[1] += buffer.size
     return {name: group for name, group in groups.items() if group[1] >= SMALLEST_SHARE * whole}
+
+
+def stage_of(schedule: tg.Schedule, phase: str) -> str:
+    """The number of a phase's stage; empty: of none."""
+    if phase == "split step":
+        return str(schedule.stage_at(schedule.split_step) + 1)
+    if phase == "validation final":
+        return str(len(schedule.stage_ends))
+    found = re.search(r"\bstage (\d+)", phase)
+    return found[1] if found else ""
 
 
 def name_of_step(schedule: tg.Schedule, title: str) -> str:
