@@ -33,7 +33,7 @@ has_packages() {  # $1 an interpreter. Looks at the installed files: importing t
 import importlib.metadata, importlib.util, platform, re, sys
 needs = ["torch", "numpy", "huggingface_hub", "tqdm"]
 if sys.argv[1] == "test":
-    needs += ["pytest", "scipy", "matplotlib"]
+    needs += ["pytest", "xdist", "scipy", "matplotlib"]
     if (sys.platform, platform.machine()) == ("linux", "x86_64"):
         needs += ["triton"]
 complete = all(importlib.util.find_spec(name) for name in needs)
@@ -66,10 +66,13 @@ set_up() {
 
 run_tests() {
     local folder=tests arg
+    local processes="-n 2 --dist=loadfile --no-loadscope-reorder"             # a core each
+    [[ $gpus == 0 ]] || processes=''                          # they would share a card's memory
     for arg in "$@"; do
+        [[ $arg == --all ]] || processes=''                   # a few tests are not worth their start
         [[ ! -e ${arg%%::*} ]] || folder=''                   # the user names files: only these
     done
-    exec "$python" -m pytest -q --durations=10 ${folder:+"$folder"} "$@"
+    exec "$python" -m pytest -q --durations=10 $processes ${folder:+"$folder"} "$@"
 }
 
 read_flags() {  # what this script must know of the trainer's flags

@@ -11,6 +11,8 @@ from faults import Launcher
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+LONGEST_FILES = ["test_rehearsal.py", "test_ranks.py", "test_rows.py", "test_runs.py", "test_faults.py", "test_main.py"]
+
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also the long loops: faults again and again, more seeds")
@@ -24,22 +26,27 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "gpus2: needs two CUDA devices; `pytest -m gpus2` runs them all")
 
 
-@pytest.fixture(scope="session", autouse=True)
-def launcher(request: pytest.FixtureRequest) -> Iterator[Launcher | None]:
-    """What starts the runs of test_faults.py. It imports for ten seconds: beside the tests in front of those."""
-    if not any(item.fspath.basename == "test_faults.py" for item in request.session.items):
-        yield None
-        return
+@pytest.fixture(scope="session")
+def launcher() -> Iterator[Launcher]:
+    """What starts the runs of test_faults.py."""
     server = Launcher()
     yield server
     server.close()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--dist", "no") != "no":              # several processes take files in this order
+        items.sort(key=place_of)
     if not config.getoption("--all"):
         for item in items:
             if item.get_closest_marker("all"):
                 item.add_marker(pytest.mark.skip(reason="a long loop: run with --all"))
+
+
+def place_of(item: pytest.Item) -> int:
+    """The longest files first, so that no process ends alone with one of them."""
+    name = item.path.name
+    return LONGEST_FILES.index(name) if name in LONGEST_FILES else len(LONGEST_FILES)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -26,6 +26,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import price
+
 HERE = Path(__file__).resolve().parent
 LEDGER = HERE / "rehearsal.json"
 TRAINER = HERE.parent / "train_gpt.py"
@@ -57,8 +59,8 @@ def why_not() -> str:
             return f"no {package}: pip install {package}=={known}"
         if found.partition("+")[0] != known:
             return f"{package} {found}: its internals are known of {known} only"
-    if not importlib.metadata.version("torch").endswith("+cpu") and os.path.exists("/proc/driver/nvidia/version"):
-        return "a machine with a GPU: its driver holds the places that the rehearsal fills"
+    if not importlib.metadata.version("torch").endswith("+cpu"):
+        return "torch is built for a GPU, and holds the places that the rehearsal fills: install its CPU wheel"
     return ""
 
 
@@ -155,7 +157,7 @@ def sums_of(kernels: dict[str, dict], timeline: list[list]) -> dict[str, Any]:
             launches += count
             size += count * kernel.get("bytes", 0)
             if kernel.get("flops"):
-                flops[kernel["kind"] if kernel["kind"] == "attention" else kernel["dtype"]] += count * kernel["flops"]
+                flops[arithmetic_of(kernel)] += count * kernel["flops"]
         elif kind == "collective":
             collectives += 1
             collective_bytes += rest[2]
@@ -163,6 +165,11 @@ def sums_of(kernels: dict[str, dict], timeline: list[list]) -> dict[str, Any]:
             waits += 1
     return dict(launches=launches, bytes=size, flops=dict(flops), collectives=collectives,
                 collective_bytes=collective_bytes, host_waits=waits)
+
+
+def arithmetic_of(kernel: dict[str, Any]) -> str:
+    """The kind of its flops."""
+    return kernel["kind"] if kernel["kind"] == "attention" else kernel["dtype"]
 
 
 def expand(world: dict[str, Any], timeline: list[list]) -> Iterator[list]:
@@ -213,12 +220,14 @@ def shares(ledger: dict[str, Any], world: dict[str, Any], facts: dict[str, Any],
     """Who has which share of a number: kernels, buffers, collectives, lines. facts: a phase, or the world."""
     if what in BUFFERS:
         return Counter({name: size for name, (_, size) in facts.get(BUFFERS[what], {}).items()})
-    measure = what.partition(" ")[0]
+    measure, _, arithmetic = what.partition(" ")
     found: Counter = Counter()
     for kind, *rest in expand(world, facts.get("timeline", [])):
         if kind == "run" and measure in ("launches", "bytes", "flops"):
             key, count = rest
             kernel = ledger["kernels"][key]
+            if arithmetic and not (kernel.get("flops") and arithmetic_of(kernel) == arithmetic):
+                continue
             each = 1 if measure == "launches" else kernel.get(measure, 0)
             found[name_of_kernel(kernel)] += count * each
         elif kind == "collective" and measure.startswith("collective"):
@@ -288,12 +297,13 @@ def amount(number: int, what: str) -> str:
 
 
 def report(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Print what changed. Returns what grew by more than it may."""
+    """Print what changed. Returns, and does not print, what grew by more than it may."""
     too_much = []
     for found in differences(old, new):
-        print(found)
         if found.now > found.before * (1 + MOST_GROWTH):
             too_much.append(f"growth: {found}")
+        else:
+            print(found)
     for name, titles in changed_graphs(old, new).items():
         print(f"{name}: other graphs: {'; '.join(titles)}")
     return too_much
@@ -319,6 +329,20 @@ def forbidden(new: dict[str, Any]) -> list[str]:
             if line.partition(":")[0] not in ALLOWED_WAITS:
                 found.append(f"{name}: host wait: {line}: {count} times in the timed loop")
     return found
+
+
+# ---- What it may cost in time: a prediction
+def prices(old: dict[str, Any] | None, new: dict[str, Any]) -> str:
+    """Predicted times with the dearest lines, and how they differ from those of the ledger it is compared with."""
+    rates = price.load(price.RATES)
+    try:
+        now = price.price(new, rates)
+        page = price.text(now)
+        if old is not None and old["card"] == new["card"]:
+            page += "\n" + price.difference(price.price(old, rates), now)
+    except price.PriceError as error:                         # a card without a rate for what it is asked
+        return f"no price: {error}"
+    return page
 
 
 # ---- The command
@@ -461,7 +485,9 @@ def main(argv: Sequence[str]) -> int:
         grown = []
     else:
         grown = report(old, new)
+    print(prices(old, new))
     if wanted.update and not failures:
+        print("\n".join(grown))
         path.write_text(written(new) + "\n")
         return 0
     return ended(failures + grown)

@@ -98,7 +98,7 @@ def copy_with(folder: Path, changes: dict[str, str]) -> Path:
         text = text.replace(old, new)
     tests = folder / "tests"
     tests.mkdir(parents=True)
-    for name in ("rehearse.py", "walk.py", "phantom.py", "phantom.cpp", "rehearsal.json"):
+    for name in ("rehearse.py", "walk.py", "phantom.py", "phantom.cpp", "price.py", "rates.json", "rehearsal.json"):
         if (ROOT / "tests" / name).exists():
             shutil.copy(ROOT / "tests" / name, tests)
     (folder / "train_gpt.py").write_text(text, "utf-8")
@@ -277,6 +277,18 @@ def test_growth_names_who_grew(ledger, capsys):
     phase["peak_bytes"] = int(1.03 * phase["peak_bytes"])
     found = grown(ledger, larger, capsys)
     assert len(found) == 1 and "stage 2 odd step: peak_bytes" in found[0] and buffer in found[0]
+
+
+def test_growth_of_attention_names_attention(ledger, capsys):
+    longer = copy.deepcopy(ledger)
+    for kernel in longer["kernels"].values():
+        if kernel["kind"] == "attention":
+            kernel["flops"] *= 2
+    found = grown(ledger, longer, capsys)
+    assert found
+    for line in found:
+        culprits = line.splitlines()[1:]
+        assert "flops attention" in line and all("attention_" in who for who in culprits)
 
 
 def test_growth_of_two_percent_passes(ledger, capsys):

@@ -117,6 +117,8 @@ def test_slots_that_are_no_number_are_left_to_the_trainer_to_name(run_sh, tmp_pa
 @pytest.mark.parametrize("flags, command", [
     (["--sample=w", "def"], "train_gpt.py --sample=w def"),
     (["--resume=logs/x"], "train_gpt.py --resume=logs/x"),
+    (["test"], "-m pytest -q --durations=10 -n 2 --dist=loadfile --no-loadscope-reorder tests"),
+    (["test", "--all"], "-m pytest -q --durations=10 -n 2 --dist=loadfile --no-loadscope-reorder tests --all"),
     (["test", "-k", "x y"], "-m pytest -q --durations=10 tests -k x y"),
     (["test", "run.sh"], "-m pytest -q --durations=10 run.sh"),
 ])

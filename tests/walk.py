@@ -690,18 +690,22 @@ def cause_of(error: Exception) -> tuple[str, str, str]:
              torch._subclasses.fake_tensor.DynamicOutputShapeException: "host wait",
              torch._subclasses.fake_tensor.DataDependentOutputException: "host wait"}
     kind = next((name for of_error, name in kinds.items() if isinstance(error, of_error)), type(error).__name__)
-    frames = list(getattr(error, "real_stack", None) or ()) + traceback.extract_tb(error.__traceback__)
-    lines = [f"{frame.name}: {frame.line}" for frame in frames if frame.filename == tg.__file__]
+    called = traceback.extract_tb(error.__traceback__)
+    traced = getattr(error, "real_stack", None) or ()         # what was being traced lies deeper than what was called
+    lines = ["outside of the trainer"]
+    lines += [f"{frame.name}: {frame.line}" for frame in (*called, *traced) if frame.filename == tg.__file__]
     said = str(error).strip().splitlines() or [""]
-    return kind, lines[-1] if lines else "outside of the trainer", said[0]
+    return kind, lines[-1], said[0]
 
 
 def result_of(ledger: Ledger, stages: str) -> dict[str, Any]:
     phases = {}
     for name, phase in ledger.phases.items():
         kept = name_of_step(ledger.schedule, name) if name.startswith("step ") else name
-        of_stage = re.search(r"\bstage (\d)", kept)
-        if not kept or kept == "between" or of_stage and stages and of_stage[1] not in stages.split(","):
+        if not kept or kept == "between":
+            continue
+        of_stage = stage_of(ledger.schedule, kept)
+        if of_stage and stages and of_stage not in stages.split(","):         # its graphs were not lowered
             continue
         phases[kept] = dict(timeline=phase.timeline, peak_bytes=phase.peak, at_peak=by_maker(phase.alive_at_peak()),
                             saved_bytes=phase.saved, saved=by_maker(phase.alive_saved))
@@ -723,6 +727,16 @@ def by_maker(buffers: list[Buffer]) -> dict[str, list[int]]:
         group[0] += 1
         group[1] += buffer.size
     return {name: group for name, group in groups.items() if group[1] >= SMALLEST_SHARE * whole}
+
+
+def stage_of(schedule: tg.Schedule, phase: str) -> str:
+    """The number of a phase's stage; empty: of none."""
+    if phase == "split step":
+        return str(schedule.stage_at(schedule.split_step) + 1)
+    if phase == "validation final":
+        return str(len(schedule.stage_ends))
+    found = re.search(r"\bstage (\d+)", phase)
+    return found[1] if found else ""
 
 
 def name_of_step(schedule: tg.Schedule, title: str) -> str:
