@@ -73,6 +73,8 @@ from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
 aten = torch.ops.aten
+auto_functionalized_v2 = torch._higher_order_ops.auto_functionalize.auto_functionalized_v2
+functionalized = torch._higher_order_ops.auto_functionalize.auto_functionalized_v2_dense
 
 
 class Recorder:
@@ -114,10 +116,12 @@ class Card(FakeTensorMode):
         tracing = torch._guards.TracingContext.try_get() is not None          # inside a compiler
         if func in bodies and not tracing:
             return self.own_body(func, args, kwargs)
-        if self.depth > 0:                                    # inside another operation
-            return super().dispatch(func, kinds, args, kwargs)
+        if func is auto_functionalized_v2 and not tracing:    # of a traced graph, which nobody runs on a card
+            return self.inside_another(functionalized, args, kwargs)
         if not kwargs.get("pin_memory") and not any(on_card(x) for x in flat(args, kwargs)):
             return func(*args, **kwargs)
+        if self.depth > 0:                                    # inside another operation
+            return super().dispatch(func, kinds, args, kwargs)
         if tracing:
             return super().dispatch(func, kinds, args, kwargs)
         if func is aten._local_scalar_dense.default:
@@ -126,6 +130,15 @@ class Card(FakeTensorMode):
         if not is_composite(func):
             self.recorder.operation(func, args, kwargs, out)
         return out
+
+    def inside_another(self, call: Callable, args: tuple, kwargs: dict) -> Any:
+        """The recorder does not see the operations of this call; tensors of the host stay real."""
+        self.depth += 1
+        try:
+            with self:
+                return call(*args, **kwargs)
+        finally:
+            self.depth -= 1
 
     def own_body(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """A custom operation does what its code says, also where a traced graph wraps it: the recorder sees that."""
@@ -275,8 +288,7 @@ def install(card: str, recorder: Recorder, rank: int = 0, world: int = 1) -> Car
     if world > 1:
         install_collectives(rank, world)
     mode = Card(recorder)
-    functionalized = torch._higher_order_ops.auto_functionalize.auto_functionalized_v2
-    functionalized.py_impl(Card)(functionalized.python_key_table[FakeTensorMode])         # rules go by exact class
+    auto_functionalized_v2.py_impl(Card)(auto_functionalized_v2.python_key_table[FakeTensorMode])    # by exact class
     torch._C._set_only_lift_cpu_tensors(True)                 # as without CUDA: torch.tensor() must not open a device
     return mode
 

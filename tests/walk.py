@@ -219,8 +219,6 @@ class Ledger(phantom.Recorder):
             self.phase.alive_saved = saved
 
     def operation(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        if not isinstance(func, torch._ops.OpOverload):       # of a traced graph, which nobody runs on a card
-            return
         name = func._schema.name.partition("::")[2]
         if name in SILENT or func.is_view:
             return
