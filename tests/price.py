@@ -21,6 +21,7 @@ from typing import Any
 
 TESTS = Path(__file__).resolve().parent
 LEDGER, RATES = TESTS / "rehearsal.json", TESTS / "rates.json"
+FORMAT = 2                               # of ledgers
 PARTS = ("products", "memory-bound kernels", "attention", "exposed communication", "launches")
 PART_OF_KIND = {"product": "products", "attention": "attention", "collective": "exposed communication"}
 ATTENTION = ("FA2", "FA3")
@@ -28,8 +29,6 @@ PARITIES = ("even", "odd")
 WARP = 32                                # threads
 DEAREST = 10                             # lines that a page shows
 LEAST_CHANGE = 0.005                     # s per run, of a line that is shown as changed
-STAGES = 4                               # of the record preset, and its steps
-STEPS = dict(num_scheduled_steps=1507, num_extension_steps=40)
 
 
 class PriceError(Exception):
@@ -229,6 +228,8 @@ def line_name(kernel: dict[str, Any], tokens: int) -> str:
 def price(ledger: dict[str, Any], rates: dict[str, Any], card: str = "") -> dict[str, Any]:
     """The prediction: by world and kind of attention, for each stage and the run. Times in ms a step, s a run."""
     target = Card(rates, card or ledger["card"])
+    if ledger.get("format") != FORMAT:
+        raise PriceError("ledger", f"format {ledger.get('format')}", FORMAT, "python tests/rehearse.py makes one")
     worlds = {}
     for world in sorted(ledger["worlds"], key=int, reverse=True):
         worlds[world] = {}
@@ -238,7 +239,7 @@ def price(ledger: dict[str, Any], rates: dict[str, Any], card: str = "") -> dict
 
 
 def price_world(ledger: dict[str, Any], world: str, card: Card, attention: str) -> dict[str, Any]:
-    counts = steps_of(ledger)
+    counts = ledger["steps"]
     stages = {}
     for stage in stages_of(ledger, world):
         steps = price_steps(ledger, world, card, attention, stage)
@@ -268,29 +269,6 @@ def stages_of(ledger: dict[str, Any], world: str) -> list[str]:
         if match:
             found.add(match[1])
     return sorted(found)
-
-
-def steps_of(ledger: dict[str, Any]) -> dict[str, dict[str, int]]:
-    """How many even and odd steps a run with the ledger's flags has in each stage; the last stage is the extension."""
-    steps = dict(STEPS)
-    stages = STAGES
-    for flag in ledger["flags"]:
-        name, _, value = flag.removeprefix("--").partition("=")
-        if name in steps:
-            steps[name] = int(value)
-        elif name == "stages":
-            stages = len(value.split(";"))
-    scheduled = steps["num_scheduled_steps"]
-
-    ends = [round(scheduled * number / (stages - 1)) for number in range(1, stages)]
-    ends.append(scheduled + steps["num_extension_steps"])
-    counts = {}
-    start = 0
-    for number, end in enumerate(ends, 1):
-        odd = end // 2 - start // 2
-        counts[f"stage {number}"] = dict(even=end - start - odd, odd=odd)
-        start = end
-    return counts
 
 
 def of_stage(steps: dict[str, Step], counts: dict[str, int]) -> dict[str, Any]:
@@ -470,11 +448,10 @@ REDUCTION_OF_PRODUCT = re.compile("splitK", re.I)                             # 
 
 def spans_of_stages(ledger: dict[str, Any]) -> dict[str, range]:
     """The steps of a run by stage."""
-    counts = steps_of(ledger)
     spans = {}
     first = 0
-    for stage in counts:
-        count = sum(counts[stage].values())
+    for stage, parities in ledger["steps"].items():
+        count = sum(parities.values())
         spans[stage] = range(first, first + count)
         first += count
     return spans

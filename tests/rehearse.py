@@ -31,7 +31,6 @@ import price
 HERE = Path(__file__).resolve().parent
 LEDGER = HERE / "rehearsal.json"
 TRAINER = HERE.parent / "train_gpt.py"
-FORMAT = 1
 TORCH, TRITON = "2.13.0", "3.7.1"        # whose internals phantom.py knows
 MOST_GROWTH = 0.02
 UNTOLD = {"set-up", "warm-up", "checkpoint"}          # off the clock: of these, only memory is kept
@@ -185,8 +184,8 @@ def expand(world: dict[str, Any], timeline: list[list]) -> Iterator[list]:
 
 
 # ---- The file: a line for each kernel, graph and launch, so that differences can be read
-OPENED = dict(kernels=1, worlds=2, eager=1, graphs=1, host_waits=1, owned=1, phases=2, off_the_clock=2, segments=2,
-              at_peak=1, saved=1)        # levels of brackets on lines of their own
+OPENED = dict(kernels=1, worlds=2, eager=1, steps=1, graphs=1, host_waits=1, owned=1, phases=2, off_the_clock=2,
+              segments=2, at_peak=1, saved=1)                 # levels of brackets on lines of their own
 
 
 def written(value: Any, levels: int = 1, indent: str = "") -> str:
@@ -382,9 +381,10 @@ def found_by(process: subprocess.Popen, path: Path) -> dict[str, Any]:
 def ledger_of(walked: dict[str, dict[str, Any]], card: str, flags: Sequence[str]) -> dict[str, Any]:
     kernels: dict[str, dict] = {}
     worlds = {}
-    ledger = dict(format=FORMAT, torch=TORCH, triton=TRITON, card=card, flags=list(flags), kernels=kernels,
+    ledger = dict(format=price.FORMAT, torch=TORCH, triton=TRITON, card=card, flags=list(flags), kernels=kernels,
                   worlds=worlds, source_sha256=hashlib.sha256(TRAINER.read_bytes()).hexdigest())
     for name, found in walked.items():
+        ledger["steps"] = found["steps"]                      # of the run: the same in all walks
         if name == EAGER:
             ledger[EAGER] = eager_of(found)
             continue

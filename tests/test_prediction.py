@@ -31,9 +31,8 @@ def write_ledger(folder: Path, launches: int = 2, name: str = "ledger.json", **m
     world = dict(phases={"stage 1 even step": even, "stage 1 odd step": odd},
                  segments=dict(moving=[["run", "k1", launches]]))
     kernels = dict(k1=dict(kind="generated", name="triton_poi_fused_add", bytes=MOVED))
-    flags = ["--num_scheduled_steps=600", "--num_extension_steps=0"]
-    ledger = dict(format=1, card="H100", torch="2.13.0", triton="3.7.1", flags=flags, kernels=kernels,
-                  worlds={"8": world}) | more
+    ledger = dict(format=2, card="H100", torch="2.13.0", triton="3.7.1", flags=["--seed=1"], kernels=kernels,
+                  steps={"stage 1": dict(even=100, odd=100)}, worlds={"8": world}) | more
     (folder / name).write_text(json.dumps(ledger))
     return folder / name
 

@@ -63,10 +63,11 @@ def phases_of(even: list, odd: list | None = None) -> dict:
     return phases
 
 
-def ledger(even: list, odd: list | None = None, world: str = "8", flags=(), segments=None, kernels=KERNELS) -> dict:
+def ledger(even: list, odd: list | None = None, world: str = "8", segments=None, kernels=KERNELS) -> dict:
     """Of one stage, with these timelines."""
     walked = dict(phases=phases_of(even, odd), segments=segments or {})
-    return dict(card="round", kernels=kernels, worlds={world: walked}, flags=list(flags))
+    return dict(format=price.FORMAT, card="round", kernels=kernels, worlds={world: walked},
+                steps={"stage 1": dict(even=251, odd=251)})
 
 
 def priced(*timelines: list, kind: str = "FA2", use: dict = rates(), **of_ledger) -> dict:
@@ -244,15 +245,16 @@ def two_stages() -> dict:
     phases["stage 2 even step"] = dict(timeline=[run("move", 3)])
     phases["stage 2 odd step"] = dict(timeline=[run("eager", 4)])
     phases["validation final"] = dict(timeline=[run("move", 1000)])
-    return found | dict(flags=["--num_scheduled_steps=30", "--num_extension_steps=3", "--stages=a;b;c"])
+    return found | dict(steps=STEPS_OF_TWO)
 
 
-STEPS_OF_TWO = dict(one=(8, 7), two=(7, 8))
+STEPS_OF_TWO = {"stage 1": dict(even=8, odd=7), "stage 2": dict(even=7, odd=8), "stage 3": dict(even=2, odd=1)}
 
 
 def test_a_run_is_the_sum_of_its_steps():
     found = price.price(two_stages(), rates())["worlds"]["8"]["FA2"]
-    (even, odd), (more_even, more_odd) = STEPS_OF_TWO.values()
+    even, odd = STEPS_OF_TWO["stage 1"].values()
+    more_even, more_odd = STEPS_OF_TWO["stage 2"].values()
     assert found["stages"]["stage 1"]["mean"]["ms"] == pytest.approx((even + 2 * odd) * MS_OF_GB / 15)
     seconds = (even + 2 * odd + 3 * more_even + 4 * more_odd) * MS_OF_GB / 1000
     assert found["run_s"] == pytest.approx(seconds)
@@ -265,20 +267,6 @@ def test_the_dearest_lines_come_first_by_name():
     moved = 8 + 2 * 7 + 3 * 7
     assert [line["s"] for line in found] == pytest.approx([moved * MS_OF_GB / 1000, 32 * MS_OF_GB / 1000])
     assert found[1]["ms"] == {"stage 2": pytest.approx(32 * MS_OF_GB / 15)}
-
-
-@pytest.mark.parametrize("flags", [
-    [], ["--num_scheduled_steps=501"], ["--num_scheduled_steps=8", "--num_extension_steps=5"],
-    ["--stages=16384 1 3 1 1 1;32768 3 7 1 1 1;49152 3 7 1 1 1", "--num_scheduled_steps=100"]])
-def test_steps_by_stage_are_those_of_the_schedule(flags):
-    tg = pytest.importorskip("train_gpt")
-    preset, cfg = tg.parse_flags(flags)
-    schedule = tg.Schedule(cfg)
-    counts = {}
-    for step in range(schedule.total_steps):
-        stage = counts.setdefault(f"stage {schedule.stage_at(step) + 1}", dict(even=0, odd=0))
-        stage[price.PARITIES[step % 2]] += 1
-    assert price.steps_of(dict(flags=flags)) == counts
 
 
 def test_a_product_has_one_name_in_all_stages():
@@ -419,7 +407,7 @@ def write_log(folder, step_ms: list) -> None:
 
 def test_a_log_is_measured_by_stage_away_from_its_ends(tmp_path):
     """Steps that settle and leave are 10 times as long here: none of them may count."""
-    made = two_stages() | dict(flags=["--num_scheduled_steps=240", "--num_extension_steps=0", "--stages=a;b;c"])
+    made = two_stages() | dict(steps={f"stage {number}": dict(even=60, odd=60) for number in (1, 2)})
     times = []
     for stage in range(2):
         for step in range(120):

@@ -617,6 +617,16 @@ def save_nothing(content: Any, file: Any) -> None:
     file.write(b"tensors")
 
 
+def steps_by_stage(cfg: tg.Config) -> dict[str, dict[str, int]]:
+    """How many even and odd steps the whole run has in each stage; the last stage is the extension."""
+    schedule = tg.Schedule(cfg)
+    steps = {}
+    for number, (start, end) in enumerate(zip(schedule.stage_starts, schedule.stage_ends), 1):
+        odd = end // 2 - start // 2
+        steps[f"stage {number}"] = dict(even=end - start - odd, odd=odd)
+    return steps
+
+
 def steps_per_stage(graphs: str) -> int:
     return STEPS_PER_STAGE if graphs in ("lower", "trace") else QUICK_STEPS
 
@@ -667,7 +677,7 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
         flags = flags_of_walk(Path(folder), cfg, options.graphs)
         if options.first_stage:
             flags.append(f"--max_steps={steps_per_stage(options.graphs)}")
-        preset, given = tg.parse_flags(["--preset=record", *flags, *options.flags])
+        preset, given = tg.parse_flags(["--preset=record", *options.flags, *flags])
         with mode, contextlib.redirect_stdout(sys.stderr):
             try:
                 fabric = tg.make_fabric(given)
@@ -678,8 +688,8 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
             except Exception as error:
                 traceback.print_exc()
                 ledger.fail(*cause_of(error))
-                return dict(result_of(ledger, options.stages), ended_by=str(error))
-    return result_of(ledger, options.stages)
+                return dict(result_of(ledger, options.stages), steps=steps_by_stage(cfg), ended_by=str(error))
+    return dict(result_of(ledger, options.stages), steps=steps_by_stage(cfg))
 
 
 def cause_of(error: Exception) -> tuple[str, str, str]:

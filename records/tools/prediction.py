@@ -25,7 +25,6 @@ from tools.logs import ToolError
 PRICE = Path(__file__).resolve().parents[2] / "tests" / "price.py"
 LEDGERS, RATES, SOURCE = "ledgers", "rates.json", "train_gpt.py"
 STEP = re.compile(r"(stage \d+) (even|odd) step")
-FORMAT = 1                         # of ledgers
 SUMS = "launches", "bytes", "collectives", "collective_bytes", "host_waits"   # of a timeline; a ledger states them
 FACTS = "source_sha256", "card", "flags", "torch", "triton"
 
@@ -109,8 +108,8 @@ def problems(folder: Path, stated: dict[str, Any]) -> Iterator[tuple[str, Any, s
     rates = read(folder / RATES)
     for group in stated["groups"]:
         ledger = read(folder / LEDGERS / f"{group}.json")
-        if ledger.get("format") != FORMAT:
-            yield f"format of {group}", ledger.get("format"), f"{FORMAT}"
+        if ledger.get("format") != price_tool().FORMAT:
+            yield f"format of {group}", ledger.get("format"), f"{price_tool().FORMAT}"
         if ledger["card"] not in rates["cards"]:
             yield f"card of {group}", ledger["card"], f"one with rates: {', '.join(rates['cards'])}"
         yield from wrong_sums(group, ledger)
