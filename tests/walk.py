@@ -229,7 +229,7 @@ class Ledger(phantom.Recorder):
         if not on_card:
             return
         facts = dict(kind="eager", name=f"aten.{name}", shapes=" ".join(text_of(x) for x in tensors))
-        if name in PRODUCTS:
+        if name.removesuffix("_") in PRODUCTS:               # or in place
             shape = product_shape(tensors)
             factors = [x for x in tensors if x.dim() >= 2][-2:]
             facts.update(kind="product", dtype=short(factors[0].dtype), **shape, flops=2 * math.prod(shape.values()))
