@@ -591,10 +591,20 @@ def english_like(count: int, seed: int) -> np.ndarray:
     tokens[fresh] = drawn(rng, by_rank, (int(fresh.sum()), 2))
     tokens = tokens.ravel()
 
-    lengths = np.exp(rng.normal(6.15, 0.88, count // 50)).astype(np.int64) + 2
+    lengths = document_lengths(rng, count // 50)
     starts = np.cumsum(lengths) - lengths[0]
     tokens[starts[starts < len(tokens)]] = tg.GPT2_DOCUMENT_START
     return tokens.astype("<u2")
+
+
+def document_lengths(rng: np.random.Generator, count: int) -> np.ndarray:
+    return np.exp(rng.normal(6.15, 0.88, count)).astype(np.int64) + 2
+
+
+def kept_share(max_doc_len: int) -> float:
+    """Of such tokens, those that are left where documents are cut to this length."""
+    lengths = document_lengths(np.random.default_rng(0), 10_000)
+    return np.minimum(lengths, max_doc_len).sum() / lengths.sum()
 
 
 def zipf(count: int, exponent: float, shift: float) -> np.ndarray:
@@ -638,7 +648,8 @@ def flags_of_walk(folder: Path, cfg: tg.Config, graphs: str) -> list[str]:
     stages = len(cfg.stages)
     steps = steps_per_stage(graphs)
     tokens = (steps + 2) * sum(stage.batch_tokens for stage in cfg.stages)
-    write_shard(folder / "train_1.bin", english_like(int(1.3 * tokens), 1))
+    spare = max(1.3, 1.2 / kept_share(cfg.max_doc_len))
+    write_shard(folder / "train_1.bin", english_like(int(spare * tokens), 1))
     write_shard(folder / "val_1.bin", english_like(2 * cfg.val_batch_tokens, 2))
     last = steps * (stages - 1)
     return [f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_*.bin", "--epochs=0",
@@ -661,6 +672,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def check_stages(stages: str, cfg: tg.Config) -> None:
+    """Raises ConfigError for one that the run does not have, of which nothing would be lowered."""
+    known = [str(number) for number in range(1, len(cfg.stages) + 1)]
+    if stages and not set(stages.split(",")) <= set(known):
+        raise tg.ConfigError("--stages of the rehearsal", stages, f"some of {','.join(known)}", "leave the others out")
+
+
 def walk(options: argparse.Namespace) -> dict[str, Any]:
     ledger = Ledger(options.world)
     ledger.began = time.perf_counter()
@@ -674,11 +692,15 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
     listen(ledger, options)
 
     with tempfile.TemporaryDirectory() as folder:
-        _, cfg = tg.parse_flags(["--preset=record", *options.flags])
-        flags = flags_of_walk(Path(folder), cfg, options.graphs)
-        if options.first_stage:
-            flags.append(f"--max_steps={steps_per_stage(options.graphs)}")
-        preset, given = tg.parse_flags(["--preset=record", *options.flags, *flags])
+        try:
+            _, cfg = tg.parse_flags(["--preset=record", *options.flags])
+            check_stages(options.stages, cfg)
+            flags = flags_of_walk(Path(folder), cfg, options.graphs)
+            if options.first_stage:
+                flags.append(f"--max_steps={steps_per_stage(options.graphs)}")
+            preset, given = tg.parse_flags(["--preset=record", *options.flags, *flags])
+        except tg.TrainerError as error:
+            return dict(error=str(error))
         with mode, contextlib.redirect_stdout(sys.stderr):
             try:
                 fabric = tg.make_fabric(given)
