@@ -386,80 +386,90 @@ def around(owner: Any, name: str, listener: Callable) -> None:
     setattr(owner, name, call)
 
 
-def listen(ledger: Ledger, options: argparse.Namespace) -> None:
+class Listeners:
+    """Contexts around calls of the trainer: they tell the ledger where the run is."""
+
+    def __init__(self, ledger: Ledger, options: argparse.Namespace) -> None:
+        self.ledger = ledger
+        self.options = options
+
     @contextlib.contextmanager
-    def step(executor: Any, loader: Any, values: tg.Values) -> Iterator[None]:
-        if ledger.racing:
-            ledger.begin(f"step {values.step}")
+    def step(self, executor: Any, loader: Any, values: tg.Values) -> Iterator[None]:
+        if self.ledger.racing:
+            self.ledger.begin(f"step {values.step}")
         yield
 
     @contextlib.contextmanager
-    def forward_backward(executor: Any, batch: tg.Batch, values: tg.Values, *_: Any) -> Iterator[None]:
+    def forward_backward(self, executor: Any, batch: tg.Batch, values: tg.Values, *_: Any) -> Iterator[None]:
         slots = min(executor.slots_at_once, len(batch.tokens))
-        ledger.stage = values.stage
-        ledger.logit_numbers = math.inf
-        if options.graphs == "lower" and has_graph(ledger, options, "GPT.losses"):
-            ledger.logit_numbers = slots * batch.tokens.shape[1] * executor.cfg.padded_vocab
-        ledger.place = f"stage {values.stage + 1}"
-        ledger.batch = batch
-        ledger.mark("begin")
+        self.ledger.stage = values.stage
+        self.ledger.logit_numbers = math.inf
+        if self.options.graphs == "lower" and has_graph(self.ledger, self.options, "GPT.losses"):
+            self.ledger.logit_numbers = slots * batch.tokens.shape[1] * executor.cfg.padded_vocab
+        self.ledger.place = f"stage {values.stage + 1}"
+        self.ledger.batch = batch
+        self.ledger.mark("begin")
         yield
 
     @contextlib.contextmanager
-    def backward(*_: Any, **__: Any) -> Iterator[None]:
-        ledger.keep_saved()
-        ledger.mark("backward")
+    def backward(self, *_: Any, **__: Any) -> Iterator[None]:
+        self.ledger.keep_saved()
+        self.ledger.mark("backward")
         yield
 
     @contextlib.contextmanager
-    def optim_step(*_: Any, **__: Any) -> Iterator[None]:
-        ledger.mark("optim_step")
+    def optim_step(self, *_: Any, **__: Any) -> Iterator[None]:
+        self.ledger.mark("optim_step")
         yield
-        ledger.mark("behind")
+        self.ledger.mark("behind")
 
     @contextlib.contextmanager
-    def evaluate(executor: Any, batches: Any, values: tg.Values) -> Iterator[None]:
+    def evaluate(self, executor: Any, batches: Any, values: tg.Values) -> Iterator[None]:
         place = f"stage {values.stage + 1}"
-        ledger.stage = values.stage
+        self.ledger.stage = values.stage
         if values.long_window > executor.cfg.stages[values.stage].long_window * executor.cfg.window_block:
             place = "final"
-        ledger.place = place
-        with off_the_clock(f"validation {place}"):
+        self.ledger.place = place
+        with self.off_the_clock(f"validation {place}"):
             yield
 
     @contextlib.contextmanager
-    def checkpoint(*_: Any, **__: Any) -> Iterator[None]:
-        with off_the_clock("checkpoint"):
+    def checkpoint(self, *_: Any, **__: Any) -> Iterator[None]:
+        with self.off_the_clock("checkpoint"):
             yield
 
     @contextlib.contextmanager
-    def off_the_clock(name: str) -> Iterator[None]:
-        before = ledger.timed
-        ledger.timed = False
-        ledger.begin(name)
+    def off_the_clock(self, name: str) -> Iterator[None]:
+        before = self.ledger.timed
+        self.ledger.timed = False
+        self.ledger.begin(name)
         yield
-        ledger.begin("between")
-        ledger.timed = before
+        self.ledger.begin("between")
+        self.ledger.timed = before
 
     @contextlib.contextmanager
-    def warm_up(*_: Any, **__: Any) -> Iterator[None]:
-        ledger.begin("warm-up")
+    def warm_up(self, *_: Any, **__: Any) -> Iterator[None]:
+        self.ledger.begin("warm-up")
         yield
-        ledger.begin("between")
+        self.ledger.begin("between")
 
     @contextlib.contextmanager
-    def race(schedule: Any, loader: Any, executor: Any, *_: Any) -> Iterator[None]:
-        ledger.schedule = schedule
-        start_race(ledger, executor)
-        if options.graphs == "trace":                         # as it is traced, a graph copies what it would change
-            ledger.table_sizes.clear()
+    def race(self, schedule: Any, loader: Any, executor: Any, *_: Any) -> Iterator[None]:
+        self.ledger.schedule = schedule
+        start_race(self.ledger, executor)
+        if self.options.graphs == "trace":                    # as it is traced, a graph copies what it would change
+            self.ledger.table_sizes.clear()
         yield
-        ledger.racing = ledger.timed = False
+        self.ledger.racing = self.ledger.timed = False
 
+
+def listen(ledger: Ledger, options: argparse.Namespace) -> None:
+    listeners = Listeners(ledger, options)
     for owner, name, listener in (
-            (tg, "train_step", step), (tg, "warm_up", warm_up), (tg, "race", race), (tg.Executor, "forward_backward",
-                forward_backward), (Tensor, "backward", backward), (tg.Executor, "optim_step", optim_step),
-            (tg.Evaluator, "evaluate", evaluate), (tg.Executor, "whole_state", checkpoint)):
+            (tg, "train_step", listeners.step), (tg, "warm_up", listeners.warm_up), (tg, "race", listeners.race),
+            (tg.Executor, "forward_backward", listeners.forward_backward), (Tensor, "backward", listeners.backward),
+            (tg.Executor, "optim_step", listeners.optim_step), (tg.Evaluator, "evaluate", listeners.evaluate),
+            (tg.Executor, "whole_state", listeners.checkpoint)):
         around(owner, name, listener)
 
 
