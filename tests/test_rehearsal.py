@@ -298,6 +298,27 @@ def test_growth_of_two_percent_passes(ledger, capsys):
     assert grown(ledger, larger, capsys) == []
 
 
+def test_only_the_lines_that_are_named_may_wait():
+    """Another wait in a function that has an allowed one is found."""
+    allowed = {line: 3 for line in rehearse.ALLOWED_WAITS}
+    world = dict(failures=[], host_waits=allowed | {"Log.flush: print(line.losses.sum().item())": 1})
+    found, = rehearse.forbidden(dict(worlds={"8": world}))
+    assert "W = 8: host wait: Log.flush: print(line.losses" in found
+
+
+def test_a_ledger_that_has_no_price_leaves_todays(ledger):
+    """What is compared with may be of another format; a table of rates may be damaged."""
+    today = dict(ledger, format=rehearse.price.FORMAT, steps={})
+    page = rehearse.prices(dict(today, format=0), today)
+    assert "Prediction for" in page and "no price of the ledger before" in page and "format 0" in page
+
+
+def test_damaged_rates_cost_a_price_and_no_walk(ledger, monkeypatch, tmp_path):
+    monkeypatch.setattr(rehearse.price, "RATES", tmp_path / "rates.json")
+    (tmp_path / "rates.json").write_text("{")
+    assert "no price" in rehearse.prices(None, ledger)
+
+
 def test_repetitions_fold_and_expand():
     items = [["run", name, 1] for name in "abababccccd"]
     world = dict(segments={})
@@ -306,10 +327,62 @@ def test_repetitions_fold_and_expand():
     assert list(rehearse.expand(world, folded)) == items
 
 
-def test_an_update_that_would_lose_a_world_is_refused(tmp_path, capsys, monkeypatch):
+# ------ Requests that cannot be met, which say so before anything is walked --------------------------------------------
+
+EMPTY = dict(card="H100", flags=[], kernels={}, worlds={"8": {}, "1": {}})
+
+
+@pytest.fixture
+def no_walk(monkeypatch):
     monkeypatch.setattr(rehearse, "why_not", str)
+    monkeypatch.setattr(rehearse, "walk_all", None)
+
+
+@pytest.mark.parametrize("flags", [["--gpus=8"], ["--card=H200"], ["--stages=1"], ["--", "--seed=1"]])
+def test_an_update_that_would_lose_what_the_ledger_has_is_refused(no_walk, tmp_path, capsys, flags):
     path = tmp_path / "ledger.json"
-    path.write_text(json.dumps(dict(card="H100", worlds={"8": {}, "1": {}})))
-    for flag in ("--gpus=8", "--card=H200", "--stages=1"):
-        assert rehearse.main(["--update", f"--ledger={path}", flag]) == 2
-        assert "H100, W = 8 and 1" in capsys.readouterr().out
+    path.write_text(json.dumps(EMPTY))
+    assert rehearse.main(["--update", f"--ledger={path}", *flags]) == 2
+    assert "H100, W = 8 and 1, all stages, no flags" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--gpus=", "--gpus=0", "--gpus=8,", "--gpus=eight", "--stages=0", "--stages=1-2",
+                                  "--card=H99", "--quick --update"])
+def test_flags_that_mean_nothing_are_refused(no_walk, capsys, flag):
+    with pytest.raises(SystemExit) as ended:
+        rehearse.main(flag.split())
+    assert ended.value.code == 2
+    assert flag.partition("=")[0].partition(" ")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content, said", [("{", "a JSON file"), ("[]", "a list"), ("{}", "no card, flags, kernels")])
+def test_a_damaged_ledger_is_refused(no_walk, tmp_path, capsys, content, said):
+    path = tmp_path / "ledger.json"
+    path.write_text(content)
+    assert rehearse.main([f"--ledger={path}"]) == 2
+    assert said in capsys.readouterr().out
+
+
+def test_the_quick_part_needs_a_ledger_of_its_card(no_walk, tmp_path, capsys):
+    path = tmp_path / "ledger.json"
+    assert rehearse.main(["--quick", f"--ledger={path}"]) == 2
+    path.write_text(json.dumps(EMPTY))
+    assert rehearse.main(["--quick", f"--ledger={path}", "--card=B200"]) == 2
+    assert capsys.readouterr().out.count("nothing to compare with") == 2
+
+
+@needs_tool
+@pytest.mark.all
+def test_a_walk_that_cannot_start_says_why(tmp_path, cache):
+    root = copy_with(tmp_path, {})
+    for flags, said in ((["--stages=9"], "some of 1,2,3,4"), (["--", "--preset=tinyy"], "unknown preset"),
+                        (["--card=4090"], "--num_slots=")):
+        assert said in walk(root, cache, "--world=8", *flags)["error"]
+
+
+@needs_tool
+@pytest.mark.all
+def test_a_preset_of_short_documents_can_be_walked(tmp_path, cache):
+    root = copy_with(tmp_path, {})
+    found = walk(root, cache, "--world=8", "--graphs=none", "--", "--preset=tiny", "--dtype=bfloat16")
+    assert not found["failures"] and "validation final" in found["phases"] and "checkpoint" in found["phases"]
