@@ -86,7 +86,8 @@ def test_a_preset_that_does_not_fit_is_a_result(tmp_path, monkeypatch, capsys):
     assert status == 0 and "1 GiB to use" in figures["steps"]["refused"] and "1 GiB to use" in text
 
 
-@pytest.mark.parametrize("flag", ["--only=kernel", "--device=tpu"])
+@pytest.mark.parametrize("flag", ["--only=kernel", "--only=profile", "--device=tpu", "--stages=0", "--stages=1,x",
+                                  "--rounds=0", "--cycles=0"])
 def test_flags_that_cannot_work(flag, capsys):
     with pytest.raises(SystemExit) as ended:
         bench_gpu.main([flag])
