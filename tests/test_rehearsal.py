@@ -327,7 +327,118 @@ def test_repetitions_fold_and_expand():
     assert list(rehearse.expand(world, folded)) == items
 
 
-# ------ Requests that cannot be met, which say so before anything is walked --------------------------------------------
+# ------ The command, with walks that are made up ----------------------------------------------------------------------
+
+def walked(launches: int = 10, graph: str = "a", collectives: int = 1, **changes: Any) -> dict[str, Any]:
+    """What walk.py says of one stage of one step."""
+    timeline = [["run", "mm", launches]]
+    timeline += [["collective", 1, "all_reduce", 4000, "bfloat16", "nccl"]] * collectives
+    phase = dict(timeline=timeline, peak_bytes=100, at_peak={}, saved_bytes=10, saved={})
+    kernels = dict(mm=dict(kind="generated", name="triton_poi_fused", bytes=10**6, registers=32, spills=0))
+    return dict(kernels=kernels, graphs={"GPT.losses forward, stage 1": dict(hash=graph, nodes=1)},
+                phases={"stage 1 even step": phase}, owned={}, owned_bytes=1000, host_waits={}, failures=[],
+                seconds=1.0, steps={"stage 1": dict(even=7, odd=0)}) | changes
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path, capsys):
+    """command(found, *flags): status and text of a call whose walks all find this. Its ledger is command.ledger."""
+    def call(found: dict[str, Any], *flags: str, lowered: dict[str, Any] | None = None) -> tuple[int, str]:
+        def walks(jobs, of_trainer):
+            call.jobs.append(jobs)
+            known = lowered if lowered and "8" in jobs else found
+            return {name: copy.deepcopy(known) for name in jobs}
+
+        call.jobs = []
+        monkeypatch.setattr(rehearse, "walk_all", walks)
+        status = rehearse.main([f"--ledger={call.ledger}", *flags])
+        return status, capsys.readouterr().out
+
+    monkeypatch.setattr(rehearse, "why_not", str)
+    call.ledger = tmp_path / "ledger.json"
+    return call
+
+
+FORBIDDEN = {                            # kind -> what a walk says of it
+    "spill": dict(failures=[dict(kind="spill", where="triton_red", found="16 bytes")]),
+    "recompile": dict(failures=[dict(kind="recompile", where="GPT.losses", found="reach")]),
+    "host wait": dict(host_waits={"Executor.optim_step: x.item()": 2})}
+
+
+def test_an_update_writes_what_the_next_call_finds_unchanged(command):
+    assert command(walked(), "--update")[0] == 0
+    ledger = json.loads(command.ledger.read_text())
+    assert set(ledger["worlds"]) == {"8", "1"} and ledger["steps"] == walked()["steps"]
+    status, said = command(walked())
+    assert status == 0 and "FAILED" not in said and "->" not in said
+    assert "Prediction for H100" in said
+
+
+def test_growth_fails_until_an_update_accepts_it(command):
+    command(walked(), "--update")
+    before = command.ledger.read_text()
+    status, said = command(walked(launches=11))
+    assert status == 1 and "FAILED  growth: W = 8, stage 1 even step: launches 10 -> 11" in said
+    assert command.ledger.read_text() == before
+
+    status, said = command(walked(launches=11), "--update")
+    assert status == 0 and "growth: W = 8, stage 1 even step: launches 10 -> 11" in said
+    assert command(walked(launches=11))[0] == 0
+
+
+@pytest.mark.parametrize("kind", FORBIDDEN)
+def test_an_update_accepts_nothing_but_growth(command, kind):
+    command(walked(), "--update")
+    before = command.ledger.read_text()
+    for flags in ([], ["--update"]):
+        status, said = command(walked(**FORBIDDEN[kind]), *flags)
+        assert status == 1 and f"FAILED  W = 8: {kind}: " in said
+    assert command.ledger.read_text() == before
+
+
+def test_the_quick_part_lowers_only_a_graph_that_has_changed(command):
+    command(walked(), "--update")
+    assert command(walked(), "--quick")[0] == 0
+    assert [set(jobs) for jobs in command.jobs] == [{rehearse.EAGER}]
+    status, said = command(walked(graph="b"), "--quick", lowered=walked(launches=11))
+    assert status == 1 and "FAILED  growth: W = 8, stage 1 even step: launches" in said
+    assert [set(jobs) for jobs in command.jobs] == [{rehearse.EAGER}, {"8"}]
+
+
+def test_the_quick_part_counts_collectives_and_waits(command):
+    command(walked(), "--update")
+    status, said = command(walked(collectives=2), "--quick")
+    assert status == 1 and "FAILED  growth: W = 8 without graphs, stage 1 even step: collectives 1 -> 2" in said
+    status, said = command(walked(**FORBIDDEN["host wait"]), "--quick")
+    assert status == 1 and "FAILED  W = 8 without graphs: host wait: Executor.optim_step" in said
+
+
+def test_a_walk_that_could_not_be_made_is_the_result(command):
+    """As on a card on which the estimate refuses the preset."""
+    status, said = command(dict(error="memory: 22.8 GiB to use"), "--update", "--card=4090")
+    assert status == 1 and "8 on 4090:\nmemory: 22.8 GiB to use" in said and not command.ledger.exists()
+
+
+@pytest.mark.parametrize("versions, said", [
+    (dict(torch="2.12.1+cpu", triton="3.7.1"), "torch 2.12.1+cpu"),
+    (dict(torch="2.13.0+cpu", triton="3.8.0"), "triton 3.8.0"),
+    (dict(torch="2.13.0+cu130", triton="3.7.1"), "install its CPU wheel")])
+def test_another_torch_or_triton_is_skipped_aloud(monkeypatch, capsys, versions, said):
+    monkeypatch.setattr(rehearse.shutil, "which", str)
+    monkeypatch.setattr(rehearse.importlib.metadata, "version", versions.get)
+    assert rehearse.main([]) == 0
+    skipped = capsys.readouterr().out
+    assert "the rehearsal is skipped" in skipped and said in skipped
+
+
+def test_without_a_compiler_it_is_skipped_aloud(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", str(tmp_path / "no compiler"))
+    assert rehearse.main([]) == 0
+    assert "no C++ compiler" in capsys.readouterr().out
+
+
+# ------ Requests that cannot be met, which say so before anything is walked -------------------------------------------
 
 EMPTY = dict(card="H100", flags=[], kernels={}, worlds={"8": {}, "1": {}})
 
