@@ -350,6 +350,7 @@ running: list[Any] = []                  # the autotuner whose kernel is being l
 
 def first_of_all(self: Any, *_: Any, **__: Any) -> dict:
     """Configurations by their times, which nobody can take here: all are compiled, the first is launched."""
+    self.all_launchers = list(self.launchers)                 # the others are dropped behind this
     return {launcher: float(at) for at, launcher in enumerate(self.launchers)}
 
 

@@ -6,9 +6,11 @@
 The trainer's own run() is walked on fake CUDA tensors, for each number of GPUs in a process of its own; every graph is
 lowered and every kernel compiled to machine code for the card. What comes out is the ledger, tests/rehearsal.json:
 without flags it is compared with the committed one, and --update writes it anew and prints the difference. It ends
-with status 1 on a failure: a graph that breaks or is compiled again in the race, a kernel that spills, a wait for the
-device in the timed loop that ALLOWED_WAITS does not name, a buffer of (tokens, vocabulary) in f32 or as large as a
-table, growth beyond 2 %. --update accepts growth, and nothing else.
+with status 1 on a failure: a graph that breaks or is compiled again in the race, a kernel that spills as it is
+launched, a wait for the device in the timed loop that ALLOWED_WAITS does not name, a buffer of (tokens, vocabulary) in
+f32 or as large as a table, growth beyond 2 %. --update accepts growth, and nothing else. Status 2: a request that
+cannot be met.
+REHEARSAL_CACHE names a folder that keeps what was compiled for the next call.
 """
 from __future__ import annotations
 
@@ -421,6 +423,12 @@ def summary(ledger: dict[str, Any]) -> Iterator[str]:
     spilled = sum(kernel.get("spills", 0) > 0 for kernel in ledger["kernels"].values())
     most = max((kernel.get("registers", 0) for kernel in ledger["kernels"].values()), default=0)
     yield f"{kinds['generated'] + kinds['triton']} kernels compiled, {spilled} spill, at most {most} registers"
+    others = []
+    for kernel in ledger["kernels"].values():
+        others += kernel.get("others", ())
+    spilling = [other["spills"] for other in others if other["spills"]]
+    yield (f"{len(others)} other configurations of them, which a card may choose: {len(spilling)} spill, at most "
+           f"{max(spilling, default=0)} bytes")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -88,6 +88,14 @@ def test_the_walk_and_the_first_stage_are_those_of_the_ledger(quick):
     assert quick.returncode == 0, said
 
 
+@needs_tool
+def test_what_a_walk_counts(cache):
+    """Each count against one of another kind: walk_counts.py, in a process of its own."""
+    command = [sys.executable, str(ROOT / "tests/walk_counts.py")]
+    done = subprocess.run(command, env=environment_of(cache), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 # ------ Mistakes on purpose, in a copy of the trainer -----------------------------------------------------------------
 
 def copy_with(folder: Path, changes: dict[str, str]) -> Path:
@@ -384,6 +392,15 @@ def test_growth_fails_until_an_update_accepts_it(command):
     status, said = command(walked(launches=11), "--update")
     assert status == 0 and "growth: W = 8, stage 1 even step: launches 10 -> 11" in said
     assert command(walked(launches=11))[0] == 0
+
+
+def test_spills_of_configurations_that_are_not_launched_are_told(command):
+    """A card may choose them by their times."""
+    found = walked()
+    found["kernels"]["mm"]["others"] = [dict(registers=64, spills=16), dict(registers=32, spills=0)]
+    status, said = command(found)
+    assert status == 0 and "1 kernels compiled, 0 spill" in said
+    assert "2 other configurations of them, which a card may choose: 1 spill, at most 16 bytes" in said
 
 
 @pytest.mark.parametrize("kind", FORBIDDEN)

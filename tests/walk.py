@@ -307,6 +307,9 @@ class Ledger(phantom.Recorder):
         if length and "R0_BLOCK" in config.kwargs:
             trips = -(-int(length[1]) // config.kwargs["R0_BLOCK"])
         loops = [dict(loop, trips=trips) for loop in facts.pop("loops")]
+        others = getattr(owner, "all_launchers", ())[1:]
+        if others:
+            facts["others"] = [configuration_of(launcher) for launcher in others]
         gigabytes = owner.inductor_meta.get("kernel_num_gb") or 0
         facts.update(kind="generated", name=base, block=dict(config.kwargs), loops=loops, bytes=round(gigabytes * 1e9),
                      shapes=" ".join(map(text_of, tensors)))
@@ -355,6 +358,12 @@ class Ledger(phantom.Recorder):
         self.phase.timeline.append(["host_wait", f"{where}  # {what}"])
         if self.timed:
             self.host_waits[where] = self.host_waits.get(where, 0) + 1
+
+
+def configuration_of(launcher: Any) -> dict[str, Any]:
+    """What is known of one that Inductor compiles and may choose by its time, on a card."""
+    return dict(block=dict(launcher.config.kwargs), warps=launcher.config.num_warps, registers=launcher.n_regs,
+                spills=launcher.n_spills, shared=launcher.shared)
 
 
 def fakes(values: Iterable) -> list[FakeTensor]:
