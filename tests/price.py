@@ -687,7 +687,11 @@ def measured_page(path: Path, ledger: dict[str, Any], prediction: dict[str, Any]
     if path.is_dir():
         path = path / "log.jsonl"
     if path.suffix not in (".json", ".gz"):
-        return measured_text(prediction, world, measured_log(path, ledger))
+        measured = measured_log(path, ledger)
+        ranks = measured["world"]
+        if ranks is not None and str(ranks) != world:
+            raise PriceError(f"world size of {path}", ranks, world, f"--world={ranks}")
+        return measured_text(prediction, world, measured)
     trace = read_trace(path)
     pages = []
     for attention in card.attention:

@@ -452,6 +452,13 @@ def test_a_log_is_measured_by_stage_away_from_its_ends(tmp_path):
     assert f"| FA2  | stage 1 | even | 1.25         | 30.00       | {ratio:.2f} " in page
 
 
+def test_a_log_of_other_ranks_is_refused(tmp_path):
+    """Of 8 ranks, beside a prediction for one."""
+    write_log(tmp_path / "run", [30.0] * 33)
+    with pytest.raises(price.PriceError, match="8\n.*1\n.*--world=8"):
+        price.measured_page(tmp_path / "run", two_stages(), {}, "1", price.Card(rates(), "round"))
+
+
 def test_a_log_of_another_schedule_is_refused(tmp_path):
     write_log(tmp_path / "run", [30.0] * 50)
     with pytest.raises(price.PriceError, match="50\n.*33, as the ledger's run"):
