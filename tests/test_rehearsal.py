@@ -157,6 +157,7 @@ EAGER_MISTAKES = {
 
 
 @needs_tool
+@needs_ledger
 @pytest.mark.all
 def test_mistakes_that_a_walk_without_graphs_finds(tmp_path, cache):
     root = copy_with(tmp_path, EAGER_MISTAKES)
@@ -172,6 +173,11 @@ def test_mistakes_that_a_walk_without_graphs_finds(tmp_path, cache):
     for line in expected:
         assert any(line in wait for wait in waits), waits
     assert len(waits) == len(expected)
+
+    old = json.loads(rehearse.LEDGER.read_text())
+    grown = rehearse.report(dict(old, worlds={}), dict(worlds={}, eager=rehearse.eager_of(found)))
+    more, = (line for line in grown if "stage 1 even step: collectives" in line)
+    assert "all_reduce of float32 +1" in more
 
 
 BREAKS = {"a print": "print(x.sum().item())", "a choice by content": "x = x if x.sum() > 0 else -x"}
