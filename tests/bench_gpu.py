@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -164,14 +164,28 @@ def bench_kernels(lab: gpu_cases.Lab, report: Report, limit: Limit, share: float
 
 # ------ Steps ---------------------------------------------------------------------------------------------------------
 
+class Priced(NamedTuple):
+    """What a prediction is made from."""
+
+    ledger: dict[str, Any]
+    rates: dict[str, Any]
+    card: str                            # one with rates: that of the ledger for a card without
+    attention: str
+
+
+def priced(card: str, attention: str) -> Priced:
+    import price
+    ledger = price.load(price.LEDGER)
+    rates = price.load(price.RATES)
+    name = next((known for known in rates["cards"] if known in card), ledger["card"])
+    return Priced(ledger, rates, name, "FA3" if attention == "FA3" else "FA2")
+
+
 def predictions(card: str, attention: str) -> tuple[dict[str, Any], str]:
     """Of one rank, by stage, in ms a step; and in words, where they are from or why there are none."""
     try:
         import price
-        ledger = price.load(price.LEDGER)
-        rates = price.load(price.RATES)
-        name = next((known for known in rates["cards"] if known in card), ledger["card"])
-        kind = "FA3" if attention == "FA3" else "FA2"
+        ledger, rates, name, kind = priced(card, attention)
         stages = price.price(ledger, rates, name)["worlds"]["1"][kind]["stages"]
         return stages, f"by tests/price.py for one {name} with {kind}"
     except Exception as error:                                                # the figures do not wait for a prediction
@@ -212,10 +226,7 @@ def beside_trace(trace: Path, card: str, attention: str) -> tuple[list[list], st
     """Kernel by kernel: [line, predicted ms, measured ms, ratio]; and in words, why there is nothing."""
     try:
         import price
-        rates = price.load(price.RATES)
-        ledger = price.load(price.LEDGER)
-        name = next((known for known in rates["cards"] if known in card), ledger["card"])
-        kind = "FA3" if attention == "FA3" else "FA2"
+        ledger, rates, name, kind = priced(card, attention)
         rows = price.beside_trace(price.read_trace(trace), ledger, "1", price.Card(rates, name), kind)
         return rows, "predicted and measured ms a step, measured / predicted, by line"
     except Exception as error:                                                # the trace is kept, for another day
@@ -284,7 +295,16 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     unknown = set(args.only) - set(SECTIONS)
     if unknown:
         parser.error(f"--only={','.join(unknown)}: one or more of {','.join(SECTIONS)}")
+    if args.only == ["profile"]:
+        parser.error("--only=profile: a profile is one of steps, so --only=steps,profile")
+    known = [str(number) for number in range(1, len(tg.STAGES) + 1)]
+    if not set(args.stages.split(",")) <= set(known):
+        parser.error(f"--stages={args.stages}: some of {','.join(known)}")
     args.stages = [int(stage) - 1 for stage in args.stages.split(",")]
+    for name in ("rounds", "cycles"):
+        given = getattr(args, name)
+        if given is not None and given < 1:
+            parser.error(f"--{name}={given}: at least 1")
     if args.seed is None:
         args.seed = int.from_bytes(os.urandom(4), "little")
     tiny = args.device == "cpu"

@@ -184,6 +184,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--world", type=int, default=2)
     args = parser.parse_args(argv)
+    args.folder.mkdir(parents=True, exist_ok=True)
     cases = {name: functools.partial(case, device=args.device) for name, case in CASES.items()}
     context = multiprocessing.get_context("fork")                             # this process has opened no device
     ranks = [context.Process(target=one_rank, args=(rank, args.world, args.folder, cases, DEADLINE))

@@ -63,6 +63,7 @@ def load_shim(folder: Path) -> None:
 SCRATCH = Path(os.environ.get("REHEARSAL_CACHE") or tempfile.mkdtemp(prefix="rehearsal-"))
 os.environ.update(TORCHINDUCTOR_CACHE_DIR=str(SCRATCH / "inductor"), TRITON_CACHE_DIR=str(SCRATCH / "triton"),
                   TORCHINDUCTOR_AUTOGRAD_CACHE="0", TORCHINDUCTOR_FX_GRAPH_CACHE="1")
+SCRATCH.mkdir(parents=True, exist_ok=True)
 load_shim(SCRATCH)
 
 import torch  # noqa: E402
@@ -372,6 +373,7 @@ running: list[Any] = []                  # the autotuner whose kernel is being l
 
 def first_of_all(self: Any, *_: Any, **__: Any) -> dict:
     """Configurations by their times, which nobody can take here: all are compiled, the first is launched."""
+    self.all_launchers = list(self.launchers)                 # the others are dropped behind this
     return {launcher: float(at) for at, launcher in enumerate(self.launchers)}
 
 

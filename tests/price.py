@@ -13,6 +13,7 @@ import gzip
 import json
 import re
 import sys
+import zlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -43,13 +44,22 @@ def load(path: Path) -> dict[str, Any]:
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rt", encoding="utf-8") as file:
-            return json.load(file)
-    except (OSError, ValueError) as error:
+            found = json.load(file)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise PriceError(f"{path}", error, "a JSON file",
-                         "python tests/rehearse.py --update makes the ledger") from None
+                         "name another; python tests/rehearse.py --update makes a ledger") from None
+    if not isinstance(found, dict):
+        raise PriceError(f"{path}", f"a {type(found).__name__}", "a JSON object", "name another file")
+    return found
 
 
 # ---- Rates
+def positive(rate: float, name: str) -> float:
+    if not rate > 0:
+        raise PriceError(name, rate, "more than 0", "mend the table of rates")
+    return rate
+
+
 class Card:
     """What a card is taken to achieve, in units of one second."""
 
@@ -60,7 +70,7 @@ class Card:
         self.name = name
         self.rates = {}
         for kind, rate in rates["cards"][name]["rates"].items():
-            self.rates[kind] = rate["peak"] * rate["share"]
+            self.rates[kind] = positive(rate["peak"] * rate["share"], f"rate of {kind!r} on {name}")
         fixed = {key: fact["value"] for key, fact in rates["fixed"].items()}
         self.launch_floor = fixed["launch_floor"]                             # s
         self.link_latency = fixed["link_latency"]                             # s
@@ -225,11 +235,25 @@ def line_name(kernel: dict[str, Any], tokens: int) -> str:
 
 
 # ---- The prediction
+LEDGER_FACTS = {"card", "kernels", "steps", "worlds"}
+RATES_FACTS = {"cards", "fixed"}
+FIXED_RATES = {"launch_floor", "link_latency", "slack"}
+
+
+def check_facts(what: str, found: dict[str, Any], needed: set[str]) -> None:
+    missing = sorted(needed - found.keys())
+    if missing:
+        raise PriceError(what, f"no {', '.join(missing)}", f"all of {', '.join(sorted(needed))}", "take a whole one")
+
+
 def price(ledger: dict[str, Any], rates: dict[str, Any], card: str = "") -> dict[str, Any]:
     """The prediction: by world and kind of attention, for each stage and the run. Times in ms a step, s a run."""
-    target = Card(rates, card or ledger["card"])
     if ledger.get("format") != FORMAT:
         raise PriceError("ledger", f"format {ledger.get('format')}", FORMAT, "python tests/rehearse.py makes one")
+    check_facts("ledger", ledger, LEDGER_FACTS)
+    check_facts("table of rates", rates, RATES_FACTS)
+    check_facts("fixed rates", rates["fixed"], FIXED_RATES)
+    target = Card(rates, card or ledger["card"])
     worlds = {}
     for world in sorted(ledger["worlds"], key=int, reverse=True):
         worlds[world] = {}
@@ -463,7 +487,7 @@ def measured_log(path: Path, ledger: dict[str, Any]) -> dict[str, Any]:
     from tools import logs
     try:
         run, = logs.read_file(path)
-    except (logs.NotALog, ValueError) as error:
+    except (logs.NotALog, OSError, ValueError) as error:
         raise PriceError(f"{path}", error, "the log of one run",
                          "give log.jsonl of a run directory") from None
     spans = spans_of_stages(ledger)
@@ -663,7 +687,11 @@ def measured_page(path: Path, ledger: dict[str, Any], prediction: dict[str, Any]
     if path.is_dir():
         path = path / "log.jsonl"
     if path.suffix not in (".json", ".gz"):
-        return measured_text(prediction, world, measured_log(path, ledger))
+        measured = measured_log(path, ledger)
+        ranks = measured["world"]
+        if ranks is not None and str(ranks) != world:
+            raise PriceError(f"world size of {path}", ranks, world, f"--world={ranks}")
+        return measured_text(prediction, world, measured)
     trace = read_trace(path)
     pages = []
     for attention in card.attention:

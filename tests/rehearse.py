@@ -6,9 +6,11 @@
 The trainer's own run() is walked on fake CUDA tensors, for each number of GPUs in a process of its own; every graph is
 lowered and every kernel compiled to machine code for the card. What comes out is the ledger, tests/rehearsal.json:
 without flags it is compared with the committed one, and --update writes it anew and prints the difference. It ends
-with status 1 on a failure: a graph that breaks or is compiled again in the race, a kernel that spills, a wait for the
-device in the timed loop that ALLOWED_WAITS does not name, a buffer of (tokens, vocabulary) in f32 or as large as a
-table, growth beyond 2 %. --update accepts growth, and nothing else.
+with status 1 on a failure: a graph that breaks or is compiled again in the race, a kernel that spills as it is
+launched, a wait for the device in the timed loop that ALLOWED_WAITS does not name, a buffer of (tokens, vocabulary) in
+f32 or as large as a table, growth beyond 2 %. --update accepts growth, and nothing else. Status 2: a request that
+cannot be met.
+REHEARSAL_CACHE names a folder that keeps what was compiled for the next call.
 """
 from __future__ import annotations
 
@@ -17,6 +19,7 @@ import hashlib
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -35,13 +38,15 @@ TORCH, TRITON = "2.13.0", "3.7.1"        # whose internals phantom.py knows
 MOST_GROWTH = 0.02
 UNTOLD = {"set-up", "warm-up", "checkpoint"}          # off the clock: of these, only memory is kept
 EAGER = "eager"                          # in the place of a world: eight ranks, only the first stage's graph is traced
+BAD_REQUEST = 2                          # status: nothing was walked
 LINES_OF_LOG = 30                        # shown where a walk fails
 LONGEST_REPEATED = 24, 400               # launches of the loss of one chunk of a validation, of one batch of it
-ALLOWED_WAITS = {                        # in the timed loop, and why
-    "Clock.start": "the clock starts and stops behind what the device has done",
-    "Clock.stop": "the same",
-    "Log.flush": "the loss of a step one cycle back, which is there",
-    "GPT.set_rotary": "at a stage's first step: 32 numbers from the host",
+ALLOWED_WAITS = {                        # in the timed loop, by line, and why
+    "Clock.start: self.fabric.synchronize()": "the clock starts and stops behind what the device has done",
+    "Clock.stop: self.fabric.synchronize()": "the same",
+    "Log.flush: line.copied.synchronize()": "the loss of a step one cycle back, which is there",
+    "GPT.set_rotary: per_position = torch.tensor(frequencies, dtype=dtype, device=device)":
+        "at a stage's first step: 32 numbers from the host",
 }
 
 
@@ -171,19 +176,23 @@ def arithmetic_of(kernel: dict[str, Any]) -> str:
     return kernel["kind"] if kernel["kind"] == "attention" else kernel["dtype"]
 
 
-def expand(world: dict[str, Any], timeline: list[list]) -> Iterator[list]:
-    """A timeline's items, segments and repetitions written out."""
-    for item in timeline:
-        if item[0] == "segment":
-            yield from expand(world, world["segments"][item[1]])
-        elif item[0] == "repeat":
-            for _ in range(item[1]):
-                yield from expand(world, item[2])
-        else:
-            yield item
+expand = price.items_of
 
 
-# ---- The file: a line for each kernel, graph and launch, so that differences can be read
+# ---- The file, to read
+FACTS = {"card", "flags", "kernels", "worlds"}                # without which nothing can be compared
+
+
+def ledger_in(path: Path) -> dict[str, Any] | None:
+    """None if there is no file. Raises PriceError for one that is not a ledger."""
+    if not path.exists():
+        return None
+    ledger = price.load(path)
+    price.check_facts(f"{path}", ledger, FACTS)
+    return ledger
+
+
+# ---- and to write: a line for each kernel, graph and launch, so that differences can be read
 OPENED = dict(kernels=1, worlds=2, eager=1, steps=1, graphs=1, host_waits=1, owned=1, phases=2, off_the_clock=2,
               segments=2, at_peak=1, saved=1)                 # levels of brackets on lines of their own
 
@@ -325,7 +334,7 @@ def forbidden(new: dict[str, Any]) -> list[str]:
     for name, world in worlds_of(new).items():
         found += [f"{name}: {x['kind']}: {x['where']}: {x['found']}" for x in world["failures"]]
         for line, count in world["host_waits"].items():
-            if line.partition(":")[0] not in ALLOWED_WAITS:
+            if line not in ALLOWED_WAITS:
                 found.append(f"{name}: host wait: {line}: {count} times in the timed loop")
     return found
 
@@ -333,15 +342,19 @@ def forbidden(new: dict[str, Any]) -> list[str]:
 # ---- What it may cost in time: a prediction
 def prices(old: dict[str, Any] | None, new: dict[str, Any]) -> str:
     """Predicted times with the dearest lines, and how they differ from those of the ledger it is compared with."""
-    rates = price.load(price.RATES)
     try:
+        rates = price.load(price.RATES)
         now = price.price(new, rates)
         page = price.text(now)
-        if old is not None and old["card"] == new["card"]:
-            page += "\n" + price.difference(price.price(old, rates), now)
     except price.PriceError as error:                         # a card without a rate for what it is asked
         return f"no price: {error}"
-    return page
+    if old is None or old["card"] != new["card"]:
+        return page
+    try:
+        before = price.price(old, rates)
+    except price.PriceError as error:                         # a ledger of another format
+        return f"{page}\nno price of the ledger before: {error}"
+    return page + "\n" + price.difference(before, now)
 
 
 # ---- The command
@@ -410,19 +423,43 @@ def summary(ledger: dict[str, Any]) -> Iterator[str]:
     spilled = sum(kernel.get("spills", 0) > 0 for kernel in ledger["kernels"].values())
     most = max((kernel.get("registers", 0) for kernel in ledger["kernels"].values()), default=0)
     yield f"{kinds['generated'] + kinds['triton']} kernels compiled, {spilled} spill, at most {most} registers"
+    others = []
+    for kernel in ledger["kernels"].values():
+        others += kernel.get("others", ())
+    spilling = [other["spills"] for other in others if other["spills"]]
+    yield (f"{len(others)} other configurations of them, which a card may choose: {len(spilling)} spill, at most "
+           f"{max(spilling, default=0)} bytes")
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("rehearse.py", description=__doc__.partition("\n")[0])
-    parser.add_argument("--gpus", default="8,1", help="numbers of GPUs [%(default)s]")
+    parser.add_argument("--gpus", default="8,1", type=gpus_wanted, help="numbers of GPUs [%(default)s]")
     parser.add_argument("--card", default="H100", choices=("H100", "H200", "B200", "A100", "4090"))
-    parser.add_argument("--stages", default="", help="lower the graphs of these only, such as 1,2 [all]")
+    parser.add_argument("--stages", default="", type=stages_wanted,
+                        help="lower the graphs of these only, such as 1,2 [all]")
     parser.add_argument("--quick", action="store_true", help="walk without graphs, lower what changed")
     parser.add_argument("--update", action="store_true", help="write the ledger anew and print the difference")
     parser.add_argument("--ledger", default=str(LEDGER), help="to compare with, and to update")
     parser.add_argument("--out", default="", help="file for the ledger of this rehearsal")
     parser.add_argument("flags", nargs="*", help="of train_gpt.py, behind --")
-    return parser.parse_args(argv)
+    wanted = parser.parse_args(argv)
+    if wanted.quick and (wanted.update or wanted.stages):
+        parser.error("--quick compares the first stage and no more: leave it out")
+    return wanted
+
+
+def gpus_wanted(text: str) -> list[str]:
+    found = text.split(",")
+    for world in found:
+        if not re.fullmatch(r"[1-9]\d*", world):
+            raise argparse.ArgumentTypeError(f"{text!r}: numbers of GPUs, such as 8,1")
+    return found
+
+
+def stages_wanted(text: str) -> str:
+    if not re.fullmatch(r"([1-9]\d*(,[1-9]\d*)*)?", text):
+        raise argparse.ArgumentTypeError(f"{text!r}: numbers of stages, such as 1,2")
+    return text
 
 
 def rehearse(wanted: argparse.Namespace, jobs: dict[str, list[str]]) -> dict[str, Any] | None:
@@ -440,9 +477,11 @@ def ended(failures: Sequence[str]) -> int:
     return 1 if failures else 0
 
 
-def quick(wanted: argparse.Namespace) -> int:
+def quick(wanted: argparse.Namespace, old: dict[str, Any] | None) -> int:
     """The part of every test run."""
-    old = json.loads(Path(wanted.ledger).read_text())
+    if old is None or old["card"] != wanted.card:
+        print(f"nothing to compare with: {wanted.ledger} has no {wanted.card}; --update makes a ledger")
+        return BAD_REQUEST
     new = rehearse(wanted, {EAGER: jobs_of("8", wanted.card, "")[EAGER]})
     if new is None:
         return 1
@@ -456,6 +495,13 @@ def quick(wanted: argparse.Namespace) -> int:
     return ended(failures)
 
 
+def lost_by_update(wanted: argparse.Namespace, old: dict[str, Any]) -> bool:
+    """Whether the ledger would hold less, or something else, than it does."""
+    fewer = wanted.stages or not set(old["worlds"]) <= set(wanted.gpus)
+    other = (wanted.card, wanted.flags) != (old["card"], old["flags"])
+    return bool(fewer or other)
+
+
 def main(argv: Sequence[str]) -> int:
     reason = why_not()
     if reason:
@@ -463,17 +509,20 @@ def main(argv: Sequence[str]) -> int:
         return 0
     wanted = parse(argv)
     path = Path(wanted.ledger)
-    old = json.loads(path.read_text()) if path.exists() else None
-    worlds = wanted.gpus.split(",")
-    if wanted.update and old is not None:
-        if old["card"] != wanted.card or wanted.stages or not set(old["worlds"]) <= set(worlds):
-            kept = f"{old['card']}, W = {' and '.join(old['worlds'])}, all stages"
-            print(f"--update would lose what the ledger has: it is of {kept}; another --ledger=FILE holds others")
-            return 2
+    try:
+        old = ledger_in(path)
+    except price.PriceError as error:
+        print(error)
+        return BAD_REQUEST
+    if wanted.update and old is not None and lost_by_update(wanted, old):
+        flags = " ".join(old["flags"]) or "no flags"
+        kept = f"{old['card']}, W = {' and '.join(old['worlds'])}, all stages, {flags}"
+        print(f"--update would lose what the ledger has: it is of {kept}; another --ledger=FILE holds others")
+        return BAD_REQUEST
     if wanted.quick:
-        return quick(wanted)
+        return quick(wanted, old)
 
-    new = rehearse(wanted, jobs_of(worlds, wanted.card, wanted.stages))
+    new = rehearse(wanted, jobs_of(wanted.gpus, wanted.card, wanted.stages))
     if new is None:
         return 1
     print("\n".join(summary(new)))

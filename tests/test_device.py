@@ -302,7 +302,7 @@ def test_no_way_out_is_said_too(monkeypatch):
 
 
 def test_24_gb_cards_are_sent_to_more_slots():
-    """Issue 9: the record preset on 24 GB takes slots of 12k to 16k tokens; W = 1, fused attention."""
+    """The record preset on 24 GB takes slots of 12k to 16k tokens; W = 1, fused attention."""
     cfg = record()
     fabric = make_fabric()
     with pytest.MonkeyPatch.context() as patch:

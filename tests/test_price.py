@@ -133,6 +133,33 @@ def test_a_card_without_a_rate_is_refused():
     assert list(price.price(ledger([run("mm")]), few)["worlds"]["8"]) == ["FA2"]
 
 
+DAMAGED = {                              # by what is said of it: what is taken away, and of what
+    "no kernels": ("ledger", "kernels"), "no steps": ("ledger", "steps"), "no worlds": ("ledger", "worlds"),
+    "no fixed": ("rates", "fixed"), "no cards": ("rates", "cards"), "no slack": ("fixed", "slack")}
+
+
+@pytest.mark.parametrize("said", DAMAGED)
+def test_a_damaged_ledger_or_table_is_refused_by_name(said):
+    damaged, key = DAMAGED[said]
+    made, use = ledger([run("move")]), rates()
+    del dict(ledger=made, rates=use, fixed=use["fixed"])[damaged][key]
+    with pytest.raises(price.PriceError, match=f"found: +{said}\n"):
+        price.price(made, use)
+
+
+def test_a_rate_of_nothing_is_refused():
+    with pytest.raises(price.PriceError, match="rate of 'memory' on round\n.*0"):
+        price.price(ledger([run("move")]), rates(memory=0.0))
+
+
+@pytest.mark.parametrize("content", [b"{", b"[]", b"\xff\xfe", gzip.compress(b"{}" * 99)[:20]])
+def test_a_file_that_is_no_object_is_refused(tmp_path, content):
+    path = tmp_path / ("trace.json.gz" if content[:2] == b"\x1f\x8b" else "ledger.json")
+    path.write_bytes(content)
+    with pytest.raises(price.PriceError, match=path.name):
+        price.load(path)
+
+
 # ------------------------------------------------------------------------------------------------ two streams
 
 def collective(label: int, gigabytes: float, name: str = "all_gather_into_tensor", group: str = "nccl") -> list:
@@ -425,10 +452,19 @@ def test_a_log_is_measured_by_stage_away_from_its_ends(tmp_path):
     assert f"| FA2  | stage 1 | even | 1.25         | 30.00       | {ratio:.2f} " in page
 
 
+def test_a_log_of_other_ranks_is_refused(tmp_path):
+    """Of 8 ranks, beside a prediction for one."""
+    write_log(tmp_path / "run", [30.0] * 33)
+    with pytest.raises(price.PriceError, match="8\n.*1\n.*--world=8"):
+        price.measured_page(tmp_path / "run", two_stages(), {}, "1", price.Card(rates(), "round"))
+
+
 def test_a_log_of_another_schedule_is_refused(tmp_path):
     write_log(tmp_path / "run", [30.0] * 50)
     with pytest.raises(price.PriceError, match="50\n.*33, as the ledger's run"):
         price.measured_log(tmp_path / "run/log.jsonl", two_stages())
+    with pytest.raises(price.PriceError, match="the log of one run"):
+        price.measured_log(tmp_path / "nowhere/log.jsonl", two_stages())
 
 
 def write_trace(path, kernels: list[tuple[str, float, float]], steps=(2, 3)) -> None:

@@ -88,6 +88,14 @@ def test_the_walk_and_the_first_stage_are_those_of_the_ledger(quick):
     assert quick.returncode == 0, said
 
 
+@needs_tool
+def test_what_a_walk_counts(cache):
+    """Each count against one of another kind: walk_counts.py, in a process of its own."""
+    command = [sys.executable, str(ROOT / "tests/walk_counts.py")]
+    done = subprocess.run(command, env=environment_of(cache), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 # ------ Mistakes on purpose, in a copy of the trainer -----------------------------------------------------------------
 
 def copy_with(folder: Path, changes: dict[str, str]) -> Path:
@@ -149,6 +157,7 @@ EAGER_MISTAKES = {
 
 
 @needs_tool
+@needs_ledger
 @pytest.mark.all
 def test_mistakes_that_a_walk_without_graphs_finds(tmp_path, cache):
     root = copy_with(tmp_path, EAGER_MISTAKES)
@@ -164,6 +173,11 @@ def test_mistakes_that_a_walk_without_graphs_finds(tmp_path, cache):
     for line in expected:
         assert any(line in wait for wait in waits), waits
     assert len(waits) == len(expected)
+
+    old = json.loads(rehearse.LEDGER.read_text())
+    grown = rehearse.report(dict(old, worlds={}), dict(worlds={}, eager=rehearse.eager_of(found)))
+    more, = (line for line in grown if "stage 1 even step: collectives" in line)
+    assert "all_reduce of float32 +1" in more
 
 
 BREAKS = {"a print": "print(x.sum().item())", "a choice by content": "x = x if x.sum() > 0 else -x"}
@@ -231,7 +245,7 @@ def ledger() -> dict[str, Any]:
 
 
 def test_sums_are_those_of_the_timelines(ledger):
-    assert "8" in ledger["worlds"]
+    assert set(ledger["worlds"]) == {"1", "8"}
     for world in ledger["worlds"].values():
         for phase in world["phases"].values():
             items = list(rehearse.expand(world, phase["timeline"]))
@@ -298,6 +312,27 @@ def test_growth_of_two_percent_passes(ledger, capsys):
     assert grown(ledger, larger, capsys) == []
 
 
+def test_only_the_lines_that_are_named_may_wait():
+    """Another wait in a function that has an allowed one is found."""
+    allowed = {line: 3 for line in rehearse.ALLOWED_WAITS}
+    world = dict(failures=[], host_waits=allowed | {"Log.flush: print(line.losses.sum().item())": 1})
+    found, = rehearse.forbidden(dict(worlds={"8": world}))
+    assert "W = 8: host wait: Log.flush: print(line.losses" in found
+
+
+def test_a_ledger_that_has_no_price_leaves_todays(ledger):
+    """What is compared with may be of another format; a table of rates may be damaged."""
+    today = dict(ledger, format=rehearse.price.FORMAT, steps={})
+    page = rehearse.prices(dict(today, format=0), today)
+    assert "Prediction for" in page and "no price of the ledger before" in page and "format 0" in page
+
+
+def test_damaged_rates_cost_a_price_and_no_walk(ledger, monkeypatch, tmp_path):
+    monkeypatch.setattr(rehearse.price, "RATES", tmp_path / "rates.json")
+    (tmp_path / "rates.json").write_text("{")
+    assert "no price" in rehearse.prices(None, ledger)
+
+
 def test_repetitions_fold_and_expand():
     items = [["run", name, 1] for name in "abababccccd"]
     world = dict(segments={})
@@ -306,10 +341,182 @@ def test_repetitions_fold_and_expand():
     assert list(rehearse.expand(world, folded)) == items
 
 
-def test_an_update_that_would_lose_a_world_is_refused(tmp_path, capsys, monkeypatch):
+# ------ The command, with walks that are made up ----------------------------------------------------------------------
+
+def walked(launches: int = 10, graph: str = "a", collectives: int = 1, **changes: Any) -> dict[str, Any]:
+    """What walk.py says of one stage of one step."""
+    timeline = [["run", "mm", launches]]
+    timeline += [["collective", 1, "all_reduce", 4000, "bfloat16", "nccl"]] * collectives
+    phase = dict(timeline=timeline, peak_bytes=100, at_peak={}, saved_bytes=10, saved={})
+    kernels = dict(mm=dict(kind="generated", name="triton_poi_fused", bytes=10**6, registers=32, spills=0))
+    return dict(kernels=kernels, graphs={"GPT.losses forward, stage 1": dict(hash=graph, nodes=1)},
+                phases={"stage 1 even step": phase}, owned={}, owned_bytes=1000, host_waits={}, failures=[],
+                seconds=1.0, steps={"stage 1": dict(even=7, odd=0)}) | changes
+
+
+@pytest.fixture
+def command(monkeypatch, tmp_path, capsys):
+    """command(found, *flags): status and text of a call whose walks all find this. Its ledger is command.ledger."""
+    def call(found: dict[str, Any], *flags: str, lowered: dict[str, Any] | None = None) -> tuple[int, str]:
+        def walks(jobs, of_trainer):
+            call.jobs.append(jobs)
+            known = lowered if lowered and "8" in jobs else found
+            return {name: copy.deepcopy(known) for name in jobs}
+
+        call.jobs = []
+        monkeypatch.setattr(rehearse, "walk_all", walks)
+        status = rehearse.main([f"--ledger={call.ledger}", *flags])
+        return status, capsys.readouterr().out
+
     monkeypatch.setattr(rehearse, "why_not", str)
+    call.ledger = tmp_path / "ledger.json"
+    return call
+
+
+FORBIDDEN = {                            # kind -> what a walk says of it
+    "spill": dict(failures=[dict(kind="spill", where="triton_red", found="16 bytes")]),
+    "recompile": dict(failures=[dict(kind="recompile", where="GPT.losses", found="reach")]),
+    "host wait": dict(host_waits={"Executor.optim_step: x.item()": 2})}
+
+
+def test_an_update_writes_what_the_next_call_finds_unchanged(command):
+    assert command(walked(), "--update")[0] == 0
+    ledger = json.loads(command.ledger.read_text())
+    assert set(ledger["worlds"]) == {"8", "1"} and ledger["steps"] == walked()["steps"]
+    status, said = command(walked())
+    assert status == 0 and "FAILED" not in said and "->" not in said
+    assert "Prediction for H100" in said
+
+
+def test_growth_fails_until_an_update_accepts_it(command):
+    command(walked(), "--update")
+    before = command.ledger.read_text()
+    status, said = command(walked(launches=11))
+    assert status == 1 and "FAILED  growth: W = 8, stage 1 even step: launches 10 -> 11" in said
+    assert command.ledger.read_text() == before
+
+    status, said = command(walked(launches=11), "--update")
+    assert status == 0 and "growth: W = 8, stage 1 even step: launches 10 -> 11" in said
+    assert command(walked(launches=11))[0] == 0
+
+
+def test_spills_of_configurations_that_are_not_launched_are_told(command):
+    """A card may choose them by their times."""
+    found = walked()
+    found["kernels"]["mm"]["others"] = [dict(registers=64, spills=16), dict(registers=32, spills=0)]
+    status, said = command(found)
+    assert status == 0 and "1 kernels compiled, 0 spill" in said
+    assert "2 other configurations of them, which a card may choose: 1 spill, at most 16 bytes" in said
+
+
+@pytest.mark.parametrize("kind", FORBIDDEN)
+def test_an_update_accepts_nothing_but_growth(command, kind):
+    command(walked(), "--update")
+    before = command.ledger.read_text()
+    for flags in ([], ["--update"]):
+        status, said = command(walked(**FORBIDDEN[kind]), *flags)
+        assert status == 1 and f"FAILED  W = 8: {kind}: " in said
+    assert command.ledger.read_text() == before
+
+
+def test_the_quick_part_lowers_only_a_graph_that_has_changed(command):
+    command(walked(), "--update")
+    assert command(walked(), "--quick")[0] == 0
+    assert [set(jobs) for jobs in command.jobs] == [{rehearse.EAGER}]
+    status, said = command(walked(graph="b"), "--quick", lowered=walked(launches=11))
+    assert status == 1 and "FAILED  growth: W = 8, stage 1 even step: launches" in said
+    assert [set(jobs) for jobs in command.jobs] == [{rehearse.EAGER}, {"8"}]
+
+
+def test_the_quick_part_counts_collectives_and_waits(command):
+    command(walked(), "--update")
+    status, said = command(walked(collectives=2), "--quick")
+    assert status == 1 and "FAILED  growth: W = 8 without graphs, stage 1 even step: collectives 1 -> 2" in said
+    status, said = command(walked(**FORBIDDEN["host wait"]), "--quick")
+    assert status == 1 and "FAILED  W = 8 without graphs: host wait: Executor.optim_step" in said
+
+
+def test_a_walk_that_could_not_be_made_is_the_result(command):
+    """As on a card on which the estimate refuses the preset."""
+    status, said = command(dict(error="memory: 22.8 GiB to use"), "--update", "--card=4090")
+    assert status == 1 and "8 on 4090:\nmemory: 22.8 GiB to use" in said and not command.ledger.exists()
+
+
+@pytest.mark.parametrize("versions, said", [
+    (dict(torch="2.12.1+cpu", triton="3.7.1"), "torch 2.12.1+cpu"),
+    (dict(torch="2.13.0+cpu", triton="3.8.0"), "triton 3.8.0"),
+    (dict(torch="2.13.0+cu130", triton="3.7.1"), "install its CPU wheel")])
+def test_another_torch_or_triton_is_skipped_aloud(monkeypatch, capsys, versions, said):
+    monkeypatch.setattr(rehearse.shutil, "which", str)
+    monkeypatch.setattr(rehearse.importlib.metadata, "version", versions.get)
+    assert rehearse.main([]) == 0
+    skipped = capsys.readouterr().out
+    assert "the rehearsal is skipped" in skipped and said in skipped
+
+
+def test_without_a_compiler_it_is_skipped_aloud(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", str(tmp_path / "no compiler"))
+    assert rehearse.main([]) == 0
+    assert "no C++ compiler" in capsys.readouterr().out
+
+
+# ------ Requests that cannot be met, which say so before anything is walked -------------------------------------------
+
+EMPTY = dict(card="H100", flags=[], kernels={}, worlds={"8": {}, "1": {}})
+
+
+@pytest.fixture
+def no_walk(monkeypatch):
+    monkeypatch.setattr(rehearse, "why_not", str)
+    monkeypatch.setattr(rehearse, "walk_all", None)
+
+
+@pytest.mark.parametrize("flags", [["--gpus=8"], ["--card=H200"], ["--stages=1"], ["--", "--seed=1"]])
+def test_an_update_that_would_lose_what_the_ledger_has_is_refused(no_walk, tmp_path, capsys, flags):
     path = tmp_path / "ledger.json"
-    path.write_text(json.dumps(dict(card="H100", worlds={"8": {}, "1": {}})))
-    for flag in ("--gpus=8", "--card=H200", "--stages=1"):
-        assert rehearse.main(["--update", f"--ledger={path}", flag]) == 2
-        assert "H100, W = 8 and 1" in capsys.readouterr().out
+    path.write_text(json.dumps(EMPTY))
+    assert rehearse.main(["--update", f"--ledger={path}", *flags]) == 2
+    assert "H100, W = 8 and 1, all stages, no flags" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag", ["--gpus=", "--gpus=0", "--gpus=8,", "--gpus=eight", "--stages=0", "--stages=1-2",
+                                  "--card=H99", "--quick --update"])
+def test_flags_that_mean_nothing_are_refused(no_walk, capsys, flag):
+    with pytest.raises(SystemExit) as ended:
+        rehearse.main(flag.split())
+    assert ended.value.code == 2
+    assert flag.partition("=")[0].partition(" ")[0] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content, said", [("{", "a JSON file"), ("[]", "a list"), ("{}", "no card, flags, kernels")])
+def test_a_damaged_ledger_is_refused(no_walk, tmp_path, capsys, content, said):
+    path = tmp_path / "ledger.json"
+    path.write_text(content)
+    assert rehearse.main([f"--ledger={path}"]) == 2
+    assert said in capsys.readouterr().out
+
+
+def test_the_quick_part_needs_a_ledger_of_its_card(no_walk, tmp_path, capsys):
+    path = tmp_path / "ledger.json"
+    assert rehearse.main(["--quick", f"--ledger={path}"]) == 2
+    path.write_text(json.dumps(EMPTY))
+    assert rehearse.main(["--quick", f"--ledger={path}", "--card=B200"]) == 2
+    assert capsys.readouterr().out.count("nothing to compare with") == 2
+
+
+@needs_tool
+@pytest.mark.all
+def test_a_walk_that_cannot_start_says_why(tmp_path, cache):
+    root = copy_with(tmp_path, {})
+    for flags, said in ((["--stages=9"], "some of 1,2,3,4"), (["--", "--preset=tinyy"], "unknown preset"),
+                        (["--card=4090"], "--num_slots=")):
+        assert said in walk(root, cache, "--world=8", *flags)["error"]
+
+
+@needs_tool
+@pytest.mark.all
+def test_a_preset_of_short_documents_can_be_walked(tmp_path, cache):
+    root = copy_with(tmp_path, {})
+    found = walk(root, cache, "--world=8", "--graphs=none", "--", "--preset=tiny", "--dtype=bfloat16")
+    assert not found["failures"] and "validation final" in found["phases"] and "checkpoint" in found["phases"]

@@ -305,6 +305,9 @@ class Ledger(phantom.Recorder):
         if length and "R0_BLOCK" in config.kwargs:
             trips = -(-int(length[1]) // config.kwargs["R0_BLOCK"])
         loops = [dict(loop, trips=trips) for loop in facts.pop("loops")]
+        others = getattr(owner, "all_launchers", ())[1:]
+        if others:
+            facts["others"] = [configuration_of(launcher) for launcher in others]
         gigabytes = owner.inductor_meta.get("kernel_num_gb") or 0
         facts.update(kind="generated", name=base, block=dict(config.kwargs), loops=loops, bytes=round(gigabytes * 1e9),
                      shapes=" ".join(map(text_of, tensors)))
@@ -355,6 +358,12 @@ class Ledger(phantom.Recorder):
             self.host_waits[where] = self.host_waits.get(where, 0) + 1
 
 
+def configuration_of(launcher: Any) -> dict[str, Any]:
+    """What is known of one that Inductor compiles and may choose by its time, on a card."""
+    return dict(block=dict(launcher.config.kwargs), warps=launcher.config.num_warps, registers=launcher.n_regs,
+                spills=launcher.n_spills, shared=launcher.shared)
+
+
 def fakes(values: Iterable) -> list[FakeTensor]:
     """The tensors of the card among the values, and in lists of them."""
     return [x for x in phantom.flat(values, {}) if isinstance(x, FakeTensor)]
@@ -384,80 +393,90 @@ def around(owner: Any, name: str, listener: Callable) -> None:
     setattr(owner, name, call)
 
 
-def listen(ledger: Ledger, options: argparse.Namespace) -> None:
+class Listeners:
+    """Contexts around calls of the trainer: they tell the ledger where the run is."""
+
+    def __init__(self, ledger: Ledger, options: argparse.Namespace) -> None:
+        self.ledger = ledger
+        self.options = options
+
     @contextlib.contextmanager
-    def step(executor: Any, loader: Any, values: tg.Values) -> Iterator[None]:
-        if ledger.racing:
-            ledger.begin(f"step {values.step}")
+    def step(self, executor: Any, loader: Any, values: tg.Values) -> Iterator[None]:
+        if self.ledger.racing:
+            self.ledger.begin(f"step {values.step}")
         yield
 
     @contextlib.contextmanager
-    def forward_backward(executor: Any, batch: tg.Batch, values: tg.Values, *_: Any) -> Iterator[None]:
+    def forward_backward(self, executor: Any, batch: tg.Batch, values: tg.Values, *_: Any) -> Iterator[None]:
         slots = min(executor.slots_at_once, len(batch.tokens))
-        ledger.stage = values.stage
-        ledger.logit_numbers = math.inf
-        if options.graphs == "lower" and has_graph(ledger, options, "GPT.losses"):
-            ledger.logit_numbers = slots * batch.tokens.shape[1] * executor.cfg.padded_vocab
-        ledger.place = f"stage {values.stage + 1}"
-        ledger.batch = batch
-        ledger.mark("begin")
+        self.ledger.stage = values.stage
+        self.ledger.logit_numbers = math.inf
+        if self.options.graphs == "lower" and has_graph(self.ledger, self.options, "GPT.losses"):
+            self.ledger.logit_numbers = slots * batch.tokens.shape[1] * executor.cfg.padded_vocab
+        self.ledger.place = f"stage {values.stage + 1}"
+        self.ledger.batch = batch
+        self.ledger.mark("begin")
         yield
 
     @contextlib.contextmanager
-    def backward(*_: Any, **__: Any) -> Iterator[None]:
-        ledger.keep_saved()
-        ledger.mark("backward")
+    def backward(self, *_: Any, **__: Any) -> Iterator[None]:
+        self.ledger.keep_saved()
+        self.ledger.mark("backward")
         yield
 
     @contextlib.contextmanager
-    def optim_step(*_: Any, **__: Any) -> Iterator[None]:
-        ledger.mark("optim_step")
+    def optim_step(self, *_: Any, **__: Any) -> Iterator[None]:
+        self.ledger.mark("optim_step")
         yield
-        ledger.mark("behind")
+        self.ledger.mark("behind")
 
     @contextlib.contextmanager
-    def evaluate(executor: Any, batches: Any, values: tg.Values) -> Iterator[None]:
+    def evaluate(self, executor: Any, batches: Any, values: tg.Values) -> Iterator[None]:
         place = f"stage {values.stage + 1}"
-        ledger.stage = values.stage
+        self.ledger.stage = values.stage
         if values.long_window > executor.cfg.stages[values.stage].long_window * executor.cfg.window_block:
             place = "final"
-        ledger.place = place
-        with off_the_clock(f"validation {place}"):
+        self.ledger.place = place
+        with self.off_the_clock(f"validation {place}"):
             yield
 
     @contextlib.contextmanager
-    def checkpoint(*_: Any, **__: Any) -> Iterator[None]:
-        with off_the_clock("checkpoint"):
+    def checkpoint(self, *_: Any, **__: Any) -> Iterator[None]:
+        with self.off_the_clock("checkpoint"):
             yield
 
     @contextlib.contextmanager
-    def off_the_clock(name: str) -> Iterator[None]:
-        before = ledger.timed
-        ledger.timed = False
-        ledger.begin(name)
+    def off_the_clock(self, name: str) -> Iterator[None]:
+        before = self.ledger.timed
+        self.ledger.timed = False
+        self.ledger.begin(name)
         yield
-        ledger.begin("between")
-        ledger.timed = before
+        self.ledger.begin("between")
+        self.ledger.timed = before
 
     @contextlib.contextmanager
-    def warm_up(*_: Any, **__: Any) -> Iterator[None]:
-        ledger.begin("warm-up")
+    def warm_up(self, *_: Any, **__: Any) -> Iterator[None]:
+        self.ledger.begin("warm-up")
         yield
-        ledger.begin("between")
+        self.ledger.begin("between")
 
     @contextlib.contextmanager
-    def race(schedule: Any, loader: Any, executor: Any, *_: Any) -> Iterator[None]:
-        ledger.schedule = schedule
-        start_race(ledger, executor)
-        if options.graphs == "trace":                         # as it is traced, a graph copies what it would change
-            ledger.table_sizes.clear()
+    def race(self, schedule: Any, loader: Any, executor: Any, *_: Any) -> Iterator[None]:
+        self.ledger.schedule = schedule
+        start_race(self.ledger, executor)
+        if self.options.graphs == "trace":                    # as it is traced, a graph copies what it would change
+            self.ledger.table_sizes.clear()
         yield
-        ledger.racing = ledger.timed = False
+        self.ledger.racing = self.ledger.timed = False
 
+
+def listen(ledger: Ledger, options: argparse.Namespace) -> None:
+    listeners = Listeners(ledger, options)
     for owner, name, listener in (
-            (tg, "train_step", step), (tg, "warm_up", warm_up), (tg, "race", race), (tg.Executor, "forward_backward",
-                forward_backward), (Tensor, "backward", backward), (tg.Executor, "optim_step", optim_step),
-            (tg.Evaluator, "evaluate", evaluate), (tg.Executor, "whole_state", checkpoint)):
+            (tg, "train_step", listeners.step), (tg, "warm_up", listeners.warm_up), (tg, "race", listeners.race),
+            (tg.Executor, "forward_backward", listeners.forward_backward), (Tensor, "backward", listeners.backward),
+            (tg.Executor, "optim_step", listeners.optim_step), (tg.Evaluator, "evaluate", listeners.evaluate),
+            (tg.Executor, "whole_state", listeners.checkpoint)):
         around(owner, name, listener)
 
 
@@ -589,10 +608,20 @@ def english_like(count: int, seed: int) -> np.ndarray:
     tokens[fresh] = drawn(rng, by_rank, (int(fresh.sum()), 2))
     tokens = tokens.ravel()
 
-    lengths = np.exp(rng.normal(6.15, 0.88, count // 50)).astype(np.int64) + 2
+    lengths = document_lengths(rng, count // 50)
     starts = np.cumsum(lengths) - lengths[0]
     tokens[starts[starts < len(tokens)]] = tg.GPT2_DOCUMENT_START
     return tokens.astype("<u2")
+
+
+def document_lengths(rng: np.random.Generator, count: int) -> np.ndarray:
+    return np.exp(rng.normal(6.15, 0.88, count)).astype(np.int64) + 2
+
+
+def kept_share(max_doc_len: int) -> float:
+    """Of such tokens, those that are left where documents are cut to this length."""
+    lengths = document_lengths(np.random.default_rng(0), 10_000)
+    return np.minimum(lengths, max_doc_len).sum() / lengths.sum()
 
 
 def zipf(count: int, exponent: float, shift: float) -> np.ndarray:
@@ -636,7 +665,8 @@ def flags_of_walk(folder: Path, cfg: tg.Config, graphs: str) -> list[str]:
     stages = len(cfg.stages)
     steps = steps_per_stage(graphs)
     tokens = (steps + 2) * sum(stage.batch_tokens for stage in cfg.stages)
-    write_shard(folder / "train_1.bin", english_like(int(1.3 * tokens), 1))
+    spare = max(1.3, 1.2 / kept_share(cfg.max_doc_len))
+    write_shard(folder / "train_1.bin", english_like(int(spare * tokens), 1))
     write_shard(folder / "val_1.bin", english_like(2 * cfg.val_batch_tokens, 2))
     last = steps * (stages - 1)
     return [f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_*.bin", "--epochs=0",
@@ -659,6 +689,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def check_stages(stages: str, cfg: tg.Config) -> None:
+    """Raises ConfigError for one that the run does not have, of which nothing would be lowered."""
+    known = [str(number) for number in range(1, len(cfg.stages) + 1)]
+    if stages and not set(stages.split(",")) <= set(known):
+        raise tg.ConfigError("--stages of the rehearsal", stages, f"some of {','.join(known)}", "leave the others out")
+
+
 def walk(options: argparse.Namespace) -> dict[str, Any]:
     ledger = Ledger(options.world)
     ledger.began = time.perf_counter()
@@ -673,11 +710,15 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
     listen(ledger, options)
 
     with tempfile.TemporaryDirectory() as folder:
-        _, cfg = tg.parse_flags(["--preset=record", *options.flags])
-        flags = flags_of_walk(Path(folder), cfg, options.graphs)
-        if options.first_stage:
-            flags.append(f"--max_steps={steps_per_stage(options.graphs)}")
-        preset, given = tg.parse_flags(["--preset=record", *options.flags, *flags])
+        try:
+            _, cfg = tg.parse_flags(["--preset=record", *options.flags])
+            check_stages(options.stages, cfg)
+            flags = flags_of_walk(Path(folder), cfg, options.graphs)
+            if options.first_stage:
+                flags.append(f"--max_steps={steps_per_stage(options.graphs)}")
+            preset, given = tg.parse_flags(["--preset=record", *options.flags, *flags])
+        except tg.TrainerError as error:
+            return dict(error=str(error))
         with mode, contextlib.redirect_stdout(sys.stderr):
             try:
                 fabric = tg.make_fabric(given)

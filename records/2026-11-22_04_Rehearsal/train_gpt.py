@@ -305,7 +305,7 @@ class Config:
     compile: int = _run(-1, "0|1", "torch.compile; -1: on CUDA only", (-1, 0, 1))
     row_comms: str = _run("sparse", "mode", "how table rows travel to ranks", ("dense", "sparse_scatter", "sparse"))
     debug_rows: int = _run(0, "0|1", "poison rows not fetched, look for gradients of rows not planned", (0, 1))
-    slots_per_micro_batch: int = _run(0, "slots", "side by side in the model; 0: one on a GPU, all that fit on a CPU")
+    slots_per_micro_batch: int = _run(0, "slots", "side by side in the model; 0: all that the device's memory fits")
     max_steps: int = _run(0, "steps", "stop early, then validate; 0: the whole schedule")
     time_budget: float = _run(0.0, "s", "of training to fill on this machine: scales the schedule; 0: steps as set")
     runs: int = _run(1, "runs", "in one process after one warm-up, with seeds seed, seed + 1, ...")
@@ -525,6 +525,8 @@ def earlier_run(folder: Path) -> tuple[str, dict[str, Any]]:
         preset = header["preset"]
         changed = {name: text for name, text in header["changed"].items()
                    if name not in NOT_INHERITED}
+        if "slots_at_once" in header:                                         # also where the machine had chosen them
+            changed["slots_per_micro_batch"] = header["slots_at_once"]
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         found = f"log.jsonl: {type(error).__name__}: {error}"
         raise DataError(f"--resume={folder}", found, expected, do) from None
@@ -832,6 +834,12 @@ class Fabric:
         here, _ = self.processes[self.rank]
         return [f"rank {rank} (process {pid} on this host)"
                 for rank, (host, pid) in enumerate(self.processes) if host == here and has_ended(pid)]
+
+    def total_memory(self) -> float:
+        """Bytes of the GPU, whoever uses them; a CPU's memory serves everybody, and what is free counts."""
+        if self.on_cuda:
+            return torch.cuda.mem_get_info(self.device)[1]
+        return self.free_memory()
 
     def free_memory(self) -> float:
         """Bytes that are free for this process now; infinite where the system does not say."""
@@ -3273,13 +3281,16 @@ def cpu_scalar(value: float) -> Tensor:
 
 # ====== Room 8: Executor ==============================================================================================
 EVAL_ROWS = 8192                         # rows of validation logits at a time: evaluation never decides the memory
-MEMORY_SHARE = 0.9                       # of what is free: the rest is for the allocator and the compiler
-SAVED_ROWS = 15                          # rows of width D that a compiled layer keeps per token for its backward
+MEMORY_SHARE = 0.9                       # of a device: the rest is for its driver, NCCL, the allocator, the compiler
+FREE_SHARE = 0.95                        # of what is free on a GPU, whose driver has its part by then
+# Numbers of a step at its largest, when the head's backward begins; of compiled code as tests/rehearsal.json has them.
+SAVED_ROWS = 21                          # of width D, per token and layer: 227 in 11 layers, and statistics in f32
 SAVED_ROWS_REFERENCE = 30                # the same of a layer in plain PyTorch
-EVAL_SAVED_ROWS = 24                     # of the whole model, in evaluation
-HEAD_COPIES = 6                          # of the logits that the head's reference keeps
-COMPILED_LOGIT_BYTES = 4                 # of each logit that a compiled head keeps
-EVAL_HEAD_COPIES = 3                     # of the logits, in evaluation
+LOGIT_COPIES = 2                         # logits and their gradient, which in fp8 stands there in rows and in columns
+LOGIT_COPIES_REFERENCE = 6               # the same in plain PyTorch, in f32
+EVAL_KEPT_ROWS = 16                      # of width D, per token, in evaluation: 15 and what is read of tables
+EVAL_KEPT_ROWS_REFERENCE = 24            # the same in plain PyTorch
+EVAL_LOGIT_COPIES = 3                    # in evaluation, which is plain PyTorch there, in f32
 RECOMPILE_LIMIT = 64
 PIECE_ROWS = 1 << 14                     # rows of each rank that are gathered at a time for a file
 LONG_PATIENCE = 10                       # ranks may be that many timeouts apart while they compile, or one writes files
@@ -3637,16 +3648,20 @@ def working_bytes(cfg: Config, compiled: bool, slots_at_once: int) -> int:
     dtype = getattr(torch, cfg.dtype)
     exact_bytes = exact_dtype(dtype).itemsize
     row_bytes = cfg.model_dim * dtype.itemsize
-    saved_rows = SAVED_ROWS if compiled else SAVED_ROWS_REFERENCE
-    logit_bytes = COMPILED_LOGIT_BYTES if compiled else HEAD_COPIES * exact_bytes
+    if compiled:
+        saved_rows, kept_rows = SAVED_ROWS, EVAL_KEPT_ROWS
+        logit_bytes = LOGIT_COPIES * dtype.itemsize
+    else:
+        saved_rows, kept_rows = SAVED_ROWS_REFERENCE, EVAL_KEPT_ROWS_REFERENCE
+        logit_bytes = LOGIT_COPIES_REFERENCE * exact_bytes
 
     longest = max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
     token_bytes = len(LAYERS) * saved_rows * row_bytes + cfg.padded_vocab * logit_bytes
     training = slots_at_once * longest * token_bytes
 
     tokens = slots_at_once * cfg.val_batch_tokens // cfg.num_slots
-    logits = min(tokens, EVAL_ROWS) * cfg.padded_vocab * EVAL_HEAD_COPIES * exact_bytes
-    evaluating = tokens * EVAL_SAVED_ROWS * row_bytes + logits
+    logits = min(tokens, EVAL_ROWS) * cfg.padded_vocab * EVAL_LOGIT_COPIES * exact_bytes
+    evaluating = max(tokens * kept_rows * row_bytes, tokens * row_bytes + logits)
     return max(training, evaluating)
 
 
@@ -3660,36 +3675,45 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable,
 def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict[str, int]]:
     """Slots that go through the model together, and the estimate of what that takes.
 
+    On a GPU they follow from the card, not from what others use of it now: a run is the same each time.
     Raises RunError with choices that would fit.
     """
     local = cfg.num_slots // fabric.world
-    room = MEMORY_SHARE * min(fabric.of_all(fabric.free_memory()))
-
-    def fits(choice: Config, slots_at_once: int) -> bool:
-        parts = memory_estimate(choice, fabric, kernel, slots_at_once)
-        return sum(parts.values()) <= room
-
+    room = MEMORY_SHARE * min(fabric.of_all(fabric.total_memory()))
     if cfg.slots_per_micro_batch:
         choices = [min(cfg.slots_per_micro_batch, local)]
-    elif fabric.on_cuda:
-        choices = [1]
     else:
         choices = [m for m in range(local, 0, -1) if local % m == 0]
-    first_fit = next((m for m in choices if fits(cfg, m)), 0)
-    chosen = min(fabric.of_all(first_fit))
-    if chosen:
-        return chosen, memory_estimate(cfg, fabric, kernel, chosen)
 
-    advice = "more ranks, a larger device"
+    first_fit = next((m for m in choices if needed_bytes(cfg, fabric, kernel, m) <= room), 0)
+    chosen = min(fabric.of_all(first_fit))
+    estimate = memory_estimate(cfg, fabric, kernel, chosen or choices[-1])
+    parts = ", ".join(f"{part} {size / 2**30:.1f} GiB" for part, size in estimate.items())
+    if not chosen:
+        raise RunError("memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}",
+                       smaller_batches(cfg, fabric, kernel, room))
+
+    if fabric.on_cuda:
+        free = FREE_SHARE * min(fabric.of_all(fabric.free_memory()))
+        if sum(estimate.values()) > free:
+            raise RunError("memory", f"{free / 2**30:.1f} GiB of the GPU's free", f"room for {parts}",
+                           f"end what else uses the GPU; or {smaller_batches(cfg, fabric, kernel, free)}")
+    return chosen, estimate
+
+
+def needed_bytes(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> int:
+    return sum(memory_estimate(cfg, fabric, kernel, slots_at_once).values())
+
+
+def smaller_batches(cfg: Config, fabric: Fabric, kernel: Callable, room: float) -> str:
+    """Flags that fit into so many bytes, or what else there is to do."""
     batches = [cfg.val_batch_tokens, *(stage.batch_tokens for stage in cfg.stages)]
     most_slots = math.gcd(*batches) // SLOT_UNIT
     for slots in range(cfg.num_slots, most_slots + 1, cfg.num_slots):
-        if most_slots % slots == 0 and fits(replace(cfg, num_slots=slots), 1):
-            advice = f"--num_slots={slots} --slots_per_micro_batch=1"
-            break
-    estimate = memory_estimate(cfg, fabric, kernel, choices[-1])
-    parts = ", ".join(f"{part} {size / 2**30:.1f} GiB" for part, size in estimate.items())
-    raise RunError("memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}", advice)
+        choice = replace(cfg, num_slots=slots)
+        if most_slots % slots == 0 and needed_bytes(choice, fabric, kernel, 1) <= room:
+            return f"--num_slots={slots} --slots_per_micro_batch=1"
+    return "more ranks, a larger device"
 
 
 # ---- Files: a save to sample from, checkpoints to go on from. Nothing in a file is trusted.
@@ -4862,8 +4886,9 @@ def write_header(log: Log, cfg: Config, executor: Executor, origin: Origin, kind
     log.event(kind, preset=origin.preset, changed=changed, config=asdict(cfg), seed=cfg.seed, **versions, nccl=nccl,
               hardware=hardware(fabric), world_size=fabric.world, attention=origin.attention, head=executor.precision,
               row_comms=cfg.row_comms, tokens_per_step=[stage.batch_tokens for stage in cfg.stages],
-              grad_accum_steps=micro_batches, untimed_warmup_steps=untimed_steps, target_loss=cfg.target_loss,
-              data_sha256=origin.data_sha256, **sizes, **facts)
+              grad_accum_steps=micro_batches, slots_at_once=executor.slots_at_once,
+              untimed_warmup_steps=untimed_steps, target_loss=cfg.target_loss, data_sha256=origin.data_sha256,
+              **sizes, **facts)
 
     settings = ", ".join(f"{name}={text}" for name, text in changed.items())
     log.text("=" * 100)
