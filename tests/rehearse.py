@@ -8,8 +8,8 @@ lowered and every kernel compiled to machine code for the card. What comes out i
 without flags it is compared with the committed one, and --update writes it anew and prints the difference. It ends
 with status 1 on a failure: a graph that breaks or is compiled again in the race, a kernel that spills as it is
 launched, a wait for the device in the timed loop that ALLOWED_WAITS does not name, a buffer of (tokens, vocabulary) in
-f32 or as large as a table, growth beyond 2 %. --update accepts growth, and nothing else. Status 2: a request that
-cannot be met.
+f32, as large as a table, or in a backward as large as a gradient that has its place, growth beyond 2 %. --update
+accepts growth, and nothing else. Status 2: a request that cannot be met.
 REHEARSAL_CACHE names a folder that keeps what was compiled for the next call.
 """
 from __future__ import annotations

@@ -134,6 +134,7 @@ def expect(failures: list[tuple[str, str]], kind: str, *wheres: str) -> None:
 STEP = "        self.optimizer.step(values, plans_ahead)\n"
 SUMS = "            sums.append(slot_sums.detach())\n"
 ADD = "        add_rows(ctx.sums, index, grad)\n"
+SCRATCH = "            product = fp8_product(y_in_rows, grad, scale_w, native, ctx.work)  # it cannot add: a scratch\n"
 LAUNCH = "    launch(sums, rows, order, grad.contiguous(), count, width, **sizes)\n"
 KERNEL = '@torch.library.custom_op("train_gpt::add_rows", mutates_args=("sums",))\n'
 WIDE_KERNEL = """
@@ -150,7 +151,9 @@ EAGER_MISTAKES = {
           "        spare = [torch.zeros_like(table.sums) for table in self.tables.values()]\n"          # table size
           "        dist.all_reduce(torch.ones(1000, device=self.fabric.device))\n"      # growth
           + STEP,
-    ADD: "        dense = ctx.sums.clone()\n" + ADD,                                    # table size
+    ADD: "        dense = ctx.sums.clone()\n"                                            # table size
+         "        bank = grad.new_zeros(22, 3072, 768)\n" + ADD,                          # a gradient's size
+    SCRATCH: SCRATCH + "            product = product.clone()\n",                         # a gradient's size
     KERNEL: WIDE_KERNEL + KERNEL,
     LAUNCH: "    launch(sums, rows, order, grad.contiguous(), count, width, maxnreg=24, **sizes)\n"    # a spill
             "    jitted(wide_kernel)[(1,)](sums, NUMBERS=16384, num_warps=1)\n"}        # a spill
@@ -165,7 +168,8 @@ def test_mistakes_that_a_walk_without_graphs_finds(tmp_path, cache):
     failures = failures_of(found)
     expect(failures, "spill", "add_rows_kernel", "wide_kernel")
     expect(failures, "buffer of table size", "spare = [torch.zeros_like", "RowLookup.backward: dense = ")
-    assert {kind for kind, _ in failures} == {"spill", "buffer of table size"}
+    expect(failures, "buffer of a gradient's size", "RowLookup.backward: bank = ", "product = product.clone()")
+    assert {kind for kind, _ in failures} == {"spill", "buffer of table size", "buffer of a gradient's size"}
 
     wrong = rehearse.forbidden(dict(worlds={}, eager=rehearse.eager_of(found)))
     waits = [line for line in wrong if "host wait" in line]

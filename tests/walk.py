@@ -40,6 +40,7 @@ STEPS_PER_STAGE = 6                      # cycles: the one that changes stages, 
 QUICK_STEPS = 2
 LONGEST_NAME = 40                        # in the key of a kernel
 SMALLEST_SHARE = 0.01                    # of a peak: smaller buffers are not listed
+GRADIENT_SCRATCH = {"lm_head": 1}        # the product in 8 bits
 TILE = 128                               # rows and columns of a tile of attention
 aten = torch.ops.aten
 linecache.getlines(tg.__file__)          # as it is imported, whatever becomes of the file meanwhile
@@ -110,6 +111,7 @@ class Buffer:
     shape: str
     maker: str = ""                      # the first launch that touched it
     too_much: str = ""                   # why it should not be there
+    gradient_of: str = ""                # label of the weight that it is a gradient of, by its size
 
 
 class Phase:
@@ -164,6 +166,8 @@ class Ledger(phantom.Recorder):
         self.sums: dict[int, str] = {}               # label of a table, by the address of its sums
         self.table_sizes: set[int] = set()           # numbers in a whole table
         self.logit_numbers = math.inf                # (tokens of a micro-batch) x vocabulary
+        self.owning: dict[int, str] = {}             # label of a weight that owns a main_grad, by its numbers
+        self.in_backward = False
         self.alive: dict[int, Buffer] = {}           # by address
         self.schedule: tg.Schedule | None = None     # once the race has begun
         self.owned: list[Buffer] = []                # alive when it began
@@ -195,6 +199,15 @@ class Ledger(phantom.Recorder):
             buffer.too_much = "f32 buffer of (tokens, vocabulary)"
         elif tensor.numel() in self.table_sizes:
             buffer.too_much = "buffer of table size"
+        elif self.in_backward and tensor.element_size() > 1:  # weights of a product in 8 bits are no gradients
+            self.count_gradient(buffer, self.owning.get(tensor.numel(), ""))
+
+    def count_gradient(self, buffer: Buffer, label: str) -> None:
+        """A gradient beside its main_grad is one too many, but for a scratch where the product cannot add up."""
+        buffer.gradient_of = label
+        count = sum(other.gradient_of == label for other in self.alive.values())
+        if label and count > GRADIENT_SCRATCH.get(label, 0):
+            buffer.too_much = "buffer of a gradient's size"
 
     def freed(self, address: int, size: int) -> None:
         self.now -= size
@@ -422,7 +435,9 @@ class Listeners:
     def backward(self, *_: Any, **__: Any) -> Iterator[None]:
         self.ledger.keep_saved()
         self.ledger.mark("backward")
+        self.ledger.in_backward = True
         yield
+        self.ledger.in_backward = False
 
     @contextlib.contextmanager
     def optim_step(self, *_: Any, **__: Any) -> Iterator[None]:
@@ -466,6 +481,7 @@ class Listeners:
         start_race(self.ledger, executor)
         if self.options.graphs == "trace":                    # as it is traced, a graph copies what it would change
             self.ledger.table_sizes.clear()
+            self.ledger.owning.clear()
         yield
         self.ledger.racing = self.ledger.timed = False
 
@@ -486,6 +502,8 @@ def start_race(ledger: Ledger, executor: tg.Executor) -> None:
     ledger.owned = list(ledger.alive.values())
     torch._logging.set_logs(recompiles=True)
     logging.getLogger("torch._dynamo").addHandler(Reasons(ledger))
+    for label in executor.optimizer.gradients:
+        ledger.owning[executor.optimizer.weights[label].numel()] = label
     for label, table in executor.tables.items():
         ledger.sums[table.sums.untyped_storage()._cdata] = label
         if table.table.tied:                                  # as large as the head, of which there are copies
