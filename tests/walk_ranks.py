@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Semaphore
 from pathlib import Path
@@ -313,9 +312,7 @@ def flags_of_ranks(folder: Path, flags: list[str]) -> list[str]:
 
 def walk_ranks(world: int, card: str, flags: list[str], logs: Path | None = None) -> list[agreement.Recording]:
     """One recording for each rank. logs: a folder for what the ranks have said."""
-    mode = phantom.install(card, phantom.Recorder(), 0, world)
-    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-    tg.save_tensors = walk.save_nothing
+    mode = walk.install(card, phantom.Recorder(), world)
     torch.compile = uncompiled
     torch.set_num_threads(1)
     drawing = multiprocessing.get_context("fork").Semaphore(DRAWING_AT_ONCE)
