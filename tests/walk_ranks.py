@@ -46,11 +46,12 @@ REAL = {name: getattr(dist, name) for name in COLLECTIVES + GROUP_CALLS}
 REAL_TIMEOUT = dist.distributed_c10d._set_pg_timeout
 OUTPUTS = ("output", "output_tensor", "tensor")          # names that torch gives them
 INPUTS = ("input", "input_tensor", "tensor")
+SUBJECTS = ("entry", "label", "name")                    # names that the trainer gives to what it reduces or moves
 DRAWING_AT_ONCE = 2                      # ranks that draw initial values, 0.8 GB of host memory each in the record preset
-DEADLINE = 900                           # s for all ranks
-PATIENCE = 300                           # s that a rank waits for the others, which have the same few cores
+DEADLINE = 1800                          # s for all ranks
+PATIENCE = 600                           # s that a rank waits for the others, which have the same few cores
 GRACE = 120                              # s for the others, once a rank has ended early
-FEW_ROWS_SHARE = 0.3                     # of the shard's end, in which one word is repeated
+WORD = 11                                # a token, which the last stage's data repeat
 
 
 # ---- One rank
@@ -168,19 +169,23 @@ def settings_of(given: dict[str, Any]) -> str:
 
 
 def trainer_place() -> tuple[str, str]:
-    """The trainer's line, and the parameter it is about: of the frames above, the nearest that knows a label."""
+    """The trainer's line, and what it is about: of the frames above, the nearest that says so."""
     frame = sys._getframe()
-    subject = ""
-    while frame is not None and not subject:
-        if frame.f_code.co_filename == tg.__file__:
-            subject = label_in(frame.f_locals)
+    while frame.f_code.co_filename != tg.__file__:
+        frame = frame.f_back
+    subject = subject_in(frame.f_locals)
+    while not subject and frame is not None:
+        if frame.f_code.co_filename == tg.__file__:           # its arguments; other names may be left from a loop
+            arguments = frame.f_code.co_varnames[:frame.f_code.co_argcount]
+            subject = subject_in({name: frame.f_locals.get(name) for name in arguments})
         frame = frame.f_back
     return walk.trainer_line(), subject
 
 
-def label_in(names: dict[str, Any]) -> str:
-    if isinstance(names.get("label"), str):
-        return names["label"]
+def subject_in(names: dict[str, Any]) -> str:
+    for name in SUBJECTS:
+        if isinstance(names.get(name), str):
+            return names[name]
     owner = names.get("self")
     if isinstance(owner, tg.TableRows):
         return owner.table.label
@@ -189,28 +194,29 @@ def label_in(names: dict[str, Any]) -> str:
 
 def listen(rank: Rank, drawing: Semaphore) -> None:
     """Note where in the run the rank is."""
-    def at(place_of: Callable[..., str]) -> Callable:
+    def at(place_of: Callable[[], str]) -> Callable:
         @contextlib.contextmanager
-        def listener(*args: Any, **kwargs: Any) -> Iterator[None]:
+        def listener(*_: Any) -> Iterator[None]:
             before = rank.place
-            rank.place = place_of(*args, **kwargs)
+            rank.place = place_of()
             yield
             rank.place = before
         return listener
 
-    def step(executor: Any, loader: Any, values: tg.Values, *_: Any) -> str:
-        if rank.place == "warm-up":
-            return rank.place
-        return f"step {values.step}"
+    @contextlib.contextmanager
+    def step(executor: Any, loader: Any, values: tg.Values) -> Iterator[None]:
+        if rank.place != "warm-up":
+            rank.place = f"step {values.step}"                # until the next one
+        yield
 
-    def warm_up(*_: Any) -> str:
+    def warm_up() -> str:
         return "warm-up"
 
-    def validation(*_: Any) -> str:
-        return f"validation after {rank.place}"
+    def validation() -> str:
+        return f"validation behind {rank.place}"
 
-    def checkpoint(*_: Any) -> str:
-        return f"checkpoint after {rank.place}"
+    def checkpoint() -> str:
+        return f"checkpoint behind {rank.place}"
 
     @contextlib.contextmanager
     def drawn_by_few(*_: Any) -> Iterator[None]:
@@ -218,7 +224,7 @@ def listen(rank: Rank, drawing: Semaphore) -> None:
             yield
 
     for owner, name, listener in (
-            (tg, "train_step", at(step)), (tg, "warm_up", at(warm_up)), (tg.Evaluator, "evaluate", at(validation)),
+            (tg, "train_step", step), (tg, "warm_up", at(warm_up)), (tg.Evaluator, "evaluate", at(validation)),
             (tg.Executor, "whole_state", at(checkpoint)), (tg.GPT, "set_initial_values", drawn_by_few)):
         walk.around(owner, name, listener)
 
@@ -299,14 +305,16 @@ def recordings_of(folder: Path, world: int) -> list[agreement.Recording]:
 
 
 def flags_of_ranks(folder: Path, flags: list[str]) -> list[str]:
-    """A short schedule through every stage, over a shard whose end has next to no distinct rows."""
+    """A short schedule through every stage, over a shard that has next to no distinct rows for the last one."""
     _, cfg = tg.parse_flags(flags)
     given = walk.flags_of_walk(folder, cfg, "quick")
-    shard = folder / "train_1.bin"
-    tokens = np.fromfile(shard, "<u2")
-    end = tokens[int(len(tokens) * (1 - FEW_ROWS_SHARE)):]    # a view; the header lies far in front of it
-    end[end != tg.GPT2_DOCUMENT_START] = 11
-    tokens.tofile(shard)
+    header, = tg.find_shards(f"{folder}/train_*.bin")
+    tokens = tg.load_shard(header).tokens
+    tokens[::cfg.max_doc_len] = tg.GPT2_DOCUMENT_START        # longer documents are cut, and more shards needed
+    of_the_others = walk.QUICK_STEPS * sum(stage.batch_tokens for stage in cfg.stages[:-1])
+    end = tokens[of_the_others:]                              # a view
+    end[end != tg.GPT2_DOCUMENT_START] = WORD
+    walk.write_shard(folder / "train_1.bin", tokens)
     return [*given, f"--comm_timeout={PATIENCE}", *flags]
 
 
