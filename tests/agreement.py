@@ -1,8 +1,8 @@
 """Whether ranks that went through a run side by side have said to one another what each expects of the others.
 
-A recording is what one rank has launched, in its order, and the error that ended it, if one did:
+A recording is what one rank has launched, in its order, the error that ended it, if one did, and when (s):
 
-    {"launches": [LAUNCH, ...], "error": ""}
+    {"launches": [LAUNCH, ...], "error": "", "ended": 0.0}
 
 LAUNCH: `group` that it belongs to, `name` of the collective, `settings` such as its reduction, `subject` (what it is
 about: a parameter), `out` and `in`: [dtype, shape], `out_splits` and `in_splits`: rows by rank, or None for equal
@@ -26,10 +26,11 @@ GROWS = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": -1}
 
 def disagreements(recordings: list[Recording]) -> list[str]:
     """What does not fit together, one line each; empty if everything does. Recordings by rank."""
+    by_end = sorted(range(len(recordings)), key=lambda rank: recordings[rank]["ended"])    # the first one is the cause
     found = []
-    for rank, recording in enumerate(recordings):
-        if recording["error"]:
-            found.append(f"rank {rank} ended early: {recording['error']}")
+    for rank in by_end:
+        if recordings[rank]["error"]:
+            found.append(f"rank {rank} ended early: {recordings[rank]['error']}")
     for group in groups_of(recordings):
         sequences = [of_group(recording, group) for recording in recordings]
         ended = [len(sequence) for sequence, recording in zip(sequences, recordings) if recording["error"]]

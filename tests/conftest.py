@@ -1,4 +1,5 @@
 """What every test needs: train_gpt.py can be imported, tiny tensors pay for no threads, slow tests are asked for."""
+import os
 import signal
 import sys
 from collections import Counter
@@ -32,6 +33,12 @@ def launcher() -> Iterator[Launcher]:
     server = Launcher()
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the rehearsal: what one walk has compiled, the next one finds."""
+    return Path(os.environ.get("REHEARSAL_CACHE") or tmp_path_factory.mktemp("cache"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -7,24 +7,23 @@ from __future__ import annotations
 
 import functools
 import json
-import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import agreement
 import numpy as np
 import pytest
-import rehearse
+from common import ROOT
+from test_rehearsal import copy_with, environment_of, needs_tool
 
-ROOT = Path(__file__).resolve().parent.parent
-LIMIT = 1200                             # s for a walk of all ranks, far more than it takes: a hang is to end
+import train_gpt as tg
+
+LIMIT = 2400                             # s for a walk of all ranks, far more than it takes: a hang is to end
 WORLD = 4                                # of made-up recordings
-REASON = rehearse.why_not()
-needs_walk = pytest.mark.skipif(bool(REASON), reason=f"the rehearsal: {REASON}")
 
 Recordings = list[agreement.Recording]
 
@@ -67,7 +66,7 @@ def agreeing() -> str:
             sums_of("skip_gate", [1, 12]),
             rows_of(rank, "bigram_embed", fetched.T),
             launch("nccl", "all_gather_into_tensor", "attn", ["bfloat16", [12, 5]], ["bfloat16", [3, 5]])]
-        recordings.append(dict(launches=launches, error=""))
+        recordings.append(dict(launches=launches, error="", ended=float(rank)))
     return json.dumps(recordings)
 
 
@@ -149,7 +148,8 @@ def end_early(recordings: Recordings) -> None:
 # mistake, what the first line of the answer begins with, what is in it too
 MISTAKES = [
     (swap_scatter_and_sum, "order: rank 3, collective 1 of nccl: all_reduce", "launch of attn"),
-    (swap_sums_of_one_shape, "order: rank 2, collective 2 of nccl: all_reduce op=SUM skip_gate", "launch of smear_gate"),
+    (swap_sums_of_one_shape, "order: rank 2, collective 2 of nccl: all_reduce op=SUM skip_gate",
+     "launch of smear_gate"),
     (send_a_row_more, "count: rank 3 sends", "to rank 0, which expects"),
     (expect_a_row_of_an_empty_list, "count: rank 2 sends 0 rows to rank 1, which expects 1", "collective 0 of nccl"),
     (leave_out_a_sum, "order: rank 1, collective 2 of nccl: all_reduce op=SUM skip_gate", "launch of smear_gate"),
@@ -201,6 +201,16 @@ def test_ranks_are_compared_up_to_where_one_ended():
     assert found[1].startswith("order: rank 3, collective 1")
 
 
+def test_the_rank_that_ended_first_is_named_first():
+    recordings = made_up()
+    end_early(recordings)
+    recordings[1]["error"] = "RuntimeError: connection closed by peer"
+    recordings[1]["ended"] = recordings[2]["ended"] + 1
+    found = agreement.disagreements(recordings)
+    assert found[0].startswith("rank 2")
+    assert found[1].startswith("rank 1")
+
+
 def test_no_rank_is_thought_right_because_it_is_the_first():
     """Rank 0 alone is out of order: it is named, not the other three."""
     recordings = made_up()
@@ -211,21 +221,20 @@ def test_no_rank_is_thought_right_because_it_is_the_first():
 
 
 # ---- Real ranks
-def walked(tree: Path, folder: Path, *words: str) -> tuple[str, Recordings]:
+def walked(root: Path, folder: Path, cache: Path, *words: str) -> tuple[str, Recordings]:
     """What walk_ranks.py of that tree prints, and the recordings."""
     out = folder / "recordings.json"
-    environment = dict(os.environ, OMP_NUM_THREADS="1", REHEARSAL_CACHE=str(folder))
-    command = [sys.executable, str(tree / "tests/walk_ranks.py"), f"--out={out}", f"--logs={folder}", *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=LIMIT)
+    command = [sys.executable, str(root / "tests/walk_ranks.py"), f"--out={out}", f"--logs={folder}", *words]
+    done = subprocess.run(command, env=environment_of(cache), capture_output=True, text=True, timeout=LIMIT)
     logs = "".join(path.read_text()[-1500:] for path in sorted(folder.glob("*.log")))
     assert out.exists(), done.stdout + done.stderr + logs
     return done.stdout, json.loads(out.read_text())
 
 
 @pytest.mark.all
-@needs_walk
-def test_eight_ranks_of_the_record_preset_agree(tmp_path: Path, capsys: pytest.CaptureFixture):
-    said, recordings = walked(ROOT, tmp_path, "--ranks=8")
+@needs_tool
+def test_eight_ranks_of_the_record_preset_agree(tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture):
+    said, recordings = walked(ROOT, tmp_path, cache, "--ranks=8")
     with capsys.disabled():
         print("\n" + said)
     assert agreement.disagreements(recordings) == []
@@ -234,56 +243,67 @@ def test_eight_ranks_of_the_record_preset_agree(tmp_path: Path, capsys: pytest.C
     launches = agreement.of_group(recordings[0], "nccl")
     places = {launch["place"] for launch in launches}
     assert {f"step {step}" for step in range(8)} <= places    # two of each stage and of the extension
-    tables = {launch["subject"] for launch in launches if launch["name"] == agreement.LISTS}
-    assert {"bigram_embed", "value_embed", "embed"} <= tables
+    assert {launch["subject"] for launch in launches} >= {*tg.REDUCE_ORDER, "m", "v"}
+    lists = [launch for launch in launches if launch["name"] == agreement.LISTS]
+    assert {"bigram_embed", "value_embed", "embed"} <= {launch["subject"] for launch in lists}
+    assert max(launch["in"][1][0] for launch in lists) > 10_000
     assert agreement.empty_lists(recordings, "nccl") > 0
-    lists = [launch["in_splits"] for launch in launches if launch["name"] == agreement.LISTS]
-    assert max(sum(rows) for rows in lists if rows) > 10_000  # and full ones
+    leaving = [launch["in"][1][0] for rank in range(8) for launch in on_device(recordings, rank)]
+    assert min(leaving) == 0                                  # a rank that has nothing for anyone takes part
 
 
-REDUCED = "for label in REDUCE_ORDER"
-SENT = "return self._launch_lists(plan, arriving, leaving, plan.counts_by_owner, plan.counts_by_reader)"
+@dataclass
+class Mistake:
+    text: str                            # of the trainer
+    instead: str                         # what stands there in the copy
+    said: list[str]                      # in the first line of the answer
+    steps: int = 1                       # of the race; the warm-up comes before
+
+
+REDUCED = "        for entry in REDUCE_ORDER:\n"
+SUMMED = "async_op=True).wait if several else already_here"
+DEALT = 'for name, moments in self.state["embed"].items():'
+LISTS = "        return dist.all_to_all_single(out, rows, counts_in, counts_out, async_op=True)\n"
+SENT = "        return self._launch_lists(plan, arriving, leaving, plan.counts_by_owner, plan.counts_by_reader)\n"
 RETURNED = "work = self._launch_lists(plan, arrived, rows, plan.counts_by_reader, plan.counts_by_owner)"
-SUMMED = "work = dist.all_reduce(units, async_op=True)"
-# name: (text of the trainer, what stands there instead), what is said of it
 PLANTED = {
-    "one rank reduces in reverse": (
-        REDUCED, "for label in (REDUCE_ORDER[::-1] if self.fabric.rank == 3 else REDUCE_ORDER)",
-        ["order: rank 3, collective", "Optimizer._reduce", "reduce_scatter_tensor op=SUM attn"]),
-    "one rank has two sums of one shape in another order": (
-        REDUCED, "order = list(REDUCE_ORDER)\n        if self.fabric.rank == 2:\n"
-        "            order[3], order[4] = order[4], order[3]\n        for label in order",
-        ["order: rank 2, collective", "Optimizer._reduce", "all_reduce op=SUM skip_gate"]),
-    "one rank leaves a sum out": (
-        SUMMED, "if self.fabric.rank == 1 and label == 'skip_gate':\n                return units, already_here\n"
-        f"            {SUMMED}",
-        ["order: rank 1, collective", "Optimizer._reduce", "all_reduce op=SUM skip_gate"]),
-    "an owner drops a row": (
-        SENT, "counts = list(plan.counts_by_reader)\n        if self.fabric.rank == 2:\n"
+    "one rank reduces in reverse": Mistake(
+        REDUCED, "        for entry in REDUCE_ORDER[::-1] if self.fabric.rank == 3 else REDUCE_ORDER:\n",
+        ["order: rank 3, collective", "nccl: reduce_scatter_tensor op=SUM mlp", "Optimizer._reduce", "op=SUM attn"]),
+    "one rank leaves a sum out": Mistake(
+        SUMMED, SUMMED.replace("several", "several and self.fabric.rank != 1"),
+        ["order: rank 1, collective", "Optimizer._reduce", "all_reduce op=SUM small"]),
+    "one rank deals moments of one shape in another order": Mistake(
+        DEALT, DEALT.replace(":", " if self.fabric.rank != 2 else reversed(self.state['embed'].items()):"),
+        ["order: rank 2, collective", "nccl: all_to_all_single v", "Optimizer._split", "all_to_all_single m"], 8),
+    "who has an empty list stays away": Mistake(
+        LISTS, "        if len(rows) == 0:\n            return None\n" + LISTS,
+        ["order: rank", "all_to_all_single bigram_embed", "TableRows._launch_lists"], 8),
+    "an owner drops a row": Mistake(
+        SENT, "        counts = list(plan.counts_by_reader)\n        if self.fabric.rank == 2:\n"
         "            counts[0] -= 1\n            leaving = leaving[1:]\n"
-        "        return self._launch_lists(plan, arriving, leaving, plan.counts_by_owner, counts)",
+        "        return self._launch_lists(plan, arriving, leaving, plan.counts_by_owner, counts)\n",
         ["count: rank 2 sends", "to rank 0, which expects", "bigram_embed", "TableRows._launch_lists"]),
-    "gradients travel with the counts of the fetch": (
+    "gradients travel with the counts of the fetch": Mistake(
         RETURNED, RETURNED.replace("plan.counts_by_reader, plan.counts_by_owner",
                                    "plan.counts_by_owner, plan.counts_by_reader"),
         ["size: rank 0, collective", "counts [", "bigram_embed", "TableRows._launch_lists"]),
+    "one rank is killed": Mistake(
+        REDUCED, "        if self.fabric.rank == 1:\n            os.kill(os.getpid(), signal.SIGKILL)\n" + REDUCED,
+        ["rank 1 ended early: killed"]),
 }
 
 
 @pytest.mark.all
-@needs_walk
+@needs_tool
 @pytest.mark.parametrize("name", PLANTED)
-def test_a_mistake_in_the_trainer_is_named_by_rank_and_line(name: str, tmp_path: Path):
-    text, instead, parts = PLANTED[name]
-    tree = tmp_path / "tree"
-    shutil.copytree(ROOT / "tests", tree / "tests", ignore=shutil.ignore_patterns("__pycache__", "vectors", "golden"))
-    source = (ROOT / "train_gpt.py").read_text("utf-8")
-    assert text in source
-    (tree / "train_gpt.py").write_text(source.replace(text, instead), "utf-8")
-
-    said, recordings = walked(tree, tmp_path, "--ranks=4", "--", "--preset=tiny", "--dtype=bfloat16",
-                              "--num_slots=4", "--max_steps=2", "--sample_tokens=0")
+def test_a_mistake_in_the_trainer_is_named_by_rank_and_line(name: str, tmp_path: Path, cache: Path):
+    mistake = PLANTED[name]
+    root = copy_with(tmp_path / "tree", {mistake.text: mistake.instead})
+    said, recordings = walked(root, tmp_path, cache, "--ranks=4", "--", "--preset=tiny", "--dtype=bfloat16",
+                              "--num_slots=4", f"--max_steps={mistake.steps}", "--sample_tokens=0")
     found = agreement.disagreements(recordings)
     assert found, said
-    for part in parts:
+    assert found[0] in said
+    for part in mistake.said:
         assert part in found[0]

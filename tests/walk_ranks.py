@@ -4,7 +4,7 @@
 
 One process for each rank. What ranks tell one another on the host, row plans before all, travels over gloo as in a
 run. Collectives of the device are noted: name, dtypes, shapes, splits, order and waits; agreement.py compares them.
-Graphs are not made: the model's code runs as it stands. Prints what disagrees, and ends with status 1 if something does.
+Graphs are not made: the model's code runs as it stands. Prints what disagrees, and ends with status 1 if anything does.
 
 This process imports everything once and forks the ranks, so that a rank costs no start-up and little memory.
 """
@@ -47,7 +47,7 @@ REAL_TIMEOUT = dist.distributed_c10d._set_pg_timeout
 OUTPUTS = ("output", "output_tensor", "tensor")          # names that torch gives them
 INPUTS = ("input", "input_tensor", "tensor")
 SUBJECTS = ("entry", "label", "name")                    # names that the trainer gives to what it reduces or moves
-DRAWING_AT_ONCE = 2                      # ranks that draw initial values, 0.8 GB of host memory each in the record preset
+DRAWING_AT_ONCE = 2                      # ranks that draw initial values, in 0.8 GB of host memory each
 DEADLINE = 1800                          # s for all ranks
 PATIENCE = 600                           # s that a rank waits for the others, which have the same few cores
 GRACE = 120                              # s for the others, once a rank has ended early
@@ -253,7 +253,7 @@ def run_rank(rank: Rank, mode: phantom.Card, flags: list[str], drawing: Semaphor
         kind, line, said = walk.cause_of(cause)
         error = f"{kind}: {said} in {line}"
     finished = out.with_suffix(".part")
-    finished.write_text(json.dumps(dict(launches=rank.launches, error=error)))
+    finished.write_text(json.dumps(dict(launches=rank.launches, error=error, ended=time.time())))
     finished.rename(out)
     return 1 if error else 0
 
@@ -300,7 +300,8 @@ def recordings_of(folder: Path, world: int) -> list[agreement.Recording]:
             found.append(json.loads(recording.read_text()))
         else:
             said = (folder / f"{rank}.log").read_text().strip().splitlines() or ["nothing"]
-            found.append(dict(launches=[], error=f"killed, or without an answer; its last line: {said[-1]}"))
+            error = f"killed, or without an answer; its last line: {said[-1]}"
+            found.append(dict(launches=[], error=error, ended=0.0))           # that of the others follows from it
     return found
 
 
@@ -341,6 +342,13 @@ def walk_ranks(world: int, card: str, flags: list[str], logs: Path | None = None
         return recordings_of(folder, world)
 
 
+def empty_of(recordings: list[agreement.Recording], group: str, found: list[str]) -> str:
+    """Of ranks that agree."""
+    if found:
+        return " (of rank 0)"
+    return f", {agreement.empty_lists(recordings, group):,} empty lists from a rank to a rank"
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("walk_ranks.py", description=__doc__.partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=8)
@@ -357,7 +365,7 @@ def main(argv: list[str]) -> int:
     found = agreement.disagreements(recordings)
     for group in agreement.groups_of(recordings):
         launches = agreement.of_group(recordings[0], group)
-        print(f"{group}: {len(launches)} collectives of rank 0")
+        print(f"{group}: {len(launches)} collectives of each rank{empty_of(recordings, group, found)}")
     print("\n".join(found) or f"{wanted.ranks} ranks agree")
     return 1 if found else 0
 
