@@ -257,7 +257,7 @@ class Mistake:
     text: str                            # of the trainer
     instead: str                         # what stands there in the copy
     said: list[str]                      # in the first line of the answer
-    steps: int = 1                       # of the race; the warm-up comes before
+    steps: int = 2                       # of the run; the warm-up takes no later ones
 
 
 REDUCED = "        for entry in REDUCE_ORDER:\n"

@@ -126,7 +126,8 @@ class Sizes(NamedTuple):
 def gather_objects(everyone: list, fact: Any, group: Any = None) -> None:
     """Parts of a checkpoint are tensors of the card, moved to the host: they arrive as such."""
     told = fact
-    if isinstance(fact, FakeTensor):
+    if isinstance(fact, torch.Tensor):
+        assert isinstance(fact, FakeTensor), f"a copy of {tuple(fact.shape)} from the card that has numbers"
         told = Sizes(fact.dtype, tuple(fact.shape))
     REAL["all_gather_object"](everyone, told, group)
     if isinstance(fact, FakeTensor):
