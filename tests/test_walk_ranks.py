@@ -278,7 +278,7 @@ PLANTED = {
         ["order: rank 2, collective", "nccl: all_to_all_single v", "Optimizer._split", "all_to_all_single m"], 8),
     "who has an empty list stays away": Mistake(
         LISTS, "        if len(rows) == 0:\n            return None\n" + LISTS,
-        ["order: rank", "all_to_all_single bigram_embed", "TableRows._launch_lists"], 8),
+        ["order: rank", "all_to_all_single value_embed", "TableRows._launch_lists"], 8),
     "an owner drops a row": Mistake(
         SENT, "        counts = list(plan.counts_by_reader)\n        if self.fabric.rank == 2:\n"
         "            counts[0] -= 1\n            leaving = leaving[1:]\n"
