@@ -287,7 +287,7 @@ PLANTED = {
     "gradients travel with the counts of the fetch": Mistake(
         RETURNED, RETURNED.replace("plan.counts_by_reader, plan.counts_by_owner",
                                    "plan.counts_by_owner, plan.counts_by_reader"),
-        ["size: rank 0, collective", "counts [", "bigram_embed", "TableRows._launch_lists"]),
+        ["size: rank 1, collective", "counts [", "bigram_embed", "TableRows._launch_lists"]),
     "one rank is killed": Mistake(
         REDUCED, "        if self.fabric.rank == 1:\n            os.kill(os.getpid(), signal.SIGKILL)\n" + REDUCED,
         ["rank 1 ended early: killed"]),
