@@ -1,4 +1,5 @@
 """What every test needs: train_gpt.py can be imported, tiny tensors pay for no threads, slow tests are asked for."""
+import os
 import signal
 import sys
 from collections import Counter
@@ -11,7 +12,8 @@ from faults import Launcher
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-LONGEST_FILES = ["test_rehearsal.py", "test_ranks.py", "test_rows.py", "test_runs.py", "test_faults.py", "test_main.py"]
+LONGEST_FILES = ["test_rehearsal.py", "test_walk_ranks.py", "test_ranks.py", "test_rows.py", "test_runs.py",
+                 "test_faults.py", "test_main.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,6 +34,12 @@ def launcher() -> Iterator[Launcher]:
     server = Launcher()
     yield server
     server.close()
+
+
+@pytest.fixture(scope="session")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the rehearsal: what one walk has compiled, the next one finds."""
+    return Path(os.environ.get("REHEARSAL_CACHE") or tmp_path_factory.mktemp("cache"))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -110,6 +110,7 @@ class Card(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.recorder = recorder
         self.depth = 0                                        # of operations that are made of operations
+        self.unseen = False                                   # inside a call whose operations are nobody's business
         self.sizes: dict[int, int] = {}                       # of the storages alive on the device, by their address
 
     def dispatch(self, func: Any, kinds: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -118,37 +119,44 @@ class Card(FakeTensorMode):
         if func in bodies and not tracing:
             return self.own_body(func, args, kwargs)
         if func is auto_functionalized_v2 and not tracing:    # of a traced graph, which nobody runs on a card
-            return self.inside_another(functionalized, args, kwargs)
+            return self.unseen_steps(functionalized, args, kwargs)
+        if self.depth > 0:                                    # inside another operation: all is fake, the host's too
+            return super().dispatch(func, kinds, args, kwargs)
         if not kwargs.get("pin_memory") and not any(on_card(x) for x in flat(args, kwargs)):
             return func(*args, **kwargs)
-        if self.depth > 0:                                    # inside another operation
-            return super().dispatch(func, kinds, args, kwargs)
         if tracing:
             return super().dispatch(func, kinds, args, kwargs)
         if func is aten._local_scalar_dense.default:
             return self.number(args[0])
+        if self.unseen:
+            self.depth += 1
+            try:
+                return super().dispatch(func, kinds, args, kwargs)
+            finally:
+                self.depth -= 1
         out = self.outermost(func, kinds, args, kwargs)
         if not is_composite(func):
             self.recorder.operation(func, args, kwargs, out)
         return out
 
-    def inside_another(self, call: Callable, args: tuple, kwargs: dict) -> Any:
+    def unseen_steps(self, call: Callable, args: tuple, kwargs: dict) -> Any:
         """The recorder does not see the operations of this call; tensors of the host stay real."""
-        self.depth += 1
+        self.unseen = True
         try:
             with self:
                 return call(*args, **kwargs)
         finally:
-            self.depth -= 1
+            self.unseen = False
 
     def own_body(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """A custom operation does what its code says, also where a traced graph wraps it: the recorder sees that."""
-        depth, self.depth = self.depth, 0
+        before = self.depth, self.unseen
+        self.depth, self.unseen = 0, False
         try:
             with self:
                 return bodies[func](*args, **kwargs)
         finally:
-            self.depth = depth
+            self.depth, self.unseen = before
 
     def outermost(self, func: Any, kinds: Any, args: tuple, kwargs: dict) -> Any:
         """Shapes of an operation that nothing else is made of."""

@@ -25,12 +25,6 @@ needs_tool = pytest.mark.skipif(bool(REASON), reason=f"the rehearsal: {REASON}")
 needs_ledger = pytest.mark.skipif(not rehearse.LEDGER.exists(), reason="no ledger: python tests/rehearse.py --update")
 
 
-@pytest.fixture(scope="session")
-def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What one walk has compiled, the next one finds."""
-    return Path(os.environ.get("REHEARSAL_CACHE") or tmp_path_factory.mktemp("cache"))
-
-
 def command_of(*arguments: str, root: Path = ROOT) -> list[str]:
     return [sys.executable, str(root / "tests/rehearse.py"), *arguments]
 
@@ -106,7 +100,8 @@ def copy_with(folder: Path, changes: dict[str, str]) -> Path:
         text = text.replace(old, new)
     tests = folder / "tests"
     tests.mkdir(parents=True)
-    for name in ("rehearse.py", "walk.py", "phantom.py", "phantom.cpp", "price.py", "rates.json", "rehearsal.json"):
+    for name in ("rehearse.py", "walk.py", "walk_ranks.py", "agreement.py", "phantom.py", "phantom.cpp", "price.py",
+                 "rates.json", "rehearsal.json"):
         if (ROOT / "tests" / name).exists():
             shutil.copy(ROOT / "tests" / name, tests)
     (folder / "train_gpt.py").write_text(text, "utf-8")

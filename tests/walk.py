@@ -714,16 +714,22 @@ def check_stages(stages: str, cfg: tg.Config) -> None:
         raise tg.ConfigError("--stages of the rehearsal", stages, f"some of {','.join(known)}", "leave the others out")
 
 
-def walk(options: argparse.Namespace) -> dict[str, Any]:
-    ledger = Ledger(options.world)
-    ledger.began = time.perf_counter()
-    mode = phantom.install(options.card, ledger, 0, options.world)
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(options.world), LOCAL_WORLD_SIZE=str(options.world),
-                      MASTER_ADDR="localhost", MASTER_PORT="1")
+def install(card: str, recorder: phantom.Recorder, world: int) -> phantom.Card:
+    """The cards, and what the trainer does with them instead. Returns the mode to run the trainer in."""
+    mode = phantom.install(card, recorder, 0, world)
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
     for operation in (tg.add_rows, tg.add_product):
         phantom.bodies[operation._opoverload] = operation._init_fn
     tg.save_tensors = save_nothing
+    return mode
+
+
+def walk(options: argparse.Namespace) -> dict[str, Any]:
+    ledger = Ledger(options.world)
+    ledger.began = time.perf_counter()
+    mode = install(options.card, ledger, options.world)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(options.world), LOCAL_WORLD_SIZE=str(options.world),
+                      MASTER_ADDR="localhost", MASTER_PORT="1")
     torch.compile = rehearsed_compile(ledger, options)
     listen(ledger, options)
 
