@@ -121,7 +121,7 @@ def forget_attribute(owner, name: str):
 def forget_call(name: str):
     return lambda ex, stale, monkeypatch: monkeypatch.setattr(*(
         (tg.TableRows, "reset", lambda self: None) if name == "tables" else
-        (tg.GPT, "zero_grad", lambda self, set_to_none: None) if name == "gradients" else
+        (tg.Optimizer, "clear", lambda self, labels: None) if name == "gradients" else
         (torch, "set_rng_state", lambda state: None)))
 
 
@@ -139,7 +139,10 @@ def everything(ex: tg.Executor) -> dict:
               for label, table in ex.tables.items() for name in ("sums", "grad")}
     open_plans = {f"{label}.open": (len(table.open_plans), table.cached is None, dict(table.totals))
                   for label, table in ex.tables.items()}
-    return bits(ex) | tables | open_plans | {f"grad of {k}": p.grad is None for k, p in ex.model.named_parameters()}
+    owned = {f"{label}.written": (ex.optimizer.weights[label].written.tolist(), passes)
+             for label, passes in ex.optimizer.passes.items()}
+    kept = {f"grad of {k}": p.grad is None for k, p in ex.model.named_parameters()}
+    return bits(ex) | tables | open_plans | owned | kept
 
 
 OFTEN_FORGOTTEN = {                      # one of each kind; the others with --all
