@@ -99,8 +99,8 @@ def test_flags_that_cannot_work(flag, capsys):
 WALK = """
 import sys
 sys.path[:0] = sys.argv[1:3]
-import phantom
-with phantom.install("H100", phantom.Recorder()):
+import walk
+with walk.install("H100", walk.phantom.Recorder(), 1):
     import bench_gpu
     sys.exit(bench_gpu.main(sys.argv[3:]))
 """
