@@ -4721,24 +4721,15 @@ def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
     return losses
 
 
-def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor,
-            steps: Sequence[int] = ()) -> list[tuple[int, float]]:
-    """Run every graph the race will need, or the given steps, on tokens from a formula (recipe 1.4).
-
-    The state is put back bit by bit. Returns (stage, time in s) of the end of each cycle.
-    """
+def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor) -> None:
+    """Run every graph the race will need, on tokens from a formula (recipe 1.4). The state is put back bit by bit."""
     saved = executor.snapshot()
     invented_cfg, headers, validation = invented_data(cfg, fabric, executor)
-    values_of_steps = [schedule.at(step) for step in steps or schedule.warm_up_steps()]
+    values_of_steps = [schedule.at(step) for step in schedule.warm_up_steps()]
     loader = Loader(invented_cfg, fabric, headers, values_of_steps, executor.exchange_ahead, "warm-up")
     loader.start()
-
-    cycle_ends = []
     for values in values_of_steps:
         train_step(executor, loader, values)
-        if values.adam_step:
-            fabric.synchronize()
-            cycle_ends.append((values.stage, time.perf_counter()))
 
     last_of_stage = {values.stage: values for values in values_of_steps}
     for values in last_of_stage.values():
@@ -4747,7 +4738,6 @@ def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor,
     executor.evaluate(validation.batches(end), end)
     loader.close()
     executor.restore(saved)
-    return cycle_ends
 
 
 def invented_data(cfg: Config, fabric: Fabric, executor: Executor) -> tuple[Config, list[ShardHeader], ValidationSet]:
@@ -4765,17 +4755,38 @@ def invented_data(cfg: Config, fabric: Fabric, executor: Executor) -> tuple[Conf
     return invented_cfg, headers, validation
 
 
-def time_steps(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> list[float]:
+def try_steps(cfg: Config, fabric: Fabric, executor: Executor, train: list[ShardHeader]) -> list[tuple[int, float]]:
+    """Train TRIAL_STEPS of each stage, and put the state back. Returns (stage, time in s) of the end of each cycle.
+
+    On the tokens of the race: evenly drawn ones touch more rows, and a step takes a tenth longer on a CPU.
+    """
+    scheduled_stages = len(cfg.stages) - 1
+    trial = Schedule(replace(cfg, num_scheduled_steps=TRIAL_STEPS * scheduled_stages, num_extension_steps=TRIAL_STEPS))
+    values_of_steps = [trial.at(step) for step in range(trial.total_steps)]
+    saved = executor.snapshot()
+    loader = Loader(replace(cfg, epochs=0), fabric, train, values_of_steps, executor.exchange_ahead, "step times")
+    loader.start()
+
+    cycle_ends = []
+    for values in values_of_steps:
+        train_step(executor, loader, values)
+        if values.adam_step:
+            fabric.synchronize()
+            cycle_ends.append((values.stage, time.perf_counter()))
+    loader.close()
+    executor.restore(saved)
+    return cycle_ends
+
+
+def time_steps(cfg: Config, fabric: Fabric, executor: Executor, train: list[ShardHeader], log: Log) -> list[float]:
     """Seconds of a step in each stage.
 
     A mean, for the race pays its slow cycles too; but without the slowest and fastest tenth, which few rounds overrate.
     """
-    scheduled_stages = len(cfg.stages) - 1
-    trial = Schedule(replace(cfg, num_scheduled_steps=TRIAL_STEPS * scheduled_stages, num_extension_steps=TRIAL_STEPS))
     cycles: list[list[float]] = [[] for _ in cfg.stages]
     with log.phase("step times"):
         for _ in range(TRIAL_ROUNDS):
-            cycle_ends = warm_up(cfg, fabric, trial, executor, range(trial.total_steps))
+            cycle_ends = try_steps(cfg, fabric, executor, train)
             for stage, seconds in enumerate(cycles):
                 ends = [end for at, end in cycle_ends if at == stage]
                 seconds.extend(np.diff(ends).tolist())                        # without the first, which changes stages
@@ -4788,10 +4799,10 @@ def time_steps(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> lis
     return seconds_per_step
 
 
-def fit_budget(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> Config:
+def fit_budget(cfg: Config, fabric: Fabric, executor: Executor, train: list[ShardHeader], log: Log) -> Config:
     """Scale the schedule to time_budget by the time of a step in each stage. Raises ConfigError."""
     scheduled_stages = len(cfg.stages) - 1
-    seconds_per_step = time_steps(cfg, fabric, executor, log)
+    seconds_per_step = time_steps(cfg, fabric, executor, train, log)
     *scheduled, extension = seconds_per_step
     tail = cfg.num_extension_steps / cfg.num_scheduled_steps
     seconds_of_a_scheduled_step = sum(scheduled) / scheduled_stages + tail * extension    # with its share of the tail
@@ -5510,7 +5521,7 @@ def run_all(preset: str, given: Config, fabric: Fabric, ending: Ending) -> bool:
         validation = ValidationSet(cfg, fabric, shards.val, executor.exchange)
     warm_up_with_patience(cfg, fabric, executor, log)
     if cfg.time_budget and not earlier:
-        cfg = fit_budget(cfg, fabric, executor, log)
+        cfg = fit_budget(cfg, fabric, executor, shards.train, log)
         check_enough_data(cfg, log.schedule, shards.train)
         check_profile(log.schedule, 0)
 

@@ -398,7 +398,7 @@ def test_a_time_budget_scales_the_schedule(tmp_path):
         patch.setattr(tg.Fabric, "of_all", lambda self, x: [x + 30, x])       # another rank is faster
         patch.setattr(tg, "train_step", lambda ex, loader, values: now.__setitem__(0, now[0] + values.stage + 1))
         made = tg.Log(tmp_path / "run", fabric(), tg.Schedule(cfg))
-        scaled = tg.fit_budget(cfg, fabric(), Model(), made)
+        scaled = tg.fit_budget(cfg, fabric(), Model(), tg.find_shards(cfg.train_files), made)
     made.close()
     # 9 scheduled steps (1, 2, 3 s) and 3 of extension (4 s): 2 + 4 / 3 seconds for each scheduled step
     assert (scaled.num_scheduled_steps, scaled.num_extension_steps) == (120, 40)
@@ -415,9 +415,9 @@ def test_a_few_odd_cycles_do_not_count_in_a_time_budget(tmp_path):
             now += seconds
             ends.append((stage, now))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tg, "warm_up", lambda *_: ends)
+        patch.setattr(tg, "try_steps", lambda *_: ends)
         made = tg.Log(tmp_path / "run", fabric(), tg.Schedule(preset()))
-        found = tg.time_steps(preset(), fabric(), None, made)
+        found = tg.time_steps(preset(), fabric(), None, [], made)
     made.close()
     assert found == [0.5] * 4
 
@@ -434,7 +434,7 @@ def test_a_budget_of_more_steps_than_a_run_may_have_is_refused(tmp_path, monkeyp
     log = tg.Log(tmp_path / "run", fabric(), tg.Schedule(preset()))
 
     def fit(seconds: float) -> tg.Config:
-        return tg.fit_budget(preset(time_budget=seconds), fabric(), None, log)
+        return tg.fit_budget(preset(time_budget=seconds), fabric(), None, [], log)
     message = refused(tg.ConfigError, lambda: fit(1e6), "--time_budget", "10000000 steps")
     fitted = fit(float(message.rpartition("--time_budget=")[2]))
     log.close()
