@@ -321,6 +321,18 @@ def without_gpu() -> str:
             "  do:       --device=cpu runs the same lines at tiny sizes, which tests this file and measures nothing")
 
 
+def open_or_refuse(fabric: tg.Fabric, report: Report) -> gpu_steps.Started | None:
+    """The run whose steps are timed. None: the preset does not fit here, which is a result, too."""
+    try:
+        if fabric.on_cuda:
+            return gpu_steps.open_run("record", fabric, FORMULA_TOKENS, tg.GPT2_VOCAB)
+        return gpu_steps.open_run("tiny", fabric, 60_000, 512)
+    except tg.RunError as error:
+        report.say(f"\n{error}")
+        report.figures["steps"] = dict(refused=str(error))
+        return None
+
+
 def bench(args: argparse.Namespace, fabric: tg.Fabric, report: Report) -> None:
     on_cuda = fabric.on_cuda
     limit = Limit(args.limit)
@@ -348,15 +360,9 @@ def bench(args: argparse.Namespace, fabric: tg.Fabric, report: Report) -> None:
         bench_kernels(lab, report, limit, share, args.rounds, peaks)
         report.save()
     if "steps" in args.only:
-        try:
-            if on_cuda:
-                run = gpu_steps.open_run("record", fabric, FORMULA_TOKENS, tg.GPT2_VOCAB)
-            else:
-                run = gpu_steps.open_run("tiny", fabric, 60_000, 512)
+        run = open_or_refuse(fabric, report)
+        if run is not None:
             bench_steps(run, report, limit, args)
-        except tg.RunError as error:                                          # the preset does not fit: a result, too
-            report.say(f"\n{error}")
-            report.figures["steps"] = dict(refused=str(error))
     report.figures["seconds"] = limit.spent()
     report.say(f"\n{limit.spent():.0f} s; wrong: {len(report.wrong)}, left out: {len(report.left_out)}")
     report.save()

@@ -86,6 +86,15 @@ def test_a_preset_that_does_not_fit_is_a_result(tmp_path, monkeypatch, capsys):
     assert status == 0 and "1 GiB to use" in figures["steps"]["refused"] and "1 GiB to use" in text
 
 
+def test_a_step_that_goes_wrong_is_no_preset_that_does_not_fit(tmp_path, monkeypatch, capsys):
+    def broken(*_):
+        raise tg.RunError("optim_step", "no gradient of ['attn']", "one of each", "forward_backward first")
+
+    monkeypatch.setattr(tg.Optimizer, "step", broken)
+    with pytest.raises(tg.RunError, match="no gradient"):
+        bench(tmp_path, "--only=steps")
+
+
 @pytest.mark.parametrize("flag", ["--only=kernel", "--only=profile", "--device=tpu", "--stages=0", "--stages=1,x",
                                   "--rounds=0", "--cycles=0"])
 def test_flags_that_cannot_work(flag, capsys):
