@@ -1976,6 +1976,7 @@ FP8_W_SCALE = 1.6 / FP8_MAX
 FP8_GRAD_SCALE = 0.75 / FP8_MAX
 SHORTEST_BLOCK = 32                      # of queries: shorter ones would cost more in calls than they spare
 ADD_ROWS_LINES = 8                       # gradient lines that a program adds at once
+LOGITS_AT_ONCE = 1 << 19                 # in passes of a CPU: they and what is made of them stay in its cache
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # z = 23 sigmoid((logit + 5) / 7.5)
 
 tl: Any = None                           # triton.language, from the first launch on: only a GPU needs the package
@@ -2253,7 +2254,52 @@ def relu_sq_mlp(n: Tensor, up: Owned, down: Owned) -> Tensor:
 
 def softcap(logits: Tensor) -> Tensor:
     """Logits between 0 and LOGIT_CAP, any shape and float dtype."""
-    return LOGIT_CAP * torch.sigmoid((logits + LOGIT_SHIFT) / LOGIT_WIDTH)
+    return LOGIT_CAP * share_of_cap(logits)
+
+
+def share_of_cap(logits: Tensor) -> Tensor:
+    """s = z / LOGIT_CAP, between 0 and 1."""
+    return torch.sigmoid((logits + LOGIT_SHIFT) * (1 / LOGIT_WIDTH))
+
+
+def blocks_of_rows(*arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Arrays (N, ...), the first of them (N, V), in blocks of rows; one block where a compiler fuses the passes."""
+    first = arrays[0]
+    rows = len(first)
+    if not first.is_cuda and not torch.compiler.is_compiling():
+        rows = max(1, LOGITS_AT_ONCE // first.shape[1])
+    return zip(*(x.split(rows) for x in arrays))
+
+
+def capped_at(logits: Tensor, ids: Tensor, work: torch.dtype) -> tuple[Tensor, Tensor]:
+    """logits (N, V), ids (N, G) -> logsumexp of the capped logits z, (N,), and z[ids], (N, G).
+
+    No term of the sum overflows, for z lies below LOGIT_CAP: one sweep does, without the rows' largest.
+    """
+    lse, z_of_ids = [], []
+    for block, ids_of_block in blocks_of_rows(logits, ids):
+        z = softcap(block.to(work))
+        lse.append((z - LOGIT_CAP).exp().sum(dim=-1).log() + LOGIT_CAP)
+        z_of_ids.append(z.gather(1, ids_of_block))
+    return torch.cat(lse), torch.cat(z_of_ids)
+
+
+def logits_gradient(logits: Tensor, lse: Tensor, ids: Tensor, shares: Tensor, work: torch.dtype) -> Tensor:
+    """Gradient by the logits of sum over k of shares[k] * (lse - z[ids[k]]) * LOGIT_WIDTH / LOGIT_CAP, (N, V).
+
+    logits (N, V), lse (N,), ids and shares (N, G)
+    """
+    s = share_of_cap(logits.to(work))
+    grad = shares.sum(dim=1, keepdim=True) * torch.exp(LOGIT_CAP * s - lse[:, None])      # by z
+    columns = torch.arange(grad.shape[1], device=grad.device)
+    for k in range(ids.shape[1]):                                             # one by one: a row may have an id twice
+        column = ids[:, k:k + 1]
+        share = shares[:, k:k + 1]
+        if torch.compiler.is_compiling():                                     # comparisons fuse, a scatter would not
+            grad = grad - share * (columns == column)
+        else:
+            grad.scatter_add_(1, column, -share)
+    return grad * s * (1 - s)
 
 
 def e4m3(x: Tensor, scale: float) -> Tensor:
@@ -2378,28 +2424,26 @@ class HeadLoss(torch.autograd.Function):
             logits = fp8_product(y, w, scale, native, product_dtype, fast=True)
 
         logits = logits.to(logits_dtype)
-        z = softcap(logits.to(ctx.work))
-        lse = z.logsumexp(dim=-1)
         next_ids, shares = next_targets(targets, weights)
+        lse, z_of_next = capped_at(logits, next_ids, ctx.work)
         ctx.save_for_backward(y, w, logits, lse, next_ids, shares, loss_weight)
-        nats = lse[:, None] - z.gather(1, next_ids)                           # (N, G), -log of the probability
+        nats = lse[:, None] - z_of_next                                       # (N, G), -log of the probability
         return (shares * nats).sum(dim=1)
 
     @staticmethod
     def backward(ctx, grad_losses):
         y, w, logits, lse, next_ids, shares, loss_weight = ctx.saved_tensors
-        s = torch.sigmoid((logits.to(ctx.work) + LOGIT_SHIFT) / LOGIT_WIDTH)
-        probability = torch.exp(LOGIT_CAP * s - lse[:, None])
-        grad = shares.sum(dim=1, keepdim=True) * probability
-        all_ids = torch.arange(grad.shape[1], device=grad.device)
-        for k in range(next_ids.shape[1]):                                    # comparisons fuse, a scatter would not
-            is_target = all_ids == next_ids[:, k:k + 1]
-            grad = grad - shares[:, k:k + 1] * is_target
-        grad = grad_losses[:, None] * grad                                    # by z; by the logits: times dz/dlogit
-        grad = grad * (LOGIT_CAP / LOGIT_WIDTH) * s * (1 - s)
+        unit = grad_losses * (LOGIT_CAP / LOGIT_WIDTH)
+        grad = logits                                                         # its place: nobody reads them again
+        if ctx.precision != "plain":
+            grad_scale = loss_weight.float() * f32_scale(FP8_GRAD_SCALE, y).float()
+            unit = unit / grad_scale
+            grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
+        shares = unit[:, None] * shares
+        for place, *facts in blocks_of_rows(grad, logits, lse, next_ids, shares):
+            place.copy_(logits_gradient(*facts, ctx.work))
 
         if ctx.precision == "plain":
-            grad = grad.to(y.dtype)
             grad_y = grad @ w.t()
             grad_w = None
             if ctx.needs_input_grad[1]:                                       # not of a frozen one
@@ -2407,10 +2451,7 @@ class HeadLoss(torch.autograd.Function):
             return grad_y, grad_w, None, None, None, None, None, None
 
         native = ctx.precision == "fp8"
-        grad_scale = loss_weight.float() * f32_scale(FP8_GRAD_SCALE, y).float()
-        grad = (grad / grad_scale).to(torch.float8_e5m2)
         grad_scale = grad_scale.double()
-
         scale_y = grad_scale * f32_scale(FP8_W_SCALE, y)                      # a product's scale: of its two factors
         dtype_y = torch.bfloat16 if native else ctx.work
         grad_y = fp8_product(grad, w.t(), scale_y, native, dtype_y)
@@ -2427,9 +2468,8 @@ class HeadLoss(torch.autograd.Function):
 def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     """Evaluation: -log softmax(softcap(y w))[target], no fp8. y (N, D), w (D, V), targets (N,) -> (N,) f32 or f64."""
     work = exact_dtype(y.dtype)
-    z = softcap((y @ w).to(work))
-    z_of_target = z.gather(1, targets[:, None])[:, 0]
-    return z.logsumexp(dim=-1) - z_of_target
+    lse, z_of_target = capped_at(y @ w, targets[:, None], work)
+    return lse - z_of_target[:, 0]
 
 
 # ====== Room 5: Model =================================================================================================
@@ -3592,7 +3632,8 @@ LOGIT_COPIES = 2                         # logits and their gradient, which in f
 LOGIT_COPIES_REFERENCE = 6               # the same in plain PyTorch, in f32
 EVAL_KEPT_ROWS = 16                      # of width D, per token, in evaluation: 15 and what is read of tables
 EVAL_KEPT_ROWS_REFERENCE = 24            # the same in plain PyTorch
-EVAL_LOGIT_COPIES = 3                    # in evaluation, which is plain PyTorch there, in f32
+EVAL_LOGIT_COPIES = 1                    # logits in evaluation
+EVAL_LOGIT_COPIES_REFERENCE = 3          # the same in plain PyTorch, in f32
 RECOMPILE_LIMIT = 64
 PIECE_ROWS = 1 << 14                     # rows of each rank that are gathered at a time for a file
 LONG_PATIENCE = 10                       # ranks may be that many timeouts apart while they compile, or one writes files
@@ -3658,6 +3699,7 @@ class Evaluator:
         if self.compiling:                                    # a graph per stage, and per shape
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         self.model_hidden = self.compiled(self.model.hidden)
+        self.next_token_losses = self.compiled(next_token_losses)
 
     def compiled(self, call: Callable) -> Callable:
         """The call as a compiled graph, or as it is where nothing is compiled."""
@@ -3688,7 +3730,7 @@ class Evaluator:
                 rows = self.model_hidden(part, reach, sources).flatten(0, 1)
                 targets = part.targets.flatten()
                 for y, target in zip(rows.split(EVAL_ROWS), targets.split(EVAL_ROWS)):
-                    losses = next_token_losses(y, self.model.lm_head, target)
+                    losses = self.next_token_losses(y, self.model.lm_head, target)
                     total += losses.sum(dtype=torch.float64)
             tokens += batch.targets.numel() * self.fabric.world
         return sum(self.fabric.of_all(float(total))) / tokens
@@ -3963,16 +4005,18 @@ def working_bytes(cfg: Config, compiled: bool, slots_at_once: int) -> int:
     if compiled:
         saved_rows, kept_rows = SAVED_ROWS, EVAL_KEPT_ROWS
         logit_bytes = LOGIT_COPIES * dtype.itemsize
+        eval_logit_bytes = EVAL_LOGIT_COPIES * dtype.itemsize
     else:
         saved_rows, kept_rows = SAVED_ROWS_REFERENCE, EVAL_KEPT_ROWS_REFERENCE
         logit_bytes = LOGIT_COPIES_REFERENCE * exact_bytes
+        eval_logit_bytes = EVAL_LOGIT_COPIES_REFERENCE * exact_bytes
 
     longest = max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
     token_bytes = len(LAYERS) * saved_rows * row_bytes + cfg.padded_vocab * logit_bytes
     training = slots_at_once * longest * token_bytes
 
     tokens = slots_at_once * cfg.val_batch_tokens // cfg.num_slots
-    logits = min(tokens, EVAL_ROWS) * cfg.padded_vocab * EVAL_LOGIT_COPIES * exact_bytes
+    logits = min(tokens, EVAL_ROWS) * cfg.padded_vocab * eval_logit_bytes
     evaluating = max(tokens * kept_rows * row_bytes, tokens * row_bytes + logits)
     return max(training, evaluating)
 

@@ -374,7 +374,8 @@ class ConfigS:
             kept[layer.keep_as] = x
         last, capped, targets = calls["rms_norm"][-1], calls["softcap"][0], self.batch.targets.flatten()
         yield from (("after_backout", last.x[0]), ("final_norm", last.out[0]))
-        yield from (("raw_logits", capped.logits), ("logits", capped.out))
+        raw_logits = last.out[0] @ self.model.lm_head                         # the backward has overwritten its own
+        yield from (("raw_logits", raw_logits), ("logits", capped.out))
         losses = tg.next_token_losses(last.out[0], self.model.lm_head, targets)
         yield "lse", losses + capped.out.gather(1, targets[:, None])[:, 0]
 
