@@ -2001,15 +2001,19 @@ def rms_norm(x: Tensor) -> Tensor:
     return F.rms_norm(x, (width,), eps=RMS_EPS)
 
 
+def angles_by_channel(angles: Tensor) -> Tensor:
+    """(..., E/4) -> (..., E): neighbours turn by the same angle, negated for the second; the other half by 0."""
+    turning = torch.stack((angles, -angles), dim=-1).flatten(-2)
+    return F.pad(turning, (0, turning.shape[-1]))
+
+
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle. x (..., E), cos and sin (..., E/4)."""
-    turning, still = x.chunk(2, dim=-1)
-    even = turning[..., 0::2]
-    odd = turning[..., 1::2]
-    turned_even = cos * even + sin * odd
-    turned_odd = cos * odd - sin * even
-    turned = torch.stack((turned_even, turned_odd), dim=-1).flatten(-2)       # neighbours again
-    return torch.cat((turned, still), dim=-1)
+    """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle; x (..., E).
+
+    cos and sin (..., E) of `angles_by_channel`: as wide as a head, they cost fewer passes than its parts would.
+    """
+    neighbours_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
+    return x * cos + neighbours_swapped * sin
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int,
@@ -2616,8 +2620,8 @@ class GPT(nn.Module):
             self.register_parameter(row.label, nn.Parameter(weight))
 
         for name in ("rotary_cos", "rotary_sin"):
-            angles = torch.zeros(2 * rotary_len, cfg.head_dim // 4, dtype=dtype)
-            self.register_buffer(name, angles, persistent=False)
+            factors = torch.zeros(2 * rotary_len, cfg.head_dim, dtype=dtype)
+            self.register_buffer(name, factors, persistent=False)
 
     @torch.no_grad()
     def set_initial_values(self, seed: int, kept: Callable[[str, Tensor], Tensor] = keep_all) -> None:
@@ -2643,7 +2647,7 @@ class GPT(nn.Module):
         device = self.rotary_cos.device
         positions = torch.arange(len(self.rotary_cos), dtype=dtype, device=device)
         per_position = torch.tensor(frequencies, dtype=dtype, device=device)
-        angles = torch.outer(positions, per_position)
+        angles = torch.outer(positions, angles_by_channel(per_position))
         self.rotary_cos.copy_(angles.cos())
         self.rotary_sin.copy_(angles.sin())
 
@@ -2761,7 +2765,7 @@ class GPT(nn.Module):
                      window: int, reach: Reach) -> Tensor:
         """q, k, v (B, T, H, E) -> (B, T, H, E); positions count in the slot."""
         length = q.shape[1]
-        cos = self.rotary_cos[:length, None]                                  # (T, 1, E / 4), for every head
+        cos = self.rotary_cos[:length, None]                                  # (T, 1, E), for every head
         sin = self.rotary_sin[:length, None]
         q = rotate(q, cos, sin)
         k = rotate(k, cos, sin)

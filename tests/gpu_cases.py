@@ -347,8 +347,9 @@ def norm_and_rotation(lab: Lab) -> Case:
     E = lab.sizes.head_dim
     x = lab.normal(T, H, E)
     angles = 100 * torch.rand(T, 1, E // 4, generator=lab.generator, device=lab.device)
-    cos = angles.cos().bfloat16()
-    sin = angles.sin().bfloat16()
+    by_channel = tg.angles_by_channel(angles)
+    cos = by_channel.cos().bfloat16()
+    sin = by_channel.sin().bfloat16()
     seed = lab.normal(T, H, E)
 
     def plain(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -357,7 +358,7 @@ def norm_and_rotation(lab: Lab) -> Case:
     def formula(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         normed = x / (x.square().mean(-1, keepdim=True) + tg.RMS_EPS).sqrt()
         turning = torch.view_as_complex(normed[..., :E // 2].unflatten(-1, (-1, 2)).contiguous())
-        turned = torch.view_as_real(turning * torch.complex(cos, -sin)).flatten(-2)
+        turned = torch.view_as_real(turning * torch.complex(cos[..., :E // 2:2], -sin[..., :E // 2:2])).flatten(-2)
         return torch.cat((turned, normed[..., E // 2:]), dim=-1)
 
     moved = 5 * x.nbytes                                                      # x and y; x, dy and dx

@@ -237,10 +237,7 @@ def every_frequency(rotary: tg.Rotary) -> np.ndarray:
 
 def rotary_factors(model: tg.GPT) -> tuple[Tensor, Tensor]:
     """The tables of a model for each channel: cosine, and sine with odd channels negated."""
-    cos, sin = model.rotary_cos, model.rotary_sin
-    still = cos.new_zeros(len(cos), model.head_dim // 2)
-    cos, sin = cos.repeat_interleave(2, dim=1), torch.stack((sin, -sin), dim=2).flatten(1)
-    return torch.cat((cos, still + 1), dim=1), torch.cat((sin, still), dim=1)
+    return model.rotary_cos, model.rotary_sin
 
 
 def slots_of(tokens: np.ndarray, targets: np.ndarray, cu_seqlens: np.ndarray) -> list[tg.Slot]:

@@ -37,7 +37,8 @@ def test_rotate_is_a_complex_product_with_exp_minus_i_angle(lead, width):
     x, angle = randn(*lead, width, seed=2), 3 * randn(*lead, width // 4, seed=3)
     first = x[..., :width // 2]
     z = torch.complex(first[..., 0::2], first[..., 1::2]) * torch.exp(-1j * angle)
-    got = tg.rotate(x, angle.cos(), angle.sin())
+    by_channel = tg.angles_by_channel(angle)
+    got = tg.rotate(x, by_channel.cos(), by_channel.sin())
     assert_close(got[..., 0:width // 2:2], z.real)
     assert_close(got[..., 1:width // 2:2], z.imag)
     assert got[..., width // 2:].equal(x[..., width // 2:]), "half of the features do not turn"
@@ -48,7 +49,8 @@ def test_scores_of_rotated_vectors_depend_on_the_distance_only():
     q, k, frequency = randn(8), randn(8, seed=1), torch.tensor([1.0, 0.3], dtype=F64)
 
     def score(i, j):
-        turned = [tg.rotate(x, (at * frequency).cos(), (at * frequency).sin()) for x, at in ((q, i), (k, j))]
+        by_channel = tg.angles_by_channel(frequency)
+        turned = [tg.rotate(x, (at * by_channel).cos(), (at * by_channel).sin()) for x, at in ((q, i), (k, j))]
         return float(turned[0] @ turned[1])
 
     assert score(3, 1) == pytest.approx(score(40, 38), rel=1e-12) != pytest.approx(score(1, 3), rel=1e-3)

@@ -282,12 +282,16 @@ def test_rotary_tables_hold_cos_and_sin_of_position_times_frequency():
     addresses = [x.data_ptr() for x in model.buffers()]
     model.set_rotary(frequencies)
     angles = np.arange(96)[:, None] * np.array(frequencies)          # twice the length: paired layers have 2T positions
-    np.testing.assert_allclose(model.rotary_cos, np.cos(angles), rtol=0, atol=1e-14)
-    np.testing.assert_allclose(model.rotary_sin, np.sin(angles), rtol=0, atol=1e-14)
+    still = np.zeros((96, 4))
+    cos = np.concatenate([np.repeat(np.cos(angles), 2, 1), still + 1], 1)
+    signs = [1, -1, 1, -1]                                           # of neighbours: (even, odd), (even, odd)
+    sin = np.concatenate([np.repeat(np.sin(angles), 2, 1) * signs, still], 1)
+    np.testing.assert_allclose(model.rotary_cos, cos, rtol=0, atol=1e-14)
+    np.testing.assert_allclose(model.rotary_sin, sin, rtol=0, atol=1e-14)
     assert [x.data_ptr() for x in model.buffers()] == addresses, "in place: nothing recompiles"
     half = model_of(replace(cfg, dtype="bfloat16"))
     half.set_rotary(frequencies)
-    assert half.rotary_cos.equal(torch.from_numpy(np.cos(angles)).float().bfloat16()), "angles in f32, rounded once"
+    assert half.rotary_cos.equal(torch.from_numpy(cos).float().bfloat16()), "angles in f32, rounded once"
 
 
 # ---- leaks ----------------------------------------------------------------------------------------------------------
