@@ -4526,6 +4526,7 @@ def load_checkpoint(folder: Path, cfg: Config, fabric: Fabric) -> tuple[Path, di
 # ====== Room 9: Race ==================================================================================================
 SAMPLE_TEMPERATURE = 0.8
 PLAIN_LINES = 20                         # step lines of a whole run on a console that is no terminal
+DEVICE_POLL = 2e-4                       # s between two looks at the device, which is a cycle behind the host
 TRIAL_ROUNDS = 2                         # through all stages, to find how long a step takes: a machine's speed drifts
 TRIAL_STEPS = 16                         # of each stage in a round: whole cycles
 RESERVE_BYTES = 1 << 14                  # of the disk, held back for the last lines of a run that has filled it
@@ -4557,6 +4558,30 @@ class Clock:
         self.since = None
 
 
+def wait_for_device(event: Any, seconds: float) -> None:
+    """Until the device has come to this event. Raises RunError behind the given time.
+
+    By looking again and again: a wait in C would keep signals from being heard, and might have no end.
+    """
+    deadline = time.monotonic() + seconds
+    while not event.query():
+        if time.monotonic() > deadline:
+            raise RunError("waiting for the device", f"work unfinished after {seconds:g} s", "its end by then",
+                           "look at the other ranks and, with nvidia-smi, at this GPU; or give a longer --comm_timeout")
+        time.sleep(DEVICE_POLL)
+
+
+@contextlib.contextmanager
+def settled_objects() -> Iterator[None]:
+    """Within this, the garbage collector passes over all that is there now: models and graphs are many objects."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 class StepLine(NamedTuple):
     """What the log knows of a step before it may look at the loss."""
 
@@ -4582,6 +4607,7 @@ class Log:
         self.done = done                 # steps
         self.last_good = last_good       # validation, in words
         self.pending: list[StepLine] = []
+        self.copies: list[tuple[Tensor, Any]] = []            # pinned places for losses, and events; used in turn
         self.files: dict[str, Any] = {}
         self.reserve: Any = None
         self.bar: Any = None
@@ -4678,20 +4704,28 @@ class Log:
         sums = losses.slot_sums
         copied = None
         if sums.is_cuda:
-            sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-
+            sums, copied = self._leaving(sums)
         fields = dict(step=self.done, train_time_ms=round(ms, 3), tokens=self.tokens)
         self.pending.append(StepLine(fields, sums, losses.tokens, copied))
         self.flush(keep=CYCLE)
+
+    def _leaving(self, sums: Tensor) -> tuple[Tensor, Any]:
+        """Losses on their way to host memory, and the event behind the copy. `flush` leaves CYCLE copies in use."""
+        if not self.copies:
+            for _ in range(CYCLE + 1):
+                place = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
+                self.copies.append((place, torch.cuda.Event()))
+        place, copied = self.copies[self.done % len(self.copies)]
+        place.copy_(sums, non_blocking=True)
+        copied.record()
+        return place, copied
 
     def flush(self, keep: int = 0) -> None:
         """Write the lines of all steps but the last `keep`. Raises RunError on a loss that is not finite."""
         while len(self.pending) > keep:
             line = self.pending[0]
             if line.copied is not None:
-                line.copied.synchronize()
+                wait_for_device(line.copied, LONG_PATIENCE * self.schedule.cfg.comm_timeout)
             loss = float(line.slot_sums.sum()) / line.tokens
             self.check(loss, f"training loss of step {line.fields['step'] - 1}")
             self.pending.pop(0)
@@ -4943,7 +4977,6 @@ def race(schedule: Schedule, loader: Loader, executor: Executor, validation: Val
 
     On the clock: reading, packing, plans, steps, logging. Off the clock: validation.
     """
-    gc.collect()
     clock.start()
     with log.phase("first batch", timed=True):
         loader.start()
@@ -5398,7 +5431,8 @@ def run_once(cfg: Config, executor: Executor, shards: Shards, validation: Valida
     if fabric.on_cuda:
         torch.cuda.reset_peak_memory_stats()
     log.open_bar()
-    loss = race(schedule, loader, executor, validation, clock, log, before_step)
+    with settled_objects():
+        loss = race(schedule, loader, executor, validation, clock, log, before_step)
     loader.close()
     if profile is not None:
         profile.stop()

@@ -263,6 +263,7 @@ class Event:
         mode.recorder.host_waited("an event of the device")
 
     def query(self) -> bool:
+        mode.recorder.host_waited("an event of the device")
         return True
 
     def elapsed_time(self, _: Event) -> float:

@@ -44,7 +44,7 @@ LONGEST_REPEATED = 24, 400               # launches of the loss of one chunk of 
 ALLOWED_WAITS = {                        # in the timed loop, by line, and why
     "Clock.start: self.fabric.synchronize()": "the clock starts and stops behind what the device has done",
     "Clock.stop: self.fabric.synchronize()": "the same",
-    "Log.flush: line.copied.synchronize()": "the loss of a step one cycle back, which is there",
+    "wait_for_device: while not event.query():": "the loss of a step one cycle back, which is there",
     "GPT.set_rotary: per_position = torch.tensor(frequencies, dtype=dtype, device=device)":
         "at a stage's first step: 32 numbers from the host",
 }

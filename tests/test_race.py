@@ -1,7 +1,9 @@
 """Room 9: what is on the clock, what stands in the logs and when, a warm-up that meets every graph, and the sample."""
+import gc
 import json
 import math
 import os
+import signal
 import threading
 from types import SimpleNamespace
 
@@ -332,3 +334,49 @@ def test_sample_of_a_model_uses_its_own_context():
     text = sampled(cfg, ex, tg.Schedule(cfg).at(0), None)
     tokens = [int(x) for x in text.rpartition(": ")[2].split()]
     assert 0 < len(tokens) <= 20 and max(tokens) < cfg.vocab_size
+
+
+# ---- the wait for the device -----------------------------------------------------------------------------------------
+
+class DeviceEvent:
+    """Comes after so many looks; `between` is called at each."""
+
+    def __init__(self, looks: float, between=lambda: None) -> None:
+        self.looks = looks
+        self.between = between
+
+    def query(self) -> bool:
+        self.looks -= 1
+        self.between()
+        return self.looks < 0
+
+
+def test_a_wait_for_the_device_ends_when_the_device_is_there():
+    event = DeviceEvent(3)
+    tg.wait_for_device(event, 60.0)
+    assert event.looks == -1
+
+
+def test_a_wait_for_a_device_that_hangs_has_an_end():
+    refused(tg.RunError, lambda: tg.wait_for_device(DeviceEvent(math.inf), 0.02), "waiting for the device",
+            "unfinished after 0.02 s", "--comm_timeout")
+
+
+def test_a_signal_is_heard_in_a_wait_for_the_device():
+    sent = []
+
+    def send_once() -> None:
+        if not sent:
+            sent.append(os.kill(os.getpid(), signal.SIGINT))
+
+    with pytest.raises(KeyboardInterrupt):
+        tg.wait_for_device(DeviceEvent(math.inf, send_once), 60.0)
+
+
+def test_objects_of_before_are_settled_within_and_no_longer_behind():
+    with tg.settled_objects():
+        assert gc.get_freeze_count() > 1000
+    assert gc.get_freeze_count() == 0
+    with pytest.raises(KeyError), tg.settled_objects():
+        raise KeyError
+    assert gc.get_freeze_count() == 0, "behind a race that failed, too"

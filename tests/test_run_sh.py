@@ -15,6 +15,7 @@ import train_gpt as tg
 PARROT = """#!/usr/bin/env bash
 [[ $1 != - ]] || exit 0                  # has all packages
 [[ $1 != -c ]] || exec echo 2             # GPUs, as torch counts them
+echo "allocator: ${PYTORCH_ALLOC_CONF-}" >&2
 echo "$OMP_NUM_THREADS: $*"
 """
 BARE = """#!/usr/bin/env bash
@@ -45,7 +46,7 @@ def run_sh(tmp_path: Path):
     def call(*flags: str, **variables: str) -> subprocess.CompletedProcess:
         environment = dict(os.environ, PYTHON=str(programs / "parrot"))
         environment["PATH"] = f"{programs}:{environment['PATH']}"
-        for name in ("NPROC", "OMP_NUM_THREADS"):
+        for name in ("NPROC", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
             environment.pop(name, None)
         environment |= variables
         command = [str(home / "run.sh"), *flags]
@@ -112,6 +113,17 @@ def test_slots_that_are_no_number_are_left_to_the_trainer_to_name(run_sh, tmp_pa
     assert command.endswith(f"train_gpt.py {flags[0]} {flags[1]}")
     assert ("--nproc_per_node=2" in command) == (processes == 2)
     assert not list(tmp_path.rglob("stranger")), "a flag is no program"
+
+
+@pytest.mark.parametrize("gpus, variables, allocator", [
+    (NO_GPU, {}, ""),
+    (TWO_GPUS, {}, "expandable_segments:True"),
+    (TWO_GPUS, dict(PYTORCH_ALLOC_CONF="backend:native"), "backend:native"),
+    (TWO_GPUS, dict(PYTORCH_CUDA_ALLOC_CONF="backend:native"), "")])
+def test_on_gpus_memory_grows_unless_the_user_says_how(run_sh, tmp_path, gpus, variables, allocator):
+    (tmp_path / "programs/nvidia-smi").write_text(gpus)
+    done = run_sh("--preset=tiny", **variables)
+    assert f"allocator: {allocator}" in done.stderr.splitlines()
 
 
 @pytest.mark.parametrize("flags, command", [
