@@ -3146,8 +3146,8 @@ class TableRows:
 # ====== Room 7: Optimizer =============================================================================================
 # Launch order of the reductions, and order of the updates with their gathers: large ones travel while NorMuon computes.
 SMALL = "small"                          # what every rank updates alike: one sum over ranks for all of it
-REDUCE_ORDER = ("attn", "mlp", SMALL, "bigram_embed", "lm_head", "value_embed", "embed")
-UPDATE_ORDER = (SMALL, "lm_head", "bigram_embed", "value_embed", "embed", "attn", "mlp")
+REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
+UPDATE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
 POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16932, recipe 3.1)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
