@@ -4,6 +4,7 @@
 #
 # PYTHON=...  the interpreter to use [python3]. What it lacks goes into .venv beside this file.
 # NPROC=...   processes that train together [as many as GPUs and num_slots allow; 1 without a GPU]
+# PYTORCH_ALLOC_CONF=...  torch's allocator on GPUs [expandable_segments:True]
 set -euo pipefail
 
 say() { printf '== %s\n' "$*"; }
@@ -16,6 +17,7 @@ usage: ./run.sh [--field=value ...]       set up, get data, train, print the res
 environment:
   PYTHON=...   interpreter, 3.11 or later; what it lacks goes into .venv [python3]
   NPROC=...    processes that train together; divides num_slots [all GPUs; 1 on a CPU]
+  PYTORCH_ALLOC_CONF=...  torch's allocator on GPUs [expandable_segments:True]
 On this machine the preset is $preset unless --preset says otherwise. Its flags and their defaults:
 
 TEXT

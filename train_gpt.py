@@ -3144,7 +3144,8 @@ class TableRows:
 
 
 # ====== Room 7: Optimizer =============================================================================================
-# Launch order of the reductions, and order of the updates with their gathers: large ones travel while NorMuon computes.
+# Launch order of the reductions, and order of the updates with their gathers: NorMuon first, so that the gradients of
+# Adam's entries travel while it computes.
 SMALL = "small"                          # what every rank updates alike: one sum over ranks for all of it
 REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
 UPDATE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
@@ -3637,7 +3638,7 @@ LOGIT_COPIES_REFERENCE = 6               # the same in plain PyTorch, in f32
 EVAL_KEPT_ROWS = 16                      # of width D, per token, in evaluation: 15 and what is read of tables
 EVAL_KEPT_ROWS_REFERENCE = 24            # the same in plain PyTorch
 EVAL_LOGIT_COPIES = 1                    # logits in evaluation
-EVAL_LOGIT_COPIES_REFERENCE = 3          # the same in plain PyTorch, in f32
+EVAL_LOGIT_COPIES_REFERENCE = 4          # the same in plain PyTorch, in f32
 RECOMPILE_LIMIT = 64
 PIECE_ROWS = 1 << 14                     # rows of each rank that are gathered at a time for a file
 LONG_PATIENCE = 10                       # ranks may be that many timeouts apart while they compile, or one writes files
@@ -4559,9 +4560,9 @@ class Clock:
 
 
 def wait_for_device(event: Any, seconds: float) -> None:
-    """Until the device has come to this event. Raises RunError behind the given time.
+    """Until the device has come to this event, a cycle behind the host. Raises RunError behind the given time.
 
-    By looking again and again: a wait in C would keep signals from being heard, and might have no end.
+    By looking again and again: a wait in C, as the clock's are, keeps signals from being heard and may have no end.
     """
     deadline = time.monotonic() + seconds
     while not event.query():

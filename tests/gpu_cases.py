@@ -588,16 +588,13 @@ def evaluation_head(lab: Lab) -> Case:
     y = tg.rms_norm(lab.normal(rows, D))
     w = lab.normal(D, V, scale=0.05)
     targets = lab.below(V, rows)
-    ways = {TRAINER: and_gradients(tg.next_token_losses, 0)}
-    if lab.backend:
-        ways[COMPILED] = and_gradients(lab.compiled(tg.next_token_losses), 0)
-
     def exact(y: Tensor, w: Tensor, targets: Tensor) -> list[Tensor]:
         z = 23 * torch.sigmoid((y @ w + 5) / 7.5)
         return [F.cross_entropy(z, targets, reduction="none")]
 
     moved = nbytes(y, w) + 2 * 2 * rows * V
-    return Case("head, evaluation", [y, w, targets], ways, exact, (4e-3,), moved, 2 * rows * D * V, kernel="eager")
+    ways = lab.ways(tg.next_token_losses)
+    return Case("head, evaluation", [y, w, targets], ways, exact, (4e-3,), moved, 2 * rows * D * V)
 
 
 # ------ Rows ----------------------------------------------------------------------------------------------------------
