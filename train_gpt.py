@@ -2251,9 +2251,147 @@ def times(x: Tensor, owned: Owned) -> Tensor:
     return OwnedProduct.apply(x, None, owned.matrix, owned, False)
 
 
+# ---- relu^2 MLP: of all that lies between its products only the squares are kept, for their root is max(pre, 0).
+class Tiles(NamedTuple):
+    """How a product in Triton is cut."""
+
+    rows: int                            # of a tile of the result
+    columns: int
+    depth: int                           # of the tiles of both factors
+    stages: int                          # loads under way: as many as shared memory takes
+    stages_backward: int                 # the squares take some of it
+    warps: int
+
+
+RELU_SQ_TILES = {                        # by compute capability: what keeps its sums in registers
+    (8, 0): Tiles(128, 128, 64, stages=3, stages_backward=3, warps=8),
+    (9, 0): Tiles(128, 256, 64, stages=4, stages_backward=3, warps=8),
+    (10, 0): Tiles(128, 256, 64, stages=4, stages_backward=3, warps=8),
+}
+DESCRIBED_BYTES = 16                     # that divide each line of an array with a descriptor
+
+
+def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.constexpr, ROWS: tl.constexpr,
+                   COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
+    """out = max(x w^T, 0)^2; BACKWARD: 2 (x w^T) sqrt(squares).
+
+    x (count, depth), w (columns, depth), out and squares (count, columns)
+    A program goes from tile to tile and loads for the next one while it stores: in two halves, which leaves
+    shared memory to the loads. Descriptors count in 64 bits and end at the edges: beyond, they read 0.
+    """
+    HALF: tl.constexpr = COLUMNS // 2
+    x_lines = tl.make_tensor_descriptor(x, [count, depth], [depth, 1], [ROWS, DEPTH])
+    w_lines = tl.make_tensor_descriptor(w, [columns, depth], [depth, 1], [COLUMNS, DEPTH])
+    squares_lines = tl.make_tensor_descriptor(squares, [count, columns], [columns, 1], [ROWS, HALF])
+    out_lines = tl.make_tensor_descriptor(out, [count, columns], [columns, 1], [ROWS, HALF])
+    across = tl.cdiv(columns, COLUMNS)
+    tiles = tl.cdiv(count, ROWS) * across
+    for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0), flatten=True):
+        row = tile // across * ROWS
+        column = tile % across * COLUMNS
+        product = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
+        for at in range(0, depth, DEPTH):
+            x_tile = x_lines.load([row, at])
+            w_tile = w_lines.load([column, at])
+            product = tl.dot(x_tile, w_tile.T, product)
+        halves = tl.split(product.reshape(ROWS, 2, HALF).permute(0, 2, 1))
+        for half in tl.static_range(2):
+            place = column + half * HALF
+            if BACKWARD:
+                root = tl.sqrt(squares_lines.load([row, place]).to(tl.float32))
+                result = 2 * halves[half] * root
+            else:
+                positive = tl.maximum(halves[half], 0)
+                result = positive * positive
+            out_lines.store([row, place], result.to(out_lines.dtype))
+
+
+@torch.library.custom_op("train_gpt::relu_sq", mutates_args=())
+def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
+    """relu_sq_kernel, where it fits: max(x w^T, 0)^2, or with squares (N, F) its BACKWARD. x (N, K), w (F, K)."""
+    triton = importlib.import_module("triton")
+    card = torch.cuda.get_device_properties(x.device)
+    tiles = RELU_SQ_TILES[card.major, card.minor]
+    count, depth = x.shape
+    columns = len(w)
+    out = x.new_empty(count, columns)
+    sizes = dict(ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, num_warps=tiles.warps)
+    if squares is None:
+        squares = out                                                         # which forward does not read
+        sizes.update(BACKWARD=False, num_stages=tiles.stages)
+    else:
+        sizes.update(BACKWARD=True, num_stages=tiles.stages_backward)
+
+    def room_for_descriptors(size: int, alignment: int, stream: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int8, device=x.device)
+
+    triton.set_allocator(room_for_descriptors)                # for this thread: autograd has another
+    number = triton.cdiv(count, tiles.rows) * triton.cdiv(columns, tiles.columns)
+    programs = min(number, card.multi_processor_count)
+    launch = jitted(relu_sq_kernel)[(programs,)]
+    launch(x.contiguous(), w.contiguous(), squares.contiguous(), out, count, columns, depth, **sizes)
+    return out
+
+
+@relu_sq.register_fake
+def relu_sq_shape(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
+    return x.new_empty(len(x), len(w))
+
+
+def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
+    """Whether the device, types and sizes are such that relu_sq takes x (N, K) and w (F, K)."""
+    if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    for length in (x.shape[1], len(w)):
+        if length * x.element_size() % DESCRIBED_BYTES:
+            return False
+    card = torch.cuda.get_device_properties(x.device)         # which compilers take for a constant
+    return (card.major, card.minor) in RELU_SQ_TILES
+
+
+def squares_of_product(x: Tensor, w: Tensor) -> Tensor:
+    """max(x w^T, 0)^2, (N, F); x (N, D), w (F, D)."""
+    if fits_relu_sq(x, w):
+        return relu_sq(x, w, None)
+    return F.linear(x, w).relu_().square_()
+
+
+def gradient_through_squares(grad: Tensor, w: Tensor, squares: Tensor) -> Tensor:
+    """Gradient by pre of max(pre, 0)^2 w, (N, F); grad (N, D), w (F, D), squares (N, F)."""
+    if fits_relu_sq(grad, w):
+        return relu_sq(grad, w, squares)
+    twice_root = squares.sqrt().mul_(2)
+    return F.linear(grad, w).mul_(twice_root)
+
+
+class ReluSqMLP(torch.autograd.Function):
+    """max(n up^T, 0)^2 down; the matrices' gradients go where they belong."""
+
+    @staticmethod
+    def forward(ctx, n, up_matrix, down_matrix, up, down):
+        squares = squares_of_product(n.flatten(0, -2), up_matrix)
+        ctx.save_for_backward(n, squares, up_matrix, down_matrix)
+        ctx.up = up
+        ctx.down = down
+        return (squares @ down_matrix).view_as(n)
+
+    @staticmethod
+    def backward(ctx, grad):
+        n, squares, up_matrix, down_matrix = ctx.saved_tensors
+        grad_y = grad.flatten(0, -2)
+        grad_pre = gradient_through_squares(grad_y, down_matrix, squares)
+        grad_n = (grad_pre @ up_matrix).view_as(n)
+        grad_up = grad_down = None
+        if ctx.needs_input_grad[1]:                                           # not of a frozen one
+            grad_up = keep_gradient(ctx.up, grad_pre, n.flatten(0, -2))
+        if ctx.needs_input_grad[2]:
+            grad_down = keep_gradient(ctx.down, squares, grad_y)
+        return grad_n, grad_up, grad_down, None, None
+
+
 def relu_sq_mlp(n: Tensor, up: Owned, down: Owned) -> Tensor:
     """max(n up^T, 0)^2 down. n (..., D), up and down (F, D) as stored (recipe 2.7)."""
-    return times(times_transposed(n, up).relu().square(), down)
+    return ReluSqMLP.apply(n, up.matrix, down.matrix, up, down)
 
 
 def softcap(logits: Tensor) -> Tensor:

@@ -340,6 +340,29 @@ def test_sums_of_rows_against_f64_and_again(gpu, show, width, dtype):
 
 
 @on_gpu
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_relu_sq_kernel_against_f64(gpu, show, dtype):
+    """Forward here and backward in autograd's thread, ragged at every edge; then a line behind 2^31 elements."""
+    for count, columns, depth in ((1, 8, 8), (130, 264, 72), (1000, 3072, 768), (2**31 // 3072 + 200, 3072, 16)):
+        if gpu.free_memory() < 8 * count * columns:
+            pytest.skip("too little memory")
+        generator = torch.Generator(gpu.device).manual_seed(count)
+        n, seed = (torch.randn(count, depth, device=gpu.device, generator=generator).to(dtype) for _ in range(2))
+        up, down = (torch.randn(columns, depth, device=gpu.device, generator=generator).to(dtype) for _ in range(2))
+        assert tg.fits_relu_sq(n, up)
+        n.requires_grad_()
+        tg.relu_sq_mlp(n, tg.whole(up), tg.whole(down)).backward(seed)
+        for rows in (slice(0, 100), slice(max(0, count - 100), count)):
+            product = n[rows].double() @ up.double().t()
+            squares = product.clamp(min=0).square()
+            found = tg.relu_sq(n.detach(), up, None)[rows]
+            grad_pre = 2 * (seed[rows].double() @ down.double().t()) * squares.sqrt()
+            errors = relative(found, squares), relative(n.grad[rows], grad_pre @ up.double())
+            show(count=count, columns=columns, depth=depth, dtype=str(dtype), errors=errors)
+            assert max(errors) < 1e-2
+
+
+@on_gpu
 def test_sums_of_rows_beyond_two_to_the_31_elements(gpu):
     """Of a table of 8.6 GB only the last rows are looked at."""
     rows, width = 2**31 // 768 + 1000, 768

@@ -1,5 +1,13 @@
 """Room 4: each operation against loops, numpy or autograd in float64, forward and backward, at more than one shape."""
+import importlib.util
+import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -9,6 +17,36 @@ import torch.nn.functional as F
 import train_gpt as tg
 
 F64 = torch.float64
+HERE = Path(__file__).resolve().parent
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="no triton package: its body cannot be translated here")
+
+
+class OnCard(NamedTuple):
+    """What a kernel's conditions look at, of a tensor on a GPU."""
+    dtype: torch.dtype
+    sizes: tuple[int, ...]
+    is_cuda: bool = True
+    device: str = "cuda"
+
+    @property
+    def shape(self):
+        return self.sizes
+
+    def element_size(self):
+        return self.dtype.itemsize
+
+    def __len__(self):
+        return self.sizes[0]
+
+
+def kernel_cases(folder: Path, what: str, **environment: str) -> dict:
+    """What kernel_cases.py finds, in a process of its own: Triton is interpreted in all of it or nowhere."""
+    file = folder / f"{what}.json"
+    command = [sys.executable, str(HERE / "kernel_cases.py"), str(file), what]
+    done = subprocess.run(command, env=dict(os.environ, **environment), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(file.read_text())
 
 
 def randn(*shape: int, seed: int = 0, grad: bool = False, dtype=F64) -> torch.Tensor:
@@ -64,6 +102,44 @@ def test_mlp(lead, D, width):
     mlp = lambda n, up, down: tg.relu_sq_mlp(n, tg.whole(up), tg.whole(down))
     assert_close(mlp(n, up, down).reshape(-1, D), want)
     assert torch.autograd.gradcheck(mlp, (n, up, down))
+
+
+@needs_triton
+def test_relu_sq_kernel_interpreted(tmp_path):
+    """Both passes against float64, ragged at every edge, by one program and three; errors relative to the largest."""
+    found = kernel_cases(tmp_path, "interpret", TRITON_INTERPRET="1")
+    most = {"torch.float32": 1e-6, "torch.float16": 2.0**-11, "torch.bfloat16": 2.0**-8}           # one rounding
+    assert len(found) == 3 * 6 * 2 * 2
+    for case, error in found.items():
+        of_pass, dtype, *_ = case.split()
+        assert error <= most[dtype], case
+
+
+@needs_triton
+def test_relu_sq_kernel_compiles_without_a_gpu(tmp_path):
+    """For each card that takes it: tensor cores, loads ahead, no spills, within shared memory, offsets of 64 bits."""
+    found = kernel_cases(tmp_path, "compile", TRITON_CACHE_DIR=str(tmp_path / "cache"))
+    assert {case.split()[0] for case in found} == {"80", "90", "100"}
+    for case, made in found.items():
+        assert made["STACK"] == made["LOCAL"] == 0, case
+        assert made["REG"] <= 255 and made["shared"] <= made["most_shared"], case
+        assert made["products"] > 0 and made["copies"] > 0, case
+        assert made["narrow"] == [], case
+
+
+@pytest.mark.parametrize("dtype, width, hidden, capability, fits", [
+    (torch.bfloat16, 768, 3072, (9, 0), True), (torch.float16, 8, 16, (8, 0), True),
+    (torch.bfloat16, 768, 3072, (8, 9), False), (torch.float32, 768, 3072, (9, 0), False),
+    (torch.bfloat16, 100, 3072, (9, 0), False), (torch.bfloat16, 768, 100, (9, 0), False)])
+def test_where_the_relu_sq_kernel_fits(monkeypatch, dtype, width, hidden, capability, fits):
+    card = SimpleNamespace(major=capability[0], minor=capability[1])
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    assert tg.fits_relu_sq(OnCard(dtype, (5, width)), OnCard(dtype, (hidden, width))) == fits
+
+
+def test_the_relu_sq_kernel_is_not_for_a_cpu():
+    x = randn(8, 16, dtype=torch.bfloat16)
+    assert not tg.fits_relu_sq(x, x)
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------

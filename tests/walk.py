@@ -298,7 +298,9 @@ class Ledger(phantom.Recorder):
         owner = kernel["owner"]
         warps = kernel["metadata"].num_warps
         common = dict(programs=math.prod(grid), warps=warps, **facts)
-        if owner is None:
+        if owner is None and facts["tensor_core"]:
+            key = self.product(common, tensors)
+        elif owner is None:
             name = facts["name"]
             common.update(kind="triton", bytes=self.rows_bytes(tensors), shapes=" ".join(map(text_of, tensors)))
             key = f"{name}.{digest_of(common['shapes'] + str(grid))}"
@@ -325,6 +327,15 @@ class Ledger(phantom.Recorder):
         facts.update(kind="generated", name=base, block=dict(config.kwargs), loops=loops, bytes=round(gigabytes * 1e9),
                      shapes=" ".join(map(text_of, tensors)))
         return f"{base[:LONGEST_NAME]}.{digest_of(source + str(sorted(config.kwargs.items())) + facts['shapes'])}"
+
+    def product(self, facts: dict[str, Any], tensors: list[Tensor]) -> str:
+        """Fill in a product of room 4, which takes (m, k) and (n, k) first. Returns the key."""
+        left, right = tensors[:2]
+        m, k = left.shape
+        n = len(right)
+        facts.update(kind="product", dtype=short(left.dtype), m=m, n=n, k=k, batch=1, flops=2 * m * n * k,
+                     bytes=sum(x.nbytes for x in unique(tensors)), shapes=" ".join(map(text_of, tensors)))
+        return f"{facts['name']}.{digest_of(facts['shapes'] + str(facts['instructions']))}"
 
     def rows_bytes(self, tensors: list[Tensor]) -> int:
         """Of a kernel of room 4: its inputs, and of `sums` the rows that it touches, read and written."""
@@ -375,6 +386,11 @@ def configuration_of(launcher: Any) -> dict[str, Any]:
     """What is known of one that Inductor compiles and may choose by its time, on a card."""
     return dict(block=dict(launcher.config.kwargs), warps=launcher.config.num_warps, registers=launcher.n_regs,
                 spills=launcher.n_spills, shared=launcher.shared)
+
+
+def unique(tensors: list[Tensor]) -> list[Tensor]:
+    """Those that are given twice once, for a kernel that does not read its second look."""
+    return list({id(x): x for x in tensors}.values())
 
 
 def fakes(values: Iterable) -> list[FakeTensor]:
@@ -718,7 +734,7 @@ def install(card: str, recorder: phantom.Recorder, world: int) -> phantom.Card:
     """The cards, and what the trainer does with them instead. Returns the mode to run the trainer in."""
     mode = phantom.install(card, recorder, 0, world)
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-    for operation in (tg.add_rows, tg.add_product):
+    for operation in (tg.add_rows, tg.add_product, tg.relu_sq):
         phantom.bodies[operation._opoverload] = operation._init_fn
     tg.save_tensors = save_nothing
     return mode
