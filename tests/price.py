@@ -75,6 +75,7 @@ class Card:
         self.launch_floor = fixed["launch_floor"]                             # s
         self.link_latency = fixed["link_latency"]                             # s
         self.slack = fixed["slack"]                                           # of every kernel
+        self.fused_pass = fixed.get("fused_pass")                             # share of it that a product pays
         self.attention = [kind for kind in ATTENTION if kind in self.rates]
 
     def seconds(self, kind: str, amount: float) -> float:
@@ -85,6 +86,15 @@ class Card:
                              "a rate for all that the ledger does",
                              f"rehearse for this card: python tests/rehearse.py --card={self.name}")
         return amount / self.rates[kind]
+
+    def fused_seconds(self, amount: float) -> float:
+        """What is left of a pass that would move so many bytes, where the product before it does its work."""
+        if not amount:
+            return 0.0
+        if self.fused_pass is None:
+            raise PriceError("rate of 'fused_pass'", "none in the table of rates", "a rate for all that the ledger does",
+                             "take today's tests/rates.json")
+        return self.fused_pass * self.seconds("memory", amount)
 
 
 def arithmetic(dtype: str) -> str:
@@ -104,7 +114,7 @@ def asked_of_card(kernel: dict[str, Any], card: Card, attention: str) -> dict[st
         asked[attention] = card.seconds(attention, kernel["flops"])
     elif kernel["kind"] == "product":
         rate = arithmetic(kernel["dtype"])
-        asked[rate] = card.seconds(rate, kernel["flops"])
+        asked[rate] = card.seconds(rate, kernel["flops"]) + card.fused_seconds(kernel.get("fused_bytes", 0))
     elif "instructions" in kernel:
         warps = kernel["programs"] * kernel["warps"]
         asked["special"] = card.seconds("special", warps * WARP * issued(kernel, "special"))

@@ -10,7 +10,7 @@ import pytest
 # Round rates: a card that does 100 TFLOP/s and 1 TB/s, starts a kernel in 3 us and sends 100 GB/s behind 20 us.
 ROUND_RATES = dict(bfloat16=100e12, float8=200e12, memory=1e12, transposing=0.5e12, FA2=50e12, FA3=100e12,
                    special=1e12, issue=1e11, link=100e9, host_link=10e9)
-FIXED = dict(launch_floor=3e-6, link_latency=20e-6, slack=1.25)
+FIXED = dict(launch_floor=3e-6, link_latency=20e-6, slack=1.25, fused_pass=0.5)
 MS_OF_GB = 1.25                          # of a memory-bound kernel on that card, slack included
 
 
@@ -50,6 +50,7 @@ KERNELS = dict(
     mm=product(1e12),
     bytes_mm=product(1e12, size=20e9),
     small_mm=product(1e11),
+    fused_mm=dict(product(1e12), fused_bytes=20e9),
     scaled_mm=product(1e12, dtype="float8_e4m3fn", name="aten._scaled_mm", m=64, k=1024),
     flash=attention(1e12),
     flash_back=attention(2e12, "backward"),
@@ -114,6 +115,19 @@ def test_each_kind_of_attention_has_its_rate():
     timeline = [run("flash"), run("flash_back")]
     times = [priced(timeline, kind=kind)["mean"]["ms"] for kind in ("FA2", "FA3")]
     assert times == pytest.approx([60 * 1.25, 30 * 1.25])
+
+
+def test_a_product_pays_its_share_of_the_pass_that_it_spares():
+    """1 ms of arithmetic, and half of the 20 ms that a pass of its own would take; an older table has no share."""
+    card = price.Card(rates(), "round")
+    alone = price.asked_of_card(KERNELS["mm"], card, "FA2")["bfloat16"]
+    spared = card.seconds("memory", KERNELS["fused_mm"]["fused_bytes"])
+    assert price.asked_of_card(KERNELS["fused_mm"], card, "FA2")["bfloat16"] == pytest.approx(alone + spared / 2)
+    older = rates()
+    del older["fixed"]["fused_pass"]
+    assert priced([run("mm")], use=older)["mean"]["ms"] == priced([run("mm")])["mean"]["ms"]
+    with pytest.raises(price.PriceError, match="fused_pass"):
+        priced([run("fused_mm")], use=older)
 
 
 def test_what_the_launch_floor_adds_is_told_apart():
@@ -413,7 +427,7 @@ def test_the_card_of_the_record_has_the_constants_that_were_fitted():
     card = price.Card(price.load(price.RATES), "H100")
     for kind, rate in STARTED_FROM.items():
         assert card.rates[kind] == pytest.approx(rate, rel=1e-3), kind
-    assert (card.launch_floor, card.link_latency, card.slack) == (3e-6, 20e-6, 1.197)
+    assert (card.launch_floor, card.link_latency, card.slack, card.fused_pass) == (3e-6, 20e-6, 1.197, 0.6)
 
 
 # ------------------------------------------------------------------------------------------------ measured runs

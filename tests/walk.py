@@ -329,12 +329,18 @@ class Ledger(phantom.Recorder):
         return f"{base[:LONGEST_NAME]}.{digest_of(source + str(sorted(config.kwargs.items())) + facts['shapes'])}"
 
     def product(self, facts: dict[str, Any], tensors: list[Tensor]) -> str:
-        """Fill in a product of room 4, which takes (m, k) and (n, k) first. Returns the key."""
+        """Fill in a product of room 4, which takes (m, k) and (n, k) first. Returns the key.
+
+        fused_bytes: what a pass of its own over the product, in the place of its epilogue, would move.
+        """
         left, right = tensors[:2]
+        product = tensors[-1]
+        in_epilogue = unique(tensors[2:])
         m, k = left.shape
         n = len(right)
         facts.update(kind="product", dtype=short(left.dtype), m=m, n=n, k=k, batch=1, flops=2 * m * n * k,
-                     bytes=sum(x.nbytes for x in unique(tensors)), shapes=" ".join(map(text_of, tensors)))
+                     bytes=sum(x.nbytes for x in unique(tensors)),
+                     fused_bytes=product.nbytes + sum(x.nbytes for x in in_epilogue), shapes=" ".join(map(text_of, tensors)))
         return f"{facts['name']}.{digest_of(facts['shapes'] + str(facts['instructions']))}"
 
     def rows_bytes(self, tensors: list[Tensor]) -> int:
