@@ -2433,12 +2433,12 @@ def logits_gradient(logits: Tensor, lse: Tensor, ids: Tensor, shares: Tensor, wo
     """
     s = share_of_cap(logits.to(work))
     grad = shares.sum(dim=1, keepdim=True) * torch.exp(LOGIT_CAP * s - lse[:, None])      # by z
-    columns = torch.arange(grad.shape[1], device=grad.device)
+    columns = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
     for k in range(ids.shape[1]):                                             # one by one: a row may have an id twice
         column = ids[:, k:k + 1]
         share = shares[:, k:k + 1]
         if torch.compiler.is_compiling():                                     # comparisons fuse, a scatter would not
-            grad = grad - share * (columns == column)
+            grad = grad - share * (columns == column.int())                   # in 32 bits: half the instructions
         else:
             grad.scatter_add_(1, column, -share)
     return grad * s * (1 - s)
@@ -2851,18 +2851,22 @@ class GPT(nn.Module):
 
     def inputs(self, batch: Batch, smear: Tensor, sources: dict) -> tuple[Tensor, Tensor, list[Tensor]]:
         """Normalised smeared embedding and bigram rows, (B, T, D), and value rows, one (B, T, D) per value table."""
-        read = {}
-        for label, index in batch.rows.items():
-            if label in sources:
-                rows, gradient_sums = sources[label]
-                read[label] = RowLookup.apply(rows, index, gradient_sums)
-            else:
-                read[label] = F.embedding(index, getattr(self, label))
+        read = {label: self.rows_of(label, index, sources) for label, index in batch.rows.items()}
+        embedded, = read["embed"]
+        pairs, = read["bigram_embed"]
+        x0 = rms_norm(self.smeared(embedded, smear))
+        return x0, pairs, read["value_embed"]
 
-        x0 = rms_norm(self.smeared(read["embed"], smear))
-        pairs = read["bigram_embed"]
-        values = list(read["value_embed"].unbind(1))
-        return x0, pairs, values
+    def rows_of(self, label: str, index: Tensor, sources: dict) -> list[Tensor]:
+        """Rows of a table by index (B, T) or (B, reads, T), one (B, T, D) per read.
+
+        A lookup each: its gradient goes to the sums from where it comes up, and is stacked with no other.
+        """
+        planes = index.unbind(1) if index.dim() == 3 else [index]
+        if label not in sources:
+            return [F.embedding(plane, getattr(self, label)) for plane in planes]
+        rows, gradient_sums = sources[label]
+        return [RowLookup.apply(rows, plane, gradient_sums) for plane in planes]
 
     def smeared(self, e: Tensor, smear: Tensor) -> Tensor:
         """Each token's embedding plus a gated share of the one before it in the slot, over documents; e (B, T, D)."""
