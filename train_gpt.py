@@ -2322,8 +2322,10 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     else:
         sizes.update(BACKWARD=True, num_stages=tiles.stages_backward)
 
+    device = x.device
+
     def room_for_descriptors(size: int, alignment: int, stream: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int8, device=x.device)
+        return torch.empty(size, dtype=torch.int8, device=device)             # of x itself it would keep the last one
 
     triton.set_allocator(room_for_descriptors)                # for this thread: autograd has another
     number = triton.cdiv(count, tiles.rows) * triton.cdiv(columns, tiles.columns)
