@@ -359,7 +359,8 @@ class Ledger(phantom.Recorder):
         return total
 
     def launch(self, key: str, facts: dict[str, Any], tensors: list[Tensor]) -> None:
-        if key not in self.kernels:
+        first_of_race = self.racing and not self.kernels.get(key, {}).get("seen")
+        if first_of_race or key not in self.kernels:          # the warm-up has other tokens
             self.kernels[key] = dict(facts, seen=0, flops_seen=0)
         kernel = self.kernels[key]
         if self.racing:
