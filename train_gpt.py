@@ -2512,7 +2512,7 @@ def add_rows_kernel(sums, rows, order, grad, count, width, LINES: tl.constexpr, 
 
 @torch.library.custom_op("train_gpt::add_rows", mutates_args=("sums",))
 def add_rows(sums: Tensor, index: Tensor, grad: Tensor) -> None:
-    """sums[index[i]] += grad[i] in a fixed order; sums (P, D) f32 or f64, index (...) i32, grad (..., D)."""
+    """sums[index[i]] += grad[i] in a fixed order; sums (P, D) f32 or f64, index (...) i32 or i64, grad (..., D)."""
     index = index.flatten()
     grad = grad.flatten(0, -2)
     if not grad.is_cuda:
@@ -3240,10 +3240,7 @@ class TableRows:
 
         def add_in_rank_order() -> None:
             work.wait()
-            places_by_reader = plan.rows_asked_of_me.split(plan.counts_by_reader)
-            rows_by_reader = arrived.split(plan.counts_by_reader)
-            for places, part in zip(places_by_reader, rows_by_reader):        # no row twice in a list: one order only
-                self.grad.index_add_(0, places, part.to(self.grad.dtype))
+            add_rows(self.grad, plan.rows_asked_of_me, arrived)               # reader by reader
 
         return add_in_rank_order
 
