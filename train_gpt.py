@@ -2622,6 +2622,7 @@ class GPT(nn.Module):
         for name in ("rotary_cos", "rotary_sin"):
             factors = torch.zeros(2 * rotary_len, cfg.head_dim, dtype=dtype)
             self.register_buffer(name, factors, persistent=False)
+        self.turning: dict[tuple[float, ...], Tensor] = {}    # angle per position of each channel, by frequencies
 
     @torch.no_grad()
     def set_initial_values(self, seed: int, kept: Callable[[str, Tensor], Tensor] = keep_all) -> None:
@@ -2641,13 +2642,18 @@ class GPT(nn.Module):
         self.embed.copy_(kept("embed", self.lm_head.t()))
 
     @torch.no_grad()
-    def set_rotary(self, frequencies: Sequence[float]) -> None:
-        """Refill cos and sin of position * frequency in place; angles in f32 (f64 in an f64 run)."""
+    def set_rotary(self, frequencies: tuple[float, ...]) -> None:
+        """Refill cos and sin of position * frequency in place; angles in f32 (f64 in an f64 run).
+
+        Frequencies come from the host once, in the warm-up: a copy at the first step of a stage would wait.
+        """
         dtype = exact_dtype(self.rotary_cos.dtype)
         device = self.rotary_cos.device
+        if frequencies not in self.turning:
+            per_position = torch.tensor(frequencies, dtype=dtype, device=device)
+            self.turning[frequencies] = angles_by_channel(per_position)
         positions = torch.arange(len(self.rotary_cos), dtype=dtype, device=device)
-        per_position = torch.tensor(frequencies, dtype=dtype, device=device)
-        angles = torch.outer(positions, angles_by_channel(per_position))
+        angles = torch.outer(positions, self.turning[frequencies])
         self.rotary_cos.copy_(angles.cos())
         self.rotary_sin.copy_(angles.sin())
 
