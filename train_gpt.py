@@ -3671,6 +3671,10 @@ def no_report(**account: Any) -> None:
     """For tables whose bytes nobody counts."""
 
 
+def will_compile(cfg: Config, fabric: Fabric) -> bool:
+    return cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
+
+
 class Evaluator:
     """Runs slots through a model that it never changes: all that a sample needs."""
 
@@ -3706,7 +3710,7 @@ class Evaluator:
             mine = self.model.get_parameter(table.label)
             self.tables[table.label] = TableRows(table, cfg, fabric, mine, most_tokens, report)
 
-        self.compiling = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
+        self.compiling = will_compile(cfg, fabric)
         if self.compiling:                                    # a graph per stage, and per shape
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         self.model_hidden = self.compiled(self.model.hidden)
@@ -4810,21 +4814,65 @@ def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
     return losses
 
 
-def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor) -> None:
-    """Run every graph the race will need, on tokens from a formula (recipe 1.4). The state is put back bit by bit."""
+@contextlib.contextmanager
+def reported_graphs(log: Log, graphs: list[dict[str, Any]], place: str) -> Iterator[None]:
+    """Within this, the log is told of each graph that torch compiles, once that is done; so is the list.
+
+    By torch's own account, which has a line for every compilation. place: where in the run, in words.
+    """
+    from torch._dynamo import callback, utils
+    names: dict[str, str] = {}                                                # of the function, by compilation
+    steps: dict[str, int] = {}                                                # done when it began, by compilation
+
+    def begin(compilation: Any) -> None:
+        tell()
+        steps.setdefault(compilation.compile_id, log.done)
+
+    def tell() -> None:
+        for found in utils.get_compilation_metrics():
+            number = found.compile_id
+            name = names.setdefault(number, found.co_name)                    # a backward has that of its forward
+            if not found.is_forward:
+                name = f"backward of {name}"
+            guard = (found.recompile_reason or "").partition("User stack trace")[0]
+            graph = dict(name=name, place=place, step=steps.get(number, log.done),
+                         ms=round(found.duration_us / 1000, 3), guard=" ".join(guard.split()))
+            graphs.append(graph)
+            log.event("graph", **graph)
+            log.text(f"compiled {name} for {place}: {graph['ms'] / 1000:.2f} s")
+        utils.clear_compilation_metrics()
+
+    utils.clear_compilation_metrics()                                         # of what was compiled before
+    callback.callback_handler.register_start_callback(begin)
+    try:
+        yield
+        tell()
+    finally:
+        callback.callback_handler.remove_start_callback(begin)
+
+
+def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor,
+            during: Callable[[str], Any] = contextlib.nullcontext) -> None:
+    """Run every graph the race will need, on tokens from a formula (recipe 1.4). The state is put back bit by bit.
+
+    during(place): a context for each step and evaluation.
+    """
     saved = executor.snapshot()
     invented_cfg, headers, validation = invented_data(cfg, fabric, executor)
     values_of_steps = [schedule.at(step) for step in schedule.warm_up_steps()]
     loader = Loader(invented_cfg, fabric, headers, values_of_steps, executor.exchange_ahead, "warm-up")
     loader.start()
     for values in values_of_steps:
-        train_step(executor, loader, values)
+        with during(f"stage {values.stage + 1}"):
+            train_step(executor, loader, values)
 
     last_of_stage = {values.stage: values for values in values_of_steps}
     for values in last_of_stage.values():
-        executor.evaluate(validation.batches(values), values)
+        with during(f"validation of stage {values.stage + 1}"):
+            executor.evaluate(validation.batches(values), values)
     end = schedule.at(schedule.end_step)
-    executor.evaluate(validation.batches(end), end)
+    with during("the final validation"):
+        executor.evaluate(validation.batches(end), end)
     loader.close()
     executor.restore(saved)
 
@@ -5043,6 +5091,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 EXIT_BY_SIGNAL = 128                     # plus its number, as in a shell: 130 interrupted, 143 ended, 129 hung up
 ENDING_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 STORE_PATIENCE = 2.0                     # s for the launcher's store to say whether another rank ended first
+COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"        # torch's variable
 CONSOLE_PATIENCE = 2.0                   # s for stderr to take the cause
 JOIN_PATIENCE = 1.0                      # s beyond comm_timeout for torch's own message that a rank is missing
 BEGIN_PATIENCE = 1.0                     # s from a signal until the main thread must have begun its end
@@ -5566,10 +5615,39 @@ def warm_up_with_patience(cfg: Config, fabric: Fabric, executor: Executor, log: 
     """Warm up with a timeout that leaves compilers their time; then set that of the race."""
     to_compile = LONG_PATIENCE if executor.compiling else 1
     to_write = LONG_PATIENCE if cfg.checkpoint_every else 1                   # the others wait for rank 0
+    graphs: list[dict[str, Any]] = []
+    during: Callable[[str], Any] = contextlib.nullcontext
+    if executor.compiling:
+        during = functools.partial(reported_graphs, log, graphs)
+        log.text("compiling: minutes the first time, less with what an earlier run has left in "
+                 f"{os.environ.get(COMPILE_CACHE, 'the folder that torch takes')}")
+
     with log.phase("warm-up"):
         fabric.set_timeout(cfg.comm_timeout * to_compile)
-        warm_up(cfg, fabric, log.schedule, executor)
+        warm_up(cfg, fabric, log.schedule, executor, during)
         fabric.set_timeout(cfg.comm_timeout * to_write)
+    if executor.compiling:
+        ms = sum(graph["ms"] for graph in graphs)
+        log.event("compiled", graphs=len(graphs), ms=round(ms, 3), cache=os.environ.get(COMPILE_CACHE))
+        log.text(f"compiled {len(graphs)} graphs in {ms / 1000:.2f} s")
+
+
+def keep_compiled(fabric: Fabric) -> None:
+    """Have torch keep what it compiles in the user's cache folder, for the next run, unless the user says where.
+
+    Before torch.compile is called for the first time, which sets the variable too.
+    """
+    if os.environ.get(COMPILE_CACHE):
+        return
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    try:
+        folder = caches.expanduser().absolute() / "train_gpt/torchinductor"
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()                            # raises where nothing can be written
+    except (OSError, RuntimeError) as error:                                  # RuntimeError: no home
+        fabric.say(f"what is compiled is kept where torch keeps it, not in {caches}: {error}")
+        return
+    os.environ[COMPILE_CACHE] = str(folder)
 
 
 def run_all(preset: str, given: Config, fabric: Fabric, ending: Ending) -> bool:
@@ -5595,6 +5673,8 @@ def run_all(preset: str, given: Config, fabric: Fabric, ending: Ending) -> bool:
     def report_rows(**account: Any) -> None:
         ending.log.event("comms", **account)
 
+    if will_compile(cfg, fabric):
+        keep_compiled(fabric)
     attention, kernel = choose_attention(fabric, getattr(torch, cfg.dtype), cfg.head_dim)
     slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
     executor = Executor(cfg, fabric, kernel, precision, slots_at_once, report_rows)
