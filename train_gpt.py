@@ -5404,8 +5404,19 @@ def reason_for_void(cfg: Config, shards: Shards) -> str:
     return "; ".join(reasons)
 
 
+def recompiles_of_all(log: Log, mine: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Graphs that were compiled in the race, of all ranks, which are said aloud. Every rank calls it."""
+    everyone = []
+    for rank, theirs in enumerate(log.fabric.of_all(mine)):
+        for graph in theirs:
+            log.text(f"compiled in the race, on its clock: {graph['name']} on rank {rank} behind step {graph['step']}, "
+                     f"{graph['ms'] / 1000:.2f} s; {graph['guard']}")
+            everyone.append(dict(rank=rank, **graph))
+    return everyone
+
+
 def finish(log: Log, cfg: Config, executor: Executor, shards: Shards, validation: ValidationSet, ms: float,
-           loss: float) -> tuple[dict, bool]:
+           loss: float, recompiles: list[dict[str, Any]]) -> tuple[dict, bool]:
     """Last lines of a run's log, and its weights. Returns the result, and whether the weights are where wanted."""
     peak = peak_memory_mib(log.fabric)
     result = dict(val_loss=loss, train_time_ms=round(ms, 3), steps=log.done, tokens=log.tokens, peak_memory_mib=peak,
@@ -5413,6 +5424,10 @@ def finish(log: Log, cfg: Config, executor: Executor, shards: Shards, validation
     if validation.bytes_per_token:
         log.text(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; unigram entropy "
                  f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
+    if executor.compiling:
+        of_all = recompiles_of_all(log, recompiles)
+        if of_all:
+            result["recompiles"] = of_all
     void = reason_for_void(cfg, shards)
     remark = ""
     if void:
@@ -5487,13 +5502,17 @@ def run_once(cfg: Config, executor: Executor, shards: Shards, validation: Valida
     if fabric.on_cuda:
         torch.cuda.reset_peak_memory_stats()
     log.open_bar()
-    with settled_objects():
+    recompiles: list[dict[str, Any]] = []                     # graphs that the warm-up should have had
+    watch: Any = contextlib.nullcontext()
+    if executor.compiling:
+        watch = reported_graphs(log, recompiles, "the race")
+    with settled_objects(), watch:
         loss = race(schedule, loader, executor, validation, clock, log, before_step)
     loader.close()
     if profile is not None:
         profile.stop()
         report_profile(profile, log)
-    return finish(log, cfg, executor, shards, validation, clock.ms, loss)
+    return finish(log, cfg, executor, shards, validation, clock.ms, loss, recompiles)
 
 
 def summary(results: list[dict], target: float) -> dict[str, Any]:

@@ -140,6 +140,32 @@ def test_graphs_of_the_warm_up_are_told_and_none_is_compiled_again(compiled_eval
     assert f"compiled 1 graphs in {graph['ms'] / 1000:.2f} s" in done.lines
 
 
+def test_a_graph_that_is_compiled_in_the_race_is_in_the_result(compiled_evaluation, tmp_path, monkeypatch):
+    """With its guard. That voids such a run for a test; a user's run goes on."""
+    race = tg.race
+
+    def race_with_other_chunks(*args):
+        monkeypatch.setattr(tg, "EVAL_ROWS", 256)                    # the warm-up had all 512 rows in one
+        return race(*args)
+
+    monkeypatch.setattr(tg, "race", race_with_other_chunks)
+    done = run(tmp_path / "run", *COMPILED)
+    assert done.status == 0
+    again, = done.of("result")[0]["recompiles"]
+    assert (again["rank"], again["name"], again["place"], again["step"]) == (0, "next_token_losses", "the race", 0)
+    assert "expected 512, actual 256" in again["guard"]
+    assert json.loads(done.out.splitlines()[-1])["recompiles"] == [again]
+    assert any("compiled in the race" in line and "expected 512, actual 256" in line for line in done.lines)
+
+
+def test_recompiles_of_another_rank_are_told_too(tmp_path):
+    graph = dict(name="losses", place="the race", step=7, ms=12.5, guard="size mismatch")
+    said = []
+    log = SimpleNamespace(fabric=SimpleNamespace(of_all=lambda mine: [mine, [graph]]), text=said.append)
+    assert tg.recompiles_of_all(log, []) == [dict(rank=1, **graph)]
+    assert len(said) == 1 and all(part in said[0] for part in ("rank 1", "losses", "step 7", "size mismatch"))
+
+
 @pytest.mark.parametrize("given, kept", [
     (dict(XDG_CACHE_HOME="{}/x"), "{}/x/train_gpt/torchinductor"),
     (dict(HOME="{}/home"), "{}/home/.cache/train_gpt/torchinductor"),
