@@ -2,7 +2,8 @@
 # ./run.sh [flags of train_gpt.py]          set up, get data, train; --help shows the flags
 # ./run.sh test [arguments of pytest]       set up, run the tests; --all adds the long ones
 #
-# PYTHON=...  the interpreter to use [python3]. What it lacks goes into .venv beside this file.
+# PYTHON=...  the interpreter to use [python3]. What it lacks goes into .venv beside this file. Where GPUs are, that is
+#             faster attention too (requirements-gpu.txt), which a run goes on without.
 # NPROC=...   processes that train together [as many as GPUs and num_slots allow; 1 without a GPU]
 # PYTORCH_ALLOC_CONF=...  torch's allocator on GPUs [expandable_segments:True]
 set -euo pipefail
@@ -64,6 +65,32 @@ set_up() {
     if has_packages "$python"; then return; fi
     has_packages .venv/bin/python || make_venv
     python=.venv/bin/python
+}
+
+has_fast_attention() {  # $1 an interpreter; any version that the user has will do
+    "$1" -c 'import importlib.metadata; importlib.metadata.version("flash-attn-4")' 2>/dev/null
+}
+
+add_fast_attention() {  # for GPUs. Nothing here ends a run: with another attention it is slower, and no worse
+    local ours=.venv/bin/python
+    if has_fast_attention "$python"; then return; fi
+    if has_fast_attention $ours && has_packages $ours; then
+        python=$ours
+        return
+    fi
+    say "set-up: faster attention for GPUs, requirements-gpu.txt, into .venv (at most 10 minutes)"
+    if [[ $python != "$ours" ]]; then                         # on top of the user's own, which stays as it is
+        "$python" -m venv --system-site-packages .venv || true
+    fi
+    if has_packages $ours &&                                  # not on top of a virtual environment, which stays unseen
+        timeout 600 $ours -m pip install --quiet --disable-pip-version-check --timeout 10 --retries 0 \
+            -r requirements-gpu.txt && has_packages $ours
+    then
+        python=$ours
+    else
+        say "set-up: NO faster attention: that failed, and the run goes on with the attention that is here;" \
+            "by hand: $python -m pip install -r requirements-gpu.txt"
+    fi
 }
 
 run_tests() {
@@ -158,6 +185,7 @@ fi
 
 read_flags "$@"
 set_up
+[[ $gpus == 0 || $task == help || $task == sample ]] || add_fast_attention
 if [[ $gpus != 0 ]]; then
     gpus=$("$python" -c 'import torch; print(torch.cuda.device_count())')         # those that torch can use
 fi

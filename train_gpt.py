@@ -50,6 +50,7 @@ import functools
 import gc
 import glob
 import hashlib
+import importlib.metadata
 import importlib.util
 import itertools
 import json
@@ -67,6 +68,7 @@ import time
 import traceback
 import warnings
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout
 from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
@@ -260,6 +262,9 @@ _optim = functools.partial(knob, "optimizer")
 _run = functools.partial(knob, "run")
 
 
+ATTENTION_KERNELS = ("auto", "FA4", "FA3", "varlen", "reference")             # packages, torch's own, plain PyTorch
+
+
 @dataclass(frozen=True)
 class Config:
     """Everything a run may vary. One field is one flag; a preset overrides fields and nothing else."""
@@ -280,6 +285,7 @@ class Config:
     head_dim: int = _model(128, "features", "a multiple of 4, at least 8; half of it rotates")
     attn_scale: float = _model(0.1, "1", "softmax scale before YaRN; queries and keys are normalised")
     dtype: str = _model("bfloat16", "type", "weights and activations", ("bfloat16", "float32", "float64"))
+    attention: str = _model("auto", "kernel", "auto: the fastest that is right", ATTENTION_KERNELS)
     head: str = _model("auto", "precision", "of training logits; auto: best", ("auto", "fp8", "emulated", "plain"))
     num_scheduled_steps: int = _schedule(1507, "steps", "split evenly over all stages but the last")
     num_extension_steps: int = _schedule(40, "steps", "last stage, at the lowest learning rate")
@@ -360,7 +366,7 @@ MOST = dict(
 NOT_MATHEMATICS = {
     "device", "compile", "slots_per_micro_batch", "seed", "run_dir", "comm_timeout", "sample_tokens", "save", "sample",
     "prompt", "ranks", "val_every", "max_steps", "train_files", "val_files", "epochs", "row_comms", "debug_rows",
-    "runs", "target_loss", "checkpoint_every", "resume", "profile"}
+    "runs", "target_loss", "checkpoint_every", "resume", "profile", "attention"}
 NOT_INHERITED = {"run_dir", "runs", "resume", "save", "sample", "prompt", "ranks"}    # by --resume: facts of one run
 MAY_CHANGE = NOT_MATHEMATICS - {"seed"}                                               # on --resume
 PATH_UNITS = {"folder", "file", "pattern"}                                            # ~ is expanded in these
@@ -2762,6 +2768,7 @@ class GPT(nn.Module):
         for name in ("rotary_cos", "rotary_sin"):
             factors = torch.zeros(2 * rotary_len, cfg.head_dim, dtype=dtype)
             self.register_buffer(name, factors, persistent=False)
+        self.turning: dict[tuple[float, ...], Tensor] = {}    # angle per position of each channel, by frequencies
 
     @torch.no_grad()
     def set_initial_values(self, seed: int, kept: Callable[[str, Tensor], Tensor] = keep_all) -> None:
@@ -2781,13 +2788,18 @@ class GPT(nn.Module):
         self.embed.copy_(kept("embed", self.lm_head.t()))
 
     @torch.no_grad()
-    def set_rotary(self, frequencies: Sequence[float]) -> None:
-        """Refill cos and sin of position * frequency in place; angles in f32 (f64 in an f64 run)."""
+    def set_rotary(self, frequencies: tuple[float, ...]) -> None:
+        """Refill cos and sin of position * frequency in place; angles in f32 (f64 in an f64 run).
+
+        Frequencies come from the host once, in the warm-up: a copy at the first step of a stage would wait.
+        """
         dtype = exact_dtype(self.rotary_cos.dtype)
         device = self.rotary_cos.device
+        if frequencies not in self.turning:
+            per_position = torch.tensor(frequencies, dtype=dtype, device=device)
+            self.turning[frequencies] = angles_by_channel(per_position)
         positions = torch.arange(len(self.rotary_cos), dtype=dtype, device=device)
-        per_position = torch.tensor(frequencies, dtype=dtype, device=device)
-        angles = torch.outer(positions, angles_by_channel(per_position))
+        angles = torch.outer(positions, self.turning[frequencies])
         self.rotary_cos.copy_(angles.cos())
         self.rotary_sin.copy_(angles.sin())
 
@@ -3806,6 +3818,10 @@ def no_report(**account: Any) -> None:
     """For tables whose bytes nobody counts."""
 
 
+def will_compile(cfg: Config, fabric: Fabric) -> bool:
+    return cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
+
+
 class Evaluator:
     """Runs slots through a model that it never changes: all that a sample needs."""
 
@@ -3841,7 +3857,7 @@ class Evaluator:
             mine = self.model.get_parameter(table.label)
             self.tables[table.label] = TableRows(table, cfg, fabric, mine, most_tokens, report)
 
-        self.compiling = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
+        self.compiling = will_compile(cfg, fabric)
         if self.compiling:                                    # a graph per stage, and per shape
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         self.model_hidden = self.compiled(self.model.hidden)
@@ -4891,7 +4907,8 @@ class Log:
         """Raise RunError if a loss is not finite."""
         if not math.isfinite(loss):
             raise RunError(what, loss, f"a finite number (last good validation: {self.last_good})",
-                           "lower --adam_lr and --normuon_lr; --dtype=float32 --head=plain shows if it is an overflow")
+                           "lower --adam_lr and --normuon_lr; --dtype=float32 --head=plain --attention=reference shows "
+                           "if it is an overflow")
 
     def validation(self, loss: float, ms: float, data: ValidationSet) -> None:
         """The loss after the steps done so far. Raises RunError if it is not finite."""
@@ -4945,21 +4962,65 @@ def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
     return losses
 
 
-def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor) -> None:
-    """Run every graph the race will need, on tokens from a formula (recipe 1.4). The state is put back bit by bit."""
+@contextlib.contextmanager
+def reported_graphs(log: Log, graphs: list[dict[str, Any]], place: str) -> Iterator[None]:
+    """Within this, the log is told of each graph that torch compiles, once that is done; so is the list.
+
+    By torch's own account, which has a line for every compilation. place: where in the run, in words.
+    """
+    from torch._dynamo import callback, utils
+    names: dict[str, str] = {}                                                # of the function, by compilation
+    steps: dict[str, int] = {}                                                # done when it began, by compilation
+
+    def begin(compilation: Any) -> None:
+        tell()
+        steps.setdefault(compilation.compile_id, log.done)
+
+    def tell() -> None:
+        for found in utils.get_compilation_metrics():
+            number = found.compile_id
+            name = names.setdefault(number, found.co_name)                    # a backward has that of its forward
+            if not found.is_forward:
+                name = f"backward of {name}"
+            guard = (found.recompile_reason or "").partition("User stack trace")[0]
+            graph = dict(name=name, place=place, step=steps.get(number, log.done),
+                         ms=round(found.duration_us / 1000, 3), guard=" ".join(guard.split()))
+            graphs.append(graph)
+            log.event("graph", **graph)
+            log.text(f"compiled {name} for {place}: {graph['ms'] / 1000:.2f} s")
+        utils.clear_compilation_metrics()
+
+    utils.clear_compilation_metrics()                                         # of what was compiled before
+    callback.callback_handler.register_start_callback(begin)
+    try:
+        yield
+        tell()
+    finally:
+        callback.callback_handler.remove_start_callback(begin)
+
+
+def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor,
+            during: Callable[[str], Any] = contextlib.nullcontext) -> None:
+    """Run every graph the race will need, on tokens from a formula (recipe 1.4). The state is put back bit by bit.
+
+    during(place): a context for each step and evaluation.
+    """
     saved = executor.snapshot()
     invented_cfg, headers, validation = invented_data(cfg, fabric, executor)
     values_of_steps = [schedule.at(step) for step in schedule.warm_up_steps()]
     loader = Loader(invented_cfg, fabric, headers, values_of_steps, executor.exchange_ahead, "warm-up")
     loader.start()
     for values in values_of_steps:
-        train_step(executor, loader, values)
+        with during(f"stage {values.stage + 1}"):
+            train_step(executor, loader, values)
 
     last_of_stage = {values.stage: values for values in values_of_steps}
     for values in last_of_stage.values():
-        executor.evaluate(validation.batches(values), values)
+        with during(f"validation of stage {values.stage + 1}"):
+            executor.evaluate(validation.batches(values), values)
     end = schedule.at(schedule.end_step)
-    executor.evaluate(validation.batches(end), end)
+    with during("the final validation"):
+        executor.evaluate(validation.batches(end), end)
     loader.close()
     executor.restore(saved)
 
@@ -5178,6 +5239,7 @@ EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
 EXIT_BY_SIGNAL = 128                     # plus its number, as in a shell: 130 interrupted, 143 ended, 129 hung up
 ENDING_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 STORE_PATIENCE = 2.0                     # s for the launcher's store to say whether another rank ended first
+COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"        # torch's variable
 CONSOLE_PATIENCE = 2.0                   # s for stderr to take the cause
 JOIN_PATIENCE = 1.0                      # s beyond comm_timeout for torch's own message that a rank is missing
 BEGIN_PATIENCE = 1.0                     # s from a signal until the main thread must have begun its end
@@ -5287,52 +5349,183 @@ def head_precision(cfg: Config, fabric: Fabric) -> str:
     return "plain"
 
 
-def choose_attention(fabric: Fabric, dtype: torch.dtype, head_dim: int) -> tuple[str, Callable]:
-    """(name, kernel) of the first attention that runs here, forward and backward, and agrees with the reference."""
-    if not fabric.on_cuda or dtype != torch.bfloat16:
-        return "reference", attention_reference
-
-    for name in ("FA3", "torch varlen"):
-        try:
-            if name == "FA3":
-                importlib.import_module("flash_attn_interface")
-                torch.nn.attention.activate_flash_attention_impl("FA3")
-            check_attention(attention_varlen, fabric.device, dtype, head_dim)
-            return name, attention_varlen
-        except Exception as refusal:                                          # whatever a foreign kernel raises
-            why = f"{type(refusal).__name__} {str(refusal)[:100]}"
-            fabric.say(f"attention: {name} does not run here: {why}")
-            if name == "FA3":
-                give_up_flash_attention_3()
-    return "reference", attention_reference
+# Kernels behind torch's variable-length call, the likely fastest first, and the package that each comes from.
+FLASH_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}
+FLASH_WIDTH_UNIT, MOST_FLASH_WIDTH = 8, 256          # of the heads that they take, in bf16
+FLASH_CARDS = {9: ("FA4", "FA3"), 10: ("FA4",)}      # faster than torch's own, by the GPU's capability (in torch 2.13)
+NEEDS_FLASH = {"record"}                 # presets whose speed and memory are those of such a kernel
+# To check a kernel with: ends of documents inside of tiles of 128 and of windows, empty ones, one of a single token.
+CHECKED_BOUNDS = (0, 0, 150, 151, 420, 420, 700)
+CHECKED_WINDOWS = (2, 128, 300, 1000)    # the last is longer than any document
+CHECKED_SPREAD = 4.0                     # of the logits: then a single key too many, or too few, shows somewhere
+TIMED_DOCUMENTS = (1, 2, 4, 8)           # lengths in turn: these parts of the longest
+TIMED_PASSES, UNTIMED_PASSES = 10, 3
 
 
-def give_up_flash_attention_3() -> None:
-    """Put torch's own kernel back if FA3 had taken its place; a torch that cannot say so never gave it up."""
+def usable_attention(preset: str, cfg: Config, fabric: Fabric) -> list[str]:
+    """Kernels that run on every rank and agree with the reference, the likely fastest first; or only "reference".
+
+    Raises ConfigError where --attention asks for one that is not among them, or the preset for any.
+    """
+    asked = cfg.attention
+    automatic = asked == "auto"
+    if asked == "reference" or (automatic and not fabric.on_cuda):
+        return ["reference"]
+    fits = cfg.dtype == "bfloat16" and cfg.head_dim % FLASH_WIDTH_UNIT == 0 and cfg.head_dim <= MOST_FLASH_WIDTH
+    if not fabric.on_cuda or not fits:
+        found = f"{cfg.dtype}, heads of width {cfg.head_dim}, on {hardware(fabric)}"
+        need(automatic and preset not in NEEDS_FLASH, f"--attention={asked}", found,
+             f"bfloat16, heads whose width is a multiple of {FLASH_WIDTH_UNIT} up to {MOST_FLASH_WIDTH}, on a GPU",
+             "--attention=reference, whose time and memory grow with the windows")
+        fabric.say(f"attention: the reference, whose time and memory grow with the windows: {found}")
+        return ["reference"]
+
+    usable = []
+    refusals = {}
+    for name in FLASH_PACKAGES if automatic else [asked]:
+        whys = fabric.of_all(refusal_of(name, cfg, fabric))
+        refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(whys) if why), "")
+        if refusal:
+            refusals[name] = refusal
+            fabric.say(f"attention: {name} does not run here: {refusal}")
+        else:
+            usable.append(name)
+
+    need(automatic or bool(usable), f"--attention={asked}", refusals.get(asked),
+         "a kernel that runs and agrees with the reference", "--attention=auto; requirements-gpu.txt names packages")
+    if preset in NEEDS_FLASH and automatic:
+        say_what_is_lost(usable, fabric)
+    return usable or ["reference"]
+
+
+def say_what_is_lost(usable: list[str], fabric: Fabric) -> None:
+    """Aloud, where a run could be faster on this GPU."""
+    if not usable:
+        fabric.say("attention: NO FAST KERNEL: the reference is slower by far; its memory grows with the windows")
+        return
+    capability, _ = torch.cuda.get_device_capability(fabric.device)
+    faster = FLASH_CARDS.get(capability, ())
+    if faster and not set(faster) & set(usable):
+        fabric.say(f"attention: WITHOUT {' AND '.join(faster)}: a step with torch's own kernel is predicted to take "
+                   "4 to 10 % longer on H100s; pip install -r requirements-gpu.txt")
+
+
+def refusal_of(name: str, cfg: Config, fabric: Fabric) -> str:
+    """Why this kernel is not to be used on this rank; empty: it is right."""
+    try:
+        put_in_place(name)
+        check_attention(attention_varlen, fabric.device, getattr(torch, cfg.dtype), cfg.head_dim)
+    except Exception as refusal:                                              # whatever a foreign kernel raises
+        return f"{type(refusal).__name__} {str(refusal)[:100]}"
+    return ""
+
+
+def put_in_place(name: str) -> None:
+    """Have torch's variable-length call reach this kernel. A torch that cannot say which has never given up its own."""
+    if name in ("FA4", "FA3"):
+        torch.nn.attention.activate_flash_attention_impl(name)
+        return
     active = getattr(torch.nn.attention, "current_flash_attention_impl", None)
     if active is not None and active():
         torch.nn.attention.restore_flash_attention_impl()
 
 
 def check_attention(kernel: Callable, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    """Raise RuntimeError unless one real forward and backward agrees with the reference to the dtype's rounding."""
-    longest, window, scale = 28, 2, 0.1
+    """Raise RuntimeError unless outputs and gradients agree with the reference to the dtype's rounding.
+
+    In sequences as plain layers have them, and paired ones: twice the positions, half the heads.
+    """
     generator = torch.Generator(device).manual_seed(0)
-    inputs = torch.randn(3, 48, 2, head_dim, device=device, generator=generator).to(dtype)
-    bounds = torch.tensor([0, 20, 20, 48], device=device, dtype=torch.int32)  # the second document is empty
+    scale = CHECKED_SPREAD / head_dim**0.5
+    plain = torch.tensor(CHECKED_BOUNDS, device=device, dtype=torch.int32)
+    for window in CHECKED_WINDOWS:
+        for per_token, heads in ((1, 2), (2, 1)):
+            positions = per_token * CHECKED_BOUNDS[-1]
+            inputs = torch.randn(4, positions, heads, head_dim, device=device, generator=generator).to(dtype)
+            reach = (per_token * plain, positions, window, scale)
+            found = output_and_gradients(kernel, inputs, *reach)
+            wanted = output_and_gradients(attention_reference, inputs.float(), *reach)
+            for what, x, exact in zip(("output", "gradient of q", "gradient of k", "gradient of v"), found, wanted):
+                error = float((x.float() - exact).abs().max() / exact.abs().max())
+                if not error < 8 * torch.finfo(dtype).eps:
+                    raise RuntimeError(f"its {what} is off by {error:.1e}, window {window}, {heads} heads")
 
-    def gradients(attend: Callable, exact: torch.dtype) -> Tensor:
-        x = inputs.to(exact, copy=True).requires_grad_()
-        q, k, v = x.unbind()
-        out = attend(q, k, v, bounds, longest, window, scale)
-        out.float().square().sum().backward()
-        return x.grad.float()
 
-    found = gradients(kernel, dtype)
-    wanted = gradients(attention_reference, torch.float32)
-    error = float((found - wanted).abs().max() / wanted.abs().max())
-    if not error < 8 * torch.finfo(dtype).eps:
-        raise RuntimeError(f"its gradients are off by {error:.1e}")
+def output_and_gradients(attend: Callable, inputs: Tensor, *reach: Any) -> tuple[Tensor, ...]:
+    """Of attention to q, k, v, the first three of inputs (4, N, H, E); the last is the gradient of the output."""
+    q, k, v, seed = inputs.unbind()
+    leaves = [x.requires_grad_() for x in (q.clone(), k.clone(), v.clone())]
+    out = attend(*leaves, *reach)
+    return out.detach(), *torch.autograd.grad(out, leaves, seed)
+
+
+def fastest_attention(cfg: Config, fabric: Fabric, usable: list[str], slots_at_once: int) -> str:
+    """Put the fastest of these kernels in place, the same on every rank. Returns its name and package for people.
+
+    The slowest rank's time decides; where times are equal, the order.
+    """
+    chosen = usable[0]
+    if len(usable) > 1:
+        ms = {name: max(fabric.of_all(attention_ms(name, cfg, fabric, slots_at_once))) for name in usable}
+        chosen = min(usable, key=ms.get)
+        times = ", ".join(f"{name} {ms[name]:.2f} ms" for name in usable)
+        fabric.say(f"attention of a pass through all layers at the largest stage: {times}")
+    put_in_place(chosen)
+    if chosen == "reference":
+        return chosen
+    package = FLASH_PACKAGES[chosen]
+    version = "of unknown version"
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        version = importlib.metadata.version(package)
+    return f"{chosen} ({package} {version})"
+
+
+def attention_ms(name: str, cfg: Config, fabric: Fabric, slots_at_once: int) -> float:
+    """Time of all layers' attention, forward and backward, at the largest stage; infinite where it fails."""
+    stage = max(cfg.stages, key=operator.attrgetter("batch_tokens", "long_window"))
+    windows = dict(short=stage.short_window * cfg.window_block, long=stage.long_window * cfg.window_block)
+    tokens = slots_at_once * stage.batch_tokens // cfg.num_slots
+    ends = torch.tensor(document_ends(tokens, cfg.max_doc_len), device=fabric.device, dtype=torch.int32)
+    kinds = Counter((layer.attention, layer.window) for layer in LAYERS if layer.attention != "none")
+
+    total = 0.0
+    try:
+        put_in_place(name)
+        for (kind, window), layers in kinds.items():
+            per_token = 2 if kind == "paired" else 1
+            shape = (4, per_token * tokens, cfg.num_heads // per_token, cfg.head_dim)
+            inputs = torch.randn(shape, device=fabric.device).to(getattr(torch, cfg.dtype))
+            reach = (per_token * ends, per_token * cfg.max_doc_len, windows[window], cfg.attn_scale)
+            total += layers * median_ms(functools.partial(output_and_gradients, attention_varlen, inputs, *reach))
+    except Exception as refusal:                                              # which did not show at a small size
+        fabric.say(f"attention: {name} fails at full size: {type(refusal).__name__} {str(refusal)[:100]}")
+        return math.inf
+    return total
+
+
+def document_ends(tokens: int, longest: int) -> list[int]:
+    """Bounds of documents of several lengths, made up, for as many tokens."""
+    ends = [0]
+    for part in itertools.cycle(TIMED_DOCUMENTS):
+        if ends[-1] == tokens:
+            return ends
+        ends.append(min(tokens, ends[-1] + -(-longest // part)))
+
+
+def median_ms(call: Callable) -> float:
+    """Time of a call on the device, by its own events."""
+    for _ in range(UNTIMED_PASSES):
+        call()
+    passes = []
+    for _ in range(TIMED_PASSES):
+        began = torch.cuda.Event(enable_timing=True)
+        ended = torch.cuda.Event(enable_timing=True)
+        began.record()
+        call()
+        ended.record()
+        passes.append((began, ended))
+    ended.synchronize()
+    return float(np.median([began.elapsed_time(ended) for began, ended in passes]))
 
 
 def hardware(fabric: Fabric) -> str:
@@ -5388,7 +5581,7 @@ class Origin(NamedTuple):
 
     preset: str
     given: Config                        # as flags and preset say, before shards and a checkpoint filled in the rest
-    attention: str                       # name of the kernel
+    attention: str                       # the kernel, its package and version
     data_sha256: str
 
 
@@ -5490,8 +5683,19 @@ def reason_for_void(cfg: Config, shards: Shards) -> str:
     return "; ".join(reasons)
 
 
+def recompiles_of_all(log: Log, mine: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Graphs that were compiled in the race, of all ranks, which are said aloud. Every rank calls it."""
+    everyone = []
+    for rank, theirs in enumerate(log.fabric.of_all(mine)):
+        for graph in theirs:
+            log.text(f"compiled in the race, on its clock: {graph['name']} on rank {rank} behind step {graph['step']}, "
+                     f"{graph['ms'] / 1000:.2f} s; {graph['guard']}")
+            everyone.append(dict(rank=rank, **graph))
+    return everyone
+
+
 def finish(log: Log, cfg: Config, executor: Executor, shards: Shards, validation: ValidationSet, ms: float,
-           loss: float) -> tuple[dict, bool]:
+           loss: float, recompiles: list[dict[str, Any]]) -> tuple[dict, bool]:
     """Last lines of a run's log, and its weights. Returns the result, and whether the weights are where wanted."""
     peak = peak_memory_mib(log.fabric)
     result = dict(val_loss=loss, train_time_ms=round(ms, 3), steps=log.done, tokens=log.tokens, peak_memory_mib=peak,
@@ -5499,6 +5703,10 @@ def finish(log: Log, cfg: Config, executor: Executor, shards: Shards, validation
     if validation.bytes_per_token:
         log.text(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; unigram entropy "
                  f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
+    if executor.compiling:
+        of_all = recompiles_of_all(log, recompiles)
+        if of_all:
+            result["recompiles"] = of_all
     void = reason_for_void(cfg, shards)
     remark = ""
     if void:
@@ -5573,13 +5781,17 @@ def run_once(cfg: Config, executor: Executor, shards: Shards, validation: Valida
     if fabric.on_cuda:
         torch.cuda.reset_peak_memory_stats()
     log.open_bar()
-    with settled_objects():
+    recompiles: list[dict[str, Any]] = []                     # graphs that the warm-up should have had
+    watch: Any = contextlib.nullcontext()
+    if executor.compiling:
+        watch = reported_graphs(log, recompiles, "the race")
+    with settled_objects(), watch:
         loss = race(schedule, loader, executor, validation, clock, log, before_step)
     loader.close()
     if profile is not None:
         profile.stop()
         report_profile(profile, log)
-    return finish(log, cfg, executor, shards, validation, clock.ms, loss)
+    return finish(log, cfg, executor, shards, validation, clock.ms, loss, recompiles)
 
 
 def summary(results: list[dict], target: float) -> dict[str, Any]:
@@ -5701,10 +5913,56 @@ def warm_up_with_patience(cfg: Config, fabric: Fabric, executor: Executor, log: 
     """Warm up with a timeout that leaves compilers their time; then set that of the race."""
     to_compile = LONG_PATIENCE if executor.compiling else 1
     to_write = LONG_PATIENCE if cfg.checkpoint_every else 1                   # the others wait for rank 0
+    graphs: list[dict[str, Any]] = []
+    during: Callable[[str], Any] = contextlib.nullcontext
+    if executor.compiling:
+        during = functools.partial(reported_graphs, log, graphs)
+        log.text("compiling: minutes the first time, less with what an earlier run has left in "
+                 f"{os.environ.get(COMPILE_CACHE, 'the folder that torch takes')}")
+
     with log.phase("warm-up"):
         fabric.set_timeout(cfg.comm_timeout * to_compile)
-        warm_up(cfg, fabric, log.schedule, executor)
+        warm_up(cfg, fabric, log.schedule, executor, during)
         fabric.set_timeout(cfg.comm_timeout * to_write)
+    if executor.compiling:
+        ms = sum(graph["ms"] for graph in graphs)
+        log.event("compiled", graphs=len(graphs), ms=round(ms, 3), cache=os.environ.get(COMPILE_CACHE))
+        log.text(f"compiled {len(graphs)} graphs in {ms / 1000:.2f} s")
+
+
+def keep_compiled(fabric: Fabric) -> None:
+    """Have torch keep what it compiles in the user's cache folder, for the next run, unless the user says where.
+
+    Before torch.compile is called for the first time, which sets the variable too.
+    """
+    if os.environ.get(COMPILE_CACHE):
+        return
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    try:
+        folder = caches.expanduser().absolute() / "train_gpt/torchinductor"
+        folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()                            # raises where nothing can be written
+    except (OSError, RuntimeError) as error:                                  # RuntimeError: no home
+        fabric.say(f"what is compiled is kept where torch keeps it, not in {caches}: {error}")
+        return
+    os.environ[COMPILE_CACHE] = str(folder)
+
+
+def make_executor(preset: str, cfg: Config, fabric: Fabric, precision: str,
+                  report: Callable) -> tuple[Executor, str, dict[str, int]]:
+    """The executor, its attention in words, and the estimate of the memory that it takes.
+
+    Which kernels are right decides about memory, that about the slots at once, and these about which is the fastest.
+    """
+    if fabric.on_cuda:
+        fabric.set_timeout(cfg.comm_timeout * LONG_PATIENCE)                  # a package may compile its kernels now
+    usable = usable_attention(preset, cfg, fabric)
+    kernel = attention_reference if usable == ["reference"] else attention_varlen
+    slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
+    attention = fastest_attention(cfg, fabric, usable, slots_at_once)
+    fabric.set_timeout(cfg.comm_timeout)
+    executor = Executor(cfg, fabric, kernel, precision, slots_at_once, report)
+    return executor, attention, estimate
 
 
 def run_all(preset: str, given: Config, fabric: Fabric, ending: Ending) -> bool:
@@ -5730,9 +5988,9 @@ def run_all(preset: str, given: Config, fabric: Fabric, ending: Ending) -> bool:
     def report_rows(**account: Any) -> None:
         ending.log.event("comms", **account)
 
-    attention, kernel = choose_attention(fabric, getattr(torch, cfg.dtype), cfg.head_dim)
-    slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
-    executor = Executor(cfg, fabric, kernel, precision, slots_at_once, report_rows)
+    if will_compile(cfg, fabric):
+        keep_compiled(fabric)
+    executor, attention, estimate = make_executor(preset, cfg, fabric, precision, report_rows)
     origin = Origin(preset, given, attention, shards.sha256)
     if earlier:
         write_header(log, cfg, executor, origin, "resumed", step=log.done, source=cfg.resume)

@@ -178,7 +178,8 @@ def priced(card: str, attention: str) -> Priced:
     ledger = price.load(price.LEDGER)
     rates = price.load(price.RATES)
     name = next((known for known in rates["cards"] if known in card), ledger["card"])
-    return Priced(ledger, rates, name, "FA3" if attention == "FA3" else "FA2")
+    fast = attention.startswith(("FA3", "FA4"))               # FA4 has no rate of its own
+    return Priced(ledger, rates, name, "FA3" if fast else "FA2")
 
 
 def predictions(card: str, attention: str) -> tuple[dict[str, Any], str]:

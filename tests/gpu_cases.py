@@ -260,6 +260,14 @@ def shares(case: Case, ms: float, peaks: dict[str, float]) -> dict[str, float]:
 
 # ------ Making cases --------------------------------------------------------------------------------------------------
 
+def chosen_attention(fabric: tg.Fabric, head_dim: int) -> tuple[str, Callable]:
+    """The record preset's on this device, in words, and its kernel."""
+    cfg = tg.Config(**tg.PRESETS["record"] | dict(head_dim=head_dim))
+    usable = tg.usable_attention("", cfg, fabric)
+    kernel = tg.attention_reference if usable == ["reference"] else tg.attention_varlen
+    return tg.fastest_attention(cfg, fabric, usable, 1), kernel
+
+
 class Lab:
     """Where cases are made: device, sizes, fresh random numbers, the attention that was chosen, the compiler."""
 
@@ -271,7 +279,7 @@ class Lab:
         self.backend = backend
         self.generator = torch.Generator(fabric.device).manual_seed(seed)
         self.host = np.random.default_rng(seed)                               # for what the host has to know, too
-        self.attention_name, self.attention = tg.choose_attention(fabric, BF16, sizes.head_dim)
+        self.attention_name, self.attention = chosen_attention(fabric, sizes.head_dim)
         self.has_fp8 = not fabric.on_cuda or torch.cuda.get_device_capability(fabric.device) >= (8, 9)
 
     def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:

@@ -66,16 +66,15 @@ def open_run(name: str, fabric: tg.Fabric, tokens: int, vocab: int, **changes: A
     val_headers = tg.find_shards(cfg.val_files)
     cfg = tg.resolve(replace(cfg, val_tokens=cfg.val_batch_tokens, epochs=0), headers, val_headers)
 
-    attention, kernel = tg.choose_attention(fabric, getattr(torch, cfg.dtype), cfg.head_dim)
     precision = tg.head_precision(cfg, fabric)
-    slots_at_once, estimate = tg.fit_memory(cfg, fabric, kernel)
-    executor = tg.Executor(cfg, fabric, kernel, precision, slots_at_once)
+    executor, attention, estimate = tg.make_executor(name, cfg, fabric, precision, tg.no_report)
     fabric.synchronize()
     estimate_mib = {part: size >> 20 for part, size in estimate.items()}
     figures = dict(preset=name, hardware=tg.hardware(fabric), torch=torch.__version__, attention=attention,
                    head=precision, tokens=cfg.train_files, slots_at_once=executor.slots_at_once,
                    micro_batches=cfg.num_slots // executor.slots_at_once, estimate_mib=estimate_mib,
                    set_up_s=time.perf_counter() - began)
+    kernel = executor.model.attention
     return Started(cfg, fabric, tg.Schedule(cfg), executor, kernel, headers, val_headers, figures)
 
 

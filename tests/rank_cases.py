@@ -140,13 +140,13 @@ def whole_run(rank: Rank, warm: bool, **changes: Any) -> Found:
         validations.append((values.step, loss := evaluate(self, batches, values)))
         return loss
 
-    def seen_warm_up(cfg, fabric, schedule, executor):
+    def seen_warm_up(cfg, fabric, schedule, executor, during):
         found.update(initial=weight_hashes(executor), **{f"initial.{label}": exact_array(table.mine)
                                                          for label, table in executor.tables.items()})
         if not warm:
             return
         before = state_bytes(executor)
-        warm_up(cfg, fabric, schedule, executor)
+        warm_up(cfg, fabric, schedule, executor, during)
         after = state_bytes(executor)
         found.update(warm_up_steps=len(losses), left_by_warm_up=[name for name in after if after[name] != before[name]],
                      has_gradients=[label for label, p in executor.model.named_parameters() if p.grad is not None])

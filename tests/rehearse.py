@@ -45,8 +45,6 @@ ALLOWED_WAITS = {                        # in the timed loop, by line, and why
     "Clock.start: self.fabric.synchronize()": "the clock starts and stops behind what the device has done",
     "Clock.stop: self.fabric.synchronize()": "the same",
     "wait_for_device: while not event.query():": "the loss of a step one cycle back, which is there",
-    "GPT.set_rotary: per_position = torch.tensor(frequencies, dtype=dtype, device=device)":
-        "at a stage's first step: 32 numbers from the host",
 }
 
 

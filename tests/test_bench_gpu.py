@@ -273,7 +273,7 @@ def fake_price(ms: float) -> types.ModuleType:
 
 def test_measured_beside_predicted(monkeypatch):
     monkeypatch.setitem(sys.modules, "price", fake_price(250.0))
-    stages, source = bench_gpu.predictions("NVIDIA H100 80GB HBM3", "torch varlen")
+    stages, source = bench_gpu.predictions("NVIDIA H100 80GB HBM3", "varlen (torch 2.13.0)")
     assert source == "by tests/price.py for one H100 with FA2" and list(stages) == ["stage 1"]
     times = dict(ms=300.0, least=290.0, most=310.0)
     found = dict(stage=0, tokens=131_072, ms_per_step=300.0, even=times, odd=times, tokens_per_s=4e5, tflop=91.0,
@@ -289,8 +289,12 @@ def test_the_committed_ledger_predicts_one_gpu(tmp_path):
     price = pytest.importorskip("price")
     if not price.LEDGER.exists():
         pytest.skip("no ledger")
-    stages, source = bench_gpu.predictions("NVIDIA H100 80GB HBM3", "torch varlen")
+    for attention in ("FA3 (flash-attn-3 3.0.0)", "FA4 (flash-attn-4 4.0.0b19)"):
+        faster, source = bench_gpu.predictions("NVIDIA H100 80GB HBM3", attention)
+        assert source == "by tests/price.py for one H100 with FA3"
+    stages, source = bench_gpu.predictions("NVIDIA H100 80GB HBM3", "varlen (torch 2.13.0)")
     assert source == "by tests/price.py for one H100 with FA2"
+    assert all(faster[name]["mean"]["ms"] < stages[name]["mean"]["ms"] for name in faster)
     for name in ("stage 1", "stage 2", "stage 3"):
         assert stages[name]["even"]["ms"] > 0 and stages[name]["odd"]["ms"] > 0 and stages[name]["mean"]["ms"] > 0
 
@@ -298,7 +302,7 @@ def test_the_committed_ledger_predicts_one_gpu(tmp_path):
               dict(name="planted_kernel", cat="kernel", ts=0, dur=8000)]
     trace = tmp_path / "trace.json"
     trace.write_text(json.dumps(dict(traceEvents=events)))
-    rows, remark = bench_gpu.beside_trace(trace, "NVIDIA H100 80GB HBM3", "torch varlen")
+    rows, remark = bench_gpu.beside_trace(trace, "NVIDIA H100 80GB HBM3", "varlen (torch 2.13.0)")
     assert rows and "by line" in remark, remark
     assert any(measured == pytest.approx(4.0) for _, _, measured, _ in rows)
 

@@ -3,8 +3,6 @@
 Everything here runs on a CPU; what needs a GPU is in test_gpu.py.
 """
 import json
-import sys
-import types
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,19 +16,69 @@ from common import fabric as make_fabric
 import train_gpt as tg
 
 UPDATED = tg.UPDATE_ORDER
-CUDA = SimpleNamespace(on_cuda=True, device=torch.device("cpu"))
+WIDE = dict(dtype="bfloat16", head_dim=128, model_dim=256)
 
 
 # ------ Attention -----------------------------------------------------------------------------------------------------
 
-def choose(monkeypatch, kernel, dtype=torch.bfloat16, head_dim: int = 16) -> tuple[str, list[str]]:
-    """(name of the chosen attention, what was said) on a device that calls itself CUDA, with this kernel as its own."""
-    said: list[str] = []
-    monkeypatch.setattr(tg, "attention_varlen", kernel)
-    fabric = SimpleNamespace(**vars(CUDA), say=said.append)
-    name, chosen = tg.choose_attention(fabric, dtype, head_dim)
-    assert chosen is (tg.attention_reference if name == "reference" else kernel)
-    return name, said
+class Cards:
+    """A rank with a card that calls itself CUDA; of other ranks, what they would say to what it says."""
+
+    on_cuda = True
+    device = torch.device("cpu")
+    rank = 0
+
+    def __init__(self, monkeypatch, capability: int = 9, others: list[dict] = ()) -> None:
+        """others: of each other rank, its answer in the place of this one's."""
+        self.said: list[str] = []
+        self.others = others
+        self.world = 1 + len(others)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (capability, 0))
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def of_all(self, fact) -> list:
+        return [fact, *(answers.get(fact, fact) for answers in self.others)]
+
+
+class Registry:
+    """torch's own of flash attentions, and packages that are there: what it calls, by name."""
+
+    def __init__(self, monkeypatch, **kernels) -> None:
+        self.kernels = kernels                       # by name; "varlen" is torch's own
+        self.active: list[str] = []
+        monkeypatch.setattr(tg, "attention_varlen", self.call)
+        monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", self.activate)
+        monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: (self.active or [None])[0])
+        monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", self.active.clear)
+
+    @property
+    def in_place(self) -> str:
+        return self.active[0] if self.active else "varlen"
+
+    def activate(self, name: str) -> None:
+        self.active.clear()
+        if name not in self.kernels:
+            raise ModuleNotFoundError(f"No module of {name}")
+        self.active.append(name)
+
+    def call(self, *args):
+        return self.kernels[self.in_place](*args)
+
+
+def config(**changes) -> tg.Config:
+    return preset(**WIDE | changes)
+
+
+def usable(monkeypatch, kernel, name: str = "tiny", **changes) -> tuple[list[str], list[str]]:
+    """(kernels to choose from, what was said) in this preset on a card with the kernel as torch's own, no packages."""
+    cards = Cards(monkeypatch)
+    registry = Registry(monkeypatch, varlen=kernel)
+    found = tg.usable_attention(name, config(**changes), cards)
+    assert not registry.active
+    return found, cards.said
 
 
 def faithful(q, k, v, cu_seqlens, max_len, window, scale):
@@ -85,40 +133,258 @@ BAD_KERNELS = {                          # kernel -> what is said of it
 @pytest.mark.parametrize("name", BAD_KERNELS)
 def test_a_kernel_that_fails_or_lies_is_not_taken(monkeypatch, name):
     kernel, word = BAD_KERNELS[name]
-    chosen, said = choose(monkeypatch, kernel)
-    assert chosen == "reference"
-    assert any("torch varlen does not run here" in line and word in line for line in said), said
+    found, said = usable(monkeypatch, kernel)
+    assert found == ["reference"]
+    assert any("varlen does not run here" in line and word in line for line in said), said
 
 
+WRONG_AT = {                             # what is wrong where little else is: at one window, in one kind of layer
+    "one key more, in a wide window": lambda window: window + (window == 300),
+    "one key less, in a wide window": lambda window: window - (window == 300),
+    "a tile less": lambda window: window - 128 * (window == 300),
+    "a window that ends with its tile": lambda window: max(window, 127),
+    "a reach beyond documents is cut": lambda window: min(window, 256)}
+
+
+@pytest.mark.parametrize("name", WRONG_AT)
+def test_each_window_is_looked_at(monkeypatch, name):
+    found, said = usable(monkeypatch, wrong(window=WRONG_AT[name]))
+    assert found == ["reference"] and any("off by" in line for line in said), said
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+def test_plain_and_paired_layers_are_looked_at(monkeypatch, heads):
+    """Paired ones have half the heads."""
+    lie = wrong(window=lambda window: window + 1)
+
+    def kernel(q, *rest):
+        return (lie if q.shape[1] == heads else faithful)(q, *rest)
+
+    assert usable(monkeypatch, kernel)[0] == ["reference"]
+
+
+class LateWrong(torch.autograd.Function):
+    """The output is right; one gradient is not."""
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 1.1 * grad
+
+
+@pytest.mark.parametrize("at, name", list(enumerate("qkv")))
+def test_each_gradient_is_looked_at(monkeypatch, at, name):
+    def kernel(*args):
+        inputs = list(args)
+        inputs[at] = LateWrong.apply(inputs[at])
+        return faithful(*inputs)
+
+    _, said = usable(monkeypatch, kernel)
+    assert any(f"gradient of {name} is off by" in line for line in said), said
+
+
+def tiled_in_bf16(q, k, v, cu_seqlens, max_len, window, scale):
+    """Rounded where flash attention rounds: the weights before the values, their gradients before queries and keys."""
+    return Tiled.apply(q, k, v, cu_seqlens, window, scale)
+
+
+class Tiled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, cu_seqlens, window, scale):
+        at = torch.arange(len(q))
+        document = torch.searchsorted(cu_seqlens.long(), at, right=True)
+        back = at[:, None] - at
+        seen = (back >= 0) & (back <= window) & (document[:, None] == document)
+        logits = torch.einsum("qhe,khe->hqk", q.float(), k.float()) * scale
+        weights = logits.masked_fill(~seen, -torch.inf).softmax(-1)
+        out = torch.einsum("hqk,khe->qhe", weights.bfloat16().float(), v.float()).bfloat16()
+        ctx.scale = scale
+        ctx.save_for_backward(q, k, v, weights, out)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, weights, out = (x.float() for x in ctx.saved_tensors)
+        grad = grad.float()
+        of_v = torch.einsum("hqk,qhe->khe", weights.bfloat16().float(), grad)
+        of_weights = torch.einsum("qhe,khe->hqk", grad, v)
+        of_logits = weights * (of_weights - (grad * out).sum(-1).t()[..., None]) * ctx.scale
+        of_logits = of_logits.bfloat16().float()
+        of_q = torch.einsum("hqk,khe->qhe", of_logits, k)
+        of_k = torch.einsum("hqk,qhe->khe", of_logits, q)
+        return of_q.bfloat16(), of_k.bfloat16(), of_v.bfloat16(), None, None, None
+
+
+@pytest.mark.parametrize("kernel", [faithful, tiled_in_bf16])
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
-def test_a_faithful_kernel_is_taken(monkeypatch, head_dim):
-    name, said = choose(monkeypatch, faithful, head_dim=head_dim)
-    assert name == "torch varlen", said
+def test_a_faithful_kernel_is_taken(monkeypatch, head_dim, kernel):
+    found, said = usable(monkeypatch, kernel, head_dim=head_dim, model_dim=2 * head_dim)
+    assert (found, said) == (["varlen"], [line for line in said if "FA4 does not" in line or "FA3 does not" in line])
 
 
-def test_flash_attention_3_comes_first_and_is_put_back_when_it_lies(monkeypatch):
-    """As torch activates it: by a package, then a name. After a failure torch's own kernel is there again."""
-    active: list[str] = []
-    monkeypatch.setitem(sys.modules, "flash_attn_interface", types.ModuleType("flash_attn_interface"))
-    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", active.append)
-    monkeypatch.setattr(torch.nn.attention, "current_flash_attention_impl", lambda: (active or [None])[0])
-    monkeypatch.setattr(torch.nn.attention, "restore_flash_attention_impl", active.clear)
-    assert choose(monkeypatch, faithful)[0] == "FA3" and active == ["FA3"]
-    active.clear()
-    lie = wrong(window=lambda w: w + 1)
-    name, said = choose(monkeypatch, lambda *args: (lie if active else faithful)(*args))
-    assert name == "torch varlen" and not active
-    assert any("FA3 does not run here" in line and "off by" in line for line in said), said
+def test_packages_come_first_and_what_lies_is_put_back(monkeypatch):
+    cards = Cards(monkeypatch)
+    registry = Registry(monkeypatch, FA4=faithful, FA3=wrong(window=lambda w: w + 1), varlen=faithful)
+    assert tg.usable_attention("tiny", config(), cards) == ["FA4", "varlen"]
+    assert registry.in_place == "varlen"
+    assert any("FA3 does not run here" in line and "off by" in line for line in cards.said), cards.said
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_other_types_take_the_reference_at_once(monkeypatch, dtype):
-    assert choose(monkeypatch, raising(AssertionError("not asked")), dtype) == ("reference", [])
+def test_a_kernel_is_taken_if_it_is_right_on_every_rank(monkeypatch):
+    cards = Cards(monkeypatch, others=[{}, {"": "RuntimeError no kernel image"}])
+    Registry(monkeypatch, FA4=faithful, varlen=faithful)
+    assert tg.usable_attention("tiny", config(), cards) == ["reference"]
+    assert sum("no kernel image (rank 2)" in line for line in cards.said) == 2, cards.said
 
 
-def test_the_cpu_takes_the_reference_at_once(monkeypatch):
+class DeviceTime:
+    """Stands still but for attention: so many ms a call."""
+
+    def __init__(self, monkeypatch, registry: Registry, ms: dict[str, float]) -> None:
+        self.now = 0.0
+        self.calls: list[tuple] = []
+
+        def call(q, k, v, cu_seqlens, max_len, window, scale):
+            self.now += ms[registry.in_place] * (1 + 9 * (len(self.calls) % 13 == 12))       # the last is an outlier
+            self.calls.append((registry.in_place, tuple(q.shape), window, max_len, int(cu_seqlens[-1])))
+            return q * 1.0 + 0.0 * (k + v)
+
+        class Event:
+            def __init__(event, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(event) -> None:
+                event.at = self.now
+
+            def synchronize(event) -> None:
+                pass
+
+            def elapsed_time(event, end) -> float:
+                return end.at - event.at
+
+        monkeypatch.setattr(tg, "attention_varlen", call)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+
+
+@pytest.mark.parametrize("ms, others, chosen", [
+    (dict(FA4=3, FA3=2, varlen=5), [], "FA3"),
+    (dict(FA4=1, FA3=2, varlen=5), [], "FA4"),
+    (dict(FA4=2, FA3=2, varlen=1), [], "varlen"),
+    (dict(FA4=0, FA3=0, varlen=0), [], "FA4"),                       # as where no time can be taken
+    (dict(FA4=3, FA3=2, varlen=5), [{20.0: 44.0}], "FA4"),           # FA3 is slow on another rank
+])
+def test_the_fastest_is_put_in_place_by_the_slowest_rank(monkeypatch, ms, others, chosen):
+    cards = Cards(monkeypatch, others=others)
+    registry = Registry(monkeypatch, **dict.fromkeys(ms))
+    device = DeviceTime(monkeypatch, registry, ms)
+    versions = {"flash-attn-4": "4.0", "flash-attn-3": "3.0", "torch": "2.13"}
+    monkeypatch.setattr(tg.importlib.metadata, "version", versions.get)
+    title = tg.fastest_attention(config(), cards, list(ms), 2)
+    package = tg.FLASH_PACKAGES[chosen]
+    assert title == f"{chosen} ({package} {versions[package]})"
+    assert registry.in_place == chosen
+    layers = len(tg.ATTENTION_LAYERS)
+    if not others:
+        assert all(f"{name} {layers * ms[name]:.2f} ms" in cards.said[-1] for name in ms), cards.said
+
+
+def test_kernels_are_timed_at_the_largest_stage_of_what_fits(monkeypatch):
+    cfg = config(max_doc_len=24)
+    registry = Registry(monkeypatch, FA3=None, varlen=None)
+    device = DeviceTime(monkeypatch, registry, dict(FA3=1, varlen=1))
+    tg.fastest_attention(cfg, Cards(monkeypatch), ["FA3", "varlen"], 2)
+    slot = 384 // 8                                                  # of tiny's last two stages; windows of the last
+    last = cfg.stages[-1]
+    windows = dict(short=cfg.window_block * last.short_window, long=cfg.window_block * last.long_window)
+    want = set()
+    for layer in tg.LAYERS:
+        if layer.attention == "plain":
+            want.add(((2 * slot, 2, 128), windows[layer.window], 24, 2 * slot))
+        elif layer.attention == "paired":                            # two positions a token, half the heads
+            want.add(((4 * slot, 1, 128), windows[layer.window], 48, 4 * slot))
+    assert {call[1:] for call in device.calls} == want
+    each = tg.UNTIMED_PASSES + tg.TIMED_PASSES
+    assert len(device.calls) == 2 * each * len(want)
+
+
+def test_a_kernel_that_fails_at_full_size_is_not_put_in_place(monkeypatch):
+    cards = Cards(monkeypatch)
+    registry = Registry(monkeypatch, FA4=raising(torch.OutOfMemoryError("too much")), varlen=faithful)
+    monkeypatch.setattr(tg, "median_ms", lambda call: [call(), 1.0][1])
+    assert tg.fastest_attention(config(), cards, ["FA4", "varlen"], 1).startswith("varlen (torch 2.")
+    assert registry.in_place == "varlen" and "FA4 fails at full size: OutOfMemoryError too much" in cards.said[0]
+
+
+def test_a_single_kernel_is_not_timed(monkeypatch):
+    cards = Cards(monkeypatch)
+    registry = Registry(monkeypatch, FA3=raising(AssertionError("not asked")))
+    monkeypatch.setattr(tg.importlib.metadata, "version", raising(tg.importlib.metadata.PackageNotFoundError()))
+    assert tg.fastest_attention(config(), cards, ["FA3"], 1) == "FA3 (flash-attn-3 of unknown version)"
+    assert registry.in_place == "FA3" and not cards.said
+    assert tg.fastest_attention(config(), cards, ["reference"], 1) == "reference"
+    assert registry.in_place == "varlen"
+
+
+# ------ Attention that is asked for, and what is lost without --------------------------------------------------------
+
+@pytest.mark.parametrize("asked", ["FA4", "FA3", "varlen"])
+def test_a_kernel_that_is_asked_for_is_taken_alone(monkeypatch, asked):
+    Registry(monkeypatch, FA4=faithful, FA3=faithful, varlen=faithful)
+    assert tg.usable_attention("record", config(attention=asked), Cards(monkeypatch)) == [asked]
+
+
+@pytest.mark.parametrize("asked, kernels, why", [
+    ("FA4", dict(FA3=faithful, varlen=faithful), "No module of FA4"),
+    ("FA3", dict(FA3=wrong(scale=lambda s: 2 * s), varlen=faithful), "off by")])
+def test_a_kernel_that_is_asked_for_and_does_not_run_ends_with_why(monkeypatch, asked, kernels, why):
+    Registry(monkeypatch, **kernels)
+    refused(tg.ConfigError, lambda: tg.usable_attention("tiny", config(attention=asked), Cards(monkeypatch)),
+            f"--attention={asked}", why, "--attention=auto", "requirements-gpu.txt")
+
+
+def test_the_reference_can_be_asked_for(monkeypatch):
+    found = usable(monkeypatch, raising(AssertionError("not asked")), "record", attention="reference", dtype="float32")
+    assert found == (["reference"], [])
+
+
+UNFIT = [dict(dtype="float32"), dict(dtype="float64"), dict(head_dim=20, model_dim=40),
+         dict(head_dim=264, model_dim=528)]
+
+
+@pytest.mark.parametrize("changes", UNFIT, ids=str)
+def test_a_type_or_width_that_no_fast_kernel_takes(monkeypatch, changes):
+    """An error for record, which needs one; other presets say so and go on."""
+    kernel = raising(AssertionError("not asked"))
+    found, said = usable(monkeypatch, kernel, "pocket", **changes)
+    assert found == ["reference"] and "time and memory grow" in said[0] and len(said) == 1
+    for asked in ("auto", "varlen"):
+        name = "record" if asked == "auto" else "pocket"
+        refused(tg.ConfigError, lambda: usable(monkeypatch, kernel, name, attention=asked, **changes),
+                f"--attention={asked}", *map(str, list(changes.values())[:1]), "--attention=reference")
+
+
+@pytest.mark.parametrize("capability, kernels, word", [
+    (9, dict(varlen=faithful), "WITHOUT FA4 AND FA3"), (10, dict(varlen=faithful), "WITHOUT FA4:"),
+    (8, dict(varlen=faithful), ""), (9, dict(FA3=faithful, varlen=faithful), ""), (10, dict(FA4=faithful), ""),
+    (8, {}, "NO FAST KERNEL")])
+def test_record_says_what_it_lost(monkeypatch, capability, kernels, word):
+    Registry(monkeypatch, **dict(varlen=raising(RuntimeError("no kernel image"))) | kernels)
+    for name in ("record", "tiny"):
+        cards = Cards(monkeypatch, capability)
+        tg.usable_attention(name, config(), cards)
+        loud = [line for line in cards.said if "WITHOUT" in line or "NO FAST" in line]
+        assert len(loud) == (name == "record" and word != "") and all(word in line for line in loud), cards.said
+
+
+def test_the_cpu_takes_the_reference_at_once(monkeypatch, capsys):
     monkeypatch.setattr(tg, "attention_varlen", raising(AssertionError("not asked")))
-    assert tg.choose_attention(make_fabric(), torch.bfloat16, 16)[0] == "reference"
+    for name in ("record", "pocket"):
+        assert tg.usable_attention(name, config(), make_fabric()) == ["reference"]
+    assert capsys.readouterr().out == ""
+    refused(tg.ConfigError, lambda: tg.usable_attention("pocket", config(attention="FA3"), make_fabric()),
+            "--attention=FA3", "on a GPU", "--attention=reference")
 
 
 # ------ Memory --------------------------------------------------------------------------------------------------------
@@ -324,9 +590,9 @@ def test_free_memory_is_that_of_the_system():
 
 # ------ The header ----------------------------------------------------------------------------------------------------
 
-OTHER = dict(train_files="x", val_files="x", val_tokens=2048, dtype="float64", head="emulated", device="cpu", compile=1,
-             row_comms="dense", stages=tg.STAGES, run_dir="x", save="x", sample="x", prompt="x", ranks="x",
-             resume="x", profile="1:2")
+OTHER = dict(train_files="x", val_files="x", val_tokens=2048, dtype="float64", head="emulated", device="cpu",
+             compile=1, attention="varlen", row_comms="dense", stages=tg.STAGES, run_dir="x", save="x",
+             sample="x", prompt="x", ranks="x", resume="x", profile="1:2")
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(tg.Config)])

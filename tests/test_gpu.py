@@ -135,7 +135,7 @@ def small_record(vocab: int, rows: int, **changes) -> tg.Config:
 @on_gpu
 def test_bf16_against_f32_and_f64(gpu, show):
     cfg = small_record(4096, 8192)                                             # full width, small tables
-    name, kernel = tg.choose_attention(gpu, BF16, cfg.head_dim)
+    name, kernel = gpu_cases.chosen_attention(gpu, cfg.head_dim)
     show(attention=name, device=tg.hardware(gpu), torch=torch.__version__)
     check_dtypes(compare_dtypes(cfg, gpu, kernel, compiled=1, tokens=2048), show)
 
@@ -204,7 +204,7 @@ def attention_errors(kernel, fabric: tg.Fabric, ends: list[int], window: int, he
 @pytest.mark.parametrize("name", ENDS)
 def test_the_chosen_attention_against_the_reference(gpu, show, name):
     """Plain layers have 6 heads, paired ones 3; windows of the three stages, one key, and all."""
-    backend, kernel = tg.choose_attention(gpu, BF16, 128)
+    backend, kernel = gpu_cases.chosen_attention(gpu, 128)
     worst = {}
     for heads, window in ((6, 128), (3, 128), (6, 384), (6, 2560), (6, 1), (6, 10**6)):
         worst[f"{heads} heads, window {window}"] = attention_errors(kernel, gpu, ENDS[name], window, heads, 128)

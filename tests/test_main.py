@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -48,6 +49,8 @@ KEYS = {
     "step": "step train_time_ms tokens train_loss",
     "val": "step val_loss train_time_ms",
     "comms": "purpose cycle tokens table mode rows bytes_sent bytes_received bytes_dense plan_ms",
+    "graph": "name place step ms guard",
+    "compiled": "graphs ms cache",
     "result": "val_loss train_time_ms steps tokens peak_memory_mib run_dir comms",
 }
 
@@ -106,6 +109,80 @@ def test_readme_names_the_same_keys():
         missing = [key for key in keys.split() if not re.search(rf"\b{key}\b", named)]
         assert not missing, f"{kind}: {missing}"
     assert "cause" in rows["aborted"]
+
+
+@pytest.fixture
+def compiled_evaluation(monkeypatch, tmp_path) -> Path:
+    """Validation losses are compiled, in the place of all else, and kept below a folder of the test, which is given."""
+    def compiled(_, call):
+        if call is tg.next_token_losses:
+            return torch.compile(call, backend="eager", dynamic=False, fullgraph=True)
+        return call
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(tg.Evaluator, "compiled", compiled)
+    monkeypatch.setenv(tg.COMPILE_CACHE, "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    return tmp_path / "caches/train_gpt/torchinductor"
+
+
+COMPILED = ["--compile=1", "--max_steps=2", "--sample_tokens=0"]
+
+
+def test_graphs_of_the_warm_up_are_told_and_none_is_compiled_again(compiled_evaluation, tmp_path):
+    done = run(tmp_path / "run", *COMPILED)
+    assert (done.status, done.err) == (0, "")
+    graph, = done.of("graph")
+    assert (graph["name"], graph["place"]) == ("next_token_losses", "validation of stage 1")
+    assert done.of("compiled") == [
+        dict(type="compiled", graphs=1, ms=graph["ms"], cache=str(compiled_evaluation))]
+    assert all(set(event) == {"type", *KEYS[event["type"]].split()} for event in done.events), "no `recompiles`"
+    assert f"compiled 1 graphs in {graph['ms'] / 1000:.2f} s" in done.lines
+
+
+def test_a_graph_that_is_compiled_in_the_race_is_in_the_result(compiled_evaluation, tmp_path, monkeypatch):
+    """With its guard. That voids such a run for a test; a user's run goes on."""
+    race = tg.race
+
+    def race_with_other_chunks(*args):
+        monkeypatch.setattr(tg, "EVAL_ROWS", 256)                    # the warm-up had all 512 rows in one
+        return race(*args)
+
+    monkeypatch.setattr(tg, "race", race_with_other_chunks)
+    done = run(tmp_path / "run", *COMPILED)
+    assert done.status == 0
+    again, = done.of("result")[0]["recompiles"]
+    assert (again["rank"], again["name"], again["place"], again["step"]) == (0, "next_token_losses", "the race", 0)
+    assert "expected 512, actual 256" in again["guard"]
+    assert json.loads(done.out.splitlines()[-1])["recompiles"] == [again]
+    assert any("compiled in the race" in line and "expected 512, actual 256" in line for line in done.lines)
+
+
+def test_recompiles_of_another_rank_are_told_too(tmp_path):
+    graph = dict(name="losses", place="the race", step=7, ms=12.5, guard="size mismatch")
+    said = []
+    log = SimpleNamespace(fabric=SimpleNamespace(of_all=lambda mine: [mine, [graph]]), text=said.append)
+    assert tg.recompiles_of_all(log, []) == [dict(rank=1, **graph)]
+    assert len(said) == 1 and all(part in said[0] for part in ("rank 1", "losses", "step 7", "size mismatch"))
+
+
+@pytest.mark.parametrize("given, kept", [
+    (dict(XDG_CACHE_HOME="{}/x"), "{}/x/train_gpt/torchinductor"),
+    (dict(HOME="{}/home"), "{}/home/.cache/train_gpt/torchinductor"),
+    (dict(XDG_CACHE_HOME="{}/x", TORCHINDUCTOR_CACHE_DIR="{}/mine"), "{}/mine"),
+    (dict(XDG_CACHE_HOME="{}/file"), "")], ids=str)
+def test_what_is_compiled_is_kept_in_the_users_folder_if_it_can_be(given, kept, monkeypatch, tmp_path):
+    (tmp_path / "file").write_text("no folder")
+    for name in ("XDG_CACHE_HOME", tg.COMPILE_CACHE):
+        monkeypatch.setenv(name, given.get(name, "").format(tmp_path))
+    if "HOME" in given:
+        monkeypatch.setenv("HOME", given["HOME"].format(tmp_path))
+    said = []
+    tg.keep_compiled(SimpleNamespace(say=said.append))
+    assert os.environ[tg.COMPILE_CACHE] == kept.format(tmp_path)
+    assert len(said) == (kept == ""), "aloud where it cannot"
+    if tg.COMPILE_CACHE not in given and kept:
+        assert Path(kept.format(tmp_path)).is_dir()
 
 
 def test_header_says_what_ran(first):

@@ -294,6 +294,28 @@ def test_rotary_tables_hold_cos_and_sin_of_position_times_frequency():
     assert half.rotary_cos.equal(torch.from_numpy(cos).float().bfloat16()), "angles in f32, rounded once"
 
 
+def test_the_rotary_tables_of_a_stage_that_was_there_before_take_nothing_from_the_host(monkeypatch):
+    cfg = small()
+    stages = [rotary.frequencies for rotary in tg.Schedule(cfg).rotary]
+    model = model_of(cfg)
+
+    def tables() -> list[list[torch.Tensor]]:
+        found = []
+        for frequencies in stages:
+            model.set_rotary(frequencies)
+            found.append([model.rotary_cos.clone(), model.rotary_sin.clone()])
+        return found
+
+    def no_copy(*_, **__):
+        raise AssertionError("a copy from the host, which a device would be waited for")
+
+    first = tables()                                                 # as the warm-up does
+    monkeypatch.setattr(torch, "tensor", no_copy)
+    for before, now in zip(first, tables(), strict=True):
+        assert before[0].equal(now[0]) and before[1].equal(now[1])
+    assert len({cos.numpy().tobytes() for cos, _ in first}) == len(stages) > 1
+
+
 # ---- leaks ----------------------------------------------------------------------------------------------------------
 
 BOUNDS = (0, 7, 8, 14, 24)                                           # the second document is a single token

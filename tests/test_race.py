@@ -284,6 +284,50 @@ def test_warm_up_meets_every_graph_of_the_race(tmp_path, monkeypatch, changes):
     assert len(seen["race"]) > 10 and seen["race"] <= seen["warm-up"]
 
 
+# ---- what is compiled -----------------------------------------------------------------------------------------------
+
+def test_a_log_is_told_of_each_graph_where_and_why(tmp_path, capsys):
+    """Forward and backward; a second shape with the guard that the first did not meet; nothing of before or behind."""
+    @torch.compile(backend="aot_eager", dynamic=False)
+    def squares(x):
+        return (x * x).sum()
+
+    def call(rows: int) -> None:
+        squares(torch.ones(rows, requires_grad=True)).backward()
+
+    torch._dynamo.reset()
+    log, graphs = make_log(tmp_path), []
+    log.done = 3
+    call(5)
+    for place in ("stage 1", "the race"):
+        with tg.reported_graphs(log, graphs, place):
+            call(6 if place == "stage 1" else 7)
+            log.done += 1
+            call(5)
+    call(8)
+    log.close()
+    torch._dynamo.reset()
+    assert [(graph["name"], graph["place"], graph["step"]) for graph in graphs] == [
+        ("squares", "stage 1", 3), ("backward of squares", "stage 1", 3),
+        ("squares", "the race", 4), ("backward of squares", "the race", 4)]
+    assert all("size mismatch" in graphs[at]["guard"] and f"actual {size}" in graphs[at]["guard"]
+               for at, size in ((0, 6), (2, 7)))
+    assert all(graph["ms"] > 0 for graph in graphs)
+    assert [event for event in events(tmp_path) if event["type"] == "graph"] == [
+        dict(type="graph", **graph) for graph in graphs]
+    said = [line for line in lines(tmp_path) if line.startswith("compiled ")]
+    assert len(said) == 4 and said[1].startswith("compiled backward of squares for stage 1: ")
+    assert capsys.readouterr().out.splitlines() == said, "on the console too"
+
+
+def test_a_compilation_that_fails_leaves_no_listener(tmp_path):
+    log = make_log(tmp_path)
+    before = list(torch._dynamo.callback.callback_handler.start_callbacks)
+    with pytest.raises(KeyError), tg.reported_graphs(log, [], "stage 1"):
+        raise KeyError
+    assert torch._dynamo.callback.callback_handler.start_callbacks == before
+
+
 # ---- sample ---------------------------------------------------------------------------------------------------------
 
 def talker(cfg, favourite):

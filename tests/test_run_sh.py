@@ -24,6 +24,26 @@ BARE = """#!/usr/bin/env bash
 [[ $2 != venv ]] || { mkdir -p .venv/bin && cp "$0" .venv/bin/python; exit; }
 echo "$*"
 """
+PLAIN = """#!/usr/bin/env bash
+here=$(dirname "$0")
+[[ $1 != - ]] || exit 0                  # has all packages
+if [[ $1 == -c ]]; then
+    [[ $2 != *flash-attn-4* ]] || exec test -e "$here/flash-attn-4"
+    exec echo 2                          # GPUs, as torch counts them
+fi
+echo "$(basename "$(dirname "$here")"): $*"
+if [[ $2 == venv ]]; then
+    mkdir -p .venv/bin && cp "$0" .venv/bin/python
+elif [[ $2 == pip ]]; then
+    [[ ${PIP-} == works ]] && touch "$here/flash-attn-4" || exit 1
+fi
+"""                                      # lacks faster attention
+PATIENCE = """#!/usr/bin/env bash
+echo "at most $1 s"
+[[ ${PIP-} != hangs ]] || exit 124       # as a program that was ended says
+shift
+exec "$@"
+"""
 TWO_GPUS = "#!/usr/bin/env bash\necho GPU 0: x\necho GPU 1: y\n"
 NO_GPU = "#!/usr/bin/env bash\nexit 9\n"
 ERROR_LINES = ["found", "expected", "do"]
@@ -124,6 +144,64 @@ def test_on_gpus_memory_grows_unless_the_user_says_how(run_sh, tmp_path, gpus, v
     (tmp_path / "programs/nvidia-smi").write_text(gpus)
     done = run_sh("--preset=tiny", **variables)
     assert f"allocator: {allocator}" in done.stderr.splitlines()
+
+
+WITH_GPUS = [f"--num_slots={tg.Config().num_slots}", "--train_files=x"]
+INSTALLS = "-m pip install --quiet --disable-pip-version-check --timeout 10 --retries 0 -r requirements-gpu.txt"
+
+
+@pytest.fixture
+def on_gpus(run_sh, tmp_path):
+    """run.sh where two GPUs are, and an interpreter without faster attention; pip does as the variable PIP says."""
+    programs = tmp_path / "programs"
+    (programs / "nvidia-smi").write_text(TWO_GPUS)
+    for name, text in (("parrot", PLAIN), ("timeout", PATIENCE)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+    return run_sh
+
+
+def test_faster_attention_goes_on_top_of_the_users_interpreter(on_gpus):
+    done = on_gpus(*WITH_GPUS, PIP="works")
+    lines = done.stdout.splitlines()
+    assert f".venv: {INSTALLS}" in lines and "at most 600 s" in lines
+    assert "-m venv --system-site-packages .venv" in done.stdout
+    assert lines[-1].startswith(".venv: -m torch.distributed.run"), "with the interpreter that has it now"
+    again = on_gpus(*WITH_GPUS, PIP="works")
+    assert again.returncode == 0 and "pip" not in again.stdout and "-m venv" not in again.stdout
+    assert again.stdout.splitlines()[-1].startswith(".venv: -m torch.distributed.run")
+
+
+@pytest.mark.parametrize("pip", ["fails", "hangs"])
+def test_a_run_goes_on_aloud_without_faster_attention(on_gpus, pip):
+    done = on_gpus(*WITH_GPUS, PIP=pip)
+    assert done.returncode == 0, done.stderr
+    assert "NO faster attention" in done.stdout
+    assert "-m torch.distributed.run" in done.stdout.splitlines()[-1]
+    assert not done.stdout.splitlines()[-1].startswith(".venv"), "with the interpreter of before"
+
+
+def test_faster_attention_that_is_there_is_left_alone(on_gpus, tmp_path):
+    (tmp_path / "programs/flash-attn-4").write_text("")
+    done = on_gpus(*WITH_GPUS, PIP="works")
+    assert done.returncode == 0 and "pip" not in done.stdout and "venv" not in done.stdout
+
+
+@pytest.mark.parametrize("flags", [["--help"], ["--sample=w", "x"], ["test", "-k", "x"]])
+def test_faster_attention_is_for_training(on_gpus, flags):
+    assert "requirements-gpu.txt" not in on_gpus(*flags, PIP="works").stdout
+
+
+def test_a_cpu_gets_no_faster_attention(on_gpus, tmp_path):
+    (tmp_path / "programs/nvidia-smi").write_text(NO_GPU)
+    assert "requirements-gpu.txt" not in on_gpus("--preset=tiny", PIP="works").stdout
+
+
+def test_the_packages_for_gpus_are_those_that_the_trainer_knows():
+    lines = [line for line in (ROOT / "requirements-gpu.txt").read_text().splitlines() if not line.startswith("#")]
+    pinned = dict(line.split("==") for line in lines)
+    assert "flash-attn-4[cu13]" in pinned and tg.FLASH_PACKAGES["FA4"] == "flash-attn-4"
+    assert f'"{tg.FLASH_PACKAGES["FA4"]}"' in (ROOT / "run.sh").read_text()
 
 
 @pytest.mark.parametrize("flags, command", [
