@@ -5044,16 +5044,25 @@ def fit_due(schedule: Schedule, step: int) -> bool:
     return step >= last + half - half % CYCLE
 
 
-def fit_rest(schedule: Schedule, seconds_per_step: list[float], step: int, ms: float, tokens_left: float) -> Fit:
-    """The length with which a run that has done `step` steps in `ms` ends with --time_budget.
+def most_steps(schedule: Schedule, first: int, tokens_left: float) -> int:
+    """How long a run may be at most, if from step `first` on the data have so many tokens left."""
+    cfg = schedule.cfg
+    steps = schedule.total_steps - first
+    batches = [stage.batch_tokens for stage in cfg.stages]
+    tokens = float(np.dot(schedule.steps_by_stage(first, schedule.total_steps), batches))
+    of_data = max(0.0, steps * tokens_left / tokens)
+    return int(min(first + of_data, MAX_STEPS))
+
+
+def fit_rest(schedule: Schedule, seconds_per_step: list[float], step: int, ms: float, most: int) -> Fit:
+    """The length, of `most` steps at most, with which a run that has done `step` steps in `ms` ends with --time_budget.
 
     The stretch since the last fit says how fast the machine is now. It is about as long as what is left, so there is
     no better forecast. What a step of one stage costs next to that of another, seconds_per_step has to say.
-    tokens_left: that the data still have. Fewer than the time is good for: as many steps as they last.
     """
-    cfg = schedule.cfg
+    budget_ms = 1000 * schedule.cfg.time_budget
     total = schedule.total_steps
-    first = step + CYCLE                                                      # whose length is still open
+    first = step + CYCLE                                                      # the steps before it stay as they are
     last = Fit(0, 0.0, total)
     if schedule.fits:
         last = schedule.fits[-1]
@@ -5062,25 +5071,29 @@ def fit_rest(schedule: Schedule, seconds_per_step: list[float], step: int, ms: f
         return float(np.dot(schedule.steps_by_stage(start, end), seconds_per_step))
 
     pace = (ms - last.ms) / seconds_of(last.step, step)                       # ms now of a second then
-    ms_left = 1000 * cfg.time_budget - ms - pace * seconds_of(step, first)
-    tokens_wanted = float(np.dot(schedule.steps_by_stage(first, total), [stage.batch_tokens for stage in cfg.stages]))
-    stretch = min(ms_left / (pace * seconds_of(first, total)), tokens_left / tokens_wanted)
-
-    most_steps = MAX_STEPS - first
-    steps = round(min(max(0.0, stretch * (total - first)), most_steps))
-    return Fit(step, ms, first + steps)
+    ms_left = budget_ms - ms - pace * seconds_of(step, first)
+    stretch = max(0.0, ms_left / (pace * seconds_of(first, total)))
+    wanted = first + stretch * (total - first)
+    return Fit(step, ms, round(min(wanted, most)))
 
 
 def keep_to_budget(seconds_per_step: list[float], loader: Loader, clock: Clock, log: Log) -> None:
-    """Fit the rest of the run to what is left of --time_budget, on every rank by the slowest one's clock."""
+    """Fit the rest of the run to what is left of --time_budget, on every rank by rank 0's clock, as in the result."""
     fabric = log.fabric
-    budget = log.schedule.cfg.time_budget
+    schedule = log.schedule
+    cfg = schedule.cfg
     fabric.synchronize()                                                      # the clock alone is ahead of a GPU
-    ms = max(fabric.of_all(clock.ms))
-    fit = fit_rest(log.schedule, seconds_per_step, log.done, ms, loader.tokens_left())
-    log.follow(Schedule(log.schedule.cfg, (*log.schedule.fits, fit)))
-    log.event("budget", seconds=budget, steps=fit.total_steps, step=fit.step, train_time_ms=round(ms, 3))
-    log.text(f"time budget {budget:g} s: {ms / 1000:.2f} s after {fit.step} steps, so {fit.total_steps} steps in all")
+    ms = fabric.of_all(clock.ms)[0]
+    most = most_steps(schedule, log.done + CYCLE, loader.tokens_left())
+    fit = fit_rest(schedule, seconds_per_step, log.done, ms, most)
+
+    log.follow(Schedule(cfg, (*schedule.fits, fit)))
+    log.event("budget", seconds=cfg.time_budget, steps=fit.total_steps, step=fit.step, train_time_ms=round(ms, 3))
+    remark = ""
+    if fit.total_steps == most:
+        remark = ", the most that the data last or a run may have"
+    log.text(f"time budget {cfg.time_budget:g} s: {ms / 1000:.2f} s after {fit.step} steps, so {fit.total_steps} steps "
+             f"in all{remark}")
 
 
 def union(spans: Iterable[tuple[float, float]]) -> float:
