@@ -5173,19 +5173,19 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
         loader.start()
         loader.wait()
 
-    while log.done < log.schedule.end_step:
-        before_step(log.done)                                                 # budget, checkpoints, profile, if any
-        values = log.schedule.at(log.done)
-        if values.validate:
-            clock.stop()
-            log.validation(executor.evaluate(validation.batches(values), values), clock.ms, validation)
-            clock.start()
-        try:
+    try:
+        while log.done < log.schedule.end_step:
+            before_step(log.done)                                             # budget, checkpoints, profile, if any
+            values = log.schedule.at(log.done)
+            if values.validate:
+                clock.stop()
+                log.validation(executor.evaluate(validation.batches(values), values), clock.ms, validation)
+                clock.start()
             losses = train_step(executor, loader, values)
-        except DataError:                                                     # the steps behind are whole
-            log.flush()
-            raise
-        log.step(losses, clock.ms)
+            log.step(losses, clock.ms)
+    except DataError:                                                         # the steps behind are whole
+        log.flush()
+        raise
     clock.stop()
 
     end = log.schedule.at(log.done)                                           # at the true end the long window is wider
