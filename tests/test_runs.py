@@ -598,14 +598,26 @@ def made_up_time(monkeypatch, ms_of_step, trial: float = 0.05) -> None:
 FITTED = ("--time_budget=1.61", "--epochs=0", "--sample_tokens=0", "--val_every=9")
 
 
+def slower_and_slower(step: int, stage: int) -> float:
+    """32 steps are planned; 12 of them take as long as planned."""
+    return 50.0 + 2 * max(0, step - 12)
+
+
 @pytest.fixture
 def slowing(monkeypatch) -> None:
-    """32 steps are planned; 12 of them take as long as planned, the others more and more."""
-    made_up_time(monkeypatch, lambda step, stage: 50.0 + 2 * max(0, step - 12))
+    made_up_time(monkeypatch, slower_and_slower)
 
 
-def test_a_run_that_slows_down_ends_in_time_and_says_what_it_did(tmp_path, slowing):
-    done = run(tmp_path / "run", *FITTED)
+@pytest.fixture(scope="module")
+def slowed(tmp_path_factory) -> Run:
+    """A whole run of that kind."""
+    with pytest.MonkeyPatch.context() as patch:
+        made_up_time(patch, slower_and_slower)
+        return run(tmp_path_factory.mktemp("slowed") / "run", "--seed=5", *FITTED)
+
+
+def test_a_run_that_slows_down_ends_in_time_and_says_what_it_did(slowed):
+    done = slowed
     assert done.status == 0, done.err
     result, (first, *later) = done.of("result")[0], done.of("budget")
     assert abs(result["train_time_ms"] / 1610 - 1) < 0.03 and first["steps"] == 32 > result["steps"]
@@ -621,11 +633,11 @@ def test_a_run_that_slows_down_ends_in_time_and_says_what_it_did(tmp_path, slowi
     assert [e["step"] for e in done.of("val")] == [*range(0, result["steps"], 9), result["steps"]]
 
 
-def test_a_resumed_run_goes_on_fitting(tmp_path, slowing):
-    whole = run(tmp_path / "whole", *FITTED)
+def test_a_resumed_run_goes_on_fitting(tmp_path, slowed, slowing):
+    whole = slowed
     fitted_at = [e["step"] for e in whole.of("budget")[1:]]
     for cut_at in fitted_at[:2]:
-        cut = run(tmp_path / f"cut_{cut_at}", f"--max_steps={cut_at + 1}", "--checkpoint_every=2", *FITTED)
+        cut = run(tmp_path / f"cut_{cut_at}", "--seed=5", f"--max_steps={cut_at + 1}", "--checkpoint_every=2", *FITTED)
         done = resume(cut.folder, tmp_path / f"run_{cut_at}", "--checkpoint_every=0")
         assert done.status == 0, done.err
         assert done.of("resumed")[0]["step"] == cut_at and losses(done.folder) == losses(whole.folder)
@@ -642,19 +654,17 @@ def test_a_run_that_is_longer_than_planned_is_resumed_behind_the_planned_end(tmp
     assert losses(done.folder) == losses(whole.folder) and done.of("budget") == whole.of("budget")
 
 
-def test_each_of_several_runs_starts_with_the_first_fit(tmp_path, slowing):
-    three = run(tmp_path / "three", "--runs=2", "--seed=4", *FITTED)
-    alone = run(tmp_path / "alone", "--seed=5", *FITTED)
-    second = three.folder / "seed_5"
-    assert losses(second) == losses(alone.folder)
-    assert Run(second, 0, "", "").of("budget") == alone.of("budget")[1:]
+def test_each_of_several_runs_starts_with_the_first_fit(tmp_path, slowed, slowing):
+    two = run(tmp_path / "two", "--runs=2", "--seed=4", *FITTED)
+    second = two.folder / "seed_5"
+    assert losses(second) == losses(slowed.folder)
+    assert Run(second, 0, "", "").of("budget") == slowed.of("budget")[1:]
 
 
-def test_a_run_with_a_time_budget_may_be_cut_or_profiled(tmp_path, slowing):
-    cut = run(tmp_path / "cut", "--max_steps=19", *FITTED)
-    whole = run(tmp_path / "whole", *FITTED)
+def test_a_run_with_a_time_budget_may_be_cut_or_profiled(tmp_path, slowed, slowing):
+    cut = run(tmp_path / "cut", "--seed=5", "--max_steps=19", *FITTED)
     assert cut.status == 0 and cut.of("result")[0]["steps"] == 19
-    trained_on = [(e["step"], e["train_loss"]) for e in whole.of("step")]
+    trained_on = [(e["step"], e["train_loss"]) for e in slowed.of("step")]
     assert [(e["step"], e["train_loss"]) for e in cut.of("step")] == trained_on[:19]
     profiled = run(tmp_path / "profiled", "--profile=29:31", *FITTED)
     assert profiled.status == 0 and len(profiled.of("budget")) == 1 and profiled.of("profile"), profiled.err
