@@ -43,6 +43,7 @@ if __name__ == "__main__":
 
 import argparse
 import base64
+import bisect
 import contextlib
 import difflib
 import errno
@@ -925,20 +926,51 @@ def yarn(rotary: Rotary, old: int, new: int) -> Rotary:
     return Rotary(tuple(frequencies), rotary.attn_scale * growth)
 
 
-class Schedule:
-    """Pure functions of the step, recipe 4. `at(total_steps)` is the final validation, with the widest window."""
+class Fit(NamedTuple):
+    """A new length for a run in progress, so that it ends with --time_budget."""
 
-    def __init__(self, cfg: Config) -> None:
+    step: int                            # even: steps done then; the cycle ahead is prepared and stays as it was
+    ms: float                            # training time until then
+    total_steps: int                     # of the whole run, from then on
+
+
+class Leg(NamedTuple):
+    """Steps that go evenly through the plan, up to the next leg or the end."""
+
+    first: int                           # step
+    total_steps: int                     # of a run that goes on like this
+    pace: float                          # planned steps a step
+
+
+class Schedule:
+    """Pure functions of the step, recipe 4. `at(total_steps)` is the final validation, with the widest window.
+
+    Each step has a place in the plan that the settings make. Without fits it is the step itself; behind a fit the rest
+    of the plan is gone through faster or slower. Stages and rates go by the place, Adam and validation by the step.
+    """
+
+    def __init__(self, cfg: Config, fits: Sequence[Fit] = ()) -> None:
         self.cfg = cfg
-        self.total_steps = cfg.num_scheduled_steps + cfg.num_extension_steps
+        self.fits = tuple(fits)
+        self.planned_steps = cfg.num_scheduled_steps + cfg.num_extension_steps
+        self.legs = [Leg(0, self.planned_steps, 1)]
+        for fit in self.fits:
+            first = fit.step + CYCLE
+            planned_left = self.planned_steps - self.place(first)
+            steps_left = max(1, fit.total_steps - first)                      # 0: a fit may end the run there
+            self.legs.append(Leg(first, fit.total_steps, planned_left / steps_left))
+
+        self.total_steps = self.legs[-1].total_steps
         self.end_step = self.total_steps                                      # the first that is not trained
         if cfg.max_steps:
             self.end_step = min(cfg.max_steps, self.total_steps)
 
         scheduled = len(cfg.stages) - 1
         ends = [round(cfg.num_scheduled_steps * (k + 1) / scheduled) for k in range(scheduled)]
-        self.stage_starts = (0, *ends)
-        self.stage_ends = (*ends, self.total_steps)
+        self.planned_starts = (0, *ends)
+        self.planned_ends = (*ends, self.planned_steps)
+        self.stage_starts = tuple(self.first_step_at(place) for place in self.planned_starts)
+        self.stage_ends = (*self.stage_starts[1:], self.total_steps)
         self.split_step = self.stage_starts[cfg.split_stage] | 1              # the odd step: Adam has just updated
         self.cooldown_start = int(cfg.num_scheduled_steps * (1 - cfg.cooldown_frac))
 
@@ -948,6 +980,24 @@ class Schedule:
             new_window = new.long_window * cfg.window_block
             self.rotary.append(yarn(self.rotary[-1], old_window, new_window))
 
+    def place(self, step: int) -> float:
+        """How far a step is in the plan, in planned steps. Fits that come later change no bit of it."""
+        leg = next(leg for leg in reversed(self.legs) if leg.first <= step)
+        return self.planned_steps - (leg.total_steps - step) * leg.pace
+
+    def first_step_at(self, place: float) -> int:
+        """The first step at this place of the plan or behind it."""
+        return bisect.bisect_left(range(self.total_steps), place, key=self.place)
+
+    def steps_by_stage(self, start: int, end: int) -> list[int]:
+        """How many of the steps from start to end - 1 are in each stage."""
+        counts = []
+        for stage_start, stage_end in zip(self.stage_starts, self.stage_ends):
+            first = max(start, stage_start)
+            last = min(end, stage_end)
+            counts.append(max(0, last - first))
+        return counts
+
     def stage_at(self, step: int) -> int:
         """The final validation belongs to the last stage."""
         step = min(step, self.total_steps - 1)
@@ -956,26 +1006,28 @@ class Schedule:
     def lr_factor_at(self, step: int) -> float:
         """The stage's multiplier, then linear from the cooldown's start to the floor; no warm-up."""
         factor = self.cfg.stages[self.stage_at(step)].lr_mul
-        if step < self.cooldown_start:
+        place = self.place(step)
+        if place < self.cooldown_start:
             return factor
         cooldown_steps = max(1, self.cfg.num_scheduled_steps - self.cooldown_start)
-        done = min(1.0, (step - self.cooldown_start) / cooldown_steps)
+        done = min(1.0, (place - self.cooldown_start) / cooldown_steps)
         return factor * (1 - done) + self.cfg.lr_floor * done
 
     def momentum_at(self, step: int) -> float:
-        """Up over the first steps, down over the last; the ramps grow with the run unless set."""
+        """Up over the first steps of the plan, down over the last; the ramps grow with it unless set."""
         cfg = self.cfg
         up = cfg.momentum_warmup_steps
         if up < 0:
-            up = round(RECORD_RAMP_UP * self.total_steps / RECORD_STEPS)
+            up = round(RECORD_RAMP_UP * self.planned_steps / RECORD_STEPS)
         down = cfg.momentum_cooldown_steps
         if down < 0:
-            down = round(RECORD_RAMP_DOWN * self.total_steps / RECORD_STEPS)
+            down = round(RECORD_RAMP_DOWN * self.planned_steps / RECORD_STEPS)
 
         rise = cfg.momentum_max - cfg.momentum_min
-        if step < up:
-            return cfg.momentum_min + rise * step / up
-        steps_down = step - self.total_steps + down
+        place = self.place(step)
+        if place < up:
+            return cfg.momentum_min + rise * place / up
+        steps_down = place - self.planned_steps + down
         if steps_down > 0:
             return cfg.momentum_max - rise * steps_down / down
         return cfg.momentum_max
@@ -984,8 +1036,8 @@ class Schedule:
         """Weights of the next tokens, linear in the position inside the stage, which never reaches 1."""
         k = self.stage_at(step)
         stage = self.cfg.stages[k]
-        stage_steps = max(1, self.stage_ends[k] - self.stage_starts[k])
-        position = (step - self.stage_starts[k]) / stage_steps
+        stage_steps = max(1, self.planned_ends[k] - self.planned_starts[k])
+        position = (self.place(step) - self.planned_starts[k]) / stage_steps
         ramps = zip(stage.mtp_start, stage.mtp_end)
         return tuple(first + (last - first) * position for first, last in ramps)
 
@@ -1413,8 +1465,7 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader])
     little for a block.
     """
     needs = []                                       # (steps, tokens of a step) of each stage that is reached
-    for stage, start, end in zip(cfg.stages, schedule.stage_starts, schedule.stage_ends):
-        steps = min(end, schedule.end_step) - start
+    for stage, steps in zip(cfg.stages, schedule.steps_by_stage(0, schedule.end_step)):
         if steps > 0:
             needs.append((steps, stage.batch_tokens + cfg.num_slots))         # a slot has one more, its last target
 
@@ -1787,6 +1838,8 @@ class Loader:
         self.upcoming: Future | None = None          # the shard behind the one in use
         self.shard: Shard | None = None              # in use, from document doc on
         self.doc = 0
+        self.tokens_passed = 0                       # in shards that were in use before
+        self.tokens_taken = 0                        # into blocks, without the last targets
         self.data_ended = False                      # no shard holds another block, on any rank
         self.ahead: Future | None = None             # batches of the next cycle
         self.ready: list[Batch] = []                 # what is left of this one
@@ -1836,6 +1889,19 @@ class Loader:
         first_batch = self.ahead.result()[0]
         return first_batch.plans
 
+    def tokens_left(self) -> float:
+        """About how many more tokens the shards give to blocks: of their rest the same share as until now.
+
+        A block less, for the last shard may end inside one. Infinite where the shards are read again and again.
+        """
+        if self.cfg.epochs == 0:
+            return math.inf
+        self.wait()
+        passed = self.tokens_passed + int(self.shard.doc_lengths[:self.doc].sum())
+        of_all_passes = self.cfg.epochs * sum(header.tokens for header in self.headers)
+        largest_block = max(stage.batch_tokens for stage in self.cfg.stages)
+        return (of_all_passes - passed) * self.tokens_taken / passed - largest_block
+
     def close(self) -> None:
         for pool in (self.worker, self.reader):
             pool.shutdown(wait=False, cancel_futures=True)
@@ -1874,6 +1940,7 @@ class Loader:
                                     values.max_doc_len)
                 if packed is not None:
                     slots, self.doc = packed
+                    self.tokens_taken += self.cfg.num_slots * slot_tokens
                     return self.shard, slots
 
             if self.upcoming is None:
@@ -1886,6 +1953,8 @@ class Loader:
                                 "more shards, or fewer steps",
                                 f"fetch more shards, stop at --max_steps={values.step}, "
                                 "or cycle with --epochs=0")
+            if self.shard is not None:
+                self.tokens_passed += len(self.shard.tokens)
             self.shard = bounded(self.upcoming, self.cfg, "reading a shard")
             self.doc = 0
             self.upcoming = next(self.shards, None)
@@ -4236,6 +4305,7 @@ def smaller_batches(cfg: Config, fabric: Fabric, kernel: Callable, room: float) 
 
 # ---- Files: a save to sample from, checkpoints to go on from. Nothing in a file is trusted.
 SAVED_FILES = (VOCABULARY, "weights.pt", "config.json")
+CLOCK_TICK = 1e-9                        # s; no step is shorter
 KEPT_CHECKPOINTS = 2
 NEW_CHECKPOINT = "new.pt"                # a checkpoint whose hash is not known yet
 
@@ -4601,11 +4671,48 @@ def wrong_with_log(log: dict[str, Any], step: int) -> str:
     return ""
 
 
-def wrong_with_state(state: dict[str, Any], cfg: Config, step: int) -> str:
+def wrong_with_budget(budget: dict[str, Any], cfg: Config, step: int, ms: float) -> str:
+    """What does not fit in the budget that a checkpoint of this step and training time holds, or an empty text."""
+    if not is_record(budget, seconds_per_step=list, fits=list):
+        return "a time budget of another form"
+    seconds_per_step = budget["seconds_per_step"]
+    for seconds in seconds_per_step:
+        if type(seconds) is not float or not CLOCK_TICK <= seconds <= MOST["time_budget"]:
+            return f"a step that takes {shown(seconds)} s"
+    if len(seconds_per_step) != len(cfg.stages):
+        return f"times of {len(seconds_per_step)} stages, where the run has {len(cfg.stages)}"
+
+    fits = budget["fits"]
+    before = Fit(0, 0.0, cfg.num_scheduled_steps + cfg.num_extension_steps)
+    for found in fits:
+        if type(found) is not list or [type(part) for part in found] != [int, float, int]:
+            return f"a fit of another form, {shown(found)}"
+        fit = Fit(*found)
+        last_to_fit_at = min(step, before.total_steps - CYCLE - 1)
+        if fit.step % CYCLE or not before.step < fit.step <= last_to_fit_at:
+            return f"a fit at step {fit.step}, where none was made"
+        if not before.ms <= fit.ms <= ms:
+            return f"a fit after {fit.ms} ms of {ms}"
+        if not fit.step + CYCLE <= fit.total_steps <= MAX_STEPS:
+            return f"a fit at step {fit.step} to {fit.total_steps} steps"
+        before = fit
+    return ""
+
+
+def with_fits(cfg: Config, checkpoint: dict[str, Any] | None) -> Schedule:
+    """The schedule of a run, which may go on from a checkpoint."""
+    fits = []
+    if checkpoint and cfg.time_budget:
+        fits = [Fit(*fit) for fit in checkpoint["budget"]["fits"]]
+    return Schedule(cfg, fits)
+
+
+def wrong_with_state(state: dict[str, Any], schedule: Schedule, step: int) -> str:
     """What does not fit in the state that a checkpoint of this step holds, or an empty text."""
     if not is_record(state, weights=dict, moments=dict, tied=bool, adam_steps=dict):
         return "a state of another form"
-    tied = Schedule(cfg).at(step).tied
+    cfg = schedule.cfg
+    tied = schedule.at(step).tied
     if state["tied"] != tied:
         return f"tied={state['tied']}, where the schedule says {tied}"
     updates = {}
@@ -4625,6 +4732,8 @@ def wrong_with_state(state: dict[str, Any], cfg: Config, step: int) -> str:
 def wrong_with_checkpoint(content: Any, cfg: Config, step: int) -> str:
     """What makes the content of a checkpoint unusable for this run, or an empty text."""
     parts = dict(log=dict, train_time_ms=float, data_sha256=str, lengths=dict, state=dict)
+    if cfg.time_budget:
+        parts["budget"] = dict
     if not is_record(content, **parts):
         return "other content than a checkpoint's"
     if not 0 <= content["train_time_ms"] < math.inf:
@@ -4643,12 +4752,18 @@ def wrong_with_checkpoint(content: Any, cfg: Config, step: int) -> str:
         check_config(cfg)
     except ConfigError as error:
         return " ".join(str(error).split())
-    if step % CYCLE or step > Schedule(cfg).total_steps:
-        return f"step {step}, at which a run of {lengths} writes none"
+    wrong = ""
+    if cfg.time_budget:
+        wrong = wrong_with_budget(content["budget"], cfg, step, content["train_time_ms"])
+    if wrong:
+        return wrong
+    schedule = with_fits(cfg, content)
+    if step % CYCLE or step > schedule.total_steps:
+        return f"step {step}, at which a run of {schedule.total_steps} steps writes none"
 
     wrong = wrong_with_log(content["log"], step)
     if not wrong:
-        wrong = wrong_with_state(content["state"], cfg, step)
+        wrong = wrong_with_state(content["state"], schedule, step)
     return wrong
 
 
@@ -4685,8 +4800,8 @@ def load_checkpoint(folder: Path, cfg: Config, fabric: Fabric) -> tuple[Path, di
 SAMPLE_TEMPERATURE = 0.8
 PLAIN_LINES = 20                         # step lines of a whole run on a console that is no terminal
 DEVICE_POLL = 2e-4                       # s between two looks at the device, which is a cycle behind the host
-TRIAL_ROUNDS = 2                         # through all stages, to find how long a step takes: a machine's speed drifts
-TRIAL_STEPS = 16                         # of each stage in a round: whole cycles
+TRIAL_ROUNDS = 4                         # through all stages, to find how long a step takes: a machine's speed drifts
+TRIAL_STEPS = 8                          # of each stage in a round: whole cycles
 RESERVE_BYTES = 1 << 14                  # of the disk, held back for the last lines of a run that has filled it
 CHECKPOINTS = "checkpoints"              # folder in the run directory
 FALLBACK = "save"                        # folder in the run directory, of weights that --save could not take
@@ -4853,6 +4968,13 @@ class Log:
             from tqdm import tqdm
             self.bar = tqdm(desc="steps", total=self.schedule.end_step, leave=False, dynamic_ncols=True,
                             initial=self.done)
+
+    def follow(self, schedule: Schedule) -> None:
+        """From here on the run has another length."""
+        self.flush()                                                          # lines of steps in front of it
+        self.schedule = schedule
+        if self.bar is not None:
+            self.bar.total = schedule.end_step
 
     def step(self, losses: Losses, ms: float) -> None:
         """One more step done. ms is host time: on a GPU the step is launched, not finished."""
@@ -5064,7 +5186,7 @@ def try_steps(cfg: Config, fabric: Fabric, executor: Executor, train: list[Shard
 
 
 def time_steps(cfg: Config, fabric: Fabric, executor: Executor, train: list[ShardHeader], log: Log) -> list[float]:
-    """Seconds of a step in each stage.
+    """Seconds of a step in each stage, on the slowest rank.
 
     A mean, for the race pays its slow cycles too; but without the slowest and fastest tenth, which few rounds overrate.
     """
@@ -5081,17 +5203,21 @@ def time_steps(cfg: Config, fabric: Fabric, executor: Executor, train: list[Shar
         tenth = len(seconds) // 10
         typical = sorted(seconds)[tenth:len(seconds) - tenth]
         seconds_per_step.append(float(np.mean(typical)) / CYCLE)
-    return seconds_per_step
+    return np.max(fabric.of_all(seconds_per_step), axis=0).tolist()
 
 
-def fit_budget(cfg: Config, fabric: Fabric, executor: Executor, train: list[ShardHeader], log: Log) -> Config:
-    """Scale the schedule to time_budget by the time of a step in each stage. Raises ConfigError."""
+def fit_budget(cfg: Config, fabric: Fabric, executor: Executor, train: list[ShardHeader],
+               log: Log) -> tuple[Config, list[float]]:
+    """Scale the schedule to time_budget by the time of a step in each stage, which it returns too.
+
+    Raises ConfigError.
+    """
     scheduled_stages = len(cfg.stages) - 1
     seconds_per_step = time_steps(cfg, fabric, executor, train, log)
     *scheduled, extension = seconds_per_step
     tail = cfg.num_extension_steps / cfg.num_scheduled_steps
     seconds_of_a_scheduled_step = sum(scheduled) / scheduled_stages + tail * extension    # with its share of the tail
-    steps = min(fabric.of_all(int(cfg.time_budget / seconds_of_a_scheduled_step)))        # of the slowest rank
+    steps = int(cfg.time_budget / seconds_of_a_scheduled_step)
     if steps < scheduled_stages:
         raise ConfigError("--time_budget", f"{cfg.time_budget:g} s", f"a step of each stage, {sum(scheduled):.3f} s",
                           "more")
@@ -5106,7 +5232,70 @@ def fit_budget(cfg: Config, fabric: Fabric, executor: Executor, train: list[Shar
     log.schedule = Schedule(cfg)
     log.event("budget", seconds=cfg.time_budget, steps=total, seconds_per_step=seconds_per_step)
     log.text(f"time budget {cfg.time_budget:g} s: {total} steps")
-    return cfg
+    return cfg, seconds_per_step
+
+
+def fit_due(schedule: Schedule, step: int) -> bool:
+    """Whether half of what was left at the last fit is done, and a step behind the cycle that is prepared is left."""
+    last = 0
+    if schedule.fits:
+        last = schedule.fits[-1].step
+    half = (schedule.total_steps - last) // 2
+    if step % CYCLE != 0 or step == last or step + CYCLE >= schedule.total_steps:
+        return False
+    return step >= last + half - half % CYCLE
+
+
+def most_steps(schedule: Schedule, first: int, tokens_left: float) -> int:
+    """How long a run may be at most, if from step `first` on the data have so many tokens left."""
+    cfg = schedule.cfg
+    steps = schedule.total_steps - first
+    batches = [stage.batch_tokens for stage in cfg.stages]
+    tokens = float(np.dot(schedule.steps_by_stage(first, schedule.total_steps), batches))
+    of_data = max(0.0, steps * tokens_left / tokens)
+    return int(min(first + of_data, MAX_STEPS))
+
+
+def fit_rest(schedule: Schedule, seconds_per_step: list[float], step: int, ms: float, most: int) -> Fit:
+    """The length, of `most` steps at most, with which a run that has done `step` steps in `ms` ends with --time_budget.
+
+    The stretch since the last fit says how fast the machine is now. It is about as long as what is left, so there is
+    no better forecast. What a step of one stage costs next to that of another, seconds_per_step has to say.
+    """
+    budget_ms = 1000 * schedule.cfg.time_budget
+    total = schedule.total_steps
+    first = step + CYCLE                                                      # the steps before it stay as they are
+    last = Fit(0, 0.0, total)
+    if schedule.fits:
+        last = schedule.fits[-1]
+
+    def seconds_of(start: int, end: int) -> float:
+        return float(np.dot(schedule.steps_by_stage(start, end), seconds_per_step))
+
+    pace = (ms - last.ms) / seconds_of(last.step, step)                       # ms now of a second then
+    ms_left = budget_ms - ms - pace * seconds_of(step, first)
+    stretch = max(0.0, ms_left / (pace * seconds_of(first, total)))
+    wanted = first + stretch * (total - first)
+    return Fit(step, ms, round(min(wanted, most)))
+
+
+def keep_to_budget(seconds_per_step: list[float], loader: Loader, clock: Clock, log: Log) -> None:
+    """Fit the rest of the run to what is left of --time_budget, on every rank by rank 0's clock, as in the result."""
+    fabric = log.fabric
+    schedule = log.schedule
+    cfg = schedule.cfg
+    fabric.synchronize()                                                      # the clock alone is ahead of a GPU
+    ms = fabric.of_all(clock.ms)[0]
+    most = most_steps(schedule, log.done + CYCLE, loader.tokens_left())
+    fit = fit_rest(schedule, seconds_per_step, log.done, ms, most)
+
+    log.follow(Schedule(cfg, (*schedule.fits, fit)))
+    log.event("budget", seconds=cfg.time_budget, steps=fit.total_steps, step=fit.step, train_time_ms=round(ms, 3))
+    remark = ""
+    if fit.total_steps == most:
+        remark = ", the most that the data last or a run may have"
+    log.text(f"time budget {cfg.time_budget:g} s: {ms / 1000:.2f} s after {fit.step} steps, so {fit.total_steps} steps "
+             f"in all{remark}")
 
 
 def union(spans: Iterable[tuple[float, float]]) -> float:
@@ -5174,10 +5363,11 @@ def report_profile(profile: Any, log: Log) -> None:
     log.text(profile.key_averages().table(f"self_{fabric.device.type}_time_total", 12, max_name_column_width=60))
 
 
-def race(schedule: Schedule, loader: Loader, executor: Executor, validation: ValidationSet, clock: Clock, log: Log,
+def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: Clock, log: Log,
          before_step: Callable[[int], object] = lambda step: None) -> float:
     """Train against the clock; returns the final validation loss (nats per token).
 
+    The schedule is the log's, which before_step may change.
     On the clock: reading, packing, plans, steps, logging. Off the clock: validation.
     """
     clock.start()
@@ -5185,22 +5375,22 @@ def race(schedule: Schedule, loader: Loader, executor: Executor, validation: Val
         loader.start()
         loader.wait()
 
-    for step in range(log.done, schedule.end_step):
-        before_step(step)                                                     # checkpoints and profile, if any
-        values = schedule.at(step)
-        if values.validate:
-            clock.stop()
-            log.validation(executor.evaluate(validation.batches(values), values), clock.ms, validation)
-            clock.start()
-        try:
+    try:
+        while log.done < log.schedule.end_step:
+            before_step(log.done)                                             # budget, checkpoints, profile, if any
+            values = log.schedule.at(log.done)
+            if values.validate:
+                clock.stop()
+                log.validation(executor.evaluate(validation.batches(values), values), clock.ms, validation)
+                clock.start()
             losses = train_step(executor, loader, values)
-        except DataError:                                                     # the steps behind are whole
-            log.flush()
-            raise
-        log.step(losses, clock.ms)
+            log.step(losses, clock.ms)
+    except DataError:                                                         # the steps behind are whole
+        log.flush()
+        raise
     clock.stop()
 
-    end = schedule.at(schedule.end_step)                                      # at the true end the long window is wider
+    end = log.schedule.at(log.done)                                           # at the true end the long window is wider
     loss = executor.evaluate(validation.batches(end), end)
     log.validation(loss, clock.ms, validation)
     return loss
@@ -5738,11 +5928,15 @@ def start_profile(cfg: Config, first: int) -> Any:
     return profile
 
 
-def write_checkpoint(cfg: Config, executor: Executor, clock: Clock, log: Log, sha256: str) -> None:
+def write_checkpoint(cfg: Config, seconds_per_step: list[float], executor: Executor, clock: Clock, log: Log,
+                     sha256: str) -> None:
     """Everything that the run needs to go on from here. Off the clock."""
     clock.stop()
     lengths = dict(num_scheduled_steps=cfg.num_scheduled_steps, num_extension_steps=cfg.num_extension_steps)
     content = dict(log=log.seen(), train_time_ms=clock.ms, data_sha256=sha256, lengths=lengths)
+    if cfg.time_budget:
+        fits = [list(fit) for fit in log.schedule.fits]
+        content["budget"] = dict(seconds_per_step=seconds_per_step, fits=fits)
     with log.phase("checkpoint"):
         content["state"] = executor.whole_state(log.schedule.at(log.done))
         if log.fabric.rank == 0:
@@ -5757,24 +5951,34 @@ def checkpoint_due(cfg: Config, step: int) -> bool:
     return step % cfg.checkpoint_every < CYCLE
 
 
-def run_once(cfg: Config, executor: Executor, shards: Shards, validation: ValidationSet, log: Log,
-             earlier: dict[str, Any] | None) -> tuple[dict[str, Any], bool]:
-    """One race from the state that the executor is in, or from a checkpoint. Returns what `finish` does."""
+def run_once(cfg: Config, seconds_per_step: list[float], executor: Executor, shards: Shards, validation: ValidationSet,
+             log: Log, earlier: dict[str, Any] | None) -> tuple[dict[str, Any], bool]:
+    """One race from the state that the executor is in, or from a checkpoint. Returns what `finish` does.
+
+    seconds_per_step: with a time budget, by stage.
+    """
     fabric = log.fabric
-    schedule = log.schedule
     first = log.done
     clock = Clock(fabric)
-    steps_to_do = map(schedule.at, range(first, schedule.end_step))
-    loader = Loader(cfg, fabric, shards.train, steps_to_do, executor.exchange_ahead)
+
+    def steps_to_do() -> Iterator[Values]:
+        step = first
+        while step < log.schedule.end_step:                                   # of the schedule at that time
+            yield log.schedule.at(step)
+            step += 1
+
+    loader = Loader(cfg, fabric, shards.train, steps_to_do(), executor.exchange_ahead)
     if earlier:
         executor.load_state(earlier["state"])
-        loader.skip(map(schedule.at, range(first)))
+        loader.skip(map(log.schedule.at, range(first)))
         clock.before = earlier["train_time_ms"]
     profile = start_profile(cfg, first)
 
     def before_step(step: int) -> None:
+        if cfg.time_budget and not cfg.profile and fit_due(log.schedule, step):
+            keep_to_budget(seconds_per_step, loader, clock, log)
         if checkpoint_due(cfg, step):
-            write_checkpoint(cfg, executor, clock, log, shards.sha256)
+            write_checkpoint(cfg, seconds_per_step, executor, clock, log, shards.sha256)
         if profile is not None and step > first:
             profile.step()                                                    # to what is recorded, or to nothing
 
@@ -5786,7 +5990,7 @@ def run_once(cfg: Config, executor: Executor, shards: Shards, validation: Valida
     if executor.compiling:
         watch = reported_graphs(log, recompiles, "the race")
     with settled_objects(), watch:
-        loss = race(schedule, loader, executor, validation, clock, log, before_step)
+        loss = race(loader, executor, validation, clock, log, before_step)
     loader.close()
     if profile is not None:
         profile.stop()
@@ -5865,7 +6069,7 @@ def open_checkpoint(cfg: Config, fabric: Fabric, sha256: str) -> tuple[Config, d
             f"{content['data_sha256'][:16]}...",
             "leave both flags out, or name the same shards in another place")
     done = content["log"]["done"]
-    end_step = Schedule(cfg).end_step
+    end_step = with_fits(cfg, content).end_step
     need(done <= end_step, f"--max_steps with --resume={run_dir}",
          f"{cfg.max_steps}: the run would end at step {end_step}",
          f"{done} or more: the run is there already", "--max_steps=0, for the whole schedule")
@@ -5885,7 +6089,7 @@ def open_data(cfg: Config, fabric: Fabric) -> tuple[Config, Shards, dict | None]
     earlier = None
     if cfg.resume:
         cfg, earlier = open_checkpoint(cfg, fabric, sha256)
-    check_enough_data(cfg, Schedule(cfg), train)
+    check_enough_data(cfg, with_fits(cfg, earlier), train)
     check_enough_validation(cfg, val)
 
     shared = shared_shards(train, val)
@@ -5972,7 +6176,7 @@ def run_all(preset: str, given: Config, fabric: Fabric, ending: Ending) -> bool:
     """
     began = time.perf_counter()
     cfg, shards, earlier = open_data(given, fabric)
-    schedule = Schedule(cfg)
+    schedule = with_fits(cfg, earlier)
     precision = head_precision(cfg, fabric)
     if earlier:
         check_profile(schedule, earlier["log"]["done"])
@@ -6002,23 +6206,26 @@ def run_all(preset: str, given: Config, fabric: Fabric, ending: Ending) -> bool:
     with log.phase("validation data"):
         validation = ValidationSet(cfg, fabric, shards.val, executor.exchange)
     warm_up_with_patience(cfg, fabric, executor, log)
-    if cfg.time_budget and not earlier:
-        cfg = fit_budget(cfg, fabric, executor, shards.train, log)
+    seconds_per_step: list[float] = []
+    if cfg.time_budget and earlier:
+        seconds_per_step = earlier["budget"]["seconds_per_step"]
+    elif cfg.time_budget:
+        cfg, seconds_per_step = fit_budget(cfg, fabric, executor, shards.train, log)
         check_enough_data(cfg, log.schedule, shards.train)
         check_profile(log.schedule, 0)
 
     pristine = executor.snapshot() if cfg.runs > 1 else None
-    result, saved = run_once(cfg, executor, shards, validation, log, earlier)
+    result, saved = run_once(cfg, seconds_per_step, executor, shards, validation, log, earlier)
     results = [result]
     for folder in folders[1:]:
         cfg = replace(cfg, seed=cfg.seed + 1)
-        log = Log(folder, fabric, log.schedule)
+        log = Log(folder, fabric, Schedule(cfg))
         ending.log = log
         write_header(log, cfg, executor, origin)
         with log.phase("reset"):
             executor.restore(pristine)
             executor.model.set_initial_values(cfg.seed, executor.kept)
-        result, _ = run_once(cfg, executor, shards, validation, log, None)
+        result, _ = run_once(cfg, seconds_per_step, executor, shards, validation, log, None)
         results.append(result)
     report(cfg, executor, validation, log, results)
     return saved

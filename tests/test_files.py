@@ -488,6 +488,72 @@ def test_a_newest_checkpoint_of_any_kind_leads_to_the_one_before(checkpoints, ma
         check_no_advice(said, checkpoints)
 
 
+SECONDS = [0.1, 0.2, 0.3, 0.4]
+BUDGETS = {                              # case -> budget in the checkpoint of step 4, what the message says
+    "none": (None, "other content"), "word": ("12", "other content"), "empty": ({}, "a time budget of another form"),
+    "more": (dict(seconds_per_step=SECONDS, fits=[], steps=12), "a time budget of another form"),
+    "fits": (dict(seconds_per_step=SECONDS, fits=()), "a time budget of another form"),
+    "stages": (dict(seconds_per_step=SECONDS[:3], fits=[]), "times of 3 stages, where the run has 4"),
+    "seconds": (dict(seconds_per_step=[0.1, 0.2, "0.3", 0.4], fits=[]), "a step that takes '0.3' s"),
+    "no seconds": (dict(seconds_per_step=[0.1, 0.2, 0.0, 0.4], fits=[]), "a step that takes 0.0 s"),
+    "nan seconds": (dict(seconds_per_step=[0.1, float("nan"), 0.3, 0.4], fits=[]), "a step that takes nan s"),
+    "many seconds": (dict(seconds_per_step=[0.1, 1e9, 0.3, 0.4], fits=[]), "a step that takes 1000000000.0 s")}
+FITS = {                                 # case -> fits in the same, what the message says
+    "word": (["2"], "a fit of another form, '2'"), "short": ([[2, 5.0]], "a fit of another form"),
+    "bool": ([[True, 5.0, 12]], "a fit of another form"), "int ms": ([[2, 5, 12]], "a fit of another form"),
+    "long": ([["x" * 10_000, 5.0, 12]], "characters)"),
+    "odd": ([[3, 5.0, 12]], "a fit at step 3"), "start": ([[0, 5.0, 12]], "a fit at step 0"),
+    "ahead": ([[6, 5.0, 12]], "a fit at step 6"), "twice": ([[2, 5.0, 12], [2, 6.0, 14]], "a fit at step 2"),
+    "behind the end": ([[2, 5.0, 6], [4, 6.0, 14]], "a fit at step 4"),
+    "nan": ([[2, float("nan"), 12]], "a fit after nan ms"), "too late": ([[2, 1e9, 12]], "a fit after 1000000000.0 ms"),
+    "back": ([[2, 5.0, 12], [4, 4.0, 14]], "a fit after 4.0 ms"),
+    "too short": ([[2, 5.0, 3]], "a fit at step 2 to 3 steps"), "huge": ([[2, 5.0, 10**9]], "to 1000000000 steps"),
+    "over": ([[2, 0.0, 4], [4, 0.0, 4]], "a fit at step 4")}
+
+
+def budgeted(checkpoints: Path, budget) -> Path:
+    """The checkpoint of step 4 as if of a run with this time budget, behind a sound one of step 2."""
+    earlier, newest = sorted(checkpoints.glob("*.pt"))
+    before = torch.load(earlier) | dict(budget=dict(seconds_per_step=SECONDS, fits=[]))
+    content = torch.load(newest)
+    if budget is not None:
+        content["budget"] = budget
+    put(checkpoints, before, step=2)
+    earlier.unlink()
+    return put(checkpoints, content)
+
+
+@pytest.mark.parametrize("case", [*BUDGETS, *(f"fits.{name}" for name in FITS)])
+def test_a_checkpoint_with_a_mangled_budget_leads_to_the_one_before(checkpoints, case, capsys):
+    if case in BUDGETS:
+        budget, says = BUDGETS[case]
+    else:
+        fits, says = FITS[case.removeprefix("fits.")]
+        budget = dict(seconds_per_step=SECONDS, fits=fits)
+    bad = budgeted(checkpoints, budget)
+    path, _ = tg.load_checkpoint(checkpoints, preset(time_budget=1.0), fabric())
+    said = capsys.readouterr().out
+    assert path.name.startswith("step-0000002-") and f"{bad} as a checkpoint" in said and says in said
+    assert len(said) < 1000
+
+
+def test_fits_that_may_be_are_taken(checkpoints):
+    good = dict(seconds_per_step=SECONDS, fits=[[2, 5.0, 9], [4, 5.0, 6]])
+    made = budgeted(checkpoints, good)
+    path, content = tg.load_checkpoint(checkpoints, preset(time_budget=1.0), fabric())
+    assert path == made and content["budget"] == good
+    assert tg.with_fits(preset(time_budget=1.0), content).total_steps == 6
+    refuse_checkpoints(checkpoints, preset(), "no whole")
+
+
+def test_a_state_is_held_to_the_fitted_schedule():
+    """Of a run that a fit has made longer: at step 8 the plan has parted head and embedding, the run has not."""
+    state = dict(weights={}, moments={}, tied=False, adam_steps={})
+    fitted = tg.Schedule(preset(), [tg.Fit(2, 5.0, 30)])
+    assert tg.wrong_with_state(state, tg.Schedule(preset()), 8).startswith("counts of updates")
+    assert tg.wrong_with_state(state, fitted, 8) == "tied=False, where the schedule says True"
+
+
 def test_a_checkpoint_of_another_model_or_step_is_not_taken(checkpoints):
     folder = checkpoints
     refuse_checkpoints(folder, preset(model_dim=64, head_dim=32), "no whole")

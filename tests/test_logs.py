@@ -167,6 +167,25 @@ def test_ours_torn_aborted_void_and_resumed():
     assert [loss for _, _, loss in resumed.steps] == [5 - step / 10 for step in range(1, 7)] + [1.0] * 6
 
 
+@pytest.mark.parametrize("later", [(), (26,), (26, 34, 31)])
+def test_the_last_fit_to_a_time_budget_says_how_long_a_run_is(tmp_path, later):
+    """None but the first in logs of older trainers; fits during the run stand between its steps."""
+    config = dict(num_scheduled_steps=10, num_extension_steps=2, time_budget=60.0)
+    events = [dict(type="header", config=config, seed=0),
+              dict(type="budget", seconds=60.0, steps=30, seconds_per_step=[1.0, 2.0, 3.0, 4.0])]
+    for number, steps in enumerate(later):
+        step = 14 + 2 * number
+        events.append(dict(type="step", step=step, train_time_ms=1000.0 * step, train_loss=4.0))
+        events.append(dict(type="budget", seconds=60.0, steps=steps, step=step, train_time_ms=1000.0 * step))
+    total = [30, *later][-1]
+    events.append(dict(type="val", step=20, val_loss=3.5, train_time_ms=40_000.0))
+    events.append(dict(type="val", step=total, val_loss=3.0, train_time_ms=60_000.0))
+    events.append(dict(type="result", val_loss=3.0, steps=total, budget_s=60.0))
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    run, = logs.read([tmp_path]).runs
+    assert run.total == total and run.final == Point(total, 3.0, 60.0) and run.finished and run.notes == []
+
+
 @pytest.mark.parametrize("broken, why", [
     ('{"type": "step"}\n', "no header line at the start"), ("not json\n", "line 1 is not one of a log.jsonl"),
     ('{"type": "header", "config": {}}\n{"type": "step"}\n', "line 2 is not one of a log.jsonl"),

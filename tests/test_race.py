@@ -86,7 +86,7 @@ def test_race_trains_on_the_clock_and_validates_off_it(monkeypatch, tmp_path):
         optim_step=lambda values, ahead: calls.append(("optim", values, ahead is loader.plans_ahead)) or time.work(2),
         evaluate=lambda batches, values: calls.append(("eval", batches)) or time.work(40, 7.0 - values.step))
     clock = tg.Clock(fabric())
-    result = tg.race(log.schedule, loader, runner, text_data(), clock, log)
+    result = tg.race(loader, runner, text_data(), clock, log)
     at = log.schedule.at
     step_calls = [[("next", k), ("fb", k, at(k)), ("optim", at(k), True)] for k in range(5)]
     assert calls == ["start", ("eval", at(0)), *step_calls[0], *step_calls[1], ("eval", at(2)), *step_calls[2],
@@ -106,7 +106,7 @@ def test_validation_steps(tmp_path, changes, want):
     runner = SimpleNamespace(forward_backward=lambda *_: losses(1.0), optim_step=lambda *_: None,
                              evaluate=lambda batches, values: seen.append(values) or 1.0)
     loader = SimpleNamespace(start=lambda: None, wait=lambda: None, next=lambda values: None, plans_ahead=lambda: None)
-    tg.race(log.schedule, loader, runner, text_data(), tg.Clock(fabric()), log)
+    tg.race(loader, runner, text_data(), tg.Clock(fabric()), log)
     assert [values.step for values in seen] == want
     assert (seen[-1].long_window == 20 * 4) == (want[-1] == 5), "the widest window is for the true end"
 
@@ -277,8 +277,8 @@ def test_warm_up_meets_every_graph_of_the_race(tmp_path, monkeypatch, changes):
     noting("race")
     loader = tg.Loader(cfg, fabric(), headers, [schedule.at(step) for step in range(schedule.end_step)])
     validation = tg.ValidationSet(cfg, fabric(), tg.find_shards(cfg.val_files))
-    log = make_log(tmp_path)
-    tg.race(schedule, loader, ex, validation, tg.Clock(fabric()), log)
+    log = make_log(tmp_path, **changes)
+    tg.race(loader, ex, validation, tg.Clock(fabric()), log)
     loader.close()
     log.close()
     assert len(seen["race"]) > 10 and seen["race"] <= seen["warm-up"]

@@ -216,15 +216,16 @@ def test_a_run_that_is_at_its_last_shard_is_resumed(tmp_path):
 
 
 def test_a_run_with_a_time_budget_says_how_it_went_and_is_resumed_with_its_schedule(tmp_path, monkeypatch):
-    monkeypatch.setattr(tg, "time_steps", lambda *_: [0.05] * 4)     # how busy the machine is decides nothing here
+    made_up_time(monkeypatch, lambda step, stage: 50.0)
     whole = run(tmp_path / "whole", "--time_budget=0.7", "--epochs=0", "--checkpoint_every=4", "--sample_tokens=0")
-    steps, result = whole.of("budget")[0]["steps"], whole.of("result")[0]
-    assert whole.status == 0 and len(whole.of("step")) == steps == result["steps"] and result["budget_s"] == 0.7
-    assert f"time budget 0.7 s: used {result['train_time_ms'] / 7:.2f} %" in whole.lines
+    result = whole.of("result")[0]
+    assert [e["steps"] for e in whole.of("budget")] == [13, 14, 14], "a step of 0.05 s was lost in rounding down"
+    assert whole.status == 0 and len(whole.of("step")) == result["steps"] == 14 and result["budget_s"] == 0.7
+    assert "time budget 0.7 s: used 100.00 %" in whole.lines
     assert whole.of("header")[0]["untimed_warmup_steps"] == 12 + tg.TRIAL_ROUNDS * tg.TRIAL_STEPS * 4
     again = resume(whole.folder, tmp_path / "run")
     assert again.status == 0, again.err
-    assert losses(again.folder) == losses(whole.folder) and len(again.of("budget")) == 1
+    assert losses(again.folder) == losses(whole.folder) and again.of("budget") == whole.of("budget")
 
 
 def test_checkpoints_are_off_the_clock(tmp_path, monkeypatch):
@@ -395,11 +396,12 @@ def test_a_time_budget_scales_the_schedule(tmp_path):
         snapshot = restore = evaluate = lambda self, *rest: None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tg.time, "perf_counter", lambda: now[0])
-        patch.setattr(tg.Fabric, "of_all", lambda self, x: [x + 30, x])       # another rank is faster
+        patch.setattr(tg.Fabric, "of_all", lambda self, x: [x, [s / 2 for s in x]])           # another rank is faster
         patch.setattr(tg, "train_step", lambda ex, loader, values: now.__setitem__(0, now[0] + values.stage + 1))
         made = tg.Log(tmp_path / "run", fabric(), tg.Schedule(cfg))
-        scaled = tg.fit_budget(cfg, fabric(), Model(), tg.find_shards(cfg.train_files), made)
+        scaled, seconds = tg.fit_budget(cfg, fabric(), Model(), tg.find_shards(cfg.train_files), made)
     made.close()
+    assert seconds == [1.0, 2.0, 3.0, 4.0]
     # 9 scheduled steps (1, 2, 3 s) and 3 of extension (4 s): 2 + 4 / 3 seconds for each scheduled step
     assert (scaled.num_scheduled_steps, scaled.num_extension_steps) == (120, 40)
     budget, = Run(tmp_path / "run", 0, "", "").of("budget")
@@ -434,7 +436,7 @@ def test_a_budget_of_more_steps_than_a_run_may_have_is_refused(tmp_path, monkeyp
     log = tg.Log(tmp_path / "run", fabric(), tg.Schedule(preset()))
 
     def fit(seconds: float) -> tg.Config:
-        return tg.fit_budget(preset(time_budget=seconds), fabric(), None, [], log)
+        return tg.fit_budget(preset(time_budget=seconds), fabric(), None, [], log)[0]
     message = refused(tg.ConfigError, lambda: fit(1e6), "--time_budget", "10000000 steps")
     fitted = fit(float(message.rpartition("--time_budget=")[2]))
     log.close()
@@ -450,6 +452,280 @@ def test_what_a_budget_asks_for_is_known_before_the_race(tmp_path, monkeypatch, 
     monkeypatch.delattr(tg, "race")
     done = run(tmp_path / "run", "--time_budget=10", *flags)
     assert done.status == 2 and says in done.err and "Traceback" not in done.err
+
+
+TRIAL = [1.0, 2.0, 3.0, 3.2]             # s of a step by stage, as a trial has found
+
+
+def trained(steps: int, speed, trial: list[float] = TRIAL) -> tuple[float, tg.Schedule]:
+    """Share of its time that a run of so many planned steps takes, and its schedule at the end.
+
+    speed(share of the budget used, step): how many times as long a step takes as in the trial.
+    """
+    cfg = preset("tiny", num_scheduled_steps=steps - steps // 27, num_extension_steps=steps // 27)
+    schedule = tg.Schedule(cfg)
+    seconds = float(np.dot(schedule.steps_by_stage(0, steps), trial))
+    schedule = tg.Schedule(preset("tiny", **vars(cfg) | dict(time_budget=seconds)))
+    step, ms = 0, 0.0
+    while step < schedule.end_step:
+        if tg.fit_due(schedule, step):
+            fit = tg.fit_rest(schedule, trial, step, ms, tg.MAX_STEPS)
+            schedule = tg.Schedule(schedule.cfg, (*schedule.fits, fit))
+        ms += 1000 * TRIAL[schedule.stage_at(step)] * speed(ms / 1000 / seconds, step)
+        step += 1
+    return ms / 1000 / seconds, schedule
+
+
+def uneven(share: float, step: int) -> float:
+    """Each step by itself, up to a fifth more or less than the mean."""
+    return 0.8 + 0.4 * random.Random(step).random()
+
+
+SPEEDS = {
+    "slow": lambda share, step: 1.4, "fast": lambda share, step: 0.7, "twice as slow": lambda share, step: 1.9,
+    "five times as fast": lambda share, step: 0.2, "slower": lambda share, step: 0.7 + 0.7 * share,
+    "faster": lambda share, step: 1.4 - 0.7 * share, "waves": lambda share, step: 1 + 0.35 * np.sin(9 * share),
+    "ripples": lambda share, step: 1 + 0.35 * np.sin(99 * share), "uneven": uneven,
+    "uneven and slower": lambda share, step: uneven(share, step) * (0.7 + 0.7 * share)}
+SPEEDS |= {f"{after} from {at}": lambda share, step, at=at, after=after: after if share > at else 1.0
+           for at in (0.2, 0.45, 0.55, 0.8, 0.93) for after in (0.7, 1.4)}
+
+
+@pytest.mark.parametrize("steps", [135, 540, 1547])
+@pytest.mark.parametrize("name", SPEEDS)
+def test_a_run_keeps_its_time_budget_while_the_machine_drifts(name, steps):
+    share, schedule = trained(steps, SPEEDS[name])
+    assert abs(share - 1) < 0.03, share
+    assert 3 <= len(schedule.fits) <= 16
+    stages = [schedule.stage_at(step) for step in range(schedule.total_steps)]
+    assert sorted(set(stages)) == [0, 1, 2, 3], "to the end of the plan"
+
+
+@pytest.mark.parametrize("steps", [36, 135, 540, 1547])
+def test_on_a_quiet_machine_the_schedule_stays(steps):
+    share, schedule = trained(steps, lambda share, step: 1.0)
+    assert share == pytest.approx(1, abs=1e-9) and {fit.total_steps for fit in schedule.fits} == {steps}
+    halves = [fit.step for fit in schedule.fits]
+    assert halves[0] == steps // 2 - steps // 2 % 2
+    for last, step in zip([0, *halves], halves):
+        assert 0 <= (steps - last) / 2 - (step - last) < 2, "whole cycles"
+    assert steps - halves[-1] in (3, 4, 5), "none where no step is left behind the next cycle"
+
+
+def test_what_a_trial_got_wrong_about_one_stage_is_mended():
+    for wrong in ([1.0, 2.0, 3.0, 1.6], [0.5, 2.0, 3.0, 3.2], [1.0, 2.0, 4.5, 3.2], [1.0, 3.0, 3.0, 3.2]):
+        share, _ = trained(540, lambda share, step: 1.0, wrong)
+        assert abs(share - 1) < 0.03, wrong
+
+
+def test_a_fit_by_hand():
+    """4 stages of 10 steps. 20 steps: 10 of 1 s and 10 of 2 s, foreseen 30 s, took 45 s: all goes 1.5 times as long."""
+    cfg = preset("tiny", num_scheduled_steps=30, num_extension_steps=10, time_budget=100.0)
+    schedule = tg.Schedule(cfg)
+    # The next 2 steps take 2 x 3 x 1.5 = 9 s: 46 s are left; the 18 of 8 x 3 + 10 x 4 s would take 96 s.
+    fit = tg.fit_rest(schedule, [1.0, 2.0, 3.0, 4.0], 20, 45_000.0, 1000)
+    assert fit == (20, 45_000.0, 22 + round(18 * 46 / 96)) == (20, 45_000.0, 31)
+    assert tg.fit_rest(schedule, [1.0, 2.0, 3.0, 4.0], 20, 45_000.0, 27).total_steps == 27, "of the data"
+    assert tg.fit_rest(schedule, [1.0, 2.0, 3.0, 4.0], 20, 99_000.0, 1000).total_steps == 22, "what is prepared"
+    assert tg.fit_rest(schedule, [1.0, 2.0, 3.0, 4.0], 20, 999_000.0, 1000).total_steps == 22, "also if it is too late"
+    assert tg.fit_rest(schedule, [1.0, 2.0, 3.0, 4.0], 20, 1e-6, tg.MAX_STEPS).total_steps == tg.MAX_STEPS
+    # Behind a fit only the stretch since then counts: 4 of the 9 steps left, at step 26, foreseen 12 s, took 6 s.
+    again = tg.Schedule(cfg, [fit])
+    seconds = np.dot(again.steps_by_stage(20, 26), [1.0, 2.0, 3.0, 4.0])
+    ahead, rest = (np.dot(again.steps_by_stage(*part), [1.0, 2.0, 3.0, 4.0]) for part in ((26, 28), (28, 31)))
+    want = 28 + round(3 * (100 - 51 - 6 / seconds * ahead) / (6 / seconds * rest))
+    assert tg.fit_rest(again, [1.0, 2.0, 3.0, 4.0], 26, 51_000.0, 1000) == (26, 51_000.0, want)
+
+
+def test_the_data_and_the_limit_of_steps_bound_a_fit():
+    """From step 20 on 10 steps of stage 2 and 10 of stage 3 are left: as many tokens each as in their rows."""
+    cfg = preset("tiny", num_scheduled_steps=30, num_extension_steps=10)
+    schedule = tg.Schedule(cfg)
+    rest = 10 * cfg.stages[2].batch_tokens + 10 * cfg.stages[3].batch_tokens
+    assert tg.most_steps(schedule, 20, rest) == 40 and tg.most_steps(schedule, 20, rest - 1) == 39
+    assert tg.most_steps(schedule, 20, 3 * rest) == 80 and tg.most_steps(schedule, 20, -5) == 20
+    assert tg.most_steps(schedule, 20, float("inf")) == tg.MAX_STEPS
+
+
+def test_ranks_fit_by_the_clock_of_rank_0(tmp_path):
+    schedules, waited = [], []
+    for rank, ms in ((0, 45_000.0), (1, 61_000.0)):
+        cfg = preset("tiny", num_scheduled_steps=30, num_extension_steps=10, time_budget=100.0)
+        ranks = fabric(rank, 2)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tg.Fabric, "of_all", lambda self, x: [45_000.0, 61_000.0])
+            patch.setattr(tg.Fabric, "synchronize", lambda self: waited.append(self.rank))
+            patch.setattr(tg.Clock, "ms", ms)
+            log = tg.Log(tmp_path / "run", ranks, tg.Schedule(cfg), done=20)
+            loader = type("Endless", (), dict(tokens_left=lambda self: float("inf")))()
+            tg.keep_to_budget([1.0, 2.0, 3.0, 4.0], loader, tg.Clock(ranks), log)
+        log.close()
+        schedules.append(log.schedule)
+    assert [schedule.fits for schedule in schedules] == [((20, 45_000.0, 31),)] * 2 and waited == [0, 1]
+    found = Run(tmp_path / "run", 0, "", "")
+    assert found.events == [dict(type="budget", seconds=100.0, steps=31, step=20, train_time_ms=45_000.0)]
+    assert found.lines == ["time budget 100 s: 45.00 s after 20 steps, so 31 steps in all"]
+
+
+def made_up_time(monkeypatch, ms_of_step, trial: float = 0.05) -> None:
+    """Training time goes by ms_of_step(step, stage) only; the trial has found `trial` s for each step."""
+    passed = [0.0]
+    train_step = tg.train_step
+
+    class MadeUpClock(tg.Clock):
+        def __init__(self, fabric) -> None:
+            super().__init__(fabric)
+            passed[0] = 0.0
+
+        @property
+        def ms(self) -> float:
+            return self.before + passed[0]
+
+        def start(self) -> None:
+            pass
+
+        def stop(self) -> None:
+            pass
+
+    def timed(executor, loader, values):
+        passed[0] += ms_of_step(values.step, values.stage)
+        return train_step(executor, loader, values)
+    monkeypatch.setattr(tg, "train_step", timed)
+    monkeypatch.setattr(tg, "time_steps", lambda *_: [trial] * 4)
+    monkeypatch.setattr(tg, "Clock", MadeUpClock)
+
+
+FITTED = ("--time_budget=1.61", "--epochs=0", "--sample_tokens=0", "--val_every=9")
+
+
+def slower_and_slower(step: int, stage: int) -> float:
+    """32 steps are planned; 12 of them take as long as planned."""
+    return 50.0 + 2 * max(0, step - 12)
+
+
+@pytest.fixture
+def slowing(monkeypatch) -> None:
+    made_up_time(monkeypatch, slower_and_slower)
+
+
+@pytest.fixture(scope="module")
+def slowed(tmp_path_factory) -> Run:
+    """A whole run of that kind."""
+    with pytest.MonkeyPatch.context() as patch:
+        made_up_time(patch, slower_and_slower)
+        return run(tmp_path_factory.mktemp("slowed") / "run", "--seed=5", *FITTED)
+
+
+def test_a_run_that_slows_down_ends_in_time_and_says_what_it_did(slowed):
+    done = slowed
+    assert done.status == 0, done.err
+    result, (first, *later) = done.of("result")[0], done.of("budget")
+    assert abs(result["train_time_ms"] / 1610 - 1) < 0.03 and first["steps"] == 32 > result["steps"]
+    assert len(later) >= 2 and result["steps"] == later[-1]["steps"] == len(done.of("step"))
+    for fit in later:
+        assert fit["seconds"] == 1.61 and fit["step"] % 2 == 0
+        assert fit["train_time_ms"] == done.of("step")[fit["step"] - 1]["train_time_ms"]
+        said = f"time budget 1.61 s: {fit['train_time_ms'] / 1000:.2f} s after {fit['step']} steps, so {fit['steps']} "
+        at, = [number for number, line in enumerate(done.lines) if line.startswith(said)]
+        assert done.lines[at - 1].startswith(f"step:{fit['step']}/"), "behind the line of the step before"
+        behind = [line for line in done.lines[at + 1:] if "val_loss" not in line]
+        assert behind[0].startswith(f"step:{fit['step'] + 1}/{fit['steps']} ")
+    assert [e["step"] for e in done.of("val")] == [*range(0, result["steps"], 9), result["steps"]]
+
+
+def test_a_resumed_run_goes_on_fitting(tmp_path, slowed, slowing):
+    whole = slowed
+    fitted_at = [e["step"] for e in whole.of("budget")[1:]]
+    for cut_at in fitted_at[:2]:
+        cut = run(tmp_path / f"cut_{cut_at}", "--seed=5", f"--max_steps={cut_at + 1}", "--checkpoint_every=2", *FITTED)
+        done = resume(cut.folder, tmp_path / f"run_{cut_at}", "--checkpoint_every=0")
+        assert done.status == 0, done.err
+        assert done.of("resumed")[0]["step"] == cut_at and losses(done.folder) == losses(whole.folder)
+        assert done.of("budget") == whole.of("budget") and done.of("result")[0]["steps"] == len(whole.of("step"))
+
+
+def test_a_run_that_is_longer_than_planned_is_resumed_behind_the_planned_end(tmp_path, monkeypatch):
+    made_up_time(monkeypatch, lambda step, stage: 30.0)
+    whole = run(tmp_path / "whole", *FITTED)
+    assert whole.of("result")[0]["steps"] > 48 and abs(whole.of("result")[0]["train_time_ms"] / 1610 - 1) < 0.03
+    cut = run(tmp_path / "cut", "--max_steps=43", "--checkpoint_every=2", *FITTED)
+    done = resume(cut.folder, tmp_path / "run", "--checkpoint_every=0")
+    assert done.status == 0 and done.of("resumed")[0]["step"] == 42, done.err
+    assert losses(done.folder) == losses(whole.folder) and done.of("budget") == whole.of("budget")
+
+
+def test_each_of_several_runs_starts_with_the_first_fit(tmp_path, slowed, slowing):
+    two = run(tmp_path / "two", "--runs=2", "--seed=4", *FITTED)
+    second = two.folder / "seed_5"
+    assert losses(second) == losses(slowed.folder)
+    assert Run(second, 0, "", "").of("budget") == slowed.of("budget")[1:]
+
+
+def test_a_run_with_a_time_budget_may_be_cut_or_profiled(tmp_path, slowed, slowing):
+    cut = run(tmp_path / "cut", "--seed=5", "--max_steps=19", *FITTED)
+    assert cut.status == 0 and cut.of("result")[0]["steps"] == 19
+    trained_on = [(e["step"], e["train_loss"]) for e in slowed.of("step")]
+    assert [(e["step"], e["train_loss"]) for e in cut.of("step")] == trained_on[:19]
+    profiled = run(tmp_path / "profiled", "--profile=29:31", *FITTED)
+    assert profiled.status == 0 and len(profiled.of("budget")) == 1 and profiled.of("profile"), profiled.err
+    assert profiled.of("result")[0]["steps"] == 32, "its time does not count, and its steps have to be there"
+
+
+def test_a_longer_run_takes_no_more_than_the_data(tmp_path, monkeypatch):
+    """Five times as fast as in the trial: time for some 150 steps, and tokens for fewer."""
+    made_up_time(monkeypatch, lambda step, stage: 10.0)
+    data = ("--epochs=1", "--train_files=formula:512:511:9000:3")
+    done = run(tmp_path / "run", *FITTED, *data)
+    assert done.status == 0, done.err
+    found = [line for line in done.lines if line.endswith("the most that the data last or a run may have")]
+    assert len(found) >= 3 and 32 < done.of("result")[0]["steps"] < 150
+    cfg = preset("tiny", epochs=1, train_files="formula:512:511:9000:3")
+    most = drain(cfg, tg.Schedule(cfg).at(8))[-1][0]
+    assert 0.85 * most < done.of("result")[0]["tokens"] <= most
+
+
+def drain(cfg: tg.Config, values: tg.Values) -> list[tuple[int, float]]:
+    """(tokens taken, tokens left) after each cycle of such steps, up to the end of the data."""
+    steps = [tg.replace(values, step=step) for step in range(2, 10_000)]
+    loader = tg.Loader(cfg, fabric(), tg.find_shards(cfg.train_files), steps)
+    loader.start()
+    found = []
+    with pytest.raises(tg.DataError, match="training data ended"):
+        for values in steps:
+            found.append((loader.tokens_taken, loader.tokens_left()))
+            loader.next(values)
+    loader.close()
+    return found
+
+
+def test_a_loader_knows_about_what_is_left():
+    """Of two shards, read twice, in blocks of two sizes: what is said is right within a tenth."""
+    cfg = preset("tiny", epochs=2)
+    largest = max(stage.batch_tokens for stage in cfg.stages)
+    for step in (0, 10):
+        found = drain(cfg, tg.Schedule(cfg).at(step))
+        whole, _ = found[-1]
+        assert len(found) > 100
+        for taken, left in found[20:]:
+            assert left + largest == pytest.approx(whole - taken, rel=0.1, abs=2 * largest)
+    endless = tg.Loader(tg.replace(cfg, epochs=0), fabric(), [], [])
+    assert endless.tokens_left() == float("inf")
+    endless.close()
+
+
+def test_without_a_time_budget_a_checkpoint_holds_no_fits(cut):
+    content = torch.load(sorted((cut / tg.CHECKPOINTS).iterdir())[-1])
+    assert content.keys() == {"log", "train_time_ms", "data_sha256", "lengths", "state"}
+
+
+@pytest.mark.all
+def test_two_ranks_keep_a_time_budget_together(tmp_path):
+    """By their real clocks: they end at the same step, or one would wait for the other."""
+    launch(2, tmp_path / "run", "--time_budget=4", "--epochs=0", "--checkpoint_every=2")
+    done = Run(tmp_path / "run", 0, "", "")
+    assert len(done.of("budget")) > 3 and done.of("result")[0]["steps"] == done.of("budget")[-1]["steps"]
+    launch(2, tmp_path / "again", f"--resume={tmp_path / 'run'}", "--checkpoint_every=0")
+    assert losses(tmp_path / "again")[:-3] == losses(tmp_path / "run")[:-3]
 
 
 # ---- profile --------------------------------------------------------------------------------------------------------

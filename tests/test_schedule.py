@@ -1,5 +1,7 @@
 """Room 2: the schedule of the record preset is the recipe's, number by number; what a run derives scales with it."""
+import itertools
 import math
+import random
 
 import pytest
 from common import preset
@@ -180,3 +182,96 @@ def test_every_step_belongs_to_one_stage_and_rates_never_jump_in_the_cooldown():
     assert [v.lr_factor for v in values[100:]] == pytest.approx([0.1] * 11, rel=1e-12)
     assert all(v.mtp_weights[-1] > 0 for v in values), "the position in a stage never reaches 1"
     assert [len(v.mtp_weights) for v in values] == [3] * 33 + [2] * 34 + [1] * 44
+
+
+# ---- a length that changes during the run ----------------------------------------------------------------------------
+
+BY_STEP = ("step", "adam_step", "tied", "split", "validate")
+
+
+def by_place(values: tg.Values) -> dict:
+    """What goes by the place in the plan, not by the number of the step."""
+    return {name: value for name, value in vars(values).items() if name not in BY_STEP}
+
+
+def fits(*lengths: tuple[int, int]) -> list[tg.Fit]:
+    """Of (step, total steps); the time says nothing to a schedule."""
+    return [tg.Fit(step, 0.0, total) for step, total in lengths]
+
+
+def test_behind_a_fit_come_the_values_of_the_stretched_schedule():
+    """Twice as long from step 14 on: the steps behind are those of a schedule of twice the length, from its step 28."""
+    settings = dict(cooldown_frac=0.5, momentum_warmup_steps=8, momentum_cooldown_steps=6)
+    twice = dict(cooldown_frac=0.5, momentum_warmup_steps=16, momentum_cooldown_steps=12)
+    plain = tg.Schedule(preset("tiny", num_scheduled_steps=30, num_extension_steps=6, **settings))
+    slow = tg.Schedule(preset("tiny", num_scheduled_steps=60, num_extension_steps=12, **twice))
+    fitted = tg.Schedule(plain.cfg, fits((12, 14 + 2 * (36 - 14))))
+    assert (fitted.total_steps, fitted.end_step) == (58, 58)
+    assert [fitted.at(step) for step in range(14)] == [plain.at(step) for step in range(14)]
+    for step in range(14, 59):
+        found = by_place(fitted.at(step))
+        expected = by_place(slow.at(step + 14))
+        assert found.keys() == expected.keys() and len(found) == 12
+        for name, value in found.items():
+            if isinstance(value, (float, tuple)) and name != "rotary":
+                assert value == pytest.approx(expected[name], rel=1e-12), (step, name)
+            else:
+                assert value == expected[name], (step, name)
+    assert fitted.stage_starts == (0, 10, 26, 46) and fitted.split_step == 27
+    assert [step for step in range(59) if fitted.at(step).adam_step] == list(range(1, 59, 2))
+    assert [step for step in range(59) if fitted.at(step).validate] == list(range(0, 59, fitted.cfg.val_every))
+
+
+def test_a_fit_to_the_same_length_changes_nothing():
+    plain = tg.Schedule(preset("record"))
+    fitted = tg.Schedule(plain.cfg, fits((772, 1547), (1158, 1547)))
+    assert [fitted.at(step) for step in range(1548)] == [plain.at(step) for step in range(1548)]
+
+
+def check_fitted(fitted: tg.Schedule, before: tg.Schedule, first: int) -> None:
+    """Whatever the fit, from step `first` on: what was trained or prepared stays, and no step is of two minds."""
+    steps = range(fitted.total_steps)
+    values = [fitted.at(step) for step in steps]
+    assert values[:first] == [before.at(step) for step in range(first)], "the steps in front, to the last bit"
+    stages = [v.stage for v in values]
+    assert stages == sorted(stages)
+    places = [fitted.place(step) for step in range(fitted.total_steps + 1)]
+    assert places == sorted(places) and places[-1] == fitted.planned_steps
+    assert [v.split for v in values] == [step == fitted.split_step for step in steps]
+    assert [v.tied for v in values] == [step <= fitted.split_step for step in steps]
+    assert fitted.split_step % tg.CYCLE == 1
+    in_or_behind = [step for step in steps if stages[step] >= fitted.cfg.split_stage]
+    if in_or_behind:
+        assert fitted.split_step == in_or_behind[0] | 1, "once, at the first Adam step of its stage"
+    assert fitted.steps_by_stage(0, fitted.total_steps) == [stages.count(k) for k in range(4)]
+    assert fitted.steps_by_stage(3, 7) == [stages[3:7].count(k) for k in range(4)]
+    assert fitted.at(fitted.total_steps).tied == (fitted.total_steps <= fitted.split_step)
+    assert fitted.at(fitted.total_steps).long_window == 20 * fitted.cfg.window_block
+
+
+@pytest.mark.parametrize("split_stage", [0, 1, 2, 3])
+def test_no_fit_moves_a_step_that_is_prepared_or_splits_twice(split_stage):
+    """Every step of a run of 27, and every length: borders of stages and the split are near many of them."""
+    cfg = preset("tiny", num_scheduled_steps=22, num_extension_steps=5, split_stage=split_stage)
+    plain = tg.Schedule(cfg)
+    for step in range(2, 25, 2):
+        for total in range(step + 2, 60):
+            check_fitted(tg.Schedule(cfg, fits((step, total))), plain, step + 2)
+
+
+def test_many_fits_one_behind_the_other():
+    rng = random.Random(5)
+    for _ in range(60):
+        cfg = preset("tiny", num_scheduled_steps=rng.randint(6, 90), num_extension_steps=rng.randint(0, 9),
+                     split_stage=rng.randint(0, 3))
+        made = []
+        before = tg.Schedule(cfg)
+        step = 0
+        for _ in itertools.repeat(None, 6):
+            step += 2 * rng.randint(1, 8)
+            if step + 2 >= before.total_steps:
+                break
+            made += fits((step, step + 2 + rng.randint(0, 70)))
+            fitted = tg.Schedule(cfg, made)
+            check_fitted(fitted, before, step + 2)
+            before = fitted
