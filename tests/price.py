@@ -92,8 +92,8 @@ class Card:
         if not amount:
             return 0.0
         if self.fused_pass is None:
-            raise PriceError("rate of 'fused_pass'", "none in the table of rates", "a rate for all that the ledger does",
-                             "take today's tests/rates.json")
+            raise PriceError("rate of 'fused_pass'", "none in the table of rates",
+                             "a rate for all that the ledger does", "take today's tests/rates.json")
         return self.fused_pass * self.seconds("memory", amount)
 
 

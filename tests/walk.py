@@ -338,9 +338,10 @@ class Ledger(phantom.Recorder):
         in_epilogue = unique(tensors[2:])
         m, k = left.shape
         n = len(right)
-        facts.update(kind="product", dtype=short(left.dtype), m=m, n=n, k=k, batch=1, flops=2 * m * n * k,
-                     bytes=sum(x.nbytes for x in unique(tensors)),
-                     fused_bytes=product.nbytes + sum(x.nbytes for x in in_epilogue), shapes=" ".join(map(text_of, tensors)))
+        facts.update(kind="product", dtype=short(left.dtype), m=m, n=n, k=k, batch=1, flops=2 * m * n * k)
+        facts["bytes"] = sum(x.nbytes for x in unique(tensors))
+        facts["fused_bytes"] = product.nbytes + sum(x.nbytes for x in in_epilogue)
+        facts["shapes"] = " ".join(map(text_of, tensors))
         return f"{facts['name']}.{digest_of(facts['shapes'] + str(facts['instructions']))}"
 
     def rows_bytes(self, tensors: list[Tensor]) -> int:
