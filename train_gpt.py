@@ -3853,8 +3853,8 @@ EVAL_ROWS = 8192                         # rows of validation logits at a time: 
 MEMORY_SHARE = 0.9                       # of a device: the rest is for its driver, NCCL, the allocator, the compiler
 FREE_SHARE = 0.95                        # of what is free on a GPU, whose driver has its part by then
 # Numbers of a step at its largest, when the head's backward begins; of compiled code as tests/rehearsal.json has them.
-SAVED_ROWS = 21                          # of width D, per token and layer: 227 in 11 layers, and statistics in f32
-SAVED_ROWS_REFERENCE = 30                # the same of a layer in plain PyTorch
+SAVED_ROWS = 17                          # of width D, per token and layer: 183 in 11 layers, and statistics in f32
+SAVED_ROWS_REFERENCE = 26                # the same of a layer in plain PyTorch
 LOGIT_COPIES = 2                         # logits and their gradient, which in fp8 stands there in rows and in columns
 LOGIT_COPIES_REFERENCE = 6               # the same in plain PyTorch, in f32
 EVAL_KEPT_ROWS = 16                      # of width D, per token, in evaluation: 15 and what is read of tables
