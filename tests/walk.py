@@ -503,8 +503,8 @@ class Listeners:
         self.ledger.begin("between")
 
     @contextlib.contextmanager
-    def race(self, schedule: Any, loader: Any, executor: Any, *_: Any) -> Iterator[None]:
-        self.ledger.schedule = schedule
+    def race(self, loader: Any, executor: Any, validation: Any, clock: Any, log: tg.Log, *_: Any) -> Iterator[None]:
+        self.ledger.schedule = log.schedule                   # which only a time budget changes
         start_race(self.ledger, executor)
         if self.options.graphs == "trace":                    # as it is traced, a graph copies what it would change
             self.ledger.table_sizes.clear()
