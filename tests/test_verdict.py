@@ -185,5 +185,5 @@ LITTLE, WIDE = Difference(0.01, -0.05, 0.07, 0.6), Difference(-0.2, -1.0, 0.6, 0
     (BETTER, [LITTLE], [LESS, LESS], (), "faster"),
     (BETTER, [LITTLE], [WIDE, LESS], (), "undecided"), (BETTER, [LITTLE], [], (), "undecided")])
 def test_decide(loss, times, equal, doubts, word):
-    found = verdict.decide(loss, times, equal, 0.1, doubts)
+    found = verdict.decide(verdict.Evidence(loss, times, 0.1, equal, doubts=doubts))
     assert found.word == word and found.reason
