@@ -1,8 +1,8 @@
 """Which tests of the times must agree, and why times may not be trusted; pure functions on runs as `Timed`.
 
 1. Pairs of a `bench`: an e-value, valid whenever one stops.
-2. Runs that alternate in time within a rental (one machine, without a long pause): pairs by clock, once each run with
-   the one before it and once with the one after it, so that a drift pulls the two the opposite ways.
+2. Runs that alternate in time within a rental (one machine, without a long pause): each run with both its neighbours
+   by clock. A drift pulls pairs with A first and pairs with B first the opposite ways, so that it cancels.
 3. Other runs of one rental: unpaired, and beside a straight drift over their order where that is known. They are not
    trusted if they drift, fall in two groups further apart than the sides, or may all of a side be in one.
 4. Runs of several rentals, or of unknown ones: unpaired, and not trusted below a floor, for one program differs from
@@ -58,8 +58,10 @@ def timing(a: Sequence[Timed], b: Sequence[Timed], stated: bool = False, floor: 
     floor   of differences between rentals, as a share of the time"""
     pairs = bench_pairs(a, b)
     if len(pairs) > 1:
-        test, sd = pair_test(pairs, verdict.paired, seconds_of(a))
-        return Timing([test], sd, f"{len(pairs)} interleaved pairs", notes=groups_in_words(a, b), paired=True)
+        shares = [b_seconds / a_seconds - 1 for a_seconds, b_seconds in pairs]
+        per_run = summary(shares).sd * mean(seconds_of(a)) / math.sqrt(2)
+        test = of_share(verdict.paired(shares), a)
+        return Timing([test], per_run, f"{len(pairs)} interleaved pairs", notes=groups_in_words(a, b), paired=True)
 
     if all(run.place is not None for run in (*a, *b)):                       # a bench without complete pairs
         return unpaired(a, b, [run.place for run in (*a, *b)])
@@ -168,28 +170,38 @@ def by_pair(runs: Sequence[Timed]) -> dict[int, list[float]]:
     return found
 
 
-def pair_test(pairs: list[Pair], test, a_seconds: list[float]) -> tuple[Difference, float]:
-    """Test of b / a - 1 in s of A's mean time, and the sd of a run."""
-    base = mean(a_seconds)
-    shares = [b / a - 1 for a, b in pairs]
-    share = test(shares)
-    scaled = Difference(share.mean * base, share.low * base, share.high * base, share.p)
-    return scaled, summary(shares).sd * base / math.sqrt(2)
+def of_share(share: Difference, a: Sequence[Timed]) -> Difference:
+    """A difference of b / a - 1 in s of A's mean time."""
+    base = mean(seconds_of(a))
+    return Difference(share.mean * base, share.low * base, share.high * base, share.p)
 
 
-def clock_pairs(order: Sequence[tuple[str, float]]) -> list[Pair]:
-    """Neighbours in time that are of both sides, each run in one pair at most; order: (side, seconds) by clock."""
-    pairs = []
+Series = list[tuple[str, float]]       # (side, seconds) of runs in the order of time
+
+
+def disjoint_pairs(series: Series) -> int:
+    """Neighbours of both sides, each run in one pair at most."""
+    pairs = 0
     at = 0
-    while at + 1 < len(order):
-        (side, seconds), (next_side, next_seconds) = order[at:at + 2]
-        if side == next_side:
+    while at + 1 < len(series):
+        if series[at][0] == series[at + 1][0]:
             at += 1
-            continue
-        pair = (seconds, next_seconds) if side == "A" else (next_seconds, seconds)
-        pairs.append(pair)
-        at += 2
+        else:
+            pairs += 1
+            at += 2
     return pairs
+
+
+def neighbours(series: Series) -> tuple[list[float], list[float]]:
+    """b / a - 1 of all neighbours of both sides: those with A first, and those with B first."""
+    a_first = []
+    b_first = []
+    for (side, seconds), (next_side, next_seconds) in zip(series, series[1:]):
+        if (side, next_side) == ("A", "B"):
+            a_first.append(next_seconds / seconds - 1)
+        elif (side, next_side) == ("B", "A"):
+            b_first.append(seconds / next_seconds - 1)
+    return a_first, b_first
 
 
 def in_order(a: Sequence[Timed], b: Sequence[Timed]) -> list[int]:
@@ -202,8 +214,8 @@ def in_order(a: Sequence[Timed], b: Sequence[Timed]) -> list[int]:
     return places
 
 
-def series_of(a: Sequence[Timed], b: Sequence[Timed]) -> list[list[tuple[str, float]]]:
-    """(side, seconds) of the runs of each rental, by clock."""
+def series_of(a: Sequence[Timed], b: Sequence[Timed]) -> list[Series]:
+    """One of each rental, by clock."""
     sides = ["A"] * len(a) + ["B"] * len(b)
     times = seconds_of([*a, *b])
     series: dict[int | None, list[tuple[int, str, float]]] = {}
@@ -213,19 +225,26 @@ def series_of(a: Sequence[Timed], b: Sequence[Timed]) -> list[list[tuple[str, fl
 
 
 def paired_by_clock(a: Sequence[Timed], b: Sequence[Timed]) -> Timing | None:
-    """None if the sides do not alternate."""
-    before = []
-    after = []
+    """None if the sides do not alternate. The spread is that of the differences of neighbours around their mean, with
+    A and with B first; as many count as there are disjoint pairs, for each run is a neighbour twice."""
+    pairs = 0
+    a_first = []
+    b_first = []
     for series in series_of(a, b):
-        before += clock_pairs(series)
-        after += clock_pairs(series[1:])
-    if len(before) < FEWEST_PAIRS or 2 * len(before) < PAIRED_SHARE * (len(a) + len(b)):
+        pairs += disjoint_pairs(series)
+        with_a_first, with_b_first = neighbours(series)
+        a_first += with_a_first
+        b_first += with_b_first
+    if pairs < FEWEST_PAIRS or 2 * pairs < PAIRED_SHARE * (len(a) + len(b)) or not (a_first and b_first):
         return None
 
-    test, sd = pair_test(before, verdict.matched, seconds_of(a))
-    other, _ = pair_test(after, verdict.matched, seconds_of(a))
-    method = f"{len(before)} pairs by clock, and each run with its other neighbour"
-    return Timing([test, other], sd, method, notes=groups_in_words(a, b), paired=True)
+    ups = mean(a_first)                                                       # B's difference and one step of drift
+    downs = mean(b_first)                                                     # B's difference less that
+    squares = math.fsum((x - ups) ** 2 for x in a_first) + math.fsum((x - downs) ** 2 for x in b_first)
+    sd = math.sqrt(squares / (len(a_first) + len(b_first) - 2))
+    share = verdict.difference((ups + downs) / 2, sd / math.sqrt(pairs), pairs - 1)
+    per_run = sd * mean(seconds_of(a)) / math.sqrt(2)
+    return Timing([of_share(share, a)], per_run, f"{pairs} pairs by clock", notes=groups_in_words(a, b), paired=True)
 
 
 # ---- Unpaired -------------------------------------------------------------------------------------------------------

@@ -170,14 +170,6 @@ def two_samples(a: Sequence[float], b: Sequence[float]) -> Difference:
     return Difference(tests[0].mean, low, high, max(test.p for test in tests))
 
 
-def matched(differences: Sequence[float]) -> Difference:
-    """Mean of paired differences b - a; t-test for a number of pairs that was fixed before."""
-    n, mean, sd = summary(differences)
-    if n < 2:
-        return Difference(mean, -math.inf, math.inf, 1.0)
-    return difference(mean, sd / math.sqrt(n), n - 1)
-
-
 # ---- Pairs at any stopping time -------------------------------------------------------------------------------------
 
 def paired_e_value(differences: Sequence[float]) -> float:
