@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -463,9 +464,17 @@ def text(report: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def paths_in_words(paths: Sequence[str]) -> str:
+    """One or two whole; more of them by where they lie."""
+    if len(paths) <= 2:
+        return " and ".join(paths)
+    return f"{len(paths)} paths in {os.path.commonpath(paths) or '.'}, {paths[0]} the first"
+
+
 def side_in_words(name: str, side: dict[str, Any]) -> list[str]:
     kinds = ", ".join(f"{n} of family {kind}" for kind, n in side["families"].items())
-    lines = [f"{name}  {short(side['paths'])}: {side['runs']} runs of {side['seeds']} seeds ({kinds})"]
+    paths = paths_in_words(side["paths"])
+    lines = [f"{name}  {paths}: {side['runs']} runs of {side['seeds']} seeds ({kinds})"]
     for key, title in LISTS.items():
         if side[key]:
             lines.append(f"   {title} ({len(side[key])}): {short(side[key])}")
@@ -597,6 +606,6 @@ def main(argv: list[str]) -> int:
     report = compare(a, b, args.target, args.across, args.margin, args.same_machine, max(args.floor, FLOOR))
     print(json.dumps(jsonable(report), indent=1) if args.json else text(report))
     if args.plot:
-        labels = {f"{side.name} {short(map(shown, side.paths))}": side.runs for side in (a, b)}
+        labels = {f"{side.name} {paths_in_words(list(map(shown, side.paths)))}": side.runs for side in (a, b)}
         plot(labels, args.plot, report["target"])
     return verdict.STATUS[report["verdict"]]
