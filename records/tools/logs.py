@@ -364,7 +364,7 @@ def read_text(path: Path, data: bytes) -> list[Run]:
 
     runs = split(path, body.lines)
     facts, started = environment(body)
-    seeds = TRIAL.findall(body.data, body.start)
+    seeds = seeds_of_trials(body)
     memory = peak_memory(body)
     kind = family(body, len(runs))
     for index, run in enumerate(runs):
@@ -443,9 +443,16 @@ def family(body: Body, runs: int) -> str:
     return "E1" if only_validations else "E2"
 
 
+def seeds_of_trials(body: Body) -> list[bytes]:
+    if body.data.find(b"trial:", body.start) < 0:                              # much faster than an expression
+        return []
+    return TRIAL.findall(body.data, body.start)
+
+
 def peak_memory(body: Body) -> dict[str, Any]:
     """The part of a result line of ours that a text log has."""
-    peak = PEAK.search(body.data, body.start)
+    at = body.data.find(b"peak memory ", body.start)                           # much faster than an expression
+    peak = PEAK.search(body.data, max(body.start, at - 1)) if at >= 0 else None
     if not peak:
         return {}
     names = (peak[1].decode(), "reserved")
@@ -547,22 +554,24 @@ def environment(body: Body) -> tuple[dict[str, Any], float | None]:
 
 def contradiction(run: Run) -> str | None:
     """Why the times of a run cannot be right: its clock falls, or its end is before, or long after, its last step."""
-    if run.final is None or run.final.seconds is None:
+    final = run.final
+    if final is None or final.seconds is None:
         return None
     clock = [point.seconds for point in run.val if point.seconds is not None]
     if clock != sorted(clock):
         return "the times of its validations fall"
-    timed = [(step, seconds) for step, seconds, _ in run.steps if seconds is not None and step <= run.final.step]
-    if not timed:
+    for step, seconds, _ in reversed(run.steps):
+        if seconds is not None and step <= final.step:
+            break
+    else:
         return None
 
-    step, seconds = timed[-1]
-    ends = f"its final time is {run.final.seconds:.3f} s, that of its training line {step} is {seconds:.3f} s"
-    if run.final.seconds < seconds - TIME_DIGIT_MS / 1000:
-        return ends
     step_s = seconds / max(1, step)
-    latest = seconds + (run.final.step - step + LATE_STEPS) * step_s + LATE_S
-    return ends if run.final.seconds > latest else None
+    earliest = seconds - TIME_DIGIT_MS / 1000
+    latest = seconds + (final.step - step + LATE_STEPS) * step_s + LATE_S
+    if earliest <= final.seconds <= latest:
+        return None
+    return f"its final time is {final.seconds:.3f} s, that of its training line {step} is {seconds:.3f} s"
 
 
 def average_contradicts(run: Run, averages: list[float]) -> str | None:

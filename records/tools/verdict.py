@@ -300,7 +300,7 @@ def runs_needed(effect: float, sd: float, sides: int = 2, alpha: float = SHARE) 
     """Runs (per side) for a t-test to see `effect` with chance POWER; None: more than MAX_RUNS.
     sides  2: Welch's two samples of equal sd, two-sided; 1: one sample against a fixed number, one-sided"""
     import numpy as np
-    from scipy import stats
+    from scipy import special                                                # scipy.stats takes a second to import
     if not effect:
         return None
     if not sd > 0:
@@ -308,19 +308,19 @@ def runs_needed(effect: float, sd: float, sides: int = 2, alpha: float = SHARE) 
     n = np.arange(2, MAX_RUNS + 1)
     free = sides * (n - 1)
     shift = abs(effect) / sd * np.sqrt(n / sides)
-    enough = stats.nct.sf(stats.t.isf(alpha / sides, free), free, shift) >= POWER
+    enough = special.nctdtr(free, shift, special.stdtrit(free, 1 - alpha / sides)) <= 1 - POWER
     return int(n[enough.argmax()]) if enough.any() else None
 
 
 def runs_to_settle(time: Difference, sd: float, room: float) -> int | None:
     """Runs per side that make an undecided time difference significant or `same`, if it is as measured."""
-    from scipy import stats
+    from scipy import special
     found = []
     different = runs_needed(time.mean, sd)
     if different is not None:
         found.append(different)
     if abs(time.mean) < room:
-        errors = stats.norm.isf(ALPHA / 2) * sd / (room - abs(time.mean))
+        errors = special.ndtri(1 - ALPHA / 2) * sd / (room - abs(time.mean))
         found.append(max(2, math.ceil(2 * errors ** 2)))
     fewest = min(found, default=math.inf)
     return fewest if fewest <= MAX_RUNS else None
