@@ -62,3 +62,27 @@ def report(folder: Path, **settings) -> dict:
     """What compare says of folder/a against folder/b."""
     sides = [compare.side_of(name.upper(), [folder / name]) for name in "ab"]
     return compare.compare(*sides, **settings)
+
+
+def peer(path: Path, seconds: float, loss: float, place: int, source: str = "", total: int = 1400,
+         end: int | None = None, day: int = 21, driver: str = "570.195.03") -> None:
+    """A log of family D: source with decoys, an environment with a date, validations. place: when it ran, in runs."""
+    golden = (ROOT / "tests/golden/d_timing.txt").read_text()
+    head = golden[:golden.index("step:0/4 val_loss:10.8260")]
+    minutes = 4 * place
+    head = head.replace("Nov 21 05:00:00 2026", f"Nov {day} {5 + minutes // 60:02}:{minutes % 60:02}:00 2026")
+    head = head.replace("570.195.03", driver)
+    step_ms = 1000 * seconds / total
+    lines = []
+    for step in (0, 1000, 1250, end or total):
+        lines.append(f"step:{step}/{total} val_loss:{loss + (total - step) * 2e-4:.4f} "
+                     f"train_time:{step_ms * step:.0f}ms step_avg:{step_ms:.2f}ms")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(source + head + "\n".join(lines) + "\n")
+
+
+def peers(folder: Path, end: int | None = None, b_end: int | None = None, **of_b) -> None:
+    """Five runs a side in turn; B's may end elsewhere, and be of another day or driver."""
+    for k in range(5):
+        peer(folder / "a" / f"{k}.txt", A_TIMES[k], A_LOSSES[k], 2 * k, end=end)
+        peer(folder / "b" / f"{k}.txt", B_TIMES[k], B_LOSSES[k], 2 * k + 1, "# B\n", end=b_end or end, **of_b)

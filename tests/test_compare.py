@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planted import A_LOSSES, A_TIMES, B_LOSSES, B_TIMES, LOSS, NOON, RUN_S, SECONDS, pool, report, write
+from planted import A_LOSSES, A_TIMES, B_LOSSES, B_TIMES, LOSS, NOON, RUN_S, peer, peers, pool, report, write
 
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
@@ -177,28 +177,6 @@ def test_more_runs_that_would_settle_it(tmp_path):
     assert f"settled by about {found['runs_to_settle']} runs a side" in compare.text(found)
 
 
-def peer(folder: Path, name: str, seconds: float, loss: float, total: int = 1400, end: int | None = None,
-         place: int = 0, source: str = "") -> None:
-    """A log of family D: source with decoys, an environment with a date, validations. place: when it ran, in runs."""
-    golden = (GOLDEN / "d_timing.txt").read_text()
-    head = golden[:golden.index("step:0/4 val_loss:10.8260")]
-    minutes = 4 * place
-    head = head.replace("05:00:00 2026", f"{5 + minutes // 60:02}:{minutes % 60:02}:00 2026")
-    folder.mkdir(parents=True, exist_ok=True)
-    step_ms = 1000 * seconds / total
-    lines = []
-    for step in (0, 1000, 1250, end or total):
-        lines.append(f"step:{step}/{total} val_loss:{loss + (total - step) * 2e-4:.4f} "
-                     f"train_time:{step_ms * step:.0f}ms step_avg:{step_ms:.2f}ms")
-    (folder / name).write_text(source + head + "\n".join(lines) + "\n")
-
-
-def peers(folder: Path, end: int | None = None) -> None:
-    for k in range(5):
-        peer(folder / "a", f"{k}.txt", A_TIMES[k], A_LOSSES[k], end=end, place=2 * k)
-        peer(folder / "b", f"{k}.txt", B_TIMES[k], B_LOSSES[k], end=end, place=2 * k + 1, source="# B\n")
-
-
 def test_logs_of_peers(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     peers(tmp_path)
@@ -207,7 +185,7 @@ def test_logs_of_peers(tmp_path, monkeypatch):
     assert found["verdict"] == "faster" and found["a"]["families"] == {"D": 5} and found["a"]["p_target"] < 0.01
     assert found["method"].startswith("5 pairs by clock")
     assert found["a"]["not_read"] == ["a/README.md: lists of 2 runs in a README: logs count"]
-    peer(tmp_path / "a", "cut.txt", 70.0, 3.30, end=1300)
+    peer(tmp_path / "a" / "cut.txt", 70.0, 3.30, 11, end=1300)
     assert report(tmp_path)["a"]["not_counted"] == ["a/cut.txt: stops at 1300 of 1400"]
 
 
@@ -217,15 +195,47 @@ def test_runs_cut_short_on_one_side_only_do_not_count(tmp_path):
     found = report(tmp_path / "both")
     assert found["verdict"] == "faster" and found["a"]["notes"] == ["stops at 1300 of 1400 (5 runs)"]
 
-    peers(tmp_path)
-    for k in range(5):
-        peer(tmp_path / "b", f"{k}.txt", B_TIMES[k], B_LOSSES[k], end=1300, place=2 * k + 1, source="# B\n")
+    peers(tmp_path, b_end=1300)
     found = report(tmp_path)
     assert found["verdict"] == "not comparable" and "--steps=1300" in found["reason"]
     chosen = [compare.side_of("A", [tmp_path / "a"], sides.Choice(steps=1250)),
               compare.side_of("B", [tmp_path / "b"], sides.Choice(steps=1250))]
     assert compare.compare(*chosen)["verdict"] == "faster"
     assert {run.final.step for side in chosen for run in side.runs} == {1250}
+
+
+def test_other_machines_of_one_kind_decide_nothing_below_the_floor(tmp_path):
+    """By their driver, or by their day: 1.2 % are a machine's. 12 % are not."""
+    for name, of_b in (("driver", {"driver": "580.126.09"}), ("day", {"day": 22})):
+        peers(tmp_path / name, **of_b)
+        found = report(tmp_path / name)
+        assert found["verdict"] == "undecided" and found["floor"] == timing.FLOOR
+        assert report(tmp_path / name, same_machine=True)["verdict"] == "undecided", "what logs say stands"
+        for k in range(5):
+            peer(tmp_path / name / "b" / f"{k}.txt", B_TIMES[k] - 9, B_LOSSES[k], 2 * k + 1, "# B\n", **of_b)
+        assert report(tmp_path / name)["verdict"] == "faster"
+
+
+def test_runs_that_overlap_are_of_two_machines(tmp_path):
+    """Or disturbed each other: both sides started at the same minutes, 80 s each."""
+    pool(tmp_path, "a", A_LOSSES, A_TIMES, first=NOON)
+    pool(tmp_path, "b", B_LOSSES, B_TIMES, first=NOON + 10)
+    found = report(tmp_path)
+    assert found["verdict"] == "undecided" and "several rentals" in found["method"]
+
+
+def test_edited_finals_are_named_and_not_used(tmp_path):
+    """B's final times are 2 s less than its averages say: no time of B counts."""
+    peers(tmp_path)
+    for k in range(5):
+        path = tmp_path / "b" / f"{k}.txt"
+        ms = f"{1000 * B_TIMES[k]:.0f}"
+        text = path.read_text()
+        assert text.count(f"train_time:{ms}ms") == 1
+        path.write_text(text.replace(f"train_time:{ms}ms", f"train_time:{int(ms) - 2000}ms"))
+    found = report(tmp_path, target=3.28)
+    assert found["verdict"] == "undecided" and found["b"]["time"].n == 0 and len(found["b"]["times_void"]) == 5
+    assert "step_avg" in found["b"]["times_void"][0] and found["b"]["p_target"] < 0.01
 
 
 def test_lists_of_a_readme_are_compared_if_the_user_states_one_machine(tmp_path):
@@ -334,7 +344,7 @@ def test_the_command(tmp_path):
     assert (tmp_path / "p.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     done = run("compare", tmp_path / "a", tmp_path / "b", "--json")
     found = json.loads(done.stdout)
-    assert found["verdict"] == "faster" and found["time"]["p"] < 1e-6 and found["a"]["loss"]["n"] == 5
+    assert found["verdict"] == "faster" and found["time"]["p"] < 1e-3 and found["a"]["loss"]["n"] == 5
     assert " " not in "".join(keys_of(found)) and found["a"]["paths"] == [str(tmp_path / "a")]
 
 
@@ -364,16 +374,19 @@ def test_several_paths_patterns_and_choices_on_the_command_line(tmp_path):
     assert len(set(verdict.STATUS.values())) == len(verdict.STATUS) and not {1, 2} & set(verdict.STATUS.values())
 
 
-@pytest.mark.parametrize("make, found", [
-    (lambda path: path.mkdir(), "no file"), (lambda path: None, "bad"),
-    (lambda path: path.write_bytes(bytes(range(256)) * 9), "binary"), (lambda path: path.write_text(""), "empty"),
-    (lambda path: path.write_text("step:1/2 val_loss:3.2\n"), "no validation line")])
-def test_bad_input_is_status_2_with_a_reason(tmp_path, make, found):
+@pytest.mark.parametrize("content, found", [
+    ("a folder", "no file"), (None, "bad"), (bytes(range(256)) * 9, "binary"), (b"", "empty"),
+    (b"step:1/2 val_loss:3.2\n", "no validation line")])
+def test_bad_input_is_status_2_with_a_reason(tmp_path, content, found):
     """Also if the other side can be read."""
-    make(tmp_path / "bad")
-    for sides in ((tmp_path / "bad", GOLDEN / "d_timing.txt"), (GOLDEN / "d_timing.txt", tmp_path / "bad")):
+    bad = tmp_path / "bad"
+    if content == "a folder":
+        bad.mkdir()
+    elif content is not None:
+        bad.write_bytes(content)
+    for pair in ((bad, GOLDEN / "d_timing.txt"), (GOLDEN / "d_timing.txt", bad)):
         with pytest.raises(ToolError, match=found):
-            compare.main(list(map(str, sides)))
+            compare.main(list(map(str, pair)))
 
 
 def test_status_and_help():
@@ -382,7 +395,8 @@ def test_status_and_help():
     assert run("compare", GOLDEN).returncode == 2 and run("nonsense").returncode == 2 and run().returncode == 2
     done = run("--help")
     assert done.returncode == 0
-    assert all(f"\n{verb} " in done.stdout for verb in ("compare", "bench", "ablate", "new", "check", "table"))
+    verbs = ("compare", "show", "place", "bench", "ablate", "new", "check", "table")
+    assert all(f"\n{verb} " in done.stdout for verb in verbs)
 
 
 def test_plots_with_one_point_without_times_and_of_many_groups(tmp_path):

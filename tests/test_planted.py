@@ -155,7 +155,9 @@ def priced(drawn: Drawn, side: int, times: float) -> list[float]:
 def word_of_numbers(drawn: Drawn) -> str:
     found = timing.timing(*drawn.times, stated=drawn.case.order == "unknown")
     room = verdict.SAME_MARGIN * np.mean([run.seconds for run in drawn.times[0]])
-    equal = [verdict.two_samples(priced(drawn, 0, times), priced(drawn, 1, times)) for times in (1, compare.SLOPE_DOUBT)]
+    equal = []
+    for doubt in (1, compare.SLOPE_DOUBT):
+        equal.append(verdict.two_samples(priced(drawn, 0, doubt), priced(drawn, 1, doubt)))
     target = drawn.case.target
     if target is not None:
         proofs = [verdict.Proof(np.mean(losses), verdict.one_sample(losses, target)) for losses in drawn.losses]

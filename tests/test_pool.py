@@ -151,7 +151,8 @@ def test_what_cannot_be_judged(tmp_path):
     assert found["verdict"] == "undecided" and found["losses"] == []
     pool(tmp_path / "short", "a", A_LOSSES, A_TIMES)
     run = one_run(tmp_path / "long", steps=1200)
-    assert "the run is planned for 1200 steps, the pool for 1000" in pools.place(run, side(tmp_path / "short"))["notes"][0]
+    notes = pools.place(run, side(tmp_path / "short"))["notes"]
+    assert "the run is planned for 1200 steps, the pool for 1000" in notes[0]
     with pytest.raises(ToolError, match="nowhere"):
         pools.run_of(tmp_path / "nowhere")
 

@@ -12,6 +12,7 @@ import argparse
 import json
 import math
 import os
+import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -380,6 +381,7 @@ def facts(side: Side, target: float | None) -> dict[str, Any]:
     """One side: what was read and what was not, and its numbers."""
     found = {
         "paths": list(map(shown, side.paths)), "runs": len(side.runs), "seeds": len(side.seeds()),
+        "started": dates(side),
         "families": Counter(run.family for run in side.runs), "loss": summary(side.losses()),
         "time": summary(side.times), "memory": summary(side.memory()), "p_target": None, "runs_for_target": None,
         "each": [each_run(run) for run in side.runs], **read_and_not(side),
@@ -404,6 +406,14 @@ def read_and_not(side: Side) -> dict[str, list[str]]:
 
 def each_run(run: Run) -> dict[str, Any]:
     return {"path": shown(run.path), "index": run.index, "seed": run.seed, "loss": run.loss, "seconds": run.seconds}
+
+
+def dates(side: Side) -> list[str]:
+    """When its first and last run began, as their logs say; empty where one does not."""
+    starts = [run.started for run in side.runs]
+    if None in starts:
+        return []
+    return [time.strftime("%Y-%m-%d %H:%M", time.gmtime(start)) for start in (min(starts), max(starts))]
 
 
 def runs_for_target(side: Side, target: float) -> int | None:
@@ -474,7 +484,8 @@ def paths_in_words(paths: Sequence[str]) -> str:
 def side_in_words(name: str, side: dict[str, Any]) -> list[str]:
     kinds = ", ".join(f"{n} of family {kind}" for kind, n in side["families"].items())
     paths = paths_in_words(side["paths"])
-    lines = [f"{name}  {paths}: {side['runs']} runs of {side['seeds']} seeds ({kinds})"]
+    when = f", begun {' to '.join(side['started'])}" if side["started"] else ""
+    lines = [f"{name}  {paths}: {side['runs']} runs of {side['seeds']} seeds ({kinds}){when}"]
     for key, title in LISTS.items():
         if side[key]:
             lines.append(f"   {title} ({len(side[key])}): {short(side[key])}")
@@ -487,10 +498,10 @@ def table(sides: dict[str, dict[str, Any]], target: float | None) -> list[str]:
     rows = [["", "seeds", "loss", "sd", p_title, "n", "time s", "sd", "peak MiB"]]
     for name, side in sides.items():
         loss = side["loss"]
-        time = side["time"]
+        seconds = side["time"]
         p = f"{side['p_target']:.3g}" if target else ""
-        rows.append([name, f"{loss.n}", f"{loss.mean:.5f}", f"{loss.sd:.5f}", p, f"{time.n}", f"{time.mean:.3f}",
-                     f"{time.sd:.3f}", f"{side['memory'].mean:.0f}"])
+        rows.append([name, f"{loss.n}", f"{loss.mean:.5f}", f"{loss.sd:.5f}", p, f"{seconds.n}",
+                     f"{seconds.mean:.3f}", f"{seconds.sd:.3f}", f"{side['memory'].mean:.0f}"])
     return aligned(rows)
 
 

@@ -499,7 +499,7 @@ def forget_clock(run: Run, step: int) -> None:
     run.notes.append(f"timer restarts at step {step}")
     run.val = [point._replace(seconds=None) for point in run.val]
     run.steps = [(before, None, loss) for before, _, loss in run.steps]
-    if step > RESET_STEPS:
+    if step > RESET_STEPS or step == run.total:
         run.void = f"its clock was set back at step {step}"
 
 

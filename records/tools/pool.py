@@ -122,8 +122,9 @@ def show_in_words(found: dict[str, Any]) -> str:
     if len(found["kinds"]) > 1:
         lines += [f"   {kind['runs']} runs of source {kind['source']}, end at step {kind['end']} of {kind['planned']}"
                   for kind in found["kinds"]]
-    lines.append(f"one more run lies, with 99 % chance, between {numbers(found['loss_band'], '.5f', 'nats')} and between "
-                 f"{numbers(found['time_band'], '.3f', 's')}")
+    nats = numbers(found["loss_band"], ".5f", "nats")
+    seconds = numbers(found["time_band"], ".3f", "s")
+    lines.append(f"one more run lies, with 99 % chance, between {nats}, and between {seconds}")
     lines.append(f"outliers: {short(found['outliers']) or 'none'}")
     lines.append(f"drift of the times: {drift_in_words(found['drift'])}")
     if found["groups"]:
@@ -160,8 +161,8 @@ def needs_in_words(found: dict[str, Any]) -> list[str]:
         lines.append("an entry needs a mean below the target; no number of such runs is likely to prove it")
     else:
         more = max(0, needed - have)
-        lines.append(f"an entry needs p < {verdict.ALPHA:g}: at this mean and spread {needed} seeds reach it four times "
-                     f"of five ({have} here, {more} more)")
+        lines.append(f"an entry needs p < {verdict.ALPHA:g}: at this mean and spread {needed} seeds reach it four "
+                     f"times of five ({have} here, {more} more)")
     if found["proven_at"]:
         steps = ", ".join(f"{point['step']} (p {point['p']:.2g})" for point in found["proven_at"][:3])
         lines.append(f"first validations at which the target is proven: {steps}; to stop there is to be decided before "

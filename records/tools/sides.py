@@ -102,7 +102,8 @@ def side_of(name: str, paths: list[Path], choice: Choice = Choice()) -> Side:
     side.left = passed + side.left
     if not side.runs:
         why = side.left + [f"{shown(path)}: {reason}" for path, reason in reading.unread]
-        raise ToolError(f"side {name}: {short(map(shown, paths))}", short(why) or "no file", "at least one finished run",
+        raise ToolError(f"side {name}: {short(map(shown, paths))}", short(why) or "no file",
+                        "at least one finished run",
                         "give a log.jsonl, a run directory, a text log, or a directory of them")
     return side
 
@@ -201,7 +202,7 @@ def what_fixes_losses(run: Run) -> Any:
 
 
 def machine_of(run: Run) -> str | None:
-    """Hardware, clock and software, with what tells machines of one kind apart; None if hardware or clock is not said."""
+    """Hardware, clock, software, and what tells machines of one kind apart; None if hardware or clock is not said."""
     if fact(run, "hardware") is None or clock_of(run) is None:
         return None
     return ", ".join(text_of(fact(run, key)) for key in (*KIND, *SOFTWARE, *MACHINE))
