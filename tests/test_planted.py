@@ -4,7 +4,7 @@ A case says what two sides are; a draw is one set of runs of it. Which words are
 the stated rate. The words that were found are printed, for power is what a reader of a verdict would like to know."""
 from __future__ import annotations
 
-import math
+import json
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -62,7 +62,7 @@ class Case:
     runs: tuple[int, int] = (8, 8)
     share: float = 0.0                                                    # B's true time over A's, less 1
     noise: Noise = normal
-    order: str = "alternating"                                            # blocks, unknown
+    order: str = "alternating"                                            # blocks, unknown, bench
     another_day: bool = False                                             # B, on a machine with a shift of its own
     steps: tuple[int, int] = (1000, 1000)
     losses: tuple[float, float] = (LOSS, LOSS)                            # true means
@@ -85,6 +85,12 @@ CASES = {
     "drift, alternating": Case(NOTHING, noise=drifting(0.01)),
     "drift, alternating, 0.2 % faster": Case(("faster", "undecided"), "faster", 0.3, share=-0.002,
                                              noise=drifting(0.01), runs=(16, 16)),
+    "pairs of a bench": Case(NOTHING, order="bench"),
+    "pairs of a bench, drift": Case(NOTHING, noise=drifting(0.01), order="bench", runs=(16, 16)),
+    "pairs of a bench, drift, 0.2 % slower": Case(("slower", "undecided"), "slower", 0.7, share=0.002,
+                                                  noise=drifting(0.01), order="bench", runs=(16, 16)),
+    "pairs of a bench, 1 % faster": Case(("faster", "undecided"), "faster", 0.9, share=-0.01, order="bench",
+                                         runs=(4, 4)),
     "two modes": Case(NOTHING, noise=two_modes),
     "two modes, blocks": Case(NOTHING, noise=two_modes, order="blocks"),
     "two modes, three runs": Case(NOTHING, noise=two_modes, order="blocks", runs=(3, 3)),
@@ -127,6 +133,8 @@ def series(case: Case) -> list[str]:
     n_a, n_b = case.runs
     if case.order == "alternating":
         return ["a", "b"] * min(n_a, n_b)
+    if case.order == "bench":
+        return ["a", "b", "b", "a"] * (min(n_a, n_b) // 2)
     return ["a"] * n_a + ["b"] * n_b
 
 
@@ -138,10 +146,12 @@ def draw(case: Case, rng: np.random.Generator) -> Drawn:
         side = "ab".index(name)
         mean = SECONDS * (1 + side * (case.share + shift))
         seconds = mean + case.noise(rng, place / (len(order) - 1))
-        started = None
-        if case.order != "unknown":
-            started = NOON + RUN_S * place + DAY * case.another_day * side
-        found.times[side].append(Timed(seconds, case.steps[side], started, "one machine"))
+        run = Timed(seconds, case.steps[side], machine="one machine")
+        if case.order == "bench":
+            run = run._replace(pair=place // 2 + 1, place=place + 1)
+        elif case.order != "unknown":
+            run = run._replace(started=NOON + RUN_S * place + DAY * case.another_day * side)
+        found.times[side].append(run)
         found.losses[side].append(rng.normal(case.losses[side], LOSS_SD))
     return found
 
@@ -167,7 +177,20 @@ def word_of_numbers(drawn: Drawn) -> str:
     return verdict.decide(verdict.Evidence(loss, found.tests, room, equal, same_steps, (), found.doubts, target)).word
 
 
+def write_manifest(drawn: Drawn, folder: Path) -> None:
+    """As bench's, with a failed run that counts for nothing."""
+    lines = [{"type": "bench"}, {"type": "end", "run": 0, "folder": "x", "pair": 99, "side": "A", "outcome": "failed"}]
+    for name, times in zip("ab", drawn.times):
+        for seed, run in enumerate(times):
+            lines.append({"type": "end", "run": run.place, "pair": run.pair, "folder": f"{name}/run_{seed:02}",
+                          "side": name.upper(), "outcome": "done"})
+    (folder / "manifest.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
 def word_of_files(drawn: Drawn, folder: Path) -> str:
+    folder.mkdir()
+    if drawn.case.order == "bench":
+        write_manifest(drawn, folder)
     for name, times, losses in zip("ab", drawn.times, drawn.losses):
         for seed, (run, loss) in enumerate(zip(times, losses)):
             write(folder / name / f"run_{seed:02}", seed, run.seconds, loss, run.started, steps=run.steps)

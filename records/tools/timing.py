@@ -1,6 +1,6 @@
 """Which tests of the times must agree, and why times may not be trusted; pure functions on runs as `Timed`.
 
-1. Pairs of a `bench`: an e-value, valid whenever one stops.
+1. Pairs of a `bench`: a t-test that may be looked at more than once (sequential.py), for a bench stops when it knows.
 2. Runs that alternate in time within a rental (one machine, without a long pause): each run with both its neighbours
    by clock. A drift pulls pairs with A first and pairs with B first the opposite ways, so that it cancels.
 3. Other runs of one rental: unpaired, and beside a straight drift over their order where that is known. They are not
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from tools import verdict
+from tools import sequential, verdict
 from tools.verdict import Difference, mean, summary
 
 RENTAL_PAUSE_S = 4 * 3600              # a longer pause between two runs may be another rental
@@ -60,7 +60,7 @@ def timing(a: Sequence[Timed], b: Sequence[Timed], stated: bool = False, floor: 
     if len(pairs) > 1:
         shares = [b_seconds / a_seconds - 1 for a_seconds, b_seconds in pairs]
         per_run = summary(shares).sd * mean(seconds_of(a)) / math.sqrt(2)
-        test = of_share(verdict.paired(shares), a)
+        test = of_share(sequential.paired(shares), a)
         return Timing([test], per_run, f"{len(pairs)} interleaved pairs", notes=groups_in_words(a, b), paired=True)
 
     if all(run.place is not None for run in (*a, *b)):                       # a bench without complete pairs
