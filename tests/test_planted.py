@@ -96,6 +96,8 @@ CASES = {
     "two modes, three runs": Case(NOTHING, noise=two_modes, order="blocks", runs=(3, 3)),
     "two days": Case(NOTHING, "undecided", 0.98, another_day=True),
     "two days, 5 % faster": Case(("faster", "undecided"), "faster", 0.95, share=-0.05, another_day=True),
+    "two days, 0.3 % faster, worse by more": Case(("slower", "undecided"), another_day=True, share=-0.003,
+                                                  runs=(20, 20), losses=(LOSS, LOSS + 0.0018)),
     "skewed": Case(NOTHING, noise=delayed, order="unknown"),
     "skewed, 3 against 20": Case(NOTHING, noise=delayed, order="unknown", runs=(3, 20)),
     "skewed, 20 against 4": Case(NOTHING, noise=delayed, order="unknown", runs=(20, 4)),
@@ -174,7 +176,8 @@ def word_of_numbers(drawn: Drawn) -> str:
         target = verdict.Target(target, *proofs)
     loss = verdict.two_samples(*drawn.losses)
     same_steps = drawn.case.steps[0] == drawn.case.steps[1]
-    return verdict.decide(verdict.Evidence(loss, found.tests, room, equal, same_steps, (), found.doubts, target)).word
+    evidence = verdict.Evidence(loss, found.tests, room, equal, found.least, same_steps, (), found.doubts, target)
+    return verdict.decide(evidence).word
 
 
 def write_manifest(drawn: Drawn, folder: Path) -> None:

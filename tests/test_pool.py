@@ -56,6 +56,13 @@ def test_a_mixed_pool_is_said_and_can_be_chosen_from(tmp_path):
     found = pools.show(side(tmp_path), 3.28)
     assert found["verdict"] == "not comparable" and len(found["kinds"]) == 2
     assert pools.show(side(tmp_path, steps=1000), 3.28)["verdict"] == "proven"
+    write(tmp_path / "a" / "one_gpu", 10, 600.0, LOSS, NOON, world_size=1)
+    found = pools.show(side(tmp_path, source="5"), 3.28)
+    assert found["verdict"] == "not comparable" and "mixes world_size: 1 and 8" in found["reason"]
+    write(tmp_path / "b" / "one", 10, 600.0, LOSS, NOON)
+    assert "pool mixes world_size: 1 and 8; choose with --exclude" in pools.place(
+        pools.run_of(tmp_path / "b"), side(tmp_path / "a", source="5"))["notes"]
+    (tmp_path / "a" / "one_gpu" / "log.jsonl").unlink()
     assert pools.show(side(tmp_path, source="5"), 3.28)["verdict"] == "proven"
 
 

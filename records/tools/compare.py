@@ -190,6 +190,16 @@ def cut_short(side: Side, other: Side) -> list[str]:
             f"--steps={final} says that this was the plan"]
 
 
+def mixed_kinds(side: Side) -> list[str]:
+    """Kinds of machine, clock and software of which runs of one side state different ones."""
+    found = []
+    for key in (*KIND, *SOFTWARE):
+        values = side.values(key)
+        if len(values) > 1:
+            found.append(f"{side.name} mixes {key}: {cut(values)}; choose with --exclude")
+    return found
+
+
 def differing(a: Side, b: Side) -> list[str]:
     """Kinds of machine, clock and software of which the sides state different ones."""
     found = []
@@ -219,7 +229,9 @@ def target_of(a: Side, b: Side, named: float | None) -> float | None:
     if named:
         return named
     stated = {run.facts.get("target_loss") for run in a.runs + b.runs}
-    return stated.pop() or None if len(stated) == 1 else None
+    if len(stated) != 1:
+        return None
+    return stated.pop() or None                                              # 0: a preset without a target
 
 
 def proof(side: Side, target: float) -> Proof:
@@ -298,7 +310,7 @@ def compare(a: Side, b: Side, target: float | None = None, across: bool = False,
     priced = at_equal_loss(a, b, worth) if times.tests else []
 
     evidence = Evidence(
-        loss, times.tests, margin * base, priced,
+        loss, times.tests, margin * base, priced, times.least,
         same_steps={run.final.step for run in a.runs} == {run.final.step for run in b.runs},
         diverged=divergences(a, b),
         doubts=times.doubts,

@@ -36,7 +36,7 @@ SHOWN_POINTS = 24                  # rows of a table: the last ones are the ones
 def show(side: Side, target: float | None = None) -> dict[str, Any]:
     """All that `show --json` prints: times in s, losses in nats per token."""
     target = compare.target_of(side, side, target)
-    mixed = compare.mixtures(side)
+    mixed = compare.mixtures(side) + compare.mixed_kinds(side)
     found = compare.facts(side, target) | {"target": target, "mixed": mixed, "kinds": kinds(side)}
     found["machine"] = {key: side.values(key) for key in (*KIND, *SOFTWARE, *MACHINE) if side.values(key)}
     found["loss_band"] = verdict.band(side.losses())
@@ -264,7 +264,7 @@ def notes_on(run: Run, pool: Side) -> list[str]:
                      "other schedules")
     if len(pool.seeds()) < FEWEST:
         notes.append(f"the pool has {len(pool.seeds())} seeds: a band takes {FEWEST}")
-    return notes + compare.mixtures(pool)
+    return notes + compare.mixtures(pool) + compare.mixed_kinds(pool)
 
 
 def differences_of_facts(run: Run, pool: Side) -> dict[str, tuple[list[str], list[str]]]:

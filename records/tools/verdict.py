@@ -76,6 +76,7 @@ class Evidence(NamedTuple):
     times: Sequence[Difference]                    # every test in s that must agree; none: no time was measured
     room: float                                    # half the width of `same`, s
     at_equal_loss: Sequence[Difference] = ()       # as times, by price of loss; none: no curve says what loss is worth
+    least: float = 0.0                             # s: differences at equal loss count from here on
     same_steps: bool = True
     diverged: Sequence[str] = ()                   # runs without a finite loss
     doubts: Sequence[str] = ()                     # why times are not trusted
@@ -379,8 +380,7 @@ def decide_by_time(evidence: Evidence, level: float, given: str) -> Verdict:
         return Verdict("same", f"{given}, and times differ by less than {evidence.room:.3g} s for sure")
     word = agreed(times, level)
     if word == "undecided":
-        return Verdict(word, f"{given}, and the interval of the time difference holds 0, and more than the margin of "
-                             "`same`")
+        return Verdict(word, f"{given}, and times neither differ for sure nor are surely within {evidence.room:.3g} s")
     amount = "less" if word == "faster" else "more"
     return Verdict(word, f"{given}, and B takes {abs(times[0].mean):.4g} s {amount}")
 
@@ -391,6 +391,9 @@ def decide_at_equal_loss(evidence: Evidence) -> Verdict:
     if evidence.loss.p < SHARE:
         other = f"B's loss is {'lower' if evidence.loss.mean < 0 else 'higher'}"
     priced = evidence.at_equal_loss
+    if any(abs(test.mean) < evidence.least for test in priced):
+        return Verdict("undecided", f"{other}, and at equal loss times of other days or machines differ by less than "
+                                    f"{evidence.least:.3g} s, which one program does too")
     word = agreed(priced or [*evidence.times, evidence.loss], SHARE)
     if word != "undecided":
         speaks = "the time at equal loss speaks" if priced else "loss and time speak"
