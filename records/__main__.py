@@ -8,7 +8,8 @@ ablate    switches techniques off one at a time
 new       makes a record folder from runs
 check     recomputes every number of every record
 table     prints the records by track
-Exit status: 0 done, 1 a check failed, 2 bad input, 130 interrupted; of compare, show and place the verdict."""
+Exit status: 0 done, 1 a check failed, 2 bad input, 130 interrupted; of compare, show, place and
+bench the verdict."""
 from __future__ import annotations
 
 import importlib

@@ -14,7 +14,7 @@ from planted import A_LOSSES, A_TIMES, B_LOSSES, B_TIMES, LOSS, NOON, RUN_S, pee
 ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
 sys.path.insert(0, str(ROOT / "records"))
-from tools import compare, logs, sides, timing, verdict
+from tools import compare, logs, plots, sides, timing, verdict
 from tools.logs import ToolError
 
 
@@ -405,6 +405,23 @@ def test_plots_with_one_point_without_times_and_of_many_groups(tmp_path):
     compare.plot(groups, tmp_path / "p.png")
     compare.plot({"A": groups["a_llmc.log"]}, tmp_path / "q.png")
     assert (tmp_path / "p.png").stat().st_size > 10_000 and (tmp_path / "q.png").stat().st_size > 5_000
+
+
+def test_a_plot_starts_where_the_curves_part(tmp_path):
+    """At the last validation at which the bands of the first two groups still touch; else it shows the whole run."""
+    pool(tmp_path / "apart", "a", A_LOSSES, A_TIMES)
+    pool(tmp_path / "apart", "b", B_LOSSES, B_TIMES)
+    groups = {name: logs.read([tmp_path / "apart" / name]).runs for name in "ab"}
+    assert plots.first_apart([plots.Curve(runs) for runs in groups.values()]) == 0
+
+    for run in groups["b"]:
+        run.val[-1] = run.val[-1]._replace(loss=run.val[-1].loss + 0.1)
+    curves = [plots.Curve(runs) for runs in groups.values()]
+    assert plots.first_apart(curves) == 900
+    assert curves[0].steps == [0, 900, 1000] and curves[0].times == pytest.approx([0, 72, 80])
+    assert plots.index_from(curves[0].steps, 900) == 1 == plots.index_near_end(curves[0].steps)
+    plots.plot(groups, tmp_path / "p.png", 3.28)
+    assert (tmp_path / "p.png").stat().st_size > 10_000
 
 
 FAMILIES = {"d_timing.txt": 900, "e1_seconds.txt": 300, "c_nan.txt": 120, "b_train_loss.txt": 80,

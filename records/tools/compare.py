@@ -23,7 +23,7 @@ from tools.logs import Run, ToolError
 from tools.plots import plot
 from tools.sides import KIND, MACHINE, SOFTWARE, Choice, Side, config, cut, expanded, hash_or_text, manifest_of
 from tools.sides import short, shown, side_of, timed_of
-from tools.timing import FLOOR, KIND_FLOOR, SAME_KIND, Timing, rental_shift, timing
+from tools.timing import FLOOR, KIND_FLOOR, Timing, rental_shift, timing
 from tools.verdict import Difference, Evidence, Proof, Target, Verdict, mean, summary
 
 ENVIRONMENT = (*KIND, *SOFTWARE, *MACHINE)
@@ -31,6 +31,7 @@ FACTS = ("source_sha256", "attention", "head", "grad_accum_steps", "params_total
          "untimed_warmup_steps")
 ACROSS = ("--across: the same source differs by 0.1 to 1.8 % between machines of one kind (once 8 %), by 7.8 % between "
           "versions of torch; a smaller difference may be the machine's, not B's")
+SAME_KIND = "not in pairs: B's doing only if all ran on one machine (those of one kind differ by 0.1 to 1.8 %)"
 HOW_TO_CHOOSE = "choose with --steps, --source or --exclude"
 END_SPAN = 0.05                    # share of the steps over which the slope at the end is taken, at least
 SLOPE_DOUBT = 2.0                  # a shorter schedule costs this much less loss per step than the slope (public runs)
@@ -270,18 +271,6 @@ def times_between(a: Side, b: Side, stated: bool, least_floor: float) -> Timing:
     return found
 
 
-def verdict_of(a: Side, b: Side, evidence: Evidence, whole: list[str], unlike: list[str]) -> Verdict:
-    """whole: why nothing can be compared; unlike: why times cannot."""
-    if whole:
-        return Verdict("not comparable", whole[0])
-    if same_program(a, b):
-        return Verdict("same program", of_machines(evidence.times, mean(a.times)))
-    found = verdict.decide(evidence)
-    if unlike and found.word != "no record":
-        return Verdict("not comparable", f"{unlike[0]} (--across compares nevertheless)")
-    return found
-
-
 def of_machines(times: Sequence[Difference], base: float) -> str:
     said = "source, flags and software are equal"
     if not times:
@@ -300,25 +289,37 @@ def compare(a: Side, b: Side, target: float | None = None, across: bool = False,
     target = target_of(a, b, target)
     whole = refusals(a, b)
     unlike = differing(a, b)
+    same = same_program(a, b)
+
     same_bits, bits = bitwise(a, b)
     loss = loss_difference(a, b, same_bits)
-    base = mean(a.times)
     times = Timing()
-    if a.times and b.times and (across or not unlike or same_program(a, b)):
+    if a.times and b.times and (across or same or not unlike):
         times = times_between(a, b, same_machine, max(floor, KIND_FLOOR) if unlike else floor)
     worth = price(a)
     priced = at_equal_loss(a, b, worth) if times.tests else []
 
     evidence = Evidence(
-        loss, times.tests, margin * base, priced, times.least,
+        loss=loss,
+        times=times.tests,
+        room=margin * mean(a.times),
+        at_equal_loss=priced,
+        least=times.least,
         same_steps={run.final.step for run in a.runs} == {run.final.step for run in b.runs},
         diverged=divergences(a, b),
         doubts=times.doubts,
         target=Target(target, proof(a, target), proof(b, target)) if target else None,
     )
-    word = verdict_of(a, b, evidence, whole, [] if across else unlike)
-    if word.word in ("faster", "slower"):
+    word = verdict.decide(evidence)
+    if whole:
+        word = Verdict("not comparable", whole[0])
+    elif same:
+        word = Verdict("same program", of_machines(times.tests, mean(a.times)))
+    elif unlike and not across and word.word != "no record":                 # a missed target needs no times
+        word = Verdict("not comparable", f"{unlike[0]} (--across compares nevertheless)")
+    elif word.word in ("faster", "slower"):
         word = word._replace(reason="; ".join([word.reason, *remarks(evidence, worth, times)]))
+
     parts_at, curves = parting(a, b)
     report = {
         "verdict": word.word, "reason": word.reason, "target": target, "a": facts(a, target), "b": facts(b, target),

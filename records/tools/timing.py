@@ -26,7 +26,6 @@ MODES_APART = 0.015                    # of the time: what two modes of a public
 PAIRED_SHARE = 0.75                    # of the runs in pairs by clock: fewer do not alternate
 FEWEST_PAIRS = 3                       # by clock
 DRIFTS = "times drift by {:+.3%} a run; measure in pairs (python records bench)"
-SAME_KIND = "not in pairs: B's doing only if all ran on one machine (those of one kind differ by 0.1 to 1.8 %)"
 NOT_SAID = ("the machine or the clock of {} is not said, and unknown is not equal (--same-machine states that all ran "
             "on one, in one rental)")
 
