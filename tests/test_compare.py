@@ -202,6 +202,7 @@ def test_runs_cut_short_on_one_side_only_do_not_count(tmp_path):
               compare.side_of("B", [tmp_path / "b"], sides.Choice(steps=1250))]
     assert compare.compare(*chosen)["verdict"] == "faster"
     assert {run.final.step for side in chosen for run in side.runs} == {1250}
+    assert {run.val[-1].step for side in chosen for run in side.runs} == {1250}
 
 
 def test_other_machines_of_one_kind_decide_nothing_below_the_floor(tmp_path):
@@ -258,6 +259,24 @@ def test_unknown_is_not_equal(tmp_path, side):
     found = report(tmp_path)
     assert found["verdict"] == "undecided" and f"clock of {side.upper()} is not said" in found["reason"]
     assert report(tmp_path, same_machine=True)["verdict"] == "faster"
+
+
+def test_a_statement_does_not_overrule_what_logs_say(tmp_path):
+    """No dates, and two drivers: --same-machine cannot make one machine of them. Without drivers it can."""
+    for name, drivers in (("two", ("570", "580")), ("unsaid", (None, None))):
+        for side, losses, times, driver in (("a", A_LOSSES, A_TIMES, drivers[0]), ("b", B_LOSSES, B_TIMES, drivers[1])):
+            for k in range(5):
+                write(tmp_path / name / side / str(k), k, times[k], losses[k], driver=driver)
+    assert report(tmp_path / "two", same_machine=True)["verdict"] == "undecided"
+    assert report(tmp_path / "unsaid")["verdict"] == "undecided"
+    assert report(tmp_path / "unsaid", same_machine=True)["verdict"] == "faster"
+
+
+def test_a_list_in_a_readme_says_neither_machine_nor_clock():
+    (run, *_) = logs.read([GOLDEN / "r_readme"]).runs
+    assert sides.clock_of(run) is None and sides.machine_of(run) is None
+    run.facts = {**run.facts, "hardware": "eight GPUs"}
+    assert sides.machine_of(run) is None
 
 
 def test_the_same_program_is_never_faster_or_slower(tmp_path):

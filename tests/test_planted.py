@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from planted import LOSS, LOSS_SD, NATS_PER_STEP, NOON, RUN_S, SECONDS, TIME_SD, report, write
+from planted import LOSS, LOSS_SD, NATS_PER_STEP, NOON, RUN_S, SECONDS, TIME_SD, peer, report, write
 from scipy import stats
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -236,3 +236,64 @@ def test_words_of_files_are_those_of_their_numbers(tmp_path, name, draws):
         words[word] += 1
     wrong = sum(count for word, count in words.items() if word not in case.right)
     assert wrong <= allowed(draws), words
+
+
+# ---- Cases that only files have -------------------------------------------------------------------------------------
+
+def peers_of(folder: Path, rng: np.random.Generator, end: int | None = None) -> None:
+    """Eight text logs a side in turn, B 1 % faster; B's end at another step if it is said."""
+    for place in range(16):
+        side = "ab"[place % 2]
+        seconds = rng.normal(SECONDS * (0.99 if side == "b" else 1), TIME_SD)
+        source = "# B\n" if side == "b" else ""
+        peer(folder / side / f"{place}.txt", seconds, rng.normal(LOSS, LOSS_SD), place, source,
+             end=end if side == "b" else None)
+
+
+def one_source_twice(folder: Path, rng: np.random.Generator) -> None:
+    """On two days, which are not alike."""
+    shift = 1 + rng.choice(SHIFTS) * rng.choice((-1, 1))
+    for day, side in enumerate("ab"):
+        for k in range(8):
+            seconds = rng.normal(SECONDS * shift ** day, TIME_SD)
+            write(folder / side / f"run_{k}", 10 * day + k, seconds, rng.normal(LOSS, LOSS_SD),
+                  NOON + day * DAY + k * RUN_S, source_sha256="5" * 64)
+
+
+def edited_finals(folder: Path, rng: np.random.Generator) -> None:
+    """B's final times are lowered, and nothing else."""
+    peers_of(folder, rng)
+    for path in (folder / "b").iterdir():
+        head, final = path.read_text().rsplit("train_time:", 1)
+        ms, rest = final.split("ms", 1)
+        path.write_text(f"{head}train_time:{int(ms) - rng.integers(100, 3000)}ms{rest}")
+
+
+def cut_side(folder: Path, rng: np.random.Generator) -> None:
+    """B's logs end before the last validation."""
+    peers_of(folder, rng, end=1300)
+
+
+def one_run_on_both_sides(folder: Path, rng: np.random.Generator) -> None:
+    peers_of(folder, rng)
+    (folder / "b" / "copy.txt").write_bytes((folder / "a" / "0.txt").read_bytes())
+
+
+FILE_CASES = {"same program": one_source_twice, "undecided": edited_finals, "not comparable": cut_side,
+              "faster": peers_of}
+
+
+@pytest.mark.parametrize("draws", [3, pytest.param(200, marks=pytest.mark.all)])
+@pytest.mark.parametrize("word", FILE_CASES)
+def test_words_of_files(tmp_path, word, draws):
+    """The only right word; `faster` is what the others must not be, from the same times."""
+    words = Counter()
+    for number in range(draws):
+        FILE_CASES[word](tmp_path / str(number), np.random.default_rng([9, number]))
+        words[report(tmp_path / str(number))["verdict"]] += 1
+    assert words == {word: draws}
+
+
+def test_one_run_on_both_sides(tmp_path):
+    one_run_on_both_sides(tmp_path, np.random.default_rng(9))
+    assert report(tmp_path)["verdict"] == "not comparable"
