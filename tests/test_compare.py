@@ -239,6 +239,15 @@ def test_edited_finals_are_named_and_not_used(tmp_path):
     assert "step_avg" in found["b"]["times_void"][0] and found["b"]["p_target"] < 0.01
 
 
+def test_a_run_that_tells_two_losses_is_not_counted(tmp_path):
+    pool(tmp_path, "a", A_LOSSES, A_TIMES)
+    pool(tmp_path, "b", B_LOSSES, B_TIMES)
+    write(tmp_path / "b" / "two", 9, 79.0, 3.279, NOON, result={"val_loss": 3.27})
+    found = report(tmp_path)
+    assert found["verdict"] == "faster" and found["b"]["runs"] == 5
+    assert "the result says a loss of 3.27, the last validation 3.279" in found["b"]["not_counted"][0]
+
+
 def test_lists_of_a_readme_are_compared_if_the_user_states_one_machine(tmp_path):
     (tmp_path / "a.md").write_text(f"losses = {A_LOSSES}\ntimes = {A_TIMES}\n")
     (tmp_path / "b.md").write_text(f"losses = {B_LOSSES}\ntimes = {[t * 1000 for t in B_TIMES]}\n")

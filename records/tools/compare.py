@@ -470,7 +470,7 @@ def text(report: dict[str, Any]) -> str:
     lines += table(sides, report["target"])
     if report["target"]:
         needed = ", ".join(f"{name} {side['runs_for_target'] or '-'}" for name, side in sides.items())
-        lines.append(f"runs that reach p < 0.01 four times of five at these means: {needed}")
+        lines.append(f"runs that reach p < {verdict.ALPHA:g} four times of five at these means: {needed}")
     lines += differences_in_words(report)
     lines.append(report["curves"])
     lines += phases_in_words(report["phases"])

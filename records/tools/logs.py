@@ -17,9 +17,9 @@ import os
 import re
 import time
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from multiprocessing import TimeoutError as NoAnswer
 from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -52,7 +52,8 @@ LOSS_RANGE = (1.0, 4.0)                # of a list in a README
 SECONDS_RANGE = (20.0, 4000.0)         # of such a list; what is larger is milliseconds
 SEVERAL_READERS_BYTES = 32 << 20       # below that, starting processes takes longer than reading
 MAX_READERS = 16                       # processes
-READING_TIMEOUT_S = 600.0              # for all files
+PARTS_PER_READER = 16                  # of the files: few messages, and all readers end together
+READING_TIMEOUT_S = 120.0              # for the next part
 # A log against itself
 RESET_STEPS = 12                       # families B and C start their clock anew after 10 steps; later is no habit
 AVERAGE_DIGIT_MS = 0.006               # step_avg is printed with two digits
@@ -119,8 +120,9 @@ class Run:
 
     @property
     def finished(self) -> bool:
-        """Ours: there is a result line. Others: a validation at the planned last step, or no plan to miss."""
-        if self.final is None or self.refused:
+        """Whether it came to its end, believed or not. Ours: there is a result line. Others: a validation at the
+        planned last step, or no plan to miss."""
+        if self.final is None:
             return False
         if self.family == "ours":
             return bool(self.result) and self.aborted is None
@@ -190,24 +192,27 @@ def attempts(named_files: list[tuple[Path, bool]]) -> Iterator[tuple[list[Run], 
     if readers < 2 or size < SEVERAL_READERS_BYTES or "fork" not in get_all_start_methods():
         yield from map(attempt, named_files)
         return
-    with ProcessPoolExecutor(readers, mp_context=get_context("fork")) as pool:
-        yield from in_parts(pool, named_files, readers)
 
-
-def in_parts(pool: Executor, named_files: list, readers: int) -> Iterator[tuple[list[Run], str | None]]:
-    """Some 16 parts for each reader: few enough to cost little, many enough that all end together."""
-    part = max(1, len(named_files) // (16 * readers))
-    try:
-        yield from pool.map(attempt, named_files, chunksize=part, timeout=READING_TIMEOUT_S)
-    except TimeoutError:
-        raise ToolError("reading logs", f"not done after {READING_TIMEOUT_S:.0f} s", "a disk that answers",
-                        "give fewer paths, or copy them to a local disk") from None
+    size_of_part = math.ceil(len(named_files) / (PARTS_PER_READER * readers))
+    parts = [named_files[at:at + size_of_part] for at in range(0, len(named_files), size_of_part)]
+    with get_context("fork").Pool(readers) as pool:                            # its end ends the processes
+        results = pool.imap(attempt_all, parts)
+        for part in parts:
+            try:
+                yield from results.next(READING_TIMEOUT_S)
+            except NoAnswer:
+                raise ToolError(f"reading {part[0][0]}", f"nothing after {READING_TIMEOUT_S:.0f} s",
+                                "a disk that answers", "give fewer paths, or copy them to a local disk") from None
 
 
 def available_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def attempt_all(named_files: list[tuple[Path, bool]]) -> list[tuple[list[Run], str | None]]:
+    return list(map(attempt, named_files))
 
 
 def attempt(named_file: tuple[Path, bool]) -> tuple[list[Run], str | None]:
