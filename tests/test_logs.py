@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-
 sys.path.insert(0, str(ROOT / "records"))
 from tools import logs
 from tools.logs import Point, ToolError
@@ -32,7 +31,7 @@ def facts(run: logs.Run) -> dict:
     data = run.path.read_bytes()
     source = data[:data.index(b"\n" + b"=" * 100)].strip()
     assert run.facts["source_sha256"] == hashlib.sha256(source).hexdigest()
-    return {key: value for key, value in run.facts.items() if key != "source_sha256"}
+    return {key: value for key, value in run.facts.items() if key not in ("source_sha256", "buses")}
 
 
 def test_a_has_no_time_and_no_plan():
@@ -259,3 +258,119 @@ def test_records_of_this_project_read_whole():
     for run in reading.runs:
         last = json.loads(run.path.read_text().splitlines()[-1])
         assert (run.loss, run.seconds) == (last["val_loss"], last["train_time_ms"] / 1000)
+
+
+# ---- Logs that contradict themselves, or that something was added to ------------------------------------------------
+
+def changed(tmp_path: Path, name: str, *changes: tuple[str, str]) -> list[logs.Run]:
+    """The runs of a golden file in which each text is replaced by another; it must be there."""
+    text = (GOLDEN / name).read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path / f"log{Path(name).suffix}"
+    path.write_text(text)
+    return logs.read([path]).runs
+
+
+def test_no_golden_log_contradicts_itself():
+    reading = logs.read([path for path in GOLDEN.iterdir() if path.name != "reports"])
+    voids = {run.path.parent.name: run.void for run in reading.runs if run.void}
+    assert voids == {"void": "profiled"} and not any(run.refused for run in reading.runs)
+
+
+@pytest.mark.parametrize("name, old, new, why", [
+    ("d_timing.txt", "train_time:331ms step_avg:82.75ms", "train_time:319ms step_avg:82.75ms", "step_avg of 82.75"),
+    ("d_timing.txt", "train_time:331ms step_avg:82.75ms", "train_time:236ms step_avg:59.00ms", "back at step 4"),
+    ("d_timing.txt", "train_time:331ms step_avg:82.75ms", "train_time:2000ms step_avg:500.00ms", "training line 4"),
+    ("e1_seconds.txt", "462.500s", "452.500s", "step_avg of 170.04"),
+    ("b_train_loss.txt", "487ms step_avg:121.75", "486ms step_avg:119.00", "step_avg of 119.00"),
+    ("d_timing.txt", "step:3/4 train_time:180ms", "step:3/4 train_time:80ms", None),    # a clock may start anew here
+    ("e1_seconds.txt", "462.500s step_avg:170.04", "162.500s step_avg:59.74", "back at step 2720"),
+])
+def test_a_time_that_contradicts_its_log_does_not_count(tmp_path, name, old, new, why):
+    (run,) = changed(tmp_path, name, (old, new))
+    assert run.finished == only(name).finished and run.loss == only(name).loss
+    if why is None:
+        assert run.void is None and run.notes == ["timer restarts at step 3"]
+    else:
+        assert why in run.void and run.seconds is None
+
+
+def test_ours_that_contradicts_itself(tmp_path):
+    run, = changed(tmp_path, "ours/done/log.jsonl", ('"val_loss": 3.2765432109, "train_time_ms": 1220.5, "steps"',
+                                                     '"val_loss": 3.2665432109, "train_time_ms": 1220.5, "steps"'))
+    assert run.finished and "the result says a loss of 3.2665432109" in run.refused
+    run, = changed(tmp_path, "ours/done/log.jsonl", ("1220.5,", "1120.5,"), ("1220.5}", "1120.5}"))
+    assert run.finished and "training line 12" in run.void and run.seconds is None
+    run, = changed(tmp_path, "ours/done/log.jsonl", ('"train_time_ms": 620.5', '"train_time_ms": 1620.5'))
+    assert run.void == "the times of its validations fall"
+
+
+def test_a_final_that_was_added_is_no_run(tmp_path):
+    text = (GOLDEN / "d_timing.txt").read_text()
+    (tmp_path / "a.txt").write_text(text + "step:4/4 val_loss:3.2001 train_time:251ms step_avg:62.75ms\n")
+    first, added = logs.read([tmp_path]).runs
+    assert first.refused is None and "begins at step 4" in added.refused
+
+
+@pytest.mark.parametrize("word", ["NaN", "nan", "NAN", "-nan", "inf"])
+def test_a_final_loss_that_is_no_number_is_the_final_loss(tmp_path, word):
+    (run,) = changed(tmp_path, "d_timing.txt", ("val_loss:3.2785", f"val_loss:{word}"))
+    assert run.finished and run.final.step == 4 and not math.isfinite(run.loss)
+
+
+@pytest.mark.parametrize("behind", ["=" * 100 + "\n", "\n" + "=" * 60 + "\ndone\n" + "=" * 60 + "\n"])
+@pytest.mark.parametrize("name", ["d_timing.txt", "e1_seconds.txt", "h_console.stdout", "g_trials.txt"])
+def test_separators_behind_a_run(tmp_path, name, behind):
+    before = read(name).runs
+    (tmp_path / name).write_text((GOLDEN / name).read_text() + behind)
+    after = logs.read([tmp_path]).runs
+    assert [(run.val, run.facts, run.void, run.finished) for run in after] == [
+        (run.val, run.facts, run.void, run.finished) for run in before]
+
+
+def test_separators_within_a_run(tmp_path):
+    (run,) = changed(tmp_path, "d_timing.txt", ("step:3/4", "=" * 100 + "\nstep:3/4"))
+    assert run.val == only("d_timing.txt").val and run.family == "D"
+
+
+@pytest.mark.parametrize("prefix", ["[rank0]: ", "[default0]:", "0: ", "2026-11-22 13:45:11,123 INFO ",
+                                    "2026-11-22T13:45:11.123456Z ", "[2026-11-22 13:45:11] [rank0]: "])
+def test_prefixes_of_launchers(tmp_path, prefix):
+    lines = (GOLDEN / "h_console.stdout").read_text().splitlines()
+    (tmp_path / "a.stdout").write_text("".join(f"{prefix}{line}\n" for line in lines))
+    (run,) = logs.read([tmp_path]).runs
+    assert (run.family, run.val) == ("H", only("h_console.stdout").val)
+
+
+def test_other_lines_are_no_prefixed_steps(tmp_path):
+    (tmp_path / "a.stdout").write_text("tailavg step:3000/3000 val_loss:3.1 train_time:500.000s step_avg:172.41ms\n")
+    assert logs.read([tmp_path]).runs == []
+
+
+def test_dates():
+    """Of the environment of peers, of the name of the run directory of ours, or of a header that says it."""
+    noon = 1795237200.0                                                   # 2026-11-21 05:00 in whatever zone
+    assert only("d_timing.txt").started == noon and only("h_console.stdout").started is None
+    first, second = read("g_trials.txt").runs
+    assert (first.started, second.started) == (noon, noon + 521.5)
+    assert only("ours/done").started is None
+    for header, expected in (({"started": "2026-11-21T05:00:00"}, noon), ({"started": "yesterday"}, None),
+                             ({"run_dir": "logs/20261121-050000-x-1"}, noon), ({"run_dir": "runs/2026"}, None),
+                             ({"run_dir": "/a/20261121-050000-x-1/seed_3"}, noon)):
+        run = logs.Run(Path("x"), "ours", facts={"config": header, **header})
+        assert logs.date_of_ours(run) == expected
+
+
+def test_several_readers_read_what_one_reads(tmp_path, monkeypatch):
+    """In the same order; what cannot be read is said by either."""
+    one = logs.read([GOLDEN])
+    monkeypatch.setattr(logs, "SEVERAL_READERS_BYTES", 0)
+    monkeypatch.setattr(logs, "available_cores", lambda: 3)
+    monkeypatch.setattr(logs, "PARTS_PER_READER", 2)                      # several files in each
+    several = logs.read([GOLDEN])
+    assert str(several) == str(one)                                       # nan is not equal to nan
+    monkeypatch.setattr(logs, "READING_TIMEOUT_S", 1e-9)
+    with pytest.raises(ToolError, match="nothing after"):
+        logs.read([GOLDEN])

@@ -229,7 +229,7 @@ def test_bench_is_kept_and_computed_again(copy, tmp_path):
     for pair in (1, 2, 3, 4, 5):
         for side, s in (("A", 100.0 + pair), ("B", 98.0 + 0.99 * pair)):
             name = f"runs/{len(ends) + 1:03}_{side}"
-            make_run(out / f"{name}/logs/x", pair, 3 + pair / 100, s)
+            make_run(out / f"{name}/logs/x", pair, 3 + pair / 100, s, source=f"{SOURCE}# {side}\n")
             ends.append(dict(type="end", run=len(ends), folder=name, side=side, pair=pair, outcome="done", seed=pair,
                              logs=["logs/x/log.jsonl"]))
         ends.append(dict(type="pair", pair=pair, a_s=100.0 + pair, b_s=98.0 + 0.99 * pair))

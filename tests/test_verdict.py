@@ -185,5 +185,36 @@ LITTLE, WIDE = Difference(0.01, -0.05, 0.07, 0.6), Difference(-0.2, -1.0, 0.6, 0
     (BETTER, [LITTLE], [LESS, LESS], (), "faster"),
     (BETTER, [LITTLE], [WIDE, LESS], (), "undecided"), (BETTER, [LITTLE], [], (), "undecided")])
 def test_decide(loss, times, equal, doubts, word):
-    found = verdict.decide(loss, times, equal, 0.1, doubts)
+    found = verdict.decide(verdict.Evidence(loss, times, 0.1, equal, doubts=doubts))
     assert found.word == word and found.reason
+
+
+def proven(p_a: float, p_b: float, mean_b: float = 3.279) -> verdict.Target:
+    return verdict.Target(3.28, verdict.Proof(3.279, p_a), verdict.Proof(mean_b, p_b))
+
+
+SLIGHTLY = Difference(-0.1, -0.19, -0.01, 0.008)                          # below 0.01, not below 0.005
+
+
+@pytest.mark.parametrize("target, times, doubts, word", [
+    (proven(0.5, 0.001), [LESS], (), "faster"), (proven(0.001, 0.001), [LESS], (), "faster"),
+    (proven(0.001, 0.001), [SLIGHTLY], (), "faster"), (proven(0.001, 0.001), [MORE], (), "slower"),
+    (proven(0.001, 0.001), [LITTLE], (), "same"), (proven(0.5, 0.001), [LITTLE], (), "undecided"),
+    (proven(0.5, 0.001), [MORE], (), "undecided"), (proven(0.001, 0.02), [LESS], (), "undecided"),
+    (proven(0.001, math.nan), [LESS], (), "undecided"), (proven(0.001, 0.998, 3.281), [LESS], (), "no record"),
+    (proven(0.001, 0.5, 3.28), [MORE], (), "no record"), (proven(0.001, 0.5, 3.281), [], ("unknown",), "no record"),
+    (proven(0.001, 0.001), [LESS], ("unknown",), "undecided"), (proven(0.001, 0.001), [], (), "undecided"),
+    (proven(0.001, 0.001), [LESS, WIDE], (), "undecided")])
+def test_decide_by_target(target, times, doubts, word):
+    """Whatever the difference of losses; and a run that diverged comes before all."""
+    for loss in (NO, WORSE, BETTER, None):
+        evidence = verdict.Evidence(loss, times, 0.1, doubts=doubts, target=target)
+        assert verdict.decide(evidence).word == word
+        assert verdict.decide(evidence._replace(diverged=["B: 1 of 8 runs"])).word == "undecided"
+
+
+def test_at_equal_loss_other_days_count_from_the_floor():
+    evidence = verdict.Evidence(WORSE, [LESS], 0.1, [LESS, LESS], least=0.9)
+    assert verdict.decide(evidence).word == "faster"
+    found = verdict.decide(evidence._replace(least=1.1))
+    assert found.word == "undecided" and "1.1 s" in found.reason
