@@ -50,7 +50,9 @@ def functions() -> list[ast.FunctionDef]:
 
 
 TOOLS = [ROOT / "records/__main__.py", *sorted((ROOT / "records/tools").glob("*.py"))]
-HELD = [SOURCE, *sorted((ROOT / "data").glob("*.py"))]                # to the aim of density
+AIRED = "layout page prediction rules shelf".split()                  # of the tools
+HELD = [SOURCE, *sorted((ROOT / "data").glob("*.py")),                # to the aim of density
+        *(ROOT / f"records/tools/{name}.py" for name in AIRED)]
 TESTS = sorted((ROOT / "tests").glob("*.py"))
 TEST_SLACK = 1.2                                                     # a test may be denser by that factor
 # Written before there was an aim: their density is printed, not held. Whoever airs one takes it off this list.
@@ -76,7 +78,7 @@ def test_density_of_every_file(capsys):
     """Printed for all, so that a change shows its price; the trainer, data/ and new tests are held to the aim."""
     lines = []
     missed = {}
-    for path in [*HELD, *TESTS, *TOOLS]:
+    for path in [*HELD, *TESTS, *(tool for tool in TOOLS if tool not in HELD)]:
         source = path.read_text("utf-8")
         found = density(source)
         name = str(path.relative_to(ROOT))
