@@ -14,7 +14,7 @@ import pytest
 RECORDS = Path(__file__).resolve().parent.parent / "records"
 sys.path.insert(0, str(RECORDS))
 
-from tools import bench, calibrate, logs, verdict    # noqa: E402
+from tools import bench, calibrate, launch, logs, verdict    # noqa: E402
 
 # Each prints or writes two validations: as the peers do (a log of its own in logs/, with its source), on the console
 # only, or as log.jsonl. `time` is that of the run in ms; {body} runs before and may change it.
@@ -209,7 +209,7 @@ if not os.path.exists({str(tmp_path / 'quick')!r}):
     wait_for(out / "runs/004_B/ready")
     second.kill()
     second.communicate()
-    while left := bench.processes_of(out):
+    while left := launch.processes_of(out):
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
@@ -240,12 +240,12 @@ def test_environment_of_a_run(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     a = trainer(tmp_path, CONSOLE, body="print(os.environ['OMP_NUM_THREADS'], os.environ['GOMP_SPINCOUNT'])")
     monkeypatch.setattr(calibrate, "cores", lambda: 6)
-    assert bench.launch(Path(a), tmp_path / "one", [])["outcome"] == "done"
+    assert launch.launch(Path(a), tmp_path / "one", [])["outcome"] == "done"
     assert (tmp_path / "one/console.txt").read_text().startswith("6 5000\n")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    bench.launch(Path(a), tmp_path / "two", [])
+    launch.launch(Path(a), tmp_path / "two", [])
     assert (tmp_path / "two/console.txt").read_text().startswith("2 5000\n")
-    line = bench.command_line(Path(a), tmp_path / "three", ["--seed=1"], 4)
+    line = launch.command_line(Path(a), tmp_path / "three", ["--seed=1"], 4)
     assert " ".join(line) == "python -m torch.distributed.run --standalone --nproc_per_node=4 ../trainer.py --seed=1"
     assert bench.LAUNCHER.split("Error: x\nE1121 06:35 9 torch/distributed/elastic/api.py failed\n")[0] == "Error: x\n"
 
@@ -300,8 +300,8 @@ def planted(folder: Path, seed: int, true: float, kind: str, monkeypatch) -> tup
             for step, mean in ((0, 10.82), (7, 3.4), (8, 3.3), (9, 3.278))))
         return {"status": 0, "wall_s": seconds, "cause": ""}
 
-    monkeypatch.setattr(bench, "attend", attend)
-    monkeypatch.setattr(bench.os, "fsync", lambda file: None)
+    monkeypatch.setattr(launch, "attend", attend)
+    monkeypatch.setattr(launch.os, "fsync", lambda file: None)
     a = trainer(folder, CONSOLE)
     assert run(a, a, f"--out={folder / 'out'}", pairs=10) == 0
     summary = json.loads((folder / "out/summary.json").read_text())

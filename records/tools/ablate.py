@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools import bench, logs, verdict
+from tools import launch, logs, verdict
 from tools.logs import ToolError
 
 PATCHES = Path(__file__).resolve().parent.parent / "ablations"
@@ -89,15 +89,15 @@ def rounds(arms: list[str], seeds: dict[str, int]) -> Iterator[Job]:
 class Ablation:
     """Runs what is missing, and knows what is there. Raises ToolError if the folder is that of another ablation."""
     def __init__(self, args: argparse.Namespace) -> None:
-        plan = {"script": bench.source_hashes(args.script), "flags": SHORT + args.flags, "ranks": args.ranks}
+        plan = {"script": launch.source_hashes(args.script), "flags": SHORT + args.flags, "ranks": args.ranks}
         self.args, self.names, self.jobs = args, [BASELINE, *args.arms], list(rounds(args.arms, args.seeds_of))
         self.out = args.out or Path(f"logs/ablation_{plan['script'][args.script.name][:8]}")
-        self.manifest = bench.Manifest(self.out / "manifest.jsonl")
+        self.manifest = launch.Manifest(self.out / "manifest.jsonl")
         for line in self.manifest.of("plan") or [self.manifest.add("plan", **plan)]:
             if line != {"type": "plan", **plan}:
                 raise ToolError(f"plan of {self.out}", plan, line, "restore it, or give another --out")
         self.sources = {x: patched(args.script, ARMS[x], self.out / "sources" / x) for x in self.names}
-        self.hashes = {name: bench.source_hashes(source)[TRAINER] for name, source in self.sources.items()}
+        self.hashes = {name: launch.source_hashes(source)[TRAINER] for name, source in self.sources.items()}
 
     def state(self, job: Job) -> tuple[logs.Run | None, str]:
         """(log, "") of a run that ended well, (None, why) of one that failed, (None, "") of one that is to be done:
