@@ -130,7 +130,8 @@ def patched(script: Path, arm: Arm, folder: Path) -> Path:
     alone = os.environ | {"GIT_CEILING_DIRECTORIES": above}            # a repository around it would hide the file
     git = subprocess.run(["git", "apply", str(arm.patch)], cwd=folder, env=alone, capture_output=True, text=True)
     if git.returncode:
-        raise ToolError(f"patch {arm.patch.name}", git.stderr.strip(), f"lines of {script.name} as the patch knows them",
+        known = f"lines of {script.name} as the patch knows them"
+        raise ToolError(f"patch {arm.patch.name}", git.stderr.strip(), known,
                         f"make it anew (records/ablations/README.md), or leave {arm.name} out of --arms")
     return copy
 

@@ -117,7 +117,8 @@ class Bench:
         if changed:
             now = {key: plan[key] for key in changed}
             then = {key: old[key] for key in changed}
-            raise ToolError(f"bench in {self.args.out}", now, then, "restore these to continue it, or give another --out")
+            raise ToolError(f"bench in {self.args.out}", now, then,
+                            "restore these to continue it, or give another --out")
 
     @property
     def pairs(self) -> list[dict[str, Any]]:
