@@ -84,6 +84,16 @@ def hashes(folder: Path) -> dict[str, str]:
     return found
 
 
+def links_out(folder: Path) -> list[str]:
+    """Symbolic links that lead out of a record: what they show is not in it."""
+    inside = folder.resolve()
+    found = []
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() and not path.resolve().is_relative_to(inside):
+            found.append(path.relative_to(folder).as_posix())
+    return found
+
+
 def unified(old: Path, new: Path) -> str:
     """A diff that `git apply` takes; empty where nothing differs."""
     before = text(old).splitlines(keepends=True)

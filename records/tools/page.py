@@ -9,13 +9,22 @@ from tools import ablate, compare, prediction
 from tools.ablate import aligned, interval
 from tools.layout import DIFF, LOG, PLOT, SOURCE, predicts
 
+BRIEF = 60                         # characters of a changed number that a table shows
 SHOWN = "seed", "loss", "bits_per_byte", "of_unigram_entropy", "seconds", "steps", "tokens", "memory_mib"
 
 
 def page(result: dict[str, Any]) -> str:
     if predicts(result["stated"]):
-        return prediction.page(result)
+        said = prediction.page(result)
+    else:
+        said = page_of_runs(result)
+    updates = changes(result)
+    if updates:
+        said += f"\n{updates}\n"
+    return said
 
+
+def page_of_runs(result: dict[str, Any]) -> str:
     parts = [head(result["stated"], result["class"])]
     for table in (pools, arms, tests, runs):
         parts.append(table(result))
@@ -139,3 +148,27 @@ def unfinished(result: dict[str, Any]) -> str:
     for end in result["unfinished"]:
         rows.append([end.get("folder"), end.get("outcome"), end.get("cause")])
     return aligned("unfinished run | outcome | cause", rows)
+
+
+def changes(result: dict[str, Any]) -> str:
+    """What `new --update` changed since the record was first committed; "" for nothing."""
+    rows = []
+    for update in result.get("changes", []):
+        since = f"`{update['since']}` of {update['date']}"
+        for name, (old, new) in update["numbers"].items():
+            rows.append([since, name, brief(old), brief(new)])
+        if update["more"]:
+            rows.append([since, f"and {update['more']} more in {', '.join(update['parts'])}", "", ""])
+    if not rows:
+        return ""
+    return "## Changed by updates\n\n" + aligned("since commit | what | was | is", rows)
+
+
+def brief(value: Any) -> str:
+    """A number or text of result.json for a cell of a table."""
+    if value is None:
+        return "nothing"
+    said = json.dumps(value).replace("|", "\\|")
+    if len(said) > BRIEF:
+        return said[:BRIEF] + " ..."
+    return said

@@ -5,7 +5,8 @@
     python records check [RECORD...]        python records table [--json]
 `build` computes result.json from a record's logs and from what was stated when it was made (result["stated"]); `page`
 makes the README from result.json. `new` writes both, `check` compares both. A prediction is made from ledgers and a
-table of rates instead of runs (prediction.py)."""
+table of rates instead of runs (prediction.py). What the accounts of a run must agree in is in evidence.py, what git
+remembers in history.py."""
 from __future__ import annotations
 
 import argparse
@@ -20,14 +21,14 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from tools import ablate, compare, logs, prediction, verdict
+from tools import ablate, compare, evidence, history, logs, prediction, verdict
 from tools.ablate import aligned
 from tools.compare import Side
 from tools.layout import (DIFF, FOLDER, LOG, LOGS, MANIFEST, MARK, PAGE, PLOT, RECORDS, RESULT, SOURCE, changes, find,
-                          folders, hashes, lines, load, parent_diff, predicts, sha256, text, unified)
+                          folders, hashes, lines, links_out, load, parent_diff, predicts, sha256, text, unified)
 from tools.logs import Run, ToolError
 from tools.page import page
-from tools.rules import ALIKE, ENTRY, TRACKS, Track, class_of, problems, value
+from tools.rules import ALIKE, ENTRY, TRACKS, Problem, Track, class_of, problems, value
 
 DIGITS = 9                         # of numbers in result.json: another version of a library may change the last ones
 DEPTH = 6                          # folders above a log in which its manifest and its source are looked for
@@ -36,7 +37,10 @@ OF_REPORT = "verdict", "reason", "loss", "time", "memory", "method", "runs_to_se
 KINDS = "entry", "comparison", "ablation", "prediction"
 UNFINISHED = ".unfinished"         # folder in which `new` works
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.S)
-LINK = re.compile(r"\]\(([^)\s]+)\)")
+LINK = re.compile(r"\]\(\s*<?([^)\s>]+)"            # [text](link "title")
+                  r"|^ *\[[^\]]+\]:\s*<?([^\s>]+)"  # [text]: link
+                  r"|\b(?:src|href)\s*=\s*[\"']?([^\s\"'>]+)", re.M | re.I)
+KEPT = "files", "picture_sha256", "changes"        # parts of result.json that do not follow from logs
 ELSEWHERE = re.compile(r"\w+:|#")  # begins a link to the web, or to a place on the same page
 
 
@@ -86,6 +90,22 @@ def source_sha256(folder: Path, group: str) -> str:
         if diff.exists():
             subprocess.run(["git", "apply", "--whitespace=nowarn", diff], cwd=work, check=True)
         return sha256(copy)
+
+
+def doubts(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> Iterator[Problem]:
+    """Why this is no record: rules that its runs break, and accounts of one run that contradict each other."""
+    for link in links_out(folder):
+        yield link, "a link out of the record", "a file of its own"
+    yield from problems(sides, stated, folder)
+
+    runs = [run for side in sides.values() for run in side.reading.runs]
+    yield from evidence.misdated(stated["date"], folder, runs)
+    for run in runs:
+        if run.finished:                                        # else it was named above
+            yield from evidence.contradictions(run)
+    yield from evidence.copies(runs)
+    for name in ("logs", *stated["bench"]):
+        yield from evidence.unlike_manifest(folder / name)
 
 
 # ---- The numbers of a record: result.json
@@ -242,6 +262,9 @@ def new(args: argparse.Namespace, root: Path) -> int:
         gather(args.runs, staged, stated)
     if args.bench:
         gather_bench(args.bench, staged, stated)
+    if args.update:
+        for problem in history.lost(root, [folder]):
+            raise ToolError(*problem, f"git log -- {folder.name}; restore it")
     write(staged, stated)
     print(staged.rename(folder))
     return 0
@@ -339,7 +362,7 @@ def gather_bench(bench: Path, staged: Path, stated: dict[str, Any]) -> None:
 def write(folder: Path, stated: dict[str, Any]) -> None:
     """Make all that follows from the logs; the text by hand stays."""
     sides = grouped(folder, stated)
-    for problem in problems(sides, stated, folder):
+    for problem in doubts(folder, stated, sides):
         raise ToolError(*problem, "leave runs out, or make groups or records of them; rules: records/README.md")
 
     if stated["parent"]:
@@ -348,6 +371,9 @@ def write(folder: Path, stated: dict[str, Any]) -> None:
         curves = {name or "all": side.runs for name, side in sides.items()}
         compare.plot(curves, folder / PLOT)
     result = build(folder, stated, sides)
+    if (folder / PLOT).exists():
+        result["picture_sha256"] = sha256(folder / PLOT)
+    result = history.updated(folder, result)
     (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
     by_hand, _, _ = text(folder / PAGE).partition(MARK)
@@ -366,8 +392,13 @@ def check(args: argparse.Namespace, root: Path) -> int:
         for place in (root, root.parent):
             found += [f"{place.name}: {finding}" for finding in dead_links(place / PAGE)]
     found += misnumbered(root)
-    print("\n".join(found) or f"{len(chosen)} records: all numbers follow from their logs")
-    return int(bool(found))
+    for what, this, expected in history.lost(root, chosen if args.chosen else None):
+        found.append(f"{what}: found {this}, expected {expected}")
+    if found:
+        print("\n".join(found))
+        return 1
+    print(f"{len(chosen)} records: all numbers follow from their logs; {history.remark(root)}")
+    return 0
 
 
 def misnumbered(root: Path) -> Iterator[str]:
@@ -386,6 +417,8 @@ def findings(folder: Path) -> Iterator[str]:
         result = load(folder)
         yield from unlike_its_files(folder, result)
         yield from unlike_its_logs(folder, result)
+        for what, found, expected in history.unsaid(folder, result):
+            yield f"{what}: found {found}, expected {expected}"
     except ToolError as error:
         yield str(error)
     except (OSError, LookupError, TypeError, ValueError, AttributeError, subprocess.SubprocessError) as error:
@@ -405,16 +438,33 @@ def unlike_its_files(folder: Path, result: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: missing"
         else:
             yield f"{name}: edited: another sha256"
+    yield from unlike_picture(folder, result)
+
+
+def unlike_picture(folder: Path, result: dict[str, Any]) -> Iterator[str]:
+    """A picture that is none, or another than `new` drew."""
+    if not (folder / PLOT).is_file():
+        return                                                      # the page has a dead link
+    if not evidence.is_png((folder / PLOT).read_bytes()):
+        yield f"{PLOT}: no PNG"
+    noted = result.get("picture_sha256")
+    if noted is None and result["stated"]["date"] > history.SAYS_SINCE:
+        yield f"{PLOT}: {RESULT} has no picture_sha256; new --update makes both again"
+    if noted is not None and noted != sha256(folder / PLOT):
+        yield f"{PLOT}: edited: another sha256"
 
 
 def unlike_its_logs(folder: Path, result: dict[str, Any]) -> Iterator[str]:
     """Whatever `new` would make otherwise, line by line."""
     stated = result["stated"]
     sides = grouped(folder, stated)
-    for what, found, expected in problems(sides, stated, folder):
+    for what, found, expected in doubts(folder, stated, sides):
         yield f"{what}: found {found}, expected {expected}"
 
-    follows = build(folder, stated, sides) | {"files": result["files"]}              # compared above
+    follows = build(folder, stated, sides)
+    for key in KEPT:
+        if key in result:
+            follows[key] = result[key]                              # compared elsewhere
     for name, group in follows["groups"].items():
         noted = group["source_sha256"]
         if predicts(stated) and not noted:
@@ -437,7 +487,8 @@ def differing(name: str, found: str, expected: str) -> Iterator[str]:
 
 def dead_links(readme: Path) -> Iterator[str]:
     """Relative links of a Markdown page that lead nowhere; code is left out."""
-    for link in LINK.findall(CODE.sub("", text(readme))):
+    for match in LINK.finditer(CODE.sub("", text(readme))):
+        link = next(filter(None, match.groups()))
         path = link.partition("#")[0]
         if not ELSEWHERE.match(link) and not (readme.parent / path).exists():
             yield f"{readme.name}: dead link {link}"
