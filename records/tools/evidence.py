@@ -4,7 +4,7 @@ A run of this trainer is told twice: log.jsonl has every number to many digits, 
 and its first lines name versions, hardware and seed. Losses stand there also as bits per byte, times also as the
 average of a step, the end also as the last validation; the run directory has a date in its name; `bench` and `ablate`
 note seconds and losses in their manifests. Two runs of different seeds have no loss in common, and no two runs have the
-same clock readings. What all accounts tell alike after a careful forgery, no program finds from them: see history.py."""
+same clock readings. What all accounts tell alike after a careful forgery, no program finds in them; see history.py."""
 from __future__ import annotations
 
 import datetime
