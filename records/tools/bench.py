@@ -1,13 +1,17 @@
 """Verb `bench`: is B faster than A on this machine? Interleaved runs of two trainers, stopped as soon as it is decided.
 
-Pairs run as A B, B A, A B, ...: what drifts slowly hits both sides alike. Any trainer that prints or writes the usual
-`step:.../... val_loss:... train_time:...` lines can be a side. OUT/manifest.jsonl has a line when a run starts and one
-when it ends, whatever became of it; the same command with the same OUT continues where it stopped."""
+Pairs run as A B, B A, A B, ...: what drifts slowly hits both sides alike. After 4, 6, 10, 16, ... pairs there is a look
+(sequential.py): four decide a difference of five times the spread between pairs, ten one of twice the spread. What is
+left undecided says how many pairs it needs; the same command with more --pairs continues. Any trainer that prints or
+writes the usual `step:.../... val_loss:... train_time:...` lines can be a side. OUT/manifest.jsonl has a line when a
+run starts and one when it ends, whatever became of it.
+
+Exit status: 0 faster, 3 slower, 4 same, 5 same program, 6 no record, 7 undecided, 8 not comparable; 1 a side failed
+twice; 2 bad input, or a busy machine that --quiet refuses; 130 interrupted."""
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import re
 import shlex
@@ -17,13 +21,19 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tools import calibrate, compare, launch, verdict
+from tools import calibrate, compare, launch, sequential, verdict
 from tools.launch import Manifest, source_hashes
 from tools.logs import ToolError
 
 SHOWN_LINES = 12               # of the stderr of a failed run
-MIN_PAIRS = 3                  # fewer say nothing about the spread
 MAX_FAILURES = 2               # of one side; then it will not get better by itself
+FIRST_LIMIT_S = 7200.0         # of a first run, of which nothing is known
+LIMIT_RUNS, LIMIT_MORE_S = 3.0, 60.0   # a later run that takes as many times the longest one, and so much more, hangs
+CALIBRATION_LIMIT = 20.0       # times the seconds that a calibration is to take; it compiles nothing
+BUSY_CORES = 0.5               # cores at work for others, that make a machine busy
+BUSY_SPREAD = 0.1              # of a calibration's batches
+# by verdict; 1 and 2 are errors
+STATUS = {"faster": 0, "slower": 3, "same": 4, "same program": 5, "no record": 6, "undecided": 7, "not comparable": 8}
 LAUNCHER = re.compile(r"^[EW]\d{4} .*torch/distributed/elastic", re.M)   # begins what torchrun adds to an error
 # a field that becomes a flag (its default is made by a call, as in train_gpt.py), or a flag by argparse, click, ...
 SEED_FLAG = re.compile(r"^\s+seed\s*:\s*int\s*=\s*\w+\(|[\"']--seed[\"']", re.M)
@@ -50,11 +60,13 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     setting("a", str, "", "flags of side A; {seed} is replaced by the pair's number")
     setting("b", str, "", "of side B")
     setting("ranks", int, 1, "processes of a run")
-    setting("pairs", int, 10, "at most; fewer when it is decided earlier")
+    setting("pairs", int, 10, "at most; fewer when it is decided earlier, at 4, 6, 10, 16, ... pairs")
     setting("out", Path, f"logs/bench-{time.strftime('%Y%m%d-%H%M%S')}", "folder of the manifest and the runs")
     setting("data", Path, None, "folder that the runs see as `data`; None: `data` beside A")
-    setting("limit", float, None, "seconds after which a run has failed")
+    setting("limit", float, None, f"seconds after which a run has failed; None: {FIRST_LIMIT_S:g}, then "
+            f"{LIMIT_RUNS:g} times the longest run and {LIMIT_MORE_S:g} more")
     setting("calibrate", float, 20.0, "seconds of calibration, before and after; 0: none")
+    parser.add_argument("--quiet", action="store_true", help="refuse to begin on a machine that is busy")
 
     at = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:at])
@@ -69,6 +81,8 @@ def refuse_wrong(args: argparse.Namespace) -> None:
     for name in ("ranks", "pairs"):
         if getattr(args, name) < 1:
             wrong.append(f"--{name} below 1")
+    if args.limit is not None and not args.limit > 0:
+        wrong.append("--limit without a second")
     if wrong:
         raise ToolError("settings", " and ".join(wrong), "two Python files, a rank, a pair", "check them")
 
@@ -124,30 +138,45 @@ class Bench:
     def pairs(self) -> list[dict[str, Any]]:
         return self.manifest.of("pair")
 
-    def test(self) -> verdict.Difference:
-        """B's time over A's - 1; holds at any stopping time, so that looking after every pair costs no certainty."""
-        return verdict.paired([line["difference"] for line in self.pairs])
+    @property
+    def differences(self) -> list[float]:
+        """B's time over A's - 1, by pair."""
+        return [line["difference"] for line in self.pairs]
 
     def stop(self) -> str:
         """Why no more pairs are needed, or ""."""
-        test = self.test()
+        test = sequential.paired(self.differences)
         margin = verdict.SAME_MARGIN
-        if len(self.pairs) >= MIN_PAIRS:
-            if test.p < verdict.SHARE:
-                return f"the times differ, p {test.p:.2g} is below {verdict.SHARE:g}"
-            if -margin <= test.low and test.high <= margin:
-                return f"the times are the same within {margin:.2%}"
+        if test.p < verdict.SHARE:
+            return f"the times differ, p {test.p:.2g} is below {verdict.SHARE:g}"
+        if -margin <= test.low and test.high <= margin:
+            return f"the times are the same within {margin:.2%}"
         if len(self.pairs) >= self.args.pairs:
             return "all are done"
         return ""
+
+    def needed(self) -> str:
+        """How many pairs would settle it, if the differences go on as they are; "" where it is settled."""
+        if len(self.pairs) < 2:
+            return ""
+        _, mean, sd = verdict.summary(self.differences)
+        most = sequential.pairs_needed(mean, sd, verdict.SAME_MARGIN)
+        if most is None:
+            return (f"a mean of {mean:+.3%} with a spread of {sd:.3%} between pairs is not settled by "
+                    f"{sequential.MOST_PAIRS} pairs; longer runs, or a quieter machine")
+        if most <= len(self.pairs):
+            most = sequential.next_look(len(self.pairs)).pairs
+        return (f"{most} pairs settle a mean of {mean:+.3%} with a spread of {sd:.3%} between pairs, four times of "
+                f"five; the same command with --out={self.args.out} --pairs={most} continues")
 
     # -- The machine
     def look(self, when: str) -> None:
         """Note and print the machine, its state and its calibration, and what changed since the last look."""
         before = self.manifest.of("machine")
+        cores = calibrate.busy_cores()
         calibration = self.calibration(1 + len(before))
         now = self.manifest.add("machine", when=when, machine=calibrate.fingerprint(), state=calibrate.state(),
-                                calibration=calibration)
+                                calibration=calibration, busy=busy(cores, calibration["rates"]))
         for kind in ("machine", "state"):
             known = [f"{key} {value}" for key, value in now[kind].items() if value]
             say(f"{when}: {kind}: {', '.join(known)}")
@@ -164,6 +193,11 @@ class Bench:
                 was, _ = last["calibration"]["rates"][name]
                 since = f", {rate / was - 1:+.1%} since the last look"
             say(f"{when}: calibration: {name} {rate:.4g}, spread {spread:.1%}{since}")
+        for reason in now["busy"]:
+            say(f"{when}: BUSY: {reason}")
+        if when == "before" and now["busy"] and self.args.quiet:
+            raise ToolError("machine", "; ".join(now["busy"]), "one that is left alone, for --quiet",
+                            "end what else runs, or go on without --quiet")
 
     def calibration(self, number: int) -> dict[str, Any]:
         """How it ended, and the rates that it measured; none of them if it was not run, or failed."""
@@ -173,12 +207,22 @@ class Bench:
         folder = self.args.out / f"calibrations/{number:03}"
         folder.mkdir(parents=True)
         flags = [f"{self.args.calibrate:g}"]
-        found |= launch.attend(Path(calibrate.__file__), folder, flags, self.args.ranks, None)
+        limit_s = LIMIT_MORE_S + CALIBRATION_LIMIT * self.args.calibrate
+        found |= launch.attend(Path(calibrate.__file__), folder, flags, self.args.ranks, limit_s)
         for printed in re.findall(r"^\{.*", (folder / launch.CONSOLE).read_text(), re.M):
             found["rates"] = json.loads(printed)
         return found
 
     # -- Runs
+    def limit_s(self) -> float:
+        """When a run that goes on is taken for one that hangs."""
+        if self.args.limit is not None:
+            return self.args.limit
+        took = [line["wall_s"] for line in self.manifest.of("end") if line["outcome"] == "done"]
+        if not took:
+            return FIRST_LIMIT_S
+        return LIMIT_RUNS * max(took) + LIMIT_MORE_S
+
     def run(self, side: str, pair: int) -> dict[str, Any]:
         """One run of a side, printed. Raises ToolError if its source was edited since the bench began."""
         script = self.scripts[side]
@@ -192,7 +236,7 @@ class Bench:
         seeded = flags != self.sides[side]["flags"]
         name = f"{1 + len(self.manifest.of('start')):03}_{side}"
         folder = self.args.out / "runs" / name
-        line = self.manifest.run(script, folder, flags, self.args.ranks, self.args.limit, self.args.data,
+        line = self.manifest.run(script, folder, flags, self.args.ranks, self.limit_s(), self.args.data,
                                  side=side, pair=pair, seed=pair if seeded else None)
         if line["outcome"] == "failed":
             say(f"{name}: FAILED, {line['cause']}; stderr.txt ends with:", *last_errors(folder))
@@ -221,15 +265,18 @@ class Bench:
 
         difference = seconds["B"] / seconds["A"] - 1
         self.manifest.add("pair", pair=number, a_s=seconds["A"], b_s=seconds["B"], difference=difference)
-        test = self.test()
-        surely = ""
-        if math.isfinite(test.low):
-            surely = f", surely {test.low:+.2%} to {test.high:+.2%}, p {test.p:.2g}"
-        say(f"pair {number}: B takes {difference:+.2%}; mean of {len(self.pairs)} {test.mean:+.2%}{surely}")
+        count, mean, _ = verdict.summary(self.differences)
+        look = sequential.last_look(count)
+        if look and look.pairs == count:
+            test = sequential.paired(self.differences)
+            seen = f"surely {test.low:+.2%} to {test.high:+.2%}, p {test.p:.2g}"
+        else:
+            seen = f"the next look is at {sequential.next_look(count).pairs}"
+        say(f"pair {number}: B takes {difference:+.2%}; mean of {count} {mean:+.2%}, {seen}")
         return ""
 
     def race(self) -> int:
-        """Pairs until it is decided, then the comparison. Exit status 1 if a side fails MAX_FAILURES times."""
+        """Pairs until it is decided, then the comparison. Returns the exit status."""
         from tqdm import tqdm
         failures: Counter[str] = Counter()
         why = self.stop()
@@ -243,17 +290,29 @@ class Bench:
                     if failures[failed] >= MAX_FAILURES:
                         why = f"side {failed} failed again"
             self.look("after")
-        self.summarize(why)
-        return int(max(failures.values(), default=0) >= MAX_FAILURES)
+        word = self.summarize(why)
+        if max(failures.values(), default=0) >= MAX_FAILURES:
+            return 1
+        return STATUS[word]
 
-    def summarize(self, why: str) -> None:
-        """Print and write what was found."""
+    def summarize(self, why: str) -> str:
+        """Print and write what was found. Returns the verdict."""
         outcomes = Counter(line["outcome"] for line in self.manifest.of("end"))
         say(f"stopped after {len(self.pairs)} pairs: {why}; runs: {dict(outcomes)}")
         report = self.compared() if self.pairs else None
-        summary = {"stopped": why, "outcomes": outcomes, "pairs": self.pairs, "compare": compare.jsonable(report)}
+        word = report["verdict"] if report else "undecided"
+        needs = self.needed() if word == "undecided" else ""
+        busy_when = {look["when"]: look["busy"] for look in self.manifest.of("machine") if look.get("busy")}
+        summary = {"stopped": why, "outcomes": outcomes, "pairs": self.pairs, "needs": needs, "busy": busy_when,
+                   "compare": compare.jsonable(report)}
         (self.args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+
+        for when, reasons in busy_when.items():
+            say(f"note: the machine was busy {when} the bench: {'; '.join(reasons)}")
+        if needs:
+            say(f"note: {needs}")
         say(compare.text(report) if report else "verdict: undecided: no pair is complete")
+        return word
 
     def compared(self) -> dict[str, Any]:
         """B against A, of the runs of complete pairs."""
@@ -264,6 +323,17 @@ class Bench:
                 found[line["side"]] += [self.args.out / line["folder"] / log for log in line["logs"]]
         a, b = (compare.side_of(side, paths) for side, paths in found.items())
         return compare.compare(a, b)
+
+
+def busy(cores: float | None, rates: dict[str, list[float]]) -> list[str]:
+    """What disturbs times here. cores: at work for others; rates: of a calibration."""
+    found = []
+    if cores is not None and cores > BUSY_CORES:
+        found.append(f"{cores:.1f} of {calibrate.cores()} cores work for others")
+    for name, (_, spread) in rates.items():
+        if spread > BUSY_SPREAD:
+            found.append(f"{name} spreads by {spread:.0%}")
+    return found
 
 
 def last_errors(folder: Path) -> list[str]:

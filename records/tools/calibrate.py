@@ -24,6 +24,7 @@ GPU_FIELDS = ("name,driver_version,clocks.sm,clocks.mem,power.draw,power.limit,t
 QUERY_S = 10                            # nvidia-smi answers in well under a second, and never on a lost device
 CPU = Path("/sys/devices/system/cpu")
 STOLEN = 7                              # field of the first line of /proc/stat: time that other guests of the host had
+WAITING = 3, 4                          # fields of it: idle, and waiting for input
 SAMPLE_S = 0.02                         # one batch of calls: far above the clock's resolution
 WARM_UP_CALLS, MIN_BATCHES = 3, 5
 NCCL = "nvidia-nccl-cu13", "nvidia-nccl-cu12", "nvidia-nccl-cu11"
@@ -96,11 +97,29 @@ def governors() -> list[str] | None:
 
 def stolen_s() -> float | None:
     """Since the machine started."""
-    first_line = text_of("/proc/stat").partition("\n")[0]
-    ticks = first_line.split()[1:]
+    ticks = processor_ticks()
     if len(ticks) <= STOLEN:
         return None
-    return int(ticks[STOLEN]) / os.sysconf("SC_CLK_TCK")
+    return ticks[STOLEN] / os.sysconf("SC_CLK_TCK")
+
+
+def busy_cores(seconds: float = 1.0) -> float | None:
+    """Cores at work within so many seconds, those that other guests of the host have taken included; called while
+    nothing of ours runs, they work for others. None where the system does not tell."""
+    before = processor_ticks()
+    time.sleep(seconds)
+    after = processor_ticks()
+    spent = [late - early for early, late in zip(before, after)]
+    if len(spent) <= STOLEN or not sum(spent):
+        return None
+    waiting = sum(spent[field] for field in WAITING)
+    return (os.cpu_count() or 1) * (1 - waiting / sum(spent))
+
+
+def processor_ticks() -> list[int]:
+    """Of all cores since the start: user, nice, system, idle, waiting for input, ..."""
+    _, *ticks = text_of("/proc/stat").partition("\n")[0].split() or [""]
+    return [int(tick) for tick in ticks[:STOLEN + 1]]
 
 
 def cores() -> int:
