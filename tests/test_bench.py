@@ -219,7 +219,7 @@ def test_a_run_that_hangs_is_ended_by_default(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "attend", noted)
     a = trainer(tmp_path, OURS)
     run(a, a, f"--out={tmp_path / 'out'}", pairs=1)
-    assert limits == [bench.FIRST_LIMIT_S, 3 * 10.0 + 60.0]
+    assert limits == [launch.FIRST_LIMIT_S, 3 * 10.0 + 60.0]
     run(a, a, f"--out={tmp_path / 'out'}", pairs=2)
     assert limits[2:] == [3 * 20.0 + 60.0, 3 * 30.0 + 60.0]
     run(a, a, f"--out={tmp_path / 'other'}", "--limit=7", pairs=1)

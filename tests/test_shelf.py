@@ -247,6 +247,30 @@ def test_ablation(root, tmp_path):
     assert "README.md: found" in check(root, "Ablation")
 
 
+def test_seeds_of_one_process_keep_their_folders(root, tmp_path):
+    """As `ablate --together=2` leaves them: one line of the manifest for two logs."""
+    out, ends = tmp_path / "out", []
+    for arm, more, source in (("baseline", 0.0, SOURCE), ("smear", 0.02, SOURCE.replace("= 7", "= 8"))):
+        for first in (0, 2):
+            for seed in (first, first + 1):
+                make_run(out / f"runs/{arm}_seed{first}/logs/x/seed_{seed}", seed, 3 + seed / 50 + more,
+                         100 + more + seed / 9, source=source, config={"runs": 2})
+            ends.append(dict(type="end", run=len(ends), folder=f"runs/{arm}_seed{first}", arm=arm, seed=first, runs=2,
+                             outcome="done", cause=None))
+    write_manifest(out, *ends)
+    folder = new(root, "Together", out, "--kind=ablation")
+    assert (folder / "logs/runs/smear_seed2/seed_3/log.jsonl").exists() and check(root, "Together") == ""
+    found = read(folder)["arms"]["smear"]
+    assert len(read(folder)["groups"]["smear"]["losses"]) == 4 and len(found["time"]) == 3
+
+
+def test_a_page_that_differs_throughout_is_not_printed_whole(copy):
+    page = entry(copy) / "README.md"
+    page.write_text(page.read_text().replace("|", "/"))
+    found = [line for line in check(copy, "First").splitlines() if "README.md" in line]
+    assert len(found) == shelf.SHOWN_LINES + 1 and "more such lines" in found[-1]
+
+
 def test_bench_is_kept_and_computed_again(copy, tmp_path):
     out, ends = tmp_path / "bench", []
     for pair in (1, 2, 3, 4, 5):

@@ -3,19 +3,23 @@
 What is data in the trainer is switched by its flags, anything else by a patch in records/ablations/, applied to a copy.
 A round is one seed: baseline, arms (rotated from round to round), baseline. The same command continues; what ended is
 not repeated, unless a lower --limit had cut it off. An arm that failed, whose losses equal the baseline's bit by bit
-(n/a), or that is HOPELESS, gets no further seed.
+(n/a), or that is HOPELESS, gets no further seed. With --together=K a round is K seeds, and those of an arm run in one
+process after one warm-up (--runs), where the patched trainer still has that flag; half of a short run is warm-up.
 
 Differences are arm - baseline of the same seed, averaged over seeds; a round's baselines are averaged. Two seeds say
 next to nothing about an arm's noise (t with one degree of freedom), so all arms share one: loss = arm + seed + noise is
 fitted by least squares, the residuals give the noise's sd with N - arms - seeds + 1 degrees of freedom, and a
 difference over n seeds has the standard error sd sqrt(2 / n). Equal noise in all arms is assumed: a wild one widens all
-intervals. One arm: the paired t-test."""
+intervals. One arm: the paired t-test. Of times the unit is the process: seeds that ran together give one time. A
+per cent without an interval says nothing, and is n/a: times take two rounds.
+Exit status: 0 done, whatever the arms are worth; 2 bad input, or a baseline that fails; 130 interrupted."""
 from __future__ import annotations
 
 import argparse
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -31,6 +35,8 @@ TRAINER, BASELINE = "train_gpt.py", "baseline"             # the name that patch
 SHORT = ["--preset=pocket", "--num_scheduled_steps=72", "--num_extension_steps=4", "--val_every=0",
          "--sample_tokens=0"]      # 24 s on two quiet cores, 13 s of them training
 HOPELESS = 0.25                    # nats worse than the baseline; ten times what two seeds differ by at that length
+HAS_RUNS = re.compile(r"^\s+runs\s*:\s*int", re.M)        # the field behind the flag, in the trainer
+LIMIT_GROWTH = 1.2                 # a run that was cut off is tried again at a limit that is higher by that factor
 SHOWN_CAUSE = 90                   # characters of why a run failed
 
 Stages = list[dict[str, Any]]      # the stage table of a run, as its header has it
@@ -136,16 +142,20 @@ def patched(script: Path, arm: Arm, folder: Path) -> Path:
     return copy
 
 
-def rounds(arms: list[str], seeds: dict[str, int]) -> Iterator[Job]:
-    """All runs in order; seeds: how many, by arm. Every round begins with another arm."""
+def rounds(arms: list[str], seeds: dict[str, int], together: int = 1) -> Iterator[Job]:
+    """All runs in order; seeds: how many, by arm; together: of a round. Every round begins with another arm."""
     count = max(seeds.values())
-    for seed in range(count):
-        first = round(len(arms) * seed / count)
-        yield Job(BASELINE, seed)
+    for start in range(0, count, together):
+        its_seeds = range(start, min(start + together, count))
+        first = round(len(arms) * start / count)
+        for seed in its_seeds:
+            yield Job(BASELINE, seed)
         for name in arms[first:] + arms[:first]:
-            if seed < seeds[name]:
-                yield Job(name, seed)
-        yield Job(BASELINE, seed, 1)
+            for seed in its_seeds:
+                if seed < seeds[name]:
+                    yield Job(name, seed)
+        for seed in its_seeds:
+            yield Job(BASELINE, seed, 1)
 
 
 # ---- The runs
@@ -165,9 +175,11 @@ class Ablation:
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
         self.names = [BASELINE, *args.arms]
-        self.jobs = list(rounds(args.arms, args.seeds_of))
+        self.jobs = list(rounds(args.arms, args.seeds_of, args.together))
         sources = launch.source_hashes(args.script)
         plan = {"script": sources, "flags": SHORT + args.flags, "ranks": args.ranks}
+        if args.together > 1:
+            plan["together"] = args.together
         self.out = args.out or Path(f"logs/ablation_{sources[args.script.name][:8]}")
         self.manifest = launch.Manifest(self.out / "manifest.jsonl")
         if not self.manifest.of("plan"):
@@ -185,22 +197,29 @@ class Ablation:
 
     def ends_of(self, job: Job) -> list[dict[str, Any]]:
         """Manifest lines of its runs of this source that ended by themselves, or at no lower limit than today's."""
+        wanted = (job.arm, job.repeat, self.hashes[job.arm])
         found = []
         for line in self.manifest.of("end"):
-            done = (line["arm"], line["seed"], line["repeat"], line["source_sha256"])
-            if done != (*job, self.hashes[job.arm]) or line["outcome"] not in ("done", "failed"):
+            seeds = range(line["seed"], line["seed"] + line.get("runs", 1))
+            if (line["arm"], line["repeat"], line["source_sha256"]) != wanted or job.seed not in seeds:
                 continue
-            cut_off = "limit" in line["cause"] and line["limit"] < self.args.limit
-            if not cut_off:
+            if line["outcome"] not in ("done", "failed"):
+                continue
+            if "limit" not in line["cause"] or line["limit"] * LIMIT_GROWTH >= self.limit_s:
                 found.append(line)
         return found
+
+    @property
+    def limit_s(self) -> float:
+        return self.manifest.limit_s(self.args.limit)
 
     def state(self, job: Job) -> State:
         ends = self.ends_of(job)
         if not ends:
             return State()
         last = ends[-1]
-        runs = [run for run in logs.read([self.out / last["folder"]]).runs if run.family == "ours"]
+        below = logs.read([self.out / last["folder"]]).runs
+        runs = [run for run in below if run.family == "ours" and run.seed == job.seed]
         if runs and last["outcome"] == "done":
             return State(runs[0])
         cause = last["cause"] or "no log.jsonl"
@@ -237,25 +256,51 @@ class Ablation:
             return False
         return job.seed == 0 or not self.note(job.arm)
 
-    def run(self, job: Job) -> None:
-        """Raises ToolError if a baseline fails: then nothing can be compared."""
+    def together(self, first: Job) -> list[Job]:
+        """What runs in one process: the missing jobs of the same arm and round, from this one on."""
+        found = [first]
+        if not HAS_RUNS.search(self.sources[first.arm].read_text(encoding="utf-8")):
+            return found
+        end = (first.seed // self.args.together + 1) * self.args.together           # of the round
+        for seed in range(first.seed + 1, end):
+            job = first._replace(seed=seed)
+            if job not in self.jobs or not self.is_missing(job):
+                break
+            found.append(job)
+        return found
+
+    def run(self, jobs: list[Job]) -> None:
+        """In one process. Raises ToolError if a baseline fails: then nothing can be compared."""
+        job = jobs[0]
+        facts = job._asdict() | {"name": job.name, "limit": self.limit_s}
         def stages() -> Stages:
             return self.state(Job(BASELINE, job.seed)).run.facts["config"]["stages"]
 
         flags = [*SHORT, *self.args.flags, *ARMS[job.arm].flags_for(stages), f"--seed={job.seed}"]
+        if len(jobs) > 1:
+            flags.append(f"--runs={len(jobs)}")
+            facts["runs"] = len(jobs)
         tries = [line for line in self.manifest.of("start") if line["name"] == job.name]
         folder = job.name
         if tries:
             folder += f"_try{len(tries) + 1}"
         data = self.args.script.resolve().parent / launch.DATA
         line = self.manifest.run(self.sources[job.arm], self.out / "runs" / folder, flags, self.args.ranks,
-                                 self.args.limit, data, **job._asdict(), name=job.name, limit=self.args.limit)
+                                 facts["limit"], data, **facts)
 
         why = self.state(job).why
-        print(f"{job.name}: {line['wall_s']:.1f} s, {why or line['val_loss']}", file=sys.stderr, flush=True)
+        said = why if why else f"loss {line['val_loss']}"
+        print(f"{job.name}: {line['wall_s']:.1f} s, {said}", file=sys.stderr, flush=True)
         if job.arm == BASELINE and why:
-            raise ToolError(job.name, why, f"a run of at most {self.args.limit:g} s that ends well",
+            raise ToolError(job.name, why, f"a run of at most {facts['limit']:g} s that ends well",
                             f"see stderr.txt in {self.out}/runs; a longer --limit, or fewer steps behind --")
+
+    def announce(self) -> None:
+        """How long the rest will take, by the first run of this machine."""
+        line = self.manifest.of("end")[0]
+        left = len(self.missing())
+        minutes = left * line["wall_s"] / line.get("runs", 1) / 60
+        print(f"{left} runs left, about {minutes:.0f} min", file=sys.stderr, flush=True)
 
     def results(self) -> list[dict[str, Any]]:
         """A row per arm: n (seeds), note, and what `measured` says of it; [] for a measure it does not have."""
@@ -322,13 +367,32 @@ def measured(runs: list[tuple[str, int, Run]]) -> dict[str, dict[str, list[float
             moved.add(arm)
 
     found: dict[str, dict[str, list[float]]] = {arm: {} for arm, _, _ in runs}
+    counted = [item for item in runs if item[0] in moved]
     for key, measure in MEASURES.items():
-        cells = cells_of([item for item in runs if item[0] in moved], measure)
+        cells = cells_of(by_process(counted) if key == "time" else counted, measure)
         for arm, values in differences(cells).items():
+            if key == "time" and arm != BASELINE and len(values) == 1:
+                continue                                            # no per cent without an interval
             if key == "time":
                 values = [shown_time(arm, x) for x in values]
             found[arm][key] = values
     return found
+
+
+def by_process(runs: list[tuple[str, int, Run]]) -> list[tuple[str, int, Run]]:
+    """With the first seed of the process that ran them instead of their own: what slows a process down slows all of
+    its runs, so that they are one time."""
+    firsts: dict[Path, int] = {}
+    for _, seed, run in runs:
+        process = process_of(run)
+        firsts[process] = min(seed, firsts.get(process, seed))
+    return [(arm, firsts[process_of(run)], run) for arm, _, run in runs]
+
+
+def process_of(run: Run) -> Path:
+    """The folder of a process; that of one run is its own."""
+    several = run.facts.get("config", {}).get("runs", 1) > 1
+    return run.path.parent.parent if several else run.path.parent
 
 
 def cells_of(runs: list[tuple[str, int, Run]], measure: Callable[[Run], float]) -> dict[tuple[str, int], float]:
@@ -458,7 +522,8 @@ def settings(argv: list[str]) -> argparse.Namespace:
     setting("seeds", int, 2, "of each arm")
     setting("more", seeds_by_arm, "", "arm:4,...: other numbers of seeds")
     setting("script", Path, TRAINER, "the trainer")
-    setting("limit", float, 30, "seconds; a longer run has failed")
+    setting("together", int, 1, "seeds of an arm that run in one process, after one warm-up")
+    setting("limit", float, None, launch.LIMIT_HELP)
     setting("ranks", int, 1, "processes of a run")
     setting("out", Path, None, "folder of manifest, runs and table; None: logs/ablation_<source>")
     parser.add_argument("--list", action="store_true", help="print the arms and the size of their patches, run nothing")
@@ -472,7 +537,7 @@ def settings(argv: list[str]) -> argparse.Namespace:
 
     wrong: list[Any] = [name for name in args.arms if name not in known]
     wrong += [name for name in args.more if name not in args.arms]
-    wrong += [count for count in args.seeds_of.values() if count < 1]
+    wrong += [count for count in (args.together, *args.seeds_of.values()) if count < 1]
     if not args.script.is_file():
         wrong.append(args.script)
     if wrong:
@@ -488,15 +553,15 @@ def main(argv: list[str]) -> int:
         return 0
 
     ablation = Ablation(args)
-    left = len(ablation.missing())
-    minutes = left * args.limit / 60
-    print(f"{left} of {len(ablation.jobs)} runs to do x at most {args.limit:g} s = {minutes:.0f} min; "
-          f"folder {ablation.out}", file=sys.stderr)
+    print(f"{len(ablation.missing())} of {len(ablation.jobs)} runs to do; folder {ablation.out}", file=sys.stderr)
     while True:
         missing = ablation.missing()
         if not missing:
             break
-        ablation.run(missing[0])
+        first_of_all = not ablation.manifest.of("start")
+        ablation.run(ablation.together(missing[0]))
+        if first_of_all:
+            ablation.announce()
 
     rows = ablation.results()
     text = report(ablation, rows)

@@ -27,9 +27,8 @@ from tools.logs import ToolError
 
 SHOWN_LINES = 12               # of the stderr of a failed run
 MAX_FAILURES = 2               # of one side; then it will not get better by itself
-FIRST_LIMIT_S = 7200.0         # of a first run, of which nothing is known
-LIMIT_RUNS, LIMIT_MORE_S = 3.0, 60.0   # a later run that takes as many times the longest one, and so much more, hangs
 CALIBRATION_LIMIT = 20.0       # times the seconds that a calibration is to take; it compiles nothing
+STARTING_S = 60.0              # of Python and torch
 BUSY_CORES = 0.5               # cores at work for others, that make a machine busy
 BUSY_SPREAD = 0.1              # of a calibration's batches
 # by verdict; 1 and 2 are errors
@@ -63,8 +62,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     setting("pairs", int, 10, "at most; fewer when it is decided earlier, at 4, 6, 10, 16, ... pairs")
     setting("out", Path, f"logs/bench-{time.strftime('%Y%m%d-%H%M%S')}", "folder of the manifest and the runs")
     setting("data", Path, None, "folder that the runs see as `data`; None: `data` beside A")
-    setting("limit", float, None, f"seconds after which a run has failed; None: {FIRST_LIMIT_S:g}, then "
-            f"{LIMIT_RUNS:g} times the longest run and {LIMIT_MORE_S:g} more")
+    setting("limit", float, None, launch.LIMIT_HELP)
     setting("calibrate", float, 20.0, "seconds of calibration, before and after; 0: none")
     parser.add_argument("--quiet", action="store_true", help="refuse to begin on a machine that is busy")
 
@@ -207,22 +205,13 @@ class Bench:
         folder = self.args.out / f"calibrations/{number:03}"
         folder.mkdir(parents=True)
         flags = [f"{self.args.calibrate:g}"]
-        limit_s = LIMIT_MORE_S + CALIBRATION_LIMIT * self.args.calibrate
+        limit_s = STARTING_S + CALIBRATION_LIMIT * self.args.calibrate
         found |= launch.attend(Path(calibrate.__file__), folder, flags, self.args.ranks, limit_s)
         for printed in re.findall(r"^\{.*", (folder / launch.CONSOLE).read_text(), re.M):
             found["rates"] = json.loads(printed)
         return found
 
     # -- Runs
-    def limit_s(self) -> float:
-        """When a run that goes on is taken for one that hangs."""
-        if self.args.limit is not None:
-            return self.args.limit
-        took = [line["wall_s"] for line in self.manifest.of("end") if line["outcome"] == "done"]
-        if not took:
-            return FIRST_LIMIT_S
-        return LIMIT_RUNS * max(took) + LIMIT_MORE_S
-
     def run(self, side: str, pair: int) -> dict[str, Any]:
         """One run of a side, printed. Raises ToolError if its source was edited since the bench began."""
         script = self.scripts[side]
@@ -236,7 +225,8 @@ class Bench:
         seeded = flags != self.sides[side]["flags"]
         name = f"{1 + len(self.manifest.of('start')):03}_{side}"
         folder = self.args.out / "runs" / name
-        line = self.manifest.run(script, folder, flags, self.args.ranks, self.limit_s(), self.args.data,
+        limit_s = self.manifest.limit_s(self.args.limit)
+        line = self.manifest.run(script, folder, flags, self.args.ranks, limit_s, self.args.data,
                                  side=side, pair=pair, seed=pair if seeded else None)
         if line["outcome"] == "failed":
             say(f"{name}: FAILED, {line['cause']}; stderr.txt ends with:", *last_errors(folder))

@@ -23,6 +23,10 @@ from tools.logs import Run, ToolError
 SPIN_COUNT = "5000"            # OpenMP threads that wait give the core away soon: ranks share cores (as in run.sh)
 RUN_FOLDER = "RECORDS_RUN_FOLDER"      # environment variable that tells which run a process belongs to
 GRACE_S = 20.0                 # a trainer that is told to end writes its last log lines first
+FIRST_LIMIT_S = 7200.0         # of a first run, of which nothing is known
+LIMIT_RUNS, LIMIT_MORE_S = 3.0, 60.0   # a later run that takes as many times the longest one, and so much more, hangs
+LIMIT_HELP = (f"seconds after which a run has failed; None: {FIRST_LIMIT_S:g}, then {LIMIT_RUNS:g} times the longest "
+              f"run and {LIMIT_MORE_S:g} more")
 DATA, CONSOLE, ERRORS = "data", "console.txt", "stderr.txt"        # what `launch` adds to a run's folder
 IMPORT = re.compile(r"^\s*(?:from|import)\s+(\w+)", re.M)
 
@@ -189,6 +193,15 @@ class Manifest:
             file.flush()
             os.fsync(file.fileno())
         return line
+
+    def limit_s(self, given: float | None) -> float:
+        """When a run that goes on is taken for one that hangs. given: by the user; None: by the runs so far."""
+        if given is not None:
+            return given
+        took = [line["wall_s"] for line in self.of("end") if line["outcome"] == "done"]
+        if not took:
+            return FIRST_LIMIT_S
+        return LIMIT_RUNS * max(took) + LIMIT_MORE_S
 
     def of(self, kind: str) -> list[dict[str, Any]]:
         return [line for line in self.lines if line["type"] == kind]

@@ -35,6 +35,7 @@ DEPTH = 6                          # folders above a log in which its manifest a
 MACHINE = *ALIKE, "python", "nccl", "triton", "attention", "head", "preset", "git_commit", "budget_s", "val_tokens"
 OF_REPORT = "verdict", "reason", "loss", "time", "memory", "method", "runs_to_settle"    # what a record keeps of one
 KINDS = "entry", "comparison", "ablation", "prediction"
+SHOWN_LINES = 12                   # of a file that does not follow
 UNFINISHED = ".unfinished"         # folder in which `new` works
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.S)
 LINK = re.compile(r"\]\(\s*<?([^)\s>]+)"            # [text](link "title")
@@ -321,7 +322,9 @@ def gather_runs(asked: list[tuple[str | None, str]], staged: Path, stated: dict[
                 continue                                                    # the manifest lists it
             label = group or end.get("arm") or end.get("side") or ""
             own_name = log.parent.name if label in log.parent.name else f"{label}_{log.parent.name}"
-            name = end.get("folder") or own_name
+            name = end.get("folder", own_name)
+            if end.get("runs", 1) > 1:
+                name += f"/{log.parent.name}"                               # one of several of a process
             keep(log.parent, staged / "logs" / name)
             if manifest:
                 shutil.copyfile(manifest, staged / "logs" / MANIFEST)
@@ -480,9 +483,11 @@ def unlike_its_logs(folder: Path, result: dict[str, Any]) -> Iterator[str]:
 
 def differing(name: str, found: str, expected: str) -> Iterator[str]:
     both = zip_longest(found.splitlines(), expected.splitlines(), fillvalue="nothing")
-    for one, other in both:
-        if one != other:
-            yield f"{name}: found {one!r}, but {other!r} follows"
+    unlike = [(one, other) for one, other in both if one != other]
+    for one, other in unlike[:SHOWN_LINES]:
+        yield f"{name}: found {one!r}, but {other!r} follows"
+    if len(unlike) > SHOWN_LINES:
+        yield f"{name}: and {len(unlike) - SHOWN_LINES} more such lines"
 
 
 def dead_links(readme: Path) -> Iterator[str]:
