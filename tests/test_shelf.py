@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
 
-from tools import logs, shelf  # noqa: E402  (records/ has to be on the path first)
+from tools import layout, logs, shelf  # noqa: E402  (records/ has to be on the path first)
 
 SOURCE = "".join(f"line_{n} = {n}\n" for n in range(40))
 FACTS = dict(params_total=1000, params_per_token=700, table_rows={"bigram_embed": 500, "embed": 100}, table_bytes=2400,
@@ -400,7 +400,25 @@ def test_values_that_no_log_has_are_marked(root, tmp_path):
 # ------------------------------------------------------------------------------------------------ the leaderboard
 
 def board(root: Path, track: str) -> dict:
-    return json.loads(call("table", "--json", "--records", root)[1])[track]
+    """By title, the rows of each list; all keys of the JSON are words without blanks."""
+    found = json.loads(call("table", "--json", "--records", root)[1])
+    assert not [key for key in keys_of(found) if " " in key]
+    return {f"class {part['alike']['class']}, {part['alike']}": part["entries"] for part in found[track]}
+
+
+def keys_of(value) -> list[str]:
+    if isinstance(value, list):
+        return [key for item in value for key in keys_of(item)]
+    if isinstance(value, dict):
+        return [*value, *keys_of(list(value.values()))]
+    return []
+
+
+def test_reports_have_short_hashes(root, tmp_path):
+    new(root, "One", make_runs(tmp_path / "runs"), "--track=pocket")
+    assert f"data_sha256 {'d' * 8}\n" in call("table", "--records", root)[1]
+    assert layout.short_hashes({"a": "0f" * 32, "b": "0f" * 20}) == f"{{'a': '0f0f0f0f', 'b': '{'0f' * 20}'}}"
+    assert layout.shown(Path.cwd() / "x/y") == Path("x/y") and layout.shown(Path("/x")) == Path("/x")
 
 
 def test_plain_and_table_are_never_ranked_together(root, tmp_path):
@@ -434,5 +452,5 @@ def test_a_systems_change_needs_faster_and_no_lower_loss(root, tmp_path):
     for name, *stated in (("Plain",), ("Systems", "--entry=systems=true")):
         new(root, name, after, f"baseline={before}", "--track=8xGPU", *stated)
     rows = next(iter(board(root, "8xGPU").values()))
-    assert [(row["rank"], row["record"], row["against baseline"]) for row in rows] == [
+    assert [(row["rank"], row["record"], row["against_baseline"]) for row in rows] == [
         (None, "01 Plain", "faster"), (1, "02 Systems", "faster")]

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools import launch, logs, verdict
+from tools.layout import short_hashes
 from tools.logs import Run, ToolError
 
 PATCHES = Path(__file__).resolve().parent.parent / "ablations"
@@ -186,7 +187,8 @@ class Ablation:
             self.manifest.add("plan", **plan)
         for line in self.manifest.of("plan"):
             if line != {"type": "plan", **plan}:
-                raise ToolError(f"plan of {self.out}", plan, line, "restore it, or give another --out")
+                raise ToolError(f"plan of {self.out}", short_hashes(plan), short_hashes(line),
+                                "restore it, or give another --out")
 
         self.sources = {}
         self.hashes = {}

@@ -23,6 +23,7 @@ from typing import Any
 
 from tools import calibrate, compare, launch, sequential, verdict
 from tools.launch import Manifest, source_hashes
+from tools.layout import short_hashes
 from tools.logs import ToolError
 
 SHOWN_LINES = 12               # of the stderr of a failed run
@@ -129,7 +130,7 @@ class Bench:
         if changed:
             now = {key: plan[key] for key in changed}
             then = {key: old[key] for key in changed}
-            raise ToolError(f"bench in {self.args.out}", now, then,
+            raise ToolError(f"bench in {self.args.out}", short_hashes(now), short_hashes(then),
                             "restore these to continue it, or give another --out")
 
     @property
@@ -218,7 +219,8 @@ class Bench:
         began_with = self.sides[side]["sources"]
         now = source_hashes(script)
         if now != began_with:
-            raise ToolError(f"source of side {side}, {script}", f"edited meanwhile: {now}", began_with,
+            found = f"edited meanwhile: {short_hashes(now)}"
+            raise ToolError(f"source of side {side}, {script}", found, short_hashes(began_with),
                             "restore it to continue, or start anew with another --out")
 
         flags = [flag.replace("{seed}", str(pair)) for flag in self.sides[side]["flags"]]

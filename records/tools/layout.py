@@ -12,6 +12,7 @@ from tools.logs import ToolError
 
 RECORDS = Path(__file__).resolve().parents[1]
 FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)_(\w+)")              # date, number, name
+HASH = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
 MARK = "<!-- end of what is written by hand; what follows is made from the logs -->\n\n"
 SOURCE = "train_gpt.py"
 MANIFEST = "manifest.jsonl"
@@ -27,6 +28,17 @@ MARKS_OF_RECORDS = "*/" + RESULT, "*/logs", "[0-9]*/" + PAGE
 
 def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def short_hashes(value: Any) -> str:
+    """A value in words, of its sha256 sums the first eight digits."""
+    return HASH.sub(r"\1", str(value))
+
+
+def shown(path: Path) -> Path:
+    """A path as people type it here."""
+    here = Path.cwd()
+    return path.relative_to(here) if path.is_relative_to(here) else path
 
 
 def text(path: Path) -> str:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tools import ablate, compare, prediction
 from tools.compare import Side
-from tools.layout import LOG, MANIFEST, lines, predicts, sha256
+from tools.layout import LOG, MANIFEST, lines, predicts, sha256, short_hashes
 from tools.logs import Run
 
 PLAIN_ROWS = 10                    # class plain: no table has more rows than this many times the vocabulary
@@ -120,7 +120,7 @@ def mixtures(runs: list[Run], sides: dict[str, Side], track: str | None) -> Iter
 def mixed(where: str, runs: list[Run], key: str) -> Iterator[Problem]:
     found = {json.dumps(value(run, key)): folder_name(run) for run in runs}
     if len(found) > 1:
-        yield f"mixed {key} in {where}", found, "one"
+        yield f"mixed {key} in {where}", short_hashes(found), "one"
 
 
 def misfits(sides: dict[str, Side], stated: dict[str, Any]) -> Iterator[Problem]:

@@ -6,7 +6,9 @@
 `build` computes result.json from a record's logs and from what was stated when it was made (result["stated"]); `page`
 makes the README from result.json. `new` writes both, `check` compares both. A prediction is made from ledgers and a
 table of rates instead of runs (prediction.py). What the accounts of a run must agree in is in evidence.py, what git
-remembers in history.py."""
+remembers in history.py.
+
+Exit status: 0 done; 1 check has found something; 2 bad input, or runs that are no record."""
 from __future__ import annotations
 
 import argparse
@@ -25,7 +27,8 @@ from tools import ablate, compare, evidence, history, logs, prediction, verdict
 from tools.ablate import aligned
 from tools.compare import Side
 from tools.layout import (DIFF, FOLDER, LOG, LOGS, MANIFEST, MARK, PAGE, PLOT, RECORDS, RESULT, SOURCE, changes, find,
-                          folders, hashes, lines, links_out, load, parent_diff, predicts, sha256, text, unified)
+                          folders, hashes, lines, links_out, load, parent_diff, predicts, sha256, short_hashes, shown,
+                          text, unified)
 from tools.logs import Run, ToolError
 from tools.page import page
 from tools.rules import ALIKE, ENTRY, TRACKS, Problem, Track, class_of, problems, value
@@ -267,7 +270,7 @@ def new(args: argparse.Namespace, root: Path) -> int:
         for problem in history.lost(root, [folder]):
             raise ToolError(*problem, f"git log -- {folder.name}; restore it")
     write(staged, stated)
-    print(staged.rename(folder))
+    print(shown(staged.rename(folder)))
     return 0
 
 
@@ -514,9 +517,10 @@ def table(args: argparse.Namespace, root: Path) -> int:
     for name, track in TRACKS.items():
         needed = track.needs if track.needs else "one budget_s"
         print(f"\n{name}: by {track.rank}, of runs with {needed}; rules: records/README.md")
-        for key, rows in boards[name].items():
-            cells = [row.values() for row in rows]
-            print(f"\n{key}\n{aligned(' | '.join(rows[0]), cells)}")
+        for found in boards[name]:
+            title = ", ".join(f"{key} {fact}" for key, fact in found["alike"].items())
+            cells = [row.values() for row in found["entries"]]
+            print(f"\n{short_hashes(title)}\n{aligned(' | '.join(found['entries'][0]), cells)}")
     return 0
 
 
@@ -525,19 +529,18 @@ def main_pool(result: dict[str, Any]) -> dict[str, Any]:
     return result["groups"][result["stated"]["main"]]
 
 
-def ranked(track: Track, results: list[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Lists of entries of one class that share what their numbers depend on, best first."""
+def ranked(track: Track, results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lists of entries of one class that share what their numbers depend on ("alike"), best first."""
     def place(result: dict[str, Any]) -> float:
         return main_pool(result)[track.rank]["mean"]
 
-    boards: dict[str, list[dict[str, Any]]] = {}
+    members: dict[str, list[dict[str, Any]]] = {}
     for result in sorted(results, key=place):
-        shared = {"class": result["class"]}
+        alike = {"class": result["class"]}
         for key in track.alike:
-            shared[key] = result["machine"][key]
-        title = ", ".join(f"{key} {fact}" for key, fact in shared.items())
-        boards.setdefault(title, []).append(result)
-    return {title: board(track, entries) for title, entries in boards.items()}
+            alike[key] = result["machine"][key]
+        members.setdefault(json.dumps(alike), []).append(result)
+    return [{"alike": json.loads(alike), "entries": board(track, its)} for alike, its in members.items()]
 
 
 def board(track: Track, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -568,10 +571,10 @@ def board(track: Track, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
             "p": p,
             "seeds": len(own["losses"]),
             "loss": own["loss"]["mean"],
-            "sd": own["loss"]["sd"],
+            "loss_sd": own["loss"]["sd"],
             "seconds": own["seconds"]["mean"],
-            "sd of s": own["seconds"]["sd"],
-            "against baseline": ", ".join(words) or None,
+            "seconds_sd": own["seconds"]["sd"],
+            "against_baseline": ", ".join(words) or None,
             **entry})
     return rows
 
