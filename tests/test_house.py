@@ -50,7 +50,9 @@ def functions() -> list[ast.FunctionDef]:
 
 
 TOOLS = [ROOT / "records/__main__.py", *sorted((ROOT / "records/tools").glob("*.py"))]
-AIRED = """ablate bench calibrate evidence history launch layout page prediction rules sequential shelf""".split()  # of the tools
+AIRED = """
+    ablate bench calibrate evidence history launch layout page prediction rules sequential shelf
+""".split()                                                          # of the tools
 HELD = [SOURCE, *sorted((ROOT / "data").glob("*.py")),                # to the aim of density
         *(ROOT / f"records/tools/{name}.py" for name in AIRED)]
 TESTS = sorted((ROOT / "tests").glob("*.py"))

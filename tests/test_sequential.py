@@ -68,7 +68,8 @@ NOISES = dict(steady=steady, drifting=drifting, heavy=heavy, skewed=skewed)
 @pytest.mark.parametrize("kind", NOISES)
 def test_the_error_rate_holds_whenever_one_stops(kind, capsys):
     draws = NOISES[kind](np.random.default_rng(1), MOST, 0.002)
-    found, low, _ = shown(f"{kind} noise, no difference, stopped as soon as a look rejects", rejected(draws) > 0, capsys)
+    what = f"{kind} noise, no difference, stopped as soon as a look rejects"
+    found, low, _ = shown(what, rejected(draws) > 0, capsys)
     assert low <= verdict.SHARE, f"{found} is above the level"
 
 
