@@ -382,6 +382,16 @@ def test_an_update_says_what_it_changed(with_history):
     assert "earlier changes left out" in check(with_history)
 
 
+def test_what_changed_is_named_by_its_place():
+    old = dict(stated=dict(date="2026-01-01"), groups=dict(a=dict(losses=[1.0, 2.0])), gone=1, changes=[1])
+    new = dict(stated=dict(date="2026-01-01"), groups=dict(a=dict(losses=[1.0, 3.0])), picture_sha256="0f", changes=[])
+    found = history.entry(old, new)
+    assert found == dict(parts=["gone", "groups"], more=0,
+                         numbers={"groups.a.losses": [[1.0, 2.0], [1.0, 3.0]], "gone": [1, None]})
+    many = dict(runs={str(n): n for n in range(history.KEPT_CHANGES + 5)})
+    assert history.entry({}, many)["more"] == 5
+
+
 def test_changes_that_are_not_said_are_found(with_history):
     def silence(result: dict) -> None:
         del result["changes"]

@@ -20,7 +20,8 @@ from tools.rules import Problem
 EVIDENCE = LOG, TEXT_LOG, MANIFEST
 SAYS_SINCE = "2026-11-22"          # until this day `new --update` did not say what it changed
 KEPT_CHANGES = 30                  # numbers by name of one update; of the others only the part of result.json
-SILENT = "changes"                 # parts of result.json that are no numbers of the record
+LATER = "picture_sha256"           # the first records had none
+SILENT = "changes"                 # the part of result.json that says what changed in the others
 OF_ANOTHER = "GIT_DIR", "GIT_WORK_TREE", "GIT_INDEX_FILE"         # a hook of another repository may run this
 SHORT = 8                          # characters of a commit's name
 SECONDS = 60                       # git answers at once, but not on a lost disk
@@ -157,20 +158,22 @@ def remark(root: Path) -> str:
 
 
 # ---- Numbers
-def leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def leaves(value: Any, place: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Numbers and texts of a result.json, lists whole, by their place: groups.a.loss.mean."""
     if not isinstance(value, dict):
-        yield name, value
+        yield ".".join(place), value
         return
     for key, inner in value.items():
-        yield from leaves(inner, f"{name}.{key}" if name else str(key))
+        yield from leaves(inner, (*place, key))
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> list[Change]:
-    before = dict(leaves({key: part for key, part in old.items() if key not in SILENT}))
-    after = dict(leaves({key: part for key, part in new.items() if key not in SILENT}))
+    before = dict(leaves({key: part for key, part in old.items() if key != SILENT}))
+    after = dict(leaves({key: part for key, part in new.items() if key != SILENT}))
     found = []
     for name in dict.fromkeys([*after, *before]):
+        if name == LATER and name not in before:
+            continue
         if before.get(name) != after.get(name):
             found.append(Change(name, before.get(name), after.get(name)))
     return found
