@@ -288,6 +288,10 @@ def test_bench_is_kept_and_computed_again(copy, tmp_path):
     assert report["pairs"] == 5 and report["verdict"] == "faster" and "pairs" in report["method"]
     assert "[bench](bench)" in (folder / "README.md").read_text() and not list(folder.glob("bench/**/*.py"))
     assert check(copy) == ""
+    edit(out / "manifest.jsonl", '"type": "bench"', '"type": "other"')
+    with pytest.raises(logs.ToolError, match="another manifest.jsonl in the record"):
+        call("new", "--records", copy, "--update", "02", f"--bench={out}")
+    assert check(copy) == ""
     edit(folder / "bench/manifest.jsonl", '"a_s": 102.0', '"a_s": 103.0')
     assert "bench/manifest.jsonl: edited" in check(copy, "02")
 

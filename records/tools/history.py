@@ -14,10 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tools.layout import FOLDER, LOG, MANIFEST, RESULT, TEXT_LOG
+from tools.layout import FOLDER, MANIFEST, RESULT
 from tools.rules import Problem
 
-EVIDENCE = LOG, TEXT_LOG, MANIFEST
+NO_LOGS = "sources", "ledgers"     # folders of a record that hold none
 SAYS_SINCE = "2026-11-22"          # until this day `new --update` did not say what it changed
 KEPT_CHANGES = 30                  # numbers by name of one update; of the others only the part of result.json
 LATER = "picture_sha256"           # the first records had none
@@ -99,10 +99,10 @@ class Repository:
 
 
 # ---- Logs
-def is_evidence(path: str, root: str) -> bool:
-    """A log or a manifest inside a record; root: of all records, from the top of the repository."""
-    record, *inside = Path(path).relative_to(root).parts
-    return bool(FOLDER.fullmatch(record) and inside and inside[-1] in EVIDENCE)
+def is_evidence(path: Path) -> bool:
+    """A log or a manifest, by its path from the folder of all records: what is in a record's folders of runs."""
+    record, *inside = path.parts
+    return len(inside) > 1 and inside[0] not in NO_LOGS and bool(FOLDER.fullmatch(record))
 
 
 def lost(root: Path, chosen: list[Path] | None = None) -> Iterator[Problem]:
@@ -113,10 +113,10 @@ def lost(root: Path, chosen: list[Path] | None = None) -> Iterator[Problem]:
     repository = Repository.around(root)
     if repository is None:
         return
-    above = root.relative_to(repository.top).as_posix()
     versions = []
     for version in repository.versions(*(chosen if chosen is not None else [root])):
-        if is_evidence(version.path, above):
+        path = repository.top / version.path
+        if is_evidence(path.relative_to(root)):
             versions.append(version)
 
     there = kept_blobs(repository, root, versions)
@@ -140,10 +140,9 @@ def kept_blobs(repository: Repository, root: Path, versions: list[Version]) -> s
         return set()
     length = len(versions[0].blob)
     found = set()
-    for name in EVIDENCE:
-        for path in root.rglob(name):
-            if path.is_file() and not path.is_symlink():
-                found.add(repository.blob_of(path, length))
+    for path in root.rglob("*"):
+        if is_evidence(path.relative_to(root)) and path.is_file() and not path.is_symlink():
+            found.add(repository.blob_of(path, length))
     return found
 
 

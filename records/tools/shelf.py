@@ -242,17 +242,44 @@ def ablated(sides: dict[str, Side]) -> dict[str, dict[str, Any]]:
 
 # ---- Verb new
 def new(args: argparse.Namespace, root: Path) -> int:
-    if args.update:
-        folder = staged = find(root, args.update)
-        stated = load(folder)["stated"]
-    else:
-        stated = first_statement(args, root)
-        folder = root / folder_of(stated)
-        staged = root / UNFINISHED
-        if not FOLDER.fullmatch(folder.name) or not args.runs:
-            found = f"{folder.name}, runs {args.runs}"
-            raise ToolError("record", found, "YYYY-MM-DD_nn_NAME, RUNS", "new --help")
+    folder = updated(args, root) if args.update else made(args, root)
+    print(shown(folder))
+    return 0
 
+
+def made(args: argparse.Namespace, root: Path) -> Path:
+    """A record from runs; it gets its name when all of it is there."""
+    stated = first_statement(args, root)
+    folder = root / folder_of(stated)
+    if not FOLDER.fullmatch(folder.name) or not args.runs:
+        found = f"{folder.name}, runs {args.runs}"
+        raise ToolError("record", found, "YYYY-MM-DD_nn_NAME, RUNS", "new --help")
+
+    staged = root / UNFINISHED
+    shutil.rmtree(staged, ignore_errors=True)                               # of an earlier call that failed
+    state(args, root, stated)
+    gather(args.runs, staged, stated)
+    if args.bench:
+        gather_bench(args.bench, staged, stated)
+    write(staged, stated)
+    return staged.rename(folder)
+
+
+def updated(args: argparse.Namespace, root: Path) -> Path:
+    """The pages of a record, made again from the logs that it has."""
+    folder = find(root, args.update)
+    for problem in history.lost(root, [folder]):
+        raise ToolError(*problem, f"git log -- {shown(folder)} tells when; restore it")
+    stated = load(folder)["stated"]
+    state(args, root, stated)
+    if args.bench:
+        gather_bench(args.bench, folder, stated)
+    write(folder, stated)
+    return folder
+
+
+def state(args: argparse.Namespace, root: Path, stated: dict[str, Any]) -> None:
+    """Add what the settings say of a record."""
     for key in ("kind", "track"):
         stated[key] = getattr(args, key) or stated[key]
     if args.parent:
@@ -260,18 +287,6 @@ def new(args: argparse.Namespace, root: Path) -> int:
     for item in args.entry:
         key, _, given = item.partition("=")
         stated["entry"][key] = json.loads(given)
-
-    if not args.update:
-        shutil.rmtree(staged, ignore_errors=True)                           # of an earlier call that failed
-        gather(args.runs, staged, stated)
-    if args.bench:
-        gather_bench(args.bench, staged, stated)
-    if args.update:
-        for problem in history.lost(root, [folder]):
-            raise ToolError(*problem, f"git log -- {folder.name}; restore it")
-    write(staged, stated)
-    print(shown(staged.rename(folder)))
-    return 0
 
 
 def folder_of(stated: dict[str, Any]) -> str:
@@ -353,12 +368,18 @@ def keep(run_folder: Path, copy: Path) -> None:
 
 
 def gather_bench(bench: Path, staged: Path, stated: dict[str, Any]) -> None:
-    """Copy the manifest and the logs of a bench."""
+    """Copy the manifest and the logs of a bench. Raises ToolError if the record has others of that name; a bench that
+    went on has the manifest that the record has, and more."""
     name = bench.resolve().name
     stated["bench"] = sorted({*stated["bench"], name})
     kept = [MANIFEST]
     for line in lines(bench / MANIFEST, "end"):
         kept += [f"{line['folder']}/{log}" for log in line.get("logs", ())]
+    for log in kept:
+        copy = staged / name / log
+        if copy.exists() and not (bench / log).read_bytes().startswith(copy.read_bytes()):
+            raise ToolError(f"bench {name}", f"another {log} in the record", "the same, or a bench of another name",
+                            "rename its folder")
     for log in kept:
         copy = staged / name / log
         copy.parent.mkdir(parents=True, exist_ok=True)
