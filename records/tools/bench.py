@@ -7,7 +7,7 @@ writes the usual `step:.../... val_loss:... train_time:...` lines can be a side.
 run starts and one when it ends, whatever became of it.
 
 Exit status: 0 faster, 3 slower, 4 same, 5 same program, 6 no record, 7 undecided, 8 not comparable; 1 a side failed
-twice; 2 bad input, or a busy machine that --quiet refuses; 130 interrupted."""
+twice; 2 bad input, or a busy machine that --refuse-busy refuses; 130 interrupted."""
 from __future__ import annotations
 
 import argparse
@@ -30,7 +30,7 @@ SHOWN_LINES = 12               # of the stderr of a failed run
 MAX_FAILURES = 2               # of one side; then it will not get better by itself
 CALIBRATION_LIMIT = 20.0       # times the seconds that a calibration is to take; it compiles nothing
 STARTING_S = 60.0              # of Python and torch
-BUSY_CORES = 0.5               # cores at work for others, that make a machine busy
+BUSY_CORES, BUSY_SHARE = 0.5, 0.05     # cores at work for others, and share of all, that make a machine busy
 BUSY_SPREAD = 0.1              # of a calibration's batches
 # by verdict; 1 and 2 are errors
 STATUS = {"faster": 0, "slower": 3, "same": 4, "same program": 5, "no record": 6, "undecided": 7, "not comparable": 8}
@@ -65,7 +65,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     setting("data", Path, None, "folder that the runs see as `data`; None: `data` beside A")
     setting("limit", float, None, launch.LIMIT_HELP)
     setting("calibrate", float, 20.0, "seconds of calibration, before and after; 0: none")
-    parser.add_argument("--quiet", action="store_true", help="refuse to begin on a machine that is busy")
+    parser.add_argument("--refuse-busy", action="store_true", help="do not begin on a machine that works for others")
 
     at = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:at])
@@ -108,8 +108,8 @@ class Bench:
             script = self.scripts[side]
             flags = flags_of(script, own, args.both)
             self.sides[side] = {"flags": flags, "sources": source_hashes(script)}
-            seeded = "" if "seed" in str(flags) else " (seeds are not set)"
-            say(f"{side}: {script} {' '.join(flags)}{seeded}")
+            remark = "" if "seed" in str(flags) else " (seeds are not set)"
+            say(f"{side}: {script} {' '.join(flags)}{remark}")
 
         running = launch.processes_of(args.out)
         if running:
@@ -142,31 +142,37 @@ class Bench:
         """B's time over A's - 1, by pair."""
         return [line["difference"] for line in self.pairs]
 
-    def stop(self) -> str:
-        """Why no more pairs are needed, or ""."""
+    def settled(self) -> str:
+        """What the times of the pairs say for sure, or ""."""
         test = sequential.paired(self.differences)
         margin = verdict.SAME_MARGIN
         if test.p < verdict.SHARE:
             return f"the times differ, p {test.p:.2g} is below {verdict.SHARE:g}"
         if -margin <= test.low and test.high <= margin:
             return f"the times are the same within {margin:.2%}"
-        if len(self.pairs) >= self.args.pairs:
-            return "all are done"
         return ""
 
+    def stop(self) -> str:
+        """Why no more pairs are run, or ""."""
+        why = self.settled()
+        if not why and len(self.pairs) >= self.args.pairs:
+            why = "all are done"
+        return why
+
     def needed(self) -> str:
-        """How many pairs would settle it, if the differences go on as they are; "" where it is settled."""
-        if len(self.pairs) < 2:
+        """How many pairs would settle the times, if they go on as they are; "" where they are settled, and where
+        nothing is known of their spread."""
+        done, mean, sd = verdict.summary(self.differences)
+        if done < 2 or self.settled():
             return ""
-        _, mean, sd = verdict.summary(self.differences)
-        most = sequential.pairs_needed(mean, sd, verdict.SAME_MARGIN)
-        if most is None:
-            return (f"a mean of {mean:+.3%} with a spread of {sd:.3%} between pairs is not settled by "
-                    f"{sequential.MOST_PAIRS} pairs; longer runs, or a quieter machine")
-        if most <= len(self.pairs):
-            most = sequential.next_look(len(self.pairs)).pairs
-        return (f"{most} pairs settle a mean of {mean:+.3%} with a spread of {sd:.3%} between pairs, four times of "
-                f"five; the same command with --out={self.args.out} --pairs={most} continues")
+        found = f"a mean of {mean:+.3%} with a spread of {sd:.3%} between pairs"
+        pairs = sequential.pairs_needed(mean, sd, verdict.SAME_MARGIN)
+        if pairs is None:
+            return f"{found} is not settled by {sequential.MOST_PAIRS} pairs; take longer runs, or a quieter machine"
+        if pairs <= done:                                               # bad luck so far
+            pairs = sequential.next_look(done).pairs
+        return (f"about {pairs} pairs settle {found}; the same command with --out={self.args.out} --pairs={pairs} "
+                "continues")
 
     # -- The machine
     def look(self, when: str) -> None:
@@ -194,9 +200,9 @@ class Bench:
             say(f"{when}: calibration: {name} {rate:.4g}, spread {spread:.1%}{since}")
         for reason in now["busy"]:
             say(f"{when}: BUSY: {reason}")
-        if when == "before" and now["busy"] and self.args.quiet:
-            raise ToolError("machine", "; ".join(now["busy"]), "one that is left alone, for --quiet",
-                            "end what else runs, or go on without --quiet")
+        if when == "before" and now["busy"] and self.args.refuse_busy:
+            raise ToolError("machine", "; ".join(now["busy"]), "one that is left alone, by --refuse-busy",
+                            "end what else runs, or go on without --refuse-busy")
 
     def calibration(self, number: int) -> dict[str, Any]:
         """How it ended, and the rates that it measured; none of them if it was not run, or failed."""
@@ -257,6 +263,11 @@ class Bench:
 
         difference = seconds["B"] / seconds["A"] - 1
         self.manifest.add("pair", pair=number, a_s=seconds["A"], b_s=seconds["B"], difference=difference)
+        say(f"pair {number}: B takes {difference:+.2%}; {self.so_far()}")
+        return ""
+
+    def so_far(self) -> str:
+        """The mean of the pairs, and what a look at them tells, or when there will be one."""
         count, mean, _ = verdict.summary(self.differences)
         look = sequential.last_look(count)
         if look and look.pairs == count:
@@ -264,8 +275,7 @@ class Bench:
             seen = f"surely {test.low:+.2%} to {test.high:+.2%}, p {test.p:.2g}"
         else:
             seen = f"the next look is at {sequential.next_look(count).pairs}"
-        say(f"pair {number}: B takes {difference:+.2%}; mean of {count} {mean:+.2%}, {seen}")
-        return ""
+        return f"mean of {count} {mean:+.2%}, {seen}"
 
     def race(self) -> int:
         """Pairs until it is decided, then the comparison. Returns the exit status."""
@@ -294,13 +304,14 @@ class Bench:
         report = self.compared() if self.pairs else None
         word = report["verdict"] if report else "undecided"
         needs = self.needed() if word == "undecided" else ""
-        busy_when = {look["when"]: look["busy"] for look in self.manifest.of("machine") if look.get("busy")}
-        summary = {"stopped": why, "outcomes": outcomes, "pairs": self.pairs, "needs": needs, "busy": busy_when,
+        busy_looks = [look for look in self.manifest.of("machine") if look.get("busy")]
+        disturbed = [f"busy {look['when']} the runs: {'; '.join(look['busy'])}" for look in busy_looks]
+        summary = {"stopped": why, "outcomes": outcomes, "pairs": self.pairs, "needs": needs, "disturbed": disturbed,
                    "compare": compare.jsonable(report)}
         (self.args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
 
-        for when, reasons in busy_when.items():
-            say(f"note: the machine was busy {when} the bench: {'; '.join(reasons)}")
+        for remark in disturbed:
+            say(f"note: the machine was {remark}")
         if needs:
             say(f"note: {needs}")
         say(compare.text(report) if report else "verdict: undecided: no pair is complete")
@@ -320,7 +331,7 @@ class Bench:
 def busy(cores: float | None, rates: dict[str, list[float]]) -> list[str]:
     """What disturbs times here. cores: at work for others; rates: of a calibration."""
     found = []
-    if cores is not None and cores > BUSY_CORES:
+    if cores is not None and cores > max(BUSY_CORES, BUSY_SHARE * calibrate.cores()):
         found.append(f"{cores:.1f} of {calibrate.cores()} cores work for others")
     for name, (_, spread) in rates.items():
         if spread > BUSY_SPREAD:
