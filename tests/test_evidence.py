@@ -442,7 +442,9 @@ def test_a_record_may_be_renumbered_and_a_manifest_may_grow(with_history):
     ("step_avg:9769.", "step_avg:9768.", "(step_avg)"),
     ("train_time:97700ms", "train_time:97701ms", "expected 97701, as log.txt has it"),
     ("563,200 tokens", "563,201 tokens", "tokens of the result"),
-    ("800 MiB", "700 MiB", "peak memory of the result")])
+    ("800 MiB", "700 MiB", "peak memory of the result"),
+    ("Running PyTorch", "running PyTorch", "no hardware, world_size"),
+    ("training time", "Training time", "no training time")])
 def test_each_line_of_the_text_is_compared(without_history, old, new, what):
     record = without_history / FIRST
     edit(log(record).with_name("log.txt"), old, new)
@@ -467,6 +469,28 @@ def test_a_run_agrees_with_its_manifest(without_history):
     assert "seed1, seconds: found 97.7, expected less than 97," in write(wall_s=97)
     assert "seed1, seed: found 1, expected 3," in write(seed=3)
     assert "seed1, source_sha256: found" in write(source_sha256="0" * 64)
+
+
+@pytest.mark.parametrize("kind, change, what", [
+    ("header", dict(changed=dict(lr="0.2")), "lr of log.jsonl: found 0.1, expected 0.2, as its flag says"),
+    ("header", dict(changed=dict(run_dir="x")), "expected x, as its flag says"),
+    ("header", dict(seed=4), "seed of log.jsonl"),
+    ("step", dict(tokens=5), "tokens of the result: found 563200, expected 5,"),
+    ("result", dict(val_loss=2.0), "val_loss of the result: found 2.0, expected 2.144"),
+    ("result", dict(train_time_ms=1.0), "train_time_ms of the result: found 1.0, expected 97700"),
+    ("result", dict(steps=9), "steps of the result: found 9, expected 10"),
+    ("step", dict(train_time_ms=5.0), "time at step 2: found 5.0, expected no less than")])
+def test_a_log_agrees_with_itself(without_history, kind, change, what):
+    def edit_one(event: dict) -> None:
+        if event["type"] == kind and event.get("step") in (None, 2, 10):
+            event.update(change)
+    change_events(log(without_history / FIRST), edit_one)
+    assert what in check(without_history)
+
+
+def test_flags_that_are_no_numbers_are_left_alone():
+    header = dict(config=dict(stages=[1, 2], device="cpu", lr=0.5), changed=dict(stages="1;2", device="cpu", lr="5e-1"))
+    assert not list(evidence.unlike_flags(header))
 
 
 def test_two_units_of_a_loss():

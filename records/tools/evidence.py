@@ -99,7 +99,30 @@ def within(events: list[dict[str, Any]]) -> Iterator[Problem]:
             yield f"{key} of the result", result[key], f"{last[key]}, as the last validation has it"
     if result["steps"] != last["step"]:
         yield "steps of the result", result["steps"], f"{last['step']}, as the last validation has it"
+    for step in of_type(events, "step")[-1:]:
+        if step.get("tokens", result["tokens"]) != result["tokens"]:
+            yield "tokens of the result", result["tokens"], f"{step['tokens']}, as the last step has it"
+    yield from unlike_flags(header)
     yield from two_units(of_type(events, "val", "result"))
+
+
+def unlike_flags(header: dict[str, Any]) -> Iterator[Problem]:
+    """Settings of a header that are not what its flags made them, as far as flags are plain numbers and words."""
+    for name, given in header.get("changed", {}).items():
+        setting = header["config"].get(name)
+        if isinstance(setting, (int, float)):
+            same = as_number(given) in (setting, None)
+        else:
+            same = not isinstance(setting, str) or setting == given
+        if not same:
+            yield f"{name} of {LOG}", setting, f"{given}, as its flag says"
+
+
+def as_number(given: str) -> float | None:
+    try:
+        return float(given)
+    except ValueError:
+        return None
 
 
 def two_units(validations: list[dict[str, Any]]) -> Iterator[Problem]:
@@ -119,8 +142,9 @@ def head(events: list[dict[str, Any]], printed: str) -> Iterator[Problem]:
     """Versions, hardware, seed and settings."""
     header = of_type(events, "header")[0]
     console = read_head(printed)
-    if not console:
-        yield f"first lines of {TEXT_LOG}", "none", "versions, hardware and seed, as the trainer prints them"
+    missing = [key for key in ALWAYS_LOGGED if key not in console]
+    if missing:
+        yield f"first lines of {TEXT_LOG}", f"no {', '.join(missing)}", "all that the trainer prints"
     for key, found in console.items():
         stated = header.get(key)
         if key == "changed":
@@ -205,6 +229,8 @@ def end(events: list[dict[str, Any]], printed: str) -> Iterator[Problem]:
             if f"{result.get(key, math.nan):.4f}" != found:
                 yield f"{key} of the result", result.get(key), f"{found}, as {TEXT_LOG} has it"
 
+    if not LAST.search(printed):
+        yield f"last lines of {TEXT_LOG}", "no training time", "time, steps and tokens, as the trainer prints them"
     for match in LAST.finditer(printed):
         seconds, steps, tokens, folder = match.groups()
         expected = {"seconds": f"{result['train_time_ms'] / 1000:.2f}", "steps": str(result["steps"]),
@@ -222,7 +248,8 @@ def end(events: list[dict[str, Any]], printed: str) -> Iterator[Problem]:
 
 # ---- Logs with a manifest
 def unlike_manifest(folder: Path) -> Iterator[Problem]:
-    """What a manifest of `bench` or `ablate` notes otherwise than the logs beside it. folder: holds both."""
+    """What a manifest of `bench` or `ablate` notes otherwise than the logs beside it, and those logs with themselves: a
+    bench keeps no log.txt. folder: holds both."""
     ends = [end for end in lines(folder / MANIFEST, "end") if end["outcome"] == "done"]
     for noted in ends:
         place = folder / noted["folder"]
@@ -232,6 +259,8 @@ def unlike_manifest(folder: Path) -> Iterator[Problem]:
         if len(logs_there) != 1 or logs_there[0].name != LOG:
             continue                                            # another trainer's log, or several runs
         events = events_of(logs_there[0])
+        for what, found, expected in within(events):
+            yield f"{noted['folder']}, {what}", found, expected
         for what, found, expected in unlike_its_end(events, noted):
             yield f"{noted['folder']}, {what}", found, f"{expected}, as the manifest notes"
     yield from unlike_pairs(folder, ends)
