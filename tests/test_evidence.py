@@ -489,8 +489,13 @@ def test_a_log_agrees_with_itself(without_history, kind, change, what):
 
 
 def test_flags_that_are_no_numbers_are_left_alone():
-    header = dict(config=dict(stages=[1, 2], device="cpu", lr=0.5), changed=dict(stages="1;2", device="cpu", lr="5e-1"))
-    assert not list(evidence.unlike_flags(header))
+    """And what the trainer fills in, or a time budget decides."""
+    config = dict(stages=[1, 2], device="cpu", lr=0.5, padded_vocab=128, num_scheduled_steps=9, time_budget=60.0)
+    flags = dict(stages="1;2", device="cpu", lr="5e-1", padded_vocab="0", num_scheduled_steps="8")
+    assert not list(evidence.unlike_flags(dict(config=config, changed=flags)))
+    config["time_budget"] = 0.0
+    assert [what for what, _, _ in evidence.unlike_flags(dict(config=config, changed=flags))] == [
+        "num_scheduled_steps of log.jsonl"]
 
 
 def test_two_units_of_a_loss():

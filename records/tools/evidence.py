@@ -32,6 +32,8 @@ CLOCK_MS = 6e-4                    # log.jsonl has times in thousandths of a mil
 SHARED = 0.5                       # share of equal losses above which two seeds are one run
 PNG = b"\x89PNG\r\n\x1a\n"
 ALWAYS_LOGGED = "hardware", "world_size", "seed"    # of what the head of log.txt says; the rest came later
+TO_FILL_IN = "0", "-1"              # flags by which the trainer decides
+LENGTHS = "num_scheduled_steps", "num_extension_steps"             # a time budget decides these
 FEW_TIMES = 3                      # clock readings that may agree by chance, or in made-up logs
 A_DAY = datetime.timedelta(days=1)  # what dates of two time zones may differ by
 
@@ -110,6 +112,8 @@ def unlike_flags(header: dict[str, Any]) -> Iterator[Problem]:
     """Settings of a header that are not what its flags made them, as far as flags are plain numbers and words."""
     for name, given in header.get("changed", {}).items():
         setting = header["config"].get(name)
+        if given in TO_FILL_IN or (name in LENGTHS and header["config"].get("time_budget")):
+            continue
         if isinstance(setting, (int, float)):
             same = as_number(given) in (setting, None)
         else:
