@@ -389,6 +389,7 @@ def test_duplicates_and_missing_runs_are_refused(root, tmp_path):
 def test_time_budget_is_kept_within_3_percent(root, tmp_path):
     make_runs(tmp_path / "good", seconds=(97.5, 100.0, 102.5), result={"budget_s": 100.0})
     make_runs(tmp_path / "bad", seconds=(96.5, 100.0, 102.5), result={"budget_s": 100.0})
+    make_run(tmp_path / "good/odd", 3, 2.1, 99.0, result={"budget_s": 100.0}, config={"num_scheduled_steps": 9})
     new(root, "Good", tmp_path / "good", "--track=budget")
     with pytest.raises(logs.ToolError, match="within 3 %"):
         new(root, "Bad", tmp_path / "bad", "--track=budget")

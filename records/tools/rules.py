@@ -16,6 +16,7 @@ from tools.logs import Run
 PLAIN_ROWS = 10                    # class plain: no table has more rows than this many times the vocabulary
 BUDGET_OFF = 0.03                  # a run that ends further off its time budget is no entry
 ENTRY = "params_total", "params_per_token", "table_rows", "table_bytes", "tokens_trained", "untimed_warmup_steps"
+FITTED = "steps", "num_scheduled_steps", "num_extension_steps"               # by a run to its time budget
 ALIKE = "data_sha256", "hardware", "world_size", "torch", "cuda"             # throughout a record
 
 Problem = tuple[str, Any, str]     # what, found, expected
@@ -112,8 +113,8 @@ def mixtures(runs: list[Run], sides: dict[str, Side], track: str | None) -> Iter
     settings = {key for run in runs for key in compare.config(run)}
     for name, side in sides.items():
         for key in ("source_sha256", "steps", *sorted(settings)):
-            if key == "steps" and track == "budget":
-                continue                                         # as many as fit into the time
+            if key in FITTED and track == "budget":
+                continue
             yield from mixed(f"group {name!r}", side.runs, key)
 
 
