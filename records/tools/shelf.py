@@ -105,7 +105,7 @@ def doubts(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> Iter
     runs = [run for side in sides.values() for run in side.reading.runs]
     yield from evidence.misdated(stated["date"], folder, runs)
     for run in runs:
-        if run.finished:                                        # else it was named above
+        if run.val and run.result:                              # else it was named above
             yield from evidence.contradictions(run)
     yield from evidence.copies(runs)
     for name in ("logs", *stated["bench"]):
