@@ -20,30 +20,36 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
 
 import train_gpt as tg
-from tools import ablate, logs
+from tools import ablate, launch, logs
 
 PATCHED = [name for name, arm in ablate.ARMS.items() if arm.flags is None]
 TRAINER = """
 import json, os, re, sys
+class Config:
+    runs: int = 1
 flags = dict(x.removeprefix("--").split("=", 1) for x in sys.argv[1:])
-seed = int(flags["seed"])
-with open({calls!r}, "a") as calls:
-    calls.write(f"{{flags.get('arm', 'baseline')}} {{seed}}\\n")
-loss = 3 + 0.1 * seed + float(flags.get("worse", 0)) * (1 + 0.01 * seed)
-os.makedirs("logs/run")
+first, runs = int(flags["seed"]), int(flags.get("runs", 1))
 stages = [dict(batch_tokens=n, short_window=1, long_window=3, lr_mul=1.5, mtp_start=[1.0, 0.5], mtp_end=[1.0, 0.0])
           for n in (128, 256, 384)]
-with open("logs/run/log.jsonl", "w") as log:
-    say = lambda kind, **facts: print(json.dumps(dict(type=kind, **facts)), file=log)
-    say("header", config=dict(num_scheduled_steps=2, num_extension_steps=0, stages=stages), seed=seed, flags=flags)
-    for step in (1, 2):
-        say("step", step=step, train_time_ms=step * 50.0, tokens=step, train_loss=loss + 1 / step)
-    if "bad" in flags:
-        say("aborted", step=2, cause="training loss of step 2\\n  found:    nan")
-        sys.exit(1)
-    say("val", step=2, val_loss=loss, train_time_ms=100.0)
-    say("result", val_loss=loss, train_time_ms=100.0, steps=2, peak_memory_mib=dict(consumption=100 + seed),
-        comms=dict(embed=dict(bytes_sent=2_000_000)))
+with open({calls!r}, "a") as calls:
+    calls.write(f"{{flags.get('arm', 'baseline')}} {{first}}" + f"+{{runs}}" * (runs > 1) + "\\n")
+for seed in range(first, first + runs):
+    loss = 3 + 0.1 * seed + float(flags.get("worse", 0)) * (1 + 0.01 * seed)
+    ms = 100.0 + float(flags.get("slower", 0)) + {more_ms}
+    folder = "logs/run" + f"/seed_{{seed}}" * (runs > 1)
+    os.makedirs(folder)
+    with open(folder + "/log.jsonl", "w") as log:
+        say = lambda kind, **facts: print(json.dumps(dict(type=kind, **facts)), file=log)
+        say("header", config=dict(num_scheduled_steps=2, num_extension_steps=0, stages=stages, runs=runs), seed=seed,
+            flags=flags)
+        for step in (1, 2):
+            say("step", step=step, train_time_ms=step * ms / 2, tokens=step, train_loss=loss + 1 / step)
+        if "bad" in flags:
+            say("aborted", step=2, cause="training loss of step 2\\n  found:    nan")
+            sys.exit(1)
+        say("val", step=2, val_loss=loss, train_time_ms=ms)
+        say("result", val_loss=loss, train_time_ms=ms, steps=2, peak_memory_mib=dict(consumption=100 + seed),
+            comms=dict(embed=dict(bytes_sent=2_000_000)))
 """
 
 
@@ -293,7 +299,7 @@ def test_flags(tmp_path):
 def fake(tmp_path, monkeypatch):
     """(run the verb with these settings -> rows, calls of the trainer so far)"""
     script, calls = tmp_path / "train_gpt.py", tmp_path / "calls"
-    script.write_text(TRAINER.format(calls=str(calls)))
+    script.write_text(TRAINER.format(calls=str(calls), more_ms="0.0"))
     flags = dict(a=["--arm=a", "--worse=0.02"], b=["--arm=b", "--worse=-0.01"], same=["--arm=same"],
                  bad=["--arm=bad", "--bad=1"], hopeless=["--arm=hopeless", "--worse=1"])
     arms = [ablate.ARMS[ablate.BASELINE], *(ablate.Arm(name, "", given) for name, given in flags.items())]
@@ -315,6 +321,71 @@ def test_order_and_resuming(fake):
     assert len(calls()) == 8
     run("--arms=a,b", "--more=b:3")
     assert calls()[8:] == ["baseline 2", "b 2", "baseline 2"]
+
+
+def test_seeds_that_share_a_warm_up(fake, capsys, tmp_path):
+    """Two seeds a process: losses as if alone, times by process, so that one round has none with an interval."""
+    run, calls = fake
+    alone = run("--arms=a,b", "--json", capsys=capsys)
+    (tmp_path / "out").rename(tmp_path / "alone")
+    rows = run("--arms=a,b", "--more=b:3", "--together=2", "--json", capsys=capsys)
+    assert calls()[8:] == ["baseline 0+2", "a 0+2", "b 0+2", "baseline 0+2", "baseline 2", "b 2", "baseline 2"]
+    assert rows["a"]["n"] == 2 and rows["b"]["n"] == 3 and alone["a"]["n"] == 2
+    assert rows["a"]["loss"][0] == pytest.approx(alone["a"]["loss"][0])
+    assert len(rows["a"]["time"]) == len(rows["b"]["time"]) == 3
+    run("--arms=a,b", "--more=b:3", "--together=2")
+    assert len(calls()) == 15 and capsys.readouterr().out
+    with pytest.raises(logs.ToolError, match="another --out"):
+        run("--arms=a,b")
+
+    (tmp_path / "out").rename(tmp_path / "three")
+    rows = run("--arms=a,b", "--together=2", "--json", capsys=capsys)
+    assert rows["a"]["time"] == [] and len(rows["a"]["loss"]) == 3 and rows["baseline"]["time"] == [pytest.approx(50)]
+
+
+def test_a_trainer_without_runs_runs_one_by_one(fake, capsys, tmp_path):
+    run, calls = fake
+    script = tmp_path / "train_gpt.py"
+    script.write_text(script.read_text().replace("    runs: int = 1", "    pass"))
+    run("--arms=a", "--together=2")
+    assert calls() == ["baseline 0", "baseline 1", "a 0", "a 1", "baseline 0", "baseline 1"]
+
+
+def test_runs_of_one_process_are_one_time(tmp_path):
+    """Seeds 0 and 1 ran together, 2 and 3 too: two processes an arm, and the paired t-test of their mean times."""
+    from scipy import stats
+    noise = {("baseline", 0): 0.1, ("baseline", 2): -0.2, ("smear", 0): 5.3, ("smear", 2): 5.1}
+    runs = []
+    for (arm, first), more in noise.items():
+        for seed in (first, first + 1):
+            path = tmp_path / f"{arm}_{first}/seed_{seed}/log.jsonl"
+            run = logs.Run(path, "ours", total=2, facts={"config": {"runs": 2}}, seed=seed,
+                           val=[logs.Point(2, 3.0 + seed + more, 0.1 + more / 1000)])
+            runs.append((arm, seed, run))
+    found = ablate.measured(runs)
+    test = stats.ttest_rel([math.log(105.3), math.log(105.1)], [math.log(100.1), math.log(99.8)])
+    low, high = test.confidence_interval(0.99)
+    expected = [100 * math.expm1(x) for x in ((low + high) / 2, low, high)]
+    assert found["smear"]["time"] == pytest.approx(expected)
+    assert found["baseline"]["time"] == [pytest.approx(math.sqrt(100.1 * 99.8) / 2)]
+
+
+def test_no_per_cent_without_an_interval(fake, capsys, tmp_path):
+    run, _ = fake
+    rows = run("--arms=a,b", "--seeds=1", "--json", capsys=capsys)
+    assert rows["a"]["time"] == [] and rows["a"]["loss"] == [pytest.approx(0.02)]
+    table = (tmp_path / "out/table.md").read_text()
+    assert re.search(r"^\| a +\| flags \| 1 \| 0\.02 +\| n/a +\|", table, re.M)
+
+
+def test_a_limit_that_fits_the_machine(fake, capsys, tmp_path):
+    run, _ = fake
+    run("--arms=a")
+    first, *rest = [json.loads(line) for line in (tmp_path / "out/manifest.jsonl").read_text().splitlines()
+                    if '"end"' in line]
+    assert first["limit"] == launch.FIRST_LIMIT_S
+    assert rest[0]["limit"] == pytest.approx(3 * first["wall_s"] + 60)
+    assert "5 runs left, about" in capsys.readouterr().err
 
 
 def test_na_failed_hopeless(fake, capsys):
@@ -349,13 +420,13 @@ def test_only_runs_that_ended_by_themselves_count(fake, tmp_path, outcome, cause
 def test_what_was_cut_off_or_changed_runs_again(fake, tmp_path):
     run, calls = fake
     manifest = tmp_path / "out" / "manifest.jsonl"
-    run("--arms=a", "--seeds=1")
+    run("--arms=a", "--seeds=1", "--limit=30")
     lines = [json.loads(line) for line in manifest.read_text().splitlines()]
     for line in lines:
         if line["type"] == "end" and line["arm"] == "a":
             line |= dict(outcome="failed", cause="still running after the limit of 30 s")
     manifest.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    run("--arms=a", "--seeds=1")
+    run("--arms=a", "--seeds=1", "--limit=30")
     assert len(calls()) == 3
     run("--arms=a", "--seeds=1", "--limit=40")
     assert calls()[3:] == ["a 0"]

@@ -14,7 +14,7 @@ import pytest
 RECORDS = Path(__file__).resolve().parent.parent / "records"
 sys.path.insert(0, str(RECORDS))
 
-from tools import bench, calibrate, logs, verdict    # noqa: E402
+from tools import bench, calibrate, launch, logs, sequential, verdict    # noqa: E402
 
 # Each prints or writes two validations: as the peers do (a log of its own in logs/, with its source), on the console
 # only, or as log.jsonl. `time` is that of the run in ms; {body} runs before and may change it.
@@ -53,6 +53,13 @@ SECONDS = 100.0                    # planted cases: what a run takes
 NOISE = 0.0008                     # relative sd of a run's time on one machine, as measured on public runs
 
 
+@pytest.fixture(autouse=True)
+def one_boundary(monkeypatch) -> None:
+    """The comparison at the end tests pairs as the bench does; and no test waits for the machine to be looked at."""
+    monkeypatch.setattr(verdict, "paired", sequential.paired, raising=False)
+    monkeypatch.setattr(calibrate, "busy_cores", lambda: 0.1)
+
+
 def trainer(folder: Path, text: str, name: str = "trainer.py", body: str = "") -> str:
     (folder / name).write_text(text.replace("{body}", body))
     return str(folder / name)
@@ -60,6 +67,15 @@ def trainer(folder: Path, text: str, name: str = "trainer.py", body: str = "") -
 
 def run(*argv: str, pairs: int = 3, calibrate: int = 0) -> int:
     return bench.main([*argv[:2], f"--pairs={pairs}", f"--calibrate={calibrate}", *argv[2:]])
+
+
+def ran(*argv: str, pairs: int = 3, calibrate: int = 0) -> str:
+    """The verdict of a bench that came to its end, which the exit status says, too."""
+    status = run(*argv, pairs=pairs, calibrate=calibrate)
+    out = next(flag.removeprefix("--out=") for flag in argv if flag.startswith("--out="))
+    word = json.loads((Path(out) / "summary.json").read_text())["compare"]["verdict"]
+    assert status == bench.STATUS[word]
+    return word
 
 
 def lines(out: Path, kind: str) -> list[dict]:
@@ -84,7 +100,7 @@ def test_order_manifest_and_seeds(tmp_path, capsys):
     out = tmp_path / "out"
     a = trainer(tmp_path, OURS)
     (tmp_path / "data").mkdir()
-    assert run(a, a, f"--out={out}", "--b=--lr=2", "--", "--val_every=5", pairs=4) == 0
+    assert ran(a, a, f"--out={out}", "--b=--lr=2", "--", "--val_every=5", pairs=4)
     ends = lines(out, "end")
     assert [end["side"] for end in ends][:6] == list("ABBAAB")
     assert [end["folder"] for end in ends[:3]] == ["runs/001_A", "runs/002_B", "runs/003_B"]
@@ -119,7 +135,7 @@ def test_seeds_named_by_flags_and_seeds_not_set(tmp_path, capsys):
     assert flags(ours, peer, "--a=--seed=5", "--b=--rng={seed}") == [["--seed=5"], ["--rng={seed}"]]
     assert flags(named, peer) == [["--seed={seed}"], []]
     assert re.search(r"^B: \S+  ?\(seeds are not set\)$", capsys.readouterr().out, re.M)
-    assert run(ours, ours, f"--out={tmp_path / 'out'}", "--", "--seed=5") == 0
+    assert ran(ours, ours, f"--out={tmp_path / 'out'}", "--", "--seed=5")
     assert {end["seed"] for end in lines(tmp_path / "out", "end")} == {None}
     report = json.loads((tmp_path / "out/summary.json").read_text())["compare"]
     assert (report["a"]["seeds"], report["b"]["seeds"], report["a"]["time"]["n"]) == (1, 1, 3)     # a repeat is no n
@@ -129,7 +145,7 @@ def test_seeds_named_by_flags_and_seeds_not_set(tmp_path, capsys):
 def test_a_peer_against_ours(tmp_path, capsys, peer):
     out = tmp_path / "out"
     a, b = trainer(tmp_path, OURS), trainer(tmp_path, peer, "peer.py", "time *= 1.05")
-    assert run(a, b, f"--out={out}", pairs=8) == 0
+    assert ran(a, b, f"--out={out}", pairs=8)
     pairs, summary = lines(out, "pair"), json.loads((out / "summary.json").read_text())
     assert len(pairs) < 8 and all(pair["difference"] == pytest.approx(0.05, abs=3e-3) for pair in pairs)
     assert summary["stopped"].startswith("the times differ") and summary["compare"]["verdict"] == "slower"
@@ -142,7 +158,7 @@ def test_a_peer_against_ours(tmp_path, capsys, peer):
 def test_a_failed_run_is_shown_and_the_next_pair_goes_on(tmp_path, capsys):
     out, mark = tmp_path / "out", tmp_path / "mark"
     once = f"mark = {str(mark)!r}; first = not os.path.exists(mark); open(mark, 'w').close(); 1 / (not first)"
-    assert run(trainer(tmp_path, OURS), trainer(tmp_path, PEER, "b.py", once), f"--out={out}") == 0
+    assert ran(trainer(tmp_path, OURS), trainer(tmp_path, PEER, "b.py", once), f"--out={out}")
     ends = lines(out, "end")
     assert (ends[1]["outcome"], ends[1]["status"], ends[1]["cause"]) == ("failed", 1, "exit status 1")
     assert [(end["side"], end["pair"]) for end in ends[:4]] == [("A", 1), ("B", 1), ("A", 2), ("B", 2)]
@@ -178,6 +194,64 @@ def test_an_edited_source_ends_the_bench(tmp_path):
         run(a, b, pairs=0)
 
 
+def test_what_is_undecided_says_how_many_pairs_it_needs(tmp_path, capsys):
+    """And the same command with as many goes on to a verdict."""
+    out = tmp_path / "out"
+    a = trainer(tmp_path, OURS, body="time = 1e5 + 100 * seed")
+    b = trainer(tmp_path, OURS, "b.py", "time = 1e5 + 100 * seed + 1000 + 100 * (seed % 3)")
+    assert ran(a, b, f"--out={out}") == "undecided"
+    text = capsys.readouterr().out
+    assert re.search(r"pair 1: B takes \+1\.10%; mean of 1 \+1\.10%, the next look is at 4$", text, re.M)
+    needs = re.search(r"note: about (\d+) pairs settle a mean of \+1\.\d+% .* --pairs=\1 continues$", text, re.M)
+    assert needs and json.loads((out / "summary.json").read_text())["needs"] in text
+    assert ran(a, b, f"--out={out}", pairs=int(needs[1])) == "slower"
+    assert "surely +" in capsys.readouterr().out
+
+
+def test_a_run_that_hangs_is_ended_by_default(tmp_path, monkeypatch):
+    """Of a first run little is known; a later one is measured by those before."""
+    limits = []
+    attend = launch.attend
+
+    def noted(script, folder, flags, ranks, limit_s) -> dict:
+        limits.append(limit_s)
+        return attend(script, folder, flags, ranks, limit_s) | {"wall_s": 10.0 * len(limits)}
+    monkeypatch.setattr(launch, "attend", noted)
+    a = trainer(tmp_path, OURS)
+    run(a, a, f"--out={tmp_path / 'out'}", pairs=1)
+    assert limits == [launch.FIRST_LIMIT_S, 3 * 10.0 + 60.0]
+    run(a, a, f"--out={tmp_path / 'out'}", pairs=2)
+    assert limits[2:] == [3 * 20.0 + 60.0, 3 * 30.0 + 60.0]
+    run(a, a, f"--out={tmp_path / 'other'}", "--limit=7", pairs=1)
+    assert limits[4:] == [7.0, 7.0]
+    with pytest.raises(logs.ToolError, match="--limit without a second"):
+        run(a, a, "--limit=0")
+
+
+def test_a_busy_machine_is_said_and_can_be_refused(tmp_path, capsys, monkeypatch):
+    a = trainer(tmp_path, OURS)
+    monkeypatch.setattr(calibrate, "busy_cores", lambda: 1.5)
+    run(a, a, f"--out={tmp_path / 'out'}", pairs=1)
+    text = capsys.readouterr().out
+    for words in ("before: BUSY: 1.5 of", "after: BUSY: 1.5 of", "note: the machine was busy after the runs: 1.5 of"):
+        assert words in text
+    assert len(json.loads((tmp_path / "out/summary.json").read_text())["disturbed"]) == 2
+    with pytest.raises(logs.ToolError, match="(?s)machine.*1.5 of .* cores work for others.*without --refuse-busy"):
+        run(a, a, f"--out={tmp_path / 'refused'}", "--refuse-busy")
+    assert not (tmp_path / "refused/runs").exists()
+    assert bench.busy(0.2, {"copy GB/s": [9.0, 0.3], "other": [1.0, 0.05]}) == ["copy GB/s spreads by 30%"]
+    assert bench.busy(None, {}) == []
+
+
+def test_busy_cores_are_counted(monkeypatch):
+    """Of ten seconds of four cores, half were idle; without counts nothing is known."""
+    ticks = iter(["cpu 100 0 0 1000 0 0 0 0 0", "cpu 2100 0 0 2500 500 0 0 0 0"])
+    monkeypatch.undo()
+    monkeypatch.setattr(calibrate, "text_of", lambda path: next(ticks, ""))
+    monkeypatch.setattr(calibrate.os, "cpu_count", lambda: 4)
+    assert calibrate.busy_cores(0.0) == 2.0 and calibrate.busy_cores(0.0) is None
+
+
 def test_void_times_are_no_times(tmp_path):
     a = trainer(tmp_path, OURS.replace("steps=9, tokens", "void='profiled', steps=9, tokens"))
     with pytest.raises(logs.ToolError, match="(?s)times of 001_A.*profiled"):
@@ -209,19 +283,19 @@ if not os.path.exists({str(tmp_path / 'quick')!r}):
     wait_for(out / "runs/004_B/ready")
     second.kill()
     second.communicate()
-    while left := bench.processes_of(out):
+    while left := launch.processes_of(out):
         for pid in left:
             os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
     with open(out / "manifest.jsonl", "a") as file:
         file.write('{"type": "torn')
     (tmp_path / "quick").touch()
-    assert run(a, b, f"--out={out}") == 0
+    assert ran(a, b, f"--out={out}")
     assert [end["outcome"] for end in lines(out, "end")] == ["done", "interrupted", "done", "lost"] + ["done"] * 6
     assert [line["pair"] for line in lines(out, "pair")] == [3, 4, 5]
     assert json.loads((out / "summary.json").read_text())["compare"]["a"]["runs"] == 3       # broken pairs do not count
     capsys.readouterr()
-    assert run(a, b, f"--out={out}") == 0 and "stopped after 3 pairs: all are done" in capsys.readouterr().out
+    assert ran(a, b, f"--out={out}") and "stopped after 3 pairs: all are done" in capsys.readouterr().out
     with pytest.raises(logs.ToolError, match="bench in"):
         run(a, b, f"--out={out}", "--a=--lr=2")
 
@@ -240,12 +314,12 @@ def test_environment_of_a_run(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     a = trainer(tmp_path, CONSOLE, body="print(os.environ['OMP_NUM_THREADS'], os.environ['GOMP_SPINCOUNT'])")
     monkeypatch.setattr(calibrate, "cores", lambda: 6)
-    assert bench.launch(Path(a), tmp_path / "one", [])["outcome"] == "done"
+    assert launch.launch(Path(a), tmp_path / "one", [])["outcome"] == "done"
     assert (tmp_path / "one/console.txt").read_text().startswith("6 5000\n")
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    bench.launch(Path(a), tmp_path / "two", [])
+    launch.launch(Path(a), tmp_path / "two", [])
     assert (tmp_path / "two/console.txt").read_text().startswith("2 5000\n")
-    line = bench.command_line(Path(a), tmp_path / "three", ["--seed=1"], 4)
+    line = launch.command_line(Path(a), tmp_path / "three", ["--seed=1"], 4)
     assert " ".join(line) == "python -m torch.distributed.run --standalone --nproc_per_node=4 ../trainer.py --seed=1"
     assert bench.LAUNCHER.split("Error: x\nE1121 06:35 9 torch/distributed/elastic/api.py failed\n")[0] == "Error: x\n"
 
@@ -271,7 +345,7 @@ echo "NVIDIA H100 80GB HBM3, 550.54, 1980 MHz, 2619 MHz, 68.5 W, 700.00 W, 31, 0
 def test_calibration(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     a = trainer(tmp_path, OURS)
-    assert run(a, a, f"--out={tmp_path / 'out'}", "--calibrate=0.2") == 0
+    assert ran(a, a, f"--out={tmp_path / 'out'}", "--calibrate=0.2")
     before, after = lines(tmp_path / "out", "machine")
     assert before["machine"] == after["machine"] and before["machine"]["cores"] == calibrate.cores()
     for look in before, after:
@@ -300,12 +374,13 @@ def planted(folder: Path, seed: int, true: float, kind: str, monkeypatch) -> tup
             for step, mean in ((0, 10.82), (7, 3.4), (8, 3.3), (9, 3.278))))
         return {"status": 0, "wall_s": seconds, "cause": ""}
 
-    monkeypatch.setattr(bench, "attend", attend)
-    monkeypatch.setattr(bench.os, "fsync", lambda file: None)
+    monkeypatch.setattr(launch, "attend", attend)
+    monkeypatch.setattr(launch.os, "fsync", lambda file: None)
     a = trainer(folder, CONSOLE)
-    assert run(a, a, f"--out={folder / 'out'}", pairs=10) == 0
+    assert ran(a, a, f"--out={folder / 'out'}", pairs=10)
     summary = json.loads((folder / "out/summary.json").read_text())
-    assert (summary["compare"]["verdict"] in ("faster", "slower")) <= (len(summary["pairs"]) >= 3)
+    assert (summary["compare"]["verdict"] in ("faster", "slower")) <= (len(summary["pairs"]) in (4, 6, 10))
+    assert bool(summary["needs"]) == (summary["compare"]["verdict"] == "undecided")
     return summary["compare"]["verdict"], len(summary["pairs"])
 
 

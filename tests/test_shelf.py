@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
 
-from tools import logs, shelf  # noqa: E402  (records/ has to be on the path first)
+from tools import layout, logs, shelf  # noqa: E402  (records/ has to be on the path first)
 
 SOURCE = "".join(f"line_{n} = {n}\n" for n in range(40))
 FACTS = dict(params_total=1000, params_per_token=700, table_rows={"bigram_embed": 500, "embed": 100}, table_bytes=2400,
@@ -29,8 +29,10 @@ def make_run(folder: Path, seed: int, loss: float, seconds: float, source=SOURCE
     (folder / "train_gpt.py").write_text(source)
     header = dict(type="header", config=CONFIG | {"seed": seed, "run_dir": str(folder)} | config, seed=seed,
                   source_sha256=hashlib.sha256(source.encode()).hexdigest(), data_sha256="d" * 64, hardware="a CPU",
-                  world_size=1, torch="2.13", cuda=None, python="3.11", git_commit="c" * 40, **FACTS) | header
-    steps = [dict(type="step", step=n, train_time_ms=100 * seconds * n, train_loss=5 - n / 4) for n in range(1, 11)]
+                  world_size=1, torch="2.13", cuda=None, python="3.11", git_commit="c" * 40, changed={},
+                  **FACTS) | header
+    steps = [dict(type="step", step=n, train_time_ms=round(100 * seconds * n - 1 / (n + seed + loss), 3),
+                  train_loss=5 - n / 4 + loss / 100 + seed / 1000) for n in range(1, 11)]
     lines = [{key: fact for key, fact in header.items() if fact is not None},
              dict(type="phase", name="warm-up", ms=5000.0, timed=False),
              dict(type="val", step=0, val_loss=7.6, train_time_ms=0.0), *steps,
@@ -38,8 +40,29 @@ def make_run(folder: Path, seed: int, loss: float, seconds: float, source=SOURCE
              dict(type="result", val_loss=loss, train_time_ms=1000 * seconds, steps=10, tokens=563_200,
                   peak_memory_mib={"consumption": 800}) | result]
     (folder / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    (folder / "log.txt").write_text(f"step:10/10 val_loss:{loss}\n")
+    write_text_log(folder)
     return folder
+
+
+def write_text_log(folder: Path) -> None:
+    """log.txt of the events in log.jsonl, as the trainer would have written it."""
+    header, *events = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    said = ["=" * 100, f"Running Python {header.get('python')}",
+            f"Running PyTorch {header['torch']} compiled for CUDA {header['cuda'] if 'cuda' in header else None} on "
+            f"{header['hardware']} with world_size {header['world_size']}",
+            f"preset pocket, {header.get('params_total', 0):,} parameters in float32, attention reference, head plain, "
+            f"1 micro-batches a step, seed {header['seed']}", "changed from the preset: nothing", "=" * 100]
+    for event in events:
+        ms = event.get("train_time_ms")
+        if event["type"] in ("step", "val"):
+            loss = f"val_loss:{event['val_loss']:.4f} " if event["type"] == "val" else ""
+            average = ms / max(event["step"], 1)
+            said.append(f"step:{event['step']}/10 {loss}train_time:{ms:.0f}ms step_avg:{average:.2f}ms")
+        elif event["type"] == "result":
+            said.append(f"training time {ms / 1000:.2f} s, {event['steps']} steps, {event['tokens']:,} tokens; "
+                        f"logs in {event.get('run_dir', 'somewhere')}")
+            said.append("peak memory consumption: 800 MiB")
+    (folder / "log.txt").write_text("\n".join(said) + "\n")
 
 
 def make_runs(folder: Path, losses=LOSSES, seconds=SECONDS, **facts) -> Path:
@@ -62,7 +85,7 @@ def new(root: Path, *argv) -> Path:
 def check(root: Path, *argv) -> str:
     """What check finds, "" for nothing."""
     status, out = call("check", "--records", root, *argv)
-    assert status == int("follow from their logs" not in out)
+    assert status == int("all numbers follow from their logs" not in out)
     return out if status else ""
 
 
@@ -224,6 +247,30 @@ def test_ablation(root, tmp_path):
     assert "README.md: found" in check(root, "Ablation")
 
 
+def test_seeds_of_one_process_keep_their_folders(root, tmp_path):
+    """As `ablate --together=2` leaves them: one line of the manifest for two logs."""
+    out, ends = tmp_path / "out", []
+    for arm, more, source in (("baseline", 0.0, SOURCE), ("smear", 0.02, SOURCE.replace("= 7", "= 8"))):
+        for first in (0, 2):
+            for seed in (first, first + 1):
+                make_run(out / f"runs/{arm}_seed{first}/logs/x/seed_{seed}", seed, 3 + seed / 50 + more,
+                         100 + more + seed / 9, source=source, config={"runs": 2})
+            ends.append(dict(type="end", run=len(ends), folder=f"runs/{arm}_seed{first}", arm=arm, seed=first, runs=2,
+                             outcome="done", cause=None))
+    write_manifest(out, *ends)
+    folder = new(root, "Together", out, "--kind=ablation")
+    assert (folder / "logs/runs/smear_seed2/seed_3/log.jsonl").exists() and check(root, "Together") == ""
+    found = read(folder)["arms"]["smear"]
+    assert len(read(folder)["groups"]["smear"]["losses"]) == 4 and len(found["time"]) == 3
+
+
+def test_a_page_that_differs_throughout_is_not_printed_whole(copy):
+    page = entry(copy) / "README.md"
+    page.write_text(page.read_text().replace("|", "/"))
+    found = [line for line in check(copy, "First").splitlines() if "README.md" in line]
+    assert len(found) == shelf.SHOWN_LINES + 1 and "more such lines" in found[-1]
+
+
 def test_bench_is_kept_and_computed_again(copy, tmp_path):
     out, ends = tmp_path / "bench", []
     for pair in (1, 2, 3, 4, 5):
@@ -240,6 +287,10 @@ def test_bench_is_kept_and_computed_again(copy, tmp_path):
     report = read(folder)["bench"]["bench"]
     assert report["pairs"] == 5 and report["verdict"] == "faster" and "pairs" in report["method"]
     assert "[bench](bench)" in (folder / "README.md").read_text() and not list(folder.glob("bench/**/*.py"))
+    assert check(copy) == ""
+    edit(out / "manifest.jsonl", '"type": "bench"', '"type": "other"')
+    with pytest.raises(logs.ToolError, match="another manifest.jsonl in the record"):
+        call("new", "--records", copy, "--update", "02", f"--bench={out}")
     assert check(copy) == ""
     edit(folder / "bench/manifest.jsonl", '"a_s": 102.0', '"a_s": 103.0')
     assert "bench/manifest.jsonl: edited" in check(copy, "02")
@@ -338,6 +389,7 @@ def test_duplicates_and_missing_runs_are_refused(root, tmp_path):
 def test_time_budget_is_kept_within_3_percent(root, tmp_path):
     make_runs(tmp_path / "good", seconds=(97.5, 100.0, 102.5), result={"budget_s": 100.0})
     make_runs(tmp_path / "bad", seconds=(96.5, 100.0, 102.5), result={"budget_s": 100.0})
+    make_run(tmp_path / "good/odd", 3, 2.1, 99.0, result={"budget_s": 100.0}, config={"num_scheduled_steps": 9})
     new(root, "Good", tmp_path / "good", "--track=budget")
     with pytest.raises(logs.ToolError, match="within 3 %"):
         new(root, "Bad", tmp_path / "bad", "--track=budget")
@@ -353,7 +405,25 @@ def test_values_that_no_log_has_are_marked(root, tmp_path):
 # ------------------------------------------------------------------------------------------------ the leaderboard
 
 def board(root: Path, track: str) -> dict:
-    return json.loads(call("table", "--json", "--records", root)[1])[track]
+    """By title, the rows of each list; all keys of the JSON are words without blanks."""
+    found = json.loads(call("table", "--json", "--records", root)[1])
+    assert not [key for key in keys_of(found) if " " in key]
+    return {f"class {part['alike']['class']}, {part['alike']}": part["entries"] for part in found[track]}
+
+
+def keys_of(value) -> list[str]:
+    if isinstance(value, list):
+        return [key for item in value for key in keys_of(item)]
+    if isinstance(value, dict):
+        return [*value, *keys_of(list(value.values()))]
+    return []
+
+
+def test_reports_have_short_hashes(root, tmp_path):
+    new(root, "One", make_runs(tmp_path / "runs"), "--track=pocket")
+    assert f"data_sha256 {'d' * 8}\n" in call("table", "--records", root)[1]
+    assert layout.short_hashes({"a": "0f" * 32, "b": "0f" * 20}) == f"{{'a': '0f0f0f0f', 'b': '{'0f' * 20}'}}"
+    assert layout.shown(Path.cwd() / "x/y") == Path("x/y") and layout.shown(Path("/x")) == Path("/x")
 
 
 def test_plain_and_table_are_never_ranked_together(root, tmp_path):
@@ -387,5 +457,5 @@ def test_a_systems_change_needs_faster_and_no_lower_loss(root, tmp_path):
     for name, *stated in (("Plain",), ("Systems", "--entry=systems=true")):
         new(root, name, after, f"baseline={before}", "--track=8xGPU", *stated)
     rows = next(iter(board(root, "8xGPU").values()))
-    assert [(row["rank"], row["record"], row["against baseline"]) for row in rows] == [
+    assert [(row["rank"], row["record"], row["against_baseline"]) for row in rows] == [
         (None, "01 Plain", "faster"), (1, "02 Systems", "faster")]

@@ -1,145 +1,44 @@
 """Verb `bench`: is B faster than A on this machine? Interleaved runs of two trainers, stopped as soon as it is decided.
 
-Pairs run as A B, B A, A B, ...: what drifts slowly hits both sides alike. Any trainer that prints or writes the usual
-`step:.../... val_loss:... train_time:...` lines can be a side. OUT/manifest.jsonl has a line when a run starts and one
-when it ends, whatever became of it; the same command with the same OUT continues where it stopped."""
+Pairs run as A B, B A, A B, ...: what drifts slowly hits both sides alike. After 4, 6, 10, 16, ... pairs there is a look
+(sequential.py): four decide a difference of five times the spread between pairs, ten one of twice the spread. What is
+left undecided says how many pairs it needs; the same command with more --pairs continues. Any trainer that prints or
+writes the usual `step:.../... val_loss:... train_time:...` lines can be a side. OUT/manifest.jsonl has a line when a
+run starts and one when it ends, whatever became of it.
+
+Exit status: 0 faster, 3 slower, 4 same, 5 same program, 6 no record, 7 undecided, 8 not comparable; 1 a side failed
+twice; 2 bad input, or a busy machine that --refuse-busy refuses; 130 interrupted."""
 from __future__ import annotations
 
-import argparse, contextlib, hashlib, json, math, os, re, shlex, signal, statistics, subprocess, sys, time
+import argparse
+import json
+import os
+import re
+import shlex
+import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from tools import calibrate, compare, logs, verdict
+from tools import calibrate, compare, launch, sequential, verdict
+from tools.launch import Manifest, source_hashes
+from tools.layout import short_hashes
 from tools.logs import ToolError
 
-SPIN_COUNT = "5000"            # OpenMP threads that wait give the core away soon: ranks share cores (as in run.sh)
-RUN_FOLDER = "RECORDS_RUN_FOLDER"      # environment variable that tells which run a process belongs to
-GRACE_S = 20.0                 # a trainer that is told to end writes its last log lines first
 SHOWN_LINES = 12               # of the stderr of a failed run
-MIN_PAIRS = 3                  # fewer say nothing about the spread
 MAX_FAILURES = 2               # of one side; then it will not get better by itself
+CALIBRATION_LIMIT = 20.0       # times the seconds that a calibration is to take; it compiles nothing
+STARTING_S = 60.0              # of Python and torch
+BUSY_CORES, BUSY_SHARE = 0.5, 0.05     # cores at work for others, and share of all, that make a machine busy
+BUSY_SPREAD = 0.1              # of a calibration's batches
+# by verdict; 1 and 2 are errors
+STATUS = {"faster": 0, "slower": 3, "same": 4, "same program": 5, "no record": 6, "undecided": 7, "not comparable": 8}
 LAUNCHER = re.compile(r"^[EW]\d{4} .*torch/distributed/elastic", re.M)   # begins what torchrun adds to an error
 # a field that becomes a flag (its default is made by a call, as in train_gpt.py), or a flag by argparse, click, ...
 SEED_FLAG = re.compile(r"^\s+seed\s*:\s*int\s*=\s*\w+\(|[\"']--seed[\"']", re.M)
+NAMES_A_SEED = re.compile(r"--seed(=|$)|.*\{seed\}")
 
-def source_hashes(script: Path) -> dict[str, str]:
-    """sha256 of a trainer and of the files beside it that it imports, by name."""
-    names = re.findall(r"^\s*(?:from|import)\s+(\w+)", script.read_text(encoding="utf-8", errors="replace"), re.M)
-    beside = sorted({path for name in names if (path := script.with_name(f"{name}.py")).is_file()})
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in [script, *beside]}
-
-def processes_of(folder: Path) -> list[int]:
-    """Processes of runs in `folder` or below, by their environment (Linux; elsewhere none are found)."""
-    found, mark = [], f"{RUN_FOLDER}={folder.resolve()}/".encode()
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):                               # ended meanwhile, or another user's
-            found += [int(environment.parent.name)] * (mark in environment.read_bytes())
-    return found
-
-def end(child: subprocess.Popen, folder: Path) -> None:
-    """Ask a run to end, wait GRACE_S seconds at most, then kill its process group and what else is of this run:
-    workers of torchrun lead sessions of their own, so that a signal to the launcher's group misses them."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):            # the second Ctrl-C: at once
-        child.wait(GRACE_S)
-    for kill, pid in [(os.killpg, child.pid), *((os.kill, pid) for pid in processes_of(folder))]:
-        with contextlib.suppress(ProcessLookupError):
-            kill(pid, signal.SIGKILL)
-    child.wait()
-
-def command_line(script: Path, folder: Path, flags: list[str], ranks: int) -> list[str]:
-    """The command that runs `script` from within `folder`: relative, so that a manifest names no one's home."""
-    several = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"] if ranks > 1 else []
-    return ["python", *several, os.path.relpath(script.resolve(), folder.resolve()), *flags]
-
-def attend(script: Path, folder: Path, flags: list[str], ranks: int, limit_s: float | None) -> dict[str, Any]:
-    """Run `script` to its end in `folder`, its output in console.txt and stderr.txt there; leaves no process behind.
-    Returns {"status", "wall_s", "cause"}, cause "" after exit status 0. KeyboardInterrupt ends the run and goes on."""
-    threads = str(max(1, calibrate.cores() // ranks))
-    environment = {"OMP_NUM_THREADS": threads, "GOMP_SPINCOUNT": SPIN_COUNT} | os.environ
-    environment[RUN_FOLDER] = f"{folder.resolve()}/"
-    signal.signal(signal.SIGTERM, signal.default_int_handler)               # ends the run and leaves a line, as Ctrl-C
-    command, began, cause = [sys.executable, *command_line(script, folder, flags, ranks)[1:]], time.monotonic(), ""
-    with open(folder / "console.txt", "xb") as out, open(folder / "stderr.txt", "xb") as err:
-        child = subprocess.Popen(command, cwd=folder, env=environment, stdin=subprocess.DEVNULL, stdout=out, stderr=err,
-                                 start_new_session=True)
-        try:
-            cause = f"exit status {child.returncode}" if child.wait(limit_s) else ""
-        except subprocess.TimeoutExpired:
-            cause = f"still running after the limit of {limit_s:g} s"
-        finally:
-            wall_s = round(time.monotonic() - began, 3)
-            end(child, folder)
-    return {"status": child.returncode, "wall_s": wall_s, "cause": cause}
-
-def launch(script: Path, folder: Path, flags: list[str], ranks: int = 1, limit_s: float | None = None,
-           data: Path | None = None) -> dict[str, Any]:
-    """Run one training in `folder` (made here, new), with a link there to `data` (default: `data` beside the script).
-    Returns what the manifest says of its end: outcome "done" (exit status 0, and a log with a final validation) or
-    "failed", cause, status, wall_s, states; if done: logs (from `folder`), void, val_loss, train_s (None if void).
-    Raises KeyboardInterrupt, after all processes of the run have ended."""
-    folder.mkdir(parents=True)
-    data = data or script.resolve().parent / "data"
-    if data.is_dir():
-        (folder / "data").symlink_to(os.path.relpath(data.resolve(), folder.resolve()), target_is_directory=True)
-    entry = {"state_before": calibrate.state()} | attend(script, folder, flags, ranks, limit_s)
-    entry["state_after"] = calibrate.state()
-    written = [path for path in sorted(folder.iterdir()) if path.name not in ("data", "console.txt", "stderr.txt")]
-    runs = []
-    for paths in () if entry["cause"] else (written, [folder / "console.txt"]):       # the console repeats a log
-        runs = runs or [run for run in logs.read(paths).runs if run.finished or run.family != "ours" and run.final]
-    if not runs:
-        return entry | {"outcome": "failed", "cause": entry["cause"] or "ended without a log of a final validation"}
-    void = next((run.void for run in runs if run.void), None)
-    times = [run.seconds for run in runs if run.seconds is not None and not void]
-    return entry | {"outcome": "done", "logs": [os.path.relpath(run.path, folder) for run in runs], "void": void,
-                    "val_loss": statistics.fmean(run.loss for run in runs),
-                    "train_s": statistics.fmean(times) if times else None}
-
-class Manifest:
-    """A file of one JSON object per line, only ever appended to: {"type": "start"} and {"type": "end"} of every run.
-    A start without an end was left by a killed tool: opening the manifest again adds the end, outcome "lost"."""
-    def __init__(self, path: Path) -> None:
-        self.path, self.lines = path, []
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            whole = path.read_bytes()                        # the last line may be torn by a crash: it is cut off
-            path.write_bytes(good := whole[:whole.rfind(b"\n") + 1])
-            try:
-                self.lines = [json.loads(line) for line in good.splitlines()]
-            except ValueError as error:
-                raise ToolError(str(path), error, "JSON objects", "restore it, or use another folder") from None
-        ended = {line["run"] for line in self.of("end")}
-        for line in [line for line in self.of("start") if line["run"] not in ended]:
-            self.add(**line | {"type": "end", "outcome": "lost", "cause": "the tool was killed"})
-
-    def add(self, type: str, **facts: Any) -> dict[str, Any]:
-        """Append a line and have it on the disk before anything else happens."""
-        self.lines.append({"type": type} | facts)
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(self.lines[-1]) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        return self.lines[-1]
-
-    def of(self, kind: str) -> list[dict[str, Any]]:
-        return [line for line in self.lines if line["type"] == kind]
-
-    def run(self, script: Path, folder: Path, flags: list[str], ranks: int = 1, limit_s: float | None = None,
-            data: Path | None = None, **facts: Any) -> dict[str, Any]:
-        """`launch` between its lines; `facts` (side, pair, seed, ...) stand in both. Returns the line of the end."""
-        hashes = source_hashes(script)
-        facts = {"run": 1 + len(self.of("start")), "folder": os.path.relpath(folder, self.path.parent), **facts,
-                 "source_sha256": hashes.pop(script.name), "imports_sha256": hashes,
-                 "command": shlex.join(command_line(script, folder, flags, ranks))}
-        self.add("start", **facts, time=time.strftime("%Y-%m-%dT%H:%M:%S"))
-        try:
-            return self.add("end", **facts, **launch(script, folder, flags, ranks, limit_s, data))
-        except BaseException as error:
-            self.add("end", **facts, outcome="interrupted", cause=repr(error))
-            raise
 
 def say(*lines: str) -> None:
     """Print above the progress line, at once: a bench is often watched through a pipe."""
@@ -147,146 +46,304 @@ def say(*lines: str) -> None:
     tqdm.write("\n".join(lines))
     sys.stdout.flush()
 
+
+# ---- Settings
 def parsed(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("python records bench", allow_abbrev=False, description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter,
                                      usage="%(prog)s A.py B.py [settings] [-- flags of both sides]")
     parser.add_argument("scripts", nargs=2, type=Path, metavar="TRAINER", help="A and B; may be one file")
-    for name, kind, default, about in (
-            ("a", str, "", "flags of side A; {seed} is replaced by the pair's number"), ("b", str, "", "of side B"),
-            ("ranks", int, 1, "processes of a run"), ("pairs", int, 10, "at most; fewer when it is decided earlier"),
-            ("out", Path, f"logs/bench-{time.strftime('%Y%m%d-%H%M%S')}", "folder of the manifest and the runs"),
-            ("data", Path, None, "folder that the runs see as `data`; None: `data` beside A"),
-            ("limit", float, None, "seconds after which a run has failed"),
-            ("calibrate", float, 20.0, "seconds of calibration, before and after; 0: none")):
+
+    def setting(name: str, kind: type, default: Any, about: str) -> None:
         parser.add_argument(f"--{name}", type=kind, default=default, help=f"{about} [%(default)s]")
+
+    setting("a", str, "", "flags of side A; {seed} is replaced by the pair's number")
+    setting("b", str, "", "of side B")
+    setting("ranks", int, 1, "processes of a run")
+    setting("pairs", int, 10, "at most; fewer when it is decided earlier, at 4, 6, 10, 16, ... pairs")
+    setting("out", Path, f"logs/bench-{time.strftime('%Y%m%d-%H%M%S')}", "folder of the manifest and the runs")
+    setting("data", Path, None, "folder that the runs see as `data`; None: `data` beside A")
+    setting("limit", float, None, launch.LIMIT_HELP)
+    setting("calibrate", float, 20.0, "seconds of calibration, before and after; 0: none")
+    parser.add_argument("--refuse-busy", action="store_true", help="do not begin on a machine that works for others")
+
     at = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[:at])
-    args.both, args.data = argv[at + 1:], args.data or args.scripts[0].resolve().parent / "data"
-    if missing := [f"no file {path}" for path in args.scripts if not path.is_file()] + [
-            f"--{name} below 1" for name in ("ranks", "pairs") if vars(args)[name] < 1]:
-        raise ToolError("settings", " and ".join(missing), "two Python files, a rank, a pair", "check them")
+    args.both = argv[at + 1:]
+    args.data = args.data or args.scripts[0].resolve().parent / launch.DATA
+    refuse_wrong(args)
     return args
 
+
+def refuse_wrong(args: argparse.Namespace) -> None:
+    wrong = [f"no file {path}" for path in args.scripts if not path.is_file()]
+    for name in ("ranks", "pairs"):
+        if getattr(args, name) < 1:
+            wrong.append(f"--{name} below 1")
+    if args.limit is not None and not args.limit > 0:
+        wrong.append("--limit without a second")
+    if wrong:
+        raise ToolError("settings", " and ".join(wrong), "two Python files, a rank, a pair", "check them")
+
+
+def flags_of(script: Path, own: str, both: list[str]) -> list[str]:
+    """Of a side: both sides', its own, and a seed where the trainer takes one and none is named."""
+    flags = [*both, *shlex.split(own)]
+    if any(NAMES_A_SEED.match(flag) for flag in flags):
+        return flags
+    if SEED_FLAG.search(script.read_text(encoding="utf-8", errors="replace")):
+        flags.append("--seed={seed}")
+    return flags
+
+
+# ---- The bench
 class Bench:
     """Pairs of runs in OUT, after what earlier calls did. Raises ToolError if OUT is another bench's, or in use."""
+
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.scripts, self.sides = args, dict(zip("AB", args.scripts)), {}
-        for side, script in self.scripts.items():
-            flags = [*args.both, *shlex.split(vars(args)[side.lower()])]
-            named = any(re.match(r"--seed(=|$)|.*\{seed\}", flag) for flag in flags)
-            if not named and SEED_FLAG.search(script.read_text(encoding="utf-8", errors="replace")):
-                flags.append("--seed={seed}")
+        self.args = args
+        self.scripts = dict(zip("AB", args.scripts))
+        self.sides: dict[str, dict[str, Any]] = {}
+        for side, own in (("A", args.a), ("B", args.b)):
+            script = self.scripts[side]
+            flags = flags_of(script, own, args.both)
             self.sides[side] = {"flags": flags, "sources": source_hashes(script)}
-            say(f"{side}: {script} {' '.join(flags)}" + " (seeds are not set)" * ("seed" not in str(flags)))
-        if running := processes_of(args.out):
+            remark = "" if "seed" in str(flags) else " (seeds are not set)"
+            say(f"{side}: {script} {' '.join(flags)}{remark}")
+
+        running = launch.processes_of(args.out)
+        if running:
+            pids = " ".join(map(str, running))
             raise ToolError(f"folder {args.out}", f"processes {running} of its runs", "none: they disturb the times",
-                            f"wait for them, or end them: kill {' '.join(map(str, running))}")
+                            f"wait for them, or end them: kill {pids}")
         self.manifest = Manifest(args.out / "manifest.jsonl")
-        plan = {"sides": self.sides, "ranks": args.ranks, "data": os.path.relpath(args.data, args.out)}
-        old = (self.manifest.of("bench") or [self.manifest.add("bench", **plan)])[0]
-        if changed := [key for key in plan if old[key] != plan[key]]:
-            raise ToolError(f"bench in {args.out}", *({key: it[key] for key in changed} for it in (plan, old)),
+        self.refuse_other_plan()
+
+    def refuse_other_plan(self) -> None:
+        """A bench goes on as it began."""
+        data = os.path.relpath(self.args.data, self.args.out)
+        plan = {"sides": self.sides, "ranks": self.args.ranks, "data": data}
+        if not self.manifest.of("bench"):
+            self.manifest.add("bench", **plan)
+        old = self.manifest.of("bench")[0]
+        changed = [key for key in plan if old[key] != plan[key]]
+        if changed:
+            now = {key: plan[key] for key in changed}
+            then = {key: old[key] for key in changed}
+            raise ToolError(f"bench in {self.args.out}", short_hashes(now), short_hashes(then),
                             "restore these to continue it, or give another --out")
 
     @property
     def pairs(self) -> list[dict[str, Any]]:
         return self.manifest.of("pair")
 
-    def test(self) -> verdict.Difference:
-        """B's time over A's - 1; holds at any stopping time, so that looking after every pair costs no certainty."""
-        return verdict.paired([line["difference"] for line in self.pairs])
+    @property
+    def differences(self) -> list[float]:
+        """B's time over A's - 1, by pair."""
+        return [line["difference"] for line in self.pairs]
+
+    def settled(self) -> str:
+        """What the times of the pairs say for sure, or ""."""
+        test = sequential.paired(self.differences)
+        margin = verdict.SAME_MARGIN
+        if test.p < verdict.SHARE:
+            return f"the times differ, p {test.p:.2g} is below {verdict.SHARE:g}"
+        if -margin <= test.low and test.high <= margin:
+            return f"the times are the same within {margin:.2%}"
+        return ""
 
     def stop(self) -> str:
-        """Why no more pairs are needed, or ""."""
-        test, enough, margin = self.test(), len(self.pairs) >= MIN_PAIRS, verdict.SAME_MARGIN
-        if enough and test.p < verdict.SHARE:
-            return f"the times differ, p {test.p:.2g} is below {verdict.SHARE:g}"
-        if enough and -margin <= test.low and test.high <= margin:
-            return f"the times are the same within {margin:.2%}"
-        return "all are done" if len(self.pairs) >= self.args.pairs else ""
+        """Why no more pairs are run, or ""."""
+        why = self.settled()
+        if not why and len(self.pairs) >= self.args.pairs:
+            why = "all are done"
+        return why
 
+    def needed(self) -> str:
+        """How many pairs would settle the times, if they go on as they are; "" where they are settled, and where
+        nothing is known of their spread."""
+        done, mean, sd = verdict.summary(self.differences)
+        if done < 2 or self.settled():
+            return ""
+        found = f"a mean of {mean:+.3%} with a spread of {sd:.3%} between pairs"
+        pairs = sequential.pairs_needed(mean, sd, verdict.SAME_MARGIN)
+        if pairs is None:
+            return f"{found} is not settled by {sequential.MOST_PAIRS} pairs; take longer runs, or a quieter machine"
+        if pairs <= done:                                               # bad luck so far
+            pairs = sequential.next_look(done).pairs
+        return (f"about {pairs} pairs settle {found}; the same command with --out={self.args.out} --pairs={pairs} "
+                "continues")
+
+    # -- The machine
     def look(self, when: str) -> None:
         """Note and print the machine, its state and its calibration, and what changed since the last look."""
-        folder, found = self.args.out / f"calibrations/{1 + len(self.manifest.of('machine')):03}", {"rates": {}}
-        last = (self.manifest.of("machine") or [{"machine": {}, "calibration": {"rates": {}}}])[-1]
-        if self.args.calibrate:
-            folder.mkdir(parents=True)
-            found |= attend(Path(calibrate.__file__), folder, [f"{self.args.calibrate:g}"], self.args.ranks, None)
-            for printed in re.findall(r"^\{.*", (folder / "console.txt").read_text(), re.M):
-                found["rates"] = json.loads(printed)
+        before = self.manifest.of("machine")
+        cores = calibrate.busy_cores()
+        calibration = self.calibration(1 + len(before))
         now = self.manifest.add("machine", when=when, machine=calibrate.fingerprint(), state=calibrate.state(),
-                                calibration=found)
-        for kind in "machine", "state":
-            say(f"{when}: {kind}: " + ", ".join(f"{key} {value}" for key, value in now[kind].items() if value))
-        for key in (key for key, value in last["machine"].items() if value != now["machine"][key]):
-            say(f"{when}: NOT AS BEFORE: {key} was {last['machine'][key]}")
-        for name, (value, spread) in found["rates"].items():
-            was = last["calibration"]["rates"].get(name)
-            say(f"{when}: calibration: {name} {value:.4g}, spread {spread:.1%}"
-                + (f", {value / was[0] - 1:+.1%} since the last look" if was else ""))
-        if not found["rates"]:
-            say(f"{when}: calibration not run: {found.get('cause', '--calibrate=0')}")
+                                calibration=calibration, busy=busy(cores, calibration["rates"]))
+        for kind in ("machine", "state"):
+            known = [f"{key} {value}" for key, value in now[kind].items() if value]
+            say(f"{when}: {kind}: {', '.join(known)}")
 
+        last = before[-1] if before else {"machine": {}, "calibration": {"rates": {}}}
+        for key, was in last["machine"].items():
+            if was != now["machine"][key]:
+                say(f"{when}: NOT AS BEFORE: {key} was {was}")
+        if not calibration["rates"]:
+            say(f"{when}: calibration not run: {calibration.get('cause', '--calibrate=0')}")
+        for name, (rate, spread) in calibration["rates"].items():
+            since = ""
+            if name in last["calibration"]["rates"]:
+                was, _ = last["calibration"]["rates"][name]
+                since = f", {rate / was - 1:+.1%} since the last look"
+            say(f"{when}: calibration: {name} {rate:.4g}, spread {spread:.1%}{since}")
+        for reason in now["busy"]:
+            say(f"{when}: BUSY: {reason}")
+        if when == "before" and now["busy"] and self.args.refuse_busy:
+            raise ToolError("machine", "; ".join(now["busy"]), "one that is left alone, by --refuse-busy",
+                            "end what else runs, or go on without --refuse-busy")
+
+    def calibration(self, number: int) -> dict[str, Any]:
+        """How it ended, and the rates that it measured; none of them if it was not run, or failed."""
+        found: dict[str, Any] = {"rates": {}}
+        if not self.args.calibrate:
+            return found
+        folder = self.args.out / f"calibrations/{number:03}"
+        folder.mkdir(parents=True)
+        flags = [f"{self.args.calibrate:g}"]
+        limit_s = STARTING_S + CALIBRATION_LIMIT * self.args.calibrate
+        found |= launch.attend(Path(calibrate.__file__), folder, flags, self.args.ranks, limit_s)
+        for printed in re.findall(r"^\{.*", (folder / launch.CONSOLE).read_text(), re.M):
+            found["rates"] = json.loads(printed)
+        return found
+
+    # -- Runs
     def run(self, side: str, pair: int) -> dict[str, Any]:
         """One run of a side, printed. Raises ToolError if its source was edited since the bench began."""
-        script, facts, out = self.scripts[side], self.sides[side], self.args.out
-        if (now := source_hashes(script)) != facts["sources"]:
-            raise ToolError(f"source of side {side}, {script}", f"edited meanwhile: {now}", facts["sources"],
+        script = self.scripts[side]
+        began_with = self.sides[side]["sources"]
+        now = source_hashes(script)
+        if now != began_with:
+            found = f"edited meanwhile: {short_hashes(now)}"
+            raise ToolError(f"source of side {side}, {script}", found, short_hashes(began_with),
                             "restore it to continue, or start anew with another --out")
-        flags = [flag.replace("{seed}", str(pair)) for flag in facts["flags"]]
-        name, most = f"{1 + len(self.manifest.of('start')):03}_{side}", 2 * self.args.pairs
-        line = self.manifest.run(script, out / "runs" / name, flags, self.args.ranks, self.args.limit, self.args.data,
-                                 side=side, pair=pair, seed=pair if flags != facts["flags"] else None)
+
+        flags = [flag.replace("{seed}", str(pair)) for flag in self.sides[side]["flags"]]
+        seeded = flags != self.sides[side]["flags"]
+        name = f"{1 + len(self.manifest.of('start')):03}_{side}"
+        folder = self.args.out / "runs" / name
+        limit_s = self.manifest.limit_s(self.args.limit)
+        line = self.manifest.run(script, folder, flags, self.args.ranks, limit_s, self.args.data,
+                                 side=side, pair=pair, seed=pair if seeded else None)
         if line["outcome"] == "failed":
-            errors = LAUNCHER.split((out / "runs" / name / "stderr.txt").read_text(errors="replace"))[0].splitlines()
-            say(f"{name}: FAILED, {line['cause']}; stderr.txt ends with:", *(f"    {x}" for x in errors[-SHOWN_LINES:]))
+            say(f"{name}: FAILED, {line['cause']}; stderr.txt ends with:", *last_errors(folder))
         elif line["train_s"] is None:
             raise ToolError(f"times of {name}", line["void"] or "none", "times that count", "change the flags")
         else:
-            say(f"{name}: pair {pair}, loss {line['val_loss']:.4f}, {line['train_s']:.3f} of {line['wall_s']:.1f} s"
-                + f", at most {most} such runs: {most * line['wall_s'] / 60:.1f} minutes" * (line["run"] == 1))
+            said = f"{name}: pair {pair}, loss {line['val_loss']:.4f}, {line['train_s']:.3f} of {line['wall_s']:.1f} s"
+            if line["run"] == 1:
+                most = 2 * self.args.pairs
+                said += f", at most {most} such runs: {most * line['wall_s'] / 60:.1f} minutes"
+            say(said)
         return line
 
     def pair(self, bar: Any) -> str:
         """One run of each side, with the same seed, and the pair's line. Returns the side that failed, or ""."""
-        number, seconds = 1 + max((line["pair"] for line in self.manifest.of("start")), default=0), {}
-        for side in "AB" if len(self.pairs) % 2 == 0 else "BA":        # a broken pair's number is not used again
+        used = [line["pair"] for line in self.manifest.of("start")]
+        number = 1 + max(used, default=0)                              # a broken pair's number is not used again
+        order = "AB" if len(self.pairs) % 2 == 0 else "BA"
+        seconds = {}
+        for side in order:
             line = self.run(side, number)
             if line["outcome"] == "failed":
                 return side
             seconds[side] = line["train_s"]
             bar.update()
+
         difference = seconds["B"] / seconds["A"] - 1
         self.manifest.add("pair", pair=number, a_s=seconds["A"], b_s=seconds["B"], difference=difference)
-        test = self.test()
-        surely = f", surely {test.low:+.2%} to {test.high:+.2%}, p {test.p:.2g}" if math.isfinite(test.low) else ""
-        say(f"pair {number}: B takes {difference:+.2%}; mean of {len(self.pairs)} {test.mean:+.2%}{surely}")
+        say(f"pair {number}: B takes {difference:+.2%}; {self.so_far()}")
         return ""
 
+    def so_far(self) -> str:
+        """The mean of the pairs, and what a look at them tells, or when there will be one."""
+        count, mean, _ = verdict.summary(self.differences)
+        look = sequential.last_look(count)
+        if look and look.pairs == count:
+            test = sequential.paired(self.differences)
+            seen = f"surely {test.low:+.2%} to {test.high:+.2%}, p {test.p:.2g}"
+        else:
+            seen = f"the next look is at {sequential.next_look(count).pairs}"
+        return f"mean of {count} {mean:+.2%}, {seen}"
+
     def race(self) -> int:
-        """Pairs until it is decided, then the comparison. Exit status 1 if a side fails MAX_FAILURES times."""
+        """Pairs until it is decided, then the comparison. Returns the exit status."""
         from tqdm import tqdm
-        failures, why = Counter(), self.stop()
+        failures: Counter[str] = Counter()
+        why = self.stop()
         if not why:
             self.look("before")
             with tqdm(total=2 * self.args.pairs, initial=2 * len(self.pairs), unit="run", disable=None) as bar:
                 while not why:
                     failed = self.pair(bar)
                     failures[failed] += bool(failed)
-                    why = f"side {failed} failed again" if failures[failed] >= MAX_FAILURES else self.stop()
+                    why = self.stop()
+                    if failures[failed] >= MAX_FAILURES:
+                        why = f"side {failed} failed again"
             self.look("after")
+        word = self.summarize(why)
+        if max(failures.values(), default=0) >= MAX_FAILURES:
+            return 1
+        return STATUS[word]
+
+    def summarize(self, why: str) -> str:
+        """Print and write what was found. Returns the verdict."""
         outcomes = Counter(line["outcome"] for line in self.manifest.of("end"))
         say(f"stopped after {len(self.pairs)} pairs: {why}; runs: {dict(outcomes)}")
-        numbers, report = {line["pair"] for line in self.pairs}, None
-        if numbers:
-            report = compare.compare(*(compare.side_of(side, [
-                self.args.out / line["folder"] / log for line in self.manifest.of("end")
-                if line["side"] == side and line["pair"] in numbers for log in line["logs"]]) for side in "AB"))
-        summary = {"stopped": why, "outcomes": outcomes, "pairs": self.pairs, "compare": compare.jsonable(report)}
+        report = self.compared() if self.pairs else None
+        word = report["verdict"] if report else "undecided"
+        needs = self.needed() if word == "undecided" else ""
+        busy_looks = [look for look in self.manifest.of("machine") if look.get("busy")]
+        disturbed = [f"busy {look['when']} the runs: {'; '.join(look['busy'])}" for look in busy_looks]
+        summary = {"stopped": why, "outcomes": outcomes, "pairs": self.pairs, "needs": needs, "disturbed": disturbed,
+                   "compare": compare.jsonable(report)}
         (self.args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+
+        for remark in disturbed:
+            say(f"note: the machine was {remark}")
+        if needs:
+            say(f"note: {needs}")
         say(compare.text(report) if report else "verdict: undecided: no pair is complete")
-        return int(max(failures.values(), default=0) >= MAX_FAILURES)
+        return word
+
+    def compared(self) -> dict[str, Any]:
+        """B against A, of the runs of complete pairs."""
+        numbers = {line["pair"] for line in self.pairs}
+        found: dict[str, list[Path]] = {"A": [], "B": []}
+        for line in self.manifest.of("end"):
+            if line["pair"] in numbers:
+                found[line["side"]] += [self.args.out / line["folder"] / log for log in line["logs"]]
+        a, b = (compare.side_of(side, paths) for side, paths in found.items())
+        return compare.compare(a, b)
+
+
+def busy(cores: float | None, rates: dict[str, list[float]]) -> list[str]:
+    """What disturbs times here. cores: at work for others; rates: of a calibration."""
+    found = []
+    if cores is not None and cores > max(BUSY_CORES, BUSY_SHARE * calibrate.cores()):
+        found.append(f"{cores:.1f} of {calibrate.cores()} cores work for others")
+    for name, (_, spread) in rates.items():
+        if spread > BUSY_SPREAD:
+            found.append(f"{name} spreads by {spread:.0%}")
+    return found
+
+
+def last_errors(folder: Path) -> list[str]:
+    """The end of a failed run's stderr, without what torchrun adds to it."""
+    errors, *_ = LAUNCHER.split((folder / launch.ERRORS).read_text(errors="replace"))
+    return [f"    {line}" for line in errors.splitlines()[-SHOWN_LINES:]]
+
 
 def main(argv: list[str]) -> int:
     args = parsed(argv)
