@@ -14,7 +14,7 @@ import pytest
 RECORDS = Path(__file__).resolve().parent.parent / "records"
 sys.path.insert(0, str(RECORDS))
 
-from tools import bench, calibrate, launch, logs, sequential, verdict    # noqa: E402
+from tools import bench, calibrate, launch, logs, verdict    # noqa: E402
 
 # Each prints or writes two validations: as the peers do (a log of its own in logs/, with its source), on the console
 # only, or as log.jsonl. `time` is that of the run in ms; {body} runs before and may change it.
@@ -54,9 +54,8 @@ NOISE = 0.0008                     # relative sd of a run's time on one machine,
 
 
 @pytest.fixture(autouse=True)
-def one_boundary(monkeypatch) -> None:
-    """The comparison at the end tests pairs as the bench does; and no test waits for the machine to be looked at."""
-    monkeypatch.setattr(verdict, "paired", sequential.paired, raising=False)
+def quiet_machine(monkeypatch) -> None:
+    """No test waits for the machine to be looked at."""
     monkeypatch.setattr(calibrate, "busy_cores", lambda: 0.1)
 
 
@@ -74,7 +73,7 @@ def ran(*argv: str, pairs: int = 3, calibrate: int = 0) -> str:
     status = run(*argv, pairs=pairs, calibrate=calibrate)
     out = next(flag.removeprefix("--out=") for flag in argv if flag.startswith("--out="))
     word = json.loads((Path(out) / "summary.json").read_text())["compare"]["verdict"]
-    assert status == bench.STATUS[word]
+    assert status == verdict.STATUS[word]
     return word
 
 

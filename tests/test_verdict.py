@@ -76,46 +76,6 @@ def test_welch_of_too_little():
     assert one_side.p == pytest.approx(2 * t_tail(9e-4 / (1e-3 / math.sqrt(7)), 6), rel=1e-6)
 
 
-def test_e_value_is_the_mixture_of_likelihood_ratios():
-    """Against the integral that defines it: effect ~ N(0, PRIOR) and the scale-invariant density of the differences."""
-    def density(xs: np.ndarray, effect: float) -> float:
-        """Of x / |x_1| up to a factor: the integral over sd of prod N(x; effect sd, sd^2) / sd."""
-        u = np.linspace(-6, 6, 4001)                                     # u = log(1 / sd)
-        exponent = -0.5 * ((xs[:, None] * np.exp(u) - effect) ** 2).sum(0) + len(xs) * u
-        return float(np.exp(exponent).sum() * (u[1] - u[0]))
-    xs = np.array([0.4, 1.1, 0.7, 0.9, -0.2])
-    effects = np.linspace(-25, 25, 2001)
-    weight = np.exp(-effects ** 2 / (2 * verdict.PRIOR)) / math.sqrt(2 * math.pi * verdict.PRIOR)
-    weight *= effects[1] - effects[0]
-    integral = sum(w * density(xs, e) for w, e in zip(weight, effects)) / density(xs, 0.0)
-    assert verdict.paired_e_value(list(xs)) == pytest.approx(integral, rel=1e-4)
-    assert verdict.paired_e_value([0.3]) == 1 and verdict.paired_e_value([0.0, 0.0]) == 1
-    assert verdict.paired_e_value([1.0, 1.0, 1.0]) > 20                  # a spread of 0 is no division by 0
-
-
-def test_e_value_keeps_its_error_rate_at_any_stopping_time():
-    """Looking after each of 60 pairs, 4,000 times: at most the level stops falsely, up to three standard errors."""
-    xs = np.random.default_rng(0).standard_normal((4000, 60))
-    n = np.arange(1, 61)
-    mean, squares, shrink = np.cumsum(xs, 1) / n, np.cumsum(xs ** 2, 1), 1 + n * verdict.PRIOR
-    log_e = n / 2 * np.log(squares / (squares - n * mean ** 2 * (1 - 1 / shrink))) - np.log(shrink) / 2
-    assert math.exp(log_e[7, 11]) == pytest.approx(verdict.paired_e_value(list(xs[7, :12])))
-    false = (log_e.max(axis=1) >= math.log(1 / verdict.SHARE)).mean()
-    assert false <= SHARE + 3 * math.sqrt(SHARE / 4000)
-
-
-def test_confidence_sequence_inverts_the_e_value():
-    xs = [0.31, 0.42, 0.18, 0.29, 0.35]
-    for level in (ALPHA, SHARE):
-        low, high = verdict.confidence_sequence(xs, level)
-        for edge, inside in ((low, low + 1e-3), (high, high - 1e-3)):
-            assert verdict.paired_e_value([x - edge for x in xs]) == pytest.approx(1 / level)
-            assert verdict.paired_e_value([x - inside for x in xs]) < 1 / level
-    assert verdict.confidence_sequence([1.0]) == (-math.inf, math.inf) == verdict.confidence_sequence([1.0, 1.1])
-    test = verdict.paired(xs)
-    assert (test.low, test.high) == verdict.confidence_sequence(xs) and test.p == 1 / verdict.paired_e_value(xs)
-
-
 def test_without_drift_against_normal_equations_and_a_known_drift():
     rnd = random.Random(5)
     a = [80 + 0.05 * k + rnd.gauss(0, 0.01) for k in range(8)]

@@ -32,8 +32,6 @@ CALIBRATION_LIMIT = 20.0       # times the seconds that a calibration is to take
 STARTING_S = 60.0              # of Python and torch
 BUSY_CORES, BUSY_SHARE = 0.5, 0.05     # cores at work for others, and share of all, that make a machine busy
 BUSY_SPREAD = 0.1              # of a calibration's batches
-# by verdict; 1 and 2 are errors
-STATUS = {"faster": 0, "slower": 3, "same": 4, "same program": 5, "no record": 6, "undecided": 7, "not comparable": 8}
 LAUNCHER = re.compile(r"^[EW]\d{4} .*torch/distributed/elastic", re.M)   # begins what torchrun adds to an error
 # a field that becomes a flag (its default is made by a call, as in train_gpt.py), or a flag by argparse, click, ...
 SEED_FLAG = re.compile(r"^\s+seed\s*:\s*int\s*=\s*\w+\(|[\"']--seed[\"']", re.M)
@@ -295,7 +293,7 @@ class Bench:
         word = self.summarize(why)
         if max(failures.values(), default=0) >= MAX_FAILURES:
             return 1
-        return STATUS[word]
+        return verdict.STATUS[word]
 
     def summarize(self, why: str) -> str:
         """Print and write what was found. Returns the verdict."""

@@ -32,8 +32,6 @@ MAX_RUNS = 1000                    # more are not worth a number
 SAME_MARGIN = 0.001                # `same`: the time difference is surely less than this share of the time
 DRAWS = 1999                       # Monte Carlo draws behind the p-value of two modes
 FEWEST_FOR_MODES = 4
-PRIOR = 10.0                       # variance of the effect, in units of the differences' variance, that e-values bet on
-LARGEST_EXPONENT = 700.0           # of e, that a float holds
 TINY = 1e-300                      # instead of a variance of 0
 # Exit status of `compare` and `show` by verdict; 1 and 2 are errors.
 STATUS = {"faster": 0, "slower": 3, "same": 4, "same program": 5, "no record": 6, "undecided": 7, "not comparable": 8}
@@ -171,45 +169,6 @@ def two_samples(a: Sequence[float], b: Sequence[float]) -> Difference:
     return Difference(tests[0].mean, low, high, max(test.p for test in tests))
 
 
-# ---- Pairs at any stopping time -------------------------------------------------------------------------------------
-
-def paired_e_value(differences: Sequence[float]) -> float:
-    """Evidence against "the differences have mean 0", valid at any stopping time: reject at e >= 1 / level.
-    Normal differences of unknown variance; the effect in units of their sd is mixed over N(0, PRIOR) and the sd over
-    its right Haar measure, so that e is a martingale under the null (Lai 1976; Wang and Ramdas 2023). 1 for n < 2."""
-    n = len(differences)
-    squares = math.fsum(x * x for x in differences)
-    if n < 2 or squares == 0:
-        return 1.0
-    mean = summary(differences).mean
-    shrink = 1 + n * PRIOR
-    rest = squares - n * mean * mean * (1 - 1 / shrink)
-    log_e = n / 2 * math.log(squares / rest) - math.log(shrink) / 2
-    return math.exp(min(log_e, LARGEST_EXPONENT))
-
-
-def confidence_sequence(differences: Sequence[float], level: float = ALPHA) -> tuple[float, float]:
-    """Means that `paired_e_value` does not reject at `level`: an interval that covers at all times at once."""
-    n = len(differences)
-    if n < 2:
-        return -math.inf, math.inf
-    shrink = 1 + n * PRIOR
-    ratio = math.exp(2 / n * (math.log(1 / level) + math.log(shrink) / 2))
-    if ratio >= shrink:
-        return -math.inf, math.inf
-    mean = summary(differences).mean
-    rest = math.fsum((x - mean) ** 2 for x in differences)
-    half = math.sqrt((ratio - 1) * rest / (n * (1 - ratio / shrink)))
-    return mean - half, mean + half
-
-
-def paired(differences: Sequence[float]) -> Difference:
-    """Mean of b - a over interleaved pairs; interval and p (1 / e) hold at any stopping time."""
-    low, high = confidence_sequence(differences)
-    p = min(1.0, 1 / paired_e_value(differences))
-    return Difference(summary(differences).mean, low, high, p)
-
-
 # ---- Drift, modes, outliers -----------------------------------------------------------------------------------------
 
 def without_drift(a: Sequence[float], b: Sequence[float], order: Sequence[float]) -> tuple[Difference, Difference]:
@@ -305,7 +264,9 @@ def runs_needed(effect: float, sd: float, sides: int = 2, alpha: float = SHARE) 
     if not effect:
         return None
     if not sd > 0:
-        return None if math.isnan(sd) else 2
+        if math.isnan(sd):
+            return None
+        return 2
     n = np.arange(2, MAX_RUNS + 1)
     free = sides * (n - 1)
     shift = abs(effect) / sd * np.sqrt(n / sides)
