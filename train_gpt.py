@@ -5812,10 +5812,11 @@ def write_header(log: Log, cfg: Config, executor: Executor, origin: Origin, kind
     if cfg.time_budget:
         untimed_steps += TRIAL_ROUNDS * TRIAL_STEPS * len(cfg.stages)
 
-    log.event(kind, preset=origin.preset, changed=changed, config=asdict(cfg), seed=cfg.seed, **versions, nccl=nccl,
-              hardware=hardware(fabric), world_size=fabric.world, attention=origin.attention, head=executor.precision,
-              row_comms=cfg.row_comms, tokens_per_step=[stage.batch_tokens for stage in cfg.stages],
-              grad_accum_steps=micro_batches, slots_at_once=executor.slots_at_once,
+    started = time.strftime("%Y-%m-%dT%H:%M:%S")                              # by the clock of rank 0's machine
+    log.event(kind, preset=origin.preset, started=started, changed=changed, config=asdict(cfg), seed=cfg.seed,
+              **versions, nccl=nccl, hardware=hardware(fabric), world_size=fabric.world, attention=origin.attention,
+              head=executor.precision, row_comms=cfg.row_comms, grad_accum_steps=micro_batches,
+              slots_at_once=executor.slots_at_once, tokens_per_step=[stage.batch_tokens for stage in cfg.stages],
               untimed_warmup_steps=untimed_steps, target_loss=cfg.target_loss, data_sha256=origin.data_sha256,
               **sizes, **facts)
 

@@ -53,6 +53,14 @@ class Timing:
     paired: bool = False
 
 
+def pairs_in_words(count: int) -> str:
+    """Those that the last look took in: it is at 4, 6, 10, ... of them."""
+    look = sequential.last_look(count)
+    if look is None or look.pairs == count:
+        return f"{count} interleaved pairs"
+    return f"the first {look.pairs} of {count} interleaved pairs"
+
+
 def timing(a: Sequence[Timed], b: Sequence[Timed], stated: bool = False, floor: float = FLOOR) -> Timing:
     """stated  the user says that all ran on one machine in one rental, where logs do not say
     floor   of differences between rentals, as a share of the time"""
@@ -61,7 +69,7 @@ def timing(a: Sequence[Timed], b: Sequence[Timed], stated: bool = False, floor: 
         shares = [b_seconds / a_seconds - 1 for a_seconds, b_seconds in pairs]
         per_run = summary(shares).sd * mean(seconds_of(a)) / math.sqrt(2)
         test = of_share(sequential.paired(shares), a)
-        return Timing([test], per_run, f"{len(pairs)} interleaved pairs", notes=groups_in_words(a, b), paired=True)
+        return Timing([test], per_run, pairs_in_words(len(pairs)), notes=groups_in_words(a, b), paired=True)
 
     if all(run.place is not None for run in (*a, *b)):                       # a bench without complete pairs
         return unpaired(a, b, [run.place for run in (*a, *b)])
