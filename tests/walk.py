@@ -303,7 +303,8 @@ class Ledger(phantom.Recorder):
         elif owner is None:
             name = facts["name"]
             common.update(kind="triton", bytes=self.rows_bytes(tensors), shapes=" ".join(map(text_of, tensors)))
-            key = f"{name}.{digest_of(common['shapes'] + str(grid))}"
+            place = f"{grid} {self.world}"                    # with another number of ranks it touches other rows
+            key = f"{name}.{digest_of(common['shapes'] + place)}"
         else:
             name = owner.inductor_meta["kernel_name"]
             key = self.generated(owner, common, tensors)
