@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +43,7 @@ def first(tmp_path_factory) -> Run:
 # ---- a run that works -----------------------------------------------------------------------------------------------
 
 KEYS = {
-    "header": "config seed world_size grad_accum_steps slots_at_once tokens_per_step git_commit source_sha256 "
+    "header": "config started seed world_size grad_accum_steps slots_at_once tokens_per_step git_commit source_sha256 "
               "data_sha256 python torch triton cuda nccl hardware attention preset changed head row_comms target_loss "
               "params_total params_per_token table_rows table_bytes untimed_warmup_steps",
     "phase": "name ms timed",
@@ -199,6 +200,7 @@ def test_header_says_what_ran(first):
     assert (header["torch"], header["attention"], header["head"]) == (torch.__version__, "reference", "plain")
     assert re.fullmatch("[0-9a-f]{40}|None", str(header["git_commit"]))
     assert header["hardware"]
+    time.strptime(header["started"], "%Y-%m-%dT%H:%M:%S")
 
 
 def test_log_txt_is_read_by_existing_parsers(first):

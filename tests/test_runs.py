@@ -284,7 +284,7 @@ def test_flags_of_the_run_are_kept_and_others_refused(cut, tmp_path):
     same = resume(cut, tmp_path / "same", "--num_scheduled_steps=9")
     assert same.status == 0 and same.of("resumed")[0]["preset"] == "tiny", "the preset is that of the log"
     source = f"with --resume={cut}"
-    may_change = "these may change: checkpoint_every, comm_timeout, compile, debug_rows, device, epochs"
+    may_change = "these may change: attention, checkpoint_every, comm_timeout, compile, debug_rows, device, epochs"
     other_data = "formula:512:511:40001:2"
     for flags, parts in ((["--adam_lr=0.009"], (f"--adam_lr {source}", "0.009", "0.008, as in that run", may_change)),
                          (["--seed=7"], (f"--seed {source}", "7", "6, as in that run")),
