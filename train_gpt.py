@@ -6142,7 +6142,9 @@ def keep_compiled(fabric: Fabric) -> None:
     """
     if os.environ.get(COMPILE_CACHE):
         return
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not caches.is_absolute():                                              # counts as unset, by its definition
+        caches = Path("~/.cache")
     try:
         folder = caches.expanduser().absolute() / "train_gpt/torchinductor"
         folder.mkdir(parents=True, exist_ok=True)

@@ -170,6 +170,7 @@ def test_recompiles_of_another_rank_are_told_too(tmp_path):
 @pytest.mark.parametrize("given, kept", [
     (dict(XDG_CACHE_HOME="{}/x"), "{}/x/train_gpt/torchinductor"),
     (dict(HOME="{}/home"), "{}/home/.cache/train_gpt/torchinductor"),
+    (dict(HOME="{}/home", XDG_CACHE_HOME="in/the/current/folder"), "{}/home/.cache/train_gpt/torchinductor"),
     (dict(XDG_CACHE_HOME="{}/x", TORCHINDUCTOR_CACHE_DIR="{}/mine"), "{}/mine"),
     (dict(XDG_CACHE_HOME="{}/file"), "")], ids=str)
 def test_what_is_compiled_is_kept_in_the_users_folder_if_it_can_be(given, kept, monkeypatch, tmp_path):
