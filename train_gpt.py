@@ -5218,9 +5218,9 @@ def fit_budget(cfg: Config, fabric: Fabric, executor: Executor, train: list[Shar
     tail = cfg.num_extension_steps / cfg.num_scheduled_steps
     seconds_of_a_scheduled_step = sum(scheduled) / scheduled_stages + tail * extension    # with its share of the tail
     steps = int(cfg.time_budget / seconds_of_a_scheduled_step)
-    if steps < scheduled_stages:
-        raise ConfigError("--time_budget", f"{cfg.time_budget:g} s", f"a step of each stage, {sum(scheduled):.3f} s",
-                          "more")
+    least = scheduled_stages * seconds_of_a_scheduled_step
+    need(steps >= scheduled_stages, "--time_budget", f"{cfg.time_budget:g} s",
+         f"a step of each stage and the share of the last, {least:.3f} s", f"--time_budget={1.1 * least:.3g}")
 
     extension_steps = round(steps * tail)
     total = steps + extension_steps
