@@ -5095,7 +5095,8 @@ def reported_graphs(log: Log, graphs: list[dict[str, Any]], place: str) -> Itera
     steps: dict[str, int] = {}                                                # done when it began, by compilation
 
     def begin(compilation: Any) -> None:
-        tell()
+        with contextlib.suppress(TrainerError):               # torch would wrap it up; the last `tell` meets it again
+            tell()
         steps.setdefault(compilation.compile_id, log.done)
 
     def tell() -> None:
@@ -5107,9 +5108,9 @@ def reported_graphs(log: Log, graphs: list[dict[str, Any]], place: str) -> Itera
             guard = (found.recompile_reason or "").partition("User stack trace")[0]
             graph = dict(name=name, place=place, step=steps.get(number, log.done),
                          ms=round(found.duration_us / 1000, 3), guard=" ".join(guard.split()))
-            graphs.append(graph)
             log.event("graph", **graph)
             log.text(f"compiled {name} for {place}: {graph['ms'] / 1000:.2f} s")
+            graphs.append(graph)
         utils.clear_compilation_metrics()
 
     utils.clear_compilation_metrics()                                         # of what was compiled before
