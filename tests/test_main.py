@@ -243,7 +243,7 @@ def without_times(x):
     if isinstance(x, str):
         return re.sub(r"\d+(\.\d+)?(?= ?(ms|s|MiB)\b)|[^ =]*/run\d?", "*", x)
     if isinstance(x, dict):
-        times = ("ms", "train_time_ms", "plan_ms", "run_dir", "peak_memory_mib")
+        times = ("started", "ms", "train_time_ms", "plan_ms", "run_dir", "peak_memory_mib")
         return {key: without_times(value) for key, value in x.items() if key not in times}
     return [without_times(y) for y in x] if isinstance(x, list) else x
 
