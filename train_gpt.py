@@ -5095,7 +5095,8 @@ def reported_graphs(log: Log, graphs: list[dict[str, Any]], place: str) -> Itera
     steps: dict[str, int] = {}                                                # done when it began, by compilation
 
     def begin(compilation: Any) -> None:
-        tell()
+        with contextlib.suppress(TrainerError):               # torch would wrap it up; the last `tell` meets it again
+            tell()
         steps.setdefault(compilation.compile_id, log.done)
 
     def tell() -> None:
@@ -5107,9 +5108,9 @@ def reported_graphs(log: Log, graphs: list[dict[str, Any]], place: str) -> Itera
             guard = (found.recompile_reason or "").partition("User stack trace")[0]
             graph = dict(name=name, place=place, step=steps.get(number, log.done),
                          ms=round(found.duration_us / 1000, 3), guard=" ".join(guard.split()))
-            graphs.append(graph)
             log.event("graph", **graph)
             log.text(f"compiled {name} for {place}: {graph['ms'] / 1000:.2f} s")
+            graphs.append(graph)
         utils.clear_compilation_metrics()
 
     utils.clear_compilation_metrics()                                         # of what was compiled before
@@ -5218,9 +5219,9 @@ def fit_budget(cfg: Config, fabric: Fabric, executor: Executor, train: list[Shar
     tail = cfg.num_extension_steps / cfg.num_scheduled_steps
     seconds_of_a_scheduled_step = sum(scheduled) / scheduled_stages + tail * extension    # with its share of the tail
     steps = int(cfg.time_budget / seconds_of_a_scheduled_step)
-    if steps < scheduled_stages:
-        raise ConfigError("--time_budget", f"{cfg.time_budget:g} s", f"a step of each stage, {sum(scheduled):.3f} s",
-                          "more")
+    least = scheduled_stages * seconds_of_a_scheduled_step
+    need(steps >= scheduled_stages, "--time_budget", f"{cfg.time_budget:g} s",
+         f"a step of each stage and the share of the last, {least:.3f} s", f"--time_budget={1.1 * least:.3g}")
 
     extension_steps = round(steps * tail)
     total = steps + extension_steps
@@ -6142,7 +6143,9 @@ def keep_compiled(fabric: Fabric) -> None:
     """
     if os.environ.get(COMPILE_CACHE):
         return
-    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if not caches.is_absolute():                                              # counts as unset, by its definition
+        caches = Path("~/.cache")
     try:
         folder = caches.expanduser().absolute() / "train_gpt/torchinductor"
         folder.mkdir(parents=True, exist_ok=True)

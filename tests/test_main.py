@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,7 +43,7 @@ def first(tmp_path_factory) -> Run:
 # ---- a run that works -----------------------------------------------------------------------------------------------
 
 KEYS = {
-    "header": "config seed world_size grad_accum_steps slots_at_once tokens_per_step git_commit source_sha256 "
+    "header": "config started seed world_size grad_accum_steps slots_at_once tokens_per_step git_commit source_sha256 "
               "data_sha256 python torch triton cuda nccl hardware attention preset changed head row_comms target_loss "
               "params_total params_per_token table_rows table_bytes untimed_warmup_steps",
     "phase": "name ms timed",
@@ -169,6 +170,7 @@ def test_recompiles_of_another_rank_are_told_too(tmp_path):
 @pytest.mark.parametrize("given, kept", [
     (dict(XDG_CACHE_HOME="{}/x"), "{}/x/train_gpt/torchinductor"),
     (dict(HOME="{}/home"), "{}/home/.cache/train_gpt/torchinductor"),
+    (dict(HOME="{}/home", XDG_CACHE_HOME="in/the/current/folder"), "{}/home/.cache/train_gpt/torchinductor"),
     (dict(XDG_CACHE_HOME="{}/x", TORCHINDUCTOR_CACHE_DIR="{}/mine"), "{}/mine"),
     (dict(XDG_CACHE_HOME="{}/file"), "")], ids=str)
 def test_what_is_compiled_is_kept_in_the_users_folder_if_it_can_be(given, kept, monkeypatch, tmp_path):
@@ -199,6 +201,7 @@ def test_header_says_what_ran(first):
     assert (header["torch"], header["attention"], header["head"]) == (torch.__version__, "reference", "plain")
     assert re.fullmatch("[0-9a-f]{40}|None", str(header["git_commit"]))
     assert header["hardware"]
+    time.strptime(header["started"], "%Y-%m-%dT%H:%M:%S")
 
 
 def test_log_txt_is_read_by_existing_parsers(first):
@@ -240,7 +243,7 @@ def without_times(x):
     if isinstance(x, str):
         return re.sub(r"\d+(\.\d+)?(?= ?(ms|s|MiB)\b)|[^ =]*/run\d?", "*", x)
     if isinstance(x, dict):
-        times = ("ms", "train_time_ms", "plan_ms", "run_dir", "peak_memory_mib")
+        times = ("started", "ms", "train_time_ms", "plan_ms", "run_dir", "peak_memory_mib")
         return {key: without_times(value) for key, value in x.items() if key not in times}
     return [without_times(y) for y in x] if isinstance(x, list) else x
 

@@ -328,6 +328,25 @@ def test_a_compilation_that_fails_leaves_no_listener(tmp_path):
     assert torch._dynamo.callback.callback_handler.start_callbacks == before
 
 
+def test_a_log_that_takes_no_line_ends_a_run_in_its_own_words(tmp_path):
+    """Not in those of torch's compiler, within which lines are written too."""
+    def refuse(kind: str, **fields) -> None:
+        raise tg.RunError("writing a line", "no room", "room", "free some")
+
+    @torch.compile(backend="aot_eager", dynamic=False)
+    def twice(x):
+        return 2 * x
+
+    torch._dynamo.reset()
+    log = SimpleNamespace(done=0, event=refuse, text=print)
+    graphs = []
+    with pytest.raises(tg.RunError, match="writing a line"), tg.reported_graphs(log, graphs, "stage 1"):
+        for rows in (2, 3, 4):
+            twice(torch.ones(rows))
+    torch._dynamo.reset()
+    assert graphs == []
+
+
 # ---- sample ---------------------------------------------------------------------------------------------------------
 
 def talker(cfg, favourite):

@@ -284,7 +284,7 @@ def test_flags_of_the_run_are_kept_and_others_refused(cut, tmp_path):
     same = resume(cut, tmp_path / "same", "--num_scheduled_steps=9")
     assert same.status == 0 and same.of("resumed")[0]["preset"] == "tiny", "the preset is that of the log"
     source = f"with --resume={cut}"
-    may_change = "these may change: checkpoint_every, comm_timeout, compile, debug_rows, device, epochs"
+    may_change = "these may change: attention, checkpoint_every, comm_timeout, compile, debug_rows, device, epochs"
     other_data = "formula:512:511:40001:2"
     for flags, parts in ((["--adam_lr=0.009"], (f"--adam_lr {source}", "0.009", "0.008, as in that run", may_change)),
                          (["--seed=7"], (f"--seed {source}", "7", "6, as in that run")),
@@ -427,8 +427,10 @@ def test_a_few_odd_cycles_do_not_count_in_a_time_budget(tmp_path):
 def test_a_budget_without_room_for_a_step_of_each_stage_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(tg, "time_steps", lambda *_: [0.1] * 4)
     monkeypatch.setattr(tg, "warm_up", lambda *_: None)
-    done = run(tmp_path / "run", "--time_budget=0.29")
-    assert done.status == 2 and "a step of each stage, 0.300 s" in done.err and done.of("aborted")
+    done = run(tmp_path / "run", "--time_budget=0.39")
+    assert done.status == 2 and "last, 0.400 s" in done.err and done.of("aborted")
+    again = run(tmp_path / "again", "--sample_tokens=0", done.err.rpartition("do:")[2].strip())
+    assert again.status == 0 and again.of("budget")[0]["steps"] == 4, "what the message says will do"
 
 
 def test_a_budget_of_more_steps_than_a_run_may_have_is_refused(tmp_path, monkeypatch):
