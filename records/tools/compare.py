@@ -605,7 +605,15 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.against is None and len(args.paths) != 2:
         raise ToolError("sides", f"{len(args.paths)} paths", "two, A and B", "give all of B behind --against")
+    refuse_wrong(target=args.target, floor=args.floor, margin=args.margin)
     return args
+
+
+def refuse_wrong(**settings: float | None) -> None:
+    """A setting that no comparison can have would decide silently: nothing is below nan."""
+    for name, given in settings.items():
+        if given is not None and not 0 < given < math.inf:
+            raise ToolError(f"--{name}", given, "a number above 0", f"leave --{name} out for its default")
 
 
 def choices(args: argparse.Namespace) -> list[Choice]:
@@ -613,6 +621,9 @@ def choices(args: argparse.Namespace) -> list[Choice]:
     steps = args.steps.split(",")
     sources = args.source.split(",")
     found = []
+    for name, given in (("--steps", steps), ("--source", sources)):
+        if len(given) > 2:
+            raise ToolError(name, ",".join(given), "one, or two with a comma: of A, of B", "compare twice")
     for side in (0, -1):
         at = steps[side]
         if at and not at.isdigit():

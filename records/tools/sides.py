@@ -124,7 +124,8 @@ def chosen_of(runs: list[Run], choice: Choice) -> tuple[list[Run], list[str]]:
     chosen = []
     passed = []
     for run in runs:
-        source = run.facts.get("source_sha256", "")
+        source = fact(run, "source_sha256")
+        source = "" if source is None else source
         if any(fnmatch.fnmatch(str(run.path), f"*{pattern}*") for pattern in choice.exclude):
             passed.append(f"{shown(run.path)}: excluded")
         elif choice.source and not source.startswith(choice.source):
