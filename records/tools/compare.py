@@ -22,7 +22,7 @@ from tools import logs, verdict
 from tools.logs import Run, ToolError
 from tools.plots import plot
 from tools.sides import KIND, MACHINE, SOFTWARE, Choice, Side, config, cut, expanded, hash_or_text, manifest_of
-from tools.sides import short, shown, side_of, timed_of
+from tools.sides import short, shown, side_of, timed_of, told_apart
 from tools.timing import FLOOR, KIND_FLOOR, Timing, rental_shift, timing
 from tools.verdict import Difference, Evidence, Proof, Target, Verdict, mean, summary
 
@@ -213,13 +213,15 @@ def differing(a: Side, b: Side) -> list[str]:
 
 
 def same_program(a: Side, b: Side) -> bool:
-    """Equal source, settings, steps and software, all of it said where it can be."""
+    """Equal source, settings, steps and software, all of it said where it can be, and no bench that knows better."""
     sources = {*a.each("source_sha256"), *b.each("source_sha256")}
     if len(sources) != 1 or None in sources:
         return False
     if {run.final.step for run in a.runs} != {run.final.step for run in b.runs}:
         return False
     settings = {key for run in a.runs + b.runs for key in config(run)}
+    if told_apart(a, b):
+        return False
     return all(a.values(key) == b.values(key) for key in (*SOFTWARE, *settings))
 
 
