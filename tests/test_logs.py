@@ -196,6 +196,18 @@ def test_ours_damaged(tmp_path, broken, why):
     assert logs.read([tmp_path]).unread == [(tmp_path / "log.jsonl", why)]
 
 
+@pytest.mark.parametrize("old, new", [
+    ('"run_dir": "runs/x"', '"run_dir": 5'), ('"changed": {', '"changed": [], "other": {'),
+    ('"val_loss": 4.5', '"val_loss": "4.5"'), ('"seed": 5', '"seed": [5]'), ('"step": 6', '"step": "6"'),
+    ('"train_time_ms": 1220.5, "steps"', '"train_time_ms": null, "steps"'), ('"timed": true', '"timed": 1')])
+def test_a_value_of_another_type_is_no_log(tmp_path, old, new):
+    text = (GOLDEN / "ours" / "done" / "log.jsonl").read_text()
+    assert old in text
+    (tmp_path / "log.jsonl").write_text(text.replace(old, new))
+    (_, why), = logs.read([tmp_path]).unread
+    assert "is not one of a log.jsonl" in why
+
+
 def test_a_short_run_is_planned_short(tmp_path):
     text = (GOLDEN / "ours" / "done" / "log.jsonl").read_text()
     (tmp_path / "log.jsonl").write_text(text.replace('"max_steps": 0', '"max_steps": 12').replace(

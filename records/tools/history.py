@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,7 +109,7 @@ def is_evidence(path: Path) -> bool:
 def lost(root: Path, chosen: list[Path] | None = None) -> Iterator[Problem]:
     """Logs that git has and that the records no longer have as they were. chosen: records; None: all, gone ones too.
 
-    A log may move with its record. A manifest may grow: whatever it had stays at its beginning.
+    A log may move with its record, and not to another one. A manifest may grow: whatever it had stays at its beginning.
     """
     repository = Repository.around(root)
     if repository is None:
@@ -119,12 +120,14 @@ def lost(root: Path, chosen: list[Path] | None = None) -> Iterator[Problem]:
         if is_evidence(path.relative_to(root)):
             versions.append(version)
 
-    there = kept_blobs(repository, root, versions)
+    places = kept_blobs(repository, root, versions)
+    homes = homes_of(repository, root, versions, places)
     said = set()
     for version in versions:
-        if version.blob in there or version.path in said:
-            continue
         path = repository.top / version.path
+        home = homes[record_of(path, root)]
+        if home in places.get(version.blob, ()) or version.path in said:
+            continue
         if path.name == MANIFEST and path.is_file():
             if path.read_bytes().startswith(repository.content(version.blob)):
                 continue
@@ -134,16 +137,36 @@ def lost(root: Path, chosen: list[Path] | None = None) -> Iterator[Problem]:
         yield name, found, f"that of commit {version.commit} of {version.date}: a log that git has stays as it was"
 
 
-def kept_blobs(repository: Repository, root: Path, versions: list[Version]) -> set[str]:
-    """Git's names of all logs and manifests in the records of today; none are needed where git has none."""
+def record_of(path: Path, root: Path) -> str:
+    """The folder's name of the record that a file is in."""
+    return path.relative_to(root).parts[0]
+
+
+def kept_blobs(repository: Repository, root: Path, versions: list[Version]) -> dict[str, set[str]]:
+    """By git's name of each log and manifest in the records of today, the records that have it; none are needed where
+    git has none."""
+    found: dict[str, set[str]] = {}
     if not versions:
-        return set()
+        return found
     length = len(versions[0].blob)
-    found = set()
     for path in root.rglob("*"):
         if is_evidence(path.relative_to(root)) and path.is_file() and not path.is_symlink():
-            found.add(repository.blob_of(path, length))
+            found.setdefault(repository.blob_of(path, length), set()).add(record_of(path, root))
     return found
+
+
+def homes_of(repository: Repository, root: Path, versions: list[Version],
+             places: dict[str, set[str]]) -> dict[str, str | None]:
+    """What each record that git knows is called today: as it was, else as the one that has most of its logs."""
+    took_over: dict[str, Counter[str]] = {}
+    for version in versions:
+        name = record_of(repository.top / version.path, root)
+        took_over.setdefault(name, Counter()).update(places.get(version.blob, ()))
+    homes: dict[str, str | None] = {}
+    for name, others in took_over.items():
+        heirs = [heir for heir, _ in others.most_common(1)]
+        homes[name] = name if (root / name).is_dir() else next(iter(heirs), None)
+    return homes
 
 
 def remark(root: Path) -> str:

@@ -297,7 +297,9 @@ def take(run: Run, event: dict[str, Any]) -> None:
     elif kind == "budget":
         run.total = of_type(event["steps"], int)
     elif kind == "result":
-        for value in (event.get("val_loss", math.nan), *event.get("peak_memory_mib", {}).values()):
+        of_type(event.get("run_dir", ""), str)
+        values = [event[key] for key in ("val_loss", "train_time_ms") if key in event]
+        for value in (*values, *event.get("peak_memory_mib", {}).values()):
             logged(value)
         run.result = event
     elif kind == "aborted":
@@ -330,6 +332,7 @@ def step_of(event: dict[str, Any]) -> int:
 def take_header(run: Run, event: dict[str, Any]) -> None:
     for key in ("source_sha256", "data_sha256"):
         of_type(event.get(key), str, type(None))
+    of_type(event.get("changed", {}), dict)
     logged(event.get("target_loss") or 0)
     of_type(event.get("seed"), int, type(None))
     config = event["config"]
