@@ -238,6 +238,9 @@ def test_a_run_that_hangs_is_ended_by_default(tmp_path, monkeypatch):
     assert limits[4:] == [7.0, 7.0]
     with pytest.raises(logs.ToolError, match="--limit without a second"):
         run(a, a, "--limit=0")
+    for seconds in ("nan", "-1", "inf"):
+        with pytest.raises(logs.ToolError, match="--calibrate of"):
+            run(a, a, f"--calibrate={seconds}")
 
 
 def test_a_busy_machine_is_said_and_can_be_refused(tmp_path, capsys, monkeypatch):

@@ -432,6 +432,11 @@ def test_a_record_may_be_renumbered_and_a_manifest_may_grow(with_history):
     assert "manifest.jsonl: found another content" in check(with_history)
     (record / "logs/manifest.jsonl").write_text('{"type": "note"}\n')
 
+    grown = with_history / "2026-01-02_02_Second/logs/manifest.jsonl"
+    for lines in (1, 2):
+        grown.write_text(lines * '{"type": "note"}\n')
+        commit(with_history.parent)
+
     def renumber(result: dict) -> None:
         result["stated"]["number"] = "03"
     second = with_history / "2026-01-02_02_Second"

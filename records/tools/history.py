@@ -121,15 +121,18 @@ def lost(root: Path, chosen: list[Path] | None = None) -> Iterator[Problem]:
             versions.append(version)
 
     places = kept_blobs(repository, root, versions)
-    homes = homes_of(repository, root, versions, places)
-    said = set()
+    told = []
     for version in versions:
+        told.append((record_of(repository.top / version.path, root), places.get(version.blob, set())))
+    homes = homes_of(root, told)
+    said = set()
+    for version, (record, records) in zip(versions, told):
         path = repository.top / version.path
-        home = homes[record_of(path, root)]
-        if home in places.get(version.blob, ()) or version.path in said:
+        if homes[record] in records or version.path in said:
             continue
-        if path.name == MANIFEST and path.is_file():
-            if path.read_bytes().startswith(repository.content(version.blob)):
+        today = root / homes[record] / path.relative_to(root / record)
+        if today.name == MANIFEST and today.is_file():
+            if today.read_bytes().startswith(repository.content(version.blob)):
                 continue
         said.add(version.path)
         found = "another content" if path.is_file() else "nothing"
@@ -155,17 +158,19 @@ def kept_blobs(repository: Repository, root: Path, versions: list[Version]) -> d
     return found
 
 
-def homes_of(repository: Repository, root: Path, versions: list[Version],
-             places: dict[str, set[str]]) -> dict[str, str | None]:
-    """What each record that git knows is called today: as it was, else as the one that has most of its logs."""
-    took_over: dict[str, Counter[str]] = {}
-    for version in versions:
-        name = record_of(repository.top / version.path, root)
-        took_over.setdefault(name, Counter()).update(places.get(version.blob, ()))
-    homes: dict[str, str | None] = {}
-    for name, others in took_over.items():
-        heirs = [heir for heir, _ in others.most_common(1)]
-        homes[name] = name if (root / name).is_dir() else next(iter(heirs), None)
+def homes_of(root: Path, told: list[tuple[str, set[str]]]) -> dict[str, str]:
+    """What records are called today: as they were, else as the one that has most of their logs.
+
+    told: by log the record that git knows it in, and those that have it today.
+    """
+    heirs: dict[str, Counter[str]] = {}
+    for name, records in told:
+        heirs.setdefault(name, Counter()).update(records)
+    homes = {}
+    for name, counts in heirs.items():
+        homes[name] = name
+        if counts and not (root / name).is_dir():
+            homes[name] = max(counts, key=counts.get)
     return homes
 
 
