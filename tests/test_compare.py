@@ -372,6 +372,17 @@ def test_mixed_sources_are_refused_with_the_list_and_can_be_chosen(tmp_path):
         compare.side_of("B", [tmp_path / "b"], sides.Choice(source="abc"))
 
 
+def test_an_unknown_source_beside_a_known_one_is_another(tmp_path):
+    """A console copy without its source among logs that have it."""
+    peers(tmp_path)
+    path = tmp_path / "b" / "4.txt"
+    path.write_text(path.read_text().split("=" * 100 + "\n")[-1])
+    found = report(tmp_path, target=3.28)
+    assert found["verdict"] == "not comparable" and "1 runs of not known; choose with" in found["reason"]
+    side = compare.side_of("B", [tmp_path / "b"], sides.Choice(exclude=("4.txt",)))
+    assert compare.mixtures(side) == [] and pool_of_runs.show(side, 3.28)["verdict"] == "proven"
+
+
 def test_every_golden_family_can_be_a_side():
     paths = [path for path in GOLDEN.iterdir() if path.name not in ("z_no_logs", "reports")]
     for path in paths:

@@ -166,7 +166,7 @@ def mixtures(side: Side) -> list[str]:
     ends = Counter(f"{run.final.step} of {run.total} steps" for run in side.runs)
     if len(ends) > 1:
         found.append(f"{side.name} mixes {counted(ends)}; {HOW_TO_CHOOSE}")
-    sources = Counter(hash_or_text(source) for source in side.each("source_sha256") if source)
+    sources = Counter(hash_or_text(source or "not known") for source in side.each("source_sha256"))
     if len(sources) > 1:
         found.append(f"{side.name} mixes sources: {counted(sources)}; {HOW_TO_CHOOSE}")
     for key in sorted({key for run in side.runs for key in config(run)}):
