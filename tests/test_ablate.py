@@ -447,7 +447,7 @@ def test_a_baseline_that_fails_ends_it(fake):
 def test_unknown_arms_and_the_list(fake, capsys, monkeypatch):
     run, calls = fake
     for settings in (["--arms=nothing"], ["--arms=baseline"], ["--arms=a", "--more=b:4"], ["--seeds=0"],
-                     ["--script=nowhere.py"]):
+                     ["--script=nowhere.py"], ["--limit=nan"], ["--limit=-1"]):
         with pytest.raises(logs.ToolError, match="--list"):
             run(*settings)
     with pytest.raises(SystemExit, match="2"):

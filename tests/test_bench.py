@@ -154,6 +154,19 @@ def test_a_peer_against_ours(tmp_path, capsys, peer):
         next((out / "runs/002_B/logs").iterdir()).relative_to(out / "runs/002_B"))])
 
 
+@pytest.mark.parametrize("flags, word", [
+    (("--b=--lr=2",), "faster"), ((), "same program"), (("--a=--seed=1", "--b=--seed=2"), "same program")])
+def test_flags_that_only_the_manifest_knows_make_another_program(tmp_path, flags, word):
+    """Of a peer, whose text log has its source and no flags. A seed makes none."""
+    golden = (RECORDS.parent / "tests/golden/d_timing.txt").read_text()
+    environment = golden[golden.index("Running Python"):golden.index("step:0/4 val_loss:10.8260")]
+    (tmp_path / "environment").write_text(environment)
+    said = f'"=" * 100, open({str(tmp_path / "environment")!r}).read()'
+    text = PEER.replace('"=" * 100', said).replace("{body}", "time *= 0.95 if '--lr=2' in sys.argv else 1")
+    a = trainer(tmp_path, text)
+    assert ran(a, a, f"--out={tmp_path / 'out'}", *flags, pairs=4) == word
+
+
 def test_a_failed_run_is_shown_and_the_next_pair_goes_on(tmp_path, capsys):
     out, mark = tmp_path / "out", tmp_path / "mark"
     once = f"mark = {str(mark)!r}; first = not os.path.exists(mark); open(mark, 'w').close(); 1 / (not first)"
@@ -225,6 +238,9 @@ def test_a_run_that_hangs_is_ended_by_default(tmp_path, monkeypatch):
     assert limits[4:] == [7.0, 7.0]
     with pytest.raises(logs.ToolError, match="--limit without a second"):
         run(a, a, "--limit=0")
+    for seconds in ("nan", "-1", "inf"):
+        with pytest.raises(logs.ToolError, match="--calibrate of"):
+            run(a, a, f"--calibrate={seconds}")
 
 
 def test_a_busy_machine_is_said_and_can_be_refused(tmp_path, capsys, monkeypatch):

@@ -15,6 +15,7 @@ ROOT = Path(__file__).resolve().parent.parent
 GOLDEN = ROOT / "tests" / "golden"
 sys.path.insert(0, str(ROOT / "records"))
 from tools import compare, logs, plots, sides, timing, verdict
+from tools import pool as pool_of_runs
 from tools.logs import ToolError
 
 
@@ -334,6 +335,28 @@ def test_the_target_decides(tmp_path, above, word):
     assert (found["b"]["p_target"] < 0.01) == (word == "faster")
 
 
+def test_losses_that_are_not_said_miss_no_target(tmp_path):
+    for side, times in (("a", A_TIMES), ("b", B_TIMES)):
+        (tmp_path / f"{side}.md").write_text(f"times = {times}\n")
+    lists = [compare.side_of(name.upper(), [tmp_path / f"{name}.md"]) for name in "ab"]
+    found = compare.compare(*lists, target=3.28, same_machine=True)
+    assert (found["verdict"], found["reason"]) == ("undecided", "B's losses are not said")
+    assert pool_of_runs.show(lists[0], 3.28)["verdict"] == "undecided"
+
+
+@pytest.mark.parametrize("setting", ["--target=nan", "--target=0", "--target=-1", "--floor=nan", "--margin=nan",
+                                     "--margin=-1", "--target=inf", "--steps=1,2,3", "--source=a,b,c"])
+def test_a_setting_that_no_comparison_can_have_is_refused(tmp_path, setting):
+    """A floor of nan would let every difference through."""
+    pool(tmp_path, "a", A_LOSSES, A_TIMES)
+    pool(tmp_path, "b", B_LOSSES, B_TIMES)
+    with pytest.raises(ToolError, match=setting.partition("=")[0]):
+        compare.main([str(tmp_path / "a"), str(tmp_path / "b"), setting])
+    if setting.startswith("--target"):
+        with pytest.raises(ToolError, match="--target"):
+            pool_of_runs.main_show([str(tmp_path / "a"), setting])
+
+
 def test_mixed_sources_are_refused_with_the_list_and_can_be_chosen(tmp_path):
     pool(tmp_path, "a", A_LOSSES, A_TIMES)
     pool(tmp_path, "b", B_LOSSES, B_TIMES)
@@ -347,6 +370,17 @@ def test_mixed_sources_are_refused_with_the_list_and_can_be_chosen(tmp_path):
         assert len(b.runs) == 5 and len(b.left) == 1
     with pytest.raises(ToolError, match="its source is 66666666"):
         compare.side_of("B", [tmp_path / "b"], sides.Choice(source="abc"))
+
+
+def test_an_unknown_source_beside_a_known_one_is_another(tmp_path):
+    """A console copy without its source among logs that have it."""
+    peers(tmp_path)
+    path = tmp_path / "b" / "4.txt"
+    path.write_text(path.read_text().split("=" * 100 + "\n")[-1])
+    found = report(tmp_path, target=3.28)
+    assert found["verdict"] == "not comparable" and "1 runs of not known; choose with" in found["reason"]
+    side = compare.side_of("B", [tmp_path / "b"], sides.Choice(exclude=("4.txt",)))
+    assert compare.mixtures(side) == [] and pool_of_runs.show(side, 3.28)["verdict"] == "proven"
 
 
 def test_every_golden_family_can_be_a_side():

@@ -122,10 +122,12 @@ def crlf(record: Path) -> None:
 
 def remove_run(record: Path) -> None:
     """As someone would who wants a smaller pool."""
-    def forget(result: dict) -> None:
-        result["stated"]["groups"][""].remove("seed2")
     shutil.rmtree(log(record, 2).parent)
-    edit_result(record, forget)
+    edit_result(record, forget_run)
+
+
+def forget_run(result: dict) -> None:
+    result["stated"]["groups"][""].remove("seed2")
 
 
 def copy_run(record: Path, seed: int = 5) -> None:
@@ -187,6 +189,15 @@ def other_seed_in_both_logs(record: Path) -> None:
 def shrink_and_rename(record: Path) -> None:
     remove_run(record)
     record.rename(record.with_name("2026-01-01_01_Again"))
+
+
+def park_a_run(record: Path) -> None:
+    """In another record, where it is nobody's."""
+    elsewhere = record.parent / "2026-01-02_02_Second/more/seed2"
+    elsewhere.parent.mkdir()
+    log(record, 2).parent.rename(elsewhere)
+    edit_result(record, forget_run)
+    call("new", "--records", record.parent, "--update", "Second")
 
 
 def later_run_dir(record: Path) -> None:
@@ -318,6 +329,7 @@ MORE = {
                                              history=True),
     "record deleted": Mutation(shutil.rmtree, "found nothing, expected that of commit", history=True),
     "record renamed, pool shrunk": Mutation(shrink_and_rename, "found nothing, expected that of commit", history=True),
+    "run parked in another record": Mutation(park_a_run, STAYS, True, history=True),
     "date before the log's own": Mutation(later_run_dir, "no day before that of seed1", True),
     "link with a title": Mutation(by_hand('[idea](idea.md "mine")'), "dead link idea.md"),
     "link by reference": Mutation(by_hand("[idea]: idea.md"), "dead link idea.md"),
@@ -419,6 +431,11 @@ def test_a_record_may_be_renumbered_and_a_manifest_may_grow(with_history):
     (record / "logs/manifest.jsonl").write_text('{"type": "other"}\n')
     assert "manifest.jsonl: found another content" in check(with_history)
     (record / "logs/manifest.jsonl").write_text('{"type": "note"}\n')
+
+    grown = with_history / "2026-01-02_02_Second/logs/manifest.jsonl"
+    for lines in (1, 2):
+        grown.write_text(lines * '{"type": "note"}\n')
+        commit(with_history.parent)
 
     def renumber(result: dict) -> None:
         result["stated"]["number"] = "03"

@@ -1,7 +1,9 @@
 """Reading logs: one made-up file per family (tests/golden), every pitfall of public logs, and what cannot be read."""
+import contextlib
 import hashlib
 import json
 import math
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -10,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
-from tools import logs
+from tools import compare, logs, pool
 from tools.logs import Point, ToolError
 
 GOLDEN = ROOT / "tests" / "golden"
@@ -194,6 +196,18 @@ def test_ours_damaged(tmp_path, broken, why):
     assert logs.read([tmp_path]).unread == [(tmp_path / "log.jsonl", why)]
 
 
+@pytest.mark.parametrize("old, new", [
+    ('"run_dir": "runs/x"', '"run_dir": 5'), ('"changed": {', '"changed": [], "other": {'),
+    ('"val_loss": 4.5', '"val_loss": "4.5"'), ('"seed": 5', '"seed": [5]'), ('"step": 6', '"step": "6"'),
+    ('"train_time_ms": 1220.5, "steps"', '"train_time_ms": null, "steps"'), ('"timed": true', '"timed": 1')])
+def test_a_value_of_another_type_is_no_log(tmp_path, old, new):
+    text = (GOLDEN / "ours" / "done" / "log.jsonl").read_text()
+    assert old in text
+    (tmp_path / "log.jsonl").write_text(text.replace(old, new))
+    (_, why), = logs.read([tmp_path]).unread
+    assert "is not one of a log.jsonl" in why
+
+
 def test_a_short_run_is_planned_short(tmp_path):
     text = (GOLDEN / "ours" / "done" / "log.jsonl").read_text()
     (tmp_path / "log.jsonl").write_text(text.replace('"max_steps": 0', '"max_steps": 12').replace(
@@ -318,6 +332,55 @@ def test_a_final_that_was_added_is_no_run(tmp_path):
 def test_a_final_loss_that_is_no_number_is_the_final_loss(tmp_path, word):
     (run,) = changed(tmp_path, "d_timing.txt", ("val_loss:3.2785", f"val_loss:{word}"))
     assert run.finished and run.final.step == 4 and not math.isfinite(run.loss)
+
+
+@pytest.mark.parametrize("old, new", [("train_time:331ms step_avg:82.75", "train_time:NaNms step_avg:nan"),
+                                      ("train_time:331ms step_avg:82.75", "train_time:1e300ms step_avg:2e299")])
+def test_a_final_time_that_is_no_number_does_not_count(tmp_path, old, new):
+    (run,) = changed(tmp_path, "d_timing.txt", (old, new))
+    assert run.finished and run.void and run.seconds is None
+    (run,) = changed(tmp_path, "e1_seconds.txt", ("time:462.500s step_avg:170.04", "time:nans step_avg:nan"))
+    assert run.void and run.seconds is None
+
+
+def test_numbers_that_are_out_of_all_bounds(tmp_path):
+    """A loss is infinite, which names the run; what has too many digits for a step is no line of one."""
+    (run,) = changed(tmp_path, "d_timing.txt", ("val_loss:3.2785", "val_loss:1e300"))
+    assert run.final.loss == math.inf
+    (run,) = changed(tmp_path, "d_timing.txt", ("step:4/4 val_loss", f"step:{'9' * 5000}/4 val_loss"))
+    assert run.notes == ["stops at 2 of 4"]
+
+
+def test_a_file_that_cannot_be_read_stops_no_other(tmp_path):
+    """A pipe, which nobody may ever write to, and a driver whose name is no text."""
+    shutil.copy(GOLDEN / "e1_seconds.txt", tmp_path / "good.txt")
+    os.mkfifo(tmp_path / "pipe.txt")
+    text = (GOLDEN / "d_timing.txt").read_bytes()
+    (tmp_path / "strange.txt").write_bytes(text.replace(b"Driver Version: ", b"Driver Version: \xff"))
+    reading = logs.read([tmp_path])
+    assert len(reading.runs) == 1
+    assert reading.unread == [(tmp_path / "pipe.txt", "a pipe or a device"),
+                              (tmp_path / "strange.txt", "its environment is no UTF-8")]
+
+
+OTHER_VALUES = [None, "3.2", [1], {"a": 1}, True, -1, 1e300, 1e308, 10**400, math.nan, math.inf]
+
+
+@pytest.mark.parametrize("kind", ["header", "phase", "step", "val", "result"])
+def test_a_line_with_another_value_is_read_or_named(tmp_path, monkeypatch, kind):
+    """Any verb on it ends in words: the file is no log, or what is wrong with it is said."""
+    monkeypatch.chdir(tmp_path)
+    good = (GOLDEN / "ours" / "done" / "log.jsonl").read_text().splitlines()
+    (tmp_path / "good.txt").write_text((GOLDEN / "d_timing.txt").read_text())
+    place = max(place for place, line in enumerate(good) if json.loads(line)["type"] == kind)
+    for key in json.loads(good[place]).keys() - {"type"}:
+        for value in OTHER_VALUES:
+            event = json.loads(good[place]) | {key: value}
+            lines = [*good[:place], json.dumps(event), *good[place + 1:]]
+            (tmp_path / "log.jsonl").write_text("\n".join(lines) + "\n")
+            for verb in (compare.main, pool.main_place):
+                with contextlib.suppress(logs.ToolError):
+                    verb(["log.jsonl", "good.txt"])
 
 
 @pytest.mark.parametrize("behind", ["=" * 100 + "\n", "\n" + "=" * 60 + "\ndone\n" + "=" * 60 + "\n"])

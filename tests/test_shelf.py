@@ -419,6 +419,11 @@ def keys_of(value) -> list[str]:
     return []
 
 
+def test_a_folder_without_records_passes_no_check(tmp_path):
+    with pytest.raises(logs.ToolError, match="records in .*nowhere"):
+        check(tmp_path / "nowhere")
+
+
 def test_reports_have_short_hashes(root, tmp_path):
     new(root, "One", make_runs(tmp_path / "runs"), "--track=pocket")
     assert f"data_sha256 {'d' * 8}\n" in call("table", "--records", root)[1]

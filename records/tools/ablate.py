@@ -541,7 +541,9 @@ def settings(argv: list[str]) -> argparse.Namespace:
     wrong += [name for name in args.more if name not in args.arms]
     wrong += [count for count in (args.together, *args.seeds_of.values()) if count < 1]
     if not args.script.is_file():
-        wrong.append(args.script)
+        wrong.append(f"no file {args.script}")
+    if args.limit is not None and not args.limit > 0:
+        wrong.append("--limit without a second")
     if wrong:
         raise ToolError("settings", wrong, f"a file, seeds, arms of {', '.join(known)}", "see --list")
     return args

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import re
 import shlex
@@ -80,6 +81,8 @@ def refuse_wrong(args: argparse.Namespace) -> None:
             wrong.append(f"--{name} below 1")
     if args.limit is not None and not args.limit > 0:
         wrong.append("--limit without a second")
+    if not 0 <= args.calibrate < math.inf:
+        wrong.append(f"--calibrate of {args.calibrate:g} seconds")
     if wrong:
         raise ToolError("settings", " and ".join(wrong), "two Python files, a rank, a pair", "check them")
 

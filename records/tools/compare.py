@@ -22,7 +22,7 @@ from tools import logs, verdict
 from tools.logs import Run, ToolError
 from tools.plots import plot
 from tools.sides import KIND, MACHINE, SOFTWARE, Choice, Side, config, cut, expanded, hash_or_text, manifest_of
-from tools.sides import short, shown, side_of, timed_of
+from tools.sides import short, shown, side_of, timed_of, told_apart
 from tools.timing import FLOOR, KIND_FLOOR, Timing, rental_shift, timing
 from tools.verdict import Difference, Evidence, Proof, Target, Verdict, mean, summary
 
@@ -166,7 +166,7 @@ def mixtures(side: Side) -> list[str]:
     ends = Counter(f"{run.final.step} of {run.total} steps" for run in side.runs)
     if len(ends) > 1:
         found.append(f"{side.name} mixes {counted(ends)}; {HOW_TO_CHOOSE}")
-    sources = Counter(hash_or_text(source) for source in side.each("source_sha256") if source)
+    sources = Counter(hash_or_text(source or "not known") for source in side.each("source_sha256"))
     if len(sources) > 1:
         found.append(f"{side.name} mixes sources: {counted(sources)}; {HOW_TO_CHOOSE}")
     for key in sorted({key for run in side.runs for key in config(run)}):
@@ -213,13 +213,15 @@ def differing(a: Side, b: Side) -> list[str]:
 
 
 def same_program(a: Side, b: Side) -> bool:
-    """Equal source, settings, steps and software, all of it said where it can be."""
+    """Equal source, settings, steps and software, all of it said where it can be, and no bench that knows better."""
     sources = {*a.each("source_sha256"), *b.each("source_sha256")}
     if len(sources) != 1 or None in sources:
         return False
     if {run.final.step for run in a.runs} != {run.final.step for run in b.runs}:
         return False
     settings = {key for run in a.runs + b.runs for key in config(run)}
+    if told_apart(a, b):
+        return False
     return all(a.values(key) == b.values(key) for key in (*SOFTWARE, *settings))
 
 
@@ -605,7 +607,15 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.against is None and len(args.paths) != 2:
         raise ToolError("sides", f"{len(args.paths)} paths", "two, A and B", "give all of B behind --against")
+    refuse_wrong(target=args.target, floor=args.floor, margin=args.margin)
     return args
+
+
+def refuse_wrong(**settings: float | None) -> None:
+    """A setting that no comparison can have would decide silently: nothing is below nan."""
+    for name, given in settings.items():
+        if given is not None and not 0 < given < math.inf:
+            raise ToolError(f"--{name}", given, "a number above 0", f"leave --{name} out for its default")
 
 
 def choices(args: argparse.Namespace) -> list[Choice]:
@@ -613,6 +623,9 @@ def choices(args: argparse.Namespace) -> list[Choice]:
     steps = args.steps.split(",")
     sources = args.source.split(",")
     found = []
+    for name, given in (("--steps", steps), ("--source", sources)):
+        if len(given) > 2:
+            raise ToolError(name, ",".join(given), "one, or two with a comma: of A, of B", "compare twice")
     for side in (0, -1):
         at = steps[side]
         if at and not at.isdigit():

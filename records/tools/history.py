@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import subprocess
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -108,7 +109,7 @@ def is_evidence(path: Path) -> bool:
 def lost(root: Path, chosen: list[Path] | None = None) -> Iterator[Problem]:
     """Logs that git has and that the records no longer have as they were. chosen: records; None: all, gone ones too.
 
-    A log may move with its record. A manifest may grow: whatever it had stays at its beginning.
+    A log may move with its record, and not to another one. A manifest may grow: whatever it had stays at its beginning.
     """
     repository = Repository.around(root)
     if repository is None:
@@ -119,14 +120,19 @@ def lost(root: Path, chosen: list[Path] | None = None) -> Iterator[Problem]:
         if is_evidence(path.relative_to(root)):
             versions.append(version)
 
-    there = kept_blobs(repository, root, versions)
-    said = set()
+    places = kept_blobs(repository, root, versions)
+    told = []
     for version in versions:
-        if version.blob in there or version.path in said:
-            continue
+        told.append((record_of(repository.top / version.path, root), places.get(version.blob, set())))
+    homes = homes_of(root, told)
+    said = set()
+    for version, (record, records) in zip(versions, told):
         path = repository.top / version.path
-        if path.name == MANIFEST and path.is_file():
-            if path.read_bytes().startswith(repository.content(version.blob)):
+        if homes[record] in records or version.path in said:
+            continue
+        today = root / homes[record] / path.relative_to(root / record)
+        if today.name == MANIFEST and today.is_file():
+            if today.read_bytes().startswith(repository.content(version.blob)):
                 continue
         said.add(version.path)
         found = "another content" if path.is_file() else "nothing"
@@ -134,16 +140,38 @@ def lost(root: Path, chosen: list[Path] | None = None) -> Iterator[Problem]:
         yield name, found, f"that of commit {version.commit} of {version.date}: a log that git has stays as it was"
 
 
-def kept_blobs(repository: Repository, root: Path, versions: list[Version]) -> set[str]:
-    """Git's names of all logs and manifests in the records of today; none are needed where git has none."""
+def record_of(path: Path, root: Path) -> str:
+    """The folder's name of the record that a file is in."""
+    return path.relative_to(root).parts[0]
+
+
+def kept_blobs(repository: Repository, root: Path, versions: list[Version]) -> dict[str, set[str]]:
+    """By git's name of each log and manifest in the records of today, the records that have it; none are needed where
+    git has none."""
+    found: dict[str, set[str]] = {}
     if not versions:
-        return set()
+        return found
     length = len(versions[0].blob)
-    found = set()
     for path in root.rglob("*"):
         if is_evidence(path.relative_to(root)) and path.is_file() and not path.is_symlink():
-            found.add(repository.blob_of(path, length))
+            found.setdefault(repository.blob_of(path, length), set()).add(record_of(path, root))
     return found
+
+
+def homes_of(root: Path, told: list[tuple[str, set[str]]]) -> dict[str, str]:
+    """What records are called today: as they were, else as the one that has most of their logs.
+
+    told: by log the record that git knows it in, and those that have it today.
+    """
+    heirs: dict[str, Counter[str]] = {}
+    for name, records in told:
+        heirs.setdefault(name, Counter()).update(records)
+    homes = {}
+    for name, counts in heirs.items():
+        homes[name] = name
+        if counts and not (root / name).is_dir():
+            homes[name] = max(counts, key=counts.get)
+    return homes
 
 
 def remark(root: Path) -> str:

@@ -26,9 +26,10 @@ from typing import Any, NamedTuple
 
 NUMBER = rb"-?(?:[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|[nN][aA][nN]|[iI]nf)"
 EXTRA = rb"((?: [a-z_]+:\S+)*?)"
-LINE = re.compile(rb"^step:(\d+)/(\d+)(?: (val_loss|train_loss):(%b))?%b train_time:(%b)(ms|s) step_avg:(%b)ms%b\s*?$"
-                  % (NUMBER, EXTRA, NUMBER, NUMBER, EXTRA), re.M)
-LLMC = re.compile(rb"^s:(\d+) (tel|trl):(%b)(?: .*)?$" % NUMBER, re.M)
+COUNT = rb"(\d{1,18})"                 # of steps, or a seed
+LINE = re.compile(rb"^step:%b/%b(?: (val_loss|train_loss):(%b))?%b train_time:(%b)(ms|s) step_avg:(%b)ms%b\s*?$"
+                  % (COUNT, COUNT, NUMBER, EXTRA, NUMBER, NUMBER, EXTRA), re.M)
+LLMC = re.compile(rb"^s:%b (tel|trl):(%b)(?: .*)?$" % (COUNT, NUMBER), re.M)
 # What launchers and collectors write in front of a line: "[rank0]:", "0: ", a date and time, a level.
 PREFIX = (rb"(?:\[[^\]\n]{1,60}\]:?[ \t]*|\d{1,5}:[ \t]+|(?:INFO|DEBUG)[ \t:|-]+"
           rb"|\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?[ \t:|-]*)+")
@@ -36,13 +37,13 @@ PREFIXED_LINE = re.compile(rb"^%bstep:\d+/\d+ val_loss:" % PREFIX, re.M)
 PREFIXES = re.compile(rb"^%b" % PREFIX, re.M)
 PEAK = re.compile(rb"^peak memory (allocated|consumption): (\d+) MiB(?: reserved: (\d+) MiB)?\s*$", re.M)
 SEPARATOR = b"=" * 20                  # at least; the line holds nothing else
-TORCH = re.compile(rb"Running [Pp]y[Tt]orch (\S+) compiled for CUDA (\S+)(?: on (.*?)\s+with world_size (\d+))?\s")
+TORCH = re.compile(rb"Running [Pp]y[Tt]orch (\S+) compiled for CUDA (\S+)(?: on (.*?)\s+with world_size (\d{1,6}))?\s")
 PYTHON = re.compile(rb"^Running Python (\S+)", re.M)
 DRIVER = re.compile(rb"Driver Version: (\S+)")
 GPU = re.compile(rb"^\|\s+\d+\s+NVIDIA (.+?)\s+(?:On|Off)\s+\|\s+([0-9A-Fa-f:.]+)?", re.M)
 DATE = re.compile(rb"^(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) ([A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d \d{4})\s*$", re.M)
 STAMP = re.compile(r"(?:^|/)(\d{8}-\d{6})-")         # of a run directory that the trainer named
-TRIAL = re.compile(rb"^trial:\d+/\d+ seed:(\d+)\s*$", re.M)
+TRIAL = re.compile(rb"^trial:\d+/\d+ seed:%b\s*$" % COUNT, re.M)
 PYTHON_SOURCE = re.compile(rb"^(?:import|from|def|class) \w+", re.M)
 LIST = re.compile(r"^[ \t>]*([A-Za-z_]*(?:loss|acc|time)\w*)[ \t]*=[ \t]*\[([^\]]*)\]", re.M | re.I)
 LOG_SUFFIXES = ("", ".txt", ".log", ".out", ".stdout", ".json", ".jsonl", ".md")
@@ -50,6 +51,7 @@ ENVIRONMENT_BYTES = 1 << 14            # of the tables of GPUs and processes, at
 UNKNOWN_STEP = -1                      # a list in a README has no steps
 LOSS_RANGE = (1.0, 4.0)                # of a list in a README
 SECONDS_RANGE = (20.0, 4000.0)         # of such a list; what is larger is milliseconds
+LARGEST = 1e15                         # what is more is as good as infinite, and sums of its powers overflow
 SEVERAL_READERS_BYTES = 32 << 20       # below that, starting processes takes longer than reading
 MAX_READERS = 16                       # processes
 PARTS_PER_READER = 16                  # of the files: few messages, and all readers end together
@@ -218,6 +220,8 @@ def attempt_all(named_files: list[tuple[Path, bool]]) -> list[tuple[list[Run], s
 def attempt(named_file: tuple[Path, bool]) -> tuple[list[Run], str | None]:
     """The runs of one file, or why there are none."""
     path, named = named_file
+    if path.exists() and not path.is_file() and not path.is_dir():
+        return [], "a pipe or a device"
     if not named and path.suffix.lower() not in LOG_SUFFIXES:
         return [], f"not a log by its name ({path.suffix})"
     try:
@@ -226,6 +230,8 @@ def attempt(named_file: tuple[Path, bool]) -> tuple[list[Run], str | None]:
         return [], str(reason)
     except OSError as error:
         return [], error.strerror or str(error)
+    except UnicodeDecodeError:
+        return [], "its environment is no UTF-8"
 
 
 def read_file(path: Path) -> list[Run]:
@@ -250,14 +256,14 @@ def read_ours(path: Path, data: bytes) -> Run:
     """log.jsonl. The last line may be torn by a crash; a resumed log reads as one run."""
     run = Run(path, "ours")
     lines = data.split(b"\n")
-    for number, line in enumerate(lines, 1):
+    for place, line in enumerate(lines, 1):
         if not line.strip() or line.startswith(b'{"type": "comms"'):          # most of the lines, and not needed here
             continue
         try:
             take(run, json.loads(line))
-        except (ValueError, KeyError, AttributeError, TypeError):
-            if number < len(lines):
-                raise NotALog(f"line {number} is not one of a log.jsonl") from None
+        except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
+            if place < len(lines):
+                raise NotALog(f"line {place} is not one of a log.jsonl") from None
             run.notes.append("last line torn")
 
     if not run.facts:
@@ -278,14 +284,23 @@ def take(run: Run, event: dict[str, Any]) -> None:
             raise NotALog("no header line at the start")
         take_header(run, event)
     elif kind == "step":
-        run.steps.append((event["step"], event["train_time_ms"] / 1000, event["train_loss"]))
+        seconds = logged(event["train_time_ms"]) / 1000
+        run.steps.append((step_of(event), seconds, logged(event["train_loss"])))
     elif kind == "val":
-        run.val.append(Point(event["step"], event["val_loss"], event["train_time_ms"] / 1000))
+        seconds = logged(event["train_time_ms"]) / 1000
+        run.val.append(Point(step_of(event), logged(event["val_loss"]), seconds))
     elif kind == "phase":
+        of_type(event["name"], str)
+        of_type(event["timed"], bool)
+        logged(event["ms"])
         run.phases.append(event)
     elif kind == "budget":
-        run.total = event["steps"]
+        run.total = of_type(event["steps"], int)
     elif kind == "result":
+        of_type(event.get("run_dir", ""), str)
+        values = [event[key] for key in ("val_loss", "train_time_ms") if key in event]
+        for value in (*values, *event.get("peak_memory_mib", {}).values()):
+            logged(value)
         run.result = event
     elif kind == "aborted":
         run.aborted = str(event.get("cause", "not said"))
@@ -296,7 +311,30 @@ def take(run: Run, event: dict[str, Any]) -> None:
         run.notes.append(f"resumed at step {event['step']}")
 
 
+def of_type(value: Any, *types: type) -> Any:
+    """The value. Raises TypeError if it is of another type."""
+    if not isinstance(value, types):
+        raise TypeError(f"{value!r} is no {types[0].__name__}")
+    return value
+
+
+def logged(value: Any) -> float:
+    return number(of_type(value, int, float))
+
+
+def step_of(event: dict[str, Any]) -> int:
+    step = of_type(event["step"], int)
+    if abs(step) > LARGEST:
+        raise ValueError(f"{step} is no step")
+    return step
+
+
 def take_header(run: Run, event: dict[str, Any]) -> None:
+    for key in ("source_sha256", "data_sha256"):
+        of_type(event.get(key), str, type(None))
+    of_type(event.get("changed", {}), dict)
+    logged(event.get("target_loss") or 0)
+    of_type(event.get("seed"), int, type(None))
     config = event["config"]
     whole = config.get("num_scheduled_steps", 0) + config.get("num_extension_steps", 0)
     run.facts = event
@@ -341,12 +379,20 @@ def read_llmc(path: Path, data: bytes) -> list[Run]:
     run = Run(path, "A")
     for step, kind, loss in LLMC.findall(data):
         if kind == b"tel":
-            run.val.append(Point(int(step), float(loss), None))
+            run.val.append(Point(int(step), number(loss), None))
         else:
-            run.steps.append((int(step), None, float(loss)))
+            run.steps.append((int(step), None, number(loss)))
     if not run.val:
         raise NotALog("no validation line")
     return [run]
+
+
+def number(given: bytes | float) -> float:
+    """As it stands; infinite where it is out of all bounds."""
+    value = float(given)
+    if abs(value) > LARGEST:
+        return math.copysign(math.inf, value)
+    return value
 
 
 class Body(NamedTuple):
@@ -474,7 +520,7 @@ def split(path: Path, lines: list[tuple[bytes, ...]]) -> list[Run]:
     last = last_val = math.inf
     for step, total, kind, loss, _, printed_time, unit, average, _ in lines:
         at = int(step)
-        seconds = float(printed_time)
+        seconds = number(printed_time)
         if unit == b"ms":
             seconds /= 1000
         if at < last or (kind == b"val_loss" and at <= last_val):
@@ -488,11 +534,11 @@ def split(path: Path, lines: list[tuple[bytes, ...]]) -> list[Run]:
         last = at
         clock = seconds
         if kind == b"val_loss":
-            run.val.append(Point(at, float(loss), seconds))
-            averages[id(run)].append(float(average))
+            run.val.append(Point(at, number(loss), seconds))
+            averages[id(run)].append(number(average))
             last_val = at
         else:
-            run.steps.append((at, seconds, float(loss) if loss else None))
+            run.steps.append((at, seconds, number(loss) if loss else None))
 
     for run in runs:
         run.void = run.void or average_contradicts(run, averages[id(run)]) or contradiction(run)
@@ -563,6 +609,8 @@ def contradiction(run: Run) -> str | None:
     if final is None or final.seconds is None:
         return None
     clock = [point.seconds for point in run.val if point.seconds is not None]
+    if not all(map(math.isfinite, clock)):
+        return "a time of its validations is no number"
     if clock != sorted(clock):
         return "the times of its validations fall"
     for step, seconds, _ in reversed(run.steps):

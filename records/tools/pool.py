@@ -108,6 +108,8 @@ def word_of_pool(side: Side, target: float | None, mixed: list[str]) -> verdict.
     if not target:
         return verdict.Verdict("no target", "none was named, and the logs state none")
     found = compare.proof(side, target)
+    if math.isnan(found.mean):
+        return verdict.Verdict("undecided", "the losses are not said")
     if not found.mean < target:
         return verdict.Verdict("no record", f"the mean loss of {found.mean:.5f} is not below the target of {target:g}")
     if found.p < verdict.ALPHA:
@@ -130,7 +132,8 @@ def show_in_words(found: dict[str, Any]) -> str:
     if found["groups"]:
         sizes = ", ".join(f"{len(xs)} near {mean(xs):.5g} s" for xs in found["groups"])
         lines.append(f"times fall in two groups: {sizes}")
-    lines.append("machine: " + short(f"{key} {cut(values)}" for key, values in found["machine"].items()))
+    machine = short(f"{key} {cut(values)}" for key, values in found["machine"].items())
+    lines.append(f"machine: {machine or 'not said'}")
     if found["target"]:
         lines += needs_in_words(found)
     lines.append(f"verdict: {found['verdict']}: {found['reason']}")
@@ -353,6 +356,7 @@ def main_show(argv: list[str]) -> int:
     parser = parser_of("show", "%(prog)s PATH... [settings]")
     parser.add_argument("--target", type=float, help="loss to reach, nats per token; default: target_loss of the logs")
     args = parser.parse_args(argv)
+    compare.refuse_wrong(target=args.target)
     found = show(side_of("pool", expanded(args.paths), choice_of(args)), args.target)
     printed(found, show_in_words, args.json)
     return verdict.STATUS.get(found["verdict"], 0)

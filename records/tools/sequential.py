@@ -2,7 +2,7 @@
 
 After 4, 6, 10, 16, 26, 42, ... pairs there is a look: a two-sided t-test at a share of the level. The shares add up to
 one, so the chance that any look ever rejects what is true is at most the level, whatever makes one stop or go on
-(Bonferroni over the looks; by draws 0.45 % at a level of 0.5 %, for the looks have much in common). Differences are
+(Bonferroni over the looks; by draws 0.40 % at a level of 0.5 %, for the looks have much in common). Differences are
 taken as independent and normal, of unknown spread. Half of the level is spent at the first look: that is what four
 pairs need to tell five standard deviations. An e-value that is valid after every pair takes a pair more for that, and
 has a chance of 1 in 20 in four."""

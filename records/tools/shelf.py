@@ -412,6 +412,8 @@ def write(folder: Path, stated: dict[str, Any]) -> None:
 # ---- Verb check
 def check(args: argparse.Namespace, root: Path) -> int:
     chosen = [find(root, name) for name in args.chosen] or folders(root)
+    if not chosen:
+        raise ToolError(f"records in {shown(root)}", "none", "at least one", "name their folder: --records")
     found = []
     for folder in chosen:
         found += [f"{folder.name}: {finding}" for finding in findings(folder)]

@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -124,7 +124,8 @@ def chosen_of(runs: list[Run], choice: Choice) -> tuple[list[Run], list[str]]:
     chosen = []
     passed = []
     for run in runs:
-        source = run.facts.get("source_sha256", "")
+        source = fact(run, "source_sha256")
+        source = "" if source is None else source
         if any(fnmatch.fnmatch(str(run.path), f"*{pattern}*") for pattern in choice.exclude):
             passed.append(f"{shown(run.path)}: excluded")
         elif choice.source and not source.startswith(choice.source):
@@ -225,18 +226,50 @@ def manifest_of(a: Side, b: Side) -> tuple[dict[int, int], dict[int, int], list[
     places: dict[int, int] = {}
     notes = []
     for path in sorted(manifests_above(a) & manifests_above(b)):
-        ends = ends_in(path)
-        by_folder = {(path.parent / line["folder"]).resolve(): line for line in ends if "folder" in line}
-        for run in a.timed + b.timed:
-            for folder in run.path.resolve().parents:
-                if folder in by_folder:
-                    places[id(run)] = by_folder[folder]["run"]
-                    pairs[id(run)] = by_folder[folder].get("pair")
-                    break
+        ends = lines_in(path, "end")
+        for run, line in noted(a.timed + b.timed, path, ends):
+            places[id(run)] = line["run"]
+            pairs[id(run)] = line.get("pair")
         outcomes = Counter(line.get("outcome") for line in ends)
         told = ", ".join(f"{n} runs {word}" for word, n in outcomes.items())
         notes.append(f"manifest: {told}, {len(places)} of them compared")
     return pairs, places, notes
+
+
+def noted(runs: list[Run], manifest: Path, ends: list[dict[str, Any]]) -> Iterator[tuple[Run, dict[str, Any]]]:
+    """Runs with the lines that tell of their end."""
+    by_folder = {(manifest.parent / line["folder"]).resolve(): line for line in ends if "folder" in line}
+    for run in runs:
+        for folder in run.path.resolve().parents:
+            if folder in by_folder:
+                yield run, by_folder[folder]
+                break
+
+
+def told_apart(a: Side, b: Side) -> bool:
+    """Whether a bench noted other flags, or other imported files, for the sides: a text log tells neither."""
+    for manifest in manifests_above(a) & manifests_above(b):
+        if plans_in(manifest, a) != plans_in(manifest, b):
+            return True
+    return False
+
+
+def plans_in(manifest: Path, side: Side) -> set[str]:
+    """Sources and flags of a side's runs; the flags of ours stand in their logs, with the defaults."""
+    plans = {}
+    for line in lines_in(manifest, "bench"):
+        plans |= line.get("sides", {})
+    found = set()
+    for run, line in noted(side.runs, manifest, lines_in(manifest, "end")):
+        plan = plans.get(line.get("side"), {})
+        sources = sorted(plan.get("sources", {}).values())
+        flags = [flag for flag in plan.get("flags", []) if name_of(flag) not in NO_MATTER]
+        found.add(text_of(sources if run.family == "ours" else sources + flags))
+    return found
+
+
+def name_of(flag: str) -> str:
+    return flag.lstrip("-").partition("=")[0]
 
 
 def manifests_above(side: Side) -> set[Path]:
@@ -249,19 +282,19 @@ def manifests_above(side: Side) -> set[Path]:
     return found
 
 
-def ends_in(manifest: Path) -> list[dict[str, Any]]:
-    """Lines of ended runs; the last line may be torn."""
-    ends = []
+def lines_in(manifest: Path, kind: str) -> list[dict[str, Any]]:
+    """Those of one type; the last line may be torn."""
+    found = []
     for text in manifest.read_text(encoding="utf-8").splitlines():
         if not text.endswith("}"):
             continue
         try:
             line = json.loads(text)
-            if line["type"] == "end":
-                ends.append(line)
+            if line["type"] == kind:
+                found.append(line)
         except (ValueError, KeyError):
             raise ToolError(f"manifest {manifest}", "a damaged line", "an object with a type", "restore it") from None
-    return ends
+    return found
 
 
 # ---- Words ----------------------------------------------------------------------------------------------------------

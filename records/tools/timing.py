@@ -149,14 +149,18 @@ def of_several_rentals(a: Sequence[Timed], b: Sequence[Timed], stated: bool, flo
 
 def steps_explain(a: Sequence[Timed], b: Sequence[Timed], share: float) -> bool:
     """Whether B's time differs as its number of steps does: same direction, and little is left."""
-    steps = [{run.steps for run in runs} for runs in (a, b)]
-    if any(len(counts) != 1 or None in counts for counts in steps):
-        return False
-    before, after = steps[0].pop(), steps[1].pop()
-    if before <= 0 or after == before:
+    before = steps_of(a)
+    after = steps_of(b)
+    if before is None or after is None or before <= 0 or after == before:
         return False
     by_steps = after / before - 1
     return abs(share - by_steps) <= STEPS_REST * abs(by_steps)
+
+
+def steps_of(runs: Sequence[Timed]) -> int | None:
+    """Of all of them; None where they differ, or are not said."""
+    counts = {run.steps for run in runs}
+    return counts.pop() if len(counts) == 1 else None
 
 
 # ---- Pairs ----------------------------------------------------------------------------------------------------------
@@ -231,7 +235,10 @@ def series_of(a: Sequence[Timed], b: Sequence[Timed]) -> list[Series]:
     series: dict[int | None, list[tuple[int, str, float]]] = {}
     for rental, place, side, seconds in zip(rentals_of([*a, *b]), in_order(a, b), sides, times):
         series.setdefault(rental, []).append((place, side, seconds))
-    return [[(side, seconds) for _, side, seconds in sorted(runs)] for runs in series.values()]
+    found = []
+    for runs in series.values():
+        found.append([(side, seconds) for _, side, seconds in sorted(runs)])
+    return found
 
 
 def paired_by_clock(a: Sequence[Timed], b: Sequence[Timed]) -> Timing | None:

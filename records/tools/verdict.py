@@ -297,7 +297,8 @@ def decide(evidence: Evidence) -> Verdict:
     if evidence.target is not None:
         return decide_by_target(evidence)
     if evidence.loss is None:
-        return Verdict("undecided", "fewer than two seeds on a side: a loss is judged by its spread over seeds")
+        return Verdict("undecided", "fewer than two seeds with different losses on a side: a loss is judged by its "
+                                    "spread over seeds")
     untimed = why_no_times(evidence)
     if untimed:
         return Verdict("undecided", untimed)
@@ -308,10 +309,12 @@ def decide(evidence: Evidence) -> Verdict:
 
 def decide_by_target(evidence: Evidence) -> Verdict:
     target, a, b = evidence.target
+    if math.isnan(b.mean):
+        return Verdict("undecided", "B's losses are not said")
     if not b.mean < target:
         return Verdict("no record", f"B's mean loss of {b.mean:.5f} is not below the target of {target:g}")
     if not b.p < ALPHA:
-        how = "p needs two seeds" if math.isnan(b.p) else f"p {b.p:.2g} is not below {ALPHA:g}"
+        how = "p takes two seeds with different losses" if math.isnan(b.p) else f"p {b.p:.2g} is not below {ALPHA:g}"
         return Verdict("undecided", f"B's mean loss is below the target of {target:g}, but does not prove it: {how}")
     untimed = why_no_times(evidence)
     if untimed:
