@@ -537,6 +537,6 @@ def test_1500_logs(tmp_path):
     done = run("compare", tmp_path / "a", tmp_path / "b", "--target=3.28")
     seconds = time.monotonic() - began
     size = sum(path.stat().st_size for path in paths)
-    print(f"\n{len(paths)} logs, {size / 1e6:.0f} MB, {logs.available_cores()} cores: {seconds:.1f} s")
+    print(f"\n{len(paths)} logs, {size / 1e6:.0f} MB, {logs.cores()} cores: {seconds:.1f} s")
     assert done.returncode in verdict.STATUS.values() and len(paths) == 1500 and 200e6 < size
     assert "750 runs of 750 seeds" in done.stdout

@@ -430,7 +430,7 @@ def test_several_readers_read_what_one_reads(tmp_path, monkeypatch):
     """In the same order; what cannot be read is said by either."""
     one = logs.read([GOLDEN])
     monkeypatch.setattr(logs, "SEVERAL_READERS_BYTES", 0)
-    monkeypatch.setattr(logs, "available_cores", lambda: 3)
+    monkeypatch.setattr(logs, "cores", lambda: 3)
     monkeypatch.setattr(logs, "PARTS_PER_READER", 2)                      # several files in each
     several = logs.read([GOLDEN])
     assert str(several) == str(one)                                       # nan is not equal to nan

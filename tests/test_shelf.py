@@ -428,7 +428,7 @@ def test_reports_have_short_hashes(root, tmp_path):
     new(root, "One", make_runs(tmp_path / "runs"), "--track=pocket")
     assert f"data_sha256 {'d' * 8}\n" in call("table", "--records", root)[1]
     assert layout.short_hashes({"a": "0f" * 32, "b": "0f" * 20}) == f"{{'a': '0f0f0f0f', 'b': '{'0f' * 20}'}}"
-    assert layout.shown(Path.cwd() / "x/y") == Path("x/y") and layout.shown(Path("/x")) == Path("/x")
+    assert layout.shown(Path.cwd() / "x/y") == "x/y" and layout.shown(Path("/x")) == "/x"
 
 
 def test_plain_and_table_are_never_ranked_together(root, tmp_path):

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools import launch, logs, verdict
-from tools.layout import short_hashes
+from tools.layout import MANIFEST, short_hashes
 from tools.logs import Run, ToolError
 
 PATCHES = Path(__file__).resolve().parent.parent / "ablations"
@@ -182,7 +182,7 @@ class Ablation:
         if args.together > 1:
             plan["together"] = args.together
         self.out = args.out or Path(f"logs/ablation_{sources[args.script.name][:8]}")
-        self.manifest = launch.Manifest(self.out / "manifest.jsonl")
+        self.manifest = launch.Manifest(self.out / MANIFEST)
         if not self.manifest.of("plan"):
             self.manifest.add("plan", **plan)
         for line in self.manifest.of("plan"):

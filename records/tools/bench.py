@@ -24,7 +24,7 @@ from typing import Any
 
 from tools import calibrate, compare, launch, sequential, verdict
 from tools.launch import Manifest, source_hashes
-from tools.layout import short_hashes
+from tools.layout import MANIFEST, short_hashes
 from tools.logs import ToolError
 
 SHOWN_LINES = 12               # of the stderr of a failed run
@@ -117,7 +117,7 @@ class Bench:
             pids = " ".join(map(str, running))
             raise ToolError(f"folder {args.out}", f"processes {running} of its runs", "none: they disturb the times",
                             f"wait for them, or end them: kill {pids}")
-        self.manifest = Manifest(args.out / "manifest.jsonl")
+        self.manifest = Manifest(args.out / MANIFEST)
         self.refuse_other_plan()
 
     def refuse_other_plan(self) -> None:

@@ -16,6 +16,7 @@ HASH = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
 MARK = "<!-- end of what is written by hand; what follows is made from the logs -->\n\n"
 SOURCE = "train_gpt.py"
 MANIFEST = "manifest.jsonl"
+MANIFEST_DEPTH = 6                 # folders above a run in which its manifest may lie
 PAGE = "README.md"
 RESULT = "result.json"
 PLOT = "loss.png"
@@ -35,10 +36,12 @@ def short_hashes(value: Any) -> str:
     return HASH.sub(r"\1", str(value))
 
 
-def shown(path: Path) -> Path:
-    """A path as people type it here."""
-    here = Path.cwd()
-    return path.relative_to(here) if path.is_relative_to(here) else path
+def shown(path: Path) -> str:
+    """A path from here, where it is below; else as it was given."""
+    try:
+        return str(path.resolve().relative_to(Path.cwd()))
+    except ValueError:
+        return str(path)
 
 
 def text(path: Path) -> str:
@@ -49,9 +52,18 @@ def text(path: Path) -> str:
 
 
 def lines(manifest: Path, kind: str) -> list[dict[str, Any]]:
-    """Those of one type; none where there is no manifest."""
-    every = map(json.loads, text(manifest).splitlines())
-    return [line for line in every if line["type"] == kind]
+    """Those of one type; none where there is no manifest. The last line may be torn."""
+    found = []
+    for printed in text(manifest).splitlines():
+        if not printed.endswith("}"):
+            continue
+        try:
+            line = json.loads(printed)
+            if line["type"] == kind:
+                found.append(line)
+        except (ValueError, KeyError):
+            raise ToolError(f"manifest {manifest}", "a damaged line", "an object with a type", "restore it") from None
+    return found
 
 
 def load(folder: Path) -> dict[str, Any]:

@@ -24,6 +24,8 @@ from multiprocessing import get_all_start_methods, get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tools.calibrate import cores
+
 NUMBER = rb"-?(?:[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|[nN][aA][nN]|[iI]nf)"
 EXTRA = rb"((?: [a-z_]+:\S+)*?)"
 COUNT = rb"(\d{1,18})"                 # of steps, or a seed
@@ -189,7 +191,7 @@ def files_below(root: Path) -> Iterator[Path]:
 
 def attempts(named_files: list[tuple[Path, bool]]) -> Iterator[tuple[list[Run], str | None]]:
     """What `attempt` gives for each file, in their order; read by several processes where that pays."""
-    readers = min(available_cores(), MAX_READERS)
+    readers = min(cores(), MAX_READERS)
     size = sum(path.stat().st_size for path, _ in named_files if path.is_file())
     if readers < 2 or size < SEVERAL_READERS_BYTES or "fork" not in get_all_start_methods():
         yield from map(attempt, named_files)
@@ -205,12 +207,6 @@ def attempts(named_files: list[tuple[Path, bool]]) -> Iterator[tuple[list[Run], 
             except NoAnswer:
                 raise ToolError(f"reading {part[0][0]}", f"nothing after {READING_TIMEOUT_S:.0f} s",
                                 "a disk that answers", "give fewer paths, or copy them to a local disk") from None
-
-
-def available_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def attempt_all(named_files: list[tuple[Path, bool]]) -> list[tuple[list[Run], str | None]]:

@@ -26,15 +26,14 @@ from typing import Any
 from tools import ablate, compare, evidence, history, logs, prediction, verdict
 from tools.ablate import aligned
 from tools.compare import Side
-from tools.layout import (DIFF, FOLDER, LOG, LOGS, MANIFEST, MARK, PAGE, PLOT, RECORDS, RESULT, SOURCE, changes, find,
-                          folders, hashes, lines, links_out, load, parent_diff, predicts, sha256, short_hashes, shown,
-                          text, unified)
+from tools.layout import (DIFF, FOLDER, LOG, LOGS, MANIFEST, MANIFEST_DEPTH, MARK, PAGE, PLOT, RECORDS, RESULT, SOURCE,
+                          changes, find, folders, hashes, lines, links_out, load, parent_diff, predicts, sha256,
+                          short_hashes, shown, text, unified)
 from tools.logs import Run, ToolError
 from tools.page import page
 from tools.rules import ALIKE, ENTRY, TRACKS, Problem, Track, class_of, problems, value
 
 DIGITS = 9                         # of numbers in result.json: another version of a library may change the last ones
-DEPTH = 6                          # folders above a log in which its manifest and its source are looked for
 MACHINE = *ALIKE, "python", "nccl", "triton", "attention", "head", "preset", "git_commit", "budget_s", "val_tokens"
 OF_REPORT = "verdict", "reason", "loss", "time", "memory", "method", "runs_to_settle"    # what a record keeps of one
 KINDS = "entry", "comparison", "ablation", "prediction"
@@ -70,7 +69,7 @@ def grouped(folder: Path, stated: dict[str, Any]) -> dict[str, Side]:
 def in_manifest(log: Path) -> tuple[Path | None, dict[str, Any]]:
     """The manifest above a log, and the line of its run's end."""
     above = log.resolve().parents
-    for folder in above[:DEPTH]:
+    for folder in above[:MANIFEST_DEPTH]:
         for line in lines(folder / MANIFEST, "end"):
             if folder / line["folder"] in above:
                 return folder / MANIFEST, line
@@ -79,7 +78,7 @@ def in_manifest(log: Path) -> tuple[Path | None, dict[str, Any]]:
 
 def source_of(run: Run) -> Path:
     """The trainer that made a log, beside it or in a folder above."""
-    for folder in run.path.resolve().parents[:DEPTH]:
+    for folder in run.path.resolve().parents[:MANIFEST_DEPTH]:
         for path in sorted(folder.glob("*.py")):
             if sha256(path) == run.facts["source_sha256"]:
                 return path

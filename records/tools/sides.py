@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tools import logs
+from tools.layout import MANIFEST, MANIFEST_DEPTH, lines, shown
 from tools.logs import Run, ToolError
 from tools.timing import Timed
 from tools.verdict import mean
@@ -22,7 +23,6 @@ SOFTWARE = ("torch", "cuda", "triton", "nccl", "python")
 MACHINE = ("driver", "buses")                          # tell machines of one kind apart
 NO_MATTER = ("seed", "run_dir", "save", "sample", "prompt", "ranks", "sample_tokens", "comm_timeout", "resume", "runs",
              "checkpoint_every", "target_loss", "profile")                    # fields of a config that change no result
-MANIFEST_DEPTH = 6                 # folders above a run in which its manifest may lie
 SHOWN = 6                          # items of a list; the JSON has all
 SHOWN_CHARACTERS = 60              # of an item
 HASH_CHARACTERS = 8                # of a hash in a report
@@ -226,7 +226,7 @@ def manifest_of(a: Side, b: Side) -> tuple[dict[int, int], dict[int, int], list[
     places: dict[int, int] = {}
     notes = []
     for path in sorted(manifests_above(a) & manifests_above(b)):
-        ends = lines_in(path, "end")
+        ends = lines(path, "end")
         for run, line in noted(a.timed + b.timed, path, ends):
             places[id(run)] = line["run"]
             pairs[id(run)] = line.get("pair")
@@ -257,10 +257,10 @@ def told_apart(a: Side, b: Side) -> bool:
 def plans_in(manifest: Path, side: Side) -> set[str]:
     """Sources and flags of a side's runs; the flags of ours stand in their logs, with the defaults."""
     plans = {}
-    for line in lines_in(manifest, "bench"):
+    for line in lines(manifest, "bench"):
         plans |= line.get("sides", {})
     found = set()
-    for run, line in noted(side.runs, manifest, lines_in(manifest, "end")):
+    for run, line in noted(side.runs, manifest, lines(manifest, "end")):
         plan = plans.get(line.get("side"), {})
         sources = sorted(plan.get("sources", {}).values())
         flags = [flag for flag in plan.get("flags", []) if name_of(flag) not in NO_MATTER]
@@ -276,24 +276,9 @@ def manifests_above(side: Side) -> set[Path]:
     found = set()
     for run in side.runs:
         for folder in list(run.path.resolve().parents)[:MANIFEST_DEPTH]:
-            path = folder / "manifest.jsonl"
+            path = folder / MANIFEST
             if path.is_file():
                 found.add(path)
-    return found
-
-
-def lines_in(manifest: Path, kind: str) -> list[dict[str, Any]]:
-    """Those of one type; the last line may be torn."""
-    found = []
-    for text in manifest.read_text(encoding="utf-8").splitlines():
-        if not text.endswith("}"):
-            continue
-        try:
-            line = json.loads(text)
-            if line["type"] == kind:
-                found.append(line)
-        except (ValueError, KeyError):
-            raise ToolError(f"manifest {manifest}", "a damaged line", "an object with a type", "restore it") from None
     return found
 
 
@@ -301,14 +286,6 @@ def lines_in(manifest: Path, kind: str) -> list[dict[str, Any]]:
 
 def text_of(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-
-
-def shown(path: Path) -> str:
-    """A path from here, where it is below; else as it was given."""
-    try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
 
 
 def short(items: Iterable[str]) -> str:
