@@ -5,6 +5,7 @@ import json
 import math
 import os
 import shutil
+import signal
 import sys
 from pathlib import Path
 
@@ -426,7 +427,15 @@ def test_dates():
         assert logs.date_of_ours(run) == expected
 
 
-def test_several_readers_read_what_one_reads(tmp_path, monkeypatch):
+@pytest.fixture
+def deaf():
+    """A process that ends at no SIGTERM: its readers have to."""
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_several_readers_read_what_one_reads(monkeypatch, deaf):
     """In the same order; what cannot be read is said by either."""
     one = logs.read([GOLDEN])
     monkeypatch.setattr(logs, "SEVERAL_READERS_BYTES", 0)

@@ -15,6 +15,7 @@ import json
 import math
 import os
 import re
+import signal
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -199,7 +200,7 @@ def attempts(named_files: list[tuple[Path, bool]]) -> Iterator[tuple[list[Run], 
 
     size_of_part = math.ceil(len(named_files) / (PARTS_PER_READER * readers))
     parts = [named_files[at:at + size_of_part] for at in range(0, len(named_files), size_of_part)]
-    with get_context("fork").Pool(readers) as pool:                            # its end ends the processes
+    with get_context("fork").Pool(readers, initializer=end_as_told) as pool:   # its end ends the processes
         results = pool.imap(attempt_all, parts)
         for part in parts:
             try:
@@ -207,6 +208,11 @@ def attempts(named_files: list[tuple[Path, bool]]) -> Iterator[tuple[list[Run], 
             except NoAnswer:
                 raise ToolError(f"reading {part[0][0]}", f"nothing after {READING_TIMEOUT_S:.0f} s",
                                 "a disk that answers", "give fewer paths, or copy them to a local disk") from None
+
+
+def end_as_told() -> None:
+    """A reader ends at SIGTERM at once, whatever the process that it was forked from does with it."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def attempt_all(named_files: list[tuple[Path, bool]]) -> list[tuple[list[Run], str | None]]:
