@@ -1,0 +1,90 @@
+"""A table of n-grams under the row-wise rule, as a dense model in numpy that knows no ranks, plans, caches or homes.
+
+Every event decays v of ALL rows and moves the weights of the rows that were asked for. The trainer touches asked rows
+only, and catches up on what their v has missed: the same numbers, for v * beta2 * ... * beta2 is v * beta2^(e - last).
+"""
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+def ngram_rows(tokens: np.ndarray, constants: Sequence[int], rows: int) -> np.ndarray:
+    """Row of the n-gram that ends at each position of one slot, (T,); constants belong to the newest token first."""
+    found = []
+    for at in range(len(tokens)):
+        if at < len(constants) - 1:
+            found.append(rows - 1)                                            # no such n-gram
+            continue
+        mixed = 0
+        for back, constant in enumerate(constants):
+            mixed ^= int(tokens[at - back]) * constant % 2**32
+        signed = mixed - 2**32 * (mixed >= 2**31)
+        found.append(signed % (rows - 1))                                     # Python's: never negative
+    return np.array(found)
+
+
+def mixed_bits(x: np.ndarray) -> np.ndarray:
+    """(...) u32 -> u32 that look unrelated to it: the finaliser "lowbias32" (Chris Wellons)."""
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
+    x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
+    return x ^ (x >> np.uint32(16))
+
+
+def to_bf16(p: np.ndarray, drawn: np.ndarray | None = None) -> np.ndarray:
+    """f32 numbers that bf16 can hold: the nearest, or with drawn (0 to 2^16 - 1) one of both neighbours by chance."""
+    bits = p.astype(np.float32).view(np.uint32)
+    if drawn is None:
+        drawn = np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))  # nearest, ties to even
+    return ((bits + drawn) & np.uint32(0xFFFF0000)).view(np.float32)
+
+
+@dataclass
+class NaiveTable:
+    """rows x width weights, from zero."""
+
+    label: str
+    rows: int
+    width: int
+    beta2: float
+    eps: float
+    dtype: type = np.float64
+    bf16: str = ""                       # "nearest" or "stochastic": weights and what travels are bf16
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.p = np.zeros((self.rows, self.width), self.dtype)
+        self.v = np.zeros(self.rows, self.dtype)
+        self.last = np.zeros(self.rows, int)
+        self.events = 0
+
+    def event(self, asked: np.ndarray, sums: Sequence[np.ndarray], num_slots: int, lr: float, decay: float) -> None:
+        """asked (rows,) bool: by any rank in this cycle. sums: of each rank, in rank order, (rows, width)."""
+        self.events += 1
+        g = np.zeros_like(self.p)
+        for of_rank in sums:
+            g += to_bf16(of_rank) if self.bf16 else of_rank
+        g *= self.dtype(1 / num_slots)
+
+        self.v *= self.dtype(self.beta2)
+        self.v[asked] += self.dtype(1 - self.beta2) * np.square(g[asked]).mean(axis=1)
+        rate = self.dtype(lr * np.sqrt(1 - self.beta2**self.events))
+        u = rate * g / (np.sqrt(self.v)[:, None] + self.dtype(self.eps))
+        agrees = u * self.p > 0
+        moved = self.p - (u + self.p * agrees * self.dtype(lr * lr * decay))
+        if self.bf16:
+            moved = to_bf16(moved, self.drawn() if self.bf16 == "stochastic" else None)
+        self.p[asked] = moved[asked]
+        self.last[asked] = self.events
+
+    def drawn(self) -> np.ndarray:
+        """(rows, width) u32 below 2^16, by (seed, label, row, event, column)."""
+        start = np.uint32(zlib.crc32(f"{self.seed}/{self.label}".encode()))
+        row = np.arange(self.rows, dtype=np.uint32)[:, None]
+        column = np.arange(self.width, dtype=np.uint32)
+        bits = mixed_bits(row ^ start)
+        bits = mixed_bits(bits ^ np.uint32(self.events))
+        return mixed_bits(bits ^ column) & np.uint32(0xFFFF)
