@@ -6,7 +6,7 @@
 The mathematics is that of modded-nanogpt right after pull request #221 (record 71, 2026-02-15); credits in README.md.
 
 Floor plan. A room uses only rooms above it, and nothing happens at import.
-    1 Config      errors, layer table, stage table, settings, presets, flags, Fabric
+    1 Config      errors, layer table, stage table, table of n-gram tables, settings, presets, flags, Fabric
     2 Schedule    pure functions of the step: everything a step needs, in one `Values`
     3 Data        shards, packing, bigram hash, the loader thread, validation batches
     4 Kernels     references in PyTorch: norm, rotation, attention, MLP, head loss, symmetric products; main_grad
@@ -23,8 +23,8 @@ Letters                                                        [value in the rec
     T tokens in one slot          F MLP width [3,072]          G tokens predicted per position [3, 2, 1 by stage]
     M matrices in a bank          N rows of a product, B * T   C rows of an owner's slice of a table
 A slot is one of S equal, independent shares of a step's tokens and the unit of data parallelism: slot s belongs to rank
-s mod W. A cycle is two steps, an even and an odd one; Adam updates on the odd one. A bank is several matrices in one
-parameter. The objective of a step is J = (1/S) * sum over slots of the slot's summed loss, at every W."""
+s mod W. A cycle is two steps, an even and an odd one; Adam updates on the odd one. Tables of n-grams may have a cycle of
+four; the update of such a table is an event. A bank is several matrices in one parameter. The objective of a step is J = (1/S) * sum over slots of the slot's summed loss, at every W."""
 from __future__ import annotations
 
 import os
@@ -56,6 +56,7 @@ import importlib.util
 import itertools
 import json
 import math
+import mmap
 import operator
 import platform
 import re
@@ -251,6 +252,34 @@ STAGES = (                                                                    # 
     Stage(393_216, 6, 13, 1.00, (1.0,), (1.0,)))
 
 
+@dataclass(frozen=True)
+class Ngrams:
+    """One table of hashed n-grams. Adding a table is adding a line to NGRAM_TABLES.
+
+    Columns that are None have the value of the flag --table_<column>, alike for all tables.
+    """
+
+    label: str
+    hash: tuple[int, ...]                # an odd factor for each token of the n-gram, newest first
+    rows: int | str                      # R, or the setting that has it; 0: there is no such table
+    sign_hash: tuple[int, ...] = ()      # of the vector of signs that a row is multiplied by
+    enters: int | None = None            # the layer whose attention values get its rows; None: the residual stream of all
+    signs: int | None = None             # 1: with signs
+    home: str | None = None              # where owners keep rows: "device" or "host"
+    rule: str | None = None              # "rowwise": an event moves the rows that were asked for; "adam": all rows
+    cadence: int | None = None           # steps between events
+    rounding: str | None = None          # of bf16 rows: "nearest" or "stochastic"
+    lr_mul: float | None = None          # of Adam's learning rate
+    wd_mul: float | None = None          # of Adam's weight decay
+    beta2: float | None = None           # decay of the second moment in an event
+
+
+# Factors of record 92 for two and three tokens (its train_gpt.py); recipe A's own table of bigrams is none of these.
+NGRAM_TABLES = (
+    Ngrams("more_bigram_embed", (36313, 27191), rows="more_bigram_rows", sign_hash=(48271, 30011)),
+    Ngrams("trigram_embed", (17351, 60961, 45259), rows="trigram_rows", sign_hash=(58699, 39779, 26801)))
+
+
 def knob(group: str, default: Any, unit: str, about: str, choices: tuple = ()) -> Any:
     metadata = dict(group=group, unit=unit, about=about, choices=choices)
     return field(default=default, metadata=metadata)
@@ -261,6 +290,7 @@ _model = functools.partial(knob, "model")
 _schedule = functools.partial(knob, "schedule")
 _optim = functools.partial(knob, "optimizer")
 _run = functools.partial(knob, "run")
+_table = functools.partial(knob, "tables of n-grams")
 
 
 ATTENTION_KERNELS = ("auto", "FA4", "FA3", "varlen", "reference")             # packages, torch's own, plain PyTorch
@@ -307,6 +337,16 @@ class Config:
     adam_lr: float = _optim(0.008, "1", "everything else; multipliers stand in the parameter table")
     adam_weight_decay: float = _optim(0.005, "1", "cautious, times (lr x multiplier)^2")
     adam_eps: float = _optim(1e-10, "1", "added to the uncorrected root of the second moment")
+    more_bigram_rows: int = _table(0, "rows", "second table of token pairs, beside recipe A's; 0: none")
+    trigram_rows: int = _table(0, "rows", "table of token triples; 0: none")
+    table_rule: str = _table("rowwise", "rule", "what an update moves: rows asked for, or all", ("rowwise", "adam"))
+    table_home: str = _table("device", "place", "where owners keep rowwise tables", ("device", "host"))
+    table_cadence: int = _table(2, "steps", "between updates of rowwise tables", (2, 4))
+    table_signs: int = _table(0, "0|1", "multiply rows by hashed vectors of +-1, so that collisions can be told", (0, 1))
+    table_rounding: str = _table("nearest", "way", "of bf16 rows behind an update", ("nearest", "stochastic"))
+    table_lr_mul: float = _table(37.5, "1", "of adam_lr")
+    table_wd_mul: float = _table(5.0, "1", "of adam_weight_decay")
+    table_beta2: float = _table(0.95, "1", "decay of the second moment in an update")
     seed: int = _run(0, "integer", "initial values; each parameter draws from (seed, label)")
     device: str = _run("auto", "device", "auto: cuda if there is one", ("auto", "cpu", "cuda"))
     compile: int = _run(-1, "0|1", "torch.compile; -1: on CUDA only", (-1, 0, 1))
@@ -352,6 +392,7 @@ GATE_INPUTS = 12                         # features that a gate reads
 FP8_UNIT = 16                            # sizes in an fp8 product are multiples of it
 SLOT_UNIT = FP8_UNIT                     # tokens: a slot is a multiple of it, on every device
 CYCLE = 2                                # steps of one Adam update, whose gradients add up
+LEAST_NGRAM_ROWS = 2                     # one for n-grams, one for places that have none
 MAX_STEPS = 10**7
 MAX_STAGE_FACTOR = 1000                  # of a stage's learning rate, and of a predicted token's weight
 
@@ -362,12 +403,12 @@ LEAST = dict(
 MOST = dict(
     num_scheduled_steps=MAX_STEPS, num_extension_steps=MAX_STEPS, runs=10**4, time_budget=30 * 24 * 3600,
     num_slots=1 << 16, model_dim=1 << 16, num_heads=1 << 12, head_dim=1 << 14,
-    vocab_size=MAX_VOCAB, document_start=MAX_VOCAB - 1, cooldown_frac=1, normuon_beta2=1, momentum_max=1)
+    vocab_size=MAX_VOCAB, document_start=MAX_VOCAB - 1, cooldown_frac=1, normuon_beta2=1, momentum_max=1, table_beta2=1)
 
 NOT_MATHEMATICS = {
     "device", "compile", "slots_per_micro_batch", "seed", "run_dir", "comm_timeout", "sample_tokens", "save", "sample",
     "prompt", "ranks", "val_every", "max_steps", "train_files", "val_files", "epochs", "row_comms", "debug_rows",
-    "runs", "target_loss", "checkpoint_every", "resume", "profile", "attention"}
+    "runs", "target_loss", "checkpoint_every", "resume", "profile", "attention", "table_home"}
 NOT_INHERITED = {"run_dir", "runs", "resume", "save", "sample", "prompt", "ranks"}    # by --resume: facts of one run
 MAY_CHANGE = NOT_MATHEMATICS - {"seed"}                                               # on --resume
 PATH_UNITS = {"folder", "file", "pattern"}                                            # ~ is expanded in these
@@ -657,6 +698,7 @@ def check_config(cfg: Config) -> None:
     check_model_sizes(cfg)
     check_token_counts(cfg)
     check_stages(cfg)
+    check_ngram_tables(cfg)
 
     need(cfg.momentum_min <= cfg.momentum_max, "--momentum_min", cfg.momentum_min,
          f"0 to {cfg.momentum_max}", f"--momentum_min={cfg.momentum_max}")
@@ -666,6 +708,45 @@ def check_config(cfg: Config) -> None:
         need(cfg.checkpoint_every == 0, "--profile with --checkpoint_every",
              f"{cfg.profile} and {cfg.checkpoint_every}",
              "one of them: the time of a profiled run does not count", "add --checkpoint_every=0")
+
+
+def ngram_tables(cfg: Config) -> tuple[Ngrams, ...]:
+    """The tables of n-grams that this run has, every column filled in."""
+    columns = ("signs", "home", "rule", "cadence", "rounding", "lr_mul", "wd_mul", "beta2")
+    tables = []
+    for line in NGRAM_TABLES:
+        rows = getattr(cfg, line.rows) if isinstance(line.rows, str) else line.rows
+        if rows == 0:
+            continue
+        filled_in = {name: getattr(cfg, f"table_{name}") for name in columns if getattr(line, name) is None}
+        tables.append(replace(line, rows=rows, **filled_in))
+    return tuple(tables)
+
+
+def run_cycle(cfg: Config) -> int:
+    """Steps of the run's cycle, the largest of all cadences: plans and checkpoints come at its multiples."""
+    return max([CYCLE, *(table.cadence for table in ngram_tables(cfg))])
+
+
+def check_ngram_tables(cfg: Config) -> None:
+    """Raise ConfigError for tables of n-grams that cannot work."""
+    for table in ngram_tables(cfg):
+        place = f"NGRAM_TABLES, {table.label}"
+        need(table.rows >= LEAST_NGRAM_ROWS, f"rows of {table.label}", table.rows,
+             f"0, or {LEAST_NGRAM_ROWS} and more: the last one means that there is no n-gram",
+             f"{LEAST_NGRAM_ROWS} or more, by its flag or in NGRAM_TABLES")
+        odd = all(factor % 2 == 1 for factor in (*table.hash, *table.sign_hash))
+        need(len(table.hash) >= 1 and odd, place, f"factors {table.hash} and {table.sign_hash}", "odd numbers",
+             "an even factor loses bits of the token: take another")
+        need(not table.signs or table.sign_hash != (), place, "signs without sign_hash", "factors for the signs' hash",
+             f"sign_hash=(...) with {len(table.hash)} factors, or signs=0")
+        need(table.rule == "rowwise" or (table.home, table.cadence) == ("device", CYCLE), f"rule of {table.label}",
+             f"adam with home {table.home} and cadence {table.cadence}", f"home device and cadence {CYCLE}, for Adam "
+             "moves every row at every update", "--table_rule=rowwise, or the other two as they are by default")
+        if table.enters is not None:
+            at = table.enters
+            need(at in ATTENTION_LAYERS, place, f"enters={at}", f"a layer with attention, one of {ATTENTION_LAYERS}",
+                 "another layer, or None for the residual stream")
 
 
 def check_ranges(cfg: Config) -> None:
@@ -803,6 +884,13 @@ class Fabric:
         for group in (None, self.plan_group):
             dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
+    def host_tensor(self, x: np.ndarray | Tensor) -> Tensor:
+        """The array as a tensor; beside a GPU it is pinned: torch uses a block again after its last copy."""
+        tensor = torch.as_tensor(x)
+        if self.on_cuda:
+            tensor = tensor.pin_memory()
+        return tensor
+
     def enter_thread(self) -> None:
         """CUDA's current device is a thread's own: without this, pinning memory would open GPU 0 from every rank."""
         if self.on_cuda:
@@ -929,7 +1017,7 @@ def yarn(rotary: Rotary, old: int, new: int) -> Rotary:
 class Fit(NamedTuple):
     """A new length for a run in progress, so that it ends with --time_budget."""
 
-    step: int                            # even: steps done then; the cycle ahead is prepared and stays as it was
+    step: int                            # done then, whole cycles; the cycle ahead is prepared and stays as it was
     ms: float                            # training time until then
     total_steps: int                     # of the whole run, from then on
 
@@ -951,11 +1039,12 @@ class Schedule:
 
     def __init__(self, cfg: Config, fits: Sequence[Fit] = ()) -> None:
         self.cfg = cfg
+        self.cycle = run_cycle(cfg)
         self.fits = tuple(fits)
         self.planned_steps = cfg.num_scheduled_steps + cfg.num_extension_steps
         self.legs = [Leg(0, self.planned_steps, 1)]
         for fit in self.fits:
-            first = fit.step + CYCLE
+            first = fit.step + self.cycle
             planned_left = self.planned_steps - self.place(first)
             steps_left = max(1, fit.total_steps - first)                      # 0: a fit may end the run there
             self.legs.append(Leg(first, fit.total_steps, planned_left / steps_left))
@@ -1080,8 +1169,8 @@ class Schedule:
         """Whole cycles around the start of every stage: each graph of the run, tied and split, occurs in them."""
         steps = set()
         for start in self.stage_starts:
-            cycle_start = start - start % CYCLE
-            steps.update(range(cycle_start, cycle_start + 2 * CYCLE))
+            cycle_start = start - start % self.cycle
+            steps.update(range(cycle_start, cycle_start + 2 * self.cycle))
         return sorted(step for step in steps if step < self.end_step)
 
 
@@ -1118,6 +1207,7 @@ MANIFEST = "manifest.json"               # hashes of the files beside it, writte
 MANIFEST_FORMAT = 1
 VOCABULARY = "vocab.txt"                 # bytes of the tokens of the files beside it
 HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # recipe 2.5
+SIGN_VECTORS = 8192                      # of random signs; one more has +1 alone
 BITMAP_ROWS = 16                         # per read of a cycle: in smaller tables a bitmap beats sorting the reads
 FORMULA = "formula:"                     # formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS, tokens without a file
 FORMULA_TOKENS = 2**28                   # at most in one shard: half a GiB, 2.7 times a shard of FineWeb
@@ -1599,6 +1689,20 @@ def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
     return hashed
 
 
+def ngram_hash(tokens: np.ndarray, factors: Sequence[int], modulus: int, none: int) -> np.ndarray:
+    """A number for the n-gram that ends at each position of a slot, (..., T) i32 -> (..., T) i32 below modulus.
+
+    The xor of token x factor, factors from the newest token backwards, in 32-bit arithmetic that wraps; floor modulo.
+    `none` stands at the first n - 1 positions. N-grams cross documents, as recipe A's bigrams do.
+    """
+    mixed = tokens * np.int32(factors[0])
+    for back, factor in enumerate(factors[1:], 1):
+        mixed[..., back:] ^= tokens[..., :-back] * np.int32(factor)
+    hashed = mixed - mixed // np.int32(modulus) * np.int32(modulus)
+    hashed[..., :len(factors) - 1] = none
+    return hashed
+
+
 class Table(NamedTuple):
     """An embedding of which a step reads few rows (design 4.1).
 
@@ -1611,8 +1715,26 @@ class Table(NamedTuple):
     ids: Callable[[np.ndarray], np.ndarray]      # tokens (b, T) i32 -> logical rows (b, T) or (b, reads, T) i32
     tied: bool = False                   # to the head until the split
     home: str = "device"                 # where an owner keeps its rows
-    rule: str = "adam"                   # what updates them: all rows of a slice, read or not
-    cycle: int = CYCLE                   # steps between updates
+    rule: str = "adam"                   # what updates them: all rows of a slice, or "rowwise" those that were asked for
+    cadence: int = CYCLE                 # steps between updates
+    rounding: str = "nearest"            # of bf16 rows behind an update of rule "rowwise"
+    signs: Callable[[np.ndarray], np.ndarray] | None = None       # tokens (b, T) i32 -> vectors of signs (b, T) i32
+
+    @property
+    def is_rowwise(self) -> bool:
+        return self.rule == "rowwise"
+
+
+def ngram_table(ngrams: Ngrams) -> Table:
+    """A line of the table of n-gram tables, with the functions that its factors stand for."""
+    def rows_of(tokens: np.ndarray) -> np.ndarray:
+        return ngram_hash(tokens, ngrams.hash, ngrams.rows - 1, none=ngrams.rows - 1)
+
+    def signs_of(tokens: np.ndarray) -> np.ndarray:
+        return ngram_hash(tokens, ngrams.sign_hash, SIGN_VECTORS, none=SIGN_VECTORS)
+
+    return Table(ngrams.label, ngrams.rows, 1, rows_of, home=ngrams.home, rule=ngrams.rule, cadence=ngrams.cadence,
+                 rounding=ngrams.rounding, signs=signs_of if ngrams.signs else None)
 
 
 def row_tables(cfg: Config) -> tuple[Table, ...]:
@@ -1631,7 +1753,52 @@ def row_tables(cfg: Config) -> tuple[Table, ...]:
 
     return (Table("bigram_embed", cfg.bigram_rows, 1, pair_rows),
             Table("value_embed", NUM_VALUE_TABLES * V, NUM_VALUE_TABLES, value_rows),
-            Table("embed", V, 1, own_rows, tied=True))
+            Table("embed", V, 1, own_rows, tied=True),
+            *map(ngram_table, ngram_tables(cfg)))
+
+
+@dataclass(eq=False)
+class EventRows:
+    """The rows of this rank's slice that ranks ask for in a cycle, each once: what an event of rule "rowwise" moves.
+
+    Rows that the cycle before asked for, too, are on the device, and will be newer there than at home.
+    """
+
+    places: Tensor                       # (u,) i64 in the slice, ascending
+    of_asked: Tensor                     # (asked,) i64: which of them each row is that a reader asks for
+    follows: EventRows | None            # those of the cycle before; None: there is none
+    fresh: Tensor                        # (f,) i64: which of the places the cycle before has not
+    kept: Tensor                         # (u - f,) i64: which it has, too,
+    kept_from: Tensor                    # (u - f,) i64: and which of its places they are there
+
+
+def distinct_with_places(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """(n,) integers below 2^31 -> each once, ascending, (u,) i64, and which of them each value is, (n,) i64.
+
+    One sort of 64-bit words, the value above its place: several times as fast as numpy's unique with its inverse.
+    """
+    count = len(values)
+    words = np.sort(values.astype(np.int64) << 32 | np.arange(count))
+    ordered = words >> 32
+    is_new = np.ones(count, bool)
+    is_new[1:] = ordered[1:] != ordered[:-1]
+    which = np.empty(count, np.int64)
+    which[words & 0xFFFFFFFF] = np.cumsum(is_new) - 1
+    return ordered[is_new], which
+
+
+def event_rows(asked: np.ndarray, before: EventRows | None, fabric: Fabric) -> EventRows:
+    """The rows of an event, from the places that readers ask for, reader by reader, and the event before it."""
+    places, of_asked = distinct_with_places(asked)
+    in_both = np.zeros(len(places), bool)
+    at = np.zeros(len(places), np.int64)
+    if before is not None and len(before.places) > 0:
+        places_before = before.places.numpy()
+        at = np.searchsorted(places_before, places).clip(max=len(places_before) - 1)
+        in_both = places_before[at] == places
+    lists = (places, of_asked, np.flatnonzero(~in_both), np.flatnonzero(in_both), at[in_both])
+    places, of_asked, fresh, kept, kept_from = map(fabric.host_tensor, lists)
+    return EventRows(places, of_asked, before, fresh, kept, kept_from)
 
 
 @dataclass(eq=False)
@@ -1650,6 +1817,8 @@ class TablePlan:
     counts_by_reader: list[int]          # how many of them each reader asks for
     head_columns: Any                    # (n,) i64: the same rows in the head, which every rank has, if tied; else None
     plan_ms: float                       # time of `Planner.plan`
+    reads: int = 0                       # of rows, with repetitions
+    event: EventRows | None = None       # of rule "rowwise": what the owner updates, once somebody has asked room 6
     sent: int = 0                        # bytes to and from other ranks, counted where a collective is called
     received: int = 0
 
@@ -1675,12 +1844,14 @@ class Batch(NamedTuple):
     targets: Tensor                      # (b, T) i64: the next token
     cu_seqlens: Tensor                   # (b, K) i32: 0, document ends, then T as often as needed to fill K columns
     rows: dict[str, Tensor]              # by table, shaped like its ids: places in the plan's list, or physical rows
+    signs: dict[str, Tensor] = {}        # by table that has signs, (b, T) i32: vectors of them
 
     def map(self, change: Callable) -> Batch:
         """The batch with change(tensor) in the place of each tensor."""
         rows = {label: change(x) for label, x in self.rows.items()}
+        signs = {label: change(x) for label, x in self.signs.items()}
         return self._replace(tokens=change(self.tokens), targets=change(self.targets),
-                             cu_seqlens=change(self.cu_seqlens), rows=rows)
+                             cu_seqlens=change(self.cu_seqlens), rows=rows, signs=signs)
 
     def to(self, device: torch.device) -> Batch:
         def moved(x: Tensor) -> Tensor:
@@ -1688,9 +1859,9 @@ class Batch(NamedTuple):
         return self.map(moved)
 
 
-def keeps_rows_by_list(cfg: Config, fabric: Fabric) -> bool:
+def keeps_rows_by_list(table: Table, cfg: Config, fabric: Fabric) -> bool:
     """Whether a rank has room for a plan's rows only, in the order of its list; else for all, in physical order."""
-    return cfg.row_comms == "sparse" and fabric.world > 1
+    return table.is_rowwise or (cfg.row_comms == "sparse" and fabric.world > 1)
 
 
 class Planner:
@@ -1705,14 +1876,19 @@ class Planner:
         self.fabric = fabric
         self.exchange = exchange
         self.tables = row_tables(cfg)
-        self.listed = keeps_rows_by_list(cfg, fabric)         # batches hold places in a list, not physical rows
+        self.listed = {}                 # by table: batches hold places in a list, not physical rows
+        for table in self.tables:
+            self.listed[table.label] = keeps_rows_by_list(table, cfg, fabric)
 
         self.sizes = {table.label: -(-table.rows // W) for table in self.tables}      # rows of every slice
         self.seen = {}                   # by table, for each physical row: a mark, False again after each plan
         self.place_in_list = {}          # by table, for each physical row: of the last list that had it
-        for label, size in self.sizes.items():
-            self.seen[label] = np.zeros(W * size, bool)
-            self.place_in_list[label] = np.zeros(W * size, np.int32)
+        for table in self.tables:
+            if table.is_rowwise:                                              # nothing is as large as it
+                continue
+            rows = W * self.sizes[table.label]
+            self.seen[table.label] = np.zeros(rows, bool)
+            self.place_in_list[table.label] = np.zeros(rows, np.int32)
 
     def batches(self, purpose: str, steps: Sequence[Values],
                 slots: Sequence[list[Slot]]) -> list[Batch]:
@@ -1721,25 +1897,42 @@ class Planner:
         for slots_of_step in slots:
             tokens.append(np.stack([slot.tokens for slot in slots_of_step]))
         inputs = [x[:, :-1].astype(np.int32) for x in tokens]
-        cycle_tokens = sum(x.shape[1] for x in inputs)
-        tag = dict(purpose=purpose, cycle=steps[0].step // CYCLE, tokens=cycle_tokens)
-
-        plans, rows = {}, {}             # by table; rows: of each step
-        for table in self.tables:
-            logical_rows = [table.ids(x) for x in inputs]
-            tied = table.tied and steps[0].tied                               # they part between cycles
-            plans[table.label], rows[table.label] = self.plan(table.label, tag, tied, logical_rows)
-        if self.exchange:
-            self.exchange(plans)
-        for plan in plans.values():
-            plan.change_lists(self._to_tensor)
+        plans: list[dict[str, TablePlan]] = [{} for _ in steps]
+        rows: list[dict[str, np.ndarray]] = [{} for _ in steps]
+        for first in range(0, len(steps), CYCLE):
+            begun = self._begin_plans(purpose, steps, inputs, first, plans, rows)
+            if self.exchange:
+                self.exchange(begun)
+            for plan in begun.values():
+                plan.change_lists(self.fabric.host_tensor)
 
         batches = []
         for at, values in enumerate(steps):
-            batch = Batch(values.step, plans, inputs[at], tokens[at][:, 1:].astype(np.int64),
-                          stacked_borders(slots[at]), {label: x[at] for label, x in rows.items()})
-            batches.append(batch.map(self._to_tensor))
+            signs = {table.label: table.signs(inputs[at]) for table in self.tables if table.signs}
+            batch = Batch(values.step, plans[at], inputs[at], tokens[at][:, 1:].astype(np.int64),
+                          stacked_borders(slots[at]), rows[at], signs)
+            batches.append(batch.map(self.fabric.host_tensor))
         return batches
+
+    def _begin_plans(self, purpose: str, steps: Sequence[Values], inputs: list[np.ndarray], first: int,
+                     plans: list[dict], rows: list[dict]) -> dict[str, TablePlan]:
+        """The plans, by table, that begin at steps[first]. They and their rows go to each of their steps."""
+        begun = {}
+        for table in self.tables:
+            if first % table.cadence != 0:
+                continue
+            ends = min(first + table.cadence, len(steps))
+            of_cycle = range(first, ends)
+            logical_rows = [table.ids(inputs[at]) for at in of_cycle]
+            cycle_tokens = sum(inputs[at].shape[1] for at in of_cycle)
+            tag = dict(purpose=purpose, cycle=steps[first].step // table.cadence, tokens=cycle_tokens)
+            tied = table.tied and steps[first].tied                           # they part between cycles
+            plan, rows_of_steps = self.plan(table.label, tag, tied, logical_rows)
+            begun[table.label] = plan
+            for at, rows_of_step in zip(of_cycle, rows_of_steps):
+                plans[at][table.label] = plan
+                rows[at][table.label] = rows_of_step
+        return begun
 
     def plan(self, label: str, tag: dict, tied: bool,
              rows: list[np.ndarray]) -> tuple[TablePlan, list[np.ndarray]]:
@@ -1750,14 +1943,20 @@ class Planner:
         logical = np.concatenate([x.ravel() for x in rows])
         place_in_slice = logical // W
         owner = logical - place_in_slice * W                                  # logical mod W, with vector code
+        if W * size > np.iinfo(np.int32).max:                                 # the places behind the last row, too
+            owner = owner.astype(np.int64)
         physical = owner * size + place_in_slice
 
-        rows_i_read = self._distinct(label, physical)
-        batch_rows = physical
-        if self.listed:
-            place_in_list = self.place_in_list[label]
-            place_in_list[rows_i_read] = np.arange(len(rows_i_read), dtype=np.int32)
-            batch_rows = place_in_list.take(physical)
+        if label not in self.seen:
+            rows_i_read, which = distinct_with_places(physical)
+            batch_rows = which.astype(np.int32)
+        else:
+            rows_i_read = self._distinct(label, physical)
+            batch_rows = physical
+            if self.listed[label]:
+                place_in_list = self.place_in_list[label]
+                place_in_list[rows_i_read] = np.arange(len(rows_i_read), dtype=np.int32)
+                batch_rows = place_in_list.take(physical)
 
         slice_borders = size * np.arange(W + 1)
         counts_by_owner = np.diff(np.searchsorted(rows_i_read, slice_borders)).tolist()
@@ -1769,7 +1968,7 @@ class Planner:
         # A single rank asks itself; with several, the exchange puts in what the readers ask for.
         plan = TablePlan(tag, size, rows_i_read, counts_by_owner,
                          rows_asked_of_me=rows_i_read, counts_by_reader=counts_by_owner,
-                         head_columns=head_columns, plan_ms=plan_ms)
+                         head_columns=head_columns, plan_ms=plan_ms, reads=len(logical))
         parts = np.split(batch_rows, np.cumsum([x.size for x in rows[:-1]]))
         return plan, [part.reshape(x.shape) for part, x in zip(parts, rows)]
 
@@ -1785,13 +1984,6 @@ class Planner:
         rows = np.sort(physical)                                              # a bitmap costs by the size of the table
         is_new = np.append(True, rows[1:] != rows[:-1])
         return rows[is_new[:len(rows)]].astype(np.int64)                      # there may be none
-
-    def _to_tensor(self, x: np.ndarray | Tensor) -> Tensor:
-        """On CUDA it is pinned: torch uses a block again after its last copy."""
-        tensor = torch.as_tensor(x)
-        if self.fabric.on_cuda:
-            tensor = tensor.pin_memory()
-        return tensor
 
 
 def stacked_borders(slots: list[Slot]) -> np.ndarray:
@@ -1872,12 +2064,14 @@ class Loader:
         return batch.to(self.fabric.device)
 
     def plans_ahead(self) -> dict[str, TablePlan] | None:
-        """Row plans of the cycle ahead, or None: there is none, or `next` will say why.
+        """Row plans of the next step, or None: there is none, or `next` will say why.
 
         Data that end do so on every rank, so all of them may finish their cycle first. Whatever
         else goes wrong may have happened on this rank alone, and the others would wait for its
         rows: it surfaces here.
         """
+        if self.ready:                                                        # a cycle of some tables ends inside that
+            return self.ready[0].plans                                        # of the run
         try:
             self.wait()
         except DataError:
@@ -1916,7 +2110,7 @@ class Loader:
                 yield self.reader.submit(load_shard, header)
 
     def _prepare_next(self) -> None:
-        cycle = list(itertools.islice(self.steps, CYCLE))
+        cycle = list(itertools.islice(self.steps, run_cycle(self.cfg)))
         self.ahead = None
         if cycle:
             self.ahead = self.worker.submit(self._make, cycle)
@@ -2051,6 +2245,7 @@ FP8_W_SCALE = 1.6 / FP8_MAX
 FP8_GRAD_SCALE = 0.75 / FP8_MAX
 SHORTEST_BLOCK = 32                      # of queries: shorter ones would cost more in calls than they spare
 ADD_ROWS_LINES = 8                       # gradient lines that a program adds at once
+SIGN_SEED = 92                           # of the vectors of signs; any number would do
 LOGITS_AT_ONCE = 1 << 19                 # in passes of a CPU: they and what is made of them stay in its cache
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # z = 23 sigmoid((logit + 5) / 7.5)
 
@@ -2557,6 +2752,13 @@ def next_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return next_ids.flatten(0, 1), shares.flatten(0, 1)
 
 
+def sign_vectors(width: int) -> Tensor:
+    """(SIGN_VECTORS + 1, width) of +1 and -1, drawn from a constant seed, alike for all tables; +1 alone in the last."""
+    generator = torch.Generator().manual_seed(SIGN_SEED)
+    drawn = torch.randint(2, (SIGN_VECTORS, width), generator=generator)
+    return torch.cat((2 * drawn - 1, torch.ones(1, width, dtype=drawn.dtype)))
+
+
 def add_rows_kernel(sums, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
     """sums[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours.
 
@@ -2701,7 +2903,7 @@ class Parameter(NamedTuple):
     label: str
     shape: tuple[int, ...]
     init: Init
-    optimizer: str                       # "normuon" or "adam"
+    optimizer: str                       # "normuon", "adam", or "rowwise" for tables whose rows room 6 keeps
     sharded: bool                        # updated by the owners of its rows or matrices, or by every rank alike
     lr_mul: float = 1.0
     wd_mul: float = 1.0
@@ -2720,6 +2922,8 @@ SCALARS = {                              # name -> initial value of each of the 
     "backout": (0.5,),
     "skip": (-1.5,),
 }
+NGRAM_BETA1 = dict(adam=0.75, rowwise=0.0)       # decay of the first moment by rule; rowwise has none
+NGRAM_MIX = 0.1                          # initial share of a table of n-grams in the residual stream of each layer
 MLP_FACTOR = 4                           # F / D
 UP_AND_DOWN = 2                          # matrices of one MLP
 QKVO = 4                                 # matrices of one attention layer, below each other
@@ -2755,9 +2959,22 @@ def zeros(_: torch.Generator, shape: tuple[int, ...]) -> Tensor:
     return torch.zeros(shape)
 
 
-def packed_scalars(_: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    values = sum(SCALARS.values(), ())
-    return torch.tensor(values).view(shape)
+def scalar_values(cfg: Config) -> dict[str, tuple[float, ...]]:
+    """Initial values of the packed scalars by name, those of n-gram tables in the residual stream behind recipe A's."""
+    of_tables = {table.label: (NGRAM_MIX,) * len(LAYERS) for table in ngram_tables(cfg) if table.enters is None}
+    return SCALARS | of_tables
+
+
+def packed(values: Iterable[tuple[float, ...]]) -> Init:
+    """Initial values: these, one behind the other."""
+    def draw(_, shape):
+        return torch.tensor(sum(values, ())).view(shape)
+    return draw
+
+
+def value_streams(cfg: Config) -> list[str]:
+    """Labels of the n-gram tables that enter attention values, in the order of their gates."""
+    return [table.label for table in ngram_tables(cfg) if table.enters is not None]
 
 
 def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
@@ -2765,8 +2982,10 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
     L, attending = len(LAYERS), len(ATTENTION_LAYERS)
     bound = 3**0.5 * 0.5 * D**-0.5                                            # a standard deviation of 0.5 / sqrt(D)
-    num_scalars = sum(map(len, SCALARS.values()))
-    bigrams, values, embed = row_tables(cfg)
+    scalar_groups = scalar_values(cfg).values()
+    num_scalars = sum(map(len, scalar_groups))
+    num_value_gates = NUM_VALUE_TABLES + len(value_streams(cfg))
+    bigrams, values, embed, *ngrams = row_tables(cfg)
 
     bank = dict(optimizer="normuon", sharded=True, bank=True)
     inside = MLP_FACTOR * D
@@ -2777,14 +2996,14 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     small = dict(optimizer="adam", sharded=False)
     exact = dict(**small, lr_mul=5, wd_mul=0, full_precision=True)
     scalars = (
-        Parameter("scalars", (num_scalars,), packed_scalars, **exact),
+        Parameter("scalars", (num_scalars,), packed(scalar_groups), **exact),
         Parameter("x0_lambdas", (L,), zeros, **exact, betas=(0.65, 0.95)),
     )
     gates = (
         Parameter("smear_gate", (1, GATE_INPUTS), zeros, **small, lr_mul=0.01, wd_mul=0),
         Parameter("skip_gate", (1, GATE_INPUTS), zeros, **small, lr_mul=0.05, wd_mul=0),
         Parameter("attn_gate_bank", (attending, H, GATE_INPUTS), zeros, **small),
-        Parameter("ve_gate_bank", (NUM_VALUE_TABLES, H, GATE_INPUTS), zeros, **small),
+        Parameter("ve_gate_bank", (num_value_gates, H, GATE_INPUTS), zeros, **small),
     )
     big = dict(optimizer="adam", sharded=True)
     table = dict(**big, lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
@@ -2795,7 +3014,11 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
         Parameter("lm_head", (D, V), normal(0.005), **head, parts=(D,)),
         Parameter("embed", (embed.rows, D), zeros, **head, rows=embed),       # lm_head^T while they are tied
     )
-    return matrices + scalars + gates + by_token
+    by_ngram = tuple(
+        Parameter(line.label, (line.rows, D), zeros, optimizer=line.rule, sharded=True, lr_mul=line.lr_mul,
+                  wd_mul=line.wd_mul, betas=(NGRAM_BETA1[line.rule], line.beta2), rows=table)
+        for line, table in zip(ngram_tables(cfg), ngrams))
+    return matrices + scalars + gates + by_token + by_ngram
 
 
 class Reach(NamedTuple):
@@ -2821,8 +3044,11 @@ class GPT(nn.Module):
         self.heads = cfg.num_heads
         self.head_dim = cfg.head_dim
         self.attention = attention
-        self.table = parameter_table(cfg)
+        self.table = [row for row in parameter_table(cfg) if row.optimizer != "rowwise"]      # those come as sources
         self.parts = {row.label: row.parts for row in self.table}
+        self.scalar_sizes = {name: len(values) for name, values in scalar_values(cfg).items()}
+        self.ngrams = ngram_tables(cfg)
+        self.value_streams = value_streams(cfg)
 
         dtype = getattr(torch, cfg.dtype)
         exact = exact_dtype(dtype)
@@ -2834,6 +3060,8 @@ class GPT(nn.Module):
             weight = torch.empty((rows, *rest), dtype=row_dtype)
             self.register_parameter(row.label, nn.Parameter(weight))
 
+        if any(table.signs for table in self.ngrams):
+            self.register_buffer("sign_vectors", sign_vectors(cfg.model_dim).to(dtype), persistent=False)
         for name in ("rotary_cos", "rotary_sin"):
             factors = torch.zeros(2 * rotary_len, cfg.head_dim, dtype=dtype)
             self.register_buffer(name, factors, persistent=False)
@@ -2892,7 +3120,9 @@ class GPT(nn.Module):
         cu_seqlens = flat_cu_seqlens(batch)
         attn = self.matrices("attn")
         mlp = self.matrices("mlp")
-        x0, pairs, values = self.inputs(batch, scalars["smear"], sources or {})
+        x0, pairs, values, ngrams = self.inputs(batch, scalars["smear"], sources or {})
+        mixed_in = [(scalars[table.label].unbind(), ngrams[table.label]) for table in self.ngrams
+                    if table.enters is None]
 
         x = x0
         kept: dict[str, Tensor] = {}             # name -> stream behind the layer that keeps it
@@ -2900,6 +3130,8 @@ class GPT(nn.Module):
             if layer.add:                                                     # before the mix, which scales it too
                 x = x + self.skip_share(x0, scalars["skip"]) * kept[layer.add]
             x = residual[depth] * x + x0_lambdas[depth] * x0 + bigram[depth] * pairs
+            for shares, rows in mixed_in:
+                x = x + shares[depth] * rows
 
             if layer.attention != "none":
                 at = ATTENTION_LAYERS.index(depth)                            # its place in the banks of attention
@@ -2907,7 +3139,8 @@ class GPT(nn.Module):
                 scale_in, scale_out = attention_scales[2 * depth:2 * depth + 2]
                 n = rms_norm(x)
                 qkv = times_transposed(n, w_qkv, scale_in)
-                y = self.attend(layer, n, values, qkv, cu_seqlens, reach)
+                added = self.added_values(depth, values, ngrams)
+                y = self.attend(layer, n, added, qkv, cu_seqlens, reach)
                 gate = gate_of(n[..., :GATE_INPUTS], self.attn_gate_bank[at])                     # (B, T, H)
                 y = y * gate[..., None]
                 x = x + times_transposed(y.flatten(2), w_out, scale_out)
@@ -2924,21 +3157,43 @@ class GPT(nn.Module):
 
     def named_scalars(self) -> dict[str, Tensor]:
         """The packed scalars by name, each (number of its initial values,)."""
-        sizes = [len(initial) for initial in SCALARS.values()]
-        return dict(zip(SCALARS, self.scalars.split(sizes)))
+        sizes = list(self.scalar_sizes.values())
+        return dict(zip(self.scalar_sizes, self.scalars.split(sizes)))
+
+    def added_values(self, depth: int, values: list[Tensor], ngrams: dict[str, Tensor]) -> list[tuple[int, Tensor]]:
+        """What is added to the attention values of a layer: the place of its gate, and rows (B, T, D)."""
+        added = []
+        own = LAYERS[depth].value
+        if own is not None:
+            added.append((own, values[own]))
+        for table in self.ngrams:
+            if table.enters == depth:
+                gate = NUM_VALUE_TABLES + self.value_streams.index(table.label)
+                added.append((gate, ngrams[table.label]))
+        return added
 
     def skip_share(self, x0: Tensor, skip: Tensor) -> Tensor:
         """How much of a kept stream is added in front of a layer, (B, T, 1) for x0 (B, T, D)."""
         gate = 2 * gate_of(x0[..., :GATE_INPUTS], self.skip_gate)
         return torch.sigmoid(skip).type_as(x0) * gate
 
-    def inputs(self, batch: Batch, smear: Tensor, sources: dict) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Normalised smeared embedding and bigram rows, (B, T, D), and value rows, one (B, T, D) per value table."""
+    def inputs(self, batch: Batch, smear: Tensor,
+               sources: dict) -> tuple[Tensor, Tensor, list[Tensor], dict[str, Tensor]]:
+        """Normalised smeared embedding and bigram rows, (B, T, D), and value rows, one (B, T, D) per value table.
+
+        And the rows of n-gram tables by label, (B, T, D) each, with their signs.
+        """
         read = {label: self.rows_of(label, index, sources) for label, index in batch.rows.items()}
         embedded, = read["embed"]
         pairs, = read["bigram_embed"]
         x0 = rms_norm(self.smeared(embedded, smear))
-        return x0, pairs, read["value_embed"]
+        ngrams = {}
+        for table in self.ngrams:
+            rows, = read[table.label]
+            if table.label in batch.signs:
+                rows = rows * F.embedding(batch.signs[table.label], self.sign_vectors)
+            ngrams[table.label] = rows
+        return x0, pairs, read["value_embed"], ngrams
 
     def rows_of(self, label: str, index: Tensor, sources: dict) -> list[Tensor]:
         """Rows of a table by index (B, T) or (B, reads, T), one (B, T, D) per read.
@@ -2959,16 +3214,18 @@ class GPT(nn.Module):
         others = e[:, 1:] + gate * e[:, :-1]
         return torch.cat((first, others), dim=1)
 
-    def attend(self, layer: Layer, n: Tensor, values: list[Tensor], qkv: Tensor,
+    def attend(self, layer: Layer, n: Tensor, added: list[tuple[int, Tensor]], qkv: Tensor,
                cu_seqlens: Tensor, reach: Reach) -> Tensor:
-        """Attention of one layer before its gate and output matrix, qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E)."""
+        """Attention of one layer before its gate and output matrix, qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E).
+
+        added: rows for the values, from `added_values`.
+        """
         slots, length, _ = n.shape
         q, k, v = qkv.view(slots, length, QKV, self.heads, self.head_dim).unbind(2)           # recipe 2.4
         q = rms_norm(q)
         k = rms_norm(k)
-        if layer.value is not None:
-            row = values[layer.value]
-            gate = self.value_gate(layer, n, row)
+        for place, row in added:
+            gate = self.value_gate(layer, n, row, self.ve_gate_bank[place])
             v = v + gate[..., None] * row.view(v.shape)
 
         window = reach.long if layer.window == "long" else reach.short
@@ -2976,7 +3233,7 @@ class GPT(nn.Module):
             return self.attend_paired(q, k, v, cu_seqlens, window, reach)
         return self.attend_plain(q, k, v, layer.key_shift, cu_seqlens, window, reach)
 
-    def value_gate(self, layer: Layer, n: Tensor, row: Tensor) -> Tensor:
+    def value_gate(self, layer: Layer, n: Tensor, row: Tensor, weight: Tensor) -> Tensor:
         """Gate of each head's value row, 0 to 2, (B, T, H). Plain layers look at the row too, paired ones do not."""
         if layer.attention == "paired":
             seen = n[..., :GATE_INPUTS]
@@ -2984,7 +3241,7 @@ class GPT(nn.Module):
             half = GATE_INPUTS // 2
             halves = (n[..., :half], row[..., :half])
             seen = torch.cat(halves, dim=-1)
-        return 2 * gate_of(seen, self.ve_gate_bank[layer.value])
+        return 2 * gate_of(seen, weight)
 
     def attend_plain(self, q: Tensor, k: Tensor, v: Tensor, key_shift: bool, cu_seqlens: Tensor,
                      window: int, reach: Reach) -> Tensor:
@@ -3158,6 +3415,21 @@ def already_here() -> None:
     """The wait for what needs none."""
 
 
+# Bytes are counted where a collective is launched: what goes to other ranks and comes from them.
+def launch_lists(fabric: Fabric, plan: TablePlan, out: Tensor, rows: Tensor, counts_in: list[int],
+                 counts_out: list[int]) -> Any:
+    """Launch a list of rows from each rank to each, empty ones too. Counts of rows are by rank."""
+    me = fabric.rank
+    plan.received += (sum(counts_in) - counts_in[me]) * row_bytes(out)
+    plan.sent += (sum(counts_out) - counts_out[me]) * row_bytes(rows)
+    return dist.all_to_all_single(out, rows, counts_in, counts_out, async_op=True)
+
+
+def inside_another_cycle(table: Table, opened: TablePlan, plan: TablePlan) -> RunError:
+    return RunError(f"gradients of {table.label}", f"of {opened.tag}, now {plan.tag}", "batches of one cycle",
+                    "optim_step on its last step first")
+
+
 class TableRows:
     """One table on one rank: the slice it owns, a cache of the rows it reads, the gradients of both.
 
@@ -3172,13 +3444,12 @@ class TableRows:
 
         report(**account) is called when the account of a plan is closed.
         """
-        assert (table.home, table.rule, table.cycle) == ("device", "adam", CYCLE), f"nothing keeps {table} yet"
         self.table = table
         self.fabric = fabric
         self.report = report
         self.mode = cfg.row_comms
         self.debug = cfg.debug_rows
-        self.listed = keeps_rows_by_list(cfg, fabric)                         # cache and sums in the plan's order
+        self.listed = keeps_rows_by_list(table, cfg, fabric)                  # cache and sums in the plan's order
 
         size, width = mine.shape
         exact = exact_dtype(mine.dtype)
@@ -3217,15 +3488,6 @@ class TableRows:
             return slice(len(plan.rows_i_read))
         return plan.rows_i_read
 
-    # Bytes are counted where a collective is launched: what goes to other ranks and comes from them.
-    def _launch_lists(self, plan: TablePlan, out: Tensor, rows: Tensor, counts_in: list[int],
-                      counts_out: list[int]) -> Any:
-        """Launch a list of rows from each rank to each, empty ones too. Counts of rows are by rank."""
-        me = self.fabric.rank
-        plan.received += (sum(counts_in) - counts_in[me]) * row_bytes(out)
-        plan.sent += (sum(counts_out) - counts_out[me]) * row_bytes(rows)
-        return dist.all_to_all_single(out, rows, counts_in, counts_out, async_op=True)
-
     def _launch_slices(self, plan: TablePlan, collective: Callable, out: Tensor, rows: Tensor) -> Any:
         """Launch a whole slice to, and from, each other rank."""
         rows_of_others = (self.fabric.world - 1) * len(self.mine)
@@ -3254,7 +3516,7 @@ class TableRows:
             return self._launch_slices(plan, dist.all_gather_into_tensor, out, self.mine.detach())
         arriving = out[self._in_cache(plan)]
         leaving = self.mine[plan.rows_asked_of_me]
-        return self._launch_lists(plan, arriving, leaving, plan.counts_by_owner, plan.counts_by_reader)
+        return launch_lists(self.fabric, plan, arriving, leaving, plan.counts_by_owner, plan.counts_by_reader)
 
     def fetch(self, plan: TablePlan, head: Tensor) -> None:
         """Launch the rows of a cycle into the cache: after the owners' update, never before."""
@@ -3269,8 +3531,7 @@ class TableRows:
         """
         if plan not in self.open_plans:
             if self.open_plans and self.fabric.world > 1:
-                raise RunError(f"gradients of {self.table.label}", f"of {self.open_plans[0].tag}, now {plan.tag}",
-                               "batches of one cycle", "optim_step on its last step first")
+                raise inside_another_cycle(self.table, self.open_plans[0], plan)
             self.open_plans.append(plan)
         if self.cached is not plan:
             self.fetch(plan, head)
@@ -3317,7 +3578,7 @@ class TableRows:
         """Launch the gradients of the plan's rows. Returns the wait that adds them to self.grad in rank order."""
         rows = self.sums[self._in_cache(plan)].to(self.mine.dtype)            # on the wire: the type of the weights
         arrived = rows.new_empty(len(plan.rows_asked_of_me), rows.shape[1])
-        work = self._launch_lists(plan, arrived, rows, plan.counts_by_reader, plan.counts_by_owner)
+        work = launch_lists(self.fabric, plan, arrived, rows, plan.counts_by_reader, plan.counts_by_owner)
 
         def add_in_rank_order() -> None:
             work.wait()
@@ -3365,12 +3626,436 @@ class TableRows:
                 self.totals[key] += count
 
 
+    def memory_bytes(self, moments: Iterable[Tensor]) -> int:
+        """Of all that this rank keeps of the table, with these moments."""
+        kept = (self.mine, self.cache, self.grad, self.sums, *moments)
+        sizes = {x.data_ptr(): x.nbytes for x in kept}                        # some may be the same
+        return sum(sizes.values())
+
+
+# ---- Tables of rule "rowwise": any number of rows, of which an event touches those that were asked for (tables.md).
+class Live(NamedTuple):
+    """Rows of an owner's slice with their state, as many as the n places that they were asked for by."""
+
+    rows: Tensor                         # (n, D)
+    v: Tensor                            # (n,) f32 or f64: second moment
+    last: Tensor                         # (n,) i32: the event that touched the row last; 0: none
+
+    def at(self, places: Tensor) -> Live:
+        return Live(*(x.index_select(0, places) for x in self))
+
+    def put(self, places: Tensor, live: Live) -> None:
+        for mine, x in zip(self, live):
+            mine.index_copy_(0, places, x)
+
+    def to(self, device: torch.device) -> Live:
+        return Live(*(x.to(device, non_blocking=True) for x in self))
+
+
+MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)        # Linux on x86 and ARM; Python has the name since 3.13
+SCANNED_ROWS = 1 << 22                   # that are looked at together for those that were touched
+
+
+def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Zeros on the host that take memory page by page, when they are first written.
+
+    An anonymous mapping that reserves nothing, with small pages: a plain one of 38 GB is refused on a machine of 24,
+    and a row in a huge page would take 2 MB. Raises RunError.
+    """
+    count = math.prod(shape)
+    if count == 0 or sys.platform != "linux":
+        return torch.zeros(shape, dtype=dtype)
+    size = count * dtype.itemsize
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
+    try:
+        memory = mmap.mmap(-1, size, flags=flags)
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
+    except (OSError, ValueError, OverflowError) as error:
+        raise RunError("memory for a table", reason_of(error), f"an address space with {size / 2**30:.1f} GiB to map",
+                       "fewer rows, more ranks, or a larger limit (ulimit -v)") from None
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+
+class DeviceHome:
+    """Rows and state of an owner's slice beside the model."""
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, cfg: Config, fabric: Fabric) -> None:
+        """shape (C, D) of the slice."""
+        self.device = fabric.device
+        zeros = untouched_zeros
+        if fabric.on_cuda:
+            zeros = functools.partial(torch.zeros, device=fabric.device)
+        rows = zeros(shape, dtype=dtype)
+        v = zeros(shape[:1], dtype=exact_dtype(dtype))
+        last = zeros(shape[:1], dtype=torch.int32)
+        self.stored = Live(rows, v, last)
+
+    def _on_device(self, places: Tensor) -> Tensor:
+        return places.to(self.device, non_blocking=True)
+
+    def prepare(self, event: EventRows) -> None:
+        """The loader knows what the next cycle asks for."""
+
+    def take(self, event: EventRows) -> Live:
+        """The rows of an event, as the one before left them."""
+        event.follows = None                                  # else each would keep all before it
+        return self.stored.at(self._on_device(event.places))
+
+    def put(self, event: EventRows, live: Live) -> None:
+        """What an event has made of its rows."""
+        self.stored.put(self._on_device(event.places), live)
+
+    def read(self, places: Tensor) -> Tensor:
+        """Rows for a reader that changes none, on the device."""
+        return self.stored.rows.index_select(0, self._on_device(places))
+
+    def settle(self) -> None:
+        """Until everything that was put is there."""
+
+    def moved(self) -> dict[str, float]:
+        """Bytes to the device and back since the last call, and the time of the thread that moved them."""
+        return dict(bytes_up=0, bytes_down=0, thread_ms=0.0)
+
+    def forget(self) -> None:
+        """All that was taken is out of date."""
+
+    def touched(self) -> Iterator[tuple[Tensor, Live]]:
+        """The rows that some event has touched, in pieces: their places (n,) i64, and copies, on the host."""
+        self.settle()
+        for first in range(0, len(self.stored.last), SCANNED_ROWS):
+            found = first + self.stored.last[first:first + SCANNED_ROWS].nonzero().flatten()
+            for places in found.split(PIECE_ROWS):
+                if len(places) > 0:
+                    yield places.cpu(), self.stored.at(places).to(torch.device("cpu"))
+
+    @torch.no_grad()
+    def load(self, pieces: Iterable[tuple[Tensor, Live]]) -> None:
+        """In the place of all rows: those of the pieces as `touched` gave them, and zeros. Only touched rows change."""
+        self.settle()
+        for places, live in self.touched():
+            nothing = Live(*map(torch.zeros_like, live))
+            self.stored.put(places.to(self.stored.last.device), nothing.to(self.stored.last.device))
+        for places, live in pieces:
+            self.stored.put(places.to(self.stored.last.device), live.to(self.stored.last.device))
+        self.forget()
+
+
+class HostHome(DeviceHome):
+    """Rows and state of an owner's slice in pageable host memory; those of a cycle travel to the device and back.
+
+    While a cycle runs, the rows that only the next one asks for come up, and those of the last event go down; the rows
+    of both cycles stay on the device. One thread does all of it in the order in which it was asked, so that a row that
+    comes up has been brought down before. Copies on a GPU have a stream of their own.
+    """
+
+    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, cfg: Config, fabric: Fabric) -> None:
+        self.cfg = cfg
+        self.fabric = fabric
+        self.stream = torch.cuda.Stream(fabric.device) if fabric.on_cuda else None
+        on_host = replace(fabric, device=torch.device("cpu"))
+        super().__init__(shape, dtype, cfg, on_host)
+        self.device = fabric.device
+        self.mover = ThreadPoolExecutor(1, "table-home", initializer=fabric.enter_thread)
+        self.lock = threading.Lock()     # prepare is called by the loader thread, and the mover counts
+        self.counts = super().moved()
+        self.live: Live | None = None    # on the device: rows of the event in `taken`
+        self.taken: EventRows | None = None
+        self.waiting: EventRows | None = None        # prepared, but the event before what it follows is not down yet
+        self.coming: dict[EventRows, Future] = {}    # fresh rows of an event
+        self.going: Future | None = None             # the last that was put
+
+    def prepare(self, event: EventRows) -> None:
+        with self.lock:
+            if event.follows is self.taken:
+                self._start_upload(event)
+            else:
+                self.waiting = event
+
+    def _start_upload(self, event: EventRows) -> None:
+        places = event.places[event.fresh]
+        self.coming[event] = self.mover.submit(self._bring_up, places)
+
+    def _bring_up(self, places: Tensor) -> tuple[Live, Any]:
+        """On the thread: rows on the device, and the event behind their copy."""
+        began = time.perf_counter()
+        staging = Live(*(self.fabric.host_tensor(x) for x in self.stored.at(places)))
+        done = None
+        if self.stream is not None:
+            with torch.cuda.stream(self.stream):
+                staging = staging.to(self.device)
+                done = torch.cuda.Event()
+                done.record()
+        self._count("bytes_up", staging, began)
+        return staging, done
+
+    def _count(self, direction: str, moved: Live, began: float) -> None:
+        with self.lock:
+            self.counts[direction] += sum(x.nbytes for x in moved)
+            self.counts["thread_ms"] += 1000 * (time.perf_counter() - began)
+
+    def moved(self) -> dict[str, float]:
+        with self.lock:
+            counts = self.counts
+            self.counts = super().moved()
+        return counts
+
+    def _arrived(self, coming: Future) -> Live:
+        """What `_bring_up` gives, for the stream that computes."""
+        live, done = bounded(coming, self.cfg, "waiting for rows of a table from the host")
+        if done is not None:
+            computing = torch.cuda.current_stream(self.device)
+            computing.wait_event(done)
+            for x in live:
+                x.record_stream(computing)
+        return live
+
+    def take(self, event: EventRows) -> Live:
+        with self.lock:
+            coming = self.coming.pop(event, None)
+            known = coming is not None and event.follows is self.taken
+        if not known:                                         # of a plan that nobody prepared, or in another order
+            everything = self.mover.submit(self._bring_up, event.places)
+            live = self._arrived(everything)
+        elif self.live is None:
+            live = self._arrived(coming)
+        else:
+            live = self._joined(event, self._arrived(coming))
+        with self.lock:
+            self.live = live
+            self.taken = event
+            event.follows = None                              # else each would keep all before it
+            if self.waiting is not None and self.waiting.follows is event:
+                self._start_upload(self.waiting)
+                self.waiting = None
+        return live
+
+    def _joined(self, event: EventRows, fresh: Live) -> Live:
+        """Fresh rows from the host, and those that the event before has left on the device."""
+        to_fresh, to_kept, kept_from = map(self._on_device, (event.fresh, event.kept, event.kept_from))
+        kept = self.live.at(kept_from)
+        count = len(event.places)
+        live = Live(*(x.new_empty(count, *x.shape[1:]) for x in fresh))
+        live.put(to_fresh, fresh)
+        live.put(to_kept, kept)
+        return live
+
+    def put(self, event: EventRows, live: Live) -> None:
+        computed = None
+        if self.stream is not None:
+            computed = torch.cuda.Event()
+            computed.record()
+        self._check_mover()
+        self.going = self.mover.submit(self._bring_down, event.places, live, computed)
+
+    def _bring_down(self, places: Tensor, live: Live, computed: Any) -> None:
+        """On the thread: rows and their state to where they are kept, once the event is through with them."""
+        began = time.perf_counter()
+        staging = live
+        if self.stream is None:
+            staging = Live(*(x.clone() for x in live))
+        else:
+            with torch.cuda.stream(self.stream):
+                self.stream.wait_event(computed)
+                staging = Live(*(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in live))
+                for mine, x in zip(staging, live):
+                    mine.copy_(x, non_blocking=True)
+                done = torch.cuda.Event()
+                done.record()
+            done.synchronize()
+        self.stored.put(places, staging)
+        self._count("bytes_down", staging, began)
+
+    def _check_mover(self) -> None:
+        """Raise here what went wrong with the last rows that were put."""
+        if self.going is not None and self.going.done():
+            self.going.result()
+
+    def read(self, places: Tensor) -> Tensor:
+        self.settle()
+        rows = self.stored.rows.index_select(0, places.cpu())
+        return self._on_device(self.fabric.host_tensor(rows))
+
+    def settle(self) -> None:
+        if self.going is not None:
+            bounded(self.going, self.cfg, "waiting for rows of a table on their way to the host")
+            self.going = None
+
+    def forget(self) -> None:
+        self.settle()
+        with self.lock:
+            self.live = self.taken = self.waiting = None
+            self.coming.clear()
+
+
+HOMES = dict(device=DeviceHome, host=HostHome)
+
+
+class EventTable:
+    """One table of rule "rowwise" on one rank: its slice at home, a cache of the rows it reads, their gradients.
+
+    For others it does what TableRows does, in mode sparse whatever the mode, and at one rank too.
+    """
+
+    def __init__(self, table: Table, cfg: Config, fabric: Fabric, size: int, most_tokens: int,
+                 report: Callable) -> None:
+        """size: rows of the slice. The rest as for TableRows."""
+        self.table = table
+        self.fabric = fabric
+        self.report = report
+        self.debug = cfg.debug_rows
+        dtype = getattr(torch, cfg.dtype)
+        self.home = HOMES[table.home]((size, cfg.model_dim), dtype, cfg, fabric)
+        count = min(fabric.world * size, most_tokens * table.reads)
+        on_device = dict(device=fabric.device)
+        self.cache = torch.zeros(count, cfg.model_dim, dtype=dtype, **on_device).requires_grad_()
+        self.sums = torch.zeros(count, cfg.model_dim, dtype=exact_dtype(dtype), **on_device)
+        self.prepared: EventRows | None = None                # the last that the loader has made
+        self.fetching = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Nothing cached, no gradients, no bytes counted. The rows at home stay."""
+        self._settle()
+        self.home.forget()
+        self.prepared = None
+        self.cached = None
+        self.live: Live | None = None                         # the rows that the next event updates
+        self.open_plans: list[TablePlan] = []
+        self.totals = dict(bytes_sent=0, bytes_received=0, bytes_dense=0, bytes_up=0, bytes_down=0)
+        self.sums.zero_()
+
+    def _settle(self) -> None:
+        if self.fetching is not None:
+            self.fetching.wait()
+        self.fetching = None
+
+    def prepare(self, plan: TablePlan) -> None:
+        """What an event will update, and the start of its way to the device: on the loader thread, a cycle ahead."""
+        before = self.prepared if self.table.home == "host" else None         # on the device nothing is fresh
+        plan.event = event_rows(np.asarray(plan.rows_asked_of_me), before, self.fabric)
+        self.prepared = plan.event
+        self.home.prepare(plan.event)
+
+    def _launch_lists(self, plan: TablePlan, out: Tensor, rows: Tensor, counts_in: list[int],
+                      counts_out: list[int]) -> Any:
+        """Launch a list of rows from each rank to each. One rank has its own already, and None to wait for."""
+        if self.fabric.world == 1:
+            out.copy_(rows)
+            return None
+        return launch_lists(self.fabric, plan, out, rows, counts_in, counts_out)
+
+    @torch.no_grad()
+    def fetch(self, plan: TablePlan, head: Tensor) -> None:
+        """Launch the rows of a cycle into the cache: after the owners' update, never before."""
+        self._settle()
+        if plan.event is None:
+            plan.event = event_rows(plan.rows_asked_of_me.cpu().numpy(), None, self.fabric)
+        self.live = self.home.take(plan.event)
+        self.cached = plan
+        if self.debug:
+            self.cache.detach().fill_(math.nan)               # rows of no plan are not to be read
+        arriving = self.cache.detach()[:len(plan.rows_i_read)]
+        leaving = self.live.rows.index_select(0, self.of_asked(plan))
+        self.fetching = self._launch_lists(plan, arriving, leaving, plan.counts_by_owner, plan.counts_by_reader)
+
+    def of_asked(self, plan: TablePlan) -> Tensor:
+        return plan.event.of_asked.to(self.fabric.device, non_blocking=True)
+
+    def ready(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
+        """The cache with the plan's rows, and the sums for their gradients. Raises RunError inside another cycle."""
+        if plan not in self.open_plans:
+            if self.open_plans:
+                raise inside_another_cycle(self.table, self.open_plans[0], plan)
+            self.open_plans.append(plan)
+        if self.cached is not plan:
+            self.fetch(plan, head)
+        self._settle()
+        return self.cache, self.sums
+
+    @torch.no_grad()
+    def read(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, None]:
+        """Rows for another reader than training, in a tensor of their own: neither cache nor counts notice."""
+        leaving = self.home.read(plan.rows_asked_of_me)
+        out = leaving.new_empty(len(plan.rows_i_read), leaving.shape[1])
+        work = self._launch_lists(plan, out, leaving, plan.counts_by_owner, plan.counts_by_reader)
+        if work is not None:
+            work.wait()
+        self.account(plan)
+        return out, None
+
+    @torch.no_grad()
+    def return_gradients(self) -> tuple[Tensor, Callable[[], None]]:
+        """Launch gradients to their owners.
+
+        Returns the gradient of the event's rows (u, D), whole after the wait that comes with it.
+        """
+        plan, = self.open_plans
+        rows = self.sums[:len(plan.rows_i_read)].to(self.cache.dtype)         # on the wire: the type of the weights
+        arrived = rows.new_empty(len(plan.rows_asked_of_me), rows.shape[1])
+        work = self._launch_lists(plan, arrived, rows, plan.counts_by_reader, plan.counts_by_owner)
+        grad = self.sums.new_zeros(len(plan.event.places), rows.shape[1])
+
+        def add_in_rank_order() -> None:
+            if work is not None:
+                work.wait()
+            add_rows(grad, self.of_asked(plan), arrived)      # reader by reader
+
+        return grad, add_in_rank_order
+
+    def logical_rows(self) -> Tensor:
+        """(u,) i64 on the device: numbers of the live rows in the whole table, alike at any number of ranks."""
+        plan, = self.open_plans
+        places = plan.event.places.to(self.fabric.device, non_blocking=True)
+        return places * self.fabric.world + self.fabric.rank
+
+    def updated(self) -> None:
+        """The event has changed the live rows: they go home."""
+        plan, = self.open_plans
+        self.home.put(plan.event, self.live)
+
+    def clear(self) -> None:
+        """Forget the gradients of the open plan, and what is cached."""
+        for plan in self.open_plans:
+            self.sums[:len(plan.rows_i_read)] = 0
+            self.account(plan, dense_passes=2)                # rows out, gradients back
+        self.open_plans = []
+        self.cached = None
+        if self.debug and self.sums.any():
+            raise RunError(f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it")
+
+    def account(self, plan: TablePlan, dense_passes: int = 0) -> None:
+        """Close the account of a plan, as TableRows does."""
+        purpose = plan.tag["purpose"]
+        if purpose not in ("train", "validation"):
+            return
+        slice_bytes = self.home.stored.rows.nbytes
+        bytes_dense = dense_passes * (self.fabric.world - 1) * slice_bytes
+        moved = dict(bytes_sent=plan.sent, bytes_received=plan.received, bytes_dense=bytes_dense)
+        here = {}
+        if purpose == "train":
+            here = self.home.moved()
+            here["thread_ms"] = round(here["thread_ms"], 3)
+        self.report(**plan.tag, table=self.table.label, mode="sparse", rows=len(plan.rows_i_read), reads=plan.reads,
+                    **moved, **here, plan_ms=round(plan.plan_ms, 3))
+        if purpose == "train":
+            for key in self.totals:
+                self.totals[key] += (moved | here)[key]
+
+    def memory_bytes(self, moments: Iterable[Tensor]) -> int:
+        """Of all that this rank keeps of the table; of a host home's rows none."""
+        kept = [self.cache, self.sums, *moments]
+        if self.table.home == "device":
+            kept += self.home.stored
+        return sum(x.nbytes for x in kept)
+
+
 # ====== Room 7: Optimizer =============================================================================================
 # Launch order of the reductions, and order of the updates with their gathers: NorMuon first, so that the gradients of
 # Adam's entries travel while it computes.
 SMALL = "small"                          # what every rank updates alike: one sum over ranks for all of it
-REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
-UPDATE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
+NGRAMS = "n-grams"                       # all tables of n-grams, in the order of their table
+REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", NGRAMS, "embed", SMALL)
+UPDATE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", NGRAMS, "embed", SMALL)
 POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16932, recipe 3.1)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -3491,6 +4176,55 @@ def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, share: float, bet
     p.copy_(exact - (update + exact * agrees * decay))
 
 
+def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, share: float, event: Tensor, beta2: float,
+                   eps: float, step_size: Tensor, decay: Tensor, drawn: Tensor | None) -> None:
+    """One event of rule "rowwise" on the rows that were asked for, in place (tables.md 2): one second moment per row.
+
+    rows (u, D), v (u,), last (u,) i32, grad (u, D) a plain sum over slots and ranks; event (): its number, from 1;
+    step_size = lr sqrt(1 - beta2^event), decay = lr^2 x weight decay, (); drawn (u, D) i32 below 2^16 rounds bf16
+    rows by chance, None to the nearest. v of rows that stood still is caught up on: the same as if each event had
+    multiplied it by beta2.
+    """
+    grad = grad * share
+    missed = torch.pow(beta2, (event - last).double())        # f64, rounded once
+    v.copy_(v * missed.to(v.dtype) + (1 - beta2) * grad.square().mean(dim=1))
+    last.copy_(event.expand_as(last))
+    update = grad / (v.sqrt() + eps)[:, None] * step_size
+    exact = rows.to(grad.dtype)
+    agrees = update * exact > 0
+    moved = exact - (update + exact * agrees * decay)
+    if drawn is not None:
+        moved = rounded_by_chance(moved, drawn)
+    rows.copy_(moved)
+
+
+def rounded_by_chance(x: Tensor, drawn: Tensor) -> Tensor:
+    """f32 -> f32 that bf16 holds exactly: up with the probability of the bits that are cut; drawn i32 below 2^16."""
+    bits = x.view(torch.int32) + drawn
+    return (bits & -0x10000).view(torch.float32)
+
+
+def drawn_bits(start: int, rows: Tensor, event: Tensor, columns: int) -> Tensor:
+    """(u, columns) i32 below 2^16 from (start, logical row, event, column) alone: ranks and orders do not matter."""
+    row = mixed_bits(rows.int() ^ start)
+    of_event = mixed_bits(row ^ event)
+    column = torch.arange(columns, dtype=torch.int32, device=rows.device)
+    return mixed_bits(of_event[:, None] ^ column) & 0xFFFF
+
+
+def mixed_bits(x: Tensor) -> Tensor:
+    """i32 -> i32 that look unrelated to it: the finaliser "lowbias32" (Chris Wellons), in arithmetic that wraps."""
+    x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D                 # & : a shift of negative numbers copies the sign
+    x = (x ^ (x >> 15 & 0x1FFFF)) * (0x846CA68B - (1 << 32))
+    return x ^ (x >> 16 & 0xFFFF)
+
+
+def signed_crc32(text: str) -> int:
+    """Checksum of a text as an i32."""
+    checksum = zlib.crc32(text.encode())
+    return checksum - (checksum >> 31 << 32)
+
+
 def no_plans() -> None:
     """For steps whose next cycle is not planned ahead."""
 
@@ -3529,8 +4263,12 @@ class Optimizer:
         # Labels that ranks share out here. A table is sharded, too, but a rank has its slice of it only.
         self.cut = {label for label, row in self.parameters.items() if row.sharded and label not in tables}
         self.small = [label for label, row in self.parameters.items() if not row.sharded]
+        self.rowwise = {row.label: row for row in parameter_table(cfg) if row.optimizer == "rowwise"}
         entries = [*self.cut, *tables, SMALL]
-        assert sorted(REDUCE_ORDER) == sorted(UPDATE_ORDER) == sorted(entries), "every entry once in both"
+        ngrams = [table.label for table in ngram_tables(cfg)]
+        self.reduce_order = with_ngrams(REDUCE_ORDER, ngrams)
+        self.update_order = with_ngrams(UPDATE_ORDER, ngrams)
+        assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(entries), "every entry once in both"
         self.share = 1 / cfg.num_slots   # of a slot in J; gradients are plain sums over slots
 
         self.stored = {}                 # by label that ranks share out: units of the weight, zeros behind them
@@ -3538,7 +4276,7 @@ class Optimizer:
         self.mine = {}                   # by label: this rank's slice, a view of the parameter
         self.state = {}                  # by label: moments of this slice, and mantissa words, by name
         self.lr_muls = {}                # by label of a bank: (M, 1, 1), a factor for each matrix of the slice
-        self.adam_steps = {}             # by label: updates so far
+        self.adam_steps = dict.fromkeys(self.rowwise, 0)      # by label: updates, or events, so far
         for label, row in self.parameters.items():
             units = self.units(label, self.weights[label].data)
             sharers = fabric.world if label in self.cut else 1
@@ -3557,6 +4295,7 @@ class Optimizer:
                 self.adam_steps[label] = 0
         self.normuon_update = compiled(normuon_update)
         self.adam_update = compiled(adam_update)
+        self.rowwise_update = compiled(rowwise_update, dynamic=True)          # each event has another number of rows
 
         exact = exact_dtype(getattr(torch, cfg.dtype))
         sizes = [self.weights[label].numel() for label in self.small]
@@ -3667,6 +4406,8 @@ class Optimizer:
     def clear(self, labels: Iterable[str]) -> None:
         """Forget gradients. A main_grad keeps what it holds: the next write is the first."""
         for label in labels:
+            if label in self.rowwise:                                         # its table has cleared them
+                continue
             weight = self.weights[label]
             weight.grad = None
             if label in self.gradients:
@@ -3693,11 +4434,11 @@ class Optimizer:
 
         entries = {SMALL if label in self.small else label for label in active}
         reduced = {}
-        for entry in REDUCE_ORDER:
+        for entry in self.reduce_order:
             if entry in entries:
                 reduced[entry] = self._reduce(entry)
         waits = []
-        for entry in UPDATE_ORDER:
+        for entry in self.update_order:
             if entry in entries:
                 grad, wait = reduced[entry]
                 wait()
@@ -3723,6 +4464,12 @@ class Optimizer:
             else:
                 has_gradient = self.gradient(label) is not None
             if not has_gradient:
+                missing.append(label)
+        for label, row in self.rowwise.items():
+            if (values.step + 1) % row.rows.cadence != 0:
+                continue
+            active.add(label)
+            if not self.tables[label].open_plans:
                 missing.append(label)
         if missing:
             raise RunError("optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first")
@@ -3769,7 +4516,9 @@ class Optimizer:
                 self._update_with_adam(label, part.view_as(self.weights[label]), values)
             return already_here
 
-        if self.parameters[entry].optimizer == "adam":                        # counted on every rank alike
+        if entry in self.rowwise:
+            self._update_rowwise(entry, grad, values)
+        elif self.parameters[entry].optimizer == "adam":                      # counted on every rank alike
             self._update_with_adam(entry, grad, values)
         elif len(self.mine[entry]) > 0:
             self._update_with_normuon(entry, grad, values)
@@ -3793,6 +4542,24 @@ class Optimizer:
         decay = cpu_scalar(lr * lr * cfg.adam_weight_decay * row.wd_mul)      # quadratic in the schedule (recipe 3.3)
         self.adam_update(self.mine[label], grad, state["m"], state["v"], self.share, row.betas, cfg.adam_eps,
                          step_size, decay)
+
+    def _update_rowwise(self, label: str, grad: Tensor, values: Values) -> None:
+        cfg = self.cfg
+        row = self.rowwise[label]
+        table = self.tables[label]
+        self.adam_steps[label] += 1
+        count = self.adam_steps[label]
+        _, beta2 = row.betas
+        lr = values.adam_lr * row.lr_mul
+        step_size = cpu_scalar(lr * math.sqrt(1 - beta2**count))
+        decay = cpu_scalar(lr * lr * cfg.adam_weight_decay * row.wd_mul)
+        event = torch.full((), count, dtype=torch.int32, device=grad.device)  # made there: a copy would wait
+        drawn = None
+        if table.table.rounding == "stochastic" and table.live.rows.dtype == torch.bfloat16:
+            start = signed_crc32(f"{cfg.seed}/{label}")
+            drawn = drawn_bits(start, table.logical_rows(), event, cfg.model_dim)
+        self.rowwise_update(*table.live, grad, self.share, event, beta2, cfg.adam_eps, step_size, decay, drawn)
+        table.updated()
 
     def _update_with_normuon(self, label: str, grad: Tensor, values: Values) -> None:
         cfg = self.cfg
@@ -3827,6 +4594,12 @@ class Optimizer:
             moments.copy_(columns.t())
         my_columns = columns_by_owner(self.weights["lm_head"], W, len(mine))[self.fabric.rank]
         mine.copy_(my_columns.t())
+
+
+def with_ngrams(order: Sequence[str], labels: Sequence[str]) -> list[str]:
+    """An order of communication with these tables in the place of NGRAMS."""
+    at = order.index(NGRAMS)
+    return [*order[:at], *labels, *order[at + 1:]]
 
 
 def columns_by_owner(columns: Tensor, world: int, count: int) -> Tensor:
@@ -3881,6 +4654,7 @@ class Snapshot(NamedTuple):
     cuda_rng: Tensor | None
     rotary: Rotary | None
     adam_steps: dict[str, int]
+    touched: dict[str, list[tuple[Tensor, Live]]]    # rows of rowwise tables: places and copies, in pieces
 
 
 def no_report(**account: Any) -> None:
@@ -3907,11 +4681,14 @@ class Evaluator:
         self.slots_at_once = slots_at_once or cfg.num_slots // fabric.world
 
         self.exchange = None                                  # of row plans, in the calling thread
-        self.exchange_ahead = None                            # the same in the loader thread
-        if cfg.row_comms != "dense" and fabric.world > 1:
+        self.exchange_ahead = None                            # the same in the loader thread, for training
+        rowwise = any(table.is_rowwise for table in row_tables(cfg))
+        if (cfg.row_comms != "dense" or rowwise) and fabric.world > 1:
             group_of_all = None
             self.exchange = functools.partial(exchange_plans, fabric, group_of_all, cfg.dtype)
             self.exchange_ahead = functools.partial(exchange_plans, fabric, fabric.plan_group, cfg.dtype)
+        if rowwise:
+            self.exchange_ahead = functools.partial(self._exchange_and_prepare, self.exchange_ahead)
         self.planner = Planner(cfg, fabric, self.exchange)
 
         largest_batch = max(stage.batch_tokens for stage in cfg.stages)
@@ -3921,10 +4698,14 @@ class Evaluator:
         self.model.to(fabric.device)
 
         self.tables = {}
-        most_tokens = CYCLE * largest_batch // fabric.world
         for table in self.planner.tables:
-            mine = self.model.get_parameter(table.label)
-            self.tables[table.label] = TableRows(table, cfg, fabric, mine, most_tokens, report)
+            most_tokens = table.cadence * largest_batch // fabric.world
+            if table.is_rowwise:
+                size = self.planner.sizes[table.label]
+                self.tables[table.label] = EventTable(table, cfg, fabric, size, most_tokens, report)
+            else:
+                mine = self.model.get_parameter(table.label)
+                self.tables[table.label] = TableRows(table, cfg, fabric, mine, most_tokens, report)
 
         self.compiling = will_compile(cfg, fabric)
         if self.compiling:                                    # a graph per stage, and per shape
@@ -3932,11 +4713,22 @@ class Evaluator:
         self.model_hidden = self.compiled(self.model.hidden)
         self.next_token_losses = self.compiled(next_token_losses)
 
-    def compiled(self, call: Callable) -> Callable:
-        """The call as a compiled graph, or as it is where nothing is compiled."""
+    def rowwise_tables(self) -> dict[str, EventTable]:
+        return {label: table for label, table in self.tables.items() if table.table.is_rowwise}
+
+    def _exchange_and_prepare(self, exchange: Callable | None, plans: dict[str, TablePlan]) -> None:
+        """Exchange plans, if there are others; then rowwise tables know what the next event will update."""
+        if exchange is not None:
+            exchange(plans)
+        for label, plan in plans.items():
+            if self.tables[label].table.is_rowwise:
+                self.tables[label].prepare(plan)
+
+    def compiled(self, call: Callable, dynamic: bool = False) -> Callable:
+        """The call as a compiled graph, or as it is where nothing is compiled. dynamic: one for sizes that change."""
         if not self.compiling:
             return call
-        return torch.compile(call, dynamic=False, fullgraph=True)
+        return torch.compile(call, dynamic=dynamic, fullgraph=True)
 
     def kept(self, label: str, whole: Tensor) -> Tensor:
         """What this rank keeps of a whole parameter: of a table every W-th row, else all of it."""
@@ -3990,9 +4782,10 @@ class Evaluator:
         sources = {}
         for label, table in self.tables.items():
             sources[label] = table.read(batch.plans[label], self.model.lm_head)
-        if self.compiling and self.fabric.world > 1:
-            for rows, _ in sources.values():
-                torch._dynamo.maybe_mark_dynamic(rows, 0)
+        if self.compiling:
+            for label, (rows, _) in sources.items():
+                if self.fabric.world > 1 or self.tables[label].table.is_rowwise:
+                    torch._dynamo.maybe_mark_dynamic(rows, 0)
         return sources
 
     def _reach(self, values: Values, longest: int) -> Reach:
@@ -4080,7 +4873,8 @@ class Executor(Evaluator):
         if self.fabric.on_cuda:
             cuda_rng = torch.cuda.get_rng_state(self.fabric.device)
         adam_steps = dict(self.optimizer.adam_steps)
-        return Snapshot(tensors, torch.get_rng_state(), cuda_rng, self.rotary, adam_steps)
+        touched = {label: list(table.home.touched()) for label, table in self.rowwise_tables().items()}
+        return Snapshot(tensors, torch.get_rng_state(), cuda_rng, self.rotary, adam_steps, touched)
 
     @torch.no_grad()
     def restore(self, saved: Snapshot) -> None:
@@ -4090,6 +4884,8 @@ class Executor(Evaluator):
         """
         for name, x in self.state_tensors().items():
             x.copy_(saved.tensors[name])
+        for label, table in self.rowwise_tables().items():
+            table.home.load(saved.touched[label])
         self.rotary = saved.rotary
         self.optimizer.adam_steps = dict(saved.adam_steps)
         self.drop_gradients()
@@ -4130,7 +4926,7 @@ class Executor(Evaluator):
         values: of the next step, or of the end; they say whether the embedding is still the head.
         """
         weights = {}
-        for row in self.model.table:
+        for row in self.model.table:     # all but rowwise tables, of which the touched rows are saved
             p = self.model.get_parameter(row.label).detach()
             if row.label in self.tables:
                 weights[row.label] = self._whole_table(row.label, p)
@@ -4179,10 +4975,8 @@ class Executor(Evaluator):
                 for key, count in totals.items():
                     result[label][key] += count
 
-            moments = self.optimizer.state[label].values()
-            kept = (table.mine, table.cache, table.grad, table.sums, *moments)
-            kept_bytes = {x.data_ptr(): x.nbytes for x in kept}              # some may be the same
-            result[label]["memory_bytes"] = sum(kept_bytes.values())
+            moments = self.optimizer.state.get(label, {}).values()
+            result[label]["memory_bytes"] = table.memory_bytes(moments)
         return result
 
 
@@ -4683,17 +5477,18 @@ def wrong_with_budget(budget: dict[str, Any], cfg: Config, step: int, ms: float)
         return f"times of {len(seconds_per_step)} stages, where the run has {len(cfg.stages)}"
 
     fits = budget["fits"]
+    cycle = run_cycle(cfg)
     before = Fit(0, 0.0, cfg.num_scheduled_steps + cfg.num_extension_steps)
     for found in fits:
         if type(found) is not list or [type(part) for part in found] != [int, float, int]:
             return f"a fit of another form, {shown(found)}"
         fit = Fit(*found)
-        last_to_fit_at = min(step, before.total_steps - CYCLE - 1)
-        if fit.step % CYCLE or not before.step < fit.step <= last_to_fit_at:
+        last_to_fit_at = min(step, before.total_steps - cycle - 1)
+        if fit.step % cycle or not before.step < fit.step <= last_to_fit_at:
             return f"a fit at step {fit.step}, where none was made"
         if not before.ms <= fit.ms <= ms:
             return f"a fit after {fit.ms} ms of {ms}"
-        if not fit.step + CYCLE <= fit.total_steps <= MAX_STEPS:
+        if not fit.step + cycle <= fit.total_steps <= MAX_STEPS:
             return f"a fit at step {fit.step} to {fit.total_steps} steps"
         before = fit
     return ""
@@ -4719,6 +5514,8 @@ def wrong_with_state(state: dict[str, Any], schedule: Schedule, step: int) -> st
     for row in parameter_table(cfg):
         if row.optimizer == "adam":
             updates[row.label] = step // CYCLE
+        if row.optimizer == "rowwise":
+            updates[row.label] = step // row.rows.cadence
     if tied:
         updates["embed"] = 0                                  # what is updated is the head
     if state["adam_steps"] != updates:
@@ -4758,7 +5555,7 @@ def wrong_with_checkpoint(content: Any, cfg: Config, step: int) -> str:
     if wrong:
         return wrong
     schedule = with_fits(cfg, content)
-    if step % CYCLE or step > schedule.total_steps:
+    if step % schedule.cycle or step > schedule.total_steps:
         return f"step {step}, at which a run of {schedule.total_steps} steps writes none"
 
     wrong = wrong_with_log(content["log"], step)
@@ -5242,9 +6039,10 @@ def fit_due(schedule: Schedule, step: int) -> bool:
     if schedule.fits:
         last = schedule.fits[-1].step
     half = (schedule.total_steps - last) // 2
-    if step % CYCLE != 0 or step == last or step + CYCLE >= schedule.total_steps:
+    cycle = schedule.cycle
+    if step % cycle != 0 or step == last or step + cycle >= schedule.total_steps:
         return False
-    return step >= last + half - half % CYCLE
+    return step >= last + half - half % cycle
 
 
 def most_steps(schedule: Schedule, first: int, tokens_left: float) -> int:
@@ -5265,7 +6063,7 @@ def fit_rest(schedule: Schedule, seconds_per_step: list[float], step: int, ms: f
     """
     budget_ms = 1000 * schedule.cfg.time_budget
     total = schedule.total_steps
-    first = step + CYCLE                                                      # the steps before it stay as they are
+    first = step + schedule.cycle                                             # the steps before it stay as they are
     last = Fit(0, 0.0, total)
     if schedule.fits:
         last = schedule.fits[-1]
@@ -5287,7 +6085,7 @@ def keep_to_budget(seconds_per_step: list[float], loader: Loader, clock: Clock, 
     cfg = schedule.cfg
     fabric.synchronize()                                                      # the clock alone is ahead of a GPU
     ms = fabric.of_all(clock.ms)[0]
-    most = most_steps(schedule, log.done + CYCLE, loader.tokens_left())
+    most = most_steps(schedule, log.done + schedule.cycle, loader.tokens_left())
     fit = fit_rest(schedule, seconds_per_step, log.done, ms, most)
 
     log.follow(Schedule(cfg, (*schedule.fits, fit)))
@@ -5948,9 +6746,10 @@ def write_checkpoint(cfg: Config, seconds_per_step: list[float], executor: Execu
 
 def checkpoint_due(cfg: Config, step: int) -> bool:
     """Where a cycle starts: at each multiple of checkpoint_every, or one step behind an odd one; not at step 0."""
-    if cfg.checkpoint_every == 0 or step % CYCLE != 0 or step == 0:
+    cycle = run_cycle(cfg)
+    if cfg.checkpoint_every == 0 or step % cycle != 0 or step == 0:
         return False
-    return step % cfg.checkpoint_every < CYCLE
+    return step % cfg.checkpoint_every < cycle
 
 
 def run_once(cfg: Config, seconds_per_step: list[float], executor: Executor, shards: Shards, validation: ValidationSet,
