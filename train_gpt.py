@@ -384,6 +384,9 @@ PRESETS: dict[str, dict[str, Any]] = dict(
         stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 1024) for stage in STAGES),
         window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, target_loss=0.0,
         sample_tokens=8))
+PRESETS["pocket_tables"] = PRESETS["pocket"] | dict(trigram_rows=1_000_000)
+PRESETS["record_tables"] = PRESETS["record"] | dict(
+    more_bigram_rows=21_000_000, trigram_rows=21_000_000, table_signs=1, table_lr_mul=70.0)
 
 RECORD_STEPS, RECORD_RAMP_UP, RECORD_RAMP_DOWN = 1547, 300, 50                # recipe 4
 GPT2_VOCAB, GPT2_DOCUMENT_START = 50_257, 50_256
@@ -3719,14 +3722,18 @@ class DeviceHome:
     def forget(self) -> None:
         """All that was taken is out of date."""
 
-    def touched(self) -> Iterator[tuple[Tensor, Live]]:
-        """The rows that some event has touched, in pieces: their places (n,) i64, and copies, on the host."""
+    def touched_places(self) -> Iterator[Tensor]:
+        """Places of the rows that some event has touched, in pieces (n,) i64, ascending."""
         self.settle()
         for first in range(0, len(self.stored.last), SCANNED_ROWS):
-            found = first + self.stored.last[first:first + SCANNED_ROWS].nonzero().flatten()
-            for places in found.split(PIECE_ROWS):
-                if len(places) > 0:
-                    yield places.cpu(), self.stored.at(places).to(torch.device("cpu"))
+            found = self.stored.last[first:first + SCANNED_ROWS].nonzero().flatten()
+            if len(found) > 0:
+                yield from (first + found).split(PIECE_ROWS)
+
+    def touched(self) -> Iterator[tuple[Tensor, Live]]:
+        """The rows that some event has touched, in pieces: their places (n,) i64, and copies, on the host."""
+        for places in self.touched_places():
+            yield places.cpu(), self.stored.at(places).to(torch.device("cpu"))
 
     @torch.no_grad()
     def load(self, pieces: Iterable[tuple[Tensor, Live]]) -> None:
@@ -4978,6 +4985,14 @@ class Executor(Evaluator):
             moments = self.optimizer.state.get(label, {}).values()
             result[label]["memory_bytes"] = table.memory_bytes(moments)
         return result
+
+    def touched_rows(self) -> dict[str, int]:
+        """By rowwise table: rows that some event has touched, on all ranks. Every rank calls it."""
+        counts = {}
+        for label, table in self.rowwise_tables().items():
+            mine = sum(len(places) for places in table.home.touched_places())
+            counts[label] = sum(self.fabric.of_all(mine))
+        return counts
 
 
 # ---- Memory: an estimate before anything is built
@@ -6583,15 +6598,16 @@ def software() -> dict[str, Any]:
                 git_commit=git_commit(), source_sha256=file_sha256(Path(__file__)))
 
 
-def size_of_model(cfg: Config, executor: Executor) -> dict[str, Any]:
+def size_of_model(cfg: Config) -> dict[str, Any]:
     """Parameters in all, those that a token meets, and the tables apart."""
     tables = row_tables(cfg)
-    total = sum(math.prod(row.shape) for row in executor.model.table)
+    total = sum(math.prod(row.shape) for row in parameter_table(cfg))
     rows = {table.label: table.rows for table in tables}
     rows_unread = sum(table.rows - table.reads for table in tables)           # by a single token
     in_tables = cfg.model_dim * sum(rows.values())
     return dict(params_total=total, params_per_token=total - cfg.model_dim * rows_unread,
-                table_rows=rows, table_bytes=in_tables * getattr(torch, cfg.dtype).itemsize)
+                table_rows=rows, table_bytes=in_tables * getattr(torch, cfg.dtype).itemsize,
+                table_home={table.label: table.home for table in tables})
 
 
 def write_header(log: Log, cfg: Config, executor: Executor, origin: Origin, kind: str = "header",
@@ -6599,7 +6615,7 @@ def write_header(log: Log, cfg: Config, executor: Executor, origin: Origin, kind
     """First lines of a run. kind: "header" of a new log, or "resumed" behind the lines of an earlier one."""
     fabric = log.fabric
     versions = software()
-    sizes = size_of_model(cfg, executor)
+    sizes = size_of_model(cfg)
     changed = changed_fields(origin.preset, replace(origin.given, seed=cfg.seed))
     nccl = None
     if fabric.on_cuda:
@@ -6711,6 +6727,9 @@ def finish(log: Log, cfg: Config, executor: Executor, shards: Shards, validation
 
     saved = save_or_fall_back(log, cfg, executor, validation.vocabulary)
     result["comms"] = executor.traffic()
+    touched = executor.touched_rows()
+    if touched:
+        result["touched_rows"] = touched
     log.event("result", **result)
     log.close()                                                               # no bar between the lines that follow
     return result, saved
