@@ -1900,14 +1900,17 @@ class Planner:
         for slots_of_step in slots:
             tokens.append(np.stack([slot.tokens for slot in slots_of_step]))
         inputs = [x[:, :-1].astype(np.int32) for x in tokens]
-        plans: list[dict[str, TablePlan]] = [{} for _ in steps]
+        plans: list[dict[str, TablePlan]] = []       # of each step: the same until some table's cycle ends
         rows: list[dict[str, np.ndarray]] = [{} for _ in steps]
+        current: dict[str, TablePlan] = {}
         for first in range(0, len(steps), CYCLE):
-            begun = self._begin_plans(purpose, steps, inputs, first, plans, rows)
+            begun = self._begin_plans(purpose, steps, inputs, first, rows)
             if self.exchange:
                 self.exchange(begun)
             for plan in begun.values():
                 plan.change_lists(self.fabric.host_tensor)
+            current = current | begun
+            plans += [current] * CYCLE
 
         batches = []
         for at, values in enumerate(steps):
@@ -1918,8 +1921,8 @@ class Planner:
         return batches
 
     def _begin_plans(self, purpose: str, steps: Sequence[Values], inputs: list[np.ndarray], first: int,
-                     plans: list[dict], rows: list[dict]) -> dict[str, TablePlan]:
-        """The plans, by table, that begin at steps[first]. They and their rows go to each of their steps."""
+                     rows: list[dict]) -> dict[str, TablePlan]:
+        """The plans, by table, that begin at steps[first]. What stands for their rows goes to each of their steps."""
         begun = {}
         for table in self.tables:
             if first % table.cadence != 0:
@@ -1933,7 +1936,6 @@ class Planner:
             plan, rows_of_steps = self.plan(table.label, tag, tied, logical_rows)
             begun[table.label] = plan
             for at, rows_of_step in zip(of_cycle, rows_of_steps):
-                plans[at][table.label] = plan
                 rows[at][table.label] = rows_of_step
         return begun
 
@@ -2038,6 +2040,7 @@ class Loader:
         self.data_ended = False                      # no shard holds another block, on any rank
         self.ahead: Future | None = None             # batches of the next cycle
         self.ready: list[Batch] = []                 # what is left of this one
+        self.plans_in_use: dict[str, TablePlan] = {}
 
     def skip(self, steps: Iterable[Values]) -> None:
         """Pass over what the steps of an earlier run have read."""
@@ -2063,18 +2066,20 @@ class Loader:
             self.ready = self.ahead.result()
             self._prepare_next()
         batch = self.ready.pop(0)
+        self.plans_in_use = batch.plans
         assert batch.step == values.step, f"loader at step {batch.step}, run at {values.step}"
         return batch.to(self.fabric.device)
 
     def plans_ahead(self) -> dict[str, TablePlan] | None:
-        """Row plans of the next step, or None: there is none, or `next` will say why.
+        """The next row plans behind those in use, or None: there are none, or `next` will say why.
 
         Data that end do so on every rank, so all of them may finish their cycle first. Whatever
         else goes wrong may have happened on this rank alone, and the others would wait for its
         rows: it surfaces here.
         """
-        if self.ready:                                                        # a cycle of some tables ends inside that
-            return self.ready[0].plans                                        # of the run
+        for batch in self.ready:
+            if batch.plans is not self.plans_in_use:                          # a cycle of some tables ends inside the run's
+                return batch.plans
         try:
             self.wait()
         except DataError:
@@ -4060,9 +4065,8 @@ class EventTable:
 # Launch order of the reductions, and order of the updates with their gathers: NorMuon first, so that the gradients of
 # Adam's entries travel while it computes.
 SMALL = "small"                          # what every rank updates alike: one sum over ranks for all of it
-NGRAMS = "n-grams"                       # all tables of n-grams, in the order of their table
-REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", NGRAMS, "embed", SMALL)
-UPDATE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", NGRAMS, "embed", SMALL)
+REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
+UPDATE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
 POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16932, recipe 3.1)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -4604,9 +4608,9 @@ class Optimizer:
 
 
 def with_ngrams(order: Sequence[str], labels: Sequence[str]) -> list[str]:
-    """An order of communication with these tables in the place of NGRAMS."""
-    at = order.index(NGRAMS)
-    return [*order[:at], *labels, *order[at + 1:]]
+    """An order of communication with the tables of n-grams in front of what every rank updates."""
+    at = order.index(SMALL)
+    return [*order[:at], *labels, *order[at:]]
 
 
 def columns_by_owner(columns: Tensor, world: int, count: int) -> Tensor:

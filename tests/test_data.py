@@ -535,7 +535,7 @@ def test_the_exchange_meets_each_cycle_once_in_order_on_the_loader_thread(tmp_pa
     assert [plans["embed"].tag["cycle"] for plans, _ in seen] == [0, 1, 2]
     assert len({thread for _, thread in seen} - {threading.main_thread()}) == 1
     for batch in batches:
-        assert batch.plans is seen[batch.step // 2][0] and set(batch.plans) == {"bigram_embed", "value_embed", "embed"}
+        assert batch.plans == seen[batch.step // 2][0] and set(batch.plans) == {"bigram_embed", "value_embed", "embed"}
         for label, plan in batch.plans.items():
             assert plan.rows_asked_of_me.equal(torch.tensor([batch.step // 2 + 1, len(label)]))
             assert plan.counts_by_reader == [1, 1]
@@ -594,7 +594,7 @@ def test_tables_are_rows_of_the_parameter_table():
     for label, count, reads, tied in (("bigram_embed", 251_520, 1, False), ("value_embed", 5 * 50_304, 5, False),
                                       ("embed", 50_304, 1, True)):
         table, tokens = found.pop(label), np.array([[7, 50_256, 0, 3], [1, 1, 1, 1]], np.int32)
-        assert (table.rows, table.reads, table.tied, table.cycle) == (count, reads, tied, 2)
+        assert (table.rows, table.reads, table.tied, table.cadence) == (count, reads, tied, 2)
         ids = table.ids(tokens)
         assert ids.dtype == np.int32 and ids.size == reads * tokens.size and 0 <= ids.min() and ids.max() < count
         parameter = next(row for row in tg.parameter_table(cfg) if row.label == label)

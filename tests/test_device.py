@@ -592,7 +592,8 @@ def test_free_memory_is_that_of_the_system():
 
 OTHER = dict(train_files="x", val_files="x", val_tokens=2048, dtype="float64", head="emulated", device="cpu",
              compile=1, attention="varlen", row_comms="dense", stages=tg.STAGES, run_dir="x", save="x",
-             sample="x", prompt="x", ranks="x", resume="x", profile="1:2")
+             sample="x", prompt="x", ranks="x", resume="x", profile="1:2", table_rule="adam", table_home="host",
+             table_rounding="stochastic")
 
 
 @pytest.mark.parametrize("name", [f.name for f in fields(tg.Config)])
