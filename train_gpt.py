@@ -23,8 +23,9 @@ Letters                                                        [value in the rec
     T tokens in one slot          F MLP width [3,072]          G tokens predicted per position [3, 2, 1 by stage]
     M matrices in a bank          N rows of a product, B * T   C rows of an owner's slice of a table
 A slot is one of S equal, independent shares of a step's tokens and the unit of data parallelism: slot s belongs to rank
-s mod W. A cycle is two steps, an even and an odd one; Adam updates on the odd one. Tables of n-grams may have a cycle of
-four; the update of such a table is an event. A bank is several matrices in one parameter. The objective of a step is J = (1/S) * sum over slots of the slot's summed loss, at every W."""
+s mod W. A cycle is two steps, an even and an odd one; Adam updates on the odd one. Tables of n-grams may have a cycle
+of four; the update of such a table is an event. A bank is several matrices in one parameter. The objective of a step is
+J = (1/S) * sum over slots of the slot's summed loss, at every W."""
 from __future__ import annotations
 
 import os
@@ -263,7 +264,7 @@ class Ngrams:
     hash: tuple[int, ...]                # an odd factor for each token of the n-gram, newest first
     rows: int | str                      # R, or the setting that has it; 0: there is no such table
     sign_hash: tuple[int, ...] = ()      # of the vector of signs that a row is multiplied by
-    enters: int | None = None            # the layer whose attention values get its rows; None: the residual stream of all
+    enters: int | None = None            # a layer, whose attention values get its rows; None: the residual stream
     signs: int | None = None             # 1: with signs
     home: str | None = None              # where owners keep rows: "device" or "host"
     rule: str | None = None              # "rowwise": an event moves the rows that were asked for; "adam": all rows
@@ -342,7 +343,7 @@ class Config:
     table_rule: str = _table("rowwise", "rule", "what an update moves: rows asked for, or all", ("rowwise", "adam"))
     table_home: str = _table("device", "place", "where owners keep rowwise tables", ("device", "host"))
     table_cadence: int = _table(2, "steps", "between updates of rowwise tables", (2, 4))
-    table_signs: int = _table(0, "0|1", "multiply rows by hashed vectors of +-1, so that collisions can be told", (0, 1))
+    table_signs: int = _table(0, "0|1", "multiply rows by hashed vectors of +-1, which tell collisions apart", (0, 1))
     table_rounding: str = _table("nearest", "way", "of bf16 rows behind an update", ("nearest", "stochastic"))
     table_lr_mul: float = _table(37.5, "1", "of adam_lr")
     table_wd_mul: float = _table(5.0, "1", "of adam_weight_decay")
@@ -1718,7 +1719,7 @@ class Table(NamedTuple):
     ids: Callable[[np.ndarray], np.ndarray]      # tokens (b, T) i32 -> logical rows (b, T) or (b, reads, T) i32
     tied: bool = False                   # to the head until the split
     home: str = "device"                 # where an owner keeps its rows
-    rule: str = "adam"                   # what updates them: all rows of a slice, or "rowwise" those that were asked for
+    rule: str = "adam"                   # what updates them: all rows of a slice, or "rowwise" those asked for
     cadence: int = CYCLE                 # steps between updates
     rounding: str = "nearest"            # of bf16 rows behind an update of rule "rowwise"
     signs: Callable[[np.ndarray], np.ndarray] | None = None       # tokens (b, T) i32 -> vectors of signs (b, T) i32
@@ -2078,7 +2079,7 @@ class Loader:
         rows: it surfaces here.
         """
         for batch in self.ready:
-            if batch.plans is not self.plans_in_use:                          # a cycle of some tables ends inside the run's
+            if batch.plans is not self.plans_in_use:                          # of tables whose cycle ends inside the run's
                 return batch.plans
         try:
             self.wait()
@@ -2761,7 +2762,7 @@ def next_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def sign_vectors(width: int) -> Tensor:
-    """(SIGN_VECTORS + 1, width) of +1 and -1, drawn from a constant seed, alike for all tables; +1 alone in the last."""
+    """(SIGN_VECTORS + 1, width) of +1 and -1, drawn from a constant seed, alike for all tables; +1 in the last."""
     generator = torch.Generator().manual_seed(SIGN_SEED)
     drawn = torch.randint(2, (SIGN_VECTORS, width), generator=generator)
     return torch.cat((2 * drawn - 1, torch.ones(1, width, dtype=drawn.dtype)))
@@ -3128,7 +3129,8 @@ class GPT(nn.Module):
         cu_seqlens = flat_cu_seqlens(batch)
         attn = self.matrices("attn")
         mlp = self.matrices("mlp")
-        x0, pairs, values, ngrams = self.inputs(batch, scalars["smear"], sources or {})
+        x0, pairs, values = self.inputs(batch, scalars["smear"], sources or {})
+        ngrams = self.ngram_rows(batch, sources or {})
         mixed_in = [(scalars[table.label].unbind(), ngrams[table.label]) for table in self.ngrams
                     if table.enters is None]
 
@@ -3147,8 +3149,7 @@ class GPT(nn.Module):
                 scale_in, scale_out = attention_scales[2 * depth:2 * depth + 2]
                 n = rms_norm(x)
                 qkv = times_transposed(n, w_qkv, scale_in)
-                added = self.added_values(depth, values, ngrams)
-                y = self.attend(layer, n, added, qkv, cu_seqlens, reach)
+                y = self.attend(layer, n, values, qkv, cu_seqlens, reach, self.ngram_values(depth, ngrams))
                 gate = gate_of(n[..., :GATE_INPUTS], self.attn_gate_bank[at])                     # (B, T, H)
                 y = y * gate[..., None]
                 x = x + times_transposed(y.flatten(2), w_out, scale_out)
@@ -3168,12 +3169,9 @@ class GPT(nn.Module):
         sizes = list(self.scalar_sizes.values())
         return dict(zip(self.scalar_sizes, self.scalars.split(sizes)))
 
-    def added_values(self, depth: int, values: list[Tensor], ngrams: dict[str, Tensor]) -> list[tuple[int, Tensor]]:
-        """What is added to the attention values of a layer: the place of its gate, and rows (B, T, D)."""
+    def ngram_values(self, depth: int, ngrams: dict[str, Tensor]) -> list[tuple[int, Tensor]]:
+        """What tables of n-grams add to the attention values of a layer: places of their gates, and rows (B, T, D)."""
         added = []
-        own = LAYERS[depth].value
-        if own is not None:
-            added.append((own, values[own]))
         for table in self.ngrams:
             if table.enters == depth:
                 gate = NUM_VALUE_TABLES + self.value_streams.index(table.label)
@@ -3185,29 +3183,29 @@ class GPT(nn.Module):
         gate = 2 * gate_of(x0[..., :GATE_INPUTS], self.skip_gate)
         return torch.sigmoid(skip).type_as(x0) * gate
 
-    def inputs(self, batch: Batch, smear: Tensor,
-               sources: dict) -> tuple[Tensor, Tensor, list[Tensor], dict[str, Tensor]]:
-        """Normalised smeared embedding and bigram rows, (B, T, D), and value rows, one (B, T, D) per value table.
-
-        And the rows of n-gram tables by label, (B, T, D) each, with their signs.
-        """
-        read = {label: self.rows_of(label, index, sources) for label, index in batch.rows.items()}
-        embedded, = read["embed"]
-        pairs, = read["bigram_embed"]
+    def inputs(self, batch: Batch, smear: Tensor, sources: dict) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """Normalised smeared embedding and bigram rows, (B, T, D), and value rows, one (B, T, D) per value table."""
+        embedded, = self.rows_of("embed", batch, sources)
+        pairs, = self.rows_of("bigram_embed", batch, sources)
         x0 = rms_norm(self.smeared(embedded, smear))
-        ngrams = {}
-        for table in self.ngrams:
-            rows, = read[table.label]
-            if table.label in batch.signs:
-                rows = rows * F.embedding(batch.signs[table.label], self.sign_vectors)
-            ngrams[table.label] = rows
-        return x0, pairs, read["value_embed"], ngrams
+        return x0, pairs, self.rows_of("value_embed", batch, sources)
 
-    def rows_of(self, label: str, index: Tensor, sources: dict) -> list[Tensor]:
-        """Rows of a table by index (B, T) or (B, reads, T), one (B, T, D) per read.
+    def ngram_rows(self, batch: Batch, sources: dict) -> dict[str, Tensor]:
+        """Rows of the tables of n-grams by label, (B, T, D) each, with their signs."""
+        read = {}
+        for table in self.ngrams:
+            rows, = self.rows_of(table.label, batch, sources)
+            if table.signs:
+                rows = rows * F.embedding(batch.signs[table.label], self.sign_vectors)
+            read[table.label] = rows
+        return read
+
+    def rows_of(self, label: str, batch: Batch, sources: dict) -> list[Tensor]:
+        """Rows of a table by the batch's index (B, T) or (B, reads, T), one (B, T, D) per read.
 
         A lookup each: its gradient goes to the sums from where it comes up, and is stacked with no other.
         """
+        index = batch.rows[label]
         planes = index.unbind(1) if index.dim() == 3 else [index]
         if label not in sources:
             return [F.embedding(plane, getattr(self, label)) for plane in planes]
@@ -3222,16 +3220,16 @@ class GPT(nn.Module):
         others = e[:, 1:] + gate * e[:, :-1]
         return torch.cat((first, others), dim=1)
 
-    def attend(self, layer: Layer, n: Tensor, added: list[tuple[int, Tensor]], qkv: Tensor,
-               cu_seqlens: Tensor, reach: Reach) -> Tensor:
-        """Attention of one layer before its gate and output matrix, qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E).
-
-        added: rows for the values, from `added_values`.
-        """
+    def attend(self, layer: Layer, n: Tensor, values: list[Tensor], qkv: Tensor, cu_seqlens: Tensor, reach: Reach,
+               ngram_values: Sequence[tuple[int, Tensor]] = ()) -> Tensor:
+        """Attention of one layer before its gate and output matrix, qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E)."""
         slots, length, _ = n.shape
         q, k, v = qkv.view(slots, length, QKV, self.heads, self.head_dim).unbind(2)           # recipe 2.4
         q = rms_norm(q)
         k = rms_norm(k)
+        added = list(ngram_values)
+        if layer.value is not None:
+            added.insert(0, (layer.value, values[layer.value]))
         for place, row in added:
             gate = self.value_gate(layer, n, row, self.ve_gate_bank[place])
             v = v + gate[..., None] * row.view(v.shape)
@@ -3661,6 +3659,7 @@ class Live(NamedTuple):
 
 
 MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)        # Linux on x86 and ARM; Python has the name since 3.13
+PIECE_ROWS = 1 << 14                     # rows of a rank that go to a file, or to another rank for one, at a time
 SCANNED_ROWS = 1 << 22                   # that are looked at together for those that were touched
 
 
@@ -4306,7 +4305,7 @@ class Optimizer:
                 self.adam_steps[label] = 0
         self.normuon_update = compiled(normuon_update)
         self.adam_update = compiled(adam_update)
-        self.rowwise_update = compiled(rowwise_update, dynamic=True)          # each event has another number of rows
+        self.rowwise_update = compiled(rowwise_update)
 
         exact = exact_dtype(getattr(torch, cfg.dtype))
         sizes = [self.weights[label].numel() for label in self.small]
@@ -4569,6 +4568,10 @@ class Optimizer:
         if table.table.rounding == "stochastic" and table.live.rows.dtype == torch.bfloat16:
             start = signed_crc32(f"{cfg.seed}/{label}")
             drawn = drawn_bits(start, table.logical_rows(), event, cfg.model_dim)
+        if self.rowwise_update is not rowwise_update:                         # compiled: one graph for all numbers of rows
+            by_row = [x for x in (*table.live, grad, drawn) if x is not None]
+            for x in by_row:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
         self.rowwise_update(*table.live, grad, self.share, event, beta2, cfg.adam_eps, step_size, decay, drawn)
         table.updated()
 
@@ -4646,7 +4649,6 @@ EVAL_KEPT_ROWS_REFERENCE = 24            # the same in plain PyTorch
 EVAL_LOGIT_COPIES = 1                    # logits in evaluation
 EVAL_LOGIT_COPIES_REFERENCE = 4          # the same in plain PyTorch, in f32
 RECOMPILE_LIMIT = 64
-PIECE_ROWS = 1 << 14                     # rows of each rank that are gathered at a time for a file
 LONG_PATIENCE = 10                       # ranks may be that many timeouts apart while they compile, or one writes files
 
 
@@ -4735,11 +4737,11 @@ class Evaluator:
             if self.tables[label].table.is_rowwise:
                 self.tables[label].prepare(plan)
 
-    def compiled(self, call: Callable, dynamic: bool = False) -> Callable:
-        """The call as a compiled graph, or as it is where nothing is compiled. dynamic: one for sizes that change."""
+    def compiled(self, call: Callable) -> Callable:
+        """The call as a compiled graph, or as it is where nothing is compiled."""
         if not self.compiling:
             return call
-        return torch.compile(call, dynamic=dynamic, fullgraph=True)
+        return torch.compile(call, dynamic=False, fullgraph=True)
 
     def kept(self, label: str, whole: Tensor) -> Tensor:
         """What this rank keeps of a whole parameter: of a table every W-th row, else all of it."""

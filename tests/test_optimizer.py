@@ -230,7 +230,7 @@ def make(cfg: tg.Config | None = None, rank: int = 0, world: int = 1) -> tg.Opti
         model.embed.copy_(owned(whole["lm_head"].t(), where))
     rows = {table.label: tg.TableRows(table, cfg, where, model.get_parameter(table.label), 64, lambda **account: None)
             for table in tables}
-    return tg.Optimizer(cfg, where, model, lambda call, **_: call, rows)
+    return tg.Optimizer(cfg, where, model, lambda call: call, rows)
 
 
 def random_grads(optimizer: tg.Optimizer, step: int) -> dict[str, torch.Tensor]:
