@@ -370,14 +370,19 @@ class Config:
     ranks: str = _run("", "file", "GPT-2 ranks in tiktoken's text format, plain or .gz: samples without network")
 
 
+RECORD = dict(device="cuda")
+POCKET = dict(
+    train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
+    val_tokens=65_536, val_batch_tokens=8_192, max_doc_len=256,
+    model_dim=96, head_dim=16, attn_scale=12.8 / 16, dtype="float32", head="plain", compile=0,
+    stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 256) for stage in STAGES),
+    window_block=8, num_scheduled_steps=520, num_extension_steps=20, val_every=180, target_loss=0.0)
 PRESETS: dict[str, dict[str, Any]] = dict(
-    record=dict(device="cuda"),
-    pocket=dict(
-        train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
-        val_tokens=65_536, val_batch_tokens=8_192, max_doc_len=256,
-        model_dim=96, head_dim=16, attn_scale=12.8 / 16, dtype="float32", head="plain", compile=0,
-        stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 256) for stage in STAGES),
-        window_block=8, num_scheduled_steps=520, num_extension_steps=20, val_every=180, target_loss=0.0),
+    record=RECORD,
+    record_tables=RECORD | dict(
+        more_bigram_rows=21_000_000, trigram_rows=21_000_000, table_signs=1, table_lr_mul=70.0),
+    pocket=POCKET,
+    pocket_tables=POCKET | dict(trigram_rows=1_000_000),
     tiny=dict(
         train_files="formula:512:511:40000:2", val_files="formula:512:511:4000:1",
         val_tokens=1024, val_batch_tokens=512, max_doc_len=24,
@@ -385,10 +390,6 @@ PRESETS: dict[str, dict[str, Any]] = dict(
         stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 1024) for stage in STAGES),
         window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, target_loss=0.0,
         sample_tokens=8))
-PRESETS["pocket_tables"] = PRESETS["pocket"] | dict(trigram_rows=1_000_000)
-PRESETS["record_tables"] = PRESETS["record"] | dict(
-    more_bigram_rows=21_000_000, trigram_rows=21_000_000, table_signs=1, table_lr_mul=70.0)
-
 RECORD_STEPS, RECORD_RAMP_UP, RECORD_RAMP_DOWN = 1547, 300, 50                # recipe 4
 GPT2_VOCAB, GPT2_DOCUMENT_START = 50_257, 50_256
 MAX_VOCAB = 65_535                       # token ids are stored as u16
@@ -2079,7 +2080,7 @@ class Loader:
         rows: it surfaces here.
         """
         for batch in self.ready:
-            if batch.plans is not self.plans_in_use:                          # of tables whose cycle ends inside the run's
+            if batch.plans is not self.plans_in_use:          # a table's cycle may be shorter than the run's
                 return batch.plans
         try:
             self.wait()
@@ -3658,7 +3659,7 @@ class Live(NamedTuple):
         return Live(*(x.to(device, non_blocking=True) for x in self))
 
 
-MAP_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)        # Linux on x86 and ARM; Python has the name since 3.13
+MAP_NORESERVE = 0x4000                   # of Linux on x86 and ARM; Python has the name since 3.13
 PIECE_ROWS = 1 << 14                     # rows of a rank that go to a file, or to another rank for one, at a time
 SCANNED_ROWS = 1 << 22                   # that are looked at together for those that were touched
 
@@ -3947,8 +3948,8 @@ class EventTable:
         self.prepared = plan.event
         self.home.prepare(plan.event)
 
-    def _launch_lists(self, plan: TablePlan, out: Tensor, rows: Tensor, counts_in: list[int],
-                      counts_out: list[int]) -> Any:
+    def _launch(self, plan: TablePlan, out: Tensor, rows: Tensor, counts_in: list[int],
+                counts_out: list[int]) -> Any:
         """Launch a list of rows from each rank to each. One rank has its own already, and None to wait for."""
         if self.fabric.world == 1:
             out.copy_(rows)
@@ -3967,7 +3968,7 @@ class EventTable:
             self.cache.detach().fill_(math.nan)               # rows of no plan are not to be read
         arriving = self.cache.detach()[:len(plan.rows_i_read)]
         leaving = self.live.rows.index_select(0, self.of_asked(plan))
-        self.fetching = self._launch_lists(plan, arriving, leaving, plan.counts_by_owner, plan.counts_by_reader)
+        self.fetching = self._launch(plan, arriving, leaving, plan.counts_by_owner, plan.counts_by_reader)
 
     def of_asked(self, plan: TablePlan) -> Tensor:
         return plan.event.of_asked.to(self.fabric.device, non_blocking=True)
@@ -3988,7 +3989,7 @@ class EventTable:
         """Rows for another reader than training, in a tensor of their own: neither cache nor counts notice."""
         leaving = self.home.read(plan.rows_asked_of_me)
         out = leaving.new_empty(len(plan.rows_i_read), leaving.shape[1])
-        work = self._launch_lists(plan, out, leaving, plan.counts_by_owner, plan.counts_by_reader)
+        work = self._launch(plan, out, leaving, plan.counts_by_owner, plan.counts_by_reader)
         if work is not None:
             work.wait()
         self.account(plan)
@@ -4003,7 +4004,7 @@ class EventTable:
         plan, = self.open_plans
         rows = self.sums[:len(plan.rows_i_read)].to(self.cache.dtype)         # on the wire: the type of the weights
         arrived = rows.new_empty(len(plan.rows_asked_of_me), rows.shape[1])
-        work = self._launch_lists(plan, arrived, rows, plan.counts_by_reader, plan.counts_by_owner)
+        work = self._launch(plan, arrived, rows, plan.counts_by_reader, plan.counts_by_owner)
         grad = self.sums.new_zeros(len(plan.event.places), rows.shape[1])
 
         def add_in_rank_order() -> None:
@@ -4568,7 +4569,7 @@ class Optimizer:
         if table.table.rounding == "stochastic" and table.live.rows.dtype == torch.bfloat16:
             start = signed_crc32(f"{cfg.seed}/{label}")
             drawn = drawn_bits(start, table.logical_rows(), event, cfg.model_dim)
-        if self.rowwise_update is not rowwise_update:                         # compiled: one graph for all numbers of rows
+        if self.rowwise_update is not rowwise_update:         # compiled: one graph for any number of rows
             by_row = [x for x in (*table.live, grad, drawn) if x is not None]
             for x in by_row:
                 torch._dynamo.maybe_mark_dynamic(x, 0)

@@ -260,15 +260,15 @@ class Mistake:
     steps: int = 2                       # of the run; the warm-up takes no later ones
 
 
-REDUCED = "        for entry in REDUCE_ORDER:\n"
+REDUCED = "        for entry in self.reduce_order:\n"
 SUMMED = "async_op=True).wait if several else already_here"
 DEALT = 'for name, moments in self.state["embed"].items():'
-LISTS = "        return dist.all_to_all_single(out, rows, counts_in, counts_out, async_op=True)\n"
-SENT = "        return self._launch_lists(plan, arriving, leaving, plan.counts_by_owner, plan.counts_by_reader)\n"
-RETURNED = "work = self._launch_lists(plan, arrived, rows, plan.counts_by_reader, plan.counts_by_owner)"
+LISTS = "    return dist.all_to_all_single(out, rows, counts_in, counts_out, async_op=True)\n"
+SENT = "return launch_lists(self.fabric, plan, arriving, leaving, plan.counts_by_owner, plan.counts_by_reader)"
+RETURNED = "work = launch_lists(self.fabric, plan, arrived, rows, plan.counts_by_reader, plan.counts_by_owner)"
 PLANTED = {
     "one rank reduces in reverse": Mistake(
-        REDUCED, "        for entry in REDUCE_ORDER[::-1] if self.fabric.rank == 3 else REDUCE_ORDER:\n",
+        REDUCED, "        for entry in self.reduce_order[::-1] if self.fabric.rank == 3 else self.reduce_order:\n",
         ["order: rank 3, collective", "nccl: reduce_scatter_tensor op=SUM mlp", "Optimizer._reduce", "op=SUM attn"]),
     "one rank leaves a sum out": Mistake(
         SUMMED, SUMMED.replace("several", "several and self.fabric.rank != 1"),
@@ -277,17 +277,17 @@ PLANTED = {
         DEALT, DEALT.replace(":", " if self.fabric.rank != 2 else reversed(self.state['embed'].items()):"),
         ["order: rank 2, collective", "nccl: all_to_all_single v", "Optimizer._split", "all_to_all_single m"], 8),
     "who has an empty list stays away": Mistake(
-        LISTS, "        if len(rows) == 0:\n            return None\n" + LISTS,
-        ["order: rank", "all_to_all_single value_embed", "TableRows._launch_lists"], 8),
+        LISTS, "    if len(rows) == 0:\n        return None\n" + LISTS,
+        ["order: rank", "all_to_all_single value_embed", "launch_lists"], 8),
     "an owner drops a row": Mistake(
-        SENT, "        counts = list(plan.counts_by_reader)\n        if self.fabric.rank == 2:\n"
+        SENT, "counts = list(plan.counts_by_reader)\n        if self.fabric.rank == 2:\n"
         "            counts[0] -= 1\n            leaving = leaving[1:]\n"
-        "        return self._launch_lists(plan, arriving, leaving, plan.counts_by_owner, counts)\n",
-        ["count: rank 2 sends", "to rank 0, which expects", "bigram_embed", "TableRows._launch_lists"]),
+        "        return launch_lists(self.fabric, plan, arriving, leaving, plan.counts_by_owner, counts)",
+        ["count: rank 2 sends", "to rank 0, which expects", "bigram_embed", "launch_lists"]),
     "gradients travel with the counts of the fetch": Mistake(
         RETURNED, RETURNED.replace("plan.counts_by_reader, plan.counts_by_owner",
                                    "plan.counts_by_owner, plan.counts_by_reader"),
-        ["size: rank 1, collective", "counts [", "bigram_embed", "TableRows._launch_lists"]),
+        ["size: rank 1, collective", "counts [", "bigram_embed", "launch_lists"]),
     "one rank is killed": Mistake(
         REDUCED, "        if self.fabric.rank == 1:\n            os.kill(os.getpid(), signal.SIGKILL)\n" + REDUCED,
         ["rank 1 ended early: killed"]),

@@ -188,7 +188,7 @@ def subject_in(names: dict[str, Any]) -> str:
         if isinstance(names.get(name), str):
             return names[name]
     owner = names.get("self")
-    if isinstance(owner, tg.TableRows):
+    if isinstance(owner, (tg.TableRows, tg.EventTable)):
         return owner.table.label
     return ""
 
