@@ -3790,7 +3790,9 @@ class HostHome(DeviceHome):
     def _bring_up(self, places: Tensor) -> tuple[Live, Any]:
         """On the thread: rows on the device, and the event behind their copy."""
         began = time.perf_counter()
-        staging = Live(*(self.fabric.host_tensor(x) for x in self.stored.at(places)))
+        staging = self._room_for(len(places))
+        for x, out in zip(self.stored, staging):
+            torch.index_select(x, 0, places, out=out)
         done = None
         if self.stream is not None:
             with torch.cuda.stream(self.stream):
@@ -3799,6 +3801,11 @@ class HostHome(DeviceHome):
                 done.record()
         self._count("bytes_up", staging, began)
         return staging, done
+
+    def _room_for(self, count: int) -> Live:
+        """Host memory that rows stop in on their way; beside a GPU it is pinned."""
+        pinned = self.stream is not None
+        return Live(*(torch.empty(count, *x.shape[1:], dtype=x.dtype, pin_memory=pinned) for x in self.stored))
 
     def _count(self, direction: str, moved: Live, began: float) -> None:
         with self.lock:
@@ -3862,18 +3869,16 @@ class HostHome(DeviceHome):
     def _bring_down(self, places: Tensor, live: Live, computed: Any) -> None:
         """On the thread: rows and their state to where they are kept, once the event is through with them."""
         began = time.perf_counter()
-        staging = live
-        if self.stream is None:
-            staging = Live(*(x.clone() for x in live))
-        else:
-            with torch.cuda.stream(self.stream):
-                self.stream.wait_event(computed)
-                staging = Live(*(torch.empty(x.shape, dtype=x.dtype, pin_memory=True) for x in live))
-                for mine, x in zip(staging, live):
-                    mine.copy_(x, non_blocking=True)
-                done = torch.cuda.Event()
-                done.record()
-            done.synchronize()
+        staging = self._room_for(len(places))
+        on_its_way = contextlib.nullcontext()
+        if self.stream is not None:
+            on_its_way = torch.cuda.stream(self.stream)
+            self.stream.wait_event(computed)
+        with on_its_way:
+            for x, out in zip(live, staging):
+                out.copy_(x, non_blocking=True)
+        if self.stream is not None:
+            self.stream.synchronize()
         self.stored.put(places, staging)
         self._count("bytes_down", staging, began)
 
