@@ -3941,6 +3941,11 @@ class EventTable:
         self.totals = dict(bytes_sent=0, bytes_received=0, bytes_dense=0, bytes_up=0, bytes_down=0)
         self.sums.zero_()
 
+    @property
+    def mine(self) -> Tensor:
+        """(C, D): the slice, at home."""
+        return self.home.stored.rows
+
     def _settle(self) -> None:
         if self.fetching is not None:
             self.fetching.wait()
@@ -4045,8 +4050,7 @@ class EventTable:
         purpose = plan.tag["purpose"]
         if purpose not in ("train", "validation"):
             return
-        slice_bytes = self.home.stored.rows.nbytes
-        bytes_dense = dense_passes * (self.fabric.world - 1) * slice_bytes
+        bytes_dense = dense_passes * (self.fabric.world - 1) * self.mine.nbytes
         moved = dict(bytes_sent=plan.sent, bytes_received=plan.received, bytes_dense=bytes_dense)
         here = {}
         if purpose == "train":
