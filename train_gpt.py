@@ -4682,6 +4682,7 @@ EVAL_KEPT_ROWS_REFERENCE = 24            # the same in plain PyTorch
 EVAL_LOGIT_COPIES = 1                    # logits in evaluation
 EVAL_LOGIT_COPIES_REFERENCE = 4          # the same in plain PyTorch, in f32
 PAGE_BYTES = 4096                        # that a mapping takes at a time, when they are first written
+PAGES_OF_A_TABLE = 512                   # that one page of the page table stands for
 ON_HOST = "tables on the host"           # name of a part of the estimate: no memory of a GPU
 ADAM_BYTES = 22                          # that a dense update moves per element (tables.md 1): bf16 weight read and
                                          # written 2 + 2, its gradient read 2, two f32 moments 8 + 8
@@ -5095,9 +5096,12 @@ def tokens_of_run(cfg: Config) -> int:
 
 
 def touched_bytes(count: int, item_bytes: int, touched: int) -> int:
-    """Of a mapping of `count` items: bytes of the pages that are written if so many items are, anywhere."""
+    """Of a mapping of `count` items: bytes of the pages that are written if so many items are, and of the page table."""
+    whole = count * item_bytes
     across_a_border = item_bytes - math.gcd(item_bytes, PAGE_BYTES)           # some items lie in two pages: on average
-    return min(count * item_bytes, touched * (PAGE_BYTES + across_a_border))
+    written = min(whole, touched * (PAGE_BYTES + across_a_border))
+    tables = min(whole // (PAGE_BYTES * PAGES_OF_A_TABLE), touched)
+    return written + tables * PAGE_BYTES
 
 
 def rowwise_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> dict[str, int]:

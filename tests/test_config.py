@@ -87,7 +87,7 @@ BAD_TABLES = {                               # columns of the table of trigrams 
     "a single row": (dict(rows=1), "rows of trigram_embed", "rows=2 in NGRAM_TABLES"),
     "too many rows": (dict(rows=2**31), "rows of trigram_embed", "below 2^31"),
     "a label twice": (dict(label="more_bigram_embed"), "more_bigram_embed", "two lines"),
-    "Adam at the host": (dict(rule="adam", home="host"), "rule of trigram_embed", "adam with home host", "--table_rule"),
+    "Adam at the host": (dict(rule="adam", home="host"), "rule of trigram_embed", "with home host", "--table_rule"),
     "Adam at every fourth step": (dict(rule="adam", cadence=4), "rule of trigram_embed", "cadence 4", "cadence 2"),
 }
 
