@@ -28,7 +28,8 @@ import torch
 import train_gpt as tg
 
 LABEL = "trigram_embed"
-LARGE, SMALL = 10**8, 10**6                                          # rows
+LARGE = 10**8                                                        # rows
+SMALL = 10**6
 WIDTH = 96                                                           # that of the pocket preset, in f32
 CYCLE_TOKENS = (3_072, 98_304)                                       # of a rank: pocket's last stage, that of record
 MOST_TOKENS = 1 << 20                                                # each trigram takes a page of the large table
@@ -40,7 +41,7 @@ STATE_BYTES = 8                                                      # v and las
 def pocket_tokens() -> np.ndarray:
     """(n,) i32: the first tokens of the shards."""
     pattern = os.environ.get("DATA", str(ROOT / "data/pocket/pocket_train_*.bin"))
-    if not glob.glob(pattern):
+    if not glob.glob(pattern) and not pattern.startswith(tg.FORMULA):
         pattern = "formula:2048:2047:2000000:1"
     print(pattern)
     shard = tg.load_shard(tg.find_shards(pattern)[0])
@@ -130,9 +131,11 @@ class FirstTouches:
 
 
 def touch_all(side: Side, cycles: list[np.ndarray]) -> FirstTouches:
-    before = memory("VmRSS"), memory("VmPTE")
+    resident = -memory("VmRSS")
+    page_tables = -memory("VmPTE")
     cpu_seconds = sum(side.cycle(tokens).cpu_seconds for tokens in cycles)
-    resident, page_tables = memory("VmRSS") - before[0], memory("VmPTE") - before[1]
+    resident += memory("VmRSS")
+    page_tables += memory("VmPTE")
     touched = sum(len(places) for places in side.table.home.touched_places())
     return FirstTouches(cpu_seconds, touched, resident, page_tables)
 
@@ -226,7 +229,9 @@ class Channel:
 
 
 def channel(plans: list[list[dict[str, tg.TablePlan]]], label: str) -> Channel:
-    rows, counts, plan_ms = [], [], []
+    rows = []                                                        # (rank, cycle), of lists
+    counts = []
+    plan_ms = []
     for of_rank in plans:
         mine = [by_label[label] for by_label in of_rank]
         rows.append([plan.rows_i_read.numpy() for plan in mine])
@@ -240,7 +245,8 @@ def channel(plans: list[list[dict[str, tg.TablePlan]]], label: str) -> Channel:
 
 
 def bytes_table() -> None:
-    ranks, width = bench_rows.RANKS, bench_rows.WIDTH
+    ranks = bench_rows.RANKS
+    width = bench_rows.WIDTH
     row_bytes = width * bench_rows.WIRE_BYTES
     print(f"{bench_rows.tokens()}\n{ranks} ranks, a bigram and a trigram channel with {CHANNEL_ROWS:,} rows of {width} "
           f"bf16 each; means of {CYCLES} cycles of two steps\n")
