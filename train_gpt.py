@@ -733,17 +733,45 @@ def run_cycle(cfg: Config) -> int:
     return max([CYCLE, *(table.cadence for table in ngram_tables(cfg))])
 
 
+def rows_set_to(label: str, rows: int) -> str:
+    """How the rows of a table are set: by a flag, or in its line; empty: the vocabulary decides."""
+    if label == "bigram_embed":
+        return f"--bigram_rows={rows}"
+    for line in NGRAM_TABLES:
+        if line.label == label:
+            return f"--{line.rows}={rows}" if isinstance(line.rows, str) else f"rows={rows} in NGRAM_TABLES"
+    return ""
+
+
+def check_ngram_lines(cfg: Config) -> None:
+    """Raise ConfigError for lines of the table of n-gram tables that make no table."""
+    labels = [line.label for line in NGRAM_TABLES]
+    for line in NGRAM_TABLES:
+        place = f"NGRAM_TABLES, {line.label}"
+        need(labels.count(line.label) == 1, place, "two lines with that label", "a label for each", "another label")
+        need(isinstance(line.rows, int) or hasattr(cfg, line.rows), place, f"rows={line.rows!r}",
+             "a number, or the name of a setting", "a field of Config with that name")
+        for name in ("signs", "home", "rule", "cadence", "rounding"):
+            found = getattr(line, name)
+            choices = Config.__dataclass_fields__[f"table_{name}"].metadata["choices"]
+            need(found is None or found in choices, place, f"{name}={found!r}", f"one of {choices}",
+                 f"another {name}, or None for that of --table_{name}")
+
+
 def check_ngram_tables(cfg: Config) -> None:
     """Raise ConfigError for tables of n-grams that cannot work."""
+    check_ngram_lines(cfg)
     for table in ngram_tables(cfg):
         place = f"NGRAM_TABLES, {table.label}"
-        need(table.rows >= LEAST_NGRAM_ROWS, f"rows of {table.label}", table.rows,
-             f"0, or {LEAST_NGRAM_ROWS} and more: the last one means that there is no n-gram",
-             f"{LEAST_NGRAM_ROWS} or more, by its flag or in NGRAM_TABLES")
-        odd = all(factor % 2 == 1 for factor in (*table.hash, *table.sign_hash))
-        need(len(table.hash) >= 1 and odd, place, f"factors {table.hash} and {table.sign_hash}", "odd numbers",
-             "an even factor loses bits of the token: take another")
-        need(not table.signs or table.sign_hash != (), place, "signs without sign_hash", "factors for the signs' hash",
+        need(LEAST_NGRAM_ROWS <= table.rows < 2**31, f"rows of {table.label}", table.rows,
+             f"0, or {LEAST_NGRAM_ROWS} and more, below 2^31: the last one means that there is no n-gram",
+             rows_set_to(table.label, LEAST_NGRAM_ROWS))
+        factors = (*table.hash, *table.sign_hash)
+        usable = all(factor % 2 == 1 and 0 < factor < 2**31 for factor in factors)
+        need(len(table.hash) >= 1 and usable, place, f"factors {table.hash} and {table.sign_hash}",
+             "odd numbers below 2^31", "an even factor loses bits of the token: take another")
+        need(not table.signs or len(table.sign_hash) == len(table.hash), place,
+             f"signs with {len(table.sign_hash)} factors for their hash", f"one for each of {len(table.hash)} tokens",
              f"sign_hash=(...) with {len(table.hash)} factors, or signs=0")
         need(table.rule == "rowwise" or (table.home, table.cadence) == ("device", CYCLE), f"rule of {table.label}",
              f"adam with home {table.home} and cadence {table.cadence}", f"home device and cadence {CYCLE}, for Adam "
@@ -935,6 +963,14 @@ class Fabric:
         return [f"rank {rank} (process {pid} on this host)"
                 for rank, (host, pid) in enumerate(self.processes) if host == here and has_ended(pid)]
 
+    @property
+    def ranks_here(self) -> int:
+        """Ranks on this host, whose memory they share."""
+        if not self.processes:
+            return 1
+        here, _ = self.processes[self.rank]
+        return sum(host == here for host, _ in self.processes)
+
     def total_memory(self) -> float:
         """Bytes of the GPU, whoever uses them; a CPU's memory serves everybody, and what is free counts."""
         if self.on_cuda:
@@ -945,6 +981,10 @@ class Fabric:
         """Bytes that are free for this process now; infinite where the system does not say."""
         if self.on_cuda:
             return torch.cuda.mem_get_info(self.device)[0]
+        return self.free_host_memory()
+
+    def free_host_memory(self) -> float:
+        """Bytes of this host that are free now, for all its ranks; infinite where the system does not say."""
         with contextlib.suppress(OSError, TypeError):
             kibibytes = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1]
             return 1024 * int(kibibytes)
@@ -1778,13 +1818,13 @@ class EventRows:
 
 
 def distinct_with_places(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(n,) integers below 2^31 -> each once, ascending, (u,) i64, and which of them each value is, (n,) i64.
+    """(n,) integers from 0 to 2^32 - 1 -> each once, ascending, (u,) i64, and which of them each value is, (n,) i64.
 
     One sort of 64-bit words, the value above its place: several times as fast as numpy's unique with its inverse.
     """
     count = len(values)
-    words = np.sort(values.astype(np.int64) << 32 | np.arange(count))
-    ordered = words >> 32
+    words = np.sort(values.astype(np.uint64) << 32 | np.arange(count, dtype=np.uint64))
+    ordered = (words >> 32).astype(np.int64)
     is_new = np.ones(count, bool)
     is_new[1:] = ordered[1:] != ordered[:-1]
     which = np.empty(count, np.int64)
@@ -4658,6 +4698,12 @@ EVAL_KEPT_ROWS = 16                      # of width D, per token, in evaluation:
 EVAL_KEPT_ROWS_REFERENCE = 24            # the same in plain PyTorch
 EVAL_LOGIT_COPIES = 1                    # logits in evaluation
 EVAL_LOGIT_COPIES_REFERENCE = 4          # the same in plain PyTorch, in f32
+PAGE_BYTES = 4096                        # that a mapping takes at a time, when they are first written
+PAGES_OF_A_TABLE = 512                   # that one page of the page table stands for
+ON_HOST = "tables on the host"           # name of a part of the estimate: no memory of a GPU
+ADAM_BYTES = 22                          # that a dense update moves per element (tables.md 1): bf16 weight read and
+                                         # written 2 + 2, its gradient read 2, two f32 moments 8 + 8
+MOST_ADAM_BYTES = 32 * 10**9             # of a rank's slice in one dense update, about 10 ms on an H100
 RECOMPILE_LIMIT = 64
 LONG_PATIENCE = 10                       # ranks may be that many timeouts apart while they compile, or one writes files
 
@@ -5013,7 +5059,10 @@ class Executor(Evaluator):
 
 # ---- Memory: an estimate before anything is built
 def stored_bytes(cfg: Config, world: int, slots_at_once: int) -> dict[str, int]:
-    """Bytes of weights, gradients (with what travels of them) and moments on one rank, by the parameter table."""
+    """Bytes of weights, gradients (with what travels of them) and moments on one rank, by the parameter table.
+
+    Of all but tables of rule "rowwise".
+    """
     dtype = getattr(torch, cfg.dtype)
     exact_bytes = exact_dtype(dtype).itemsize
     mantissa_bytes = torch.int16.itemsize if dtype == torch.bfloat16 else 0
@@ -5026,6 +5075,8 @@ def stored_bytes(cfg: Config, world: int, slots_at_once: int) -> dict[str, int]:
     several_micro_batches = has_several_micro_batches(cfg, world, slots_at_once)
     weights = gradients = moments = 0
     for row in parameter_table(cfg):
+        if row.optimizer == "rowwise":                        # `rowwise_bytes` has it
+            continue
         count = math.prod(row.shape)
         held = count
         if row.rows and world > 1:                            # slice and cache
@@ -5048,6 +5099,57 @@ def stored_bytes(cfg: Config, world: int, slots_at_once: int) -> dict[str, int]:
         gradients += held * gradient_bytes
         moments += count * state_bytes // sharers
     return dict(weights=weights, gradients=gradients, moments=moments)
+
+
+def tokens_of_run(cfg: Config) -> int:
+    """In all steps of training and of the warm-up; a table of n-grams is asked for a row for each of them."""
+    schedule = Schedule(cfg)
+    counts = schedule.steps_by_stage(0, schedule.end_step)
+    tokens = sum(count * stage.batch_tokens for count, stage in zip(counts, cfg.stages))
+    for step in schedule.warm_up_steps():
+        tokens += cfg.stages[schedule.stage_at(step)].batch_tokens
+    return tokens
+
+
+def touched_bytes(count: int, item_bytes: int, touched: int) -> int:
+    """Of a mapping of `count` items: bytes of the pages that are written if so many items are, and of the page table."""
+    whole = count * item_bytes
+    across_a_border = item_bytes - math.gcd(item_bytes, PAGE_BYTES)           # some items lie in two pages: on average
+    written = min(whole, touched * (PAGE_BYTES + across_a_border))
+    tables = min(whole // (PAGE_BYTES * PAGES_OF_A_TABLE), touched)
+    return written + tables * PAGE_BYTES
+
+
+def rowwise_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> dict[str, int]:
+    """Bytes of a table of rule "rowwise" on one rank, by part of the estimate.
+
+    On a CPU both homes are mappings of host memory, which take no more than the rows that the run touches.
+    """
+    table = row.rows
+    dtype = getattr(torch, cfg.dtype)
+    exact_bytes = exact_dtype(dtype).itemsize
+    row_bytes = cfg.model_dim * dtype.itemsize
+    last_bytes = torch.int32.itemsize
+    size = -(-table.rows // fabric.world)
+
+    tokens_of_a_cycle = table.cadence * max(stage.batch_tokens for stage in cfg.stages)
+    asked = tokens_of_a_cycle // fabric.world * table.reads                   # by a rank; and of an owner, for rows
+    live = min(size, asked)                                                   # are spread evenly over them
+    asked = min(fabric.world * size, asked)
+    sets = 2 if table.home == "host" else 1                                   # the rows of a cycle, and of the next
+    cache = asked * row_bytes
+    sums = asked * cfg.model_dim * exact_bytes
+    live_rows = sets * live * row_bytes
+    live_state = sets * live * (exact_bytes + last_bytes)
+    on_device = dict(weights=cache + live_rows, gradients=sums, moments=live_state)
+
+    if fabric.on_cuda and table.home == "device":
+        on_device["weights"] += size * row_bytes
+        on_device["moments"] += size * (exact_bytes + last_bytes)
+        return on_device
+    touched = min(size, -(-tokens_of_run(cfg) * table.reads // fabric.world))
+    at_home = sum(touched_bytes(size, item_bytes, touched) for item_bytes in (row_bytes, exact_bytes, last_bytes))
+    return on_device | {ON_HOST: at_home}
 
 
 def working_bytes(cfg: Config, compiled: bool, slots_at_once: int) -> int:
@@ -5080,18 +5182,24 @@ def working_bytes(cfg: Config, compiled: bool, slots_at_once: int) -> int:
 def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable,
                     slots_at_once: int) -> dict[str, int]:
     """Bytes of each part of a run at its largest, by name."""
+    parts = Counter(stored_bytes(cfg, fabric.world, slots_at_once))
+    for row in parameter_table(cfg):
+        if row.optimizer == "rowwise":
+            parts.update(rowwise_bytes(row, cfg, fabric))
     working = working_bytes(cfg, kernel is attention_varlen, slots_at_once)
-    return stored_bytes(cfg, fabric.world, slots_at_once) | dict(working=working)
+    return dict(parts) | dict(working=working)
 
 
 def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict[str, int]]:
     """Slots that go through the model together, and the estimate of what that takes.
 
     On a GPU they follow from the card, not from what others use of it now: a run is the same each time.
-    Raises RunError with choices that would fit.
+    Raises RunError with choices that would fit, and ConfigError.
     """
     local = cfg.num_slots // fabric.world
-    room = MEMORY_SHARE * min(fabric.of_all(fabric.total_memory()))
+    memory = min(fabric.of_all(fabric.total_memory()))
+    check_dense_updates(cfg, fabric.world, MOST_ADAM_BYTES)
+    room = MEMORY_SHARE * memory
     if cfg.slots_per_micro_batch:
         choices = [min(cfg.slots_per_micro_batch, local)]
     else:
@@ -5103,18 +5211,108 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
     parts = ", ".join(f"{part} {size / 2**30:.1f} GiB" for part, size in estimate.items())
     if not chosen:
         raise RunError("memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}",
-                       smaller_batches(cfg, fabric, kernel, room))
+                       ways_out(cfg, fabric, kernel, choices[-1], room))
+    check_dense_updates(cfg, fabric.world, memory)
+    check_host_memory(cfg, fabric)
 
     if fabric.on_cuda:
         free = FREE_SHARE * min(fabric.of_all(fabric.free_memory()))
-        if sum(estimate.values()) > free:
+        if needed_bytes(cfg, fabric, kernel, chosen) > free:
             raise RunError("memory", f"{free / 2**30:.1f} GiB of the GPU's free", f"room for {parts}",
-                           f"end what else uses the GPU; or {smaller_batches(cfg, fabric, kernel, free)}")
+                           f"end what else uses the GPU; or {ways_out(cfg, fabric, kernel, choices[-1], free)}")
     return chosen, estimate
 
 
 def needed_bytes(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> int:
-    return sum(memory_estimate(cfg, fabric, kernel, slots_at_once).values())
+    """Bytes of the device. A CPU's are those of the host."""
+    estimate = memory_estimate(cfg, fabric, kernel, slots_at_once)
+    if fabric.on_cuda:
+        estimate.pop(ON_HOST, 0)
+    return sum(estimate.values())
+
+
+def host_bytes(cfg: Config, fabric: Fabric) -> int:
+    """Bytes of tables in host memory, of one rank."""
+    rows = [row for row in parameter_table(cfg) if row.optimizer == "rowwise"]
+    return sum(rowwise_bytes(row, cfg, fabric).get(ON_HOST, 0) for row in rows)
+
+
+def check_dense_updates(cfg: Config, world: int, most_bytes: float) -> None:
+    """Raise ConfigError for a table of which an update of all rows moves more than so many bytes on a rank."""
+    bytes_of_a_row = ADAM_BYTES * cfg.model_dim
+    for row in parameter_table(cfg):
+        if row.rows is None or row.optimizer != "adam":
+            continue
+        size = -(-row.rows.rows // world)
+        moved = size * bytes_of_a_row
+        if moved <= most_bytes:
+            continue
+        ways = ["more ranks"]
+        if row.label in {line.label for line in NGRAM_TABLES}:
+            ways.append("--table_rule=rowwise")
+        most_rows = int(most_bytes // bytes_of_a_row) * world
+        ways.append(rows_set_to(row.label, most_rows))
+        raise ConfigError(
+            f"rule adam of {row.label}",
+            f"{moved / 1e9:.1f} GB, {ADAM_BYTES} bytes for each element of an owner's {size} rows, in every update",
+            f"at most {most_bytes / 1e9:.1f} GB", ", or ".join(filter(None, ways)))
+
+
+def room_on_host(fabric: Fabric) -> float:
+    """Bytes for the tables of one rank in host memory, on the host that has the least."""
+    mine = MEMORY_SHARE * fabric.free_host_memory() / fabric.ranks_here
+    return min(fabric.of_all(mine))
+
+
+def check_host_memory(cfg: Config, fabric: Fabric) -> None:
+    """Raise RunError where the rows that the run can touch do not fit into the memory of the host."""
+    needed = host_bytes(cfg, fabric)
+    if needed == 0:
+        return
+    room = room_on_host(fabric)
+    if needed > room:
+        def fits(choice: Config) -> bool:
+            return host_bytes(choice, fabric) <= room
+
+        ways = [*smaller_tables(cfg, fits), "fewer steps", "more hosts"]
+        raise RunError(ON_HOST, f"{room / 2**30:.1f} GiB for each rank",
+                       f"{needed / 2**30:.1f} GiB: pages of the rows that {tokens_of_run(cfg)} tokens can touch, and of "
+                       "their state", ", or ".join(ways))
+
+
+def ways_out(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int, room: float) -> str:
+    """Flags that fit into so many bytes of the device."""
+    on_host = math.inf
+    if ngram_tables(cfg):
+        on_host = room_on_host(fabric)
+
+    def fits(choice: Config) -> bool:
+        return needed_bytes(choice, fabric, kernel, slots_at_once) <= room and host_bytes(choice, fabric) <= on_host
+
+    return ", or ".join([*smaller_tables(cfg, fits), smaller_batches(cfg, fabric, kernel, room)])
+
+
+def smaller_tables(cfg: Config, fits: Callable[[Config], bool]) -> list[str]:
+    """Flags of tables of n-grams with which a run fits, each alone: another rule, another home, the most rows."""
+    ways = []
+    if ngram_tables(cfg):
+        for setting, value in (("table_rule", "rowwise"), ("table_home", "host")):
+            choice = replace(cfg, **{setting: value})
+            if choice != cfg and choice.table_rule == "rowwise" and fits(choice):
+                ways.append(f"--{setting}={value}")
+
+    for line in NGRAM_TABLES:
+        if not isinstance(line.rows, str):
+            continue
+
+        def too_many(rows: int, setting: str = line.rows) -> bool:
+            return not fits(replace(cfg, **{setting: rows}))
+
+        rows = getattr(cfg, line.rows)
+        most = bisect.bisect_left(range(rows), True, key=too_many) - 1
+        if most >= LEAST_NGRAM_ROWS:
+            ways.append(f"--{line.rows}={most}")
+    return ways
 
 
 def smaller_batches(cfg: Config, fabric: Fabric, kernel: Callable, room: float) -> str:
@@ -6058,6 +6256,7 @@ def fit_budget(cfg: Config, fabric: Fabric, executor: Executor, train: list[Shar
          f"at most {MAX_STEPS} steps, which take {most_seconds:.0f} s here", f"--time_budget={0.99 * most_seconds:.0f}")
 
     cfg = replace(cfg, num_scheduled_steps=steps, num_extension_steps=extension_steps)
+    check_host_memory(cfg, fabric)                                            # for more steps than were planned, perhaps
     log.schedule = Schedule(cfg)
     log.event("budget", seconds=cfg.time_budget, steps=total, seconds_per_step=seconds_per_step)
     log.text(f"time budget {cfg.time_budget:g} s: {total} steps")

@@ -42,10 +42,10 @@ def tokens() -> str:
     return pattern if glob.glob(pattern) else str(ROOT / "data/pocket/pocket_train_*.bin")
 
 
-def cycles(stage: int, rank: int, world: int = RANKS, most: int = 1 << 30) -> Iterator[list[tg.Batch]]:
-    """Batches of one rank's cycles in a stage of the record preset, as long as the tokens last."""
+def cycles(stage: int, rank: int, world: int = RANKS, most: int = 1 << 30, **settings) -> Iterator[list[tg.Batch]]:
+    """Batches of one rank's cycles in a stage of the record preset with these settings, as long as the tokens last."""
     headers = tg.find_shards(tokens())
-    cfg = tg.resolve(replace(tg.Config(), train_files=tokens()), headers, headers)
+    cfg = tg.resolve(replace(tg.Config(), train_files=tokens(), **settings), headers, headers)
     values = tg.Schedule(cfg).at(tg.Schedule(cfg).stage_starts[stage])
     values = replace(values, tied=False)                             # the embedding's rows as after the split
     steps = [replace(values, step=step) for step in range(2 * min(most, 1000))]

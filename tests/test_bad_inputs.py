@@ -202,7 +202,8 @@ BAD = [                                  # flags behind --preset=tiny, status, w
     (["--vocab_size=600"], 2, ("--vocab_size", "600", "512", "header")),
     (["--document_start=5"], 2, ("--document_start", "5", "511", "header")),
     # memory
-    (["--bigram_rows=2000000000"], 1, ("memory", "GiB", "weights", "moments", "a larger device")),
+    (["--bigram_rows=2000000000"], 2, ("rule adam of bigram_embed", "1408.0 GB", "22 bytes", "at most 32.0 GB",
+                                       "more ranks, or --bigram_rows=45454545")),
     # shards
     (["--train_files=nothing_*.bin"], 2, ("no shards", "nothing_*.bin", "data/cached_fineweb10B.py", "--train_files")),
     (["--train_files="], 2, ("no shards",)),

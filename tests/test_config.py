@@ -69,6 +69,44 @@ def test_layer_tables_that_work():
     tg.check_layers([tg.Layer("plain", keep_as=tg.BACKOUT)])
 
 
+BAD_TABLES = {                               # columns of the table of trigrams -> what the message must hold
+    "an even factor": (dict(hash=(17351, 60962, 45259)), "factors (17351, 60962, 45259)", "odd numbers"),
+    "an even factor of signs": (dict(sign_hash=(58699, 39778, 26801)), "39778", "an even factor loses bits"),
+    "a negative factor": (dict(hash=(17351, -3, 45259)), "-3", "odd numbers below 2^31"),
+    "a factor beyond 32 bits": (dict(hash=(17351, 2**31 + 1, 45259)), "odd numbers below 2^31"),
+    "no factors": (dict(hash=()), "factors ()", "odd numbers"),
+    "signs without a hash": (dict(signs=1, sign_hash=()), "signs with 0 factors", "3 tokens", "signs=0"),
+    "signs of pairs": (dict(signs=1, sign_hash=(48271, 30011)), "signs with 2 factors", "sign_hash=(...) with 3"),
+    "a layer without attention": (dict(enters=6), "enters=6", "a layer with attention", "None for the residual"),
+    "no layer": (dict(enters=11), "enters=11", "(0, 1, 2, 3, 4, 5, 7, 8, 9, 10)"),
+    "an unknown home": (dict(home="disk"), "home='disk'", "('device', 'host')", "--table_home"),
+    "an unknown rule": (dict(rule="sgd"), "rule='sgd'", "('rowwise', 'adam')"),
+    "an unknown cadence": (dict(cadence=8), "cadence=8", "(2, 4)"),
+    "an unknown rounding": (dict(rounding="down"), "rounding='down'", "('nearest', 'stochastic')"),
+    "rows of no setting": (dict(rows="fourgram_rows"), "rows='fourgram_rows'", "a field of Config"),
+    "a single row": (dict(rows=1), "rows of trigram_embed", "rows=2 in NGRAM_TABLES"),
+    "too many rows": (dict(rows=2**31), "rows of trigram_embed", "below 2^31"),
+    "a label twice": (dict(label="more_bigram_embed"), "more_bigram_embed", "two lines"),
+    "Adam at the host": (dict(rule="adam", home="host"), "rule of trigram_embed", "with home host", "--table_rule"),
+    "Adam at every fourth step": (dict(rule="adam", cadence=4), "rule of trigram_embed", "cadence 4", "cadence 2"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_TABLES)
+def test_a_table_of_ngrams_that_cannot_work_ends_in_words(name, monkeypatch):
+    changes, *parts = BAD_TABLES[name]
+    bigrams, trigrams = tg.NGRAM_TABLES
+    monkeypatch.setattr(tg, "NGRAM_TABLES", (bigrams, replace(trigrams, **changes)))
+    refused(tg.ConfigError, lambda: tg.parse_flags(["--preset=tiny", "--trigram_rows=100"]), *parts)
+
+
+@pytest.mark.parametrize("flag", ["--table_home=host", "--table_cadence=4"])
+def test_adam_moves_every_row_at_home_and_at_every_update(flag):
+    refused(tg.ConfigError, lambda: tg.parse_flags(["--preset=pocket_tables", "--table_rule=adam", flag]),
+            "rule of trigram_embed", "adam with home", "moves every row", "--table_rule=rowwise")
+    tg.parse_flags(["--preset=pocket", "--table_rule=adam", flag])             # without such a table nothing is wrong
+
+
 def test_pocket_is_the_record_topology_at_small_size():
     cfg = tg.Config(**tg.PRESETS["pocket"])
     assert (cfg.model_dim, cfg.num_heads, cfg.head_dim, cfg.attn_scale) == (96, 6, 16, 12.8 / 16)
@@ -142,6 +180,15 @@ REFUSED = {                                  # flags over the tiny preset -> wha
     "--num_scheduled_steps=2": ("--num_scheduled_steps", "2", "3 stages", "--num_scheduled_steps=3"),
     "--split_stage=4": ("--split_stage", "4", "0 to 3"),
     "--cooldown_frac=1.5": ("--cooldown_frac", "1.5", "0 to 1"),
+    "--trigram_rows=1": ("rows of trigram_embed", "1", "2 and more", "there is no n-gram", "--trigram_rows=2"),
+    "--more_bigram_rows=1": ("rows of more_bigram_embed", "1", "--more_bigram_rows=2"),
+    "--trigram_rows=-1": ("--trigram_rows", "-1", "0 or more"),
+    "--trigram_rows=2147483648": ("--trigram_rows", "2147483648", "below 2^31"),
+    "--table_cadence=3": ("--table_cadence", "3", "[2, 4]"),
+    "--table_home=disk": ("--table_home", "disk", "device", "host"),
+    "--table_rule=sparse": ("--table_rule", "sparse", "rowwise", "adam"),
+    "--table_rounding=up": ("--table_rounding", "up", "nearest", "stochastic"),
+    "--table_beta2=1.5": ("--table_beta2", "1.5", "0 to 1", "--table_beta2=1"),
     "--comm_timeout=0": ("--comm_timeout", "0", "1 or more", "--comm_timeout=1"),
     f"--stages={ONE_STAGE}": ("--stages", "1 row", "at least two"),
     f"--stages={ONE_STAGE};128 3 3 1 1 1": ("--stages", "3 3", "short < long window"),

@@ -524,6 +524,148 @@ def test_slots_at_once_of_the_record_preset(monkeypatch, card, world, want):
     assert slots == want
 
 
+# ------ Memory of large tables ----------------------------------------------------------------------------------------
+
+STATE_BYTES = 4 + 4                                                           # v and last of a row
+
+
+def table_parts(cfg: tg.Config, where: tg.Fabric) -> dict[str, int]:
+    """What the tables of rule rowwise add to the estimate."""
+    with_tables = tg.memory_estimate(cfg, where, tg.attention_reference, 1)
+    # The mix of its rows needs scalars for each layer, in f32, with a gradient, another that travels and two moments.
+    without = tg.memory_estimate(replace(cfg, trigram_rows=0), where, tg.attention_reference, 1)
+    scalars = 4 * len(tg.LAYERS)
+    of_scalars = dict(weights=scalars, gradients=2 * scalars, moments=2 * scalars)
+    return {part: size - without.get(part, 0) - of_scalars.get(part, 0) for part, size in with_tables.items()}
+
+
+def on_gpu(world: int) -> tg.Fabric:
+    return tg.Fabric(torch.device("cuda", 0), 0, world)
+
+
+@pytest.mark.parametrize("home", ["device", "host"])
+@pytest.mark.parametrize("world", [1, 2, 8])
+@pytest.mark.parametrize("rows, cadence", [(101, 2), (5000, 2), (5000, 4)])
+def test_large_tables_are_counted(home, world, rows, cadence):
+    """Against the tensors of a real executor, as they would be on a GPU: a slice, caches for a cycle, live sets."""
+    cfg = preset("tiny", trigram_rows=rows, table_home=home, table_cadence=cadence)
+    table = executor(cfg, world, 0).tables["trigram_embed"]
+    found = table_parts(cfg, on_gpu(world))
+    asked = min(world * -(-rows // world), cadence * 384 // world)
+    live = min(-(-rows // world), asked)
+    assert len(table.cache) == len(table.sums) == asked
+    assert found["gradients"] == table.sums.nbytes
+    stored = table.home.stored
+    sets = 2 if home == "host" else 1
+    weights, moments = stored.rows.nbytes, stored.v.nbytes + stored.last.nbytes
+    if home == "host":
+        assert 0 < found[tg.ON_HOST] <= weights + moments, "never more than the mapping"
+        weights = moments = 0
+    assert found["weights"] == weights + table.cache.nbytes + sets * live * 4 * cfg.model_dim
+    assert found["moments"] == moments + sets * live * STATE_BYTES
+    assert found["working"] == 0
+
+
+@pytest.mark.parametrize("home", ["device", "host"])
+def test_on_a_cpu_both_homes_take_what_the_run_can_touch(home):
+    """A page for each row, never the mapping: 10^8 rows of 384 bytes are 38 GB."""
+    cfg = preset("pocket", trigram_rows=10**8, table_home=home, max_steps=40)
+    tokens = tg.tokens_of_run(cfg)
+    least = sum(tg.Schedule(cfg).at(step).slot_tokens * cfg.num_slots for step in range(40))
+    assert least < tokens < 2 * least, "and the warm-up's"
+    one, two = (table_parts(cfg, make_fabric(0, world))[tg.ON_HOST] for world in (1, 2))
+    assert tokens * (4096 + STATE_BYTES) < one < tokens * 4.1 * 4096, "v and last have pages, too"
+    assert two == pytest.approx(one / 2, rel=1e-3)
+    longer = replace(cfg, max_steps=80)
+    assert table_parts(longer, make_fabric())[tg.ON_HOST] > 1.5 * one
+    small = replace(cfg, trigram_rows=1000)
+    assert table_parts(small, make_fabric())[tg.ON_HOST] == 1000 * (4 * cfg.model_dim + STATE_BYTES)
+
+
+def test_pages_of_rows():
+    """Rows may lie across the border of two pages: counted for all places that they can have."""
+    for item_bytes in (4, 8, 96, 384, 512, 1536, 4096, 6144):
+        count = 4096                                                          # whole pages, and every place in one
+        starts = item_bytes * torch.arange(count)
+        pages = (starts + item_bytes - 1) // 4096 - starts // 4096 + 1
+        page_table = count                                                    # a page of it for each, so far apart
+        assert tg.touched_bytes(1 << 36, item_bytes, count) == 4096 * (int(pages.sum()) + page_table)
+        assert tg.touched_bytes(count, item_bytes, count) == count * item_bytes + 4096 * (count * item_bytes >> 21)
+        assert tg.touched_bytes(count, item_bytes, 0) == 0
+
+
+def test_a_table_too_large_for_the_device_is_refused_with_the_most_rows(monkeypatch):
+    """The numbers of the message fit to the row, and one more does not."""
+    cfg = preset("pocket", trigram_rows=10**8)
+    gpu = gpu_with(monkeypatch, 8e9, 8e9)
+    monkeypatch.setattr(tg.Fabric, "free_host_memory", lambda self: 20e9)
+    message = refused(tg.RunError, lambda: tg.fit_memory(cfg, gpu, tg.attention_varlen), "memory", "7.5 GiB to use",
+                      "weights 35.8 GiB", "--table_home=host", "--trigram_rows=")
+    rows = int(message.rpartition("--trigram_rows=")[2].split(",")[0])
+    assert 19_000_000 < rows < 8e9 / (384 + STATE_BYTES)
+    tg.fit_memory(replace(cfg, trigram_rows=rows), gpu, tg.attention_varlen)
+    refused(tg.RunError, lambda: tg.fit_memory(replace(cfg, trigram_rows=rows + 1), gpu, tg.attention_varlen), "memory")
+    _, estimate = tg.fit_memory(replace(cfg, table_home="host"), gpu, tg.attention_varlen)
+    assert estimate[tg.ON_HOST] > 2e9 > sum(estimate.values()) - estimate[tg.ON_HOST]
+
+
+def test_a_table_too_large_for_the_host_is_refused_with_the_most_rows(monkeypatch):
+    cfg = preset("pocket", trigram_rows=10**8, table_home="host")
+    gpu = gpu_with(monkeypatch, 8e9, 8e9)
+    for world, free in ((1, 1.2e9), (2, 1.5e9)):
+        processes = tuple(("here", 100 + rank) for rank in range(world))
+        ranks = replace(gpu, world=world, processes=processes)
+        monkeypatch.setattr(tg.Fabric, "of_all", lambda self, fact: [fact] * self.world)
+        monkeypatch.setattr(tg.Fabric, "free_host_memory", lambda self, free=free: free)
+        message = refused(tg.RunError, lambda: tg.fit_memory(cfg, ranks, tg.attention_varlen), "tables on the host",
+                          f"{0.9 * free / world / 2**30:.1f} GiB for each rank", "pages", "tokens", "fewer steps",
+                          "--trigram_rows=")
+        rows = int(message.rpartition("--trigram_rows=")[2].split(",")[0])
+        tg.fit_memory(replace(cfg, trigram_rows=rows), ranks, tg.attention_varlen)
+        over = replace(cfg, trigram_rows=rows + 100)
+        refused(tg.RunError, lambda: tg.fit_memory(over, ranks, tg.attention_varlen), "tables on the host")
+        tg.fit_memory(replace(cfg, max_steps=100), ranks, tg.attention_varlen)
+
+
+def test_on_a_cpu_rows_that_the_run_touches_have_to_fit(monkeypatch):
+    cfg = preset("pocket", trigram_rows=2**31 - 1, num_scheduled_steps=52_000, epochs=0)
+    message = refused(tg.RunError, lambda: tg.fit_memory(cfg, with_room(monkeypatch, 5e9), tg.attention_reference),
+                      "memory", "tables on the host", "--trigram_rows=")
+    assert "--table_home" not in message, "it would not help"
+    rows = int(message.rpartition("--trigram_rows=")[2].split(",")[0])
+    tg.fit_memory(replace(cfg, trigram_rows=rows), with_room(monkeypatch, 5e9), tg.attention_reference)
+
+
+@pytest.mark.parametrize("flags, world, ok", [
+    (["--trigram_rows=1893000"], 1, True), (["--trigram_rows=1894000"], 1, False),
+    (["--trigram_rows=15148000"], 8, True), (["--trigram_rows=15155000"], 8, False),
+    (["--bigram_rows=1894000"], 1, False),
+])
+def test_dense_updates_have_an_end_at_32_GB(monkeypatch, flags, world, ok):
+    """22 bytes x 768 x an owner's rows: 1,893,939 of them."""
+    cfg = record("--table_rule=adam", *flags)
+    gpu = gpu_with(monkeypatch, 190e9, 190e9)
+    monkeypatch.setattr(tg.Fabric, "of_all", lambda self, fact: [fact] * world)
+    gpu = replace(gpu, world=world)
+    if ok:
+        tg.fit_memory(cfg, gpu, tg.attention_varlen)
+        return
+    setting = flags[0].partition("=")[0]
+    message = refused(tg.ConfigError, lambda: tg.fit_memory(cfg, gpu, tg.attention_varlen), "rule adam of",
+                      "32.0 GB, 22 bytes for each element", "more ranks", f"{setting}={1_893_939 * world}")
+    assert ("--table_rule=rowwise" in message) == (setting == "--trigram_rows")
+
+
+def test_dense_updates_of_more_than_the_device_are_refused(monkeypatch):
+    cfg = preset("tiny", trigram_rows=20_000_000, table_rule="adam", dtype="bfloat16")
+    need = tg.needed_bytes(cfg, make_fabric(), tg.attention_reference, 1)
+    moved = 22 * cfg.model_dim * cfg.trigram_rows
+    assert need / tg.MEMORY_SHARE < moved, "it fits, and an update would move more"
+    fabric = with_room(monkeypatch, need)
+    refused(tg.ConfigError, lambda: tg.fit_memory(cfg, fabric, tg.attention_reference), "rule adam of trigram_embed",
+            "14.1 GB", f"at most {need / tg.MEMORY_SHARE / 1e9:.1f} GB", "--table_rule=rowwise", "--trigram_rows=")
+
+
 def record(*flags: str) -> tg.Config:
     """The record preset on GPT-2 shards."""
     _, given = tg.parse_flags(["--preset=record", *flags])

@@ -563,3 +563,16 @@ def test_rows_of_a_cycle_by_bitmap_and_by_sorting(count):
             assert at.shape == x.shape and at.dtype == np.int32
             want = [rows_reference.physical(int(row), 3, 4001) for row in x.ravel()]
             assert plan.rows_i_read[at.ravel()].tolist() == want
+
+
+@pytest.mark.parametrize("world", range(1, 9))
+def test_ids_to_2_to_31_minus_2_at_any_number_of_ranks(world):
+    """Where the last slices are not full, physical rows lie behind 2^31."""
+    rows = 2**31 - 1
+    planner = tg.Planner(cases.small_config(trigram_rows=rows), fabric(0, world))
+    size = planner.sizes["trigram_embed"]
+    logical = np.array([5, 0, rows - 1, *range(rows - 9, rows), 5], np.int32)
+    plan, (places,) = planner.plan("trigram_embed", dict(purpose="test"), False, [logical])
+    physical = logical.astype(np.int64) % world * size + logical // world
+    np.testing.assert_array_equal(plan.rows_i_read, np.unique(physical))
+    np.testing.assert_array_equal(plan.rows_i_read[places], physical)

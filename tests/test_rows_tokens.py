@@ -4,6 +4,7 @@ import glob
 import pytest
 
 import bench_rows
+import bench_tables
 
 CYCLES = 8
 LIMITS = dict(bigram_embed=(0.09, 0.16, 0.22), value_embed=(0.15, 0.23, 0.29))       # of the bytes of dense, by stage
@@ -11,7 +12,11 @@ SCATTER = dict(bigram_embed=(0.55, 0.59, 0.62), value_embed=(0.58, 0.62, 0.65))
 BUSIEST_OWNER = 1.1                                                                  # over the mean owner
 
 
-@pytest.mark.skipif(not glob.glob("../shared/data/measure_train_*.bin"), reason="needs real tokens, ../shared/data")
+real_tokens = pytest.mark.skipif(
+    not glob.glob("../shared/data/measure_train_*.bin"), reason="needs real tokens, ../shared/data")
+
+
+@real_tokens
 @pytest.mark.parametrize("stage", bench_rows.STAGES)
 def test_sparse_moves_a_small_part_of_the_bytes_and_owners_share_the_work(stage):
     rows = bench_rows.table_rows()
@@ -22,3 +27,29 @@ def test_sparse_moves_a_small_part_of_the_bytes_and_owners_share_the_work(stage)
         if label in LIMITS:
             assert found["sparse"] < LIMITS[label][stage] and found["sparse_scatter"] < SCATTER[label][stage], label
             assert found["sparse"] + 0.5 > found["sparse_scatter"] > 0.5 > found["sparse"] > 0.05, label
+
+
+@real_tokens
+def test_large_tables_are_asked_for_as_many_rows_as_before(monkeypatch):
+    """Two cycles of the first stage against an earlier count, and bytes that do not know how large a table is."""
+    monkeypatch.setattr(bench_tables, "CYCLES", 2)
+    plans = list(bench_tables.plans_by_rank(0))
+    bigrams, trigrams = [bench_tables.channel(plans, label) for label in bench_tables.CHANNELS]
+    of_a_rank, of_all = bench_tables.EARLIER[0]
+    assert bigrams.rank_rows + trigrams.rank_rows == pytest.approx(of_a_rank, rel=0.05)
+    assert bigrams.all_rows + trigrams.all_rows == pytest.approx(of_all, rel=0.05)
+    assert 0.1 < bigrams.kept < 0.4 and 0.03 < trigrams.kept < 0.2
+    for found in (bigrams, trigrams):
+        sent = found.rank_rows * 7 / 8 * (2 * 1536 + 4)
+        assert found.megabytes == pytest.approx(1e-6 * sent, rel=0.02)
+
+
+def test_the_benchmark_of_large_tables_runs(monkeypatch, capsys):
+    """At sizes that say nothing: both tables have the same rows touched, and memory is there."""
+    monkeypatch.setenv("DATA", "formula:512:511:40000:1")
+    for name, value in dict(LARGE=10**6, SMALL=10**4, CYCLE_TOKENS=(512,), MOST_TOKENS=4096, ROUNDS=1).items():
+        monkeypatch.setattr(bench_tables, name, value)
+    bench_tables.scale()
+    text = capsys.readouterr().out
+    assert "| 1,000,000 rows |" in text and "| 10,000 rows |" in text
+    assert "| ratio (goal for all: at most 1.5) |" in text and "us per first touch" in text
