@@ -72,7 +72,7 @@ class NaiveTable:
         self.v *= self.dtype(self.beta2)
         self.v[asked] += self.dtype(1 - self.beta2) * np.square(g[asked]).mean(axis=1)
         rate = self.dtype(lr * np.sqrt(1 - self.beta2**self.events))
-        u = g / (np.sqrt(self.v)[:, None] + self.dtype(self.eps)) * rate
+        u = rate * g / (np.sqrt(self.v)[:, None] + self.dtype(self.eps))
         agrees = u * self.p > 0
         moved = self.p - (u + self.p * agrees * self.dtype(lr * lr * decay))
         if self.bf16:
