@@ -30,7 +30,7 @@ from pytest import MonkeyPatch
 from torch import Tensor
 
 import train_gpt as tg
-from rank_cases import Found, Rank, few_layers, kept_rows, whole_run
+from rank_cases import Found, Rank, few_layers, whole_run
 from row_cases import exact_array, run_worlds
 
 add_rows = tg.add_rows                   # the right one, whatever a mistake makes of the trainer's
@@ -447,14 +447,51 @@ def mistakes(rank: Rank) -> dict[str, Any]:
     return {str(trial): drive(fabric, trial) for trial in mistaken_trials()}
 
 # ----------------------------------------------------------------------------------------------------------------------
+# Whole runs
+# ----------------------------------------------------------------------------------------------------------------------
+
+PAIRS, TRIPLES = tg.NGRAM_TABLES
+ALL_RUNS = dict(dtype="float64", more_bigram_rows=97, trigram_rows=301, val_every=3, num_scheduled_steps=6,
+                num_extension_steps=3, max_steps=7, sample_tokens=0)
+RUNS = {                                 # name -> table of n-gram tables, fields
+    "residual": ((PAIRS, TRIPLES), dict(table_signs=1)),
+    "streams": ((replace(PAIRS, cadence=4), replace(TRIPLES, enters=2)),
+                dict(table_signs=1, row_comms="sparse_scatter", slots_per_micro_batch=2)),
+    "cadence_4": ((PAIRS, replace(TRIPLES, enters=0)), dict(table_cadence=4, row_comms="dense", max_steps=9)),
+}
+
+
+@contextlib.contextmanager
+def few_layers_and(tables: tuple[tg.Ngrams, ...]) -> Iterator[None]:
+    """A small model with these tables of n-grams, and a host home that hides no fault."""
+    with few_layers(), MonkeyPatch.context() as patch:
+        patch.setattr(tg, "NGRAM_TABLES", tables)
+        patch.setitem(tg.HOMES, "host", StagedHome)
+        yield
+
+
+def tiny_run(rank: Rank, name: str, home: str) -> Found:
+    """Evaluations in the middle of a cycle, split and stages, several micro-batches, and a last cycle that ends early."""
+    tables, changes = RUNS[name]
+    warm = name == "residual"
+    with few_layers_and(tables):
+        return whole_run(rank, warm, table_home=home, **ALL_RUNS | changes)
+
+
+# ----------------------------------------------------------------------------------------------------------------------
 # Processes
 # ----------------------------------------------------------------------------------------------------------------------
 
 CASES = {                                # name -> numbers of ranks, what to do
     "alone": (WORLDS, alone),
     "mistakes": ((2,), mistakes),
+    **{f"{name}_{home}": ((1, 2), functools.partial(tiny_run, name=name, home=home)) for name in RUNS for home in HOMES},
 }
-SLOW_CASES = {"alone": ((SLOW_WORLD, *WORLDS), alone)}        # with --all
+SLOW_CASES = {                           # with --all
+    "alone": ((SLOW_WORLD, *WORLDS), alone),
+    **{f"{name}_{home}": ((1, 2, 4, 8), functools.partial(tiny_run, name=name, home=home))
+       for name in RUNS for home in HOMES},
+}
 
 if __name__ == "__main__":
     place, slow = Path(sys.argv[1]).resolve(), "--all" in sys.argv[2:]

@@ -158,3 +158,56 @@ def test_roundings_differ():
 def test_mistakes_are_noticed(results, trial):
     wrong = differences(trial, trial_of(results, 2, trial, "mistakes"))
     assert (wrong != []) == (trial.mistake != "")
+
+
+# ---- Whole runs -----------------------------------------------------------------------------------------------------
+
+runs = pytest.mark.parametrize("name", cases.RUNS)
+run_worlds = pytest.mark.parametrize("world", [1, 2, SLOW, pytest.param(8, marks=pytest.mark.all)], ids="W{}".format)
+ROWS_OF_RUNS = dict(more_bigram_embed=cases.ALL_RUNS["more_bigram_rows"], trigram_embed=cases.ALL_RUNS["trigram_rows"])
+
+
+@runs
+@run_worlds
+def test_runs_from_either_home_have_the_same_bits(results, name, world):
+    device, host = (results.ranks(f"{name}_{home}", world) for home in HOMES)
+    for mine, theirs in zip(device, host, strict=True):
+        assert mine.keys() == theirs.keys()
+        for key, x in mine.items():
+            if isinstance(x, np.ndarray):
+                assert x.tobytes() == theirs[key].tobytes(), key
+        assert mine["final"] == theirs["final"]
+        assert mine["adam_steps"] == theirs["adam_steps"]
+
+
+@runs
+@run_worlds
+def test_runs_are_the_same_at_any_number_of_ranks(results, name, world):
+    alone, = results.ranks(f"{name}_device", 1)
+    ranks = results.ranks(f"{name}_device", world)
+    assert alone["validation_steps"] == ranks[0]["validation_steps"]
+    np.testing.assert_allclose(ranks[0]["validation_losses"], alone["validation_losses"], rtol=1e-9)
+    for label, rows in ROWS_OF_RUNS.items():
+        for part in ("", ".v", ".last"):
+            slices = [found[f"slice.{label}{part}"] for found in ranks]
+            want = alone[f"slice.{label}{part}"]
+            np.testing.assert_allclose(rows_reference.whole(slices, rows), want, rtol=1e-8, atol=1e-10)
+        assert alone[f"slice.{label}"].any()
+
+
+def test_cadences_of_the_runs(results):
+    """Events are counted by table; the last cycle, which is not whole, has none."""
+    counts = {}
+    for name in cases.RUNS:
+        alone, = results.ranks(f"{name}_device", 1)
+        counts[name] = [alone["adam_steps"][label] for label in ROWS_OF_RUNS]
+    assert counts == dict(residual=[3, 3], streams=[1, 3], cadence_4=[2, 2])
+
+
+@pytest.mark.parametrize("world", (1, 2))
+@homes
+def test_warm_up_leaves_no_row_touched(results, world, home):
+    for found in results.ranks(f"residual_{home}", world):
+        assert found["warm_up_steps"] > 0 and found["left_by_warm_up"] == []
+        for label in ROWS_OF_RUNS:
+            assert not found[f"initial.{label}"].any() and not found[f"initial.{label}.last"].any()
