@@ -563,11 +563,3 @@ def test_rows_of_a_cycle_by_bitmap_and_by_sorting(count):
             assert at.shape == x.shape and at.dtype == np.int32
             want = [rows_reference.physical(int(row), 3, 4001) for row in x.ravel()]
             assert plan.rows_i_read[at.ravel()].tolist() == want
-
-
-def test_another_home_rule_or_cycle_is_refused():
-    """The columns are there; nothing is built for other values yet."""
-    cfg, mine = cases.small_config(), torch.nn.Parameter(torch.zeros(4, 2))
-    for change in (dict(home="host"), dict(rule="rowwise"), dict(cycle=3)):
-        with pytest.raises(AssertionError, match="nothing keeps"):
-            tg.TableRows(tg.row_tables(cfg)[0]._replace(**change), cfg, fabric(), mine, 4, lambda **line: None)
