@@ -254,7 +254,8 @@ def v_decayed(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> N
 
 @mistake("write-back lost")
 def lost(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> None:
-    right, counts = tg.HostHome.put, {}
+    right = tg.HostHome.put
+    counts = {}
 
     def put(self, event, live) -> None:
         counts[self] = counts.get(self, 0) + 1
@@ -348,7 +349,8 @@ class Driver:
         """Read rows, and add a gradient that depends on them."""
         cache, sums = self.tables[pattern].ready(plan, None)
         read = exact_array(cache[torch.from_numpy(places).long()])
-        first, lines = 0, []
+        first = 0
+        lines = []
         for slot in self.slots:
             count = len(reads(pattern, event, step, slot))
             lines.append(gradient(self.trial, pattern, event, step, slot, read[first:first + count]))
@@ -432,6 +434,10 @@ def alone(rank: Rank) -> dict[str, Any]:
 
 def faulty(home: str, mistake: str) -> Trial:
     return Trial(home, patterns=("uniform", "come back", "every other event"), mistake=mistake)
+
+
+def name_of(trial: Trial) -> str:
+    return f"{trial.home}, {trial.mistake or 'none'}"
 
 
 def mistaken_trials() -> list[Trial]:

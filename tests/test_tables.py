@@ -160,7 +160,7 @@ def test_roundings_differ():
     assert not np.array_equal(nearest, by_chance)
 
 
-@pytest.mark.parametrize("trial", cases.mistaken_trials(), ids=lambda trial: f"{trial.home}, {trial.mistake or 'none'}")
+@pytest.mark.parametrize("trial", cases.mistaken_trials(), ids=cases.name_of)
 def test_mistakes_are_noticed(results, trial):
     wrong = differences(trial, trial_of(results, 2, trial, "mistakes"))
     assert (wrong != []) == (trial.mistake != "")
@@ -227,7 +227,7 @@ EXTREME_TOKENS = (0, 1, 2, 50_256, 65_534, 2**16, 2**31 - 1, -1, -2**31, 2**30, 
 
 
 @pytest.mark.parametrize("rows", (2, 3, 97, 10**8, MOST_ROWS))
-@pytest.mark.parametrize("line", (PAIRS, TRIPLES), ids=lambda line: line.label)
+@pytest.mark.parametrize("line", (PAIRS, TRIPLES), ids=("pairs", "triples"))
 def test_ids_are_those_of_the_reference(line, rows):
     """Also where a product passes 32 bits, and where the xor is negative."""
     tokens = np.random.default_rng(rows).choice(EXTREME_TOKENS, (3, 40)).astype(np.int32)
