@@ -81,13 +81,27 @@ class Rank:
 # Whole runs
 # ----------------------------------------------------------------------------------------------------------------------
 
+def kept_rows(executor: tg.Executor) -> dict[str, Tensor]:
+    """Rows of tables that this rank owns, and of rowwise tables their state."""
+    found = {}
+    for label, table in executor.tables.items():
+        if table.table.is_rowwise:
+            table.home.settle()
+            found |= {label: table.home.stored.rows, f"{label}.v": table.home.stored.v,
+                      f"{label}.last": table.home.stored.last}
+        else:
+            found[label] = table.mine
+    return found
+
+
 def state_bytes(executor: tg.Executor) -> dict[str, bytes]:
     """Every byte that a run may change, found by walking through the objects and not by the list they keep."""
     optimizer, model = executor.optimizer, executor.model
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     tensors |= {f"{label}.{name}": x for label, state in optimizer.state.items() for name, x in state.items()}
-    tensors |= {f"{label}.{name}": getattr(table, name) for label, table in executor.tables.items()
-                for name in ("grad", "sums")}
+    tensors |= kept_rows(executor)
+    tensors |= {f"{label}.sums": table.sums for label, table in executor.tables.items()}
+    tensors |= {f"{label}.grad": table.grad for label, table in executor.tables.items() if not table.table.is_rowwise}
     found = {name: x.detach().contiguous().view(torch.uint8).numpy().tobytes() if x.numel() else b""
              for name, x in tensors.items()}
     rows = [(label, len(table.open_plans), table.cached is None) for label, table in executor.tables.items()]
@@ -112,7 +126,7 @@ def all_arrays(executor: tg.Executor, values: tg.Values) -> dict[str, np.ndarray
     Every rank calls it. values: of the next step. A tied embedding is the head and has no rows of its own.
     """
     weights = {f"weight.{label}": exact_array(x) for label, x in executor.weights(values).items() if x is not None}
-    slices = {f"slice.{label}": exact_array(table.mine) for label, table in executor.tables.items()
+    slices = {f"slice.{label}": exact_array(x) for label, x in kept_rows(executor).items()
               if label != "embed" or not values.tied}
     return weights | slices | {f"part.{label}.{name}": exact_array(x)
                                for label, state in executor.optimizer.state.items() for name, x in state.items()}
@@ -141,8 +155,8 @@ def whole_run(rank: Rank, warm: bool, **changes: Any) -> Found:
         return loss
 
     def seen_warm_up(cfg, fabric, schedule, executor, during):
-        found.update(initial=weight_hashes(executor), **{f"initial.{label}": exact_array(table.mine)
-                                                         for label, table in executor.tables.items()})
+        found.update(initial=weight_hashes(executor), **{f"initial.{label}": exact_array(x)
+                                                         for label, x in kept_rows(executor).items()})
         if not warm:
             return
         before = state_bytes(executor)

@@ -699,9 +699,9 @@ def keep(place: Rank, found: Any) -> None:
     (place.folder / f"{place.case}.{place.rank}.pickle").write_bytes(pickle.dumps(found))
 
 
-def run_world(world: int, folder: Path, slow: bool) -> list:
+def run_world(world: int, folder: Path, table: dict[str, tuple]) -> list:
+    """Start the ranks, which go through the cases of a table that are for this world."""
     context = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
-    table = CASES | SLOW_CASES if slow else CASES
     cases = {name: case for name, (worlds, case) in table.items() if world in worlds}
     place = folder / f"w{world}"
     place.mkdir()
@@ -712,17 +712,23 @@ def run_world(world: int, folder: Path, slow: bool) -> list:
     return ranks
 
 
-def main(folder: Path, slow: bool) -> None:
+def run_worlds(folder: Path, groups: list[tuple[int, ...]], table: dict[str, tuple]) -> None:
+    """One group of worlds after the other; for table_cases.py too."""
     for name in LATE_IMPORTS:
         importlib.import_module(name)
     gc.collect()
     gc.freeze()                          # spares each rank's collector a look at it all, and copies of the pages
-    groups = [(8,), (2, 1), (3,)]
+    for together in groups:
+        for process in [process for world in together for process in run_world(world, folder, table)]:
+            process.join()
+
+
+def main(folder: Path, slow: bool) -> None:
+    groups, table = [(8,), (2, 1), (3,)], CASES
     if slow:
         groups.append((SLOW_WORLD,))
-    for together in groups:
-        for process in [process for world in together for process in run_world(world, folder, slow)]:
-            process.join()
+        table = CASES | SLOW_CASES
+    run_worlds(folder, groups, table)
 
 
 if __name__ == "__main__":

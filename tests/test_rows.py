@@ -39,7 +39,7 @@ modes = pytest.mark.parametrize("mode", MODES)
 
 @dataclass
 class Results:
-    """Files of row_cases.py."""
+    """Files of row_cases.py, or of table_cases.py."""
     folder: Path
 
     @functools.cache
@@ -57,9 +57,9 @@ class Results:
         return hash(self.folder)
 
 
-def start(folder: Path, *what: str, **environment: str) -> None:
+def start(folder: Path, *what: str, script: str = "row_cases.py", **environment: str) -> None:
     launched = {name: value for name, value in os.environ.items() if "RANK" not in name and "WORLD_SIZE" not in name}
-    command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / "row_cases.py"), str(folder), *what]
+    command = [sys.executable, "-W", "ignore", str(Path(__file__).parent / script), str(folder), *what]
     environment = launched | {"OMP_NUM_THREADS": "1"} | environment
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     print(done.stdout, done.stderr)
