@@ -3813,7 +3813,7 @@ class HostHome(DeviceHome):
         self.counts = super().moved()
         self.live: Live | None = None    # on the device: rows of the event in `taken`
         self.taken: EventRows | None = None
-        self.waiting: dict[EventRows, EventRows] = {}        # prepared, by the event that it follows and that is to come
+        self.waiting: dict[EventRows, EventRows] = {}        # prepared, by the event that it follows
         self.coming: dict[EventRows, Future] = {}    # fresh rows of an event
         self.going: Future | None = None             # the last that was put
 
@@ -5114,7 +5114,7 @@ def tokens_of_run(cfg: Config) -> int:
 
 
 def touched_bytes(count: int, item_bytes: int, touched: int) -> int:
-    """Of a mapping of `count` items: bytes of the pages that are written if so many items are, and of the page table."""
+    """Of a mapping of `count` items: bytes of the pages that are written if so many are, and of the page table."""
     whole = count * item_bytes
     across_a_border = item_bytes - math.gcd(item_bytes, PAGE_BYTES)           # some items lie in two pages: on average
     written = min(whole, touched * (PAGE_BYTES + across_a_border))
@@ -5278,8 +5278,8 @@ def check_host_memory(cfg: Config, fabric: Fabric) -> None:
 
         ways = [*smaller_tables(cfg, fits), "fewer steps", "more hosts"]
         raise RunError(ON_HOST, f"{room / 2**30:.1f} GiB for each rank",
-                       f"{needed / 2**30:.1f} GiB: pages of the rows that {tokens_of_run(cfg)} tokens can touch, and of "
-                       "their state", ", or ".join(ways))
+                       f"{needed / 2**30:.1f} GiB: pages of the rows that {tokens_of_run(cfg)} tokens can touch, and "
+                       "of their state", ", or ".join(ways))
 
 
 def ways_out(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int, room: float) -> str:
@@ -6258,7 +6258,7 @@ def fit_budget(cfg: Config, fabric: Fabric, executor: Executor, train: list[Shar
          f"at most {MAX_STEPS} steps, which take {most_seconds:.0f} s here", f"--time_budget={0.99 * most_seconds:.0f}")
 
     cfg = replace(cfg, num_scheduled_steps=steps, num_extension_steps=extension_steps)
-    check_host_memory(cfg, fabric)                                            # for more steps than were planned, perhaps
+    check_host_memory(cfg, fabric)                            # for more steps than were planned, perhaps
     log.schedule = Schedule(cfg)
     log.event("budget", seconds=cfg.time_budget, steps=total, seconds_per_step=seconds_per_step)
     log.text(f"time budget {cfg.time_budget:g} s: {total} steps")
