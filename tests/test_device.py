@@ -636,6 +636,14 @@ def test_on_a_cpu_rows_that_the_run_touches_have_to_fit(monkeypatch):
     tg.fit_memory(replace(cfg, trigram_rows=rows), with_room(monkeypatch, 5e9), tg.attention_reference)
 
 
+def test_steps_that_a_time_budget_adds_are_looked_at_too(monkeypatch):
+    cfg = preset("pocket", trigram_rows=10**8, table_home="host", time_budget=3600.0)
+    monkeypatch.setattr(tg.Fabric, "free_host_memory", lambda self: 5e9)
+    tg.check_host_memory(cfg, make_fabric())
+    monkeypatch.setattr(tg, "time_steps", lambda *_: [1e-3] * 4)
+    refused(tg.RunError, lambda: tg.fit_budget(cfg, make_fabric(), None, [], None), "tables on the host", "fewer steps")
+
+
 @pytest.mark.parametrize("flags, world, ok", [
     (["--trigram_rows=1893000"], 1, True), (["--trigram_rows=1894000"], 1, False),
     (["--trigram_rows=15148000"], 8, True), (["--trigram_rows=15155000"], 8, False),
