@@ -477,7 +477,7 @@ def few_layers_and(tables: tuple[tg.Ngrams, ...]) -> Iterator[None]:
 
 
 def tiny_run(rank: Rank, name: str, home: str) -> Found:
-    """Evaluations in the middle of a cycle, split and stages, several micro-batches, and a last cycle that ends early."""
+    """Evaluations in the middle of a cycle, split and stages, several micro-batches, a last cycle that ends early."""
     tables, changes = RUNS[name]
     warm = name == "residual"
     with few_layers_and(tables):
@@ -491,7 +491,8 @@ def tiny_run(rank: Rank, name: str, home: str) -> Found:
 CASES = {                                # name -> numbers of ranks, what to do
     "alone": (WORLDS, alone),
     "mistakes": ((2,), mistakes),
-    **{f"{name}_{home}": ((1, 2), functools.partial(tiny_run, name=name, home=home)) for name in RUNS for home in HOMES},
+    **{f"{name}_{home}": ((1, 2), functools.partial(tiny_run, name=name, home=home))
+       for name in RUNS for home in HOMES},
 }
 SLOW_CASES = {                           # with --all
     "alone": ((SLOW_WORLD, *WORLDS), alone),
