@@ -5358,6 +5358,7 @@ def write_pieces(folder: Path, step: int, tables: dict[str, EventTable], with_st
     Returns their entries in a manifest by name. Raises RunError; then nothing stays.
     """
     entries: dict[str, Any] = {}
+    parts = []                                                # what is removed if one of them fails
     try:
         for label, table in tables.items():
             for number, (ids, live) in enumerate(table.touched()):
@@ -5366,14 +5367,15 @@ def write_pieces(folder: Path, step: int, tables: dict[str, EventTable], with_st
                     content |= dict(v=live.v, last=live.last)
                 piece = Piece(step, label, table.fabric.rank, table.fabric.world, number, sha256="")
                 unnamed = folder / str(piece)
+                parts.append(part_of(unnamed))
                 entry = write_part(unnamed, content)
-                named = piece._replace(sha256=entry["sha256"])
-                name = f"{named}.pt"
+                name = f"{piece._replace(sha256=entry['sha256'])}.pt"
+                parts.append(part_of(folder / name))
                 with writing(unnamed):
                     part_of(unnamed).rename(part_of(folder / name))
                 entries[name] = entry
     except BaseException:
-        remove_files(part_of(folder / name) for name in entries)
+        remove_files(parts)
         raise
     return entries
 
