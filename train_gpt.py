@@ -100,6 +100,7 @@ class TrainerError(Exception):
         self.what = what
         self.found = found
         self.expected = expected
+        self.do = do
 
 
 class ConfigError(TrainerError):
@@ -954,6 +955,25 @@ class Fabric:
                     raise FabricError(
                         f"ranks disagree about {name}", f"{expected} on rank 0, {found} on rank {rank}",
                         "one value", "start every rank with the same flags, data and source")
+
+    @contextlib.contextmanager
+    def failing_together(self) -> Iterator[None]:
+        """What stops a rank inside is raised behind it on every rank, so that none waits for one that has given up.
+
+        Every rank comes here, and inside there is nothing that waits for another rank. Raises RunError.
+        """
+        failure = None
+        try:
+            yield
+        except TrainerError as error:
+            failure = (error.what, str(error.found), str(error.expected), error.do)
+        for rank, theirs in enumerate(self.of_all(failure)):
+            if theirs is None:
+                continue
+            what, found, expected, do = theirs
+            if self.world > 1:
+                what = f"{what}, on rank {rank}"
+            raise RunError(what, found, expected, do)
 
     def gone(self) -> list[str]:
         """Ranks of this host whose process has ended, in words for a message."""
@@ -3701,7 +3721,8 @@ class Live(NamedTuple):
 
 
 MAP_NORESERVE = 0x4000                   # of Linux on x86 and ARM; Python has the name since 3.13
-PIECE_ROWS = 1 << 14                     # rows of a rank that go to a file, or to another rank for one, at a time
+PIECE_ROWS = 1 << 14                     # rows of a rank that are copied, or sent to another rank for a file, at a time
+PIECE_BYTES = 1 << 27                    # of the rows and their state in one file
 SCANNED_ROWS = 1 << 22                   # that are looked at together for those that were touched
 
 
@@ -3768,18 +3789,19 @@ class DeviceHome:
     def forget(self) -> None:
         """All that was taken is out of date."""
 
-    def touched_places(self) -> Iterator[Tensor]:
+    def touched_places(self, most_rows: int = PIECE_ROWS) -> Iterator[Tensor]:
         """Places of the rows that some event has touched, in pieces (n,) i64, ascending."""
         self.settle()
         for first in range(0, len(self.stored.last), SCANNED_ROWS):
             found = self.stored.last[first:first + SCANNED_ROWS].nonzero().flatten()
             if len(found) > 0:
-                yield from (first + found).split(PIECE_ROWS)
+                yield from (first + found).split(most_rows)
 
-    def touched(self) -> Iterator[tuple[Tensor, Live]]:
+    def touched(self, most_rows: int = PIECE_ROWS) -> Iterator[tuple[Tensor, Live]]:
         """The rows that some event has touched, in pieces: their places (n,) i64, and copies, on the host."""
-        for places in self.touched_places():
-            yield places.cpu(), self.stored.at(places).to(torch.device("cpu"))
+        for places in self.touched_places(most_rows):
+            copies = self.stored.at(places)
+            yield places.cpu(), Live(*(x.cpu() for x in copies))              # waits for them
 
     @torch.no_grad()
     def load(self, pieces: Iterable[tuple[Tensor, Live]]) -> None:
@@ -4071,6 +4093,28 @@ class EventTable:
         plan, = self.open_plans
         places = plan.event.places.to(self.fabric.device, non_blocking=True)
         return places * self.fabric.world + self.fabric.rank
+
+    def touched(self) -> Iterator[tuple[Tensor, Live]]:
+        """Rows of this rank that some event has touched, as much as a file holds at a time.
+
+        Their numbers (n,) i64 in the whole table, ascending, and copies, on the host.
+        """
+        bytes_per_row = sum(x[:1].nbytes for x in self.home.stored)
+        most_rows = max(1, PIECE_BYTES // bytes_per_row)
+        for places, live in self.home.touched(most_rows):
+            yield places * self.fabric.world + self.fabric.rank, live
+
+    @torch.no_grad()
+    def load(self, pieces: Iterable[tuple[Tensor, Live]]) -> None:
+        """In the place of all rows: those of the pieces, by their numbers in the whole table, that this rank owns."""
+        self.home.load(map(self._owned_part, pieces))
+
+    def _owned_part(self, piece: tuple[Tensor, Live]) -> tuple[Tensor, Live]:
+        """Places of the rows of a piece that are this rank's, and these rows in the types of the table."""
+        ids, live = piece
+        at = (ids % self.fabric.world == self.fabric.rank).nonzero().flatten()
+        columns = [x.to(stored.dtype) for x, stored in zip(live.at(at), self.home.stored)]
+        return ids[at] // self.fabric.world, Live(*columns)
 
     def updated(self) -> None:
         """The event has changed the live rows: they go home."""
@@ -5329,7 +5373,10 @@ def smaller_batches(cfg: Config, fabric: Fabric, kernel: Callable, room: float) 
 
 
 # ---- Files: a save to sample from, checkpoints to go on from. Nothing in a file is trusted.
-SAVED_FILES = (VOCABULARY, "weights.pt", "config.json")
+TABLES = "tables.json"                   # constants of the tables of n-grams in a save, and the files with their rows
+SAVED_FILES = (VOCABULARY, "weights.pt", TABLES, "config.json")
+TABLE_CONSTANTS = ("label", "rows", "hash", "sign_hash", "signs", "enters")   # columns of NGRAM_TABLES
+PIECES = "rows-*.pt"                     # rows of a table of rule "rowwise", as named by `Piece`
 CLOCK_TICK = 1e-9                        # s; no step is shorter
 KEPT_CHECKPOINTS = 2
 NEW_CHECKPOINT = "new.pt"                # a checkpoint whose hash is not known yet
@@ -5356,11 +5403,15 @@ def part_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.part")
 
 
-def take_lock(file: BinaryIO) -> bool:
-    """Lock an open file until its process closes it or ends. False if another one has it locked."""
+def take_lock(file: BinaryIO | int, shared: bool = False) -> bool:
+    """Lock an open file or folder until its process closes it or ends. False if another one has it locked.
+
+    shared: with whoever shares it too, and waiting for whoever does not, who will not be long.
+    """
     try:
         import fcntl
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB
+        fcntl.flock(file, kind)
     except BlockingIOError:
         return False
     except (ImportError, OSError):       # Windows; a file system without locks
@@ -5378,6 +5429,13 @@ def remove_leftovers(paths: Iterable[Path]) -> None:
                 abandoned = take_lock(file)
             if abandoned:
                 path.unlink()
+
+
+def remove_files(paths: Iterable[Path]) -> None:
+    """Remove what is there and can be removed."""
+    for path in paths:
+        with contextlib.suppress(OSError):                    # a folder, say: it is in nobody's way
+            path.unlink()
 
 
 @contextlib.contextmanager
@@ -5431,19 +5489,158 @@ def write_part(path: Path, content: Any) -> dict[str, Any]:
     return dict(bytes=size, sha256=digest.hexdigest())
 
 
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[int]:
+    """A handle of a folder. Raises OSError, on Windows always."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
 def flush_names(folder: Path) -> None:
     """Make new names in a folder outlast a power failure, where the system can."""
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    with contextlib.suppress(OSError), opened(folder) as handle:
+        os.fsync(handle)
+
+
+class Piece(NamedTuple):
+    """What the name of a file with rows of a table says: ids, rows and, in a checkpoint, their state."""
+
+    step: int                            # that the run had done
+    label: str                           # of the table
+    rank: int                            # that owned the rows, of so many:
+    world: int
+    number: int                          # among the pieces of that rank
+    sha256: str                          # of the content; empty while it is not written
+
+    def __str__(self) -> str:
+        """The file's name, but what it ends with."""
+        name = f"rows-{self.step:07d}-{self.label}-{self.rank}of{self.world}-{self.number:04d}"
+        return f"{name}-{self.sha256}" if self.sha256 else name
+
+    @classmethod
+    def named(cls, name: Any) -> Piece | None:
+        """What a name says; None: it is not a piece's."""
+        form = r"rows-(\d{7})-(\w+)-(\d{1,6})of(\d{1,6})-(\d{4,9})-([0-9a-f]{64})\.pt"
+        found = re.fullmatch(form, name, re.ASCII) if isinstance(name, str) else None
+        if found is None:
+            return None
+        step, label, rank, world, number, sha256 = found.groups()
+        return cls(int(step), label, int(rank), int(world), int(number), sha256)
+
+
+@contextlib.contextmanager
+def pieces_without_a_name(folder: Path) -> Iterator[None]:
+    """Inside, nobody takes what is written to the folder for leftovers. The folder is made. Raises RunError."""
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as open_inside:
+        with contextlib.suppress(OSError):                    # what cannot be locked is not tidied up either
+            handle = open_inside.enter_context(opened(folder))
+            take_lock(handle, shared=True)
+        yield
+
+
+def remove_pieces(folder: Path, pattern: str) -> None:
+    """Remove the pieces, whole or not, of killed runs and removed checkpoints, unless a live run writes some.
+
+    Whole ones belong to the checkpoint of their step.
+    """
+    with contextlib.suppress(OSError), opened(folder) as handle:
+        if not take_lock(handle):
+            return
+        steps = {path.name[len("step-"):len("step-0000000")] for path in folder.glob("step-*.pt")}
+        for path in folder.glob(pattern):
+            piece = re.fullmatch(r"rows-(\d{7})-.*\.(pt|part)", path.name)
+            if piece is None:
+                continue
+            step, ending = piece.groups()
+            if ending == "part" or step not in steps:
+                remove_files([path])
+
+
+def write_pieces(folder: Path, step: int, tables: dict[str, EventTable], with_state: bool) -> dict[str, Any]:
+    """Write the touched rows of this rank's slices, as parts of the files that they are to be.
+
+    Returns their entries in a manifest by name. Raises RunError; then nothing stays.
+    """
+    entries: dict[str, Any] = {}
+    parts = []                                                # what is removed if one of them fails
+    try:
+        for label, table in tables.items():
+            for number, (ids, live) in enumerate(table.touched()):
+                content = dict(ids=ids, rows=live.rows)
+                if with_state:
+                    content |= dict(v=live.v, last=live.last)
+                piece = Piece(step, label, table.fabric.rank, table.fabric.world, number, sha256="")
+                unnamed = folder / str(piece)
+                parts.append(part_of(unnamed))
+                entry = write_part(unnamed, content)
+                name = f"{piece._replace(sha256=entry['sha256'])}.pt"
+                parts.append(part_of(folder / name))
+                with writing(unnamed):
+                    part_of(unnamed).rename(part_of(folder / name))
+                entries[name] = entry
+    except BaseException:
+        remove_files(parts)
+        raise
+    return entries
+
+
+@contextlib.contextmanager
+def pieces_of_all(folder: Path, step: int, tables: dict[str, EventTable], with_state: bool,
+                  fabric: Fabric) -> Iterator[dict[str, Any]]:
+    """The touched rows of all ranks as parts of files, which rank 0 gives their names inside: entries in a manifest.
+
+    Every rank calls it, and nobody waits for others inside. Raises RunError on all of them if one fails, inside too;
+    then no parts stay.
+    """
+    entries: dict[str, Any] = {}
+    mine: dict[str, Any] = {}
+    try:
+        with contextlib.ExitStack() as until_named:
+            if tables:
+                with fabric.failing_together():
+                    if fabric.rank == 0:
+                        until_named.enter_context(pieces_without_a_name(folder))
+                with fabric.failing_together():
+                    mine = write_pieces(folder, step, tables, with_state)
+                for theirs in fabric.of_all(mine):
+                    entries |= theirs
+            with fabric.failing_together():
+                yield entries
+    except BaseException:
+        remove_files(part_of(folder / name) for name in mine)
+        raise
+
+
+def table_constants(cfg: Config) -> list[dict[str, Any]]:
+    """What decides which rows of the tables of n-grams a token reads and where they go, table by table, for a file."""
+    constants = []
+    for line in ngram_tables(cfg):
+        columns = {name: getattr(line, name) for name in TABLE_CONSTANTS}
+        as_in_a_file = json.loads(json.dumps(columns))        # a list for a tuple
+        constants.append(as_in_a_file)
+    return constants
+
+
+def table_records(cfg: Config, pieces: Iterable[str]) -> list[dict[str, Any]]:
+    """What a checkpoint or a save says of its tables of n-grams: constants, and the files with their rows."""
+    records = []
+    for constants in table_constants(cfg):
+        names = [name for name in pieces if Piece.named(name).label == constants["label"]]
+        records.append(dict(constants, pieces=names))
+    return records
 
 
 def saved_already(folder: Path) -> list[str]:
-    """Names in a folder that a save would write over."""
-    return [name for name in (*SAVED_FILES, MANIFEST) if os.path.lexists(folder / name)]
+    """Names in a folder that a save would write over, or that would be mixed with it."""
+    found = [name for name in (*SAVED_FILES, MANIFEST) if os.path.lexists(folder / name)]
+    if any(folder.glob(PIECES)):
+        found.append(PIECES)
+    return found
 
 
 def prepare_save(folder: Path) -> None:
@@ -5456,6 +5653,7 @@ def prepare_save(folder: Path) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         remove_leftovers(part_of(folder / name) for name in (*SAVED_FILES, MANIFEST))
+        remove_pieces(folder, "rows-*.part")
         open(trial, "xb").close()
         trial.unlink()
     except (OSError, ValueError) as error:
@@ -5468,9 +5666,9 @@ def prepare_save(folder: Path) -> None:
                           "another --save=DIR") from None
 
 
-def save_contents(cfg: Config, tensors: dict[str, Tensor],
-                  vocabulary: list[bytes] | None) -> dict[str, Any]:
-    """Files of a save but the manifest, by name. vocabulary: bytes of the tokens, where known."""
+def save_contents(cfg: Config, tensors: dict[str, Tensor], vocabulary: list[bytes] | None,
+                  pieces: Iterable[str]) -> dict[str, Any]:
+    """Files of a save but pieces and manifest, by name. vocabulary: bytes of the tokens, where known."""
     contents: dict[str, Any] = {}
     if vocabulary is not None:
         lines = []
@@ -5479,25 +5677,29 @@ def save_contents(cfg: Config, tensors: dict[str, Tensor],
                 lines.append(b"%s %d\n" % (base64.b64encode(piece), token))
         contents[VOCABULARY] = b"".join(lines)
     contents["weights.pt"] = tensors
+    if ngram_tables(cfg):
+        contents[TABLES] = json.dumps(table_records(cfg, pieces), indent=1).encode()
     contents["config.json"] = json.dumps(asdict(cfg), indent=1).encode()
     return contents
 
 
 def save_weights(folder: Path, cfg: Config, tensors: dict[str, Tensor],
-                 vocabulary: list[bytes] | None) -> None:
-    """Write weights.pt (logical shapes and order), config.json, vocab.txt and the manifest.
+                 vocabulary: list[bytes] | None, pieces: dict[str, Any] | None = None) -> None:
+    """Write weights.pt (logical shapes and order), config.json, vocab.txt, tables.json and the manifest.
 
+    pieces: rows of tables, as parts that are there already: their entries in the manifest by name.
     All are whole and flushed before the first gets its name. Without config.json a folder is no
     save, so that one whose names a kill cut short is refused by `load_weights`.
     Raises RunError; then nothing half-made stays.
     """
-    contents = save_contents(cfg, tensors, vocabulary)
-    names = (*contents, MANIFEST)
+    pieces = pieces or {}
+    contents = save_contents(cfg, tensors, vocabulary, pieces)
+    names = (*pieces, *contents, MANIFEST)
     written = [part_of(folder / name) for name in names]      # all that is removed if one of them fails
     try:
         with writing(folder):
             folder.mkdir(parents=True, exist_ok=True)
-            entries = {}
+            entries = dict(pieces)
             for name, content in contents.items():
                 entries[name] = write_part(folder / name, content)
             manifest = json.dumps(dict(format=MANIFEST_FORMAT, files=entries), indent=1)
@@ -5511,9 +5713,7 @@ def save_weights(folder: Path, cfg: Config, tensors: dict[str, Tensor],
                 written.append(folder / name)
             flush_names(folder)
     except BaseException:
-        for path in written:
-            with contextlib.suppress(OSError):
-                path.unlink()
+        remove_files(written)
         raise
 
 
@@ -5552,7 +5752,9 @@ def check_save(folder: Path) -> None:
     if not os.path.lexists(folder / MANIFEST):
         return
     written = read_manifest(folder)
-    for name in SAVED_FILES:
+    pieces = {path.name for path in folder.glob(PIECES)}
+    pieces.update(name for name in written if Piece.named(name))
+    for name in (*SAVED_FILES, *sorted(pieces)):
         path = folder / name
         if name in written:
             size = regular_file(path, f"part of a save, which {MANIFEST} names").stat().st_size
@@ -5566,12 +5768,17 @@ def check_save(folder: Path) -> None:
                             "copy the save again: it is damaged, or mixed from several")
 
 
+def whole_parameters(cfg: Config) -> list[Parameter]:
+    """Rows of the parameter table that a file holds whole: all but those of rule "rowwise"."""
+    return [row for row in parameter_table(cfg) if row.optimizer != "rowwise"]
+
+
 def weight_kinds(cfg: Config) -> dict[str, TensorKind]:
     """Shape and type of every weight in a file, by label."""
     dtype = getattr(torch, cfg.dtype)
     exact = exact_dtype(dtype)
     kinds = {}
-    for row in parameter_table(cfg):
+    for row in whole_parameters(cfg):
         kinds[row.label] = TensorKind(row.shape, exact if row.full_precision else dtype)
     return kinds
 
@@ -5581,7 +5788,7 @@ def moment_kinds(cfg: Config) -> dict[str, TensorKind]:
     dtype = getattr(torch, cfg.dtype)
     exact = exact_dtype(dtype)
     kinds = {}
-    for row in parameter_table(cfg):
+    for row in whole_parameters(cfg):
         if row.optimizer == "adam":
             kinds[f"{row.label}.m"] = TensorKind(row.shape, exact)
             kinds[f"{row.label}.v"] = TensorKind(row.shape, exact)
@@ -5623,6 +5830,145 @@ def faults(tensors: Any, expected: dict[str, TensorKind]) -> str:
     return ", ".join(found[:3])
 
 
+def piece_kinds(cfg: Config, count: int, with_state: bool) -> dict[str, TensorKind]:
+    """Shape and type of what is in a file with so many rows of a table."""
+    dtype = getattr(torch, cfg.dtype)
+    kinds = dict(ids=TensorKind((count,), torch.int64), rows=TensorKind((count, cfg.model_dim), dtype))
+    if with_state:
+        kinds["v"] = TensorKind((count,), exact_dtype(dtype))
+        kinds["last"] = TensorKind((count,), torch.int32)
+    return kinds
+
+
+def wrong_with_piece(content: Any, piece: Piece, cfg: Config, rows: int, events: int | None, behind: int) -> str:
+    """What does not fit in the content of a piece, or an empty text.
+
+    rows: of its table. events: of the table so far; None: there is no state. behind: the row that it has to go on
+    behind, the last one of the piece before.
+    """
+    ids = content.get("ids") if isinstance(content, dict) else None
+    if not isinstance(ids, Tensor) or not 0 < ids.numel() <= rows:
+        return f"not 1 to {rows} rows with their numbers"
+    wrong = faults(content, piece_kinds(cfg, ids.numel(), with_state=events is not None))
+    if wrong:
+        return wrong
+    if ids[0] <= behind or (ids.diff() <= 0).any():
+        return f"rows that do not ascend, behind row {behind}"
+    if ids[-1] >= rows:
+        return f"row {ids[-1]} of a table of {rows}"
+    if (ids % piece.world != piece.rank).any():
+        return f"rows of another owner than rank {piece.rank} of {piece.world}"
+    if events is None:
+        return ""
+    if (content["v"] < 0).any():
+        return "a second moment below 0"
+    first, last = content["last"].min(), content["last"].max()
+    if first < 1 or last > events:
+        return f"rows that were touched last at events {first} to {last}, of 1 to {events}"
+    return ""
+
+
+def saved_rows(folder: Path, names: Iterable[str], cfg: Config, rows: int,
+               events: int | None) -> Iterator[tuple[Tensor, Live]]:
+    """Rows of a table from its pieces, one piece at a time, each of them checked. Raises DataError.
+
+    rows, events: as for wrong_with_piece. Numbers (n,) i64 in the whole table, ascending for each owner.
+    """
+    rank = None
+    for name in names:
+        piece = Piece.named(name)
+        if piece.rank != rank:
+            rank = piece.rank
+            behind = -1
+        what = f"rows of {piece.label}"
+        content = read_tensors(folder / name, what)
+        wrong = wrong_with_piece(content, piece, cfg, rows, events, behind)
+        if wrong:
+            raise DataError(f"{folder / name} as {what}", wrong, "rows that were touched, as this trainer writes them",
+                            "go on from another checkpoint, or copy the files again")
+        ids = content["ids"]
+        behind = int(ids[-1])
+        if events is None:                                    # for readers: touched at some time
+            content["v"] = torch.zeros(len(ids))
+            content["last"] = torch.ones(len(ids))
+        yield ids, Live(content["rows"], content["v"], content["last"])
+
+
+def load_tables(folder: Path, cfg: Config, records: list[dict[str, Any]], counts: dict[str, int] | None,
+                tables: dict[str, EventTable], fabric: Fabric) -> None:
+    """Put the saved rows of the tables in the place of all. Every rank calls it, each for what it owns.
+
+    cfg: of the run that saved. counts: events by label; None for a save. Raises RunError on all ranks if one fails.
+    """
+    with fabric.failing_together():
+        for record in records:
+            label = record["label"]
+            if label not in tables:
+                continue
+            names = pieces_to_read(record["pieces"], fabric)
+            events = counts[label] if counts else None
+            tables[label].load(saved_rows(folder, names, cfg, record["rows"], events))
+
+
+def pieces_to_read(names: Iterable[str], fabric: Fabric) -> list[str]:
+    """Those of a table's pieces that may hold rows which this rank owns, all of an earlier owner or none."""
+    names_to_read = []
+    for name in names:
+        piece = Piece.named(name)
+        common = math.gcd(piece.world, fabric.world)          # row r is of owner r mod W, then and now
+        if piece.rank % common == fabric.rank % common:
+            names_to_read.append(name)
+    return names_to_read
+
+
+def wrong_with_tables(records: Any, cfg: Config, step: int | None) -> str:
+    """What does not fit in what a file says of its tables of n-grams, or an empty text. step: None: of any."""
+    try:
+        json.dumps(records)                                   # plain values can be compared, whatever they are
+    except (TypeError, ValueError, RecursionError):
+        return "tables of another form"
+    if not isinstance(records, list):
+        return "tables that are no list"
+    for record in records:
+        if not isinstance(record, dict) or record.keys() != {*TABLE_CONSTANTS, "pieces"}:
+            return "a table of another form"
+        if not isinstance(record["pieces"], list):
+            return "pieces of a table that are no list"
+
+    expected = table_constants(cfg)
+    found_labels = [record["label"] for record in records]
+    expected_labels = [constants["label"] for constants in expected]
+    if found_labels != expected_labels:
+        return f"the tables {shown(found_labels)}, where this trainer has {expected_labels}"
+    rowwise = {table.label for table in row_tables(cfg) if table.is_rowwise}
+    for record, constants in zip(records, expected):
+        label = constants["label"]
+        for name, value in constants.items():
+            if record[name] != value:
+                return f"{label} with {name} {shown(record[name])}, where this trainer has {value}"
+        if record["pieces"] and label not in rowwise:
+            return f"pieces of {label}, which weights.pt holds"
+        wrong = wrong_with_names(record["pieces"], label, step)
+        if wrong:
+            return wrong
+    return ""
+
+
+def wrong_with_names(names: list, label: str, step: int | None) -> str:
+    """What does not fit in the names of a table's pieces, or an empty text."""
+    before = None
+    for name in names:
+        piece = Piece.named(name)
+        if piece is None or piece.label != label or step not in (None, piece.step) or piece.rank >= piece.world:
+            return f"{shown(name)} as a piece of {label}"
+        if before is not None and piece.world != before.world:
+            return f"pieces of {label} by {before.world} and by {piece.world} ranks"
+        if before is not None and (piece.rank, piece.number) <= (before.rank, before.number):
+            return f"pieces of {label} in another order than written"
+        before = piece
+    return ""
+
+
 def load_weights(folder: Path, device: str) -> tuple[Config, dict[str, Tensor]]:
     """What save_weights wrote; the device is the caller's. Raises DataError or ConfigError."""
     if not folder.is_dir():
@@ -5648,6 +5994,19 @@ def load_weights(folder: Path, device: str) -> tuple[Config, dict[str, Tensor]]:
     return cfg, tensors
 
 
+def read_tables(folder: Path, cfg: Config) -> list[dict[str, Any]]:
+    """What a save says of its tables of n-grams, whose rows `load_tables` reads. Raises DataError."""
+    if not ngram_tables(cfg):
+        return []
+    path = folder / TABLES
+    records = read_json(path, "the tables of a save")
+    wrong = wrong_with_tables(records, cfg, step=None)
+    if wrong:
+        raise DataError(f"{path} as the tables of a save", wrong, "the constants in NGRAM_TABLES, and names of pieces",
+                        "sample with the trainer of that run, or copy the save again")
+    return records
+
+
 def load_vocabulary(folder: Path, cfg: Config) -> list[bytes] | None:
     """Bytes of each token of a save that `load_weights` has compared with its manifest, or None. Raises DataError."""
     path = folder / VOCABULARY
@@ -5657,21 +6016,32 @@ def load_vocabulary(folder: Path, cfg: Config) -> list[bytes] | None:
     return parsed_vocabulary(path, content, cfg.vocab_size, cfg.document_start)
 
 
-def save_checkpoint(folder: Path, step: int, content: dict[str, Any]) -> None:
-    """Write step-<step>-<hash of the file>.pt, and keep only one before it. Raises RunError."""
+def save_checkpoint(folder: Path, step: int, content: dict[str, Any], pieces: Iterable[str] = ()) -> None:
+    """Write step-<step>-<hash of the file>.pt, and keep only one before it. Raises RunError.
+
+    pieces: names of files that are there as parts; they get them before the checkpoint has its own.
+    """
     new = folder / NEW_CHECKPOINT
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        written = write_part(new, content)
-        last = folder / f"step-{step:07d}-{written['sha256']}.pt"
-        part_of(new).rename(last)
+    named = []                                                # what is removed if the checkpoint comes to nothing
+    try:
+        with writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            written = write_part(new, content)
+            for name in pieces:
+                part_of(folder / name).rename(folder / name)
+                named.append(folder / name)
+            if named:
+                flush_names(folder)
+            last = folder / f"step-{step:07d}-{written['sha256']}.pt"
+            part_of(new).rename(last)
+    except BaseException:
+        remove_files([part_of(new), *named])
+        raise
     flush_names(folder)
 
     before = [path for path in folder.glob("step-*.pt") if path.name < last.name]
     newest_first = sorted(before, reverse=True)
-    for path in newest_first[KEPT_CHECKPOINTS - 1:]:
-        with contextlib.suppress(OSError):                    # a folder, say: it is in nobody's way
-            path.unlink()
+    remove_files(newest_first[KEPT_CHECKPOINTS - 1:])
 
 
 def wrong_with_log(log: dict[str, Any], step: int) -> str:
@@ -5762,8 +6132,14 @@ def wrong_with_checkpoint(content: Any, cfg: Config, step: int) -> str:
     parts = dict(log=dict, train_time_ms=float, data_sha256=str, lengths=dict, state=dict)
     if cfg.time_budget:
         parts["budget"] = dict
+    has_tables = isinstance(content, dict) and "tables" in content
+    if has_tables or ngram_tables(cfg):
+        parts["tables"] = list
     if not is_record(content, **parts):
         return "other content than a checkpoint's"
+    wrong = wrong_with_tables(content.get("tables", []), cfg, step)
+    if wrong:
+        return wrong
     if not 0 <= content["train_time_ms"] < math.inf:
         return f"a training time of {content['train_time_ms']} ms"
     if not re.fullmatch("[0-9a-f]{64}", content["data_sha256"]):
@@ -5813,14 +6189,46 @@ def read_checkpoint(path: Path, cfg: Config) -> dict[str, Any]:
     return content
 
 
+def check_pieces(path: Path, content: dict[str, Any], cfg: Config, fabric: Fabric) -> None:
+    """Raise DataError unless the pieces of a checkpoint that this rank is to read are as they were written."""
+    for record in content.get("tables", []):
+        names = pieces_to_read(record["pieces"], fabric)
+        for name in names:
+            piece = regular_file(path.with_name(name), f"a piece of {path.name}")
+            if file_sha256(piece) != Piece.named(name).sha256:
+                raise DataError(f"{piece} as a piece of {path.name}",
+                                "damaged: its content has another hash than its name", "the file as this run wrote it",
+                                "nothing: the checkpoint before is taken, if there is one")
+        events = content["state"]["adam_steps"].get(record["label"])
+        for _ in saved_rows(path.parent, names, cfg, record["rows"], events):
+            pass                                              # each has been checked
+
+
 def load_checkpoint(folder: Path, cfg: Config, fabric: Fabric) -> tuple[Path, dict[str, Any]]:
-    """The last checkpoint that can be used, and its file. Raises DataError if there is none."""
-    for path in sorted(folder.glob("step-*.pt"), reverse=True):
+    """The last checkpoint that every rank can use, and its file. Every rank calls it.
+
+    Raises DataError if there is none, FabricError if ranks see others.
+    """
+    newest_first = sorted(folder.glob("step-*.pt"), reverse=True)
+    names = [path.name for path in newest_first]
+    fabric.check_agreement(dict(checkpoints=", ".join(names) or "none"))
+    found = f"no whole one in {folder}"
+    for path in newest_first:
+        error = None
         try:
-            return path, read_checkpoint(path, cfg)
-        except DataError as error:
-            fabric.say(str(error))
-    raise DataError("checkpoint", f"no whole one in {folder}",
+            content = read_checkpoint(path, cfg)
+            check_pieces(path, content, cfg, fabric)
+        except DataError as refusal:
+            error = refusal
+        texts = fabric.of_all(error and (str(error), str(error.found)))
+        refusals = [text for text in texts if text is not None]
+        if not refusals:
+            return path, content
+        text, wrong = refusals[0]
+        fabric.say(text)
+        if path == newest_first[0]:
+            found += ", of the newest: " + " ".join(wrong.split())
+    raise DataError("checkpoint", found,
                     "step-<step>-<hash>.pt, where every rank can read it",
                     "--resume=the run directory of an earlier run, or start anew")
 
@@ -6875,19 +7283,20 @@ def save_or_fall_back(log: Log, cfg: Config, executor: Executor,
     fabric = log.fabric
     fabric.set_timeout(cfg.comm_timeout * LONG_PATIENCE)      # while rank 0 writes
     tensors = executor.weights(log.schedule.at(log.done))
+    tables = executor.rowwise_tables()
     wanted = Path(cfg.save)
     fallback = log.run_dir / FALLBACK
 
-    failed = []
-    if fabric.rank == 0:
-        for folder in (wanted, fallback):
-            try:
-                save_weights(folder, cfg, tensors, vocabulary)
-                break
-            except RunError as error:
-                failed.append(folder)
-                fabric.say(str(error))
-    failed = fabric.of_all(failed)[0]                         # as on rank 0
+    failed = []                                               # the same on every rank
+    for folder in (wanted, fallback):
+        try:
+            with pieces_of_all(folder, log.done, tables, False, fabric) as pieces:
+                if fabric.rank == 0:
+                    save_weights(folder, cfg, tensors, vocabulary, pieces)
+            break
+        except RunError as error:
+            failed.append(folder)
+            fabric.say(str(error))
     if failed:
         where = "lost" if fallback in failed else f"in {fallback}"
         log.text(f"the weights could not be saved in {wanted}: they are {where}")
@@ -6973,10 +7382,17 @@ def write_checkpoint(cfg: Config, seconds_per_step: list[float], executor: Execu
     if cfg.time_budget:
         fits = [list(fit) for fit in log.schedule.fits]
         content["budget"] = dict(seconds_per_step=seconds_per_step, fits=fits)
+    folder = log.run_dir / CHECKPOINTS
+    tables = executor.rowwise_tables()
     with log.phase("checkpoint"):
         content["state"] = executor.whole_state(log.schedule.at(log.done))
-        if log.fabric.rank == 0:
-            save_checkpoint(log.run_dir / CHECKPOINTS, log.done, content)
+        with pieces_of_all(folder, log.done, tables, True, log.fabric) as pieces:
+            if ngram_tables(cfg):
+                content["tables"] = table_records(cfg, pieces)
+            if log.fabric.rank == 0:
+                save_checkpoint(folder, log.done, content, pieces)
+        if tables and log.fabric.rank == 0:
+            remove_pieces(folder, "rows-*")
     clock.start()
 
 
@@ -7007,6 +7423,9 @@ def run_once(cfg: Config, seconds_per_step: list[float], executor: Executor, sha
     loader = Loader(cfg, fabric, shards.train, steps_to_do(), executor.exchange_ahead)
     if earlier:
         executor.load_state(earlier["state"])
+        if executor.rowwise_tables():
+            load_tables(Path(cfg.resume) / CHECKPOINTS, cfg, earlier["tables"], executor.optimizer.adam_steps,
+                        executor.rowwise_tables(), fabric)
         loader.skip(map(log.schedule.at, range(first)))
         clock.before = earlier["train_time_ms"]
     profile = start_profile(cfg, first)
@@ -7091,8 +7510,8 @@ def open_checkpoint(cfg: Config, fabric: Fabric, sha256: str) -> tuple[Config, d
     if fabric.rank == 0:
         new = folder / NEW_CHECKPOINT
         remove_leftovers([run_dir / ".reserve", new, part_of(new)])          # the first two: of older trainers
-    path, content = load_checkpoint(folder, cfg, fabric)
-    fabric.check_agreement(dict(checkpoint=path.name))
+        remove_pieces(folder, "rows-*")
+    _, content = load_checkpoint(folder, cfg, fabric)
     cfg = replace(cfg, **content["lengths"])
 
     if content["data_sha256"] != sha256:
@@ -7321,13 +7740,16 @@ def sample_saved(flags: Config) -> int:
     if not (folder / MANIFEST).exists():
         fabric.say(f"remark: no {MANIFEST} in {folder}: whether an older save is damaged, nobody can tell")
     pieces, prompt = read_prompt(flags, cfg, load_vocabulary(folder, cfg))
+    tables = read_tables(folder, cfg)
 
+    trained = cfg
     dtype = cfg.dtype
     if dtype == "bfloat16" and not fabric.on_cuda:
         dtype = "float32"
     cfg = replace(cfg, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens)
     evaluator = Evaluator(cfg, fabric, attention_reference)
     evaluator.model.load_state_dict(tensors)
+    load_tables(folder, trained, tables, None, evaluator.rowwise_tables(), fabric)
     schedule = Schedule(cfg)
     tokens = generate(cfg, evaluator, schedule.at(schedule.end_step), prompt)
     text = flags.prompt + spell(pieces, tokens)

@@ -327,7 +327,8 @@ def test_the_other_ranks_wait_longer_while_one_writes_a_save(tmp_path, monkeypat
     monkeypatch.setattr(tg, "save_weights", calls.save_weights)
     cfg = preset(save=str(tmp_path), comm_timeout=7.0)
     log = mock.Mock(fabric=fabric(), run_dir=tmp_path)
-    assert tg.save_or_fall_back(log, cfg, mock.Mock(), None)
+    executor_without_tables = mock.Mock(rowwise_tables=dict)
+    assert tg.save_or_fall_back(log, cfg, executor_without_tables, None)
     names = [call[0] for call in calls.mock_calls]
     assert names == ["set_timeout", "save_weights"]
     calls.set_timeout.assert_called_once_with(7.0 * tg.LONG_PATIENCE)
