@@ -45,6 +45,7 @@ import argparse
 import base64
 import bisect
 import contextlib
+import ctypes
 import difflib
 import errno
 import functools
@@ -5435,6 +5436,8 @@ CONSOLE_PATIENCE = 2.0                   # s for stderr to take the cause
 JOIN_PATIENCE = 1.0                      # s beyond comm_timeout for torch's own message that a rank is missing
 BEGIN_PATIENCE = 1.0                     # s from a signal until the main thread must have begun its end
 END_PATIENCE = 5.0                       # s that an end may take
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3      # parameters of glibc's mallopt, from malloc.h
+LARGEST_KEPT = 32 << 20                  # bytes of a block: the most that every glibc takes for M_MMAP_THRESHOLD
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
@@ -5485,12 +5488,23 @@ def make_fabric(cfg: Config) -> Fabric:
         raise FabricError("number of ranks", world, f"a divisor of num_slots={cfg.num_slots}: {fits}",
                           f"torchrun --nproc_per_node={nearest_below} train_gpt.py ...")
 
+    if not cuda:
+        keep_freed_memory()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     fabric = Fabric(device, rank, world)
     fabric.enter_thread()
     if world == 1:
         return fabric
     return join_ranks(cfg, fabric)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what is freed: given back after each step, it would come again page by page, a fault for each."""
+    if platform.libc_ver()[0] != "glibc":
+        return
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_TRIM_THRESHOLD, -1)                                        # -1: never trim
+    libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
 
 
 def join_ranks(cfg: Config, fabric: Fabric) -> Fabric:
