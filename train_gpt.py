@@ -46,6 +46,7 @@ import argparse
 import base64
 import bisect
 import contextlib
+import ctypes
 import difflib
 import errno
 import functools
@@ -2744,7 +2745,7 @@ def softcap(logits: Tensor) -> Tensor:
 
 def share_of_cap(logits: Tensor) -> Tensor:
     """s = z / LOGIT_CAP, between 0 and 1."""
-    return torch.sigmoid((logits + LOGIT_SHIFT) * (1 / LOGIT_WIDTH))
+    return (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
 
 
 def blocks_of_rows(*arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -2769,13 +2770,26 @@ def capped_at(logits: Tensor, ids: Tensor, work: torch.dtype) -> tuple[Tensor, T
     return torch.cat(lse), torch.cat(z_of_ids)
 
 
-def logits_gradient(logits: Tensor, lse: Tensor, ids: Tensor, shares: Tensor, work: torch.dtype) -> Tensor:
-    """Gradient by the logits of sum over k of shares[k] * (lse - z[ids[k]]) * LOGIT_WIDTH / LOGIT_CAP, (N, V).
+def losses_over_gradient(logits: Tensor, ids: Tensor, shares: Tensor, work: torch.dtype) -> Tensor:
+    """logits (N, V), ids and shares (N, G) -> sum over k of shares[k] * -log softmax(z)[ids[k]], (N,).
 
-    logits (N, V), lse (N,), ids and shares (N, G)
+    LOGIT_WIDTH times its gradient by the logits takes their place: made here, where z and its softmax are at hand.
     """
-    s = share_of_cap(logits.to(work))
-    grad = shares.sum(dim=1, keepdim=True) * torch.exp(LOGIT_CAP * s - lse[:, None])      # by z
+    losses = []
+    for block, ids_of_block, shares_of_block in blocks_of_rows(logits, ids, shares):
+        z = softcap(block.to(work))
+        probability = z.softmax(dim=-1)                                       # above 1e-10 / V, for z is below 23
+        nats = -probability.gather(1, ids_of_block).log()
+        losses.append((shares_of_block * nats).sum(dim=1))
+        grad = probability.mul_(shares_of_block.sum(dim=1, keepdim=True))     # by z
+        grad = without_targets(grad, ids_of_block, shares_of_block)
+        slope = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)                  # z - z^2 / 23: LOGIT_WIDTH dz by dlogit
+        torch.mul(grad, slope, out=block)
+    return torch.cat(losses)
+
+
+def without_targets(grad: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+    """grad (N, V), less shares[k] at ids[k] for each k. In place where nothing compiles it."""
     columns = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
     for k in range(ids.shape[1]):                                             # one by one: a row may have an id twice
         column = ids[:, k:k + 1]
@@ -2784,6 +2798,17 @@ def logits_gradient(logits: Tensor, lse: Tensor, ids: Tensor, shares: Tensor, wo
             grad = grad - share * (columns == column.int())                   # in 32 bits: half the instructions
         else:
             grad.scatter_add_(1, column, -share)
+    return grad
+
+
+def logits_gradient(logits: Tensor, lse: Tensor, ids: Tensor, shares: Tensor, work: torch.dtype) -> Tensor:
+    """Gradient by the logits of sum over k of shares[k] * (lse - z[ids[k]]) * LOGIT_WIDTH / LOGIT_CAP, (N, V).
+
+    logits (N, V), lse (N,), ids and shares (N, G)
+    """
+    s = share_of_cap(logits.to(work))
+    grad = shares.sum(dim=1, keepdim=True) * torch.exp(LOGIT_CAP * s - lse[:, None])      # by z
+    grad = without_targets(grad, ids, shares)
     return grad * s * (1 - s)
 
 
@@ -2917,6 +2942,11 @@ class HeadLoss(torch.autograd.Function):
 
         logits = logits.to(logits_dtype)
         next_ids, shares = next_targets(targets, weights)
+        if precision == "plain":
+            losses = losses_over_gradient(logits, next_ids, shares.to(ctx.work), ctx.work)
+            ctx.save_for_backward(y, w, logits)                               # which are their gradient by now
+            return losses
+
         lse, z_of_next = capped_at(logits, next_ids, ctx.work)
         ctx.save_for_backward(y, w, logits, lse, next_ids, shares, loss_weight)
         nats = lse[:, None] - z_of_next                                       # (N, G), -log of the probability
@@ -2924,23 +2954,23 @@ class HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad_losses):
+        if ctx.precision == "plain":
+            y, w, grad = ctx.saved_tensors
+            unit = (grad_losses / LOGIT_WIDTH).to(y.dtype)[:, None]           # each position's own factor
+            grad_y = unit * (grad @ w.t())
+            grad_w = None
+            if ctx.needs_input_grad[1]:                                       # not of a frozen one
+                grad_w = keep_gradient(ctx.owned, unit * y, grad)
+            return grad_y, grad_w, None, None, None, None, None, None
+
         y, w, logits, lse, next_ids, shares, loss_weight = ctx.saved_tensors
         unit = grad_losses * (LOGIT_CAP / LOGIT_WIDTH)
-        grad = logits                                                         # its place: nobody reads them again
-        if ctx.precision != "plain":
-            grad_scale = loss_weight.float() * f32_scale(FP8_GRAD_SCALE, y).float()
-            unit = unit / grad_scale
-            grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
+        grad_scale = loss_weight.float() * f32_scale(FP8_GRAD_SCALE, y).float()
+        unit = unit / grad_scale
+        grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
         shares = unit[:, None] * shares
         for place, *facts in blocks_of_rows(grad, logits, lse, next_ids, shares):
             place.copy_(logits_gradient(*facts, ctx.work))
-
-        if ctx.precision == "plain":
-            grad_y = grad @ w.t()
-            grad_w = None
-            if ctx.needs_input_grad[1]:                                       # not of a frozen one
-                grad_w = keep_gradient(ctx.owned, y, grad)
-            return grad_y, grad_w, None, None, None, None, None, None
 
         native = ctx.precision == "fp8"
         grad_scale = grad_scale.double()
@@ -6873,6 +6903,8 @@ CONSOLE_PATIENCE = 2.0                   # s for stderr to take the cause
 JOIN_PATIENCE = 1.0                      # s beyond comm_timeout for torch's own message that a rank is missing
 BEGIN_PATIENCE = 1.0                     # s from a signal until the main thread must have begun its end
 END_PATIENCE = 5.0                       # s that an end may take
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3      # parameters of glibc's mallopt, from malloc.h
+LARGEST_KEPT = 32 << 20                  # bytes of a block: the most that every glibc takes for M_MMAP_THRESHOLD
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
@@ -6923,12 +6955,23 @@ def make_fabric(cfg: Config) -> Fabric:
         raise FabricError("number of ranks", world, f"a divisor of num_slots={cfg.num_slots}: {fits}",
                           f"torchrun --nproc_per_node={nearest_below} train_gpt.py ...")
 
+    if not cuda:
+        keep_freed_memory()
     device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
     fabric = Fabric(device, rank, world)
     fabric.enter_thread()
     if world == 1:
         return fabric
     return join_ranks(cfg, fabric)
+
+
+def keep_freed_memory() -> None:
+    """Have glibc keep what is freed: given back after each step, it would come again page by page, a fault for each."""
+    if platform.libc_ver()[0] != "glibc":
+        return
+    libc = ctypes.CDLL(None)
+    libc.mallopt(M_TRIM_THRESHOLD, -1)                                        # -1: never trim
+    libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
 
 
 def join_ranks(cfg: Config, fabric: Fabric) -> Fabric:

@@ -3,6 +3,10 @@
 Everything here runs on a CPU; what needs a GPU is in test_gpu.py.
 """
 import json
+import platform
+import resource
+import subprocess
+import sys
 from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import rehearse
 import torch
-from common import executor, preset, refused
+from common import ROOT, executor, preset, refused
 from common import fabric as make_fabric
 
 import train_gpt as tg
@@ -731,6 +735,28 @@ def test_24_gb_cards_are_sent_to_more_slots():
     longest = max(stage.batch_tokens for stage in cfg.stages)
     tokens = longest // (int(tg.re.search(r"--num_slots=(\d+)", flags)[1]) if flags else cfg.num_slots // slots)
     assert 8_000 <= tokens <= 50_000, "tokens that are in the model together"
+
+
+KEPT = """
+import resource
+import torch
+import train_gpt as tg
+
+tg.keep_freed_memory()
+for _ in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    tensors = [torch.ones(1 << 20) for _ in range(20)]
+    del tensors
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+print(faults)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="without glibc's malloc")
+def test_what_is_freed_on_a_cpu_is_kept():
+    out = subprocess.run([sys.executable, "-c", KEPT], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    pages = 20 * (4 << 20) // resource.getpagesize()
+    assert int(out) < pages // 20
 
 
 def test_free_memory_is_that_of_the_system():
