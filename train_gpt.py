@@ -3865,7 +3865,7 @@ class HostHome(DeviceHome):
         self.counts = super().moved()
         self.live: Live | None = None    # on the device: rows of the event in `taken`
         self.taken: EventRows | None = None
-        self.waiting: dict[EventRows, EventRows] = {}        # prepared, by the event that it follows
+        self.waiting: dict[EventRows, EventRows] = {}  # prepared, by the event to come that each follows
         self.coming: dict[EventRows, Future] = {}    # fresh rows of an event
         self.going: Future | None = None             # the last that was put
 

@@ -12,8 +12,8 @@ from faults import Launcher
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-LONGEST_FILES = ["test_rehearsal.py", "test_walk_ranks.py", "test_ranks.py", "test_rows.py", "test_runs.py",
-                 "test_faults.py", "test_main.py"]
+LONGEST_FILES = ["test_rehearsal.py", "test_walk_ranks.py", "test_ranks.py", "test_rows.py", "test_tables.py",
+                 "test_runs.py", "test_faults.py", "test_main.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import mmap
+import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -313,6 +316,44 @@ def test_only_fresh_rows_come_up_however_far_ahead_events_are_prepared():
         came_up.append(home.moved()["bytes_up"] // row_bytes)
     assert home.stored.rows[:, 0].tolist() == [2, 2, 3, 4, 2, 1, 0, 0, 0, 2]
     assert sum(came_up) == 1 + 3 + 1 + 1 + 1 + 1
+
+
+def resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * mmap.PAGESIZE / 2**20
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a table takes its whole memory")
+@homes
+def test_a_table_of_a_hundred_million_rows_takes_memory_for_those_it_has_touched(home):
+    """Behind 2^31 elements, too; an event, a look at what was touched and a reset."""
+    rows, width = 10**8, 24
+    assert rows * width > 2**31
+    before = resident_mib()
+    kept = tg.HOMES[home]((rows, width), torch.float32, preset(), fabric())
+    events = events_of([[0, 5, rows // 2, rows - 2], [5, rows - 2, rows - 1]])
+    for event in events:
+        kept.prepare(event)
+    for number, event in enumerate(events, 1):
+        live = kept.take(event)
+        live.rows.add_(number)
+        live.v.add_(0.5)
+        live.last.fill_(number)
+        kept.put(event, live)
+    pieces = list(kept.touched())
+    places = torch.cat([places_of_piece for places_of_piece, _ in pieces])
+    live = tg.Live(*(torch.cat(parts) for parts in zip(*(live_of_piece for _, live_of_piece in pieces))))
+    assert places.tolist() == [0, 5, rows // 2, rows - 2, rows - 1]
+    assert live.rows.unique(dim=1).flatten().tolist() == [1, 3, 1, 3, 2]
+    assert live.v.tolist() == [0.5, 1, 0.5, 1, 0.5]
+    assert live.last.tolist() == [1, 2, 1, 2, 2]
+    assert kept.read(torch.tensor([rows - 2, 6])).sum(dim=1).tolist() == [3 * width, 0]
+
+    kept.load([(places[2:], live.at(torch.tensor([2, 3, 4])))])
+    found = torch.cat(list(kept.touched_places()))
+    assert found.tolist() == places[2:].tolist()
+    assert not kept.read(torch.tensor([0, 5])).any()
+    assert resident_mib() < before + 64
 
 
 def trained(executor: tg.Executor, steps: int) -> bytes:
