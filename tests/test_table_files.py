@@ -369,7 +369,8 @@ PIECES = {                               # case -> what the message says of the 
     "no ids": "with their numbers", "words": "with their numbers", "no rows": "not 1 to 1000 rows",
     "many": "not 1 to 1000 rows", "f32 rows": "rows is", "narrow": "rows is", "fewer rows": "rows is",
     "fewer v": "v is", "nan": "rows is not finite", "infinite": "v is not finite",
-    "negative": "a second moment below 0", "no v": "v missing", "untouched": "events 0 to", "ahead": "to 5, of 1 to 4", "more": "'new' unknown",
+    "negative": "a second moment below 0",
+    "no v": "v missing", "untouched": "events 0 to", "ahead": "to 5, of 1 to 4", "more": "'new' unknown",
     "nothing": "with their numbers"}
 
 
