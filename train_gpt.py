@@ -959,22 +959,22 @@ class Fabric:
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
-        """What stops a rank inside is raised behind it on every rank, so that none waits for one that has given up.
+        """A TrainerError that stops a rank inside is raised behind it on every rank, so that none waits for that one.
 
-        Every rank comes here, and inside there is nothing that waits for another rank. Raises RunError.
+        Every rank comes here, and inside there is nothing that waits for another rank.
         """
         failure = None
         try:
             yield
         except TrainerError as error:
-            failure = (error.what, str(error.found), str(error.expected), error.do)
+            failure = (type(error), error.what, str(error.found), str(error.expected), error.do)
         for rank, theirs in enumerate(self.of_all(failure)):
             if theirs is None:
                 continue
-            what, found, expected, do = theirs
+            kind, what, found, expected, do = theirs
             if self.world > 1:
                 what = f"{what}, on rank {rank}"
-            raise RunError(what, found, expected, do)
+            raise kind(what, found, expected, do)
 
     def gone(self) -> list[str]:
         """Ranks of this host whose process has ended, in words for a message."""
@@ -5082,7 +5082,7 @@ class Executor(Evaluator):
         return weights
 
     def whole_state(self, values: Values) -> dict[str, Any]:
-        """What a checkpoint in front of the step of these values holds: the same at every W.
+        """What a checkpoint in front of the step of these values holds besides pieces of tables: the same at every W.
 
         Between cycles, and on rank 0; every rank calls it.
         """
@@ -5095,7 +5095,7 @@ class Executor(Evaluator):
 
     @torch.no_grad()
     def load_state(self, saved: dict[str, Any]) -> None:
-        """This rank's part of what whole_state gave, in place."""
+        """This rank's part of what whole_state gave, in place. Rows of rowwise tables: see `load_tables`."""
         optimizer = self.optimizer
         for label, state in optimizer.state.items():
             weight = saved["weights"][label]
@@ -5928,7 +5928,7 @@ def load_tables(folder: Path, cfg: Config, records: list[dict[str, Any]], counts
                 tables: dict[str, EventTable], fabric: Fabric) -> None:
     """Put the saved rows of the tables in the place of all. Every rank calls it, each for what it owns.
 
-    cfg: of the run that saved. counts: events by label; None for a save. Raises RunError on all ranks if one fails.
+    cfg: of the run that saved. counts: events by label; None for a save. Raises DataError on all ranks if one fails.
     """
     with fabric.failing_together():
         for record in records:

@@ -1,7 +1,7 @@
 """Rows of tables in files: pieces of checkpoints and saves, by every owner, for any number of ranks and either home.
 
-table_file_cases.py is started once, for runs of two ranks and for runs that are killed; here its files are compared with
-those of one rank. Other cases change one thing of a sound checkpoint or save and ask the function that reads it.
+table_file_cases.py is started once, for runs of two ranks and for runs that are killed; here its files are compared
+with those of one rank. Other cases change one thing of a sound checkpoint or save and ask the function that reads it.
 """
 from __future__ import annotations
 
@@ -30,12 +30,16 @@ ROUNDING = 1e-9
 Rows = dict[str, dict[str, Tensor]]      # by label: what its pieces hold, in the order of ids
 
 
+def no_warm_up(*_: object) -> None:
+    """It leaves no trace."""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def small_pieces() -> Iterator[None]:
-    """And runs without a warm-up, which leaves no trace."""
+    """And runs without a warm-up."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tg, "PIECE_BYTES", SMALL_PIECES)
-        patch.setattr(tg, "warm_up", lambda *_: None)
+        patch.setattr(tg, "warm_up", no_warm_up)
         yield
 
 
@@ -241,7 +245,8 @@ def test_a_checkpoint_that_is_stopped_leaves_the_one_before_alone(place, tmp_pat
         return rename(path, target)
 
     monkeypatch.setattr(Path, "rename", stop)
-    with pytest.raises((Stopped, tg.RunError)), tg.pieces_of_all(folder, 10, tables_of(folder), True, fabric()) as pieces:
+    tables = tables_of(folder)
+    with pytest.raises((Stopped, tg.RunError)), tg.pieces_of_all(folder, 10, tables, True, fabric()) as pieces:
         tg.save_checkpoint(folder, 10, content, pieces)
     assert len(calls) == at + 1 and sorted(folder.iterdir()) == before
 
@@ -320,10 +325,14 @@ def newest_names(folder: Path) -> list[str]:
     return content["tables"][1]["pieces"]
 
 
+def name_of(function: Callable) -> str:
+    return function.__name__
+
+
 DAMAGES = {flip_a_bit: "damaged", truncate: "damaged", remove: "No such file", swap: "damaged", make_fifo: "named pipe"}
 
 
-@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+@pytest.mark.parametrize("damage", DAMAGES, ids=name_of)
 def test_a_damaged_piece_leads_to_the_checkpoint_before(checkpoints, capsys, damage):
     damage(checkpoints)
     path, content = tg.load_checkpoint(checkpoints, config(), fabric())
@@ -341,13 +350,11 @@ def write_checkpoint(folder: Path, content: dict) -> None:
     (folder / "new").rename(folder / f"step-0000008-{digest}.pt")
 
 
-def change_piece(folder: Path, number: int, change: Callable[[dict], object]) -> None:
+def write_piece(folder: Path, number: int, content: object) -> None:
     """Another content of a piece of the trigrams, under names that have the right hashes."""
     checkpoint = torch.load(max(folder.glob("step-*.pt")))
     names = checkpoint["tables"][1]["pieces"]
-    piece = torch.load(folder / names[number])
-    changed = change(piece)
-    torch.save(piece if changed is None else changed, folder / "piece")
+    torch.save(content, folder / "piece")
     digest = hashlib.sha256((folder / "piece").read_bytes()).hexdigest()
     renamed = tg.Piece.named(names[number])._replace(sha256=digest)
     names[number] = f"{renamed}.pt"
@@ -355,50 +362,50 @@ def change_piece(folder: Path, number: int, change: Callable[[dict], object]) ->
     write_checkpoint(folder, checkpoint)
 
 
-def put(name: str, at: int, value: float) -> Callable[[dict], None]:
-    def change(piece: dict) -> None:
-        piece[name][at] = value
-    return change
+PIECES = {                               # case -> what the message says of the second piece of a table
+    "descending": "rows that do not ascend", "twice in a piece": "rows that do not ascend",
+    "of the piece before": "rows that do not ascend, behind row", "below 0": "rows that do not ascend",
+    "behind the end": "row 1000 of a table of 1000", "i32 ids": "ids is", "2-D ids": "ids is",
+    "no ids": "with their numbers", "words": "with their numbers", "no rows": "not 1 to 1000 rows",
+    "many": "not 1 to 1000 rows", "f32 rows": "rows is", "narrow": "rows is", "fewer rows": "rows is",
+    "fewer v": "v is", "nan": "rows is not finite", "infinite": "v is not finite",
+    "negative": "a second moment below 0",
+    "no v": "v missing", "untouched": "events 0 to", "ahead": "to 5, of 1 to 4", "more": "'new' unknown",
+    "nothing": "with their numbers"}
 
 
-def become(name: str, of: Callable[[Tensor], object]) -> Callable[[dict], None]:
-    def change(piece: dict) -> None:
-        piece[name] = of(piece[name])
-    return change
+def put(x: Tensor, at: int, value: float) -> Tensor:
+    changed = x.clone()
+    changed[at] = value
+    return changed
 
 
-def lose(name: str) -> Callable[[dict], None]:
-    def change(piece: dict) -> None:
-        del piece[name]
-    return change
-
-
-PIECES = {                               # case -> change of the second piece of a table, what the message says
-    "descending": (become("ids", lambda ids: ids.flip(0)), "rows that do not ascend"),
-    "twice in a piece": (become("ids", lambda ids: ids.scatter(0, torch.tensor([1]), ids[:1])), "do not ascend"),
-    "of the piece before": (put("ids", 0, 1), "rows that do not ascend, behind row"),
-    "below 0": (put("ids", 0, -1), "rows that do not ascend"),
-    "behind the end": (put("ids", -1, 1000), "row 1000 of a table of 1000"),
-    "i32 ids": (become("ids", Tensor.int), "ids is"), "2-D ids": (become("ids", lambda ids: ids[None]), "ids is"),
-    "no ids": (lose("ids"), "with their numbers"), "words": (become("ids", str), "with their numbers"),
-    "none": (lambda piece: {name: x[:0] for name, x in piece.items()}, "not 1 to 1000 rows"),
-    "many": (become("ids", lambda _: torch.zeros(1, dtype=torch.int64).expand(10**12)), "not 1 to 1000 rows"),
-    "f32 rows": (become("rows", Tensor.float), "rows is"), "narrow": (become("rows", lambda x: x[:, 1:]), "rows is"),
-    "fewer rows": (become("rows", lambda x: x[1:]), "rows is"), "fewer v": (become("v", lambda x: x[1:]), "v is"),
-    "nan": (put("rows", 3, torch.nan), "rows is not finite"), "infinite": (put("v", 3, torch.inf), "v is not finite"),
-    "negative": (put("v", 3, -1.0), "a second moment below 0"), "no v": (lose("v"), "v missing"),
-    "untouched": (put("last", 3, 0), "events 0 to"), "ahead": (put("last", 3, 5), "to 5, of 1 to 4"),
-    "more": (lambda piece: piece | dict(new=torch.zeros(1)), "'new' unknown"),
-    "nothing": (lambda piece: 7, "with their numbers")}
+def other_pieces(piece: dict[str, Tensor]) -> dict[str, object]:
+    """Case of the table above -> content of the piece."""
+    ids, rows, v, last = piece["ids"], piece["rows"], piece["v"], piece["last"]
+    without_ids = dict(rows=rows, v=v, last=last)
+    without_v = dict(ids=ids, rows=rows, last=last)
+    same_row = torch.zeros(1, dtype=torch.int64).expand(10**12)
+    return {
+        "descending": piece | dict(ids=ids.flip(0)), "twice in a piece": piece | dict(ids=put(ids, 1, ids[0])),
+        "of the piece before": piece | dict(ids=put(ids, 0, 1)), "below 0": piece | dict(ids=put(ids, 0, -1)),
+        "behind the end": piece | dict(ids=put(ids, -1, 1000)), "i32 ids": piece | dict(ids=ids.int()),
+        "2-D ids": piece | dict(ids=ids[None]), "no ids": without_ids, "words": piece | dict(ids="0 1 2"),
+        "no rows": {name: x[:0] for name, x in piece.items()}, "many": piece | dict(ids=same_row),
+        "f32 rows": piece | dict(rows=rows.float()), "narrow": piece | dict(rows=rows[:, 1:].clone()),
+        "fewer rows": piece | dict(rows=rows[1:]), "fewer v": piece | dict(v=v[1:]),
+        "nan": piece | dict(rows=put(rows, 3, torch.nan)), "infinite": piece | dict(v=put(v, 3, torch.inf)),
+        "negative": piece | dict(v=put(v, 3, -1.0)), "no v": without_v, "untouched": piece | dict(last=put(last, 3, 0)),
+        "ahead": piece | dict(last=put(last, 3, 5)), "more": piece | dict(new=torch.zeros(1)), "nothing": 7}
 
 
 @pytest.mark.parametrize("case", PIECES)
 def test_a_piece_with_the_right_hash_and_other_content_leads_to_the_checkpoint_before(checkpoints, capsys, case):
-    change, says = PIECES[case]
-    change_piece(checkpoints, 1, change)
+    sound = torch.load(checkpoints / newest_names(checkpoints)[1])
+    write_piece(checkpoints, 1, other_pieces(sound)[case])
     path, _ = tg.load_checkpoint(checkpoints, config(), fabric())
     said = capsys.readouterr().out
-    assert path.name.startswith("step-0000006-") and "as rows of trigram_embed" in said and says in said
+    assert path.name.startswith("step-0000006-") and "as rows of trigram_embed" in said and PIECES[case] in said
 
 
 def test_a_row_of_another_owner_is_refused():
@@ -408,55 +415,45 @@ def test_a_row_of_another_owner_is_refused():
     assert "another owner than rank 1 of 2" in tg.wrong_with_piece(content, owned, config(), 1000, None, -1)
 
 
-def change_record(change: Callable[[list], object]) -> Callable[[Path], None]:
-    """Another list of tables in the newest checkpoint."""
-    def rewrite(folder: Path) -> None:
-        content = torch.load(max(folder.glob("step-*.pt")))
-        changed = change(content["tables"])
-        if changed is not None:
-            content["tables"] = changed
-        write_checkpoint(folder, content)
-    return rewrite
+RECORDS = {                              # case -> what the message says of the list of tables
+    "none": "other content", "word": "other content", "tensors": "another form", "tensors inside": "another form",
+    "more": "another form", "one": "the tables ['more_bigram_embed'], where this trainer has",
+    "hash": "with hash [1, 3, 5], where this trainer has",
+    "order": "the tables ['trigram_embed', 'more_bigram_embed'], where this trainer has", "no pieces": "no list",
+    "number": "as a piece of trigram_embed", "elsewhere": "as a piece of trigram_embed",
+    "backwards": "in another order", "twice": "in another order", "label": "as a piece of trigram_embed",
+    "step": "as a piece of trigram_embed", "rank": "as a piece of trigram_embed", "world": "by 2 and by 1 ranks"}
 
 
-def names_become(of: Callable[[list], list]) -> Callable[[Path], None]:
-    def change(tables: list) -> None:
-        tables[1]["pieces"] = of(tables[1]["pieces"])
-    return change_record(change)
+def other_tables(tables: list[dict]) -> dict[str, object]:
+    """Case of the table above -> what a checkpoint says of its tables."""
+    first, second = tables
+    names = second["pieces"]
+    piece = tg.Piece.named(names[0])
 
+    def with_pieces(changed: object) -> list[dict]:
+        return [first, second | dict(pieces=changed)]
 
-def with_name(**changes) -> Callable[[Path], None]:
-    """The first piece of the trigrams named as if it were another one."""
-    def of(names: list) -> list:
-        renamed = tg.Piece.named(names[0])._replace(**changes)
-        return [f"{renamed}.pt", *names[1:]]
-    return names_become(of)
+    def with_first(**changes: object) -> list[dict]:
+        return with_pieces([f"{piece._replace(**changes)}.pt", *names[1:]])
 
-
-RECORDS = {                              # case -> change of the list of tables, what the message says
-    "none": (change_record(lambda tables: ()), "other content"), "word": (change_record(lambda tables: "x"), "other content"),
-    "tensors": (change_record(lambda tables: [torch.zeros(3)]), "another form"),
-    "constant tensors": (change_record(lambda tables: tables[0].update(hash=torch.zeros(2))), "another form"),
-    "more": (change_record(lambda tables: tables[0].update(x=1)), "another form"),
-    "one": (change_record(lambda tables: tables[:1]), "the tables ['more_bigram_embed'], where this trainer has"),
-    "hash": (change_record(lambda tables: tables[1].update(hash=[1, 3, 5])), "with hash [1, 3, 5], where this trainer"),
-    "order": (change_record(lambda tables: tables[::-1]), "the tables ['trigram_embed', 'more_bigram_embed'], where"),
-    "piece less": (names_become(lambda names: None), "no list"), "text": (names_become(lambda names: [3]), "as a piece"),
-    "elsewhere": (names_become(lambda names: [f"../{names[0]}"]), "as a piece of trigram_embed"),
-    "backwards": (names_become(lambda names: names[::-1]), "in another order"),
-    "twice": (names_become(lambda names: names[:1] * 2), "in another order"),
-    "label": (with_name(label="more_bigram_embed"), "as a piece of trigram_embed"),
-    "step": (with_name(step=6), "as a piece of trigram_embed"), "rank": (with_name(rank=1), "as a piece"),
-    "world": (with_name(world=2), "by 2 and by 1 ranks")}
+    return dict(
+        none=None, word="x", tensors=[torch.zeros(3)], more=[first | dict(x=1), second], one=[first],
+        hash=[first, second | dict(hash=[1, 3, 5])], order=[second, first], number=with_pieces([3]),
+        elsewhere=with_pieces([f"../{names[0]}"]), backwards=with_pieces(names[::-1]), twice=with_pieces(names[:1] * 2),
+        label=with_first(label="more_bigram_embed"), step=with_first(step=6), rank=with_first(rank=1),
+        world=with_first(world=2)) | {
+        "tensors inside": [first | dict(hash=torch.zeros(2)), second], "no pieces": with_pieces(None)}
 
 
 @pytest.mark.parametrize("case", RECORDS)
 def test_another_list_of_tables_leads_to_the_checkpoint_before(checkpoints, capsys, case):
-    change, says = RECORDS[case]
-    change(checkpoints)
+    content = torch.load(max(checkpoints.glob("step-*.pt")))
+    changed = other_tables(content["tables"])[case]
+    write_checkpoint(checkpoints, content | dict(tables=changed))
     path, _ = tg.load_checkpoint(checkpoints, config(), fabric())
     said = capsys.readouterr().out
-    assert path.name.startswith("step-0000006-") and says in said
+    assert path.name.startswith("step-0000006-") and RECORDS[case] in said
 
 
 def other_constants(monkeypatch, **changes) -> None:
@@ -483,7 +480,8 @@ def test_other_constants_are_refused_in_words_that_name_both(checkpoints, monkey
 def test_other_rows_orders_and_tables_are_refused_in_words_that_name_both(checkpoints, monkeypatch):
     resume_refused(checkpoints, config(trigram_rows=1001), "trigram_embed with rows 1000, where this trainer has 1001")
     resume_refused(checkpoints, config(table_signs=0), "more_bigram_embed with signs 1, where this trainer has 0")
-    resume_refused(checkpoints, config(trigram_rows=0), "['more_bigram_embed', 'trigram_embed']", "['more_bigram_embed']")
+    resume_refused(checkpoints, config(trigram_rows=0), "['more_bigram_embed', 'trigram_embed'], where",
+                   "has ['more_bigram_embed']")
     resume_refused(checkpoints, config(trigram_rows=0, more_bigram_rows=0), "where this trainer has []")
     monkeypatch.setattr(tg, "NGRAM_TABLES", tg.NGRAM_TABLES[::-1])
     resume_refused(checkpoints, config(), "['more_bigram_embed', 'trigram_embed'], where this trainer has ['trigram")
@@ -669,4 +667,5 @@ def test_a_table_forgets_what_the_pieces_do_not_have():
     rows = torch.arange(4.0)[:, None].expand(4, 32)
     second.load([(torch.tensor([0, 1, 5, 999]), tg.Live(rows, torch.ones(4), torch.ones(4)))])
     (ids, live), = second.touched()
-    assert ids.tolist() == [1, 5, 999] and live.rows[:, 0].tolist() == [1, 2, 3] and not second.home.stored.rows[3].any()
+    assert ids.tolist() == [1, 5, 999] and live.rows[:, 0].tolist() == [1, 2, 3]
+    assert not second.home.stored.rows[3].any()
