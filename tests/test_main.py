@@ -45,7 +45,7 @@ def first(tmp_path_factory) -> Run:
 KEYS = {
     "header": "config started seed world_size grad_accum_steps slots_at_once tokens_per_step git_commit source_sha256 "
               "data_sha256 python torch triton cuda nccl hardware attention preset changed head row_comms target_loss "
-              "params_total params_per_token table_rows table_bytes untimed_warmup_steps",
+              "params_total params_per_token table_rows table_bytes table_home untimed_warmup_steps",
     "phase": "name ms timed",
     "step": "step train_time_ms tokens train_loss",
     "val": "step val_loss train_time_ms",

@@ -164,7 +164,7 @@ def test_bfloat16_is_close_to_float64():
     assert float((losses[0] - losses[1]).abs().mean()) < 0.2         # 8 bits through 11 layers; losses are about 10
 
 
-@pytest.mark.parametrize("precision", ["plain", "fp8"])
+@pytest.mark.parametrize("precision", [pytest.param("plain", marks=pytest.mark.all), "fp8"])
 def test_record_preset_at_full_size_on_meta_tensors(precision):
     """Shapes of the whole forward and backward with the variable-length kernel, without computing a number."""
     cfg = preset("record", 50_257, 50_256)

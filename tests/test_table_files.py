@@ -137,7 +137,11 @@ OTHER_RULES = {
     "bf16": ("--dtype=bfloat16", "--table_rounding=stochastic"), "one by Adam": ("--table_rule=adam",)}
 
 
-@pytest.mark.parametrize("name", OTHER_RULES)
+LONG = pytest.mark.all
+
+
+@pytest.mark.parametrize("name", ["cadence 4", *(pytest.param(name, marks=LONG) for name in OTHER_RULES
+                                                 if name != "cadence 4")])
 def test_other_tables_resume_bitwise_on_the_device(tmp_path, name):
     flags = [*TABLES, *OTHER_RULES[name]]
     whole = run(tmp_path / "whole", *flags, "--sample_tokens=0", f"--save={tmp_path / 'save'}")
@@ -197,7 +201,8 @@ def test_a_rank_reads_every_piece_that_may_have_its_rows(before, world):
 
 # ---- stopped while it writes -----------------------------------------------------------------------------------------
 
-@pytest.mark.parametrize("moment", [moment.__name__ for moment in MOMENTS])
+@pytest.mark.parametrize("moment", [pytest.param(moment.__name__, marks=[LONG] * (number > 0))
+                                    for number, moment in enumerate(MOMENTS)])
 def test_a_run_killed_while_it_writes_goes_on_from_the_checkpoint_before(place, tmp_path, moment):
     killed = Path(shutil.copytree(place / moment, tmp_path / "killed"))
     folder = killed / tg.CHECKPOINTS
