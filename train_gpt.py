@@ -3822,10 +3822,13 @@ class DeviceHome:
     def touched_places(self, most_rows: int = PIECE_ROWS) -> Iterator[Tensor]:
         """Places of the rows that some event has touched, in pieces (n,) i64, ascending."""
         self.settle()
+        found = [torch.empty(0, dtype=torch.int64, device=self.stored.last.device)]
         for first in range(0, len(self.stored.last), SCANNED_ROWS):
-            found = self.stored.last[first:first + SCANNED_ROWS].nonzero().flatten()
-            if len(found) > 0:
-                yield from (first + found).split(most_rows)
+            at = self.stored.last[first:first + SCANNED_ROWS].nonzero().flatten()
+            found.append(first + at)
+        for places in torch.cat(found).split(most_rows):
+            if len(places) > 0:                               # one piece of nothing, if there is nothing
+                yield places
 
     def touched(self, most_rows: int = PIECE_ROWS) -> Iterator[tuple[Tensor, Live]]:
         """The rows that some event has touched, in pieces: their places (n,) i64, and copies, on the host."""
