@@ -72,14 +72,17 @@ def operation_bytes(name: str, args: tuple, tensors: list[Tensor], out: list[Ten
     if name in ("index", "gather", "embedding", "index_select"):
         index = [x for x in tensors[1:] if not x.dtype.is_floating_point]
         return 2 * out[0].nbytes + sum(x.nbytes for x in index)
-    if name in ("index_put_", "index_add_"):
+    if name in ("index_put_", "index_add_", "index_copy_"):
         target = tensors[0]
         index = [x for x in tensors[1:] if not x.dtype.is_floating_point]
         source = [x for x in tensors[1:] if x.dtype.is_floating_point]
         rows = max([x.numel() for x in index], default=1)
-        along = args[1] if name == "index_add_" else next((at for at, x in enumerate(args[1]) if x is not None), 0)
+        if name == "index_put_":
+            along = next((at for at, x in enumerate(args[1]) if x is not None), 0)
+        else:
+            along = args[1]
         written = rows * target.nbytes // max(1, target.shape[along])
-        reads_too = name != "index_put_"
+        reads_too = name == "index_add_"
         return written * (1 + reads_too) + sum(x.nbytes for x in index + source)
     if name in ("fill_", "zero_", "full", "zeros", "new_zeros", "zeros_like", "ones", "arange", "new_full"):
         return sum(x.nbytes for x in out)

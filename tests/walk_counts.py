@@ -30,6 +30,7 @@ def operations(mode: phantom.Card) -> None:
         matrix.exp()
         matrix.zero_()
         matrix.index_add_(0, index, few)
+        matrix.index_copy_(0, index, few)
         matrix[index]
         few.copy_(matrix[:LISTED])
         matrix.bfloat16()
@@ -41,6 +42,7 @@ EXPECTED = {                             # bytes, flops
     "aten.exp": (2 * MATRIX, 0),
     "aten.zero_": (MATRIX, 0),
     "aten.index_add_": (OF_LIST + 2 * 4 * LISTED * WIDTH, 0),                 # the target's rows are read, too
+    "aten.index_copy_": (OF_LIST + 4 * LISTED * WIDTH, 0),
     "aten.index": (OF_LIST + 4 * LISTED * WIDTH, 0),
     "aten.copy_": (2 * 4 * LISTED * WIDTH, 0),
     "aten._to_copy": (MATRIX + MATRIX // 2, 0),
