@@ -127,10 +127,10 @@ read_flags() {  # what this script must know of the trainer's flags
 get_data() {
     if [[ -n $files ]]; then
         return
-    elif [[ $preset == pocket ]]; then
+    elif [[ $preset == pocket || $preset == pocket_* ]]; then
         say "data: the source text of Python's standard library"
         "$python" data/pocket.py
-    elif [[ $preset == record && $gpus != 0 ]]; then
+    elif [[ ($preset == record || $preset == record_*) && $gpus != 0 ]]; then
         say "data: 900 million tokens of FineWeb"
         local status=0
         "$python" data/cached_fineweb10B.py 9 || status=$?

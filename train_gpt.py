@@ -7028,7 +7028,7 @@ def head_precision(cfg: Config, fabric: Fabric) -> str:
 FLASH_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}
 FLASH_WIDTH_UNIT, MOST_FLASH_WIDTH = 8, 256          # of the heads that they take, in bf16
 FLASH_CARDS = {9: ("FA4", "FA3"), 10: ("FA4",)}      # faster than torch's own, by the GPU's capability (in torch 2.13)
-NEEDS_FLASH = {"record"}                 # presets whose speed and memory are those of such a kernel
+NEEDS_FLASH = {"record", "record_tables"}        # presets whose speed and memory are those of such a kernel
 # To check a kernel with: ends of documents inside of tiles of 128 and of windows, empty ones, one of a single token.
 CHECKED_BOUNDS = (0, 0, 150, 151, 420, 420, 700)
 CHECKED_WINDOWS = (2, 128, 300, 1000)    # the last is longer than any document

@@ -110,6 +110,13 @@ def test_training_on_a_machine_without_a_gpu(run_sh):
     assert started(done) == "train_gpt.py --preset=pocket --seed=1"
 
 
+def test_a_preset_with_tables_has_the_data_of_its_plain_one(run_sh):
+    """Each of the trainer's presets whose name goes on behind that of another trains on the same shards."""
+    done = run_sh("--preset=pocket_tables")
+    assert "data/pocket.py" in done.stdout
+    assert started(done) == "train_gpt.py --preset=pocket_tables"
+
+
 def test_own_data_are_not_fetched(run_sh):
     done = run_sh("--preset=pocket", "--train_files=my folder/*.bin")
     assert "data/pocket.py" not in done.stdout
