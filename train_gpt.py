@@ -3870,7 +3870,7 @@ class HostHome(DeviceHome):
         self.taken: EventRows | None = None
         self.waiting: dict[EventRows, EventRows] = {}  # prepared, by the event to come that each follows
         self.coming: dict[EventRows, Future] = {}    # fresh rows of an event
-        self.going: Future | None = None             # the last that was put
+        self.going: list[Future] = []                # what was put and may not be down yet, oldest first
 
     def prepare(self, event: EventRows) -> None:
         with self.lock:
@@ -3960,7 +3960,8 @@ class HostHome(DeviceHome):
             computed = torch.cuda.Event()
             computed.record()
         self._check_mover()
-        self.going = self.mover.submit(self._bring_down, event.places, live, computed)
+        going = self.mover.submit(self._bring_down, event.places, live, computed)
+        self.going.append(going)
 
     def _bring_down(self, places: Tensor, live: Live, computed: Any) -> None:
         """On the thread: rows and their state to where they are kept, once the event is through with them."""
@@ -3979,9 +3980,10 @@ class HostHome(DeviceHome):
         self._count("bytes_down", staging, began)
 
     def _check_mover(self) -> None:
-        """Raise here what went wrong with the last rows that were put."""
-        if self.going is not None and self.going.done():
-            self.going.result()
+        """Raise here what went wrong with rows that were put."""
+        while self.going and self.going[0].done():            # the thread goes by their order
+            self.going[0].result()
+            self.going.pop(0)
 
     def read(self, places: Tensor) -> Tensor:
         self.settle()
@@ -3989,9 +3991,9 @@ class HostHome(DeviceHome):
         return self._on_device(self.fabric.host_tensor(rows))
 
     def settle(self) -> None:
-        if self.going is not None:
-            bounded(self.going, self.cfg, "waiting for rows of a table on their way to the host")
-            self.going = None
+        while self.going:
+            bounded(self.going[0], self.cfg, "waiting for rows of a table on their way to the host")
+            self.going.pop(0)
 
     def forget(self) -> None:
         self.settle()

@@ -274,7 +274,7 @@ def overtaken(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> N
         tg.HostHome._bring_down(*arguments)
 
     def put(self, event, live) -> None:
-        self.going = downward.submit(slowly, self, event.places, live, None)
+        self.going = [downward.submit(slowly, self, event.places, live, None)]
     patch.setattr(tg.HostHome, "put", put)
 
 

@@ -9,6 +9,7 @@ import functools
 import itertools
 import mmap
 import sys
+import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -316,6 +317,34 @@ def test_only_fresh_rows_come_up_however_far_ahead_events_are_prepared():
         came_up.append(home.moved()["bytes_up"] // row_bytes)
     assert home.stored.rows[:, 0].tolist() == [2, 2, 3, 4, 2, 1, 0, 0, 0, 2]
     assert sum(came_up) == 1 + 3 + 1 + 1 + 1 + 1
+
+
+@pytest.mark.parametrize("seen_by", ["settle", "put"])
+def test_rows_that_did_not_get_home_are_missed_however_late_they_fail(seen_by):
+    """The next rows have been put by then."""
+    both_are_put = threading.Event()
+    gone = []
+
+    class FailingOnce(tg.HostHome):
+        def _bring_down(self, places, live, computed):
+            both_are_put.wait()
+            gone.append(places)
+            if len(gone) == 1:
+                raise MemoryError("no staging")
+            super()._bring_down(places, live, computed)
+
+    home = FailingOnce((10, 3), torch.float64, preset(), fabric())
+    first, second = events_of([[1, 2], [3, 4]])
+    live = home.take(first)
+    home.put(first, live)
+    home.put(second, live)
+    both_are_put.set()
+    with pytest.raises(MemoryError):
+        if seen_by == "put":
+            home.mover.submit(int).result()                   # behind both
+            home.put(second, live)
+        else:
+            home.settle()
 
 
 def resident_mib() -> float:
