@@ -4030,6 +4030,7 @@ class EventTable:
         """Nothing cached, no gradients, no bytes counted. The rows at home stay."""
         self._settle()
         self.home.forget()
+        self.home.moved()                                     # forgets them
         self.prepared = None
         self.cached = None
         self.live: Live | None = None                         # the rows that the next event updates
@@ -4179,6 +4180,13 @@ class EventTable:
         if purpose == "train":
             for key in self.totals:
                 self.totals[key] += (moved | here)[key]
+
+    def account_rest(self) -> None:
+        """What was moved behind the last account joins the sums of the run: rows of the last event go home."""
+        self.home.settle()
+        rest = self.home.moved()
+        for key in ("bytes_up", "bytes_down"):
+            self.totals[key] += rest[key]
 
     def memory_bytes(self, moments: Iterable[Tensor]) -> int:
         """Of all that this rank keeps of the table; of a host home's rows none."""
@@ -5117,6 +5125,8 @@ class Executor(Evaluator):
         for label, table in self.tables.items():
             for plan in table.open_plans:                     # of a cycle that the run ended in the middle of
                 table.account(plan, dense_passes=1)           # no gradients went back
+            if table.table.is_rowwise:
+                table.account_rest()
             result[label] = dict.fromkeys(table.totals, 0)
             for totals in self.fabric.of_all(table.totals):
                 for key, count in totals.items():
@@ -7442,7 +7452,7 @@ def write_checkpoint(cfg: Config, seconds_per_step: list[float], executor: Execu
 
 
 def checkpoint_due(cfg: Config, step: int) -> bool:
-    """Where a cycle starts: at each multiple of checkpoint_every, or one step behind an odd one; not at step 0."""
+    """Where the run's cycle starts: at each multiple of checkpoint_every, or next behind it; not at step 0."""
     cycle = run_cycle(cfg)
     if cfg.checkpoint_every == 0 or step % cycle != 0 or step == 0:
         return False

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import mmap
 import sys
 import threading
@@ -433,6 +434,21 @@ def test_the_second_of_two_runs_is_a_run_of_its_own(tmp_path, home):
     assert (both.status, alone.status) == (0, 0), both.err + alone.err
     assert losses(both.folder / "seed_5") == losses(alone.folder)
     assert losses(both.folder / "seed_4") != losses(alone.folder)
+
+
+def test_the_ledger_has_what_training_moved_and_nothing_of_the_warm_up(tmp_path):
+    """A run that ends inside a cycle, at one rank: each event brings its rows down, and the first brings all up."""
+    flags = ("--table_home=host", "--table_cadence=2", "--max_steps=5", "--sample_tokens=0", "--val_every=3")
+    with few_layers_and((PAIRS, replace(TRIPLES, rows=301))):
+        assert run(tmp_path, *flags).status == 0
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    plans = [line for line in log if line["type"] == "comms" and line["table"] == TRIPLES.label]
+    trained = [line["rows"] for line in plans if line["purpose"] == "train"]
+    row_bytes = preset().model_dim * 4 + 4 + 4
+    moved = log[-1]["comms"][TRIPLES.label]
+    assert len(trained) == 3
+    assert moved["bytes_down"] == row_bytes * sum(trained[:2])
+    assert row_bytes * trained[0] <= moved["bytes_up"] < row_bytes * sum(trained)
 
 
 # ---- The model ------------------------------------------------------------------------------------------------------
