@@ -751,6 +751,8 @@ def check_ngram_lines(cfg: Config) -> None:
     for line in NGRAM_TABLES:
         place = f"NGRAM_TABLES, {line.label}"
         need(labels.count(line.label) == 1, place, "two lines with that label", "a label for each", "another label")
+        need(re.fullmatch(r"\w+", line.label, re.ASCII), place, f"label {line.label!r}",
+             "letters, digits and _: it is part of the names of files", "another label")
         need(isinstance(line.rows, int) or hasattr(cfg, line.rows), place, f"rows={line.rows!r}",
              "a number, or the name of a setting", "a field of Config with that name")
         for name in ("signs", "home", "rule", "cadence", "rounding"):
@@ -1275,6 +1277,7 @@ VOCABULARY = "vocab.txt"                 # bytes of the tokens of the files besi
 HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # recipe 2.5
 SIGN_VECTORS = 8192                      # of random signs; one more has +1 alone
 BITMAP_ROWS = 16                         # per read of a cycle: in smaller tables a bitmap beats sorting the reads
+LONG_PATIENCE = 10                       # ranks may be that many timeouts apart while they compile, or one writes files
 FORMULA = "formula:"                     # formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS, tokens without a file
 FORMULA_TOKENS = 2**28                   # at most in one shard: half a GiB, 2.7 times a shard of FineWeb
 FORMULA_PIECE = 2**20                    # tokens made at once: the arithmetic takes 8 bytes for each
@@ -3854,7 +3857,8 @@ class HostHome(DeviceHome):
     """
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, cfg: Config, fabric: Fabric) -> None:
-        self.cfg = cfg
+        # The thread waits for events on the GPU, and these for other ranks, which may still compile.
+        self.cfg = replace(cfg, comm_timeout=LONG_PATIENCE * cfg.comm_timeout)
         self.fabric = fabric
         self.stream = torch.cuda.Stream(fabric.device) if fabric.on_cuda else None
         on_host = replace(fabric, device=torch.device("cpu"))
@@ -4791,7 +4795,6 @@ ADAM_BYTES = 22                          # that a dense update moves per element
                                          # written 2 + 2, its gradient read 2, two f32 moments 8 + 8
 MOST_ADAM_BYTES = 32 * 10**9             # of a rank's slice in one dense update, about 10 ms on an H100
 RECOMPILE_LIMIT = 64
-LONG_PATIENCE = 10                       # ranks may be that many timeouts apart while they compile, or one writes files
 
 
 class Losses(NamedTuple):

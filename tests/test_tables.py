@@ -11,6 +11,7 @@ import json
 import mmap
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -346,6 +347,18 @@ def test_rows_that_did_not_get_home_are_missed_however_late_they_fail(seen_by):
             home.put(second, live)
         else:
             home.settle()
+
+
+def test_rows_may_come_up_late_while_other_ranks_compile():
+    """Behind rows that go down only when the GPU has heard from the others."""
+    class Late(tg.HostHome):
+        def _bring_up(self, places):
+            time.sleep(0.2)
+            return super()._bring_up(places)
+
+    home = Late((10, 3), torch.float64, replace(preset(), comm_timeout=0.1), fabric())
+    event, = events_of([[5]])
+    assert len(home.take(event).rows) == 1
 
 
 def resident_mib() -> float:
