@@ -751,6 +751,8 @@ def check_ngram_lines(cfg: Config) -> None:
     for line in NGRAM_TABLES:
         place = f"NGRAM_TABLES, {line.label}"
         need(labels.count(line.label) == 1, place, "two lines with that label", "a label for each", "another label")
+        need(re.fullmatch(r"\w+", line.label, re.ASCII), place, f"label {line.label!r}",
+             "letters, digits and _: it is part of the names of files", "another label")
         need(isinstance(line.rows, int) or hasattr(cfg, line.rows), place, f"rows={line.rows!r}",
              "a number, or the name of a setting", "a field of Config with that name")
         for name in ("signs", "home", "rule", "cadence", "rounding"):
@@ -1275,6 +1277,7 @@ VOCABULARY = "vocab.txt"                 # bytes of the tokens of the files besi
 HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # recipe 2.5
 SIGN_VECTORS = 8192                      # of random signs; one more has +1 alone
 BITMAP_ROWS = 16                         # per read of a cycle: in smaller tables a bitmap beats sorting the reads
+LONG_PATIENCE = 10                       # ranks may be that many timeouts apart while they compile, or one writes files
 FORMULA = "formula:"                     # formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS, tokens without a file
 FORMULA_TOKENS = 2**28                   # at most in one shard: half a GiB, 2.7 times a shard of FineWeb
 FORMULA_PIECE = 2**20                    # tokens made at once: the arithmetic takes 8 bytes for each
@@ -3857,7 +3860,8 @@ class HostHome(DeviceHome):
     """
 
     def __init__(self, shape: tuple[int, int], dtype: torch.dtype, cfg: Config, fabric: Fabric) -> None:
-        self.cfg = cfg
+        # The thread waits for events on the GPU, and these for other ranks, which may still compile.
+        self.cfg = replace(cfg, comm_timeout=LONG_PATIENCE * cfg.comm_timeout)
         self.fabric = fabric
         self.stream = torch.cuda.Stream(fabric.device) if fabric.on_cuda else None
         on_host = replace(fabric, device=torch.device("cpu"))
@@ -4033,6 +4037,7 @@ class EventTable:
         """Nothing cached, no gradients, no bytes counted. The rows at home stay."""
         self._settle()
         self.home.forget()
+        self.home.moved()                                     # forgets them
         self.prepared = None
         self.cached = None
         self.live: Live | None = None                         # the rows that the next event updates
@@ -4182,6 +4187,13 @@ class EventTable:
         if purpose == "train":
             for key in self.totals:
                 self.totals[key] += (moved | here)[key]
+
+    def account_rest(self) -> None:
+        """What was moved behind the last account joins the sums of the run: rows of the last event go home."""
+        self.home.settle()
+        rest = self.home.moved()
+        for key in ("bytes_up", "bytes_down"):
+            self.totals[key] += rest[key]
 
     def memory_bytes(self, moments: Iterable[Tensor]) -> int:
         """Of all that this rank keeps of the table; of a host home's rows none."""
@@ -4786,7 +4798,6 @@ ADAM_BYTES = 22                          # that a dense update moves per element
                                          # written 2 + 2, its gradient read 2, two f32 moments 8 + 8
 MOST_ADAM_BYTES = 32 * 10**9             # of a rank's slice in one dense update, about 10 ms on an H100
 RECOMPILE_LIMIT = 64
-LONG_PATIENCE = 10                       # ranks may be that many timeouts apart while they compile, or one writes files
 
 
 class Losses(NamedTuple):
@@ -5120,6 +5131,8 @@ class Executor(Evaluator):
         for label, table in self.tables.items():
             for plan in table.open_plans:                     # of a cycle that the run ended in the middle of
                 table.account(plan, dense_passes=1)           # no gradients went back
+            if table.table.is_rowwise:
+                table.account_rest()
             result[label] = dict.fromkeys(table.totals, 0)
             for totals in self.fabric.of_all(table.totals):
                 for key, count in totals.items():
@@ -7445,7 +7458,7 @@ def write_checkpoint(cfg: Config, seconds_per_step: list[float], executor: Execu
 
 
 def checkpoint_due(cfg: Config, step: int) -> bool:
-    """Where a cycle starts: at each multiple of checkpoint_every, or one step behind an odd one; not at step 0."""
+    """Where the run's cycle starts: at each multiple of checkpoint_every, or next behind it; not at step 0."""
     cycle = run_cycle(cfg)
     if cfg.checkpoint_every == 0 or step % cycle != 0 or step == 0:
         return False

@@ -86,6 +86,7 @@ BAD_TABLES = {                               # columns of the table of trigrams 
     "rows of no setting": (dict(rows="fourgram_rows"), "rows='fourgram_rows'", "a field of Config"),
     "a single row": (dict(rows=1), "rows of trigram_embed", "rows=2 in NGRAM_TABLES"),
     "too many rows": (dict(rows=2**31), "rows of trigram_embed", "below 2^31"),
+    "a label that no file is named by": (dict(label="4-gram"), "label '4-gram'", "letters, digits and _"),
     "a label twice": (dict(label="more_bigram_embed"), "more_bigram_embed", "two lines"),
     "Adam at the host": (dict(rule="adam", home="host"), "rule of trigram_embed", "with home host", "--table_rule"),
     "Adam at every fourth step": (dict(rule="adam", cadence=4), "rule of trigram_embed", "cadence 4", "cadence 2"),

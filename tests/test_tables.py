@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import mmap
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -347,6 +349,18 @@ def test_rows_that_did_not_get_home_are_missed_however_late_they_fail(seen_by):
             home.settle()
 
 
+def test_rows_may_come_up_late_while_other_ranks_compile():
+    """Behind rows that go down only when the GPU has heard from the others."""
+    class Late(tg.HostHome):
+        def _bring_up(self, places):
+            time.sleep(0.2)
+            return super()._bring_up(places)
+
+    home = Late((10, 3), torch.float64, replace(preset(), comm_timeout=0.1), fabric())
+    event, = events_of([[5]])
+    assert len(home.take(event).rows) == 1
+
+
 def resident_mib() -> float:
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * mmap.PAGESIZE / 2**20
@@ -433,6 +447,21 @@ def test_the_second_of_two_runs_is_a_run_of_its_own(tmp_path, home):
     assert (both.status, alone.status) == (0, 0), both.err + alone.err
     assert losses(both.folder / "seed_5") == losses(alone.folder)
     assert losses(both.folder / "seed_4") != losses(alone.folder)
+
+
+def test_the_ledger_has_what_training_moved_and_nothing_of_the_warm_up(tmp_path):
+    """A run that ends inside a cycle, at one rank: each event brings its rows down, and the first brings all up."""
+    flags = ("--table_home=host", "--table_cadence=2", "--max_steps=5", "--sample_tokens=0", "--val_every=3")
+    with few_layers_and((PAIRS, replace(TRIPLES, rows=301))):
+        assert run(tmp_path, *flags).status == 0
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    plans = [line for line in log if line["type"] == "comms" and line["table"] == TRIPLES.label]
+    trained = [line["rows"] for line in plans if line["purpose"] == "train"]
+    row_bytes = preset().model_dim * 4 + 4 + 4
+    moved = log[-1]["comms"][TRIPLES.label]
+    assert len(trained) == 3
+    assert moved["bytes_down"] == row_bytes * sum(trained[:2])
+    assert row_bytes * trained[0] <= moved["bytes_up"] < row_bytes * sum(trained)
 
 
 # ---- The model ------------------------------------------------------------------------------------------------------
