@@ -1,0 +1,64 @@
+"""Two trainers in turn, step by step: made-up ones with clocks of their own."""
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).with_name("bench_steps.py")
+TRAINER = '''
+import time
+from pathlib import Path
+now = 0.0
+time.perf_counter = lambda: now
+MARKS = Path(__file__).with_name("marks")
+
+
+def mark(what):
+    with MARKS.open("a") as file:
+        file.write(what)
+
+
+class Executor:
+    def forward_backward(self):
+        mark("{name}")
+
+    def optim_step(self):
+        global now
+        now += {lasts}
+
+
+def main(flags):
+    assert flags[:-1] == ["--told=1"] and flags[-1].startswith("--run_dir=")
+    executor = Executor()
+    for _ in range({steps}):
+        executor.forward_backward()
+        executor.forward_backward()
+        executor.optim_step()
+        mark("{name}".upper())                                # what stands between two steps is of the turn
+    return 3
+'''
+
+
+def bench(folder: Path, steps: int) -> subprocess.CompletedProcess:
+    for name, lasts in (("a", 1.0), ("b", 1.03)):
+        (folder / f"{name}.py").write_text(TRAINER.format(name=name, lasts=lasts, steps=steps))
+    command = [sys.executable, str(BENCH), "a.py", "b.py", "--pairs=40", "--skip=2", "--", "--told=1"]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_steps_in_turn_tell_three_percent(tmp_path):
+    done = bench(tmp_path, 50)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "A (a.py): median step 1000.0 ms", "B (b.py): median step 1030.0 ms",
+        "B takes +3.00 % [+3.00 %, +3.00 %], 99% interval, 40 pairs of steps"]
+    marks = (tmp_path / "marks").read_text()
+    assert marks.startswith("aaAbbB" * 42) and len(marks) < 6 * 44, "one side alone at any time"
+
+
+@pytest.mark.parametrize("steps", [42, 0])
+def test_a_schedule_that_ends_too_early_is_told(tmp_path, steps):
+    done = bench(tmp_path, steps)
+    assert done.returncode == 1
+    assert "A (a.py) ended with status 3: --pairs and --skip need as many steps" in done.stderr
