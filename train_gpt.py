@@ -3142,7 +3142,12 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
         Parameter(line.label, (line.rows, D), zeros, optimizer=line.rule, sharded=True, lr_mul=line.lr_mul,
                   wd_mul=line.wd_mul, betas=(NGRAM_BETA1[line.rule], line.beta2), rows=table)
         for line, table in zip(ngram_tables(cfg), ngrams))
-    return matrices + scalars + gates + by_token + by_ngram
+    by_recipe = matrices + scalars + gates + by_token
+    taken = {row.label for row in by_recipe} | set(SCALARS)
+    for row in by_ngram:
+        need(row.label not in taken, f"NGRAM_TABLES, {row.label}", "a label that the recipe has", "one of its own",
+             "another label")
+    return by_recipe + by_ngram
 
 
 class Reach(NamedTuple):
@@ -4350,12 +4355,12 @@ def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, share: float, bet
 
 
 def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, share: float, event: Tensor, beta2: float,
-                   eps: float, step_size: Tensor, decay: Tensor, drawn: Tensor | None) -> None:
+                   eps: float, step_size: Tensor, decay: Tensor, chance: Tensor | None) -> None:
     """One event of rule "rowwise" on the rows that were asked for, in place (tables.md 2): one second moment per row.
 
     rows (u, D), v (u,), last (u,) i32, grad (u, D) a plain sum over slots and ranks; event (): its number, from 1;
-    step_size = lr sqrt(1 - beta2^event), decay = lr^2 x weight decay, (); drawn (u, D) i32 below 2^16 rounds bf16
-    rows by chance, None to the nearest. v of rows that stood still is caught up on: the same as if each event had
+    step_size = lr sqrt(1 - beta2^event), decay = lr^2 x weight decay, (); chance (u,) i32 of `chance_of_rows` rounds
+    bf16 rows by chance, None to the nearest. v of rows that stood still is caught up on: the same as if each event had
     multiplied it by beta2.
     """
     grad = grad * share
@@ -4366,23 +4371,26 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, share: f
     exact = rows.to(grad.dtype)
     agrees = update * exact > 0
     moved = exact - (update + exact * agrees * decay)
-    if drawn is not None:
-        moved = rounded_by_chance(moved, drawn)
+    if chance is not None:
+        moved = rounded_by_chance(moved, chance)
     rows.copy_(moved)
 
 
-def rounded_by_chance(x: Tensor, drawn: Tensor) -> Tensor:
-    """f32 -> f32 that bf16 holds exactly: up with the probability of the bits that are cut; drawn i32 below 2^16."""
+def rounded_by_chance(x: Tensor, chance: Tensor) -> Tensor:
+    """f32 (u, D) -> f32 that bf16 holds exactly: up with the probability of the bits that are cut; chance (u,) i32.
+
+    What is drawn for an element follows from (seed, label, logical row, event, column) alone: ranks do not matter.
+    """
+    column = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
+    drawn = mixed_bits(chance[:, None] ^ column) & 0xFFFF
     bits = x.view(torch.int32) + drawn
     return (bits & -0x10000).view(torch.float32)
 
 
-def drawn_bits(start: int, rows: Tensor, event: Tensor, columns: int) -> Tensor:
-    """(u, columns) i32 below 2^16 from (start, logical row, event, column) alone: ranks and orders do not matter."""
+def chance_of_rows(start: int, rows: Tensor, event: Tensor) -> Tensor:
+    """(u,) i32 from a table's start, logical rows (u,) i64, and the number of the event () i32."""
     row = mixed_bits(rows.int() ^ start)
-    of_event = mixed_bits(row ^ event)
-    column = torch.arange(columns, dtype=torch.int32, device=rows.device)
-    return mixed_bits(of_event[:, None] ^ column) & 0xFFFF
+    return mixed_bits(row ^ event)
 
 
 def mixed_bits(x: Tensor) -> Tensor:
@@ -4606,14 +4614,14 @@ class Optimizer:
             active.remove("embed")
 
         entries = {SMALL if label in self.small else label for label in active}
-        reduced = {}
+        reduced = {}                                                          # gradient and its wait, until it is used
         for entry in self.reduce_order:
             if entry in entries:
                 reduced[entry] = self._reduce(entry)
         waits = []
         for entry in self.update_order:
             if entry in entries:
-                grad, wait = reduced[entry]
+                grad, wait = reduced.pop(entry)
                 wait()
                 waits.append(self._update_and_gather(entry, grad, values, plans_ahead))
         for wait in waits:                                                    # all gathers are under way by now
@@ -4727,15 +4735,15 @@ class Optimizer:
         step_size = cpu_scalar(lr * math.sqrt(1 - beta2**count))
         decay = cpu_scalar(lr * lr * cfg.adam_weight_decay * row.wd_mul)
         event = torch.full((), count, dtype=torch.int32, device=grad.device)  # made there: a copy would wait
-        drawn = None
+        chance = None
         if table.table.rounding == "stochastic" and table.live.rows.dtype == torch.bfloat16:
             start = signed_crc32(f"{cfg.seed}/{label}")
-            drawn = drawn_bits(start, table.logical_rows(), event, cfg.model_dim)
+            chance = chance_of_rows(start, table.logical_rows(), event)
         if self.rowwise_update is not rowwise_update:         # compiled: one graph for any number of rows
-            by_row = [x for x in (*table.live, grad, drawn) if x is not None]
+            by_row = [x for x in (*table.live, grad, chance) if x is not None]
             for x in by_row:
                 torch._dynamo.maybe_mark_dynamic(x, 0)
-        self.rowwise_update(*table.live, grad, self.share, event, beta2, cfg.adam_eps, step_size, decay, drawn)
+        self.rowwise_update(*table.live, grad, self.share, event, beta2, cfg.adam_eps, step_size, decay, chance)
         table.updated()
 
     def _update_with_normuon(self, label: str, grad: Tensor, values: Values) -> None:
@@ -4849,6 +4857,8 @@ def will_compile(cfg: Config, fabric: Fabric) -> bool:
 class Evaluator:
     """Runs slots through a model that it never changes: all that a sample needs."""
 
+    trains = False
+
     def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, slots_at_once: int = 0,
                  report: Callable = no_report) -> None:
         """Builds the model.
@@ -4883,7 +4893,8 @@ class Evaluator:
             most_tokens = table.cadence * largest_batch // fabric.world
             if table.is_rowwise:
                 size = self.planner.sizes[table.label]
-                self.tables[table.label] = EventTable(table, cfg, fabric, size, most_tokens, report)
+                tokens_of_gradients = most_tokens if self.trains else 0
+                self.tables[table.label] = EventTable(table, cfg, fabric, size, tokens_of_gradients, report)
             else:
                 mine = self.model.get_parameter(table.label)
                 self.tables[table.label] = TableRows(table, cfg, fabric, mine, most_tokens, report)
@@ -4990,6 +5001,8 @@ class Evaluator:
 
 class Executor(Evaluator):
     """Trains the model on slots. Knows no step numbers beyond `values`, and no logs."""
+
+    trains = True
 
     def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, precision: str,
                  slots_at_once: int = 0, report: Callable = no_report) -> None:
@@ -5234,8 +5247,16 @@ def touched_bytes(count: int, item_bytes: int, touched: int) -> int:
     return written + tables * PAGE_BYTES
 
 
+def asked_and_live(table: Table, cfg: Config, world: int) -> tuple[int, int]:
+    """Most rows of a cycle that a rank asks for, and that an owner is asked for: both are spread evenly."""
+    size = -(-table.rows // world)
+    tokens_of_a_cycle = table.cadence * max(stage.batch_tokens for stage in cfg.stages)
+    asked = tokens_of_a_cycle // world * table.reads
+    return min(world * size, asked), min(size, asked)
+
+
 def rowwise_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> dict[str, int]:
-    """Bytes of a table of rule "rowwise" on one rank, by part of the estimate.
+    """Bytes that a table of rule "rowwise" keeps on one rank, by part of the estimate.
 
     On a CPU both homes are mappings of host memory, which take no more than the rows that the run touches.
     """
@@ -5246,10 +5267,7 @@ def rowwise_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> dict[str, int]
     last_bytes = torch.int32.itemsize
     size = -(-table.rows // fabric.world)
 
-    tokens_of_a_cycle = table.cadence * max(stage.batch_tokens for stage in cfg.stages)
-    asked = tokens_of_a_cycle // fabric.world * table.reads                   # by a rank; and of an owner, for rows
-    live = min(size, asked)                                                   # are spread evenly over them
-    asked = min(fabric.world * size, asked)
+    asked, live = asked_and_live(table, cfg, fabric.world)
     sets = 2 if table.home == "host" else 1                                   # the rows of a cycle, and of the next
     cache = asked * row_bytes
     sums = asked * cfg.model_dim * exact_bytes
@@ -5264,6 +5282,15 @@ def rowwise_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> dict[str, int]
     touched = min(size, -(-tokens_of_run(cfg) * table.reads // fabric.world))
     at_home = sum(touched_bytes(size, item_bytes, touched) for item_bytes in (row_bytes, exact_bytes, last_bytes))
     return on_device | {ON_HOST: at_home}
+
+
+def event_bytes(row: Parameter, cfg: Config, world: int) -> int:
+    """Bytes that a table of rule "rowwise" needs while gradients travel: of a rank, for it, and what they add up to."""
+    dtype = getattr(torch, cfg.dtype)
+    asked, live = asked_and_live(row.rows, cfg, world)
+    there_and_back = 2 * asked * cfg.model_dim * dtype.itemsize
+    added_up = live * cfg.model_dim * exact_dtype(dtype).itemsize
+    return there_and_back + added_up
 
 
 def working_bytes(cfg: Config, compiled: bool, slots_at_once: int) -> int:
@@ -5301,7 +5328,8 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable,
         if row.optimizer == "rowwise":
             parts.update(rowwise_bytes(row, cfg, fabric))
     working = working_bytes(cfg, kernel is attention_varlen, slots_at_once)
-    return dict(parts) | dict(working=working)
+    updating = sum(event_bytes(row, cfg, fabric.world) for row in parameter_table(cfg) if row.optimizer == "rowwise")
+    return dict(parts) | dict(working=max(working, updating))
 
 
 def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict[str, int]]:

@@ -280,7 +280,7 @@ def overtaken(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> N
 
 @mistake("eps inside the root")
 def inside_root(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> None:
-    def update(rows, v, last, grad, share, event, beta2, eps, step_size, decay, drawn):
+    def update(rows, v, last, grad, share, event, beta2, eps, step_size, decay, chance):
         g = grad * share
         missed = beta2**(event - last).double()
         v.copy_(v * missed + (1 - beta2) * g.square().mean(dim=1))

@@ -4,7 +4,7 @@ import re
 from dataclasses import FrozenInstanceError, asdict, fields, replace
 
 import pytest
-from common import ROOT, fabric, refused, run
+from common import ROOT, fabric, preset, refused, run
 
 import train_gpt as tg
 
@@ -99,6 +99,15 @@ def test_a_table_of_ngrams_that_cannot_work_ends_in_words(name, monkeypatch):
     bigrams, trigrams = tg.NGRAM_TABLES
     monkeypatch.setattr(tg, "NGRAM_TABLES", (bigrams, replace(trigrams, **changes)))
     refused(tg.ConfigError, lambda: tg.parse_flags(["--preset=tiny", "--trigram_rows=100"]), *parts)
+
+
+@pytest.mark.parametrize("label", ["mlp", "bigram_embed", "residual"])
+def test_a_table_of_ngrams_takes_no_name_of_the_recipe(label, monkeypatch):
+    """Of a parameter, or of some of the packed scalars."""
+    _, trigrams = tg.NGRAM_TABLES
+    monkeypatch.setattr(tg, "NGRAM_TABLES", (replace(trigrams, label=label),))
+    cfg = preset(trigram_rows=100)
+    refused(tg.ConfigError, lambda: tg.parameter_table(cfg), f"NGRAM_TABLES, {label}", "a label that the recipe has")
 
 
 @pytest.mark.parametrize("flag", ["--table_home=host", "--table_cadence=4"])

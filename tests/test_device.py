@@ -570,6 +570,19 @@ def test_large_tables_are_counted(home, world, rows, cadence):
     assert found["working"] == 0
 
 
+def test_gradients_of_rows_on_their_way_are_counted_where_activations_take_less():
+    """What is sent, what arrives, and what it adds up to in f32; activations of the backward are gone by then."""
+    cfg = preset("record_tables", trigram_rows=0, dtype="bfloat16")
+    most_tokens = max(stage.batch_tokens for stage in cfg.stages)
+    for world, slots_at_once in ((1, 1), (8, 1)):
+        found = tg.memory_estimate(cfg, on_gpu(world), tg.attention_varlen, slots_at_once)
+        asked = 2 * most_tokens // world
+        on_their_way = asked * cfg.model_dim * (2 + 2 + 4)
+        without = tg.working_bytes(cfg, True, slots_at_once)
+        assert found["working"] == max(without, on_their_way)
+    assert found["working"] == without > on_their_way
+
+
 @pytest.mark.parametrize("home", ["device", "host"])
 def test_on_a_cpu_both_homes_take_what_the_run_can_touch(home):
     """A page for each row, never the mapping: 10^8 rows of 384 bytes are 38 GB."""

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import table_file_cases as cases
 import torch
-from common import ROOT, Run, fabric, losses, preset, recorded_writes, refused, run
+from common import ROOT, Run, executor, fabric, losses, preset, recorded_writes, refused, run
 from table_file_cases import CUT, MOMENTS, SMALL_PIECES, TABLES
 from torch import Tensor
 
@@ -564,6 +564,14 @@ def test_bf16_rows_are_sampled_from(tmp_path):
     done = run(tmp_path / "run", *flags, f"--save={tmp_path / 'save'}")
     assert done.status == 0, done.err
     assert sampled(tmp_path, tmp_path / "save").startswith("token ids")
+
+
+def test_a_sample_keeps_nothing_for_gradients():
+    cfg = preset("tiny", trigram_rows=5000)
+    table, = tg.Evaluator(cfg, fabric(), tg.attention_reference).rowwise_tables().values()
+    assert len(table.cache) == len(table.sums) == 0 and len(table.mine) == 5000
+    table, = executor(cfg).rowwise_tables().values()
+    assert len(table.cache) == len(table.sums) == 2 * 384, "the ids of a cycle of the largest batch"
 
 
 def refuse_sample(save: Path, *parts: str) -> None:
