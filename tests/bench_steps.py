@@ -1,8 +1,8 @@
 """Whether two trainers take the same time for a step, told within a percent on a machine that is not quiet.
 
-    python tests/bench_steps.py before.py after.py [--pairs=300] [--skip=20] [-- trainer flags]
+    python tests/bench_steps.py before.py after.py [--pairs=300] [--skip=20] [--b=--trigram_rows=100000] [-- flags]
 
-Both run the same flags at once, each in a process of its own, but take turns step by step: one trains while the other
+    python tests/bench_steps.py before.py after.py [--pairs=300] [--skip=20] [--a=FLAG] [--b=FLAG] [-- trainer flags]
 waits for its turn. A machine that slows down slows both, and what disturbs for seconds counts in both alike. A step
 lasts from its forward_backward to the end of its optim_step. `python records bench` compares whole runs, with
 losses and memory; it needs many of them for what these pairs of steps tell in minutes.
@@ -104,36 +104,45 @@ def slower(times: np.ndarray) -> tuple[float, float]:
     return statistics.fmean(means), quantile * statistics.stdev(means) / math.sqrt(BLOCKS)
 
 
-def main(argv: list[str]) -> None:
+def asked_for(argv: list[str]) -> argparse.Namespace:
+    """Our own flags, and those behind -- as `flags`."""
     own, flags = argv, []
     if "--" in argv:
         own = argv[:argv.index("--")]
         flags = argv[len(own) + 1:]
     parser = argparse.ArgumentParser(prog="bench_steps", description=__doc__.partition("\n")[0])
-    parser.add_argument("a", type=Path)
-    parser.add_argument("b", type=Path)
+    parser.add_argument("trainers", metavar="A.py", type=Path, nargs=2)
     parser.add_argument("--pairs", type=int, default=300)
     parser.add_argument("--skip", type=int, default=20, help="pairs of steps before the first that counts")
+    parser.add_argument("--a", action="append", default=[], help="a flag of the first alone")
+    parser.add_argument("--b", action="append", default=[], help="a flag of the second alone")
     asked = parser.parse_args(own)
     if asked.pairs < 2 * BLOCKS:
         parser.error(f"--pairs={asked.pairs}: at least {2 * BLOCKS} are needed")
+    asked.flags = flags
+    return asked
 
+
+def main(argv: list[str]) -> None:
+    asked = asked_for(argv)
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")           # as the trainer sets it where it is the program
     context = multiprocessing.get_context("spawn")
     sides = {}
     processes = []
-    for path in (asked.a, asked.b):
+    for letter, path, own in zip("AB", asked.trainers, (asked.a, asked.b)):
         ours, theirs = context.Pipe()
-        process = context.Process(target=run_in_turns, args=(path.resolve(), flags, theirs), daemon=True)
+        process = context.Process(target=run_in_turns, args=(path.resolve(), asked.flags + own, theirs), daemon=True)
         process.start()
         theirs.close()
-        sides[f"{'AB'[len(sides)]} ({path})"] = ours
+        name = " ".join([str(path), *own])
+        sides[f"{letter} ({name})"] = ours
         processes.append(process)
     try:
         times = step_times(sides, asked.skip + asked.pairs)[asked.skip:]
     finally:
         for process in processes:
             process.kill()
+
     for column, side in enumerate(sides):
         print(f"{side}: median step {1e3 * np.median(times[:, column]):.1f} ms")
     mean, half = slower(times)

@@ -29,7 +29,8 @@ class Executor:
 
 
 def main(flags):
-    assert flags[:-1] == ["--told=1"] and flags[-1].startswith("--run_dir=")
+    told, *own, run_dir = flags
+    assert told == "--told=1" and own == {own} and run_dir.startswith("--run_dir=")
     executor = Executor()
     for _ in range({steps}):
         executor.forward_backward()
@@ -41,9 +42,9 @@ def main(flags):
 
 
 def bench(folder: Path, steps: int) -> subprocess.CompletedProcess:
-    for name, lasts in (("a", 1.0), ("b", 1.03)):
-        (folder / f"{name}.py").write_text(TRAINER.format(name=name, lasts=lasts, steps=steps))
-    command = [sys.executable, str(BENCH), "a.py", "b.py", "--pairs=40", "--skip=2", "--", "--told=1"]
+    for name, lasts, own in (("a", 1.0, []), ("b", 1.03, ["--own=2"])):
+        (folder / f"{name}.py").write_text(TRAINER.format(name=name, lasts=lasts, steps=steps, own=own))
+    command = [sys.executable, str(BENCH), "a.py", "b.py", "--pairs=40", "--skip=2", "--b=--own=2", "--", "--told=1"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -51,7 +52,7 @@ def test_steps_in_turn_tell_three_percent(tmp_path):
     done = bench(tmp_path, 50)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
-        "A (a.py): median step 1000.0 ms", "B (b.py): median step 1030.0 ms",
+        "A (a.py): median step 1000.0 ms", "B (b.py --own=2): median step 1030.0 ms",
         "B takes +3.00 % [+3.00 %, +3.00 %], 99% interval, 40 pairs of steps"]
     marks = (tmp_path / "marks").read_text()
     assert marks.startswith("aaAbbB" * 42) and len(marks) < 6 * 44, "one side alone at any time"
