@@ -1,9 +1,9 @@
 """Whether two trainers take the same time for a step, told within a percent on a machine that is not quiet.
 
-    python tests/bench_steps.py before.py after.py [--pairs=300] [--skip=20] [--b=--trigram_rows=100000] [-- flags]
-
     python tests/bench_steps.py before.py after.py [--pairs=300] [--skip=20] [--a=FLAG] [--b=FLAG] [-- trainer flags]
-waits for its turn. A machine that slows down slows both, and what disturbs for seconds counts in both alike. A step
+
+Both run the same flags, and those of --a or --b, at once, each in a process of its own, but take turns step by step:
+one trains while the other waits for its turn. A machine that slows down slows both, and what disturbs for seconds counts in both alike. A step
 lasts from its forward_backward to the end of its optim_step. `python records bench` compares whole runs, with
 losses and memory; it needs many of them for what these pairs of steps tell in minutes.
 
