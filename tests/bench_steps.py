@@ -3,9 +3,9 @@
     python tests/bench_steps.py before.py after.py [--pairs=300] [--skip=20] [--a=FLAG] [--b=FLAG] [-- trainer flags]
 
 Both run the same flags, and those of --a or --b, at once, each in a process of its own, but take turns step by step:
-one trains while the other waits for its turn. A machine that slows down slows both, and what disturbs for seconds counts in both alike. A step
-lasts from its forward_backward to the end of its optim_step. `python records bench` compares whole runs, with
-losses and memory; it needs many of them for what these pairs of steps tell in minutes.
+one trains while the other waits for its turn. A machine that slows down slows both, and what disturbs for seconds
+counts in both alike. A step lasts from its forward_backward to the end of its optim_step. `python records bench`
+compares whole runs, with losses and memory; it needs many of them for what these pairs of steps tell in minutes.
 
 Printed are the median step of both, and by how much B is slower: the mean over blocks of neighbouring pairs of the log
 of the ratio, with its 99 % interval by Student's t, since neighbouring pairs are not independent.
