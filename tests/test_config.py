@@ -83,7 +83,7 @@ BAD_TABLES = {                               # columns of the table of trigrams 
     "an unknown rule": (dict(rule="sgd"), "rule='sgd'", "('rowwise', 'adam')"),
     "an unknown cadence": (dict(cadence=8), "cadence=8", "(2, 4)"),
     "an unknown rounding": (dict(rounding="down"), "rounding='down'", "('nearest', 'stochastic')"),
-    "rows of no setting": (dict(rows="fourgram_rows"), "rows='fourgram_rows'", "a field of Config"),
+    "rows of no setting": (dict(rows="fivegram_rows"), "rows='fivegram_rows'", "a field of Config"),
     "a single row": (dict(rows=1), "rows of trigram_embed", "rows=2 in NGRAM_TABLES"),
     "too many rows": (dict(rows=2**31), "rows of trigram_embed", "below 2^31"),
     "a label that no file is named by": (dict(label="4-gram"), "label '4-gram'", "letters, digits and _"),
@@ -96,7 +96,7 @@ BAD_TABLES = {                               # columns of the table of trigrams 
 @pytest.mark.parametrize("name", BAD_TABLES)
 def test_a_table_of_ngrams_that_cannot_work_ends_in_words(name, monkeypatch):
     changes, *parts = BAD_TABLES[name]
-    bigrams, trigrams = tg.NGRAM_TABLES
+    bigrams, trigrams, _ = tg.NGRAM_TABLES
     monkeypatch.setattr(tg, "NGRAM_TABLES", (bigrams, replace(trigrams, **changes)))
     refused(tg.ConfigError, lambda: tg.parse_flags(["--preset=tiny", "--trigram_rows=100"]), *parts)
 
@@ -104,7 +104,7 @@ def test_a_table_of_ngrams_that_cannot_work_ends_in_words(name, monkeypatch):
 @pytest.mark.parametrize("label", ["mlp", "bigram_embed", "residual"])
 def test_a_table_of_ngrams_takes_no_name_of_the_recipe(label, monkeypatch):
     """Of a parameter, or of some of the packed scalars."""
-    _, trigrams = tg.NGRAM_TABLES
+    _, trigrams, _ = tg.NGRAM_TABLES
     monkeypatch.setattr(tg, "NGRAM_TABLES", (replace(trigrams, label=label),))
     cfg = preset(trigram_rows=100)
     refused(tg.ConfigError, lambda: tg.parameter_table(cfg), f"NGRAM_TABLES, {label}", "a label that the recipe has")

@@ -462,7 +462,7 @@ def test_another_list_of_tables_leads_to_the_checkpoint_before(checkpoints, caps
 
 
 def other_constants(monkeypatch, **changes) -> None:
-    first, second = tg.NGRAM_TABLES
+    first, second, _ = tg.NGRAM_TABLES
     monkeypatch.setattr(tg, "NGRAM_TABLES", (first, replace(second, **changes)))
 
 

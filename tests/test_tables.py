@@ -568,13 +568,13 @@ def test_without_tables_there_is_recipe_a(name):
 
 def test_another_table_is_one_line(monkeypatch, tmp_path):
     """Header, exchange, events and traffic know it from there."""
-    line = tg.Ngrams("fourgram_embed", (17351, 60961, 45259, 52361), rows=211)
+    line = tg.Ngrams("fivegram_embed", (17351, 60961, 45259, 52361, 39373), rows=211)
     monkeypatch.setattr(tg, "NGRAM_TABLES", (*tg.NGRAM_TABLES, line))
     done = run(tmp_path, "--max_steps=4", "--trigram_rows=97", "--sample_tokens=0")
     assert done.status == 0, done.err
     header, = done.of("header")
     result, = done.of("result")
-    assert header["table_rows"]["fourgram_embed"] == 211
-    assert header["table_home"]["fourgram_embed"] == "device"
-    assert 100 < result["touched_rows"]["fourgram_embed"] <= 211
-    assert "fourgram_embed" in result["comms"]
+    assert header["table_rows"]["fivegram_embed"] == 211
+    assert header["table_home"]["fivegram_embed"] == "device"
+    assert 100 < result["touched_rows"]["fivegram_embed"] <= 211
+    assert "fivegram_embed" in result["comms"]
