@@ -4715,29 +4715,29 @@ class Optimizer:
         mine = self.stored_slice(entry, stored)
         return dist.all_gather_into_tensor(stored, mine, async_op=True).wait
 
-    def _update_with_adam(self, label: str, grad: Tensor, values: Values) -> None:
-        cfg = self.cfg
-        row = self.parameters[label]
-        state = self.state[label]
-        self.adam_steps[label] += 1
-        count = self.adam_steps[label]
+    def _next_update(self, row: Parameter, values: Values) -> tuple[int, Tensor, Tensor]:
+        """Count an update by Adam or by rule rowwise: its number, step size and decay."""
+        self.adam_steps[row.label] += 1
+        count = self.adam_steps[row.label]
         beta1, beta2 = row.betas
         lr = values.adam_lr * row.lr_mul
-        step_size = cpu_scalar(lr * math.sqrt(1 - beta2**count) / (1 - beta1**count))
-        decay = cpu_scalar(lr * lr * cfg.adam_weight_decay * row.wd_mul)      # quadratic in the schedule (recipe 3.3)
-        self.adam_update(self.mine[label], grad, state["m"], state["v"], self.share, row.betas, cfg.adam_eps,
+        corrected = math.sqrt(1 - beta2**count) / (1 - beta1**count)
+        decay = lr * lr * self.cfg.adam_weight_decay * row.wd_mul             # quadratic in the schedule (recipe 3.3)
+        return count, cpu_scalar(lr * corrected), cpu_scalar(decay)
+
+    def _update_with_adam(self, label: str, grad: Tensor, values: Values) -> None:
+        row = self.parameters[label]
+        state = self.state[label]
+        _, step_size, decay = self._next_update(row, values)
+        self.adam_update(self.mine[label], grad, state["m"], state["v"], self.share, row.betas, self.cfg.adam_eps,
                          step_size, decay)
 
     def _update_rowwise(self, label: str, grad: Tensor, values: Values) -> None:
         cfg = self.cfg
         row = self.rowwise[label]
         table = self.tables[label]
-        self.adam_steps[label] += 1
-        count = self.adam_steps[label]
         _, beta2 = row.betas
-        lr = values.adam_lr * row.lr_mul
-        step_size = cpu_scalar(lr * math.sqrt(1 - beta2**count))
-        decay = cpu_scalar(lr * lr * cfg.adam_weight_decay * row.wd_mul)
+        count, step_size, decay = self._next_update(row, values)
         event = torch.full((), count, dtype=torch.int32, device=grad.device)  # made there: a copy would wait
         chance = None
         if table.table.rounding == "stochastic" and table.live.rows.dtype == torch.bfloat16:

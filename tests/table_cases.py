@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import MethodType, SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -226,8 +226,16 @@ def last_wins(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> N
 
 @mistake("one event too few")
 def late_count(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> None:
-    for label in optimizer.adam_steps:
-        optimizer.adam_steps[label] = -1
+    right = optimizer._next_update
+    forgotten = set()
+
+    def next_update(row: tg.Parameter, values: tg.Values) -> tuple:
+        found = right(row, values)
+        if row.label not in forgotten:
+            optimizer.adam_steps[row.label] -= 1
+        forgotten.add(row.label)
+        return found
+    optimizer._next_update = next_update
 
 
 @mistake("untouched rows decayed")
@@ -299,8 +307,10 @@ def optimizer_of(cfg: tg.Config, fabric: tg.Fabric, trial: Trial, tables: dict[s
     for label, table in tables.items():
         rowwise[label] = tg.Parameter(label, (table.table.rows, WIDTH), tg.zeros, "rowwise", True, LR_MUL, WD_MUL,
                                       (0.0, trial.beta2), rows=table.table)
-    return SimpleNamespace(cfg=cfg, world=fabric.world, rowwise=rowwise, tables=tables, share=1 / SLOTS,
-                           adam_steps=dict.fromkeys(tables, 0), rowwise_update=tg.rowwise_update)
+    optimizer = SimpleNamespace(cfg=cfg, world=fabric.world, rowwise=rowwise, tables=tables, share=1 / SLOTS,
+                                adam_steps=dict.fromkeys(tables, 0), rowwise_update=tg.rowwise_update)
+    optimizer._next_update = MethodType(tg.Optimizer._next_update, optimizer)
+    return optimizer
 
 
 class Driver:
