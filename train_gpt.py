@@ -388,7 +388,7 @@ PRESETS: dict[str, dict[str, Any]] = dict(
     record_tables=RECORD | dict(
         more_bigram_rows=21_000_000, trigram_rows=21_000_000, table_signs=1, table_lr_mul=70.0),
     pocket=POCKET,
-    pocket_tables=POCKET | dict(trigram_rows=100_000),
+    pocket_tables=POCKET | dict(trigram_rows=100_000, fourgram_rows=100_000),
     tiny=dict(
         train_files="formula:512:511:40000:2", val_files="formula:512:511:4000:1",
         val_tokens=1024, val_batch_tokens=512, max_doc_len=24,

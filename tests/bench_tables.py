@@ -64,7 +64,7 @@ class Side:
     """One table in host memory at one rank, taken through its cycles as training takes it, but part by part."""
 
     def __init__(self, rows: int, cycle_tokens: int) -> None:
-        cfg = tg.Config(**tg.PRESETS["pocket_tables"])
+        cfg = tg.Config(**tg.PRESETS["pocket"])
         self.cfg = replace(cfg, trigram_rows=rows, table_home="host", model_dim=WIDTH, padded_vocab=128, bigram_rows=2)
         fabric = tg.Fabric(torch.device("cpu"))
         self.planner = tg.Planner(self.cfg, fabric)
