@@ -2340,7 +2340,7 @@ def jitted(kernel: Callable) -> Any:
 
 
 def one_operation(name: str, *changes: str) -> Callable:
-    """Decorator of a function that changes these arguments in place: compiled graphs call it as it is, unseen.
+    """Decorator of a function that changes these arguments in place, or none: compiled graphs call it as it is, unseen.
 
     Elsewhere its body is called, for the call of an operation costs 90 microseconds of Python. `operation`: for tests.
     """
@@ -2384,18 +2384,21 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + neighbours_swapped * sin
 
 
-class Reach(NamedTuple):
-    """How far attention looks. Compiled code is made anew for each value that it reads, `numbers` excepted."""
+@dataclass(frozen=True)
+class Reach:
+    """How far attention looks. Compiled code is made anew for each value of a field that it reads.
+
+    numbers  (3,) f64 on the CPU, the fields: an input of compiled code, which serves any
+    """
 
     max_len: int                         # upper bound of a document's length, in positions
     window: int                          # keys before its own that a query sees at most
     scale: float                         # of the softmax
-    numbers: Tensor                      # (3,) f64 on the CPU, the same three: an input of a graph, not a part of it
 
-
-def reach_of(max_len: int, window: int, scale: float) -> Reach:
-    numbers = torch.tensor((max_len, window, scale), dtype=torch.float64, device="cpu")
-    return Reach(max_len, window, scale, numbers)
+    def __post_init__(self) -> None:
+        fields = (self.max_len, self.window, self.scale)
+        numbers = torch.tensor(fields, dtype=torch.float64, device="cpu")
+        object.__setattr__(self, "numbers", numbers)          # frozen: the two cannot come to differ
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, reach: Reach) -> Tensor:
@@ -2445,25 +2448,46 @@ def with_the_block_before(blocks: Tensor) -> Tensor:
 
 def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, reach: Reach) -> Tensor:
     """The same by torch's variable-length kernel: CUDA, bf16 or f16."""
-    out, _, _ = varlen(q, k, v, cu_seqlens, reach.numbers)
-    return out
+    return Varlen.apply(q, k, v, cu_seqlens, reach.numbers)
 
 
-@torch.library.custom_op("train_gpt::varlen", mutates_args=())
+class Varlen(torch.autograd.Function):
+    """torch's operation, but for the numbers of the reach: there they are constants of a graph, here an input."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> Tensor:
+        out, logsumexp, generator = varlen(q, k, v, cu_seqlens, numbers)
+        ctx.save_for_backward(q, k, v, cu_seqlens, numbers, out, logsumexp, generator)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *varlen_backward(grad, *ctx.saved_tensors), None, None
+
+
+@one_operation("train_gpt::varlen")
 def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(output, and for the backward: log-sum-exp, state of a generator). numbers: of a Reach.
-
-    torch's own operation has them as constants of a graph. Here the CPU reads them when it launches the kernel.
-    """
+    """(output, and for the backward: log-sum-exp, state of a generator)"""
     return torchs_varlen()._varlen_attn(q, k, v, **varlen_settings(cu_seqlens, numbers))
 
 
-@torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
+@varlen.operation.register_fake
+def varlen_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    any_length = 1
+    return torchs_varlen()._varlen_attn(q, k, v, cu_seqlens, cu_seqlens, any_length, any_length)
+
+
+@one_operation("train_gpt::varlen_backward")
 def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor,
                     out: Tensor, logsumexp: Tensor, generator: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k, v."""
     settings = varlen_settings(cu_seqlens, numbers)
     return torchs_varlen()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator, **settings)
+
+
+@varlen_backward.operation.register_fake
+def varlen_backward_shapes(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def torchs_varlen() -> Any:
@@ -2473,33 +2497,12 @@ def torchs_varlen() -> Any:
 
 
 def varlen_settings(cu_seqlens: Tensor, numbers: Tensor) -> dict[str, Any]:
+    """Arguments of torch's operations by name. The numbers are on the CPU: reading them waits for nothing."""
     max_len, window, scale = numbers.tolist()
     of_queries = dict(cu_seq_q=cu_seqlens, max_q=int(max_len))
     of_keys = dict(cu_seq_k=cu_seqlens, max_k=int(max_len))
-    seen_keys = [int(window), 0]                              # before and behind a query; its left one is inclusive too
-    return dict(**of_queries, **of_keys, is_causal=False, scale=scale, window_size=seen_keys)
-
-
-@varlen.register_fake
-def varlen_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    any_length = 1
-    return torchs_varlen()._varlen_attn(q, k, v, cu_seqlens, cu_seqlens, any_length, any_length)
-
-
-@varlen_backward.register_fake
-def varlen_backward_shapes(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
-def keep_for_varlen_backward(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.save_for_backward(*inputs, *output)
-
-
-def gradients_of_varlen(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
-    return *varlen_backward(grad, *ctx.saved_tensors), None, None
-
-
-varlen.register_autograd(gradients_of_varlen, setup_context=keep_for_varlen_backward)
+    window_size = [int(window), 0]                            # before and behind a query; its left one is inclusive too
+    return dict(**of_queries, **of_keys, is_causal=False, scale=scale, window_size=window_size)
 
 
 # ---- Products with weights that own a main_grad: the gradient adds up there, and autograd gets None (design 5).
@@ -3225,7 +3228,7 @@ def reaches_of(short: int, long: int, max_len: int, scale: float) -> Reaches:
     found = {}
     for attention, per_token in (("plain", 1), ("paired", 2)):
         for name, window in (("short", short), ("long", long)):
-            found[attention, name] = reach_of(per_token * max_len, window, scale)
+            found[attention, name] = Reach(per_token * max_len, window, scale)
     return found
 
 
@@ -7250,7 +7253,7 @@ def check_attention(kernel: Callable, device: torch.device, dtype: torch.dtype, 
             positions = per_token * CHECKED_BOUNDS[-1]
             inputs = torch.randn(4, positions, heads, head_dim, device=device, generator=generator).to(dtype)
             bounds = per_token * plain
-            reach = reach_of(positions, window, scale)
+            reach = Reach(positions, window, scale)
             found = output_and_gradients(kernel, inputs, bounds, reach)
             wanted = output_and_gradients(attention_reference, inputs.float(), bounds, reach)
             for what, x, exact in zip(("output", "gradient of q", "gradient of k", "gradient of v"), found, wanted):
@@ -7303,7 +7306,7 @@ def attention_ms(name: str, cfg: Config, fabric: Fabric, slots_at_once: int) -> 
             per_token = 2 if kind == "paired" else 1
             shape = (4, per_token * tokens, cfg.num_heads // per_token, cfg.head_dim)
             inputs = torch.randn(shape, device=fabric.device).to(getattr(torch, cfg.dtype))
-            reach = reach_of(per_token * cfg.max_doc_len, windows[window], cfg.attn_scale)
+            reach = Reach(per_token * cfg.max_doc_len, windows[window], cfg.attn_scale)
             call = functools.partial(output_and_gradients, attention_varlen, inputs, per_token * ends, reach)
             total += layers * median_ms(call)
     except Exception as refusal:                                              # which did not show at a small size
