@@ -2396,9 +2396,8 @@ class Reach:
     scale: float                         # of the softmax
 
     def __post_init__(self) -> None:
-        fields = (self.max_len, self.window, self.scale)
-        numbers = torch.tensor(fields, dtype=torch.float64, device="cpu")
-        object.__setattr__(self, "numbers", numbers)          # frozen: the two cannot come to differ
+        numbers = torch.tensor((self.max_len, self.window, self.scale), dtype=torch.float64, device="cpu")
+        object.__setattr__(self, "numbers", numbers)          # frozen, so that they never differ from the fields
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, reach: Reach) -> Tensor:
@@ -2406,7 +2405,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, rea
 
     q, k, v     (N, H, E) any float dtype
     cu_seqlens  (C,) i32  ascends from 0 to N, empty documents allowed
-    Returns (N, H, E). Queries go in blocks as long as they see keys: cost N * window on any device.
+    Returns (N, H, E). Queries go in blocks as long as the keys that one sees: cost N * window on any device.
     """
     count, heads, width = q.shape
     keys_back = min(reach.window, reach.max_len - 1)
