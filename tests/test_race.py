@@ -244,8 +244,10 @@ def test_an_old_log_is_never_overwritten(tmp_path):
     *(pytest.param(slow, marks=pytest.mark.all) for slow in (dict(slots_per_micro_batch=3), dict(max_doc_len=2)))],
     ids=lambda changes: str(changes))
 def test_warm_up_meets_every_graph_of_the_race(tmp_path, monkeypatch, changes):
-    """A compiled graph is made for each shape and number of weights, with and without gradients; with the reference
-    attention for each reach, too."""
+    """A compiled graph is made for each shape and number of weights, with and without gradients.
+
+    With the reference attention, as here, it is made for each reach, too.
+    """
     cfg, seen = preset(**changes), {}
     ex, schedule, headers = executor(cfg), tg.Schedule(cfg), tg.find_shards(cfg.train_files)
 

@@ -193,7 +193,7 @@ def test_a_graph_break(tmp_path, cache, name):
 
 
 REACH = "        return reaches_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)\n"
-VARLEN = "varlen(q, k, v, cu_seqlens, reach.numbers)"
+VARLEN = "Varlen.apply(q, k, v, cu_seqlens, reach.numbers)"
 RECOMPILES = {                           # what is planted, and what is said of it
     "a step's number in a graph": ({
         REACH: REACH.replace("attn_scale)", "attn_scale + values.step // 4)"),
