@@ -2340,7 +2340,7 @@ def jitted(kernel: Callable) -> Any:
 
 
 def one_operation(name: str, *changes: str) -> Callable:
-    """Decorator of a function that changes these arguments in place: compiled graphs call it as it is, unseen.
+    """Decorator of a function that changes these arguments in place, or none: compiled graphs call it as it is, unseen.
 
     Elsewhere its body is called, for the call of an operation costs 90 microseconds of Python. `operation`: for tests.
     """
@@ -2384,18 +2384,32 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + neighbours_swapped * sin
 
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int,
-                        window: int, scale: float) -> Tensor:
-    """Causal softmax attention inside documents; a query sees at most `window` keys before its own.
+@dataclass(frozen=True)
+class Reach:
+    """How far attention looks. Compiled code is made anew for each value of a field that it reads.
+
+    numbers  (3,) f64 on the CPU, the fields: an input of compiled code, which serves any
+    """
+
+    max_len: int                         # upper bound of a document's length, in positions
+    window: int                          # keys before its own that a query sees at most
+    scale: float                         # of the softmax
+
+    def __post_init__(self) -> None:
+        numbers = torch.tensor((self.max_len, self.window, self.scale), dtype=torch.float64, device="cpu")
+        object.__setattr__(self, "numbers", numbers)          # frozen, so that they never differ from the fields
+
+
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, reach: Reach) -> Tensor:
+    """Causal softmax attention inside documents.
 
     q, k, v     (N, H, E) any float dtype
     cu_seqlens  (C,) i32  ascends from 0 to N, empty documents allowed
-    max_len     an upper bound of a document's length
-    Returns (N, H, E). Queries go in blocks as long as the reach: cost N * reach on any device.
+    Returns (N, H, E). Queries go in blocks as long as the keys that one sees: cost N * window on any device.
     """
     count, heads, width = q.shape
-    reach = min(window, max_len - 1)
-    block = min(count, max(reach, SHORTEST_BLOCK))                            # sees itself and the block before
+    keys_back = min(reach.window, reach.max_len - 1)
+    block = min(count, max(keys_back, SHORTEST_BLOCK))                        # sees itself and the block before
     blocks = -(-count // block)
     padded = blocks * block
     queries = in_blocks(q, block, 0, padded - count)
@@ -2409,12 +2423,12 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max
     key_at = query_at[:, :1] + back_and_own                                   # (blocks, 1, 2 * block)
     exists = key_at >= 0
     not_later = key_at <= query_at
-    in_reach = key_at >= query_at - window
+    in_window = key_at >= query_at - reach.window
     same_document = document[key_at] == document[query_at]                    # a negative key reads some place; unseen
-    seen = exists & not_later & in_reach & same_document
+    seen = exists & not_later & in_window & same_document
 
     heads_first = [x.transpose(1, 2) for x in (queries, keys, values)]
-    out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen[:, None], scale=scale)
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen[:, None], scale=reach.scale)
     return out.transpose(1, 2).reshape(padded, heads, width)[:count]
 
 
@@ -2431,12 +2445,63 @@ def with_the_block_before(blocks: Tensor) -> Tensor:
     return torch.cat((before, own), dim=1)
 
 
-def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int,
-                     window: int, scale: float) -> Tensor:
-    """The same by torch's variable-length kernel: CUDA, bf16 or f16. Its left window is inclusive too."""
-    from torch.nn.attention.varlen import varlen_attn
-    both_sides = (cu_seqlens, cu_seqlens, max_len, max_len)                   # of queries, of keys
-    return varlen_attn(q, k, v, *both_sides, scale=scale, window_size=(window, 0))
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, reach: Reach) -> Tensor:
+    """The same by torch's variable-length kernel: CUDA, bf16 or f16."""
+    return Varlen.apply(q, k, v, cu_seqlens, reach.numbers)
+
+
+class Varlen(torch.autograd.Function):
+    """torch's operation, but for the numbers of the reach: there they are constants of a graph, here an input."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> Tensor:
+        out, logsumexp, generator = varlen(q, k, v, cu_seqlens, numbers)
+        ctx.save_for_backward(q, k, v, cu_seqlens, numbers, out, logsumexp, generator)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return *varlen_backward(grad, *ctx.saved_tensors), None, None
+
+
+@one_operation("train_gpt::varlen")
+def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, and for the backward: log-sum-exp, state of a generator)"""
+    return torchs_varlen()._varlen_attn(q, k, v, **varlen_settings(cu_seqlens, numbers))
+
+
+@varlen.operation.register_fake
+def varlen_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    any_length = 1
+    return torchs_varlen()._varlen_attn(q, k, v, cu_seqlens, cu_seqlens, any_length, any_length)
+
+
+@one_operation("train_gpt::varlen_backward")
+def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor,
+                    out: Tensor, logsumexp: Tensor, generator: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v."""
+    settings = varlen_settings(cu_seqlens, numbers)
+    return torchs_varlen()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator, **settings)
+
+
+@varlen_backward.operation.register_fake
+def varlen_backward_shapes(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def torchs_varlen() -> Any:
+    """torch's operations, which its module registers."""
+    importlib.import_module("torch.nn.attention.varlen")
+    return torch.ops.torch_attn
+
+
+def varlen_settings(cu_seqlens: Tensor, numbers: Tensor) -> dict[str, Any]:
+    """Arguments of torch's operations by name. The numbers are on the CPU: reading them waits for nothing."""
+    max_len, window, scale = numbers.tolist()
+    of_queries = dict(cu_seq_q=cu_seqlens, max_q=int(max_len))
+    of_keys = dict(cu_seq_k=cu_seqlens, max_k=int(max_len))
+    window_size = [int(window), 0]                            # before and behind a query; its left one is inclusive too
+    return dict(**of_queries, **of_keys, is_causal=False, scale=scale, window_size=window_size)
 
 
 # ---- Products with weights that own a main_grad: the gradient adds up there, and autograd gets None (design 5).
@@ -3154,13 +3219,16 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     return by_recipe + by_ngram
 
 
-class Reach(NamedTuple):
-    """What attention sees in one forward; constants of the compiled graph."""
+Reaches = dict[tuple[str, str], Reach]   # by attention and window of a layer
 
-    short: int                           # window of a short layer, in positions
-    long: int
-    max_len: int                         # upper bound of a document's length
-    scale: float                         # of the softmax
+
+def reaches_of(short: int, long: int, max_len: int, scale: float) -> Reaches:
+    """Of every kind of layer; windows in positions, the longest document in tokens."""
+    found = {}
+    for attention, per_token in (("plain", 1), ("paired", 2)):
+        for name, window in (("short", short), ("long", long)):
+            found[attention, name] = Reach(per_token * max_len, window, scale)
+    return found
 
 
 def keep_all(_: str, parameter: Tensor) -> Tensor:
@@ -3233,17 +3301,17 @@ class GPT(nn.Module):
         self.rotary_cos.copy_(angles.cos())
         self.rotary_sin.copy_(angles.sin())
 
-    def losses(self, batch: Batch, weights: Tensor, loss_weight: Tensor, reach: Reach,
+    def losses(self, batch: Batch, weights: Tensor, loss_weight: Tensor, reaches: Reaches,
                precision: str, sources: dict | None = None) -> Tensor:
         """Loss of each position, (B, T); weights (G,) of the next tokens, loss_weight () seeds the backward."""
-        y = self.hidden(batch, reach, sources).flatten(0, 1)
+        y = self.hidden(batch, reaches, sources).flatten(0, 1)
         in_bf16 = precision != "plain" and y.dtype != torch.float64
         logits_dtype = torch.bfloat16 if in_bf16 else y.dtype
         losses = HeadLoss.apply(
             y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype, whole(self.lm_head))
         return losses.view(batch.targets.shape)
 
-    def hidden(self, batch: Batch, reach: Reach, sources: dict | None = None) -> Tensor:
+    def hidden(self, batch: Batch, reaches: Reaches, sources: dict | None = None) -> Tensor:
         """The normalised stream in front of the head, (B, T, D). sources: table -> (rows to read, gradient sums)."""
         scalars = self.named_scalars()
         residual = scalars["residual"].unbind()
@@ -3273,6 +3341,7 @@ class GPT(nn.Module):
                 scale_in, scale_out = attention_scales[2 * depth:2 * depth + 2]
                 n = rms_norm(x)
                 qkv = times_transposed(n, w_qkv, scale_in)
+                reach = reaches[layer.attention, layer.window]
                 y = self.attend(layer, n, values, qkv, cu_seqlens, reach, self.ngram_values(depth, ngrams))
                 gate = gate_of(n[..., :GATE_INPUTS], self.attn_gate_bank[at])                     # (B, T, H)
                 y = y * gate[..., None]
@@ -3358,10 +3427,9 @@ class GPT(nn.Module):
             gate = self.value_gate(layer, n, row, self.ve_gate_bank[place])
             v = v + gate[..., None] * row.view(v.shape)
 
-        window = reach.long if layer.window == "long" else reach.short
         if layer.attention == "paired":
-            return self.attend_paired(q, k, v, cu_seqlens, window, reach)
-        return self.attend_plain(q, k, v, layer.key_shift, cu_seqlens, window, reach)
+            return self.attend_paired(q, k, v, cu_seqlens, reach)
+        return self.attend_plain(q, k, v, layer.key_shift, cu_seqlens, reach)
 
     def value_gate(self, layer: Layer, n: Tensor, row: Tensor, weight: Tensor) -> Tensor:
         """Gate of each head's value row, 0 to 2, (B, T, H). Plain layers look at the row too, paired ones do not."""
@@ -3374,7 +3442,7 @@ class GPT(nn.Module):
         return 2 * gate_of(seen, weight)
 
     def attend_plain(self, q: Tensor, k: Tensor, v: Tensor, key_shift: bool, cu_seqlens: Tensor,
-                     window: int, reach: Reach) -> Tensor:
+                     reach: Reach) -> Tensor:
         """q, k, v (B, T, H, E) -> (B, T, H, E); positions count in the slot."""
         length = q.shape[1]
         cos = self.rotary_cos[:length, None]                                  # (T, 1, E), for every head
@@ -3385,15 +3453,14 @@ class GPT(nn.Module):
             k = keys_with_shift(k)
 
         flat = [x.flatten(0, 1) for x in (q, k, v)]
-        y = self.attention(*flat, cu_seqlens, reach.max_len, window, reach.scale)
+        y = self.attention(*flat, cu_seqlens, reach)
         return y.view(v.shape)
 
-    def attend_paired(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int,
-                      reach: Reach) -> Tensor:
+    def attend_paired(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, reach: Reach) -> Tensor:
         """q, k, v (B, T, H, E) -> (B, T, H, E); heads j and j + H/2 of token t stand at 2t and 2t + 1 of one sequence.
 
         The angles follow another pairing, even heads at 2t and odd heads at 2t + 1: the peer assigns them before it
-        regroups, and its published losses contain that (recipe 9.1). The window counts positions.
+        regroups, and its published losses contain that (recipe 9.1). The reach counts positions.
         """
         slots, length, heads, width = q.shape
         positions = 2 * length
@@ -3405,7 +3472,7 @@ class GPT(nn.Module):
 
         sequence = (slots * positions, heads // 2, width)                     # the lower half of the heads, the upper
         flat = [x.reshape(sequence) for x in (q, k, v)]
-        y = self.attention(*flat, 2 * cu_seqlens, 2 * reach.max_len, window, reach.scale)
+        y = self.attention(*flat, 2 * cu_seqlens, reach)
         return y.view(slots, length, heads, width)
 
 
@@ -4904,7 +4971,7 @@ class Evaluator:
                 self.tables[table.label] = TableRows(table, cfg, fabric, mine, most_tokens, report)
 
         self.compiling = will_compile(cfg, fabric)
-        if self.compiling:                                    # a graph per stage, and per shape
+        if self.compiling:                                    # a graph for each set of shapes
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         self.model_hidden = self.compiled(self.model.hidden)
         self.next_token_losses = self.compiled(next_token_losses)
@@ -4943,10 +5010,10 @@ class Evaluator:
         total = torch.zeros((), dtype=torch.float64, device=self.fabric.device)
         tokens = 0
         for batch in batches:
-            reach = self._reach(values, batch.tokens.shape[1])
+            reaches = self._reaches(values, batch.tokens.shape[1])
             sources = self._sources(batch)
             for part in self._micro_batches(batch):
-                rows = self.model_hidden(part, reach, sources).flatten(0, 1)
+                rows = self.model_hidden(part, reaches, sources).flatten(0, 1)
                 targets = part.targets.flatten()
                 for y, target in zip(rows.split(EVAL_ROWS), targets.split(EVAL_ROWS)):
                     losses = self.next_token_losses(y, self.model.lm_head, target)
@@ -4969,7 +5036,7 @@ class Evaluator:
         batch, = self.planner.batches("sample", [values], [[slot]])
         batch = batch.to(self.fabric.device)
 
-        stream = self.model.hidden(batch, self._reach(values, length), self._sources(batch))
+        stream = self.model.hidden(batch, self._reaches(values, length), self._sources(batch))
         logits = stream[0, len(context) - 1] @ self.model.lm_head
         return softcap(logits.to(self.exact))
 
@@ -4984,9 +5051,9 @@ class Evaluator:
                     torch._dynamo.maybe_mark_dynamic(rows, 0)
         return sources
 
-    def _reach(self, values: Values, longest: int) -> Reach:
+    def _reaches(self, values: Values, longest: int) -> Reaches:
         """longest: upper bound of a document's length in tokens."""
-        return Reach(values.short_window, values.long_window, longest, values.rotary.attn_scale)
+        return reaches_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)
 
     def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
         """The batch in parts of slots_at_once."""
@@ -5030,11 +5097,11 @@ class Executor(Evaluator):
             sources[label] = table.ready(batch.plans[label], self.model.lm_head)
         weights = torch.stack([self._scalar(weight) for weight in values.mtp_weights])
         backward_seed = self._scalar(loss_weight)
-        reach = self._reach(values, min(values.max_doc_len, batch.tokens.shape[1]))
+        reaches = self._reaches(values, min(values.max_doc_len, batch.tokens.shape[1]))
 
         sums = []
         for part in self._micro_batches(batch):
-            losses = self.model_losses(part, weights, backward_seed, reach, self.precision, sources)
+            losses = self.model_losses(part, weights, backward_seed, reaches, self.precision, sources)
             slot_sums = losses.sum(dim=1)
             if loss_weight:
                 self.optimizer.count_pass()
@@ -7184,20 +7251,21 @@ def check_attention(kernel: Callable, device: torch.device, dtype: torch.dtype, 
         for per_token, heads in ((1, 2), (2, 1)):
             positions = per_token * CHECKED_BOUNDS[-1]
             inputs = torch.randn(4, positions, heads, head_dim, device=device, generator=generator).to(dtype)
-            reach = (per_token * plain, positions, window, scale)
-            found = output_and_gradients(kernel, inputs, *reach)
-            wanted = output_and_gradients(attention_reference, inputs.float(), *reach)
+            bounds = per_token * plain
+            reach = Reach(positions, window, scale)
+            found = output_and_gradients(kernel, inputs, bounds, reach)
+            wanted = output_and_gradients(attention_reference, inputs.float(), bounds, reach)
             for what, x, exact in zip(("output", "gradient of q", "gradient of k", "gradient of v"), found, wanted):
                 error = float((x.float() - exact).abs().max() / exact.abs().max())
                 if not error < 8 * torch.finfo(dtype).eps:
                     raise RuntimeError(f"its {what} is off by {error:.1e}, window {window}, {heads} heads")
 
 
-def output_and_gradients(attend: Callable, inputs: Tensor, *reach: Any) -> tuple[Tensor, ...]:
+def output_and_gradients(attend: Callable, inputs: Tensor, cu_seqlens: Tensor, reach: Reach) -> tuple[Tensor, ...]:
     """Of attention to q, k, v, the first three of inputs (4, N, H, E); the last is the gradient of the output."""
     q, k, v, seed = inputs.unbind()
     leaves = [x.requires_grad_() for x in (q.clone(), k.clone(), v.clone())]
-    out = attend(*leaves, *reach)
+    out = attend(*leaves, cu_seqlens, reach)
     return out.detach(), *torch.autograd.grad(out, leaves, seed)
 
 
@@ -7237,8 +7305,9 @@ def attention_ms(name: str, cfg: Config, fabric: Fabric, slots_at_once: int) -> 
             per_token = 2 if kind == "paired" else 1
             shape = (4, per_token * tokens, cfg.num_heads // per_token, cfg.head_dim)
             inputs = torch.randn(shape, device=fabric.device).to(getattr(torch, cfg.dtype))
-            reach = (per_token * ends, per_token * cfg.max_doc_len, windows[window], cfg.attn_scale)
-            total += layers * median_ms(functools.partial(output_and_gradients, attention_varlen, inputs, *reach))
+            reach = Reach(per_token * cfg.max_doc_len, windows[window], cfg.attn_scale)
+            call = functools.partial(output_and_gradients, attention_varlen, inputs, per_token * ends, reach)
+            total += layers * median_ms(call)
     except Exception as refusal:                                              # which did not show at a small size
         fabric.say(f"attention: {name} fails at full size: {type(refusal).__name__} {str(refusal)[:100]}")
         return math.inf

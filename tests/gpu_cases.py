@@ -435,6 +435,7 @@ def attention(lab: Lab, name: str, window: int, paired: bool = False) -> Case:
         longest *= 2
         heads //= 2
     scale = 0.1
+    reach = tg.Reach(longest, window, scale)
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=lab.device)
     q = tg.rms_norm(lab.normal(count, heads, sizes.head_dim))
     k = tg.rms_norm(lab.normal(count, heads, sizes.head_dim))
@@ -442,10 +443,10 @@ def attention(lab: Lab, name: str, window: int, paired: bool = False) -> Case:
     seed = lab.normal(count, heads, sizes.head_dim)
 
     def chosen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return lab.attention(q, k, v, cu_seqlens, longest, window, scale)
+        return lab.attention(q, k, v, cu_seqlens, reach)
 
     def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return tg.attention_reference(q, k, v, cu_seqlens, longest, window, scale)
+        return tg.attention_reference(q, k, v, cu_seqlens, reach)
 
     def dense(q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> Tensor:
         return dense_attention(q, k, v, bounds, window, scale)

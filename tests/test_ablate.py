@@ -144,7 +144,7 @@ def hidden(module: ModuleType, model=None, **changes) -> torch.Tensor:
     tokens = torch.arange(16, dtype=torch.int32)[None] * 3
     for at, token in changes.get("tokens", {}).items():
         tokens[0, at] = token
-    return (model or random_model(module)).hidden(batch_of(module, tokens), module.Reach(6, 12, 16, 0.3))
+    return (model or random_model(module)).hidden(batch_of(module, tokens), module.reaches_of(6, 12, 16, 0.3))
 
 
 def with_scalar(module: ModuleType, name: str, value: float):

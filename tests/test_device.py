@@ -85,9 +85,9 @@ def usable(monkeypatch, kernel, name: str = "tiny", **changes) -> tuple[list[str
     return found, cards.said
 
 
-def faithful(q, k, v, cu_seqlens, max_len, window, scale):
+def faithful(q, k, v, cu_seqlens, reach):
     """A kernel as good as bf16 allows: exact inside, rounded at its end."""
-    return tg.attention_reference(q.float(), k.float(), v.float(), cu_seqlens, max_len, window, scale).to(q.dtype)
+    return tg.attention_reference(q.float(), k.float(), v.float(), cu_seqlens, reach).to(q.dtype)
 
 
 class NoBackward(torch.autograd.Function):
@@ -101,10 +101,12 @@ class NoBackward(torch.autograd.Function):
 
 
 def wrong(**changes):
-    """The faithful kernel with one argument wrong, given as a function of the right one."""
-    def kernel(q, k, v, cu_seqlens, max_len, window, scale):
-        given = dict(cu_seqlens=cu_seqlens, max_len=max_len, window=window, scale=scale)
-        return faithful(q, k, v, **{name: changes[name](x) if name in changes else x for name, x in given.items()})
+    """The faithful kernel with the bounds or a number of the reach wrong, given as a function of the right one."""
+    def kernel(q, k, v, cu_seqlens, reach):
+        given = dict(vars(reach), cu_seqlens=cu_seqlens)
+        made = {name: change(given[name]) for name, change in changes.items()}
+        bounds = made.pop("cu_seqlens", cu_seqlens)
+        return faithful(q, k, v, bounds, replace(reach, **made))
     return kernel
 
 
@@ -189,9 +191,9 @@ def test_each_gradient_is_looked_at(monkeypatch, at, name):
     assert any(f"gradient of {name} is off by" in line for line in said), said
 
 
-def tiled_in_bf16(q, k, v, cu_seqlens, max_len, window, scale):
+def tiled_in_bf16(q, k, v, cu_seqlens, reach):
     """Rounded where flash attention rounds: the weights before the values, their gradients before queries and keys."""
-    return Tiled.apply(q, k, v, cu_seqlens, window, scale)
+    return Tiled.apply(q, k, v, cu_seqlens, reach.window, reach.scale)
 
 
 class Tiled(torch.autograd.Function):
@@ -250,9 +252,10 @@ class DeviceTime:
         self.now = 0.0
         self.calls: list[tuple] = []
 
-        def call(q, k, v, cu_seqlens, max_len, window, scale):
+        def call(q, k, v, cu_seqlens, reach):
             self.now += ms[registry.in_place] * (1 + 9 * (len(self.calls) % 13 == 12))       # the last is an outlier
-            self.calls.append((registry.in_place, tuple(q.shape), window, max_len, int(cu_seqlens[-1])))
+            seen = reach.window, reach.max_len, int(cu_seqlens[-1])
+            self.calls.append((registry.in_place, tuple(q.shape), *seen))
             return q * 1.0 + 0.0 * (k + v)
 
         class Event:

@@ -190,10 +190,11 @@ def attention_errors(kernel, fabric: tg.Fabric, ends: list[int], window: int, he
     seed = torch.randn(ends[-1], heads, width, generator=generator).to(fabric.device)
     bounds = torch.tensor([0, *ends], dtype=torch.int32, device=fabric.device)
     longest = max(end - start for start, end in zip([0, *ends], ends))
+    reach = tg.Reach(longest, window, 12.8 / width)
     results = []
     for attend, dtype in ((kernel, BF16), (tg.attention_reference, F32)):
         x = inputs.bfloat16().to(dtype).requires_grad_()
-        out = attend(*x.unbind(), bounds, longest, window, 12.8 / width)
+        out = attend(*x.unbind(), bounds, reach)
         out.backward(seed.bfloat16().to(dtype))
         results.append([out.detach().float(), *x.grad.float()])
     least = 0.01 * max(float(x.abs().max()) for x in results[1])             # documents of one token: no gradient of q

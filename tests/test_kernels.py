@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -172,7 +173,7 @@ def test_attention_and_its_gradients_are_those_of_a_naive_softmax(bounds, window
     inputs = [randn(bounds[-1], heads, width, seed=seed, grad=True) for seed in range(3)]
     seed_grad = randn(bounds[-1], heads, width, seed=9)
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-    got = tg.attention_reference(*inputs, cu_seqlens, max_len, window, 0.7)
+    got = tg.attention_reference(*inputs, cu_seqlens, tg.Reach(max_len, window, 0.7))
     want = naive_attention(*inputs, bounds, window, 0.7)
     assert got.shape == want.shape
     assert_close(got, want)
@@ -185,11 +186,12 @@ def test_a_query_sees_w_keys_before_its_own_in_its_document_and_no_other():
     bounds, window, length = [0, 9, 50], 6, 50
     q, k, v = (randn(length, 1, 4, seed=seed) for seed in range(3))
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
-    before = tg.attention_reference(q, k, v, cu_seqlens, 41, window, 0.7)
+    reach = tg.Reach(41, window, 0.7)
+    before = tg.attention_reference(q, k, v, cu_seqlens, reach)
     for j in range(length):
         other_k, other_v = k.clone(), v.clone()
         other_k[j], other_v[j] = -other_k[j], other_v[j] + 1
-        after = tg.attention_reference(q, other_k, other_v, cu_seqlens, 41, window, 0.7)
+        after = tg.attention_reference(q, other_k, other_v, cu_seqlens, reach)
         moved = (after != before).flatten(1).any(1).nonzero().flatten().tolist()
         end = 9 if j < 9 else 50
         assert moved == list(range(j, min(j + window + 1, end))), f"key {j}"
@@ -198,7 +200,7 @@ def test_a_query_sees_w_keys_before_its_own_in_its_document_and_no_other():
 def test_attention_keeps_the_dtype_and_needs_no_exact_length_bound():
     q, k, v = (randn(70, 2, 4, seed=seed, dtype=torch.bfloat16) for seed in range(3))
     cu_seqlens = torch.tensor([0, 20, 70], dtype=torch.int32)
-    tight, loose = (tg.attention_reference(q, k, v, cu_seqlens, bound, 40, 0.7) for bound in (50, 70))
+    tight, loose = (tg.attention_reference(q, k, v, cu_seqlens, tg.Reach(bound, 40, 0.7)) for bound in (50, 70))
     assert tight.dtype == torch.bfloat16
     want = naive_attention(q.double(), k.double(), v.double(), [0, 20, 70], 40, 0.7)
     for out in (tight, loose):
@@ -209,9 +211,90 @@ def test_varlen_kernel_has_the_same_shapes_forward_and_backward():
     """On meta tensors, which have shapes only: the call fits torch's signature at full size."""
     q, k, v = (torch.empty(49_152, 6, 128, device="meta", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     bounds = torch.empty(257, device="meta", dtype=torch.int32)
-    out = tg.attention_varlen(q, k, v, bounds, 2048, 640, 0.1)
+    out = tg.attention_varlen(q, k, v, bounds, tg.Reach(2048, 640, 0.1))
     assert (out.shape, out.dtype) == (q.shape, q.dtype)
     assert [g.shape for g in torch.autograd.grad(out.sum(), (q, k, v))] == [q.shape] * 3
+
+
+def dense_weights(q, k, cu_seqlens, window, scale):
+    """Softmax over all keys with a mask, (H, queries, keys)."""
+    at = torch.arange(len(q))
+    document = torch.searchsorted(cu_seqlens.long(), at, right=True)
+    back = at[:, None] - at
+    seen = (back >= 0) & (back <= window) & (document[:, None] == document)
+    scores = scale * torch.einsum("qhe,khe->hqk", q, k)
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1)
+
+
+class DenseVarlen:
+    """In the place of torch's operation and its backward, which have no kernel for a CPU."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple] = []
+
+    def forward(self, q, k, v, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None, window_size=None):
+        assert cu_seq_q is cu_seq_k or torch.equal(cu_seq_q, cu_seq_k)
+        assert max_q == max_k and not is_causal and window_size[1] == 0
+        self.calls.append(("forward", max_q, window_size[0], scale))
+        weights = dense_weights(q, k, cu_seq_q, window_size[0], scale)
+        out = torch.einsum("hqk,khe->qhe", weights, v)
+        return out, torch.full(q.shape[1::-1], 3.0), torch.tensor([5, 7], dtype=torch.uint64)
+
+    def backward(self, grad, q, k, v, out, logsumexp, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, rng_state,
+                 scale=None, window_size=None):
+        assert (logsumexp == 3).all() and rng_state.tolist() == [5, 7], "what the forward gave"
+        self.calls.append(("backward", max_q, window_size[0], scale))
+        weights = dense_weights(q, k, cu_seq_k, window_size[0], scale)
+        of_weights = torch.einsum("qhe,khe->hqk", grad, v)
+        of_scores = scale * weights * (of_weights - (grad * out).sum(-1).t()[..., None])
+        of_q = torch.einsum("hqk,khe->qhe", of_scores, k)
+        of_k = torch.einsum("hqk,qhe->khe", of_scores, q)
+        of_v = torch.einsum("hqk,qhe->khe", weights, grad)
+        return of_q, of_k, of_v
+
+
+@pytest.fixture
+def dense_varlen():
+    tg.torchs_varlen()
+    dense = DenseVarlen()
+    with torch.library._scoped_library("torch_attn", "IMPL") as library:
+        library.impl("_varlen_attn", dense.forward, "CPU")
+        library.impl("_varlen_attn_backward", dense.backward, "CPU")
+        yield dense
+
+
+REACHES = [tg.Reach(33, 3, 0.7), tg.Reach(40, 1000, 0.7), tg.Reach(33, 12, 0.1)]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_varlen_is_the_reference_and_one_graph_for_every_reach(dense_varlen, compiled):
+    """The window, the bound of documents and the scale reach the kernel as they are, forward and backward."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    attend = tg.attention_varlen
+    if compiled:
+        attend = torch.compile(attend, backend="aot_eager", dynamic=False, fullgraph=True)
+    bounds = torch.tensor([0, 7, 7, 40], dtype=torch.int32)
+    inputs = [randn(40, 2, 4, seed=seed, grad=True) for seed in range(3)]
+    seed_grad = randn(40, 2, 4, seed=9)
+    for reach in REACHES:
+        got = attend(*inputs, bounds, reach)
+        want = tg.attention_reference(*inputs, bounds, reach)
+        assert_close(got, want)
+        for a, b in zip(torch.autograd.grad(got, inputs, seed_grad), torch.autograd.grad(want, inputs, seed_grad)):
+            assert_close(a, b)
+        numbers = reach.max_len, reach.window, reach.scale
+        assert dense_varlen.calls == [("forward", *numbers), ("backward", *numbers)]
+        dense_varlen.calls.clear()
+    assert torch._dynamo.utils.counters["stats"].get("unique_graphs", 0) == compiled
+    torch._dynamo.reset()
+
+
+def test_a_reach_cannot_come_to_differ_from_its_numbers():
+    reach = tg.Reach(33, 3, 0.7)
+    with pytest.raises(FrozenInstanceError):
+        reach.window = 4
+    assert replace(reach, window=4).numbers.tolist() == [33, 4, 0.7]
 
 
 # ---- head and loss --------------------------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ from common import RECIPE_PARAMETERS, fabric, fill_randomly, owned, preset, rand
 
 import train_gpt as tg
 
-REACH = tg.Reach(short=5, long=9, max_len=12, scale=0.8)
+WINDOWS = dict(short=5, long=9)
+SCALE = 0.8
+REACHES = tg.reaches_of(**WINDOWS, max_len=12, scale=SCALE)
 TABLES = {"bigram_embed", "value_embed", "embed"}
 
 
@@ -51,14 +53,14 @@ def slow_attention(cfg, p, depth, n, tokens, bounds, frequencies):
     if layer.key_shift:
         k[1:, :, E // 2:] = k[:-1, :, E // 2:].copy()
     places, lanes = (2, H // 2) if paired else (1, H)                # positions a token has, heads side by side in each
-    window, y = REACH.long if layer.window == "long" else REACH.short, np.zeros((T, H, E))
+    window, y = WINDOWS[layer.window], np.zeros((T, H, E))
     document = np.searchsorted(bounds, np.arange(T), side="right")
     for t in range(T):
         for i in range(H):
             at = places * t + i // lanes
             keys = [(s, j) for s in range(t + 1) for j in range(i % lanes, H, lanes)
                     if document[s] == document[t] and at - window <= places * s + j // lanes <= at]
-            weights = np.exp([REACH.scale * (q[t, i] @ k[s, j]) for s, j in keys])
+            weights = np.exp([SCALE * (q[t, i] @ k[s, j]) for s, j in keys])
             y[t, i] = sum(weight * v[s, j] for weight, (s, j) in zip(weights / weights.sum(), keys))
     y *= sigma(n[:, :12] @ p["attn_gate_bank"][bank].T)[:, :, None]
     return y.reshape(T, D) @ (scale_out * p["attn"][bank][3 * D:]).T
@@ -90,7 +92,7 @@ def test_forward_is_the_recipes(heads, seed):
     cfg = small(num_heads=heads, model_dim=8 * heads)
     model, batch = model_of(cfg), random_batch(cfg, seed, 2, 32)
     p = {label: x.detach().numpy() for label, x in model.named_parameters()}
-    got = model.hidden(batch, REACH).detach().numpy()
+    got = model.hidden(batch, REACHES).detach().numpy()
     for slot in range(2):
         inputs = (x[slot].numpy() for x in (batch.tokens, batch.rows["bigram_embed"], batch.cu_seqlens))
         want = slow_hidden(cfg, p, *inputs, tg.Schedule(cfg).rotary[1].frequencies)
@@ -100,9 +102,9 @@ def test_forward_is_the_recipes(heads, seed):
 def test_losses_are_the_head_loss_of_hidden():
     cfg = small()
     model, batch, one = model_of(cfg), random_batch(cfg, 3, 3, 16), torch.ones((), dtype=torch.float64)
-    z = 23 * torch.sigmoid((model.hidden(batch, REACH) @ model.lm_head + 5) / 7.5)
+    z = 23 * torch.sigmoid((model.hidden(batch, REACHES) @ model.lm_head + 5) / 7.5)
     nats = z.logsumexp(-1) - z.gather(2, batch.targets[..., None])[..., 0]
-    losses = model.losses(batch, torch.ones(1, dtype=torch.float64), one, REACH, "plain")
+    losses = model.losses(batch, torch.ones(1, dtype=torch.float64), one, REACHES, "plain")
     np.testing.assert_allclose(losses.detach(), nats.detach(), rtol=1e-12)    # a few roundings of float64
 
 
@@ -113,7 +115,7 @@ def test_gradients_are_finite_differences():
     weights = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
 
     def loss():
-        return model.losses(batch, weights, one, REACH, "plain").sum()
+        return model.losses(batch, weights, one, REACHES, "plain").sum()
 
     loss().backward()
     for number, (label, p) in enumerate(model.named_parameters()):
@@ -132,7 +134,7 @@ def test_rows_may_come_from_elsewhere_and_their_gradients_go_elsewhere():
     cfg = small()
     model, batch, one = model_of(cfg), random_batch(cfg, 5, 2, 16), torch.ones((), dtype=torch.float64)
     weights, sources, moved = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64), {}, {}
-    want = model.losses(batch, weights, one, REACH, "plain")
+    want = model.losses(batch, weights, one, REACHES, "plain")
     want.sum().backward()
     grads = {label: p.grad for label, p in model.named_parameters()}
     model.zero_grad(set_to_none=True)
@@ -141,7 +143,7 @@ def test_rows_may_come_from_elsewhere_and_their_gradients_go_elsewhere():
         order = torch.randperm(len(p), generator=torch.Generator().manual_seed(len(label)))
         moved[label] = order.argsort().int()[batch.rows[label].long()]
         sources[label] = p[order].requires_grad_(), torch.ones_like(p), order
-    got = model.losses(batch._replace(rows=moved), weights, one, REACH, "plain",
+    got = model.losses(batch._replace(rows=moved), weights, one, REACHES, "plain",
                        {label: source[:2] for label, source in sources.items()})
     got.sum().backward()
     assert got.equal(want)
@@ -159,7 +161,7 @@ def test_bfloat16_is_close_to_float64():
     exact, half = model_of(cfg), model_of(replace(cfg, dtype="bfloat16"))
     exact.load_state_dict({label: x.double() for label, x in half.state_dict().items()})
     batch = random_batch(cfg, 5, 2, 16)
-    losses = [m.losses(batch, torch.ones(1), one, REACH, "plain").detach().double() for m in (exact, half)]
+    losses = [m.losses(batch, torch.ones(1), one, REACHES, "plain").detach().double() for m in (exact, half)]
     assert half.scalars.dtype == half.x0_lambdas.dtype == torch.float32 and half.attn.dtype == torch.bfloat16
     assert float((losses[0] - losses[1]).abs().mean()) < 0.2         # 8 bits through 11 layers; losses are about 10
 
@@ -177,8 +179,8 @@ def test_record_preset_at_full_size_on_meta_tensors(precision):
             return tg.Batch(0, {}, slots, slots.long(), columns, rows)
 
         def losses_of(sources):
-            reach = tg.Reach(640, 1408, 2048, 0.1)
-            losses = model.losses(batch_of(49_152), torch.empty(3), torch.empty(()), reach, precision, sources)
+            reaches = tg.reaches_of(640, 1408, 2048, 0.1)
+            losses = model.losses(batch_of(49_152), torch.empty(3), torch.empty(()), reaches, precision, sources)
             assert (losses.shape, losses.dtype) == ((1, 49_152), torch.float32)
             losses.sum().backward()
 
@@ -191,7 +193,7 @@ def test_record_preset_at_full_size_on_meta_tensors(precision):
         assert {label for label, p in model.named_parameters() if p.grad is None} == TABLES
         assert all(cache.grad is None for cache in caches.values()), "their gradients add up elsewhere"
         with torch.no_grad():
-            y = model.hidden(batch_of(262_144), tg.Reach(768, 2560, 262_144, 0.1))
+            y = model.hidden(batch_of(262_144), tg.reaches_of(768, 2560, 262_144, 0.1))
         assert (y.shape, y.dtype) == ((1, 262_144, 768), torch.bfloat16)
 
 
@@ -333,8 +335,8 @@ def moved_by_token(monkeypatch, at: int, smear: float, shifting: tuple[int, ...]
     tokens = batch.tokens.clone()
     tokens[0, at] = (tokens[0, at] + 1) % cfg.vocab_size
     other = with_tokens(cfg, batch, tokens)                          # the bigram rows stay
-    reach = tg.Reach(5, 30, 24, 0.8)
-    moved = (model.hidden(batch, reach) != model.hidden(other, reach)).any(-1)
+    reaches = tg.reaches_of(5, 30, 24, 0.8)
+    moved = (model.hidden(batch, reaches) != model.hidden(other, reaches)).any(-1)
     assert not moved[1].any(), "nothing crosses slots"
     return moved[0].nonzero().flatten().tolist()
 
@@ -367,7 +369,7 @@ def test_a_bigram_row_and_a_target_move_only_what_reads_them():
     batch = batch._replace(cu_seqlens=torch.tensor([BOUNDS] * 2, dtype=torch.int32))
 
     def losses(batch):
-        return model.losses(batch, torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64), one, REACH, "plain")
+        return model.losses(batch, torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64), one, REACHES, "plain")
 
     for name, at, want in (("targets", 10, [8, 9, 10]), ("targets", 0, [0]), ("bigram_embed", 21, [21, 22, 23])):
         changed = (batch.targets if name == "targets" else batch.rows[name]).clone()

@@ -266,12 +266,14 @@ MISTAKES = (
     ("norm eps 1e-5", "s_acts", "sumsq.x0", constant("RMS_EPS", 1e-5)),
     ("smear stops at document starts", "s_acts", "sumsq.smear", given(
         tg.GPT, "inputs", smear=lambda a: a["smear"] * (a["batch"].tokens[:, 1:, None] != a["batch"].tokens[0, 0]))),
-    ("window of w keys", "s_acts", "sumsq.attn0", kernel(window=lambda a: a["window"] - 1)),
+    ("window of w keys", "s_acts", "sumsq.attn0", kernel(
+        reach=lambda a: replace(a["reach"], window=a["reach"].window - 1))),
     ("no document mask", "s_acts", "sumsq.attn0", kernel(
-        cu_seqlens=lambda a: torch.tensor([0, len(a["q"])]), max_len=lambda a: len(a["q"]))),
-    ("scale 1/sqrt(E)", "s_acts", "sumsq.attn0", kernel(scale=lambda a: a["q"].shape[-1] ** -0.5)),
+        cu_seqlens=lambda a: torch.tensor([0, len(a["q"])]), reach=lambda a: replace(a["reach"], max_len=len(a["q"])))),
+    ("scale 1/sqrt(E)", "s_acts", "sumsq.attn0", kernel(
+        reach=lambda a: replace(a["reach"], scale=a["q"].shape[-1] ** -0.5))),
     ("paired window in tokens", "s_acts", "sumsq.attn0", given(
-        tg.GPT, "attend_paired", window=lambda a: 2 * a["window"])),
+        tg.GPT, "attend_paired", reach=lambda a: replace(a["reach"], window=2 * a["reach"].window))),
     ("paired neighbour heads", "s_acts", "sumsq.attn0", wrapped(tg.GPT, "attend_paired", pair_neighbours)),
     ("paired angle from the stream", "s_acts", "sumsq.attn0", wrapped(tg, "rotate", rotate_by_stream_position)),
     ("rotation the other way", "s_acts", "sumsq.attn0", given(tg, "rotate", sin=lambda a: -a["sin"])),

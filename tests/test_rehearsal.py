@@ -192,9 +192,12 @@ def test_a_graph_break(tmp_path, cache, name):
     expect(failures_of(found), "graph break", BREAKS[name])
 
 
-REACH = "        return Reach(values.short_window, values.long_window, longest, values.rotary.attn_scale)\n"
+REACH = "        return reaches_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)\n"
+VARLEN = "Varlen.apply(q, k, v, cu_seqlens, reach.numbers)"
 RECOMPILES = {                           # what is planted, and what is said of it
-    "a step's number in a graph": ({REACH: REACH.replace("attn_scale)", "attn_scale + values.step // 4)")}, "reach"),
+    "a step's number in a graph": ({
+        REACH: REACH.replace("attn_scale)", "attn_scale + values.step // 4)"),
+        VARLEN: VARLEN.replace("(q,", "(q * reach.scale,")}, "reach"),
     "a number of documents": ({
         "torch._dynamo.maybe_mark_dynamic(part.cu_seqlens, 1)": "torch._dynamo.mark_static(part.cu_seqlens)"},
         "cu_seqlens")}
