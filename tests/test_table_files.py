@@ -462,8 +462,8 @@ def test_another_list_of_tables_leads_to_the_checkpoint_before(checkpoints, caps
 
 
 def other_constants(monkeypatch, **changes) -> None:
-    first, second, _ = tg.NGRAM_TABLES
-    monkeypatch.setattr(tg, "NGRAM_TABLES", (first, replace(second, **changes)))
+    first, second, *others = tg.NGRAM_TABLES
+    monkeypatch.setattr(tg, "NGRAM_TABLES", (first, replace(second, **changes), *others))
 
 
 def resume_refused(folder: Path, cfg: tg.Config, *parts: str) -> None:
