@@ -1,14 +1,16 @@
 """Whether two trainers take the same time for a step, told within a percent on a machine that is not quiet.
 
-    python tests/bench_steps.py before.py after.py [--pairs=300] [--skip=20] [--a=FLAG] [--b=FLAG] [-- trainer flags]
+    python tests/bench_steps.py before.py after.py [--rounds=10] [--pairs=60] [--skip=20] [--a=FLAG] [--b=FLAG]
+                                [-- trainer flags]
 
 Both run the same flags, and those of --a or --b, at once, each in a process of its own, but take turns step by step:
 one trains while the other waits for its turn. A machine that slows down slows both, and what disturbs for seconds
 counts in both alike. A step lasts from its forward_backward to the end of its optim_step. `python records bench`
 compares whole runs, with losses and memory; it needs many of them for what these pairs of steps tell in minutes.
 
-Printed are the median step of both, and by how much B is slower: the mean over blocks of neighbouring pairs of the log
-of the ratio, with its 99 % interval by Student's t, since neighbouring pairs are not independent.
+A process keeps an advantage of a percent or two for as long as it lives, say by where its memory lies. So each round
+starts both anew, in the other order, and counts once: printed are the median step of both, and by how much B is slower,
+the mean over the rounds of the log of the ratio, with its 99 % interval by Student's t.
 """
 import argparse
 import importlib.util
@@ -21,14 +23,21 @@ import tempfile
 import time
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
 
-BLOCKS = 20                              # of pairs, whose means the interval comes from
+LEAST_ROUNDS = 3                         # for an interval
 CONFIDENCE = 0.99
 WAIT_S = 600.0                           # for a step, or for a warm-up with its compilation
+
+
+class Side(NamedTuple):
+    """One of the two that are compared."""
+
+    path: Path
+    flags: list[str]                     # of its own
 
 
 def trainer(path: Path) -> Any:
@@ -84,24 +93,33 @@ def received(side: str, turns: Connection) -> Any:
     return said
 
 
-def step_times(sides: dict[str, Connection], count: int) -> np.ndarray:
-    """(count, 2) seconds, the sides in turn. Of warm-up steps too: they are the first."""
-    times = []
-    for _ in range(count):
-        pair = []
-        for side, turns in sides.items():
-            turns.send("go")
-            pair.append(received(side, turns))
-        times.append(pair)
-    return np.array(times)
+def step_times(sides: dict[str, Side], flags: list[str], count: int) -> dict[str, list[float]]:
+    """Seconds of `count` steps of each side, started anew and in turn. Of warm-up steps too: they are the first."""
+    context = multiprocessing.get_context("spawn")
+    turns = {}
+    processes = []
+    for name, side in sides.items():
+        turns[name], theirs = context.Pipe()
+        process = context.Process(target=run_in_turns, args=(side.path, flags + side.flags, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        processes.append(process)
+    times = {name: [] for name in sides}
+    try:
+        for _ in range(count):
+            for name in sides:
+                turns[name].send("go")
+                times[name].append(received(name, turns[name]))
+    finally:
+        for process in processes:
+            process.kill()
+    return times
 
 
-def slower(times: np.ndarray) -> tuple[float, float]:
-    """Mean and half-width of the interval of log(B / A)."""
-    ratios = np.log(times[:, 1] / times[:, 0])
-    means = [block.mean() for block in np.array_split(ratios, BLOCKS)]
-    quantile = stats.t.ppf((1 + CONFIDENCE) / 2, BLOCKS - 1)
-    return statistics.fmean(means), quantile * statistics.stdev(means) / math.sqrt(BLOCKS)
+def slower(means: list[float]) -> tuple[float, float]:
+    """Mean and half-width of the interval of log(B / A), from its means in each round."""
+    quantile = stats.t.ppf((1 + CONFIDENCE) / 2, len(means) - 1)
+    return statistics.fmean(means), quantile * statistics.stdev(means) / math.sqrt(len(means))
 
 
 def asked_for(argv: list[str]) -> argparse.Namespace:
@@ -112,13 +130,15 @@ def asked_for(argv: list[str]) -> argparse.Namespace:
         flags = argv[len(own) + 1:]
     parser = argparse.ArgumentParser(prog="bench_steps", description=__doc__.partition("\n")[0])
     parser.add_argument("trainers", metavar="A.py", type=Path, nargs=2)
-    parser.add_argument("--pairs", type=int, default=300)
-    parser.add_argument("--skip", type=int, default=20, help="pairs of steps before the first that counts")
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--pairs", type=int, default=60, help="pairs of steps that count in a round")
+    parser.add_argument("--skip", type=int, default=20, help="pairs of steps before them")
     parser.add_argument("--a", action="append", default=[], help="a flag of the first alone")
     parser.add_argument("--b", action="append", default=[], help="a flag of the second alone")
     asked = parser.parse_args(own)
-    if asked.pairs < 2 * BLOCKS:
-        parser.error(f"--pairs={asked.pairs}: at least {2 * BLOCKS} are needed")
+    for name, least in (("rounds", LEAST_ROUNDS), ("pairs", 1), ("skip", 0)):
+        if getattr(asked, name) < least:
+            parser.error(f"--{name}={getattr(asked, name)}: at least {least}")
     asked.flags = flags
     return asked
 
@@ -126,29 +146,28 @@ def asked_for(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str]) -> None:
     asked = asked_for(argv)
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")           # as the trainer sets it where it is the program
-    context = multiprocessing.get_context("spawn")
     sides = {}
-    processes = []
     for letter, path, own in zip("AB", asked.trainers, (asked.a, asked.b)):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=run_in_turns, args=(path.resolve(), asked.flags + own, theirs), daemon=True)
-        process.start()
-        theirs.close()
         name = " ".join([str(path), *own])
-        sides[f"{letter} ({name})"] = ours
-        processes.append(process)
-    try:
-        times = step_times(sides, asked.skip + asked.pairs)[asked.skip:]
-    finally:
-        for process in processes:
-            process.kill()
+        sides[f"{letter} ({name})"] = Side(path.resolve(), own)
 
-    for column, side in enumerate(sides):
-        print(f"{side}: median step {1e3 * np.median(times[:, column]):.1f} ms")
-    mean, half = slower(times)
+    order = list(sides)
+    rounds = []
+    for _ in range(asked.rounds):
+        in_order = {name: sides[name] for name in order}
+        times = step_times(in_order, asked.flags, asked.skip + asked.pairs)
+        counted = [times[name][asked.skip:] for name in sides]
+        rounds.append(counted)
+        order.reverse()
+
+    seconds = np.array(rounds)                                # (rounds, sides, pairs)
+    for column, name in enumerate(sides):
+        print(f"{name}: median step {1e3 * np.median(seconds[:, column]):.1f} ms")
+    ratios = np.log(seconds[:, 1] / seconds[:, 0])
+    mean, half = slower(ratios.mean(axis=1).tolist())
     low, middle, high = (100 * math.expm1(x) for x in (mean - half, mean, mean + half))
     interval = f"[{low:+.2f} %, {high:+.2f} %], {CONFIDENCE:.0%} interval"
-    print(f"B takes {middle:+.2f} % {interval}, {len(times)} pairs of steps")
+    print(f"B takes {middle:+.2f} % {interval}, {asked.rounds} rounds of {asked.pairs} pairs of steps")
 
 
 if __name__ == "__main__":

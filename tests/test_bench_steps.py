@@ -44,7 +44,8 @@ def main(flags):
 def bench(folder: Path, steps: int) -> subprocess.CompletedProcess:
     for name, lasts, own in (("a", 1.0, []), ("b", 1.03, ["--own=2"])):
         (folder / f"{name}.py").write_text(TRAINER.format(name=name, lasts=lasts, steps=steps, own=own))
-    command = [sys.executable, str(BENCH), "a.py", "b.py", "--pairs=40", "--skip=2", "--b=--own=2", "--", "--told=1"]
+    counts = ["--rounds=3", "--pairs=20", "--skip=2"]
+    command = [sys.executable, str(BENCH), "a.py", "b.py", *counts, "--b=--own=2", "--", "--told=1"]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120, check=False)
 
 
@@ -53,12 +54,13 @@ def test_steps_in_turn_tell_three_percent(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "A (a.py): median step 1000.0 ms", "B (b.py --own=2): median step 1030.0 ms",
-        "B takes +3.00 % [+3.00 %, +3.00 %], 99% interval, 40 pairs of steps"]
+        "B takes +3.00 % [+3.00 %, +3.00 %], 99% interval, 3 rounds of 20 pairs of steps"]
     marks = (tmp_path / "marks").read_text()
-    assert marks.startswith("aaAbbB" * 42) and len(marks) < 6 * 44, "one side alone at any time"
+    rounds = "aaAbbB" * 22 + "bbBaaA" * 22 + "aaAbbB" * 22
+    assert marks == rounds, "one side alone at any time, and each first in its turn"
 
 
-@pytest.mark.parametrize("steps", [42, 0])
+@pytest.mark.parametrize("steps", [22, 0])
 def test_a_schedule_that_ends_too_early_is_told(tmp_path, steps):
     done = bench(tmp_path, steps)
     assert done.returncode == 1
