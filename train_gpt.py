@@ -755,8 +755,9 @@ def check_ngram_lines(cfg: Config) -> None:
     for line in NGRAM_TABLES:
         place = f"NGRAM_TABLES, {line.label}"
         need(labels.count(line.label) == 1, place, "two lines with that label", "a label for each", "another label")
-        need(re.fullmatch(r"\w+", line.label, re.ASCII), place, f"label {line.label!r}",
-             "letters, digits and _: it is part of the names of files", "another label")
+        need(re.fullmatch(r"\w+_embed", line.label, re.ASCII), place, f"label {line.label!r}",
+             "letters, digits and _ with _embed at the end: it names files, and an attribute of the model",
+             "another label")
         need(isinstance(line.rows, int) or hasattr(cfg, line.rows), place, f"rows={line.rows!r}",
              "a number, or the name of a setting", "a field of Config with that name")
         for name in ("signs", "home", "rule", "cadence", "rounding"):
@@ -2340,9 +2341,10 @@ def jitted(kernel: Callable) -> Any:
 
 
 def one_operation(name: str, *changes: str) -> Callable:
-    """Decorator of a function that changes these arguments in place, or none: compiled graphs call it as it is, unseen.
+    """Decorator of a function that changes these arguments in place, or none: one node of a compiled graph.
 
-    Elsewhere its body is called, for the call of an operation costs 90 microseconds of Python. `operation`: for tests.
+    Elsewhere its body is called, unseen by autograd as an operation is, which costs 90 microseconds of Python a call.
+    The call's `operation` is what a graph has.
     """
     def decorate(body: Callable) -> Callable:
         operation = torch.library.custom_op(name, body, mutates_args=changes)
@@ -2351,7 +2353,8 @@ def one_operation(name: str, *changes: str) -> Callable:
         def call(*args: Any) -> Any:
             if torch.compiler.is_compiling():
                 return operation(*args)
-            return body(*args)
+            with torch.no_grad():
+                return body(*args)
 
         call.operation = operation
         return call
@@ -2451,7 +2454,10 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, reach:
 
 
 class Varlen(torch.autograd.Function):
-    """torch's operation, but for the numbers of the reach: there they are constants of a graph, here an input."""
+    """torch's operation, but for the numbers of the reach: there they are constants of a graph, here an input.
+
+    A gradient's gradient does not come through here.
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> Tensor:
@@ -2543,6 +2549,7 @@ class DelayedProducts:
     def __init__(self) -> None:
         self.waiting: list[tuple[Owned, Tensor, Tensor]] = []
 
+    @torch.no_grad()
     def flush(self) -> None:
         """Compute them in the order in which they came: into main_grad, or else into .grad."""
         for owned, a, b in self.waiting:
@@ -2796,8 +2803,8 @@ def gradient_through_squares(grad: Tensor, w: Tensor, squares: Tensor) -> Tensor
     if fits_relu_sq(grad, w):
         return relu_sq(grad, w, squares)
     smallest = torch.finfo(squares.dtype).tiny                # instead of 0, whose root takes MKL eight times as long
-    twice_root = squares.clamp_min(smallest).sqrt_().mul_(2)
-    return F.linear(grad, w).mul_(twice_root)
+    roots = squares.clamp_min(smallest).sqrt_().sub_(smallest**0.5)           # of 0 it is 0 again
+    return F.linear(2 * grad, w).mul_(roots)
 
 
 class ReluSqMLP(torch.autograd.Function):
@@ -3212,7 +3219,7 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
                   wd_mul=line.wd_mul, betas=(NGRAM_BETA1[line.rule], line.beta2), rows=table)
         for line, table in zip(ngram_tables(cfg), ngrams))
     by_recipe = matrices + scalars + gates + by_token
-    taken = {row.label for row in by_recipe} | set(SCALARS)
+    taken = {row.label for row in by_recipe}
     for row in by_ngram:
         need(row.label not in taken, f"NGRAM_TABLES, {row.label}", "a label that the recipe has", "one of its own",
              "another label")
@@ -4264,6 +4271,7 @@ class EventTable:
             self.account(plan, dense_passes=2)                # rows out, gradients back
         self.open_plans = []
         self.cached = None
+        self.live = None                                      # makes room for those of the next event
         if self.debug and self.sums.any():
             raise RunError(f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it")
 
@@ -4928,7 +4936,7 @@ def will_compile(cfg: Config, fabric: Fabric) -> bool:
 class Evaluator:
     """Runs slots through a model that it never changes: all that a sample needs."""
 
-    trains = False
+    trains = False                       # without gradients, tables need no sums for them
 
     def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, slots_at_once: int = 0,
                  report: Callable = no_report) -> None:
@@ -4971,7 +4979,7 @@ class Evaluator:
                 self.tables[table.label] = TableRows(table, cfg, fabric, mine, most_tokens, report)
 
         self.compiling = will_compile(cfg, fabric)
-        if self.compiling:                                    # a graph for each set of shapes
+        if self.compiling:                                    # a graph for each set of shapes, or reach of reference
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         self.model_hidden = self.compiled(self.model.hidden)
         self.next_token_losses = self.compiled(next_token_losses)
@@ -5351,17 +5359,23 @@ def rowwise_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> dict[str, int]
         on_device["moments"] += size * (exact_bytes + last_bytes)
         return on_device
     touched = min(size, -(-tokens_of_run(cfg) * table.reads // fabric.world))
-    at_home = sum(touched_bytes(size, item_bytes, touched) for item_bytes in (row_bytes, exact_bytes, last_bytes))
-    return on_device | {ON_HOST: at_home}
+    return on_device | {ON_HOST: mapped_bytes(cfg, size, touched)}
+
+
+def mapped_bytes(cfg: Config, size: int, touched: int) -> int:
+    """Of the mappings of an owner's rows, their second moments and last events, of which so many are touched."""
+    dtype = getattr(torch, cfg.dtype)
+    of_a_row = cfg.model_dim * dtype.itemsize, exact_dtype(dtype).itemsize, torch.int32.itemsize
+    return sum(touched_bytes(size, item_bytes, touched) for item_bytes in of_a_row)
 
 
 def event_bytes(row: Parameter, cfg: Config, world: int) -> int:
-    """Bytes that a table of rule "rowwise" needs while gradients travel: of a rank, for it, and what they add up to."""
+    """Bytes that a table of rule "rowwise" needs while gradients travel: those sent, those that arrive, their sums."""
     dtype = getattr(torch, cfg.dtype)
     asked, live = asked_and_live(row.rows, cfg, world)
-    there_and_back = 2 * asked * cfg.model_dim * dtype.itemsize
-    added_up = live * cfg.model_dim * exact_dtype(dtype).itemsize
-    return there_and_back + added_up
+    sent_and_arrived = 2 * asked * cfg.model_dim * dtype.itemsize
+    sums = live * cfg.model_dim * exact_dtype(dtype).itemsize
+    return sent_and_arrived + sums
 
 
 def working_bytes(cfg: Config, compiled: bool, slots_at_once: int) -> int:
@@ -6172,6 +6186,20 @@ def read_tables(folder: Path, cfg: Config) -> list[dict[str, Any]]:
         raise DataError(f"{path} as the tables of a save", wrong, "the constants in NGRAM_TABLES, and names of pieces",
                         "sample with the trainer of that run, or copy the save again")
     return records
+
+
+def check_room_for_tables(folder: Path, trained: Config, cfg: Config, records: list[dict[str, Any]],
+                          fabric: Fabric) -> None:
+    """Raise RunError where the rows in the pieces of a save, in the types of cfg, do not fit into the host's memory."""
+    saved_row_bytes = trained.model_dim * getattr(torch, trained.dtype).itemsize
+    needed = 0
+    for record in records:
+        in_files = sum(regular_file(folder / name, "rows of a table").stat().st_size for name in record["pieces"])
+        needed += mapped_bytes(cfg, record["rows"], touched=in_files // saved_row_bytes)
+    room = room_on_host(fabric)
+    if needed > room:
+        raise RunError(ON_HOST, f"{room / 2**30:.1f} GiB", f"{needed / 2**30:.1f} GiB for the rows in {folder}",
+                       "a host with more memory")
 
 
 def load_vocabulary(folder: Path, cfg: Config) -> list[bytes] | None:
@@ -7929,7 +7957,8 @@ def sample_saved(flags: Config) -> int:
     if dtype == "bfloat16" and not fabric.on_cuda:
         dtype = "float32"
     cfg = replace(cfg, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens,
-                  table_home="host")                          # of which a sample reads few rows, on any device
+                  table_home="host")                          # a sample reads few rows, which any device has room for
+    check_room_for_tables(folder, trained, cfg, tables, fabric)
     evaluator = Evaluator(cfg, fabric, attention_reference)
     evaluator.model.load_state_dict(tensors)
     load_tables(folder, trained, tables, None, evaluator.rowwise_tables(), fabric)

@@ -5,8 +5,9 @@
 
 Both run the same flags, and those of --a or --b, at once, each in a process of its own, but take turns step by step:
 one trains while the other waits for its turn. A machine that slows down slows both, and what disturbs for seconds
-counts in both alike. A step lasts from its forward_backward to the end of its optim_step. `python records bench`
-compares whole runs, with losses and memory; it needs many of them for what these pairs of steps tell in minutes.
+counts in both alike. A step lasts from the taking of its batch until optim_step and the loader's thread, which makes
+the next ones meanwhile, are through. `python records bench` compares whole runs, with losses and memory; it needs many
+of them for what these pairs of steps tell in minutes.
 
 A process keeps an advantage of a percent or two for as long as it lives, say by where its memory lies. So each round
 starts both anew, in the other order, and counts once: printed are the median step of both, and by how much B is slower,
@@ -50,46 +51,40 @@ def trainer(path: Path) -> Any:
 
 
 def run_in_turns(path: Path, flags: list[str], turns: Connection) -> None:
-    """Train; from its first forward_backward on, only while it is this side's turn."""
+    """Train; from its first batch on, only while it is this side's turn."""
     t = trainer(path)
-    forward_backward = t.Executor.forward_backward
-    optim_step = t.Executor.optim_step
-    began = None
+    train_step = t.train_step
     lasted = None
 
-    def forward_backward_in_turn(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal began, lasted
-        if began is None:                                     # the first of this step
-            if lasted is not None:
-                turns.send(lasted)                            # what stood between two steps was a part of the turn
-            turns.recv()
-            began = time.perf_counter()
-        return forward_backward(executor, *args, **kwargs)
-
-    def optim_step_in_turn(executor: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal began, lasted
-        result = optim_step(executor, *args, **kwargs)
+    def step_in_turn(executor: Any, loader: Any, values: Any) -> Any:
+        nonlocal lasted
+        if lasted is not None:
+            turns.send(lasted)                                # what stood between two steps was a part of the turn
+        turns.recv()
+        began = time.perf_counter()
+        result = train_step(executor, loader, values)
+        loader.wait()                                         # else its thread works in the other's turn
         lasted = time.perf_counter() - began
-        began = None
         return result
 
-    t.Executor.forward_backward = forward_backward_in_turn
-    t.Executor.optim_step = optim_step_in_turn
+    t.train_step = step_in_turn
     with tempfile.TemporaryDirectory() as folder:
         status = t.main([*flags, f"--run_dir={folder}/run"])
     turns.send(("ended", status))
 
 
-def received(side: str, turns: Connection) -> Any:
-    """What a side says next. Raises SystemExit if it ends or says nothing."""
-    if not turns.poll(WAIT_S):
-        raise SystemExit(f"{side} said nothing for {WAIT_S:.0f} s")
+def timed_step(side: str, turns: Connection) -> float:
+    """Seconds of the step that a side takes now. Raises SystemExit if it ends or says nothing."""
     try:
+        turns.send("go")
+        if not turns.poll(WAIT_S):
+            raise SystemExit(f"{side} said nothing for {WAIT_S:.0f} s")
         said = turns.recv()
-    except (EOFError, ConnectionResetError):
+    except (EOFError, ConnectionError):
         raise SystemExit(f"{side} ended: what is above says why") from None
     if isinstance(said, tuple):
-        raise SystemExit(f"{side} ended with status {said[1]}: --pairs and --skip need as many steps in the schedule")
+        raise SystemExit(f"{side} ended with status {said[1]}: if nothing above says why, its schedule is too short "
+                         "for --skip, --pairs and a step more")
     return said
 
 
@@ -108,8 +103,8 @@ def step_times(sides: dict[str, Side], flags: list[str], count: int) -> dict[str
     try:
         for _ in range(count):
             for name in sides:
-                turns[name].send("go")
-                times[name].append(received(name, turns[name]))
+                seconds = timed_step(name, turns[name])
+                times[name].append(seconds)
     finally:
         for process in processes:
             process.kill()
@@ -167,6 +162,7 @@ def main(argv: list[str]) -> None:
     mean, half = slower(ratios.mean(axis=1).tolist())
     low, middle, high = (100 * math.expm1(x) for x in (mean - half, mean, mean + half))
     interval = f"[{low:+.2f} %, {high:+.2f} %], {CONFIDENCE:.0%} interval"
+    print(f"by round: {', '.join(f'{100 * math.expm1(x):+.2f} %' for x in ratios.mean(axis=1))}")
     print(f"B takes {middle:+.2f} % {interval}, {asked.rounds} rounds of {asked.pairs} pairs of steps")
 
 

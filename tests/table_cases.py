@@ -466,7 +466,7 @@ def mistakes(rank: Rank) -> dict[str, Any]:
 # Whole runs
 # ----------------------------------------------------------------------------------------------------------------------
 
-PAIRS, TRIPLES, _ = tg.NGRAM_TABLES
+PAIRS, TRIPLES, *_ = tg.NGRAM_TABLES
 ALL_RUNS = dict(dtype="float64", more_bigram_rows=97, trigram_rows=301, val_every=3, num_scheduled_steps=6,
                 num_extension_steps=3, max_steps=7, sample_tokens=0)
 RUNS = {                                 # name -> table of n-gram tables, fields

@@ -19,23 +19,23 @@ def mark(what):
         file.write(what)
 
 
-class Executor:
-    def forward_backward(self):
-        mark("{name}")
-
-    def optim_step(self):
+class Loader:
+    def wait(self):
         global now
-        now += {lasts}
+        now += {lasts} / 2
+
+
+def train_step(executor, loader, values):
+    global now
+    mark("{name}")
+    now += {lasts} / 2
 
 
 def main(flags):
     told, *own, run_dir = flags
     assert told == "--told=1" and own == {own} and run_dir.startswith("--run_dir=")
-    executor = Executor()
-    for _ in range({steps}):
-        executor.forward_backward()
-        executor.forward_backward()
-        executor.optim_step()
+    for step in range({steps}):
+        train_step("executor", Loader(), step)
         mark("{name}".upper())                                # what stands between two steps is of the turn
     return 3
 '''
@@ -54,9 +54,10 @@ def test_steps_in_turn_tell_three_percent(tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
         "A (a.py): median step 1000.0 ms", "B (b.py --own=2): median step 1030.0 ms",
+        "by round: +3.00 %, +3.00 %, +3.00 %",
         "B takes +3.00 % [+3.00 %, +3.00 %], 99% interval, 3 rounds of 20 pairs of steps"]
     marks = (tmp_path / "marks").read_text()
-    rounds = "aaAbbB" * 22 + "bbBaaA" * 22 + "aaAbbB" * 22
+    rounds = "aAbB" * 22 + "bBaA" * 22 + "aAbB" * 22
     assert marks == rounds, "one side alone at any time, and each first in its turn"
 
 
@@ -64,4 +65,4 @@ def test_steps_in_turn_tell_three_percent(tmp_path):
 def test_a_schedule_that_ends_too_early_is_told(tmp_path, steps):
     done = bench(tmp_path, steps)
     assert done.returncode == 1
-    assert "A (a.py) ended with status 3: --pairs and --skip need as many steps" in done.stderr
+    assert "A (a.py) ended with status 3: if nothing above says why, its schedule is too short" in done.stderr

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import train_gpt as tg
 
@@ -103,6 +104,18 @@ def test_mlp(lead, D, width):
     mlp = lambda n, up, down: tg.relu_sq_mlp(n, tg.whole(up), tg.whole(down))
     assert_close(mlp(n, up, down).reshape(-1, D), want)
     assert torch.autograd.gradcheck(mlp, (n, up, down))
+
+
+@pytest.mark.parametrize("dtype", [F64, torch.float32, torch.bfloat16])
+def test_what_relu_cuts_off_has_no_gradient(dtype):
+    """Not even one that rounding has left: an optimizer may look at the sign of what is there."""
+    n, up, down = randn(9, 6), randn(24, 6, seed=1), randn(6, 24, seed=2)
+    pre = n @ up.t()
+    want = 2 * pre.relu() * (n @ down)
+    found = tg.gradient_through_squares(n.to(dtype), down.t().contiguous().to(dtype), pre.relu().square().to(dtype))
+    assert found.dtype == dtype and (found[pre <= 0] == 0).all()
+    torch.testing.assert_close(found.double(), want, rtol=0,
+                               atol=4 * torch.finfo(dtype).eps * want.abs().max().item())
 
 
 @needs_triton
@@ -515,6 +528,22 @@ def test_a_lookup_is_an_embedding_whose_gradient_goes_to_the_sums(shape):
         tg.RowLookup.apply(source, index, sums).backward(seed)
         assert source.grad is None
         assert_close(sums, before + calls * theirs.grad)
+
+
+def test_outside_of_graphs_an_operation_is_its_body_and_autograd_sees_none_of_it():
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    names = []
+    sums, index, grad = torch.zeros(4, 3, dtype=F64), torch.tensor([0, 2, 2]), randn(3, 3, grad=True)
+    with Calls():
+        tg.add_rows(sums, index, grad)
+    assert not sums.requires_grad and sums[2].any()
+    assert names and not any("train_gpt" in name for name in names), names
+    tg.add_rows.operation(sums, index, grad.detach())
+    torch.testing.assert_close(sums[0], 2 * grad[0].detach())
 
 
 def test_a_lookup_compiles_into_one_graph():

@@ -121,6 +121,19 @@ def test_what_backward_returns(main_grad, flag, delayed, want):
         torch.testing.assert_close(weight.grad, true_gradient)
 
 
+@pytest.mark.parametrize("main_grad", [True, False])
+def test_autograd_follows_no_flush(main_grad):
+    """Else the sums would hold all that the factors came from, where the input is not the first of the model."""
+    first, weight = torch.nn.Parameter(randn(3, 3, seed=1)), torch.nn.Parameter(randn(4, 3))
+    if main_grad:
+        own(weight)
+    queue = tg.DelayedProducts()
+    for seed in (1, 2):
+        tg.times_transposed(randn(5, 3, seed=seed) @ first, tg.whole(weight, queue)).sum().backward()
+    queue.flush()
+    assert not (weight.main_grad if main_grad else weight.grad).requires_grad
+
+
 def test_a_flush_in_another_order_gives_the_same_sums():
     """Of integers, which every order adds up alike; a buffer without a write is overwritten, not added to."""
     found = []

@@ -131,7 +131,7 @@ SUMS = "            sums.append(slot_sums.detach())\n"
 ADD = "        add_rows(ctx.sums, index, grad)\n"
 SCRATCH = "            product = fp8_product(y_in_rows, grad, scale_w, native, ctx.work)  # it cannot add: a scratch\n"
 LAUNCH = "    launch(sums, rows, order, grad.contiguous(), count, width, **sizes)\n"
-KERNEL = '@torch.library.custom_op("train_gpt::add_rows", mutates_args=("sums",))\n'
+KERNEL = '@one_operation("train_gpt::add_rows", "sums")\n'
 WIDE_KERNEL = """
 def wide_kernel(x, NUMBERS: tl.constexpr):
     place = tl.arange(0, NUMBERS)
@@ -219,6 +219,14 @@ GRADIENT = "        grad_y = fp8_product(grad, w.t(), scale_y, native, dtype_y)\
 LOWERED_MISTAKES = {
     "product_dtype = logits_dtype if native else ctx.work": "product_dtype = ctx.work",
     GRADIENT: GRADIENT + "        grad_y = grad_y + probability @ w.t().to(ctx.work)\n"}
+
+
+def test_what_mistakes_are_planted_in_is_there():
+    """Those of --all, too: a line of the trainer that changes its words takes its mistakes with it."""
+    trainer = (ROOT / "train_gpt.py").read_text("utf-8")
+    planted = [EAGER_MISTAKES, LOWERED_MISTAKES, *(changes for changes, _ in RECOMPILES.values())]
+    counts = {text: trainer.count(text) for changes in planted for text in changes}
+    assert set(counts.values()) == {1}, counts
 
 
 @needs_tool

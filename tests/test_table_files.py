@@ -574,6 +574,16 @@ def test_a_sample_keeps_nothing_for_gradients():
     assert len(table.cache) == len(table.sums) == 2 * 384, "the ids of a cycle of the largest batch"
 
 
+def test_a_sample_keeps_tables_on_the_host_and_asks_for_the_room_first(save, monkeypatch, capsys):
+    flags = replace(tg.parse_flags([f"--sample={save}", "--sample_tokens=4"])[1], prompt="")
+    monkeypatch.delitem(tg.HOMES, "device")
+    assert tg.sample_saved(flags) == 0
+    capsys.readouterr()
+    monkeypatch.setattr(tg.Fabric, "free_host_memory", lambda self: 10_000)
+    monkeypatch.delitem(tg.HOMES, "host")
+    refused(tg.RunError, lambda: tg.sample_saved(flags), tg.ON_HOST, f"for the rows in {save}", "more memory")
+
+
 def refuse_sample(save: Path, *parts: str) -> None:
     """On the way of --sample."""
     def load() -> None:

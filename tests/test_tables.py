@@ -575,6 +575,7 @@ def test_another_table_is_one_line(monkeypatch, tmp_path):
     header, = done.of("header")
     result, = done.of("result")
     assert header["table_rows"]["fivegram_embed"] == 211
+    assert header["table_bytes"] == 4 * 32 * sum(header["table_rows"].values())
     assert header["table_home"]["fivegram_embed"] == "device"
     assert 100 < result["touched_rows"]["fivegram_embed"] <= 211
     assert "fivegram_embed" in result["comms"]

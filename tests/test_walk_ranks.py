@@ -294,6 +294,11 @@ PLANTED = {
 }
 
 
+def test_what_mistakes_are_planted_in_is_there():
+    trainer = (ROOT / "train_gpt.py").read_text("utf-8")
+    assert [trainer.count(mistake.text) for mistake in PLANTED.values()] == [1] * len(PLANTED)
+
+
 @pytest.mark.all
 @needs_tool
 @pytest.mark.parametrize("name", PLANTED)
