@@ -3875,7 +3875,8 @@ def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     try:
         memory = mmap.mmap(-1, size, flags=flags)
-        memory.madvise(mmap.MADV_NOHUGEPAGE)
+        with contextlib.suppress(OSError):                    # a system without huge pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)
     except (OSError, ValueError, OverflowError) as error:
         raise RunError("memory for a table", reason_of(error), f"an address space with {size / 2**30:.1f} GiB to map",
                        "fewer rows, more ranks, or a larger limit (ulimit -v)") from None
@@ -4072,12 +4073,12 @@ class HostHome(DeviceHome):
 
     def _bring_down(self, places: Tensor, live: Live, computed: Any) -> None:
         """On the thread: rows and their state to where they are kept, once the event is through with them."""
-        began = time.perf_counter()
-        staging = self._room_for(len(places))
         on_its_way = contextlib.nullcontext()
         if self.stream is not None:
+            computed.synchronize()                            # the GPU's time for the step is not this thread's
             on_its_way = torch.cuda.stream(self.stream)
-            self.stream.wait_event(computed)
+        began = time.perf_counter()
+        staging = self._room_for(len(places))
         with on_its_way:
             for x, out in zip(live, staging):
                 out.copy_(x, non_blocking=True)
@@ -4530,6 +4531,7 @@ class Optimizer:
         self.update_order = with_ngrams(UPDATE_ORDER, ngrams)
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(entries), "every entry once in both"
         self.share = 1 / cfg.num_slots   # of a slot in J; gradients are plain sums over slots
+        self.seed = cfg.seed             # of the run
 
         self.stored = {}                 # by label that ranks share out: units of the weight, zeros behind them
         self.slice_size = {}             # by label: units of every rank's slice
@@ -4816,7 +4818,7 @@ class Optimizer:
         event = torch.full((), count, dtype=torch.int32, device=grad.device)  # made there: a copy would wait
         chance = None
         if table.table.rounding == "stochastic" and table.live.rows.dtype == torch.bfloat16:
-            start = signed_crc32(f"{cfg.seed}/{label}")
+            start = signed_crc32(f"{self.seed}/{label}")
             chance = chance_of_rows(start, table.logical_rows(), event)
         if self.rowwise_update is not rowwise_update:         # compiled: one graph for any number of rows
             by_row = [x for x in (*table.live, grad, chance) if x is not None]
@@ -5166,6 +5168,11 @@ class Executor(Evaluator):
         if saved.cuda_rng is not None:
             torch.cuda.set_rng_state(saved.cuda_rng, self.fabric.device)
 
+    def set_seed(self, seed: int) -> None:
+        """Of another run in this process: its initial values, and the chances of its roundings."""
+        self.model.set_initial_values(seed, self.kept)
+        self.optimizer.seed = seed
+
     def drop_gradients(self) -> None:
         self.optimizer.clear(self.optimizer.weights)
         for table in self.tables.values():
@@ -5359,7 +5366,10 @@ def rowwise_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> dict[str, int]
         on_device["moments"] += size * (exact_bytes + last_bytes)
         return on_device
     touched = min(size, -(-tokens_of_run(cfg) * table.reads // fabric.world))
-    return on_device | {ON_HOST: mapped_bytes(cfg, size, touched)}
+    staging = 0
+    if fabric.on_cuda:                                        # pinned, up and down, each in up to twice its size
+        staging = 2 * 2 * live * (row_bytes + exact_bytes + last_bytes)
+    return on_device | {ON_HOST: mapped_bytes(cfg, size, touched) + staging}
 
 
 def mapped_bytes(cfg: Config, size: int, touched: int) -> int:
@@ -5370,12 +5380,15 @@ def mapped_bytes(cfg: Config, size: int, touched: int) -> int:
 
 
 def event_bytes(row: Parameter, cfg: Config, world: int) -> int:
-    """Bytes that a table of rule "rowwise" needs while gradients travel: those sent, those that arrive, their sums."""
+    """Bytes that a table of rule "rowwise" needs around an event, beside what it keeps.
+
+    Gradients that are sent, those that arrive and their sums; then the rows of the next event, and what leaves of them.
+    """
     dtype = getattr(torch, cfg.dtype)
+    row_bytes = cfg.model_dim * dtype.itemsize
     asked, live = asked_and_live(row.rows, cfg, world)
-    sent_and_arrived = 2 * asked * cfg.model_dim * dtype.itemsize
     sums = live * cfg.model_dim * exact_dtype(dtype).itemsize
-    return sent_and_arrived + sums
+    return 3 * asked * row_bytes + live * row_bytes + sums
 
 
 def working_bytes(cfg: Config, compiled: bool, slots_at_once: int) -> int:
@@ -5528,18 +5541,26 @@ def smaller_tables(cfg: Config, fits: Callable[[Config], bool]) -> list[str]:
             if choice != cfg and choice.table_rule == "rowwise" and fits(choice):
                 ways.append(f"--{setting}={value}")
 
-    for line in NGRAM_TABLES:
-        if not isinstance(line.rows, str):
-            continue
+    settings = [line.rows for line in NGRAM_TABLES if isinstance(line.rows, str) and getattr(cfg, line.rows) > 0]
+    alone = [fewer_rows(cfg, [setting], fits) for setting in settings]
+    if not any(alone):                                        # then all of them together
+        alone = [fewer_rows(cfg, settings, fits)]
+    return ways + [flags for flags in alone if flags]
 
-        def too_many(rows: int, setting: str = line.rows) -> bool:
-            return not fits(replace(cfg, **{setting: rows}))
 
-        rows = getattr(cfg, line.rows)
-        most = bisect.bisect_left(range(rows), True, key=too_many) - 1
-        if most >= LEAST_NGRAM_ROWS:
-            ways.append(f"--{line.rows}={most}")
-    return ways
+def fewer_rows(cfg: Config, settings: Sequence[str], fits: Callable[[Config], bool]) -> str:
+    """Flags of the most rows with which a run fits, the same for all these settings; empty: none are few enough."""
+    def limited(rows: int) -> dict[str, int]:
+        return {setting: min(rows, getattr(cfg, setting)) for setting in settings}
+
+    def too_many(rows: int) -> bool:
+        return not fits(replace(cfg, **limited(rows)))
+
+    largest = max((getattr(cfg, setting) for setting in settings), default=0)
+    most = bisect.bisect_left(range(largest), True, key=too_many) - 1
+    if most < LEAST_NGRAM_ROWS:
+        return ""
+    return " ".join(f"--{setting}={rows}" for setting, rows in limited(most).items())
 
 
 def smaller_batches(cfg: Config, fabric: Fabric, kernel: Callable, room: float) -> str:
@@ -7892,7 +7913,7 @@ def run_all(preset: str, given: Config, fabric: Fabric, ending: Ending) -> bool:
         write_header(log, cfg, executor, origin)
         with log.phase("reset"):
             executor.restore(pristine)
-            executor.model.set_initial_values(cfg.seed, executor.kept)
+            executor.set_seed(cfg.seed)
         result, _ = run_once(cfg, seconds_per_step, executor, shards, validation, log, None)
         results.append(result)
     report(cfg, executor, validation, log, results)

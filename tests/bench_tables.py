@@ -2,16 +2,22 @@
 
     python tests/bench_tables.py scale    10^8 rows against 10^6 in host memory: time per row, first touches, memory
     python tests/bench_tables.py bytes    rows and bytes at 8 ranks and full width, beside figures of an earlier count
+    python tests/bench_tables.py resume   train with 10^8 rows in host memory, kill it, go on: the same losses or not
 
-`scale` hashes the tokens of the pocket preset, or of the shards that DATA names; `bytes` those of tests/bench_rows.py.
+`scale` and `resume` take the tokens of the pocket preset, or of the shards that DATA names; `bytes` those of
+tests/bench_rows.py.
 """
 from __future__ import annotations
 
 import glob
+import json
 import os
 import re
+import signal
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -36,15 +42,22 @@ MOST_TOKENS = 1 << 20                                                # each trig
 ROUNDS = 3                                                           # over all tokens, behind the first touches
 PARTS = ("plan", "gather", "read", "update", "write")
 STATE_BYTES = 8                                                      # v and last
+PRESET, STEPS, CHECKPOINT_EVERY = "pocket_tables", 44, 20            # of the runs of `resume`
+WAIT_S = 1200.0                                                      # for one of them
 
 
-def pocket_tokens() -> np.ndarray:
-    """(n,) i32: the first tokens of the shards."""
+def shards() -> str:
+    """Their pattern."""
     pattern = os.environ.get("DATA", str(ROOT / "data/pocket/pocket_train_*.bin"))
     if not glob.glob(pattern) and not pattern.startswith(tg.FORMULA):
         pattern = "formula:2048:2047:2000000:1"
     print(pattern)
-    shard = tg.load_shard(tg.find_shards(pattern)[0])
+    return pattern
+
+
+def pocket_tokens() -> np.ndarray:
+    """(n,) i32: the first tokens of the shards."""
+    shard = tg.load_shard(tg.find_shards(shards())[0])
     return np.asarray(shard.tokens[:MOST_TOKENS], np.int32)
 
 
@@ -290,8 +303,60 @@ def touched_by_all() -> None:
               f"({before} counted before)")
 
 
+def started(folder: Path, *flags: str) -> subprocess.Popen:
+    """A run in a process of its own, whose output nobody reads."""
+    command = [sys.executable, str(ROOT / "train_gpt.py"), f"--run_dir={folder}", *flags]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, env=dict(os.environ, OMP_NUM_THREADS="1"))
+
+
+def ended(process: subprocess.Popen, folder: Path) -> tuple[list[tuple[int, float]], dict]:
+    """Losses by step of a run, and its result. Raises SystemExit if it fails."""
+    if process.wait(WAIT_S) != 0:
+        raise SystemExit("a run failed: what is above says why")
+    log = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    losses = [(line["step"], line.get("train_loss", line.get("val_loss"))) for line in log
+              if line["type"] in ("step", "val")]
+    return losses, log[-1]
+
+
+def killed_behind(process: subprocess.Popen, folder: Path) -> int:
+    """SIGKILL as soon as there is a checkpoint; the step of the newest. Raises SystemExit if there is none."""
+    deadline = time.monotonic() + WAIT_S
+    while not list(folder.glob("step-*.pt")):
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise SystemExit(f"no checkpoint in {folder}: what is above says why")
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    newest = max(path.name for path in folder.glob("step-*.pt"))
+    return int(newest.split("-")[1])
+
+
+def resume() -> None:
+    """One run that nobody disturbs, one that is killed behind its first checkpoint, and what goes on from there."""
+    pattern = shards()
+    flags = [f"--preset={PRESET}", f"--trigram_rows={LARGE}", "--table_home=host", f"--max_steps={STEPS}",
+             f"--checkpoint_every={CHECKPOINT_EVERY}", f"--train_files={pattern}", f"--val_files={pattern}",
+             "--sample_tokens=0"]
+    with tempfile.TemporaryDirectory() as place:
+        whole, killed, rest = (Path(place) / name for name in ("whole", "killed", "rest"))
+        losses, result = ended(started(whole, *flags), whole)
+        first = started(killed, *flags)
+        try:
+            step = killed_behind(first, killed / tg.CHECKPOINTS)
+        finally:
+            first.kill()
+        losses_of_both, _ = ended(started(rest, f"--resume={killed}"), rest)
+    same = "the same to the last bit" if losses == losses_of_both else "DIFFERENT"
+    touched = result["touched_rows"][LABEL]
+    peak = result["peak_memory_mib"]["consumption"]
+    print(f"{LARGE:,} rows, {STEPS} steps, {touched:,} rows touched: peak {peak} MiB")
+    how = "killed with SIGKILL" if first.returncode == -signal.SIGKILL else "at its end before it was killed"
+    print(f"{how}, and resumed behind step {step}: {len(losses)} losses, {same}")
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for name in sys.argv[1:] or ("scale", "bytes"):
-        dict(scale=scale, bytes=bytes_table)[name]()
+        dict(scale=scale, bytes=bytes_table, resume=resume)[name]()
         print()

@@ -308,7 +308,8 @@ def optimizer_of(cfg: tg.Config, fabric: tg.Fabric, trial: Trial, tables: dict[s
         rowwise[label] = tg.Parameter(label, (table.table.rows, WIDTH), tg.zeros, "rowwise", True, LR_MUL, WD_MUL,
                                       (0.0, trial.beta2), rows=table.table)
     optimizer = SimpleNamespace(cfg=cfg, world=fabric.world, rowwise=rowwise, tables=tables, share=1 / SLOTS,
-                                adam_steps=dict.fromkeys(tables, 0), rowwise_update=tg.rowwise_update)
+                                adam_steps=dict.fromkeys(tables, 0), rowwise_update=tg.rowwise_update,
+                                seed=cfg.seed)
     optimizer._next_update = MethodType(tg.Optimizer._next_update, optimizer)
     return optimizer
 

@@ -385,6 +385,39 @@ def test_sums_of_rows_rehearsed():
         assert error < 1e-5 and results[0].equal(results[1])
 
 
+# ------ Tables of n-grams ---------------------------------------------------------------------------------------------
+
+def touched_by_steps(fabric: tg.Fabric, home: str, rounding: str) -> list[Tensor]:
+    """Rows with their state that six steps have touched, on the host. On a GPU they travel by a stream of their own."""
+    cfg = preset("tiny", dtype="bfloat16", trigram_rows=3001, table_home=home, table_rounding=rounding, compile=0)
+    executor = tg.Executor(cfg, fabric, tg.attention_reference, "plain")
+    plan = [tg.Schedule(cfg).at(step) for step in range(6)]
+    loader = tg.Loader(cfg, fabric, tg.find_shards(cfg.train_files), plan, executor.exchange_ahead)
+    loader.start()
+    for values in plan:
+        tg.train_step(executor, loader, values)
+    loader.close()
+    (rows, live), = executor.tables["trigram_embed"].touched()
+    return [rows, *live]
+
+
+def check_homes(fabric: tg.Fabric, rounding: str) -> None:
+    device, again, host = (touched_by_steps(fabric, home, rounding) for home in ("device", "device", "host"))
+    assert len(device[0]) > 300
+    assert all(x.equal(y) for x, y in zip(device, again)), "no two runs are alike: homes cannot be compared"
+    assert all(x.equal(y) for x, y in zip(device, host))
+
+
+@on_gpu
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+def test_both_homes_of_a_table(gpu, rounding):
+    check_homes(gpu, rounding)
+
+
+def test_both_homes_rehearsed():
+    check_homes(tg.Fabric(CPU), "stochastic")
+
+
 # ------ The record preset at full size --------------------------------------------------------------------------------
 
 def check_stage(found: dict) -> None:

@@ -28,6 +28,7 @@ from table_cases import CADENCES, HOMES, PAIRS, SLOTS, TRIPLES, WIDTH, Trial, fe
 from tables_reference import NaiveTable, ngram_rows
 from test_rows import Results, start
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import train_gpt as tg
 
@@ -157,6 +158,33 @@ def test_events_in_bf16_to_the_bit(results, home, rounding):
     assert differences(trial, two) == []
     for pattern, name in itertools.product(trial.patterns, ("p", "v", "last")):
         assert whole(one, pattern, name).tobytes() == whole(two, pattern, name).tobytes(), f"{pattern}: {name}"
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.all)])
+def test_a_compiled_event_has_the_same_bits_and_one_graph_for_any_number_of_rows(backend):
+    """bf16, rounded by chance: whole numbers that wrap, in what a compiler makes of them."""
+    graphs = CompileCounterWithBackend(backend)
+    compiled = torch.compile(tg.rowwise_update, backend=graphs, dynamic=False, fullgraph=True)
+    event, step_size, decay = torch.tensor(7, dtype=torch.int32), tg.cpu_scalar(0.3), tg.cpu_scalar(0.01)
+    counts = []
+    for count in (37, 90):
+        generator = torch.Generator().manual_seed(count)
+        rows, grad = torch.randn(2, count, 32, generator=generator)
+        last = torch.randint(0, 7, (count,), generator=generator, dtype=torch.int32)
+        chance = tg.chance_of_rows(tg.signed_crc32("seed"), torch.arange(count), event)
+        results = []
+        for update in (tg.rowwise_update, compiled):
+            mine = [rows.bfloat16(), grad[:, 0].square(), last.clone(), grad.clone(), chance.clone()]
+            for x in mine:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+            *live, g, c = mine
+            update(*live, g, 1 / 8, event, 0.95, 1e-10, step_size, decay, c)
+            results.append(live)
+        eager, by_graph = results
+        assert all(x.equal(y) for x, y in zip(eager, by_graph)) and not eager[0].equal(rows.bfloat16())
+        counts.append(graphs.frame_count)                     # a trace that begins again counts, too
+    first, second = counts
+    assert second == first > 0
 
 
 def test_roundings_differ():
@@ -437,10 +465,11 @@ def test_a_snapshot_has_touched_rows_and_gives_every_bit_back(home):
         assert trained(executor, 3) == once
 
 
+@pytest.mark.parametrize("how", [(), ("--dtype=bfloat16", "--table_rounding=stochastic")], ids=["f32", "by chance"])
 @homes
-def test_the_second_of_two_runs_is_a_run_of_its_own(tmp_path, home):
+def test_the_second_of_two_runs_is_a_run_of_its_own(tmp_path, home, how):
     flags = (f"--table_home={home}", "--trigram_rows=301", "--table_cadence=4", "--max_steps=5", "--sample_tokens=0",
-             "--val_every=3")
+             "--val_every=3", *how)
     with few_layers_and((PAIRS, TRIPLES)):
         both = run(tmp_path / "both", "--runs=2", "--seed=4", *flags)
         alone = run(tmp_path / "alone", "--seed=5", *flags)
@@ -570,7 +599,8 @@ def test_another_table_is_one_line(monkeypatch, tmp_path):
     """Header, exchange, events and traffic know it from there."""
     line = tg.Ngrams("fivegram_embed", (17351, 60961, 45259, 52361, 39373), rows=211)
     monkeypatch.setattr(tg, "NGRAM_TABLES", (*tg.NGRAM_TABLES, line))
-    done = run(tmp_path, "--max_steps=4", "--trigram_rows=97", "--sample_tokens=0")
+    flags = ("--trigram_rows=97", "--sample_tokens=0", "--checkpoint_every=2")
+    done = run(tmp_path / "whole", *flags, "--max_steps=4", f"--save={tmp_path / 'save'}")
     assert done.status == 0, done.err
     header, = done.of("header")
     result, = done.of("result")
@@ -579,3 +609,14 @@ def test_another_table_is_one_line(monkeypatch, tmp_path):
     assert header["table_home"]["fivegram_embed"] == "device"
     assert 100 < result["touched_rows"]["fivegram_embed"] <= 211
     assert "fivegram_embed" in result["comms"]
+
+    first = run(tmp_path / "first", *flags, "--max_steps=3")
+    rest = run(tmp_path / "rest", f"--resume={first.folder}", "--max_steps=4")
+    assert (first.status, rest.status) == (0, 0), first.err + rest.err
+    assert losses(rest.folder) == losses(done.folder)
+    assert run(tmp_path / "sample", f"--sample={tmp_path / 'save'}", "--sample_tokens=4").status == 0
+    for folder in (done.folder, tmp_path / "save"):
+        assert any(folder.rglob("rows-*-fivegram_embed-*.pt"))
+    larger = preset(fourgram_rows=1000)
+    with_it, without = (tg.host_bytes(cfg, fabric()) for cfg in (larger, replace(larger, fourgram_rows=0)))
+    assert without > 0 and with_it > without, "its 211 rows are in the estimate without a flag"
