@@ -42,6 +42,7 @@ LONGEST_NAME = 40                        # in the key of a kernel
 SMALLEST_SHARE = 0.01                    # of a peak: smaller buffers are not listed
 GRADIENT_SCRATCH = {"lm_head": 1}        # the product in 8 bits
 TILE = 128                               # rows and columns of a tile of attention
+HOST_BYTES = 1 << 40                     # memory of a machine with such cards
 aten = torch.ops.aten
 linecache.getlines(tg.__file__)          # as it is imported, whatever becomes of the file meanwhile
 
@@ -754,7 +755,13 @@ def install(card: str, recorder: phantom.Recorder, world: int) -> phantom.Card:
         phantom.bodies[operation._opoverload] = operation._init_fn
     tg.save_tensors = save_nothing
     tg.DeviceHome.touched_places = touched_nothing
+    tg.Fabric.free_host_memory = host_of_the_cards
     return mode
+
+
+def host_of_the_cards(_: tg.Fabric) -> float:
+    """Bytes: those of this machine say nothing."""
+    return HOST_BYTES
 
 
 def touched_nothing(*_: Any) -> Iterator[Tensor]:
