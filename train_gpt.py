@@ -1012,11 +1012,40 @@ class Fabric:
         return self.free_host_memory()
 
     def free_host_memory(self) -> float:
-        """Bytes of this host that are free now, for all its ranks; infinite where the system does not say."""
+        """Bytes that all ranks of this host may still take now; infinite where the system does not say."""
+        free = math.inf
         with contextlib.suppress(OSError, TypeError):
             kibibytes = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1]
-            return 1024 * int(kibibytes)
+            free = 1024 * int(kibibytes)
+        return min(free, left_in_control_groups())
+
+
+def left_in_control_groups(process: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float:
+    """Bytes that a container or batch system still grants this process; infinite where none limits it.
+
+    MemAvailable is the whole machine's, whatever a container was given. A limit stands at the process's own control
+    group (version 2) or at any above it.
+    """
+    with contextlib.suppress(OSError):
+        own = re.search(r"^0::/(.*)$", Path(process).read_text(), re.MULTILINE)
+        if own:
+            group = Path(root) / own[1]
+            return min(left_in_control_group(place) for place in (group, *group.parents) if place.is_relative_to(root))
+    return math.inf
+
+
+def left_in_control_group(group: Path) -> float:
+    """Bytes between use and limit of one control group; infinite where it has no limit, or is none.
+
+    Pages of files that the kernel may drop at once count as left, as they do in MemAvailable.
+    """
+    try:
+        limit = int((group / "memory.max").read_text())
+        used = int((group / "memory.current").read_text())
+        droppable = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)[1]
+    except (OSError, ValueError, TypeError):                                  # `max`: no limit
         return math.inf
+    return max(0, limit - used + int(droppable))
 
 
 def has_ended(pid: int) -> bool:
@@ -4932,6 +4961,7 @@ def no_report(**account: Any) -> None:
 
 
 def will_compile(cfg: Config, fabric: Fabric) -> bool:
+    """Whether model and updates are compiled: on a GPU, unless --compile says otherwise."""
     return cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
 
 

@@ -3,6 +3,7 @@
 Everything here runs on a CPU; what needs a GPU is in test_gpu.py.
 """
 import json
+import math
 import platform
 import resource
 import subprocess
@@ -668,6 +669,37 @@ def test_on_a_cpu_rows_that_the_run_touches_have_to_fit(monkeypatch):
     assert "--table_home" not in message, "it would not help"
     rows = int(message.rpartition("--trigram_rows=")[2].split(",")[0])
     tg.fit_memory(replace(cfg, trigram_rows=rows), with_room(monkeypatch, 5e9), tg.attention_reference)
+
+
+def control_group(group, limit, used=0, droppable=0):
+    group.mkdir(parents=True, exist_ok=True)
+    (group / "memory.max").write_text(f"{limit}\n")
+    (group / "memory.current").write_text(f"{used}\n")
+    (group / "memory.stat").write_text(f"anon 5\nactive_file 7\ninactive_file {droppable}\nslab 9\n")
+
+
+def test_a_container_leaves_less_than_its_machine(tmp_path, monkeypatch):
+    """The narrowest of all control groups above the process counts; no limit, version 1 and no groups at all do not."""
+    process, root = tmp_path / "cgroup", tmp_path / "groups"
+
+    def left(own):
+        process.write_text(own)
+        return tg.left_in_control_groups(process, root)
+
+    assert tg.left_in_control_groups(process, root) == math.inf, "another system"
+    root.mkdir()
+    assert left("0::/\n") == math.inf, "the root of a machine has no limit"
+    control_group(root / "job", 10_000, used=4_000, droppable=1_000)
+    control_group(root / "job/step", "max", used=3_000)
+    assert left("0::/job/step\n") == left("0::/job\n") == 7_000
+    assert left("0::/gone/from/here\n") == math.inf
+    control_group(root / "job/step", 2_000, used=3_000)
+    assert left("0::/job/step\n") == 0
+    assert left("4:memory:/job/step\n") == math.inf, "version 1"
+    control_group(root, 5_000, used=100)
+    assert left("4:memory:/job\n0::/\n") == left("0::/not/seen/from/inside\n") == 4_900, "a container's own root"
+    monkeypatch.setattr(tg, "left_in_control_groups", lambda: 4_900)
+    assert make_fabric().free_host_memory() == 4_900
 
 
 def test_steps_that_a_time_budget_adds_are_looked_at_too(monkeypatch):
