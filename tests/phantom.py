@@ -5,6 +5,7 @@ each stands there with its reason. What happens on the card is told to a recorde
 """
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -102,6 +103,10 @@ class Recorder:
     def host_waited(self, what: str) -> None:
         """The calling thread waits for the device."""
 
+    def elsewhere(self) -> contextlib.AbstractContextManager:
+        """What happens in here is the work of another thread than the training one."""
+        return contextlib.nullcontext()
+
 
 class Card(FakeTensorMode):
     """Tensors on "cuda" are fake; what touches the host alone is computed as ever."""
@@ -179,13 +184,13 @@ class Card(FakeTensorMode):
         return out
 
     def into_given(self, func: Any, kinds: Any, args: tuple, kwargs: dict) -> Tensor:
-        """A product that generated code wants in a buffer of its own: what it would be otherwise has to fit there."""
+        """An operation that is given room for its result: what it would make otherwise has to fit there."""
         others = {name: value for name, value in kwargs.items() if name != "out"}
         out = kwargs["out"]
-        variant = func._overloadname.removesuffix("out").rstrip("_")          # of dtype_out: dtype
-        functional = getattr(func.overloadpacket, variant or "default")
-        made = super().dispatch(functional, kinds, args, others)
-        assert (made.shape, made.dtype) == (out.shape, out.dtype), f"{func}: {made} does not fit into {out}"
+        made = super().dispatch(functional_of(func), kinds, args, others)
+        casts = torch.Tag.pointwise in func.tags and torch.can_cast(made.dtype, out.dtype)
+        fits = made.shape == out.shape and (casts or made.dtype == out.dtype)
+        assert fits, f"{func}: {made} does not fit into {out}"
         return out
 
     def number(self, x: FakeTensor) -> bool | int | float:
@@ -209,6 +214,19 @@ class Card(FakeTensorMode):
 
     def free(self, address: int) -> None:
         self.recorder.freed(address, self.sizes.pop(address))
+
+
+@functools.cache
+def functional_of(func: Any) -> Any:
+    """Of an operation that is given room for its result, the variant that makes it: the one with the same inputs."""
+    wanted = inputs_of(func)
+    variants = [getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads()]
+    made, = (variant for variant in variants if variant is not func and inputs_of(variant) == wanted)
+    return made
+
+
+def inputs_of(func: Any) -> list[tuple[str, str]]:
+    return [(x.name, str(x.type)) for x in func._schema.arguments if not x.is_out]
 
 
 @functools.cache
@@ -270,6 +288,19 @@ class Event:
         return 0.0
 
 
+class Stream:
+    """Of torch.cuda: what is put on it has happened already."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def wait_event(self, _: Event) -> None:
+        pass
+
+    def synchronize(self) -> None:
+        mode.recorder.host_waited("a stream of the device")
+
+
 def synchronize(*_: Any) -> None:
     mode.recorder.host_waited("torch.cuda.synchronize")
 
@@ -321,6 +352,10 @@ def install_cuda(card: dict[str, Any], world: int) -> None:
         setattr(torch.cuda, name, always(answer))
     torch.cuda.synchronize = synchronize
     torch.cuda.Event = Event
+    torch.cuda.Stream = Stream
+    torch.cuda.stream = always(contextlib.nullcontext())
+    torch.cuda.current_stream = always(Stream())
+    Tensor.record_stream = always(None)
     torch.cuda.nccl.version = always((2, 0, 0))
     torch.cuda.random.current_device = always(0)
     torch.version.cuda = "13.0"                               # of the wheel for CUDA that is rehearsed

@@ -219,12 +219,13 @@ GRADIENT = "        grad_y = fp8_product(grad, w.t(), scale_y, native, dtype_y)\
 LOWERED_MISTAKES = {
     "product_dtype = logits_dtype if native else ctx.work": "product_dtype = ctx.work",
     GRADIENT: GRADIENT + "        grad_y = grad_y + probability @ w.t().to(ctx.work)\n"}
+HOST_MISTAKES = {"pin_memory=pinned) for x in self.stored))": "pin_memory=False) for x in self.stored))"}
 
 
 def test_what_mistakes_are_planted_in_is_there():
     """Those of --all, too: a line of the trainer that changes its words takes its mistakes with it."""
     trainer = (ROOT / "train_gpt.py").read_text("utf-8")
-    planted = [EAGER_MISTAKES, LOWERED_MISTAKES, *(changes for changes, _ in RECOMPILES.values())]
+    planted = [EAGER_MISTAKES, LOWERED_MISTAKES, HOST_MISTAKES, *(changes for changes, _ in RECOMPILES.values())]
     counts = {text: trainer.count(text) for changes in planted for text in changes}
     assert set(counts.values()) == {1}, counts
 
@@ -530,3 +531,34 @@ def test_a_preset_of_short_documents_can_be_walked(tmp_path, cache):
     root = copy_with(tmp_path, {})
     found = walk(root, cache, "--world=8", "--graphs=none", "--", "--preset=tiny", "--dtype=bfloat16")
     assert not found["failures"] and "validation final" in found["phases"] and "checkpoint" in found["phases"]
+
+
+HOST_TABLE = ["--graphs=none", "--first-stage", "--", "--preset=tiny", "--dtype=bfloat16", "--trigram_rows=1000",
+              "--table_home=host"]
+
+
+def waits_elsewhere(found: dict[str, Any]) -> set[str]:
+    """Lines of the trainer at which another thread than the training one waits for the card, without their comments."""
+    return {where.partition("  ")[0] for where in found["waits_elsewhere"]}
+
+
+@needs_tool
+@pytest.mark.all
+@pytest.mark.parametrize("world", [1, 8])
+def test_a_table_on_the_host_is_not_waited_for(tmp_path, cache, world):
+    """Its rows come and go on a thread and a stream of their own; the training thread waits for its losses alone."""
+    found = walk(copy_with(tmp_path, {}), cache, f"--world={world}", *HOST_TABLE)
+    assert "ended_by" not in found
+    waits = {where.partition(":")[0] for where in found["host_waits"]}
+    assert waits == {"Clock.start", "Clock.stop", "wait_for_device"}
+    down = "HostHome._bring_down: "
+    assert waits_elsewhere(found) == {f"{down}computed.synchronize()", f"{down}self.stream.synchronize()"}
+
+
+@needs_tool
+@pytest.mark.all
+def test_copies_of_a_table_that_wait_are_found(tmp_path, cache):
+    root = copy_with(tmp_path, HOST_MISTAKES)
+    waits = waits_elsewhere(walk(root, cache, "--world=1", *HOST_TABLE))
+    assert "HostHome._bring_down: out.copy_(x, non_blocking=True)" in waits
+    assert any(where.startswith("Live.to") for where in waits)

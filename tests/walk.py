@@ -19,6 +19,7 @@ import re
 import shutil
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import warnings
@@ -160,6 +161,7 @@ class Ledger(phantom.Recorder):
         self.failures: list[dict[str, str]] = []
         self.reasons: list[str] = []                 # of graphs that were compiled again
         self.host_waits: dict[str, int] = {}         # in the timed loop, by line
+        self.waits_elsewhere: dict[str, int] = {}    # on another thread, at any time
         self.now = 0                                 # bytes on the device
         self.racing = False                          # between the start of the race and its end
         self.timed = False                           # and not in a validation or a checkpoint
@@ -175,10 +177,20 @@ class Ledger(phantom.Recorder):
         self.alive: dict[int, Buffer] = {}           # by address
         self.schedule: tg.Schedule | None = None     # once the race has begun
         self.owned: list[Buffer] = []                # alive when it began
+        self.other_thread = False                    # what happens is the work of one that is not the training's
         self.begin("set-up")
 
     def begin(self, name: str) -> None:
         self.phase = self.phases[name] = Phase(len(self.phases), self.now, self.alive)
+
+    @contextlib.contextmanager
+    def elsewhere(self) -> Iterator[None]:
+        """Memory counts; the timeline of the training thread goes on without what happens in here."""
+        self.other_thread = True
+        try:
+            yield
+        finally:
+            self.other_thread = False
 
     def mark(self, part: str) -> None:
         self.phase.timeline.append(["mark", part])
@@ -374,7 +386,8 @@ class Ledger(phantom.Recorder):
             kernel["flops_seen"] += facts.get("flops", 0)
         if facts.get("spills"):
             self.fail("spill", key, f"{facts['spills']} bytes on the stack, {facts['registers']} registers")
-        self.phase.run(key)
+        if not self.other_thread:
+            self.phase.run(key)
         where = key if facts["kind"] == "generated" else f"{key} in {trainer_line()}"
         self.name_buffers(tensors, facts["name"], where)
 
@@ -393,6 +406,9 @@ class Ledger(phantom.Recorder):
 
     def host_waited(self, what: str) -> None:
         where = trainer_line()
+        if self.other_thread:
+            self.waits_elsewhere[where] = self.waits_elsewhere.get(where, 0) + 1
+            return
         self.phase.timeline.append(["host_wait", f"{where}  # {what}"])
         if self.timed:
             self.host_waits[where] = self.host_waits.get(where, 0) + 1
@@ -756,12 +772,66 @@ def install(card: str, recorder: phantom.Recorder, world: int) -> phantom.Card:
     tg.save_tensors = save_nothing
     tg.DeviceHome.touched_places = touched_nothing
     tg.Fabric.free_host_memory = host_of_the_cards
+    tg.HOMES.update(host=WalkedHome)
     return mode
 
 
 def host_of_the_cards(_: tg.Fabric) -> float:
     """Bytes: those of this machine say nothing."""
     return HOST_BYTES
+
+
+class WalkedHome(tg.HostHome):
+    """Its thread's work is done by the thread that is walked, since no other knows the card."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.mover = Mover()
+        self.lock = threading.RLock()                         # work is asked for, and so done, under the lock
+
+
+class Mover:
+    """In the place of a pool with one thread: work is done in the order in which it was asked for.
+
+    At once, but that of other threads, which have no card: when the walked one asks next.
+    """
+
+    def __init__(self) -> None:
+        self.walked = threading.get_ident()
+        self.to_do: list[Work] = []
+
+    def submit(self, call: Callable, *args: Any) -> Work:
+        work = Work(self, call, args)
+        self.to_do.append(work)
+        if threading.get_ident() == self.walked:
+            self.work_off()
+        return work
+
+    def work_off(self) -> None:
+        while self.to_do:
+            self.to_do.pop(0).do()
+
+
+class Work:
+    """A future of a Mover. An exception surfaces where the work is done."""
+
+    def __init__(self, mover: Mover, call: Callable, args: tuple) -> None:
+        self.mover = mover
+        self.call = call
+        self.args = args
+        self.found: Any = None
+
+    def do(self) -> None:
+        with phantom.mode.recorder.elsewhere():
+            self.found = self.call(*self.args)
+
+    def done(self) -> bool:
+        self.mover.work_off()
+        return True
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.mover.work_off()
+        return self.found
 
 
 def touched_nothing(*_: Any) -> Iterator[Tensor]:
@@ -833,7 +903,8 @@ def result_of(ledger: Ledger, stages: str) -> dict[str, Any]:
             kernel["flops"] = round(flops / seen)
     return dict(kernels=ledger.kernels, graphs=ledger.graphs, phases=phases, owned=by_maker(ledger.owned),
                 owned_bytes=sum(buffer.size for buffer in ledger.owned), host_waits=ledger.host_waits,
-                failures=ledger.failures, seconds=round(time.perf_counter() - ledger.began, 1))
+                waits_elsewhere=ledger.waits_elsewhere, failures=ledger.failures,
+                seconds=round(time.perf_counter() - ledger.began, 1))
 
 
 def by_maker(buffers: list[Buffer]) -> dict[str, list[int]]:

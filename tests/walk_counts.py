@@ -5,6 +5,7 @@ which steps of a schedule stand for the others. test_rehearsal.py runs it.
 """
 from __future__ import annotations
 
+import threading
 import types
 
 import phantom  # noqa: I001  before torch
@@ -72,6 +73,44 @@ def waits_of(ledger: walk.Ledger, mode: phantom.Card) -> list[str]:
         host.pin_memory().to("cuda", non_blocking=True)
         on_card + 1
     return [item[1].partition("# ")[2] for item in ledger.phase.timeline if item[0] == "host_wait"]
+
+
+def check_given_room(mode: phantom.Card) -> None:
+    """A result may be written in fewer bits by what goes element by element, and not by a product."""
+    with mode:
+        matrix = torch.empty(WIDTH, WIDTH, device="cuda")
+        room = torch.empty(WIDTH, WIDTH, dtype=torch.bfloat16, device="cuda")
+        assert torch.mul(matrix, matrix, out=room) is room
+        assert torch.mm(matrix, matrix, out=matrix) is matrix
+        try:
+            torch.mm(matrix, matrix, out=room)
+        except AssertionError as error:
+            assert "does not fit into" in str(error)
+        else:
+            raise AssertionError("a product of another dtype was taken")
+
+
+def check_mover(ledger: walk.Ledger, mode: phantom.Card) -> None:
+    """Work is done in its order, that of another thread when the walked one asks, and none is in the timeline."""
+    ledger.begin("mover")
+    done = []
+    mover = walk.Mover()
+
+    def work(number: int) -> int:
+        torch.empty(4, device="cuda").cpu()
+        done.append(number)
+        return number
+
+    with mode:
+        mover.submit(work, 1)
+        other = threading.Thread(target=mover.submit, args=(work, 2))
+        other.start()
+        other.join()
+        assert done == [1]
+        third = mover.submit(work, 3)
+        assert done == [1, 2, 3] and third.result() == 3 and third.done()
+    assert not ledger.phase.timeline
+    assert sum(ledger.waits_elsewhere.values()) == 3 and not ledger.host_waits
 
 
 def check_memory(ledger: walk.Ledger, mode: phantom.Card) -> None:
@@ -164,6 +203,8 @@ def main() -> None:
     waits = waits_of(ledger, mode)
     assert waits == ["a number of the device", "copy from the device", "copy to the device",
                      "copy to the device, of memory that is not pinned"], waits
+    check_given_room(mode)
+    check_mover(ledger, mode)
     check_memory(ledger, mode)
     check_tiles()
     check_names()
