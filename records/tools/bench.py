@@ -1,8 +1,8 @@
 """Verb `bench`: is B faster than A on this machine? Interleaved runs of two trainers, stopped as soon as it is decided.
 
 Pairs run as A B, B A, A B, ...: what drifts slowly hits both sides alike. After 4, 6, 10, 16, ... pairs there is a look
-(sequential.py): four decide a difference of five times the spread between pairs, ten one of twice the spread. What is
-left undecided says how many pairs it needs; the same command with more --pairs continues. Any trainer that prints or
+(sequential.py): four decide a difference of five times the spread between pairs, ten one of twice the spread. What its
+times leave undecided says how many pairs it needs; the same command with more --pairs continues. Any trainer that prints or
 writes the usual `step:.../... val_loss:... train_time:...` lines can be a side. OUT/manifest.jsonl has a line when a
 run starts and one when it ends, whatever became of it.
 
