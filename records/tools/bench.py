@@ -2,9 +2,9 @@
 
 Pairs run as A B, B A, A B, ...: what drifts slowly hits both sides alike. After 4, 6, 10, 16, ... pairs there is a look
 (sequential.py): four decide a difference of five times the spread between pairs, ten one of twice the spread. What its
-times leave undecided says how many pairs it needs; the same command with more --pairs continues. Any trainer that prints
-or writes the usual `step:.../... val_loss:... train_time:...` lines can be a side. OUT/manifest.jsonl has a line when a
-run starts and one when it ends, whatever became of it.
+times leave undecided says how many pairs it needs; the same command with more --pairs continues. Any trainer that
+prints or writes the usual `step:.../... val_loss:... train_time:...` lines can be a side. OUT/manifest.jsonl has a line
+when a run starts and one when it ends, whatever became of it.
 
 Exit status: 0 faster, 3 slower, 4 same, 5 same program, 6 no record, 7 undecided, 8 not comparable; 1 a side failed
 twice; 2 bad input, or a busy machine that --refuse-busy refuses; 130 interrupted."""
