@@ -5,7 +5,7 @@
 
 A trainer is run by its command line and judged by its files, never imported: losses of all steps from log.jsonl, hashes
 of the weights that --save leaves, and hashes of the state in the newest checkpoint. `compare` prints a line for each
-case and ends with status 1 if one differs. Bits are those of one machine, torch and Python: make and compare in one place.
+case, and ends with status 1 if one differs. Bits depend on processor, torch and Python too: use one place for both.
 """
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ import torch
 
 POCKET = Path(__file__).resolve().parent.parent / "data/pocket.py"
 PATIENCE = 600                           # seconds for one run
+LOSSES = dict(step="train_loss", val="val_loss")         # keys of log.jsonl, by type of line
 DIGITS = 16                              # of a hash that is kept
 UNCOUNTED_FLAGS = {"device", "sample_tokens"}             # left out where a trainer does not know them
 TINY = dict(preset="tiny", num_scheduled_steps=24, num_extension_steps=4, val_every=10, checkpoint_every=8)
@@ -36,6 +37,10 @@ POCKET_STEPS = dict(preset="pocket", num_scheduled_steps=36, num_extension_steps
                     val_tokens=8192, checkpoint_every=16, train_files="DATA/pocket_train_*.bin",
                     val_files="DATA/pocket_val_*.bin")
 TO_THE_TIED = dict(max_steps=18)         # the split is at step 17, so that the last checkpoint is in front of it
+
+
+class NotApplicable(Exception):
+    """A case that this trainer has no flags for."""
 
 
 class Ngrams(NamedTuple):
@@ -111,14 +116,6 @@ def all_cases() -> dict[str, Case]:
 
 
 # ---- Spelling of flags
-class NotApplicable(Exception):
-    """A case that this trainer has no flags for."""
-
-
-class Failed(Exception):
-    """A run that ended badly, or files that cannot be read."""
-
-
 OLD_FLAGS = dict(signs="table_signs", home="table_home", cadence="table_cadence", rounding="table_rounding",
                  lr_mul="table_lr_mul", wd_mul="table_wd_mul", beta2="table_beta2")
 
@@ -131,22 +128,17 @@ def spell_tables(case: Case, source: str, known: set[str]) -> tuple[dict[str, An
         rows = [" ".join(str(column) for column in table) for table in case.tables]
         return dict(tables="; ".join(rows)), source
 
-    flags: dict[str, Any] = dict(table_rule=case.rule)
-    alike = {}
-    for column, flag in OLD_FLAGS.items():
-        values = {getattr(table, column) for table in case.tables}
-        if len(values) == 1:
-            alike[column] = values
-            flags[flag] = values.pop()
+    alike = {column for column in OLD_FLAGS if len({getattr(table, column) for table in case.tables}) == 1}
+    flags = {OLD_FLAGS[column]: getattr(case.tables[0], column) for column in alike}
+    flags["table_rule"] = case.rule
     for table in case.tables:
         rows_flag = table.label.replace("_embed", "_rows")
         flags[rows_flag] = table.rows
         edited = {column: getattr(table, column) for column in OLD_FLAGS if column not in alike}
-        if table.place != "stream":
-            edited["enters"] = int(table.place)
+        edited["enters"] = None if table.place == "stream" else int(table.place)
         line = f'rows="{rows_flag}"'
         if source.count(line) != 1:
-            raise Failed(f"{line} is not once in the trainer, so that its table cannot be set")
+            raise RuntimeError(f"{line} is not once in the trainer, so that its table cannot be set")
         columns = "".join(f", {name}={value!r}" for name, value in edited.items())
         source = source.replace(line, line + columns)
     return flags, source
@@ -157,7 +149,7 @@ def known_flags(trainer: Path) -> set[str]:
     """Ask a trainer for its flags."""
     done = subprocess.run([sys.executable, str(trainer), "--help"], capture_output=True, text=True, timeout=PATIENCE)
     if done.returncode != 0:
-        raise Failed(f"--help: status {done.returncode}: {done.stderr[-300:]}")
+        raise RuntimeError(f"--help: status {done.returncode}: {done.stderr[-300:]}")
     return set(re.findall(r"--(\w+)", done.stdout))
 
 
@@ -169,16 +161,16 @@ def free_port() -> int:
 
 
 def launch(trainer: Path, world: int, flags: dict[str, Any], known: set[str], outputs: Path) -> dict[str, Any]:
-    """Run all ranks of a trainer and return its result line. Raises NotApplicable, Failed."""
-    told = {name: value for name, value in flags.items() if name in known or name not in UNCOUNTED_FLAGS}
-    unknown = sorted(set(told) - known)
+    """Run all ranks of a trainer and return its result line. Raises NotApplicable, RuntimeError."""
+    unknown = flags.keys() - known - UNCOUNTED_FLAGS
     if unknown:
-        raise NotApplicable("no flag " + ", ".join(f"--{name}" for name in unknown))
+        raise NotApplicable(f"no flag --{', --'.join(sorted(unknown))}")
 
-    command = [sys.executable, str(trainer), *(f"--{name}={value}" for name, value in told.items())]
+    given = [f"--{name}={value}" for name, value in flags.items() if name in known]
+    command = [sys.executable, str(trainer), *given]
     port = str(free_port())
     ranks = []
-    outputs.mkdir(parents=True)
+    outputs.mkdir()
     try:
         for rank in range(world):
             env = os.environ | dict(OMP_NUM_THREADS="1")
@@ -190,20 +182,20 @@ def launch(trainer: Path, world: int, flags: dict[str, Any], known: set[str], ou
         deadline = time.monotonic() + PATIENCE
         statuses = [rank.wait(max(1, deadline - time.monotonic())) for rank in ranks]
     except subprocess.TimeoutExpired:
-        raise Failed(f"not done after {PATIENCE} s") from None
+        raise RuntimeError(f"not done after {PATIENCE} s") from None
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
     if any(statuses):
-        texts = [(outputs / f"{rank}.err").read_text("utf-8", "replace") for rank in range(world)]
-        raise Failed(f"statuses {statuses}: {' '.join(''.join(texts).split())[-400:]}")
+        said = "".join(path.read_text("utf-8", "replace") for path in sorted(outputs.glob("*.err")))
+        raise RuntimeError(f"statuses {statuses}: {' '.join(said.split())[-400:]}")
     return json.loads((outputs / "0.out").read_text("utf-8").splitlines()[-1])
 
 
 # ---- Reading
-WRAPPERS = {"state", "weights", "moments", "optimizer"}   # names of dicts that a label may stand in
-RENAMED = {"values": "rows"}                              # parts of names, to the spelling that is stored
+WRAPPERS = {"state", "weights", "moments", "optimizer", "model"}     # names of dicts that a label may stand in
+RENAMED = {"values": "rows"}             # parts of names, to the spelling that is stored
 IGNORED = re.compile(r"(^|\.)(adam_steps|steps?|tied|events|seed)(\.|$)")      # follows from the step, may be missing
 PIECE = re.compile(r"rows-(?:\d{7}-)?(\w+)-\d+of\d+-\d+(?:-[0-9a-f]{64})?\.pt")
 CHECKPOINT = re.compile(r"step-(\d+)(?:-[0-9a-f]{64}\.pt)?")
@@ -259,26 +251,20 @@ def hashes(main: Path, pieces: Iterable[Path]) -> dict[str, str]:
     for path, x in flatten(torch.load(main, weights_only=True)):
         name = canonical(path)
         if name in found:
-            raise Failed(f"{main.name}: two tensors are called {name}: mend canonical()")
+            raise RuntimeError(f"{main.name}: two tensors are called {name}: mend canonical()")
         found[name] = x
     found |= joined_rows(pieces)
     return {name: digest(x) for name, x in sorted(found.items()) if not IGNORED.search(name)}
 
 
-def checkpoint_hashes(run_dir: Path) -> tuple[str, dict[str, str]]:
-    """Read the newest checkpoint of a run: its step, and its hashes."""
-    steps = {}
-    for path in (run_dir / "checkpoints").iterdir():
-        named = CHECKPOINT.fullmatch(path.name)
-        if named:
-            steps[int(named[1])] = path
-    if not steps:
-        raise Failed("no checkpoint")
-    newest = max(steps)
-    path = steps[newest]
+def state_hashes(run_dir: Path) -> dict[str, dict[str, str]]:
+    """Read the newest checkpoint of a run: its hashes, under the name of its step."""
+    paths = [path for path in (run_dir / "checkpoints").iterdir() if CHECKPOINT.fullmatch(path.name)]
+    path = max(paths)
+    step = CHECKPOINT.fullmatch(path.name)[1]
     if path.is_dir():
-        return str(newest), hashes(path / "run.pt", path.glob("rows-*.pt"))
-    return str(newest), hashes(path, path.parent.glob(f"rows-{newest:07d}-*.pt"))
+        return {f"state at {int(step)}": hashes(path / "run.pt", path.glob("rows-*.pt"))}
+    return {f"state at {int(step)}": hashes(path, path.parent.glob(f"rows-{step}-*.pt"))}
 
 
 def read_losses(run_dir: Path) -> dict[str, str]:
@@ -286,15 +272,13 @@ def read_losses(run_dir: Path) -> dict[str, str]:
     losses = {}
     for line in (run_dir / "log.jsonl").read_text("utf-8").splitlines():
         event = json.loads(line)
-        if event["type"] == "step":
-            losses[f"step {event['step']}"] = float(event["train_loss"]).hex()
-        if event["type"] == "val":
-            losses[f"val {event['step']}"] = float(event["val_loss"]).hex()
+        if event["type"] in LOSSES:
+            losses[f"{event['type']} {event['step']}"] = float(event[LOSSES[event["type"]]]).hex()
     return losses
 
 
 def run_case(case: Case, trainer: Path, known: set[str], scratch: Path) -> dict[str, Any]:
-    """Run a case and return all that is kept of it. Raises NotApplicable, Failed."""
+    """Run a case and return all that is kept of it. Raises NotApplicable, RuntimeError."""
     scratch.mkdir()
     flags = {"device": "cpu", "sample_tokens": 0, **case.flags}
     if case.tables:
@@ -306,20 +290,20 @@ def run_case(case: Case, trainer: Path, known: set[str], scratch: Path) -> dict[
         if name in flags:
             flags[name] = flags[name].replace("DATA", str(scratch.parent / "pocket_data"))
 
-    first = scratch / "run"
-    save = scratch / "save"
-    saving = {} if case.resume_world else dict(save=save)
-    result = launch(trainer, case.world, flags | saving | dict(run_dir=first), known, scratch / "outputs")
-    losses = read_losses(first)
-    states = dict([checkpoint_hashes(first)])
+    first = dict(run_dir=scratch / "run")
+    onward = dict(resume=scratch / "run", run_dir=scratch / "resumed", max_steps=0)
+    parts = [(case.world, flags | first)]
     if case.resume_world:
-        second = scratch / "resumed"
-        onward = dict(resume=first, run_dir=second, save=save, max_steps=0)
-        result = launch(trainer, case.resume_world, onward, known, scratch / "outputs_resumed")
-        losses |= read_losses(second)
-        states |= dict([checkpoint_hashes(second)])
-    sent = {label: table.get("bytes_sent") for label, table in result.get("comms", {}).items()}
-    return dict(losses=losses, weights=hashes(save / "weights.pt", save.glob("rows-*.pt")), states=states, sent=sent)
+        parts.append((case.resume_world, onward))
+    parts[-1][1]["save"] = scratch / "save"
+    kept: dict[str, Any] = dict(losses={})
+    for number, (world, given) in enumerate(parts):
+        result = launch(trainer, world, given, known, scratch / f"outputs-{number}")
+        kept["losses"] |= read_losses(given["run_dir"])
+        kept |= state_hashes(given["run_dir"])
+    kept["weights"] = hashes(scratch / "save/weights.pt", (scratch / "save").glob("rows-*.pt"))
+    kept["sent"] = {label: table.get("bytes_sent") for label, table in result.get("comms", {}).items()}
+    return kept
 
 
 def kept_of(case: Case, trainer: Path, known: set[str], scratch: Path) -> dict[str, Any]:
@@ -327,69 +311,48 @@ def kept_of(case: Case, trainer: Path, known: set[str], scratch: Path) -> dict[s
     try:
         return run_case(case, trainer, known, scratch)
     except NotApplicable as reason:
-        return dict(not_applicable=str(reason))
-    except (Failed, OSError, LookupError, ValueError, RuntimeError) as error:
-        return dict(failed=f"{type(error).__name__}: {error}")
+        return {"not applicable": str(reason)}
+    except (RuntimeError, OSError, LookupError, TypeError, ValueError) as error:
+        return {"failed": f"{type(error).__name__}: {error}"}
 
 
 # ---- Comparing
-def loss_differences(stored: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Say which losses differ, and by how much."""
-    found = name_differences("losses", stored, now)
-    differing = []
-    largest = 0.0
-    for name, text in stored.items():
-        if name in now and now[name] != text:
-            before = float.fromhex(text)
-            differing.append(name)
-            largest = max(largest, abs(float.fromhex(now[name]) - before) / abs(before))
-    if differing:
-        found.append(f"losses: {len(differing)} of {len(stored)} from {differing[0]} on, at most {largest:.2e}")
-    return found
-
-
-def name_differences(what: str, stored: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Say which names only one side has."""
-    found = []
-    for side, names in (("stored", set(stored) - set(now)), ("now", set(now) - set(stored))):
-        if names:
-            found.append(f"names of {what} only {side}: {', '.join(sorted(names))}")
-    return found
-
-
-def hash_differences(what: str, stored: dict[str, str], now: dict[str, str]) -> list[str]:
-    """Say what differs in bits, and apart from that in names."""
-    found = []
-    differing = [name for name in stored if name in now and now[name] != stored[name]]
-    if differing:
-        found.append(f"bits of {what}: {', '.join(differing)}")
-    return found + name_differences(what, stored, now)
+def largest_change(stored: dict[str, str], now: dict[str, str], names: Iterable[str]) -> str:
+    """Say by how much losses differ."""
+    changes = []
+    for name in names:
+        before = float.fromhex(stored[name])
+        changes.append(abs(float.fromhex(now[name]) - before) / abs(before))
+    return f"{len(changes)} of {len(stored)} losses from {next(iter(names))} on, at most {max(changes):.2e}"
 
 
 def differences(stored: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """Say all that differs between two runs of a case."""
-    found = loss_differences(stored["losses"], now["losses"])
-    found += hash_differences("weights", stored["weights"], now["weights"])
-    found += name_differences("checkpoints", stored["states"], now["states"])
-    for step, state in stored["states"].items():
-        if step in now["states"]:
-            found += hash_differences(f"the state at step {step}", state, now["states"][step])
+    """Say what differs between two runs of a case: in bits, and apart from that in names."""
+    found = []
+    for section in dict.fromkeys((*stored, *now)):
+        if section == "sent":
+            continue
+        before = stored.get(section, {})
+        after = now.get(section, {})
+        differing = [name for name in before if name in after and after[name] != before[name]]
+        if differing and section == "losses":
+            found.append(largest_change(before, after, differing))
+        elif differing:
+            found.append(f"bits of {section}: {', '.join(differing)}")
+        for side, names in (("stored", before.keys() - after), ("now", after.keys() - before)):
+            if names:
+                found.append(f"names in {section} only {side}: {', '.join(sorted(names))}")
     return found
 
 
-def verdict(stored: dict[str, Any] | None, now: dict[str, Any]) -> tuple[str, str]:
-    """Judge a case: same, differs, failed or not applicable, and what there is to say of it."""
-    if stored is None:
-        return "differs", "nothing is stored"
-    if "failed" in now:
-        return "failed", now["failed"]
-    for side in (now, stored):
-        if "not_applicable" in side:
-            return "not applicable", side["not_applicable"]
-    if "failed" in stored:
-        return "differs", "stored is a failure"
+def verdict(stored: dict[str, Any], now: dict[str, Any]) -> tuple[str, str]:
+    """Judge a case in a word, and say why."""
+    for word in ("failed", "not applicable"):
+        for side in (now, stored):
+            if word in side:
+                return word, side[word]
     found = differences(stored, now)
-    return ("differs", "; ".join(found)) if found else ("same", "")
+    return "differs" if found else "same", "; ".join(found)
 
 
 # ---- Main
@@ -399,7 +362,7 @@ def versions() -> dict[str, str]:
 
 
 def file_text(cases: dict[str, Any]) -> str:
-    """Write the cases as JSON, a line for each."""
+    """Spell the cases as JSON, a line for each."""
     lines = [f"{json.dumps(name)}: {json.dumps(case)}" for name, case in cases.items()]
     return f'{{"versions": {json.dumps(versions())},\n"cases": {{\n' + ",\n".join(lines) + "\n}}\n"
 
@@ -430,10 +393,9 @@ def main() -> int:
         subprocess.run([sys.executable, str(POCKET), "--out", data], check=True, stdout=subprocess.DEVNULL)
         for name in names:
             began = time.monotonic()
-            now = kept_of(cases[name], trainer, known, Path(folder, name))
-            made[name] = now
-            word, text = verdict(now if args.task == "make" else stored.get(name), now)
-            if (args.task, word) == ("make", "same"):
+            made[name] = kept_of(cases[name], trainer, known, Path(folder, name))
+            word, text = verdict(stored.get(name, {}) if args.task == "compare" else made[name], made[name])
+            if args.task == "make" and word == "same":
                 word = "made"
             counts[word] += 1
             print(f"{name:28} {time.monotonic() - began:5.1f} s  {word}{': ' if text else ''}{text}", flush=True)
