@@ -273,8 +273,8 @@ _optim = functools.partial(knob, "optimizer")
 _run = functools.partial(knob, "run")
 
 STAGE_ROW = "rows 'batch_tokens short long lr_mul mtp_start mtp_end [untie]' joined by ';'"
-TABLE_ROW = ("rows 'label order rows place signs home cadence rounding lr wd beta2' joined by ';', n-grams beside recipe "
-             "A's; place: `stream` or the depth of a layer; columns from place on may be left out")
+TABLE_ROW = ("of n-grams: rows 'label order rows place signs home cadence rounding lr wd beta2' joined by ';', of which "
+             "the last 8 columns may be left out; place: `stream`, or the depth of a layer")
 ATTENTION_KERNELS = ("auto", "FA4", "FA3", "varlen", "reference")             # packages, torch's own, plain PyTorch
 
 
@@ -288,7 +288,7 @@ class Config:
     val_batch_tokens: int = _data(2_097_152, "tokens", "one block of num_slots validation slots", least=1)
     max_doc_len: int = _data(2048, "tokens", "a document gives at most its first max_doc_len tokens", least=2)
     epochs: int = _data(1, "passes", "over the training shards; 0: cycle without end")
-    num_slots: int = _data(8, "slots", "equal shares of a step, divided by the ranks; changes the packing", (), 1, 2**16)
+    num_slots: int = _data(8, "slots", "equal shares of a step, divided by the ranks; sets the packing", (), 1, 2**16)
     vocab_size: int = _data(0, "tokens", "0: from the shard header", most=MAX_VOCAB)
     padded_vocab: int = _data(0, "tokens", "columns of the head; 0: the next multiple of 128")
     document_start: int = _data(-1, "id", "first token of every document; -1: from the header", (), -1, MAX_VOCAB - 1)
@@ -327,7 +327,7 @@ class Config:
     debug_rows: int = _run(0, "0|1", "poison rows not fetched, look for gradients of rows not planned", (0, 1))
     slots_per_micro_batch: int = _run(0, "slots", "side by side in the model; 0: all that the device's memory fits")
     max_steps: int = _run(0, "steps", "stop early, then validate; 0: the whole schedule")
-    time_budget: float = _run(0.0, "s", "of training to go through the schedule in; 0: steps as set", most=30 * 24 * 3600)
+    time_budget: float = _run(0.0, "s", "of training, for the whole schedule; 0: steps as set", most=30 * 24 * 3600)
     runs: int = _run(1, "runs", "in one process after one warm-up, with seeds seed, seed + 1, ...", (), 1, 10**4)
     target_loss: float = _run(3.28, "nats", "against which several runs are tested; 0: none")
     run_dir: str = _run("", "folder", "of the logs; empty: logs/<run id>")
@@ -381,30 +381,28 @@ def flag_text(value: Any) -> str:
 
 def parse_value(name: str, text: str) -> Any:
     """Text of a flag -> value of its field, within its bounds. Raises ConfigError."""
-    default, about = Config.__dataclass_fields__[name].default, Config.__dataclass_fields__[name].metadata
-    choices, least, most = about["choices"], about["least"], about["most"]
-    kind = type(default)
+    spec = Config.__dataclass_fields__[name]
+    about = spec.metadata
+    kind = type(spec.default)
     allowed = f"{kind.__name__}, {about['unit']}"
-    do = f"for example --{name}={flag_text(default)}"
+    do = f"for example --{name}={flag_text(spec.default)}"
+    if about["choices"]:
+        allowed = f"one of {list(about['choices'])}"
+        do = nearest(text, about["choices"])
+    elif kind in (int, float):
+        allowed += f", {about['least']:,} to {about['most']:,}"
+
     try:
         if kind is tuple:
             return tuple(about["row"].parse(row) for row in text.split(";") if row.strip())
         value = kind(text)
-        if kind is str and about["unit"] in PATH_UNITS:
-            value = os.path.expanduser(text)
-        if choices:
-            allowed = f"one of {list(choices)}"
-            do = nearest(text, choices)
-            right = value in choices
-        elif kind is not str:
-            allowed += f", {least:,} to {most:,}"
-            right = least <= value <= most                                    # never of a NaN
-        else:
-            right = True
+        right = kind is str or about["least"] <= value <= about["most"]       # never of a NaN
+        if about["choices"]:
+            right = value in about["choices"]
     except ValueError:
         right = False
     need(right, f"--{name}", repr(text), f"{allowed}: {about['about']}", do)
-    return value
+    return os.path.expanduser(value) if about["unit"] in PATH_UNITS else value
 
 
 def make_config(preset: str, texts: dict[str, str]) -> Config:
@@ -421,15 +419,15 @@ def read_settings(folder: Path) -> tuple[str, dict[str, str]]:
     do = "name the folder of a run or of a save"
     if (folder / "log.jsonl").exists():
         do = "resume with the trainer of that run"                            # older ones kept no such file
+    need(path.is_file(), str(path), "no such file", "the settings of a run", do, DataError)
     try:
-        need(path.is_file(), str(path), "no such file", "the settings of a run", do, DataError)
         settings = json.loads(path.read_bytes())
         preset, flags = settings["preset"], dict(settings["flags"])
-        known = preset in PRESETS and flags.keys() <= Config.__dataclass_fields__.keys()
-        right = known and all(type(text) is str for text in flags.values())
+        right = preset in PRESETS and flags.keys() <= Config.__dataclass_fields__.keys()
+        right = right and all(isinstance(text, str) for text in flags.values())
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise DataError(str(path), f"{type(error).__name__}: {error}", '{"preset": ..., "flags": {...}}', do) from None
-    need(right, str(path), settings, "a preset and flags of this trainer, as text", do, DataError)
+        right, settings = False, f"{type(error).__name__}: {error}"
+    need(right, str(path), settings, "a preset and {field: text} of this trainer", do, DataError)
     return preset, flags
 
 
@@ -457,6 +455,7 @@ def flag_parser(preset: str) -> argparse.ArgumentParser:
 
 def read_flags(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     """Flags -> (preset or None, {field: text} of those given). --help prints and exits. Raises ConfigError."""
+    # All flags are texts here: --resume has to know which of them were given.
     try:
         flags, unknown = flag_parser("record").parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -467,21 +466,19 @@ def read_flags(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
         print(flag_parser(flags.preset or "record").format_help(), flush=True)
         sys.exit(0)
 
+    # A word without dashes is a prompt; more of them are one that lacks its quotes.
     words = flags.words + [text for text in unknown if not text.startswith("-")]
-    unknown = [text for text in unknown if text.startswith("-")]
-    if unknown:
+    for text in unknown:
         known = [f"--{name}" for name in ("preset", *Config.__dataclass_fields__)]
-        near = nearest(unknown[0].partition("=")[0], known)
-        raise ConfigError("unknown flag", repr(unknown[0]), "--field=value with a field that exists", near)
-
-    texts = {name: getattr(flags, name) for name in Config.__dataclass_fields__}
-    texts = {name: text for name, text in texts.items() if text is not None}
-    for name in ("resume", "sample"):                                         # --resume=$FOLDER without a FOLDER
-        need(texts.get(name) != "", f"--{name}", "an empty name", "a folder", f"--{name}=FOLDER, or leave it out")
+        need(text in words, "unknown flag", repr(text), "--field=value with a field that exists",
+             nearest(text.partition("=")[0], known))
+    texts = {name: getattr(flags, name) for name in Config.__dataclass_fields__ if getattr(flags, name) is not None}
     if words:
         need("sample" in texts, "a word without a flag", words, "--field=value", "a prompt needs --sample=DIR")
         need(len(words) == 1 and "prompt" not in texts, "two prompts", words, "one", "write it in quotes")
         texts["prompt"] = words[0]
+    for name in ("resume", "sample"):                                         # --resume=$FOLDER without a FOLDER
+        need(texts.get(name) != "", f"--{name}", "an empty name", "a folder", f"--{name}=FOLDER, or leave it out")
     return flags.preset, texts
 
 
@@ -490,30 +487,32 @@ def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
 
     Of --sample=DIR these are the flags given alone: `read_settings(DIR)` says what was trained.
     """
+    # Saved weights have decided about the model, an earlier run about its numbers.
     preset, texts = read_flags(argv)
     if "sample" in texts:
         given = [f"--{name}" for name in texts if name not in NOT_MATHEMATICS or name == "resume"]
-        if preset is not None:
+        if preset:
             given.append("--preset")
-        need(not given, f"{', '.join(given)} with --sample", argv, "no flag of the model: the folder says what was trained",
-             "leave it out")
+        need(not given, f"{', '.join(given)} with --sample", " ".join(argv),
+             "no flag of the model: the folder says what was trained", "leave it out")
         values = {name: parse_value(name, text) for name, text in texts.items()}
         return "record", Config(**values)
     if "resume" not in texts:
         preset = preset or "record"
         return preset, make_config(preset, texts)
 
-    # What decides about the numbers of a run stays: a flag may only repeat it.
-    earlier_preset, earlier = read_settings(Path(os.path.expanduser(texts["resume"])))
-    earlier = {name: text for name, text in earlier.items() if name not in NOT_INHERITED}
+    # A flag may repeat what decides about the numbers of a run, and change the rest.
+    earlier_preset, earlier = read_settings(Path(parse_value("resume", texts["resume"])))
     need(preset in (None, earlier_preset), "--preset with --resume", preset, f"{earlier_preset}, as in that run",
          "leave --preset out")
+    earlier = {name: text for name, text in earlier.items() if name not in NOT_INHERITED}
     before = make_config(earlier_preset, earlier)
     cfg = make_config(earlier_preset, earlier | texts)
     may_change = ", ".join(sorted(MAY_CHANGE - NOT_INHERITED))
     for name in texts.keys() - MAY_CHANGE:
-        need(getattr(cfg, name) == getattr(before, name), f"--{name} with --resume", texts[name],
-             f"{flag_text(getattr(before, name))}, as in that run", f"leave --{name} out; these may change: {may_change}")
+        text = flag_text(getattr(before, name))
+        need(flag_text(getattr(cfg, name)) == text, f"--{name} with --resume", texts[name], f"{text}, as in that run",
+             f"leave --{name} out; these may change: {may_change}")
     return earlier_preset, cfg
 
 
@@ -524,28 +523,27 @@ def check_layers(layers: Sequence[Layer]) -> None:
         need_all({
             "attention 'plain', 'paired' or 'none'": layer.attention in ("plain", "paired", "none"),
             "window 'short' or 'long'": layer.window in ("short", "long"),
-            "value None or a number, key_shift True or False, the others names":
-                type(layer.value) in (int, type(None)) and type(layer.key_shift) is bool
-                and type(layer.keep_as) is type(layer.add) is str,
+            "value None or a number": type(layer.value) in (int, type(None)),
             "a value table in layers with attention only": layer.value is None or layer.attention != "none",
-            "key_shift in plain layers only": not layer.key_shift or layer.attention == "plain",
-            f"to add a stream that a layer above keeps: {kept}": not layer.add or layer.add in kept,
-            f"to keep each stream once; kept above: {kept}": not layer.keep_as or layer.keep_as not in kept,
+            "key_shift False, or True in a plain layer": layer.key_shift in (False, layer.attention == "plain"),
+            f"to add nothing, or a stream that a layer above keeps: {kept}": layer.add in ("", *kept),
+            f"to keep under a name of its own; kept above: {kept}":
+                isinstance(layer.keep_as, str) and layer.keep_as not in kept,
         }, f"LAYERS, layer {depth}", layer, "see the columns of Layer")
         if layer.keep_as:
             kept.append(layer.keep_as)
 
     values = sorted(layer.value for layer in layers if layer.value is not None)
-    need(BACKOUT in kept, "LAYERS", f"streams kept: {kept}", f"a layer with keep_as={BACKOUT!r}",
-         f"keep_as={BACKOUT!r} in one layer: the head subtracts it")
-    need(any(layer.attention != "none" for layer in layers), "LAYERS", "no layer with attention", "one or more",
-         "attention 'plain' in a layer")
-    need(values == list(range(len(values))), "LAYERS", f"value tables {values}", f"each of 0 to {len(values) - 1} once",
-         "number the layers that have one through")
+    need_all({
+        f"one layer with keep_as={BACKOUT!r}, which the head subtracts": BACKOUT in kept,
+        "a layer with attention": any(layer.attention != "none" for layer in layers),
+        f"value tables 0 to {len(values) - 1}, each once": values == list(range(len(values))),
+    }, "LAYERS", f"streams kept: {kept}, value tables {values}", "give that to a layer")
 
 
-def check_stages(cfg: Config) -> None:
-    """Raise ConfigError for a row of the stage table that cannot work."""
+def check_rows(cfg: Config) -> None:
+    """Raise ConfigError for a row of --stages or --tables that cannot work."""
+    # Batches are whole slots, and a slot whole units.
     unit = SLOT_UNIT * cfg.num_slots
     for stage in cfg.stages:
         factors = (stage.lr_mul, *stage.mtp_start, *stage.mtp_end)
@@ -557,24 +555,21 @@ def check_stages(cfg: Config) -> None:
             "lr_mul and token weights from 0 to 1,000": all(0 <= factor <= 1000 for factor in factors),
         }, "--stages", stage, f"change that row; the table is {STAGE_ROW}")
 
-
-def check_tables(cfg: Config) -> None:
-    """Raise ConfigError for a row of the table of n-gram tables that cannot work."""
-    labels = [table.label for table in cfg.tables]
+    # A label names a parameter and an attribute of the model.
+    labels = [*RECIPE_TABLES, *(table.label for table in cfg.tables)]
     for table in cfg.tables:
+        columns = (table.signs, table.home, table.rounding)
         need_all({
             "a label of letters, digits and _ that ends with _embed": re.fullmatch(r"\w+_embed", table.label, re.ASCII),
-            f"a label of its own, none of {RECIPE_TABLES}":
-                labels.count(table.label) == 1 and table.label not in RECIPE_TABLES,
+            f"a label that neither the recipe has, {RECIPE_TABLES}, nor another row": labels.count(table.label) == 1,
             f"an order of {list(NGRAM_FACTORS)}": table.order in NGRAM_FACTORS,
             "2 rows or more, below 2^31: the last one means that there is no n-gram": 2 <= table.rows < 2**31,
             f"place `stream` or a layer with attention, {ATTENTION_LAYERS}": table.place in (None, *ATTENTION_LAYERS),
-            "signs 0 or 1": table.signs in (0, 1),
-            "home `device` or `host`": table.home in ("device", "host"),
+            "signs 0 or 1, home `device` or `host`, rounding `nearest` or `stochastic`":
+                columns in itertools.product((0, 1), ("device", "host"), ("nearest", "stochastic")),
             f"a cadence of 1, 2 or 4 steps, a multiple of adam_every={cfg.adam_every}":
                 table.cadence in (1, 2, 4) and table.cadence % cfg.adam_every == 0,
-            "rounding `nearest` or `stochastic`": table.rounding in ("nearest", "stochastic"),
-            "multipliers from 0 to 1,000,000": 0 <= table.lr_mul <= 10**6 and 0 <= table.wd_mul <= 10**6,
+            "multipliers from 0 to 1,000,000": all(0 <= factor <= 10**6 for factor in (table.lr_mul, table.wd_mul)),
             "beta2 from 0 to 1": 0 <= table.beta2 <= 1,
         }, "--tables", table, f"change that row; the table is {TABLE_ROW}")
 
@@ -585,10 +580,10 @@ def check_config(cfg: Config) -> None:
     # A value of the right type and within its bounds is read again from its text: also in a preset or a table.
     for name, value in vars(cfg).items():
         again = parse_value(name, flag_text(value))
-        need(again == value, f"--{name}", repr(value), repr(again), "write each value with its type, (1.0,) for one number")
-    check_stages(cfg)
-    check_tables(cfg)
+        need(again == value, f"--{name}", repr(value), repr(again), "write each with its type, (1.0,) for one number")
+    check_rows(cfg)
 
+    # Then they have to fit together.
     H, E = cfg.num_heads, cfg.head_dim
     unit = SLOT_UNIT * cfg.num_slots
     scheduled = len(cfg.stages) - 1
@@ -610,8 +605,7 @@ def check_config(cfg: Config) -> None:
         ("momentum_min", cfg.momentum_min <= cfg.momentum_max, f"at most momentum_max={cfg.momentum_max}",
          cfg.momentum_max),
         ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save), "one run for --resume or --save", 1),
-        ("checkpoint_every", not (cfg.profile and cfg.checkpoint_every), "none with --profile, whose time does not count",
-         0))
+        ("checkpoint_every", not (cfg.profile and cfg.checkpoint_every), "0 with --profile, whose time is no run's", 0))
     for name, right, expected, instead in rules:
         need(right, f"--{name}", flag_text(getattr(cfg, name)), expected, f"for example --{name}={instead}")
     profile_range(cfg)
@@ -865,6 +859,7 @@ class Schedule:
         return tuple(first + (last - first) * position for first, last in zip(stage.mtp_start, stage.mtp_end))
 
     def at(self, step: int) -> Values:
+        # A cycle's steps share what goes by the place, if the clock decides about it.
         cfg = self.cfg
         place = self.place(step)
         k = self.stage_at(place)
@@ -892,7 +887,7 @@ class Schedule:
     def warm_up_steps(self) -> list[int]:
         """Whole run cycles around the start of every stage: each graph of the run, tied and untied, occurs in them.
 
-        The largest stage comes first, so that a lack of memory shows in the first minute; a cycle cut by max_steps last.
+        The largest stage comes first, for a lack of memory to show in the first minute; a cycle cut by max_steps last.
         """
         cycles: dict[int, None] = {}     # their first steps, each once
         for k in sorted(range(len(self.starts)), key=lambda k: -self.cfg.stages[k].batch_tokens):
@@ -985,15 +980,17 @@ def find_shards(pattern: str) -> list[ShardHeader]:
 
     Whatever matches has to be a shard: silently skipping a broken link would train on less data.
     """
+    # A formula is bounded: a shard of it has to fit into memory.
     if pattern.startswith(FORMULA):
         facts = re.fullmatch(FORMULA + r"(\d{1,9}):(\d{1,9}):(\d{1,9}):(\d{1,9})", pattern, re.ASCII)
         vocab, start, tokens, shards = map(int, facts.groups()) if facts else (0, 0, 0, 0)
         need(start < vocab and 2 <= vocab <= MAX_VOCAB and 1 <= tokens <= FORMULA_TOKENS and 1 <= shards < 2**16,
-             "formula", pattern, f"formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS with DOCUMENT_START < VOCAB <= {MAX_VOCAB}, "
-             f"at most {FORMULA_TOKENS} TOKENS in each of at most {2**16 - 1} SHARDS",
+             "formula", pattern, "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS with DOCUMENT_START < VOCAB <= "
+             f"{MAX_VOCAB}, at most {FORMULA_TOKENS} TOKENS in each of at most {2**16 - 1} SHARDS",
              "for example formula:512:511:40000:2", DataError)
         return [ShardHeader(f"{pattern}#{seed}", tokens, vocab, start) for seed in range(shards)]
 
+    # Only the last part of a path is a pattern, so that folders may have any name.
     folder, name = os.path.split(pattern)
     if os.path.isdir(folder):                                                 # brackets in its name mean themselves
         folder = glob.escape(folder)
@@ -1048,8 +1045,9 @@ def read_manifest(folder: Path) -> dict[str, str]:
              "read it with the tool that wrote it", DataError)
         return {name: facts["sha256"] for name, facts in manifest["files"].items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} as a manifest", f"{type(error).__name__}: {error}", "format 1, as data/README.md has it",
-                        "write the folder again, or remove this file if those beside it are sound") from None
+        raise DataError(f"{path} as a manifest", f"{type(error).__name__}: {error}",
+                        "format 1, as data/README.md has it", "write the folder again, or remove this file if "
+                        "those beside it are sound") from None
 
 
 def check_manifest(path: Path, content: bytes | np.ndarray) -> None:
@@ -1076,7 +1074,8 @@ def load_shard(header: ShardHeader, tokens: np.ndarray | None = None) -> Shard:
          f"{header.tokens} as before", "let nobody write to it, and start again", DataError)
     at = int(np.argmax(tokens >= header.vocab_size))                          # 0 if there is none
     need(tokens[at] < header.vocab_size, f"{name}: token {at} at byte {HEADER_BYTES + TOKEN_BYTES * at}", tokens[at],
-         f"an id below the vocabulary size {header.vocab_size}", "write the shard with the right header word 3", DataError)
+         f"an id below the vocabulary size {header.vocab_size}", "write the shard with the right header word 3",
+         DataError)
     shard = Shard(tokens, header.document_start)
     need(len(shard.doc_starts), f"{name}: documents", "no document start in the whole shard",
          f"token {header.document_start} before every document", "write the shard again", DataError)
@@ -1118,7 +1117,8 @@ def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Co
         given = getattr(cfg, name)
         need(given in (unset, stored), f"--{name}", given, f"{stored}, header of {first.name}", "leave the flag out")
     padded = cfg.padded_vocab or -(-vocab_size // 128) * 128
-    need(padded >= vocab_size, "--padded_vocab", padded, f"at least the vocabulary size {vocab_size}", "--padded_vocab=0")
+    need(padded >= vocab_size, "--padded_vocab", padded, f"at least the vocabulary size {vocab_size}",
+         "--padded_vocab=0")
     bigram_rows = max(2, cfg.bigram_rows or 5 * padded)                       # one for pairs, one for no pair
     return replace(cfg, vocab_size=vocab_size, document_start=document_start, padded_vocab=padded,
                    bigram_rows=bigram_rows)
@@ -7042,7 +7042,7 @@ def warm_up_with_patience(cfg: Config, fabric: Fabric, executor: Executor, log: 
 
     with log.phase("warm-up"):
         fabric.set_timeout(cfg.comm_timeout * to_compile)
-        warm_up(cfg, fabric, log.schedule, executor, during)
+        warm_up(cfg, fabric, Schedule(replace(cfg, time_budget=0.0)), executor, during)
         fabric.set_timeout(cfg.comm_timeout * to_write)
     if executor.compiling:
         ms = sum(graph["ms"] for graph in graphs)
