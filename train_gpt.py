@@ -1016,8 +1016,9 @@ def read_header(path: Path) -> ShardHeader:
     count, vocab, start = words[2:5].tolist()
     if vocab == 0:                                                            # old shards leave both words 0
         vocab, start = GPT2_VOCAB, GPT2_DOCUMENT_START
-    need(count > 0 and size == HEADER_BYTES + TOKEN_BYTES * count, f"{path}: length", f"{size} bytes",
-         f"{HEADER_BYTES} + {TOKEN_BYTES} x {count} (tokens in header word 2)",
+    right_size = HEADER_BYTES + TOKEN_BYTES * count
+    need(count > 0 and size == right_size, f"{path}: length", f"{size} bytes",
+         f"{HEADER_BYTES} + {TOKEN_BYTES} x {count} (tokens in header word 2) = {right_size} bytes",
          "the file is cut or still being written; fetch it again", DataError)
     need(0 <= start < vocab <= MAX_VOCAB, f"{path}: header words 3 and 4",
          f"vocabulary {vocab}, document start {start}", f"0 <= document start < vocabulary <= {MAX_VOCAB}",
@@ -1041,8 +1042,8 @@ def read_manifest(folder: Path) -> dict[str, str]:
     need_file(path, "a manifest")
     try:
         manifest = json.loads(path.read_bytes())
-        need(manifest["format"] == 1, f"{path} as a manifest", f"format {manifest['format']}", "format 1",
-             "read it with the tool that wrote it", DataError)
+        if manifest["format"] != 1:
+            raise ValueError(f"format {manifest['format']}")
         return {name: facts["sha256"] for name, facts in manifest["files"].items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} as a manifest", f"{type(error).__name__}: {error}",
