@@ -273,8 +273,8 @@ _optim = functools.partial(knob, "optimizer")
 _run = functools.partial(knob, "run")
 
 STAGE_ROW = "rows 'batch_tokens short long lr_mul mtp_start mtp_end [untie]' joined by ';'"
-TABLE_ROW = ("of n-grams: rows 'label order rows place signs home cadence rounding lr wd beta2' joined by ';', of which "
-             "the last 8 columns may be left out; place: `stream`, or the depth of a layer")
+TABLE_ROW = ("n-grams: rows 'label order rows place signs home cadence rounding lr wd beta2' joined by ';', the last 8 "
+             "columns of which may be left out; place: `stream`, or the depth of a layer")
 ATTENTION_KERNELS = ("auto", "FA4", "FA3", "varlen", "reference")             # packages, torch's own, plain PyTorch
 
 
@@ -607,7 +607,8 @@ def check_config(cfg: Config) -> None:
         ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save), "one run for --resume or --save", 1),
         ("checkpoint_every", not (cfg.profile and cfg.checkpoint_every), "0 with --profile, whose time is no run's", 0))
     for name, right, expected, instead in rules:
-        need(right, f"--{name}", flag_text(getattr(cfg, name)), expected, f"for example --{name}={instead}")
+        value = flag_text(getattr(cfg, name))
+        need(right, f"--{name}", value or "nothing", expected, f"for example --{name}={instead}")
     profile_range(cfg)
 
 

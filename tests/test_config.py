@@ -235,6 +235,7 @@ REFUSED = {                                  # flags over the tiny preset -> wha
     "--profile=3:3": ("--profile", "'3:3'", "0 < a < b"),
     "--profile=0:3": ("--profile", "'0:3'", "0 < a < b"),
     "--profile=0:" + "9" * 5000: ("--profile", "(5004 characters)", "0 < a < b"),
+    "--stages=": ("--stages", "nothing", "two rows or more"),
     f"--stages={ONE_STAGE}": ("--stages", "two rows or more"),
     f"--stages={ONE_STAGE};128 3 3 1 1 1": ("--stages", "3 3", "short < long window"),
     f"--stages={ONE_STAGE};128 0 3 1 1 1": ("--stages", "0 3", "1 <= short"),
