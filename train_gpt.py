@@ -75,7 +75,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout
-from dataclasses import Field, asdict, astuple, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -96,72 +96,51 @@ except ImportError as error:
 class TrainerError(Exception):
     """What was found, what was expected, and what to do about it."""
 
+    status = 2                           # that the process exits with
+
     def __init__(self, what: str, found: object, expected: object, do: str) -> None:
-        super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}")
-        self.what = what
-        self.found = found
-        self.expected = expected
-        self.do = do
+        super().__init__(what, shown(found), str(expected), do)               # texts, which travel between ranks
+
+    def __str__(self) -> str:
+        what, found, expected, do = self.args
+        return f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}"
 
 
 class ConfigError(TrainerError):
-    """A setting that cannot work."""
+    """A setting, a launch or a device that cannot work."""
 
 
 class DataError(TrainerError):
-    """Shards that are missing, damaged or too few."""
-
-
-class FabricError(TrainerError):
-    """Ranks or devices that do not fit the run."""
+    """Files that are missing, damaged or too few."""
 
 
 class RunError(TrainerError):
-    """Something that went wrong in a run: loss, memory, disk, a stuck thread."""
+    """Something that went wrong in a run: loss, memory, disk, another rank."""
+
+    status = 1
 
 
-KINDS_OF_FILE = {
-    stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device"}
+def need(ok: object, what: str, found: object, expected: object, do: str, kind: type = ConfigError) -> None:
+    """Raise an error of that kind unless ok."""
+    if not ok:
+        raise kind(what, found, expected, do)
 
 
-def reason_of(error: OSError | ValueError) -> str:
-    """Why the system or Python would not do something with a file, in words."""
-    return getattr(error, "strerror", None) or str(error)
+def need_all(rules: dict[str, object], what: str, found: object, do: str) -> None:
+    """Raise ConfigError with the first rule (its words -> whether it holds) that is broken."""
+    for rule, holds in rules.items():
+        need(holds, what, found, rule, do)
 
 
-def regular_file(path: Path, what: str) -> Path:
-    """The path, if a regular file is there; what: its role in the message. Raises DataError.
-
-    For every file whose name somebody else chose, before it is opened: opening a named pipe waits for a writer.
-    """
-    try:
-        mode = path.stat().st_mode
-        if stat.S_ISREG(mode):
-            return path
-        found = KINDS_OF_FILE.get(stat.S_IFMT(mode), "something else")
-    except (OSError, ValueError) as error:                                    # ValueError: a null byte in the name
-        found = reason_of(error)
-        if path.is_symlink():
-            found = f"a link to {os.readlink(path)}: {found}"
-    raise DataError(f"{path} as {what}", found, "a regular file", "name another file, or write this one again")
+def shown(value: object) -> str:
+    """A value as text, a long one cut."""
+    text = str(value)
+    return text if len(text) <= 1000 else f"{text[:100]}... ({len(text)} characters)"
 
 
-MOST_TEXT = 1 << 26                      # bytes of a configuration, manifest or vocabulary: that of GPT-2 takes 1 MB
-MOST_LOG = 1 << 32                       # bytes of a log.jsonl: 10^7 steps take 1.3 GB
-
-
-def read_bounded(path: Path, what: str, most: int = MOST_TEXT) -> bytes:
-    """Content of a file whose name somebody else chose; what: its role in the message. Raises DataError."""
-    try:
-        size = regular_file(path, what).stat().st_size
-        if size <= most:
-            return path.read_bytes()
-        found = f"{size} bytes"
-    except OSError as error:
-        found = reason_of(error)
-    raise DataError(f"{path} as {what}", found, f"a file that can be read, of at most {most} bytes",
-                    "name another file, or write this one again")
+def nearest(name: str, known: Iterable) -> str:
+    close = difflib.get_close_matches(name, map(str, known), 3, 0.4)
+    return f"nearest: {', '.join(close)}" if close else "see --help"
 
 
 @dataclass(frozen=True)
@@ -169,11 +148,11 @@ class Layer:
     """One layer of the model. Moving a feature to another layer is moving a word."""
 
     attention: str               # "plain", "paired" (heads j and j + H/2 share one sequence of 2T positions) or "none"
-    window: str = "short"        # attention reach: "short" or "long"
+    window: str = "short"        # attention span: "short" or "long"
     value: int | None = None     # value table added to the attention values
     key_shift: bool = False      # the unrotated half of the keys comes from the token before (key offset)
     keep_as: str = ""            # name under which the layer's output is kept
-    add: str = ""                # kept stream added, gated, in front of the layer
+    add: str = ""                # kept stream added, gated, before the layer
 
 
 SKIP, BACKOUT = "skip", "backout"
@@ -193,51 +172,7 @@ ATTENTION_LAYERS = tuple(depth for depth, layer in enumerate(LAYERS) if layer.at
 NUM_VALUE_TABLES = sum(layer.value is not None for layer in LAYERS)
 
 
-def check_layers(layers: Sequence[Layer]) -> None:
-    """Raise ConfigError for a layer table that cannot work. A kept stream that nothing takes is no mistake."""
-    kept: list[str] = []                 # by the layers above
-    for depth, layer in enumerate(layers):
-        place = f"LAYERS, layer {depth}"
-        check_layer(layer, place)
-        if layer.add and layer.add not in kept:
-            raise ConfigError(place, f"add={layer.add!r}", f"a stream that a layer above keeps: {kept}",
-                              f"keep_as={layer.add!r} in a layer above it")
-        if layer.keep_as in kept:
-            raise ConfigError(place, f"keep_as={layer.keep_as!r}", "a name that no layer above keeps",
-                              "keep each stream once, or give this one another name")
-        if layer.keep_as:
-            kept.append(layer.keep_as)
-
-    if BACKOUT not in kept:
-        raise ConfigError("LAYERS", f"streams kept: {kept}", f"one layer with keep_as={BACKOUT!r}, which is "
-                          "subtracted in front of the head", f"keep_as={BACKOUT!r} in one layer")
-    if all(layer.attention == "none" for layer in layers):
-        raise ConfigError("LAYERS", "no layer with attention", "one or more", "attention 'plain' in a layer")
-    values = [layer.value for layer in layers if layer.value is not None]
-    missing = [table for table in range(len(values)) if table not in values]
-    if missing:
-        raise ConfigError("LAYERS", f"value tables {values}", f"each of 0 to {len(values) - 1} once",
-                          f"number the layers that have one through; missing: {missing}")
-
-
-def check_layer(layer: Layer, place: str) -> None:
-    """Words that exist, and features only where they have an effect. Raises ConfigError."""
-    kinds = ("plain", "paired", "none")
-    if layer.attention not in kinds:
-        raise ConfigError(place, f"attention {layer.attention!r}", f"one of {kinds}", nearest(layer.attention, kinds))
-    windows = ("short", "long")
-    if layer.window not in windows:
-        raise ConfigError(place, f"window {layer.window!r}", f"one of {windows}", nearest(layer.window, windows))
-    if layer.attention == "none" and layer.value is not None:
-        raise ConfigError(place, f"value={layer.value} without attention", "a layer with attention, to whose values "
-                          "the table is added", "move the value table to another layer")
-    if layer.key_shift and layer.attention != "plain":
-        raise ConfigError(place, f"key_shift with attention {layer.attention!r}", "key_shift in plain layers only",
-                          "move key_shift to a plain layer")
-
-
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """One stage of the run. Windows are in blocks; weights of the predicted tokens move linearly over the stage."""
 
     batch_tokens: int
@@ -246,49 +181,89 @@ class Stage:
     lr_mul: float
     mtp_start: tuple[float, ...]
     mtp_end: tuple[float, ...]
+    untie: bool = False                  # at its start embedding and head part, after the update of that Adam cycle
+
+    @classmethod
+    def parse(cls, row: str) -> Stage:
+        """Read a row of --stages, whose last word `untie` may be left out. Raises ValueError."""
+        batch_tokens, short_window, long_window, lr_mul, start, end, *rest = row.split()
+        if rest not in ([], ["untie"]):
+            raise ValueError(rest)
+        weights = [tuple(map(float, text.split(","))) for text in (start, end)]
+        return cls(int(batch_tokens), int(short_window), int(long_window), float(lr_mul), *weights, bool(rest))
+
+    def __str__(self) -> str:
+        words = [",".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in self[:-1]]
+        if self.untie:
+            words.append("untie")
+        return " ".join(words)
 
 
 STAGES = (                                                                    # recipe 4; the last is the extension
     Stage(131_072, 1, 3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
     Stage(262_144, 3, 7, 1.52, (1.0, 0.5), (1.0, 0.0)),
-    Stage(393_216, 5, 11, 1.73, (1.0,), (1.0,)),
+    Stage(393_216, 5, 11, 1.73, (1.0,), (1.0,), untie=True),
     Stage(393_216, 6, 13, 1.00, (1.0,), (1.0,)))
+TINY_STAGES = (
+    Stage(128, 1, 3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
+    Stage(256, 3, 7, 1.52, (1.0, 0.5), (1.0, 0.0)),
+    Stage(384, 5, 11, 1.73, (1.0,), (1.0,), untie=True),
+    Stage(384, 6, 13, 1.00, (1.0,), (1.0,)))
 
 
-@dataclass(frozen=True)
-class Ngrams:
-    """One table of hashed n-grams. Adding a table is adding a line to NGRAM_TABLES.
-
-    Columns that are None have the value of the flag --table_<column>, alike for all tables.
-    """
-
-    label: str
-    hash: tuple[int, ...]                # an odd factor for each token of the n-gram, newest first
-    rows: int | str                      # R, or the setting that has it; 0: there is no such table
-    sign_hash: tuple[int, ...] = ()      # of the vector of signs that a row is multiplied by
-    enters: int | None = None            # a layer, whose attention values get its rows; None: the residual stream
-    signs: int | None = None             # 1: with signs
-    home: str | None = None              # where owners keep rows: "device" or "host"
-    rule: str | None = None              # "rowwise": an event moves the rows that were asked for; "adam": all rows
-    cadence: int | None = None           # steps between events
-    rounding: str | None = None          # of bf16 rows: "nearest" or "stochastic"
-    lr_mul: float | None = None          # of Adam's learning rate
-    wd_mul: float | None = None          # of Adam's weight decay
-    beta2: float | None = None           # decay of the second moment in an event
+def read_place(word: str) -> int | None:
+    return None if word == "stream" else int(word)
 
 
-# Factors of record 92 for two and three tokens (its train_gpt.py), those of a fourth are ours; recipe A's own table of
-# bigrams is none of these.
-NGRAM_TABLES = (
-    Ngrams("more_bigram_embed", (36313, 27191), rows="more_bigram_rows", sign_hash=(48271, 30011)),
-    Ngrams("trigram_embed", (17351, 60961, 45259), rows="trigram_rows", sign_hash=(58699, 39779, 26801)),
-    Ngrams("fourgram_embed", (50411, 22787, 64951, 38327), rows="fourgram_rows",
-           sign_hash=(43399, 56783, 20297, 61403)))
+class NgramTable(NamedTuple):
+    """One table of hashed n-grams."""
+
+    label: str                           # of its parameter: part of initial values, signs and rounding bits
+    order: int                           # n, a key of NGRAM_FACTORS
+    rows: int                            # R; the last one means: no n-gram
+    place: int | None = None             # depth of the layer whose attention values get the rows; None: the stream
+    signs: int = 0                       # 1: multiply a row by a hashed vector of +-1, which tells collisions apart
+    home: str = "device"                 # where owners keep the rows: "device" or "host"
+    cadence: int = 2                     # steps between updates
+    rounding: str = "nearest"            # of bf16 rows after an update: "nearest" or "stochastic"
+    lr_mul: float = 37.5                 # of adam_lr
+    wd_mul: float = 5.0                  # of adam_weight_decay
+    beta2: float = 0.95                  # decay of the second moment in an update
+
+    @classmethod
+    def parse(cls, row: str) -> NgramTable:
+        """Read a row of --tables; columns left out at its end have their defaults. Raises ValueError."""
+        kinds = (str, int, int, read_place, int, str, int, str, float, float, float)
+        words = row.split()
+        if not 3 <= len(words) <= len(kinds):
+            raise ValueError(len(words))
+        return cls(*(kind(word) for kind, word in zip(kinds, words)))
+
+    def __str__(self) -> str:
+        return " ".join("stream" if value is None else str(value) for value in self)
 
 
-def knob(group: str, default: Any, unit: str, about: str, choices: tuple = ()) -> Any:
-    metadata = dict(group=group, unit=unit, about=about, choices=choices)
-    return field(default=default, metadata=metadata)
+# By order: odd factors of the tokens' hash and of the signs' hash, newest token first. Those for two and three tokens
+# are record 92's (its train_gpt.py), those of a fourth are ours; recipe A's own table of bigrams is none of these.
+NGRAM_FACTORS = {
+    2: ((36313, 27191), (48271, 30011)),
+    3: ((17351, 60961, 45259), (58699, 39779, 26801)),
+    4: ((50411, 22787, 64951, 38327), (43399, 56783, 20297, 61403))}
+RECIPE_TABLES = ("bigram_embed", "value_embed", "embed")
+RECORD_STEPS, RECORD_RAMP_UP, RECORD_RAMP_DOWN = 1547, 300, 50                # recipe 4
+GPT2_VOCAB, GPT2_DOCUMENT_START = 50_257, 50_256
+MAX_VOCAB = 65_535                       # token ids are stored as u16
+MAX_STEPS = 10**7
+GATE_INPUTS = 12                         # features that a gate reads
+FP8_UNIT = 16                            # sizes in an fp8 product are multiples of it
+SLOT_UNIT = FP8_UNIT                     # tokens: a slot is a multiple of it, on every device
+
+
+def knob(group: str, default: Any, unit: str, about: str, choices: tuple = (), least: float = 0,
+         most: float = 2**31 - 1, row: type | None = None) -> Any:
+    """A field of Config: a flag with its bounds, or with the values that it may have; row: of a table."""
+    facts = dict(group=group, unit=unit, about=about, choices=choices, least=least, most=most, row=row)
+    return field(default=default, metadata=facts)
 
 
 _data = functools.partial(knob, "data")
@@ -296,9 +271,10 @@ _model = functools.partial(knob, "model")
 _schedule = functools.partial(knob, "schedule")
 _optim = functools.partial(knob, "optimizer")
 _run = functools.partial(knob, "run")
-_table = functools.partial(knob, "tables of n-grams")
 
-
+STAGE_ROW = "rows 'batch_tokens short long lr_mul mtp_start mtp_end [untie]' joined by ';'"
+TABLE_ROW = ("n-grams: rows 'label order rows place signs home cadence rounding lr wd beta2' joined by ';', the last 8 "
+             "columns of which may be left out; place: `stream`, or the depth of a layer")
 ATTENTION_KERNELS = ("auto", "FA4", "FA3", "varlen", "reference")             # packages, torch's own, plain PyTorch
 
 
@@ -308,71 +284,61 @@ class Config:
 
     train_files: str = _data("data/fineweb10B/fineweb_train_*.bin", "pattern", "training shards, taken in name order")
     val_files: str = _data("data/fineweb10B/fineweb_val_*.bin", "pattern", "validation shards")
-    val_tokens: int = _data(10_485_760, "tokens", "validation tokens, a multiple of val_batch_tokens")
-    val_batch_tokens: int = _data(2_097_152, "tokens", "one block of num_slots validation slots")
-    max_doc_len: int = _data(2048, "tokens", "a document gives at most its first max_doc_len tokens")
+    val_tokens: int = _data(10_485_760, "tokens", "validation tokens, a multiple of val_batch_tokens", least=1)
+    val_batch_tokens: int = _data(2_097_152, "tokens", "one block of num_slots validation slots", least=1)
+    max_doc_len: int = _data(2048, "tokens", "a document gives at most its first max_doc_len tokens", least=2)
     epochs: int = _data(1, "passes", "over the training shards; 0: cycle without end")
-    num_slots: int = _data(8, "slots", "equal shares of a step; the ranks divide it; changing it changes the packing")
-    vocab_size: int = _data(0, "tokens", "0: from the shard header")
+    num_slots: int = _data(8, "slots", "equal shares of a step, divided by the ranks; sets the packing", (), 1, 2**16)
+    vocab_size: int = _data(0, "tokens", "0: from the shard header", most=MAX_VOCAB)
     padded_vocab: int = _data(0, "tokens", "columns of the head; 0: the next multiple of 128")
-    document_start: int = _data(-1, "id", "first token of every document; -1: from the shard header")
+    document_start: int = _data(-1, "id", "first token of every document; -1: from the header", (), -1, MAX_VOCAB - 1)
     bigram_rows: int = _data(0, "rows", "hash table of token pairs; 0: 5 x padded_vocab; the last row: no pair")
-    model_dim: int = _model(768, "features", "width D = num_heads x head_dim")
-    num_heads: int = _model(6, "heads", "an even number: paired layers join heads j and j + H/2")
-    head_dim: int = _model(128, "features", "a multiple of 4, at least 8; half of it rotates")
+    model_dim: int = _model(768, "features", "width D = num_heads x head_dim", (), GATE_INPUTS, 2**16)
+    num_heads: int = _model(6, "heads", "an even number: paired layers join heads j and j + H/2", (), 2, 2**12)
+    head_dim: int = _model(128, "features", "a multiple of 4; half of it rotates", (), 8, 2**14)
     attn_scale: float = _model(0.1, "1", "softmax scale before YaRN; queries and keys are normalised")
+    tables: tuple = _model((), "table", TABLE_ROW, row=NgramTable)
     dtype: str = _model("bfloat16", "type", "weights and activations", ("bfloat16", "float32", "float64"))
     attention: str = _model("auto", "kernel", "auto: the fastest that is right", ATTENTION_KERNELS)
     head: str = _model("auto", "precision", "of training logits; auto: best", ("auto", "fp8", "emulated", "plain"))
-    num_scheduled_steps: int = _schedule(1507, "steps", "split evenly over all stages but the last")
-    num_extension_steps: int = _schedule(40, "steps", "last stage, at the lowest learning rate")
-    stages: tuple = _schedule(STAGES, "table", "rows 'batch_tokens short long lr_mul mtp_start mtp_end' joined by ';'")
-    window_block: int = _schedule(128, "tokens", "unit of the windows in the stage table")
-    final_long_window: int = _schedule(20, "blocks", "long window of the final validation")
-    split_stage: int = _schedule(2, "stage", "head and embedding part at its first odd step")
-    cooldown_frac: float = _schedule(0.55, "share", "of the scheduled steps, at their end, with a falling rate")
+    num_scheduled_steps: int = _schedule(1507, "steps", "split evenly over all stages but the last", most=MAX_STEPS)
+    num_extension_steps: int = _schedule(40, "steps", "last stage, at the lowest learning rate", most=MAX_STEPS)
+    stages: tuple = _schedule(STAGES, "table", STAGE_ROW, row=Stage)
+    window_block: int = _schedule(128, "tokens", "unit of the windows in the stage table", least=1)
+    final_long_window: int = _schedule(20, "blocks", "long window of the final validation", least=1)
+    cooldown_frac: float = _schedule(0.55, "share", "of the scheduled steps, at their end, with a falling rate", most=1)
     lr_floor: float = _schedule(0.1, "1", "learning rate factor at the end of the cooldown")
     val_every: int = _schedule(250, "steps", "between validations; 0: only the final one")
     normuon_lr: float = _optim(0.023, "1", "attention and MLP banks")
-    normuon_beta2: float = _optim(0.95, "1", "decay of the second moment per row")
+    normuon_beta2: float = _optim(0.95, "1", "decay of the second moment per row", most=1)
     normuon_weight_decay: float = _optim(1.2, "1", "cautious, times lr^2")
-    momentum_min: float = _optim(0.85, "1", "NorMuon momentum at both ends")
-    momentum_max: float = _optim(0.95, "1", "NorMuon momentum in between")
-    momentum_warmup_steps: int = _optim(-1, "steps", "-1: 300 at 1,547 steps, in proportion else")
-    momentum_cooldown_steps: int = _optim(-1, "steps", "-1: 50 at 1,547 steps, in proportion else")
+    momentum_min: float = _optim(0.85, "1", "NorMuon momentum at both ends", most=1)
+    momentum_max: float = _optim(0.95, "1", "NorMuon momentum in between", most=1)
+    momentum_warmup_steps: int = _optim(-1, "steps", "-1: 300 at 1,547 steps, in proportion else", least=-1)
+    momentum_cooldown_steps: int = _optim(-1, "steps", "-1: 50 at 1,547 steps, in proportion else", least=-1)
+    adam_every: int = _optim(2, "steps", "between updates of Adam, for which gradients add up", (1, 2))
     adam_lr: float = _optim(0.008, "1", "everything else; multipliers stand in the parameter table")
     adam_weight_decay: float = _optim(0.005, "1", "cautious, times (lr x multiplier)^2")
     adam_eps: float = _optim(1e-10, "1", "added to the uncorrected root of the second moment")
-    more_bigram_rows: int = _table(0, "rows", "second table of token pairs, beside recipe A's; 0: none")
-    trigram_rows: int = _table(0, "rows", "table of token triples; 0: none")
-    fourgram_rows: int = _table(0, "rows", "table of four tokens in a row; 0: none")
-    table_rule: str = _table("rowwise", "rule", "what an update moves: rows asked for, or all", ("rowwise", "adam"))
-    table_home: str = _table("device", "place", "where owners keep rowwise tables", ("device", "host"))
-    table_cadence: int = _table(2, "steps", "between updates of rowwise tables", (2, 4))
-    table_signs: int = _table(0, "0|1", "multiply rows by hashed vectors of +-1, which tell collisions apart", (0, 1))
-    table_rounding: str = _table("nearest", "way", "of bf16 rows behind an update", ("nearest", "stochastic"))
-    table_lr_mul: float = _table(37.5, "1", "of adam_lr")
-    table_wd_mul: float = _table(5.0, "1", "of adam_weight_decay")
-    table_beta2: float = _table(0.95, "1", "decay of the second moment in an update")
     seed: int = _run(0, "integer", "initial values; each parameter draws from (seed, label)")
     device: str = _run("auto", "device", "auto: cuda if there is one", ("auto", "cpu", "cuda"))
     compile: int = _run(-1, "0|1", "torch.compile; -1: on CUDA only", (-1, 0, 1))
-    row_comms: str = _run("sparse", "mode", "how table rows travel to ranks", ("dense", "sparse_scatter", "sparse"))
+    row_comms: str = _run("sparse", "mode", "table rows that travel: those asked for, or all", ("dense", "sparse"))
     debug_rows: int = _run(0, "0|1", "poison rows not fetched, look for gradients of rows not planned", (0, 1))
     slots_per_micro_batch: int = _run(0, "slots", "side by side in the model; 0: all that the device's memory fits")
     max_steps: int = _run(0, "steps", "stop early, then validate; 0: the whole schedule")
-    time_budget: float = _run(0.0, "s", "of training to fill on this machine: scales the schedule; 0: steps as set")
-    runs: int = _run(1, "runs", "in one process after one warm-up, with seeds seed, seed + 1, ...")
+    time_budget: float = _run(0.0, "s", "of training, for the whole schedule; 0: steps as set", most=30 * 24 * 3600)
+    runs: int = _run(1, "runs", "in one process after one warm-up, with seeds seed, seed + 1, ...", (), 1, 10**4)
     target_loss: float = _run(3.28, "nats", "against which several runs are tested; 0: none")
     run_dir: str = _run("", "folder", "of the logs; empty: logs/<run id>")
     checkpoint_every: int = _run(0, "steps", "between checkpoints, at even steps; the last two are kept; 0: none")
-    resume: str = _run("", "folder", "run directory whose last checkpoint is gone on from, with its flags")
+    resume: str = _run("", "folder", "run directory to continue from its last checkpoint, with its flags")
     profile: str = _run("", "a:b", "trace steps a to b - 1 on every rank; the time of such a run does not count")
-    comm_timeout: float = _run(60.0, "s", "longest wait for another rank or for the loader thread")
+    comm_timeout: float = _run(60.0, "s", "longest wait for another rank or for the loader thread", least=1)
     sample_tokens: int = _run(96, "tokens", "generated after the run, or by --sample; 0: none")
     save: str = _run("", "folder", "for the final weights, their config and the bytes of the tokens; empty: none")
     sample: str = _run("", "folder", "generate from the weights that --save left there instead of training")
-    prompt: str = _run("", "text", "what a sample goes on from")
+    prompt: str = _run("", "text", "with which a sample begins")
     ranks: str = _run("", "file", "GPT-2 ranks in tiktoken's text format, plain or .gz: samples without network")
 
 
@@ -381,218 +347,88 @@ POCKET = dict(
     train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
     val_tokens=65_536, val_batch_tokens=8_192, max_doc_len=256,
     model_dim=96, head_dim=16, attn_scale=12.8 / 16, dtype="float32", head="plain", compile=0,
-    stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 256) for stage in STAGES),
+    stages=tuple(stage._replace(batch_tokens=stage.batch_tokens // 256) for stage in STAGES),
     window_block=8, num_scheduled_steps=520, num_extension_steps=20, val_every=180, target_loss=0.0)
 PRESETS: dict[str, dict[str, Any]] = dict(
     record=RECORD,
-    record_tables=RECORD | dict(
-        more_bigram_rows=21_000_000, trigram_rows=21_000_000, table_signs=1, table_lr_mul=70.0),
+    record_tables=RECORD | dict(tables=(
+        NgramTable("more_bigram_embed", 2, 21_000_000, signs=1, lr_mul=70.0),
+        NgramTable("trigram_embed", 3, 21_000_000, signs=1, lr_mul=70.0))),
     pocket=POCKET,
-    pocket_tables=POCKET | dict(trigram_rows=100_000, fourgram_rows=100_000),
+    pocket_tables=POCKET | dict(tables=(
+        NgramTable("trigram_embed", 3, 100_000), NgramTable("fourgram_embed", 4, 100_000))),
     tiny=dict(
         train_files="formula:512:511:40000:2", val_files="formula:512:511:4000:1",
         val_tokens=1024, val_batch_tokens=512, max_doc_len=24,
         model_dim=32, num_heads=2, head_dim=16, attn_scale=12.8 / 16, dtype="float32", head="plain", compile=0,
-        stages=tuple(replace(stage, batch_tokens=stage.batch_tokens // 1024) for stage in STAGES),
-        window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, target_loss=0.0,
+        stages=TINY_STAGES, window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, target_loss=0.0,
         sample_tokens=8))
-RECORD_STEPS, RECORD_RAMP_UP, RECORD_RAMP_DOWN = 1547, 300, 50                # recipe 4
-GPT2_VOCAB, GPT2_DOCUMENT_START = 50_257, 50_256
-MAX_VOCAB = 65_535                       # token ids are stored as u16
-GATE_INPUTS = 12                         # features that a gate reads
-FP8_UNIT = 16                            # sizes in an fp8 product are multiples of it
-SLOT_UNIT = FP8_UNIT                     # tokens: a slot is a multiple of it, on every device
-CYCLE = 2                                # steps of one Adam update, whose gradients add up
-LEAST_NGRAM_ROWS = 2                     # one for n-grams, one for places that have none
-MAX_STEPS = 10**7
-MAX_STAGE_FACTOR = 1000                  # of a stage's learning rate, and of a predicted token's weight
-
-# Smallest and largest values of numbers; others go from 0 to below 2^31.
-LEAST = dict(
-    num_slots=1, max_doc_len=2, window_block=1, final_long_window=1, comm_timeout=1, document_start=-1, compile=-1,
-    momentum_warmup_steps=-1, momentum_cooldown_steps=-1, runs=1)
-MOST = dict(
-    num_scheduled_steps=MAX_STEPS, num_extension_steps=MAX_STEPS, runs=10**4, time_budget=30 * 24 * 3600,
-    num_slots=1 << 16, model_dim=1 << 16, num_heads=1 << 12, head_dim=1 << 14,
-    vocab_size=MAX_VOCAB, document_start=MAX_VOCAB - 1, cooldown_frac=1, normuon_beta2=1, momentum_max=1, table_beta2=1)
 
 NOT_MATHEMATICS = {
     "device", "compile", "slots_per_micro_batch", "seed", "run_dir", "comm_timeout", "sample_tokens", "save", "sample",
     "prompt", "ranks", "val_every", "max_steps", "train_files", "val_files", "epochs", "row_comms", "debug_rows",
-    "runs", "target_loss", "checkpoint_every", "resume", "profile", "attention", "table_home"}
+    "runs", "target_loss", "checkpoint_every", "resume", "profile", "attention"}
 NOT_INHERITED = {"run_dir", "runs", "resume", "save", "sample", "prompt", "ranks"}    # by --resume: facts of one run
 MAY_CHANGE = NOT_MATHEMATICS - {"seed"}                                               # on --resume
 PATH_UNITS = {"folder", "file", "pattern"}                                            # ~ is expanded in these
-MEND_SETTINGS = "take the file of another run, or make it again with this trainer"
-
-
-def parse_stage(row: str) -> Stage:
-    """'batch_tokens short long lr_mul mtp_start mtp_end' -> Stage. Raises ValueError."""
-    batch_tokens, short_window, long_window, lr_mul, mtp_start, mtp_end = row.split()
-    return Stage(
-        int(batch_tokens), int(short_window), int(long_window), float(lr_mul),
-        parse_weights(mtp_start), parse_weights(mtp_end))
-
-
-def parse_weights(text: str) -> tuple[float, ...]:
-    return tuple(float(weight) for weight in text.split(","))
-
-
-def stage_text(stage: Stage) -> str:
-    """A stage as it is written in a row of --stages."""
-    words = []
-    for value in astuple(stage):
-        numbers = value if isinstance(value, tuple) else (value,)
-        words.append(",".join(str(number) for number in numbers))
-    return " ".join(words)
+SETTINGS = "settings.json"               # of a run directory and of a save: {"preset": ..., "flags": {field: text}}
 
 
 def flag_text(value: Any) -> str:
-    """A field's value as it is written behind its flag."""
-    if not isinstance(value, tuple):
-        return str(value)
-    return ";".join(stage_text(stage) for stage in value)
+    """A field's value as it is written after its flag."""
+    return ";".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
-def shown(value: object) -> str:
-    """A value that somebody gave, as Python writes it; of a long one, its beginning."""
-    try:
-        text = repr(value)
-    except RecursionError:
-        return f"a deeply nested {type(value).__name__}"
-    if len(text) <= 300:
-        return text
-    return f"{text[:60]}... ({len(text)} characters)"
+def parse_value(name: str, text: str) -> Any:
+    """Text of a flag -> value of its field, within its bounds. Raises ConfigError."""
+    spec = Config.__dataclass_fields__[name]
+    about = spec.metadata
+    kind = type(spec.default)
+    allowed = f"{kind.__name__}, {about['unit']}"
+    do = f"for example --{name}={flag_text(spec.default)}"
+    if about["choices"]:
+        allowed = f"one of {list(about['choices'])}"
+        do = nearest(text, about["choices"])
+    elif kind in (int, float):
+        allowed += f", {about['least']:,} to {about['most']:,}"
 
-
-def nearest(name: str, known: Iterable) -> str:
-    names = [str(other) for other in known]
-    close = difflib.get_close_matches(name, names, 3, 0.4)
-    return "nearest: " + (", ".join(close) or "--help")
-
-
-def parse_value(knob_field: Field, text: str) -> Any:
-    """Text of a flag -> value of its field. Raises ConfigError."""
-    name = knob_field.name
-    kind = type(knob_field.default)
-    unit = knob_field.metadata["unit"]
-    choices = knob_field.metadata["choices"]
     try:
         if kind is tuple:
-            value = tuple(parse_stage(row) for row in text.split(";"))
-        else:
-            value = kind(text)
-        if kind is float and not math.isfinite(value):
-            raise ValueError
+            return tuple(about["row"].parse(row) for row in text.split(";") if row.strip())
+        value = kind(text)
+        right = kind is str or about["least"] <= value <= about["most"]       # never of a NaN
+        if about["choices"]:
+            right = value in about["choices"]
     except ValueError:
-        raise ConfigError(
-            f"--{name}", shown(text), f"{kind.__name__}, {unit}: {knob_field.metadata['about']}",
-            f"for example --{name}={flag_text(knob_field.default)}") from None
-
-    if choices and value not in choices:
-        expected = f"one of {list(choices)}"
-        raise ConfigError(f"--{name}", shown(text), expected, nearest(text, choices))
-    if unit in PATH_UNITS:
-        value = os.path.expanduser(value)
-        if value.startswith("~"):
-            raise ConfigError(f"--{name}", shown(text), "~ or ~USER of this machine in front",
-                              "name an existing user, or write ./~ for a name that begins so")
-    return value
+        right = False
+    need(right, f"--{name}", repr(text), f"{allowed}: {about['about']}", do)
+    return os.path.expanduser(value) if about["unit"] in PATH_UNITS else value
 
 
-def number_text(value: Any) -> str:
-    if type(value) not in (int, float):                                       # a bool is an int to isinstance
-        raise ValueError(f"{type(value).__name__} instead of a number")
-    return str(value)
-
-
-def stage_from_json(row: Any) -> str:
-    """A stage as `asdict` and JSON wrote it -> text of its row. Raises ValueError."""
-    names = list(Stage.__dataclass_fields__)
-    if not isinstance(row, dict) or set(row) != set(names):
-        raise ValueError(f"a stage that is not {', '.join(names)}")
-    words = []
-    for name in names:
-        numbers = row[name] if isinstance(row[name], list) else [row[name]]
-        words.append(",".join(number_text(number) for number in numbers))
-    return " ".join(words)
-
-
-def text_from_json(knob_field: Field, value: Any) -> str:
-    """A value that a JSON file gives for a field -> text of its flag. Raises ValueError if it is of another type."""
-    kind = type(knob_field.default)
-    if isinstance(value, str):
-        return value
-    if kind in (int, float):
-        return number_text(value)
-    if kind is tuple and isinstance(value, list):
-        return ";".join(stage_from_json(row) for row in value)
-    raise ValueError(f"{type(value).__name__} instead of {kind.__name__}")
-
-
-def values_from_json(settings: Any, source: str) -> dict[str, Any]:
-    """{field: value} of an untrusted file -> the same, parsed as flags are. Raises DataError.
-
-    source: the file's name, for messages.
-    """
-    knobs = Config.__dataclass_fields__
-    if not isinstance(settings, dict):
-        raise DataError(source, type(settings).__name__, "an object {field: value}", MEND_SETTINGS)
-
-    values = {}
-    for name, value in settings.items():
-        if name not in knobs:
-            raise DataError(f"{source}: {shown(name)}", "unknown", "a setting of this trainer", MEND_SETTINGS)
-        knob_field = knobs[name]
-        try:
-            values[name] = parse_value(knob_field, text_from_json(knob_field, value))
-        except ConfigError as error:                                          # the text does not parse
-            raise DataError(f"{source}: {name}", error.found, error.expected, MEND_SETTINGS) from None
-        except ValueError as error:                                           # there is no text
-            expected = f"{knob_field.metadata['unit']}: {knob_field.metadata['about']}"
-            raise DataError(f"{source}: {name}", error, expected, MEND_SETTINGS) from None
-    return values
-
-
-def config_from_json(settings: Any, source: str) -> Config:
-    """An untrusted config.json, parsed -> Config, by way of the flags' parser and checks.
-
-    source: the file's name, for messages. Raises DataError.
-    """
-    cfg = Config(**values_from_json(settings, source))
-    try:
-        check_config(cfg)
-    except ConfigError as error:
-        raise DataError(f"{source}: {error.what}", error.found, error.expected, MEND_SETTINGS) from None
+def make_config(preset: str, texts: dict[str, str]) -> Config:
+    """The settings of a preset and {field: text of its flag}, checked. Raises ConfigError."""
+    values = {name: parse_value(name, text) for name, text in texts.items()}
+    cfg = Config(**PRESETS[preset] | values)
+    check_config(cfg)
     return cfg
 
 
-def earlier_run(folder: Path) -> tuple[str, dict[str, Any]]:
-    """Preset and flags of the run that logged to this folder, but those of it alone. Raises DataError."""
-    log = folder / "log.jsonl"
-    content = read_bounded(log, "the log of the run to resume", MOST_LOG)
-    expected = "a run directory, whose log.jsonl begins with a header: preset and changed flags"
-    do = "name the folder that holds log.jsonl and checkpoints"
-
-    starts = ('{"type": "header"', '{"type": "resumed"')
+def read_settings(folder: Path) -> tuple[str, dict[str, str]]:
+    """Preset and {field: text of its flag} that a run directory or a save has kept. Raises DataError."""
+    path = folder / SETTINGS
+    do = "name the folder of a run or of a save"
+    if (folder / "log.jsonl").exists():
+        do = "resume with the trainer of that run"                            # older ones kept no such file
+    need(path.is_file(), str(path), "no such file", "the settings of a run", do, DataError)
     try:
-        lines = content.decode().splitlines()
-        headers = [line for line in lines if line.startswith(starts)]
-        if not headers:
-            raise DataError(f"--resume={folder}", "log.jsonl without a header", expected, do)
-        header = json.loads(headers[-1])
-        preset = header["preset"]
-        changed = {name: text for name, text in header["changed"].items()
-                   if name not in NOT_INHERITED}
-        if "slots_at_once" in header:                                         # also where the machine had chosen them
-            changed["slots_per_micro_batch"] = header["slots_at_once"]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        found = f"log.jsonl: {type(error).__name__}: {error}"
-        raise DataError(f"--resume={folder}", found, expected, do) from None
-
-    if preset not in list(PRESETS):                                           # a list: what was read may have no hash
-        raise DataError(f"{log}: preset", shown(preset), list(PRESETS), "resume with the trainer of that run")
-    return preset, values_from_json(changed, str(log))
+        settings = json.loads(path.read_bytes())
+        preset, flags = settings["preset"], dict(settings["flags"])
+        right = preset in PRESETS and flags.keys() <= Config.__dataclass_fields__.keys()
+        right = right and all(isinstance(text, str) for text in flags.values())
+    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+        right, settings = False, f"{type(error).__name__}: {error}"
+    need(right, str(path), settings, "a preset and {field: text} of this trainer", do, DataError)
+    return preset, flags
 
 
 def flag_parser(preset: str) -> argparse.ArgumentParser:
@@ -604,300 +440,191 @@ def flag_parser(preset: str) -> argparse.ArgumentParser:
         allow_abbrev=False, exit_on_error=False, add_help=False)
     parser.add_argument("-h", "--help", action="store_true", help="show this, with the values of --preset")
     parser.add_argument("--preset", metavar="NAME", help=f"{', '.join(PRESETS)} [{preset}]")
-    parser.add_argument("words", nargs="?", metavar="PROMPT", help="the same as --prompt=PROMPT")
+    parser.add_argument("words", nargs="*", metavar="PROMPT", help="the same as --prompt=PROMPT")
 
     defaults = vars(Config(**PRESETS[preset]))
     groups: dict[str, Any] = {}
-    for knob_field in fields(Config):
-        meta = knob_field.metadata
-        if meta["group"] not in groups:
-            groups[meta["group"]] = parser.add_argument_group(meta["group"])
-        about = f"{meta['about']} [{flag_text(defaults[knob_field.name])}]"
-        groups[meta["group"]].add_argument(f"--{knob_field.name}", metavar=meta["unit"], help=about)
+    for spec in fields(Config):
+        about = spec.metadata
+        if about["group"] not in groups:
+            groups[about["group"]] = parser.add_argument_group(about["group"])
+        text = f"{about['about']} [{flag_text(defaults[spec.name])}]"
+        groups[about["group"]].add_argument(f"--{spec.name}", metavar=about["unit"], help=text)
     return parser
 
 
-def read_flags(argv: Sequence[str]) -> argparse.Namespace:
-    """Texts of the flags, None where one is not given. --help prints and exits. Raises ConfigError."""
+def read_flags(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
+    """Flags -> (preset or None, {field: text} of those given). --help prints and exits. Raises ConfigError."""
+    # All flags are texts here: --resume has to know which of them were given.
     try:
         flags, unknown = flag_parser("record").parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise ConfigError("flags", error, "--field=value", "see --help") from None
-
-    if flags.preset not in (None, *PRESETS):
-        raise ConfigError(
-            "unknown preset", shown(flags.preset), list(PRESETS), nearest(flags.preset, PRESETS))
+    need(flags.preset in (None, *PRESETS), "--preset", repr(flags.preset), list(PRESETS),
+         nearest(str(flags.preset), PRESETS))
     if flags.help:
-        printed = Console().say(flag_parser(flags.preset or "record").format_help().rstrip())
-        sys.exit(0 if printed else 1)                                         # argparse would not tell
-    if unknown and flags.sample is not None and not unknown[0].startswith("-"):
-        raise ConfigError("two prompts", shown([flags.words, *unknown]), "one", "write it in quotes")
-    if unknown:
+        print(flag_parser(flags.preset or "record").format_help(), flush=True)
+        sys.exit(0)
+
+    # A word without dashes is a prompt; more of them are one that lacks its quotes.
+    words = flags.words + [text for text in unknown if not text.startswith("-")]
+    for text in unknown:
         known = [f"--{name}" for name in ("preset", *Config.__dataclass_fields__)]
-        near = nearest(unknown[0].partition("=")[0], known)
-        raise ConfigError(
-            "unknown flag", shown(unknown[0]), "--field=value with a field that exists", near)
-    return flags
+        need(text in words, "unknown flag", repr(text), "--field=value with a field that exists",
+             nearest(text.partition("=")[0], known))
+    texts = {name: getattr(flags, name) for name in Config.__dataclass_fields__ if getattr(flags, name) is not None}
+    if words:
+        need("sample" in texts, "a word without a flag", words, "--field=value", "a prompt needs --sample=DIR")
+        need(len(words) == 1 and "prompt" not in texts, "two prompts", words, "one", "write it in quotes")
+        texts["prompt"] = words[0]
+    for name in ("resume", "sample"):                                         # --resume=$FOLDER without a FOLDER
+        need(texts.get(name) != "", f"--{name}", "an empty name", "a folder", f"--{name}=FOLDER, or leave it out")
+    return flags.preset, texts
 
 
 def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
-    """Flags -> (preset name, Config). Raises ConfigError, DataError; --help prints the fields by group and exits."""
-    flags = read_flags(argv)
-    given = {}
-    for knob_field in fields(Config):
-        text = getattr(flags, knob_field.name)
-        if text is not None:
-            given[knob_field.name] = parse_value(knob_field, text)
-    for name in ("resume", "sample"):                                         # --resume=$FOLDER without a FOLDER
-        need(given.get(name) != "", f"--{name}", "an empty name", "a folder",
-             f"--{name}=FOLDER, or leave the flag out")
+    """Flags -> (preset, Config). --resume puts an earlier run's flags first. Raises ConfigError, DataError.
 
-    if flags.words is not None:
-        need("sample" in given, "a word without a flag", shown(flags.words), "--field=value",
-             "a prompt needs --sample=DIR")
-        given["prompt"] = flags.words
+    Of --sample=DIR these are the flags given alone: `read_settings(DIR)` says what was trained.
+    """
+    # Saved weights have decided about the model, an earlier run about its numbers.
+    preset, texts = read_flags(argv)
+    if "sample" in texts:
+        given = [f"--{name}" for name in texts if name not in NOT_MATHEMATICS or name == "resume"]
+        if preset:
+            given.append("--preset")
+        need(not given, f"{', '.join(given)} with --sample", " ".join(argv),
+             "no flag of the model: the folder says what was trained", "leave it out")
+        values = {name: parse_value(name, text) for name, text in texts.items()}
+        return "record", Config(**values)
+    if "resume" not in texts:
+        preset = preset or "record"
+        return preset, make_config(preset, texts)
 
-    preset = flags.preset or "record"
-    if "sample" in given:
-        need("resume" not in given, "--resume", given.get("resume"), "no --resume with --sample", "leave one out")
-        check_sample_flags(given)
-        cfg = Config(**given)
-    elif "resume" in given:
-        preset, earlier = earlier_run(Path(given["resume"]))
-        check_resume_flags(flags.preset, given, preset, earlier)
-        cfg = Config(**PRESETS[preset] | earlier | given)
-    else:
-        cfg = Config(**PRESETS[preset] | given)
-    check_config(cfg)
-    return preset, cfg
-
-
-def check_sample_flags(given: dict[str, Any]) -> None:
-    """Raise ConfigError for a flag that saved weights have decided."""
-    expected = f"no flag of the model: {given['sample']}/config.json says what was trained"
-    for name, value in given.items():
-        need(name in NOT_MATHEMATICS, f"--{name} with --sample", flag_text(value), expected,
-             f"leave --{name} out")
-
-
-def check_resume_flags(
-        preset: str | None, given: dict[str, Any], earlier_preset: str, earlier: dict[str, Any]) -> None:
-    """Raise ConfigError where a flag contradicts the run that is resumed."""
-    source = f"--resume={given['resume']}"
-    if preset not in (None, earlier_preset):
-        raise ConfigError(
-            f"--preset with {source}", preset, f"{earlier_preset}, the preset of that run",
-            "leave --preset out: a resumed run has the flags of the earlier one")
-
-    before = vars(Config(**PRESETS[earlier_preset] | earlier))
+    # A flag may repeat what decides about the numbers of a run, and change the rest.
+    earlier_preset, earlier = read_settings(Path(parse_value("resume", texts["resume"])))
+    need(preset in (None, earlier_preset), "--preset with --resume", preset, f"{earlier_preset}, as in that run",
+         "leave --preset out")
+    earlier = {name: text for name, text in earlier.items() if name not in NOT_INHERITED}
+    before = make_config(earlier_preset, earlier)
+    cfg = make_config(earlier_preset, earlier | texts)
     may_change = ", ".join(sorted(MAY_CHANGE - NOT_INHERITED))
-    for name, value in given.items():
-        need(name in MAY_CHANGE or value == before[name], f"--{name} with {source}", flag_text(value),
-             f"{flag_text(before[name])}, as in that run", f"leave --{name} out; these may change: {may_change}")
+    for name in texts.keys() - MAY_CHANGE:
+        text = flag_text(getattr(before, name))
+        need(flag_text(getattr(cfg, name)) == text, f"--{name} with --resume", texts[name], f"{text}, as in that run",
+             f"leave --{name} out; these may change: {may_change}")
+    return earlier_preset, cfg
 
 
-def need(ok: bool, what: str, found: object, expected: str, do: str) -> None:
-    """Raise ConfigError unless ok."""
-    if not ok:
-        raise ConfigError(what, found, expected, do)
+def check_layers(layers: Sequence[Layer]) -> None:
+    """Raise ConfigError for a layer table that cannot work. A kept stream that nothing takes is no mistake."""
+    kept: list[str] = []                 # by the layers above
+    for depth, layer in enumerate(layers):
+        need_all({
+            "attention 'plain', 'paired' or 'none'": layer.attention in ("plain", "paired", "none"),
+            "window 'short' or 'long'": layer.window in ("short", "long"),
+            "value None or a number": type(layer.value) in (int, type(None)),
+            "a value table in layers with attention only": layer.value is None or layer.attention != "none",
+            "key_shift False, or True in a plain layer": layer.key_shift in (False, layer.attention == "plain"),
+            f"to add nothing, or a stream that a layer above keeps: {kept}": layer.add in ("", *kept),
+            f"to keep under a name of its own; kept above: {kept}":
+                isinstance(layer.keep_as, str) and layer.keep_as not in kept,
+        }, f"LAYERS, layer {depth}", layer, "see the columns of Layer")
+        if layer.keep_as:
+            kept.append(layer.keep_as)
+
+    values = sorted(layer.value for layer in layers if layer.value is not None)
+    need_all({
+        f"one layer with keep_as={BACKOUT!r}, which the head subtracts": BACKOUT in kept,
+        "a layer with attention": any(layer.attention != "none" for layer in layers),
+        f"value tables 0 to {len(values) - 1}, each once": values == list(range(len(values))),
+    }, "LAYERS", f"streams kept: {kept}, value tables {values}", "give that to a layer")
+
+
+def check_rows(cfg: Config) -> None:
+    """Raise ConfigError for a row of --stages or --tables that cannot work."""
+    # Batches are whole slots, and a slot whole units.
+    unit = SLOT_UNIT * cfg.num_slots
+    for stage in cfg.stages:
+        factors = (stage.lr_mul, *stage.mtp_start, *stage.mtp_end)
+        need_all({
+            f"a batch of a multiple of {unit} tokens ({SLOT_UNIT} x num_slots), below 2^31":
+                0 < stage.batch_tokens < 2**31 and stage.batch_tokens % unit == 0,
+            "1 <= short < long window < 2^31": 1 <= stage.short_window < stage.long_window < 2**31,
+            "as many token weights at the end as at the start": len(stage.mtp_start) == len(stage.mtp_end),
+            "lr_mul and token weights from 0 to 1,000": all(0 <= factor <= 1000 for factor in factors),
+        }, "--stages", stage, f"change that row; the table is {STAGE_ROW}")
+
+    # A label names a parameter and an attribute of the model.
+    labels = [*RECIPE_TABLES, *(table.label for table in cfg.tables)]
+    for table in cfg.tables:
+        columns = (table.signs, table.home, table.rounding)
+        need_all({
+            "a label of letters, digits and _ that ends with _embed": re.fullmatch(r"\w+_embed", table.label, re.ASCII),
+            f"a label that neither the recipe has, {RECIPE_TABLES}, nor another row": labels.count(table.label) == 1,
+            f"an order of {list(NGRAM_FACTORS)}": table.order in NGRAM_FACTORS,
+            "2 rows or more, below 2^31: the last one means that there is no n-gram": 2 <= table.rows < 2**31,
+            f"place `stream` or a layer with attention, {ATTENTION_LAYERS}": table.place in (None, *ATTENTION_LAYERS),
+            "signs 0 or 1, home `device` or `host`, rounding `nearest` or `stochastic`":
+                columns in itertools.product((0, 1), ("device", "host"), ("nearest", "stochastic")),
+            f"a cadence of 1, 2 or 4 steps, a multiple of adam_every={cfg.adam_every}":
+                table.cadence in (1, 2, 4) and table.cadence % cfg.adam_every == 0,
+            "multipliers from 0 to 1,000,000": all(0 <= factor <= 10**6 for factor in (table.lr_mul, table.wd_mul)),
+            "beta2 from 0 to 1": 0 <= table.beta2 <= 1,
+        }, "--tables", table, f"change that row; the table is {TABLE_ROW}")
 
 
 def check_config(cfg: Config) -> None:
-    """Raise ConfigError for settings that cannot work, with the nearest ones that do."""
+    """Raise ConfigError for settings that cannot work, with ones that do."""
     check_layers(LAYERS)
-    check_ranges(cfg)
-    check_model_sizes(cfg)
-    check_token_counts(cfg)
-    check_stages(cfg)
-    check_ngram_tables(cfg)
+    # A value of the right type and within its bounds is read again from its text: also in a preset or a table.
+    for name, value in vars(cfg).items():
+        again = parse_value(name, flag_text(value))
+        need(again == value, f"--{name}", repr(value), repr(again), "write each with its type, (1.0,) for one number")
+    check_rows(cfg)
 
-    need(cfg.momentum_min <= cfg.momentum_max, "--momentum_min", cfg.momentum_min,
-         f"0 to {cfg.momentum_max}", f"--momentum_min={cfg.momentum_max}")
-    if cfg.resume or cfg.save:
-        need(cfg.runs == 1, "--runs", cfg.runs, "one run for --resume or --save", "--runs=1")
-    if profile_range(cfg) is not None:
-        need(cfg.checkpoint_every == 0, "--profile with --checkpoint_every",
-             f"{cfg.profile} and {cfg.checkpoint_every}",
-             "one of them: the time of a profiled run does not count", "add --checkpoint_every=0")
+    # Then they have to fit together.
+    H, E = cfg.num_heads, cfg.head_dim
+    unit = SLOT_UNIT * cfg.num_slots
+    scheduled = len(cfg.stages) - 1
+    total = cfg.num_scheduled_steps + cfg.num_extension_steps
+    untie = [stage.untie for stage in cfg.stages].count(True)
+    rules = (                            # a field, whether it is right, what is expected, a value that is
+        ("num_heads", H % 2 == 0, "an even number, since paired layers join two heads", H + 1),
+        ("head_dim", E % 4 == 0, "a multiple of 4", E // 4 * 4),
+        ("model_dim", cfg.model_dim == H * E, f"num_heads x head_dim = {H} x {E}", H * E),
+        ("stages", scheduled >= 1, "two rows or more, the last for the extension", flag_text(STAGES)),
+        ("stages", untie <= 1, "one row with `untie`, or none", flag_text(STAGES)),
+        ("val_batch_tokens", cfg.val_batch_tokens % unit == 0, f"a multiple of {unit} ({SLOT_UNIT} x num_slots)",
+         -(-cfg.val_batch_tokens // unit) * unit),
+        ("val_tokens", cfg.val_tokens % cfg.val_batch_tokens == 0, "a multiple of val_batch_tokens",
+         -(-cfg.val_tokens // cfg.val_batch_tokens) * cfg.val_batch_tokens),
+        ("num_scheduled_steps", cfg.num_scheduled_steps >= scheduled, f"a step or more for each of {scheduled} stages",
+         scheduled),
+        ("num_extension_steps", total <= MAX_STEPS, f"with the scheduled ones at most {MAX_STEPS} steps", 0),
+        ("momentum_min", cfg.momentum_min <= cfg.momentum_max, f"at most momentum_max={cfg.momentum_max}",
+         cfg.momentum_max),
+        ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save), "one run for --resume or --save", 1),
+        ("checkpoint_every", not (cfg.profile and cfg.checkpoint_every), "0 with --profile, whose time is no run's", 0))
+    for name, right, expected, instead in rules:
+        value = flag_text(getattr(cfg, name))
+        need(right, f"--{name}", value or "nothing", expected, f"for example --{name}={instead}")
+    profile_range(cfg)
 
 
-def ngram_tables(cfg: Config) -> tuple[Ngrams, ...]:
-    """The tables of n-grams that this run has, every column filled in."""
-    columns = ("signs", "home", "rule", "cadence", "rounding", "lr_mul", "wd_mul", "beta2")
-    tables = []
-    for line in NGRAM_TABLES:
-        rows = getattr(cfg, line.rows) if isinstance(line.rows, str) else line.rows
-        if rows == 0:
-            continue
-        filled_in = {name: getattr(cfg, f"table_{name}") for name in columns if getattr(line, name) is None}
-        tables.append(replace(line, rows=rows, **filled_in))
-    return tuple(tables)
+def profile_range(cfg: Config) -> tuple[int, int] | None:
+    """First step of --profile=a:b and the one after its last; None without the flag. Raises ConfigError."""
+    if not cfg.profile:
+        return None
+    steps = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile)
+    need(steps and 0 < int(steps[1]) < int(steps[2]), "--profile", repr(cfg.profile),
+         "a:b for steps a to b - 1, with 0 < a < b", "--profile=100:104")
+    return int(steps[1]), int(steps[2])
 
 
 def run_cycle(cfg: Config) -> int:
     """Steps of the run's cycle, the largest of all cadences: plans and checkpoints come at its multiples."""
-    return max([CYCLE, *(table.cadence for table in ngram_tables(cfg))])
-
-
-def rows_set_to(label: str, rows: int) -> str:
-    """How the rows of a table are set: by a flag, or in its line; empty: the vocabulary decides."""
-    if label == "bigram_embed":
-        return f"--bigram_rows={rows}"
-    for line in NGRAM_TABLES:
-        if line.label == label:
-            return f"--{line.rows}={rows}" if isinstance(line.rows, str) else f"rows={rows} in NGRAM_TABLES"
-    return ""
-
-
-def check_ngram_lines(cfg: Config) -> None:
-    """Raise ConfigError for lines of the table of n-gram tables that make no table."""
-    labels = [line.label for line in NGRAM_TABLES]
-    for line in NGRAM_TABLES:
-        place = f"NGRAM_TABLES, {line.label}"
-        need(labels.count(line.label) == 1, place, "two lines with that label", "a label for each", "another label")
-        need(re.fullmatch(r"\w+_embed", line.label, re.ASCII), place, f"label {line.label!r}",
-             "letters, digits and _ with _embed at the end: it names files, and an attribute of the model",
-             "another label")
-        need(isinstance(line.rows, int) or hasattr(cfg, line.rows), place, f"rows={line.rows!r}",
-             "a number, or the name of a setting", "a field of Config with that name")
-        for name in ("signs", "home", "rule", "cadence", "rounding"):
-            found = getattr(line, name)
-            choices = Config.__dataclass_fields__[f"table_{name}"].metadata["choices"]
-            need(found is None or found in choices, place, f"{name}={found!r}", f"one of {choices}",
-                 f"another {name}, or None for that of --table_{name}")
-
-
-def check_ngram_tables(cfg: Config) -> None:
-    """Raise ConfigError for tables of n-grams that cannot work."""
-    check_ngram_lines(cfg)
-    for table in ngram_tables(cfg):
-        place = f"NGRAM_TABLES, {table.label}"
-        need(LEAST_NGRAM_ROWS <= table.rows < 2**31, f"rows of {table.label}", table.rows,
-             f"0, or {LEAST_NGRAM_ROWS} and more, below 2^31: the last one means that there is no n-gram",
-             rows_set_to(table.label, LEAST_NGRAM_ROWS))
-        factors = (*table.hash, *table.sign_hash)
-        usable = all(factor % 2 == 1 and 0 < factor < 2**31 for factor in factors)
-        need(len(table.hash) >= 1 and usable, place, f"factors {table.hash} and {table.sign_hash}",
-             "odd numbers below 2^31", "an even factor loses bits of the token: take another")
-        need(not table.signs or len(table.sign_hash) == len(table.hash), place,
-             f"signs with {len(table.sign_hash)} factors for their hash", f"one for each of {len(table.hash)} tokens",
-             f"sign_hash=(...) with {len(table.hash)} factors, or signs=0")
-        need(table.rule == "rowwise" or (table.home, table.cadence) == ("device", CYCLE), f"rule of {table.label}",
-             f"adam with home {table.home} and cadence {table.cadence}", f"home device and cadence {CYCLE}, for Adam "
-             "moves every row at every update", "--table_rule=rowwise, or the other two as they are by default")
-        if table.enters is not None:
-            at = table.enters
-            need(at in ATTENTION_LAYERS, place, f"enters={at}", f"a layer with attention, one of {ATTENTION_LAYERS}",
-                 "another layer, or None for the residual stream")
-
-
-def check_ranges(cfg: Config) -> None:
-    """Every number within its bounds."""
-    for name, value in vars(cfg).items():
-        if isinstance(value, (str, tuple)):
-            continue
-        least = LEAST.get(name, 0)
-        if name in MOST:
-            need(value <= MOST[name], f"--{name}", value, f"{least} to {MOST[name]}", f"--{name}={MOST[name]}")
-        need(least <= value < 2**31, f"--{name}", value, f"{least} or more, below 2^31",
-             f"--{name}={least}")
-
-
-def check_model_sizes(cfg: Config) -> None:
-    H = cfg.num_heads
-    need(H >= 2 and H % 2 == 0, "--num_heads", H, "an even number, since paired layers join two heads",
-         f"--num_heads={max(2, H - 1)} or --num_heads={max(2, H + 1)}")
-
-    E = cfg.head_dim
-    below = max(8, E // 4 * 4)
-    above = max(8, (E + 3) // 4 * 4)
-    need(E >= 8 and E % 4 == 0, "--head_dim", E, "a multiple of 4, at least 8",
-         f"--head_dim={below} or --head_dim={above}")
-
-    D = cfg.model_dim
-    need(D >= GATE_INPUTS and D == H * E, "--model_dim", D,
-         f"num_heads x head_dim = {H} x {E}, at least {GATE_INPUTS}", f"--model_dim={H * E}")
-
-
-def check_token_counts(cfg: Config) -> None:
-    """Batches are whole slots, a slot is whole units, and validation is whole batches."""
-    block = SLOT_UNIT * cfg.num_slots
-    sizes = [("stages", stage.batch_tokens, block) for stage in cfg.stages]
-    sizes.append(("val_batch_tokens", cfg.val_batch_tokens, block))
-    sizes.append(("val_tokens", cfg.val_tokens, cfg.val_batch_tokens))
-    for name, tokens, unit in sizes:
-        below = max(unit, tokens // unit * unit)
-        above = max(unit, -(-tokens // unit) * unit)
-        near = f"{below} or {above} tokens" if below < above else f"{below} tokens"
-        need(tokens > 0 and tokens % unit == 0, f"--{name}", f"{tokens} tokens",
-             f"a multiple of {unit} ({SLOT_UNIT} x num_slots, or a validation batch)", near)
-
-
-def check_stages(cfg: Config) -> None:
-    """The stage table, and the numbers of steps that it needs."""
-    scheduled = len(cfg.stages) - 1
-    need(scheduled >= 1, "--stages", f"{len(cfg.stages)} row",
-         "at least two, the last for the extension", "see STAGES")
-    for stage in cfg.stages:
-        need(stage_can_work(stage), "--stages", shown(flag_text((stage,))),
-             "below 2^31 tokens; 1 <= short < long window; equally many token weights >= 0 at the ends; "
-             f"these and the rate's multiplier at most {MAX_STAGE_FACTOR}", "see STAGES")
-
-    steps = cfg.num_scheduled_steps
-    need(steps >= scheduled, "--num_scheduled_steps", steps,
-         f"one step or more for each of {scheduled} stages", f"--num_scheduled_steps={scheduled}")
-    total = steps + cfg.num_extension_steps
-    need(total <= MAX_STEPS, "--num_scheduled_steps and --num_extension_steps",
-         f"{total} steps together", f"at most {MAX_STEPS}", "take fewer")
-    need(cfg.split_stage <= scheduled, "--split_stage", cfg.split_stage, f"0 to {scheduled}",
-         f"--split_stage={scheduled}")
-
-
-def stage_can_work(stage: Stage) -> bool:
-    factors = [stage.lr_mul, *stage.mtp_start, *stage.mtp_end]
-    if not all(0 <= factor <= MAX_STAGE_FACTOR for factor in factors):
-        return False
-    if len(stage.mtp_start) == 0 or len(stage.mtp_start) != len(stage.mtp_end):
-        return False
-    return stage.batch_tokens < 2**31 and 1 <= stage.short_window < stage.long_window < 2**31
-
-
-def profile_range(cfg: Config) -> tuple[int, int] | None:
-    """First step of --profile=a:b and the one behind its last; None without the flag. Raises ConfigError."""
-    if not cfg.profile:
-        return None
-    steps = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile)
-    if steps is None or int(steps[1]) >= int(steps[2]):
-        raise ConfigError(
-            "--profile", shown(cfg.profile), "a:b for steps a to b - 1, with a < b", "--profile=100:104")
-    return int(steps[1]), int(steps[2])
-
-
-class Console:
-    """Standard output. Escapes what it cannot encode; says on stderr, once, that it takes no more lines."""
-
-    def __init__(self) -> None:
-        self.lost = ""                   # why the last line that was lost could not be printed; empty: all were
-
-    def say(self, text: str) -> bool:
-        """Print a line and return whether it arrived."""
-        out = sys.stdout
-        try:
-            if out is None:
-                raise OSError(errno.EBADF, "it is closed")
-            encoding = out.encoding or "utf-8"
-            printable = text.encode(encoding, "backslashreplace").decode(encoding)
-            out.write(printable + "\n")                                       # one write, so that no line is half there
-            out.flush()
-            return True
-        except (OSError, ValueError) as error:                                # full, gone, or closed
-            reason = reason_of(error)
-
-        if not self.lost:
-            with contextlib.suppress(OSError, ValueError):
-                print(f"standard output takes no lines: {reason}", file=sys.stderr, flush=True)
-        self.lost = reason
-        return False
+    return max([cfg.adam_every, *(table.cadence for table in cfg.tables)])
 
 
 @dataclass(frozen=True)
@@ -908,8 +635,6 @@ class Fabric:
     rank: int = 0
     world: int = 1
     plan_group: Any = None               # of row plans, on the CPU: the loader thread's own, so that no order can clash
-    processes: tuple[tuple[str, int], ...] = ()      # host and process id of every rank, once they have met
-    console: Console = field(default_factory=Console, compare=False)
 
     @property
     def on_cuda(self) -> bool:
@@ -920,31 +645,28 @@ class Fabric:
             torch.cuda.synchronize(self.device)
 
     def set_timeout(self, seconds: float) -> None:
-        """The longest wait of the group of all ranks, and of the group of plans."""
-        if self.world == 1:
-            return
-        for group in (None, self.plan_group):
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
+        """Set the longest wait of the group of all ranks, and of the group of plans."""
+        if self.world > 1:
+            for group in (None, self.plan_group):
+                dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def host_tensor(self, x: np.ndarray | Tensor) -> Tensor:
         """The array as a tensor; beside a GPU it is pinned: torch uses a block again after its last copy."""
         tensor = torch.as_tensor(x)
-        if self.on_cuda:
-            tensor = tensor.pin_memory()
-        return tensor
+        return tensor.pin_memory() if self.on_cuda else tensor
 
     def enter_thread(self) -> None:
-        """CUDA's current device is a thread's own: without this, pinning memory would open GPU 0 from every rank."""
+        """Set CUDA's current device, which is a thread's own: else pinning memory opens GPU 0 from every rank."""
         if self.on_cuda:
             torch.cuda.set_device(self.device)
 
-    def say(self, text: str) -> bool:
-        """Print on rank 0. Returns whether it arrived; a console that is gone or full does not end the run."""
-        if self.rank != 0:
-            return True
-        return self.console.say(text)
+    def say(self, text: str) -> None:
+        """Print on rank 0. A console that is gone or full does not end the run."""
+        if self.rank == 0:
+            with contextlib.suppress(OSError, ValueError):
+                print(text, flush=True)
 
-    def of_all(self, fact: Any) -> list:
+    def gather(self, fact: Any) -> list:
         """This fact of every rank, rank by rank."""
         everyone: list = [fact] * self.world
         if self.world > 1:
@@ -952,113 +674,41 @@ class Fabric:
         return everyone
 
     def check_agreement(self, facts: dict[str, str]) -> None:
-        """Raise FabricError on every rank if any rank was started with other facts."""
-        everyone = self.of_all(facts)
+        """Raise ConfigError on every rank if any rank was started with other facts."""
+        everyone = self.gather(facts)
         names = dict.fromkeys(itertools.chain(*everyone))                     # of any rank, each once, in order
         for rank, theirs in enumerate(everyone):
             for name in names:
                 expected = everyone[0].get(name)
-                found = theirs.get(name)
-                if found != expected:
-                    raise FabricError(
-                        f"ranks disagree about {name}", f"{expected} on rank 0, {found} on rank {rank}",
-                        "one value", "start every rank with the same flags, data and source")
+                need(theirs.get(name) == expected, f"ranks disagree about {name}",
+                     f"{expected} on rank 0, {theirs.get(name)} on rank {rank}", "one value",
+                     "start every rank with the same flags, data and source")
 
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
-        """A TrainerError that stops a rank inside is raised behind it on every rank, so that none waits for that one.
+        """If the body raises a TrainerError on any rank, every rank raises it afterwards, so none waits for that one.
 
-        Every rank comes here, and inside there is nothing that waits for another rank.
+        Every rank comes here, and the body waits for no other rank.
         """
         failure = None
         try:
             yield
         except TrainerError as error:
-            failure = (type(error), error.what, str(error.found), str(error.expected), error.do)
-        for rank, theirs in enumerate(self.of_all(failure)):
-            if theirs is None:
-                continue
-            kind, what, found, expected, do = theirs
-            if self.world > 1:
-                what = f"{what}, on rank {rank}"
-            raise kind(what, found, expected, do)
-
-    def gone(self) -> list[str]:
-        """Ranks of this host whose process has ended, in words for a message."""
-        if not self.processes:
-            return []
-        here, _ = self.processes[self.rank]
-        return [f"rank {rank} (process {pid} on this host)"
-                for rank, (host, pid) in enumerate(self.processes) if host == here and has_ended(pid)]
-
-    @property
-    def ranks_here(self) -> int:
-        """Ranks on this host, whose memory they share."""
-        if not self.processes:
-            return 1
-        here, _ = self.processes[self.rank]
-        return sum(host == here for host, _ in self.processes)
+            failure = error
+        for rank, error in enumerate(self.gather(failure)):
+            if error is not None:
+                what, *rest = error.args
+                raise type(error)(f"{what}, on rank {rank}" if self.world > 1 else what, *rest)
 
     def total_memory(self) -> float:
-        """Bytes of the GPU, whoever uses them; a CPU's memory serves everybody, and what is free counts."""
+        """Bytes of the GPU; beside none, those that the host has available, infinite where it does not say."""
         if self.on_cuda:
-            return torch.cuda.mem_get_info(self.device)[1]
-        return self.free_memory()
-
-    def free_memory(self) -> float:
-        """Bytes that are free for this process now; infinite where the system does not say."""
-        if self.on_cuda:
-            return torch.cuda.mem_get_info(self.device)[0]
-        return self.free_host_memory()
-
-    def free_host_memory(self) -> float:
-        """Bytes that all ranks of this host may still take now; infinite where the system does not say."""
-        free = math.inf
-        with contextlib.suppress(OSError, TypeError):
-            kibibytes = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1]
-            free = 1024 * int(kibibytes)
-        return min(free, left_in_control_groups())
-
-
-def left_in_control_groups(process: str = "/proc/self/cgroup", root: str = "/sys/fs/cgroup") -> float:
-    """Bytes that a container or batch system still grants this process; infinite where none limits it.
-
-    MemAvailable is the whole machine's, whatever a container was given. A limit stands at the process's own control
-    group (version 2) or at any above it.
-    """
-    with contextlib.suppress(OSError):
-        own = re.search(r"^0::/(.*)$", Path(process).read_text(), re.MULTILINE)
-        if own:
-            group = Path(root) / own[1]
-            return min(left_in_control_group(place) for place in (group, *group.parents) if place.is_relative_to(root))
-    return math.inf
-
-
-def left_in_control_group(group: Path) -> float:
-    """Bytes between use and limit of one control group; infinite where it has no limit, or is none.
-
-    Pages of files that the kernel may drop at once count as left, as they do in MemAvailable.
-    """
-    try:
-        limit = int((group / "memory.max").read_text())
-        used = int((group / "memory.current").read_text())
-        droppable = re.search(r"^inactive_file (\d+)$", (group / "memory.stat").read_text(), re.MULTILINE)[1]
-    except (OSError, ValueError, TypeError):                                  # `max`: no limit
-        return math.inf
-    return max(0, limit - used + int(droppable))
-
-
-def has_ended(pid: int) -> bool:
-    """Whether a process of this host is gone, or a zombie: dead, and its parent has not looked yet."""
-    try:
-        os.kill(pid, 0)
-        facts = Path(f"/proc/{pid}/stat").read_text()
-    except ProcessLookupError:
-        return True
-    except OSError:                                                           # another user's; a system without /proc
-        return False
-    state = facts.rpartition(")")[2].split()[0]                               # behind the name, which may hold anything
-    return state in "ZX"
+            return torch.cuda.get_device_properties(self.device).total_memory
+        try:
+            available = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
+        except OSError:
+            available = None
+        return 1024 * int(available[1]) if available else math.inf
 
 
 # ====== Room 2: Schedule ==============================================================================================
@@ -1076,19 +726,16 @@ class Values:
     step: int
     stage: int
     slot_tokens: int
-    max_doc_len: int
-    val_slot_tokens: int
     short_window: int                    # tokens; a query sees that many keys before its own, and its own
     long_window: int
     mtp_weights: tuple[float, ...]       # of the 1st, 2nd, ... next token, not normalised
     rotary: Rotary
-    lr_factor: float
     normuon_lr: float
     adam_lr: float
     momentum: float
-    adam_step: bool                      # odd step: Adam consumes the gradients of the cycle
+    adam_step: bool                      # last step of an Adam cycle, whose gradients its update consumes
     tied: bool                           # this step's forward reads the head, transposed, for its embedding
-    split: bool                          # after this step's update, head and embedding part
+    untie: bool                          # after this step's update, head and embedding part
     validate: bool                       # validation comes before the training part of this step
 
 
@@ -1097,216 +744,166 @@ YARN_ALPHA, YARN_BETA = 1.0, 32.0        # full turns inside the old window: bel
 YARN_SCALE_GROWTH = 0.2                  # of the softmax scale, times the logarithm of the windows' ratio
 
 
-def base_frequencies(head_dim: int) -> tuple[float, ...]:
-    """E/4 frequencies from 1 down to 1/1024 (half-truncated rotary, recipe 2.4)."""
-    count = head_dim // 4
-    return tuple(ROTARY_BASE ** (-i / (count - 1)) for i in range(count))
+def rotary_by_stage(cfg: Config) -> list[Rotary]:
+    """E/4 frequencies from 1 down to 1/1024 (half-truncated rotary, recipe 2.4), and the softmax scale.
 
-
-def yarn(rotary: Rotary, old: int, new: int) -> Rotary:
-    """Stretch low frequencies as the long window grows from old to new tokens (arXiv 2309.00071; recipe 2.4)."""
-    slowest = old / new                                                       # a low frequency: as many turns as before
-    frequencies = []
-    for frequency in rotary.frequencies:
-        turns = old * frequency / (2 * math.pi)
-        keep = min(max((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA), 0.0), 1.0)
-        factor = slowest + keep * (1 - slowest)
-        frequencies.append(frequency * factor)
-    growth = YARN_SCALE_GROWTH * math.log(new / old) + 1
-    return Rotary(tuple(frequencies), rotary.attn_scale * growth)
-
-
-class Fit(NamedTuple):
-    """A new length for a run in progress, so that it ends with --time_budget."""
-
-    step: int                            # done then, whole cycles; the cycle ahead is prepared and stays as it was
-    ms: float                            # training time until then
-    total_steps: int                     # of the whole run, from then on
-
-
-class Leg(NamedTuple):
-    """Steps that go evenly through the plan, up to the next leg or the end."""
-
-    first: int                           # step
-    total_steps: int                     # of a run that goes on like this
-    pace: float                          # planned steps a step
+    YaRN stretches low frequencies as the long window grows (arXiv 2309.00071).
+    """
+    count = cfg.head_dim // 4
+    rotary = [Rotary(tuple(ROTARY_BASE ** (-i / (count - 1)) for i in range(count)), cfg.attn_scale)]
+    for old_stage, new_stage in zip(cfg.stages, cfg.stages[1:]):
+        old = old_stage.long_window * cfg.window_block
+        new = new_stage.long_window * cfg.window_block
+        slowest = old / new                                                   # a low frequency: as many turns as before
+        frequencies = []
+        for frequency in rotary[-1].frequencies:
+            turns = old * frequency / (2 * math.pi)
+            keep = min(max((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA), 0.0), 1.0)
+            frequencies.append(frequency * (slowest + keep * (1 - slowest)))
+        growth = YARN_SCALE_GROWTH * math.log(new / old) + 1
+        rotary.append(Rotary(tuple(frequencies), rotary[-1].attn_scale * growth))
+    return rotary
 
 
 class Schedule:
-    """Pure functions of the step, recipe 4. `at(total_steps)` is the final validation, with the widest window.
+    """Pure functions of the step, recipe 4. `at(end_step)` is the final validation, with the widest window.
 
-    Each step has a place in the plan that the settings make. Without fits it is the step itself; behind a fit the rest
-    of the plan is gone through faster or slower. Stages and rates go by the place, Adam and validation by the step.
+    Each step has a place in the plan that the settings make: the step itself, or with --time_budget what the clock said
+    when its run cycle was prepared. Stages and rates go by the place, Adam and validation by the step.
     """
 
-    def __init__(self, cfg: Config, fits: Sequence[Fit] = ()) -> None:
+    def __init__(self, cfg: Config, places: Sequence[float] = ()) -> None:
+        """places: of the first step of each run cycle so far, ascending, with --time_budget; the race appends to it."""
         self.cfg = cfg
         self.cycle = run_cycle(cfg)
-        self.fits = tuple(fits)
-        self.planned_steps = cfg.num_scheduled_steps + cfg.num_extension_steps
-        self.legs = [Leg(0, self.planned_steps, 1)]
-        for fit in self.fits:
-            first = fit.step + self.cycle
-            planned_left = self.planned_steps - self.place(first)
-            steps_left = max(1, fit.total_steps - first)                      # 0: a fit may end the run there
-            self.legs.append(Leg(first, fit.total_steps, planned_left / steps_left))
-
-        self.total_steps = self.legs[-1].total_steps
-        self.end_step = self.total_steps                                      # the first that is not trained
-        if cfg.max_steps:
-            self.end_step = min(cfg.max_steps, self.total_steps)
-
+        self.places = list(places)
+        self.total_steps = cfg.num_scheduled_steps + cfg.num_extension_steps  # of the plan
         scheduled = len(cfg.stages) - 1
         ends = [round(cfg.num_scheduled_steps * (k + 1) / scheduled) for k in range(scheduled)]
-        self.planned_starts = (0, *ends)
-        self.planned_ends = (*ends, self.planned_steps)
-        self.stage_starts = tuple(self.first_step_at(place) for place in self.planned_starts)
-        self.stage_ends = (*self.stage_starts[1:], self.total_steps)
-        self.split_step = self.stage_starts[cfg.split_stage] | 1              # the odd step: Adam has just updated
+        self.starts = (0, *ends)                                              # of the stages, places in the plan
+        self.ends = (*ends, self.total_steps)
+        self.untie_start = math.inf
+        for start, stage in zip(self.starts, cfg.stages):
+            if stage.untie:
+                self.untie_start = start
         self.cooldown_start = int(cfg.num_scheduled_steps * (1 - cfg.cooldown_frac))
-
-        self.rotary = [Rotary(base_frequencies(cfg.head_dim), cfg.attn_scale)]
-        for old, new in zip(cfg.stages, cfg.stages[1:]):
-            old_window = old.long_window * cfg.window_block
-            new_window = new.long_window * cfg.window_block
-            self.rotary.append(yarn(self.rotary[-1], old_window, new_window))
+        self.rotary = rotary_by_stage(cfg)
 
     def place(self, step: int) -> float:
-        """How far a step is in the plan, in planned steps. Fits that come later change no bit of it."""
-        leg = next(leg for leg in reversed(self.legs) if leg.first <= step)
-        return self.planned_steps - (leg.total_steps - step) * leg.pace
+        """How far a step is in the plan, in planned steps."""
+        if self.cfg.time_budget:
+            return min(self.places[step // self.cycle], self.total_steps)
+        return step
 
-    def first_step_at(self, place: float) -> int:
-        """The first step at this place of the plan or behind it."""
-        return bisect.bisect_left(range(self.total_steps), place, key=self.place)
+    def first_step_at(self, place: float) -> float:
+        """The first step at this place of the plan or after it; infinite while no clock has said so."""
+        if not self.cfg.time_budget:
+            return place
+        cycles = bisect.bisect_left(self.places, place)
+        return cycles * self.cycle if cycles < len(self.places) else math.inf
 
-    def steps_by_stage(self, start: int, end: int) -> list[int]:
-        """How many of the steps from start to end - 1 are in each stage."""
-        counts = []
-        for stage_start, stage_end in zip(self.stage_starts, self.stage_ends):
-            first = max(start, stage_start)
-            last = min(end, stage_end)
-            counts.append(max(0, last - first))
-        return counts
+    @property
+    def end_step(self) -> float:
+        """The first step that is not trained; infinite while no clock has said which."""
+        return min(self.cfg.max_steps or math.inf, self.first_step_at(self.total_steps))
 
-    def stage_at(self, step: int) -> int:
+    @property
+    def untie_step(self) -> float:
+        """The last step of the Adam cycle in which the run reaches the stage that unties: both moments are fresh."""
+        step = self.first_step_at(self.untie_start)
+        if step == math.inf:
+            return step
+        every = self.cfg.adam_every
+        return step // every * every + every - 1
+
+    def planned_counts(self) -> list[int]:
+        """How many steps of the plan are in each stage, up to max_steps."""
+        last = min(self.cfg.max_steps or self.total_steps, self.total_steps)
+        return [min(end, last) - min(start, last) for start, end in zip(self.starts, self.ends)]
+
+    def stage_at(self, place: float) -> int:
         """The final validation belongs to the last stage."""
-        step = min(step, self.total_steps - 1)
-        return next(k for k, end in enumerate(self.stage_ends) if step < end)
+        return next((k for k, end in enumerate(self.ends) if place < end), len(self.ends) - 1)
 
-    def lr_factor_at(self, step: int) -> float:
+    def lr_factor_at(self, place: float) -> float:
         """The stage's multiplier, then linear from the cooldown's start to the floor; no warm-up."""
-        factor = self.cfg.stages[self.stage_at(step)].lr_mul
-        place = self.place(step)
+        factor = self.cfg.stages[self.stage_at(place)].lr_mul
         if place < self.cooldown_start:
             return factor
         cooldown_steps = max(1, self.cfg.num_scheduled_steps - self.cooldown_start)
         done = min(1.0, (place - self.cooldown_start) / cooldown_steps)
         return factor * (1 - done) + self.cfg.lr_floor * done
 
-    def momentum_at(self, step: int) -> float:
+    def momentum_at(self, place: float) -> float:
         """Up over the first steps of the plan, down over the last; the ramps grow with it unless set."""
         cfg = self.cfg
         up = cfg.momentum_warmup_steps
         if up < 0:
-            up = round(RECORD_RAMP_UP * self.planned_steps / RECORD_STEPS)
+            up = round(RECORD_RAMP_UP * self.total_steps / RECORD_STEPS)
         down = cfg.momentum_cooldown_steps
         if down < 0:
-            down = round(RECORD_RAMP_DOWN * self.planned_steps / RECORD_STEPS)
+            down = round(RECORD_RAMP_DOWN * self.total_steps / RECORD_STEPS)
 
         rise = cfg.momentum_max - cfg.momentum_min
-        place = self.place(step)
         if place < up:
             return cfg.momentum_min + rise * place / up
-        steps_down = place - self.planned_steps + down
+        steps_down = place - self.total_steps + down
         if steps_down > 0:
             return cfg.momentum_max - rise * steps_down / down
         return cfg.momentum_max
 
-    def mtp_weights_at(self, step: int) -> tuple[float, ...]:
-        """Weights of the next tokens, linear in the position inside the stage, which never reaches 1."""
-        k = self.stage_at(step)
+    def mtp_weights_at(self, place: float) -> tuple[float, ...]:
+        """Weights of the next tokens, linear in the position inside the stage, which never reaches 1 in training."""
+        k = self.stage_at(place)
         stage = self.cfg.stages[k]
-        stage_steps = max(1, self.planned_ends[k] - self.planned_starts[k])
-        position = (self.place(step) - self.planned_starts[k]) / stage_steps
-        ramps = zip(stage.mtp_start, stage.mtp_end)
-        return tuple(first + (last - first) * position for first, last in ramps)
+        position = (place - self.starts[k]) / max(1, self.ends[k] - self.starts[k])
+        return tuple(first + (last - first) * position for first, last in zip(stage.mtp_start, stage.mtp_end))
 
     def at(self, step: int) -> Values:
+        # A cycle's steps share what goes by the place, if the clock decides about it.
         cfg = self.cfg
-        k = self.stage_at(step)
+        place = self.place(step)
+        k = self.stage_at(place)
         stage = cfg.stages[k]
         long_window = stage.long_window
-        if step == self.total_steps:
+        if place >= self.total_steps:
             long_window = cfg.final_long_window                               # grown without YaRN
-        factor = self.lr_factor_at(step)
+        factor = self.lr_factor_at(place)
         return Values(
             step=step,
             stage=k,
             slot_tokens=stage.batch_tokens // cfg.num_slots,
-            max_doc_len=cfg.max_doc_len,
-            val_slot_tokens=cfg.val_batch_tokens // cfg.num_slots,
             short_window=stage.short_window * cfg.window_block,
             long_window=long_window * cfg.window_block,
-            mtp_weights=self.mtp_weights_at(step),
+            mtp_weights=self.mtp_weights_at(place),
             rotary=self.rotary[k],
-            lr_factor=factor,
             normuon_lr=cfg.normuon_lr * factor,
             adam_lr=cfg.adam_lr * factor,
-            momentum=self.momentum_at(step),
-            adam_step=step % CYCLE == CYCLE - 1,
-            tied=step <= self.split_step,
-            split=step == self.split_step,
-            validate=step == self.next_validation(step))
-
-    def next_validation(self, step: int) -> float:
-        """The first step from this one on with a validation in front of it; infinite if only the end has one."""
-        every = self.cfg.val_every
-        if every == 0:
-            return math.inf
-        validations_before = -(-step // every)                                # rounded up
-        return validations_before * every
+            momentum=self.momentum_at(place),
+            adam_step=step % cfg.adam_every == cfg.adam_every - 1,
+            tied=step <= self.untie_step,
+            untie=step == self.untie_step,
+            validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
     def warm_up_steps(self) -> list[int]:
-        """Whole cycles around the start of every stage: each graph of the run, tied and split, occurs in them."""
-        steps = set()
-        for start in self.stage_starts:
-            cycle_start = start - start % self.cycle
-            steps.update(range(cycle_start, cycle_start + 2 * self.cycle))
-        return sorted(step for step in steps if step < self.end_step)
+        """Whole run cycles around the start of every stage: each graph of the run, tied and untied, occurs in them.
 
-
-def check_profile(schedule: Schedule, first: int) -> None:
-    """Raise ConfigError if a run from step `first` on cannot trace the steps of --profile.
-
-    Not its first step: the profiler warms up in the one before. Not its last: the step behind ends the trace.
-    """
-    asked = profile_range(schedule.cfg)
-    if asked is None:
-        return
-    start, end = asked
-    last = schedule.end_step
-    if first < start < end < last and schedule.next_validation(start) >= end:
-        return
-
-    expected = f"{first} < a < b < {last}, only training in it"
-    if schedule.cfg.val_every:
-        expected += f": the loss is validated in front of every step that {schedule.cfg.val_every} divides"
-    possible = first + 1
-    if schedule.next_validation(possible) == possible:
-        possible += 1
-    possible_end = min(possible + 4, schedule.next_validation(possible), last - 1)
-    do = "take more steps, or --val_every=0"
-    if possible < possible_end:
-        do = f"for example --profile={possible}:{possible_end}"
-    raise ConfigError("--profile", schedule.cfg.profile, expected, do)
+        The largest stage comes first, for a lack of memory to show in the first minute; a cycle cut by max_steps last.
+        """
+        cycles: dict[int, None] = {}     # their first steps, each once
+        for k in sorted(range(len(self.starts)), key=lambda k: -self.cfg.stages[k].batch_tokens):
+            first = self.starts[k] // self.cycle * self.cycle
+            cycles |= {first: None, first + self.cycle: None}
+        steps = []
+        for first in sorted(cycles, key=lambda first: first + self.cycle > self.end_step):
+            steps += range(first, min(first + self.cycle, self.end_step))
+        return steps
 
 
 # ====== Room 3: Data ==================================================================================================
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # recipe 1.2; table in data/README.md
 TOKEN_BYTES = 2                          # little-endian u16
 MANIFEST = "manifest.json"               # hashes of the files beside it, written last; table in data/README.md
-MANIFEST_FORMAT = 1
 VOCABULARY = "vocab.txt"                 # bytes of the tokens of the files beside it
 HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # recipe 2.5
 SIGN_VECTORS = 8192                      # of random signs; one more has +1 alone
@@ -1319,15 +916,6 @@ FORMULA_MIX = 0x9E3779B97F4A7C15         # 2^64 over the golden ratio: products 
 FORMULA_DOCUMENT = 32                    # tokens, on average
 
 
-class FileIdentity(NamedTuple):
-    """What differs once a file is written again or replaced."""
-
-    size: int                            # bytes
-    written_ns: int                      # time of the last writing, which can be put back
-    inode: int
-    changed_ns: int                      # of a change of any kind, a new link or other rights too; nobody puts it back
-
-
 class ShardHeader(NamedTuple):
     """One shard: a file, or a formula that makes its tokens."""
 
@@ -1335,7 +923,6 @@ class ShardHeader(NamedTuple):
     tokens: int
     vocab_size: int
     document_start: int
-    identity: FileIdentity | None = None     # of the file as it was found
 
     @property
     def is_formula(self) -> bool:
@@ -1389,175 +976,112 @@ def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int) 
     return tokens
 
 
-def formula_shards(formula: str) -> list[ShardHeader]:
-    """Shards of formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS. Raises DataError."""
-    try:
-        vocab, start, tokens, shards = map(int, formula.removeprefix(FORMULA).split(":"))
-        sound = 2 <= vocab <= MAX_VOCAB and 0 <= start < vocab
-        sound = sound and 1 <= tokens <= FORMULA_TOKENS and 1 <= shards < 2**16
-    except ValueError:
-        sound = False
-    if not sound:
-        raise DataError("formula", formula,
-                        "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS with DOCUMENT_START < VOCAB <= "
-                        f"{MAX_VOCAB}, at most {FORMULA_TOKENS} TOKENS in each of at most "
-                        f"{2**16 - 1} SHARDS",
-                        "for example formula:512:511:40000:2")
-    return [ShardHeader(f"{formula}#{seed}", tokens, vocab, start) for seed in range(shards)]
+def find_shards(pattern: str) -> list[ShardHeader]:
+    """Headers of all shards of a pattern in name order, checked. Raises DataError.
 
+    Whatever matches has to be a shard: silently skipping a broken link would train on less data.
+    """
+    # A formula is bounded: a shard of it has to fit into memory.
+    if pattern.startswith(FORMULA):
+        facts = re.fullmatch(FORMULA + r"(\d{1,9}):(\d{1,9}):(\d{1,9}):(\d{1,9})", pattern, re.ASCII)
+        vocab, start, tokens, shards = map(int, facts.groups()) if facts else (0, 0, 0, 0)
+        need(start < vocab and 2 <= vocab <= MAX_VOCAB and 1 <= tokens <= FORMULA_TOKENS and 1 <= shards < 2**16,
+             "formula", pattern, "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS with DOCUMENT_START < VOCAB <= "
+             f"{MAX_VOCAB}, at most {FORMULA_TOKENS} TOKENS in each of at most {2**16 - 1} SHARDS",
+             "for example formula:512:511:40000:2", DataError)
+        return [ShardHeader(f"{pattern}#{seed}", tokens, vocab, start) for seed in range(shards)]
 
-def file_identity(path: Path) -> FileIdentity:
-    found = path.stat()
-    return FileIdentity(found.st_size, found.st_mtime_ns, found.st_ino, found.st_ctime_ns)
+    # Only the last part of a path is a pattern, so that folders may have any name.
+    folder, name = os.path.split(pattern)
+    if os.path.isdir(folder):                                                 # brackets in its name mean themselves
+        folder = glob.escape(folder)
+    paths = sorted(glob.glob(os.path.join(folder, name)))
+    if os.path.lexists(pattern):                                              # and those in the name of a file
+        paths = [pattern]
+    need(paths, "no shards", f"no file matches {pattern!r} in {os.getcwd()}", "a .bin shard",
+         "python data/pocket.py or python data/cached_fineweb10B.py 9, or give --train_files= and --val_files=",
+         DataError)
+    return [read_header(Path(path)) for path in paths]
 
 
 def read_header(path: Path) -> ShardHeader:
     """Read and check the first 1,024 bytes and the length of a shard. Raises DataError."""
-    identity = file_identity(regular_file(path, "a shard"))
-    size = identity.size
+    need_file(path, "a shard")
     words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
-    whole = len(words) == HEADER_BYTES // 4
-    if not whole or words[0] != SHARD_MAGIC or words[1] != SHARD_VERSION:
-        raise DataError(f"{path}: header at byte 0",
-                        f"{size} bytes, first words {words[:2].tolist()}",
-                        f"{HEADER_BYTES} bytes that begin with {SHARD_MAGIC} (magic) and "
-                        f"{SHARD_VERSION} (version)",
-                        "fetch or write the file again; the format is in data/README.md")
+    size = path.stat().st_size
+    need(len(words) == HEADER_BYTES // 4 and words[:2].tolist() == [SHARD_MAGIC, SHARD_VERSION],
+         f"{path}: header at byte 0", f"{size} bytes, first words {words[:2].tolist()}",
+         f"{HEADER_BYTES} bytes that begin with {SHARD_MAGIC} (magic) and {SHARD_VERSION} (version)",
+         "fetch or write the file again; the format is in data/README.md", DataError)
 
     count, vocab, start = words[2:5].tolist()
-    right_size = HEADER_BYTES + TOKEN_BYTES * count
-    if count <= 0 or size != right_size:
-        raise DataError(f"{path}: length", f"{size} bytes",
-                        f"{HEADER_BYTES} + {TOKEN_BYTES} x {count} (tokens in header word 2) = "
-                        f"{right_size} bytes",
-                        "the file is cut or still being written; fetch it again")
-
     if vocab == 0:                                                            # old shards leave both words 0
         vocab, start = GPT2_VOCAB, GPT2_DOCUMENT_START
-    if not 0 <= start < vocab <= MAX_VOCAB:
-        raise DataError(f"{path}: header words 3 and 4",
-                        f"vocabulary {vocab}, document start {start}",
-                        f"0 <= document start < vocabulary <= {MAX_VOCAB}",
-                        "write the shards again")
-    return ShardHeader(str(path), count, vocab, start, identity)
+    right_size = HEADER_BYTES + TOKEN_BYTES * count
+    need(count > 0 and size == right_size, f"{path}: length", f"{size} bytes",
+         f"{HEADER_BYTES} + {TOKEN_BYTES} x {count} (tokens in header word 2) = {right_size} bytes",
+         "the file is cut or still being written; fetch it again", DataError)
+    need(0 <= start < vocab <= MAX_VOCAB, f"{path}: header words 3 and 4",
+         f"vocabulary {vocab}, document start {start}", f"0 <= document start < vocabulary <= {MAX_VOCAB}",
+         "write the shards again", DataError)
+    return ShardHeader(str(path), count, vocab, start)
 
 
-def matching_files(pattern: str) -> list[Path]:
-    """What a pattern matches, in name order.
-
-    A file or folder that has just this name is meant before a pattern is: brackets in the name of
-    a folder mean themselves wherever that folder exists.
-    """
-    path = Path(pattern)
-    if os.path.lexists(pattern):
-        return [path]
-    if not path.name:
-        return []
-
-    folder = path.parent
-    while not os.path.isdir(folder):                                          # ends at "." or "/"
-        folder = folder.parent
-    below = str(path.relative_to(folder))
-    names = glob.glob(os.path.join(glob.escape(str(folder)), below))
-    return [Path(name) for name in sorted(names)]
+def need_file(path: Path, role: str) -> None:
+    """Raise DataError unless a regular file is there: opening a named pipe would wait for a writer."""
+    need(path.is_file(), f"{path} as {role}", "no such file, or no regular one", "a regular file",
+         "name another file, or write this one again", DataError)
 
 
-def find_shards(pattern: str) -> list[ShardHeader]:
-    """Headers of all shards of a pattern in name order, checked. Raises DataError.
-
-    Whatever matches has to be a shard: to pass over a broken link in silence would train on less.
-    """
-    if pattern.startswith(FORMULA):
-        return formula_shards(pattern)
-    if os.path.isdir(pattern):
-        raise DataError(f"{pattern} as shards", "a directory", "a pattern that matches files",
-                        f"name the files in it, for example '{Path(pattern) / '*_train_*.bin'}'")
-
-    paths = matching_files(pattern)
-    if not paths:
-        raise DataError("no shards",
-                        f"no file matches {pattern!r} in {os.getcwd()}",
-                        "a .bin shard",
-                        "python data/pocket.py or python data/cached_fineweb10B.py 9, "
-                        "or give --train_files= and --val_files=")
-    return [read_header(path) for path in paths]
-
-
-class Written(NamedTuple):
-    """What a manifest says of a file."""
-
-    size: int                            # bytes
-    sha256: str
-
-
-def read_manifest(folder: Path) -> dict[str, Written]:
-    """What a folder's manifest says of each file that it names; {} without one. Raises DataError."""
+def read_manifest(folder: Path) -> dict[str, str]:
+    """What a folder's manifest says is the sha256 of each file that it names; {} without one. Raises DataError."""
     path = folder / MANIFEST
-    unfinished = folder / f"{MANIFEST}.part"
-    if os.path.lexists(unfinished):
-        raise DataError(f"{unfinished}", "a tool was stopped while it gave the files their names",
-                        "files that belong together", "run that tool again, then this")
+    need(not os.path.lexists(f"{path}.part"), f"{path}.part", "a tool was stopped while it gave the files their names",
+         "files that belong together", "run that tool again, then this", DataError)
     if not os.path.lexists(path):
         return {}
-    content = read_bounded(path, "a manifest")
+    need_file(path, "a manifest")
     try:
-        manifest = json.loads(content)
-        if manifest["format"] != MANIFEST_FORMAT:
+        manifest = json.loads(path.read_bytes())
+        if manifest["format"] != 1:
             raise ValueError(f"format {manifest['format']}")
-        files = manifest["files"].items()
-        return {name: Written(facts["bytes"], facts["sha256"]) for name, facts in files}
+        return {name: facts["sha256"] for name, facts in manifest["files"].items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} as a manifest", f"{type(error).__name__}: {error}",
-                        f"format {MANIFEST_FORMAT}, as data/README.md has it",
-                        "write the folder again, or remove this file if those beside it are sound"
-                        ) from None
+                        "format 1, as data/README.md has it", "write the folder again, or remove this file if "
+                        "those beside it are sound") from None
 
 
 def check_manifest(path: Path, content: bytes | np.ndarray) -> None:
     """Raise DataError if the manifest beside a file says that it had another content."""
-    written = read_manifest(path.parent).get(path.name)
-    if written is None:
-        return
-    found = hashlib.sha256(content).hexdigest()
-    if found != written.sha256:
-        raise DataError(f"{path}: content",
-                        f"sha256 {found}",
-                        f"{written.sha256}, says {MANIFEST} beside it",
-                        "the file is damaged, or a mixture of two data sets: write the data again, "
-                        f"or remove {MANIFEST} if this content is meant")
+    expected = read_manifest(path.parent).get(path.name)
+    if expected is not None:
+        sha256 = hashlib.sha256(content).hexdigest()
+        need(sha256 == expected, f"{path}: content", f"sha256 {sha256}", f"{expected}, says {MANIFEST} beside it",
+             "the file is damaged, or a mixture of two data sets: write the data again, "
+             f"or remove {MANIFEST} if this content is meant", DataError)
 
 
-def checked_shard(header: ShardHeader, tokens: np.ndarray) -> Shard:
-    """The tokens as a shard, after a look at every one of them. Raises DataError."""
+def load_shard(header: ShardHeader, tokens: np.ndarray | None = None) -> Shard:
+    """Read a shard, or make the tokens of its formula, and look at every token. Raises DataError.
+
+    tokens: what was read already.
+    """
     name = header.name
-    if len(tokens) != header.tokens:
-        raise DataError(f"{name}: changed while in use",
-                        f"{len(tokens)} tokens",
-                        f"{header.tokens} as before",
-                        "let nobody write to it, and start again")
-    if tokens.max() >= header.vocab_size:
-        at = int(np.argmax(tokens >= header.vocab_size))
-        raise DataError(f"{name}: token {at} at byte {HEADER_BYTES + TOKEN_BYTES * at}", tokens[at],
-                        f"an id below the vocabulary size {header.vocab_size}",
-                        "write the shard with the right header word 3")
-
-    shard = Shard(tokens, header.document_start)
-    if len(shard.doc_starts) == 0:
-        raise DataError(f"{name}: documents",
-                        "no document start in the whole shard",
-                        f"token {header.document_start} in front of every document",
-                        "write the shard again")
-    return shard
-
-
-def load_shard(header: ShardHeader) -> Shard:
-    """Read a shard, or make the tokens of its formula. Raises DataError."""
     if header.is_formula:
-        seed = int(header.name.rpartition("#")[2])
-        tokens = formula_tokens(seed, header.tokens, *header.vocabulary)
-    else:
-        tokens = np.fromfile(header.name, "<u2", header.tokens, offset=HEADER_BYTES)
-    return checked_shard(header, tokens)
+        tokens = formula_tokens(int(name.rpartition("#")[2]), header.tokens, *header.vocabulary)
+    elif tokens is None:
+        tokens = np.fromfile(name, "<u2", header.tokens, offset=HEADER_BYTES)
+    need(len(tokens) == header.tokens, f"{name}: changed while in use", f"{len(tokens)} tokens",
+         f"{header.tokens} as before", "let nobody write to it, and start again", DataError)
+    at = int(np.argmax(tokens >= header.vocab_size))                          # 0 if there is none
+    need(tokens[at] < header.vocab_size, f"{name}: token {at} at byte {HEADER_BYTES + TOKEN_BYTES * at}", tokens[at],
+         f"an id below the vocabulary size {header.vocab_size}", "write the shard with the right header word 3",
+         DataError)
+    shard = Shard(tokens, header.document_start)
+    need(len(shard.doc_starts), f"{name}: documents", "no document start in the whole shard",
+         f"token {header.document_start} before every document", "write the shard again", DataError)
+    return shard
 
 
 def scan_shards(headers: Sequence[ShardHeader]) -> str:
@@ -1568,45 +1092,13 @@ def scan_shards(headers: Sequence[ShardHeader]) -> str:
     digest = hashlib.sha256()
     for header in headers:
         path = Path(header.name)
-        digest.update(path.name.encode("utf-8", "surrogateescape"))          # a name may be any bytes
+        digest.update(os.fsencode(path.name))                                 # a name may be any bytes
         if not header.is_formula:
             content = np.fromfile(path, "<u2")
             digest.update(content)
             check_manifest(path, content)
-            checked_shard(header, content[HEADER_BYTES // TOKEN_BYTES:])
+            load_shard(header, content[HEADER_BYTES // TOKEN_BYTES:])
     return digest.hexdigest()
-
-
-def changed_shards(headers: Sequence[ShardHeader], sha256: str) -> list[str]:
-    """Names of the shards that are not as they were found: written again, replaced or gone.
-
-    sha256: what `scan_shards` gave. All are read once more if one of them has been touched in a way that may have left
-    its content alone.
-    """
-    changed = []
-    touched = []
-    for header in headers:
-        if header.is_formula:
-            continue
-        before = header.identity
-        try:
-            identity = file_identity(Path(header.name))
-        except OSError:
-            changed.append(header.name)
-            continue
-        if identity._replace(changed_ns=before.changed_ns) != before:
-            changed.append(header.name)
-        elif identity != before:
-            touched.append(header.name)
-
-    if touched and not changed:
-        try:
-            same = scan_shards(headers) == sha256
-        except (DataError, OSError):
-            same = False
-        if not same:
-            changed = touched
-    return changed
 
 
 def shared_shards(train: Sequence[ShardHeader], val: Sequence[ShardHeader]) -> list[str]:
@@ -1616,77 +1108,41 @@ def shared_shards(train: Sequence[ShardHeader], val: Sequence[ShardHeader]) -> l
 
 
 def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Config:
-    """Fill in the sizes that the shard headers decide.
-
-    Raises DataError or ConfigError where they are contradicted.
-    """
+    """Fill in the sizes that the shard headers decide. Raises DataError or ConfigError if they are contradicted."""
     first = train[0]
     for other in train + val:
-        if other.vocabulary != first.vocabulary:
-            raise DataError("shards of different vocabularies",
-                            f"{other.vocabulary} in {other.name}",
-                            f"(vocabulary, document start) {first.vocabulary} as in {first.name}",
-                            "give one data set only")
-
+        need(other.vocabulary == first.vocabulary, "shards of different vocabularies",
+             f"{other.vocabulary} in {other.name}",
+             f"(vocabulary, document start) {first.vocabulary} as in {first.name}", "give one data set only", DataError)
     vocab_size, document_start = first.vocabulary
-    facts = (("vocab_size", 0, vocab_size), ("document_start", -1, document_start))
-    for flag, unset, stored in facts:
-        given = getattr(cfg, flag)
-        if given not in (unset, stored):
-            raise ConfigError(f"--{flag}", given, f"{stored}, header of {first.name}",
-                              "leave the flag out")
-
-    padded = cfg.padded_vocab
-    if padded == 0:
-        padded = -(-vocab_size // 128) * 128
-    if padded < vocab_size:
-        raise ConfigError("--padded_vocab", padded, f"at least the vocabulary size {vocab_size}",
-                          "--padded_vocab=0")
-
-    bigram_rows = cfg.bigram_rows
-    if bigram_rows == 0:
-        bigram_rows = 5 * padded
-    bigram_rows = max(2, bigram_rows)                                         # one for pairs, one for no pair
+    for name, unset, stored in (("vocab_size", 0, vocab_size), ("document_start", -1, document_start)):
+        given = getattr(cfg, name)
+        need(given in (unset, stored), f"--{name}", given, f"{stored}, header of {first.name}", "leave the flag out")
+    padded = cfg.padded_vocab or -(-vocab_size // 128) * 128
+    need(padded >= vocab_size, "--padded_vocab", padded, f"at least the vocabulary size {vocab_size}",
+         "--padded_vocab=0")
+    bigram_rows = max(2, cfg.bigram_rows or 5 * padded)                       # one for pairs, one for no pair
     return replace(cfg, vocab_size=vocab_size, document_start=document_start, padded_vocab=padded,
                    bigram_rows=bigram_rows)
 
 
 def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader]) -> None:
-    """Raise DataError before anything is built if the shards cannot last.
+    """Raise DataError before anything is built if the shards cannot last for the plan.
 
     What is needed at least: packing drops ends of documents, and the rest of a shard that is too
-    little for a block.
+    little for a block. With --time_budget nobody knows the number of steps yet.
     """
-    needs = []                                       # (steps, tokens of a step) of each stage that is reached
-    for stage, steps in zip(cfg.stages, schedule.steps_by_stage(0, schedule.end_step)):
-        if steps > 0:
-            needs.append((steps, stage.batch_tokens + cfg.num_slots))         # a slot has one more, its last target
-
-    needed = sum(steps * step_tokens for steps, step_tokens in needs)
+    counts = schedule.planned_counts()
+    slots = [stage.batch_tokens + cfg.num_slots for stage in cfg.stages]      # a slot has one more, its last target
+    needed = sum(count * tokens for count, tokens in zip(counts, slots))
     have = cfg.epochs * sum(header.tokens for header in train)
-    if cfg.epochs > 0 and needed > have:
-        possible = steps_within(have, needs)
-        raise DataError("too few training tokens",
-                        f"{have} in {len(train)} shards of {cfg.train_files!r}: {possible} steps",
-                        f"{needed} for {schedule.end_step} steps",
-                        "fetch more shards (FineWeb: python data/cached_fineweb10B.py N), take "
-                        "fewer steps (--num_scheduled_steps), or cycle with --epochs=0")
-
-    largest_step = max(step_tokens for _, step_tokens in needs)
+    need(cfg.epochs == 0 or cfg.time_budget or needed <= have, "too few training tokens",
+         f"{have} in {len(train)} shards of {cfg.train_files!r}", f"{needed} for {sum(counts)} steps",
+         "fetch more shards (FineWeb: python data/cached_fineweb10B.py N), take fewer steps "
+         "(--num_scheduled_steps), or cycle with --epochs=0", DataError)
+    largest_step = max(tokens for count, tokens in zip(counts, slots) if count > 0)
     if largest_step > max(header.tokens for header in train):
         raise too_small(cfg, train, largest_step // cfg.num_slots)
-
-
-def steps_within(tokens: int, needs: list[tuple[int, int]]) -> int:
-    """How many steps so many tokens last, for stages of (steps, tokens of a step)."""
-    done = 0
-    for steps, step_tokens in needs:
-        fitting = min(steps, tokens // step_tokens)
-        done += fitting
-        tokens -= fitting * step_tokens
-        if fitting < steps:
-            break
-    return done
 
 
 def too_small(cfg: Config, train: list[ShardHeader], read_by_slot: int) -> DataError:
@@ -1697,20 +1153,15 @@ def too_small(cfg: Config, train: list[ShardHeader], read_by_slot: int) -> DataE
     return DataError("training shards are too small",
                      f"none of {len(train)} holds {cfg.num_slots} x {read_by_slot} tokens, "
                      f"at most {cfg.max_doc_len} of each document",
-                     "documents for one step in a shard",
-                     "larger shards, or smaller batches in --stages")
+                     "documents for one step in a shard", "larger shards, or smaller batches in --stages")
 
 
 def check_enough_validation(cfg: Config, val: list[ShardHeader]) -> None:
     """Raise DataError if the shards hold fewer whole blocks than val_tokens asks for."""
-    blocks = sum(len(validation_blocks(header.tokens, cfg.val_batch_tokens)) for header in val)
-    found = blocks * cfg.val_batch_tokens
-    if found < cfg.val_tokens:
-        do = f"--val_tokens={found}"
-        if found == 0:
-            do = "a smaller --val_batch_tokens, and --val_tokens a multiple of it"
-        raise DataError("too few validation tokens", f"{found} in blocks of {cfg.val_files!r}",
-                        cfg.val_tokens, do)
+    tokens = cfg.val_batch_tokens * sum(len(validation_blocks(header.tokens, cfg.val_batch_tokens)) for header in val)
+    do = f"--val_tokens={tokens}" if tokens else "a smaller --val_batch_tokens, and --val_tokens a multiple of it"
+    need(tokens >= cfg.val_tokens, "too few validation tokens", f"{tokens} in blocks of {cfg.val_files!r}",
+         cfg.val_tokens, do, DataError)
 
 
 def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int,
@@ -1740,7 +1191,7 @@ def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int,
 
 
 def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray) -> Slot:
-    """The pieces from starts to ends of a shard's tokens, one behind the other."""
+    """The pieces from starts to ends of a shard's tokens, one after the other."""
     pieces = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
     cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
     cu_seqlens[-1] -= 1                                                       # the last token is a target only
@@ -1771,6 +1222,20 @@ def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int,
                 yield Slot(tokens, cu_seqlens.astype(np.int32))
 
 
+def ngram_hash(tokens: np.ndarray, factors: Sequence[int], modulus: int, none: int) -> np.ndarray:
+    """A number for the n-gram that ends at each position of a slot, (..., T) i32 -> (..., T) i32 below modulus.
+
+    The xor of token x factor, factors from the newest token backwards, in 32-bit arithmetic that wraps; floor modulo.
+    `none` stands at the first n - 1 positions. N-grams cross documents, as recipe A's bigrams do.
+    """
+    mixed = tokens * np.int32(factors[0])
+    for back, factor in enumerate(factors[1:], 1):
+        mixed[..., back:] ^= tokens[..., :-back] * np.int32(factor)
+    hashed = mixed - mixed // np.int32(modulus) * np.int32(modulus)           # numpy has vector code for //, none for %
+    hashed[..., :len(factors) - 1] = none
+    return hashed
+
+
 def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
     """Row of each (previous, current) token pair of slots (recipe 2.5).
 
@@ -1781,29 +1246,9 @@ def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
     token, because the peer overwrites position 0 before it multiplies.
     """
     no_pair = rows - 1
-    previous = np.empty_like(tokens)
-    previous[..., 2:] = tokens[..., 1:-1]
-    previous[..., :2] = no_pair
-
-    mixed = (tokens * np.int32(HASH_CURRENT)) ^ (previous * np.int32(HASH_PREVIOUS))
-    modulus = np.int32(rows - 1)
-    hashed = mixed - mixed // modulus * modulus                               # numpy has vector code for //, none for %
-    hashed[..., 0] = no_pair
-    return hashed
-
-
-def ngram_hash(tokens: np.ndarray, factors: Sequence[int], modulus: int, none: int) -> np.ndarray:
-    """A number for the n-gram that ends at each position of a slot, (..., T) i32 -> (..., T) i32 below modulus.
-
-    The xor of token x factor, factors from the newest token backwards, in 32-bit arithmetic that wraps; floor modulo.
-    `none` stands at the first n - 1 positions. N-grams cross documents, as recipe A's bigrams do.
-    """
-    mixed = tokens * np.int32(factors[0])
-    for back, factor in enumerate(factors[1:], 1):
-        mixed[..., back:] ^= tokens[..., :-back] * np.int32(factor)
-    hashed = mixed - mixed // np.int32(modulus) * np.int32(modulus)
-    hashed[..., :len(factors) - 1] = none
-    return hashed
+    overwritten = tokens.copy()
+    overwritten[..., 0] = no_pair
+    return ngram_hash(overwritten, (HASH_CURRENT, HASH_PREVIOUS), no_pair, none=no_pair)
 
 
 class Table(NamedTuple):
@@ -1816,28 +1261,12 @@ class Table(NamedTuple):
     rows: int                            # R
     reads: int                           # rows that a token reads
     ids: Callable[[np.ndarray], np.ndarray]      # tokens (b, T) i32 -> logical rows (b, T) or (b, reads, T) i32
-    tied: bool = False                   # to the head until the split
+    tied: bool = False                   # to the head until they are untied
+    is_rowwise: bool = False             # an update moves the rows that were asked for; else all rows of a slice
     home: str = "device"                 # where an owner keeps its rows
-    rule: str = "adam"                   # what updates them: all rows of a slice, or "rowwise" those asked for
-    cadence: int = CYCLE                 # steps between updates
-    rounding: str = "nearest"            # of bf16 rows behind an update of rule "rowwise"
+    cadence: int = 2                     # steps between updates
+    rounding: str = "nearest"            # of bf16 rows after a rowwise update
     signs: Callable[[np.ndarray], np.ndarray] | None = None       # tokens (b, T) i32 -> vectors of signs (b, T) i32
-
-    @property
-    def is_rowwise(self) -> bool:
-        return self.rule == "rowwise"
-
-
-def ngram_table(ngrams: Ngrams) -> Table:
-    """A line of the table of n-gram tables, with the functions that its factors stand for."""
-    def rows_of(tokens: np.ndarray) -> np.ndarray:
-        return ngram_hash(tokens, ngrams.hash, ngrams.rows - 1, none=ngrams.rows - 1)
-
-    def signs_of(tokens: np.ndarray) -> np.ndarray:
-        return ngram_hash(tokens, ngrams.sign_hash, SIGN_VECTORS, none=SIGN_VECTORS)
-
-    return Table(ngrams.label, ngrams.rows, 1, rows_of, home=ngrams.home, rule=ngrams.rule, cadence=ngrams.cadence,
-                 rounding=ngrams.rounding, signs=signs_of if ngrams.signs else None)
 
 
 def row_tables(cfg: Config) -> tuple[Table, ...]:
@@ -1845,19 +1274,23 @@ def row_tables(cfg: Config) -> tuple[Table, ...]:
     V = cfg.padded_vocab
     first_rows = V * np.arange(NUM_VALUE_TABLES, dtype=np.int32)[:, None]     # value tables stand one below the other
 
-    def pair_rows(tokens: np.ndarray) -> np.ndarray:
-        return bigram_hash(tokens, cfg.bigram_rows)
-
     def value_rows(tokens: np.ndarray) -> np.ndarray:
         return tokens[:, None] + first_rows
 
-    def own_rows(tokens: np.ndarray) -> np.ndarray:
-        return tokens
-
-    return (Table("bigram_embed", cfg.bigram_rows, 1, pair_rows),
-            Table("value_embed", NUM_VALUE_TABLES * V, NUM_VALUE_TABLES, value_rows),
-            Table("embed", V, 1, own_rows, tied=True),
-            *map(ngram_table, ngram_tables(cfg)))
+    tables = [
+        Table("bigram_embed", cfg.bigram_rows, 1, functools.partial(bigram_hash, rows=cfg.bigram_rows),
+              cadence=cfg.adam_every),
+        Table("value_embed", NUM_VALUE_TABLES * V, NUM_VALUE_TABLES, value_rows, cadence=cfg.adam_every),
+        Table("embed", V, 1, np.asarray, tied=True, cadence=cfg.adam_every)]             # a token's row is its own id
+    for line in cfg.tables:
+        factors, sign_factors = NGRAM_FACTORS[line.order]
+        ids = functools.partial(ngram_hash, factors=factors, modulus=line.rows - 1, none=line.rows - 1)
+        signs = None
+        if line.signs:
+            signs = functools.partial(ngram_hash, factors=sign_factors, modulus=SIGN_VECTORS, none=SIGN_VECTORS)
+        tables.append(Table(line.label, line.rows, 1, ids, is_rowwise=True, home=line.home, cadence=line.cadence,
+                            rounding=line.rounding, signs=signs))
+    return tuple(tables)
 
 
 @dataclass(eq=False)
@@ -1979,6 +1412,7 @@ class Planner:
         W = fabric.world
         self.fabric = fabric
         self.exchange = exchange
+        self.every = cfg.adam_every
         self.tables = row_tables(cfg)
         self.listed = {}                 # by table: batches hold places in a list, not physical rows
         for table in self.tables:
@@ -2004,14 +1438,14 @@ class Planner:
         plans: list[dict[str, TablePlan]] = []       # of each step: the same until some table's cycle ends
         rows: list[dict[str, np.ndarray]] = [{} for _ in steps]
         current: dict[str, TablePlan] = {}
-        for first in range(0, len(steps), CYCLE):
+        for first in range(0, len(steps), self.every):
             begun = self._begin_plans(purpose, steps, inputs, first, rows)
             if self.exchange:
                 self.exchange(begun)
             for plan in begun.values():
                 plan.change_lists(self.fabric.host_tensor)
             current = current | begun
-            plans += [current] * CYCLE
+            plans += [current] * self.every
 
         batches = []
         for at, values in enumerate(steps):
@@ -2240,7 +1674,7 @@ class Loader:
         for _ in range(len(self.headers) + 2):
             if self.shard is not None:
                 packed = pack_block(self.shard, self.doc, self.cfg.num_slots, slot_tokens,
-                                    values.max_doc_len)
+                                    self.cfg.max_doc_len)
                 if packed is not None:
                     slots, self.doc = packed
                     self.tokens_taken += self.cfg.num_slots * slot_tokens
@@ -2281,68 +1715,60 @@ class ValidationSet:
         slots = validation_slots(shards, cfg.num_slots, slot_tokens, cfg.document_start)
         self.slots = list(itertools.islice(slots, cfg.val_tokens // slot_tokens))
 
+        # What is claimed about the text is of the very tokens that are predicted.
         targets = np.concatenate([slot.tokens[1:] for slot in self.slots])
         counts = np.bincount(targets, minlength=cfg.vocab_size)
         shares = counts[counts > 0] / len(targets)
         self.unigram_nats = float(-(shares * np.log(shares)).sum())           # entropy of the targets' own distribution
-        self.vocabulary = read_vocabulary(headers[0])
+        self.vocabulary = None
+        if not headers[0].is_formula:
+            self.vocabulary = read_vocabulary(Path(headers[0].name).parent, cfg)
         self.bytes_per_token = None
         if self.vocabulary is not None:
-            lengths = [len(piece) for piece in self.vocabulary]
+            lengths = [len(token_bytes) for token_bytes in self.vocabulary]
             self.bytes_per_token = float(np.dot(counts, lengths) / len(targets))
 
     def text_losses(self, loss: float) -> dict[str, float]:
-        """Bits per byte of a loss in nats per token, and the unigram entropy.
-
-        Nothing is claimed where the tokens' bytes are not known.
-        """
+        """Bits per byte of a loss in nats per token, and the unigram entropy; {} where no token's bytes are known."""
         if self.bytes_per_token is None:
             return {}
-        bits_per_token = loss / math.log(2)
-        return dict(val_bpb=bits_per_token / self.bytes_per_token, unigram_nats=self.unigram_nats)
+        return dict(val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
 
     def batches(self, values: Values) -> Iterator[Batch]:
         """This rank's slots, one block at a time."""
         for first in range(0, len(self.slots), self.cfg.num_slots):
             block = self.slots[first:first + self.cfg.num_slots]
-            mine = block[self.fabric.rank::self.fabric.world]
-            batch, = self.planner.batches(self.purpose, [values], [mine])
+            my_slots = block[self.fabric.rank::self.fabric.world]
+            batch, = self.planner.batches(self.purpose, [values], [my_slots])
             yield batch.to(self.fabric.device)
 
 
-def read_vocabulary(header: ShardHeader) -> list[bytes] | None:
-    """Bytes of each token from vocab.txt beside a shard, or None. Raises DataError."""
-    path = Path(header.name).parent / VOCABULARY
-    if header.is_formula or not os.path.lexists(path):
-        return None
-    content = read_bounded(path, "the bytes of the tokens")
-    check_manifest(path, content)
-    return parsed_vocabulary(path, content, header.vocab_size, header.document_start)
-
-
-def parsed_vocabulary(path: Path, content: bytes, vocab_size: int, document_start: int) -> list[bytes]:
-    """Bytes of each token from the content of a vocab.txt; path is for the message. Raises DataError.
+def read_vocabulary(folder: Path, cfg: Config) -> list[bytes] | None:
+    """Bytes of each token from a folder's vocab.txt, or None without one. Raises DataError.
 
     A line of the file is "base64 id"; the document start has no line and no bytes.
     """
-    pieces: dict[int, bytes] = {}
-    for number, line in enumerate(content.splitlines(), 1):
-        try:
-            piece, token = line.split()
-            pieces[int(token)] = base64.b64decode(piece, validate=True)
-        except ValueError:
-            raise DataError(f"{path}: line {number}", repr(line[:60]),
-                            "base64 bytes, a space, an id",
-                            "write the data again, or remove the file: "
-                            "bits per byte are then not printed") from None
-
-    ids = range(vocab_size)
-    complete = len(pieces) == len(ids) - 1 and all(token in ids for token in pieces)
-    if not complete or document_start in pieces:
-        raise DataError(f"{path}: ids", f"{len(pieces)} of {vocab_size}",
-                        f"all but the document start {document_start}, and no others",
-                        "write the data again, or remove the file")
-    return [pieces.get(token, b"") for token in ids]
+    path = folder / VOCABULARY
+    if not os.path.lexists(path):
+        return None
+    need_file(path, "the bytes of the tokens")
+    content = path.read_bytes()
+    check_manifest(path, content)
+    bytes_of: dict[int, bytes] = {}
+    number = 0                           # of the line
+    try:
+        for number, line in enumerate(content.splitlines(), 1):
+            text, token = line.split()
+            bytes_of[int(token)] = base64.b64decode(text, validate=True)
+        fault = f"ids of {len(bytes_of)} tokens"
+    except ValueError:
+        fault = f"line {number}: {line[:60]!r}"
+        bytes_of.clear()
+    ids = set(range(cfg.vocab_size)) - {cfg.document_start}
+    need(bytes_of.keys() == ids, str(path), fault, f"lines 'base64 id' for all of {cfg.vocab_size} tokens "
+         f"but the document start {cfg.document_start}", "write the data again, or remove the file: bits per byte are "
+         "then not printed", DataError)
+    return [bytes_of.get(token, b"") for token in range(cfg.vocab_size)]
 
 
 # ====== Room 4: Kernels ===============================================================================================
@@ -3151,7 +2577,7 @@ SCALARS = {                              # name -> initial value of each of the 
     "backout": (0.5,),
     "skip": (-1.5,),
 }
-NGRAM_BETA1 = dict(adam=0.75, rowwise=0.0)       # decay of the first moment by rule; rowwise has none
+NGRAM_BETA1 = 0.0                        # decay of the first moment: there is none
 NGRAM_MIX = 0.1                          # initial share of a table of n-grams in the residual stream of each layer
 MLP_FACTOR = 4                           # F / D
 UP_AND_DOWN = 2                          # matrices of one MLP
@@ -3190,7 +2616,7 @@ def zeros(_: torch.Generator, shape: tuple[int, ...]) -> Tensor:
 
 def scalar_values(cfg: Config) -> dict[str, tuple[float, ...]]:
     """Initial values of the packed scalars by name, those of n-gram tables in the residual stream behind recipe A's."""
-    of_tables = {table.label: (NGRAM_MIX,) * len(LAYERS) for table in ngram_tables(cfg) if table.enters is None}
+    of_tables = {table.label: (NGRAM_MIX,) * len(LAYERS) for table in cfg.tables if table.place is None}
     return SCALARS | of_tables
 
 
@@ -3203,7 +2629,7 @@ def packed(values: Iterable[tuple[float, ...]]) -> Init:
 
 def value_streams(cfg: Config) -> list[str]:
     """Labels of the n-gram tables that enter attention values, in the order of their gates."""
-    return [table.label for table in ngram_tables(cfg) if table.enters is not None]
+    return [table.label for table in cfg.tables if table.place is not None]
 
 
 def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
@@ -3244,15 +2670,10 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
         Parameter("embed", (embed.rows, D), zeros, **head, rows=embed),       # lm_head^T while they are tied
     )
     by_ngram = tuple(
-        Parameter(line.label, (line.rows, D), zeros, optimizer=line.rule, sharded=True, lr_mul=line.lr_mul,
-                  wd_mul=line.wd_mul, betas=(NGRAM_BETA1[line.rule], line.beta2), rows=table)
-        for line, table in zip(ngram_tables(cfg), ngrams))
-    by_recipe = matrices + scalars + gates + by_token
-    taken = {row.label for row in by_recipe}
-    for row in by_ngram:
-        need(row.label not in taken, f"NGRAM_TABLES, {row.label}", "a label that the recipe has", "one of its own",
-             "another label")
-    return by_recipe + by_ngram
+        Parameter(line.label, (line.rows, D), zeros, optimizer="rowwise", sharded=True, lr_mul=line.lr_mul,
+                  wd_mul=line.wd_mul, betas=(NGRAM_BETA1, line.beta2), rows=table)
+        for line, table in zip(cfg.tables, ngrams))
+    return matrices + scalars + gates + by_token + by_ngram
 
 
 Reaches = dict[tuple[str, str], Reach]   # by attention and window of a layer
@@ -3284,7 +2705,7 @@ class GPT(nn.Module):
         self.table = [row for row in parameter_table(cfg) if row.optimizer != "rowwise"]      # those come as sources
         self.parts = {row.label: row.parts for row in self.table}
         self.scalar_sizes = {name: len(values) for name, values in scalar_values(cfg).items()}
-        self.ngrams = ngram_tables(cfg)
+        self.ngrams = cfg.tables
         self.value_streams = value_streams(cfg)
 
         dtype = getattr(torch, cfg.dtype)
@@ -3360,7 +2781,7 @@ class GPT(nn.Module):
         x0, pairs, values = self.inputs(batch, scalars["smear"], sources or {})
         ngrams = self.ngram_rows(batch, sources or {})
         mixed_in = [(scalars[table.label].unbind(), ngrams[table.label]) for table in self.ngrams
-                    if table.enters is None]
+                    if table.place is None]
 
         x = x0
         kept: dict[str, Tensor] = {}             # name -> stream behind the layer that keeps it
@@ -3402,7 +2823,7 @@ class GPT(nn.Module):
         """What tables of n-grams add to the attention values of a layer: places of their gates, and rows (B, T, D)."""
         added = []
         for table in self.ngrams:
-            if table.enters == depth:
+            if table.place == depth:
                 gate = NUM_VALUE_TABLES + self.value_streams.index(table.label)
                 added.append((gate, ngrams[table.label]))
         return added
@@ -3543,7 +2964,7 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
     """Tell every owner which of its rows this rank reads, and learn what all ranks ask of this one.
 
     The facts of all lists travel in one collective, the lists themselves in another. Raises
-    FabricError where ranks disagree.
+    RunError where ranks disagree.
     """
     W = fabric.world
     words = [common_words(label, plan, dtype) for label, plan in plans.items()]
@@ -3607,25 +3028,25 @@ def as_number(word: int | str) -> int:
 
 def check_agreement_of_plans(fabric: Fabric, words: list[list[int | str]], my_facts: Tensor,
                              their_facts: Tensor) -> None:
-    """Raise FabricError if another rank is at another cycle, or has other tokens, dtypes or tables."""
+    """Raise RunError if another rank is at another cycle, or has other tokens, dtypes or tables."""
     unequal = (their_facts != my_facts)[:, :, :ROWS].nonzero().tolist()
     if unequal:
         reader, table, fact = unequal[0]
         name = LIST_FACTS[fact]
         there = int(their_facts[reader, table, fact])
         here = words[table][fact]
-        raise FabricError(f"row plans of ranks {reader} and {fabric.rank}", {name: there}, {name: here},
+        raise RunError(f"row plans of ranks {reader} and {fabric.rank}", {name: there}, {name: here},
                           "use the same flags")
 
 
 def check_asked_places(label: str, plan: TablePlan, reader: int, places: Tensor, checksum: Tensor) -> None:
-    """Raise FabricError unless a reader's list is one that a plan can hold, and the one it announced."""
+    """Raise RunError unless a reader's list is one that a plan can hold, and the one it announced."""
     if len(places) == 0:
         return
     inside = places[0] >= 0 and places[-1] < plan.size
     ascending = (places.diff() >= 1).all()
     if not inside or not ascending or places.sum() != checksum:
-        raise FabricError(f"rows of {label} that rank {reader} asks for",
+        raise RunError(f"rows of {label} that rank {reader} asks for",
                           f"{len(places)} from {places[0]} to {places[-1]}",
                           f"ascending places below {plan.size}, as announced", "report it: a plan is wrong")
 
@@ -3907,7 +3328,7 @@ def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         with contextlib.suppress(OSError):                    # a system without huge pages
             memory.madvise(mmap.MADV_NOHUGEPAGE)
     except (OSError, ValueError, OverflowError) as error:
-        raise RunError("memory for a table", reason_of(error), f"an address space with {size / 2**30:.1f} GiB to map",
+        raise RunError("memory for a table", error, f"an address space with {size / 2**30:.1f} GiB to map",
                        "fewer rows, more ranks, or a larger limit (ulimit -v)") from None
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
@@ -4555,7 +3976,7 @@ class Optimizer:
         self.small = [label for label, row in self.parameters.items() if not row.sharded]
         self.rowwise = {row.label: row for row in parameter_table(cfg) if row.optimizer == "rowwise"}
         entries = [*self.cut, *tables, SMALL]
-        ngrams = [table.label for table in ngram_tables(cfg)]
+        ngrams = [table.label for table in cfg.tables]
         self.reduce_order = with_ngrams(REDUCE_ORDER, ngrams)
         self.update_order = with_ngrams(UPDATE_ORDER, ngrams)
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(entries), "every entry once in both"
@@ -4740,7 +4161,7 @@ class Optimizer:
         if tied_update and self.fabric.world == 1:                            # else its rows are read from the head
             self.weights["embed"].copy_(head.t())
         self.clear(active)
-        if values.split:
+        if values.untie:
             self._split()
 
     def _active(self, values: Values) -> set[str]:
@@ -5059,16 +4480,16 @@ class Evaluator:
                     losses = self.next_token_losses(y, self.model.lm_head, target)
                     total += losses.sum(dtype=torch.float64)
             tokens += batch.targets.numel() * self.fabric.world
-        return sum(self.fabric.of_all(float(total))) / tokens
+        return sum(self.fabric.gather(float(total))) / tokens
 
     @torch.no_grad()
     def next_logits(self, tokens: Sequence[int], values: Values) -> Tensor:
         """Softcapped logits (V,) of the token that follows. Every rank calls it.
 
-        Of a longer context the last val_slot_tokens count.
+        Of a longer context the last tokens count, as many as a validation slot has.
         """
         self._set_rotary(values)
-        context = tokens[-values.val_slot_tokens:]
+        context = tokens[-(self.cfg.val_batch_tokens // self.cfg.num_slots):]
         length = -(-len(context) // SLOT_UNIT) * SLOT_UNIT
         padded = np.zeros(length + 1, np.uint16)              # nothing looks at later positions
         padded[:len(context)] = context
@@ -5137,7 +4558,7 @@ class Executor(Evaluator):
             sources[label] = table.ready(batch.plans[label], self.model.lm_head)
         weights = torch.stack([self._scalar(weight) for weight in values.mtp_weights])
         backward_seed = self._scalar(loss_weight)
-        reaches = self._reaches(values, min(values.max_doc_len, batch.tokens.shape[1]))
+        reaches = self._reaches(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
 
         sums = []
         for part in self._micro_batches(batch):
@@ -5215,14 +4636,14 @@ class Executor(Evaluator):
             return self._whole_table(label, mine)
         if label not in self.optimizer.cut:
             return mine.cpu()
-        slices = self.fabric.of_all(mine.cpu())
+        slices = self.fabric.gather(mine.cpu())
         return torch.cat(slices) if self.fabric.rank == 0 else None
 
     def _whole_table(self, label: str, mine: Tensor) -> Tensor | None:
         """Row r of the whole is row r div W of rank r mod W."""
         pieces = []
         for piece in mine.split(PIECE_ROWS):                  # not all of it in one message
-            of_ranks = self.fabric.of_all(piece.cpu())
+            of_ranks = self.fabric.gather(piece.cpu())
             if self.fabric.rank == 0:
                 pieces.append(torch.stack(of_ranks, dim=1).flatten(0, 1))
         if self.fabric.rank != 0:
@@ -5283,7 +4704,7 @@ class Executor(Evaluator):
             if table.table.is_rowwise:
                 table.account_rest()
             result[label] = dict.fromkeys(table.totals, 0)
-            for totals in self.fabric.of_all(table.totals):
+            for totals in self.fabric.gather(table.totals):
                 for key, count in totals.items():
                     result[label][key] += count
 
@@ -5296,7 +4717,7 @@ class Executor(Evaluator):
         counts = {}
         for label, table in self.rowwise_tables().items():
             mine = sum(len(places) for places in table.home.touched_places())
-            counts[label] = sum(self.fabric.of_all(mine))
+            counts[label] = sum(self.fabric.gather(mine))
         return counts
 
 
@@ -5312,7 +4733,7 @@ def stored_bytes(cfg: Config, world: int, slots_at_once: int) -> dict[str, int]:
     longest = max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
     numbers_read = math.inf                                   # of a table, in a cycle, if a token reads one row
     if cfg.row_comms == "sparse":
-        tokens_of_a_cycle = CYCLE * longest * cfg.num_slots // world
+        tokens_of_a_cycle = cfg.adam_every * longest * cfg.num_slots // world
         numbers_read = tokens_of_a_cycle * cfg.model_dim
 
     several_micro_batches = has_several_micro_batches(cfg, world, slots_at_once)
@@ -5347,7 +4768,7 @@ def stored_bytes(cfg: Config, world: int, slots_at_once: int) -> dict[str, int]:
 def tokens_of_run(cfg: Config) -> int:
     """In all steps of training and of the warm-up; a table of n-grams is asked for a row for each of them."""
     schedule = Schedule(cfg)
-    counts = schedule.steps_by_stage(0, schedule.end_step)
+    counts = schedule.planned_counts()
     tokens = sum(count * stage.batch_tokens for count, stage in zip(counts, cfg.stages))
     for step in schedule.warm_up_steps():
         tokens += cfg.stages[schedule.stage_at(step)].batch_tokens
@@ -5467,7 +4888,7 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
     Raises RunError with choices that would fit, and ConfigError.
     """
     local = cfg.num_slots // fabric.world
-    memory = min(fabric.of_all(fabric.total_memory()))
+    memory = min(fabric.gather(fabric.total_memory()))
     check_dense_updates(cfg, fabric.world, MOST_ADAM_BYTES)
     room = MEMORY_SHARE * memory
     if cfg.slots_per_micro_batch:
@@ -5476,7 +4897,7 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
         choices = [m for m in range(local, 0, -1) if local % m == 0]
 
     first_fit = next((m for m in choices if needed_bytes(cfg, fabric, kernel, m) <= room), 0)
-    chosen = min(fabric.of_all(first_fit))
+    chosen = min(fabric.gather(first_fit))
     estimate = memory_estimate(cfg, fabric, kernel, chosen or choices[-1])
     parts = ", ".join(f"{part} {size / 2**30:.1f} GiB" for part, size in estimate.items())
     if not chosen:
@@ -5486,7 +4907,7 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
     check_host_memory(cfg, fabric)
 
     if fabric.on_cuda:
-        free = FREE_SHARE * min(fabric.of_all(fabric.free_memory()))
+        free = FREE_SHARE * min(fabric.gather(torch.cuda.mem_get_info(fabric.device)[0]))
         if needed_bytes(cfg, fabric, kernel, chosen) > free:
             raise RunError("memory", f"{free / 2**30:.1f} GiB of the GPU's free", f"room for {parts}",
                            f"end what else uses the GPU; or {ways_out(cfg, fabric, kernel, choices[-1], free)}")
@@ -5518,20 +4939,19 @@ def check_dense_updates(cfg: Config, world: int, most_bytes: float) -> None:
         if moved <= most_bytes:
             continue
         ways = ["more ranks"]
-        if row.label in {line.label for line in NGRAM_TABLES}:
-            ways.append("--table_rule=rowwise")
         most_rows = int(most_bytes // bytes_of_a_row) * world
-        ways.append(rows_set_to(row.label, most_rows))
+        if row.label == "bigram_embed":
+            ways.append(f"--bigram_rows={most_rows}")
         raise ConfigError(
             f"rule adam of {row.label}",
             f"{moved / 1e9:.1f} GB, {ADAM_BYTES} bytes for each element of an owner's {size} rows, in every update",
-            f"at most {most_bytes / 1e9:.1f} GB", ", or ".join(filter(None, ways)))
+            f"at most {most_bytes / 1e9:.1f} GB", ", or ".join(ways))
 
 
 def room_on_host(fabric: Fabric) -> float:
     """Bytes for the tables of one rank in host memory, on the host that has the least."""
-    mine = MEMORY_SHARE * fabric.free_host_memory() / fabric.ranks_here
-    return min(fabric.of_all(mine))
+    mine = MEMORY_SHARE * Fabric(torch.device("cpu")).total_memory()
+    return min(fabric.gather(mine))
 
 
 def check_host_memory(cfg: Config, fabric: Fabric) -> None:
@@ -5541,10 +4961,7 @@ def check_host_memory(cfg: Config, fabric: Fabric) -> None:
         return
     room = room_on_host(fabric)
     if needed > room:
-        def fits(choice: Config) -> bool:
-            return host_bytes(choice, fabric) <= room
-
-        ways = [*smaller_tables(cfg, fits), "fewer steps", "more hosts"]
+        ways = ["fewer rows in --tables", "fewer steps", "more hosts"]
         raise RunError(ON_HOST, f"{room / 2**30:.1f} GiB for each rank",
                        f"{needed / 2**30:.1f} GiB: pages of the rows that {tokens_of_run(cfg)} tokens can touch, and "
                        "of their state", ", or ".join(ways))
@@ -5552,45 +4969,7 @@ def check_host_memory(cfg: Config, fabric: Fabric) -> None:
 
 def ways_out(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int, room: float) -> str:
     """Flags that fit into so many bytes of the device."""
-    on_host = math.inf
-    if ngram_tables(cfg):
-        on_host = room_on_host(fabric)
-
-    def fits(choice: Config) -> bool:
-        return needed_bytes(choice, fabric, kernel, slots_at_once) <= room and host_bytes(choice, fabric) <= on_host
-
-    return ", or ".join([*smaller_tables(cfg, fits), smaller_batches(cfg, fabric, kernel, room)])
-
-
-def smaller_tables(cfg: Config, fits: Callable[[Config], bool]) -> list[str]:
-    """Flags of tables of n-grams with which a run fits, each alone: another rule, another home, the most rows."""
-    ways = []
-    if ngram_tables(cfg):
-        for setting, value in (("table_rule", "rowwise"), ("table_home", "host")):
-            choice = replace(cfg, **{setting: value})
-            if choice != cfg and choice.table_rule == "rowwise" and fits(choice):
-                ways.append(f"--{setting}={value}")
-
-    settings = [line.rows for line in NGRAM_TABLES if isinstance(line.rows, str) and getattr(cfg, line.rows) > 0]
-    alone = [fewer_rows(cfg, [setting], fits) for setting in settings]
-    if not any(alone):                                        # then all of them together
-        alone = [fewer_rows(cfg, settings, fits)]
-    return ways + [flags for flags in alone if flags]
-
-
-def fewer_rows(cfg: Config, settings: Sequence[str], fits: Callable[[Config], bool]) -> str:
-    """Flags of the most rows with which a run fits, the same for all these settings; empty: none are few enough."""
-    def limited(rows: int) -> dict[str, int]:
-        return {setting: min(rows, getattr(cfg, setting)) for setting in settings}
-
-    def too_many(rows: int) -> bool:
-        return not fits(replace(cfg, **limited(rows)))
-
-    largest = max((getattr(cfg, setting) for setting in settings), default=0)
-    most = bisect.bisect_left(range(largest), True, key=too_many) - 1
-    if most < LEAST_NGRAM_ROWS:
-        return ""
-    return " ".join(f"--{setting}={rows}" for setting, rows in limited(most).items())
+    return smaller_batches(cfg, fabric, kernel, room)
 
 
 def smaller_batches(cfg: Config, fabric: Fabric, kernel: Callable, room: float) -> str:
@@ -5605,9 +4984,23 @@ def smaller_batches(cfg: Config, fabric: Fabric, kernel: Callable, room: float) 
 
 
 # ---- Files: a save to sample from, checkpoints to go on from. Nothing in a file is trusted.
+KINDS_OF_FILE = {
+    stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device"}
+
+
+def reason_of(error: OSError | ValueError) -> str:
+    return getattr(error, "strerror", None) or str(error)
+
+
+def regular_file(path: Path, what: str) -> Path:
+    need_file(path, what)
+    return path
+
+
 TABLES = "tables.json"                   # constants of the tables of n-grams in a save, and the files with their rows
 SAVED_FILES = (VOCABULARY, "weights.pt", TABLES, "config.json")
-TABLE_CONSTANTS = ("label", "rows", "hash", "sign_hash", "signs", "enters")   # columns of NGRAM_TABLES
+TABLE_CONSTANTS = ("label", "rows", "order", "signs", "place")     # columns of NgramTable
 PIECES = "rows-*.pt"                     # rows of a table of rule "rowwise", as named by `Piece`
 CLOCK_TICK = 1e-9                        # s; no step is shorter
 KEPT_CHECKPOINTS = 2
@@ -5839,7 +5232,7 @@ def pieces_of_all(folder: Path, step: int, tables: dict[str, EventTable], with_s
                         until_named.enter_context(pieces_without_a_name(folder))
                 with fabric.failing_together():
                     mine = write_pieces(folder, step, tables, with_state)
-                for theirs in fabric.of_all(mine):
+                for theirs in fabric.gather(mine):
                     entries |= theirs
             with fabric.failing_together():
                 yield entries
@@ -5851,7 +5244,7 @@ def pieces_of_all(folder: Path, step: int, tables: dict[str, EventTable], with_s
 def table_constants(cfg: Config) -> list[dict[str, Any]]:
     """What decides which rows of the tables of n-grams a token reads and where they go, table by table, for a file."""
     constants = []
-    for line in ngram_tables(cfg):
+    for line in cfg.tables:
         columns = {name: getattr(line, name) for name in TABLE_CONSTANTS}
         as_in_a_file = json.loads(json.dumps(columns))        # a list for a tuple
         constants.append(as_in_a_file)
@@ -5909,9 +5302,9 @@ def save_contents(cfg: Config, tensors: dict[str, Tensor], vocabulary: list[byte
                 lines.append(b"%s %d\n" % (base64.b64encode(piece), token))
         contents[VOCABULARY] = b"".join(lines)
     contents["weights.pt"] = tensors
-    if ngram_tables(cfg):
+    if cfg.tables:
         contents[TABLES] = json.dumps(table_records(cfg, pieces), indent=1).encode()
-    contents["config.json"] = json.dumps(asdict(cfg), indent=1).encode()
+    contents["config.json"] = json.dumps({name: flag_text(value) for name, value in vars(cfg).items()}, indent=1).encode()
     return contents
 
 
@@ -5934,7 +5327,7 @@ def save_weights(folder: Path, cfg: Config, tensors: dict[str, Tensor],
             entries = dict(pieces)
             for name, content in contents.items():
                 entries[name] = write_part(folder / name, content)
-            manifest = json.dumps(dict(format=MANIFEST_FORMAT, files=entries), indent=1)
+            manifest = json.dumps(dict(format=1, files=entries), indent=1)
             write_part(folder / MANIFEST, manifest.encode())
 
             taken = saved_already(folder)
@@ -5958,7 +5351,7 @@ def is_record(found: Any, **types: type) -> bool:
 
 def read_json(path: Path, what: str) -> Any:
     """What is in a JSON file. Raises DataError, whatever the file is."""
-    content = read_bounded(path, what)
+    content = regular_file(path, what).read_bytes()
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
@@ -5989,8 +5382,8 @@ def check_save(folder: Path) -> None:
     for name in (*SAVED_FILES, *sorted(pieces)):
         path = folder / name
         if name in written:
-            size = regular_file(path, f"part of a save, which {MANIFEST} names").stat().st_size
-            sound = size == written[name].size and file_sha256(path) == written[name].sha256
+            regular_file(path, f"part of a save, which {MANIFEST} names")
+            sound = file_sha256(path) == written[name]
             found = "another content than the manifest says"
         else:
             sound = not os.path.lexists(path)
@@ -6209,7 +5602,7 @@ def load_weights(folder: Path, device: str) -> tuple[Config, dict[str, Tensor]]:
     check_save(folder)
     path = folder / "config.json"
     settings = read_json(path, "the configuration of a save")
-    cfg = replace(config_from_json(settings, str(path)), device=device)
+    cfg = make_config("record", settings | dict(device=device))
     if not 0 <= cfg.document_start < cfg.vocab_size <= min(cfg.padded_vocab, MAX_VOCAB):
         sizes = (cfg.document_start, cfg.vocab_size, cfg.padded_vocab)
         raise DataError(f"{path}: document_start, vocab_size, padded_vocab", sizes,
@@ -6228,7 +5621,7 @@ def load_weights(folder: Path, device: str) -> tuple[Config, dict[str, Tensor]]:
 
 def read_tables(folder: Path, cfg: Config) -> list[dict[str, Any]]:
     """What a save says of its tables of n-grams, whose rows `load_tables` reads. Raises DataError."""
-    if not ngram_tables(cfg):
+    if not cfg.tables:
         return []
     path = folder / TABLES
     records = read_json(path, "the tables of a save")
@@ -6255,11 +5648,7 @@ def check_room_for_tables(folder: Path, trained: Config, cfg: Config, records: l
 
 def load_vocabulary(folder: Path, cfg: Config) -> list[bytes] | None:
     """Bytes of each token of a save that `load_weights` has compared with its manifest, or None. Raises DataError."""
-    path = folder / VOCABULARY
-    if not os.path.lexists(path):
-        return None
-    content = read_bounded(path, "the bytes of the tokens")
-    return parsed_vocabulary(path, content, cfg.vocab_size, cfg.document_start)
+    return read_vocabulary(folder, cfg)
 
 
 def save_checkpoint(folder: Path, step: int, content: dict[str, Any], pieces: Iterable[str] = ()) -> None:
@@ -6312,41 +5701,9 @@ def wrong_with_log(log: dict[str, Any], step: int) -> str:
     return ""
 
 
-def wrong_with_budget(budget: dict[str, Any], cfg: Config, step: int, ms: float) -> str:
-    """What does not fit in the budget that a checkpoint of this step and training time holds, or an empty text."""
-    if not is_record(budget, seconds_per_step=list, fits=list):
-        return "a time budget of another form"
-    seconds_per_step = budget["seconds_per_step"]
-    for seconds in seconds_per_step:
-        if type(seconds) is not float or not CLOCK_TICK <= seconds <= MOST["time_budget"]:
-            return f"a step that takes {shown(seconds)} s"
-    if len(seconds_per_step) != len(cfg.stages):
-        return f"times of {len(seconds_per_step)} stages, where the run has {len(cfg.stages)}"
-
-    fits = budget["fits"]
-    cycle = run_cycle(cfg)
-    before = Fit(0, 0.0, cfg.num_scheduled_steps + cfg.num_extension_steps)
-    for found in fits:
-        if type(found) is not list or [type(part) for part in found] != [int, float, int]:
-            return f"a fit of another form, {shown(found)}"
-        fit = Fit(*found)
-        last_to_fit_at = min(step, before.total_steps - cycle - 1)
-        if fit.step % cycle or not before.step < fit.step <= last_to_fit_at:
-            return f"a fit at step {fit.step}, where none was made"
-        if not before.ms <= fit.ms <= ms:
-            return f"a fit after {fit.ms} ms of {ms}"
-        if not fit.step + cycle <= fit.total_steps <= MAX_STEPS:
-            return f"a fit at step {fit.step} to {fit.total_steps} steps"
-        before = fit
-    return ""
-
-
 def with_fits(cfg: Config, checkpoint: dict[str, Any] | None) -> Schedule:
     """The schedule of a run, which may go on from a checkpoint."""
-    fits = []
-    if checkpoint and cfg.time_budget:
-        fits = [Fit(*fit) for fit in checkpoint["budget"]["fits"]]
-    return Schedule(cfg, fits)
+    return Schedule(cfg, checkpoint["places"] if checkpoint else ())
 
 
 def wrong_with_state(state: dict[str, Any], schedule: Schedule, step: int) -> str:
@@ -6360,7 +5717,7 @@ def wrong_with_state(state: dict[str, Any], schedule: Schedule, step: int) -> st
     updates = {}
     for row in parameter_table(cfg):
         if row.optimizer == "adam":
-            updates[row.label] = step // CYCLE
+            updates[row.label] = step // cfg.adam_every
         if row.optimizer == "rowwise":
             updates[row.label] = step // row.rows.cadence
     if tied:
@@ -6375,11 +5732,9 @@ def wrong_with_state(state: dict[str, Any], schedule: Schedule, step: int) -> st
 
 def wrong_with_checkpoint(content: Any, cfg: Config, step: int) -> str:
     """What makes the content of a checkpoint unusable for this run, or an empty text."""
-    parts = dict(log=dict, train_time_ms=float, data_sha256=str, lengths=dict, state=dict)
-    if cfg.time_budget:
-        parts["budget"] = dict
+    parts = dict(log=dict, places=list, train_time_ms=float, data_sha256=str, lengths=dict, state=dict)
     has_tables = isinstance(content, dict) and "tables" in content
-    if has_tables or ngram_tables(cfg):
+    if has_tables or cfg.tables:
         parts["tables"] = list
     if not is_record(content, **parts):
         return "other content than a checkpoint's"
@@ -6402,11 +5757,6 @@ def wrong_with_checkpoint(content: Any, cfg: Config, step: int) -> str:
         check_config(cfg)
     except ConfigError as error:
         return " ".join(str(error).split())
-    wrong = ""
-    if cfg.time_budget:
-        wrong = wrong_with_budget(content["budget"], cfg, step, content["train_time_ms"])
-    if wrong:
-        return wrong
     schedule = with_fits(cfg, content)
     if step % schedule.cycle or step > schedule.total_steps:
         return f"step {step}, at which a run of {schedule.total_steps} steps writes none"
@@ -6453,7 +5803,7 @@ def check_pieces(path: Path, content: dict[str, Any], cfg: Config, fabric: Fabri
 def load_checkpoint(folder: Path, cfg: Config, fabric: Fabric) -> tuple[Path, dict[str, Any]]:
     """The last checkpoint that every rank can use, and its file. Every rank calls it.
 
-    Raises DataError if there is none, FabricError if ranks see others.
+    Raises DataError if there is none, RunError if ranks see others.
     """
     newest_first = sorted(folder.glob("step-*.pt"), reverse=True)
     names = [path.name for path in newest_first]
@@ -6466,7 +5816,7 @@ def load_checkpoint(folder: Path, cfg: Config, fabric: Fabric) -> tuple[Path, di
             check_pieces(path, content, cfg, fabric)
         except DataError as refusal:
             error = refusal
-        texts = fabric.of_all(error and (str(error), str(error.found)))
+        texts = fabric.gather(error and (str(error), error.args[1]))
         refusals = [text for text in texts if text is not None]
         if not refusals:
             return path, content
@@ -6482,8 +5832,6 @@ def load_checkpoint(folder: Path, cfg: Config, fabric: Fabric) -> tuple[Path, di
 SAMPLE_TEMPERATURE = 0.8
 PLAIN_LINES = 20                         # step lines of a whole run on a console that is no terminal
 DEVICE_POLL = 2e-4                       # s between two looks at the device, which is a cycle behind the host
-TRIAL_ROUNDS = 4                         # through all stages, to find how long a step takes: a machine's speed drifts
-TRIAL_STEPS = 8                          # of each stage in a round: whole cycles
 RESERVE_BYTES = 1 << 14                  # of the disk, held back for the last lines of a run that has filled it
 CHECKPOINTS = "checkpoints"              # folder in the run directory
 FALLBACK = "save"                        # folder in the run directory, of weights that --save could not take
@@ -6669,12 +6017,12 @@ class Log:
             sums, copied = self._leaving(sums)
         fields = dict(step=self.done, train_time_ms=round(ms, 3), tokens=self.tokens)
         self.pending.append(StepLine(fields, sums, losses.tokens, copied))
-        self.flush(keep=CYCLE)
+        self.flush(keep=self.schedule.cfg.adam_every)
 
     def _leaving(self, sums: Tensor) -> tuple[Tensor, Any]:
-        """Losses on their way to host memory, and the event behind the copy. `flush` leaves CYCLE copies in use."""
+        """Losses on their way to host memory, and the event behind the copy. `flush` leaves a cycle of copies in use."""
         if not self.copies:
-            for _ in range(CYCLE + 1):
+            for _ in range(self.schedule.cfg.adam_every + 1):
                 place = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
                 self.copies.append((place, torch.cuda.Event()))
         place, copied = self.copies[self.done % len(self.copies)]
@@ -6845,144 +6193,6 @@ def invented_data(cfg: Config, fabric: Fabric, executor: Executor) -> tuple[Conf
     return invented_cfg, headers, validation
 
 
-def try_steps(cfg: Config, fabric: Fabric, executor: Executor, train: list[ShardHeader]) -> list[tuple[int, float]]:
-    """Train TRIAL_STEPS of each stage, and put the state back. Returns (stage, time in s) of the end of each cycle.
-
-    On the tokens of the race: evenly drawn ones touch more rows, and a step takes a tenth longer on a CPU.
-    """
-    scheduled_stages = len(cfg.stages) - 1
-    trial = Schedule(replace(cfg, num_scheduled_steps=TRIAL_STEPS * scheduled_stages, num_extension_steps=TRIAL_STEPS))
-    values_of_steps = [trial.at(step) for step in range(trial.total_steps)]
-    saved = executor.snapshot()
-    loader = Loader(replace(cfg, epochs=0), fabric, train, values_of_steps, executor.exchange_ahead, "step times")
-    loader.start()
-
-    cycle_ends = []
-    for values in values_of_steps:
-        train_step(executor, loader, values)
-        if values.adam_step:
-            fabric.synchronize()
-            cycle_ends.append((values.stage, time.perf_counter()))
-    loader.close()
-    executor.restore(saved)
-    return cycle_ends
-
-
-def time_steps(cfg: Config, fabric: Fabric, executor: Executor, train: list[ShardHeader], log: Log) -> list[float]:
-    """Seconds of a step in each stage, on the slowest rank.
-
-    A mean, for the race pays its slow cycles too; but without the slowest and fastest tenth, which few rounds overrate.
-    """
-    cycles: list[list[float]] = [[] for _ in cfg.stages]
-    with log.phase("step times"):
-        for _ in range(TRIAL_ROUNDS):
-            cycle_ends = try_steps(cfg, fabric, executor, train)
-            for stage, seconds in enumerate(cycles):
-                ends = [end for at, end in cycle_ends if at == stage]
-                seconds.extend(np.diff(ends).tolist())                        # without the first, which changes stages
-
-    seconds_per_step = []
-    for seconds in cycles:
-        tenth = len(seconds) // 10
-        typical = sorted(seconds)[tenth:len(seconds) - tenth]
-        seconds_per_step.append(float(np.mean(typical)) / CYCLE)
-    return np.max(fabric.of_all(seconds_per_step), axis=0).tolist()
-
-
-def fit_budget(cfg: Config, fabric: Fabric, executor: Executor, train: list[ShardHeader],
-               log: Log) -> tuple[Config, list[float]]:
-    """Scale the schedule to time_budget by the time of a step in each stage, which it returns too.
-
-    Raises ConfigError.
-    """
-    scheduled_stages = len(cfg.stages) - 1
-    seconds_per_step = time_steps(cfg, fabric, executor, train, log)
-    *scheduled, extension = seconds_per_step
-    tail = cfg.num_extension_steps / cfg.num_scheduled_steps
-    seconds_of_a_scheduled_step = sum(scheduled) / scheduled_stages + tail * extension    # with its share of the tail
-    steps = int(cfg.time_budget / seconds_of_a_scheduled_step)
-    least = scheduled_stages * seconds_of_a_scheduled_step
-    need(steps >= scheduled_stages, "--time_budget", f"{cfg.time_budget:g} s",
-         f"a step of each stage and the share of the last, {least:.3f} s", f"--time_budget={1.1 * least:.3g}")
-
-    extension_steps = round(steps * tail)
-    total = steps + extension_steps
-    most_seconds = MAX_STEPS / (1 + tail) * seconds_of_a_scheduled_step
-    need(total <= MAX_STEPS, "--time_budget", f"{cfg.time_budget:g} s",
-         f"at most {MAX_STEPS} steps, which take {most_seconds:.0f} s here", f"--time_budget={0.99 * most_seconds:.0f}")
-
-    cfg = replace(cfg, num_scheduled_steps=steps, num_extension_steps=extension_steps)
-    check_host_memory(cfg, fabric)                            # for more steps than were planned, perhaps
-    log.schedule = Schedule(cfg)
-    log.event("budget", seconds=cfg.time_budget, steps=total, seconds_per_step=seconds_per_step)
-    log.text(f"time budget {cfg.time_budget:g} s: {total} steps")
-    return cfg, seconds_per_step
-
-
-def fit_due(schedule: Schedule, step: int) -> bool:
-    """Whether half of what was left at the last fit is done, and a step behind the cycle that is prepared is left."""
-    last = 0
-    if schedule.fits:
-        last = schedule.fits[-1].step
-    half = (schedule.total_steps - last) // 2
-    cycle = schedule.cycle
-    if step % cycle != 0 or step == last or step + cycle >= schedule.total_steps:
-        return False
-    return step >= last + half - half % cycle
-
-
-def most_steps(schedule: Schedule, first: int, tokens_left: float) -> int:
-    """How long a run may be at most, if from step `first` on the data have so many tokens left."""
-    cfg = schedule.cfg
-    steps = schedule.total_steps - first
-    batches = [stage.batch_tokens for stage in cfg.stages]
-    tokens = float(np.dot(schedule.steps_by_stage(first, schedule.total_steps), batches))
-    of_data = max(0.0, steps * tokens_left / tokens)
-    return int(min(first + of_data, MAX_STEPS))
-
-
-def fit_rest(schedule: Schedule, seconds_per_step: list[float], step: int, ms: float, most: int) -> Fit:
-    """The length, of `most` steps at most, with which a run that has done `step` steps in `ms` ends with --time_budget.
-
-    The stretch since the last fit says how fast the machine is now. It is about as long as what is left, so there is
-    no better forecast. What a step of one stage costs next to that of another, seconds_per_step has to say.
-    """
-    budget_ms = 1000 * schedule.cfg.time_budget
-    total = schedule.total_steps
-    first = step + schedule.cycle                                             # the steps before it stay as they are
-    last = Fit(0, 0.0, total)
-    if schedule.fits:
-        last = schedule.fits[-1]
-
-    def seconds_of(start: int, end: int) -> float:
-        return float(np.dot(schedule.steps_by_stage(start, end), seconds_per_step))
-
-    pace = (ms - last.ms) / seconds_of(last.step, step)                       # ms now of a second then
-    ms_left = budget_ms - ms - pace * seconds_of(step, first)
-    stretch = max(0.0, ms_left / (pace * seconds_of(first, total)))
-    wanted = first + stretch * (total - first)
-    return Fit(step, ms, round(min(wanted, most)))
-
-
-def keep_to_budget(seconds_per_step: list[float], loader: Loader, clock: Clock, log: Log) -> None:
-    """Fit the rest of the run to what is left of --time_budget, on every rank by rank 0's clock, as in the result."""
-    fabric = log.fabric
-    schedule = log.schedule
-    cfg = schedule.cfg
-    fabric.synchronize()                                                      # the clock alone is ahead of a GPU
-    ms = fabric.of_all(clock.ms)[0]
-    most = most_steps(schedule, log.done + schedule.cycle, loader.tokens_left())
-    fit = fit_rest(schedule, seconds_per_step, log.done, ms, most)
-
-    log.follow(Schedule(cfg, (*schedule.fits, fit)))
-    log.event("budget", seconds=cfg.time_budget, steps=fit.total_steps, step=fit.step, train_time_ms=round(ms, 3))
-    remark = ""
-    if fit.total_steps == most:
-        remark = ", the most that the data last or a run may have"
-    log.text(f"time budget {cfg.time_budget:g} s: {ms / 1000:.2f} s after {fit.step} steps, so {fit.total_steps} steps "
-             f"in all{remark}")
-
-
 def union(spans: Iterable[tuple[float, float]]) -> float:
     """Length of what (start, end) spans cover together."""
     total = reached = 0.0
@@ -7035,8 +6245,8 @@ def profiled_ms(events: list, on_cuda: bool) -> dict[str, float]:
 def report_profile(profile: Any, log: Log) -> None:
     """A trace file of every rank, and on rank 0 where the time went. Every rank calls it."""
     fabric = log.fabric
-    folder = fabric.of_all(str(log.run_dir))[0]                               # rank 0's: others may have made one up
-    ranks = fabric.of_all(profiled_ms(profile.events(), fabric.on_cuda))
+    folder = fabric.gather(str(log.run_dir))[0]                               # rank 0's: others may have made one up
+    ranks = fabric.gather(profiled_ms(profile.events(), fabric.on_cuda))
     Path(folder).mkdir(parents=True, exist_ok=True)                           # on another node too
     profile.export_chrome_trace(f"{folder}/trace_rank{fabric.rank}.json.gz")
 
@@ -7095,7 +6305,7 @@ def generate(cfg: Config, executor: Evaluator, values: Values, prompt: Sequence[
                            "sample from another save, or train again at a lower learning rate")
         shares = torch.softmax(logits / SAMPLE_TEMPERATURE, 0)
         drawn = int(torch.multinomial(shares, 1, generator=generator))
-        token = min(executor.fabric.of_all(drawn))                            # one text, whatever a rank's rounding
+        token = min(executor.fabric.gather(drawn))                            # one text, whatever a rank's rounding
         if token == cfg.document_start:
             break
         tokens.append(token)
@@ -7138,24 +6348,24 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def read_launch() -> tuple[int, int, int, int]:
-    """Rank, rank on this host, number of ranks, number on this host, as torchrun tells them. Raises FabricError."""
+    """Rank, rank on this host, number of ranks, number on this host, as torchrun tells them. Raises ConfigError."""
     alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
     told = {name: os.environ.get(name, text) for name, text in alone.items()}
     numbers = [int(text) if text.isdecimal() else -1 for text in told.values()]
     rank, local_rank, world, neighbours = numbers
     if not 0 <= rank < world or local_rank < 0:
-        raise FabricError("launch", told, "0 <= RANK < WORLD_SIZE, as torchrun sets them", "start with torchrun")
+        raise ConfigError("launch", told, "0 <= RANK < WORLD_SIZE, as torchrun sets them", "start with torchrun")
 
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if world > 1 and missing:
-        raise FabricError("launch", f"WORLD_SIZE={world} without {', '.join(missing)}", "all that torchrun sets",
+        raise ConfigError("launch", f"WORLD_SIZE={world} without {', '.join(missing)}", "all that torchrun sets",
                           f"torchrun --standalone --nproc_per_node={world} train_gpt.py ..., or for a single process "
                           "unset WORLD_SIZE")
     return rank, local_rank, world, neighbours
 
 
 def make_fabric(cfg: Config) -> Fabric:
-    """Pick the device and join the process group that torchrun describes. Raises FabricError, ConfigError."""
+    """Pick the device and join the process group that torchrun describes. Raises ConfigError."""
     rank, local_rank, world, neighbours = read_launch()
     cuda = cfg.device != "cpu" and torch.cuda.is_available()
     gpus = torch.cuda.device_count()
@@ -7163,12 +6373,12 @@ def make_fabric(cfg: Config) -> Fabric:
         raise ConfigError("--device=cuda, which the record preset sets", "no CUDA device",
                           "an NVIDIA GPU and torch for CUDA", "--preset=pocket trains on a CPU in about two minutes")
     if cuda and max(local_rank + 1, neighbours) > gpus:
-        raise FabricError("more ranks than devices", f"{neighbours} ranks, {gpus} GPUs", "one GPU for each rank",
+        raise ConfigError("more ranks than devices", f"{neighbours} ranks, {gpus} GPUs", "one GPU for each rank",
                           f"torchrun --nproc_per_node={gpus} train_gpt.py ...")
     if cfg.num_slots % world:
         fits = [w for w in range(1, cfg.num_slots + 1) if cfg.num_slots % w == 0]
         nearest_below = max(w for w in fits if w <= world)
-        raise FabricError("number of ranks", world, f"a divisor of num_slots={cfg.num_slots}: {fits}",
+        raise ConfigError("number of ranks", world, f"a divisor of num_slots={cfg.num_slots}: {fits}",
                           f"torchrun --nproc_per_node={nearest_below} train_gpt.py ...")
 
     if not cuda:
@@ -7191,7 +6401,7 @@ def keep_freed_memory() -> None:
 
 
 def join_ranks(cfg: Config, fabric: Fabric) -> Fabric:
-    """The fabric with its process groups, in which each rank knows where the others run. Raises FabricError."""
+    """The fabric with its process groups, in which each rank knows where the others run. Raises ConfigError."""
     patience = timedelta(seconds=cfg.comm_timeout)
 
     def join() -> Any:
@@ -7204,20 +6414,10 @@ def join_ranks(cfg: Config, fabric: Fabric) -> Fabric:
     except (RuntimeError, ValueError, TimeoutError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         said = str(error)[:200] or "nothing that answers as a store of ranks does"
-        raise FabricError("waiting for all ranks", f"at {address}: {said}",
+        raise ConfigError("waiting for all ranks", f"at {address}: {said}",
                           f"{fabric.world} ranks in {cfg.comm_timeout} s",
                           "see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
-    processes = fabric.of_all((host_name(), os.getpid()))
-    return replace(fabric, plan_group=plan_group, processes=tuple(processes))
-
-
-def host_name() -> str:
-    """What processes share that can look for one another by process id: the machine since its start, the container."""
-    name = platform.node()
-    with contextlib.suppress(OSError):                                        # two machines may have one name
-        name += " " + Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        name += " " + os.readlink("/proc/self/ns/pid")
-    return name
+    return replace(fabric, plan_group=plan_group)
 
 
 def head_precision(cfg: Config, fabric: Fabric) -> str:
@@ -7271,7 +6471,7 @@ def usable_attention(preset: str, cfg: Config, fabric: Fabric) -> list[str]:
     usable = []
     refusals = {}
     for name in FLASH_PACKAGES if automatic else [asked]:
-        whys = fabric.of_all(refusal_of(name, cfg, fabric))
+        whys = fabric.gather(refusal_of(name, cfg, fabric))
         refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(whys) if why), "")
         if refusal:
             refusals[name] = refusal
@@ -7355,7 +6555,7 @@ def fastest_attention(cfg: Config, fabric: Fabric, usable: list[str], slots_at_o
     """
     chosen = usable[0]
     if len(usable) > 1:
-        ms = {name: max(fabric.of_all(attention_ms(name, cfg, fabric, slots_at_once))) for name in usable}
+        ms = {name: max(fabric.gather(attention_ms(name, cfg, fabric, slots_at_once))) for name in usable}
         chosen = min(usable, key=ms.get)
         times = ", ".join(f"{name} {ms[name]:.2f} ms" for name in usable)
         fabric.say(f"attention of a pass through all layers at the largest stage: {times}")
@@ -7510,9 +6710,10 @@ def write_header(log: Log, cfg: Config, executor: Executor, origin: Origin, kind
     slots_of_a_rank = cfg.num_slots // fabric.world
     micro_batches = -(-slots_of_a_rank // executor.slots_at_once)
     untimed_steps = len(log.schedule.warm_up_steps())
-    if cfg.time_budget:
-        untimed_steps += TRIAL_ROUNDS * TRIAL_STEPS * len(cfg.stages)
 
+    flags = changed | dict(slots_per_micro_batch=str(executor.slots_at_once))
+    if fabric.rank == 0:
+        (log.run_dir / SETTINGS).write_text(json.dumps(dict(preset=origin.preset, flags=flags)))
     started = time.strftime("%Y-%m-%dT%H:%M:%S")                              # by the clock of rank 0's machine
     log.event(kind, preset=origin.preset, started=started, changed=changed, config=asdict(cfg), seed=cfg.seed,
               **versions, nccl=nccl, hardware=hardware(fabric), world_size=fabric.world, attention=origin.attention,
@@ -7569,17 +6770,13 @@ def reason_for_void(cfg: Config, shards: Shards) -> str:
     reasons = []
     if cfg.profile:
         reasons.append("profiled")
-    changed = changed_shards(shards.train + shards.val, shards.sha256)
-    if changed:
-        others = f" and {len(changed) - 1} more" if len(changed) > 1 else ""
-        reasons.append(f"data changed: {changed[0]}{others}")
     return "; ".join(reasons)
 
 
 def recompiles_of_all(log: Log, mine: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Graphs that were compiled in the race, of all ranks, which are said aloud. Every rank calls it."""
     everyone = []
-    for rank, theirs in enumerate(log.fabric.of_all(mine)):
+    for rank, theirs in enumerate(log.fabric.gather(mine)):
         for graph in theirs:
             log.text(f"compiled in the race, on its clock: {graph['name']} on rank {rank} behind step {graph['step']}, "
                      f"{graph['ms'] / 1000:.2f} s; {graph['guard']}")
@@ -7640,15 +6837,13 @@ def write_checkpoint(cfg: Config, seconds_per_step: list[float], executor: Execu
     clock.stop()
     lengths = dict(num_scheduled_steps=cfg.num_scheduled_steps, num_extension_steps=cfg.num_extension_steps)
     content = dict(log=log.seen(), train_time_ms=clock.ms, data_sha256=sha256, lengths=lengths)
-    if cfg.time_budget:
-        fits = [list(fit) for fit in log.schedule.fits]
-        content["budget"] = dict(seconds_per_step=seconds_per_step, fits=fits)
+    content["places"] = log.schedule.places
     folder = log.run_dir / CHECKPOINTS
     tables = executor.rowwise_tables()
     with log.phase("checkpoint"):
         content["state"] = executor.whole_state(log.schedule.at(log.done))
         with pieces_of_all(folder, log.done, tables, True, log.fabric) as pieces:
-            if ngram_tables(cfg):
+            if cfg.tables:
                 content["tables"] = table_records(cfg, pieces)
             if log.fabric.rank == 0:
                 save_checkpoint(folder, log.done, content, pieces)
@@ -7677,7 +6872,12 @@ def run_once(cfg: Config, seconds_per_step: list[float], executor: Executor, sha
 
     def steps_to_do() -> Iterator[Values]:
         step = first
-        while step < log.schedule.end_step:                                   # of the schedule at that time
+        while True:
+            if cfg.time_budget and step % log.schedule.cycle == 0:            # by the clock of this rank: W = 1 only
+                elapsed = clock.ms / (1000 * cfg.time_budget)
+                log.schedule.places.append(elapsed * log.schedule.total_steps)
+            if step >= log.schedule.end_step:
+                return
             yield log.schedule.at(step)
             step += 1
 
@@ -7692,8 +6892,6 @@ def run_once(cfg: Config, seconds_per_step: list[float], executor: Executor, sha
     profile = start_profile(cfg, first)
 
     def before_step(step: int) -> None:
-        if cfg.time_budget and not cfg.profile and fit_due(log.schedule, step):
-            keep_to_budget(seconds_per_step, loader, clock, log)
         if checkpoint_due(cfg, step):
             write_checkpoint(cfg, seconds_per_step, executor, clock, log, shards.sha256)
         if profile is not None and step > first:
@@ -7757,8 +6955,12 @@ def report(cfg: Config, executor: Executor, validation: ValidationSet, log: Log,
 
 def print_result(fabric: Fabric, text: str, instead: str) -> None:
     """Print what a run or a sample is for. Raises RunError if the console does not take it."""
-    if not fabric.say(text):
-        raise RunError("printing the result", fabric.console.lost, "a standard output that takes all lines", instead)
+    if fabric.rank == 0:
+        try:
+            print(text, flush=True)
+        except (OSError, ValueError) as error:
+            raise RunError("printing the result", reason_of(error), "a standard output that takes all lines",
+                           instead) from None
 
 
 def open_checkpoint(cfg: Config, fabric: Fabric, sha256: str) -> tuple[Config, dict[str, Any]]:
@@ -7776,8 +6978,7 @@ def open_checkpoint(cfg: Config, fabric: Fabric, sha256: str) -> tuple[Config, d
     cfg = replace(cfg, **content["lengths"])
 
     if content["data_sha256"] != sha256:
-        preset, changed = earlier_run(run_dir)
-        before = Config(**PRESETS[preset] | changed)
+        before = make_config(*read_settings(run_dir))
         raise DataError(
             f"data to resume {run_dir} with",
             f"--train_files={cfg.train_files} --val_files={cfg.val_files}, whose content hashes to "
@@ -7843,7 +7044,7 @@ def warm_up_with_patience(cfg: Config, fabric: Fabric, executor: Executor, log: 
 
     with log.phase("warm-up"):
         fabric.set_timeout(cfg.comm_timeout * to_compile)
-        warm_up(cfg, fabric, log.schedule, executor, during)
+        warm_up(cfg, fabric, Schedule(replace(cfg, time_budget=0.0)), executor, during)
         fabric.set_timeout(cfg.comm_timeout * to_write)
     if executor.compiling:
         ms = sum(graph["ms"] for graph in graphs)
@@ -7897,10 +7098,6 @@ def run_all(preset: str, given: Config, fabric: Fabric, ending: Ending) -> bool:
     cfg, shards, earlier = open_data(given, fabric)
     schedule = with_fits(cfg, earlier)
     precision = head_precision(cfg, fabric)
-    if earlier:
-        check_profile(schedule, earlier["log"]["done"])
-    elif not cfg.time_budget:                                                 # with one, the steps are not known yet
-        check_profile(schedule, 0)
     if cfg.save and fabric.rank == 0:
         prepare_save(Path(cfg.save))                                          # not after hours of training
     folders = run_folders(preset, cfg, fabric)
@@ -7926,12 +7123,6 @@ def run_all(preset: str, given: Config, fabric: Fabric, ending: Ending) -> bool:
         validation = ValidationSet(cfg, fabric, shards.val, executor.exchange)
     warm_up_with_patience(cfg, fabric, executor, log)
     seconds_per_step: list[float] = []
-    if cfg.time_budget and earlier:
-        seconds_per_step = earlier["budget"]["seconds_per_step"]
-    elif cfg.time_budget:
-        cfg, seconds_per_step = fit_budget(cfg, fabric, executor, shards.train, log)
-        check_enough_data(cfg, log.schedule, shards.train)
-        check_profile(log.schedule, 0)
 
     pristine = executor.snapshot() if cfg.runs > 1 else None
     result, saved = run_once(cfg, seconds_per_step, executor, shards, validation, log, earlier)
@@ -8008,7 +7199,7 @@ def sample_saved(flags: Config) -> int:
     if dtype == "bfloat16" and not fabric.on_cuda:
         dtype = "float32"
     cfg = replace(cfg, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens,
-                  table_home="host")                          # a sample reads few rows, which any device has room for
+                  tables=tuple(table._replace(home="host") for table in cfg.tables))                          # a sample reads few rows, which any device has room for
     check_room_for_tables(folder, trained, cfg, tables, fabric)
     evaluator = Evaluator(cfg, fabric, attention_reference)
     evaluator.model.load_state_dict(tensors)
@@ -8022,18 +7213,8 @@ def sample_saved(flags: Config) -> int:
 
 def lost_rank(found: str, fabric: Fabric | None) -> RunError:
     """What to tell when another rank is lost: which one on this host is gone, if one is."""
-    gone = []
-    if fabric:
-        gone = fabric.gone()
-        if not gone:
-            time.sleep(0.1)                                                   # its sockets close just before it is gone
-            gone = fabric.gone()
-
-    if not gone:
-        return RunError("lost another rank", found, "every rank's answer within --comm_timeout",
-                        "look for the end of the other ranks: killed, out of memory, or stuck")
-    return RunError("lost another rank", f"{', '.join(gone)} is gone, probably first; {found}", "ranks that stay",
-                    "if it has not said why, it was killed: look at dmesg for the out-of-memory killer")
+    return RunError("lost another rank", found, "every rank's answer within --comm_timeout",
+                    "look for the end of the other ranks: killed, out of memory, or stuck")
 
 
 def in_our_words(error: BaseException, fabric: Fabric | None) -> BaseException:
@@ -8060,8 +7241,6 @@ def describe(error: BaseException, fabric: Fabric | None = None) -> tuple[int, s
         if error.code <= EXIT_BY_SIGNAL:
             return error.code, ""                                             # --help
         cause = f"ended from outside ({signal.Signals(error.code - EXIT_BY_SIGNAL).name})"
-        if fabric and fabric.gone():                                          # for which torchrun ends the others
-            cause = f"RunError: {lost_rank(cause, fabric)}"
         return error.code, cause
 
     told = in_our_words(error, fabric)

@@ -1,7 +1,5 @@
 """Room 2: the schedule of the record preset is the recipe's, number by number; what a run derives scales with it."""
-import itertools
 import math
-import random
 
 import pytest
 from common import preset
@@ -62,29 +60,28 @@ def test_every_row_of_the_recipe(record):
     for row in RECIPE_4.strip().splitlines():
         step, stage, batch, windows, weights, factor, momentum, normuon_lr, adam_lr, adam = row.split()
         v = record.at(int(step))
-        assert (v.step, v.stage, v.slot_tokens * 8, v.max_doc_len) == (int(step), int(stage), int(batch), 2048), step
+        assert (v.step, v.stage, v.slot_tokens * 8) == (int(step), int(stage), int(batch)), step
         assert [v.short_window, v.long_window] == [128 * int(w) for w in windows.split("/")], step
         assert v.mtp_weights == pytest.approx([float(w) for w in weights.split(",")], **close), step
-        assert v.lr_factor == pytest.approx(float(factor), **close), step
+        assert record.lr_factor_at(int(step)) == pytest.approx(float(factor), **close), step
         assert v.momentum == pytest.approx(float(momentum), rel=0, abs=6e-7), step        # printed with 6 decimals
         assert (v.normuon_lr, v.adam_lr) == pytest.approx((float(normuon_lr), float(adam_lr)), **close), step
         assert v.adam_step == (adam == "yes"), step
 
 
 def test_single_numbers_of_the_recipe(record):
-    assert (record.stage_starts, record.stage_ends) == ((0, 502, 1005, 1507), (502, 1005, 1507, 1547))
+    assert (record.starts, record.ends) == ((0, 502, 1005, 1507), (502, 1005, 1507, 1547))
     assert record.cooldown_start == 678
     factors = {1003: 0.96330519, 1007: 1.08311218, 1500: 0.11376357, 1505: 0.10393245}
     for step, factor in factors.items():
-        assert record.at(step).lr_factor == pytest.approx(factor, rel=0, abs=6e-9)        # printed with 8 decimals
+        assert record.lr_factor_at(step) == pytest.approx(factor, rel=0, abs=6e-9)        # printed with 8 decimals
     assert [record.at(step).momentum for step in (1500, 1540)] == pytest.approx([0.944, 0.864], rel=1e-12)
     values = [record.at(step) for step in range(1547)]
     assert sum(8 * v.slot_tokens for v in values) == 410_779_648
     assert sum(v.adam_step for v in values) == 773
-    assert [v.step for v in values if v.split] == [1005], "odd, so that both moments are fresh"
-    assert sum(v.adam_step for v in values[:1006]) == 503, "Adam updates up to the split"
+    assert [v.step for v in values if v.untie] == [1005], "odd, so that both moments are fresh"
+    assert sum(v.adam_step for v in values[:1006]) == 503, "Adam updates up to the untying"
     assert [v.step for v in values if v.validate] == [0, 250, 500, 750, 1000, 1250, 1500]
-    assert {v.val_slot_tokens for v in values} == {262_144}
 
 
 def test_yarn_frequencies_and_scales(record):
@@ -134,59 +131,80 @@ def test_momentum_ramps_scale_unless_set(steps, ramps, want):
     assert momentum[total - down:] == pytest.approx(falling, rel=1e-12)
 
 
+def untied_at(stage: int | None) -> tuple[tg.Stage, ...]:
+    """The stages of `tiny`, of which another one unties, or none."""
+    return tuple(row._replace(untie=k == stage) for k, row in enumerate(tg.TINY_STAGES))
+
+
 @pytest.mark.parametrize("changes", [
     dict(), dict(num_scheduled_steps=3, num_extension_steps=0), dict(num_scheduled_steps=4, num_extension_steps=1),
-    dict(num_scheduled_steps=30), dict(split_stage=0), dict(split_stage=3), dict(max_steps=5), dict(max_steps=1),
-    dict(num_scheduled_steps=31, num_extension_steps=7, max_steps=33)])
-def test_warm_up_meets_every_kind_of_step(changes):
-    """A graph depends on the stage, the parity of the step and being tied: the warm-up runs each kind the race has."""
+    dict(num_scheduled_steps=30), dict(stages=untied_at(0)), dict(stages=untied_at(3)), dict(stages=untied_at(None)),
+    dict(max_steps=5), dict(max_steps=1), dict(num_scheduled_steps=31, num_extension_steps=7, max_steps=33),
+    dict(adam_every=1), dict(adam_every=1, max_steps=5),
+    dict(tables=(tg.NgramTable("a_embed", 3, 100, cadence=4),), num_scheduled_steps=31, max_steps=33)])
+def test_warm_up_steps__meet_every_kind_of_step(changes):
+    """A graph depends on the stage, on whether Adam updates and on being tied: the warm-up runs each kind of the race.
+
+    In whole cycles, for an Adam step needs all its gradients; one that max_steps cuts short is the last.
+    """
     schedule = tg.Schedule(preset("tiny", **changes))
-    kinds = {step: (v.stage, v.adam_step, step > schedule.split_step)
-             for step in range(schedule.end_step) for v in [schedule.at(step)]}
+    kinds = {v.step: (v.stage, v.adam_step, v.tied) for v in map(schedule.at, range(schedule.end_step))}
     steps = schedule.warm_up_steps()
-    assert steps == sorted(set(steps)) and set(steps) <= set(kinds)
-    assert {kinds[step] for step in steps} >= {(stage, adam, tied) for stage, adam, tied in kinds.values() if adam}
+    assert len(steps) == len(set(steps)) and set(steps) <= set(kinds)
+    assert {kinds[step] for step in steps} >= {kind for kind in kinds.values() if kind[1]}
     assert {kinds[step][:2] for step in steps} == {kind[:2] for kind in kinds.values()}
-    assert all(step - 1 in steps for step in steps if step % 2), "whole cycles: an Adam step has all its gradients"
+    for at in range(0, len(steps), schedule.cycle):
+        first, *others = steps[at:at + schedule.cycle]
+        assert first % schedule.cycle == 0 and others == list(range(first + 1, first + 1 + len(others)))
+        assert len(others) == schedule.cycle - 1 or at + schedule.cycle > len(steps)
 
 
-@pytest.mark.parametrize("scheduled, stage, split", [(9, 1, 3), (12, 1, 5), (12, 2, 9), (12, 0, 1), (12, 3, 13)])
-def test_split_is_the_first_odd_step_of_its_stage(scheduled, stage, split):
-    schedule = tg.Schedule(preset("tiny", num_scheduled_steps=scheduled, split_stage=stage))
-    assert [step for step in range(scheduled + 3) if schedule.at(step).split] == [split]
+def test_warm_up_steps__the_largest_stage_comes_first(record):
+    assert record.warm_up_steps() == [*range(1004, 1008), *range(1506, 1510), *range(502, 506), *range(4)]
+    assert tg.Schedule(preset("tiny", max_steps=5)).warm_up_steps() == [2, 3, 0, 1, 4], "stage 1 is the largest reached"
 
 
-@pytest.mark.parametrize("scheduled, stage, last_tied", [(9, 1, 3), (12, 1, 5), (12, 0, 1), (12, 3, 13)])
-def test_steps_are_tied_up_to_the_split_and_a_cycle_never_is_by_half(scheduled, stage, last_tied):
-    """The split is behind the update of an odd step: both steps of its cycle still read the head."""
-    schedule = tg.Schedule(preset("tiny", num_scheduled_steps=scheduled, split_stage=stage))
-    tied = [schedule.at(step).tied for step in range(scheduled + 3)]
-    assert tied == [step <= last_tied for step in range(scheduled + 3)]
-    assert tied[::2][:len(tied[1::2])] == tied[1::2]
-    assert all(v.adam_step == (v.step % tg.CYCLE == tg.CYCLE - 1) for v in map(schedule.at, range(scheduled)))
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("scheduled, stage, start", [(9, 1, 3), (12, 1, 4), (12, 2, 8), (12, 0, 0), (12, 3, 12)])
+def test_at__unties_at_the_end_of_the_adam_cycle_that_contains_the_start(scheduled, stage, start, every):
+    """All steps of that cycle still read the head; the odd one, if there are two, has fresh moments."""
+    untie = start | 1 if every == 2 else start
+    schedule = tg.Schedule(preset("tiny", num_scheduled_steps=scheduled, stages=untied_at(stage), adam_every=every))
+    values = [schedule.at(step) for step in range(scheduled + 3)]
+    assert [v.step for v in values if v.untie] == [untie] and schedule.untie_step == untie
+    assert [v.tied for v in values] == [step <= untie for step in range(scheduled + 3)]
+    assert [v.adam_step for v in values] == [every == 1 or step % 2 == 1 for step in range(scheduled + 3)]
+
+
+def test_at__without_a_stage_that_unties_all_stays_tied():
+    schedule = tg.Schedule(preset("tiny", stages=untied_at(None)))
+    values = [schedule.at(step) for step in range(13)]
+    assert all(v.tied for v in values) and not any(v.untie for v in values)
 
 
 @pytest.mark.parametrize("stop, last", [(0, 12), (5, 5), (12, 12), (99, 12)])
-def test_max_steps_stops_early_and_changes_no_value(stop, last):
+def test_end_step__max_steps_stops_early_and_changes_no_value(stop, last):
     whole, cut = tg.Schedule(preset("tiny")), tg.Schedule(preset("tiny", max_steps=stop))
     assert (cut.end_step, cut.total_steps) == (last, 12)
     assert [cut.at(step) for step in range(last)] == [whole.at(step) for step in range(last)]
+    assert cut.planned_counts() == [sum(cut.at(step).stage == k for step in range(last)) for k in range(4)]
 
 
-def test_every_step_belongs_to_one_stage_and_rates_never_jump_in_the_cooldown():
+def test_at__every_step_belongs_to_one_stage_and_rates_never_jump_in_the_cooldown():
     schedule = tg.Schedule(preset("tiny", num_scheduled_steps=100, num_extension_steps=10))
     values = [schedule.at(step) for step in range(111)]
     assert [v.stage for v in values] == [0] * 33 + [1] * 34 + [2] * 33 + [3] * 11
-    falling = [v.lr_factor for v in values[44:67]]                   # cooldown: 100 x (1 - 0.55), rounded down
+    factors = [schedule.lr_factor_at(step) for step in range(111)]
+    falling = factors[44:67]                                         # cooldown: 100 x (1 - 0.55), rounded down
     assert falling[0] == 1.52 and all(a > b for a, b in zip(falling, falling[1:]))
-    assert [v.lr_factor for v in values[100:]] == pytest.approx([0.1] * 11, rel=1e-12)
+    assert factors[100:] == pytest.approx([0.1] * 11, rel=1e-12)
     assert all(v.mtp_weights[-1] > 0 for v in values), "the position in a stage never reaches 1"
     assert [len(v.mtp_weights) for v in values] == [3] * 33 + [2] * 34 + [1] * 44
 
 
-# ---- a length that changes during the run ----------------------------------------------------------------------------
+# ---- a time budget: the clock says the place of each run cycle ------------------------------------------------------
 
-BY_STEP = ("step", "adam_step", "tied", "split", "validate")
+BY_STEP = ("step", "adam_step", "tied", "untie", "validate")
 
 
 def by_place(values: tg.Values) -> dict:
@@ -194,84 +212,44 @@ def by_place(values: tg.Values) -> dict:
     return {name: value for name, value in vars(values).items() if name not in BY_STEP}
 
 
-def fits(*lengths: tuple[int, int]) -> list[tg.Fit]:
-    """Of (step, total steps); the time says nothing to a schedule."""
-    return [tg.Fit(step, 0.0, total) for step, total in lengths]
+def test_place__by_the_clock():
+    """Both steps of a cycle have its place; stages, rates, momentum and token weights are those of the plan there."""
+    cfg = preset("tiny", time_budget=60.0)
+    plan = tg.Schedule(preset("tiny"))
+    schedule = tg.Schedule(cfg, [0, 2, 2, 5, 9])
+    for step, place in enumerate([0, 0, 2, 2, 2, 2, 5, 5, 9, 9]):
+        assert by_place(schedule.at(step)) == by_place(plan.at(place)), step
+        assert schedule.at(step).adam_step == (step % 2 == 1)
+        assert schedule.at(step).validate == (step % 5 == 0)
+    between = tg.Schedule(cfg, [4.5])
+    assert plan.at(4).mtp_weights[1] > between.at(0).mtp_weights[1] > plan.at(5).mtp_weights[1]
+    assert plan.at(4).momentum <= between.at(0).momentum <= plan.at(5).momentum
 
 
-def test_behind_a_fit_come_the_values_of_the_stretched_schedule():
-    """Twice as long from step 14 on: the steps behind are those of a schedule of twice the length, from its step 28."""
-    settings = dict(cooldown_frac=0.5, momentum_warmup_steps=8, momentum_cooldown_steps=6)
-    twice = dict(cooldown_frac=0.5, momentum_warmup_steps=16, momentum_cooldown_steps=12)
-    plain = tg.Schedule(preset("tiny", num_scheduled_steps=30, num_extension_steps=6, **settings))
-    slow = tg.Schedule(preset("tiny", num_scheduled_steps=60, num_extension_steps=12, **twice))
-    fitted = tg.Schedule(plain.cfg, fits((12, 14 + 2 * (36 - 14))))
-    assert (fitted.total_steps, fitted.end_step) == (58, 58)
-    assert [fitted.at(step) for step in range(14)] == [plain.at(step) for step in range(14)]
-    for step in range(14, 59):
-        found = by_place(fitted.at(step))
-        expected = by_place(slow.at(step + 14))
-        assert found.keys() == expected.keys() and len(found) == 12
-        for name, value in found.items():
-            if isinstance(value, (float, tuple)) and name != "rotary":
-                assert value == pytest.approx(expected[name], rel=1e-12), (step, name)
-            else:
-                assert value == expected[name], (step, name)
-    assert fitted.stage_starts == (0, 10, 26, 46) and fitted.split_step == 27
-    assert [step for step in range(59) if fitted.at(step).adam_step] == list(range(1, 59, 2))
-    assert [step for step in range(59) if fitted.at(step).validate] == list(range(0, 59, fitted.cfg.val_every))
+def test_end_step__by_the_clock():
+    """Nobody knows it until the clock has said so; then it is that cycle's first step, which is not trained."""
+    schedule = tg.Schedule(preset("tiny", time_budget=60.0))
+    for place in (0.0, 3.1, 6.2, 9.3):
+        schedule.places.append(place)
+        assert schedule.end_step == math.inf
+    schedule.places.append(12.4)
+    assert schedule.end_step == 8
+    end = tg.Schedule(preset("tiny")).at(12)
+    assert by_place(schedule.at(8)) == by_place(end), "the final validation's, whatever the clock says beyond the end"
+    assert tg.Schedule(preset("tiny", time_budget=60.0, max_steps=5), [0.0]).end_step == 5
+    assert tg.Schedule(preset("tiny", time_budget=60.0, max_steps=5), [0.0, 99.0]).end_step == 2
 
 
-def test_a_fit_to_the_same_length_changes_nothing():
-    plain = tg.Schedule(preset("record"))
-    fitted = tg.Schedule(plain.cfg, fits((772, 1547), (1158, 1547)))
-    assert [fitted.at(step) for step in range(1548)] == [plain.at(step) for step in range(1548)]
-
-
-def check_fitted(fitted: tg.Schedule, before: tg.Schedule, first: int) -> None:
-    """Whatever the fit, from step `first` on: what was trained or prepared stays, and no step is of two minds."""
-    steps = range(fitted.total_steps)
-    values = [fitted.at(step) for step in steps]
-    assert values[:first] == [before.at(step) for step in range(first)], "the steps in front, to the last bit"
-    stages = [v.stage for v in values]
-    assert stages == sorted(stages)
-    places = [fitted.place(step) for step in range(fitted.total_steps + 1)]
-    assert places == sorted(places) and places[-1] == fitted.planned_steps
-    assert [v.split for v in values] == [step == fitted.split_step for step in steps]
-    assert [v.tied for v in values] == [step <= fitted.split_step for step in steps]
-    assert fitted.split_step % tg.CYCLE == 1
-    in_or_behind = [step for step in steps if stages[step] >= fitted.cfg.split_stage]
-    if in_or_behind:
-        assert fitted.split_step == in_or_behind[0] | 1, "once, at the first Adam step of its stage"
-    assert fitted.steps_by_stage(0, fitted.total_steps) == [stages.count(k) for k in range(4)]
-    assert fitted.steps_by_stage(3, 7) == [stages[3:7].count(k) for k in range(4)]
-    assert fitted.at(fitted.total_steps).tied == (fitted.total_steps <= fitted.split_step)
-    assert fitted.at(fitted.total_steps).long_window == 20 * fitted.cfg.window_block
-
-
-@pytest.mark.parametrize("split_stage", [0, 1, 2, 3])
-def test_no_fit_moves_a_step_that_is_prepared_or_splits_twice(split_stage):
-    """Every step of a run of 27, and every length: borders of stages and the split are near many of them."""
-    cfg = preset("tiny", num_scheduled_steps=22, num_extension_steps=5, split_stage=split_stage)
-    plain = tg.Schedule(cfg)
-    for step in range(2, 25, 2):
-        for total in range(step + 2, 60):
-            check_fitted(tg.Schedule(cfg, fits((step, total))), plain, step + 2)
-
-
-def test_many_fits_one_behind_the_other():
-    rng = random.Random(5)
-    for _ in range(60):
-        cfg = preset("tiny", num_scheduled_steps=rng.randint(6, 90), num_extension_steps=rng.randint(0, 9),
-                     split_stage=rng.randint(0, 3))
-        made = []
-        before = tg.Schedule(cfg)
-        step = 0
-        for _ in itertools.repeat(None, 6):
-            step += 2 * rng.randint(1, 8)
-            if step + 2 >= before.total_steps:
-                break
-            made += fits((step, step + 2 + rng.randint(0, 70)))
-            fitted = tg.Schedule(cfg, made)
-            check_fitted(fitted, before, step + 2)
-            before = fitted
+@pytest.mark.parametrize("cadence, places, untie", [
+    (2, [0.0, 2.0, 5.9, 6.0, 6.0], 7), (2, [0.0, 7.5], 3), (4, [0.0, 5.0, 8.0], 9), (4, [6.0], 1)])
+def test_untie_step__by_the_clock(cadence, places, untie):
+    """The first Adam cycle whose place has reached the stage; what was said before never changes."""
+    tables = (tg.NgramTable("a_embed", 3, 100, cadence=cadence),)
+    schedule, said = tg.Schedule(preset("tiny", time_budget=60.0, tables=tables)), []
+    for place in places:
+        schedule.places.append(place)
+        first = len(said)
+        said += [schedule.at(step) for step in range(first, first + cadence)]
+    assert [v.step for v in said if v.untie] == [untie] and schedule.untie_step == untie
+    assert [v.tied for v in said] == [v.step <= untie for v in said]
+    assert said == [schedule.at(step) for step in range(len(said))], "pure, however many places came later"

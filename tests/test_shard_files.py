@@ -19,7 +19,7 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-from common import ROOT, recorded_writes, refused, write_shard
+from common import ROOT, preset, recorded_writes, refused, write_shard
 
 import train_gpt as tg
 
@@ -221,7 +221,7 @@ def test_a_mixture_is_refused(tmp_path, source):
             assert f"{name}: found other content than manifest.json names" in message
         with pytest.raises(tg.DataError, match=name):
             header = tg.find_shards(f"{one}/x_val_*.bin")[0]
-            tg.read_vocabulary(header)
+            tg.read_vocabulary(one, preset("tiny", header.vocab_size, header.document_start))
             tg.scan_shards(tg.find_shards(f"{one}/*.bin"))
         (one / name).write_bytes(content)
 
@@ -374,7 +374,7 @@ def texts(out: Path, split: str) -> list[str]:
     found = []
     for header in tg.find_shards(f"{out}/*_{split}_*.bin"):
         shard = tg.load_shard(header)
-        pieces = tg.read_vocabulary(header)
+        pieces = tg.read_vocabulary(out, preset("tiny", header.vocab_size, header.document_start))
         for start, length in zip(shard.doc_starts, shard.doc_lengths):
             tokens = shard.tokens[start + 1:start + length]
             found.append(b"".join(pieces[token] for token in tokens).decode())
