@@ -2349,9 +2349,8 @@ def parsed_vocabulary(path: Path, content: bytes, vocab_size: int, document_star
 # References in PyTorch specify each operation on every device; a Triton body stands beside the one it must match.
 RMS_EPS = 2.0**-23                       # what the peer's bf16 run uses, here in every dtype
 FP8_MAX = 448.0                          # largest e4m3 number
-FP8_Y_SCALE = 100 / FP8_MAX              # the three scales of the head: recipe 2.8
-FP8_W_SCALE = 1.6 / FP8_MAX
-FP8_GRAD_SCALE = 0.75 / FP8_MAX
+# The three scales of the head (recipe 2.8), numbers that f32 has: a product of two is then rounded once.
+FP8_Y_SCALE, FP8_W_SCALE, FP8_GRAD_SCALE = (float(np.float32(most / FP8_MAX)) for most in (100, 1.6, 0.75))
 SHORTEST_BLOCK = 32                      # of queries: shorter ones would cost more in calls than they spare
 ADD_ROWS_LINES = 8                       # gradient lines that a program adds at once
 SIGN_SEED = 92                           # of the vectors of signs; any number would do
@@ -2369,55 +2368,50 @@ def jitted(kernel: Callable) -> Any:
     return triton.jit(kernel)
 
 
-def one_operation(name: str, *changes: str) -> Callable:
-    """Decorator of a function that changes these arguments in place, or none: one node of a compiled graph.
+def custom_op(name: str, *mutates: str) -> Callable:
+    """Register a function as a torch custom op; `mutates` names the arguments that it changes in place.
 
-    Elsewhere its body is called, unseen by autograd as an operation is, which costs 90 microseconds of Python a call.
-    The call's `operation` is what a graph has.
+    Compiled graphs hold the op, which is the call's `op`. Eager code calls the body directly and without
+    gradients: going through the op would cost 90 microseconds a call.
     """
     def decorate(body: Callable) -> Callable:
-        operation = torch.library.custom_op(name, body, mutates_args=changes)
+        op = torch.library.custom_op(name, body, mutates_args=mutates)
 
         @functools.wraps(body)
         def call(*args: Any) -> Any:
             if torch.compiler.is_compiling():
-                return operation(*args)
+                return op(*args)
             with torch.no_grad():
                 return body(*args)
 
-        call.operation = operation
+        call.op = op
         return call
     return decorate
 
 
-def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what sums, moments and small facts of weights of this type are kept: f32, but f64 in an f64 run."""
+def accum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of accumulators and optimizer state for weights of this dtype: f32, but f64 in an f64 run."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def rms_norm(x: Tensor) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last axis, no gain."""
-    width = x.shape[-1]
-    return F.rms_norm(x, (width,), eps=RMS_EPS)
-
-
-def angles_by_channel(angles: Tensor) -> Tensor:
-    """(..., E/4) -> (..., E): neighbours turn by the same angle, negated for the second; the other half by 0."""
-    turning = torch.stack((angles, -angles), dim=-1).flatten(-2)
-    return F.pad(turning, (0, turning.shape[-1]))
+    return F.rms_norm(x, (x.shape[-1],), eps=RMS_EPS)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle; x (..., E).
 
-    cos and sin (..., E) of `angles_by_channel`: as wide as a head, they cost fewer passes than its parts would.
+    cos and sin (..., E), the sine negated for the second neighbour, the angle 0 in the other half: as wide as a head,
+    they cost fewer passes than its parts would.
     """
     neighbours_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return x * cos + neighbours_swapped * sin
 
 
+# ---- Attention
 @dataclass(frozen=True)
-class Reach:
+class AttentionSpan:
     """How far attention looks. Compiled code is made anew for each value of a field that it reads.
 
     numbers  (3,) f64 on the CPU, the fields: an input of compiled code, which serves any
@@ -2432,60 +2426,47 @@ class Reach:
         object.__setattr__(self, "numbers", numbers)          # frozen, so that they never differ from the fields
 
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, reach: Reach) -> Tensor:
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
     """Causal softmax attention inside documents.
 
     q, k, v     (N, H, E) any float dtype
     cu_seqlens  (C,) i32  ascends from 0 to N, empty documents allowed
     Returns (N, H, E). Queries go in blocks as long as the keys that one sees: cost N * window on any device.
     """
+    # With blocks as long as its window, a query sees keys of its own block and of the one before, and no others.
     count, heads, width = q.shape
-    keys_back = min(reach.window, reach.max_len - 1)
-    block = min(count, max(keys_back, SHORTEST_BLOCK))                        # sees itself and the block before
+    keys_back = min(span.window, span.max_len - 1)
+    block = min(count, max(keys_back, SHORTEST_BLOCK))
     blocks = -(-count // block)
-    padded = blocks * block
-    queries = in_blocks(q, block, 0, padded - count)
-    keys = with_the_block_before(in_blocks(k, block, block, padded - count))
-    values = with_the_block_before(in_blocks(v, block, block, padded - count))
+    fill = blocks * block - count
+    queries = F.pad(q, (0, 0, 0, 0, 0, fill)).view(blocks, block, heads, width)
+    k_blocks = F.pad(k, (0, 0, 0, 0, block, fill)).view(blocks + 1, block, heads, width)
+    v_blocks = F.pad(v, (0, 0, 0, 0, block, fill)).view(blocks + 1, block, heads, width)
+    keys = torch.cat((k_blocks[:-1], k_blocks[1:]), dim=1)                    # (blocks, 2 * block, H, E)
+    values = torch.cat((v_blocks[:-1], v_blocks[1:]), dim=1)
 
-    positions = torch.arange(padded, device=q.device)
+    # Block 0 has zeros before it: their positions are negative, which index some document and are masked.
+    positions = torch.arange(blocks * block, device=q.device)
     document = torch.searchsorted(cu_seqlens.long(), positions, right=True)
     query_at = positions.view(blocks, block, 1)
-    back_and_own = torch.arange(-block, block, device=q.device)
-    key_at = query_at[:, :1] + back_and_own                                   # (blocks, 1, 2 * block)
-    exists = key_at >= 0
-    not_later = key_at <= query_at
-    in_window = key_at >= query_at - reach.window
-    same_document = document[key_at] == document[query_at]                    # a negative key reads some place; unseen
-    seen = exists & not_later & in_window & same_document
+    key_at = query_at[:, :1] + torch.arange(-block, block, device=q.device)   # (blocks, 1, 2 * block)
+    in_window = (key_at <= query_at) & (key_at >= query_at - span.window)
+    same_document = document[key_at] == document[query_at]
+    seen = (key_at >= 0) & in_window & same_document
 
     heads_first = [x.transpose(1, 2) for x in (queries, keys, values)]
-    out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen[:, None], scale=reach.scale)
-    return out.transpose(1, 2).reshape(padded, heads, width)[:count]
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen[:, None], scale=span.scale)
+    return out.transpose(1, 2).reshape(blocks * block, heads, width)[:count]
 
 
-def in_blocks(x: Tensor, block: int, zeros_before: int, zeros_behind: int) -> Tensor:
-    """(N, H, E), filled up with zeros at both ends, as (blocks, block, H, E)."""
-    filled = F.pad(x, (0, 0, 0, 0, zeros_before, zeros_behind))
-    return filled.view(-1, block, *x.shape[1:])
-
-
-def with_the_block_before(blocks: Tensor) -> Tensor:
-    """(blocks, block, H, E) -> (blocks - 1, 2 * block, H, E): each but the first, behind the one before it."""
-    before = blocks[:-1]
-    own = blocks[1:]
-    return torch.cat((before, own), dim=1)
-
-
-def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, reach: Reach) -> Tensor:
-    """The same by torch's variable-length kernel: CUDA, bf16 or f16."""
-    return Varlen.apply(q, k, v, cu_seqlens, reach.numbers)
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
+    """The same by torch's variable-length kernel (FA2, FA3, FA4): CUDA, bf16 or f16."""
+    return Varlen.apply(q, k, v, cu_seqlens, span.numbers)
 
 
 class Varlen(torch.autograd.Function):
-    """torch's operation, but for the numbers of the reach: there they are constants of a graph, here an input.
-
-    A gradient's gradient does not come through here.
+    """torch's varlen attention with window, max length and scale as graph inputs, so that changing them recompiles
+    nothing. Through torch's public `varlen_attn` they would be constants, and every stage had graphs of its own.
     """
 
     @staticmethod
@@ -2499,205 +2480,161 @@ class Varlen(torch.autograd.Function):
         return *varlen_backward(grad, *ctx.saved_tensors), None, None
 
 
-@one_operation("train_gpt::varlen")
-def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(output, and for the backward: log-sum-exp, state of a generator)"""
-    return torchs_varlen()._varlen_attn(q, k, v, **varlen_settings(cu_seqlens, numbers))
-
-
-@varlen.operation.register_fake
-def varlen_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    any_length = 1
-    return torchs_varlen()._varlen_attn(q, k, v, cu_seqlens, cu_seqlens, any_length, any_length)
-
-
-@one_operation("train_gpt::varlen_backward")
-def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor,
-                    out: Tensor, logsumexp: Tensor, generator: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v."""
-    settings = varlen_settings(cu_seqlens, numbers)
-    return torchs_varlen()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator, **settings)
-
-
-@varlen_backward.operation.register_fake
-def varlen_backward_shapes(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-
-
 def torchs_varlen() -> Any:
     """torch's operations, which its module registers."""
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
 
 
-def varlen_settings(cu_seqlens: Tensor, numbers: Tensor) -> dict[str, Any]:
+def varlen_arguments(cu_seqlens: Tensor, numbers: Tensor) -> dict[str, Any]:
     """Arguments of torch's operations by name. The numbers are on the CPU: reading them waits for nothing."""
     max_len, window, scale = numbers.tolist()
-    of_queries = dict(cu_seq_q=cu_seqlens, max_q=int(max_len))
-    of_keys = dict(cu_seq_k=cu_seqlens, max_k=int(max_len))
-    window_size = [int(window), 0]                            # before and behind a query; its left one is inclusive too
-    return dict(**of_queries, **of_keys, is_causal=False, scale=scale, window_size=window_size)
+    queries = dict(cu_seq_q=cu_seqlens, max_q=int(max_len))
+    keys = dict(cu_seq_k=cu_seqlens, max_k=int(max_len))
+    window_size = [int(window), 0]                            # before and after a query; its left one is inclusive too
+    return dict(**queries, **keys, is_causal=False, scale=scale, window_size=window_size)
 
 
-# ---- Products with weights that own a main_grad: the gradient adds up there, and autograd gets None (design 5).
+@custom_op("train_gpt::varlen")
+def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, and for the backward: log-sum-exp, state of a generator)"""
+    return torchs_varlen()._varlen_attn(q, k, v, **varlen_arguments(cu_seqlens, numbers))
+
+
+@varlen.op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    any_length = 1
+    return torchs_varlen()._varlen_attn(q, k, v, cu_seqlens, cu_seqlens, any_length, any_length)
+
+
+@custom_op("train_gpt::varlen_backward")
+def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor,
+                    out: Tensor, logsumexp: Tensor, generator: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v."""
+    arguments = varlen_arguments(cu_seqlens, numbers)
+    return torchs_varlen()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator, **arguments)
+
+
+@varlen_backward.op.register_fake
+def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+# ---- Products with weights that have a main_grad: the gradient adds up there, and autograd gets None (design 5).
 FLAG = "grad_added_to_main_grad"         # set True on a weight that has it, after a write; its hooks see a dummy
 
 
-@one_operation("train_gpt::add_product", "main_grad", "written")
-def add_product(main_grad: Tensor, written: Tensor, part: int, a: Tensor, b: Tensor | None) -> None:
-    """main_grad (+)= a^T b: the first write of a part since its clear overwrites whatever stands there.
-
-    main_grad  (R, C) one matrix of a buffer: f32, f64, or the type of a and b; in this type it adds
-    written    (parts,) i64 on the CPU: writes of each part since the clear, counted here
-    a, b       (N, R), (N, C); b None: a is the finished product, (R, C)
-    The count is read on the CPU, so that first and further writes are one graph.
-    """
-    times_old = min(int(written[part]), 1)                                    # 0: what stands there is not read
-    written[part] += 1
-    kept_in = main_grad.dtype
-    if b is None and times_old == 0:
-        main_grad.copy_(a)
-    elif b is None:
-        main_grad.add_(a)
-    elif a.dtype == kept_in:
-        main_grad.addmm_(a.t(), b, beta=times_old)
-    elif a.is_cuda:                                                           # no copy: the product itself adds in f32
-        torch.addmm(main_grad, a.t(), b, out_dtype=kept_in, beta=times_old, out=main_grad)
-    else:
-        main_grad.addmm_(a.t().to(kept_in), b.to(kept_in), beta=times_old)
-
-
-def finished(a: Tensor, b: Tensor | None) -> Tensor:
-    """a^T b, (R, C); b None: a is this already."""
-    return a if b is None else a.t() @ b
-
-
-class DelayedProducts:
-    """Weight gradients that wait for `flush`, with what they need. For forks: the trainer delays nothing."""
-
-    def __init__(self) -> None:
-        self.waiting: list[tuple[Owned, Tensor, Tensor]] = []
-
-    @torch.no_grad()
-    def flush(self) -> None:
-        """Compute them in the order in which they came: into main_grad, or else into .grad."""
-        for owned, a, b in self.waiting:
-            if owned.main_grad is not None:
-                add_product(owned.main_grad, owned.written, owned.part, a, b)
-            elif owned.matrix.grad is None:
-                owned.matrix.grad = finished(a, b)
-            else:
-                owned.matrix.grad += finished(a, b)
-        self.waiting.clear()
-
-
-class Owned(NamedTuple):
+class WeightPart(NamedTuple):
     """One matrix of a weight, and where its gradient goes.
 
     A fork gives a weight (R, C) of its own a main_grad in three lines,
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
-        weight.written = torch.zeros(1, dtype=torch.int64)
-        y = times_transposed(x, whole(weight))
-    reads it where it updates, and clears it by weight.written.zero_().
+        weight.writes = torch.zeros(1, dtype=torch.int64)
+        y = linear(x, as_part(weight))
+    reads it where it updates, and clears it by weight.writes.zero_().
     """
 
-    matrix: Tensor                       # (R, C), the weight or a view of it
-    main_grad: Tensor | None = None      # (R, C), the same matrix of the buffer; None: autograd keeps the gradient
-    written: Tensor | None = None        # (parts,) i64 on the CPU
-    part: int = 0                        # which of them this matrix is
-    flagged: Tensor | None = None        # the weight, if it has FLAG
-    delayed: DelayedProducts | None = None
+    weight: Tensor                       # the parameter
+    matrix: Tensor                       # (R, C), all of it, or a view of a part
+    main_grad: Tensor | None = None      # (R, C), the same part of the buffer; None: autograd keeps the gradient
+    number: int = 0                      # of the part: its place in weight.writes, (parts,) i64 on the CPU
+    delayed: list | None = None          # queue of products that wait for `flush`; the trainer itself delays nothing
 
 
-def whole(weight: Tensor, delayed: DelayedProducts | None = None) -> Owned:
-    """A weight (R, C) that is one matrix; the parts of a bank: owned_matrices. Raises RunError."""
-    flagged = None
-    if hasattr(weight, FLAG):
-        need_eager(FLAG)
-        flagged = weight
-    if delayed is not None:
-        need_eager("a delayed product")
-    main_grad = getattr(weight, "main_grad", None)
-    written = getattr(weight, "written", None)
-    return Owned(weight, main_grad, written, 0, flagged, delayed)
+def as_part(weight: Tensor, delayed: list | None = None) -> WeightPart:
+    """A weight (R, C) that is one matrix; matrices of a bank: bank_parts."""
+    return WeightPart(weight, weight, getattr(weight, "main_grad", None), 0, delayed)
 
 
-def need_eager(what: str) -> None:
-    """Raise RunError in compiled code, which neither sets attributes of weights nor keeps lists."""
-    if torch.compiler.is_compiling():
-        raise RunError(what, "a compiled graph", "an eager product", "--compile=0, or do without it")
-
-
-def owned_matrices(bank: Tensor, heights: tuple[int, ...]) -> list[list[Owned]]:
-    """By layer, the matrices of a bank (L, ..., C) that stand below each other; heights: of those of one layer."""
-    of_bank = whole(bank)
+def bank_parts(bank: Tensor, heights: tuple[int, ...]) -> list[list[WeightPart]]:
+    """By layer, the matrices of a bank (L, ..., C) that stand below each other; heights: of one layer's matrices."""
     shape = (len(bank), sum(heights), bank.shape[-1])
     layers = bank.view(shape).unbind()   # here and not in each layer: where autograd keeps it, one gradient per bank
-    gradients = [None] * len(layers)
-    if of_bank.main_grad is not None:
-        gradients = of_bank.main_grad.view(shape)                             # an error unless it is one block
+    main_grad = getattr(bank, "main_grad", None)
+    if main_grad is not None:
+        main_grad = main_grad.view(shape)                                     # an error unless it is one block
 
     by_layer = []
-    part = 0
-    for layer, gradient in zip(layers, gradients):
-        matrices = []
-        below = 0
-        for height in heights:
-            rows = slice(below, below + height)
-            main_grad = None if gradient is None else gradient[rows]
-            matrices.append(of_bank._replace(matrix=layer[rows], main_grad=main_grad, part=part))
-            part += 1
-            below += height
-        by_layer.append(matrices)
+    for depth, layer in enumerate(layers):
+        wgrads = [None] * len(heights)
+        if main_grad is not None:
+            wgrads = main_grad[depth].split(heights)
+        first = depth * len(heights)
+        matrices = enumerate(zip(layer.split(heights), wgrads), start=first)
+        by_layer.append([WeightPart(bank, matrix, wgrad, number) for number, (matrix, wgrad) in matrices])
     return by_layer
 
 
-def returned(owned: Owned, wgrad: Tensor | None) -> Tensor | None:
-    """What backward gives autograd for a matrix: never main_grad, nor a view of it.
+@custom_op("train_gpt::wgrad_accumulate", "main_grad", "writes")
+def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, b: Tensor | None) -> None:
+    """main_grad (+)= a^T b: the first write of a part since its clear overwrites whatever stands there.
 
-    wgrad: the gradient that nothing else has taken. A weight with the flag gets a dummy, so
-    that hooks run; nobody shares it, for autograd may keep it as .grad and add to it.
+    main_grad  (R, C) one matrix of a buffer: f32, f64, or the dtype of a and b; in this dtype it adds
+    writes     (parts,) i64 on the CPU: writes of each part since the clear, counted here
+    a, b       (N, R), (N, C); b None: a is the product itself, (R, C)
+    The count is read on the CPU, so that first and further writes are one graph.
     """
-    if owned.flagged is None or owned.main_grad is None:
-        return wgrad
-    setattr(owned.flagged, FLAG, True)
-    return torch.zeros_like(owned.matrix)
-
-
-def keep_gradient(owned: Owned, a: Tensor, b: Tensor | None) -> Tensor | None:
-    """Put a^T b, or a if b is None, where the gradient of a matrix belongs. Returns what backward returns."""
-    wgrad = None
-    if owned.delayed is not None:
-        owned.delayed.waiting.append((owned, a, b))
-    elif owned.main_grad is not None:
-        add_product(owned.main_grad, owned.written, owned.part, a, b)
+    beta = min(int(writes[number]), 1)                                        # 0: what stands there is not read
+    writes[number] += 1
+    dtype = main_grad.dtype
+    if b is None and beta == 0:
+        main_grad.copy_(a)
+    elif b is None:
+        main_grad.add_(a)
+    elif a.dtype == dtype:
+        main_grad.addmm_(a.t(), b, beta=beta)
+    elif a.is_cuda:                                                           # no copy: the product itself adds in f32
+        torch.addmm(main_grad, a.t(), b, out_dtype=dtype, beta=beta, out=main_grad)
     else:
-        wgrad = finished(a, b)
-    return returned(owned, wgrad)
+        main_grad.addmm_(a.t().to(dtype), b.to(dtype), beta=beta)
 
 
-class OwnedProduct(torch.autograd.Function):
-    """x (scale matrix)^T if transposed, else x (scale matrix); the matrix's gradient goes where it belongs.
+def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | None:
+    """Put a^T b, or a if b is None, where the gradient of a part belongs. Returns what backward gives autograd.
 
-    x (..., C) or (..., R); scale () or None, learnt too.
+    That is never main_grad, nor a view of it, but None, or for a weight with FLAG a dummy, so that hooks run;
+    nobody shares the dummy, for autograd may keep it as .grad and add to it.
     """
+    if part.delayed is not None:
+        part.delayed.append((part, a, b))
+    elif part.main_grad is None:
+        return a if b is None else a.t() @ b
+    else:
+        wgrad_accumulate(part.main_grad, part.weight.writes, part.number, a, b)
+    if part.main_grad is None or not hasattr(part.weight, FLAG):
+        return None
+    setattr(part.weight, FLAG, True)
+    return torch.zeros_like(part.matrix)
+
+
+@torch.no_grad()
+def flush(delayed: list) -> None:
+    """Compute the delayed gradients in the order of their backwards, into main_grad or else into .grad."""
+    for part, a, b in delayed:
+        if part.main_grad is not None:
+            wgrad_accumulate(part.main_grad, part.weight.writes, part.number, a, b)
+        else:
+            wgrad = a if b is None else a.t() @ b
+            part.matrix.grad = wgrad if part.matrix.grad is None else part.matrix.grad + wgrad
+    delayed.clear()
+
+
+class LinearFunction(torch.autograd.Function):
+    """x (scale matrix)^T, scale () or None, learnt too; the matrix's gradient goes where its part says."""
 
     @staticmethod
-    def forward(ctx, x, scale, matrix, owned, transposed):
+    def forward(ctx, x, scale, matrix, part):
         ctx.save_for_backward(x, scale, matrix)
-        ctx.owned = owned
-        ctx.transposed = transposed
+        ctx.part = part
         weight = matrix if scale is None else scale * matrix
-        return F.linear(x, weight) if transposed else x @ weight
+        return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx, grad):
         x, scale, matrix = ctx.saved_tensors
         weight = matrix if scale is None else scale * matrix
-        grad_x = grad @ weight if ctx.transposed else grad @ weight.t()
-        a, b = x.flatten(0, -2), grad.flatten(0, -2)
-        if ctx.transposed:
-            a, b = b, a
+        grad_x = grad @ weight
+        a, b = grad.flatten(0, -2), x.flatten(0, -2)
         grad_scale = None
         if scale is not None:
             product = a.t() @ b                                               # a scratch of one matrix
@@ -2706,39 +2643,24 @@ class OwnedProduct(torch.autograd.Function):
 
         grad_matrix = None
         if ctx.needs_input_grad[2]:                                           # not of a frozen one
-            grad_matrix = keep_gradient(ctx.owned, a, b)
-        return grad_x, grad_scale, grad_matrix, None, None
+            grad_matrix = accumulate_wgrad(ctx.part, a, b)
+        return grad_x, grad_scale, grad_matrix, None
 
 
-def times_transposed(x: Tensor, owned: Owned, scale: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, part: WeightPart, scale: Tensor | None = None) -> Tensor:
     """x (scale matrix)^T, (..., C) -> (..., R)."""
-    return OwnedProduct.apply(x, scale, owned.matrix, owned, True)
-
-
-def times(x: Tensor, owned: Owned) -> Tensor:
-    """x matrix, (..., R) -> (..., C)."""
-    return OwnedProduct.apply(x, None, owned.matrix, owned, False)
+    return LinearFunction.apply(x, scale, part.matrix, part)
 
 
 # ---- relu^2 MLP: of all that lies between its products only the squares are kept, for their root is max(pre, 0).
-class Tiles(NamedTuple):
-    """How a product in Triton is cut."""
-
-    rows: int                            # of a tile of the result
-    columns: int
-    depth: int                           # of the tiles of both factors
-    stages: int                          # loads under way: as many as shared memory takes
-    stages_backward: int                 # the squares take some of it
-    warps: int
-
-
-RELU_SQ_TILES = {                        # by compute capability: what keeps its sums in registers
-    (8, 0): Tiles(128, 128, 64, stages=3, stages_backward=3, warps=8),
-    (9, 0): Tiles(128, 256, 64, stages=4, stages_backward=3, warps=8),
-    (10, 0): Tiles(128, 256, 64, stages=4, stages_backward=3, warps=8),
+RELU_SQ_TILES = {                        # by compute capability: a tile that keeps its sums in registers
+    (8, 0): dict(ROWS=128, COLUMNS=128, DEPTH=64, num_warps=8),
+    (9, 0): dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8),
+    (10, 0): dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8),
 }
+# Loads under way, forward and backward: as many as shared memory takes, some of which the squares need.
+RELU_SQ_STAGES = {(8, 0): (3, 3), (9, 0): (4, 3), (10, 0): (4, 3)}
 DESCRIBED_BYTES = 16                     # that divide each line of an array with a descriptor
-
 
 def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.constexpr, ROWS: tl.constexpr,
                    COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
@@ -2779,38 +2701,38 @@ def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.const
 def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     """relu_sq_kernel, where it fits: max(x w^T, 0)^2, or with squares (N, F) its BACKWARD. x (N, K), w (F, K)."""
     triton = importlib.import_module("triton")
-    card = torch.cuda.get_device_properties(x.device)
-    tiles = RELU_SQ_TILES[card.major, card.minor]
+    device = x.device
+    card = torch.cuda.get_device_properties(device)
+    capability = (card.major, card.minor)
+    tile = RELU_SQ_TILES[capability]
     count, depth = x.shape
     columns = len(w)
     out = x.new_empty(count, columns)
-    sizes = dict(ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, num_warps=tiles.warps)
-    if squares is None:
+    backward = squares is not None
+    if not backward:
         squares = out                                                         # which forward does not read
-        sizes.update(BACKWARD=False, num_stages=tiles.stages)
-    else:
-        sizes.update(BACKWARD=True, num_stages=tiles.stages_backward)
-
-    device = x.device
 
     def room_for_descriptors(size: int, alignment: int, stream: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int8, device=device)             # of x itself it would keep the last one
+        return torch.empty(size, dtype=torch.int8, device=device)
 
-    triton.set_allocator(room_for_descriptors)                # for this thread: autograd has another
-    number = triton.cdiv(count, tiles.rows) * triton.cdiv(columns, tiles.columns)
-    programs = min(number, card.multi_processor_count)
+    # Capture device, not x: Triton keeps the allocator, which would keep x alive. It is one for each thread, and
+    # autograd has a thread of its own.
+    triton.set_allocator(room_for_descriptors)
+    tiles = triton.cdiv(count, tile["ROWS"]) * triton.cdiv(columns, tile["COLUMNS"])
+    programs = min(tiles, card.multi_processor_count)
     launch = jitted(relu_sq_kernel)[(programs,)]
-    launch(x.contiguous(), w.contiguous(), squares.contiguous(), out, count, columns, depth, **sizes)
+    launch(x.contiguous(), w.contiguous(), squares.contiguous(), out, count, columns, depth,
+           BACKWARD=backward, num_stages=RELU_SQ_STAGES[capability][backward], **tile)
     return out
 
 
 @relu_sq.register_fake
-def relu_sq_shape(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
+def _(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     return x.new_empty(len(x), len(w))
 
 
 def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
-    """Whether the device, types and sizes are such that relu_sq takes x (N, K) and w (F, K)."""
+    """True if relu_sq supports this device, dtype and shape of x (N, K) and w (F, K)."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
     for length in (x.shape[1], len(w)):
@@ -2820,28 +2742,16 @@ def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
     return (card.major, card.minor) in RELU_SQ_TILES
 
 
-def squares_of_product(x: Tensor, w: Tensor) -> Tensor:
-    """max(x w^T, 0)^2, (N, F); x (N, D), w (F, D)."""
-    if fits_relu_sq(x, w):
-        return relu_sq(x, w, None)
-    return F.linear(x, w).relu_().square_()
-
-
-def gradient_through_squares(grad: Tensor, w: Tensor, squares: Tensor) -> Tensor:
-    """Gradient by pre of max(pre, 0)^2 w, (N, F); grad (N, D), w (F, D), squares (N, F)."""
-    if fits_relu_sq(grad, w):
-        return relu_sq(grad, w, squares)
-    smallest = torch.finfo(squares.dtype).tiny                # instead of 0, whose root takes MKL eight times as long
-    roots = squares.clamp_min(smallest).sqrt_().sub_(smallest**0.5)           # of 0 it is 0 again
-    return F.linear(2 * grad, w).mul_(roots)
-
-
 class ReluSqMLP(torch.autograd.Function):
-    """max(n up^T, 0)^2 down; the matrices' gradients go where they belong."""
+    """max(n up^T, 0)^2 down; the matrices' gradients go where their parts say."""
 
     @staticmethod
     def forward(ctx, n, up_matrix, down_matrix, up, down):
-        squares = squares_of_product(n.flatten(0, -2), up_matrix)
+        x = n.flatten(0, -2)
+        if fits_relu_sq(x, up_matrix):
+            squares = relu_sq(x, up_matrix, None)
+        else:
+            squares = F.linear(x, up_matrix).relu_().square_()
         ctx.save_for_backward(n, squares, up_matrix, down_matrix)
         ctx.up = up
         ctx.down = down
@@ -2851,21 +2761,30 @@ class ReluSqMLP(torch.autograd.Function):
     def backward(ctx, grad):
         n, squares, up_matrix, down_matrix = ctx.saved_tensors
         grad_y = grad.flatten(0, -2)
-        grad_pre = gradient_through_squares(grad_y, down_matrix, squares)
+        if fits_relu_sq(grad_y, down_matrix):
+            grad_pre = relu_sq(grad_y, down_matrix, squares)
+        else:
+            # The root of 0 takes MKL eight times as long as that of the smallest number, whose root is then taken off.
+            smallest = torch.finfo(squares.dtype).tiny
+            roots = squares.clamp_min(smallest).sqrt_().sub_(smallest**0.5)
+            grad_pre = F.linear(2 * grad_y, down_matrix).mul_(roots)
+
+        # A frozen matrix gets no gradient, and nothing is written to its main_grad.
         grad_n = (grad_pre @ up_matrix).view_as(n)
         grad_up = grad_down = None
-        if ctx.needs_input_grad[1]:                                           # not of a frozen one
-            grad_up = keep_gradient(ctx.up, grad_pre, n.flatten(0, -2))
+        if ctx.needs_input_grad[1]:
+            grad_up = accumulate_wgrad(ctx.up, grad_pre, n.flatten(0, -2))
         if ctx.needs_input_grad[2]:
-            grad_down = keep_gradient(ctx.down, squares, grad_y)
+            grad_down = accumulate_wgrad(ctx.down, squares, grad_y)
         return grad_n, grad_up, grad_down, None, None
 
 
-def relu_sq_mlp(n: Tensor, up: Owned, down: Owned) -> Tensor:
+def relu_sq_mlp(n: Tensor, up: WeightPart, down: WeightPart) -> Tensor:
     """max(n up^T, 0)^2 down. n (..., D), up and down (F, D) as stored (recipe 2.7)."""
     return ReluSqMLP.apply(n, up.matrix, down.matrix, up, down)
 
 
+# ---- Head and loss
 def softcap(logits: Tensor) -> Tensor:
     """Logits between 0 and LOGIT_CAP, any shape and float dtype."""
     return LOGIT_CAP * share_of_cap(logits)
@@ -2876,7 +2795,7 @@ def share_of_cap(logits: Tensor) -> Tensor:
     return (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
 
 
-def blocks_of_rows(*arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def row_chunks(*arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Arrays (N, ...), the first of them (N, V), in blocks of rows; one block where a compiler fuses the passes."""
     first = arrays[0]
     rows = len(first)
@@ -2891,32 +2810,32 @@ def capped_at(logits: Tensor, ids: Tensor, work: torch.dtype) -> tuple[Tensor, T
     No term of the sum overflows, for z lies below LOGIT_CAP: one sweep does, without the rows' largest.
     """
     lse, z_of_ids = [], []
-    for block, ids_of_block in blocks_of_rows(logits, ids):
+    for block, ids_of_block in row_chunks(logits, ids):
         z = softcap(block.to(work))
         lse.append((z - LOGIT_CAP).exp().sum(dim=-1).log() + LOGIT_CAP)
         z_of_ids.append(z.gather(1, ids_of_block))
     return torch.cat(lse), torch.cat(z_of_ids)
 
 
-def losses_over_gradient(logits: Tensor, ids: Tensor, shares: Tensor, work: torch.dtype) -> Tensor:
+def losses_with_gradient(logits: Tensor, ids: Tensor, shares: Tensor, work: torch.dtype) -> Tensor:
     """logits (N, V), ids and shares (N, G) -> sum over k of shares[k] * -log softmax(z)[ids[k]], (N,).
 
     LOGIT_WIDTH times its gradient by the logits takes their place: made here, where z and its softmax are at hand.
     """
     losses = []
-    for block, ids_of_block, shares_of_block in blocks_of_rows(logits, ids, shares):
+    for block, ids_of_block, shares_of_block in row_chunks(logits, ids, shares):
         z = softcap(block.to(work))
         probability = z.softmax(dim=-1)                                       # above 1e-10 / V, for z is below 23
         nats = -probability.gather(1, ids_of_block).log()
         losses.append((shares_of_block * nats).sum(dim=1))
         grad = probability.mul_(shares_of_block.sum(dim=1, keepdim=True))     # by z
-        grad = without_targets(grad, ids_of_block, shares_of_block)
+        grad = subtract_one_hot(grad, ids_of_block, shares_of_block)
         slope = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)                  # z - z^2 / 23: LOGIT_WIDTH dz by dlogit
         torch.mul(grad, slope, out=block)
     return torch.cat(losses)
 
 
-def without_targets(grad: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
+def subtract_one_hot(grad: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
     """grad (N, V), less shares[k] at ids[k] for each k. In place where nothing compiles it."""
     columns = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
     for k in range(ids.shape[1]):                                             # one by one: a row may have an id twice
@@ -2936,7 +2855,7 @@ def logits_gradient(logits: Tensor, lse: Tensor, ids: Tensor, shares: Tensor, wo
     """
     s = share_of_cap(logits.to(work))
     grad = shares.sum(dim=1, keepdim=True) * torch.exp(LOGIT_CAP * s - lse[:, None])      # by z
-    grad = without_targets(grad, ids, shares)
+    grad = subtract_one_hot(grad, ids, shares)
     return grad * s * (1 - s)
 
 
@@ -2964,7 +2883,7 @@ def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: to
     return torch._scaled_mm(a, b_in_columns, **scales, out_dtype=out_dtype, use_fast_accum=fast)
 
 
-def next_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def mtp_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """(B, T), (G,) -> ids (N, G) i64 of the next G tokens and their weights (N, G), 0 beyond the slot's end."""
     slots, length = targets.shape
     position = torch.arange(length, device=targets.device)
@@ -2974,73 +2893,6 @@ def next_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     next_ids = targets[:, torch.where(inside, ahead, 0)]                      # (B, T, G)
     shares = (inside * weights).expand(slots, -1, -1)
     return next_ids.flatten(0, 1), shares.flatten(0, 1)
-
-
-def sign_vectors(width: int) -> Tensor:
-    """(SIGN_VECTORS + 1, width) of +1 and -1, drawn from a constant seed, alike for all tables; +1 in the last."""
-    generator = torch.Generator().manual_seed(SIGN_SEED)
-    drawn = torch.randint(2, (SIGN_VECTORS, width), generator=generator)
-    return torch.cat((2 * drawn - 1, torch.ones(1, width, dtype=drawn.dtype)))
-
-
-def add_rows_kernel(sums, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
-    """sums[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours.
-
-    One program for each i: that of a row's first line adds all lines of the row, LINES at a time; the others end.
-    """
-    first = tl.program_id(0)
-    row = tl.load(rows + first)
-    row_before = tl.load(rows + first - 1, mask=first > 0, other=-1)          # none is -1
-    if row != row_before:
-        column = tl.arange(0, WIDTH)
-        inside = column < width
-        target = sums + row.to(tl.int64) * width + column                     # tables pass 2^31 elements
-        total = tl.load(target, mask=inside, other=0)
-        at = first
-        more = 1
-        while more == 1:
-            line = at + tl.arange(0, LINES)
-            same = tl.load(rows + line, mask=line < count, other=-1) == row
-            start = tl.load(order + line, mask=same, other=0) * width
-            places = grad + start[:, None] + column[None, :]
-            wanted = same[:, None] & inside[None, :]
-            part = tl.load(places, mask=wanted, other=0).to(total.dtype)
-            total += tl.sum(part, axis=0)
-            at = at + LINES
-            more = tl.min(same.to(tl.int32), axis=0)                          # all of them: the row may go on
-        tl.store(target, total, mask=inside)
-
-
-@one_operation("train_gpt::add_rows", "sums")
-def add_rows(sums: Tensor, index: Tensor, grad: Tensor) -> None:
-    """sums[index[i]] += grad[i] in a fixed order; sums (P, D) f32 or f64, index (...) i32 or i64, grad (..., D)."""
-    index = index.flatten()
-    grad = grad.flatten(0, -2)
-    if not grad.is_cuda:
-        sums.index_add_(0, index.long(), grad.to(sums.dtype))
-        return
-
-    rows, order = index.sort(stable=True)                                     # a row's lines stay in their order
-    count, width = grad.shape
-    launch = jitted(add_rows_kernel)[(count,)]
-    sizes = dict(LINES=ADD_ROWS_LINES, WIDTH=1 << (width - 1).bit_length())   # the next power of 2
-    launch(sums, rows, order, grad.contiguous(), count, width, **sizes)
-
-
-class RowLookup(torch.autograd.Function):
-    """source[index]. Its gradient adds up in `sums`; autograd gets None, and no dense gradient exists (design 5)."""
-
-    @staticmethod
-    def forward(ctx, source, index, sums):
-        ctx.save_for_backward(index)
-        ctx.sums = sums
-        return F.embedding(index, source)
-
-    @staticmethod
-    def backward(ctx, grad):
-        (index,) = ctx.saved_tensors
-        add_rows(ctx.sums, index, grad)
-        return None, None, None
 
 
 class HeadLoss(torch.autograd.Function):
@@ -3054,10 +2906,10 @@ class HeadLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, y, w, targets, weights, loss_weight, precision, logits_dtype, owned):
-        ctx.owned = owned
+    def forward(ctx, y, w, targets, weights, loss_weight, precision, logits_dtype, part):
+        ctx.part = part
         ctx.precision = precision
-        ctx.work = exact_dtype(y.dtype)
+        ctx.work = accum_dtype(y.dtype)
         if precision == "plain":
             logits = y @ w
         else:
@@ -3069,9 +2921,9 @@ class HeadLoss(torch.autograd.Function):
             logits = fp8_product(y, w, scale, native, product_dtype, fast=True)
 
         logits = logits.to(logits_dtype)
-        next_ids, shares = next_targets(targets, weights)
+        next_ids, shares = mtp_targets(targets, weights)
         if precision == "plain":
-            losses = losses_over_gradient(logits, next_ids, shares.to(ctx.work), ctx.work)
+            losses = losses_with_gradient(logits, next_ids, shares.to(ctx.work), ctx.work)
             ctx.save_for_backward(y, w, logits)                               # which are their gradient by now
             return losses
 
@@ -3088,7 +2940,7 @@ class HeadLoss(torch.autograd.Function):
             grad_y = unit * (grad @ w.t())
             grad_w = None
             if ctx.needs_input_grad[1]:                                       # not of a frozen one
-                grad_w = keep_gradient(ctx.owned, unit * y, grad)
+                grad_w = accumulate_wgrad(ctx.part, unit * y, grad)
             return grad_y, grad_w, None, None, None, None, None, None
 
         y, w, logits, lse, next_ids, shares, loss_weight = ctx.saved_tensors
@@ -3097,7 +2949,7 @@ class HeadLoss(torch.autograd.Function):
         unit = unit / grad_scale
         grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
         shares = unit[:, None] * shares
-        for place, *facts in blocks_of_rows(grad, logits, lse, next_ids, shares):
+        for place, *facts in row_chunks(grad, logits, lse, next_ids, shares):
             place.copy_(logits_gradient(*facts, ctx.work))
 
         native = ctx.precision == "fp8"
@@ -3111,392 +2963,403 @@ class HeadLoss(torch.autograd.Function):
             scale_w = grad_scale * f32_scale(FP8_Y_SCALE, y)
             y_in_rows = y.t().contiguous()
             product = fp8_product(y_in_rows, grad, scale_w, native, ctx.work)  # it cannot add: a scratch
-            grad_w = keep_gradient(ctx.owned, product, None)
+            grad_w = accumulate_wgrad(ctx.part, product, None)
         return grad_y, grad_w, None, None, None, None, None, None
 
 
 def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     """Evaluation: -log softmax(softcap(y w))[target], no fp8. y (N, D), w (D, V), targets (N,) -> (N,) f32 or f64."""
-    work = exact_dtype(y.dtype)
+    work = accum_dtype(y.dtype)
     lse, z_of_target = capped_at(y @ w, targets[:, None], work)
     return lse - z_of_target[:, 0]
 
 
+# ---- Rows of tables
+def sign_vectors(width: int) -> Tensor:
+    """(SIGN_VECTORS + 1, width) of +1 and -1, drawn from a constant seed, alike for all tables; +1 in the last."""
+    generator = torch.Generator().manual_seed(SIGN_SEED)
+    drawn = torch.randint(2, (SIGN_VECTORS, width), generator=generator)
+    return torch.cat((2 * drawn - 1, torch.ones(1, width, dtype=drawn.dtype)))
+
+
+def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
+    """row_grads[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours.
+
+    One program for each i: that of a row's first line adds all lines of the row, LINES at a time; the others end.
+    """
+    first = tl.program_id(0)
+    row = tl.load(rows + first)
+    row_before = tl.load(rows + first - 1, mask=first > 0, other=-1)          # none is -1
+    if row != row_before:
+        column = tl.arange(0, WIDTH)
+        inside = column < width
+        target = row_grads + row.to(tl.int64) * width + column                # tables pass 2^31 elements
+        total = tl.load(target, mask=inside, other=0)
+        at = first
+        more = 1
+        while more == 1:
+            line = at + tl.arange(0, LINES)
+            same = tl.load(rows + line, mask=line < count, other=-1) == row
+            start = tl.load(order + line, mask=same, other=0) * width
+            places = grad + start[:, None] + column[None, :]
+            wanted = same[:, None] & inside[None, :]
+            part = tl.load(places, mask=wanted, other=0).to(total.dtype)
+            total += tl.sum(part, axis=0)
+            at = at + LINES
+            more = tl.min(same.to(tl.int32), axis=0)                          # all of them: the row may go on
+        tl.store(target, total, mask=inside)
+
+
+@custom_op("train_gpt::add_rows", "row_grads")
+def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
+    """row_grads[index[i]] += grad[i] in a fixed order.
+
+    row_grads (P, D) f32 or f64, index (...) i32 or i64, grad (..., D)
+    """
+    index = index.flatten()
+    grad = grad.flatten(0, -2)
+    if not grad.is_cuda:
+        row_grads.index_add_(0, index.long(), grad.to(row_grads.dtype))
+        return
+
+    rows, order = index.sort(stable=True)                                     # a row's lines stay in their order
+    count, width = grad.shape
+    launch = jitted(add_rows_kernel)[(count,)]
+    sizes = dict(LINES=ADD_ROWS_LINES, WIDTH=1 << (width - 1).bit_length())   # the next power of 2
+    launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)
+
+
+class RowLookup(torch.autograd.Function):
+    """source[index]. Its gradient adds up in row_grads; autograd gets None, and no dense gradient exists (design 5)."""
+
+    @staticmethod
+    def forward(ctx, source, index, row_grads):
+        ctx.save_for_backward(index)
+        ctx.row_grads = row_grads
+        return F.embedding(index, source)
+
+    @staticmethod
+    def backward(ctx, grad):
+        (index,) = ctx.saved_tensors
+        add_rows(ctx.row_grads, index, grad)
+        return None, None, None
+
+
 # ====== Room 5: Model =================================================================================================
-Init = Callable[[torch.Generator, tuple[int, ...]], Tensor]                   # draws f32, in logical order
-
-
 class Parameter(NamedTuple):
     """One row of the parameter table: all about a parameter but its place in the forward pass."""
 
     label: str
     shape: tuple[int, ...]
-    init: Init
-    optimizer: str                       # "normuon", "adam", or "rowwise" for tables whose rows room 6 keeps
+    init: Callable[[torch.Generator, tuple[int, ...]], Tensor]                # draws f32, in logical order
+    optimizer: str                       # "normuon" for banks of matrices, "adam", or "rowwise": room 6 keeps its rows
     sharded: bool                        # updated by the owners of its rows or matrices, or by every rank alike
     lr_mul: float = 1.0
     wd_mul: float = 1.0
     betas: tuple[float, float] = (0.9, 0.99)
-    bank: bool = False                   # matrices stand in the last two axes
     parts: tuple[int, ...] = ()          # heights of a layer's matrices in its main_grad; (): autograd's gradient
     full_precision: bool = False         # f32 where the weights are bf16
     rows: Table | None = None            # of an embedding whose rows travel one by one
 
 
-SCALARS = {                              # name -> initial value of each of the packed scalars (recipe 2.6)
-    "residual": (1.1,) * len(LAYERS),
-    "attention": (0.5, 1.0) * len(LAYERS),                                    # of q, k, v and of the output
-    "bigram": (0.1,) * len(LAYERS),
-    "smear": (0.0,),
-    "backout": (0.5,),
-    "skip": (-1.5,),
-}
-NGRAM_BETA1 = dict(adam=0.75, rowwise=0.0)       # decay of the first moment by rule; rowwise has none
 NGRAM_MIX = 0.1                          # initial share of a table of n-grams in the residual stream of each layer
 MLP_FACTOR = 4                           # F / D
 UP_AND_DOWN = 2                          # matrices of one MLP
 QKVO = 4                                 # matrices of one attention layer, below each other
-QKV = 3                                  # of them, those in front of the attention
+QKV = 3                                  # of them, those before the attention
 
 
-def normal(std: float) -> Init:
-    """Initial values: normal around 0."""
-    def draw(generator, shape):
-        return torch.randn(shape, generator=generator) * std
-    return draw
+def normal(std: float, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=generator) * std
 
 
-def uniform(bound: float) -> Init:
-    """Initial values: uniform from -bound to bound."""
-    def draw(generator, shape):
-        return torch.rand(shape, generator=generator) * (2 * bound) - bound
-    return draw
+def uniform(bound: float, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    return torch.rand(shape, generator=generator) * (2 * bound) - bound
 
 
-def up_uniform_down_zero(bound: float) -> Init:
-    """Of the MLP bank: every MLP starts as nothing."""
-    def draw(generator, shape):
-        matrices, _, *rest = shape
-        one_of_two = (matrices, 1, *rest)
-        up = uniform(bound)(generator, one_of_two)
-        down = torch.zeros(one_of_two)
-        return torch.cat((up, down), dim=1)
-    return draw
+def up_uniform(bound: float, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """Values of the MLP bank. Its down matrices are zero, so that every MLP starts as nothing."""
+    layers, _, *rest = shape
+    up = uniform(bound, generator, (layers, 1, *rest))
+    return torch.cat((up, torch.zeros_like(up)), dim=1)
 
 
-def zeros(_: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    return torch.zeros(shape)
+def constant(values: Sequence[float], _: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """These values, or the one value everywhere."""
+    return torch.tensor(values).expand(shape)
 
 
 def scalar_values(cfg: Config) -> dict[str, tuple[float, ...]]:
-    """Initial values of the packed scalars by name, those of n-gram tables in the residual stream behind recipe A's."""
-    of_tables = {table.label: (NGRAM_MIX,) * len(LAYERS) for table in ngram_tables(cfg) if table.enters is None}
-    return SCALARS | of_tables
-
-
-def packed(values: Iterable[tuple[float, ...]]) -> Init:
-    """Initial values: these, one behind the other."""
-    def draw(_, shape):
-        return torch.tensor(sum(values, ())).view(shape)
-    return draw
-
-
-def value_streams(cfg: Config) -> list[str]:
-    """Labels of the n-gram tables that enter attention values, in the order of their gates."""
-    return [table.label for table in ngram_tables(cfg) if table.enters is not None]
+    """Initial values of the packed scalars by name: recipe 2.6, then n-gram tables that enter the residual stream."""
+    L = len(LAYERS)
+    values = dict(
+        residual=(1.1,) * L,
+        attention=(0.5, 1.0) * L,                                             # of q, k, v and of the output
+        bigram=(0.1,) * L,
+        smear=(0.0,),
+        backout=(0.5,),
+        skip=(-1.5,))
+    for line in ngram_tables(cfg):
+        if line.enters is None:
+            values[line.label] = (NGRAM_MIX,) * L
+    return values
 
 
 def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     """Label, shape, initial value, optimizer, multipliers (recipe 2.1, 2.6, 3.5)."""
+    # The sizes that shapes are made of.
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
-    L, attending = len(LAYERS), len(ATTENTION_LAYERS)
-    bound = 3**0.5 * 0.5 * D**-0.5                                            # a standard deviation of 0.5 / sqrt(D)
-    scalar_groups = scalar_values(cfg).values()
-    num_scalars = sum(map(len, scalar_groups))
-    num_value_gates = NUM_VALUE_TABLES + len(value_streams(cfg))
-    bigrams, values, embed, *ngrams = row_tables(cfg)
+    L, A, F = len(LAYERS), len(ATTENTION_LAYERS), MLP_FACTOR * cfg.model_dim
+    ngrams = ngram_tables(cfg)
+    value_gates = NUM_VALUE_TABLES + sum(line.enters is not None for line in ngrams)
+    bigrams, values, embed, *ngram_rows = row_tables(cfg)
+    scalars = sum(scalar_values(cfg).values(), ())
 
-    bank = dict(optimizer="normuon", sharded=True, bank=True)
-    inside = MLP_FACTOR * D
-    matrices = (
-        Parameter("attn", (attending, QKVO * D, D), uniform(bound), **bank, parts=(QKV * D, D)),
-        Parameter("mlp", (L, UP_AND_DOWN, inside, D), up_uniform_down_zero(bound), **bank, parts=(inside, inside)),
-    )
+    # What several rows of the table have in common.
+    zeros = functools.partial(constant, [0.0])
+    bound = 3**0.5 * 0.5 * D**-0.5                                            # a standard deviation of 0.5 / sqrt(D)
+    bank = dict(optimizer="normuon", sharded=True)
     small = dict(optimizer="adam", sharded=False)
     exact = dict(**small, lr_mul=5, wd_mul=0, full_precision=True)
-    scalars = (
-        Parameter("scalars", (num_scalars,), packed(scalar_groups), **exact),
+    table = dict(optimizer="adam", sharded=True, lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
+    head = dict(optimizer="adam", sharded=True, lr_mul=1, wd_mul=150, betas=(0.5, 0.95))
+    by_recipe = (
+        Parameter("attn", (A, QKVO * D, D), functools.partial(uniform, bound), **bank, parts=(QKV * D, D)),
+        Parameter("mlp", (L, UP_AND_DOWN, F, D), functools.partial(up_uniform, bound), **bank, parts=(F, F)),
+        Parameter("scalars", (len(scalars),), functools.partial(constant, scalars), **exact),
         Parameter("x0_lambdas", (L,), zeros, **exact, betas=(0.65, 0.95)),
-    )
-    gates = (
         Parameter("smear_gate", (1, GATE_INPUTS), zeros, **small, lr_mul=0.01, wd_mul=0),
         Parameter("skip_gate", (1, GATE_INPUTS), zeros, **small, lr_mul=0.05, wd_mul=0),
-        Parameter("attn_gate_bank", (attending, H, GATE_INPUTS), zeros, **small),
-        Parameter("ve_gate_bank", (num_value_gates, H, GATE_INPUTS), zeros, **small),
-    )
-    big = dict(optimizer="adam", sharded=True)
-    table = dict(**big, lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
-    head = dict(**big, lr_mul=1, wd_mul=150, betas=(0.5, 0.95))
-    by_token = (
+        Parameter("attn_gate_bank", (A, H, GATE_INPUTS), zeros, **small),
+        Parameter("ve_gate_bank", (value_gates, H, GATE_INPUTS), zeros, **small),
         Parameter("bigram_embed", (bigrams.rows, D), zeros, **table, rows=bigrams),
-        Parameter("value_embed", (values.rows, D), normal(0.01), **table, rows=values),
-        Parameter("lm_head", (D, V), normal(0.005), **head, parts=(D,)),
+        Parameter("value_embed", (values.rows, D), functools.partial(normal, 0.01), **table, rows=values),
+        Parameter("lm_head", (D, V), functools.partial(normal, 0.005), **head, parts=(D,)),
         Parameter("embed", (embed.rows, D), zeros, **head, rows=embed),       # lm_head^T while they are tied
     )
-    by_ngram = tuple(
-        Parameter(line.label, (line.rows, D), zeros, optimizer=line.rule, sharded=True, lr_mul=line.lr_mul,
-                  wd_mul=line.wd_mul, betas=(NGRAM_BETA1[line.rule], line.beta2), rows=table)
-        for line, table in zip(ngram_tables(cfg), ngrams))
-    by_recipe = matrices + scalars + gates + by_token
-    taken = {row.label for row in by_recipe}
-    for row in by_ngram:
-        need(row.label not in taken, f"NGRAM_TABLES, {row.label}", "a label that the recipe has", "one of its own",
-             "another label")
-    return by_recipe + by_ngram
+    by_ngram = []
+    for line, rows in zip(ngrams, ngram_rows):
+        beta1 = 0.75 if line.rule == "adam" else 0.0                          # rule rowwise has no first moment
+        by_ngram.append(Parameter(line.label, (line.rows, D), zeros, line.rule, True, line.lr_mul, line.wd_mul,
+                                  (beta1, line.beta2), rows=rows))
+    return (*by_recipe, *by_ngram)
 
 
-Reaches = dict[tuple[str, str], Reach]   # by attention and window of a layer
+AttentionSpans = dict[tuple[str, str], AttentionSpan]                         # by attention and window of a layer
 
 
-def reaches_of(short: int, long: int, max_len: int, scale: float) -> Reaches:
-    """Of every kind of layer; windows in positions, the longest document in tokens."""
-    found = {}
+def spans_of(short: int, long: int, max_len: int, scale: float) -> AttentionSpans:
+    """Spans of every kind of layer; windows in positions, max_len in tokens, of which paired layers make two each."""
+    spans = {}
     for attention, per_token in (("plain", 1), ("paired", 2)):
         for name, window in (("short", short), ("long", long)):
-            found[attention, name] = Reach(per_token * max_len, window, scale)
-    return found
-
-
-def keep_all(_: str, parameter: Tensor) -> Tensor:
-    return parameter
+            spans[attention, name] = AttentionSpan(per_token * max_len, window, scale)
+    return spans
 
 
 class GPT(nn.Module):
     """Recipe A, section 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
 
-    def __init__(self, cfg: Config, attention: Callable, rotary_len: int,
-                 kept: dict[str, int] | None = None) -> None:
-        """rotary_len: the longest slot in tokens, paired layers have 2T positions. kept: rows of tables, if not all."""
+    def __init__(self, cfg: Config, attention: Callable, rotary_len: int, shard_rows: dict[str, int]) -> None:
+        """rotary_len: the longest slot in tokens. shard_rows: rows that this rank keeps, by label of a table."""
         super().__init__()
         self.heads = cfg.num_heads
         self.head_dim = cfg.head_dim
         self.attention = attention
-        self.table = [row for row in parameter_table(cfg) if row.optimizer != "rowwise"]      # those come as sources
-        self.parts = {row.label: row.parts for row in self.table}
+        # Rows of row-wise tables are no parameters: room 6 keeps them and hands them to `losses` as row buffers.
+        self.table = {row.label: row for row in parameter_table(cfg) if row.optimizer != "rowwise"}
         self.scalar_sizes = {name: len(values) for name, values in scalar_values(cfg).items()}
         self.ngrams = ngram_tables(cfg)
-        self.value_streams = value_streams(cfg)
 
         dtype = getattr(torch, cfg.dtype)
-        exact = exact_dtype(dtype)
-        for row in self.table:
+        for label, row in self.table.items():
             rows, *rest = row.shape
-            if kept:
-                rows = kept.get(row.label, rows)
-            row_dtype = exact if row.full_precision else dtype
-            weight = torch.empty((rows, *rest), dtype=row_dtype)
-            self.register_parameter(row.label, nn.Parameter(weight))
+            row_dtype = accum_dtype(dtype) if row.full_precision else dtype
+            weight = torch.empty((shard_rows.get(label, rows), *rest), dtype=row_dtype)
+            self.register_parameter(label, nn.Parameter(weight))
 
-        if any(table.signs for table in self.ngrams):
+        if any(line.signs for line in self.ngrams):
             self.register_buffer("sign_vectors", sign_vectors(cfg.model_dim).to(dtype), persistent=False)
+        positions = 2 * rotary_len               # of paired layers
         for name in ("rotary_cos", "rotary_sin"):
-            factors = torch.zeros(2 * rotary_len, cfg.head_dim, dtype=dtype)
+            factors = torch.zeros(positions, cfg.head_dim, dtype=dtype)
             self.register_buffer(name, factors, persistent=False)
         self.turning: dict[tuple[float, ...], Tensor] = {}    # angle per position of each channel, by frequencies
 
     @torch.no_grad()
-    def set_initial_values(self, seed: int, kept: Callable[[str, Tensor], Tensor] = keep_all) -> None:
-        """One generator per label, from (seed, label). All but f32 rows pass through bf16: the same in any dtype.
+    def set_initial_values(self, seed: int, shard: Callable[[str, Tensor], Tensor]) -> None:
+        """Draw all parameters, each label from its own generator, whose seed comes from (seed, label).
 
-        kept: (label, whole parameter) -> the part of it that is here
+        All but f32 rows pass through bf16: the same numbers in any dtype.
+        shard: (label, whole parameter) -> the part that is here
         """
-        for row in self.table:
-            digest = hashlib.sha256(f"{seed}/{row.label}".encode()).digest()
+        for label, row in self.table.items():
+            digest = hashlib.sha256(f"{seed}/{label}".encode()).digest()
             own_seed = int.from_bytes(digest[:8], "little", signed=True)
             generator = torch.Generator().manual_seed(own_seed)
-            whole = row.init(generator, row.shape)
-            drawn = kept(row.label, whole)
+            drawn = shard(label, row.init(generator, row.shape))
             if not row.full_precision:
                 drawn = drawn.bfloat16()
-            self.get_parameter(row.label).copy_(drawn)
-        self.embed.copy_(kept("embed", self.lm_head.t()))
+            self.get_parameter(label).copy_(drawn)
+        self.embed.copy_(shard("embed", self.lm_head.t()))
 
     @torch.no_grad()
     def set_rotary(self, frequencies: tuple[float, ...]) -> None:
-        """Refill cos and sin of position * frequency in place; angles in f32 (f64 in an f64 run).
-
-        Frequencies come from the host once, in the warm-up: a copy at the first step of a stage would wait.
-        """
-        dtype = exact_dtype(self.rotary_cos.dtype)
+        """Refill cos and sin of position * frequency in place; angles in f32 (f64 in an f64 run)."""
+        dtype = accum_dtype(self.rotary_cos.dtype)
         device = self.rotary_cos.device
+        # Frequencies come from the host once, in the warm-up: a copy at the first step of a stage would wait.
         if frequencies not in self.turning:
             per_position = torch.tensor(frequencies, dtype=dtype, device=device)
-            self.turning[frequencies] = angles_by_channel(per_position)
+            # Neighbours turn by the same angle, negated for the second; the other half of the channels by 0.
+            neighbours = torch.stack((per_position, -per_position), dim=-1).flatten()
+            self.turning[frequencies] = F.pad(neighbours, (0, len(neighbours)))
         positions = torch.arange(len(self.rotary_cos), dtype=dtype, device=device)
         angles = torch.outer(positions, self.turning[frequencies])
         self.rotary_cos.copy_(angles.cos())
         self.rotary_sin.copy_(angles.sin())
 
-    def losses(self, batch: Batch, weights: Tensor, loss_weight: Tensor, reaches: Reaches,
-               precision: str, sources: dict | None = None) -> Tensor:
+    def losses(self, batch: Batch, weights: Tensor, loss_weight: Tensor, spans: AttentionSpans, precision: str,
+               row_buffers: dict) -> Tensor:
         """Loss of each position, (B, T); weights (G,) of the next tokens, loss_weight () seeds the backward."""
-        y = self.hidden(batch, reaches, sources).flatten(0, 1)
+        y = self.hidden(batch, spans, row_buffers).flatten(0, 1)
         in_bf16 = precision != "plain" and y.dtype != torch.float64
         logits_dtype = torch.bfloat16 if in_bf16 else y.dtype
         losses = HeadLoss.apply(
-            y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype, whole(self.lm_head))
+            y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype, as_part(self.lm_head))
         return losses.view(batch.targets.shape)
 
-    def hidden(self, batch: Batch, reaches: Reaches, sources: dict | None = None) -> Tensor:
-        """The normalised stream in front of the head, (B, T, D). sources: table -> (rows to read, gradient sums)."""
-        scalars = self.named_scalars()
+    def hidden(self, batch: Batch, spans: AttentionSpans, row_buffers: dict) -> Tensor:
+        """The normalised stream that enters the head, (B, T, D).
+
+        row_buffers: label of a table -> (rows to read, f32 or f64 sums of their gradients or None)
+        """
+        # All that the layers share is taken apart once: each access would cost the backward a pass of its own.
+        scalars = dict(zip(self.scalar_sizes, self.scalars.split(list(self.scalar_sizes.values()))))
         residual = scalars["residual"].unbind()
         attention_scales = scalars["attention"].unbind()
-        bigram = scalars["bigram"].unbind()
         x0_lambdas = self.x0_lambdas.unbind()
-        cu_seqlens = flat_cu_seqlens(batch)
-        attn = self.matrices("attn")
-        mlp = self.matrices("mlp")
-        x0, pairs, values = self.inputs(batch, scalars["smear"], sources or {})
-        ngrams = self.ngram_rows(batch, sources or {})
-        mixed_in = [(scalars[table.label].unbind(), ngrams[table.label]) for table in self.ngrams
-                    if table.enters is None]
+        attn = bank_parts(self.attn, self.table["attn"].parts)
+        mlp = bank_parts(self.mlp, self.table["mlp"].parts)
 
+        # The slots of a micro-batch form one sequence, so bounds of documents count on from slot to slot.
+        slots, length = batch.tokens.shape
+        starts = torch.arange(slots, device=batch.tokens.device, dtype=torch.int32) * length
+        cu_seqlens = (batch.cu_seqlens + starts[:, None]).flatten()           # what fills a row is the next one's start
+
+        x0, streams, values = self.inputs(batch, scalars, row_buffers)
         x = x0
-        kept: dict[str, Tensor] = {}             # name -> stream behind the layer that keeps it
+        kept: dict[str, Tensor] = {}             # name -> stream after the layer that keeps it
         for depth, layer in enumerate(LAYERS):
-            if layer.add:                                                     # before the mix, which scales it too
-                x = x + self.skip_share(x0, scalars["skip"]) * kept[layer.add]
-            x = residual[depth] * x + x0_lambdas[depth] * x0 + bigram[depth] * pairs
-            for shares, rows in mixed_in:
+            # A kept stream joins before the mix, which scales it too.
+            if layer.add:
+                gate = 2 * gate_of(x0[..., :GATE_INPUTS], self.skip_gate)
+                x = x + torch.sigmoid(scalars["skip"]).type_as(x) * gate * kept[layer.add]
+            x = residual[depth] * x + x0_lambdas[depth] * x0
+            for shares, rows in streams:
                 x = x + shares[depth] * rows
 
+            # A gate per head can close what attention found before it joins the stream.
             if layer.attention != "none":
                 at = ATTENTION_LAYERS.index(depth)                            # its place in the banks of attention
                 w_qkv, w_out = attn[at]
                 scale_in, scale_out = attention_scales[2 * depth:2 * depth + 2]
                 n = rms_norm(x)
-                qkv = times_transposed(n, w_qkv, scale_in)
-                reach = reaches[layer.attention, layer.window]
-                y = self.attend(layer, n, values, qkv, cu_seqlens, reach, self.ngram_values(depth, ngrams))
-                gate = gate_of(n[..., :GATE_INPUTS], self.attn_gate_bank[at])                     # (B, T, H)
-                y = y * gate[..., None]
-                x = x + times_transposed(y.flatten(2), w_out, scale_out)
+                qkv = linear(n, w_qkv, scale_in)
+                span = spans[layer.attention, layer.window]
+                y = self.attend(layer, n, qkv, values.get(depth, ()), cu_seqlens, span)
+                y = y * gate_of(n[..., :GATE_INPUTS], self.attn_gate_bank[at])[..., None]
+                x = x + linear(y.flatten(2), w_out, scale_out)
 
             x = x + relu_sq_mlp(rms_norm(x), *mlp[depth])
             if layer.keep_as:
                 kept[layer.keep_as] = x
 
+        # The head sees what the later layers found: half of what an earlier one kept is taken back.
         return rms_norm(x - scalars["backout"].type_as(x) * kept[BACKOUT])
 
-    def matrices(self, label: str) -> list[list[Owned]]:
-        """Those of a bank, by layer."""
-        return owned_matrices(getattr(self, label), self.parts[label])
+    def inputs(self, batch: Batch, scalars: dict[str, Tensor], row_buffers: dict) -> tuple[Tensor, list, dict]:
+        """What enters the layers, all of it rows (B, T, D) of tables.
 
-    def named_scalars(self) -> dict[str, Tensor]:
-        """The packed scalars by name, each (number of its initial values,)."""
-        sizes = list(self.scalar_sizes.values())
-        return dict(zip(self.scalar_sizes, self.scalars.split(sizes)))
+        x0       the normalised embedding, where the residual stream begins
+        streams  (share by layer, rows) of what every layer mixes in: bigrams, then tables of n-grams
+        values   depth -> [(place of the gate, rows)] of what joins the attention values of a layer
+        """
+        x0 = rms_norm(self.smeared(*self.rows_of("embed", batch, row_buffers), scalars["smear"]))
+        streams = [(scalars["bigram"].unbind(), *self.rows_of("bigram_embed", batch, row_buffers))]
+        value_rows = self.rows_of("value_embed", batch, row_buffers)
+        values: dict[int, list] = {}
+        for depth, layer in enumerate(LAYERS):
+            if layer.value is not None:
+                values[depth] = [(layer.value, value_rows[layer.value])]
 
-    def ngram_values(self, depth: int, ngrams: dict[str, Tensor]) -> list[tuple[int, Tensor]]:
-        """What tables of n-grams add to the attention values of a layer: places of their gates, and rows (B, T, D)."""
-        added = []
-        for table in self.ngrams:
-            if table.enters == depth:
-                gate = NUM_VALUE_TABLES + self.value_streams.index(table.label)
-                added.append((gate, ngrams[table.label]))
-        return added
+        # Gates of n-gram tables come after those of the value tables, in the order of the tables.
+        gate = NUM_VALUE_TABLES
+        for line in self.ngrams:
+            rows, = self.rows_of(line.label, batch, row_buffers)
+            if line.signs:
+                rows = rows * F.embedding(batch.signs[line.label], self.sign_vectors)
+            if line.enters is None:
+                streams.append((scalars[line.label].unbind(), rows))
+            else:
+                values.setdefault(line.enters, []).append((gate, rows))
+                gate += 1
+        return x0, streams, values
 
-    def skip_share(self, x0: Tensor, skip: Tensor) -> Tensor:
-        """How much of a kept stream is added in front of a layer, (B, T, 1) for x0 (B, T, D)."""
-        gate = 2 * gate_of(x0[..., :GATE_INPUTS], self.skip_gate)
-        return torch.sigmoid(skip).type_as(x0) * gate
-
-    def inputs(self, batch: Batch, smear: Tensor, sources: dict) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Normalised smeared embedding and bigram rows, (B, T, D), and value rows, one (B, T, D) per value table."""
-        embedded, = self.rows_of("embed", batch, sources)
-        pairs, = self.rows_of("bigram_embed", batch, sources)
-        x0 = rms_norm(self.smeared(embedded, smear))
-        return x0, pairs, self.rows_of("value_embed", batch, sources)
-
-    def ngram_rows(self, batch: Batch, sources: dict) -> dict[str, Tensor]:
-        """Rows of the tables of n-grams by label, (B, T, D) each, with their signs."""
-        read = {}
-        for table in self.ngrams:
-            rows, = self.rows_of(table.label, batch, sources)
-            if table.signs:
-                rows = rows * F.embedding(batch.signs[table.label], self.sign_vectors)
-            read[table.label] = rows
-        return read
-
-    def rows_of(self, label: str, batch: Batch, sources: dict) -> list[Tensor]:
+    def rows_of(self, label: str, batch: Batch, row_buffers: dict) -> list[Tensor]:
         """Rows of a table by the batch's index (B, T) or (B, reads, T), one (B, T, D) per read.
 
-        A lookup each: its gradient goes to the sums from where it comes up, and is stacked with no other.
+        A lookup each: its gradient goes to the row gradients from where it comes up, and is stacked with no other.
         """
         index = batch.rows[label]
         planes = index.unbind(1) if index.dim() == 3 else [index]
-        if label not in sources:
-            return [F.embedding(plane, getattr(self, label)) for plane in planes]
-        rows, gradient_sums = sources[label]
-        return [RowLookup.apply(rows, plane, gradient_sums) for plane in planes]
+        rows, row_grads = row_buffers[label]
+        return [RowLookup.apply(rows, plane, row_grads) for plane in planes]
 
     def smeared(self, e: Tensor, smear: Tensor) -> Tensor:
         """Each token's embedding plus a gated share of the one before it in the slot, over documents; e (B, T, D)."""
-        features = e[:, 1:, :GATE_INPUTS]
-        gate = smear.type_as(e) * gate_of(features, self.smear_gate)
-        first = e[:, :1]
+        gate = smear.type_as(e) * gate_of(e[:, 1:, :GATE_INPUTS], self.smear_gate)
         others = e[:, 1:] + gate * e[:, :-1]
-        return torch.cat((first, others), dim=1)
+        return torch.cat((e[:, :1], others), dim=1)
 
-    def attend(self, layer: Layer, n: Tensor, values: list[Tensor], qkv: Tensor, cu_seqlens: Tensor, reach: Reach,
-               ngram_values: Sequence[tuple[int, Tensor]] = ()) -> Tensor:
-        """Attention of one layer before its gate and output matrix, qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E)."""
+    def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: Sequence[tuple[int, Tensor]],
+               cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
+        """Attention of one layer before its gate and output matrix, qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E).
+
+        value_rows: (place of the gate, rows (B, T, D)) that join the values. Positions count in the slot (recipe 2.4).
+        """
         slots, length, _ = n.shape
-        q, k, v = qkv.view(slots, length, QKV, self.heads, self.head_dim).unbind(2)           # recipe 2.4
+        q, k, v = qkv.view(slots, length, QKV, self.heads, self.head_dim).unbind(2)
         q = rms_norm(q)
         k = rms_norm(k)
-        added = list(ngram_values)
-        if layer.value is not None:
-            added.insert(0, (layer.value, values[layer.value]))
-        for place, row in added:
-            gate = self.value_gate(layer, n, row, self.ve_gate_bank[place])
-            v = v + gate[..., None] * row.view(v.shape)
-
+        # A gate from 0 to 2 for each head's rows. Plain layers look at the row too, paired ones do not.
+        for place, rows in value_rows:
+            features = n[..., :GATE_INPUTS]
+            if layer.attention == "plain":
+                half = GATE_INPUTS // 2
+                features = torch.cat((n[..., :half], rows[..., :half]), dim=-1)
+            gate = 2 * gate_of(features, self.ve_gate_bank[place])
+            v = v + gate[..., None] * rows.view(v.shape)
         if layer.attention == "paired":
-            return self.attend_paired(q, k, v, cu_seqlens, reach)
-        return self.attend_plain(q, k, v, layer.key_shift, cu_seqlens, reach)
+            return self.attend_paired(q, k, v, cu_seqlens, span)
 
-    def value_gate(self, layer: Layer, n: Tensor, row: Tensor, weight: Tensor) -> Tensor:
-        """Gate of each head's value row, 0 to 2, (B, T, H). Plain layers look at the row too, paired ones do not."""
-        if layer.attention == "paired":
-            seen = n[..., :GATE_INPUTS]
-        else:
-            half = GATE_INPUTS // 2
-            halves = (n[..., :half], row[..., :half])
-            seen = torch.cat(halves, dim=-1)
-        return 2 * gate_of(seen, weight)
-
-    def attend_plain(self, q: Tensor, k: Tensor, v: Tensor, key_shift: bool, cu_seqlens: Tensor,
-                     reach: Reach) -> Tensor:
-        """q, k, v (B, T, H, E) -> (B, T, H, E); positions count in the slot."""
-        length = q.shape[1]
         cos = self.rotary_cos[:length, None]                                  # (T, 1, E), for every head
         sin = self.rotary_sin[:length, None]
         q = rotate(q, cos, sin)
         k = rotate(k, cos, sin)
-        if key_shift:
-            k = keys_with_shift(k)
-
+        # The half of a key that does not rotate is that of the token before, in its document or not.
+        if layer.key_shift:
+            turning, still = k.chunk(2, dim=-1)
+            shifted = torch.cat((still[:, :1], still[:, :-1]), dim=1)         # a slot's first token keeps its own
+            k = torch.cat((turning, shifted), dim=-1)
         flat = [x.flatten(0, 1) for x in (q, k, v)]
-        y = self.attention(*flat, cu_seqlens, reach)
-        return y.view(v.shape)
+        return self.attention(*flat, cu_seqlens, span).view(v.shape)
 
-    def attend_paired(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, reach: Reach) -> Tensor:
+    def attend_paired(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
         """q, k, v (B, T, H, E) -> (B, T, H, E); heads j and j + H/2 of token t stand at 2t and 2t + 1 of one sequence.
 
         The angles follow another pairing, even heads at 2t and odd heads at 2t + 1: the peer assigns them before it
-        regroups, and its published losses contain that (recipe 9.1). The reach counts positions.
+        regroups, and its published losses contain that (recipe 9.1). The span counts positions.
         """
         slots, length, heads, width = q.shape
         positions = 2 * length
@@ -3508,24 +3371,8 @@ class GPT(nn.Module):
 
         sequence = (slots * positions, heads // 2, width)                     # the lower half of the heads, the upper
         flat = [x.reshape(sequence) for x in (q, k, v)]
-        y = self.attention(*flat, 2 * cu_seqlens, reach)
+        y = self.attention(*flat, 2 * cu_seqlens, span)
         return y.view(slots, length, heads, width)
-
-
-def keys_with_shift(k: Tensor) -> Tensor:
-    """(B, T, H, E), the half of each key that does not rotate taken from the token before, in its document or not."""
-    turning, still = k.chunk(2, dim=-1)
-    first = still[:, :1]                                                      # a slot's first token keeps its own
-    shifted = torch.cat((first, still[:, :-1]), dim=1)
-    return torch.cat((turning, shifted), dim=-1)
-
-
-def flat_cu_seqlens(batch: Batch) -> Tensor:
-    """Bounds of the documents of a micro-batch whose slots stand one behind the other, (B * bounds of a slot,) i32."""
-    slots, length = batch.tokens.shape
-    slot = torch.arange(slots, device=batch.tokens.device, dtype=torch.int32)
-    starts = slot[:, None] * length
-    return (batch.cu_seqlens + starts).flatten()                              # what fills a row is the next one's start
 
 
 def gate_of(features: Tensor, weight: Tensor) -> Tensor:
@@ -3685,7 +3532,7 @@ class TableRows:
         self.listed = keeps_rows_by_list(table, cfg, fabric)                  # cache and sums in the plan's order
 
         size, width = mine.shape
-        exact = exact_dtype(mine.dtype)
+        exact = accum_dtype(mine.dtype)
         self.mine = mine
         self.grad = mine.new_zeros(size, width, dtype=exact)                  # of the slice, summed over ranks
         if fabric.world == 1:
@@ -3922,7 +3769,7 @@ class DeviceHome:
         if fabric.on_cuda:
             zeros = functools.partial(torch.zeros, device=fabric.device)
         rows = zeros(shape, dtype=dtype)
-        v = zeros(shape[:1], dtype=exact_dtype(dtype))
+        v = zeros(shape[:1], dtype=accum_dtype(dtype))
         last = zeros(shape[:1], dtype=torch.int32)
         self.stored = Live(rows, v, last)
 
@@ -4161,7 +4008,7 @@ class EventTable:
         count = min(fabric.world * size, most_tokens * table.reads)
         on_device = dict(device=fabric.device)
         self.cache = torch.zeros(count, cfg.model_dim, dtype=dtype, **on_device).requires_grad_()
-        self.sums = torch.zeros(count, cfg.model_dim, dtype=exact_dtype(dtype), **on_device)
+        self.sums = torch.zeros(count, cfg.model_dim, dtype=accum_dtype(dtype), **on_device)
         self.prepared: EventRows | None = None                # the last that the loader has made
         self.fetching = None
         self.reset()
@@ -4548,7 +4395,7 @@ class Optimizer:
         self.cfg = cfg
         self.fabric = fabric
         self.tables = tables
-        self.parameters = {row.label: row for row in model.table}
+        self.parameters = model.table
         self.weights = {label: model.get_parameter(label) for label in self.parameters}
         # Labels that ranks share out here. A table is sharded, too, but a rank has its slice of it only.
         self.cut = {label for label, row in self.parameters.items() if row.sharded and label not in tables}
@@ -4580,7 +4427,7 @@ class Optimizer:
                 units = stored[:len(units)]
             self.mine[label] = self.slice_of(label, units)
             self.state[label] = self._zero_state(label)
-            if row.bank:
+            if row.optimizer == "normuon":
                 self.lr_muls[label] = self._matrix_lr_muls(label)
             if row.optimizer == "adam":
                 self.adam_steps[label] = 0
@@ -4588,7 +4435,7 @@ class Optimizer:
         self.adam_update = compiled(adam_update)
         self.rowwise_update = compiled(rowwise_update)
 
-        exact = exact_dtype(getattr(torch, cfg.dtype))
+        exact = accum_dtype(getattr(torch, cfg.dtype))
         sizes = [self.weights[label].numel() for label in self.small]
         self.small_grad = torch.zeros(sum(sizes), dtype=exact, device=fabric.device)
         self.small_parts = dict(zip(self.small, self.small_grad.split(sizes)))
@@ -4610,11 +4457,11 @@ class Optimizer:
             weight = self.weights[label]
             dtype = weight.dtype
             if writes_often(row, several_micro_batches):
-                dtype = exact_dtype(dtype)
+                dtype = accum_dtype(dtype)
             buffer = self._room_for(label, dtype)
-            layers = len(weight) if row.bank else 1
+            layers = len(weight) if row.optimizer == "normuon" else 1
             weight.main_grad = self._parameter_in(label, buffer)
-            weight.written = torch.zeros(layers * len(row.parts), dtype=torch.int64)
+            weight.writes = torch.zeros(layers * len(row.parts), dtype=torch.int64)
             self.gradients[label] = buffer
             self.wire[label] = buffer
             if dtype != weight.dtype and self.fabric.world > 1:
@@ -4635,7 +4482,7 @@ class Optimizer:
 
     def units(self, label: str, x: Tensor) -> Tensor:
         """View of a parameter or its gradient along the axis that ranks share out; attention matrices are square."""
-        if not self.parameters[label].bank:
+        if self.parameters[label].optimizer != "normuon":
             return x
         return x.view(-1, *matrix_shape(label, x.shape))
 
@@ -4654,7 +4501,7 @@ class Optimizer:
     def _zero_state(self, label: str) -> dict[str, Tensor]:
         """What the updates of a parameter remember, at the start."""
         mine = self.mine[label]
-        exact = dict(dtype=exact_dtype(mine.dtype), device=self.fabric.device)
+        exact = dict(dtype=accum_dtype(mine.dtype), device=self.fabric.device)
         if self.parameters[label].optimizer == "adam":
             return dict(m=torch.zeros(mine.shape, **exact), v=torch.zeros(mine.shape, **exact))
         second = torch.zeros(second_shape(mine.shape), **exact)
@@ -4702,7 +4549,7 @@ class Optimizer:
             weight = self.weights[label]
             weight.grad = None
             if label in self.gradients:
-                weight.written.zero_()
+                weight.writes.zero_()
                 self.passes[label] = None
 
     @torch.no_grad()
@@ -4772,7 +4619,7 @@ class Optimizer:
             passes = self.passes.get(label)
             if passes is None:
                 continue
-            written = self.weights[label].written
+            written = self.weights[label].writes
             if not written.eq(passes).all():
                 raise RunError(f"main_grad of {label}", f"written {written.tolist()} times, part by part",
                                f"{passes} times each, once in every backward pass since the last update",
@@ -4979,7 +4826,7 @@ class Evaluator:
         self.cfg = cfg
         self.fabric = fabric
         self.rotary: Rotary | None = None                     # of which the model holds the angles
-        self.exact = exact_dtype(getattr(torch, cfg.dtype))
+        self.exact = accum_dtype(getattr(torch, cfg.dtype))
         self.slots_at_once = slots_at_once or cfg.num_slots // fabric.world
 
         self.exchange = None                                  # of row plans, in the calling thread
@@ -5011,7 +4858,7 @@ class Evaluator:
                 self.tables[table.label] = TableRows(table, cfg, fabric, mine, most_tokens, report)
 
         self.compiling = will_compile(cfg, fabric)
-        if self.compiling:                                    # a graph for each set of shapes, or reach of reference
+        if self.compiling:                                    # graphs: by shapes, and by spans of the reference
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         self.model_hidden = self.compiled(self.model.hidden)
         self.next_token_losses = self.compiled(next_token_losses)
@@ -5050,10 +4897,10 @@ class Evaluator:
         total = torch.zeros((), dtype=torch.float64, device=self.fabric.device)
         tokens = 0
         for batch in batches:
-            reaches = self._reaches(values, batch.tokens.shape[1])
+            spans = self._spans(values, batch.tokens.shape[1])
             sources = self._sources(batch)
             for part in self._micro_batches(batch):
-                rows = self.model_hidden(part, reaches, sources).flatten(0, 1)
+                rows = self.model_hidden(part, spans, sources).flatten(0, 1)
                 targets = part.targets.flatten()
                 for y, target in zip(rows.split(EVAL_ROWS), targets.split(EVAL_ROWS)):
                     losses = self.next_token_losses(y, self.model.lm_head, target)
@@ -5076,7 +4923,7 @@ class Evaluator:
         batch, = self.planner.batches("sample", [values], [[slot]])
         batch = batch.to(self.fabric.device)
 
-        stream = self.model.hidden(batch, self._reaches(values, length), self._sources(batch))
+        stream = self.model.hidden(batch, self._spans(values, length), self._sources(batch))
         logits = stream[0, len(context) - 1] @ self.model.lm_head
         return softcap(logits.to(self.exact))
 
@@ -5091,9 +4938,9 @@ class Evaluator:
                     torch._dynamo.maybe_mark_dynamic(rows, 0)
         return sources
 
-    def _reaches(self, values: Values, longest: int) -> Reaches:
+    def _spans(self, values: Values, longest: int) -> AttentionSpans:
         """longest: upper bound of a document's length in tokens."""
-        return reaches_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)
+        return spans_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)
 
     def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
         """The batch in parts of slots_at_once."""
@@ -5137,11 +4984,11 @@ class Executor(Evaluator):
             sources[label] = table.ready(batch.plans[label], self.model.lm_head)
         weights = torch.stack([self._scalar(weight) for weight in values.mtp_weights])
         backward_seed = self._scalar(loss_weight)
-        reaches = self._reaches(values, min(values.max_doc_len, batch.tokens.shape[1]))
+        spans = self._spans(values, min(values.max_doc_len, batch.tokens.shape[1]))
 
         sums = []
         for part in self._micro_batches(batch):
-            losses = self.model_losses(part, weights, backward_seed, reaches, self.precision, sources)
+            losses = self.model_losses(part, weights, backward_seed, spans, self.precision, sources)
             slot_sums = losses.sum(dim=1)
             if loss_weight:
                 self.optimizer.count_pass()
@@ -5236,7 +5083,7 @@ class Executor(Evaluator):
         values: of the next step, or of the end; they say whether the embedding is still the head.
         """
         weights = {}
-        for row in self.model.table:     # all but rowwise tables, of which the touched rows are saved
+        for row in self.model.table.values():                 # all but rowwise tables, whose touched rows are saved
             p = self.model.get_parameter(row.label).detach()
             if row.label in self.tables:
                 weights[row.label] = self._whole_table(row.label, p)
@@ -5307,7 +5154,7 @@ def stored_bytes(cfg: Config, world: int, slots_at_once: int) -> dict[str, int]:
     Of all but tables of rule "rowwise".
     """
     dtype = getattr(torch, cfg.dtype)
-    exact_bytes = exact_dtype(dtype).itemsize
+    exact_bytes = accum_dtype(dtype).itemsize
     mantissa_bytes = torch.int16.itemsize if dtype == torch.bfloat16 else 0
     longest = max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
     numbers_read = math.inf                                   # of a table, in a cycle, if a token reads one row
@@ -5378,7 +5225,7 @@ def rowwise_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> dict[str, int]
     """
     table = row.rows
     dtype = getattr(torch, cfg.dtype)
-    exact_bytes = exact_dtype(dtype).itemsize
+    exact_bytes = accum_dtype(dtype).itemsize
     row_bytes = cfg.model_dim * dtype.itemsize
     last_bytes = torch.int32.itemsize
     size = -(-table.rows // fabric.world)
@@ -5405,7 +5252,7 @@ def rowwise_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> dict[str, int]
 def mapped_bytes(cfg: Config, size: int, touched: int) -> int:
     """Of the mappings of an owner's rows, their second moments and last events, of which so many are touched."""
     dtype = getattr(torch, cfg.dtype)
-    of_a_row = cfg.model_dim * dtype.itemsize, exact_dtype(dtype).itemsize, torch.int32.itemsize
+    of_a_row = cfg.model_dim * dtype.itemsize, accum_dtype(dtype).itemsize, torch.int32.itemsize
     return sum(touched_bytes(size, item_bytes, touched) for item_bytes in of_a_row)
 
 
@@ -5417,7 +5264,7 @@ def event_bytes(row: Parameter, cfg: Config, world: int) -> int:
     dtype = getattr(torch, cfg.dtype)
     row_bytes = cfg.model_dim * dtype.itemsize
     asked, live = asked_and_live(row.rows, cfg, world)
-    sums = live * cfg.model_dim * exact_dtype(dtype).itemsize
+    sums = live * cfg.model_dim * accum_dtype(dtype).itemsize
     return 3 * asked * row_bytes + live * row_bytes + sums
 
 
@@ -5427,7 +5274,7 @@ def working_bytes(cfg: Config, compiled: bool, slots_at_once: int) -> int:
     compiled: attention and head are kernels.
     """
     dtype = getattr(torch, cfg.dtype)
-    exact_bytes = exact_dtype(dtype).itemsize
+    exact_bytes = accum_dtype(dtype).itemsize
     row_bytes = cfg.model_dim * dtype.itemsize
     if compiled:
         saved_rows, kept_rows = SAVED_ROWS, EVAL_KEPT_ROWS
@@ -6008,7 +5855,7 @@ def whole_parameters(cfg: Config) -> list[Parameter]:
 def weight_kinds(cfg: Config) -> dict[str, TensorKind]:
     """Shape and type of every weight in a file, by label."""
     dtype = getattr(torch, cfg.dtype)
-    exact = exact_dtype(dtype)
+    exact = accum_dtype(dtype)
     kinds = {}
     for row in whole_parameters(cfg):
         kinds[row.label] = TensorKind(row.shape, exact if row.full_precision else dtype)
@@ -6018,7 +5865,7 @@ def weight_kinds(cfg: Config) -> dict[str, TensorKind]:
 def moment_kinds(cfg: Config) -> dict[str, TensorKind]:
     """Shape and type of all that the optimizer keeps, whole, as in a checkpoint."""
     dtype = getattr(torch, cfg.dtype)
-    exact = exact_dtype(dtype)
+    exact = accum_dtype(dtype)
     kinds = {}
     for row in whole_parameters(cfg):
         if row.optimizer == "adam":
@@ -6067,7 +5914,7 @@ def piece_kinds(cfg: Config, count: int, with_state: bool) -> dict[str, TensorKi
     dtype = getattr(torch, cfg.dtype)
     kinds = dict(ids=TensorKind((count,), torch.int64), rows=TensorKind((count, cfg.model_dim), dtype))
     if with_state:
-        kinds["v"] = TensorKind((count,), exact_dtype(dtype))
+        kinds["v"] = TensorKind((count,), accum_dtype(dtype))
         kinds["last"] = TensorKind((count,), torch.int32)
     return kinds
 
@@ -7331,20 +7178,21 @@ def check_attention(kernel: Callable, device: torch.device, dtype: torch.dtype, 
             positions = per_token * CHECKED_BOUNDS[-1]
             inputs = torch.randn(4, positions, heads, head_dim, device=device, generator=generator).to(dtype)
             bounds = per_token * plain
-            reach = Reach(positions, window, scale)
-            found = output_and_gradients(kernel, inputs, bounds, reach)
-            wanted = output_and_gradients(attention_reference, inputs.float(), bounds, reach)
+            span = AttentionSpan(positions, window, scale)
+            found = output_and_gradients(kernel, inputs, bounds, span)
+            wanted = output_and_gradients(attention_reference, inputs.float(), bounds, span)
             for what, x, exact in zip(("output", "gradient of q", "gradient of k", "gradient of v"), found, wanted):
                 error = float((x.float() - exact).abs().max() / exact.abs().max())
                 if not error < 8 * torch.finfo(dtype).eps:
                     raise RuntimeError(f"its {what} is off by {error:.1e}, window {window}, {heads} heads")
 
 
-def output_and_gradients(attend: Callable, inputs: Tensor, cu_seqlens: Tensor, reach: Reach) -> tuple[Tensor, ...]:
+def output_and_gradients(attend: Callable, inputs: Tensor, cu_seqlens: Tensor,
+                         span: AttentionSpan) -> tuple[Tensor, ...]:
     """Of attention to q, k, v, the first three of inputs (4, N, H, E); the last is the gradient of the output."""
     q, k, v, seed = inputs.unbind()
     leaves = [x.requires_grad_() for x in (q.clone(), k.clone(), v.clone())]
-    out = attend(*leaves, cu_seqlens, reach)
+    out = attend(*leaves, cu_seqlens, span)
     return out.detach(), *torch.autograd.grad(out, leaves, seed)
 
 
@@ -7384,8 +7232,8 @@ def attention_ms(name: str, cfg: Config, fabric: Fabric, slots_at_once: int) -> 
             per_token = 2 if kind == "paired" else 1
             shape = (4, per_token * tokens, cfg.num_heads // per_token, cfg.head_dim)
             inputs = torch.randn(shape, device=fabric.device).to(getattr(torch, cfg.dtype))
-            reach = Reach(per_token * cfg.max_doc_len, windows[window], cfg.attn_scale)
-            call = functools.partial(output_and_gradients, attention_varlen, inputs, per_token * ends, reach)
+            span = AttentionSpan(per_token * cfg.max_doc_len, windows[window], cfg.attn_scale)
+            call = functools.partial(output_and_gradients, attention_varlen, inputs, per_token * ends, span)
             total += layers * median_ms(call)
     except Exception as refusal:                                              # which did not show at a small size
         fabric.say(f"attention: {name} fails at full size: {type(refusal).__name__} {str(refusal)[:100]}")
