@@ -2787,112 +2787,86 @@ def relu_sq_mlp(n: Tensor, up: WeightPart, down: WeightPart) -> Tensor:
 # ---- Head and loss
 def softcap(logits: Tensor) -> Tensor:
     """Logits between 0 and LOGIT_CAP, any shape and float dtype."""
-    return LOGIT_CAP * share_of_cap(logits)
+    return LOGIT_CAP * (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
 
 
-def share_of_cap(logits: Tensor) -> Tensor:
-    """s = z / LOGIT_CAP, between 0 and 1."""
-    return (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
+def row_chunks(logits: Tensor, *arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split arrays (N, ...), first the logits (N, V), by rows; into one chunk where a compiler fuses the passes."""
+    rows = len(logits)
+    if not logits.is_cuda and not torch.compiler.is_compiling():
+        rows = max(1, LOGITS_AT_ONCE // logits.shape[1])
+    return zip(*(x.split(rows) for x in (logits, *arrays)))
 
 
-def row_chunks(*arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Arrays (N, ...), the first of them (N, V), in blocks of rows; one block where a compiler fuses the passes."""
-    first = arrays[0]
-    rows = len(first)
-    if not first.is_cuda and not torch.compiler.is_compiling():
-        rows = max(1, LOGITS_AT_ONCE // first.shape[1])
-    return zip(*(x.split(rows) for x in arrays))
-
-
-def capped_at(logits: Tensor, ids: Tensor, work: torch.dtype) -> tuple[Tensor, Tensor]:
-    """logits (N, V), ids (N, G) -> logsumexp of the capped logits z, (N,), and z[ids], (N, G).
-
-    No term of the sum overflows, for z lies below LOGIT_CAP: one sweep does, without the rows' largest.
-    """
-    lse, z_of_ids = [], []
-    for block, ids_of_block in row_chunks(logits, ids):
-        z = softcap(block.to(work))
-        lse.append((z - LOGIT_CAP).exp().sum(dim=-1).log() + LOGIT_CAP)
-        z_of_ids.append(z.gather(1, ids_of_block))
-    return torch.cat(lse), torch.cat(z_of_ids)
-
-
-def losses_with_gradient(logits: Tensor, ids: Tensor, shares: Tensor, work: torch.dtype) -> Tensor:
-    """logits (N, V), ids and shares (N, G) -> sum over k of shares[k] * -log softmax(z)[ids[k]], (N,).
-
-    LOGIT_WIDTH times its gradient by the logits takes their place: made here, where z and its softmax are at hand.
-    """
+def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    """Evaluation: -log softmax(softcap(y w))[target], no fp8. y (N, D), w (D, V), targets (N,) -> (N,) f32 or f64."""
     losses = []
-    for block, ids_of_block, shares_of_block in row_chunks(logits, ids, shares):
-        z = softcap(block.to(work))
-        probability = z.softmax(dim=-1)                                       # above 1e-10 / V, for z is below 23
-        nats = -probability.gather(1, ids_of_block).log()
-        losses.append((shares_of_block * nats).sum(dim=1))
-        grad = probability.mul_(shares_of_block.sum(dim=1, keepdim=True))     # by z
-        grad = subtract_one_hot(grad, ids_of_block, shares_of_block)
-        slope = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)                  # z - z^2 / 23: LOGIT_WIDTH dz by dlogit
-        torch.mul(grad, slope, out=block)
+    for logits, ids in row_chunks(y @ w, targets[:, None]):
+        z = softcap(logits.to(accum_dtype(y.dtype)))
+        # No term of the sum overflows, for z lies below LOGIT_CAP: one sweep does, without the rows' largest.
+        lse = (z - LOGIT_CAP).exp().sum(dim=-1).log() + LOGIT_CAP
+        losses.append(lse - z.gather(1, ids)[:, 0])
     return torch.cat(losses)
-
-
-def subtract_one_hot(grad: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
-    """grad (N, V), less shares[k] at ids[k] for each k. In place where nothing compiles it."""
-    columns = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
-    for k in range(ids.shape[1]):                                             # one by one: a row may have an id twice
-        column = ids[:, k:k + 1]
-        share = shares[:, k:k + 1]
-        if torch.compiler.is_compiling():                                     # comparisons fuse, a scatter would not
-            grad = grad - share * (columns == column.int())                   # in 32 bits: half the instructions
-        else:
-            grad.scatter_add_(1, column, -share)
-    return grad
-
-
-def logits_gradient(logits: Tensor, lse: Tensor, ids: Tensor, shares: Tensor, work: torch.dtype) -> Tensor:
-    """Gradient by the logits of sum over k of shares[k] * (lse - z[ids[k]]) * LOGIT_WIDTH / LOGIT_CAP, (N, V).
-
-    logits (N, V), lse (N,), ids and shares (N, G)
-    """
-    s = share_of_cap(logits.to(work))
-    grad = shares.sum(dim=1, keepdim=True) * torch.exp(LOGIT_CAP * s - lse[:, None])      # by z
-    grad = subtract_one_hot(grad, ids, shares)
-    return grad * s * (1 - s)
-
-
-def e4m3(x: Tensor, scale: float) -> Tensor:
-    """x / scale, divided in f32 and rounded once; beyond the range it saturates on every version and device."""
-    scaled = x.float() / scale
-    return scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-
-
-def f32_scale(value: float, like: Tensor) -> Tensor:
-    """A scale rounded to f32 first, held in f64, so that products of scales are rounded once."""
-    rounded = torch.full((), value, dtype=torch.float32, device=like.device)
-    return rounded.double()
-
-
-def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: torch.dtype,
-                fast: bool = False) -> Tensor:
-    """a @ b * scale of fp8 matrices. native: the device's fp8 product; else in out_dtype, which holds fp8 exactly."""
-    if not native:
-        product = a.to(out_dtype) @ b.to(out_dtype)
-        return product * scale.to(out_dtype)
-
-    b_in_columns = b.t().contiguous().t()                                     # as the device wants it
-    scales = dict(scale_a=scale.float(), scale_b=torch.ones((), device=a.device))
-    return torch._scaled_mm(a, b_in_columns, **scales, out_dtype=out_dtype, use_fast_accum=fast)
 
 
 def mtp_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     """(B, T), (G,) -> ids (N, G) i64 of the next G tokens and their weights (N, G), 0 beyond the slot's end."""
     slots, length = targets.shape
     position = torch.arange(length, device=targets.device)
-    distance = torch.arange(len(weights), device=targets.device)
-    ahead = position[:, None] + distance                                      # (T, G)
+    ahead = position[:, None] + torch.arange(len(weights), device=targets.device)         # (T, G)
     inside = ahead < length
     next_ids = targets[:, torch.where(inside, ahead, 0)]                      # (B, T, G)
-    shares = (inside * weights).expand(slots, -1, -1)
-    return next_ids.flatten(0, 1), shares.flatten(0, 1)
+    token_weights = (inside * weights).expand(slots, -1, -1)
+    return next_ids.flatten(0, 1), token_weights.flatten(0, 1)
+
+
+def subtract_one_hot(grad: Tensor, ids: Tensor, token_weights: Tensor) -> Tensor:
+    """grad (N, V), less token_weights[k] at ids[k] for each k. In place where nothing compiles it."""
+    columns = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
+    for column, weight in zip(ids.split(1, dim=1), token_weights.split(1, dim=1)):
+        if torch.compiler.is_compiling():                                     # comparisons fuse, a scatter would not
+            grad = grad - weight * (columns == column.int())                  # in 32 bits: half the instructions
+        else:
+            grad.scatter_add_(1, column, -weight)                             # one by one: a row may have an id twice
+    return grad
+
+
+def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor, factor: float) -> Tensor:
+    """logits (N, V), ids and token_weights (N, G) -> sum over k of token_weights[k] * -log softmax(z)[ids[k]], (N,).
+
+    Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits, computed here because
+    the softmax is already available.
+    """
+    losses = []
+    for block, block_ids, block_weights, out in row_chunks(logits, ids, token_weights, grad):
+        z = softcap(block.to(token_weights.dtype))
+        probability = z.softmax(dim=-1)                                       # above 1e-10 / V, for z is below 23
+        nats = -probability.gather(1, block_ids).log()
+        losses.append((block_weights * nats).sum(dim=1))
+        scaled = factor * block_weights                                       # (N, G): no pass over (N, V) for it
+        grad_z = subtract_one_hot(probability.mul_(scaled.sum(dim=1, keepdim=True)), block_ids, scaled)
+        slope = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)                  # z - z^2 / 23: LOGIT_WIDTH dz by dlogit
+        torch.mul(grad_z, slope, out=out)
+    return torch.cat(losses)
+
+
+def e4m3(x: Tensor, scale: float) -> Tensor:
+    """x / scale, divided in f32 and rounded once; beyond the range it saturates on every version and device."""
+    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
+
+
+def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: torch.dtype,
+                fast: bool = False) -> Tensor:
+    """a @ b * scale of fp8 matrices, scale () f64.
+
+    native: the device's fp8 product; else one in out_dtype, which holds fp8 exactly. fast: a shorter accumulator
+    """
+    if not native:
+        return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
+    b_in_columns = b.t().contiguous().t()                                     # as the device wants it
+    one = torch.ones((), device=a.device)
+    return torch._scaled_mm(a, b_in_columns, scale_a=scale.float(), scale_b=one, out_dtype=out_dtype,
+                            use_fast_accum=fast)
 
 
 class HeadLoss(torch.autograd.Function):
@@ -2900,78 +2874,59 @@ class HeadLoss(torch.autograd.Function):
 
     y (N, D), w (D, V), targets (B, T) i64 with B * T = N, weights (G,). Returns each position's loss, (N,) f32 or f64:
         sum over k < G with t + k < T of weights[k] * (lse_t - z_t[targets[t + k]]),  z = 23 sigmoid((y w + 5) / 7.5).
-    Targets cross documents and stop at the slot's end; all V columns are in the softmax. With precision "fp8" or
-    "emulated", y and w are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448: the
-    seed of the backward, loss_weight, moves the scale, never the payload; a position's own gradient is in there.
+    Targets cross documents and stop at the slot's end; all V columns are in the softmax. The forward makes losses and
+    the gradient of the logits in one pass, the backward is two products. With precision "fp8" or "emulated", y and w
+    are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448: the seed of the backward,
+    loss_weight, moves the scale, never the payload. Any other factor of a position is in the payload for w's gradient,
+    and exact for y's.
     """
 
     @staticmethod
     def forward(ctx, y, w, targets, weights, loss_weight, precision, logits_dtype, part):
         ctx.part = part
         ctx.precision = precision
-        ctx.work = accum_dtype(y.dtype)
+        ctx.accum_dtype = accum_dtype(y.dtype)
         if precision == "plain":
-            logits = y @ w
+            logits = grad = y @ w                                             # the gradient takes their place
+            factor = 1.0                                                      # LOGIT_WIDTH is the backward's
         else:
             native = precision == "fp8"
+            product_dtype = logits_dtype if native else ctx.accum_dtype
+            scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
             y = e4m3(y, FP8_Y_SCALE)
             w = e4m3(w, FP8_W_SCALE)
-            scale = f32_scale(FP8_Y_SCALE, y) * f32_scale(FP8_W_SCALE, y)
-            product_dtype = logits_dtype if native else ctx.work
-            logits = fp8_product(y, w, scale, native, product_dtype, fast=True)
+            logits = fp8_product(y, w, scale, native, product_dtype, fast=True).to(logits_dtype)
+            grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
+            factor = 1 / (LOGIT_WIDTH * FP8_GRAD_SCALE)
 
-        logits = logits.to(logits_dtype)
-        next_ids, shares = mtp_targets(targets, weights)
-        if precision == "plain":
-            losses = losses_with_gradient(logits, next_ids, shares.to(ctx.work), ctx.work)
-            ctx.save_for_backward(y, w, logits)                               # which are their gradient by now
-            return losses
-
-        lse, z_of_next = capped_at(logits, next_ids, ctx.work)
-        ctx.save_for_backward(y, w, logits, lse, next_ids, shares, loss_weight)
-        nats = lse[:, None] - z_of_next                                       # (N, G), -log of the probability
-        return (shares * nats).sum(dim=1)
+        next_ids, token_weights = mtp_targets(targets, weights.to(ctx.accum_dtype))
+        losses = losses_with_gradient(logits, next_ids, token_weights, grad, factor)
+        ctx.save_for_backward(y, w, grad, loss_weight)
+        return losses
 
     @staticmethod
     def backward(ctx, grad_losses):
+        y, w, grad, loss_weight = ctx.saved_tensors
+        grad_w = None                                                         # of a frozen head
         if ctx.precision == "plain":
-            y, w, grad = ctx.saved_tensors
-            unit = (grad_losses / LOGIT_WIDTH).to(y.dtype)[:, None]           # each position's own factor
-            grad_y = unit * (grad @ w.t())
-            grad_w = None
-            if ctx.needs_input_grad[1]:                                       # not of a frozen one
-                grad_w = accumulate_wgrad(ctx.part, unit * y, grad)
+            factor = (grad_losses / LOGIT_WIDTH).to(y.dtype)[:, None]         # each position's own
+            grad_y = factor * (grad @ w.t())
+            if ctx.needs_input_grad[1]:
+                grad_w = accumulate_wgrad(ctx.part, factor * y, grad)
             return grad_y, grad_w, None, None, None, None, None, None
 
-        y, w, logits, lse, next_ids, shares, loss_weight = ctx.saved_tensors
-        unit = grad_losses * (LOGIT_CAP / LOGIT_WIDTH)
-        grad_scale = loss_weight.float() * f32_scale(FP8_GRAD_SCALE, y).float()
-        unit = unit / grad_scale
-        grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
-        shares = unit[:, None] * shares
-        for place, *facts in row_chunks(grad, logits, lse, next_ids, shares):
-            place.copy_(logits_gradient(*facts, ctx.work))
-
+        # The trainer's own factor is 1 in every position. A loss_weight of 0 makes gradients of 0, not of 0 / 0.
+        factor = torch.where(loss_weight == 0, 0, grad_losses / loss_weight)[:, None]
+        scale = loss_weight.double() * FP8_GRAD_SCALE
         native = ctx.precision == "fp8"
-        grad_scale = grad_scale.double()
-        scale_y = grad_scale * f32_scale(FP8_W_SCALE, y)                      # a product's scale: of its two factors
-        dtype_y = torch.bfloat16 if native else ctx.work
-        grad_y = fp8_product(grad, w.t(), scale_y, native, dtype_y)
-
-        grad_w = None
+        dtype_y = torch.bfloat16 if native else ctx.accum_dtype
+        grad_y = factor.to(dtype_y) * fp8_product(grad, w.t(), scale * FP8_W_SCALE, native, dtype_y)
         if ctx.needs_input_grad[1]:
-            scale_w = grad_scale * f32_scale(FP8_Y_SCALE, y)
+            payload = (factor * grad.to(factor.dtype)).to(grad.dtype)         # part of the copy into columns
             y_in_rows = y.t().contiguous()
-            product = fp8_product(y_in_rows, grad, scale_w, native, ctx.work)  # it cannot add: a scratch
-            grad_w = accumulate_wgrad(ctx.part, product, None)
+            product = fp8_product(y_in_rows, payload, scale * FP8_Y_SCALE, native, ctx.accum_dtype)
+            grad_w = accumulate_wgrad(ctx.part, product, None)                # it cannot add: a scratch
         return grad_y, grad_w, None, None, None, None, None, None
-
-
-def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
-    """Evaluation: -log softmax(softcap(y w))[target], no fp8. y (N, D), w (D, V), targets (N,) -> (N,) f32 or f64."""
-    work = accum_dtype(y.dtype)
-    lse, z_of_target = capped_at(y @ w, targets[:, None], work)
-    return lse - z_of_target[:, 0]
 
 
 # ---- Rows of tables
