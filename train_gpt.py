@@ -2865,8 +2865,9 @@ def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: to
         return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
     b_in_columns = b.t().contiguous().t()                                     # as the device wants it
     one = torch.ones((), device=a.device)
-    return torch._scaled_mm(a, b_in_columns, scale_a=scale.float(), scale_b=one, out_dtype=out_dtype,
-                            use_fast_accum=fast)
+    by_tensor = F.ScalingType.TensorWise
+    return F.scaled_mm(a, b_in_columns, scale.float(), by_tensor, one, by_tensor, output_dtype=out_dtype,
+                       use_fast_accum=fast)
 
 
 class HeadLoss(torch.autograd.Function):

@@ -305,7 +305,7 @@ def test_the_largest_head_rehearsed():
 
 
 def test_the_fp8_head_rehearsed():
-    """torch._scaled_mm runs on a CPU too."""
+    """F.scaled_mm runs on a CPU too."""
     compare_heads(tg.Fabric(CPU), 128, 64, 512, lambda **_: None)
 
 

@@ -442,7 +442,7 @@ def test_a_loss_weight_of_two_to_the_k_scales_gradients_bit_by_bit(precision, dt
 
 
 def test_the_devices_fp8_product_is_the_emulated_one():
-    """torch._scaled_mm exists on CPUs too. bf16 out: one rounding of 8 bits; f32 out: other orders of addition."""
+    """F.scaled_mm exists on CPUs too. bf16 out: one rounding of 8 bits; f32 out: other orders of addition."""
     def fp8(rows, columns, seed, dtype):
         return (20 * randn(rows, columns, seed=seed)).float().to(dtype)
 

@@ -48,7 +48,7 @@ aten = torch.ops.aten
 linecache.getlines(tg.__file__)          # as it is imported, whatever becomes of the file meanwhile
 
 # ATen's names of what a card does by a library's kernels. m, n, k of products follow from the last two axes.
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2"}
 ATTENTION = {"_varlen_attn": "forward", "_varlen_attn_backward": "backward"}
 # Allocations and questions: they launch nothing.
 SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "device", "alias",
