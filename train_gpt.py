@@ -2619,6 +2619,16 @@ def flush(delayed: list) -> None:
     delayed.clear()
 
 
+def wgrad_product(a: Tensor, b: Tensor, main_grad: Tensor | None) -> Tensor:
+    """a^T b in the wider dtype of factors and main_grad: rounded to bf16, it would lose what an f32 sum is kept for."""
+    dtype = a.dtype if main_grad is None else torch.promote_types(a.dtype, main_grad.dtype)
+    if a.dtype == dtype:
+        return a.t() @ b
+    if a.is_cuda:
+        return torch.mm(a.t(), b, out_dtype=dtype)
+    return a.t().to(dtype) @ b.to(dtype)
+
+
 class LinearFunction(torch.autograd.Function):
     """x (scale matrix)^T, scale () or None, learnt too; the matrix's gradient goes where its part says."""
 
@@ -2637,7 +2647,7 @@ class LinearFunction(torch.autograd.Function):
         a, b = grad.flatten(0, -2), x.flatten(0, -2)
         grad_scale = None
         if scale is not None:
-            product = a.t() @ b                                               # a scratch of one matrix
+            product = wgrad_product(a, b, ctx.part.main_grad)                 # a scratch of one matrix
             grad_scale = (product * matrix).sum()
             a, b = scale * product, None
 
