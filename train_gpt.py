@@ -2389,6 +2389,20 @@ def custom_op(name: str, *mutates: str) -> Callable:
     return decorate
 
 
+def first_order(backward: Callable) -> Callable:
+    """Refuse create_graph=True: weight gradients are written where autograd does not see them. Raises RunError.
+
+    torch's once_differentiable would take a gradient for a constant where what comes from the loss is one.
+    """
+    @functools.wraps(backward)
+    def call(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RunError("a backward", "create_graph=True", "gradients of the first order",
+                           "leave it out, or write the function with torch's own operations")
+        return backward(ctx, *grads)
+    return call
+
+
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of accumulators and optimizer state for weights of this dtype: f32, but f64 in an f64 run."""
     return torch.promote_types(dtype, torch.float32)
@@ -2476,6 +2490,7 @@ class Varlen(torch.autograd.Function):
         return out
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *varlen_backward(grad, *ctx.saved_tensors), None, None
 
@@ -2640,6 +2655,7 @@ class LinearFunction(torch.autograd.Function):
         return F.linear(x, weight)
 
     @staticmethod
+    @first_order
     def backward(ctx, grad):
         x, scale, matrix = ctx.saved_tensors
         weight = matrix if scale is None else scale * matrix
@@ -2768,6 +2784,7 @@ class ReluSqMLP(torch.autograd.Function):
         return (squares @ down_matrix).view_as(n)
 
     @staticmethod
+    @first_order
     def backward(ctx, grad):
         n, squares, up_matrix, down_matrix = ctx.saved_tensors
         grad_y = grad.flatten(0, -2)
@@ -2916,6 +2933,7 @@ class HeadLoss(torch.autograd.Function):
         return losses
 
     @staticmethod
+    @first_order
     def backward(ctx, grad_losses):
         y, w, grad, loss_weight = ctx.saved_tensors
         grad_w = None                                                         # of a frozen head
@@ -3005,6 +3023,7 @@ class RowLookup(torch.autograd.Function):
         return F.embedding(index, source)
 
     @staticmethod
+    @first_order
     def backward(ctx, grad):
         (index,) = ctx.saved_tensors
         add_rows(ctx.row_grads, index, grad)
