@@ -2611,7 +2611,7 @@ def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | 
     nobody shares the dummy, for autograd may keep it as .grad and add to it.
     """
     if part.delayed is not None:
-        part.delayed.append((part, a, b))
+        part.delayed.append((part, a, b, versions_of(a, b)))
     elif part.main_grad is None:
         return a if b is None else a.t() @ b
     else:
@@ -2622,10 +2622,23 @@ def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | 
     return torch.zeros_like(part.matrix)
 
 
+def versions_of(*factors: Tensor | None) -> list[int]:
+    """Torch's counts of the changes in place of each factor that is there."""
+    return [x._version for x in factors if x is not None]
+
+
 @torch.no_grad()
 def flush(delayed: list) -> None:
-    """Compute the delayed gradients in the order of their backwards, into main_grad or else into .grad."""
-    for part, a, b in delayed:
+    """Compute the delayed gradients in the order of their backwards, into main_grad or else into .grad.
+
+    Raises RunError, before anything is written, if a factor was changed since its backward.
+    """
+    for part, a, b, versions in delayed:
+        if versions_of(a, b) != versions:
+            raise RunError(f"a delayed gradient of a weight {tuple(part.matrix.shape)}",
+                           "an input or a gradient of the product that was changed in place after its backward",
+                           "the values that the backward had", "flush before the change, or change a copy")
+    for part, a, b, _ in delayed:
         if part.main_grad is not None:
             wgrad_accumulate(part.main_grad, part.weight.writes, part.number, a, b)
         else:
