@@ -3060,6 +3060,14 @@ class Parameter(NamedTuple):
     rows: Table | None = None            # of an embedding whose rows travel one by one
 
 
+SCALARS = {                              # name -> initial value of each of the packed scalars (recipe 2.6)
+    "residual": (1.1,) * len(LAYERS),
+    "attention": (0.5, 1.0) * len(LAYERS),                                    # of q, k, v and of the output
+    "bigram": (0.1,) * len(LAYERS),
+    "smear": (0.0,),
+    "backout": (0.5,),
+    "skip": (-1.5,),
+}
 NGRAM_MIX = 0.1                          # initial share of a table of n-grams in the residual stream of each layer
 MLP_FACTOR = 4                           # F / D
 UP_AND_DOWN = 2                          # matrices of one MLP
@@ -3088,19 +3096,9 @@ def constant(values: Sequence[float], _: torch.Generator, shape: tuple[int, ...]
 
 
 def scalar_values(cfg: Config) -> dict[str, tuple[float, ...]]:
-    """Initial values of the packed scalars by name: recipe 2.6, then n-gram tables that enter the residual stream."""
-    L = len(LAYERS)
-    values = dict(
-        residual=(1.1,) * L,
-        attention=(0.5, 1.0) * L,                                             # of q, k, v and of the output
-        bigram=(0.1,) * L,
-        smear=(0.0,),
-        backout=(0.5,),
-        skip=(-1.5,))
-    for line in ngram_tables(cfg):
-        if line.enters is None:
-            values[line.label] = (NGRAM_MIX,) * L
-    return values
+    """Initial values of the packed scalars by name, n-gram tables that enter the residual stream after recipe A's."""
+    streams = {line.label: (NGRAM_MIX,) * len(LAYERS) for line in ngram_tables(cfg) if line.enters is None}
+    return SCALARS | streams
 
 
 def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
