@@ -31,16 +31,10 @@ from __future__ import annotations
 import os
 import signal
 
-
-def end_quietly(*_: object) -> None:
-    """Ctrl-C during the imports, which take seconds: there is nothing yet to tell or to close."""
-    os._exit(130)
-
-
 if __name__ == "__main__":
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")      # waiting threads that spin: 10 times slower beside busy cores
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, end_quietly)        # until `main` begins
+        signal.signal(signal.SIGINT, signal.SIG_DFL)     # Ctrl-C during the imports, until `main` begins
 
 import argparse
 import base64
@@ -48,10 +42,10 @@ import bisect
 import contextlib
 import ctypes
 import difflib
-import errno
 import functools
 import gc
 import glob
+import gzip
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -62,11 +56,10 @@ import mmap
 import operator
 import platform
 import re
+import shutil
 import socket
-import stat
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -75,10 +68,10 @@ import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 try:
     import numpy as np
@@ -405,6 +398,15 @@ def parse_value(name: str, text: str) -> Any:
     return os.path.expanduser(value) if about["unit"] in PATH_UNITS else value
 
 
+def print_result(text: str) -> None:
+    """Print what the user asked for. Raises RunError if standard output does not take it."""
+    try:
+        print(text, flush=True)
+    except (OSError, ValueError) as error:
+        raise RunError("standard output", error, "one that takes all lines", "redirect it to where there is room; what "
+                       "a run has found stands in its log") from None
+
+
 def make_config(preset: str, texts: dict[str, str]) -> Config:
     """The settings of a preset and {field: text of its flag}, checked. Raises ConfigError."""
     values = {name: parse_value(name, text) for name, text in texts.items()}
@@ -453,6 +455,12 @@ def flag_parser(preset: str) -> argparse.ArgumentParser:
     return parser
 
 
+def decisive_settings(cfg: Config) -> dict[str, str]:
+    """Return the settings on which a run's numbers depend, as texts; homes of tables change no bit."""
+    cfg = replace(cfg, tables=tuple(table._replace(home="device") for table in cfg.tables))
+    return {name: flag_text(value) for name, value in vars(cfg).items() if name not in MAY_CHANGE}
+
+
 def read_flags(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     """Flags -> (preset or None, {field: text} of those given). --help prints and exits. Raises ConfigError."""
     # All flags are texts here: --resume has to know which of them were given.
@@ -463,7 +471,7 @@ def read_flags(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     need(flags.preset in (None, *PRESETS), "--preset", repr(flags.preset), list(PRESETS),
          nearest(str(flags.preset), PRESETS))
     if flags.help:
-        print(flag_parser(flags.preset or "record").format_help(), flush=True)
+        print_result(flag_parser(flags.preset or "record").format_help())
         sys.exit(0)
 
     # A word without dashes is a prompt; more of them are one that lacks its quotes.
@@ -509,10 +517,10 @@ def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
     before = make_config(earlier_preset, earlier)
     cfg = make_config(earlier_preset, earlier | texts)
     may_change = ", ".join(sorted(MAY_CHANGE - NOT_INHERITED))
-    for name in texts.keys() - MAY_CHANGE:
-        text = flag_text(getattr(before, name))
-        need(flag_text(getattr(cfg, name)) == text, f"--{name} with --resume", texts[name], f"{text}, as in that run",
-             f"leave --{name} out; these may change: {may_change}")
+    after = decisive_settings(cfg)
+    for name, text in decisive_settings(before).items():
+        need(after[name] == text or name not in texts, f"--{name} with --resume", texts.get(name), f"{text}, as in that "
+             f"run", f"leave --{name} out; these may change: {may_change}")
     return earlier_preset, cfg
 
 
@@ -904,6 +912,7 @@ class Schedule:
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # recipe 1.2; table in data/README.md
 TOKEN_BYTES = 2                          # little-endian u16
 MANIFEST = "manifest.json"               # hashes of the files beside it, written last; table in data/README.md
+MANIFEST_FORMATS = (1, 2)                # of data, and of saves and checkpoints
 VOCABULARY = "vocab.txt"                 # bytes of the tokens of the files beside it
 HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # recipe 2.5
 SIGN_VECTORS = 8192                      # of random signs; one more has +1 alone
@@ -1048,7 +1057,7 @@ def read_manifest(folder: Path) -> dict[str, str]:
         return {name: facts["sha256"] for name, facts in manifest["files"].items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} as a manifest", f"{type(error).__name__}: {error}",
-                        "format 1, as data/README.md has it", "write the folder again, or remove this file if "
+                        "format 1 or 2, as data/README.md has it", "write the folder again, or remove this file if "
                         "those beside it are sound") from None
 
 
@@ -1294,82 +1303,87 @@ def row_tables(cfg: Config) -> tuple[Table, ...]:
 
 
 @dataclass(eq=False)
-class EventRows:
-    """The rows of this rank's slice that ranks ask for in a cycle, each once: what an event of rule "rowwise" moves.
+class RowUpdate:
+    """The rows of this rank's shard that ranks read in a cycle, each once: those that a row-wise update changes.
 
-    Rows that the cycle before asked for, too, are on the device, and will be newer there than at home.
+    Rows that the update before changes, too, are on the device, where they are newer than in a host home.
     """
 
-    places: Tensor                       # (u,) i64 in the slice, ascending
-    of_asked: Tensor                     # (asked,) i64: which of them each row is that a reader asks for
-    follows: EventRows | None            # those of the cycle before; None: there is none
-    fresh: Tensor                        # (f,) i64: which of the places the cycle before has not
-    kept: Tensor                         # (u - f,) i64: which it has, too,
-    kept_from: Tensor                    # (u - f,) i64: and which of its places they are there
+    places: Tensor                       # (u,) i64 in the shard, ascending
+    inverse: Tensor                      # (requested,) i64: index into `places` of each requested row
+    follows: RowUpdate | None            # the update before; None: there is none
+    fresh: Tensor                        # (f,) i64: index into `places` of those that the update before has not
+    kept: Tensor                         # (u - f,) i64: index into `places` of those that it has, too,
+    kept_from: Tensor                    # (u - f,) i64: and their index into its places
 
 
 def distinct_with_places(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(n,) integers below 2^32 -> each once, ascending, (u,) i64, and which of them each value is, (n,) i64.
+    """Return the distinct values, ascending, (u,) i64, and the index of each value in them, (n,) i64.
 
-    One sort of 64-bit words, the value above its place: several times as fast as numpy's unique with its inverse.
-    Unsigned, for physical rows of the largest tables may pass 2^31.
+    values (n,) are integers below 2^32. One sort of 64-bit words, the value above its position, is several times as
+    fast as numpy's unique with its inverse.
     """
     count = len(values)
     words = np.sort(values.astype(np.uint64) << np.uint64(32) | np.arange(count, dtype=np.uint64))
     ordered = (words >> np.uint64(32)).astype(np.int64)
     is_new = np.ones(count, bool)
     is_new[1:] = ordered[1:] != ordered[:-1]
-    which = np.empty(count, np.int64)
-    which[words & np.uint64(0xFFFFFFFF)] = np.cumsum(is_new) - 1
-    return ordered[is_new], which
+    index = np.empty(count, np.int64)
+    index[words & np.uint64(0xFFFFFFFF)] = np.cumsum(is_new) - 1
+    return ordered[is_new], index
 
 
-def event_rows(asked: np.ndarray, before: EventRows | None, fabric: Fabric) -> EventRows:
-    """The rows of an event, from the places that readers ask for, reader by reader, and the event before it."""
-    places, of_asked = distinct_with_places(asked)
+def row_update(requested: np.ndarray, before: RowUpdate | None, fabric: Fabric) -> RowUpdate:
+    """Make the update of the requested rows, places in the shard reader by reader, from it and the update before."""
+    places, inverse = distinct_with_places(requested)
     in_both = np.zeros(len(places), bool)
     at = np.zeros(len(places), np.int64)
     if before is not None and len(before.places) > 0:
         places_before = before.places.numpy()
         at = np.searchsorted(places_before, places).clip(max=len(places_before) - 1)
         in_both = places_before[at] == places
-    lists = (places, of_asked, np.flatnonzero(~in_both), np.flatnonzero(in_both), at[in_both])
-    places, of_asked, fresh, kept, kept_from = map(fabric.host_tensor, lists)
-    return EventRows(places, of_asked, before, fresh, kept, kept_from)
+    lists = (places, inverse, np.flatnonzero(~in_both), np.flatnonzero(in_both), at[in_both])
+    places, inverse, fresh, kept, kept_from = map(fabric.host_tensor, lists)
+    return RowUpdate(places, inverse, before, fresh, kept, kept_from)
 
 
 @dataclass(eq=False)
 class TablePlan:
-    """Which rows of a table this rank reads in a cycle, and which of its own all ranks ask for.
+    """The rows of a table that this rank reads in a cycle, and the rows of its shard that all ranks request.
 
-    Row r is the r div W-th of rank r mod W, since frequent tokens have neighbouring ids; physical
-    order: by owner. The lists of rows are numpy arrays until `change_lists` makes tensors of them.
+    Row r is the r div W-th of rank r mod W, since frequent tokens have neighbouring ids; physical order goes by owner.
+    Lists of rows are numpy arrays until `change_lists` makes tensors of them.
     """
 
-    tag: dict[str, Any]                  # purpose, cycle, tokens (of a slot over the cycle): alike on all ranks
-    size: int                            # rows of every slice: R / W, rounded up
-    rows_i_read: Any                     # (n,) i64, physical, ascending: list of the fetch and of the gradients' return
-    counts_by_owner: list[int]           # how many of them each owner has
-    rows_asked_of_me: Any                # i64 places in this rank's slice, reader by reader
-    counts_by_reader: list[int]          # how many of them each reader asks for
-    head_columns: Any                    # (n,) i64: the same rows in the head, which every rank has, if tied; else None
+    tag: dict[str, Any]                  # purpose, cycle, tokens (of a slot over the cycle): equal on all ranks
+    shard_size: int                      # rows of every rank's shard: R / W, rounded up
+    my_rows: Any                         # (n,) i64, physical, ascending: fetched before the cycle, gradients go back
+    send_counts: list[int]               # requests to each owner: how many of my_rows it has
+    requested_rows: Any                  # i64 places in this rank's shard, reader by reader
+    recv_counts: list[int]               # requests from each reader
+    head_columns: Any                    # (n,) i64: the same rows as columns of the head, while tied; else None
     plan_ms: float                       # time of `Planner.plan`
-    reads: int = 0                       # of rows, with repetitions
-    event: EventRows | None = None       # of rule "rowwise": what the owner updates, once somebody has asked room 6
+    reads: int                           # lookups, repeated rows included
+    update: RowUpdate | None = None      # of a row-wise table, once `RowTable.prepare` has seen the plan
     sent: int = 0                        # bytes to and from other ranks, counted where a collective is called
     received: int = 0
 
     @property
     def tied(self) -> bool:
-        """Read from the head: nothing travels."""
+        """Rows are read from the head, which every rank has: nothing travels."""
         return self.head_columns is not None
 
     def change_lists(self, change: Callable) -> None:
-        """Put change(list) in the place of each list of rows: a tensor, pinned, on the device."""
-        self.rows_i_read = change(self.rows_i_read)
-        self.rows_asked_of_me = change(self.rows_asked_of_me)
+        """Replace each list of rows by change(list): an array by a tensor, later that by its copy on the device."""
+        self.my_rows = change(self.my_rows)
+        self.requested_rows = change(self.requested_rows)
         if self.tied:
             self.head_columns = change(self.head_columns)
+
+    def count_bytes(self, rank: int, send_counts: list[int], recv_counts: list[int], item_bytes: int) -> None:
+        """Count what an exchange of lists moves between this rank and others; counts are items by rank."""
+        self.sent += (sum(send_counts) - send_counts[rank]) * item_bytes
+        self.received += (sum(recv_counts) - recv_counts[rank]) * item_bytes
 
 
 class Batch(NamedTuple):
@@ -1380,164 +1394,97 @@ class Batch(NamedTuple):
     tokens: Tensor                       # (b, T) i32
     targets: Tensor                      # (b, T) i64: the next token
     cu_seqlens: Tensor                   # (b, K) i32: 0, document ends, then T as often as needed to fill K columns
-    rows: dict[str, Tensor]              # by table, shaped like its ids: places in the plan's list, or physical rows
-    signs: dict[str, Tensor] = {}        # by table that has signs, (b, T) i32: vectors of them
+    rows: dict[str, Tensor]              # by table, shaped like its ids: index into the plan's list, or rows of the table
+    signs: dict[str, Tensor] = {}        # by table that has signs, (b, T) i32: which vector of signs
 
     def map(self, change: Callable) -> Batch:
-        """The batch with change(tensor) in the place of each tensor."""
+        """Return the batch with change(tensor) for each tensor."""
         rows = {label: change(x) for label, x in self.rows.items()}
         signs = {label: change(x) for label, x in self.signs.items()}
-        return self._replace(tokens=change(self.tokens), targets=change(self.targets),
-                             cu_seqlens=change(self.cu_seqlens), rows=rows, signs=signs)
+        return Batch(self.step, self.plans, change(self.tokens), change(self.targets), change(self.cu_seqlens),
+                     rows, signs)
 
     def to(self, device: torch.device) -> Batch:
-        def moved(x: Tensor) -> Tensor:
-            return x.to(device, non_blocking=True)
-        return self.map(moved)
-
-
-def keeps_rows_by_list(table: Table, cfg: Config, fabric: Fabric) -> bool:
-    """Whether a rank has room for a plan's rows only, in the order of its list; else for all, in physical order."""
-    return table.is_rowwise or (cfg.row_comms == "sparse" and fabric.world > 1)
+        return self.map(operator.methodcaller("to", device, non_blocking=True))
 
 
 class Planner:
-    """Makes the batches of a cycle and their row plans.
-
-    Pure, but for the exchange with other ranks.
-    """
+    """Makes the batches of a cycle and their row plans. Pure, but for the exchange with other ranks."""
 
     def __init__(self, cfg: Config, fabric: Fabric, exchange: Callable | None = None) -> None:
-        """exchange fills in what ranks ask of each other; else a plan is this rank's side alone."""
-        W = fabric.world
+        """exchange(plans) fills in what ranks request of each other; None: plans are this rank's side alone."""
+        self.cfg = cfg
         self.fabric = fabric
         self.exchange = exchange
-        self.every = cfg.adam_every
         self.tables = row_tables(cfg)
-        self.listed = {}                 # by table: batches hold places in a list, not physical rows
-        for table in self.tables:
-            self.listed[table.label] = keeps_rows_by_list(table, cfg, fabric)
+        self.shard_sizes = {table.label: -(-table.rows // fabric.world) for table in self.tables}
 
-        self.sizes = {table.label: -(-table.rows // W) for table in self.tables}      # rows of every slice
-        self.seen = {}                   # by table, for each physical row: a mark, False again after each plan
-        self.place_in_list = {}          # by table, for each physical row: of the last list that had it
-        for table in self.tables:
-            if table.is_rowwise:                                              # nothing is as large as it
-                continue
-            rows = W * self.sizes[table.label]
-            self.seen[table.label] = np.zeros(rows, bool)
-            self.place_in_list[table.label] = np.zeros(rows, np.int32)
-
-    def batches(self, purpose: str, steps: Sequence[Values],
-                slots: Sequence[list[Slot]]) -> list[Batch]:
-        """A batch for each step of a cycle and its slots."""
-        tokens = []                      # by step: (b, T + 1) u16
-        for slots_of_step in slots:
-            tokens.append(np.stack([slot.tokens for slot in slots_of_step]))
+    def batches(self, purpose: str, steps: Sequence[Values], slots: Sequence[list[Slot]]) -> list[Batch]:
+        """Return a batch for each step of a run's cycle, from this rank's slots of each."""
+        tokens = [np.stack([slot.tokens for slot in slots_of_step]) for slots_of_step in slots]    # (b, T + 1) u16
         inputs = [x[:, :-1].astype(np.int32) for x in tokens]
-        plans: list[dict[str, TablePlan]] = []       # of each step: the same until some table's cycle ends
         rows: list[dict[str, np.ndarray]] = [{} for _ in steps]
+        plans: list[dict[str, TablePlan]] = []       # of each step
+
+        # A table's plan serves the steps of its cadence; where one ends, the next begins.
         current: dict[str, TablePlan] = {}
-        for first in range(0, len(steps), self.every):
-            begun = self._begin_plans(purpose, steps, inputs, first, rows)
+        for first in range(0, len(steps), self.cfg.adam_every):
+            begun = {}
+            for table in self.tables:
+                if first % table.cadence == 0:
+                    cycle = slice(first, first + table.cadence)
+                    begun[table.label] = self.plan(table, purpose, steps[cycle], inputs[cycle], rows[cycle])
             if self.exchange:
                 self.exchange(begun)
             for plan in begun.values():
                 plan.change_lists(self.fabric.host_tensor)
             current = current | begun
-            plans += [current] * self.every
+            plans += [current] * self.cfg.adam_every
 
         batches = []
         for at, values in enumerate(steps):
+            borders = [slot.cu_seqlens for slot in slots[at]]
+            columns = max(map(len, borders))
+            borders = np.stack([np.pad(x, (0, columns - len(x)), "edge") for x in borders])
             signs = {table.label: table.signs(inputs[at]) for table in self.tables if table.signs}
-            batch = Batch(values.step, plans[at], inputs[at], tokens[at][:, 1:].astype(np.int64),
-                          stacked_borders(slots[at]), rows[at], signs)
+            targets = tokens[at][:, 1:].astype(np.int64)
+            batch = Batch(values.step, plans[at], inputs[at], targets, borders, rows[at], signs)
             batches.append(batch.map(self.fabric.host_tensor))
         return batches
 
-    def _begin_plans(self, purpose: str, steps: Sequence[Values], inputs: list[np.ndarray], first: int,
-                     rows: list[dict]) -> dict[str, TablePlan]:
-        """The plans, by table, that begin at steps[first]. What stands for their rows goes to each of their steps."""
-        begun = {}
-        for table in self.tables:
-            if first % table.cadence != 0:
-                continue
-            ends = min(first + table.cadence, len(steps))
-            of_cycle = range(first, ends)
-            logical_rows = [table.ids(inputs[at]) for at in of_cycle]
-            cycle_tokens = sum(inputs[at].shape[1] for at in of_cycle)
-            tag = dict(purpose=purpose, cycle=steps[first].step // table.cadence, tokens=cycle_tokens)
-            tied = table.tied and steps[first].tied                           # they part between cycles
-            plan, rows_of_steps = self.plan(table.label, tag, tied, logical_rows)
-            begun[table.label] = plan
-            for at, rows_of_step in zip(of_cycle, rows_of_steps):
-                rows[at][table.label] = rows_of_step
-        return begun
-
-    def plan(self, label: str, tag: dict, tied: bool,
-             rows: list[np.ndarray]) -> tuple[TablePlan, list[np.ndarray]]:
-        """The plan for these logical rows, an array for each step, and what stands for each in a batch."""
+    def plan(self, table: Table, purpose: str, steps: Sequence[Values], inputs: Sequence[np.ndarray],
+             rows: Sequence[dict[str, np.ndarray]]) -> TablePlan:
+        """Plan a table's rows for the steps of its cycle; the index of each lookup goes to `rows`, a dict per step."""
         began = time.perf_counter()
         W = self.fabric.world
-        size = self.sizes[label]
-        logical = np.concatenate([x.ravel() for x in rows])
-        place_in_slice = logical // W
-        owner = logical - place_in_slice * W                                  # logical mod W, with vector code
-        if W * size > np.iinfo(np.int32).max:                                 # the places behind the last row, too
-            owner = owner.astype(np.int64)
-        physical = owner * size + place_in_slice
+        size = self.shard_sizes[table.label]
+        tied = table.tied and steps[0].tied                                   # they part between cycles
+        ids = [table.ids(x) for x in inputs]
+        logical = np.concatenate([x.ravel() for x in ids])
+        place = logical.astype(np.int64) // W
+        owner = logical - place * W                                           # logical mod W, with vector code
+        physical = owner * size + place
 
-        if label not in self.seen:
-            rows_i_read, which = distinct_with_places(physical)
-            batch_rows = which.astype(np.int32)
-        else:
-            rows_i_read = self._distinct(label, physical)
-            batch_rows = physical
-            if self.listed[label]:
-                place_in_list = self.place_in_list[label]
-                place_in_list[rows_i_read] = np.arange(len(rows_i_read), dtype=np.int32)
-                batch_rows = place_in_list.take(physical)
+        # Dense mode is a list of all rows. One rank reads a dense-Adam table where it stands, without a copy.
+        my_rows, index = distinct_with_places(physical)
+        if W == 1 and not table.is_rowwise:
+            index = logical
+        elif self.cfg.row_comms == "dense" and not table.is_rowwise and not tied:
+            my_rows, index = np.arange(W * size), physical
+        sizes = np.cumsum([x.size for x in ids[:-1]])
+        for of_step, x, part in zip(rows, ids, np.split(index.astype(np.int32), sizes)):
+            of_step[table.label] = part.reshape(x.shape)
 
-        slice_borders = size * np.arange(W + 1)
-        counts_by_owner = np.diff(np.searchsorted(rows_i_read, slice_borders)).tolist()
-        head_columns = None
-        if tied:
-            head_columns = rows_i_read % size * W + rows_i_read // size       # logical again
+        # A single rank requests its own rows; with several, the exchange puts in what the readers request.
+        counts = np.diff(np.searchsorted(my_rows, size * np.arange(W + 1))).tolist()
+        head_columns = my_rows % size * W + my_rows // size if tied else None  # logical again
+        tag = dict(purpose=purpose, cycle=steps[0].step // table.cadence, tokens=sum(x.shape[1] for x in inputs))
         plan_ms = 1000 * (time.perf_counter() - began)
-
-        # A single rank asks itself; with several, the exchange puts in what the readers ask for.
-        plan = TablePlan(tag, size, rows_i_read, counts_by_owner,
-                         rows_asked_of_me=rows_i_read, counts_by_reader=counts_by_owner,
-                         head_columns=head_columns, plan_ms=plan_ms, reads=len(logical))
-        parts = np.split(batch_rows, np.cumsum([x.size for x in rows[:-1]]))
-        return plan, [part.reshape(x.shape) for part, x in zip(parts, rows)]
-
-    def _distinct(self, label: str, physical: np.ndarray) -> np.ndarray:
-        """(n,) i64: each of the rows once, in ascending order."""
-        seen = self.seen[label]
-        if len(seen) < BITMAP_ROWS * len(physical):
-            seen[physical] = True
-            rows = np.flatnonzero(seen)
-            seen[rows] = False
-            return rows
-
-        rows = np.sort(physical)                                              # a bitmap costs by the size of the table
-        is_new = np.append(True, rows[1:] != rows[:-1])
-        return rows[is_new[:len(rows)]].astype(np.int64)                      # there may be none
-
-
-def stacked_borders(slots: list[Slot]) -> np.ndarray:
-    """(b, K) i32: the cu_seqlens of slots, the shorter ones filled up with their last value."""
-    columns = max(len(slot.cu_seqlens) for slot in slots)
-    lines = []
-    for slot in slots:
-        missing = columns - len(slot.cu_seqlens)
-        lines.append(np.pad(slot.cu_seqlens, (0, missing), "edge"))
-    return np.stack(lines)
+        return TablePlan(tag, size, my_rows, counts, my_rows, counts, head_columns, plan_ms, reads=len(logical))
 
 
 def bounded(future: Future, cfg: Config, what: str) -> Any:
-    """Result of a thread's work; its exception surfaces here, and the wait has an end."""
+    """Return the result of a thread's work; its exception surfaces here. Raises RunError after --comm_timeout."""
     try:
         return future.result(timeout=cfg.comm_timeout)
     except FutureTimeout:
@@ -1545,34 +1492,35 @@ def bounded(future: Future, cfg: Config, what: str) -> Any:
                        "look at disk and other ranks, or give a longer --comm_timeout") from None
 
 
-class Loader:
-    """Batches of the given steps, made on a background thread exactly one cycle ahead.
+class DataEnded(DataError):
+    """No shard holds another block: raised on every rank for the same cycle."""
 
-    Taking a cycle starts the work on the next, so what a batch holds never depends on timing. The
-    stream of slots is the same at every W: a block of slots that does not fit into a shard starts
-    the next one, which a second thread reads ahead. The steps are asked for one cycle at a time:
-    there may be millions of them.
+
+class Loader:
+    """Batches of the run's cycles, made on a background thread exactly one cycle ahead.
+
+    Taking a cycle starts the work on the next, so what a batch holds never depends on timing. The stream of slots is
+    the same at every W: a block of slots that does not fit into a shard starts the next one, which a second thread
+    reads ahead.
     """
 
-    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader],
-                 steps: Iterable[Values], exchange: Callable | None = None,
-                 purpose: str = "train") -> None:
+    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], cycles: Iterable[list[Values]],
+                 exchange: Callable | None = None, purpose: str = "train") -> None:
+        """cycles: the Values of each cycle's steps, asked for on the background thread; exchange: see Planner."""
         self.cfg = cfg
         self.fabric = fabric
         self.headers = headers
+        self.cycles = iter(cycles)
         self.purpose = purpose
         self.planner = Planner(cfg, fabric, exchange)
-        self.steps = iter(steps)
         self.worker = ThreadPoolExecutor(1, "loader", initializer=fabric.enter_thread)
         self.reader = ThreadPoolExecutor(1, "shard-reader")
 
-        self.shards = self._shards_being_read()
-        self.upcoming: Future | None = None          # the shard behind the one in use
+        passes = range(cfg.epochs) if cfg.epochs else itertools.count()
+        self.shards = (self.reader.submit(load_shard, header) for _ in passes for header in headers)
+        self.upcoming: Future | None = None          # the shard after the one in use
         self.shard: Shard | None = None              # in use, from document doc on
         self.doc = 0
-        self.tokens_passed = 0                       # in shards that were in use before
-        self.tokens_taken = 0                        # into blocks, without the last targets
-        self.data_ended = False                      # no shard holds another block, on any rank
         self.ahead: Future | None = None             # batches of the next cycle
         self.ready: list[Batch] = []                 # what is left of this one
         self.plans_in_use: dict[str, TablePlan] = {}
@@ -1587,116 +1535,68 @@ class Loader:
         """Begin to read. Called when the clock starts, for reading and packing are on it."""
         if self.upcoming is None:                                             # else `skip` has begun
             self.upcoming = next(self.shards, None)
-        self._prepare_next()
+        self.ahead = self.worker.submit(self._make_cycle)
 
-    def wait(self) -> None:
-        """Until the next cycle is made. What went wrong in the thread is raised here."""
-        if self.ahead is not None:
-            bounded(self.ahead, self.cfg, "waiting for the loader thread")
+    def wait(self) -> list[Batch]:
+        """Return the batches of the next cycle; [] after the last. Raises what went wrong in the thread."""
+        return bounded(self.ahead, self.cfg, "waiting for the loader thread")
 
     def next(self, values: Values) -> Batch:
-        """The batch of this step, on the device."""
+        """Return the batch of this step, on the device. Raises DataEnded."""
         if not self.ready:
-            self.wait()
-            self.ready = self.ahead.result()
-            self._prepare_next()
+            self.ready = self.wait()
+            self.ahead = self.worker.submit(self._make_cycle)
         batch = self.ready.pop(0)
         self.plans_in_use = batch.plans
         assert batch.step == values.step, f"loader at step {batch.step}, run at {values.step}"
         return batch.to(self.fabric.device)
 
     def plans_ahead(self) -> dict[str, TablePlan] | None:
-        """The next row plans behind those in use, or None: there are none, or `next` will say why.
-
-        Data that end do so on every rank, so all of them may finish their cycle first. Whatever
-        else goes wrong may have happened on this rank alone, and the others would wait for its
-        rows: it surfaces here.
-        """
+        """Return the row plans after those in use; None: the steps or the data end, and `next` will say so."""
         for batch in self.ready:
             if batch.plans is not self.plans_in_use:          # a table's cycle may be shorter than the run's
                 return batch.plans
         try:
-            self.wait()
-        except DataError:
-            if self.data_ended or self.fabric.world == 1:
-                return None
-            raise
-        if self.ahead is None:
+            batches = self.wait()
+        except DataEnded:
             return None
-        first_batch = self.ahead.result()[0]
-        return first_batch.plans
-
-    def tokens_left(self) -> float:
-        """About how many more tokens the shards give to blocks: of their rest the same share as until now.
-
-        A block less, for the last shard may end inside one. Infinite where the shards are read again and again.
-        """
-        if self.cfg.epochs == 0:
-            return math.inf
-        self.wait()
-        passed = self.tokens_passed + int(self.shard.doc_lengths[:self.doc].sum())
-        of_all_passes = self.cfg.epochs * sum(header.tokens for header in self.headers)
-        largest_block = max(stage.batch_tokens for stage in self.cfg.stages)
-        return (of_all_passes - passed) * self.tokens_taken / passed - largest_block
+        return batches[0].plans if batches else None
 
     def close(self) -> None:
         for pool in (self.worker, self.reader):
             pool.shutdown(wait=False, cancel_futures=True)
 
-    def _shards_being_read(self) -> Iterator[Future]:
-        """All shards of all passes; each is given to the reader when it is asked for."""
-        passes = range(self.cfg.epochs)
-        if self.cfg.epochs == 0:
-            passes = itertools.count()
-        for _ in passes:
-            for header in self.headers:
-                yield self.reader.submit(load_shard, header)
-
-    def _prepare_next(self) -> None:
-        cycle = list(itertools.islice(self.steps, run_cycle(self.cfg)))
-        self.ahead = None
-        if cycle:
-            self.ahead = self.worker.submit(self._make, cycle)
-
-    def _make(self, cycle: Sequence[Values]) -> list[Batch]:
-        """Batches of this rank for the steps of a cycle; runs on the worker thread."""
+    def _make_cycle(self) -> list[Batch]:
+        """Make this rank's batches of the next cycle; runs on the worker thread."""
+        cycle = next(self.cycles, [])
         my_slots = []
         for values in cycle:
             shard, block = self._block(values)
-            mine = block[self.fabric.rank::self.fabric.world]
-            my_slots.append([make_slot(shard, starts, ends) for starts, ends in mine])
+            pieces_of_mine = block[self.fabric.rank::self.fabric.world]
+            my_slots.append([make_slot(shard, starts, ends) for starts, ends in pieces_of_mine])
         return self.planner.batches(self.purpose, cycle, my_slots)
 
     def _block(self, values: Values) -> tuple[Shard, list]:
-        """The next block of slots: its shard, and (starts, ends) of the pieces of each slot."""
-        slot_tokens = values.slot_tokens
+        """Return the next block of slots: its shard, and (starts, ends) of the pieces of each slot."""
         # What is left of the shard in use, each shard once, and the one that was in use as a whole.
         for _ in range(len(self.headers) + 2):
             if self.shard is not None:
-                packed = pack_block(self.shard, self.doc, self.cfg.num_slots, slot_tokens,
-                                    self.cfg.max_doc_len)
+                packed = pack_block(self.shard, self.doc, self.cfg.num_slots, values.slot_tokens, self.cfg.max_doc_len)
                 if packed is not None:
                     slots, self.doc = packed
-                    self.tokens_taken += self.cfg.num_slots * slot_tokens
                     return self.shard, slots
-
             if self.upcoming is None:
-                if values.step == 0:
-                    break                                                     # to cycle through them would not help
-                self.data_ended = True
-                raise DataError("training data ended",
-                                f"{len(self.headers)} shards of {self.cfg.train_files!r}: "
-                                f"enough for {values.step} steps",
-                                "more shards, or fewer steps",
-                                f"fetch more shards, stop at --max_steps={values.step}, "
-                                "or cycle with --epochs=0")
-            if self.shard is not None:
-                self.tokens_passed += len(self.shard.tokens)
+                break
             self.shard = bounded(self.upcoming, self.cfg, "reading a shard")
             self.doc = 0
             self.upcoming = next(self.shards, None)
-        self.data_ended = True
-        raise too_small(self.cfg, self.headers, slot_tokens + 1)
+
+        if self.upcoming is None and values.step > 0:
+            raise DataEnded("training data ended",
+                            f"{len(self.headers)} shards of {self.cfg.train_files!r}: enough for {values.step} steps",
+                            "more shards, or fewer steps",
+                            f"fetch more shards, stop at --max_steps={values.step}, or cycle with --epochs=0")
+        raise too_small(self.cfg, self.headers, values.slot_tokens + 1)
 
 
 class ValidationSet:
@@ -1775,9 +1675,8 @@ def read_vocabulary(folder: Path, cfg: Config) -> list[bytes] | None:
 # References in PyTorch specify each operation on every device; a Triton body stands beside the one it must match.
 RMS_EPS = 2.0**-23                       # what the peer's bf16 run uses, here in every dtype
 FP8_MAX = 448.0                          # largest e4m3 number
-FP8_Y_SCALE = 100 / FP8_MAX              # the three scales of the head: recipe 2.8
-FP8_W_SCALE = 1.6 / FP8_MAX
-FP8_GRAD_SCALE = 0.75 / FP8_MAX
+# The three scales of the head (recipe 2.8), numbers that f32 has: a product of two is then rounded once.
+FP8_Y_SCALE, FP8_W_SCALE, FP8_GRAD_SCALE = (float(np.float32(most / FP8_MAX)) for most in (100, 1.6, 0.75))
 SHORTEST_BLOCK = 32                      # of queries: shorter ones would cost more in calls than they spare
 ADD_ROWS_LINES = 8                       # gradient lines that a program adds at once
 SIGN_SEED = 92                           # of the vectors of signs; any number would do
@@ -1795,55 +1694,64 @@ def jitted(kernel: Callable) -> Any:
     return triton.jit(kernel)
 
 
-def one_operation(name: str, *changes: str) -> Callable:
-    """Decorator of a function that changes these arguments in place, or none: one node of a compiled graph.
+def custom_op(name: str, *mutates: str) -> Callable:
+    """Register a function as a torch custom op; `mutates` names the arguments that it changes in place.
 
-    Elsewhere its body is called, unseen by autograd as an operation is, which costs 90 microseconds of Python a call.
-    The call's `operation` is what a graph has.
+    Compiled graphs hold the op, which is the call's `op`. Eager code calls the body directly and without
+    gradients: going through the op would cost 90 microseconds a call.
     """
     def decorate(body: Callable) -> Callable:
-        operation = torch.library.custom_op(name, body, mutates_args=changes)
+        op = torch.library.custom_op(name, body, mutates_args=mutates)
 
         @functools.wraps(body)
         def call(*args: Any) -> Any:
             if torch.compiler.is_compiling():
-                return operation(*args)
+                return op(*args)
             with torch.no_grad():
                 return body(*args)
 
-        call.operation = operation
+        call.op = op
         return call
     return decorate
 
 
-def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In what sums, moments and small facts of weights of this type are kept: f32, but f64 in an f64 run."""
+def first_order(backward: Callable) -> Callable:
+    """Refuse create_graph=True: weight gradients are written where autograd does not see them. Raises RunError.
+
+    torch's once_differentiable would take a gradient for a constant where what comes from the loss is one.
+    """
+    @functools.wraps(backward)
+    def call(ctx: Any, *grads: Any) -> Any:
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+            raise RunError("a backward", "create_graph=True", "gradients of the first order",
+                           "leave it out, or write the function with torch's own operations")
+        return backward(ctx, *grads)
+    return call
+
+
+def accum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Dtype of accumulators and optimizer state for weights of this dtype: f32, but f64 in an f64 run."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def rms_norm(x: Tensor) -> Tensor:
     """x / sqrt(mean(x^2) + eps) over the last axis, no gain."""
-    width = x.shape[-1]
-    return F.rms_norm(x, (width,), eps=RMS_EPS)
-
-
-def angles_by_channel(angles: Tensor) -> Tensor:
-    """(..., E/4) -> (..., E): neighbours turn by the same angle, negated for the second; the other half by 0."""
-    turning = torch.stack((angles, -angles), dim=-1).flatten(-2)
-    return F.pad(turning, (0, turning.shape[-1]))
+    return F.rms_norm(x, (x.shape[-1],), eps=RMS_EPS)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle; x (..., E).
 
-    cos and sin (..., E) of `angles_by_channel`: as wide as a head, they cost fewer passes than its parts would.
+    cos and sin (..., E), the sine negated for the second neighbour, the angle 0 in the other half: as wide as a head,
+    they cost fewer passes than its parts would.
     """
     neighbours_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return x * cos + neighbours_swapped * sin
 
 
+# ---- Attention
 @dataclass(frozen=True)
-class Reach:
+class AttentionSpan:
     """How far attention looks. Compiled code is made anew for each value of a field that it reads.
 
     numbers  (3,) f64 on the CPU, the fields: an input of compiled code, which serves any
@@ -1858,60 +1766,47 @@ class Reach:
         object.__setattr__(self, "numbers", numbers)          # frozen, so that they never differ from the fields
 
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, reach: Reach) -> Tensor:
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
     """Causal softmax attention inside documents.
 
     q, k, v     (N, H, E) any float dtype
     cu_seqlens  (C,) i32  ascends from 0 to N, empty documents allowed
     Returns (N, H, E). Queries go in blocks as long as the keys that one sees: cost N * window on any device.
     """
+    # With blocks as long as its window, a query sees keys of its own block and of the one before, and no others.
     count, heads, width = q.shape
-    keys_back = min(reach.window, reach.max_len - 1)
-    block = min(count, max(keys_back, SHORTEST_BLOCK))                        # sees itself and the block before
+    keys_back = min(span.window, span.max_len - 1)
+    block = min(count, max(keys_back, SHORTEST_BLOCK))
     blocks = -(-count // block)
-    padded = blocks * block
-    queries = in_blocks(q, block, 0, padded - count)
-    keys = with_the_block_before(in_blocks(k, block, block, padded - count))
-    values = with_the_block_before(in_blocks(v, block, block, padded - count))
+    fill = blocks * block - count
+    queries = F.pad(q, (0, 0, 0, 0, 0, fill)).view(blocks, block, heads, width)
+    k_blocks = F.pad(k, (0, 0, 0, 0, block, fill)).view(blocks + 1, block, heads, width)
+    v_blocks = F.pad(v, (0, 0, 0, 0, block, fill)).view(blocks + 1, block, heads, width)
+    keys = torch.cat((k_blocks[:-1], k_blocks[1:]), dim=1)                    # (blocks, 2 * block, H, E)
+    values = torch.cat((v_blocks[:-1], v_blocks[1:]), dim=1)
 
-    positions = torch.arange(padded, device=q.device)
+    # Block 0 has zeros before it: their positions are negative, which index some document and are masked.
+    positions = torch.arange(blocks * block, device=q.device)
     document = torch.searchsorted(cu_seqlens.long(), positions, right=True)
     query_at = positions.view(blocks, block, 1)
-    back_and_own = torch.arange(-block, block, device=q.device)
-    key_at = query_at[:, :1] + back_and_own                                   # (blocks, 1, 2 * block)
-    exists = key_at >= 0
-    not_later = key_at <= query_at
-    in_window = key_at >= query_at - reach.window
-    same_document = document[key_at] == document[query_at]                    # a negative key reads some place; unseen
-    seen = exists & not_later & in_window & same_document
+    key_at = query_at[:, :1] + torch.arange(-block, block, device=q.device)   # (blocks, 1, 2 * block)
+    in_window = (key_at <= query_at) & (key_at >= query_at - span.window)
+    same_document = document[key_at] == document[query_at]
+    seen = (key_at >= 0) & in_window & same_document
 
     heads_first = [x.transpose(1, 2) for x in (queries, keys, values)]
-    out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen[:, None], scale=reach.scale)
-    return out.transpose(1, 2).reshape(padded, heads, width)[:count]
+    out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen[:, None], scale=span.scale)
+    return out.transpose(1, 2).reshape(blocks * block, heads, width)[:count]
 
 
-def in_blocks(x: Tensor, block: int, zeros_before: int, zeros_behind: int) -> Tensor:
-    """(N, H, E), filled up with zeros at both ends, as (blocks, block, H, E)."""
-    filled = F.pad(x, (0, 0, 0, 0, zeros_before, zeros_behind))
-    return filled.view(-1, block, *x.shape[1:])
-
-
-def with_the_block_before(blocks: Tensor) -> Tensor:
-    """(blocks, block, H, E) -> (blocks - 1, 2 * block, H, E): each but the first, behind the one before it."""
-    before = blocks[:-1]
-    own = blocks[1:]
-    return torch.cat((before, own), dim=1)
-
-
-def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, reach: Reach) -> Tensor:
-    """The same by torch's variable-length kernel: CUDA, bf16 or f16."""
-    return Varlen.apply(q, k, v, cu_seqlens, reach.numbers)
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
+    """The same by torch's variable-length kernel (FA2, FA3, FA4): CUDA, bf16 or f16."""
+    return Varlen.apply(q, k, v, cu_seqlens, span.numbers)
 
 
 class Varlen(torch.autograd.Function):
-    """torch's operation, but for the numbers of the reach: there they are constants of a graph, here an input.
-
-    A gradient's gradient does not come through here.
+    """torch's varlen attention with window, max length and scale as graph inputs, so that changing them recompiles
+    nothing. Through torch's public `varlen_attn` they would be constants, and every stage had graphs of its own.
     """
 
     @staticmethod
@@ -1921,33 +1816,9 @@ class Varlen(torch.autograd.Function):
         return out
 
     @staticmethod
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *varlen_backward(grad, *ctx.saved_tensors), None, None
-
-
-@one_operation("train_gpt::varlen")
-def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(output, and for the backward: log-sum-exp, state of a generator)"""
-    return torchs_varlen()._varlen_attn(q, k, v, **varlen_settings(cu_seqlens, numbers))
-
-
-@varlen.operation.register_fake
-def varlen_shapes(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    any_length = 1
-    return torchs_varlen()._varlen_attn(q, k, v, cu_seqlens, cu_seqlens, any_length, any_length)
-
-
-@one_operation("train_gpt::varlen_backward")
-def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor,
-                    out: Tensor, logsumexp: Tensor, generator: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v."""
-    settings = varlen_settings(cu_seqlens, numbers)
-    return torchs_varlen()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator, **settings)
-
-
-@varlen_backward.operation.register_fake
-def varlen_backward_shapes(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
 def torchs_varlen() -> Any:
@@ -1956,215 +1827,205 @@ def torchs_varlen() -> Any:
     return torch.ops.torch_attn
 
 
-def varlen_settings(cu_seqlens: Tensor, numbers: Tensor) -> dict[str, Any]:
+def varlen_arguments(cu_seqlens: Tensor, numbers: Tensor) -> dict[str, Any]:
     """Arguments of torch's operations by name. The numbers are on the CPU: reading them waits for nothing."""
     max_len, window, scale = numbers.tolist()
-    of_queries = dict(cu_seq_q=cu_seqlens, max_q=int(max_len))
-    of_keys = dict(cu_seq_k=cu_seqlens, max_k=int(max_len))
-    window_size = [int(window), 0]                            # before and behind a query; its left one is inclusive too
-    return dict(**of_queries, **of_keys, is_causal=False, scale=scale, window_size=window_size)
+    queries = dict(cu_seq_q=cu_seqlens, max_q=int(max_len))
+    keys = dict(cu_seq_k=cu_seqlens, max_k=int(max_len))
+    window_size = [int(window), 0]                            # before and after a query; its left one is inclusive too
+    return dict(**queries, **keys, is_causal=False, scale=scale, window_size=window_size)
 
 
-# ---- Products with weights that own a main_grad: the gradient adds up there, and autograd gets None (design 5).
+@custom_op("train_gpt::varlen")
+def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(output, and for the backward: log-sum-exp, state of a generator)"""
+    return torchs_varlen()._varlen_attn(q, k, v, **varlen_arguments(cu_seqlens, numbers))
+
+
+@varlen.op.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    any_length = 1
+    return torchs_varlen()._varlen_attn(q, k, v, cu_seqlens, cu_seqlens, any_length, any_length)
+
+
+@custom_op("train_gpt::varlen_backward")
+def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor,
+                    out: Tensor, logsumexp: Tensor, generator: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k, v."""
+    arguments = varlen_arguments(cu_seqlens, numbers)
+    return torchs_varlen()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator, **arguments)
+
+
+@varlen_backward.op.register_fake
+def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+# ---- Products with weights that have a main_grad: the gradient adds up there, and autograd gets None (design 5).
 FLAG = "grad_added_to_main_grad"         # set True on a weight that has it, after a write; its hooks see a dummy
 
 
-@one_operation("train_gpt::add_product", "main_grad", "written")
-def add_product(main_grad: Tensor, written: Tensor, part: int, a: Tensor, b: Tensor | None) -> None:
-    """main_grad (+)= a^T b: the first write of a part since its clear overwrites whatever stands there.
-
-    main_grad  (R, C) one matrix of a buffer: f32, f64, or the type of a and b; in this type it adds
-    written    (parts,) i64 on the CPU: writes of each part since the clear, counted here
-    a, b       (N, R), (N, C); b None: a is the finished product, (R, C)
-    The count is read on the CPU, so that first and further writes are one graph.
-    """
-    times_old = min(int(written[part]), 1)                                    # 0: what stands there is not read
-    written[part] += 1
-    kept_in = main_grad.dtype
-    if b is None and times_old == 0:
-        main_grad.copy_(a)
-    elif b is None:
-        main_grad.add_(a)
-    elif a.dtype == kept_in:
-        main_grad.addmm_(a.t(), b, beta=times_old)
-    elif a.is_cuda:                                                           # no copy: the product itself adds in f32
-        torch.addmm(main_grad, a.t(), b, out_dtype=kept_in, beta=times_old, out=main_grad)
-    else:
-        main_grad.addmm_(a.t().to(kept_in), b.to(kept_in), beta=times_old)
-
-
-def finished(a: Tensor, b: Tensor | None) -> Tensor:
-    """a^T b, (R, C); b None: a is this already."""
-    return a if b is None else a.t() @ b
-
-
-class DelayedProducts:
-    """Weight gradients that wait for `flush`, with what they need. For forks: the trainer delays nothing."""
-
-    def __init__(self) -> None:
-        self.waiting: list[tuple[Owned, Tensor, Tensor]] = []
-
-    @torch.no_grad()
-    def flush(self) -> None:
-        """Compute them in the order in which they came: into main_grad, or else into .grad."""
-        for owned, a, b in self.waiting:
-            if owned.main_grad is not None:
-                add_product(owned.main_grad, owned.written, owned.part, a, b)
-            elif owned.matrix.grad is None:
-                owned.matrix.grad = finished(a, b)
-            else:
-                owned.matrix.grad += finished(a, b)
-        self.waiting.clear()
-
-
-class Owned(NamedTuple):
+class WeightPart(NamedTuple):
     """One matrix of a weight, and where its gradient goes.
 
     A fork gives a weight (R, C) of its own a main_grad in three lines,
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
-        weight.written = torch.zeros(1, dtype=torch.int64)
-        y = times_transposed(x, whole(weight))
-    reads it where it updates, and clears it by weight.written.zero_().
+        weight.writes = torch.zeros(1, dtype=torch.int64)
+        y = linear(x, as_part(weight))
+    reads it where it updates, and clears it by weight.writes.zero_().
     """
 
-    matrix: Tensor                       # (R, C), the weight or a view of it
-    main_grad: Tensor | None = None      # (R, C), the same matrix of the buffer; None: autograd keeps the gradient
-    written: Tensor | None = None        # (parts,) i64 on the CPU
-    part: int = 0                        # which of them this matrix is
-    flagged: Tensor | None = None        # the weight, if it has FLAG
-    delayed: DelayedProducts | None = None
+    weight: Tensor                       # the parameter
+    matrix: Tensor                       # (R, C), all of it, or a view of a part
+    main_grad: Tensor | None = None      # (R, C), the same part of the buffer; None: autograd keeps the gradient
+    number: int = 0                      # of the part: its place in weight.writes, (parts,) i64 on the CPU
+    delayed: list | None = None          # queue of products that wait for `flush`; the trainer itself delays nothing
 
 
-def whole(weight: Tensor, delayed: DelayedProducts | None = None) -> Owned:
-    """A weight (R, C) that is one matrix; the parts of a bank: owned_matrices. Raises RunError."""
-    flagged = None
-    if hasattr(weight, FLAG):
-        need_eager(FLAG)
-        flagged = weight
-    if delayed is not None:
-        need_eager("a delayed product")
-    main_grad = getattr(weight, "main_grad", None)
-    written = getattr(weight, "written", None)
-    return Owned(weight, main_grad, written, 0, flagged, delayed)
+def as_part(weight: Tensor, delayed: list | None = None) -> WeightPart:
+    """A weight (R, C) that is one matrix; matrices of a bank: bank_parts."""
+    return WeightPart(weight, weight, getattr(weight, "main_grad", None), 0, delayed)
 
 
-def need_eager(what: str) -> None:
-    """Raise RunError in compiled code, which neither sets attributes of weights nor keeps lists."""
-    if torch.compiler.is_compiling():
-        raise RunError(what, "a compiled graph", "an eager product", "--compile=0, or do without it")
-
-
-def owned_matrices(bank: Tensor, heights: tuple[int, ...]) -> list[list[Owned]]:
-    """By layer, the matrices of a bank (L, ..., C) that stand below each other; heights: of those of one layer."""
-    of_bank = whole(bank)
+def bank_parts(bank: Tensor, heights: tuple[int, ...]) -> list[list[WeightPart]]:
+    """By layer, the matrices of a bank (L, ..., C) that stand below each other; heights: of one layer's matrices."""
     shape = (len(bank), sum(heights), bank.shape[-1])
     layers = bank.view(shape).unbind()   # here and not in each layer: where autograd keeps it, one gradient per bank
-    gradients = [None] * len(layers)
-    if of_bank.main_grad is not None:
-        gradients = of_bank.main_grad.view(shape)                             # an error unless it is one block
+    main_grad = getattr(bank, "main_grad", None)
+    if main_grad is not None:
+        main_grad = main_grad.view(shape)                                     # an error unless it is one block
 
     by_layer = []
-    part = 0
-    for layer, gradient in zip(layers, gradients):
-        matrices = []
-        below = 0
-        for height in heights:
-            rows = slice(below, below + height)
-            main_grad = None if gradient is None else gradient[rows]
-            matrices.append(of_bank._replace(matrix=layer[rows], main_grad=main_grad, part=part))
-            part += 1
-            below += height
-        by_layer.append(matrices)
+    for depth, layer in enumerate(layers):
+        wgrads = [None] * len(heights)
+        if main_grad is not None:
+            wgrads = main_grad[depth].split(heights)
+        first = depth * len(heights)
+        matrices = enumerate(zip(layer.split(heights), wgrads), start=first)
+        by_layer.append([WeightPart(bank, matrix, wgrad, number) for number, (matrix, wgrad) in matrices])
     return by_layer
 
 
-def returned(owned: Owned, wgrad: Tensor | None) -> Tensor | None:
-    """What backward gives autograd for a matrix: never main_grad, nor a view of it.
+@custom_op("train_gpt::wgrad_accumulate", "main_grad", "writes")
+def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, b: Tensor | None) -> None:
+    """main_grad (+)= a^T b: the first write of a part since its clear overwrites whatever stands there.
 
-    wgrad: the gradient that nothing else has taken. A weight with the flag gets a dummy, so
-    that hooks run; nobody shares it, for autograd may keep it as .grad and add to it.
+    main_grad  (R, C) one matrix of a buffer: f32, f64, or the dtype of a and b; in this dtype it adds
+    writes     (parts,) i64 on the CPU: writes of each part since the clear, counted here
+    a, b       (N, R), (N, C); b None: a is the product itself, (R, C)
+    The count is read on the CPU, so that first and further writes are one graph.
     """
-    if owned.flagged is None or owned.main_grad is None:
-        return wgrad
-    setattr(owned.flagged, FLAG, True)
-    return torch.zeros_like(owned.matrix)
-
-
-def keep_gradient(owned: Owned, a: Tensor, b: Tensor | None) -> Tensor | None:
-    """Put a^T b, or a if b is None, where the gradient of a matrix belongs. Returns what backward returns."""
-    wgrad = None
-    if owned.delayed is not None:
-        owned.delayed.waiting.append((owned, a, b))
-    elif owned.main_grad is not None:
-        add_product(owned.main_grad, owned.written, owned.part, a, b)
+    beta = min(int(writes[number]), 1)                                        # 0: what stands there is not read
+    writes[number] += 1
+    dtype = main_grad.dtype
+    if b is None and beta == 0:
+        main_grad.copy_(a)
+    elif b is None:
+        main_grad.add_(a)
+    elif a.dtype == dtype:
+        main_grad.addmm_(a.t(), b, beta=beta)
+    elif a.is_cuda:                                                           # no copy: the product itself adds in f32
+        torch.addmm(main_grad, a.t(), b, out_dtype=dtype, beta=beta, out=main_grad)
     else:
-        wgrad = finished(a, b)
-    return returned(owned, wgrad)
+        main_grad.addmm_(a.t().to(dtype), b.to(dtype), beta=beta)
 
 
-class OwnedProduct(torch.autograd.Function):
-    """x (scale matrix)^T if transposed, else x (scale matrix); the matrix's gradient goes where it belongs.
+def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | None:
+    """Put a^T b, or a if b is None, where the gradient of a part belongs. Returns what backward gives autograd.
 
-    x (..., C) or (..., R); scale () or None, learnt too.
+    That is never main_grad, nor a view of it, but None, or for a weight with FLAG a dummy, so that hooks run;
+    nobody shares the dummy, for autograd may keep it as .grad and add to it.
     """
+    if part.delayed is not None:
+        part.delayed.append((part, a, b, versions_of(a, b)))
+    elif part.main_grad is None:
+        return a if b is None else a.t() @ b
+    else:
+        wgrad_accumulate(part.main_grad, part.weight.writes, part.number, a, b)
+    if part.main_grad is None or not hasattr(part.weight, FLAG):
+        return None
+    setattr(part.weight, FLAG, True)
+    return torch.zeros_like(part.matrix)
+
+
+def versions_of(*factors: Tensor | None) -> list[int]:
+    """Torch's counts of the changes in place of each factor that is there."""
+    return [x._version for x in factors if x is not None]
+
+
+@torch.no_grad()
+def flush(delayed: list) -> None:
+    """Compute the delayed gradients in the order of their backwards, into main_grad or else into .grad.
+
+    Raises RunError, before anything is written, if a factor was changed since its backward.
+    """
+    for part, a, b, versions in delayed:
+        if versions_of(a, b) != versions:
+            raise RunError(f"a delayed gradient of a weight {tuple(part.matrix.shape)}",
+                           "an input or a gradient of the product that was changed in place after its backward",
+                           "the values that the backward had", "flush before the change, or change a copy")
+    for part, a, b, _ in delayed:
+        if part.main_grad is not None:
+            wgrad_accumulate(part.main_grad, part.weight.writes, part.number, a, b)
+        else:
+            wgrad = a if b is None else a.t() @ b
+            part.matrix.grad = wgrad if part.matrix.grad is None else part.matrix.grad + wgrad
+    delayed.clear()
+
+
+def wgrad_product(a: Tensor, b: Tensor, main_grad: Tensor | None) -> Tensor:
+    """a^T b in the wider dtype of factors and main_grad: rounded to bf16, it would lose what an f32 sum is kept for."""
+    dtype = a.dtype if main_grad is None else torch.promote_types(a.dtype, main_grad.dtype)
+    if a.dtype == dtype:
+        return a.t() @ b
+    if a.is_cuda:
+        return torch.mm(a.t(), b, out_dtype=dtype)
+    return a.t().to(dtype) @ b.to(dtype)
+
+
+class LinearFunction(torch.autograd.Function):
+    """x (scale matrix)^T, scale () or None, learnt too; the matrix's gradient goes where its part says."""
 
     @staticmethod
-    def forward(ctx, x, scale, matrix, owned, transposed):
+    def forward(ctx, x, scale, matrix, part):
         ctx.save_for_backward(x, scale, matrix)
-        ctx.owned = owned
-        ctx.transposed = transposed
+        ctx.part = part
         weight = matrix if scale is None else scale * matrix
-        return F.linear(x, weight) if transposed else x @ weight
+        return F.linear(x, weight)
 
     @staticmethod
+    @first_order
     def backward(ctx, grad):
         x, scale, matrix = ctx.saved_tensors
         weight = matrix if scale is None else scale * matrix
-        grad_x = grad @ weight if ctx.transposed else grad @ weight.t()
-        a, b = x.flatten(0, -2), grad.flatten(0, -2)
-        if ctx.transposed:
-            a, b = b, a
+        grad_x = grad @ weight
+        a, b = grad.flatten(0, -2), x.flatten(0, -2)
         grad_scale = None
         if scale is not None:
-            product = a.t() @ b                                               # a scratch of one matrix
+            product = wgrad_product(a, b, ctx.part.main_grad)                 # a scratch of one matrix
             grad_scale = (product * matrix).sum()
             a, b = scale * product, None
 
         grad_matrix = None
         if ctx.needs_input_grad[2]:                                           # not of a frozen one
-            grad_matrix = keep_gradient(ctx.owned, a, b)
-        return grad_x, grad_scale, grad_matrix, None, None
+            grad_matrix = accumulate_wgrad(ctx.part, a, b)
+        return grad_x, grad_scale, grad_matrix, None
 
 
-def times_transposed(x: Tensor, owned: Owned, scale: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, part: WeightPart, scale: Tensor | None = None) -> Tensor:
     """x (scale matrix)^T, (..., C) -> (..., R)."""
-    return OwnedProduct.apply(x, scale, owned.matrix, owned, True)
-
-
-def times(x: Tensor, owned: Owned) -> Tensor:
-    """x matrix, (..., R) -> (..., C)."""
-    return OwnedProduct.apply(x, None, owned.matrix, owned, False)
+    return LinearFunction.apply(x, scale, part.matrix, part)
 
 
 # ---- relu^2 MLP: of all that lies between its products only the squares are kept, for their root is max(pre, 0).
-class Tiles(NamedTuple):
-    """How a product in Triton is cut."""
-
-    rows: int                            # of a tile of the result
-    columns: int
-    depth: int                           # of the tiles of both factors
-    stages: int                          # loads under way: as many as shared memory takes
-    stages_backward: int                 # the squares take some of it
-    warps: int
-
-
-RELU_SQ_TILES = {                        # by compute capability: what keeps its sums in registers
-    (8, 0): Tiles(128, 128, 64, stages=3, stages_backward=3, warps=8),
-    (9, 0): Tiles(128, 256, 64, stages=4, stages_backward=3, warps=8),
-    (10, 0): Tiles(128, 256, 64, stages=4, stages_backward=3, warps=8),
+RELU_SQ_TILES = {                        # by compute capability: a tile that keeps its sums in registers
+    (8, 0): dict(ROWS=128, COLUMNS=128, DEPTH=64, num_warps=8),
+    (9, 0): dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8),
+    (10, 0): dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8),
 }
+# Loads under way, forward and backward: as many as shared memory takes, some of which the squares need.
+RELU_SQ_STAGES = {(8, 0): (3, 3), (9, 0): (4, 3), (10, 0): (4, 3)}
 DESCRIBED_BYTES = 16                     # that divide each line of an array with a descriptor
-
 
 def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.constexpr, ROWS: tl.constexpr,
                    COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
@@ -2205,38 +2066,38 @@ def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.const
 def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     """relu_sq_kernel, where it fits: max(x w^T, 0)^2, or with squares (N, F) its BACKWARD. x (N, K), w (F, K)."""
     triton = importlib.import_module("triton")
-    card = torch.cuda.get_device_properties(x.device)
-    tiles = RELU_SQ_TILES[card.major, card.minor]
+    device = x.device
+    card = torch.cuda.get_device_properties(device)
+    capability = (card.major, card.minor)
+    tile = RELU_SQ_TILES[capability]
     count, depth = x.shape
     columns = len(w)
     out = x.new_empty(count, columns)
-    sizes = dict(ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth, num_warps=tiles.warps)
-    if squares is None:
+    backward = squares is not None
+    if not backward:
         squares = out                                                         # which forward does not read
-        sizes.update(BACKWARD=False, num_stages=tiles.stages)
-    else:
-        sizes.update(BACKWARD=True, num_stages=tiles.stages_backward)
-
-    device = x.device
 
     def room_for_descriptors(size: int, alignment: int, stream: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int8, device=device)             # of x itself it would keep the last one
+        return torch.empty(size, dtype=torch.int8, device=device)
 
-    triton.set_allocator(room_for_descriptors)                # for this thread: autograd has another
-    number = triton.cdiv(count, tiles.rows) * triton.cdiv(columns, tiles.columns)
-    programs = min(number, card.multi_processor_count)
+    # Capture device, not x: Triton keeps the allocator, which would keep x alive. It is one for each thread, and
+    # autograd has a thread of its own.
+    triton.set_allocator(room_for_descriptors)
+    tiles = triton.cdiv(count, tile["ROWS"]) * triton.cdiv(columns, tile["COLUMNS"])
+    programs = min(tiles, card.multi_processor_count)
     launch = jitted(relu_sq_kernel)[(programs,)]
-    launch(x.contiguous(), w.contiguous(), squares.contiguous(), out, count, columns, depth, **sizes)
+    launch(x.contiguous(), w.contiguous(), squares.contiguous(), out, count, columns, depth,
+           BACKWARD=backward, num_stages=RELU_SQ_STAGES[capability][backward], **tile)
     return out
 
 
 @relu_sq.register_fake
-def relu_sq_shape(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
+def _(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     return x.new_empty(len(x), len(w))
 
 
 def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
-    """Whether the device, types and sizes are such that relu_sq takes x (N, K) and w (F, K)."""
+    """True if relu_sq supports this device, dtype and shape of x (N, K) and w (F, K)."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
     for length in (x.shape[1], len(w)):
@@ -2246,162 +2107,197 @@ def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
     return (card.major, card.minor) in RELU_SQ_TILES
 
 
-def squares_of_product(x: Tensor, w: Tensor) -> Tensor:
-    """max(x w^T, 0)^2, (N, F); x (N, D), w (F, D)."""
-    if fits_relu_sq(x, w):
-        return relu_sq(x, w, None)
-    return F.linear(x, w).relu_().square_()
-
-
-def gradient_through_squares(grad: Tensor, w: Tensor, squares: Tensor) -> Tensor:
-    """Gradient by pre of max(pre, 0)^2 w, (N, F); grad (N, D), w (F, D), squares (N, F)."""
-    if fits_relu_sq(grad, w):
-        return relu_sq(grad, w, squares)
-    smallest = torch.finfo(squares.dtype).tiny                # instead of 0, whose root takes MKL eight times as long
-    roots = squares.clamp_min(smallest).sqrt_().sub_(smallest**0.5)           # of 0 it is 0 again
-    return F.linear(2 * grad, w).mul_(roots)
-
-
 class ReluSqMLP(torch.autograd.Function):
-    """max(n up^T, 0)^2 down; the matrices' gradients go where they belong."""
+    """max(n up^T, 0)^2 down; the matrices' gradients go where their parts say."""
 
     @staticmethod
     def forward(ctx, n, up_matrix, down_matrix, up, down):
-        squares = squares_of_product(n.flatten(0, -2), up_matrix)
+        x = n.flatten(0, -2)
+        if fits_relu_sq(x, up_matrix):
+            squares = relu_sq(x, up_matrix, None)
+        else:
+            squares = F.linear(x, up_matrix).relu_().square_()
         ctx.save_for_backward(n, squares, up_matrix, down_matrix)
         ctx.up = up
         ctx.down = down
         return (squares @ down_matrix).view_as(n)
 
     @staticmethod
+    @first_order
     def backward(ctx, grad):
         n, squares, up_matrix, down_matrix = ctx.saved_tensors
         grad_y = grad.flatten(0, -2)
-        grad_pre = gradient_through_squares(grad_y, down_matrix, squares)
+        if fits_relu_sq(grad_y, down_matrix):
+            grad_pre = relu_sq(grad_y, down_matrix, squares)
+        else:
+            # The root of 0 takes MKL eight times as long as that of the smallest number, whose root is then taken off.
+            smallest = torch.finfo(squares.dtype).tiny
+            roots = squares.clamp_min(smallest).sqrt_().sub_(smallest**0.5)
+            grad_pre = F.linear(2 * grad_y, down_matrix).mul_(roots)
+
+        # A frozen matrix gets no gradient, and nothing is written to its main_grad.
         grad_n = (grad_pre @ up_matrix).view_as(n)
         grad_up = grad_down = None
-        if ctx.needs_input_grad[1]:                                           # not of a frozen one
-            grad_up = keep_gradient(ctx.up, grad_pre, n.flatten(0, -2))
+        if ctx.needs_input_grad[1]:
+            grad_up = accumulate_wgrad(ctx.up, grad_pre, n.flatten(0, -2))
         if ctx.needs_input_grad[2]:
-            grad_down = keep_gradient(ctx.down, squares, grad_y)
+            grad_down = accumulate_wgrad(ctx.down, squares, grad_y)
         return grad_n, grad_up, grad_down, None, None
 
 
-def relu_sq_mlp(n: Tensor, up: Owned, down: Owned) -> Tensor:
+def relu_sq_mlp(n: Tensor, up: WeightPart, down: WeightPart) -> Tensor:
     """max(n up^T, 0)^2 down. n (..., D), up and down (F, D) as stored (recipe 2.7)."""
     return ReluSqMLP.apply(n, up.matrix, down.matrix, up, down)
 
 
+# ---- Head and loss
 def softcap(logits: Tensor) -> Tensor:
     """Logits between 0 and LOGIT_CAP, any shape and float dtype."""
-    return LOGIT_CAP * share_of_cap(logits)
+    return LOGIT_CAP * (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
 
 
-def share_of_cap(logits: Tensor) -> Tensor:
-    """s = z / LOGIT_CAP, between 0 and 1."""
-    return (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
+def row_chunks(logits: Tensor, *arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Split arrays (N, ...), first the logits (N, V), by rows; into one chunk where a compiler fuses the passes."""
+    rows = len(logits)
+    if not logits.is_cuda and not torch.compiler.is_compiling():
+        rows = max(1, LOGITS_AT_ONCE // logits.shape[1])
+    return zip(*(x.split(rows) for x in (logits, *arrays)))
 
 
-def blocks_of_rows(*arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Arrays (N, ...), the first of them (N, V), in blocks of rows; one block where a compiler fuses the passes."""
-    first = arrays[0]
-    rows = len(first)
-    if not first.is_cuda and not torch.compiler.is_compiling():
-        rows = max(1, LOGITS_AT_ONCE // first.shape[1])
-    return zip(*(x.split(rows) for x in arrays))
-
-
-def capped_at(logits: Tensor, ids: Tensor, work: torch.dtype) -> tuple[Tensor, Tensor]:
-    """logits (N, V), ids (N, G) -> logsumexp of the capped logits z, (N,), and z[ids], (N, G).
-
-    No term of the sum overflows, for z lies below LOGIT_CAP: one sweep does, without the rows' largest.
-    """
-    lse, z_of_ids = [], []
-    for block, ids_of_block in blocks_of_rows(logits, ids):
-        z = softcap(block.to(work))
-        lse.append((z - LOGIT_CAP).exp().sum(dim=-1).log() + LOGIT_CAP)
-        z_of_ids.append(z.gather(1, ids_of_block))
-    return torch.cat(lse), torch.cat(z_of_ids)
-
-
-def losses_over_gradient(logits: Tensor, ids: Tensor, shares: Tensor, work: torch.dtype) -> Tensor:
-    """logits (N, V), ids and shares (N, G) -> sum over k of shares[k] * -log softmax(z)[ids[k]], (N,).
-
-    LOGIT_WIDTH times its gradient by the logits takes their place: made here, where z and its softmax are at hand.
-    """
+def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+    """Evaluation: -log softmax(softcap(y w))[target], no fp8. y (N, D), w (D, V), targets (N,) -> (N,) f32 or f64."""
     losses = []
-    for block, ids_of_block, shares_of_block in blocks_of_rows(logits, ids, shares):
-        z = softcap(block.to(work))
-        probability = z.softmax(dim=-1)                                       # above 1e-10 / V, for z is below 23
-        nats = -probability.gather(1, ids_of_block).log()
-        losses.append((shares_of_block * nats).sum(dim=1))
-        grad = probability.mul_(shares_of_block.sum(dim=1, keepdim=True))     # by z
-        grad = without_targets(grad, ids_of_block, shares_of_block)
-        slope = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)                  # z - z^2 / 23: LOGIT_WIDTH dz by dlogit
-        torch.mul(grad, slope, out=block)
+    for logits, ids in row_chunks(y @ w, targets[:, None]):
+        z = softcap(logits.to(accum_dtype(y.dtype)))
+        # No term of the sum overflows, for z lies below LOGIT_CAP: one sweep does, without the rows' largest.
+        lse = (z - LOGIT_CAP).exp().sum(dim=-1).log() + LOGIT_CAP
+        losses.append(lse - z.gather(1, ids)[:, 0])
     return torch.cat(losses)
 
 
-def without_targets(grad: Tensor, ids: Tensor, shares: Tensor) -> Tensor:
-    """grad (N, V), less shares[k] at ids[k] for each k. In place where nothing compiles it."""
+def mtp_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+    """(B, T), (G,) -> ids (N, G) i64 of the next G tokens and their weights (N, G), 0 beyond the slot's end."""
+    slots, length = targets.shape
+    position = torch.arange(length, device=targets.device)
+    ahead = position[:, None] + torch.arange(len(weights), device=targets.device)         # (T, G)
+    inside = ahead < length
+    next_ids = targets[:, torch.where(inside, ahead, 0)]                      # (B, T, G)
+    token_weights = (inside * weights).expand(slots, -1, -1)
+    return next_ids.flatten(0, 1), token_weights.flatten(0, 1)
+
+
+def subtract_one_hot(grad: Tensor, ids: Tensor, token_weights: Tensor) -> Tensor:
+    """grad (N, V), less token_weights[k] at ids[k] for each k. In place where nothing compiles it."""
     columns = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
-    for k in range(ids.shape[1]):                                             # one by one: a row may have an id twice
-        column = ids[:, k:k + 1]
-        share = shares[:, k:k + 1]
+    for column, weight in zip(ids.split(1, dim=1), token_weights.split(1, dim=1)):
         if torch.compiler.is_compiling():                                     # comparisons fuse, a scatter would not
-            grad = grad - share * (columns == column.int())                   # in 32 bits: half the instructions
+            grad = grad - weight * (columns == column.int())                  # in 32 bits: half the instructions
         else:
-            grad.scatter_add_(1, column, -share)
+            grad.scatter_add_(1, column, -weight)                             # one by one: a row may have an id twice
     return grad
 
 
-def logits_gradient(logits: Tensor, lse: Tensor, ids: Tensor, shares: Tensor, work: torch.dtype) -> Tensor:
-    """Gradient by the logits of sum over k of shares[k] * (lse - z[ids[k]]) * LOGIT_WIDTH / LOGIT_CAP, (N, V).
+def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor, factor: float) -> Tensor:
+    """logits (N, V), ids and token_weights (N, G) -> sum over k of token_weights[k] * -log softmax(z)[ids[k]], (N,).
 
-    logits (N, V), lse (N,), ids and shares (N, G)
+    Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits, computed here because
+    the softmax is already available.
     """
-    s = share_of_cap(logits.to(work))
-    grad = shares.sum(dim=1, keepdim=True) * torch.exp(LOGIT_CAP * s - lse[:, None])      # by z
-    grad = without_targets(grad, ids, shares)
-    return grad * s * (1 - s)
+    losses = []
+    for block, block_ids, block_weights, out in row_chunks(logits, ids, token_weights, grad):
+        z = softcap(block.to(token_weights.dtype))
+        probability = z.softmax(dim=-1)                                       # above 1e-10 / V, for z is below 23
+        nats = -probability.gather(1, block_ids).log()
+        losses.append((block_weights * nats).sum(dim=1))
+        scaled = factor * block_weights                                       # (N, G): no pass over (N, V) for it
+        grad_z = subtract_one_hot(probability.mul_(scaled.sum(dim=1, keepdim=True)), block_ids, scaled)
+        slope = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)                  # z - z^2 / 23: LOGIT_WIDTH dz by dlogit
+        torch.mul(grad_z, slope, out=out)
+    return torch.cat(losses)
 
 
 def e4m3(x: Tensor, scale: float) -> Tensor:
     """x / scale, divided in f32 and rounded once; beyond the range it saturates on every version and device."""
-    scaled = x.float() / scale
-    return scaled.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-
-
-def f32_scale(value: float, like: Tensor) -> Tensor:
-    """A scale rounded to f32 first, held in f64, so that products of scales are rounded once."""
-    rounded = torch.full((), value, dtype=torch.float32, device=like.device)
-    return rounded.double()
+    return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
 def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: torch.dtype,
                 fast: bool = False) -> Tensor:
-    """a @ b * scale of fp8 matrices. native: the device's fp8 product; else in out_dtype, which holds fp8 exactly."""
+    """a @ b * scale of fp8 matrices, scale () f64.
+
+    native: the device's fp8 product; else one in out_dtype, which holds fp8 exactly. fast: a shorter accumulator
+    """
     if not native:
-        product = a.to(out_dtype) @ b.to(out_dtype)
-        return product * scale.to(out_dtype)
-
+        return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
     b_in_columns = b.t().contiguous().t()                                     # as the device wants it
-    scales = dict(scale_a=scale.float(), scale_b=torch.ones((), device=a.device))
-    return torch._scaled_mm(a, b_in_columns, **scales, out_dtype=out_dtype, use_fast_accum=fast)
+    one = torch.ones((), device=a.device)
+    by_tensor = F.ScalingType.TensorWise
+    return F.scaled_mm(a, b_in_columns, scale.float(), by_tensor, one, by_tensor, output_dtype=out_dtype,
+                       use_fast_accum=fast)
 
 
-def next_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """(B, T), (G,) -> ids (N, G) i64 of the next G tokens and their weights (N, G), 0 beyond the slot's end."""
-    slots, length = targets.shape
-    position = torch.arange(length, device=targets.device)
-    distance = torch.arange(len(weights), device=targets.device)
-    ahead = position[:, None] + distance                                      # (T, G)
-    inside = ahead < length
-    next_ids = targets[:, torch.where(inside, ahead, 0)]                      # (B, T, G)
-    shares = (inside * weights).expand(slots, -1, -1)
-    return next_ids.flatten(0, 1), shares.flatten(0, 1)
+class HeadLoss(torch.autograd.Function):
+    """Softcapped cross-entropy of the next G tokens, with the head's product inside (recipe 2.8).
+
+    y (N, D), w (D, V), targets (B, T) i64 with B * T = N, weights (G,). Returns each position's loss, (N,) f32 or f64:
+        sum over k < G with t + k < T of weights[k] * (lse_t - z_t[targets[t + k]]),  z = 23 sigmoid((y w + 5) / 7.5).
+    Targets cross documents and stop at the slot's end; all V columns are in the softmax. The forward makes losses and
+    the gradient of the logits in one pass, the backward is two products. With precision "fp8" or "emulated", y and w
+    are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448: the seed of the backward,
+    loss_weight, moves the scale, never the payload. Any other factor of a position is in the payload for w's gradient,
+    and exact for y's.
+    """
+
+    @staticmethod
+    def forward(ctx, y, w, targets, weights, loss_weight, precision, logits_dtype, part):
+        ctx.part = part
+        ctx.precision = precision
+        ctx.accum_dtype = accum_dtype(y.dtype)
+        if precision == "plain":
+            logits = grad = y @ w                                             # the gradient takes their place
+            factor = 1.0                                                      # LOGIT_WIDTH is the backward's
+        else:
+            native = precision == "fp8"
+            product_dtype = logits_dtype if native else ctx.accum_dtype
+            scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
+            y = e4m3(y, FP8_Y_SCALE)
+            w = e4m3(w, FP8_W_SCALE)
+            logits = fp8_product(y, w, scale, native, product_dtype, fast=True).to(logits_dtype)
+            grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
+            factor = 1 / (LOGIT_WIDTH * FP8_GRAD_SCALE)
+
+        next_ids, token_weights = mtp_targets(targets, weights.to(ctx.accum_dtype))
+        losses = losses_with_gradient(logits, next_ids, token_weights, grad, factor)
+        ctx.save_for_backward(y, w, grad, loss_weight)
+        return losses
+
+    @staticmethod
+    @first_order
+    def backward(ctx, grad_losses):
+        y, w, grad, loss_weight = ctx.saved_tensors
+        grad_w = None                                                         # of a frozen head
+        if ctx.precision == "plain":
+            factor = (grad_losses / LOGIT_WIDTH).to(y.dtype)[:, None]         # each position's own
+            grad_y = factor * (grad @ w.t())
+            if ctx.needs_input_grad[1]:
+                grad_w = accumulate_wgrad(ctx.part, factor * y, grad)
+            return grad_y, grad_w, None, None, None, None, None, None
+
+        # The trainer's own factor is 1 in every position. A loss_weight of 0 makes gradients of 0, not of 0 / 0.
+        factor = torch.where(loss_weight == 0, 0, grad_losses / loss_weight)[:, None]
+        scale = loss_weight.double() * FP8_GRAD_SCALE
+        native = ctx.precision == "fp8"
+        dtype_y = torch.bfloat16 if native else ctx.accum_dtype
+        grad_y = factor.to(dtype_y) * fp8_product(grad, w.t(), scale * FP8_W_SCALE, native, dtype_y)
+        if ctx.needs_input_grad[1]:
+            payload = (factor * grad.to(factor.dtype)).to(grad.dtype)         # part of the copy into columns
+            y_in_rows = y.t().contiguous()
+            product = fp8_product(y_in_rows, payload, scale * FP8_Y_SCALE, native, ctx.accum_dtype)
+            grad_w = accumulate_wgrad(ctx.part, product, None)                # it cannot add: a scratch
+        return grad_y, grad_w, None, None, None, None, None, None
 
 
+# ---- Rows of tables
 def sign_vectors(width: int) -> Tensor:
     """(SIGN_VECTORS + 1, width) of +1 and -1, drawn from a constant seed, alike for all tables; +1 in the last."""
     generator = torch.Generator().manual_seed(SIGN_SEED)
@@ -2409,8 +2305,8 @@ def sign_vectors(width: int) -> Tensor:
     return torch.cat((2 * drawn - 1, torch.ones(1, width, dtype=drawn.dtype)))
 
 
-def add_rows_kernel(sums, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
-    """sums[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours.
+def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
+    """row_grads[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours.
 
     One program for each i: that of a row's first line adds all lines of the row, LINES at a time; the others end.
     """
@@ -2420,7 +2316,7 @@ def add_rows_kernel(sums, rows, order, grad, count, width, LINES: tl.constexpr, 
     if row != row_before:
         column = tl.arange(0, WIDTH)
         inside = column < width
-        target = sums + row.to(tl.int64) * width + column                     # tables pass 2^31 elements
+        target = row_grads + row.to(tl.int64) * width + column                # tables pass 2^31 elements
         total = tl.load(target, mask=inside, other=0)
         at = first
         more = 1
@@ -2437,133 +2333,54 @@ def add_rows_kernel(sums, rows, order, grad, count, width, LINES: tl.constexpr, 
         tl.store(target, total, mask=inside)
 
 
-@one_operation("train_gpt::add_rows", "sums")
-def add_rows(sums: Tensor, index: Tensor, grad: Tensor) -> None:
-    """sums[index[i]] += grad[i] in a fixed order; sums (P, D) f32 or f64, index (...) i32 or i64, grad (..., D)."""
+@custom_op("train_gpt::add_rows", "row_grads")
+def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
+    """row_grads[index[i]] += grad[i] in a fixed order.
+
+    row_grads (P, D) f32 or f64, index (...) i32 or i64, grad (..., D)
+    """
     index = index.flatten()
     grad = grad.flatten(0, -2)
     if not grad.is_cuda:
-        sums.index_add_(0, index.long(), grad.to(sums.dtype))
+        row_grads.index_add_(0, index.long(), grad.to(row_grads.dtype))
         return
 
     rows, order = index.sort(stable=True)                                     # a row's lines stay in their order
     count, width = grad.shape
     launch = jitted(add_rows_kernel)[(count,)]
     sizes = dict(LINES=ADD_ROWS_LINES, WIDTH=1 << (width - 1).bit_length())   # the next power of 2
-    launch(sums, rows, order, grad.contiguous(), count, width, **sizes)
+    launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)
 
 
 class RowLookup(torch.autograd.Function):
-    """source[index]. Its gradient adds up in `sums`; autograd gets None, and no dense gradient exists (design 5)."""
+    """source[index]. Its gradient adds up in row_grads; autograd gets None, and no dense gradient exists (design 5)."""
 
     @staticmethod
-    def forward(ctx, source, index, sums):
+    def forward(ctx, source, index, row_grads):
         ctx.save_for_backward(index)
-        ctx.sums = sums
+        ctx.row_grads = row_grads
         return F.embedding(index, source)
 
     @staticmethod
+    @first_order
     def backward(ctx, grad):
         (index,) = ctx.saved_tensors
-        add_rows(ctx.sums, index, grad)
+        add_rows(ctx.row_grads, index, grad)
         return None, None, None
 
 
-class HeadLoss(torch.autograd.Function):
-    """Softcapped cross-entropy of the next G tokens, with the head's product inside (recipe 2.8).
-
-    y (N, D), w (D, V), targets (B, T) i64 with B * T = N, weights (G,). Returns each position's loss, (N,) f32 or f64:
-        sum over k < G with t + k < T of weights[k] * (lse_t - z_t[targets[t + k]]),  z = 23 sigmoid((y w + 5) / 7.5).
-    Targets cross documents and stop at the slot's end; all V columns are in the softmax. With precision "fp8" or
-    "emulated", y and w are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448: the
-    seed of the backward, loss_weight, moves the scale, never the payload; a position's own gradient is in there.
-    """
-
-    @staticmethod
-    def forward(ctx, y, w, targets, weights, loss_weight, precision, logits_dtype, owned):
-        ctx.owned = owned
-        ctx.precision = precision
-        ctx.work = exact_dtype(y.dtype)
-        if precision == "plain":
-            logits = y @ w
-        else:
-            native = precision == "fp8"
-            y = e4m3(y, FP8_Y_SCALE)
-            w = e4m3(w, FP8_W_SCALE)
-            scale = f32_scale(FP8_Y_SCALE, y) * f32_scale(FP8_W_SCALE, y)
-            product_dtype = logits_dtype if native else ctx.work
-            logits = fp8_product(y, w, scale, native, product_dtype, fast=True)
-
-        logits = logits.to(logits_dtype)
-        next_ids, shares = next_targets(targets, weights)
-        if precision == "plain":
-            losses = losses_over_gradient(logits, next_ids, shares.to(ctx.work), ctx.work)
-            ctx.save_for_backward(y, w, logits)                               # which are their gradient by now
-            return losses
-
-        lse, z_of_next = capped_at(logits, next_ids, ctx.work)
-        ctx.save_for_backward(y, w, logits, lse, next_ids, shares, loss_weight)
-        nats = lse[:, None] - z_of_next                                       # (N, G), -log of the probability
-        return (shares * nats).sum(dim=1)
-
-    @staticmethod
-    def backward(ctx, grad_losses):
-        if ctx.precision == "plain":
-            y, w, grad = ctx.saved_tensors
-            unit = (grad_losses / LOGIT_WIDTH).to(y.dtype)[:, None]           # each position's own factor
-            grad_y = unit * (grad @ w.t())
-            grad_w = None
-            if ctx.needs_input_grad[1]:                                       # not of a frozen one
-                grad_w = keep_gradient(ctx.owned, unit * y, grad)
-            return grad_y, grad_w, None, None, None, None, None, None
-
-        y, w, logits, lse, next_ids, shares, loss_weight = ctx.saved_tensors
-        unit = grad_losses * (LOGIT_CAP / LOGIT_WIDTH)
-        grad_scale = loss_weight.float() * f32_scale(FP8_GRAD_SCALE, y).float()
-        unit = unit / grad_scale
-        grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
-        shares = unit[:, None] * shares
-        for place, *facts in blocks_of_rows(grad, logits, lse, next_ids, shares):
-            place.copy_(logits_gradient(*facts, ctx.work))
-
-        native = ctx.precision == "fp8"
-        grad_scale = grad_scale.double()
-        scale_y = grad_scale * f32_scale(FP8_W_SCALE, y)                      # a product's scale: of its two factors
-        dtype_y = torch.bfloat16 if native else ctx.work
-        grad_y = fp8_product(grad, w.t(), scale_y, native, dtype_y)
-
-        grad_w = None
-        if ctx.needs_input_grad[1]:
-            scale_w = grad_scale * f32_scale(FP8_Y_SCALE, y)
-            y_in_rows = y.t().contiguous()
-            product = fp8_product(y_in_rows, grad, scale_w, native, ctx.work)  # it cannot add: a scratch
-            grad_w = keep_gradient(ctx.owned, product, None)
-        return grad_y, grad_w, None, None, None, None, None, None
-
-
-def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
-    """Evaluation: -log softmax(softcap(y w))[target], no fp8. y (N, D), w (D, V), targets (N,) -> (N,) f32 or f64."""
-    work = exact_dtype(y.dtype)
-    lse, z_of_target = capped_at(y @ w, targets[:, None], work)
-    return lse - z_of_target[:, 0]
-
-
 # ====== Room 5: Model =================================================================================================
-Init = Callable[[torch.Generator, tuple[int, ...]], Tensor]                   # draws f32, in logical order
-
-
 class Parameter(NamedTuple):
     """One row of the parameter table: all about a parameter but its place in the forward pass."""
 
     label: str
     shape: tuple[int, ...]
-    init: Init
-    optimizer: str                       # "normuon", "adam", or "rowwise" for tables whose rows room 6 keeps
+    init: Callable[[torch.Generator, tuple[int, ...]], Tensor]                # draws f32, in logical order
+    optimizer: str                       # "normuon" for banks of matrices, "adam", or "rowwise": room 6 keeps its rows
     sharded: bool                        # updated by the owners of its rows or matrices, or by every rank alike
     lr_mul: float = 1.0
     wd_mul: float = 1.0
     betas: tuple[float, float] = (0.9, 0.99)
-    bank: bool = False                   # matrices stand in the last two axes
     parts: tuple[int, ...] = ()          # heights of a layer's matrices in its main_grad; (): autograd's gradient
     full_precision: bool = False         # f32 where the weights are bf16
     rows: Table | None = None            # of an embedding whose rows travel one by one
@@ -2577,347 +2394,293 @@ SCALARS = {                              # name -> initial value of each of the 
     "backout": (0.5,),
     "skip": (-1.5,),
 }
-NGRAM_BETA1 = 0.0                        # decay of the first moment: there is none
 NGRAM_MIX = 0.1                          # initial share of a table of n-grams in the residual stream of each layer
 MLP_FACTOR = 4                           # F / D
 UP_AND_DOWN = 2                          # matrices of one MLP
 QKVO = 4                                 # matrices of one attention layer, below each other
-QKV = 3                                  # of them, those in front of the attention
+QKV = 3                                  # of them, those before the attention
 
 
-def normal(std: float) -> Init:
-    """Initial values: normal around 0."""
-    def draw(generator, shape):
-        return torch.randn(shape, generator=generator) * std
-    return draw
+def normal(std: float, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=generator) * std
 
 
-def uniform(bound: float) -> Init:
-    """Initial values: uniform from -bound to bound."""
-    def draw(generator, shape):
-        return torch.rand(shape, generator=generator) * (2 * bound) - bound
-    return draw
+def uniform(bound: float, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    return torch.rand(shape, generator=generator) * (2 * bound) - bound
 
 
-def up_uniform_down_zero(bound: float) -> Init:
-    """Of the MLP bank: every MLP starts as nothing."""
-    def draw(generator, shape):
-        matrices, _, *rest = shape
-        one_of_two = (matrices, 1, *rest)
-        up = uniform(bound)(generator, one_of_two)
-        down = torch.zeros(one_of_two)
-        return torch.cat((up, down), dim=1)
-    return draw
+def up_uniform(bound: float, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """Values of the MLP bank. Its down matrices are zero, so that every MLP starts as nothing."""
+    layers, _, *rest = shape
+    up = uniform(bound, generator, (layers, 1, *rest))
+    return torch.cat((up, torch.zeros_like(up)), dim=1)
 
 
-def zeros(_: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    return torch.zeros(shape)
+def constant(values: Sequence[float], _: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+    """These values, or the one value everywhere."""
+    return torch.tensor(values).expand(shape)
 
 
 def scalar_values(cfg: Config) -> dict[str, tuple[float, ...]]:
-    """Initial values of the packed scalars by name, those of n-gram tables in the residual stream behind recipe A's."""
-    of_tables = {table.label: (NGRAM_MIX,) * len(LAYERS) for table in cfg.tables if table.place is None}
-    return SCALARS | of_tables
-
-
-def packed(values: Iterable[tuple[float, ...]]) -> Init:
-    """Initial values: these, one behind the other."""
-    def draw(_, shape):
-        return torch.tensor(sum(values, ())).view(shape)
-    return draw
-
-
-def value_streams(cfg: Config) -> list[str]:
-    """Labels of the n-gram tables that enter attention values, in the order of their gates."""
-    return [table.label for table in cfg.tables if table.place is not None]
+    """Initial values of the packed scalars by name, n-gram tables that enter the residual stream after recipe A's."""
+    streams = {line.label: (NGRAM_MIX,) * len(LAYERS) for line in cfg.tables if line.place is None}
+    return SCALARS | streams
 
 
 def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     """Label, shape, initial value, optimizer, multipliers (recipe 2.1, 2.6, 3.5)."""
+    # The sizes that shapes are made of.
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
-    L, attending = len(LAYERS), len(ATTENTION_LAYERS)
-    bound = 3**0.5 * 0.5 * D**-0.5                                            # a standard deviation of 0.5 / sqrt(D)
-    scalar_groups = scalar_values(cfg).values()
-    num_scalars = sum(map(len, scalar_groups))
-    num_value_gates = NUM_VALUE_TABLES + len(value_streams(cfg))
-    bigrams, values, embed, *ngrams = row_tables(cfg)
+    L, A, F = len(LAYERS), len(ATTENTION_LAYERS), MLP_FACTOR * cfg.model_dim
+    value_gates = NUM_VALUE_TABLES + sum(line.place is not None for line in cfg.tables)
+    bigrams, values, embed, *ngram_rows = row_tables(cfg)
+    scalars = sum(scalar_values(cfg).values(), ())
 
-    bank = dict(optimizer="normuon", sharded=True, bank=True)
-    inside = MLP_FACTOR * D
-    matrices = (
-        Parameter("attn", (attending, QKVO * D, D), uniform(bound), **bank, parts=(QKV * D, D)),
-        Parameter("mlp", (L, UP_AND_DOWN, inside, D), up_uniform_down_zero(bound), **bank, parts=(inside, inside)),
-    )
+    # What several rows of the table have in common.
+    zeros = functools.partial(constant, [0.0])
+    bound = 3**0.5 * 0.5 * D**-0.5                                            # a standard deviation of 0.5 / sqrt(D)
+    bank = dict(optimizer="normuon", sharded=True)
     small = dict(optimizer="adam", sharded=False)
     exact = dict(**small, lr_mul=5, wd_mul=0, full_precision=True)
-    scalars = (
-        Parameter("scalars", (num_scalars,), packed(scalar_groups), **exact),
+    table = dict(optimizer="adam", sharded=True, lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
+    head = dict(optimizer="adam", sharded=True, lr_mul=1, wd_mul=150, betas=(0.5, 0.95))
+    by_recipe = (
+        Parameter("attn", (A, QKVO * D, D), functools.partial(uniform, bound), **bank, parts=(QKV * D, D)),
+        Parameter("mlp", (L, UP_AND_DOWN, F, D), functools.partial(up_uniform, bound), **bank, parts=(F, F)),
+        Parameter("scalars", (len(scalars),), functools.partial(constant, scalars), **exact),
         Parameter("x0_lambdas", (L,), zeros, **exact, betas=(0.65, 0.95)),
-    )
-    gates = (
         Parameter("smear_gate", (1, GATE_INPUTS), zeros, **small, lr_mul=0.01, wd_mul=0),
         Parameter("skip_gate", (1, GATE_INPUTS), zeros, **small, lr_mul=0.05, wd_mul=0),
-        Parameter("attn_gate_bank", (attending, H, GATE_INPUTS), zeros, **small),
-        Parameter("ve_gate_bank", (num_value_gates, H, GATE_INPUTS), zeros, **small),
-    )
-    big = dict(optimizer="adam", sharded=True)
-    table = dict(**big, lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
-    head = dict(**big, lr_mul=1, wd_mul=150, betas=(0.5, 0.95))
-    by_token = (
+        Parameter("attn_gate_bank", (A, H, GATE_INPUTS), zeros, **small),
+        Parameter("ve_gate_bank", (value_gates, H, GATE_INPUTS), zeros, **small),
         Parameter("bigram_embed", (bigrams.rows, D), zeros, **table, rows=bigrams),
-        Parameter("value_embed", (values.rows, D), normal(0.01), **table, rows=values),
-        Parameter("lm_head", (D, V), normal(0.005), **head, parts=(D,)),
+        Parameter("value_embed", (values.rows, D), functools.partial(normal, 0.01), **table, rows=values),
+        Parameter("lm_head", (D, V), functools.partial(normal, 0.005), **head, parts=(D,)),
         Parameter("embed", (embed.rows, D), zeros, **head, rows=embed),       # lm_head^T while they are tied
     )
-    by_ngram = tuple(
-        Parameter(line.label, (line.rows, D), zeros, optimizer="rowwise", sharded=True, lr_mul=line.lr_mul,
-                  wd_mul=line.wd_mul, betas=(NGRAM_BETA1, line.beta2), rows=table)
-        for line, table in zip(cfg.tables, ngrams))
-    return matrices + scalars + gates + by_token + by_ngram
+    by_ngram = []
+    for line, rows in zip(cfg.tables, ngram_rows):
+        beta1 = 0.75 if line.rule == "adam" else 0.0                          # rule rowwise has no first moment
+        by_ngram.append(Parameter(line.label, (line.rows, D), zeros, line.rule, True, line.lr_mul, line.wd_mul,
+                                  (beta1, line.beta2), rows=rows))
+    return (*by_recipe, *by_ngram)
 
 
-Reaches = dict[tuple[str, str], Reach]   # by attention and window of a layer
+AttentionSpans = dict[tuple[str, str], AttentionSpan]                         # by attention and window of a layer
 
 
-def reaches_of(short: int, long: int, max_len: int, scale: float) -> Reaches:
-    """Of every kind of layer; windows in positions, the longest document in tokens."""
-    found = {}
+def spans_of(short: int, long: int, max_len: int, scale: float) -> AttentionSpans:
+    """Spans of every kind of layer; windows in positions, max_len in tokens, of which paired layers make two each."""
+    spans = {}
     for attention, per_token in (("plain", 1), ("paired", 2)):
         for name, window in (("short", short), ("long", long)):
-            found[attention, name] = Reach(per_token * max_len, window, scale)
-    return found
-
-
-def keep_all(_: str, parameter: Tensor) -> Tensor:
-    return parameter
+            spans[attention, name] = AttentionSpan(per_token * max_len, window, scale)
+    return spans
 
 
 class GPT(nn.Module):
     """Recipe A, section 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
 
-    def __init__(self, cfg: Config, attention: Callable, rotary_len: int,
-                 kept: dict[str, int] | None = None) -> None:
-        """rotary_len: the longest slot in tokens, paired layers have 2T positions. kept: rows of tables, if not all."""
+    def __init__(self, cfg: Config, attention: Callable, rotary_len: int, shard_rows: dict[str, int]) -> None:
+        """rotary_len: the longest slot in tokens. shard_rows: rows that this rank keeps, by label of a table."""
         super().__init__()
         self.heads = cfg.num_heads
         self.head_dim = cfg.head_dim
         self.attention = attention
-        self.table = [row for row in parameter_table(cfg) if row.optimizer != "rowwise"]      # those come as sources
-        self.parts = {row.label: row.parts for row in self.table}
+        # Rows of row-wise tables are no parameters: room 6 keeps them and hands them to `losses` as row buffers.
+        self.table = {row.label: row for row in parameter_table(cfg) if row.optimizer != "rowwise"}
         self.scalar_sizes = {name: len(values) for name, values in scalar_values(cfg).items()}
         self.ngrams = cfg.tables
-        self.value_streams = value_streams(cfg)
 
         dtype = getattr(torch, cfg.dtype)
-        exact = exact_dtype(dtype)
-        for row in self.table:
+        for label, row in self.table.items():
             rows, *rest = row.shape
-            if kept:
-                rows = kept.get(row.label, rows)
-            row_dtype = exact if row.full_precision else dtype
-            weight = torch.empty((rows, *rest), dtype=row_dtype)
-            self.register_parameter(row.label, nn.Parameter(weight))
+            row_dtype = accum_dtype(dtype) if row.full_precision else dtype
+            weight = torch.empty((shard_rows.get(label, rows), *rest), dtype=row_dtype)
+            self.register_parameter(label, nn.Parameter(weight))
 
-        if any(table.signs for table in self.ngrams):
+        if any(line.signs for line in self.ngrams):
             self.register_buffer("sign_vectors", sign_vectors(cfg.model_dim).to(dtype), persistent=False)
+        positions = 2 * rotary_len               # of paired layers
         for name in ("rotary_cos", "rotary_sin"):
-            factors = torch.zeros(2 * rotary_len, cfg.head_dim, dtype=dtype)
+            factors = torch.zeros(positions, cfg.head_dim, dtype=dtype)
             self.register_buffer(name, factors, persistent=False)
         self.turning: dict[tuple[float, ...], Tensor] = {}    # angle per position of each channel, by frequencies
 
     @torch.no_grad()
-    def set_initial_values(self, seed: int, kept: Callable[[str, Tensor], Tensor] = keep_all) -> None:
-        """One generator per label, from (seed, label). All but f32 rows pass through bf16: the same in any dtype.
+    def set_initial_values(self, seed: int, shard: Callable[[str, Tensor], Tensor]) -> None:
+        """Draw all parameters, each label from its own generator, whose seed comes from (seed, label).
 
-        kept: (label, whole parameter) -> the part of it that is here
+        All but f32 rows pass through bf16: the same numbers in any dtype.
+        shard: (label, whole parameter) -> the part that is here
         """
-        for row in self.table:
-            digest = hashlib.sha256(f"{seed}/{row.label}".encode()).digest()
+        for label, row in self.table.items():
+            digest = hashlib.sha256(f"{seed}/{label}".encode()).digest()
             own_seed = int.from_bytes(digest[:8], "little", signed=True)
             generator = torch.Generator().manual_seed(own_seed)
-            whole = row.init(generator, row.shape)
-            drawn = kept(row.label, whole)
+            drawn = shard(label, row.init(generator, row.shape))
             if not row.full_precision:
                 drawn = drawn.bfloat16()
-            self.get_parameter(row.label).copy_(drawn)
-        self.embed.copy_(kept("embed", self.lm_head.t()))
+            self.get_parameter(label).copy_(drawn)
+        self.embed.copy_(shard("embed", self.lm_head.t()))
 
     @torch.no_grad()
     def set_rotary(self, frequencies: tuple[float, ...]) -> None:
-        """Refill cos and sin of position * frequency in place; angles in f32 (f64 in an f64 run).
-
-        Frequencies come from the host once, in the warm-up: a copy at the first step of a stage would wait.
-        """
-        dtype = exact_dtype(self.rotary_cos.dtype)
+        """Refill cos and sin of position * frequency in place; angles in f32 (f64 in an f64 run)."""
+        dtype = accum_dtype(self.rotary_cos.dtype)
         device = self.rotary_cos.device
+        # Frequencies come from the host once, in the warm-up: a copy at the first step of a stage would wait.
         if frequencies not in self.turning:
             per_position = torch.tensor(frequencies, dtype=dtype, device=device)
-            self.turning[frequencies] = angles_by_channel(per_position)
+            # Neighbours turn by the same angle, negated for the second; the other half of the channels by 0.
+            neighbours = torch.stack((per_position, -per_position), dim=-1).flatten()
+            self.turning[frequencies] = F.pad(neighbours, (0, len(neighbours)))
         positions = torch.arange(len(self.rotary_cos), dtype=dtype, device=device)
         angles = torch.outer(positions, self.turning[frequencies])
         self.rotary_cos.copy_(angles.cos())
         self.rotary_sin.copy_(angles.sin())
 
-    def losses(self, batch: Batch, weights: Tensor, loss_weight: Tensor, reaches: Reaches,
-               precision: str, sources: dict | None = None) -> Tensor:
+    def losses(self, batch: Batch, weights: Tensor, loss_weight: Tensor, spans: AttentionSpans, precision: str,
+               row_buffers: dict) -> Tensor:
         """Loss of each position, (B, T); weights (G,) of the next tokens, loss_weight () seeds the backward."""
-        y = self.hidden(batch, reaches, sources).flatten(0, 1)
+        y = self.hidden(batch, spans, row_buffers).flatten(0, 1)
         in_bf16 = precision != "plain" and y.dtype != torch.float64
         logits_dtype = torch.bfloat16 if in_bf16 else y.dtype
         losses = HeadLoss.apply(
-            y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype, whole(self.lm_head))
+            y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype, as_part(self.lm_head))
         return losses.view(batch.targets.shape)
 
-    def hidden(self, batch: Batch, reaches: Reaches, sources: dict | None = None) -> Tensor:
-        """The normalised stream in front of the head, (B, T, D). sources: table -> (rows to read, gradient sums)."""
-        scalars = self.named_scalars()
+    def hidden(self, batch: Batch, spans: AttentionSpans, row_buffers: dict) -> Tensor:
+        """The normalised stream that enters the head, (B, T, D).
+
+        row_buffers: label of a table -> (rows to read, f32 or f64 sums of their gradients or None)
+        """
+        # All that the layers share is taken apart once: each access would cost the backward a pass of its own.
+        scalars = dict(zip(self.scalar_sizes, self.scalars.split(list(self.scalar_sizes.values()))))
         residual = scalars["residual"].unbind()
         attention_scales = scalars["attention"].unbind()
-        bigram = scalars["bigram"].unbind()
         x0_lambdas = self.x0_lambdas.unbind()
-        cu_seqlens = flat_cu_seqlens(batch)
-        attn = self.matrices("attn")
-        mlp = self.matrices("mlp")
-        x0, pairs, values = self.inputs(batch, scalars["smear"], sources or {})
-        ngrams = self.ngram_rows(batch, sources or {})
-        mixed_in = [(scalars[table.label].unbind(), ngrams[table.label]) for table in self.ngrams
-                    if table.place is None]
+        attn = bank_parts(self.attn, self.table["attn"].parts)
+        mlp = bank_parts(self.mlp, self.table["mlp"].parts)
 
+        # The slots of a micro-batch form one sequence, so bounds of documents count on from slot to slot.
+        slots, length = batch.tokens.shape
+        starts = torch.arange(slots, device=batch.tokens.device, dtype=torch.int32) * length
+        cu_seqlens = (batch.cu_seqlens + starts[:, None]).flatten()           # what fills a row is the next one's start
+
+        x0, streams, values = self.inputs(batch, scalars, row_buffers)
         x = x0
-        kept: dict[str, Tensor] = {}             # name -> stream behind the layer that keeps it
+        kept: dict[str, Tensor] = {}             # name -> stream after the layer that keeps it
         for depth, layer in enumerate(LAYERS):
-            if layer.add:                                                     # before the mix, which scales it too
-                x = x + self.skip_share(x0, scalars["skip"]) * kept[layer.add]
-            x = residual[depth] * x + x0_lambdas[depth] * x0 + bigram[depth] * pairs
-            for shares, rows in mixed_in:
+            # A kept stream joins before the mix, which scales it too.
+            if layer.add:
+                gate = 2 * gate_of(x0[..., :GATE_INPUTS], self.skip_gate)
+                x = x + torch.sigmoid(scalars["skip"]).type_as(x) * gate * kept[layer.add]
+            x = residual[depth] * x + x0_lambdas[depth] * x0
+            for shares, rows in streams:
                 x = x + shares[depth] * rows
 
+            # A gate per head can close what attention found before it joins the stream.
             if layer.attention != "none":
                 at = ATTENTION_LAYERS.index(depth)                            # its place in the banks of attention
                 w_qkv, w_out = attn[at]
                 scale_in, scale_out = attention_scales[2 * depth:2 * depth + 2]
                 n = rms_norm(x)
-                qkv = times_transposed(n, w_qkv, scale_in)
-                reach = reaches[layer.attention, layer.window]
-                y = self.attend(layer, n, values, qkv, cu_seqlens, reach, self.ngram_values(depth, ngrams))
-                gate = gate_of(n[..., :GATE_INPUTS], self.attn_gate_bank[at])                     # (B, T, H)
-                y = y * gate[..., None]
-                x = x + times_transposed(y.flatten(2), w_out, scale_out)
+                qkv = linear(n, w_qkv, scale_in)
+                span = spans[layer.attention, layer.window]
+                y = self.attend(layer, n, qkv, values.get(depth, ()), cu_seqlens, span)
+                y = y * gate_of(n[..., :GATE_INPUTS], self.attn_gate_bank[at])[..., None]
+                x = x + linear(y.flatten(2), w_out, scale_out)
 
             x = x + relu_sq_mlp(rms_norm(x), *mlp[depth])
             if layer.keep_as:
                 kept[layer.keep_as] = x
 
+        # The head sees what the later layers found: half of what an earlier one kept is taken back.
         return rms_norm(x - scalars["backout"].type_as(x) * kept[BACKOUT])
 
-    def matrices(self, label: str) -> list[list[Owned]]:
-        """Those of a bank, by layer."""
-        return owned_matrices(getattr(self, label), self.parts[label])
+    def inputs(self, batch: Batch, scalars: dict[str, Tensor], row_buffers: dict) -> tuple[Tensor, list, dict]:
+        """What enters the layers, all of it rows (B, T, D) of tables.
 
-    def named_scalars(self) -> dict[str, Tensor]:
-        """The packed scalars by name, each (number of its initial values,)."""
-        sizes = list(self.scalar_sizes.values())
-        return dict(zip(self.scalar_sizes, self.scalars.split(sizes)))
+        x0       the normalised embedding, where the residual stream begins
+        streams  (share by layer, rows) of what every layer mixes in: bigrams, then tables of n-grams
+        values   depth -> [(place of the gate, rows)] of what joins the attention values of a layer
+        """
+        x0 = rms_norm(self.smeared(*self.rows_of("embed", batch, row_buffers), scalars["smear"]))
+        streams = [(scalars["bigram"].unbind(), *self.rows_of("bigram_embed", batch, row_buffers))]
+        value_rows = self.rows_of("value_embed", batch, row_buffers)
+        values: dict[int, list] = {}
+        for depth, layer in enumerate(LAYERS):
+            if layer.value is not None:
+                values[depth] = [(layer.value, value_rows[layer.value])]
 
-    def ngram_values(self, depth: int, ngrams: dict[str, Tensor]) -> list[tuple[int, Tensor]]:
-        """What tables of n-grams add to the attention values of a layer: places of their gates, and rows (B, T, D)."""
-        added = []
-        for table in self.ngrams:
-            if table.place == depth:
-                gate = NUM_VALUE_TABLES + self.value_streams.index(table.label)
-                added.append((gate, ngrams[table.label]))
-        return added
+        # Gates of n-gram tables come after those of the value tables, in the order of the tables.
+        gate = NUM_VALUE_TABLES
+        for line in self.ngrams:
+            rows, = self.rows_of(line.label, batch, row_buffers)
+            if line.signs:
+                rows = rows * F.embedding(batch.signs[line.label], self.sign_vectors)
+            if line.place is None:
+                streams.append((scalars[line.label].unbind(), rows))
+            else:
+                values.setdefault(line.place, []).append((gate, rows))
+                gate += 1
+        return x0, streams, values
 
-    def skip_share(self, x0: Tensor, skip: Tensor) -> Tensor:
-        """How much of a kept stream is added in front of a layer, (B, T, 1) for x0 (B, T, D)."""
-        gate = 2 * gate_of(x0[..., :GATE_INPUTS], self.skip_gate)
-        return torch.sigmoid(skip).type_as(x0) * gate
-
-    def inputs(self, batch: Batch, smear: Tensor, sources: dict) -> tuple[Tensor, Tensor, list[Tensor]]:
-        """Normalised smeared embedding and bigram rows, (B, T, D), and value rows, one (B, T, D) per value table."""
-        embedded, = self.rows_of("embed", batch, sources)
-        pairs, = self.rows_of("bigram_embed", batch, sources)
-        x0 = rms_norm(self.smeared(embedded, smear))
-        return x0, pairs, self.rows_of("value_embed", batch, sources)
-
-    def ngram_rows(self, batch: Batch, sources: dict) -> dict[str, Tensor]:
-        """Rows of the tables of n-grams by label, (B, T, D) each, with their signs."""
-        read = {}
-        for table in self.ngrams:
-            rows, = self.rows_of(table.label, batch, sources)
-            if table.signs:
-                rows = rows * F.embedding(batch.signs[table.label], self.sign_vectors)
-            read[table.label] = rows
-        return read
-
-    def rows_of(self, label: str, batch: Batch, sources: dict) -> list[Tensor]:
+    def rows_of(self, label: str, batch: Batch, row_buffers: dict) -> list[Tensor]:
         """Rows of a table by the batch's index (B, T) or (B, reads, T), one (B, T, D) per read.
 
-        A lookup each: its gradient goes to the sums from where it comes up, and is stacked with no other.
+        A lookup each: its gradient goes to the row gradients from where it comes up, and is stacked with no other.
         """
         index = batch.rows[label]
         planes = index.unbind(1) if index.dim() == 3 else [index]
-        if label not in sources:
-            return [F.embedding(plane, getattr(self, label)) for plane in planes]
-        rows, gradient_sums = sources[label]
-        return [RowLookup.apply(rows, plane, gradient_sums) for plane in planes]
+        rows, row_grads = row_buffers[label]
+        return [RowLookup.apply(rows, plane, row_grads) for plane in planes]
 
     def smeared(self, e: Tensor, smear: Tensor) -> Tensor:
         """Each token's embedding plus a gated share of the one before it in the slot, over documents; e (B, T, D)."""
-        features = e[:, 1:, :GATE_INPUTS]
-        gate = smear.type_as(e) * gate_of(features, self.smear_gate)
-        first = e[:, :1]
+        gate = smear.type_as(e) * gate_of(e[:, 1:, :GATE_INPUTS], self.smear_gate)
         others = e[:, 1:] + gate * e[:, :-1]
-        return torch.cat((first, others), dim=1)
+        return torch.cat((e[:, :1], others), dim=1)
 
-    def attend(self, layer: Layer, n: Tensor, values: list[Tensor], qkv: Tensor, cu_seqlens: Tensor, reach: Reach,
-               ngram_values: Sequence[tuple[int, Tensor]] = ()) -> Tensor:
-        """Attention of one layer before its gate and output matrix, qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E)."""
+    def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: Sequence[tuple[int, Tensor]],
+               cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
+        """Attention of one layer before its gate and output matrix, qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E).
+
+        value_rows: (place of the gate, rows (B, T, D)) that join the values. Positions count in the slot (recipe 2.4).
+        """
         slots, length, _ = n.shape
-        q, k, v = qkv.view(slots, length, QKV, self.heads, self.head_dim).unbind(2)           # recipe 2.4
+        q, k, v = qkv.view(slots, length, QKV, self.heads, self.head_dim).unbind(2)
         q = rms_norm(q)
         k = rms_norm(k)
-        added = list(ngram_values)
-        if layer.value is not None:
-            added.insert(0, (layer.value, values[layer.value]))
-        for place, row in added:
-            gate = self.value_gate(layer, n, row, self.ve_gate_bank[place])
-            v = v + gate[..., None] * row.view(v.shape)
-
+        # A gate from 0 to 2 for each head's rows. Plain layers look at the row too, paired ones do not.
+        for place, rows in value_rows:
+            features = n[..., :GATE_INPUTS]
+            if layer.attention == "plain":
+                half = GATE_INPUTS // 2
+                features = torch.cat((n[..., :half], rows[..., :half]), dim=-1)
+            gate = 2 * gate_of(features, self.ve_gate_bank[place])
+            v = v + gate[..., None] * rows.view(v.shape)
         if layer.attention == "paired":
-            return self.attend_paired(q, k, v, cu_seqlens, reach)
-        return self.attend_plain(q, k, v, layer.key_shift, cu_seqlens, reach)
+            return self.attend_paired(q, k, v, cu_seqlens, span)
 
-    def value_gate(self, layer: Layer, n: Tensor, row: Tensor, weight: Tensor) -> Tensor:
-        """Gate of each head's value row, 0 to 2, (B, T, H). Plain layers look at the row too, paired ones do not."""
-        if layer.attention == "paired":
-            seen = n[..., :GATE_INPUTS]
-        else:
-            half = GATE_INPUTS // 2
-            halves = (n[..., :half], row[..., :half])
-            seen = torch.cat(halves, dim=-1)
-        return 2 * gate_of(seen, weight)
-
-    def attend_plain(self, q: Tensor, k: Tensor, v: Tensor, key_shift: bool, cu_seqlens: Tensor,
-                     reach: Reach) -> Tensor:
-        """q, k, v (B, T, H, E) -> (B, T, H, E); positions count in the slot."""
-        length = q.shape[1]
         cos = self.rotary_cos[:length, None]                                  # (T, 1, E), for every head
         sin = self.rotary_sin[:length, None]
         q = rotate(q, cos, sin)
         k = rotate(k, cos, sin)
-        if key_shift:
-            k = keys_with_shift(k)
-
+        # The half of a key that does not rotate is that of the token before, in its document or not.
+        if layer.key_shift:
+            turning, still = k.chunk(2, dim=-1)
+            shifted = torch.cat((still[:, :1], still[:, :-1]), dim=1)         # a slot's first token keeps its own
+            k = torch.cat((turning, shifted), dim=-1)
         flat = [x.flatten(0, 1) for x in (q, k, v)]
-        y = self.attention(*flat, cu_seqlens, reach)
-        return y.view(v.shape)
+        return self.attention(*flat, cu_seqlens, span).view(v.shape)
 
-    def attend_paired(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, reach: Reach) -> Tensor:
+    def attend_paired(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
         """q, k, v (B, T, H, E) -> (B, T, H, E); heads j and j + H/2 of token t stand at 2t and 2t + 1 of one sequence.
 
         The angles follow another pairing, even heads at 2t and odd heads at 2t + 1: the peer assigns them before it
-        regroups, and its published losses contain that (recipe 9.1). The reach counts positions.
+        regroups, and its published losses contain that (recipe 9.1). The span counts positions.
         """
         slots, length, heads, width = q.shape
         positions = 2 * length
@@ -2929,24 +2692,8 @@ class GPT(nn.Module):
 
         sequence = (slots * positions, heads // 2, width)                     # the lower half of the heads, the upper
         flat = [x.reshape(sequence) for x in (q, k, v)]
-        y = self.attention(*flat, 2 * cu_seqlens, reach)
+        y = self.attention(*flat, 2 * cu_seqlens, span)
         return y.view(slots, length, heads, width)
-
-
-def keys_with_shift(k: Tensor) -> Tensor:
-    """(B, T, H, E), the half of each key that does not rotate taken from the token before, in its document or not."""
-    turning, still = k.chunk(2, dim=-1)
-    first = still[:, :1]                                                      # a slot's first token keeps its own
-    shifted = torch.cat((first, still[:, :-1]), dim=1)
-    return torch.cat((turning, shifted), dim=-1)
-
-
-def flat_cu_seqlens(batch: Batch) -> Tensor:
-    """Bounds of the documents of a micro-batch whose slots stand one behind the other, (B * bounds of a slot,) i32."""
-    slots, length = batch.tokens.shape
-    slot = torch.arange(slots, device=batch.tokens.device, dtype=torch.int32)
-    starts = slot[:, None] * length
-    return (batch.cu_seqlens + starts).flatten()                              # what fills a row is the next one's start
 
 
 def gate_of(features: Tensor, weight: Tensor) -> Tensor:
@@ -2955,812 +2702,518 @@ def gate_of(features: Tensor, weight: Tensor) -> Tensor:
 
 
 # ====== Room 6: Rows ==================================================================================================
-# A plan's rows_i_read serve both directions: owner to reader in front of a cycle, reader to owner behind it (design 4).
-LIST_FACTS = ("purpose", "cycle", "tokens", "dtype", "table", "rows", "checksum")         # i64 words ahead of a list
-ROWS, CHECKSUM = -2, -1                  # of one list alone; the facts in front of them are alike on all ranks
+# A plan's my_rows serve both directions: owner to reader before a cycle, reader to owner after it (design 4).
+def no_wait(**_: Any) -> None:
+    """Wait for nothing; report to nobody."""
 
 
 def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, TablePlan]) -> None:
-    """Tell every owner which of its rows this rank reads, and learn what all ranks ask of this one.
+    """Tell every owner which of its rows this rank reads, and learn what all ranks request of this one.
 
-    The facts of all lists travel in one collective, the lists themselves in another. Raises
-    RunError where ranks disagree.
+    Tags, counts and checksums travel in one message, the lists of all tables in a second one. group: gloo's; None: the
+    group of all ranks. Raises RunError where ranks disagree.
     """
-    W = fabric.world
-    words = [common_words(label, plan, dtype) for label, plan in plans.items()]
-    facts, leaving = facts_and_lists(W, words, list(plans.values()))
-    my_facts = torch.tensor(facts).view(W, len(plans), len(LIST_FACTS))       # (owner, table, fact)
-    their_facts = torch.empty_like(my_facts)                                  # (reader, table, fact)
-    dist.all_to_all_single(their_facts, my_facts, group=group)
-    check_agreement_of_plans(fabric, words, my_facts, their_facts)
+    W, me = fabric.world, fabric.rank
+    lists = []                                                                # by table and owner: i32 places in its shard
+    for plan in plans.values():
+        places = torch.from_numpy((plan.my_rows % plan.shard_size).astype(np.int32))
+        lists.append([places[:0]] * W if plan.tied else places.split(plan.send_counts))
+    common = {label: dict(plan.tag, dtype=dtype, tied=plan.tied) for label, plan in plans.items()}
+    counts = [[len(places) for places in of_table] for of_table in lists]
+    checksums = [[int(places.sum()) for places in of_table] for of_table in lists]
 
-    counts_i_ask = my_facts[:, :, ROWS]                                       # (owner, table)
-    counts_asked_of_me = their_facts[:, :, ROWS]                              # (reader, table)
-    arriving = torch.empty(int(counts_asked_of_me.sum()), dtype=torch.int32)
-    dist.all_to_all_single(arriving, torch.cat(leaving), counts_asked_of_me.sum(1).tolist(),
-                           counts_i_ask.sum(1).tolist(), group=group)
+    # First what must be equal everywhere: lists of different cycles would be taken for each other.
+    everyone: list[Any] = [None] * W
+    dist.all_gather_object(everyone, (common, counts, checksums), group=group)
+    for reader, (theirs, _, _) in enumerate(everyone):
+        need(theirs == common, f"row plans of ranks {reader} and {me}", theirs, common, "use the same flags", RunError)
 
-    lists = arriving.split(counts_asked_of_me.flatten().tolist())             # reader by reader, and by table in each
+    leaving = torch.cat([of_table[owner] for owner in range(W) for of_table in lists])
+    send_counts = [sum(of_table[owner] for of_table in counts) for owner in range(W)]
+    requests = [[of_table[me] for of_table in their_counts] for _, their_counts, _ in everyone]   # (reader, table)
+    recv_counts = [sum(of_reader) for of_reader in requests]
+    arriving = torch.empty(sum(recv_counts), dtype=torch.int32)
+    dist.all_to_all_single(arriving, leaving, recv_counts, send_counts, group=group)
+
+    # They arrive reader by reader, and table by table from each.
+    pieces = arriving.split(list(itertools.chain(*requests)))
     for table, (label, plan) in enumerate(plans.items()):
-        lists_by_reader = lists[table::len(plans)]
-        for reader, places in enumerate(lists_by_reader):
-            check_asked_places(label, plan, reader, places, their_facts[reader, table, CHECKSUM])
+        requested = pieces[table::len(plans)]
+        for reader, places in enumerate(requested):
+            announced = everyone[reader][2][table][me]
+            check_requested(label, plan, reader, places, announced)
         if not plan.tied:
-            plan.rows_asked_of_me = torch.cat(lists_by_reader).long()
-            plan.counts_by_reader = [len(places) for places in lists_by_reader]
-            count_list_bytes(fabric, plan, my_facts.element_size(), arriving.element_size())
+            plan.requested_rows = torch.cat(requested).long()
+            plan.recv_counts = [len(places) for places in requested]
+            plan.count_bytes(me, plan.send_counts, plan.recv_counts, arriving.element_size())
 
 
-def common_words(label: str, plan: TablePlan, dtype: str) -> list[int | str]:
-    """The facts of a table's lists that have to be alike on all ranks, in the order of LIST_FACTS."""
-    source = f"{label} of the head" if plan.tied else label
-    words = dict(plan.tag, dtype=dtype, table=source)
-    return [words[name] for name in LIST_FACTS[:ROWS]]
-
-
-def facts_and_lists(world: int, words: list[list[int | str]],
-                    plans: list[TablePlan]) -> tuple[list[list[int]], list[Tensor]]:
-    """What this rank says of its lists, and the lists: owner by owner, and table by table for each."""
-    lists_by_table = [places_by_owner(plan) for plan in plans]                # and by owner in each
-    facts, lists = [], []
-    for owner in range(world):
-        for words_of_table, lists_of_table in zip(words, lists_by_table):
-            places = lists_of_table[owner]
-            common = [as_number(word) for word in words_of_table]
-            facts.append([*common, len(places), int(places.sum())])
-            lists.append(places)
-    return facts, lists
-
-
-def places_by_owner(plan: TablePlan) -> Sequence[Tensor]:
-    """The rows that this rank reads as i32 places in the slices of their owners, a list for each owner."""
-    if plan.tied:                                                             # nothing is asked of anyone
-        nothing = torch.empty(0, dtype=torch.int32)
-        return [nothing] * len(plan.counts_by_owner)
-    places = (plan.rows_i_read % plan.size).astype(np.int32)
-    return torch.from_numpy(places).split(plan.counts_by_owner)
-
-
-def as_number(word: int | str) -> int:
-    """Text travels as its checksum."""
-    return word if isinstance(word, int) else zlib.crc32(word.encode())
-
-
-def check_agreement_of_plans(fabric: Fabric, words: list[list[int | str]], my_facts: Tensor,
-                             their_facts: Tensor) -> None:
-    """Raise RunError if another rank is at another cycle, or has other tokens, dtypes or tables."""
-    unequal = (their_facts != my_facts)[:, :, :ROWS].nonzero().tolist()
-    if unequal:
-        reader, table, fact = unequal[0]
-        name = LIST_FACTS[fact]
-        there = int(their_facts[reader, table, fact])
-        here = words[table][fact]
-        raise RunError(f"row plans of ranks {reader} and {fabric.rank}", {name: there}, {name: here},
-                          "use the same flags")
-
-
-def check_asked_places(label: str, plan: TablePlan, reader: int, places: Tensor, checksum: Tensor) -> None:
+def check_requested(label: str, plan: TablePlan, reader: int, places: Tensor, checksum: int) -> None:
     """Raise RunError unless a reader's list is one that a plan can hold, and the one it announced."""
     if len(places) == 0:
         return
-    inside = places[0] >= 0 and places[-1] < plan.size
-    ascending = (places.diff() >= 1).all()
-    if not inside or not ascending or places.sum() != checksum:
-        raise RunError(f"rows of {label} that rank {reader} asks for",
-                          f"{len(places)} from {places[0]} to {places[-1]}",
-                          f"ascending places below {plan.size}, as announced", "report it: a plan is wrong")
+    inside = places[0] >= 0 and places[-1] < plan.shard_size
+    ascending = (places.diff() > 0).all()
+    need(inside and ascending and int(places.sum()) == checksum, f"rows of {label} that rank {reader} requests",
+         f"{len(places)} from {places[0]} to {places[-1]}", f"ascending places below {plan.shard_size}, as announced",
+         "report it: a plan is wrong", RunError)
 
 
-def count_list_bytes(fabric: Fabric, plan: TablePlan, fact_bytes: int, place_bytes: int) -> None:
-    """Note what the exchange of a plan has cost: the facts and the lists of all ranks but this one."""
-    of_facts = (fabric.world - 1) * len(LIST_FACTS) * fact_bytes
-    asked_elsewhere = len(plan.rows_i_read) - plan.counts_by_owner[fabric.rank]
-    asked_from_elsewhere = len(plan.rows_asked_of_me) - plan.counts_by_reader[fabric.rank]
-    plan.sent += of_facts + asked_elsewhere * place_bytes
-    plan.received += of_facts + asked_from_elsewhere * place_bytes
+class RowTable:
+    """One table on one rank: the shard that it owns, a cache of the rows that it reads, and the gradients of both.
 
-
-def row_bytes(rows: Tensor) -> int:
-    """Bytes of one row of (count, D), also where count is 0."""
-    return rows.shape[1] * rows.element_size()
-
-
-def already_here() -> None:
-    """The wait for what needs none."""
-
-
-# Bytes are counted where a collective is launched: what goes to other ranks and comes from them.
-def launch_lists(fabric: Fabric, plan: TablePlan, out: Tensor, rows: Tensor, counts_in: list[int],
-                 counts_out: list[int]) -> Any:
-    """Launch a list of rows from each rank to each, empty ones too. Counts of rows are by rank."""
-    me = fabric.rank
-    plan.received += (sum(counts_in) - counts_in[me]) * row_bytes(out)
-    plan.sent += (sum(counts_out) - counts_out[me]) * row_bytes(rows)
-    return dist.all_to_all_single(out, rows, counts_in, counts_out, async_op=True)
-
-
-def inside_another_cycle(table: Table, opened: TablePlan, plan: TablePlan) -> RunError:
-    return RunError(f"gradients of {table.label}", f"of {opened.tag}, now {plan.tag}", "batches of one cycle",
-                    "optim_step on its last step first")
-
-
-class TableRows:
-    """One table on one rank: the slice it owns, a cache of the rows it reads, the gradients of both.
-
-    sparse: cache and sums hold the plan's rows, in its order. sparse_scatter: they hold all rows, in
-    physical order, but only the plan's gradients travel. dense: they hold all rows, and all
-    gradients travel. One rank: the cache is the table, and the sums are its gradient.
+    The cache and row_grads hold the rows of a plan in its order. A dense-Adam table's shard is a parameter, with a
+    gradient of the whole shard; on a single rank the shard is the cache, and its gradient the row_grads. A row-wise
+    table has its shard in a home: an update takes the requested rows from there and puts them back.
     """
 
-    def __init__(self, table: Table, cfg: Config, fabric: Fabric, mine: Tensor, most_tokens: int,
+    def __init__(self, table: Table, cfg: Config, fabric: Fabric, shard: Tensor | None, most_tokens: int,
                  report: Callable) -> None:
-        """mine (C, D): the slice, a parameter. most_tokens: read by a rank in a cycle; the buffers never grow.
+        """shard (C, D): the parameter; None: of a row-wise table. most_tokens: bound of what a rank reads in a cycle.
 
-        report(**account) is called when the account of a plan is closed.
+        report(**facts) is called with the traffic of each plan.
         """
         self.table = table
         self.fabric = fabric
         self.report = report
-        self.mode = cfg.row_comms
         self.debug = cfg.debug_rows
-        self.listed = keeps_rows_by_list(table, cfg, fabric)                  # cache and sums in the plan's order
+        self.mode = "sparse" if table.is_rowwise else cfg.row_comms
+        self.home = None
+        if table.is_rowwise:
+            self.home = HOMES[table.home](table, cfg, fabric)
+            shard = self.home.stored.rows
+        self.shard = shard.detach()
 
-        size, width = mine.shape
-        exact = exact_dtype(mine.dtype)
-        self.mine = mine
-        self.grad = mine.new_zeros(size, width, dtype=exact)                  # of the slice, summed over ranks
-        if fabric.world == 1:
-            self.cache = mine
-            self.sums = self.grad
+        # Buffers are as large as the largest cycle needs and never grow, so that addresses and shapes stay.
+        width, dtype = cfg.model_dim, shard.dtype
+        if self.home is None:
+            self.grad = torch.zeros_like(shard, dtype=accum_dtype(dtype))     # of the shard, summed over ranks
+        self.alone = fabric.world == 1 and self.home is None                  # lookups read the shard itself
+        if self.alone:
+            self.cache = shard
+            self.row_grads = self.grad
         else:
-            count = fabric.world * size
-            if self.listed:
-                count = min(count, most_tokens * table.reads)
-            self.cache = mine.new_zeros(count, width).requires_grad_()
-            self.sums = self.grad.new_zeros(count, width)                     # of the rows in the cache, on this rank
-        self.fetching = None                                                  # work that fills the cache, if under way
+            rows = fabric.world * len(shard)
+            if self.mode == "sparse":
+                rows = min(rows, most_tokens * table.reads)
+            self.cache = torch.zeros(rows, width, dtype=dtype, device=fabric.device).requires_grad_()
+            self.row_grads = torch.zeros(rows, width, dtype=accum_dtype(dtype), device=fabric.device)
+        self.arrival: Callable[[], object] = no_wait                          # wait for rows on their way into the cache
         self.reset()
 
     def reset(self) -> None:
-        """Nothing cached, no gradients, no bytes counted."""
+        """Drop what is cached, gradients and counts. Rows stay."""
         self._settle()
-        self.cached = None                                                    # the plan whose rows are in the cache
-        self.open_plans = []                                                  # with gradients in the sums; one if W > 1
-        self.totals = dict(bytes_sent=0, bytes_received=0, bytes_dense=0)
-        self.sums.zero_()
-        self.grad.zero_()
+        self.cached: TablePlan | None = None                                  # the plan whose rows are in the cache
+        self.live: RowState | None = None                                     # rows that the next update changes
+        self.prepared: RowUpdate | None = None                                # the last that `prepare` has made
+        self.pending: list[TablePlan] = []                                    # plans with gradients in row_grads
+        self.totals = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)
+        self.row_grads.zero_()
+        if self.home is None:
+            self.grad.zero_()
+        else:
+            self.home.invalidate()
+            self.home.pop_traffic()
 
     def _settle(self) -> None:
-        """Wait for what is on its way into the cache."""
-        if self.fetching is not None:
-            self.fetching.wait()
-        self.fetching = None
+        self.arrival()
+        self.arrival = no_wait
 
-    def _in_cache(self, plan: TablePlan) -> Tensor | slice:
-        """Index of the plan's rows in the cache and in the sums."""
-        if self.listed:
-            return slice(len(plan.rows_i_read))
-        return plan.rows_i_read
+    def prepare(self, plan: TablePlan) -> None:
+        """Make a row-wise table's next update from the requests and let its rows set off: a cycle ahead."""
+        if self.home is not None:
+            before = self.prepared if self.table.home == "host" else None     # on the device every row is fresh
+            plan.update = row_update(np.asarray(plan.requested_rows), before, self.fabric)
+            self.prepared = plan.update
+            self.home.prepare(plan.update)
 
-    def _launch_slices(self, plan: TablePlan, collective: Callable, out: Tensor, rows: Tensor) -> Any:
-        """Launch a whole slice to, and from, each other rank."""
-        rows_of_others = (self.fabric.world - 1) * len(self.mine)
-        plan.received += rows_of_others * row_bytes(out)
-        plan.sent += rows_of_others * row_bytes(rows)
-        return collective(out, rows, async_op=True)
+    def _launch(self, plan: TablePlan, out: Tensor, rows: Tensor, recv_counts: list[int],
+                send_counts: list[int]) -> Callable[[], object]:
+        """Launch a list of rows from each rank to each, empty ones too. Returns the wait for it."""
+        plan.count_bytes(self.fabric.rank, send_counts, recv_counts, rows.shape[1] * rows.element_size())
+        if self.fabric.world == 1:
+            out.copy_(rows)
+            return no_wait
+        return dist.all_to_all_single(out, rows, recv_counts, send_counts, async_op=True).wait
 
     @torch.no_grad()
-    def _bring(self, plan: TablePlan, out: Tensor, head: Tensor) -> Any:
-        """Launch the plan's rows into `out`, or all rows where there is no list; tied ones are columns of the head.
-
-        Returns the work to wait for, or None where there is none. The plan's lists move to the device.
-        """
-        def on_device(rows: Tensor) -> Tensor:
-            return rows.to(self.mine.device, non_blocking=True)
-
-        plan.change_lists(on_device)
-        if self.fabric.world == 1:
-            return None
-        if self.debug:
-            out.fill_(math.nan)                                               # rows of no plan are not to be read
-        if plan.tied:
-            out[self._in_cache(plan)] = head.t()[plan.head_columns]
-            return None
-        if not self.listed:
-            return self._launch_slices(plan, dist.all_gather_into_tensor, out, self.mine.detach())
-        arriving = out[self._in_cache(plan)]
-        leaving = self.mine[plan.rows_asked_of_me]
-        return launch_lists(self.fabric, plan, arriving, leaving, plan.counts_by_owner, plan.counts_by_reader)
-
     def fetch(self, plan: TablePlan, head: Tensor) -> None:
         """Launch the rows of a cycle into the cache: after the owners' update, never before."""
         self._settle()
+        plan.change_lists(self._on_device)
         self.cached = plan
-        self.fetching = self._bring(plan, self.cache.detach(), head)
+        if self.alone:
+            return
+        read = functools.partial(self.shard.index_select, 0, plan.requested_rows)
+        if self.home is not None:
+            if plan.update is None:                                           # nobody has prepared this plan
+                plan.update = row_update(plan.requested_rows.cpu().numpy(), None, self.fabric)
+            self.live = self.home.take(plan.update)
+            read = functools.partial(self.live.rows.index_select, 0, self._on_device(plan.update.inverse))
+        self.arrival = self._bring(plan, self.cache.detach(), read, head)
 
-    def ready(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
-        """The cache with the plan's rows, and the sums for their gradients.
+    def _on_device(self, rows: Tensor) -> Tensor:
+        return rows.to(self.fabric.device, non_blocking=True)
 
-        Raises RunError inside another cycle.
+    def _bring(self, plan: TablePlan, out: Tensor, read: Callable[[], Tensor], head: Tensor) -> Callable[[], object]:
+        """Launch the plan's rows into `out`: read() gives the requested ones of this rank. Returns the wait.
+
+        While tied they are columns of the head (D, V), which every rank has.
         """
-        if plan not in self.open_plans:
-            if self.open_plans and self.fabric.world > 1:
-                raise inside_another_cycle(self.table, self.open_plans[0], plan)
-            self.open_plans.append(plan)
+        if self.debug:
+            out.fill_(math.nan)                                               # rows of no plan are not to be read
+        arriving = out[:len(plan.my_rows)]
+        if plan.tied:
+            arriving.copy_(head.t()[plan.head_columns])
+            return no_wait
+        return self._launch(plan, arriving, read(), plan.send_counts, plan.recv_counts)
+
+    def rows_for_forward(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the cache with the plan's rows, and row_grads. Raises RunError before the last cycle's update."""
+        if plan not in self.pending:
+            need(self.alone or not self.pending, f"gradients of {self.table.label}",
+                 f"of {[other.tag for other in self.pending]}, now {plan.tag}", "batches of one cycle",
+                 "optim_step on its last step first", RunError)
+            self.pending.append(plan)
         if self.cached is not plan:
             self.fetch(plan, head)
         self._settle()
-        return self.cache, self.sums
+        return self.cache, self.row_grads
 
+    @torch.no_grad()
     def read(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, None]:
-        """Rows for another reader than training, in a tensor of their own, and None for sums: no gradients come."""
-        out = self.mine
-        if self.fabric.world > 1:
-            count = len(plan.rows_i_read) if self.listed else len(self.cache)
-            out = self.mine.new_empty(count, self.mine.shape[1])
-        work = self._bring(plan, out, head)
-        if work is not None:
-            work.wait()
-        self.account(plan)
+        """Fetch rows into a tensor of their own (validation, sampling), without a buffer for gradients."""
+        plan.change_lists(self._on_device)
+        if self.alone:
+            return self.shard, None
+        read = self.shard.__getitem__ if self.home is None else self.home.read
+        out = self.cache.new_empty(len(plan.my_rows), self.cache.shape[1])
+        wait = self._bring(plan, out, functools.partial(read, plan.requested_rows), head)
+        wait()
+        self.report_traffic(plan)
         return out, None
 
+    @torch.no_grad()
     def return_gradients(self) -> tuple[Tensor, Callable[[], None]]:
         """Launch gradients to their owners.
 
-        Returns the gradient of the slice, whole after the wait that comes with it.
+        Returns the gradient of the shard, or of a row-wise update's rows (u, D): whole after the wait beside it.
         """
-        if self.fabric.world == 1:
-            return self.grad, already_here
-        plan, = self.open_plans
-        if self.mode == "dense":
-            return self.grad, self._return_slices(plan)
-        return self.grad, self._return_lists(plan)
-
-    def _return_slices(self, plan: TablePlan) -> Callable[[], None]:
-        """Launch the gradients of all rows. Returns the wait that leaves their sum over ranks in self.grad."""
-        rows = self.sums.to(self.mine.dtype)                                  # on the wire: the type of the weights
-        arrived = rows.new_empty(self.grad.shape)
-        work = self._launch_slices(plan, dist.reduce_scatter_tensor, arrived, rows)
-
-        def take_sum() -> None:
-            work.wait()
-            self.grad.copy_(arrived)
-
-        return take_sum
-
-    def _return_lists(self, plan: TablePlan) -> Callable[[], None]:
-        """Launch the gradients of the plan's rows. Returns the wait that adds them to self.grad in rank order."""
-        rows = self.sums[self._in_cache(plan)].to(self.mine.dtype)            # on the wire: the type of the weights
-        arrived = rows.new_empty(len(plan.rows_asked_of_me), rows.shape[1])
-        work = launch_lists(self.fabric, plan, arrived, rows, plan.counts_by_reader, plan.counts_by_owner)
+        if self.alone:
+            return self.grad, no_wait
+        plan, = self.pending
+        rows = self.row_grads[:len(plan.my_rows)].to(self.cache.dtype)        # on the wire: the type of the weights
+        arrived = rows.new_empty(len(plan.requested_rows), rows.shape[1])
+        wait = self._launch(plan, arrived, rows, plan.recv_counts, plan.send_counts)
+        if self.home is None:
+            grad, places = self.grad, plan.requested_rows
+        else:
+            grad = self.row_grads.new_zeros(len(plan.update.places), rows.shape[1])
+            places = self._on_device(plan.update.inverse)
 
         def add_in_rank_order() -> None:
-            work.wait()
-            add_rows(self.grad, plan.rows_asked_of_me, arrived)               # reader by reader
+            wait()
+            add_rows(grad, places, arrived)                                   # reader by reader
 
-        return add_in_rank_order
+        return grad, add_in_rank_order
+
+    def _in_row_grads(self, plan: TablePlan) -> Tensor | slice:
+        return plan.my_rows if self.alone else slice(len(plan.my_rows))
 
     def add_to_head(self, head_grad: Tensor) -> None:
-        """While tied: this rank's gradients join those of the head, (D, V)."""
-        for plan in self.open_plans:
-            index = self._in_cache(plan)
-            head_grad[:, plan.head_columns] += self.sums[index].t().to(head_grad.dtype)
-            self.sums[index] = 0                                              # rows of several plans count once
+        """Add this rank's gradients to those of the head, (D, V), while the two are tied."""
+        for plan in self.pending:
+            at = self._in_row_grads(plan)
+            head_grad[:, plan.head_columns] += self.row_grads[at].t().to(head_grad.dtype)
+            self.row_grads[at] = 0                                            # rows of several plans count once
         self.clear()
 
+    def updated(self) -> None:
+        """Send the rows that an update has changed home."""
+        plan, = self.pending
+        self.home.put(plan.update, self.live)
+
     def clear(self) -> None:
-        """Forget the gradients of the open plans, row by row, and what is cached."""
-        for plan in self.open_plans:
-            self.sums[self._in_cache(plan)] = 0
-            if self.fabric.world > 1 and not plan.tied:
-                self._clear_slice(plan)
-            self.account(plan, dense_passes=2)                                # rows out, gradients back
-        self.open_plans = []
+        """Drop the gradients of the pending plans, row by row, and what is cached."""
+        for plan in self.pending:
+            self.row_grads[self._in_row_grads(plan)] = 0
+            if self.home is None and not self.alone and not plan.tied:
+                self.grad[plan.requested_rows] = 0
+            self.report_traffic(plan, dense_passes=2)                         # rows out, gradients back
+        self.pending = []
         self.cached = None
-        if self.debug and (self.sums.any() or self.grad.any()):
-            raise RunError(f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it")
+        self.live = None                                                      # makes room for those of the next update
+        if self.debug:
+            strays = self.row_grads.any() or (self.home is None and self.grad.any())
+            need(not strays, f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it", RunError)
 
-    def _clear_slice(self, plan: TablePlan) -> None:
-        if self.mode == "dense":
-            self.grad.zero_()
-        else:
-            self.grad[plan.rows_asked_of_me] = 0
-
-    def account(self, plan: TablePlan, dense_passes: int = 0) -> None:
-        """Close the account of a plan. dense_passes: how often training in dense mode would have sent the table."""
-        purpose = plan.tag["purpose"]
-        if plan.tied or purpose not in ("train", "validation"):
+    def report_traffic(self, plan: TablePlan, dense_passes: int = 0) -> None:
+        """Report what a plan has moved. dense_passes: how often a dense table would have travelled as a whole."""
+        if plan.tied or plan.tag["purpose"] not in ("train", "validation"):
             return
-        bytes_dense = dense_passes * (self.fabric.world - 1) * self.mine.nbytes
+        bytes_dense = dense_passes * (self.fabric.world - 1) * self.shard.nbytes
         moved = dict(bytes_sent=plan.sent, bytes_received=plan.received, bytes_dense=bytes_dense)
-        self.report(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.rows_i_read), **moved,
-                    plan_ms=round(plan.plan_ms, 3))
-        if purpose == "train":
-            for key, count in moved.items():
-                self.totals[key] += count
-
+        if self.home is not None and plan.tag["purpose"] == "train":
+            moved |= self.home.pop_traffic()
+        self.report(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.my_rows), reads=plan.reads,
+                    **moved, plan_ms=round(plan.plan_ms, 3))
+        if plan.tag["purpose"] == "train":
+            self.totals.update(moved)
 
     def memory_bytes(self, moments: Iterable[Tensor]) -> int:
-        """Of all that this rank keeps of the table, with these moments."""
-        kept = (self.mine, self.cache, self.grad, self.sums, *moments)
-        sizes = {x.data_ptr(): x.nbytes for x in kept}                        # some may be the same
+        """Count the bytes that this rank keeps of the table on the device, with these moments."""
+        kept = [self.shard, self.cache, self.row_grads, *moments]
+        kept += [self.grad] if self.home is None else self.home.stored
+        sizes = {x.data_ptr(): x.nbytes for x in kept if x.device.type == self.cache.device.type}    # some are the same
         return sum(sizes.values())
 
 
-# ---- Tables of rule "rowwise": any number of rows, of which an event touches those that were asked for (tables.md).
-class Live(NamedTuple):
-    """Rows of an owner's slice with their state, as many as the n places that they were asked for by."""
+# ---- Homes of row-wise tables: any number of rows, of which an update changes those that were requested.
+class RowState(NamedTuple):
+    """Rows of a shard with their optimizer state."""
 
     rows: Tensor                         # (n, D)
     v: Tensor                            # (n,) f32 or f64: second moment
-    last: Tensor                         # (n,) i32: the event that touched the row last; 0: none
+    last: Tensor                         # (n,) i32: number of the update that changed the row last; 0: none
 
-    def at(self, places: Tensor) -> Live:
-        return Live(*(x.index_select(0, places) for x in self))
+    def at(self, places: Tensor) -> RowState:
+        return RowState(*(x.index_select(0, places) for x in self))
 
-    def put(self, places: Tensor, live: Live) -> None:
-        for mine, x in zip(self, live):
-            mine.index_copy_(0, places, x)
+    def put(self, places: Tensor, changed: RowState) -> None:
+        for x, new in zip(self, changed):
+            x.index_copy_(0, places, new)
 
-    def to(self, device: torch.device) -> Live:
-        return Live(*(x.to(device, non_blocking=True) for x in self))
+    def to(self, device: torch.device) -> RowState:
+        return RowState(*(x.to(device, non_blocking=True) for x in self))
 
 
 MAP_NORESERVE = 0x4000                   # of Linux on x86 and ARM; Python has the name since 3.13
 PIECE_ROWS = 1 << 14                     # rows of a rank that are copied, or sent to another rank for a file, at a time
-PIECE_BYTES = 1 << 27                    # of the rows and their state in one file
-SCANNED_ROWS = 1 << 22                   # that are looked at together for those that were touched
+SCANNED_ROWS = 1 << 22                   # rows that are looked at together for those that were updated
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros on the host that take memory page by page, when they are first written.
+    """Allocate zeros on the host that take memory page by page, when they are first written. Raises RunError.
 
     An anonymous mapping that reserves nothing, with small pages: a plain one of 38 GB is refused on a machine of 24,
-    and a row in a huge page would take 2 MB. Raises RunError.
+    and a row in a huge page would take 2 MB.
     """
-    count = math.prod(shape)
-    if count == 0 or sys.platform != "linux":
+    size = math.prod(shape) * dtype.itemsize
+    if size == 0 or sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
-    size = count * dtype.itemsize
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE
     try:
-        memory = mmap.mmap(-1, size, flags=flags)
-        with contextlib.suppress(OSError):                    # a system without huge pages
-            memory.madvise(mmap.MADV_NOHUGEPAGE)
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     except (OSError, ValueError, OverflowError) as error:
         raise RunError("memory for a table", error, f"an address space with {size / 2**30:.1f} GiB to map",
                        "fewer rows, more ranks, or a larger limit (ulimit -v)") from None
+    with contextlib.suppress(OSError):                                        # a system without huge pages
+        memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class DeviceHome:
-    """Rows and state of an owner's slice beside the model."""
+    """Rows and state of a shard on the device."""
 
-    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, cfg: Config, fabric: Fabric) -> None:
-        """shape (C, D) of the slice."""
+    def __init__(self, table: Table, cfg: Config, fabric: Fabric) -> None:
+        self.fabric = fabric
         self.device = fabric.device
-        zeros = untouched_zeros
-        if fabric.on_cuda:
+        dtype = getattr(torch, cfg.dtype)
+        size = -(-table.rows // fabric.world)
+        zeros: Callable = untouched_zeros
+        if fabric.on_cuda and table.home == "device":
             zeros = functools.partial(torch.zeros, device=fabric.device)
-        rows = zeros(shape, dtype=dtype)
-        v = zeros(shape[:1], dtype=exact_dtype(dtype))
-        last = zeros(shape[:1], dtype=torch.int32)
-        self.stored = Live(rows, v, last)
+        self.stored = RowState(zeros((size, cfg.model_dim), dtype=dtype), zeros((size,), dtype=accum_dtype(dtype)),
+                               zeros((size,), dtype=torch.int32))
 
-    def _on_device(self, places: Tensor) -> Tensor:
-        return places.to(self.device, non_blocking=True)
+    def prepare(self, update: RowUpdate) -> None:
+        """Learn what the next cycle requests."""
 
-    def prepare(self, event: EventRows) -> None:
-        """The loader knows what the next cycle asks for."""
+    def take(self, update: RowUpdate) -> RowState:
+        """Return the rows of an update as the one before has left them, on the device."""
+        update.follows = None                                                 # else each would keep all before it
+        return self.stored.at(update.places.to(self.device, non_blocking=True))
 
-    def take(self, event: EventRows) -> Live:
-        """The rows of an event, as the one before left them."""
-        event.follows = None                                  # else each would keep all before it
-        return self.stored.at(self._on_device(event.places))
-
-    def put(self, event: EventRows, live: Live) -> None:
-        """What an event has made of its rows."""
-        self.stored.put(self._on_device(event.places), live)
+    def put(self, update: RowUpdate, changed: RowState) -> None:
+        """Store what an update has made of its rows."""
+        self.stored.put(update.places.to(self.device, non_blocking=True), changed)
 
     def read(self, places: Tensor) -> Tensor:
-        """Rows for a reader that changes none, on the device."""
-        return self.stored.rows.index_select(0, self._on_device(places))
+        """Return rows for a reader that changes none, on the device."""
+        return self.stored.rows.index_select(0, places.to(self.device, non_blocking=True))
 
     def settle(self) -> None:
-        """Until everything that was put is there."""
+        """Wait until everything that was put is stored."""
 
-    def moved(self) -> dict[str, float]:
-        """Bytes to the device and back since the last call, and the time of the thread that moved them."""
-        return dict(bytes_up=0, bytes_down=0, thread_ms=0.0)
+    def pop_traffic(self) -> dict[str, int]:
+        """Return the bytes moved to the device and back since the last call."""
+        return dict(bytes_up=0, bytes_down=0)
 
-    def forget(self) -> None:
-        """All that was taken is out of date."""
+    def invalidate(self) -> None:
+        """Drop the rows that were taken or are prefetched."""
 
     def touched_places(self, most_rows: int = PIECE_ROWS) -> Iterator[Tensor]:
-        """Places of the rows that some event has touched, in pieces (n,) i64, ascending."""
+        """Yield the places of rows that some update has changed, in pieces (n,) i64, ascending."""
         self.settle()
-        found = [torch.empty(0, dtype=torch.int64, device=self.stored.last.device)]
-        for first in range(0, len(self.stored.last), SCANNED_ROWS):
-            at = self.stored.last[first:first + SCANNED_ROWS].nonzero().flatten()
-            found.append(first + at)
+        last = self.stored.last
+        found = [torch.empty(0, dtype=torch.int64, device=last.device)]
+        for first in range(0, len(last), SCANNED_ROWS):
+            found.append(first + last[first:first + SCANNED_ROWS].nonzero().flatten())
         for places in torch.cat(found).split(most_rows):
-            if len(places) > 0:                               # one piece of nothing, if there is nothing
+            if len(places) > 0:                                               # split() makes one empty piece of nothing
                 yield places
 
-    def touched(self, most_rows: int = PIECE_ROWS) -> Iterator[tuple[Tensor, Live]]:
-        """The rows that some event has touched, in pieces: their places (n,) i64, and copies, on the host."""
+    def touched(self, most_rows: int = PIECE_ROWS) -> Iterator[tuple[Tensor, RowState]]:
+        """Yield these rows: their places, and copies, on the host."""
         for places in self.touched_places(most_rows):
             copies = self.stored.at(places)
-            yield places.cpu(), Live(*(x.cpu() for x in copies))              # waits for them
+            yield places.cpu(), RowState(*(x.cpu() for x in copies))
 
     @torch.no_grad()
-    def load(self, pieces: Iterable[tuple[Tensor, Live]]) -> None:
-        """In the place of all rows: those of the pieces as `touched` gave them, and zeros. Only touched rows change."""
-        self.settle()
-        for places, live in self.touched():
-            nothing = Live(*map(torch.zeros_like, live))
-            self.stored.put(places.to(self.stored.last.device), nothing.to(self.stored.last.device))
-        for places, live in pieces:
-            self.stored.put(places.to(self.stored.last.device), live.to(self.stored.last.device))
-        self.forget()
+    def load(self, pieces: Iterable[tuple[Tensor, RowState]]) -> None:
+        """Replace all rows by those of the pieces, as `touched` gave them, and zeros. Writes only touched rows."""
+        at = self.stored.last.device
+        for places, old in self.touched():
+            zeros = RowState(*map(torch.zeros_like, old))
+            self.stored.put(places.to(at), zeros.to(at))
+        for places, rows in pieces:
+            self.stored.put(places.to(at), rows.to(at))
+        self.invalidate()
 
 
 class HostHome(DeviceHome):
-    """Rows and state of an owner's slice in pageable host memory; those of a cycle travel to the device and back.
+    """Rows and state of a shard in pageable host memory; those of a cycle travel to the device and back.
 
-    While a cycle runs, the rows that only the next one asks for come up, and those of the last event go down; the rows
-    of both cycles stay on the device. One thread does all of it in the order in which it was asked, so that a row that
+    While a cycle runs, the rows that only the next one requests come up, and those of the last update go down; rows of
+    both cycles stay on the device. One thread does all of it in the order in which it was asked, so that a row that
     comes up has been brought down before. Copies on a GPU have a stream of their own.
     """
 
-    def __init__(self, shape: tuple[int, int], dtype: torch.dtype, cfg: Config, fabric: Fabric) -> None:
-        # The thread waits for events on the GPU, and these for other ranks, which may still compile.
+    def __init__(self, table: Table, cfg: Config, fabric: Fabric) -> None:
+        super().__init__(table, cfg, fabric)
+        # The thread waits for work on the GPU, and that for other ranks, which may still compile.
         self.cfg = replace(cfg, comm_timeout=LONG_PATIENCE * cfg.comm_timeout)
-        self.fabric = fabric
         self.stream = torch.cuda.Stream(fabric.device) if fabric.on_cuda else None
-        on_host = replace(fabric, device=torch.device("cpu"))
-        super().__init__(shape, dtype, cfg, on_host)
-        self.device = fabric.device
         self.mover = ThreadPoolExecutor(1, "table-home", initializer=fabric.enter_thread)
-        self.lock = threading.Lock()     # prepare is called by the loader thread, and the mover counts
-        self.counts = super().moved()
-        self.live: Live | None = None    # on the device: rows of the event in `taken`
-        self.taken: EventRows | None = None
-        self.waiting: dict[EventRows, EventRows] = {}  # prepared, by the event to come that each follows
-        self.coming: dict[EventRows, Future] = {}    # fresh rows of an event
-        self.going: list[Future] = []                # what was put and may not be down yet, oldest first
+        self.lock = threading.Lock()                          # prepare is called by the loader's thread
+        self.traffic = super().pop_traffic()
+        self.writebacks: list[Future] = []                    # of what was put, oldest first
+        self.invalidate()
 
-    def prepare(self, event: EventRows) -> None:
+    def invalidate(self) -> None:
+        self.settle()
         with self.lock:
-            if event.follows is self.taken:
-                self._start_upload(event)
-            else:
-                self.waiting[event.follows] = event           # what went before that event is not down yet
+            self.taken: RowUpdate | None = None
+            self.live: RowState | None = None                 # rows of the taken update, on the device
+            self.prepared: list[RowUpdate] = []               # updates to come
+            self.prefetch: Future | None = None               # fresh rows of the first of them
 
-    def _start_upload(self, event: EventRows) -> None:
-        places = event.places[event.fresh]
-        self.coming[event] = self.mover.submit(self._bring_up, places)
+    def prepare(self, update: RowUpdate) -> None:
+        with self.lock:
+            self.prepared.append(update)
+            if len(self.prepared) == 1:                       # else the one before it is not taken yet
+                self._start_prefetch()
 
-    def _bring_up(self, places: Tensor) -> tuple[Live, Any]:
-        """On the thread: rows on the device, and the event behind their copy."""
-        began = time.perf_counter()
-        staging = self._room_for(len(places))
+    def _start_prefetch(self) -> None:
+        """Bring up rows of the first prepared update: what it follows is taken, and what that follows was put."""
+        update = self.prepared[0]
+        self.prefetch = self.mover.submit(self._bring_up, update.places[update.fresh])
+
+    def _staging(self, count: int) -> RowState:
+        """Allocate host memory that rows stop in on their way; pinned beside a GPU."""
+        pinned = self.stream is not None
+        return RowState(*(torch.empty(count, *x.shape[1:], dtype=x.dtype, pin_memory=pinned) for x in self.stored))
+
+    def _bring_up(self, places: Tensor) -> tuple[RowState, Any]:
+        """Copy rows to the device, on the mover's thread. Returns them and the CUDA event after the copy."""
+        staging = self._staging(len(places))
         for x, out in zip(self.stored, staging):
             torch.index_select(x, 0, places, out=out)
-        done = None
-        if self.stream is not None:
-            with torch.cuda.stream(self.stream):
-                staging = staging.to(self.device)
-                done = torch.cuda.Event()
-                done.record()
-        self._count("bytes_up", staging, began)
-        return staging, done
+        if self.stream is None:
+            return staging, None
+        with torch.cuda.stream(self.stream):
+            return staging.to(self.device), self.stream.record_event()
 
-    def _room_for(self, count: int) -> Live:
-        """Host memory that rows stop in on their way; beside a GPU it is pinned."""
-        pinned = self.stream is not None
-        return Live(*(torch.empty(count, *x.shape[1:], dtype=x.dtype, pin_memory=pinned) for x in self.stored))
-
-    def _count(self, direction: str, moved: Live, began: float) -> None:
-        with self.lock:
-            self.counts[direction] += sum(x.nbytes for x in moved)
-            self.counts["thread_ms"] += 1000 * (time.perf_counter() - began)
-
-    def moved(self) -> dict[str, float]:
-        with self.lock:
-            counts = self.counts
-            self.counts = super().moved()
-        return counts
-
-    def _arrived(self, coming: Future) -> Live:
-        """What `_bring_up` gives, for the stream that computes."""
-        live, done = bounded(coming, self.cfg, "waiting for rows of a table from the host")
-        if done is not None:
+    def _arrived(self, coming: Future) -> RowState:
+        """Return what _bring_up gives, safe for the stream that computes."""
+        rows, copied = bounded(coming, self.cfg, "waiting for rows of a table from the host")
+        self.traffic["bytes_up"] += sum(x.nbytes for x in rows)
+        if copied is not None:
             computing = torch.cuda.current_stream(self.device)
-            computing.wait_event(done)
-            for x in live:
+            computing.wait_event(copied)
+            for x in rows:
                 x.record_stream(computing)
-        return live
+        return rows
 
-    def take(self, event: EventRows) -> Live:
+    def take(self, update: RowUpdate) -> RowState:
+        # A plan that nobody prepared, or one in another order, brings up all of its rows.
         with self.lock:
-            coming = self.coming.pop(event, None)
-            known = coming is not None and event.follows is self.taken
-        if not known:                                         # of a plan that nobody prepared, or in another order
-            everything = self.mover.submit(self._bring_up, event.places)
-            live = self._arrived(everything)
-        elif self.live is None:
-            live = self._arrived(coming)
-        else:
-            live = self._joined(event, self._arrived(coming))
+            expected = self.prepared[:1] == [update] and update.follows is self.taken
+            coming = self.prefetch if expected else self.mover.submit(self._bring_up, update.places)
+        live = self._arrived(coming)
+
+        # Rows of both cycles are here, newer than at home: they join those that came up.
+        if expected and self.live is not None:
+            fresh = live
+            to_fresh, to_kept, kept_from = (x.to(self.device, non_blocking=True)
+                                            for x in (update.fresh, update.kept, update.kept_from))
+            kept = self.live.at(kept_from)
+            live = RowState(*(x.new_empty(len(update.places), *x.shape[1:]) for x in fresh))
+            live.put(to_fresh, fresh)
+            live.put(to_kept, kept)
+
         with self.lock:
             self.live = live
-            self.taken = event
-            event.follows = None                              # else each would keep all before it
-            next_event = self.waiting.pop(event, None)
-            if next_event is not None:
-                self._start_upload(next_event)
+            self.taken = update
+            update.follows = None                             # break the chain, or no past update is ever freed
+            self.prepared = self.prepared[1:] if expected else []
+            if self.prepared:
+                self._start_prefetch()
         return live
 
-    def _joined(self, event: EventRows, fresh: Live) -> Live:
-        """Fresh rows from the host, and those that the event before has left on the device."""
-        to_fresh, to_kept, kept_from = map(self._on_device, (event.fresh, event.kept, event.kept_from))
-        kept = self.live.at(kept_from)
-        count = len(event.places)
-        live = Live(*(x.new_empty(count, *x.shape[1:]) for x in fresh))
-        live.put(to_fresh, fresh)
-        live.put(to_kept, kept)
-        return live
-
-    def put(self, event: EventRows, live: Live) -> None:
+    def put(self, update: RowUpdate, changed: RowState) -> None:
+        while self.writebacks and self.writebacks[0].done():  # what went wrong with earlier ones is raised here
+            self.writebacks.pop(0).result()
+        self.traffic["bytes_down"] += sum(x.nbytes for x in changed)
         computed = None
         if self.stream is not None:
-            computed = torch.cuda.Event()
-            computed.record()
-        self._check_mover()
-        going = self.mover.submit(self._bring_down, event.places, live, computed)
-        self.going.append(going)
+            computed = torch.cuda.current_stream(self.device).record_event()
+        self.writebacks.append(self.mover.submit(self._bring_down, update.places, changed, computed))
 
-    def _bring_down(self, places: Tensor, live: Live, computed: Any) -> None:
-        """On the thread: rows and their state to where they are kept, once the event is through with them."""
-        on_its_way = contextlib.nullcontext()
-        if self.stream is not None:
-            computed.synchronize()                            # the GPU's time for the step is not this thread's
-            on_its_way = torch.cuda.stream(self.stream)
-        began = time.perf_counter()
-        staging = self._room_for(len(places))
-        with on_its_way:
-            for x, out in zip(live, staging):
+    def _bring_down(self, places: Tensor, changed: RowState, computed: Any) -> None:
+        """Store rows after the update has computed them, on the mover's thread."""
+        staging = self._staging(len(places))
+        if computed is not None:
+            self.stream.wait_event(computed)
+        with torch.cuda.stream(self.stream):                  # of None it does nothing
+            for x, out in zip(changed, staging):
                 out.copy_(x, non_blocking=True)
-        if self.stream is not None:
+        if computed is not None:
             self.stream.synchronize()
         self.stored.put(places, staging)
-        self._count("bytes_down", staging, began)
-
-    def _check_mover(self) -> None:
-        """Raise here what went wrong with rows that were put."""
-        while self.going and self.going[0].done():            # the thread goes by their order
-            self.going[0].result()
-            self.going.pop(0)
 
     def read(self, places: Tensor) -> Tensor:
         self.settle()
-        rows = self.stored.rows.index_select(0, places.cpu())
-        return self._on_device(self.fabric.host_tensor(rows))
+        rows = self.fabric.host_tensor(self.stored.rows.index_select(0, places.cpu()))
+        return rows.to(self.device, non_blocking=True)
 
     def settle(self) -> None:
-        while self.going:
-            bounded(self.going[0], self.cfg, "waiting for rows of a table on their way to the host")
-            self.going.pop(0)
+        while self.writebacks:
+            bounded(self.writebacks[0], self.cfg, "waiting for rows of a table on their way to the host")
+            self.writebacks.pop(0)
 
-    def forget(self) -> None:
-        self.settle()
-        with self.lock:
-            self.live = self.taken = None
-            self.waiting.clear()
-            self.coming.clear()
+    def pop_traffic(self) -> dict[str, int]:
+        traffic = self.traffic
+        self.traffic = super().pop_traffic()
+        return traffic
 
 
 HOMES = dict(device=DeviceHome, host=HostHome)
 
 
-class EventTable:
-    """One table of rule "rowwise" on one rank: its slice at home, a cache of the rows it reads, their gradients.
-
-    For others it does what TableRows does, in mode sparse whatever the mode, and at one rank too.
-    """
-
-    def __init__(self, table: Table, cfg: Config, fabric: Fabric, size: int, most_tokens: int,
-                 report: Callable) -> None:
-        """size: rows of the slice. The rest as for TableRows."""
-        self.table = table
-        self.fabric = fabric
-        self.report = report
-        self.debug = cfg.debug_rows
-        dtype = getattr(torch, cfg.dtype)
-        self.home = HOMES[table.home]((size, cfg.model_dim), dtype, cfg, fabric)
-        count = min(fabric.world * size, most_tokens * table.reads)
-        on_device = dict(device=fabric.device)
-        self.cache = torch.zeros(count, cfg.model_dim, dtype=dtype, **on_device).requires_grad_()
-        self.sums = torch.zeros(count, cfg.model_dim, dtype=exact_dtype(dtype), **on_device)
-        self.prepared: EventRows | None = None                # the last that the loader has made
-        self.fetching = None
-        self.reset()
-
-    def reset(self) -> None:
-        """Nothing cached, no gradients, no bytes counted. The rows at home stay."""
-        self._settle()
-        self.home.forget()
-        self.home.moved()                                     # forgets them
-        self.prepared = None
-        self.cached = None
-        self.live: Live | None = None                         # the rows that the next event updates
-        self.open_plans: list[TablePlan] = []
-        self.totals = dict(bytes_sent=0, bytes_received=0, bytes_dense=0, bytes_up=0, bytes_down=0)
-        self.sums.zero_()
-
-    @property
-    def mine(self) -> Tensor:
-        """(C, D): the slice, at home."""
-        return self.home.stored.rows
-
-    def _settle(self) -> None:
-        if self.fetching is not None:
-            self.fetching.wait()
-        self.fetching = None
-
-    def prepare(self, plan: TablePlan) -> None:
-        """What an event will update, and the start of its way to the device: on the loader thread, a cycle ahead."""
-        before = self.prepared if self.table.home == "host" else None         # on the device nothing is fresh
-        plan.event = event_rows(np.asarray(plan.rows_asked_of_me), before, self.fabric)
-        self.prepared = plan.event
-        self.home.prepare(plan.event)
-
-    def _launch(self, plan: TablePlan, out: Tensor, rows: Tensor, counts_in: list[int],
-                counts_out: list[int]) -> Any:
-        """Launch a list of rows from each rank to each. One rank has its own already, and None to wait for."""
-        if self.fabric.world == 1:
-            out.copy_(rows)
-            return None
-        return launch_lists(self.fabric, plan, out, rows, counts_in, counts_out)
-
-    @torch.no_grad()
-    def fetch(self, plan: TablePlan, head: Tensor) -> None:
-        """Launch the rows of a cycle into the cache: after the owners' update, never before."""
-        self._settle()
-        if plan.event is None:
-            plan.event = event_rows(plan.rows_asked_of_me.cpu().numpy(), None, self.fabric)
-        self.live = self.home.take(plan.event)
-        self.cached = plan
-        if self.debug:
-            self.cache.detach().fill_(math.nan)               # rows of no plan are not to be read
-        arriving = self.cache.detach()[:len(plan.rows_i_read)]
-        leaving = self.live.rows.index_select(0, self.of_asked(plan))
-        self.fetching = self._launch(plan, arriving, leaving, plan.counts_by_owner, plan.counts_by_reader)
-
-    def of_asked(self, plan: TablePlan) -> Tensor:
-        return plan.event.of_asked.to(self.fabric.device, non_blocking=True)
-
-    def ready(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
-        """The cache with the plan's rows, and the sums for their gradients. Raises RunError inside another cycle."""
-        if plan not in self.open_plans:
-            if self.open_plans:
-                raise inside_another_cycle(self.table, self.open_plans[0], plan)
-            self.open_plans.append(plan)
-        if self.cached is not plan:
-            self.fetch(plan, head)
-        self._settle()
-        return self.cache, self.sums
-
-    @torch.no_grad()
-    def read(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, None]:
-        """Rows for another reader than training, in a tensor of their own: neither cache nor counts notice."""
-        leaving = self.home.read(plan.rows_asked_of_me)
-        out = leaving.new_empty(len(plan.rows_i_read), leaving.shape[1])
-        work = self._launch(plan, out, leaving, plan.counts_by_owner, plan.counts_by_reader)
-        if work is not None:
-            work.wait()
-        self.account(plan)
-        return out, None
-
-    @torch.no_grad()
-    def return_gradients(self) -> tuple[Tensor, Callable[[], None]]:
-        """Launch gradients to their owners.
-
-        Returns the gradient of the event's rows (u, D), whole after the wait that comes with it.
-        """
-        plan, = self.open_plans
-        rows = self.sums[:len(plan.rows_i_read)].to(self.cache.dtype)         # on the wire: the type of the weights
-        arrived = rows.new_empty(len(plan.rows_asked_of_me), rows.shape[1])
-        work = self._launch(plan, arrived, rows, plan.counts_by_reader, plan.counts_by_owner)
-        grad = self.sums.new_zeros(len(plan.event.places), rows.shape[1])
-
-        def add_in_rank_order() -> None:
-            if work is not None:
-                work.wait()
-            add_rows(grad, self.of_asked(plan), arrived)      # reader by reader
-
-        return grad, add_in_rank_order
-
-    def logical_rows(self) -> Tensor:
-        """(u,) i64 on the device: numbers of the live rows in the whole table, alike at any number of ranks."""
-        plan, = self.open_plans
-        places = plan.event.places.to(self.fabric.device, non_blocking=True)
-        return places * self.fabric.world + self.fabric.rank
-
-    def touched(self) -> Iterator[tuple[Tensor, Live]]:
-        """Rows of this rank that some event has touched, as much as a file holds at a time.
-
-        Their numbers (n,) i64 in the whole table, ascending, and copies, on the host.
-        """
-        bytes_per_row = sum(x[:1].nbytes for x in self.home.stored)
-        most_rows = max(1, PIECE_BYTES // bytes_per_row)
-        for places, live in self.home.touched(most_rows):
-            yield places * self.fabric.world + self.fabric.rank, live
-
-    @torch.no_grad()
-    def load(self, pieces: Iterable[tuple[Tensor, Live]]) -> None:
-        """In the place of all rows: those of the pieces, by their numbers in the whole table, that this rank owns."""
-        self.home.load(map(self._owned_part, pieces))
-
-    def _owned_part(self, piece: tuple[Tensor, Live]) -> tuple[Tensor, Live]:
-        """Places of the rows of a piece that are this rank's, and these rows in the types of the table."""
-        ids, live = piece
-        at = (ids % self.fabric.world == self.fabric.rank).nonzero().flatten()
-        columns = [x.to(stored.dtype) for x, stored in zip(live.at(at), self.home.stored)]
-        return ids[at] // self.fabric.world, Live(*columns)
-
-    def updated(self) -> None:
-        """The event has changed the live rows: they go home."""
-        plan, = self.open_plans
-        self.home.put(plan.event, self.live)
-
-    def clear(self) -> None:
-        """Forget the gradients of the open plan, and what is cached."""
-        for plan in self.open_plans:
-            self.sums[:len(plan.rows_i_read)] = 0
-            self.account(plan, dense_passes=2)                # rows out, gradients back
-        self.open_plans = []
-        self.cached = None
-        self.live = None                                      # makes room for those of the next event
-        if self.debug and self.sums.any():
-            raise RunError(f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it")
-
-    def account(self, plan: TablePlan, dense_passes: int = 0) -> None:
-        """Close the account of a plan, as TableRows does."""
-        purpose = plan.tag["purpose"]
-        if purpose not in ("train", "validation"):
-            return
-        bytes_dense = dense_passes * (self.fabric.world - 1) * self.mine.nbytes
-        moved = dict(bytes_sent=plan.sent, bytes_received=plan.received, bytes_dense=bytes_dense)
-        here = {}
-        if purpose == "train":
-            here = self.home.moved()
-            here["thread_ms"] = round(here["thread_ms"], 3)
-        self.report(**plan.tag, table=self.table.label, mode="sparse", rows=len(plan.rows_i_read), reads=plan.reads,
-                    **moved, **here, plan_ms=round(plan.plan_ms, 3))
-        if purpose == "train":
-            for key in self.totals:
-                self.totals[key] += (moved | here)[key]
-
-    def account_rest(self) -> None:
-        """What was moved behind the last account joins the sums of the run: rows of the last event go home."""
-        self.home.settle()
-        rest = self.home.moved()
-        for key in ("bytes_up", "bytes_down"):
-            self.totals[key] += rest[key]
-
-    def memory_bytes(self, moments: Iterable[Tensor]) -> int:
-        """Of all that this rank keeps of the table; of a host home's rows none."""
-        kept = [self.cache, self.sums, *moments]
-        if self.table.home == "device":
-            kept += self.home.stored
-        return sum(x.nbytes for x in kept)
-
-
 # ====== Room 7: Optimizer =============================================================================================
-# Launch order of the reductions, and order of the updates with their gathers: NorMuon first, so that the gradients of
-# Adam's entries travel while it computes.
+# Orders of communication: reductions are launched in the first, updates and their gathers done in the second. NorMuon
+# comes first, so that the gradients of Adam's entries travel while it computes. Tables of n-grams go before SMALL.
 SMALL = "small"                          # what every rank updates alike: one sum over ranks for all of it
 REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
 UPDATE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
@@ -3774,7 +3227,7 @@ DOWN_LR_MUL = 2.0                        # down matrices of the MLP, on top of t
 
 
 def polar_express(x: Tensor) -> Tensor:
-    """Nearly the polar factor of each matrix, (M, r, c): singular values go to 0.86 .. 1.14. Same dtype in and out."""
+    """Approximate the polar factor of each matrix, (M, r, c): singular values go to 0.86 .. 1.14. Keeps the dtype."""
     norm = x.norm(dim=(-2, -1), keepdim=True)
     tall = x.shape[-2] > x.shape[-1]
     if tall:
@@ -3784,44 +3237,26 @@ def polar_express(x: Tensor) -> Tensor:
         gram = x @ x.mT
         higher_terms = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, higher_terms, x, beta=a)
-    if tall:
-        x = x.mT
-    return x
+    return x.mT if tall else x
 
 
-def matrix_shape(label: str, bank: Sequence[int]) -> tuple[int, int]:
-    """Height and width of the matrices in a bank of this shape; those of attention are square, below each other."""
-    height, width = bank[-2:]
-    if label == "attn":
-        height = width
-    return height, width
-
-
-def evened_axis(matrices: Sequence[int]) -> int:
-    """The axis over which NorMuon takes the mean of squares: along each row, or each column of wide matrices."""
+def norm_axis(matrices: Sequence[int]) -> int:
+    """Return the axis over which NorMuon takes means of squares: along rows, or along columns of wide matrices."""
     height, width = matrices[-2:]
     return -1 if height >= width else -2
 
 
-def second_shape(matrices: Sequence[int]) -> tuple[int, ...]:
-    """Shape of NorMuon's second moments of matrices of this shape: one number for each mean of squares."""
-    shape = list(matrices)
-    shape[evened_axis(matrices)] = 1
-    return tuple(shape)
-
-
 def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor, beta2: float,
                       polar_dtype: torch.dtype) -> Tensor:
-    """Orthogonalised Nesterov momentum, evened out per row at an unchanged Frobenius norm (arXiv 2510.05491).
+    """Return orthogonalised Nesterov momentum, normalised per row at an unchanged Frobenius norm (arXiv 2510.05491).
 
-    grad, momentum (M, r, c); second (M, r, 1), or (M, 1, c) of wide matrices. momentum and second
-    change in place.
+    grad, momentum (M, r, c); second (M, r, 1), or (M, 1, c) of wide matrices. momentum and second change in place.
     """
     momentum.add_((grad - momentum) * (1 - mu))
     nesterov = grad * (1 - mu) + momentum * mu
     o = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
 
-    axis = evened_axis(grad.shape)
+    axis = norm_axis(grad.shape)
     mean_square = o.square().mean(dim=axis, keepdim=True)                     # shaped like second
     second.lerp_(mean_square, 1 - beta2)
     scale = second.clamp_min(1e-10).rsqrt()
@@ -3834,529 +3269,458 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor
     return o * factor.to(polar_dtype).to(grad.dtype)                          # rounded, recipe 3.1
 
 
-def cautious_descent(p: Tensor, update: Tensor, lr: Tensor, decay: Tensor) -> Tensor:
-    """p - p [update p >= 0] decay lr - update lr, in that order: decay only where it agrees with the update."""
-    agrees = update * p >= 0
-    return p - p * agrees * decay * lr - update * lr
-
-
 def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
-    """bf16 weight and the 16 bits below it (i16 words) -> the f32 weight (recipe 3.2)."""
+    """Join a bf16 weight and the 16 bits below it (i16 words) to the f32 weight (recipe 3.2)."""
     upper = p.view(torch.int16).int() << 16
     lower = mantissa.int() & 0xFFFF                                           # without its sign
     return (upper | lower).view(torch.float32)
 
 
 def split_mantissa(exact: Tensor, p: Tensor, mantissa: Tensor) -> None:
-    """f32 weight -> bf16 weight and its lower 16 bits, in place: truncated, never rounded."""
+    """Split an f32 weight into the bf16 weight and its lower 16 bits, in place: truncated, never rounded."""
     words = exact.view(torch.int32)
     p.copy_((words >> 16).to(torch.int16).view(torch.bfloat16))
     mantissa.copy_((words & 0xFFFF).to(torch.int16))
 
 
-def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second: Tensor, share: float,
-                   mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
-    """One NorMuon step on matrices p (M, r, c) in place.
+def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second: Tensor,
+                   grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
+    """Make one NorMuon step on matrices p (M, r, c) in place, with decay only where it agrees with the update.
 
-    lr_muls (M, 1, 1); decay () = weight decay x lr (); share: what a plain sum over slots is
-    multiplied by. With a mantissa, p is the upper half of each weight.
+    lr_muls (M, 1, 1); decay () = weight decay x lr (); grad_scale multiplies a plain sum over slots. With a mantissa,
+    p is the upper half of each weight.
     """
-    grad = grad.to(momentum.dtype) * share
+    grad = grad.to(momentum.dtype) * grad_scale
     update = normuon_direction(grad, momentum, second, mu, beta2, p.dtype)
     rates = lr_muls * lr
+    exact = p if mantissa is None else with_mantissa(p, mantissa)
+    agrees = update * exact >= 0
+    moved = exact - exact * agrees * decay * rates - update * rates           # in that order (recipe 3.1)
     if mantissa is None:
-        p.copy_(cautious_descent(p, update, rates, decay))
+        p.copy_(moved)
     else:
-        exact = with_mantissa(p, mantissa)
-        split_mantissa(cautious_descent(exact, update, rates, decay), p, mantissa)
+        split_mantissa(moved, p, mantissa)
 
 
-def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, share: float, betas: tuple[float, float], eps: float,
-                step_size: Tensor, decay: Tensor) -> None:
-    """One dense Adam step in place (recipe 3.4): eps joins the uncorrected root, decay acts where the update agrees."""
-    grad = grad.to(m.dtype) * share
+def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
+    """Return p less the update, and less decay p where the two agree; Adam's > differs from NorMuon's >=."""
+    agrees = update * p > 0
+    return p - (update + p * agrees * decay)
+
+
+def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float, betas: tuple[float, float],
+                eps: float, step_size: Tensor, decay: Tensor) -> None:
+    """Make one dense Adam step in place (recipe 3.4): eps joins the uncorrected root, decay is cautious."""
+    grad = grad.to(m.dtype) * grad_scale
     beta1, beta2 = betas
     m.lerp_(grad, 1 - beta1)
     v.lerp_(grad.square(), 1 - beta2)
-    update = m / (v.sqrt() + eps) * step_size
-    exact = p.to(m.dtype)
-    agrees = update * exact > 0
-    p.copy_(exact - (update + exact * agrees * decay))
+    p.copy_(cautious_adam(p.to(m.dtype), m / (v.sqrt() + eps) * step_size, decay))
 
 
-def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, share: float, event: Tensor, beta2: float,
-                   eps: float, step_size: Tensor, decay: Tensor, chance: Tensor | None) -> None:
-    """One event of rule "rowwise" on the rows that were asked for, in place (tables.md 2): one second moment per row.
+def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_scale: float, number: Tensor,
+                   beta2: float, eps: float, step_size: Tensor, decay: Tensor, bits: Tensor | None) -> None:
+    """Make one update of the requested rows of a row-wise table in place: one second moment per row.
 
-    rows (u, D), v (u,), last (u,) i32, grad (u, D) a plain sum over slots and ranks; event (): its number, from 1;
-    step_size = lr sqrt(1 - beta2^event), decay = lr^2 x weight decay, (); chance (u,) i32 of `chance_of_rows` rounds
-    bf16 rows by chance, None to the nearest. v of rows that stood still is caught up on: the same as if each event had
-    multiplied it by beta2.
+    rows (u, D), v (u,), last (u,) i32, grad (u, D) a plain sum over slots and ranks; number (): of the update, from 1;
+    step_size = lr sqrt(1 - beta2^number), decay = lr^2 x weight decay, (). bits (u,) i32 of `row_bits` round bf16 rows
+    stochastically, None to the nearest. v is decayed for the updates that a row missed, once: as if each had done it.
     """
-    grad = grad * share
-    missed = torch.pow(beta2, (event - last).double())        # f64, rounded once
+    grad = grad * grad_scale
+    missed = torch.pow(beta2, (number - last).double())       # f64, rounded once
     v.copy_(v * missed.to(v.dtype) + (1 - beta2) * grad.square().mean(dim=1))
-    last.copy_(event.expand_as(last))
+    last.copy_(number.expand_as(last))
     update = grad / (v.sqrt() + eps)[:, None] * step_size
-    exact = rows.to(grad.dtype)
-    agrees = update * exact > 0
-    moved = exact - (update + exact * agrees * decay)
-    if chance is not None:
-        moved = rounded_by_chance(moved, chance)
+    moved = cautious_adam(rows.to(grad.dtype), update, decay)
+    if bits is not None:
+        moved = stochastic_round(moved, bits)
     rows.copy_(moved)
 
 
-def rounded_by_chance(x: Tensor, chance: Tensor) -> Tensor:
-    """f32 (u, D) -> f32 that bf16 holds exactly: up with the probability of the bits that are cut; chance (u,) i32.
+def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
+    """Round f32 (u, D) to what bf16 holds: up with the probability that the cut bits say; bits (u,) i32.
 
-    What is drawn for an element follows from (seed, label, logical row, event, column) alone: ranks do not matter.
+    What is drawn for an element follows from (seed, label, logical row, update, column) alone: ranks do not matter.
+    Infinities and NaN stay: a carry would turn the largest NaN into -0.0.
     """
     column = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
-    drawn = mixed_bits(chance[:, None] ^ column) & 0xFFFF
-    bits = x.view(torch.int32) + drawn
-    return (bits & -0x10000).view(torch.float32)
+    drawn = lowbias32(bits[:, None] ^ column) & 0xFFFF
+    rounded = (x.view(torch.int32) + drawn) & -0x10000
+    return torch.where(x.isfinite(), rounded.view(torch.float32), x)
 
 
-def chance_of_rows(start: int, rows: Tensor, event: Tensor) -> Tensor:
-    """(u,) i32 from a table's start, logical rows (u,) i64, and the number of the event () i32."""
-    row = mixed_bits(rows.int() ^ start)
-    return mixed_bits(row ^ event)
+def row_bits(seed: int, label: str, rows: Tensor, number: Tensor) -> Tensor:
+    """Return the random bits of logical rows (u,) i64 in a table's update, (u,) i32; number () i32 of the update."""
+    checksum = zlib.crc32(f"{seed}/{label}".encode())
+    signed = checksum - (checksum >> 31 << 32)                # as an i32
+    return lowbias32(lowbias32(rows.int() ^ signed) ^ number)
 
 
-def mixed_bits(x: Tensor) -> Tensor:
-    """i32 -> i32 that look unrelated to it: the finaliser "lowbias32" (Chris Wellons), in arithmetic that wraps."""
+def lowbias32(x: Tensor) -> Tensor:
+    """Hash i32 to i32 by the finaliser of that name (Chris Wellons), in arithmetic that wraps."""
     x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D                 # & : a shift of negative numbers copies the sign
     x = (x ^ (x >> 15 & 0x1FFFF)) * (0x846CA68B - (1 << 32))
     return x ^ (x >> 16 & 0xFFFF)
 
 
-def signed_crc32(text: str) -> int:
-    """Checksum of a text as an i32."""
-    checksum = zlib.crc32(text.encode())
-    return checksum - (checksum >> 31 << 32)
+def cpu_scalar(value: float) -> Tensor:
+    """Return a number that changes every step as a tensor, so that compiled updates need no new graph."""
+    return torch.tensor(value, dtype=torch.float64)
 
 
-def no_plans() -> None:
-    """For steps whose next cycle is not planned ahead."""
+def initial_state(row: Parameter, shard: Tensor) -> dict[str, Tensor]:
+    """Allocate the optimizer's state of a shard of a parameter, zeros by name.
+
+    The one place that lists it: snapshots, checkpoints and the memory estimate follow.
+    """
+    zeros = functools.partial(torch.zeros_like, shard, dtype=accum_dtype(shard.dtype))
+    if row.optimizer == "adam":
+        return dict(m=zeros(), v=zeros())
+    second_shape = list(shard.shape)
+    second_shape[norm_axis(second_shape)] = 1
+    state = dict(momentum=zeros(), second=shard.new_zeros(second_shape, dtype=accum_dtype(shard.dtype)))
+    if shard.dtype == torch.bfloat16:
+        state["mantissa"] = torch.zeros_like(shard, dtype=torch.int16)
+    return state
 
 
-def has_several_micro_batches(cfg: Config, world: int, slots_at_once: int) -> bool:
-    """Whether a rank takes the slots of a step in several micro-batches."""
-    return slots_at_once * world < cfg.num_slots
+def bank_matrices(row: Parameter, weight: Tensor) -> Tensor:
+    """View a NorMuon bank as matrices (M, r, c), the parts that stand below each other apart; others as they are."""
+    if row.optimizer != "normuon":
+        return weight
+    height = row.shape[-1] if row.label == "attn" else row.shape[-2]          # matrices of attention are square
+    return weight.view(-1, height, row.shape[-1])
 
 
-def writes_often(row: Parameter, several_micro_batches: bool) -> bool:
-    """Whether a rank adds to a gradient several times between clears: for micro-batches, or both steps of a cycle."""
-    return several_micro_batches or row.optimizer == "adam"
+def needs_f32_main_grad(row: Parameter, accumulates: bool) -> bool:
+    """Return whether a rank writes a main_grad several times between clears. accumulates: over micro-batches."""
+    return accumulates or row.optimizer == "adam"
+
+
+# ---- Entries of the orders: each reduces its gradient, updates what this rank owns, and gathers what others need.
+class Small:
+    """All that every rank updates alike, in one sum over ranks."""
+
+    def __init__(self, optimizer: Optimizer, rows: Sequence[Parameter]) -> None:
+        self.optimizer = optimizer
+        self.rows = rows
+        self.weights = [optimizer.model.get_parameter(row.label) for row in rows]
+        self.states = [initial_state(row, p.data) for row, p in zip(rows, self.weights)]
+        sizes = [p.numel() for p in self.weights]
+        self.grad = torch.zeros(sum(sizes), dtype=accum_dtype(self.weights[0].dtype), device=optimizer.fabric.device)
+        self.parts = self.grad.split(sizes)
+
+    def has_gradient(self) -> bool:
+        return all(p.grad is not None for p in self.weights)
+
+    def add_zeros(self) -> None:
+        for p in self.weights:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+
+    def reduce(self) -> None:
+        for part, p in zip(self.parts, self.weights):
+            part.copy_(p.grad.flatten())
+        self.wait = launch(self.optimizer.fabric, dist.all_reduce, self.grad)
+
+    def update(self, values: Values) -> Callable[[], object]:
+        self.wait()
+        for row, p, part, state in zip(self.rows, self.weights, self.parts, self.states):
+            self.optimizer.adam(row, p.data, part.view_as(p), state, values)
+        self.clear()
+        return no_wait
+
+    def clear(self) -> None:
+        for p in self.weights:
+            p.grad = None
+
+
+class Sharded:
+    """A bank, or the head: rank r updates the r-th of W equal shards of its units, and has their state alone.
+
+    Units are the granules of sharding: matrices of a bank, rows of the head. Weight and main_grad stand in room for W
+    whole shards, so that collectives work in place; nothing else sees the zeros after the units. The main_grad is f32
+    (f64) where a rank writes more than once between clears; what travels has the weight's type.
+    """
+
+    def __init__(self, optimizer: Optimizer, row: Parameter, accumulates: bool) -> None:
+        fabric = optimizer.fabric
+        weight = optimizer.model.get_parameter(row.label)
+        units = bank_matrices(row, weight.data)
+        self.optimizer = optimizer
+        self.row = row
+        self.weight = weight
+        self.shard_size = -(-len(units) // fabric.world)
+
+        # Collectives want one block for all shards, so the weight moves into it for good.
+        def padded(dtype: torch.dtype) -> Tensor:
+            return units.new_zeros(self.shard_size * fabric.world, *units.shape[1:], dtype=dtype, device=fabric.device)
+
+        self.padded = padded(weight.dtype)
+        self.padded[:len(units)] = units
+        weight.data = self.padded[:len(units)].view(weight.shape)
+        self.slice = slice(fabric.rank * self.shard_size, (fabric.rank + 1) * self.shard_size)
+        self.shard = self.padded[:len(units)][self.slice]
+        self.state = initial_state(row, self.shard)
+
+        several_writes = needs_f32_main_grad(row, accumulates)
+        self.main_grad = padded(accum_dtype(weight.dtype) if several_writes else weight.dtype)
+        self.comm_buffer = self.main_grad
+        if self.main_grad.dtype != weight.dtype and fabric.world > 1:
+            self.comm_buffer = padded(weight.dtype)
+        weight.main_grad = self.main_grad[:len(units)].view(weight.shape)
+        layers = len(weight) if row.optimizer == "normuon" else 1
+        weight.writes = torch.zeros(layers * len(row.parts), dtype=torch.int64)
+        self.backwards: int | None = None                                     # since the clear; None: no call so far
+
+        # Tall matrices move by the root of their aspect ratio, down matrices of the MLP by twice that.
+        if row.optimizer == "normuon":
+            aspect = max(1.0, units.shape[-2] / units.shape[-1]) ** 0.5
+            lr_muls = torch.full((len(self.shard), 1, 1), aspect, dtype=self.state["momentum"].dtype)
+            if row.label == "mlp":
+                number_in_bank = self.slice.start + torch.arange(len(self.shard))
+                lr_muls[number_in_bank % UP_AND_DOWN == 1] *= DOWN_LR_MUL     # up, down, up, down, ...
+            self.lr_muls = lr_muls.to(fabric.device)
+
+    def has_gradient(self) -> bool:
+        """Raises RunError unless every backward pass wrote each part of the main_grad once."""
+        if self.backwards is None:
+            return False
+        writes = self.weight.writes
+        need(writes.eq(self.backwards).all(), f"main_grad of {self.row.label}", f"written {writes.tolist()} times, part "
+             "by part", f"{self.backwards} times each, once in every backward pass since the last update",
+             "a micro-batch was lost or ran twice: drop_gradients, and repeat the step", RunError)
+        return True
+
+    def add_zeros(self) -> None:
+        self.backwards = self.backwards or 0
+
+    def count_backward(self) -> None:
+        self.backwards = (self.backwards or 0) + 1
+
+    def prepare(self) -> None:
+        """Make the main_grad zero after calls of weight 0 alone, which wrote nothing there."""
+        if self.backwards == 0:
+            self.main_grad.zero_()
+
+    def reduce(self) -> None:
+        if self.comm_buffer is not self.main_grad:
+            self.comm_buffer.copy_(self.main_grad)
+        self.grad = self.comm_buffer[self.slice]
+        self.wait = launch(self.optimizer.fabric, dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
+
+    def update(self, values: Values) -> Callable[[], object]:
+        self.wait()
+        grad = self.grad[:len(self.shard)]
+        if self.row.optimizer == "adam":
+            self.optimizer.adam(self.row, self.shard, grad, self.state, values)
+        elif len(self.shard) > 0:
+            self.optimizer.normuon(self, grad, values)
+        self.clear()
+        return launch(self.optimizer.fabric, dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
+
+    def clear(self) -> None:
+        """Drop the gradient. The main_grad keeps what it holds: the next write overwrites it."""
+        self.weight.grad = None
+        self.weight.writes.zero_()
+        self.backwards = None
+
+
+class TableEntry:
+    """A table: room 6 brings the gradients of the rows that this rank owns, and rows to their readers."""
+
+    def __init__(self, optimizer: Optimizer, row: Parameter, table: RowTable) -> None:
+        self.optimizer = optimizer
+        self.row = row
+        self.table = table
+        self.state = initial_state(row, table.shard) if table.home is None else {}
+
+    def has_gradient(self) -> bool:
+        return len(self.table.pending) > 0
+
+    def add_zeros(self) -> None:
+        """The row_grads of a table are always there."""
+
+    def reduce(self) -> None:
+        self.grad, self.wait = self.table.return_gradients()
+
+    def update(self, values: Values) -> Callable[[], object]:
+        """Update, and launch the rows of the next cycle: the first lookup waits for them."""
+        self.wait()
+        if self.table.home is None:
+            self.optimizer.adam(self.row, self.table.shard, self.grad, self.state, values)
+        else:
+            self.optimizer.rowwise(self.row, self.table, self.grad, values)
+        self.clear()
+        plans = self.optimizer.plans_ahead()
+        if plans is not None:
+            self.table.fetch(plans[self.row.label], self.optimizer.model.lm_head)
+        return no_wait
+
+    def clear(self) -> None:
+        self.grad = None
+        self.table.clear()
+
+
+def launch(fabric: Fabric, collective: Callable, *tensors: Tensor) -> Callable[[], object]:
+    """Launch a collective of all ranks; one rank has what it needs. Returns the wait."""
+    if fabric.world == 1:
+        return no_wait
+    return collective(*tensors, async_op=True).wait
 
 
 class Optimizer:
-    """NorMuon on banks at every step, Adam on the rest at odd steps; who updates what, and in which order it travels.
+    """NorMuon on banks at every step, Adam on the rest every cfg.adam_every steps; gradients are sums over slots."""
 
-    Units are what ranks share out: matrices of a bank, rows of any other sharded parameter. Rank r
-    updates the r-th of W equal slices of the units and holds moments for that slice alone. Such
-    weights and their gradients are stored with zeros behind them, up to W whole slices, so that
-    collectives work in place; nothing else sees the zeros. Small parameters are updated by every
-    rank alike. Tables are slices already, and room 6 moves their rows.
-    """
-
-    def __init__(self, cfg: Config, fabric: Fabric, model: GPT, compiled: Callable,
-                 tables: dict[str, TableRows], several_micro_batches: bool = False) -> None:
-        """compiled: what a function of tensors goes through. tables: what room 6 keeps, by label.
-
-        several_micro_batches: in a step of this rank.
-        """
+    def __init__(self, cfg: Config, fabric: Fabric, model: GPT, compiled: Callable, tables: dict[str, RowTable],
+                 accumulates: bool = False) -> None:
+        """compiled: what a function of tensors goes through. accumulates: this rank takes several micro-batches."""
         self.cfg = cfg
         self.fabric = fabric
-        self.tables = tables
-        self.parameters = {row.label: row for row in model.table}
-        self.weights = {label: model.get_parameter(label) for label in self.parameters}
-        # Labels that ranks share out here. A table is sharded, too, but a rank has its slice of it only.
-        self.cut = {label for label, row in self.parameters.items() if row.sharded and label not in tables}
-        self.small = [label for label, row in self.parameters.items() if not row.sharded]
-        self.rowwise = {row.label: row for row in parameter_table(cfg) if row.optimizer == "rowwise"}
-        entries = [*self.cut, *tables, SMALL]
-        ngrams = [table.label for table in cfg.tables]
-        self.reduce_order = with_ngrams(REDUCE_ORDER, ngrams)
-        self.update_order = with_ngrams(UPDATE_ORDER, ngrams)
-        assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(entries), "every entry once in both"
-        self.share = 1 / cfg.num_slots   # of a slot in J; gradients are plain sums over slots
-        self.seed = cfg.seed             # of the run
-
-        self.stored = {}                 # by label that ranks share out: units of the weight, zeros behind them
-        self.slice_size = {}             # by label: units of every rank's slice
-        self.mine = {}                   # by label: this rank's slice, a view of the parameter
-        self.state = {}                  # by label: moments of this slice, and mantissa words, by name
-        self.lr_muls = {}                # by label of a bank: (M, 1, 1), a factor for each matrix of the slice
-        self.adam_steps = dict.fromkeys(self.rowwise, 0)      # by label: updates, or events, so far
-        for label, row in self.parameters.items():
-            units = self.units(label, self.weights[label].data)
-            sharers = fabric.world if label in self.cut else 1
-            self.slice_size[label] = -(-len(units) // sharers)
-            if label in self.cut:
-                stored = self._room_for(label, units.dtype)
-                stored[:len(units)] = units
-                self.weights[label].data = self._parameter_in(label, stored)
-                self.stored[label] = stored
-                units = stored[:len(units)]
-            self.mine[label] = self.slice_of(label, units)
-            self.state[label] = self._zero_state(label)
-            if row.bank:
-                self.lr_muls[label] = self._matrix_lr_muls(label)
-            if row.optimizer == "adam":
-                self.adam_steps[label] = 0
+        self.model = model
+        self.grad_scale = 1 / cfg.num_slots                                   # the objective is a mean over slots
+        self.seed = cfg.seed
         self.normuon_update = compiled(normuon_update)
         self.adam_update = compiled(adam_update)
         self.rowwise_update = compiled(rowwise_update)
+        self.plans_ahead: Callable = no_wait
 
-        exact = exact_dtype(getattr(torch, cfg.dtype))
-        sizes = [self.weights[label].numel() for label in self.small]
-        self.small_grad = torch.zeros(sum(sizes), dtype=exact, device=fabric.device)
-        self.small_parts = dict(zip(self.small, self.small_grad.split(sizes)))
-        self.gradients = {}              # by label that owns a main_grad: its units, zeros behind them
-        self.wire = {}                   # by label: the same in the type that travels
-        self.passes = {}                 # by label: backward passes since the clear; None: no call so far
-        self._own_main_grads(several_micro_batches)
-
-    def _own_main_grads(self, several_micro_batches: bool) -> None:
-        """Give the weights of the parameter table that own a main_grad their buffers, for good.
-
-        They are f32 (f64) where a rank writes more than once between clears, else of the weight's
-        type; calls in pieces, which nobody could foresee, add in that type too. What travels has
-        the weight's type.
-        """
+        self.parameters = {row.label: row for row in parameter_table(cfg)}
+        self.entries: dict[str, Small | Sharded | TableEntry] = {}
+        small = [row for row in self.parameters.values() if not row.sharded]
+        self.entries[SMALL] = Small(self, small)
+        self.sharded: list[Sharded] = []
         for label, row in self.parameters.items():
-            if not row.parts:
-                continue
-            weight = self.weights[label]
-            dtype = weight.dtype
-            if writes_often(row, several_micro_batches):
-                dtype = exact_dtype(dtype)
-            buffer = self._room_for(label, dtype)
-            layers = len(weight) if row.bank else 1
-            weight.main_grad = self._parameter_in(label, buffer)
-            weight.written = torch.zeros(layers * len(row.parts), dtype=torch.int64)
-            self.gradients[label] = buffer
-            self.wire[label] = buffer
-            if dtype != weight.dtype and self.fabric.world > 1:
-                self.wire[label] = self._room_for(label, weight.dtype)
-            self.passes[label] = None
+            if label in tables:
+                self.entries[label] = TableEntry(self, row, tables[label])
+            elif row.sharded:
+                self.entries[label] = Sharded(self, row, accumulates)
+                self.sharded.append(self.entries[label])
 
-    def _room_for(self, label: str, dtype: torch.dtype) -> Tensor:
-        """Zeros for the slices of all ranks, also where there are fewer units."""
-        shape = self.units(label, self.weights[label]).shape
-        count = self.slice_size[label] * self.fabric.world
-        return torch.zeros(count, *shape[1:], dtype=dtype, device=self.fabric.device)
+        ngrams = [table.label for table in cfg.tables]
+        self.reduce_order = (*REDUCE_ORDER[:-1], *ngrams, SMALL)
+        self.update_order = (*UPDATE_ORDER[:-1], *ngrams, SMALL)
+        assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.entries), "every entry once in both"
 
-    def _parameter_in(self, label: str, stored: Tensor) -> Tensor:
-        """View of stored units without the zeros behind them, in the parameter's shape."""
-        weight = self.weights[label]
-        count = len(self.units(label, weight))
-        return stored[:count].view(weight.shape)
-
-    def units(self, label: str, x: Tensor) -> Tensor:
-        """View of a parameter or its gradient along the axis that ranks share out; attention matrices are square."""
-        if not self.parameters[label].bank:
-            return x
-        return x.view(-1, *matrix_shape(label, x.shape))
-
-    def stored_slice(self, label: str, stored: Tensor) -> Tensor:
-        """This rank's part of stored units, with the zeros that fill it up."""
-        size = self.slice_size[label]
-        first = self.fabric.rank * size
-        return stored[first:first + size]
-
-    def slice_of(self, label: str, units: Tensor) -> Tensor:
-        """This rank's part of what ranks share out, else all of it."""
-        size = self.slice_size[label]
-        first = self.fabric.rank * size if label in self.cut else 0
-        return units[first:first + size]
-
-    def _zero_state(self, label: str) -> dict[str, Tensor]:
-        """What the updates of a parameter remember, at the start."""
-        mine = self.mine[label]
-        exact = dict(dtype=exact_dtype(mine.dtype), device=self.fabric.device)
-        if self.parameters[label].optimizer == "adam":
-            return dict(m=torch.zeros(mine.shape, **exact), v=torch.zeros(mine.shape, **exact))
-        second = torch.zeros(second_shape(mine.shape), **exact)
-        state = dict(momentum=torch.zeros(mine.shape, **exact), second=second)
-        if mine.dtype == torch.bfloat16:
-            state["mantissa"] = torch.zeros(mine.shape, dtype=torch.int16, device=self.fabric.device)
-        return state
-
-    def _matrix_lr_muls(self, label: str) -> Tensor:
-        """(M, 1, 1): root of a tall matrix's aspect ratio, and twice that for the down matrices of the MLP."""
-        mine = self.mine[label]
-        of_shape = max(1.0, mine.shape[-2] / mine.shape[-1]) ** 0.5
-        muls = torch.full((len(mine), 1, 1), of_shape, dtype=self.state[label]["momentum"].dtype)
-        if label == "mlp":
-            number_in_bank = self.fabric.rank * self.slice_size[label] + torch.arange(len(mine))
-            muls[number_in_bank % UP_AND_DOWN == 1] *= DOWN_LR_MUL            # up, down, up, down, ...
-        return muls.to(mine.device)
-
-    def gradient(self, label: str) -> Tensor | None:
-        """This rank's gradient so far of a parameter that is no table, in its shape; None: there is none."""
-        weight = self.weights[label]
-        if label not in self.gradients:
-            return weight.grad
-        return None if self.passes[label] is None else weight.main_grad
-
-    def count_pass(self) -> None:
-        """A backward pass starts: each part of a main_grad is to be written once more."""
-        for label, passes in self.passes.items():
-            self.passes[label] = (passes or 0) + 1
+        # By label: the state of what this rank owns. Its names are those of snapshots and checkpoints.
+        self.state = {row.label: state for row, state in zip(small, self.entries[SMALL].states)}
+        for label, entry in self.entries.items():
+            if label != SMALL and entry.state:
+                self.state[label] = entry.state
 
     def add_zeros(self) -> None:
         """Begin a gradient where there is none: a rank with nothing to add still joins what all ranks reduce."""
-        for label in self.small:
-            p = self.weights[label]
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-        for label, passes in self.passes.items():                             # the sums of a table are always there
-            self.passes[label] = passes or 0
+        for entry in self.entries.values():
+            entry.add_zeros()
 
-    def clear(self, labels: Iterable[str]) -> None:
-        """Forget gradients. A main_grad keeps what it holds: the next write is the first."""
-        for label in labels:
-            if label in self.rowwise:                                         # its table has cleared them
-                continue
-            weight = self.weights[label]
-            weight.grad = None
-            if label in self.gradients:
-                weight.written.zero_()
-                self.passes[label] = None
+    def count_backward(self) -> None:
+        """Count a backward pass that starts: each part of a main_grad is to be written once more."""
+        for entry in self.sharded:
+            entry.count_backward()
 
     @torch.no_grad()
-    def step(self, values: Values, plans_ahead: Callable = no_plans) -> None:
+    def step(self, values: Values, plans_ahead: Callable) -> None:
         """Reduce, update and gather what this step updates, then clear its gradients; the others keep theirs.
 
-        plans_ahead() gives the plans of the next cycle, or None; its rows set off as soon as
-        their owners have updated them. Raises RunError without a gradient.
+        plans_ahead() gives the plans of the next cycle, or None. Raises RunError without a gradient.
         """
-        active = self._active(values)
-        self.check_written(active)
-        for label in active:
-            if self.passes.get(label) == 0:                                   # calls of weight 0 only
-                self.weights[label].main_grad.zero_()
-        head = self.weights["lm_head"]
+        self.plans_ahead = plans_ahead
+        active = [label for label in self.entries if self.is_due(label, values)]
+        missing = [label for label in active if not self.entries[label].has_gradient()]
+        need(not missing, "optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first",
+             RunError)
+        for entry in self.sharded:
+            entry.prepare()
+
+        # Tied, head and embedding are one parameter with one gradient.
+        head = self.model.lm_head
         tied_update = values.adam_step and values.tied
-        if tied_update:                                                       # one parameter so far, so one gradient
-            self.tables["embed"].add_to_head(head.main_grad)
+        if tied_update:
+            self.entries["embed"].table.add_to_head(head.main_grad)
             active.remove("embed")
 
-        entries = {SMALL if label in self.small else label for label in active}
-        reduced = {}                                                          # gradient and its wait, until it is used
-        for entry in self.reduce_order:
-            if entry in entries:
-                reduced[entry] = self._reduce(entry)
-        waits = []
-        for entry in self.update_order:
-            if entry in entries:
-                grad, wait = reduced.pop(entry)
-                wait()
-                waits.append(self._update_and_gather(entry, grad, values, plans_ahead))
-        for wait in waits:                                                    # all gathers are under way by now
+        # All reductions are launched before the first update, all gathers before the first wait for one.
+        for label in self.reduce_order:
+            if label in active:
+                self.entries[label].reduce()
+        waits = [self.entries[label].update(values) for label in self.update_order if label in active]
+        for wait in waits:
             wait()
-
         if tied_update and self.fabric.world == 1:                            # else its rows are read from the head
-            self.weights["embed"].copy_(head.t())
-        self.clear(active)
+            self.model.embed.copy_(head.t())
         if values.untie:
-            self._split()
+            self._untie()
 
-    def _active(self, values: Values) -> set[str]:
-        """Labels of what this step updates. Raises RunError if one has no gradient."""
-        active, missing = set(), []
-        for label, row in self.parameters.items():
-            if row.optimizer == "adam" and not values.adam_step:
-                continue
-            active.add(label)
-            if label in self.tables:
-                has_gradient = len(self.tables[label].open_plans) > 0
-            else:
-                has_gradient = self.gradient(label) is not None
-            if not has_gradient:
-                missing.append(label)
-        for label, row in self.rowwise.items():
-            if (values.step + 1) % row.rows.cadence != 0:
-                continue
-            active.add(label)
-            if not self.tables[label].open_plans:
-                missing.append(label)
-        if missing:
-            raise RunError("optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first")
-        return active
+    def is_due(self, label: str, values: Values) -> bool:
+        """Return whether this step updates an entry."""
+        entry = self.entries[label]
+        if isinstance(entry, Sharded) and entry.row.optimizer == "normuon":
+            return True
+        if isinstance(entry, TableEntry):
+            return (values.step + 1) % entry.table.table.cadence == 0
+        return values.adam_step
 
-    def check_written(self, labels: Iterable[str]) -> None:
-        """Raise RunError unless every backward pass wrote each part of each main_grad once."""
-        for label in sorted(labels):
-            passes = self.passes.get(label)
-            if passes is None:
-                continue
-            written = self.weights[label].written
-            if not written.eq(passes).all():
-                raise RunError(f"main_grad of {label}", f"written {written.tolist()} times, part by part",
-                               f"{passes} times each, once in every backward pass since the last update",
-                               "a micro-batch was lost or ran twice: drop_gradients, and repeat the step")
-
-    def _reduce(self, entry: str) -> tuple[Tensor, Callable[[], object]]:
-        """Launch the sum over ranks. Returns the gradient of what this rank updates, and a wait for it."""
-        if entry in self.tables:
-            return self.tables[entry].return_gradients()
-        several = self.fabric.world > 1
-        if entry == SMALL:
-            for label, part in self.small_parts.items():
-                part.copy_(self.weights[label].grad.flatten())
-            wait = dist.all_reduce(self.small_grad, async_op=True).wait if several else already_here
-            return self.small_grad, wait
-
-        grad = self.gradients[entry]
-        wait = already_here
-        if several:
-            wire = self.wire[entry]
-            if wire is not grad:
-                wire.copy_(grad)
-            grad = self.stored_slice(entry, wire)
-            wait = dist.reduce_scatter_tensor(grad, wire, async_op=True).wait
-        return grad[:len(self.mine[entry])], wait
-
-    def _update_and_gather(self, entry: str, grad: Tensor, values: Values,
-                           plans_ahead: Callable) -> Callable[[], object]:
-        """Update what this rank owns of an entry, and launch what the others need of it. Returns the wait for that."""
-        if entry == SMALL:
-            for label, part in self.small_parts.items():
-                self._update_with_adam(label, part.view_as(self.weights[label]), values)
-            return already_here
-
-        if entry in self.rowwise:
-            self._update_rowwise(entry, grad, values)
-        elif self.parameters[entry].optimizer == "adam":                      # counted on every rank alike
-            self._update_with_adam(entry, grad, values)
-        elif len(self.mine[entry]) > 0:
-            self._update_with_normuon(entry, grad, values)
-        if entry in self.tables:
-            self._end_cycle(entry, plans_ahead)
-        if self.fabric.world == 1 or entry in self.tables:
-            return already_here
-        stored = self.stored[entry]
-        mine = self.stored_slice(entry, stored)
-        return dist.all_gather_into_tensor(stored, mine, async_op=True).wait
-
-    def _next_update(self, row: Parameter, values: Values) -> tuple[int, Tensor, Tensor]:
-        """Count an update by Adam or by rule rowwise: its number, step size and decay."""
-        self.adam_steps[row.label] += 1
-        count = self.adam_steps[row.label]
+    def _adam_numbers(self, row: Parameter, values: Values) -> tuple[int, Tensor, Tensor]:
+        """Return the number of an update by Adam or a row-wise one, from 1, its step size and its decay."""
+        cadence = self.cfg.adam_every if row.rows is None else row.rows.cadence
+        number = (values.step + 1) // cadence
         beta1, beta2 = row.betas
         lr = values.adam_lr * row.lr_mul
-        corrected = math.sqrt(1 - beta2**count) / (1 - beta1**count)
+        corrected = math.sqrt(1 - beta2**number) / (1 - beta1**number)
         decay = lr * lr * self.cfg.adam_weight_decay * row.wd_mul             # quadratic in the schedule (recipe 3.3)
-        return count, cpu_scalar(lr * corrected), cpu_scalar(decay)
+        return number, cpu_scalar(lr * corrected), cpu_scalar(decay)
 
-    def _update_with_adam(self, label: str, grad: Tensor, values: Values) -> None:
-        row = self.parameters[label]
-        state = self.state[label]
-        _, step_size, decay = self._next_update(row, values)
-        self.adam_update(self.mine[label], grad, state["m"], state["v"], self.share, row.betas, self.cfg.adam_eps,
-                         step_size, decay)
+    def adam(self, row: Parameter, p: Tensor, grad: Tensor, state: dict[str, Tensor], values: Values) -> None:
+        _, step_size, decay = self._adam_numbers(row, values)
+        self.adam_update(p, grad, state["m"], state["v"], self.grad_scale, row.betas, self.cfg.adam_eps, step_size, decay)
 
-    def _update_rowwise(self, label: str, grad: Tensor, values: Values) -> None:
-        cfg = self.cfg
-        row = self.rowwise[label]
-        table = self.tables[label]
-        _, beta2 = row.betas
-        count, step_size, decay = self._next_update(row, values)
-        event = torch.full((), count, dtype=torch.int32, device=grad.device)  # made there: a copy would wait
-        chance = None
-        if table.table.rounding == "stochastic" and table.live.rows.dtype == torch.bfloat16:
-            start = signed_crc32(f"{self.seed}/{label}")
-            chance = chance_of_rows(start, table.logical_rows(), event)
-        if self.rowwise_update is not rowwise_update:         # compiled: one graph for any number of rows
-            by_row = [x for x in (*table.live, grad, chance) if x is not None]
-            for x in by_row:
-                torch._dynamo.maybe_mark_dynamic(x, 0)
-        self.rowwise_update(*table.live, grad, self.share, event, beta2, cfg.adam_eps, step_size, decay, chance)
-        table.updated()
-
-    def _update_with_normuon(self, label: str, grad: Tensor, values: Values) -> None:
-        cfg = self.cfg
-        state = self.state[label]
+    def normuon(self, bank: Sharded, grad: Tensor, values: Values) -> None:
+        state = bank.state
         mu = cpu_scalar(values.momentum)
         lr = cpu_scalar(values.normuon_lr)
-        decay = cpu_scalar(values.normuon_lr * cfg.normuon_weight_decay)      # times the rate again in the update
-        self.normuon_update(self.mine[label], state.get("mantissa"), grad, state["momentum"], state["second"],
-                            self.share, mu, lr, self.lr_muls[label], decay, cfg.normuon_beta2)
+        decay = cpu_scalar(values.normuon_lr * self.cfg.normuon_weight_decay)  # times the rate again in the update
+        self.normuon_update(bank.shard, state.get("mantissa"), grad, state["momentum"], state["second"],
+                            self.grad_scale, mu, lr, bank.lr_muls, decay, self.cfg.normuon_beta2)
 
-    def _end_cycle(self, label: str, plans_ahead: Callable) -> None:
-        """Clear a table's gradients, and launch the rows of the next cycle: they are waited for at the first lookup."""
-        table = self.tables[label]
-        table.clear()
-        plans = plans_ahead()
-        if plans is not None:
-            table.fetch(plans[label], self.weights["lm_head"])
+    def rowwise(self, row: Parameter, table: RowTable, grad: Tensor, values: Values) -> None:
+        number, step_size, decay = self._adam_numbers(row, values)
+        number = torch.full((), number, dtype=torch.int32, device=grad.device)      # made there: a copy would wait
+        bits = None
+        if row.rows.rounding == "stochastic" and table.live.rows.dtype == torch.bfloat16:
+            places = table.pending[0].update.places.to(grad.device, non_blocking=True)
+            logical = places * self.fabric.world + self.fabric.rank                 # alike at any number of ranks
+            bits = row_bits(self.seed, row.label, logical, number)
+        if self.rowwise_update is not rowwise_update:         # compiled: one graph for any number of rows
+            for x in (*table.live, grad, bits):
+                if x is not None:
+                    torch._dynamo.maybe_mark_dynamic(x, 0)
+        self.rowwise_update(*table.live, grad, self.grad_scale, number, row.betas[1], self.cfg.adam_eps, step_size,
+                            decay, bits)
+        table.updated()
 
-    def _split(self) -> None:
-        """From here on head and embedding are two parameters; the embedding starts with the head's moments."""
+    def _untie(self) -> None:
+        """Make head and embedding two parameters; the embedding starts with the head's weights and moments."""
         W = self.fabric.world
-        mine = self.mine["embed"]
-        self.adam_steps["embed"] = self.adam_steps["lm_head"]
-        for name, moments in self.state["embed"].items():                     # owned along V, the head's along D
-            of_head = filled(self.state["lm_head"][name], self.slice_size["lm_head"])
-            leaving = columns_by_owner(of_head, W, len(mine))                 # (owner, rows of my head slice, C)
-            arrived = leaving
+        head = self.entries["lm_head"]
+        embed = self.entries["embed"]
+        count, width = embed.table.shard.shape
+        for name, moment in embed.state.items():                              # owned along V, the head's along D
+            of_head = head.state[name]
+            missing = (0, W * count - of_head.shape[1], 0, head.shard_size - len(of_head))
+            leaving = F.pad(of_head, missing).unflatten(1, (count, W)).permute(2, 0, 1).contiguous()
+            arrived = torch.empty_like(leaving)                               # (rank, rows of its head shard, C)
             if W > 1:
-                arrived = torch.empty_like(leaving)
                 dist.all_to_all_single(arrived, leaving)
-            columns = arrived.flatten(0, 1)[:self.cfg.model_dim]              # (D, C), without what filled the head
-            moments.copy_(columns.t())
-        my_columns = columns_by_owner(self.weights["lm_head"], W, len(mine))[self.fabric.rank]
-        mine.copy_(my_columns.t())
-
-
-def with_ngrams(order: Sequence[str], labels: Sequence[str]) -> list[str]:
-    """An order of communication with the tables of n-grams in front of what every rank updates."""
-    at = order.index(SMALL)
-    return [*order[:at], *labels, *order[at:]]
-
-
-def columns_by_owner(columns: Tensor, world: int, count: int) -> Tensor:
-    """(d, V) -> (world, d, count): the columns of each owner, every world-th, filled up with zeros."""
-    even = F.pad(columns, (0, world * count - columns.shape[1]))
-    return even.unflatten(1, (count, world)).permute(2, 0, 1).contiguous()
-
-
-def filled(units: Tensor, count: int) -> Tensor:
-    """`count` units: the same tensor if it has them, else a copy with zeros behind."""
-    missing = count - len(units)
-    if missing == 0:
-        return units.contiguous()
-    return torch.cat((units, units.new_zeros(missing, *units.shape[1:])))
-
-
-def cpu_scalar(value: float) -> Tensor:
-    """A number that changes every step as a tensor, so that compiled updates need no new graph."""
-    return torch.tensor(value, dtype=torch.float64)
+            else:
+                arrived = leaving
+            moment.copy_(arrived.flatten(0, 1)[:width].t())
+        my_rows = self.model.lm_head.t()[self.fabric.rank::W]
+        embed.table.shard[:len(my_rows)] = my_rows
 
 
 # ====== Room 8: Executor ==============================================================================================
 EVAL_ROWS = 8192                         # rows of validation logits at a time: evaluation never decides the memory
-MEMORY_SHARE = 0.9                       # of a device: the rest is for its driver, NCCL, the allocator, the compiler
-FREE_SHARE = 0.95                        # of what is free on a GPU, whose driver has its part by then
-# Numbers of a step at its largest, when the head's backward begins; of compiled code as tests/rehearsal.json has them.
-SAVED_ROWS = 17                          # of width D, per token and layer: 183 in 11 layers, and statistics in f32
-SAVED_ROWS_REFERENCE = 26                # the same of a layer in plain PyTorch
-LOGIT_COPIES = 2                         # logits and their gradient, which in fp8 stands there in rows and in columns
-LOGIT_COPIES_REFERENCE = 6               # the same in plain PyTorch, in f32
-EVAL_KEPT_ROWS = 16                      # of width D, per token, in evaluation: 15 and what is read of tables
-EVAL_KEPT_ROWS_REFERENCE = 24            # the same in plain PyTorch
-EVAL_LOGIT_COPIES = 1                    # logits in evaluation
-EVAL_LOGIT_COPIES_REFERENCE = 4          # the same in plain PyTorch, in f32
-PAGE_BYTES = 4096                        # that a mapping takes at a time, when they are first written
-PAGES_OF_A_TABLE = 512                   # that one page of the page table stands for
-ON_HOST = "tables on the host"           # name of a part of the estimate: no memory of a GPU
-ADAM_BYTES = 22                          # that a dense update moves per element (tables.md 1): bf16 weight read and
-                                         # written 2 + 2, its gradient read 2, two f32 moments 8 + 8
-MOST_ADAM_BYTES = 32 * 10**9             # of a rank's slice in one dense update, about 10 ms on an H100
-RECOMPILE_LIMIT = 64
+RECOMPILE_LIMIT = 64                     # graphs of one function: each set of shapes, each span of the reference
 
 
 class Losses(NamedTuple):
@@ -4366,115 +3730,113 @@ class Losses(NamedTuple):
     tokens: int
 
 
-class Snapshot(NamedTuple):
-    """Copies on the host of all that a run changes."""
+class Executor:
+    """Runs slots through the model and updates it. Knows no step numbers beyond `values`, and no logs."""
 
-    tensors: dict[str, Tensor]
-    cpu_rng: Tensor
-    cuda_rng: Tensor | None
-    rotary: Rotary | None
-    adam_steps: dict[str, int]
-    touched: dict[str, list[tuple[Tensor, Live]]]    # rows of rowwise tables: places and copies, in pieces
+    def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, precision: str | None,
+                 slots_at_once: int = 0, report: Callable = no_wait) -> None:
+        """Build model, tables and optimizer.
 
-
-def no_report(**account: Any) -> None:
-    """For tables whose bytes nobody counts."""
-
-
-def will_compile(cfg: Config, fabric: Fabric) -> bool:
-    """Whether model and updates are compiled: on a GPU, unless --compile says otherwise."""
-    return cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
-
-
-class Evaluator:
-    """Runs slots through a model that it never changes: all that a sample needs."""
-
-    trains = False                       # without gradients, tables need no sums for them
-
-    def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, slots_at_once: int = 0,
-                 report: Callable = no_report) -> None:
-        """Builds the model.
-
-        slots_at_once: 0 for all of this rank's; report(**account) is called for each table and cycle.
+        precision: "plain", "fp8" or "emulated" head; None: for reading only, without an optimizer. slots_at_once: of a
+        micro-batch; 0 for all of this rank's. report(**facts) gets the traffic of each table and cycle.
         """
         self.cfg = cfg
         self.fabric = fabric
+        self.precision = precision
         self.rotary: Rotary | None = None                     # of which the model holds the angles
-        self.exact = exact_dtype(getattr(torch, cfg.dtype))
+        self.accum_dtype = accum_dtype(getattr(torch, cfg.dtype))
         self.slots_at_once = slots_at_once or cfg.num_slots // fabric.world
-
-        self.exchange = None                                  # of row plans, in the calling thread
-        self.exchange_ahead = None                            # the same in the loader thread, for training
-        rowwise = any(table.is_rowwise for table in row_tables(cfg))
-        if (cfg.row_comms != "dense" or rowwise) and fabric.world > 1:
-            group_of_all = None
-            self.exchange = functools.partial(exchange_plans, fabric, group_of_all, cfg.dtype)
-            self.exchange_ahead = functools.partial(exchange_plans, fabric, fabric.plan_group, cfg.dtype)
-        if rowwise:
-            self.exchange_ahead = functools.partial(self._exchange_and_prepare, self.exchange_ahead)
         self.planner = Planner(cfg, fabric, self.exchange)
 
         largest_batch = max(stage.batch_tokens for stage in cfg.stages)
         longest_slot = max(cfg.val_batch_tokens, largest_batch) // cfg.num_slots
-        self.model = GPT(cfg, attention, longest_slot, self.planner.sizes)
-        self.model.set_initial_values(cfg.seed, self.kept)
+        self.model = GPT(cfg, attention, longest_slot, self.planner.shard_sizes)
+        self.model.set_initial_values(cfg.seed, self.shard)
         self.model.to(fabric.device)
-
-        self.tables = {}
+        self.tables: dict[str, RowTable] = {}
         for table in self.planner.tables:
-            most_tokens = table.cadence * largest_batch // fabric.world
-            if table.is_rowwise:
-                size = self.planner.sizes[table.label]
-                tokens_of_gradients = most_tokens if self.trains else 0
-                self.tables[table.label] = EventTable(table, cfg, fabric, size, tokens_of_gradients, report)
-            else:
-                mine = self.model.get_parameter(table.label)
-                self.tables[table.label] = TableRows(table, cfg, fabric, mine, most_tokens, report)
+            shard = None if table.is_rowwise else self.model.get_parameter(table.label)
+            most_tokens = table.cadence * largest_batch // fabric.world if precision else 0
+            self.tables[table.label] = RowTable(table, cfg, fabric, shard, most_tokens, report)
 
-        self.compiling = will_compile(cfg, fabric)
-        if self.compiling:                                    # a graph for each set of shapes, or reach of reference
+        self.compiling = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
+        if self.compiling:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         self.model_hidden = self.compiled(self.model.hidden)
+        self.model_losses = self.compiled(self.model.losses)
         self.next_token_losses = self.compiled(next_token_losses)
-
-    def rowwise_tables(self) -> dict[str, EventTable]:
-        return {label: table for label, table in self.tables.items() if table.table.is_rowwise}
-
-    def _exchange_and_prepare(self, exchange: Callable | None, plans: dict[str, TablePlan]) -> None:
-        """Exchange plans, if there are others; then rowwise tables know what the next event will update."""
-        if exchange is not None:
-            exchange(plans)
-        for label, plan in plans.items():
-            if self.tables[label].table.is_rowwise:
-                self.tables[label].prepare(plan)
+        if precision:
+            accumulates = self.slots_at_once * fabric.world < cfg.num_slots
+            self.optimizer = Optimizer(cfg, fabric, self.model, self.compiled, self.tables, accumulates)
 
     def compiled(self, call: Callable) -> Callable:
-        """The call as a compiled graph, or as it is where nothing is compiled."""
+        """Return the call as a compiled graph, or as it is where nothing is compiled."""
         if not self.compiling:
             return call
         return torch.compile(call, dynamic=False, fullgraph=True)
 
-    def kept(self, label: str, whole: Tensor) -> Tensor:
-        """What this rank keeps of a whole parameter: of a table every W-th row, else all of it."""
-        rows = self.planner.sizes.get(label)
-        if rows is None:
+    def shard(self, label: str, whole: Tensor) -> Tensor:
+        """Return what this rank keeps of a whole weight: of a table every W-th row and zeros after them, else all."""
+        size = self.planner.shard_sizes.get(label)
+        if size is None:
             return whole
-        return filled(whole[self.fabric.rank::self.fabric.world], rows)
+        rows = whole[self.fabric.rank::self.fabric.world]
+        return F.pad(rows, (0, 0, 0, size - len(rows)))
+
+    def exchange(self, plans: dict[str, TablePlan], group: Any = None) -> None:
+        """Let ranks request rows of each other, in the caller's thread."""
+        if self.fabric.world > 1:
+            exchange_plans(self.fabric, group, self.cfg.dtype, plans)
+
+    def exchange_ahead(self, plans: dict[str, TablePlan]) -> None:
+        """Do the same in the loader's thread, and let rows of training's next update set off."""
+        self.exchange(plans, self.fabric.plan_group)
+        for label, plan in plans.items():
+            self.tables[label].prepare(plan)
+
+    def forward_backward(self, batch: Batch, values: Values, loss_weight: float = 1.0) -> Losses:
+        """Add loss_weight * d(sum of this rank's slot losses) to the gradients.
+
+        Calls add up until optim_step. No reduction over ranks, no division, no waiting for the device. A weight of 0
+        adds zeros, whatever the loss: this rank still takes part in the update.
+        """
+        self._set_rotary(values)
+        head = self.model.lm_head
+        row_buffers = {}
+        for label, table in self.tables.items():
+            row_buffers[label] = table.rows_for_forward(batch.plans[label], head)
+        weights = torch.stack([self._scalar(weight) for weight in values.mtp_weights])
+        backward_seed = self._scalar(loss_weight)
+        spans = self._spans(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
+
+        # Micro-batches change nothing but rounding: each adds its sums to the same gradients.
+        sums = []
+        for part in self._micro_batches(batch):
+            losses = self.model_losses(part, weights, backward_seed, spans, self.precision, row_buffers)
+            slot_sums = losses.sum(dim=1)
+            if loss_weight:
+                self.optimizer.count_backward()
+                slot_sums.sum().backward(backward_seed)
+            sums.append(slot_sums.detach())
+        if not loss_weight:
+            self.optimizer.add_zeros()
+        return Losses(torch.cat(sums), batch.tokens.numel())
+
+    def optim_step(self, values: Values, plans_ahead: Callable = no_wait) -> None:
+        """Update what this step updates with the gradients so far, and clear these. plans_ahead: see Loader."""
+        self.optimizer.step(values, plans_ahead)
 
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], values: Values) -> float:
-        """Mean loss per token (nats) over all ranks' batches.
-
-        Of the next token only, without fp8, and with documents uncut.
-        """
+        """Return the mean loss per token (nats) over all ranks' batches: next token, no fp8, documents uncut."""
         self._set_rotary(values)
         total = torch.zeros((), dtype=torch.float64, device=self.fabric.device)
         tokens = 0
         for batch in batches:
-            reaches = self._reaches(values, batch.tokens.shape[1])
-            sources = self._sources(batch)
+            spans = self._spans(values, batch.tokens.shape[1])
+            row_buffers = self._read_only_rows(batch)
             for part in self._micro_batches(batch):
-                rows = self.model_hidden(part, reaches, sources).flatten(0, 1)
+                rows = self.model_hidden(part, spans, row_buffers).flatten(0, 1)
                 targets = part.targets.flatten()
                 for y, target in zip(rows.split(EVAL_ROWS), targets.split(EVAL_ROWS)):
                     losses = self.next_token_losses(y, self.model.lm_head, target)
@@ -4484,9 +3846,9 @@ class Evaluator:
 
     @torch.no_grad()
     def next_logits(self, tokens: Sequence[int], values: Values) -> Tensor:
-        """Softcapped logits (V,) of the token that follows. Every rank calls it.
+        """Return softcapped logits (V,) of the token that follows; every rank calls it.
 
-        Of a longer context the last tokens count, as many as a validation slot has.
+        Longer contexts keep their last tokens, as many as a validation slot has.
         """
         self._set_rotary(values)
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.num_slots):]
@@ -4496,31 +3858,29 @@ class Evaluator:
         slot = Slot(padded, np.asarray([0, length], np.int32))
         batch, = self.planner.batches("sample", [values], [[slot]])
         batch = batch.to(self.fabric.device)
+        hidden = self.model.hidden(batch, self._spans(values, length), self._read_only_rows(batch))
+        logits = hidden[0, len(context) - 1] @ self.model.lm_head
+        return softcap(logits.to(self.accum_dtype))
 
-        stream = self.model.hidden(batch, self._reaches(values, length), self._sources(batch))
-        logits = stream[0, len(context) - 1] @ self.model.lm_head
-        return softcap(logits.to(self.exact))
+    def _scalar(self, value: float) -> Tensor:
+        """Make a scalar on the device: a copy from the host would wait."""
+        return torch.full((), value, dtype=self.accum_dtype, device=self.fabric.device)
 
-    def _sources(self, batch: Batch) -> dict:
-        """Rows that no one trains on, in tensors of their own."""
-        sources = {}
+    def _read_only_rows(self, batch: Batch) -> dict[str, tuple[Tensor, None]]:
+        row_buffers = {}
         for label, table in self.tables.items():
-            sources[label] = table.read(batch.plans[label], self.model.lm_head)
-        if self.compiling:
-            for label, (rows, _) in sources.items():
-                if self.fabric.world > 1 or self.tables[label].table.is_rowwise:
-                    torch._dynamo.maybe_mark_dynamic(rows, 0)
-        return sources
+            row_buffers[label] = table.read(batch.plans[label], self.model.lm_head)
+            if self.compiling and not table.alone:            # one graph for any number of rows
+                torch._dynamo.maybe_mark_dynamic(row_buffers[label][0], 0)
+        return row_buffers
 
-    def _reaches(self, values: Values, longest: int) -> Reaches:
+    def _spans(self, values: Values, longest: int) -> dict:
         """longest: upper bound of a document's length in tokens."""
-        return reaches_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)
+        return spans_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)
 
     def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
-        """The batch in parts of slots_at_once."""
         for first in range(0, len(batch.tokens), self.slots_at_once):
-            slots = slice(first, first + self.slots_at_once)
-            part = batch.map(operator.itemgetter(slots))
+            part = batch.map(operator.itemgetter(slice(first, first + self.slots_at_once)))
             if self.compiling:                                # any number of documents, one graph
                 torch._dynamo.maybe_mark_dynamic(part.cu_seqlens, 1)
             yield part
@@ -4530,492 +3890,226 @@ class Evaluator:
             self.model.set_rotary(values.rotary.frequencies)
             self.rotary = values.rotary
 
-
-class Executor(Evaluator):
-    """Trains the model on slots. Knows no step numbers beyond `values`, and no logs."""
-
-    trains = True
-
-    def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, precision: str,
-                 slots_at_once: int = 0, report: Callable = no_report) -> None:
-        """precision: "plain", "fp8" or "emulated" head."""
-        super().__init__(cfg, fabric, attention, slots_at_once, report)
-        self.precision = precision
-        self.model_losses = self.compiled(self.model.losses)
-        several_micro_batches = has_several_micro_batches(cfg, fabric.world, self.slots_at_once)
-        self.optimizer = Optimizer(
-            cfg, fabric, self.model, self.compiled, self.tables, several_micro_batches)
-
-    def forward_backward(self, batch: Batch, values: Values, loss_weight: float = 1.0) -> Losses:
-        """Add loss_weight * d(sum of this rank's slot losses) to the gradients.
-
-        Calls add up until optim_step. No reduction over ranks, no division, no waiting for the
-        device. A weight of 0 adds zeros: this rank still takes part in the update.
-        """
-        self._set_rotary(values)
-        sources = {}
-        for label, table in self.tables.items():
-            sources[label] = table.ready(batch.plans[label], self.model.lm_head)
-        weights = torch.stack([self._scalar(weight) for weight in values.mtp_weights])
-        backward_seed = self._scalar(loss_weight)
-        reaches = self._reaches(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
-
-        sums = []
-        for part in self._micro_batches(batch):
-            losses = self.model_losses(part, weights, backward_seed, reaches, self.precision, sources)
-            slot_sums = losses.sum(dim=1)
-            if loss_weight:
-                self.optimizer.count_pass()
-                slot_sums.sum().backward(backward_seed)
-            sums.append(slot_sums.detach())
-        if not loss_weight:
-            self.optimizer.add_zeros()
-        return Losses(torch.cat(sums), batch.tokens.numel())
-
-    def _scalar(self, value: float) -> Tensor:
-        """() on the device, made there: a copy from the host would wait."""
-        return torch.full((), value, dtype=self.exact, device=self.fabric.device)
-
-    def optim_step(self, values: Values, plans_ahead: Callable = no_plans) -> None:
-        """Update what this step updates with the gradients so far, and clear these.
-
-        plans_ahead: gives the plans of the next cycle.
-        """
-        self.optimizer.step(values, plans_ahead)
-
+    # State: what this rank holds, for a snapshot; as a whole, the same at every W, for a file.
     def state_tensors(self) -> dict[str, Tensor]:
-        """Every tensor that a run changes, by name: weights, rotary tables, moments, mantissas."""
+        """Return every tensor that a run changes, by name: weights, rotary tables, state of the optimizer."""
         tensors = {name: p.data for name, p in self.model.named_parameters()}
         tensors.update(self.model.named_buffers())
         for label, state in self.optimizer.state.items():
-            for name, x in state.items():
-                tensors[f"{label}.{name}"] = x
+            tensors.update({f"{label}.{name}": x for name, x in state.items()})
         return tensors
 
-    def snapshot(self) -> Snapshot:
-        """All that a run changes, for `restore`."""
-        tensors = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
-        cuda_rng = None
-        if self.fabric.on_cuda:
-            cuda_rng = torch.cuda.get_rng_state(self.fabric.device)
-        adam_steps = dict(self.optimizer.adam_steps)
-        touched = {label: list(table.home.touched()) for label, table in self.rowwise_tables().items()}
-        return Snapshot(tensors, torch.get_rng_state(), cuda_rng, self.rotary, adam_steps, touched)
+    def snapshot(self) -> Callable[[], None]:
+        """Copy all that a run changes to the host. Returns the call that puts it back, bit by bit.
 
-    @torch.no_grad()
-    def restore(self, saved: Snapshot) -> None:
-        """Back to the snapshot bit by bit, in place.
-
-        Every tensor keeps its address, so that nothing recompiles.
+        In place: every tensor keeps its address, so that nothing recompiles.
         """
-        for name, x in self.state_tensors().items():
-            x.copy_(saved.tensors[name])
-        for label, table in self.rowwise_tables().items():
-            table.home.load(saved.touched[label])
-        self.rotary = saved.rotary
-        self.optimizer.adam_steps = dict(saved.adam_steps)
-        self.drop_gradients()
-        torch.set_rng_state(saved.cpu_rng)
-        if saved.cuda_rng is not None:
-            torch.cuda.set_rng_state(saved.cuda_rng, self.fabric.device)
+        copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
+        homes = {label: table.home for label, table in self.tables.items() if table.home}
+        touched = {label: list(home.touched()) for label, home in homes.items()}
+        rotary = self.rotary
+        rng = torch.get_rng_state()
+        cuda_rng = torch.cuda.get_rng_state(self.fabric.device) if self.fabric.on_cuda else None
+
+        @torch.no_grad()
+        def restore() -> None:
+            for name, x in self.state_tensors().items():
+                x.copy_(copies[name])
+            for label, home in homes.items():
+                home.load(touched[label])
+            self.rotary = rotary
+            self.drop_gradients()
+            torch.set_rng_state(rng)
+            if cuda_rng is not None:
+                torch.cuda.set_rng_state(cuda_rng, self.fabric.device)
+
+        return restore
 
     def set_seed(self, seed: int) -> None:
-        """Of another run in this process: its initial values, and the chances of its roundings."""
-        self.model.set_initial_values(seed, self.kept)
+        """Begin another run in this process: its initial values, and the bits of its stochastic rounding."""
+        self.model.set_initial_values(seed, self.shard)
         self.optimizer.seed = seed
 
     def drop_gradients(self) -> None:
-        self.optimizer.clear(self.optimizer.weights)
+        for entry in self.optimizer.entries.values():
+            entry.clear()
         for table in self.tables.values():
             table.reset()
 
-    def _whole(self, label: str, mine: Tensor) -> Tensor | None:
-        """Slices of a moment as one, in logical order, on the host of rank 0. Every rank calls it."""
-        mine = mine.detach()
-        if label in self.tables:
-            return self._whole_table(label, mine)
-        if label not in self.optimizer.cut:
-            return mine.cpu()
-        slices = self.fabric.gather(mine.cpu())
-        return torch.cat(slices) if self.fabric.rank == 0 else None
-
-    def _whole_table(self, label: str, mine: Tensor) -> Tensor | None:
-        """Row r of the whole is row r div W of rank r mod W."""
-        pieces = []
-        for piece in mine.split(PIECE_ROWS):                  # not all of it in one message
-            of_ranks = self.fabric.gather(piece.cpu())
-            if self.fabric.rank == 0:
-                pieces.append(torch.stack(of_ranks, dim=1).flatten(0, 1))
+    def _whole(self, label: str, x: Tensor) -> Tensor | None:
+        """Join the ranks' parts of a weight or its state, in logical order, on the host of rank 0. Collective."""
+        table = self.tables.get(label)
+        if table is None and not isinstance(self.optimizer.entries.get(label), Sharded):
+            return x.to("cpu", copy=True)
+        pieces = [self.fabric.gather(piece.cpu()) for piece in x.detach().split(PIECE_ROWS)]      # not all in one message
         if self.fabric.rank != 0:
             return None
-        rows = self.tables[label].table.rows                  # behind them is padding
-        return torch.cat(pieces)[:rows]
+        if table is None:
+            return torch.cat([torch.cat(of_rank) for of_rank in zip(*pieces)])
+        rows = torch.cat([torch.stack(of_ranks, dim=1).flatten(0, 1) for of_ranks in pieces])     # row r is at rank r mod W
+        return rows[:table.table.rows]                        # padding follows
 
-    def weights(self, values: Values) -> dict[str, Tensor]:
-        """All weights on the host of rank 0, in logical shapes and order. Every rank calls it.
+    def whole_weights(self, values: Values) -> dict[str, Tensor]:
+        """Return all weights but row-wise tables on the host of rank 0, in logical shapes. Collective.
 
         values: of the next step, or of the end; they say whether the embedding is still the head.
         """
         weights = {}
-        for row in self.model.table:     # all but rowwise tables, of which the touched rows are saved
-            p = self.model.get_parameter(row.label).detach()
-            if row.label in self.tables:
-                weights[row.label] = self._whole_table(row.label, p)
-            else:
-                weights[row.label] = p.to("cpu", copy=True)   # every rank has all of it, and maybe padding behind
+        for label in self.model.table:
+            p = self.model.get_parameter(label).detach()
+            weights[label] = self._whole(label, p) if label in self.tables else p.to("cpu", copy=True)
         if values.tied:
             weights["embed"] = weights["lm_head"].t().contiguous()
         return weights
 
-    def whole_state(self, values: Values) -> dict[str, Any]:
-        """What a checkpoint in front of the step of these values holds besides pieces of tables: the same at every W.
-
-        Between cycles, and on rank 0; every rank calls it.
-        """
+    def whole_state(self, values: Values) -> dict[str, dict[str, Tensor]]:
+        """Return weights and optimizer state as `whole_weights` does: the same at every W. Between cycles; collective."""
         moments = {}
         for label, state in self.optimizer.state.items():
             for name, x in state.items():
                 moments[f"{label}.{name}"] = self._whole(label, x)
-        return dict(weights=self.weights(values), moments=moments, tied=values.tied,
-                    adam_steps=dict(self.optimizer.adam_steps))
+        return dict(weights=self.whole_weights(values), moments=moments)
 
     @torch.no_grad()
-    def load_state(self, saved: dict[str, Any]) -> None:
-        """This rank's part of what whole_state gave, in place. Rows of rowwise tables: see `load_tables`."""
-        optimizer = self.optimizer
-        for label, state in optimizer.state.items():
-            weight = saved["weights"][label]
-            optimizer.weights[label].copy_(self.kept(label, weight))
+    def load_state(self, saved: dict[str, dict[str, Tensor]]) -> None:
+        """Copy this rank's part of a whole state, in place. Raises DataError for other names, shapes or dtypes."""
+        live = {}                                             # name -> (this rank's tensor, its part of the saved one)
+        for label in self.model.table:
+            whole = saved["weights"].get(label)
+            live[label] = (self.model.get_parameter(label), None if whole is None else self.shard(label, whole))
+        for label, state in self.optimizer.state.items():
+            entry = self.optimizer.entries.get(label)
             for name, x in state.items():
-                moment = saved["moments"][f"{label}.{name}"]
-                x.copy_(optimizer.slice_of(label, self.kept(label, moment)))
-        optimizer.adam_steps = dict(saved["adam_steps"])
+                part = saved["moments"].get(f"{label}.{name}")
+                if part is not None:
+                    part = part[entry.slice] if isinstance(entry, Sharded) else self.shard(label, part)
+                live[f"{label}.{name}"] = (x, part)
+        for name, (x, part) in live.items():
+            found = None if part is None else (part.dtype, *part.shape)
+            need(found == (x.dtype, *x.shape), f"{name} of a checkpoint", found, (x.dtype, *x.shape),
+                 "resume with the trainer and settings of that run", DataError)
+            x.copy_(part)
         self.drop_gradients()
 
     def traffic(self) -> dict[str, dict[str, int]]:
-        """By table: bytes that training moved over all ranks, and memory on this one.
+        """Return by table the byte counts of training, summed over ranks, and this rank's memory.
 
-        Every rank calls it, once, at the end.
+        bytes_dense: what dense mode would have sent. Collective; once, at the end: it books the plans still pending,
+        which also logs them.
         """
         result = {}
         for label, table in self.tables.items():
-            for plan in table.open_plans:                     # of a cycle that the run ended in the middle of
-                table.account(plan, dense_passes=1)           # no gradients went back
-            if table.table.is_rowwise:
-                table.account_rest()
-            result[label] = dict.fromkeys(table.totals, 0)
-            for totals in self.fabric.gather(table.totals):
-                for key, count in totals.items():
-                    result[label][key] += count
-
-            moments = self.optimizer.state.get(label, {}).values()
-            result[label]["memory_bytes"] = table.memory_bytes(moments)
+            for plan in table.pending:                        # the run ended inside their cycle
+                table.report_traffic(plan, dense_passes=1)    # no gradients went back
+            if table.home is not None:
+                table.home.settle()
+                table.totals.update(table.home.pop_traffic())                 # rows of the last update
+            total: Counter = Counter(dict.fromkeys(table.totals, 0))
+            for of_rank in self.fabric.gather(table.totals):
+                total.update(of_rank)
+            memory_bytes = table.memory_bytes(self.optimizer.state.get(label, {}).values())
+            result[label] = dict(total, memory_bytes=memory_bytes)
         return result
-
-    def touched_rows(self) -> dict[str, int]:
-        """By rowwise table: rows that some event has touched, on all ranks. Every rank calls it."""
-        counts = {}
-        for label, table in self.rowwise_tables().items():
-            mine = sum(len(places) for places in table.home.touched_places())
-            counts[label] = sum(self.fabric.gather(mine))
-        return counts
 
 
 # ---- Memory: an estimate before anything is built
-def stored_bytes(cfg: Config, world: int, slots_at_once: int) -> dict[str, int]:
-    """Bytes of weights, gradients (with what travels of them) and moments on one rank, by the parameter table.
-
-    Of all but tables of rule "rowwise".
-    """
-    dtype = getattr(torch, cfg.dtype)
-    exact_bytes = exact_dtype(dtype).itemsize
-    mantissa_bytes = torch.int16.itemsize if dtype == torch.bfloat16 else 0
-    longest = max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
-    numbers_read = math.inf                                   # of a table, in a cycle, if a token reads one row
-    if cfg.row_comms == "sparse":
-        tokens_of_a_cycle = cfg.adam_every * longest * cfg.num_slots // world
-        numbers_read = tokens_of_a_cycle * cfg.model_dim
-
-    several_micro_batches = has_several_micro_batches(cfg, world, slots_at_once)
-    weights = gradients = moments = 0
-    for row in parameter_table(cfg):
-        if row.optimizer == "rowwise":                        # `rowwise_bytes` has it
-            continue
-        count = math.prod(row.shape)
-        held = count
-        if row.rows and world > 1:                            # slice and cache
-            held = count // world + min(count, numbers_read * row.rows.reads)
-        weight_bytes = exact_bytes if row.full_precision else dtype.itemsize
-        gradient_bytes = exact_bytes if row.rows else weight_bytes
-        if not row.sharded:                                   # beside autograd's, one in the buffer that all ranks sum
-            gradient_bytes += exact_bytes
-        if row.parts and writes_often(row, several_micro_batches):
-            gradient_bytes = exact_bytes
-            if world > 1 and exact_bytes != weight_bytes:     # and a copy to send
-                gradient_bytes += weight_bytes
-        if row.optimizer == "adam":
-            state_bytes = 2 * exact_bytes
-        else:
-            state_bytes = exact_bytes + mantissa_bytes
-        sharers = world if row.sharded else 1
-
-        weights += held * weight_bytes
-        gradients += held * gradient_bytes
-        moments += count * state_bytes // sharers
-    return dict(weights=weights, gradients=gradients, moments=moments)
+MEMORY_SHARE = 0.9                       # of a device: the rest is for its driver, NCCL, the allocator, the compiler
+# Numbers of a step at its largest, when the head's backward begins; of compiled code as the rehearsal counts them.
+SAVED_ROWS = 17                          # of width D, per token and layer: 183 in 11 layers, and statistics in f32
+SAVED_ROWS_REFERENCE = 26                # the same of a layer in plain PyTorch
+LOGIT_COPIES = 2                         # logits and their gradient, which in fp8 stands there in rows and in columns
+LOGIT_COPIES_REFERENCE = 6               # the same in plain PyTorch, in f32
+EVAL_ROWS_KEPT = 24                      # of width D, per token, in evaluation, in plain PyTorch; less where compiled
 
 
-def tokens_of_run(cfg: Config) -> int:
-    """In all steps of training and of the warm-up; a table of n-grams is asked for a row for each of them."""
-    schedule = Schedule(cfg)
-    counts = schedule.planned_counts()
-    tokens = sum(count * stage.batch_tokens for count, stage in zip(counts, cfg.stages))
-    for step in schedule.warm_up_steps():
-        tokens += cfg.stages[schedule.stage_at(step)].batch_tokens
-    return tokens
-
-
-def touched_bytes(count: int, item_bytes: int, touched: int) -> int:
-    """Of a mapping of `count` items: bytes of the pages that are written if so many are, and of the page table."""
-    whole = count * item_bytes
-    across_a_border = item_bytes - math.gcd(item_bytes, PAGE_BYTES)           # some items lie in two pages: on average
-    written = min(whole, touched * (PAGE_BYTES + across_a_border))
-    tables = min(whole // (PAGE_BYTES * PAGES_OF_A_TABLE), touched)
-    return written + tables * PAGE_BYTES
-
-
-def asked_and_live(table: Table, cfg: Config, world: int) -> tuple[int, int]:
-    """Most rows of a cycle that a rank asks for, and that an owner is asked for: both are spread evenly."""
-    size = -(-table.rows // world)
-    tokens_of_a_cycle = table.cadence * max(stage.batch_tokens for stage in cfg.stages)
-    asked = tokens_of_a_cycle // world * table.reads
-    return min(world * size, asked), min(size, asked)
-
-
-def rowwise_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> dict[str, int]:
-    """Bytes that a table of rule "rowwise" keeps on one rank, by part of the estimate.
-
-    On a CPU both homes are mappings of host memory, which take no more than the rows that the run touches.
-    """
+def table_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> dict[str, int]:
+    """Return what one rank keeps of a table, its cache and its gradients, by part; bounds of what a cycle reads."""
     table = row.rows
     dtype = getattr(torch, cfg.dtype)
-    exact_bytes = exact_dtype(dtype).itemsize
-    row_bytes = cfg.model_dim * dtype.itemsize
-    last_bytes = torch.int32.itemsize
-    size = -(-table.rows // fabric.world)
+    item, accum = dtype.itemsize, accum_dtype(dtype).itemsize
+    D, W = cfg.model_dim, fabric.world
+    shard_rows = -(-table.rows // W)
+    cycle_tokens = table.cadence * max(stage.batch_tokens for stage in cfg.stages)
+    read = min(W * shard_rows, cycle_tokens // W * table.reads)               # rows
+    if not table.is_rowwise:
+        if cfg.row_comms == "dense":
+            read = W * shard_rows
+        cached = read if W > 1 else 0
+        return dict(weights=(shard_rows + cached) * D * item, gradients=(shard_rows + cached) * D * accum,
+                    moments=2 * shard_rows * D * accum)
 
-    asked, live = asked_and_live(table, cfg, fabric.world)
-    sets = 2 if table.home == "host" else 1                                   # the rows of a cycle, and of the next
-    cache = asked * row_bytes
-    sums = asked * cfg.model_dim * exact_bytes
-    live_rows = sets * live * row_bytes
-    live_state = sets * live * (exact_bytes + last_bytes)
-    on_device = dict(weights=cache + live_rows, gradients=sums, moments=live_state)
-
-    if fabric.on_cuda and table.home == "device":
-        on_device["weights"] += size * row_bytes
-        on_device["moments"] += size * (exact_bytes + last_bytes)
-        return on_device
-    touched = min(size, -(-tokens_of_run(cfg) * table.reads // fabric.world))
-    staging = 0
-    if fabric.on_cuda:                                        # pinned, up and down, each in up to twice its size
-        staging = 2 * 2 * live * (row_bytes + exact_bytes + last_bytes)
-    return on_device | {ON_HOST: mapped_bytes(cfg, size, touched) + staging}
+    # An update's rows stand on the device, in two sets beside a host home; then come the gradients that are sent, those
+    # that arrive, their sums, and the rows of the next update.
+    state = accum + torch.int32.itemsize
+    live = min(shard_rows, cycle_tokens * table.reads)
+    sets = 2 if table.home == "host" else 1
+    home = "tables on the host" if table.home == "host" or not fabric.on_cuda else "weights"
+    parts: Counter = Counter(weights=(read + sets * live) * D * item, gradients=read * D * accum, moments=sets * live * state)
+    parts["row updates"] = (3 * read + live) * D * item + live * D * accum
+    parts[home] += shard_rows * (D * item + state)
+    return parts
 
 
-def mapped_bytes(cfg: Config, size: int, touched: int) -> int:
-    """Of the mappings of an owner's rows, their second moments and last events, of which so many are touched."""
+def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> dict[str, int]:
+    """Return the bytes of each part of a run at its largest, by name: counted, but for activations, which a model gives."""
     dtype = getattr(torch, cfg.dtype)
-    of_a_row = cfg.model_dim * dtype.itemsize, exact_dtype(dtype).itemsize, torch.int32.itemsize
-    return sum(touched_bytes(size, item_bytes, touched) for item_bytes in of_a_row)
-
-
-def event_bytes(row: Parameter, cfg: Config, world: int) -> int:
-    """Bytes that a table of rule "rowwise" needs around an event, beside what it keeps.
-
-    Gradients that are sent, those that arrive and their sums; then the rows of the next event, and what leaves of them.
-    """
-    dtype = getattr(torch, cfg.dtype)
-    row_bytes = cfg.model_dim * dtype.itemsize
-    asked, live = asked_and_live(row.rows, cfg, world)
-    sums = live * cfg.model_dim * exact_dtype(dtype).itemsize
-    return 3 * asked * row_bytes + live * row_bytes + sums
-
-
-def working_bytes(cfg: Config, compiled: bool, slots_at_once: int) -> int:
-    """Bytes of a step's activations and logits at the largest, by a model.
-
-    compiled: attention and head are kernels.
-    """
-    dtype = getattr(torch, cfg.dtype)
-    exact_bytes = exact_dtype(dtype).itemsize
-    row_bytes = cfg.model_dim * dtype.itemsize
-    if compiled:
-        saved_rows, kept_rows = SAVED_ROWS, EVAL_KEPT_ROWS
-        logit_bytes = LOGIT_COPIES * dtype.itemsize
-        eval_logit_bytes = EVAL_LOGIT_COPIES * dtype.itemsize
-    else:
-        saved_rows, kept_rows = SAVED_ROWS_REFERENCE, EVAL_KEPT_ROWS_REFERENCE
-        logit_bytes = LOGIT_COPIES_REFERENCE * exact_bytes
-        eval_logit_bytes = EVAL_LOGIT_COPIES_REFERENCE * exact_bytes
-
-    longest = max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
-    token_bytes = len(LAYERS) * saved_rows * row_bytes + cfg.padded_vocab * logit_bytes
-    training = slots_at_once * longest * token_bytes
-
-    tokens = slots_at_once * cfg.val_batch_tokens // cfg.num_slots
-    logits = min(tokens, EVAL_ROWS) * cfg.padded_vocab * eval_logit_bytes
-    evaluating = max(tokens * kept_rows * row_bytes, tokens * row_bytes + logits)
-    return max(training, evaluating)
-
-
-def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable,
-                    slots_at_once: int) -> dict[str, int]:
-    """Bytes of each part of a run at its largest, by name."""
-    parts = Counter(stored_bytes(cfg, fabric.world, slots_at_once))
+    accum = accum_dtype(dtype).itemsize
+    W = fabric.world
+    parts: Counter = Counter()
     for row in parameter_table(cfg):
-        if row.optimizer == "rowwise":
-            parts.update(rowwise_bytes(row, cfg, fabric))
-    working = working_bytes(cfg, kernel is attention_varlen, slots_at_once)
-    updating = sum(event_bytes(row, cfg, fabric.world) for row in parameter_table(cfg) if row.optimizer == "rowwise")
-    return dict(parts) | dict(working=max(working, updating))
+        if row.rows:
+            parts.update(table_bytes(row, cfg, fabric))
+            continue
+        count = math.prod(row.shape)
+        item = accum if row.full_precision else dtype.itemsize
+        gradient = item
+        if not row.sharded:                                   # beside autograd's, one in the buffer that all ranks sum
+            gradient += accum
+        elif needs_f32_main_grad(row, slots_at_once * W < cfg.num_slots):
+            gradient = accum + (item if W > 1 and accum != item else 0)       # and a copy to send
+        example = torch.empty(row.shape, dtype=dtype, device="meta")
+        state = sum(x.nbytes for x in initial_state(row, bank_matrices(row, example)).values())
+        parts.update(weights=count * item, gradients=count * gradient, moments=state // (W if row.sharded else 1))
+
+    # Activations of the largest stage, or of evaluation, whose logits come in chunks; row updates need theirs later.
+    compiled = kernel is attention_varlen
+    row_bytes = cfg.model_dim * dtype.itemsize
+    saved = len(LAYERS) * (SAVED_ROWS if compiled else SAVED_ROWS_REFERENCE) * row_bytes
+    logits = cfg.padded_vocab * (LOGIT_COPIES * dtype.itemsize if compiled else LOGIT_COPIES_REFERENCE * accum)
+    tokens = slots_at_once * max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
+    val_tokens = slots_at_once * cfg.val_batch_tokens // cfg.num_slots
+    evaluating = max(val_tokens * EVAL_ROWS_KEPT * row_bytes, val_tokens * row_bytes + min(val_tokens, EVAL_ROWS) * logits)
+    working = max(tokens * (saved + logits), evaluating, parts.pop("row updates", 0))
+    return dict(parts, working=working)
 
 
 def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict[str, int]]:
-    """Slots that go through the model together, and the estimate of what that takes.
+    """Return how many slots go through the model together, and the estimate of what that takes. Raises RunError.
 
     On a GPU they follow from the card, not from what others use of it now: a run is the same each time.
-    Raises RunError with choices that would fit, and ConfigError.
     """
     local = cfg.num_slots // fabric.world
-    memory = min(fabric.gather(fabric.total_memory()))
-    check_dense_updates(cfg, fabric.world, MOST_ADAM_BYTES)
-    room = MEMORY_SHARE * memory
+    room = MEMORY_SHARE * min(fabric.gather(fabric.total_memory()))
+    choices = [m for m in range(local, 0, -1) if local % m == 0]
     if cfg.slots_per_micro_batch:
         choices = [min(cfg.slots_per_micro_batch, local)]
-    else:
-        choices = [m for m in range(local, 0, -1) if local % m == 0]
-
-    first_fit = next((m for m in choices if needed_bytes(cfg, fabric, kernel, m) <= room), 0)
-    chosen = min(fabric.gather(first_fit))
-    estimate = memory_estimate(cfg, fabric, kernel, chosen or choices[-1])
+    for slots_at_once in choices:
+        estimate = memory_estimate(cfg, fabric, kernel, slots_at_once)
+        on_device = sum(estimate.values())
+        if fabric.on_cuda:
+            on_device -= estimate.get("tables on the host", 0)
+        if on_device <= room or estimate.get("tables on the host", 0) > room:
+            break
     parts = ", ".join(f"{part} {size / 2**30:.1f} GiB" for part, size in estimate.items())
-    if not chosen:
-        raise RunError("memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}",
-                       ways_out(cfg, fabric, kernel, choices[-1], room))
-    check_dense_updates(cfg, fabric.world, memory)
-    check_host_memory(cfg, fabric)
-
-    if fabric.on_cuda:
-        free = FREE_SHARE * min(fabric.gather(torch.cuda.mem_get_info(fabric.device)[0]))
-        if needed_bytes(cfg, fabric, kernel, chosen) > free:
-            raise RunError("memory", f"{free / 2**30:.1f} GiB of the GPU's free", f"room for {parts}",
-                           f"end what else uses the GPU; or {ways_out(cfg, fabric, kernel, choices[-1], free)}")
-    return chosen, estimate
+    need(on_device <= room, "memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}", "more ranks, a larger "
+         "device, more and shorter slots (--num_slots=32), smaller batches in --stages, fewer rows in --tables or these "
+         "with home host, a smaller model", RunError)
+    return slots_at_once, estimate
 
 
-def needed_bytes(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> int:
-    """Bytes of the device. A CPU's are those of the host."""
-    estimate = memory_estimate(cfg, fabric, kernel, slots_at_once)
-    if fabric.on_cuda:
-        estimate.pop(ON_HOST, 0)
-    return sum(estimate.values())
-
-
-def host_bytes(cfg: Config, fabric: Fabric) -> int:
-    """Bytes of tables in host memory, of one rank."""
-    rows = [row for row in parameter_table(cfg) if row.optimizer == "rowwise"]
-    return sum(rowwise_bytes(row, cfg, fabric).get(ON_HOST, 0) for row in rows)
-
-
-def check_dense_updates(cfg: Config, world: int, most_bytes: float) -> None:
-    """Raise ConfigError for a table of which an update of all rows moves more than so many bytes on a rank."""
-    bytes_of_a_row = ADAM_BYTES * cfg.model_dim
-    for row in parameter_table(cfg):
-        if row.rows is None or row.optimizer != "adam":
-            continue
-        size = -(-row.rows.rows // world)
-        moved = size * bytes_of_a_row
-        if moved <= most_bytes:
-            continue
-        ways = ["more ranks"]
-        most_rows = int(most_bytes // bytes_of_a_row) * world
-        if row.label == "bigram_embed":
-            ways.append(f"--bigram_rows={most_rows}")
-        raise ConfigError(
-            f"rule adam of {row.label}",
-            f"{moved / 1e9:.1f} GB, {ADAM_BYTES} bytes for each element of an owner's {size} rows, in every update",
-            f"at most {most_bytes / 1e9:.1f} GB", ", or ".join(ways))
-
-
-def room_on_host(fabric: Fabric) -> float:
-    """Bytes for the tables of one rank in host memory, on the host that has the least."""
-    mine = MEMORY_SHARE * Fabric(torch.device("cpu")).total_memory()
-    return min(fabric.gather(mine))
-
-
-def check_host_memory(cfg: Config, fabric: Fabric) -> None:
-    """Raise RunError where the rows that the run can touch do not fit into the memory of the host."""
-    needed = host_bytes(cfg, fabric)
-    if needed == 0:
-        return
-    room = room_on_host(fabric)
-    if needed > room:
-        ways = ["fewer rows in --tables", "fewer steps", "more hosts"]
-        raise RunError(ON_HOST, f"{room / 2**30:.1f} GiB for each rank",
-                       f"{needed / 2**30:.1f} GiB: pages of the rows that {tokens_of_run(cfg)} tokens can touch, and "
-                       "of their state", ", or ".join(ways))
-
-
-def ways_out(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int, room: float) -> str:
-    """Flags that fit into so many bytes of the device."""
-    return smaller_batches(cfg, fabric, kernel, room)
-
-
-def smaller_batches(cfg: Config, fabric: Fabric, kernel: Callable, room: float) -> str:
-    """Flags that fit into so many bytes, or what else there is to do."""
-    batches = [cfg.val_batch_tokens, *(stage.batch_tokens for stage in cfg.stages)]
-    most_slots = math.gcd(*batches) // SLOT_UNIT
-    for slots in range(cfg.num_slots, most_slots + 1, cfg.num_slots):
-        choice = replace(cfg, num_slots=slots)
-        if most_slots % slots == 0 and needed_bytes(choice, fabric, kernel, 1) <= room:
-            return f"--num_slots={slots} --slots_per_micro_batch=1"
-    return "more ranks, a larger device"
-
-
-# ---- Files: a save to sample from, checkpoints to go on from. Nothing in a file is trusted.
-KINDS_OF_FILE = {
-    stat.S_IFDIR: "a directory", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device"}
-
-
-def reason_of(error: OSError | ValueError) -> str:
-    return getattr(error, "strerror", None) or str(error)
-
-
-def regular_file(path: Path, what: str) -> Path:
-    need_file(path, what)
-    return path
-
-
-TABLES = "tables.json"                   # constants of the tables of n-grams in a save, and the files with their rows
-SAVED_FILES = (VOCABULARY, "weights.pt", TABLES, "config.json")
-TABLE_CONSTANTS = ("label", "rows", "order", "signs", "place")     # columns of NgramTable
-PIECES = "rows-*.pt"                     # rows of a table of rule "rowwise", as named by `Piece`
-CLOCK_TICK = 1e-9                        # s; no step is shorter
-KEPT_CHECKPOINTS = 2
-NEW_CHECKPOINT = "new.pt"                # a checkpoint whose hash is not known yet
-
-
-class TensorKind(NamedTuple):
-    """What is known of a tensor before it is read from a file."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    def __str__(self) -> str:
-        dtype = str(self.dtype).removeprefix("torch.")
-        return f"{self.shape} {dtype}"
+# ---- Files: a save and a checkpoint are one thing, a folder that is whole before it has its name. Loading runs no code.
+CHECKPOINTS = "checkpoints"              # folder in the run directory
+PIECE_BYTES = 1 << 27                    # of the rows and their state in one file
 
 
 def file_sha256(path: Path) -> str:
@@ -5023,833 +4117,161 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def part_of(path: Path) -> Path:
-    """Where a file is written until it is whole."""
-    return path.with_name(f"{path.name}.part")
-
-
-def take_lock(file: BinaryIO | int, shared: bool = False) -> bool:
-    """Lock an open file or folder until its process closes it or ends. False if another one has it locked.
-
-    shared: with whoever shares it too, and waiting for whoever does not, who will not be long.
-    """
-    try:
-        import fcntl
-        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX | fcntl.LOCK_NB
-        fcntl.flock(file, kind)
-    except BlockingIOError:
-        return False
-    except (ImportError, OSError):       # Windows; a file system without locks
-        pass
-    return True
-
-
-def remove_leftovers(paths: Iterable[Path]) -> None:
-    """Remove what killed runs left behind. What a live one is writing is locked, and stays."""
-    for path in paths:
-        with contextlib.suppress(OSError):                    # not there, or not ours to remove
-            if not stat.S_ISREG(path.lstat().st_mode):
-                continue
-            with open(path, "rb") as file:
-                abandoned = take_lock(file)
-            if abandoned:
-                path.unlink()
-
-
-def remove_files(paths: Iterable[Path]) -> None:
-    """Remove what is there and can be removed."""
-    for path in paths:
-        with contextlib.suppress(OSError):                    # a folder, say: it is in nobody's way
-            path.unlink()
-
-
 @contextlib.contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Whatever the system refuses inside is raised as a RunError."""
+def refused(path: Path) -> Iterator[None]:
+    """Raise a RunError that names the path for what the system refuses inside."""
     try:
         yield
-    except (OSError, ValueError) as error:
-        raise RunError(f"writing {path}", reason_of(error), "room, and the right to write there",
+    except (OSError, ValueError, RuntimeError) as error:      # torch.save makes RuntimeErrors of what the disk says
+        raise RunError(f"writing {path}", error.__context__ or error, "room, and the right to write there",
                        "free some, or name another folder") from None
 
 
-def save_tensors(content: Any, file: BinaryIO) -> None:
-    """torch.save, but what stopped the writing is raised as it was.
+def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]], fabric: Fabric) -> None:
+    """Write a new folder with these files of every rank. Raises RunError on all ranks. Collective.
 
-    torch makes a RuntimeError of its own of whatever happens below its writer, even of a signal.
+    contents: (name, bytes or what torch.save takes), each made when the one before it is on the disk. All goes to
+    FOLDER.<run id>.part, which no other run touches; rank 0 writes the manifest and renames it once.
     """
+    part = folder.with_name(f"{folder.name}.{run_id}.part")
     try:
-        torch.save(content, file)
-    except RuntimeError as error:
-        if error.__context__ is None:
-            raise
-        raise error.__context__ from None
-
-
-def write_part(path: Path, content: Any) -> dict[str, Any]:
-    """Write the part of a file, whole and flushed; giving it its name is left to the caller.
-
-    content: bytes, or what torch.save takes. Returns the file's entry in a manifest.
-    Raises RunError; then nothing stays.
-    """
-    part = part_of(path)
-    try:
-        with writing(path):
-            part.unlink(missing_ok=True)
-            with open(part, "x+b") as file:                   # x: never through somebody's link
-                take_lock(file)
-                if isinstance(content, bytes):
-                    file.write(content)
-                else:
-                    save_tensors(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-                size = file.tell()
-                file.seek(0)
-                digest = hashlib.file_digest(file, "sha256")
-    except BaseException:
-        with contextlib.suppress(OSError, ValueError):
-            part.unlink()
-        raise
-    return dict(bytes=size, sha256=digest.hexdigest())
-
-
-@contextlib.contextmanager
-def opened(folder: Path) -> Iterator[int]:
-    """A handle of a folder. Raises OSError, on Windows always."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        yield handle
-    finally:
-        os.close(handle)
-
-
-def flush_names(folder: Path) -> None:
-    """Make new names in a folder outlast a power failure, where the system can."""
-    with contextlib.suppress(OSError), opened(folder) as handle:
-        os.fsync(handle)
-
-
-class Piece(NamedTuple):
-    """What the name of a file with rows of a table says: ids, rows and, in a checkpoint, their state."""
-
-    step: int                            # that the run had done
-    label: str                           # of the table
-    rank: int                            # that owned the rows, of so many:
-    world: int
-    number: int                          # among the pieces of that rank
-    sha256: str                          # of the content; empty while it is not written
-
-    def __str__(self) -> str:
-        """The file's name, but what it ends with."""
-        name = f"rows-{self.step:07d}-{self.label}-{self.rank}of{self.world}-{self.number:04d}"
-        return f"{name}-{self.sha256}" if self.sha256 else name
-
-    @classmethod
-    def named(cls, name: Any) -> Piece | None:
-        """What a name says; None: it is not a piece's."""
-        form = r"rows-(\d{7})-(\w+)-(\d{1,6})of(\d{1,6})-(\d{4,9})-([0-9a-f]{64})\.pt"
-        found = re.fullmatch(form, name, re.ASCII) if isinstance(name, str) else None
-        if found is None:
-            return None
-        step, label, rank, world, number, sha256 = found.groups()
-        return cls(int(step), label, int(rank), int(world), int(number), sha256)
-
-
-@contextlib.contextmanager
-def pieces_without_a_name(folder: Path) -> Iterator[None]:
-    """Inside, nobody takes what is written to the folder for leftovers. The folder is made. Raises RunError."""
-    with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.ExitStack() as open_inside:
-        with contextlib.suppress(OSError):                    # what cannot be locked is not tidied up either
-            handle = open_inside.enter_context(opened(folder))
-            take_lock(handle, shared=True)
-        yield
-
-
-def remove_pieces(folder: Path, pattern: str) -> None:
-    """Remove the pieces, whole or not, of killed runs and removed checkpoints, unless a live run writes some.
-
-    Whole ones belong to the checkpoint of their step.
-    """
-    with contextlib.suppress(OSError), opened(folder) as handle:
-        if not take_lock(handle):
-            return
-        steps = {path.name[len("step-"):len("step-0000000")] for path in folder.glob("step-*.pt")}
-        for path in folder.glob(pattern):
-            piece = re.fullmatch(r"rows-(\d{7})-.*\.(pt|part)", path.name)
-            if piece is None:
-                continue
-            step, ending = piece.groups()
-            if ending == "part" or step not in steps:
-                remove_files([path])
-
-
-def write_pieces(folder: Path, step: int, tables: dict[str, EventTable], with_state: bool) -> dict[str, Any]:
-    """Write the touched rows of this rank's slices, as parts of the files that they are to be.
-
-    Returns their entries in a manifest by name. Raises RunError; then nothing stays.
-    """
-    entries: dict[str, Any] = {}
-    parts = []                                                # what is removed if one of them fails
-    try:
-        for label, table in tables.items():
-            for number, (ids, live) in enumerate(table.touched()):
-                content = dict(ids=ids, rows=live.rows)
-                if with_state:
-                    content |= dict(v=live.v, last=live.last)
-                piece = Piece(step, label, table.fabric.rank, table.fabric.world, number, sha256="")
-                unnamed = folder / str(piece)
-                parts.append(part_of(unnamed))
-                entry = write_part(unnamed, content)
-                name = f"{piece._replace(sha256=entry['sha256'])}.pt"
-                parts.append(part_of(folder / name))
-                with writing(unnamed):
-                    part_of(unnamed).rename(part_of(folder / name))
-                entries[name] = entry
-    except BaseException:
-        remove_files(parts)
-        raise
-    return entries
-
-
-@contextlib.contextmanager
-def pieces_of_all(folder: Path, step: int, tables: dict[str, EventTable], with_state: bool,
-                  fabric: Fabric) -> Iterator[dict[str, Any]]:
-    """The touched rows of all ranks as parts of files, which rank 0 gives their names inside: entries in a manifest.
-
-    Every rank calls it, and nobody waits for others inside. Raises RunError on all of them if one fails, inside too;
-    then no parts stay.
-    """
-    entries: dict[str, Any] = {}
-    mine: dict[str, Any] = {}
-    try:
-        with contextlib.ExitStack() as until_named:
-            if tables:
-                with fabric.failing_together():
-                    if fabric.rank == 0:
-                        until_named.enter_context(pieces_without_a_name(folder))
-                with fabric.failing_together():
-                    mine = write_pieces(folder, step, tables, with_state)
-                for theirs in fabric.gather(mine):
-                    entries |= theirs
-            with fabric.failing_together():
-                yield entries
-    except BaseException:
-        remove_files(part_of(folder / name) for name in mine)
+        with fabric.failing_together(), refused(part):
+            if fabric.rank == 0:
+                part.mkdir(parents=True)
+        hashes = {}
+        with fabric.failing_together(), refused(part):
+            for name, content in contents:
+                with open(part / name, "xb") as file:
+                    if isinstance(content, bytes):
+                        file.write(content)
+                    else:
+                        torch.save(content, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                hashes[name] = file_sha256(part / name)
+        files = {name: sha256 for of_rank in fabric.gather(hashes) for name, sha256 in of_rank.items()}
+        with fabric.failing_together(), refused(folder):
+            if fabric.rank == 0:
+                facts = {name: dict(bytes=(part / name).stat().st_size, sha256=sha256) for name, sha256 in files.items()}
+                manifest = json.dumps(dict(format=max(MANIFEST_FORMATS), files=facts), indent=1)
+                (part / MANIFEST).write_text(manifest)
+                part.rename(folder)                           # fails if another run has taken the name
+    except RunError:
+        if fabric.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)
         raise
 
 
-def table_constants(cfg: Config) -> list[dict[str, Any]]:
-    """What decides which rows of the tables of n-grams a token reads and where they go, table by table, for a file."""
-    constants = []
-    for line in cfg.tables:
-        columns = {name: getattr(line, name) for name in TABLE_CONSTANTS}
-        as_in_a_file = json.loads(json.dumps(columns))        # a list for a tuple
-        constants.append(as_in_a_file)
-    return constants
-
-
-def table_records(cfg: Config, pieces: Iterable[str]) -> list[dict[str, Any]]:
-    """What a checkpoint or a save says of its tables of n-grams: constants, and the files with their rows."""
-    records = []
-    for constants in table_constants(cfg):
-        names = [name for name in pieces if Piece.named(name).label == constants["label"]]
-        records.append(dict(constants, pieces=names))
-    return records
-
-
-def saved_already(folder: Path) -> list[str]:
-    """Names in a folder that a save would write over, or that would be mixed with it."""
-    found = [name for name in (*SAVED_FILES, MANIFEST) if os.path.lexists(folder / name)]
-    if any(folder.glob(PIECES)):
-        found.append(PIECES)
-    return found
-
-
-def prepare_save(folder: Path) -> None:
-    """Before training: see that a save can be written there, over nobody's. Raises ConfigError."""
-    taken = saved_already(folder)
-    if taken:
-        raise ConfigError(f"--save={folder}", f"{', '.join(taken)}, of another run or data set",
-                          "a folder without a save", "another --save=DIR, or move these files away")
-    trial = part_of(folder / MANIFEST)
+def read_tensors(path: Path, manifest: dict[str, str]) -> Any:
+    """Return what torch.save wrote; no code in it is run. Raises DataError, whatever the file is."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(part_of(folder / name) for name in (*SAVED_FILES, MANIFEST))
-        remove_pieces(folder, "rows-*.part")
-        open(trial, "xb").close()
-        trial.unlink()
-    except (OSError, ValueError) as error:
-        found = reason_of(error)
-        if folder.is_dir():
-            found = f"a folder that takes no file ({found})"
-        elif os.path.lexists(folder):
-            found = "something that is not a folder"
-        raise ConfigError(f"--save={folder}", found, "a folder that can be written to",
-                          "another --save=DIR") from None
-
-
-def save_contents(cfg: Config, tensors: dict[str, Tensor], vocabulary: list[bytes] | None,
-                  pieces: Iterable[str]) -> dict[str, Any]:
-    """Files of a save but pieces and manifest, by name. vocabulary: bytes of the tokens, where known."""
-    contents: dict[str, Any] = {}
-    if vocabulary is not None:
-        lines = []
-        for token, piece in enumerate(vocabulary):
-            if piece:
-                lines.append(b"%s %d\n" % (base64.b64encode(piece), token))
-        contents[VOCABULARY] = b"".join(lines)
-    contents["weights.pt"] = tensors
-    if cfg.tables:
-        contents[TABLES] = json.dumps(table_records(cfg, pieces), indent=1).encode()
-    contents["config.json"] = json.dumps({name: flag_text(value) for name, value in vars(cfg).items()}, indent=1).encode()
-    return contents
-
-
-def save_weights(folder: Path, cfg: Config, tensors: dict[str, Tensor],
-                 vocabulary: list[bytes] | None, pieces: dict[str, Any] | None = None) -> None:
-    """Write weights.pt (logical shapes and order), config.json, vocab.txt, tables.json and the manifest.
-
-    pieces: rows of tables, as parts that are there already: their entries in the manifest by name.
-    All are whole and flushed before the first gets its name. Without config.json a folder is no
-    save, so that one whose names a kill cut short is refused by `load_weights`.
-    Raises RunError; then nothing half-made stays.
-    """
-    pieces = pieces or {}
-    contents = save_contents(cfg, tensors, vocabulary, pieces)
-    names = (*pieces, *contents, MANIFEST)
-    written = [part_of(folder / name) for name in names]      # all that is removed if one of them fails
-    try:
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            entries = dict(pieces)
-            for name, content in contents.items():
-                entries[name] = write_part(folder / name, content)
-            manifest = json.dumps(dict(format=1, files=entries), indent=1)
-            write_part(folder / MANIFEST, manifest.encode())
-
-            taken = saved_already(folder)
-            if taken:
-                raise ValueError(f"another run has saved {', '.join(taken)} there in the meantime")
-            for name in names:
-                part_of(folder / name).rename(folder / name)
-                written.append(folder / name)
-            flush_names(folder)
-    except BaseException:
-        remove_files(written)
-        raise
-
-
-def is_record(found: Any, **types: type) -> bool:
-    """Whether this is a dictionary of exactly these keys, with values of exactly these types."""
-    if not isinstance(found, dict) or found.keys() != types.keys():
-        return False
-    return all(type(found[key]) is kind for key, kind in types.items())
-
-
-def read_json(path: Path, what: str) -> Any:
-    """What is in a JSON file. Raises DataError, whatever the file is."""
-    content = regular_file(path, what).read_bytes()
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise DataError(f"{path} as {what}", f"{type(error).__name__}: {error}",
-                        "JSON, as --save writes it", "train with --save=DIR again") from None
-
-
-def read_tensors(path: Path, what: str) -> Any:
-    """What torch.save wrote; no code in it is run. Raises DataError, whatever the file is."""
-    regular_file(path, what)
-    try:
+        need(path.name in manifest and path.is_file(), path, "no such file, or not in the manifest", "a file of a save or "
+             "checkpoint", "take another, or write this one again", DataError)
+        need(file_sha256(path) == manifest[path.name], path, "another content than its manifest says", "the content as "
+             "written", "copy the folder again: it is damaged, or mixed from several", DataError)
         return torch.load(path, "cpu", weights_only=True, mmap=True)
-    except Exception as error:           # its text would advise to let the file run its code
-        kind = type(error).__name__
-        raise DataError(f"{path} as {what}",
-                        f"{kind}: this file would run code when loaded, or is damaged",
-                        "tensors, as this trainer writes them",
-                        "take a file that you know") from None
-
-
-def check_save(folder: Path) -> None:
-    """Raise DataError if a save is not what its manifest says. Older saves have no manifest."""
-    if not os.path.lexists(folder / MANIFEST):
-        return
-    written = read_manifest(folder)
-    pieces = {path.name for path in folder.glob(PIECES)}
-    pieces.update(name for name in written if Piece.named(name))
-    for name in (*SAVED_FILES, *sorted(pieces)):
-        path = folder / name
-        if name in written:
-            regular_file(path, f"part of a save, which {MANIFEST} names")
-            sound = file_sha256(path) == written[name]
-            found = "another content than the manifest says"
-        else:
-            sound = not os.path.lexists(path)
-            found = "a file that the manifest does not name"
-        if not sound:
-            raise DataError(f"{path} beside {MANIFEST}", found, "the files of one run, as written",
-                            "copy the save again: it is damaged, or mixed from several")
-
-
-def whole_parameters(cfg: Config) -> list[Parameter]:
-    """Rows of the parameter table that a file holds whole: all but those of rule "rowwise"."""
-    return [row for row in parameter_table(cfg) if row.optimizer != "rowwise"]
-
-
-def weight_kinds(cfg: Config) -> dict[str, TensorKind]:
-    """Shape and type of every weight in a file, by label."""
-    dtype = getattr(torch, cfg.dtype)
-    exact = exact_dtype(dtype)
-    kinds = {}
-    for row in whole_parameters(cfg):
-        kinds[row.label] = TensorKind(row.shape, exact if row.full_precision else dtype)
-    return kinds
-
-
-def moment_kinds(cfg: Config) -> dict[str, TensorKind]:
-    """Shape and type of all that the optimizer keeps, whole, as in a checkpoint."""
-    dtype = getattr(torch, cfg.dtype)
-    exact = exact_dtype(dtype)
-    kinds = {}
-    for row in whole_parameters(cfg):
-        if row.optimizer == "adam":
-            kinds[f"{row.label}.m"] = TensorKind(row.shape, exact)
-            kinds[f"{row.label}.v"] = TensorKind(row.shape, exact)
-            continue
-        height, width = matrix_shape(row.label, row.shape)
-        count = math.prod(row.shape) // (height * width)
-        matrices = (count, height, width)
-        kinds[f"{row.label}.momentum"] = TensorKind(matrices, exact)
-        kinds[f"{row.label}.second"] = TensorKind(second_shape(matrices), exact)
-        if dtype == torch.bfloat16:
-            kinds[f"{row.label}.mantissa"] = TensorKind(matrices, torch.int16)
-    return kinds
-
-
-def fault_of(name: Any, x: Any, expected: TensorKind | None) -> str:
-    """What is wrong with one tensor of a file, in words, or an empty text."""
-    if expected is None:
-        return f"{name!r:.60} unknown"
-    plain = isinstance(x, Tensor) and x.layout == torch.strided and x.device.type == "cpu"
-    if not plain or x.is_nested:
-        return f"{name} is no plain tensor"
-    kind = TensorKind(tuple(x.shape), x.dtype)
-    if kind != expected:
-        return f"{name} is {kind} instead of {expected}"
-    if not x.isfinite().all():
-        return f"{name} is not finite"
-    return ""
-
-
-def faults(tensors: Any, expected: dict[str, TensorKind]) -> str:
-    """The first three faults of tensors from a file, in words, or an empty text."""
-    if not isinstance(tensors, dict):
-        return f"{type(tensors).__name__} instead of tensors by name"
-    found = [f"{name} missing" for name in expected if name not in tensors]
-    for name, x in tensors.items():
-        fault = fault_of(name, x, expected.get(name))
-        if fault:
-            found.append(fault)
-    return ", ".join(found[:3])
-
-
-def piece_kinds(cfg: Config, count: int, with_state: bool) -> dict[str, TensorKind]:
-    """Shape and type of what is in a file with so many rows of a table."""
-    dtype = getattr(torch, cfg.dtype)
-    kinds = dict(ids=TensorKind((count,), torch.int64), rows=TensorKind((count, cfg.model_dim), dtype))
-    if with_state:
-        kinds["v"] = TensorKind((count,), exact_dtype(dtype))
-        kinds["last"] = TensorKind((count,), torch.int32)
-    return kinds
-
-
-def wrong_with_piece(content: Any, piece: Piece, cfg: Config, rows: int, events: int | None, behind: int) -> str:
-    """What does not fit in the content of a piece, or an empty text.
-
-    rows: of its table. events: of the table so far; None: there is no state. behind: the row that it has to go on
-    behind, the last one of the piece before.
-    """
-    ids = content.get("ids") if isinstance(content, dict) else None
-    if not isinstance(ids, Tensor) or not 0 < ids.numel() <= rows:
-        return f"not 1 to {rows} rows with their numbers"
-    wrong = faults(content, piece_kinds(cfg, ids.numel(), with_state=events is not None))
-    if wrong:
-        return wrong
-    if ids[0] <= behind or (ids.diff() <= 0).any():
-        return f"rows that do not ascend, behind row {behind}"
-    if ids[-1] >= rows:
-        return f"row {ids[-1]} of a table of {rows}"
-    if (ids % piece.world != piece.rank).any():
-        return f"rows of another owner than rank {piece.rank} of {piece.world}"
-    if events is None:
-        return ""
-    if (content["v"] < 0).any():
-        return "a second moment below 0"
-    first, last = content["last"].min(), content["last"].max()
-    if first < 1 or last > events:
-        return f"rows that were touched last at events {first} to {last}, of 1 to {events}"
-    return ""
-
-
-def saved_rows(folder: Path, names: Iterable[str], cfg: Config, rows: int,
-               events: int | None) -> Iterator[tuple[Tensor, Live]]:
-    """Rows of a table from its pieces, one piece at a time, each of them checked. Raises DataError.
-
-    rows, events: as for wrong_with_piece. Numbers (n,) i64 in the whole table, ascending for each owner.
-    """
-    rank = None
-    for name in names:
-        piece = Piece.named(name)
-        if piece.rank != rank:
-            rank = piece.rank
-            behind = -1
-        what = f"rows of {piece.label}"
-        content = read_tensors(folder / name, what)
-        wrong = wrong_with_piece(content, piece, cfg, rows, events, behind)
-        if wrong:
-            raise DataError(f"{folder / name} as {what}", wrong, "rows that were touched, as this trainer writes them",
-                            "go on from another checkpoint, or copy the files again")
-        ids = content["ids"]
-        behind = int(ids[-1])
-        if events is None:                                    # for readers: touched at some time
-            content["v"] = torch.zeros(len(ids))
-            content["last"] = torch.ones(len(ids))
-        yield ids, Live(content["rows"], content["v"], content["last"])
-
-
-def load_tables(folder: Path, cfg: Config, records: list[dict[str, Any]], counts: dict[str, int] | None,
-                tables: dict[str, EventTable], fabric: Fabric) -> None:
-    """Put the saved rows of the tables in the place of all. Every rank calls it, each for what it owns.
-
-    cfg: of the run that saved. counts: events by label; None for a save. Raises DataError on all ranks if one fails.
-    """
-    with fabric.failing_together():
-        for record in records:
-            label = record["label"]
-            if label not in tables:
-                continue
-            names = pieces_to_read(record["pieces"], fabric)
-            events = counts[label] if counts else None
-            tables[label].load(saved_rows(folder, names, cfg, record["rows"], events))
-
-
-def pieces_to_read(names: Iterable[str], fabric: Fabric) -> list[str]:
-    """Those of a table's pieces that may hold rows which this rank owns, all of an earlier owner or none."""
-    names_to_read = []
-    for name in names:
-        piece = Piece.named(name)
-        common = math.gcd(piece.world, fabric.world)          # row r is of owner r mod W, then and now
-        if piece.rank % common == fabric.rank % common:
-            names_to_read.append(name)
-    return names_to_read
-
-
-def wrong_with_tables(records: Any, cfg: Config, step: int | None) -> str:
-    """What does not fit in what a file says of its tables of n-grams, or an empty text. step: None: of any."""
-    try:
-        json.dumps(records)                                   # plain values can be compared, whatever they are
-    except (TypeError, ValueError, RecursionError):
-        return "tables of another form"
-    if not isinstance(records, list):
-        return "tables that are no list"
-    for record in records:
-        if not isinstance(record, dict) or record.keys() != {*TABLE_CONSTANTS, "pieces"}:
-            return "a table of another form"
-        if not isinstance(record["pieces"], list):
-            return "pieces of a table that are no list"
-
-    expected = table_constants(cfg)
-    found_labels = [record["label"] for record in records]
-    expected_labels = [constants["label"] for constants in expected]
-    if found_labels != expected_labels:
-        return f"the tables {shown(found_labels)}, where this trainer has {expected_labels}"
-    rowwise = {table.label for table in row_tables(cfg) if table.is_rowwise}
-    for record, constants in zip(records, expected):
-        label = constants["label"]
-        for name, value in constants.items():
-            if record[name] != value:
-                return f"{label} with {name} {shown(record[name])}, where this trainer has {value}"
-        if record["pieces"] and label not in rowwise:
-            return f"pieces of {label}, which weights.pt holds"
-        wrong = wrong_with_names(record["pieces"], label, step)
-        if wrong:
-            return wrong
-    return ""
-
-
-def wrong_with_names(names: list, label: str, step: int | None) -> str:
-    """What does not fit in the names of a table's pieces, or an empty text."""
-    before = None
-    for name in names:
-        piece = Piece.named(name)
-        if piece is None or piece.label != label or step not in (None, piece.step) or piece.rank >= piece.world:
-            return f"{shown(name)} as a piece of {label}"
-        if before is not None and piece.world != before.world:
-            return f"pieces of {label} by {before.world} and by {piece.world} ranks"
-        if before is not None and (piece.rank, piece.number) <= (before.rank, before.number):
-            return f"pieces of {label} in another order than written"
-        before = piece
-    return ""
-
-
-def load_weights(folder: Path, device: str) -> tuple[Config, dict[str, Tensor]]:
-    """What save_weights wrote; the device is the caller's. Raises DataError or ConfigError."""
-    if not folder.is_dir():
-        raise DataError(f"saved weights in {folder}", "no such folder",
-                        "one with config.json and weights.pt", "train with --save=DIR first")
-    check_save(folder)
-    path = folder / "config.json"
-    settings = read_json(path, "the configuration of a save")
-    cfg = make_config("record", settings | dict(device=device))
-    if not 0 <= cfg.document_start < cfg.vocab_size <= min(cfg.padded_vocab, MAX_VOCAB):
-        sizes = (cfg.document_start, cfg.vocab_size, cfg.padded_vocab)
-        raise DataError(f"{path}: document_start, vocab_size, padded_vocab", sizes,
-                        f"each below the next, and at most {MAX_VOCAB} tokens",
-                        "train with --save=DIR again")
-
-    path = folder / "weights.pt"
-    tensors = read_tensors(path, "the weights of a save")
-    wrong = faults(tensors, weight_kinds(cfg))
-    if wrong:
-        raise DataError(f"{path} as the weights of a save", wrong,
-                        "finite weights, as config.json describes them",
-                        "copy the save again, or train with --save=DIR again")
-    return cfg, tensors
-
-
-def read_tables(folder: Path, cfg: Config) -> list[dict[str, Any]]:
-    """What a save says of its tables of n-grams, whose rows `load_tables` reads. Raises DataError."""
-    if not cfg.tables:
-        return []
-    path = folder / TABLES
-    records = read_json(path, "the tables of a save")
-    wrong = wrong_with_tables(records, cfg, step=None)
-    if wrong:
-        raise DataError(f"{path} as the tables of a save", wrong, "the constants in NGRAM_TABLES, and names of pieces",
-                        "sample with the trainer of that run, or copy the save again")
-    return records
-
-
-def check_room_for_tables(folder: Path, trained: Config, cfg: Config, records: list[dict[str, Any]],
-                          fabric: Fabric) -> None:
-    """Raise RunError where the rows in the pieces of a save, in the types of cfg, do not fit into the host's memory."""
-    saved_row_bytes = trained.model_dim * getattr(torch, trained.dtype).itemsize
-    needed = 0
-    for record in records:
-        in_files = sum(regular_file(folder / name, "rows of a table").stat().st_size for name in record["pieces"])
-        needed += mapped_bytes(cfg, record["rows"], touched=in_files // saved_row_bytes)
-    room = room_on_host(fabric)
-    if needed > room:
-        raise RunError(ON_HOST, f"{room / 2**30:.1f} GiB", f"{needed / 2**30:.1f} GiB for the rows in {folder}",
-                       "a host with more memory")
-
-
-def load_vocabulary(folder: Path, cfg: Config) -> list[bytes] | None:
-    """Bytes of each token of a save that `load_weights` has compared with its manifest, or None. Raises DataError."""
-    return read_vocabulary(folder, cfg)
-
-
-def save_checkpoint(folder: Path, step: int, content: dict[str, Any], pieces: Iterable[str] = ()) -> None:
-    """Write step-<step>-<hash of the file>.pt, and keep only one before it. Raises RunError.
-
-    pieces: names of files that are there as parts; they get them before the checkpoint has its own.
-    """
-    new = folder / NEW_CHECKPOINT
-    named = []                                                # what is removed if the checkpoint comes to nothing
-    try:
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            written = write_part(new, content)
-            for name in pieces:
-                part_of(folder / name).rename(folder / name)
-                named.append(folder / name)
-            if named:
-                flush_names(folder)
-            last = folder / f"step-{step:07d}-{written['sha256']}.pt"
-            part_of(new).rename(last)
-    except BaseException:
-        remove_files([part_of(new), *named])
+    except TrainerError:
         raise
-    flush_names(folder)
-
-    before = [path for path in folder.glob("step-*.pt") if path.name < last.name]
-    newest_first = sorted(before, reverse=True)
-    remove_files(newest_first[KEPT_CHECKPOINTS - 1:])
+    except Exception as error:           # its text would advise to let the file run its code
+        raise DataError(path, f"{type(error).__name__}: damaged, unreadable, or with code in it",
+                        "tensors, as this trainer writes them", "take another, or write this one again") from None
 
 
-def wrong_with_log(log: dict[str, Any], step: int) -> str:
-    """What does not fit in the log that a checkpoint of this step holds, or an empty text."""
-    if not is_record(log, tokens=int, done=int, last_good=str, lines=dict):
-        return "a log of another form"
-    if log["done"] != step or log["tokens"] < 0:
-        return f"a log of {log['done']} steps and {log['tokens']} tokens"
-    if not is_record(log["lines"], **{"log.txt": str, "log.jsonl": str}):
-        return "lines of other files than log.txt and log.jsonl"
+def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
+    """Yield (name, content) of the files with this rank's touched rows of row-wise tables, by logical row number."""
+    fabric = executor.fabric
+    for label, table in executor.tables.items():
+        if table.home is None:
+            continue
+        most_rows = max(1, PIECE_BYTES // sum(x[:1].nbytes for x in table.home.stored))
+        for number, (places, state) in enumerate(table.home.touched(most_rows)):
+            content = dict(ids=places * fabric.world + fabric.rank, **state._asdict())
+            if not with_state:
+                content = dict(ids=content["ids"], rows=state.rows)
+            yield f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt", content
+
+
+def load_rows(folder: Path, manifest: dict[str, str], executor: Executor) -> None:
+    """Load the row-wise tables of a save or checkpoint: each rank takes the rows that it owns. Raises DataError."""
+    for label, table in executor.tables.items():
+        if table.home is not None:
+            names = [name for name in manifest if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name)]
+            table.home.load(own_rows(read_tensors(folder / name, manifest), name, table) for name in names)
+
+
+def own_rows(content: Any, name: str, table: RowTable) -> tuple[Tensor, RowState]:
+    """Return places and rows that are this rank's of one file of rows. Raises DataError."""
+    fabric, stored = table.fabric, table.home.stored
     try:
-        for text in log["lines"].values():
-            text.encode()
-    except UnicodeEncodeError:
-        return "lines that no file can hold"
-    try:
-        events = [json.loads(line) for line in log["lines"]["log.jsonl"].splitlines()]
-    except (ValueError, RecursionError):
-        return "lines of log.jsonl that are no JSON"
-    if not all(isinstance(event, dict) for event in events):
-        return "lines of log.jsonl that are no events"
-    return ""
+        ids = content["ids"]
+        state = RowState(content["rows"], content.get("v", torch.zeros(len(ids))), content.get("last", torch.ones(len(ids))))
+        ascending = len(ids) == 0 or (ids[0] >= 0 and ids[-1] < table.table.rows and (ids.diff() > 0).all())
+        fits = ids.dtype == torch.int64 and all(x.shape == (len(ids), *y.shape[1:]) for x, y in zip(state, stored))
+    except (LookupError, TypeError, AttributeError, RuntimeError):
+        ascending = fits = False
+    need(ascending and fits, name, "other content", f"ascending rows below {table.table.rows} of {table.table.label}",
+         "resume or sample with the trainer of that run", DataError)
+    at = (ids % fabric.world == fabric.rank).nonzero().flatten()
+    return ids[at] // fabric.world, RowState(*(x[at].to(y.dtype) for x, y in zip(state, stored)))
 
 
-def with_fits(cfg: Config, checkpoint: dict[str, Any] | None) -> Schedule:
-    """The schedule of a run, which may go on from a checkpoint."""
-    return Schedule(cfg, checkpoint["places"] if checkpoint else ())
+def settings_json(preset: str, cfg: Config) -> bytes:
+    """Return a run's settings as texts of its flags; `read_settings` reads them."""
+    flags = {name: flag_text(value) for name, value in vars(cfg).items()}
+    return json.dumps(dict(preset=preset, flags=flags), indent=1).encode()
 
 
-def wrong_with_state(state: dict[str, Any], schedule: Schedule, step: int) -> str:
-    """What does not fit in the state that a checkpoint of this step holds, or an empty text."""
-    if not is_record(state, weights=dict, moments=dict, tied=bool, adam_steps=dict):
-        return "a state of another form"
-    cfg = schedule.cfg
-    tied = schedule.at(step).tied
-    if state["tied"] != tied:
-        return f"tied={state['tied']}, where the schedule says {tied}"
-    updates = {}
-    for row in parameter_table(cfg):
-        if row.optimizer == "adam":
-            updates[row.label] = step // cfg.adam_every
-        if row.optimizer == "rowwise":
-            updates[row.label] = step // row.rows.cadence
-    if tied:
-        updates["embed"] = 0                                  # what is updated is the head
-    if state["adam_steps"] != updates:
-        return f"counts of updates that are not those of step {step}"
-    wrong = faults(state["weights"], weight_kinds(cfg))
-    if not wrong:
-        wrong = faults(state["moments"], moment_kinds(cfg))
-    return wrong
+def save(folder: Path, run_id: str, preset: str, cfg: Config, executor: Executor, values: Values,
+         vocabulary: list[bytes] | None) -> None:
+    """Save weights in logical shapes, settings, and the bytes of the tokens. Raises RunError. Collective."""
+    files = [("weights.pt", executor.whole_weights(values)), ("settings.json", settings_json(preset, cfg))]
+    if vocabulary is not None:
+        lines = [b"%s %d" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece]
+        files.append((VOCABULARY, b"\n".join(lines) + b"\n"))
+    mine = files if executor.fabric.rank == 0 else []
+    write_folder(folder, run_id, itertools.chain(mine, row_files(executor, with_state=False)), executor.fabric)
 
 
-def wrong_with_checkpoint(content: Any, cfg: Config, step: int) -> str:
-    """What makes the content of a checkpoint unusable for this run, or an empty text."""
-    parts = dict(log=dict, places=list, train_time_ms=float, data_sha256=str, lengths=dict, state=dict)
-    has_tables = isinstance(content, dict) and "tables" in content
-    if has_tables or cfg.tables:
-        parts["tables"] = list
-    if not is_record(content, **parts):
-        return "other content than a checkpoint's"
-    wrong = wrong_with_tables(content.get("tables", []), cfg, step)
-    if wrong:
-        return wrong
-    if not 0 <= content["train_time_ms"] < math.inf:
-        return f"a training time of {content['train_time_ms']} ms"
-    if not re.fullmatch("[0-9a-f]{64}", content["data_sha256"]):
-        return "a hash of the data that is none"
-
-    lengths = content["lengths"]
-    if not is_record(lengths, num_scheduled_steps=int, num_extension_steps=int):
-        return "lengths of another form"
-    as_set = {name: getattr(cfg, name) for name in lengths}
-    if lengths != as_set and not cfg.time_budget:
-        return f"{lengths}, where the flags of the run say {as_set}"
-    cfg = replace(cfg, **lengths)                             # a time budget may have set them
-    try:
-        check_config(cfg)
-    except ConfigError as error:
-        return " ".join(str(error).split())
-    schedule = with_fits(cfg, content)
-    if step % schedule.cycle or step > schedule.total_steps:
-        return f"step {step}, at which a run of {schedule.total_steps} steps writes none"
-
-    wrong = wrong_with_log(content["log"], step)
-    if not wrong:
-        wrong = wrong_with_state(content["state"], schedule, step)
-    return wrong
-
-
-def read_checkpoint(path: Path, cfg: Config) -> dict[str, Any]:
-    """Content of a checkpoint of this run, every part of it checked. Raises DataError."""
-    what = "a checkpoint"
-    regular_file(path, what)
-    name = re.fullmatch(r"step-(?P<step>\d{7})-(?P<sha256>[0-9a-f]{64})", path.stem)
-    if name is None:
-        wrong = "a name of another form"
-    elif file_sha256(path) != name["sha256"]:
-        wrong = "damaged: its content has another hash than its name"
-    else:
-        content = read_tensors(path, what)
-        wrong = wrong_with_checkpoint(content, cfg, int(name["step"]))
-    if wrong:
-        raise DataError(f"{path} as {what}", wrong, "step-<step>-<hash>.pt, as this run wrote it",
-                        "nothing: the one before is taken, if there is one")
-    return content
-
-
-def check_pieces(path: Path, content: dict[str, Any], cfg: Config, fabric: Fabric) -> None:
-    """Raise DataError unless the pieces of a checkpoint that this rank is to read are as they were written."""
-    for record in content.get("tables", []):
-        names = pieces_to_read(record["pieces"], fabric)
-        for name in names:
-            piece = regular_file(path.with_name(name), f"a piece of {path.name}")
-            if file_sha256(piece) != Piece.named(name).sha256:
-                raise DataError(f"{piece} as a piece of {path.name}",
-                                "damaged: its content has another hash than its name", "the file as this run wrote it",
-                                "nothing: the checkpoint before is taken, if there is one")
-        events = content["state"]["adam_steps"].get(record["label"])
-        for _ in saved_rows(path.parent, names, cfg, record["rows"], events):
-            pass                                              # each has been checked
-
-
-def load_checkpoint(folder: Path, cfg: Config, fabric: Fabric) -> tuple[Path, dict[str, Any]]:
-    """The last checkpoint that every rank can use, and its file. Every rank calls it.
-
-    Raises DataError if there is none, RunError if ranks see others.
-    """
-    newest_first = sorted(folder.glob("step-*.pt"), reverse=True)
-    names = [path.name for path in newest_first]
-    fabric.check_agreement(dict(checkpoints=", ".join(names) or "none"))
-    found = f"no whole one in {folder}"
+def load_checkpoint(run_dir: Path, executor: Executor) -> dict[str, Any]:
+    """Load the newest checkpoint that is whole on every rank; return the rest of it. Raises DataError. Collective."""
+    fabric = executor.fabric
+    newest_first = sorted((run_dir / CHECKPOINTS).glob("step-???????"), reverse=True)
+    fabric.check_agreement(dict(checkpoints=str([path.name for path in newest_first])))
     for path in newest_first:
-        error = None
         try:
-            content = read_checkpoint(path, cfg)
-            check_pieces(path, content, cfg, fabric)
-        except DataError as refusal:
-            error = refusal
-        texts = fabric.gather(error and (str(error), error.args[1]))
-        refusals = [text for text in texts if text is not None]
-        if not refusals:
-            return path, content
-        text, wrong = refusals[0]
-        fabric.say(text)
-        if path == newest_first[0]:
-            found += ", of the newest: " + " ".join(wrong.split())
-    raise DataError("checkpoint", found,
-                    "step-<step>-<hash>.pt, where every rank can read it",
-                    "--resume=the run directory of an earlier run, or start anew")
+            with fabric.failing_together():
+                manifest = read_manifest(path)
+                content = read_tensors(path / "run.pt", manifest)
+                need(isinstance(content, dict) and "state" in content, path / "run.pt", type(content).__name__,
+                     "the state of a run", "resume with the trainer of that run", DataError)
+                executor.load_state(content["state"])
+                load_rows(path, manifest, executor)
+            return content
+        except DataError as error:
+            fabric.say(f"{error}\nthe checkpoint before {path.name} is taken, if there is one")
+    raise DataError(f"checkpoints in {run_dir}", [path.name for path in newest_first], "a whole one of this trainer",
+                    "--resume another run, resume with the trainer of that run, or start anew")
+
 
 # ====== Room 9: Race ==================================================================================================
 SAMPLE_TEMPERATURE = 0.8
 PLAIN_LINES = 20                         # step lines of a whole run on a console that is no terminal
-DEVICE_POLL = 2e-4                       # s between two looks at the device, which is a cycle behind the host
-RESERVE_BYTES = 1 << 14                  # of the disk, held back for the last lines of a run that has filled it
-CHECKPOINTS = "checkpoints"              # folder in the run directory
-FALLBACK = "save"                        # folder in the run directory, of weights that --save could not take
 
 
 class Clock:
     """Training time in ms. Waits for the device only when it starts and stops."""
 
-    def __init__(self, fabric: Fabric) -> None:
+    def __init__(self, fabric: Fabric, before: float = 0.0) -> None:
         self.fabric = fabric
-        self.before = 0.0                # ms until it was stopped last
+        self.before = before             # ms until it was stopped last
         self.since: float | None = None  # time of its start in s; None: it stands
 
     @property
     def ms(self) -> float:
-        if self.since is None:
+        since = self.since                                                    # the loader's thread reads the clock, too
+        if since is None:
             return self.before
-        return self.before + (time.perf_counter() - self.since) * 1000
+        return self.before + (time.perf_counter() - since) * 1000
 
     def start(self) -> None:
         self.fabric.synchronize()
@@ -5861,131 +4283,67 @@ class Clock:
         self.since = None
 
 
-def wait_for_device(event: Any, seconds: float) -> None:
-    """Until the device has come to this event, a cycle behind the host. Raises RunError behind the given time.
-
-    By looking again and again: a wait in C, as the clock's are, keeps signals from being heard and may have no end.
-    """
-    deadline = time.monotonic() + seconds
-    while not event.query():
-        if time.monotonic() > deadline:
-            raise RunError("waiting for the device", f"work unfinished after {seconds:g} s", "its end by then",
-                           "look at the other ranks and, with nvidia-smi, at this GPU; or give a longer --comm_timeout")
-        time.sleep(DEVICE_POLL)
-
-
-@contextlib.contextmanager
-def settled_objects() -> Iterator[None]:
-    """Within this, the garbage collector passes over all that is there now: models and graphs are many objects."""
-    gc.collect()
-    gc.freeze()
-    try:
-        yield
-    finally:
-        gc.unfreeze()
-
-
-class StepLine(NamedTuple):
-    """What the log knows of a step before it may look at the loss."""
-
-    fields: dict[str, Any]               # of its line in log.jsonl, all but the loss
-    slot_sums: Tensor                    # (b,) losses of this rank's slots, in host memory once `copied` has come
-    tokens: int                          # of this rank
-    copied: Any                          # CUDA event behind the copy; None on a CPU
-
-
 class Log:
     """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0.
 
     Losses are looked at one cycle late, so that no step waits for the device. Every rank checks its own.
     """
 
-    def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, tokens: int = 0, done: int = 0,
-                 last_good: str = "none", lines: dict[str, str] | None = None) -> None:
-        """tokens and so on: what `seen` gave to a checkpoint. Raises RunError; an old log is never overwritten."""
+    def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, beside: dict[str, bytes],
+                 earlier: dict[str, Any] | None = None) -> None:
+        """Open the files; an old log is never overwritten. Raises RunError.
+
+        beside: content of further files of the run directory. earlier: what `seen` gave to a checkpoint.
+        """
+        earlier = earlier or dict(tokens=0, done=0, last_good="none", lines={})
         self.run_dir = run_dir
         self.fabric = fabric
         self.schedule = schedule
-        self.tokens = tokens
-        self.done = done                 # steps
-        self.last_good = last_good       # validation, in words
-        self.pending: list[StepLine] = []
-        self.copies: list[tuple[Tensor, Any]] = []            # pinned places for losses, and events; used in turn
+        self.tokens = earlier["tokens"]
+        self.done = earlier["done"]      # steps
+        self.last_good = earlier["last_good"]                 # validation, in words
+        self.pending: list[tuple] = []   # steps whose loss nobody has looked at: (fields, sums, tokens, event of the copy)
         self.files: dict[str, Any] = {}
-        self.reserve: Any = None
         self.bar: Any = None
-        self.ended = threading.Lock()    # taken once, by whoever ends the log: nothing is written behind the last line
-        if fabric.rank != 0:
-            return
-        try:
-            self._open(lines or {})
-        except (OSError, ValueError) as error:
-            found = reason_of(error)
-            if os.path.lexists(run_dir) and not run_dir.is_dir():
-                found = "something that is not a folder"
-            raise RunError(f"run directory {run_dir}", found, "a folder that can be written to, without a log",
-                           "another --run_dir") from None
-
-    def _open(self, lines: dict[str, str]) -> None:
-        """Make the files, in which the lines of an earlier run may come first, and copy the source beside them."""
-        source = Path(__file__)
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        with open(self.run_dir / source.name, "xb") as copy:
-            copy.write(source.read_bytes())
-        for name in ("log.txt", "log.jsonl"):
-            self.files[name] = open(self.run_dir / name, "xb", buffering=0)
-
-        self.reserve = tempfile.TemporaryFile(dir=self.run_dir, buffering=0)  # without a name: a kill leaves nothing
-        self.reserve.write(bytes(RESERVE_BYTES))
-        for name, text in lines.items():
-            content = text.encode()
-            if self.files[name].write(content) < len(content):
-                raise OSError(errno.ENOSPC, "no room for the lines of the earlier run")
+        if fabric.rank == 0:
+            with refused(run_dir):
+                run_dir.mkdir(parents=True, exist_ok=True)
+                for name in ("log.txt", "log.jsonl"):
+                    self.files[name] = open(run_dir / name, "xb", buffering=0)
+                for name, content in beside.items():
+                    (run_dir / name).write_bytes(content)
+            for name, text in earlier["lines"].items():
+                self._write(name, text)
 
     def seen(self) -> dict[str, Any]:
-        """What a checkpoint keeps of the log."""
+        """Return what a checkpoint keeps of the log."""
         self.flush()
         lines = {name: (self.run_dir / name).read_text("utf-8") for name in self.files}
         return dict(tokens=self.tokens, done=self.done, last_good=self.last_good, lines=lines)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """A line of log.jsonl."""
-        if not self.ended.locked():
-            self._write("log.jsonl", event_line(kind, fields))
+        """Write a line of log.jsonl."""
+        self._write("log.jsonl", json.dumps(dict(type=kind, **fields)) + "\n")
 
     def text(self, line: str, console: bool = True) -> None:
-        """A line of log.txt, shown on the console too unless that gets only a selection."""
-        if not self.ended.locked():
-            self._write("log.txt", line)
-        if not console:
-            return
-        if self.bar is None:
-            self.fabric.say(line)
-        else:
-            with self.bar.external_write_mode():                              # above the bar
+        """Write a line of log.txt, and show it on the console unless that gets only a selection."""
+        self._write("log.txt", line + "\n")
+        if console:
+            with self.bar.external_write_mode() if self.bar else contextlib.nullcontext():    # above the bar
                 self.fabric.say(line)
 
-    def _write(self, name: str, line: str) -> None:
-        """Append a line. Raises RunError, and leaves no half of it."""
-        file = self.files.get(name)
-        if file is None:                                                      # not rank 0
-            return
-        data = (line + "\n").encode("utf-8", "replace")
-        before = os.fstat(file.fileno())
-        try:
-            if before.st_nlink == 0:
-                raise OSError(errno.ENOENT, "the file was deleted")
-            if file.write(data) < len(data):
-                raise OSError(errno.ENOSPC, "no room for a line")
-        except OSError as error:
-            file.truncate(before.st_size)
-            file.seek(before.st_size)
-            raise RunError(f"writing {self.run_dir / name}", error.strerror, "a run directory that stays, and room",
-                           "free some and start again with another --run_dir") from None
+    def _write(self, name: str, text: str) -> None:
+        file = self.files.get(name)                                           # of rank 0, until the log is closed
+        if file is not None:
+            data = text.encode("utf-8", "replace")
+            path = self.run_dir / name
+            with refused(path):
+                need(file.write(data) == len(data), f"writing {path}", "no room for a line", "room for the log",
+                     "free some, and start again with another --run_dir", RunError)
 
     @contextlib.contextmanager
     def phase(self, name: str, timed: bool = False) -> Iterator[None]:
-        """Lines that say how long the body took. timed: on the clock."""
+        """Write how long the body took. timed: on the clock."""
         began = time.perf_counter()
         yield
         ms = (time.perf_counter() - began) * 1000
@@ -5993,77 +4351,58 @@ class Log:
         self.text(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
     def open_bar(self) -> None:
-        """A progress bar, where there is a terminal for it."""
-        if self.fabric.rank == 0 and sys.stderr.isatty():
+        """Show a progress bar, where there are a terminal and tqdm for it."""
+        shown = self.fabric.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
+        if shown and importlib.util.find_spec("tqdm"):
             from tqdm import tqdm
-            self.bar = tqdm(desc="steps", total=self.schedule.end_step, leave=False, dynamic_ncols=True,
+            self.bar = tqdm(desc="steps", total=self.schedule.total_steps, leave=False, dynamic_ncols=True,
                             initial=self.done)
 
-    def follow(self, schedule: Schedule) -> None:
-        """From here on the run has another length."""
-        self.flush()                                                          # lines of steps in front of it
-        self.schedule = schedule
-        if self.bar is not None:
-            self.bar.total = schedule.end_step
-
     def step(self, losses: Losses, ms: float) -> None:
-        """One more step done. ms is host time: on a GPU the step is launched, not finished."""
+        """Count one more step. ms is host time: on a GPU the step is launched, not finished."""
+        fields = dict(step=self.done + 1, train_time_ms=round(ms, 3))
+        if self.schedule.cfg.time_budget:
+            fields["place"] = self.schedule.place(self.done)
         self.done += 1
         self.tokens += losses.tokens * self.fabric.world
+        fields["tokens"] = self.tokens
 
-        sums = losses.slot_sums
-        copied = None
+        # On a GPU the copy comes after the step; by the time it is looked at, the device is a cycle further.
+        sums, copied = losses.slot_sums, None
         if sums.is_cuda:
-            sums, copied = self._leaving(sums)
-        fields = dict(step=self.done, train_time_ms=round(ms, 3), tokens=self.tokens)
-        self.pending.append(StepLine(fields, sums, losses.tokens, copied))
+            sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        self.pending.append((fields, sums, losses.tokens, copied))
         self.flush(keep=self.schedule.cfg.adam_every)
-
-    def _leaving(self, sums: Tensor) -> tuple[Tensor, Any]:
-        """Losses on their way to host memory, and the event behind the copy. `flush` leaves a cycle of copies in use."""
-        if not self.copies:
-            for _ in range(self.schedule.cfg.adam_every + 1):
-                place = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
-                self.copies.append((place, torch.cuda.Event()))
-        place, copied = self.copies[self.done % len(self.copies)]
-        place.copy_(sums, non_blocking=True)
-        copied.record()
-        return place, copied
 
     def flush(self, keep: int = 0) -> None:
         """Write the lines of all steps but the last `keep`. Raises RunError on a loss that is not finite."""
         while len(self.pending) > keep:
-            line = self.pending[0]
-            if line.copied is not None:
-                wait_for_device(line.copied, LONG_PATIENCE * self.schedule.cfg.comm_timeout)
-            loss = float(line.slot_sums.sum()) / line.tokens
-            self.check(loss, f"training loss of step {line.fields['step'] - 1}")
+            fields, sums, tokens, copied = self.pending[0]
+            if copied is not None:
+                copied.synchronize()                                          # NCCL's watchdog bounds it
+            loss = float(sums.sum()) / tokens
+            step, ms = fields["step"], fields["train_time_ms"]
+            self.check(loss, f"training loss of step {step - 1}")
             self.pending.pop(0)
-            self._write_step(line.fields, loss)
 
-    def _write_step(self, fields: dict[str, Any], loss: float) -> None:
-        """One step in both files, and on the bar or, of some steps, the console."""
-        step = fields["step"]
-        ms = fields["train_time_ms"]
-        self.event("step", **fields, train_loss=loss)
-
-        steps_between = -(-self.schedule.end_step // PLAIN_LINES)
-        on_console = self.bar is None and step % steps_between == 0
-        text = f"step:{step}/{self.schedule.total_steps} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
-        self.text(text, on_console)
-        if self.bar is not None:
-            self.bar.set_postfix_str(f"loss {loss:.3f}, {ms / step:.0f} ms/step")
-            self.bar.update()
+            self.event("step", **fields, train_loss=loss)
+            total = self.schedule.total_steps
+            on_console = self.bar is None and step % -(-total // PLAIN_LINES) == 0
+            self.text(f"step:{step}/{total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms", on_console)
+            if self.bar is not None:
+                self.bar.set_postfix_str(f"loss {loss:.3f}, {ms / step:.0f} ms/step")
+                self.bar.update()
 
     def check(self, loss: float, what: str) -> None:
         """Raise RunError if a loss is not finite."""
-        if not math.isfinite(loss):
-            raise RunError(what, loss, f"a finite number (last good validation: {self.last_good})",
-                           "lower --adam_lr and --normuon_lr; --dtype=float32 --head=plain --attention=reference shows "
-                           "if it is an overflow")
+        need(math.isfinite(loss), what, loss, f"a finite number (last good validation: {self.last_good})", "lower "
+             "--adam_lr and --normuon_lr; --dtype=float32 --head=plain --attention=reference shows if it is an overflow",
+             RunError)
 
     def validation(self, loss: float, ms: float, data: ValidationSet) -> None:
-        """The loss after the steps done so far. Raises RunError if it is not finite."""
+        """Write the loss after the steps done so far. Raises RunError if it is not finite."""
         self.flush()
         self.check(loss, f"validation loss at step {self.done}")
         self.last_good = f"{loss:.4f} at step {self.done}"
@@ -6072,207 +4411,97 @@ class Log:
                   f"step_avg:{ms / max(self.done, 1):.2f}ms")
 
     def aborted(self, cause: str) -> None:
-        """Last lines of a run that did not finish. Never raises.
-
-        Any thread may call it, even while another is stuck in a write of its own: the first call counts.
-        """
-        if not self.ended.acquire(blocking=False):
-            return
-        self._free_reserve()                                                  # room for these lines on a full disk
-        last_lines = [("log.jsonl", event_line("step", line.fields))          # their losses are not known
-                      for line in list(self.pending)]
-        last_lines.append(("log.jsonl", event_line("aborted", dict(step=self.done, cause=cause))))
-        last_lines.append(("log.txt", f"aborted after step {self.done}: {' '.join(cause.split())}"))
-        for name, line in last_lines:
-            with contextlib.suppress(TrainerError, ValueError, OSError):
-                self._write(name, line)
+        """Write the last lines of a run that did not finish; no other thread writes after them. Never raises."""
+        files = self.files
+        self.files = {}
+        lines = [dict(type="step", **fields) for fields, *_ in self.pending]  # their losses are not known
+        lines.append(dict(type="aborted", step=self.done, cause=cause))
+        with contextlib.suppress(Exception):
+            for line in lines if files else ():
+                files["log.jsonl"].write((json.dumps(line) + "\n").encode())
+            files["log.txt"].write(f"aborted after step {self.done}: {' '.join(cause.split())}\n".encode())
 
     def close(self) -> None:
-        self.ended.acquire(blocking=False)
-        self._free_reserve()
-        for file in self.files.values():
-            file.close()
-        if self.bar is not None:
-            self.bar.close()
-            self.bar = None
-
-    def _free_reserve(self) -> None:
-        if self.reserve is not None:
-            with contextlib.suppress(OSError):
-                self.reserve.close()
-
-
-def event_line(kind: str, fields: dict[str, Any]) -> str:
-    return json.dumps(dict(type=kind, **fields))
+        for file in (*self.files.values(), self.bar):
+            if file is not None:
+                file.close()
+        self.files = {}
+        self.bar = None
 
 
 def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
-    """One step as the race and the warm-up do it."""
+    """Train one step, as the race and the warm-up do it."""
     batch = loader.next(values)
     losses = executor.forward_backward(batch, values)
     executor.optim_step(values, loader.plans_ahead)
     return losses
 
 
-@contextlib.contextmanager
-def reported_graphs(log: Log, graphs: list[dict[str, Any]], place: str) -> Iterator[None]:
-    """Within this, the log is told of each graph that torch compiles, once that is done; so is the list.
-
-    By torch's own account, which has a line for every compilation. place: where in the run, in words.
-    """
-    from torch._dynamo import callback, utils
-    names: dict[str, str] = {}                                                # of the function, by compilation
-    steps: dict[str, int] = {}                                                # done when it began, by compilation
-
-    def begin(compilation: Any) -> None:
-        with contextlib.suppress(TrainerError):               # torch would wrap it up; the last `tell` meets it again
-            tell()
-        steps.setdefault(compilation.compile_id, log.done)
-
-    def tell() -> None:
-        for found in utils.get_compilation_metrics():
-            number = found.compile_id
-            name = names.setdefault(number, found.co_name)                    # a backward has that of its forward
-            if not found.is_forward:
-                name = f"backward of {name}"
-            guard = (found.recompile_reason or "").partition("User stack trace")[0]
-            graph = dict(name=name, place=place, step=steps.get(number, log.done),
-                         ms=round(found.duration_us / 1000, 3), guard=" ".join(guard.split()))
-            log.event("graph", **graph)
-            log.text(f"compiled {name} for {place}: {graph['ms'] / 1000:.2f} s")
-            graphs.append(graph)
-        utils.clear_compilation_metrics()
-
-    utils.clear_compilation_metrics()                                         # of what was compiled before
-    callback.callback_handler.register_start_callback(begin)
-    try:
-        yield
-        tell()
-    finally:
-        callback.callback_handler.remove_start_callback(begin)
-
-
-def warm_up(cfg: Config, fabric: Fabric, schedule: Schedule, executor: Executor,
-            during: Callable[[str], Any] = contextlib.nullcontext) -> None:
-    """Run every graph the race will need, on tokens from a formula (recipe 1.4). The state is put back bit by bit.
-
-    during(place): a context for each step and evaluation.
-    """
-    saved = executor.snapshot()
-    invented_cfg, headers, validation = invented_data(cfg, fabric, executor)
-    values_of_steps = [schedule.at(step) for step in schedule.warm_up_steps()]
-    loader = Loader(invented_cfg, fabric, headers, values_of_steps, executor.exchange_ahead, "warm-up")
-    loader.start()
-    for values in values_of_steps:
-        with during(f"stage {values.stage + 1}"):
-            train_step(executor, loader, values)
-
-    last_of_stage = {values.stage: values for values in values_of_steps}
-    for values in last_of_stage.values():
-        with during(f"validation of stage {values.stage + 1}"):
-            executor.evaluate(validation.batches(values), values)
-    end = schedule.at(schedule.end_step)
-    with during("the final validation"):
-        executor.evaluate(validation.batches(end), end)
-    loader.close()
-    executor.restore(saved)
-
-
-def invented_data(cfg: Config, fabric: Fabric, executor: Executor) -> tuple[Config, list[ShardHeader], ValidationSet]:
-    """For the warm-up: settings, one shard to train on and a validation set, of tokens from a formula.
-
-    They are as many as the largest batch wants.
-    """
-    most_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
-    factor = 1 + 2 * FORMULA_DOCUMENT // cfg.max_doc_len                      # long documents are cut to max_doc_len
-    tokens = 4 * most_tokens * factor
-    headers = [ShardHeader(f"{FORMULA}warm-up#0", tokens, cfg.vocab_size, cfg.document_start)]
+def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> None:
+    """Run every graph the race will need, the largest stage first, on tokens from a formula; then restore the state."""
+    restore = executor.snapshot()
     patience = LONG_PATIENCE if executor.compiling else 1
-    invented_cfg = replace(cfg, epochs=0, val_tokens=cfg.val_batch_tokens, comm_timeout=cfg.comm_timeout * patience)
-    validation = ValidationSet(invented_cfg, fabric, headers, executor.exchange, "warm-up")
-    return invented_cfg, headers, validation
+    cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens, comm_timeout=cfg.comm_timeout * patience)
+    most_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
+    tokens = 4 * most_tokens * (1 + 2 * FORMULA_DOCUMENT // cfg.max_doc_len)  # long documents are cut to max_doc_len
+    headers = [ShardHeader(f"{FORMULA}warm-up#0", tokens, cfg.vocab_size, cfg.document_start)]
+    validation = ValidationSet(cfg, fabric, headers, executor.exchange, "warm-up")
+    schedule = Schedule(cfg)
+    steps = [schedule.at(step) for step in schedule.warm_up_steps()]
+    cycles = [steps[first:first + schedule.cycle] for first in range(0, len(steps), schedule.cycle)]
+    loader = Loader(cfg, fabric, headers, cycles, executor.exchange_ahead, "warm-up")
+    loader.start()
+
+    # One phase a cycle, so that a slow compiler is seen at work.
+    for cycle in cycles:
+        with log.phase(f"warm-up of stage {cycle[-1].stage + 1}"):
+            for values in cycle:
+                train_step(executor, loader, values)
+    with log.phase("warm-up of validation"):
+        last_of_stage = {values.stage: values for values in steps}
+        for values in (*last_of_stage.values(), schedule.at(schedule.end_step)):
+            executor.evaluate(validation.batches(values), values)
+    loader.close()
+    restore()
 
 
-def union(spans: Iterable[tuple[float, float]]) -> float:
-    """Length of what (start, end) spans cover together."""
-    total = reached = 0.0
-    for start, end in sorted(spans):
-        total += max(0.0, end - max(start, reached))
-        reached = max(reached, end)
-    return total
+def cycles_from(first: int, schedule: Schedule, clock: Clock) -> Iterator[list[Values]]:
+    """Yield the Values of each cycle of the race from step `first` on; runs on the loader's thread, a cycle ahead.
 
-
-def profiled_kind(event: Any, on_cuda: bool, training_thread: int) -> str | None:
-    """What a profiled event counts as: "computing", "exposed NAME" of a collective, or nothing.
-
-    On a GPU kernels count. On a CPU it is what the training thread does, and collectives on any thread.
+    With a time budget the clock of rank 0 gives the place in the plan of each cycle: the share of the budget that will
+    be over when it begins, one cycle from now.
     """
-    if on_cuda:
-        collective = re.match("ncclDevKernel_[A-Za-z]+", event.name)
-        counts = event.device_type.name == "CUDA" and not event.is_user_annotation
-    else:
-        collective = re.match(r"gloo:\w+", event.name)
-        of_training = event.thread == training_thread and not event.name.startswith("ProfilerStep")
-        counts = bool(collective) or of_training
-    if not counts:
-        return None
-    return f"exposed {collective[0]}" if collective else "computing"
-
-
-def profiled_ms(events: list, on_cuda: bool) -> dict[str, float]:
-    """ms a step, by name.
-
-    "wall": from its start to its end. "computing": in kernels, or in the training thread. "exposed NAME": in a
-    collective while nothing computes. "gaps": in none of these.
-    """
-    steps = [event for event in events if event.name.startswith("ProfilerStep") and event.device_type.name == "CPU"]
-    step_spans = [(step.time_range.start, step.time_range.end) for step in steps]
-    spans: dict[str, list] = dict(computing=[])
-    for event in events:
-        kind = profiled_kind(event, on_cuda, steps[0].thread)
-        if kind is not None:
-            spans.setdefault(kind, []).append((event.time_range.start, event.time_range.end))
-
-    computing = spans.pop("computing")
-    collectives = list(itertools.chain(*spans.values()))
-    wall = union(step_spans)
-    us = dict(wall=wall, gaps=wall - union(computing + collectives), computing=union(computing))
-    for name, of_collective in spans.items():
-        us[name] = union(computing + of_collective) - us["computing"]
-    return {name: value / len(steps) / 1000 for name, value in us.items()}
-
-
-def report_profile(profile: Any, log: Log) -> None:
-    """A trace file of every rank, and on rank 0 where the time went. Every rank calls it."""
-    fabric = log.fabric
-    folder = fabric.gather(str(log.run_dir))[0]                               # rank 0's: others may have made one up
-    ranks = fabric.gather(profiled_ms(profile.events(), fabric.on_cuda))
-    Path(folder).mkdir(parents=True, exist_ok=True)                           # on another node too
-    profile.export_chrome_trace(f"{folder}/trace_rank{fabric.rank}.json.gz")
-
-    log.event("profile", ranks=ranks)
-    log.text("profile, ms a step: mean of the ranks, least, most, skew; the time of this run does not count")
-    for name in dict.fromkeys(itertools.chain(*ranks)):
-        ms = [rank.get(name, 0.0) for rank in ranks]
-        log.text(f"  {name:32}{np.mean(ms):10.3f}{min(ms):10.3f}{max(ms):10.3f}{np.ptp(ms):10.3f}")
-    log.text(profile.key_averages().table(f"self_{fabric.device.type}_time_total", 12, max_name_column_width=60))
+    cfg = schedule.cfg
+    fabric = clock.fabric
+    before = clock.ms
+    for step in itertools.count(first, schedule.cycle):
+        if cfg.time_budget and len(schedule.places) <= step // schedule.cycle:
+            now = clock.ms
+            share = (now + (now - before)) / (1000 * cfg.time_budget)
+            before = now
+            place = torch.tensor(share * schedule.total_steps, dtype=torch.float64)
+            if fabric.world > 1:
+                dist.broadcast(place, 0, group=fabric.plan_group)
+            schedule.places.append(max([float(place), *schedule.places[-1:]]))
+        if step >= schedule.end_step:
+            return
+        yield [schedule.at(at) for at in range(step, min(step + schedule.cycle, schedule.end_step))]
 
 
 def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: Clock, log: Log,
-         before_step: Callable[[int], object] = lambda step: None) -> float:
-    """Train against the clock; returns the final validation loss (nats per token).
+         before_step: Callable[[int], object]) -> tuple[float, DataEnded | None]:
+    """Train against the clock; return the final validation loss (nats per token), and why the data ended early, if so.
 
-    The schedule is the log's, which before_step may change.
-    On the clock: reading, packing, plans, steps, logging. Off the clock: validation.
+    On the clock: reading, packing, plans, steps, logging. Off the clock: validation. before_step(step): checkpoints.
     """
+    data_ended = None
     clock.start()
     with log.phase("first batch", timed=True):
         loader.start()
         loader.wait()
-
     try:
         while log.done < log.schedule.end_step:
-            before_step(log.done)                                             # budget, checkpoints, profile, if any
+            before_step(log.done)
             values = log.schedule.at(log.done)
             if values.validate:
                 clock.stop()
@@ -6280,19 +4509,18 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
                 clock.start()
             losses = train_step(executor, loader, values)
             log.step(losses, clock.ms)
-    except DataError:                                                         # the steps behind are whole
-        log.flush()
-        raise
+    except DataEnded as error:                                                # what was trained counts
+        data_ended = error
     clock.stop()
 
     end = log.schedule.at(log.done)                                           # at the true end the long window is wider
     loss = executor.evaluate(validation.batches(end), end)
     log.validation(loss, clock.ms, validation)
-    return loss
+    return loss, data_ended
 
 
-def generate(cfg: Config, executor: Evaluator, values: Values, prompt: Sequence[int] = ()) -> list[int]:
-    """Up to sample_tokens token ids after a document start and the prompt; ends before the next document.
+def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[int] = ()) -> list[int]:
+    """Return up to sample_tokens token ids after a document start and the prompt; ends before the next document.
 
     Raises RunError where the weights give no finite logits.
     """
@@ -6300,11 +4528,10 @@ def generate(cfg: Config, executor: Evaluator, values: Values, prompt: Sequence[
     tokens = [cfg.document_start, *prompt]
     for _ in range(cfg.sample_tokens):
         logits = executor.next_logits(tokens, values)[:cfg.vocab_size].float().cpu()
-        if not logits.isfinite().all():
-            raise RunError("sample", "logits that are not finite", "weights that a run has left in order",
-                           "sample from another save, or train again at a lower learning rate")
-        shares = torch.softmax(logits / SAMPLE_TEMPERATURE, 0)
-        drawn = int(torch.multinomial(shares, 1, generator=generator))
+        need(logits.isfinite().all(), "sample", "logits that are not finite", "weights that a run has left in order",
+             "sample from another save, or train again at a lower learning rate", RunError)
+        probability = torch.softmax(logits / SAMPLE_TEMPERATURE, 0)
+        drawn = int(torch.multinomial(probability, 1, generator=generator))
         token = min(executor.fabric.gather(drawn))                            # one text, whatever a rank's rounding
         if token == cfg.document_start:
             break
@@ -6313,95 +4540,64 @@ def generate(cfg: Config, executor: Evaluator, values: Values, prompt: Sequence[
 
 
 def spell(pieces: list[bytes] | None, tokens: Sequence[int]) -> str:
-    """Text of tokens whose bytes are known; else their ids."""
+    """Return the text of tokens whose bytes are known; else their ids."""
     if not pieces:
         return "token ids (no vocab.txt beside them): " + " ".join(map(str, tokens))
     return b"".join(pieces[token] for token in tokens).decode("utf-8", "replace")
 
 
 # ====== Room 10: Main =================================================================================================
-EXIT_DONE, EXIT_FAILED, EXIT_BAD_INPUT = 0, 1, 2
-EXIT_BY_SIGNAL = 128                     # plus its number, as in a shell: 130 interrupted, 143 ended, 129 hung up
 ENDING_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
-STORE_PATIENCE = 2.0                     # s for the launcher's store to say whether another rank ended first
-COMPILE_CACHE = "TORCHINDUCTOR_CACHE_DIR"        # torch's variable
-CONSOLE_PATIENCE = 2.0                   # s for stderr to take the cause
-JOIN_PATIENCE = 1.0                      # s beyond comm_timeout for torch's own message that a rank is missing
-BEGIN_PATIENCE = 1.0                     # s from a signal until the main thread must have begun its end
+STORE_PATIENCE = 2.0                     # s for the store at which ranks met to say whether another one ended first
+OTHERS_PATIENCE = 1.0                    # s for all ranks to hear of a signal that is meant for all
 END_PATIENCE = 5.0                       # s that an end may take
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3      # parameters of glibc's mallopt, from malloc.h
 LARGEST_KEPT = 32 << 20                  # bytes of a block: the most that every glibc takes for M_MMAP_THRESHOLD
+KEPT_CHECKPOINTS = 2
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"     # of openai/gpt-2
+POCKET_PIECE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")    # as in data/pocket.py
+FALLBACK = "save"                        # folder in the run directory, of weights that --save could not take
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """What the call returns or raises. Raises TimeoutError when it takes longer: its thread is left behind."""
-    answer: Future = Future()
-
-    def work() -> None:
-        try:
-            answer.set_result(call())
-        except BaseException as error:
-            answer.set_exception(error)
-
-    threading.Thread(target=work, daemon=True).start()
-    return answer.result(seconds)
-
-
-def read_launch() -> tuple[int, int, int, int]:
-    """Rank, rank on this host, number of ranks, number on this host, as torchrun tells them. Raises ConfigError."""
-    alone = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    told = {name: os.environ.get(name, text) for name, text in alone.items()}
-    numbers = [int(text) if text.isdecimal() else -1 for text in told.values()]
-    rank, local_rank, world, neighbours = numbers
-    if not 0 <= rank < world or local_rank < 0:
-        raise ConfigError("launch", told, "0 <= RANK < WORLD_SIZE, as torchrun sets them", "start with torchrun")
-
-    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
-    if world > 1 and missing:
-        raise ConfigError("launch", f"WORLD_SIZE={world} without {', '.join(missing)}", "all that torchrun sets",
-                          f"torchrun --standalone --nproc_per_node={world} train_gpt.py ..., or for a single process "
-                          "unset WORLD_SIZE")
-    return rank, local_rank, world, neighbours
+    """Return what the call returns. Raises TimeoutError when it takes longer: its thread is left behind."""
+    return ThreadPoolExecutor(1).submit(call).result(seconds)
 
 
 def make_fabric(cfg: Config) -> Fabric:
     """Pick the device and join the process group that torchrun describes. Raises ConfigError."""
-    rank, local_rank, world, neighbours = read_launch()
+    env = os.environ
+    names = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    told = {name: env.get(name, text) for name, text in names.items()}
+    rank, local_rank, world, neighbours = (int(text) if text.isdecimal() else -1 for text in told.values())
+    missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in env]
+    need(0 <= rank < world and local_rank >= 0 and not missing, "launch", f"{told} without {missing}",
+         "all that torchrun sets, with 0 <= RANK < WORLD_SIZE", f"torchrun --standalone --nproc_per_node={max(world, 1)} "
+         "train_gpt.py ..., or unset WORLD_SIZE for a single process")
+    need("WORLD_SIZE" in env or int(env.get("SLURM_NTASKS", 1)) == 1, "launch", f"{env.get('SLURM_NTASKS')} tasks of "
+         "Slurm, and no WORLD_SIZE", "ranks that know each other", "srun ... torchrun ..., one task a node; or set "
+         "WORLD_SIZE=1, for each task to train alone")
+
     cuda = cfg.device != "cpu" and torch.cuda.is_available()
     gpus = torch.cuda.device_count()
-    if cfg.device == "cuda" and not cuda:
-        raise ConfigError("--device=cuda, which the record preset sets", "no CUDA device",
-                          "an NVIDIA GPU and torch for CUDA", "--preset=pocket trains on a CPU in about two minutes")
-    if cuda and max(local_rank + 1, neighbours) > gpus:
-        raise ConfigError("more ranks than devices", f"{neighbours} ranks, {gpus} GPUs", "one GPU for each rank",
-                          f"torchrun --nproc_per_node={gpus} train_gpt.py ...")
-    if cfg.num_slots % world:
-        fits = [w for w in range(1, cfg.num_slots + 1) if cfg.num_slots % w == 0]
-        nearest_below = max(w for w in fits if w <= world)
-        raise ConfigError("number of ranks", world, f"a divisor of num_slots={cfg.num_slots}: {fits}",
-                          f"torchrun --nproc_per_node={nearest_below} train_gpt.py ...")
-
-    if not cuda:
-        keep_freed_memory()
-    device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
-    fabric = Fabric(device, rank, world)
+    need(cuda or cfg.device != "cuda", "--device=cuda, which the record preset sets", "no CUDA device",
+         "an NVIDIA GPU and torch for CUDA", "--preset=pocket trains on a CPU in about two minutes")
+    need(not cuda or max(local_rank + 1, neighbours) <= gpus, "more ranks than devices", f"{neighbours} ranks, {gpus} GPUs",
+         "one GPU for each rank", f"torchrun --nproc_per_node={gpus} train_gpt.py ...")
+    fits = [w for w in range(1, cfg.num_slots + 1) if cfg.num_slots % w == 0]
+    need(world in fits, "number of ranks", world, f"a divisor of num_slots={cfg.num_slots}: {fits}",
+         f"torchrun --nproc_per_node={max(w for w in fits if w <= world)} train_gpt.py ...")
+    fabric = Fabric(torch.device("cuda", local_rank) if cuda else torch.device("cpu"), rank, world)
     fabric.enter_thread()
-    if world == 1:
-        return fabric
-    return join_ranks(cfg, fabric)
-
-
-def keep_freed_memory() -> None:
-    """Have glibc keep what is freed: given back after each step, it would come again page by page, a fault for each."""
-    if platform.libc_ver()[0] != "glibc":
-        return
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_TRIM_THRESHOLD, -1)                                        # -1: never trim
-    libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
+    if not cuda and platform.libc_ver()[0] == "glibc":        # given back after each step, memory would come again page
+        libc = ctypes.CDLL(None)                              # by page, with a fault for each
+        libc.mallopt(M_TRIM_THRESHOLD, -1)
+        libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
+    return fabric if world == 1 else join_ranks(cfg, fabric)
 
 
 def join_ranks(cfg: Config, fabric: Fabric) -> Fabric:
-    """The fabric with its process groups, in which each rank knows where the others run. Raises ConfigError."""
+    """Return the fabric with its process groups. Raises ConfigError."""
     patience = timedelta(seconds=cfg.comm_timeout)
 
     def join() -> Any:
@@ -6410,112 +4606,80 @@ def join_ranks(cfg: Config, fabric: Fabric) -> Fabric:
         return dist.new_group(backend="gloo", timeout=patience)
 
     try:
-        plan_group = within(cfg.comm_timeout + JOIN_PATIENCE, join)           # torch waits for ever for a mute listener
+        return replace(fabric, plan_group=within(cfg.comm_timeout + 1, join))     # torch waits for ever for a mute listener
     except (RuntimeError, ValueError, TimeoutError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         said = str(error)[:200] or "nothing that answers as a store of ranks does"
-        raise ConfigError("waiting for all ranks", f"at {address}: {said}",
-                          f"{fabric.world} ranks in {cfg.comm_timeout} s",
+        raise ConfigError("waiting for all ranks", f"at {address}: {said}", f"{fabric.world} ranks in {cfg.comm_timeout} s",
                           "see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
-    return replace(fabric, plan_group=plan_group)
 
 
 def head_precision(cfg: Config, fabric: Fabric) -> str:
-    """What --head means on this device. Raises ConfigError for fp8 where there is none."""
-    if cfg.head not in ("auto", "fp8"):
-        return cfg.head
-    native = False
-    if fabric.on_cuda and cfg.dtype == "bfloat16":
-        sizes_fit = cfg.model_dim % FP8_UNIT == cfg.padded_vocab % FP8_UNIT == 0
-        native = sizes_fit and torch.cuda.get_device_capability(fabric.device) >= (8, 9)
-
-    if native:
-        return "fp8"
-    if cfg.head == "fp8":
-        raise ConfigError("--head=fp8", f"{cfg.dtype} on {hardware(fabric)}", "bfloat16 on CUDA capability 8.9 and up",
-                          "--head=auto or plain, or --head=emulated for the same numbers without the speed")
-    return "plain"
+    """Return what --head means on this device. Raises ConfigError for fp8 where there is none."""
+    fits = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_UNIT == cfg.padded_vocab % FP8_UNIT == 0
+    native = fits and fabric.on_cuda and torch.cuda.get_device_capability(fabric.device) >= (8, 9)
+    need(native or cfg.head != "fp8", "--head=fp8", f"{cfg.dtype} on {hardware(fabric)}",
+         "bfloat16 on CUDA capability 8.9 and up", "--head=auto or plain, or --head=emulated for the same numbers")
+    if cfg.head == "auto":
+        return "fp8" if native else "plain"
+    return cfg.head
 
 
-# Kernels behind torch's variable-length call, the likely fastest first, and the package that each comes from.
-FLASH_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}
-FLASH_WIDTH_UNIT, MOST_FLASH_WIDTH = 8, 256          # of the heads that they take, in bf16
-FLASH_CARDS = {9: ("FA4", "FA3"), 10: ("FA4",)}      # faster than torch's own, by the GPU's capability (in torch 2.13)
-NEEDS_FLASH = {"record", "record_tables"}        # presets whose speed and memory are those of such a kernel
+# Kernels behind torch's variable-length call by the GPU's capability, the likely fastest first; and their packages.
+ATTENTION_BY_CARD = {9: ("FA4", "FA3", "varlen"), 10: ("FA4", "varlen")}
+ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}
 # To check a kernel with: ends of documents inside of tiles of 128 and of windows, empty ones, one of a single token.
 CHECKED_BOUNDS = (0, 0, 150, 151, 420, 420, 700)
 CHECKED_WINDOWS = (2, 128, 300, 1000)    # the last is longer than any document
 CHECKED_SPREAD = 4.0                     # of the logits: then a single key too many, or too few, shows somewhere
-TIMED_DOCUMENTS = (1, 2, 4, 8)           # lengths in turn: these parts of the longest
-TIMED_PASSES, UNTIMED_PASSES = 10, 3
 
 
-def usable_attention(preset: str, cfg: Config, fabric: Fabric) -> list[str]:
-    """Kernels that run on every rank and agree with the reference, the likely fastest first; or only "reference".
+def choose_attention(preset: str, cfg: Config, fabric: Fabric) -> tuple[Callable, str]:
+    """Return the first kernel that runs on every rank and agrees with the reference, and its name. Raises ConfigError.
 
-    Raises ConfigError where --attention asks for one that is not among them, or the preset for any.
+    A record preset is fast only with such a kernel: without one that is said, or refused if it was asked for.
     """
-    asked = cfg.attention
-    automatic = asked == "auto"
-    if asked == "reference" or (automatic and not fabric.on_cuda):
-        return ["reference"]
-    fits = cfg.dtype == "bfloat16" and cfg.head_dim % FLASH_WIDTH_UNIT == 0 and cfg.head_dim <= MOST_FLASH_WIDTH
-    if not fabric.on_cuda or not fits:
-        found = f"{cfg.dtype}, heads of width {cfg.head_dim}, on {hardware(fabric)}"
-        need(automatic and preset not in NEEDS_FLASH, f"--attention={asked}", found,
-             f"bfloat16, heads whose width is a multiple of {FLASH_WIDTH_UNIT} up to {MOST_FLASH_WIDTH}, on a GPU",
-             "--attention=reference, whose time and memory grow with the windows")
-        fabric.say(f"attention: the reference, whose time and memory grow with the windows: {found}")
-        return ["reference"]
-
-    usable = []
-    refusals = {}
-    for name in FLASH_PACKAGES if automatic else [asked]:
+    if cfg.attention == "reference" or (cfg.attention == "auto" and not fabric.on_cuda):
+        return attention_reference, "reference"
+    names: tuple[str, ...] = (cfg.attention,)
+    if cfg.attention == "auto":
+        capability, _ = torch.cuda.get_device_capability(fabric.device)
+        names = ATTENTION_BY_CARD.get(capability, ("varlen",))
+    refusal = ""
+    for name in names:
         whys = fabric.gather(refusal_of(name, cfg, fabric))
         refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(whys) if why), "")
-        if refusal:
-            refusals[name] = refusal
-            fabric.say(f"attention: {name} does not run here: {refusal}")
-        else:
-            usable.append(name)
+        if not refusal:
+            if name != names[0]:
+                fabric.say(f"attention: WITHOUT {names[0]}: a step with {name} is predicted to take 4 to 10 % longer on "
+                           "H100s; pip install -r requirements-gpu.txt")
+            return attention_varlen, f"{name} ({ATTENTION_PACKAGES[name]} {version_of(ATTENTION_PACKAGES[name])})"
+        fabric.say(f"attention: {name} does not run here: {refusal}")
 
-    need(automatic or bool(usable), f"--attention={asked}", refusals.get(asked),
-         "a kernel that runs and agrees with the reference", "--attention=auto; requirements-gpu.txt names packages")
-    if preset in NEEDS_FLASH and automatic:
-        say_what_is_lost(usable, fabric)
-    return usable or ["reference"]
+    need(cfg.attention == "auto" and not preset.startswith("record"), f"--attention={cfg.attention} of preset {preset}",
+         refusal, "a kernel that runs and agrees with the reference", "--attention=reference, whose time and memory grow "
+         "with the windows; requirements-gpu.txt names packages")
+    fabric.say("attention: NO FAST KERNEL: the reference is slower by far; its memory grows with the windows")
+    return attention_reference, "reference"
 
 
-def say_what_is_lost(usable: list[str], fabric: Fabric) -> None:
-    """Aloud, where a run could be faster on this GPU."""
-    if not usable:
-        fabric.say("attention: NO FAST KERNEL: the reference is slower by far; its memory grows with the windows")
-        return
-    capability, _ = torch.cuda.get_device_capability(fabric.device)
-    faster = FLASH_CARDS.get(capability, ())
-    if faster and not set(faster) & set(usable):
-        fabric.say(f"attention: WITHOUT {' AND '.join(faster)}: a step with torch's own kernel is predicted to take "
-                   "4 to 10 % longer on H100s; pip install -r requirements-gpu.txt")
+def version_of(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
 
 
 def refusal_of(name: str, cfg: Config, fabric: Fabric) -> str:
-    """Why this kernel is not to be used on this rank; empty: it is right."""
+    """Put a kernel in place. Returns why it is not to be used on this rank; empty: it agrees with the reference."""
     try:
-        put_in_place(name)
+        if name in ("FA4", "FA3"):
+            torch.nn.attention.activate_flash_attention_impl(name)
+        elif getattr(torch.nn.attention, "current_flash_attention_impl", no_wait)():
+            torch.nn.attention.restore_flash_attention_impl()
         check_attention(attention_varlen, fabric.device, getattr(torch, cfg.dtype), cfg.head_dim)
     except Exception as refusal:                                              # whatever a foreign kernel raises
         return f"{type(refusal).__name__} {str(refusal)[:100]}"
     return ""
-
-
-def put_in_place(name: str) -> None:
-    """Have torch's variable-length call reach this kernel. A torch that cannot say which has never given up its own."""
-    if name in ("FA4", "FA3"):
-        torch.nn.attention.activate_flash_attention_impl(name)
-        return
-    active = getattr(torch.nn.attention, "current_flash_attention_impl", None)
-    if active is not None and active():
-        torch.nn.attention.restore_flash_attention_impl()
 
 
 def check_attention(kernel: Callable, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
@@ -6524,98 +4688,26 @@ def check_attention(kernel: Callable, device: torch.device, dtype: torch.dtype, 
     In sequences as plain layers have them, and paired ones: twice the positions, half the heads.
     """
     generator = torch.Generator(device).manual_seed(0)
-    scale = CHECKED_SPREAD / head_dim**0.5
     plain = torch.tensor(CHECKED_BOUNDS, device=device, dtype=torch.int32)
-    for window in CHECKED_WINDOWS:
-        for per_token, heads in ((1, 2), (2, 1)):
-            positions = per_token * CHECKED_BOUNDS[-1]
-            inputs = torch.randn(4, positions, heads, head_dim, device=device, generator=generator).to(dtype)
-            bounds = per_token * plain
-            reach = Reach(positions, window, scale)
-            found = output_and_gradients(kernel, inputs, bounds, reach)
-            wanted = output_and_gradients(attention_reference, inputs.float(), bounds, reach)
-            for what, x, exact in zip(("output", "gradient of q", "gradient of k", "gradient of v"), found, wanted):
-                error = float((x.float() - exact).abs().max() / exact.abs().max())
-                if not error < 8 * torch.finfo(dtype).eps:
-                    raise RuntimeError(f"its {what} is off by {error:.1e}, window {window}, {heads} heads")
+    for window, (per_token, heads) in itertools.product(CHECKED_WINDOWS, ((1, 2), (2, 1))):
+        positions = per_token * CHECKED_BOUNDS[-1]
+        inputs = torch.randn(4, positions, heads, head_dim, device=device, generator=generator).to(dtype)
+        span = AttentionSpan(positions, window, CHECKED_SPREAD / head_dim**0.5)
+        found = output_and_gradients(kernel, inputs, per_token * plain, span)
+        wanted = output_and_gradients(attention_reference, inputs.float(), per_token * plain, span)
+        for what, x, exact in zip(("output", "gradient of q", "gradient of k", "gradient of v"), found, wanted):
+            error = float((x.float() - exact).abs().max() / exact.abs().max())
+            if not error < 8 * torch.finfo(dtype).eps:
+                raise RuntimeError(f"its {what} is off by {error:.1e}, window {window}, {heads} heads")
 
 
-def output_and_gradients(attend: Callable, inputs: Tensor, cu_seqlens: Tensor, reach: Reach) -> tuple[Tensor, ...]:
-    """Of attention to q, k, v, the first three of inputs (4, N, H, E); the last is the gradient of the output."""
-    q, k, v, seed = inputs.unbind()
-    leaves = [x.requires_grad_() for x in (q.clone(), k.clone(), v.clone())]
-    out = attend(*leaves, cu_seqlens, reach)
-    return out.detach(), *torch.autograd.grad(out, leaves, seed)
-
-
-def fastest_attention(cfg: Config, fabric: Fabric, usable: list[str], slots_at_once: int) -> str:
-    """Put the fastest of these kernels in place, the same on every rank. Returns its name and package for people.
-
-    The slowest rank's time decides; where times are equal, the order.
-    """
-    chosen = usable[0]
-    if len(usable) > 1:
-        ms = {name: max(fabric.gather(attention_ms(name, cfg, fabric, slots_at_once))) for name in usable}
-        chosen = min(usable, key=ms.get)
-        times = ", ".join(f"{name} {ms[name]:.2f} ms" for name in usable)
-        fabric.say(f"attention of a pass through all layers at the largest stage: {times}")
-    put_in_place(chosen)
-    if chosen == "reference":
-        return chosen
-    package = FLASH_PACKAGES[chosen]
-    version = "of unknown version"
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        version = importlib.metadata.version(package)
-    return f"{chosen} ({package} {version})"
-
-
-def attention_ms(name: str, cfg: Config, fabric: Fabric, slots_at_once: int) -> float:
-    """Time of all layers' attention, forward and backward, at the largest stage; infinite where it fails."""
-    stage = max(cfg.stages, key=operator.attrgetter("batch_tokens", "long_window"))
-    windows = dict(short=stage.short_window * cfg.window_block, long=stage.long_window * cfg.window_block)
-    tokens = slots_at_once * stage.batch_tokens // cfg.num_slots
-    ends = torch.tensor(document_ends(tokens, cfg.max_doc_len), device=fabric.device, dtype=torch.int32)
-    kinds = Counter((layer.attention, layer.window) for layer in LAYERS if layer.attention != "none")
-
-    total = 0.0
-    try:
-        put_in_place(name)
-        for (kind, window), layers in kinds.items():
-            per_token = 2 if kind == "paired" else 1
-            shape = (4, per_token * tokens, cfg.num_heads // per_token, cfg.head_dim)
-            inputs = torch.randn(shape, device=fabric.device).to(getattr(torch, cfg.dtype))
-            reach = Reach(per_token * cfg.max_doc_len, windows[window], cfg.attn_scale)
-            call = functools.partial(output_and_gradients, attention_varlen, inputs, per_token * ends, reach)
-            total += layers * median_ms(call)
-    except Exception as refusal:                                              # which did not show at a small size
-        fabric.say(f"attention: {name} fails at full size: {type(refusal).__name__} {str(refusal)[:100]}")
-        return math.inf
-    return total
-
-
-def document_ends(tokens: int, longest: int) -> list[int]:
-    """Bounds of documents of several lengths, made up, for as many tokens."""
-    ends = [0]
-    for part in itertools.cycle(TIMED_DOCUMENTS):
-        if ends[-1] == tokens:
-            return ends
-        ends.append(min(tokens, ends[-1] + -(-longest // part)))
-
-
-def median_ms(call: Callable) -> float:
-    """Time of a call on the device, by its own events."""
-    for _ in range(UNTIMED_PASSES):
-        call()
-    passes = []
-    for _ in range(TIMED_PASSES):
-        began = torch.cuda.Event(enable_timing=True)
-        ended = torch.cuda.Event(enable_timing=True)
-        began.record()
-        call()
-        ended.record()
-        passes.append((began, ended))
-    ended.synchronize()
-    return float(np.median([began.elapsed_time(ended) for began, ended in passes]))
+def output_and_gradients(attend: Callable, inputs: Tensor, cu_seqlens: Tensor,
+                         span: AttentionSpan) -> tuple[Tensor, ...]:
+    """Attend with q, k, v, the first three of inputs (4, N, H, E); the last is the gradient of the output."""
+    q, k, v, grad = inputs.unbind()
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves, cu_seqlens, span)
+    return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
 
 def hardware(fabric: Fabric) -> str:
@@ -6628,790 +4720,548 @@ def hardware(fabric: Fabric) -> str:
 
 
 def peak_memory_mib(fabric: Fabric) -> dict[str, int]:
-    """Of this process so far: on its GPU since the run began, or on the CPU."""
+    """Return the peak of this process so far: on its GPU since the run began, or on the CPU."""
     if fabric.on_cuda:
-        allocated = torch.cuda.max_memory_allocated()
-        reserved = torch.cuda.max_memory_reserved()
-        return dict(allocated=allocated >> 20, reserved=reserved >> 20)
+        return dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
     try:
-        from resource import RUSAGE_SELF, getrusage
+        import resource
     except ImportError:                                                       # on Windows
         return {}
-    peak = getrusage(RUSAGE_SELF).ru_maxrss
-    if sys.platform == "darwin":                                              # there bytes, elsewhere KiB
-        return dict(consumption=peak >> 20)
-    return dict(consumption=peak >> 10)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return dict(consumption=peak >> (20 if sys.platform == "darwin" else 10))                # there bytes, elsewhere KiB
 
 
-def git_commit() -> str | None:
-    command = ["git", "rev-parse", "HEAD"]
-    folder = Path(__file__).parent
-    with contextlib.suppress(OSError, subprocess.SubprocessError):
-        answer = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=10, check=True)
-        return answer.stdout.strip()
-    return None
-
-
-def changed_fields(preset: str, cfg: Config) -> dict[str, str]:
-    """The settings that the preset does not say, as texts of their flags."""
+def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, data: Data, attention: str,
+             source: bytes) -> dict[str, Any]:
+    """Return what a header says: settings, versions, hardware, sizes. given: as flags and preset say; cfg: resolved."""
+    fabric = executor.fabric
     before = vars(Config(**PRESETS[preset]))
-    return {name: flag_text(value) for name, value in vars(cfg).items() if value != before[name]}
+    changed = {name: flag_text(value) for name, value in vars(given).items() if value != before[name]}
+    commit = None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,
+                             timeout=10, check=True)
+        commit = git.stdout.strip()
+
+    # Parameters in all, and those that a token meets: of a table only the rows that it reads.
+    tables = row_tables(cfg)
+    total = sum(math.prod(row.shape) for row in parameter_table(cfg))
+    rows_unread = sum(table.rows - table.reads for table in tables)
+    table_rows = {table.label: table.rows for table in tables}
+    micro_batches = -(-cfg.num_slots // fabric.world // executor.slots_at_once)
+    config = {name: [row._asdict() for row in value] if isinstance(value, tuple) else value
+              for name, value in vars(cfg).items()}
+    return dict(
+        preset=preset, started=time.strftime("%Y-%m-%dT%H:%M:%S"), changed=changed, config=config, seed=cfg.seed,
+        python=platform.python_version(), torch=torch.__version__, triton=version_of("triton"), cuda=torch.version.cuda,
+        nccl=".".join(map(str, torch.cuda.nccl.version())) if fabric.on_cuda else None, git_commit=commit,
+        source_sha256=hashlib.sha256(source).hexdigest(), data_sha256=data.sha256, hardware=hardware(fabric),
+        world_size=fabric.world, attention=attention, head=executor.precision, row_comms=cfg.row_comms,
+        grad_accum_steps=micro_batches, slots_at_once=executor.slots_at_once,
+        tokens_per_step=[stage.batch_tokens for stage in cfg.stages],
+        untimed_warmup_steps=len(Schedule(replace(cfg, time_budget=0.0)).warm_up_steps()), target_loss=cfg.target_loss,
+        params_total=total, params_per_token=total - cfg.model_dim * rows_unread, table_rows=table_rows,
+        table_bytes=cfg.model_dim * sum(table_rows.values()) * getattr(torch, cfg.dtype).itemsize,
+        table_home={table.label: table.home for table in tables})
 
 
-class Shards(NamedTuple):
-    """The data of all runs of this process."""
+def write_header(log: Log, facts: dict[str, Any], kind: str = "header", **more: Any) -> None:
+    """Write the first lines of a run. kind: "header" of a new log, or "resumed" after the lines of an earlier one."""
+    log.event(kind, **facts, **more)
+    changed = ", ".join(f"{name}={text}" for name, text in facts["changed"].items())
+    log.text("=" * 100)
+    log.text(f"Running Python {facts['python']}")
+    log.text(f"Running PyTorch {facts['torch']} compiled for CUDA {facts['cuda']} on {facts['hardware']} "
+             f"with world_size {facts['world_size']}")
+    log.text(f"preset {facts['preset']}, {facts['params_total']:,} parameters in {facts['config']['dtype']}, attention "
+             f"{facts['attention']}, head {facts['head']}, {facts['grad_accum_steps']} micro-batches a step, "
+             f"seed {facts['seed']}")
+    log.text(f"changed from the preset: {changed or 'nothing'}")
+    log.text("=" * 100)
+
+
+class Data(NamedTuple):
+    """The shards of all runs of this process."""
 
     train: list[ShardHeader]
     val: list[ShardHeader]
-    sha256: str                          # of all their contents, as they were found
+    sha256: str                          # of all their names and contents, as they were found
 
 
-class Origin(NamedTuple):
-    """What the headers of all runs of this process say besides the settings of each."""
-
-    preset: str
-    given: Config                        # as flags and preset say, before shards and a checkpoint filled in the rest
-    attention: str                       # the kernel, its package and version
-    data_sha256: str
-
-
-def software() -> dict[str, Any]:
-    """Versions of what computes."""
-    triton = None
-    if importlib.util.find_spec("triton"):
-        triton = importlib.import_module("triton").__version__
-    return dict(python=platform.python_version(), torch=torch.__version__, triton=triton, cuda=torch.version.cuda,
-                git_commit=git_commit(), source_sha256=file_sha256(Path(__file__)))
-
-
-def size_of_model(cfg: Config) -> dict[str, Any]:
-    """Parameters in all, those that a token meets, and the tables apart."""
-    tables = row_tables(cfg)
-    total = sum(math.prod(row.shape) for row in parameter_table(cfg))
-    rows = {table.label: table.rows for table in tables}
-    rows_unread = sum(table.rows - table.reads for table in tables)           # by a single token
-    in_tables = cfg.model_dim * sum(rows.values())
-    return dict(params_total=total, params_per_token=total - cfg.model_dim * rows_unread,
-                table_rows=rows, table_bytes=in_tables * getattr(torch, cfg.dtype).itemsize,
-                table_home={table.label: table.home for table in tables})
+def open_data(given: Config, fabric: Fabric, source: bytes) -> tuple[Config, Data]:
+    """Look at every shard; return the config with all sizes, and the shards. Raises DataError, ConfigError."""
+    train = find_shards(given.train_files)
+    val = find_shards(given.val_files)
+    sha256 = scan_shards(train + val)
+    facts = {f"--{name}": flag_text(value) for name, value in vars(given).items()}
+    facts |= dict(data_sha256=sha256, source_sha256=hashlib.sha256(source).hexdigest(), torch=torch.__version__)
+    fabric.check_agreement(facts)
+    cfg = resolve(given, train, val)
+    check_enough_data(cfg, Schedule(cfg), train)
+    check_enough_validation(cfg, val)
+    shared = shared_shards(train, val)
+    if shared:
+        fabric.say(f"trained on and validated with: {shared[0]}, {len(shared)} such shards in all; "
+                   "the validation losses say nothing about other text")
+    return cfg, Data(train, val, sha256)
 
 
-def write_header(log: Log, cfg: Config, executor: Executor, origin: Origin, kind: str = "header",
-                 **facts: Any) -> None:
-    """First lines of a run. kind: "header" of a new log, or "resumed" behind the lines of an earlier one."""
-    fabric = log.fabric
-    versions = software()
-    sizes = size_of_model(cfg)
-    changed = changed_fields(origin.preset, replace(origin.given, seed=cfg.seed))
-    nccl = None
-    if fabric.on_cuda:
-        nccl = ".".join(map(str, torch.cuda.nccl.version()))
-
-    slots_of_a_rank = cfg.num_slots // fabric.world
-    micro_batches = -(-slots_of_a_rank // executor.slots_at_once)
-    untimed_steps = len(log.schedule.warm_up_steps())
-
-    flags = changed | dict(slots_per_micro_batch=str(executor.slots_at_once))
-    if fabric.rank == 0:
-        (log.run_dir / SETTINGS).write_text(json.dumps(dict(preset=origin.preset, flags=flags)))
-    started = time.strftime("%Y-%m-%dT%H:%M:%S")                              # by the clock of rank 0's machine
-    log.event(kind, preset=origin.preset, started=started, changed=changed, config=asdict(cfg), seed=cfg.seed,
-              **versions, nccl=nccl, hardware=hardware(fabric), world_size=fabric.world, attention=origin.attention,
-              head=executor.precision, row_comms=cfg.row_comms, grad_accum_steps=micro_batches,
-              slots_at_once=executor.slots_at_once, tokens_per_step=[stage.batch_tokens for stage in cfg.stages],
-              untimed_warmup_steps=untimed_steps, target_loss=cfg.target_loss, data_sha256=origin.data_sha256,
-              **sizes, **facts)
-
-    settings = ", ".join(f"{name}={text}" for name, text in changed.items())
-    log.text("=" * 100)
-    log.text(f"Running Python {versions['python']}")
-    log.text(f"Running PyTorch {versions['torch']} compiled for CUDA {versions['cuda']} on {hardware(fabric)} "
-             f"with world_size {fabric.world}")
-    log.text(f"preset {origin.preset}, {sizes['params_total']:,} parameters in {cfg.dtype}, attention "
-             f"{origin.attention}, head {executor.precision}, {micro_batches} micro-batches a step, seed {cfg.seed}")
-    log.text(f"changed from the preset: {settings or 'nothing'}")
-    log.text("=" * 100)
+def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric) -> None:
+    """Look now at what would end a run after hours: names that are taken, folders, a compiler. Raises TrainerError."""
+    with fabric.failing_together():
+        for folder in folders if fabric.rank == 0 else ():
+            need(not (folder / "log.txt").exists(), f"run directory {folder}", "a log", "a folder without one",
+                 "another --run_dir", RunError)
+        if cfg.save and fabric.rank == 0:
+            folder = Path(cfg.save)
+            taken = os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir()))
+            need(not taken, f"--save={cfg.save}", "a folder or file of that name", "a name that is not taken",
+                 "another name; nothing is overwritten")
+            part = folder.with_name(f"{folder.name}.{run_id}.part")
+            with refused(part):
+                part.mkdir(parents=True)
+                part.rmdir()
+        compiles = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
+        compilers = (os.environ.get("CXX") or os.environ.get("CC") or "g++", "gcc", "clang++", "clang", "c++", "cl")
+        need(not compiles or any(map(shutil.which, compilers)), "--compile", "no C++ compiler", "g++ or another that "
+             "torch.compile finds", "install one (apt install g++), or --compile=0")
 
 
-def save_or_fall_back(log: Log, cfg: Config, executor: Executor,
-                      vocabulary: list[bytes] | None) -> bool:
-    """Save the weights where --save says, else in the run directory.
+def check_resumed(cfg: Config, fabric: Fabric, content: dict[str, Any], facts: dict[str, str], end_step: float) -> None:
+    """Refuse a checkpoint of other data or beyond the end; say what else differs. Raises DataError, ConfigError."""
+    need(content["facts"]["data_sha256"] == facts["data_sha256"], f"data to resume {cfg.resume} with",
+         f"shards whose content hashes to {facts['data_sha256'][:16]}...", f"those of the run, which hashed to "
+         f"{content['facts']['data_sha256'][:16]}...", "leave --train_files and --val_files out, or name the same shards "
+         "in another place", DataError)
+    done = content["log"]["done"]
+    need(done <= end_step, f"--max_steps with --resume={cfg.resume}", f"{cfg.max_steps}: the run would end at step "
+         f"{end_step}", f"{done} or more: the run is there already", "--max_steps=0, for the whole schedule")
+    for name, before in content["facts"].items():
+        if before != facts.get(name):
+            fabric.say(f"resumed with another {name}: {before} before, {facts.get(name)} now")
 
-    Returns whether they are where they were wanted. Every rank calls it, and learns the same.
-    A failure is said aloud and ends nothing, since the result is still to be written.
+
+def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], executor: Executor, values: Values) -> None:
+    """Write what the run needs to go on before the step of these values, and keep the last two. Collective.
+
+    A checkpoint that cannot be written ends nothing: the next may be.
     """
-    if not cfg.save:
-        return True
-    fabric = log.fabric
-    fabric.set_timeout(cfg.comm_timeout * LONG_PATIENCE)      # while rank 0 writes
-    tensors = executor.weights(log.schedule.at(log.done))
-    tables = executor.rowwise_tables()
-    wanted = Path(cfg.save)
-    fallback = log.run_dir / FALLBACK
+    fabric = executor.fabric
+    folder = run_dir / CHECKPOINTS
+    state = executor.whole_state(values)
+    files = [("run.pt", dict(content, state=state))] if fabric.rank == 0 else []
+    try:
+        write_folder(folder / f"step-{values.step:07d}", run_id, itertools.chain(files, row_files(executor, True)), fabric)
+    except RunError as error:
+        fabric.say(f"{error}\nthe run goes on without this checkpoint")
+        return
+    if fabric.rank == 0:
+        for old in sorted(folder.glob("step-???????"))[:-KEPT_CHECKPOINTS]:
+            shutil.rmtree(old, ignore_errors=True)
 
-    failed = []                                               # the same on every rank
-    for folder in (wanted, fallback):
+
+def save_or_fall_back(log: Log, run_id: str, preset: str, cfg: Config, executor: Executor,
+                      vocabulary: list[bytes] | None) -> RunError | None:
+    """Save the weights where --save says, else in the run directory. Returns why not where it says. Collective."""
+    executor.fabric.set_timeout(cfg.comm_timeout * LONG_PATIENCE)             # while ranks write
+    failure = None
+    for folder in (Path(cfg.save), log.run_dir / FALLBACK):
         try:
-            with pieces_of_all(folder, log.done, tables, False, fabric) as pieces:
-                if fabric.rank == 0:
-                    save_weights(folder, cfg, tensors, vocabulary, pieces)
-            break
+            save(folder, run_id, preset, cfg, executor, log.schedule.at(log.done), vocabulary)
+            if failure:
+                log.text(f"the weights could not be saved in {cfg.save}: they are in {folder}")
+            return failure
         except RunError as error:
-            failed.append(folder)
-            fabric.say(str(error))
-    if failed:
-        where = "lost" if fallback in failed else f"in {fallback}"
-        log.text(f"the weights could not be saved in {wanted}: they are {where}")
-    return not failed
+            failure = failure or error
+    log.text(f"the weights could not be saved in {cfg.save}: they are lost")
+    return failure
 
 
-def reason_for_void(cfg: Config, shards: Shards) -> str:
-    """Why the time and loss of a run that ends now do not count; empty: they do."""
-    reasons = []
-    if cfg.profile:
-        reasons.append("profiled")
-    return "; ".join(reasons)
-
-
-def recompiles_of_all(log: Log, mine: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Graphs that were compiled in the race, of all ranks, which are said aloud. Every rank calls it."""
-    everyone = []
-    for rank, theirs in enumerate(log.fabric.gather(mine)):
-        for graph in theirs:
-            log.text(f"compiled in the race, on its clock: {graph['name']} on rank {rank} behind step {graph['step']}, "
-                     f"{graph['ms'] / 1000:.2f} s; {graph['guard']}")
-            everyone.append(dict(rank=rank, **graph))
-    return everyone
-
-
-def finish(log: Log, cfg: Config, executor: Executor, shards: Shards, validation: ValidationSet, ms: float,
-           loss: float, recompiles: list[dict[str, Any]]) -> tuple[dict, bool]:
-    """Last lines of a run's log, and its weights. Returns the result, and whether the weights are where wanted."""
-    peak = peak_memory_mib(log.fabric)
+def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet, ms: float, loss: float,
+           recompiled: int) -> dict[str, Any]:
+    """Write the last lines of a run's log but its result, which is returned. Collective."""
+    fabric = log.fabric
+    peak = peak_memory_mib(fabric)
     result = dict(val_loss=loss, train_time_ms=round(ms, 3), steps=log.done, tokens=log.tokens, peak_memory_mib=peak,
                   run_dir=str(log.run_dir), **validation.text_losses(loss))
     if validation.bytes_per_token:
         log.text(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; unigram entropy "
                  f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
-    if executor.compiling:
-        of_all = recompiles_of_all(log, recompiles)
-        if of_all:
-            result["recompiles"] = of_all
-    void = reason_for_void(cfg, shards)
-    remark = ""
-    if void:
-        result["void"] = void
-        remark = f" (void: {void})"
+    recompiled = sum(fabric.gather(recompiled))
+    if recompiled:
+        result["recompiles"] = recompiled
+        log.text(f"{recompiled} graphs were compiled in the race, on its clock: TORCH_LOGS=recompiles says why")
+    if cfg.profile:
+        result["void"] = "profiled"
+    elif log.done < log.schedule.end_step:
+        result["void"] = "the data ended early"
     if cfg.time_budget:
         result["budget_s"] = cfg.time_budget
-        share = ms / (1000 * cfg.time_budget)
-        log.text(f"time budget {cfg.time_budget:g} s: used {100 * share:.2f} %")
+        log.text(f"time budget {cfg.time_budget:g} s: used {ms / 10 / cfg.time_budget:.2f} %")
+    remark = f" (void: {result['void']})" if "void" in result else ""
     log.text(f"training time {ms / 1000:.2f} s{remark}, {log.done} steps, {log.tokens:,} tokens; logs in {log.run_dir}")
     log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in peak.items()))
 
-    saved = save_or_fall_back(log, cfg, executor, validation.vocabulary)
     result["comms"] = executor.traffic()
-    touched = executor.touched_rows()
+    touched = {}
+    for label, table in executor.tables.items():
+        if table.home is not None:
+            touched[label] = sum(fabric.gather(sum(map(len, table.home.touched_places()))))
     if touched:
         result["touched_rows"] = touched
-    log.event("result", **result)
-    log.close()                                                               # no bar between the lines that follow
-    return result, saved
+    return result
 
 
-def start_profile(cfg: Config, first: int) -> Any:
-    """A profiler that counts steps from step first on, or None."""
-    asked = profile_range(cfg)
-    if asked is None:
+def report(cfg: Config, executor: Executor, validation: ValidationSet, values: Values, results: list[dict]) -> None:
+    """Print a sample, several runs together, and one JSON object as the last line on stdout. Raises RunError."""
+    lines = []
+    if cfg.sample_tokens:
+        tokens = generate(cfg, executor, values)
+        lines += [f"{' sample ':-^100}", spell(validation.vocabulary, tokens), "-" * 100]
+    last = dict(type="result", **results[-1])
+    if len(results) > 1:
+        losses = [result["val_loss"] for result in results]
+        seconds = [result["train_time_ms"] / 1000 for result in results]
+        last = dict(type="summary", n=len(losses), mean=float(np.mean(losses)), sd=float(np.std(losses, ddof=1)),
+                    target_loss=cfg.target_loss, runs=results)
+        lines.append(f"{len(losses)} runs: validation loss {last['mean']:.4f} (standard deviation {last['sd']:.4f}), "
+                     f"training {np.mean(seconds):.2f} s ({np.std(seconds, ddof=1):.2f} s); "
+                     "`python records show` tests them against a target")
+    if executor.fabric.rank == 0:
+        print_result("\n".join([*lines, json.dumps(last)]))
+
+
+def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: bytes) -> None:
+    """Set up and warm up once, then train once or several times: the whole run in the order in which it happens.
+
+    ending: holds the log of the run in progress; source: this file's content, read when the process began.
+    """
+    # Data come first: the shards decide sizes, and nothing is worth building on bad ones.
+    began = time.perf_counter()
+    cfg, data = open_data(given, fabric, source)
+    schedule = Schedule(cfg)
+    precision = head_precision(cfg, fabric)
+
+    # What would end the run after hours of work is looked at now, before anything is written.
+    run_id = fabric.gather(os.urandom(4).hex())[0]
+    root = Path(cfg.run_dir or f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}-{run_id}")
+    seeds = range(cfg.seed, cfg.seed + cfg.runs)
+    folders = [root / f"seed_{seed}" if cfg.runs > 1 else root for seed in seeds]
+    check_start(cfg, run_id, folders, fabric)
+
+    # Which kernels are right decides about memory, and that about the slots that run at once. Packages may compile now.
+    fabric.set_timeout(cfg.comm_timeout * LONG_PATIENCE)
+    kernel, attention = choose_attention(preset, cfg, fabric)
+    slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
+    executor = Executor(cfg, fabric, kernel, precision, slots_at_once, ending.report_rows)
+    facts = facts_of(preset, given, cfg, executor, data, attention, source)
+    beside = {Path(__file__).name: source, SETTINGS: settings_json(preset, replace(given, slots_per_micro_batch=slots_at_once))}
+
+    # A resumed run goes on with the state, log, clock and places of its last checkpoint.
+    facts_to_compare = decisive_settings(given)
+    facts_to_compare |= {name: facts[name] for name in ("source_sha256", "data_sha256", "torch")}
+    earlier: dict[str, Any] = {}
+    if cfg.resume:
+        earlier = load_checkpoint(Path(cfg.resume), executor)
+        schedule = Schedule(cfg, earlier["places"])
+        check_resumed(cfg, fabric, earlier, facts_to_compare, schedule.end_step)
+    log = ending.log = Log(folders[0], fabric, schedule, beside, earlier.get("log"))
+    if earlier:
+        write_header(log, facts, "resumed", step=log.done, source=cfg.resume)
+    else:
+        write_header(log, facts)
+    log.text("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
+    log.event("phase", name="set-up", ms=round(1000 * (time.perf_counter() - began), 3), timed=False)
+
+    # Warm-up compiles and runs every graph, and leaves no trace; only then is a silent rank a dead one.
+    with log.phase("validation data"):
+        validation = ValidationSet(cfg, fabric, data.val, executor.exchange)
+    with log.phase("warm-up"):
+        warm_up(cfg, fabric, executor, log)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    if executor.compiling:
+        log.event("compiled", graphs=graphs)
+    writes = cfg.checkpoint_every or cfg.save
+    fabric.set_timeout(cfg.comm_timeout * (LONG_PATIENCE if writes else 1))   # the others wait for the slowest disk
+
+    restore = executor.snapshot() if cfg.runs > 1 else no_wait
+    results: list[dict[str, Any]] = []
+    problems: list[TrainerError] = []
+    for seed, folder in zip(seeds, folders):
+        # Further runs start from the same state, but with initial values of their own seed.
+        if results:
+            cfg = replace(cfg, seed=seed)
+            schedule = Schedule(cfg)
+            log = ending.log = Log(folder, fabric, schedule, beside)
+            write_header(log, facts_of(preset, replace(given, seed=seed), cfg, executor, data, attention, source))
+            with log.phase("reset"):
+                restore()
+                executor.set_seed(seed)
+
+        first = log.done
+        clock = Clock(fabric, earlier.get("train_time_ms", 0.0))
+        loader = Loader(cfg, fabric, data.train, cycles_from(first, schedule, clock), executor.exchange_ahead)
+        if first:
+            loader.skip(map(schedule.at, range(first)))
+        profile = start_profile(cfg, schedule, first)
+
+        def before_step(step: int) -> None:
+            if cfg.checkpoint_every and step > first and step % schedule.cycle == 0 \
+                    and step % cfg.checkpoint_every < schedule.cycle:
+                clock.stop()
+                with log.phase("checkpoint"):
+                    content = dict(log=log.seen(), train_time_ms=clock.ms, places=schedule.places, facts=facts_to_compare)
+                    write_checkpoint(log.run_dir, run_id, content, executor, schedule.at(step))
+                clock.start()
+            if profile is not None and step > first:
+                profile.step()
+
+        # The garbage collector passes over all that is there now: models and graphs are many objects.
+        gc.collect()
+        gc.freeze()
+        log.open_bar()
+        if fabric.on_cuda:
+            torch.cuda.reset_peak_memory_stats()
+        loss, data_ended = race(loader, executor, validation, clock, log, before_step)
+        gc.unfreeze()
+        loader.close()
+        if profile is not None:
+            end_profile(profile, log)
+
+        recompiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
+        result = finish(log, cfg, executor, validation, clock.ms, loss, recompiled)
+        failure = save_or_fall_back(log, run_id, preset, cfg, executor, validation.vocabulary) if cfg.save else None
+        problems += [problem for problem in (data_ended, failure) if problem is not None]
+        log.event("result", **result)
+        log.close()                                                           # no bar between the lines that follow
+        results.append(result)
+
+    report(cfg, executor, validation, schedule.at(log.done), results)
+    if problems:
+        raise problems[0]
+    if fabric.world > 1:
+        dist.destroy_process_group()
+
+
+def start_profile(cfg: Config, schedule: Schedule, first: int) -> Any:
+    """Start a profiler that counts steps from step `first` on; None without --profile. Raises ConfigError."""
+    if not cfg.profile:
         return None
-    start, stop = asked
+    start, stop = map(int, cfg.profile.split(":"))
+    need(first < start < stop < schedule.end_step, f"--profile={cfg.profile}", f"steps {first} to {schedule.end_step}",
+         f"{first} < a < b < {schedule.end_step}: it warms up in the step before a, and the one after ends the trace",
+         f"--profile={first + 1}:{first + 3}")
     traced = torch.profiler.schedule(skip_first=start - first - 1, wait=0, warmup=1, active=stop - start, repeat=1)
     profile = torch.profiler.profile(schedule=traced)
     profile.start()
     return profile
 
 
-def write_checkpoint(cfg: Config, seconds_per_step: list[float], executor: Executor, clock: Clock, log: Log,
-                     sha256: str) -> None:
-    """Everything that the run needs to go on from here. Off the clock."""
-    clock.stop()
-    lengths = dict(num_scheduled_steps=cfg.num_scheduled_steps, num_extension_steps=cfg.num_extension_steps)
-    content = dict(log=log.seen(), train_time_ms=clock.ms, data_sha256=sha256, lengths=lengths)
-    content["places"] = log.schedule.places
-    folder = log.run_dir / CHECKPOINTS
-    tables = executor.rowwise_tables()
-    with log.phase("checkpoint"):
-        content["state"] = executor.whole_state(log.schedule.at(log.done))
-        with pieces_of_all(folder, log.done, tables, True, log.fabric) as pieces:
-            if cfg.tables:
-                content["tables"] = table_records(cfg, pieces)
-            if log.fabric.rank == 0:
-                save_checkpoint(folder, log.done, content, pieces)
-        if tables and log.fabric.rank == 0:
-            remove_pieces(folder, "rows-*")
-    clock.start()
+def end_profile(profile: Any, log: Log) -> None:
+    """Write the trace of this rank into the run directory of rank 0, and a table of the dearest operations."""
+    profile.stop()
+    folder = log.fabric.gather(str(log.run_dir))[0]
+    trace = Path(folder) / f"trace_rank{log.fabric.rank}.json.gz"
+    with refused(trace):
+        profile.export_chrome_trace(str(trace))
+    log.text(profile.key_averages().table(f"self_{log.fabric.device.type}_time_total", 12, max_name_column_width=60))
 
 
-def checkpoint_due(cfg: Config, step: int) -> bool:
-    """Where the run's cycle starts: at each multiple of checkpoint_every, or next behind it; not at step 0."""
-    cycle = run_cycle(cfg)
-    if cfg.checkpoint_every == 0 or step % cycle != 0 or step == 0:
-        return False
-    return step % cfg.checkpoint_every < cycle
+def read_prompt(flags: Config, cfg: Config, pieces: list[bytes] | None) -> tuple[list[bytes] | None, list[int]]:
+    """Return the bytes of each token, if anybody knows them, and the prompt as token ids. Raises DataError.
 
-
-def run_once(cfg: Config, seconds_per_step: list[float], executor: Executor, shards: Shards, validation: ValidationSet,
-             log: Log, earlier: dict[str, Any] | None) -> tuple[dict[str, Any], bool]:
-    """One race from the state that the executor is in, or from a checkpoint. Returns what `finish` does.
-
-    seconds_per_step: with a time budget, by stage.
+    pieces: from vocab.txt beside the weights. GPT-2's come from --ranks=FILE, or from tiktoken, which also splits text.
     """
-    fabric = log.fabric
-    first = log.done
-    clock = Clock(fabric)
-
-    def steps_to_do() -> Iterator[Values]:
-        step = first
-        while True:
-            if cfg.time_budget and step % log.schedule.cycle == 0:            # by the clock of this rank: W = 1 only
-                elapsed = clock.ms / (1000 * cfg.time_budget)
-                log.schedule.places.append(elapsed * log.schedule.total_steps)
-            if step >= log.schedule.end_step:
-                return
-            yield log.schedule.at(step)
-            step += 1
-
-    loader = Loader(cfg, fabric, shards.train, steps_to_do(), executor.exchange_ahead)
-    if earlier:
-        executor.load_state(earlier["state"])
-        if executor.rowwise_tables():
-            load_tables(Path(cfg.resume) / CHECKPOINTS, cfg, earlier["tables"], executor.optimizer.adam_steps,
-                        executor.rowwise_tables(), fabric)
-        loader.skip(map(log.schedule.at, range(first)))
-        clock.before = earlier["train_time_ms"]
-    profile = start_profile(cfg, first)
-
-    def before_step(step: int) -> None:
-        if checkpoint_due(cfg, step):
-            write_checkpoint(cfg, seconds_per_step, executor, clock, log, shards.sha256)
-        if profile is not None and step > first:
-            profile.step()                                                    # to what is recorded, or to nothing
-
-    if fabric.on_cuda:
-        torch.cuda.reset_peak_memory_stats()
-    log.open_bar()
-    recompiles: list[dict[str, Any]] = []                     # graphs that the warm-up should have had
-    watch: Any = contextlib.nullcontext()
-    if executor.compiling:
-        watch = reported_graphs(log, recompiles, "the race")
-    with settled_objects(), watch:
-        loss = race(loader, executor, validation, clock, log, before_step)
-    loader.close()
-    if profile is not None:
-        profile.stop()
-        report_profile(profile, log)
-    return finish(log, cfg, executor, shards, validation, clock.ms, loss, recompiles)
-
-
-def summary(results: list[dict], target: float) -> dict[str, Any]:
-    """Several runs together, with the one-sided p of a mean loss below the target where that can be computed."""
-    losses = [result["val_loss"] for result in results]
-    p = None
-    if target and importlib.util.find_spec("scipy"):
-        from scipy import stats
-        p = float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
-    return dict(type="summary", n=len(losses), mean=float(np.mean(losses)), sd=float(np.std(losses, ddof=1)),
-                target_loss=target, p=p, runs=results)
-
-
-def summary_lines(together: dict[str, Any]) -> list[str]:
-    """The same for people."""
-    seconds = [result["train_time_ms"] / 1000 for result in together["runs"]]
-    target = together["target_loss"]
-    if together["p"] is not None:
-        p = f"{together['p']:.3g}"
-    elif target:
-        p = "pip install scipy"
-    else:
-        p = "no --target_loss"
-    return [f"{together['n']} runs: validation loss {together['mean']:.4f} (standard deviation {together['sd']:.4f}), "
-            f"training {np.mean(seconds):.2f} s ({np.std(seconds, ddof=1):.2f} s)",
-            f"one-sided p of a mean below {target:g}: {p}"]
-
-
-def report(cfg: Config, executor: Executor, validation: ValidationSet, log: Log, results: list[dict]) -> None:
-    """After the last run: a sample, several runs together, and one JSON object as the last line on stdout."""
-    lines = []
-    if cfg.sample_tokens:
-        tokens = generate(cfg, executor, log.schedule.at(log.done))
-        lines += [f"{' sample ':-^100}", spell(validation.vocabulary, tokens), "-" * 100]
-    last = dict(type="result", **results[-1])
-    if len(results) > 1:
-        last = summary(results, cfg.target_loss)
-        lines += summary_lines(last)
-    lines.append(json.dumps(last))
-    print_result(log.fabric, "\n".join(lines), f"read the losses and times in {log.run_dir}, whose log is whole")
-
-
-def print_result(fabric: Fabric, text: str, instead: str) -> None:
-    """Print what a run or a sample is for. Raises RunError if the console does not take it."""
-    if fabric.rank == 0:
-        try:
-            print(text, flush=True)
-        except (OSError, ValueError) as error:
-            raise RunError("printing the result", reason_of(error), "a standard output that takes all lines",
-                           instead) from None
-
-
-def open_checkpoint(cfg: Config, fabric: Fabric, sha256: str) -> tuple[Config, dict[str, Any]]:
-    """Config with the lengths of the resumed run, and the content of its last checkpoint.
-
-    Raises DataError.
-    """
-    run_dir = Path(cfg.resume)
-    folder = run_dir / CHECKPOINTS
-    if fabric.rank == 0:
-        new = folder / NEW_CHECKPOINT
-        remove_leftovers([run_dir / ".reserve", new, part_of(new)])          # the first two: of older trainers
-        remove_pieces(folder, "rows-*")
-    _, content = load_checkpoint(folder, cfg, fabric)
-    cfg = replace(cfg, **content["lengths"])
-
-    if content["data_sha256"] != sha256:
-        before = make_config(*read_settings(run_dir))
-        raise DataError(
-            f"data to resume {run_dir} with",
-            f"--train_files={cfg.train_files} --val_files={cfg.val_files}, whose content hashes to "
-            f"{sha256[:16]}...",
-            f"that of --train_files={before.train_files} --val_files={before.val_files}, which hashed to "
-            f"{content['data_sha256'][:16]}...",
-            "leave both flags out, or name the same shards in another place")
-    done = content["log"]["done"]
-    end_step = with_fits(cfg, content).end_step
-    need(done <= end_step, f"--max_steps with --resume={run_dir}",
-         f"{cfg.max_steps}: the run would end at step {end_step}",
-         f"{done} or more: the run is there already", "--max_steps=0, for the whole schedule")
-    return cfg, content
-
-
-def open_data(cfg: Config, fabric: Fabric) -> tuple[Config, Shards, dict | None]:
-    """Config with all sizes, shards to train on and to validate with, their hash, and the checkpoint to resume."""
-    train = find_shards(cfg.train_files)
-    val = find_shards(cfg.val_files)
-    sha256 = scan_shards(train + val)
-    flags = {f"--{name}": flag_text(value) for name, value in vars(cfg).items()}
-    facts = dict(data_sha256=sha256, source_sha256=file_sha256(Path(__file__)), torch=torch.__version__)
-    fabric.check_agreement(flags | facts)
-
-    cfg = resolve(cfg, train, val)
-    earlier = None
-    if cfg.resume:
-        cfg, earlier = open_checkpoint(cfg, fabric, sha256)
-    check_enough_data(cfg, with_fits(cfg, earlier), train)
-    check_enough_validation(cfg, val)
-
-    shared = shared_shards(train, val)
-    if shared:
-        fabric.say(f"trained on and validated with: {shared[0]}, {len(shared)} such shards in all; "
-                   "the validation losses say nothing about other text")
-    return cfg, Shards(train, val, sha256), earlier
-
-
-def run_folders(preset: str, cfg: Config, fabric: Fabric) -> list[Path]:
-    """The run directory of each run, by seed. Raises RunError if one of them has a log."""
-    unique = f"{time.strftime('%Y%m%d-%H%M%S')}-{preset}-{os.urandom(4).hex()}"
-    root = Path(cfg.run_dir or f"logs/{unique}")
-    folders = [root]
-    if cfg.runs > 1:
-        folders = [root / f"seed_{cfg.seed + number}" for number in range(cfg.runs)]
-
-    old_logs = [str(folder / "log.txt") for folder in folders if os.path.exists(folder / "log.txt")]
-    if old_logs and fabric.rank == 0:
-        raise RunError(f"run directory {root}", f"File exists: {old_logs}", "one without a log", "another --run_dir")
-    return folders
-
-
-def warm_up_with_patience(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> None:
-    """Warm up with a timeout that leaves compilers their time; then set that of the race."""
-    to_compile = LONG_PATIENCE if executor.compiling else 1
-    to_write = LONG_PATIENCE if cfg.checkpoint_every else 1                   # the others wait for rank 0
-    graphs: list[dict[str, Any]] = []
-    during: Callable[[str], Any] = contextlib.nullcontext
-    if executor.compiling:
-        during = functools.partial(reported_graphs, log, graphs)
-        log.text("compiling: minutes the first time, less with what an earlier run has left in "
-                 f"{os.environ.get(COMPILE_CACHE, 'the folder that torch takes')}")
-
-    with log.phase("warm-up"):
-        fabric.set_timeout(cfg.comm_timeout * to_compile)
-        warm_up(cfg, fabric, Schedule(replace(cfg, time_budget=0.0)), executor, during)
-        fabric.set_timeout(cfg.comm_timeout * to_write)
-    if executor.compiling:
-        ms = sum(graph["ms"] for graph in graphs)
-        log.event("compiled", graphs=len(graphs), ms=round(ms, 3), cache=os.environ.get(COMPILE_CACHE))
-        log.text(f"compiled {len(graphs)} graphs in {ms / 1000:.2f} s")
-
-
-def keep_compiled(fabric: Fabric) -> None:
-    """Have torch keep what it compiles in the user's cache folder, for the next run, unless the user says where.
-
-    Before torch.compile is called for the first time, which sets the variable too.
-    """
-    if os.environ.get(COMPILE_CACHE):
-        return
-    caches = Path(os.environ.get("XDG_CACHE_HOME", ""))
-    if not caches.is_absolute():                                              # counts as unset, by its definition
-        caches = Path("~/.cache")
+    text = flags.prompt.encode("utf-8", "surrogateescape")
     try:
-        folder = caches.expanduser().absolute() / "train_gpt/torchinductor"
-        folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()                            # raises where nothing can be written
-    except (OSError, RuntimeError) as error:                                  # RuntimeError: no home
-        fabric.say(f"what is compiled is kept where torch keeps it, not in {caches}: {error}")
-        return
-    os.environ[COMPILE_CACHE] = str(folder)
+        if cfg.vocab_size == GPT2_VOCAB and (flags.ranks or pieces is None):
+            tiktoken = importlib.import_module("tiktoken")
+            if flags.ranks:
+                content = Path(flags.ranks).read_bytes()
+                content = gzip.decompress(content) if flags.ranks.endswith(".gz") else content
+                rows = [line.split() for line in content.splitlines()]
+                ids = {base64.b64decode(piece): int(token) for piece, token in rows}
+                encoding = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ids, special_tokens={})
+            else:
+                encoding = tiktoken.get_encoding("gpt2")
+            pieces = [encoding.decode_single_token_bytes(token) for token in range(GPT2_DOCUMENT_START)] + [b""]
+            return pieces, encoding.encode_ordinary(text.decode())
+
+        # Else as data/pocket.py has made the text: known pieces, and single bytes for the rest.
+        ids = {piece: token for token, piece in enumerate(pieces or ()) if piece}
+        words = [[word] if word in ids else [bytes((byte,)) for byte in word] for word in POCKET_PIECE.findall(text)]
+        return pieces, [ids[piece] for piece in itertools.chain(*words)]
+    except Exception as error:           # no package, no network, any content of a file, bytes that no token has
+        raise DataError("prompt", f"{type(error).__name__}: {error}", "bytes of a vocab.txt beside the weights, or "
+                        "GPT-2 tokens by tiktoken, which has them from the network or from --ranks=FILE",
+                        "leave it out, use other words, or install tiktoken") from None
 
 
-def make_executor(preset: str, cfg: Config, fabric: Fabric, precision: str,
-                  report: Callable) -> tuple[Executor, str, dict[str, int]]:
-    """The executor, its attention in words, and the estimate of the memory that it takes.
-
-    Which kernels are right decides about memory, that about the slots at once, and these about which is the fastest.
-    """
-    if fabric.on_cuda:
-        fabric.set_timeout(cfg.comm_timeout * LONG_PATIENCE)                  # a package may compile its kernels now
-    usable = usable_attention(preset, cfg, fabric)
-    kernel = attention_reference if usable == ["reference"] else attention_varlen
-    slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
-    attention = fastest_attention(cfg, fabric, usable, slots_at_once)
-    fabric.set_timeout(cfg.comm_timeout)
-    executor = Executor(cfg, fabric, kernel, precision, slots_at_once, report)
-    return executor, attention, estimate
-
-
-def run_all(preset: str, given: Config, fabric: Fabric, ending: Ending) -> bool:
-    """Set up and warm up once, then train once or several times. `ending` holds the log of the run in progress.
-
-    Returns whether the weights are where they were wanted.
-    """
-    began = time.perf_counter()
-    cfg, shards, earlier = open_data(given, fabric)
-    schedule = with_fits(cfg, earlier)
-    precision = head_precision(cfg, fabric)
-    if cfg.save and fabric.rank == 0:
-        prepare_save(Path(cfg.save))                                          # not after hours of training
-    folders = run_folders(preset, cfg, fabric)
-    log_so_far = earlier["log"] if earlier else {}
-    log = Log(folders[0], fabric, schedule, **log_so_far)
-    ending.log = log
-
-    def report_rows(**account: Any) -> None:
-        ending.log.event("comms", **account)
-
-    if will_compile(cfg, fabric):
-        keep_compiled(fabric)
-    executor, attention, estimate = make_executor(preset, cfg, fabric, precision, report_rows)
-    origin = Origin(preset, given, attention, shards.sha256)
-    if earlier:
-        write_header(log, cfg, executor, origin, "resumed", step=log.done, source=cfg.resume)
-    else:
-        write_header(log, cfg, executor, origin)
-    log.text("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
-    log.event("phase", name="set-up", ms=round(1000 * (time.perf_counter() - began), 3), timed=False)
-
-    with log.phase("validation data"):
-        validation = ValidationSet(cfg, fabric, shards.val, executor.exchange)
-    warm_up_with_patience(cfg, fabric, executor, log)
-    seconds_per_step: list[float] = []
-
-    pristine = executor.snapshot() if cfg.runs > 1 else None
-    result, saved = run_once(cfg, seconds_per_step, executor, shards, validation, log, earlier)
-    results = [result]
-    for folder in folders[1:]:
-        cfg = replace(cfg, seed=cfg.seed + 1)
-        log = Log(folder, fabric, Schedule(cfg))
-        ending.log = log
-        write_header(log, cfg, executor, origin)
-        with log.phase("reset"):
-            executor.restore(pristine)
-            executor.set_seed(cfg.seed)
-        result, _ = run_once(cfg, seconds_per_step, executor, shards, validation, log, None)
-        results.append(result)
-    report(cfg, executor, validation, log, results)
-    return saved
-
-
-def run(preset: str, given: Config, fabric: Fabric, ending: Ending) -> int:
-    """Train as configured. Returns the exit status. `ending` is given each log, to end it if the run ends early."""
-    saved = run_all(preset, given, fabric, ending)
-    if fabric.world > 1:
-        dist.destroy_process_group()
-    return EXIT_DONE if saved else EXIT_FAILED
-
-
-def read_prompt(flags: Config, cfg: Config,
-                pieces: list[bytes] | None) -> tuple[list[bytes] | None, list[int]]:
-    """Bytes of each token, if anybody knows them, and the prompt as token ids. Raises DataError.
-
-    pieces: from vocab.txt beside the weights. GPT-2's come from --ranks=FILE, or from tiktoken.
-    """
-    wants_gpt2 = flags.ranks != "" or pieces is None
-    gpt2 = wants_gpt2 and cfg.vocab_size == GPT2_VOCAB
-    ranks = None
-    if flags.ranks:
-        ranks = regular_file(Path(flags.ranks), "--ranks=FILE with the GPT-2 tokens")
-    try:
-        sys.path.append(str(Path(__file__).parent / "data"))
-        tools = importlib.import_module("tokenize_text")
-        if gpt2:
-            ids = tools.gpt2_pieces(ranks)
-            pieces = sorted(ids, key=ids.get)
-            encode = tools.make_encoder("gpt2", ids)
-        else:
-            ids = {piece: token for token, piece in enumerate(pieces or ()) if piece}
-            encode = tools.make_encoder("pocket", ids)
-        return pieces, encode(flags.prompt.encode("utf-8", "surrogateescape"))
-    except KeyError as missing:
-        raise DataError("prompt", f"bytes that no token has: {missing}",
-                        "bytes that are tokens in the vocab.txt beside the weights",
-                        "leave them out of the prompt, or train on a vocabulary that has all 256") from None
-    except Exception as error:           # no package, no network, any content of a file
-        raise DataError("prompt", f"{type(error).__name__}: {error}",
-                        "bytes of a vocab.txt beside the weights, or GPT-2 tokens, tiktoken and "
-                        "--ranks=FILE", "leave them out; install tiktoken") from None
-
-
-def sample_saved(flags: Config) -> int:
-    """--sample=DIR "prompt": print text that goes on from the prompt, on any device.
-
-    Returns the exit status.
-    """
+def sample_saved(flags: Config) -> None:
+    """Do --sample=DIR "prompt": print text that goes on from the prompt, on any device. Raises TrainerError."""
+    # Settings come first: they say what the tensors have to be.
     folder = Path(flags.sample)
-    cfg, tensors = load_weights(folder, flags.device)
-    fabric = make_fabric(replace(cfg, num_slots=1))                           # a second rank would have nothing to do
-    if not (folder / MANIFEST).exists():
-        fabric.say(f"remark: no {MANIFEST} in {folder}: whether an older save is damaged, nobody can tell")
-    pieces, prompt = read_prompt(flags, cfg, load_vocabulary(folder, cfg))
-    tables = read_tables(folder, cfg)
-
-    trained = cfg
+    preset, texts = read_settings(folder)
+    cfg = make_config(preset, texts)
+    manifest = read_manifest(folder)
+    tensors = read_tensors(folder / "weights.pt", manifest)
+    fabric = make_fabric(replace(cfg, num_slots=1, device=flags.device))      # a second rank would have nothing to do
     dtype = cfg.dtype
     if dtype == "bfloat16" and not fabric.on_cuda:
         dtype = "float32"
-    cfg = replace(cfg, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens,
-                  tables=tuple(table._replace(home="host") for table in cfg.tables))                          # a sample reads few rows, which any device has room for
-    check_room_for_tables(folder, trained, cfg, tables, fabric)
-    evaluator = Evaluator(cfg, fabric, attention_reference)
-    evaluator.model.load_state_dict(tensors)
-    load_tables(folder, trained, tables, None, evaluator.rowwise_tables(), fabric)
-    schedule = Schedule(cfg)
-    tokens = generate(cfg, evaluator, schedule.at(schedule.end_step), prompt)
-    text = flags.prompt + spell(pieces, tokens)
-    print_result(fabric, text, "redirect the output to where there is room")
-    return EXIT_DONE
+    tables = tuple(table._replace(home="host") for table in cfg.tables)       # a sample reads few rows
+    cfg = replace(cfg, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens, tables=tables)
+    headers = [ShardHeader(str(folder / "weights.pt"), 0, cfg.vocab_size, cfg.document_start)]
+    pieces, prompt = read_prompt(flags, cfg, read_vocabulary(headers[0]))
+
+    executor = Executor(cfg, fabric, attention_reference, precision=None)
+    try:
+        executor.model.load_state_dict(tensors)
+    except (RuntimeError, TypeError, AttributeError) as error:
+        raise DataError(folder / "weights.pt", str(error).splitlines()[-1], "the weights of the settings beside them",
+                        "sample with the trainer of that run, or take another save") from None
+    load_rows(folder, manifest, executor)
+    schedule = Schedule(replace(cfg, time_budget=0.0, max_steps=0))
+    tokens = generate(cfg, executor, schedule.at(schedule.end_step), prompt)
+    print_result(flags.prompt + spell(pieces, tokens))
 
 
-def lost_rank(found: str, fabric: Fabric | None) -> RunError:
-    """What to tell when another rank is lost: which one on this host is gone, if one is."""
-    return RunError("lost another rank", found, "every rank's answer within --comm_timeout",
-                    "look for the end of the other ranks: killed, out of memory, or stuck")
+class Signalled(Exception):
+    """A signal that ends the process."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
 
 
-def in_our_words(error: BaseException, fabric: Fabric | None) -> BaseException:
-    """The TrainerError that says what went wrong and what to do; a bug stays what it is."""
+def describe(error: BaseException) -> tuple[int, str]:
+    """Return (exit status, what to tell the user) of whatever ended the run; a bug keeps its traceback."""
     first_line = (str(error).splitlines() or [""])[0]
-
+    if isinstance(error, Signalled):
+        interrupted = error.number == signal.SIGINT
+        return 128 + error.number, "interrupted" if interrupted else f"ended from outside ({error})"
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in first_line:
-        return RunError("out of memory", first_line, "less at once",
-                        "--slots_per_micro_batch=1, or more --num_slots")
+        error = RunError("out of memory", first_line, "less at once", "--slots_per_micro_batch=1, or more --num_slots")
     if isinstance(error, OSError):
-        return DataError(str(error.filename or "disk"), error.strerror, "a file to use", "look at disk and rights")
-    if isinstance(error, RuntimeError) and dist.is_initialized():
-        connection = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
-        if re.search(connection, first_line):
-            return lost_rank(first_line, fabric)
-    return error
+        error = DataError(str(error.filename or "disk"), error.strerror, "a file to use", "look at disk and rights")
+    connection = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
+    if isinstance(error, RuntimeError) and dist.is_initialized() and re.search(connection, first_line):
+        error = lost_rank(first_line)
+    if isinstance(error, TrainerError):
+        return error.status, f"{type(error).__name__}: {error}"
+    return 1, "".join(traceback.format_exception(error))
 
 
-def describe(error: BaseException, fabric: Fabric | None = None) -> tuple[int, str]:
-    """(exit status, what to tell the user) of whatever ended the run."""
-    if isinstance(error, KeyboardInterrupt):
-        return EXIT_BY_SIGNAL + signal.SIGINT, "interrupted"
-    if isinstance(error, SystemExit):
-        if error.code <= EXIT_BY_SIGNAL:
-            return error.code, ""                                             # --help
-        cause = f"ended from outside ({signal.Signals(error.code - EXIT_BY_SIGNAL).name})"
-        return error.code, cause
-
-    told = in_our_words(error, fabric)
-    if not isinstance(told, TrainerError):
-        return EXIT_FAILED, "".join(traceback.format_exception(error))
-    status = EXIT_FAILED if isinstance(told, RunError) else EXIT_BAD_INPUT
-    return status, f"{type(told).__name__}: {told}"
+def lost_rank(found: str) -> RunError:
+    return RunError("lost another rank", found, "every rank's answer within --comm_timeout", "look for the end of the "
+                    "other ranks: killed (dmesg tells of the out-of-memory killer), or stuck; torchrun names the first")
 
 
-def first_cause(cause: str) -> tuple[str, bool]:
-    """(the first cause that a rank gave to the launcher's store, whether that is this one).
+def first_cause(cause: str, signalled: bool) -> tuple[str, bool]:
+    """Agree with the other ranks on the first cause, by the store at which they met.
 
-    Without a launcher, or without an answer of its store, every rank's own cause is the first.
+    Returns it, and whether this rank is to say it. A signal that not all ranks hear of follows from the loss of one:
+    torchrun, or srun, ends the others. Without a store's answer every rank speaks for itself.
     """
     env = os.environ
-    if env.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or env.get("WORLD_SIZE") == "1":
+    world = int(env.get("WORLD_SIZE", 1))
+    if world == 1:
         return cause, True
-    mine = f"{env.get('RANK')}\n{cause}"
-    key = f"cause of the end, restart {env.get('TORCHELASTIC_RESTART_COUNT')}"
+    restart = env.get("TORCHELASTIC_RESTART_COUNT")
 
-    def ask() -> str:
+    def ask() -> tuple[str, bool]:
         patience = timedelta(seconds=STORE_PATIENCE)
         store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=patience)
-        return store.compare_set(key, "", mine).decode()                      # sets it if nobody has; what it is then
+        ended = f"ended ranks, restart {restart}"
+        store.add(ended, 1)
+
+        def all_ended() -> bool:
+            deadline = time.monotonic() + OTHERS_PATIENCE
+            while store.add(ended, 0) < world and time.monotonic() < deadline:
+                time.sleep(0.02)
+            return store.add(ended, 0) >= world
+
+        mine = cause
+        if signalled and not all_ended():
+            mine = f"RunError: {lost_rank(cause)}"
+        mine = f"{env['RANK']}\n{mine}"
+        first = store.compare_set(f"first cause, restart {restart}", "", mine).decode()
+        if env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+            all_ended()                                                       # the store ends with this process
+        return first.partition("\n")[2], first == mine
 
     try:
-        first = within(STORE_PATIENCE, ask)                                   # a stopped launcher answers nothing
+        return within(STORE_PATIENCE + 2 * OTHERS_PATIENCE, ask)              # a stopped launcher answers nothing
     except Exception:
+        if signalled:
+            cause = f"RunError: {lost_rank(cause)}"
         return cause, True
-    return first.partition("\n")[2], first == mine
-
-
-def signal_error(number: int) -> BaseException:
-    """What a signal raises, which no `except Exception` holds up."""
-    return KeyboardInterrupt() if number == signal.SIGINT else SystemExit(EXIT_BY_SIGNAL + number)
 
 
 class Ending:
-    """The end of this process: begun once, and over in time, whatever the main thread is waiting for.
+    """The one end of this process, by an error or a signal, and bounded in time.
 
-    Python calls a signal's handler between two steps of the main thread: not while that waits in C for another rank,
-    a compiler or a store. So the number of the signal also wakes a thread, which ends the process if the main thread
-    does not. Within `with` this is so; behind it, all is as it was before.
+    A signal wakes a thread, which ends the process whatever the main thread waits for in C; nothing is ever raised into
+    the middle of the main thread's work.
     """
 
     def __init__(self) -> None:
-        self.fabric: Fabric | None = None            # once the ranks have met
-        self.log: Log | None = None                  # of the run that is going on
-        self.claiming = threading.Lock()
-        self.begun = threading.Event()
-        self.signalled = False
-        self.handlers_before: dict[int, Any] = {}
-
-    def __enter__(self) -> Ending:
-        self.bell, listener = socket.socketpair()
+        self.log: Log | None = None                                           # of the run that is going on
+        self.begun = threading.Lock()                                         # taken by whoever ends the process
+        self.bell, self.listener = socket.socketpair()
         self.bell.setblocking(False)                                          # as set_wakeup_fd wants it
-        self.bell_before = signal.set_wakeup_fd(self.bell.fileno(), warn_on_full_buffer=False)
-        self.watcher = threading.Thread(target=self.watch, args=(listener,), daemon=True)
-        self.watcher.start()
+        signal.set_wakeup_fd(self.bell.fileno(), warn_on_full_buffer=False)
         for name in ENDING_SIGNALS:
             number = getattr(signal, name, None)                              # Windows has no SIGHUP
-            if number and signal.getsignal(number) not in (signal.SIG_IGN, None):          # ignored: by nohup
-                self.handlers_before[number] = signal.signal(number, self.interrupt)
-        return self
+            if number and signal.getsignal(number) != signal.SIG_IGN:         # ignored: by nohup
+                signal.signal(number, self.heard)
+        threading.Thread(target=self.watch, daemon=True).start()
 
-    def __exit__(self, *_: object) -> None:
-        self.begun.set()                                                      # a signal that comes now is too late
-        for number, handler in self.handlers_before.items():
-            signal.signal(number, handler)
-        signal.set_wakeup_fd(self.bell_before)
-        self.bell.close()
-        self.watcher.join()                                                   # it may be just ending the process
+    def heard(self, *_: Any) -> None:
+        """Do nothing: `watch` has read the number of the signal."""
 
-    def interrupt(self, number: int, frame: Any) -> None:
-        """Leave whatever the main thread is doing; but no second exception comes into the way of the first."""
-        if self.signalled or self.begun.is_set():
-            return
-        self.signalled = True
-        raise signal_error(number)
+    def watch(self) -> None:
+        number = self.listener.recv(1)[0]
+        self.end(Signalled(number))
 
-    def watch(self, listener: socket.socket) -> None:
-        """In a thread of its own: end the process if the main thread does not begin to after a signal."""
-        with listener:
-            while heard := listener.recv(1):                                  # nothing once the bell is closed
-                number = heard[0]
-                if number not in self.handlers_before or self.begun.wait(BEGIN_PATIENCE):
-                    continue
-                if self.claim():                                              # else the main thread was just in time
-                    os._exit(self.close(signal_error(number)))
+    def report_rows(self, **facts: Any) -> None:
+        self.log.event("comms", **facts)
 
-    def claim(self) -> bool:
-        """True for the first caller, who is to end this process."""
-        with self.claiming:
-            first = not self.begun.is_set()
-            self.begun.set()
-        return first
-
-    def end(self, error: BaseException) -> int:
-        """In the main thread: end the run because of this error. Returns the exit status."""
-        if not self.claim():
-            threading.Event().wait()                                          # the watching thread ends the process
-        return self.close(error)
-
-    def close(self, error: BaseException) -> int:
-        """Say why the run ended, once over all ranks, and close its log. Returns the exit status."""
-        status, cause = describe(error, self.fabric)
+    def end(self, error: BaseException) -> None:
+        """Say why the run ended, once over all ranks, close its log, and end the process. Does not return."""
+        self.begun.acquire()                                                  # the second waits here for the end
+        status, cause = describe(error)
         limit = threading.Timer(END_PATIENCE, os._exit, [status])             # if a dead disk, say, holds this up
         limit.daemon = True
         limit.start()
-
-        if cause:
-            cause, speaks = first_cause(cause)
-            if speaks:
-                self.tell(cause)
+        cause, speaks = first_cause(cause, isinstance(error, Signalled))
+        if speaks:
+            with contextlib.suppress(Exception):                              # a full pipe that nobody reads, no stderr
+                within(1, functools.partial(print, cause, file=sys.stderr, flush=True))
         if self.log is not None:
             self.log.aborted(cause)
-            self.log.close()
-        limit.cancel()
-        limit.join()
-        return status
-
-    def tell(self, cause: str) -> None:
-        """On stderr; a console that is gone, or a full pipe that nobody reads, holds nothing up."""
-        if sys.stderr is None:
-            return
-        with contextlib.suppress(OSError, ValueError):                        # TimeoutError is an OSError
-            within(CONSOLE_PATIENCE, functools.partial(print, cause, file=sys.stderr, flush=True))
+        os._exit(status)
 
 
-def open_missing_streams() -> None:
-    """Put the null device where the caller closed stdin, stdout or stderr: else a log would get their number.
-
-    Standard output stays None for Python, so that a lost result is noticed.
-    """
-    for number in (0, 1, 2):
-        try:
-            os.fstat(number)
-        except OSError:
-            opened = os.open(os.devnull, os.O_RDWR)                           # the lowest free number: this one
-            os.set_inheritable(opened, True)
-    if sys.stderr is None:
-        sys.stderr = open(os.devnull, "w")
-
-
-def start(argv: Sequence[str], ending: Ending) -> int:
-    """Do what the flags say. Returns the exit status."""
+def main(argv: Sequence[str]) -> None:
+    """Do what the flags say. Exits with 0: done, 1: the run failed, 2: bad settings or data, 128 + n: by signal n."""
+    ending = Ending()
     try:
+        source = Path(__file__).read_bytes()                                  # before anybody edits it
+        if sys.stdout is not None:
+            sys.stdout.reconfigure(errors="backslashreplace")
+        warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         preset, cfg = parse_flags(argv)
         if cfg.sample:
-            return sample_saved(cfg)
-        ending.fabric = make_fabric(cfg)
-        return run(preset, cfg, ending.fabric, ending)
+            sample_saved(cfg)
+        else:
+            train(preset, cfg, make_fabric(cfg), ending, source)
+        os._exit(0)                                                           # even if a thread is stuck in a read
+    except SystemExit as asked:                                               # --help
+        os._exit(asked.code or 0)
     except BaseException as error:
-        return ending.end(error)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Returns the exit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 128 + n ended by signal n."""
-    open_missing_streams()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
-    with Ending() as ending:
-        try:
-            return start(argv, ending)
-        except BaseException as late_signal:                                  # it came while an error was on its way
-            return ending.end(late_signal.__context__ or late_signal)
+        ending.end(error)
 
 
 if __name__ == "__main__":
-    status = main(sys.argv[1:])
-    try:
-        sys.stdout.flush()
-    except (OSError, ValueError, AttributeError):                             # full, closed or gone
-        status = status or EXIT_FAILED
-    os._exit(status)                                                          # even if a thread is stuck in a read
+    main(sys.argv[1:])

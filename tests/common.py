@@ -120,13 +120,34 @@ def fill_randomly(model: tg.GPT, seed: int = 0, where: tg.Fabric | None = None) 
     Every rank draws the same; returned are whole parameters, in f64.
     """
     generator, whole = torch.Generator().manual_seed(seed), {}
-    for row in model.table:
+    for row in model.table.values():
         noise = torch.randn(row.shape, generator=generator, dtype=torch.float64)
         spread = dict(attn=0.3, mlp=0.15, scalars=0.3, bigram_embed=0.3, value_embed=0.5, lm_head=0.5)
         whole[row.label] = noise * spread.get(row.label, 0.7) + (0.6 if row.label == "scalars" else 0.0)
         mine = owned(whole[row.label], where) if row.rows and where else whole[row.label]
         model.get_parameter(row.label).copy_(mine)
     return whole
+
+
+def angles_by_channel(angles: torch.Tensor) -> torch.Tensor:
+    """(..., E/4) -> (..., E): neighbours turn by the same angle, negated for the second; the other half by 0."""
+    turning = torch.stack((angles, -angles), dim=-1).flatten(-2)
+    return torch.nn.functional.pad(turning, (0, turning.shape[-1]))
+
+
+def whole(_: str, x: torch.Tensor) -> torch.Tensor:
+    """The part of a parameter that the only rank keeps."""
+    return x
+
+
+def own_rows(model: tg.GPT) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Row buffers that read the model's own tables: label -> (rows, their gradients, zeros at first)."""
+    buffers = {}
+    for label, row in model.table.items():
+        if row.rows:
+            p = model.get_parameter(label)
+            buffers[label] = p, torch.zeros_like(p, dtype=tg.accum_dtype(p.dtype), requires_grad=False)
+    return buffers
 
 
 def grad_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor | None:
@@ -154,7 +175,7 @@ def set_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor) -> None:
         weight.grad = grad.to(weight.dtype, copy=True)
         return
     weight.main_grad.copy_(grad)
-    weight.written.fill_(1)
+    weight.writes.fill_(1)
     optimizer.passes[label] = 1
 
 

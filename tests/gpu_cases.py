@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from common import angles_by_channel
+
 import train_gpt as tg
 
 RATES = Path(__file__).with_name("rates.json")                       # of cards, each with its source
@@ -355,7 +357,7 @@ def norm_and_rotation(lab: Lab) -> Case:
     E = lab.sizes.head_dim
     x = lab.normal(T, H, E)
     angles = 100 * torch.rand(T, 1, E // 4, generator=lab.generator, device=lab.device)
-    by_channel = tg.angles_by_channel(angles)
+    by_channel = angles_by_channel(angles)
     cos = by_channel.cos().bfloat16()
     sin = by_channel.sin().bfloat16()
     seed = lab.normal(T, H, E)
@@ -390,7 +392,7 @@ def mlp(lab: Lab) -> Case:
     between = 2 * T * hidden                                                  # bytes of pre or post in bf16
     moved = 3 * nbytes(n, up, down) + 6 * between                             # pre and post out, both in; dpre out, in
     def mlp(n: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        return tg.relu_sq_mlp(n, tg.whole(up), tg.whole(down))
+        return tg.relu_sq_mlp(n, tg.as_part(up), tg.as_part(down))
 
     return Case("mlp", [n, up, down, seed], lab.ways(mlp, 3), and_gradients(formula, 3),
                 4 * (2e-2,), moved, 3 * 2 * 2 * T * D * hidden)
@@ -435,7 +437,7 @@ def attention(lab: Lab, name: str, window: int, paired: bool = False) -> Case:
         longest *= 2
         heads //= 2
     scale = 0.1
-    reach = tg.Reach(longest, window, scale)
+    reach = tg.AttentionSpan(longest, window, scale)
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=lab.device)
     q = tg.rms_norm(lab.normal(count, heads, sizes.head_dim))
     k = tg.rms_norm(lab.normal(count, heads, sizes.head_dim))
@@ -567,7 +569,7 @@ def head(lab: Lab, fp8: bool) -> Case:
 
     def loss(y: Tensor, w: Tensor, targets: Tensor, weights: Tensor) -> Tensor:
         loss_weight = torch.ones((), device=y.device)
-        return tg.HeadLoss.apply(y, w, targets, weights, loss_weight, precision, BF16, tg.whole(w))
+        return tg.HeadLoss.apply(y, w, targets, weights, loss_weight, precision, BF16, tg.as_part(w))
 
     bounds = (4e-3, 2e-2, 2e-2)
     payload = 2

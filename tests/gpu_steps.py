@@ -110,7 +110,7 @@ def product_flops(cfg: tg.Config) -> int:
     """Of a token, forward and backward: every matrix of the model once, the head among them."""
     weights = 0
     for row in tg.parameter_table(cfg):
-        if row.bank or row.label == "lm_head":
+        if row.optimizer == "normuon" or row.label == "lm_head":
             weights += torch.Size(row.shape).numel()
     return BACKWARD_OF_PRODUCTS * 2 * weights
 

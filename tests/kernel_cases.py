@@ -22,7 +22,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt as tg  # noqa: E402
 
-SMALL = tg.Tiles(16, 32, 16, stages=1, stages_backward=1, warps=1)
+SMALL = dict(ROWS=16, COLUMNS=32, DEPTH=16)
 SHAPES = ((16, 32, 16), (1, 8, 8), (33, 40, 24), (50, 96, 56), (7, 200, 32), (64, 64, 128))       # (N, F, K)
 MOST_SHARED = {80: 166_912, 90: 232_448, 100: 232_448}        # bytes: CUDA programming guide, table of limits
 TENSOR_CORES = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
@@ -62,10 +62,9 @@ def mend_interpreter() -> None:
     builder.create_dot = dot
 
 
-def launch(x: Tensor, w: Tensor, squares: Tensor, backward: bool, tiles: tg.Tiles, programs: int) -> Tensor:
+def launch(x: Tensor, w: Tensor, squares: Tensor, backward: bool, tile: dict[str, int], programs: int) -> Tensor:
     out = torch.full_like(squares, torch.nan)
-    sizes = dict(BACKWARD=backward, ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth)
-    tg.jitted(tg.relu_sq_kernel)[(programs,)](x, w, squares, out, len(x), len(w), x.shape[1], **sizes)
+    tg.jitted(tg.relu_sq_kernel)[(programs,)](x, w, squares, out, len(x), len(w), x.shape[1], BACKWARD=backward, **tile)
     return out
 
 
@@ -118,13 +117,14 @@ def narrow_offsets(ttir: str) -> list[str]:
     return narrow
 
 
-def compiled(capability: int, backward: bool, dtype: str, tiles: tg.Tiles) -> dict[str, Any]:
+def compiled(capability: int, backward: bool, dtype: str, tile: dict[str, int], stages: int) -> dict[str, Any]:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
     arrays = dict.fromkeys(("x", "w", "squares", "out"), f"*{dtype}")
     lengths = dict.fromkeys(("count", "columns", "depth"), "i32")
-    constants = dict(BACKWARD=backward, ROWS=tiles.rows, COLUMNS=tiles.columns, DEPTH=tiles.depth)
+    constants = dict(BACKWARD=backward, **tile)
+    options = dict(num_warps=constants.pop("num_warps"), num_stages=stages)
     run_time = arrays | lengths
     signature = run_time | dict.fromkeys(constants, "constexpr")
     divisible = {(at,): [["tt.divisibility", 16]] for at in range(len(run_time))}
@@ -133,8 +133,6 @@ def compiled(capability: int, backward: bool, dtype: str, tiles: tg.Tiles) -> di
     kernel = tg.jitted(tg.relu_sq_kernel)
     source = ASTSource(fn=kernel, signature=signature, attrs=divisible, constexprs=fixed)
 
-    stages = tiles.stages_backward if backward else tiles.stages
-    options = dict(num_warps=tiles.warps, num_stages=stages)
     made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
     ptx = made.asm["ptx"]
     found = resources(made.asm["cubin"])
@@ -145,10 +143,11 @@ def compiled(capability: int, backward: bool, dtype: str, tiles: tg.Tiles) -> di
 
 def compile_ahead() -> dict[str, dict]:
     found = {}
-    for (major, minor), tiles in tg.RELU_SQ_TILES.items():
+    for (major, minor), tile in tg.RELU_SQ_TILES.items():
         for backward in (False, True):
             capability = 10 * major + minor
-            found[f"{capability} {backward}"] = compiled(capability, backward, "bf16", tiles)
+            stages = tg.RELU_SQ_STAGES[major, minor][backward]
+            found[f"{capability} {backward}"] = compiled(capability, backward, "bf16", tile, stages)
     return found
 
 

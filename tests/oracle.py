@@ -175,7 +175,7 @@ def executor_with(cfg: tg.Config, stored: Vectors, fabric: tg.Fabric = CPU) -> t
     """An executor with the stored parameters; banks are cut to the trainer's number of layers, tables to its rows."""
     executor = tg.Executor(cfg, fabric, tg.attention_reference, "plain")
     with torch.no_grad():
-        for row in executor.model.table:
+        for row in executor.model.table.values():
             p = executor.model.get_parameter(row.label)
             if f"zero.{row.label}" in stored:
                 assert tuple(stored[f"zero.{row.label}"]) == row.shape, row.label
@@ -382,7 +382,7 @@ class ConfigS:
         identity, one = torch.eye(raw.shape[1], dtype=raw.dtype), torch.ones((), dtype=raw.dtype)
         weights = torch.tensor(values.mtp_weights, dtype=raw.dtype)
         losses = tg.HeadLoss.apply(raw, identity, self.batch.targets, weights, one, "plain", raw.dtype,
-                                   tg.whole(identity))
+                                   tg.as_part(identity))
         return torch.autograd.grad(losses.sum(), raw)[0]
 
 
@@ -462,7 +462,7 @@ def check_s_grads(oracle: Oracle) -> None:
     s, vectors = ConfigS(oracle), oracle.open("s_grads")
     for name, in vectors.find(r"norm_(\w+)\..*"):
         s.forward_backward(s.weighted(name))
-        for row in reversed(s.model.table):
+        for row in reversed(s.model.table.values()):
             label, grad = row.label, s.gradient(row.label)
             if name == "m3":                                              # the others hold samples and small parameters
                 check_whole_gradient(vectors, label, grad)
@@ -912,7 +912,7 @@ def check_yarn(vectors: Vectors, cfg: tg.Config, schedule: tg.Schedule) -> None:
             vectors.check(f"yarn_{kind}.scale.{number}", rotary.attn_scale)
     keys = "yarn_f32.plain.factor1_bf16", "yarn_f32.plain.factor2_bf16"
     rows = len(vectors[keys[0]])
-    model = tg.GPT(cfg, tg.attention_reference, rotary_len=rows)
+    model = tg.GPT(cfg, tg.attention_reference, rows, {})
     model.set_rotary(schedule.rotary[-1].frequencies)
     for key, table in zip(keys, rotary_factors(model)):
         words = vectors.arrays[key]
@@ -937,7 +937,7 @@ def check_fp8(oracle: Oracle) -> None:
         x.grad = w.grad = None
         with spying((tg, "softcap"), (tg, "fp8_product")) as calls:
             losses = tg.HeadLoss.apply(x, w, targets, weights, torch.tensor(float(scale), dtype=torch.float64),
-                                       "plain" if mode == "exact" else "emulated", logits_dtypes[mode], tg.whole(w))
+                                       "plain" if mode == "exact" else "emulated", logits_dtypes[mode], tg.as_part(w))
             losses.backward(torch.from_numpy(vectors[f"grad_out.{grad_out or 'ones'}"]))
         prefix = ".".join(filter(None, (mode, mtp, grad_out)))
         vectors.check(f"{mode}.logits_raw_rows0_8", calls["softcap"][0].logits[:8])

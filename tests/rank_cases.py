@@ -291,7 +291,7 @@ def collectives() -> Iterator[list[tuple[str, Tensor | None]]]:
 def fill_randomly(executor: tg.Executor, fabric: tg.Fabric) -> None:
     """No term of the forward pass is at zero, as it is at the start."""
     generator = torch.Generator().manual_seed(1)
-    for row in executor.model.table:
+    for row in executor.model.table.values():
         p, noise = executor.model.get_parameter(row.label), torch.randn(row.shape, generator=generator).double()
         mine = noise[fabric.rank::fabric.world] if row.label in executor.tables else noise
         p[:len(mine)] += 0.2 * mine
@@ -459,7 +459,7 @@ def by_hand(fabric: tg.Fabric, dtype: str, after_step: Callable[[int, tg.Executo
 
     plans[0] = planned(0)
     for step in range(UNEVEN_STEPS):
-        for row in executor.model.table:
+        for row in executor.model.table.values():
             p, grad = executor.model.get_parameter(row.label), integers(step, row.label, row.shape)[mine].sum(dim=0)
             if row.label in executor.tables:
                 plan, rows, places = plans[step // tg.CYCLE][row.label]

@@ -126,10 +126,10 @@ def config(module: ModuleType):
 def random_model(module: ModuleType):
     """A model in which every term counts: gates open, no table at zero, no two scalars alike."""
     cfg, generator = config(module), torch.Generator().manual_seed(1)
-    model = module.GPT(cfg, module.attention_reference, 64)
+    model = module.GPT(cfg, module.attention_reference, 64, {})
     model.set_rotary(module.base_frequencies(cfg.head_dim))
     with torch.no_grad():
-        for row in model.table:
+        for row in model.table.values():
             model.get_parameter(row.label).copy_(torch.randn(row.shape, generator=generator) * 0.3 + 0.1)
     return model
 
@@ -144,7 +144,7 @@ def hidden(module: ModuleType, model=None, **changes) -> torch.Tensor:
     tokens = torch.arange(16, dtype=torch.int32)[None] * 3
     for at, token in changes.get("tokens", {}).items():
         tokens[0, at] = token
-    return (model or random_model(module)).hidden(batch_of(module, tokens), module.reaches_of(6, 12, 16, 0.3))
+    return (model or random_model(module)).hidden(batch_of(module, tokens), module.spans_of(6, 12, 16, 0.3))
 
 
 def with_scalar(module: ModuleType, name: str, value: float):

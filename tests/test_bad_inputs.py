@@ -74,7 +74,7 @@ def write_weights() -> None:
     pieces[ord("~")] = b"no tilde"
     gone = b""
     settings = {name: tg.flag_text(value) for name, value in vars(cfg).items()} | dict(compile="0")
-    tensors = {row.label: saved.model.get_parameter(row.label).detach().clone() for row in saved.model.table}
+    tensors = {row.label: saved.model.get_parameter(row.label).detach().clone() for row in saved.model.table.values()}
 
     def write(name: str, settings=settings, tensors=tensors, pieces=pieces) -> Path:
         folder = Path(name)

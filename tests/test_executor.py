@@ -5,7 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import executor, fabric, fill_randomly, grad_of, owned, planned, random_batch, refused, set_grad, small
+from common import (executor, fabric, fill_randomly, grad_of, own_rows, owned, planned, random_batch, refused, set_grad,
+                    small)
 
 import train_gpt as tg
 
@@ -48,13 +49,15 @@ def test_gradients_are_those_of_the_plain_objective_however_the_slots_are_cut(pi
     cfg = small()
     ex, values = filled(cfg)
     batch, one = random_batch(cfg, 0, 8, 16), torch.ones((), dtype=torch.float64)
-    reaches = tg.reaches_of(values.short_window, values.long_window, 12, values.rotary.attn_scale)
-    model = tg.GPT(cfg, tg.attention_reference, len(ex.model.rotary_cos) // 2)    # no weight of it owns a main_grad
+    spans = tg.spans_of(values.short_window, values.long_window, 12, values.rotary.attn_scale)
+    model = tg.GPT(cfg, tg.attention_reference, len(ex.model.rotary_cos) // 2, {})    # without a main_grad
     model.load_state_dict(ex.model.state_dict())
     model.set_rotary(values.rotary.frequencies)
-    losses = model.losses(batch, torch.tensor(values.mtp_weights, dtype=torch.float64), one, reaches, "plain")
+    rows = own_rows(model)
+    losses = model.losses(batch, torch.tensor(values.mtp_weights, dtype=torch.float64), one, spans, "plain", rows)
     losses.sum().backward()
-    want = {label: p.grad for label, p in model.named_parameters()}            # autograd's own, of the tables too
+    want = {label: p.grad for label, p in model.named_parameters()}
+    want.update((label, row_grads) for label, (_, row_grads) in rows.items())
     got = after(cfg, *((cut(batch, slice(*piece)), 1.0) for piece in pieces))
     assert_same(got, want)
     assert all(p.dtype == got[label].dtype for label, p in ex.model.named_parameters())
@@ -224,9 +227,9 @@ def test_evaluation_is_the_mean_over_all_tokens(monkeypatch):
     total = count = 0
     for batch in batches:
         longest = batch.tokens.shape[1]
-        reaches = tg.reaches_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)
+        spans = tg.spans_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)
         ex.model.set_rotary(values.rotary.frequencies)
-        z = 23 * torch.sigmoid((ex.model.hidden(batch, reaches) @ ex.model.lm_head + 5) / 7.5)
+        z = 23 * torch.sigmoid((ex.model.hidden(batch, spans, own_rows(ex.model)) @ ex.model.lm_head + 5) / 7.5)
         per_slot = [torch.nn.functional.cross_entropy(*pair) for pair in zip(z, batch.targets)]
         total, count = total + batch.tokens.shape[1] * float(sum(per_slot).detach()), count + batch.tokens.numel()
     for rows in (tg.EVAL_ROWS, 7, 1):
@@ -241,8 +244,8 @@ def test_evaluation_sees_documents_longer_than_any_trained_with():
     batch = random_batch(cfg, 0, 1, 64)
     whole = batch._replace(cu_seqlens=torch.tensor([[0, 64]], dtype=torch.int32))
     ex.model.set_rotary(values.rotary.frequencies)
-    reaches = tg.reaches_of(values.short_window, values.long_window, 64, values.rotary.attn_scale)
-    y = ex.model.hidden(whole, reaches)[0]
+    spans = tg.spans_of(values.short_window, values.long_window, 64, values.rotary.attn_scale)
+    y = ex.model.hidden(whole, spans, own_rows(ex.model))[0]
     want = tg.next_token_losses(y, ex.model.lm_head, whole.targets[0]).mean()
     assert ex.evaluate([whole], values) == pytest.approx(float(want.detach()), rel=1e-12)
 
@@ -257,8 +260,8 @@ def test_next_logits_are_those_of_the_whole_context(length):
     slot = tg.Slot(np.array([*last, 0], np.uint16), np.array([0, len(last)], np.int32))
     batch, = tg.Planner(cfg, fabric()).batches("test", [values], [[slot]])
     ex.model.set_rotary(values.rotary.frequencies)
-    reaches = tg.reaches_of(values.short_window, values.long_window, len(last), values.rotary.attn_scale)
-    want = 23 * torch.sigmoid((ex.model.hidden(batch, reaches)[0, -1] @ ex.model.lm_head + 5) / 7.5)
+    spans = tg.spans_of(values.short_window, values.long_window, len(last), values.rotary.attn_scale)
+    want = 23 * torch.sigmoid((ex.model.hidden(batch, spans, own_rows(ex.model))[0, -1] @ ex.model.lm_head + 5) / 7.5)
     assert values.val_slot_tokens == 64
     np.testing.assert_allclose(ex.next_logits(context, values), want.detach(), rtol=1e-11)
 

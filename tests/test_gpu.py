@@ -57,9 +57,9 @@ SPREAD = dict(mlp=0.01, scalars=0.05, x0_lambdas=0.05, smear_gate=0.1, skip_gate
 @torch.no_grad()
 def stir(model: tg.GPT) -> None:
     """Initial values, and noise on top that leaves no term of the forward pass at zero; the same in every dtype."""
-    model.set_initial_values(0)
+    model.set_initial_values(0, lambda label, x: x)
     generator = torch.Generator().manual_seed(1)
-    for row in model.table:
+    for row in model.table.values():
         p = model.get_parameter(row.label)
         mixed = p.cpu().float() + torch.randn(row.shape, generator=generator) * SPREAD.get(row.label, 0.0)
         p.copy_(mixed if row.full_precision else mixed.bfloat16())
@@ -190,7 +190,7 @@ def attention_errors(kernel, fabric: tg.Fabric, ends: list[int], window: int, he
     seed = torch.randn(ends[-1], heads, width, generator=generator).to(fabric.device)
     bounds = torch.tensor([0, *ends], dtype=torch.int32, device=fabric.device)
     longest = max(end - start for start, end in zip([0, *ends], ends))
-    reach = tg.Reach(longest, window, 12.8 / width)
+    reach = tg.AttentionSpan(longest, window, 12.8 / width)
     results = []
     for attend, dtype in ((kernel, BF16), (tg.attention_reference, F32)):
         x = inputs.bfloat16().to(dtype).requires_grad_()
@@ -230,7 +230,7 @@ def head_results(fabric: tg.Fabric, precision: str, rows: int, width: int, colum
     targets = torch.randint(0, columns, (2, rows // 2), generator=generator).to(fabric.device)
     weights, seed = torch.tensor([1.0, 0.5, 0.25]), torch.tensor(weight)
     losses = tg.HeadLoss.apply(y, w, targets, weights.to(fabric.device), seed.to(fabric.device), precision, BF16,
-                               tg.whole(w))
+                               tg.as_part(w))
     losses.sum().backward(seed.to(fabric.device))
     return [losses.detach(), y.grad, w.grad]
 
@@ -269,7 +269,7 @@ def largest_head(fabric: tg.Fabric, precision: str, rows: int, width: int, colum
     one = torch.ones(1, device=fabric.device)
 
     def loss(y: Tensor, w: Tensor) -> Tensor:
-        return tg.HeadLoss.apply(y, w, targets, one, one[0], precision, BF16, tg.whole(w))
+        return tg.HeadLoss.apply(y, w, targets, one, one[0], precision, BF16, tg.as_part(w))
 
     if compiled:
         loss = torch.compile(loss, dynamic=False, fullgraph=True)
@@ -305,7 +305,7 @@ def test_the_largest_head_rehearsed():
 
 
 def test_the_fp8_head_rehearsed():
-    """torch._scaled_mm runs on a CPU too."""
+    """F.scaled_mm runs on a CPU too."""
     compare_heads(tg.Fabric(CPU), 128, 64, 512, lambda **_: None)
 
 
@@ -352,7 +352,7 @@ def test_relu_sq_kernel_against_f64(gpu, show, dtype):
         up, down = (torch.randn(columns, depth, device=gpu.device, generator=generator).to(dtype) for _ in range(2))
         assert tg.fits_relu_sq(n, up)
         n.requires_grad_()
-        tg.relu_sq_mlp(n, tg.whole(up), tg.whole(down)).backward(seed)
+        tg.relu_sq_mlp(n, tg.as_part(up), tg.as_part(down)).backward(seed)
         for rows in (slice(0, 100), slice(max(0, count - 100), count)):
             product = n[rows].double() @ up.double().t()
             squares = product.clamp(min=0).square()

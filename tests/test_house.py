@@ -22,9 +22,9 @@ LONG_FUNCTIONS = ("hidden", "losses", "race")                        # the forwa
 ROOMS = ("Config", "Schedule", "Data", "Kernels", "Model", "Rows", "Optimizer", "Executor", "Race", "Main")
 BANNER = re.compile(r"# ====== Room (\d+): (\w+) =+$")
 # What may be called while the file is imported: making constants, and declaring.
-CALLS_AT_IMPORT = {"Layer", "Stage", "Ngrams", "Tiles", "dict", "tuple", "len", "sum", "enumerate", "replace",
+CALLS_AT_IMPORT = {"Layer", "Stage", "Ngrams", "dict", "tuple", "len", "sum", "enumerate", "replace",
                    "functools.partial", "dataclass", "field", "torch.no_grad", "torch.library.custom_op", "_data",
-                   "_model", "_schedule", "_optim", "_table", "_run", "one_operation"}
+                   "_model", "_schedule", "_optim", "_table", "_run", "custom_op"}
 
 
 @functools.cache

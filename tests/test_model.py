@@ -4,18 +4,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import RECIPE_PARAMETERS, fabric, fill_randomly, owned, preset, random_batch, small, with_tokens
+from common import (RECIPE_PARAMETERS, fabric, fill_randomly, own_rows, owned, preset, random_batch, small, whole,
+                    with_tokens)
 
 import train_gpt as tg
 
 WINDOWS = dict(short=5, long=9)
 SCALE = 0.8
-REACHES = tg.reaches_of(**WINDOWS, max_len=12, scale=SCALE)
+SPANS = tg.spans_of(**WINDOWS, max_len=12, scale=SCALE)
 TABLES = {"bigram_embed", "value_embed", "embed"}
 
 
 def model_of(cfg: tg.Config, rotary_len: int = 48, attention=tg.attention_reference) -> tg.GPT:
-    model = tg.GPT(cfg, attention, rotary_len)
+    model = tg.GPT(cfg, attention, rotary_len, {})
     fill_randomly(model)
     model.set_rotary(tg.Schedule(cfg).rotary[1].frequencies)
     return model
@@ -92,7 +93,7 @@ def test_forward_is_the_recipes(heads, seed):
     cfg = small(num_heads=heads, model_dim=8 * heads)
     model, batch = model_of(cfg), random_batch(cfg, seed, 2, 32)
     p = {label: x.detach().numpy() for label, x in model.named_parameters()}
-    got = model.hidden(batch, REACHES).detach().numpy()
+    got = model.hidden(batch, SPANS, own_rows(model)).detach().numpy()
     for slot in range(2):
         inputs = (x[slot].numpy() for x in (batch.tokens, batch.rows["bigram_embed"], batch.cu_seqlens))
         want = slow_hidden(cfg, p, *inputs, tg.Schedule(cfg).rotary[1].frequencies)
@@ -102,9 +103,9 @@ def test_forward_is_the_recipes(heads, seed):
 def test_losses_are_the_head_loss_of_hidden():
     cfg = small()
     model, batch, one = model_of(cfg), random_batch(cfg, 3, 3, 16), torch.ones((), dtype=torch.float64)
-    z = 23 * torch.sigmoid((model.hidden(batch, REACHES) @ model.lm_head + 5) / 7.5)
+    z = 23 * torch.sigmoid((model.hidden(batch, SPANS, own_rows(model)) @ model.lm_head + 5) / 7.5)
     nats = z.logsumexp(-1) - z.gather(2, batch.targets[..., None])[..., 0]
-    losses = model.losses(batch, torch.ones(1, dtype=torch.float64), one, REACHES, "plain")
+    losses = model.losses(batch, torch.ones(1, dtype=torch.float64), one, SPANS, "plain", own_rows(model))
     np.testing.assert_allclose(losses.detach(), nats.detach(), rtol=1e-12)    # a few roundings of float64
 
 
@@ -114,10 +115,14 @@ def test_gradients_are_finite_differences():
     model, batch, one = model_of(cfg), random_batch(cfg, 5, 2, 16), torch.ones((), dtype=torch.float64)
     weights = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
 
+    rows = own_rows(model)
+
     def loss():
-        return model.losses(batch, weights, one, REACHES, "plain").sum()
+        return model.losses(batch, weights, one, SPANS, "plain", rows).sum()
 
     loss().backward()
+    grads = {label: p.grad for label, p in model.named_parameters()}
+    grads.update((label, row_grads) for label, (_, row_grads) in rows.items())
     for number, (label, p) in enumerate(model.named_parameters()):
         direction = torch.randn(p.shape, generator=torch.Generator().manual_seed(number), dtype=p.dtype)
         direction /= direction.norm()
@@ -125,25 +130,27 @@ def test_gradients_are_finite_differences():
             ends = [(p.add_(direction, alpha=step), loss())[1] for step in (1e-5, -2e-5)]
             p.add_(direction, alpha=1e-5)
         slope = float((ends[0] - ends[1]) / 2e-5)
-        assert slope == pytest.approx(float((p.grad * direction).sum()), rel=1e-5), label
+        assert slope == pytest.approx(float((grads[label] * direction).sum()), rel=1e-5), label
         assert abs(slope) > 1e-3, f"{label} has no effect"
 
 
 def test_rows_may_come_from_elsewhere_and_their_gradients_go_elsewhere():
-    """Other tables in another order: same losses, bit by bit; the sums get what autograd gives, parameters nothing."""
+    """Other tables in another order: same losses, bit by bit, and gradients in that order; parameters get none."""
     cfg = small()
     model, batch, one = model_of(cfg), random_batch(cfg, 5, 2, 16), torch.ones((), dtype=torch.float64)
     weights, sources, moved = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64), {}, {}
-    want = model.losses(batch, weights, one, REACHES, "plain")
+    own = own_rows(model)
+    want = model.losses(batch, weights, one, SPANS, "plain", own)
     want.sum().backward()
     grads = {label: p.grad for label, p in model.named_parameters()}
+    grads.update((label, row_grads) for label, (_, row_grads) in own.items())
     model.zero_grad(set_to_none=True)
     for label in TABLES:
         p = model.get_parameter(label).detach()
         order = torch.randperm(len(p), generator=torch.Generator().manual_seed(len(label)))
         moved[label] = order.argsort().int()[batch.rows[label].long()]
         sources[label] = p[order].requires_grad_(), torch.ones_like(p), order
-    got = model.losses(batch._replace(rows=moved), weights, one, REACHES, "plain",
+    got = model.losses(batch._replace(rows=moved), weights, one, SPANS, "plain",
                        {label: source[:2] for label, source in sources.items()})
     got.sum().backward()
     assert got.equal(want)
@@ -161,7 +168,8 @@ def test_bfloat16_is_close_to_float64():
     exact, half = model_of(cfg), model_of(replace(cfg, dtype="bfloat16"))
     exact.load_state_dict({label: x.double() for label, x in half.state_dict().items()})
     batch = random_batch(cfg, 5, 2, 16)
-    losses = [m.losses(batch, torch.ones(1), one, REACHES, "plain").detach().double() for m in (exact, half)]
+    losses = [m.losses(batch, torch.ones(1), one, SPANS, "plain", own_rows(m)).detach().double()
+              for m in (exact, half)]
     assert half.scalars.dtype == half.x0_lambdas.dtype == torch.float32 and half.attn.dtype == torch.bfloat16
     assert float((losses[0] - losses[1]).abs().mean()) < 0.2         # 8 bits through 11 layers; losses are about 10
 
@@ -171,7 +179,7 @@ def test_record_preset_at_full_size_on_meta_tensors(precision):
     """Shapes of the whole forward and backward with the variable-length kernel, without computing a number."""
     cfg = preset("record", 50_257, 50_256)
     with torch.device("meta"):
-        model = tg.GPT(cfg, tg.attention_varlen, 262_144)
+        model = tg.GPT(cfg, tg.attention_varlen, 262_144, {})
 
         def batch_of(tokens: int) -> tg.Batch:
             slots, columns = torch.empty(1, tokens, dtype=torch.int32), torch.empty(1, 200, dtype=torch.int32)
@@ -179,21 +187,20 @@ def test_record_preset_at_full_size_on_meta_tensors(precision):
             return tg.Batch(0, {}, slots, slots.long(), columns, rows)
 
         def losses_of(sources):
-            reaches = tg.reaches_of(640, 1408, 2048, 0.1)
-            losses = model.losses(batch_of(49_152), torch.empty(3), torch.empty(()), reaches, precision, sources)
+            spans = tg.spans_of(640, 1408, 2048, 0.1)
+            losses = model.losses(batch_of(49_152), torch.empty(3), torch.empty(()), spans, precision, sources)
             assert (losses.shape, losses.dtype) == ((1, 49_152), torch.float32)
             losses.sum().backward()
 
-        losses_of(None)
-        for label, p in model.named_parameters():
-            assert (p.grad.shape, p.grad.dtype) == (p.shape, p.dtype), label
-            p.grad = None
         caches = {label: torch.empty(100_000, 768, dtype=torch.bfloat16).requires_grad_() for label in TABLES}
-        losses_of({label: (cache, torch.empty(100_000, 768)) for label, cache in caches.items()})
+        sources = {label: (cache, torch.empty(100_000, 768)) for label, cache in caches.items()}
+        losses_of(sources)
         assert {label for label, p in model.named_parameters() if p.grad is None} == TABLES
+        for label, p in model.named_parameters():
+            assert label in TABLES or (p.grad.shape, p.grad.dtype) == (p.shape, p.dtype), label
         assert all(cache.grad is None for cache in caches.values()), "their gradients add up elsewhere"
         with torch.no_grad():
-            y = model.hidden(batch_of(262_144), tg.reaches_of(768, 2560, 262_144, 0.1))
+            y = model.hidden(batch_of(262_144), tg.spans_of(768, 2560, 262_144, 0.1), sources)
         assert (y.shape, y.dtype) == ((1, 262_144, 768), torch.bfloat16)
 
 
@@ -215,8 +222,8 @@ SCALARS = dict(residual=1.1, attention_in=0.5, attention_out=1.0, bigram=0.1, sm
 
 
 def initial(seed: int = 0, **changes) -> dict[str, torch.Tensor]:
-    model = tg.GPT(preset(**changes), tg.attention_reference, 16)
-    model.set_initial_values(seed)
+    model = tg.GPT(preset(**changes), tg.attention_reference, 16, {})
+    model.set_initial_values(seed, whole)
     return {label: p.detach() for label, p in model.named_parameters()}
 
 
@@ -335,8 +342,8 @@ def moved_by_token(monkeypatch, at: int, smear: float, shifting: tuple[int, ...]
     tokens = batch.tokens.clone()
     tokens[0, at] = (tokens[0, at] + 1) % cfg.vocab_size
     other = with_tokens(cfg, batch, tokens)                          # the bigram rows stay
-    reaches = tg.reaches_of(5, 30, 24, 0.8)
-    moved = (model.hidden(batch, reaches) != model.hidden(other, reaches)).any(-1)
+    spans = tg.spans_of(5, 30, 24, 0.8)
+    moved = (model.hidden(batch, spans, own_rows(model)) != model.hidden(other, spans, own_rows(model))).any(-1)
     assert not moved[1].any(), "nothing crosses slots"
     return moved[0].nonzero().flatten().tolist()
 
@@ -369,7 +376,7 @@ def test_a_bigram_row_and_a_target_move_only_what_reads_them():
     batch = batch._replace(cu_seqlens=torch.tensor([BOUNDS] * 2, dtype=torch.int32))
 
     def losses(batch):
-        return model.losses(batch, torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64), one, REACHES, "plain")
+        return model.losses(batch, torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64), one, SPANS, "plain", own_rows(model))
 
     for name, at, want in (("targets", 10, [8, 9, 10]), ("targets", 0, [0]), ("bigram_embed", 21, [21, 22, 23])):
         changed = (batch.targets if name == "targets" else batch.rows[name]).clone()

@@ -284,7 +284,7 @@ MISTAKES = (
         tg, "rms_norm", lambda real, a: a["x"] if a["x"].dim() == 4 else real(**a))),
     ("attention gate with factor 2", "s_acts", "sumsq.attn0", returned(tg.GPT, "attend", lambda y, _: 2 * y)),
     ("relu, not squared", "s_acts", "sumsq.mlp0", constant(
-        "relu_sq_mlp", lambda n, up, down: tg.times(tg.times_transposed(n, up).relu(), down))),
+        "relu_sq_mlp", lambda n, up, down: tg.times(tg.linear(n, up).relu(), down))),
     ("value tables in reverse", "s_acts", "sumsq.v1", given(tg.GPT, "attend", values=lambda a: a["values"][::-1])),
     ("key offset on a short layer", "s_acts", "sumsq.k1", layers({1: dict(key_shift=True)})),
     ("key offset missing", "s_acts", "sumsq.k3", layers({3: dict(key_shift=False)})),

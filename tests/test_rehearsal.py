@@ -64,7 +64,7 @@ def test_a_traced_stage_of_tiny_is_the_eager_one_bit_for_bit(monkeypatch, reques
     for compiled in (0, 1):
         torch._dynamo.reset()
         ex = executor(replace(cfg, compile=compiled))
-        ex.model.set_initial_values(cfg.seed)
+        ex.model.set_initial_values(cfg.seed, ex.kept)
         for step in range(tg.CYCLE):
             losses = ex.forward_backward(random_batch(cfg, step, 2, 64), schedule.at(step))
             ex.optim_step(schedule.at(step))
@@ -131,7 +131,7 @@ SUMS = "            sums.append(slot_sums.detach())\n"
 ADD = "        add_rows(ctx.sums, index, grad)\n"
 SCRATCH = "            product = fp8_product(y_in_rows, grad, scale_w, native, ctx.work)  # it cannot add: a scratch\n"
 LAUNCH = "    launch(sums, rows, order, grad.contiguous(), count, width, **sizes)\n"
-KERNEL = '@one_operation("train_gpt::add_rows", "sums")\n'
+KERNEL = '@custom_op("train_gpt::add_rows", "row_grads")\n'
 WIDE_KERNEL = """
 def wide_kernel(x, NUMBERS: tl.constexpr):
     place = tl.arange(0, NUMBERS)
@@ -192,12 +192,12 @@ def test_a_graph_break(tmp_path, cache, name):
     expect(failures_of(found), "graph break", BREAKS[name])
 
 
-REACH = "        return reaches_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)\n"
-VARLEN = "Varlen.apply(q, k, v, cu_seqlens, reach.numbers)"
+REACH = "        return spans_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)\n"
+VARLEN = "Varlen.apply(q, k, v, cu_seqlens, span.numbers)"
 RECOMPILES = {                           # what is planted, and what is said of it
     "a step's number in a graph": ({
         REACH: REACH.replace("attn_scale)", "attn_scale + values.step // 4)"),
-        VARLEN: VARLEN.replace("(q,", "(q * reach.scale,")}, "reach"),
+        VARLEN: VARLEN.replace("(q,", "(q * span.scale,")}, "reach"),
     "a number of documents": ({
         "torch._dynamo.maybe_mark_dynamic(part.cu_seqlens, 1)": "torch._dynamo.mark_static(part.cu_seqlens)"},
         "cu_seqlens")}

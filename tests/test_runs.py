@@ -139,7 +139,7 @@ def everything(ex: tg.Executor) -> dict:
               for label, table in ex.tables.items() for name in ("sums", "grad")}
     open_plans = {f"{label}.open": (len(table.open_plans), table.cached is None, dict(table.totals))
                   for label, table in ex.tables.items()}
-    owned = {f"{label}.written": (ex.optimizer.weights[label].written.tolist(), passes)
+    owned = {f"{label}.writes": (ex.optimizer.weights[label].writes.tolist(), passes)
              for label, passes in ex.optimizer.passes.items()}
     kept = {f"grad of {k}": p.grad is None for k, p in ex.model.named_parameters()}
     return bits(ex) | tables | open_plans | owned | kept

@@ -523,7 +523,7 @@ def with_the_weights_of(executor: tg.Executor, other: tg.Executor) -> None:
 def alike_shares(executor: tg.Executor) -> None:
     """The table enters each layer with the weight that recipe A's bigrams, or its value table there, have."""
     scalars = executor.model.named_scalars()
-    if executor.model.value_streams:
+    if any(line.enters is not None for line in executor.model.ngrams):
         gates = executor.model.ve_gate_bank.data
         gates[-1] = gates[tg.LAYERS[GATED].value]
     else:

@@ -48,7 +48,7 @@ aten = torch.ops.aten
 linecache.getlines(tg.__file__)          # as it is imported, whatever becomes of the file meanwhile
 
 # ATen's names of what a card does by a library's kernels. m, n, k of products follow from the last two axes.
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm"}
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_scaled_mm_v2"}
 ATTENTION = {"_varlen_attn": "forward", "_varlen_attn_backward": "backward"}
 # Allocations and questions: they launch nothing.
 SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "device", "alias",
@@ -766,7 +766,7 @@ def install(card: str, recorder: phantom.Recorder, world: int) -> phantom.Card:
     """The cards, and what the trainer does with them instead. Returns the mode to run the trainer in."""
     mode = phantom.install(card, recorder, 0, world)
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-    operations = [call.operation for call in (tg.add_rows, tg.add_product, tg.varlen, tg.varlen_backward)]
+    operations = [call.op for call in (tg.add_rows, tg.wgrad_accumulate, tg.varlen, tg.varlen_backward)]
     for operation in (*operations, tg.relu_sq):
         phantom.bodies[operation._opoverload] = operation._init_fn
     tg.save_tensors = save_nothing
