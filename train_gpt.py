@@ -1052,7 +1052,7 @@ def read_manifest(folder: Path) -> dict[str, str]:
     need_file(path, "a manifest")
     try:
         manifest = json.loads(path.read_bytes())
-        if manifest["format"] != 1:
+        if manifest["format"] not in MANIFEST_FORMATS:
             raise ValueError(f"format {manifest['format']}")
         return {name: facts["sha256"] for name, facts in manifest["files"].items()}
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
@@ -2460,9 +2460,8 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     )
     by_ngram = []
     for line, rows in zip(cfg.tables, ngram_rows):
-        beta1 = 0.75 if line.rule == "adam" else 0.0                          # rule rowwise has no first moment
-        by_ngram.append(Parameter(line.label, (line.rows, D), zeros, line.rule, True, line.lr_mul, line.wd_mul,
-                                  (beta1, line.beta2), rows=rows))
+        by_ngram.append(Parameter(line.label, (line.rows, D), zeros, "rowwise", True, line.lr_mul, line.wd_mul,
+                                  (0.0, line.beta2), rows=rows))             # no first moment
     return (*by_recipe, *by_ngram)
 
 
@@ -4753,7 +4752,7 @@ def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, data: 
               for name, value in vars(cfg).items()}
     return dict(
         preset=preset, started=time.strftime("%Y-%m-%dT%H:%M:%S"), changed=changed, config=config, seed=cfg.seed,
-        python=platform.python_version(), torch=torch.__version__, triton=version_of("triton"), cuda=torch.version.cuda,
+        python=platform.python_version(), torch=str(torch.__version__), triton=version_of("triton"), cuda=torch.version.cuda,
         nccl=".".join(map(str, torch.cuda.nccl.version())) if fabric.on_cuda else None, git_commit=commit,
         source_sha256=hashlib.sha256(source).hexdigest(), data_sha256=data.sha256, hardware=hardware(fabric),
         world_size=fabric.world, attention=attention, head=executor.precision, row_comms=cfg.row_comms,
@@ -4794,7 +4793,7 @@ def open_data(given: Config, fabric: Fabric, source: bytes) -> tuple[Config, Dat
     val = find_shards(given.val_files)
     sha256 = scan_shards(train + val)
     facts = {f"--{name}": flag_text(value) for name, value in vars(given).items()}
-    facts |= dict(data_sha256=sha256, source_sha256=hashlib.sha256(source).hexdigest(), torch=torch.__version__)
+    facts |= dict(data_sha256=sha256, source_sha256=hashlib.sha256(source).hexdigest(), torch=str(torch.__version__))
     fabric.check_agreement(facts)
     cfg = resolve(given, train, val)
     check_enough_data(cfg, Schedule(cfg), train)
