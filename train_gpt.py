@@ -2717,7 +2717,7 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
     for plan in plans.values():
         places = torch.from_numpy((plan.my_rows % plan.shard_size).astype(np.int32))
         lists.append([places[:0]] * W if plan.tied else places.split(plan.send_counts))
-    common = {label: dict(plan.tag, dtype=dtype, tied=plan.tied) for label, plan in plans.items()}
+    common = [dict(plan.tag, table=label, dtype=dtype, tied=plan.tied) for label, plan in plans.items()]
     counts = [[len(places) for places in of_table] for of_table in lists]
     checksums = [[int(places.sum()) for places in of_table] for of_table in lists]
 
@@ -2725,7 +2725,8 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
     everyone: list[Any] = [None] * W
     dist.all_gather_object(everyone, (common, counts, checksums), group=group)
     for reader, (theirs, _, _) in enumerate(everyone):
-        need(theirs == common, f"row plans of ranks {reader} and {me}", theirs, common, "use the same flags", RunError)
+        for found, mine in zip(theirs, common):
+            need(found == mine, f"row plans of ranks {reader} and {me}", found, mine, "use the same flags", RunError)
 
     leaving = torch.cat([of_table[owner] for owner in range(W) for of_table in lists])
     send_counts = [sum(of_table[owner] for of_table in counts) for owner in range(W)]
@@ -2784,7 +2785,7 @@ class RowTable:
         self.shard = shard.detach()
 
         # Buffers are as large as the largest cycle needs and never grow, so that addresses and shapes stay.
-        width, dtype = cfg.model_dim, shard.dtype
+        width, dtype = shard.shape[1], shard.dtype
         if self.home is None:
             self.grad = torch.zeros_like(shard, dtype=accum_dtype(dtype))     # of the shard, summed over ranks
         self.alone = fabric.world == 1 and self.home is None                  # lookups read the shard itself
