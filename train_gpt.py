@@ -42,7 +42,6 @@ if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end_quietly)        # until `main` begins
 
-import argparse
 import base64
 import bisect
 import contextlib
@@ -431,55 +430,54 @@ def read_settings(folder: Path) -> tuple[str, dict[str, str]]:
     return preset, flags
 
 
-def flag_parser(preset: str) -> argparse.ArgumentParser:
-    """One flag for each field; the help shows the preset's values as defaults."""
-    parser = argparse.ArgumentParser(
-        "train_gpt.py", usage="%(prog)s [--preset=NAME] [--field=value ...]",
-        epilog="exit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 129 hung up, "
-               "130 interrupted, 143 ended",
-        allow_abbrev=False, exit_on_error=False, add_help=False)
-    parser.add_argument("-h", "--help", action="store_true", help="show this, with the values of --preset")
-    parser.add_argument("--preset", metavar="NAME", help=f"{', '.join(PRESETS)} [{preset}]")
-    parser.add_argument("words", nargs="*", metavar="PROMPT", help="the same as --prompt=PROMPT")
-
-    defaults = vars(Config(**PRESETS[preset]))
-    groups: dict[str, Any] = {}
-    for spec in fields(Config):
-        about = spec.metadata
-        if about["group"] not in groups:
-            groups[about["group"]] = parser.add_argument_group(about["group"])
-        text = f"{about['about']} [{flag_text(defaults[spec.name])}]"
-        groups[about["group"]].add_argument(f"--{spec.name}", metavar=about["unit"], help=text)
-    return parser
+def help_text(preset: str) -> str:
+    """Every field by group: its unit, what it means and the preset's value."""
+    lines = ["usage: train_gpt.py [--preset=NAME] [--field=value ...], or --sample=DIR [PROMPT]", "",
+             f"  --preset NAME\n        {', '.join(PRESETS)} [{preset}]"]
+    values = vars(Config(**PRESETS[preset]))
+    for group, specs in itertools.groupby(fields(Config), lambda spec: spec.metadata["group"]):
+        lines.append(f"\n{group}:")
+        for spec in specs:
+            about = spec.metadata
+            lines.append(f"  --{spec.name} {about['unit']}\n        {about['about']} [{flag_text(values[spec.name])}]")
+    lines.append("\nexit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 129 hung up, 130 interrupted, "
+                 "143 ended")
+    return "\n".join(lines)
 
 
 def read_flags(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     """Flags -> (preset or None, {field: text} of those given). --help prints and exits. Raises ConfigError."""
-    # All flags are texts here: --resume has to know which of them were given.
-    try:
-        flags, unknown = flag_parser("record").parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise ConfigError("flags", error, "--field=value", "see --help") from None
-    need(flags.preset in (None, *PRESETS), "--preset", repr(flags.preset), list(PRESETS),
-         nearest(str(flags.preset), PRESETS))
-    if flags.help:
-        print(flag_parser(flags.preset or "record").format_help(), flush=True)
+    # All are texts here, --name=text or --name text: --resume has to know which of them were given.
+    known = ("--preset", *(f"--{name}" for name in Config.__dataclass_fields__))
+    texts: dict[str, str] = {}
+    words = []
+    arguments = iter(argv)
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        if argument in ("-h", "--help"):
+            texts["help"] = ""
+        elif not argument.startswith("-"):
+            words.append(argument)
+        else:
+            need(name in known, "unknown flag", repr(argument), "--field=value with a field that exists",
+                 nearest(name, known))
+            if not equals:
+                text = next(arguments, "")
+            texts[name.removeprefix("--")] = text
+    preset = texts.pop("preset", None)
+    need(preset in (None, *PRESETS), "--preset", repr(preset), list(PRESETS), nearest(str(preset), PRESETS))
+    if "help" in texts:
+        print(help_text(preset or "record"), flush=True)
         sys.exit(0)
 
     # A word without dashes is a prompt; more of them are one that lacks its quotes.
-    words = flags.words + [text for text in unknown if not text.startswith("-")]
-    for text in unknown:
-        known = [f"--{name}" for name in ("preset", *Config.__dataclass_fields__)]
-        need(text in words, "unknown flag", repr(text), "--field=value with a field that exists",
-             nearest(text.partition("=")[0], known))
-    texts = {name: getattr(flags, name) for name in Config.__dataclass_fields__ if getattr(flags, name) is not None}
     if words:
         need("sample" in texts, "a word without a flag", words, "--field=value", "a prompt needs --sample=DIR")
         need(len(words) == 1 and "prompt" not in texts, "two prompts", words, "one", "write it in quotes")
         texts["prompt"] = words[0]
     for name in ("resume", "sample"):                                         # --resume=$FOLDER without a FOLDER
         need(texts.get(name) != "", f"--{name}", "an empty name", "a folder", f"--{name}=FOLDER, or leave it out")
-    return flags.preset, texts
+    return preset, texts
 
 
 def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
@@ -676,10 +674,8 @@ class Fabric:
     def check_agreement(self, facts: dict[str, str]) -> None:
         """Raise ConfigError on every rank if any rank was started with other facts."""
         everyone = self.gather(facts)
-        names = dict.fromkeys(itertools.chain(*everyone))                     # of any rank, each once, in order
         for rank, theirs in enumerate(everyone):
-            for name in names:
-                expected = everyone[0].get(name)
+            for name, expected in everyone[0].items():
                 need(theirs.get(name) == expected, f"ranks disagree about {name}",
                      f"{expected} on rank 0, {theirs.get(name)} on rank {rank}", "one value",
                      "start every rank with the same flags, data and source")
@@ -5304,7 +5300,8 @@ def save_contents(cfg: Config, tensors: dict[str, Tensor], vocabulary: list[byte
     contents["weights.pt"] = tensors
     if cfg.tables:
         contents[TABLES] = json.dumps(table_records(cfg, pieces), indent=1).encode()
-    contents["config.json"] = json.dumps({name: flag_text(value) for name, value in vars(cfg).items()}, indent=1).encode()
+    texts = {name: flag_text(value) for name, value in vars(cfg).items()}
+    contents["config.json"] = json.dumps(texts, indent=1).encode()
     return contents
 
 
@@ -6020,7 +6017,7 @@ class Log:
         self.flush(keep=self.schedule.cfg.adam_every)
 
     def _leaving(self, sums: Tensor) -> tuple[Tensor, Any]:
-        """Losses on their way to host memory, and the event behind the copy. `flush` leaves a cycle of copies in use."""
+        """Losses on their way to host memory, and the event behind the copy. `flush` leaves a cycle of them in use."""
         if not self.copies:
             for _ in range(self.schedule.cfg.adam_every + 1):
                 place = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True)
@@ -7199,7 +7196,7 @@ def sample_saved(flags: Config) -> int:
     if dtype == "bfloat16" and not fabric.on_cuda:
         dtype = "float32"
     cfg = replace(cfg, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens,
-                  tables=tuple(table._replace(home="host") for table in cfg.tables))                          # a sample reads few rows, which any device has room for
+                  tables=tuple(table._replace(home="host") for table in cfg.tables))   # a sample reads few rows
     check_room_for_tables(folder, trained, cfg, tables, fabric)
     evaluator = Evaluator(cfg, fabric, attention_reference)
     evaluator.model.load_state_dict(tensors)
