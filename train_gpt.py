@@ -1070,7 +1070,7 @@ def load_shard(header: ShardHeader, tokens: np.ndarray | None = None) -> Shard:
         tokens = np.fromfile(name, "<u2", header.tokens, offset=HEADER_BYTES)
     need(len(tokens) == header.tokens, f"{name}: changed while in use", f"{len(tokens)} tokens",
          f"{header.tokens} as before", "let nobody write to it, and start again", DataError)
-    at = int(np.argmax(tokens >= header.vocab_size))                          # 0 if there is none
+    at = int(tokens.argmax())
     need(tokens[at] < header.vocab_size, f"{name}: token {at} at byte {HEADER_BYTES + TOKEN_BYTES * at}", tokens[at],
          f"an id below the vocabulary size {header.vocab_size}", "write the shard with the right header word 3",
          DataError)

@@ -23,7 +23,8 @@ ROOMS = ("Config", "Schedule", "Data", "Kernels", "Model", "Rows", "Optimizer", 
 BANNER = re.compile(r"# ====== Room (\d+): (\w+) =+$")
 # What may be called while the file is imported: making constants, and declaring.
 CALLS_AT_IMPORT = {"Layer", "Stage", "stage._replace", "NgramTable", "Tiles", "dict", "tuple", "len", "sum",
-                   "enumerate", "replace", "functools.partial", "dataclass", "field", "torch.no_grad", "torch.library.custom_op", "_data",
+                   "enumerate", "replace", "functools.partial",
+                   "dataclass", "field", "torch.no_grad", "torch.library.custom_op", "_data",
                    "_model", "_schedule", "_optim", "_run", "one_operation"}
 
 
