@@ -193,9 +193,7 @@ class Stage(NamedTuple):
 
     def __str__(self) -> str:
         words = [",".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in self[:-1]]
-        if self.untie:
-            words.append("untie")
-        return " ".join(words)
+        return " ".join([*words, "untie"] if self.untie else words)
 
 
 STAGES = (                                                                    # recipe 4; the last is the extension
@@ -363,6 +361,7 @@ PRESETS: dict[str, dict[str, Any]] = dict(
         stages=TINY_STAGES, window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, target_loss=0.0,
         sample_tokens=8))
 
+# A saved model and an earlier run have decided about everything else.
 NOT_MATHEMATICS = {
     "device", "compile", "slots_per_micro_batch", "seed", "run_dir", "comm_timeout", "sample_tokens", "save", "sample",
     "prompt", "ranks", "val_every", "max_steps", "train_files", "val_files", "epochs", "row_comms", "debug_rows",
@@ -419,14 +418,15 @@ def read_settings(folder: Path) -> tuple[str, dict[str, str]]:
     if (folder / "log.jsonl").exists():
         do = "resume with the trainer of that run"                            # older ones kept no such file
     need(path.is_file(), str(path), "no such file", "the settings of a run", do, DataError)
+    expected = "a preset and {field: text} of this trainer"
     try:
         settings = json.loads(path.read_bytes())
-        preset, flags = settings["preset"], dict(settings["flags"])
-        right = preset in PRESETS and flags.keys() <= Config.__dataclass_fields__.keys()
-        right = right and all(isinstance(text, str) for text in flags.values())
+        preset = settings["preset"]
+        flags = dict(settings["flags"])
+        known = preset in PRESETS and flags.keys() <= Config.__dataclass_fields__.keys()
+        need(known and {*map(type, flags.values())} <= {str}, str(path), settings, expected, do, DataError)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        right, settings = False, f"{type(error).__name__}: {error}"
-    need(right, str(path), settings, "a preset and {field: text} of this trainer", do, DataError)
+        raise DataError(str(path), f"{type(error).__name__}: {error}", expected, do) from None
     return preset, flags
 
 
@@ -480,6 +480,11 @@ def read_flags(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     return preset, texts
 
 
+def on_device(cfg: Config) -> Config:
+    """The settings with all tables on the device: where rows are kept changes no bit."""
+    return replace(cfg, tables=tuple(table._replace(home="device") for table in cfg.tables))
+
+
 def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
     """Flags -> (preset, Config). --resume puts an earlier run's flags first. Raises ConfigError, DataError.
 
@@ -508,9 +513,9 @@ def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
     cfg = make_config(earlier_preset, earlier | texts)
     may_change = ", ".join(sorted(MAY_CHANGE - NOT_INHERITED))
     for name in texts.keys() - MAY_CHANGE:
-        text = flag_text(getattr(before, name))
-        need(flag_text(getattr(cfg, name)) == text, f"--{name} with --resume", texts[name], f"{text}, as in that run",
-             f"leave --{name} out; these may change: {may_change}")
+        need(getattr(on_device(cfg), name) == getattr(on_device(before), name), f"--{name} with --resume",
+             texts[name], f"{flag_text(getattr(before, name))}, as in that run",
+             f"leave --{name} out; these may change: {may_change}, and the home of a table")
     return earlier_preset, cfg
 
 
@@ -774,6 +779,8 @@ class Schedule:
         self.cycle = run_cycle(cfg)
         self.places = list(places)
         self.total_steps = cfg.num_scheduled_steps + cfg.num_extension_steps  # of the plan
+
+        # All stages but the last share the scheduled steps evenly.
         scheduled = len(cfg.stages) - 1
         ends = [round(cfg.num_scheduled_steps * (k + 1) / scheduled) for k in range(scheduled)]
         self.starts = (0, *ends)                                              # of the stages, places in the plan
@@ -1705,6 +1712,7 @@ class ValidationSet:
         self.purpose = purpose
         self.planner = Planner(cfg, fabric, exchange)
 
+        # Every rank keeps all slots, which are few, and takes its own at each validation.
         check_enough_validation(cfg, headers)
         slot_tokens = cfg.val_batch_tokens // cfg.num_slots
         shards = (load_shard(header) for header in headers)                   # read only as far as they are needed

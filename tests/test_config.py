@@ -372,6 +372,16 @@ def test_resume__flags_of_the_earlier_run_come_first(tmp_path):
                 f"{flag.partition('=')[0]} with --resume", before, "these may change", "max_steps")
 
 
+def test_resume__the_home_of_a_table_may_change_and_nothing_else_of_it(tmp_path):
+    write_settings(tmp_path, tables="a_embed 3 10; b_embed 2 20")
+    resume = f"--resume={tmp_path}"
+    _, cfg = tg.parse_flags([resume, "--tables=a_embed 3 10 stream 0 host; b_embed 2 20"])
+    assert [table.home for table in cfg.tables] == ["host", "device"]
+    for tables in ("a_embed 3 10 stream 1 host; b_embed 2 20", "a_embed 3 10", "", "b_embed 2 20; a_embed 3 10"):
+        refused(tg.ConfigError, lambda tables=tables: tg.parse_flags([resume, f"--tables={tables}"]),
+                "--tables with --resume", "a_embed 3 10 stream 0 device", "the home of a table")
+
+
 def test_config__every_setting_is_used():
     """No dead switch: each field is read somewhere besides its own line."""
     source = (ROOT / "train_gpt.py").read_text()
