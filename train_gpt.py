@@ -514,7 +514,7 @@ def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
     may_change = ", ".join(sorted(MAY_CHANGE - NOT_INHERITED))
     for name in texts.keys() - MAY_CHANGE:
         need(getattr(on_device(cfg), name) == getattr(on_device(before), name), f"--{name} with --resume",
-             texts[name], f"{flag_text(getattr(before, name))}, as in that run",
+             repr(texts[name]), f"{flag_text(getattr(before, name))}, as in that run",
              f"leave --{name} out; these may change: {may_change}, and the home of a table")
     return earlier_preset, cfg
 
