@@ -704,7 +704,7 @@ class Fabric:
     def total_memory(self) -> float:
         """Bytes of the GPU; beside none, those that the host has available, infinite where it does not say."""
         if self.on_cuda:
-            return torch.cuda.get_device_properties(self.device).total_memory
+            return torch.cuda.mem_get_info(self.device)[1]
         try:
             available = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
         except OSError:
