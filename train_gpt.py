@@ -36,7 +36,6 @@ if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)     # Ctrl-C during the imports, until `main` begins
 
-import argparse
 import base64
 import bisect
 import contextlib
@@ -187,9 +186,7 @@ class Stage(NamedTuple):
 
     def __str__(self) -> str:
         words = [",".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in self[:-1]]
-        if self.untie:
-            words.append("untie")
-        return " ".join(words)
+        return " ".join([*words, "untie"] if self.untie else words)
 
 
 STAGES = (                                                                    # recipe 4; the last is the extension
@@ -357,6 +354,7 @@ PRESETS: dict[str, dict[str, Any]] = dict(
         stages=TINY_STAGES, window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, target_loss=0.0,
         sample_tokens=8))
 
+# A saved model and an earlier run have decided about everything else.
 NOT_MATHEMATICS = {
     "device", "compile", "slots_per_micro_batch", "seed", "run_dir", "comm_timeout", "sample_tokens", "save", "sample",
     "prompt", "ranks", "val_every", "max_steps", "train_files", "val_files", "epochs", "row_comms", "debug_rows",
@@ -398,15 +396,6 @@ def parse_value(name: str, text: str) -> Any:
     return os.path.expanduser(value) if about["unit"] in PATH_UNITS else value
 
 
-def print_result(text: str) -> None:
-    """Print what the user asked for. Raises RunError if standard output does not take it."""
-    try:
-        print(text, flush=True)
-    except (OSError, ValueError) as error:
-        raise RunError("standard output", error, "one that takes all lines", "redirect it to where there is room; what "
-                       "a run has found stands in its log") from None
-
-
 def make_config(preset: str, texts: dict[str, str]) -> Config:
     """The settings of a preset and {field: text of its flag}, checked. Raises ConfigError."""
     values = {name: parse_value(name, text) for name, text in texts.items()}
@@ -422,72 +411,81 @@ def read_settings(folder: Path) -> tuple[str, dict[str, str]]:
     if (folder / "log.jsonl").exists():
         do = "resume with the trainer of that run"                            # older ones kept no such file
     need(path.is_file(), str(path), "no such file", "the settings of a run", do, DataError)
+    expected = "a preset and {field: text} of this trainer"
     try:
         settings = json.loads(path.read_bytes())
-        preset, flags = settings["preset"], dict(settings["flags"])
-        right = preset in PRESETS and flags.keys() <= Config.__dataclass_fields__.keys()
-        right = right and all(isinstance(text, str) for text in flags.values())
+        preset = settings["preset"]
+        flags = dict(settings["flags"])
+        known = preset in PRESETS and flags.keys() <= Config.__dataclass_fields__.keys()
+        need(known and {*map(type, flags.values())} <= {str}, str(path), settings, expected, do, DataError)
     except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        right, settings = False, f"{type(error).__name__}: {error}"
-    need(right, str(path), settings, "a preset and {field: text} of this trainer", do, DataError)
+        raise DataError(str(path), f"{type(error).__name__}: {error}", expected, do) from None
     return preset, flags
 
 
-def flag_parser(preset: str) -> argparse.ArgumentParser:
-    """One flag for each field; the help shows the preset's values as defaults."""
-    parser = argparse.ArgumentParser(
-        "train_gpt.py", usage="%(prog)s [--preset=NAME] [--field=value ...]",
-        epilog="exit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 129 hung up, "
-               "130 interrupted, 143 ended",
-        allow_abbrev=False, exit_on_error=False, add_help=False)
-    parser.add_argument("-h", "--help", action="store_true", help="show this, with the values of --preset")
-    parser.add_argument("--preset", metavar="NAME", help=f"{', '.join(PRESETS)} [{preset}]")
-    parser.add_argument("words", nargs="*", metavar="PROMPT", help="the same as --prompt=PROMPT")
-
-    defaults = vars(Config(**PRESETS[preset]))
-    groups: dict[str, Any] = {}
-    for spec in fields(Config):
-        about = spec.metadata
-        if about["group"] not in groups:
-            groups[about["group"]] = parser.add_argument_group(about["group"])
-        text = f"{about['about']} [{flag_text(defaults[spec.name])}]"
-        groups[about["group"]].add_argument(f"--{spec.name}", metavar=about["unit"], help=text)
-    return parser
+def print_result(text: str) -> None:
+    """Print what the user asked for. Raises RunError if standard output does not take it."""
+    try:
+        print(text, flush=True)
+    except (OSError, ValueError) as error:
+        raise RunError("standard output", error, "one that takes all lines", "redirect it to where there is room; what "
+                       "a run has found stands in its log") from None
 
 
-def decisive_settings(cfg: Config) -> dict[str, str]:
-    """Return the settings on which a run's numbers depend, as texts; homes of tables change no bit."""
-    cfg = replace(cfg, tables=tuple(table._replace(home="device") for table in cfg.tables))
-    return {name: flag_text(value) for name, value in vars(cfg).items() if name not in MAY_CHANGE}
+def help_text(preset: str) -> str:
+    """Every field by group: its unit, what it means and the preset's value."""
+    lines = ["usage: train_gpt.py [--preset=NAME] [--field=value ...], or --sample=DIR [PROMPT]", "",
+             f"  --preset NAME\n        {', '.join(PRESETS)} [{preset}]"]
+    values = vars(Config(**PRESETS[preset]))
+    for group, specs in itertools.groupby(fields(Config), lambda spec: spec.metadata["group"]):
+        lines.append(f"\n{group}:")
+        for spec in specs:
+            about = spec.metadata
+            lines.append(f"  --{spec.name} {about['unit']}\n        {about['about']} [{flag_text(values[spec.name])}]")
+    lines.append("\nexit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 129 hung up, 130 interrupted, "
+                 "143 ended")
+    return "\n".join(lines)
 
 
 def read_flags(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     """Flags -> (preset or None, {field: text} of those given). --help prints and exits. Raises ConfigError."""
-    # All flags are texts here: --resume has to know which of them were given.
-    try:
-        flags, unknown = flag_parser("record").parse_known_args(argv)
-    except argparse.ArgumentError as error:
-        raise ConfigError("flags", error, "--field=value", "see --help") from None
-    need(flags.preset in (None, *PRESETS), "--preset", repr(flags.preset), list(PRESETS),
-         nearest(str(flags.preset), PRESETS))
-    if flags.help:
-        print_result(flag_parser(flags.preset or "record").format_help())
+    # All are texts here, --name=text or --name text: --resume has to know which of them were given.
+    known = ("--preset", *(f"--{name}" for name in Config.__dataclass_fields__))
+    texts: dict[str, str] = {}
+    words = []
+    arguments = iter(argv)
+    for argument in arguments:
+        name, equals, text = argument.partition("=")
+        if argument in ("-h", "--help"):
+            texts["help"] = ""
+        elif not argument.startswith("-"):
+            words.append(argument)
+        else:
+            need(name in known, "unknown flag", repr(argument), "--field=value with a field that exists",
+                 nearest(name, known))
+            if not equals:
+                text = next(arguments, "")
+            texts[name.removeprefix("--")] = text
+    preset = texts.pop("preset", None)
+    need(preset in (None, *PRESETS), "--preset", repr(preset), list(PRESETS), nearest(str(preset), PRESETS))
+    if "help" in texts:
+        print_result(help_text(preset or "record"))
         sys.exit(0)
 
     # A word without dashes is a prompt; more of them are one that lacks its quotes.
-    words = flags.words + [text for text in unknown if not text.startswith("-")]
-    for text in unknown:
-        known = [f"--{name}" for name in ("preset", *Config.__dataclass_fields__)]
-        need(text in words, "unknown flag", repr(text), "--field=value with a field that exists",
-             nearest(text.partition("=")[0], known))
-    texts = {name: getattr(flags, name) for name in Config.__dataclass_fields__ if getattr(flags, name) is not None}
     if words:
         need("sample" in texts, "a word without a flag", words, "--field=value", "a prompt needs --sample=DIR")
         need(len(words) == 1 and "prompt" not in texts, "two prompts", words, "one", "write it in quotes")
         texts["prompt"] = words[0]
     for name in ("resume", "sample"):                                         # --resume=$FOLDER without a FOLDER
         need(texts.get(name) != "", f"--{name}", "an empty name", "a folder", f"--{name}=FOLDER, or leave it out")
-    return flags.preset, texts
+    return preset, texts
+
+
+def decisive_settings(cfg: Config) -> dict[str, str]:
+    """Return the settings on which a run's numbers depend, as texts; homes of tables change no bit."""
+    cfg = replace(cfg, tables=tuple(table._replace(home="device") for table in cfg.tables))
+    return {name: flag_text(value) for name, value in vars(cfg).items() if name not in MAY_CHANGE}
 
 
 def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
@@ -514,13 +512,12 @@ def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
     need(preset in (None, earlier_preset), "--preset with --resume", preset, f"{earlier_preset}, as in that run",
          "leave --preset out")
     earlier = {name: text for name, text in earlier.items() if name not in NOT_INHERITED}
-    before = make_config(earlier_preset, earlier)
+    before = decisive_settings(make_config(earlier_preset, earlier))
     cfg = make_config(earlier_preset, earlier | texts)
     may_change = ", ".join(sorted(MAY_CHANGE - NOT_INHERITED))
-    after = decisive_settings(cfg)
-    for name, text in decisive_settings(before).items():
-        need(after[name] == text or name not in texts, f"--{name} with --resume", texts.get(name), f"{text}, as in that "
-             f"run", f"leave --{name} out; these may change: {may_change}")
+    for name, text in decisive_settings(cfg).items():
+        need(text == before[name], f"--{name} with --resume", repr(text), f"{before[name]}, as in that run",
+             f"leave --{name} out; these may change: {may_change}, and the home of a table")
     return earlier_preset, cfg
 
 
@@ -684,10 +681,8 @@ class Fabric:
     def check_agreement(self, facts: dict[str, str]) -> None:
         """Raise ConfigError on every rank if any rank was started with other facts."""
         everyone = self.gather(facts)
-        names = dict.fromkeys(itertools.chain(*everyone))                     # of any rank, each once, in order
         for rank, theirs in enumerate(everyone):
-            for name in names:
-                expected = everyone[0].get(name)
+            for name, expected in everyone[0].items():
                 need(theirs.get(name) == expected, f"ranks disagree about {name}",
                      f"{expected} on rank 0, {theirs.get(name)} on rank {rank}", "one value",
                      "start every rank with the same flags, data and source")
@@ -711,7 +706,7 @@ class Fabric:
     def total_memory(self) -> float:
         """Bytes of the GPU; beside none, those that the host has available, infinite where it does not say."""
         if self.on_cuda:
-            return torch.cuda.get_device_properties(self.device).total_memory
+            return torch.cuda.mem_get_info(self.device)[1]
         try:
             available = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
         except OSError:
@@ -786,6 +781,8 @@ class Schedule:
         self.cycle = run_cycle(cfg)
         self.places = list(places)
         self.total_steps = cfg.num_scheduled_steps + cfg.num_extension_steps  # of the plan
+
+        # All stages but the last share the scheduled steps evenly.
         scheduled = len(cfg.stages) - 1
         ends = [round(cfg.num_scheduled_steps * (k + 1) / scheduled) for k in range(scheduled)]
         self.starts = (0, *ends)                                              # of the stages, places in the plan
@@ -911,8 +908,8 @@ class Schedule:
 # ====== Room 3: Data ==================================================================================================
 SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # recipe 1.2; table in data/README.md
 TOKEN_BYTES = 2                          # little-endian u16
-MANIFEST = "manifest.json"               # hashes of the files beside it, written last; table in data/README.md
 MANIFEST_FORMATS = (1, 2)                # of data, and of saves and checkpoints
+MANIFEST = "manifest.json"               # hashes of the files beside it, written last; table in data/README.md
 VOCABULARY = "vocab.txt"                 # bytes of the tokens of the files beside it
 HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # recipe 2.5
 SIGN_VECTORS = 8192                      # of random signs; one more has +1 alone
@@ -1083,7 +1080,7 @@ def load_shard(header: ShardHeader, tokens: np.ndarray | None = None) -> Shard:
         tokens = np.fromfile(name, "<u2", header.tokens, offset=HEADER_BYTES)
     need(len(tokens) == header.tokens, f"{name}: changed while in use", f"{len(tokens)} tokens",
          f"{header.tokens} as before", "let nobody write to it, and start again", DataError)
-    at = int(np.argmax(tokens >= header.vocab_size))                          # 0 if there is none
+    at = int(tokens.argmax())
     need(tokens[at] < header.vocab_size, f"{name}: token {at} at byte {HEADER_BYTES + TOKEN_BYTES * at}", tokens[at],
          f"an id below the vocabulary size {header.vocab_size}", "write the shard with the right header word 3",
          DataError)
@@ -1609,6 +1606,7 @@ class ValidationSet:
         self.purpose = purpose
         self.planner = Planner(cfg, fabric, exchange)
 
+        # Every rank keeps all slots, which are few, and takes its own at each validation.
         check_enough_validation(cfg, headers)
         slot_tokens = cfg.val_batch_tokens // cfg.num_slots
         shards = (load_shard(header) for header in headers)                   # read only as far as they are needed
@@ -5110,8 +5108,7 @@ def sample_saved(flags: Config) -> None:
         dtype = "float32"
     tables = tuple(table._replace(home="host") for table in cfg.tables)       # a sample reads few rows
     cfg = replace(cfg, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens, tables=tables)
-    headers = [ShardHeader(str(folder / "weights.pt"), 0, cfg.vocab_size, cfg.document_start)]
-    pieces, prompt = read_prompt(flags, cfg, read_vocabulary(headers[0]))
+    pieces, prompt = read_prompt(flags, cfg, read_vocabulary(folder, cfg))
 
     executor = Executor(cfg, fabric, attention_reference, precision=None)
     try:

@@ -324,14 +324,15 @@ MISTAKES = (
         tg, "split_mantissa", lambda _, a: (a["p"].copy_(a["exact"]), a["mantissa"].zero_()))),
     # schedule
     ("split one Adam step late", "schedule", "tied_during_update", returned(
-        tg.Schedule, "at", lambda values, a: replace(values, split=a["step"] == a["self"].split_step + 2))),
-    ("YaRN never", "schedule", "yarn_f64.plain.freq.1", constant("yarn", lambda rotary, old, new: rotary)),
+        tg.Schedule, "at", lambda values, a: replace(values, untie=a["step"] == a["self"].untie_step + 2))),
+    ("YaRN never", "schedule", "yarn_f64.plain.freq.1", returned(
+        tg, "rotary_by_stage", lambda rotary, a: rotary[:1] * len(rotary))),
     ("YaRN without the scale", "schedule", "yarn_f64.plain.scale.1", returned(
-        tg, "yarn", lambda rotary, a: rotary._replace(attn_scale=a["rotary"].attn_scale))),
+        tg, "rotary_by_stage", lambda rotary, a: [x._replace(attn_scale=rotary[0].attn_scale) for x in rotary])),
     ("no last growth of the window", "schedule", "windows_final_validation", returned(
         tg.Schedule, "at", without_last_growth)),
     ("token weights of the next step", "schedule", "mtp*", given(
-        tg.Schedule, "mtp_weights_at", step=lambda a: a["step"] + 1)),
+        tg.Schedule, "mtp_weights_at", place=lambda a: a["place"] + 1)),
     ("cooldown from all steps", "schedule", "lr_mul", wrapped(tg.Schedule, "__init__", cooldown_from_all_steps)),
     # loader
     ("cut one token late", "loader", "train_w*", given(
