@@ -125,7 +125,6 @@ def need_all(rules: dict[str, object], what: str, found: object, do: str) -> Non
 
 
 def shown(value: object) -> str:
-    """A value as text, a long one cut."""
     text = str(value)
     return text if len(text) <= 1000 else f"{text[:100]}... ({len(text)} characters)"
 
@@ -251,7 +250,7 @@ SLOT_UNIT = FP8_UNIT                     # tokens: a slot is a multiple of it, o
 
 def knob(group: str, default: Any, unit: str, about: str, choices: tuple = (), least: float = 0,
          most: float = 2**31 - 1, row: type | None = None) -> Any:
-    """A field of Config: a flag with its bounds, or with the values that it may have; row: of a table."""
+    """Declare a field of Config: a flag with its bounds, or with the values that it may have; row: of a table."""
     facts = dict(group=group, unit=unit, about=about, choices=choices, least=least, most=most, row=row)
     return field(default=default, metadata=facts)
 
@@ -366,38 +365,36 @@ SETTINGS = "settings.json"               # of a run directory and of a save: {"p
 
 
 def flag_text(value: Any) -> str:
-    """A field's value as it is written after its flag."""
+    """Write a field's value as it stands after its flag."""
     return ";".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Text of a flag -> value of its field, within its bounds. Raises ConfigError."""
+    """Read a field's value from the text of its flag. Raises ConfigError for another type, choice or bound."""
     spec = Config.__dataclass_fields__[name]
     about = spec.metadata
     kind = type(spec.default)
-    allowed = f"{kind.__name__}, {about['unit']}"
-    do = f"for example --{name}={flag_text(spec.default)}"
-    if about["choices"]:
-        allowed = f"one of {list(about['choices'])}"
-        do = nearest(text, about["choices"])
-    elif kind in (int, float):
-        allowed += f", {about['least']:,} to {about['most']:,}"
-
+    choices = about["choices"]
     try:
         if kind is tuple:
             return tuple(about["row"].parse(row) for row in text.split(";") if row.strip())
         value = kind(text)
-        right = kind is str or about["least"] <= value <= about["most"]       # never of a NaN
-        if about["choices"]:
-            right = value in about["choices"]
+        if value in choices or (not choices and kind is str):
+            return os.path.expanduser(value) if about["unit"] in PATH_UNITS else value
+        if not choices and about["least"] <= value <= about["most"]:          # never of a NaN
+            return value
     except ValueError:
-        right = False
-    need(right, f"--{name}", repr(text), f"{allowed}: {about['about']}", do)
-    return os.path.expanduser(value) if about["unit"] in PATH_UNITS else value
+        pass
+
+    allowed = f"one of {list(choices)}" if choices else f"{kind.__name__}, {about['unit']}"
+    if not choices and kind in (int, float):
+        allowed += f", {about['least']:,} to {about['most']:,}"
+    do = nearest(text, choices) if choices else f"for example --{name}={flag_text(spec.default)}"
+    raise ConfigError(f"--{name}", repr(text), f"{allowed}: {about['about']}", do)
 
 
 def make_config(preset: str, texts: dict[str, str]) -> Config:
-    """The settings of a preset and {field: text of its flag}, checked. Raises ConfigError."""
+    """Return the settings of a preset and {field: text of its flag}, checked. Raises ConfigError."""
     values = {name: parse_value(name, text) for name, text in texts.items()}
     cfg = Config(**PRESETS[preset] | values)
     check_config(cfg)
@@ -405,7 +402,7 @@ def make_config(preset: str, texts: dict[str, str]) -> Config:
 
 
 def read_settings(folder: Path) -> tuple[str, dict[str, str]]:
-    """Preset and {field: text of its flag} that a run directory or a save has kept. Raises DataError."""
+    """Return the preset and {field: text of its flag} that a run directory or a save has kept. Raises DataError."""
     path = folder / SETTINGS
     do = "name the folder of a run or of a save"
     if (folder / "log.jsonl").exists():
@@ -433,7 +430,7 @@ def print_result(text: str) -> None:
 
 
 def help_text(preset: str) -> str:
-    """Every field by group: its unit, what it means and the preset's value."""
+    """List every field by group: its unit, what it means and the preset's value."""
     lines = ["usage: train_gpt.py [--preset=NAME] [--field=value ...], or --sample=DIR [PROMPT]", "",
              f"  --preset NAME\n        {', '.join(PRESETS)} [{preset}]"]
     values = vars(Config(**PRESETS[preset]))
@@ -448,7 +445,7 @@ def help_text(preset: str) -> str:
 
 
 def read_flags(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
-    """Flags -> (preset or None, {field: text} of those given). --help prints and exits. Raises ConfigError."""
+    """Return the preset, if given, and {field: text} of the flags given. --help prints and exits. Raises ConfigError."""
     # All are texts here, --name=text or --name text: --resume has to know which of them were given.
     known = ("--preset", *(f"--{name}" for name in Config.__dataclass_fields__))
     texts: dict[str, str] = {}
@@ -489,9 +486,9 @@ def decisive_settings(cfg: Config) -> dict[str, str]:
 
 
 def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
-    """Flags -> (preset, Config). --resume puts an earlier run's flags first. Raises ConfigError, DataError.
+    """Return preset and settings; --resume puts an earlier run's flags first. Raises ConfigError, DataError.
 
-    Of --sample=DIR these are the flags given alone: `read_settings(DIR)` says what was trained.
+    With --sample=DIR they are the flags given alone: `read_settings(DIR)` says what was trained.
     """
     # Saved weights have decided about the model, an earlier run about its numbers.
     preset, texts = read_flags(argv)
@@ -618,7 +615,7 @@ def check_config(cfg: Config) -> None:
 
 
 def profile_range(cfg: Config) -> tuple[int, int] | None:
-    """First step of --profile=a:b and the one after its last; None without the flag. Raises ConfigError."""
+    """Return the first step of --profile=a:b and the one after its last; None without it. Raises ConfigError."""
     if not cfg.profile:
         return None
     steps = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile)
@@ -628,7 +625,7 @@ def profile_range(cfg: Config) -> tuple[int, int] | None:
 
 
 def run_cycle(cfg: Config) -> int:
-    """Steps of the run's cycle, the largest of all cadences: plans and checkpoints come at its multiples."""
+    """Return the steps of the run's cycle, the largest cadence: plans and checkpoints come at its multiples."""
     return max([cfg.adam_every, *(table.cadence for table in cfg.tables)])
 
 
@@ -656,7 +653,7 @@ class Fabric:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def host_tensor(self, x: np.ndarray | Tensor) -> Tensor:
-        """The array as a tensor; beside a GPU it is pinned: torch uses a block again after its last copy."""
+        """Make a tensor of an array; beside a GPU it is pinned: torch uses a block again after its last copy."""
         tensor = torch.as_tensor(x)
         return tensor.pin_memory() if self.on_cuda else tensor
 
@@ -672,7 +669,7 @@ class Fabric:
                 print(text, flush=True)
 
     def gather(self, fact: Any) -> list:
-        """This fact of every rank, rank by rank."""
+        """Return this fact of every rank, rank by rank. Collective."""
         everyone: list = [fact] * self.world
         if self.world > 1:
             dist.all_gather_object(everyone, fact)
@@ -704,14 +701,12 @@ class Fabric:
                 raise type(error)(f"{what}, on rank {rank}" if self.world > 1 else what, *rest)
 
     def total_memory(self) -> float:
-        """Bytes of the GPU; beside none, those that the host has available, infinite where it does not say."""
+        """Return the bytes of the GPU; without one what the host has available, infinite where it does not say."""
         if self.on_cuda:
             return torch.cuda.mem_get_info(self.device)[1]
-        try:
-            available = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
-        except OSError:
-            available = None
-        return 1024 * int(available[1]) if available else math.inf
+        with contextlib.suppress(OSError, TypeError):
+            return 1024 * int(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1])
+        return math.inf
 
 
 # ====== Room 2: Schedule ==============================================================================================
@@ -795,13 +790,13 @@ class Schedule:
         self.rotary = rotary_by_stage(cfg)
 
     def place(self, step: int) -> float:
-        """How far a step is in the plan, in planned steps."""
+        """Return how far a step is in the plan, in planned steps."""
         if self.cfg.time_budget:
             return min(self.places[step // self.cycle], self.total_steps)
         return step
 
     def first_step_at(self, place: float) -> float:
-        """The first step at this place of the plan or after it; infinite while no clock has said so."""
+        """Return the first step at this place of the plan or after it; infinite while no clock has said so."""
         if not self.cfg.time_budget:
             return place
         cycles = bisect.bisect_left(self.places, place)
@@ -809,12 +804,12 @@ class Schedule:
 
     @property
     def end_step(self) -> float:
-        """The first step that is not trained; infinite while no clock has said which."""
+        """Return the first step that is not trained; infinite while no clock has said which."""
         return min(self.cfg.max_steps or math.inf, self.first_step_at(self.total_steps))
 
     @property
     def untie_step(self) -> float:
-        """The last step of the Adam cycle in which the run reaches the stage that unties: both moments are fresh."""
+        """Return the last step of the Adam cycle in which the run reaches the stage that unties."""
         step = self.first_step_at(self.untie_start)
         if step == math.inf:
             return step
@@ -822,16 +817,16 @@ class Schedule:
         return step // every * every + every - 1
 
     def planned_counts(self) -> list[int]:
-        """How many steps of the plan are in each stage, up to max_steps."""
+        """Count the steps of the plan in each stage, up to max_steps."""
         last = min(self.cfg.max_steps or self.total_steps, self.total_steps)
         return [min(end, last) - min(start, last) for start, end in zip(self.starts, self.ends)]
 
     def stage_at(self, place: float) -> int:
-        """The final validation belongs to the last stage."""
+        """Return the stage of a place; the final validation belongs to the last."""
         return next((k for k, end in enumerate(self.ends) if place < end), len(self.ends) - 1)
 
     def lr_factor_at(self, place: float) -> float:
-        """The stage's multiplier, then linear from the cooldown's start to the floor; no warm-up."""
+        """Return the stage's multiplier, from the cooldown's start on linear to the floor; no warm-up."""
         factor = self.cfg.stages[self.stage_at(place)].lr_mul
         if place < self.cooldown_start:
             return factor
@@ -840,7 +835,7 @@ class Schedule:
         return factor * (1 - done) + self.cfg.lr_floor * done
 
     def momentum_at(self, place: float) -> float:
-        """Up over the first steps of the plan, down over the last; the ramps grow with it unless set."""
+        """Return NorMuon's momentum: up at the plan's start, down at its end; the ramps grow with it unless set."""
         cfg = self.cfg
         up = cfg.momentum_warmup_steps
         if up < 0:
@@ -858,14 +853,15 @@ class Schedule:
         return cfg.momentum_max
 
     def mtp_weights_at(self, place: float) -> tuple[float, ...]:
-        """Weights of the next tokens, linear in the position inside the stage, which never reaches 1 in training."""
+        """Return the weights of the next tokens, linear in the position inside the stage."""
         k = self.stage_at(place)
         stage = self.cfg.stages[k]
         position = (place - self.starts[k]) / max(1, self.ends[k] - self.starts[k])
         return tuple(first + (last - first) * position for first, last in zip(stage.mtp_start, stage.mtp_end))
 
     def at(self, step: int) -> Values:
-        # A cycle's steps share what goes by the place, if the clock decides about it.
+        """Return everything that a step needs; end_step's are those of the final validation."""
+        # Stage and rates go by the place, which the clock may decide; Adam and validation by the step.
         cfg = self.cfg
         place = self.place(step)
         k = self.stage_at(place)
@@ -891,7 +887,7 @@ class Schedule:
             validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
     def warm_up_steps(self) -> list[int]:
-        """Whole run cycles around the start of every stage: each graph of the run, tied and untied, occurs in them.
+        """Return the steps of whole run cycles around the start of every stage: each graph of the run occurs in them.
 
         The largest stage comes first, for a lack of memory to show in the first minute; a cycle cut by max_steps last.
         """
@@ -913,7 +909,6 @@ MANIFEST = "manifest.json"               # hashes of the files beside it, writte
 VOCABULARY = "vocab.txt"                 # bytes of the tokens of the files beside it
 HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # recipe 2.5
 SIGN_VECTORS = 8192                      # of random signs; one more has +1 alone
-BITMAP_ROWS = 16                         # per read of a cycle: in smaller tables a bitmap beats sorting the reads
 LONG_PATIENCE = 10                       # ranks may be that many timeouts apart while they compile, or one writes files
 FORMULA = "formula:"                     # formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS, tokens without a file
 FORMULA_TOKENS = 2**28                   # at most in one shard: half a GiB, 2.7 times a shard of FineWeb
@@ -946,14 +941,6 @@ class Shard:
         self.tokens = tokens
         self.doc_starts = np.flatnonzero(tokens == document_start)
         self.doc_lengths = np.diff(self.doc_starts, append=len(tokens))
-        self._tokens_before: dict[int, np.ndarray] = {}                       # by max_doc_len
-
-    def tokens_before(self, max_doc_len: int) -> np.ndarray:
-        """(documents + 1,) i64: tokens before each document, and before the end, if all are cut to max_doc_len."""
-        if max_doc_len not in self._tokens_before:
-            lengths = np.minimum(self.doc_lengths, max_doc_len)
-            self._tokens_before[max_doc_len] = np.concatenate([[0], np.cumsum(lengths)])
-        return self._tokens_before[max_doc_len]
 
 
 class Slot(NamedTuple):
@@ -965,10 +952,7 @@ class Slot(NamedTuple):
 
 
 def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int) -> np.ndarray:
-    """(count,) u16 tokens, alike everywhere: for the tiny preset and the warm-up.
-
-    A token follows from its position and the seed alone. The first document starts at 0.
-    """
+    """Make (count,) u16 tokens from their positions and the seed alone: for the tiny preset and the warm-up."""
     tokens = np.empty(count, np.uint16)
     for first in range(0, count, FORMULA_PIECE):
         piece = tokens[first:first + FORMULA_PIECE]
@@ -983,7 +967,7 @@ def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int) 
 
 
 def find_shards(pattern: str) -> list[ShardHeader]:
-    """Headers of all shards of a pattern in name order, checked. Raises DataError.
+    """Return the headers of all shards of a pattern in name order, checked. Raises DataError.
 
     Whatever matches has to be a shard: silently skipping a broken link would train on less data.
     """
@@ -1040,7 +1024,7 @@ def need_file(path: Path, role: str) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, str]:
-    """What a folder's manifest says is the sha256 of each file that it names; {} without one. Raises DataError."""
+    """Return the sha256 of each file that a folder's manifest names; {} without a manifest. Raises DataError."""
     path = folder / MANIFEST
     need(not os.path.lexists(f"{path}.part"), f"{path}.part", "a tool was stopped while it gave the files their names",
          "files that belong together", "run that tool again, then this", DataError)
@@ -1108,7 +1092,7 @@ def scan_shards(headers: Sequence[ShardHeader]) -> str:
 
 
 def shared_shards(train: Sequence[ShardHeader], val: Sequence[ShardHeader]) -> list[str]:
-    """Names of the training shards that are validated with, too, links followed."""
+    """Return the names of training shards that are validated with, too, links followed."""
     validated = {os.path.realpath(header.name) for header in val}
     return [header.name for header in train if os.path.realpath(header.name) in validated]
 
@@ -1135,8 +1119,7 @@ def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Co
 def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader]) -> None:
     """Raise DataError before anything is built if the shards cannot last for the plan.
 
-    What is needed at least: packing drops ends of documents, and the rest of a shard that is too
-    little for a block. With --time_budget nobody knows the number of steps yet.
+    A lower bound: packing drops ends of documents and of shards. With --time_budget nobody knows the steps yet.
     """
     counts = schedule.planned_counts()
     slots = [stage.batch_tokens + cfg.num_slots for stage in cfg.stages]      # a slot has one more, its last target
@@ -1152,10 +1135,7 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader])
 
 
 def too_small(cfg: Config, train: list[ShardHeader], read_by_slot: int) -> DataError:
-    """The error where no shard has room for a block of slots, which has to lie in one.
-
-    read_by_slot: tokens, the last target among them.
-    """
+    """Make the error for shards of which none has room for a block of slots. read_by_slot: tokens, one more target."""
     return DataError("training shards are too small",
                      f"none of {len(train)} holds {cfg.num_slots} x {read_by_slot} tokens, "
                      f"at most {cfg.max_doc_len} of each document",
@@ -1179,7 +1159,8 @@ def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int,
     next document), a slot being (starts, ends) of pieces, or None where the shard ends before the
     block does.
     """
-    tokens_before = shard.tokens_before(max_doc_len)
+    # Tokens before each document, and before the end, if all are cut to max_doc_len.
+    tokens_before = np.concatenate([[0], np.cumsum(np.minimum(shard.doc_lengths, max_doc_len))])
     slots = []
     doc = first_doc
     for _ in range(num_slots):
@@ -1197,7 +1178,7 @@ def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int,
 
 
 def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray) -> Slot:
-    """The pieces from starts to ends of a shard's tokens, one after the other."""
+    """Join the pieces from starts to ends of a shard's tokens."""
     pieces = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
     cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
     cu_seqlens[-1] -= 1                                                       # the last token is a target only
@@ -1205,19 +1186,13 @@ def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray) -> Slot:
 
 
 def validation_blocks(shard_tokens: int, block_tokens: int) -> range:
-    """Where the blocks of a shard begin.
-
-    A block needs one more token than its own, the last target, and by the peer's rule another one.
-    """
+    """Return where the blocks of a shard begin; each reads one more target, and the peer's rule keeps one token more."""
     return range(0, shard_tokens - block_tokens - 1, block_tokens)
 
 
 def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int,
                      document_start: int) -> Iterator[Slot]:
-    """Consecutive slots in whole blocks of num_slots (recipe 1.3, 5.2).
-
-    They are not aligned to documents, and no document is cut short.
-    """
+    """Yield consecutive slots in whole blocks of num_slots, not aligned to documents, none of which is cut short."""
     block_tokens = num_slots * slot_tokens
     for shard in shards:
         for block in validation_blocks(len(shard.tokens), block_tokens):
@@ -1229,10 +1204,10 @@ def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int,
 
 
 def ngram_hash(tokens: np.ndarray, factors: Sequence[int], modulus: int, none: int) -> np.ndarray:
-    """A number for the n-gram that ends at each position of a slot, (..., T) i32 -> (..., T) i32 below modulus.
+    """Hash the n-gram that ends at each position of a slot, (..., T) i32 -> (..., T) i32 below modulus.
 
     The xor of token x factor, factors from the newest token backwards, in 32-bit arithmetic that wraps; floor modulo.
-    `none` stands at the first n - 1 positions. N-grams cross documents, as recipe A's bigrams do.
+    The first n - 1 positions get `none`. N-grams cross documents, as recipe A's bigrams do.
     """
     mixed = tokens * np.int32(factors[0])
     for back, factor in enumerate(factors[1:], 1):
@@ -1243,13 +1218,12 @@ def ngram_hash(tokens: np.ndarray, factors: Sequence[int], modulus: int, none: i
 
 
 def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
-    """Row of each (previous, current) token pair of slots (recipe 2.5).
+    """Return the row of each (previous, current) token pair of slots, (..., T) i32 -> (..., T) i32 in [0, rows).
 
-    (..., T) i32 -> (..., T) i32 in [0, rows), in 32-bit arithmetic that wraps:
         row = ((36313 * current) xor (27191 * previous)) mod (rows - 1)
-    The last row means: no pair, and stands at position 0. Two quirks are part of the published
-    losses: pairs cross documents, and position 1 takes the number of that row for its previous
-    token, because the peer overwrites position 0 before it multiplies.
+    The last row means: no pair, and stands at position 0. Two quirks are part of the published losses: pairs cross
+    documents, and position 1 takes the number of that row for its previous token, because the peer overwrites position
+    0 before it multiplies.
     """
     no_pair = rows - 1
     overwritten = tokens.copy()
@@ -1258,10 +1232,7 @@ def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
 
 
 class Table(NamedTuple):
-    """An embedding of which a step reads few rows (design 4.1).
-
-    These are further columns of its row in the parameter table.
-    """
+    """An embedding of which a step reads few rows: further columns of its row in the parameter table."""
 
     label: str
     rows: int                            # R
@@ -1276,7 +1247,7 @@ class Table(NamedTuple):
 
 
 def row_tables(cfg: Config) -> tuple[Table, ...]:
-    """The tables, with the functions that say which rows a token reads."""
+    """Return the tables, with the functions that say which rows a token reads."""
     V = cfg.padded_vocab
     first_rows = V * np.arange(NUM_VALUE_TABLES, dtype=np.int32)[:, None]     # value tables stand one below the other
 
