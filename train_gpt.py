@@ -2349,8 +2349,9 @@ def parsed_vocabulary(path: Path, content: bytes, vocab_size: int, document_star
 # References in PyTorch specify each operation on every device; a Triton body stands beside the one it must match.
 RMS_EPS = 2.0**-23                       # what the peer's bf16 run uses, here in every dtype
 FP8_MAX = 448.0                          # largest e4m3 number
-# The three scales of the head (recipe 2.8), numbers that f32 has: a product of two is then rounded once.
-FP8_Y_SCALE, FP8_W_SCALE, FP8_GRAD_SCALE = (float(np.float32(most / FP8_MAX)) for most in (100, 1.6, 0.75))
+FP8_Y_SCALE = 100 / FP8_MAX              # the three scales of the head: recipe 2.8
+FP8_W_SCALE = 1.6 / FP8_MAX
+FP8_GRAD_SCALE = 0.75 / FP8_MAX
 SHORTEST_BLOCK = 32                      # of queries: shorter ones would cost more in calls than they spare
 ADD_ROWS_LINES = 8                       # gradient lines that a program adds at once
 SIGN_SEED = 92                           # of the vectors of signs; any number would do
@@ -2895,6 +2896,11 @@ def e4m3(x: Tensor, scale: float) -> Tensor:
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
+def f32_scale(value: float, like: Tensor) -> Tensor:
+    """A scale rounded to f32 first, held in f64, so that products of scales are rounded once."""
+    return torch.full((), value, dtype=torch.float32, device=like.device).double()
+
+
 def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: torch.dtype,
                 fast: bool = False) -> Tensor:
     """a @ b * scale of fp8 matrices, scale () f64.
@@ -2933,7 +2939,7 @@ class HeadLoss(torch.autograd.Function):
         else:
             native = precision == "fp8"
             product_dtype = logits_dtype if native else ctx.accum_dtype
-            scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
+            scale = f32_scale(FP8_Y_SCALE, y) * f32_scale(FP8_W_SCALE, y)
             y = e4m3(y, FP8_Y_SCALE)
             w = e4m3(w, FP8_W_SCALE)
             logits = fp8_product(y, w, scale, native, product_dtype, fast=True).to(logits_dtype)
@@ -2959,14 +2965,14 @@ class HeadLoss(torch.autograd.Function):
 
         # The trainer's own factor is 1 in every position. A loss_weight of 0 makes gradients of 0, not of 0 / 0.
         factor = torch.where(loss_weight == 0, 0, grad_losses / loss_weight)[:, None]
-        scale = loss_weight.double() * FP8_GRAD_SCALE
+        scale = loss_weight.double() * f32_scale(FP8_GRAD_SCALE, y)
         native = ctx.precision == "fp8"
         dtype_y = torch.bfloat16 if native else ctx.accum_dtype
-        grad_y = factor.to(dtype_y) * fp8_product(grad, w.t(), scale * FP8_W_SCALE, native, dtype_y)
+        grad_y = factor.to(dtype_y) * fp8_product(grad, w.t(), scale * f32_scale(FP8_W_SCALE, y), native, dtype_y)
         if ctx.needs_input_grad[1]:
             payload = (factor * grad.to(factor.dtype)).to(grad.dtype)         # part of the copy into columns
             y_in_rows = y.t().contiguous()
-            product = fp8_product(y_in_rows, payload, scale * FP8_Y_SCALE, native, ctx.accum_dtype)
+            product = fp8_product(y_in_rows, payload, scale * f32_scale(FP8_Y_SCALE, y), native, ctx.accum_dtype)
             grad_w = accumulate_wgrad(ctx.part, product, None)                # it cannot add: a scratch
         return grad_y, grad_w, None, None, None, None, None, None
 
