@@ -2363,7 +2363,7 @@ tl: Any = None                           # triton.language, from the first launc
 
 @functools.cache
 def jitted(kernel: Callable) -> Any:
-    """The kernel as Triton compiles it; its body finds `tl` among the names of this file."""
+    """Return the kernel as Triton compiles it; its body finds `tl` among the names of this file."""
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
     return triton.jit(kernel)
@@ -2497,7 +2497,7 @@ class Varlen(torch.autograd.Function):
 
 
 def torchs_varlen() -> Any:
-    """torch's operations, which its module registers."""
+    """Return torch's operations, which its module registers."""
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
 
@@ -2642,7 +2642,7 @@ def flush(delayed: list) -> None:
 
 
 def wgrad_product(a: Tensor, b: Tensor, main_grad: Tensor | None) -> Tensor:
-    """a^T b in the wider dtype of factors and main_grad: rounded to bf16, it would lose what an f32 sum is kept for."""
+    """a^T b in the wider dtype of factors and main_grad: an f32 sum of products rounded to bf16 would gain little."""
     dtype = a.dtype if main_grad is None else torch.promote_types(a.dtype, main_grad.dtype)
     if a.dtype == dtype:
         return a.t() @ b
@@ -2652,7 +2652,7 @@ def wgrad_product(a: Tensor, b: Tensor, main_grad: Tensor | None) -> Tensor:
 
 
 class LinearFunction(torch.autograd.Function):
-    """x (scale matrix)^T, scale () or None, learnt too; the matrix's gradient goes where its part says."""
+    """x (scale matrix)^T; scale () or None is learnt too, and the matrix's gradient goes where its part says."""
 
     @staticmethod
     def forward(ctx, x, scale, matrix, part):
@@ -3087,7 +3087,7 @@ def up_uniform(bound: float, generator: torch.Generator, shape: tuple[int, ...])
 
 
 def constant(values: Sequence[float], _: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    """These values, or the one value everywhere."""
+    """Return these values, or the one value everywhere."""
     return torch.tensor(values).expand(shape)
 
 
@@ -3101,7 +3101,7 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     """Label, shape, initial value, optimizer, multipliers (recipe 2.1, 2.6, 3.5)."""
     # The sizes that shapes are made of.
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
-    L, A, F = len(LAYERS), len(ATTENTION_LAYERS), MLP_FACTOR * cfg.model_dim
+    L, A, inside = len(LAYERS), len(ATTENTION_LAYERS), MLP_FACTOR * cfg.model_dim
     ngrams = ngram_tables(cfg)
     value_gates = NUM_VALUE_TABLES + sum(line.enters is not None for line in ngrams)
     bigrams, values, embed, *ngram_rows = row_tables(cfg)
@@ -3117,7 +3117,8 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     head = dict(optimizer="adam", sharded=True, lr_mul=1, wd_mul=150, betas=(0.5, 0.95))
     by_recipe = (
         Parameter("attn", (A, QKVO * D, D), functools.partial(uniform, bound), **bank, parts=(QKV * D, D)),
-        Parameter("mlp", (L, UP_AND_DOWN, F, D), functools.partial(up_uniform, bound), **bank, parts=(F, F)),
+        Parameter("mlp", (L, UP_AND_DOWN, inside, D), functools.partial(up_uniform, bound), **bank,
+                  parts=(inside, inside)),
         Parameter("scalars", (len(scalars),), functools.partial(constant, scalars), **exact),
         Parameter("x0_lambdas", (L,), zeros, **exact, betas=(0.65, 0.95)),
         Parameter("smear_gate", (1, GATE_INPUTS), zeros, **small, lr_mul=0.01, wd_mul=0),
@@ -3265,11 +3266,11 @@ class GPT(nn.Module):
             if layer.keep_as:
                 kept[layer.keep_as] = x
 
-        # The head sees what the later layers found: half of what an earlier one kept is taken back.
+        # A learnt share of what an earlier layer kept is taken back: the head sees what the later ones found.
         return rms_norm(x - scalars["backout"].type_as(x) * kept[BACKOUT])
 
     def inputs(self, batch: Batch, scalars: dict[str, Tensor], row_buffers: dict) -> tuple[Tensor, list, dict]:
-        """What enters the layers, all of it rows (B, T, D) of tables.
+        """Read the tables: all that enters the layers, rows (B, T, D) each.
 
         x0       the normalised embedding, where the residual stream begins
         streams  (share by layer, rows) of what every layer mixes in: bigrams, then tables of n-grams
