@@ -200,10 +200,6 @@ TINY_STAGES = (
     Stage(384, 6, 13, 1.00, (1.0,), (1.0,)))
 
 
-def read_place(word: str) -> int | None:
-    return None if word == "stream" else int(word)
-
-
 class NgramTable(NamedTuple):
     """One table of hashed n-grams."""
 
@@ -222,11 +218,12 @@ class NgramTable(NamedTuple):
     @classmethod
     def parse(cls, row: str) -> NgramTable:
         """Read a row of --tables; columns left out at its end have their defaults. Raises ValueError."""
-        kinds = (str, int, int, read_place, int, str, int, str, float, float, float)
+        kinds = (str, int, int, str, int, str, int, str, float, float, float)
         words = row.split()
         if not 3 <= len(words) <= len(kinds):
             raise ValueError(len(words))
-        return cls(*(kind(word) for kind, word in zip(kinds, words)))
+        table = cls(*(kind(word) for kind, word in zip(kinds, words)))
+        return table._replace(place=None if table.place in ("stream", None) else int(table.place))
 
     def __str__(self) -> str:
         return " ".join("stream" if value is None else str(value) for value in self)
@@ -591,6 +588,7 @@ def check_config(cfg: Config) -> None:
     scheduled = len(cfg.stages) - 1
     total = cfg.num_scheduled_steps + cfg.num_extension_steps
     untie = [stage.untie for stage in cfg.stages].count(True)
+    traced = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
     rules = (                            # a field, whether it is right, what is expected, a value that is
         ("num_heads", H % 2 == 0, "an even number, since paired layers join two heads", H + 1),
         ("head_dim", E % 4 == 0, "a multiple of 4", E // 4 * 4),
@@ -607,21 +605,11 @@ def check_config(cfg: Config) -> None:
         ("momentum_min", cfg.momentum_min <= cfg.momentum_max, f"at most momentum_max={cfg.momentum_max}",
          cfg.momentum_max),
         ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save), "one run for --resume or --save", 1),
+        ("profile", traced and 0 < int(traced[1]) < int(traced[2]), "a:b for steps a to b - 1, 0 < a < b", "100:104"),
         ("checkpoint_every", not (cfg.profile and cfg.checkpoint_every), "0 with --profile, whose time is no run's", 0))
     for name, right, expected, instead in rules:
         value = flag_text(getattr(cfg, name))
         need(right, f"--{name}", value or "nothing", expected, f"for example --{name}={instead}")
-    profile_range(cfg)
-
-
-def profile_range(cfg: Config) -> tuple[int, int] | None:
-    """Return the first step of --profile=a:b and the one after its last; None without it. Raises ConfigError."""
-    if not cfg.profile:
-        return None
-    steps = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile)
-    need(steps and 0 < int(steps[1]) < int(steps[2]), "--profile", repr(cfg.profile),
-         "a:b for steps a to b - 1, with 0 < a < b", "--profile=100:104")
-    return int(steps[1]), int(steps[2])
 
 
 def run_cycle(cfg: Config) -> int:
