@@ -92,7 +92,7 @@ def copy_of(state: tg.RowState) -> tg.RowState:
 # Row-wise tables alone: which rows are read, and gradients that depend on what was read
 # ----------------------------------------------------------------------------------------------------------------------
 
-SLOTS, WIDTH, UPDATES = 8, 4, 7           # slots of a step, features, updates
+SLOTS, WIDTH, UPDATES = 8, 4, 7          # slots of a step, features, updates
 LR_MUL, WD_MUL, WEIGHT_DECAY, EPS = 2.0, 3.0, 0.25, 1e-3
 BETA2 = dict(float64=0.9, float32=0.9, bfloat16=0.5)          # 0.5: its powers are exact, in each order
 
