@@ -147,7 +147,6 @@ def scale_rank(rank: int, store: str) -> None:
             times = [time.perf_counter()]
             plan, _ = plan_of(planner, table.table, ids, cycle=round_)
             exchange({"bigram_embed": plan})
-            plan.change_lists(torch.as_tensor)
             times.append(time.perf_counter())
             gathered = table.shard[plan.requested_rows]
             times.append(time.perf_counter())

@@ -88,7 +88,6 @@ class Side:
 
     def plan(self, tokens: np.ndarray) -> tg.TablePlan:
         plan, _ = plan_of(self.planner, self.spec, [self.spec.ids(tokens[None])])
-        plan.change_lists(torch.as_tensor)
         return plan
 
     def settle(self) -> None:

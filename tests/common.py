@@ -122,7 +122,7 @@ def planned(cfg: tg.Config, batch: tg.Batch, where: tg.Fabric | None = None) -> 
     tied = tg.Schedule(cfg).at(batch.step).tied
     for table in planner.tables:
         plan, (found,) = plan_of(planner, table, [batch.rows[table.label].numpy()], tied)
-        plan.change_lists(torch.from_numpy)
+        plan.change_lists(torch.as_tensor)
         plans[table.label], rows[table.label] = plan, torch.from_numpy(found)
     return batch._replace(plans=plans, rows=rows)
 
@@ -214,7 +214,7 @@ def add_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor, values: tg
     table = entry.table
     every_row = np.arange(len(grad), dtype=np.int32)[None]
     plan, _ = plan_of(tg.Planner(optimizer.cfg, fabric()), table.table, [every_row], values.tied)
-    plan.change_lists(lambda rows: torch.from_numpy(rows).to(table.grad.device))
+    plan.change_lists(lambda rows: rows.to(table.grad.device))
     table.grad.add_(grad.to(table.grad.dtype))
     table.pending.append(plan)
 

@@ -222,8 +222,6 @@ def drive(fabric: tg.Fabric, run: Run, broken: str = "") -> list[dict[str, Any]]
                 plans[spec.label], index[spec.label] = plan, [x[0] for x in places]
             if W > 1:
                 tg.exchange_plans(fabric, fabric.plan_group, run.dtype, plans)
-            for plan in plans.values():
-                plan.change_lists(torch.as_tensor)
             return plans, index
 
         ahead = made(0)
@@ -293,7 +291,6 @@ def hand_made(table: tg.RowTable, rows: Sequence[int], cycle: int = 0) -> tg.Tab
     plan, _ = plan_of(planner, table.table, [np.asarray([rows], np.int32)], cycle=cycle)
     if fabric.world > 1:
         tg.exchange_plans(fabric, fabric.plan_group, "float32", {table.table.label: plan})
-    plan.change_lists(torch.as_tensor)
     return plan
 
 

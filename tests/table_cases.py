@@ -343,7 +343,6 @@ class Driver:
             tg.exchange_plans(self.fabric, self.fabric.plan_group, self.trial.dtype, plans)
         for label, plan in plans.items():
             self.tables[label].prepare(plan)
-            plan.change_lists(torch.as_tensor)
         return plans, places
 
     def step(self, pattern: str, update: int, step: int, plan: tg.TablePlan, places: np.ndarray) -> None:

@@ -11,7 +11,6 @@ import mmap
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -321,14 +320,6 @@ def test_plans_of_the_largest_table(is_rowwise, world):
 
 # ---- Homes ----------------------------------------------------------------------------------------------------------
 
-def updates_of(asked: Iterable[list[int]]) -> list[tg.RowUpdate]:
-    """One after the other."""
-    made = [None]
-    for rows in asked:
-        made.append(tg.row_update(np.array(rows), made[-1], fabric()))
-    return made[1:]
-
-
 def host_home(kind: type = tg.HostHome, **changes) -> tg.HostHome:
     """Of ten rows of three f64 numbers."""
     cfg = replace(preset(), dtype="float64", model_dim=3, **changes)
@@ -338,14 +329,14 @@ def host_home(kind: type = tg.HostHome, **changes) -> tg.HostHome:
 def test_only_fresh_rows_come_up_however_far_ahead_updates_are_prepared():
     """A table with a cadence of 2 in a cycle of 4 has two updates prepared at once."""
     home = host_home()
-    updates = updates_of([[5], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 9], [9, 0, 3]])
+    requests = [np.array(rows) for rows in ([5], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 9], [9, 0, 3])]
     row_bytes = 3 * 8 + 8 + 4
     came_up = []
-    home.prepare(updates[0])
-    for number, update in enumerate(updates):
+    updates = [home.prepare(requests[0])]
+    for number in range(len(requests)):
         if number % 2 == 0:                                   # both of a cycle, before the last of this is taken
-            for prepared in updates[number + 1:number + 3]:
-                home.prepare(prepared)
+            updates += map(home.prepare, requests[number + 1:number + 3])
+        update = updates[number]
         live = home.take(update)
         live.rows.add_(1)
         home.put(update, live)
@@ -370,7 +361,7 @@ def test_rows_that_did_not_get_home_are_missed_however_late_they_fail(seen_by):
             super()._bring_down(places, changed, computed)
 
     home = host_home(FailingOnce)
-    first, second = updates_of([[1, 2], [3, 4]])
+    first, second = (home.prepare(np.array(rows)) for rows in ([1, 2], [3, 4]))
     live = home.take(first)
     home.put(first, live)
     home.put(second, live)
@@ -391,7 +382,7 @@ def test_rows_may_come_up_late_while_other_ranks_compile():
             return super()._bring_up(places)
 
     home = host_home(Late, comm_timeout=0.1)
-    update, = updates_of([[5]])
+    update = home.prepare(np.array([5]))
     assert len(home.take(update).rows) == 1
 
 
@@ -409,9 +400,8 @@ def test_a_table_of_a_hundred_million_rows_takes_memory_for_those_it_has_touched
     before = resident_mib()
     table = tg.Table("a", rows, 1, None, is_rowwise=True, home=home)
     kept = tg.HOMES[home](table, replace(preset(), model_dim=width), fabric())
-    updates = updates_of([[0, 5, rows // 2, rows - 2], [5, rows - 2, rows - 1]])
-    for update in updates:
-        kept.prepare(update)
+    requests = [np.array(places) for places in ([0, 5, rows // 2, rows - 2], [5, rows - 2, rows - 1])]
+    updates = list(map(kept.prepare, requests))
     for number, update in enumerate(updates, 1):
         live = kept.take(update)
         live.rows.add_(number)
