@@ -1307,8 +1307,8 @@ def row_update(requested: np.ndarray, before: RowUpdate | None, fabric: Fabric) 
 class TablePlan:
     """The rows of a table that this rank reads in a cycle, and the rows of its shard that all ranks request.
 
-    Logical row r is the r div W-th in the shard of rank r mod W, since frequent tokens have neighbouring ids. Physical
-    rows are numbered shard by shard. Lists are tensors on the host until the cycle's rows are fetched.
+    Logical row r is the r div W-th in the shard of rank r mod W; physical rows are numbered shard by shard. Lists are
+    tensors on the host until the cycle's rows are fetched.
     """
 
     tag: dict[str, Any]                  # purpose, cycle, tokens (of a slot over the cycle): equal on all ranks
@@ -1377,7 +1377,9 @@ class Planner:
 
     def batches(self, purpose: str, steps: Sequence[Values], slots: Sequence[list[Slot]]) -> list[Batch]:
         """Return a batch for each step of a run's cycle, from this rank's slots of each."""
-        tokens = [np.stack([slot.tokens for slot in slots_of_step]) for slots_of_step in slots]    # (b, T + 1) u16
+        tokens = []                                  # of each step, (b, T + 1) u16
+        for slots_of_step in slots:
+            tokens.append(np.stack([slot.tokens for slot in slots_of_step]))
         inputs = [x[:, :-1].astype(np.int32) for x in tokens]
         rows: list[dict[str, np.ndarray]] = [{} for _ in steps]
         plans: list[dict[str, TablePlan]] = []       # of each step
@@ -1395,7 +1397,7 @@ class Planner:
             current = current | begun
             plans += [current] * self.cfg.adam_every
 
-        # Slots have different numbers of documents, and the rows of a tensor one length.
+        # Slots differ in their number of documents, but a tensor's rows have one length.
         batches = []
         for at, values in enumerate(steps):
             borders = [slot.cu_seqlens for slot in slots[at]]
@@ -1410,10 +1412,11 @@ class Planner:
     def plan(self, table: Table, purpose: str, steps: Sequence[Values], inputs: Sequence[np.ndarray],
              rows: Sequence[dict[str, np.ndarray]]) -> TablePlan:
         """Plan a table's rows for the steps of its cycle; the index of each lookup goes to `rows`, a dict per step."""
+        # Rows are dealt to ranks in turn: frequent tokens have neighbouring ids, and owners are to share the work.
         began = time.perf_counter()
         W = self.fabric.world
         size = self.shard_sizes[table.label]
-        tied = table.tied and steps[0].tied                                   # the two part between cycles
+        tied = table.tied and steps[0].tied                                   # head and embedding part between cycles
         ids = [table.ids(x) for x in inputs]
         logical = np.concatenate([x.ravel() for x in ids])
         place = logical.astype(np.int64) // W
@@ -2663,14 +2666,16 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
 
     group: gloo's; None: the group of all ranks. Raises RunError where ranks disagree.
     """
+    # By table and owner: the places that this rank reads in the owner's shard.
     W, me = fabric.world, fabric.rank
-    lists = []                                                                # by table and owner: places in its shard
+    lists, counts, checksums = [], [], []
     for plan in plans.values():
         rows = [plan.my_rows[:0]] * W if plan.tied else plan.my_rows.split(plan.send_counts)
-        lists.append([(x - owner * plan.shard_size).int() for owner, x in enumerate(rows)])
+        places = [(x - owner * plan.shard_size).int() for owner, x in enumerate(rows)]
+        lists.append(places)
+        counts.append([len(x) for x in places])
+        checksums.append([int(x.sum()) for x in places])
     common = [dict(plan.tag, table=label, dtype=dtype, tied=plan.tied) for label, plan in plans.items()]
-    counts = np.array([[len(places) for places in of_table] for of_table in lists])
-    checksums = [[int(places.sum()) for places in of_table] for of_table in lists]
 
     # First what must be equal everywhere, or lists of different cycles would be taken for each other.
     everyone: list[Any] = [None] * W
@@ -2681,12 +2686,13 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
 
     # Then all lists in one message, owner by owner. They arrive reader by reader, and table by table from each.
     leaving = torch.cat([of_table[owner] for owner in range(W) for of_table in lists])
-    requests = np.stack([of_reader[:, me] for _, of_reader, _ in everyone])   # how many, (reader, table)
+    requests = np.array([of_reader for _, of_reader, _ in everyone])[:, :, me]         # how many, (reader, table)
     arriving = torch.empty(requests.sum(), dtype=torch.int32)
-    dist.all_to_all_single(arriving, leaving, requests.sum(1).tolist(), counts.sum(0).tolist(), group=group)
+    dist.all_to_all_single(arriving, leaving, requests.sum(1).tolist(), np.sum(counts, 0).tolist(),
+                           group=group)
     pieces = arriving.split(requests.flatten().tolist())
 
-    # A list that is not what its reader announced, or no plan can hold, would read or change other rows in silence.
+    # A list that no plan can hold, or not the one announced, would read and change other rows in silence.
     for table, (label, plan) in enumerate(plans.items()):
         requested = pieces[table::len(plans)]
         for reader, places in enumerate(requested):
@@ -2702,16 +2708,16 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
 
 
 class RowTable:
-    """One table on one rank: the shard that it owns, a cache of the rows that it reads, and the gradients of both.
+    """One table on one rank: the shard that the rank owns, a cache of the rows that it reads, and gradients of both.
 
-    Cache and row_grads hold the rows of a plan, in the order of its list. A dense-Adam table has a parameter for its
-    shard, and a gradient of all of it; on a single rank the shard is the cache, too. The shard of a row-wise table is
-    in a home: an update takes the requested rows from there and puts them back.
+    Cache and row_grads hold the rows of one plan, in the order of its list. The shard of a dense-Adam table is a
+    parameter, all of which is updated; a single rank reads it without a cache. The shard of a row-wise table is in a
+    home, from which an update takes the requested rows and where it puts them back.
     """
 
     def __init__(self, table: Table, cfg: Config, fabric: Fabric, shard: Tensor | None, most_tokens: int,
                  report: Callable) -> None:
-        """shard (C, D): the parameter; None: of a row-wise table. most_tokens: bound of what a rank reads in a cycle.
+        """shard (C, D): the parameter; None for a row-wise table. most_tokens: the most that a rank reads in a cycle.
 
         report(**facts) gets the traffic of each plan.
         """
@@ -2719,7 +2725,7 @@ class RowTable:
         self.fabric = fabric
         self.report = report
         self.debug = cfg.debug_rows
-        self.mode = "sparse" if table.is_rowwise else cfg.row_comms
+        self.mode = "sparse" if table.is_rowwise else cfg.row_comms           # dense: a plan lists all rows
         self.home = HOMES[table.home](table, cfg, fabric) if table.is_rowwise else None
         self.shard = self.home.stored.rows if self.home else shard.detach()
 
@@ -2738,11 +2744,11 @@ class RowTable:
                 rows = min(rows, most_tokens * table.reads)
             self.cache = torch.zeros(rows, width, dtype=dtype, device=fabric.device).requires_grad_()
             self.row_grads = torch.zeros(rows, width, dtype=accum_dtype(dtype), device=fabric.device)
-        self.arrival: Callable[[], object] = no_wait                          # waits for rows on their way to the cache
+        self.arrival: Callable[[], object] = no_wait                          # waits for the rows that are on their way
         self.reset()
 
     def reset(self) -> None:
-        """Drop what is cached, gradients and counts. Rows stay."""
+        """Drop all but the rows: cache, gradients, counts, what is prepared."""
         self._settle()
         self.cached: TablePlan | None = None                                  # the plan whose rows are in the cache
         self.live: RowState | None = None                                     # rows that the next update changes
@@ -2756,13 +2762,13 @@ class RowTable:
             self.home.pop_traffic()
 
     def prepare(self, plan: TablePlan) -> None:
-        """Make a row-wise table's next update of what ranks request, a cycle ahead, so that its rows can set off."""
+        """Make a row-wise table's next update from the requests, a cycle ahead, and let its rows leave a host home."""
         if self.home is not None:
             plan.update = self.home.prepare(plan.requested_rows.numpy())
 
     @torch.no_grad()
     def fetch(self, plan: TablePlan, head: Tensor) -> None:
-        """Launch the rows of a cycle into the cache: after the owners' update, never before."""
+        """Launch the plan's rows into the cache: after the owners' update, never before."""
         self._settle()
         if plan.update is None:
             self.prepare(plan)                                                # no loader has done it
@@ -2778,6 +2784,7 @@ class RowTable:
 
     def rows_for_forward(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cache with the plan's rows, and row_grads. Raises RunError before the last cycle's update."""
+        # Among several ranks row_grads are of one plan alone, whose list says where they go.
         if plan not in self.pending:
             need(self.alone or not self.pending, f"gradients of {self.table.label}",
                  f"of {[other.tag for other in self.pending]}, now {plan.tag}", "batches of one cycle",
@@ -2790,7 +2797,7 @@ class RowTable:
 
     @torch.no_grad()
     def read(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, None]:
-        """Return the plan's rows in a tensor of their own (validation, sampling), and no buffer for gradients."""
+        """Fetch the plan's rows into a new tensor (validation, sampling); there is no buffer for gradients."""
         plan.change_lists(self._on_device)
         if self.alone:
             return self.shard, None
@@ -2805,14 +2812,15 @@ class RowTable:
 
     @torch.no_grad()
     def return_gradients(self) -> tuple[Tensor, Callable[[], None]]:
-        """Launch gradients to their owners.
+        """Launch row_grads to the owners of the rows. Returns a gradient and the wait after which it is complete.
 
-        Returns the gradient of the shard, or of a row-wise update's rows (u, D): whole after the wait beside it.
+        The gradient is of the shard, (C, D), or of the rows of a row-wise update, (u, D).
         """
         if self.alone:
             return self.grad, no_wait
+        # They travel in the type of the weights, and are added in that of row_grads.
         plan, = self.pending
-        rows = self.row_grads[:len(plan.my_rows)].to(self.cache.dtype)        # they travel in the type of the weights
+        rows = self.row_grads[:len(plan.my_rows)].to(self.cache.dtype)
         arrived = rows.new_empty(len(plan.requested_rows), rows.shape[1])
         wait = self._launch(plan, arrived, rows, plan.recv_counts, plan.send_counts)
         if self.home is None:
@@ -2828,7 +2836,7 @@ class RowTable:
         return grad, add_in_rank_order
 
     def add_to_head(self, head_grad: Tensor) -> None:
-        """Add this rank's gradients to those of the head, (D, V), while the two are tied."""
+        """Add row_grads to the gradient of the head, (D, V), while head and embedding are tied."""
         for plan in self.pending:
             at = self._in_row_grads(plan)
             head_grad[:, plan.head_columns] += self.row_grads[at].t().to(head_grad.dtype)
@@ -2836,12 +2844,13 @@ class RowTable:
         self.clear()
 
     def updated(self) -> None:
-        """Send the rows that an update has changed home."""
+        """Put the rows that an update has changed back into their home."""
         plan, = self.pending
         self.home.put(plan.update, self.live)
 
     def clear(self) -> None:
-        """Drop the gradients of the pending plans, row by row, and what is cached."""
+        """Drop the gradients of the pending plans, and what is cached."""
+        # Row by row: most of a buffer, and of a shard, is zero already.
         for plan in self.pending:
             self.row_grads[self._in_row_grads(plan)] = 0
             if self.home is None and not self.alone and not plan.tied:
@@ -2852,10 +2861,12 @@ class RowTable:
         self.live = None                                                      # makes room for those of the next update
         if self.debug:
             strays = self.row_grads.any() or (self.home is None and self.grad.any())
-            need(not strays, f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it", RunError)
+            need(not strays, f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it",
+                 RunError)
 
     def report_traffic(self, plan: TablePlan, dense_passes: int = 0) -> None:
-        """Report what a plan has moved. dense_passes: how often the whole table would have travelled."""
+        """Report what a plan has moved. dense_passes: how often dense mode would have moved the whole table."""
+        # Nothing travels while tied, and nobody asks about warm-up and samples.
         purpose = plan.tag["purpose"]
         if plan.tied or purpose not in ("train", "validation"):
             return
@@ -2869,7 +2880,7 @@ class RowTable:
             self.totals.update(moved)
 
     def memory_bytes(self, moments: Iterable[Tensor]) -> int:
-        """Count the bytes of the table on this rank's device, these moments included."""
+        """Count the bytes that this rank keeps of the table on its device: shard, cache, gradients, these moments."""
         kept = [self.shard, self.cache, self.row_grads, *moments]
         kept += [self.grad] if self.home is None else self.home.stored
         sizes = {x.data_ptr(): x.nbytes for x in kept if x.device.type == self.cache.device.type}    # some are the same
@@ -2906,7 +2917,7 @@ class RowTable:
         return dist.all_to_all_single(out, rows, recv_counts, send_counts, async_op=True).wait
 
 
-# ---- Homes of row-wise tables: any number of rows, of which an update changes those that were requested.
+# ---- Homes of row-wise tables: any number of rows, of which an update changes those that ranks request
 class RowState(NamedTuple):
     """Rows of a shard with their optimizer state."""
 
@@ -2966,45 +2977,46 @@ class DeviceHome:
         return row_update(requested, None, self.fabric)
 
     def take(self, update: RowUpdate) -> RowState:
-        """Return the rows of an update as the one before has left them, on the device."""
+        """Return the update's rows on the device, as the update before has left them."""
         return self.stored.at(update.places.to(self.device, non_blocking=True))
 
     def put(self, update: RowUpdate, changed: RowState) -> None:
-        """Store what an update has made of its rows."""
+        """Store the rows that an update has changed."""
         self.stored.put(update.places.to(self.device, non_blocking=True), changed)
 
     def read(self, places: Tensor) -> Tensor:
-        """Return rows for a reader that changes none, on the device."""
+        """Return rows on the device, to be read only."""
         return self.stored.rows.index_select(0, places.to(self.device, non_blocking=True))
 
     def settle(self) -> None:
         """Wait until everything that was put is stored."""
 
     def invalidate(self) -> None:
-        """Drop the rows that were taken or are prefetched."""
+        """Forget which updates are prepared, and their rows: those at home count."""
 
     def pop_traffic(self) -> dict[str, int]:
-        """Return the bytes moved to the device and back since the last call."""
+        """Return the bytes moved since the last call."""
         traffic = self.traffic
         self.traffic = dict.fromkeys(traffic, 0)
         return traffic
 
     def touched_places(self, most_rows: int = PIECE_ROWS) -> Iterator[Tensor]:
-        """Yield the places of rows that some update has changed, in pieces (n,) i64, ascending."""
+        """Yield the places of all rows that an update has ever changed, ascending, in pieces (n,) i64."""
         self.settle()
         for places in self.stored.last.nonzero().flatten().split(most_rows):
             if len(places) > 0:                                               # split() makes one empty piece of nothing
                 yield places
 
     def touched(self, most_rows: int = PIECE_ROWS) -> Iterator[tuple[Tensor, RowState]]:
-        """Yield these rows: their places, and copies, on the host."""
+        """Yield the same places with copies of their rows, on the host."""
         for places in self.touched_places(most_rows):
             copies = self.stored.at(places)
             yield places.cpu(), RowState(*(x.cpu() for x in copies))
 
     @torch.no_grad()
     def load(self, pieces: Iterable[tuple[Tensor, RowState]]) -> None:
-        """Replace all rows by those of the pieces, as `touched` gave them, and zeros. Writes only touched rows."""
+        """Replace all rows by those of the pieces, as `touched` gave them, and zeros elsewhere."""
+        # Rows that no update has changed are zeros that take no memory, and have to stay so.
         at = self.stored.last.device
         for places in self.touched_places():
             for x in self.stored:
@@ -3015,16 +3027,16 @@ class DeviceHome:
 
 
 class HostHome(DeviceHome):
-    """Rows and state of a shard in pageable host memory; those of a cycle travel to the device and back.
+    """Rows and state of a shard in pageable host memory; the rows of a cycle travel to the device and back.
 
-    While a cycle runs, the rows that only the next one requests come up, and those of the last update go down; rows of
-    both cycles stay on the device. One thread does all of it in the order in which it was asked, so that a row that
-    comes up has been brought down before. Copies on a GPU have a stream of their own.
+    While a cycle runs, rows that only the next cycle requests come up, and rows of the last update go down; those that
+    both cycles request stay on the device. One thread does it all in the order of submission, so that no row comes up
+    before its last change has come down. On a GPU copies have a stream of their own.
     """
 
     def __init__(self, table: Table, cfg: Config, fabric: Fabric) -> None:
         super().__init__(table, cfg, fabric)
-        # The thread waits for work on the GPU, and that for other ranks, which may still compile.
+        # The mover waits for the GPU, and the GPU for other ranks, which may still compile.
         self.cfg = replace(cfg, comm_timeout=LONG_PATIENCE * cfg.comm_timeout)
         self.stream = torch.cuda.Stream(fabric.device) if fabric.on_cuda else None
         self.mover = ThreadPoolExecutor(1, "table-home", initializer=fabric.enter_thread)
@@ -3051,12 +3063,12 @@ class HostHome(DeviceHome):
         return update
 
     def _start_prefetch(self) -> None:
-        """Bring up rows of the first prepared update: what it follows is taken, and what that follows was put."""
+        """Let the fresh rows of the first prepared update come up; the update before it has been taken."""
         update = self.prepared[0]
         self.prefetch = self.mover.submit(self._bring_up, update.places[update.fresh])
 
     def take(self, update: RowUpdate) -> RowState:
-        # All rows of an update come up that was not prepared, or is taken in another order.
+        # An update that nobody prepared, or that is out of order, has no rows here: all of them come up.
         with self.lock:
             expected = self.prepared[:1] == [update] and update.follows is self.taken
             coming = self.prefetch if expected else self.mover.submit(self._bring_up, update.places)
@@ -3068,7 +3080,7 @@ class HostHome(DeviceHome):
             for x in live:
                 x.record_stream(computing)
 
-        # Rows of both cycles are here, newer than at home: they join those that came up.
+        # Rows that the last update has, too, are here, newer than at home. They join those that came up.
         if expected and self.live is not None:
             fresh = live
             to_fresh, to_kept, kept_from = (x.to(self.device, non_blocking=True)
@@ -3087,7 +3099,8 @@ class HostHome(DeviceHome):
         return live
 
     def put(self, update: RowUpdate, changed: RowState) -> None:
-        while self.writebacks and self.writebacks[0].done():  # what went wrong with earlier ones is raised here
+        # What went wrong with earlier ones is raised here at the latest.
+        while self.writebacks and self.writebacks[0].done():
             self.writebacks.pop(0).result()
         self.traffic["bytes_down"] += sum(x.nbytes for x in changed)
         computed = None
@@ -3106,12 +3119,12 @@ class HostHome(DeviceHome):
             self.writebacks.pop(0)
 
     def _staging(self, count: int) -> RowState:
-        """Allocate host memory that rows stop in on their way; pinned beside a GPU."""
+        """Allocate rows in host memory, pinned beside a GPU, through which copies go."""
         pinned = self.stream is not None
         return RowState(*(torch.empty(count, *x.shape[1:], dtype=x.dtype, pin_memory=pinned) for x in self.stored))
 
     def _bring_up(self, places: Tensor) -> tuple[RowState, Any]:
-        """Copy rows to the device, on the mover's thread. Returns them and the CUDA event after the copy."""
+        """Copy rows to the device; runs on the mover. Returns them and the CUDA event after the copy."""
         staging = self._staging(len(places))
         for x, out in zip(self.stored, staging):
             torch.index_select(x, 0, places, out=out)
@@ -3121,7 +3134,7 @@ class HostHome(DeviceHome):
             return staging.to(self.device), self.stream.record_event()
 
     def _bring_down(self, places: Tensor, changed: RowState, computed: Any) -> None:
-        """Store rows after the update has computed them, on the mover's thread."""
+        """Store rows once the CUDA event `computed` is over; runs on the mover."""
         staging = self._staging(len(places))
         if computed is not None:
             self.stream.wait_event(computed)
