@@ -54,6 +54,7 @@ ENVIRONMENT_BYTES = 1 << 14            # of the tables of GPUs and processes, at
 UNKNOWN_STEP = -1                      # a list in a README has no steps
 LOSS_RANGE = (1.0, 4.0)                # of a list in a README
 SECONDS_RANGE = (20.0, 4000.0)         # of such a list; what is larger is milliseconds
+FIXED = "source_sha256", "torch", "hardware", "attention", "head"      # facts that a resumed run may have twice
 LARGEST = 1e15                         # what is more is as good as infinite, and sums of its powers overflow
 SEVERAL_READERS_BYTES = 32 << 20       # below that, starting processes takes longer than reading
 MAX_READERS = 16                       # processes
@@ -304,6 +305,8 @@ def take(run: Run, event: dict[str, Any]) -> None:
         for value in (*values, *event.get("peak_memory_mib", {}).values()):
             logged(value)
         run.result = event
+        if run.facts["config"].get("time_budget") and "steps" in event:       # that many fitted into the time
+            run.total = of_type(event["steps"], int)
     elif kind == "aborted":
         run.aborted = str(event.get("cause", "not said"))
     elif kind == "resumed":                                                   # what the earlier part did after its
@@ -311,6 +314,7 @@ def take(run: Run, event: dict[str, Any]) -> None:
         run.val = [point for point in run.val if point.step <= event["step"]]
         run.aborted = None
         run.notes.append(f"resumed at step {event['step']}")
+        take_resumed(run, event)
 
 
 def of_type(value: Any, *types: type) -> Any:
@@ -343,6 +347,19 @@ def take_header(run: Run, event: dict[str, Any]) -> None:
     run.seed = event.get("seed")
     if whole:
         run.total = min(config.get("max_steps") or whole, whole)
+
+
+def take_resumed(run: Run, event: dict[str, Any]) -> None:
+    """Take the later settings; a run of two sources, versions or machines has both, and a note that says so."""
+    before = run.facts
+    after = {key: value for key, value in event.items() if key not in ("step", "source")}
+    if "config" not in after:                                                 # a log of an older trainer
+        return
+    for key in FIXED:
+        if after.get(key) != before.get(key):
+            run.notes.append(f"resumed with another {key}")
+            after[key] = f"{before.get(key)}, then {after.get(key)}"
+    take_header(run, before | after | {"started": before.get("started")})
 
 
 def date_of_ours(run: Run) -> float | None:
