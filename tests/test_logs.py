@@ -139,6 +139,15 @@ def test_what_is_no_log_is_named_with_the_reason():
         "trainer.py": "not a log by its name (.py)"}
 
 
+def test_what_a_run_leaves_beside_its_log_is_no_log(tmp_path):
+    text = (GOLDEN / "ours/done/log.jsonl").read_text()
+    (tmp_path / "checkpoints/step-0000006").mkdir(parents=True)
+    for name in ("log.jsonl", "log.txt", "settings.json", "checkpoints/step-0000006/manifest.json"):
+        (tmp_path / name).write_text(text)
+    reading = logs.read([tmp_path])
+    assert [run.path.name for run in reading.runs] == ["log.jsonl"] and not reading.unread and not reading.duplicates
+
+
 def test_every_golden_file_is_read_or_named():
     reading = logs.read([GOLDEN])
     seen = {run.path for run in reading.runs} | {path for path, _ in reading.unread + reading.duplicates}
