@@ -16,6 +16,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from common import own_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
@@ -141,15 +142,10 @@ def batch_of(module: ModuleType, tokens: torch.Tensor):
     return module.Batch(0, {}, tokens, tokens.long(), ends, tables)
 
 
-def row_buffers(model) -> dict:
-    """Whole tables, as the model holds them, without room for gradients."""
-    return {row.label: (model.get_parameter(row.label), None) for row in model.table.values() if row.rows}
-
-
 def hidden(module: ModuleType, model=None) -> torch.Tensor:
     tokens = torch.arange(16, dtype=torch.int32)[None] * 3
     model = model or random_model(module)
-    return model.hidden(batch_of(module, tokens), module.spans_of(6, 12, 16, 0.3), row_buffers(model))
+    return model.hidden(batch_of(module, tokens), module.spans_of(6, 12, 16, 0.3), own_rows(model))
 
 
 def with_scalar(module: ModuleType, name: str, value: float):
@@ -194,7 +190,7 @@ def test_smear_an_input_is_its_token_alone(modules):
         for first in (3, 9):
             batch = batch_of(module, torch.tensor([[first, 5, 7, 11]], dtype=torch.int32))
             scalars = dict.fromkeys(model.scalar_sizes, torch.ones(1, dtype=torch.float64))
-            inputs[module, first] = model.inputs(batch, scalars, row_buffers(model))[0]
+            inputs[module, first] = model.inputs(batch, scalars, own_rows(model))[0]
     off = modules["smear"]
     assert not torch.equal(inputs[tg, 3][:, 1], inputs[tg, 9][:, 1])
     assert torch.equal(inputs[off, 3][:, 1:], inputs[off, 9][:, 1:])
