@@ -117,7 +117,7 @@ read_flags() {  # what this script must know of the trainer's flags
             --sample | --sample=*) task=sample ;;
             --resume | --resume=*) task=resume ;;             # with the preset and data of the earlier run
             --preset | --train_files | --num_slots)
-                die "$arg" "no value" "$arg=VALUE" "write the value behind a =, without a blank" ;;
+                die "$arg" "no value" "$arg=VALUE" "write the value after a =, without a blank" ;;
             --preset=*) preset=${arg#*=} ;;
             --train_files=*) files=${arg#*=} ;;
             --num_slots=*)

@@ -17,6 +17,7 @@ PARROT = """#!/usr/bin/env bash
 [[ $1 != -c ]] || exec echo 2             # GPUs, as torch counts them
 echo "allocator: ${PYTORCH_ALLOC_CONF-}" >&2
 echo "compiled: ${TORCHINDUCTOR_CACHE_DIR-}" >&2
+echo "in $PWD" >&2
 echo "$OMP_NUM_THREADS: $*"
 """
 BARE = """#!/usr/bin/env bash
@@ -170,6 +171,7 @@ def test_a_link_to_the_script_and_other_shells(run_sh, tmp_path, script):
     (tmp_path / "link").symlink_to(tmp_path / "a clone/run.sh")
     done = run_sh("--seed=1", script=script)
     assert started(done) == "train_gpt.py --preset=pocket --seed=1"
+    assert f"in {tmp_path / 'a clone'}" in done.stderr.splitlines()
 
 
 WITH_GPUS = [f"--num_slots={tg.Config().num_slots}", "--train_files=x"]

@@ -307,8 +307,6 @@ def take(run: Run, event: dict[str, Any]) -> None:
         for value in (*values, *event.get("peak_memory_mib", {}).values()):
             logged(value)
         run.result = event
-        if run.facts["config"].get("time_budget") and "steps" in event:       # that many fitted into the time
-            run.total = of_type(event["steps"], int)
     elif kind == "aborted":
         run.aborted = str(event.get("cause", "not said"))
     elif kind == "resumed":                                                   # what the earlier part did after its
