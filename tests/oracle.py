@@ -713,7 +713,7 @@ def check_adam(oracle: Oracle, vectors: Vectors) -> None:
     for label, rows in tables.items():                                   # every row is read
         tag, every = dict(purpose="oracle", cycle=0, tokens=1), np.arange(rows.table.rows, dtype=np.int32)
         plans[label], _ = planner.plan(label, tag, rows.table.tied, [every])
-        plans[label].change_lists(torch.from_numpy)
+        plans[label].change_lists(torch.as_tensor)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("REDUCE_ORDER", "UPDATE_ORDER"):
             patch.setattr(tg, name, tuple(entry for entry in getattr(tg, name) if entry in (*weights, tg.SMALL)))
