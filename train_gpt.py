@@ -1675,8 +1675,9 @@ def read_vocabulary(folder: Path, cfg: Config) -> list[bytes] | None:
 # References in PyTorch specify each operation on every device; a Triton body stands beside the one it must match.
 RMS_EPS = 2.0**-23                       # what the peer's bf16 run uses, here in every dtype
 FP8_MAX = 448.0                          # largest e4m3 number
-# The three scales of the head (recipe 2.8), numbers that f32 has: a product of two is then rounded once.
-FP8_Y_SCALE, FP8_W_SCALE, FP8_GRAD_SCALE = (float(np.float32(most / FP8_MAX)) for most in (100, 1.6, 0.75))
+FP8_Y_SCALE = 100 / FP8_MAX              # the three scales of the head: recipe 2.8
+FP8_W_SCALE = 1.6 / FP8_MAX
+FP8_GRAD_SCALE = 0.75 / FP8_MAX
 SHORTEST_BLOCK = 32                      # of queries: shorter ones would cost more in calls than they spare
 ADD_ROWS_LINES = 8                       # gradient lines that a program adds at once
 SIGN_SEED = 92                           # of the vectors of signs; any number would do
@@ -1771,7 +1772,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, spa
 
     q, k, v     (N, H, E) any float dtype
     cu_seqlens  (C,) i32  ascends from 0 to N, empty documents allowed
-    Returns (N, H, E). Queries go in blocks as long as the keys that one sees: cost N * window on any device.
+    Returns (N, H, E). Cost N * window on any device.
     """
     # With blocks as long as its window, a query sees keys of its own block and of the one before, and no others.
     count, heads, width = q.shape
@@ -1805,9 +1806,9 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: 
 
 
 class Varlen(torch.autograd.Function):
-    """torch's varlen attention with window, max length and scale as graph inputs, so that changing them recompiles
-    nothing. Through torch's public `varlen_attn` they would be constants, and every stage had graphs of its own.
-    """
+    """torch's varlen attention with window, max length and scale as graph inputs: changing them recompiles nothing."""
+
+    # Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own.
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> Tensor:
@@ -1830,10 +1831,9 @@ def torchs_varlen() -> Any:
 def varlen_arguments(cu_seqlens: Tensor, numbers: Tensor) -> dict[str, Any]:
     """Arguments of torch's operations by name. The numbers are on the CPU: reading them waits for nothing."""
     max_len, window, scale = numbers.tolist()
-    queries = dict(cu_seq_q=cu_seqlens, max_q=int(max_len))
-    keys = dict(cu_seq_k=cu_seqlens, max_k=int(max_len))
     window_size = [int(window), 0]                            # before and after a query; its left one is inclusive too
-    return dict(**queries, **keys, is_causal=False, scale=scale, window_size=window_size)
+    return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=int(max_len), max_k=int(max_len), is_causal=False,
+                scale=scale, window_size=window_size)
 
 
 @custom_op("train_gpt::varlen")
@@ -1894,15 +1894,11 @@ def bank_parts(bank: Tensor, heights: tuple[int, ...]) -> list[list[WeightPart]]
     main_grad = getattr(bank, "main_grad", None)
     if main_grad is not None:
         main_grad = main_grad.view(shape)                                     # an error unless it is one block
-
     by_layer = []
+    numbers = itertools.count()
     for depth, layer in enumerate(layers):
-        wgrads = [None] * len(heights)
-        if main_grad is not None:
-            wgrads = main_grad[depth].split(heights)
-        first = depth * len(heights)
-        matrices = enumerate(zip(layer.split(heights), wgrads), start=first)
-        by_layer.append([WeightPart(bank, matrix, wgrad, number) for number, (matrix, wgrad) in matrices])
+        wgrads = itertools.repeat(None) if main_grad is None else main_grad[depth].split(heights)
+        by_layer.append([WeightPart(bank, *part) for part in zip(layer.split(heights), wgrads, numbers)])
     return by_layer
 
 
@@ -1931,17 +1927,15 @@ def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, 
 
 
 def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | None:
-    """Put a^T b, or a if b is None, where the gradient of a part belongs. Returns what backward gives autograd.
-
-    That is never main_grad, nor a view of it, but None, or for a weight with FLAG a dummy, so that hooks run;
-    nobody shares the dummy, for autograd may keep it as .grad and add to it.
-    """
+    """Put a^T b, or a if b is None, where the gradient of a part belongs. Returns what backward gives autograd."""
     if part.delayed is not None:
         part.delayed.append((part, a, b, versions_of(a, b)))
     elif part.main_grad is None:
         return a if b is None else a.t() @ b
     else:
         wgrad_accumulate(part.main_grad, part.weight.writes, part.number, a, b)
+    # Autograd never gets main_grad or a view of it, for it may keep what it gets as .grad and add to it: so None,
+    # or for a weight with FLAG a dummy of its own, so that hooks run.
     if part.main_grad is None or not hasattr(part.weight, FLAG):
         return None
     setattr(part.weight, FLAG, True)
@@ -2000,13 +1994,11 @@ class LinearFunction(torch.autograd.Function):
         weight = matrix if scale is None else scale * matrix
         grad_x = grad @ weight
         a, b = grad.flatten(0, -2), x.flatten(0, -2)
-        grad_scale = None
+        grad_scale = grad_matrix = None
         if scale is not None:
             product = wgrad_product(a, b, ctx.part.main_grad)                 # a scratch of one matrix
             grad_scale = (product * matrix).sum()
             a, b = scale * product, None
-
-        grad_matrix = None
         if ctx.needs_input_grad[2]:                                           # not of a frozen one
             grad_matrix = accumulate_wgrad(ctx.part, a, b)
         return grad_x, grad_scale, grad_matrix, None
@@ -2018,13 +2010,13 @@ def linear(x: Tensor, part: WeightPart, scale: Tensor | None = None) -> Tensor:
 
 
 # ---- relu^2 MLP: of all that lies between its products only the squares are kept, for their root is max(pre, 0).
-RELU_SQ_TILES = {                        # by compute capability: a tile that keeps its sums in registers
-    (8, 0): dict(ROWS=128, COLUMNS=128, DEPTH=64, num_warps=8),
-    (9, 0): dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8),
-    (10, 0): dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8),
+# By compute capability: a tile that keeps its sums in registers, and loads under way, forward and backward: as many as
+# shared memory takes, some of which the squares need.
+RELU_SQ_TILES = {
+    (8, 0): (dict(ROWS=128, COLUMNS=128, DEPTH=64, num_warps=8), (3, 3)),
+    (9, 0): (dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8), (4, 3)),
+    (10, 0): (dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8), (4, 3)),
 }
-# Loads under way, forward and backward: as many as shared memory takes, some of which the squares need.
-RELU_SQ_STAGES = {(8, 0): (3, 3), (9, 0): (4, 3), (10, 0): (4, 3)}
 DESCRIBED_BYTES = 16                     # that divide each line of an array with a descriptor
 
 def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.constexpr, ROWS: tl.constexpr,
@@ -2068,8 +2060,7 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     triton = importlib.import_module("triton")
     device = x.device
     card = torch.cuda.get_device_properties(device)
-    capability = (card.major, card.minor)
-    tile = RELU_SQ_TILES[capability]
+    tile, stages = RELU_SQ_TILES[card.major, card.minor]
     count, depth = x.shape
     columns = len(w)
     out = x.new_empty(count, columns)
@@ -2087,7 +2078,7 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     programs = min(tiles, card.multi_processor_count)
     launch = jitted(relu_sq_kernel)[(programs,)]
     launch(x.contiguous(), w.contiguous(), squares.contiguous(), out, count, columns, depth,
-           BACKWARD=backward, num_stages=RELU_SQ_STAGES[capability][backward], **tile)
+           BACKWARD=backward, num_stages=stages[backward], **tile)
     return out
 
 
@@ -2221,6 +2212,11 @@ def e4m3(x: Tensor, scale: float) -> Tensor:
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
+def f32_scale(value: float, like: Tensor) -> Tensor:
+    """A scale rounded to f32 first, held in f64, so that products of scales are rounded once."""
+    return torch.full((), value, dtype=torch.float32, device=like.device).double()
+
+
 def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: torch.dtype,
                 fast: bool = False) -> Tensor:
     """a @ b * scale of fp8 matrices, scale () f64.
@@ -2241,11 +2237,10 @@ class HeadLoss(torch.autograd.Function):
 
     y (N, D), w (D, V), targets (B, T) i64 with B * T = N, weights (G,). Returns each position's loss, (N,) f32 or f64:
         sum over k < G with t + k < T of weights[k] * (lse_t - z_t[targets[t + k]]),  z = 23 sigmoid((y w + 5) / 7.5).
-    Targets cross documents and stop at the slot's end; all V columns are in the softmax. The forward makes losses and
-    the gradient of the logits in one pass, the backward is two products. With precision "fp8" or "emulated", y and w
-    are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448: the seed of the backward,
-    loss_weight, moves the scale, never the payload. Any other factor of a position is in the payload for w's gradient,
-    and exact for y's.
+    Targets cross documents and stop at the slot's end; all V columns are in the softmax. With precision "fp8" or
+    "emulated", y and w are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448: the
+    seed of the backward, loss_weight, moves the scale, never the payload. Any other factor of a position is in the
+    payload for w's gradient, and exact for y's.
     """
 
     @staticmethod
@@ -2253,13 +2248,14 @@ class HeadLoss(torch.autograd.Function):
         ctx.part = part
         ctx.precision = precision
         ctx.accum_dtype = accum_dtype(y.dtype)
+        # What waits for the backward is the gradient of the logits, in their place or, in fp8, in half their bytes.
         if precision == "plain":
-            logits = grad = y @ w                                             # the gradient takes their place
+            logits = grad = y @ w
             factor = 1.0                                                      # LOGIT_WIDTH is the backward's
         else:
             native = precision == "fp8"
             product_dtype = logits_dtype if native else ctx.accum_dtype
-            scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
+            scale = f32_scale(FP8_Y_SCALE, y) * f32_scale(FP8_W_SCALE, y)
             y = e4m3(y, FP8_Y_SCALE)
             w = e4m3(w, FP8_W_SCALE)
             logits = fp8_product(y, w, scale, native, product_dtype, fast=True).to(logits_dtype)
@@ -2285,14 +2281,14 @@ class HeadLoss(torch.autograd.Function):
 
         # The trainer's own factor is 1 in every position. A loss_weight of 0 makes gradients of 0, not of 0 / 0.
         factor = torch.where(loss_weight == 0, 0, grad_losses / loss_weight)[:, None]
-        scale = loss_weight.double() * FP8_GRAD_SCALE
+        scale = loss_weight.double() * f32_scale(FP8_GRAD_SCALE, y)
         native = ctx.precision == "fp8"
         dtype_y = torch.bfloat16 if native else ctx.accum_dtype
-        grad_y = factor.to(dtype_y) * fp8_product(grad, w.t(), scale * FP8_W_SCALE, native, dtype_y)
+        grad_y = factor.to(dtype_y) * fp8_product(grad, w.t(), scale * f32_scale(FP8_W_SCALE, y), native, dtype_y)
         if ctx.needs_input_grad[1]:
             payload = (factor * grad.to(factor.dtype)).to(grad.dtype)         # part of the copy into columns
             y_in_rows = y.t().contiguous()
-            product = fp8_product(y_in_rows, payload, scale * FP8_Y_SCALE, native, ctx.accum_dtype)
+            product = fp8_product(y_in_rows, payload, scale * f32_scale(FP8_Y_SCALE, y), native, ctx.accum_dtype)
             grad_w = accumulate_wgrad(ctx.part, product, None)                # it cannot add: a scratch
         return grad_y, grad_w, None, None, None, None, None, None
 
@@ -2500,10 +2496,8 @@ class GPT(nn.Module):
 
         if any(line.signs for line in self.ngrams):
             self.register_buffer("sign_vectors", sign_vectors(cfg.model_dim).to(dtype), persistent=False)
-        positions = 2 * rotary_len               # of paired layers
-        for name in ("rotary_cos", "rotary_sin"):
-            factors = torch.zeros(positions, cfg.head_dim, dtype=dtype)
-            self.register_buffer(name, factors, persistent=False)
+        for name in ("rotary_cos", "rotary_sin"):                             # paired layers have 2T positions
+            self.register_buffer(name, torch.zeros(2 * rotary_len, cfg.head_dim, dtype=dtype), persistent=False)
         self.turning: dict[tuple[float, ...], Tensor] = {}    # angle per position of each channel, by frequencies
 
     @torch.no_grad()
@@ -2605,7 +2599,11 @@ class GPT(nn.Module):
         streams  (share by layer, rows) of what every layer mixes in: bigrams, then tables of n-grams
         values   depth -> [(place of the gate, rows)] of what joins the attention values of a layer
         """
-        x0 = rms_norm(self.smeared(*self.rows_of("embed", batch, row_buffers), scalars["smear"]))
+        # Each token's embedding gets a gated share of the one before it in the slot, over documents.
+        e, = self.rows_of("embed", batch, row_buffers)
+        gate = scalars["smear"].type_as(e) * gate_of(e[:, 1:, :GATE_INPUTS], self.smear_gate)
+        smeared = torch.cat((e[:, :1], e[:, 1:] + gate * e[:, :-1]), dim=1)
+        x0 = rms_norm(smeared)
         streams = [(scalars["bigram"].unbind(), *self.rows_of("bigram_embed", batch, row_buffers))]
         value_rows = self.rows_of("value_embed", batch, row_buffers)
         values: dict[int, list] = {}
@@ -2627,20 +2625,12 @@ class GPT(nn.Module):
         return x0, streams, values
 
     def rows_of(self, label: str, batch: Batch, row_buffers: dict) -> list[Tensor]:
-        """Rows of a table by the batch's index (B, T) or (B, reads, T), one (B, T, D) per read.
-
-        A lookup each: its gradient goes to the row gradients from where it comes up, and is stacked with no other.
-        """
+        """Rows of a table by the batch's index (B, T) or (B, reads, T), one (B, T, D) per read."""
         index = batch.rows[label]
+        # A lookup for each read: its gradient goes to the row gradients as it comes up, and is stacked with no other.
         planes = index.unbind(1) if index.dim() == 3 else [index]
         rows, row_grads = row_buffers[label]
         return [RowLookup.apply(rows, plane, row_grads) for plane in planes]
-
-    def smeared(self, e: Tensor, smear: Tensor) -> Tensor:
-        """Each token's embedding plus a gated share of the one before it in the slot, over documents; e (B, T, D)."""
-        gate = smear.type_as(e) * gate_of(e[:, 1:, :GATE_INPUTS], self.smear_gate)
-        others = e[:, 1:] + gate * e[:, :-1]
-        return torch.cat((e[:, :1], others), dim=1)
 
     def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: Sequence[tuple[int, Tensor]],
                cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
@@ -2691,8 +2681,7 @@ class GPT(nn.Module):
 
         sequence = (slots * positions, heads // 2, width)                     # the lower half of the heads, the upper
         flat = [x.reshape(sequence) for x in (q, k, v)]
-        y = self.attention(*flat, 2 * cu_seqlens, span)
-        return y.view(slots, length, heads, width)
+        return self.attention(*flat, 2 * cu_seqlens, span).view(slots, length, heads, width)
 
 
 def gate_of(features: Tensor, weight: Tensor) -> Tensor:

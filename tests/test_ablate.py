@@ -15,6 +15,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from common import own_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
@@ -144,7 +145,8 @@ def hidden(module: ModuleType, model=None, **changes) -> torch.Tensor:
     tokens = torch.arange(16, dtype=torch.int32)[None] * 3
     for at, token in changes.get("tokens", {}).items():
         tokens[0, at] = token
-    return (model or random_model(module)).hidden(batch_of(module, tokens), module.spans_of(6, 12, 16, 0.3))
+    model = model or random_model(module)
+    return model.hidden(batch_of(module, tokens), module.spans_of(6, 12, 16, 0.3), own_rows(model))
 
 
 def with_scalar(module: ModuleType, name: str, value: float):
