@@ -3361,14 +3361,15 @@ def initial_state(row: Parameter, shard: Tensor) -> dict[str, Tensor]:
 
     The one place that lists it: snapshots, checkpoints and the memory estimate follow.
     """
-    zeros = functools.partial(torch.zeros_like, shard, dtype=accum_dtype(shard.dtype))
-    if row.optimizer == "adam":
-        return dict(m=zeros(), v=zeros())
-    second_shape = list(shard.shape)
-    second_shape[norm_axis(second_shape)] = 1
-    state = dict(momentum=zeros(), second=shard.new_zeros(second_shape, dtype=accum_dtype(shard.dtype)))
-    if shard.dtype == torch.bfloat16:
-        state["mantissa"] = torch.zeros_like(shard, dtype=torch.int16)
+    accum = accum_dtype(shard.dtype)
+    names = ("m", "v") if row.optimizer == "adam" else ("momentum",)
+    state = {name: torch.zeros_like(shard, dtype=accum) for name in names}
+    if row.optimizer == "normuon":
+        means = list(shard.shape)
+        means[norm_axis(means)] = 1
+        state["second"] = shard.new_zeros(means, dtype=accum)
+        if shard.dtype == torch.bfloat16:
+            state["mantissa"] = torch.zeros_like(shard, dtype=torch.int16)
     return state
 
 
@@ -3385,7 +3386,15 @@ def needs_f32_main_grad(row: Parameter, accumulates: bool) -> bool:
     return accumulates or row.optimizer == "adam"
 
 
+def launch(fabric: Fabric, collective: Callable, *tensors: Tensor) -> Callable[[], object]:
+    """Launch a collective of all ranks; one rank has what it needs. Returns the wait."""
+    if fabric.world == 1:
+        return no_wait
+    return collective(*tensors, async_op=True).wait
+
+
 # ---- Entries of the orders: each reduces its gradient, updates what this rank owns, and gathers what others need.
+# The `backwards` of an entry are the backward passes since its clear; None: forward_backward was not called at all.
 class Small:
     """All that every rank updates alike, in one sum over ranks."""
 
@@ -3397,18 +3406,14 @@ class Small:
         sizes = [p.numel() for p in self.weights]
         self.grad = torch.zeros(sum(sizes), dtype=accum_dtype(self.weights[0].dtype), device=optimizer.fabric.device)
         self.parts = self.grad.split(sizes)
+        self.clear()
 
     def has_gradient(self) -> bool:
-        return all(p.grad is not None for p in self.weights)
-
-    def add_zeros(self) -> None:
-        for p in self.weights:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
+        return self.backwards == 0 or all(p.grad is not None for p in self.weights)
 
     def reduce(self) -> None:
         for part, p in zip(self.parts, self.weights):
-            part.copy_(p.grad.flatten())
+            part.copy_(torch.zeros_like(part) if p.grad is None else p.grad.flatten())
         self.wait = launch(self.optimizer.fabric, dist.all_reduce, self.grad)
 
     def update(self, values: Values) -> Callable[[], object]:
@@ -3419,6 +3424,7 @@ class Small:
         return no_wait
 
     def clear(self) -> None:
+        self.backwards: int | None = None
         for p in self.weights:
             p.grad = None
 
@@ -3438,37 +3444,36 @@ class Sharded:
         self.optimizer = optimizer
         self.row = row
         self.weight = weight
-        self.shard_size = -(-len(units) // fabric.world)
 
         # Collectives want one block for all shards, so the weight moves into it for good.
-        def padded(dtype: torch.dtype) -> Tensor:
-            return units.new_zeros(self.shard_size * fabric.world, *units.shape[1:], dtype=dtype, device=fabric.device)
-
-        self.padded = padded(weight.dtype)
+        self.shard_size = -(-len(units) // fabric.world)
+        room = (self.shard_size * fabric.world, *units.shape[1:])
+        self.padded = units.new_zeros(room)
         self.padded[:len(units)] = units
         weight.data = self.padded[:len(units)].view(weight.shape)
         self.slice = slice(fabric.rank * self.shard_size, (fabric.rank + 1) * self.shard_size)
         self.shard = self.padded[:len(units)][self.slice]
         self.state = initial_state(row, self.shard)
 
-        several_writes = needs_f32_main_grad(row, accumulates)
-        self.main_grad = padded(accum_dtype(weight.dtype) if several_writes else weight.dtype)
+        # Sums of several writes want more bits than what travels has.
+        in_f32 = needs_f32_main_grad(row, accumulates)
+        self.main_grad = units.new_zeros(room, dtype=accum_dtype(weight.dtype) if in_f32 else weight.dtype)
         self.comm_buffer = self.main_grad
         if self.main_grad.dtype != weight.dtype and fabric.world > 1:
-            self.comm_buffer = padded(weight.dtype)
+            self.comm_buffer = torch.zeros_like(self.padded)
         weight.main_grad = self.main_grad[:len(units)].view(weight.shape)
         layers = len(weight) if row.optimizer == "normuon" else 1
         weight.writes = torch.zeros(layers * len(row.parts), dtype=torch.int64)
-        self.backwards: int | None = None                                     # since the clear; None: no call so far
+        self.clear()
 
         # Tall matrices move by the root of their aspect ratio, down matrices of the MLP by twice that.
         if row.optimizer == "normuon":
             aspect = max(1.0, units.shape[-2] / units.shape[-1]) ** 0.5
-            lr_muls = torch.full((len(self.shard), 1, 1), aspect, dtype=self.state["momentum"].dtype)
+            self.lr_muls = torch.full((len(self.shard), 1, 1), aspect, dtype=self.state["momentum"].dtype)
             if row.label == "mlp":
                 number_in_bank = self.slice.start + torch.arange(len(self.shard))
-                lr_muls[number_in_bank % UP_AND_DOWN == 1] *= DOWN_LR_MUL     # up, down, up, down, ...
-            self.lr_muls = lr_muls.to(fabric.device)
+                self.lr_muls[number_in_bank % UP_AND_DOWN == 1] *= DOWN_LR_MUL       # up, down, up, down, ...
+            self.lr_muls = self.lr_muls.to(fabric.device)
 
     def has_gradient(self) -> bool:
         """Raises RunError unless every backward pass wrote each part of the main_grad once."""
@@ -3480,17 +3485,6 @@ class Sharded:
              "a micro-batch was lost or ran twice: drop_gradients, and repeat the step", RunError)
         return True
 
-    def add_zeros(self) -> None:
-        self.backwards = self.backwards or 0
-
-    def count_backward(self) -> None:
-        self.backwards = (self.backwards or 0) + 1
-
-    def prepare(self) -> None:
-        """Make the main_grad zero after calls of weight 0 alone, which wrote nothing there."""
-        if self.backwards == 0:
-            self.main_grad.zero_()
-
     def reduce(self) -> None:
         if self.comm_buffer is not self.main_grad:
             self.comm_buffer.copy_(self.main_grad)
@@ -3498,20 +3492,27 @@ class Sharded:
         self.wait = launch(self.optimizer.fabric, dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
     def update(self, values: Values) -> Callable[[], object]:
+        """Update the shard; returns the wait for those of the other ranks."""
         self.wait()
         grad = self.grad[:len(self.shard)]
+        optimizer, state = self.optimizer, self.state
         if self.row.optimizer == "adam":
-            self.optimizer.adam(self.row, self.shard, grad, self.state, values)
+            optimizer.adam(self.row, self.shard, grad, state, values)
         elif len(self.shard) > 0:
-            self.optimizer.normuon(self, grad, values)
+            cfg = optimizer.cfg
+            lr = cpu_scalar(values.normuon_lr)
+            decay = cpu_scalar(values.normuon_lr * cfg.normuon_weight_decay)  # times the rate again in the update
+            optimizer.normuon_update(
+                self.shard, state.get("mantissa"), grad, state["momentum"], state["second"], optimizer.grad_scale,
+                cpu_scalar(values.momentum), lr, self.lr_muls, decay, cfg.normuon_beta2)
         self.clear()
-        return launch(self.optimizer.fabric, dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
+        return launch(optimizer.fabric, dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
 
     def clear(self) -> None:
         """Drop the gradient. The main_grad keeps what it holds: the next write overwrites it."""
+        self.backwards: int | None = None
         self.weight.grad = None
         self.weight.writes.zero_()
-        self.backwards = None
 
 
 class TableEntry:
@@ -3526,35 +3527,43 @@ class TableEntry:
     def has_gradient(self) -> bool:
         return len(self.table.pending) > 0
 
-    def add_zeros(self) -> None:
-        """The row_grads of a table are always there."""
-
     def reduce(self) -> None:
         self.grad, self.wait = self.table.return_gradients()
 
     def update(self, values: Values) -> Callable[[], object]:
         """Update, and launch the rows of the next cycle: the first lookup waits for them."""
         self.wait()
+        optimizer = self.optimizer
         if self.table.home is None:
-            self.optimizer.adam(self.row, self.table.shard, self.grad, self.state, values)
+            optimizer.adam(self.row, self.table.shard, self.grad, self.state, values)
         else:
-            self.optimizer.rowwise(self.row, self.table, self.grad, values)
+            self._update_rows(values)
         self.clear()
-        plans = self.optimizer.plans_ahead()
+        plans = optimizer.plans_ahead()
         if plans is not None:
-            self.table.fetch(plans[self.row.label], self.optimizer.model.lm_head)
+            self.table.fetch(plans[self.row.label], optimizer.model.lm_head)
         return no_wait
+
+    def _update_rows(self, values: Values) -> None:
+        optimizer, row, live = self.optimizer, self.row, self.table.live
+        number, step_size, decay = optimizer.adam_numbers(row, values)
+        number = torch.full((), number, dtype=torch.int32, device=self.grad.device)  # made there: a copy would wait
+        bits = None
+        if row.rows.rounding == "stochastic" and live.rows.dtype == torch.bfloat16:
+            places = self.table.pending[0].update.places.to(self.grad.device, non_blocking=True)
+            logical = places * optimizer.fabric.world + optimizer.fabric.rank        # alike at any number of ranks
+            bits = row_bits(optimizer.seed, row.label, logical, number)
+        if optimizer.rowwise_update is not rowwise_update:                    # compiled: one graph for any number of rows
+            for x in (*live, self.grad, bits):
+                if x is not None:
+                    torch._dynamo.maybe_mark_dynamic(x, 0)
+        optimizer.rowwise_update(*live, self.grad, optimizer.grad_scale, number, row.betas[1], optimizer.cfg.adam_eps,
+                                 step_size, decay, bits)
+        self.table.updated()
 
     def clear(self) -> None:
         self.grad = None
         self.table.clear()
-
-
-def launch(fabric: Fabric, collective: Callable, *tensors: Tensor) -> Callable[[], object]:
-    """Launch a collective of all ranks; one rank has what it needs. Returns the wait."""
-    if fabric.world == 1:
-        return no_wait
-    return collective(*tensors, async_op=True).wait
 
 
 class Optimizer:
@@ -3573,38 +3582,33 @@ class Optimizer:
         self.rowwise_update = compiled(rowwise_update)
         self.plans_ahead: Callable = no_wait
 
+        # By label: the state of what this rank owns. Its names are those of snapshots and checkpoints.
         self.parameters = {row.label: row for row in parameter_table(cfg)}
-        self.entries: dict[str, Small | Sharded | TableEntry] = {}
         small = [row for row in self.parameters.values() if not row.sharded]
-        self.entries[SMALL] = Small(self, small)
-        self.sharded: list[Sharded] = []
+        self.entries: dict[str, Small | Sharded | TableEntry] = {SMALL: Small(self, small)}
+        self.state = {row.label: state for row, state in zip(small, self.entries[SMALL].states)}
         for label, row in self.parameters.items():
-            if label in tables:
-                self.entries[label] = TableEntry(self, row, tables[label])
-            elif row.sharded:
-                self.entries[label] = Sharded(self, row, accumulates)
-                self.sharded.append(self.entries[label])
+            if row.sharded:
+                entry = TableEntry(self, row, tables[label]) if row.rows else Sharded(self, row, accumulates)
+                self.entries[label] = entry
+                self.state |= {label: entry.state} if entry.state else {}
 
         ngrams = [table.label for table in cfg.tables]
-        self.reduce_order = (*REDUCE_ORDER[:-1], *ngrams, SMALL)
-        self.update_order = (*UPDATE_ORDER[:-1], *ngrams, SMALL)
-        assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.entries), "every entry once in both"
+        orders = []
+        for order in (REDUCE_ORDER, UPDATE_ORDER):
+            at = order.index(SMALL)
+            orders.append((*order[:at], *ngrams, *order[at:]))
+            assert sorted(orders[-1]) == sorted(self.entries), "every entry once in both orders"
+        self.reduce_order, self.update_order = orders
 
-        # By label: the state of what this rank owns. Its names are those of snapshots and checkpoints.
-        self.state = {row.label: state for row, state in zip(small, self.entries[SMALL].states)}
-        for label, entry in self.entries.items():
-            if label != SMALL and entry.state:
-                self.state[label] = entry.state
+    def add_backwards(self, count: int) -> None:
+        """Expect each part of a gradient to be written that many times more, once in a backward pass.
 
-    def add_zeros(self) -> None:
-        """Begin a gradient where there is none: a rank with nothing to add still joins what all ranks reduce."""
+        0 begins a gradient of zeros where there is none: a rank with nothing to add still joins what all ranks reduce.
+        """
         for entry in self.entries.values():
-            entry.add_zeros()
-
-    def count_backward(self) -> None:
-        """Count a backward pass that starts: each part of a main_grad is to be written once more."""
-        for entry in self.sharded:
-            entry.count_backward()
+            if not isinstance(entry, TableEntry):
+                entry.backwards = (entry.backwards or 0) + count
 
     @torch.no_grad()
     def step(self, values: Values, plans_ahead: Callable) -> None:
@@ -3617,8 +3621,12 @@ class Optimizer:
         missing = [label for label in active if not self.entries[label].has_gradient()]
         need(not missing, "optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first",
              RunError)
-        for entry in self.sharded:
-            entry.prepare()
+
+        # Where all calls had weight 0, a main_grad still holds what the update before has left there.
+        for label in active:
+            entry = self.entries[label]
+            if isinstance(entry, Sharded) and entry.backwards == 0:
+                entry.main_grad.zero_()
 
         # Tied, head and embedding are one parameter with one gradient.
         head = self.model.lm_head
@@ -3641,14 +3649,14 @@ class Optimizer:
 
     def is_due(self, label: str, values: Values) -> bool:
         """Return whether this step updates an entry."""
-        entry = self.entries[label]
-        if isinstance(entry, Sharded) and entry.row.optimizer == "normuon":
+        row = self.parameters.get(label)                                      # none of SMALL
+        if row is not None and row.optimizer == "normuon":
             return True
-        if isinstance(entry, TableEntry):
-            return (values.step + 1) % entry.table.table.cadence == 0
+        if row is not None and row.optimizer == "rowwise":
+            return (values.step + 1) % row.rows.cadence == 0
         return values.adam_step
 
-    def _adam_numbers(self, row: Parameter, values: Values) -> tuple[int, Tensor, Tensor]:
+    def adam_numbers(self, row: Parameter, values: Values) -> tuple[int, Tensor, Tensor]:
         """Return the number of an update by Adam or a row-wise one, from 1, its step size and its decay."""
         cadence = self.cfg.adam_every if row.rows is None else row.rows.cadence
         number = (values.step + 1) // cadence
@@ -3659,32 +3667,8 @@ class Optimizer:
         return number, cpu_scalar(lr * corrected), cpu_scalar(decay)
 
     def adam(self, row: Parameter, p: Tensor, grad: Tensor, state: dict[str, Tensor], values: Values) -> None:
-        _, step_size, decay = self._adam_numbers(row, values)
+        _, step_size, decay = self.adam_numbers(row, values)
         self.adam_update(p, grad, state["m"], state["v"], self.grad_scale, row.betas, self.cfg.adam_eps, step_size, decay)
-
-    def normuon(self, bank: Sharded, grad: Tensor, values: Values) -> None:
-        state = bank.state
-        mu = cpu_scalar(values.momentum)
-        lr = cpu_scalar(values.normuon_lr)
-        decay = cpu_scalar(values.normuon_lr * self.cfg.normuon_weight_decay)  # times the rate again in the update
-        self.normuon_update(bank.shard, state.get("mantissa"), grad, state["momentum"], state["second"],
-                            self.grad_scale, mu, lr, bank.lr_muls, decay, self.cfg.normuon_beta2)
-
-    def rowwise(self, row: Parameter, table: RowTable, grad: Tensor, values: Values) -> None:
-        number, step_size, decay = self._adam_numbers(row, values)
-        number = torch.full((), number, dtype=torch.int32, device=grad.device)      # made there: a copy would wait
-        bits = None
-        if row.rows.rounding == "stochastic" and table.live.rows.dtype == torch.bfloat16:
-            places = table.pending[0].update.places.to(grad.device, non_blocking=True)
-            logical = places * self.fabric.world + self.fabric.rank                 # alike at any number of ranks
-            bits = row_bits(self.seed, row.label, logical, number)
-        if self.rowwise_update is not rowwise_update:         # compiled: one graph for any number of rows
-            for x in (*table.live, grad, bits):
-                if x is not None:
-                    torch._dynamo.maybe_mark_dynamic(x, 0)
-        self.rowwise_update(*table.live, grad, self.grad_scale, number, row.betas[1], self.cfg.adam_eps, step_size,
-                            decay, bits)
-        table.updated()
 
     def _untie(self) -> None:
         """Make head and embedding two parameters; the embedding starts with the head's weights and moments."""
@@ -3692,7 +3676,8 @@ class Optimizer:
         head = self.entries["lm_head"]
         embed = self.entries["embed"]
         count, width = embed.table.shard.shape
-        for name, moment in embed.state.items():                              # owned along V, the head's along D
+        # A rank owns rows of the head along D and needs columns of it along V: those of its rows of the embedding.
+        for name, moment in embed.state.items():
             of_head = head.state[name]
             missing = (0, W * count - of_head.shape[1], 0, head.shard_size - len(of_head))
             leaving = F.pad(of_head, missing).unflatten(1, (count, W)).permute(2, 0, 1).contiguous()
@@ -3803,11 +3788,11 @@ class Executor:
             losses = self.model_losses(part, weights, backward_seed, spans, self.precision, row_buffers)
             slot_sums = losses.sum(dim=1)
             if loss_weight:
-                self.optimizer.count_backward()
+                self.optimizer.add_backwards(1)
                 slot_sums.sum().backward(backward_seed)
             sums.append(slot_sums.detach())
         if not loss_weight:
-            self.optimizer.add_zeros()
+            self.optimizer.add_backwards(0)
         return Losses(torch.cat(sums), batch.tokens.numel())
 
     def optim_step(self, values: Values, plans_ahead: Callable = no_wait) -> None:
@@ -4023,8 +4008,9 @@ def table_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> dict[str, int]:
         if cfg.row_comms == "dense":
             read = W * shard_rows
         cached = read if W > 1 else 0
+        moments = initial_state(row, torch.empty(shard_rows, D, dtype=dtype, device="meta")).values()
         return dict(weights=(shard_rows + cached) * D * item, gradients=(shard_rows + cached) * D * accum,
-                    moments=2 * shard_rows * D * accum)
+                    moments=sum(x.nbytes for x in moments))
 
     # An update's rows stand on the device, in two sets beside a host home; then come the gradients that are sent, those
     # that arrive, their sums, and the rows of the next update.

@@ -47,6 +47,11 @@ def preset(name: str = "tiny", vocab_size: int = 512, document_start: int = 511,
     return tg.resolve(cfg, header, header)
 
 
+def untied_at(stage: int | None, stages: tuple[tg.Stage, ...] = tg.TINY_STAGES) -> tuple[tg.Stage, ...]:
+    """The stages of `tiny`, of which another one unties, or none."""
+    return tuple(row._replace(untie=k == stage) for k, row in enumerate(stages))
+
+
 def small(**changes) -> tg.Config:
     """float64, 4 heads of 8 (two heads in a paired sequence), 64 tokens of vocabulary, slots of 16 tokens or more."""
     fields = dict(num_heads=4, head_dim=8, model_dim=32, dtype="float64", window_block=3, max_doc_len=12)
@@ -95,15 +100,21 @@ def with_tokens(cfg: tg.Config, batch: tg.Batch, tokens: torch.Tensor) -> tg.Bat
 
 
 def planned(cfg: tg.Config, batch: tg.Batch, where: tg.Fabric | None = None) -> tg.Batch:
-    """A batch of logical rows as a rank reads it: with plans of its own, nothing being asked of it by others."""
+    """A batch of logical rows as a rank reads it: with plans of its own, nothing being requested of it by others."""
     planner, plans, rows = tg.Planner(cfg, where or fabric()), {}, {}
-    tag = dict(purpose="test", cycle=batch.step // 2, tokens=batch.tokens.shape[1])
-    tied = tg.Schedule(cfg).at(batch.step).tied
-    for table in tg.row_tables(cfg):
-        plan, found = planner.plan(table.label, tag, table.tied and tied, [batch.rows[table.label].numpy()])
+    values, tokens = tg.Schedule(cfg).at(batch.step), batch.tokens.numpy()
+    for table in planner.tables:
+        if table.label in batch.rows:
+            table = reads(table, batch.rows[table.label].numpy())
+        plan = planner.plan(table, "test", [values], [tokens], [rows])
         plan.change_lists(torch.from_numpy)
-        plans[table.label], rows[table.label] = plan, torch.from_numpy(found[0])
-    return batch._replace(plans=plans, rows=rows)
+        plans[table.label] = plan
+    return batch._replace(plans=plans, rows={label: torch.from_numpy(x) for label, x in rows.items()})
+
+
+def reads(table: tg.Table, rows: np.ndarray) -> tg.Table:
+    """The table, of which every step reads these logical rows."""
+    return table._replace(ids=lambda _: rows)
 
 
 def owned(x: torch.Tensor, where: tg.Fabric) -> torch.Tensor:
@@ -151,46 +162,49 @@ def own_rows(model: tg.GPT) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def grad_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor | None:
-    """This rank's gradient of a parameter as gathered so far, in its logical shape; None if there is none."""
-    if label not in optimizer.tables:
-        return optimizer.gradient(label)
-    table = optimizer.tables[label]
-    if not table.open_plans:
+    """This rank's gradient of a parameter as added up so far, in its logical shape; None if there is none."""
+    entry, weight = optimizer.entries.get(label), optimizer.model.get_parameter(label)
+    if entry is None:
+        return weight.grad
+    if isinstance(entry, tg.Sharded):
+        return None if entry.backwards is None else weight.main_grad
+    table = entry.table
+    if not table.pending:
         return None
-    world, size, width = table.fabric.world, *table.mine.shape
-    if table.sums.data_ptr() == table.grad.data_ptr():
+    if table.alone:
         return table.grad
-    physical = table.grad.new_zeros(world * size, width)
-    for plan in table.open_plans:
-        rows = plan.rows_i_read
-        physical[rows] = table.sums[:len(rows)] if optimizer.cfg.row_comms == "sparse" else table.sums[rows]
-    return torch.cat([physical[k::size] for k in range(size)])[:table.table.rows]
+    physical = table.row_grads.new_zeros(table.fabric.world * len(table.shard), table.shard.shape[1])
+    for plan in table.pending:
+        physical[plan.my_rows] = table.row_grads[:len(plan.my_rows)]
+    return torch.cat([physical[k::len(table.shard)] for k in range(len(table.shard))])[:table.table.rows]
 
 
 @torch.no_grad()
 def set_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor) -> None:
-    """The gradient of a parameter that is no table, as one backward pass leaves it."""
-    weight = optimizer.weights[label]
-    if label not in optimizer.gradients:
+    """Set the gradient of a parameter that is no table, as one backward pass leaves it."""
+    entry, weight = optimizer.entries.get(label), optimizer.model.get_parameter(label)
+    if entry is None:
         weight.grad = grad.to(weight.dtype, copy=True)
         return
     weight.main_grad.copy_(grad)
     weight.writes.fill_(1)
-    optimizer.passes[label] = 1
+    entry.backwards = 1
 
 
 @torch.no_grad()
 def add_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor, values: tg.Values) -> None:
-    """What a backward pass adds to the gradient of a parameter, on a single rank; of a table, to every row."""
-    if label not in optimizer.tables:
-        set_grad(optimizer, label, grad + (0 if optimizer.gradient(label) is None else optimizer.gradient(label)))
+    """Add what a backward pass adds to the gradient of a parameter, on a single rank; of a table, to every row."""
+    entry = optimizer.entries.get(label)
+    if not isinstance(entry, tg.TableEntry):
+        before = grad_of(optimizer, label)
+        set_grad(optimizer, label, grad if before is None else grad + before)
         return
-    table = optimizer.tables[label]
-    tag, tied = dict(purpose="test", cycle=0, tokens=len(grad)), table.table.tied and values.tied
-    plan, _ = tg.Planner(optimizer.cfg, fabric()).plan(label, tag, tied, [np.arange(len(grad), dtype=np.int32)])
+    table = entry.table
+    every = reads(table.table, np.arange(len(grad), dtype=np.int32)[None])
+    plan = tg.Planner(optimizer.cfg, fabric()).plan(every, "test", [values], [np.zeros((1, 1), np.int32)], [{}])
     plan.change_lists(lambda rows: torch.from_numpy(rows).to(table.grad.device))
     table.grad.add_(grad.to(table.grad.dtype))
-    table.open_plans.append(plan)
+    table.pending.append(plan)
 
 
 def executor(cfg: tg.Config, world: int = 1, rank: int = 0, precision: str = "plain") -> tg.Executor:
