@@ -3200,8 +3200,8 @@ HOMES = dict(device=DeviceHome, host=HostHome)
 
 
 # ====== Room 7: Optimizer =============================================================================================
-# Orders of communication: reductions are launched in the first, updates and their gathers done in the second. NorMuon
-# comes first, so that the gradients of Adam's entries travel while it computes. Tables of n-grams go before SMALL.
+# Reductions are launched in the first order, updates and their gathers done in the second. NorMuon comes first, so that
+# the gradients of Adam's entries travel while it computes. Tables of n-grams go before the last.
 SMALL = "small"                          # what every rank updates alike: one sum over ranks for all of it
 REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
 UPDATE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
@@ -3243,12 +3243,12 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor
     momentum.add_((grad - momentum) * (1 - mu))
     nesterov = grad * (1 - mu) + momentum * mu
     o = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
-
     axis = norm_axis(grad.shape)
     mean_square = o.square().mean(dim=axis, keepdim=True)                     # shaped like second
     second.lerp_(mean_square, 1 - beta2)
     scale = second.clamp_min(1e-10).rsqrt()
 
+    # Norms of whole matrices come from the means: o itself is read once more, for the product alone.
     count = grad.shape[axis]                                                  # numbers in each mean
     norm = (count * mean_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
     scaled_square = mean_square * scale.square()
@@ -3273,10 +3273,9 @@ def split_mantissa(exact: Tensor, p: Tensor, mantissa: Tensor) -> None:
 
 def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second: Tensor,
                    grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
-    """Make one NorMuon step on matrices p (M, r, c) in place, with decay only where it agrees with the update.
+    """Make one NorMuon step on matrices p (M, r, c), or their upper halves with a mantissa, in place; decay is cautious.
 
-    lr_muls (M, 1, 1); decay () = weight decay x lr (); grad_scale multiplies a plain sum over slots. With a mantissa,
-    p is the upper half of each weight.
+    grad (M, r, c) a plain sum over slots; lr_muls (M, 1, 1); lr (), decay () = weight decay x lr.
     """
     grad = grad.to(momentum.dtype) * grad_scale
     update = normuon_direction(grad, momentum, second, mu, beta2, p.dtype)
@@ -3291,7 +3290,7 @@ def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: T
 
 
 def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
-    """Return p less the update, and less decay p where the two agree; Adam's > differs from NorMuon's >=."""
+    """Return p - update, less decay p where the two agree. NorMuon has >= in place of > (recipe 3)."""
     agrees = update * p > 0
     return p - (update + p * agrees * decay)
 
@@ -3310,12 +3309,12 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
                    beta2: float, eps: float, step_size: Tensor, decay: Tensor, bits: Tensor | None) -> None:
     """Make one update of the requested rows of a row-wise table in place: one second moment per row.
 
-    rows (u, D), v (u,), last (u,) i32, grad (u, D) a plain sum over slots and ranks; number (): of the update, from 1;
-    step_size = lr sqrt(1 - beta2^number), decay = lr^2 x weight decay, (). bits (u,) i32 of `row_bits` round bf16 rows
-    stochastically, None to the nearest. v is decayed for the updates that a row missed, once: as if each had done it.
+    rows (u, D), v (u,), last (u,) i32, grad (u, D) a plain sum over slots and ranks; number () of the update, from 1;
+    step_size () = lr sqrt(1 - beta2^number), decay () = lr^2 x weight decay. bits (u,) i32 of `row_bits`: round bf16
+    rows stochastically; None: to the nearest. v decays for all updates that a row missed, as if it had been in each.
     """
     grad = grad * grad_scale
-    missed = torch.pow(beta2, (number - last).double())       # f64, rounded once
+    missed = torch.pow(beta2, (number - last).double())                       # f64, rounded once
     v.copy_(v * missed.to(v.dtype) + (1 - beta2) * grad.square().mean(dim=1))
     last.copy_(number.expand_as(last))
     update = grad / (v.sqrt() + eps)[:, None] * step_size
@@ -3328,13 +3327,12 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
 def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
     """Round f32 (u, D) to what bf16 holds: up with the probability that the cut bits say; bits (u,) i32.
 
-    What is drawn for an element follows from (seed, label, logical row, update, column) alone: ranks do not matter.
-    Infinities and NaN stay: a carry would turn the largest NaN into -0.0.
+    What an element draws follows from (seed, label, logical row, update, column) alone: ranks do not matter.
     """
     column = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
     drawn = lowbias32(bits[:, None] ^ column) & 0xFFFF
     rounded = (x.view(torch.int32) + drawn) & -0x10000
-    return torch.where(x.isfinite(), rounded.view(torch.float32), x)
+    return torch.where(x.isfinite(), rounded.view(torch.float32), x)          # a carry makes -0.0 of the largest NaN
 
 
 def row_bits(seed: int, label: str, rows: Tensor, number: Tensor) -> Tensor:
@@ -3361,15 +3359,12 @@ def initial_state(row: Parameter, shard: Tensor) -> dict[str, Tensor]:
 
     The one place that lists it: snapshots, checkpoints and the memory estimate follow.
     """
-    accum = accum_dtype(shard.dtype)
-    names = ("m", "v") if row.optimizer == "adam" else ("momentum",)
-    state = {name: torch.zeros_like(shard, dtype=accum) for name in names}
-    if row.optimizer == "normuon":
-        means = list(shard.shape)
-        means[norm_axis(means)] = 1
-        state["second"] = shard.new_zeros(means, dtype=accum)
-        if shard.dtype == torch.bfloat16:
-            state["mantissa"] = torch.zeros_like(shard, dtype=torch.int16)
+    zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
+    if row.optimizer == "adam":
+        return dict(m=zeros(shard), v=zeros(shard))
+    state = dict(momentum=zeros(shard), second=zeros(shard.narrow(norm_axis(shard.shape), 0, 1)))
+    if shard.dtype == torch.bfloat16:
+        state["mantissa"] = torch.zeros_like(shard, dtype=torch.int16)
     return state
 
 
@@ -3394,7 +3389,6 @@ def launch(fabric: Fabric, collective: Callable, *tensors: Tensor) -> Callable[[
 
 
 # ---- Entries of the orders: each reduces its gradient, updates what this rank owns, and gathers what others need.
-# The `backwards` of an entry are the backward passes since its clear; None: forward_backward was not called at all.
 class Small:
     """All that every rank updates alike, in one sum over ranks."""
 
@@ -3403,28 +3397,24 @@ class Small:
         self.rows = rows
         self.weights = [optimizer.model.get_parameter(row.label) for row in rows]
         self.states = [initial_state(row, p.data) for row, p in zip(rows, self.weights)]
-        sizes = [p.numel() for p in self.weights]
-        self.grad = torch.zeros(sum(sizes), dtype=accum_dtype(self.weights[0].dtype), device=optimizer.fabric.device)
-        self.parts = self.grad.split(sizes)
-        self.clear()
+        self.sizes = [p.numel() for p in self.weights]
 
     def has_gradient(self) -> bool:
-        return self.backwards == 0 or all(p.grad is not None for p in self.weights)
+        return all(p.grad is not None for p in self.weights)
 
     def reduce(self) -> None:
-        for part, p in zip(self.parts, self.weights):
-            part.copy_(torch.zeros_like(part) if p.grad is None else p.grad.flatten())
+        accum = accum_dtype(self.weights[0].dtype)
+        self.grad = torch.cat([p.grad.flatten().to(accum) for p in self.weights])
         self.wait = launch(self.optimizer.fabric, dist.all_reduce, self.grad)
 
     def update(self, values: Values) -> Callable[[], object]:
         self.wait()
-        for row, p, part, state in zip(self.rows, self.weights, self.parts, self.states):
-            self.optimizer.adam(row, p.data, part.view_as(p), state, values)
+        for row, p, grad, state in zip(self.rows, self.weights, self.grad.split(self.sizes), self.states):
+            self.optimizer.adam(row, p.data, grad.view_as(p), state, values)
         self.clear()
         return no_wait
 
     def clear(self) -> None:
-        self.backwards: int | None = None
         for p in self.weights:
             p.grad = None
 
@@ -3433,8 +3423,7 @@ class Sharded:
     """A bank, or the head: rank r updates the r-th of W equal shards of its units, and has their state alone.
 
     Units are the granules of sharding: matrices of a bank, rows of the head. Weight and main_grad stand in room for W
-    whole shards, so that collectives work in place; nothing else sees the zeros after the units. The main_grad is f32
-    (f64) where a rank writes more than once between clears; what travels has the weight's type.
+    whole shards, so that collectives work in place; nothing else sees the zeros after the units.
     """
 
     def __init__(self, optimizer: Optimizer, row: Parameter, accumulates: bool) -> None:
@@ -3455,7 +3444,7 @@ class Sharded:
         self.shard = self.padded[:len(units)][self.slice]
         self.state = initial_state(row, self.shard)
 
-        # Sums of several writes want more bits than what travels has.
+        # Sums of several writes want more bits than what travels, which has the weight's type.
         in_f32 = needs_f32_main_grad(row, accumulates)
         self.main_grad = units.new_zeros(room, dtype=accum_dtype(weight.dtype) if in_f32 else weight.dtype)
         self.comm_buffer = self.main_grad
@@ -3464,16 +3453,15 @@ class Sharded:
         weight.main_grad = self.main_grad[:len(units)].view(weight.shape)
         layers = len(weight) if row.optimizer == "normuon" else 1
         weight.writes = torch.zeros(layers * len(row.parts), dtype=torch.int64)
-        self.clear()
+        self.backwards: int | None = None                                     # since the clear; None: no call so far
 
         # Tall matrices move by the root of their aspect ratio, down matrices of the MLP by twice that.
         if row.optimizer == "normuon":
             aspect = max(1.0, units.shape[-2] / units.shape[-1]) ** 0.5
-            self.lr_muls = torch.full((len(self.shard), 1, 1), aspect, dtype=self.state["momentum"].dtype)
+            lr_muls = units.new_full((len(units), 1, 1), aspect, dtype=accum_dtype(weight.dtype))
             if row.label == "mlp":
-                number_in_bank = self.slice.start + torch.arange(len(self.shard))
-                self.lr_muls[number_in_bank % UP_AND_DOWN == 1] *= DOWN_LR_MUL       # up, down, up, down, ...
-            self.lr_muls = self.lr_muls.to(fabric.device)
+                lr_muls[1::UP_AND_DOWN] *= DOWN_LR_MUL                        # up, down, up, down, ...
+            self.lr_muls = lr_muls[self.slice]
 
     def has_gradient(self) -> bool:
         """Raises RunError unless every backward pass wrote each part of the main_grad once."""
@@ -3510,7 +3498,7 @@ class Sharded:
 
     def clear(self) -> None:
         """Drop the gradient. The main_grad keeps what it holds: the next write overwrites it."""
-        self.backwards: int | None = None
+        self.backwards = None
         self.weight.grad = None
         self.weight.writes.zero_()
 
@@ -3522,7 +3510,7 @@ class TableEntry:
         self.optimizer = optimizer
         self.row = row
         self.table = table
-        self.state = initial_state(row, table.shard) if table.home is None else {}
+        self.state = {} if table.home else initial_state(row, table.shard)
 
     def has_gradient(self) -> bool:
         return len(self.table.pending) > 0
@@ -3533,31 +3521,31 @@ class TableEntry:
     def update(self, values: Values) -> Callable[[], object]:
         """Update, and launch the rows of the next cycle: the first lookup waits for them."""
         self.wait()
-        optimizer = self.optimizer
-        if self.table.home is None:
-            optimizer.adam(self.row, self.table.shard, self.grad, self.state, values)
-        else:
+        if self.table.home:
             self._update_rows(values)
+        else:
+            self.optimizer.adam(self.row, self.table.shard, self.grad, self.state, values)
         self.clear()
-        plans = optimizer.plans_ahead()
+        plans = self.optimizer.plans_ahead()
         if plans is not None:
-            self.table.fetch(plans[self.row.label], optimizer.model.lm_head)
+            self.table.fetch(plans[self.row.label], self.optimizer.model.lm_head)
         return no_wait
 
     def _update_rows(self, values: Values) -> None:
-        optimizer, row, live = self.optimizer, self.row, self.table.live
+        optimizer, row, live, grad = self.optimizer, self.row, self.table.live, self.grad
         number, step_size, decay = optimizer.adam_numbers(row, values)
-        number = torch.full((), number, dtype=torch.int32, device=self.grad.device)  # made there: a copy would wait
+        number = torch.full((), number, dtype=torch.int32, device=grad.device)       # made there: a copy would wait
+        changing = [*live, grad]
         bits = None
         if row.rows.rounding == "stochastic" and live.rows.dtype == torch.bfloat16:
-            places = self.table.pending[0].update.places.to(self.grad.device, non_blocking=True)
+            places = self.table.pending[0].update.places.to(grad.device, non_blocking=True)
             logical = places * optimizer.fabric.world + optimizer.fabric.rank        # alike at any number of ranks
             bits = row_bits(optimizer.seed, row.label, logical, number)
-        if optimizer.rowwise_update is not rowwise_update:                    # compiled: one graph for any number of rows
-            for x in (*live, self.grad, bits):
-                if x is not None:
-                    torch._dynamo.maybe_mark_dynamic(x, 0)
-        optimizer.rowwise_update(*live, self.grad, optimizer.grad_scale, number, row.betas[1], optimizer.cfg.adam_eps,
+            changing.append(bits)
+        if optimizer.rowwise_update is not rowwise_update:    # compiled: one graph for any number of rows
+            for x in changing:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+        optimizer.rowwise_update(*live, grad, optimizer.grad_scale, number, row.betas[1], optimizer.cfg.adam_eps,
                                  step_size, decay, bits)
         self.table.updated()
 
@@ -3591,24 +3579,29 @@ class Optimizer:
             if row.sharded:
                 entry = TableEntry(self, row, tables[label]) if row.rows else Sharded(self, row, accumulates)
                 self.entries[label] = entry
-                self.state |= {label: entry.state} if entry.state else {}
+                if entry.state:
+                    self.state[label] = entry.state
 
         ngrams = [table.label for table in cfg.tables]
-        orders = []
-        for order in (REDUCE_ORDER, UPDATE_ORDER):
-            at = order.index(SMALL)
-            orders.append((*order[:at], *ngrams, *order[at:]))
-            assert sorted(orders[-1]) == sorted(self.entries), "every entry once in both orders"
-        self.reduce_order, self.update_order = orders
+        self.reduce_order = (*REDUCE_ORDER[:-1], *ngrams, REDUCE_ORDER[-1])
+        self.update_order = (*UPDATE_ORDER[:-1], *ngrams, UPDATE_ORDER[-1])
+        assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.entries), "every entry once in both"
 
-    def add_backwards(self, count: int) -> None:
-        """Expect each part of a gradient to be written that many times more, once in a backward pass.
-
-        0 begins a gradient of zeros where there is none: a rank with nothing to add still joins what all ranks reduce.
-        """
+    def count_backward(self) -> None:
+        """Expect each part of a main_grad to be written once more."""
         for entry in self.entries.values():
-            if not isinstance(entry, TableEntry):
-                entry.backwards = (entry.backwards or 0) + count
+            if isinstance(entry, Sharded):
+                entry.backwards = (entry.backwards or 0) + 1
+
+    def add_zeros(self) -> None:
+        """Begin a gradient where there is none: a rank with nothing to add still joins what all ranks reduce."""
+        for entry in self.entries.values():
+            if isinstance(entry, Sharded) and entry.backwards is None:
+                entry.backwards = 0
+                entry.main_grad.zero_()
+        for p in self.entries[SMALL].weights:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
 
     @torch.no_grad()
     def step(self, values: Values, plans_ahead: Callable) -> None:
@@ -3621,12 +3614,6 @@ class Optimizer:
         missing = [label for label in active if not self.entries[label].has_gradient()]
         need(not missing, "optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first",
              RunError)
-
-        # Where all calls had weight 0, a main_grad still holds what the update before has left there.
-        for label in active:
-            entry = self.entries[label]
-            if isinstance(entry, Sharded) and entry.backwards == 0:
-                entry.main_grad.zero_()
 
         # Tied, head and embedding are one parameter with one gradient.
         head = self.model.lm_head
@@ -3676,16 +3663,13 @@ class Optimizer:
         head = self.entries["lm_head"]
         embed = self.entries["embed"]
         count, width = embed.table.shard.shape
-        # A rank owns rows of the head along D and needs columns of it along V: those of its rows of the embedding.
+        # A rank owns rows of the head, along D; of an embedding it owns every W-th column of the head, along V.
         for name, moment in embed.state.items():
             of_head = head.state[name]
             missing = (0, W * count - of_head.shape[1], 0, head.shard_size - len(of_head))
             leaving = F.pad(of_head, missing).unflatten(1, (count, W)).permute(2, 0, 1).contiguous()
-            arrived = torch.empty_like(leaving)                               # (rank, rows of its head shard, C)
-            if W > 1:
-                dist.all_to_all_single(arrived, leaving)
-            else:
-                arrived = leaving
+            arrived = leaving if W == 1 else torch.empty_like(leaving)        # (rank, rows of its head shard, C)
+            launch(self.fabric, dist.all_to_all_single, arrived, leaving)()
             moment.copy_(arrived.flatten(0, 1)[:width].t())
         my_rows = self.model.lm_head.t()[self.fabric.rank::W]
         embed.table.shard[:len(my_rows)] = my_rows
@@ -3788,11 +3772,11 @@ class Executor:
             losses = self.model_losses(part, weights, backward_seed, spans, self.precision, row_buffers)
             slot_sums = losses.sum(dim=1)
             if loss_weight:
-                self.optimizer.add_backwards(1)
+                self.optimizer.count_backward()
                 slot_sums.sum().backward(backward_seed)
             sums.append(slot_sums.detach())
         if not loss_weight:
-            self.optimizer.add_backwards(0)
+            self.optimizer.add_zeros()
         return Losses(torch.cat(sums), batch.tokens.numel())
 
     def optim_step(self, values: Values, plans_ahead: Callable = no_wait) -> None:

@@ -164,10 +164,10 @@ def own_rows(model: tg.GPT) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 def grad_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor | None:
     """This rank's gradient of a parameter as added up so far, in its logical shape; None if there is none."""
     entry, weight = optimizer.entries.get(label), optimizer.model.get_parameter(label)
-    if not isinstance(entry, tg.TableEntry):
-        backwards = (entry or optimizer.entries[tg.SMALL]).backwards
-        grad = weight.grad if entry is None or backwards is None else weight.main_grad
-        return torch.zeros_like(weight) if backwards == 0 else grad
+    if entry is None:
+        return weight.grad
+    if isinstance(entry, tg.Sharded):
+        return None if entry.backwards is None else weight.main_grad
     table = entry.table
     if not table.pending:
         return None
