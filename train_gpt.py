@@ -3522,7 +3522,7 @@ class TableEntry:
         """Update, and launch the rows of the next cycle: the first lookup waits for them."""
         self.wait()
         if self.table.home:
-            self._update_rows(values)
+            self.optimizer.rowwise(self.row, self.table, self.grad, values)
         else:
             self.optimizer.adam(self.row, self.table.shard, self.grad, self.state, values)
         self.clear()
@@ -3530,24 +3530,6 @@ class TableEntry:
         if plans is not None:
             self.table.fetch(plans[self.row.label], self.optimizer.model.lm_head)
         return no_wait
-
-    def _update_rows(self, values: Values) -> None:
-        optimizer, row, live, grad = self.optimizer, self.row, self.table.live, self.grad
-        number, step_size, decay = optimizer.adam_numbers(row, values)
-        number = torch.full((), number, dtype=torch.int32, device=grad.device)       # made there: a copy would wait
-        changing = [*live, grad]
-        bits = None
-        if row.rows.rounding == "stochastic" and live.rows.dtype == torch.bfloat16:
-            places = self.table.pending[0].update.places.to(grad.device, non_blocking=True)
-            logical = places * optimizer.fabric.world + optimizer.fabric.rank        # alike at any number of ranks
-            bits = row_bits(optimizer.seed, row.label, logical, number)
-            changing.append(bits)
-        if optimizer.rowwise_update is not rowwise_update:    # compiled: one graph for any number of rows
-            for x in changing:
-                torch._dynamo.maybe_mark_dynamic(x, 0)
-        optimizer.rowwise_update(*live, grad, optimizer.grad_scale, number, row.betas[1], optimizer.cfg.adam_eps,
-                                 step_size, decay, bits)
-        self.table.updated()
 
     def clear(self) -> None:
         self.grad = None
@@ -3643,7 +3625,7 @@ class Optimizer:
             return (values.step + 1) % row.rows.cadence == 0
         return values.adam_step
 
-    def adam_numbers(self, row: Parameter, values: Values) -> tuple[int, Tensor, Tensor]:
+    def _adam_numbers(self, row: Parameter, values: Values) -> tuple[int, Tensor, Tensor]:
         """Return the number of an update by Adam or a row-wise one, from 1, its step size and its decay."""
         cadence = self.cfg.adam_every if row.rows is None else row.rows.cadence
         number = (values.step + 1) // cadence
@@ -3654,8 +3636,25 @@ class Optimizer:
         return number, cpu_scalar(lr * corrected), cpu_scalar(decay)
 
     def adam(self, row: Parameter, p: Tensor, grad: Tensor, state: dict[str, Tensor], values: Values) -> None:
-        _, step_size, decay = self.adam_numbers(row, values)
+        _, step_size, decay = self._adam_numbers(row, values)
         self.adam_update(p, grad, state["m"], state["v"], self.grad_scale, row.betas, self.cfg.adam_eps, step_size, decay)
+
+    def rowwise(self, row: Parameter, table: RowTable, grad: Tensor, values: Values) -> None:
+        number, step_size, decay = self._adam_numbers(row, values)
+        number = torch.full((), number, dtype=torch.int32, device=grad.device)       # made there: a copy would wait
+        changing = [*table.live, grad]
+        bits = None
+        if row.rows.rounding == "stochastic" and table.live.rows.dtype == torch.bfloat16:
+            places = table.pending[0].update.places.to(grad.device, non_blocking=True)
+            logical = places * self.fabric.world + self.fabric.rank                  # alike at any number of ranks
+            bits = row_bits(self.seed, row.label, logical, number)
+            changing.append(bits)
+        if self.rowwise_update is not rowwise_update:         # compiled: one graph for any number of rows
+            for x in changing:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+        self.rowwise_update(*table.live, grad, self.grad_scale, number, row.betas[1], self.cfg.adam_eps, step_size,
+                            decay, bits)
+        table.updated()
 
     def _untie(self) -> None:
         """Make head and embedding two parameters; the embedding starts with the head's weights and moments."""
@@ -3705,6 +3704,7 @@ class Executor:
         self.slots_at_once = slots_at_once or cfg.num_slots // fabric.world
         self.planner = Planner(cfg, fabric, self.exchange)
 
+        # Buffers are made for the largest batch of the run: none grows, and every address stays.
         largest_batch = max(stage.batch_tokens for stage in cfg.stages)
         longest_slot = max(cfg.val_batch_tokens, largest_batch) // cfg.num_slots
         self.model = GPT(cfg, attention, longest_slot, self.planner.shard_sizes)
@@ -3716,6 +3716,7 @@ class Executor:
             most_tokens = table.cadence * largest_batch // fabric.world if precision else 0
             self.tables[table.label] = RowTable(table, cfg, fabric, shard, most_tokens, report)
 
+        # What is compiled is called often, and with few sets of shapes.
         self.compiling = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
         if self.compiling:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
@@ -3728,9 +3729,7 @@ class Executor:
 
     def compiled(self, call: Callable) -> Callable:
         """Return the call as a compiled graph, or as it is where nothing is compiled."""
-        if not self.compiling:
-            return call
-        return torch.compile(call, dynamic=False, fullgraph=True)
+        return torch.compile(call, dynamic=False, fullgraph=True) if self.compiling else call
 
     def shard(self, label: str, whole: Tensor) -> Tensor:
         """Return what this rank keeps of a whole weight: of a table every W-th row and zeros after them, else all."""
@@ -3757,14 +3756,15 @@ class Executor:
         Calls add up until optim_step. No reduction over ranks, no division, no waiting for the device. A weight of 0
         adds zeros, whatever the loss: this rank still takes part in the update.
         """
-        self._set_rotary(values)
-        head = self.model.lm_head
+        spans = self._attention_of(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
         row_buffers = {}
         for label, table in self.tables.items():
-            row_buffers[label] = table.rows_for_forward(batch.plans[label], head)
-        weights = torch.stack([self._scalar(weight) for weight in values.mtp_weights])
-        backward_seed = self._scalar(loss_weight)
-        spans = self._spans(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
+            row_buffers[label] = table.rows_for_forward(batch.plans[label], self.model.lm_head)
+
+        # Scalars are made on the device: a copy from the host would wait.
+        scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.fabric.device)
+        weights = torch.stack([scalar(weight) for weight in values.mtp_weights])
+        backward_seed = scalar(loss_weight)
 
         # Micro-batches change nothing but rounding: each adds its sums to the same gradients.
         sums = []
@@ -3786,11 +3786,10 @@ class Executor:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], values: Values) -> float:
         """Return the mean loss per token (nats) over all ranks' batches: next token, no fp8, documents uncut."""
-        self._set_rotary(values)
         total = torch.zeros((), dtype=torch.float64, device=self.fabric.device)
         tokens = 0
         for batch in batches:
-            spans = self._spans(values, batch.tokens.shape[1])
+            spans = self._attention_of(values, batch.tokens.shape[1])
             row_buffers = self._read_only_rows(batch)
             for part in self._micro_batches(batch):
                 rows = self.model_hidden(part, spans, row_buffers).flatten(0, 1)
@@ -3807,7 +3806,6 @@ class Executor:
 
         Longer contexts keep their last tokens, as many as a validation slot has.
         """
-        self._set_rotary(values)
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.num_slots):]
         length = -(-len(context) // SLOT_UNIT) * SLOT_UNIT
         padded = np.zeros(length + 1, np.uint16)              # nothing looks at later positions
@@ -3815,13 +3813,9 @@ class Executor:
         slot = Slot(padded, np.asarray([0, length], np.int32))
         batch, = self.planner.batches("sample", [values], [[slot]])
         batch = batch.to(self.fabric.device)
-        hidden = self.model.hidden(batch, self._spans(values, length), self._read_only_rows(batch))
+        hidden = self.model.hidden(batch, self._attention_of(values, length), self._read_only_rows(batch))
         logits = hidden[0, len(context) - 1] @ self.model.lm_head
         return softcap(logits.to(self.accum_dtype))
-
-    def _scalar(self, value: float) -> Tensor:
-        """Make a scalar on the device: a copy from the host would wait."""
-        return torch.full((), value, dtype=self.accum_dtype, device=self.fabric.device)
 
     def _read_only_rows(self, batch: Batch) -> dict[str, tuple[Tensor, None]]:
         row_buffers = {}
@@ -3831,8 +3825,11 @@ class Executor:
                 torch._dynamo.maybe_mark_dynamic(row_buffers[label][0], 0)
         return row_buffers
 
-    def _spans(self, values: Values, longest: int) -> dict:
-        """longest: upper bound of a document's length in tokens."""
+    def _attention_of(self, values: Values, longest: int) -> AttentionSpans:
+        """Set the rotary tables, and return the spans. longest: upper bound of a document's length in tokens."""
+        if values.rotary != self.rotary:
+            self.model.set_rotary(values.rotary.frequencies)
+            self.rotary = values.rotary
         return spans_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)
 
     def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
@@ -3842,18 +3839,13 @@ class Executor:
                 torch._dynamo.maybe_mark_dynamic(part.cu_seqlens, 1)
             yield part
 
-    def _set_rotary(self, values: Values) -> None:
-        if values.rotary != self.rotary:
-            self.model.set_rotary(values.rotary.frequencies)
-            self.rotary = values.rotary
-
     # State: what this rank holds, for a snapshot; as a whole, the same at every W, for a file.
     def state_tensors(self) -> dict[str, Tensor]:
         """Return every tensor that a run changes, by name: weights, rotary tables, state of the optimizer."""
         tensors = {name: p.data for name, p in self.model.named_parameters()}
-        tensors.update(self.model.named_buffers())
+        tensors |= dict(self.model.named_buffers())
         for label, state in self.optimizer.state.items():
-            tensors.update({f"{label}.{name}": x for name, x in state.items()})
+            tensors |= {f"{label}.{name}": x for name, x in state.items()}
         return tensors
 
     def snapshot(self) -> Callable[[], None]:
@@ -3930,18 +3922,16 @@ class Executor:
     @torch.no_grad()
     def load_state(self, saved: dict[str, dict[str, Tensor]]) -> None:
         """Copy this rank's part of a whole state, in place. Raises DataError for other names, shapes or dtypes."""
-        live = {}                                             # name -> (this rank's tensor, its part of the saved one)
-        for label in self.model.table:
-            whole = saved["weights"].get(label)
-            live[label] = (self.model.get_parameter(label), None if whole is None else self.shard(label, whole))
-        for label, state in self.optimizer.state.items():
+        wholes = saved["weights"] | saved["moments"]
+        buffers = dict(self.model.named_buffers())            # they follow from the settings
+        for name, x in self.state_tensors().items():
+            if name in buffers:
+                continue
+            label, is_state, _ = name.partition(".")
             entry = self.optimizer.entries.get(label)
-            for name, x in state.items():
-                part = saved["moments"].get(f"{label}.{name}")
-                if part is not None:
-                    part = part[entry.slice] if isinstance(entry, Sharded) else self.shard(label, part)
-                live[f"{label}.{name}"] = (x, part)
-        for name, (x, part) in live.items():
+            part = wholes.get(name)
+            if part is not None:
+                part = part[entry.slice] if is_state and isinstance(entry, Sharded) else self.shard(label, part)
             found = None if part is None else (part.dtype, *part.shape)
             need(found == (x.dtype, *x.shape), f"{name} of a checkpoint", found, (x.dtype, *x.shape),
                  "resume with the trainer and settings of that run", DataError)
