@@ -157,7 +157,8 @@ class Oracle:
         recipe, sizes = self.meta["recipe"], self.meta[section]
         num_slots = more.get("num_slots", recipe["num_slots"])
         rows = zip(slot_tokens, *(recipe[name] for name in ("windows_blocks", "stage_lr_mul", "mtp_start", "mtp_end")))
-        stages = tuple(tg.Stage(tokens * num_slots, *windows, lr_mul, tuple(start), tuple(end), untie=k == recipe["split_stage"])
+        untie = {**recipe, **sizes}.get("split_stage", 2)
+        stages = tuple(tg.Stage(tokens * num_slots, *windows, lr_mul, tuple(start), tuple(end), k == untie)
                        for k, (tokens, windows, lr_mul, start, end) in enumerate(rows))
         same = {field.name for field in fields(tg.Config)}
         renamed = dict(attn_scale=recipe["attn_scale_initial"], final_long_window=recipe["final_long_window_blocks"],
@@ -229,14 +230,6 @@ def bf16(words: np.ndarray) -> Tensor:
 
 def bf16_words(x: Tensor) -> np.ndarray:
     return x.contiguous().view(torch.int16).numpy().view(np.uint16)
-
-
-def yarn(rotary: tg.Rotary, old: int, new: int) -> tg.Rotary:
-    """What two stages with these long windows make of it."""
-    stages = [SimpleNamespace(long_window=window) for window in (old, new)]
-    count = 4 * len(rotary.frequencies)
-    cfg = SimpleNamespace(head_dim=count, attn_scale=rotary.attn_scale, stages=stages, window_block=1)
-    return tg.rotary_by_stage(cfg)[1]
 
 
 def every_frequency(rotary: tg.Rotary) -> np.ndarray:
@@ -324,8 +317,9 @@ class ConfigS:
     def yarn1(self, name: str) -> tg.Values:
         """After one change of the windows."""
         short, long = self.sizes["yarn1_windows"]
-        return replace(self.weighted(name), short_window=short, long_window=long,
-                       rotary=yarn(self.values.rotary, self.long_window, long))
+        stages = [tg.STAGES[0]._replace(long_window=window) for window in (self.long_window, long)]
+        _, rotary = tg.rotary_by_stage(replace(self.executor.cfg, stages=stages, window_block=1))
+        return replace(self.weighted(name), short_window=short, long_window=long, rotary=rotary)
 
     def check_rotary(self, vectors: Vectors, prefix: str, values: tg.Values) -> None:
         """Tables as the last pass, with these values, has left them; paired ones have two positions in a row."""
@@ -533,7 +527,7 @@ class Trajectory:
 
     def cycle(self, step: int) -> list[tg.Batch]:
         """Of the step and those that share its plans: one more, but for the last cycle."""
-        last = min(step + self.schedule.cycle, self.schedule.total_steps)
+        last = min(step + self.cfg.adam_every, self.schedule.total_steps)
         return self.batches("{}.{}", [self.schedule.at(k) for k in range(step, last)]) if step < last else []
 
     def check_part(self, key: str, part: Tensor, label: str = "", at: np.ndarray | None = None, owned: bool = False
@@ -630,9 +624,10 @@ class Trajectory:
         vectors, optimizer = self.vectors, self.executor.optimizer
         rotary = (*every_frequency(values.rotary), values.rotary.attn_scale)
         windows = values.short_window, values.long_window
-        for name, got in dict(mtp=values.mtp_weights, windows=windows, yarn=rotary * 2, lr_mul=self.schedule.lr_factor_at(step),
+        for name, got in dict(mtp=values.mtp_weights, windows=windows, yarn=rotary * 2,
                               momentum=values.momentum, adam_step=values.adam_step).items():
             vectors.check(f"{name}.{step}", got)
+        vectors.check(f"lr_mul.{step}", self.schedule.lr_factor_at(step))
         for label, row in optimizer.parameters.items():
             lr = values.normuon_lr if row.optimizer == "normuon" else values.adam_lr
             vectors.check(f"lr.{step}.{label}", lr * rate_factor(optimizer, label))
@@ -800,8 +795,9 @@ class LoaderCase:
         shards = oracle.path / "loader_shards" / ("val_*.bin" if self.validation else "train_*.bin")
         self.headers = [h._replace(document_start=self.cfg.document_start) for h in tg.find_shards(str(shards))]
         any_values = tg.Schedule(self.cfg).at(0)
-        self.steps = [replace(any_values, step=step, slot_tokens=size) for step, (size, _) in enumerate(plan)]
-        self.max_doc_lens = [max_doc_len for _, max_doc_len in plan]
+        self.steps = [replace(any_values, step=step, slot_tokens=slot_tokens)
+                      for step, (slot_tokens, _) in enumerate(plan)]
+        self.max_doc_len = [max_doc_len for _, max_doc_len in plan]          # by step
 
     def check(self) -> None:
         """The pure functions, then what every rank of a run gets."""
@@ -812,8 +808,8 @@ class LoaderCase:
     def plain_packing(self) -> Iterator[tg.Batch]:
         shards = map(tg.load_shard, self.headers)
         shard, doc = next(shards), 0
-        for values, max_doc_len in zip(self.steps, self.max_doc_lens):
-            sizes = self.cfg.num_slots, values.slot_tokens, max_doc_len
+        for values in self.steps:
+            sizes = self.cfg.num_slots, values.slot_tokens, self.max_doc_len[values.step]
             while (packed := tg.pack_block(shard, doc, *sizes)) is None:
                 shard, doc = next(shards), 0
             pieces, doc = packed
@@ -835,9 +831,9 @@ class LoaderCase:
             return
 
         def cycles() -> Iterator[list[tg.Values]]:
-            """Of a step each; the vectors change what a run has once, as `pack_block` would see it."""
-            for values, max_doc_len in zip(self.steps, self.max_doc_lens):
-                loader.cfg = replace(self.cfg, max_doc_len=max_doc_len)
+            """Of a step each; the vectors change between steps what a run has once."""
+            for values in self.steps:
+                loader.cfg = replace(self.cfg, max_doc_len=self.max_doc_len[values.step])
                 yield [values]
 
         loader = tg.Loader(self.cfg, fabric, self.headers, cycles())
@@ -895,7 +891,8 @@ def check_schedule(oracle: Oracle) -> None:
     windows = [(v.short_window, v.long_window) for v in every]
     before_growth = windows[-1][0], cfg.stages[every[-1].stage].long_window * cfg.window_block
     for name, got in dict(
-            lr_mul=[schedule.lr_factor_at(v.step) for v in every], momentum=[v.momentum for v in every], stage=[v.stage for v in every],
+            lr_mul=[schedule.lr_factor_at(v.step) for v in every], momentum=[v.momentum for v in every],
+            stage=[v.stage for v in every],
             batch_size=[v.slot_tokens * num_slots for v in every], adam_step=[v.adam_step for v in every],
             lr_normuon=[v.normuon_lr for v in every], lr_adam=[v.adam_lr for v in every],
             tied_during_update=[not any(v.untie for v in every[:v.step]) for v in every],

@@ -252,14 +252,6 @@ def without_last_growth(values: tg.Values, a: dict) -> tg.Values:
     return replace(values, long_window=cfg.stages[values.stage].long_window * cfg.window_block)
 
 
-def yarn_never(rotary: list[tg.Rotary], _: dict) -> list[tg.Rotary]:
-    return [rotary[0]] * len(rotary)
-
-
-def yarn_without_the_scale(rotary: list[tg.Rotary], _: dict) -> list[tg.Rotary]:
-    return [stage._replace(attn_scale=rotary[0].attn_scale) for stage in rotary]
-
-
 def last_end_not_lowered(slot: tg.Slot, _: dict) -> tg.Slot:
     slot.cu_seqlens[-1] += 1
     return slot
@@ -363,9 +355,9 @@ MISTAKES = (
     ("untied one Adam step late", "schedule", "tied_during_update", returned(
         tg.Schedule, "at", lambda values, a: replace(values, untie=a["step"] == a["self"].untie_step + 2))),
     ("YaRN never", "schedule", "yarn_f64.plain.freq.1", returned(
-        tg, "rotary_by_stage", yarn_never)),
+        tg, "rotary_by_stage", lambda rotary, a: rotary[:1] * len(rotary))),
     ("YaRN without the scale", "schedule", "yarn_f64.plain.scale.1", returned(
-        tg, "rotary_by_stage", yarn_without_the_scale)),
+        tg, "rotary_by_stage", lambda rotary, a: [x._replace(attn_scale=rotary[0].attn_scale) for x in rotary])),
     ("no last growth of the window", "schedule", "windows_final_validation", returned(
         tg.Schedule, "at", without_last_growth)),
     ("token weights of the next step", "schedule", "mtp*", given(
