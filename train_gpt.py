@@ -1260,25 +1260,25 @@ def row_tables(cfg: Config) -> tuple[Table, ...]:
 
 @dataclass(eq=False)
 class RowUpdate:
-    """The rows of this rank's shard that ranks read in a cycle, each once: those that a row-wise update changes.
+    """The rows of this rank's shard that a row-wise update changes: those that any rank reads in the cycle, each once.
 
-    Rows that the update before changes, too, are on the device, where they are newer than in a host home.
+    Rows that the update before changes as well are on the device already, and newer there than in a host home.
     """
 
     places: Tensor                       # (u,) i64 in the shard, ascending
     inverse: Tensor                      # (requested,) i64: index into `places` of each requested row
     follows: RowUpdate | None            # the update before; None: there is none
-    fresh: Tensor                        # (f,) i64: index into `places` of those that the update before has not
-    kept: Tensor                         # (u - f,) i64: index into `places` of those that it has, too,
-    kept_from: Tensor                    # (u - f,) i64: and their index into its places
+    fresh: Tensor                        # (f,) i64: index into `places` of the rows that the update before has not
+    kept: Tensor                         # (u - f,) i64: index into `places` of those that it has,
+    kept_from: Tensor                    # (u - f,) i64: and the index of the same rows into its places
 
 
 def distinct_with_places(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the distinct values, ascending, (u,) i64, and the index of each value in them, (n,) i64.
 
-    values (n,) are integers below 2^32. One sort of 64-bit words, the value above its position, is several times as
-    fast as numpy's unique with its inverse.
+    values (n,): integers below 2^32. Several times as fast as numpy's unique with its inverse.
     """
+    # One sort of 64-bit words, the value above its position.
     count = len(values)
     words = np.sort(values.astype(np.uint64) << np.uint64(32) | np.arange(count, dtype=np.uint64))
     ordered = (words >> np.uint64(32)).astype(np.int64)
@@ -1290,7 +1290,7 @@ def distinct_with_places(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def row_update(requested: np.ndarray, before: RowUpdate | None, fabric: Fabric) -> RowUpdate:
-    """Make the update of the requested rows, places in the shard reader by reader, from it and the update before."""
+    """Make the update of the requested rows, which are places in the shard; before: the update that it follows."""
     places, inverse = distinct_with_places(requested)
     in_both = np.zeros(len(places), bool)
     at = np.zeros(len(places), np.int64)
@@ -1307,17 +1307,17 @@ def row_update(requested: np.ndarray, before: RowUpdate | None, fabric: Fabric) 
 class TablePlan:
     """The rows of a table that this rank reads in a cycle, and the rows of its shard that all ranks request.
 
-    Row r is the r div W-th of rank r mod W, since frequent tokens have neighbouring ids; physical order goes by owner.
-    Lists of rows are numpy arrays until `change_lists` makes tensors of them.
+    Logical row r is the r div W-th in the shard of rank r mod W, since frequent tokens have neighbouring ids. Physical
+    rows are numbered shard by shard. Lists are tensors on the host until the cycle's rows are fetched.
     """
 
     tag: dict[str, Any]                  # purpose, cycle, tokens (of a slot over the cycle): equal on all ranks
     shard_size: int                      # rows of every rank's shard: R / W, rounded up
-    my_rows: Any                         # (n,) i64, physical, ascending: fetched before the cycle, gradients go back
-    send_counts: list[int]               # requests to each owner: how many of my_rows it has
-    requested_rows: Any                  # i64 places in this rank's shard, reader by reader
-    recv_counts: list[int]               # requests from each reader
-    head_columns: Any                    # (n,) i64: the same rows as columns of the head, while tied; else None
+    my_rows: Tensor                      # (n,) i64, physical, ascending: fetched before the cycle, gradients go back
+    send_counts: list[int]               # by owner: how many of my_rows this rank requests of it
+    requested_rows: Tensor               # i64 places in this rank's shard, reader by reader
+    recv_counts: list[int]               # by reader: how many of them it requests
+    head_columns: Tensor | None          # (n,) i64: my_rows as columns of the head, while head and embedding are tied
     plan_ms: float                       # time of `Planner.plan`
     reads: int                           # lookups, repeated rows included
     update: RowUpdate | None = None      # of a row-wise table, once `RowTable.prepare` has seen the plan
@@ -1329,8 +1329,8 @@ class TablePlan:
         """Rows are read from the head, which every rank has: nothing travels."""
         return self.head_columns is not None
 
-    def change_lists(self, change: Callable) -> None:
-        """Replace each list of rows by change(list): an array by a tensor, later that by its copy on the device."""
+    def change_lists(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace each list of rows by change(list): by its copy on the device."""
         self.my_rows = change(self.my_rows)
         self.requested_rows = change(self.requested_rows)
         if self.tied:
@@ -1353,7 +1353,7 @@ class Batch(NamedTuple):
     rows: dict[str, Tensor]              # by table, shaped like its ids: index into the plan's list, or rows of the table
     signs: dict[str, Tensor] = {}        # by table that has signs, (b, T) i32: which vector of signs
 
-    def map(self, change: Callable) -> Batch:
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch with change(tensor) for each tensor."""
         rows = {label: change(x) for label, x in self.rows.items()}
         signs = {label: change(x) for label, x in self.signs.items()}
@@ -1368,7 +1368,7 @@ class Planner:
     """Makes the batches of a cycle and their row plans. Pure, but for the exchange with other ranks."""
 
     def __init__(self, cfg: Config, fabric: Fabric, exchange: Callable | None = None) -> None:
-        """exchange(plans) fills in what ranks request of each other; None: plans are this rank's side alone."""
+        """exchange(plans) puts in what other ranks request of this one; None: they request nothing."""
         self.cfg = cfg
         self.fabric = fabric
         self.exchange = exchange
@@ -1392,11 +1392,10 @@ class Planner:
                     begun[table.label] = self.plan(table, purpose, steps[cycle], inputs[cycle], rows[cycle])
             if self.exchange:
                 self.exchange(begun)
-            for plan in begun.values():
-                plan.change_lists(self.fabric.host_tensor)
             current = current | begun
             plans += [current] * self.cfg.adam_every
 
+        # Slots have different numbers of documents, and the rows of a tensor one length.
         batches = []
         for at, values in enumerate(steps):
             borders = [slot.cu_seqlens for slot in slots[at]]
@@ -1414,7 +1413,7 @@ class Planner:
         began = time.perf_counter()
         W = self.fabric.world
         size = self.shard_sizes[table.label]
-        tied = table.tied and steps[0].tied                                   # they part between cycles
+        tied = table.tied and steps[0].tied                                   # the two part between cycles
         ids = [table.ids(x) for x in inputs]
         logical = np.concatenate([x.ravel() for x in ids])
         place = logical.astype(np.int64) // W
@@ -1427,20 +1426,23 @@ class Planner:
             index = logical
         elif self.cfg.row_comms == "dense" and not table.is_rowwise and not tied:
             my_rows, index = np.arange(W * size), physical
-        sizes = np.cumsum([x.size for x in ids[:-1]])
-        for of_step, x, part in zip(rows, ids, np.split(index.astype(np.int32), sizes)):
+        borders = np.cumsum([x.size for x in ids[:-1]])
+        for of_step, x, part in zip(rows, ids, np.split(index.astype(np.int32), borders)):
             of_step[table.label] = part.reshape(x.shape)
 
-        # A single rank requests its own rows; with several, the exchange puts in what the readers request.
+        # Alone, a rank requests its own rows; among several, the exchange puts in what the readers request.
         counts = np.diff(np.searchsorted(my_rows, size * np.arange(W + 1))).tolist()
-        head_columns = my_rows % size * W + my_rows // size if tied else None  # logical again
+        head_columns = None
+        if tied:
+            head_columns = self.fabric.host_tensor(my_rows % size * W + my_rows // size)      # logical again
+        my_rows = self.fabric.host_tensor(my_rows)
         tag = dict(purpose=purpose, cycle=steps[0].step // table.cadence, tokens=sum(x.shape[1] for x in inputs))
         plan_ms = 1000 * (time.perf_counter() - began)
         return TablePlan(tag, size, my_rows, counts, my_rows, counts, head_columns, plan_ms, reads=len(logical))
 
 
 def bounded(future: Future, cfg: Config, what: str) -> Any:
-    """Return the result of a thread's work; its exception surfaces here. Raises RunError after --comm_timeout."""
+    """Return the result of a thread's work, or raise what it raised; RunError after --comm_timeout."""
     try:
         return future.result(timeout=cfg.comm_timeout)
     except FutureTimeout:
@@ -1456,8 +1458,8 @@ class Loader:
     """Batches of the run's cycles, made on a background thread exactly one cycle ahead.
 
     Taking a cycle starts the work on the next, so what a batch holds never depends on timing. The stream of slots is
-    the same at every W: a block of slots that does not fit into a shard starts the next one, which a second thread
-    reads ahead.
+    the same at every W: where a block of slots does not fit into the rest of a shard, it begins the next shard, which
+    a second thread has read ahead.
     """
 
     def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], cycles: Iterable[list[Values]],
@@ -1478,7 +1480,7 @@ class Loader:
         self.shard: Shard | None = None              # in use, from document doc on
         self.doc = 0
         self.ahead: Future | None = None             # batches of the next cycle
-        self.ready: list[Batch] = []                 # what is left of this one
+        self.ready: list[Batch] = []                 # batches of this cycle that are not taken yet
         self.plans_in_use: dict[str, TablePlan] = {}
 
     def skip(self, steps: Iterable[Values]) -> None:
@@ -1509,8 +1511,9 @@ class Loader:
 
     def plans_ahead(self) -> dict[str, TablePlan] | None:
         """Return the row plans after those in use; None: the steps or the data end, and `next` will say so."""
+        # A table's cycle may be shorter than the run's.
         for batch in self.ready:
-            if batch.plans is not self.plans_in_use:          # a table's cycle may be shorter than the run's
+            if batch.plans is not self.plans_in_use:
                 return batch.plans
         try:
             batches = self.wait()
@@ -1534,7 +1537,7 @@ class Loader:
 
     def _block(self, values: Values) -> tuple[Shard, list]:
         """Return the next block of slots: its shard, and (starts, ends) of the pieces of each slot."""
-        # What is left of the shard in use, each shard once, and the one that was in use as a whole.
+        # At most: the rest of the shard in use, then every shard once, the one that was in use as a whole included.
         for _ in range(len(self.headers) + 2):
             if self.shard is not None:
                 packed = pack_block(self.shard, self.doc, self.cfg.num_slots, values.slot_tokens, self.cfg.max_doc_len)
@@ -1547,6 +1550,7 @@ class Loader:
             self.doc = 0
             self.upcoming = next(self.shards, None)
 
+        # Shards that have held a block may just be read to their end; otherwise they are too small for any.
         if self.upcoming is None and values.step > 0:
             raise DataEnded("training data ended",
                             f"{len(self.headers)} shards of {self.cfg.train_files!r}: enough for {values.step} steps",
@@ -2648,103 +2652,93 @@ def gate_of(features: Tensor, weight: Tensor) -> Tensor:
 
 
 # ====== Room 6: Rows ==================================================================================================
-# A plan's my_rows serve both directions: owner to reader before a cycle, reader to owner after it (design 4).
+# Each rank owns a shard of every table and reads rows of all shards. A plan's lists serve both directions: rows travel
+# from owner to reader before a cycle, their gradients from reader to owner after it (design 4).
 def no_wait(**_: Any) -> None:
-    """Wait for nothing; report to nobody."""
+    """Do nothing: the wait where nothing is under way, and the report that nobody reads."""
 
 
 def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, TablePlan]) -> None:
-    """Tell every owner which of its rows this rank reads, and learn what all ranks request of this one.
+    """Tell every owner which of its rows this rank reads, and put into the plans what ranks request of this one.
 
-    Tags, counts and checksums travel in one message, the lists of all tables in a second one. group: gloo's; None: the
-    group of all ranks. Raises RunError where ranks disagree.
+    group: gloo's; None: the group of all ranks. Raises RunError where ranks disagree.
     """
     W, me = fabric.world, fabric.rank
-    lists = []                                                                # by table and owner: i32 places in its shard
+    lists = []                                                                # by table and owner: places in its shard
     for plan in plans.values():
-        places = torch.from_numpy((plan.my_rows % plan.shard_size).astype(np.int32))
-        lists.append([places[:0]] * W if plan.tied else places.split(plan.send_counts))
-    common = {label: dict(plan.tag, dtype=dtype, tied=plan.tied) for label, plan in plans.items()}
-    counts = [[len(places) for places in of_table] for of_table in lists]
+        rows = [plan.my_rows[:0]] * W if plan.tied else plan.my_rows.split(plan.send_counts)
+        lists.append([(x - owner * plan.shard_size).int() for owner, x in enumerate(rows)])
+    common = [dict(plan.tag, table=label, dtype=dtype, tied=plan.tied) for label, plan in plans.items()]
+    counts = np.array([[len(places) for places in of_table] for of_table in lists])
     checksums = [[int(places.sum()) for places in of_table] for of_table in lists]
 
-    # First what must be equal everywhere: lists of different cycles would be taken for each other.
+    # First what must be equal everywhere, or lists of different cycles would be taken for each other.
     everyone: list[Any] = [None] * W
     dist.all_gather_object(everyone, (common, counts, checksums), group=group)
     for reader, (theirs, _, _) in enumerate(everyone):
-        need(theirs == common, f"row plans of ranks {reader} and {me}", theirs, common, "use the same flags", RunError)
+        for found, mine in zip(theirs, common):
+            need(found == mine, f"row plans of ranks {reader} and {me}", found, mine, "use the same flags", RunError)
 
+    # Then all lists in one message, owner by owner. They arrive reader by reader, and table by table from each.
     leaving = torch.cat([of_table[owner] for owner in range(W) for of_table in lists])
-    send_counts = [sum(of_table[owner] for of_table in counts) for owner in range(W)]
-    requests = [[of_table[me] for of_table in their_counts] for _, their_counts, _ in everyone]   # (reader, table)
-    recv_counts = [sum(of_reader) for of_reader in requests]
-    arriving = torch.empty(sum(recv_counts), dtype=torch.int32)
-    dist.all_to_all_single(arriving, leaving, recv_counts, send_counts, group=group)
+    requests = np.stack([of_reader[:, me] for _, of_reader, _ in everyone])   # how many, (reader, table)
+    arriving = torch.empty(requests.sum(), dtype=torch.int32)
+    dist.all_to_all_single(arriving, leaving, requests.sum(1).tolist(), counts.sum(0).tolist(), group=group)
+    pieces = arriving.split(requests.flatten().tolist())
 
-    # They arrive reader by reader, and table by table from each.
-    pieces = arriving.split(list(itertools.chain(*requests)))
+    # A list that is not what its reader announced, or no plan can hold, would read or change other rows in silence.
     for table, (label, plan) in enumerate(plans.items()):
         requested = pieces[table::len(plans)]
         for reader, places in enumerate(requested):
             announced = everyone[reader][2][table][me]
-            check_requested(label, plan, reader, places, announced)
+            inside = len(places) == 0 or (places[0] >= 0 and places[-1] < plan.shard_size)
+            need(inside and (places.diff() > 0).all() and places.sum() == announced,
+                 f"rows of {label} that rank {reader} requests", f"{places}, their sum {int(places.sum())}",
+                 f"ascending places below {plan.shard_size}, their sum {announced}", "report it", RunError)
         if not plan.tied:
-            plan.requested_rows = torch.cat(requested).long()
-            plan.recv_counts = [len(places) for places in requested]
+            plan.requested_rows = fabric.host_tensor(torch.cat(requested).long())
+            plan.recv_counts = requests[:, table].tolist()
             plan.count_bytes(me, plan.send_counts, plan.recv_counts, arriving.element_size())
-
-
-def check_requested(label: str, plan: TablePlan, reader: int, places: Tensor, checksum: int) -> None:
-    """Raise RunError unless a reader's list is one that a plan can hold, and the one it announced."""
-    if len(places) == 0:
-        return
-    inside = places[0] >= 0 and places[-1] < plan.shard_size
-    ascending = (places.diff() > 0).all()
-    need(inside and ascending and int(places.sum()) == checksum, f"rows of {label} that rank {reader} requests",
-         f"{len(places)} from {places[0]} to {places[-1]}", f"ascending places below {plan.shard_size}, as announced",
-         "report it: a plan is wrong", RunError)
 
 
 class RowTable:
     """One table on one rank: the shard that it owns, a cache of the rows that it reads, and the gradients of both.
 
-    The cache and row_grads hold the rows of a plan in its order. A dense-Adam table's shard is a parameter, with a
-    gradient of the whole shard; on a single rank the shard is the cache, and its gradient the row_grads. A row-wise
-    table has its shard in a home: an update takes the requested rows from there and puts them back.
+    Cache and row_grads hold the rows of a plan, in the order of its list. A dense-Adam table has a parameter for its
+    shard, and a gradient of all of it; on a single rank the shard is the cache, too. The shard of a row-wise table is
+    in a home: an update takes the requested rows from there and puts them back.
     """
 
     def __init__(self, table: Table, cfg: Config, fabric: Fabric, shard: Tensor | None, most_tokens: int,
                  report: Callable) -> None:
         """shard (C, D): the parameter; None: of a row-wise table. most_tokens: bound of what a rank reads in a cycle.
 
-        report(**facts) is called with the traffic of each plan.
+        report(**facts) gets the traffic of each plan.
         """
         self.table = table
         self.fabric = fabric
         self.report = report
         self.debug = cfg.debug_rows
         self.mode = "sparse" if table.is_rowwise else cfg.row_comms
-        self.home = None
-        if table.is_rowwise:
-            self.home = HOMES[table.home](table, cfg, fabric)
-            shard = self.home.stored.rows
-        self.shard = shard.detach()
+        self.home = HOMES[table.home](table, cfg, fabric) if table.is_rowwise else None
+        self.shard = self.home.stored.rows if self.home else shard.detach()
 
         # Buffers are as large as the largest cycle needs and never grow, so that addresses and shapes stay.
-        width, dtype = cfg.model_dim, shard.dtype
+        size, width = self.shard.shape
+        dtype = self.shard.dtype
         if self.home is None:
-            self.grad = torch.zeros_like(shard, dtype=accum_dtype(dtype))     # of the shard, summed over ranks
+            self.grad = torch.zeros_like(self.shard, dtype=accum_dtype(dtype))         # of the shard, summed over ranks
         self.alone = fabric.world == 1 and self.home is None                  # lookups read the shard itself
         if self.alone:
             self.cache = shard
             self.row_grads = self.grad
         else:
-            rows = fabric.world * len(shard)
+            rows = fabric.world * size
             if self.mode == "sparse":
                 rows = min(rows, most_tokens * table.reads)
             self.cache = torch.zeros(rows, width, dtype=dtype, device=fabric.device).requires_grad_()
             self.row_grads = torch.zeros(rows, width, dtype=accum_dtype(dtype), device=fabric.device)
-        self.arrival: Callable[[], object] = no_wait                          # wait for rows on their way into the cache
+        self.arrival: Callable[[], object] = no_wait                          # waits for rows on their way to the cache
         self.reset()
 
     def reset(self) -> None:
@@ -2752,7 +2746,6 @@ class RowTable:
         self._settle()
         self.cached: TablePlan | None = None                                  # the plan whose rows are in the cache
         self.live: RowState | None = None                                     # rows that the next update changes
-        self.prepared: RowUpdate | None = None                                # the last that `prepare` has made
         self.pending: list[TablePlan] = []                                    # plans with gradients in row_grads
         self.totals = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)
         self.row_grads.zero_()
@@ -2762,58 +2755,26 @@ class RowTable:
             self.home.invalidate()
             self.home.pop_traffic()
 
-    def _settle(self) -> None:
-        self.arrival()
-        self.arrival = no_wait
-
     def prepare(self, plan: TablePlan) -> None:
-        """Make a row-wise table's next update from the requests and let its rows set off: a cycle ahead."""
+        """Make a row-wise table's next update of what ranks request, a cycle ahead, so that its rows can set off."""
         if self.home is not None:
-            before = self.prepared if self.table.home == "host" else None     # on the device every row is fresh
-            plan.update = row_update(np.asarray(plan.requested_rows), before, self.fabric)
-            self.prepared = plan.update
-            self.home.prepare(plan.update)
-
-    def _launch(self, plan: TablePlan, out: Tensor, rows: Tensor, recv_counts: list[int],
-                send_counts: list[int]) -> Callable[[], object]:
-        """Launch a list of rows from each rank to each, empty ones too. Returns the wait for it."""
-        plan.count_bytes(self.fabric.rank, send_counts, recv_counts, rows.shape[1] * rows.element_size())
-        if self.fabric.world == 1:
-            out.copy_(rows)
-            return no_wait
-        return dist.all_to_all_single(out, rows, recv_counts, send_counts, async_op=True).wait
+            plan.update = self.home.prepare(plan.requested_rows.numpy())
 
     @torch.no_grad()
     def fetch(self, plan: TablePlan, head: Tensor) -> None:
         """Launch the rows of a cycle into the cache: after the owners' update, never before."""
         self._settle()
+        if plan.update is None:
+            self.prepare(plan)                                                # no loader has done it
         plan.change_lists(self._on_device)
         self.cached = plan
         if self.alone:
             return
-        read = functools.partial(self.shard.index_select, 0, plan.requested_rows)
+        rows, places = self.shard, plan.requested_rows
         if self.home is not None:
-            if plan.update is None:                                           # nobody has prepared this plan
-                plan.update = row_update(plan.requested_rows.cpu().numpy(), None, self.fabric)
             self.live = self.home.take(plan.update)
-            read = functools.partial(self.live.rows.index_select, 0, self._on_device(plan.update.inverse))
-        self.arrival = self._bring(plan, self.cache.detach(), read, head)
-
-    def _on_device(self, rows: Tensor) -> Tensor:
-        return rows.to(self.fabric.device, non_blocking=True)
-
-    def _bring(self, plan: TablePlan, out: Tensor, read: Callable[[], Tensor], head: Tensor) -> Callable[[], object]:
-        """Launch the plan's rows into `out`: read() gives the requested ones of this rank. Returns the wait.
-
-        While tied they are columns of the head (D, V), which every rank has.
-        """
-        if self.debug:
-            out.fill_(math.nan)                                               # rows of no plan are not to be read
-        arriving = out[:len(plan.my_rows)]
-        if plan.tied:
-            arriving.copy_(head.t()[plan.head_columns])
-            return no_wait
-        return self._launch(plan, arriving, read(), plan.send_counts, plan.recv_counts)
+            rows, places = self.live.rows, self._on_device(plan.update.inverse)
+        self.arrival = self._bring(plan, self.cache.detach(), head, rows, places)
 
     def rows_for_forward(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cache with the plan's rows, and row_grads. Raises RunError before the last cycle's update."""
@@ -2829,13 +2790,15 @@ class RowTable:
 
     @torch.no_grad()
     def read(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, None]:
-        """Fetch rows into a tensor of their own (validation, sampling), without a buffer for gradients."""
+        """Return the plan's rows in a tensor of their own (validation, sampling), and no buffer for gradients."""
         plan.change_lists(self._on_device)
         if self.alone:
             return self.shard, None
-        read = self.shard.__getitem__ if self.home is None else self.home.read
+        rows, places = self.shard, plan.requested_rows
+        if self.home is not None:
+            rows, places = self.home.read(places), slice(None)
         out = self.cache.new_empty(len(plan.my_rows), self.cache.shape[1])
-        wait = self._bring(plan, out, functools.partial(read, plan.requested_rows), head)
+        wait = self._bring(plan, out, head, rows, places)
         wait()
         self.report_traffic(plan)
         return out, None
@@ -2849,7 +2812,7 @@ class RowTable:
         if self.alone:
             return self.grad, no_wait
         plan, = self.pending
-        rows = self.row_grads[:len(plan.my_rows)].to(self.cache.dtype)        # on the wire: the type of the weights
+        rows = self.row_grads[:len(plan.my_rows)].to(self.cache.dtype)        # they travel in the type of the weights
         arrived = rows.new_empty(len(plan.requested_rows), rows.shape[1])
         wait = self._launch(plan, arrived, rows, plan.recv_counts, plan.send_counts)
         if self.home is None:
@@ -2863,9 +2826,6 @@ class RowTable:
             add_rows(grad, places, arrived)                                   # reader by reader
 
         return grad, add_in_rank_order
-
-    def _in_row_grads(self, plan: TablePlan) -> Tensor | slice:
-        return plan.my_rows if self.alone else slice(len(plan.my_rows))
 
     def add_to_head(self, head_grad: Tensor) -> None:
         """Add this rank's gradients to those of the head, (D, V), while the two are tied."""
@@ -2895,24 +2855,55 @@ class RowTable:
             need(not strays, f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it", RunError)
 
     def report_traffic(self, plan: TablePlan, dense_passes: int = 0) -> None:
-        """Report what a plan has moved. dense_passes: how often a dense table would have travelled as a whole."""
-        if plan.tied or plan.tag["purpose"] not in ("train", "validation"):
+        """Report what a plan has moved. dense_passes: how often the whole table would have travelled."""
+        purpose = plan.tag["purpose"]
+        if plan.tied or purpose not in ("train", "validation"):
             return
         bytes_dense = dense_passes * (self.fabric.world - 1) * self.shard.nbytes
         moved = dict(bytes_sent=plan.sent, bytes_received=plan.received, bytes_dense=bytes_dense)
-        if self.home is not None and plan.tag["purpose"] == "train":
+        if self.home is not None and purpose == "train":
             moved |= self.home.pop_traffic()
         self.report(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.my_rows), reads=plan.reads,
                     **moved, plan_ms=round(plan.plan_ms, 3))
-        if plan.tag["purpose"] == "train":
+        if purpose == "train":
             self.totals.update(moved)
 
     def memory_bytes(self, moments: Iterable[Tensor]) -> int:
-        """Count the bytes that this rank keeps of the table on the device, with these moments."""
+        """Count the bytes of the table on this rank's device, these moments included."""
         kept = [self.shard, self.cache, self.row_grads, *moments]
         kept += [self.grad] if self.home is None else self.home.stored
         sizes = {x.data_ptr(): x.nbytes for x in kept if x.device.type == self.cache.device.type}    # some are the same
         return sum(sizes.values())
+
+    def _on_device(self, rows: Tensor) -> Tensor:
+        return rows.to(self.fabric.device, non_blocking=True)
+
+    def _in_row_grads(self, plan: TablePlan) -> Tensor | slice:
+        return plan.my_rows if self.alone else slice(len(plan.my_rows))
+
+    def _settle(self) -> None:
+        self.arrival()
+        self.arrival = no_wait
+
+    def _bring(self, plan: TablePlan, out: Tensor, head: Tensor, rows: Tensor,
+               places: Tensor | slice) -> Callable[[], object]:
+        """Launch a plan's rows into `out`; rows[places] are those requested of this rank. Returns the wait."""
+        if self.debug:
+            out.fill_(math.nan)                                               # rows of no plan are not to be read
+        arriving = out[:len(plan.my_rows)]
+        if plan.tied:
+            arriving.copy_(head.t()[plan.head_columns])                       # every rank has the head, (D, V)
+            return no_wait
+        return self._launch(plan, arriving, rows[places], plan.send_counts, plan.recv_counts)
+
+    def _launch(self, plan: TablePlan, out: Tensor, rows: Tensor, recv_counts: list[int],
+                send_counts: list[int]) -> Callable[[], object]:
+        """Launch a list of rows from each rank to each, empty ones too. Returns the wait."""
+        plan.count_bytes(self.fabric.rank, send_counts, recv_counts, rows.shape[1] * rows.element_size())
+        if self.fabric.world == 1:
+            out.copy_(rows)
+            return no_wait
+        return dist.all_to_all_single(out, rows, recv_counts, send_counts, async_op=True).wait
 
 
 # ---- Homes of row-wise tables: any number of rows, of which an update changes those that were requested.
@@ -2936,21 +2927,18 @@ class RowState(NamedTuple):
 
 MAP_NORESERVE = 0x4000                   # of Linux on x86 and ARM; Python has the name since 3.13
 PIECE_ROWS = 1 << 14                     # rows of a rank that are copied, or sent to another rank for a file, at a time
-SCANNED_ROWS = 1 << 22                   # rows that are looked at together for those that were updated
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Allocate zeros on the host that take memory page by page, when they are first written. Raises RunError.
-
-    An anonymous mapping that reserves nothing, with small pages: a plain one of 38 GB is refused on a machine of 24,
-    and a row in a huge page would take 2 MB.
-    """
+    """Allocate zeros on the host that take memory page by page, when they are first written. Raises RunError."""
     size = math.prod(shape) * dtype.itemsize
-    if size == 0 or sys.platform != "linux":
+    if sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
+    # Nothing is reserved, for a plain mapping of 38 GB is refused on a machine of 24. Pages are small ones, for a row
+    # in a huge page would take 2 MB.
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-    except (OSError, ValueError, OverflowError) as error:
+    except OSError as error:
         raise RunError("memory for a table", error, f"an address space with {size / 2**30:.1f} GiB to map",
                        "fewer rows, more ranks, or a larger limit (ulimit -v)") from None
     with contextlib.suppress(OSError):                                        # a system without huge pages
@@ -2964,20 +2952,21 @@ class DeviceHome:
     def __init__(self, table: Table, cfg: Config, fabric: Fabric) -> None:
         self.fabric = fabric
         self.device = fabric.device
-        dtype = getattr(torch, cfg.dtype)
+        self.traffic = dict(bytes_up=0, bytes_down=0)                         # between host and device
         size = -(-table.rows // fabric.world)
+        dtype = getattr(torch, cfg.dtype)
         zeros: Callable = untouched_zeros
         if fabric.on_cuda and table.home == "device":
             zeros = functools.partial(torch.zeros, device=fabric.device)
         self.stored = RowState(zeros((size, cfg.model_dim), dtype=dtype), zeros((size,), dtype=accum_dtype(dtype)),
                                zeros((size,), dtype=torch.int32))
 
-    def prepare(self, update: RowUpdate) -> None:
-        """Learn what the next cycle requests."""
+    def prepare(self, requested: np.ndarray) -> RowUpdate:
+        """Make the update of the next cycle; requested: places in the shard, reader by reader."""
+        return row_update(requested, None, self.fabric)
 
     def take(self, update: RowUpdate) -> RowState:
         """Return the rows of an update as the one before has left them, on the device."""
-        update.follows = None                                                 # else each would keep all before it
         return self.stored.at(update.places.to(self.device, non_blocking=True))
 
     def put(self, update: RowUpdate, changed: RowState) -> None:
@@ -2991,21 +2980,19 @@ class DeviceHome:
     def settle(self) -> None:
         """Wait until everything that was put is stored."""
 
-    def pop_traffic(self) -> dict[str, int]:
-        """Return the bytes moved to the device and back since the last call."""
-        return dict(bytes_up=0, bytes_down=0)
-
     def invalidate(self) -> None:
         """Drop the rows that were taken or are prefetched."""
+
+    def pop_traffic(self) -> dict[str, int]:
+        """Return the bytes moved to the device and back since the last call."""
+        traffic = self.traffic
+        self.traffic = dict.fromkeys(traffic, 0)
+        return traffic
 
     def touched_places(self, most_rows: int = PIECE_ROWS) -> Iterator[Tensor]:
         """Yield the places of rows that some update has changed, in pieces (n,) i64, ascending."""
         self.settle()
-        last = self.stored.last
-        found = [torch.empty(0, dtype=torch.int64, device=last.device)]
-        for first in range(0, len(last), SCANNED_ROWS):
-            found.append(first + last[first:first + SCANNED_ROWS].nonzero().flatten())
-        for places in torch.cat(found).split(most_rows):
+        for places in self.stored.last.nonzero().flatten().split(most_rows):
             if len(places) > 0:                                               # split() makes one empty piece of nothing
                 yield places
 
@@ -3019,9 +3006,9 @@ class DeviceHome:
     def load(self, pieces: Iterable[tuple[Tensor, RowState]]) -> None:
         """Replace all rows by those of the pieces, as `touched` gave them, and zeros. Writes only touched rows."""
         at = self.stored.last.device
-        for places, old in self.touched():
-            zeros = RowState(*map(torch.zeros_like, old))
-            self.stored.put(places.to(at), zeros.to(at))
+        for places in self.touched_places():
+            for x in self.stored:
+                x.index_fill_(0, places, 0)
         for places, rows in pieces:
             self.stored.put(places.to(at), rows.to(at))
         self.invalidate()
@@ -3042,7 +3029,6 @@ class HostHome(DeviceHome):
         self.stream = torch.cuda.Stream(fabric.device) if fabric.on_cuda else None
         self.mover = ThreadPoolExecutor(1, "table-home", initializer=fabric.enter_thread)
         self.lock = threading.Lock()                          # prepare is called by the loader's thread
-        self.traffic = super().pop_traffic()
         self.writebacks: list[Future] = []                    # of what was put, oldest first
         self.invalidate()
 
@@ -3054,16 +3040,70 @@ class HostHome(DeviceHome):
             self.prepared: list[RowUpdate] = []               # updates to come
             self.prefetch: Future | None = None               # fresh rows of the first of them
 
-    def prepare(self, update: RowUpdate) -> None:
+    def prepare(self, requested: np.ndarray) -> RowUpdate:
+        with self.lock:
+            before = [self.taken, *self.prepared][-1]
+        update = row_update(requested, before, self.fabric)
         with self.lock:
             self.prepared.append(update)
             if len(self.prepared) == 1:                       # else the one before it is not taken yet
                 self._start_prefetch()
+        return update
 
     def _start_prefetch(self) -> None:
         """Bring up rows of the first prepared update: what it follows is taken, and what that follows was put."""
         update = self.prepared[0]
         self.prefetch = self.mover.submit(self._bring_up, update.places[update.fresh])
+
+    def take(self, update: RowUpdate) -> RowState:
+        # All rows of an update come up that was not prepared, or is taken in another order.
+        with self.lock:
+            expected = self.prepared[:1] == [update] and update.follows is self.taken
+            coming = self.prefetch if expected else self.mover.submit(self._bring_up, update.places)
+        live, copied = bounded(coming, self.cfg, "waiting for rows of a table from the host")
+        self.traffic["bytes_up"] += sum(x.nbytes for x in live)
+        if copied is not None:
+            computing = torch.cuda.current_stream(self.device)
+            computing.wait_event(copied)
+            for x in live:
+                x.record_stream(computing)
+
+        # Rows of both cycles are here, newer than at home: they join those that came up.
+        if expected and self.live is not None:
+            fresh = live
+            to_fresh, to_kept, kept_from = (x.to(self.device, non_blocking=True)
+                                            for x in (update.fresh, update.kept, update.kept_from))
+            live = RowState(*(x.new_empty(len(update.places), *x.shape[1:]) for x in fresh))
+            live.put(to_fresh, fresh)
+            live.put(to_kept, self.live.at(kept_from))
+
+        with self.lock:
+            self.live = live
+            self.taken = update
+            update.follows = None                             # else each update would keep all before it
+            self.prepared = self.prepared[1:] if expected else []
+            if self.prepared:
+                self._start_prefetch()
+        return live
+
+    def put(self, update: RowUpdate, changed: RowState) -> None:
+        while self.writebacks and self.writebacks[0].done():  # what went wrong with earlier ones is raised here
+            self.writebacks.pop(0).result()
+        self.traffic["bytes_down"] += sum(x.nbytes for x in changed)
+        computed = None
+        if self.stream is not None:
+            computed = torch.cuda.current_stream(self.device).record_event()
+        self.writebacks.append(self.mover.submit(self._bring_down, update.places, changed, computed))
+
+    def read(self, places: Tensor) -> Tensor:
+        self.settle()
+        rows = self.fabric.host_tensor(self.stored.rows.index_select(0, places.cpu()))
+        return rows.to(self.device, non_blocking=True)
+
+    def settle(self) -> None:
+        while self.writebacks:
+            bounded(self.writebacks[0], self.cfg, "waiting for rows of a table on their way to the host")
+            self.writebacks.pop(0)
 
     def _staging(self, count: int) -> RowState:
         """Allocate host memory that rows stop in on their way; pinned beside a GPU."""
@@ -3080,52 +3120,6 @@ class HostHome(DeviceHome):
         with torch.cuda.stream(self.stream):
             return staging.to(self.device), self.stream.record_event()
 
-    def _arrived(self, coming: Future) -> RowState:
-        """Return what _bring_up gives, safe for the stream that computes."""
-        rows, copied = bounded(coming, self.cfg, "waiting for rows of a table from the host")
-        self.traffic["bytes_up"] += sum(x.nbytes for x in rows)
-        if copied is not None:
-            computing = torch.cuda.current_stream(self.device)
-            computing.wait_event(copied)
-            for x in rows:
-                x.record_stream(computing)
-        return rows
-
-    def take(self, update: RowUpdate) -> RowState:
-        # A plan that nobody prepared, or one in another order, brings up all of its rows.
-        with self.lock:
-            expected = self.prepared[:1] == [update] and update.follows is self.taken
-            coming = self.prefetch if expected else self.mover.submit(self._bring_up, update.places)
-        live = self._arrived(coming)
-
-        # Rows of both cycles are here, newer than at home: they join those that came up.
-        if expected and self.live is not None:
-            fresh = live
-            to_fresh, to_kept, kept_from = (x.to(self.device, non_blocking=True)
-                                            for x in (update.fresh, update.kept, update.kept_from))
-            kept = self.live.at(kept_from)
-            live = RowState(*(x.new_empty(len(update.places), *x.shape[1:]) for x in fresh))
-            live.put(to_fresh, fresh)
-            live.put(to_kept, kept)
-
-        with self.lock:
-            self.live = live
-            self.taken = update
-            update.follows = None                             # break the chain, or no past update is ever freed
-            self.prepared = self.prepared[1:] if expected else []
-            if self.prepared:
-                self._start_prefetch()
-        return live
-
-    def put(self, update: RowUpdate, changed: RowState) -> None:
-        while self.writebacks and self.writebacks[0].done():  # what went wrong with earlier ones is raised here
-            self.writebacks.pop(0).result()
-        self.traffic["bytes_down"] += sum(x.nbytes for x in changed)
-        computed = None
-        if self.stream is not None:
-            computed = torch.cuda.current_stream(self.device).record_event()
-        self.writebacks.append(self.mover.submit(self._bring_down, update.places, changed, computed))
-
     def _bring_down(self, places: Tensor, changed: RowState, computed: Any) -> None:
         """Store rows after the update has computed them, on the mover's thread."""
         staging = self._staging(len(places))
@@ -3137,21 +3131,6 @@ class HostHome(DeviceHome):
         if computed is not None:
             self.stream.synchronize()
         self.stored.put(places, staging)
-
-    def read(self, places: Tensor) -> Tensor:
-        self.settle()
-        rows = self.fabric.host_tensor(self.stored.rows.index_select(0, places.cpu()))
-        return rows.to(self.device, non_blocking=True)
-
-    def settle(self) -> None:
-        while self.writebacks:
-            bounded(self.writebacks[0], self.cfg, "waiting for rows of a table on their way to the host")
-            self.writebacks.pop(0)
-
-    def pop_traffic(self) -> dict[str, int]:
-        traffic = self.traffic
-        self.traffic = super().pop_traffic()
-        return traffic
 
 
 HOMES = dict(device=DeviceHome, host=HostHome)

@@ -6,9 +6,10 @@ import io
 import json
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -99,22 +100,36 @@ def with_tokens(cfg: tg.Config, batch: tg.Batch, tokens: torch.Tensor) -> tg.Bat
     return batch._replace(tokens=tokens, rows=batch.rows | dict(value_embed=values, embed=tokens))
 
 
+def plan_of(planner: tg.Planner, table: tg.Table, read: Sequence[np.ndarray], tied: bool = False,
+            **tag: object) -> tuple[tg.TablePlan, list[np.ndarray]]:
+    """A plan for these logical rows of each step, (b, n) or (b, reads, n), and where each stands in what a rank reads.
+
+    tag: what the plan says of itself, in place of what the planner would have it say.
+    """
+    steps = [SimpleNamespace(step=0, tied=tied) for _ in read]
+    places: list[dict[str, np.ndarray]] = [{} for _ in read]
+    plan = planner.plan(table._replace(ids=np.asarray), "test", steps, read, places)
+    plan.tag.update(tag)
+    return plan, [found[table.label] for found in places]
+
+
+def planner_of(cfg: tg.Config, where: tg.Fabric, *tables: tg.Table) -> tg.Planner:
+    """A planner of these tables alone."""
+    planner = tg.Planner(cfg, where)
+    planner.tables = tables
+    planner.shard_sizes = {table.label: -(-table.rows // where.world) for table in tables}
+    return planner
+
+
 def planned(cfg: tg.Config, batch: tg.Batch, where: tg.Fabric | None = None) -> tg.Batch:
-    """A batch of logical rows as a rank reads it: with plans of its own, nothing being requested of it by others."""
+    """A batch of logical rows as a rank reads it: with plans of its own, no rank requesting anything of another."""
     planner, plans, rows = tg.Planner(cfg, where or fabric()), {}, {}
-    values, tokens = tg.Schedule(cfg).at(batch.step), batch.tokens.numpy()
+    tied = tg.Schedule(cfg).at(batch.step).tied
     for table in planner.tables:
-        if table.label in batch.rows:
-            table = reads(table, batch.rows[table.label].numpy())
-        plan = planner.plan(table, "test", [values], [tokens], [rows])
-        plan.change_lists(torch.from_numpy)
-        plans[table.label] = plan
-    return batch._replace(plans=plans, rows={label: torch.from_numpy(x) for label, x in rows.items()})
-
-
-def reads(table: tg.Table, rows: np.ndarray) -> tg.Table:
-    """The table, of which every step reads these logical rows."""
-    return table._replace(ids=lambda _: rows)
+        plan, (found,) = plan_of(planner, table, [batch.rows[table.label].numpy()], tied)
+        plan.change_lists(torch.as_tensor)
+        plans[table.label], rows[table.label] = plan, torch.from_numpy(found)
+    return batch._replace(plans=plans, rows=rows)
 
 
 def owned(x: torch.Tensor, where: tg.Fabric) -> torch.Tensor:
@@ -162,28 +177,30 @@ def own_rows(model: tg.GPT) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 
 def grad_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor | None:
-    """This rank's gradient of a parameter as added up so far, in its logical shape; None if there is none."""
-    entry, weight = optimizer.entries.get(label), optimizer.model.get_parameter(label)
-    if entry is None:
+    """This rank's gradient of a parameter as gathered so far, in its logical shape; None if there is none."""
+    entry = optimizer.entries.get(label)
+    if not isinstance(entry, tg.TableEntry):
+        weight = optimizer.model.get_parameter(label)
+        if isinstance(entry, tg.Sharded):
+            return None if entry.backwards is None else weight.main_grad
         return weight.grad
-    if isinstance(entry, tg.Sharded):
-        return None if entry.backwards is None else weight.main_grad
     table = entry.table
     if not table.pending:
         return None
     if table.alone:
         return table.grad
-    physical = table.row_grads.new_zeros(table.fabric.world * len(table.shard), table.shard.shape[1])
+    world, (size, width) = table.fabric.world, table.shard.shape
+    physical = table.row_grads.new_zeros(world * size, width)
     for plan in table.pending:
         physical[plan.my_rows] = table.row_grads[:len(plan.my_rows)]
-    return torch.cat([physical[k::len(table.shard)] for k in range(len(table.shard))])[:table.table.rows]
+    return torch.cat([physical[k::size] for k in range(size)])[:table.table.rows]
 
 
 @torch.no_grad()
 def set_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor) -> None:
-    """Set the gradient of a parameter that is no table, as one backward pass leaves it."""
-    entry, weight = optimizer.entries.get(label), optimizer.model.get_parameter(label)
-    if entry is None:
+    """The gradient of a parameter that is no table, as one backward pass leaves it."""
+    weight, entry = optimizer.model.get_parameter(label), optimizer.entries.get(label)
+    if not isinstance(entry, tg.Sharded):
         weight.grad = grad.to(weight.dtype, copy=True)
         return
     weight.main_grad.copy_(grad)
@@ -193,16 +210,16 @@ def set_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor) -> None:
 
 @torch.no_grad()
 def add_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor, values: tg.Values) -> None:
-    """Add what a backward pass adds to the gradient of a parameter, on a single rank; of a table, to every row."""
+    """What a backward pass adds to the gradient of a parameter, on a single rank; of a table, to every row."""
     entry = optimizer.entries.get(label)
     if not isinstance(entry, tg.TableEntry):
-        before = grad_of(optimizer, label)
-        set_grad(optimizer, label, grad if before is None else grad + before)
+        so_far = grad_of(optimizer, label)
+        set_grad(optimizer, label, grad if so_far is None else so_far + grad)
         return
     table = entry.table
-    every = reads(table.table, np.arange(len(grad), dtype=np.int32)[None])
-    plan = tg.Planner(optimizer.cfg, fabric()).plan(every, "test", [values], [np.zeros((1, 1), np.int32)], [{}])
-    plan.change_lists(lambda rows: torch.from_numpy(rows).to(table.grad.device))
+    every_row = np.arange(len(grad), dtype=np.int32)[None]
+    plan, _ = plan_of(tg.Planner(optimizer.cfg, fabric()), table.table, [every_row], values.tied)
+    plan.change_lists(lambda rows: rows.to(table.grad.device))
     table.grad.add_(grad.to(table.grad.dtype))
     table.pending.append(plan)
 

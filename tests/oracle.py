@@ -199,7 +199,7 @@ def logical_rows(batch: tg.Batch, label: str) -> Tensor:
     """Rows of a table that a batch reads, as files and recipes number them."""
     plan, rows = batch.plans[label], batch.rows[label].long()
     alone = len(plan.send_counts) == 1                                    # its index is of the table, not of a list
-    return rows if alone else logical(plan, torch.as_tensor(plan.my_rows)[rows])
+    return rows if alone else logical(plan, plan.my_rows[rows])
 
 
 def logical(plan: tg.TablePlan, physical: Tensor) -> Tensor:

@@ -44,7 +44,7 @@ from pytest import MonkeyPatch
 from torch import Tensor
 
 import train_gpt as tg
-from common import grad_of, reads, set_grad, untied_at
+from common import grad_of, plan_of, set_grad
 from oracle import EXTRACT, WHOLE, Oracle, Trajectory
 
 WORLDS = (8, 4, 2, 1)
@@ -441,22 +441,14 @@ def rows_read(step: int, label: str) -> Tensor:
     return torch.rand(UNEVEN_SLOTS, UNEVEN_ROWS[label], generator=generator) < 0.15
 
 
-def plan_of(executor: tg.Executor, values: tg.Values, label: str, rows: np.ndarray, purpose: str = "train"
-            ) -> tuple[tg.TablePlan, np.ndarray]:
-    """This rank's plan of a cycle in which it reads these rows of a table, and where they stand."""
-    table, = [table for table in executor.planner.tables if table.label == label]
-    places: dict[str, np.ndarray] = {}
-    table = reads(table, rows.astype(np.int32)[None])
-    plan = executor.planner.plan(table, purpose, [values], [np.zeros((1, 1), np.int32)], [places])
-    return plan, places[label][0]
-
-
 def plan_rows(executor: tg.Executor, first: tg.Values, read: dict[str, np.ndarray]) -> dict[str, tuple]:
     """Plans of a cycle in which this rank reads these rows of each table: (plan, rows, where they stand)."""
     found = {}
     for label, rows in read.items():
-        plan, places = plan_of(executor, first, label, rows)
-        found[label] = plan, torch.from_numpy(rows), torch.from_numpy(places).long()
+        table, = [table for table in executor.planner.tables if table.label == label]
+        plan, (places,) = plan_of(executor.planner, table, [rows.astype(np.int32)[None]], table.tied and first.tied,
+                                  purpose="train", cycle=first.step // CYCLE)
+        found[label] = plan, torch.from_numpy(rows), torch.from_numpy(places[0]).long()
     executor.exchange({label: plan for label, (plan, *_) in found.items()})
     for plan, *_ in found.values():
         plan.change_lists(torch.as_tensor)
@@ -614,10 +606,11 @@ def counting(rank: Rank, **changes: Any) -> Found:
 
 def random_plans(executor: tg.Executor, rank: Rank, **tag: Any) -> dict[str, tg.TablePlan]:
     """Of a cycle in which each rank reads rows of its own."""
-    rng, values, plans = np.random.default_rng(rank.rank), tg.Schedule(executor.cfg).at(UNTIE_STEP + 1), {}
-    for label, count in UNEVEN_ROWS.items():
-        plans[label], _ = plan_of(executor, values, label, rng.choice(count, count // 2, replace=False))
-        plans[label].tag |= dict(cycle=4, tokens=64) | tag
+    rng, plans = np.random.default_rng(rank.rank), {}
+    for table in executor.planner.tables:
+        rows = rng.choice(table.rows, table.rows // 2, replace=False).astype(np.int32)[None]
+        told = dict(purpose="train", cycle=4, tokens=64) | tag
+        plans[table.label], _ = plan_of(executor.planner, table, [rows], **told)
     return plans
 
 
@@ -654,7 +647,7 @@ def bad_rows(rank: Rank) -> Found:
         if name == "out of range":
             requested[-1] = size
         elif name == "unsorted":
-            requested[:2] = requested[1::-1].copy()
+            requested[:2] = requested[[1, 0]]
         elif name == "duplicate":
             requested[1] = requested[0]
 
