@@ -447,7 +447,7 @@ def plan_rows(executor: tg.Executor, first: tg.Values, read: dict[str, np.ndarra
     for label, rows in read.items():
         table, = [table for table in executor.planner.tables if table.label == label]
         plan, (places,) = plan_of(executor.planner, table, [rows.astype(np.int32)[None]], table.tied and first.tied,
-                                  purpose="train", cycle=first.step // CYCLE)
+                                  purpose="train", cycle=first.step // CYCLE, tokens=1)
         found[label] = plan, torch.from_numpy(rows), torch.from_numpy(places[0]).long()
     executor.exchange({label: plan for label, (plan, *_) in found.items()})
     for plan, *_ in found.values():
@@ -641,11 +641,9 @@ def bad_rows(rank: Rank) -> Found:
     """Messages when the first rank requests places of the last one that no list may hold: of the last table, so that the
     others have nothing more to wait for."""
     def spoil(plan: tg.TablePlan, name: str) -> None:
-        places, size = plan.my_rows % plan.shard_size, plan.shard_size
-        plan.shard_size = 1 << 20                                             # rows as they travel: none wraps around
-        plan.my_rows, requested = places, places[-plan.send_counts[-1]:]
+        requested = plan.my_rows[-plan.send_counts[-1]:]
         if name == "out of range":
-            requested[-1] = size
+            requested[-1] = rank.world * plan.shard_size
         elif name == "unsorted":
             requested[:2] = requested[[1, 0]]
         elif name == "duplicate":
