@@ -3150,8 +3150,8 @@ HOMES = dict(device=DeviceHome, host=HostHome)
 
 
 # ====== Room 7: Optimizer =============================================================================================
-# Orders of communication: reductions are launched in the first, updates and their gathers done in the second. NorMuon
-# comes first, so that the gradients of Adam's entries travel while it computes. Tables of n-grams go before SMALL.
+# Reductions are launched in the first order, updates and their gathers done in the second. NorMuon comes first, so that
+# the gradients of Adam's entries travel while it computes. Tables of n-grams go before the last.
 SMALL = "small"                          # what every rank updates alike: one sum over ranks for all of it
 REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
 UPDATE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
@@ -3193,12 +3193,12 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor
     momentum.add_((grad - momentum) * (1 - mu))
     nesterov = grad * (1 - mu) + momentum * mu
     o = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
-
     axis = norm_axis(grad.shape)
     mean_square = o.square().mean(dim=axis, keepdim=True)                     # shaped like second
     second.lerp_(mean_square, 1 - beta2)
     scale = second.clamp_min(1e-10).rsqrt()
 
+    # Norms of whole matrices come from the means: o itself is read once more, for the product alone.
     count = grad.shape[axis]                                                  # numbers in each mean
     norm = (count * mean_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
     scaled_square = mean_square * scale.square()
@@ -3223,10 +3223,9 @@ def split_mantissa(exact: Tensor, p: Tensor, mantissa: Tensor) -> None:
 
 def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second: Tensor,
                    grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
-    """Make one NorMuon step on matrices p (M, r, c) in place, with decay only where it agrees with the update.
+    """Make one NorMuon step on matrices p (M, r, c), or their upper halves with a mantissa, in place; decay is cautious.
 
-    lr_muls (M, 1, 1); decay () = weight decay x lr (); grad_scale multiplies a plain sum over slots. With a mantissa,
-    p is the upper half of each weight.
+    grad (M, r, c) a plain sum over slots; lr_muls (M, 1, 1); lr (), decay () = weight decay x lr.
     """
     grad = grad.to(momentum.dtype) * grad_scale
     update = normuon_direction(grad, momentum, second, mu, beta2, p.dtype)
@@ -3241,7 +3240,7 @@ def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: T
 
 
 def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
-    """Return p less the update, and less decay p where the two agree; Adam's > differs from NorMuon's >=."""
+    """Return p - update, less decay p where the two agree. NorMuon has >= in place of > (recipe 3)."""
     agrees = update * p > 0
     return p - (update + p * agrees * decay)
 
@@ -3260,12 +3259,12 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
                    beta2: float, eps: float, step_size: Tensor, decay: Tensor, bits: Tensor | None) -> None:
     """Make one update of the requested rows of a row-wise table in place: one second moment per row.
 
-    rows (u, D), v (u,), last (u,) i32, grad (u, D) a plain sum over slots and ranks; number (): of the update, from 1;
-    step_size = lr sqrt(1 - beta2^number), decay = lr^2 x weight decay, (). bits (u,) i32 of `row_bits` round bf16 rows
-    stochastically, None to the nearest. v is decayed for the updates that a row missed, once: as if each had done it.
+    rows (u, D), v (u,), last (u,) i32, grad (u, D) a plain sum over slots and ranks; number () of the update, from 1;
+    step_size () = lr sqrt(1 - beta2^number), decay () = lr^2 x weight decay. bits (u,) i32 of `row_bits`: round bf16
+    rows stochastically; None: to the nearest. v decays for all updates that a row missed, as if it had been in each.
     """
     grad = grad * grad_scale
-    missed = torch.pow(beta2, (number - last).double())       # f64, rounded once
+    missed = torch.pow(beta2, (number - last).double())                       # f64, rounded once
     v.copy_(v * missed.to(v.dtype) + (1 - beta2) * grad.square().mean(dim=1))
     last.copy_(number.expand_as(last))
     update = grad / (v.sqrt() + eps)[:, None] * step_size
@@ -3278,13 +3277,12 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
 def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
     """Round f32 (u, D) to what bf16 holds: up with the probability that the cut bits say; bits (u,) i32.
 
-    What is drawn for an element follows from (seed, label, logical row, update, column) alone: ranks do not matter.
-    Infinities and NaN stay: a carry would turn the largest NaN into -0.0.
+    What an element draws follows from (seed, label, logical row, update, column) alone: ranks do not matter.
     """
     column = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
     drawn = lowbias32(bits[:, None] ^ column) & 0xFFFF
     rounded = (x.view(torch.int32) + drawn) & -0x10000
-    return torch.where(x.isfinite(), rounded.view(torch.float32), x)
+    return torch.where(x.isfinite(), rounded.view(torch.float32), x)          # a carry makes -0.0 of the largest NaN
 
 
 def row_bits(seed: int, label: str, rows: Tensor, number: Tensor) -> Tensor:
@@ -3311,12 +3309,10 @@ def initial_state(row: Parameter, shard: Tensor) -> dict[str, Tensor]:
 
     The one place that lists it: snapshots, checkpoints and the memory estimate follow.
     """
-    zeros = functools.partial(torch.zeros_like, shard, dtype=accum_dtype(shard.dtype))
+    zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
     if row.optimizer == "adam":
-        return dict(m=zeros(), v=zeros())
-    second_shape = list(shard.shape)
-    second_shape[norm_axis(second_shape)] = 1
-    state = dict(momentum=zeros(), second=shard.new_zeros(second_shape, dtype=accum_dtype(shard.dtype)))
+        return dict(m=zeros(shard), v=zeros(shard))
+    state = dict(momentum=zeros(shard), second=zeros(shard.narrow(norm_axis(shard.shape), 0, 1)))
     if shard.dtype == torch.bfloat16:
         state["mantissa"] = torch.zeros_like(shard, dtype=torch.int16)
     return state
@@ -3335,6 +3331,13 @@ def needs_f32_main_grad(row: Parameter, accumulates: bool) -> bool:
     return accumulates or row.optimizer == "adam"
 
 
+def launch(fabric: Fabric, collective: Callable, *tensors: Tensor) -> Callable[[], object]:
+    """Launch a collective of all ranks; one rank has what it needs. Returns the wait."""
+    if fabric.world == 1:
+        return no_wait
+    return collective(*tensors, async_op=True).wait
+
+
 # ---- Entries of the orders: each reduces its gradient, updates what this rank owns, and gathers what others need.
 class Small:
     """All that every rank updates alike, in one sum over ranks."""
@@ -3344,27 +3347,20 @@ class Small:
         self.rows = rows
         self.weights = [optimizer.model.get_parameter(row.label) for row in rows]
         self.states = [initial_state(row, p.data) for row, p in zip(rows, self.weights)]
-        sizes = [p.numel() for p in self.weights]
-        self.grad = torch.zeros(sum(sizes), dtype=accum_dtype(self.weights[0].dtype), device=optimizer.fabric.device)
-        self.parts = self.grad.split(sizes)
+        self.sizes = [p.numel() for p in self.weights]
 
     def has_gradient(self) -> bool:
         return all(p.grad is not None for p in self.weights)
 
-    def add_zeros(self) -> None:
-        for p in self.weights:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-
     def reduce(self) -> None:
-        for part, p in zip(self.parts, self.weights):
-            part.copy_(p.grad.flatten())
+        accum = accum_dtype(self.weights[0].dtype)
+        self.grad = torch.cat([p.grad.flatten().to(accum) for p in self.weights])
         self.wait = launch(self.optimizer.fabric, dist.all_reduce, self.grad)
 
     def update(self, values: Values) -> Callable[[], object]:
         self.wait()
-        for row, p, part, state in zip(self.rows, self.weights, self.parts, self.states):
-            self.optimizer.adam(row, p.data, part.view_as(p), state, values)
+        for row, p, grad, state in zip(self.rows, self.weights, self.grad.split(self.sizes), self.states):
+            self.optimizer.adam(row, p.data, grad.view_as(p), state, values)
         self.clear()
         return no_wait
 
@@ -3377,8 +3373,7 @@ class Sharded:
     """A bank, or the head: rank r updates the r-th of W equal shards of its units, and has their state alone.
 
     Units are the granules of sharding: matrices of a bank, rows of the head. Weight and main_grad stand in room for W
-    whole shards, so that collectives work in place; nothing else sees the zeros after the units. The main_grad is f32
-    (f64) where a rank writes more than once between clears; what travels has the weight's type.
+    whole shards, so that collectives work in place; nothing else sees the zeros after the units.
     """
 
     def __init__(self, optimizer: Optimizer, row: Parameter, accumulates: bool) -> None:
@@ -3388,24 +3383,23 @@ class Sharded:
         self.optimizer = optimizer
         self.row = row
         self.weight = weight
-        self.shard_size = -(-len(units) // fabric.world)
 
         # Collectives want one block for all shards, so the weight moves into it for good.
-        def padded(dtype: torch.dtype) -> Tensor:
-            return units.new_zeros(self.shard_size * fabric.world, *units.shape[1:], dtype=dtype, device=fabric.device)
-
-        self.padded = padded(weight.dtype)
+        self.shard_size = -(-len(units) // fabric.world)
+        room = (self.shard_size * fabric.world, *units.shape[1:])
+        self.padded = units.new_zeros(room)
         self.padded[:len(units)] = units
         weight.data = self.padded[:len(units)].view(weight.shape)
         self.slice = slice(fabric.rank * self.shard_size, (fabric.rank + 1) * self.shard_size)
         self.shard = self.padded[:len(units)][self.slice]
         self.state = initial_state(row, self.shard)
 
-        several_writes = needs_f32_main_grad(row, accumulates)
-        self.main_grad = padded(accum_dtype(weight.dtype) if several_writes else weight.dtype)
+        # Sums of several writes want more bits than what travels, which has the weight's type.
+        in_f32 = needs_f32_main_grad(row, accumulates)
+        self.main_grad = units.new_zeros(room, dtype=accum_dtype(weight.dtype) if in_f32 else weight.dtype)
         self.comm_buffer = self.main_grad
         if self.main_grad.dtype != weight.dtype and fabric.world > 1:
-            self.comm_buffer = padded(weight.dtype)
+            self.comm_buffer = torch.zeros_like(self.padded)
         weight.main_grad = self.main_grad[:len(units)].view(weight.shape)
         layers = len(weight) if row.optimizer == "normuon" else 1
         weight.writes = torch.zeros(layers * len(row.parts), dtype=torch.int64)
@@ -3414,11 +3408,10 @@ class Sharded:
         # Tall matrices move by the root of their aspect ratio, down matrices of the MLP by twice that.
         if row.optimizer == "normuon":
             aspect = max(1.0, units.shape[-2] / units.shape[-1]) ** 0.5
-            lr_muls = torch.full((len(self.shard), 1, 1), aspect, dtype=self.state["momentum"].dtype)
+            lr_muls = units.new_full((len(units), 1, 1), aspect, dtype=accum_dtype(weight.dtype))
             if row.label == "mlp":
-                number_in_bank = self.slice.start + torch.arange(len(self.shard))
-                lr_muls[number_in_bank % UP_AND_DOWN == 1] *= DOWN_LR_MUL     # up, down, up, down, ...
-            self.lr_muls = lr_muls.to(fabric.device)
+                lr_muls[1::UP_AND_DOWN] *= DOWN_LR_MUL                        # up, down, up, down, ...
+            self.lr_muls = lr_muls[self.slice]
 
     def has_gradient(self) -> bool:
         """Raises RunError unless every backward pass wrote each part of the main_grad once."""
@@ -3430,17 +3423,6 @@ class Sharded:
              "a micro-batch was lost or ran twice: drop_gradients, and repeat the step", RunError)
         return True
 
-    def add_zeros(self) -> None:
-        self.backwards = self.backwards or 0
-
-    def count_backward(self) -> None:
-        self.backwards = (self.backwards or 0) + 1
-
-    def prepare(self) -> None:
-        """Make the main_grad zero after calls of weight 0 alone, which wrote nothing there."""
-        if self.backwards == 0:
-            self.main_grad.zero_()
-
     def reduce(self) -> None:
         if self.comm_buffer is not self.main_grad:
             self.comm_buffer.copy_(self.main_grad)
@@ -3448,20 +3430,27 @@ class Sharded:
         self.wait = launch(self.optimizer.fabric, dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
     def update(self, values: Values) -> Callable[[], object]:
+        """Update the shard; returns the wait for those of the other ranks."""
         self.wait()
         grad = self.grad[:len(self.shard)]
+        optimizer, state = self.optimizer, self.state
         if self.row.optimizer == "adam":
-            self.optimizer.adam(self.row, self.shard, grad, self.state, values)
+            optimizer.adam(self.row, self.shard, grad, state, values)
         elif len(self.shard) > 0:
-            self.optimizer.normuon(self, grad, values)
+            cfg = optimizer.cfg
+            lr = cpu_scalar(values.normuon_lr)
+            decay = cpu_scalar(values.normuon_lr * cfg.normuon_weight_decay)  # times the rate again in the update
+            optimizer.normuon_update(
+                self.shard, state.get("mantissa"), grad, state["momentum"], state["second"], optimizer.grad_scale,
+                cpu_scalar(values.momentum), lr, self.lr_muls, decay, cfg.normuon_beta2)
         self.clear()
-        return launch(self.optimizer.fabric, dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
+        return launch(optimizer.fabric, dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
 
     def clear(self) -> None:
         """Drop the gradient. The main_grad keeps what it holds: the next write overwrites it."""
+        self.backwards = None
         self.weight.grad = None
         self.weight.writes.zero_()
-        self.backwards = None
 
 
 class TableEntry:
@@ -3471,13 +3460,10 @@ class TableEntry:
         self.optimizer = optimizer
         self.row = row
         self.table = table
-        self.state = initial_state(row, table.shard) if table.home is None else {}
+        self.state = {} if table.home else initial_state(row, table.shard)
 
     def has_gradient(self) -> bool:
         return len(self.table.pending) > 0
-
-    def add_zeros(self) -> None:
-        """The row_grads of a table are always there."""
 
     def reduce(self) -> None:
         self.grad, self.wait = self.table.return_gradients()
@@ -3485,10 +3471,10 @@ class TableEntry:
     def update(self, values: Values) -> Callable[[], object]:
         """Update, and launch the rows of the next cycle: the first lookup waits for them."""
         self.wait()
-        if self.table.home is None:
-            self.optimizer.adam(self.row, self.table.shard, self.grad, self.state, values)
-        else:
+        if self.table.home:
             self.optimizer.rowwise(self.row, self.table, self.grad, values)
+        else:
+            self.optimizer.adam(self.row, self.table.shard, self.grad, self.state, values)
         self.clear()
         plans = self.optimizer.plans_ahead()
         if plans is not None:
@@ -3498,13 +3484,6 @@ class TableEntry:
     def clear(self) -> None:
         self.grad = None
         self.table.clear()
-
-
-def launch(fabric: Fabric, collective: Callable, *tensors: Tensor) -> Callable[[], object]:
-    """Launch a collective of all ranks; one rank has what it needs. Returns the wait."""
-    if fabric.world == 1:
-        return no_wait
-    return collective(*tensors, async_op=True).wait
 
 
 class Optimizer:
@@ -3523,38 +3502,38 @@ class Optimizer:
         self.rowwise_update = compiled(rowwise_update)
         self.plans_ahead: Callable = no_wait
 
+        # By label: the state of what this rank owns. Its names are those of snapshots and checkpoints.
         self.parameters = {row.label: row for row in parameter_table(cfg)}
-        self.entries: dict[str, Small | Sharded | TableEntry] = {}
         small = [row for row in self.parameters.values() if not row.sharded]
-        self.entries[SMALL] = Small(self, small)
-        self.sharded: list[Sharded] = []
+        self.entries: dict[str, Small | Sharded | TableEntry] = {SMALL: Small(self, small)}
+        self.state = {row.label: state for row, state in zip(small, self.entries[SMALL].states)}
         for label, row in self.parameters.items():
-            if label in tables:
-                self.entries[label] = TableEntry(self, row, tables[label])
-            elif row.sharded:
-                self.entries[label] = Sharded(self, row, accumulates)
-                self.sharded.append(self.entries[label])
+            if row.sharded:
+                entry = TableEntry(self, row, tables[label]) if row.rows else Sharded(self, row, accumulates)
+                self.entries[label] = entry
+                if entry.state:
+                    self.state[label] = entry.state
 
         ngrams = [table.label for table in cfg.tables]
-        self.reduce_order = (*REDUCE_ORDER[:-1], *ngrams, SMALL)
-        self.update_order = (*UPDATE_ORDER[:-1], *ngrams, SMALL)
+        self.reduce_order = (*REDUCE_ORDER[:-1], *ngrams, REDUCE_ORDER[-1])
+        self.update_order = (*UPDATE_ORDER[:-1], *ngrams, UPDATE_ORDER[-1])
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.entries), "every entry once in both"
 
-        # By label: the state of what this rank owns. Its names are those of snapshots and checkpoints.
-        self.state = {row.label: state for row, state in zip(small, self.entries[SMALL].states)}
-        for label, entry in self.entries.items():
-            if label != SMALL and entry.state:
-                self.state[label] = entry.state
+    def count_backward(self) -> None:
+        """Expect each part of a main_grad to be written once more."""
+        for entry in self.entries.values():
+            if isinstance(entry, Sharded):
+                entry.backwards = (entry.backwards or 0) + 1
 
     def add_zeros(self) -> None:
         """Begin a gradient where there is none: a rank with nothing to add still joins what all ranks reduce."""
         for entry in self.entries.values():
-            entry.add_zeros()
-
-    def count_backward(self) -> None:
-        """Count a backward pass that starts: each part of a main_grad is to be written once more."""
-        for entry in self.sharded:
-            entry.count_backward()
+            if isinstance(entry, Sharded) and entry.backwards is None:
+                entry.backwards = 0
+                entry.main_grad.zero_()
+        for p in self.entries[SMALL].weights:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
 
     @torch.no_grad()
     def step(self, values: Values, plans_ahead: Callable) -> None:
@@ -3567,8 +3546,6 @@ class Optimizer:
         missing = [label for label in active if not self.entries[label].has_gradient()]
         need(not missing, "optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first",
              RunError)
-        for entry in self.sharded:
-            entry.prepare()
 
         # Tied, head and embedding are one parameter with one gradient.
         head = self.model.lm_head
@@ -3591,11 +3568,11 @@ class Optimizer:
 
     def is_due(self, label: str, values: Values) -> bool:
         """Return whether this step updates an entry."""
-        entry = self.entries[label]
-        if isinstance(entry, Sharded) and entry.row.optimizer == "normuon":
+        row = self.parameters.get(label)                                      # none of SMALL
+        if row is not None and row.optimizer == "normuon":
             return True
-        if isinstance(entry, TableEntry):
-            return (values.step + 1) % entry.table.table.cadence == 0
+        if row is not None and row.optimizer == "rowwise":
+            return (values.step + 1) % row.rows.cadence == 0
         return values.adam_step
 
     def _adam_numbers(self, row: Parameter, values: Values) -> tuple[int, Tensor, Tensor]:
@@ -3612,26 +3589,19 @@ class Optimizer:
         _, step_size, decay = self._adam_numbers(row, values)
         self.adam_update(p, grad, state["m"], state["v"], self.grad_scale, row.betas, self.cfg.adam_eps, step_size, decay)
 
-    def normuon(self, bank: Sharded, grad: Tensor, values: Values) -> None:
-        state = bank.state
-        mu = cpu_scalar(values.momentum)
-        lr = cpu_scalar(values.normuon_lr)
-        decay = cpu_scalar(values.normuon_lr * self.cfg.normuon_weight_decay)  # times the rate again in the update
-        self.normuon_update(bank.shard, state.get("mantissa"), grad, state["momentum"], state["second"],
-                            self.grad_scale, mu, lr, bank.lr_muls, decay, self.cfg.normuon_beta2)
-
     def rowwise(self, row: Parameter, table: RowTable, grad: Tensor, values: Values) -> None:
         number, step_size, decay = self._adam_numbers(row, values)
-        number = torch.full((), number, dtype=torch.int32, device=grad.device)      # made there: a copy would wait
+        number = torch.full((), number, dtype=torch.int32, device=grad.device)       # made there: a copy would wait
+        changing = [*table.live, grad]
         bits = None
         if row.rows.rounding == "stochastic" and table.live.rows.dtype == torch.bfloat16:
             places = table.pending[0].update.places.to(grad.device, non_blocking=True)
-            logical = places * self.fabric.world + self.fabric.rank                 # alike at any number of ranks
+            logical = places * self.fabric.world + self.fabric.rank                  # alike at any number of ranks
             bits = row_bits(self.seed, row.label, logical, number)
+            changing.append(bits)
         if self.rowwise_update is not rowwise_update:         # compiled: one graph for any number of rows
-            for x in (*table.live, grad, bits):
-                if x is not None:
-                    torch._dynamo.maybe_mark_dynamic(x, 0)
+            for x in changing:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
         self.rowwise_update(*table.live, grad, self.grad_scale, number, row.betas[1], self.cfg.adam_eps, step_size,
                             decay, bits)
         table.updated()
@@ -3642,15 +3612,13 @@ class Optimizer:
         head = self.entries["lm_head"]
         embed = self.entries["embed"]
         count, width = embed.table.shard.shape
-        for name, moment in embed.state.items():                              # owned along V, the head's along D
+        # A rank owns rows of the head, along D; of an embedding it owns every W-th column of the head, along V.
+        for name, moment in embed.state.items():
             of_head = head.state[name]
             missing = (0, W * count - of_head.shape[1], 0, head.shard_size - len(of_head))
             leaving = F.pad(of_head, missing).unflatten(1, (count, W)).permute(2, 0, 1).contiguous()
-            arrived = torch.empty_like(leaving)                               # (rank, rows of its head shard, C)
-            if W > 1:
-                dist.all_to_all_single(arrived, leaving)
-            else:
-                arrived = leaving
+            arrived = leaving if W == 1 else torch.empty_like(leaving)        # (rank, rows of its head shard, C)
+            launch(self.fabric, dist.all_to_all_single, arrived, leaving)()
             moment.copy_(arrived.flatten(0, 1)[:width].t())
         my_rows = self.model.lm_head.t()[self.fabric.rank::W]
         embed.table.shard[:len(my_rows)] = my_rows
@@ -3686,6 +3654,7 @@ class Executor:
         self.slots_at_once = slots_at_once or cfg.num_slots // fabric.world
         self.planner = Planner(cfg, fabric, self.exchange)
 
+        # Buffers are made for the largest batch of the run: none grows, and every address stays.
         largest_batch = max(stage.batch_tokens for stage in cfg.stages)
         longest_slot = max(cfg.val_batch_tokens, largest_batch) // cfg.num_slots
         self.model = GPT(cfg, attention, longest_slot, self.planner.shard_sizes)
@@ -3697,6 +3666,7 @@ class Executor:
             most_tokens = table.cadence * largest_batch // fabric.world if precision else 0
             self.tables[table.label] = RowTable(table, cfg, fabric, shard, most_tokens, report)
 
+        # What is compiled is called often, and with few sets of shapes.
         self.compiling = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
         if self.compiling:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
@@ -3709,9 +3679,7 @@ class Executor:
 
     def compiled(self, call: Callable) -> Callable:
         """Return the call as a compiled graph, or as it is where nothing is compiled."""
-        if not self.compiling:
-            return call
-        return torch.compile(call, dynamic=False, fullgraph=True)
+        return torch.compile(call, dynamic=False, fullgraph=True) if self.compiling else call
 
     def shard(self, label: str, whole: Tensor) -> Tensor:
         """Return what this rank keeps of a whole weight: of a table every W-th row and zeros after them, else all."""
@@ -3738,14 +3706,15 @@ class Executor:
         Calls add up until optim_step. No reduction over ranks, no division, no waiting for the device. A weight of 0
         adds zeros, whatever the loss: this rank still takes part in the update.
         """
-        self._set_rotary(values)
-        head = self.model.lm_head
+        spans = self._attention_of(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
         row_buffers = {}
         for label, table in self.tables.items():
-            row_buffers[label] = table.rows_for_forward(batch.plans[label], head)
-        weights = torch.stack([self._scalar(weight) for weight in values.mtp_weights])
-        backward_seed = self._scalar(loss_weight)
-        spans = self._spans(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
+            row_buffers[label] = table.rows_for_forward(batch.plans[label], self.model.lm_head)
+
+        # Scalars are made on the device: a copy from the host would wait.
+        scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.fabric.device)
+        weights = torch.stack([scalar(weight) for weight in values.mtp_weights])
+        backward_seed = scalar(loss_weight)
 
         # Micro-batches change nothing but rounding: each adds its sums to the same gradients.
         sums = []
@@ -3767,11 +3736,10 @@ class Executor:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], values: Values) -> float:
         """Return the mean loss per token (nats) over all ranks' batches: next token, no fp8, documents uncut."""
-        self._set_rotary(values)
         total = torch.zeros((), dtype=torch.float64, device=self.fabric.device)
         tokens = 0
         for batch in batches:
-            spans = self._spans(values, batch.tokens.shape[1])
+            spans = self._attention_of(values, batch.tokens.shape[1])
             row_buffers = self._read_only_rows(batch)
             for part in self._micro_batches(batch):
                 rows = self.model_hidden(part, spans, row_buffers).flatten(0, 1)
@@ -3788,7 +3756,6 @@ class Executor:
 
         Longer contexts keep their last tokens, as many as a validation slot has.
         """
-        self._set_rotary(values)
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.num_slots):]
         length = -(-len(context) // SLOT_UNIT) * SLOT_UNIT
         padded = np.zeros(length + 1, np.uint16)              # nothing looks at later positions
@@ -3796,13 +3763,9 @@ class Executor:
         slot = Slot(padded, np.asarray([0, length], np.int32))
         batch, = self.planner.batches("sample", [values], [[slot]])
         batch = batch.to(self.fabric.device)
-        hidden = self.model.hidden(batch, self._spans(values, length), self._read_only_rows(batch))
+        hidden = self.model.hidden(batch, self._attention_of(values, length), self._read_only_rows(batch))
         logits = hidden[0, len(context) - 1] @ self.model.lm_head
         return softcap(logits.to(self.accum_dtype))
-
-    def _scalar(self, value: float) -> Tensor:
-        """Make a scalar on the device: a copy from the host would wait."""
-        return torch.full((), value, dtype=self.accum_dtype, device=self.fabric.device)
 
     def _read_only_rows(self, batch: Batch) -> dict[str, tuple[Tensor, None]]:
         row_buffers = {}
@@ -3812,8 +3775,11 @@ class Executor:
                 torch._dynamo.maybe_mark_dynamic(row_buffers[label][0], 0)
         return row_buffers
 
-    def _spans(self, values: Values, longest: int) -> dict:
-        """longest: upper bound of a document's length in tokens."""
+    def _attention_of(self, values: Values, longest: int) -> AttentionSpans:
+        """Set the rotary tables, and return the spans. longest: upper bound of a document's length in tokens."""
+        if values.rotary != self.rotary:
+            self.model.set_rotary(values.rotary.frequencies)
+            self.rotary = values.rotary
         return spans_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)
 
     def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
@@ -3823,18 +3789,13 @@ class Executor:
                 torch._dynamo.maybe_mark_dynamic(part.cu_seqlens, 1)
             yield part
 
-    def _set_rotary(self, values: Values) -> None:
-        if values.rotary != self.rotary:
-            self.model.set_rotary(values.rotary.frequencies)
-            self.rotary = values.rotary
-
     # State: what this rank holds, for a snapshot; as a whole, the same at every W, for a file.
     def state_tensors(self) -> dict[str, Tensor]:
         """Return every tensor that a run changes, by name: weights, rotary tables, state of the optimizer."""
         tensors = {name: p.data for name, p in self.model.named_parameters()}
-        tensors.update(self.model.named_buffers())
+        tensors |= dict(self.model.named_buffers())
         for label, state in self.optimizer.state.items():
-            tensors.update({f"{label}.{name}": x for name, x in state.items()})
+            tensors |= {f"{label}.{name}": x for name, x in state.items()}
         return tensors
 
     def snapshot(self) -> Callable[[], None]:
@@ -3911,18 +3872,16 @@ class Executor:
     @torch.no_grad()
     def load_state(self, saved: dict[str, dict[str, Tensor]]) -> None:
         """Copy this rank's part of a whole state, in place. Raises DataError for other names, shapes or dtypes."""
-        live = {}                                             # name -> (this rank's tensor, its part of the saved one)
-        for label in self.model.table:
-            whole = saved["weights"].get(label)
-            live[label] = (self.model.get_parameter(label), None if whole is None else self.shard(label, whole))
-        for label, state in self.optimizer.state.items():
+        wholes = saved["weights"] | saved["moments"]
+        buffers = dict(self.model.named_buffers())            # they follow from the settings
+        for name, x in self.state_tensors().items():
+            if name in buffers:
+                continue
+            label, is_state, _ = name.partition(".")
             entry = self.optimizer.entries.get(label)
-            for name, x in state.items():
-                part = saved["moments"].get(f"{label}.{name}")
-                if part is not None:
-                    part = part[entry.slice] if isinstance(entry, Sharded) else self.shard(label, part)
-                live[f"{label}.{name}"] = (x, part)
-        for name, (x, part) in live.items():
+            part = wholes.get(name)
+            if part is not None:
+                part = part[entry.slice] if is_state and isinstance(entry, Sharded) else self.shard(label, part)
             found = None if part is None else (part.dtype, *part.shape)
             need(found == (x.dtype, *x.shape), f"{name} of a checkpoint", found, (x.dtype, *x.shape),
                  "resume with the trainer and settings of that run", DataError)
@@ -3973,8 +3932,9 @@ def table_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> dict[str, int]:
         if cfg.row_comms == "dense":
             read = W * shard_rows
         cached = read if W > 1 else 0
+        moments = initial_state(row, torch.empty(shard_rows, D, dtype=dtype, device="meta")).values()
         return dict(weights=(shard_rows + cached) * D * item, gradients=(shard_rows + cached) * D * accum,
-                    moments=2 * shard_rows * D * accum)
+                    moments=sum(x.nbytes for x in moments))
 
     # An update's rows stand on the device, in two sets beside a host home; then come the gradients that are sent, those
     # that arrive, their sums, and the rows of the next update.

@@ -48,6 +48,11 @@ def preset(name: str = "tiny", vocab_size: int = 512, document_start: int = 511,
     return tg.resolve(cfg, header, header)
 
 
+def untied_at(stage: int | None, stages: tuple[tg.Stage, ...] = tg.TINY_STAGES) -> tuple[tg.Stage, ...]:
+    """The stages of `tiny`, of which another one unties, or none."""
+    return tuple(row._replace(untie=k == stage) for k, row in enumerate(stages))
+
+
 def small(**changes) -> tg.Config:
     """float64, 4 heads of 8 (two heads in a paired sequence), 64 tokens of vocabulary, slots of 16 tokens or more."""
     fields = dict(num_heads=4, head_dim=8, model_dim=32, dtype="float64", window_block=3, max_doc_len=12)
