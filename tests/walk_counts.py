@@ -158,13 +158,12 @@ def check_names() -> None:
         name = walk.name_of_step(schedule, f"step {step}")
         if name:
             steps.setdefault(name, []).append(step)
-    split = steps.pop("split step")
-    assert split == [schedule.split_step]
+    assert steps.pop("untie step") == [schedule.untie_step]
     assert sorted(steps) == [f"stage {number} {parity} step" for number in range(1, 5) for parity in ("even", "odd")]
     for name, (step,) in steps.items():
         stage = int(name.split()[1]) - 1
         assert step % 2 == ("odd" in name)
-        assert schedule.stage_starts[stage] + 2 <= step < schedule.stage_ends[stage], name
+        assert schedule.starts[stage] + 2 <= step < schedule.ends[stage], name
 
 
 def launcher(block: int, spills: int) -> types.SimpleNamespace:
