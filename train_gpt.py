@@ -2169,10 +2169,13 @@ def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     losses = []
     for logits, ids in row_chunks(y @ w, targets[:, None]):
         z = softcap(logits.to(accum_dtype(y.dtype)))
-        # No term of the sum overflows, for z lies below LOGIT_CAP: one sweep does, without the rows' largest.
-        lse = (z - LOGIT_CAP).exp().sum(dim=-1).log() + LOGIT_CAP
-        losses.append(lse - z.gather(1, ids)[:, 0])
+        losses.append((log_sum_exp(z) - z.gather(1, ids))[:, 0])
     return torch.cat(losses)
+
+
+def log_sum_exp(z: Tensor) -> Tensor:
+    """Of each row of softcapped logits, (N, V) -> (N, 1): below LOGIT_CAP nothing overflows, so one sweep does."""
+    return (z - LOGIT_CAP).exp().sum(dim=-1, keepdim=True).log() + LOGIT_CAP
 
 
 def mtp_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -2206,8 +2209,13 @@ def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, gra
     losses = []
     for block, block_ids, block_weights, out in row_chunks(logits, ids, token_weights, grad):
         z = softcap(block.to(token_weights.dtype))
-        probability = z.softmax(dim=-1)                                       # above 1e-10 / V, for z is below 23
-        nats = -probability.gather(1, block_ids).log()
+        if torch.compiler.is_compiling():                                     # softmax would leave (N, V) in f32
+            lse = log_sum_exp(z)
+            probability = (z - lse).exp()
+            nats = lse - z.gather(1, block_ids)
+        else:
+            probability = z.softmax(dim=-1)                                   # above 1e-10 / V
+            nats = -probability.gather(1, block_ids).log()
         losses.append((block_weights * nats).sum(dim=1))
         scaled = factor * block_weights                                       # (N, G): no pass over (N, V) for it
         grad_z = subtract_one_hot(probability.mul_(scaled.sum(dim=1, keepdim=True)), block_ids, scaled)
@@ -3558,6 +3566,7 @@ class TableEntry:
 
     def clear(self) -> None:
         self.grad = None
+        self.wait = no_wait                                                   # which has kept what arrived
         self.table.clear()
 
 
