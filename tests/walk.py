@@ -340,9 +340,8 @@ class Ledger(phantom.Recorder):
         others = getattr(owner, "all_launchers", ())[1:]
         if others:
             facts["others"] = [configuration_of(launcher) for launcher in others]
-        gigabytes = owner.inductor_meta.get("kernel_num_gb") or 0
-        facts.update(kind="generated", name=base, block=dict(config.kwargs), loops=loops, bytes=round(gigabytes * 1e9),
-                     shapes=" ".join(map(text_of, tensors)))
+        facts.update(kind="generated", name=base, block=dict(config.kwargs), loops=loops,
+                     bytes=generated_bytes(owner, tensors), shapes=" ".join(map(text_of, tensors)))
         return f"{base[:LONGEST_NAME]}.{digest_of(source + str(sorted(config.kwargs.items())) + facts['shapes'])}"
 
     def product(self, facts: dict[str, Any], tensors: list[Tensor]) -> str:
@@ -412,6 +411,18 @@ class Ledger(phantom.Recorder):
         self.phase.timeline.append(["host_wait", f"{where}  # {what}"])
         if self.timed:
             self.host_waits[where] = self.host_waits.get(where, 0) + 1
+
+
+def generated_bytes(owner: Any, tensors: list[Tensor]) -> int:
+    """What Inductor says that its kernel moves; tensors: its arguments.
+
+    At most all of them once, and those that it changes in place twice: Inductor takes its first argument for one of
+    these, too, where it has dropped one.
+    """
+    names = [name for name in owner.fn.arg_names if "_ptr" in name]
+    in_place = [x for name, x in zip(names, tensors) if name.startswith("in_out_ptr")]
+    gigabytes = owner.inductor_meta.get("kernel_num_gb") or 0
+    return min(round(gigabytes * 1e9), sum(x.nbytes for x in (*tensors, *in_place)))
 
 
 def configuration_of(launcher: Any) -> dict[str, Any]:

@@ -178,9 +178,12 @@ def check_configurations(ledger: walk.Ledger) -> None:
     owner = types.SimpleNamespace(inductor_meta=dict(kernel_name="triton_poi_7", kernel_num_gb=1e-6),
                                   all_launchers=compiled, launchers=compiled[:1],
                                   fn=types.SimpleNamespace(src="def triton_poi_7(): pass"))
-    facts = dict(loops=[])
-    ledger.generated(owner, facts, [])
-    assert facts["block"] == dict(XBLOCK=1) and facts["bytes"] == 1000
+    # Of 1,000 bytes that Inductor counts: more than it can move, unless it changes the larger argument in place.
+    for names, size in ((["in_ptr0", "out_ptr0", "xnumel"], 960), (["in_out_ptr0", "in_ptr0", "xnumel"], 1000)):
+        owner.fn.arg_names = names
+        facts = dict(loops=[])
+        ledger.generated(owner, facts, [torch.empty(200), torch.empty(40)])
+        assert facts["bytes"] == size and facts["block"] == dict(XBLOCK=1)
     assert facts["others"] == [dict(block=dict(XBLOCK=64), warps=4, registers=32, spills=16, shared=0)]
 
 
