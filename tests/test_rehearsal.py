@@ -135,7 +135,7 @@ def expect(failures: list[tuple[str, str]], kind: str, *wheres: str) -> None:
 STEP = "        self.optimizer.step(values, plans_ahead)\n"
 SUMS = "            sums.append(slot_sums.detach())\n"
 ADD = "        add_rows(ctx.row_grads, index, grad)\n"
-SCRATCH = "            product = fp8_product(y_in_rows, payload, scale * FP8_Y_SCALE, native, ctx.accum_dtype)\n"
+SCRATCH = "            grad_w = accumulate_wgrad(ctx.part, product, None)                # it cannot add: a scratch\n"
 LAUNCH = "    launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)\n"
 KERNEL = '@custom_op("train_gpt::add_rows", "row_grads")\n'
 WIDE_KERNEL = """
@@ -198,11 +198,11 @@ def test_a_graph_break(tmp_path, cache, name):
     expect(failures_of(found), "graph break", BREAKS[name])
 
 
-REACH = "        return spans_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)\n"
+SPANS = "        return spans_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)\n"
 VARLEN = "Varlen.apply(q, k, v, cu_seqlens, span.numbers)"
 RECOMPILES = {                           # what is planted, and what is said of it
     "a step's number in a graph": ({
-        REACH: REACH.replace("attn_scale)", "attn_scale + values.step // 4)"),
+        SPANS: SPANS.replace("attn_scale)", "attn_scale + values.step // 4)"),
         VARLEN: VARLEN.replace("(q,", "(q * span.scale,")}, "span"),
     "a number of documents": ({
         "torch._dynamo.maybe_mark_dynamic(part.cu_seqlens, 1)": "torch._dynamo.mark_static(part.cu_seqlens)"},
@@ -221,7 +221,7 @@ def test_a_recompile_after_the_warm_up(tmp_path, cache, name):
     assert all(said in reason for reason in reasons), reasons
 
 
-GRADIENT = "fp8_product(grad, w.t(), scale * FP8_W_SCALE, native, dtype_y)\n"
+GRADIENT = "fp8_product(grad, w.t(), scale * f32_scale(FP8_W_SCALE, y), native, dtype_y)\n"
 LOWERED_MISTAKES = {
     "product_dtype = logits_dtype if native else ctx.accum_dtype": "product_dtype = ctx.accum_dtype",
     GRADIENT: GRADIENT + "        grad_y = grad_y + grad.float() @ w.t().float()\n"}
