@@ -2117,13 +2117,10 @@ def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     losses = []
     for logits, ids in row_chunks(y @ w, targets[:, None]):
         z = softcap(logits.to(accum_dtype(y.dtype)))
-        losses.append((log_sum_exp(z) - z.gather(1, ids))[:, 0])
+        # No term of the sum overflows, for z lies below LOGIT_CAP: one sweep does, without the rows' largest.
+        lse = (z - LOGIT_CAP).exp().sum(dim=-1).log() + LOGIT_CAP
+        losses.append(lse - z.gather(1, ids)[:, 0])
     return torch.cat(losses)
-
-
-def log_sum_exp(z: Tensor) -> Tensor:
-    """Of each row of softcapped logits, (N, V) -> (N, 1): below LOGIT_CAP nothing overflows, so one sweep does."""
-    return (z - LOGIT_CAP).exp().sum(dim=-1, keepdim=True).log() + LOGIT_CAP
 
 
 def mtp_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
@@ -2154,16 +2151,21 @@ def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, gra
     Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits, computed here because
     the softmax is already available.
     """
+    if torch.compiler.is_compiling():
+        # Two sweeps, which fuse, in powers of 2, which take fewer instructions: a softmax would leave (N, V) in f32.
+        cap = LOGIT_CAP * math.log2(math.e)                                   # of z / ln 2
+        s = torch.sigmoid((logits.to(token_weights.dtype) + LOGIT_SHIFT) * (1 / LOGIT_WIDTH))
+        lse = ((s - 1) * cap).exp2().sum(dim=-1, keepdim=True).log2() + cap
+        scaled = factor * LOGIT_CAP * token_weights
+        grad_z = subtract_one_hot((s * cap - lse).exp2() * scaled.sum(dim=1, keepdim=True), ids, scaled)
+        torch.mul(grad_z, s - s * s, out=grad)
+        return math.log(2) * (token_weights * (lse - cap * s.gather(1, ids))).sum(dim=1)
+
     losses = []
     for block, block_ids, block_weights, out in row_chunks(logits, ids, token_weights, grad):
         z = softcap(block.to(token_weights.dtype))
-        if torch.compiler.is_compiling():                                     # softmax would leave (N, V) in f32
-            lse = log_sum_exp(z)
-            probability = (z - lse).exp()
-            nats = lse - z.gather(1, block_ids)
-        else:
-            probability = z.softmax(dim=-1)                                   # above 1e-10 / V
-            nats = -probability.gather(1, block_ids).log()
+        probability = z.softmax(dim=-1)                                       # above 1e-10 / V, for z is below 23
+        nats = -probability.gather(1, block_ids).log()
         losses.append((block_weights * nats).sum(dim=1))
         scaled = factor * block_weights                                       # (N, G): no pass over (N, V) for it
         grad_z = subtract_one_hot(probability.mul_(scaled.sum(dim=1, keepdim=True)), block_ids, scaled)
@@ -3601,6 +3603,7 @@ class Optimizer:
         waits = [self.entries[label].update(values) for label in self.update_order if label in active]
         for wait in waits:
             wait()
+        self.plans_ahead = no_wait                                            # else a loader stays with its shards
         if tied_update and self.fabric.world == 1:                            # else its rows are read from the head
             self.model.embed.copy_(head.t())
         if values.untie:
