@@ -149,7 +149,7 @@ def times_read(fabric: tg.Fabric, cycle: int, rows: int) -> Tensor:
 def rows_there_and_back(rank: Rank, device: str) -> Wrong:
     """Plans, the fetch of rows and the return of their gradients, by room 6, against the whole table."""
     fabric = fabric_of(rank, device)
-    cfg = preset("tiny", num_slots=fabric.world, device=device)
+    cfg = preset("tiny", num_slots=fabric.world, device=device, num_heads=6, model_dim=WIDTH)
     table = tg.row_tables(cfg)[0]._replace(ids=np.asarray)                    # what it is asked for are rows
     rows, whole = table_of(fabric, cfg, table)
     planner = tg.Planner(cfg, fabric)
