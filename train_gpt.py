@@ -3972,10 +3972,10 @@ class Executor:
 
 # ---- Memory: an estimate before anything is built
 MEMORY_SHARE = 0.9                       # of a device: the rest is for its driver, NCCL, the allocator, the compiler
-# Numbers of a step at its largest, when the head's backward begins; of compiled code as the rehearsal counts them.
+# Numbers of a step at its largest, when the head's forward ends; of compiled code as the rehearsal counts them.
 SAVED_ROWS = 17                          # of width D, per token and layer: 183 in 11 layers, and statistics in f32
 SAVED_ROWS_REFERENCE = 26                # the same of a layer in plain PyTorch
-LOGIT_COPIES = 2                         # logits and their gradient, which in fp8 stands there in rows and in columns
+LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in fp8
 LOGIT_COPIES_REFERENCE = 6               # the same in plain PyTorch, in f32
 EVAL_ROWS_KEPT = 24                      # of width D, per token, in evaluation, in plain PyTorch; less where compiled
 
@@ -4038,7 +4038,7 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
     val_tokens = slots_at_once * cfg.val_batch_tokens // cfg.num_slots
     evaluating = max(val_tokens * EVAL_ROWS_KEPT * row_bytes, val_tokens * row_bytes + min(val_tokens, EVAL_ROWS) * logits)
     working = max(tokens * (saved + logits), evaluating, parts.pop("row updates", 0))
-    return dict(parts, working=working)
+    return dict(parts, working=int(working))
 
 
 def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict[str, int]]:

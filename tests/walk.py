@@ -363,14 +363,13 @@ class Ledger(phantom.Recorder):
     def rows_bytes(self, tensors: list[Tensor]) -> int:
         """Of a kernel of room 4: its inputs, and of row gradients the rows that it touches, read and written."""
         total = 0
-        lines = tensors[1].numel()
         for x in tensors:
             label = self.row_grads.get(x.untyped_storage()._cdata)
-            if label is None:
+            if label is None or len(tensors) == 1:
                 total += x.nbytes
             else:
                 rows_of_table = self.batch.rows[label].host.numpy()
-                share = lines / rows_of_table.size                            # of a table with a lookup for each part
+                share = tensors[1].numel() / rows_of_table.size               # of a table with a lookup for each part
                 rows = share * len(np.unique(rows_of_table))
                 total += round(2 * rows * x.shape[1] * x.element_size())
         return total
