@@ -2158,6 +2158,16 @@ def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, gra
     Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits, computed here because
     the softmax is already available.
     """
+    if torch.compiler.is_compiling():
+        # Two sweeps, which fuse, in powers of 2, which take fewer instructions: a softmax would leave (N, V) in f32.
+        cap = LOGIT_CAP * math.log2(math.e)                                   # of z / ln 2
+        s = torch.sigmoid((logits.to(token_weights.dtype) + LOGIT_SHIFT) * (1 / LOGIT_WIDTH))
+        lse = ((s - 1) * cap).exp2().sum(dim=-1, keepdim=True).log2() + cap
+        scaled = factor * LOGIT_CAP * token_weights
+        grad_z = subtract_one_hot((s * cap - lse).exp2() * scaled.sum(dim=1, keepdim=True), ids, scaled)
+        torch.mul(grad_z, s - s * s, out=grad)
+        return math.log(2) * (token_weights * (lse - cap * s.gather(1, ids))).sum(dim=1)
+
     losses = []
     for block, block_ids, block_weights, out in row_chunks(logits, ids, token_weights, grad):
         z = softcap(block.to(token_weights.dtype))
@@ -3483,6 +3493,7 @@ class TableEntry:
 
     def clear(self) -> None:
         self.grad = None
+        self.wait = no_wait                                                   # which has kept what arrived
         self.table.clear()
 
 
@@ -3561,6 +3572,7 @@ class Optimizer:
         waits = [self.entries[label].update(values) for label in self.update_order if label in active]
         for wait in waits:
             wait()
+        self.plans_ahead = no_wait                                            # else a loader stays with its shards
         if tied_update and self.fabric.world == 1:                            # else its rows are read from the head
             self.model.embed.copy_(head.t())
         if values.untie:
@@ -3911,10 +3923,10 @@ class Executor:
 
 # ---- Memory: an estimate before anything is built
 MEMORY_SHARE = 0.9                       # of a device: the rest is for its driver, NCCL, the allocator, the compiler
-# Numbers of a step at its largest, when the head's backward begins; of compiled code as the rehearsal counts them.
+# Numbers of a step at its largest, when the head's forward ends; of compiled code as the rehearsal counts them.
 SAVED_ROWS = 17                          # of width D, per token and layer: 183 in 11 layers, and statistics in f32
 SAVED_ROWS_REFERENCE = 26                # the same of a layer in plain PyTorch
-LOGIT_COPIES = 2                         # logits and their gradient, which in fp8 stands there in rows and in columns
+LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in fp8
 LOGIT_COPIES_REFERENCE = 6               # the same in plain PyTorch, in f32
 EVAL_ROWS_KEPT = 24                      # of width D, per token, in evaluation, in plain PyTorch; less where compiled
 
@@ -3978,7 +3990,7 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
     val_tokens = slots_at_once * cfg.val_batch_tokens // cfg.num_slots
     evaluating = max(val_tokens * EVAL_ROWS_KEPT * row_bytes, val_tokens * row_bytes + min(val_tokens, EVAL_ROWS) * logits)
     working = max(tokens * (saved + logits), evaluating, parts.pop("row updates", 0))
-    return dict(parts, working=working)
+    return dict(parts, working=int(working))
 
 
 def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict[str, int]]:
