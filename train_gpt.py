@@ -4241,7 +4241,7 @@ def own_rows(path: Path, manifest: dict[str, str], table: RowTable, with_state: 
         if with_state:
             v, last = content["v"], content["last"]
         state = RowState(rows, v, last)
-        fits = len(ids) > 0 and ids[0] >= 0 and ids[-1] < table.table.rows and (ids.diff() > 0).all()
+        fits = ids.dtype == torch.int64 and ids[0] >= 0 and ids[-1] < table.table.rows and (ids.diff() > 0).all()
         for x, y in zip(state, stored):
             fits = fits and x.shape == (len(ids), *y.shape[1:]) and (x.dtype == y.dtype or not with_state)
         need(fits, path, f"{len(ids)} rows, {rows.dtype}", f"ascending ones of {table.table.label}, below "

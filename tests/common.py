@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import sys
 import tempfile
 from collections.abc import Callable
@@ -250,22 +251,40 @@ def run(folder: Path, *flags: str) -> Run:
 
     Of preset tiny, unless another folder says what was trained.
     """
+    done, = launch(folder, 1, *flags)
+    return done
+
+
+def launch(folder: Path, world: int, *flags: str) -> list[Run]:
+    """The same by so many ranks, each in a process of its own."""
     words = [f"--run_dir={folder}", "--device=cpu", *flags]
     if not any(flag.startswith(("--preset=", "--resume=", "--sample=")) for flag in flags):
         words.insert(0, "--preset=tiny")
-    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        port = trial.getsockname()[1]
+    children = []
+    for rank in range(world):
+        files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
         child = os.fork()
         if child == 0:
-            os.dup2(out.fileno(), 1)
-            os.dup2(err.fileno(), 2)
+            for number, file in enumerate(files, 1):
+                os.dup2(file.fileno(), number)
             sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))
+            names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_PORT=port)
+            os.environ |= {name: str(value) for name, value in names.items()} | dict(MASTER_ADDR="127.0.0.1")
             tg.main(words)
+        children.append((child, files))
+    found = []
+    for child, files in children:
         _, ended = os.waitpid(child, 0)
         texts = []
-        for file in (out, err):
+        for file in files:
             file.seek(0)
             texts.append(file.read())
-    return Run(folder, os.waitstatus_to_exitcode(ended), *texts)
+            file.close()
+        found.append(Run(folder, os.waitstatus_to_exitcode(ended), *texts))
+    return found
 
 
 def recorded_writes(monkeypatch) -> list[int | str]:
