@@ -5076,6 +5076,8 @@ def read_prompt(flags: Config, cfg: Config, pieces: list[bytes] | None) -> tuple
     pieces: from vocab.txt beside the weights. GPT-2's come from --ranks=FILE, or from tiktoken, which also splits text.
     """
     text = flags.prompt.encode("utf-8", "surrogateescape")
+    if flags.ranks:
+        need_file(Path(flags.ranks), "--ranks")
     try:
         if cfg.vocab_size == GPT2_VOCAB and (flags.ranks or pieces is None):
             tiktoken = importlib.import_module("tiktoken")
@@ -5117,10 +5119,9 @@ def sample_saved(flags: Config) -> None:
     dtype = saved.dtype
     if dtype == "bfloat16" and not fabric.on_cuda:
         dtype = "float32"
-    tables = tuple(table._replace(home="host") for table in cfg.tables)       # a sample reads few rows
-    cfg = replace(cfg, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens, tables=tables)
+    tables = tuple(table._replace(home="host") for table in saved.tables)
+    cfg = replace(saved, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens, tables=tables)
     pieces, prompt = read_prompt(flags, cfg, read_vocabulary(folder, cfg))
-
     executor = Executor(cfg, fabric, attention_reference, precision=None)
     with damaged(weights):
         executor.model.load_state_dict(tensors)

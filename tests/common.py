@@ -3,9 +3,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +18,7 @@ import torch
 
 import train_gpt as tg
 
+PATIENCE = 100                           # s for a process that does main()
 ROOT = Path(__file__).resolve().parent.parent
 # label, shape in the record preset, optimizer, multipliers of rate and decay, betas (recipe 2.1, 3.5; MLP unpadded)
 RECIPE_PARAMETERS = [
@@ -263,28 +266,46 @@ def launch(folder: Path, world: int, *flags: str) -> list[Run]:
     with socket.socket() as trial:
         trial.bind(("127.0.0.1", 0))
         port = trial.getsockname()[1]
-    children = []
+    ranks = []
     for rank in range(world):
-        files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
-        child = os.fork()
-        if child == 0:
-            for number, file in enumerate(files, 1):
+        names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_PORT=port)
+        ranks.append(Forked(words, {name: str(value) for name, value in names.items()} | dict(MASTER_ADDR="127.0.0.1")))
+    return [Run(folder, *rank.wait()) for rank in ranks]
+
+
+def call(words: list[str]) -> Run:
+    """main() of these words, in such a process."""
+    return Run(Path(), *Forked(words, {}).wait())
+
+
+class Forked:
+    """A process that does main() and ends."""
+
+    def __init__(self, words: list[str], environment: dict[str, str]) -> None:
+        self.files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+        self.child = os.fork()
+        if self.child == 0:
+            for number, file in enumerate(self.files, 1):
                 os.dup2(file.fileno(), number)
             sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))
-            names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_PORT=port)
-            os.environ |= {name: str(value) for name, value in names.items()} | dict(MASTER_ADDR="127.0.0.1")
+            os.environ |= environment
             tg.main(words)
-        children.append((child, files))
-    found = []
-    for child, files in children:
-        _, ended = os.waitpid(child, 0)
+
+    def wait(self) -> tuple[int, str, str]:
+        """Exit status and what was said on stdout and stderr."""
+        deadline = time.monotonic() + PATIENCE
+        gone, ended = 0, 0
+        while not gone:
+            gone, ended = os.waitpid(self.child, os.WNOHANG)
+            if time.monotonic() > deadline:
+                os.kill(self.child, signal.SIGKILL)           # seen as a status of -9
+            time.sleep(0.005)
         texts = []
-        for file in files:
+        for file in self.files:
             file.seek(0)
             texts.append(file.read())
             file.close()
-        found.append(Run(folder, os.waitstatus_to_exitcode(ended), *texts))
-    return found
+        return os.waitstatus_to_exitcode(ended), *texts
 
 
 def recorded_writes(monkeypatch) -> list[int | str]:
