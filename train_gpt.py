@@ -402,8 +402,10 @@ def read_settings(folder: Path) -> tuple[str, dict[str, str]]:
     """Return the preset and {field: text of its flag} that a run directory or a save has kept. Raises DataError."""
     path = folder / SETTINGS
     do = "name the folder of a run or of a save"
-    if (folder / "log.jsonl").exists():
-        do = "resume with the trainer of that run"                            # older ones kept no such file
+    if (folder / "log.jsonl").exists():                                       # older runs and saves kept no such file
+        do = "resume with the trainer of that run, the train_gpt.py in this folder"
+    elif (folder / "config.json").exists():
+        do = "sample with the trainer of that run, the train_gpt.py in its run directory"
     need(path.is_file(), str(path), "no such file", "the settings of a run", do, DataError)
     expected = "a preset and {field: text} of this trainer"
     try:
@@ -3923,72 +3925,72 @@ class Executor:
 
 # ---- Memory: an estimate before anything is built
 MEMORY_SHARE = 0.9                       # of a device: the rest is for its driver, NCCL, the allocator, the compiler
-# Numbers of a step at its largest, when the head's forward ends; of compiled code as the rehearsal counts them.
-SAVED_ROWS = 17                          # of width D, per token and layer: 183 in 11 layers, and statistics in f32
-SAVED_ROWS_REFERENCE = 26                # the same of a layer in plain PyTorch
+ON_HOST = "tables on the host"           # the part that takes memory row by row, as rows are updated
+# What a step keeps per token at its largest, when the head makes the gradient of its logits: compiled, as the rehearsal
+# counts it, and in plain PyTorch.
+SAVED_ROWS = 17                          # of width D, in each layer: 183 in 11 layers, and statistics in f32
+SAVED_ROWS_PLAIN = 26
 LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in fp8
-LOGIT_COPIES_REFERENCE = 6               # the same in plain PyTorch, in f32
-EVAL_ROWS_KEPT = 24                      # of width D, per token, in evaluation, in plain PyTorch; less where compiled
+LOGIT_COPIES_PLAIN = 6                   # the same in f32 or f64
+EVAL_ROWS_KEPT = 24                      # of width D in evaluation, in plain PyTorch; less where compiled
 
 
-def table_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> dict[str, int]:
-    """Return what one rank keeps of a table, its cache and its gradients, by part; bounds of what a cycle reads."""
+def table_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> Counter:
+    """Return what one rank keeps of a table, its cache and its gradients, by part: bounds, whatever a cycle reads."""
     table = row.rows
     dtype = getattr(torch, cfg.dtype)
-    item, accum = dtype.itemsize, accum_dtype(dtype).itemsize
-    D, W = cfg.model_dim, fabric.world
-    shard_rows = -(-table.rows // W)
+    line = cfg.model_dim * dtype.itemsize                     # bytes of a row
+    exact_line = cfg.model_dim * accum_dtype(dtype).itemsize
+    shard_rows = -(-table.rows // fabric.world)
     cycle_tokens = table.cadence * max(stage.batch_tokens for stage in cfg.stages)
-    read = min(W * shard_rows, cycle_tokens // W * table.reads)               # rows
+    read = fabric.world * shard_rows
+    if table.is_rowwise or cfg.row_comms == "sparse":
+        read = min(read, cycle_tokens // fabric.world * table.reads)
     if not table.is_rowwise:
-        if cfg.row_comms == "dense":
-            read = W * shard_rows
-        cached = read if W > 1 else 0
-        moments = initial_state(row, torch.empty(shard_rows, D, dtype=dtype, device="meta")).values()
-        return dict(weights=(shard_rows + cached) * D * item, gradients=(shard_rows + cached) * D * accum,
-                    moments=sum(x.nbytes for x in moments))
+        kept = shard_rows + (read if fabric.world > 1 else 0)
+        moments = initial_state(row, torch.empty(shard_rows, cfg.model_dim, dtype=dtype, device="meta")).values()
+        return Counter(weights=kept * line, gradients=kept * exact_line, moments=sum(x.nbytes for x in moments))
 
-    # An update's rows stand on the device, in two sets beside a host home; then come the gradients that are sent, those
+    # An update's rows stand on the device, in two sets beside a host home. Then come the gradients that are sent, those
     # that arrive, their sums, and the rows of the next update.
-    state = accum + torch.int32.itemsize
+    state = accum_dtype(dtype).itemsize + torch.int32.itemsize
     live = min(shard_rows, cycle_tokens * table.reads)
     sets = 2 if table.home == "host" else 1
-    home = "tables on the host" if table.home == "host" or not fabric.on_cuda else "weights"
-    parts: Counter = Counter(weights=(read + sets * live) * D * item, gradients=read * D * accum, moments=sets * live * state)
-    parts["row updates"] = (3 * read + live) * D * item + live * D * accum
-    parts[home] += shard_rows * (D * item + state)
-    return parts
+    home = ON_HOST if table.home == "host" or not fabric.on_cuda else "weights"
+    parts = Counter({home: shard_rows * (line + state), "row updates": (3 * read + live) * line + live * exact_line})
+    return parts + Counter(weights=(read + sets * live) * line, gradients=read * exact_line, moments=sets * live * state)
 
 
 def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> dict[str, int]:
     """Return the bytes of each part of a run at its largest, by name: counted, but for activations, which a model gives."""
     dtype = getattr(torch, cfg.dtype)
-    accum = accum_dtype(dtype).itemsize
-    W = fabric.world
+    exact = accum_dtype(dtype).itemsize
+    accumulates = slots_at_once * fabric.world < cfg.num_slots
     parts: Counter = Counter()
     for row in parameter_table(cfg):
         if row.rows:
-            parts.update(table_bytes(row, cfg, fabric))
+            parts += table_bytes(row, cfg, fabric)
             continue
         count = math.prod(row.shape)
-        item = accum if row.full_precision else dtype.itemsize
+        item = exact if row.full_precision else dtype.itemsize
         gradient = item
         if not row.sharded:                                   # beside autograd's, one in the buffer that all ranks sum
-            gradient += accum
-        elif needs_f32_main_grad(row, slots_at_once * W < cfg.num_slots):
-            gradient = accum + (item if W > 1 and accum != item else 0)       # and a copy to send
+            gradient += exact
+        elif needs_f32_main_grad(row, accumulates):
+            gradient = exact + (item if fabric.world > 1 and exact != item else 0)      # and a copy to send
         example = torch.empty(row.shape, dtype=dtype, device="meta")
         state = sum(x.nbytes for x in initial_state(row, bank_matrices(row, example)).values())
-        parts.update(weights=count * item, gradients=count * gradient, moments=state // (W if row.sharded else 1))
+        owners = fabric.world if row.sharded else 1
+        parts += Counter(weights=count * item, gradients=count * gradient, moments=state // owners)
 
     # Activations of the largest stage, or of evaluation, whose logits come in chunks; row updates need theirs later.
     compiled = kernel is attention_varlen
-    row_bytes = cfg.model_dim * dtype.itemsize
-    saved = len(LAYERS) * (SAVED_ROWS if compiled else SAVED_ROWS_REFERENCE) * row_bytes
-    logits = cfg.padded_vocab * (LOGIT_COPIES * dtype.itemsize if compiled else LOGIT_COPIES_REFERENCE * accum)
+    line = cfg.model_dim * dtype.itemsize
+    saved = len(LAYERS) * (SAVED_ROWS if compiled else SAVED_ROWS_PLAIN) * line
+    logits = int(cfg.padded_vocab * (LOGIT_COPIES * dtype.itemsize if compiled else LOGIT_COPIES_PLAIN * exact))
     tokens = slots_at_once * max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
     val_tokens = slots_at_once * cfg.val_batch_tokens // cfg.num_slots
-    evaluating = max(val_tokens * EVAL_ROWS_KEPT * row_bytes, val_tokens * row_bytes + min(val_tokens, EVAL_ROWS) * logits)
+    evaluating = max(val_tokens * EVAL_ROWS_KEPT * line, val_tokens * line + min(val_tokens, EVAL_ROWS) * logits)
     working = max(tokens * (saved + logits), evaluating, parts.pop("row updates", 0))
     return dict(parts, working=int(working))
 
@@ -3996,7 +3998,7 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
 def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict[str, int]]:
     """Return how many slots go through the model together, and the estimate of what that takes. Raises RunError.
 
-    On a GPU they follow from the card, not from what others use of it now: a run is the same each time.
+    They follow from the card, not from what others use of it now: a run is the same each time.
     """
     local = cfg.num_slots // fabric.world
     room = MEMORY_SHARE * min(fabric.gather(fabric.total_memory()))
@@ -4005,16 +4007,12 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
         choices = [min(cfg.slots_per_micro_batch, local)]
     for slots_at_once in choices:
         estimate = memory_estimate(cfg, fabric, kernel, slots_at_once)
-        on_device = sum(estimate.values())
-        if fabric.on_cuda:
-            on_device -= estimate.get("tables on the host", 0)
-        if on_device <= room or estimate.get("tables on the host", 0) > room:
-            break
+        if sum(estimate.values()) - estimate.get(ON_HOST, 0) <= room:
+            return slots_at_once, estimate
     parts = ", ".join(f"{part} {size / 2**30:.1f} GiB" for part, size in estimate.items())
-    need(on_device <= room, "memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}", "more ranks, a larger "
-         "device, more and shorter slots (--num_slots=32), smaller batches in --stages, fewer rows in --tables or these "
-         "with home host, a smaller model", RunError)
-    return slots_at_once, estimate
+    raise RunError("memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}", "more ranks, a larger device, more and "
+                   "shorter slots (--num_slots=32), --slots_per_micro_batch=1, smaller batches in --stages, fewer rows in "
+                   "--tables or home host there, a smaller model")
 
 
 # ---- Files: a save and a checkpoint are one thing, a folder that is whole before it has its name. Loading runs no code.
@@ -4027,45 +4025,73 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def flush(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    if path.is_file() or os.name == "posix":
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
 @contextlib.contextmanager
-def refused(path: Path) -> Iterator[None]:
-    """Raise a RunError that names the path for what the system refuses inside."""
+def refused(path: Path, kind: type = RunError) -> Iterator[None]:
+    """Raise an error of that kind that names the path for what the system refuses inside."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:      # torch.save makes RuntimeErrors of what the disk says
-        raise RunError(f"writing {path}", error.__context__ or error, "room, and the right to write there",
-                       "free some, or name another folder") from None
+        raise kind(f"writing {path}", error.__context__ or error, "room, and the right to write there",
+                   "free some, or name another folder") from None
+
+
+@contextlib.contextmanager
+def damaged(path: Path) -> Iterator[None]:
+    """Raise a DataError that names the path for whatever is wrong with its content inside."""
+    try:
+        yield
+    except TrainerError:
+        raise
+    except Exception as error:           # without torch's text, which advises to let a file run its code
+        found = getattr(error, "strerror", None) or f"damaged, unreadable or with code in it ({type(error).__name__})"
+        raise DataError(path, found, "content as this trainer writes it", "take another, write it again, or use the "
+                        "trainer that wrote it") from None
+
+
+def part_of(folder: Path, run_id: str) -> Path:
+    """Return where a run writes a folder until it is whole; no other run touches it."""
+    return folder.with_name(f"{folder.name}.{run_id}.part")
 
 
 def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]], fabric: Fabric) -> None:
-    """Write a new folder with these files of every rank. Raises RunError on all ranks. Collective.
+    """Write a new folder with these files of every rank, and give it its name once. Raises RunError. Collective.
 
-    contents: (name, bytes or what torch.save takes), each made when the one before it is on the disk. All goes to
-    FOLDER.<run id>.part, which no other run touches; rank 0 writes the manifest and renames it once.
+    contents: (name, bytes or what torch.save takes), each made when the one before it is on the disk.
     """
-    part = folder.with_name(f"{folder.name}.{run_id}.part")
+    part = part_of(folder, run_id)
+
+    def write(name: str, content: Any) -> dict[str, Any]:
+        with open(part / name, "xb") as file:
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                torch.save(content, file)
+        flush(part / name)
+        return dict(bytes=(part / name).stat().st_size, sha256=file_sha256(part / name))
+
     try:
         with fabric.failing_together(), refused(part):
             if fabric.rank == 0:
                 part.mkdir(parents=True)
-        hashes = {}
         with fabric.failing_together(), refused(part):
-            for name, content in contents:
-                with open(part / name, "xb") as file:
-                    if isinstance(content, bytes):
-                        file.write(content)
-                    else:
-                        torch.save(content, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                hashes[name] = file_sha256(part / name)
-        files = {name: sha256 for of_rank in fabric.gather(hashes) for name, sha256 in of_rank.items()}
+            facts = {name: write(name, content) for name, content in contents}
+        files: dict[str, Any] = {}
+        for of_rank in fabric.gather(facts):
+            files.update(of_rank)
         with fabric.failing_together(), refused(folder):
             if fabric.rank == 0:
-                facts = {name: dict(bytes=(part / name).stat().st_size, sha256=sha256) for name, sha256 in files.items()}
-                manifest = json.dumps(dict(format=max(MANIFEST_FORMATS), files=facts), indent=1)
-                (part / MANIFEST).write_text(manifest)
+                write(MANIFEST, json.dumps(dict(format=max(MANIFEST_FORMATS), files=files), indent=1).encode())
+                flush(part)
                 part.rename(folder)                           # fails if another run has taken the name
+                flush(folder.parent)
     except RunError:
         if fabric.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
@@ -4074,17 +4100,24 @@ def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]],
 
 def read_tensors(path: Path, manifest: dict[str, str]) -> Any:
     """Return what torch.save wrote; no code in it is run. Raises DataError, whatever the file is."""
-    try:
+    with damaged(path):
         need(path.name in manifest and path.is_file(), path, "no such file, or not in the manifest", "a file of a save or "
              "checkpoint", "take another, or write this one again", DataError)
         need(file_sha256(path) == manifest[path.name], path, "another content than its manifest says", "the content as "
              "written", "copy the folder again: it is damaged, or mixed from several", DataError)
         return torch.load(path, "cpu", weights_only=True, mmap=True)
-    except TrainerError:
-        raise
-    except Exception as error:           # its text would advise to let the file run its code
-        raise DataError(path, f"{type(error).__name__}: damaged, unreadable, or with code in it",
-                        "tensors, as this trainer writes them", "take another, or write this one again") from None
+
+
+def check_weights(path: Path, tensors: Any, cfg: Config) -> None:
+    """Raise DataError unless names, shapes and dtypes are those that this config's weights have in a file."""
+    dtype = getattr(torch, cfg.dtype)
+    kinds = {row.label: (accum_dtype(dtype) if row.full_precision else dtype, *row.shape)
+             for row in parameter_table(cfg) if row.optimizer != "rowwise"}
+    with damaged(path):
+        found = {label: (x.dtype, *x.shape) for label, x in tensors.items()}
+    for label in kinds | found:
+        need(found.get(label) == kinds.get(label), f"{label} in {path}", found.get(label, "no such weight"),
+             kinds.get(label, "no such weight"), "use the trainer and settings of that run", DataError)
 
 
 def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -4097,32 +4130,35 @@ def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[
         for number, (places, state) in enumerate(table.home.touched(most_rows)):
             content = dict(ids=places * fabric.world + fabric.rank, **state._asdict())
             if not with_state:
-                content = dict(ids=content["ids"], rows=state.rows)
+                del content["v"], content["last"]
             yield f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt", content
 
 
-def load_rows(folder: Path, manifest: dict[str, str], executor: Executor) -> None:
+def load_rows(folder: Path, manifest: dict[str, str], executor: Executor, with_state: bool) -> None:
     """Load the row-wise tables of a save or checkpoint: each rank takes the rows that it owns. Raises DataError."""
     for label, table in executor.tables.items():
         if table.home is not None:
             names = [name for name in manifest if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name)]
-            table.home.load(own_rows(read_tensors(folder / name, manifest), name, table) for name in names)
+            table.home.load(own_rows(folder / name, manifest, table, with_state) for name in names)
 
 
-def own_rows(content: Any, name: str, table: RowTable) -> tuple[Tensor, RowState]:
-    """Return places and rows that are this rank's of one file of rows. Raises DataError."""
-    fabric, stored = table.fabric, table.home.stored
-    try:
-        ids = content["ids"]
-        state = RowState(content["rows"], content.get("v", torch.zeros(len(ids))), content.get("last", torch.ones(len(ids))))
-        ascending = len(ids) == 0 or (ids[0] >= 0 and ids[-1] < table.table.rows and (ids.diff() > 0).all())
-        fits = ids.dtype == torch.int64 and all(x.shape == (len(ids), *y.shape[1:]) for x, y in zip(state, stored))
-    except (LookupError, TypeError, AttributeError, RuntimeError):
-        ascending = fits = False
-    need(ascending and fits, name, "other content", f"ascending rows below {table.table.rows} of {table.table.label}",
-         "resume or sample with the trainer of that run", DataError)
-    at = (ids % fabric.world == fabric.rank).nonzero().flatten()
-    return ids[at] // fabric.world, RowState(*(x[at].to(y.dtype) for x, y in zip(state, stored)))
+def own_rows(path: Path, manifest: dict[str, str], table: RowTable, with_state: bool) -> tuple[Tensor, RowState]:
+    """Return places and rows that are this rank's of one file of rows; without state, updated once. Raises DataError."""
+    stored = table.home.stored
+    content = read_tensors(path, manifest)
+    with damaged(path):
+        ids, rows = content["ids"], content["rows"]
+        v, last = torch.zeros(len(ids)), torch.ones(len(ids))
+        if with_state:
+            v, last = content["v"], content["last"]
+        state = RowState(rows, v, last)
+        fits = ids.dtype == torch.int64 and ids[0] >= 0 and ids[-1] < table.table.rows and (ids.diff() > 0).all()
+        for x, y in zip(state, stored):
+            fits = fits and x.shape == (len(ids), *y.shape[1:]) and (x.dtype == y.dtype or not with_state)
+        need(fits, path, f"{len(ids)} rows, {rows.dtype}", f"ascending ones of {table.table.label}, below "
+             f"{table.table.rows}, {stored.rows.dtype}", "use the trainer and settings of that run", DataError)
+        mine = (ids % table.fabric.world == table.fabric.rank).nonzero().flatten()
+        return ids[mine] // table.fabric.world, RowState(*(x[mine].to(y.dtype) for x, y in zip(state, stored)))
 
 
 def settings_json(preset: str, cfg: Config) -> bytes:
@@ -4134,10 +4170,10 @@ def settings_json(preset: str, cfg: Config) -> bytes:
 def save(folder: Path, run_id: str, preset: str, cfg: Config, executor: Executor, values: Values,
          vocabulary: list[bytes] | None) -> None:
     """Save weights in logical shapes, settings, and the bytes of the tokens. Raises RunError. Collective."""
-    files = [("weights.pt", executor.whole_weights(values)), ("settings.json", settings_json(preset, cfg))]
+    files = [("weights.pt", executor.whole_weights(values)), (SETTINGS, settings_json(preset, cfg))]
     if vocabulary is not None:
-        lines = [b"%s %d" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece]
-        files.append((VOCABULARY, b"\n".join(lines) + b"\n"))
+        lines = [b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece]
+        files.append((VOCABULARY, b"".join(lines)))
     mine = files if executor.fabric.rank == 0 else []
     write_folder(folder, run_id, itertools.chain(mine, row_files(executor, with_state=False)), executor.fabric)
 
@@ -4149,14 +4185,13 @@ def load_checkpoint(run_dir: Path, executor: Executor) -> dict[str, Any]:
     fabric.check_agreement(dict(checkpoints=str([path.name for path in newest_first])))
     for path in newest_first:
         try:
-            with fabric.failing_together():
+            with fabric.failing_together(), damaged(path):
                 manifest = read_manifest(path)
                 content = read_tensors(path / "run.pt", manifest)
-                need(isinstance(content, dict) and "state" in content, path / "run.pt", type(content).__name__,
-                     "the state of a run", "resume with the trainer of that run", DataError)
+                check_weights(path / "run.pt", content["state"]["weights"], executor.cfg)
                 executor.load_state(content["state"])
-                load_rows(path, manifest, executor)
-            return content
+                load_rows(path, manifest, executor, with_state=True)
+                return {name: content[name] for name in ("facts", "log", "places", "train_time_ms")}
         except DataError as error:
             fabric.say(f"{error}\nthe checkpoint before {path.name} is taken, if there is one")
     raise DataError(f"checkpoints in {run_dir}", [path.name for path in newest_first], "a whole one of this trainer",
@@ -4717,38 +4752,56 @@ def open_data(given: Config, fabric: Fabric, source: bytes) -> tuple[Config, Dat
 
 
 def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric) -> None:
-    """Look now at what would end a run after hours: names that are taken, folders, a compiler. Raises TrainerError."""
+    """Look now at what would end a run after hours: names that are taken, disks, a compiler. Raises TrainerError."""
     with fabric.failing_together():
-        for folder in folders if fabric.rank == 0 else ():
-            need(not (folder / "log.txt").exists(), f"run directory {folder}", "a log", "a folder without one",
-                 "another --run_dir", RunError)
-        if cfg.save and fabric.rank == 0:
-            folder = Path(cfg.save)
-            taken = os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir()))
-            need(not taken, f"--save={cfg.save}", "a folder or file of that name", "a name that is not taken",
-                 "another name; nothing is overwritten")
-            part = folder.with_name(f"{folder.name}.{run_id}.part")
-            with refused(part):
-                part.mkdir(parents=True)
-                part.rmdir()
         compiles = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
         compilers = (os.environ.get("CXX") or os.environ.get("CC") or "g++", "gcc", "clang++", "clang", "c++", "cl")
         need(not compiles or any(map(shutil.which, compilers)), "--compile", "no C++ compiler", "g++ or another that "
              "torch.compile finds", "install one (apt install g++), or --compile=0")
 
+        # A log may be in the way only as long as its run has not trained: it is cleared away when all else is right.
+        for folder in folders if fabric.rank == 0 else ():
+            need(not has_log(folder), f"run directory {folder}", "the log of a run", "a folder without one",
+                 "another --run_dir", RunError)
+        if cfg.save and fabric.rank == 0:
+            folder = Path(cfg.save)
+            with refused(folder, ConfigError):
+                taken = folder.is_symlink() or folder.is_mount() or (folder.exists() and not folder.is_dir())
+                taken = taken or (folder.is_dir() and any(folder.iterdir()))
+                taken = taken or any(run_dir.absolute().is_relative_to(folder.absolute()) for run_dir in folders)
+                need(not taken, f"--save={cfg.save}", "a file, link or mount, a folder with content, or one of the run "
+                     "directory", "a name that is not taken, or an empty folder", "another name; nothing is overwritten")
+                part_of(folder, run_id).mkdir(parents=True)
+                part_of(folder, run_id).rmdir()
+        for folder in folders if fabric.rank == 0 else ():
+            with refused(folder):
+                for name in ("log.txt", "log.jsonl"):
+                    (folder / name).unlink(missing_ok=True)
 
-def check_resumed(cfg: Config, fabric: Fabric, content: dict[str, Any], facts: dict[str, str], end_step: float) -> None:
-    """Refuse a checkpoint of other data or beyond the end; say what else differs. Raises DataError, ConfigError."""
-    need(content["facts"]["data_sha256"] == facts["data_sha256"], f"data to resume {cfg.resume} with",
+
+def has_log(folder: Path) -> bool:
+    """Return whether a run directory has a log of more than a start that failed before its first step."""
+    with refused(folder):
+        path = folder / "log.jsonl"
+        kinds = re.findall(r'(?m)^{"type": "(\w+)"', path.read_text("utf-8")) if path.is_file() else []
+        failed = re.search("(header|resumed)( phase| compiled)* aborted$", " ".join(kinds))
+        return not failed and any(os.path.lexists(folder / name) for name in ("log.txt", "log.jsonl"))
+
+
+def check_resumed(cfg: Config, content: dict[str, Any], facts: dict[str, str], end_step: float) -> dict[str, tuple]:
+    """Return what differs from the run before: name -> (then, now). Raises DataError, ConfigError.
+
+    content: a checkpoint's. Other data are refused, and an end that the run has passed.
+    """
+    before = content["facts"]
+    need(before["data_sha256"] == facts["data_sha256"], f"data to resume {cfg.resume} with",
          f"shards whose content hashes to {facts['data_sha256'][:16]}...", f"those of the run, which hashed to "
-         f"{content['facts']['data_sha256'][:16]}...", "leave --train_files and --val_files out, or name the same shards "
-         "in another place", DataError)
+         f"{before['data_sha256'][:16]}...", "leave --train_files and --val_files out, or name the same shards in "
+         "another place", DataError)
     done = content["log"]["done"]
     need(done <= end_step, f"--max_steps with --resume={cfg.resume}", f"{cfg.max_steps}: the run would end at step "
          f"{end_step}", f"{done} or more: the run is there already", "--max_steps=0, for the whole schedule")
-    for name, before in content["facts"].items():
-        if before != facts.get(name):
-            fabric.say(f"resumed with another {name}: {before} before, {facts.get(name)} now")
+    return {name: (before.get(name), facts.get(name)) for name in before | facts if before.get(name) != facts.get(name)}
 
 
 def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], executor: Executor, values: Values) -> None:
@@ -4758,15 +4811,17 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], execut
     """
     fabric = executor.fabric
     folder = run_dir / CHECKPOINTS
+    name = f"step-{values.step:07d}"
     state = executor.whole_state(values)
     files = [("run.pt", dict(content, state=state))] if fabric.rank == 0 else []
     try:
-        write_folder(folder / f"step-{values.step:07d}", run_id, itertools.chain(files, row_files(executor, True)), fabric)
+        write_folder(folder / name, run_id, itertools.chain(files, row_files(executor, with_state=True)), fabric)
     except RunError as error:
         fabric.say(f"{error}\nthe run goes on without this checkpoint")
         return
     if fabric.rank == 0:
-        for old in sorted(folder.glob("step-???????"))[:-KEPT_CHECKPOINTS]:
+        before = sorted(path for path in folder.glob("step-???????") if path.name < name)
+        for old in before[:1 - KEPT_CHECKPOINTS]:
             shutil.rmtree(old, ignore_errors=True)
 
 
@@ -4874,10 +4929,12 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     if cfg.resume:
         earlier = load_checkpoint(Path(cfg.resume), executor)
         schedule = Schedule(cfg, earlier["places"])
-        check_resumed(cfg, fabric, earlier, facts_to_compare, schedule.end_step)
+        differs = check_resumed(cfg, earlier, facts_to_compare, schedule.end_step)
     log = ending.log = Log(folders[0], fabric, schedule, beside, earlier.get("log"))
     if earlier:
-        write_header(log, facts, "resumed", step=log.done, source=cfg.resume)
+        write_header(log, facts, "resumed", step=log.done, source=cfg.resume, differs=differs)
+        for name, (then, now) in differs.items():
+            log.text(f"resumed with another {name}: {then} then, {now} now")
     else:
         write_header(log, facts)
     log.text("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
@@ -4983,6 +5040,8 @@ def read_prompt(flags: Config, cfg: Config, pieces: list[bytes] | None) -> tuple
     pieces: from vocab.txt beside the weights. GPT-2's come from --ranks=FILE, or from tiktoken, which also splits text.
     """
     text = flags.prompt.encode("utf-8", "surrogateescape")
+    if flags.ranks:
+        need_file(Path(flags.ranks), "--ranks")
     try:
         if cfg.vocab_size == GPT2_VOCAB and (flags.ranks or pieces is None):
             tiktoken = importlib.import_module("tiktoken")
@@ -5011,25 +5070,27 @@ def sample_saved(flags: Config) -> None:
     """Do --sample=DIR "prompt": print text that goes on from the prompt, on any device. Raises TrainerError."""
     # Settings come first: they say what the tensors have to be.
     folder = Path(flags.sample)
+    weights = folder / "weights.pt"
     preset, texts = read_settings(folder)
-    cfg = make_config(preset, texts)
+    saved = make_config(preset, texts)
+    check_manifest(folder / SETTINGS, (folder / SETTINGS).read_bytes())
     manifest = read_manifest(folder)
-    tensors = read_tensors(folder / "weights.pt", manifest)
-    fabric = make_fabric(replace(cfg, num_slots=1, device=flags.device))      # a second rank would have nothing to do
-    dtype = cfg.dtype
+    tensors = read_tensors(weights, manifest)
+    check_weights(weights, tensors, saved)
+
+    # Any device will do: a single rank without compiler or optimizer, bf16 on a GPU only, few rows of the tables.
+    fabric = make_fabric(replace(saved, num_slots=1, device=flags.device))
+    dtype = saved.dtype
     if dtype == "bfloat16" and not fabric.on_cuda:
         dtype = "float32"
-    tables = tuple(table._replace(home="host") for table in cfg.tables)       # a sample reads few rows
-    cfg = replace(cfg, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens, tables=tables)
+    tables = tuple(table._replace(home="host") for table in saved.tables)
+    cfg = replace(saved, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens, tables=tables)
     pieces, prompt = read_prompt(flags, cfg, read_vocabulary(folder, cfg))
-
     executor = Executor(cfg, fabric, attention_reference, precision=None)
-    try:
+    with damaged(weights):
         executor.model.load_state_dict(tensors)
-    except (RuntimeError, TypeError, AttributeError) as error:
-        raise DataError(folder / "weights.pt", str(error).splitlines()[-1], "the weights of the settings beside them",
-                        "sample with the trainer of that run, or take another save") from None
-    load_rows(folder, manifest, executor)
+    load_rows(folder, manifest, executor, with_state=False)
+
     schedule = Schedule(replace(cfg, time_budget=0.0, max_steps=0))
     tokens = generate(cfg, executor, schedule.at(schedule.end_step), prompt)
     print_result(flags.prompt + spell(pieces, tokens))
