@@ -125,7 +125,6 @@ def need_all(rules: dict[str, object], what: str, found: object, do: str) -> Non
 
 
 def shown(value: object) -> str:
-    """A value as text, a long one cut."""
     text = str(value)
     return text if len(text) <= 1000 else f"{text[:100]}... ({len(text)} characters)"
 
@@ -201,10 +200,6 @@ TINY_STAGES = (
     Stage(384, 6, 13, 1.00, (1.0,), (1.0,)))
 
 
-def read_place(word: str) -> int | None:
-    return None if word == "stream" else int(word)
-
-
 class NgramTable(NamedTuple):
     """One table of hashed n-grams."""
 
@@ -223,11 +218,12 @@ class NgramTable(NamedTuple):
     @classmethod
     def parse(cls, row: str) -> NgramTable:
         """Read a row of --tables; columns left out at its end have their defaults. Raises ValueError."""
-        kinds = (str, int, int, read_place, int, str, int, str, float, float, float)
+        kinds = (str, int, int, str, int, str, int, str, float, float, float)
         words = row.split()
         if not 3 <= len(words) <= len(kinds):
             raise ValueError(len(words))
-        return cls(*(kind(word) for kind, word in zip(kinds, words)))
+        table = cls(*(kind(word) for kind, word in zip(kinds, words)))
+        return table._replace(place=None if table.place in ("stream", None) else int(table.place))
 
     def __str__(self) -> str:
         return " ".join("stream" if value is None else str(value) for value in self)
@@ -251,7 +247,7 @@ SLOT_UNIT = FP8_UNIT                     # tokens: a slot is a multiple of it, o
 
 def knob(group: str, default: Any, unit: str, about: str, choices: tuple = (), least: float = 0,
          most: float = 2**31 - 1, row: type | None = None) -> Any:
-    """A field of Config: a flag with its bounds, or with the values that it may have; row: of a table."""
+    """Declare a field of Config: a flag with its bounds, or with the values that it may have; row: of a table."""
     facts = dict(group=group, unit=unit, about=about, choices=choices, least=least, most=most, row=row)
     return field(default=default, metadata=facts)
 
@@ -366,38 +362,36 @@ SETTINGS = "settings.json"               # of a run directory and of a save: {"p
 
 
 def flag_text(value: Any) -> str:
-    """A field's value as it is written after its flag."""
+    """Write a field's value as it stands after its flag."""
     return ";".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def parse_value(name: str, text: str) -> Any:
-    """Text of a flag -> value of its field, within its bounds. Raises ConfigError."""
+    """Read a field's value from the text of its flag. Raises ConfigError for another type, choice or bound."""
     spec = Config.__dataclass_fields__[name]
     about = spec.metadata
     kind = type(spec.default)
-    allowed = f"{kind.__name__}, {about['unit']}"
-    do = f"for example --{name}={flag_text(spec.default)}"
-    if about["choices"]:
-        allowed = f"one of {list(about['choices'])}"
-        do = nearest(text, about["choices"])
-    elif kind in (int, float):
-        allowed += f", {about['least']:,} to {about['most']:,}"
-
+    choices = about["choices"]
     try:
         if kind is tuple:
             return tuple(about["row"].parse(row) for row in text.split(";") if row.strip())
         value = kind(text)
-        right = kind is str or about["least"] <= value <= about["most"]       # never of a NaN
-        if about["choices"]:
-            right = value in about["choices"]
+        if value in choices or (not choices and kind is str):
+            return os.path.expanduser(value) if about["unit"] in PATH_UNITS else value
+        if not choices and about["least"] <= value <= about["most"]:          # never of a NaN
+            return value
     except ValueError:
-        right = False
-    need(right, f"--{name}", repr(text), f"{allowed}: {about['about']}", do)
-    return os.path.expanduser(value) if about["unit"] in PATH_UNITS else value
+        pass
+
+    allowed = f"one of {list(choices)}" if choices else f"{kind.__name__}, {about['unit']}"
+    if not choices and kind in (int, float):
+        allowed += f", {about['least']:,} to {about['most']:,}"
+    do = nearest(text, choices) if choices else f"for example --{name}={flag_text(spec.default)}"
+    raise ConfigError(f"--{name}", repr(text), f"{allowed}: {about['about']}", do)
 
 
 def make_config(preset: str, texts: dict[str, str]) -> Config:
-    """The settings of a preset and {field: text of its flag}, checked. Raises ConfigError."""
+    """Return the settings of a preset and {field: text of its flag}, checked. Raises ConfigError."""
     values = {name: parse_value(name, text) for name, text in texts.items()}
     cfg = Config(**PRESETS[preset] | values)
     check_config(cfg)
@@ -405,7 +399,7 @@ def make_config(preset: str, texts: dict[str, str]) -> Config:
 
 
 def read_settings(folder: Path) -> tuple[str, dict[str, str]]:
-    """Preset and {field: text of its flag} that a run directory or a save has kept. Raises DataError."""
+    """Return the preset and {field: text of its flag} that a run directory or a save has kept. Raises DataError."""
     path = folder / SETTINGS
     do = "name the folder of a run or of a save"
     if (folder / "log.jsonl").exists():
@@ -433,7 +427,7 @@ def print_result(text: str) -> None:
 
 
 def help_text(preset: str) -> str:
-    """Every field by group: its unit, what it means and the preset's value."""
+    """List every field by group: its unit, what it means and the preset's value."""
     lines = ["usage: train_gpt.py [--preset=NAME] [--field=value ...], or --sample=DIR [PROMPT]", "",
              f"  --preset NAME\n        {', '.join(PRESETS)} [{preset}]"]
     values = vars(Config(**PRESETS[preset]))
@@ -448,7 +442,7 @@ def help_text(preset: str) -> str:
 
 
 def read_flags(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
-    """Flags -> (preset or None, {field: text} of those given). --help prints and exits. Raises ConfigError."""
+    """Return the preset, if given, and {field: text} of the flags given. --help prints and exits. Raises ConfigError."""
     # All are texts here, --name=text or --name text: --resume has to know which of them were given.
     known = ("--preset", *(f"--{name}" for name in Config.__dataclass_fields__))
     texts: dict[str, str] = {}
@@ -489,9 +483,9 @@ def decisive_settings(cfg: Config) -> dict[str, str]:
 
 
 def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
-    """Flags -> (preset, Config). --resume puts an earlier run's flags first. Raises ConfigError, DataError.
+    """Return preset and settings; --resume puts an earlier run's flags first. Raises ConfigError, DataError.
 
-    Of --sample=DIR these are the flags given alone: `read_settings(DIR)` says what was trained.
+    With --sample=DIR they are the flags given alone: `read_settings(DIR)` says what was trained.
     """
     # Saved weights have decided about the model, an earlier run about its numbers.
     preset, texts = read_flags(argv)
@@ -594,6 +588,7 @@ def check_config(cfg: Config) -> None:
     scheduled = len(cfg.stages) - 1
     total = cfg.num_scheduled_steps + cfg.num_extension_steps
     untie = [stage.untie for stage in cfg.stages].count(True)
+    traced = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
     rules = (                            # a field, whether it is right, what is expected, a value that is
         ("num_heads", H % 2 == 0, "an even number, since paired layers join two heads", H + 1),
         ("head_dim", E % 4 == 0, "a multiple of 4", E // 4 * 4),
@@ -610,25 +605,15 @@ def check_config(cfg: Config) -> None:
         ("momentum_min", cfg.momentum_min <= cfg.momentum_max, f"at most momentum_max={cfg.momentum_max}",
          cfg.momentum_max),
         ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save), "one run for --resume or --save", 1),
+        ("profile", traced and 0 < int(traced[1]) < int(traced[2]), "a:b for steps a to b - 1, 0 < a < b", "100:104"),
         ("checkpoint_every", not (cfg.profile and cfg.checkpoint_every), "0 with --profile, whose time is no run's", 0))
     for name, right, expected, instead in rules:
         value = flag_text(getattr(cfg, name))
         need(right, f"--{name}", value or "nothing", expected, f"for example --{name}={instead}")
-    profile_range(cfg)
-
-
-def profile_range(cfg: Config) -> tuple[int, int] | None:
-    """First step of --profile=a:b and the one after its last; None without the flag. Raises ConfigError."""
-    if not cfg.profile:
-        return None
-    steps = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile)
-    need(steps and 0 < int(steps[1]) < int(steps[2]), "--profile", repr(cfg.profile),
-         "a:b for steps a to b - 1, with 0 < a < b", "--profile=100:104")
-    return int(steps[1]), int(steps[2])
 
 
 def run_cycle(cfg: Config) -> int:
-    """Steps of the run's cycle, the largest of all cadences: plans and checkpoints come at its multiples."""
+    """Return the steps of the run's cycle, the largest cadence: plans and checkpoints come at its multiples."""
     return max([cfg.adam_every, *(table.cadence for table in cfg.tables)])
 
 
@@ -656,7 +641,7 @@ class Fabric:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def host_tensor(self, x: np.ndarray | Tensor) -> Tensor:
-        """The array as a tensor; beside a GPU it is pinned: torch uses a block again after its last copy."""
+        """Make a tensor of an array; beside a GPU it is pinned: torch uses a block again after its last copy."""
         tensor = torch.as_tensor(x)
         return tensor.pin_memory() if self.on_cuda else tensor
 
@@ -672,7 +657,7 @@ class Fabric:
                 print(text, flush=True)
 
     def gather(self, fact: Any) -> list:
-        """This fact of every rank, rank by rank."""
+        """Return this fact of every rank, rank by rank. Collective."""
         everyone: list = [fact] * self.world
         if self.world > 1:
             dist.all_gather_object(everyone, fact)
@@ -704,14 +689,12 @@ class Fabric:
                 raise type(error)(f"{what}, on rank {rank}" if self.world > 1 else what, *rest)
 
     def total_memory(self) -> float:
-        """Bytes of the GPU; beside none, those that the host has available, infinite where it does not say."""
+        """Return the bytes of the GPU; without one what the host has available, infinite where it does not say."""
         if self.on_cuda:
             return torch.cuda.mem_get_info(self.device)[1]
-        try:
-            available = re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())
-        except OSError:
-            available = None
-        return 1024 * int(available[1]) if available else math.inf
+        with contextlib.suppress(OSError, TypeError):
+            return 1024 * int(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1])
+        return math.inf
 
 
 # ====== Room 2: Schedule ==============================================================================================
@@ -795,13 +778,13 @@ class Schedule:
         self.rotary = rotary_by_stage(cfg)
 
     def place(self, step: int) -> float:
-        """How far a step is in the plan, in planned steps."""
+        """Return how far a step is in the plan, in planned steps."""
         if self.cfg.time_budget:
             return min(self.places[step // self.cycle], self.total_steps)
         return step
 
     def first_step_at(self, place: float) -> float:
-        """The first step at this place of the plan or after it; infinite while no clock has said so."""
+        """Return the first step at this place of the plan or after it; infinite while no clock has said so."""
         if not self.cfg.time_budget:
             return place
         cycles = bisect.bisect_left(self.places, place)
@@ -809,12 +792,12 @@ class Schedule:
 
     @property
     def end_step(self) -> float:
-        """The first step that is not trained; infinite while no clock has said which."""
+        """Return the first step that is not trained; infinite while no clock has said which."""
         return min(self.cfg.max_steps or math.inf, self.first_step_at(self.total_steps))
 
     @property
     def untie_step(self) -> float:
-        """The last step of the Adam cycle in which the run reaches the stage that unties: both moments are fresh."""
+        """Return the last step of the Adam cycle in which the run reaches the stage that unties."""
         step = self.first_step_at(self.untie_start)
         if step == math.inf:
             return step
@@ -822,16 +805,16 @@ class Schedule:
         return step // every * every + every - 1
 
     def planned_counts(self) -> list[int]:
-        """How many steps of the plan are in each stage, up to max_steps."""
+        """Count the steps of the plan in each stage, up to max_steps."""
         last = min(self.cfg.max_steps or self.total_steps, self.total_steps)
         return [min(end, last) - min(start, last) for start, end in zip(self.starts, self.ends)]
 
     def stage_at(self, place: float) -> int:
-        """The final validation belongs to the last stage."""
+        """Return the stage of a place; the final validation belongs to the last."""
         return next((k for k, end in enumerate(self.ends) if place < end), len(self.ends) - 1)
 
     def lr_factor_at(self, place: float) -> float:
-        """The stage's multiplier, then linear from the cooldown's start to the floor; no warm-up."""
+        """Return the stage's multiplier, from the cooldown's start on linear to the floor; no warm-up."""
         factor = self.cfg.stages[self.stage_at(place)].lr_mul
         if place < self.cooldown_start:
             return factor
@@ -840,7 +823,7 @@ class Schedule:
         return factor * (1 - done) + self.cfg.lr_floor * done
 
     def momentum_at(self, place: float) -> float:
-        """Up over the first steps of the plan, down over the last; the ramps grow with it unless set."""
+        """Return NorMuon's momentum: up at the plan's start, down at its end; the ramps grow with it unless set."""
         cfg = self.cfg
         up = cfg.momentum_warmup_steps
         if up < 0:
@@ -858,14 +841,15 @@ class Schedule:
         return cfg.momentum_max
 
     def mtp_weights_at(self, place: float) -> tuple[float, ...]:
-        """Weights of the next tokens, linear in the position inside the stage, which never reaches 1 in training."""
+        """Return the weights of the next tokens, linear in the position inside the stage."""
         k = self.stage_at(place)
         stage = self.cfg.stages[k]
         position = (place - self.starts[k]) / max(1, self.ends[k] - self.starts[k])
         return tuple(first + (last - first) * position for first, last in zip(stage.mtp_start, stage.mtp_end))
 
     def at(self, step: int) -> Values:
-        # A cycle's steps share what goes by the place, if the clock decides about it.
+        """Return everything that a step needs; end_step's are those of the final validation."""
+        # Stage and rates go by the place, which the clock may decide; Adam and validation by the step.
         cfg = self.cfg
         place = self.place(step)
         k = self.stage_at(place)
@@ -891,7 +875,7 @@ class Schedule:
             validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
     def warm_up_steps(self) -> list[int]:
-        """Whole run cycles around the start of every stage: each graph of the run, tied and untied, occurs in them.
+        """Return the steps of whole run cycles around the start of every stage: each graph of the run occurs in them.
 
         The largest stage comes first, for a lack of memory to show in the first minute; a cycle cut by max_steps last.
         """
@@ -913,7 +897,6 @@ MANIFEST = "manifest.json"               # hashes of the files beside it, writte
 VOCABULARY = "vocab.txt"                 # bytes of the tokens of the files beside it
 HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # recipe 2.5
 SIGN_VECTORS = 8192                      # of random signs; one more has +1 alone
-BITMAP_ROWS = 16                         # per read of a cycle: in smaller tables a bitmap beats sorting the reads
 LONG_PATIENCE = 10                       # ranks may be that many timeouts apart while they compile, or one writes files
 FORMULA = "formula:"                     # formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS, tokens without a file
 FORMULA_TOKENS = 2**28                   # at most in one shard: half a GiB, 2.7 times a shard of FineWeb
@@ -946,14 +929,6 @@ class Shard:
         self.tokens = tokens
         self.doc_starts = np.flatnonzero(tokens == document_start)
         self.doc_lengths = np.diff(self.doc_starts, append=len(tokens))
-        self._tokens_before: dict[int, np.ndarray] = {}                       # by max_doc_len
-
-    def tokens_before(self, max_doc_len: int) -> np.ndarray:
-        """(documents + 1,) i64: tokens before each document, and before the end, if all are cut to max_doc_len."""
-        if max_doc_len not in self._tokens_before:
-            lengths = np.minimum(self.doc_lengths, max_doc_len)
-            self._tokens_before[max_doc_len] = np.concatenate([[0], np.cumsum(lengths)])
-        return self._tokens_before[max_doc_len]
 
 
 class Slot(NamedTuple):
@@ -965,10 +940,7 @@ class Slot(NamedTuple):
 
 
 def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int) -> np.ndarray:
-    """(count,) u16 tokens, alike everywhere: for the tiny preset and the warm-up.
-
-    A token follows from its position and the seed alone. The first document starts at 0.
-    """
+    """Make (count,) u16 tokens from their positions and the seed alone: for the tiny preset and the warm-up."""
     tokens = np.empty(count, np.uint16)
     for first in range(0, count, FORMULA_PIECE):
         piece = tokens[first:first + FORMULA_PIECE]
@@ -983,7 +955,7 @@ def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int) 
 
 
 def find_shards(pattern: str) -> list[ShardHeader]:
-    """Headers of all shards of a pattern in name order, checked. Raises DataError.
+    """Return the headers of all shards of a pattern in name order, checked. Raises DataError.
 
     Whatever matches has to be a shard: silently skipping a broken link would train on less data.
     """
@@ -1040,7 +1012,7 @@ def need_file(path: Path, role: str) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, str]:
-    """What a folder's manifest says is the sha256 of each file that it names; {} without one. Raises DataError."""
+    """Return the sha256 of each file that a folder's manifest names; {} without a manifest. Raises DataError."""
     path = folder / MANIFEST
     need(not os.path.lexists(f"{path}.part"), f"{path}.part", "a tool was stopped while it gave the files their names",
          "files that belong together", "run that tool again, then this", DataError)
@@ -1108,7 +1080,7 @@ def scan_shards(headers: Sequence[ShardHeader]) -> str:
 
 
 def shared_shards(train: Sequence[ShardHeader], val: Sequence[ShardHeader]) -> list[str]:
-    """Names of the training shards that are validated with, too, links followed."""
+    """Return the names of training shards that are validated with, too, links followed."""
     validated = {os.path.realpath(header.name) for header in val}
     return [header.name for header in train if os.path.realpath(header.name) in validated]
 
@@ -1135,8 +1107,7 @@ def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Co
 def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader]) -> None:
     """Raise DataError before anything is built if the shards cannot last for the plan.
 
-    What is needed at least: packing drops ends of documents, and the rest of a shard that is too
-    little for a block. With --time_budget nobody knows the number of steps yet.
+    A lower bound: packing drops ends of documents and of shards. With --time_budget nobody knows the steps yet.
     """
     counts = schedule.planned_counts()
     slots = [stage.batch_tokens + cfg.num_slots for stage in cfg.stages]      # a slot has one more, its last target
@@ -1152,10 +1123,7 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader])
 
 
 def too_small(cfg: Config, train: list[ShardHeader], read_by_slot: int) -> DataError:
-    """The error where no shard has room for a block of slots, which has to lie in one.
-
-    read_by_slot: tokens, the last target among them.
-    """
+    """Make the error for shards of which none has room for a block of slots. read_by_slot: tokens, one more target."""
     return DataError("training shards are too small",
                      f"none of {len(train)} holds {cfg.num_slots} x {read_by_slot} tokens, "
                      f"at most {cfg.max_doc_len} of each document",
@@ -1179,7 +1147,8 @@ def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int,
     next document), a slot being (starts, ends) of pieces, or None where the shard ends before the
     block does.
     """
-    tokens_before = shard.tokens_before(max_doc_len)
+    # Tokens before each document, and before the end, if all are cut to max_doc_len.
+    tokens_before = np.concatenate([[0], np.cumsum(np.minimum(shard.doc_lengths, max_doc_len))])
     slots = []
     doc = first_doc
     for _ in range(num_slots):
@@ -1197,7 +1166,7 @@ def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int,
 
 
 def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray) -> Slot:
-    """The pieces from starts to ends of a shard's tokens, one after the other."""
+    """Join the pieces from starts to ends of a shard's tokens."""
     pieces = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
     cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
     cu_seqlens[-1] -= 1                                                       # the last token is a target only
@@ -1205,19 +1174,13 @@ def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray) -> Slot:
 
 
 def validation_blocks(shard_tokens: int, block_tokens: int) -> range:
-    """Where the blocks of a shard begin.
-
-    A block needs one more token than its own, the last target, and by the peer's rule another one.
-    """
+    """Return where the blocks of a shard begin; each reads one more target, and the peer's rule keeps one token more."""
     return range(0, shard_tokens - block_tokens - 1, block_tokens)
 
 
 def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int,
                      document_start: int) -> Iterator[Slot]:
-    """Consecutive slots in whole blocks of num_slots (recipe 1.3, 5.2).
-
-    They are not aligned to documents, and no document is cut short.
-    """
+    """Yield consecutive slots in whole blocks of num_slots, not aligned to documents, none of which is cut short."""
     block_tokens = num_slots * slot_tokens
     for shard in shards:
         for block in validation_blocks(len(shard.tokens), block_tokens):
@@ -1229,10 +1192,10 @@ def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int,
 
 
 def ngram_hash(tokens: np.ndarray, factors: Sequence[int], modulus: int, none: int) -> np.ndarray:
-    """A number for the n-gram that ends at each position of a slot, (..., T) i32 -> (..., T) i32 below modulus.
+    """Hash the n-gram that ends at each position of a slot, (..., T) i32 -> (..., T) i32 below modulus.
 
     The xor of token x factor, factors from the newest token backwards, in 32-bit arithmetic that wraps; floor modulo.
-    `none` stands at the first n - 1 positions. N-grams cross documents, as recipe A's bigrams do.
+    The first n - 1 positions get `none`. N-grams cross documents, as recipe A's bigrams do.
     """
     mixed = tokens * np.int32(factors[0])
     for back, factor in enumerate(factors[1:], 1):
@@ -1243,13 +1206,12 @@ def ngram_hash(tokens: np.ndarray, factors: Sequence[int], modulus: int, none: i
 
 
 def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
-    """Row of each (previous, current) token pair of slots (recipe 2.5).
+    """Return the row of each (previous, current) token pair of slots, (..., T) i32 -> (..., T) i32 in [0, rows).
 
-    (..., T) i32 -> (..., T) i32 in [0, rows), in 32-bit arithmetic that wraps:
         row = ((36313 * current) xor (27191 * previous)) mod (rows - 1)
-    The last row means: no pair, and stands at position 0. Two quirks are part of the published
-    losses: pairs cross documents, and position 1 takes the number of that row for its previous
-    token, because the peer overwrites position 0 before it multiplies.
+    The last row means: no pair, and stands at position 0. Two quirks are part of the published losses: pairs cross
+    documents, and position 1 takes the number of that row for its previous token, because the peer overwrites position
+    0 before it multiplies.
     """
     no_pair = rows - 1
     overwritten = tokens.copy()
@@ -1258,10 +1220,7 @@ def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
 
 
 class Table(NamedTuple):
-    """An embedding of which a step reads few rows (design 4.1).
-
-    These are further columns of its row in the parameter table.
-    """
+    """An embedding of which a step reads few rows: further columns of its row in the parameter table."""
 
     label: str
     rows: int                            # R
@@ -1276,7 +1235,7 @@ class Table(NamedTuple):
 
 
 def row_tables(cfg: Config) -> tuple[Table, ...]:
-    """The tables, with the functions that say which rows a token reads."""
+    """Return the tables, with the functions that say which rows a token reads."""
     V = cfg.padded_vocab
     first_rows = V * np.arange(NUM_VALUE_TABLES, dtype=np.int32)[:, None]     # value tables stand one below the other
 
@@ -1673,8 +1632,9 @@ def read_vocabulary(folder: Path, cfg: Config) -> list[bytes] | None:
 # References in PyTorch specify each operation on every device; a Triton body stands beside the one it must match.
 RMS_EPS = 2.0**-23                       # what the peer's bf16 run uses, here in every dtype
 FP8_MAX = 448.0                          # largest e4m3 number
-# The three scales of the head (recipe 2.8), numbers that f32 has: a product of two is then rounded once.
-FP8_Y_SCALE, FP8_W_SCALE, FP8_GRAD_SCALE = (float(np.float32(most / FP8_MAX)) for most in (100, 1.6, 0.75))
+FP8_Y_SCALE = 100 / FP8_MAX              # the three scales of the head: recipe 2.8
+FP8_W_SCALE = 1.6 / FP8_MAX
+FP8_GRAD_SCALE = 0.75 / FP8_MAX
 SHORTEST_BLOCK = 32                      # of queries: shorter ones would cost more in calls than they spare
 ADD_ROWS_LINES = 8                       # gradient lines that a program adds at once
 SIGN_SEED = 92                           # of the vectors of signs; any number would do
@@ -1686,7 +1646,7 @@ tl: Any = None                           # triton.language, from the first launc
 
 @functools.cache
 def jitted(kernel: Callable) -> Any:
-    """The kernel as Triton compiles it; its body finds `tl` among the names of this file."""
+    """Return the kernel as Triton compiles it; its body finds `tl` among the names of this file."""
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
     return triton.jit(kernel)
@@ -1769,7 +1729,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, spa
 
     q, k, v     (N, H, E) any float dtype
     cu_seqlens  (C,) i32  ascends from 0 to N, empty documents allowed
-    Returns (N, H, E). Queries go in blocks as long as the keys that one sees: cost N * window on any device.
+    Returns (N, H, E). Cost N * window on any device.
     """
     # With blocks as long as its window, a query sees keys of its own block and of the one before, and no others.
     count, heads, width = q.shape
@@ -1803,9 +1763,9 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: 
 
 
 class Varlen(torch.autograd.Function):
-    """torch's varlen attention with window, max length and scale as graph inputs, so that changing them recompiles
-    nothing. Through torch's public `varlen_attn` they would be constants, and every stage had graphs of its own.
-    """
+    """torch's varlen attention with window, max length and scale as graph inputs: changing them recompiles nothing."""
+
+    # Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own.
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> Tensor:
@@ -1820,7 +1780,7 @@ class Varlen(torch.autograd.Function):
 
 
 def torchs_varlen() -> Any:
-    """torch's operations, which its module registers."""
+    """Return torch's operations, which its module registers."""
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
 
@@ -1828,10 +1788,9 @@ def torchs_varlen() -> Any:
 def varlen_arguments(cu_seqlens: Tensor, numbers: Tensor) -> dict[str, Any]:
     """Arguments of torch's operations by name. The numbers are on the CPU: reading them waits for nothing."""
     max_len, window, scale = numbers.tolist()
-    queries = dict(cu_seq_q=cu_seqlens, max_q=int(max_len))
-    keys = dict(cu_seq_k=cu_seqlens, max_k=int(max_len))
     window_size = [int(window), 0]                            # before and after a query; its left one is inclusive too
-    return dict(**queries, **keys, is_causal=False, scale=scale, window_size=window_size)
+    return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=int(max_len), max_k=int(max_len), is_causal=False,
+                scale=scale, window_size=window_size)
 
 
 @custom_op("train_gpt::varlen")
@@ -1892,15 +1851,11 @@ def bank_parts(bank: Tensor, heights: tuple[int, ...]) -> list[list[WeightPart]]
     main_grad = getattr(bank, "main_grad", None)
     if main_grad is not None:
         main_grad = main_grad.view(shape)                                     # an error unless it is one block
-
     by_layer = []
+    numbers = itertools.count()
     for depth, layer in enumerate(layers):
-        wgrads = [None] * len(heights)
-        if main_grad is not None:
-            wgrads = main_grad[depth].split(heights)
-        first = depth * len(heights)
-        matrices = enumerate(zip(layer.split(heights), wgrads), start=first)
-        by_layer.append([WeightPart(bank, matrix, wgrad, number) for number, (matrix, wgrad) in matrices])
+        wgrads = itertools.repeat(None) if main_grad is None else main_grad[depth].split(heights)
+        by_layer.append([WeightPart(bank, *part) for part in zip(layer.split(heights), wgrads, numbers)])
     return by_layer
 
 
@@ -1929,17 +1884,15 @@ def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, 
 
 
 def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | None:
-    """Put a^T b, or a if b is None, where the gradient of a part belongs. Returns what backward gives autograd.
-
-    That is never main_grad, nor a view of it, but None, or for a weight with FLAG a dummy, so that hooks run;
-    nobody shares the dummy, for autograd may keep it as .grad and add to it.
-    """
+    """Put a^T b, or a if b is None, where the gradient of a part belongs. Returns what backward gives autograd."""
     if part.delayed is not None:
         part.delayed.append((part, a, b, versions_of(a, b)))
     elif part.main_grad is None:
         return a if b is None else a.t() @ b
     else:
         wgrad_accumulate(part.main_grad, part.weight.writes, part.number, a, b)
+    # Autograd never gets main_grad or a view of it, for it may keep what it gets as .grad and add to it: so None,
+    # or for a weight with FLAG a dummy of its own, so that hooks run.
     if part.main_grad is None or not hasattr(part.weight, FLAG):
         return None
     setattr(part.weight, FLAG, True)
@@ -1972,7 +1925,7 @@ def flush(delayed: list) -> None:
 
 
 def wgrad_product(a: Tensor, b: Tensor, main_grad: Tensor | None) -> Tensor:
-    """a^T b in the wider dtype of factors and main_grad: rounded to bf16, it would lose what an f32 sum is kept for."""
+    """a^T b in the wider dtype of factors and main_grad: an f32 sum of products rounded to bf16 would gain little."""
     dtype = a.dtype if main_grad is None else torch.promote_types(a.dtype, main_grad.dtype)
     if a.dtype == dtype:
         return a.t() @ b
@@ -1982,7 +1935,7 @@ def wgrad_product(a: Tensor, b: Tensor, main_grad: Tensor | None) -> Tensor:
 
 
 class LinearFunction(torch.autograd.Function):
-    """x (scale matrix)^T, scale () or None, learnt too; the matrix's gradient goes where its part says."""
+    """x (scale matrix)^T; scale () or None is learnt too, and the matrix's gradient goes where its part says."""
 
     @staticmethod
     def forward(ctx, x, scale, matrix, part):
@@ -1998,13 +1951,11 @@ class LinearFunction(torch.autograd.Function):
         weight = matrix if scale is None else scale * matrix
         grad_x = grad @ weight
         a, b = grad.flatten(0, -2), x.flatten(0, -2)
-        grad_scale = None
+        grad_scale = grad_matrix = None
         if scale is not None:
             product = wgrad_product(a, b, ctx.part.main_grad)                 # a scratch of one matrix
             grad_scale = (product * matrix).sum()
             a, b = scale * product, None
-
-        grad_matrix = None
         if ctx.needs_input_grad[2]:                                           # not of a frozen one
             grad_matrix = accumulate_wgrad(ctx.part, a, b)
         return grad_x, grad_scale, grad_matrix, None
@@ -2016,13 +1967,13 @@ def linear(x: Tensor, part: WeightPart, scale: Tensor | None = None) -> Tensor:
 
 
 # ---- relu^2 MLP: of all that lies between its products only the squares are kept, for their root is max(pre, 0).
-RELU_SQ_TILES = {                        # by compute capability: a tile that keeps its sums in registers
-    (8, 0): dict(ROWS=128, COLUMNS=128, DEPTH=64, num_warps=8),
-    (9, 0): dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8),
-    (10, 0): dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8),
+# By compute capability: a tile that keeps its sums in registers, and loads under way, forward and backward: as many as
+# shared memory takes, some of which the squares need.
+RELU_SQ_TILES = {
+    (8, 0): (dict(ROWS=128, COLUMNS=128, DEPTH=64, num_warps=8), (3, 3)),
+    (9, 0): (dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8), (4, 3)),
+    (10, 0): (dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8), (4, 3)),
 }
-# Loads under way, forward and backward: as many as shared memory takes, some of which the squares need.
-RELU_SQ_STAGES = {(8, 0): (3, 3), (9, 0): (4, 3), (10, 0): (4, 3)}
 DESCRIBED_BYTES = 16                     # that divide each line of an array with a descriptor
 
 def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.constexpr, ROWS: tl.constexpr,
@@ -2066,8 +2017,7 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     triton = importlib.import_module("triton")
     device = x.device
     card = torch.cuda.get_device_properties(device)
-    capability = (card.major, card.minor)
-    tile = RELU_SQ_TILES[capability]
+    tile, stages = RELU_SQ_TILES[card.major, card.minor]
     count, depth = x.shape
     columns = len(w)
     out = x.new_empty(count, columns)
@@ -2085,7 +2035,7 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     programs = min(tiles, card.multi_processor_count)
     launch = jitted(relu_sq_kernel)[(programs,)]
     launch(x.contiguous(), w.contiguous(), squares.contiguous(), out, count, columns, depth,
-           BACKWARD=backward, num_stages=RELU_SQ_STAGES[capability][backward], **tile)
+           BACKWARD=backward, num_stages=stages[backward], **tile)
     return out
 
 
@@ -2219,6 +2169,11 @@ def e4m3(x: Tensor, scale: float) -> Tensor:
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
+def f32_scale(value: float, like: Tensor) -> Tensor:
+    """A scale rounded to f32 first, held in f64, so that products of scales are rounded once."""
+    return torch.full((), value, dtype=torch.float32, device=like.device).double()
+
+
 def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: torch.dtype,
                 fast: bool = False) -> Tensor:
     """a @ b * scale of fp8 matrices, scale () f64.
@@ -2239,11 +2194,10 @@ class HeadLoss(torch.autograd.Function):
 
     y (N, D), w (D, V), targets (B, T) i64 with B * T = N, weights (G,). Returns each position's loss, (N,) f32 or f64:
         sum over k < G with t + k < T of weights[k] * (lse_t - z_t[targets[t + k]]),  z = 23 sigmoid((y w + 5) / 7.5).
-    Targets cross documents and stop at the slot's end; all V columns are in the softmax. The forward makes losses and
-    the gradient of the logits in one pass, the backward is two products. With precision "fp8" or "emulated", y and w
-    are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448: the seed of the backward,
-    loss_weight, moves the scale, never the payload. Any other factor of a position is in the payload for w's gradient,
-    and exact for y's.
+    Targets cross documents and stop at the slot's end; all V columns are in the softmax. With precision "fp8" or
+    "emulated", y and w are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448: the
+    seed of the backward, loss_weight, moves the scale, never the payload. Any other factor of a position is in the
+    payload for w's gradient, and exact for y's.
     """
 
     @staticmethod
@@ -2251,13 +2205,14 @@ class HeadLoss(torch.autograd.Function):
         ctx.part = part
         ctx.precision = precision
         ctx.accum_dtype = accum_dtype(y.dtype)
+        # What waits for the backward is the gradient of the logits, in their place or, in fp8, in half their bytes.
         if precision == "plain":
-            logits = grad = y @ w                                             # the gradient takes their place
+            logits = grad = y @ w
             factor = 1.0                                                      # LOGIT_WIDTH is the backward's
         else:
             native = precision == "fp8"
             product_dtype = logits_dtype if native else ctx.accum_dtype
-            scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
+            scale = f32_scale(FP8_Y_SCALE, y) * f32_scale(FP8_W_SCALE, y)
             y = e4m3(y, FP8_Y_SCALE)
             w = e4m3(w, FP8_W_SCALE)
             logits = fp8_product(y, w, scale, native, product_dtype, fast=True).to(logits_dtype)
@@ -2283,14 +2238,14 @@ class HeadLoss(torch.autograd.Function):
 
         # The trainer's own factor is 1 in every position. A loss_weight of 0 makes gradients of 0, not of 0 / 0.
         factor = torch.where(loss_weight == 0, 0, grad_losses / loss_weight)[:, None]
-        scale = loss_weight.double() * FP8_GRAD_SCALE
+        scale = loss_weight.double() * f32_scale(FP8_GRAD_SCALE, y)
         native = ctx.precision == "fp8"
         dtype_y = torch.bfloat16 if native else ctx.accum_dtype
-        grad_y = factor.to(dtype_y) * fp8_product(grad, w.t(), scale * FP8_W_SCALE, native, dtype_y)
+        grad_y = factor.to(dtype_y) * fp8_product(grad, w.t(), scale * f32_scale(FP8_W_SCALE, y), native, dtype_y)
         if ctx.needs_input_grad[1]:
             payload = (factor * grad.to(factor.dtype)).to(grad.dtype)         # part of the copy into columns
             y_in_rows = y.t().contiguous()
-            product = fp8_product(y_in_rows, payload, scale * FP8_Y_SCALE, native, ctx.accum_dtype)
+            product = fp8_product(y_in_rows, payload, scale * f32_scale(FP8_Y_SCALE, y), native, ctx.accum_dtype)
             grad_w = accumulate_wgrad(ctx.part, product, None)                # it cannot add: a scratch
         return grad_y, grad_w, None, None, None, None, None, None
 
@@ -2415,7 +2370,7 @@ def up_uniform(bound: float, generator: torch.Generator, shape: tuple[int, ...])
 
 
 def constant(values: Sequence[float], _: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    """These values, or the one value everywhere."""
+    """Return these values, or the one value everywhere."""
     return torch.tensor(values).expand(shape)
 
 
@@ -2429,7 +2384,7 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     """Label, shape, initial value, optimizer, multipliers (recipe 2.1, 2.6, 3.5)."""
     # The sizes that shapes are made of.
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
-    L, A, F = len(LAYERS), len(ATTENTION_LAYERS), MLP_FACTOR * cfg.model_dim
+    L, A, inside = len(LAYERS), len(ATTENTION_LAYERS), MLP_FACTOR * cfg.model_dim
     value_gates = NUM_VALUE_TABLES + sum(line.place is not None for line in cfg.tables)
     bigrams, values, embed, *ngram_rows = row_tables(cfg)
     scalars = sum(scalar_values(cfg).values(), ())
@@ -2444,7 +2399,8 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     head = dict(optimizer="adam", sharded=True, lr_mul=1, wd_mul=150, betas=(0.5, 0.95))
     by_recipe = (
         Parameter("attn", (A, QKVO * D, D), functools.partial(uniform, bound), **bank, parts=(QKV * D, D)),
-        Parameter("mlp", (L, UP_AND_DOWN, F, D), functools.partial(up_uniform, bound), **bank, parts=(F, F)),
+        Parameter("mlp", (L, UP_AND_DOWN, inside, D), functools.partial(up_uniform, bound), **bank,
+                  parts=(inside, inside)),
         Parameter("scalars", (len(scalars),), functools.partial(constant, scalars), **exact),
         Parameter("x0_lambdas", (L,), zeros, **exact, betas=(0.65, 0.95)),
         Parameter("smear_gate", (1, GATE_INPUTS), zeros, **small, lr_mul=0.01, wd_mul=0),
@@ -2498,10 +2454,8 @@ class GPT(nn.Module):
 
         if any(line.signs for line in self.ngrams):
             self.register_buffer("sign_vectors", sign_vectors(cfg.model_dim).to(dtype), persistent=False)
-        positions = 2 * rotary_len               # of paired layers
-        for name in ("rotary_cos", "rotary_sin"):
-            factors = torch.zeros(positions, cfg.head_dim, dtype=dtype)
-            self.register_buffer(name, factors, persistent=False)
+        for name in ("rotary_cos", "rotary_sin"):                             # paired layers have 2T positions
+            self.register_buffer(name, torch.zeros(2 * rotary_len, cfg.head_dim, dtype=dtype), persistent=False)
         self.turning: dict[tuple[float, ...], Tensor] = {}    # angle per position of each channel, by frequencies
 
     @torch.no_grad()
@@ -2593,17 +2547,21 @@ class GPT(nn.Module):
             if layer.keep_as:
                 kept[layer.keep_as] = x
 
-        # The head sees what the later layers found: half of what an earlier one kept is taken back.
+        # A learnt share of what an earlier layer kept is taken back: the head sees what the later ones found.
         return rms_norm(x - scalars["backout"].type_as(x) * kept[BACKOUT])
 
     def inputs(self, batch: Batch, scalars: dict[str, Tensor], row_buffers: dict) -> tuple[Tensor, list, dict]:
-        """What enters the layers, all of it rows (B, T, D) of tables.
+        """Read the tables: all that enters the layers, rows (B, T, D) each.
 
         x0       the normalised embedding, where the residual stream begins
         streams  (share by layer, rows) of what every layer mixes in: bigrams, then tables of n-grams
         values   depth -> [(place of the gate, rows)] of what joins the attention values of a layer
         """
-        x0 = rms_norm(self.smeared(*self.rows_of("embed", batch, row_buffers), scalars["smear"]))
+        # Each token's embedding gets a gated share of the one before it in the slot, over documents.
+        e, = self.rows_of("embed", batch, row_buffers)
+        gate = scalars["smear"].type_as(e) * gate_of(e[:, 1:, :GATE_INPUTS], self.smear_gate)
+        smeared = torch.cat((e[:, :1], e[:, 1:] + gate * e[:, :-1]), dim=1)
+        x0 = rms_norm(smeared)
         streams = [(scalars["bigram"].unbind(), *self.rows_of("bigram_embed", batch, row_buffers))]
         value_rows = self.rows_of("value_embed", batch, row_buffers)
         values: dict[int, list] = {}
@@ -2625,20 +2583,12 @@ class GPT(nn.Module):
         return x0, streams, values
 
     def rows_of(self, label: str, batch: Batch, row_buffers: dict) -> list[Tensor]:
-        """Rows of a table by the batch's index (B, T) or (B, reads, T), one (B, T, D) per read.
-
-        A lookup each: its gradient goes to the row gradients from where it comes up, and is stacked with no other.
-        """
+        """Rows of a table by the batch's index (B, T) or (B, reads, T), one (B, T, D) per read."""
         index = batch.rows[label]
+        # A lookup for each read: its gradient goes to the row gradients as it comes up, and is stacked with no other.
         planes = index.unbind(1) if index.dim() == 3 else [index]
         rows, row_grads = row_buffers[label]
         return [RowLookup.apply(rows, plane, row_grads) for plane in planes]
-
-    def smeared(self, e: Tensor, smear: Tensor) -> Tensor:
-        """Each token's embedding plus a gated share of the one before it in the slot, over documents; e (B, T, D)."""
-        gate = smear.type_as(e) * gate_of(e[:, 1:, :GATE_INPUTS], self.smear_gate)
-        others = e[:, 1:] + gate * e[:, :-1]
-        return torch.cat((e[:, :1], others), dim=1)
 
     def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: Sequence[tuple[int, Tensor]],
                cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
@@ -2689,8 +2639,7 @@ class GPT(nn.Module):
 
         sequence = (slots * positions, heads // 2, width)                     # the lower half of the heads, the upper
         flat = [x.reshape(sequence) for x in (q, k, v)]
-        y = self.attention(*flat, 2 * cu_seqlens, span)
-        return y.view(slots, length, heads, width)
+        return self.attention(*flat, 2 * cu_seqlens, span).view(slots, length, heads, width)
 
 
 def gate_of(features: Tensor, weight: Tensor) -> Tensor:

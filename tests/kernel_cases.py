@@ -143,11 +143,10 @@ def compiled(capability: int, backward: bool, dtype: str, tile: dict[str, int], 
 
 def compile_ahead() -> dict[str, dict]:
     found = {}
-    for (major, minor), tile in tg.RELU_SQ_TILES.items():
+    for (major, minor), (tile, stages) in tg.RELU_SQ_TILES.items():
         for backward in (False, True):
             capability = 10 * major + minor
-            stages = tg.RELU_SQ_STAGES[major, minor][backward]
-            found[f"{capability} {backward}"] = compiled(capability, backward, "bf16", tile, stages)
+            found[f"{capability} {backward}"] = compiled(capability, backward, "bf16", tile, stages[backward])
     return found
 
 

@@ -45,7 +45,8 @@ KEEP = {                                         # file -> patterns of its keys
     "schedule": ("*",),
     "bigram": ("*",),
     "fp8": ("x16", "w16", "targets", "*_s", "grad_s.*", "mtp.*", "grad_out.*", "?_e4m3", "*.m3.*.grad_logits_e5m2",
-            "*.losses", "f64logits.m3.mixed.grad_x", "bf16logits.m3.eighth.grad_x"),
+            "*.losses", "f64logits.m3.ones.grad_x", "f64logits.m3.mixed.grad_x",
+            "bf16logits.m3.eighth.grad_x"),
 }
 
 

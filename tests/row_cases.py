@@ -684,7 +684,7 @@ def compile_ahead() -> dict:
     from triton.compiler import ASTSource
     kernel, found = tg.jitted(tg.add_rows_kernel), {}
     for grad, capability in (("*bf16", 80), ("*fp32", 90)):
-        signature = dict(sums="*fp32", rows="*i32", order="*i64", grad=grad, count="i32", width="i32",
+        signature = dict(row_grads="*fp32", rows="*i32", order="*i64", grad=grad, count="i32", width="i32",
                          LINES="constexpr", WIDTH="constexpr")
         source = ASTSource(fn=kernel, signature=signature, constexprs={(6,): tg.ADD_ROWS_LINES, (7,): 1024})
         done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4))

@@ -92,6 +92,7 @@ def copy_of(live: tg.Live) -> tg.Live:
 # ----------------------------------------------------------------------------------------------------------------------
 
 SLOTS, WIDTH, EVENTS = 8, 4, 7           # slots of a step, features, events
+ZEROS = functools.partial(tg.constant, [0.0])
 LR_MUL, WD_MUL, WEIGHT_DECAY, EPS = 2.0, 3.0, 0.25, 1e-3
 BETA2 = dict(float64=0.9, float32=0.9, bfloat16=0.5)          # 0.5: its powers are exact, in each order
 
@@ -305,7 +306,7 @@ def optimizer_of(cfg: tg.Config, fabric: tg.Fabric, trial: Trial, tables: dict[s
     """What Optimizer._update_rowwise needs of an optimizer."""
     rowwise = {}
     for label, table in tables.items():
-        rowwise[label] = tg.Parameter(label, (table.table.rows, WIDTH), tg.zeros, "rowwise", True, LR_MUL, WD_MUL,
+        rowwise[label] = tg.Parameter(label, (table.table.rows, WIDTH), ZEROS, "rowwise", True, LR_MUL, WD_MUL,
                                       (0.0, trial.beta2), rows=table.table)
     optimizer = SimpleNamespace(cfg=cfg, world=fabric.world, rowwise=rowwise, tables=tables, share=1 / SLOTS,
                                 adam_steps=dict.fromkeys(tables, 0), rowwise_update=tg.rowwise_update,

@@ -15,6 +15,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from common import own_rows
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "records"))
@@ -144,7 +145,8 @@ def hidden(module: ModuleType, model=None, **changes) -> torch.Tensor:
     tokens = torch.arange(16, dtype=torch.int32)[None] * 3
     for at, token in changes.get("tokens", {}).items():
         tokens[0, at] = token
-    return (model or random_model(module)).hidden(batch_of(module, tokens), module.spans_of(6, 12, 16, 0.3))
+    model = model or random_model(module)
+    return model.hidden(batch_of(module, tokens), module.spans_of(6, 12, 16, 0.3), own_rows(model))
 
 
 def with_scalar(module: ModuleType, name: str, value: float):
@@ -188,7 +190,8 @@ def test_smear_an_input_is_its_token_alone(modules):
         model = with_scalar(module, "smear", 1.0)
         for first in (3, 9):
             batch = batch_of(module, torch.tensor([[first, 5, 7, 11]], dtype=torch.int32))
-            inputs[module, first] = model.inputs(batch, torch.ones(1, dtype=torch.float64), {})[0]
+            scalars = dict(smear=torch.ones(1, dtype=torch.float64), bigram=torch.ones(len(tg.LAYERS)))
+            inputs[module, first] = model.inputs(batch, scalars, own_rows(model))[0]
     off = modules["smear"]
     assert not torch.equal(inputs[tg, 3][:, 1], inputs[tg, 9][:, 1])
     assert torch.equal(inputs[off, 3][:, 1:], inputs[off, 9][:, 1:])
@@ -232,7 +235,7 @@ def test_softcap_loss_and_gradient_are_the_plain_cross_entropy(modules):
             for shape in ((6, 5), (5, 9)))
     targets, weight = torch.tensor([[1, 3, 0, 8, 2, 4]]), torch.ones((), dtype=torch.float64)
     loss = module.HeadLoss.apply(y, w, targets, torch.ones(1, dtype=torch.float64), weight, "plain", torch.float64,
-                                 module.whole(w))
+                                 module.as_part(w))
     plain = torch.nn.functional.cross_entropy(y @ w, targets[0], reduction="none")
     torch.testing.assert_close(loss, plain)
     torch.testing.assert_close(module.next_token_losses(y, w, targets[0]), plain)

@@ -434,7 +434,8 @@ def test_emulated_fp8_head(loss_weight, weights):
 
 @pytest.mark.parametrize("precision", ["plain", "emulated", "fp8"])
 def test_a_loss_weight_of_zero_has_gradients_of_zero(precision):
-    y, w = randn(16, 16, seed=1, dtype=torch.bfloat16, grad=True), randn(16, 32, seed=2, dtype=torch.bfloat16, grad=True)
+    y = randn(16, 16, seed=1, dtype=torch.bfloat16, grad=True)
+    w = randn(16, 32, seed=2, dtype=torch.bfloat16, grad=True)
     losses = head_loss(y, w, torch.arange(16)[None], (1.0, 0.5), 0.0, precision, torch.bfloat16)
     assert losses.isfinite().all()
     for grad in torch.autograd.grad(losses, (y, w), torch.zeros_like(losses)):

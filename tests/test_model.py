@@ -376,7 +376,8 @@ def test_a_bigram_row_and_a_target_move_only_what_reads_them():
     batch = batch._replace(cu_seqlens=torch.tensor([BOUNDS] * 2, dtype=torch.int32))
 
     def losses(batch):
-        return model.losses(batch, torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64), one, SPANS, "plain", own_rows(model))
+        weights = torch.tensor([1.0, 0.5, 0.25], dtype=torch.float64)
+        return model.losses(batch, weights, one, SPANS, "plain", own_rows(model))
 
     for name, at, want in (("targets", 10, [8, 9, 10]), ("targets", 0, [0]), ("bigram_embed", 21, [21, 22, 23])):
         changed = (batch.targets if name == "targets" else batch.rows[name]).clone()

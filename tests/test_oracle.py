@@ -139,6 +139,18 @@ def both(*patches: Patch) -> Patch:
     return lambda patch: [apply(patch) for apply in patches]
 
 
+def smear_inside_documents(a: dict) -> torch.Tensor:
+    tokens = a["batch"].tokens
+    return a["scalars"]["smear"] * (tokens[:, 1:, None] != tokens[0, 0])
+
+
+def value_tables_in_reverse(found: tuple, _: dict) -> tuple:
+    x0, streams, values = found
+    rows = [joined[0][1] for joined in values.values()]
+    values = {depth: [(joined[0][0], row)] for (depth, joined), row in zip(values.items(), reversed(rows))}
+    return x0, streams, values
+
+
 def rotate_pairs_far_apart(real: Callable, a: dict) -> torch.Tensor:
     """Channels i and i + E/2 instead of neighbours."""
     width = a["x"].shape[-1]
@@ -166,7 +178,7 @@ def pair_neighbours(real: Callable, a: dict) -> torch.Tensor:
     return real(**{**a, **{name: a[name][:, :, order] for name in ("q", "k", "v")}})[:, :, order.argsort()]
 
 
-def next_targets_around_the_slot(_: Callable, a: dict) -> tuple[torch.Tensor, torch.Tensor]:
+def mtp_targets_around_the_slot(_: Callable, a: dict) -> tuple[torch.Tensor, torch.Tensor]:
     targets, weights = a["targets"], a["weights"]
     columns = torch.stack([targets.roll(-k, dims=1) for k in range(len(weights))], dim=-1)
     return columns.flatten(0, 1), weights.expand(targets.numel(), -1)
@@ -252,6 +264,15 @@ def validation_rank_major(real: Callable, a: dict) -> Iterator[tg.Batch]:
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
+def gradient_in_e4m3(real: Callable, a: dict) -> torch.Tensor:
+    if a["grad"].dtype != E5M2:
+        return real(**a)
+    exact = torch.empty_like(a["logits"])
+    losses = real(**a | dict(grad=exact))
+    a["grad"].copy_(exact.to(E4M3).float())
+    return losses
+
+
 def head_loss_backward(patch: pytest.MonkeyPatch) -> None:
     real = tg.HeadLoss.backward
     patch.setattr(tg.HeadLoss, "backward", staticmethod(lambda ctx, grad: real(ctx, torch.ones_like(grad))))
@@ -265,15 +286,15 @@ MISTAKES = (
     ("norm without eps", "s_acts", "sumsq.x0", constant("RMS_EPS", 2.2e-16)),
     ("norm eps 1e-5", "s_acts", "sumsq.x0", constant("RMS_EPS", 1e-5)),
     ("smear stops at document starts", "s_acts", "sumsq.smear", given(
-        tg.GPT, "inputs", smear=lambda a: a["smear"] * (a["batch"].tokens[:, 1:, None] != a["batch"].tokens[0, 0]))),
+        tg.GPT, "inputs", scalars=lambda a: a["scalars"] | dict(smear=smear_inside_documents(a)))),
     ("window of w keys", "s_acts", "sumsq.attn0", kernel(
-        reach=lambda a: replace(a["reach"], window=a["reach"].window - 1))),
+        span=lambda a: replace(a["span"], window=a["span"].window - 1))),
     ("no document mask", "s_acts", "sumsq.attn0", kernel(
-        cu_seqlens=lambda a: torch.tensor([0, len(a["q"])]), reach=lambda a: replace(a["reach"], max_len=len(a["q"])))),
+        cu_seqlens=lambda a: torch.tensor([0, len(a["q"])]), span=lambda a: replace(a["span"], max_len=len(a["q"])))),
     ("scale 1/sqrt(E)", "s_acts", "sumsq.attn0", kernel(
-        reach=lambda a: replace(a["reach"], scale=a["q"].shape[-1] ** -0.5))),
+        span=lambda a: replace(a["span"], scale=a["q"].shape[-1] ** -0.5))),
     ("paired window in tokens", "s_acts", "sumsq.attn0", given(
-        tg.GPT, "attend_paired", reach=lambda a: replace(a["reach"], window=2 * a["reach"].window))),
+        tg.GPT, "attend_paired", span=lambda a: replace(a["span"], window=2 * a["span"].window))),
     ("paired neighbour heads", "s_acts", "sumsq.attn0", wrapped(tg.GPT, "attend_paired", pair_neighbours)),
     ("paired angle from the stream", "s_acts", "sumsq.attn0", wrapped(tg, "rotate", rotate_by_stream_position)),
     ("rotation the other way", "s_acts", "sumsq.attn0", given(tg, "rotate", sin=lambda a: -a["sin"])),
@@ -284,8 +305,8 @@ MISTAKES = (
         tg, "rms_norm", lambda real, a: a["x"] if a["x"].dim() == 4 else real(**a))),
     ("attention gate with factor 2", "s_acts", "sumsq.attn0", returned(tg.GPT, "attend", lambda y, _: 2 * y)),
     ("relu, not squared", "s_acts", "sumsq.mlp0", constant(
-        "relu_sq_mlp", lambda n, up, down: tg.times(tg.linear(n, up).relu(), down))),
-    ("value tables in reverse", "s_acts", "sumsq.v1", given(tg.GPT, "attend", values=lambda a: a["values"][::-1])),
+        "relu_sq_mlp", lambda n, up, down: tg.linear(n, up).relu() @ down.matrix)),
+    ("value tables in reverse", "s_acts", "sumsq.v1", returned(tg.GPT, "inputs", value_tables_in_reverse)),
     ("key offset on a short layer", "s_acts", "sumsq.k1", layers({1: dict(key_shift=True)})),
     ("key offset missing", "s_acts", "sumsq.k3", layers({3: dict(key_shift=False)})),
     ("long layer with the short window", "s_acts", "sumsq.y3", layers({3: dict(window="short")})),
@@ -293,8 +314,8 @@ MISTAKES = (
     ("backout from layer 6", "traj", "val_loss.0", layers({6: dict(keep_as=tg.BACKOUT), 7: dict(keep_as="")})),
     ("softcap without shift", "traj", "val_loss.0", constant("LOGIT_SHIFT", 0.0)),
     ("token weights normalised", "traj", "slot_loss.0", given(
-        tg, "next_targets", weights=lambda a: a["weights"] / a["weights"].sum())),
-    ("targets around the slot's end", "traj", "slot_loss.0", wrapped(tg, "next_targets", next_targets_around_the_slot)),
+        tg, "mtp_targets", weights=lambda a: a["weights"] / a["weights"].sum())),
+    ("targets around the slot's end", "traj", "slot_loss.0", wrapped(tg, "mtp_targets", mtp_targets_around_the_slot)),
     ("mean instead of sum", "traj", "slot_loss.0", returned(tg.GPT, "losses", lambda x, _: x / x.shape[1])),
     # hash
     ("hash factors swapped", "bigram", "row", both(
@@ -350,8 +371,7 @@ MISTAKES = (
     ("fp8 quotient through bf16", "fp8", "x_e4m3", constant(
         "e4m3", lambda x, scale: (x.float() / scale).bfloat16().to(E4M3))),
     ("fp8 gradient at scale 1", "fp8", "*.grad_*", constant("FP8_GRAD_SCALE", 1.0)),
-    ("fp8 gradient in e4m3", "fp8", "*.grad_[xw]*", given(
-        tg, "fp8_product", a=lambda a: a["a"].float().to(E4M3) if a["a"].dtype == E5M2 else a["a"])),
+    ("fp8 gradient in e4m3", "fp8", "*.grad_*", wrapped(tg, "losses_with_gradient", gradient_in_e4m3)),
     ("fp8 without the incoming gradient", "fp8", "*.mixed.grad_*", head_loss_backward),
 )
 

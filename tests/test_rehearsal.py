@@ -128,9 +128,9 @@ def expect(failures: list[tuple[str, str]], kind: str, *wheres: str) -> None:
 
 STEP = "        self.optimizer.step(values, plans_ahead)\n"
 SUMS = "            sums.append(slot_sums.detach())\n"
-ADD = "        add_rows(ctx.sums, index, grad)\n"
-SCRATCH = "            product = fp8_product(y_in_rows, grad, scale_w, native, ctx.work)  # it cannot add: a scratch\n"
-LAUNCH = "    launch(sums, rows, order, grad.contiguous(), count, width, **sizes)\n"
+ADD = "        add_rows(ctx.row_grads, index, grad)\n"
+SCRATCH = "            grad_w = accumulate_wgrad(ctx.part, product, None)                # it cannot add: a scratch\n"
+LAUNCH = "    launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)\n"
 KERNEL = '@custom_op("train_gpt::add_rows", "row_grads")\n'
 WIDE_KERNEL = """
 def wide_kernel(x, NUMBERS: tl.constexpr):
@@ -150,7 +150,7 @@ EAGER_MISTAKES = {
          "        bank = grad.new_zeros(22, 3072, 768)\n" + ADD,                          # a gradient's size
     SCRATCH: SCRATCH + "            product = product.clone()\n",                         # a gradient's size
     KERNEL: WIDE_KERNEL + KERNEL,
-    LAUNCH: "    launch(sums, rows, order, grad.contiguous(), count, width, maxnreg=24, **sizes)\n"    # a spill
+    LAUNCH: "    launch(row_grads, rows, order, grad.contiguous(), count, width, maxnreg=24, **sizes)\n"    # a spill
             "    jitted(wide_kernel)[(1,)](sums, NUMBERS=16384, num_warps=1)\n"}        # a spill
 
 
@@ -192,12 +192,12 @@ def test_a_graph_break(tmp_path, cache, name):
     expect(failures_of(found), "graph break", BREAKS[name])
 
 
-REACH = "        return spans_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)\n"
+SPANS = "        return spans_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)\n"
 VARLEN = "Varlen.apply(q, k, v, cu_seqlens, span.numbers)"
 RECOMPILES = {                           # what is planted, and what is said of it
     "a step's number in a graph": ({
-        REACH: REACH.replace("attn_scale)", "attn_scale + values.step // 4)"),
-        VARLEN: VARLEN.replace("(q,", "(q * span.scale,")}, "reach"),
+        SPANS: SPANS.replace("attn_scale)", "attn_scale + values.step // 4)"),
+        VARLEN: VARLEN.replace("(q,", "(q * span.scale,")}, "span"),
     "a number of documents": ({
         "torch._dynamo.maybe_mark_dynamic(part.cu_seqlens, 1)": "torch._dynamo.mark_static(part.cu_seqlens)"},
         "cu_seqlens")}

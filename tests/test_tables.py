@@ -522,7 +522,8 @@ def with_the_weights_of(executor: tg.Executor, other: tg.Executor) -> None:
 
 def alike_shares(executor: tg.Executor) -> None:
     """The table enters each layer with the weight that recipe A's bigrams, or its value table there, have."""
-    scalars = executor.model.named_scalars()
+    model = executor.model
+    scalars = dict(zip(model.scalar_sizes, model.scalars.split(list(model.scalar_sizes.values()))))
     if any(line.enters is not None for line in executor.model.ngrams):
         gates = executor.model.ve_gate_bank.data
         gates[-1] = gates[tg.LAYERS[GATED].value]
