@@ -1,30 +1,29 @@
 """Train a small GPT against the clock: recipe A of the NanoGPT speedrun in one file.
-
     ./run.sh                                                   set-up, data, training, result and a sample
     torchrun --standalone --nproc_per_node=8 train_gpt.py      8 GPUs, preset `record`
     python train_gpt.py --preset=pocket                        one process, on a CPU about two minutes; see --help
 The mathematics is that of modded-nanogpt right after pull request #221 (record 71, 2026-02-15); credits in README.md.
 
 Floor plan. A room uses only rooms above it, and nothing happens at import.
-    1 Config      errors, layer table, stage table, table of n-gram tables, settings, presets, flags, Fabric
-    2 Schedule    pure functions of the step: everything a step needs, in one `Values`
-    3 Data        shards, packing, bigram hash, the loader thread, validation batches
-    4 Kernels     references in PyTorch: norm, rotation, attention, MLP, head loss, symmetric products; main_grad
+    1 Config      errors, layer table, stage table, n-gram tables, settings, presets, flags, Fabric
+    2 Schedule    everything a step needs, in one `Values`: pure functions of the place in the plan
+    3 Data        shards, packing, hashes of n-grams, row plans, the loader thread, validation batches
+    4 Kernels     references in PyTorch and Triton kernels: norm, rotation, attention, MLP, head loss, rows; main_grad
     5 Model       parameter table and GPT
-    6 Rows        the exchange of embedding rows between ranks
-    7 Optimizer   NorMuon, Adam, tie and split, orders of communication
-    8 Executor    forward_backward, optim_step, evaluate, snapshot and restore, files
-    9 Race        warm-up, time budget, profile, clock, log, validation, sample
-   10 Main        flags, process group, device, run
+    6 Rows        tables whose rows lie on their owners: exchange between ranks, rows on a device or a host
+    7 Optimizer   NorMuon, Adam, row updates, tie and untie, orders of communication
+    8 Executor    forward_backward, optim_step, evaluate, snapshot and restore, memory, saves and checkpoints
+    9 Race        clock, log, warm-up, time budget, the race itself, sample
+   10 Main        ranks and device, attention kernel, header, `train` from data to result, profile, the one end
 Letters                                                        [value in the record preset]
     W ranks                       L layers [11]                V vocabulary, padded [50,304]
     S slots in a step [8]         D model width [768]          R rows of a table [251,520]
     B slots in a micro-batch      H heads [6]                  E width of one head [128]
     T tokens in one slot          F MLP width [3,072]          G tokens predicted per position [3, 2, 1 by stage]
-    M matrices in a bank          N rows of a product, B * T   C rows of an owner's slice of a table
+    M matrices in a bank          N rows of a product, B * T   C rows of an owner's shard of a table
 A slot is one of S equal, independent shares of a step's tokens and the unit of data parallelism: slot s belongs to rank
-s mod W. A cycle is two steps, an even and an odd one; Adam updates on the odd one. Tables of n-grams may have a cycle
-of four; the update of such a table is an event. A bank is several matrices in one parameter. The objective of a step is
+s mod W. Adam updates on the last step of its cycle of --adam_every steps, NorMuon on every step; an n-gram table has a
+cadence of 1, 2 or 4 steps. A bank is several matrices in one parameter. The objective of a step is
 J = (1/S) * sum over slots of the slot's summed loss, at every W."""
 from __future__ import annotations
 
@@ -4867,10 +4866,9 @@ def report(cfg: Config, executor: Executor, validation: ValidationSet, values: V
 
 def make_profile(cfg: Config, first: int, end_step: float) -> Any:
     """Return a profiler of the steps of --profile, for a run from step `first` on; else None. Raises ConfigError."""
-    steps = profile_range(cfg)
-    if steps is None:
+    if not cfg.profile:
         return None
-    start, stop = steps
+    start, stop = map(int, cfg.profile.split(":"))
     need(first < start and stop < end_step, f"--profile={cfg.profile}", f"steps {first} to {end_step}",
          f"{first} < a < b < {end_step}: it warms up in the step before a, and the one after ends the trace",
          f"--profile={first + 1}:{first + 3}")
