@@ -4351,9 +4351,9 @@ class Log:
         lines = [dict(type="step", **fields) for fields, *_ in self.pending]  # their losses are not known
         lines.append(dict(type="aborted", step=self.done, cause=cause))
         with contextlib.suppress(Exception):
+            files["log.txt"].write(f"aborted after step {self.done}: {' '.join(cause.split())}\n".encode())
             for line in lines:
                 files["log.jsonl"].write((json.dumps(line) + "\n").encode())
-            files["log.txt"].write(f"aborted after step {self.done}: {' '.join(cause.split())}\n".encode())
 
     def close(self) -> None:
         for file in (*self.files.values(), self.bar):
