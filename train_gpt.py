@@ -1,30 +1,29 @@
 """Train a small GPT against the clock: recipe A of the NanoGPT speedrun in one file.
-
     ./run.sh                                                   set-up, data, training, result and a sample
     torchrun --standalone --nproc_per_node=8 train_gpt.py      8 GPUs, preset `record`
     python train_gpt.py --preset=pocket                        one process, on a CPU about two minutes; see --help
 The mathematics is that of modded-nanogpt right after pull request #221 (record 71, 2026-02-15); credits in README.md.
 
 Floor plan. A room uses only rooms above it, and nothing happens at import.
-    1 Config      errors, layer table, stage table, table of n-gram tables, settings, presets, flags, Fabric
-    2 Schedule    pure functions of the step: everything a step needs, in one `Values`
-    3 Data        shards, packing, bigram hash, the loader thread, validation batches
-    4 Kernels     references in PyTorch: norm, rotation, attention, MLP, head loss, symmetric products; main_grad
+    1 Config      errors, layer table, stage table, n-gram tables, settings, presets, flags, Fabric
+    2 Schedule    everything a step needs, in one `Values`: pure functions of the place in the plan
+    3 Data        shards, packing, hashes of n-grams, row plans, the loader thread, validation batches
+    4 Kernels     references in PyTorch and Triton kernels: norm, rotation, attention, MLP, head loss, rows; main_grad
     5 Model       parameter table and GPT
-    6 Rows        the exchange of embedding rows between ranks
-    7 Optimizer   NorMuon, Adam, tie and split, orders of communication
-    8 Executor    forward_backward, optim_step, evaluate, snapshot and restore, files
-    9 Race        warm-up, time budget, profile, clock, log, validation, sample
-   10 Main        flags, process group, device, run
+    6 Rows        tables whose rows lie on their owners: exchange between ranks, rows on a device or a host
+    7 Optimizer   NorMuon, Adam, row updates, tie and untie, orders of communication
+    8 Executor    forward_backward, optim_step, evaluate, snapshot and restore, memory, saves and checkpoints
+    9 Race        clock, log, warm-up, time budget, the race itself, sample
+   10 Main        ranks and device, attention kernel, header, `train` from data to result, profile, the one end
 Letters                                                        [value in the record preset]
     W ranks                       L layers [11]                V vocabulary, padded [50,304]
     S slots in a step [8]         D model width [768]          R rows of a table [251,520]
     B slots in a micro-batch      H heads [6]                  E width of one head [128]
     T tokens in one slot          F MLP width [3,072]          G tokens predicted per position [3, 2, 1 by stage]
-    M matrices in a bank          N rows of a product, B * T   C rows of an owner's slice of a table
+    M matrices in a bank          N rows of a product, B * T   C rows of an owner's shard of a table
 A slot is one of S equal, independent shares of a step's tokens and the unit of data parallelism: slot s belongs to rank
-s mod W. A cycle is two steps, an even and an odd one; Adam updates on the odd one. Tables of n-grams may have a cycle
-of four; the update of such a table is an event. A bank is several matrices in one parameter. The objective of a step is
+s mod W. Adam updates on the last step of its cycle of --adam_every steps, NorMuon on every step; an n-gram table has a
+cadence of 1, 2 or 4 steps. A bank is several matrices in one parameter. The objective of a step is
 J = (1/S) * sum over slots of the slot's summed loss, at every W."""
 from __future__ import annotations
 
@@ -4208,42 +4207,37 @@ class Clock:
 
     def __init__(self, fabric: Fabric, before: float = 0.0) -> None:
         self.fabric = fabric
-        self.before = before             # ms until it was stopped last
-        self.since: float | None = None  # time of its start in s; None: it stands
+        # ms up to the last stop, and the time of the start in s or None: one pair, which the loader's thread reads whole.
+        self.state: tuple[float, float | None] = before, None
 
     @property
     def ms(self) -> float:
-        since = self.since                                                    # the loader's thread reads the clock, too
-        if since is None:
-            return self.before
-        return self.before + (time.perf_counter() - since) * 1000
+        before, since = self.state
+        return before if since is None else before + (time.perf_counter() - since) * 1000
 
     def start(self) -> None:
         self.fabric.synchronize()
-        self.since = time.perf_counter()
+        self.state = self.ms, time.perf_counter()
 
     def stop(self) -> None:
         self.fabric.synchronize()
-        self.before = self.ms
-        self.since = None
+        self.state = self.ms, None
 
 
 class Log:
     """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0.
 
-    Losses are looked at one cycle late, so that no step waits for the device. Every rank checks its own.
+    Losses are looked at one cycle late, so that no step waits for the device. Every rank checks its own. beside: content
+    of further files of the run directory; earlier: what `seen` gave to a checkpoint. Raises RunError if a file exists.
     """
 
     def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, beside: dict[str, bytes],
                  earlier: dict[str, Any] | None = None) -> None:
-        """Open the files; an old log is never overwritten. Raises RunError.
-
-        beside: content of further files of the run directory. earlier: what `seen` gave to a checkpoint.
-        """
         earlier = earlier or dict(tokens=0, done=0, last_good="none", lines={})
         self.run_dir = run_dir
         self.fabric = fabric
         self.schedule = schedule
+        self.total = schedule.total_steps                     # of the plan, or as the clock foresees it
         self.tokens = earlier["tokens"]
         self.done = earlier["done"]      # steps
         self.last_good = earlier["last_good"]                 # validation, in words
@@ -4253,38 +4247,35 @@ class Log:
         if fabric.rank == 0:
             with refused(run_dir):
                 run_dir.mkdir(parents=True, exist_ok=True)
-                for name in ("log.txt", "log.jsonl"):
+                for name in ("log.txt", "log.jsonl", *beside):
                     self.files[name] = open(run_dir / name, "xb", buffering=0)
-                for name, content in beside.items():
-                    (run_dir / name).write_bytes(content)
+            for name, content in beside.items():
+                self._write(name, content)
+                self.files.pop(name).close()
             for name, text in earlier["lines"].items():
-                self._write(name, text)
+                self._write(name, text.encode())
 
     def seen(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the log."""
         self.flush()
         lines = {name: (self.run_dir / name).read_text("utf-8") for name in self.files}
         return dict(tokens=self.tokens, done=self.done, last_good=self.last_good, lines=lines)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write a line of log.jsonl."""
-        self._write("log.jsonl", json.dumps(dict(type=kind, **fields)) + "\n")
+        self._write("log.jsonl", (json.dumps(dict(type=kind, **fields)) + "\n").encode())
 
     def text(self, line: str, console: bool = True) -> None:
         """Write a line of log.txt, and show it on the console unless that gets only a selection."""
-        self._write("log.txt", line + "\n")
+        self._write("log.txt", (line + "\n").encode("utf-8", "replace"))
         if console:
             with self.bar.external_write_mode() if self.bar else contextlib.nullcontext():    # above the bar
                 self.fabric.say(line)
 
-    def _write(self, name: str, text: str) -> None:
+    def _write(self, name: str, data: bytes) -> None:
         file = self.files.get(name)                                           # of rank 0, until the log is closed
         if file is not None:
-            data = text.encode("utf-8", "replace")
-            path = self.run_dir / name
-            with refused(path):
-                need(file.write(data) == len(data), f"writing {path}", "no room for a line", "room for the log",
-                     "free some, and start again with another --run_dir", RunError)
+            with refused(self.run_dir / name):
+                if file.write(data) < len(data):
+                    raise OSError("no room for a whole line")
 
     @contextlib.contextmanager
     def phase(self, name: str, timed: bool = False) -> Iterator[None]:
@@ -4296,21 +4287,20 @@ class Log:
         self.text(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
     def open_bar(self) -> None:
-        """Show a progress bar, where there are a terminal and tqdm for it."""
-        shown = self.fabric.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
-        if shown and importlib.util.find_spec("tqdm"):
+        seen = self.fabric.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
+        if seen and importlib.util.find_spec("tqdm"):
             from tqdm import tqdm
-            self.bar = tqdm(desc="steps", total=self.schedule.total_steps, leave=False, dynamic_ncols=True,
-                            initial=self.done)
+            self.bar = tqdm(desc="steps", total=self.total, leave=False, dynamic_ncols=True, initial=self.done)
 
     def step(self, losses: Losses, ms: float) -> None:
         """Count one more step. ms is host time: on a GPU the step is launched, not finished."""
-        fields = dict(step=self.done + 1, train_time_ms=round(ms, 3))
-        if self.schedule.cfg.time_budget:
-            fields["place"] = self.schedule.place(self.done)
-        self.done += 1
         self.tokens += losses.tokens * self.fabric.world
-        fields["tokens"] = self.tokens
+        fields = dict(step=self.done + 1, train_time_ms=round(ms, 3), tokens=self.tokens)
+        if self.schedule.cfg.time_budget:
+            place = self.schedule.place(self.done)
+            fields["place"] = place
+            self.total = round(self.schedule.total_steps * fields["step"] / max(place, 1))
+        self.done += 1
 
         # On a GPU the copy comes after the step; by the time it is looked at, the device is a cycle further.
         sums, copied = losses.slot_sums, None
@@ -4333,15 +4323,14 @@ class Log:
             self.pending.pop(0)
 
             self.event("step", **fields, train_loss=loss)
-            total = self.schedule.total_steps
-            on_console = self.bar is None and step % -(-total // PLAIN_LINES) == 0
-            self.text(f"step:{step}/{total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms", on_console)
-            if self.bar is not None:
+            on_console = self.bar is None and step % -(-self.total // PLAIN_LINES) == 0
+            self.text(f"step:{step}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms", on_console)
+            if self.bar:
+                self.bar.total = self.total
                 self.bar.set_postfix_str(f"loss {loss:.3f}, {ms / step:.0f} ms/step")
                 self.bar.update()
 
     def check(self, loss: float, what: str) -> None:
-        """Raise RunError if a loss is not finite."""
         need(math.isfinite(loss), what, loss, f"a finite number (last good validation: {self.last_good})", "lower "
              "--adam_lr and --normuon_lr; --dtype=float32 --head=plain --attention=reference shows if it is an overflow",
              RunError)
@@ -4352,19 +4341,18 @@ class Log:
         self.check(loss, f"validation loss at step {self.done}")
         self.last_good = f"{loss:.4f} at step {self.done}"
         self.event("val", step=self.done, val_loss=loss, train_time_ms=round(ms, 3), **data.text_losses(loss))
-        self.text(f"step:{self.done}/{self.schedule.total_steps} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
+        self.text(f"step:{self.done}/{self.total} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
                   f"step_avg:{ms / max(self.done, 1):.2f}ms")
 
     def aborted(self, cause: str) -> None:
         """Write the last lines of a run that did not finish; no other thread writes after them. Never raises."""
-        files = self.files
-        self.files = {}
+        files, self.files = self.files, {}
         lines = [dict(type="step", **fields) for fields, *_ in self.pending]  # their losses are not known
         lines.append(dict(type="aborted", step=self.done, cause=cause))
         with contextlib.suppress(Exception):
-            for line in lines if files else ():
-                files["log.jsonl"].write((json.dumps(line) + "\n").encode())
             files["log.txt"].write(f"aborted after step {self.done}: {' '.join(cause.split())}\n".encode())
+            for line in lines:
+                files["log.jsonl"].write((json.dumps(line) + "\n").encode())
 
     def close(self) -> None:
         for file in (*self.files.values(), self.bar):
@@ -4375,9 +4363,7 @@ class Log:
 
 
 def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
-    """Train one step, as the race and the warm-up do it."""
-    batch = loader.next(values)
-    losses = executor.forward_backward(batch, values)
+    losses = executor.forward_backward(loader.next(values), values)
     executor.optim_step(values, loader.plans_ahead)
     return losses
 
@@ -4411,13 +4397,12 @@ def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> None:
 
 
 def cycles_from(first: int, schedule: Schedule, clock: Clock) -> Iterator[list[Values]]:
-    """Yield the Values of each cycle of the race from step `first` on; runs on the loader's thread, a cycle ahead.
+    """Yield the Values of each cycle from step `first` on; runs on the loader's thread, a cycle ahead of the race.
 
-    With a time budget the clock of rank 0 gives the place in the plan of each cycle: the share of the budget that will
-    be over when it begins, one cycle from now.
+    With a time budget the clock of rank 0 gives a cycle's place in the plan: the share of the budget that will be over
+    when the cycle begins, if the one before it takes as long as the last.
     """
-    cfg = schedule.cfg
-    fabric = clock.fabric
+    cfg, fabric = schedule.cfg, clock.fabric
     before = clock.ms
     for step in itertools.count(first, schedule.cycle):
         if cfg.time_budget and len(schedule.places) <= step // schedule.cycle:
@@ -4458,17 +4443,19 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
         data_ended = error
     clock.stop()
 
-    end = log.schedule.at(log.done)                                           # at the true end the long window is wider
+    # Only now a budget's number of steps is known; and only at the true end the long window is wider.
+    log.flush()
+    if log.schedule.cfg.time_budget:
+        log.total = log.done
+        log.event("budget", seconds=log.schedule.cfg.time_budget, steps=log.done)
+    end = log.schedule.at(log.done)
     loss = executor.evaluate(validation.batches(end), end)
     log.validation(loss, clock.ms, validation)
     return loss, data_ended
 
 
 def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[int] = ()) -> list[int]:
-    """Return up to sample_tokens token ids after a document start and the prompt; ends before the next document.
-
-    Raises RunError where the weights give no finite logits.
-    """
+    """Return up to sample_tokens tokens after a document start and the prompt. Raises RunError if logits are not finite."""
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.document_start, *prompt]
     for _ in range(cfg.sample_tokens):
@@ -4485,7 +4472,6 @@ def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[i
 
 
 def spell(pieces: list[bytes] | None, tokens: Sequence[int]) -> str:
-    """Return the text of tokens whose bytes are known; else their ids."""
     if not pieces:
         return "token ids (no vocab.txt beside them): " + " ".join(map(str, tokens))
     return b"".join(pieces[token] for token in tokens).decode("utf-8", "replace")
@@ -4496,6 +4482,7 @@ ENDING_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 STORE_PATIENCE = 2.0                     # s for the store at which ranks met to say whether another one ended first
 OTHERS_PATIENCE = 1.0                    # s for all ranks to hear of a signal that is meant for all
 END_PATIENCE = 5.0                       # s that an end may take
+LOST_CONNECTION = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3      # parameters of glibc's mallopt, from malloc.h
 LARGEST_KEPT = 32 << 20                  # bytes of a block: the most that every glibc takes for M_MMAP_THRESHOLD
 KEPT_CHECKPOINTS = 2
@@ -4510,28 +4497,30 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def make_fabric(cfg: Config) -> Fabric:
-    """Pick the device and join the process group that torchrun describes. Raises ConfigError."""
+    """Pick the device and join the process groups that torchrun describes. Raises ConfigError."""
+    # The launch: each rank has to know all of it, or would train alone beside the others.
     env = os.environ
-    names = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    told = {name: env.get(name, text) for name, text in names.items()}
-    rank, local_rank, world, neighbours = (int(text) if text.isdecimal() else -1 for text in told.values())
+    defaults = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    given = {name: env.get(name, text) for name, text in defaults.items()}
+    rank, local_rank, world, local_world = (int(text) if text.isdecimal() else -1 for text in given.values())
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in env]
-    need(0 <= rank < world and local_rank >= 0 and not missing, "launch", f"{told} without {missing}",
-         "all that torchrun sets, with 0 <= RANK < WORLD_SIZE", f"torchrun --standalone --nproc_per_node={max(world, 1)} "
-         "train_gpt.py ..., or unset WORLD_SIZE for a single process")
-    need("WORLD_SIZE" in env or int(env.get("SLURM_NTASKS", 1)) == 1, "launch", f"{env.get('SLURM_NTASKS')} tasks of "
+    need(0 <= rank < world and local_rank >= 0 and not missing, "launch", f"{given} without {missing}",
+         "all that torchrun sets, with 0 <= RANK < WORLD_SIZE", "torchrun --standalone --nproc_per_node="
+         f"{max(world, 1)} train_gpt.py ..., or unset WORLD_SIZE for a single process")
+    need("WORLD_SIZE" in env or env.get("SLURM_NTASKS", "1") == "1", "launch", f"{env.get('SLURM_NTASKS')} tasks of "
          "Slurm, and no WORLD_SIZE", "ranks that know each other", "srun ... torchrun ..., one task a node; or set "
          "WORLD_SIZE=1, for each task to train alone")
+    fits = [w for w in range(1, cfg.num_slots + 1) if cfg.num_slots % w == 0]
+    need(world in fits, "number of ranks", world, f"a divisor of num_slots={cfg.num_slots}: {fits}",
+         f"torchrun --nproc_per_node={max(w for w in fits if w <= world)} train_gpt.py ...")
 
+    # The device: a GPU for each rank, or the CPU for all.
     cuda = cfg.device != "cpu" and torch.cuda.is_available()
     gpus = torch.cuda.device_count()
     need(cuda or cfg.device != "cuda", "--device=cuda, which the record preset sets", "no CUDA device",
          "an NVIDIA GPU and torch for CUDA", "--preset=pocket trains on a CPU in about two minutes")
-    need(not cuda or max(local_rank + 1, neighbours) <= gpus, "more ranks than devices", f"{neighbours} ranks, {gpus} GPUs",
-         "one GPU for each rank", f"torchrun --nproc_per_node={gpus} train_gpt.py ...")
-    fits = [w for w in range(1, cfg.num_slots + 1) if cfg.num_slots % w == 0]
-    need(world in fits, "number of ranks", world, f"a divisor of num_slots={cfg.num_slots}: {fits}",
-         f"torchrun --nproc_per_node={max(w for w in fits if w <= world)} train_gpt.py ...")
+    need(not cuda or max(local_rank + 1, local_world) <= gpus, "more ranks than devices",
+         f"{local_world} ranks, {gpus} GPUs", "one GPU for each rank", f"torchrun --nproc_per_node={gpus} train_gpt.py ...")
     fabric = Fabric(torch.device("cuda", local_rank) if cuda else torch.device("cpu"), rank, world)
     fabric.enter_thread()
     if not cuda and platform.libc_ver()[0] == "glibc":        # given back after each step, memory would come again page
@@ -4542,7 +4531,6 @@ def make_fabric(cfg: Config) -> Fabric:
 
 
 def join_ranks(cfg: Config, fabric: Fabric) -> Fabric:
-    """Return the fabric with its process groups. Raises ConfigError."""
     patience = timedelta(seconds=cfg.comm_timeout)
 
     def join() -> Any:
@@ -4550,12 +4538,13 @@ def join_ranks(cfg: Config, fabric: Fabric) -> Fabric:
         dist.init_process_group("cpu:gloo,cuda:nccl" if fabric.on_cuda else "gloo", timeout=patience)
         return dist.new_group(backend="gloo", timeout=patience)
 
-    try:
-        return replace(fabric, plan_group=within(cfg.comm_timeout + 1, join))     # torch waits for ever for a mute listener
+    try:                                                      # torch itself waits for ever for a listener that is mute
+        return replace(fabric, plan_group=within(cfg.comm_timeout + 1, join))
     except (RuntimeError, ValueError, TimeoutError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        said = str(error)[:200] or "nothing that answers as a store of ranks does"
-        raise ConfigError("waiting for all ranks", f"at {address}: {said}", f"{fabric.world} ranks in {cfg.comm_timeout} s",
+        answer = str(error)[:200] or "nothing that answers as a store of ranks does"
+        raise ConfigError("waiting for all ranks", f"at {address}: {answer}",
+                          f"{fabric.world} ranks in {cfg.comm_timeout} s",
                           "see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
 
 
@@ -4570,7 +4559,7 @@ def head_precision(cfg: Config, fabric: Fabric) -> str:
     return cfg.head
 
 
-# Kernels behind torch's variable-length call by the GPU's capability, the likely fastest first; and their packages.
+# Kernels of torch's variable-length call by the GPU's capability, the likely fastest first; and their packages.
 ATTENTION_BY_CARD = {9: ("FA4", "FA3", "varlen"), 10: ("FA4", "varlen")}
 ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}
 # To check a kernel with: ends of documents inside of tiles of 128 and of windows, empty ones, one of a single token.
@@ -4590,20 +4579,22 @@ def choose_attention(preset: str, cfg: Config, fabric: Fabric) -> tuple[Callable
     if cfg.attention == "auto":
         capability, _ = torch.cuda.get_device_capability(fabric.device)
         names = ATTENTION_BY_CARD.get(capability, ("varlen",))
+
+    # All ranks take the same one, or none of their sums would be of one model.
     refusal = ""
     for name in names:
-        whys = fabric.gather(refusal_of(name, cfg, fabric))
-        refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(whys) if why), "")
+        of_ranks = fabric.gather(refusal_of(name, cfg, fabric))
+        refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(of_ranks) if why), "")
         if not refusal:
             if name != names[0]:
                 fabric.say(f"attention: WITHOUT {names[0]}: a step with {name} is predicted to take 4 to 10 % longer on "
                            "H100s; pip install -r requirements-gpu.txt")
-            return attention_varlen, f"{name} ({ATTENTION_PACKAGES[name]} {version_of(ATTENTION_PACKAGES[name])})"
+            package = ATTENTION_PACKAGES[name]
+            return attention_varlen, f"{name} ({package} {version_of(package)})"
         fabric.say(f"attention: {name} does not run here: {refusal}")
-
     need(cfg.attention == "auto" and not preset.startswith("record"), f"--attention={cfg.attention} of preset {preset}",
-         refusal, "a kernel that runs and agrees with the reference", "--attention=reference, whose time and memory grow "
-         "with the windows; requirements-gpu.txt names packages")
+         refusal, "a kernel that runs and agrees with the reference", "--attention=reference, whose time and memory "
+         "grow with the windows; requirements-gpu.txt names packages")
     fabric.say("attention: NO FAST KERNEL: the reference is slower by far; its memory grows with the windows")
     return attention_reference, "reference"
 
@@ -4665,23 +4656,25 @@ def hardware(fabric: Fabric) -> str:
 
 
 def peak_memory_mib(fabric: Fabric) -> dict[str, int]:
-    """Return the peak of this process so far: on its GPU since the run began, or on the CPU."""
+    """Return the peak of this process: on its GPU since the run began, or on the CPU in all."""
     if fabric.on_cuda:
         return dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
-    try:
-        import resource
-    except ImportError:                                                       # on Windows
+    if not importlib.util.find_spec("resource"):                              # on Windows
         return {}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return dict(consumption=peak >> (20 if sys.platform == "darwin" else 10))                # there bytes, elsewhere KiB
+    import resource
+    unit = 20 if sys.platform == "darwin" else 10                             # there bytes, elsewhere KiB
+    return dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> unit)
 
 
-def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, data: Data, attention: str,
+def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, data_sha256: str, attention: str,
              source: bytes) -> dict[str, Any]:
     """Return what a header says: settings, versions, hardware, sizes. given: as flags and preset say; cfg: resolved."""
+    # What a reader needs to repeat the run: flags, commit, versions.
     fabric = executor.fabric
-    before = vars(Config(**PRESETS[preset]))
-    changed = {name: flag_text(value) for name, value in vars(given).items() if value != before[name]}
+    of_preset = vars(Config(**PRESETS[preset]))
+    changed = {name: flag_text(value) for name, value in vars(given).items() if value != of_preset[name]}
+    config = {name: [row._asdict() for row in value] if isinstance(value, tuple) else value
+              for name, value in vars(cfg).items()}
     commit = None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,
@@ -4693,17 +4686,14 @@ def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, data: 
     total = sum(math.prod(row.shape) for row in parameter_table(cfg))
     rows_unread = sum(table.rows - table.reads for table in tables)
     table_rows = {table.label: table.rows for table in tables}
-    micro_batches = -(-cfg.num_slots // fabric.world // executor.slots_at_once)
-    config = {name: [row._asdict() for row in value] if isinstance(value, tuple) else value
-              for name, value in vars(cfg).items()}
     return dict(
         preset=preset, started=time.strftime("%Y-%m-%dT%H:%M:%S"), changed=changed, config=config, seed=cfg.seed,
-        python=platform.python_version(), torch=str(torch.__version__), triton=version_of("triton"), cuda=torch.version.cuda,
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if fabric.on_cuda else None, git_commit=commit,
-        source_sha256=hashlib.sha256(source).hexdigest(), data_sha256=data.sha256, hardware=hardware(fabric),
-        world_size=fabric.world, attention=attention, head=executor.precision, row_comms=cfg.row_comms,
-        grad_accum_steps=micro_batches, slots_at_once=executor.slots_at_once,
-        tokens_per_step=[stage.batch_tokens for stage in cfg.stages],
+        python=platform.python_version(), torch=str(torch.__version__), triton=version_of("triton"),
+        cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version())) if fabric.on_cuda else None,
+        git_commit=commit, source_sha256=hashlib.sha256(source).hexdigest(), data_sha256=data_sha256,
+        hardware=hardware(fabric), world_size=fabric.world, attention=attention, head=executor.precision,
+        row_comms=cfg.row_comms, grad_accum_steps=-(-cfg.num_slots // fabric.world // executor.slots_at_once),
+        slots_at_once=executor.slots_at_once, tokens_per_step=[stage.batch_tokens for stage in cfg.stages],
         untimed_warmup_steps=len(Schedule(replace(cfg, time_budget=0.0)).warm_up_steps()), target_loss=cfg.target_loss,
         params_total=total, params_per_token=total - cfg.model_dim * rows_unread, table_rows=table_rows,
         table_bytes=cfg.model_dim * sum(table_rows.values()) * getattr(torch, cfg.dtype).itemsize,
@@ -4714,41 +4704,38 @@ def write_header(log: Log, facts: dict[str, Any], kind: str = "header", **more: 
     """Write the first lines of a run. kind: "header" of a new log, or "resumed" after the lines of an earlier one."""
     log.event(kind, **facts, **more)
     changed = ", ".join(f"{name}={text}" for name, text in facts["changed"].items())
-    log.text("=" * 100)
-    log.text(f"Running Python {facts['python']}")
-    log.text(f"Running PyTorch {facts['torch']} compiled for CUDA {facts['cuda']} on {facts['hardware']} "
-             f"with world_size {facts['world_size']}")
-    log.text(f"preset {facts['preset']}, {facts['params_total']:,} parameters in {facts['config']['dtype']}, attention "
-             f"{facts['attention']}, head {facts['head']}, {facts['grad_accum_steps']} micro-batches a step, "
-             f"seed {facts['seed']}")
-    log.text(f"changed from the preset: {changed or 'nothing'}")
-    log.text("=" * 100)
+    for line in (
+            "=" * 100,
+            f"Running Python {facts['python']}",
+            f"Running PyTorch {facts['torch']} compiled for CUDA {facts['cuda']} on {facts['hardware']} with world_size "
+            f"{facts['world_size']}",
+            f"preset {facts['preset']}, {facts['params_total']:,} parameters in {facts['config']['dtype']}, attention "
+            f"{facts['attention']}, head {facts['head']}, {facts['grad_accum_steps']} micro-batches a step, "
+            f"seed {facts['seed']}",
+            f"changed from the preset: {changed or 'nothing'}",
+            "=" * 100):
+        log.text(line)
 
 
-class Data(NamedTuple):
-    """The shards of all runs of this process."""
+def open_data(given: Config, fabric: Fabric, source: bytes) -> tuple[Config, list[ShardHeader], list[ShardHeader], str]:
+    """Look at every shard. Returns the config with all sizes, the shards to train on and to validate with, their hash.
 
-    train: list[ShardHeader]
-    val: list[ShardHeader]
-    sha256: str                          # of all their names and contents, as they were found
-
-
-def open_data(given: Config, fabric: Fabric, source: bytes) -> tuple[Config, Data]:
-    """Look at every shard; return the config with all sizes, and the shards. Raises DataError, ConfigError."""
-    train = find_shards(given.train_files)
-    val = find_shards(given.val_files)
-    sha256 = scan_shards(train + val)
+    Raises DataError, ConfigError.
+    """
+    train_shards = find_shards(given.train_files)
+    val_shards = find_shards(given.val_files)
+    sha256 = scan_shards(train_shards + val_shards)
     facts = {f"--{name}": flag_text(value) for name, value in vars(given).items()}
     facts |= dict(data_sha256=sha256, source_sha256=hashlib.sha256(source).hexdigest(), torch=str(torch.__version__))
     fabric.check_agreement(facts)
-    cfg = resolve(given, train, val)
-    check_enough_data(cfg, Schedule(cfg), train)
-    check_enough_validation(cfg, val)
-    shared = shared_shards(train, val)
+    cfg = resolve(given, train_shards, val_shards)
+    check_enough_data(cfg, Schedule(cfg), train_shards)
+    check_enough_validation(cfg, val_shards)
+    shared = shared_shards(train_shards, val_shards)
     if shared:
         fabric.say(f"trained on and validated with: {shared[0]}, {len(shared)} such shards in all; "
                    "the validation losses say nothing about other text")
-    return cfg, Data(train, val, sha256)
+    return cfg, train_shards, val_shards, sha256
 
 
 def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric) -> None:
@@ -4852,6 +4839,8 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
     if validation.bytes_per_token:
         log.text(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; unigram entropy "
                  f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
+
+    # What a reader of the time has to know beside it.
     recompiled = sum(fabric.gather(recompiled))
     if recompiled:
         result["recompiles"] = recompiled
@@ -4868,10 +4857,8 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
     log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in peak.items()))
 
     result["comms"] = executor.traffic()
-    touched = {}
-    for label, table in executor.tables.items():
-        if table.home is not None:
-            touched[label] = sum(fabric.gather(sum(map(len, table.home.touched_places()))))
+    touched = {label: sum(fabric.gather(sum(map(len, table.home.touched_places()))))
+               for label, table in executor.tables.items() if table.home is not None}
     if touched:
         result["touched_rows"] = touched
     return result
@@ -4896,6 +4883,28 @@ def report(cfg: Config, executor: Executor, validation: ValidationSet, values: V
         print_result("\n".join([*lines, json.dumps(last)]))
 
 
+def make_profile(cfg: Config, first: int, end_step: float) -> Any:
+    """Return a profiler of the steps of --profile, for a run from step `first` on; else None. Raises ConfigError."""
+    if not cfg.profile:
+        return None
+    start, stop = map(int, cfg.profile.split(":"))
+    need(first < start and stop < end_step, f"--profile={cfg.profile}", f"steps {first} to {end_step}",
+         f"{first} < a < b < {end_step}: it warms up in the step before a, and the one after ends the trace",
+         f"--profile={first + 1}:{first + 3}")
+    traced = torch.profiler.schedule(skip_first=start - first - 1, wait=0, warmup=1, active=stop - start, repeat=1)
+    return torch.profiler.profile(schedule=traced)
+
+
+def end_profile(profile: Any, log: Log) -> None:
+    """Write the trace of this rank into the run directory of rank 0, and a table of the dearest operations."""
+    profile.stop()
+    folder = log.fabric.gather(str(log.run_dir))[0]
+    trace = Path(folder) / f"trace_rank{log.fabric.rank}.json.gz"
+    with refused(trace):
+        profile.export_chrome_trace(str(trace))
+    log.text(profile.key_averages().table(f"self_{log.fabric.device.type}_time_total", 12, max_name_column_width=60))
+
+
 def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: bytes) -> None:
     """Set up and warm up once, then train once or several times: the whole run in the order in which it happens.
 
@@ -4903,7 +4912,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     """
     # Data come first: the shards decide sizes, and nothing is worth building on bad ones.
     began = time.perf_counter()
-    cfg, data = open_data(given, fabric, source)
+    cfg, train_shards, val_shards, data_sha256 = open_data(given, fabric, source)
     schedule = Schedule(cfg)
     precision = head_precision(cfg, fabric)
 
@@ -4919,8 +4928,9 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     kernel, attention = choose_attention(preset, cfg, fabric)
     slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
     executor = Executor(cfg, fabric, kernel, precision, slots_at_once, ending.report_rows)
-    facts = facts_of(preset, given, cfg, executor, data, attention, source)
-    beside = {Path(__file__).name: source, SETTINGS: settings_json(preset, replace(given, slots_per_micro_batch=slots_at_once))}
+    facts = facts_of(preset, given, cfg, executor, data_sha256, attention, source)
+    settings = settings_json(preset, replace(given, slots_per_micro_batch=slots_at_once))
+    beside = {Path(__file__).name: source, SETTINGS: settings}
 
     # A resumed run goes on with the state, log, clock and places of its last checkpoint.
     facts_to_compare = decisive_settings(given)
@@ -4930,9 +4940,11 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
         earlier = load_checkpoint(Path(cfg.resume), executor)
         schedule = Schedule(cfg, earlier["places"])
         differs = check_resumed(cfg, earlier, facts_to_compare, schedule.end_step)
+    first = earlier["log"]["done"] if earlier else 0
+    profile = make_profile(cfg, first, schedule.end_step)
     log = ending.log = Log(folders[0], fabric, schedule, beside, earlier.get("log"))
     if earlier:
-        write_header(log, facts, "resumed", step=log.done, source=cfg.resume, differs=differs)
+        write_header(log, facts, "resumed", step=first, source=cfg.resume, differs=differs)
         for name, (then, now) in differs.items():
             log.text(f"resumed with another {name}: {then} then, {now} now")
     else:
@@ -4942,7 +4954,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
 
     # Warm-up compiles and runs every graph, and leaves no trace; only then is a silent rank a dead one.
     with log.phase("validation data"):
-        validation = ValidationSet(cfg, fabric, data.val, executor.exchange)
+        validation = ValidationSet(cfg, fabric, val_shards, executor.exchange)
     with log.phase("warm-up"):
         warm_up(cfg, fabric, executor, log)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -4960,24 +4972,24 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
             cfg = replace(cfg, seed=seed)
             schedule = Schedule(cfg)
             log = ending.log = Log(folder, fabric, schedule, beside)
-            write_header(log, facts_of(preset, replace(given, seed=seed), cfg, executor, data, attention, source))
+            write_header(log, facts_of(preset, replace(given, seed=seed), cfg, executor, data_sha256, attention, source))
             with log.phase("reset"):
                 restore()
                 executor.set_seed(seed)
 
-        first = log.done
+        # Checkpoints are off the clock; a profile counts steps.
         clock = Clock(fabric, earlier.get("train_time_ms", 0.0))
-        loader = Loader(cfg, fabric, data.train, cycles_from(first, schedule, clock), executor.exchange_ahead)
+        loader = Loader(cfg, fabric, train_shards, cycles_from(first, schedule, clock), executor.exchange_ahead)
         if first:
             loader.skip(map(schedule.at, range(first)))
-        profile = start_profile(cfg, schedule, first)
 
         def before_step(step: int) -> None:
             if cfg.checkpoint_every and step > first and step % schedule.cycle == 0 \
                     and step % cfg.checkpoint_every < schedule.cycle:
                 clock.stop()
                 with log.phase("checkpoint"):
-                    content = dict(log=log.seen(), train_time_ms=clock.ms, places=schedule.places, facts=facts_to_compare)
+                    content = dict(log=log.seen(), train_time_ms=clock.ms, places=schedule.places,
+                                   facts=facts_to_compare)
                     write_checkpoint(log.run_dir, run_id, content, executor, schedule.at(step))
                 clock.start()
             if profile is not None and step > first:
@@ -4987,6 +4999,8 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
         gc.collect()
         gc.freeze()
         log.open_bar()
+        if profile is not None:
+            profile.start()
         if fabric.on_cuda:
             torch.cuda.reset_peak_memory_stats()
         loss, data_ended = race(loader, executor, validation, clock, log, before_step)
@@ -4995,6 +5009,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
         if profile is not None:
             end_profile(profile, log)
 
+        # The result is the last line of a log: after it only the sample can fail.
         recompiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
         result = finish(log, cfg, executor, validation, clock.ms, loss, recompiled)
         failure = save_or_fall_back(log, run_id, preset, cfg, executor, validation.vocabulary) if cfg.save else None
@@ -5008,30 +5023,6 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
         raise problems[0]
     if fabric.world > 1:
         dist.destroy_process_group()
-
-
-def start_profile(cfg: Config, schedule: Schedule, first: int) -> Any:
-    """Start a profiler that counts steps from step `first` on; None without --profile. Raises ConfigError."""
-    if not cfg.profile:
-        return None
-    start, stop = map(int, cfg.profile.split(":"))
-    need(first < start < stop < schedule.end_step, f"--profile={cfg.profile}", f"steps {first} to {schedule.end_step}",
-         f"{first} < a < b < {schedule.end_step}: it warms up in the step before a, and the one after ends the trace",
-         f"--profile={first + 1}:{first + 3}")
-    traced = torch.profiler.schedule(skip_first=start - first - 1, wait=0, warmup=1, active=stop - start, repeat=1)
-    profile = torch.profiler.profile(schedule=traced)
-    profile.start()
-    return profile
-
-
-def end_profile(profile: Any, log: Log) -> None:
-    """Write the trace of this rank into the run directory of rank 0, and a table of the dearest operations."""
-    profile.stop()
-    folder = log.fabric.gather(str(log.run_dir))[0]
-    trace = Path(folder) / f"trace_rank{log.fabric.rank}.json.gz"
-    with refused(trace):
-        profile.export_chrome_trace(str(trace))
-    log.text(profile.key_averages().table(f"self_{log.fabric.device.type}_time_total", 12, max_name_column_width=60))
 
 
 def read_prompt(flags: Config, cfg: Config, pieces: list[bytes] | None) -> tuple[list[bytes] | None, list[int]]:
@@ -5097,25 +5088,20 @@ def sample_saved(flags: Config) -> None:
 
 
 class Signalled(Exception):
-    """A signal that ends the process."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
+    """A signal, whose number is the argument, ends the process."""
 
 
 def describe(error: BaseException) -> tuple[int, str]:
     """Return (exit status, what to tell the user) of whatever ended the run; a bug keeps its traceback."""
-    first_line = (str(error).splitlines() or [""])[0]
+    first_line = str(error).partition("\n")[0]
     if isinstance(error, Signalled):
-        interrupted = error.number == signal.SIGINT
-        return 128 + error.number, "interrupted" if interrupted else f"ended from outside ({error})"
+        number = signal.Signals(*error.args)
+        return 128 + number, "interrupted" if number == signal.SIGINT else f"ended from outside ({number.name})"
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in first_line:
         error = RunError("out of memory", first_line, "less at once", "--slots_per_micro_batch=1, or more --num_slots")
-    if isinstance(error, OSError):
+    elif isinstance(error, OSError):
         error = DataError(str(error.filename or "disk"), error.strerror, "a file to use", "look at disk and rights")
-    connection = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
-    if isinstance(error, RuntimeError) and dist.is_initialized() and re.search(connection, first_line):
+    elif isinstance(error, RuntimeError) and dist.is_initialized() and re.search(LOST_CONNECTION, first_line):
         error = lost_rank(first_line)
     if isinstance(error, TrainerError):
         return error.status, f"{type(error).__name__}: {error}"
@@ -5128,34 +5114,32 @@ def lost_rank(found: str) -> RunError:
 
 
 def first_cause(cause: str, signalled: bool) -> tuple[str, bool]:
-    """Agree with the other ranks on the first cause, by the store at which they met.
+    """Agree with the other ranks on the first cause; returns it, and whether this rank is to say it.
 
-    Returns it, and whether this rank is to say it. A signal that not all ranks hear of follows from the loss of one:
-    torchrun, or srun, ends the others. Without a store's answer every rank speaks for itself.
+    They ask the store at which they met; without its answer every rank speaks for itself. A signal that not all ranks
+    hear of follows from the loss of one: torchrun, or srun, ends the others.
     """
     env = os.environ
-    world = int(env.get("WORLD_SIZE", 1))
-    if world == 1:
+    if env.get("WORLD_SIZE", "1") == "1":
         return cause, True
-    restart = env.get("TORCHELASTIC_RESTART_COUNT")
+    restart = f"restart {env.get('TORCHELASTIC_RESTART_COUNT')}"
+    lost = f"RunError: {lost_rank(cause)}"
 
     def ask() -> tuple[str, bool]:
         patience = timedelta(seconds=STORE_PATIENCE)
         store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=patience)
-        ended = f"ended ranks, restart {restart}"
-        store.add(ended, 1)
+        store.add(f"ended ranks, {restart}", 1)
 
         def all_ended() -> bool:
             deadline = time.monotonic() + OTHERS_PATIENCE
-            while store.add(ended, 0) < world and time.monotonic() < deadline:
+            while store.add(f"ended ranks, {restart}", 0) < int(env["WORLD_SIZE"]):
+                if time.monotonic() > deadline:
+                    return False
                 time.sleep(0.02)
-            return store.add(ended, 0) >= world
+            return True
 
-        mine = cause
-        if signalled and not all_ended():
-            mine = f"RunError: {lost_rank(cause)}"
-        mine = f"{env['RANK']}\n{mine}"
-        first = store.compare_set(f"first cause, restart {restart}", "", mine).decode()
+        mine = f"{env['RANK']}\n{lost if signalled and not all_ended() else cause}"
+        first = store.compare_set(f"first cause, {restart}", "", mine).decode()
         if env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             all_ended()                                                       # the store ends with this process
         return first.partition("\n")[2], first == mine
@@ -5163,9 +5147,7 @@ def first_cause(cause: str, signalled: bool) -> tuple[str, bool]:
     try:
         return within(STORE_PATIENCE + 2 * OTHERS_PATIENCE, ask)              # a stopped launcher answers nothing
     except Exception:
-        if signalled:
-            cause = f"RunError: {lost_rank(cause)}"
-        return cause, True
+        return lost if signalled else cause, True
 
 
 class Ending:
@@ -5184,15 +5166,11 @@ class Ending:
         for name in ENDING_SIGNALS:
             number = getattr(signal, name, None)                              # Windows has no SIGHUP
             if number and signal.getsignal(number) != signal.SIG_IGN:         # ignored: by nohup
-                signal.signal(number, self.heard)
+                signal.signal(number, lambda *_: None)                        # `watch` reads its number
         threading.Thread(target=self.watch, daemon=True).start()
 
-    def heard(self, *_: Any) -> None:
-        """Do nothing: `watch` has read the number of the signal."""
-
     def watch(self) -> None:
-        number = self.listener.recv(1)[0]
-        self.end(Signalled(number))
+        self.end(Signalled(self.listener.recv(1)[0]))
 
     def report_rows(self, **facts: Any) -> None:
         self.log.event("comms", **facts)
@@ -5226,11 +5204,12 @@ def main(argv: Sequence[str]) -> None:
             sample_saved(cfg)
         else:
             train(preset, cfg, make_fabric(cfg), ending, source)
-        os._exit(0)                                                           # even if a thread is stuck in a read
-    except SystemExit as asked:                                               # --help
-        os._exit(asked.code or 0)
+    except SystemExit:                                                        # --help was shown
+        pass
     except BaseException as error:
         ending.end(error)
+    ending.begun.acquire()                                                    # a signal that came before has its end
+    os._exit(0)                                                               # even if a thread is stuck in a read
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
 """What several room tests share: small configurations, shards on disk, batches, weights that leave no term at zero."""
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -251,7 +253,7 @@ def refused(kind: type, call, *parts: str) -> str:
 
 @dataclass
 class Run:
-    """One call of main: its status and everything it left behind."""
+    """One run: its status and everything it left behind."""
     folder: Path
     status: int
     out: str
@@ -280,7 +282,7 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {label: x.view(torch.uint8).numpy().tobytes() for label, x in torch.load(folder / "weights.pt").items()}
 
 
-def run(folder: Path, *flags: str) -> Run:
+def run_apart(folder: Path, *flags: str) -> Run:
     """main() in a process that is forked from this one, with what a test has patched.
 
     Of preset tiny, unless another folder says what was trained.
@@ -337,6 +339,40 @@ class Forked:
             texts.append(file.read())
             file.close()
         return os.waitstatus_to_exitcode(ended), *texts
+
+
+def main_here(argv: Sequence[str]) -> int:
+    """Do what main(argv) does, but for signals and the end of the process. Returns its status."""
+    class Ending:
+        log = None
+
+        def report_rows(self, **facts: object) -> None:
+            self.log.event("comms", **facts)
+
+    ending = Ending()
+    try:
+        preset, cfg = tg.parse_flags(argv)
+        if cfg.sample:
+            tg.sample_saved(cfg)
+        else:
+            tg.train(preset, cfg, tg.make_fabric(cfg), ending, (ROOT / "train_gpt.py").read_bytes())
+    except SystemExit:                                                        # --help
+        return 0
+    except Exception as error:
+        status, cause = tg.describe(error)
+        print(cause, file=sys.stderr)
+        if ending.log is not None:
+            ending.log.aborted(cause)
+        return status
+    return 0
+
+
+def run(folder: Path, *flags: str) -> Run:
+    """A run of the tiny preset in this process, with the given flags."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main_here(["--preset=tiny", "--device=cpu", f"--run_dir={folder}", *flags])
+    return Run(folder, status, out.getvalue(), err.getvalue())
 
 
 def recorded_writes(monkeypatch) -> list[int | str]:
