@@ -1,6 +1,8 @@
 """What several room tests share: small configurations, shards on disk, batches, weights that leave no term at zero."""
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import signal
@@ -250,6 +252,17 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 
 def run(folder: Path, *flags: str) -> Run:
+    """main() in this process, preset tiny, with the given flags."""
+    out, err, old = io.StringIO(), io.StringIO(), signal.getsignal(signal.SIGTERM)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            status = tg.main(["--preset=tiny", "--device=cpu", f"--run_dir={folder}", *flags])
+    finally:
+        signal.signal(signal.SIGTERM, old)
+    return Run(folder, status, out.getvalue(), err.getvalue())
+
+
+def run_apart(folder: Path, *flags: str) -> Run:
     """main() in a process that is forked from this one, with what a test has patched.
 
     Of preset tiny, unless another folder says what was trained.
