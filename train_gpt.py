@@ -3925,8 +3925,7 @@ class Executor:
 # ---- Memory: an estimate before anything is built
 MEMORY_SHARE = 0.9                       # of a device: the rest is for its driver, NCCL, the allocator, the compiler
 ON_HOST = "tables on the host"           # the part that takes memory row by row, as rows are updated
-# What a step keeps per token at its largest, when the head makes the gradient of its logits: compiled, as the rehearsal
-# counts it, and in plain PyTorch.
+# What a step keeps per token at its largest, in the head: in compiled code, as the rehearsal counts it, and in plain PyTorch.
 SAVED_ROWS = 17                          # of width D, in each layer: 183 in 11 layers, and statistics in f32
 SAVED_ROWS_PLAIN = 26
 LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in fp8
@@ -3983,15 +3982,15 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
         parts += Counter(weights=count * item, gradients=count * gradient, moments=state // owners)
 
     # Activations of the largest stage, or of evaluation, whose logits come in chunks; row updates need theirs later.
-    compiled = kernel is attention_varlen
     line = cfg.model_dim * dtype.itemsize
-    saved = len(LAYERS) * (SAVED_ROWS if compiled else SAVED_ROWS_PLAIN) * line
-    logits = int(cfg.padded_vocab * (LOGIT_COPIES * dtype.itemsize if compiled else LOGIT_COPIES_PLAIN * exact))
-    tokens = slots_at_once * max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
-    val_tokens = slots_at_once * cfg.val_batch_tokens // cfg.num_slots
-    evaluating = max(val_tokens * EVAL_ROWS_KEPT * line, val_tokens * line + min(val_tokens, EVAL_ROWS) * logits)
-    working = max(tokens * (saved + logits), evaluating, parts.pop("row updates", 0))
-    return dict(parts, working=int(working))
+    saved = len(LAYERS) * SAVED_ROWS * line + int(LOGIT_COPIES * cfg.padded_vocab * dtype.itemsize)
+    if kernel is not attention_varlen:
+        saved = len(LAYERS) * SAVED_ROWS_PLAIN * line + LOGIT_COPIES_PLAIN * cfg.padded_vocab * exact
+    training = max(stage.batch_tokens for stage in cfg.stages) * saved
+    evaluation = cfg.val_batch_tokens * EVAL_ROWS_KEPT * line
+    working = slots_at_once * max(training, evaluation) // cfg.num_slots
+    parts["working"] = max(working, parts.pop("row updates", 0))
+    return dict(parts)
 
 
 def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict[str, int]]:
@@ -4017,6 +4016,7 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
 # ---- Files: a save and a checkpoint are one thing, a folder that is whole before it has its name. Loading runs no code.
 CHECKPOINTS = "checkpoints"              # folder in the run directory
 PIECE_BYTES = 1 << 27                    # of the rows and their state in one file
+UNFINISHED: set[Path] = set()            # folders that this process writes and that have no name yet: its end removes them
 
 
 def file_sha256(path: Path) -> str:
@@ -4024,7 +4024,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def flush(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     if path.is_file() or os.name == "posix":
         handle = os.open(path, os.O_RDONLY)
@@ -4066,6 +4066,7 @@ def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]],
     contents: (name, bytes or what torch.save takes), each made when the one before it is on the disk.
     """
     part = part_of(folder, run_id)
+    UNFINISHED.add(part)
 
     def write(name: str, content: Any) -> dict[str, Any]:
         with open(part / name, "xb") as file:
@@ -4073,7 +4074,7 @@ def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]],
                 file.write(content)
             else:
                 torch.save(content, file)
-        flush(part / name)
+        sync_to_disk(part / name)
         return dict(bytes=(part / name).stat().st_size, sha256=file_sha256(part / name))
 
     try:
@@ -4088,22 +4089,23 @@ def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]],
         with fabric.failing_together(), refused(folder):
             if fabric.rank == 0:
                 write(MANIFEST, json.dumps(dict(format=max(MANIFEST_FORMATS), files=files), indent=1).encode())
-                flush(part)
+                sync_to_disk(part)
                 part.rename(folder)                           # fails if another run has taken the name
-                flush(folder.parent)
+                sync_to_disk(folder.parent)
     except RunError:
         if fabric.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
         raise
+    finally:
+        UNFINISHED.discard(part)
 
 
 def read_tensors(path: Path, manifest: dict[str, str]) -> Any:
     """Return what torch.save wrote; no code in it is run. Raises DataError, whatever the file is."""
     with damaged(path):
-        need(path.name in manifest and path.is_file(), path, "no such file, or not in the manifest", "a file of a save or "
-             "checkpoint", "take another, or write this one again", DataError)
-        need(file_sha256(path) == manifest[path.name], path, "another content than its manifest says", "the content as "
-             "written", "copy the folder again: it is damaged, or mixed from several", DataError)
+        need(path.is_file() and file_sha256(path) == manifest.get(path.name), path, "no such file, or another content "
+             "than its manifest says", "the file as it was written", "copy the folder again: it is damaged, or mixed from "
+             "several", DataError)
         return torch.load(path, "cpu", weights_only=True, mmap=True)
 
 
@@ -4142,22 +4144,21 @@ def load_rows(folder: Path, manifest: dict[str, str], executor: Executor, with_s
 
 
 def own_rows(path: Path, manifest: dict[str, str], table: RowTable, with_state: bool) -> tuple[Tensor, RowState]:
-    """Return places and rows that are this rank's of one file of rows; without state, updated once. Raises DataError."""
-    stored = table.home.stored
+    """Return places and rows that are this rank's of one file of rows; those without state count as updated once."""
+    fabric, stored = table.fabric, table.home.stored
     content = read_tensors(path, manifest)
     with damaged(path):
-        ids, rows = content["ids"], content["rows"]
-        v, last = torch.zeros(len(ids)), torch.ones(len(ids))
+        ids = content["ids"]
+        columns = [content["rows"], torch.zeros(len(ids)), torch.ones(len(ids))]
         if with_state:
-            v, last = content["v"], content["last"]
-        state = RowState(rows, v, last)
+            columns[1:] = content["v"], content["last"]
         fits = ids.dtype == torch.int64 and ids[0] >= 0 and ids[-1] < table.table.rows and (ids.diff() > 0).all()
-        for x, y in zip(state, stored):
+        for x, y in zip(columns, stored):
             fits = fits and x.shape == (len(ids), *y.shape[1:]) and (x.dtype == y.dtype or not with_state)
-        need(fits, path, f"{len(ids)} rows, {rows.dtype}", f"ascending ones of {table.table.label}, below "
-             f"{table.table.rows}, {stored.rows.dtype}", "use the trainer and settings of that run", DataError)
-        mine = (ids % table.fabric.world == table.fabric.rank).nonzero().flatten()
-        return ids[mine] // table.fabric.world, RowState(*(x[mine].to(y.dtype) for x, y in zip(state, stored)))
+        need(fits, path, "other rows", f"ascending ones of {table.table.label}, below {table.table.rows}, in "
+             f"{stored.rows.dtype}", "use the trainer and settings of that run", DataError)
+        mine = (ids % fabric.world == fabric.rank).nonzero().flatten()
+        return ids[mine] // fabric.world, RowState(*(x[mine].to(y.dtype) for x, y in zip(columns, stored)))
 
 
 def settings_json(preset: str, cfg: Config) -> bytes:
@@ -5188,6 +5189,8 @@ class Ending:
                 within(1, functools.partial(print, cause, file=sys.stderr, flush=True))
         if self.log is not None:
             self.log.aborted(cause)
+        for part in tuple(UNFINISHED):
+            shutil.rmtree(part, ignore_errors=True)
         os._exit(status)
 
 

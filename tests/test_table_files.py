@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import Run, executor, fabric, launch, losses, preset, run
+from common import Run, executor, fabric, launch, losses, preset
+from common import run_apart as run
 from torch import Tensor
 
 import train_gpt as tg
