@@ -2910,10 +2910,7 @@ class RowTable:
 
     def _bring(self, plan: TablePlan, out: Tensor, head: Tensor, rows: Tensor,
                places: Tensor | None) -> Callable[[], object]:
-        """Launch a plan's rows into `out`. Returns the wait.
-
-        rows at places, or all without places, are those that ranks request of this one.
-        """
+        """Launch a plan's rows into `out`; this rank sends its rows at places, or all. Returns the wait."""
         if self.debug:
             out.fill_(math.nan)                                               # rows of no plan are not to be read
         arriving = out[:len(plan.my_rows)]
