@@ -3067,8 +3067,9 @@ class HostHome(DeviceHome):
             self.prefetch: Future | None = None               # fresh rows of the first of them
 
     def prepare(self, requested: np.ndarray) -> RowUpdate:
+        # It follows the update that was prepared last, which may be taken already.
         with self.lock:
-            before = [self.taken, *self.prepared][-1]
+            before = self.prepared[-1] if self.prepared else self.taken
         update = row_update(requested, before, self.fabric)
         with self.lock:
             self.prepared.append(update)
