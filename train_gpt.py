@@ -2710,8 +2710,9 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
             announced = everyone[reader][2][table][me]
             inside = len(places) == 0 or (places[0] >= 0 and places[-1] < plan.shard_size)
             need(inside and (places.diff() > 0).all() and places.sum() == announced,
-                 f"rows of {label} that rank {reader} requests", f"{places}, their sum {int(places.sum())}",
-                 f"ascending places below {plan.shard_size}, their sum {announced}", "report it", RunError)
+                 f"rows of {label} that rank {reader} requests",
+                 f"{len(places)} places from {places[:1].tolist()} to {places[-1:].tolist()}, sum {int(places.sum())}",
+                 f"ascending places below {plan.shard_size}, sum {announced}", "report it", RunError)
         if not plan.tied:
             plan.requested_rows = fabric.host_tensor(torch.cat(requested).long())
             plan.recv_counts = requests[:, table].tolist()
@@ -2814,7 +2815,7 @@ class RowTable:
             return self.shard, None
         rows, places = self.shard, plan.requested_rows
         if self.home is not None:
-            rows, places = self.home.read(places), slice(None)
+            rows, places = self.home.read(places), None
         out = self.cache.new_empty(len(plan.my_rows), self.cache.shape[1])
         wait = self._bring(plan, out, head, rows, places)
         wait()
@@ -2908,15 +2909,17 @@ class RowTable:
         self.arrival = no_wait
 
     def _bring(self, plan: TablePlan, out: Tensor, head: Tensor, rows: Tensor,
-               places: Tensor | slice) -> Callable[[], object]:
-        """Launch a plan's rows into `out`; rows[places] are those requested of this rank. Returns the wait."""
+               places: Tensor | None) -> Callable[[], object]:
+        """Launch a plan's rows into `out`; this rank sends its rows at places, or all. Returns the wait."""
         if self.debug:
             out.fill_(math.nan)                                               # rows of no plan are not to be read
         arriving = out[:len(plan.my_rows)]
         if plan.tied:
             arriving.copy_(head.t()[plan.head_columns])                       # every rank has the head, (D, V)
             return no_wait
-        return self._launch(plan, arriving, rows[places], plan.send_counts, plan.recv_counts)
+        if places is not None:
+            rows = rows.index_select(0, places)
+        return self._launch(plan, arriving, rows, plan.send_counts, plan.recv_counts)
 
     def _launch(self, plan: TablePlan, out: Tensor, rows: Tensor, recv_counts: list[int],
                 send_counts: list[int]) -> Callable[[], object]:
