@@ -6,6 +6,8 @@
 #             faster attention too (requirements-gpu.txt), which a run goes on without.
 # NPROC=...   processes that train together [as many as GPUs and num_slots allow; 1 without a GPU]
 # PYTORCH_ALLOC_CONF=...  torch's allocator on GPUs [expandable_segments:True]
+# TORCHINDUCTOR_CACHE_DIR=...  what torch has compiled, for the next run [~/.cache/train_gpt/torchinductor]
+[ -n "${BASH_VERSION-}" ] || exec bash "$0" "$@"              # sh run.sh
 set -euo pipefail
 
 say() { printf '== %s\n' "$*"; }
@@ -19,6 +21,7 @@ environment:
   PYTHON=...   interpreter, 3.11 or later; what it lacks goes into .venv [python3]
   NPROC=...    processes that train together; divides num_slots [all GPUs; 1 on a CPU]
   PYTORCH_ALLOC_CONF=...  torch's allocator on GPUs [expandable_segments:True]
+  TORCHINDUCTOR_CACHE_DIR=...  what torch has compiled, for the next run [~/.cache/train_gpt/torchinductor]
 On this machine the preset is $preset unless --preset says otherwise. Its flags and their defaults:
 
 TEXT
@@ -40,7 +43,7 @@ if sys.argv[1] == "test":
     if (sys.platform, platform.machine()) == ("linux", "x86_64"):
         needs += ["triton"]
 complete = all(importlib.util.find_spec(name) for name in needs)
-sys.exit(not (complete and re.match(r"2\.1[123]\.", importlib.metadata.version("torch"))))
+sys.exit(not (complete and re.match(r"2\.13\.", importlib.metadata.version("torch"))))
 CHECK
 }
 
@@ -114,7 +117,7 @@ read_flags() {  # what this script must know of the trainer's flags
             --sample | --sample=*) task=sample ;;
             --resume | --resume=*) task=resume ;;             # with the preset and data of the earlier run
             --preset | --train_files | --num_slots)
-                die "$arg" "no value" "$arg=VALUE" "write the value behind a =, without a blank" ;;
+                die "$arg" "no value" "$arg=VALUE" "write the value after a =, without a blank" ;;
             --preset=*) preset=${arg#*=} ;;
             --train_files=*) files=${arg#*=} ;;
             --num_slots=*)
@@ -155,6 +158,8 @@ choose_processes() {
     if [[ $gpus != 0 && -z ${PYTORCH_CUDA_ALLOC_CONF-} ]]; then               # stages of other sizes share memory
         export PYTORCH_ALLOC_CONF=${PYTORCH_ALLOC_CONF-expandable_segments:True}
     fi
+    local caches=${XDG_CACHE_HOME:-${HOME-}/.cache}/train_gpt/torchinductor   # torch's own would go with /tmp
+    [[ -n ${TORCHINDUCTOR_CACHE_DIR-} ]] || ! mkdir -p "$caches" 2>/dev/null || export TORCHINDUCTOR_CACHE_DIR=$caches
 }
 
 train() {  # $1 says what
@@ -174,7 +179,8 @@ if [[ ${NPROC+set} && ! ${NPROC} =~ ^[1-9][0-9]{0,3}$ ]]; then
     die "NPROC" "'$NPROC'" "a number of processes, 1 or more" "NPROC=1 ./run.sh, or leave it unset"
 fi
 find_python
-CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")"
+script=$(readlink -f -- "${BASH_SOURCE[0]}" 2>/dev/null || printf '%s' "${BASH_SOURCE[0]}")     # of a link, what it names
+CDPATH='' cd -- "$(dirname -- "$script")"
 gpus=$({ nvidia-smi -L 2>/dev/null || true; } | grep -c '^GPU ' || true)
 if [[ ${1-} == test ]]; then
     task=test

@@ -1,30 +1,29 @@
 """Train a small GPT against the clock: recipe A of the NanoGPT speedrun in one file.
-
     ./run.sh                                                   set-up, data, training, result and a sample
     torchrun --standalone --nproc_per_node=8 train_gpt.py      8 GPUs, preset `record`
     python train_gpt.py --preset=pocket                        one process, on a CPU about two minutes; see --help
 The mathematics is that of modded-nanogpt right after pull request #221 (record 71, 2026-02-15); credits in README.md.
 
 Floor plan. A room uses only rooms above it, and nothing happens at import.
-    1 Config      errors, layer table, stage table, table of n-gram tables, settings, presets, flags, Fabric
-    2 Schedule    pure functions of the step: everything a step needs, in one `Values`
-    3 Data        shards, packing, bigram hash, the loader thread, validation batches
-    4 Kernels     references in PyTorch: norm, rotation, attention, MLP, head loss, symmetric products; main_grad
+    1 Config      errors, layer table, stage table, n-gram tables, settings, presets, flags, Fabric
+    2 Schedule    everything a step needs, in one `Values`: pure functions of the place in the plan
+    3 Data        shards, packing, hashes of n-grams, row plans, the loader thread, validation batches
+    4 Kernels     references in PyTorch and Triton kernels: norm, rotation, attention, MLP, head loss, rows; main_grad
     5 Model       parameter table and GPT
-    6 Rows        the exchange of embedding rows between ranks
-    7 Optimizer   NorMuon, Adam, tie and split, orders of communication
-    8 Executor    forward_backward, optim_step, evaluate, snapshot and restore, files
-    9 Race        warm-up, time budget, profile, clock, log, validation, sample
-   10 Main        flags, process group, device, run
+    6 Rows        tables whose rows lie on their owners: exchange between ranks, rows on a device or a host
+    7 Optimizer   NorMuon, Adam, row updates, tie and untie, orders of communication
+    8 Executor    forward_backward, optim_step, evaluate, snapshot and restore, memory, saves and checkpoints
+    9 Race        clock, log, warm-up, time budget, the race itself, sample
+   10 Main        ranks and device, attention kernel, header, `train` from data to result, profile, the one end
 Letters                                                        [value in the record preset]
     W ranks                       L layers [11]                V vocabulary, padded [50,304]
     S slots in a step [8]         D model width [768]          R rows of a table [251,520]
     B slots in a micro-batch      H heads [6]                  E width of one head [128]
     T tokens in one slot          F MLP width [3,072]          G tokens predicted per position [3, 2, 1 by stage]
-    M matrices in a bank          N rows of a product, B * T   C rows of an owner's slice of a table
+    M matrices in a bank          N rows of a product, B * T   C rows of an owner's shard of a table
 A slot is one of S equal, independent shares of a step's tokens and the unit of data parallelism: slot s belongs to rank
-s mod W. A cycle is two steps, an even and an odd one; Adam updates on the odd one. Tables of n-grams may have a cycle
-of four; the update of such a table is an event. A bank is several matrices in one parameter. The objective of a step is
+s mod W. Adam updates on the last step of its cycle of --adam_every steps, NorMuon on every step; an n-gram table has a
+cadence of 1, 2 or 4 steps. A bank is several matrices in one parameter. The objective of a step is
 J = (1/S) * sum over slots of the slot's summed loss, at every W."""
 from __future__ import annotations
 
@@ -402,8 +401,10 @@ def read_settings(folder: Path) -> tuple[str, dict[str, str]]:
     """Return the preset and {field: text of its flag} that a run directory or a save has kept. Raises DataError."""
     path = folder / SETTINGS
     do = "name the folder of a run or of a save"
-    if (folder / "log.jsonl").exists():
-        do = "resume with the trainer of that run"                            # older ones kept no such file
+    if (folder / "log.jsonl").exists():                                       # older runs and saves kept no such file
+        do = "resume with the trainer of that run, the train_gpt.py in this folder"
+    elif (folder / "config.json").exists():
+        do = "sample with the trainer of that run, the train_gpt.py in its run directory"
     need(path.is_file(), str(path), "no such file", "the settings of a run", do, DataError)
     expected = "a preset and {field: text} of this trainer"
     try:
@@ -1307,8 +1308,8 @@ def row_update(requested: np.ndarray, before: RowUpdate | None, fabric: Fabric) 
 class TablePlan:
     """The rows of a table that this rank reads in a cycle, and the rows of its shard that all ranks request.
 
-    Logical row r is the r div W-th in the shard of rank r mod W, since frequent tokens have neighbouring ids. Physical
-    rows are numbered shard by shard. Lists are tensors on the host until the cycle's rows are fetched.
+    Logical row r is the r div W-th in the shard of rank r mod W; physical rows are numbered shard by shard. Lists are
+    tensors on the host until the cycle's rows are fetched.
     """
 
     tag: dict[str, Any]                  # purpose, cycle, tokens (of a slot over the cycle): equal on all ranks
@@ -1377,7 +1378,9 @@ class Planner:
 
     def batches(self, purpose: str, steps: Sequence[Values], slots: Sequence[list[Slot]]) -> list[Batch]:
         """Return a batch for each step of a run's cycle, from this rank's slots of each."""
-        tokens = [np.stack([slot.tokens for slot in slots_of_step]) for slots_of_step in slots]    # (b, T + 1) u16
+        tokens = []                                  # of each step, (b, T + 1) u16
+        for slots_of_step in slots:
+            tokens.append(np.stack([slot.tokens for slot in slots_of_step]))
         inputs = [x[:, :-1].astype(np.int32) for x in tokens]
         rows: list[dict[str, np.ndarray]] = [{} for _ in steps]
         plans: list[dict[str, TablePlan]] = []       # of each step
@@ -1395,7 +1398,7 @@ class Planner:
             current = current | begun
             plans += [current] * self.cfg.adam_every
 
-        # Slots have different numbers of documents, and the rows of a tensor one length.
+        # Slots differ in their number of documents, but a tensor's rows have one length.
         batches = []
         for at, values in enumerate(steps):
             borders = [slot.cu_seqlens for slot in slots[at]]
@@ -1410,10 +1413,11 @@ class Planner:
     def plan(self, table: Table, purpose: str, steps: Sequence[Values], inputs: Sequence[np.ndarray],
              rows: Sequence[dict[str, np.ndarray]]) -> TablePlan:
         """Plan a table's rows for the steps of its cycle; the index of each lookup goes to `rows`, a dict per step."""
+        # Rows are dealt to ranks in turn: frequent tokens have neighbouring ids, and owners are to share the work.
         began = time.perf_counter()
         W = self.fabric.world
         size = self.shard_sizes[table.label]
-        tied = table.tied and steps[0].tied                                   # the two part between cycles
+        tied = table.tied and steps[0].tied                                   # head and embedding part between cycles
         ids = [table.ids(x) for x in inputs]
         logical = np.concatenate([x.ravel() for x in ids])
         place = logical.astype(np.int64) // W
@@ -2155,6 +2159,16 @@ def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, gra
     Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits, computed here because
     the softmax is already available.
     """
+    if torch.compiler.is_compiling():
+        # Two sweeps, which fuse, in powers of 2, which take fewer instructions: a softmax would leave (N, V) in f32.
+        cap = LOGIT_CAP * math.log2(math.e)                                   # of z / ln 2
+        s = torch.sigmoid((logits.to(token_weights.dtype) + LOGIT_SHIFT) * (1 / LOGIT_WIDTH))
+        lse = ((s - 1) * cap).exp2().sum(dim=-1, keepdim=True).log2() + cap
+        scaled = factor * LOGIT_CAP * token_weights
+        grad_z = subtract_one_hot((s * cap - lse).exp2() * scaled.sum(dim=1, keepdim=True), ids, scaled)
+        torch.mul(grad_z, s - s * s, out=grad)
+        return math.log(2) * (token_weights * (lse - cap * s.gather(1, ids))).sum(dim=1)
+
     losses = []
     for block, block_ids, block_weights, out in row_chunks(logits, ids, token_weights, grad):
         z = softcap(block.to(token_weights.dtype))
@@ -2663,14 +2677,16 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
 
     group: gloo's; None: the group of all ranks. Raises RunError where ranks disagree.
     """
+    # By table and owner: the places that this rank reads in the owner's shard.
     W, me = fabric.world, fabric.rank
-    lists = []                                                                # by table and owner: places in its shard
+    lists, counts, checksums = [], [], []
     for plan in plans.values():
         rows = [plan.my_rows[:0]] * W if plan.tied else plan.my_rows.split(plan.send_counts)
-        lists.append([(x - owner * plan.shard_size).int() for owner, x in enumerate(rows)])
+        places = [(x - owner * plan.shard_size).int() for owner, x in enumerate(rows)]
+        lists.append(places)
+        counts.append([len(x) for x in places])
+        checksums.append([int(x.sum()) for x in places])
     common = [dict(plan.tag, table=label, dtype=dtype, tied=plan.tied) for label, plan in plans.items()]
-    counts = np.array([[len(places) for places in of_table] for of_table in lists])
-    checksums = [[int(places.sum()) for places in of_table] for of_table in lists]
 
     # First what must be equal everywhere, or lists of different cycles would be taken for each other.
     everyone: list[Any] = [None] * W
@@ -2681,12 +2697,13 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
 
     # Then all lists in one message, owner by owner. They arrive reader by reader, and table by table from each.
     leaving = torch.cat([of_table[owner] for owner in range(W) for of_table in lists])
-    requests = np.stack([of_reader[:, me] for _, of_reader, _ in everyone])   # how many, (reader, table)
+    requests = np.array([of_reader for _, of_reader, _ in everyone])[:, :, me]         # how many, (reader, table)
     arriving = torch.empty(requests.sum(), dtype=torch.int32)
-    dist.all_to_all_single(arriving, leaving, requests.sum(1).tolist(), counts.sum(0).tolist(), group=group)
+    dist.all_to_all_single(arriving, leaving, requests.sum(1).tolist(), np.sum(counts, 0).tolist(),
+                           group=group)
     pieces = arriving.split(requests.flatten().tolist())
 
-    # A list that is not what its reader announced, or no plan can hold, would read or change other rows in silence.
+    # A list that no plan can hold, or not the one announced, would read and change other rows in silence.
     for table, (label, plan) in enumerate(plans.items()):
         requested = pieces[table::len(plans)]
         for reader, places in enumerate(requested):
@@ -2702,16 +2719,16 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
 
 
 class RowTable:
-    """One table on one rank: the shard that it owns, a cache of the rows that it reads, and the gradients of both.
+    """One table on one rank: the shard that the rank owns, a cache of the rows that it reads, and gradients of both.
 
-    Cache and row_grads hold the rows of a plan, in the order of its list. A dense-Adam table has a parameter for its
-    shard, and a gradient of all of it; on a single rank the shard is the cache, too. The shard of a row-wise table is
-    in a home: an update takes the requested rows from there and puts them back.
+    Cache and row_grads hold the rows of one plan, in the order of its list. The shard of a dense-Adam table is a
+    parameter, all of which is updated; a single rank reads it without a cache. The shard of a row-wise table is in a
+    home, from which an update takes the requested rows and where it puts them back.
     """
 
     def __init__(self, table: Table, cfg: Config, fabric: Fabric, shard: Tensor | None, most_tokens: int,
                  report: Callable) -> None:
-        """shard (C, D): the parameter; None: of a row-wise table. most_tokens: bound of what a rank reads in a cycle.
+        """shard (C, D): the parameter; None for a row-wise table. most_tokens: the most that a rank reads in a cycle.
 
         report(**facts) gets the traffic of each plan.
         """
@@ -2719,7 +2736,7 @@ class RowTable:
         self.fabric = fabric
         self.report = report
         self.debug = cfg.debug_rows
-        self.mode = "sparse" if table.is_rowwise else cfg.row_comms
+        self.mode = "sparse" if table.is_rowwise else cfg.row_comms           # dense: a plan lists all rows
         self.home = HOMES[table.home](table, cfg, fabric) if table.is_rowwise else None
         self.shard = self.home.stored.rows if self.home else shard.detach()
 
@@ -2738,11 +2755,11 @@ class RowTable:
                 rows = min(rows, most_tokens * table.reads)
             self.cache = torch.zeros(rows, width, dtype=dtype, device=fabric.device).requires_grad_()
             self.row_grads = torch.zeros(rows, width, dtype=accum_dtype(dtype), device=fabric.device)
-        self.arrival: Callable[[], object] = no_wait                          # waits for rows on their way to the cache
+        self.arrival: Callable[[], object] = no_wait                          # waits for the rows that are on their way
         self.reset()
 
     def reset(self) -> None:
-        """Drop what is cached, gradients and counts. Rows stay."""
+        """Drop all but the rows: cache, gradients, counts, what is prepared."""
         self._settle()
         self.cached: TablePlan | None = None                                  # the plan whose rows are in the cache
         self.live: RowState | None = None                                     # rows that the next update changes
@@ -2756,13 +2773,13 @@ class RowTable:
             self.home.pop_traffic()
 
     def prepare(self, plan: TablePlan) -> None:
-        """Make a row-wise table's next update of what ranks request, a cycle ahead, so that its rows can set off."""
+        """Make a row-wise table's next update from the requests, a cycle ahead, and let its rows leave a host home."""
         if self.home is not None:
             plan.update = self.home.prepare(plan.requested_rows.numpy())
 
     @torch.no_grad()
     def fetch(self, plan: TablePlan, head: Tensor) -> None:
-        """Launch the rows of a cycle into the cache: after the owners' update, never before."""
+        """Launch the plan's rows into the cache: after the owners' update, never before."""
         self._settle()
         if plan.update is None:
             self.prepare(plan)                                                # no loader has done it
@@ -2778,6 +2795,7 @@ class RowTable:
 
     def rows_for_forward(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cache with the plan's rows, and row_grads. Raises RunError before the last cycle's update."""
+        # Among several ranks row_grads are of one plan alone, whose list says where they go.
         if plan not in self.pending:
             need(self.alone or not self.pending, f"gradients of {self.table.label}",
                  f"of {[other.tag for other in self.pending]}, now {plan.tag}", "batches of one cycle",
@@ -2790,7 +2808,7 @@ class RowTable:
 
     @torch.no_grad()
     def read(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, None]:
-        """Return the plan's rows in a tensor of their own (validation, sampling), and no buffer for gradients."""
+        """Fetch the plan's rows into a new tensor (validation, sampling); there is no buffer for gradients."""
         plan.change_lists(self._on_device)
         if self.alone:
             return self.shard, None
@@ -2805,14 +2823,15 @@ class RowTable:
 
     @torch.no_grad()
     def return_gradients(self) -> tuple[Tensor, Callable[[], None]]:
-        """Launch gradients to their owners.
+        """Launch row_grads to the owners of the rows. Returns a gradient and the wait after which it is complete.
 
-        Returns the gradient of the shard, or of a row-wise update's rows (u, D): whole after the wait beside it.
+        The gradient is of the shard, (C, D), or of the rows of a row-wise update, (u, D).
         """
         if self.alone:
             return self.grad, no_wait
+        # They travel in the type of the weights, and are added in that of row_grads.
         plan, = self.pending
-        rows = self.row_grads[:len(plan.my_rows)].to(self.cache.dtype)        # they travel in the type of the weights
+        rows = self.row_grads[:len(plan.my_rows)].to(self.cache.dtype)
         arrived = rows.new_empty(len(plan.requested_rows), rows.shape[1])
         wait = self._launch(plan, arrived, rows, plan.recv_counts, plan.send_counts)
         if self.home is None:
@@ -2828,7 +2847,7 @@ class RowTable:
         return grad, add_in_rank_order
 
     def add_to_head(self, head_grad: Tensor) -> None:
-        """Add this rank's gradients to those of the head, (D, V), while the two are tied."""
+        """Add row_grads to the gradient of the head, (D, V), while head and embedding are tied."""
         for plan in self.pending:
             at = self._in_row_grads(plan)
             head_grad[:, plan.head_columns] += self.row_grads[at].t().to(head_grad.dtype)
@@ -2836,12 +2855,13 @@ class RowTable:
         self.clear()
 
     def updated(self) -> None:
-        """Send the rows that an update has changed home."""
+        """Put the rows that an update has changed back into their home."""
         plan, = self.pending
         self.home.put(plan.update, self.live)
 
     def clear(self) -> None:
-        """Drop the gradients of the pending plans, row by row, and what is cached."""
+        """Drop the gradients of the pending plans, and what is cached."""
+        # Row by row: most of a buffer, and of a shard, is zero already.
         for plan in self.pending:
             self.row_grads[self._in_row_grads(plan)] = 0
             if self.home is None and not self.alone and not plan.tied:
@@ -2852,10 +2872,12 @@ class RowTable:
         self.live = None                                                      # makes room for those of the next update
         if self.debug:
             strays = self.row_grads.any() or (self.home is None and self.grad.any())
-            need(not strays, f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it", RunError)
+            need(not strays, f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it",
+                 RunError)
 
     def report_traffic(self, plan: TablePlan, dense_passes: int = 0) -> None:
-        """Report what a plan has moved. dense_passes: how often the whole table would have travelled."""
+        """Report what a plan has moved. dense_passes: how often dense mode would have moved the whole table."""
+        # Nothing travels while tied, and nobody asks about warm-up and samples.
         purpose = plan.tag["purpose"]
         if plan.tied or purpose not in ("train", "validation"):
             return
@@ -2869,7 +2891,7 @@ class RowTable:
             self.totals.update(moved)
 
     def memory_bytes(self, moments: Iterable[Tensor]) -> int:
-        """Count the bytes of the table on this rank's device, these moments included."""
+        """Count the bytes that this rank keeps of the table on its device: shard, cache, gradients, these moments."""
         kept = [self.shard, self.cache, self.row_grads, *moments]
         kept += [self.grad] if self.home is None else self.home.stored
         sizes = {x.data_ptr(): x.nbytes for x in kept if x.device.type == self.cache.device.type}    # some are the same
@@ -2906,7 +2928,7 @@ class RowTable:
         return dist.all_to_all_single(out, rows, recv_counts, send_counts, async_op=True).wait
 
 
-# ---- Homes of row-wise tables: any number of rows, of which an update changes those that were requested.
+# ---- Homes of row-wise tables: any number of rows, of which an update changes those that ranks request
 class RowState(NamedTuple):
     """Rows of a shard with their optimizer state."""
 
@@ -2966,45 +2988,46 @@ class DeviceHome:
         return row_update(requested, None, self.fabric)
 
     def take(self, update: RowUpdate) -> RowState:
-        """Return the rows of an update as the one before has left them, on the device."""
+        """Return the update's rows on the device, as the update before has left them."""
         return self.stored.at(update.places.to(self.device, non_blocking=True))
 
     def put(self, update: RowUpdate, changed: RowState) -> None:
-        """Store what an update has made of its rows."""
+        """Store the rows that an update has changed."""
         self.stored.put(update.places.to(self.device, non_blocking=True), changed)
 
     def read(self, places: Tensor) -> Tensor:
-        """Return rows for a reader that changes none, on the device."""
+        """Return rows on the device, to be read only."""
         return self.stored.rows.index_select(0, places.to(self.device, non_blocking=True))
 
     def settle(self) -> None:
         """Wait until everything that was put is stored."""
 
     def invalidate(self) -> None:
-        """Drop the rows that were taken or are prefetched."""
+        """Forget which updates are prepared, and their rows: those at home count."""
 
     def pop_traffic(self) -> dict[str, int]:
-        """Return the bytes moved to the device and back since the last call."""
+        """Return the bytes moved since the last call."""
         traffic = self.traffic
         self.traffic = dict.fromkeys(traffic, 0)
         return traffic
 
     def touched_places(self, most_rows: int = PIECE_ROWS) -> Iterator[Tensor]:
-        """Yield the places of rows that some update has changed, in pieces (n,) i64, ascending."""
+        """Yield the places of all rows that an update has ever changed, ascending, in pieces (n,) i64."""
         self.settle()
         for places in self.stored.last.nonzero().flatten().split(most_rows):
             if len(places) > 0:                                               # split() makes one empty piece of nothing
                 yield places
 
     def touched(self, most_rows: int = PIECE_ROWS) -> Iterator[tuple[Tensor, RowState]]:
-        """Yield these rows: their places, and copies, on the host."""
+        """Yield the same places with copies of their rows, on the host."""
         for places in self.touched_places(most_rows):
             copies = self.stored.at(places)
             yield places.cpu(), RowState(*(x.cpu() for x in copies))
 
     @torch.no_grad()
     def load(self, pieces: Iterable[tuple[Tensor, RowState]]) -> None:
-        """Replace all rows by those of the pieces, as `touched` gave them, and zeros. Writes only touched rows."""
+        """Replace all rows by those of the pieces, as `touched` gave them, and zeros elsewhere."""
+        # Rows that no update has changed are zeros that take no memory, and have to stay so.
         at = self.stored.last.device
         for places in self.touched_places():
             for x in self.stored:
@@ -3015,16 +3038,16 @@ class DeviceHome:
 
 
 class HostHome(DeviceHome):
-    """Rows and state of a shard in pageable host memory; those of a cycle travel to the device and back.
+    """Rows and state of a shard in pageable host memory; the rows of a cycle travel to the device and back.
 
-    While a cycle runs, the rows that only the next one requests come up, and those of the last update go down; rows of
-    both cycles stay on the device. One thread does all of it in the order in which it was asked, so that a row that
-    comes up has been brought down before. Copies on a GPU have a stream of their own.
+    While a cycle runs, rows that only the next cycle requests come up, and rows of the last update go down; those that
+    both cycles request stay on the device. One thread does it all in the order of submission, so that no row comes up
+    before its last change has come down. On a GPU copies have a stream of their own.
     """
 
     def __init__(self, table: Table, cfg: Config, fabric: Fabric) -> None:
         super().__init__(table, cfg, fabric)
-        # The thread waits for work on the GPU, and that for other ranks, which may still compile.
+        # The mover waits for the GPU, and the GPU for other ranks, which may still compile.
         self.cfg = replace(cfg, comm_timeout=LONG_PATIENCE * cfg.comm_timeout)
         self.stream = torch.cuda.Stream(fabric.device) if fabric.on_cuda else None
         self.mover = ThreadPoolExecutor(1, "table-home", initializer=fabric.enter_thread)
@@ -3051,12 +3074,12 @@ class HostHome(DeviceHome):
         return update
 
     def _start_prefetch(self) -> None:
-        """Bring up rows of the first prepared update: what it follows is taken, and what that follows was put."""
+        """Let the fresh rows of the first prepared update come up; the update before it has been taken."""
         update = self.prepared[0]
         self.prefetch = self.mover.submit(self._bring_up, update.places[update.fresh])
 
     def take(self, update: RowUpdate) -> RowState:
-        # All rows of an update come up that was not prepared, or is taken in another order.
+        # An update that nobody prepared, or that is out of order, has no rows here: all of them come up.
         with self.lock:
             expected = self.prepared[:1] == [update] and update.follows is self.taken
             coming = self.prefetch if expected else self.mover.submit(self._bring_up, update.places)
@@ -3068,7 +3091,7 @@ class HostHome(DeviceHome):
             for x in live:
                 x.record_stream(computing)
 
-        # Rows of both cycles are here, newer than at home: they join those that came up.
+        # Rows that the last update has, too, are here, newer than at home. They join those that came up.
         if expected and self.live is not None:
             fresh = live
             to_fresh, to_kept, kept_from = (x.to(self.device, non_blocking=True)
@@ -3087,7 +3110,8 @@ class HostHome(DeviceHome):
         return live
 
     def put(self, update: RowUpdate, changed: RowState) -> None:
-        while self.writebacks and self.writebacks[0].done():  # what went wrong with earlier ones is raised here
+        # What went wrong with earlier ones is raised here at the latest.
+        while self.writebacks and self.writebacks[0].done():
             self.writebacks.pop(0).result()
         self.traffic["bytes_down"] += sum(x.nbytes for x in changed)
         computed = None
@@ -3106,12 +3130,12 @@ class HostHome(DeviceHome):
             self.writebacks.pop(0)
 
     def _staging(self, count: int) -> RowState:
-        """Allocate host memory that rows stop in on their way; pinned beside a GPU."""
+        """Allocate rows in host memory, pinned beside a GPU, through which copies go."""
         pinned = self.stream is not None
         return RowState(*(torch.empty(count, *x.shape[1:], dtype=x.dtype, pin_memory=pinned) for x in self.stored))
 
     def _bring_up(self, places: Tensor) -> tuple[RowState, Any]:
-        """Copy rows to the device, on the mover's thread. Returns them and the CUDA event after the copy."""
+        """Copy rows to the device; runs on the mover. Returns them and the CUDA event after the copy."""
         staging = self._staging(len(places))
         for x, out in zip(self.stored, staging):
             torch.index_select(x, 0, places, out=out)
@@ -3121,7 +3145,7 @@ class HostHome(DeviceHome):
             return staging.to(self.device), self.stream.record_event()
 
     def _bring_down(self, places: Tensor, changed: RowState, computed: Any) -> None:
-        """Store rows after the update has computed them, on the mover's thread."""
+        """Store rows once the CUDA event `computed` is over; runs on the mover."""
         staging = self._staging(len(places))
         if computed is not None:
             self.stream.wait_event(computed)
@@ -3470,6 +3494,7 @@ class TableEntry:
 
     def clear(self) -> None:
         self.grad = None
+        self.wait = no_wait                                                   # which has kept what arrived
         self.table.clear()
 
 
@@ -3548,6 +3573,7 @@ class Optimizer:
         waits = [self.entries[label].update(values) for label in self.update_order if label in active]
         for wait in waits:
             wait()
+        self.plans_ahead = no_wait                                            # else a loader stays with its shards
         if tied_update and self.fabric.world == 1:                            # else its rows are read from the head
             self.model.embed.copy_(head.t())
         if values.untie:
@@ -3897,80 +3923,79 @@ class Executor:
 
 # ---- Memory: an estimate before anything is built
 MEMORY_SHARE = 0.9                       # of a device: the rest is for its driver, NCCL, the allocator, the compiler
-# Numbers of a step at its largest, when the head's backward begins; of compiled code as the rehearsal counts them.
-SAVED_ROWS = 17                          # of width D, per token and layer: 183 in 11 layers, and statistics in f32
-SAVED_ROWS_REFERENCE = 26                # the same of a layer in plain PyTorch
-LOGIT_COPIES = 2                         # logits and their gradient, which in fp8 stands there in rows and in columns
-LOGIT_COPIES_REFERENCE = 6               # the same in plain PyTorch, in f32
-EVAL_ROWS_KEPT = 24                      # of width D, per token, in evaluation, in plain PyTorch; less where compiled
+ON_HOST = "tables on the host"           # the part that takes memory row by row, as rows are updated
+# What a step keeps per token at its largest, in the head: in compiled code, as the rehearsal counts it, and in plain PyTorch.
+SAVED_ROWS = 17                          # of width D, in each layer: 183 in 11 layers, and statistics in f32
+SAVED_ROWS_PLAIN = 26
+LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in fp8
+LOGIT_COPIES_PLAIN = 6                   # the same in f32 or f64
+EVAL_ROWS_KEPT = 24                      # of width D in evaluation, in plain PyTorch; less where compiled
 
 
-def table_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> dict[str, int]:
-    """Return what one rank keeps of a table, its cache and its gradients, by part; bounds of what a cycle reads."""
+def table_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> Counter:
+    """Return what one rank keeps of a table, its cache and its gradients, by part: bounds, whatever a cycle reads."""
     table = row.rows
     dtype = getattr(torch, cfg.dtype)
-    item, accum = dtype.itemsize, accum_dtype(dtype).itemsize
-    D, W = cfg.model_dim, fabric.world
-    shard_rows = -(-table.rows // W)
+    line = cfg.model_dim * dtype.itemsize                     # bytes of a row
+    exact_line = cfg.model_dim * accum_dtype(dtype).itemsize
+    shard_rows = -(-table.rows // fabric.world)
     cycle_tokens = table.cadence * max(stage.batch_tokens for stage in cfg.stages)
-    read = min(W * shard_rows, cycle_tokens // W * table.reads)               # rows
+    read = fabric.world * shard_rows
+    if table.is_rowwise or cfg.row_comms == "sparse":
+        read = min(read, cycle_tokens // fabric.world * table.reads)
     if not table.is_rowwise:
-        if cfg.row_comms == "dense":
-            read = W * shard_rows
-        cached = read if W > 1 else 0
-        moments = initial_state(row, torch.empty(shard_rows, D, dtype=dtype, device="meta")).values()
-        return dict(weights=(shard_rows + cached) * D * item, gradients=(shard_rows + cached) * D * accum,
-                    moments=sum(x.nbytes for x in moments))
+        kept = shard_rows + (read if fabric.world > 1 else 0)
+        moments = initial_state(row, torch.empty(shard_rows, cfg.model_dim, dtype=dtype, device="meta")).values()
+        return Counter(weights=kept * line, gradients=kept * exact_line, moments=sum(x.nbytes for x in moments))
 
-    # An update's rows stand on the device, in two sets beside a host home; then come the gradients that are sent, those
+    # An update's rows stand on the device, in two sets beside a host home. Then come the gradients that are sent, those
     # that arrive, their sums, and the rows of the next update.
-    state = accum + torch.int32.itemsize
+    state = accum_dtype(dtype).itemsize + torch.int32.itemsize
     live = min(shard_rows, cycle_tokens * table.reads)
     sets = 2 if table.home == "host" else 1
-    home = "tables on the host" if table.home == "host" or not fabric.on_cuda else "weights"
-    parts: Counter = Counter(weights=(read + sets * live) * D * item, gradients=read * D * accum, moments=sets * live * state)
-    parts["row updates"] = (3 * read + live) * D * item + live * D * accum
-    parts[home] += shard_rows * (D * item + state)
-    return parts
+    home = ON_HOST if table.home == "host" or not fabric.on_cuda else "weights"
+    parts = Counter({home: shard_rows * (line + state), "row updates": (3 * read + live) * line + live * exact_line})
+    return parts + Counter(weights=(read + sets * live) * line, gradients=read * exact_line, moments=sets * live * state)
 
 
 def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> dict[str, int]:
     """Return the bytes of each part of a run at its largest, by name: counted, but for activations, which a model gives."""
     dtype = getattr(torch, cfg.dtype)
-    accum = accum_dtype(dtype).itemsize
-    W = fabric.world
+    exact = accum_dtype(dtype).itemsize
+    accumulates = slots_at_once * fabric.world < cfg.num_slots
     parts: Counter = Counter()
     for row in parameter_table(cfg):
         if row.rows:
-            parts.update(table_bytes(row, cfg, fabric))
+            parts += table_bytes(row, cfg, fabric)
             continue
         count = math.prod(row.shape)
-        item = accum if row.full_precision else dtype.itemsize
+        item = exact if row.full_precision else dtype.itemsize
         gradient = item
         if not row.sharded:                                   # beside autograd's, one in the buffer that all ranks sum
-            gradient += accum
-        elif needs_f32_main_grad(row, slots_at_once * W < cfg.num_slots):
-            gradient = accum + (item if W > 1 and accum != item else 0)       # and a copy to send
+            gradient += exact
+        elif needs_f32_main_grad(row, accumulates):
+            gradient = exact + (item if fabric.world > 1 and exact != item else 0)      # and a copy to send
         example = torch.empty(row.shape, dtype=dtype, device="meta")
         state = sum(x.nbytes for x in initial_state(row, bank_matrices(row, example)).values())
-        parts.update(weights=count * item, gradients=count * gradient, moments=state // (W if row.sharded else 1))
+        owners = fabric.world if row.sharded else 1
+        parts += Counter(weights=count * item, gradients=count * gradient, moments=state // owners)
 
     # Activations of the largest stage, or of evaluation, whose logits come in chunks; row updates need theirs later.
-    compiled = kernel is attention_varlen
-    row_bytes = cfg.model_dim * dtype.itemsize
-    saved = len(LAYERS) * (SAVED_ROWS if compiled else SAVED_ROWS_REFERENCE) * row_bytes
-    logits = cfg.padded_vocab * (LOGIT_COPIES * dtype.itemsize if compiled else LOGIT_COPIES_REFERENCE * accum)
-    tokens = slots_at_once * max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
-    val_tokens = slots_at_once * cfg.val_batch_tokens // cfg.num_slots
-    evaluating = max(val_tokens * EVAL_ROWS_KEPT * row_bytes, val_tokens * row_bytes + min(val_tokens, EVAL_ROWS) * logits)
-    working = max(tokens * (saved + logits), evaluating, parts.pop("row updates", 0))
-    return dict(parts, working=working)
+    line = cfg.model_dim * dtype.itemsize
+    saved = len(LAYERS) * SAVED_ROWS * line + int(LOGIT_COPIES * cfg.padded_vocab * dtype.itemsize)
+    if kernel is not attention_varlen:
+        saved = len(LAYERS) * SAVED_ROWS_PLAIN * line + LOGIT_COPIES_PLAIN * cfg.padded_vocab * exact
+    training = max(stage.batch_tokens for stage in cfg.stages) * saved
+    evaluation = cfg.val_batch_tokens * EVAL_ROWS_KEPT * line
+    working = slots_at_once * max(training, evaluation) // cfg.num_slots
+    parts["working"] = max(working, parts.pop("row updates", 0))
+    return dict(parts)
 
 
 def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict[str, int]]:
     """Return how many slots go through the model together, and the estimate of what that takes. Raises RunError.
 
-    On a GPU they follow from the card, not from what others use of it now: a run is the same each time.
+    They follow from the card, not from what others use of it now: a run is the same each time.
     """
     local = cfg.num_slots // fabric.world
     room = MEMORY_SHARE * min(fabric.gather(fabric.total_memory()))
@@ -3979,21 +4004,18 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
         choices = [min(cfg.slots_per_micro_batch, local)]
     for slots_at_once in choices:
         estimate = memory_estimate(cfg, fabric, kernel, slots_at_once)
-        on_device = sum(estimate.values())
-        if fabric.on_cuda:
-            on_device -= estimate.get("tables on the host", 0)
-        if on_device <= room or estimate.get("tables on the host", 0) > room:
-            break
+        if sum(estimate.values()) - estimate.get(ON_HOST, 0) <= room:
+            return slots_at_once, estimate
     parts = ", ".join(f"{part} {size / 2**30:.1f} GiB" for part, size in estimate.items())
-    need(on_device <= room, "memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}", "more ranks, a larger "
-         "device, more and shorter slots (--num_slots=32), smaller batches in --stages, fewer rows in --tables or these "
-         "with home host, a smaller model", RunError)
-    return slots_at_once, estimate
+    raise RunError("memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}", "more ranks, a larger device, more and "
+                   "shorter slots (--num_slots=32), --slots_per_micro_batch=1, smaller batches in --stages, fewer rows in "
+                   "--tables or home host there, a smaller model")
 
 
 # ---- Files: a save and a checkpoint are one thing, a folder that is whole before it has its name. Loading runs no code.
 CHECKPOINTS = "checkpoints"              # folder in the run directory
 PIECE_BYTES = 1 << 27                    # of the rows and their state in one file
+UNFINISHED: set[Path] = set()            # folders that this process writes and that have no name yet: its end removes them
 
 
 def file_sha256(path: Path) -> str:
@@ -4001,64 +4023,101 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sync_to_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    if path.is_file() or os.name == "posix":
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
 @contextlib.contextmanager
-def refused(path: Path) -> Iterator[None]:
-    """Raise a RunError that names the path for what the system refuses inside."""
+def refused(path: Path, kind: type = RunError) -> Iterator[None]:
+    """Raise an error of that kind that names the path for what the system refuses inside."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:      # torch.save makes RuntimeErrors of what the disk says
-        raise RunError(f"writing {path}", error.__context__ or error, "room, and the right to write there",
-                       "free some, or name another folder") from None
+        raise kind(f"writing {path}", error.__context__ or error, "room, and the right to write there",
+                   "free some, or name another folder") from None
+
+
+@contextlib.contextmanager
+def damaged(path: Path) -> Iterator[None]:
+    """Raise a DataError that names the path for whatever is wrong with its content inside."""
+    try:
+        yield
+    except TrainerError:
+        raise
+    except Exception as error:           # without torch's text, which advises to let a file run its code
+        found = getattr(error, "strerror", None) or f"damaged, unreadable or with code in it ({type(error).__name__})"
+        raise DataError(path, found, "content as this trainer writes it", "take another, write it again, or use the "
+                        "trainer that wrote it") from None
+
+
+def part_of(folder: Path, run_id: str) -> Path:
+    """Return where a run writes a folder until it is whole; no other run touches it."""
+    return folder.with_name(f"{folder.name}.{run_id}.part")
 
 
 def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]], fabric: Fabric) -> None:
-    """Write a new folder with these files of every rank. Raises RunError on all ranks. Collective.
+    """Write a new folder with these files of every rank, and give it its name once. Raises RunError. Collective.
 
-    contents: (name, bytes or what torch.save takes), each made when the one before it is on the disk. All goes to
-    FOLDER.<run id>.part, which no other run touches; rank 0 writes the manifest and renames it once.
+    contents: (name, bytes or what torch.save takes), each made when the one before it is on the disk.
     """
-    part = folder.with_name(f"{folder.name}.{run_id}.part")
+    part = part_of(folder, run_id)
+    UNFINISHED.add(part)
+
+    def write(name: str, content: Any) -> dict[str, Any]:
+        with open(part / name, "xb") as file:
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                torch.save(content, file)
+        sync_to_disk(part / name)
+        return dict(bytes=(part / name).stat().st_size, sha256=file_sha256(part / name))
+
     try:
         with fabric.failing_together(), refused(part):
             if fabric.rank == 0:
                 part.mkdir(parents=True)
-        hashes = {}
         with fabric.failing_together(), refused(part):
-            for name, content in contents:
-                with open(part / name, "xb") as file:
-                    if isinstance(content, bytes):
-                        file.write(content)
-                    else:
-                        torch.save(content, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                hashes[name] = file_sha256(part / name)
-        files = {name: sha256 for of_rank in fabric.gather(hashes) for name, sha256 in of_rank.items()}
+            facts = {name: write(name, content) for name, content in contents}
+        files: dict[str, Any] = {}
+        for of_rank in fabric.gather(facts):
+            files.update(of_rank)
         with fabric.failing_together(), refused(folder):
             if fabric.rank == 0:
-                facts = {name: dict(bytes=(part / name).stat().st_size, sha256=sha256) for name, sha256 in files.items()}
-                manifest = json.dumps(dict(format=max(MANIFEST_FORMATS), files=facts), indent=1)
-                (part / MANIFEST).write_text(manifest)
+                write(MANIFEST, json.dumps(dict(format=max(MANIFEST_FORMATS), files=files), indent=1).encode())
+                sync_to_disk(part)
                 part.rename(folder)                           # fails if another run has taken the name
+                sync_to_disk(folder.parent)
     except RunError:
         if fabric.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
         raise
+    finally:
+        UNFINISHED.discard(part)
 
 
 def read_tensors(path: Path, manifest: dict[str, str]) -> Any:
     """Return what torch.save wrote; no code in it is run. Raises DataError, whatever the file is."""
-    try:
-        need(path.name in manifest and path.is_file(), path, "no such file, or not in the manifest", "a file of a save or "
-             "checkpoint", "take another, or write this one again", DataError)
-        need(file_sha256(path) == manifest[path.name], path, "another content than its manifest says", "the content as "
-             "written", "copy the folder again: it is damaged, or mixed from several", DataError)
+    with damaged(path):
+        need(path.is_file() and file_sha256(path) == manifest.get(path.name), path, "no such file, or another content "
+             "than its manifest says", "the file as it was written", "copy the folder again: it is damaged, or mixed from "
+             "several", DataError)
         return torch.load(path, "cpu", weights_only=True, mmap=True)
-    except TrainerError:
-        raise
-    except Exception as error:           # its text would advise to let the file run its code
-        raise DataError(path, f"{type(error).__name__}: damaged, unreadable, or with code in it",
-                        "tensors, as this trainer writes them", "take another, or write this one again") from None
+
+
+def check_weights(path: Path, tensors: Any, cfg: Config) -> None:
+    """Raise DataError unless names, shapes and dtypes are those that this config's weights have in a file."""
+    dtype = getattr(torch, cfg.dtype)
+    kinds = {row.label: (accum_dtype(dtype) if row.full_precision else dtype, *row.shape)
+             for row in parameter_table(cfg) if row.optimizer != "rowwise"}
+    with damaged(path):
+        found = {label: (x.dtype, *x.shape) for label, x in tensors.items()}
+    for label in kinds | found:
+        need(found.get(label) == kinds.get(label), f"{label} in {path}", found.get(label, "no such weight"),
+             kinds.get(label, "no such weight"), "use the trainer and settings of that run", DataError)
 
 
 def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -4071,32 +4130,34 @@ def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[
         for number, (places, state) in enumerate(table.home.touched(most_rows)):
             content = dict(ids=places * fabric.world + fabric.rank, **state._asdict())
             if not with_state:
-                content = dict(ids=content["ids"], rows=state.rows)
+                del content["v"], content["last"]
             yield f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt", content
 
 
-def load_rows(folder: Path, manifest: dict[str, str], executor: Executor) -> None:
+def load_rows(folder: Path, manifest: dict[str, str], executor: Executor, with_state: bool) -> None:
     """Load the row-wise tables of a save or checkpoint: each rank takes the rows that it owns. Raises DataError."""
     for label, table in executor.tables.items():
         if table.home is not None:
             names = [name for name in manifest if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name)]
-            table.home.load(own_rows(read_tensors(folder / name, manifest), name, table) for name in names)
+            table.home.load(own_rows(folder / name, manifest, table, with_state) for name in names)
 
 
-def own_rows(content: Any, name: str, table: RowTable) -> tuple[Tensor, RowState]:
-    """Return places and rows that are this rank's of one file of rows. Raises DataError."""
+def own_rows(path: Path, manifest: dict[str, str], table: RowTable, with_state: bool) -> tuple[Tensor, RowState]:
+    """Return places and rows that are this rank's of one file of rows; those without state count as updated once."""
     fabric, stored = table.fabric, table.home.stored
-    try:
+    content = read_tensors(path, manifest)
+    with damaged(path):
         ids = content["ids"]
-        state = RowState(content["rows"], content.get("v", torch.zeros(len(ids))), content.get("last", torch.ones(len(ids))))
-        ascending = len(ids) == 0 or (ids[0] >= 0 and ids[-1] < table.table.rows and (ids.diff() > 0).all())
-        fits = ids.dtype == torch.int64 and all(x.shape == (len(ids), *y.shape[1:]) for x, y in zip(state, stored))
-    except (LookupError, TypeError, AttributeError, RuntimeError):
-        ascending = fits = False
-    need(ascending and fits, name, "other content", f"ascending rows below {table.table.rows} of {table.table.label}",
-         "resume or sample with the trainer of that run", DataError)
-    at = (ids % fabric.world == fabric.rank).nonzero().flatten()
-    return ids[at] // fabric.world, RowState(*(x[at].to(y.dtype) for x, y in zip(state, stored)))
+        columns = [content["rows"], torch.zeros(len(ids)), torch.ones(len(ids))]
+        if with_state:
+            columns[1:] = content["v"], content["last"]
+        fits = ids.dtype == torch.int64 and ids[0] >= 0 and ids[-1] < table.table.rows and (ids.diff() > 0).all()
+        for x, y in zip(columns, stored):
+            fits = fits and x.shape == (len(ids), *y.shape[1:]) and (x.dtype == y.dtype or not with_state)
+        need(fits, path, "other rows", f"ascending ones of {table.table.label}, below {table.table.rows}, in "
+             f"{stored.rows.dtype}", "use the trainer and settings of that run", DataError)
+        mine = (ids % fabric.world == fabric.rank).nonzero().flatten()
+        return ids[mine] // fabric.world, RowState(*(x[mine].to(y.dtype) for x, y in zip(columns, stored)))
 
 
 def settings_json(preset: str, cfg: Config) -> bytes:
@@ -4108,10 +4169,10 @@ def settings_json(preset: str, cfg: Config) -> bytes:
 def save(folder: Path, run_id: str, preset: str, cfg: Config, executor: Executor, values: Values,
          vocabulary: list[bytes] | None) -> None:
     """Save weights in logical shapes, settings, and the bytes of the tokens. Raises RunError. Collective."""
-    files = [("weights.pt", executor.whole_weights(values)), ("settings.json", settings_json(preset, cfg))]
+    files = [("weights.pt", executor.whole_weights(values)), (SETTINGS, settings_json(preset, cfg))]
     if vocabulary is not None:
-        lines = [b"%s %d" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece]
-        files.append((VOCABULARY, b"\n".join(lines) + b"\n"))
+        lines = [b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece]
+        files.append((VOCABULARY, b"".join(lines)))
     mine = files if executor.fabric.rank == 0 else []
     write_folder(folder, run_id, itertools.chain(mine, row_files(executor, with_state=False)), executor.fabric)
 
@@ -4123,14 +4184,13 @@ def load_checkpoint(run_dir: Path, executor: Executor) -> dict[str, Any]:
     fabric.check_agreement(dict(checkpoints=str([path.name for path in newest_first])))
     for path in newest_first:
         try:
-            with fabric.failing_together():
+            with fabric.failing_together(), damaged(path):
                 manifest = read_manifest(path)
                 content = read_tensors(path / "run.pt", manifest)
-                need(isinstance(content, dict) and "state" in content, path / "run.pt", type(content).__name__,
-                     "the state of a run", "resume with the trainer of that run", DataError)
+                check_weights(path / "run.pt", content["state"]["weights"], executor.cfg)
                 executor.load_state(content["state"])
-                load_rows(path, manifest, executor)
-            return content
+                load_rows(path, manifest, executor, with_state=True)
+                return {name: content[name] for name in ("facts", "log", "places", "train_time_ms")}
         except DataError as error:
             fabric.say(f"{error}\nthe checkpoint before {path.name} is taken, if there is one")
     raise DataError(f"checkpoints in {run_dir}", [path.name for path in newest_first], "a whole one of this trainer",
@@ -4147,42 +4207,37 @@ class Clock:
 
     def __init__(self, fabric: Fabric, before: float = 0.0) -> None:
         self.fabric = fabric
-        self.before = before             # ms until it was stopped last
-        self.since: float | None = None  # time of its start in s; None: it stands
+        # ms up to the last stop, and the time of the start in s or None: one pair, which the loader's thread reads whole.
+        self.state: tuple[float, float | None] = before, None
 
     @property
     def ms(self) -> float:
-        since = self.since                                                    # the loader's thread reads the clock, too
-        if since is None:
-            return self.before
-        return self.before + (time.perf_counter() - since) * 1000
+        before, since = self.state
+        return before if since is None else before + (time.perf_counter() - since) * 1000
 
     def start(self) -> None:
         self.fabric.synchronize()
-        self.since = time.perf_counter()
+        self.state = self.ms, time.perf_counter()
 
     def stop(self) -> None:
         self.fabric.synchronize()
-        self.before = self.ms
-        self.since = None
+        self.state = self.ms, None
 
 
 class Log:
     """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0.
 
-    Losses are looked at one cycle late, so that no step waits for the device. Every rank checks its own.
+    Losses are looked at one cycle late, so that no step waits for the device. Every rank checks its own. beside: content
+    of further files of the run directory; earlier: what `seen` gave to a checkpoint. Raises RunError if a file exists.
     """
 
     def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, beside: dict[str, bytes],
                  earlier: dict[str, Any] | None = None) -> None:
-        """Open the files; an old log is never overwritten. Raises RunError.
-
-        beside: content of further files of the run directory. earlier: what `seen` gave to a checkpoint.
-        """
         earlier = earlier or dict(tokens=0, done=0, last_good="none", lines={})
         self.run_dir = run_dir
         self.fabric = fabric
         self.schedule = schedule
+        self.total = schedule.total_steps                     # of the plan, or as the clock foresees it
         self.tokens = earlier["tokens"]
         self.done = earlier["done"]      # steps
         self.last_good = earlier["last_good"]                 # validation, in words
@@ -4192,38 +4247,35 @@ class Log:
         if fabric.rank == 0:
             with refused(run_dir):
                 run_dir.mkdir(parents=True, exist_ok=True)
-                for name in ("log.txt", "log.jsonl"):
+                for name in ("log.txt", "log.jsonl", *beside):
                     self.files[name] = open(run_dir / name, "xb", buffering=0)
-                for name, content in beside.items():
-                    (run_dir / name).write_bytes(content)
+            for name, content in beside.items():
+                self._write(name, content)
+                self.files.pop(name).close()
             for name, text in earlier["lines"].items():
-                self._write(name, text)
+                self._write(name, text.encode())
 
     def seen(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the log."""
         self.flush()
         lines = {name: (self.run_dir / name).read_text("utf-8") for name in self.files}
         return dict(tokens=self.tokens, done=self.done, last_good=self.last_good, lines=lines)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write a line of log.jsonl."""
-        self._write("log.jsonl", json.dumps(dict(type=kind, **fields)) + "\n")
+        self._write("log.jsonl", (json.dumps(dict(type=kind, **fields)) + "\n").encode())
 
     def text(self, line: str, console: bool = True) -> None:
         """Write a line of log.txt, and show it on the console unless that gets only a selection."""
-        self._write("log.txt", line + "\n")
+        self._write("log.txt", (line + "\n").encode("utf-8", "replace"))
         if console:
             with self.bar.external_write_mode() if self.bar else contextlib.nullcontext():    # above the bar
                 self.fabric.say(line)
 
-    def _write(self, name: str, text: str) -> None:
+    def _write(self, name: str, data: bytes) -> None:
         file = self.files.get(name)                                           # of rank 0, until the log is closed
         if file is not None:
-            data = text.encode("utf-8", "replace")
-            path = self.run_dir / name
-            with refused(path):
-                need(file.write(data) == len(data), f"writing {path}", "no room for a line", "room for the log",
-                     "free some, and start again with another --run_dir", RunError)
+            with refused(self.run_dir / name):
+                if file.write(data) < len(data):
+                    raise OSError("no room for a whole line")
 
     @contextlib.contextmanager
     def phase(self, name: str, timed: bool = False) -> Iterator[None]:
@@ -4235,21 +4287,20 @@ class Log:
         self.text(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
     def open_bar(self) -> None:
-        """Show a progress bar, where there are a terminal and tqdm for it."""
-        shown = self.fabric.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
-        if shown and importlib.util.find_spec("tqdm"):
+        seen = self.fabric.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
+        if seen and importlib.util.find_spec("tqdm"):
             from tqdm import tqdm
-            self.bar = tqdm(desc="steps", total=self.schedule.total_steps, leave=False, dynamic_ncols=True,
-                            initial=self.done)
+            self.bar = tqdm(desc="steps", total=self.total, leave=False, dynamic_ncols=True, initial=self.done)
 
     def step(self, losses: Losses, ms: float) -> None:
         """Count one more step. ms is host time: on a GPU the step is launched, not finished."""
-        fields = dict(step=self.done + 1, train_time_ms=round(ms, 3))
-        if self.schedule.cfg.time_budget:
-            fields["place"] = self.schedule.place(self.done)
-        self.done += 1
         self.tokens += losses.tokens * self.fabric.world
-        fields["tokens"] = self.tokens
+        fields = dict(step=self.done + 1, train_time_ms=round(ms, 3), tokens=self.tokens)
+        if self.schedule.cfg.time_budget:
+            place = self.schedule.place(self.done)
+            fields["place"] = place
+            self.total = round(self.schedule.total_steps * fields["step"] / max(place, 1))
+        self.done += 1
 
         # On a GPU the copy comes after the step; by the time it is looked at, the device is a cycle further.
         sums, copied = losses.slot_sums, None
@@ -4272,15 +4323,14 @@ class Log:
             self.pending.pop(0)
 
             self.event("step", **fields, train_loss=loss)
-            total = self.schedule.total_steps
-            on_console = self.bar is None and step % -(-total // PLAIN_LINES) == 0
-            self.text(f"step:{step}/{total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms", on_console)
-            if self.bar is not None:
+            on_console = self.bar is None and step % -(-self.total // PLAIN_LINES) == 0
+            self.text(f"step:{step}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms", on_console)
+            if self.bar:
+                self.bar.total = self.total
                 self.bar.set_postfix_str(f"loss {loss:.3f}, {ms / step:.0f} ms/step")
                 self.bar.update()
 
     def check(self, loss: float, what: str) -> None:
-        """Raise RunError if a loss is not finite."""
         need(math.isfinite(loss), what, loss, f"a finite number (last good validation: {self.last_good})", "lower "
              "--adam_lr and --normuon_lr; --dtype=float32 --head=plain --attention=reference shows if it is an overflow",
              RunError)
@@ -4291,19 +4341,18 @@ class Log:
         self.check(loss, f"validation loss at step {self.done}")
         self.last_good = f"{loss:.4f} at step {self.done}"
         self.event("val", step=self.done, val_loss=loss, train_time_ms=round(ms, 3), **data.text_losses(loss))
-        self.text(f"step:{self.done}/{self.schedule.total_steps} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
+        self.text(f"step:{self.done}/{self.total} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
                   f"step_avg:{ms / max(self.done, 1):.2f}ms")
 
     def aborted(self, cause: str) -> None:
         """Write the last lines of a run that did not finish; no other thread writes after them. Never raises."""
-        files = self.files
-        self.files = {}
+        files, self.files = self.files, {}
         lines = [dict(type="step", **fields) for fields, *_ in self.pending]  # their losses are not known
         lines.append(dict(type="aborted", step=self.done, cause=cause))
         with contextlib.suppress(Exception):
-            for line in lines if files else ():
-                files["log.jsonl"].write((json.dumps(line) + "\n").encode())
             files["log.txt"].write(f"aborted after step {self.done}: {' '.join(cause.split())}\n".encode())
+            for line in lines:
+                files["log.jsonl"].write((json.dumps(line) + "\n").encode())
 
     def close(self) -> None:
         for file in (*self.files.values(), self.bar):
@@ -4314,9 +4363,7 @@ class Log:
 
 
 def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
-    """Train one step, as the race and the warm-up do it."""
-    batch = loader.next(values)
-    losses = executor.forward_backward(batch, values)
+    losses = executor.forward_backward(loader.next(values), values)
     executor.optim_step(values, loader.plans_ahead)
     return losses
 
@@ -4350,13 +4397,12 @@ def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> None:
 
 
 def cycles_from(first: int, schedule: Schedule, clock: Clock) -> Iterator[list[Values]]:
-    """Yield the Values of each cycle of the race from step `first` on; runs on the loader's thread, a cycle ahead.
+    """Yield the Values of each cycle from step `first` on; runs on the loader's thread, a cycle ahead of the race.
 
-    With a time budget the clock of rank 0 gives the place in the plan of each cycle: the share of the budget that will
-    be over when it begins, one cycle from now.
+    With a time budget the clock of rank 0 gives a cycle's place in the plan: the share of the budget that will be over
+    when the cycle begins, if the one before it takes as long as the last.
     """
-    cfg = schedule.cfg
-    fabric = clock.fabric
+    cfg, fabric = schedule.cfg, clock.fabric
     before = clock.ms
     for step in itertools.count(first, schedule.cycle):
         if cfg.time_budget and len(schedule.places) <= step // schedule.cycle:
@@ -4397,17 +4443,19 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
         data_ended = error
     clock.stop()
 
-    end = log.schedule.at(log.done)                                           # at the true end the long window is wider
+    # Only now a budget's number of steps is known; and only at the true end the long window is wider.
+    log.flush()
+    if log.schedule.cfg.time_budget:
+        log.total = log.done
+        log.event("budget", seconds=log.schedule.cfg.time_budget, steps=log.done)
+    end = log.schedule.at(log.done)
     loss = executor.evaluate(validation.batches(end), end)
     log.validation(loss, clock.ms, validation)
     return loss, data_ended
 
 
 def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[int] = ()) -> list[int]:
-    """Return up to sample_tokens token ids after a document start and the prompt; ends before the next document.
-
-    Raises RunError where the weights give no finite logits.
-    """
+    """Return up to sample_tokens tokens after a document start and the prompt. Raises RunError if logits are not finite."""
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.document_start, *prompt]
     for _ in range(cfg.sample_tokens):
@@ -4424,7 +4472,6 @@ def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[i
 
 
 def spell(pieces: list[bytes] | None, tokens: Sequence[int]) -> str:
-    """Return the text of tokens whose bytes are known; else their ids."""
     if not pieces:
         return "token ids (no vocab.txt beside them): " + " ".join(map(str, tokens))
     return b"".join(pieces[token] for token in tokens).decode("utf-8", "replace")
@@ -4435,6 +4482,7 @@ ENDING_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 STORE_PATIENCE = 2.0                     # s for the store at which ranks met to say whether another one ended first
 OTHERS_PATIENCE = 1.0                    # s for all ranks to hear of a signal that is meant for all
 END_PATIENCE = 5.0                       # s that an end may take
+LOST_CONNECTION = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3      # parameters of glibc's mallopt, from malloc.h
 LARGEST_KEPT = 32 << 20                  # bytes of a block: the most that every glibc takes for M_MMAP_THRESHOLD
 KEPT_CHECKPOINTS = 2
@@ -4449,28 +4497,30 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def make_fabric(cfg: Config) -> Fabric:
-    """Pick the device and join the process group that torchrun describes. Raises ConfigError."""
+    """Pick the device and join the process groups that torchrun describes. Raises ConfigError."""
+    # The launch: each rank has to know all of it, or would train alone beside the others.
     env = os.environ
-    names = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    told = {name: env.get(name, text) for name, text in names.items()}
-    rank, local_rank, world, neighbours = (int(text) if text.isdecimal() else -1 for text in told.values())
+    defaults = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    given = {name: env.get(name, text) for name, text in defaults.items()}
+    rank, local_rank, world, local_world = (int(text) if text.isdecimal() else -1 for text in given.values())
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in env]
-    need(0 <= rank < world and local_rank >= 0 and not missing, "launch", f"{told} without {missing}",
-         "all that torchrun sets, with 0 <= RANK < WORLD_SIZE", f"torchrun --standalone --nproc_per_node={max(world, 1)} "
-         "train_gpt.py ..., or unset WORLD_SIZE for a single process")
-    need("WORLD_SIZE" in env or int(env.get("SLURM_NTASKS", 1)) == 1, "launch", f"{env.get('SLURM_NTASKS')} tasks of "
+    need(0 <= rank < world and local_rank >= 0 and not missing, "launch", f"{given} without {missing}",
+         "all that torchrun sets, with 0 <= RANK < WORLD_SIZE", "torchrun --standalone --nproc_per_node="
+         f"{max(world, 1)} train_gpt.py ..., or unset WORLD_SIZE for a single process")
+    need("WORLD_SIZE" in env or env.get("SLURM_NTASKS", "1") == "1", "launch", f"{env.get('SLURM_NTASKS')} tasks of "
          "Slurm, and no WORLD_SIZE", "ranks that know each other", "srun ... torchrun ..., one task a node; or set "
          "WORLD_SIZE=1, for each task to train alone")
+    fits = [w for w in range(1, cfg.num_slots + 1) if cfg.num_slots % w == 0]
+    need(world in fits, "number of ranks", world, f"a divisor of num_slots={cfg.num_slots}: {fits}",
+         f"torchrun --nproc_per_node={max(w for w in fits if w <= world)} train_gpt.py ...")
 
+    # The device: a GPU for each rank, or the CPU for all.
     cuda = cfg.device != "cpu" and torch.cuda.is_available()
     gpus = torch.cuda.device_count()
     need(cuda or cfg.device != "cuda", "--device=cuda, which the record preset sets", "no CUDA device",
          "an NVIDIA GPU and torch for CUDA", "--preset=pocket trains on a CPU in about two minutes")
-    need(not cuda or max(local_rank + 1, neighbours) <= gpus, "more ranks than devices", f"{neighbours} ranks, {gpus} GPUs",
-         "one GPU for each rank", f"torchrun --nproc_per_node={gpus} train_gpt.py ...")
-    fits = [w for w in range(1, cfg.num_slots + 1) if cfg.num_slots % w == 0]
-    need(world in fits, "number of ranks", world, f"a divisor of num_slots={cfg.num_slots}: {fits}",
-         f"torchrun --nproc_per_node={max(w for w in fits if w <= world)} train_gpt.py ...")
+    need(not cuda or max(local_rank + 1, local_world) <= gpus, "more ranks than devices",
+         f"{local_world} ranks, {gpus} GPUs", "one GPU for each rank", f"torchrun --nproc_per_node={gpus} train_gpt.py ...")
     fabric = Fabric(torch.device("cuda", local_rank) if cuda else torch.device("cpu"), rank, world)
     fabric.enter_thread()
     if not cuda and platform.libc_ver()[0] == "glibc":        # given back after each step, memory would come again page
@@ -4481,7 +4531,6 @@ def make_fabric(cfg: Config) -> Fabric:
 
 
 def join_ranks(cfg: Config, fabric: Fabric) -> Fabric:
-    """Return the fabric with its process groups. Raises ConfigError."""
     patience = timedelta(seconds=cfg.comm_timeout)
 
     def join() -> Any:
@@ -4489,12 +4538,13 @@ def join_ranks(cfg: Config, fabric: Fabric) -> Fabric:
         dist.init_process_group("cpu:gloo,cuda:nccl" if fabric.on_cuda else "gloo", timeout=patience)
         return dist.new_group(backend="gloo", timeout=patience)
 
-    try:
-        return replace(fabric, plan_group=within(cfg.comm_timeout + 1, join))     # torch waits for ever for a mute listener
+    try:                                                      # torch itself waits for ever for a listener that is mute
+        return replace(fabric, plan_group=within(cfg.comm_timeout + 1, join))
     except (RuntimeError, ValueError, TimeoutError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        said = str(error)[:200] or "nothing that answers as a store of ranks does"
-        raise ConfigError("waiting for all ranks", f"at {address}: {said}", f"{fabric.world} ranks in {cfg.comm_timeout} s",
+        answer = str(error)[:200] or "nothing that answers as a store of ranks does"
+        raise ConfigError("waiting for all ranks", f"at {address}: {answer}",
+                          f"{fabric.world} ranks in {cfg.comm_timeout} s",
                           "see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
 
 
@@ -4509,7 +4559,7 @@ def head_precision(cfg: Config, fabric: Fabric) -> str:
     return cfg.head
 
 
-# Kernels behind torch's variable-length call by the GPU's capability, the likely fastest first; and their packages.
+# Kernels of torch's variable-length call by the GPU's capability, the likely fastest first; and their packages.
 ATTENTION_BY_CARD = {9: ("FA4", "FA3", "varlen"), 10: ("FA4", "varlen")}
 ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}
 # To check a kernel with: ends of documents inside of tiles of 128 and of windows, empty ones, one of a single token.
@@ -4529,20 +4579,22 @@ def choose_attention(preset: str, cfg: Config, fabric: Fabric) -> tuple[Callable
     if cfg.attention == "auto":
         capability, _ = torch.cuda.get_device_capability(fabric.device)
         names = ATTENTION_BY_CARD.get(capability, ("varlen",))
+
+    # All ranks take the same one, or none of their sums would be of one model.
     refusal = ""
     for name in names:
-        whys = fabric.gather(refusal_of(name, cfg, fabric))
-        refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(whys) if why), "")
+        of_ranks = fabric.gather(refusal_of(name, cfg, fabric))
+        refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(of_ranks) if why), "")
         if not refusal:
             if name != names[0]:
                 fabric.say(f"attention: WITHOUT {names[0]}: a step with {name} is predicted to take 4 to 10 % longer on "
                            "H100s; pip install -r requirements-gpu.txt")
-            return attention_varlen, f"{name} ({ATTENTION_PACKAGES[name]} {version_of(ATTENTION_PACKAGES[name])})"
+            package = ATTENTION_PACKAGES[name]
+            return attention_varlen, f"{name} ({package} {version_of(package)})"
         fabric.say(f"attention: {name} does not run here: {refusal}")
-
     need(cfg.attention == "auto" and not preset.startswith("record"), f"--attention={cfg.attention} of preset {preset}",
-         refusal, "a kernel that runs and agrees with the reference", "--attention=reference, whose time and memory grow "
-         "with the windows; requirements-gpu.txt names packages")
+         refusal, "a kernel that runs and agrees with the reference", "--attention=reference, whose time and memory "
+         "grow with the windows; requirements-gpu.txt names packages")
     fabric.say("attention: NO FAST KERNEL: the reference is slower by far; its memory grows with the windows")
     return attention_reference, "reference"
 
@@ -4604,23 +4656,25 @@ def hardware(fabric: Fabric) -> str:
 
 
 def peak_memory_mib(fabric: Fabric) -> dict[str, int]:
-    """Return the peak of this process so far: on its GPU since the run began, or on the CPU."""
+    """Return the peak of this process: on its GPU since the run began, or on the CPU in all."""
     if fabric.on_cuda:
         return dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
-    try:
-        import resource
-    except ImportError:                                                       # on Windows
+    if not importlib.util.find_spec("resource"):                              # on Windows
         return {}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return dict(consumption=peak >> (20 if sys.platform == "darwin" else 10))                # there bytes, elsewhere KiB
+    import resource
+    unit = 20 if sys.platform == "darwin" else 10                             # there bytes, elsewhere KiB
+    return dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> unit)
 
 
-def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, data: Data, attention: str,
+def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, data_sha256: str, attention: str,
              source: bytes) -> dict[str, Any]:
     """Return what a header says: settings, versions, hardware, sizes. given: as flags and preset say; cfg: resolved."""
+    # What a reader needs to repeat the run: flags, commit, versions.
     fabric = executor.fabric
-    before = vars(Config(**PRESETS[preset]))
-    changed = {name: flag_text(value) for name, value in vars(given).items() if value != before[name]}
+    of_preset = vars(Config(**PRESETS[preset]))
+    changed = {name: flag_text(value) for name, value in vars(given).items() if value != of_preset[name]}
+    config = {name: [row._asdict() for row in value] if isinstance(value, tuple) else value
+              for name, value in vars(cfg).items()}
     commit = None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,
@@ -4632,17 +4686,14 @@ def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, data: 
     total = sum(math.prod(row.shape) for row in parameter_table(cfg))
     rows_unread = sum(table.rows - table.reads for table in tables)
     table_rows = {table.label: table.rows for table in tables}
-    micro_batches = -(-cfg.num_slots // fabric.world // executor.slots_at_once)
-    config = {name: [row._asdict() for row in value] if isinstance(value, tuple) else value
-              for name, value in vars(cfg).items()}
     return dict(
         preset=preset, started=time.strftime("%Y-%m-%dT%H:%M:%S"), changed=changed, config=config, seed=cfg.seed,
-        python=platform.python_version(), torch=str(torch.__version__), triton=version_of("triton"), cuda=torch.version.cuda,
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if fabric.on_cuda else None, git_commit=commit,
-        source_sha256=hashlib.sha256(source).hexdigest(), data_sha256=data.sha256, hardware=hardware(fabric),
-        world_size=fabric.world, attention=attention, head=executor.precision, row_comms=cfg.row_comms,
-        grad_accum_steps=micro_batches, slots_at_once=executor.slots_at_once,
-        tokens_per_step=[stage.batch_tokens for stage in cfg.stages],
+        python=platform.python_version(), torch=str(torch.__version__), triton=version_of("triton"),
+        cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version())) if fabric.on_cuda else None,
+        git_commit=commit, source_sha256=hashlib.sha256(source).hexdigest(), data_sha256=data_sha256,
+        hardware=hardware(fabric), world_size=fabric.world, attention=attention, head=executor.precision,
+        row_comms=cfg.row_comms, grad_accum_steps=-(-cfg.num_slots // fabric.world // executor.slots_at_once),
+        slots_at_once=executor.slots_at_once, tokens_per_step=[stage.batch_tokens for stage in cfg.stages],
         untimed_warmup_steps=len(Schedule(replace(cfg, time_budget=0.0)).warm_up_steps()), target_loss=cfg.target_loss,
         params_total=total, params_per_token=total - cfg.model_dim * rows_unread, table_rows=table_rows,
         table_bytes=cfg.model_dim * sum(table_rows.values()) * getattr(torch, cfg.dtype).itemsize,
@@ -4653,76 +4704,91 @@ def write_header(log: Log, facts: dict[str, Any], kind: str = "header", **more: 
     """Write the first lines of a run. kind: "header" of a new log, or "resumed" after the lines of an earlier one."""
     log.event(kind, **facts, **more)
     changed = ", ".join(f"{name}={text}" for name, text in facts["changed"].items())
-    log.text("=" * 100)
-    log.text(f"Running Python {facts['python']}")
-    log.text(f"Running PyTorch {facts['torch']} compiled for CUDA {facts['cuda']} on {facts['hardware']} "
-             f"with world_size {facts['world_size']}")
-    log.text(f"preset {facts['preset']}, {facts['params_total']:,} parameters in {facts['config']['dtype']}, attention "
-             f"{facts['attention']}, head {facts['head']}, {facts['grad_accum_steps']} micro-batches a step, "
-             f"seed {facts['seed']}")
-    log.text(f"changed from the preset: {changed or 'nothing'}")
-    log.text("=" * 100)
+    for line in (
+            "=" * 100,
+            f"Running Python {facts['python']}",
+            f"Running PyTorch {facts['torch']} compiled for CUDA {facts['cuda']} on {facts['hardware']} with world_size "
+            f"{facts['world_size']}",
+            f"preset {facts['preset']}, {facts['params_total']:,} parameters in {facts['config']['dtype']}, attention "
+            f"{facts['attention']}, head {facts['head']}, {facts['grad_accum_steps']} micro-batches a step, "
+            f"seed {facts['seed']}",
+            f"changed from the preset: {changed or 'nothing'}",
+            "=" * 100):
+        log.text(line)
 
 
-class Data(NamedTuple):
-    """The shards of all runs of this process."""
+def open_data(given: Config, fabric: Fabric, source: bytes) -> tuple[Config, list[ShardHeader], list[ShardHeader], str]:
+    """Look at every shard. Returns the config with all sizes, the shards to train on and to validate with, their hash.
 
-    train: list[ShardHeader]
-    val: list[ShardHeader]
-    sha256: str                          # of all their names and contents, as they were found
-
-
-def open_data(given: Config, fabric: Fabric, source: bytes) -> tuple[Config, Data]:
-    """Look at every shard; return the config with all sizes, and the shards. Raises DataError, ConfigError."""
-    train = find_shards(given.train_files)
-    val = find_shards(given.val_files)
-    sha256 = scan_shards(train + val)
+    Raises DataError, ConfigError.
+    """
+    train_shards = find_shards(given.train_files)
+    val_shards = find_shards(given.val_files)
+    sha256 = scan_shards(train_shards + val_shards)
     facts = {f"--{name}": flag_text(value) for name, value in vars(given).items()}
     facts |= dict(data_sha256=sha256, source_sha256=hashlib.sha256(source).hexdigest(), torch=str(torch.__version__))
     fabric.check_agreement(facts)
-    cfg = resolve(given, train, val)
-    check_enough_data(cfg, Schedule(cfg), train)
-    check_enough_validation(cfg, val)
-    shared = shared_shards(train, val)
+    cfg = resolve(given, train_shards, val_shards)
+    check_enough_data(cfg, Schedule(cfg), train_shards)
+    check_enough_validation(cfg, val_shards)
+    shared = shared_shards(train_shards, val_shards)
     if shared:
         fabric.say(f"trained on and validated with: {shared[0]}, {len(shared)} such shards in all; "
                    "the validation losses say nothing about other text")
-    return cfg, Data(train, val, sha256)
+    return cfg, train_shards, val_shards, sha256
 
 
 def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric) -> None:
-    """Look now at what would end a run after hours: names that are taken, folders, a compiler. Raises TrainerError."""
+    """Look now at what would end a run after hours: names that are taken, disks, a compiler. Raises TrainerError."""
     with fabric.failing_together():
-        for folder in folders if fabric.rank == 0 else ():
-            need(not (folder / "log.txt").exists(), f"run directory {folder}", "a log", "a folder without one",
-                 "another --run_dir", RunError)
-        if cfg.save and fabric.rank == 0:
-            folder = Path(cfg.save)
-            taken = os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir()))
-            need(not taken, f"--save={cfg.save}", "a folder or file of that name", "a name that is not taken",
-                 "another name; nothing is overwritten")
-            part = folder.with_name(f"{folder.name}.{run_id}.part")
-            with refused(part):
-                part.mkdir(parents=True)
-                part.rmdir()
         compiles = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
         compilers = (os.environ.get("CXX") or os.environ.get("CC") or "g++", "gcc", "clang++", "clang", "c++", "cl")
         need(not compiles or any(map(shutil.which, compilers)), "--compile", "no C++ compiler", "g++ or another that "
              "torch.compile finds", "install one (apt install g++), or --compile=0")
 
+        # A log may be in the way only as long as its run has not trained: it is cleared away when all else is right.
+        for folder in folders if fabric.rank == 0 else ():
+            need(not has_log(folder), f"run directory {folder}", "the log of a run", "a folder without one",
+                 "another --run_dir", RunError)
+        if cfg.save and fabric.rank == 0:
+            folder = Path(cfg.save)
+            with refused(folder, ConfigError):
+                taken = folder.is_symlink() or folder.is_mount() or (folder.exists() and not folder.is_dir())
+                taken = taken or (folder.is_dir() and any(folder.iterdir()))
+                taken = taken or any(run_dir.absolute().is_relative_to(folder.absolute()) for run_dir in folders)
+                need(not taken, f"--save={cfg.save}", "a file, link or mount, a folder with content, or one of the run "
+                     "directory", "a name that is not taken, or an empty folder", "another name; nothing is overwritten")
+                part_of(folder, run_id).mkdir(parents=True)
+                part_of(folder, run_id).rmdir()
+        for folder in folders if fabric.rank == 0 else ():
+            with refused(folder):
+                for name in ("log.txt", "log.jsonl"):
+                    (folder / name).unlink(missing_ok=True)
 
-def check_resumed(cfg: Config, fabric: Fabric, content: dict[str, Any], facts: dict[str, str], end_step: float) -> None:
-    """Refuse a checkpoint of other data or beyond the end; say what else differs. Raises DataError, ConfigError."""
-    need(content["facts"]["data_sha256"] == facts["data_sha256"], f"data to resume {cfg.resume} with",
+
+def has_log(folder: Path) -> bool:
+    """Return whether a run directory has a log of more than a start that failed before its first step."""
+    with refused(folder):
+        path = folder / "log.jsonl"
+        kinds = re.findall(r'(?m)^{"type": "(\w+)"', path.read_text("utf-8")) if path.is_file() else []
+        failed = re.search("(header|resumed)( phase| compiled)* aborted$", " ".join(kinds))
+        return not failed and any(os.path.lexists(folder / name) for name in ("log.txt", "log.jsonl"))
+
+
+def check_resumed(cfg: Config, content: dict[str, Any], facts: dict[str, str], end_step: float) -> dict[str, tuple]:
+    """Return what differs from the run before: name -> (then, now). Raises DataError, ConfigError.
+
+    content: a checkpoint's. Other data are refused, and an end that the run has passed.
+    """
+    before = content["facts"]
+    need(before["data_sha256"] == facts["data_sha256"], f"data to resume {cfg.resume} with",
          f"shards whose content hashes to {facts['data_sha256'][:16]}...", f"those of the run, which hashed to "
-         f"{content['facts']['data_sha256'][:16]}...", "leave --train_files and --val_files out, or name the same shards "
-         "in another place", DataError)
+         f"{before['data_sha256'][:16]}...", "leave --train_files and --val_files out, or name the same shards in "
+         "another place", DataError)
     done = content["log"]["done"]
     need(done <= end_step, f"--max_steps with --resume={cfg.resume}", f"{cfg.max_steps}: the run would end at step "
          f"{end_step}", f"{done} or more: the run is there already", "--max_steps=0, for the whole schedule")
-    for name, before in content["facts"].items():
-        if before != facts.get(name):
-            fabric.say(f"resumed with another {name}: {before} before, {facts.get(name)} now")
+    return {name: (before.get(name), facts.get(name)) for name in before | facts if before.get(name) != facts.get(name)}
 
 
 def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], executor: Executor, values: Values) -> None:
@@ -4732,15 +4798,17 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], execut
     """
     fabric = executor.fabric
     folder = run_dir / CHECKPOINTS
+    name = f"step-{values.step:07d}"
     state = executor.whole_state(values)
     files = [("run.pt", dict(content, state=state))] if fabric.rank == 0 else []
     try:
-        write_folder(folder / f"step-{values.step:07d}", run_id, itertools.chain(files, row_files(executor, True)), fabric)
+        write_folder(folder / name, run_id, itertools.chain(files, row_files(executor, with_state=True)), fabric)
     except RunError as error:
         fabric.say(f"{error}\nthe run goes on without this checkpoint")
         return
     if fabric.rank == 0:
-        for old in sorted(folder.glob("step-???????"))[:-KEPT_CHECKPOINTS]:
+        before = sorted(path for path in folder.glob("step-???????") if path.name < name)
+        for old in before[:1 - KEPT_CHECKPOINTS]:
             shutil.rmtree(old, ignore_errors=True)
 
 
@@ -4771,6 +4839,8 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
     if validation.bytes_per_token:
         log.text(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; unigram entropy "
                  f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
+
+    # What a reader of the time has to know beside it.
     recompiled = sum(fabric.gather(recompiled))
     if recompiled:
         result["recompiles"] = recompiled
@@ -4787,10 +4857,8 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
     log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in peak.items()))
 
     result["comms"] = executor.traffic()
-    touched = {}
-    for label, table in executor.tables.items():
-        if table.home is not None:
-            touched[label] = sum(fabric.gather(sum(map(len, table.home.touched_places()))))
+    touched = {label: sum(fabric.gather(sum(map(len, table.home.touched_places()))))
+               for label, table in executor.tables.items() if table.home is not None}
     if touched:
         result["touched_rows"] = touched
     return result
@@ -4815,6 +4883,28 @@ def report(cfg: Config, executor: Executor, validation: ValidationSet, values: V
         print_result("\n".join([*lines, json.dumps(last)]))
 
 
+def make_profile(cfg: Config, first: int, end_step: float) -> Any:
+    """Return a profiler of the steps of --profile, for a run from step `first` on; else None. Raises ConfigError."""
+    if not cfg.profile:
+        return None
+    start, stop = map(int, cfg.profile.split(":"))
+    need(first < start and stop < end_step, f"--profile={cfg.profile}", f"steps {first} to {end_step}",
+         f"{first} < a < b < {end_step}: it warms up in the step before a, and the one after ends the trace",
+         f"--profile={first + 1}:{first + 3}")
+    traced = torch.profiler.schedule(skip_first=start - first - 1, wait=0, warmup=1, active=stop - start, repeat=1)
+    return torch.profiler.profile(schedule=traced)
+
+
+def end_profile(profile: Any, log: Log) -> None:
+    """Write the trace of this rank into the run directory of rank 0, and a table of the dearest operations."""
+    profile.stop()
+    folder = log.fabric.gather(str(log.run_dir))[0]
+    trace = Path(folder) / f"trace_rank{log.fabric.rank}.json.gz"
+    with refused(trace):
+        profile.export_chrome_trace(str(trace))
+    log.text(profile.key_averages().table(f"self_{log.fabric.device.type}_time_total", 12, max_name_column_width=60))
+
+
 def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: bytes) -> None:
     """Set up and warm up once, then train once or several times: the whole run in the order in which it happens.
 
@@ -4822,7 +4912,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     """
     # Data come first: the shards decide sizes, and nothing is worth building on bad ones.
     began = time.perf_counter()
-    cfg, data = open_data(given, fabric, source)
+    cfg, train_shards, val_shards, data_sha256 = open_data(given, fabric, source)
     schedule = Schedule(cfg)
     precision = head_precision(cfg, fabric)
 
@@ -4838,8 +4928,9 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     kernel, attention = choose_attention(preset, cfg, fabric)
     slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
     executor = Executor(cfg, fabric, kernel, precision, slots_at_once, ending.report_rows)
-    facts = facts_of(preset, given, cfg, executor, data, attention, source)
-    beside = {Path(__file__).name: source, SETTINGS: settings_json(preset, replace(given, slots_per_micro_batch=slots_at_once))}
+    facts = facts_of(preset, given, cfg, executor, data_sha256, attention, source)
+    settings = settings_json(preset, replace(given, slots_per_micro_batch=slots_at_once))
+    beside = {Path(__file__).name: source, SETTINGS: settings}
 
     # A resumed run goes on with the state, log, clock and places of its last checkpoint.
     facts_to_compare = decisive_settings(given)
@@ -4848,10 +4939,14 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     if cfg.resume:
         earlier = load_checkpoint(Path(cfg.resume), executor)
         schedule = Schedule(cfg, earlier["places"])
-        check_resumed(cfg, fabric, earlier, facts_to_compare, schedule.end_step)
+        differs = check_resumed(cfg, earlier, facts_to_compare, schedule.end_step)
+    first = earlier["log"]["done"] if earlier else 0
+    profile = make_profile(cfg, first, schedule.end_step)
     log = ending.log = Log(folders[0], fabric, schedule, beside, earlier.get("log"))
     if earlier:
-        write_header(log, facts, "resumed", step=log.done, source=cfg.resume)
+        write_header(log, facts, "resumed", step=first, source=cfg.resume, differs=differs)
+        for name, (then, now) in differs.items():
+            log.text(f"resumed with another {name}: {then} then, {now} now")
     else:
         write_header(log, facts)
     log.text("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
@@ -4859,7 +4954,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
 
     # Warm-up compiles and runs every graph, and leaves no trace; only then is a silent rank a dead one.
     with log.phase("validation data"):
-        validation = ValidationSet(cfg, fabric, data.val, executor.exchange)
+        validation = ValidationSet(cfg, fabric, val_shards, executor.exchange)
     with log.phase("warm-up"):
         warm_up(cfg, fabric, executor, log)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -4877,24 +4972,24 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
             cfg = replace(cfg, seed=seed)
             schedule = Schedule(cfg)
             log = ending.log = Log(folder, fabric, schedule, beside)
-            write_header(log, facts_of(preset, replace(given, seed=seed), cfg, executor, data, attention, source))
+            write_header(log, facts_of(preset, replace(given, seed=seed), cfg, executor, data_sha256, attention, source))
             with log.phase("reset"):
                 restore()
                 executor.set_seed(seed)
 
-        first = log.done
+        # Checkpoints are off the clock; a profile counts steps.
         clock = Clock(fabric, earlier.get("train_time_ms", 0.0))
-        loader = Loader(cfg, fabric, data.train, cycles_from(first, schedule, clock), executor.exchange_ahead)
+        loader = Loader(cfg, fabric, train_shards, cycles_from(first, schedule, clock), executor.exchange_ahead)
         if first:
             loader.skip(map(schedule.at, range(first)))
-        profile = start_profile(cfg, schedule, first)
 
         def before_step(step: int) -> None:
             if cfg.checkpoint_every and step > first and step % schedule.cycle == 0 \
                     and step % cfg.checkpoint_every < schedule.cycle:
                 clock.stop()
                 with log.phase("checkpoint"):
-                    content = dict(log=log.seen(), train_time_ms=clock.ms, places=schedule.places, facts=facts_to_compare)
+                    content = dict(log=log.seen(), train_time_ms=clock.ms, places=schedule.places,
+                                   facts=facts_to_compare)
                     write_checkpoint(log.run_dir, run_id, content, executor, schedule.at(step))
                 clock.start()
             if profile is not None and step > first:
@@ -4904,6 +4999,8 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
         gc.collect()
         gc.freeze()
         log.open_bar()
+        if profile is not None:
+            profile.start()
         if fabric.on_cuda:
             torch.cuda.reset_peak_memory_stats()
         loss, data_ended = race(loader, executor, validation, clock, log, before_step)
@@ -4912,6 +5009,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
         if profile is not None:
             end_profile(profile, log)
 
+        # The result is the last line of a log: after it only the sample can fail.
         recompiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
         result = finish(log, cfg, executor, validation, clock.ms, loss, recompiled)
         failure = save_or_fall_back(log, run_id, preset, cfg, executor, validation.vocabulary) if cfg.save else None
@@ -4927,36 +5025,14 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
         dist.destroy_process_group()
 
 
-def start_profile(cfg: Config, schedule: Schedule, first: int) -> Any:
-    """Start a profiler that counts steps from step `first` on; None without --profile. Raises ConfigError."""
-    if not cfg.profile:
-        return None
-    start, stop = map(int, cfg.profile.split(":"))
-    need(first < start < stop < schedule.end_step, f"--profile={cfg.profile}", f"steps {first} to {schedule.end_step}",
-         f"{first} < a < b < {schedule.end_step}: it warms up in the step before a, and the one after ends the trace",
-         f"--profile={first + 1}:{first + 3}")
-    traced = torch.profiler.schedule(skip_first=start - first - 1, wait=0, warmup=1, active=stop - start, repeat=1)
-    profile = torch.profiler.profile(schedule=traced)
-    profile.start()
-    return profile
-
-
-def end_profile(profile: Any, log: Log) -> None:
-    """Write the trace of this rank into the run directory of rank 0, and a table of the dearest operations."""
-    profile.stop()
-    folder = log.fabric.gather(str(log.run_dir))[0]
-    trace = Path(folder) / f"trace_rank{log.fabric.rank}.json.gz"
-    with refused(trace):
-        profile.export_chrome_trace(str(trace))
-    log.text(profile.key_averages().table(f"self_{log.fabric.device.type}_time_total", 12, max_name_column_width=60))
-
-
 def read_prompt(flags: Config, cfg: Config, pieces: list[bytes] | None) -> tuple[list[bytes] | None, list[int]]:
     """Return the bytes of each token, if anybody knows them, and the prompt as token ids. Raises DataError.
 
     pieces: from vocab.txt beside the weights. GPT-2's come from --ranks=FILE, or from tiktoken, which also splits text.
     """
     text = flags.prompt.encode("utf-8", "surrogateescape")
+    if flags.ranks:
+        need_file(Path(flags.ranks), "--ranks")
     try:
         if cfg.vocab_size == GPT2_VOCAB and (flags.ranks or pieces is None):
             tiktoken = importlib.import_module("tiktoken")
@@ -4985,50 +5061,47 @@ def sample_saved(flags: Config) -> None:
     """Do --sample=DIR "prompt": print text that goes on from the prompt, on any device. Raises TrainerError."""
     # Settings come first: they say what the tensors have to be.
     folder = Path(flags.sample)
+    weights = folder / "weights.pt"
     preset, texts = read_settings(folder)
-    cfg = make_config(preset, texts)
+    saved = make_config(preset, texts)
+    check_manifest(folder / SETTINGS, (folder / SETTINGS).read_bytes())
     manifest = read_manifest(folder)
-    tensors = read_tensors(folder / "weights.pt", manifest)
-    fabric = make_fabric(replace(cfg, num_slots=1, device=flags.device))      # a second rank would have nothing to do
-    dtype = cfg.dtype
+    tensors = read_tensors(weights, manifest)
+    check_weights(weights, tensors, saved)
+
+    # Any device will do: a single rank without compiler or optimizer, bf16 on a GPU only, few rows of the tables.
+    fabric = make_fabric(replace(saved, num_slots=1, device=flags.device))
+    dtype = saved.dtype
     if dtype == "bfloat16" and not fabric.on_cuda:
         dtype = "float32"
-    tables = tuple(table._replace(home="host") for table in cfg.tables)       # a sample reads few rows
-    cfg = replace(cfg, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens, tables=tables)
+    tables = tuple(table._replace(home="host") for table in saved.tables)
+    cfg = replace(saved, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens, tables=tables)
     pieces, prompt = read_prompt(flags, cfg, read_vocabulary(folder, cfg))
-
     executor = Executor(cfg, fabric, attention_reference, precision=None)
-    try:
+    with damaged(weights):
         executor.model.load_state_dict(tensors)
-    except (RuntimeError, TypeError, AttributeError) as error:
-        raise DataError(folder / "weights.pt", str(error).splitlines()[-1], "the weights of the settings beside them",
-                        "sample with the trainer of that run, or take another save") from None
-    load_rows(folder, manifest, executor)
+    load_rows(folder, manifest, executor, with_state=False)
+
     schedule = Schedule(replace(cfg, time_budget=0.0, max_steps=0))
     tokens = generate(cfg, executor, schedule.at(schedule.end_step), prompt)
     print_result(flags.prompt + spell(pieces, tokens))
 
 
 class Signalled(Exception):
-    """A signal that ends the process."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
+    """A signal, whose number is the argument, ends the process."""
 
 
 def describe(error: BaseException) -> tuple[int, str]:
     """Return (exit status, what to tell the user) of whatever ended the run; a bug keeps its traceback."""
-    first_line = (str(error).splitlines() or [""])[0]
+    first_line = str(error).partition("\n")[0]
     if isinstance(error, Signalled):
-        interrupted = error.number == signal.SIGINT
-        return 128 + error.number, "interrupted" if interrupted else f"ended from outside ({error})"
+        number = signal.Signals(*error.args)
+        return 128 + number, "interrupted" if number == signal.SIGINT else f"ended from outside ({number.name})"
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in first_line:
         error = RunError("out of memory", first_line, "less at once", "--slots_per_micro_batch=1, or more --num_slots")
-    if isinstance(error, OSError):
+    elif isinstance(error, OSError):
         error = DataError(str(error.filename or "disk"), error.strerror, "a file to use", "look at disk and rights")
-    connection = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
-    if isinstance(error, RuntimeError) and dist.is_initialized() and re.search(connection, first_line):
+    elif isinstance(error, RuntimeError) and dist.is_initialized() and re.search(LOST_CONNECTION, first_line):
         error = lost_rank(first_line)
     if isinstance(error, TrainerError):
         return error.status, f"{type(error).__name__}: {error}"
@@ -5041,34 +5114,32 @@ def lost_rank(found: str) -> RunError:
 
 
 def first_cause(cause: str, signalled: bool) -> tuple[str, bool]:
-    """Agree with the other ranks on the first cause, by the store at which they met.
+    """Agree with the other ranks on the first cause; returns it, and whether this rank is to say it.
 
-    Returns it, and whether this rank is to say it. A signal that not all ranks hear of follows from the loss of one:
-    torchrun, or srun, ends the others. Without a store's answer every rank speaks for itself.
+    They ask the store at which they met; without its answer every rank speaks for itself. A signal that not all ranks
+    hear of follows from the loss of one: torchrun, or srun, ends the others.
     """
     env = os.environ
-    world = int(env.get("WORLD_SIZE", 1))
-    if world == 1:
+    if env.get("WORLD_SIZE", "1") == "1":
         return cause, True
-    restart = env.get("TORCHELASTIC_RESTART_COUNT")
+    restart = f"restart {env.get('TORCHELASTIC_RESTART_COUNT')}"
+    lost = f"RunError: {lost_rank(cause)}"
 
     def ask() -> tuple[str, bool]:
         patience = timedelta(seconds=STORE_PATIENCE)
         store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=patience)
-        ended = f"ended ranks, restart {restart}"
-        store.add(ended, 1)
+        store.add(f"ended ranks, {restart}", 1)
 
         def all_ended() -> bool:
             deadline = time.monotonic() + OTHERS_PATIENCE
-            while store.add(ended, 0) < world and time.monotonic() < deadline:
+            while store.add(f"ended ranks, {restart}", 0) < int(env["WORLD_SIZE"]):
+                if time.monotonic() > deadline:
+                    return False
                 time.sleep(0.02)
-            return store.add(ended, 0) >= world
+            return True
 
-        mine = cause
-        if signalled and not all_ended():
-            mine = f"RunError: {lost_rank(cause)}"
-        mine = f"{env['RANK']}\n{mine}"
-        first = store.compare_set(f"first cause, restart {restart}", "", mine).decode()
+        mine = f"{env['RANK']}\n{lost if signalled and not all_ended() else cause}"
+        first = store.compare_set(f"first cause, {restart}", "", mine).decode()
         if env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             all_ended()                                                       # the store ends with this process
         return first.partition("\n")[2], first == mine
@@ -5076,9 +5147,7 @@ def first_cause(cause: str, signalled: bool) -> tuple[str, bool]:
     try:
         return within(STORE_PATIENCE + 2 * OTHERS_PATIENCE, ask)              # a stopped launcher answers nothing
     except Exception:
-        if signalled:
-            cause = f"RunError: {lost_rank(cause)}"
-        return cause, True
+        return lost if signalled else cause, True
 
 
 class Ending:
@@ -5097,15 +5166,11 @@ class Ending:
         for name in ENDING_SIGNALS:
             number = getattr(signal, name, None)                              # Windows has no SIGHUP
             if number and signal.getsignal(number) != signal.SIG_IGN:         # ignored: by nohup
-                signal.signal(number, self.heard)
+                signal.signal(number, lambda *_: None)                        # `watch` reads its number
         threading.Thread(target=self.watch, daemon=True).start()
 
-    def heard(self, *_: Any) -> None:
-        """Do nothing: `watch` has read the number of the signal."""
-
     def watch(self) -> None:
-        number = self.listener.recv(1)[0]
-        self.end(Signalled(number))
+        self.end(Signalled(self.listener.recv(1)[0]))
 
     def report_rows(self, **facts: Any) -> None:
         self.log.event("comms", **facts)
@@ -5123,6 +5188,8 @@ class Ending:
                 within(1, functools.partial(print, cause, file=sys.stderr, flush=True))
         if self.log is not None:
             self.log.aborted(cause)
+        for part in tuple(UNFINISHED):
+            shutil.rmtree(part, ignore_errors=True)
         os._exit(status)
 
 
@@ -5139,11 +5206,12 @@ def main(argv: Sequence[str]) -> None:
             sample_saved(cfg)
         else:
             train(preset, cfg, make_fabric(cfg), ending, source)
-        os._exit(0)                                                           # even if a thread is stuck in a read
-    except SystemExit as asked:                                               # --help
-        os._exit(asked.code or 0)
+    except SystemExit:                                                        # --help was shown
+        pass
     except BaseException as error:
         ending.end(error)
+    ending.begun.acquire()                                                    # a signal that came before has its end
+    os._exit(0)                                                               # even if a thread is stuck in a read
 
 
 if __name__ == "__main__":

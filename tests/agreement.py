@@ -54,7 +54,7 @@ def of_group(recording: Recording, group: str) -> list[Launch]:
 
 
 def in_group(sequences: list[list[Launch]], length: int) -> list[str]:
-    """Up to the first place where the ranks are not at the same collective: behind it nothing meets its own.
+    """Up to the first place where the ranks are not at the same collective: after it nothing meets its own.
 
     length: of a recording that is whole, or of the shortest that is not
     """

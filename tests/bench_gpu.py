@@ -216,8 +216,7 @@ def stage_lines(found: dict[str, Any], predicted: dict[str, Any]) -> list[str]:
 def profile_lines(profile: dict[str, Any]) -> list[str]:
     if not profile:
         return []
-    spent = ", ".join(f"{name} {ms:.2f}" for name, ms in profile["ms"].items())
-    lines = [f"  profile, ms a step: {spent}"]
+    lines = [f"  profile, {sum(row['ms'] for row in profile['rows']):.2f} ms a step in what it saw:"]
     for row in profile["rows"][:DEAREST]:
         lines.append(f"    {row['ms']:9.3f} ms {row['calls']:7.1f} x  {row['name'][:90]}")
     return lines
@@ -256,7 +255,7 @@ def bench_steps(run: gpu_steps.Started, report: Report, limit: Limit, args: argp
         for line in stage_lines(found, found["predicted"]) + profile_lines(found["profile"]):
             report.say(line)
         if found["new_graphs"]:
-            report.fail(f"stage {stage + 1}: {found['new_graphs']} graphs compiled behind the first two cycles")
+            report.fail(f"stage {stage + 1}: {found['new_graphs']} graphs compiled after the first two cycles")
         if trace is not None:
             found["beside"], remark = beside_trace(trace, card, run.figures["attention"])
             report.say(f"  {remark}")
@@ -347,7 +346,8 @@ def bench(args: argparse.Namespace, fabric: tg.Fabric, report: Report) -> None:
         card = properties.name
     peaks = gpu_cases.peaks_of(card)
     facts = dict(card=card, device=fabric.device.type, hardware=tg.hardware(fabric), seed=args.seed,
-                 sizes=sizes._asdict(), peaks=peaks, **tg.software())
+                 sizes=sizes._asdict(), peaks=peaks, torch=torch.__version__, triton=tg.version_of("triton"),
+                 cuda=torch.version.cuda, source_sha256=tg.file_sha256(Path(tg.__file__)))
     report.figures.update(facts)
     report.say(f"{card}, torch {torch.__version__}, CUDA {torch.version.cuda}; inputs of seed {args.seed}")
     if not on_cuda:

@@ -50,7 +50,7 @@ def trainer(path: Path) -> Any:
     return module
 
 
-def run_in_turns(path: Path, flags: list[str], turns: Connection) -> None:
+def run_in_turns(path: Path, flags: list[str], run_dir: str, turns: Connection) -> None:
     """Train; from its first batch on, only while it is this side's turn."""
     t = trainer(path)
     train_step = t.train_step
@@ -68,9 +68,7 @@ def run_in_turns(path: Path, flags: list[str], turns: Connection) -> None:
         return result
 
     t.train_step = step_in_turn
-    with tempfile.TemporaryDirectory() as folder:
-        status = t.main([*flags, f"--run_dir={folder}/run"])
-    turns.send(("ended", status))
+    t.main([*flags, f"--run_dir={run_dir}"])                  # does not return
 
 
 def timed_step(side: str, turns: Connection) -> float:
@@ -79,23 +77,26 @@ def timed_step(side: str, turns: Connection) -> float:
         turns.send("go")
         if not turns.poll(WAIT_S):
             raise SystemExit(f"{side} said nothing for {WAIT_S:.0f} s")
-        said = turns.recv()
+        return turns.recv()
     except (EOFError, ConnectionError):
-        raise SystemExit(f"{side} ended: what is above says why") from None
-    if isinstance(said, tuple):
-        raise SystemExit(f"{side} ended with status {said[1]}: if nothing above says why, its schedule is too short "
-                         "for --skip, --pairs and a step more")
-    return said
+        raise SystemExit(f"{side} ended: if nothing above says why, its schedule is too short for --skip, --pairs and "
+                         "a step more") from None
 
 
 def step_times(sides: dict[str, Side], flags: list[str], count: int) -> dict[str, list[float]]:
     """Seconds of `count` steps of each side, started anew and in turn. Of warm-up steps too: they are the first."""
+    with tempfile.TemporaryDirectory() as folder:
+        return timed_in(folder, sides, flags, count)
+
+
+def timed_in(folder: str, sides: dict[str, Side], flags: list[str], count: int) -> dict[str, list[float]]:
     context = multiprocessing.get_context("spawn")
     turns = {}
     processes = []
-    for name, side in sides.items():
+    for number, (name, side) in enumerate(sides.items()):
         turns[name], theirs = context.Pipe()
-        process = context.Process(target=run_in_turns, args=(side.path, flags + side.flags, theirs), daemon=True)
+        given = (side.path, flags + side.flags, f"{folder}/{number}", theirs)
+        process = context.Process(target=run_in_turns, args=given, daemon=True)
         process.start()
         theirs.close()
         processes.append(process)
@@ -108,6 +109,7 @@ def step_times(sides: dict[str, Side], flags: list[str], count: int) -> dict[str
     finally:
         for process in processes:
             process.kill()
+            process.join()                                    # it may write into the folder until then
     return times
 
 
@@ -118,7 +120,7 @@ def slower(means: list[float]) -> tuple[float, float]:
 
 
 def asked_for(argv: list[str]) -> argparse.Namespace:
-    """Our own flags, and those behind -- as `flags`."""
+    """Our own flags, and those after -- as `flags`."""
     own, flags = argv, []
     if "--" in argv:
         own = argv[:argv.index("--")]

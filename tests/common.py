@@ -6,6 +6,10 @@ import io
 import json
 import os
 import signal
+import socket
+import sys
+import tempfile
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +21,7 @@ import torch
 
 import train_gpt as tg
 
+PATIENCE = 100                           # s for a process that does main()
 ROOT = Path(__file__).resolve().parent.parent
 # label, shape in the record preset, optimizer, multipliers of rate and decay, betas (recipe 2.1, 3.5; MLP unpadded)
 RECIPE_PARAMETERS = [
@@ -248,7 +253,7 @@ def refused(kind: type, call, *parts: str) -> str:
 
 @dataclass
 class Run:
-    """One call of main: its status and everything it left behind."""
+    """One run: its status and everything it left behind."""
     folder: Path
     status: int
     out: str
@@ -277,14 +282,96 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {label: x.view(torch.uint8).numpy().tobytes() for label, x in torch.load(folder / "weights.pt").items()}
 
 
-def run(folder: Path, *flags: str) -> Run:
-    """main() in this process, preset tiny, with the given flags."""
-    out, err, old = io.StringIO(), io.StringIO(), signal.getsignal(signal.SIGTERM)
+def run_apart(folder: Path, *flags: str) -> Run:
+    """main() in a process that is forked from this one, with what a test has patched.
+
+    Of preset tiny, unless another folder says what was trained.
+    """
+    done, = launch(folder, 1, *flags)
+    return done
+
+
+def launch(folder: Path, world: int, *flags: str) -> list[Run]:
+    """The same by so many ranks, each in a process of its own."""
+    words = [f"--run_dir={folder}", "--device=cpu", *flags]
+    if not any(flag.startswith(("--preset=", "--resume=", "--sample=")) for flag in flags):
+        words.insert(0, "--preset=tiny")
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        port = trial.getsockname()[1]
+    ranks = []
+    for rank in range(world):
+        names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_PORT=port)
+        ranks.append(Forked(words, {name: str(value) for name, value in names.items()} | dict(MASTER_ADDR="127.0.0.1")))
+    return [Run(folder, *rank.wait()) for rank in ranks]
+
+
+def call(words: list[str]) -> Run:
+    """main() of these words, in such a process."""
+    return Run(Path(), *Forked(words, {}).wait())
+
+
+class Forked:
+    """A process that does main() and ends."""
+
+    def __init__(self, words: list[str], environment: dict[str, str]) -> None:
+        self.files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+        self.child = os.fork()
+        if self.child == 0:
+            for number, file in enumerate(self.files, 1):
+                os.dup2(file.fileno(), number)
+            sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))
+            os.environ |= environment
+            tg.main(words)
+
+    def wait(self) -> tuple[int, str, str]:
+        """Exit status and what was said on stdout and stderr."""
+        deadline = time.monotonic() + PATIENCE
+        gone, ended = 0, 0
+        while not gone:
+            gone, ended = os.waitpid(self.child, os.WNOHANG)
+            if time.monotonic() > deadline:
+                os.kill(self.child, signal.SIGKILL)           # seen as a status of -9
+            time.sleep(0.005)
+        texts = []
+        for file in self.files:
+            file.seek(0)
+            texts.append(file.read())
+            file.close()
+        return os.waitstatus_to_exitcode(ended), *texts
+
+
+def main_here(argv: Sequence[str]) -> int:
+    """Do what main(argv) does, but for signals and the end of the process. Returns its status."""
+    class Ending:
+        log = None
+
+        def report_rows(self, **facts: object) -> None:
+            self.log.event("comms", **facts)
+
+    ending = Ending()
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = tg.main(["--preset=tiny", "--device=cpu", f"--run_dir={folder}", *flags])
-    finally:
-        signal.signal(signal.SIGTERM, old)
+        preset, cfg = tg.parse_flags(argv)
+        if cfg.sample:
+            tg.sample_saved(cfg)
+        else:
+            tg.train(preset, cfg, tg.make_fabric(cfg), ending, (ROOT / "train_gpt.py").read_bytes())
+    except SystemExit:                                                        # --help
+        return 0
+    except Exception as error:
+        status, cause = tg.describe(error)
+        print(cause, file=sys.stderr)
+        if ending.log is not None:
+            ending.log.aborted(cause)
+        return status
+    return 0
+
+
+def run(folder: Path, *flags: str) -> Run:
+    """A run of the tiny preset in this process, with the given flags."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main_here(["--preset=tiny", "--device=cpu", f"--run_dir={folder}", *flags])
     return Run(folder, status, out.getvalue(), err.getvalue())
 
 

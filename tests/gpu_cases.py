@@ -265,9 +265,8 @@ def shares(case: Case, ms: float, peaks: dict[str, float]) -> dict[str, float]:
 def chosen_attention(fabric: tg.Fabric, head_dim: int) -> tuple[str, Callable]:
     """The record preset's on this device, in words, and its kernel."""
     cfg = tg.Config(**tg.PRESETS["record"] | dict(head_dim=head_dim))
-    usable = tg.usable_attention("", cfg, fabric)
-    kernel = tg.attention_reference if usable == ["reference"] else tg.attention_varlen
-    return tg.fastest_attention(cfg, fabric, usable, 1), kernel
+    kernel, name = tg.choose_attention("", cfg, fabric)
+    return name, kernel
 
 
 class Lab:
@@ -437,7 +436,7 @@ def attention(lab: Lab, name: str, window: int, paired: bool = False) -> Case:
         longest *= 2
         heads //= 2
     scale = 0.1
-    reach = tg.AttentionSpan(longest, window, scale)
+    span = tg.AttentionSpan(longest, window, scale)
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=lab.device)
     q = tg.rms_norm(lab.normal(count, heads, sizes.head_dim))
     k = tg.rms_norm(lab.normal(count, heads, sizes.head_dim))
@@ -445,10 +444,10 @@ def attention(lab: Lab, name: str, window: int, paired: bool = False) -> Case:
     seed = lab.normal(count, heads, sizes.head_dim)
 
     def chosen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return lab.attention(q, k, v, cu_seqlens, reach)
+        return lab.attention(q, k, v, cu_seqlens, span)
 
     def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return tg.attention_reference(q, k, v, cu_seqlens, reach)
+        return tg.attention_reference(q, k, v, cu_seqlens, span)
 
     def dense(q: Tensor, k: Tensor, v: Tensor, _: Tensor) -> Tensor:
         return dense_attention(q, k, v, bounds, window, scale)
@@ -546,7 +545,7 @@ def exact_head(fp8: bool) -> Call:
 
 
 def columns_ahead(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
-    """The next tokens of each position, (N, G), and their weights: 0 for those behind the slot's end."""
+    """The next tokens of each position, (N, G), and their weights: 0 for those beyond the slot's end."""
     columns = []
     found_weights = []
     for ahead, weight in enumerate(weights):

@@ -90,7 +90,7 @@ def gather_in_place(rank: Rank, device: str) -> Wrong:
     ranks = torch.arange(1.0, fabric.world + 1).repeat_interleave(size)
     wrong = []
     if not bank.float().cpu().equal(ranks[:, None].expand(-1, WIDTH)):
-        wrong.append("the bank behind the gather")
+        wrong.append("the bank after the gather")
     return dict(wrong=wrong)
 
 
@@ -125,7 +125,7 @@ def ids_of(rank: int, cycle: int, rows: int) -> np.ndarray:
     return numbers.integers(0, rows, (1, IDS), dtype=np.int32)
 
 
-def table_of(fabric: tg.Fabric, cfg: tg.Config, table: tg.Table) -> tuple[tg.TableRows, Tensor]:
+def table_of(fabric: tg.Fabric, cfg: tg.Config, table: tg.Table) -> tuple[tg.RowTable, Tensor]:
     """This rank's part of a table whose rows can be told apart, and the whole of it on the host."""
     W = fabric.world
     whole = (torch.arange(table.rows) % 251.0)[:, None].expand(-1, WIDTH)
@@ -133,7 +133,7 @@ def table_of(fabric: tg.Fabric, cfg: tg.Config, table: tg.Table) -> tuple[tg.Tab
     of_this_rank = whole[fabric.rank::W]
     mine[:len(of_this_rank)] = of_this_rank
     parameter = torch.nn.Parameter(mine.to(fabric.device))
-    return tg.TableRows(table, cfg, fabric, parameter, IDS, tg.no_report), whole
+    return tg.RowTable(table, cfg, fabric, parameter, IDS, tg.no_wait), whole
 
 
 def times_read(fabric: tg.Fabric, cycle: int, rows: int) -> Tensor:
@@ -149,23 +149,25 @@ def times_read(fabric: tg.Fabric, cycle: int, rows: int) -> Tensor:
 def rows_there_and_back(rank: Rank, device: str) -> Wrong:
     """Plans, the fetch of rows and the return of their gradients, by room 6, against the whole table."""
     fabric = fabric_of(rank, device)
-    cfg = preset("tiny", num_slots=fabric.world, device=device)
-    table = tg.row_tables(cfg)[0]
+    cfg = preset("tiny", num_slots=fabric.world, device=device, num_heads=6, model_dim=WIDTH)
+    table = tg.row_tables(cfg)[0]._replace(ids=np.asarray)                    # what it is asked for are rows
     rows, whole = table_of(fabric, cfg, table)
     planner = tg.Planner(cfg, fabric)
+    schedule = tg.Schedule(cfg)
     wrong = []
     for cycle in range(4):
         ids = ids_of(fabric.rank, cycle, table.rows)
-        plan, places = planner.plan(table.label, dict(purpose="test", cycle=cycle, tokens=IDS), False, [ids])
+        found: dict[str, np.ndarray] = {}
+        plan = planner.plan(table, "test", [schedule.at(table.cadence * cycle)], [ids], [found])
         tg.exchange_plans(fabric, fabric.plan_group, cfg.dtype, {table.label: plan})
         plan.change_lists(torch.as_tensor)
-        cache, sums = rows.ready(plan, rows.mine)
-        place = torch.as_tensor(places[0]).long().to(fabric.device)
+        cache, row_grads = rows.rows_for_forward(plan, rows.shard)
+        place = torch.as_tensor(found[table.label]).long().to(fabric.device)
         if not cache.detach()[place].cpu().equal(whole[ids]):
             wrong.append(f"rows that arrived in cycle {cycle}")
 
         ones = torch.ones(IDS, WIDTH, device=fabric.device)
-        sums.index_put_((place.flatten(),), ones, accumulate=True)
+        row_grads.index_put_((place.flatten(),), ones, accumulate=True)
         grad, wait = rows.return_gradients()
         wait()
         if not grad.cpu().equal(times_read(fabric, cycle, table.rows)):

@@ -4,7 +4,9 @@ Everything is the trainer's own: executor, loader, schedule. On a CPU the same l
 """
 from __future__ import annotations
 
+import contextlib
 import gc
+import glob
 import os
 import statistics
 import time
@@ -48,7 +50,7 @@ def graphs() -> int:
 def tokens_of(part: str, vocab: int, count: int) -> str:
     """Shards of real tokens where there are some for this vocabulary, else tokens of a formula."""
     pattern = os.environ.get("DATA", str(ROOT / REAL_TOKENS)).format(part=part)
-    if vocab == tg.GPT2_VOCAB and tg.matching_files(pattern):
+    if vocab == tg.GPT2_VOCAB and glob.glob(pattern):
         return pattern
     return f"formula:{vocab}:{vocab - 1}:{count}:1"
 
@@ -67,29 +69,37 @@ def open_run(name: str, fabric: tg.Fabric, tokens: int, vocab: int, **changes: A
     cfg = tg.resolve(replace(cfg, val_tokens=cfg.val_batch_tokens, epochs=0), headers, val_headers)
 
     precision = tg.head_precision(cfg, fabric)
-    executor, attention, estimate = tg.make_executor(name, cfg, fabric, precision, tg.no_report)
+    kernel, attention = tg.choose_attention(name, cfg, fabric)
+    slots_at_once, estimate = tg.fit_memory(cfg, fabric, kernel)
+    executor = tg.Executor(cfg, fabric, kernel, precision, slots_at_once)
     fabric.synchronize()
     estimate_mib = {part: size >> 20 for part, size in estimate.items()}
     figures = dict(preset=name, hardware=tg.hardware(fabric), torch=torch.__version__, attention=attention,
-                   head=precision, tokens=cfg.train_files, slots_at_once=executor.slots_at_once,
-                   micro_batches=cfg.num_slots // executor.slots_at_once, estimate_mib=estimate_mib,
+                   head=precision, tokens=cfg.train_files, slots_at_once=slots_at_once,
+                   micro_batches=cfg.num_slots // slots_at_once, estimate_mib=estimate_mib,
                    set_up_s=time.perf_counter() - began)
-    kernel = executor.model.attention
     return Started(cfg, fabric, tg.Schedule(cfg), executor, kernel, headers, val_headers, figures)
+
+
+class NoLog:
+    """What the warm-up tells of its phases, told to nobody."""
+
+    def phase(self, _: str) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext()
 
 
 def warm_up(run: Started) -> dict[str, Any]:
     """The race's own, whole: every graph of the run, evaluations too."""
     before = graphs()
     began = time.perf_counter()
-    tg.warm_up(run.cfg, run.fabric, run.schedule, run.executor)
+    tg.warm_up(run.cfg, run.fabric, run.executor, NoLog())
     run.fabric.synchronize()
     return dict(warm_up_s=time.perf_counter() - began, graphs=graphs() - before)
 
 
 def parted(run: Started) -> bool:
-    """Whether head and embedding are two by now: the split gives the embedding the head's count of updates."""
-    return run.executor.optimizer.adam_steps["embed"] > 0
+    """Whether head and embedding are two by now: then the embedding has moments of its own, the head's at first."""
+    return bool(run.executor.optimizer.state["embed"]["v"].any())
 
 
 def reset_peak(fabric: tg.Fabric) -> None:
@@ -156,23 +166,23 @@ class Watched:
         return batch
 
 
-def cycle_values(run: Started, stage: int, cycles: int) -> list[tg.Values]:
-    """The first cycle of a stage, which may hold the split, and the second one again and again."""
-    first = run.schedule.stage_starts[stage]
-    first -= first % tg.CYCLE
-    second = first + tg.CYCLE
-    steps = [first, first + 1]
-    steps += (cycles - 1) * [second, second + 1]
-    return [run.schedule.at(step) for step in steps]
+CYCLE = 2                                # steps, an even and an odd one, in every preset
+
+
+def cycle_values(run: Started, stage: int, cycles: int) -> list[list[tg.Values]]:
+    """The first cycle of a stage, which may untie, and the second one again and again."""
+    first = run.schedule.starts[stage] // CYCLE * CYCLE
+    firsts = [first] + (cycles - 1) * [first + CYCLE]
+    return [[run.schedule.at(step) for step in (even, even + 1)] for even in firsts]
 
 
 class Steps:
     """The steps of a stage, taken one after the other: bare, timed, or under the profiler."""
 
-    def __init__(self, run: Started, values: list[tg.Values]) -> None:
+    def __init__(self, run: Started, cycles: list[list[tg.Values]]) -> None:
         self.run = run
-        self.values = values
-        self.loader = tg.Loader(run.cfg, run.fabric, run.headers, values)
+        self.values = [values for cycle in cycles for values in cycle]
+        self.loader = tg.Loader(run.cfg, run.fabric, run.headers, cycles)
         self.loader.start()
         self.watched = Watched(self.loader)
         self.losses: list[tg.Losses] = []
@@ -213,8 +223,7 @@ class Steps:
             self.run.fabric.synchronize()
         if trace is not None:
             profile.export_chrome_trace(str(trace))
-        events = profile.events()
-        return dict(ms=tg.profiled_ms(events, on_cuda), rows=rows_of_profile(events, count, on_cuda))
+        return dict(rows=rows_of_profile(profile.events(), count, on_cuda))
 
     def mean_losses(self) -> list[float]:
         return [float(loss.slot_sums.sum()) / loss.tokens for loss in self.losses]
@@ -246,21 +255,21 @@ def measure_stage(run: Started, stage: int, cycles: int, profiled: bool = True,
     """Seconds of the first cycle, in which the graphs compile; then ms of even and odd steps, memory, kernels."""
     row = run.cfg.stages[stage]
     before = graphs()
-    steps = Steps(run, cycle_values(run, stage, cycles + 2 + profiled))       # 2 in front, one for the profile
-    first_cycle_s = steps.bare(tg.CYCLE)
-    steps.bare(tg.CYCLE)
+    steps = Steps(run, cycle_values(run, stage, cycles + 2 + profiled))       # 2 before, one for the profile
+    first_cycle_s = steps.bare(CYCLE)
+    steps.bare(CYCLE)
     compiled = graphs()
     reset_peak(run.fabric)
-    ms = steps.timed(cycles * tg.CYCLE)
+    ms = steps.timed(cycles * CYCLE)
     peak = peak_mib(run.fabric)
     profile = {}
     if profiled:
-        profile = steps.profiled(tg.CYCLE if run.fabric.on_cuda else 1, trace)
+        profile = steps.profiled(CYCLE if run.fabric.on_cuda else 1, trace)
     steps.loader.close()
 
     losses = steps.mean_losses()
     return dict(stage=stage, tokens=row.batch_tokens, first_cycle_s=first_cycle_s, graphs=compiled - before,
-                new_graphs=graphs() - compiled, **step_figures(run, ms, steps.mean_flops(2 * tg.CYCLE)),
+                new_graphs=graphs() - compiled, **step_figures(run, ms, steps.mean_flops(2 * CYCLE)),
                 tokens_per_s=1000 * row.batch_tokens / max(statistics.mean(ms), 1e-9),
                 estimate_mib=estimate_mib(run, stage), peak_mib=peak, first_loss=losses[0], last_loss=losses[-1],
                 profile=profile)

@@ -294,6 +294,9 @@ class Stream:
     def __init__(self, *_: Any, **__: Any) -> None:
         pass
 
+    def record_event(self) -> Event:
+        return Event()
+
     def wait_event(self, _: Event) -> None:
         pass
 
@@ -550,14 +553,16 @@ class Work:
 
 
 def install_collectives(rank: int, world: int) -> None:
-    """Every other rank does as this one: what it would send is what this one sends to it. Devices send nothing."""
+    """Every other rank does as this one, and sends what this one sends to itself. Devices send nothing."""
 
     def collective(name: str, group_name: str) -> Callable:
         def call(out: Tensor, *args: Any, group: Any = None, async_op: bool = False, **_: Any) -> Work | None:
             inputs = [x for x in args if isinstance(x, Tensor)]
             splits = [x for x in args if isinstance(x, list)]
-            if not isinstance(out, FakeTensor):
-                out.copy_(inputs[0])
+            if not isinstance(out, FakeTensor):               # lists of rows: (what arrives, what leaves) by rank
+                source, = inputs
+                _, leaving = splits
+                torch.cat([source.split(leaving)[rank]] * world, out=out)
                 return None
             work = Work(mode.recorder.communicated(name, dict(out=out, input=inputs, splits=splits), group_name))
             if async_op:

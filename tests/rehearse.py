@@ -3,7 +3,7 @@
     python tests/rehearse.py [--gpus=8,1] [--card=H100] [--stages=1,2] [--update] [-- flags of train_gpt.py]
     python tests/rehearse.py --quick           the walk without graphs, and whether the first stage's graph is the same
 
-The trainer's own run() is walked on fake CUDA tensors, for each number of GPUs in a process of its own; every graph is
+The trainer's own train() is walked on fake CUDA tensors, for each number of GPUs in a process of its own; every graph is
 lowered and every kernel compiled to machine code for the card. What comes out is the ledger, tests/rehearsal.json:
 without flags it is compared with the committed one, and --update writes it anew and prints the difference. It ends
 with status 1 on a failure: a graph that breaks or is compiled again in the race, a kernel that spills as it is
@@ -42,9 +42,9 @@ BAD_REQUEST = 2                          # status: nothing was walked
 LINES_OF_LOG = 30                        # shown where a walk fails
 LONGEST_REPEATED = 24, 400               # launches of the loss of one chunk of a validation, of one batch of it
 ALLOWED_WAITS = {                        # in the timed loop, by line, and why
-    "Clock.start: self.fabric.synchronize()": "the clock starts and stops behind what the device has done",
+    "Clock.start: self.fabric.synchronize()": "the clock starts and stops after what the device has done",
     "Clock.stop: self.fabric.synchronize()": "the same",
-    "wait_for_device: while not event.query():": "the loss of a step one cycle back, which is there",
+    "Log.flush: copied.synchronize()": "the loss of a step one cycle back, which is there",
 }
 
 
@@ -439,7 +439,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--update", action="store_true", help="write the ledger anew and print the difference")
     parser.add_argument("--ledger", default=str(LEDGER), help="to compare with, and to update")
     parser.add_argument("--out", default="", help="file for the ledger of this rehearsal")
-    parser.add_argument("flags", nargs="*", help="of train_gpt.py, behind --")
+    parser.add_argument("flags", nargs="*", help="of train_gpt.py, after --")
     wanted = parser.parse_args(argv)
     if wanted.quick and (wanted.update or wanted.stages):
         parser.error("--quick compares the first stage and no more: leave it out")

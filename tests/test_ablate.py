@@ -5,6 +5,7 @@ with a trainer of a few lines that writes logs and no more.
 """
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import math
@@ -128,7 +129,7 @@ def random_model(module: ModuleType):
     """A model in which every term counts: gates open, no table at zero, no two scalars alike."""
     cfg, generator = config(module), torch.Generator().manual_seed(1)
     model = module.GPT(cfg, module.attention_reference, 64, {})
-    model.set_rotary(module.base_frequencies(cfg.head_dim))
+    model.set_rotary(module.rotary_by_stage(cfg)[0].frequencies)
     with torch.no_grad():
         for row in model.table.values():
             model.get_parameter(row.label).copy_(torch.randn(row.shape, generator=generator) * 0.3 + 0.1)
@@ -141,20 +142,18 @@ def batch_of(module: ModuleType, tokens: torch.Tensor):
     return module.Batch(0, {}, tokens, tokens.long(), ends, tables)
 
 
-def hidden(module: ModuleType, model=None, **changes) -> torch.Tensor:
+def hidden(module: ModuleType, model=None) -> torch.Tensor:
     tokens = torch.arange(16, dtype=torch.int32)[None] * 3
-    for at, token in changes.get("tokens", {}).items():
-        tokens[0, at] = token
     model = model or random_model(module)
     return model.hidden(batch_of(module, tokens), module.spans_of(6, 12, 16, 0.3), own_rows(model))
 
 
 def with_scalar(module: ModuleType, name: str, value: float):
     model, at = random_model(module), 0
-    for label, initial in module.SCALARS.items():
+    for label, size in model.scalar_sizes.items():
         if label == name:
-            model.scalars.data[at:at + len(initial)] = value
-        at += len(initial)
+            model.scalars.data[at:at + size] = value
+        at += size
     return model
 
 
@@ -190,7 +189,7 @@ def test_smear_an_input_is_its_token_alone(modules):
         model = with_scalar(module, "smear", 1.0)
         for first in (3, 9):
             batch = batch_of(module, torch.tensor([[first, 5, 7, 11]], dtype=torch.int32))
-            scalars = dict(smear=torch.ones(1, dtype=torch.float64), bigram=torch.ones(len(tg.LAYERS)))
+            scalars = dict.fromkeys(model.scalar_sizes, torch.ones(1, dtype=torch.float64))
             inputs[module, first] = model.inputs(batch, scalars, own_rows(model))[0]
     off = modules["smear"]
     assert not torch.equal(inputs[tg, 3][:, 1], inputs[tg, 9][:, 1])
@@ -203,8 +202,8 @@ def test_layers(modules):
                          ("key_offset", lambda layer: dict(key_shift=False)),
                          ("paired_heads", lambda layer: dict(attention=layer.attention.replace("paired", "plain")))):
         wanted = tuple(tg.replace(layer, **change(layer)) for layer in tg.LAYERS)
-        assert tuple(map(tg.astuple, wanted)) == tuple(map(tg.astuple, modules[name].LAYERS)) != tuple(
-            map(tg.astuple, tg.LAYERS)), name
+        assert tuple(map(dataclasses.astuple, wanted)) == tuple(map(dataclasses.astuple, modules[name].LAYERS)) != tuple(
+            map(dataclasses.astuple, tg.LAYERS)), name
     assert modules["value_embeddings"].NUM_VALUE_TABLES == 0
     assert [table.label for table in modules["value_embeddings"].row_tables(config(tg))] == ["bigram_embed", "embed"]
     assert [table.label for table in modules["bigram"].row_tables(config(tg))] == ["value_embed", "embed"]
@@ -229,36 +228,45 @@ def test_x0_mix_is_that_of_zero_weights(modules):
     torch.testing.assert_close(hidden(modules["x0_mix"], unmixed), hidden(tg, whole))
 
 
-def test_softcap_loss_and_gradient_are_the_plain_cross_entropy(modules):
+@pytest.mark.parametrize("precision", ["plain", "emulated"])
+def test_softcap_loss_and_gradient_are_the_plain_cross_entropy(modules, precision):
+    """In fp8 to the rounding of its numbers, which have three bits below the first, gradients two."""
     module, generator = modules["softcap"], torch.Generator().manual_seed(0)
-    y, w = (torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
+    y, w = (0.5 * torch.randn(shape, generator=generator, dtype=torch.float64)
             for shape in ((6, 5), (5, 9)))
+    y.requires_grad_()
+    w.requires_grad_()
     targets, weight = torch.tensor([[1, 3, 0, 8, 2, 4]]), torch.ones((), dtype=torch.float64)
-    loss = module.HeadLoss.apply(y, w, targets, torch.ones(1, dtype=torch.float64), weight, "plain", torch.float64,
+    loss = module.HeadLoss.apply(y, w, targets, torch.ones(1, dtype=torch.float64), weight, precision, torch.float64,
                                  module.as_part(w))
     plain = torch.nn.functional.cross_entropy(y @ w, targets[0], reduction="none")
-    torch.testing.assert_close(loss, plain)
     torch.testing.assert_close(module.next_token_losses(y, w, targets[0]), plain)
+    close = {} if precision == "plain" else dict(rtol=0.2, atol=0.1)
+    torch.testing.assert_close(loss, plain, **close)
     for mine, reference in zip(torch.autograd.grad(loss.sum(), (y, w)), torch.autograd.grad(plain.sum(), (y, w))):
-        torch.testing.assert_close(mine, reference)
+        torch.testing.assert_close(mine, reference, **close)
 
 
 def test_schedules(modules):
     schedule, plain = (module.Schedule(config(module)) for module in (modules["yarn"], tg))
     assert len(set(plain.rotary)) == len(schedule.rotary) == 4 and len(set(schedule.rotary)) == 1
     assert tuple(schedule.rotary[0]) == tuple(plain.rotary[0])
-    untied, plain = (module.Schedule(config(module)) for module in (modules["untying"], tg))
-    steps = range(plain.total_steps + 1)
-    assert all(untied.at(step).tied and not untied.at(step).split for step in steps)
-    assert sum(plain.at(step).split for step in steps) == 1
 
 
 def test_decay_ignores_the_update(modules):
     module, one = modules["cautious_decay"], torch.ones((), dtype=torch.float64)
     p, update = torch.tensor([1.0, 1.0], dtype=torch.float64), torch.tensor([0.5, -0.5], dtype=torch.float64)
+    bank, grad = torch.ones(1, 2, 2, dtype=torch.float64), torch.diag(update)[None]
     for source, decayed in ((tg, [True, False]), (module, [True, True])):
-        moved = source.cautious_descent(p, update, one, 0.1 * one)
+        moved = source.cautious_adam(p, update, 0.1 * one)
         assert ((moved - (p - update)).abs() > 0.01).tolist() == decayed
+        results = []
+        for decay in (0.0, 0.1):
+            results.append(bank.clone())
+            state = torch.zeros_like(bank), torch.zeros_like(bank[..., :1])
+            source.normuon_update(results[-1], None, grad, *state, 1.0, 0 * one, one, bank[..., :1], decay * one, 0.95)
+        undecayed, found = results
+        assert torch.diag((found - undecayed)[0].abs() > 0.01).tolist() == decayed
         weights, m, v = p.clone(), torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
         source.adam_update(weights, update, m, v, 1.0, (0.0, 0.0), 1e-10, 0.01 * one, 0.1 * one)
         assert ((weights - (p - 0.01 * update.sign())).abs() > 0.01).tolist() == decayed
@@ -279,7 +287,7 @@ def test_normuon_is_muon(modules):
 def test_flags(tmp_path):
     """Each flag arm, as the trainer parses it for `pocket`; nothing else changes."""
     preset = tg.Config(**tg.PRESETS["pocket"])
-    stages = json.loads(json.dumps(tg.asdict(preset)["stages"]))
+    stages = json.loads(json.dumps([stage._asdict() for stage in preset.stages]))      # as a header has them
     changed = {}
     for name, arm in ablate.ARMS.items():
         if arm.flags:
@@ -287,12 +295,17 @@ def test_flags(tmp_path):
             _, cfg = tg.parse_flags(["--preset=pocket", *flags])
             changed[name] = {key: value for key, value in vars(cfg).items() if value != getattr(preset, key)}
     assert {name: set(fields) for name, fields in changed.items()} == {
-        "multi_token_loss": {"stages"}, "batch_schedule": {"stages"}, "momentum_warmup": {"momentum_warmup_steps"},
+        "multi_token_loss": {"stages"}, "batch_schedule": {"stages"}, "untying": {"stages"},
+        "momentum_warmup": {"momentum_warmup_steps"},
         "weight_decay": {"normuon_weight_decay", "adam_weight_decay"}, "fp8_head": set()}      # the preset has plain
     assert changed["multi_token_loss"]["stages"] == tuple(
-        tg.replace(stage, mtp_start=(1.0,), mtp_end=(1.0,)) for stage in preset.stages)
+        stage._replace(mtp_start=(1.0,), mtp_end=(1.0,)) for stage in preset.stages)
     mean = sum(stage.batch_tokens for stage in preset.stages[:-1]) // 3
-    assert changed["batch_schedule"]["stages"] == tuple(tg.replace(s, batch_tokens=mean) for s in preset.stages)
+    assert changed["batch_schedule"]["stages"] == tuple(stage._replace(batch_tokens=mean) for stage in preset.stages)
+    tied, plain = tg.Schedule(tg.replace(preset, **changed["untying"])), tg.Schedule(preset)
+    steps = range(plain.total_steps + 1)
+    assert all(tied.at(step).tied and not tied.at(step).untie for step in steps)
+    assert sum(plain.at(step).untie for step in steps) == 1
     schedule = tg.Schedule(tg.replace(preset, momentum_warmup_steps=0))
     assert schedule.at(0).momentum == preset.momentum_max > tg.Schedule(preset).at(0).momentum
 

@@ -285,7 +285,7 @@ def test_measured_beside_predicted(monkeypatch):
 
 
 def test_the_committed_ledger_predicts_one_gpu(tmp_path):
-    """Kernel by kernel, too: of a trace with one kernel in the first cycle behind the start."""
+    """Kernel by kernel, too: of a trace with one kernel in the first cycle after the start."""
     price = pytest.importorskip("price")
     if not price.LEDGER.exists():
         pytest.skip("no ledger")

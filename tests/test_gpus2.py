@@ -89,7 +89,7 @@ FAULTS = {                               # in rank 1: died; stalled beyond the t
 
 
 def lose(launcher: Launcher, folder, device: str, fault: str) -> Ended:
-    """As under torchrun, which ends the other ranks behind the first that fails."""
+    """As under torchrun, which ends the other ranks after the first that fails."""
     flags = [f"--device={device}", "--compile=0"]
     return launcher.start(folder, *flags, world=2, faults={1: fault}, ends=True).wait()
 

@@ -376,6 +376,19 @@ def test_head_loss_and_its_gradients_are_those_of_autograd(slots, length, weight
         assert_close(a, b)
 
 
+@pytest.mark.parametrize("targets", [1, 3])
+def test_losses_as_a_compiler_takes_them_are_those_of_a_softmax(monkeypatch, targets):
+    logits, ids = 6 * randn(40, 64, seed=1), torch.randint(64, (40, targets), generator=torch.Generator().manual_seed(2))
+    logits[0], logits[1, 3], ids[2] = -80, 60, 5
+    token_weights, found = randn(40, targets, seed=3).abs(), []
+    for compiling in (False, True):
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiling)
+        grad = torch.empty_like(logits)
+        found.append((tg.losses_with_gradient(logits, ids, token_weights, grad, 0.7), grad))
+    for a, b in zip(*found):
+        assert_close(a, b, rtol=1e-13, atol=1e-14)
+
+
 def test_targets_stop_at_the_end_of_the_slot():
     targets = torch.tensor([[1, 2, 3], [4, 5, 6]])
     columns, token_weights = tg.mtp_targets(targets, torch.tensor([1.0, 0.5, 0.25]))

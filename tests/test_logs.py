@@ -139,6 +139,15 @@ def test_what_is_no_log_is_named_with_the_reason():
         "trainer.py": "not a log by its name (.py)"}
 
 
+def test_what_a_run_leaves_beside_its_log_is_no_log(tmp_path):
+    text = (GOLDEN / "ours/done/log.jsonl").read_text()
+    (tmp_path / "checkpoints/step-0000006").mkdir(parents=True)
+    for name in ("log.jsonl", "log.txt", "settings.json", "checkpoints/step-0000006/manifest.json"):
+        (tmp_path / name).write_text(text)
+    reading = logs.read([tmp_path])
+    assert [run.path.name for run in reading.runs] == ["log.jsonl"] and not reading.unread and not reading.duplicates
+
+
 def test_every_golden_file_is_read_or_named():
     reading = logs.read([GOLDEN])
     seen = {run.path for run in reading.runs} | {path for path, _ in reading.unread + reading.duplicates}
@@ -169,23 +178,40 @@ def test_ours_torn_aborted_void_and_resumed():
     assert [loss for _, _, loss in resumed.steps] == [5 - step / 10 for step in range(1, 7)] + [1.0] * 6
 
 
-@pytest.mark.parametrize("later", [(), (26,), (26, 34, 31)])
-def test_the_last_fit_to_a_time_budget_says_how_long_a_run_is(tmp_path, later):
-    """None but the first in logs of older trainers; fits during the run stand between its steps."""
+@pytest.mark.parametrize("lines", [(30,), (30, 26), (30, 26, 34, 31)])
+def test_the_last_line_of_a_time_budget_says_how_long_a_run_is(tmp_path, lines):
+    """The trainer writes one, when the time is over; older ones wrote fits before the race and during it."""
     config = dict(num_scheduled_steps=10, num_extension_steps=2, time_budget=60.0)
-    events = [dict(type="header", config=config, seed=0),
-              dict(type="budget", seconds=60.0, steps=30, seconds_per_step=[1.0, 2.0, 3.0, 4.0])]
-    for number, steps in enumerate(later):
-        step = 14 + 2 * number
+    events = [dict(type="header", config=config, seed=0)]
+    for number, steps in enumerate(lines):
+        step = 12 + 2 * number
+        events.append(dict(type="budget", seconds=60.0, steps=steps))
         events.append(dict(type="step", step=step, train_time_ms=1000.0 * step, train_loss=4.0))
-        events.append(dict(type="budget", seconds=60.0, steps=steps, step=step, train_time_ms=1000.0 * step))
-    total = [30, *later][-1]
+    total = lines[-1]
     events.append(dict(type="val", step=20, val_loss=3.5, train_time_ms=40_000.0))
     events.append(dict(type="val", step=total, val_loss=3.0, train_time_ms=60_000.0))
     events.append(dict(type="result", val_loss=3.0, steps=total, budget_s=60.0))
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
     run, = logs.read([tmp_path]).runs
     assert run.total == total and run.final == Point(total, 3.0, 60.0) and run.finished and run.notes == []
+
+
+def test_a_resumed_run_has_the_facts_of_both_parts(tmp_path):
+    """--max_steps=4 first, then the whole schedule, with another source: nobody takes it for a run of the first."""
+    facts = dict(source_sha256="a" * 64, torch="2.13.0", started="2026-11-23T10:00:00", seed=0)
+    config = dict(num_scheduled_steps=10, num_extension_steps=2)
+    events = [dict(type="header", config=config | dict(max_steps=4), **facts),
+              dict(type="val", step=4, val_loss=4.0, train_time_ms=400.0),
+              dict(type="resumed", step=4, source="logs/x", config=config | dict(max_steps=0),
+                   **facts | dict(source_sha256="b" * 64, started="2026-11-24T10:00:00")),
+              dict(type="val", step=12, val_loss=3.0, train_time_ms=1200.0),
+              dict(type="result", val_loss=3.0, train_time_ms=1200.0, steps=12)]
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    run, = logs.read([tmp_path]).runs
+    assert (run.total, run.loss, run.refused, run.finished) == (12, 3.0, None, True)
+    assert run.facts["source_sha256"] == f"{'a' * 64}, then {'b' * 64}" and run.facts["torch"] == "2.13.0"
+    assert run.facts["started"] == facts["started"] and run.facts["config"]["max_steps"] == 0
+    assert run.notes == ["resumed at step 4", "resumed with another source_sha256"]
 
 
 @pytest.mark.parametrize("broken, why", [

@@ -16,6 +16,8 @@ PARROT = """#!/usr/bin/env bash
 [[ $1 != - ]] || exit 0                  # has all packages
 [[ $1 != -c ]] || exec echo 2             # GPUs, as torch counts them
 echo "allocator: ${PYTORCH_ALLOC_CONF-}" >&2
+echo "compiled: ${TORCHINDUCTOR_CACHE_DIR-}" >&2
+echo "in $PWD" >&2
 echo "$OMP_NUM_THREADS: $*"
 """
 BARE = """#!/usr/bin/env bash
@@ -63,14 +65,14 @@ def run_sh(tmp_path: Path):
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
 
-    def call(*flags: str, **variables: str) -> subprocess.CompletedProcess:
+    def call(*flags: str, script: tuple = (home / "run.sh",), **variables: str) -> subprocess.CompletedProcess:
         environment = dict(os.environ, PYTHON=str(programs / "parrot"))
         environment["PATH"] = f"{programs}:{environment['PATH']}"
-        for name in ("NPROC", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        for name in ("NPROC", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
+                     "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"):
             environment.pop(name, None)
-        environment |= variables
-        command = [str(home / "run.sh"), *flags]
-        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        environment |= dict(HOME=str(tmp_path / "user")) | variables
+        return subprocess.run([*script, *flags], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
 
     return call
 
@@ -153,6 +155,25 @@ def test_on_gpus_memory_grows_unless_the_user_says_how(run_sh, tmp_path, gpus, v
     assert f"allocator: {allocator}" in done.stderr.splitlines()
 
 
+@pytest.mark.parametrize("variables, folder", [
+    ({}, "user/.cache/train_gpt/torchinductor"),
+    (dict(XDG_CACHE_HOME="{}/caches"), "caches/train_gpt/torchinductor"),
+    (dict(TORCHINDUCTOR_CACHE_DIR="{}/mine"), "mine"),
+    (dict(HOME="/proc/nowhere"), None)])
+def test_what_is_compiled_is_kept_unless_the_user_says_where(run_sh, tmp_path, variables, folder):
+    done = run_sh("--preset=tiny", **{name: text.format(tmp_path) for name, text in variables.items()})
+    assert f"compiled: {tmp_path / folder if folder else ''}" in done.stderr.splitlines()
+
+
+@pytest.mark.parametrize("script", [("./link",), ("sh", "./link"), ("bash", "--posix", "./link")])
+def test_a_link_to_the_script_and_other_shells(run_sh, tmp_path, script):
+    """All run in the script's own folder, in bash."""
+    (tmp_path / "link").symlink_to(tmp_path / "a clone/run.sh")
+    done = run_sh("--seed=1", script=script)
+    assert started(done) == "train_gpt.py --preset=pocket --seed=1"
+    assert f"in {tmp_path / 'a clone'}" in done.stderr.splitlines()
+
+
 WITH_GPUS = [f"--num_slots={tg.Config().num_slots}", "--train_files=x"]
 INSTALLS = "-m pip install --quiet --disable-pip-version-check --timeout 10 --retries 0 -r requirements-gpu.txt"
 
@@ -207,8 +228,8 @@ def test_a_cpu_gets_no_faster_attention(on_gpus, tmp_path):
 def test_the_packages_for_gpus_are_those_that_the_trainer_knows():
     lines = [line for line in (ROOT / "requirements-gpu.txt").read_text().splitlines() if not line.startswith("#")]
     pinned = dict(line.split("==") for line in lines)
-    assert "flash-attn-4[cu13]" in pinned and tg.FLASH_PACKAGES["FA4"] == "flash-attn-4"
-    assert f'"{tg.FLASH_PACKAGES["FA4"]}"' in (ROOT / "run.sh").read_text()
+    assert "flash-attn-4[cu13]" in pinned and tg.ATTENTION_PACKAGES["FA4"] == "flash-attn-4"
+    assert f'"{tg.ATTENTION_PACKAGES["FA4"]}"' in (ROOT / "run.sh").read_text()
 
 
 @pytest.mark.parametrize("flags, command", [

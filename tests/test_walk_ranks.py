@@ -194,8 +194,8 @@ def test_ranks_are_compared_up_to_where_one_ended():
     recordings = made_up()
     end_early(recordings)
     del recordings[2]["launches"][6:]
-    send_other_dtype(recordings)                              # behind that
-    swap_scatter_and_sum(recordings)                          # in front of it
+    send_other_dtype(recordings)                              # after that
+    swap_scatter_and_sum(recordings)                          # before it
     found = agreement.disagreements(recordings)
     assert len(found) == 2
     assert found[1].startswith("order: rank 3, collective 1")
@@ -260,34 +260,33 @@ class Mistake:
     steps: int = 2                       # of the run; the warm-up takes no later ones
 
 
-REDUCED = "        for entry in self.reduce_order:\n"
-SUMMED = "async_op=True).wait if several else already_here"
-DEALT = 'for name, moments in self.state["embed"].items():'
-LISTS = "    return dist.all_to_all_single(out, rows, counts_in, counts_out, async_op=True)\n"
-SENT = "return launch_lists(self.fabric, plan, arriving, leaving, plan.counts_by_owner, plan.counts_by_reader)"
-RETURNED = "work = launch_lists(self.fabric, plan, arrived, rows, plan.counts_by_reader, plan.counts_by_owner)"
+REDUCED = "        for label in self.reduce_order:\n"
+SUMMED = "self.wait = launch(self.optimizer.fabric, dist.all_reduce, self.grad)"
+DEALT = "for name, moment in embed.state.items():"
+LISTS = "        return dist.all_to_all_single(out, rows, recv_counts, send_counts, async_op=True).wait\n"
+SENT = "return self._launch(plan, arriving, read(), plan.send_counts, plan.recv_counts)"
+RETURNED = "wait = self._launch(plan, arrived, rows, plan.recv_counts, plan.send_counts)"
 PLANTED = {
     "one rank reduces in reverse": Mistake(
-        REDUCED, "        for entry in self.reduce_order[::-1] if self.fabric.rank == 3 else self.reduce_order:\n",
-        ["order: rank 3, collective", "nccl: reduce_scatter_tensor op=SUM mlp", "Optimizer._reduce", "op=SUM attn"]),
+        REDUCED, "        for label in self.reduce_order[::-1] if self.fabric.rank == 3 else self.reduce_order:\n",
+        ["order: rank 3, collective", "nccl: reduce_scatter_tensor op=SUM mlp", "launch: return", "op=SUM attn"]),
     "one rank leaves a sum out": Mistake(
-        SUMMED, SUMMED.replace("several", "several and self.fabric.rank != 1"),
-        ["order: rank 1, collective", "Optimizer._reduce", "all_reduce op=SUM small"]),
+        SUMMED, f"self.wait = no_wait\n        if self.optimizer.fabric.rank != 1:\n            {SUMMED}",
+        ["order: rank 1, collective", "launch: return", "all_reduce op=SUM small"]),
     "one rank deals moments of one shape in another order": Mistake(
-        DEALT, DEALT.replace(":", " if self.fabric.rank != 2 else reversed(self.state['embed'].items()):"),
-        ["order: rank 2, collective", "nccl: all_to_all_single v", "Optimizer._split", "all_to_all_single m"], 8),
+        DEALT, DEALT.replace(":", " if self.fabric.rank != 2 else reversed(embed.state.items()):"),
+        ["order: rank 2, collective", "nccl: all_to_all_single v", "Optimizer._untie", "all_to_all_single m"], 8),
     "who has an empty list stays away": Mistake(
-        LISTS, "    if len(rows) == 0:\n        return None\n" + LISTS,
-        ["order: rank", "all_to_all_single value_embed", "launch_lists"], 8),
+        LISTS, "        if len(rows) == 0:\n            return no_wait\n" + LISTS,
+        ["order: rank", "all_to_all_single value_embed", "RowTable._launch"], 8),
     "an owner drops a row": Mistake(
-        SENT, "counts = list(plan.counts_by_reader)\n        if self.fabric.rank == 2:\n"
+        SENT, "counts, leaving = list(plan.recv_counts), read()\n        if self.fabric.rank == 2:\n"
         "            counts[0] -= 1\n            leaving = leaving[1:]\n"
-        "        return launch_lists(self.fabric, plan, arriving, leaving, plan.counts_by_owner, counts)",
-        ["count: rank 2 sends", "to rank 0, which expects", "bigram_embed", "launch_lists"]),
+        "        return self._launch(plan, arriving, leaving, plan.send_counts, counts)",
+        ["count: rank 2 sends", "to rank 0, which expects", "bigram_embed", "RowTable._launch"]),
     "gradients travel with the counts of the fetch": Mistake(
-        RETURNED, RETURNED.replace("plan.counts_by_reader, plan.counts_by_owner",
-                                   "plan.counts_by_owner, plan.counts_by_reader"),
-        ["size: rank 1, collective", "counts [", "bigram_embed", "launch_lists"]),
+        RETURNED, RETURNED.replace("plan.recv_counts, plan.send_counts", "plan.send_counts, plan.recv_counts"),
+        ["size: rank 1, collective", "counts [", "bigram_embed", "RowTable._launch"]),
     "one rank is killed": Mistake(
         REDUCED, "        if self.fabric.rank == 1:\n            os.kill(os.getpid(), signal.SIGKILL)\n" + REDUCED,
         ["rank 1 ended early: killed"]),

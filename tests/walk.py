@@ -1,4 +1,4 @@
-"""One rank's walk through `run()` on a card that is not there; what it launches, moves, keeps and waits for.
+"""One rank's walk through `train()` on a card that is not there; what it launches, moves, keeps and waits for.
 
     python tests/walk.py --world=8 --card=H100 --graphs=lower --out=FILE -- flags of train_gpt.py
 
@@ -37,13 +37,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt as tg  # noqa: E402
 
+CYCLE = 2                                # steps that stand for all: an even one and an odd one
 STEPS_PER_STAGE = 6                      # cycles: the one that changes stages, one that is like all others, its next
 QUICK_STEPS = 2
 LONGEST_NAME = 40                        # in the key of a kernel
 SMALLEST_SHARE = 0.01                    # of a peak: smaller buffers are not listed
 GRADIENT_SCRATCH = {"lm_head": 1}        # the product in 8 bits
 TILE = 128                               # rows and columns of a tile of attention
-HOST_BYTES = 1 << 40                     # memory of a machine with such cards
 aten = torch.ops.aten
 linecache.getlines(tg.__file__)          # as it is imported, whatever becomes of the file meanwhile
 
@@ -169,7 +169,7 @@ class Ledger(phantom.Recorder):
         self.stage = 0
         self.place = ""                              # the same in words
         self.at_forward: set[int] = set()            # addresses that were in use when a forward began
-        self.sums: dict[int, str] = {}               # label of a table, by the address of its sums
+        self.row_grads: dict[int, str] = {}          # label of a table, by the address of its row gradients
         self.table_sizes: set[int] = set()           # numbers in a whole table
         self.logit_numbers = math.inf                # (tokens of a micro-batch) x vocabulary
         self.owning: dict[int, str] = {}             # label of a weight that owns a main_grad, by its numbers
@@ -340,9 +340,8 @@ class Ledger(phantom.Recorder):
         others = getattr(owner, "all_launchers", ())[1:]
         if others:
             facts["others"] = [configuration_of(launcher) for launcher in others]
-        gigabytes = owner.inductor_meta.get("kernel_num_gb") or 0
-        facts.update(kind="generated", name=base, block=dict(config.kwargs), loops=loops, bytes=round(gigabytes * 1e9),
-                     shapes=" ".join(map(text_of, tensors)))
+        facts.update(kind="generated", name=base, block=dict(config.kwargs), loops=loops,
+                     bytes=generated_bytes(owner, tensors), shapes=" ".join(map(text_of, tensors)))
         return f"{base[:LONGEST_NAME]}.{digest_of(source + str(sorted(config.kwargs.items())) + facts['shapes'])}"
 
     def product(self, facts: dict[str, Any], tensors: list[Tensor]) -> str:
@@ -362,16 +361,15 @@ class Ledger(phantom.Recorder):
         return f"{facts['name']}.{digest_of(facts['shapes'] + str(facts['instructions']))}"
 
     def rows_bytes(self, tensors: list[Tensor]) -> int:
-        """Of a kernel of room 4: its inputs, and of `sums` the rows that it touches, read and written."""
+        """Of a kernel of room 4: its inputs, and of row gradients the rows that it touches, read and written."""
         total = 0
-        lines = tensors[1].numel()
         for x in tensors:
-            label = self.sums.get(x.untyped_storage()._cdata)
-            if label is None:
+            label = self.row_grads.get(x.untyped_storage()._cdata)
+            if label is None or len(tensors) == 1:
                 total += x.nbytes
             else:
                 rows_of_table = self.batch.rows[label].host.numpy()
-                share = lines / rows_of_table.size                            # of a table with a lookup for each part
+                share = tensors[1].numel() / rows_of_table.size               # of a table with a lookup for each part
                 rows = share * len(np.unique(rows_of_table))
                 total += round(2 * rows * x.shape[1] * x.element_size())
         return total
@@ -414,6 +412,18 @@ class Ledger(phantom.Recorder):
             self.host_waits[where] = self.host_waits.get(where, 0) + 1
 
 
+def generated_bytes(owner: Any, tensors: list[Tensor]) -> int:
+    """What Inductor says that its kernel moves; tensors: its arguments.
+
+    At most all of them once, and those that it changes in place twice: Inductor takes its first argument for one of
+    these, too, where it has dropped one.
+    """
+    names = [name for name in owner.fn.arg_names if "_ptr" in name]
+    in_place = [x for name, x in zip(names, tensors) if name.startswith("in_out_ptr")]
+    gigabytes = owner.inductor_meta.get("kernel_num_gb") or 0
+    return min(round(gigabytes * 1e9), sum(x.nbytes for x in (*tensors, *in_place)))
+
+
 def configuration_of(launcher: Any) -> dict[str, Any]:
     """What is known of one that Inductor compiles and may choose by its time, on a card."""
     return dict(block=dict(launcher.config.kwargs), warps=launcher.config.num_warps, registers=launcher.n_regs,
@@ -431,14 +441,14 @@ def fakes(values: Iterable) -> list[FakeTensor]:
 
 
 def trainer_line() -> str:
-    """Function and text of the innermost line of the trainer that is running."""
+    """Function and text, without its comment, of the innermost line of the trainer that is running."""
     frame = sys._getframe()
     while frame is not None and (frame.f_code.co_filename != tg.__file__ or frame.f_code.co_name == "synchronize"):
         frame = frame.f_back
     if frame is None:
         return "autograd"
-    line = linecache.getline(tg.__file__, frame.f_lineno).strip()
-    return f"{frame.f_code.co_qualname}: {line}"
+    line, _, _ = linecache.getline(tg.__file__, frame.f_lineno).partition("  # ")
+    return f"{frame.f_code.co_qualname}: {line.strip()}"
 
 
 # ---- Listening to the trainer: every call goes through, some lines around it
@@ -491,7 +501,7 @@ class Listeners:
     def optim_step(self, *_: Any, **__: Any) -> Iterator[None]:
         self.ledger.mark("optim_step")
         yield
-        self.ledger.mark("behind")
+        self.ledger.mark("after")
 
     @contextlib.contextmanager
     def evaluate(self, executor: Any, batches: Any, values: tg.Values) -> Iterator[None]:
@@ -539,7 +549,7 @@ def listen(ledger: Ledger, options: argparse.Namespace) -> None:
     for owner, name, listener in (
             (tg, "train_step", listeners.step), (tg, "warm_up", listeners.warm_up), (tg, "race", listeners.race),
             (tg.Executor, "forward_backward", listeners.forward_backward), (Tensor, "backward", listeners.backward),
-            (tg.Executor, "optim_step", listeners.optim_step), (tg.Evaluator, "evaluate", listeners.evaluate),
+            (tg.Executor, "optim_step", listeners.optim_step), (tg.Executor, "evaluate", listeners.evaluate),
             (tg.Executor, "whole_state", listeners.checkpoint)):
         around(owner, name, listener)
 
@@ -550,14 +560,14 @@ def start_race(ledger: Ledger, executor: tg.Executor) -> None:
     ledger.owned = list(ledger.alive.values())
     torch._logging.set_logs(recompiles=True)
     logging.getLogger("torch._dynamo").addHandler(Reasons(ledger))
-    for label in executor.optimizer.gradients:
-        ledger.owning[executor.optimizer.weights[label].numel()] = label
+    for entry in executor.optimizer.sharded:
+        ledger.owning[entry.weight.numel()] = entry.row.label
     for label, table in executor.tables.items():
-        ledger.sums[table.sums.untyped_storage()._cdata] = label
+        ledger.row_grads[table.row_grads.untyped_storage()._cdata] = label
         if table.table.tied:                                  # as large as the head, of which there are copies
             continue
         ledger.table_sizes |= {table.table.rows * executor.cfg.model_dim,
-                               ledger.world * len(table.mine) * executor.cfg.model_dim}
+                               ledger.world * len(table.shard) * executor.cfg.model_dim}
 
 
 class Reasons(logging.Handler):
@@ -708,7 +718,7 @@ def write_shard(path: Path, tokens: np.ndarray) -> None:
 
 # ---- The walk
 def save_nothing(content: Any, file: Any) -> None:
-    """In the place of writing tensors, which hold no numbers."""
+    """Write a word in the place of tensors, which hold no numbers."""
     file.write(b"tensors")
 
 
@@ -716,7 +726,7 @@ def steps_by_stage(cfg: tg.Config) -> dict[str, dict[str, int]]:
     """How many even and odd steps the whole run has in each stage; the last stage is the extension."""
     schedule = tg.Schedule(cfg)
     steps = {}
-    for number, (start, end) in enumerate(zip(schedule.stage_starts, schedule.stage_ends), 1):
+    for number, (start, end) in enumerate(zip(schedule.starts, schedule.ends), 1):
         odd = end // 2 - start // 2
         steps[f"stage {number}"] = dict(even=end - start - odd, odd=odd)
     return steps
@@ -769,16 +779,10 @@ def install(card: str, recorder: phantom.Recorder, world: int) -> phantom.Card:
     operations = [call.op for call in (tg.add_rows, tg.wgrad_accumulate, tg.varlen, tg.varlen_backward)]
     for operation in (*operations, tg.relu_sq):
         phantom.bodies[operation._opoverload] = operation._init_fn
-    tg.save_tensors = save_nothing
+    torch.save = save_nothing
     tg.DeviceHome.touched_places = touched_nothing
-    tg.Fabric.free_host_memory = host_of_the_cards
     tg.HOMES.update(host=WalkedHome)
     return mode
-
-
-def host_of_the_cards(_: tg.Fabric) -> float:
-    """Bytes: those of this machine say nothing."""
-    return HOST_BYTES
 
 
 class WalkedHome(tg.HostHome):
@@ -835,7 +839,7 @@ class Work:
 
 
 def touched_nothing(*_: Any) -> Iterator[Tensor]:
-    """Rows without numbers do not say whether an event has touched them; nobody asks in the race."""
+    """Rows without numbers do not say whether an update has touched them; nobody asks in the race."""
     return iter(())
 
 
@@ -860,9 +864,8 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
             return dict(error=str(error))
         with mode, contextlib.redirect_stdout(sys.stderr):
             try:
-                fabric = tg.make_fabric(given)
-                status = tg.run(preset, given, fabric, tg.Ending())
-                assert status == tg.EXIT_DONE, f"run() returned {status}"
+                source = Path(tg.__file__).read_bytes()
+                tg.train(preset, given, tg.make_fabric(given), tg.Ending(), source)
             except tg.TrainerError as error:                  # a card on which the preset does not fit
                 return dict(error=str(error))
             except Exception as error:
@@ -920,10 +923,10 @@ def by_maker(buffers: list[Buffer]) -> dict[str, list[int]]:
 
 def stage_of(schedule: tg.Schedule, phase: str) -> str:
     """The number of a phase's stage; empty: of none."""
-    if phase == "split step":
-        return str(schedule.stage_at(schedule.split_step) + 1)
+    if phase == "untie step":
+        return str(schedule.stage_at(schedule.untie_step) + 1)
     if phase == "validation final":
-        return str(len(schedule.stage_ends))
+        return str(len(schedule.ends))
     found = re.search(r"\bstage (\d+)", phase)
     return found[1] if found else ""
 
@@ -931,14 +934,14 @@ def stage_of(schedule: tg.Schedule, phase: str) -> str:
 def name_of_step(schedule: tg.Schedule, title: str) -> str:
     """Steps that stand for all like them: the last cycle of a stage whose next cycle belongs to it too."""
     step = int(title.removeprefix("step "))
-    if step == schedule.split_step:
-        return "split step"
+    if step == schedule.untie_step:
+        return "untie step"
     k = schedule.stage_at(step)
-    place = schedule.stage_ends[k] - step                     # from the end
-    steady = min(2 * tg.CYCLE, schedule.stage_ends[k] - schedule.stage_starts[k])
-    if not 0 <= steady - place < tg.CYCLE:
+    place = schedule.ends[k] - step                           # from the end
+    steady = min(2 * CYCLE, schedule.ends[k] - schedule.starts[k])
+    if not 0 <= steady - place < CYCLE:
         return ""
-    return f"stage {k + 1} {'odd' if step % tg.CYCLE else 'even'} step"
+    return f"stage {k + 1} {'odd' if step % CYCLE else 'even'} step"
 
 
 if __name__ == "__main__":

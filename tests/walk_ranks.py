@@ -46,7 +46,7 @@ REAL = {name: getattr(dist, name) for name in COLLECTIVES + GROUP_CALLS}
 REAL_TIMEOUT = dist.distributed_c10d._set_pg_timeout
 OUTPUTS = ("output", "output_tensor", "tensor")          # names that torch gives them
 INPUTS = ("input", "input_tensor", "tensor")
-SUBJECTS = ("entry", "label", "name")                    # names that the trainer gives to what it reduces or moves
+SUBJECTS = ("label", "name")             # names that the trainer gives to what it reduces or moves
 DRAWING_AT_ONCE = 2                      # ranks that draw initial values, in 0.8 GB of host memory each
 DEADLINE = 1800                          # s for all ranks
 PATIENCE = 600                           # s that a rank waits for the others, which have the same few cores
@@ -188,9 +188,11 @@ def subject_in(names: dict[str, Any]) -> str:
         if isinstance(names.get(name), str):
             return names[name]
     owner = names.get("self")
-    if isinstance(owner, (tg.TableRows, tg.EventTable)):
+    if isinstance(owner, tg.RowTable):
         return owner.table.label
-    return ""
+    if isinstance(owner, (tg.Sharded, tg.TableEntry)):
+        return owner.row.label
+    return tg.SMALL if isinstance(owner, tg.Small) else ""
 
 
 def listen(rank: Rank, drawing: Semaphore) -> None:
@@ -214,10 +216,10 @@ def listen(rank: Rank, drawing: Semaphore) -> None:
         return "warm-up"
 
     def validation() -> str:
-        return f"validation behind {rank.place}"
+        return f"validation after {rank.place}"
 
     def checkpoint() -> str:
-        return f"checkpoint behind {rank.place}"
+        return f"checkpoint after {rank.place}"
 
     @contextlib.contextmanager
     def drawn_by_few(*_: Any) -> Iterator[None]:
@@ -225,7 +227,7 @@ def listen(rank: Rank, drawing: Semaphore) -> None:
             yield
 
     for owner, name, listener in (
-            (tg, "train_step", step), (tg, "warm_up", at(warm_up)), (tg.Evaluator, "evaluate", at(validation)),
+            (tg, "train_step", step), (tg, "warm_up", at(warm_up)), (tg.Executor, "evaluate", at(validation)),
             (tg.Executor, "whole_state", at(checkpoint)), (tg.GPT, "set_initial_values", drawn_by_few)):
         walk.around(owner, name, listener)
 
@@ -245,10 +247,8 @@ def run_rank(rank: Rank, mode: phantom.Card, flags: list[str], drawing: Semaphor
     try:
         preset, given = tg.parse_flags(flags)
         with mode, contextlib.redirect_stdout(sys.stderr):
-            fabric = tg.make_fabric(given)
-            status = tg.run(preset, given, fabric, tg.Ending())
-        if status != tg.EXIT_DONE:
-            error = f"run() returned {status}"
+            source = Path(tg.__file__).read_bytes()
+            tg.train(preset, given, tg.make_fabric(given), tg.Ending(), source)
     except BaseException as cause:                            # the recording up to here tells more than nothing
         traceback.print_exc()
         kind, line, said = walk.cause_of(cause)
@@ -356,7 +356,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--card", default="H100", choices=sorted(phantom.CARDS))
     parser.add_argument("--out", default="", help="file for the recordings")
     parser.add_argument("--logs", default="", help="folder for what the ranks say")
-    parser.add_argument("flags", nargs="*", help="of train_gpt.py, behind --")
+    parser.add_argument("flags", nargs="*", help="of train_gpt.py, after --")
     wanted = parser.parse_args(argv)
     logs = Path(wanted.logs) if wanted.logs else None
     recordings = walk_ranks(wanted.ranks, wanted.card, ["--preset=record", *wanted.flags], logs)

@@ -45,10 +45,13 @@ Stages = list[dict[str, Any]]      # the stage table of a run, as its header has
 
 # ---- Arms
 def stage_flag(stages: Stages) -> list[str]:
-    """The flag that sets a stage table."""
+    """The flag that sets a stage table. `untie`, the last column, is a word that stands there or not."""
     rows = []
     for stage in stages:
-        rows.append(" ".join(map(column, stage.values())))
+        words = [column(value) for name, value in stage.items() if name != "untie"]
+        if stage.get("untie"):
+            words.append("untie")
+        rows.append(" ".join(words))
     return ["--stages=" + ";".join(rows)]
 
 
@@ -56,6 +59,11 @@ def column(value: Any) -> str:
     if isinstance(value, (list, tuple)):
         return ",".join(map(str, value))
     return str(value)
+
+
+def tied(stages: Stages) -> list[str]:
+    """No stage unties embedding and head."""
+    return stage_flag([stage | {"untie": False} for stage in stages])
 
 
 def one_target(stages: Stages) -> list[str]:
@@ -98,18 +106,18 @@ ARMS = {arm.name: arm for arm in (
     Arm(BASELINE, "", []),
     Arm("smear", "no share of the token before in an embedding"),
     Arm("skip", "layer 6 takes nothing from layer 3"),
-    Arm("backout", "layer 7 is not subtracted in front of the head"),
+    Arm("backout", "layer 7 is not subtracted before the head"),
     Arm("value_embeddings", "nothing is added to attention values"),
     Arm("bigram", "no hashed bigrams in the stream"),
     Arm("key_offset", "keys of layers 3 and 10 are the token's own"),
     Arm("paired_heads", "plain heads in layers 0, 2, 5, 9"),
     Arm("attention_gates", "every head's output is halved"),
-    Arm("x0_mix", "no input embedding in front of layers"),
+    Arm("x0_mix", "no input embedding before layers"),
     Arm("multi_token_loss", "the next token only", one_target),
     Arm("softcap", "cross-entropy of the plain logits"),
     Arm("yarn", "rotation and scale of stage 1 throughout"),
     Arm("batch_schedule", "stage 2's batch throughout", second_batch),
-    Arm("untying", "head and embedding stay one parameter"),
+    Arm("untying", "head and embedding stay one parameter", tied),
     Arm("cautious_decay", "decay against the update, too"),
     Arm("weight_decay", "no decay", ["--normuon_weight_decay=0", "--adam_weight_decay=0"]),
     Arm("normuon_second_moment", "Muon's update as it is"),

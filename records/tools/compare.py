@@ -562,11 +562,19 @@ def phases_in_words(found: list[dict[str, Any]]) -> list[str]:
         some = [phase for phase in found if phase["timed"] == timed]
         if not some:
             continue
-        a_s = sum(phase["a_s"] for phase in some)
-        b_s = sum(phase["b_s"] for phase in some)
+        names = {phase["name"] for phase in some}
+        whole = [phase for phase in some if not is_part(phase["name"], names)]
+        a_s = sum(phase["a_s"] for phase in whole)
+        b_s = sum(phase["b_s"] for phase in whole)
         each = short(f"{phase['name']} {phase['a_s']:.2f}, {phase['b_s']:.2f}" for phase in some)
         lines.append(f"phases {where} the clock: A {a_s:.2f} s, B {b_s:.2f} s; {each}")
     return lines
+
+
+def is_part(name: str, names: set[str]) -> bool:
+    """Whether a phase ran inside another one, as "warm-up of stage 1" in "warm-up"."""
+    head, of, _ = name.partition(" of ")
+    return bool(of) and head in names
 
 
 def jsonable(value: Any) -> Any:

@@ -54,6 +54,8 @@ ENVIRONMENT_BYTES = 1 << 14            # of the tables of GPUs and processes, at
 UNKNOWN_STEP = -1                      # a list in a README has no steps
 LOSS_RANGE = (1.0, 4.0)                # of a list in a README
 SECONDS_RANGE = (20.0, 4000.0)         # of such a list; what is larger is milliseconds
+FIXED = "source_sha256", "torch", "hardware", "attention", "head"      # facts that a resumed run may have twice
+BESIDE_A_LOG = "log.txt", "settings.json", "checkpoints"
 LARGEST = 1e15                         # what is more is as good as infinite, and sums of its powers overflow
 SEVERAL_READERS_BYTES = 32 << 20       # below that, starting processes takes longer than reading
 MAX_READERS = 16                       # processes
@@ -144,8 +146,8 @@ class Reading(NamedTuple):
 
 def read(paths: Iterable[Path]) -> Reading:
     """All runs of files and directories (read to the bottom, in the order of names), and what could not be read.
-    In a run directory (a folder with log.jsonl) log.txt is the same run and is not read. README lists count only where
-    no log was found: they repeat the logs beside them.
+    In a run directory (a folder with log.jsonl) log.txt is the same run, and what else the trainer leaves there is no
+    log: neither is read. README lists count only where no log was found: they repeat the logs beside them.
     Raises   ToolError if a path does not exist."""
     runs = []
     unread = []
@@ -180,9 +182,10 @@ def files(paths: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
 def files_below(root: Path) -> Iterator[Path]:
     """All files, and links to directories, which are named and not followed."""
     for folder, inner, names in os.walk(root):
+        if "log.jsonl" in names:                           # a run directory
+            names = [name for name in names if name not in BESIDE_A_LOG]
+            inner[:] = [name for name in inner if name not in BESIDE_A_LOG]
         for name in names:
-            if name == "log.txt" and "log.jsonl" in names:
-                continue
             yield Path(folder, name)
         for name in inner:
             link = Path(folder, name)
@@ -311,6 +314,7 @@ def take(run: Run, event: dict[str, Any]) -> None:
         run.val = [point for point in run.val if point.step <= event["step"]]
         run.aborted = None
         run.notes.append(f"resumed at step {event['step']}")
+        take_resumed(run, event)
 
 
 def of_type(value: Any, *types: type) -> Any:
@@ -343,6 +347,19 @@ def take_header(run: Run, event: dict[str, Any]) -> None:
     run.seed = event.get("seed")
     if whole:
         run.total = min(config.get("max_steps") or whole, whole)
+
+
+def take_resumed(run: Run, event: dict[str, Any]) -> None:
+    """Take the later settings; a run of two sources, versions or machines has both, and a note that says so."""
+    before = run.facts
+    after = {key: value for key, value in event.items() if key not in ("step", "source")}
+    if "config" not in after:                                                 # a log of an older trainer
+        return
+    for key in FIXED:
+        if after.get(key) != before.get(key):
+            run.notes.append(f"resumed with another {key}")
+            after[key] = f"{before.get(key)}, then {after.get(key)}"
+    take_header(run, before | after | {"started": before.get("started")})
 
 
 def date_of_ours(run: Run) -> float | None:
