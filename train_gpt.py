@@ -1,30 +1,29 @@
 """Train a small GPT against the clock: recipe A of the NanoGPT speedrun in one file.
-
     ./run.sh                                                   set-up, data, training, result and a sample
     torchrun --standalone --nproc_per_node=8 train_gpt.py      8 GPUs, preset `record`
     python train_gpt.py --preset=pocket                        one process, on a CPU about two minutes; see --help
 The mathematics is that of modded-nanogpt right after pull request #221 (record 71, 2026-02-15); credits in README.md.
 
 Floor plan. A room uses only rooms above it, and nothing happens at import.
-    1 Config      errors, layer table, stage table, table of n-gram tables, settings, presets, flags, Fabric
-    2 Schedule    pure functions of the step: everything a step needs, in one `Values`
-    3 Data        shards, packing, bigram hash, the loader thread, validation batches
-    4 Kernels     references in PyTorch: norm, rotation, attention, MLP, head loss, symmetric products; main_grad
+    1 Config      errors, layer table, stage table, n-gram tables, settings, presets, flags, Fabric
+    2 Schedule    everything a step needs, in one `Values`: pure functions of the place in the plan
+    3 Data        shards, packing, hashes of n-grams, row plans, the loader thread, validation batches
+    4 Kernels     references in PyTorch and Triton kernels: norm, rotation, attention, MLP, head loss, rows; main_grad
     5 Model       parameter table and GPT
-    6 Rows        the exchange of embedding rows between ranks
-    7 Optimizer   NorMuon, Adam, tie and split, orders of communication
-    8 Executor    forward_backward, optim_step, evaluate, snapshot and restore, files
-    9 Race        warm-up, time budget, profile, clock, log, validation, sample
-   10 Main        flags, process group, device, run
+    6 Rows        tables whose rows lie on their owners: exchange between ranks, rows on a device or a host
+    7 Optimizer   NorMuon, Adam, row updates, tie and untie, orders of communication
+    8 Executor    forward_backward, optim_step, evaluate, snapshot and restore, memory, saves and checkpoints
+    9 Race        clock, log, warm-up, time budget, the race itself, sample
+   10 Main        ranks and device, attention kernel, header, `train` from data to result, profile, the one end
 Letters                                                        [value in the record preset]
     W ranks                       L layers [11]                V vocabulary, padded [50,304]
     S slots in a step [8]         D model width [768]          R rows of a table [251,520]
     B slots in a micro-batch      H heads [6]                  E width of one head [128]
     T tokens in one slot          F MLP width [3,072]          G tokens predicted per position [3, 2, 1 by stage]
-    M matrices in a bank          N rows of a product, B * T   C rows of an owner's slice of a table
+    M matrices in a bank          N rows of a product, B * T   C rows of an owner's shard of a table
 A slot is one of S equal, independent shares of a step's tokens and the unit of data parallelism: slot s belongs to rank
-s mod W. A cycle is two steps, an even and an odd one; Adam updates on the odd one. Tables of n-grams may have a cycle
-of four; the update of such a table is an event. A bank is several matrices in one parameter. The objective of a step is
+s mod W. Adam updates on the last step of its cycle of --adam_every steps, NorMuon on every step; an n-gram table has a
+cadence of 1, 2 or 4 steps. A bank is several matrices in one parameter. The objective of a step is
 J = (1/S) * sum over slots of the slot's summed loss, at every W."""
 from __future__ import annotations
 
@@ -402,8 +401,10 @@ def read_settings(folder: Path) -> tuple[str, dict[str, str]]:
     """Return the preset and {field: text of its flag} that a run directory or a save has kept. Raises DataError."""
     path = folder / SETTINGS
     do = "name the folder of a run or of a save"
-    if (folder / "log.jsonl").exists():
-        do = "resume with the trainer of that run"                            # older ones kept no such file
+    if (folder / "log.jsonl").exists():                                       # older runs and saves kept no such file
+        do = "resume with the trainer of that run, the train_gpt.py in this folder"
+    elif (folder / "config.json").exists():
+        do = "sample with the trainer of that run, the train_gpt.py in its run directory"
     need(path.is_file(), str(path), "no such file", "the settings of a run", do, DataError)
     expected = "a preset and {field: text} of this trainer"
     try:
@@ -1260,25 +1261,25 @@ def row_tables(cfg: Config) -> tuple[Table, ...]:
 
 @dataclass(eq=False)
 class RowUpdate:
-    """The rows of this rank's shard that ranks read in a cycle, each once: those that a row-wise update changes.
+    """The rows of this rank's shard that a row-wise update changes: those that any rank reads in the cycle, each once.
 
-    Rows that the update before changes, too, are on the device, where they are newer than in a host home.
+    Rows that the update before changes as well are on the device already, and newer there than in a host home.
     """
 
     places: Tensor                       # (u,) i64 in the shard, ascending
     inverse: Tensor                      # (requested,) i64: index into `places` of each requested row
     follows: RowUpdate | None            # the update before; None: there is none
-    fresh: Tensor                        # (f,) i64: index into `places` of those that the update before has not
-    kept: Tensor                         # (u - f,) i64: index into `places` of those that it has, too,
-    kept_from: Tensor                    # (u - f,) i64: and their index into its places
+    fresh: Tensor                        # (f,) i64: index into `places` of the rows that the update before has not
+    kept: Tensor                         # (u - f,) i64: index into `places` of those that it has,
+    kept_from: Tensor                    # (u - f,) i64: and the index of the same rows into its places
 
 
 def distinct_with_places(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the distinct values, ascending, (u,) i64, and the index of each value in them, (n,) i64.
 
-    values (n,) are integers below 2^32. One sort of 64-bit words, the value above its position, is several times as
-    fast as numpy's unique with its inverse.
+    values (n,): integers below 2^32. Several times as fast as numpy's unique with its inverse.
     """
+    # One sort of 64-bit words, the value above its position.
     count = len(values)
     words = np.sort(values.astype(np.uint64) << np.uint64(32) | np.arange(count, dtype=np.uint64))
     ordered = (words >> np.uint64(32)).astype(np.int64)
@@ -1290,7 +1291,7 @@ def distinct_with_places(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def row_update(requested: np.ndarray, before: RowUpdate | None, fabric: Fabric) -> RowUpdate:
-    """Make the update of the requested rows, places in the shard reader by reader, from it and the update before."""
+    """Make the update of the requested rows, which are places in the shard; before: the update that it follows."""
     places, inverse = distinct_with_places(requested)
     in_both = np.zeros(len(places), bool)
     at = np.zeros(len(places), np.int64)
@@ -1307,17 +1308,17 @@ def row_update(requested: np.ndarray, before: RowUpdate | None, fabric: Fabric) 
 class TablePlan:
     """The rows of a table that this rank reads in a cycle, and the rows of its shard that all ranks request.
 
-    Row r is the r div W-th of rank r mod W, since frequent tokens have neighbouring ids; physical order goes by owner.
-    Lists of rows are numpy arrays until `change_lists` makes tensors of them.
+    Logical row r is the r div W-th in the shard of rank r mod W; physical rows are numbered shard by shard. Lists are
+    tensors on the host until the cycle's rows are fetched.
     """
 
     tag: dict[str, Any]                  # purpose, cycle, tokens (of a slot over the cycle): equal on all ranks
     shard_size: int                      # rows of every rank's shard: R / W, rounded up
-    my_rows: Any                         # (n,) i64, physical, ascending: fetched before the cycle, gradients go back
-    send_counts: list[int]               # requests to each owner: how many of my_rows it has
-    requested_rows: Any                  # i64 places in this rank's shard, reader by reader
-    recv_counts: list[int]               # requests from each reader
-    head_columns: Any                    # (n,) i64: the same rows as columns of the head, while tied; else None
+    my_rows: Tensor                      # (n,) i64, physical, ascending: fetched before the cycle, gradients go back
+    send_counts: list[int]               # by owner: how many of my_rows this rank requests of it
+    requested_rows: Tensor               # i64 places in this rank's shard, reader by reader
+    recv_counts: list[int]               # by reader: how many of them it requests
+    head_columns: Tensor | None          # (n,) i64: my_rows as columns of the head, while head and embedding are tied
     plan_ms: float                       # time of `Planner.plan`
     reads: int                           # lookups, repeated rows included
     update: RowUpdate | None = None      # of a row-wise table, once `RowTable.prepare` has seen the plan
@@ -1329,8 +1330,8 @@ class TablePlan:
         """Rows are read from the head, which every rank has: nothing travels."""
         return self.head_columns is not None
 
-    def change_lists(self, change: Callable) -> None:
-        """Replace each list of rows by change(list): an array by a tensor, later that by its copy on the device."""
+    def change_lists(self, change: Callable[[Tensor], Tensor]) -> None:
+        """Replace each list of rows by change(list): by its copy on the device."""
         self.my_rows = change(self.my_rows)
         self.requested_rows = change(self.requested_rows)
         if self.tied:
@@ -1353,7 +1354,7 @@ class Batch(NamedTuple):
     rows: dict[str, Tensor]              # by table, shaped like its ids: index into the plan's list, or rows of the table
     signs: dict[str, Tensor] = {}        # by table that has signs, (b, T) i32: which vector of signs
 
-    def map(self, change: Callable) -> Batch:
+    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch with change(tensor) for each tensor."""
         rows = {label: change(x) for label, x in self.rows.items()}
         signs = {label: change(x) for label, x in self.signs.items()}
@@ -1368,7 +1369,7 @@ class Planner:
     """Makes the batches of a cycle and their row plans. Pure, but for the exchange with other ranks."""
 
     def __init__(self, cfg: Config, fabric: Fabric, exchange: Callable | None = None) -> None:
-        """exchange(plans) fills in what ranks request of each other; None: plans are this rank's side alone."""
+        """exchange(plans) puts in what other ranks request of this one; None: they request nothing."""
         self.cfg = cfg
         self.fabric = fabric
         self.exchange = exchange
@@ -1377,7 +1378,9 @@ class Planner:
 
     def batches(self, purpose: str, steps: Sequence[Values], slots: Sequence[list[Slot]]) -> list[Batch]:
         """Return a batch for each step of a run's cycle, from this rank's slots of each."""
-        tokens = [np.stack([slot.tokens for slot in slots_of_step]) for slots_of_step in slots]    # (b, T + 1) u16
+        tokens = []                                  # of each step, (b, T + 1) u16
+        for slots_of_step in slots:
+            tokens.append(np.stack([slot.tokens for slot in slots_of_step]))
         inputs = [x[:, :-1].astype(np.int32) for x in tokens]
         rows: list[dict[str, np.ndarray]] = [{} for _ in steps]
         plans: list[dict[str, TablePlan]] = []       # of each step
@@ -1392,11 +1395,10 @@ class Planner:
                     begun[table.label] = self.plan(table, purpose, steps[cycle], inputs[cycle], rows[cycle])
             if self.exchange:
                 self.exchange(begun)
-            for plan in begun.values():
-                plan.change_lists(self.fabric.host_tensor)
             current = current | begun
             plans += [current] * self.cfg.adam_every
 
+        # Slots differ in their number of documents, but a tensor's rows have one length.
         batches = []
         for at, values in enumerate(steps):
             borders = [slot.cu_seqlens for slot in slots[at]]
@@ -1411,10 +1413,11 @@ class Planner:
     def plan(self, table: Table, purpose: str, steps: Sequence[Values], inputs: Sequence[np.ndarray],
              rows: Sequence[dict[str, np.ndarray]]) -> TablePlan:
         """Plan a table's rows for the steps of its cycle; the index of each lookup goes to `rows`, a dict per step."""
+        # Rows are dealt to ranks in turn: frequent tokens have neighbouring ids, and owners are to share the work.
         began = time.perf_counter()
         W = self.fabric.world
         size = self.shard_sizes[table.label]
-        tied = table.tied and steps[0].tied                                   # they part between cycles
+        tied = table.tied and steps[0].tied                                   # head and embedding part between cycles
         ids = [table.ids(x) for x in inputs]
         logical = np.concatenate([x.ravel() for x in ids])
         place = logical.astype(np.int64) // W
@@ -1427,20 +1430,23 @@ class Planner:
             index = logical
         elif self.cfg.row_comms == "dense" and not table.is_rowwise and not tied:
             my_rows, index = np.arange(W * size), physical
-        sizes = np.cumsum([x.size for x in ids[:-1]])
-        for of_step, x, part in zip(rows, ids, np.split(index.astype(np.int32), sizes)):
+        borders = np.cumsum([x.size for x in ids[:-1]])
+        for of_step, x, part in zip(rows, ids, np.split(index.astype(np.int32), borders)):
             of_step[table.label] = part.reshape(x.shape)
 
-        # A single rank requests its own rows; with several, the exchange puts in what the readers request.
+        # Alone, a rank requests its own rows; among several, the exchange puts in what the readers request.
         counts = np.diff(np.searchsorted(my_rows, size * np.arange(W + 1))).tolist()
-        head_columns = my_rows % size * W + my_rows // size if tied else None  # logical again
+        head_columns = None
+        if tied:
+            head_columns = self.fabric.host_tensor(my_rows % size * W + my_rows // size)      # logical again
+        my_rows = self.fabric.host_tensor(my_rows)
         tag = dict(purpose=purpose, cycle=steps[0].step // table.cadence, tokens=sum(x.shape[1] for x in inputs))
         plan_ms = 1000 * (time.perf_counter() - began)
         return TablePlan(tag, size, my_rows, counts, my_rows, counts, head_columns, plan_ms, reads=len(logical))
 
 
 def bounded(future: Future, cfg: Config, what: str) -> Any:
-    """Return the result of a thread's work; its exception surfaces here. Raises RunError after --comm_timeout."""
+    """Return the result of a thread's work, or raise what it raised; RunError after --comm_timeout."""
     try:
         return future.result(timeout=cfg.comm_timeout)
     except FutureTimeout:
@@ -1456,8 +1462,8 @@ class Loader:
     """Batches of the run's cycles, made on a background thread exactly one cycle ahead.
 
     Taking a cycle starts the work on the next, so what a batch holds never depends on timing. The stream of slots is
-    the same at every W: a block of slots that does not fit into a shard starts the next one, which a second thread
-    reads ahead.
+    the same at every W: where a block of slots does not fit into the rest of a shard, it begins the next shard, which
+    a second thread has read ahead.
     """
 
     def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], cycles: Iterable[list[Values]],
@@ -1478,7 +1484,7 @@ class Loader:
         self.shard: Shard | None = None              # in use, from document doc on
         self.doc = 0
         self.ahead: Future | None = None             # batches of the next cycle
-        self.ready: list[Batch] = []                 # what is left of this one
+        self.ready: list[Batch] = []                 # batches of this cycle that are not taken yet
         self.plans_in_use: dict[str, TablePlan] = {}
 
     def skip(self, steps: Iterable[Values]) -> None:
@@ -1509,8 +1515,9 @@ class Loader:
 
     def plans_ahead(self) -> dict[str, TablePlan] | None:
         """Return the row plans after those in use; None: the steps or the data end, and `next` will say so."""
+        # A table's cycle may be shorter than the run's.
         for batch in self.ready:
-            if batch.plans is not self.plans_in_use:          # a table's cycle may be shorter than the run's
+            if batch.plans is not self.plans_in_use:
                 return batch.plans
         try:
             batches = self.wait()
@@ -1534,7 +1541,7 @@ class Loader:
 
     def _block(self, values: Values) -> tuple[Shard, list]:
         """Return the next block of slots: its shard, and (starts, ends) of the pieces of each slot."""
-        # What is left of the shard in use, each shard once, and the one that was in use as a whole.
+        # At most: the rest of the shard in use, then every shard once, the one that was in use as a whole included.
         for _ in range(len(self.headers) + 2):
             if self.shard is not None:
                 packed = pack_block(self.shard, self.doc, self.cfg.num_slots, values.slot_tokens, self.cfg.max_doc_len)
@@ -1547,6 +1554,7 @@ class Loader:
             self.doc = 0
             self.upcoming = next(self.shards, None)
 
+        # Shards that have held a block may just be read to their end; otherwise they are too small for any.
         if self.upcoming is None and values.step > 0:
             raise DataEnded("training data ended",
                             f"{len(self.headers)} shards of {self.cfg.train_files!r}: enough for {values.step} steps",
@@ -2658,111 +2666,103 @@ def gate_of(features: Tensor, weight: Tensor) -> Tensor:
 
 
 # ====== Room 6: Rows ==================================================================================================
-# A plan's my_rows serve both directions: owner to reader before a cycle, reader to owner after it (design 4).
+# Each rank owns a shard of every table and reads rows of all shards. A plan's lists serve both directions: rows travel
+# from owner to reader before a cycle, their gradients from reader to owner after it (design 4).
 def no_wait(**_: Any) -> None:
-    """Wait for nothing; report to nobody."""
+    """Do nothing: the wait where nothing is under way, and the report that nobody reads."""
 
 
 def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, TablePlan]) -> None:
-    """Tell every owner which of its rows this rank reads, and learn what all ranks request of this one.
+    """Tell every owner which of its rows this rank reads, and put into the plans what ranks request of this one.
 
-    Tags, counts and checksums travel in one message, the lists of all tables in a second one. group: gloo's; None: the
-    group of all ranks. Raises RunError where ranks disagree.
+    group: gloo's; None: the group of all ranks. Raises RunError where ranks disagree.
     """
+    # By table and owner: the places that this rank reads in the owner's shard.
     W, me = fabric.world, fabric.rank
-    lists = []                                                                # by table and owner: i32 places in its shard
+    lists, counts, checksums = [], [], []
     for plan in plans.values():
-        places = torch.from_numpy((plan.my_rows % plan.shard_size).astype(np.int32))
-        lists.append([places[:0]] * W if plan.tied else places.split(plan.send_counts))
-    common = {label: dict(plan.tag, dtype=dtype, tied=plan.tied) for label, plan in plans.items()}
-    counts = [[len(places) for places in of_table] for of_table in lists]
-    checksums = [[int(places.sum()) for places in of_table] for of_table in lists]
+        rows = [plan.my_rows[:0]] * W if plan.tied else plan.my_rows.split(plan.send_counts)
+        places = [(x - owner * plan.shard_size).int() for owner, x in enumerate(rows)]
+        lists.append(places)
+        counts.append([len(x) for x in places])
+        checksums.append([int(x.sum()) for x in places])
+    common = [dict(plan.tag, table=label, dtype=dtype, tied=plan.tied) for label, plan in plans.items()]
 
-    # First what must be equal everywhere: lists of different cycles would be taken for each other.
+    # First what must be equal everywhere, or lists of different cycles would be taken for each other.
     everyone: list[Any] = [None] * W
     dist.all_gather_object(everyone, (common, counts, checksums), group=group)
     for reader, (theirs, _, _) in enumerate(everyone):
-        need(theirs == common, f"row plans of ranks {reader} and {me}", theirs, common, "use the same flags", RunError)
+        for found, mine in zip(theirs, common):
+            need(found == mine, f"row plans of ranks {reader} and {me}", found, mine, "use the same flags", RunError)
 
+    # Then all lists in one message, owner by owner. They arrive reader by reader, and table by table from each.
     leaving = torch.cat([of_table[owner] for owner in range(W) for of_table in lists])
-    send_counts = [sum(of_table[owner] for of_table in counts) for owner in range(W)]
-    requests = [[of_table[me] for of_table in their_counts] for _, their_counts, _ in everyone]   # (reader, table)
-    recv_counts = [sum(of_reader) for of_reader in requests]
-    arriving = torch.empty(sum(recv_counts), dtype=torch.int32)
-    dist.all_to_all_single(arriving, leaving, recv_counts, send_counts, group=group)
+    requests = np.array([of_reader for _, of_reader, _ in everyone])[:, :, me]         # how many, (reader, table)
+    arriving = torch.empty(requests.sum(), dtype=torch.int32)
+    dist.all_to_all_single(arriving, leaving, requests.sum(1).tolist(), np.sum(counts, 0).tolist(),
+                           group=group)
+    pieces = arriving.split(requests.flatten().tolist())
 
-    # They arrive reader by reader, and table by table from each.
-    pieces = arriving.split(list(itertools.chain(*requests)))
+    # A list that no plan can hold, or not the one announced, would read and change other rows in silence.
     for table, (label, plan) in enumerate(plans.items()):
         requested = pieces[table::len(plans)]
         for reader, places in enumerate(requested):
             announced = everyone[reader][2][table][me]
-            check_requested(label, plan, reader, places, announced)
+            inside = len(places) == 0 or (places[0] >= 0 and places[-1] < plan.shard_size)
+            need(inside and (places.diff() > 0).all() and places.sum() == announced,
+                 f"rows of {label} that rank {reader} requests", f"{places}, their sum {int(places.sum())}",
+                 f"ascending places below {plan.shard_size}, their sum {announced}", "report it", RunError)
         if not plan.tied:
-            plan.requested_rows = torch.cat(requested).long()
-            plan.recv_counts = [len(places) for places in requested]
+            plan.requested_rows = fabric.host_tensor(torch.cat(requested).long())
+            plan.recv_counts = requests[:, table].tolist()
             plan.count_bytes(me, plan.send_counts, plan.recv_counts, arriving.element_size())
 
 
-def check_requested(label: str, plan: TablePlan, reader: int, places: Tensor, checksum: int) -> None:
-    """Raise RunError unless a reader's list is one that a plan can hold, and the one it announced."""
-    if len(places) == 0:
-        return
-    inside = places[0] >= 0 and places[-1] < plan.shard_size
-    ascending = (places.diff() > 0).all()
-    need(inside and ascending and int(places.sum()) == checksum, f"rows of {label} that rank {reader} requests",
-         f"{len(places)} from {places[0]} to {places[-1]}", f"ascending places below {plan.shard_size}, as announced",
-         "report it: a plan is wrong", RunError)
-
-
 class RowTable:
-    """One table on one rank: the shard that it owns, a cache of the rows that it reads, and the gradients of both.
+    """One table on one rank: the shard that the rank owns, a cache of the rows that it reads, and gradients of both.
 
-    The cache and row_grads hold the rows of a plan in its order. A dense-Adam table's shard is a parameter, with a
-    gradient of the whole shard; on a single rank the shard is the cache, and its gradient the row_grads. A row-wise
-    table has its shard in a home: an update takes the requested rows from there and puts them back.
+    Cache and row_grads hold the rows of one plan, in the order of its list. The shard of a dense-Adam table is a
+    parameter, all of which is updated; a single rank reads it without a cache. The shard of a row-wise table is in a
+    home, from which an update takes the requested rows and where it puts them back.
     """
 
     def __init__(self, table: Table, cfg: Config, fabric: Fabric, shard: Tensor | None, most_tokens: int,
                  report: Callable) -> None:
-        """shard (C, D): the parameter; None: of a row-wise table. most_tokens: bound of what a rank reads in a cycle.
+        """shard (C, D): the parameter; None for a row-wise table. most_tokens: the most that a rank reads in a cycle.
 
-        report(**facts) is called with the traffic of each plan.
+        report(**facts) gets the traffic of each plan.
         """
         self.table = table
         self.fabric = fabric
         self.report = report
         self.debug = cfg.debug_rows
-        self.mode = "sparse" if table.is_rowwise else cfg.row_comms
-        self.home = None
-        if table.is_rowwise:
-            self.home = HOMES[table.home](table, cfg, fabric)
-            shard = self.home.stored.rows
-        self.shard = shard.detach()
+        self.mode = "sparse" if table.is_rowwise else cfg.row_comms           # dense: a plan lists all rows
+        self.home = HOMES[table.home](table, cfg, fabric) if table.is_rowwise else None
+        self.shard = self.home.stored.rows if self.home else shard.detach()
 
         # Buffers are as large as the largest cycle needs and never grow, so that addresses and shapes stay.
-        width, dtype = cfg.model_dim, shard.dtype
+        size, width = self.shard.shape
+        dtype = self.shard.dtype
         if self.home is None:
-            self.grad = torch.zeros_like(shard, dtype=accum_dtype(dtype))     # of the shard, summed over ranks
+            self.grad = torch.zeros_like(self.shard, dtype=accum_dtype(dtype))         # of the shard, summed over ranks
         self.alone = fabric.world == 1 and self.home is None                  # lookups read the shard itself
         if self.alone:
             self.cache = shard
             self.row_grads = self.grad
         else:
-            rows = fabric.world * len(shard)
+            rows = fabric.world * size
             if self.mode == "sparse":
                 rows = min(rows, most_tokens * table.reads)
             self.cache = torch.zeros(rows, width, dtype=dtype, device=fabric.device).requires_grad_()
             self.row_grads = torch.zeros(rows, width, dtype=accum_dtype(dtype), device=fabric.device)
-        self.arrival: Callable[[], object] = no_wait                          # wait for rows on their way into the cache
+        self.arrival: Callable[[], object] = no_wait                          # waits for the rows that are on their way
         self.reset()
 
     def reset(self) -> None:
-        """Drop what is cached, gradients and counts. Rows stay."""
+        """Drop all but the rows: cache, gradients, counts, what is prepared."""
         self._settle()
         self.cached: TablePlan | None = None                                  # the plan whose rows are in the cache
         self.live: RowState | None = None                                     # rows that the next update changes
-        self.prepared: RowUpdate | None = None                                # the last that `prepare` has made
         self.pending: list[TablePlan] = []                                    # plans with gradients in row_grads
         self.totals = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)
         self.row_grads.zero_()
@@ -2772,61 +2772,30 @@ class RowTable:
             self.home.invalidate()
             self.home.pop_traffic()
 
-    def _settle(self) -> None:
-        self.arrival()
-        self.arrival = no_wait
-
     def prepare(self, plan: TablePlan) -> None:
-        """Make a row-wise table's next update from the requests and let its rows set off: a cycle ahead."""
+        """Make a row-wise table's next update from the requests, a cycle ahead, and let its rows leave a host home."""
         if self.home is not None:
-            before = self.prepared if self.table.home == "host" else None     # on the device every row is fresh
-            plan.update = row_update(np.asarray(plan.requested_rows), before, self.fabric)
-            self.prepared = plan.update
-            self.home.prepare(plan.update)
-
-    def _launch(self, plan: TablePlan, out: Tensor, rows: Tensor, recv_counts: list[int],
-                send_counts: list[int]) -> Callable[[], object]:
-        """Launch a list of rows from each rank to each, empty ones too. Returns the wait for it."""
-        plan.count_bytes(self.fabric.rank, send_counts, recv_counts, rows.shape[1] * rows.element_size())
-        if self.fabric.world == 1:
-            out.copy_(rows)
-            return no_wait
-        return dist.all_to_all_single(out, rows, recv_counts, send_counts, async_op=True).wait
+            plan.update = self.home.prepare(plan.requested_rows.numpy())
 
     @torch.no_grad()
     def fetch(self, plan: TablePlan, head: Tensor) -> None:
-        """Launch the rows of a cycle into the cache: after the owners' update, never before."""
+        """Launch the plan's rows into the cache: after the owners' update, never before."""
         self._settle()
+        if plan.update is None:
+            self.prepare(plan)                                                # no loader has done it
         plan.change_lists(self._on_device)
         self.cached = plan
         if self.alone:
             return
-        read = functools.partial(self.shard.index_select, 0, plan.requested_rows)
+        rows, places = self.shard, plan.requested_rows
         if self.home is not None:
-            if plan.update is None:                                           # nobody has prepared this plan
-                plan.update = row_update(plan.requested_rows.cpu().numpy(), None, self.fabric)
             self.live = self.home.take(plan.update)
-            read = functools.partial(self.live.rows.index_select, 0, self._on_device(plan.update.inverse))
-        self.arrival = self._bring(plan, self.cache.detach(), read, head)
-
-    def _on_device(self, rows: Tensor) -> Tensor:
-        return rows.to(self.fabric.device, non_blocking=True)
-
-    def _bring(self, plan: TablePlan, out: Tensor, read: Callable[[], Tensor], head: Tensor) -> Callable[[], object]:
-        """Launch the plan's rows into `out`: read() gives the requested ones of this rank. Returns the wait.
-
-        While tied they are columns of the head (D, V), which every rank has.
-        """
-        if self.debug:
-            out.fill_(math.nan)                                               # rows of no plan are not to be read
-        arriving = out[:len(plan.my_rows)]
-        if plan.tied:
-            arriving.copy_(head.t()[plan.head_columns])
-            return no_wait
-        return self._launch(plan, arriving, read(), plan.send_counts, plan.recv_counts)
+            rows, places = self.live.rows, self._on_device(plan.update.inverse)
+        self.arrival = self._bring(plan, self.cache.detach(), head, rows, places)
 
     def rows_for_forward(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cache with the plan's rows, and row_grads. Raises RunError before the last cycle's update."""
+        # Among several ranks row_grads are of one plan alone, whose list says where they go.
         if plan not in self.pending:
             need(self.alone or not self.pending, f"gradients of {self.table.label}",
                  f"of {[other.tag for other in self.pending]}, now {plan.tag}", "batches of one cycle",
@@ -2839,27 +2808,30 @@ class RowTable:
 
     @torch.no_grad()
     def read(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, None]:
-        """Fetch rows into a tensor of their own (validation, sampling), without a buffer for gradients."""
+        """Fetch the plan's rows into a new tensor (validation, sampling); there is no buffer for gradients."""
         plan.change_lists(self._on_device)
         if self.alone:
             return self.shard, None
-        read = self.shard.__getitem__ if self.home is None else self.home.read
+        rows, places = self.shard, plan.requested_rows
+        if self.home is not None:
+            rows, places = self.home.read(places), slice(None)
         out = self.cache.new_empty(len(plan.my_rows), self.cache.shape[1])
-        wait = self._bring(plan, out, functools.partial(read, plan.requested_rows), head)
+        wait = self._bring(plan, out, head, rows, places)
         wait()
         self.report_traffic(plan)
         return out, None
 
     @torch.no_grad()
     def return_gradients(self) -> tuple[Tensor, Callable[[], None]]:
-        """Launch gradients to their owners.
+        """Launch row_grads to the owners of the rows. Returns a gradient and the wait after which it is complete.
 
-        Returns the gradient of the shard, or of a row-wise update's rows (u, D): whole after the wait beside it.
+        The gradient is of the shard, (C, D), or of the rows of a row-wise update, (u, D).
         """
         if self.alone:
             return self.grad, no_wait
+        # They travel in the type of the weights, and are added in that of row_grads.
         plan, = self.pending
-        rows = self.row_grads[:len(plan.my_rows)].to(self.cache.dtype)        # on the wire: the type of the weights
+        rows = self.row_grads[:len(plan.my_rows)].to(self.cache.dtype)
         arrived = rows.new_empty(len(plan.requested_rows), rows.shape[1])
         wait = self._launch(plan, arrived, rows, plan.recv_counts, plan.send_counts)
         if self.home is None:
@@ -2874,11 +2846,8 @@ class RowTable:
 
         return grad, add_in_rank_order
 
-    def _in_row_grads(self, plan: TablePlan) -> Tensor | slice:
-        return plan.my_rows if self.alone else slice(len(plan.my_rows))
-
     def add_to_head(self, head_grad: Tensor) -> None:
-        """Add this rank's gradients to those of the head, (D, V), while the two are tied."""
+        """Add row_grads to the gradient of the head, (D, V), while head and embedding are tied."""
         for plan in self.pending:
             at = self._in_row_grads(plan)
             head_grad[:, plan.head_columns] += self.row_grads[at].t().to(head_grad.dtype)
@@ -2886,12 +2855,13 @@ class RowTable:
         self.clear()
 
     def updated(self) -> None:
-        """Send the rows that an update has changed home."""
+        """Put the rows that an update has changed back into their home."""
         plan, = self.pending
         self.home.put(plan.update, self.live)
 
     def clear(self) -> None:
-        """Drop the gradients of the pending plans, row by row, and what is cached."""
+        """Drop the gradients of the pending plans, and what is cached."""
+        # Row by row: most of a buffer, and of a shard, is zero already.
         for plan in self.pending:
             self.row_grads[self._in_row_grads(plan)] = 0
             if self.home is None and not self.alone and not plan.tied:
@@ -2902,30 +2872,63 @@ class RowTable:
         self.live = None                                                      # makes room for those of the next update
         if self.debug:
             strays = self.row_grads.any() or (self.home is None and self.grad.any())
-            need(not strays, f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it", RunError)
+            need(not strays, f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it",
+                 RunError)
 
     def report_traffic(self, plan: TablePlan, dense_passes: int = 0) -> None:
-        """Report what a plan has moved. dense_passes: how often a dense table would have travelled as a whole."""
-        if plan.tied or plan.tag["purpose"] not in ("train", "validation"):
+        """Report what a plan has moved. dense_passes: how often dense mode would have moved the whole table."""
+        # Nothing travels while tied, and nobody asks about warm-up and samples.
+        purpose = plan.tag["purpose"]
+        if plan.tied or purpose not in ("train", "validation"):
             return
         bytes_dense = dense_passes * (self.fabric.world - 1) * self.shard.nbytes
         moved = dict(bytes_sent=plan.sent, bytes_received=plan.received, bytes_dense=bytes_dense)
-        if self.home is not None and plan.tag["purpose"] == "train":
+        if self.home is not None and purpose == "train":
             moved |= self.home.pop_traffic()
         self.report(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.my_rows), reads=plan.reads,
                     **moved, plan_ms=round(plan.plan_ms, 3))
-        if plan.tag["purpose"] == "train":
+        if purpose == "train":
             self.totals.update(moved)
 
     def memory_bytes(self, moments: Iterable[Tensor]) -> int:
-        """Count the bytes that this rank keeps of the table on the device, with these moments."""
+        """Count the bytes that this rank keeps of the table on its device: shard, cache, gradients, these moments."""
         kept = [self.shard, self.cache, self.row_grads, *moments]
         kept += [self.grad] if self.home is None else self.home.stored
         sizes = {x.data_ptr(): x.nbytes for x in kept if x.device.type == self.cache.device.type}    # some are the same
         return sum(sizes.values())
 
+    def _on_device(self, rows: Tensor) -> Tensor:
+        return rows.to(self.fabric.device, non_blocking=True)
 
-# ---- Homes of row-wise tables: any number of rows, of which an update changes those that were requested.
+    def _in_row_grads(self, plan: TablePlan) -> Tensor | slice:
+        return plan.my_rows if self.alone else slice(len(plan.my_rows))
+
+    def _settle(self) -> None:
+        self.arrival()
+        self.arrival = no_wait
+
+    def _bring(self, plan: TablePlan, out: Tensor, head: Tensor, rows: Tensor,
+               places: Tensor | slice) -> Callable[[], object]:
+        """Launch a plan's rows into `out`; rows[places] are those requested of this rank. Returns the wait."""
+        if self.debug:
+            out.fill_(math.nan)                                               # rows of no plan are not to be read
+        arriving = out[:len(plan.my_rows)]
+        if plan.tied:
+            arriving.copy_(head.t()[plan.head_columns])                       # every rank has the head, (D, V)
+            return no_wait
+        return self._launch(plan, arriving, rows[places], plan.send_counts, plan.recv_counts)
+
+    def _launch(self, plan: TablePlan, out: Tensor, rows: Tensor, recv_counts: list[int],
+                send_counts: list[int]) -> Callable[[], object]:
+        """Launch a list of rows from each rank to each, empty ones too. Returns the wait."""
+        plan.count_bytes(self.fabric.rank, send_counts, recv_counts, rows.shape[1] * rows.element_size())
+        if self.fabric.world == 1:
+            out.copy_(rows)
+            return no_wait
+        return dist.all_to_all_single(out, rows, recv_counts, send_counts, async_op=True).wait
+
+
+# ---- Homes of row-wise tables: any number of rows, of which an update changes those that ranks request
 class RowState(NamedTuple):
     """Rows of a shard with their optimizer state."""
 
@@ -2946,21 +2949,18 @@ class RowState(NamedTuple):
 
 MAP_NORESERVE = 0x4000                   # of Linux on x86 and ARM; Python has the name since 3.13
 PIECE_ROWS = 1 << 14                     # rows of a rank that are copied, or sent to another rank for a file, at a time
-SCANNED_ROWS = 1 << 22                   # rows that are looked at together for those that were updated
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Allocate zeros on the host that take memory page by page, when they are first written. Raises RunError.
-
-    An anonymous mapping that reserves nothing, with small pages: a plain one of 38 GB is refused on a machine of 24,
-    and a row in a huge page would take 2 MB.
-    """
+    """Allocate zeros on the host that take memory page by page, when they are first written. Raises RunError."""
     size = math.prod(shape) * dtype.itemsize
-    if size == 0 or sys.platform != "linux":
+    if sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
+    # Nothing is reserved, for a plain mapping of 38 GB is refused on a machine of 24. Pages are small ones, for a row
+    # in a huge page would take 2 MB.
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-    except (OSError, ValueError, OverflowError) as error:
+    except OSError as error:
         raise RunError("memory for a table", error, f"an address space with {size / 2**30:.1f} GiB to map",
                        "fewer rows, more ranks, or a larger limit (ulimit -v)") from None
     with contextlib.suppress(OSError):                                        # a system without huge pages
@@ -2974,85 +2974,84 @@ class DeviceHome:
     def __init__(self, table: Table, cfg: Config, fabric: Fabric) -> None:
         self.fabric = fabric
         self.device = fabric.device
-        dtype = getattr(torch, cfg.dtype)
+        self.traffic = dict(bytes_up=0, bytes_down=0)                         # between host and device
         size = -(-table.rows // fabric.world)
+        dtype = getattr(torch, cfg.dtype)
         zeros: Callable = untouched_zeros
         if fabric.on_cuda and table.home == "device":
             zeros = functools.partial(torch.zeros, device=fabric.device)
         self.stored = RowState(zeros((size, cfg.model_dim), dtype=dtype), zeros((size,), dtype=accum_dtype(dtype)),
                                zeros((size,), dtype=torch.int32))
 
-    def prepare(self, update: RowUpdate) -> None:
-        """Learn what the next cycle requests."""
+    def prepare(self, requested: np.ndarray) -> RowUpdate:
+        """Make the update of the next cycle; requested: places in the shard, reader by reader."""
+        return row_update(requested, None, self.fabric)
 
     def take(self, update: RowUpdate) -> RowState:
-        """Return the rows of an update as the one before has left them, on the device."""
-        update.follows = None                                                 # else each would keep all before it
+        """Return the update's rows on the device, as the update before has left them."""
         return self.stored.at(update.places.to(self.device, non_blocking=True))
 
     def put(self, update: RowUpdate, changed: RowState) -> None:
-        """Store what an update has made of its rows."""
+        """Store the rows that an update has changed."""
         self.stored.put(update.places.to(self.device, non_blocking=True), changed)
 
     def read(self, places: Tensor) -> Tensor:
-        """Return rows for a reader that changes none, on the device."""
+        """Return rows on the device, to be read only."""
         return self.stored.rows.index_select(0, places.to(self.device, non_blocking=True))
 
     def settle(self) -> None:
         """Wait until everything that was put is stored."""
 
-    def pop_traffic(self) -> dict[str, int]:
-        """Return the bytes moved to the device and back since the last call."""
-        return dict(bytes_up=0, bytes_down=0)
-
     def invalidate(self) -> None:
-        """Drop the rows that were taken or are prefetched."""
+        """Forget which updates are prepared, and their rows: those at home count."""
+
+    def pop_traffic(self) -> dict[str, int]:
+        """Return the bytes moved since the last call."""
+        traffic = self.traffic
+        self.traffic = dict.fromkeys(traffic, 0)
+        return traffic
 
     def touched_places(self, most_rows: int = PIECE_ROWS) -> Iterator[Tensor]:
-        """Yield the places of rows that some update has changed, in pieces (n,) i64, ascending."""
+        """Yield the places of all rows that an update has ever changed, ascending, in pieces (n,) i64."""
         self.settle()
-        last = self.stored.last
-        found = [torch.empty(0, dtype=torch.int64, device=last.device)]
-        for first in range(0, len(last), SCANNED_ROWS):
-            found.append(first + last[first:first + SCANNED_ROWS].nonzero().flatten())
-        for places in torch.cat(found).split(most_rows):
+        for places in self.stored.last.nonzero().flatten().split(most_rows):
             if len(places) > 0:                                               # split() makes one empty piece of nothing
                 yield places
 
     def touched(self, most_rows: int = PIECE_ROWS) -> Iterator[tuple[Tensor, RowState]]:
-        """Yield these rows: their places, and copies, on the host."""
+        """Yield the same places with copies of their rows, on the host."""
         for places in self.touched_places(most_rows):
             copies = self.stored.at(places)
             yield places.cpu(), RowState(*(x.cpu() for x in copies))
 
     @torch.no_grad()
     def load(self, pieces: Iterable[tuple[Tensor, RowState]]) -> None:
-        """Replace all rows by those of the pieces, as `touched` gave them, and zeros. Writes only touched rows."""
+        """Replace all rows by those of the pieces, as `touched` gave them, and zeros elsewhere."""
+        # Rows that no update has changed are zeros that take no memory, and have to stay so.
         at = self.stored.last.device
-        for places, old in self.touched():
-            zeros = RowState(*map(torch.zeros_like, old))
-            self.stored.put(places.to(at), zeros.to(at))
+        for places in self.touched_places():
+            for x in self.stored:
+                x.index_fill_(0, places, 0)
         for places, rows in pieces:
             self.stored.put(places.to(at), rows.to(at))
         self.invalidate()
 
 
 class HostHome(DeviceHome):
-    """Rows and state of a shard in pageable host memory; those of a cycle travel to the device and back.
+    """Rows and state of a shard in pageable host memory; the rows of a cycle travel to the device and back.
 
-    While a cycle runs, the rows that only the next one requests come up, and those of the last update go down; rows of
-    both cycles stay on the device. One thread does all of it in the order in which it was asked, so that a row that
-    comes up has been brought down before. Copies on a GPU have a stream of their own.
+    While a cycle runs, rows that only the next cycle requests come up, and rows of the last update go down; those that
+    both cycles request stay on the device. One thread does it all in the order of submission, so that no row comes up
+    before its last change has come down. On a GPU copies have a stream of their own.
     """
 
     def __init__(self, table: Table, cfg: Config, fabric: Fabric) -> None:
         super().__init__(table, cfg, fabric)
-        # The thread waits for work on the GPU, and that for other ranks, which may still compile.
+        # The mover waits for the GPU, and the GPU for other ranks, which may still compile.
         self.cfg = replace(cfg, comm_timeout=LONG_PATIENCE * cfg.comm_timeout)
         self.stream = torch.cuda.Stream(fabric.device) if fabric.on_cuda else None
         self.mover = ThreadPoolExecutor(1, "table-home", initializer=fabric.enter_thread)
         self.lock = threading.Lock()                          # prepare is called by the loader's thread
-        self.traffic = super().pop_traffic()
         self.writebacks: list[Future] = []                    # of what was put, oldest first
         self.invalidate()
 
@@ -3064,89 +3063,61 @@ class HostHome(DeviceHome):
             self.prepared: list[RowUpdate] = []               # updates to come
             self.prefetch: Future | None = None               # fresh rows of the first of them
 
-    def prepare(self, update: RowUpdate) -> None:
+    def prepare(self, requested: np.ndarray) -> RowUpdate:
+        with self.lock:
+            before = [self.taken, *self.prepared][-1]
+        update = row_update(requested, before, self.fabric)
         with self.lock:
             self.prepared.append(update)
             if len(self.prepared) == 1:                       # else the one before it is not taken yet
                 self._start_prefetch()
+        return update
 
     def _start_prefetch(self) -> None:
-        """Bring up rows of the first prepared update: what it follows is taken, and what that follows was put."""
+        """Let the fresh rows of the first prepared update come up; the update before it has been taken."""
         update = self.prepared[0]
         self.prefetch = self.mover.submit(self._bring_up, update.places[update.fresh])
 
-    def _staging(self, count: int) -> RowState:
-        """Allocate host memory that rows stop in on their way; pinned beside a GPU."""
-        pinned = self.stream is not None
-        return RowState(*(torch.empty(count, *x.shape[1:], dtype=x.dtype, pin_memory=pinned) for x in self.stored))
-
-    def _bring_up(self, places: Tensor) -> tuple[RowState, Any]:
-        """Copy rows to the device, on the mover's thread. Returns them and the CUDA event after the copy."""
-        staging = self._staging(len(places))
-        for x, out in zip(self.stored, staging):
-            torch.index_select(x, 0, places, out=out)
-        if self.stream is None:
-            return staging, None
-        with torch.cuda.stream(self.stream):
-            return staging.to(self.device), self.stream.record_event()
-
-    def _arrived(self, coming: Future) -> RowState:
-        """Return what _bring_up gives, safe for the stream that computes."""
-        rows, copied = bounded(coming, self.cfg, "waiting for rows of a table from the host")
-        self.traffic["bytes_up"] += sum(x.nbytes for x in rows)
-        if copied is not None:
-            computing = torch.cuda.current_stream(self.device)
-            computing.wait_event(copied)
-            for x in rows:
-                x.record_stream(computing)
-        return rows
-
     def take(self, update: RowUpdate) -> RowState:
-        # A plan that nobody prepared, or one in another order, brings up all of its rows.
+        # An update that nobody prepared, or that is out of order, has no rows here: all of them come up.
         with self.lock:
             expected = self.prepared[:1] == [update] and update.follows is self.taken
             coming = self.prefetch if expected else self.mover.submit(self._bring_up, update.places)
-        live = self._arrived(coming)
+        live, copied = bounded(coming, self.cfg, "waiting for rows of a table from the host")
+        self.traffic["bytes_up"] += sum(x.nbytes for x in live)
+        if copied is not None:
+            computing = torch.cuda.current_stream(self.device)
+            computing.wait_event(copied)
+            for x in live:
+                x.record_stream(computing)
 
-        # Rows of both cycles are here, newer than at home: they join those that came up.
+        # Rows that the last update has, too, are here, newer than at home. They join those that came up.
         if expected and self.live is not None:
             fresh = live
             to_fresh, to_kept, kept_from = (x.to(self.device, non_blocking=True)
                                             for x in (update.fresh, update.kept, update.kept_from))
-            kept = self.live.at(kept_from)
             live = RowState(*(x.new_empty(len(update.places), *x.shape[1:]) for x in fresh))
             live.put(to_fresh, fresh)
-            live.put(to_kept, kept)
+            live.put(to_kept, self.live.at(kept_from))
 
         with self.lock:
             self.live = live
             self.taken = update
-            update.follows = None                             # break the chain, or no past update is ever freed
+            update.follows = None                             # else each update would keep all before it
             self.prepared = self.prepared[1:] if expected else []
             if self.prepared:
                 self._start_prefetch()
         return live
 
     def put(self, update: RowUpdate, changed: RowState) -> None:
-        while self.writebacks and self.writebacks[0].done():  # what went wrong with earlier ones is raised here
+        # What went wrong with earlier ones is raised here at the latest.
+        while self.writebacks and self.writebacks[0].done():
             self.writebacks.pop(0).result()
         self.traffic["bytes_down"] += sum(x.nbytes for x in changed)
         computed = None
         if self.stream is not None:
             computed = torch.cuda.current_stream(self.device).record_event()
         self.writebacks.append(self.mover.submit(self._bring_down, update.places, changed, computed))
-
-    def _bring_down(self, places: Tensor, changed: RowState, computed: Any) -> None:
-        """Store rows after the update has computed them, on the mover's thread."""
-        staging = self._staging(len(places))
-        if computed is not None:
-            self.stream.wait_event(computed)
-        with torch.cuda.stream(self.stream):                  # of None it does nothing
-            for x, out in zip(changed, staging):
-                out.copy_(x, non_blocking=True)
-        if computed is not None:
-            self.stream.synchronize()
-        self.stored.put(places, staging)
 
     def read(self, places: Tensor) -> Tensor:
         self.settle()
@@ -3158,18 +3129,40 @@ class HostHome(DeviceHome):
             bounded(self.writebacks[0], self.cfg, "waiting for rows of a table on their way to the host")
             self.writebacks.pop(0)
 
-    def pop_traffic(self) -> dict[str, int]:
-        traffic = self.traffic
-        self.traffic = super().pop_traffic()
-        return traffic
+    def _staging(self, count: int) -> RowState:
+        """Allocate rows in host memory, pinned beside a GPU, through which copies go."""
+        pinned = self.stream is not None
+        return RowState(*(torch.empty(count, *x.shape[1:], dtype=x.dtype, pin_memory=pinned) for x in self.stored))
+
+    def _bring_up(self, places: Tensor) -> tuple[RowState, Any]:
+        """Copy rows to the device; runs on the mover. Returns them and the CUDA event after the copy."""
+        staging = self._staging(len(places))
+        for x, out in zip(self.stored, staging):
+            torch.index_select(x, 0, places, out=out)
+        if self.stream is None:
+            return staging, None
+        with torch.cuda.stream(self.stream):
+            return staging.to(self.device), self.stream.record_event()
+
+    def _bring_down(self, places: Tensor, changed: RowState, computed: Any) -> None:
+        """Store rows once the CUDA event `computed` is over; runs on the mover."""
+        staging = self._staging(len(places))
+        if computed is not None:
+            self.stream.wait_event(computed)
+        with torch.cuda.stream(self.stream):                  # of None it does nothing
+            for x, out in zip(changed, staging):
+                out.copy_(x, non_blocking=True)
+        if computed is not None:
+            self.stream.synchronize()
+        self.stored.put(places, staging)
 
 
 HOMES = dict(device=DeviceHome, host=HostHome)
 
 
 # ====== Room 7: Optimizer =============================================================================================
-# Orders of communication: reductions are launched in the first, updates and their gathers done in the second. NorMuon
-# comes first, so that the gradients of Adam's entries travel while it computes. Tables of n-grams go before SMALL.
+# Reductions are launched in the first order, updates and their gathers done in the second. NorMuon comes first, so that
+# the gradients of Adam's entries travel while it computes. Tables of n-grams go before the last.
 SMALL = "small"                          # what every rank updates alike: one sum over ranks for all of it
 REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
 UPDATE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
@@ -3211,12 +3204,12 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor
     momentum.add_((grad - momentum) * (1 - mu))
     nesterov = grad * (1 - mu) + momentum * mu
     o = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
-
     axis = norm_axis(grad.shape)
     mean_square = o.square().mean(dim=axis, keepdim=True)                     # shaped like second
     second.lerp_(mean_square, 1 - beta2)
     scale = second.clamp_min(1e-10).rsqrt()
 
+    # Norms of whole matrices come from the means: o itself is read once more, for the product alone.
     count = grad.shape[axis]                                                  # numbers in each mean
     norm = (count * mean_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
     scaled_square = mean_square * scale.square()
@@ -3241,10 +3234,9 @@ def split_mantissa(exact: Tensor, p: Tensor, mantissa: Tensor) -> None:
 
 def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second: Tensor,
                    grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
-    """Make one NorMuon step on matrices p (M, r, c) in place, with decay only where it agrees with the update.
+    """Make one NorMuon step on matrices p (M, r, c), or their upper halves with a mantissa, in place; decay is cautious.
 
-    lr_muls (M, 1, 1); decay () = weight decay x lr (); grad_scale multiplies a plain sum over slots. With a mantissa,
-    p is the upper half of each weight.
+    grad (M, r, c) a plain sum over slots; lr_muls (M, 1, 1); lr (), decay () = weight decay x lr.
     """
     grad = grad.to(momentum.dtype) * grad_scale
     update = normuon_direction(grad, momentum, second, mu, beta2, p.dtype)
@@ -3259,7 +3251,7 @@ def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: T
 
 
 def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
-    """Return p less the update, and less decay p where the two agree; Adam's > differs from NorMuon's >=."""
+    """Return p - update, less decay p where the two agree. NorMuon has >= in place of > (recipe 3)."""
     agrees = update * p > 0
     return p - (update + p * agrees * decay)
 
@@ -3278,12 +3270,12 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
                    beta2: float, eps: float, step_size: Tensor, decay: Tensor, bits: Tensor | None) -> None:
     """Make one update of the requested rows of a row-wise table in place: one second moment per row.
 
-    rows (u, D), v (u,), last (u,) i32, grad (u, D) a plain sum over slots and ranks; number (): of the update, from 1;
-    step_size = lr sqrt(1 - beta2^number), decay = lr^2 x weight decay, (). bits (u,) i32 of `row_bits` round bf16 rows
-    stochastically, None to the nearest. v is decayed for the updates that a row missed, once: as if each had done it.
+    rows (u, D), v (u,), last (u,) i32, grad (u, D) a plain sum over slots and ranks; number () of the update, from 1;
+    step_size () = lr sqrt(1 - beta2^number), decay () = lr^2 x weight decay. bits (u,) i32 of `row_bits`: round bf16
+    rows stochastically; None: to the nearest. v decays for all updates that a row missed, as if it had been in each.
     """
     grad = grad * grad_scale
-    missed = torch.pow(beta2, (number - last).double())       # f64, rounded once
+    missed = torch.pow(beta2, (number - last).double())                       # f64, rounded once
     v.copy_(v * missed.to(v.dtype) + (1 - beta2) * grad.square().mean(dim=1))
     last.copy_(number.expand_as(last))
     update = grad / (v.sqrt() + eps)[:, None] * step_size
@@ -3296,13 +3288,12 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
 def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
     """Round f32 (u, D) to what bf16 holds: up with the probability that the cut bits say; bits (u,) i32.
 
-    What is drawn for an element follows from (seed, label, logical row, update, column) alone: ranks do not matter.
-    Infinities and NaN stay: a carry would turn the largest NaN into -0.0.
+    What an element draws follows from (seed, label, logical row, update, column) alone: ranks do not matter.
     """
     column = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
     drawn = lowbias32(bits[:, None] ^ column) & 0xFFFF
     rounded = (x.view(torch.int32) + drawn) & -0x10000
-    return torch.where(x.isfinite(), rounded.view(torch.float32), x)
+    return torch.where(x.isfinite(), rounded.view(torch.float32), x)          # a carry makes -0.0 of the largest NaN
 
 
 def row_bits(seed: int, label: str, rows: Tensor, number: Tensor) -> Tensor:
@@ -3329,12 +3320,10 @@ def initial_state(row: Parameter, shard: Tensor) -> dict[str, Tensor]:
 
     The one place that lists it: snapshots, checkpoints and the memory estimate follow.
     """
-    zeros = functools.partial(torch.zeros_like, shard, dtype=accum_dtype(shard.dtype))
+    zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
     if row.optimizer == "adam":
-        return dict(m=zeros(), v=zeros())
-    second_shape = list(shard.shape)
-    second_shape[norm_axis(second_shape)] = 1
-    state = dict(momentum=zeros(), second=shard.new_zeros(second_shape, dtype=accum_dtype(shard.dtype)))
+        return dict(m=zeros(shard), v=zeros(shard))
+    state = dict(momentum=zeros(shard), second=zeros(shard.narrow(norm_axis(shard.shape), 0, 1)))
     if shard.dtype == torch.bfloat16:
         state["mantissa"] = torch.zeros_like(shard, dtype=torch.int16)
     return state
@@ -3353,6 +3342,13 @@ def needs_f32_main_grad(row: Parameter, accumulates: bool) -> bool:
     return accumulates or row.optimizer == "adam"
 
 
+def launch(fabric: Fabric, collective: Callable, *tensors: Tensor) -> Callable[[], object]:
+    """Launch a collective of all ranks; one rank has what it needs. Returns the wait."""
+    if fabric.world == 1:
+        return no_wait
+    return collective(*tensors, async_op=True).wait
+
+
 # ---- Entries of the orders: each reduces its gradient, updates what this rank owns, and gathers what others need.
 class Small:
     """All that every rank updates alike, in one sum over ranks."""
@@ -3362,27 +3358,20 @@ class Small:
         self.rows = rows
         self.weights = [optimizer.model.get_parameter(row.label) for row in rows]
         self.states = [initial_state(row, p.data) for row, p in zip(rows, self.weights)]
-        sizes = [p.numel() for p in self.weights]
-        self.grad = torch.zeros(sum(sizes), dtype=accum_dtype(self.weights[0].dtype), device=optimizer.fabric.device)
-        self.parts = self.grad.split(sizes)
+        self.sizes = [p.numel() for p in self.weights]
 
     def has_gradient(self) -> bool:
         return all(p.grad is not None for p in self.weights)
 
-    def add_zeros(self) -> None:
-        for p in self.weights:
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
-
     def reduce(self) -> None:
-        for part, p in zip(self.parts, self.weights):
-            part.copy_(p.grad.flatten())
+        accum = accum_dtype(self.weights[0].dtype)
+        self.grad = torch.cat([p.grad.flatten().to(accum) for p in self.weights])
         self.wait = launch(self.optimizer.fabric, dist.all_reduce, self.grad)
 
     def update(self, values: Values) -> Callable[[], object]:
         self.wait()
-        for row, p, part, state in zip(self.rows, self.weights, self.parts, self.states):
-            self.optimizer.adam(row, p.data, part.view_as(p), state, values)
+        for row, p, grad, state in zip(self.rows, self.weights, self.grad.split(self.sizes), self.states):
+            self.optimizer.adam(row, p.data, grad.view_as(p), state, values)
         self.clear()
         return no_wait
 
@@ -3395,8 +3384,7 @@ class Sharded:
     """A bank, or the head: rank r updates the r-th of W equal shards of its units, and has their state alone.
 
     Units are the granules of sharding: matrices of a bank, rows of the head. Weight and main_grad stand in room for W
-    whole shards, so that collectives work in place; nothing else sees the zeros after the units. The main_grad is f32
-    (f64) where a rank writes more than once between clears; what travels has the weight's type.
+    whole shards, so that collectives work in place; nothing else sees the zeros after the units.
     """
 
     def __init__(self, optimizer: Optimizer, row: Parameter, accumulates: bool) -> None:
@@ -3406,24 +3394,23 @@ class Sharded:
         self.optimizer = optimizer
         self.row = row
         self.weight = weight
-        self.shard_size = -(-len(units) // fabric.world)
 
         # Collectives want one block for all shards, so the weight moves into it for good.
-        def padded(dtype: torch.dtype) -> Tensor:
-            return units.new_zeros(self.shard_size * fabric.world, *units.shape[1:], dtype=dtype, device=fabric.device)
-
-        self.padded = padded(weight.dtype)
+        self.shard_size = -(-len(units) // fabric.world)
+        room = (self.shard_size * fabric.world, *units.shape[1:])
+        self.padded = units.new_zeros(room)
         self.padded[:len(units)] = units
         weight.data = self.padded[:len(units)].view(weight.shape)
         self.slice = slice(fabric.rank * self.shard_size, (fabric.rank + 1) * self.shard_size)
         self.shard = self.padded[:len(units)][self.slice]
         self.state = initial_state(row, self.shard)
 
-        several_writes = needs_f32_main_grad(row, accumulates)
-        self.main_grad = padded(accum_dtype(weight.dtype) if several_writes else weight.dtype)
+        # Sums of several writes want more bits than what travels, which has the weight's type.
+        in_f32 = needs_f32_main_grad(row, accumulates)
+        self.main_grad = units.new_zeros(room, dtype=accum_dtype(weight.dtype) if in_f32 else weight.dtype)
         self.comm_buffer = self.main_grad
         if self.main_grad.dtype != weight.dtype and fabric.world > 1:
-            self.comm_buffer = padded(weight.dtype)
+            self.comm_buffer = torch.zeros_like(self.padded)
         weight.main_grad = self.main_grad[:len(units)].view(weight.shape)
         layers = len(weight) if row.optimizer == "normuon" else 1
         weight.writes = torch.zeros(layers * len(row.parts), dtype=torch.int64)
@@ -3432,11 +3419,10 @@ class Sharded:
         # Tall matrices move by the root of their aspect ratio, down matrices of the MLP by twice that.
         if row.optimizer == "normuon":
             aspect = max(1.0, units.shape[-2] / units.shape[-1]) ** 0.5
-            lr_muls = torch.full((len(self.shard), 1, 1), aspect, dtype=self.state["momentum"].dtype)
+            lr_muls = units.new_full((len(units), 1, 1), aspect, dtype=accum_dtype(weight.dtype))
             if row.label == "mlp":
-                number_in_bank = self.slice.start + torch.arange(len(self.shard))
-                lr_muls[number_in_bank % UP_AND_DOWN == 1] *= DOWN_LR_MUL     # up, down, up, down, ...
-            self.lr_muls = lr_muls.to(fabric.device)
+                lr_muls[1::UP_AND_DOWN] *= DOWN_LR_MUL                        # up, down, up, down, ...
+            self.lr_muls = lr_muls[self.slice]
 
     def has_gradient(self) -> bool:
         """Raises RunError unless every backward pass wrote each part of the main_grad once."""
@@ -3448,17 +3434,6 @@ class Sharded:
              "a micro-batch was lost or ran twice: drop_gradients, and repeat the step", RunError)
         return True
 
-    def add_zeros(self) -> None:
-        self.backwards = self.backwards or 0
-
-    def count_backward(self) -> None:
-        self.backwards = (self.backwards or 0) + 1
-
-    def prepare(self) -> None:
-        """Make the main_grad zero after calls of weight 0 alone, which wrote nothing there."""
-        if self.backwards == 0:
-            self.main_grad.zero_()
-
     def reduce(self) -> None:
         if self.comm_buffer is not self.main_grad:
             self.comm_buffer.copy_(self.main_grad)
@@ -3466,20 +3441,27 @@ class Sharded:
         self.wait = launch(self.optimizer.fabric, dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
     def update(self, values: Values) -> Callable[[], object]:
+        """Update the shard; returns the wait for those of the other ranks."""
         self.wait()
         grad = self.grad[:len(self.shard)]
+        optimizer, state = self.optimizer, self.state
         if self.row.optimizer == "adam":
-            self.optimizer.adam(self.row, self.shard, grad, self.state, values)
+            optimizer.adam(self.row, self.shard, grad, state, values)
         elif len(self.shard) > 0:
-            self.optimizer.normuon(self, grad, values)
+            cfg = optimizer.cfg
+            lr = cpu_scalar(values.normuon_lr)
+            decay = cpu_scalar(values.normuon_lr * cfg.normuon_weight_decay)  # times the rate again in the update
+            optimizer.normuon_update(
+                self.shard, state.get("mantissa"), grad, state["momentum"], state["second"], optimizer.grad_scale,
+                cpu_scalar(values.momentum), lr, self.lr_muls, decay, cfg.normuon_beta2)
         self.clear()
-        return launch(self.optimizer.fabric, dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
+        return launch(optimizer.fabric, dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
 
     def clear(self) -> None:
         """Drop the gradient. The main_grad keeps what it holds: the next write overwrites it."""
+        self.backwards = None
         self.weight.grad = None
         self.weight.writes.zero_()
-        self.backwards = None
 
 
 class TableEntry:
@@ -3489,13 +3471,10 @@ class TableEntry:
         self.optimizer = optimizer
         self.row = row
         self.table = table
-        self.state = initial_state(row, table.shard) if table.home is None else {}
+        self.state = {} if table.home else initial_state(row, table.shard)
 
     def has_gradient(self) -> bool:
         return len(self.table.pending) > 0
-
-    def add_zeros(self) -> None:
-        """The row_grads of a table are always there."""
 
     def reduce(self) -> None:
         self.grad, self.wait = self.table.return_gradients()
@@ -3503,10 +3482,10 @@ class TableEntry:
     def update(self, values: Values) -> Callable[[], object]:
         """Update, and launch the rows of the next cycle: the first lookup waits for them."""
         self.wait()
-        if self.table.home is None:
-            self.optimizer.adam(self.row, self.table.shard, self.grad, self.state, values)
-        else:
+        if self.table.home:
             self.optimizer.rowwise(self.row, self.table, self.grad, values)
+        else:
+            self.optimizer.adam(self.row, self.table.shard, self.grad, self.state, values)
         self.clear()
         plans = self.optimizer.plans_ahead()
         if plans is not None:
@@ -3517,13 +3496,6 @@ class TableEntry:
         self.grad = None
         self.wait = no_wait                                                   # which has kept what arrived
         self.table.clear()
-
-
-def launch(fabric: Fabric, collective: Callable, *tensors: Tensor) -> Callable[[], object]:
-    """Launch a collective of all ranks; one rank has what it needs. Returns the wait."""
-    if fabric.world == 1:
-        return no_wait
-    return collective(*tensors, async_op=True).wait
 
 
 class Optimizer:
@@ -3542,38 +3514,38 @@ class Optimizer:
         self.rowwise_update = compiled(rowwise_update)
         self.plans_ahead: Callable = no_wait
 
+        # By label: the state of what this rank owns. Its names are those of snapshots and checkpoints.
         self.parameters = {row.label: row for row in parameter_table(cfg)}
-        self.entries: dict[str, Small | Sharded | TableEntry] = {}
         small = [row for row in self.parameters.values() if not row.sharded]
-        self.entries[SMALL] = Small(self, small)
-        self.sharded: list[Sharded] = []
+        self.entries: dict[str, Small | Sharded | TableEntry] = {SMALL: Small(self, small)}
+        self.state = {row.label: state for row, state in zip(small, self.entries[SMALL].states)}
         for label, row in self.parameters.items():
-            if label in tables:
-                self.entries[label] = TableEntry(self, row, tables[label])
-            elif row.sharded:
-                self.entries[label] = Sharded(self, row, accumulates)
-                self.sharded.append(self.entries[label])
+            if row.sharded:
+                entry = TableEntry(self, row, tables[label]) if row.rows else Sharded(self, row, accumulates)
+                self.entries[label] = entry
+                if entry.state:
+                    self.state[label] = entry.state
 
         ngrams = [table.label for table in cfg.tables]
-        self.reduce_order = (*REDUCE_ORDER[:-1], *ngrams, SMALL)
-        self.update_order = (*UPDATE_ORDER[:-1], *ngrams, SMALL)
+        self.reduce_order = (*REDUCE_ORDER[:-1], *ngrams, REDUCE_ORDER[-1])
+        self.update_order = (*UPDATE_ORDER[:-1], *ngrams, UPDATE_ORDER[-1])
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.entries), "every entry once in both"
 
-        # By label: the state of what this rank owns. Its names are those of snapshots and checkpoints.
-        self.state = {row.label: state for row, state in zip(small, self.entries[SMALL].states)}
-        for label, entry in self.entries.items():
-            if label != SMALL and entry.state:
-                self.state[label] = entry.state
+    def count_backward(self) -> None:
+        """Expect each part of a main_grad to be written once more."""
+        for entry in self.entries.values():
+            if isinstance(entry, Sharded):
+                entry.backwards = (entry.backwards or 0) + 1
 
     def add_zeros(self) -> None:
         """Begin a gradient where there is none: a rank with nothing to add still joins what all ranks reduce."""
         for entry in self.entries.values():
-            entry.add_zeros()
-
-    def count_backward(self) -> None:
-        """Count a backward pass that starts: each part of a main_grad is to be written once more."""
-        for entry in self.sharded:
-            entry.count_backward()
+            if isinstance(entry, Sharded) and entry.backwards is None:
+                entry.backwards = 0
+                entry.main_grad.zero_()
+        for p in self.entries[SMALL].weights:
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
 
     @torch.no_grad()
     def step(self, values: Values, plans_ahead: Callable) -> None:
@@ -3586,8 +3558,6 @@ class Optimizer:
         missing = [label for label in active if not self.entries[label].has_gradient()]
         need(not missing, "optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first",
              RunError)
-        for entry in self.sharded:
-            entry.prepare()
 
         # Tied, head and embedding are one parameter with one gradient.
         head = self.model.lm_head
@@ -3611,11 +3581,11 @@ class Optimizer:
 
     def is_due(self, label: str, values: Values) -> bool:
         """Return whether this step updates an entry."""
-        entry = self.entries[label]
-        if isinstance(entry, Sharded) and entry.row.optimizer == "normuon":
+        row = self.parameters.get(label)                                      # none of SMALL
+        if row is not None and row.optimizer == "normuon":
             return True
-        if isinstance(entry, TableEntry):
-            return (values.step + 1) % entry.table.table.cadence == 0
+        if row is not None and row.optimizer == "rowwise":
+            return (values.step + 1) % row.rows.cadence == 0
         return values.adam_step
 
     def _adam_numbers(self, row: Parameter, values: Values) -> tuple[int, Tensor, Tensor]:
@@ -3632,26 +3602,19 @@ class Optimizer:
         _, step_size, decay = self._adam_numbers(row, values)
         self.adam_update(p, grad, state["m"], state["v"], self.grad_scale, row.betas, self.cfg.adam_eps, step_size, decay)
 
-    def normuon(self, bank: Sharded, grad: Tensor, values: Values) -> None:
-        state = bank.state
-        mu = cpu_scalar(values.momentum)
-        lr = cpu_scalar(values.normuon_lr)
-        decay = cpu_scalar(values.normuon_lr * self.cfg.normuon_weight_decay)  # times the rate again in the update
-        self.normuon_update(bank.shard, state.get("mantissa"), grad, state["momentum"], state["second"],
-                            self.grad_scale, mu, lr, bank.lr_muls, decay, self.cfg.normuon_beta2)
-
     def rowwise(self, row: Parameter, table: RowTable, grad: Tensor, values: Values) -> None:
         number, step_size, decay = self._adam_numbers(row, values)
-        number = torch.full((), number, dtype=torch.int32, device=grad.device)      # made there: a copy would wait
+        number = torch.full((), number, dtype=torch.int32, device=grad.device)       # made there: a copy would wait
+        changing = [*table.live, grad]
         bits = None
         if row.rows.rounding == "stochastic" and table.live.rows.dtype == torch.bfloat16:
             places = table.pending[0].update.places.to(grad.device, non_blocking=True)
-            logical = places * self.fabric.world + self.fabric.rank                 # alike at any number of ranks
+            logical = places * self.fabric.world + self.fabric.rank                  # alike at any number of ranks
             bits = row_bits(self.seed, row.label, logical, number)
+            changing.append(bits)
         if self.rowwise_update is not rowwise_update:         # compiled: one graph for any number of rows
-            for x in (*table.live, grad, bits):
-                if x is not None:
-                    torch._dynamo.maybe_mark_dynamic(x, 0)
+            for x in changing:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
         self.rowwise_update(*table.live, grad, self.grad_scale, number, row.betas[1], self.cfg.adam_eps, step_size,
                             decay, bits)
         table.updated()
@@ -3662,15 +3625,13 @@ class Optimizer:
         head = self.entries["lm_head"]
         embed = self.entries["embed"]
         count, width = embed.table.shard.shape
-        for name, moment in embed.state.items():                              # owned along V, the head's along D
+        # A rank owns rows of the head, along D; of an embedding it owns every W-th column of the head, along V.
+        for name, moment in embed.state.items():
             of_head = head.state[name]
             missing = (0, W * count - of_head.shape[1], 0, head.shard_size - len(of_head))
             leaving = F.pad(of_head, missing).unflatten(1, (count, W)).permute(2, 0, 1).contiguous()
-            arrived = torch.empty_like(leaving)                               # (rank, rows of its head shard, C)
-            if W > 1:
-                dist.all_to_all_single(arrived, leaving)
-            else:
-                arrived = leaving
+            arrived = leaving if W == 1 else torch.empty_like(leaving)        # (rank, rows of its head shard, C)
+            launch(self.fabric, dist.all_to_all_single, arrived, leaving)()
             moment.copy_(arrived.flatten(0, 1)[:width].t())
         my_rows = self.model.lm_head.t()[self.fabric.rank::W]
         embed.table.shard[:len(my_rows)] = my_rows
@@ -3706,6 +3667,7 @@ class Executor:
         self.slots_at_once = slots_at_once or cfg.num_slots // fabric.world
         self.planner = Planner(cfg, fabric, self.exchange)
 
+        # Buffers are made for the largest batch of the run: none grows, and every address stays.
         largest_batch = max(stage.batch_tokens for stage in cfg.stages)
         longest_slot = max(cfg.val_batch_tokens, largest_batch) // cfg.num_slots
         self.model = GPT(cfg, attention, longest_slot, self.planner.shard_sizes)
@@ -3717,6 +3679,7 @@ class Executor:
             most_tokens = table.cadence * largest_batch // fabric.world if precision else 0
             self.tables[table.label] = RowTable(table, cfg, fabric, shard, most_tokens, report)
 
+        # What is compiled is called often, and with few sets of shapes.
         self.compiling = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
         if self.compiling:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
@@ -3729,9 +3692,7 @@ class Executor:
 
     def compiled(self, call: Callable) -> Callable:
         """Return the call as a compiled graph, or as it is where nothing is compiled."""
-        if not self.compiling:
-            return call
-        return torch.compile(call, dynamic=False, fullgraph=True)
+        return torch.compile(call, dynamic=False, fullgraph=True) if self.compiling else call
 
     def shard(self, label: str, whole: Tensor) -> Tensor:
         """Return what this rank keeps of a whole weight: of a table every W-th row and zeros after them, else all."""
@@ -3758,14 +3719,15 @@ class Executor:
         Calls add up until optim_step. No reduction over ranks, no division, no waiting for the device. A weight of 0
         adds zeros, whatever the loss: this rank still takes part in the update.
         """
-        self._set_rotary(values)
-        head = self.model.lm_head
+        spans = self._attention_of(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
         row_buffers = {}
         for label, table in self.tables.items():
-            row_buffers[label] = table.rows_for_forward(batch.plans[label], head)
-        weights = torch.stack([self._scalar(weight) for weight in values.mtp_weights])
-        backward_seed = self._scalar(loss_weight)
-        spans = self._spans(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
+            row_buffers[label] = table.rows_for_forward(batch.plans[label], self.model.lm_head)
+
+        # Scalars are made on the device: a copy from the host would wait.
+        scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.fabric.device)
+        weights = torch.stack([scalar(weight) for weight in values.mtp_weights])
+        backward_seed = scalar(loss_weight)
 
         # Micro-batches change nothing but rounding: each adds its sums to the same gradients.
         sums = []
@@ -3787,11 +3749,10 @@ class Executor:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], values: Values) -> float:
         """Return the mean loss per token (nats) over all ranks' batches: next token, no fp8, documents uncut."""
-        self._set_rotary(values)
         total = torch.zeros((), dtype=torch.float64, device=self.fabric.device)
         tokens = 0
         for batch in batches:
-            spans = self._spans(values, batch.tokens.shape[1])
+            spans = self._attention_of(values, batch.tokens.shape[1])
             row_buffers = self._read_only_rows(batch)
             for part in self._micro_batches(batch):
                 rows = self.model_hidden(part, spans, row_buffers).flatten(0, 1)
@@ -3808,7 +3769,6 @@ class Executor:
 
         Longer contexts keep their last tokens, as many as a validation slot has.
         """
-        self._set_rotary(values)
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.num_slots):]
         length = -(-len(context) // SLOT_UNIT) * SLOT_UNIT
         padded = np.zeros(length + 1, np.uint16)              # nothing looks at later positions
@@ -3816,13 +3776,9 @@ class Executor:
         slot = Slot(padded, np.asarray([0, length], np.int32))
         batch, = self.planner.batches("sample", [values], [[slot]])
         batch = batch.to(self.fabric.device)
-        hidden = self.model.hidden(batch, self._spans(values, length), self._read_only_rows(batch))
+        hidden = self.model.hidden(batch, self._attention_of(values, length), self._read_only_rows(batch))
         logits = hidden[0, len(context) - 1] @ self.model.lm_head
         return softcap(logits.to(self.accum_dtype))
-
-    def _scalar(self, value: float) -> Tensor:
-        """Make a scalar on the device: a copy from the host would wait."""
-        return torch.full((), value, dtype=self.accum_dtype, device=self.fabric.device)
 
     def _read_only_rows(self, batch: Batch) -> dict[str, tuple[Tensor, None]]:
         row_buffers = {}
@@ -3832,8 +3788,11 @@ class Executor:
                 torch._dynamo.maybe_mark_dynamic(row_buffers[label][0], 0)
         return row_buffers
 
-    def _spans(self, values: Values, longest: int) -> dict:
-        """longest: upper bound of a document's length in tokens."""
+    def _attention_of(self, values: Values, longest: int) -> AttentionSpans:
+        """Set the rotary tables, and return the spans. longest: upper bound of a document's length in tokens."""
+        if values.rotary != self.rotary:
+            self.model.set_rotary(values.rotary.frequencies)
+            self.rotary = values.rotary
         return spans_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)
 
     def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
@@ -3843,18 +3802,13 @@ class Executor:
                 torch._dynamo.maybe_mark_dynamic(part.cu_seqlens, 1)
             yield part
 
-    def _set_rotary(self, values: Values) -> None:
-        if values.rotary != self.rotary:
-            self.model.set_rotary(values.rotary.frequencies)
-            self.rotary = values.rotary
-
     # State: what this rank holds, for a snapshot; as a whole, the same at every W, for a file.
     def state_tensors(self) -> dict[str, Tensor]:
         """Return every tensor that a run changes, by name: weights, rotary tables, state of the optimizer."""
         tensors = {name: p.data for name, p in self.model.named_parameters()}
-        tensors.update(self.model.named_buffers())
+        tensors |= dict(self.model.named_buffers())
         for label, state in self.optimizer.state.items():
-            tensors.update({f"{label}.{name}": x for name, x in state.items()})
+            tensors |= {f"{label}.{name}": x for name, x in state.items()}
         return tensors
 
     def snapshot(self) -> Callable[[], None]:
@@ -3931,18 +3885,16 @@ class Executor:
     @torch.no_grad()
     def load_state(self, saved: dict[str, dict[str, Tensor]]) -> None:
         """Copy this rank's part of a whole state, in place. Raises DataError for other names, shapes or dtypes."""
-        live = {}                                             # name -> (this rank's tensor, its part of the saved one)
-        for label in self.model.table:
-            whole = saved["weights"].get(label)
-            live[label] = (self.model.get_parameter(label), None if whole is None else self.shard(label, whole))
-        for label, state in self.optimizer.state.items():
+        wholes = saved["weights"] | saved["moments"]
+        buffers = dict(self.model.named_buffers())            # they follow from the settings
+        for name, x in self.state_tensors().items():
+            if name in buffers:
+                continue
+            label, is_state, _ = name.partition(".")
             entry = self.optimizer.entries.get(label)
-            for name, x in state.items():
-                part = saved["moments"].get(f"{label}.{name}")
-                if part is not None:
-                    part = part[entry.slice] if isinstance(entry, Sharded) else self.shard(label, part)
-                live[f"{label}.{name}"] = (x, part)
-        for name, (x, part) in live.items():
+            part = wholes.get(name)
+            if part is not None:
+                part = part[entry.slice] if is_state and isinstance(entry, Sharded) else self.shard(label, part)
             found = None if part is None else (part.dtype, *part.shape)
             need(found == (x.dtype, *x.shape), f"{name} of a checkpoint", found, (x.dtype, *x.shape),
                  "resume with the trainer and settings of that run", DataError)
@@ -3972,79 +3924,79 @@ class Executor:
 
 # ---- Memory: an estimate before anything is built
 MEMORY_SHARE = 0.9                       # of a device: the rest is for its driver, NCCL, the allocator, the compiler
-# Numbers of a step at its largest, when the head's forward ends; of compiled code as the rehearsal counts them.
-SAVED_ROWS = 17                          # of width D, per token and layer: 183 in 11 layers, and statistics in f32
-SAVED_ROWS_REFERENCE = 26                # the same of a layer in plain PyTorch
+ON_HOST = "tables on the host"           # the part that takes memory row by row, as rows are updated
+# What a step keeps per token at its largest, in the head: in compiled code, as the rehearsal counts it, and in plain PyTorch.
+SAVED_ROWS = 17                          # of width D, in each layer: 183 in 11 layers, and statistics in f32
+SAVED_ROWS_PLAIN = 26
 LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in fp8
-LOGIT_COPIES_REFERENCE = 6               # the same in plain PyTorch, in f32
-EVAL_ROWS_KEPT = 24                      # of width D, per token, in evaluation, in plain PyTorch; less where compiled
+LOGIT_COPIES_PLAIN = 6                   # the same in f32 or f64
+EVAL_ROWS_KEPT = 24                      # of width D in evaluation, in plain PyTorch; less where compiled
 
 
-def table_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> dict[str, int]:
-    """Return what one rank keeps of a table, its cache and its gradients, by part; bounds of what a cycle reads."""
+def table_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> Counter:
+    """Return what one rank keeps of a table, its cache and its gradients, by part: bounds, whatever a cycle reads."""
     table = row.rows
     dtype = getattr(torch, cfg.dtype)
-    item, accum = dtype.itemsize, accum_dtype(dtype).itemsize
-    D, W = cfg.model_dim, fabric.world
-    shard_rows = -(-table.rows // W)
+    line = cfg.model_dim * dtype.itemsize                     # bytes of a row
+    exact_line = cfg.model_dim * accum_dtype(dtype).itemsize
+    shard_rows = -(-table.rows // fabric.world)
     cycle_tokens = table.cadence * max(stage.batch_tokens for stage in cfg.stages)
-    read = min(W * shard_rows, cycle_tokens // W * table.reads)               # rows
+    read = fabric.world * shard_rows
+    if table.is_rowwise or cfg.row_comms == "sparse":
+        read = min(read, cycle_tokens // fabric.world * table.reads)
     if not table.is_rowwise:
-        if cfg.row_comms == "dense":
-            read = W * shard_rows
-        cached = read if W > 1 else 0
-        return dict(weights=(shard_rows + cached) * D * item, gradients=(shard_rows + cached) * D * accum,
-                    moments=2 * shard_rows * D * accum)
+        kept = shard_rows + (read if fabric.world > 1 else 0)
+        moments = initial_state(row, torch.empty(shard_rows, cfg.model_dim, dtype=dtype, device="meta")).values()
+        return Counter(weights=kept * line, gradients=kept * exact_line, moments=sum(x.nbytes for x in moments))
 
-    # An update's rows stand on the device, in two sets beside a host home; then come the gradients that are sent, those
+    # An update's rows stand on the device, in two sets beside a host home. Then come the gradients that are sent, those
     # that arrive, their sums, and the rows of the next update.
-    state = accum + torch.int32.itemsize
+    state = accum_dtype(dtype).itemsize + torch.int32.itemsize
     live = min(shard_rows, cycle_tokens * table.reads)
     sets = 2 if table.home == "host" else 1
-    home = "tables on the host" if table.home == "host" or not fabric.on_cuda else "weights"
-    parts: Counter = Counter(weights=(read + sets * live) * D * item, gradients=read * D * accum, moments=sets * live * state)
-    parts["row updates"] = (3 * read + live) * D * item + live * D * accum
-    parts[home] += shard_rows * (D * item + state)
-    return parts
+    home = ON_HOST if table.home == "host" or not fabric.on_cuda else "weights"
+    parts = Counter({home: shard_rows * (line + state), "row updates": (3 * read + live) * line + live * exact_line})
+    return parts + Counter(weights=(read + sets * live) * line, gradients=read * exact_line, moments=sets * live * state)
 
 
 def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> dict[str, int]:
     """Return the bytes of each part of a run at its largest, by name: counted, but for activations, which a model gives."""
     dtype = getattr(torch, cfg.dtype)
-    accum = accum_dtype(dtype).itemsize
-    W = fabric.world
+    exact = accum_dtype(dtype).itemsize
+    accumulates = slots_at_once * fabric.world < cfg.num_slots
     parts: Counter = Counter()
     for row in parameter_table(cfg):
         if row.rows:
-            parts.update(table_bytes(row, cfg, fabric))
+            parts += table_bytes(row, cfg, fabric)
             continue
         count = math.prod(row.shape)
-        item = accum if row.full_precision else dtype.itemsize
+        item = exact if row.full_precision else dtype.itemsize
         gradient = item
         if not row.sharded:                                   # beside autograd's, one in the buffer that all ranks sum
-            gradient += accum
-        elif needs_f32_main_grad(row, slots_at_once * W < cfg.num_slots):
-            gradient = accum + (item if W > 1 and accum != item else 0)       # and a copy to send
+            gradient += exact
+        elif needs_f32_main_grad(row, accumulates):
+            gradient = exact + (item if fabric.world > 1 and exact != item else 0)      # and a copy to send
         example = torch.empty(row.shape, dtype=dtype, device="meta")
         state = sum(x.nbytes for x in initial_state(row, bank_matrices(row, example)).values())
-        parts.update(weights=count * item, gradients=count * gradient, moments=state // (W if row.sharded else 1))
+        owners = fabric.world if row.sharded else 1
+        parts += Counter(weights=count * item, gradients=count * gradient, moments=state // owners)
 
     # Activations of the largest stage, or of evaluation, whose logits come in chunks; row updates need theirs later.
-    compiled = kernel is attention_varlen
-    row_bytes = cfg.model_dim * dtype.itemsize
-    saved = len(LAYERS) * (SAVED_ROWS if compiled else SAVED_ROWS_REFERENCE) * row_bytes
-    logits = cfg.padded_vocab * (LOGIT_COPIES * dtype.itemsize if compiled else LOGIT_COPIES_REFERENCE * accum)
-    tokens = slots_at_once * max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
-    val_tokens = slots_at_once * cfg.val_batch_tokens // cfg.num_slots
-    evaluating = max(val_tokens * EVAL_ROWS_KEPT * row_bytes, val_tokens * row_bytes + min(val_tokens, EVAL_ROWS) * logits)
-    working = max(tokens * (saved + logits), evaluating, parts.pop("row updates", 0))
-    return dict(parts, working=int(working))
+    line = cfg.model_dim * dtype.itemsize
+    saved = len(LAYERS) * SAVED_ROWS * line + int(LOGIT_COPIES * cfg.padded_vocab * dtype.itemsize)
+    if kernel is not attention_varlen:
+        saved = len(LAYERS) * SAVED_ROWS_PLAIN * line + LOGIT_COPIES_PLAIN * cfg.padded_vocab * exact
+    training = max(stage.batch_tokens for stage in cfg.stages) * saved
+    evaluation = cfg.val_batch_tokens * EVAL_ROWS_KEPT * line
+    working = slots_at_once * max(training, evaluation) // cfg.num_slots
+    parts["working"] = max(working, parts.pop("row updates", 0))
+    return dict(parts)
 
 
 def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict[str, int]]:
     """Return how many slots go through the model together, and the estimate of what that takes. Raises RunError.
 
-    On a GPU they follow from the card, not from what others use of it now: a run is the same each time.
+    They follow from the card, not from what others use of it now: a run is the same each time.
     """
     local = cfg.num_slots // fabric.world
     room = MEMORY_SHARE * min(fabric.gather(fabric.total_memory()))
@@ -4053,21 +4005,18 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
         choices = [min(cfg.slots_per_micro_batch, local)]
     for slots_at_once in choices:
         estimate = memory_estimate(cfg, fabric, kernel, slots_at_once)
-        on_device = sum(estimate.values())
-        if fabric.on_cuda:
-            on_device -= estimate.get("tables on the host", 0)
-        if on_device <= room or estimate.get("tables on the host", 0) > room:
-            break
+        if sum(estimate.values()) - estimate.get(ON_HOST, 0) <= room:
+            return slots_at_once, estimate
     parts = ", ".join(f"{part} {size / 2**30:.1f} GiB" for part, size in estimate.items())
-    need(on_device <= room, "memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}", "more ranks, a larger "
-         "device, more and shorter slots (--num_slots=32), smaller batches in --stages, fewer rows in --tables or these "
-         "with home host, a smaller model", RunError)
-    return slots_at_once, estimate
+    raise RunError("memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}", "more ranks, a larger device, more and "
+                   "shorter slots (--num_slots=32), --slots_per_micro_batch=1, smaller batches in --stages, fewer rows in "
+                   "--tables or home host there, a smaller model")
 
 
 # ---- Files: a save and a checkpoint are one thing, a folder that is whole before it has its name. Loading runs no code.
 CHECKPOINTS = "checkpoints"              # folder in the run directory
 PIECE_BYTES = 1 << 27                    # of the rows and their state in one file
+UNFINISHED: set[Path] = set()            # folders that this process writes and that have no name yet: its end removes them
 
 
 def file_sha256(path: Path) -> str:
@@ -4075,64 +4024,101 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def sync_to_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on the disk."""
+    if path.is_file() or os.name == "posix":
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)
+        os.close(handle)
+
+
 @contextlib.contextmanager
-def refused(path: Path) -> Iterator[None]:
-    """Raise a RunError that names the path for what the system refuses inside."""
+def refused(path: Path, kind: type = RunError) -> Iterator[None]:
+    """Raise an error of that kind that names the path for what the system refuses inside."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:      # torch.save makes RuntimeErrors of what the disk says
-        raise RunError(f"writing {path}", error.__context__ or error, "room, and the right to write there",
-                       "free some, or name another folder") from None
+        raise kind(f"writing {path}", error.__context__ or error, "room, and the right to write there",
+                   "free some, or name another folder") from None
+
+
+@contextlib.contextmanager
+def damaged(path: Path) -> Iterator[None]:
+    """Raise a DataError that names the path for whatever is wrong with its content inside."""
+    try:
+        yield
+    except TrainerError:
+        raise
+    except Exception as error:           # without torch's text, which advises to let a file run its code
+        found = getattr(error, "strerror", None) or f"damaged, unreadable or with code in it ({type(error).__name__})"
+        raise DataError(path, found, "content as this trainer writes it", "take another, write it again, or use the "
+                        "trainer that wrote it") from None
+
+
+def part_of(folder: Path, run_id: str) -> Path:
+    """Return where a run writes a folder until it is whole; no other run touches it."""
+    return folder.with_name(f"{folder.name}.{run_id}.part")
 
 
 def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]], fabric: Fabric) -> None:
-    """Write a new folder with these files of every rank. Raises RunError on all ranks. Collective.
+    """Write a new folder with these files of every rank, and give it its name once. Raises RunError. Collective.
 
-    contents: (name, bytes or what torch.save takes), each made when the one before it is on the disk. All goes to
-    FOLDER.<run id>.part, which no other run touches; rank 0 writes the manifest and renames it once.
+    contents: (name, bytes or what torch.save takes), each made when the one before it is on the disk.
     """
-    part = folder.with_name(f"{folder.name}.{run_id}.part")
+    part = part_of(folder, run_id)
+    UNFINISHED.add(part)
+
+    def write(name: str, content: Any) -> dict[str, Any]:
+        with open(part / name, "xb") as file:
+            if isinstance(content, bytes):
+                file.write(content)
+            else:
+                torch.save(content, file)
+        sync_to_disk(part / name)
+        return dict(bytes=(part / name).stat().st_size, sha256=file_sha256(part / name))
+
     try:
         with fabric.failing_together(), refused(part):
             if fabric.rank == 0:
                 part.mkdir(parents=True)
-        hashes = {}
         with fabric.failing_together(), refused(part):
-            for name, content in contents:
-                with open(part / name, "xb") as file:
-                    if isinstance(content, bytes):
-                        file.write(content)
-                    else:
-                        torch.save(content, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                hashes[name] = file_sha256(part / name)
-        files = {name: sha256 for of_rank in fabric.gather(hashes) for name, sha256 in of_rank.items()}
+            facts = {name: write(name, content) for name, content in contents}
+        files: dict[str, Any] = {}
+        for of_rank in fabric.gather(facts):
+            files.update(of_rank)
         with fabric.failing_together(), refused(folder):
             if fabric.rank == 0:
-                facts = {name: dict(bytes=(part / name).stat().st_size, sha256=sha256) for name, sha256 in files.items()}
-                manifest = json.dumps(dict(format=max(MANIFEST_FORMATS), files=facts), indent=1)
-                (part / MANIFEST).write_text(manifest)
+                write(MANIFEST, json.dumps(dict(format=max(MANIFEST_FORMATS), files=files), indent=1).encode())
+                sync_to_disk(part)
                 part.rename(folder)                           # fails if another run has taken the name
+                sync_to_disk(folder.parent)
     except RunError:
         if fabric.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
         raise
+    finally:
+        UNFINISHED.discard(part)
 
 
 def read_tensors(path: Path, manifest: dict[str, str]) -> Any:
     """Return what torch.save wrote; no code in it is run. Raises DataError, whatever the file is."""
-    try:
-        need(path.name in manifest and path.is_file(), path, "no such file, or not in the manifest", "a file of a save or "
-             "checkpoint", "take another, or write this one again", DataError)
-        need(file_sha256(path) == manifest[path.name], path, "another content than its manifest says", "the content as "
-             "written", "copy the folder again: it is damaged, or mixed from several", DataError)
+    with damaged(path):
+        need(path.is_file() and file_sha256(path) == manifest.get(path.name), path, "no such file, or another content "
+             "than its manifest says", "the file as it was written", "copy the folder again: it is damaged, or mixed from "
+             "several", DataError)
         return torch.load(path, "cpu", weights_only=True, mmap=True)
-    except TrainerError:
-        raise
-    except Exception as error:           # its text would advise to let the file run its code
-        raise DataError(path, f"{type(error).__name__}: damaged, unreadable, or with code in it",
-                        "tensors, as this trainer writes them", "take another, or write this one again") from None
+
+
+def check_weights(path: Path, tensors: Any, cfg: Config) -> None:
+    """Raise DataError unless names, shapes and dtypes are those that this config's weights have in a file."""
+    dtype = getattr(torch, cfg.dtype)
+    kinds = {row.label: (accum_dtype(dtype) if row.full_precision else dtype, *row.shape)
+             for row in parameter_table(cfg) if row.optimizer != "rowwise"}
+    with damaged(path):
+        found = {label: (x.dtype, *x.shape) for label, x in tensors.items()}
+    for label in kinds | found:
+        need(found.get(label) == kinds.get(label), f"{label} in {path}", found.get(label, "no such weight"),
+             kinds.get(label, "no such weight"), "use the trainer and settings of that run", DataError)
 
 
 def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -4145,32 +4131,34 @@ def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[
         for number, (places, state) in enumerate(table.home.touched(most_rows)):
             content = dict(ids=places * fabric.world + fabric.rank, **state._asdict())
             if not with_state:
-                content = dict(ids=content["ids"], rows=state.rows)
+                del content["v"], content["last"]
             yield f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt", content
 
 
-def load_rows(folder: Path, manifest: dict[str, str], executor: Executor) -> None:
+def load_rows(folder: Path, manifest: dict[str, str], executor: Executor, with_state: bool) -> None:
     """Load the row-wise tables of a save or checkpoint: each rank takes the rows that it owns. Raises DataError."""
     for label, table in executor.tables.items():
         if table.home is not None:
             names = [name for name in manifest if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name)]
-            table.home.load(own_rows(read_tensors(folder / name, manifest), name, table) for name in names)
+            table.home.load(own_rows(folder / name, manifest, table, with_state) for name in names)
 
 
-def own_rows(content: Any, name: str, table: RowTable) -> tuple[Tensor, RowState]:
-    """Return places and rows that are this rank's of one file of rows. Raises DataError."""
+def own_rows(path: Path, manifest: dict[str, str], table: RowTable, with_state: bool) -> tuple[Tensor, RowState]:
+    """Return places and rows that are this rank's of one file of rows; those without state count as updated once."""
     fabric, stored = table.fabric, table.home.stored
-    try:
+    content = read_tensors(path, manifest)
+    with damaged(path):
         ids = content["ids"]
-        state = RowState(content["rows"], content.get("v", torch.zeros(len(ids))), content.get("last", torch.ones(len(ids))))
-        ascending = len(ids) == 0 or (ids[0] >= 0 and ids[-1] < table.table.rows and (ids.diff() > 0).all())
-        fits = ids.dtype == torch.int64 and all(x.shape == (len(ids), *y.shape[1:]) for x, y in zip(state, stored))
-    except (LookupError, TypeError, AttributeError, RuntimeError):
-        ascending = fits = False
-    need(ascending and fits, name, "other content", f"ascending rows below {table.table.rows} of {table.table.label}",
-         "resume or sample with the trainer of that run", DataError)
-    at = (ids % fabric.world == fabric.rank).nonzero().flatten()
-    return ids[at] // fabric.world, RowState(*(x[at].to(y.dtype) for x, y in zip(state, stored)))
+        columns = [content["rows"], torch.zeros(len(ids)), torch.ones(len(ids))]
+        if with_state:
+            columns[1:] = content["v"], content["last"]
+        fits = ids.dtype == torch.int64 and ids[0] >= 0 and ids[-1] < table.table.rows and (ids.diff() > 0).all()
+        for x, y in zip(columns, stored):
+            fits = fits and x.shape == (len(ids), *y.shape[1:]) and (x.dtype == y.dtype or not with_state)
+        need(fits, path, "other rows", f"ascending ones of {table.table.label}, below {table.table.rows}, in "
+             f"{stored.rows.dtype}", "use the trainer and settings of that run", DataError)
+        mine = (ids % fabric.world == fabric.rank).nonzero().flatten()
+        return ids[mine] // fabric.world, RowState(*(x[mine].to(y.dtype) for x, y in zip(columns, stored)))
 
 
 def settings_json(preset: str, cfg: Config) -> bytes:
@@ -4182,10 +4170,10 @@ def settings_json(preset: str, cfg: Config) -> bytes:
 def save(folder: Path, run_id: str, preset: str, cfg: Config, executor: Executor, values: Values,
          vocabulary: list[bytes] | None) -> None:
     """Save weights in logical shapes, settings, and the bytes of the tokens. Raises RunError. Collective."""
-    files = [("weights.pt", executor.whole_weights(values)), ("settings.json", settings_json(preset, cfg))]
+    files = [("weights.pt", executor.whole_weights(values)), (SETTINGS, settings_json(preset, cfg))]
     if vocabulary is not None:
-        lines = [b"%s %d" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece]
-        files.append((VOCABULARY, b"\n".join(lines) + b"\n"))
+        lines = [b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece]
+        files.append((VOCABULARY, b"".join(lines)))
     mine = files if executor.fabric.rank == 0 else []
     write_folder(folder, run_id, itertools.chain(mine, row_files(executor, with_state=False)), executor.fabric)
 
@@ -4197,14 +4185,13 @@ def load_checkpoint(run_dir: Path, executor: Executor) -> dict[str, Any]:
     fabric.check_agreement(dict(checkpoints=str([path.name for path in newest_first])))
     for path in newest_first:
         try:
-            with fabric.failing_together():
+            with fabric.failing_together(), damaged(path):
                 manifest = read_manifest(path)
                 content = read_tensors(path / "run.pt", manifest)
-                need(isinstance(content, dict) and "state" in content, path / "run.pt", type(content).__name__,
-                     "the state of a run", "resume with the trainer of that run", DataError)
+                check_weights(path / "run.pt", content["state"]["weights"], executor.cfg)
                 executor.load_state(content["state"])
-                load_rows(path, manifest, executor)
-            return content
+                load_rows(path, manifest, executor, with_state=True)
+                return {name: content[name] for name in ("facts", "log", "places", "train_time_ms")}
         except DataError as error:
             fabric.say(f"{error}\nthe checkpoint before {path.name} is taken, if there is one")
     raise DataError(f"checkpoints in {run_dir}", [path.name for path in newest_first], "a whole one of this trainer",
@@ -4221,42 +4208,37 @@ class Clock:
 
     def __init__(self, fabric: Fabric, before: float = 0.0) -> None:
         self.fabric = fabric
-        self.before = before             # ms until it was stopped last
-        self.since: float | None = None  # time of its start in s; None: it stands
+        # ms up to the last stop, and the time of the start in s or None: one pair, which the loader's thread reads whole.
+        self.state: tuple[float, float | None] = before, None
 
     @property
     def ms(self) -> float:
-        since = self.since                                                    # the loader's thread reads the clock, too
-        if since is None:
-            return self.before
-        return self.before + (time.perf_counter() - since) * 1000
+        before, since = self.state
+        return before if since is None else before + (time.perf_counter() - since) * 1000
 
     def start(self) -> None:
         self.fabric.synchronize()
-        self.since = time.perf_counter()
+        self.state = self.ms, time.perf_counter()
 
     def stop(self) -> None:
         self.fabric.synchronize()
-        self.before = self.ms
-        self.since = None
+        self.state = self.ms, None
 
 
 class Log:
     """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0.
 
-    Losses are looked at one cycle late, so that no step waits for the device. Every rank checks its own.
+    Losses are looked at one cycle late, so that no step waits for the device. Every rank checks its own. beside: content
+    of further files of the run directory; earlier: what `seen` gave to a checkpoint. Raises RunError if a file exists.
     """
 
     def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, beside: dict[str, bytes],
                  earlier: dict[str, Any] | None = None) -> None:
-        """Open the files; an old log is never overwritten. Raises RunError.
-
-        beside: content of further files of the run directory. earlier: what `seen` gave to a checkpoint.
-        """
         earlier = earlier or dict(tokens=0, done=0, last_good="none", lines={})
         self.run_dir = run_dir
         self.fabric = fabric
         self.schedule = schedule
+        self.total = schedule.total_steps                     # of the plan, or as the clock foresees it
         self.tokens = earlier["tokens"]
         self.done = earlier["done"]      # steps
         self.last_good = earlier["last_good"]                 # validation, in words
@@ -4266,38 +4248,35 @@ class Log:
         if fabric.rank == 0:
             with refused(run_dir):
                 run_dir.mkdir(parents=True, exist_ok=True)
-                for name in ("log.txt", "log.jsonl"):
+                for name in ("log.txt", "log.jsonl", *beside):
                     self.files[name] = open(run_dir / name, "xb", buffering=0)
-                for name, content in beside.items():
-                    (run_dir / name).write_bytes(content)
+            for name, content in beside.items():
+                self._write(name, content)
+                self.files.pop(name).close()
             for name, text in earlier["lines"].items():
-                self._write(name, text)
+                self._write(name, text.encode())
 
     def seen(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the log."""
         self.flush()
         lines = {name: (self.run_dir / name).read_text("utf-8") for name in self.files}
         return dict(tokens=self.tokens, done=self.done, last_good=self.last_good, lines=lines)
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Write a line of log.jsonl."""
-        self._write("log.jsonl", json.dumps(dict(type=kind, **fields)) + "\n")
+        self._write("log.jsonl", (json.dumps(dict(type=kind, **fields)) + "\n").encode())
 
     def text(self, line: str, console: bool = True) -> None:
         """Write a line of log.txt, and show it on the console unless that gets only a selection."""
-        self._write("log.txt", line + "\n")
+        self._write("log.txt", (line + "\n").encode("utf-8", "replace"))
         if console:
             with self.bar.external_write_mode() if self.bar else contextlib.nullcontext():    # above the bar
                 self.fabric.say(line)
 
-    def _write(self, name: str, text: str) -> None:
+    def _write(self, name: str, data: bytes) -> None:
         file = self.files.get(name)                                           # of rank 0, until the log is closed
         if file is not None:
-            data = text.encode("utf-8", "replace")
-            path = self.run_dir / name
-            with refused(path):
-                need(file.write(data) == len(data), f"writing {path}", "no room for a line", "room for the log",
-                     "free some, and start again with another --run_dir", RunError)
+            with refused(self.run_dir / name):
+                if file.write(data) < len(data):
+                    raise OSError("no room for a whole line")
 
     @contextlib.contextmanager
     def phase(self, name: str, timed: bool = False) -> Iterator[None]:
@@ -4309,21 +4288,20 @@ class Log:
         self.text(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
     def open_bar(self) -> None:
-        """Show a progress bar, where there are a terminal and tqdm for it."""
-        shown = self.fabric.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
-        if shown and importlib.util.find_spec("tqdm"):
+        seen = self.fabric.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
+        if seen and importlib.util.find_spec("tqdm"):
             from tqdm import tqdm
-            self.bar = tqdm(desc="steps", total=self.schedule.total_steps, leave=False, dynamic_ncols=True,
-                            initial=self.done)
+            self.bar = tqdm(desc="steps", total=self.total, leave=False, dynamic_ncols=True, initial=self.done)
 
     def step(self, losses: Losses, ms: float) -> None:
         """Count one more step. ms is host time: on a GPU the step is launched, not finished."""
-        fields = dict(step=self.done + 1, train_time_ms=round(ms, 3))
-        if self.schedule.cfg.time_budget:
-            fields["place"] = self.schedule.place(self.done)
-        self.done += 1
         self.tokens += losses.tokens * self.fabric.world
-        fields["tokens"] = self.tokens
+        fields = dict(step=self.done + 1, train_time_ms=round(ms, 3), tokens=self.tokens)
+        if self.schedule.cfg.time_budget:
+            place = self.schedule.place(self.done)
+            fields["place"] = place
+            self.total = round(self.schedule.total_steps * fields["step"] / max(place, 1))
+        self.done += 1
 
         # On a GPU the copy comes after the step; by the time it is looked at, the device is a cycle further.
         sums, copied = losses.slot_sums, None
@@ -4346,15 +4324,14 @@ class Log:
             self.pending.pop(0)
 
             self.event("step", **fields, train_loss=loss)
-            total = self.schedule.total_steps
-            on_console = self.bar is None and step % -(-total // PLAIN_LINES) == 0
-            self.text(f"step:{step}/{total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms", on_console)
-            if self.bar is not None:
+            on_console = self.bar is None and step % -(-self.total // PLAIN_LINES) == 0
+            self.text(f"step:{step}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms", on_console)
+            if self.bar:
+                self.bar.total = self.total
                 self.bar.set_postfix_str(f"loss {loss:.3f}, {ms / step:.0f} ms/step")
                 self.bar.update()
 
     def check(self, loss: float, what: str) -> None:
-        """Raise RunError if a loss is not finite."""
         need(math.isfinite(loss), what, loss, f"a finite number (last good validation: {self.last_good})", "lower "
              "--adam_lr and --normuon_lr; --dtype=float32 --head=plain --attention=reference shows if it is an overflow",
              RunError)
@@ -4365,19 +4342,18 @@ class Log:
         self.check(loss, f"validation loss at step {self.done}")
         self.last_good = f"{loss:.4f} at step {self.done}"
         self.event("val", step=self.done, val_loss=loss, train_time_ms=round(ms, 3), **data.text_losses(loss))
-        self.text(f"step:{self.done}/{self.schedule.total_steps} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
+        self.text(f"step:{self.done}/{self.total} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
                   f"step_avg:{ms / max(self.done, 1):.2f}ms")
 
     def aborted(self, cause: str) -> None:
         """Write the last lines of a run that did not finish; no other thread writes after them. Never raises."""
-        files = self.files
-        self.files = {}
+        files, self.files = self.files, {}
         lines = [dict(type="step", **fields) for fields, *_ in self.pending]  # their losses are not known
         lines.append(dict(type="aborted", step=self.done, cause=cause))
         with contextlib.suppress(Exception):
-            for line in lines if files else ():
-                files["log.jsonl"].write((json.dumps(line) + "\n").encode())
             files["log.txt"].write(f"aborted after step {self.done}: {' '.join(cause.split())}\n".encode())
+            for line in lines:
+                files["log.jsonl"].write((json.dumps(line) + "\n").encode())
 
     def close(self) -> None:
         for file in (*self.files.values(), self.bar):
@@ -4388,9 +4364,7 @@ class Log:
 
 
 def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
-    """Train one step, as the race and the warm-up do it."""
-    batch = loader.next(values)
-    losses = executor.forward_backward(batch, values)
+    losses = executor.forward_backward(loader.next(values), values)
     executor.optim_step(values, loader.plans_ahead)
     return losses
 
@@ -4424,13 +4398,12 @@ def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> None:
 
 
 def cycles_from(first: int, schedule: Schedule, clock: Clock) -> Iterator[list[Values]]:
-    """Yield the Values of each cycle of the race from step `first` on; runs on the loader's thread, a cycle ahead.
+    """Yield the Values of each cycle from step `first` on; runs on the loader's thread, a cycle ahead of the race.
 
-    With a time budget the clock of rank 0 gives the place in the plan of each cycle: the share of the budget that will
-    be over when it begins, one cycle from now.
+    With a time budget the clock of rank 0 gives a cycle's place in the plan: the share of the budget that will be over
+    when the cycle begins, if the one before it takes as long as the last.
     """
-    cfg = schedule.cfg
-    fabric = clock.fabric
+    cfg, fabric = schedule.cfg, clock.fabric
     before = clock.ms
     for step in itertools.count(first, schedule.cycle):
         if cfg.time_budget and len(schedule.places) <= step // schedule.cycle:
@@ -4471,17 +4444,19 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
         data_ended = error
     clock.stop()
 
-    end = log.schedule.at(log.done)                                           # at the true end the long window is wider
+    # Only now a budget's number of steps is known; and only at the true end the long window is wider.
+    log.flush()
+    if log.schedule.cfg.time_budget:
+        log.total = log.done
+        log.event("budget", seconds=log.schedule.cfg.time_budget, steps=log.done)
+    end = log.schedule.at(log.done)
     loss = executor.evaluate(validation.batches(end), end)
     log.validation(loss, clock.ms, validation)
     return loss, data_ended
 
 
 def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[int] = ()) -> list[int]:
-    """Return up to sample_tokens token ids after a document start and the prompt; ends before the next document.
-
-    Raises RunError where the weights give no finite logits.
-    """
+    """Return up to sample_tokens tokens after a document start and the prompt. Raises RunError if logits are not finite."""
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.document_start, *prompt]
     for _ in range(cfg.sample_tokens):
@@ -4498,7 +4473,6 @@ def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[i
 
 
 def spell(pieces: list[bytes] | None, tokens: Sequence[int]) -> str:
-    """Return the text of tokens whose bytes are known; else their ids."""
     if not pieces:
         return "token ids (no vocab.txt beside them): " + " ".join(map(str, tokens))
     return b"".join(pieces[token] for token in tokens).decode("utf-8", "replace")
@@ -4509,6 +4483,7 @@ ENDING_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 STORE_PATIENCE = 2.0                     # s for the store at which ranks met to say whether another one ended first
 OTHERS_PATIENCE = 1.0                    # s for all ranks to hear of a signal that is meant for all
 END_PATIENCE = 5.0                       # s that an end may take
+LOST_CONNECTION = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3      # parameters of glibc's mallopt, from malloc.h
 LARGEST_KEPT = 32 << 20                  # bytes of a block: the most that every glibc takes for M_MMAP_THRESHOLD
 KEPT_CHECKPOINTS = 2
@@ -4523,28 +4498,30 @@ def within(seconds: float, call: Callable[[], Any]) -> Any:
 
 
 def make_fabric(cfg: Config) -> Fabric:
-    """Pick the device and join the process group that torchrun describes. Raises ConfigError."""
+    """Pick the device and join the process groups that torchrun describes. Raises ConfigError."""
+    # The launch: each rank has to know all of it, or would train alone beside the others.
     env = os.environ
-    names = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
-    told = {name: env.get(name, text) for name, text in names.items()}
-    rank, local_rank, world, neighbours = (int(text) if text.isdecimal() else -1 for text in told.values())
+    defaults = dict(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+    given = {name: env.get(name, text) for name, text in defaults.items()}
+    rank, local_rank, world, local_world = (int(text) if text.isdecimal() else -1 for text in given.values())
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in env]
-    need(0 <= rank < world and local_rank >= 0 and not missing, "launch", f"{told} without {missing}",
-         "all that torchrun sets, with 0 <= RANK < WORLD_SIZE", f"torchrun --standalone --nproc_per_node={max(world, 1)} "
-         "train_gpt.py ..., or unset WORLD_SIZE for a single process")
-    need("WORLD_SIZE" in env or int(env.get("SLURM_NTASKS", 1)) == 1, "launch", f"{env.get('SLURM_NTASKS')} tasks of "
+    need(0 <= rank < world and local_rank >= 0 and not missing, "launch", f"{given} without {missing}",
+         "all that torchrun sets, with 0 <= RANK < WORLD_SIZE", "torchrun --standalone --nproc_per_node="
+         f"{max(world, 1)} train_gpt.py ..., or unset WORLD_SIZE for a single process")
+    need("WORLD_SIZE" in env or env.get("SLURM_NTASKS", "1") == "1", "launch", f"{env.get('SLURM_NTASKS')} tasks of "
          "Slurm, and no WORLD_SIZE", "ranks that know each other", "srun ... torchrun ..., one task a node; or set "
          "WORLD_SIZE=1, for each task to train alone")
+    fits = [w for w in range(1, cfg.num_slots + 1) if cfg.num_slots % w == 0]
+    need(world in fits, "number of ranks", world, f"a divisor of num_slots={cfg.num_slots}: {fits}",
+         f"torchrun --nproc_per_node={max(w for w in fits if w <= world)} train_gpt.py ...")
 
+    # The device: a GPU for each rank, or the CPU for all.
     cuda = cfg.device != "cpu" and torch.cuda.is_available()
     gpus = torch.cuda.device_count()
     need(cuda or cfg.device != "cuda", "--device=cuda, which the record preset sets", "no CUDA device",
          "an NVIDIA GPU and torch for CUDA", "--preset=pocket trains on a CPU in about two minutes")
-    need(not cuda or max(local_rank + 1, neighbours) <= gpus, "more ranks than devices", f"{neighbours} ranks, {gpus} GPUs",
-         "one GPU for each rank", f"torchrun --nproc_per_node={gpus} train_gpt.py ...")
-    fits = [w for w in range(1, cfg.num_slots + 1) if cfg.num_slots % w == 0]
-    need(world in fits, "number of ranks", world, f"a divisor of num_slots={cfg.num_slots}: {fits}",
-         f"torchrun --nproc_per_node={max(w for w in fits if w <= world)} train_gpt.py ...")
+    need(not cuda or max(local_rank + 1, local_world) <= gpus, "more ranks than devices",
+         f"{local_world} ranks, {gpus} GPUs", "one GPU for each rank", f"torchrun --nproc_per_node={gpus} train_gpt.py ...")
     fabric = Fabric(torch.device("cuda", local_rank) if cuda else torch.device("cpu"), rank, world)
     fabric.enter_thread()
     if not cuda and platform.libc_ver()[0] == "glibc":        # given back after each step, memory would come again page
@@ -4555,7 +4532,6 @@ def make_fabric(cfg: Config) -> Fabric:
 
 
 def join_ranks(cfg: Config, fabric: Fabric) -> Fabric:
-    """Return the fabric with its process groups. Raises ConfigError."""
     patience = timedelta(seconds=cfg.comm_timeout)
 
     def join() -> Any:
@@ -4563,12 +4539,13 @@ def join_ranks(cfg: Config, fabric: Fabric) -> Fabric:
         dist.init_process_group("cpu:gloo,cuda:nccl" if fabric.on_cuda else "gloo", timeout=patience)
         return dist.new_group(backend="gloo", timeout=patience)
 
-    try:
-        return replace(fabric, plan_group=within(cfg.comm_timeout + 1, join))     # torch waits for ever for a mute listener
+    try:                                                      # torch itself waits for ever for a listener that is mute
+        return replace(fabric, plan_group=within(cfg.comm_timeout + 1, join))
     except (RuntimeError, ValueError, TimeoutError) as error:
         address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        said = str(error)[:200] or "nothing that answers as a store of ranks does"
-        raise ConfigError("waiting for all ranks", f"at {address}: {said}", f"{fabric.world} ranks in {cfg.comm_timeout} s",
+        answer = str(error)[:200] or "nothing that answers as a store of ranks does"
+        raise ConfigError("waiting for all ranks", f"at {address}: {answer}",
+                          f"{fabric.world} ranks in {cfg.comm_timeout} s",
                           "see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
 
 
@@ -4583,7 +4560,7 @@ def head_precision(cfg: Config, fabric: Fabric) -> str:
     return cfg.head
 
 
-# Kernels behind torch's variable-length call by the GPU's capability, the likely fastest first; and their packages.
+# Kernels of torch's variable-length call by the GPU's capability, the likely fastest first; and their packages.
 ATTENTION_BY_CARD = {9: ("FA4", "FA3", "varlen"), 10: ("FA4", "varlen")}
 ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}
 # To check a kernel with: ends of documents inside of tiles of 128 and of windows, empty ones, one of a single token.
@@ -4603,20 +4580,22 @@ def choose_attention(preset: str, cfg: Config, fabric: Fabric) -> tuple[Callable
     if cfg.attention == "auto":
         capability, _ = torch.cuda.get_device_capability(fabric.device)
         names = ATTENTION_BY_CARD.get(capability, ("varlen",))
+
+    # All ranks take the same one, or none of their sums would be of one model.
     refusal = ""
     for name in names:
-        whys = fabric.gather(refusal_of(name, cfg, fabric))
-        refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(whys) if why), "")
+        of_ranks = fabric.gather(refusal_of(name, cfg, fabric))
+        refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(of_ranks) if why), "")
         if not refusal:
             if name != names[0]:
                 fabric.say(f"attention: WITHOUT {names[0]}: a step with {name} is predicted to take 4 to 10 % longer on "
                            "H100s; pip install -r requirements-gpu.txt")
-            return attention_varlen, f"{name} ({ATTENTION_PACKAGES[name]} {version_of(ATTENTION_PACKAGES[name])})"
+            package = ATTENTION_PACKAGES[name]
+            return attention_varlen, f"{name} ({package} {version_of(package)})"
         fabric.say(f"attention: {name} does not run here: {refusal}")
-
     need(cfg.attention == "auto" and not preset.startswith("record"), f"--attention={cfg.attention} of preset {preset}",
-         refusal, "a kernel that runs and agrees with the reference", "--attention=reference, whose time and memory grow "
-         "with the windows; requirements-gpu.txt names packages")
+         refusal, "a kernel that runs and agrees with the reference", "--attention=reference, whose time and memory "
+         "grow with the windows; requirements-gpu.txt names packages")
     fabric.say("attention: NO FAST KERNEL: the reference is slower by far; its memory grows with the windows")
     return attention_reference, "reference"
 
@@ -4678,23 +4657,25 @@ def hardware(fabric: Fabric) -> str:
 
 
 def peak_memory_mib(fabric: Fabric) -> dict[str, int]:
-    """Return the peak of this process so far: on its GPU since the run began, or on the CPU."""
+    """Return the peak of this process: on its GPU since the run began, or on the CPU in all."""
     if fabric.on_cuda:
         return dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
-    try:
-        import resource
-    except ImportError:                                                       # on Windows
+    if not importlib.util.find_spec("resource"):                              # on Windows
         return {}
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return dict(consumption=peak >> (20 if sys.platform == "darwin" else 10))                # there bytes, elsewhere KiB
+    import resource
+    unit = 20 if sys.platform == "darwin" else 10                             # there bytes, elsewhere KiB
+    return dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> unit)
 
 
-def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, data: Data, attention: str,
+def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, data_sha256: str, attention: str,
              source: bytes) -> dict[str, Any]:
     """Return what a header says: settings, versions, hardware, sizes. given: as flags and preset say; cfg: resolved."""
+    # What a reader needs to repeat the run: flags, commit, versions.
     fabric = executor.fabric
-    before = vars(Config(**PRESETS[preset]))
-    changed = {name: flag_text(value) for name, value in vars(given).items() if value != before[name]}
+    of_preset = vars(Config(**PRESETS[preset]))
+    changed = {name: flag_text(value) for name, value in vars(given).items() if value != of_preset[name]}
+    config = {name: [row._asdict() for row in value] if isinstance(value, tuple) else value
+              for name, value in vars(cfg).items()}
     commit = None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,
@@ -4706,17 +4687,14 @@ def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, data: 
     total = sum(math.prod(row.shape) for row in parameter_table(cfg))
     rows_unread = sum(table.rows - table.reads for table in tables)
     table_rows = {table.label: table.rows for table in tables}
-    micro_batches = -(-cfg.num_slots // fabric.world // executor.slots_at_once)
-    config = {name: [row._asdict() for row in value] if isinstance(value, tuple) else value
-              for name, value in vars(cfg).items()}
     return dict(
         preset=preset, started=time.strftime("%Y-%m-%dT%H:%M:%S"), changed=changed, config=config, seed=cfg.seed,
-        python=platform.python_version(), torch=str(torch.__version__), triton=version_of("triton"), cuda=torch.version.cuda,
-        nccl=".".join(map(str, torch.cuda.nccl.version())) if fabric.on_cuda else None, git_commit=commit,
-        source_sha256=hashlib.sha256(source).hexdigest(), data_sha256=data.sha256, hardware=hardware(fabric),
-        world_size=fabric.world, attention=attention, head=executor.precision, row_comms=cfg.row_comms,
-        grad_accum_steps=micro_batches, slots_at_once=executor.slots_at_once,
-        tokens_per_step=[stage.batch_tokens for stage in cfg.stages],
+        python=platform.python_version(), torch=str(torch.__version__), triton=version_of("triton"),
+        cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version())) if fabric.on_cuda else None,
+        git_commit=commit, source_sha256=hashlib.sha256(source).hexdigest(), data_sha256=data_sha256,
+        hardware=hardware(fabric), world_size=fabric.world, attention=attention, head=executor.precision,
+        row_comms=cfg.row_comms, grad_accum_steps=-(-cfg.num_slots // fabric.world // executor.slots_at_once),
+        slots_at_once=executor.slots_at_once, tokens_per_step=[stage.batch_tokens for stage in cfg.stages],
         untimed_warmup_steps=len(Schedule(replace(cfg, time_budget=0.0)).warm_up_steps()), target_loss=cfg.target_loss,
         params_total=total, params_per_token=total - cfg.model_dim * rows_unread, table_rows=table_rows,
         table_bytes=cfg.model_dim * sum(table_rows.values()) * getattr(torch, cfg.dtype).itemsize,
@@ -4727,76 +4705,91 @@ def write_header(log: Log, facts: dict[str, Any], kind: str = "header", **more: 
     """Write the first lines of a run. kind: "header" of a new log, or "resumed" after the lines of an earlier one."""
     log.event(kind, **facts, **more)
     changed = ", ".join(f"{name}={text}" for name, text in facts["changed"].items())
-    log.text("=" * 100)
-    log.text(f"Running Python {facts['python']}")
-    log.text(f"Running PyTorch {facts['torch']} compiled for CUDA {facts['cuda']} on {facts['hardware']} "
-             f"with world_size {facts['world_size']}")
-    log.text(f"preset {facts['preset']}, {facts['params_total']:,} parameters in {facts['config']['dtype']}, attention "
-             f"{facts['attention']}, head {facts['head']}, {facts['grad_accum_steps']} micro-batches a step, "
-             f"seed {facts['seed']}")
-    log.text(f"changed from the preset: {changed or 'nothing'}")
-    log.text("=" * 100)
+    for line in (
+            "=" * 100,
+            f"Running Python {facts['python']}",
+            f"Running PyTorch {facts['torch']} compiled for CUDA {facts['cuda']} on {facts['hardware']} with world_size "
+            f"{facts['world_size']}",
+            f"preset {facts['preset']}, {facts['params_total']:,} parameters in {facts['config']['dtype']}, attention "
+            f"{facts['attention']}, head {facts['head']}, {facts['grad_accum_steps']} micro-batches a step, "
+            f"seed {facts['seed']}",
+            f"changed from the preset: {changed or 'nothing'}",
+            "=" * 100):
+        log.text(line)
 
 
-class Data(NamedTuple):
-    """The shards of all runs of this process."""
+def open_data(given: Config, fabric: Fabric, source: bytes) -> tuple[Config, list[ShardHeader], list[ShardHeader], str]:
+    """Look at every shard. Returns the config with all sizes, the shards to train on and to validate with, their hash.
 
-    train: list[ShardHeader]
-    val: list[ShardHeader]
-    sha256: str                          # of all their names and contents, as they were found
-
-
-def open_data(given: Config, fabric: Fabric, source: bytes) -> tuple[Config, Data]:
-    """Look at every shard; return the config with all sizes, and the shards. Raises DataError, ConfigError."""
-    train = find_shards(given.train_files)
-    val = find_shards(given.val_files)
-    sha256 = scan_shards(train + val)
+    Raises DataError, ConfigError.
+    """
+    train_shards = find_shards(given.train_files)
+    val_shards = find_shards(given.val_files)
+    sha256 = scan_shards(train_shards + val_shards)
     facts = {f"--{name}": flag_text(value) for name, value in vars(given).items()}
     facts |= dict(data_sha256=sha256, source_sha256=hashlib.sha256(source).hexdigest(), torch=str(torch.__version__))
     fabric.check_agreement(facts)
-    cfg = resolve(given, train, val)
-    check_enough_data(cfg, Schedule(cfg), train)
-    check_enough_validation(cfg, val)
-    shared = shared_shards(train, val)
+    cfg = resolve(given, train_shards, val_shards)
+    check_enough_data(cfg, Schedule(cfg), train_shards)
+    check_enough_validation(cfg, val_shards)
+    shared = shared_shards(train_shards, val_shards)
     if shared:
         fabric.say(f"trained on and validated with: {shared[0]}, {len(shared)} such shards in all; "
                    "the validation losses say nothing about other text")
-    return cfg, Data(train, val, sha256)
+    return cfg, train_shards, val_shards, sha256
 
 
 def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric) -> None:
-    """Look now at what would end a run after hours: names that are taken, folders, a compiler. Raises TrainerError."""
+    """Look now at what would end a run after hours: names that are taken, disks, a compiler. Raises TrainerError."""
     with fabric.failing_together():
-        for folder in folders if fabric.rank == 0 else ():
-            need(not (folder / "log.txt").exists(), f"run directory {folder}", "a log", "a folder without one",
-                 "another --run_dir", RunError)
-        if cfg.save and fabric.rank == 0:
-            folder = Path(cfg.save)
-            taken = os.path.lexists(folder) and not (folder.is_dir() and not any(folder.iterdir()))
-            need(not taken, f"--save={cfg.save}", "a folder or file of that name", "a name that is not taken",
-                 "another name; nothing is overwritten")
-            part = folder.with_name(f"{folder.name}.{run_id}.part")
-            with refused(part):
-                part.mkdir(parents=True)
-                part.rmdir()
         compiles = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
         compilers = (os.environ.get("CXX") or os.environ.get("CC") or "g++", "gcc", "clang++", "clang", "c++", "cl")
         need(not compiles or any(map(shutil.which, compilers)), "--compile", "no C++ compiler", "g++ or another that "
              "torch.compile finds", "install one (apt install g++), or --compile=0")
 
+        # A log may be in the way only as long as its run has not trained: it is cleared away when all else is right.
+        for folder in folders if fabric.rank == 0 else ():
+            need(not has_log(folder), f"run directory {folder}", "the log of a run", "a folder without one",
+                 "another --run_dir", RunError)
+        if cfg.save and fabric.rank == 0:
+            folder = Path(cfg.save)
+            with refused(folder, ConfigError):
+                taken = folder.is_symlink() or folder.is_mount() or (folder.exists() and not folder.is_dir())
+                taken = taken or (folder.is_dir() and any(folder.iterdir()))
+                taken = taken or any(run_dir.absolute().is_relative_to(folder.absolute()) for run_dir in folders)
+                need(not taken, f"--save={cfg.save}", "a file, link or mount, a folder with content, or one of the run "
+                     "directory", "a name that is not taken, or an empty folder", "another name; nothing is overwritten")
+                part_of(folder, run_id).mkdir(parents=True)
+                part_of(folder, run_id).rmdir()
+        for folder in folders if fabric.rank == 0 else ():
+            with refused(folder):
+                for name in ("log.txt", "log.jsonl"):
+                    (folder / name).unlink(missing_ok=True)
 
-def check_resumed(cfg: Config, fabric: Fabric, content: dict[str, Any], facts: dict[str, str], end_step: float) -> None:
-    """Refuse a checkpoint of other data or beyond the end; say what else differs. Raises DataError, ConfigError."""
-    need(content["facts"]["data_sha256"] == facts["data_sha256"], f"data to resume {cfg.resume} with",
+
+def has_log(folder: Path) -> bool:
+    """Return whether a run directory has a log of more than a start that failed before its first step."""
+    with refused(folder):
+        path = folder / "log.jsonl"
+        kinds = re.findall(r'(?m)^{"type": "(\w+)"', path.read_text("utf-8")) if path.is_file() else []
+        failed = re.search("(header|resumed)( phase| compiled)* aborted$", " ".join(kinds))
+        return not failed and any(os.path.lexists(folder / name) for name in ("log.txt", "log.jsonl"))
+
+
+def check_resumed(cfg: Config, content: dict[str, Any], facts: dict[str, str], end_step: float) -> dict[str, tuple]:
+    """Return what differs from the run before: name -> (then, now). Raises DataError, ConfigError.
+
+    content: a checkpoint's. Other data are refused, and an end that the run has passed.
+    """
+    before = content["facts"]
+    need(before["data_sha256"] == facts["data_sha256"], f"data to resume {cfg.resume} with",
          f"shards whose content hashes to {facts['data_sha256'][:16]}...", f"those of the run, which hashed to "
-         f"{content['facts']['data_sha256'][:16]}...", "leave --train_files and --val_files out, or name the same shards "
-         "in another place", DataError)
+         f"{before['data_sha256'][:16]}...", "leave --train_files and --val_files out, or name the same shards in "
+         "another place", DataError)
     done = content["log"]["done"]
     need(done <= end_step, f"--max_steps with --resume={cfg.resume}", f"{cfg.max_steps}: the run would end at step "
          f"{end_step}", f"{done} or more: the run is there already", "--max_steps=0, for the whole schedule")
-    for name, before in content["facts"].items():
-        if before != facts.get(name):
-            fabric.say(f"resumed with another {name}: {before} before, {facts.get(name)} now")
+    return {name: (before.get(name), facts.get(name)) for name in before | facts if before.get(name) != facts.get(name)}
 
 
 def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], executor: Executor, values: Values) -> None:
@@ -4806,15 +4799,17 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], execut
     """
     fabric = executor.fabric
     folder = run_dir / CHECKPOINTS
+    name = f"step-{values.step:07d}"
     state = executor.whole_state(values)
     files = [("run.pt", dict(content, state=state))] if fabric.rank == 0 else []
     try:
-        write_folder(folder / f"step-{values.step:07d}", run_id, itertools.chain(files, row_files(executor, True)), fabric)
+        write_folder(folder / name, run_id, itertools.chain(files, row_files(executor, with_state=True)), fabric)
     except RunError as error:
         fabric.say(f"{error}\nthe run goes on without this checkpoint")
         return
     if fabric.rank == 0:
-        for old in sorted(folder.glob("step-???????"))[:-KEPT_CHECKPOINTS]:
+        before = sorted(path for path in folder.glob("step-???????") if path.name < name)
+        for old in before[:1 - KEPT_CHECKPOINTS]:
             shutil.rmtree(old, ignore_errors=True)
 
 
@@ -4845,6 +4840,8 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
     if validation.bytes_per_token:
         log.text(f"validation loss {loss:.4f} nats per token = {result['val_bpb']:.4f} bits per byte; unigram entropy "
                  f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
+
+    # What a reader of the time has to know beside it.
     recompiled = sum(fabric.gather(recompiled))
     if recompiled:
         result["recompiles"] = recompiled
@@ -4861,10 +4858,8 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
     log.text("peak memory " + " ".join(f"{kind}: {mib} MiB" for kind, mib in peak.items()))
 
     result["comms"] = executor.traffic()
-    touched = {}
-    for label, table in executor.tables.items():
-        if table.home is not None:
-            touched[label] = sum(fabric.gather(sum(map(len, table.home.touched_places()))))
+    touched = {label: sum(fabric.gather(sum(map(len, table.home.touched_places()))))
+               for label, table in executor.tables.items() if table.home is not None}
     if touched:
         result["touched_rows"] = touched
     return result
@@ -4889,6 +4884,28 @@ def report(cfg: Config, executor: Executor, validation: ValidationSet, values: V
         print_result("\n".join([*lines, json.dumps(last)]))
 
 
+def make_profile(cfg: Config, first: int, end_step: float) -> Any:
+    """Return a profiler of the steps of --profile, for a run from step `first` on; else None. Raises ConfigError."""
+    if not cfg.profile:
+        return None
+    start, stop = map(int, cfg.profile.split(":"))
+    need(first < start and stop < end_step, f"--profile={cfg.profile}", f"steps {first} to {end_step}",
+         f"{first} < a < b < {end_step}: it warms up in the step before a, and the one after ends the trace",
+         f"--profile={first + 1}:{first + 3}")
+    traced = torch.profiler.schedule(skip_first=start - first - 1, wait=0, warmup=1, active=stop - start, repeat=1)
+    return torch.profiler.profile(schedule=traced)
+
+
+def end_profile(profile: Any, log: Log) -> None:
+    """Write the trace of this rank into the run directory of rank 0, and a table of the dearest operations."""
+    profile.stop()
+    folder = log.fabric.gather(str(log.run_dir))[0]
+    trace = Path(folder) / f"trace_rank{log.fabric.rank}.json.gz"
+    with refused(trace):
+        profile.export_chrome_trace(str(trace))
+    log.text(profile.key_averages().table(f"self_{log.fabric.device.type}_time_total", 12, max_name_column_width=60))
+
+
 def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: bytes) -> None:
     """Set up and warm up once, then train once or several times: the whole run in the order in which it happens.
 
@@ -4896,7 +4913,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     """
     # Data come first: the shards decide sizes, and nothing is worth building on bad ones.
     began = time.perf_counter()
-    cfg, data = open_data(given, fabric, source)
+    cfg, train_shards, val_shards, data_sha256 = open_data(given, fabric, source)
     schedule = Schedule(cfg)
     precision = head_precision(cfg, fabric)
 
@@ -4912,8 +4929,9 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     kernel, attention = choose_attention(preset, cfg, fabric)
     slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
     executor = Executor(cfg, fabric, kernel, precision, slots_at_once, ending.report_rows)
-    facts = facts_of(preset, given, cfg, executor, data, attention, source)
-    beside = {Path(__file__).name: source, SETTINGS: settings_json(preset, replace(given, slots_per_micro_batch=slots_at_once))}
+    facts = facts_of(preset, given, cfg, executor, data_sha256, attention, source)
+    settings = settings_json(preset, replace(given, slots_per_micro_batch=slots_at_once))
+    beside = {Path(__file__).name: source, SETTINGS: settings}
 
     # A resumed run goes on with the state, log, clock and places of its last checkpoint.
     facts_to_compare = decisive_settings(given)
@@ -4922,10 +4940,14 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     if cfg.resume:
         earlier = load_checkpoint(Path(cfg.resume), executor)
         schedule = Schedule(cfg, earlier["places"])
-        check_resumed(cfg, fabric, earlier, facts_to_compare, schedule.end_step)
+        differs = check_resumed(cfg, earlier, facts_to_compare, schedule.end_step)
+    first = earlier["log"]["done"] if earlier else 0
+    profile = make_profile(cfg, first, schedule.end_step)
     log = ending.log = Log(folders[0], fabric, schedule, beside, earlier.get("log"))
     if earlier:
-        write_header(log, facts, "resumed", step=log.done, source=cfg.resume)
+        write_header(log, facts, "resumed", step=first, source=cfg.resume, differs=differs)
+        for name, (then, now) in differs.items():
+            log.text(f"resumed with another {name}: {then} then, {now} now")
     else:
         write_header(log, facts)
     log.text("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
@@ -4933,7 +4955,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
 
     # Warm-up compiles and runs every graph, and leaves no trace; only then is a silent rank a dead one.
     with log.phase("validation data"):
-        validation = ValidationSet(cfg, fabric, data.val, executor.exchange)
+        validation = ValidationSet(cfg, fabric, val_shards, executor.exchange)
     with log.phase("warm-up"):
         warm_up(cfg, fabric, executor, log)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -4951,24 +4973,24 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
             cfg = replace(cfg, seed=seed)
             schedule = Schedule(cfg)
             log = ending.log = Log(folder, fabric, schedule, beside)
-            write_header(log, facts_of(preset, replace(given, seed=seed), cfg, executor, data, attention, source))
+            write_header(log, facts_of(preset, replace(given, seed=seed), cfg, executor, data_sha256, attention, source))
             with log.phase("reset"):
                 restore()
                 executor.set_seed(seed)
 
-        first = log.done
+        # Checkpoints are off the clock; a profile counts steps.
         clock = Clock(fabric, earlier.get("train_time_ms", 0.0))
-        loader = Loader(cfg, fabric, data.train, cycles_from(first, schedule, clock), executor.exchange_ahead)
+        loader = Loader(cfg, fabric, train_shards, cycles_from(first, schedule, clock), executor.exchange_ahead)
         if first:
             loader.skip(map(schedule.at, range(first)))
-        profile = start_profile(cfg, schedule, first)
 
         def before_step(step: int) -> None:
             if cfg.checkpoint_every and step > first and step % schedule.cycle == 0 \
                     and step % cfg.checkpoint_every < schedule.cycle:
                 clock.stop()
                 with log.phase("checkpoint"):
-                    content = dict(log=log.seen(), train_time_ms=clock.ms, places=schedule.places, facts=facts_to_compare)
+                    content = dict(log=log.seen(), train_time_ms=clock.ms, places=schedule.places,
+                                   facts=facts_to_compare)
                     write_checkpoint(log.run_dir, run_id, content, executor, schedule.at(step))
                 clock.start()
             if profile is not None and step > first:
@@ -4978,6 +5000,8 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
         gc.collect()
         gc.freeze()
         log.open_bar()
+        if profile is not None:
+            profile.start()
         if fabric.on_cuda:
             torch.cuda.reset_peak_memory_stats()
         loss, data_ended = race(loader, executor, validation, clock, log, before_step)
@@ -4986,6 +5010,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
         if profile is not None:
             end_profile(profile, log)
 
+        # The result is the last line of a log: after it only the sample can fail.
         recompiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
         result = finish(log, cfg, executor, validation, clock.ms, loss, recompiled)
         failure = save_or_fall_back(log, run_id, preset, cfg, executor, validation.vocabulary) if cfg.save else None
@@ -5001,36 +5026,14 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
         dist.destroy_process_group()
 
 
-def start_profile(cfg: Config, schedule: Schedule, first: int) -> Any:
-    """Start a profiler that counts steps from step `first` on; None without --profile. Raises ConfigError."""
-    if not cfg.profile:
-        return None
-    start, stop = map(int, cfg.profile.split(":"))
-    need(first < start < stop < schedule.end_step, f"--profile={cfg.profile}", f"steps {first} to {schedule.end_step}",
-         f"{first} < a < b < {schedule.end_step}: it warms up in the step before a, and the one after ends the trace",
-         f"--profile={first + 1}:{first + 3}")
-    traced = torch.profiler.schedule(skip_first=start - first - 1, wait=0, warmup=1, active=stop - start, repeat=1)
-    profile = torch.profiler.profile(schedule=traced)
-    profile.start()
-    return profile
-
-
-def end_profile(profile: Any, log: Log) -> None:
-    """Write the trace of this rank into the run directory of rank 0, and a table of the dearest operations."""
-    profile.stop()
-    folder = log.fabric.gather(str(log.run_dir))[0]
-    trace = Path(folder) / f"trace_rank{log.fabric.rank}.json.gz"
-    with refused(trace):
-        profile.export_chrome_trace(str(trace))
-    log.text(profile.key_averages().table(f"self_{log.fabric.device.type}_time_total", 12, max_name_column_width=60))
-
-
 def read_prompt(flags: Config, cfg: Config, pieces: list[bytes] | None) -> tuple[list[bytes] | None, list[int]]:
     """Return the bytes of each token, if anybody knows them, and the prompt as token ids. Raises DataError.
 
     pieces: from vocab.txt beside the weights. GPT-2's come from --ranks=FILE, or from tiktoken, which also splits text.
     """
     text = flags.prompt.encode("utf-8", "surrogateescape")
+    if flags.ranks:
+        need_file(Path(flags.ranks), "--ranks")
     try:
         if cfg.vocab_size == GPT2_VOCAB and (flags.ranks or pieces is None):
             tiktoken = importlib.import_module("tiktoken")
@@ -5059,50 +5062,47 @@ def sample_saved(flags: Config) -> None:
     """Do --sample=DIR "prompt": print text that goes on from the prompt, on any device. Raises TrainerError."""
     # Settings come first: they say what the tensors have to be.
     folder = Path(flags.sample)
+    weights = folder / "weights.pt"
     preset, texts = read_settings(folder)
-    cfg = make_config(preset, texts)
+    saved = make_config(preset, texts)
+    check_manifest(folder / SETTINGS, (folder / SETTINGS).read_bytes())
     manifest = read_manifest(folder)
-    tensors = read_tensors(folder / "weights.pt", manifest)
-    fabric = make_fabric(replace(cfg, num_slots=1, device=flags.device))      # a second rank would have nothing to do
-    dtype = cfg.dtype
+    tensors = read_tensors(weights, manifest)
+    check_weights(weights, tensors, saved)
+
+    # Any device will do: a single rank without compiler or optimizer, bf16 on a GPU only, few rows of the tables.
+    fabric = make_fabric(replace(saved, num_slots=1, device=flags.device))
+    dtype = saved.dtype
     if dtype == "bfloat16" and not fabric.on_cuda:
         dtype = "float32"
-    tables = tuple(table._replace(home="host") for table in cfg.tables)       # a sample reads few rows
-    cfg = replace(cfg, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens, tables=tables)
+    tables = tuple(table._replace(home="host") for table in saved.tables)
+    cfg = replace(saved, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens, tables=tables)
     pieces, prompt = read_prompt(flags, cfg, read_vocabulary(folder, cfg))
-
     executor = Executor(cfg, fabric, attention_reference, precision=None)
-    try:
+    with damaged(weights):
         executor.model.load_state_dict(tensors)
-    except (RuntimeError, TypeError, AttributeError) as error:
-        raise DataError(folder / "weights.pt", str(error).splitlines()[-1], "the weights of the settings beside them",
-                        "sample with the trainer of that run, or take another save") from None
-    load_rows(folder, manifest, executor)
+    load_rows(folder, manifest, executor, with_state=False)
+
     schedule = Schedule(replace(cfg, time_budget=0.0, max_steps=0))
     tokens = generate(cfg, executor, schedule.at(schedule.end_step), prompt)
     print_result(flags.prompt + spell(pieces, tokens))
 
 
 class Signalled(Exception):
-    """A signal that ends the process."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
+    """A signal, whose number is the argument, ends the process."""
 
 
 def describe(error: BaseException) -> tuple[int, str]:
     """Return (exit status, what to tell the user) of whatever ended the run; a bug keeps its traceback."""
-    first_line = (str(error).splitlines() or [""])[0]
+    first_line = str(error).partition("\n")[0]
     if isinstance(error, Signalled):
-        interrupted = error.number == signal.SIGINT
-        return 128 + error.number, "interrupted" if interrupted else f"ended from outside ({error})"
+        number = signal.Signals(*error.args)
+        return 128 + number, "interrupted" if number == signal.SIGINT else f"ended from outside ({number.name})"
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in first_line:
         error = RunError("out of memory", first_line, "less at once", "--slots_per_micro_batch=1, or more --num_slots")
-    if isinstance(error, OSError):
+    elif isinstance(error, OSError):
         error = DataError(str(error.filename or "disk"), error.strerror, "a file to use", "look at disk and rights")
-    connection = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
-    if isinstance(error, RuntimeError) and dist.is_initialized() and re.search(connection, first_line):
+    elif isinstance(error, RuntimeError) and dist.is_initialized() and re.search(LOST_CONNECTION, first_line):
         error = lost_rank(first_line)
     if isinstance(error, TrainerError):
         return error.status, f"{type(error).__name__}: {error}"
@@ -5115,34 +5115,32 @@ def lost_rank(found: str) -> RunError:
 
 
 def first_cause(cause: str, signalled: bool) -> tuple[str, bool]:
-    """Agree with the other ranks on the first cause, by the store at which they met.
+    """Agree with the other ranks on the first cause; returns it, and whether this rank is to say it.
 
-    Returns it, and whether this rank is to say it. A signal that not all ranks hear of follows from the loss of one:
-    torchrun, or srun, ends the others. Without a store's answer every rank speaks for itself.
+    They ask the store at which they met; without its answer every rank speaks for itself. A signal that not all ranks
+    hear of follows from the loss of one: torchrun, or srun, ends the others.
     """
     env = os.environ
-    world = int(env.get("WORLD_SIZE", 1))
-    if world == 1:
+    if env.get("WORLD_SIZE", "1") == "1":
         return cause, True
-    restart = env.get("TORCHELASTIC_RESTART_COUNT")
+    restart = f"restart {env.get('TORCHELASTIC_RESTART_COUNT')}"
+    lost = f"RunError: {lost_rank(cause)}"
 
     def ask() -> tuple[str, bool]:
         patience = timedelta(seconds=STORE_PATIENCE)
         store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=patience)
-        ended = f"ended ranks, restart {restart}"
-        store.add(ended, 1)
+        store.add(f"ended ranks, {restart}", 1)
 
         def all_ended() -> bool:
             deadline = time.monotonic() + OTHERS_PATIENCE
-            while store.add(ended, 0) < world and time.monotonic() < deadline:
+            while store.add(f"ended ranks, {restart}", 0) < int(env["WORLD_SIZE"]):
+                if time.monotonic() > deadline:
+                    return False
                 time.sleep(0.02)
-            return store.add(ended, 0) >= world
+            return True
 
-        mine = cause
-        if signalled and not all_ended():
-            mine = f"RunError: {lost_rank(cause)}"
-        mine = f"{env['RANK']}\n{mine}"
-        first = store.compare_set(f"first cause, restart {restart}", "", mine).decode()
+        mine = f"{env['RANK']}\n{lost if signalled and not all_ended() else cause}"
+        first = store.compare_set(f"first cause, {restart}", "", mine).decode()
         if env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             all_ended()                                                       # the store ends with this process
         return first.partition("\n")[2], first == mine
@@ -5150,9 +5148,7 @@ def first_cause(cause: str, signalled: bool) -> tuple[str, bool]:
     try:
         return within(STORE_PATIENCE + 2 * OTHERS_PATIENCE, ask)              # a stopped launcher answers nothing
     except Exception:
-        if signalled:
-            cause = f"RunError: {lost_rank(cause)}"
-        return cause, True
+        return lost if signalled else cause, True
 
 
 class Ending:
@@ -5171,15 +5167,11 @@ class Ending:
         for name in ENDING_SIGNALS:
             number = getattr(signal, name, None)                              # Windows has no SIGHUP
             if number and signal.getsignal(number) != signal.SIG_IGN:         # ignored: by nohup
-                signal.signal(number, self.heard)
+                signal.signal(number, lambda *_: None)                        # `watch` reads its number
         threading.Thread(target=self.watch, daemon=True).start()
 
-    def heard(self, *_: Any) -> None:
-        """Do nothing: `watch` has read the number of the signal."""
-
     def watch(self) -> None:
-        number = self.listener.recv(1)[0]
-        self.end(Signalled(number))
+        self.end(Signalled(self.listener.recv(1)[0]))
 
     def report_rows(self, **facts: Any) -> None:
         self.log.event("comms", **facts)
@@ -5197,6 +5189,8 @@ class Ending:
                 within(1, functools.partial(print, cause, file=sys.stderr, flush=True))
         if self.log is not None:
             self.log.aborted(cause)
+        for part in tuple(UNFINISHED):
+            shutil.rmtree(part, ignore_errors=True)
         os._exit(status)
 
 
@@ -5213,11 +5207,12 @@ def main(argv: Sequence[str]) -> None:
             sample_saved(cfg)
         else:
             train(preset, cfg, make_fabric(cfg), ending, source)
-        os._exit(0)                                                           # even if a thread is stuck in a read
-    except SystemExit as asked:                                               # --help
-        os._exit(asked.code or 0)
+    except SystemExit:                                                        # --help was shown
+        pass
     except BaseException as error:
         ending.end(error)
+    ending.begun.acquire()                                                    # a signal that came before has its end
+    os._exit(0)                                                               # even if a thread is stuck in a read
 
 
 if __name__ == "__main__":

@@ -30,12 +30,12 @@ def executor(cfg: t.Config, main_grad: bool) -> t.Executor:
     fill_randomly(made.model)
     if not main_grad:
         for label in OWNED:
-            del made.optimizer.weights[label].main_grad
+            del made.model.get_parameter(label).main_grad
     return made
 
 
 def gradient(made: t.Executor, label: str) -> torch.Tensor:
-    weight = made.optimizer.weights[label]
+    weight = made.model.get_parameter(label)
     return weight.main_grad if weight.grad is None else weight.grad
 
 
@@ -81,7 +81,7 @@ def main() -> None:
     shards = t.find_shards(TOKENS)
     cfg = t.resolve(replace(flags, device="cpu", compile=0, epochs=0), shards, shards)
     values = t.Schedule(cfg).at(1)
-    length = cfg.stages[0].batch_tokens // cfg.num_slots
+    length = values.slot_tokens
     batch = random_batch(cfg, 0, cfg.num_slots, length, step=1)
     print(f"{preset}: {cfg.num_slots} slots of {length} tokens, one by one; {torch.get_num_threads()} threads")
     for label, (of_autograd, of_main_grad) in errors(replace(cfg, dtype="bfloat16"), batch, values).items():

@@ -1,6 +1,6 @@
 """What the row plans cost and move, at recipe A's sizes. Prints tables; asserts nothing.
 
-    python tests/bench_rows.py bytes      bytes of each mode at 8 ranks on real tokens, and how busy the owners are
+    python tests/bench_rows.py bytes      bytes at 8 ranks on real tokens, and how busy the owners are
     python tests/bench_rows.py plans      plan time per cycle, and how much of it the training thread waits for
     python tests/bench_rows.py scale      10 million rows against 250 thousand on 4 gloo ranks, interleaved
 
@@ -28,13 +28,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 import train_gpt as tg
+from common import plan_of, planner_of
 
 RANKS = 8
 WIDTH, WIRE_BYTES, ID_BYTES = 768, 2, 4                              # bf16 rows, i32 ids
-FACTS_BYTES = 8 * len(tg.LIST_FACTS)                                 # ahead of each list
 TABLES = ("bigram_embed", "value_embed", "embed")
 STAGES = range(3)                                                    # the extension has the sizes of the third
-MODES = ("dense", "sparse_scatter", "sparse")
 
 
 def tokens() -> str:
@@ -46,10 +45,11 @@ def cycles(stage: int, rank: int, world: int = RANKS, most: int = 1 << 30, **set
     """Batches of one rank's cycles in a stage of the record preset with these settings, as long as the tokens last."""
     headers = tg.find_shards(tokens())
     cfg = tg.resolve(replace(tg.Config(), train_files=tokens(), **settings), headers, headers)
-    values = tg.Schedule(cfg).at(tg.Schedule(cfg).stage_starts[stage])
-    values = replace(values, tied=False)                             # the embedding's rows as after the split
+    values = tg.Schedule(cfg).at(tg.Schedule(cfg).starts[stage])
+    values = replace(values, tied=False)                             # the embedding's rows as after the two have parted
     steps = [replace(values, step=step) for step in range(2 * min(most, 1000))]
-    loader = tg.Loader(cfg, tg.Fabric(torch.device("cpu"), rank, world), headers, steps)
+    cycles = [steps[first:first + 2] for first in range(0, len(steps), 2)]
+    loader = tg.Loader(cfg, tg.Fabric(torch.device("cpu"), rank, world), headers, cycles)
     loader.start()
     try:
         for step in range(0, len(steps), 2):
@@ -66,7 +66,7 @@ def counted(stage: int, most: int = 1 << 30, world: int = RANKS) -> dict[str, np
     for rank in range(world):
         plans = [batch.plans for batch, _ in cycles(stage, rank, world, most)]
         for label in TABLES:
-            found[label].append([plan[label].counts_by_owner for plan in plans])
+            found[label].append([plan[label].send_counts for plan in plans])
     return {label: np.array(counts).swapaxes(0, 1) for label, counts in found.items()}
 
 
@@ -76,12 +76,12 @@ def shares(counts: np.ndarray, rows: int) -> dict[str, float]:
     row_bytes, slice_rows = WIDTH * WIRE_BYTES, -(-rows // world)
     dense = 2 * (world - 1) * slice_rows * row_bytes
     others = counts * (1 - np.eye(world, dtype=int))                 # what goes to another rank
-    ids = others.sum(2) * ID_BYTES + (world - 1) * FACTS_BYTES
+    ids = others.sum(2) * ID_BYTES
     gradients, fetched = others.sum(2) * row_bytes, others.sum(1) * row_bytes
     asked_of_owner = counts.sum(1)                                   # (cycles, owner), over all readers
     both_ways = (ids + gradients + fetched).mean()
     return dict(rows=counts.sum(2).mean(), share=counts.sum(2).mean() / rows, MB=1e-6 * both_ways,
-                sparse=both_ways / dense, sparse_scatter=(ids + gradients).mean() / dense + 0.5,
+                sparse=both_ways / dense,
                 busiest=(asked_of_owner.max(1) / asked_of_owner.mean(1)).mean())
 
 
@@ -92,13 +92,13 @@ def table_rows() -> dict[str, int]:
 
 def bytes_table() -> None:
     print(f"{tokens()}\n{RANKS} ranks, rows of {WIDTH} bf16; bytes sent per rank and cycle, dense = 1\n")
-    head = ("table", "stage", "cycles", "rows", "of table", "sparse MB", "sparse", "sparse_scatter", "busiest owner")
+    head = ("table", "stage", "cycles", "rows", "of table", "sparse MB", "sparse", "busiest owner")
     print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
     for stage in STAGES:
         for label, counts in counted(stage).items():
             s = shares(counts, table_rows()[label])
             print(f"| {label} | {stage + 1} | {len(counts)} | {s['rows']:,.0f} | {100 * s['share']:.1f} % "
-                  f"| {s['MB']:.1f} | {s['sparse']:.4f} | {s['sparse_scatter']:.4f} | {s['busiest']:.3f} |")
+                  f"| {s['MB']:.1f} | {s['sparse']:.4f} | {s['busiest']:.3f} |")
 
 
 def plan_times(most: int = 30, step_s: float = 0.05) -> None:
@@ -130,38 +130,36 @@ def scale_rank(rank: int, store: str) -> None:
     """One rank of the comparison: plan, exchange, fetch, return and update of both tables in turn."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=SCALE_RANKS)
-    fabric, device = tg.Fabric(torch.device("cpu"), rank, SCALE_RANKS), torch.device("cpu")
+    fabric = tg.Fabric(torch.device("cpu"), rank, SCALE_RANKS)
     exchange = functools.partial(tg.exchange_plans, fabric, None, "float32")
     found, sides = {rows: [] for rows in SCALE_ROWS}, {}
     for rows in SCALE_ROWS:
-        cfg = replace(tg.Config(), bigram_rows=rows, padded_vocab=128, dtype="float32")
-        planner = tg.Planner(cfg, fabric)
-        mine = torch.nn.Parameter(torch.zeros(-(-rows // SCALE_RANKS), SCALE_WIDTH))
-        table = tg.TableRows(tg.row_tables(cfg)[0], cfg, fabric, mine, SCALE_IDS, lambda **line: None)
-        sides[rows] = planner, table, torch.zeros_like(mine.data), torch.zeros_like(mine.data)
+        spec = tg.Table("bigram_embed", rows, 1, None)
+        shard = torch.zeros(-(-rows // SCALE_RANKS), SCALE_WIDTH)
+        table = tg.RowTable(spec, tg.Config(), fabric, shard, SCALE_IDS, tg.no_wait)
+        sides[rows] = planner_of(tg.Config(), fabric, spec), table, torch.zeros_like(shard), torch.zeros_like(shard)
     numbers = np.random.default_rng(rank)
     for round_ in range(SCALE_ROUNDS):
         for rows in SCALE_ROWS if round_ % 2 else SCALE_ROWS[::-1]:
             planner, table, m, v = sides[rows]
-            ids = [numbers.integers(0, rows, SCALE_IDS, dtype=np.int32)]
+            ids = [numbers.integers(0, rows, (1, SCALE_IDS), dtype=np.int32)]
             dist.barrier()
             times = [time.perf_counter()]
-            plan, _ = planner.plan("bigram_embed", dict(purpose="train", cycle=round_, tokens=SCALE_IDS), False, ids)
+            plan, _ = plan_of(planner, table.table, ids, cycle=round_)
             exchange({"bigram_embed": plan})
-            plan.change_lists(torch.as_tensor)
             times.append(time.perf_counter())
-            gathered = table.mine.detach()[plan.rows_asked_of_me]
+            gathered = table.shard[plan.requested_rows]
             times.append(time.perf_counter())
-            table.ready(plan, mine)
+            table.rows_for_forward(plan, None)
             grad, merge = table.return_gradients()
             merge()
             times.append(time.perf_counter())
-            tg.adam_update(table.mine.data, grad, m, v, 1.0, (0.75, 0.95), 1e-10, torch.tensor(1e-3), torch.tensor(0.0))
+            tg.adam_update(table.shard, grad, m, v, 1.0, (0.75, 0.95), 1e-10, torch.tensor(1e-3), torch.tensor(0.0))
             times.append(time.perf_counter())
             table.clear()
-            n = len(plan.rows_i_read)
+            n = len(plan.my_rows)
             found[rows].append([*(1e9 * np.diff(times) / n), (plan.sent + plan.received) / (2 * n - sum(
-                (plan.counts_by_owner[rank], plan.counts_by_reader[rank]))), n, len(gathered)])
+                (plan.send_counts[rank], plan.recv_counts[rank]))), n, len(gathered)])
     dist.barrier()
     if rank == 0:
         head = ("plan and exchange", "owner's gather", "rows both ways", "dense Adam", "bytes", "rows", "asked")

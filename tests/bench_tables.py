@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import glob
 import json
+import mmap
 import os
 import re
 import signal
@@ -32,6 +33,7 @@ import numpy as np
 import torch
 
 import train_gpt as tg
+from common import plan_of
 
 LABEL = "trigram_embed"
 LARGE = 10**8                                                        # rows
@@ -39,7 +41,7 @@ SMALL = 10**6
 WIDTH = 96                                                           # that of the pocket preset, in f32
 CYCLE_TOKENS = (3_072, 98_304)                                       # of a rank: pocket's last stage, that of record
 MOST_TOKENS = 1 << 20                                                # each trigram takes a page of the large table
-ROUNDS = 3                                                           # over all tokens, behind the first touches
+ROUNDS = 3                                                           # over all tokens, after the first touches
 PARTS = ("plan", "gather", "read", "update", "write")
 STATE_BYTES = 8                                                      # v and last
 PRESET, STEPS, CHECKPOINT_EVERY = "pocket_tables", 44, 20            # of the runs of `resume`
@@ -61,10 +63,6 @@ def pocket_tokens() -> np.ndarray:
     return np.asarray(shard.tokens[:MOST_TOKENS], np.int32)
 
 
-def no_report(**account) -> None:
-    """Of the rows that a plan has moved."""
-
-
 class Cycle(NamedTuple):
     """What one cycle took."""
 
@@ -78,20 +76,18 @@ class Side:
 
     def __init__(self, rows: int, cycle_tokens: int) -> None:
         cfg = tg.Config(**tg.PRESETS["pocket"])
-        self.cfg = replace(cfg, trigram_rows=rows, table_home="host", model_dim=WIDTH, padded_vocab=128, bigram_rows=2)
+        line = tg.NgramTable(LABEL, 3, rows, home="host")
+        self.cfg = replace(cfg, tables=(line,), model_dim=WIDTH, padded_vocab=128, bigram_rows=2)
         fabric = tg.Fabric(torch.device("cpu"))
         self.planner = tg.Planner(self.cfg, fabric)
-        line = next(table for table in self.planner.tables if table.label == LABEL)
-        self.ids = line.ids
-        self.table = tg.EventTable(line, self.cfg, fabric, rows, cycle_tokens, no_report)
-        self.event = 0
+        self.spec = self.planner.tables[-1]
+        self.table = tg.RowTable(self.spec, self.cfg, fabric, None, cycle_tokens, tg.no_wait)
+        self.number = 0
         generator = torch.Generator().manual_seed(0)
         self.gradients = torch.randn(cycle_tokens, WIDTH, generator=generator)
 
     def plan(self, tokens: np.ndarray) -> tg.TablePlan:
-        tag = dict(purpose="benchmark", cycle=self.event, tokens=len(tokens))
-        plan, _ = self.planner.plan(LABEL, tag, False, [self.ids(tokens[None])])
-        plan.change_lists(torch.as_tensor)
+        plan, _ = plan_of(self.planner, self.spec, [self.spec.ids(tokens[None])])
         return plan
 
     def settle(self) -> None:
@@ -107,18 +103,18 @@ class Side:
         times.append(time.perf_counter())
         self.settle()                                                # rows have come up
         times.append(time.perf_counter())
-        table.ready(plan, None)
+        table.rows_for_forward(plan, None)
         times.append(time.perf_counter())
 
-        count = len(plan.rows_i_read)
-        table.sums[:count] = self.gradients[:count]
-        self.event += 1
-        event = torch.tensor(self.event, dtype=torch.int32)
+        count = len(plan.my_rows)
+        table.row_grads[:count] = self.gradients[:count]
+        self.number += 1
+        number = torch.tensor(self.number, dtype=torch.int32)
         step_size, decay = torch.tensor(1e-3), torch.tensor(0.0)
         began = time.perf_counter()                                  # the gradients above are no cost of a table
         grad, merge = table.return_gradients()
         merge()
-        tg.rowwise_update(*table.live, grad, 1 / 8, event, 0.95, 1e-10, step_size, decay, None)
+        tg.rowwise_update(*table.live, grad, 1 / 8, number, 0.95, 1e-10, step_size, decay, None)
         updated = time.perf_counter()
         table.updated()
         self.settle()                                                # rows have gone down
@@ -149,7 +145,7 @@ def touch_all(side: Side, cycles: list[np.ndarray]) -> FirstTouches:
     cpu_seconds = sum(side.cycle(tokens).cpu_seconds for tokens in cycles)
     resident += memory("VmRSS")
     page_tables += memory("VmPTE")
-    touched = sum(len(places) for places in side.table.home.touched_places())
+    touched = sum(len(places) for places, _ in side.table.home.touched())
     return FirstTouches(cpu_seconds, touched, resident, page_tables)
 
 
@@ -194,7 +190,7 @@ def print_first_touches(first: dict[int, FirstTouches], found: dict[int, list[Cy
     for rows, touches in first.items():
         later = sum(cycle.cpu_seconds for cycle in found[rows]) / ROUNDS
         microseconds = 1e6 * (touches.cpu_seconds - later) / touches.touched
-        bound = touches.touched * tg.PAGE_BYTES + rows * STATE_BYTES
+        bound = touches.touched * mmap.PAGESIZE + rows * STATE_BYTES
         print(f"| {rows:,} rows | {touches.touched:,} | {microseconds:.2f} | {touches.resident / 1e6:,.0f} "
               f"| {bound / 1e6:,.0f} | {touches.page_tables / 1e6:,.1f} |")
 
@@ -207,6 +203,7 @@ def scale() -> None:
 
 CHANNELS = ("more_bigram_embed", "trigram_embed")
 CHANNEL_ROWS = 42_300_000                                            # of 84.6 million
+CHANNEL_TABLES = tuple(tg.NgramTable(label, order, CHANNEL_ROWS) for label, order in zip(CHANNELS, (2, 3)))
 CYCLES = 10                                                          # of each stage
 # An earlier count by stage, both channels: distinct rows of a rank, of all 8 ranks.
 EARLIER = ((52_463, 364_659), (101_179, 679_780), (147_928, 972_023))
@@ -216,7 +213,7 @@ EARLIER_TOUCHED = (4.09, 12.06)                                      # million r
 def plans_by_rank(stage: int) -> Iterator[list[dict[str, tg.TablePlan]]]:
     """The plans of each rank in turn."""
     for rank in range(bench_rows.RANKS):
-        batches = bench_rows.cycles(stage, rank, most=CYCLES, more_bigram_rows=CHANNEL_ROWS, trigram_rows=CHANNEL_ROWS)
+        batches = bench_rows.cycles(stage, rank, most=CYCLES, tables=CHANNEL_TABLES)
         yield [first.plans for first, _ in batches]
 
 
@@ -248,8 +245,8 @@ def channel(plans: list[list[dict[str, tg.TablePlan]]], label: str) -> Channel:
     plan_ms = []
     for of_rank in plans:
         mine = [by_label[label] for by_label in of_rank]
-        rows.append([plan.rows_i_read.numpy() for plan in mine])
-        counts.append([plan.counts_by_owner for plan in mine])
+        rows.append([plan.my_rows.numpy() for plan in mine])
+        counts.append([plan.send_counts for plan in mine])
         plan_ms += [plan.plan_ms for plan in mine]
     by_cycle = np.array(counts).swapaxes(0, 1)                       # (cycle, reader, owner)
     of_all = unions(rows)
@@ -291,15 +288,14 @@ def bytes_table() -> None:
 
 def touched_by_all() -> None:
     """Rows that all tokens touch, each shard as if it were one slot."""
-    cfg = tg.Config(more_bigram_rows=CHANNEL_ROWS, trigram_rows=CHANNEL_ROWS)
+    tables = tg.row_tables(tg.Config(tables=CHANNEL_TABLES))[-len(CHANNELS):]
     shards = [tg.load_shard(header) for header in tg.find_shards(bench_rows.tokens())]
     count = sum(len(shard.tokens) for shard in shards)
     print()
-    for line, before in zip(tg.ngram_tables(cfg), EARLIER_TOUCHED):
-        ids = tg.ngram_table(line).ids
-        rows = [ids(np.asarray(shard.tokens, np.int32)[None])[0] for shard in shards]
+    for table, before in zip(tables, EARLIER_TOUCHED):
+        rows = [table.ids(np.asarray(shard.tokens, np.int32)[None])[0] for shard in shards]
         touched = len(np.unique(np.concatenate(rows)))
-        print(f"{line.label}: {count / 1e6:.1f} million tokens touch {touched / 1e6:.2f} million rows "
+        print(f"{table.label}: {count / 1e6:.1f} million tokens touch {touched / 1e6:.2f} million rows "
               f"({before} counted before)")
 
 
@@ -319,23 +315,23 @@ def ended(process: subprocess.Popen, folder: Path) -> tuple[list[tuple[int, floa
     return losses, log[-1]
 
 
-def killed_behind(process: subprocess.Popen, folder: Path) -> int:
+def killed_after(process: subprocess.Popen, folder: Path) -> int:
     """SIGKILL as soon as there is a checkpoint; the step of the newest. Raises SystemExit if there is none."""
     deadline = time.monotonic() + WAIT_S
-    while not list(folder.glob("step-*.pt")):
+    while not list(folder.glob("step-???????")):
         if process.poll() is not None or time.monotonic() > deadline:
             raise SystemExit(f"no checkpoint in {folder}: what is above says why")
         time.sleep(0.01)
     process.kill()
     process.wait()
-    newest = max(path.name for path in folder.glob("step-*.pt"))
+    newest = max(path.name for path in folder.glob("step-???????"))
     return int(newest.split("-")[1])
 
 
 def resume() -> None:
-    """One run that nobody disturbs, one that is killed behind its first checkpoint, and what goes on from there."""
+    """One run that nobody disturbs, one that is killed after its first checkpoint, and what goes on from there."""
     pattern = shards()
-    flags = [f"--preset={PRESET}", f"--trigram_rows={LARGE}", "--table_home=host", f"--max_steps={STEPS}",
+    flags = [f"--preset={PRESET}", f"--tables={tg.NgramTable(LABEL, 3, LARGE, home='host')}", f"--max_steps={STEPS}",
              f"--checkpoint_every={CHECKPOINT_EVERY}", f"--train_files={pattern}", f"--val_files={pattern}",
              "--sample_tokens=0"]
     with tempfile.TemporaryDirectory() as place:
@@ -343,7 +339,7 @@ def resume() -> None:
         losses, result = ended(started(whole, *flags), whole)
         first = started(killed, *flags)
         try:
-            step = killed_behind(first, killed / tg.CHECKPOINTS)
+            step = killed_after(first, killed / tg.CHECKPOINTS)
         finally:
             first.kill()
         losses_of_both, _ = ended(started(rest, f"--resume={killed}"), rest)
@@ -352,7 +348,7 @@ def resume() -> None:
     peak = result["peak_memory_mib"]["consumption"]
     print(f"{LARGE:,} rows, {STEPS} steps, {touched:,} rows touched: peak {peak} MiB")
     how = "killed with SIGKILL" if first.returncode == -signal.SIGKILL else "at its end before it was killed"
-    print(f"{how}, and resumed behind step {step}: {len(losses)} losses, {same}")
+    print(f"{how}, and resumed after step {step}: {len(losses)} losses, {same}")
 
 
 if __name__ == "__main__":

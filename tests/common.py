@@ -6,9 +6,14 @@ import io
 import json
 import os
 import signal
-from collections.abc import Callable
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -16,6 +21,7 @@ import torch
 
 import train_gpt as tg
 
+PATIENCE = 100                           # s for a process that does main()
 ROOT = Path(__file__).resolve().parent.parent
 # label, shape in the record preset, optimizer, multipliers of rate and decay, betas (recipe 2.1, 3.5; MLP unpadded)
 RECIPE_PARAMETERS = [
@@ -45,6 +51,11 @@ def preset(name: str = "tiny", vocab_size: int = 512, document_start: int = 511,
     tg.check_config(cfg)
     header = [tg.ShardHeader("shard", 1, vocab_size, document_start)]
     return tg.resolve(cfg, header, header)
+
+
+def untied_at(stage: int | None, stages: tuple[tg.Stage, ...] = tg.TINY_STAGES) -> tuple[tg.Stage, ...]:
+    """The stages of `tiny`, of which another one unties, or none."""
+    return tuple(row._replace(untie=k == stage) for k, row in enumerate(stages))
 
 
 def small(**changes) -> tg.Config:
@@ -94,15 +105,35 @@ def with_tokens(cfg: tg.Config, batch: tg.Batch, tokens: torch.Tensor) -> tg.Bat
     return batch._replace(tokens=tokens, rows=batch.rows | dict(value_embed=values, embed=tokens))
 
 
+def plan_of(planner: tg.Planner, table: tg.Table, read: Sequence[np.ndarray], tied: bool = False,
+            **tag: object) -> tuple[tg.TablePlan, list[np.ndarray]]:
+    """A plan for these logical rows of each step, (b, n) or (b, reads, n), and where each stands in what a rank reads.
+
+    tag: what the plan says of itself, in place of what the planner would have it say.
+    """
+    steps = [SimpleNamespace(step=0, tied=tied) for _ in read]
+    places: list[dict[str, np.ndarray]] = [{} for _ in read]
+    plan = planner.plan(table._replace(ids=np.asarray), "test", steps, read, places)
+    plan.tag.update(tag)
+    return plan, [found[table.label] for found in places]
+
+
+def planner_of(cfg: tg.Config, where: tg.Fabric, *tables: tg.Table) -> tg.Planner:
+    """A planner of these tables alone."""
+    planner = tg.Planner(cfg, where)
+    planner.tables = tables
+    planner.shard_sizes = {table.label: -(-table.rows // where.world) for table in tables}
+    return planner
+
+
 def planned(cfg: tg.Config, batch: tg.Batch, where: tg.Fabric | None = None) -> tg.Batch:
-    """A batch of logical rows as a rank reads it: with plans of its own, nothing being asked of it by others."""
+    """A batch of logical rows as a rank reads it: with plans of its own, no rank requesting anything of another."""
     planner, plans, rows = tg.Planner(cfg, where or fabric()), {}, {}
-    tag = dict(purpose="test", cycle=batch.step // 2, tokens=batch.tokens.shape[1])
     tied = tg.Schedule(cfg).at(batch.step).tied
-    for table in tg.row_tables(cfg):
-        plan, found = planner.plan(table.label, tag, table.tied and tied, [batch.rows[table.label].numpy()])
-        plan.change_lists(torch.from_numpy)
-        plans[table.label], rows[table.label] = plan, torch.from_numpy(found[0])
+    for table in planner.tables:
+        plan, (found,) = plan_of(planner, table, [batch.rows[table.label].numpy()], tied)
+        plan.change_lists(torch.as_tensor)
+        plans[table.label], rows[table.label] = plan, torch.from_numpy(found)
     return batch._replace(plans=plans, rows=rows)
 
 
@@ -152,45 +183,50 @@ def own_rows(model: tg.GPT) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
 
 def grad_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor | None:
     """This rank's gradient of a parameter as gathered so far, in its logical shape; None if there is none."""
-    if label not in optimizer.tables:
-        return optimizer.gradient(label)
-    table = optimizer.tables[label]
-    if not table.open_plans:
+    entry = optimizer.entries.get(label)
+    if not isinstance(entry, tg.TableEntry):
+        weight = optimizer.model.get_parameter(label)
+        if isinstance(entry, tg.Sharded):
+            return None if entry.backwards is None else weight.main_grad
+        return weight.grad
+    table = entry.table
+    if not table.pending:
         return None
-    world, size, width = table.fabric.world, *table.mine.shape
-    if table.sums.data_ptr() == table.grad.data_ptr():
+    if table.alone:
         return table.grad
-    physical = table.grad.new_zeros(world * size, width)
-    for plan in table.open_plans:
-        rows = plan.rows_i_read
-        physical[rows] = table.sums[:len(rows)] if optimizer.cfg.row_comms == "sparse" else table.sums[rows]
+    world, (size, width) = table.fabric.world, table.shard.shape
+    physical = table.row_grads.new_zeros(world * size, width)
+    for plan in table.pending:
+        physical[plan.my_rows] = table.row_grads[:len(plan.my_rows)]
     return torch.cat([physical[k::size] for k in range(size)])[:table.table.rows]
 
 
 @torch.no_grad()
 def set_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor) -> None:
     """The gradient of a parameter that is no table, as one backward pass leaves it."""
-    weight = optimizer.weights[label]
-    if label not in optimizer.gradients:
+    weight, entry = optimizer.model.get_parameter(label), optimizer.entries.get(label)
+    if not isinstance(entry, tg.Sharded):
         weight.grad = grad.to(weight.dtype, copy=True)
         return
     weight.main_grad.copy_(grad)
     weight.writes.fill_(1)
-    optimizer.passes[label] = 1
+    entry.backwards = 1
 
 
 @torch.no_grad()
 def add_grad(optimizer: tg.Optimizer, label: str, grad: torch.Tensor, values: tg.Values) -> None:
     """What a backward pass adds to the gradient of a parameter, on a single rank; of a table, to every row."""
-    if label not in optimizer.tables:
-        set_grad(optimizer, label, grad + (0 if optimizer.gradient(label) is None else optimizer.gradient(label)))
+    entry = optimizer.entries.get(label)
+    if not isinstance(entry, tg.TableEntry):
+        so_far = grad_of(optimizer, label)
+        set_grad(optimizer, label, grad if so_far is None else so_far + grad)
         return
-    table = optimizer.tables[label]
-    tag, tied = dict(purpose="test", cycle=0, tokens=len(grad)), table.table.tied and values.tied
-    plan, _ = tg.Planner(optimizer.cfg, fabric()).plan(label, tag, tied, [np.arange(len(grad), dtype=np.int32)])
-    plan.change_lists(lambda rows: torch.from_numpy(rows).to(table.grad.device))
+    table = entry.table
+    every_row = np.arange(len(grad), dtype=np.int32)[None]
+    plan, _ = plan_of(tg.Planner(optimizer.cfg, fabric()), table.table, [every_row], values.tied)
+    plan.change_lists(lambda rows: rows.to(table.grad.device))
     table.grad.add_(grad.to(table.grad.dtype))
-    table.open_plans.append(plan)
+    table.pending.append(plan)
 
 
 def executor(cfg: tg.Config, world: int = 1, rank: int = 0, precision: str = "plain") -> tg.Executor:
@@ -217,7 +253,7 @@ def refused(kind: type, call, *parts: str) -> str:
 
 @dataclass
 class Run:
-    """One call of main: its status and everything it left behind."""
+    """One run: its status and everything it left behind."""
     folder: Path
     status: int
     out: str
@@ -246,14 +282,96 @@ def weights(folder: Path) -> dict[str, bytes]:
     return {label: x.view(torch.uint8).numpy().tobytes() for label, x in torch.load(folder / "weights.pt").items()}
 
 
-def run(folder: Path, *flags: str) -> Run:
-    """main() in this process, preset tiny, with the given flags."""
-    out, err, old = io.StringIO(), io.StringIO(), signal.getsignal(signal.SIGTERM)
+def run_apart(folder: Path, *flags: str) -> Run:
+    """main() in a process that is forked from this one, with what a test has patched.
+
+    Of preset tiny, unless another folder says what was trained.
+    """
+    done, = launch(folder, 1, *flags)
+    return done
+
+
+def launch(folder: Path, world: int, *flags: str) -> list[Run]:
+    """The same by so many ranks, each in a process of its own."""
+    words = [f"--run_dir={folder}", "--device=cpu", *flags]
+    if not any(flag.startswith(("--preset=", "--resume=", "--sample=")) for flag in flags):
+        words.insert(0, "--preset=tiny")
+    with socket.socket() as trial:
+        trial.bind(("127.0.0.1", 0))
+        port = trial.getsockname()[1]
+    ranks = []
+    for rank in range(world):
+        names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_PORT=port)
+        ranks.append(Forked(words, {name: str(value) for name, value in names.items()} | dict(MASTER_ADDR="127.0.0.1")))
+    return [Run(folder, *rank.wait()) for rank in ranks]
+
+
+def call(words: list[str]) -> Run:
+    """main() of these words, in such a process."""
+    return Run(Path(), *Forked(words, {}).wait())
+
+
+class Forked:
+    """A process that does main() and ends."""
+
+    def __init__(self, words: list[str], environment: dict[str, str]) -> None:
+        self.files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+        self.child = os.fork()
+        if self.child == 0:
+            for number, file in enumerate(self.files, 1):
+                os.dup2(file.fileno(), number)
+            sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))
+            os.environ |= environment
+            tg.main(words)
+
+    def wait(self) -> tuple[int, str, str]:
+        """Exit status and what was said on stdout and stderr."""
+        deadline = time.monotonic() + PATIENCE
+        gone, ended = 0, 0
+        while not gone:
+            gone, ended = os.waitpid(self.child, os.WNOHANG)
+            if time.monotonic() > deadline:
+                os.kill(self.child, signal.SIGKILL)           # seen as a status of -9
+            time.sleep(0.005)
+        texts = []
+        for file in self.files:
+            file.seek(0)
+            texts.append(file.read())
+            file.close()
+        return os.waitstatus_to_exitcode(ended), *texts
+
+
+def main_here(argv: Sequence[str]) -> int:
+    """Do what main(argv) does, but for signals and the end of the process. Returns its status."""
+    class Ending:
+        log = None
+
+        def report_rows(self, **facts: object) -> None:
+            self.log.event("comms", **facts)
+
+    ending = Ending()
     try:
-        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = tg.main(["--preset=tiny", "--device=cpu", f"--run_dir={folder}", *flags])
-    finally:
-        signal.signal(signal.SIGTERM, old)
+        preset, cfg = tg.parse_flags(argv)
+        if cfg.sample:
+            tg.sample_saved(cfg)
+        else:
+            tg.train(preset, cfg, tg.make_fabric(cfg), ending, (ROOT / "train_gpt.py").read_bytes())
+    except SystemExit:                                                        # --help
+        return 0
+    except Exception as error:
+        status, cause = tg.describe(error)
+        print(cause, file=sys.stderr)
+        if ending.log is not None:
+            ending.log.aborted(cause)
+        return status
+    return 0
+
+
+def run(folder: Path, *flags: str) -> Run:
+    """A run of the tiny preset in this process, with the given flags."""
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        status = main_here(["--preset=tiny", "--device=cpu", f"--run_dir={folder}", *flags])
     return Run(folder, status, out.getvalue(), err.getvalue())
 
 

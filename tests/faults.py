@@ -9,7 +9,7 @@ starts; the trainer itself knows nothing of it. Run as a script, this file is th
 """
 from __future__ import annotations
 
-import ast, ctypes, errno, json, os, resource, shutil, signal, socket, subprocess, sys, threading, time
+import ast, ctypes, dataclasses, errno, json, os, resource, signal, socket, subprocess, sys, threading, time
 from pathlib import Path
 from typing import Callable, NamedTuple
 
@@ -193,9 +193,7 @@ def play_rank(job: dict, rank: int, port: str, tg, script) -> None:
         act, place = fault.split(" in ")
         PLACES[place](tg, once(folder, lambda: ACTS[act](tg, folder)))
     try:
-        exec(script, vars(tg))
-    except SystemExit as end:
-        os._exit(int(end.code or 0))
+        exec(script, vars(tg))                                                # ends the process
     except BaseException:
         sys.excepthook(*sys.exc_info())                                       # as the interpreter does
         os._exit(1)
@@ -214,8 +212,8 @@ def once(folder: Path, act: Callable) -> Callable:
     return acting
 
 
-def in_step(tg, act: Callable, owner, name: str, behind: bool = False) -> None:
-    """Call act() in front of (or behind) owner.name from FAULT_STEP of the race on."""
+def in_step(tg, act: Callable, owner, name: str, after: bool = False) -> None:
+    """Call act() before (or after) owner.name from FAULT_STEP of the race on."""
     step, race, train_step, inner = [-1], tg.race, tg.train_step, getattr(owner, name)
 
     def racing(*args):
@@ -227,10 +225,10 @@ def in_step(tg, act: Callable, owner, name: str, behind: bool = False) -> None:
         return train_step(executor, loader, values)
 
     def wrapped(*args, **kwargs):
-        if step[0] >= FAULT_STEP and not behind:
+        if step[0] >= FAULT_STEP and not after:
             act()
         result = inner(*args, **kwargs)
-        if step[0] >= FAULT_STEP and behind:
+        if step[0] >= FAULT_STEP and after:
             act()
         return result
     tg.race = racing
@@ -256,10 +254,10 @@ PLACES: dict[str, Callable] = {
     "set-up": lambda tg, act: at_call(tg, act, tg, "fit_memory"),
     "warm-up": lambda tg, act: at_call(tg, act, tg, "relu_sq_mlp"),
     "forward": lambda tg, act: in_step(tg, act, tg, "relu_sq_mlp"),
-    "a reduction": lambda tg, act: in_step(tg, act, tg.dist, "reduce_scatter_tensor", behind=True),
-    "a gather": lambda tg, act: in_step(tg, act, tg.dist, "all_gather_into_tensor", behind=True),
-    "the gradients' return": lambda tg, act: in_step(tg, act, tg.TableRows, "return_gradients"),
-    "the fetch": lambda tg, act: in_step(tg, act, tg.TableRows, "fetch"),
+    "a reduction": lambda tg, act: in_step(tg, act, tg.dist, "reduce_scatter_tensor", after=True),
+    "a gather": lambda tg, act: in_step(tg, act, tg.dist, "all_gather_into_tensor", after=True),
+    "the gradients' return": lambda tg, act: in_step(tg, act, tg.RowTable, "return_gradients"),
+    "the fetch": lambda tg, act: in_step(tg, act, tg.RowTable, "fetch"),
     "the exchange": lambda tg, act: in_step(tg, in_thread(act), tg, "exchange_plans"),
     "the loader": lambda tg, act: in_step(tg, in_thread(act), tg, "make_slot"),
     "the reader": lambda tg, act: in_step(tg, in_thread(act), tg.np, "fromfile"),
@@ -314,41 +312,38 @@ def bug_and_full_pipe(tg, folder: Path) -> None:
     fail(ZeroDivisionError("a bug"))
 
 
-def swallowed_signal(tg, folder: Path) -> None:
-    """As a library may lose an exception; what it goes on with takes long."""
-    try:
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(1)
-    except BaseException:
-        time.sleep(10 * BOUND)
-
-
 def break_weights(tg, folder: Path) -> None:
     inner = tg.relu_sq_mlp
     tg.relu_sq_mlp = lambda *args: inner(*args) * float("nan")
 
 
-def change_plans(tg, key: str, by: int, split: bool = False) -> None:
-    """From here on this rank's row plans say another cycle, or other tokens, or are on the other side of the split."""
-    def plan(self, label, tag, tied, rows):
-        return inner(self, label, tag | {key: tag[key] + by}, tied != (split and label == "embed"), rows)
+def change_plans(tg, key: str, by: int, untied: bool = False) -> None:
+    """From here on this rank's row plans say another cycle, or other tokens, or that the head is tied no more."""
+    def plan(self, table, purpose, steps, *rest):
+        if untied and table.label == "embed":
+            steps = [dataclasses.replace(values, tied=not values.tied) for values in steps]
+        found = inner(self, table, purpose, steps, *rest)
+        found.tag[key] += by
+        return found
     inner, tg.Planner.plan = tg.Planner.plan, plan
 
 
-def fill_disk(tg, folder: Path, for_good: bool = False) -> None:
-    """The log may grow by half a line more; unless for good, by more once it gives its reserve back, as on a disk."""
-    def limit(room: int) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
-
-    def free_reserve(log) -> None:
-        inner(log)
-        limit(resource.getrlimit(resource.RLIMIT_FSIZE)[0] + tg.RESERVE_BYTES)
-
-    inner = tg.Log._free_reserve
-    if not for_good:
-        tg.Log._free_reserve = free_reserve
+def fill_disk(tg, folder: Path) -> None:
+    """log.jsonl may grow by half a line more; log.txt, which is shorter, by some."""
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    limit((folder / "run" / "log.jsonl").stat().st_size + 50)
+    room = (folder / "run" / "log.jsonl").stat().st_size + 50
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
+
+
+def bug_and_late_signal(tg, folder: Path) -> None:
+    """SIGTERM comes when the end has begun."""
+    def describe(error):
+        if isinstance(error, ZeroDivisionError):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.5)
+        return inner(error)
+    inner, tg.describe = tg.describe, describe
+    fail(ZeroDivisionError("a bug"))
 
 
 def cut_shards(tg, folder: Path) -> None:
@@ -378,7 +373,7 @@ ACTS: dict[str, Callable] = {
     "SIGHUP when stuck": signal_when_stuck(signal.SIGHUP),
     "bug and stuck end": bug_and_stuck_end,
     "bug and full pipe": bug_and_full_pipe,
-    "swallowed SIGTERM": swallowed_signal,
+    "bug and late SIGTERM": bug_and_late_signal,
     "kill with stopped launcher": kill_and_stop_launcher,
     "bad data": lambda tg, folder: fail(tg.DataError("shard 7", "a hole", "no hole", "mend it")),
     "disk error": lambda tg, folder: fail(OSError(errno.EIO, os.strerror(errno.EIO))),
@@ -387,11 +382,9 @@ ACTS: dict[str, Callable] = {
     "out of host memory": lambda tg, folder: tg.torch.empty(10**15),
     "NaN": break_weights,
     "another cycle": lambda tg, folder: change_plans(tg, "cycle", 1),
-    "another split": lambda tg, folder: change_plans(tg, "cycle", 1, split=True),
+    "another untying": lambda tg, folder: change_plans(tg, "cycle", 0, untied=True),
     "other tokens": lambda tg, folder: change_plans(tg, "tokens", 8),
     "full disk": fill_disk,
-    "full quota": lambda tg, folder: fill_disk(tg, folder, for_good=True),
-    "removed run_dir": lambda tg, folder: shutil.rmtree(folder / "run"),
     "cut shards": cut_shards,
     "removed shards": remove_shards,
 }

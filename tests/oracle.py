@@ -25,7 +25,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from common import add_grad
+from common import add_grad, grad_of
 from torch import Tensor
 
 import train_gpt as tg
@@ -195,27 +195,28 @@ def executor_with(cfg: tg.Config, stored: Vectors, fabric: tg.Fabric = CPU) -> t
     return executor
 
 
-def logical_rows(cfg: tg.Config, batch: tg.Batch, label: str) -> Tensor:
+def logical_rows(batch: tg.Batch, label: str) -> Tensor:
     """Rows of a table that a batch reads, as files and recipes number them."""
     plan, rows = batch.plans[label], batch.rows[label].long()
-    world = len(plan.counts_by_owner)
-    return logical(plan, plan.rows_i_read[rows] if cfg.row_comms == "sparse" and world > 1 else rows)
+    alone = len(plan.send_counts) == 1                                    # its index is of the table, not of a list
+    return rows if alone else logical(plan, plan.my_rows[rows])
 
 
 def logical(plan: tg.TablePlan, physical: Tensor) -> Tensor:
     """Owner by owner, and each has every W-th row."""
-    return physical % plan.size * len(plan.counts_by_owner) + physical // plan.size
+    return physical % plan.shard_size * len(plan.send_counts) + physical // plan.shard_size
 
 
-def whole_gradient(cfg: tg.Config, table: tg.TableRows) -> Tensor:
+def whole_gradient(table: tg.RowTable) -> Tensor:
     """(R, D): what this rank has gathered since the last update, row by row; 0 for rows that it does not read."""
-    plan, sums = table.open_plans[-1], table.sums
-    world, whole = len(plan.counts_by_owner), sums.new_zeros(table.table.rows, sums.shape[1])
-    if cfg.row_comms == "sparse" and world > 1:
-        assert table.open_plans == [plan] and not sums[len(plan.rows_i_read):].any(), "gradients of no plan"
-        whole[logical(plan, plan.rows_i_read)] = sums[:len(plan.rows_i_read)]
-        return whole
-    return of_owners(sums.split(plan.size), len(whole))
+    if table.alone:
+        return table.grad
+    plan, = table.pending
+    count = len(plan.my_rows)
+    whole = table.row_grads.new_zeros(len(table.shard) * len(plan.send_counts), table.shard.shape[1])
+    assert not table.row_grads[count:].any(), "gradients of no plan"
+    whole[logical(plan, plan.my_rows)] = table.row_grads[:count]
+    return whole[:table.table.rows]
 
 
 def of_owners(slices: Sequence[Tensor], rows: int) -> Tensor:
@@ -300,9 +301,7 @@ class ConfigS:
         return self.executor.planner.batches("oracle", [self.values], [slots])[0]
 
     def gradient(self, label: str) -> Tensor:
-        """Of a table it is in no parameter."""
-        tables = self.executor.tables
-        return tables[label].grad if label in tables else self.executor.optimizer.gradient(label)
+        return grad_of(self.executor.optimizer, label)
 
     def forward_backward(self, values: tg.Values, batch: tg.Batch | None = None) -> dict[str, list[SimpleNamespace]]:
         """Gradients of one slot, and the calls of its forward pass."""
@@ -523,7 +522,7 @@ class Trajectory:
         made = self.executor.planner.batches("oracle", steps, mine)
         for batch, rows in zip(made, all_rows):
             for label, of_all in rows.items():
-                assert logical_rows(self.cfg, batch, label).equal(of_all[rank::world].long()), f"other rows of {label}"
+                assert logical_rows(batch, label).equal(of_all[rank::world].long()), f"other rows of {label}"
         return made
 
     def cycle(self, step: int) -> list[tg.Batch]:
@@ -544,8 +543,9 @@ class Trajectory:
             part = of_owners(slices, self.executor.tables[label].table.rows)
             owned, size = False, part.numel()
         if owned and optimizer.parameters[label].sharded:
-            units, width = len(optimizer.units(label, optimizer.weights[label].data)), int(np.prod(part.shape[1:]))
-            start, size = self.fabric.rank * -(-units // self.fabric.world) * width, units * width
+            entry, width = optimizer.entries[label], int(np.prod(part.shape[1:]))
+            units = len(tg.bank_matrices(entry.row, entry.weight.data))
+            start, size = entry.slice.start * width, units * width
         at = np.arange(size) if at is None else at
         mine, samples = (at >= start) & (at < start + part.numel()), part.new_zeros(len(at))
         if not owned or optimizer.parameters[label].sharded or self.fabric.rank == 0:
@@ -606,17 +606,19 @@ class Trajectory:
                 self.vectors.check(f"grad_norm.{step}.{label}", grad.double().norm())
         self.ready = self.ready or self.cycle(step + 1)
         self.executor.optim_step(values, lambda: self.ready[0].plans if self.ready else None)     # as the loader tells
-        self.vectors.check(f"split_after.{step}", self.executor.optimizer.adam_steps["embed"] > 0)
-        weights = self.executor.weights(self.schedule.at(step + 1))
+        after = self.schedule.at(step + 1)
+        self.vectors.check(f"split_after.{step}", not after.tied)
+        weights = self.executor.whole_weights(after)
         for label in self.executor.optimizer.parameters:
-            self.check_state(step + 1, label, weights[label])
+            count = 0 if label == "embed" and after.tied else (step + 1) // self.cfg.adam_every
+            self.check_state(step + 1, label, weights[label], count)
         self.join_parts()
 
     def gradient(self, label: str) -> Tensor:
         """This rank's, of all rows of a table."""
-        tables = self.executor.tables
-        return (whole_gradient(self.cfg, tables[label]) if label in tables else
-                self.executor.optimizer.gradient(label))
+        if label in self.executor.tables:
+            return whole_gradient(self.executor.tables[label])
+        return grad_of(self.executor.optimizer, label)
 
     def check_values(self, step: int, values: tg.Values) -> None:
         vectors, optimizer = self.vectors, self.executor.optimizer
@@ -630,8 +632,8 @@ class Trajectory:
             lr = values.normuon_lr if row.optimizer == "normuon" else values.adam_lr
             vectors.check(f"lr.{step}.{label}", lr * rate_factor(optimizer, label))
 
-    def check_state(self, done: int, label: str, p: Tensor | None) -> None:
-        """p: the whole weight, on rank 0 at least, which compares."""
+    def check_state(self, done: int, label: str, p: Tensor | None, updates: int) -> None:
+        """p: the whole weight, on rank 0 at least, which compares; updates: by Adam so far."""
         vectors, optimizer = self.vectors, self.executor.optimizer
         at, p = vectors[f"idx.{label}"], torch.zeros(()) if p is None else p
         state, stride = optimizer.state[label], self.meta["st_v2_stride"].get(label)
@@ -646,12 +648,13 @@ class Trajectory:
                 at = np.arange(len(vectors[key])) * stride
                 self.check_part(key, state["second"], label, at, owned=True)
         else:
-            vectors.check(f"st_step.{done}.{label}", optimizer.adam_steps[label])
+            vectors.check(f"st_step.{done}.{label}", updates)
 
 
 def rate_factor(optimizer: tg.Optimizer, label: str) -> float:
     """A parameter's factor of the learning rate; of a bank its first matrix's, which is no down matrix."""
-    return float(optimizer.lr_muls[label][0]) if label in optimizer.lr_muls else optimizer.parameters[label].lr_mul
+    row = optimizer.parameters[label]
+    return float(optimizer.entries[label].lr_muls[0]) if row.optimizer == "normuon" else row.lr_mul
 
 
 def check_traj(oracle: Oracle) -> None:
@@ -691,56 +694,55 @@ def check_normuon(vectors: Vectors, case: str) -> None:
 def check_mantissa(vectors: Vectors) -> None:
     """Chained updates of bf16 weights and the 16 bits below them, bit for bit."""
     p, mantissa = (torch.from_numpy(vectors[f"mt.{name}_in"].view(np.int16).copy()) for name in ("p", "m"))
-    p = p.view(torch.bfloat16)
+    p, some = p.view(torch.bfloat16), torch.zeros(p.shape)
     for step in range(len(vectors.find(r"mt\.(g\d+)"))):
         decay, lr = torch.from_numpy(vectors[f"mt.wd_lr{step}"]).unbind()
-        exact = tg.cautious_descent(tg.with_mantissa(p, mantissa), bf16(vectors[f"mt.g{step}"]), lr, decay)
-        tg.split_mantissa(exact, p, mantissa)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tg, "normuon_direction", lambda *_, update=bf16(vectors[f"mt.g{step}"]): update)
+            tg.normuon_update(p, mantissa, some, some, some, 1.0, lr, lr, torch.ones_like(lr), decay, 0.0)
         vectors.check(f"mt.p_out{step}", bf16_words(p))
         vectors.check(f"mt.m_out{step}", bf16_words(mantissa))
 
 
 def check_adam(oracle: Oracle, vectors: Vectors) -> None:
-    """The optimizer on a few small parameters, tied and then split; gradients of an even and an odd step add up."""
+    """The optimizer on a few small parameters, tied and then untied; gradients of an even and an odd step add up."""
     labels = [label for label, in vectors.find(r"adam\.(\w+)\.p_init")]
     weights = {label: torch.nn.Parameter(torch.from_numpy(vectors[f"adam.{label}.p_init"].copy())) for label in labels}
     cfg = oracle.config("trajectory", oracle.meta["trajectory"]["slot_tokens"], num_slots=1)
-    table = {row.label: row._replace(shape=tuple(weights[row.label].shape)) for row in tg.parameter_table(cfg)
+    found = {row.label: row._replace(shape=tuple(weights[row.label].shape)) for row in tg.parameter_table(cfg)
              if row.label in weights}
-    model, plans, planner = SimpleNamespace(table=table, get_parameter=weights.get), {}, tg.Planner(cfg, CPU)
-    tables = {table.label: tg.TableRows(table._replace(rows=len(weights[table.label])), cfg, CPU, weights[table.label],
-                                        1, lambda **_: None) for table in tg.row_tables(cfg) if table.label in weights}
-    for label, rows in tables.items():                                   # every row is read
-        tag, every = dict(purpose="oracle", cycle=0, tokens=1), np.arange(rows.table.rows, dtype=np.int32)
-        plans[label], _ = planner.plan(label, tag, rows.table.tied, [every])
-        plans[label].change_lists(torch.from_numpy)
+    model = SimpleNamespace(table=found, get_parameter=weights.get, lm_head=weights["lm_head"], embed=weights["embed"])
+    tables = {label: tg.RowTable(row.rows._replace(rows=len(weights[label])), cfg, CPU, weights[label], 1, tg.no_wait)
+              for label, row in found.items() if row.rows}
+    updates = dict.fromkeys(labels, 0)
     with pytest.MonkeyPatch.context() as patch:
         for name in ("REDUCE_ORDER", "UPDATE_ORDER"):
             patch.setattr(tg, name, tuple(entry for entry in getattr(tg, name) if entry in (*weights, tg.SMALL)))
+        patch.setattr(tg, "parameter_table", lambda _: found.values())
         optimizer = tg.Optimizer(cfg, CPU, model, lambda update: update, tables)
+        split_step = oracle.meta["opt"]["split_step"]
         for step in range(len(vectors.find(r"adam\.lr_mul\.(\d+)"))):
             adam_lr = cfg.adam_lr * float(vectors[f"adam.lr_mul.{step}"])
-            split_step = oracle.meta["opt"]["split_step"]
-            split = step == split_step
-            values = replace(tg.Schedule(cfg).at(step % 2), adam_lr=adam_lr, tied=step <= split_step, untie=split)
-            for label, p in weights.items():
+            untie = step == split_step
+            values = replace(tg.Schedule(cfg).at(step), adam_lr=adam_lr, tied=step <= split_step, untie=untie)
+            for label in weights:
                 grad = torch.from_numpy(vectors[f"adam.{label}.g{step}"])
-                if label in tables:
-                    tables[label].ready(plans[label], weights["lm_head"])[1].add_(grad)
-                else:
-                    add_grad(optimizer, label, grad, values)
-            if split:
-                check_embed_state(vectors, optimizer, "before")
-            optimizer.step(values)
-            if split:
-                check_embed_state(vectors, optimizer, "after")
+                add_grad(optimizer, label, grad, values)
+                if values.adam_step and not (label == "embed" and values.tied):
+                    updates[label] += 1
+            if untie:
+                check_embed_state(vectors, optimizer, "before", updates["embed"])
+            optimizer.step(values, tg.no_wait)
+            if untie:
+                updates["embed"] = updates["lm_head"]
+                check_embed_state(vectors, optimizer, "after", updates["embed"])
             for label, p in weights.items():
-                for name, got in dict(p=p, **optimizer.state[label], t=optimizer.adam_steps[label]).items():
+                for name, got in dict(p=p, **optimizer.state[label], t=updates[label]).items():
                     vectors.check(f"adam.{label}.{name}{step}", got)
 
 
-def check_embed_state(vectors: Vectors, optimizer: tg.Optimizer, when: str) -> None:
-    for name, got in dict(optimizer.state["embed"], step=optimizer.adam_steps["embed"]).items():
+def check_embed_state(vectors: Vectors, optimizer: tg.Optimizer, when: str, updates: int) -> None:
+    for name, got in dict(optimizer.state["embed"], step=updates).items():
         vectors.check(f"adam.split.embed_{name}_{when}", got)
 
 # ----------------------------------------------------------------------------------------------------------------------
@@ -827,16 +829,14 @@ class LoaderCase:
         if self.validation:
             yield from tg.ValidationSet(self.cfg, fabric, self.headers).batches(self.steps[0])
             return
-        max_doc_len = self.max_doc_len
 
-        class Loader(tg.Loader):
-            """Cuts documents by the step, which a run does not."""
+        def cycles() -> Iterator[list[tg.Values]]:
+            """Of a step each; the vectors change between steps what a run has once."""
+            for values in self.steps:
+                loader.cfg = replace(self.cfg, max_doc_len=self.max_doc_len[values.step])
+                yield [values]
 
-            def _block(self, values: tg.Values) -> tuple:
-                self.cfg = replace(self.cfg, max_doc_len=max_doc_len[values.step])
-                return super()._block(values)
-
-        loader = Loader(self.cfg, fabric, self.headers, self.steps)
+        loader = tg.Loader(self.cfg, fabric, self.headers, cycles())
         loader.start()
         try:
             for values in self.steps:
@@ -850,7 +850,7 @@ class LoaderCase:
         for prefix, count in self.parts:
             columns = self.vectors.arrays.get(f"{prefix}cu_seqlens", np.zeros(0)).shape[-1]
             fields = dict(inputs=lambda batch: batch.tokens.numpy(), targets=lambda batch: batch.targets.numpy(),
-                          bigram_ids=lambda batch: logical_rows(self.cfg, batch, "bigram_embed").numpy(),
+                          bigram_ids=lambda batch: logical_rows(batch, "bigram_embed").numpy(),
                           cu_seqlens=lambda batch: borders(batch.cu_seqlens, columns))
             for name, field in fields.items():
                 slots = np.stack([[field(batch) for batch in of_rank[done:done + count]] for of_rank in batches])

@@ -19,10 +19,9 @@ import pickle
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,13 +35,13 @@ from pytest import MonkeyPatch
 from torch import Tensor
 
 import train_gpt as tg
-from common import set_grad
+from common import grad_of, owned, plan_of, planner_of, set_grad
 from rank_cases import COMM_TIMEOUT, SLOW_WORLD, Rank, few_layers, one_rank
 
 WORLDS = (1, 2, 3, SLOW_WORLD, 8)
 LATE_IMPORTS = ("torch._dynamo", "torch._functorch.aot_autograd", "torch.fx.experimental.symbolic_shapes")
 WORLD_DEADLINE = 120                     # s for all cases of a world; then a rank says where it is
-MODES, TYPES = ("sparse", "sparse_scatter", "dense"), ("float32", "bfloat16")
+MODES, TYPES = ("sparse", "dense"), ("float32", "bfloat16")
 
 # ----------------------------------------------------------------------------------------------------------------------
 # The exchange alone: which rows are read, and gradients that depend on what was read
@@ -82,7 +81,7 @@ class Run:
 
 def all_runs(world: int) -> list[Run]:
     """Each pattern with 1, 2 or 4 parts of a step. Up to two ranks in each mode and type, on tables of two sizes each;
-    for more ranks, which cost more, in sparse mode with both types, in the other modes with one."""
+    for more ranks, which cost more, in sparse mode with both types, in dense mode with one."""
     names, sizes, runs = [name for name in PATTERNS if name != "once"], (53, 48, 5, 1, 97, 2), []
     for turn, (mode, dtype) in enumerate((mode, dtype) for mode in MODES for dtype in TYPES):
         for group, shift in itertools.product(range(len(names) // 3), (0, 1)):
@@ -122,30 +121,20 @@ def exact_array(x: Tensor) -> np.ndarray:
     return (x.float() if x.dtype == torch.bfloat16 else x).detach().clone().numpy()
 
 
-COLLECTIVES = {"all_to_all_single": 1, "all_gather_into_tensor": 1, "reduce_scatter_tensor": 1}
-
-
 @contextlib.contextmanager
 def bytes_seen(rank: int) -> Iterator[dict[str, int]]:
-    """What goes into and comes out of collectives, without what a rank sends to itself."""
-    seen = dict(sent=0, received=0)
+    """What goes into and comes out of exchanges of lists, without what a rank sends to itself."""
+    seen, call = dict(sent=0, received=0), dist.all_to_all_single
 
-    def spy(name: str, call: Callable) -> Callable:
-        def counted(out: Tensor, x: Tensor, out_splits=None, in_splits=None, **kwargs):
-            for key, tensor, splits in (("sent", x, in_splits), ("received", out, out_splits)):
-                everyone = [1] * dist.get_world_size() if splits is None else splits
-                if (key, name) in (("sent", "all_gather_into_tensor"), ("received", "reduce_scatter_tensor")):
-                    seen[key] += tensor.nbytes * (len(everyone) - 1)          # the same to, or a part from, each other
-                elif sum(everyone):
-                    assert tensor.nbytes % sum(everyone) == 0, (tensor.shape, everyone)
-                    seen[key] += tensor.nbytes // sum(everyone) * (sum(everyone) - everyone[rank])
-            splits = (out_splits, in_splits) if name == "all_to_all_single" else ()
-            return call(out, x, *splits, **kwargs)
-        return counted
+    def counted(out: Tensor, x: Tensor, out_splits: list[int], in_splits: list[int], **kwargs: Any) -> Any:
+        for key, tensor, splits in (("sent", x, in_splits), ("received", out, out_splits)):
+            if sum(splits):
+                assert tensor.nbytes % sum(splits) == 0, (tensor.shape, splits)
+                seen[key] += tensor.nbytes // sum(splits) * (sum(splits) - splits[rank])
+        return call(out, x, out_splits, in_splits, **kwargs)
 
     with MonkeyPatch.context() as patch:
-        for name in COLLECTIVES:
-            patch.setattr(dist, name, spy(name, getattr(dist, name)))
+        patch.setattr(dist, "all_to_all_single", counted)
         yield seen
 
 
@@ -160,9 +149,9 @@ class After:
 
 
 @contextlib.contextmanager
-def fault(name: str, fabric: tg.Fabric, tables: dict[str, tg.TableRows]) -> Iterator[None]:
+def fault(name: str, fabric: tg.Fabric, tables: dict[str, tg.RowTable]) -> Iterator[None]:
     """Something that a right comparison notices (and "overwritten after", which must change nothing)."""
-    call, fetch, plan_rows = dist.all_to_all_single, tg.TableRows.fetch, tg.Planner.plan
+    call, fetch, plan_rows = dist.all_to_all_single, tg.RowTable.fetch, tg.Planner.plan
     with MonkeyPatch.context() as patch:
         def no_fetch(self, plan, head):
             if plan.tag["cycle"] == 0:
@@ -176,55 +165,63 @@ def fault(name: str, fabric: tg.Fabric, tables: dict[str, tg.TableRows]) -> Iter
             work = call(out, x, *splits, **kwargs)
             if name == "overwritten after" and rows:
                 return After(work, lambda: x.fill_(torch.nan))
-            returned = rows and any(table.sums.data_ptr() == x.data_ptr() for table in tables.values())
+            returned = rows and any(table.row_grads.data_ptr() == x.data_ptr() for table in tables.values())
             if name == "list dropped" and returned and fabric.rank == fabric.world - 1:
                 return After(work, lambda: out[:splits[0][0]].zero_())
             return work
 
         def row_missing(self, *args):
-            plan, index = plan_rows(self, *args)
-            if len(plan.rows_i_read):
-                plan.counts_by_owner[int(plan.rows_i_read[-1]) // plan.size] -= 1
-                plan.rows_i_read = plan.rows_i_read[:-1]
-            return plan, index
+            plan = plan_rows(self, *args)
+            if len(plan.my_rows):
+                plan.send_counts[int(plan.my_rows[-1]) // plan.shard_size] -= 1
+                plan.my_rows = plan.my_rows[:-1]
+            return plan
 
         if name == "fetch left out":
-            patch.setattr(tg.TableRows, "fetch", no_fetch)
+            patch.setattr(tg.RowTable, "fetch", no_fetch)
         if name == "row missing":
             patch.setattr(tg.Planner, "plan", row_missing)
         patch.setattr(dist, "all_to_all_single", all_to_all)
         yield
 
 
+def row_table(fabric: tg.Fabric, cfg: tg.Config, rows: int = 20, width: int = WIDTH, most: int = 40) -> tg.RowTable:
+    """A dense-Adam table of its own, with random rows."""
+    values = torch.randn(rows, width, generator=torch.Generator().manual_seed(rows))
+    return tg.RowTable(tg.Table("bigram_embed", rows, 1, None), cfg, fabric, torch.nn.Parameter(owned(values, fabric)),
+                       most, tg.no_wait)
+
+
+def tiny(**changes: Any) -> tg.Config:
+    return tg.Config(**tg.PRESETS["tiny"] | changes)
+
+
 def drive(fabric: tg.Fabric, run: Run, broken: str = "") -> list[dict[str, Any]]:
     """The exchange alone. Returns for each table what this rank saw and holds."""
     W, me, labels = fabric.world, fabric.rank, [f"table {k}" for k in range(len(run.tables))]
-    cfg = tg.Config(**tg.PRESETS["tiny"] | dict(row_comms=run.mode, dtype=run.dtype, debug_rows=run.debug))
+    cfg = tiny(row_comms=run.mode, dtype=run.dtype, debug_rows=run.debug)
     slots = range(me, SLOTS, W)
     mine = {label: [[[reads(*pattern, cycle, step, slot) for slot in slots] for step in range(STEPS)]
                     for cycle in range(run.cycles)] for label, pattern in zip(labels, run.tables)}
     specs = tuple(tg.Table(label, rows, 1, None) for label, (_, rows) in zip(labels, run.tables))
     tables, moments, accounts = {}, {}, []
     for spec in specs:
-        p = tg.filled(initial(spec.rows, run.dtype, run.zeros)[me::W], -(-spec.rows // W)).clone()
+        p = owned(initial(spec.rows, run.dtype, run.zeros), fabric)
         most = max(sum(len(x) for step in steps for x in step) for steps in mine[spec.label])
-        tables[spec.label] = tg.TableRows(spec, cfg, fabric, torch.nn.Parameter(p), most,
-                                           lambda **line: accounts.append(line))
+        tables[spec.label] = tg.RowTable(spec, cfg, fabric, torch.nn.Parameter(p), most,
+                                         lambda **line: accounts.append(line))
         moments[spec.label] = [torch.zeros(p.shape) for _ in "mv"]
     found = [dict(cycles=[]) for _ in labels]
-    with MonkeyPatch.context() as patch, bytes_seen(me) as seen, fault(broken, fabric, tables):
-        patch.setattr(tg, "row_tables", lambda cfg: specs)
-        planner = tg.Planner(cfg, fabric)
-
+    planner = planner_of(cfg, fabric, *specs)
+    with bytes_seen(me) as seen, fault(broken, fabric, tables):
         def made(cycle: int) -> tuple[dict[str, tg.TablePlan], dict[str, list[np.ndarray]]]:
-            tag, plans, index = dict(purpose="train", cycle=cycle, tokens=len(slots) and SLOTS), {}, {}
-            for label in labels:
-                lines = [np.concatenate(step) for step in mine[label][cycle]]
-                plans[label], index[label] = planner.plan(label, tag, False, lines)
-            if W > 1 and run.mode != "dense":
+            plans, index = {}, {}
+            for spec in specs:
+                lines = [np.concatenate(step)[None] for step in mine[spec.label][cycle]]
+                plan, places = plan_of(planner, spec, lines, purpose="train", cycle=cycle, tokens=SLOTS)
+                plans[spec.label], index[spec.label] = plan, [x[0] for x in places]
+            if W > 1:
                 tg.exchange_plans(fabric, fabric.plan_group, run.dtype, plans)
-            for plan in plans.values():
-                plan.change_lists(torch.as_tensor)
             return plans, index
 
         ahead = made(0)
@@ -232,16 +229,13 @@ def drive(fabric: tg.Fabric, run: Run, broken: str = "") -> list[dict[str, Any]]
             (plans, index), ahead = ahead, made(cycle + 1) if cycle + 1 < run.cycles else None
             for k, label in enumerate(labels):
                 plan = plans[label]
-                cache, sums = tables[label].ready(plan, None)
-                listed = run.mode == "sparse" and W > 1
-                places = slice(len(plan.rows_i_read)) if listed else plan.rows_i_read
-                what = dict(rows_i_read=plan.rows_i_read.numpy(), counts_by_owner=plan.counts_by_owner,
-                            rows_asked_of_me=plan.rows_asked_of_me.numpy(), counts_by_reader=plan.counts_by_reader,
-                            index=index[label], read=[], fetched=exact_array(cache[places]))
-                if not listed:
-                    what["cache"] = exact_array(cache)
-                elif run.debug:
-                    what["poisoned"] = bool(cache[len(plan.rows_i_read):].isnan().all())
+                cache, row_grads = tables[label].rows_for_forward(plan, None)
+                places = plan.my_rows if tables[label].alone else slice(len(plan.my_rows))
+                what = dict(my_rows=plan.my_rows.numpy(), send_counts=plan.send_counts, recv_counts=plan.recv_counts,
+                            requested_rows=plan.requested_rows.numpy(), index=index[label], read=[],
+                            fetched=exact_array(cache[places]))
+                if run.debug and not tables[label].alone:
+                    what["poisoned"] = bool(cache[len(plan.my_rows):].isnan().all())
                 for step in range(STEPS):
                     places = torch.from_numpy(index[label][step])
                     read = exact_array(F.embedding(places, cache))
@@ -250,7 +244,7 @@ def drive(fabric: tg.Fabric, run: Run, broken: str = "") -> list[dict[str, Any]]
                              for slot, a, b in zip(slots, borders, borders[1:])]
                     grad = torch.from_numpy(np.concatenate(lines)).to(getattr(torch, run.dtype))
                     for at, part in zip(places.tensor_split(run.parts), grad.tensor_split(run.parts)):
-                        tg.add_rows(sums, at, part)
+                        tg.add_rows(row_grads, at, part)
                     what["read"].append(read)
                 found[k]["cycles"].append(what)
             returned = [tables[label].return_gradients() for label in labels]
@@ -259,20 +253,15 @@ def drive(fabric: tg.Fabric, run: Run, broken: str = "") -> list[dict[str, Any]]
                 table, early = tables[label], broken == "fetched early" and ahead
                 if early:
                     table.fetch(ahead[0][label], None)
-                adam(table.mine.data, grad, *moments[label], cycle)
+                adam(table.shard, grad, *moments[label], cycle)
                 table.clear()
                 if early:
                     table.cached = ahead[0][label]
                 elif ahead:
                     table.fetch(ahead[0][label], None)
-        moved = dict(seen)                                                    # whole() is no training
-        for label, what in zip(labels, found):
-            host = SimpleNamespace(tables=tables, fabric=fabric)
-            everything = tg.Executor._whole_table(host, label, tables[label].mine)
-            what.update(mine=exact_array(tables[label].mine), m=moments[label][0].numpy(), v=moments[label][1].numpy(),
-                        whole=None if everything is None else exact_array(everything),
-                        accounts=[x for x in accounts if x["table"] == label])
-            what["seen"] = moved
+    for label, what in zip(labels, found):
+        what.update(shard=exact_array(tables[label].shard), m=moments[label][0].numpy(), v=moments[label][1].numpy(),
+                    accounts=[x for x in accounts if x["table"] == label], seen=seen)
     return found
 
 
@@ -295,39 +284,45 @@ def faults(rank: Rank) -> dict:
     return found
 
 
-def hand_made(fabric: tg.Fabric, table: tg.Table, rows: list[int], mode: str = "sparse", **tag: Any) -> tg.TablePlan:
-    with MonkeyPatch.context() as patch:
-        patch.setattr(tg, "row_tables", lambda cfg: (table,))
-        planner = tg.Planner(tg.Config(row_comms=mode), fabric)
-    tag = dict(purpose="train", cycle=0, tokens=SLOTS) | tag
-    plan, _ = planner.plan(table.label, tag, False, [np.asarray(rows, np.int32)])
-    if fabric.world > 1 and mode != "dense":
-        tg.exchange_plans(fabric, fabric.plan_group, "float32", {table.label: plan})
-    plan.change_lists(torch.as_tensor)
+def hand_made(table: tg.RowTable, rows: Sequence[int], cycle: int = 0) -> tg.TablePlan:
+    """A plan of this rank for these rows, exchanged."""
+    fabric = table.fabric
+    planner = planner_of(tiny(row_comms=table.mode), fabric, table.table)
+    plan, _ = plan_of(planner, table.table, [np.asarray([rows], np.int32)], cycle=cycle)
+    if fabric.world > 1:
+        tg.exchange_plans(fabric, fabric.plan_group, "float32", {table.table.label: plan})
     return plan
+
+
+def add_at(table: tg.RowTable, plan: tg.TablePlan, row_grads: Tensor, rows: Sequence[int], grad: Tensor) -> None:
+    """Add lines of a gradient to logical rows of a plan."""
+    W, rows = table.fabric.world, torch.as_tensor(rows)
+    physical = rows % W * plan.shard_size + rows // W
+    places = physical if table.alone else torch.searchsorted(plan.my_rows, physical)
+    tg.add_rows(row_grads, places.int(), grad)
 
 
 def reset(rank: Rank) -> dict:
     """Gradients after a reset in the middle of a cycle, with rows on their way, and from the start."""
-    fabric, found, table = rank.fabric(), {}, tg.Table("bigram_embed", 20, 1, None)
+    fabric, found = rank.fabric(), {}
     for mode, disturbed in itertools.product(MODES, (True, False)):
-        cfg = tg.Config(**tg.PRESETS["tiny"] | dict(row_comms=mode))
-        mine = torch.nn.Parameter(initial(-(-20 // rank.world), "float32", False))
-        rows = tg.TableRows(table, cfg, fabric, mine, 40, lambda **line: None)
-        buffers = [x.data_ptr() for x in (rows.mine, rows.cache, rows.sums, rows.grad)]
+        table = row_table(fabric, tiny(row_comms=mode))
+        buffers = [x.data_ptr() for x in (table.shard, table.cache, table.row_grads, table.grad)]
         if disturbed:
-            _, sums = rows.ready(hand_made(fabric, table, [3, 4, 5], mode), None)
-            tg.add_rows(sums, torch.tensor([0, 1], dtype=torch.int32), torch.ones(2, WIDTH))
-            rows.return_gradients()[1]()
-            rows.fetch(hand_made(fabric, table, [8, 9], mode, cycle=1), None)
-            rows.reset()
-        cache, sums = rows.ready(plan := hand_made(fabric, table, [7, 12], mode, cycle=2), None)
-        places = torch.arange(2) if rows.listed else plan.rows_i_read
-        tg.add_rows(sums, places.int(), cache[places].detach())
-        grad, wait = rows.return_gradients()
+            plan = hand_made(table, [3, 4, 5])
+            _, row_grads = table.rows_for_forward(plan, None)
+            add_at(table, plan, row_grads, [3, 4], torch.ones(2, WIDTH))
+            table.return_gradients()[1]()
+            table.fetch(hand_made(table, [8, 9], cycle=1), None)
+            table.reset()
+        plan = hand_made(table, [7, 12], cycle=2)
+        cache, row_grads = table.rows_for_forward(plan, None)
+        read = cache[plan.my_rows if table.alone else slice(len(plan.my_rows))].detach()
+        add_at(table, plan, row_grads, [7, 12], read[-2:])
+        grad, wait = table.return_gradients()
         wait()
         found[mode, disturbed] = grad.numpy().copy()
-        assert buffers == [x.data_ptr() for x in (rows.mine, rows.cache, rows.sums, rows.grad)], "buffers moved"
+        assert buffers == [x.data_ptr() for x in (table.shard, table.cache, table.row_grads, table.grad)], "moved"
     return found
 
 
@@ -336,15 +331,12 @@ def debug(rank: Rank) -> dict:
     fabric, found = rank.fabric(), {}
     for mode in MODES:
         found[mode] = drive(fabric, replace(FAULTY, mode=mode, debug=1))
-        cfg = tg.Config(**tg.PRESETS["tiny"] | dict(row_comms=mode, debug_rows=1))
-        table = tg.Table("bigram_embed", 20, 1, None)
-        mine = torch.nn.Parameter(initial(-(-20 // rank.world), "float32", False))
-        rows = tg.TableRows(table, cfg, fabric, mine, 40, lambda **line: None)
-        _, sums = rows.ready(hand_made(fabric, table, [3, 3, 7], mode), None)
-        tg.add_rows(sums, torch.tensor([sums.shape[0] - 1], dtype=torch.int32), torch.ones(1, WIDTH))
+        table = row_table(fabric, tiny(row_comms=mode, debug_rows=1))
+        _, row_grads = table.rows_for_forward(hand_made(table, [3, 3, 7]), None)
+        row_grads[-1] += 1
         try:
-            rows.return_gradients()[1]()
-            rows.clear()
+            table.return_gradients()[1]()
+            table.clear()
         except tg.RunError as error:
             found[f"{mode}, outside"] = str(error)
     return found
@@ -353,70 +345,71 @@ def debug(rank: Rank) -> dict:
 # Plans that ranks disagree about, lists that are wrong
 # ----------------------------------------------------------------------------------------------------------------------
 
-def two_tables(fabric: tg.Fabric, tag: dict, labels: tuple[str, ...] = ("one", "two")) -> dict[str, tg.TablePlan]:
-    """Every second row of each owner's slice."""
-    W, specs = fabric.world, tuple(tg.Table(label, 60, 1, None) for label in labels)
-    rows = np.flatnonzero(np.arange(60) // W % 2 == 0).astype(np.int32)
-    with MonkeyPatch.context() as patch:
-        patch.setattr(tg, "row_tables", lambda cfg: specs)
-        planner = tg.Planner(tg.Config(), fabric)
-        return {label: planner.plan(label, tag, False, [rows])[0] for label in labels}
+def every_second_row(fabric: tg.Fabric, labels: tuple[str, ...], **tag: Any) -> dict[str, tg.TablePlan]:
+    """Plans of this rank for every second row of each owner's shard."""
+    specs = [tg.Table(label, 60, 1, None) for label in labels]
+    rows = np.flatnonzero(np.arange(60) // fabric.world % 2 == 0).astype(np.int32)[None]
+    planner = planner_of(tg.Config(), fabric, *specs)
+    tag = dict(purpose="train", cycle=3, tokens=64) | tag
+    return {spec.label: plan_of(planner, spec, [rows], **tag)[0] for spec in specs}
 
 
-def errors_of(calls: list[Callable[[], object]]) -> str | None:
+def error_of(*calls: Callable[[], object]) -> str | None:
     try:
         for call in calls:
             call()
-    except tg.FabricError as error:
+    except tg.RunError as error:
         return str(error)
 
 
 def swapped(rank: Rank) -> dict:
     """Two exchanges of the same sizes, in another order on the last rank."""
     fabric, found = rank.fabric(), {}
-    tag = dict(purpose="train", cycle=3, tokens=64)
 
-    def send(dtype: str = "float32", labels: tuple[str, ...] = ("one", "two"), **change: Any) -> Callable[[], None]:
-        plans = two_tables(fabric, tag | change, labels)
+    def send(dtype: str = "float32", labels: tuple[str, ...] = ("one", "two"), **tag: Any) -> Callable[[], None]:
+        plans = every_second_row(fabric, labels, **tag)
         return functools.partial(tg.exchange_plans, fabric, fabric.plan_group, dtype, plans)
 
     pairs = dict(cycle=[send(), send(cycle=4)], purpose=[send(), send(purpose="validation")],
                  tokens=[send(), send(tokens=65)], dtype=[send(), send("bfloat16")],
                  table=[send(), send(labels=("two", "one"))])
     for name, pair in pairs.items():
-        found[name] = errors_of(pair[::-1] if rank.rank == rank.world - 1 else pair)
-    return found | dict(same=errors_of([send(), send(cycle=4)]))
+        found[name] = error_of(*(pair[::-1] if rank.rank == rank.world - 1 else pair))
+    return found | dict(same=error_of(send(), send(cycle=4)))
 
 
-BAD = {                                  # what becomes of the places that rank 0 asks the last rank for
+BAD = {                                  # what becomes of the places that rank 0 requests of the last rank
     "sound": lambda x, size: x, "too large": lambda x, size: [*x[:-1], size], "negative": lambda x, size: [-1, *x[1:]],
     "unsorted": lambda x, size: [x[1], x[0], *x[2:]], "duplicate": lambda x, size: [x[0], x[0], *x[2:]],
-    "another row": lambda x, size: [*x[:-1], x[-1] + 1]}
+    "another row": lambda x, size: [*x[:-1], x[-1] + 1], "checksum": lambda x, size: x}
 
 
 def bad_ids(rank: Rank) -> dict:
-    """The announced sum is that of the bad list, but for "another row", which only the sum betrays."""
-    fabric, found, call = rank.fabric(), {}, dist.all_to_all_single
+    """The announced sum is that of the bad list, but for "another row", which only the sum betrays, and "checksum"."""
+    fabric, found, call, gather = rank.fabric(), {}, dist.all_to_all_single, dist.all_gather_object
     for name, change in BAD.items():
-        plans = two_tables(fabric, dict(purpose="train", cycle=0, tokens=64), ("table",))
+        plans = every_second_row(fabric, ("table",))
         plan, target = plans["table"], rank.world - 1
-        first = sum(plan.counts_by_owner[:target])
-        places = (plan.rows_i_read % plan.size)[-plan.counts_by_owner[target]:].tolist()
-        bad = change(places, plan.size)
+        first = sum(plan.send_counts[:target])
+        places = (plan.my_rows % plan.shard_size)[first:].tolist()
+        bad = change(places, plan.shard_size)
+
+        def announce(everyone, said, **kwargs):
+            common, counts, ((*checksums, last),) = said
+            if name != "another row":
+                last = sum(bad) + (name == "checksum")
+            gather(everyone, (common, counts, [[*checksums, last]]), **kwargs)
 
         def corrupt(out, x, *splits, **kwargs):
-            x = x.clone()
-            if x.dtype == torch.int64 and name != "another row":
-                x[target, 0, -1] = sum(bad)
-            elif x.dtype == torch.int32:
-                assert x[first:].tolist() == places, "another message than this case knows"
-                x[first:] = torch.tensor(bad, dtype=torch.int32)
+            assert x[first:].tolist() == places, "another message than this case knows"
+            x[first:] = torch.tensor(bad, dtype=torch.int32)
             return call(out, x, *splits, **kwargs)
 
         with MonkeyPatch.context() as patch:
             if rank.rank == 0:
                 patch.setattr(dist, "all_to_all_single", corrupt)
-            found[name] = errors_of([lambda: tg.exchange_plans(fabric, fabric.plan_group, "float32", plans)])
+                patch.setattr(dist, "all_gather_object", announce)
+            found[name] = error_of(lambda: tg.exchange_plans(fabric, fabric.plan_group, "float32", plans))
     return found
 
 
@@ -426,60 +419,49 @@ def addends(rank: int) -> Tensor:
     return scale * torch.randn(20, WIDTH, generator=torch.Generator().manual_seed(rank))
 
 
-def rank_order(rank: Rank) -> dict:
-    """Gradients of all ranks for all rows, by slice."""
-    fabric, found, table = rank.fabric(), {}, tg.Table("bigram_embed", 20, 1, None)
-    for mode in ("sparse", "sparse_scatter"):
-        cfg = tg.Config(**tg.PRESETS["tiny"] | dict(row_comms=mode))
-        mine = torch.nn.Parameter(initial(-(-20 // rank.world), "float32", False))
-        rows = tg.TableRows(table, cfg, fabric, mine, 40, lambda **line: None)
-        plan = hand_made(fabric, table, list(range(20)), mode)
-        _, sums = rows.ready(plan, None)
-        places = torch.arange(20) if rows.listed else plan.rows_i_read
-        logical = plan.rows_i_read % plan.size * rank.world + plan.rows_i_read // plan.size
-        tg.add_rows(sums, places.int(), addends(rank.rank)[logical])
-        grad, wait = rows.return_gradients()
-        wait()
-        found[mode] = grad.numpy().copy()
-    return found
+def rank_order(rank: Rank) -> np.ndarray:
+    """Gradients of all ranks for all rows, by shard."""
+    table = row_table(rank.fabric(), tiny())
+    plan = hand_made(table, range(20))
+    _, row_grads = table.rows_for_forward(plan, None)
+    add_at(table, plan, row_grads, range(20), addends(rank.rank))
+    grad, wait = table.return_gradients()
+    wait()
+    return grad.numpy().copy()
 
 
 def refetch(rank: Rank) -> dict:
     """Rows of one plan are cached, or on their way, when those of another are asked for: are they the right ones?"""
-    fabric, found, table = rank.fabric(), {}, tg.Table("bigram_embed", 4000, 1, None)
+    fabric, found = rank.fabric(), {}
     for mode in MODES:
-        cfg = tg.Config(**tg.PRESETS["tiny"] | dict(row_comms=mode))
-        mine = torch.nn.Parameter(initial(-(-4000 // rank.world), "float32", False))
-        rows = tg.TableRows(table, cfg, fabric, mine, 4000, lambda **line: None)
-        first, second = (hand_made(fabric, table, list(span), mode, cycle=len(span))
-                         for span in (range(3000), range(3500, 3600)))
+        table = row_table(fabric, tiny(row_comms=mode), 4000, most=4000)
+        first, second = (hand_made(table, span, cycle=len(span)) for span in (range(3000), range(3500, 3600)))
         for before in ("cached", "on their way"):
-            rows.reset()
-            rows.fetch(first, None)
+            table.reset()
+            table.fetch(first, None)
             if before == "cached":
-                rows.ready(first, None)
-                rows.open_plans.clear()
-            cache, _ = rows.ready(second, None)
+                table.rows_for_forward(first, None)
+                table.pending.clear()
+            cache, _ = table.rows_for_forward(second, None)
             time.sleep(0.02)                                                  # what comes late would come now
-            places = slice(len(second.rows_i_read)) if rows.listed else second.rows_i_read
-            found[mode, before] = bool(cache[places].equal(mine[second.rows_i_read % second.size]))
+            read = cache[second.my_rows if table.alone else slice(len(second.my_rows))]
+            every = torch.stack(fabric.gather(table.shard))                   # (owner, place)
+            physical = second.my_rows
+            found[mode, before] = bool(read.equal(every[physical // second.shard_size, physical % second.shard_size]))
     return found
 
 
 def two_cycles(rank: Rank) -> dict:
     """Batches of two cycles before one update: what is returned in the end, or what is said."""
-    fabric, found, table = rank.fabric(), {}, tg.Table("bigram_embed", 20, 1, None)
+    fabric, found = rank.fabric(), {}
     for mode in MODES:
-        cfg = tg.Config(**tg.PRESETS["tiny"] | dict(row_comms=mode))
-        mine = torch.nn.Parameter(initial(-(-20 // rank.world), "float32", False))
-        rows = tg.TableRows(table, cfg, fabric, mine, 40, lambda **line: None)
-        plans = [hand_made(fabric, table, [row, row + 1], mode, cycle=row) for row in (3, 9)]
+        table = row_table(fabric, tiny(row_comms=mode))
+        plans = [hand_made(table, [row, row + 1], cycle=row) for row in (3, 9)]
         try:
-            for plan in plans:
-                _, sums = rows.ready(plan, None)
-                places = torch.arange(2) if rows.listed else plan.rows_i_read
-                tg.add_rows(sums, places.int(), torch.ones(2, WIDTH))
-            grad, wait = rows.return_gradients()
+            for plan, row in zip(plans, (3, 9)):
+                _, row_grads = table.rows_for_forward(plan, None)
+                add_at(table, plan, row_grads, [row, row + 1], torch.ones(2, WIDTH))
+            grad, wait = table.return_gradients()
             wait()
             found[mode] = float(grad.sum())
         except tg.RunError as error:
@@ -496,7 +478,7 @@ MODEL_SLOTS, SPLIT_STEP, MODEL_STEPS = 24, 3, 8
 def small_config(**changes: Any) -> tg.Config:
     """Tables of 513 and 1026 rows and of 61: nothing that a number of ranks divides. 16 or 32 tokens a slot."""
     batches = [tokens * MODEL_SLOTS for tokens in (16, 16, 32, 32)]
-    stages = tuple(replace(stage, batch_tokens=tokens) for stage, tokens in zip(tg.STAGES, batches))
+    stages = tuple(stage._replace(batch_tokens=tokens) for stage, tokens in zip(tg.STAGES, batches))
     fields = dict(num_slots=MODEL_SLOTS, stages=stages, val_batch_tokens=16 * MODEL_SLOTS, val_tokens=32 * MODEL_SLOTS,
                   dtype="float64", num_heads=2, head_dim=8, model_dim=16, padded_vocab=513, bigram_rows=61,
                   num_scheduled_steps=3, num_extension_steps=MODEL_STEPS - 3, device="cpu", comm_timeout=COMM_TIMEOUT)
@@ -513,14 +495,15 @@ def small_run(fabric: tg.Fabric, cfg: tg.Config, steps: int = MODEL_STEPS
         executor = tg.Executor(cfg, fabric, tg.attention_reference, "plain")
         plan = [tg.Schedule(cfg).at(step) for step in range(steps)]
         for label, p in executor.model.named_parameters():
-            rows = {table.label: table.rows for table in tg.row_tables(cfg)}.get(label, len(p))
+            rows = {table.label: table.rows for table in executor.planner.tables}.get(label, len(p))
             generator = torch.Generator().manual_seed(zlib.crc32(label.encode()))
             values = torch.randn(rows, *p.shape[1:], generator=generator)
-            mine = tg.filled(values[fabric.rank::fabric.world], len(p)) if label in executor.tables else values
+            mine = owned(values, fabric) if label in executor.tables else values
             p.data.add_(0.2 * mine.to(p.dtype))
         if fabric.world == 1:
             executor.model.embed.data.copy_(executor.model.lm_head.t())
-        loader = tg.Loader(cfg, fabric, tg.find_shards(cfg.train_files), plan, executor.exchange_ahead)
+        cycles = [plan[first:first + 2] for first in range(0, steps, 2)]
+        loader = tg.Loader(cfg, fabric, tg.find_shards(cfg.train_files), cycles, executor.exchange_ahead)
         loader.start()
         try:
             yield executor, loader, plan
@@ -529,9 +512,9 @@ def small_run(fabric: tg.Fabric, cfg: tg.Config, steps: int = MODEL_STEPS
 
 
 def everything(executor: tg.Executor, step: int, labels: tuple[str, ...]) -> dict[str, np.ndarray]:
-    """Weights in front of a step in logical order on rank 0, moments as they lie."""
-    weights = executor.weights(tg.Schedule(executor.cfg).at(step))
-    found = {f"{label}": exact_array(weights[label]) for label in labels if weights[label] is not None}
+    """Weights before a step in logical order on rank 0, moments as they lie."""
+    weights = executor.whole_weights(tg.Schedule(executor.cfg).at(step))
+    found = {label: exact_array(weights[label]) for label in labels if weights[label] is not None}
     return found | {f"{label}.{name}": exact_array(executor.optimizer.state[label][name])
                     for label in labels for name in "mv"}
 
@@ -545,27 +528,26 @@ def split(rank: Rank) -> dict:
     for mode in MODES:
         cfg = small_config(row_comms=mode, dtype="float32")
         with small_run(fabric, cfg) as (executor, loader, plan):
-            assert tg.Schedule(cfg).split_step == SPLIT_STEP
+            assert [values.step for values in plan if values.untie] == [SPLIT_STEP]
             slots = range(rank.rank, MODEL_SLOTS, rank.world)
             for values in plan:
                 batch = loader.next(values)
                 for label, table in executor.tables.items():
-                    cache, sums = table.ready(batch.plans[label], executor.model.lm_head)
+                    cache, row_grads = table.rows_for_forward(batch.plans[label], executor.model.lm_head)
                     index = batch.rows[label].reshape(len(slots), -1)
                     lines = [gradient(0, values.step, slot, exact_array(cache[at.long()]))
                              for slot, at in zip(slots, index)]
-                    tg.add_rows(sums, index, torch.from_numpy(np.stack(lines)).float())
+                    tg.add_rows(row_grads, index, torch.from_numpy(np.stack(lines)).float())
                 for label, p in executor.model.named_parameters():
                     if label not in executor.tables:
                         generator = torch.Generator().manual_seed(zlib.crc32(f"{values.step}/{label}".encode()))
                         whole = torch.randint(-2, 3, (MODEL_SLOTS, *p.shape), generator=generator)
                         mine = whole[rank.rank::rank.world].sum(dim=0).to(p.dtype)
-                        so_far = executor.optimizer.gradient(label)
+                        so_far = grad_of(executor.optimizer, label)
                         set_grad(executor.optimizer, label, mine if so_far is None else so_far + mine)
                 executor.optim_step(values, loader.plans_ahead)
                 if values.step in (SPLIT_STEP, MODEL_STEPS - 1):
                     found[mode, values.step] = everything(executor, values.step + 1, ROW_LABELS)
-            found[mode, "counts"] = executor.optimizer.adam_steps
     return found
 
 

@@ -30,7 +30,8 @@ from pytest import MonkeyPatch
 from torch import Tensor
 
 import train_gpt as tg
-from rank_cases import Found, Rank, few_layers, whole_run
+from common import plan_of, planner_of
+from rank_cases import COMM_TIMEOUT, Rank, few_layers
 from row_cases import exact_array, run_worlds
 
 add_rows = tg.add_rows                   # the right one, whatever a mistake makes of the trainer's
@@ -42,15 +43,15 @@ HOMES, CADENCES = ("device", "host"), (2, 4)
 # A host home that hides no fault
 # ----------------------------------------------------------------------------------------------------------------------
 
-def spoil(live: tg.Live) -> None:
+def spoil(state: tg.RowState) -> None:
     """Whoever still reads it will be noticed."""
-    live.rows.fill_(math.nan)
-    live.v.fill_(math.nan)
-    live.last.fill_(-1)
+    state.rows.fill_(math.nan)
+    state.v.fill_(math.nan)
+    state.last.fill_(-1)
 
 
 class StagedHome(tg.HostHome):
-    """Every transfer is late, by chance, and goes through staging of its own, which is spoiled behind it."""
+    """Every transfer is late, by chance, and goes through staging of its own, which is spoiled after it."""
 
     empties = False                      # rows that came up are spoiled at home, too, until they are back
     longest_delay = 0.001                # s
@@ -62,7 +63,7 @@ class StagedHome(tg.HostHome):
     def _wait_by_chance(self) -> None:
         time.sleep(self.delays.uniform(0, self.longest_delay))
 
-    def _bring_up(self, places: Tensor) -> tuple[tg.Live, Any]:
+    def _bring_up(self, places: Tensor) -> tuple[tg.RowState, Any]:
         self._wait_by_chance()
         staging, done = super()._bring_up(places)
         arrived = copy_of(staging)
@@ -72,9 +73,9 @@ class StagedHome(tg.HostHome):
         self._wait_by_chance()
         return arrived, done
 
-    def _bring_down(self, places: Tensor, live: tg.Live, computed: Any) -> None:
+    def _bring_down(self, places: Tensor, changed: tg.RowState, computed: Any) -> None:
         self._wait_by_chance()
-        staging = copy_of(live)
+        staging = copy_of(changed)
         super()._bring_down(places, staging, computed)
         spoil(staging)
         self._wait_by_chance()
@@ -84,74 +85,73 @@ class EmptyingHome(StagedHome):
     empties = True
 
 
-def copy_of(live: tg.Live) -> tg.Live:
-    return tg.Live(*(x.clone() for x in live))
+def copy_of(state: tg.RowState) -> tg.RowState:
+    return tg.RowState(*(x.clone() for x in state))
 
 # ----------------------------------------------------------------------------------------------------------------------
-# EventTable alone: which rows are read, and gradients that depend on what was read
+# Row-wise tables alone: which rows are read, and gradients that depend on what was read
 # ----------------------------------------------------------------------------------------------------------------------
 
-SLOTS, WIDTH, EVENTS = 8, 4, 7           # slots of a step, features, events
-ZEROS = functools.partial(tg.constant, [0.0])
+SLOTS, WIDTH, UPDATES = 8, 4, 7          # slots of a step, features, updates
 LR_MUL, WD_MUL, WEIGHT_DECAY, EPS = 2.0, 3.0, 0.25, 1e-3
 BETA2 = dict(float64=0.9, float32=0.9, bfloat16=0.5)          # 0.5: its powers are exact, in each order
 
 
-def uniform(rows, event, slot, rng):
+def uniform(rows, update, slot, rng):
     return rng.integers(0, rows, 8)
 
 
-def many_reads(rows, event, slot, rng):
+def many_reads(rows, update, slot, rng):
     return rng.integers(0, rows, 12)
 
 
-def skewed(rows, event, slot, rng):
+def skewed(rows, update, slot, rng):
     return np.minimum(rng.pareto(0.7, 8), rows - 1)
 
 
-def alike_on_all(rows, event, slot, rng):
-    return (np.arange(5) * 7 + event) % rows
+def alike_on_all(rows, update, slot, rng):
+    return (np.arange(5) * 7 + update) % rows
 
 
-def come_back(rows, event, slot, rng):
-    """The first rows in two events that lie far apart."""
+def come_back(rows, update, slot, rng):
+    """The first rows in two updates that lie far apart."""
     some = rng.integers(0, rows // 2, 6)
-    return some if event in (0, EVENTS - 1) else rows // 2 + some
+    return some if update in (0, UPDATES - 1) else rows // 2 + some
 
 
-def every_other_event(rows, event, slot, rng):
-    """Each event has the rows of the one before the last, and none of the last."""
-    return rng.integers(0, rows // 2, 8) * 2 + event % 2
+def every_other_update(rows, update, slot, rng):
+    """Each update has the rows of the one before the last, and none of the last."""
+    return rng.integers(0, rows // 2, 8) * 2 + update % 2
 
 
-def nothing_at_times(rows, event, slot, rng):
-    return rng.integers(0, rows, 8 * (event % 3 > 0))
+def nothing_at_times(rows, update, slot, rng):
+    return rng.integers(0, rows, 8 * (update % 3 > 0))
 
 
-def nothing_ever(rows, event, slot, rng):
+def nothing_ever(rows, update, slot, rng):
     return []
 
 
-def odd_slots_empty(rows, event, slot, rng):
+def odd_slots_empty(rows, update, slot, rng):
     return rng.integers(0, rows, 8 * (slot % 2 == 0))
 
 
-def all_rows(rows, event, slot, rng):
+def all_rows(rows, update, slot, rng):
     return rng.permutation(rows)
 
 
-PATTERNS: dict[str, tuple[int, Callable]] = {        # rows of the table; (rows, event, slot, generator) -> rows read
+PATTERNS: dict[str, tuple[int, Callable]] = {        # rows of the table; (rows, update, slot, generator) -> rows read
     "uniform": (53, uniform), "collisions": (5, many_reads), "skewed": (97, skewed), "alike on all": (48, alike_on_all),
-    "zero gradients": (53, uniform), "come back": (64, come_back), "every other event": (40, every_other_event),
+    "zero gradients": (53, uniform), "come back": (64, come_back), "every other update": (40, every_other_update),
     "nothing at times": (31, nothing_at_times), "nothing ever": (7, nothing_ever),
     "odd slots empty": (53, odd_slots_empty), "all rows": (29, all_rows), "fewer rows than ranks": (3, uniform)}
 
-FEW_PATTERNS = ("uniform", "collisions", "come back", "every other event", "odd slots empty")
+FEW_PATTERNS = ("uniform", "collisions", "come back", "every other update", "odd slots empty")
 
 
 @dataclass(frozen=True)
 class Trial:
-    """Events on a table for each pattern."""
+    """Updates of a table for each pattern."""
     home: str
     cadence: int = 2
     dtype: str = "float64"
@@ -166,29 +166,29 @@ class Trial:
 
 
 @functools.cache
-def reads(pattern: str, event: int, step: int, slot: int) -> np.ndarray:
+def reads(pattern: str, update: int, step: int, slot: int) -> np.ndarray:
     """Logical rows that a slot reads in a step."""
     rows, choose = PATTERNS[pattern]
-    rng = np.random.default_rng([zlib.crc32(pattern.encode()), event, step, slot])
-    return np.asarray(choose(rows, event, slot, rng)).astype(np.int32)
+    rng = np.random.default_rng([zlib.crc32(pattern.encode()), update, step, slot])
+    return np.asarray(choose(rows, update, slot, rng)).astype(np.int32)
 
 
-def gradient(trial: Trial, pattern: str, event: int, step: int, slot: int, read: np.ndarray) -> np.ndarray:
+def gradient(trial: Trial, pattern: str, update: int, step: int, slot: int, read: np.ndarray) -> np.ndarray:
     """Of a slot's lines, which have these values. Small integers for bf16: their sums are exact in every order."""
     line, column = np.indices(read.shape)
-    whole = (3 * line + 5 * step + 7 * slot + 11 * event + 2 * column) % 3 - 1
+    whole = (3 * line + 5 * step + 7 * slot + 11 * update + 2 * column) % 3 - 1
     if trial.dtype == "bfloat16":
         lines = whole + np.sign(read)
     else:
         lines = 0.37 * whole + 0.2 * read
     if pattern == "zero gradients":
-        asked = reads(pattern, event, step, slot)
+        asked = reads(pattern, update, step, slot)
         lines = lines * (asked % 2)[:, None]
     return lines.astype(read.dtype)
 
 
-def learning_rate(event: int) -> float:
-    return 0.1 / (1 + event % 3)
+def learning_rate(update: int) -> float:
+    return 0.1 / (1 + update % 3)
 
 
 MISTAKES: dict[str, Callable] = {}       # name -> (patch, optimizer, trial), from here to the end of this part
@@ -203,62 +203,56 @@ def mistake(name: str) -> Callable:
 
 @mistake("v decayed by touch")
 def by_touch(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> None:
-    right = optimizer.rowwise_update
-
-    def update(rows, v, last, grad, share, event, *rest):
-        last.copy_(event - 1)
-        right(rows, v, last, grad, share, event, *rest)
+    def update(rows, v, last, grad, grad_scale, number, *rest):
+        last.copy_(number - 1)
+        tg.rowwise_update(rows, v, last, grad, grad_scale, number, *rest)
     optimizer.rowwise_update = update
 
 
 @mistake("scale per rank")
 def per_rank(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> None:
-    slots_of_a_rank = SLOTS // optimizer.world
-    optimizer.share = 1 / slots_of_a_rank
+    slots_of_a_rank = SLOTS // optimizer.fabric.world
+    optimizer.grad_scale = 1 / slots_of_a_rank
 
 
 @mistake("last writer wins")
 def last_wins(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> None:
-    def overwrite(sums: Tensor, index: Tensor, grad: Tensor) -> None:
+    def overwrite(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
         for place, line in zip(index.tolist(), grad):
-            sums[place] = line
+            row_grads[place] = line
     patch.setattr(tg, "add_rows", overwrite)
 
 
-@mistake("one event too few")
+@mistake("one update too few")
 def late_count(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> None:
-    right = optimizer._next_update
-    forgotten = set()
+    right = optimizer._adam_numbers
 
-    def next_update(row: tg.Parameter, values: tg.Values) -> tuple:
-        found = right(row, values)
-        if row.label not in forgotten:
-            optimizer.adam_steps[row.label] -= 1
-        forgotten.add(row.label)
-        return found
-    optimizer._next_update = next_update
+    def numbers(row: tg.Parameter, values: SimpleNamespace) -> tuple:
+        late = max(trial.cadence - 1, values.step - trial.cadence)
+        return right(row, SimpleNamespace(adam_lr=values.adam_lr, step=late))
+    optimizer._adam_numbers = numbers
 
 
 @mistake("untouched rows decayed")
 def all_decayed(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> None:
-    right = tg.EventTable.updated
+    right = tg.RowTable.updated
 
     def updated(self) -> None:
         self.home.settle()
         self.home.stored.rows.mul_(1 - 1e-3)
         right(self)
-    patch.setattr(tg.EventTable, "updated", updated)
+    patch.setattr(tg.RowTable, "updated", updated)
 
 
 @mistake("untouched v decayed twice")
 def v_decayed(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> None:
-    right = tg.EventTable.updated
+    right = tg.RowTable.updated
 
     def updated(self) -> None:
         self.home.settle()
         self.home.stored.v.mul_(trial.beta2)
         right(self)
-    patch.setattr(tg.EventTable, "updated", updated)
+    patch.setattr(tg.RowTable, "updated", updated)
 
 
 @mistake("write-back lost")
@@ -266,10 +260,10 @@ def lost(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> None:
     right = tg.HostHome.put
     counts = {}
 
-    def put(self, event, live) -> None:
+    def put(self, update, changed) -> None:
         counts[self] = counts.get(self, 0) + 1
         if counts[self] != 3:
-            right(self, event, live)
+            right(self, update, changed)
     patch.setattr(tg.HostHome, "put", put)
 
 
@@ -282,18 +276,18 @@ def overtaken(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> N
         time.sleep(0.02)
         tg.HostHome._bring_down(*arguments)
 
-    def put(self, event, live) -> None:
-        self.going = [downward.submit(slowly, self, event.places, live, None)]
+    def put(self, update, changed) -> None:
+        self.writebacks = [downward.submit(slowly, self, update.places, changed, None)]
     patch.setattr(tg.HostHome, "put", put)
 
 
 @mistake("eps inside the root")
 def inside_root(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> None:
-    def update(rows, v, last, grad, share, event, beta2, eps, step_size, decay, chance):
-        g = grad * share
-        missed = beta2**(event - last).double()
+    def update(rows, v, last, grad, grad_scale, number, beta2, eps, step_size, decay, bits):
+        g = grad * grad_scale
+        missed = beta2**(number - last).double()
         v.copy_(v * missed + (1 - beta2) * g.square().mean(dim=1))
-        last.copy_(event.expand_as(last))
+        last.copy_(number.expand_as(last))
         u = step_size * g / (v + eps).sqrt()[:, None]
         rows.sub_(u + rows * (u * rows > 0) * decay)
     optimizer.rowwise_update = update
@@ -302,16 +296,11 @@ def inside_root(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) ->
 OF_THE_HOST_HOME = ("write-back lost", "upload before write-back")            # the other home has nothing like it
 
 
-def optimizer_of(cfg: tg.Config, fabric: tg.Fabric, trial: Trial, tables: dict[str, tg.EventTable]) -> SimpleNamespace:
-    """What Optimizer._update_rowwise needs of an optimizer."""
-    rowwise = {}
-    for label, table in tables.items():
-        rowwise[label] = tg.Parameter(label, (table.table.rows, WIDTH), ZEROS, "rowwise", True, LR_MUL, WD_MUL,
-                                      (0.0, trial.beta2), rows=table.table)
-    optimizer = SimpleNamespace(cfg=cfg, world=fabric.world, rowwise=rowwise, tables=tables, share=1 / SLOTS,
-                                adam_steps=dict.fromkeys(tables, 0), rowwise_update=tg.rowwise_update,
-                                seed=cfg.seed)
-    optimizer._next_update = MethodType(tg.Optimizer._next_update, optimizer)
+def optimizer_of(cfg: tg.Config, fabric: tg.Fabric) -> SimpleNamespace:
+    """What Optimizer.rowwise needs of an optimizer."""
+    optimizer = SimpleNamespace(cfg=cfg, fabric=fabric, grad_scale=1 / SLOTS, seed=cfg.seed,
+                                rowwise_update=tg.rowwise_update)
+    optimizer._adam_numbers = MethodType(tg.Optimizer._adam_numbers, optimizer)
     return optimizer
 
 
@@ -328,78 +317,78 @@ class Driver:
         specs = []
         for pattern in trial.patterns:
             rows, _ = PATTERNS[pattern]
-            specs.append(tg.Table(pattern, rows, 1, None, home=trial.home, rule="rowwise", cadence=trial.cadence,
+            specs.append(tg.Table(pattern, rows, 1, None, is_rowwise=True, home=trial.home, cadence=trial.cadence,
                                   rounding=trial.rounding))
-        patch.setattr(tg, "row_tables", lambda cfg: tuple(specs))
         patch.setitem(tg.HOMES, "host", EmptyingHome)
-        self.planner = tg.Planner(cfg, fabric)
-        self.tables = {}
+        self.planner = planner_of(cfg, fabric, *specs)
+        self.optimizer = optimizer_of(cfg, fabric)
+        self.tables, self.rows = {}, {}
         for spec in specs:
             most_tokens = SLOTS * trial.cadence * 64
-            self.tables[spec.label] = tg.EventTable(spec, cfg, fabric, self.planner.sizes[spec.label], most_tokens,
-                                                    tg.no_report)
-        self.optimizer = optimizer_of(cfg, fabric, trial, self.tables)
+            self.tables[spec.label] = tg.RowTable(spec, cfg, fabric, None, most_tokens, tg.no_wait)
+            self.rows[spec.label] = tg.Parameter(spec.label, (spec.rows, WIDTH), None, "rowwise", True, LR_MUL, WD_MUL,
+                                                 (0.0, trial.beta2), rows=spec)
         if trial.mistake:
             MISTAKES[trial.mistake](patch, self.optimizer, trial)
 
-    def plan(self, event: int) -> tuple[dict[str, tg.TablePlan], dict[str, list[np.ndarray]]]:
-        tag, plans, places = dict(purpose="train", cycle=event, tokens=SLOTS), {}, {}
-        for pattern in self.trial.patterns:
+    def plan(self, update: int) -> tuple[dict[str, tg.TablePlan], dict[str, list[np.ndarray]]]:
+        plans, places = {}, {}
+        for spec in self.planner.tables:
             lines = []
             for step in range(self.trial.cadence):
-                of_slots = [reads(pattern, event, step, slot) for slot in self.slots]
-                lines.append(np.concatenate(of_slots))
-            plans[pattern], places[pattern] = self.planner.plan(pattern, tag, False, lines)
+                of_slots = [reads(spec.label, update, step, slot) for slot in self.slots]
+                lines.append(np.concatenate(of_slots)[None])
+            plans[spec.label], places[spec.label] = plan_of(self.planner, spec, lines, cycle=update, tokens=SLOTS)
         if self.fabric.world > 1:
             tg.exchange_plans(self.fabric, self.fabric.plan_group, self.trial.dtype, plans)
         for label, plan in plans.items():
             self.tables[label].prepare(plan)
-            plan.change_lists(torch.as_tensor)
         return plans, places
 
-    def step(self, pattern: str, event: int, step: int, plan: tg.TablePlan, places: np.ndarray) -> None:
+    def step(self, pattern: str, update: int, step: int, plan: tg.TablePlan, places: np.ndarray) -> None:
         """Read rows, and add a gradient that depends on them."""
-        cache, sums = self.tables[pattern].ready(plan, None)
-        read = exact_array(cache[torch.from_numpy(places).long()])
+        cache, row_grads = self.tables[pattern].rows_for_forward(plan, None)
+        places = torch.from_numpy(places[0])
+        read = exact_array(cache[places.long()])
         first = 0
         lines = []
         for slot in self.slots:
-            count = len(reads(pattern, event, step, slot))
-            lines.append(gradient(self.trial, pattern, event, step, slot, read[first:first + count]))
+            count = len(reads(pattern, update, step, slot))
+            lines.append(gradient(self.trial, pattern, update, step, slot, read[first:first + count]))
             first += count
         grad = torch.from_numpy(np.concatenate(lines)).to(cache.dtype)
-        add_rows(sums, torch.from_numpy(places), grad)
+        add_rows(row_grads, places, grad)
 
-    def event(self, event: int, ahead: Callable) -> None:
+    def update(self, update: int, ahead: Callable) -> None:
         """In the order of Optimizer.step: all gradients set off, then table by table the update and the next rows."""
-        values = SimpleNamespace(adam_lr=learning_rate(event))
+        values = SimpleNamespace(adam_lr=learning_rate(update), step=(update + 1) * self.trial.cadence - 1)
         returned = {label: table.return_gradients() for label, table in self.tables.items()}
         for label, (grad, wait) in returned.items():
             wait()
-            tg.Optimizer._update_rowwise(self.optimizer, label, grad, values)
+            tg.Optimizer.rowwise(self.optimizer, self.rows[label], self.tables[label], grad, values)
             self.tables[label].clear()
-            if event + 1 < EVENTS:
+            if update + 1 < UPDATES:
                 plans, _ = ahead()
                 self.tables[label].fetch(plans[label], None)
 
     def run(self) -> dict[str, Any]:
         found = {pattern: dict(fetched=[]) for pattern in self.trial.patterns}
         made = {0: self.plan(0)}
-        for event in range(EVENTS):
-            plans, places = made[event]
-            if event % 2 == 0 and event + 1 < EVENTS:
-                made[event + 1] = self.plan(event + 1)        # before the first rows of this cycle were taken, too
+        for update in range(UPDATES):
+            plans, places = made[update]
+            if update % 2 == 0 and update + 1 < UPDATES:
+                made[update + 1] = self.plan(update + 1)      # before the first rows of this cycle were taken, too
             for pattern, plan in plans.items():
-                cache, _ = self.tables[pattern].ready(plan, None)
-                found[pattern]["fetched"].append((plan.rows_i_read.numpy(), exact_array(cache[:len(plan.rows_i_read)])))
+                cache, _ = self.tables[pattern].rows_for_forward(plan, None)
+                found[pattern]["fetched"].append((plan.my_rows.numpy(), exact_array(cache[:len(plan.my_rows)])))
             for step, pattern in itertools.product(range(self.trial.cadence), self.trial.patterns):
-                self.step(pattern, event, step, plans[pattern], places[pattern][step])
+                self.step(pattern, update, step, plans[pattern], places[pattern][step])
 
-            def ahead(event: int = event) -> tuple:
-                if event + 1 not in made:
-                    made[event + 1] = self.plan(event + 1)
-                return made[event + 1]
-            self.event(event, ahead)
+            def ahead(update: int = update) -> tuple:
+                if update + 1 not in made:
+                    made[update + 1] = self.plan(update + 1)
+                return made[update + 1]
+            self.update(update, ahead)
         for pattern, table in self.tables.items():
             table.home.settle()
             touched = [places for places, _ in table.home.touched()]
@@ -445,7 +434,7 @@ def alone(rank: Rank) -> dict[str, Any]:
 
 
 def faulty(home: str, mistake: str) -> Trial:
-    return Trial(home, patterns=("uniform", "come back", "every other event"), mistake=mistake)
+    return Trial(home, patterns=("uniform", "come back", "every other update"), mistake=mistake)
 
 
 def name_of(trial: Trial) -> str:
@@ -468,32 +457,76 @@ def mistakes(rank: Rank) -> dict[str, Any]:
 # Whole runs
 # ----------------------------------------------------------------------------------------------------------------------
 
-PAIRS, TRIPLES, *_ = tg.NGRAM_TABLES
-ALL_RUNS = dict(dtype="float64", more_bigram_rows=97, trigram_rows=301, val_every=3, num_scheduled_steps=6,
-                num_extension_steps=3, max_steps=7, sample_tokens=0)
-RUNS = {                                 # name -> table of n-gram tables, fields
-    "residual": ((PAIRS, TRIPLES), dict(table_signs=1)),
-    "streams": ((replace(PAIRS, cadence=4), replace(TRIPLES, enters=2)),
-                dict(table_signs=1, row_comms="sparse_scatter", slots_per_micro_batch=2)),
-    "cadence_4": ((PAIRS, replace(TRIPLES, enters=0)), dict(table_cadence=4, row_comms="dense", max_steps=9)),
+PAIRS = tg.NgramTable("more_bigram_embed", 2, 97)
+TRIPLES = tg.NgramTable("trigram_embed", 3, 301, signs=1)
+ALL_RUNS = dict(dtype="float64", val_every=3, num_scheduled_steps=6, num_extension_steps=3, max_steps=7,
+                sample_tokens=0, run_dir="unused", device="cpu", comm_timeout=COMM_TIMEOUT)
+RUNS = {                                 # name -> n-gram tables, fields
+    "residual": ((PAIRS, TRIPLES), dict(val_every=2)),
+    "layers": ((PAIRS._replace(cadence=4), TRIPLES._replace(place=2)), dict(slots_per_micro_batch=2)),
+    "cadence_4": ((PAIRS._replace(cadence=4), TRIPLES._replace(cadence=4, place=0)),
+                  dict(row_comms="dense", max_steps=9)),
 }
 
 
 @contextlib.contextmanager
-def few_layers_and(tables: tuple[tg.Ngrams, ...]) -> Iterator[None]:
-    """A small model with these tables of n-grams, and a host home that hides no fault."""
+def few_layers_and_staging() -> Iterator[None]:
+    """A small model, and a host home that hides no fault."""
     with few_layers(), MonkeyPatch.context() as patch:
-        patch.setattr(tg, "NGRAM_TABLES", tables)
         patch.setitem(tg.HOMES, "host", StagedHome)
         yield
 
 
-def tiny_run(rank: Rank, name: str, home: str) -> Found:
-    """Evaluations in the middle of a cycle, split and stages, several micro-batches, a last cycle that ends early."""
+def rows_and_state(executor: tg.Executor) -> dict[str, np.ndarray]:
+    """What this rank keeps of n-gram tables."""
+    found = {}
+    for label, table in executor.tables.items():
+        if table.home is not None:
+            table.home.settle()
+            found |= {f"{label}.{name}": exact_array(x) for name, x in table.home.stored._asdict().items()}
+    return found
+
+
+def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
+    """Evaluations in the middle of a cycle, the end of tying and stages, micro-batches, a last cycle that ends early.
+
+    The run before it on the same executor, of other steps, is to leave no trace: a snapshot is taken, and restored.
+    """
     tables, changes = RUNS[name]
-    warm = name == "residual"
-    with few_layers_and(tables):
-        return whole_run(rank, warm, table_home=home, **ALL_RUNS | changes)
+    with few_layers_and_staging():
+        cfg = tg.Config(**tg.PRESETS["tiny"] | ALL_RUNS | changes)
+        cfg = replace(cfg, tables=tuple(table._replace(home=home) for table in tables))
+        tg.check_config(cfg)
+        fabric = rank.fabric(cfg)
+        headers = tg.find_shards(cfg.train_files)
+        cfg = tg.resolve(cfg, headers, headers)
+        executor = tg.Executor(cfg, fabric, tg.attention_reference, "plain", cfg.slots_per_micro_batch)
+        validation = tg.ValidationSet(cfg, fabric, tg.find_shards(cfg.val_files), executor.exchange)
+        schedule = tg.Schedule(cfg)
+
+        def train(steps: int) -> tuple[list, list]:
+            values = list(map(schedule.at, range(steps)))
+            cycles = [values[first:first + schedule.cycle] for first in range(0, steps, schedule.cycle)]
+            loader = tg.Loader(cfg, fabric, headers, cycles, executor.exchange_ahead)
+            loader.start()
+            sums, losses = [], []
+            for at in values:
+                if at.validate:
+                    losses.append(executor.evaluate(validation.batches(at), at))
+                sums.append(exact_array(tg.train_step(executor, loader, at).slot_sums))
+            loader.close()
+            return sums, [*losses, executor.evaluate(validation.batches(schedule.at(steps)), schedule.at(steps))]
+
+        before = rows_and_state(executor)
+        restore = executor.snapshot()
+        train(schedule.cycle)
+        touched = sum(x.any() for x in rows_and_state(executor).values())
+        restore()
+        left = [key for key, x in rows_and_state(executor).items() if x.tobytes() != before[key].tobytes()]
+        sums, losses = train(schedule.end_step)
+        weights = {f"weight.{label}": exact_array(p) for label, p in executor.model.named_parameters()}
+        return weights | rows_and_state(executor) | dict(
+            slot_sums=np.stack(sums), validation_losses=np.array(losses), touched_before=touched, left=left)
 
 
 # ----------------------------------------------------------------------------------------------------------------------

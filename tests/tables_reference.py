@@ -1,6 +1,6 @@
 """A table of n-grams under the row-wise rule, as a dense model in numpy that knows no ranks, plans, caches or homes.
 
-Every event decays v of ALL rows and moves the weights of the rows that were asked for. The trainer touches asked rows
+Every update decays v of ALL rows and moves the weights of the rows that were asked for. The trainer touches asked rows
 only, and catches up on what their v has missed: the same numbers, for v * beta2 * ... * beta2 is v * beta2^(e - last).
 """
 from __future__ import annotations
@@ -27,7 +27,7 @@ def ngram_rows(tokens: np.ndarray, constants: Sequence[int], rows: int) -> np.nd
     return np.array(found)
 
 
-def mixed_bits(x: np.ndarray) -> np.ndarray:
+def lowbias32(x: np.ndarray) -> np.ndarray:
     """(...) u32 -> u32 that look unrelated to it: the finaliser "lowbias32" (Chris Wellons)."""
     x = (x ^ (x >> np.uint32(16))) * np.uint32(0x7FEB352D)
     x = (x ^ (x >> np.uint32(15))) * np.uint32(0x846CA68B)
@@ -59,11 +59,11 @@ class NaiveTable:
         self.p = np.zeros((self.rows, self.width), self.dtype)
         self.v = np.zeros(self.rows, self.dtype)
         self.last = np.zeros(self.rows, int)
-        self.events = 0
+        self.updates = 0
 
-    def event(self, asked: np.ndarray, sums: Sequence[np.ndarray], num_slots: int, lr: float, decay: float) -> None:
+    def update(self, asked: np.ndarray, sums: Sequence[np.ndarray], num_slots: int, lr: float, decay: float) -> None:
         """asked (rows,) bool: by any rank in this cycle. sums: of each rank, in rank order, (rows, width)."""
-        self.events += 1
+        self.updates += 1
         g = np.zeros_like(self.p)
         for of_rank in sums:
             g += to_bf16(of_rank) if self.bf16 else of_rank
@@ -71,20 +71,20 @@ class NaiveTable:
 
         self.v *= self.dtype(self.beta2)
         self.v[asked] += self.dtype(1 - self.beta2) * np.square(g[asked]).mean(axis=1)
-        rate = self.dtype(lr * np.sqrt(1 - self.beta2**self.events))
+        rate = self.dtype(lr * np.sqrt(1 - self.beta2**self.updates))
         u = rate * g / (np.sqrt(self.v)[:, None] + self.dtype(self.eps))
         agrees = u * self.p > 0
         moved = self.p - (u + self.p * agrees * self.dtype(lr * lr * decay))
         if self.bf16:
             moved = to_bf16(moved, self.drawn() if self.bf16 == "stochastic" else None)
         self.p[asked] = moved[asked]
-        self.last[asked] = self.events
+        self.last[asked] = self.updates
 
     def drawn(self) -> np.ndarray:
-        """(rows, width) u32 below 2^16, by (seed, label, row, event, column)."""
+        """(rows, width) u32 below 2^16, by (seed, label, row, update, column)."""
         start = np.uint32(zlib.crc32(f"{self.seed}/{self.label}".encode()))
         row = np.arange(self.rows, dtype=np.uint32)[:, None]
         column = np.arange(self.width, dtype=np.uint32)
-        bits = mixed_bits(row ^ start)
-        bits = mixed_bits(bits ^ np.uint32(self.events))
-        return mixed_bits(bits ^ column) & np.uint32(0xFFFF)
+        bits = lowbias32(row ^ start)
+        bits = lowbias32(bits ^ np.uint32(self.updates))
+        return lowbias32(bits ^ column) & np.uint32(0xFFFF)

@@ -13,7 +13,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import fabric, preset, random_stream, refused, write_shard
+from common import fabric, plan_of, planner_of, preset, random_stream, refused, write_shard
 
 import train_gpt as tg
 
@@ -196,7 +196,8 @@ def write_shards(tmp_path, *counts: int) -> list[list[int]]:
 def make_loader(tmp_path, rank=0, world=1, steps=12, exchange=None, **changes):
     cfg = preset(train_files=f"{tmp_path}/train_*.bin", vocab_size=50, document_start=3, max_doc_len=12, **changes)
     values = [tg.Schedule(cfg).at(step) for step in range(steps)]
-    return tg.Loader(cfg, fabric(rank, world), tg.find_shards(cfg.train_files), values, exchange), values
+    cycles = [values[first:first + 2] for first in range(0, steps, 2)]
+    return tg.Loader(cfg, fabric(rank, world), tg.find_shards(cfg.train_files), cycles, exchange), values
 
 
 def read_all(loader, values) -> list[tg.Batch]:
@@ -217,11 +218,13 @@ def slow_stream(streams, values, slots=8):
     return steps
 
 
-def logical(batch, label, x, listed=True):
-    """Logical rows as nested lists, whatever the batch's own numbers are: places in a list, or physical rows."""
-    plan, world = batch.plans[label], len(batch.plans[label].counts_by_owner)
-    physical = plan.rows_i_read[x.long()] if listed and world > 1 else x.long()
-    return (physical % plan.size * world + physical // plan.size).tolist()
+def logical(batch, label, x):
+    """Logical rows as nested lists: a batch has places in its plan's list, but a single rank rows as they are."""
+    plan, world = batch.plans[label], len(batch.plans[label].send_counts)
+    if world == 1:
+        return x.tolist()
+    physical = plan.my_rows[x.long()]
+    return (physical % plan.shard_size * world + physical // plan.shard_size).tolist()
 
 
 def check_batches(batches, steps):
@@ -237,7 +240,7 @@ def check_batches(batches, steps):
         assert batch.cu_seqlens.tolist() == [bounds + [length] * (columns - len(bounds)) for _, bounds in want]
         types = [x.dtype for x in (batch.tokens, batch.targets, batch.cu_seqlens, *batch.rows.values())]
         assert types == [torch.int32, torch.int64, *[torch.int32] * 4]
-        lists = [x for plan in batch.plans.values() for x in (plan.rows_i_read, plan.rows_asked_of_me)]
+        lists = [x for plan in batch.plans.values() for x in (plan.my_rows, plan.requested_rows)]
         assert all(x.dtype == torch.int64 for x in lists)
 
 
@@ -263,14 +266,22 @@ def test_epochs_go_through_the_shards_again(tmp_path, epochs, passes):
     check_batches(read_all(loader, values), slow_stream(streams * passes, values))
 
 
-def test_the_end_of_the_data_is_an_error_with_a_way_out(tmp_path):
+@pytest.mark.parametrize("world", [1, 2, 8])
+def test_loader__data_that_end(tmp_path, world):
+    """Every rank trains the same whole cycles; `plans_ahead` has none for the next one, and `next` says why."""
     streams = write_shards(tmp_path, 1200, 1100)
-    loader, values = make_loader(tmp_path)
-    enough = next(n for n in range(12) if too_short(streams, values[:n + 1]))
-    loader.start()
-    refused(tg.DataError, lambda: [loader.next(v) for v in values], "training data ended", "2 shards", "train_*.bin",
-            f"enough for {enough} steps", f"--max_steps={enough}", "--epochs=0")
-    loader.close()
+    for rank in range(world):
+        loader, values = make_loader(tmp_path, rank, world)
+        enough = next(n for n in range(12) if too_short(streams, values[:n + 1]))
+        cycle = enough // 2 * 2
+        loader.start()
+        for v in values[:cycle]:
+            assert loader.plans_ahead() is not None or v.step == cycle - 1
+            loader.next(v)
+        assert loader.plans_ahead() is None
+        refused(tg.DataEnded, lambda: loader.next(values[cycle]), "training data ended", "2 shards", "train_*.bin",
+                f"enough for {enough} steps", f"--max_steps={enough}", "--epochs=0")
+        loader.close()
 
 
 def too_short(streams, values) -> bool:
@@ -290,17 +301,17 @@ def test_shards_without_room_for_a_block_end_the_cycle(tmp_path):
 def test_tokens_do_not_depend_on_timing(tmp_path, monkeypatch):
     """The same bits with a slow disk, a slow packer, and a slow reader of the batches."""
     streams = write_shards(tmp_path, 1500, 300, 2600, 4000)
-    load, make = tg.load_shard, tg.Loader._make
+    load, make = tg.load_shard, tg.Loader._make_cycle
 
     def slow_load(header):
         time.sleep(0.05)
         return load(header)
 
-    def slow_make(self, cycle):
-        time.sleep(0.01 * (cycle[0].step // 2 % 3))
-        return make(self, cycle)
+    def slow_make(self):
+        time.sleep(0.01 * (self.doc % 3))
+        return make(self)
 
-    for name, target, slow in (("load_shard", tg, slow_load), ("_make", tg.Loader, slow_make)):
+    for name, target, slow in (("load_shard", tg, slow_load), ("_make_cycle", tg.Loader, slow_make)):
         monkeypatch.setattr(target, name, slow)
     loader, values = make_loader(tmp_path)
     loader.start()
@@ -314,16 +325,15 @@ def test_tokens_do_not_depend_on_timing(tmp_path, monkeypatch):
 
 def test_loader_is_exactly_one_cycle_ahead(tmp_path, monkeypatch):
     write_shards(tmp_path, 9000)
-    built, make = [], tg.Loader._make
-    monkeypatch.setattr(tg.Loader, "_make", lambda self, cycle: (
-        built.extend((values.step, threading.current_thread()) for values in cycle) or make(self, cycle)))
+    built, block = [], tg.Loader._block
+    monkeypatch.setattr(tg.Loader, "_block", lambda self, values: (
+        built.append((values.step, threading.current_thread())) or block(self, values)))
     loader, values = make_loader(tmp_path, steps=5)
     assert not built
     loader.start()
     for step, ahead in enumerate((4, 4, 5, 5, 5)):
         loader.next(values[step])
-        if loader.ahead:
-            loader.wait()                                            # until the work that was asked for is done
+        loader.wait()                                                # until the work that was asked for is done
         assert [step for step, _ in built] == list(range(ahead))
     assert len({thread for _, thread in built} - {threading.main_thread()}) == 1, "off the training thread"
     loader.close()
@@ -382,7 +392,7 @@ def test_each_data_value_of_the_schedule_matters(tmp_path):
 
     def first(**changes):
         loader, values = make_loader(tmp_path, steps=1)
-        loader.steps = iter([replace(values[0], **changes)])
+        loader.cycles = iter([[replace(values[0], **changes)]])
         return read_all(loader, values)[0]
 
     assert first().tokens.shape == (8, 16) and first(slot_tokens=32).tokens.shape == (8, 32)
@@ -412,49 +422,36 @@ PATTERNS = {                                 # rows of a table of R that two ste
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
 @pytest.mark.parametrize("world", [1, 2, 3, 8])
-@pytest.mark.parametrize("path", ["as it decides", "bitmap", "sort"])
-def test_plans_equal_plain_sets(monkeypatch, world, mode, path):
+def test_plans_equal_plain_sets(world, mode):
     """Tables that W divides or does not, and of fewer rows than ranks; one planner for many plans, as in a run."""
-    if path != "as it decides":
-        monkeypatch.setattr(tg, "BITMAP_ROWS", 10**9 if path == "bitmap" else 0)
-        monkeypatch.setattr(np, "sort" if path == "bitmap" else "flatnonzero", None)      # the other one is not taken
     for count in (2, 3, 7, 24, 101, 640):
         rng, kept = np.random.default_rng(count), []
-        planner = tg.Planner(preset(bigram_rows=count, row_comms=mode), fabric(world - 1, world))
+        table = tg.Table("bigram_embed", count, 1, None, tied=True)
+        planner, size = planner_of(preset(row_comms=mode), fabric(world - 1, world), table), math.ceil(count / world)
         for name, pattern in PATTERNS.items():
             rows = [x.astype(np.int32) for x in pattern(rng, count)]
-            before, tag = [x.copy() for x in rows], dict(purpose="train", cycle=3, tokens=16)
-            plan, found = planner.plan("bigram_embed", tag, False, rows)
-            ids, counts = slow_plan({row for x in rows for row in x.ravel().tolist()}, count, world)
-            assert plan.rows_i_read.tolist() == plan.rows_asked_of_me.tolist() == ids == sorted(set(ids)), (name, count)
-            assert plan.counts_by_owner == plan.counts_by_reader == counts
-            assert plan.rows_i_read.dtype == np.int64 and plan.head_columns is None
-            assert (plan.size, plan.tag, plan.tied, plan.sent, plan.received) == (-(-count // world), tag, False, 0, 0)
-            assert plan.plan_ms >= 0
-            for x, old, places in zip(rows, before, found, strict=True):
-                assert np.array_equal(x, old), "the rows that were asked about are as they were"
-                physical = [slow_plan({row}, count, world)[0][0] for row in x.ravel().tolist()]
-                listed = mode == "sparse" and world > 1
-                want = [ids.index(p) for p in physical] if listed else physical
-                assert places.shape == x.shape and places.dtype == np.int32 and places.ravel().tolist() == want, name
-            kept.append((plan, ids, found, [places.copy() for places in found]))
-            tied, again = planner.plan("bigram_embed", tag, True, rows)
-            columns = sorted({row for x in rows for row in x.ravel().tolist()}, key=lambda row: (row % world, row))
-            assert tied.tied and tied.rows_i_read.tolist() == ids and tied.head_columns.tolist() == columns
-            assert all(map(np.array_equal, found, again))
+            before = [x.copy() for x in rows]
+            read = {row for x in rows for row in x.ravel().tolist()}
+            for tied in (False, True):
+                plan, found = plan_of(planner, table, rows, tied)
+                ids, counts = slow_plan(read, count, world)
+                if mode == "dense" and world > 1 and not tied:
+                    ids, counts = list(range(world * size)), [size] * world
+                assert plan.my_rows.tolist() == plan.requested_rows.tolist() == ids == sorted(set(ids)), (name, count)
+                assert plan.send_counts == plan.recv_counts == counts and plan.my_rows.dtype == torch.int64
+                assert (plan.shard_size, plan.tied, plan.sent, plan.received) == (size, tied, 0, 0)
+                assert plan.plan_ms >= 0 and plan.reads == sum(x.size for x in rows)
+                if tied:
+                    assert plan.head_columns.tolist() == sorted(read, key=lambda row: (row % world, row))
+                for x, old, places in zip(rows, before, found, strict=True):
+                    assert np.array_equal(x, old), "the rows that were asked about are as they were"
+                    physical = [slow_plan({row}, count, world)[0][0] for row in x.ravel().tolist()]
+                    want = [ids.index(p) for p in physical] if world > 1 else physical
+                    assert places.shape == x.shape and places.dtype == np.int32 and places.ravel().tolist() == want, name
+                kept.append((plan, ids, found, [places.copy() for places in found]))
         for plan, ids, found, places in kept:
-            unchanged = plan.rows_i_read.tolist() == ids and all(map(np.array_equal, found, places))
+            unchanged = plan.my_rows.tolist() == ids and all(map(np.array_equal, found, places))
             assert unchanged, "no plan changes an older one"
-
-
-def test_a_row_of_a_table_belongs_to_one_place_of_one_rank():
-    """Over all ranks a plan for every row lists each physical place once, but for the padding behind the slices."""
-    for world, count in ((2, 101), (3, 640), (8, 5), (8, 640)):
-        planner = tg.Planner(preset(bigram_rows=count, row_comms="dense"), fabric(0, world))
-        plan, (physical,) = planner.plan("bigram_embed", {}, False, [np.arange(count, dtype=np.int32)])
-        assert sorted(physical.tolist()) == plan.rows_i_read.tolist() and len(plan.rows_i_read) == count
-        assert max(plan.counts_by_owner) - min(plan.counts_by_owner) <= 1 and sum(plan.counts_by_owner) == count
-        assert [x // plan.size for x in physical.tolist()] == [row % world for row in range(count)]
 
 
 def check_plans(batches: list[tg.Batch], cfg: tg.Config, world: int, purpose: str, tied: bool) -> None:
@@ -472,10 +469,10 @@ def check_plans(batches: list[tg.Batch], cfg: tg.Config, world: int, purpose: st
                 dict(bigram_embed=slow_hash(slot, count), embed=slot, value_embed=[
                     [k * cfg.padded_vocab + token for token in slot] for k in range(5)])[label]
                 for slot in batch.tokens.tolist()]
-        assert (plan.rows_i_read.tolist(), plan.counts_by_owner) == slow_plan(rows, count, world)
+        assert (plan.my_rows.tolist(), plan.send_counts) == slow_plan(rows, count, world)
         assert plan.tag == dict(purpose=purpose, cycle=first.step // 2, tokens=length), "alike on all ranks"
         assert plan.tied == (tied and label == "embed")
-        assert plan.rows_asked_of_me.tolist() == plan.rows_i_read.tolist(), "there is nobody to ask"
+        assert plan.requested_rows.tolist() == plan.my_rows.tolist(), "there is nobody to ask"
         if plan.tied:
             assert plan.head_columns.tolist() == sorted(rows, key=lambda row: (row % world, row))
 
@@ -489,7 +486,7 @@ def test_plans_of_a_stage_change_inside_a_cycle_and_of_a_half_last_cycle(tmp_pat
     sizes = [batch.tokens.shape[1] for batch in batches]
     assert sizes == [16] * 3 + [32] * 3 + [48] * 7
     for cycle in range(7):
-        tied = cycle <= 3                                            # the split is behind step 7
+        tied = cycle <= 3                                            # head and embedding part after step 7
         check_plans(batches[2 * cycle:2 * cycle + 2], loader.cfg, world, "train", tied)
     assert [batch.plans["embed"].tag["tokens"] for batch in batches[2:4] + batches[12:]] == [48, 48, 48]
     plans = [batch.plans for batch in batches]
@@ -526,7 +523,7 @@ def test_the_exchange_meets_each_cycle_once_in_order_on_the_loader_thread(tmp_pa
     def exchange(plans):
         seen.append((plans, threading.current_thread()))
         for label, plan in plans.items():
-            plan.rows_asked_of_me, plan.counts_by_reader = np.array([len(seen), len(label)]), [1, 1]
+            plan.requested_rows, plan.recv_counts = torch.tensor([len(seen), len(label)]), [1, 1]
 
     loader, values = make_loader(tmp_path, 1, 2, steps=5, exchange=exchange)
     batches = read_all(loader, values)
@@ -535,8 +532,8 @@ def test_the_exchange_meets_each_cycle_once_in_order_on_the_loader_thread(tmp_pa
     for batch in batches:
         assert batch.plans == seen[batch.step // 2][0] and set(batch.plans) == {"bigram_embed", "value_embed", "embed"}
         for label, plan in batch.plans.items():
-            assert plan.rows_asked_of_me.equal(torch.tensor([batch.step // 2 + 1, len(label)]))
-            assert plan.counts_by_reader == [1, 1]
+            assert plan.requested_rows.equal(torch.tensor([batch.step // 2 + 1, len(label)]))
+            assert plan.recv_counts == [1, 1]
 
 
 def test_plans_ahead_are_those_of_the_next_cycle_and_none_at_the_end(tmp_path):
@@ -874,7 +871,7 @@ def test_a_file_has_to_match_the_manifest_beside_it(tmp_path):
     refused(tg.DataError, lambda: tg.read_vocabulary(tmp_path, cfg), "vocab.txt: content", "manifest.json", "mixture")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 2, "files": {}}', '{"format": 1, "files": []}',
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 3, "files": {}}', '{"format": 1, "files": []}',
                                   '{"format": 1, "files": {"a.bin": 3}}', '{"format": 1, "files": {"a.bin": {}}}',
                                   "[" * 100_000])
 def test_a_manifest_of_any_content_ends_in_words(tmp_path, text):
@@ -906,12 +903,17 @@ def test_millions_of_steps_are_not_listed(tmp_path):
             asked.append(step)
             yield schedule.at(step)
 
+    def cycles():
+        every = steps()
+        while True:
+            yield [next(every), next(every)]
+
     headers = tg.find_shards(cfg.train_files)
     began = time.perf_counter()
     tg.check_enough_data(cfg, schedule, headers)
     refused(tg.DataError, lambda: tg.check_enough_data(replace(cfg, epochs=1), schedule, headers),
             f"{2 * 40_000} in 2 shards", "for 10000000 steps")
-    loader = tg.Loader(cfg, fabric(), headers, steps())
+    loader = tg.Loader(cfg, fabric(), headers, cycles())
     loader.start()
     loader.next(schedule.at(0))
     loader.wait()
@@ -924,20 +926,6 @@ def test_shards_without_room_for_a_step_are_known_before_the_start():
     cfg, room = preset(epochs=0), shards(8 * 33)
     tg.check_enough_data(replace(cfg, max_steps=6), tg.Schedule(replace(cfg, max_steps=6)), room)
     refused(tg.DataError, lambda: tg.check_enough_data(cfg, tg.Schedule(cfg), room), "too small", "8 x 49")
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_data_that_end_lose_no_step_at_any_number_of_ranks(tmp_path, world):
-    """They end on every rank, so `plans_ahead` has none, and the cycle is finished. A damaged shard is one rank's."""
-    streams = write_shards(tmp_path, 1200, 1100)
-    loader, values = make_loader(tmp_path, 0, world)
-    cycles = next(n for n in range(12) if too_short(streams, values[:n + 1])) // 2
-    loader.start()
-    for v in values[:2 * cycles]:
-        loader.next(v)
-    assert loader.plans_ahead() is None
-    refused(tg.DataError, lambda: loader.next(values[2 * cycles]), "training data ended")
-    loader.close()
 
 
 def test_a_damaged_shard_is_not_the_end_of_the_data(tmp_path):

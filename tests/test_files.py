@@ -1,33 +1,58 @@
-"""Files from hostile hands: what a save or a checkpoint may do to a run, and what a run leaves behind.
+"""Saves and checkpoints: what damage does to a run that reads them, and what a run that writes them leaves behind.
 
-The cases change one thing of a sound save or checkpoint; most ask the function that reads it.
+One run with tables in both homes is the sound one; each case changes one thing of a copy. `seal` writes a manifest that
+vouches for the change, so that what is looked at is the content.
 """
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
+import multiprocessing
 import os
 import pickle
+import resource
 import shutil
-from functools import partial
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from unittest import mock
+from typing import Any
 
 import pytest
 import torch
-from common import Run, executor, fabric, preset, recorded_writes, refused, run
+from common import Run, executor, fabric, losses, preset, recorded_writes, refused
+from common import run_apart as run
 
 import train_gpt as tg
 
-SAVE_FLAGS = ("--max_steps=1", "--val_every=0", "--sample_tokens=0")
+TABLES = "trigram_embed 3 500; more_bigram_embed 2 300 8 1 host"
+LABELS = ("more_bigram_embed", "trigram_embed")
+SHORT = ("--max_steps=1", "--val_every=0", "--sample_tokens=0")
+SMALL_PIECES = 1 << 14                   # bytes: several files of each table
+
+
+def no_warm_up(*_: object) -> None:
+    """It leaves no trace."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small_pieces() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tg, "PIECE_BYTES", SMALL_PIECES)
+        patch.setattr(tg, "warm_up", no_warm_up)
+        yield
 
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
     """A run of 5 steps with a save, and checkpoints of steps 2 and 4."""
     folder = tmp_path_factory.mktemp("sound")
-    flags = ("--max_steps=5", "--checkpoint_every=2", "--sample_tokens=0")
-    done = run(folder / "run", *flags, f"--save={folder / 'save'}")
+    done = run(folder / "run", f"--tables={TABLES}", "--max_steps=5", "--checkpoint_every=2", "--sample_tokens=0",
+               f"--save={folder / 'save'}")
     assert done.status == 0, done.err
     return folder
 
@@ -39,32 +64,154 @@ def save(sound, tmp_path) -> Path:
 
 @pytest.fixture
 def checkpoints(sound, tmp_path) -> Path:
-    """A run directory with both checkpoints, to be changed."""
+    """The checkpoints of a copied run directory."""
     shutil.copytree(sound / "run", tmp_path / "run")
     return tmp_path / "run" / tg.CHECKPOINTS
 
 
-def name_of(case) -> str:
-    """A short name of a case for pytest."""
-    if isinstance(case, str):
-        return case[:8]
-    return getattr(case, "__name__", type(case).__name__)
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
 
 
-def refuse_save(folder: Path, *parts: str) -> str:
-    """The message with which a save is refused, which holds these parts."""
-    def load() -> None:
-        tg.load_weights(folder, "cpu")
-    return refused(tg.DataError, load, *parts)
+def name_of(case: object) -> str:
+    return getattr(case, "__name__", str(case))
 
 
-def refuse_checkpoints(folder: Path, cfg: tg.Config, *parts: str) -> str:
-    def load() -> None:
-        tg.load_checkpoint(folder, cfg, fabric())
-    return refused(tg.DataError, load, *parts)
+def config(**changes: Any) -> tg.Config:
+    return preset(tables=tg.parse_value("tables", TABLES), **changes)
 
 
-# ---- kinds of files --------------------------------------------------------------------------------------------------
+def seal(folder: Path) -> None:
+    """Let the manifest vouch for the files as they are now."""
+    files = {path.name: dict(sha256=hashlib.sha256(path.read_bytes()).hexdigest())
+             for path in folder.iterdir() if path.name != tg.MANIFEST and path.is_file()}
+    (folder / tg.MANIFEST).write_text(json.dumps(dict(format=2, files=files)))
+
+
+def change(path: Path, edit: Callable[[Any], Any]) -> None:
+    """Replace the content of a file of tensors by what `edit` makes of it, with the right hash."""
+    content = edit(torch.load(path, weights_only=True))
+    path.unlink()                                             # it may still be mapped
+    torch.save(content, path)
+    seal(path.parent)
+
+
+def refuse_sample(folder: Path, *parts: str) -> str:
+    def sample() -> None:
+        tg.sample_saved(tg.parse_flags([f"--sample={folder}", "--sample_tokens=2"])[1])
+    return refused(tg.DataError, sample, *parts)
+
+
+def is_sound(folder: Path) -> bool:
+    """Whether a save can be sampled from."""
+    done = run(folder, f"--sample={folder}", "--sample_tokens=2")
+    return done.status == 0 and done.out.startswith("token ids")
+
+
+def taken(run_dir: Path, capsys, cfg: tg.Config | None = None) -> tuple[int, str]:
+    """(step of the checkpoint that is taken, what is said about others)."""
+    content = tg.load_checkpoint(run_dir, executor(cfg or config()))
+    return content["log"]["done"], capsys.readouterr().out
+
+
+# ---- Damage ----------------------------------------------------------------------------------------------------------
+
+def flipped(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def gone(path: Path) -> None:
+    path.unlink()
+
+
+def fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+def swapped(path: Path) -> None:
+    """With another of its folder."""
+    other = next(other for other in sorted(path.parent.glob("*.pt")) if other != path)
+    content = other.read_bytes()
+    path.rename(other)
+    path.write_bytes(content)
+
+
+DAMAGES = [flipped, cut, gone, fifo, directory, loop, swapped]
+
+
+def first(folder: Path, pattern: str) -> Path:
+    return min(folder.glob(pattern))
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=name_of)
+@pytest.mark.parametrize("pattern", ["weights.pt", "rows-trigram*-1.pt"])
+def test_read_tensors__a_damaged_save_is_refused_by_name(save, pattern, damage):
+    path = first(save, pattern)
+    damage(path)
+    refuse_sample(save, path.name)
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=name_of)
+@pytest.mark.parametrize("pattern", ["run.pt", "rows-trigram*-1.pt"])
+def test_load_checkpoint__damage_leads_to_the_one_before(checkpoints, capsys, pattern, damage):
+    path = first(checkpoints / "step-0000004", pattern)
+    damage(path)
+    step, said = taken(checkpoints.parent, capsys)
+    assert step == 2 and str(path) in said and "the checkpoint before step-0000004 is taken" in said
+
+
+@pytest.mark.parametrize("damage", [cut, gone, fifo, directory], ids=name_of)
+def test_read_manifest__damage(save, checkpoints, capsys, damage):
+    damage(save / tg.MANIFEST)
+    refuse_sample(save, "weights.pt" if damage is gone else tg.MANIFEST)
+    damage(checkpoints / "step-0000004" / tg.MANIFEST)
+    assert taken(checkpoints.parent, capsys)[0] == 2
+
+
+def test_load_checkpoint__a_read_error_names_the_file_and_the_one_before_is_taken(checkpoints, capsys, monkeypatch):
+    sha256 = tg.file_sha256
+
+    def failing(path: Path) -> str:
+        if path.parent.name == "step-0000004":
+            raise OSError(errno.EIO, "Input/output error")
+        return sha256(path)
+
+    monkeypatch.setattr(tg, "file_sha256", failing)
+    step, said = taken(checkpoints.parent, capsys)
+    assert step == 2 and f"{checkpoints}/step-0000004/run.pt" in said and "Input/output error" in said
+
+
+def test_load_checkpoint__none_is_whole(checkpoints):
+    for path in checkpoints.iterdir():
+        cut(path / "run.pt")
+    refused(tg.DataError, lambda: tg.load_checkpoint(checkpoints.parent, executor(config())), "step-0000002",
+            "a whole one")
+
+
+def test_load_checkpoint__ranks_see_other_checkpoints(checkpoints, monkeypatch):
+    def two(self: tg.Fabric, fact: object) -> list:
+        return [fact, dict(checkpoints="none")] if isinstance(fact, dict) else [fact, fact]
+    ranks = executor(config(), world=2)
+    monkeypatch.setattr(tg.Fabric, "gather", two)
+    refused(tg.ConfigError, lambda: tg.load_checkpoint(checkpoints.parent, ranks), "checkpoints", "none on rank 1")
+
 
 class Evil:
     """What a pickle may hold: a call that is made when it is loaded."""
@@ -73,524 +220,383 @@ class Evil:
         return os.mkdir, ("evil_was_here",)
 
 
-def make_fifo(path: Path) -> None:
-    os.mkfifo(path)
-
-
-def make_folder(path: Path) -> None:
-    path.mkdir()
-
-
-def make_broken_link(path: Path) -> None:
-    path.symlink_to("nowhere")
-
-
-def make_loop(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
-def make_empty(path: Path) -> None:
-    path.touch()
-
-
-def make_junk(path: Path) -> None:
-    path.write_bytes(b"junk" * 1000)
-
-
-def make_evil(path: Path) -> None:
-    torch.save(dict(attn=Evil()), path)
-
-
-def make_evil_pickle(path: Path) -> None:
-    path.write_bytes(pickle.dumps(Evil()))
-
-
-NO_FILES = {                             # how to make one -> what the message calls it
-    make_fifo: "pipe", make_folder: "directory", make_broken_link: "nowhere", make_loop: "link"}
-NO_TENSORS = (make_empty, make_junk, make_evil, make_evil_pickle)
-
-
-def check_no_advice(message: str, folder: Path) -> None:
-    """A refused pickle is named for what it is, has run nothing, and nobody is told to let it."""
-    assert "would run code when loaded, or is damaged" in message
-    assert "weights_only" not in message and "arbitrary" not in message
-    assert not (folder / "evil_was_here").exists() and not Path("evil_was_here").exists()
-
-
-# ---- saves -----------------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("make", NO_FILES, ids=name_of)
-@pytest.mark.parametrize("name", ["config.json", "weights.pt", "manifest.json"])
-@pytest.mark.parametrize("older", [False, True], ids=["", "older"])
-def test_what_is_no_file_is_named_and_never_opened(save, make, name, older):
-    if older:
-        (save / "manifest.json").unlink()
-    (save / name).unlink(missing_ok=True)
-    make(save / name)
-    refuse_save(save, str(save / name), NO_FILES[make])
-
-
-@pytest.mark.parametrize("make", NO_TENSORS, ids=name_of)
-def test_a_pickle_that_is_refused_says_what_that_means(save, make, monkeypatch):
-    (save / "manifest.json").unlink()
-    (save / "weights.pt").unlink()
-    make(save / "weights.pt")
+@pytest.mark.parametrize("content", [b"", b"junk" * 1000, pickle.dumps(Evil()), Evil()], ids=["empty", "junk", "bare", "zip"])
+def test_read_tensors__runs_no_code(save, content, monkeypatch):
+    """With the right hash; and nobody is told to let it."""
+    path = save / "weights.pt"
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(dict(attn=content), path)
+    seal(save)
     monkeypatch.chdir(save)
-    check_no_advice(refuse_save(save, "weights.pt"), save)
+    message = refuse_sample(save, "weights.pt", "damaged, unreadable or with code in it")
+    assert "weights_only" not in message and not Path("evil_was_here").exists()
 
 
-@pytest.mark.parametrize("name", ["config.json", "weights.pt"])
-def test_a_flipped_bit_is_named(save, name):
-    content = bytearray((save / name).read_bytes())
-    content[len(content) // 2] ^= 1
-    (save / name).write_bytes(content)
-    refuse_save(save, str(save / name), "another content")
+# ---- Other content with right hashes ---------------------------------------------------------------------------------
+
+def without(name: str) -> Callable[[dict], dict]:
+    return lambda tensors: {label: x for label, x in tensors.items() if label != name}
 
 
-def test_a_file_of_another_size_is_not_even_read(save, monkeypatch):
-    os.truncate(save / "weights.pt", 2**36)
-    monkeypatch.delattr(tg, "file_sha256")
-    refuse_save(save, str(save / "weights.pt"), "another content")
+WEIGHTS = {                              # case -> (change of weights.pt, what is named)
+    "shape": (lambda x: x | dict(attn=x["attn"][:1].clone()), "attn"),
+    "one number for all": (lambda x: x | dict(scalars=torch.zeros(1)), "scalars"),
+    "a table of fewer rows": (lambda x: x | dict(bigram_embed=x["bigram_embed"][:-1].clone()), "bigram_embed"),
+    "dtype": (lambda x: x | dict(attn=x["attn"].double()), "attn"), "unknown": (lambda x: x | dict(new=x["attn"]), "new"),
+    "missing": (without("mlp"), "mlp"), "a number": (lambda x: x | dict(embed=3), "AttributeError"),
+    "nothing": (lambda _: None, "AttributeError"), "one tensor": (lambda x: x["attn"], "AttributeError")}
 
 
-def test_a_file_of_another_save_is_no_part_of_this_one(save):
-    (save / "vocab.txt").write_text("QQ== 0\n")
-    refuse_save(save, "vocab.txt", "does not name", "mixed")
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_check_weights__other_content(save, checkpoints, capsys, case):
+    edit, named = WEIGHTS[case]
+    change(save / "weights.pt", edit)
+    refuse_sample(save, "weights.pt", named)
+
+    def edit_state(content: dict) -> dict:
+        return content | dict(state=content["state"] | dict(weights=edit(content["state"]["weights"])))
+    change(checkpoints / "step-0000004/run.pt", edit_state)
+    step, said = taken(checkpoints.parent, capsys)
+    assert step == 2 and "step-0000004/run.pt" in said and named in said
 
 
-def test_a_file_that_the_manifest_names_must_be_there(save):
-    (save / "weights.pt").unlink()
-    refuse_save(save, "weights.pt", "No such file")
+MOMENTS = {
+    "missing": without("embed.v"), "shape": lambda x: x | {"attn.momentum": x["attn.momentum"][:1].clone()},
+    "dtype": lambda x: x | {"scalars.m": x["scalars.m"].double()}, "none": lambda _: None}
 
 
-def test_an_older_save_is_sampled_with_a_remark(save, tmp_path):
-    before = run(tmp_path, f"--sample={save}", "--sample_tokens=3")
-    (save / "manifest.json").unlink()
-    after = run(tmp_path, f"--sample={save}", "--sample_tokens=3")
-    assert before.status == 0 and after.status == 0, after.err
-    assert "manifest" not in before.out and "no manifest.json" in after.out
-    assert after.out.endswith(before.out), "the same text"
+@pytest.mark.parametrize("case", [*MOMENTS, "log", "state"])
+def test_load_checkpoint__other_content_leads_to_the_one_before(checkpoints, capsys, case):
+    def edit(content: dict) -> dict:
+        if case in MOMENTS:
+            state = content["state"]
+            return content | dict(state=state | dict(moments=MOMENTS[case](state["moments"])))
+        return without(case)(content)
+    change(checkpoints / "step-0000004/run.pt", edit)
+    step, said = taken(checkpoints.parent, capsys)
+    assert step == 2 and "step-0000004" in said
 
 
-CONFIGS = dict(                          # what a config.json may say instead
-    dtype=3, attn_scale="wide", stages="none", num_heads=2.0, vocab_size=10**9, head_dim=None,
-    seed=[[[]]], model_dim=-1, document_start=600, no_such_field=1, val_tokens="1e6",
-    num_slots=True, row_comms="pigeon")
+def put(x: torch.Tensor, at: int, value: float) -> torch.Tensor:
+    changed = x.clone()
+    changed[at] = value
+    return changed
 
 
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_configuration_in_a_file_is_checked_like_flags(save, name):
-    (save / "manifest.json").unlink()
-    path = save / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {name: CONFIGS[name]}))
+ROWS = {                                 # case -> change of a file of rows
+    "descending": lambda x: x | dict(ids=x["ids"].flip(0)), "twice": lambda x: x | dict(ids=put(x["ids"], 1, x["ids"][0])),
+    "below 0": lambda x: x | dict(ids=put(x["ids"], 0, -1)), "beyond": lambda x: x | dict(ids=put(x["ids"], -1, 500)),
+    "no ids": without("ids"), "words": lambda x: x | dict(ids="0 1"), "2-D": lambda x: x | dict(ids=x["ids"][None]),
+    "fractions": lambda x: x | dict(ids=x["ids"] + 0.5), "narrow": lambda x: x | dict(rows=x["rows"][:, 1:].clone()),
+    "fewer": lambda x: x | dict(rows=x["rows"][1:].clone()), "nothing": lambda _: 7}
+STATES = {                               # of a checkpoint alone
+    "f64 rows": lambda x: x | dict(rows=x["rows"].double()), "no v": without("v"), "no last": without("last"),
+    "fewer v": lambda x: x | dict(v=x["v"][1:].clone()), "i64 last": lambda x: x | dict(last=x["last"].long())}
+
+
+@pytest.mark.parametrize("case", [*ROWS, *STATES])
+def test_own_rows__other_content(save, checkpoints, capsys, case):
+    edit = (ROWS | STATES)[case]
+    path = first(checkpoints / "step-0000004", "rows-trigram*-1.pt")
+    change(path, edit)
+    step, said = taken(checkpoints.parent, capsys)
+    assert step == 2 and path.name in said
+    if case in ROWS:
+        change(first(save, "rows-trigram*-1.pt"), edit)
+        refuse_sample(save, "rows-trigram_embed-0of1-1.pt")
+
+
+def test_load_checkpoint__of_another_model(checkpoints):
+    """Other sizes, types and tables."""
+    for changes in (dict(model_dim=64, head_dim=32), dict(dtype="float64"), dict(bigram_rows=2000)):
+        refused(tg.DataError, lambda: tg.load_checkpoint(checkpoints.parent, executor(config(**changes))), "a whole one")
+    fewer = preset(tables=tg.parse_value("tables", TABLES.replace("500", "400")))
+    refused(tg.DataError, lambda: tg.load_checkpoint(checkpoints.parent, executor(fewer)), "a whole one")
+
+
+SETTINGS = [dict(dtype="3"), dict(num_heads="2.0"), dict(vocab_size="1000000000"), dict(stages="none"), dict(no_such="1"),
+            dict(model_dim=32)]
+
+
+@pytest.mark.parametrize("changes", SETTINGS, ids=str)
+def test_read_settings__are_checked_like_flags(save, changes):
+    path = save / tg.SETTINGS
+    settings = json.loads(path.read_text())
+    settings["flags"] |= changes
+    path.write_text(json.dumps(settings))
+    seal(save)
     with pytest.raises((tg.DataError, tg.ConfigError)) as caught:
-        tg.load_weights(save, "cpu")
-    assert name in str(caught.value)
+        tg.sample_saved(tg.parse_flags([f"--sample={save}"])[1])
+    assert list(changes)[0] in str(caught.value) or tg.SETTINGS in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "7", "{}", "null", '{"dtype"', "\xff", " " * 2_000_000],
-                         ids=name_of)
-def test_a_configuration_that_is_none_is_refused_in_words(save, text):
-    (save / "manifest.json").unlink()
-    (save / "config.json").write_text(text, "latin-1")
-    refuse_save(save, "config.json")
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{}", "null", '{"preset"', "\xff"], ids=lambda text: text[:8])
+def test_read_settings__that_are_none(save, text):
+    (save / tg.SETTINGS).write_text(text, "latin-1")
+    refuse_sample(save, tg.SETTINGS)
 
 
-def test_a_sample_needs_no_optimizer(save, tmp_path, monkeypatch):
-    monkeypatch.setattr(tg, "Optimizer", None)
-    monkeypatch.setattr(tg, "Executor", None)
-    done = run(tmp_path, f"--sample={save}", "--sample_tokens=3")
-    assert done.status == 0 and done.out.startswith("token ids"), done.err
+def test_sample_saved__damaged_settings(save):
+    path = save / tg.SETTINGS
+    path.write_text(path.read_text().replace('"seed": "0"', '"seed": "1"'))
+    refuse_sample(save, tg.SETTINGS, "says manifest.json")
 
 
-TENSORS = dict(                          # what weights.pt may hold instead -> what the message names
-    shape="attn is (1, 128, 32) float32 instead of (10, 128, 32) float32",
-    broadcast="scalars is (1,) float32", dtype="attn is (10, 128, 32) float64 instead",
-    infinite="lm_head is not finite", sparse="embed is no plain tensor", meta="embed is no plain tensor",
-    number="embed is no plain tensor", unknown="'new' unknown", unnamed="7 unknown", missing="mlp missing",
-    nothing="NoneType instead of tensors", one="Tensor instead of tensors")
+def test_read_settings__of_an_older_trainer(tmp_path):
+    """Its saves had a config.json, its run directories no settings."""
+    (tmp_path / "config.json").touch()
+    (tmp_path / "weights.pt").touch()
+    refuse_sample(tmp_path, tg.SETTINGS, "sample with the trainer of that run, the train_gpt.py in its run directory")
+    (tmp_path / "log.jsonl").touch()
+    refused(tg.DataError, lambda: tg.parse_flags([f"--resume={tmp_path}"]), tg.SETTINGS,
+            "resume with the trainer of that run, the train_gpt.py in this folder")
 
 
-def other_weights(tensors: dict[str, torch.Tensor]) -> dict[str, object]:
-    """Case of the table above -> content of weights.pt."""
-    attn, embed, head = tensors["attn"], tensors["embed"], tensors["lm_head"]
-    without = dict(tensors)
-    del without["mlp"]
-    return dict(
-        shape=tensors | dict(attn=attn[:1]), broadcast=tensors | dict(scalars=torch.zeros(1)),
-        dtype=tensors | dict(attn=attn.double()), infinite=tensors | dict(lm_head=head / 0),
-        sparse=tensors | dict(embed=embed.to_sparse()), meta=tensors | dict(embed=embed.to("meta")),
-        number=tensors | dict(embed=3), unknown=tensors | dict(new=torch.zeros(1)),
-        unnamed=tensors | {7: torch.zeros(1)}, missing=without, nothing=None, one=attn)
+def test_sample_saved__weights_without_finite_logits(save):
+    change(save / "weights.pt", lambda x: {label: torch.full_like(tensor, 1e38) for label, tensor in x.items()})
+    done = run(save, f"--sample={save}")
+    assert done.status == 1 and done.err.startswith("RunError: sample\n  found:    logits that are not finite")
 
 
-@pytest.mark.parametrize("case", TENSORS)
-def test_weights_are_those_of_the_configuration(save, case):
-    (save / "manifest.json").unlink()
-    tensors = torch.load(save / "weights.pt")
-    torch.save(other_weights(tensors)[case], save / "weights.pt")
-    refuse_save(save, "weights.pt", TENSORS[case])
+# ---- Writing ---------------------------------------------------------------------------------------------------------
+
+def test_write_folder__the_manifest_names_every_file(sound):
+    for folder in (sound / "save", sound / "run" / tg.CHECKPOINTS / "step-0000004"):
+        manifest = json.loads((folder / tg.MANIFEST).read_text())
+        assert manifest["format"] == 2 and sorted([*manifest["files"], tg.MANIFEST]) == names(folder)
+        for name, entry in manifest["files"].items():
+            content = (folder / name).read_bytes()
+            assert entry == dict(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+            assert len(content) < SMALL_PIECES + 10_000 or not name.startswith("rows")
+        for label in LABELS:
+            assert len(list(folder.glob(f"rows-{label}-0of1-*.pt"))) > 1
+    assert names(sound / "run" / tg.CHECKPOINTS) == ["step-0000002", "step-0000004"]
 
 
-# ---- saving ----------------------------------------------------------------------------------------------------------
-
-def test_finite_weights_that_give_no_finite_logits(save, tmp_path):
-    tensors = torch.load(save / "weights.pt", weights_only=True)
-    huge = {label: torch.full_like(x, 1e38) for label, x in tensors.items()}
-    torch.save(huge, save / "weights.pt")
-    (save / "manifest.json").unlink()
-    done = run(tmp_path / "run", f"--sample={save}")
-    assert done.status == 1 and "Traceback" not in done.err
-    assert done.err.startswith("RunError: sample\n  found:    logits that are not finite")
-
-
-def names(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.iterdir())
-
-
-def test_all_is_flushed_before_a_save_gets_its_first_name(tmp_path, monkeypatch):
+def test_write_folder__all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     calls = recorded_writes(monkeypatch)
-    tg.save_weights(tmp_path, preset(), {}, [b"a"])
-    names = ["vocab.txt", "weights.pt", "config.json", "manifest.json"]
-    assert calls == [*inodes(tmp_path, *names), *names, tmp_path.stat().st_ino]
+    contents = [("a.bin", b"x"), ("b.pt", dict(x=torch.ones(3)))]
+    tg.write_folder(tmp_path / "new", "id", contents, fabric())
+    inodes = [(tmp_path / "new" / name).stat().st_ino for name in ("a.bin", "b.pt", tg.MANIFEST, "")]
+    assert calls == [*inodes, "new", tmp_path.stat().st_ino]
 
 
-def test_a_checkpoint_is_flushed_before_it_gets_its_name(tmp_path, monkeypatch):
-    calls = recorded_writes(monkeypatch)
-    tg.save_checkpoint(tmp_path, 2, {})
-    name = next(tmp_path.iterdir()).name
-    assert calls == [*inodes(tmp_path, name), name, tmp_path.stat().st_ino]
+@pytest.mark.parametrize("at", range(5))
+def test_write_folder__a_disk_that_fails_leaves_nothing(tmp_path, monkeypatch, at):
+    """At any flush before the name: of a file, of the manifest, of the folder."""
+    left = iter(range(at, -2, -1))
+
+    def failing(handle: int) -> None:
+        if next(left) == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", failing)
+    contents = [(f"{number}.pt", dict(x=torch.ones(3))) for number in range(3)]
+    refused(tg.RunError, lambda: tg.write_folder(tmp_path / "new", "id", contents, fabric()), "No space left on device")
+    assert names(tmp_path) == []
 
 
-def inodes(folder: Path, *names: str) -> list[int]:
-    return [(folder / name).stat().st_ino for name in names]
+@pytest.mark.parametrize("taken_by", [Path.mkdir, Path.touch], ids=["a folder", "a file"])
+def test_write_folder__a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path, taken_by):
+    folder = tmp_path / "new"
+
+    def contents() -> Iterator[tuple[str, bytes]]:
+        taken_by(folder)
+        if folder.is_dir():
+            (folder / "theirs").touch()
+        yield "mine", b""
+
+    refused(tg.RunError, lambda: tg.write_folder(folder, "id", contents(), fabric()), str(folder))
+    assert names(tmp_path) == ["new"] and (folder.is_file() or names(folder) == ["theirs"])
 
 
-def test_a_manifest_names_every_file_of_a_save(save):
-    manifest = json.loads((save / "manifest.json").read_text())
-    assert names(save) == ["config.json", "manifest.json", "weights.pt"]
-    assert manifest["format"] == 1 and sorted(manifest["files"]) == ["config.json", "weights.pt"]
-    for name, entry in manifest["files"].items():
-        content = (save / name).read_bytes()
-        assert entry == dict(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+def test_save__two_runs_that_end_together_lose_nothing(tmp_path, monkeypatch):
+    """Both have all of it on the disk before either has the name."""
+    barrier = multiprocessing.get_context("fork").Barrier(2)
+    rename = Path.rename
+
+    def together(path: Path, target: Path) -> Path:
+        if target.name == "weights":
+            barrier.wait(60)
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", together)
+
+    def train(seed: int) -> Run:
+        return run(tmp_path / f"run{seed}", *SHORT, f"--seed={seed}", f"--save={tmp_path / 'weights'}")
+
+    with ThreadPoolExecutor(2) as threads:
+        first_run, second_run = threads.map(train, (1, 2))
+    winner, loser = sorted((first_run, second_run), key=lambda done: done.status)
+    assert (winner.status, loser.status) == (0, 1), winner.err + loser.err
+    assert f"they are in {loser.folder / 'save'}" in loser.out and "result" in [event["type"] for event in loser.events]
+    assert names(tmp_path) == ["run1", "run2", "weights"]
+    for folder, done in ((tmp_path / "weights", winner), (loser.folder / "save", loser)):
+        assert is_sound(folder)
+        seed = json.loads((folder / tg.SETTINGS).read_text())["flags"]["seed"]
+        assert done.folder.name == f"run{seed}"
 
 
-@pytest.mark.parametrize("name", ["vocab.txt", "weights.pt", "config.json", "manifest.json"])
-def test_another_runs_save_is_refused_before_anything_is_trained(tmp_path, name):
+TAKEN = {                                # how a name may be taken
+    "a file": Path.touch, "a folder with content": lambda path: (path / "theirs").mkdir(parents=True),
+    "a link": lambda path: path.symlink_to("elsewhere"), "a pipe": os.mkfifo}
+
+
+@pytest.mark.parametrize("case", TAKEN)
+def test_check_start__a_name_that_is_taken_ends_before_training(tmp_path, case):
+    TAKEN[case](tmp_path / "save")
+    done = run(tmp_path / "run", *SHORT, f"--save={tmp_path / 'save'}")
+    assert done.status == 2 and "a name that is not taken" in done.err and names(tmp_path) == ["save"]
+
+
+@pytest.mark.parametrize("where", ["run", ".", "/proc/new", "x" * 300, "file/new"])
+def test_check_start__a_save_that_cannot_be_written_there(tmp_path, where):
+    """In the place of the run directory, above it, in no file system, too long, below a file."""
+    (tmp_path / "file").touch()
+    done = run(tmp_path / "run", *SHORT, f"--save={tmp_path / where}")
+    assert done.status == 2 and done.err.startswith("ConfigError") and names(tmp_path) == ["file"]
+
+
+def test_save__onto_an_empty_folder(tmp_path):
     (tmp_path / "save").mkdir()
-    (tmp_path / "save" / name).write_text("theirs")
-    done = run(tmp_path / "run", *SAVE_FLAGS, f"--save={tmp_path / 'save'}")
-    assert done.status == 2 and f"{name}, of another run" in done.err and not done.folder.exists()
-    assert names(tmp_path / "save") == [name] and (tmp_path / "save" / name).read_text() == "theirs"
+    done = run(tmp_path / "run", *SHORT, f"--save={tmp_path / 'save'}")
+    assert done.status == 0, done.err
+    assert is_sound(tmp_path / "save") and names(tmp_path) == ["run", "save"]
 
 
-def test_leftovers_of_a_killed_run_are_removed_and_a_live_writer_is_left_alone(tmp_path):
-    mine, theirs, other = (tmp_path / name for name in ("config.json.part", "weights.pt.part", "shard.bin.part"))
-    for path in (mine, theirs, other):
-        path.write_text("half")
-    with open(theirs) as file:
-        assert tg.take_lock(file)
-        tg.prepare_save(tmp_path)
-        assert names(tmp_path) == ["shard.bin.part", "weights.pt.part"]
-    tg.prepare_save(tmp_path)
-    assert names(tmp_path) == ["shard.bin.part"], "what is not of a save is not ours"
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[None]:
+    """A file system of 300 kB in this folder."""
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", folder], capture_output=True)
+    if made.returncode != 0:
+        pytest.skip("only root may mount a small disk")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
-class Full:
-    """Opening a file for writing inside this folder gives one on a disk that is full."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-
-    def __call__(self, path, mode: str = "r", *args, **kwargs):
-        if "x" in mode and Path(path).parent == self.folder and Path(path).name.startswith("weights"):
-            return open("/dev/full", "w+b")
-        return open(path, mode, *args, **kwargs)
-
-
-def test_weights_that_do_not_fit_go_to_the_run_directory(tmp_path, monkeypatch):
-    wanted = tmp_path / "full"
-    monkeypatch.setattr(tg, "open", Full(wanted), raising=False)
-    done = run(tmp_path / "run", *SAVE_FLAGS, f"--save={wanted}")
-    fallback = tmp_path / "run" / "save"
+def test_save_or_fall_back__a_full_disk(tmp_path):
+    with small_disk(tmp_path / "disk"):
+        done = run(tmp_path / "run", *SHORT, f"--save={tmp_path / 'disk/save'}")
+        assert names(tmp_path / "disk") == []
     assert done.status == 1 and done.events[-1]["type"] == "result", "not aborted"
     assert json.loads(done.out.splitlines()[-1])["type"] == "result"
-    assert "No space left on device" in done.out
-    assert f"the weights could not be saved in {wanted}: they are in {fallback}" in done.lines
-    assert names(wanted) == [] and names(fallback) == ["config.json", "manifest.json", "weights.pt"]
-    assert tg.load_weights(fallback, "cpu")[0].num_heads == 2
+    assert "No space left on device" in done.err and is_sound(tmp_path / "run/save")
+    assert f"the weights could not be saved in {tmp_path / 'disk/save'}: they are in {tmp_path / 'run/save'}" in done.lines
 
 
-def test_the_other_ranks_wait_longer_while_one_writes_a_save(tmp_path, monkeypatch):
-    calls = mock.Mock()
-    monkeypatch.setattr(tg.Fabric, "set_timeout", calls.set_timeout)
-    monkeypatch.setattr(tg, "save_weights", calls.save_weights)
-    cfg = preset(save=str(tmp_path), comm_timeout=7.0)
-    log = mock.Mock(fabric=fabric(), run_dir=tmp_path)
-    executor_without_tables = mock.Mock(rowwise_tables=dict)
-    assert tg.save_or_fall_back(log, cfg, executor_without_tables, None)
-    names = [call[0] for call in calls.mock_calls]
-    assert names == ["set_timeout", "save_weights"]
-    calls.set_timeout.assert_called_once_with(7.0 * tg.LONG_PATIENCE)
-
-
-def test_weights_that_fit_nowhere_do_not_take_the_result_along(tmp_path, monkeypatch):
-    def no_room(folder, *_):
-        raise tg.RunError(f"writing {folder}", "No space left on device", "room", "free some")
-    monkeypatch.setattr(tg, "save_weights", no_room)
-    done = run(tmp_path / "run", *SAVE_FLAGS, f"--save={tmp_path / 'full'}")
+def test_save_or_fall_back__room_nowhere_takes_no_result_along(tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
+    try:
+        done = run(tmp_path / "run", *SHORT, f"--save={tmp_path / 'save'}")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert done.status == 1 and done.events[-1]["type"] == "result"
-    assert f"the weights could not be saved in {tmp_path / 'full'}: they are lost" in done.lines
+    assert f"the weights could not be saved in {tmp_path / 'save'}: they are lost" in done.lines
+    assert names(tmp_path) == ["run"] and names(tmp_path / "run") == ["log.jsonl", "log.txt", "settings.json", "train_gpt.py"]
 
 
-@pytest.mark.parametrize("stop", [KeyboardInterrupt, OSError(28, "No space left on device")], ids=["key", "disk"])
-@pytest.mark.parametrize("at", range(3))
-def test_a_save_that_is_stopped_leaves_nothing(tmp_path, monkeypatch, stop, at):
-    """While the files are written, or between the names of the first and the last."""
-    calls = []
+@pytest.mark.parametrize("where", ["checkpoints/step-0000002", "save"])
+def test_write_folder__a_run_that_is_ended_while_it_writes_leaves_nothing(tmp_path, monkeypatch, where):
+    """By a signal, with files on the disk."""
+    flush = tg.sync_to_disk
 
-    def rename(path: Path, target: Path) -> Path:
-        calls.append(target)
-        if len(calls) > at:
-            raise stop
-        return Path(os.rename(path, target) or target)
+    def ended(path: Path) -> None:
+        if path.name == tg.MANIFEST and path.parent.name.startswith(Path(where).name):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(100)
+        flush(path)
 
-    monkeypatch.setattr(Path, "rename", rename)
-    expected = tg.RunError if isinstance(stop, OSError) else stop
-    with pytest.raises(expected):
-        tg.save_weights(tmp_path, preset(), {}, [b"a", b"b"])
-    assert len(calls) == at + 1 and names(tmp_path) == []
+    monkeypatch.setattr(tg, "sync_to_disk", ended)
+    done = run(tmp_path, "--max_steps=3", "--checkpoint_every=2", "--sample_tokens=0", f"--save={tmp_path / 'save'}")
+    assert done.status == 128 + signal.SIGTERM and "ended from outside" in done.err
+    assert not list(tmp_path.rglob("*.part")) and not (tmp_path / where).exists()
 
 
-def test_what_another_run_saved_in_the_meantime_stays(tmp_path):
-    (tmp_path / "config.json").write_text("theirs")
-    save = partial(tg.save_weights, tmp_path, preset(), {}, None)
-    refused(tg.RunError, save, "config.json", "in the meantime")
-    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("config.json", "theirs")]
+def test_write_checkpoint__one_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch):
+    flush = tg.sync_to_disk
+
+    def full(path: Path) -> None:
+        if path.parent.name.startswith("step-0000004"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        flush(path)
+
+    monkeypatch.setattr(tg, "sync_to_disk", full)
+    done = run(tmp_path / "run", "--max_steps=8", "--checkpoint_every=2", "--sample_tokens=0")
+    assert done.status == 0 and "the run goes on without this checkpoint" in done.out, done.err
+    assert names(tmp_path / "run" / tg.CHECKPOINTS) == ["step-0000002", "step-0000006"]
 
 
-def test_a_save_is_not_written_through_somebodys_link(tmp_path):
-    (tmp_path / "mine").write_text("precious")
-    (tmp_path / "save").mkdir()
-    (tmp_path / "save" / "weights.pt.part").symlink_to("../mine")
-    tg.save_weights(tmp_path / "save", preset(), {}, None)
-    assert (tmp_path / "mine").read_text() == "precious"
-    assert (tmp_path / "save" / "weights.pt").is_file() and not (tmp_path / "save" / "weights.pt").is_symlink()
-
-
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float64"])
-def test_a_checkpoint_is_held_to_what_an_executor_holds(dtype):
-    cfg = preset(dtype=dtype)
-    state = executor(cfg).whole_state(tg.Schedule(cfg).at(0))
-    assert tg.faults(state["weights"], tg.weight_kinds(cfg)) == ""
-    assert tg.faults(state["moments"], tg.moment_kinds(cfg)) == ""
-
-
-def put(folder: Path, content, step: int = 4) -> Path:
-    """A checkpoint of this content with the right hash in its name, instead of the one of step 4."""
-    for old in folder.glob("step-0000004-*.pt"):
-        old.unlink()
-    torch.save(content, folder / "new")
-    digest = hashlib.sha256((folder / "new").read_bytes()).hexdigest()
-    return (folder / "new").rename(folder / f"step-{step:07d}-{digest}.pt")
-
-
-def last(folder: Path) -> dict:
-    return torch.load(sorted(folder.glob("*.pt"))[-1])
-
-
-def part(name: str, **changes):
-    """Change some fields of a part of a checkpoint, which is named by its path."""
-    def change(content: dict) -> None:
-        for key in filter(None, name.split(".")):
-            content = content[key]
-        content.update(changes)
-    return change
-
-
-def lose(name: str, key: str):
-    def change(content: dict) -> None:
-        for inner in filter(None, name.split(".")):
-            content = content[inner]
-        del content[key]
-    return change
-
-
-LINES = {"log.txt": "", "log.jsonl": ""}
-CONTENTS = {                             # case -> change of a sound checkpoint, what the message says
-    "more": (part("", run_dir="elsewhere"), "other content"),
-    "less": (lose("", "train_time_ms"), "other content"),
-    "lengths.save": (part("lengths", save="elsewhere"), "lengths of another form"),
-    "lengths.run_dir": (part("lengths", run_dir="elsewhere"), "lengths of another form"),
-    "lengths.none": (lose("lengths", "num_extension_steps"), "lengths of another form"),
-    "lengths.word": (part("lengths", num_extension_steps="3"), "lengths of another form"),
-    "lengths.bool": (part("lengths", num_extension_steps=True), "lengths of another form"),
-    "lengths.other": (part("lengths", num_extension_steps=4), "the flags of the run say"),
-    "time": (part("", train_time_ms=float("nan")), "training time"),
-    "time.before": (part("", train_time_ms=-1.0), "training time"),
-    "hash": (part("", data_sha256="../../x"), "hash of the data"),
-    "log": (part("log", done=6), "a log of 6 steps"),
-    "log.tokens": (part("log", tokens=-1), "-1 tokens"),
-    "log.more": (part("log", run_dir="elsewhere"), "a log of another form"),
-    "log.files": (part("log", lines=LINES | {"../mine": ""}), "lines of other files"),
-    "log.lines": (part("log", lines=LINES | {"log.jsonl": "nonsense\n"}), "no JSON"),
-    "log.nested": (part("log", lines=LINES | {"log.jsonl": "[" * 100_000}), "no JSON"),
-    "log.text": (part("log", lines=LINES | {"log.txt": "\ud800"}), "lines that no file can hold"),
-    "log.events": (part("log", lines=LINES | {"log.jsonl": "[]\n"}), "no events"),
-    "tied": (part("state", tied=False), "tied=False"),
-    "tied.word": (part("state", tied="no"), "a state of another form"),
-    "counts": (part("state.adam_steps", lm_head=7), "counts of updates"),
-    "counts.more": (part("state.adam_steps", new=2), "counts of updates"),
-    "shape": (part("state.weights", scalars=torch.zeros(1)), "scalars is (1,)"),
-    "dtype": (part("state.weights", x0_lambdas=torch.zeros(11, dtype=torch.int32)), "x0_lambdas is (11,) int32"),
-    "names": (part("state.weights", other=torch.zeros(1)), "'other' unknown"),
-    "nan": (part("state.weights", x0_lambdas=torch.full((11,), torch.nan)), "x0_lambdas is not finite"),
-    "weights": (lose("state.weights", "embed"), "embed missing"),
-    "moments": (lose("state.moments", "embed.v"), "embed.v missing"),
-    "moments.shape": (part("state.moments", **{"scalars.m": torch.zeros(3)}), "scalars.m is (3,)"),
-}
-
-
-@pytest.mark.parametrize("case", CONTENTS)
-def test_a_checkpoint_with_the_right_hash_and_other_content_leads_to_the_one_before(checkpoints, case, capsys):
-    change, says = CONTENTS[case]
-    content = last(checkpoints)
-    change(content)
-    bad = put(checkpoints, content)
-    path, taken = tg.load_checkpoint(checkpoints, preset(), fabric())
-    said = capsys.readouterr().out
-    assert path.name.startswith("step-0000002-") and taken["log"]["done"] == 2
-    assert f"{bad} as a checkpoint" in said and says in said and "the one before is taken" in said
-
-
-@pytest.mark.parametrize("content", [None, 7, [1], torch.zeros(3), dict(state=1)], ids=name_of)
-def test_what_is_no_checkpoint_leads_to_the_one_before(checkpoints, content, capsys):
-    put(checkpoints, content)
-    path, _ = tg.load_checkpoint(checkpoints, preset(), fabric())
-    assert path.name.startswith("step-0000002-") and "other content than a checkpoint's" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("make", [*NO_FILES, *NO_TENSORS], ids=name_of)
-@pytest.mark.parametrize("named", ["hash", "word"])
-def test_a_newest_checkpoint_of_any_kind_leads_to_the_one_before(checkpoints, make, named, capsys, monkeypatch):
-    """Its name has the form of a checkpoint's, and where it is a file at all, its own hash."""
-    made = checkpoints / "step-0000006-x.pt"
-    make(made)
-    if named == "hash":
-        content = made.read_bytes() if made.is_file() else b""
-        made = made.rename(checkpoints / f"step-0000006-{hashlib.sha256(content).hexdigest()}.pt")
-    monkeypatch.chdir(checkpoints)
-    path, _ = tg.load_checkpoint(checkpoints, preset(), fabric())
-    said = capsys.readouterr().out
-    assert path.name.startswith("step-0000004-") and f"{made} as a checkpoint" in said
-    if named == "hash" and make in NO_TENSORS:
-        check_no_advice(said, checkpoints)
-
-
-SECONDS = [0.1, 0.2, 0.3, 0.4]
-BUDGETS = {                              # case -> budget in the checkpoint of step 4, what the message says
-    "none": (None, "other content"), "word": ("12", "other content"), "empty": ({}, "a time budget of another form"),
-    "more": (dict(seconds_per_step=SECONDS, fits=[], steps=12), "a time budget of another form"),
-    "fits": (dict(seconds_per_step=SECONDS, fits=()), "a time budget of another form"),
-    "stages": (dict(seconds_per_step=SECONDS[:3], fits=[]), "times of 3 stages, where the run has 4"),
-    "seconds": (dict(seconds_per_step=[0.1, 0.2, "0.3", 0.4], fits=[]), "a step that takes '0.3' s"),
-    "no seconds": (dict(seconds_per_step=[0.1, 0.2, 0.0, 0.4], fits=[]), "a step that takes 0.0 s"),
-    "nan seconds": (dict(seconds_per_step=[0.1, float("nan"), 0.3, 0.4], fits=[]), "a step that takes nan s"),
-    "many seconds": (dict(seconds_per_step=[0.1, 1e9, 0.3, 0.4], fits=[]), "a step that takes 1000000000.0 s")}
-FITS = {                                 # case -> fits in the same, what the message says
-    "word": (["2"], "a fit of another form, '2'"), "short": ([[2, 5.0]], "a fit of another form"),
-    "bool": ([[True, 5.0, 12]], "a fit of another form"), "int ms": ([[2, 5, 12]], "a fit of another form"),
-    "long": ([["x" * 10_000, 5.0, 12]], "characters)"),
-    "odd": ([[3, 5.0, 12]], "a fit at step 3"), "start": ([[0, 5.0, 12]], "a fit at step 0"),
-    "ahead": ([[6, 5.0, 12]], "a fit at step 6"), "twice": ([[2, 5.0, 12], [2, 6.0, 14]], "a fit at step 2"),
-    "behind the end": ([[2, 5.0, 6], [4, 6.0, 14]], "a fit at step 4"),
-    "nan": ([[2, float("nan"), 12]], "a fit after nan ms"), "too late": ([[2, 1e9, 12]], "a fit after 1000000000.0 ms"),
-    "back": ([[2, 5.0, 12], [4, 4.0, 14]], "a fit after 4.0 ms"),
-    "too short": ([[2, 5.0, 3]], "a fit at step 2 to 3 steps"), "huge": ([[2, 5.0, 10**9]], "to 1000000000 steps"),
-    "over": ([[2, 0.0, 4], [4, 0.0, 4]], "a fit at step 4")}
-
-
-def budgeted(checkpoints: Path, budget) -> Path:
-    """The checkpoint of step 4 as if of a run with this time budget, behind a sound one of step 2."""
-    earlier, newest = sorted(checkpoints.glob("*.pt"))
-    before = torch.load(earlier) | dict(budget=dict(seconds_per_step=SECONDS, fits=[]))
-    content = torch.load(newest)
-    if budget is not None:
-        content["budget"] = budget
-    put(checkpoints, before, step=2)
-    earlier.unlink()
-    return put(checkpoints, content)
-
-
-@pytest.mark.parametrize("case", [*BUDGETS, *(f"fits.{name}" for name in FITS)])
-def test_a_checkpoint_with_a_mangled_budget_leads_to_the_one_before(checkpoints, case, capsys):
-    if case in BUDGETS:
-        budget, says = BUDGETS[case]
-    else:
-        fits, says = FITS[case.removeprefix("fits.")]
-        budget = dict(seconds_per_step=SECONDS, fits=fits)
-    bad = budgeted(checkpoints, budget)
-    path, _ = tg.load_checkpoint(checkpoints, preset(time_budget=1.0), fabric())
-    said = capsys.readouterr().out
-    assert path.name.startswith("step-0000002-") and f"{bad} as a checkpoint" in said and says in said
-    assert len(said) < 1000
-
-
-def test_fits_that_may_be_are_taken(checkpoints):
-    good = dict(seconds_per_step=SECONDS, fits=[[2, 5.0, 9], [4, 5.0, 6]])
-    made = budgeted(checkpoints, good)
-    path, content = tg.load_checkpoint(checkpoints, preset(time_budget=1.0), fabric())
-    assert path == made and content["budget"] == good
-    assert tg.with_fits(preset(time_budget=1.0), content).total_steps == 6
-    refuse_checkpoints(checkpoints, preset(), "no whole")
-
-
-def test_a_state_is_held_to_the_fitted_schedule():
-    """Of a run that a fit has made longer: at step 8 the plan has parted head and embedding, the run has not."""
-    state = dict(weights={}, moments={}, tied=False, adam_steps={})
-    fitted = tg.Schedule(preset(), [tg.Fit(2, 5.0, 30)])
-    assert tg.wrong_with_state(state, tg.Schedule(preset()), 8).startswith("counts of updates")
-    assert tg.wrong_with_state(state, fitted, 8) == "tied=False, where the schedule says True"
-
-
-def test_a_checkpoint_of_another_model_or_step_is_not_taken(checkpoints):
-    folder = checkpoints
-    refuse_checkpoints(folder, preset(model_dim=64, head_dim=32), "no whole")
-    refuse_checkpoints(folder, preset(dtype="float64"), "no whole")
-    moved = put(folder, last(folder), step=6)
-    with pytest.raises(tg.DataError, match="a log of 4 steps"):
-        tg.read_checkpoint(moved, preset())
-
-
-def test_a_checkpoint_writes_nowhere_else(checkpoints, tmp_path, monkeypatch):
-    """The whole way: its lengths name other folders, it is the only one, and the run ends before it has begun."""
-    monkeypatch.chdir(tmp_path)
-    content = last(checkpoints)
-    content["lengths"] |= dict(save="elsewhere", run_dir="elsewhere")
-    for path in checkpoints.glob("*.pt"):
-        path.unlink()
-    bad = put(checkpoints, content)
-    before = names(tmp_path)
-    done = run(tmp_path / "again", f"--resume={checkpoints.parent}")
-    assert done.status == 2 and str(bad) in done.out and "no whole one" in done.err
-    assert names(tmp_path) == before
-
-
-def test_a_resumed_run_cleans_up_behind_the_one_that_was_killed(checkpoints, tmp_path):
-    folder = checkpoints.parent
-    for leftover in (folder / ".reserve", checkpoints / "new.pt", checkpoints / "new.pt.part"):
-        leftover.write_text("left")
-    done = run(tmp_path / "again", f"--resume={folder}", "--max_steps=4", f"--save={tmp_path / 'new'}")
-    assert done.status == 0, done.err
-    assert names(folder) == ["checkpoints", "log.jsonl", "log.txt", "train_gpt.py"] and len(names(checkpoints)) == 2
-
-
-def test_only_checkpoints_of_earlier_steps_are_removed(tmp_path):
-    """A stranger's later ones in the same folder do not push out what was just written."""
+def test_write_checkpoint__only_those_of_earlier_steps_are_removed(tmp_path):
+    """A stranger's later ones do not push out what was just written."""
+    cfg = preset()
+    folder = tmp_path / tg.CHECKPOINTS
     for step in (2, 4, 100, 200):
-        (tmp_path / f"step-{step:07d}-x.pt").touch()
-    tg.save_checkpoint(tmp_path, 6, {})
-    assert [name[:12] for name in names(tmp_path)] == [
-        "step-0000004", "step-0000006", "step-0000100", "step-0000200"]
+        (folder / f"step-{step:07d}").mkdir(parents=True)
+    tg.write_checkpoint(tmp_path, "id", {}, executor(cfg), tg.Schedule(cfg).at(6))
+    assert names(folder) == ["step-0000004", "step-0000006", "step-0000100", "step-0000200"]
+
+
+# ---- Whole runs ------------------------------------------------------------------------------------------------------
+
+def failing(*_: object) -> None:
+    raise tg.RunError("warm-up", "a card that is full", "room", "free some")
+
+
+def test_has_log__a_start_that_failed_leaves_the_run_directory_free(sound, tmp_path, monkeypatch):
+    """Of a new run and of a resumed one; the log of a run that has trained stays in the way."""
+    for flags in (("--max_steps=2",), (f"--resume={sound / 'run'}", "--max_steps=6")):
+        folder = tmp_path / str(len(flags))
+        with monkeypatch.context() as patch:
+            patch.setattr(tg, "warm_up", failing)
+            failed = run(folder, *flags)
+        assert failed.status == 1 and failed.events[-1]["type"] == "aborted"
+        done = run(folder, *flags, "--sample_tokens=0")
+        assert done.status == 0 and "aborted" not in [event["type"] for event in done.events], done.err
+        again = run(folder, *flags)
+        assert again.status == 1 and "the log of a run" in again.err
+
+
+def test_has_log__of_a_run_that_trained(tmp_path):
+    kinds = ["header", "phase", "step", "aborted"]
+    for line in kinds:
+        with open(tmp_path / "log.jsonl", "a") as file:
+            file.write(json.dumps(dict(type=line, step=0)) + "\n")
+        assert tg.has_log(tmp_path)
+
+
+def test_race__data_that_end_early_leave_what_was_trained(tmp_path, monkeypatch):
+    monkeypatch.setattr(tg, "check_enough_data", no_warm_up)
+    done = run(tmp_path / "run", "--train_files=formula:512:511:1500:1", f"--save={tmp_path / 'save'}", "--sample_tokens=0")
+    result = done.events[-1]
+    assert done.status == 2 and done.err.startswith("DataEnded"), done.err
+    assert result["type"] == "result" and 0 < result["steps"] < 12 and result["void"] == "the data ended early"
+    assert losses(done.folder)[-1][:2] == ("val", result["steps"]) and is_sound(tmp_path / "save")
+
+
+def test_check_resumed__what_differs_is_said_and_written(checkpoints, tmp_path):
+    def edit(content: dict) -> dict:
+        return content | dict(facts=content["facts"] | dict(source_sha256="0" * 64, seed="7", adam_lr="0.5"))
+    change(checkpoints / "step-0000004/run.pt", edit)
+    done = run(tmp_path / "again", f"--resume={checkpoints.parent}", "--max_steps=6", "--sample_tokens=0")
+    assert done.status == 0, done.err
+    resumed, = done.of("resumed")
+    assert sorted(resumed["differs"]) == ["adam_lr", "seed", "source_sha256"] and resumed["differs"]["seed"] == ["7", "0"]
+    assert "resumed with another adam_lr: 0.5 then, 0.008 now" in done.lines
+    assert "resumed with another seed: 7 then, 0 now" in done.out
+
+    same = run(tmp_path / "same", f"--resume={tmp_path / 'again'}", "--max_steps=6")
+    assert same.status == 2 and "no whole" not in same.out
+
+
+def test_check_resumed__other_data_or_an_end_that_is_passed(checkpoints, tmp_path):
+    other = run(tmp_path / "other", f"--resume={checkpoints.parent}", "--train_files=formula:512:511:50000:2")
+    assert other.status == 2 and "data to resume" in other.err
+    short = run(tmp_path / "short", f"--resume={checkpoints.parent}", "--max_steps=3")
+    assert short.status == 2 and "--max_steps" in short.err and "4 or more" in short.err
+    assert not (tmp_path / "other").exists() and not (tmp_path / "short").exists()

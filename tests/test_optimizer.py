@@ -1,11 +1,12 @@
-"""Room 7: NorMuon and Adam against the recipe's numbers, torch and numpy; who is updated when, tied and split."""
+"""Room 7: NorMuon and Adam against the recipe's numbers, torch and numpy; who is updated when, tied and untied."""
 import math
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from common import RECIPE_PARAMETERS, add_grad, fabric, fill_randomly, grad_of, owned, refused, small
+from common import (RECIPE_PARAMETERS, add_grad, executor, fabric, fill_randomly, grad_of, own_rows, owned, refused, small,
+                    untied_at)
 
 import train_gpt as tg
 
@@ -15,6 +16,9 @@ POLAR = [(8.156554524902461, -22.48329292557795, 15.878769915207462),           
          (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
          (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
          (2.3465413258596377, -1.7097828382687081, 0.42323551169305323)]
+
+
+TABLES = ("bigram_embed", "value_embed", "embed")
 
 
 def tensor(x, dtype=F64) -> torch.Tensor:
@@ -115,20 +119,20 @@ def test_mantissa_update_of_the_recipe(monkeypatch, update, before, after, visib
     assert float(p) == pytest.approx(visible, abs=6e-11)             # printed with 10 decimals
 
 
-def test_weight_and_mantissa_follow_an_f32_weight_bit_by_bit():
+def test_weight_and_mantissa_follow_an_f32_weight_bit_by_bit(monkeypatch):
     rng = np.random.default_rng(0)
     exact = rng.normal(size=(2, 8, 8)).astype(np.float32)
     exact = (exact.view(np.int32) & ~0xFFFF).view(np.float32)        # as at the start: the mantissa is 0
     p = torch.from_numpy(exact.copy()).bfloat16()
     mantissa, lr, decay = torch.zeros(p.shape, dtype=torch.int16), np.float32(0.023 * 2), np.float32(1.2 * 0.023)
+    some = torch.zeros(p.shape)
     for _ in range(50):
         update = (0.1 * rng.normal(size=p.shape)).astype(np.float32)
         agrees = (update * exact >= 0).astype(np.float32)
         exact = exact - exact * agrees * decay * lr - update * lr    # numpy rounds each operation to f32 as well
-        rate = torch.full((2, 1, 1), 2.0) * tg.cpu_scalar(0.023)
-        whole = tg.with_mantissa(p, mantissa)
-        now = tg.cautious_descent(whole, torch.from_numpy(update), rate, tg.cpu_scalar(1.2 * 0.023))
-        tg.split_mantissa(now, p, mantissa)
+        monkeypatch.setattr(tg, "normuon_direction", lambda *_, update=update: torch.from_numpy(update))
+        tg.normuon_update(p, mantissa, some, some, some, 1.0, tg.cpu_scalar(0.9), tg.cpu_scalar(0.023),
+                          torch.full((2, 1, 1), 2.0), tg.cpu_scalar(1.2 * 0.023), 0.95)
         assert tg.with_mantissa(p, mantissa).numpy().tobytes() == exact.tobytes()
         assert p.float().numpy().tobytes() == (exact.view(np.int32) & ~0xFFFF).tobytes(), "truncated, not rounded"
 
@@ -173,37 +177,39 @@ def test_adam_without_decay_is_torchs(betas, lr):
 class Plain:
     """Recipe 3 for a whole run in numpy: every parameter in one piece, gradients summed by hand."""
 
-    def __init__(self, weights: dict[str, np.ndarray], slots: int) -> None:
-        self.p, self.slots, self.tied = {label: x.copy() for label, x in weights.items()}, slots, True
+    def __init__(self, weights: dict[str, np.ndarray], cfg: tg.Config) -> None:
+        self.p, self.slots, self.tied = {label: x.copy() for label, x in weights.items()}, cfg.num_slots, True
         self.state = {label: dict(t=0, m=0.0, v=0.0) for label in weights}
         self.sums = {label: 0.0 for label in weights}
+        self.adam = [(label, cfg.adam_every, lr_mul, wd_mul, *betas, False)
+                     for label, _, kind, lr_mul, wd_mul, betas in RECIPE_PARAMETERS if kind == "adam"]
+        self.adam += [(line.label, line.cadence, line.lr_mul, line.wd_mul, 0.0, line.beta2, True)
+                      for line in cfg.tables]
 
     def step(self, grads: dict[str, np.ndarray], v: tg.Values) -> None:
-        for label, _, kind, lr_mul, wd_mul, betas in RECIPE_PARAMETERS:
-            if kind == "normuon":
-                self.normuon(label, grads[label] / self.slots, v)
-            else:
-                self.sums[label] = self.sums[label] + grads[label]
-        if v.step % 2 == 0:
-            return
-        if self.tied:
-            self.sums["lm_head"] = self.sums["lm_head"] + self.sums["embed"].T
-        for label, _, kind, lr_mul, wd_mul, betas in RECIPE_PARAMETERS:
-            if kind == "adam" and not (label == "embed" and self.tied):
-                self.adam(label, self.sums[label] / self.slots, v.adam_lr * lr_mul, 0.005 * wd_mul, *betas)
-            if kind == "adam":
-                self.sums[label] = 0.0
+        for label in ("attn", "mlp"):
+            self.normuon(label, grads[label] / self.slots, v)
+        for label, *_ in self.adam:
+            self.sums[label] = self.sums[label] + grads[label]
+        for label, cadence, lr_mul, wd_mul, *decays in self.adam:
+            if (v.step + 1) % cadence == 0:
+                total, self.sums[label] = self.sums[label], 0.0
+                if label == "lm_head" and self.tied:
+                    total, self.sums["embed"] = total + self.sums["embed"].T, 0.0
+                if label != "embed" or not self.tied:
+                    self.update(label, total / self.slots, v.adam_lr * lr_mul, 0.005 * wd_mul, *decays)
         if self.tied:
             self.p["embed"] = self.p["lm_head"].T.copy()
-        if v.split:
+        if v.untie:
             head = self.state["lm_head"]
             self.state["embed"], self.tied = dict(t=head["t"], m=head["m"].T, v=head["v"].T), False
 
-    def adam(self, label, g, lr, wd, b1, b2) -> None:
+    def update(self, label, g, lr, wd, b1, b2, rowwise) -> None:
+        """Adam; rowwise with one second moment per row, which a row without a gradient keeps decaying."""
         s, p = self.state[label], self.p[label]
         s["t"] += 1
         s["m"] = b1 * s["m"] + (1 - b1) * g
-        s["v"] = b2 * s["v"] + (1 - b2) * g * g
+        s["v"] = b2 * s["v"] + (1 - b2) * ((g * g).mean(1, keepdims=True) if rowwise else g * g)
         u = s["m"] / (np.sqrt(s["v"]) + 1e-10) * lr * math.sqrt(1 - b2**s["t"]) / (1 - b1**s["t"])
         self.p[label] = p - u - (u * p > 0) * p * lr * lr * wd
 
@@ -222,54 +228,105 @@ class Plain:
 
 
 def make(cfg: tg.Config | None = None, rank: int = 0, world: int = 1) -> tg.Optimizer:
-    cfg, where = cfg or small(split_stage=1), fabric(rank, world)    # stages start at 0, 3, 6, 9: the split is step 3
+    """Stages start at 0, 3, 6, 9: head and embedding part at step 3."""
+    cfg, where = cfg or small(stages=untied_at(1)), fabric(rank, world)
     tables = tg.row_tables(cfg)
     model = tg.GPT(cfg, tg.attention_reference, 16, {table.label: -(-table.rows // world) for table in tables})
     whole = fill_randomly(model, where=where)
     with torch.no_grad():
         model.embed.copy_(owned(whole["lm_head"].t(), where))
-    rows = {table.label: tg.TableRows(table, cfg, where, model.get_parameter(table.label), 64, lambda **account: None)
+    rows = {table.label: tg.RowTable(table, cfg, where, model.get_parameter(table.label), 64, tg.no_wait)
             for table in tables}
     return tg.Optimizer(cfg, where, model, lambda call: call, rows)
 
 
 def random_grads(optimizer: tg.Optimizer, step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
-    return {label: torch.randn(p.shape, generator=generator, dtype=F64) for label, p in optimizer.weights.items()}
+    return {label: torch.randn(p.shape, generator=generator, dtype=F64)
+            for label, p in optimizer.model.named_parameters()}
 
 
 def take_step(optimizer: tg.Optimizer, values: tg.Values) -> None:
     """A backward pass adds random gradients, then the update."""
     for label, grad in random_grads(optimizer, values.step).items():
         add_grad(optimizer, label, grad, values)
-    optimizer.step(values)
-    assert all(optimizer.weights[label].grad is None for label in optimizer.tables), "theirs are somewhere else"
+    optimizer.step(values, tg.no_wait)
+    assert all(optimizer.model.get_parameter(label).grad is None for label in TABLES), "theirs are somewhere else"
 
 
 def weights_of(optimizer: tg.Optimizer) -> dict[str, torch.Tensor]:
-    return {label: p.detach().clone() for label, p in optimizer.weights.items()}
+    return {label: p.detach().clone() for label, p in optimizer.model.named_parameters()}
 
 
-def test_nine_steps_are_those_of_a_plain_optimizer():
-    """Tied, the split at step 3, and after it; parameters, moments and counts after each step."""
-    optimizer = make()
+def check_against(plain: Plain, optimizer: tg.Optimizer, step: int) -> None:
+    """Weights and, of what has just been updated, moments."""
+    for label, p in optimizer.model.named_parameters():
+        np.testing.assert_allclose(p.detach(), plain.p[label], rtol=0, atol=1e-9, err_msg=f"{label}, step {step}")
+    for label, cadence, *_ in plain.adam:
+        if (step + 1) % cadence == 0 and label in optimizer.state and not (label == "embed" and plain.tied):
+            for name in ("m", "v"):
+                np.testing.assert_allclose(optimizer.state[label][name], plain.state[label][name], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("every", [2, 1])
+def test_nine_steps_are_those_of_a_plain_optimizer(every):
+    """Tied, untied at step 3, and after it; parameters and moments after each step."""
+    optimizer = make(small(stages=untied_at(1), adam_every=every))
     schedule = tg.Schedule(optimizer.cfg)
-    plain = Plain({label: x.numpy() for label, x in weights_of(optimizer).items()}, 8)
+    plain = Plain({label: x.numpy() for label, x in weights_of(optimizer).items()}, optimizer.cfg)
     for step in range(9):
         values = schedule.at(step)
         take_step(optimizer, values)
         plain.step({label: g.numpy() for label, g in random_grads(optimizer, step).items()}, values)
-        assert plain.tied == (step < 3) and (optimizer.adam_steps["embed"] == 0) == plain.tied
-        for label, p in optimizer.weights.items():
-            np.testing.assert_allclose(p.detach(), plain.p[label], rtol=0, atol=1e-9, err_msg=f"{label}, step {step}")
-        for label, count in optimizer.adam_steps.items():
-            assert count == plain.state[label]["t"], (label, step)
-        if step % 2:
-            for label in set(optimizer.adam_steps) - ({"embed"} if plain.tied else set()):
-                for name in ("m", "v"):
-                    want = plain.state[label][name]
-                    np.testing.assert_allclose(optimizer.state[label][name], want, rtol=1e-9, atol=1e-12)
+        assert plain.tied == (step < 3) == (not optimizer.state["embed"]["v"].any())
+        check_against(plain, optimizer, step)
     assert not np.array_equal(plain.p["embed"], plain.p["lm_head"].T), "they did part"
+
+
+def test_a_run_with_adam_at_every_step_is_that_of_a_plain_optimizer():
+    """Plans, lookups, backward and updates of the trainer against autograd over whole tables; cadences 1 and 2."""
+    tables = tuple(map(tg.NgramTable.parse, ("every_embed 2 40 stream 1 device 1", "second_embed 3 30 1 0 host 2")))
+    cfg = small(stages=untied_at(1), adam_every=1, tables=tables)
+    schedule, ex = tg.Schedule(cfg), tg.Executor(cfg, fabric(), tg.attention_reference, "plain")
+    fill_randomly(ex.model)
+    with torch.no_grad():
+        ex.model.embed.copy_(ex.model.lm_head.t())
+    headers = [tg.ShardHeader("formula:60:59:20000:1#0", 20_000, 60, 59)]
+    cycles = [[schedule.at(first), schedule.at(first + 1)] for first in (0, 2, 4)]
+    loader = tg.Loader(cfg, fabric(), headers, cycles, ex.exchange_ahead)
+    loader.start()
+
+    model = tg.GPT(cfg, tg.attention_reference, len(ex.model.rotary_cos) // 2, {})       # without a main_grad
+    whole = {line.label: torch.zeros(line.rows, cfg.model_dim, dtype=F64) for line in cfg.tables}
+    plain = Plain({label: x.numpy() for label, x in (weights_of(ex.optimizer) | whole).items()}, cfg)
+    one = torch.ones((), dtype=F64)
+    for values in sum(cycles, []):
+        batch = loader.next(values)
+        losses = ex.forward_backward(batch, values).slot_sums
+        ex.optim_step(values, loader.plans_ahead)
+
+        model.load_state_dict({label: torch.from_numpy(plain.p[label]) for label, _ in model.named_parameters()})
+        model.set_rotary(values.rotary.frequencies)
+        model.zero_grad()
+        buffers = own_rows(model)
+        for line in cfg.tables:
+            rows = torch.from_numpy(plain.p[line.label]).requires_grad_()
+            buffers[line.label] = rows, torch.zeros_like(rows, requires_grad=False)
+        logical = {table.label: torch.from_numpy(table.ids(batch.tokens.numpy())) for table in tg.row_tables(cfg)}
+        spans = tg.spans_of(values.short_window, values.long_window, cfg.max_doc_len, values.rotary.attn_scale)
+        weights = torch.tensor(values.mtp_weights, dtype=F64)
+        want = model.losses(batch._replace(rows=logical), weights, one, spans, "plain", buffers).sum(dim=1)
+        want.sum().backward()
+        np.testing.assert_allclose(losses, want.detach(), rtol=1e-9)
+        grads = {label: p.grad.numpy() for label, p in model.named_parameters() if label not in buffers}
+        plain.step(grads | {label: row_grads.numpy() for label, (_, row_grads) in buffers.items()}, values)
+        check_against(plain, ex.optimizer, values.step)
+    loader.close()
+    for line in cfg.tables:
+        home = ex.tables[line.label].home
+        home.settle()
+        np.testing.assert_allclose(home.stored.rows, plain.p[line.label], rtol=0, atol=1e-9)
+        assert home.stored.rows.any() and home.stored.last.max() == 6 // line.cadence
 
 
 def test_adam_parameters_move_on_odd_steps_only_and_keep_their_gradients_on_even_ones():
@@ -286,27 +343,26 @@ def test_adam_parameters_move_on_odd_steps_only_and_keep_their_gradients_on_even
             want = random_grads(optimizer, step)
             assert all(grad_of(optimizer, label).equal(want[label]) for label in kept)
         else:
-            assert not any(table.grad.any() for table in optimizer.tables.values()), "cleared for the next cycle"
+            assert not any(optimizer.entries[label].table.grad.any() for label in TABLES), "cleared for the next cycle"
 
 
-def test_embedding_is_the_transposed_head_until_the_split():
+def test_embedding_is_the_transposed_head_until_they_are_untied():
     optimizer = make()
     schedule = tg.Schedule(optimizer.cfg)
     for step in range(6):
         take_step(optimizer, schedule.at(step))
-        same = optimizer.weights["embed"].equal(optimizer.weights["lm_head"].t())
-        assert same == (step < 5), "equal after the split's own update too; the next Adam step is 5"
+        same = optimizer.model.embed.equal(optimizer.model.lm_head.t())
+        assert same == (step < 5), "equal after the untying's own update too; the next Adam step is 5"
         if step < 3:
-            assert not optimizer.state["embed"]["m"].any() and optimizer.adam_steps["embed"] == 0
+            assert not optimizer.state["embed"]["m"].any()
         if step == 3:
             for name in ("m", "v"):
                 assert optimizer.state["embed"][name].equal(optimizer.state["lm_head"][name].t())
-            assert optimizer.adam_steps["embed"] == optimizer.adam_steps["lm_head"] == 2
 
 
 @pytest.mark.parametrize("field, value, at, want", [
     ("momentum", 0.5, 1, {"attn", "mlp"}), ("normuon_lr", 0.01, 1, {"attn", "mlp"}),
-    ("adam_lr", 0.001, 1, "adam"), ("adam_step", False, 1, "adam"), ("split", False, 5, {"embed"}),
+    ("adam_lr", 0.001, 1, "adam"), ("adam_step", False, 1, "adam"), ("untie", False, 5, {"embed"}),
     ("tied", True, 5, {"embed", "lm_head"})])
 def test_each_value_matters(field, value, at, want):
     """Change one value in steps 0 to `at` alone: these parameters, and no others, get another update."""
@@ -341,17 +397,18 @@ def test_each_setting_matters(field, changed):
 def test_a_missing_gradient_is_refused():
     optimizer = make()
     values = tg.Schedule(optimizer.cfg).at(0)
-    refused(tg.RunError, lambda: optimizer.step(values), "optim_step", "attn", "mlp", "forward_backward")
+    refused(tg.RunError, lambda: optimizer.step(values, tg.no_wait), "optim_step", "attn", "mlp", "forward_backward")
     before, odd = weights_of(optimizer), tg.Schedule(optimizer.cfg).at(1)
     for missing in ("attn", "smear_gate", "bigram_embed", "value_embed", "embed", "lm_head"):
         for label, grad in random_grads(optimizer, 0).items():
             if label != missing:
                 add_grad(optimizer, label, grad, odd)
-        message = refused(tg.RunError, lambda: optimizer.step(odd), "optim_step", f"no gradient of ['{missing}']")
-        assert "forward_backward" in message
-        optimizer.clear(optimizer.weights)
-        for table in optimizer.tables.values():
-            table.reset()
+        named = "small" if missing == "smear_gate" else missing              # one sum for all that every rank updates
+        refused(tg.RunError, lambda: optimizer.step(odd, tg.no_wait), f"no gradient of ['{named}']", "forward_backward")
+        for entry in optimizer.entries.values():
+            entry.clear()
+        for label in TABLES:
+            optimizer.entries[label].table.reset()
     assert all(x.equal(before[label]) for label, x in weights_of(optimizer).items())
 
 
@@ -378,27 +435,56 @@ def test_orders_are_permutations_and_any_permutation_gives_the_same_bits(monkeyp
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_ranks_own_every_piece_once(world):
-    """Slices of matrices and of the head's rows, every W-th row of a table, also where W does not divide their number;
-    moments for what is owned alone."""
-    cfg = small(split_stage=1, bigram_rows=101)
-    alone, ranks = make(cfg), [make(cfg, rank, world) for rank in range(world)]
-    for label, whole in alone.mine.items():
-        table = label in ("bigram_embed", "value_embed", "embed")
-        sharded = table or label in ("attn", "mlp", "lm_head")
-        parts = [optimizer.mine[label] for optimizer in ranks]
-        assert all(len(part) <= -(-len(whole) // world) for part in parts) or not sharded, label
-        if table:
+    """Shards of matrices and of the head's rows, every W-th row of a table, also where W does not divide their number;
+    state for what is owned alone."""
+    cfg = small(stages=untied_at(1), bigram_rows=101)
+    alone, *ranks = [make(cfg, rank, count) for count in (1, world) for rank in range(count)]
+    for label in ("attn", "mlp", "lm_head", *TABLES):
+        whole, *parts = [shard_of(optimizer, label) for optimizer in (alone, *ranks)]
+        assert all(len(part) <= -(-len(whole) // world) for part in parts), label
+        if label in TABLES:
             for row in range(len(whole)):
                 assert parts[row % world][row // world].equal(whole[row]), (label, row)
-            assert sum(int(part.any(1).sum()) for part in parts) == len(whole), "behind a slice is nothing but zeros"
+            assert sum(int(part.any(1).sum()) for part in parts) == len(whole), "after a shard is nothing but zeros"
         else:
-            assert torch.cat(parts).equal(whole) if sharded else all(part.equal(whole) for part in parts), label
+            assert torch.cat(parts).equal(whole), label
         for optimizer, part in zip(ranks, parts):
-            assert not table or part.data_ptr() == optimizer.weights[label].data_ptr(), "the parameter is what is owned"
+            if label in TABLES:
+                assert part.data_ptr() == optimizer.model.get_parameter(label).data_ptr(), "the parameter is the shard"
             assert all(len(x) == len(part) for x in optimizer.state[label].values()), label
-        if label in alone.lr_muls:
-            assert torch.cat([optimizer.lr_muls[label] for optimizer in ranks]).equal(alone.lr_muls[label]), label
-    assert alone.mine["attn"].shape == (40, 32, 32) and alone.mine["mlp"].shape == (22, 128, 32)
+    for label in ("attn", "mlp"):
+        assert torch.cat([optimizer.entries[label].lr_muls for optimizer in ranks]).equal(alone.entries[label].lr_muls)
+    assert shard_of(alone, "attn").shape == (40, 32, 32) and shard_of(alone, "mlp").shape == (22, 128, 32)
+
+
+def shard_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor:
+    entry = optimizer.entries[label]
+    return entry.shard if isinstance(entry, tg.Sharded) else entry.table.shard
+
+
+def test_a_state_of_one_name_more_goes_everywhere(monkeypatch):
+    """A late average of the weights, as a fork would add it: snapshots, files and the memory estimate follow."""
+    def memory() -> int:
+        return tg.memory_estimate(cfg, fabric(), tg.attention_reference, cfg.num_slots)["moments"]
+
+    def with_average(row, shard):
+        return initial_state(row, shard) | dict(average=torch.zeros_like(shard))
+
+    cfg = small()
+    before, initial_state = memory(), tg.initial_state
+    monkeypatch.setattr(tg, "initial_state", with_average)
+    ex, values = executor(cfg), tg.Schedule(cfg).at(0)
+    labels = [label for label, _ in ex.model.named_parameters()]
+    assert memory() - before == sum(math.prod(row.shape) for row in ex.model.table.values()) * F64.itemsize
+    for number, label in enumerate(labels, 1):
+        ex.optimizer.state[label]["average"].fill_(number)
+    restore, saved = ex.snapshot(), ex.whole_state(values)
+    for put_back in (restore, lambda: ex.load_state(saved)):
+        for label in labels:
+            ex.optimizer.state[label]["average"].zero_()
+        put_back()
+        for number, label in enumerate(labels, 1):
+            assert ex.optimizer.state[label]["average"].eq(number).all(), label
 
 
 def test_bf16_banks_keep_their_lower_bits_in_mantissa_words(monkeypatch):
@@ -407,16 +493,16 @@ def test_bf16_banks_keep_their_lower_bits_in_mantissa_words(monkeypatch):
     monkeypatch.setattr(tg, "normuon_direction", lambda *args: updates.append(direction(*args)) or updates[-1])
     optimizer = make(small(dtype="bfloat16"))
     schedule = tg.Schedule(optimizer.cfg)
-    exact = {label: optimizer.mine[label].float().numpy() for label in ("attn", "mlp")}
+    exact = {label: shard_of(optimizer, label).float().numpy() for label in ("attn", "mlp")}
     for step in range(3):
         v = schedule.at(step)
         take_step(optimizer, v)
         for label, u in zip([label for label in tg.UPDATE_ORDER if label in exact], updates[-2:]):
             assert u.dtype == torch.float32
             p, u = exact[label], u.numpy()
-            lr = (optimizer.lr_muls[label].numpy() * np.float32(v.normuon_lr)).astype(np.float32)
+            lr = (optimizer.entries[label].lr_muls.numpy() * np.float32(v.normuon_lr)).astype(np.float32)
             exact[label] = p - p * (u * p >= 0).astype(np.float32) * np.float32(1.2 * v.normuon_lr) * lr - u * lr
-            whole = tg.with_mantissa(optimizer.mine[label], optimizer.state[label]["mantissa"])
+            whole = tg.with_mantissa(shard_of(optimizer, label), optimizer.state[label]["mantissa"])
             assert whole.numpy().tobytes() == exact[label].tobytes(), (label, step)
     assert "mantissa" not in optimizer.state["lm_head"] and optimizer.state["lm_head"]["m"].dtype == torch.float32
     assert "mantissa" not in make().state["attn"], "f64 weights need none"
@@ -443,3 +529,15 @@ def test_roundings_to_bf16_stand_where_the_recipe_has_them(monkeypatch):
 def test_step_values_are_cpu_scalars():
     """Numbers that change every step are tensors, so that a compiled update sees no new constant."""
     assert (tg.cpu_scalar(0.3).shape, tg.cpu_scalar(0.3).dtype, float(tg.cpu_scalar(0.3))) == ((), F64, 0.3)
+
+
+# ---- Stochastic rounding --------------------------------------------------------------------------------------------
+
+def test_stochastic_round__keeps_what_is_not_finite():
+    """The largest NaN would become -0.0: a carry out of its bits goes through the sign."""
+    raw = np.array([[0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0x7F800001, 0x7F800000, 0xFF800000]], np.uint32)
+    x = torch.from_numpy(raw.view(np.float32))
+    for bits in (0, -1, 0x12345678, -0x80000000):
+        rounded = tg.stochastic_round(x, torch.tensor([bits], dtype=torch.int32)).bfloat16()
+        assert rounded[0, :4].isnan().all(), bits
+        assert rounded[0, 4:].tolist() == [math.inf, -math.inf], bits

@@ -1,13 +1,10 @@
-"""Room 9: what is on the clock, what stands in the logs and when, a warm-up that meets every graph, and the sample."""
-import gc
+"""Room 9: what is on the clock, what stands in the logs and when, a race by the clock, warm-up, and the sample."""
 import json
 import math
-import os
-import signal
+import random
 import threading
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 from common import executor, fabric, preset, refused, small
@@ -27,6 +24,13 @@ class Time:
         return result
 
 
+BESIDE = {"train_gpt.py": b"source", "settings.json": b"{}"}
+
+
+def no_work(*_) -> None:
+    pass
+
+
 def losses(*slot_sums: float, tokens: int = 10) -> tg.Losses:
     return tg.Losses(torch.tensor(slot_sums), tokens)
 
@@ -37,7 +41,7 @@ def text_data(**extra) -> SimpleNamespace:
 
 
 def make_log(tmp_path, rank: int = 0, **changes) -> tg.Log:
-    return tg.Log(tmp_path / "run", fabric(rank, 2 if rank else 1), tg.Schedule(preset(**changes)))
+    return tg.Log(tmp_path / "run", fabric(rank, 2 if rank else 1), tg.Schedule(preset(**changes)), BESIDE)
 
 
 def events(tmp_path) -> list[dict]:
@@ -86,12 +90,13 @@ def test_race_trains_on_the_clock_and_validates_off_it(monkeypatch, tmp_path):
         optim_step=lambda values, ahead: calls.append(("optim", values, ahead is loader.plans_ahead)) or time.work(2),
         evaluate=lambda batches, values: calls.append(("eval", batches)) or time.work(40, 7.0 - values.step))
     clock = tg.Clock(fabric())
-    result = tg.race(loader, runner, text_data(), clock, log)
+    before = []
+    result, data_ended = tg.race(loader, runner, text_data(), clock, log, before.append)
     at = log.schedule.at
     step_calls = [[("next", k), ("fb", k, at(k)), ("optim", at(k), True)] for k in range(5)]
     assert calls == ["start", ("eval", at(0)), *step_calls[0], *step_calls[1], ("eval", at(2)), *step_calls[2],
                      *step_calls[3], ("eval", at(4)), *step_calls[4], ("eval", at(5))]
-    assert result == 7.0 - 5 and clock.ms == pytest.approx(18_000)
+    assert (result, data_ended, before) == (7.0 - 5, None, [0, 1, 2, 3, 4]) and clock.ms == pytest.approx(18_000)
     by_type = {kind: [e for e in events(tmp_path) if e["type"] == kind] for kind in ("step", "val", "phase")}
     assert [(e["step"], e["train_time_ms"]) for e in by_type["step"]] == [(k, 3000 + 3000 * k) for k in range(1, 6)]
     assert [(e["step"], e["train_time_ms"], e["val_loss"]) for e in by_type["val"]] == [
@@ -106,7 +111,7 @@ def test_validation_steps(tmp_path, changes, want):
     runner = SimpleNamespace(forward_backward=lambda *_: losses(1.0), optim_step=lambda *_: None,
                              evaluate=lambda batches, values: seen.append(values) or 1.0)
     loader = SimpleNamespace(start=lambda: None, wait=lambda: None, next=lambda values: None, plans_ahead=lambda: None)
-    tg.race(loader, runner, text_data(), tg.Clock(fabric()), log)
+    tg.race(loader, runner, text_data(), tg.Clock(fabric()), log, no_work)
     assert [values.step for values in seen] == want
     assert (seen[-1].long_window == 20 * 4) == (want[-1] == 5), "the widest window is for the true end"
 
@@ -193,7 +198,7 @@ def test_console_on_a_terminal_gets_a_bar(tmp_path, monkeypatch, capsys):
     assert "loss 2.500" in shown.err and "ms/step" in shown.err
 
 
-def test_the_last_lines_are_written_once_and_nothing_behind_them(tmp_path):
+def test_the_last_lines_are_written_once_and_nothing_after_them(tmp_path):
     """Also from another thread, while this one may be stuck in a write."""
     log = make_log(tmp_path)
     log.step(losses(1.0), 10.0)
@@ -218,21 +223,12 @@ def test_a_closed_log_is_not_aborted(tmp_path):
     assert [event["type"] for event in events(tmp_path)] == ["result"]
 
 
-def test_a_log_leaves_only_its_files_even_if_it_is_never_closed(tmp_path):
-    """A killed run closes nothing: the reserve for last lines has no name from the start."""
-    log = make_log(tmp_path)
-    assert os.fstat(log.reserve.fileno()).st_size == tg.RESERVE_BYTES
-    assert sorted(os.listdir(tmp_path / "run")) == ["log.jsonl", "log.txt", "train_gpt.py"]
-    log.close()
-    assert log.reserve.closed, "its room is free again"
-
-
 def test_an_old_log_is_never_overwritten(tmp_path):
-    for name in ("log.txt", "log.jsonl", "train_gpt.py"):
+    for name in ("log.txt", "log.jsonl", "train_gpt.py", "settings.json"):
         folder = tmp_path / name / "run"
         folder.mkdir(parents=True)
         (folder / name).write_text("old")
-        message = refused(tg.RunError, lambda: make_log(tmp_path / name), "run directory", "File exists", "--run_dir")
+        message = refused(tg.RunError, lambda: make_log(tmp_path / name), "writing", "File exists", "another folder")
         assert str(folder) in message
         assert (folder / name).read_text() == "old"
 
@@ -246,108 +242,178 @@ def test_an_old_log_is_never_overwritten(tmp_path):
 def test_warm_up_meets_every_graph_of_the_race(tmp_path, monkeypatch, changes):
     """A compiled graph is made for each shape and number of weights, with and without gradients.
 
-    With the reference attention, as here, it is made for each reach, too.
+    With the reference attention, as here, it is made for each span, too.
     """
     cfg, seen = preset(**changes), {}
     ex, schedule, headers = executor(cfg), tg.Schedule(cfg), tg.find_shards(cfg.train_files)
 
     def noting(phase):
-        def read(sources):
-            return tuple((label, rows.shape, rows.requires_grad, sums is not None and sums.data_ptr())
-                         for label, (rows, sums) in sources.items())
+        def read(row_buffers):
+            return tuple((label, rows.shape, rows.requires_grad, grads is not None and grads.data_ptr())
+                         for label, (rows, grads) in row_buffers.items())
 
-        def losses_of(batch, weights, seed, reaches, precision, sources):
-            kind = batch.tokens.shape, len(weights), tuple(reaches.values()), precision, read(sources)
+        def losses_of(batch, weights, seed, spans, precision, row_buffers):
+            kind = batch.tokens.shape, len(weights), tuple(spans.values()), precision, read(row_buffers)
             seen.setdefault(phase, set()).add(kind)
-            return ex.model.losses(batch, weights, seed, reaches, precision, sources)
+            return ex.model.losses(batch, weights, seed, spans, precision, row_buffers)
 
-        def hidden_of(batch, reaches, sources):
-            seen.setdefault(phase, set()).add((batch.tokens.shape, tuple(reaches.values()), read(sources)))
-            return ex.model.hidden(batch, reaches, sources)
+        def hidden_of(batch, spans, row_buffers):
+            seen.setdefault(phase, set()).add((batch.tokens.shape, tuple(spans.values()), read(row_buffers)))
+            return ex.model.hidden(batch, spans, row_buffers)
 
         def update_of(kind, update):
             def call(p, *rest):
-                seen.setdefault(phase, set()).add((kind, p.shape, ex.optimizer.adam_steps["embed"] > 0))
+                seen.setdefault(phase, set()).add((kind, p.shape, tied[-1]))
                 return update(p, *rest)
             return call
 
-        ex.model_losses, ex.model_hidden = losses_of, hidden_of
+        def step_of(values, ahead):
+            tied.append(values.tied)
+            return step(values, ahead)
+
+        tied, step = [], ex.optim_step
+        ex.optim_step, ex.model_losses, ex.model_hidden = step_of, losses_of, hidden_of
         ex.optimizer.normuon_update = update_of("normuon", tg.normuon_update)
         ex.optimizer.adam_update = update_of("adam", tg.adam_update)
 
-    noting("warm-up")
-    tg.warm_up(cfg, fabric(), schedule, ex)
-    noting("race")
-    loader = tg.Loader(cfg, fabric(), headers, [schedule.at(step) for step in range(schedule.end_step)])
-    validation = tg.ValidationSet(cfg, fabric(), tg.find_shards(cfg.val_files))
     log = make_log(tmp_path, **changes)
-    tg.race(loader, ex, validation, tg.Clock(fabric()), log)
+    noting("warm-up")
+    tg.warm_up(cfg, fabric(), ex, log)
+    noting("race")
+    clock = tg.Clock(fabric())
+    loader = tg.Loader(cfg, fabric(), headers, tg.cycles_from(0, log.schedule, clock), ex.exchange_ahead)
+    validation = tg.ValidationSet(cfg, fabric(), tg.find_shards(cfg.val_files))
+    tg.race(loader, ex, validation, clock, log, no_work)
     loader.close()
     log.close()
     assert len(seen["race"]) > 10 and seen["race"] <= seen["warm-up"]
 
 
-# ---- what is compiled -----------------------------------------------------------------------------------------------
-
-def test_a_log_is_told_of_each_graph_where_and_why(tmp_path, capsys):
-    """Forward and backward; a second shape with the guard that the first did not meet; nothing of before or behind."""
-    @torch.compile(backend="aot_eager", dynamic=False)
-    def squares(x):
-        return (x * x).sum()
-
-    def call(rows: int) -> None:
-        squares(torch.ones(rows, requires_grad=True)).backward()
-
-    torch._dynamo.reset()
-    log, graphs = make_log(tmp_path), []
-    log.done = 3
-    call(5)
-    for place in ("stage 1", "the race"):
-        with tg.reported_graphs(log, graphs, place):
-            call(6 if place == "stage 1" else 7)
-            log.done += 1
-            call(5)
-    call(8)
-    log.close()
-    torch._dynamo.reset()
-    assert [(graph["name"], graph["place"], graph["step"]) for graph in graphs] == [
-        ("squares", "stage 1", 3), ("backward of squares", "stage 1", 3),
-        ("squares", "the race", 4), ("backward of squares", "the race", 4)]
-    assert all("size mismatch" in graphs[at]["guard"] and f"actual {size}" in graphs[at]["guard"]
-               for at, size in ((0, 6), (2, 7)))
-    assert all(graph["ms"] > 0 for graph in graphs)
-    assert [event for event in events(tmp_path) if event["type"] == "graph"] == [
-        dict(type="graph", **graph) for graph in graphs]
-    said = [line for line in lines(tmp_path) if line.startswith("compiled ")]
-    assert len(said) == 4 and said[1].startswith("compiled backward of squares for stage 1: ")
-    assert capsys.readouterr().out.splitlines() == said, "on the console too"
-
-
-def test_a_compilation_that_fails_leaves_no_listener(tmp_path):
+def test_warm_up_begins_with_the_largest_stage(tmp_path):
+    """A lack of memory shows in the first minute."""
+    cfg = preset()
     log = make_log(tmp_path)
-    before = list(torch._dynamo.callback.callback_handler.start_callbacks)
-    with pytest.raises(KeyError), tg.reported_graphs(log, [], "stage 1"):
-        raise KeyError
-    assert torch._dynamo.callback.callback_handler.start_callbacks == before
+    tg.warm_up(cfg, fabric(), executor(cfg), log)
+    log.close()
+    stages = [int(e["name"].split()[-1]) for e in events(tmp_path) if e["name"].startswith("warm-up of stage")]
+    batches = [cfg.stages[stage - 1].batch_tokens for stage in stages]
+    assert batches == sorted(batches, reverse=True) and set(stages) == {1, 2, 3, 4}
 
 
-def test_a_log_that_takes_no_line_ends_a_run_in_its_own_words(tmp_path):
-    """Not in those of torch's compiler, within which lines are written too."""
-    def refuse(kind: str, **fields) -> None:
-        raise tg.RunError("writing a line", "no room", "room", "free some")
+# ---- time budget ----------------------------------------------------------------------------------------------------
 
-    @torch.compile(backend="aot_eager", dynamic=False)
-    def twice(x):
-        return 2 * x
+class FakeClock:
+    """A clock of rank 0 that stands at `ms`."""
 
-    torch._dynamo.reset()
-    log = SimpleNamespace(done=0, event=refuse, text=print)
-    graphs = []
-    with pytest.raises(tg.RunError, match="writing a line"), tg.reported_graphs(log, graphs, "stage 1"):
-        for rows in (2, 3, 4):
-            twice(torch.ones(rows))
-    torch._dynamo.reset()
-    assert graphs == []
+    def __init__(self, ms: float = 0.0) -> None:
+        self.fabric, self.ms = fabric(), ms
+
+
+def budgeted(steps: int, seconds: float, places=(), **changes) -> tg.Schedule:
+    extension = steps // 27
+    cfg = preset(num_scheduled_steps=steps - extension, num_extension_steps=extension, time_budget=seconds, **changes)
+    return tg.Schedule(cfg, places)
+
+
+def trained(schedule: tg.Schedule, speed, clock: FakeClock) -> list[tg.Values]:
+    """The steps of a race by the clock. speed(share of the budget used, step): how many s a step takes."""
+    cycles = tg.cycles_from(0, schedule, clock)
+    done, ahead = [], next(cycles)
+    while ahead:
+        cycle, ahead = ahead, next(cycles, [])                                # prepared when the one before it begins
+        for values in cycle:
+            clock.ms += 1000 * speed(clock.ms / 1000 / schedule.cfg.time_budget, values.step)
+            done.append(values)
+    return done
+
+
+def uneven(share: float, step: int) -> float:
+    return 0.8 + 0.4 * random.Random(step).random()
+
+
+SPEEDS = {
+    "steady": lambda share, step: 1.0, "slow": lambda share, step: 1.9, "fast": lambda share, step: 0.2,
+    "slower": lambda share, step: 0.7 + 0.7 * share, "faster": lambda share, step: 1.4 - 0.7 * share,
+    "ripples": lambda share, step: 1 + 0.35 * math.sin(99 * share), "uneven": uneven}
+SPEEDS |= {f"{later} from {at}": lambda share, step, at=at, later=later: later if share > at else 1.0
+           for at in (0.2, 0.8, 0.93) for later in (0.5, 1.4)}
+
+
+@pytest.mark.parametrize("adam_every", [1, 2])
+@pytest.mark.parametrize("name", SPEEDS)
+def test_a_race_by_the_clock_ends_within_a_cycle_of_its_budget(name, adam_every):
+    """Of a plan of 270 steps and time for about as many: it passes through all of it, whatever the speed."""
+    schedule, clock = budgeted(270, 270.0, adam_every=adam_every), FakeClock()
+    steps = trained(schedule, SPEEDS[name], clock)
+    longest = 1.9 if name == "slow" else 1.4
+    assert abs(clock.ms / 1000 - 270) <= longest * adam_every
+    assert [values.step for values in steps] == list(range(schedule.end_step))
+    assert schedule.places == sorted(schedule.places) and schedule.places[-1] >= schedule.total_steps
+    stages = [values.stage for values in steps]
+    assert stages == sorted(stages) and set(stages) == {0, 1, 2, 3}
+    untied = [values.step for values in steps if values.untie]
+    assert untied == [schedule.untie_step] and untied[0] % adam_every == adam_every - 1
+    assert schedule.at(schedule.end_step).long_window == schedule.cfg.final_long_window * schedule.cfg.window_block
+
+
+def test_places_by_hand():
+    """A plan of 270 steps in 100 s: the share of the budget that will be over when a cycle begins, in planned steps."""
+    schedule, clock = budgeted(270, 100.0), FakeClock(500.0)
+    cycles = tg.cycles_from(0, schedule, clock)
+    for ms in (1000.0, 3000.0, 4000.0, 4000.0):
+        clock.ms = ms
+        next(cycles)
+    # 1,000 ms at the first look, where no cycle has been seen: the clock stood at 1,000; then + 2,000 and + 1,000
+    assert schedule.places == pytest.approx([2.7 * 1, 2.7 * 5, 2.7 * 5, 2.7 * 5]), "never backwards"
+
+
+def test_places_that_a_checkpoint_has_kept_are_gone_through_again():
+    schedule, clock = budgeted(270, 270.0), FakeClock()
+    whole = trained(schedule, uneven, clock)
+    again = budgeted(270, 270.0, schedule.places[:31])
+    resumed = tg.cycles_from(60, again, FakeClock(1000 * 70.0))
+    assert next(resumed) == whole[60:62] and len(again.places) == 31, "the place of step 60 was known"
+    assert next(resumed)[0].step == 62 and again.places[31] >= again.places[30]
+
+
+def test_a_race_by_the_clock_may_be_cut_and_says_how_far_it_came(tmp_path, monkeypatch):
+    time, log = Time(monkeypatch), make_log(tmp_path, time_budget=270.0, num_scheduled_steps=270, max_steps=7, val_every=0)
+    clock = tg.Clock(fabric())
+    cycles = tg.cycles_from(0, log.schedule, clock)
+    ready = []
+
+    def take(values):                                                # the next cycle is prepared as soon as one is begun
+        if values.step % 2 == 0:
+            ready.extend(next(cycles, []))
+
+    loader = SimpleNamespace(start=no_work, wait=lambda: ready.extend(next(cycles)), next=take, plans_ahead=no_work)
+    runner = SimpleNamespace(forward_backward=lambda *_: losses(1.0), optim_step=lambda *_: time.work(3),
+                             evaluate=lambda *_: 5.0)
+    tg.race(loader, runner, text_data(), clock, log, no_work)
+    found = events(tmp_path)
+    places = [event["place"] for event in found if event["type"] == "step"]
+    assert len(places) == 7 and places == [log.schedule.place(step) for step in range(7)] == sorted(places)
+    assert [event for event in found if event["type"] == "budget"] == [dict(type="budget", seconds=270.0, steps=7)]
+    assert lines(tmp_path)[-1].startswith("step:7/7 val_loss:5.0000"), "records read the last line's total as the end"
+    log.close()
+
+
+def test_a_clock_may_be_read_by_another_thread_at_any_moment(monkeypatch):
+    """Also between two assignments of its stop: a jump would end a race by the clock."""
+    time, seen = Time(monkeypatch), []
+
+    class Watched(tg.Clock):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if "fabric" in vars(self) and len(vars(self)) > 1:
+                seen.append(self.ms)
+
+    clock = Watched(fabric(), 1000.0)
+    for _ in range(3):
+        clock.start()
+        time.work(5)
+        clock.stop()
+    assert len(seen) == 7 and seen == [1000, 1000, 6000, 6000, 11000, 11000, 16000]
 
 
 # ---- sample ---------------------------------------------------------------------------------------------------------
@@ -390,7 +456,7 @@ def test_ranks_take_the_lowest_of_their_tokens():
     """One text, even where the roundings of two ranks draw two tokens."""
     cfg, asked = preset(vocab_size=10, document_start=9, sample_tokens=3), []
     ex = talker(cfg, lambda tokens: 7)
-    ex.fabric = SimpleNamespace(of_all=lambda token: asked.append(token) or [5, 4])
+    ex.fabric = SimpleNamespace(gather=lambda token: asked.append(token) or [5, 4])
     assert tg.generate(cfg, ex, None) == [4, 4, 4] and asked == [7, 7, 7]
 
 
@@ -400,49 +466,3 @@ def test_sample_of_a_model_uses_its_own_context():
     text = sampled(cfg, ex, tg.Schedule(cfg).at(0), None)
     tokens = [int(x) for x in text.rpartition(": ")[2].split()]
     assert 0 < len(tokens) <= 20 and max(tokens) < cfg.vocab_size
-
-
-# ---- the wait for the device -----------------------------------------------------------------------------------------
-
-class DeviceEvent:
-    """Comes after so many looks; `between` is called at each."""
-
-    def __init__(self, looks: float, between=lambda: None) -> None:
-        self.looks = looks
-        self.between = between
-
-    def query(self) -> bool:
-        self.looks -= 1
-        self.between()
-        return self.looks < 0
-
-
-def test_a_wait_for_the_device_ends_when_the_device_is_there():
-    event = DeviceEvent(3)
-    tg.wait_for_device(event, 60.0)
-    assert event.looks == -1
-
-
-def test_a_wait_for_a_device_that_hangs_has_an_end():
-    refused(tg.RunError, lambda: tg.wait_for_device(DeviceEvent(math.inf), 0.02), "waiting for the device",
-            "unfinished after 0.02 s", "--comm_timeout")
-
-
-def test_a_signal_is_heard_in_a_wait_for_the_device():
-    sent = []
-
-    def send_once() -> None:
-        if not sent:
-            sent.append(os.kill(os.getpid(), signal.SIGINT))
-
-    with pytest.raises(KeyboardInterrupt):
-        tg.wait_for_device(DeviceEvent(math.inf, send_once), 60.0)
-
-
-def test_objects_of_before_are_settled_within_and_no_longer_behind():
-    with tg.settled_objects():
-        assert gc.get_freeze_count() > 1000
-    assert gc.get_freeze_count() == 0
-    with pytest.raises(KeyError), tg.settled_objects():
-        raise KeyError
-    assert gc.get_freeze_count() == 0, "behind a race that failed, too"

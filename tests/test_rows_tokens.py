@@ -1,4 +1,4 @@
-"""Row statistics of real tokens at recipe A's sizes and 8 ranks: what travels in mode sparse, and who is busy."""
+"""Row statistics of real tokens at recipe A's sizes and 8 ranks: what travels, and who is busy."""
 import glob
 
 import pytest
@@ -8,7 +8,6 @@ import bench_tables
 
 CYCLES = 8
 LIMITS = dict(bigram_embed=(0.09, 0.16, 0.22), value_embed=(0.15, 0.23, 0.29))       # of the bytes of dense, by stage
-SCATTER = dict(bigram_embed=(0.55, 0.59, 0.62), value_embed=(0.58, 0.62, 0.65))
 BUSIEST_OWNER = 1.1                                                                  # over the mean owner
 
 
@@ -25,8 +24,7 @@ def test_sparse_moves_a_small_part_of_the_bytes_and_owners_share_the_work(stage)
         assert counts.shape == (CYCLES, bench_rows.RANKS, bench_rows.RANKS)
         assert found["busiest"] < BUSIEST_OWNER, label
         if label in LIMITS:
-            assert found["sparse"] < LIMITS[label][stage] and found["sparse_scatter"] < SCATTER[label][stage], label
-            assert found["sparse"] + 0.5 > found["sparse_scatter"] > 0.5 > found["sparse"] > 0.05, label
+            assert 0.05 < found["sparse"] < LIMITS[label][stage], label
 
 
 @real_tokens
@@ -50,7 +48,7 @@ def test_the_benchmark_kills_a_run_with_a_large_table_and_goes_on(monkeypatch, c
         monkeypatch.setattr(bench_tables, name, value)
     bench_tables.resume()
     text = capsys.readouterr().out
-    assert "1,000,000 rows, 10 steps" in text and "and resumed behind step" in text
+    assert "1,000,000 rows, 10 steps" in text and "and resumed after step" in text
     assert "losses, the same to the last bit" in text
 
 

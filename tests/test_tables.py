@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import mmap
 import sys
 import threading
 import time
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,9 +20,9 @@ import rows_reference
 import table_cases as cases
 import torch
 import torch.nn.functional as F
-from common import RECIPE_PARAMETERS, fabric, fill_randomly, losses, preset, run
-from rank_cases import state_bytes
-from table_cases import CADENCES, HOMES, PAIRS, SLOTS, TRIPLES, WIDTH, Trial, few_layers_and
+from common import executor as make_executor
+from common import fabric, fill_randomly, plan_of, planner_of, preset
+from table_cases import CADENCES, HOMES, PAIRS, SLOTS, TRIPLES, WIDTH, Trial, few_layers_and_staging, rows_and_state
 from tables_reference import NaiveTable, ngram_rows
 from test_rows import Results, start
 from torch import Tensor
@@ -47,7 +45,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     return Results(folder)
 
 
-# ---- EventTable alone -----------------------------------------------------------------------------------------------
+# ---- Row-wise tables alone --------------------------------------------------------------------------------------------
 
 def naive_table(trial: Trial, pattern: str) -> NaiveTable:
     rows, _ = cases.PATTERNS[pattern]
@@ -58,22 +56,22 @@ def naive_table(trial: Trial, pattern: str) -> NaiveTable:
 
 @functools.cache
 def naive_run(trial: Trial, pattern: str, world: int) -> tuple[NaiveTable, list[np.ndarray]]:
-    """The table behind the last event, and its weights before each."""
+    """The table after the last update, and its weights before each."""
     table = naive_table(trial, pattern)
     before = []
-    for event in range(cases.EVENTS):
+    for update in range(cases.UPDATES):
         before.append(table.p.copy())
         asked = np.zeros(table.rows, bool)
         sums = [np.zeros_like(table.p) for _ in range(world)]
         for step, slot in itertools.product(range(trial.cadence), range(SLOTS)):
-            read = cases.reads(pattern, event, step, slot)
+            read = cases.reads(pattern, update, step, slot)
             asked[read] = True
-            lines = cases.gradient(trial, pattern, event, step, slot, table.p[read])
+            lines = cases.gradient(trial, pattern, update, step, slot, table.p[read])
             np.add.at(sums[slot % world], read, lines)
         if trial.dtype == "bfloat16":
             assert np.abs(sums).sum(axis=0).max() <= 256, "bf16 would round"
-        lr = cases.LR_MUL * cases.learning_rate(event)
-        table.event(asked, sums, SLOTS, lr, cases.WEIGHT_DECAY * cases.WD_MUL)
+        lr = cases.LR_MUL * cases.learning_rate(update)
+        table.update(asked, sums, SLOTS, lr, cases.WEIGHT_DECAY * cases.WD_MUL)
     return table, before
 
 
@@ -94,14 +92,14 @@ def differences(trial: Trial, found: list[dict]) -> list[str]:
             if x.shape != want.shape or not np.allclose(x, want, rtol=relative, atol=absolute):
                 wrong.append(f"{pattern}: {name}")
 
-        for rank, event in itertools.product(range(world), range(cases.EVENTS)):
-            listed, rows = found[rank][pattern]["fetched"][event]
+        for rank, update in itertools.product(range(world), range(cases.UPDATES)):
+            listed, rows = found[rank][pattern]["fetched"][update]
             size = -(-naive.rows // world)
-            compare(f"rows fetched for event {event + 1}", rows, before[event][listed % size * world + listed // size])
+            compare(f"rows fetched for update {update + 1}", rows, before[update][listed % size * world + listed // size])
         last = whole(found, pattern, "last")
-        caught_up = trial.beta2 ** (naive.events - last)      # what v has missed since
+        caught_up = trial.beta2 ** (naive.updates - last)      # what v has missed since
         compare("weights", whole(found, pattern, "p"), naive.p)
-        compare("last events", last, naive.last)
+        compare("last updates", last, naive.last)
         compare("second moments", whole(found, pattern, "v") * caught_up, naive.v)
         for rank in range(world):
             mine = naive.last[rank::world]
@@ -122,7 +120,7 @@ def assert_same_bits(one: list[dict], other: list[dict]) -> None:
 @worlds
 @homes
 @pytest.mark.parametrize("cadence", CADENCES)
-def test_events_are_those_of_the_dense_model(results, world, home, cadence):
+def test_updates_are_those_of_the_dense_model(results, world, home, cadence):
     trial = cases.exact_trial(home, cadence, world)
     assert differences(trial, trial_of(results, world, trial)) == []
 
@@ -130,27 +128,27 @@ def test_events_are_those_of_the_dense_model(results, world, home, cadence):
 @worlds
 @pytest.mark.parametrize("cadence", CADENCES)
 def test_homes_have_the_same_bits(results, world, cadence):
-    """Though what comes from the host is late, passes through spoiled staging, and is nowhere else meanwhile."""
+    """Though what comes from the host is late, passes through staging that is spoiled, and is nowhere else meanwhile."""
     device, host = (trial_of(results, world, cases.exact_trial(home, cadence, world)) for home in HOMES)
     assert_same_bits(device, host)
 
 
 @pytest.mark.parametrize("world", (1, 2))
 @homes
-def test_events_repeat_to_the_bit(results, world, home):
+def test_updates_repeat_to_the_bit(results, world, home):
     first, second = (trial_of(results, world, cases.exact_trial(home, 2, world, turn)) for turn in (1, 2))
     assert_same_bits(first, second)
 
 
 @pytest.mark.parametrize("world", (1, 2))
-def test_events_in_single_precision(results, world):
+def test_updates_in_single_precision(results, world):
     trial = cases.single_trial()
     assert differences(trial, trial_of(results, world, trial)) == []
 
 
 @homes
 @pytest.mark.parametrize("rounding", ("nearest", "stochastic"))
-def test_events_in_bf16_to_the_bit(results, home, rounding):
+def test_updates_in_bf16_to_the_bit(results, home, rounding):
     """All sums are exact here, so that one rank and two ranks have the same bits."""
     trial = cases.bf16_trial(home, rounding)
     one, two = (trial_of(results, world, trial) for world in (1, 2))
@@ -161,28 +159,28 @@ def test_events_in_bf16_to_the_bit(results, home, rounding):
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.all)])
-def test_a_compiled_event_has_the_same_bits_and_one_graph_for_any_number_of_rows(backend):
+def test_a_compiled_update_has_the_same_bits_and_one_graph_for_any_number_of_rows(backend):
     """bf16, rounded by chance: whole numbers that wrap, in what a compiler makes of them.
 
     Squares of these gradients sum up exactly, in whatever order.
     """
     graphs = CompileCounterWithBackend(backend)
     compiled = torch.compile(tg.rowwise_update, backend=graphs, dynamic=False, fullgraph=True)
-    event, step_size, decay = torch.tensor(7, dtype=torch.int32), tg.cpu_scalar(0.3), tg.cpu_scalar(0.01)
+    number, step_size, decay = torch.tensor(7, dtype=torch.int32), tg.cpu_scalar(0.3), tg.cpu_scalar(0.01)
     counts = []
     for count in (37, 90):
         generator = torch.Generator().manual_seed(count)
         rows = torch.randn(count, 32, generator=generator)
         grad = torch.randint(-8, 9, (count, 32), generator=generator) / 8
         last = torch.randint(0, 7, (count,), generator=generator, dtype=torch.int32)
-        chance = tg.chance_of_rows(tg.signed_crc32("seed"), torch.arange(count), event)
+        bits = tg.row_bits(0, "a_embed", torch.arange(count), number)
         results = []
         for update in (tg.rowwise_update, compiled):
-            mine = [rows.bfloat16(), rows[:, 0].square(), last.clone(), grad.clone(), chance.clone()]
+            mine = [rows.bfloat16(), rows[:, 0].square(), last.clone(), grad.clone(), bits.clone()]
             for x in mine:
                 torch._dynamo.maybe_mark_dynamic(x, 0)
-            *live, g, c = mine
-            update(*live, g, 1 / 8, event, 0.95, 1e-10, step_size, decay, c)
+            *live, g, b = mine
+            update(*live, g, 1 / 8, number, 0.95, 1e-10, step_size, decay, b)
             results.append(live)
         eager, by_graph = results
         assert all(x.equal(y) for x, y in zip(eager, by_graph)) and not eager[0].equal(rows.bfloat16())
@@ -208,8 +206,6 @@ def test_mistakes_are_noticed(results, trial):
 
 all_runs = pytest.mark.parametrize("name", cases.RUNS)
 run_worlds = pytest.mark.parametrize("world", [1, 2, SLOW, pytest.param(8, marks=pytest.mark.all)], ids="W{}".format)
-ROWS_OF_RUNS = dict(more_bigram_embed=cases.ALL_RUNS["more_bigram_rows"],
-                    trigram_embed=cases.ALL_RUNS["trigram_rows"])
 
 
 @all_runs
@@ -221,8 +217,6 @@ def test_runs_from_either_home_have_the_same_bits(results, name, world):
         for key, x in mine.items():
             if isinstance(x, np.ndarray):
                 assert x.tobytes() == theirs[key].tobytes(), key
-        assert mine["final"] == theirs["final"]
-        assert mine["adam_steps"] == theirs["adam_steps"]
 
 
 @all_runs
@@ -230,32 +224,31 @@ def test_runs_from_either_home_have_the_same_bits(results, name, world):
 def test_runs_are_the_same_at_any_number_of_ranks(results, name, world):
     alone, = results.ranks(f"{name}_device", 1)
     ranks = results.ranks(f"{name}_device", world)
-    assert alone["validation_steps"] == ranks[0]["validation_steps"]
-    np.testing.assert_allclose(ranks[0]["validation_losses"], alone["validation_losses"], rtol=1e-9)
-    for label, rows in ROWS_OF_RUNS.items():
-        for part in ("", ".v", ".last"):
-            slices = [found[f"slice.{label}{part}"] for found in ranks]
-            want = alone[f"slice.{label}{part}"]
-            np.testing.assert_allclose(rows_reference.whole(slices, rows), want, rtol=1e-8, atol=1e-10)
-        assert alone[f"slice.{label}"].any()
+    for found in ranks:
+        np.testing.assert_allclose(found["validation_losses"], alone["validation_losses"], rtol=1e-9)
+    for rank, found in enumerate(ranks):
+        np.testing.assert_allclose(found["slot_sums"], alone["slot_sums"][:, rank::world], rtol=1e-9)
+    for line, part in itertools.product((PAIRS, TRIPLES), ("rows", "v", "last")):
+        shards = [found[f"{line.label}.{part}"] for found in ranks]
+        want = alone[f"{line.label}.{part}"]
+        np.testing.assert_allclose(rows_reference.whole(shards, line.rows), want, rtol=1e-8, atol=1e-10)
+        assert want.any()
 
 
 def test_cadences_of_the_runs(results):
-    """Events are counted by table; the last cycle, which is not whole, has none."""
+    """Updates are counted by table; the last cycle, which is not whole, has none."""
     counts = {}
     for name in cases.RUNS:
         alone, = results.ranks(f"{name}_device", 1)
-        counts[name] = [alone["adam_steps"][label] for label in ROWS_OF_RUNS]
-    assert counts == dict(residual=[3, 3], streams=[1, 3], cadence_4=[2, 2])
+        counts[name] = [alone[f"{line.label}.last"].max() for line in (PAIRS, TRIPLES)]
+    assert counts == dict(residual=[3, 3], layers=[1, 3], cadence_4=[2, 2])
 
 
 @pytest.mark.parametrize("world", (1, 2))
 @homes
-def test_warm_up_leaves_no_row_touched(results, world, home):
+def test_a_run_that_is_taken_back_leaves_no_row_touched(results, world, home):
     for found in results.ranks(f"residual_{home}", world):
-        assert found["warm_up_steps"] > 0 and found["left_by_warm_up"] == []
-        for label in ROWS_OF_RUNS:
-            assert not found[f"initial.{label}"].any() and not found[f"initial.{label}.last"].any()
+        assert found["touched_before"] and found["left"] == []
 
 
 # ---- Ids, signs, plans ----------------------------------------------------------------------------------------------
@@ -265,21 +258,22 @@ EXTREME_TOKENS = (0, 1, 2, 50_256, 65_534, 2**16, 2**31 - 1, -1, -2**31, 2**30, 
 
 
 @pytest.mark.parametrize("rows", (2, 3, 97, 10**8, MOST_ROWS))
-@pytest.mark.parametrize("line", (PAIRS, TRIPLES), ids=("pairs", "triples"))
-def test_ids_are_those_of_the_reference(line, rows):
+@pytest.mark.parametrize("order", tg.NGRAM_FACTORS)
+def test_ids_are_those_of_the_reference(order, rows):
     """Also where a product passes 32 bits, and where the xor is negative."""
     tokens = np.random.default_rng(rows).choice(EXTREME_TOKENS, (3, 40)).astype(np.int32)
-    table = tg.ngram_table(replace(line, rows=rows, signs=1))
-    for found, factors, count in ((table.ids, line.hash, rows), (table.signs, line.sign_hash, tg.SIGN_VECTORS + 1)):
+    table = tg.row_tables(preset(tables=(tg.NgramTable("a_embed", order, rows, signs=1),)))[-1]
+    factors_and_counts = zip(tg.NGRAM_FACTORS[order], (rows, tg.SIGN_VECTORS + 1))
+    for found, (factors, count) in zip((table.ids, table.signs), factors_and_counts):
         want = [ngram_rows(slot, factors, count) for slot in tokens]
         np.testing.assert_array_equal(found(tokens), want)
         assert found(tokens).dtype == np.int32
-        assert (found(tokens)[:, :len(factors) - 1] == count - 1).all()
+        assert (found(tokens)[:, :order - 1] == count - 1).all()
 
 
 def test_no_factor_is_shared():
     """Signs by the hash of the row would be alike for n-grams that share a row."""
-    factors = [factor for line in tg.NGRAM_TABLES for factor in (*line.hash, *line.sign_hash)]
+    factors = [factor for of_rows, of_signs in tg.NGRAM_FACTORS.values() for factor in (*of_rows, *of_signs)]
     assert len(set(factors)) == len(factors)
     assert all(factor % 2 == 1 for factor in factors)
 
@@ -305,50 +299,49 @@ def test_distinct_values(values):
     assert found.dtype == which.dtype == np.int64
 
 
-@pytest.mark.parametrize("world", (1, 5, 8))
-def test_plans_of_the_largest_table(monkeypatch, world):
-    """Nothing is as large as the table; places are right behind 2^31 elements."""
-    table = tg.Table("large", MOST_ROWS, 1, None, rule="rowwise")
-    monkeypatch.setattr(tg, "row_tables", lambda cfg: (table,))
-    planner = tg.Planner(preset(), fabric(1 % world, world))
+@pytest.mark.parametrize("world", range(1, 9))
+@pytest.mark.parametrize("is_rowwise", (False, True), ids=("dense Adam", "row-wise"))
+def test_plans_of_the_largest_table(is_rowwise, world):
+    """Nothing is as large as the table; where the last shards are not full, physical rows pass 2^31."""
+    table = tg.Table("large", MOST_ROWS, 1, None, is_rowwise=is_rowwise)
+    planner = planner_of(preset(), fabric(1 % world, world), table)
     some = np.random.default_rng(world).integers(0, MOST_ROWS, 200)
     ends = np.arange(MOST_ROWS - 2 * world, MOST_ROWS)
     read = np.concatenate((some, ends, some[:50], [0])).astype(np.int32)
-    plan, (places,) = planner.plan("large", dict(purpose="test", cycle=0, tokens=0), False, [read])
+    plan, (places,) = plan_of(planner, table, [read[None]])
     physical = [rows_reference.physical(int(row), world, MOST_ROWS) for row in read]
-    assert plan.rows_i_read.tolist() == sorted(set(physical))
-    assert plan.rows_i_read[places].tolist() == physical
+    assert plan.my_rows.tolist() == sorted(set(physical))
+    found = places[0] if world == 1 and not is_rowwise else plan.my_rows[places[0]]
+    assert found.tolist() == physical
     owners = np.bincount([row % world for row in set(read.tolist())], minlength=world)
-    assert plan.counts_by_owner == owners.tolist()
+    assert plan.send_counts == owners.tolist()
     assert plan.reads == len(read)
 
 
 # ---- Homes ----------------------------------------------------------------------------------------------------------
 
-def events_of(asked: Iterable[list[int]]) -> list[tg.EventRows]:
-    """One after the other."""
-    made = [None]
-    for rows in asked:
-        made.append(tg.event_rows(np.array(rows), made[-1], fabric()))
-    return made[1:]
+def host_home(kind: type = tg.HostHome, **changes) -> tg.HostHome:
+    """Of ten rows of three f64 numbers."""
+    cfg = replace(preset(), dtype="float64", model_dim=3, **changes)
+    return kind(tg.Table("a", 10, 1, None, is_rowwise=True, home="host"), cfg, fabric())
 
 
-def test_only_fresh_rows_come_up_however_far_ahead_events_are_prepared():
-    """A table with a cadence of 2 in a cycle of 4 has two events prepared at once."""
-    home = tg.HostHome((10, 3), torch.float64, preset(), fabric())
-    events = events_of([[5], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 9], [9, 0, 3]])
+def test_only_fresh_rows_come_up_however_far_ahead_updates_are_prepared():
+    """A table with a cadence of 2 in a cycle of 4 has two updates prepared at once."""
+    home = host_home()
+    requests = [np.array(rows) for rows in ([5], [0, 1, 2], [1, 2, 3], [2, 3, 4], [3, 4, 9], [9, 0, 3])]
     row_bytes = 3 * 8 + 8 + 4
     came_up = []
-    home.prepare(events[0])
-    for number, event in enumerate(events):
+    updates = [home.prepare(requests[0])]
+    for number in range(len(requests)):
         if number % 2 == 0:                                   # both of a cycle, before the last of this is taken
-            for prepared in events[number + 1:number + 3]:
-                home.prepare(prepared)
-        live = home.take(event)
+            updates += map(home.prepare, requests[number + 1:number + 3])
+        update = updates[number]
+        live = home.take(update)
         live.rows.add_(1)
-        home.put(event, live)
+        home.put(update, live)
         home.settle()
-        came_up.append(home.moved()["bytes_up"] // row_bytes)
+        came_up.append(home.pop_traffic()["bytes_up"] // row_bytes)
     assert home.stored.rows[:, 0].tolist() == [2, 2, 3, 4, 2, 1, 0, 0, 0, 2]
     assert sum(came_up) == 1 + 3 + 1 + 1 + 1 + 1
 
@@ -360,37 +353,37 @@ def test_rows_that_did_not_get_home_are_missed_however_late_they_fail(seen_by):
     gone = []
 
     class FailingOnce(tg.HostHome):
-        def _bring_down(self, places, live, computed):
+        def _bring_down(self, places, changed, computed):
             both_are_put.wait()
             gone.append(places)
             if len(gone) == 1:
                 raise MemoryError("no staging")
-            super()._bring_down(places, live, computed)
+            super()._bring_down(places, changed, computed)
 
-    home = FailingOnce((10, 3), torch.float64, preset(), fabric())
-    first, second = events_of([[1, 2], [3, 4]])
+    home = host_home(FailingOnce)
+    first, second = (home.prepare(np.array(rows)) for rows in ([1, 2], [3, 4]))
     live = home.take(first)
     home.put(first, live)
     home.put(second, live)
     both_are_put.set()
     with pytest.raises(MemoryError):
         if seen_by == "put":
-            home.mover.submit(int).result()                   # behind both
+            home.mover.submit(int).result()                   # after both
             home.put(second, live)
         else:
             home.settle()
 
 
 def test_rows_may_come_up_late_while_other_ranks_compile():
-    """Behind rows that go down only when the GPU has heard from the others."""
+    """After rows that go down only when the GPU has heard from the others."""
     class Late(tg.HostHome):
         def _bring_up(self, places):
             time.sleep(0.2)
             return super()._bring_up(places)
 
-    home = Late((10, 3), torch.float64, replace(preset(), comm_timeout=0.1), fabric())
-    event, = events_of([[5]])
-    assert len(home.take(event).rows) == 1
+    home = host_home(Late, comm_timeout=0.1)
+    update = home.prepare(np.array([5]))
+    assert len(home.take(update).rows) == 1
 
 
 def resident_mib() -> float:
@@ -401,23 +394,23 @@ def resident_mib() -> float:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a table takes its whole memory")
 @homes
 def test_a_table_of_a_hundred_million_rows_takes_memory_for_those_it_has_touched(home):
-    """Behind 2^31 elements, too; an event, a look at what was touched and a reset."""
+    """Beyond 2^31 elements, too; an update, a look at what was touched and a reset."""
     rows, width = 10**8, 24
     assert rows * width > 2**31
     before = resident_mib()
-    kept = tg.HOMES[home]((rows, width), torch.float32, preset(), fabric())
-    events = events_of([[0, 5, rows // 2, rows - 2], [5, rows - 2, rows - 1]])
-    for event in events:
-        kept.prepare(event)
-    for number, event in enumerate(events, 1):
-        live = kept.take(event)
+    table = tg.Table("a", rows, 1, None, is_rowwise=True, home=home)
+    kept = tg.HOMES[home](table, replace(preset(), model_dim=width), fabric())
+    requests = [np.array(places) for places in ([0, 5, rows // 2, rows - 2], [5, rows - 2, rows - 1])]
+    updates = list(map(kept.prepare, requests))
+    for number, update in enumerate(updates, 1):
+        live = kept.take(update)
         live.rows.add_(number)
         live.v.add_(0.5)
         live.last.fill_(number)
-        kept.put(event, live)
+        kept.put(update, live)
     pieces = list(kept.touched())
     places = torch.cat([places_of_piece for places_of_piece, _ in pieces])
-    live = tg.Live(*(torch.cat(parts) for parts in zip(*(live_of_piece for _, live_of_piece in pieces))))
+    live = tg.RowState(*(torch.cat(parts) for parts in zip(*(state for _, state in pieces))))
     assert places.tolist() == [0, 5, rows // 2, rows - 2, rows - 1]
     assert live.rows.unique(dim=1).flatten().tolist() == [1, 3, 1, 3, 2]
     assert live.v.tolist() == [0.5, 1, 0.5, 1, 0.5]
@@ -425,110 +418,116 @@ def test_a_table_of_a_hundred_million_rows_takes_memory_for_those_it_has_touched
     assert kept.read(torch.tensor([rows - 2, 6])).sum(dim=1).tolist() == [3 * width, 0]
 
     kept.load([(places[2:], live.at(torch.tensor([2, 3, 4])))])
-    found = torch.cat(list(kept.touched_places()))
+    found = torch.cat([places for places, _ in kept.touched()])
     assert found.tolist() == places[2:].tolist()
     assert not kept.read(torch.tensor([0, 5])).any()
     assert resident_mib() < before + 64
 
 
-def trained(executor: tg.Executor, steps: int) -> bytes:
+def trained(executor: tg.Executor, steps: int) -> dict[str, bytes]:
     """These steps from the start of the data, and then every byte that a run may change."""
     cfg = executor.cfg
     plan = [tg.Schedule(cfg).at(step) for step in range(steps)]
-    loader = tg.Loader(cfg, executor.fabric, tg.find_shards(cfg.train_files), plan, executor.exchange_ahead)
+    cycles = [plan[first:first + 4] for first in range(0, steps, 4)]
+    loader = tg.Loader(cfg, executor.fabric, tg.find_shards(cfg.train_files), cycles, executor.exchange_ahead)
     loader.start()
     for values in plan:
-        executor.forward_backward(loader.next(values), values)
-        executor.optim_step(values, loader.plans_ahead)
+        tg.train_step(executor, loader, values)
     loader.close()
-    return state_bytes(executor)
+    return all_bytes(executor)
+
+
+def all_bytes(executor: tg.Executor) -> dict[str, bytes]:
+    arrays = {name: cases.exact_array(x) for name, x in executor.state_tensors().items()} | rows_and_state(executor)
+    grads = {f"{label}.grads": cases.exact_array(table.row_grads) for label, table in executor.tables.items()}
+    return {name: x.tobytes() for name, x in (arrays | grads).items()}
+
+
+def tables_executor(home: str, **changes) -> tg.Executor:
+    """Two tables, the second of many rows, with updates after 2 and after 4 steps."""
+    many = TRIPLES._replace(rows=200_000, home=home, cadence=4, rounding="stochastic")
+    cfg = preset(tables=(PAIRS._replace(home=home), many), num_scheduled_steps=6, **changes)
+    return tg.Executor(cfg, fabric(), tg.attention_reference, "plain")
 
 
 @homes
 def test_a_snapshot_has_touched_rows_and_gives_every_bit_back(home):
-    with few_layers_and((PAIRS, TRIPLES)):
-        cfg = preset(trigram_rows=200_000, table_home=home, num_scheduled_steps=6)
-        executor = tg.Executor(cfg, fabric(), tg.attention_reference, "plain")
-        untouched = executor.snapshot()
-        once = trained(executor, 3)                           # in the middle of a cycle
-        saved = executor.snapshot()
-        (places, live), = saved.touched["trigram_embed"]
-        asked_at_most = 2 * cfg.stages[0].batch_tokens
-        assert 0 < len(places) == len(live.rows) <= asked_at_most
-        assert untouched.touched["trigram_embed"] == []
+    with few_layers_and_staging():
+        executor = tables_executor(home)
+        restore_start = executor.snapshot()
+        start = all_bytes(executor)
+        once = trained(executor, 5)                           # in the middle of a cycle
+        (places, state), = executor.tables["trigram_embed"].home.touched()
+        assert 0 < len(places) == len(state.rows) <= 4 * executor.cfg.stages[1].batch_tokens
+        restore = executor.snapshot()
 
-        executor.restore(saved)
-        before = state_bytes(executor)
+        restore()
+        before = all_bytes(executor)
         again = trained(executor, 4)
-        executor.restore(saved)
-        assert state_bytes(executor) == before
+        restore()
+        assert all_bytes(executor) == before
         assert trained(executor, 4) == again
 
-        executor.restore(untouched)
-        assert executor.touched_rows() == dict(trigram_embed=0)
-        assert trained(executor, 3) == once
+        restore_start()
+        assert all_bytes(executor) == start and not list(executor.tables["trigram_embed"].home.touched())
+        assert trained(executor, 5) == once
 
 
-@pytest.mark.parametrize("how", [(), ("--dtype=bfloat16", "--table_rounding=stochastic")], ids=["f32", "by chance"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @homes
-def test_the_second_of_two_runs_is_a_run_of_its_own(tmp_path, home, how):
-    flags = (f"--table_home={home}", "--trigram_rows=301", "--table_cadence=4", "--max_steps=5", "--sample_tokens=0",
-             "--val_every=3", *how)
-    with few_layers_and((PAIRS, TRIPLES)):
-        both = run(tmp_path / "both", "--runs=2", "--seed=4", *flags)
-        alone = run(tmp_path / "alone", "--seed=5", *flags)
-    assert (both.status, alone.status) == (0, 0), both.err + alone.err
-    assert losses(both.folder / "seed_5") == losses(alone.folder)
-    assert losses(both.folder / "seed_4") != losses(alone.folder)
+def test_the_second_of_two_runs_is_a_run_of_its_own(home, dtype):
+    """In bf16 rows are rounded by bits of the second run's seed."""
+    with few_layers_and_staging():
+        both, alone = (tables_executor(home, dtype=dtype, seed=seed) for seed in (4, 5))
+        restore = both.snapshot()
+        first = trained(both, 6)
+        restore()
+        both.set_seed(5)
+        second = trained(both, 6)
+        assert second == trained(alone, 6)
+        assert first["trigram_embed.rows"] != second["trigram_embed.rows"]
 
 
-def test_the_ledger_has_what_training_moved_and_nothing_of_the_warm_up(tmp_path):
-    """A run that ends inside a cycle, at one rank: each event brings its rows down, and the first brings all up."""
-    flags = ("--table_home=host", "--table_cadence=2", "--max_steps=5", "--sample_tokens=0", "--val_every=3")
-    with few_layers_and((PAIRS, replace(TRIPLES, rows=301))):
-        assert run(tmp_path, *flags).status == 0
-    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
-    plans = [line for line in log if line["type"] == "comms" and line["table"] == TRIPLES.label]
-    trained = [line["rows"] for line in plans if line["purpose"] == "train"]
-    row_bytes = preset().model_dim * 4 + 4 + 4
-    moved = log[-1]["comms"][TRIPLES.label]
-    assert len(trained) == 3
-    assert moved["bytes_down"] == row_bytes * sum(trained[:2])
-    assert row_bytes * trained[0] <= moved["bytes_up"] < row_bytes * sum(trained)
+def test_traffic_is_what_training_moved_and_nothing_of_what_was_taken_back():
+    """A run that ends inside a cycle, at one rank: each update brings its rows down, and the first brings all up."""
+    accounts = []
+    with few_layers_and_staging():
+        cfg = preset(tables=(TRIPLES._replace(home="host"),))
+        executor = tg.Executor(cfg, fabric(), tg.attention_reference, "plain", report=lambda **line: accounts.append(line))
+        restore = executor.snapshot()
+        trained(executor, 4)
+        restore()
+        accounts.clear()
+        trained(executor, 5)
+        moved = executor.traffic()[TRIPLES.label]
+    lines = [line for line in accounts if line["table"] == TRIPLES.label]
+    row_bytes = cfg.model_dim * 4 + 4 + 4
+    trained_rows = [line["rows"] for line in lines]
+    assert len(lines) == 3 and {line["purpose"] for line in lines} == {"train"}
+    assert moved["bytes_down"] == row_bytes * sum(trained_rows[:2])
+    assert row_bytes * trained_rows[0] <= moved["bytes_up"] < row_bytes * sum(trained_rows)
 
 
 # ---- The model ------------------------------------------------------------------------------------------------------
 
 GATED = 2                                # a paired layer that has a value table: its gate does not look at the row
 TABLE_ROWS = 61
+SMALL_TABLE = TRIPLES._replace(rows=TABLE_ROWS, signs=0)
 
 
 def one_batch(executor: tg.Executor) -> tuple[tg.Batch, tg.Values]:
     cfg = executor.cfg
     values = tg.Schedule(cfg).at(0)
-    loader = tg.Loader(cfg, executor.fabric, tg.find_shards(cfg.train_files), [values], executor.exchange_ahead)
+    loader = tg.Loader(cfg, executor.fabric, tg.find_shards(cfg.train_files), [[values]], executor.exchange_ahead)
     loader.start()
     batch = loader.next(values)
     loader.close()
     return batch, values
 
 
-def with_the_weights_of(executor: tg.Executor, other: tg.Executor) -> None:
-    """Both without the table's own scalars and gate, which are appended."""
-    for label, p in executor.model.named_parameters():
-        whole_of_other = other.model.get_parameter(label).detach()
-        p.data.copy_(whole_of_other[:len(p)])
-
-
-def alike_shares(executor: tg.Executor) -> None:
-    """The table enters each layer with the weight that recipe A's bigrams, or its value table there, have."""
-    model = executor.model
-    scalars = dict(zip(model.scalar_sizes, model.scalars.split(list(model.scalar_sizes.values()))))
-    if any(line.enters is not None for line in executor.model.ngrams):
-        gates = executor.model.ve_gate_bank.data
-        gates[-1] = gates[tg.LAYERS[GATED].value]
-    else:
-        scalars["trigram_embed"].data.copy_(scalars["bigram"].data)
+def scalars(model: tg.GPT, name: str) -> Tensor:
+    """The view of packed scalars by their name."""
+    return dict(zip(model.scalar_sizes, model.scalars.data.split(list(model.scalar_sizes.values()))))[name]
 
 
 def dense_rows(batch: tg.Batch, weights: Tensor, signs: int) -> Tensor:
@@ -541,87 +540,76 @@ def dense_rows(batch: tg.Batch, weights: Tensor, signs: int) -> Tensor:
     return added
 
 
-def model_and_direct(monkeypatch: pytest.MonkeyPatch, line: tg.Ngrams, signs: int) -> tuple[list, list]:
-    """Losses, gradient of the table and of the head: by the trainer, and by recipe A with the table's rows added to
-    its bigram rows, or to a layer's value rows."""
-    fields = dict(dtype="float64", table_signs=signs)
-    monkeypatch.setattr(tg, "NGRAM_TABLES", (line,))
-    executor = tg.Executor(preset(trigram_rows=TABLE_ROWS, **fields), fabric(), tg.attention_reference, "plain")
+def model_and_direct(monkeypatch: pytest.MonkeyPatch, line: tg.NgramTable) -> tuple[list, list]:
+    """Losses, gradients of the table and of the head, and a validation loss: by the trainer, and by recipe A with the
+    table's rows added to its bigram rows, or to a layer's value rows."""
+    executor = make_executor(preset(tables=(line,), dtype="float64"))
     fill_randomly(executor.model)
-    alike_shares(executor)
-    table = executor.tables["trigram_embed"]
+    if line.place is None:                                    # the weight in each layer that recipe A's bigrams have
+        scalars(executor.model, line.label).copy_(scalars(executor.model, "bigram"))
+    else:                                                     # the gates of that layer's value table
+        gates = executor.model.ve_gate_bank.data
+        gates[-1] = gates[tg.LAYERS[GATED].value]
+    table = executor.tables[line.label]
     weights = torch.randn(table.home.stored.rows.shape, generator=torch.Generator().manual_seed(1)).double()
     table.home.stored.rows.copy_(weights)
     batch, values = one_batch(executor)
     found = executor.forward_backward(batch, values).slot_sums
     grad = torch.zeros_like(weights)
-    rows = batch.plans["trigram_embed"].rows_i_read
-    grad[rows] = table.sums[:len(rows)]
+    rows = batch.plans[line.label].my_rows
+    grad[rows] = table.row_grads[:len(rows)]
+    loss = torch.tensor(executor.evaluate([batch], values))
 
-    plain = tg.Executor(preset(**fields), fabric(), tg.attention_reference, "plain")
-    with_the_weights_of(plain, executor)
+    plain = make_executor(preset(dtype="float64"))
+    for label, p in plain.model.named_parameters():           # without what is appended for the table
+        p.data.copy_(executor.model.get_parameter(label).detach()[:len(p)])
     weights.requires_grad_()
-    enters = ("value_embed", tg.LAYERS[GATED].value) if line.enters else ("bigram_embed", 0)
+    label, place = ("bigram_embed", 0) if line.place is None else ("value_embed", tg.LAYERS[GATED].value)
     rows_of = tg.GPT.rows_of
 
-    def with_the_table(self, label, index, sources):
-        read = rows_of(self, label, index, sources)
-        if label == enters[0]:
-            read[enters[1]] = read[enters[1]] + dense_rows(batch, weights, signs)
+    def with_the_table(self, of_table, batch, row_buffers):
+        read = rows_of(self, of_table, batch, row_buffers)
+        if of_table == label:
+            read[place] = read[place] + dense_rows(batch, weights, line.signs)
         return read
     monkeypatch.setattr(tg.GPT, "rows_of", with_the_table)
     batch, values = one_batch(plain)
     direct = plain.forward_backward(batch, values).slot_sums
-    return ([found, grad, executor.model.lm_head.main_grad], [direct, weights.grad, plain.model.lm_head.main_grad])
+    direct_loss = torch.tensor(plain.evaluate([batch], values))
+    return ([found, grad, executor.model.lm_head.main_grad, loss],
+            [direct, weights.grad, plain.model.lm_head.main_grad, direct_loss])
 
 
-@pytest.mark.parametrize("enters", (None, GATED), ids=("residual stream", "value stream"))
+@pytest.mark.parametrize("place", (None, GATED), ids=("residual stream", "value stream"))
 @pytest.mark.parametrize("signs", (0, 1), ids=("no signs", "signs"))
-def test_the_model_reads_the_table_as_a_dense_one(monkeypatch, enters, signs):
-    found, direct = model_and_direct(monkeypatch, replace(TRIPLES, enters=enters), signs)
+def test_the_model_reads_the_table_as_a_dense_one(monkeypatch, place, signs):
+    found, direct = model_and_direct(monkeypatch, SMALL_TABLE._replace(place=place, signs=signs))
     for x, want in zip(found, direct):
         assert want.abs().max() > 1e-3
         torch.testing.assert_close(x, want, rtol=1e-10, atol=1e-12)
 
 
 def test_signs_from_the_hash_of_the_row_are_noticed(monkeypatch):
-    line = replace(TRIPLES, sign_hash=TRIPLES.hash)
-    found, direct = model_and_direct(monkeypatch, line, signs=1)
+    factors, _ = tg.NGRAM_FACTORS[3]
+    monkeypatch.setitem(tg.NGRAM_FACTORS, 3, (factors, factors))
+    found, direct = model_and_direct(monkeypatch, SMALL_TABLE._replace(signs=1))
     assert not torch.allclose(found[0], direct[0], rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ("record", "pocket", "tiny"))
-def test_without_tables_there_is_recipe_a(name):
-    table = tg.parameter_table(preset(name, vocab_size=50_257, document_start=50_256))
-    recipe = {label: optimizer for label, _, optimizer, *_ in RECIPE_PARAMETERS}
-    assert {row.label: row.optimizer for row in table} == recipe
-    shapes = {row.label: row.shape for row in table}
-    assert shapes["scalars"] == (47,)
-    assert shapes["ve_gate_bank"][0] == tg.NUM_VALUE_TABLES
+@pytest.mark.parametrize("place", (None, GATED), ids=("residual stream", "value stream"))
+def test_signs_that_evaluation_leaves_out_are_noticed(monkeypatch, place):
+    inputs = tg.GPT.inputs
 
-
-def test_another_table_is_one_line(monkeypatch, tmp_path):
-    """Header, exchange, events and traffic know it from there."""
-    line = tg.Ngrams("fivegram_embed", (17351, 60961, 45259, 52361, 39373), rows=211)
-    monkeypatch.setattr(tg, "NGRAM_TABLES", (*tg.NGRAM_TABLES, line))
-    flags = ("--trigram_rows=97", "--sample_tokens=0", "--checkpoint_every=2")
-    done = run(tmp_path / "whole", *flags, "--max_steps=4", f"--save={tmp_path / 'save'}")
-    assert done.status == 0, done.err
-    header, = done.of("header")
-    result, = done.of("result")
-    assert header["table_rows"]["fivegram_embed"] == 211
-    assert header["table_bytes"] == 4 * 32 * sum(header["table_rows"].values())
-    assert header["table_home"]["fivegram_embed"] == "device"
-    assert 100 < result["touched_rows"]["fivegram_embed"] <= 211
-    assert "fivegram_embed" in result["comms"]
-
-    first = run(tmp_path / "first", *flags, "--max_steps=3")
-    rest = run(tmp_path / "rest", f"--resume={first.folder}", "--max_steps=4")
-    assert (first.status, rest.status) == (0, 0), first.err + rest.err
-    assert losses(rest.folder) == losses(done.folder)
-    assert run(tmp_path / "sample", f"--sample={tmp_path / 'save'}", "--sample_tokens=4").status == 0
-    for folder in (done.folder, tmp_path / "save"):
-        assert any(folder.rglob("rows-*-fivegram_embed-*.pt"))
-    larger = preset(fourgram_rows=1000)
-    with_it, without = (tg.host_bytes(cfg, fabric()) for cfg in (larger, replace(larger, fourgram_rows=0)))
-    assert without > 0 and with_it > without, "its 211 rows are in the estimate without a flag"
+    def without_signs(self, *arguments):
+        ngrams = self.ngrams
+        if not torch.is_grad_enabled():
+            self.ngrams = [line._replace(signs=0) for line in ngrams]
+        try:
+            return inputs(self, *arguments)
+        finally:
+            self.ngrams = ngrams
+    monkeypatch.setattr(tg.GPT, "inputs", without_signs)
+    *found, loss = model_and_direct(monkeypatch, SMALL_TABLE._replace(place=place, signs=1))[0]
+    monkeypatch.undo()
+    *direct, direct_loss = model_and_direct(monkeypatch, SMALL_TABLE._replace(place=place, signs=1))[1]
+    assert torch.allclose(found[0], direct[0], rtol=1e-10) and not torch.allclose(loss, direct_loss, rtol=1e-6)
