@@ -2710,8 +2710,9 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
             announced = everyone[reader][2][table][me]
             inside = len(places) == 0 or (places[0] >= 0 and places[-1] < plan.shard_size)
             need(inside and (places.diff() > 0).all() and places.sum() == announced,
-                 f"rows of {label} that rank {reader} requests", f"{places}, their sum {int(places.sum())}",
-                 f"ascending places below {plan.shard_size}, their sum {announced}", "report it", RunError)
+                 f"rows of {label} that rank {reader} requests",
+                 f"{len(places)} places from {places[:1].tolist()} to {places[-1:].tolist()}, sum {int(places.sum())}",
+                 f"ascending places below {plan.shard_size}, sum {announced}", "report it", RunError)
         if not plan.tied:
             plan.requested_rows = fabric.host_tensor(torch.cat(requested).long())
             plan.recv_counts = requests[:, table].tolist()
@@ -2814,7 +2815,7 @@ class RowTable:
             return self.shard, None
         rows, places = self.shard, plan.requested_rows
         if self.home is not None:
-            rows, places = self.home.read(places), slice(None)
+            rows, places = self.home.read(places), None
         out = self.cache.new_empty(len(plan.my_rows), self.cache.shape[1])
         wait = self._bring(plan, out, head, rows, places)
         wait()
@@ -2908,15 +2909,17 @@ class RowTable:
         self.arrival = no_wait
 
     def _bring(self, plan: TablePlan, out: Tensor, head: Tensor, rows: Tensor,
-               places: Tensor | slice) -> Callable[[], object]:
-        """Launch a plan's rows into `out`; rows[places] are those requested of this rank. Returns the wait."""
+               places: Tensor | None) -> Callable[[], object]:
+        """Launch a plan's rows into `out`; this rank sends its rows at places, or all. Returns the wait."""
         if self.debug:
             out.fill_(math.nan)                                               # rows of no plan are not to be read
         arriving = out[:len(plan.my_rows)]
         if plan.tied:
             arriving.copy_(head.t()[plan.head_columns])                       # every rank has the head, (D, V)
             return no_wait
-        return self._launch(plan, arriving, rows[places], plan.send_counts, plan.recv_counts)
+        if places is not None:
+            rows = rows.index_select(0, places)
+        return self._launch(plan, arriving, rows, plan.send_counts, plan.recv_counts)
 
     def _launch(self, plan: TablePlan, out: Tensor, rows: Tensor, recv_counts: list[int],
                 send_counts: list[int]) -> Callable[[], object]:
@@ -3330,7 +3333,7 @@ def initial_state(row: Parameter, shard: Tensor) -> dict[str, Tensor]:
 
 
 def bank_matrices(row: Parameter, weight: Tensor) -> Tensor:
-    """View a NorMuon bank as matrices (M, r, c), the parts that stand below each other apart; others as they are."""
+    """View a NorMuon bank as its matrices (M, r, c), and any other weight as it is."""
     if row.optimizer != "normuon":
         return weight
     height = row.shape[-1] if row.label == "attn" else row.shape[-2]          # matrices of attention are square
@@ -3358,7 +3361,6 @@ class Small:
         self.rows = rows
         self.weights = [optimizer.model.get_parameter(row.label) for row in rows]
         self.states = [initial_state(row, p.data) for row, p in zip(rows, self.weights)]
-        self.sizes = [p.numel() for p in self.weights]
 
     def has_gradient(self) -> bool:
         return all(p.grad is not None for p in self.weights)
@@ -3370,7 +3372,8 @@ class Small:
 
     def update(self, values: Values) -> Callable[[], object]:
         self.wait()
-        for row, p, grad, state in zip(self.rows, self.weights, self.grad.split(self.sizes), self.states):
+        grads = self.grad.split([p.numel() for p in self.weights])
+        for row, p, grad, state in zip(self.rows, self.weights, grads, self.states):
             self.optimizer.adam(row, p.data, grad.view_as(p), state, values)
         self.clear()
         return no_wait
@@ -3444,16 +3447,16 @@ class Sharded:
         """Update the shard; returns the wait for those of the other ranks."""
         self.wait()
         grad = self.grad[:len(self.shard)]
-        optimizer, state = self.optimizer, self.state
+        optimizer = self.optimizer
+        state = self.state
         if self.row.optimizer == "adam":
             optimizer.adam(self.row, self.shard, grad, state, values)
         elif len(self.shard) > 0:
-            cfg = optimizer.cfg
             lr = cpu_scalar(values.normuon_lr)
-            decay = cpu_scalar(values.normuon_lr * cfg.normuon_weight_decay)  # times the rate again in the update
+            decay = lr * optimizer.cfg.normuon_weight_decay                   # times the rate again in the update
             optimizer.normuon_update(
                 self.shard, state.get("mantissa"), grad, state["momentum"], state["second"], optimizer.grad_scale,
-                cpu_scalar(values.momentum), lr, self.lr_muls, decay, cfg.normuon_beta2)
+                cpu_scalar(values.momentum), lr, self.lr_muls, decay, optimizer.cfg.normuon_beta2)
         self.clear()
         return launch(optimizer.fabric, dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
 
@@ -3512,7 +3515,7 @@ class Optimizer:
         self.normuon_update = compiled(normuon_update)
         self.adam_update = compiled(adam_update)
         self.rowwise_update = compiled(rowwise_update)
-        self.plans_ahead: Callable = no_wait
+        self.plans_ahead: Callable = no_wait                                  # of the step in progress
 
         # By label: the state of what this rank owns. Its names are those of snapshots and checkpoints.
         self.parameters = {row.label: row for row in parameter_table(cfg)}
@@ -3581,12 +3584,10 @@ class Optimizer:
 
     def is_due(self, label: str, values: Values) -> bool:
         """Return whether this step updates an entry."""
-        row = self.parameters.get(label)                                      # none of SMALL
-        if row is not None and row.optimizer == "normuon":
-            return True
-        if row is not None and row.optimizer == "rowwise":
-            return (values.step + 1) % row.rows.cadence == 0
-        return values.adam_step
+        kind = "adam" if label == SMALL else self.parameters[label].optimizer
+        if kind == "rowwise":
+            return (values.step + 1) % self.parameters[label].rows.cadence == 0
+        return kind == "normuon" or values.adam_step
 
     def _adam_numbers(self, row: Parameter, values: Values) -> tuple[int, Tensor, Tensor]:
         """Return the number of an update by Adam or a row-wise one, from 1, its step size and its decay."""
@@ -3621,20 +3622,19 @@ class Optimizer:
 
     def _untie(self) -> None:
         """Make head and embedding two parameters; the embedding starts with the head's weights and moments."""
-        W = self.fabric.world
+        W, rank = self.fabric.world, self.fabric.rank
         head = self.entries["lm_head"]
         embed = self.entries["embed"]
-        count, width = embed.table.shard.shape
-        # A rank owns rows of the head, along D; of an embedding it owns every W-th column of the head, along V.
+        D, V = self.model.lm_head.shape
+        # The head's moments are owned along D and the embedding's along V: once in a run every rank gets them all.
         for name, moment in embed.state.items():
-            of_head = head.state[name]
-            missing = (0, W * count - of_head.shape[1], 0, head.shard_size - len(of_head))
-            leaving = F.pad(of_head, missing).unflatten(1, (count, W)).permute(2, 0, 1).contiguous()
-            arrived = leaving if W == 1 else torch.empty_like(leaving)        # (rank, rows of its head shard, C)
-            launch(self.fabric, dist.all_to_all_single, arrived, leaving)()
-            moment.copy_(arrived.flatten(0, 1)[:width].t())
-        my_rows = self.model.lm_head.t()[self.fabric.rank::W]
-        embed.table.shard[:len(my_rows)] = my_rows
+            whole = moment.new_zeros(W * head.shard_size, V)
+            whole[head.slice][:len(head.shard)] = head.state[name]
+            launch(self.fabric, dist.all_gather_into_tensor, whole, whole[head.slice])()
+            rows = whole[:D].t()[rank::W]
+            moment[:len(rows)] = rows
+        rows = self.model.lm_head.t()[rank::W]
+        embed.table.shard[:len(rows)] = rows
 
 
 # ====== Room 8: Executor ==============================================================================================
@@ -3843,10 +3843,12 @@ class Executor:
         self.optimizer.seed = seed
 
     def drop_gradients(self) -> None:
-        for entry in self.optimizer.entries.values():
-            entry.clear()
-        for table in self.tables.values():
-            table.reset()
+        """Forget what calls have added so far; a table also forgets what it has fetched and counted."""
+        for label, entry in self.optimizer.entries.items():
+            if label in self.tables:
+                self.tables[label].reset()
+            else:
+                entry.clear()
 
     def _whole(self, label: str, x: Tensor) -> Tensor | None:
         """Join the ranks' parts of a weight or its state, in logical order, on the host of rank 0. Collective."""
@@ -3925,8 +3927,7 @@ class Executor:
 # ---- Memory: an estimate before anything is built
 MEMORY_SHARE = 0.9                       # of a device: the rest is for its driver, NCCL, the allocator, the compiler
 ON_HOST = "tables on the host"           # the part that takes memory row by row, as rows are updated
-# What a step keeps per token at its largest, when the head makes the gradient of its logits: compiled, as the rehearsal
-# counts it, and in plain PyTorch.
+# What a step keeps per token at its largest, in the head: in compiled code, as the rehearsal counts it, and in plain PyTorch.
 SAVED_ROWS = 17                          # of width D, in each layer: 183 in 11 layers, and statistics in f32
 SAVED_ROWS_PLAIN = 26
 LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in fp8
@@ -3983,15 +3984,15 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
         parts += Counter(weights=count * item, gradients=count * gradient, moments=state // owners)
 
     # Activations of the largest stage, or of evaluation, whose logits come in chunks; row updates need theirs later.
-    compiled = kernel is attention_varlen
     line = cfg.model_dim * dtype.itemsize
-    saved = len(LAYERS) * (SAVED_ROWS if compiled else SAVED_ROWS_PLAIN) * line
-    logits = int(cfg.padded_vocab * (LOGIT_COPIES * dtype.itemsize if compiled else LOGIT_COPIES_PLAIN * exact))
-    tokens = slots_at_once * max(stage.batch_tokens for stage in cfg.stages) // cfg.num_slots
-    val_tokens = slots_at_once * cfg.val_batch_tokens // cfg.num_slots
-    evaluating = max(val_tokens * EVAL_ROWS_KEPT * line, val_tokens * line + min(val_tokens, EVAL_ROWS) * logits)
-    working = max(tokens * (saved + logits), evaluating, parts.pop("row updates", 0))
-    return dict(parts, working=int(working))
+    saved = len(LAYERS) * SAVED_ROWS * line + int(LOGIT_COPIES * cfg.padded_vocab * dtype.itemsize)
+    if kernel is not attention_varlen:
+        saved = len(LAYERS) * SAVED_ROWS_PLAIN * line + LOGIT_COPIES_PLAIN * cfg.padded_vocab * exact
+    training = max(stage.batch_tokens for stage in cfg.stages) * saved
+    evaluation = cfg.val_batch_tokens * EVAL_ROWS_KEPT * line
+    working = slots_at_once * max(training, evaluation) // cfg.num_slots
+    parts["working"] = max(working, parts.pop("row updates", 0))
+    return dict(parts)
 
 
 def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict[str, int]]:
@@ -4017,6 +4018,7 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
 # ---- Files: a save and a checkpoint are one thing, a folder that is whole before it has its name. Loading runs no code.
 CHECKPOINTS = "checkpoints"              # folder in the run directory
 PIECE_BYTES = 1 << 27                    # of the rows and their state in one file
+UNFINISHED: set[Path] = set()            # folders that this process writes and that have no name yet: its end removes them
 
 
 def file_sha256(path: Path) -> str:
@@ -4024,7 +4026,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def flush(path: Path) -> None:
+def sync_to_disk(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
     if path.is_file() or os.name == "posix":
         handle = os.open(path, os.O_RDONLY)
@@ -4066,6 +4068,7 @@ def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]],
     contents: (name, bytes or what torch.save takes), each made when the one before it is on the disk.
     """
     part = part_of(folder, run_id)
+    UNFINISHED.add(part)
 
     def write(name: str, content: Any) -> dict[str, Any]:
         with open(part / name, "xb") as file:
@@ -4073,7 +4076,7 @@ def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]],
                 file.write(content)
             else:
                 torch.save(content, file)
-        flush(part / name)
+        sync_to_disk(part / name)
         return dict(bytes=(part / name).stat().st_size, sha256=file_sha256(part / name))
 
     try:
@@ -4088,22 +4091,23 @@ def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]],
         with fabric.failing_together(), refused(folder):
             if fabric.rank == 0:
                 write(MANIFEST, json.dumps(dict(format=max(MANIFEST_FORMATS), files=files), indent=1).encode())
-                flush(part)
+                sync_to_disk(part)
                 part.rename(folder)                           # fails if another run has taken the name
-                flush(folder.parent)
+                sync_to_disk(folder.parent)
     except RunError:
         if fabric.rank == 0:
             shutil.rmtree(part, ignore_errors=True)
         raise
+    finally:
+        UNFINISHED.discard(part)
 
 
 def read_tensors(path: Path, manifest: dict[str, str]) -> Any:
     """Return what torch.save wrote; no code in it is run. Raises DataError, whatever the file is."""
     with damaged(path):
-        need(path.name in manifest and path.is_file(), path, "no such file, or not in the manifest", "a file of a save or "
-             "checkpoint", "take another, or write this one again", DataError)
-        need(file_sha256(path) == manifest[path.name], path, "another content than its manifest says", "the content as "
-             "written", "copy the folder again: it is damaged, or mixed from several", DataError)
+        need(path.is_file() and file_sha256(path) == manifest.get(path.name), path, "no such file, or another content "
+             "than its manifest says", "the file as it was written", "copy the folder again: it is damaged, or mixed from "
+             "several", DataError)
         return torch.load(path, "cpu", weights_only=True, mmap=True)
 
 
@@ -4142,22 +4146,21 @@ def load_rows(folder: Path, manifest: dict[str, str], executor: Executor, with_s
 
 
 def own_rows(path: Path, manifest: dict[str, str], table: RowTable, with_state: bool) -> tuple[Tensor, RowState]:
-    """Return places and rows that are this rank's of one file of rows; without state, updated once. Raises DataError."""
-    stored = table.home.stored
+    """Return places and rows that are this rank's of one file of rows; those without state count as updated once."""
+    fabric, stored = table.fabric, table.home.stored
     content = read_tensors(path, manifest)
     with damaged(path):
-        ids, rows = content["ids"], content["rows"]
-        v, last = torch.zeros(len(ids)), torch.ones(len(ids))
+        ids = content["ids"]
+        columns = [content["rows"], torch.zeros(len(ids)), torch.ones(len(ids))]
         if with_state:
-            v, last = content["v"], content["last"]
-        state = RowState(rows, v, last)
+            columns[1:] = content["v"], content["last"]
         fits = ids.dtype == torch.int64 and ids[0] >= 0 and ids[-1] < table.table.rows and (ids.diff() > 0).all()
-        for x, y in zip(state, stored):
+        for x, y in zip(columns, stored):
             fits = fits and x.shape == (len(ids), *y.shape[1:]) and (x.dtype == y.dtype or not with_state)
-        need(fits, path, f"{len(ids)} rows, {rows.dtype}", f"ascending ones of {table.table.label}, below "
-             f"{table.table.rows}, {stored.rows.dtype}", "use the trainer and settings of that run", DataError)
-        mine = (ids % table.fabric.world == table.fabric.rank).nonzero().flatten()
-        return ids[mine] // table.fabric.world, RowState(*(x[mine].to(y.dtype) for x, y in zip(state, stored)))
+        need(fits, path, "other rows", f"ascending ones of {table.table.label}, below {table.table.rows}, in "
+             f"{stored.rows.dtype}", "use the trainer and settings of that run", DataError)
+        mine = (ids % fabric.world == fabric.rank).nonzero().flatten()
+        return ids[mine] // fabric.world, RowState(*(x[mine].to(y.dtype) for x, y in zip(columns, stored)))
 
 
 def settings_json(preset: str, cfg: Config) -> bytes:
@@ -5188,6 +5191,8 @@ class Ending:
                 within(1, functools.partial(print, cause, file=sys.stderr, flush=True))
         if self.log is not None:
             self.log.aborted(cause)
+        for part in tuple(UNFINISHED):
+            shutil.rmtree(part, ignore_errors=True)
         os._exit(status)
 
 
