@@ -2812,6 +2812,7 @@ class RowTable:
         """Fetch the plan's rows into a new tensor (validation, sampling); there is no buffer for gradients."""
         plan.change_lists(self._on_device)
         if self.alone:
+            self.report_traffic(plan)
             return self.shard, None
         rows, places = self.shard, plan.requested_rows
         if self.home is not None:
