@@ -2710,8 +2710,9 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
             announced = everyone[reader][2][table][me]
             inside = len(places) == 0 or (places[0] >= 0 and places[-1] < plan.shard_size)
             need(inside and (places.diff() > 0).all() and places.sum() == announced,
-                 f"rows of {label} that rank {reader} requests", f"{places}, their sum {int(places.sum())}",
-                 f"ascending places below {plan.shard_size}, their sum {announced}", "report it", RunError)
+                 f"rows of {label} that rank {reader} requests",
+                 f"{len(places)} places from {places[:1].tolist()} to {places[-1:].tolist()}, sum {int(places.sum())}",
+                 f"ascending places below {plan.shard_size}, sum {announced}", "report it", RunError)
         if not plan.tied:
             plan.requested_rows = fabric.host_tensor(torch.cat(requested).long())
             plan.recv_counts = requests[:, table].tolist()
@@ -2814,7 +2815,7 @@ class RowTable:
             return self.shard, None
         rows, places = self.shard, plan.requested_rows
         if self.home is not None:
-            rows, places = self.home.read(places), slice(None)
+            rows, places = self.home.read(places), None
         out = self.cache.new_empty(len(plan.my_rows), self.cache.shape[1])
         wait = self._bring(plan, out, head, rows, places)
         wait()
@@ -2908,15 +2909,17 @@ class RowTable:
         self.arrival = no_wait
 
     def _bring(self, plan: TablePlan, out: Tensor, head: Tensor, rows: Tensor,
-               places: Tensor | slice) -> Callable[[], object]:
-        """Launch a plan's rows into `out`; rows[places] are those requested of this rank. Returns the wait."""
+               places: Tensor | None) -> Callable[[], object]:
+        """Launch a plan's rows into `out`; this rank sends its rows at places, or all. Returns the wait."""
         if self.debug:
             out.fill_(math.nan)                                               # rows of no plan are not to be read
         arriving = out[:len(plan.my_rows)]
         if plan.tied:
             arriving.copy_(head.t()[plan.head_columns])                       # every rank has the head, (D, V)
             return no_wait
-        return self._launch(plan, arriving, rows[places], plan.send_counts, plan.recv_counts)
+        if places is not None:
+            rows = rows.index_select(0, places)
+        return self._launch(plan, arriving, rows, plan.send_counts, plan.recv_counts)
 
     def _launch(self, plan: TablePlan, out: Tensor, rows: Tensor, recv_counts: list[int],
                 send_counts: list[int]) -> Callable[[], object]:
@@ -3330,7 +3333,7 @@ def initial_state(row: Parameter, shard: Tensor) -> dict[str, Tensor]:
 
 
 def bank_matrices(row: Parameter, weight: Tensor) -> Tensor:
-    """View a NorMuon bank as matrices (M, r, c), the parts that stand below each other apart; others as they are."""
+    """View a NorMuon bank as its matrices (M, r, c), and any other weight as it is."""
     if row.optimizer != "normuon":
         return weight
     height = row.shape[-1] if row.label == "attn" else row.shape[-2]          # matrices of attention are square
@@ -3358,7 +3361,6 @@ class Small:
         self.rows = rows
         self.weights = [optimizer.model.get_parameter(row.label) for row in rows]
         self.states = [initial_state(row, p.data) for row, p in zip(rows, self.weights)]
-        self.sizes = [p.numel() for p in self.weights]
 
     def has_gradient(self) -> bool:
         return all(p.grad is not None for p in self.weights)
@@ -3370,7 +3372,8 @@ class Small:
 
     def update(self, values: Values) -> Callable[[], object]:
         self.wait()
-        for row, p, grad, state in zip(self.rows, self.weights, self.grad.split(self.sizes), self.states):
+        grads = self.grad.split([p.numel() for p in self.weights])
+        for row, p, grad, state in zip(self.rows, self.weights, grads, self.states):
             self.optimizer.adam(row, p.data, grad.view_as(p), state, values)
         self.clear()
         return no_wait
@@ -3444,16 +3447,16 @@ class Sharded:
         """Update the shard; returns the wait for those of the other ranks."""
         self.wait()
         grad = self.grad[:len(self.shard)]
-        optimizer, state = self.optimizer, self.state
+        optimizer = self.optimizer
+        state = self.state
         if self.row.optimizer == "adam":
             optimizer.adam(self.row, self.shard, grad, state, values)
         elif len(self.shard) > 0:
-            cfg = optimizer.cfg
             lr = cpu_scalar(values.normuon_lr)
-            decay = cpu_scalar(values.normuon_lr * cfg.normuon_weight_decay)  # times the rate again in the update
+            decay = lr * optimizer.cfg.normuon_weight_decay                   # times the rate again in the update
             optimizer.normuon_update(
                 self.shard, state.get("mantissa"), grad, state["momentum"], state["second"], optimizer.grad_scale,
-                cpu_scalar(values.momentum), lr, self.lr_muls, decay, cfg.normuon_beta2)
+                cpu_scalar(values.momentum), lr, self.lr_muls, decay, optimizer.cfg.normuon_beta2)
         self.clear()
         return launch(optimizer.fabric, dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
 
@@ -3512,7 +3515,7 @@ class Optimizer:
         self.normuon_update = compiled(normuon_update)
         self.adam_update = compiled(adam_update)
         self.rowwise_update = compiled(rowwise_update)
-        self.plans_ahead: Callable = no_wait
+        self.plans_ahead: Callable = no_wait                                  # of the step in progress
 
         # By label: the state of what this rank owns. Its names are those of snapshots and checkpoints.
         self.parameters = {row.label: row for row in parameter_table(cfg)}
@@ -3581,12 +3584,10 @@ class Optimizer:
 
     def is_due(self, label: str, values: Values) -> bool:
         """Return whether this step updates an entry."""
-        row = self.parameters.get(label)                                      # none of SMALL
-        if row is not None and row.optimizer == "normuon":
-            return True
-        if row is not None and row.optimizer == "rowwise":
-            return (values.step + 1) % row.rows.cadence == 0
-        return values.adam_step
+        kind = "adam" if label == SMALL else self.parameters[label].optimizer
+        if kind == "rowwise":
+            return (values.step + 1) % self.parameters[label].rows.cadence == 0
+        return kind == "normuon" or values.adam_step
 
     def _adam_numbers(self, row: Parameter, values: Values) -> tuple[int, Tensor, Tensor]:
         """Return the number of an update by Adam or a row-wise one, from 1, its step size and its decay."""
@@ -3621,20 +3622,19 @@ class Optimizer:
 
     def _untie(self) -> None:
         """Make head and embedding two parameters; the embedding starts with the head's weights and moments."""
-        W = self.fabric.world
+        W, rank = self.fabric.world, self.fabric.rank
         head = self.entries["lm_head"]
         embed = self.entries["embed"]
-        count, width = embed.table.shard.shape
-        # A rank owns rows of the head, along D; of an embedding it owns every W-th column of the head, along V.
+        D, V = self.model.lm_head.shape
+        # The head's moments are owned along D and the embedding's along V: once in a run every rank gets them all.
         for name, moment in embed.state.items():
-            of_head = head.state[name]
-            missing = (0, W * count - of_head.shape[1], 0, head.shard_size - len(of_head))
-            leaving = F.pad(of_head, missing).unflatten(1, (count, W)).permute(2, 0, 1).contiguous()
-            arrived = leaving if W == 1 else torch.empty_like(leaving)        # (rank, rows of its head shard, C)
-            launch(self.fabric, dist.all_to_all_single, arrived, leaving)()
-            moment.copy_(arrived.flatten(0, 1)[:width].t())
-        my_rows = self.model.lm_head.t()[self.fabric.rank::W]
-        embed.table.shard[:len(my_rows)] = my_rows
+            whole = moment.new_zeros(W * head.shard_size, V)
+            whole[head.slice][:len(head.shard)] = head.state[name]
+            launch(self.fabric, dist.all_gather_into_tensor, whole, whole[head.slice])()
+            rows = whole[:D].t()[rank::W]
+            moment[:len(rows)] = rows
+        rows = self.model.lm_head.t()[rank::W]
+        embed.table.shard[:len(rows)] = rows
 
 
 # ====== Room 8: Executor ==============================================================================================
@@ -3843,10 +3843,12 @@ class Executor:
         self.optimizer.seed = seed
 
     def drop_gradients(self) -> None:
-        for entry in self.optimizer.entries.values():
-            entry.clear()
-        for table in self.tables.values():
-            table.reset()
+        """Forget what calls have added so far; a table also forgets what it has fetched and counted."""
+        for label, entry in self.optimizer.entries.items():
+            if label in self.tables:
+                self.tables[label].reset()
+            else:
+                entry.clear()
 
     def _whole(self, label: str, x: Tensor) -> Tensor | None:
         """Join the ranks' parts of a weight or its state, in logical order, on the host of rank 0. Collective."""

@@ -132,7 +132,6 @@ def planned(cfg: tg.Config, batch: tg.Batch, where: tg.Fabric | None = None) -> 
     tied = tg.Schedule(cfg).at(batch.step).tied
     for table in planner.tables:
         plan, (found,) = plan_of(planner, table, [batch.rows[table.label].numpy()], tied)
-        plan.change_lists(torch.as_tensor)
         plans[table.label], rows[table.label] = plan, torch.from_numpy(found)
     return batch._replace(plans=plans, rows=rows)
 

@@ -421,6 +421,8 @@ def test_a_table_of_a_hundred_million_rows_takes_memory_for_those_it_has_touched
     found = torch.cat([places for places, _ in kept.touched()])
     assert found.tolist() == places[2:].tolist()
     assert not kept.read(torch.tensor([0, 5])).any()
+    taken = kept.take(kept.prepare(np.array([5, rows - 1])))          # two that the last update has had
+    assert taken.rows.sum(dim=1).tolist() == [0, 2 * width]
     assert resident_mib() < before + 64
 
 
