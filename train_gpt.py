@@ -4766,8 +4766,9 @@ def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric) -
                 part_of(folder, run_id).rmdir()
         for folder in folders if fabric.rank == 0 else ():
             with refused(folder):
-                for name in ("log.txt", "log.jsonl"):
-                    (folder / name).unlink(missing_ok=True)
+                for name in (Path(__file__).name, SETTINGS, "log.txt", "log.jsonl"):     # all of them are that start's
+                    if (folder / "log.jsonl").exists():
+                        (folder / name).unlink(missing_ok=True)
 
 
 def has_log(folder: Path) -> bool:
