@@ -2812,6 +2812,7 @@ class RowTable:
         """Fetch the plan's rows into a new tensor (validation, sampling); there is no buffer for gradients."""
         plan.change_lists(self._on_device)
         if self.alone:
+            self.report_traffic(plan)
             return self.shard, None
         rows, places = self.shard, plan.requested_rows
         if self.home is not None:
@@ -3334,7 +3335,7 @@ def initial_state(row: Parameter, shard: Tensor) -> dict[str, Tensor]:
 
 
 def bank_matrices(row: Parameter, weight: Tensor) -> Tensor:
-    """View a NorMuon bank as matrices (M, r, c), the parts that stand below each other apart; others as they are."""
+    """View a NorMuon bank as its matrices (M, r, c), and any other weight as it is."""
     if row.optimizer != "normuon":
         return weight
     height = row.shape[-1] if row.label == "attn" else row.shape[-2]          # matrices of attention are square
@@ -3362,7 +3363,6 @@ class Small:
         self.rows = rows
         self.weights = [optimizer.model.get_parameter(row.label) for row in rows]
         self.states = [initial_state(row, p.data) for row, p in zip(rows, self.weights)]
-        self.sizes = [p.numel() for p in self.weights]
 
     def has_gradient(self) -> bool:
         return all(p.grad is not None for p in self.weights)
@@ -3374,7 +3374,8 @@ class Small:
 
     def update(self, values: Values) -> Callable[[], object]:
         self.wait()
-        for row, p, grad, state in zip(self.rows, self.weights, self.grad.split(self.sizes), self.states):
+        grads = self.grad.split([p.numel() for p in self.weights])
+        for row, p, grad, state in zip(self.rows, self.weights, grads, self.states):
             self.optimizer.adam(row, p.data, grad.view_as(p), state, values)
         self.clear()
         return no_wait
@@ -3448,16 +3449,16 @@ class Sharded:
         """Update the shard; returns the wait for those of the other ranks."""
         self.wait()
         grad = self.grad[:len(self.shard)]
-        optimizer, state = self.optimizer, self.state
+        optimizer = self.optimizer
+        state = self.state
         if self.row.optimizer == "adam":
             optimizer.adam(self.row, self.shard, grad, state, values)
         elif len(self.shard) > 0:
-            cfg = optimizer.cfg
             lr = cpu_scalar(values.normuon_lr)
-            decay = cpu_scalar(values.normuon_lr * cfg.normuon_weight_decay)  # times the rate again in the update
+            decay = lr * optimizer.cfg.normuon_weight_decay                   # times the rate again in the update
             optimizer.normuon_update(
                 self.shard, state.get("mantissa"), grad, state["momentum"], state["second"], optimizer.grad_scale,
-                cpu_scalar(values.momentum), lr, self.lr_muls, decay, cfg.normuon_beta2)
+                cpu_scalar(values.momentum), lr, self.lr_muls, decay, optimizer.cfg.normuon_beta2)
         self.clear()
         return launch(optimizer.fabric, dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
 
@@ -3516,7 +3517,7 @@ class Optimizer:
         self.normuon_update = compiled(normuon_update)
         self.adam_update = compiled(adam_update)
         self.rowwise_update = compiled(rowwise_update)
-        self.plans_ahead: Callable = no_wait
+        self.plans_ahead: Callable = no_wait                                  # of the step in progress
 
         # By label: the state of what this rank owns. Its names are those of snapshots and checkpoints.
         self.parameters = {row.label: row for row in parameter_table(cfg)}
@@ -3585,12 +3586,10 @@ class Optimizer:
 
     def is_due(self, label: str, values: Values) -> bool:
         """Return whether this step updates an entry."""
-        row = self.parameters.get(label)                                      # none of SMALL
-        if row is not None and row.optimizer == "normuon":
-            return True
-        if row is not None and row.optimizer == "rowwise":
-            return (values.step + 1) % row.rows.cadence == 0
-        return values.adam_step
+        kind = "adam" if label == SMALL else self.parameters[label].optimizer
+        if kind == "rowwise":
+            return (values.step + 1) % self.parameters[label].rows.cadence == 0
+        return kind == "normuon" or values.adam_step
 
     def _adam_numbers(self, row: Parameter, values: Values) -> tuple[int, Tensor, Tensor]:
         """Return the number of an update by Adam or a row-wise one, from 1, its step size and its decay."""
@@ -3625,20 +3624,19 @@ class Optimizer:
 
     def _untie(self) -> None:
         """Make head and embedding two parameters; the embedding starts with the head's weights and moments."""
-        W = self.fabric.world
+        W, rank = self.fabric.world, self.fabric.rank
         head = self.entries["lm_head"]
         embed = self.entries["embed"]
-        count, width = embed.table.shard.shape
-        # A rank owns rows of the head, along D; of an embedding it owns every W-th column of the head, along V.
+        D, V = self.model.lm_head.shape
+        # The head's moments are owned along D and the embedding's along V: once in a run every rank gets them all.
         for name, moment in embed.state.items():
-            of_head = head.state[name]
-            missing = (0, W * count - of_head.shape[1], 0, head.shard_size - len(of_head))
-            leaving = F.pad(of_head, missing).unflatten(1, (count, W)).permute(2, 0, 1).contiguous()
-            arrived = leaving if W == 1 else torch.empty_like(leaving)        # (rank, rows of its head shard, C)
-            launch(self.fabric, dist.all_to_all_single, arrived, leaving)()
-            moment.copy_(arrived.flatten(0, 1)[:width].t())
-        my_rows = self.model.lm_head.t()[self.fabric.rank::W]
-        embed.table.shard[:len(my_rows)] = my_rows
+            whole = moment.new_zeros(W * head.shard_size, V)
+            whole[head.slice][:len(head.shard)] = head.state[name]
+            launch(self.fabric, dist.all_gather_into_tensor, whole, whole[head.slice])()
+            rows = whole[:D].t()[rank::W]
+            moment[:len(rows)] = rows
+        rows = self.model.lm_head.t()[rank::W]
+        embed.table.shard[:len(rows)] = rows
 
 
 # ====== Room 8: Executor ==============================================================================================
@@ -3847,10 +3845,12 @@ class Executor:
         self.optimizer.seed = seed
 
     def drop_gradients(self) -> None:
-        for entry in self.optimizer.entries.values():
-            entry.clear()
-        for table in self.tables.values():
-            table.reset()
+        """Forget what calls have added so far; a table also forgets what it has fetched and counted."""
+        for label, entry in self.optimizer.entries.items():
+            if label in self.tables:
+                self.tables[label].reset()
+            else:
+                entry.clear()
 
     def _whole(self, label: str, x: Tensor) -> Tensor | None:
         """Join the ranks' parts of a weight or its state, in logical order, on the host of rank 0. Collective."""
@@ -4767,8 +4767,9 @@ def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric) -
                 part_of(folder, run_id).rmdir()
         for folder in folders if fabric.rank == 0 else ():
             with refused(folder):
-                for name in ("log.txt", "log.jsonl"):
-                    (folder / name).unlink(missing_ok=True)
+                for name in (Path(__file__).name, SETTINGS, "log.txt", "log.jsonl"):     # all of them are that start's
+                    if (folder / "log.jsonl").exists():
+                        (folder / name).unlink(missing_ok=True)
 
 
 def has_log(folder: Path) -> bool:

@@ -57,7 +57,7 @@ def test_events_have_exactly_their_keys_in_a_sensible_order(first):
     assert all(set(event) == {"type", *KEYS[event["type"]].split()} for event in first.events)
     kinds = [event["type"] for event in first.events if event["type"] not in ("step", "val", "comms", "phase")]
     assert kinds == ["header", "result"] and first.events[-1]["type"] == "result"
-    warm_up = [*(f"warm-up of stage {stage}" for stage in (3, 3, 4, 4, 2, 2, 1, 1)), "warm-up of validation", "warm-up"]
+    warm_up = [*(f"warm-up of stage {stage}" for stage in (3, 4, 4, 2, 2, 1)), "warm-up of validation", "warm-up"]
     phases = [(name, False) for name in ("set-up", "validation data", *warm_up)] + [("first batch", True)]
     assert [(e["name"], e["timed"]) for e in first.of("phase")] == phases
     assert [e["step"] for e in first.of("step")] == list(range(1, 13))
@@ -365,7 +365,7 @@ def test_a_damaged_shard_ends_the_run(tmp_path):
 def test_a_folder_with_a_log_is_refused(first):
     before = {path.name: path.read_bytes() for path in first.folder.iterdir()}
     done = run(first.folder)
-    assert done.status == 1 and "a log" in done.err and "--run_dir" in done.err
+    assert done.status == 1 and "the log of a run" in done.err and "--run_dir" in done.err
     assert {path.name: path.read_bytes() for path in first.folder.iterdir()} == before
 
 

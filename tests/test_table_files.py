@@ -195,15 +195,15 @@ def test_own_rows__each_row_has_one_reader(tmp_path, world):
 
 def kill_in_a_file() -> None:
     """With half of a file on the disk."""
-    flush = tg.flush
+    sync = tg.sync_to_disk
 
     def half_written(path: Path) -> None:
         if path.parent.name.startswith("step-0000008") and path.name == "rows-trigram_embed-0of1-1.pt":
             os.truncate(path, path.stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
-        flush(path)
+        sync(path)
 
-    tg.flush = half_written
+    tg.sync_to_disk = half_written
 
 
 def kill_before_the_name() -> None:
@@ -221,7 +221,7 @@ def kill_before_the_name() -> None:
 @pytest.mark.parametrize("moment", [kill_in_a_file, kill_before_the_name], ids=lambda moment: moment.__name__)
 def test_write_folder__a_killed_run_goes_on_from_the_checkpoint_before(place, tmp_path, monkeypatch, moment):
     with monkeypatch.context() as patch:
-        patch.setattr(tg, "flush", tg.flush)                  # both are put back
+        patch.setattr(tg, "sync_to_disk", tg.sync_to_disk)                  # both are put back
         patch.setattr(Path, "rename", Path.rename)
         moment()
         killed = run(tmp_path / "killed", f"--tables={DEVICE}", *F64, *CUT)
@@ -235,14 +235,14 @@ def test_write_folder__a_killed_run_goes_on_from_the_checkpoint_before(place, tm
 
 def test_write_folder__a_full_disk_of_one_rank(place, tmp_path, monkeypatch):
     """Its second file has no room: the run goes on without the checkpoint, and weights go to the run directory."""
-    flush = tg.flush
+    sync = tg.sync_to_disk
 
     def full(path: Path) -> None:
         if on_rank(1) and path.name.endswith("-1.pt") and path.parent.name.startswith(("step-0000004", "full")):
             raise OSError(errno.ENOSPC, "No space left on device")
-        flush(path)
+        sync(path)
 
-    monkeypatch.setattr(tg, "flush", full)
+    monkeypatch.setattr(tg, "sync_to_disk", full)
     ranks = launch(tmp_path / "run", 2, f"--tables={DEVICE}", *F64, "--checkpoint_every=2", f"--save={tmp_path / 'full'}")
     assert [done.status for done in ranks] == [1, 1], ranks[0].err
     assert "No space left on device" in ranks[0].out and "on rank 1" in ranks[0].out

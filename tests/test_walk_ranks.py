@@ -286,7 +286,7 @@ PLANTED = {
         ["count: rank 2 sends", "to rank 0, which expects", "bigram_embed", "RowTable._launch"]),
     "gradients travel with the counts of the fetch": Mistake(
         RETURNED, RETURNED.replace("plan.recv_counts, plan.send_counts", "plan.send_counts, plan.recv_counts"),
-        ["size: rank 1, collective", "counts [", "bigram_embed", "RowTable._launch"]),
+        ["size: rank 0, collective", "counts [", "value_embed", "RowTable._launch"]),
     "one rank is killed": Mistake(
         REDUCED, "        if self.fabric.rank == 1:\n            os.kill(os.getpid(), signal.SIGKILL)\n" + REDUCED,
         ["rank 1 ended early: killed"]),
