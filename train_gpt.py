@@ -1321,7 +1321,7 @@ class Batch(NamedTuple):
     tokens: Tensor                       # (b, T) i32
     targets: Tensor                      # (b, T) i64: the next token
     cu_seqlens: Tensor                   # (b, K) i32: 0, document ends, then T as often as needed to fill K columns
-    rows: dict[str, Tensor]              # by table, shaped like its ids: index into the plan's list, or rows of the table
+    rows: dict[str, Tensor]            # by table, shaped like its ids: index into the plan's list, or rows of the table
     signs: dict[str, Tensor] = {}        # by table that has signs, (b, T) i32: which vector of signs
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -3755,7 +3755,7 @@ class Executor:
         table = self.tables.get(label)
         if table is None and not isinstance(self.optimizer.entries.get(label), Sharded):
             return x.to("cpu", copy=True)
-        pieces = [self.fabric.gather(piece.cpu()) for piece in x.detach().split(PIECE_ROWS)]      # not all in one message
+        pieces = [self.fabric.gather(piece.cpu()) for piece in x.detach().split(PIECE_ROWS)]    # not all in one message
         if self.fabric.rank != 0:
             return None
         if table is None:
@@ -3912,7 +3912,7 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
 # ---- Files: a save and a checkpoint are one thing, a folder that is whole before it has its name. Loading runs no code.
 CHECKPOINTS = "checkpoints"              # folder in the run directory
 PIECE_BYTES = 1 << 27                    # of the rows and their state in one file
-UNFINISHED: set[Path] = set()            # folders that this process writes and that have no name yet: its end removes them
+UNFINISHED: set[Path] = set()         # folders that this process writes and that have no name yet: its end removes them
 
 
 def file_sha256(path: Path) -> str:
