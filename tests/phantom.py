@@ -420,7 +420,7 @@ running: list[Any] = []                  # the autotuner whose kernel is being l
 
 def first_of_all(self: Any, *_: Any, **__: Any) -> dict:
     """Configurations by their times, which nobody can take here: all are compiled, the first is launched."""
-    self.all_launchers = list(self.launchers)                 # the others are dropped behind this
+    self.all_launchers = list(self.launchers)                 # the others are dropped after this
     return {launcher: float(at) for at, launcher in enumerate(self.launchers)}
 
 
@@ -501,7 +501,7 @@ def machine_words(code: bytes) -> list[int]:
 
 
 def branch_distance(word: int) -> int:
-    """Instructions from the one behind a branch to its target."""
+    """Instructions from the one after a branch to its target."""
     upper = (word >> 34) & (2**30 - 1)
     upper -= (upper >> 29) << 30                              # signed
     if mode_capability >= 90:
@@ -517,7 +517,7 @@ class Launcher:
         self.metadata = metadata
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: str, *rest: Any) -> None:
-        args = rest[4:]                                       # behind metadata and hooks
+        args = rest[4:]                                       # after metadata and hooks
         owner = running[-1] if running else None
         mode.recorder.launched(dict(function=function, metadata=self.metadata, owner=owner), (x, y, z), args)
 

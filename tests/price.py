@@ -168,7 +168,7 @@ class Streams:
         self.step = Step()
 
     def play(self, phase: str) -> Step:
-        """One step behind those before it."""
+        """One step after those before it."""
         began = self.compute
         self.step = Step()
         self.arrivals = {f"before {label}": arrival for label, arrival in self.arrivals.items()}
@@ -283,7 +283,7 @@ def price_world(ledger: dict[str, Any], world: str, card: Card, attention: str) 
 
 def price_steps(ledger: dict[str, Any], world: str, card: Card, attention: str,
                 stage: str) -> dict[str, Step]:
-    """An even and an odd step of a stage, behind such a cycle; what the ledger has of them."""
+    """An even and an odd step of a stage, after such a cycle; what the ledger has of them."""
     streams = Streams(ledger, world, card, attention)
     cycle = []
     for parity in PARITIES:

@@ -68,7 +68,7 @@ def why_not() -> str:
 
 # ---- The ledger of one number of GPUs, from what walk.py has found
 def segments_of(timeline: list[list]) -> list[list[list]]:
-    """The timeline, cut in front of every mark."""
+    """The timeline, cut before every mark."""
     parts: list[list[list]] = [[]]
     for item in timeline:
         if item[0] == "mark":

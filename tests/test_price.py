@@ -7,7 +7,7 @@ import random
 import price
 import pytest
 
-# Round rates: a card that does 100 TFLOP/s and 1 TB/s, starts a kernel in 3 us and sends 100 GB/s behind 20 us.
+# Round rates: a card that does 100 TFLOP/s and 1 TB/s, starts a kernel in 3 us and sends 100 GB/s after 20 us.
 ROUND_RATES = dict(bfloat16=100e12, float8=200e12, memory=1e12, transposing=0.5e12, FA2=50e12, FA3=100e12,
                    special=1e12, issue=1e11, link=100e9, host_link=10e9)
 FIXED = dict(launch_floor=3e-6, link_latency=20e-6, slack=1.25, fused_pass=0.5)
@@ -198,7 +198,7 @@ def test_a_collective_that_is_done_costs_nothing():
 
 
 def test_collectives_follow_each_other():
-    """The second is waited for first: it lies behind the whole of the first."""
+    """The second is waited for first: it comes after the whole of the first."""
     found = priced([collective(1, 1.0), collective(2, 1.0), ["wait", 2], ["wait", 1]])["even"]
     assert found["ms"] == pytest.approx(2 * (0.02 + MS_OF_SENT_GB))
 

@@ -560,8 +560,9 @@ def start_race(ledger: Ledger, executor: tg.Executor) -> None:
     ledger.owned = list(ledger.alive.values())
     torch._logging.set_logs(recompiles=True)
     logging.getLogger("torch._dynamo").addHandler(Reasons(ledger))
-    for entry in executor.optimizer.sharded:
-        ledger.owning[entry.weight.numel()] = entry.row.label
+    for label, entry in executor.optimizer.entries.items():
+        if isinstance(entry, tg.Sharded):
+            ledger.owning[entry.weight.numel()] = label
     for label, table in executor.tables.items():
         ledger.row_grads[table.row_grads.untyped_storage()._cdata] = label
         if table.table.tied:                                  # as large as the head, of which there are copies
