@@ -4243,10 +4243,11 @@ class Log:
         files, self.files = self.files, {}
         lines = [dict(type="step", **fields) for fields, *_ in self.pending]  # their losses are not known
         lines.append(dict(type="aborted", step=self.done, cause=cause))
-        with contextlib.suppress(Exception):
-            files["log.txt"].write(f"aborted after step {self.done}: {' '.join(cause.split())}\n".encode())
-            for line in lines:
-                files["log.jsonl"].write((json.dumps(line) + "\n").encode())
+        last = {"log.txt": f"aborted after step {self.done}: {' '.join(cause.split())}\n",
+                "log.jsonl": "".join(json.dumps(line) + "\n" for line in lines)}
+        for name, file in files.items():
+            with contextlib.suppress(Exception):
+                file.write(last[name].encode("utf-8", "replace"))
 
     def close(self) -> None:
         for file in (*self.files.values(), self.bar):
