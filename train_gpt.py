@@ -2710,8 +2710,9 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
             announced = everyone[reader][2][table][me]
             inside = len(places) == 0 or (places[0] >= 0 and places[-1] < plan.shard_size)
             need(inside and (places.diff() > 0).all() and places.sum() == announced,
-                 f"rows of {label} that rank {reader} requests", f"{places}, their sum {int(places.sum())}",
-                 f"ascending places below {plan.shard_size}, their sum {announced}", "report it", RunError)
+                 f"rows of {label} that rank {reader} requests",
+                 f"{len(places)} places from {places[:1].tolist()} to {places[-1:].tolist()}, sum {int(places.sum())}",
+                 f"ascending places below {plan.shard_size}, sum {announced}", "report it", RunError)
         if not plan.tied:
             plan.requested_rows = fabric.host_tensor(torch.cat(requested).long())
             plan.recv_counts = requests[:, table].tolist()
@@ -2811,10 +2812,11 @@ class RowTable:
         """Fetch the plan's rows into a new tensor (validation, sampling); there is no buffer for gradients."""
         plan.change_lists(self._on_device)
         if self.alone:
+            self.report_traffic(plan)
             return self.shard, None
         rows, places = self.shard, plan.requested_rows
         if self.home is not None:
-            rows, places = self.home.read(places), slice(None)
+            rows, places = self.home.read(places), None
         out = self.cache.new_empty(len(plan.my_rows), self.cache.shape[1])
         wait = self._bring(plan, out, head, rows, places)
         wait()
@@ -2908,15 +2910,17 @@ class RowTable:
         self.arrival = no_wait
 
     def _bring(self, plan: TablePlan, out: Tensor, head: Tensor, rows: Tensor,
-               places: Tensor | slice) -> Callable[[], object]:
-        """Launch a plan's rows into `out`; rows[places] are those requested of this rank. Returns the wait."""
+               places: Tensor | None) -> Callable[[], object]:
+        """Launch a plan's rows into `out`; this rank sends its rows at places, or all. Returns the wait."""
         if self.debug:
             out.fill_(math.nan)                                               # rows of no plan are not to be read
         arriving = out[:len(plan.my_rows)]
         if plan.tied:
             arriving.copy_(head.t()[plan.head_columns])                       # every rank has the head, (D, V)
             return no_wait
-        return self._launch(plan, arriving, rows[places], plan.send_counts, plan.recv_counts)
+        if places is not None:
+            rows = rows.index_select(0, places)
+        return self._launch(plan, arriving, rows, plan.send_counts, plan.recv_counts)
 
     def _launch(self, plan: TablePlan, out: Tensor, rows: Tensor, recv_counts: list[int],
                 send_counts: list[int]) -> Callable[[], object]:
@@ -3064,8 +3068,9 @@ class HostHome(DeviceHome):
             self.prefetch: Future | None = None               # fresh rows of the first of them
 
     def prepare(self, requested: np.ndarray) -> RowUpdate:
+        # It follows the update that was prepared last, which may be taken already.
         with self.lock:
-            before = [self.taken, *self.prepared][-1]
+            before = self.prepared[-1] if self.prepared else self.taken
         update = row_update(requested, before, self.fabric)
         with self.lock:
             self.prepared.append(update)
@@ -3330,7 +3335,7 @@ def initial_state(row: Parameter, shard: Tensor) -> dict[str, Tensor]:
 
 
 def bank_matrices(row: Parameter, weight: Tensor) -> Tensor:
-    """View a NorMuon bank as matrices (M, r, c), the parts that stand below each other apart; others as they are."""
+    """View a NorMuon bank as its matrices (M, r, c), and any other weight as it is."""
     if row.optimizer != "normuon":
         return weight
     height = row.shape[-1] if row.label == "attn" else row.shape[-2]          # matrices of attention are square
@@ -3358,7 +3363,6 @@ class Small:
         self.rows = rows
         self.weights = [optimizer.model.get_parameter(row.label) for row in rows]
         self.states = [initial_state(row, p.data) for row, p in zip(rows, self.weights)]
-        self.sizes = [p.numel() for p in self.weights]
 
     def has_gradient(self) -> bool:
         return all(p.grad is not None for p in self.weights)
@@ -3370,7 +3374,8 @@ class Small:
 
     def update(self, values: Values) -> Callable[[], object]:
         self.wait()
-        for row, p, grad, state in zip(self.rows, self.weights, self.grad.split(self.sizes), self.states):
+        grads = self.grad.split([p.numel() for p in self.weights])
+        for row, p, grad, state in zip(self.rows, self.weights, grads, self.states):
             self.optimizer.adam(row, p.data, grad.view_as(p), state, values)
         self.clear()
         return no_wait
@@ -3444,16 +3449,16 @@ class Sharded:
         """Update the shard; returns the wait for those of the other ranks."""
         self.wait()
         grad = self.grad[:len(self.shard)]
-        optimizer, state = self.optimizer, self.state
+        optimizer = self.optimizer
+        state = self.state
         if self.row.optimizer == "adam":
             optimizer.adam(self.row, self.shard, grad, state, values)
         elif len(self.shard) > 0:
-            cfg = optimizer.cfg
             lr = cpu_scalar(values.normuon_lr)
-            decay = cpu_scalar(values.normuon_lr * cfg.normuon_weight_decay)  # times the rate again in the update
+            decay = lr * optimizer.cfg.normuon_weight_decay                   # times the rate again in the update
             optimizer.normuon_update(
                 self.shard, state.get("mantissa"), grad, state["momentum"], state["second"], optimizer.grad_scale,
-                cpu_scalar(values.momentum), lr, self.lr_muls, decay, cfg.normuon_beta2)
+                cpu_scalar(values.momentum), lr, self.lr_muls, decay, optimizer.cfg.normuon_beta2)
         self.clear()
         return launch(optimizer.fabric, dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
 
@@ -3512,7 +3517,7 @@ class Optimizer:
         self.normuon_update = compiled(normuon_update)
         self.adam_update = compiled(adam_update)
         self.rowwise_update = compiled(rowwise_update)
-        self.plans_ahead: Callable = no_wait
+        self.plans_ahead: Callable = no_wait                                  # of the step in progress
 
         # By label: the state of what this rank owns. Its names are those of snapshots and checkpoints.
         self.parameters = {row.label: row for row in parameter_table(cfg)}
@@ -3581,12 +3586,10 @@ class Optimizer:
 
     def is_due(self, label: str, values: Values) -> bool:
         """Return whether this step updates an entry."""
-        row = self.parameters.get(label)                                      # none of SMALL
-        if row is not None and row.optimizer == "normuon":
-            return True
-        if row is not None and row.optimizer == "rowwise":
-            return (values.step + 1) % row.rows.cadence == 0
-        return values.adam_step
+        kind = "adam" if label == SMALL else self.parameters[label].optimizer
+        if kind == "rowwise":
+            return (values.step + 1) % self.parameters[label].rows.cadence == 0
+        return kind == "normuon" or values.adam_step
 
     def _adam_numbers(self, row: Parameter, values: Values) -> tuple[int, Tensor, Tensor]:
         """Return the number of an update by Adam or a row-wise one, from 1, its step size and its decay."""
@@ -3621,20 +3624,19 @@ class Optimizer:
 
     def _untie(self) -> None:
         """Make head and embedding two parameters; the embedding starts with the head's weights and moments."""
-        W = self.fabric.world
+        W, rank = self.fabric.world, self.fabric.rank
         head = self.entries["lm_head"]
         embed = self.entries["embed"]
-        count, width = embed.table.shard.shape
-        # A rank owns rows of the head, along D; of an embedding it owns every W-th column of the head, along V.
+        D, V = self.model.lm_head.shape
+        # The head's moments are owned along D and the embedding's along V: once in a run every rank gets them all.
         for name, moment in embed.state.items():
-            of_head = head.state[name]
-            missing = (0, W * count - of_head.shape[1], 0, head.shard_size - len(of_head))
-            leaving = F.pad(of_head, missing).unflatten(1, (count, W)).permute(2, 0, 1).contiguous()
-            arrived = leaving if W == 1 else torch.empty_like(leaving)        # (rank, rows of its head shard, C)
-            launch(self.fabric, dist.all_to_all_single, arrived, leaving)()
-            moment.copy_(arrived.flatten(0, 1)[:width].t())
-        my_rows = self.model.lm_head.t()[self.fabric.rank::W]
-        embed.table.shard[:len(my_rows)] = my_rows
+            whole = moment.new_zeros(W * head.shard_size, V)
+            whole[head.slice][:len(head.shard)] = head.state[name]
+            launch(self.fabric, dist.all_gather_into_tensor, whole, whole[head.slice])()
+            rows = whole[:D].t()[rank::W]
+            moment[:len(rows)] = rows
+        rows = self.model.lm_head.t()[rank::W]
+        embed.table.shard[:len(rows)] = rows
 
 
 # ====== Room 8: Executor ==============================================================================================
@@ -3843,10 +3845,12 @@ class Executor:
         self.optimizer.seed = seed
 
     def drop_gradients(self) -> None:
-        for entry in self.optimizer.entries.values():
-            entry.clear()
-        for table in self.tables.values():
-            table.reset()
+        """Forget what calls have added so far; a table also forgets what it has fetched and counted."""
+        for label, entry in self.optimizer.entries.items():
+            if label in self.tables:
+                self.tables[label].reset()
+            else:
+                entry.clear()
 
     def _whole(self, label: str, x: Tensor) -> Tensor | None:
         """Join the ranks' parts of a weight or its state, in logical order, on the host of rank 0. Collective."""
@@ -4208,7 +4212,7 @@ class Clock:
 
     def __init__(self, fabric: Fabric, before: float = 0.0) -> None:
         self.fabric = fabric
-        # ms up to the last stop, and the time of the start in s or None: one pair, which the loader's thread reads whole.
+        # ms up to the last stop, and s of the start or None: a pair, which the loader's thread reads whole.
         self.state: tuple[float, float | None] = before, None
 
     @property
@@ -4228,8 +4232,8 @@ class Clock:
 class Log:
     """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0.
 
-    Losses are looked at one cycle late, so that no step waits for the device. Every rank checks its own. beside: content
-    of further files of the run directory; earlier: what `seen` gave to a checkpoint. Raises RunError if a file exists.
+    Losses are looked at one cycle late, so that no step waits for the device. Every rank checks its own.
+    beside: content of further files of the run directory; earlier: what `seen` gave to a checkpoint.
     """
 
     def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, beside: dict[str, bytes],
@@ -4242,17 +4246,16 @@ class Log:
         self.tokens = earlier["tokens"]
         self.done = earlier["done"]      # steps
         self.last_good = earlier["last_good"]                 # validation, in words
-        self.pending: list[tuple] = []   # steps whose loss nobody has looked at: (fields, sums, tokens, event of the copy)
+        self.pending: list[tuple] = []   # steps whose loss nobody has seen: (fields, sums, tokens, event of the copy)
         self.files: dict[str, Any] = {}
         self.bar: Any = None
         if fabric.rank == 0:
             with refused(run_dir):
                 run_dir.mkdir(parents=True, exist_ok=True)
-                for name in ("log.txt", "log.jsonl", *beside):
+                for name in ("log.txt", "log.jsonl"):
                     self.files[name] = open(run_dir / name, "xb", buffering=0)
-            for name, content in beside.items():
-                self._write(name, content)
-                self.files.pop(name).close()
+                for name, content in beside.items():
+                    (run_dir / name).write_bytes(content)
             for name, text in earlier["lines"].items():
                 self._write(name, text.encode())
 
@@ -4333,8 +4336,7 @@ class Log:
 
     def check(self, loss: float, what: str) -> None:
         need(math.isfinite(loss), what, loss, f"a finite number (last good validation: {self.last_good})", "lower "
-             "--adam_lr and --normuon_lr; --dtype=float32 --head=plain --attention=reference shows if it is an overflow",
-             RunError)
+             "--adam_lr and --normuon_lr; --dtype=float32 --head=plain shows if it is an overflow", RunError)
 
     def validation(self, loss: float, ms: float, data: ValidationSet) -> None:
         """Write the loss after the steps done so far. Raises RunError if it is not finite."""
@@ -4372,8 +4374,8 @@ def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
 def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> None:
     """Run every graph the race will need, the largest stage first, on tokens from a formula; then restore the state."""
     restore = executor.snapshot()
-    patience = LONG_PATIENCE if executor.compiling else 1
-    cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens, comm_timeout=cfg.comm_timeout * patience)
+    timeout = cfg.comm_timeout * (LONG_PATIENCE if executor.compiling else 1)
+    cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens, comm_timeout=timeout)
     most_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
     tokens = 4 * most_tokens * (1 + 2 * FORMULA_DOCUMENT // cfg.max_doc_len)  # long documents are cut to max_doc_len
     headers = [ShardHeader(f"{FORMULA}warm-up#0", tokens, cfg.vocab_size, cfg.document_start)]
@@ -4456,7 +4458,7 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
 
 
 def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[int] = ()) -> list[int]:
-    """Return up to sample_tokens tokens after a document start and the prompt. Raises RunError if logits are not finite."""
+    """Return up to sample_tokens tokens after a document start and the prompt. Raises RunError on odd logits."""
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.document_start, *prompt]
     for _ in range(cfg.sample_tokens):
@@ -4505,13 +4507,13 @@ def make_fabric(cfg: Config) -> Fabric:
     given = {name: env.get(name, text) for name, text in defaults.items()}
     rank, local_rank, world, local_world = (int(text) if text.isdecimal() else -1 for text in given.values())
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in env]
-    need(0 <= rank < world and local_rank >= 0 and not missing, "launch", f"{given} without {missing}",
-         "all that torchrun sets, with 0 <= RANK < WORLD_SIZE", "torchrun --standalone --nproc_per_node="
-         f"{max(world, 1)} train_gpt.py ..., or unset WORLD_SIZE for a single process")
-    need("WORLD_SIZE" in env or env.get("SLURM_NTASKS", "1") == "1", "launch", f"{env.get('SLURM_NTASKS')} tasks of "
-         "Slurm, and no WORLD_SIZE", "ranks that know each other", "srun ... torchrun ..., one task a node; or set "
-         "WORLD_SIZE=1, for each task to train alone")
+    tasks = env.get("SLURM_NTASKS", "1")
     fits = [w for w in range(1, cfg.num_slots + 1) if cfg.num_slots % w == 0]
+    need(0 <= rank < world and local_rank >= 0 and not missing, "launch", f"{given} without {missing}", "all that "
+         "torchrun sets, with 0 <= RANK < WORLD_SIZE", f"torchrun --standalone --nproc_per_node={max(world, 1)} "
+         "train_gpt.py ..., or unset WORLD_SIZE for a single process")
+    need("WORLD_SIZE" in env or tasks == "1", "launch", f"{tasks} tasks of Slurm, and no WORLD_SIZE", "ranks that know "
+         "each other", "srun ... torchrun ..., one task a node; or set WORLD_SIZE=1, for each task to train alone")
     need(world in fits, "number of ranks", world, f"a divisor of num_slots={cfg.num_slots}: {fits}",
          f"torchrun --nproc_per_node={max(w for w in fits if w <= world)} train_gpt.py ...")
 
@@ -4521,31 +4523,29 @@ def make_fabric(cfg: Config) -> Fabric:
     need(cuda or cfg.device != "cuda", "--device=cuda, which the record preset sets", "no CUDA device",
          "an NVIDIA GPU and torch for CUDA", "--preset=pocket trains on a CPU in about two minutes")
     need(not cuda or max(local_rank + 1, local_world) <= gpus, "more ranks than devices",
-         f"{local_world} ranks, {gpus} GPUs", "one GPU for each rank", f"torchrun --nproc_per_node={gpus} train_gpt.py ...")
+         f"{local_world} ranks, {gpus} GPUs", "one GPU for each rank", f"--nproc_per_node={gpus} for torchrun")
     fabric = Fabric(torch.device("cuda", local_rank) if cuda else torch.device("cpu"), rank, world)
     fabric.enter_thread()
     if not cuda and platform.libc_ver()[0] == "glibc":        # given back after each step, memory would come again page
         libc = ctypes.CDLL(None)                              # by page, with a fault for each
         libc.mallopt(M_TRIM_THRESHOLD, -1)
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
-    return fabric if world == 1 else join_ranks(cfg, fabric)
+    if world == 1:
+        return fabric
 
-
-def join_ranks(cfg: Config, fabric: Fabric) -> Fabric:
-    patience = timedelta(seconds=cfg.comm_timeout)
-
+    # The ranks meet. In a thread, for torch itself waits for ever for a listener that is mute.
     def join() -> Any:
+        patience = timedelta(seconds=cfg.comm_timeout)
         fabric.enter_thread()
-        dist.init_process_group("cpu:gloo,cuda:nccl" if fabric.on_cuda else "gloo", timeout=patience)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=patience)
         return dist.new_group(backend="gloo", timeout=patience)
 
-    try:                                                      # torch itself waits for ever for a listener that is mute
+    try:
         return replace(fabric, plan_group=within(cfg.comm_timeout + 1, join))
     except (RuntimeError, ValueError, TimeoutError) as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         answer = str(error)[:200] or "nothing that answers as a store of ranks does"
-        raise ConfigError("waiting for all ranks", f"at {address}: {answer}",
-                          f"{fabric.world} ranks in {cfg.comm_timeout} s",
+        raise ConfigError("waiting for all ranks", f"at {env['MASTER_ADDR']}:{env['MASTER_PORT']}: {answer}",
+                          f"{world} ranks in {cfg.comm_timeout} s",
                           "see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
 
 
@@ -4570,10 +4570,7 @@ CHECKED_SPREAD = 4.0                     # of the logits: then a single key too 
 
 
 def choose_attention(preset: str, cfg: Config, fabric: Fabric) -> tuple[Callable, str]:
-    """Return the first kernel that runs on every rank and agrees with the reference, and its name. Raises ConfigError.
-
-    A record preset is fast only with such a kernel: without one that is said, or refused if it was asked for.
-    """
+    """Return the first kernel that runs on every rank and agrees with the reference, and its name. Raises ConfigError."""
     if cfg.attention == "reference" or (cfg.attention == "auto" and not fabric.on_cuda):
         return attention_reference, "reference"
     names: tuple[str, ...] = (cfg.attention,)
@@ -4588,8 +4585,8 @@ def choose_attention(preset: str, cfg: Config, fabric: Fabric) -> tuple[Callable
         refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(of_ranks) if why), "")
         if not refusal:
             if name != names[0]:
-                fabric.say(f"attention: WITHOUT {names[0]}: a step with {name} is predicted to take 4 to 10 % longer on "
-                           "H100s; pip install -r requirements-gpu.txt")
+                fabric.say(f"attention: WITHOUT {names[0]} a step takes some 4 to 10 % longer, as predicted for H100s; "
+                           "pip install -r requirements-gpu.txt")
             package = ATTENTION_PACKAGES[name]
             return attention_varlen, f"{name} ({package} {version_of(package)})"
         fabric.say(f"attention: {name} does not run here: {refusal}")
@@ -4620,12 +4617,10 @@ def refusal_of(name: str, cfg: Config, fabric: Fabric) -> str:
 
 
 def check_attention(kernel: Callable, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    """Raise RuntimeError unless outputs and gradients agree with the reference to the dtype's rounding.
-
-    In sequences as plain layers have them, and paired ones: twice the positions, half the heads.
-    """
+    """Raise RuntimeError unless outputs and gradients agree with the reference to the dtype's rounding."""
     generator = torch.Generator(device).manual_seed(0)
     plain = torch.tensor(CHECKED_BOUNDS, device=device, dtype=torch.int32)
+    # As plain layers have their sequences, and paired ones: twice the positions, half the heads.
     for window, (per_token, heads) in itertools.product(CHECKED_WINDOWS, ((1, 2), (2, 1))):
         positions = per_token * CHECKED_BOUNDS[-1]
         inputs = torch.randn(4, positions, heads, head_dim, device=device, generator=generator).to(dtype)
@@ -4708,8 +4703,8 @@ def write_header(log: Log, facts: dict[str, Any], kind: str = "header", **more: 
     for line in (
             "=" * 100,
             f"Running Python {facts['python']}",
-            f"Running PyTorch {facts['torch']} compiled for CUDA {facts['cuda']} on {facts['hardware']} with world_size "
-            f"{facts['world_size']}",
+            f"Running PyTorch {facts['torch']} compiled for CUDA {facts['cuda']} on {facts['hardware']} "
+            f"with world_size {facts['world_size']}",
             f"preset {facts['preset']}, {facts['params_total']:,} parameters in {facts['config']['dtype']}, attention "
             f"{facts['attention']}, head {facts['head']}, {facts['grad_accum_steps']} micro-batches a step, "
             f"seed {facts['seed']}",
@@ -4719,10 +4714,7 @@ def write_header(log: Log, facts: dict[str, Any], kind: str = "header", **more: 
 
 
 def open_data(given: Config, fabric: Fabric, source: bytes) -> tuple[Config, list[ShardHeader], list[ShardHeader], str]:
-    """Look at every shard. Returns the config with all sizes, the shards to train on and to validate with, their hash.
-
-    Raises DataError, ConfigError.
-    """
+    """Look at every shard. Returns the config with all sizes, shards of training and validation, and the hash of all."""
     train_shards = find_shards(given.train_files)
     val_shards = find_shards(given.val_files)
     sha256 = scan_shards(train_shards + val_shards)
@@ -4757,14 +4749,15 @@ def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric) -
                 taken = folder.is_symlink() or folder.is_mount() or (folder.exists() and not folder.is_dir())
                 taken = taken or (folder.is_dir() and any(folder.iterdir()))
                 taken = taken or any(run_dir.absolute().is_relative_to(folder.absolute()) for run_dir in folders)
-                need(not taken, f"--save={cfg.save}", "a file, link or mount, a folder with content, or one of the run "
-                     "directory", "a name that is not taken, or an empty folder", "another name; nothing is overwritten")
+                need(not taken, f"--save={cfg.save}", "a file, link or mount, a folder with content, or one of the run's",
+                     "a name that is not taken, or an empty folder", "another name; nothing is overwritten")
                 part_of(folder, run_id).mkdir(parents=True)
                 part_of(folder, run_id).rmdir()
         for folder in folders if fabric.rank == 0 else ():
             with refused(folder):
-                for name in ("log.txt", "log.jsonl"):
-                    (folder / name).unlink(missing_ok=True)
+                for name in (Path(__file__).name, SETTINGS, "log.txt", "log.jsonl"):     # all of them are that start's
+                    if (folder / "log.jsonl").exists():
+                        (folder / name).unlink(missing_ok=True)
 
 
 def has_log(folder: Path) -> bool:
@@ -4907,10 +4900,7 @@ def end_profile(profile: Any, log: Log) -> None:
 
 
 def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: bytes) -> None:
-    """Set up and warm up once, then train once or several times: the whole run in the order in which it happens.
-
-    ending: holds the log of the run in progress; source: this file's content, read when the process began.
-    """
+    """Set up and warm up once, then train once or several times: the whole run in the order in which it happens."""
     # Data come first: the shards decide sizes, and nothing is worth building on bad ones.
     began = time.perf_counter()
     cfg, train_shards, val_shards, data_sha256 = open_data(given, fabric, source)
@@ -4928,7 +4918,8 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     fabric.set_timeout(cfg.comm_timeout * LONG_PATIENCE)
     kernel, attention = choose_attention(preset, cfg, fabric)
     slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
-    executor = Executor(cfg, fabric, kernel, precision, slots_at_once, ending.report_rows)
+    executor = Executor(cfg, fabric, kernel, precision, slots_at_once,
+                        report=lambda **traffic: ending.log.event("comms", **traffic))
     facts = facts_of(preset, given, cfg, executor, data_sha256, attention, source)
     settings = settings_json(preset, replace(given, slots_per_micro_batch=slots_at_once))
     beside = {Path(__file__).name: source, SETTINGS: settings}
@@ -4973,7 +4964,8 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
             cfg = replace(cfg, seed=seed)
             schedule = Schedule(cfg)
             log = ending.log = Log(folder, fabric, schedule, beside)
-            write_header(log, facts_of(preset, replace(given, seed=seed), cfg, executor, data_sha256, attention, source))
+            given = replace(given, seed=seed)
+            write_header(log, facts_of(preset, given, cfg, executor, data_sha256, attention, source))
             with log.phase("reset"):
                 restore()
                 executor.set_seed(seed)
@@ -5117,8 +5109,7 @@ def lost_rank(found: str) -> RunError:
 def first_cause(cause: str, signalled: bool) -> tuple[str, bool]:
     """Agree with the other ranks on the first cause; returns it, and whether this rank is to say it.
 
-    They ask the store at which they met; without its answer every rank speaks for itself. A signal that not all ranks
-    hear of follows from the loss of one: torchrun, or srun, ends the others.
+    A signal that not all ranks hear of follows from the loss of one: torchrun, or srun, ends the others.
     """
     env = os.environ
     if env.get("WORLD_SIZE", "1") == "1":
@@ -5154,8 +5145,7 @@ def first_cause(cause: str, signalled: bool) -> tuple[str, bool]:
 class Ending:
     """The one end of this process, by an error or a signal, and bounded in time.
 
-    A signal wakes a thread, which ends the process whatever the main thread waits for in C; nothing is ever raised into
-    the middle of the main thread's work.
+    A signal wakes a thread, which ends the process whatever the main thread waits for in C.
     """
 
     def __init__(self) -> None:
@@ -5167,14 +5157,8 @@ class Ending:
         for name in ENDING_SIGNALS:
             number = getattr(signal, name, None)                              # Windows has no SIGHUP
             if number and signal.getsignal(number) != signal.SIG_IGN:         # ignored: by nohup
-                signal.signal(number, lambda *_: None)                        # `watch` reads its number
-        threading.Thread(target=self.watch, daemon=True).start()
-
-    def watch(self) -> None:
-        self.end(Signalled(self.listener.recv(1)[0]))
-
-    def report_rows(self, **facts: Any) -> None:
-        self.log.event("comms", **facts)
+                signal.signal(number, lambda *_: None)                        # the thread reads its number
+        threading.Thread(target=lambda: self.end(Signalled(self.listener.recv(1)[0])), daemon=True).start()
 
     def end(self, error: BaseException) -> None:
         """Say why the run ended, once over all ranks, close its log, and end the process. Does not return."""

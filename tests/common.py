@@ -132,7 +132,6 @@ def planned(cfg: tg.Config, batch: tg.Batch, where: tg.Fabric | None = None) -> 
     tied = tg.Schedule(cfg).at(batch.step).tied
     for table in planner.tables:
         plan, (found,) = plan_of(planner, table, [batch.rows[table.label].numpy()], tied)
-        plan.change_lists(torch.as_tensor)
         plans[table.label], rows[table.label] = plan, torch.from_numpy(found)
     return batch._replace(plans=plans, rows=rows)
 
@@ -343,13 +342,7 @@ class Forked:
 
 def main_here(argv: Sequence[str]) -> int:
     """Do what main(argv) does, but for signals and the end of the process. Returns its status."""
-    class Ending:
-        log = None
-
-        def report_rows(self, **facts: object) -> None:
-            self.log.event("comms", **facts)
-
-    ending = Ending()
+    ending = SimpleNamespace(log=None)
     try:
         preset, cfg = tg.parse_flags(argv)
         if cfg.sample:

@@ -160,7 +160,6 @@ def rows_there_and_back(rank: Rank, device: str) -> Wrong:
         found: dict[str, np.ndarray] = {}
         plan = planner.plan(table, "test", [schedule.at(table.cadence * cycle)], [ids], [found])
         tg.exchange_plans(fabric, fabric.plan_group, cfg.dtype, {table.label: plan})
-        plan.change_lists(torch.as_tensor)
         cache, row_grads = rows.rows_for_forward(plan, rows.shard)
         place = torch.as_tensor(found[table.label]).long().to(fabric.device)
         if not cache.detach()[place].cpu().equal(whole[ids]):

@@ -450,8 +450,6 @@ def plan_rows(executor: tg.Executor, first: tg.Values, read: dict[str, np.ndarra
                                   purpose="train", cycle=first.step // CYCLE, tokens=1)
         found[label] = plan, torch.from_numpy(rows), torch.from_numpy(places[0]).long()
     executor.exchange({label: plan for label, (plan, *_) in found.items()})
-    for plan, *_ in found.values():
-        plan.change_lists(torch.as_tensor)
     return found
 
 

@@ -304,7 +304,8 @@ def test_weights_gradients_and_moments_are_counted(dtype, world, rank, mode):
     parts = tg.memory_estimate(cfg, runner.fabric, tg.attention_reference, cfg.num_slots // world)
     weights = [p.data for p in runner.model.parameters()]
     small = runner.optimizer.entries[tg.SMALL]
-    gradients = [small.grad, *(torch.empty_like(p) for p in small.weights)]   # autograd's, one for each
+    gradients = [torch.empty_like(p) for p in small.weights]                  # autograd's, and all that travel at once
+    gradients.append(torch.empty(sum(p.numel() for p in small.weights), dtype=tg.accum_dtype(getattr(torch, dtype))))
     for entry in runner.optimizer.sharded:
         units = len(tg.bank_matrices(entry.row, entry.weight))
         gradients.append(entry.main_grad[:units])

@@ -1,6 +1,7 @@
 """Room 8: calls add up, weights are linear, micro-batches and cuts change rounding only, restore leaves no trace."""
 import contextlib
 import functools
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -343,6 +344,76 @@ def test_snapshot_is_a_copy():
                 x.add_(1)
         restore()
         assert bits(ex) == before
+
+
+def test_a_restore_in_mid_cycle_reports_no_rows():
+    """They would stand in the log of the next run."""
+    cfg, reported = small(), []
+    ex = tg.Executor(cfg, fabric(), tg.attention_reference, "plain", report=lambda **facts: reported.append(facts))
+    batch, restore = random_batch(cfg, 0, 8, 16), ex.snapshot()
+    for plan in batch.plans.values():
+        plan.tag["purpose"] = "train"
+    ex.forward_backward(batch, tg.Schedule(cfg).at(0))
+    restore()
+    assert reported == [] and not any(table.pending for table in ex.tables.values())
+
+
+# What a run leaves behind, and how a restore that forgets it would look.
+def forget_tensors(pattern: str):
+    def forget(ex, stale, monkeypatch):
+        every = tg.Executor.state_tensors
+        monkeypatch.setattr(tg.Executor, "state_tensors", lambda self: {
+            name: x for name, x in every(self).items() if not re.fullmatch(pattern, name)})
+    return forget
+
+
+def forget_rotary(ex, stale, monkeypatch):
+    drop_gradients = ex.drop_gradients
+    monkeypatch.setattr(ex, "drop_gradients", lambda: (drop_gradients(), setattr(ex, "rotary", stale)))
+
+
+def forget_call(*places: tuple):
+    return lambda ex, stale, monkeypatch: [monkeypatch.setattr(*place, lambda *_: None) for place in places]
+
+
+STATE = ("attn", "mlp", "scalars", "x0_lambdas", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank",
+         "bigram_embed", "value_embed", "lm_head", "embed", "rotary_*", "*.m", "*.v", "*.momentum", "*.second",
+         "*.mantissa")
+FORGOTTEN = {name: forget_tensors(name.replace(".", r"\.").replace("*", ".*")) for name in STATE}
+FORGOTTEN |= {"rotary": forget_rotary, "tables": forget_call((tg.RowTable, "reset")),
+              "gradients": forget_call((tg.Small, "clear"), (tg.Sharded, "clear")),
+              "random numbers": forget_call((torch, "set_rng_state"))}
+SELDOM = {*STATE} - {"attn", "bigram_embed", "rotary_*", "*.m", "*.mantissa"}    # one of each kind; others with --all
+
+
+def everything(ex: tg.Executor) -> dict:
+    """All that a run may leave behind, by walking the objects."""
+    tables = {f"{label}.{name}": getattr(table, name).detach().numpy().tobytes()
+              for label, table in ex.tables.items() for name in ("row_grads", "grad")}
+    pending = {f"{label}.pending": (len(table.pending), table.cached is None, dict(table.totals))
+               for label, table in ex.tables.items()}
+    written = {f"{label}.writes": (ex.model.get_parameter(label).writes.tolist(), ex.optimizer.entries[label].backwards)
+               for label in OWNED}
+    kept = {f"grad of {k}": p.grad is None for k, p in ex.model.named_parameters()}
+    return bits(ex) | tables | pending | written | kept
+
+
+@pytest.mark.parametrize("name", [None, *(
+    pytest.param(name, marks=[pytest.mark.all] if name in SELDOM else []) for name in FORGOTTEN)])
+def test_a_restore_that_forgets_one_thing_is_seen(name, monkeypatch):
+    dtype = "bfloat16" if name == "*.mantissa" else "float32"
+    cfg = small(stages=untied_at(0), dtype=dtype, adam_lr=0.5)
+    ex, _ = filled(cfg)
+    schedule, restore, before = tg.Schedule(cfg), ex.snapshot(), everything(ex)
+    for step in range(5):                    # the last step leaves half a cycle of gradients
+        ex.forward_backward(random_batch(cfg, step, 8, 16, step), schedule.at(step))
+        ex.optim_step(schedule.at(step))
+    torch.rand(1)
+    if name:
+        FORGOTTEN[name](ex, ex.rotary, monkeypatch)
+    restore()
+    after = everything(ex)
+    assert ({key for key in before if before[key] != after[key]} != set()) == (name is not None)
 
 
 # ---- compiled -------------------------------------------------------------------------------------------------------

@@ -504,13 +504,13 @@ def test_save_or_fall_back__room_nowhere_takes_no_result_along(tmp_path):
 @pytest.mark.parametrize("where", ["checkpoints/step-0000002", "save"])
 def test_write_folder__a_run_that_is_ended_while_it_writes_leaves_nothing(tmp_path, monkeypatch, where):
     """By a signal, with files on the disk."""
-    flush = tg.sync_to_disk
+    sync = tg.sync_to_disk
 
     def ended(path: Path) -> None:
         if path.name == tg.MANIFEST and path.parent.name.startswith(Path(where).name):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(100)
-        flush(path)
+        sync(path)
 
     monkeypatch.setattr(tg, "sync_to_disk", ended)
     done = run(tmp_path, "--max_steps=3", "--checkpoint_every=2", "--sample_tokens=0", f"--save={tmp_path / 'save'}")
@@ -519,12 +519,12 @@ def test_write_folder__a_run_that_is_ended_while_it_writes_leaves_nothing(tmp_pa
 
 
 def test_write_checkpoint__one_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch):
-    flush = tg.sync_to_disk
+    sync = tg.sync_to_disk
 
     def full(path: Path) -> None:
         if path.parent.name.startswith("step-0000004"):
             raise OSError(errno.ENOSPC, "No space left on device")
-        flush(path)
+        sync(path)
 
     monkeypatch.setattr(tg, "sync_to_disk", full)
     done = run(tmp_path / "run", "--max_steps=8", "--checkpoint_every=2", "--sample_tokens=0")

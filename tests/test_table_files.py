@@ -195,13 +195,13 @@ def test_own_rows__each_row_has_one_reader(tmp_path, world):
 
 def kill_in_a_file() -> None:
     """With half of a file on the disk."""
-    flush = tg.sync_to_disk
+    sync = tg.sync_to_disk
 
     def half_written(path: Path) -> None:
         if path.parent.name.startswith("step-0000008") and path.name == "rows-trigram_embed-0of1-1.pt":
             os.truncate(path, path.stat().st_size // 2)
             os.kill(os.getpid(), signal.SIGKILL)
-        flush(path)
+        sync(path)
 
     tg.sync_to_disk = half_written
 
@@ -235,12 +235,12 @@ def test_write_folder__a_killed_run_goes_on_from_the_checkpoint_before(place, tm
 
 def test_write_folder__a_full_disk_of_one_rank(place, tmp_path, monkeypatch):
     """Its second file has no room: the run goes on without the checkpoint, and weights go to the run directory."""
-    flush = tg.sync_to_disk
+    sync = tg.sync_to_disk
 
     def full(path: Path) -> None:
         if on_rank(1) and path.name.endswith("-1.pt") and path.parent.name.startswith(("step-0000004", "full")):
             raise OSError(errno.ENOSPC, "No space left on device")
-        flush(path)
+        sync(path)
 
     monkeypatch.setattr(tg, "sync_to_disk", full)
     ranks = launch(tmp_path / "run", 2, f"--tables={DEVICE}", *F64, "--checkpoint_every=2", f"--save={tmp_path / 'full'}")

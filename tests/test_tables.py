@@ -374,6 +374,22 @@ def test_rows_that_did_not_get_home_are_missed_however_late_they_fail(seen_by):
             home.settle()
 
 
+def test_whoever_reads_a_home_waits_for_rows_on_their_way_there():
+    class Slow(tg.HostHome):
+        def _bring_down(self, places, changed, computed):
+            time.sleep(0.1)
+            super()._bring_down(places, changed, computed)
+
+    for read in (lambda home: home.read(torch.tensor([1, 2])), lambda home: next(home.touched())[1].rows):
+        home = host_home(Slow)
+        update = home.prepare(np.array([1, 2]))
+        live = home.take(update)
+        live.rows.add_(1)
+        live.last.fill_(1)
+        home.put(update, live)
+        assert read(home).tolist() == [[1, 1, 1], [1, 1, 1]]
+
+
 def test_rows_may_come_up_late_while_other_ranks_compile():
     """After rows that go down only when the GPU has heard from the others."""
     class Late(tg.HostHome):
@@ -421,6 +437,8 @@ def test_a_table_of_a_hundred_million_rows_takes_memory_for_those_it_has_touched
     found = torch.cat([places for places, _ in kept.touched()])
     assert found.tolist() == places[2:].tolist()
     assert not kept.read(torch.tensor([0, 5])).any()
+    taken = kept.take(kept.prepare(np.array([5, rows - 1])))          # two that the last update has had
+    assert taken.rows.sum(dim=1).tolist() == [0, 2 * width]
     assert resident_mib() < before + 64
 
 

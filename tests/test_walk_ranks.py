@@ -264,7 +264,7 @@ REDUCED = "        for label in self.reduce_order:\n"
 SUMMED = "self.wait = launch(self.optimizer.fabric, dist.all_reduce, self.grad)"
 DEALT = "for name, moment in embed.state.items():"
 LISTS = "        return dist.all_to_all_single(out, rows, recv_counts, send_counts, async_op=True).wait\n"
-SENT = "return self._launch(plan, arriving, rows[places], plan.send_counts, plan.recv_counts)"
+SENT = "return self._launch(plan, arriving, rows, plan.send_counts, plan.recv_counts)"
 RETURNED = "wait = self._launch(plan, arrived, rows, plan.recv_counts, plan.send_counts)"
 PLANTED = {
     "one rank reduces in reverse": Mistake(
@@ -280,7 +280,7 @@ PLANTED = {
         LISTS, "        if len(rows) == 0:\n            return no_wait\n" + LISTS,
         ["order: rank", "all_to_all_single value_embed", "RowTable._launch"], 8),
     "an owner drops a row": Mistake(
-        SENT, "counts, leaving = list(plan.recv_counts), rows[places]\n        if self.fabric.rank == 2:\n"
+        SENT, "counts, leaving = list(plan.recv_counts), rows\n        if self.fabric.rank == 2:\n"
         "            counts[0] -= 1\n            leaving = leaving[1:]\n"
         "        return self._launch(plan, arriving, leaving, plan.send_counts, counts)",
         ["count: rank 2 sends", "to rank 0, which expects", "bigram_embed", "RowTable._launch"]),
