@@ -3908,8 +3908,8 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
             return slots_at_once, estimate
     parts = ", ".join(f"{part} {size / 2**30:.1f} GiB" for part, size in estimate.items())
     raise RunError("memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}", "more ranks, a larger device, more "
-                   "and shorter slots (--num_slots=32), --slots_per_micro_batch=1, smaller batches in --stages, fewer rows "
-                   "in --tables or home host there, a smaller model")
+                   "and shorter slots (--num_slots=32), --slots_per_micro_batch=1, smaller batches in --stages, fewer "
+                   "rows in --tables or home host there, a smaller model")
 
 
 # ---- Files: a save and a checkpoint are folders, whole before they have their name. Loading runs no code.
@@ -4001,8 +4001,7 @@ def read_tensors(path: Path, manifest: dict[str, str]) -> Any:
     """Return what torch.save wrote; no code in it is run. Raises DataError, whatever the file is."""
     with damaged(path):
         need(path.is_file() and file_sha256(path) == manifest.get(path.name), path, "no such file, or another content "
-             "than its manifest says", "the file as it was written", "copy the folder again: it is damaged, or of several",
-             DataError)
+             "than its manifest says", "the file as it was written", "copy the folder again: it is damaged", DataError)
         return torch.load(path, "cpu", weights_only=True, mmap=True)
 
 
