@@ -443,7 +443,7 @@ def help_text(preset: str) -> str:
 
 
 def read_flags(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
-    """Return the preset, if given, and {field: text} of the flags given. --help prints and exits. Raises ConfigError."""
+    """Return the preset, or None, and {field: text} of the flags given. --help prints and exits. Raises ConfigError."""
     # All are texts here, --name=text or --name text: --resume has to know which of them were given.
     known = ("--preset", *(f"--{name}" for name in Config.__dataclass_fields__))
     texts: dict[str, str] = {}
@@ -485,9 +485,7 @@ def decisive_settings(cfg: Config) -> dict[str, str]:
 
 def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
     """Return preset and settings; --resume puts an earlier run's flags first. Raises ConfigError, DataError.
-
-    With --sample=DIR they are the flags given alone: `read_settings(DIR)` says what was trained.
-    """
+    With --sample=DIR they are the flags given alone: `read_settings(DIR)` says what was trained."""
     # Saved weights have decided about the model, an earlier run about its numbers.
     preset, texts = read_flags(argv)
     if "sample" in texts:
@@ -676,9 +674,7 @@ class Fabric:
     @contextlib.contextmanager
     def failing_together(self) -> Iterator[None]:
         """If the body raises a TrainerError on any rank, every rank raises it afterwards, so none waits for that one.
-
-        Every rank comes here, and the body waits for no other rank.
-        """
+        Every rank comes here, and the body waits for no other rank."""
         failure = None
         try:
             yield
@@ -733,9 +729,7 @@ YARN_SCALE_GROWTH = 0.2                  # of the softmax scale, times the logar
 
 def rotary_by_stage(cfg: Config) -> list[Rotary]:
     """E/4 frequencies from 1 down to 1/1024 (half-truncated rotary, recipe 2.4), and the softmax scale.
-
-    YaRN stretches low frequencies as the long window grows (arXiv 2309.00071).
-    """
+    YaRN stretches low frequencies as the long window grows (arXiv 2309.00071)."""
     count = cfg.head_dim // 4
     rotary = [Rotary(tuple(ROTARY_BASE ** (-i / (count - 1)) for i in range(count)), cfg.attn_scale)]
     for old_stage, new_stage in zip(cfg.stages, cfg.stages[1:]):
@@ -754,10 +748,8 @@ def rotary_by_stage(cfg: Config) -> list[Rotary]:
 
 class Schedule:
     """Pure functions of the step, recipe 4. `at(end_step)` is the final validation, with the widest window.
-
     Each step has a place in the plan that the settings make: the step itself, or with --time_budget what the clock said
-    when its run cycle was prepared. Stages and rates go by the place, Adam and validation by the step.
-    """
+    when its run cycle was prepared. Stages and rates go by the place, Adam and validation by the step."""
 
     def __init__(self, cfg: Config, places: Sequence[float] = ()) -> None:
         """places: of the first step of each run cycle so far, ascending, with --time_budget; the race appends to it."""
@@ -877,9 +869,8 @@ class Schedule:
 
     def warm_up_steps(self) -> list[int]:
         """Return the steps of whole run cycles around the start of every stage: each graph of the run occurs in them.
-
-        The largest stage comes first, for a lack of memory to show in the first minute; a cycle cut by max_steps last.
-        """
+        The largest stage comes first, for a lack of memory to show in the first minute; a cycle cut by max_steps
+        last."""
         cycles: dict[int, None] = {}     # their first steps, each once
         for k in sorted(range(len(self.starts)), key=lambda k: -self.cfg.stages[k].batch_tokens):
             first = self.starts[k] // self.cycle * self.cycle
@@ -957,9 +948,7 @@ def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int) 
 
 def find_shards(pattern: str) -> list[ShardHeader]:
     """Return the headers of all shards of a pattern in name order, checked. Raises DataError.
-
-    Whatever matches has to be a shard: silently skipping a broken link would train on less data.
-    """
+    Whatever matches has to be a shard: silently skipping a broken link would train on less data."""
     # A formula is bounded: a shard of it has to fit into memory.
     if pattern.startswith(FORMULA):
         facts = re.fullmatch(FORMULA + r"(\d{1,9}):(\d{1,9}):(\d{1,9}):(\d{1,9})", pattern, re.ASCII)
@@ -1043,9 +1032,7 @@ def check_manifest(path: Path, content: bytes | np.ndarray) -> None:
 
 def load_shard(header: ShardHeader, tokens: np.ndarray | None = None) -> Shard:
     """Read a shard, or make the tokens of its formula, and look at every token. Raises DataError.
-
-    tokens: what was read already.
-    """
+    tokens: what was read already."""
     name = header.name
     if header.is_formula:
         tokens = formula_tokens(int(name.rpartition("#")[2]), header.tokens, *header.vocabulary)
@@ -1065,9 +1052,7 @@ def load_shard(header: ShardHeader, tokens: np.ndarray | None = None) -> Shard:
 
 def scan_shards(headers: Sequence[ShardHeader]) -> str:
     """Look at every token of every shard before anything is built on them. Raises DataError.
-
-    Returns the hash of all names and contents, in order. The name of a formula says everything.
-    """
+    Returns the hash of all names and contents, in order. The name of a formula says everything."""
     digest = hashlib.sha256()
     for header in headers:
         path = Path(header.name)
@@ -1107,9 +1092,7 @@ def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Co
 
 def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader]) -> None:
     """Raise DataError before anything is built if the shards cannot last for the plan.
-
-    A lower bound: packing drops ends of documents and of shards. With --time_budget nobody knows the steps yet.
-    """
+    A lower bound: packing drops ends of documents and of shards. With --time_budget nobody knows the steps yet."""
     counts = schedule.planned_counts()
     slots = [stage.batch_tokens + cfg.num_slots for stage in cfg.stages]      # a slot has one more, its last target
     needed = sum(count * tokens for count, tokens in zip(counts, slots))
@@ -1142,12 +1125,9 @@ def check_enough_validation(cfg: Config, val: list[ShardHeader]) -> None:
 def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int,
                max_doc_len: int) -> tuple[list, int] | None:
     """Deal documents to the slots of a block in stream order (recipe 5.2, 11.3).
-
-    Each slot takes documents, cut to max_doc_len, until it has slot_tokens + 1 tokens; the last one
-    is cut to fit and its rest is lost: the next slot begins with a fresh document. Returns (slots,
-    next document), a slot being (starts, ends) of pieces, or None where the shard ends before the
-    block does.
-    """
+    Each slot takes documents, cut to max_doc_len, until it has slot_tokens + 1 tokens; the last one is cut to fit and
+    its rest is lost: the next slot begins with a fresh document. Returns (slots, next document), a slot being (starts,
+    ends) of pieces, or None where the shard ends before the block does."""
     # Tokens before each document, and before the end, if all are cut to max_doc_len.
     tokens_before = np.concatenate([[0], np.cumsum(np.minimum(shard.doc_lengths, max_doc_len))])
     slots = []
@@ -1175,7 +1155,7 @@ def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray) -> Slot:
 
 
 def validation_blocks(shard_tokens: int, block_tokens: int) -> range:
-    """Return where the blocks of a shard begin; each reads one more target, and the peer's rule keeps one token more."""
+    """Return where the blocks of a shard begin: each reads one more target, and the peer's rule keeps another token."""
     return range(0, shard_tokens - block_tokens - 1, block_tokens)
 
 
@@ -1194,10 +1174,8 @@ def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int,
 
 def ngram_hash(tokens: np.ndarray, factors: Sequence[int], modulus: int, none: int) -> np.ndarray:
     """Hash the n-gram that ends at each position of a slot, (..., T) i32 -> (..., T) i32 below modulus.
-
     The xor of token x factor, factors from the newest token backwards, in 32-bit arithmetic that wraps; floor modulo.
-    The first n - 1 positions get `none`. N-grams cross documents, as recipe A's bigrams do.
-    """
+    The first n - 1 positions get `none`. N-grams cross documents, as recipe A's bigrams do."""
     mixed = tokens * np.int32(factors[0])
     for back, factor in enumerate(factors[1:], 1):
         mixed[..., back:] ^= tokens[..., :-back] * np.int32(factor)
@@ -1208,12 +1186,10 @@ def ngram_hash(tokens: np.ndarray, factors: Sequence[int], modulus: int, none: i
 
 def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
     """Return the row of each (previous, current) token pair of slots, (..., T) i32 -> (..., T) i32 in [0, rows).
-
         row = ((36313 * current) xor (27191 * previous)) mod (rows - 1)
     The last row means: no pair, and stands at position 0. Two quirks are part of the published losses: pairs cross
     documents, and position 1 takes the number of that row for its previous token, because the peer overwrites position
-    0 before it multiplies.
-    """
+    0 before it multiplies."""
     no_pair = rows - 1
     overwritten = tokens.copy()
     overwritten[..., 0] = no_pair
@@ -1262,9 +1238,7 @@ def row_tables(cfg: Config) -> tuple[Table, ...]:
 @dataclass(eq=False)
 class RowUpdate:
     """The rows of this rank's shard that a row-wise update changes: those that any rank reads in the cycle, each once.
-
-    Rows that the update before changes as well are on the device already, and newer there than in a host home.
-    """
+    Rows that the update before changes as well are on the device already, and newer there than in a host home."""
 
     places: Tensor                       # (u,) i64 in the shard, ascending
     inverse: Tensor                      # (requested,) i64: index into `places` of each requested row
@@ -1276,9 +1250,7 @@ class RowUpdate:
 
 def distinct_with_places(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the distinct values, ascending, (u,) i64, and the index of each value in them, (n,) i64.
-
-    values (n,): integers below 2^32. Several times as fast as numpy's unique with its inverse.
-    """
+    values (n,): integers below 2^32. Several times as fast as numpy's unique with its inverse."""
     # One sort of 64-bit words, the value above its position.
     count = len(values)
     words = np.sort(values.astype(np.uint64) << np.uint64(32) | np.arange(count, dtype=np.uint64))
@@ -1307,10 +1279,8 @@ def row_update(requested: np.ndarray, before: RowUpdate | None, fabric: Fabric) 
 @dataclass(eq=False)
 class TablePlan:
     """The rows of a table that this rank reads in a cycle, and the rows of its shard that all ranks request.
-
     Logical row r is the r div W-th in the shard of rank r mod W; physical rows are numbered shard by shard. Lists are
-    tensors on the host until the cycle's rows are fetched.
-    """
+    tensors on the host until the cycle's rows are fetched."""
 
     tag: dict[str, Any]                  # purpose, cycle, tokens (of a slot over the cycle): equal on all ranks
     shard_size: int                      # rows of every rank's shard: R / W, rounded up
@@ -1351,7 +1321,7 @@ class Batch(NamedTuple):
     tokens: Tensor                       # (b, T) i32
     targets: Tensor                      # (b, T) i64: the next token
     cu_seqlens: Tensor                   # (b, K) i32: 0, document ends, then T as often as needed to fill K columns
-    rows: dict[str, Tensor]              # by table, shaped like its ids: index into the plan's list, or rows of the table
+    rows: dict[str, Tensor]            # by table, shaped like its ids: index into the plan's list, or rows of the table
     signs: dict[str, Tensor] = {}        # by table that has signs, (b, T) i32: which vector of signs
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -1460,11 +1430,9 @@ class DataEnded(DataError):
 
 class Loader:
     """Batches of the run's cycles, made on a background thread exactly one cycle ahead.
-
     Taking a cycle starts the work on the next, so what a batch holds never depends on timing. The stream of slots is
-    the same at every W: where a block of slots does not fit into the rest of a shard, it begins the next shard, which
-    a second thread has read ahead.
-    """
+    the same at every W: where a block of slots does not fit into the rest of a shard, it begins the next shard, which a
+    second thread has read ahead."""
 
     def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], cycles: Iterable[list[Values]],
                  exchange: Callable | None = None, purpose: str = "train") -> None:
@@ -1610,9 +1578,7 @@ class ValidationSet:
 
 def read_vocabulary(folder: Path, cfg: Config) -> list[bytes] | None:
     """Bytes of each token from a folder's vocab.txt, or None without one. Raises DataError.
-
-    A line of the file is "base64 id"; the document start has no line and no bytes.
-    """
+    A line of the file is "base64 id"; the document start has no line and no bytes."""
     path = folder / VOCABULARY
     if not os.path.lexists(path):
         return None
@@ -1662,10 +1628,8 @@ def jitted(kernel: Callable) -> Any:
 
 def custom_op(name: str, *mutates: str) -> Callable:
     """Register a function as a torch custom op; `mutates` names the arguments that it changes in place.
-
-    Compiled graphs hold the op, which is the call's `op`. Eager code calls the body directly and without
-    gradients: going through the op would cost 90 microseconds a call.
-    """
+    Compiled graphs hold the op, which is the call's `op`. Eager code calls the body directly and without gradients:
+    going through the op would cost 90 microseconds a call."""
     def decorate(body: Callable) -> Callable:
         op = torch.library.custom_op(name, body, mutates_args=mutates)
 
@@ -1683,9 +1647,7 @@ def custom_op(name: str, *mutates: str) -> Callable:
 
 def first_order(backward: Callable) -> Callable:
     """Refuse create_graph=True: weight gradients are written where autograd does not see them. Raises RunError.
-
-    torch's once_differentiable would take a gradient for a constant where what comes from the loss is one.
-    """
+    torch's once_differentiable would take a gradient for a constant where what comes from the loss is one."""
     @functools.wraps(backward)
     def call(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -1707,10 +1669,8 @@ def rms_norm(x: Tensor) -> Tensor:
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle; x (..., E).
-
     cos and sin (..., E), the sine negated for the second neighbour, the angle 0 in the other half: as wide as a head,
-    they cost fewer passes than its parts would.
-    """
+    they cost fewer passes than its parts would."""
     neighbours_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return x * cos + neighbours_swapped * sin
 
@@ -1719,9 +1679,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class AttentionSpan:
     """How far attention looks. Compiled code is made anew for each value of a field that it reads.
-
-    numbers  (3,) f64 on the CPU, the fields: an input of compiled code, which serves any
-    """
+    numbers  (3,) f64 on the CPU, the fields: an input of compiled code, which serves any"""
 
     max_len: int                         # upper bound of a document's length, in positions
     window: int                          # keys before its own that a query sees at most
@@ -1734,11 +1692,9 @@ class AttentionSpan:
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
     """Causal softmax attention inside documents.
-
     q, k, v     (N, H, E) any float dtype
     cu_seqlens  (C,) i32  ascends from 0 to N, empty documents allowed
-    Returns (N, H, E). Cost N * window on any device.
-    """
+    Returns (N, H, E). Cost N * window on any device."""
     # With blocks as long as its window, a query sees keys of its own block and of the one before, and no others.
     count, heads, width = q.shape
     keys_back = min(span.window, span.max_len - 1)
@@ -1832,13 +1788,11 @@ FLAG = "grad_added_to_main_grad"         # set True on a weight that has it, aft
 
 class WeightPart(NamedTuple):
     """One matrix of a weight, and where its gradient goes.
-
     A fork gives a weight (R, C) of its own a main_grad in three lines,
         weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
         weight.writes = torch.zeros(1, dtype=torch.int64)
         y = linear(x, as_part(weight))
-    reads it where it updates, and clears it by weight.writes.zero_().
-    """
+    reads it where it updates, and clears it by weight.writes.zero_()."""
 
     weight: Tensor                       # the parameter
     matrix: Tensor                       # (R, C), all of it, or a view of a part
@@ -1870,12 +1824,10 @@ def bank_parts(bank: Tensor, heights: tuple[int, ...]) -> list[list[WeightPart]]
 @custom_op("train_gpt::wgrad_accumulate", "main_grad", "writes")
 def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, b: Tensor | None) -> None:
     """main_grad (+)= a^T b: the first write of a part since its clear overwrites whatever stands there.
-
     main_grad  (R, C) one matrix of a buffer: f32, f64, or the dtype of a and b; in this dtype it adds
     writes     (parts,) i64 on the CPU: writes of each part since the clear, counted here
     a, b       (N, R), (N, C); b None: a is the product itself, (R, C)
-    The count is read on the CPU, so that first and further writes are one graph.
-    """
+    The count is read on the CPU, so that first and further writes are one graph."""
     beta = min(int(writes[number]), 1)                                        # 0: what stands there is not read
     writes[number] += 1
     dtype = main_grad.dtype
@@ -1915,9 +1867,7 @@ def versions_of(*factors: Tensor | None) -> list[int]:
 @torch.no_grad()
 def flush(delayed: list) -> None:
     """Compute the delayed gradients in the order of their backwards, into main_grad or else into .grad.
-
-    Raises RunError, before anything is written, if a factor was changed since its backward.
-    """
+    Raises RunError, before anything is written, if a factor was changed since its backward."""
     for part, a, b, versions in delayed:
         if versions_of(a, b) != versions:
             raise RunError(f"a delayed gradient of a weight {tuple(part.matrix.shape)}",
@@ -1987,11 +1937,9 @@ DESCRIBED_BYTES = 16                     # that divide each line of an array wit
 def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.constexpr, ROWS: tl.constexpr,
                    COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
     """out = max(x w^T, 0)^2; BACKWARD: 2 (x w^T) sqrt(squares).
-
-    x (count, depth), w (columns, depth), out and squares (count, columns)
-    A program goes from tile to tile and loads for the next one while it stores: in two halves, which leaves
-    shared memory to the loads. Descriptors count in 64 bits and end at the edges: beyond, they read 0.
-    """
+    x (count, depth), w (columns, depth), out and squares (count, columns) A program goes from tile to tile and loads
+    for the next one while it stores: in two halves, which leaves shared memory to the loads. Descriptors count in 64
+    bits and end at the edges: beyond, they read 0."""
     HALF: tl.constexpr = COLUMNS // 2
     x_lines = tl.make_tensor_descriptor(x, [count, depth], [depth, 1], [ROWS, DEPTH])
     w_lines = tl.make_tensor_descriptor(w, [columns, depth], [depth, 1], [COLUMNS, DEPTH])
@@ -2155,10 +2103,8 @@ def subtract_one_hot(grad: Tensor, ids: Tensor, token_weights: Tensor) -> Tensor
 
 def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor, factor: float) -> Tensor:
     """logits (N, V), ids and token_weights (N, G) -> sum over k of token_weights[k] * -log softmax(z)[ids[k]], (N,).
-
     Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits, computed here because
-    the softmax is already available.
-    """
+    the softmax is already available."""
     if torch.compiler.is_compiling():
         # Two sweeps, which fuse, in powers of 2, which take fewer instructions: a softmax would leave (N, V) in f32.
         cap = LOGIT_CAP * math.log2(math.e)                                   # of z / ln 2
@@ -2195,9 +2141,7 @@ def f32_scale(value: float, like: Tensor) -> Tensor:
 def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: torch.dtype,
                 fast: bool = False) -> Tensor:
     """a @ b * scale of fp8 matrices, scale () f64.
-
-    native: the device's fp8 product; else one in out_dtype, which holds fp8 exactly. fast: a shorter accumulator
-    """
+    native: the device's fp8 product; else one in out_dtype, which holds fp8 exactly. fast: a shorter accumulator"""
     if not native:
         return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
     b_in_columns = b.t().contiguous().t()                                     # as the device wants it
@@ -2209,14 +2153,12 @@ def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: to
 
 class HeadLoss(torch.autograd.Function):
     """Softcapped cross-entropy of the next G tokens, with the head's product inside (recipe 2.8).
-
     y (N, D), w (D, V), targets (B, T) i64 with B * T = N, weights (G,). Returns each position's loss, (N,) f32 or f64:
         sum over k < G with t + k < T of weights[k] * (lse_t - z_t[targets[t + k]]),  z = 23 sigmoid((y w + 5) / 7.5).
     Targets cross documents and stop at the slot's end; all V columns are in the softmax. With precision "fp8" or
     "emulated", y and w are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448: the
     seed of the backward, loss_weight, moves the scale, never the payload. Any other factor of a position is in the
-    payload for w's gradient, and exact for y's.
-    """
+    payload for w's gradient, and exact for y's."""
 
     @staticmethod
     def forward(ctx, y, w, targets, weights, loss_weight, precision, logits_dtype, part):
@@ -2278,9 +2220,7 @@ def sign_vectors(width: int) -> Tensor:
 
 def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
     """row_grads[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours.
-
-    One program for each i: that of a row's first line adds all lines of the row, LINES at a time; the others end.
-    """
+    One program for each i: that of a row's first line adds all lines of the row, LINES at a time; the others end."""
     first = tl.program_id(0)
     row = tl.load(rows + first)
     row_before = tl.load(rows + first - 1, mask=first > 0, other=-1)          # none is -1
@@ -2307,9 +2247,7 @@ def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.conste
 @custom_op("train_gpt::add_rows", "row_grads")
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     """row_grads[index[i]] += grad[i] in a fixed order.
-
-    row_grads (P, D) f32 or f64, index (...) i32 or i64, grad (..., D)
-    """
+    row_grads (P, D) f32 or f64, index (...) i32 or i64, grad (..., D)"""
     index = index.flatten()
     grad = grad.flatten(0, -2)
     if not grad.is_cuda:
@@ -2479,10 +2417,8 @@ class GPT(nn.Module):
     @torch.no_grad()
     def set_initial_values(self, seed: int, shard: Callable[[str, Tensor], Tensor]) -> None:
         """Draw all parameters, each label from its own generator, whose seed comes from (seed, label).
-
-        All but f32 rows pass through bf16: the same numbers in any dtype.
-        shard: (label, whole parameter) -> the part that is here
-        """
+        All but f32 rows pass through bf16: the same numbers in any dtype. shard: (label, whole parameter) -> the part
+        that is here"""
         for label, row in self.table.items():
             digest = hashlib.sha256(f"{seed}/{label}".encode()).digest()
             own_seed = int.from_bytes(digest[:8], "little", signed=True)
@@ -2521,9 +2457,7 @@ class GPT(nn.Module):
 
     def hidden(self, batch: Batch, spans: AttentionSpans, row_buffers: dict) -> Tensor:
         """The normalised stream that enters the head, (B, T, D).
-
-        row_buffers: label of a table -> (rows to read, f32 or f64 sums of their gradients or None)
-        """
+        row_buffers: label of a table -> (rows to read, f32 or f64 sums of their gradients or None)"""
         # All that the layers share is taken apart once: each access would cost the backward a pass of its own.
         scalars = dict(zip(self.scalar_sizes, self.scalars.split(list(self.scalar_sizes.values()))))
         residual = scalars["residual"].unbind()
@@ -2570,11 +2504,9 @@ class GPT(nn.Module):
 
     def inputs(self, batch: Batch, scalars: dict[str, Tensor], row_buffers: dict) -> tuple[Tensor, list, dict]:
         """Read the tables: all that enters the layers, rows (B, T, D) each.
-
         x0       the normalised embedding, where the residual stream begins
         streams  (share by layer, rows) of what every layer mixes in: bigrams, then tables of n-grams
-        values   depth -> [(place of the gate, rows)] of what joins the attention values of a layer
-        """
+        values   depth -> [(place of the gate, rows)] of what joins the attention values of a layer"""
         # Each token's embedding gets a gated share of the one before it in the slot, over documents.
         e, = self.rows_of("embed", batch, row_buffers)
         gate = scalars["smear"].type_as(e) * gate_of(e[:, 1:, :GATE_INPUTS], self.smear_gate)
@@ -2611,9 +2543,8 @@ class GPT(nn.Module):
     def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: Sequence[tuple[int, Tensor]],
                cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
         """Attention of one layer before its gate and output matrix, qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E).
-
-        value_rows: (place of the gate, rows (B, T, D)) that join the values. Positions count in the slot (recipe 2.4).
-        """
+        value_rows: (place of the gate, rows (B, T, D)) that join the values. Positions count in the slot (recipe
+        2.4)."""
         slots, length, _ = n.shape
         q, k, v = qkv.view(slots, length, QKV, self.heads, self.head_dim).unbind(2)
         q = rms_norm(q)
@@ -2643,10 +2574,8 @@ class GPT(nn.Module):
 
     def attend_paired(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
         """q, k, v (B, T, H, E) -> (B, T, H, E); heads j and j + H/2 of token t stand at 2t and 2t + 1 of one sequence.
-
         The angles follow another pairing, even heads at 2t and odd heads at 2t + 1: the peer assigns them before it
-        regroups, and its published losses contain that (recipe 9.1). The span counts positions.
-        """
+        regroups, and its published losses contain that (recipe 9.1). The span counts positions."""
         slots, length, heads, width = q.shape
         positions = 2 * length
         cos = self.rotary_cos[:positions].view(length, 1, 2, -1)              # of the places 2t and 2t + 1
@@ -2674,9 +2603,7 @@ def no_wait(**_: Any) -> None:
 
 def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, TablePlan]) -> None:
     """Tell every owner which of its rows this rank reads, and put into the plans what ranks request of this one.
-
-    group: gloo's; None: the group of all ranks. Raises RunError where ranks disagree.
-    """
+    group: gloo's; None: the group of all ranks. Raises RunError where ranks disagree."""
     # By table and owner: the places that this rank reads in the owner's shard.
     W, me = fabric.world, fabric.rank
     lists, counts, checksums = [], [], []
@@ -2721,18 +2648,14 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
 
 class RowTable:
     """One table on one rank: the shard that the rank owns, a cache of the rows that it reads, and gradients of both.
-
     Cache and row_grads hold the rows of one plan, in the order of its list. The shard of a dense-Adam table is a
     parameter, all of which is updated; a single rank reads it without a cache. The shard of a row-wise table is in a
-    home, from which an update takes the requested rows and where it puts them back.
-    """
+    home, from which an update takes the requested rows and where it puts them back."""
 
     def __init__(self, table: Table, cfg: Config, fabric: Fabric, shard: Tensor | None, most_tokens: int,
                  report: Callable) -> None:
         """shard (C, D): the parameter; None for a row-wise table. most_tokens: the most that a rank reads in a cycle.
-
-        report(**facts) gets the traffic of each plan.
-        """
+        report(**facts) gets the traffic of each plan."""
         self.table = table
         self.fabric = fabric
         self.report = report
@@ -2826,9 +2749,7 @@ class RowTable:
     @torch.no_grad()
     def return_gradients(self) -> tuple[Tensor, Callable[[], None]]:
         """Launch row_grads to the owners of the rows. Returns a gradient and the wait after which it is complete.
-
-        The gradient is of the shard, (C, D), or of the rows of a row-wise update, (u, D).
-        """
+        The gradient is of the shard, (C, D), or of the rows of a row-wise update, (u, D)."""
         if self.alone:
             return self.grad, no_wait
         # They travel in the type of the weights, and are added in that of row_grads.
@@ -3043,11 +2964,9 @@ class DeviceHome:
 
 class HostHome(DeviceHome):
     """Rows and state of a shard in pageable host memory; the rows of a cycle travel to the device and back.
-
     While a cycle runs, rows that only the next cycle requests come up, and rows of the last update go down; those that
     both cycles request stay on the device. One thread does it all in the order of submission, so that no row comes up
-    before its last change has come down. On a GPU copies have a stream of their own.
-    """
+    before its last change has come down. On a GPU copies have a stream of their own."""
 
     def __init__(self, table: Table, cfg: Config, fabric: Fabric) -> None:
         super().__init__(table, cfg, fabric)
@@ -3203,9 +3122,7 @@ def norm_axis(matrices: Sequence[int]) -> int:
 def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor, beta2: float,
                       polar_dtype: torch.dtype) -> Tensor:
     """Return orthogonalised Nesterov momentum, normalised per row at an unchanged Frobenius norm (arXiv 2510.05491).
-
-    grad, momentum (M, r, c); second (M, r, 1), or (M, 1, c) of wide matrices. momentum and second change in place.
-    """
+    grad, momentum (M, r, c); second (M, r, 1), or (M, 1, c) of wide matrices. momentum and second change in place."""
     momentum.add_((grad - momentum) * (1 - mu))
     nesterov = grad * (1 - mu) + momentum * mu
     o = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
@@ -3239,10 +3156,9 @@ def split_mantissa(exact: Tensor, p: Tensor, mantissa: Tensor) -> None:
 
 def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second: Tensor,
                    grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
-    """Make one NorMuon step on matrices p (M, r, c), or their upper halves with a mantissa, in place; decay is cautious.
-
-    grad (M, r, c) a plain sum over slots; lr_muls (M, 1, 1); lr (), decay () = weight decay x lr.
-    """
+    """Make one NorMuon step on matrices p (M, r, c), or their upper halves with a mantissa, in place; decay is
+    cautious.
+    grad (M, r, c) a plain sum over slots; lr_muls (M, 1, 1); lr (), decay () = weight decay x lr."""
     grad = grad.to(momentum.dtype) * grad_scale
     update = normuon_direction(grad, momentum, second, mu, beta2, p.dtype)
     rates = lr_muls * lr
@@ -3274,11 +3190,9 @@ def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float
 def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_scale: float, number: Tensor,
                    beta2: float, eps: float, step_size: Tensor, decay: Tensor, bits: Tensor | None) -> None:
     """Make one update of the requested rows of a row-wise table in place: one second moment per row.
-
     rows (u, D), v (u,), last (u,) i32, grad (u, D) a plain sum over slots and ranks; number () of the update, from 1;
     step_size () = lr sqrt(1 - beta2^number), decay () = lr^2 x weight decay. bits (u,) i32 of `row_bits`: round bf16
-    rows stochastically; None: to the nearest. v decays for all updates that a row missed, as if it had been in each.
-    """
+    rows stochastically; None: to the nearest. v decays for all updates that a row missed, as if it had been in each."""
     grad = grad * grad_scale
     missed = torch.pow(beta2, (number - last).double())                       # f64, rounded once
     v.copy_(v * missed.to(v.dtype) + (1 - beta2) * grad.square().mean(dim=1))
@@ -3292,9 +3206,7 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
 
 def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
     """Round f32 (u, D) to what bf16 holds: up with the probability that the cut bits say; bits (u,) i32.
-
-    What an element draws follows from (seed, label, logical row, update, column) alone: ranks do not matter.
-    """
+    What an element draws follows from (seed, label, logical row, update, column) alone: ranks do not matter."""
     column = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
     drawn = lowbias32(bits[:, None] ^ column) & 0xFFFF
     rounded = (x.view(torch.int32) + drawn) & -0x10000
@@ -3322,9 +3234,7 @@ def cpu_scalar(value: float) -> Tensor:
 
 def initial_state(row: Parameter, shard: Tensor) -> dict[str, Tensor]:
     """Allocate the optimizer's state of a shard of a parameter, zeros by name.
-
-    The one place that lists it: snapshots, checkpoints and the memory estimate follow.
-    """
+    The one place that lists it: snapshots, checkpoints and the memory estimate follow."""
     zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
     if row.optimizer == "adam":
         return dict(m=zeros(shard), v=zeros(shard))
@@ -3387,10 +3297,8 @@ class Small:
 
 class Sharded:
     """A bank, or the head: rank r updates the r-th of W equal shards of its units, and has their state alone.
-
     Units are the granules of sharding: matrices of a bank, rows of the head. Weight and main_grad stand in room for W
-    whole shards, so that collectives work in place; nothing else sees the zeros after the units.
-    """
+    whole shards, so that collectives work in place; nothing else sees the zeros after the units."""
 
     def __init__(self, optimizer: Optimizer, row: Parameter, accumulates: bool) -> None:
         fabric = optimizer.fabric
@@ -3434,8 +3342,8 @@ class Sharded:
         if self.backwards is None:
             return False
         writes = self.weight.writes
-        need(writes.eq(self.backwards).all(), f"main_grad of {self.row.label}", f"written {writes.tolist()} times, part "
-             "by part", f"{self.backwards} times each, once in every backward pass since the last update",
+        need(writes.eq(self.backwards).all(), f"main_grad of {self.row.label}", f"written {writes.tolist()} times, by "
+             "part", f"{self.backwards} times each, once in every backward pass since the last update",
              "a micro-batch was lost or ran twice: drop_gradients, and repeat the step", RunError)
         return True
 
@@ -3534,7 +3442,7 @@ class Optimizer:
         ngrams = [table.label for table in cfg.tables]
         self.reduce_order = (*REDUCE_ORDER[:-1], *ngrams, REDUCE_ORDER[-1])
         self.update_order = (*UPDATE_ORDER[:-1], *ngrams, UPDATE_ORDER[-1])
-        assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.entries), "every entry once in both"
+        assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.entries), "an entry once in each"
 
     def count_backward(self) -> None:
         """Expect each part of a main_grad to be written once more."""
@@ -3555,9 +3463,7 @@ class Optimizer:
     @torch.no_grad()
     def step(self, values: Values, plans_ahead: Callable) -> None:
         """Reduce, update and gather what this step updates, then clear its gradients; the others keep theirs.
-
-        plans_ahead() gives the plans of the next cycle, or None. Raises RunError without a gradient.
-        """
+        plans_ahead() gives the plans of the next cycle, or None. Raises RunError without a gradient."""
         self.plans_ahead = plans_ahead
         active = [label for label in self.entries if self.is_due(label, values)]
         missing = [label for label in active if not self.entries[label].has_gradient()]
@@ -3603,7 +3509,8 @@ class Optimizer:
 
     def adam(self, row: Parameter, p: Tensor, grad: Tensor, state: dict[str, Tensor], values: Values) -> None:
         _, step_size, decay = self._adam_numbers(row, values)
-        self.adam_update(p, grad, state["m"], state["v"], self.grad_scale, row.betas, self.cfg.adam_eps, step_size, decay)
+        self.adam_update(p, grad, state["m"], state["v"], self.grad_scale, row.betas, self.cfg.adam_eps, step_size,
+                         decay)
 
     def rowwise(self, row: Parameter, table: RowTable, grad: Tensor, values: Values) -> None:
         number, step_size, decay = self._adam_numbers(row, values)
@@ -3657,10 +3564,8 @@ class Executor:
     def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, precision: str | None,
                  slots_at_once: int = 0, report: Callable = no_wait) -> None:
         """Build model, tables and optimizer.
-
         precision: "plain", "fp8" or "emulated" head; None: for reading only, without an optimizer. slots_at_once: of a
-        micro-batch; 0 for all of this rank's. report(**facts) gets the traffic of each table and cycle.
-        """
+        micro-batch; 0 for all of this rank's. report(**facts) gets the traffic of each table and cycle."""
         self.cfg = cfg
         self.fabric = fabric
         self.precision = precision
@@ -3717,10 +3622,8 @@ class Executor:
 
     def forward_backward(self, batch: Batch, values: Values, loss_weight: float = 1.0) -> Losses:
         """Add loss_weight * d(sum of this rank's slot losses) to the gradients.
-
         Calls add up until optim_step. No reduction over ranks, no division, no waiting for the device. A weight of 0
-        adds zeros, whatever the loss: this rank still takes part in the update.
-        """
+        adds zeros, whatever the loss: this rank still takes part in the update."""
         spans = self._attention_of(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
         row_buffers = {}
         for label, table in self.tables.items():
@@ -3768,9 +3671,7 @@ class Executor:
     @torch.no_grad()
     def next_logits(self, tokens: Sequence[int], values: Values) -> Tensor:
         """Return softcapped logits (V,) of the token that follows; every rank calls it.
-
-        Longer contexts keep their last tokens, as many as a validation slot has.
-        """
+        Longer contexts keep their last tokens, as many as a validation slot has."""
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.num_slots):]
         length = -(-len(context) // SLOT_UNIT) * SLOT_UNIT
         padded = np.zeros(length + 1, np.uint16)              # nothing looks at later positions
@@ -3815,9 +3716,7 @@ class Executor:
 
     def snapshot(self) -> Callable[[], None]:
         """Copy all that a run changes to the host. Returns the call that puts it back, bit by bit.
-
-        In place: every tensor keeps its address, so that nothing recompiles.
-        """
+        In place: every tensor keeps its address, so that nothing recompiles."""
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
         homes = {label: table.home for label, table in self.tables.items() if table.home}
         touched = {label: list(home.touched()) for label, home in homes.items()}
@@ -3857,19 +3756,18 @@ class Executor:
         table = self.tables.get(label)
         if table is None and not isinstance(self.optimizer.entries.get(label), Sharded):
             return x.to("cpu", copy=True)
-        pieces = [self.fabric.gather(piece.cpu()) for piece in x.detach().split(PIECE_ROWS)]      # not all in one message
+        pieces = [self.fabric.gather(piece.cpu()) for piece in x.detach().split(PIECE_ROWS)]    # not all in one message
         if self.fabric.rank != 0:
             return None
         if table is None:
             return torch.cat([torch.cat(of_rank) for of_rank in zip(*pieces)])
-        rows = torch.cat([torch.stack(of_ranks, dim=1).flatten(0, 1) for of_ranks in pieces])     # row r is at rank r mod W
+        # Row r is at rank r mod W.
+        rows = torch.cat([torch.stack(of_ranks, dim=1).flatten(0, 1) for of_ranks in pieces])
         return rows[:table.table.rows]                        # padding follows
 
     def whole_weights(self, values: Values) -> dict[str, Tensor]:
         """Return all weights but row-wise tables on the host of rank 0, in logical shapes. Collective.
-
-        values: of the next step, or of the end; they say whether the embedding is still the head.
-        """
+        values: of the next step, or of the end; they say whether the embedding is still the head."""
         weights = {}
         for label in self.model.table:
             p = self.model.get_parameter(label).detach()
@@ -3879,7 +3777,7 @@ class Executor:
         return weights
 
     def whole_state(self, values: Values) -> dict[str, dict[str, Tensor]]:
-        """Return weights and optimizer state as `whole_weights` does: the same at every W. Between cycles; collective."""
+        """Return weights and optimizer state as `whole_weights` does: equal at every W. Between cycles; collective."""
         moments = {}
         for label, state in self.optimizer.state.items():
             for name, x in state.items():
@@ -3907,10 +3805,8 @@ class Executor:
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Return by table the byte counts of training, summed over ranks, and this rank's memory.
-
         bytes_dense: what dense mode would have sent. Collective; once, at the end: it books the plans still pending,
-        which also logs them.
-        """
+        which also logs them."""
         result = {}
         for label, table in self.tables.items():
             for plan in table.pending:                        # the run ended inside their cycle
@@ -3929,7 +3825,7 @@ class Executor:
 # ---- Memory: an estimate before anything is built
 MEMORY_SHARE = 0.9                       # of a device: the rest is for its driver, NCCL, the allocator, the compiler
 ON_HOST = "tables on the host"           # the part that takes memory row by row, as rows are updated
-# What a step keeps per token at its largest, in the head: in compiled code, as the rehearsal counts it, and in plain PyTorch.
+# What a step keeps per token at its largest, in the head: compiled, as the rehearsal counts it, and in plain PyTorch.
 SAVED_ROWS = 17                          # of width D, in each layer: 183 in 11 layers, and statistics in f32
 SAVED_ROWS_PLAIN = 26
 LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in fp8
@@ -3960,11 +3856,12 @@ def table_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> Counter:
     sets = 2 if table.home == "host" else 1
     home = ON_HOST if table.home == "host" or not fabric.on_cuda else "weights"
     parts = Counter({home: shard_rows * (line + state), "row updates": (3 * read + live) * line + live * exact_line})
-    return parts + Counter(weights=(read + sets * live) * line, gradients=read * exact_line, moments=sets * live * state)
+    parts += Counter(weights=(read + sets * live) * line, gradients=read * exact_line, moments=sets * live * state)
+    return parts
 
 
 def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> dict[str, int]:
-    """Return the bytes of each part of a run at its largest, by name: counted, but for activations, which a model gives."""
+    """Return the bytes of each part of a run at its largest: counted, but for activations, which a model gives."""
     dtype = getattr(torch, cfg.dtype)
     exact = accum_dtype(dtype).itemsize
     accumulates = slots_at_once * fabric.world < cfg.num_slots
@@ -3999,9 +3896,7 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
 
 def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict[str, int]]:
     """Return how many slots go through the model together, and the estimate of what that takes. Raises RunError.
-
-    They follow from the card, not from what others use of it now: a run is the same each time.
-    """
+    They follow from the card, not from what others use of it now: a run is the same each time."""
     local = cfg.num_slots // fabric.world
     room = MEMORY_SHARE * min(fabric.gather(fabric.total_memory()))
     choices = [m for m in range(local, 0, -1) if local % m == 0]
@@ -4012,15 +3907,15 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
         if sum(estimate.values()) - estimate.get(ON_HOST, 0) <= room:
             return slots_at_once, estimate
     parts = ", ".join(f"{part} {size / 2**30:.1f} GiB" for part, size in estimate.items())
-    raise RunError("memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}", "more ranks, a larger device, more and "
-                   "shorter slots (--num_slots=32), --slots_per_micro_batch=1, smaller batches in --stages, fewer rows in "
-                   "--tables or home host there, a smaller model")
+    raise RunError("memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}", "more ranks, a larger device, more "
+                   "and shorter slots (--num_slots=32), --slots_per_micro_batch=1, smaller batches in --stages, fewer rows "
+                   "in --tables or home host there, a smaller model")
 
 
-# ---- Files: a save and a checkpoint are one thing, a folder that is whole before it has its name. Loading runs no code.
+# ---- Files: a save and a checkpoint are folders, whole before they have their name. Loading runs no code.
 CHECKPOINTS = "checkpoints"              # folder in the run directory
 PIECE_BYTES = 1 << 27                    # of the rows and their state in one file
-UNFINISHED: set[Path] = set()            # folders that this process writes and that have no name yet: its end removes them
+UNFINISHED: set[Path] = set()         # folders that this process writes and that have no name yet: its end removes them
 
 
 def file_sha256(path: Path) -> str:
@@ -4066,9 +3961,7 @@ def part_of(folder: Path, run_id: str) -> Path:
 
 def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]], fabric: Fabric) -> None:
     """Write a new folder with these files of every rank, and give it its name once. Raises RunError. Collective.
-
-    contents: (name, bytes or what torch.save takes), each made when the one before it is on the disk.
-    """
+    contents: (name, bytes or what torch.save takes), each made when the one before it is on the disk."""
     part = part_of(folder, run_id)
     UNFINISHED.add(part)
 
@@ -4108,8 +4001,8 @@ def read_tensors(path: Path, manifest: dict[str, str]) -> Any:
     """Return what torch.save wrote; no code in it is run. Raises DataError, whatever the file is."""
     with damaged(path):
         need(path.is_file() and file_sha256(path) == manifest.get(path.name), path, "no such file, or another content "
-             "than its manifest says", "the file as it was written", "copy the folder again: it is damaged, or mixed from "
-             "several", DataError)
+             "than its manifest says", "the file as it was written", "copy the folder again: it is damaged, or of several",
+             DataError)
         return torch.load(path, "cpu", weights_only=True, mmap=True)
 
 
@@ -4212,7 +4105,7 @@ class Clock:
 
     def __init__(self, fabric: Fabric, before: float = 0.0) -> None:
         self.fabric = fabric
-        # ms up to the last stop, and the time of the start in s or None: one pair, which the loader's thread reads whole.
+        # ms up to the last stop, and s of the start or None: a pair, which the loader's thread reads whole.
         self.state: tuple[float, float | None] = before, None
 
     @property
@@ -4231,10 +4124,8 @@ class Clock:
 
 class Log:
     """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0.
-
-    Losses are looked at one cycle late, so that no step waits for the device. Every rank checks its own. beside: content
-    of further files of the run directory; earlier: what `seen` gave to a checkpoint. Raises RunError if a file exists.
-    """
+    Losses are looked at one cycle late, so that no step waits for the device. Every rank checks its own. beside:
+    content of further files of the run directory; earlier: what `seen` gave to a checkpoint."""
 
     def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, beside: dict[str, bytes],
                  earlier: dict[str, Any] | None = None) -> None:
@@ -4246,17 +4137,16 @@ class Log:
         self.tokens = earlier["tokens"]
         self.done = earlier["done"]      # steps
         self.last_good = earlier["last_good"]                 # validation, in words
-        self.pending: list[tuple] = []   # steps whose loss nobody has looked at: (fields, sums, tokens, event of the copy)
+        self.pending: list[tuple] = []   # steps whose loss nobody has seen: (fields, sums, tokens, event of the copy)
         self.files: dict[str, Any] = {}
         self.bar: Any = None
         if fabric.rank == 0:
             with refused(run_dir):
                 run_dir.mkdir(parents=True, exist_ok=True)
-                for name in ("log.txt", "log.jsonl", *beside):
+                for name in ("log.txt", "log.jsonl"):
                     self.files[name] = open(run_dir / name, "xb", buffering=0)
-            for name, content in beside.items():
-                self._write(name, content)
-                self.files.pop(name).close()
+                for name, content in beside.items():
+                    (run_dir / name).write_bytes(content)
             for name, text in earlier["lines"].items():
                 self._write(name, text.encode())
 
@@ -4337,8 +4227,7 @@ class Log:
 
     def check(self, loss: float, what: str) -> None:
         need(math.isfinite(loss), what, loss, f"a finite number (last good validation: {self.last_good})", "lower "
-             "--adam_lr and --normuon_lr; --dtype=float32 --head=plain --attention=reference shows if it is an overflow",
-             RunError)
+             "--adam_lr and --normuon_lr; --dtype=float32 --head=plain shows if it is an overflow", RunError)
 
     def validation(self, loss: float, ms: float, data: ValidationSet) -> None:
         """Write the loss after the steps done so far. Raises RunError if it is not finite."""
@@ -4354,10 +4243,11 @@ class Log:
         files, self.files = self.files, {}
         lines = [dict(type="step", **fields) for fields, *_ in self.pending]  # their losses are not known
         lines.append(dict(type="aborted", step=self.done, cause=cause))
-        with contextlib.suppress(Exception):
-            files["log.txt"].write(f"aborted after step {self.done}: {' '.join(cause.split())}\n".encode())
-            for line in lines:
-                files["log.jsonl"].write((json.dumps(line) + "\n").encode())
+        last = {"log.txt": f"aborted after step {self.done}: {' '.join(cause.split())}\n",
+                "log.jsonl": "".join(json.dumps(line) + "\n" for line in lines)}
+        for name, file in files.items():
+            with contextlib.suppress(Exception):
+                file.write(last[name].encode("utf-8", "replace"))
 
     def close(self) -> None:
         for file in (*self.files.values(), self.bar):
@@ -4376,8 +4266,8 @@ def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
 def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> None:
     """Run every graph the race will need, the largest stage first, on tokens from a formula; then restore the state."""
     restore = executor.snapshot()
-    patience = LONG_PATIENCE if executor.compiling else 1
-    cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens, comm_timeout=cfg.comm_timeout * patience)
+    timeout = cfg.comm_timeout * (LONG_PATIENCE if executor.compiling else 1)
+    cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens, comm_timeout=timeout)
     most_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
     tokens = 4 * most_tokens * (1 + 2 * FORMULA_DOCUMENT // cfg.max_doc_len)  # long documents are cut to max_doc_len
     headers = [ShardHeader(f"{FORMULA}warm-up#0", tokens, cfg.vocab_size, cfg.document_start)]
@@ -4403,10 +4293,8 @@ def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> None:
 
 def cycles_from(first: int, schedule: Schedule, clock: Clock) -> Iterator[list[Values]]:
     """Yield the Values of each cycle from step `first` on; runs on the loader's thread, a cycle ahead of the race.
-
     With a time budget the clock of rank 0 gives a cycle's place in the plan: the share of the budget that will be over
-    when the cycle begins, if the one before it takes as long as the last.
-    """
+    when the cycle begins, if the one before it takes as long as the last."""
     cfg, fabric = schedule.cfg, clock.fabric
     before = clock.ms
     for step in itertools.count(first, schedule.cycle):
@@ -4426,9 +4314,7 @@ def cycles_from(first: int, schedule: Schedule, clock: Clock) -> Iterator[list[V
 def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: Clock, log: Log,
          before_step: Callable[[int], object]) -> tuple[float, DataEnded | None]:
     """Train against the clock; return the final validation loss (nats per token), and why the data ended early, if so.
-
-    On the clock: reading, packing, plans, steps, logging. Off the clock: validation. before_step(step): checkpoints.
-    """
+    On the clock: reading, packing, plans, steps, logging. Off the clock: validation. before_step(step): checkpoints."""
     data_ended = None
     clock.start()
     with log.phase("first batch", timed=True):
@@ -4460,7 +4346,7 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
 
 
 def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[int] = ()) -> list[int]:
-    """Return up to sample_tokens tokens after a document start and the prompt. Raises RunError if logits are not finite."""
+    """Return up to sample_tokens tokens after a document start and the prompt. Raises RunError on odd logits."""
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.document_start, *prompt]
     for _ in range(cfg.sample_tokens):
@@ -4509,13 +4395,13 @@ def make_fabric(cfg: Config) -> Fabric:
     given = {name: env.get(name, text) for name, text in defaults.items()}
     rank, local_rank, world, local_world = (int(text) if text.isdecimal() else -1 for text in given.values())
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in env]
-    need(0 <= rank < world and local_rank >= 0 and not missing, "launch", f"{given} without {missing}",
-         "all that torchrun sets, with 0 <= RANK < WORLD_SIZE", "torchrun --standalone --nproc_per_node="
-         f"{max(world, 1)} train_gpt.py ..., or unset WORLD_SIZE for a single process")
-    need("WORLD_SIZE" in env or env.get("SLURM_NTASKS", "1") == "1", "launch", f"{env.get('SLURM_NTASKS')} tasks of "
-         "Slurm, and no WORLD_SIZE", "ranks that know each other", "srun ... torchrun ..., one task a node; or set "
-         "WORLD_SIZE=1, for each task to train alone")
+    tasks = env.get("SLURM_NTASKS", "1")
     fits = [w for w in range(1, cfg.num_slots + 1) if cfg.num_slots % w == 0]
+    need(0 <= rank < world and local_rank >= 0 and not missing, "launch", f"{given} without {missing}", "all that "
+         "torchrun sets, with 0 <= RANK < WORLD_SIZE", f"torchrun --standalone --nproc_per_node={max(world, 1)} "
+         "train_gpt.py ..., or unset WORLD_SIZE for a single process")
+    need("WORLD_SIZE" in env or tasks == "1", "launch", f"{tasks} tasks of Slurm, and no WORLD_SIZE", "ranks that know "
+         "each other", "srun ... torchrun ..., one task a node; or set WORLD_SIZE=1, for each task to train alone")
     need(world in fits, "number of ranks", world, f"a divisor of num_slots={cfg.num_slots}: {fits}",
          f"torchrun --nproc_per_node={max(w for w in fits if w <= world)} train_gpt.py ...")
 
@@ -4525,31 +4411,29 @@ def make_fabric(cfg: Config) -> Fabric:
     need(cuda or cfg.device != "cuda", "--device=cuda, which the record preset sets", "no CUDA device",
          "an NVIDIA GPU and torch for CUDA", "--preset=pocket trains on a CPU in about two minutes")
     need(not cuda or max(local_rank + 1, local_world) <= gpus, "more ranks than devices",
-         f"{local_world} ranks, {gpus} GPUs", "one GPU for each rank", f"torchrun --nproc_per_node={gpus} train_gpt.py ...")
+         f"{local_world} ranks, {gpus} GPUs", "one GPU for each rank", f"--nproc_per_node={gpus} for torchrun")
     fabric = Fabric(torch.device("cuda", local_rank) if cuda else torch.device("cpu"), rank, world)
     fabric.enter_thread()
     if not cuda and platform.libc_ver()[0] == "glibc":        # given back after each step, memory would come again page
         libc = ctypes.CDLL(None)                              # by page, with a fault for each
         libc.mallopt(M_TRIM_THRESHOLD, -1)
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
-    return fabric if world == 1 else join_ranks(cfg, fabric)
+    if world == 1:
+        return fabric
 
-
-def join_ranks(cfg: Config, fabric: Fabric) -> Fabric:
-    patience = timedelta(seconds=cfg.comm_timeout)
-
+    # The ranks meet. In a thread, for torch itself waits for ever for a listener that is mute.
     def join() -> Any:
+        patience = timedelta(seconds=cfg.comm_timeout)
         fabric.enter_thread()
-        dist.init_process_group("cpu:gloo,cuda:nccl" if fabric.on_cuda else "gloo", timeout=patience)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=patience)
         return dist.new_group(backend="gloo", timeout=patience)
 
-    try:                                                      # torch itself waits for ever for a listener that is mute
+    try:
         return replace(fabric, plan_group=within(cfg.comm_timeout + 1, join))
     except (RuntimeError, ValueError, TimeoutError) as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         answer = str(error)[:200] or "nothing that answers as a store of ranks does"
-        raise ConfigError("waiting for all ranks", f"at {address}: {answer}",
-                          f"{fabric.world} ranks in {cfg.comm_timeout} s",
+        raise ConfigError("waiting for all ranks", f"at {env['MASTER_ADDR']}:{env['MASTER_PORT']}: {answer}",
+                          f"{world} ranks in {cfg.comm_timeout} s",
                           "see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
 
 
@@ -4574,10 +4458,7 @@ CHECKED_SPREAD = 4.0                     # of the logits: then a single key too 
 
 
 def choose_attention(preset: str, cfg: Config, fabric: Fabric) -> tuple[Callable, str]:
-    """Return the first kernel that runs on every rank and agrees with the reference, and its name. Raises ConfigError.
-
-    A record preset is fast only with such a kernel: without one that is said, or refused if it was asked for.
-    """
+    """Return the first kernel that all ranks find equal to the reference, and its name. Raises ConfigError."""
     if cfg.attention == "reference" or (cfg.attention == "auto" and not fabric.on_cuda):
         return attention_reference, "reference"
     names: tuple[str, ...] = (cfg.attention,)
@@ -4592,8 +4473,8 @@ def choose_attention(preset: str, cfg: Config, fabric: Fabric) -> tuple[Callable
         refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(of_ranks) if why), "")
         if not refusal:
             if name != names[0]:
-                fabric.say(f"attention: WITHOUT {names[0]}: a step with {name} is predicted to take 4 to 10 % longer on "
-                           "H100s; pip install -r requirements-gpu.txt")
+                fabric.say(f"attention: WITHOUT {names[0]} a step takes some 4 to 10 % longer, as predicted for H100s; "
+                           "pip install -r requirements-gpu.txt")
             package = ATTENTION_PACKAGES[name]
             return attention_varlen, f"{name} ({package} {version_of(package)})"
         fabric.say(f"attention: {name} does not run here: {refusal}")
@@ -4624,12 +4505,10 @@ def refusal_of(name: str, cfg: Config, fabric: Fabric) -> str:
 
 
 def check_attention(kernel: Callable, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
-    """Raise RuntimeError unless outputs and gradients agree with the reference to the dtype's rounding.
-
-    In sequences as plain layers have them, and paired ones: twice the positions, half the heads.
-    """
+    """Raise RuntimeError unless outputs and gradients agree with the reference to the dtype's rounding."""
     generator = torch.Generator(device).manual_seed(0)
     plain = torch.tensor(CHECKED_BOUNDS, device=device, dtype=torch.int32)
+    # As plain layers have their sequences, and paired ones: twice the positions, half the heads.
     for window, (per_token, heads) in itertools.product(CHECKED_WINDOWS, ((1, 2), (2, 1))):
         positions = per_token * CHECKED_BOUNDS[-1]
         inputs = torch.randn(4, positions, heads, head_dim, device=device, generator=generator).to(dtype)
@@ -4712,8 +4591,8 @@ def write_header(log: Log, facts: dict[str, Any], kind: str = "header", **more: 
     for line in (
             "=" * 100,
             f"Running Python {facts['python']}",
-            f"Running PyTorch {facts['torch']} compiled for CUDA {facts['cuda']} on {facts['hardware']} with world_size "
-            f"{facts['world_size']}",
+            f"Running PyTorch {facts['torch']} compiled for CUDA {facts['cuda']} on {facts['hardware']} "
+            f"with world_size {facts['world_size']}",
             f"preset {facts['preset']}, {facts['params_total']:,} parameters in {facts['config']['dtype']}, attention "
             f"{facts['attention']}, head {facts['head']}, {facts['grad_accum_steps']} micro-batches a step, "
             f"seed {facts['seed']}",
@@ -4723,10 +4602,7 @@ def write_header(log: Log, facts: dict[str, Any], kind: str = "header", **more: 
 
 
 def open_data(given: Config, fabric: Fabric, source: bytes) -> tuple[Config, list[ShardHeader], list[ShardHeader], str]:
-    """Look at every shard. Returns the config with all sizes, the shards to train on and to validate with, their hash.
-
-    Raises DataError, ConfigError.
-    """
+    """Look at every shard. Returns the config with all sizes, the shards to train and validate with, and their hash."""
     train_shards = find_shards(given.train_files)
     val_shards = find_shards(given.val_files)
     sha256 = scan_shards(train_shards + val_shards)
@@ -4761,8 +4637,8 @@ def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric) -
                 taken = folder.is_symlink() or folder.is_mount() or (folder.exists() and not folder.is_dir())
                 taken = taken or (folder.is_dir() and any(folder.iterdir()))
                 taken = taken or any(run_dir.absolute().is_relative_to(folder.absolute()) for run_dir in folders)
-                need(not taken, f"--save={cfg.save}", "a file, link or mount, a folder with content, or one of the run "
-                     "directory", "a name that is not taken, or an empty folder", "another name; nothing is overwritten")
+                need(not taken, f"--save={cfg.save}", "a file, link or mount, or a folder with content or of the run",
+                     "a name that is not taken, or an empty folder", "another name; nothing is overwritten")
                 part_of(folder, run_id).mkdir(parents=True)
                 part_of(folder, run_id).rmdir()
         for folder in folders if fabric.rank == 0 else ():
@@ -4783,9 +4659,7 @@ def has_log(folder: Path) -> bool:
 
 def check_resumed(cfg: Config, content: dict[str, Any], facts: dict[str, str], end_step: float) -> dict[str, tuple]:
     """Return what differs from the run before: name -> (then, now). Raises DataError, ConfigError.
-
-    content: a checkpoint's. Other data are refused, and an end that the run has passed.
-    """
+    content: a checkpoint's. Other data are refused, and an end that the run has passed."""
     before = content["facts"]
     need(before["data_sha256"] == facts["data_sha256"], f"data to resume {cfg.resume} with",
          f"shards whose content hashes to {facts['data_sha256'][:16]}...", f"those of the run, which hashed to "
@@ -4799,9 +4673,7 @@ def check_resumed(cfg: Config, content: dict[str, Any], facts: dict[str, str], e
 
 def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], executor: Executor, values: Values) -> None:
     """Write what the run needs to go on before the step of these values, and keep the last two. Collective.
-
-    A checkpoint that cannot be written ends nothing: the next may be.
-    """
+    A checkpoint that cannot be written ends nothing: the next may be."""
     fabric = executor.fabric
     folder = run_dir / CHECKPOINTS
     name = f"step-{values.step:07d}"
@@ -4912,10 +4784,7 @@ def end_profile(profile: Any, log: Log) -> None:
 
 
 def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: bytes) -> None:
-    """Set up and warm up once, then train once or several times: the whole run in the order in which it happens.
-
-    ending: holds the log of the run in progress; source: this file's content, read when the process began.
-    """
+    """Set up and warm up once, then train once or several times: the whole run in the order in which it happens."""
     # Data come first: the shards decide sizes, and nothing is worth building on bad ones.
     began = time.perf_counter()
     cfg, train_shards, val_shards, data_sha256 = open_data(given, fabric, source)
@@ -4933,7 +4802,8 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     fabric.set_timeout(cfg.comm_timeout * LONG_PATIENCE)
     kernel, attention = choose_attention(preset, cfg, fabric)
     slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
-    executor = Executor(cfg, fabric, kernel, precision, slots_at_once, ending.report_rows)
+    executor = Executor(cfg, fabric, kernel, precision, slots_at_once,
+                        report=lambda **traffic: ending.log.event("comms", **traffic))
     facts = facts_of(preset, given, cfg, executor, data_sha256, attention, source)
     settings = settings_json(preset, replace(given, slots_per_micro_batch=slots_at_once))
     beside = {Path(__file__).name: source, SETTINGS: settings}
@@ -4978,7 +4848,8 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
             cfg = replace(cfg, seed=seed)
             schedule = Schedule(cfg)
             log = ending.log = Log(folder, fabric, schedule, beside)
-            write_header(log, facts_of(preset, replace(given, seed=seed), cfg, executor, data_sha256, attention, source))
+            given = replace(given, seed=seed)
+            write_header(log, facts_of(preset, given, cfg, executor, data_sha256, attention, source))
             with log.phase("reset"):
                 restore()
                 executor.set_seed(seed)
@@ -5033,9 +4904,8 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
 
 def read_prompt(flags: Config, cfg: Config, pieces: list[bytes] | None) -> tuple[list[bytes] | None, list[int]]:
     """Return the bytes of each token, if anybody knows them, and the prompt as token ids. Raises DataError.
-
-    pieces: from vocab.txt beside the weights. GPT-2's come from --ranks=FILE, or from tiktoken, which also splits text.
-    """
+    pieces: from vocab.txt beside the weights. GPT-2's come from --ranks=FILE, or from tiktoken, which also splits
+    text."""
     text = flags.prompt.encode("utf-8", "surrogateescape")
     if flags.ranks:
         need_file(Path(flags.ranks), "--ranks")
@@ -5121,10 +4991,7 @@ def lost_rank(found: str) -> RunError:
 
 def first_cause(cause: str, signalled: bool) -> tuple[str, bool]:
     """Agree with the other ranks on the first cause; returns it, and whether this rank is to say it.
-
-    They ask the store at which they met; without its answer every rank speaks for itself. A signal that not all ranks
-    hear of follows from the loss of one: torchrun, or srun, ends the others.
-    """
+    A signal that not all ranks hear of follows from the loss of one: torchrun, or srun, ends the others."""
     env = os.environ
     if env.get("WORLD_SIZE", "1") == "1":
         return cause, True
@@ -5158,10 +5025,7 @@ def first_cause(cause: str, signalled: bool) -> tuple[str, bool]:
 
 class Ending:
     """The one end of this process, by an error or a signal, and bounded in time.
-
-    A signal wakes a thread, which ends the process whatever the main thread waits for in C; nothing is ever raised into
-    the middle of the main thread's work.
-    """
+    A signal wakes a thread, which ends the process whatever the main thread waits for in C."""
 
     def __init__(self) -> None:
         self.log: Log | None = None                                           # of the run that is going on
@@ -5172,14 +5036,8 @@ class Ending:
         for name in ENDING_SIGNALS:
             number = getattr(signal, name, None)                              # Windows has no SIGHUP
             if number and signal.getsignal(number) != signal.SIG_IGN:         # ignored: by nohup
-                signal.signal(number, lambda *_: None)                        # `watch` reads its number
-        threading.Thread(target=self.watch, daemon=True).start()
-
-    def watch(self) -> None:
-        self.end(Signalled(self.listener.recv(1)[0]))
-
-    def report_rows(self, **facts: Any) -> None:
-        self.log.event("comms", **facts)
+                signal.signal(number, lambda *_: None)                        # the thread reads its number
+        threading.Thread(target=lambda: self.end(Signalled(self.listener.recv(1)[0])), daemon=True).start()
 
     def end(self, error: BaseException) -> None:
         """Say why the run ended, once over all ranks, close its log, and end the process. Does not return."""

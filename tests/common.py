@@ -342,13 +342,7 @@ class Forked:
 
 def main_here(argv: Sequence[str]) -> int:
     """Do what main(argv) does, but for signals and the end of the process. Returns its status."""
-    class Ending:
-        log = None
-
-        def report_rows(self, **facts: object) -> None:
-            self.log.event("comms", **facts)
-
-    ending = Ending()
+    ending = SimpleNamespace(log=None)
     try:
         preset, cfg = tg.parse_flags(argv)
         if cfg.sample:

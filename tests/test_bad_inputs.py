@@ -195,7 +195,7 @@ BAD = [                                  # flags after --preset=tiny, status, wh
     (["--val_files=v_empty/*.bin"], 2, ("vocab.txt", "ids of 0")),
     (["--val_files=v_folder/*.bin"], 2, ("vocab.txt", "a regular file")),
     # folders
-    (["--run_dir=a_file"], 1, ("writing a_file", "Not a directory", "another folder")),
+    (["--run_dir=a_file"], 1, ("writing a_file", "File exists", "another folder")),
     (["--run_dir=a_file/run"], 1, ("writing a_file/run", "Not a directory")),
     (["--run_dir=/proc/run"], 1, ("writing /proc/run", "No such file")),
     (["--run_dir=" + "x" * 300], 1, ("File name too long",)),

@@ -305,8 +305,10 @@ def test_weights_gradients_and_moments_are_counted(dtype, world, rank, mode):
     weights = [p.data for p in runner.model.parameters()]
     small = runner.optimizer.entries[tg.SMALL]
     gradients = [torch.empty_like(p) for p in small.weights]                  # autograd's, and all that travel at once
-    gradients.append(torch.empty(sum(small.sizes), dtype=tg.accum_dtype(getattr(torch, dtype))))
-    for entry in runner.optimizer.sharded:
+    gradients.append(torch.empty(sum(p.numel() for p in small.weights), dtype=tg.accum_dtype(getattr(torch, dtype))))
+    for entry in runner.optimizer.entries.values():
+        if not isinstance(entry, tg.Sharded):
+            continue
         units = len(tg.bank_matrices(entry.row, entry.weight))
         gradients.append(entry.main_grad[:units])
         if entry.comm_buffer is not entry.main_grad:

@@ -2,12 +2,15 @@
 import ast
 import builtins
 import functools
+import io
 import os
 import re
 import signal
 import subprocess
 import sys
 import symtable
+import textwrap
+import tokenize
 
 import pytest
 from common import ROOT
@@ -17,14 +20,16 @@ import train_gpt as tg
 
 SOURCE = ROOT / "train_gpt.py"
 MAX_COLUMNS = 120
-MAX_FUNCTION, MAX_LONG_FUNCTION = 60, 100
-LONG_FUNCTIONS = ("hidden", "losses", "race")                        # the forward pass and the loop
+MAX_LINES, MAX_TOKENS = 4700, 37_500
+MAX_FUNCTION, MAX_LONG_FUNCTION = 60, 120
+LONG_FUNCTIONS = ("train",)                                          # the outline of a run; kernels may be as long
 ROOMS = ("Config", "Schedule", "Data", "Kernels", "Model", "Rows", "Optimizer", "Executor", "Race", "Main")
 BANNER = re.compile(r"# ====== Room (\d+): (\w+) =+$")
 # What may be called while the file is imported: making constants, and declaring.
-CALLS_AT_IMPORT = {"Layer", "Stage", "stage._replace", "NgramTable", "dict", "tuple", "len", "sum", "enumerate", "replace",
-                   "functools.partial", "dataclass", "field", "torch.no_grad", "torch.library.custom_op", "re.compile",
-                   "_data", "_model", "_schedule", "_optim", "_run", "custom_op"}
+CALLS_AT_IMPORT = {
+    "Layer", "Stage", "stage._replace", "NgramTable", "dict", "set", "tuple", "len", "sum", "enumerate", "replace",
+    "functools.partial", "dataclass", "field", "torch.no_grad", "torch.library.custom_op", "re.compile",
+    "_data", "_model", "_schedule", "_optim", "_run", "custom_op"}
 
 
 @functools.cache
@@ -71,6 +76,73 @@ def test_no_function_is_too_long_and_no_line_too_wide():
     wide = {(path.name, number) for path in [*HELD, *TOOLS, *TESTS]
             for number, line in enumerate(path.read_text("utf-8").splitlines(), 1) if len(line) > MAX_COLUMNS}
     assert not wide
+
+
+def tokens(source: str) -> list[tokenize.TokenInfo]:
+    """What a reader reads: names, operators, numbers, strings; neither comments nor docstrings."""
+    docstrings = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node) is not None:
+            docstrings.add((node.body[0].lineno, node.body[0].col_offset))
+    kinds = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
+    found = tokenize.generate_tokens(io.StringIO(source).readline)
+    return [token for token in found if token.type in kinds and token.start not in docstrings]
+
+
+def test_the_measure_of_tokens():
+    assert [token.string for token in tokens('"""text"""\ndef f(x):\n    """text"""\n    return "a" + x  # why\n')] == [
+        "def", "f", "(", "x", ")", ":", "return", '"a"', "+", "x"]
+
+
+def test_the_file_is_read_in_an_evening():
+    assert len(text().splitlines()) <= MAX_LINES
+    assert len(tokens(text())) <= MAX_TOKENS
+
+
+def test_one_statement_a_line():
+    """No semicolon, and no body after a colon: every statement is the first on its line."""
+    lines = text().splitlines()
+    statements = [node for node in ast.walk(ast.parse(text())) if isinstance(node, ast.stmt)]
+    assert not [node.lineno for node in statements if lines[node.lineno - 1][:node.col_offset].strip()]
+
+
+def test_no_code_in_strings_and_nothing_from_the_repository():
+    """Nothing is executed that is not written here as code."""
+    tree = ast.parse(text())
+    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    assert not called & {"exec", "eval", "compile", "__import__", "runpy.run_path", "pickle.load", "pickle.loads"}
+    unsafe = [node.lineno for node in ast.walk(tree) if isinstance(node, ast.Call) and
+              ast.unparse(node.func) == "torch.load" and "weights_only=True" not in ast.unparse(node)]
+    assert not unsafe
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.count("\n") > 3:
+            with pytest.raises(SyntaxError):                         # prose
+                ast.parse(textwrap.dedent(node.value))
+    own = {path.stem for folder in ("data", "records", "tests") for path in (ROOT / folder).glob("**/*.py")}
+    own |= {"data", "records", "tests", "tools"}
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom):
+            imported.add(node.module.split(".")[0])
+        elif isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+    assert not imported & own
+
+
+def calls_of(name: str) -> set[str]:
+    node, = [node for node in functions() if node.name == name]
+    return {ast.unparse(call.func).rpartition(".")[2] for call in ast.walk(node) if isinstance(call, ast.Call)}
+
+
+def test_main_is_an_outline():
+    """Four calls from the command line to the model, and a reason before each paragraph of the run."""
+    path = ("main", "train", "race", "train_step", "forward_backward")
+    assert all(inner in calls_of(outer) for outer, inner in zip(path, path[1:]))
+    node, = [node for node in functions() if node.name == "train"]
+    lines = text().splitlines()[node.body[0].end_lineno:node.end_lineno]          # after the docstring
+    paragraphs = [after.strip() for line, after in zip(lines, lines[1:]) if not line.strip() and after.strip()]
+    silent = [line for line in paragraphs if not line.startswith(("#", "def ", "restore = ", "report("))]
+    assert not silent and len(paragraphs) >= 8
 
 
 def test_density_of_every_file(capsys):
@@ -189,7 +261,7 @@ FRONT = """
 if __name__ == '__main__':
     os.environ.setdefault('GOMP_SPINCOUNT', '5000')
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, end_quietly)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
 """
 IMPORTS = """
 try:
@@ -270,9 +342,8 @@ def test_every_room_has_its_tests():
 
 
 def test_tables_name_what_exists():
-    """Orders, presets and choices hold no stale name."""
     names = set(tg.Config.__dataclass_fields__)
-    assert tg.NOT_MATHEMATICS | tg.NOT_INHERITED <= names
+    assert tg.NOT_MATHEMATICS | tg.NOT_INHERITED | tg.MAY_CHANGE <= names
     assert {layer.add for layer in tg.LAYERS} - {""} <= {layer.keep_as for layer in tg.LAYERS}
 
 
@@ -289,7 +360,7 @@ raise ImportError("No module named 'numpy'")
 FRONT_DOOR = {                               # name: (environment, status, first words of stdout, what stderr must hold)
     "without packages": ({}, 1, "5000 False", ("packages", "No module named 'numpy'", "./run.sh")),
     "the user's spin count": (dict(GOMP_SPINCOUNT="7"), 1, "7 False", ("packages",)),
-    "Ctrl-C": (dict(INTERRUPT="1"), 130, "5000 False", ()),
+    "Ctrl-C": (dict(INTERRUPT="1"), -signal.SIGINT, "5000 False", ()),
     "Ctrl-C that is ignored": (dict(INTERRUPT="1"), 1, "5000 False", ("packages",)),
 }
 

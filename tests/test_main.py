@@ -92,7 +92,8 @@ def test_comms_lines_name_each_cycle_and_table_and_one_rank_moves_nothing(first)
     assert all(e[key] == 0 for e in lines for key in ("bytes_sent", "bytes_received", "bytes_dense"))
     assert all(0 < e["plan_ms"] < 10_000 for e in lines)
     result = first.of("result")[0]["comms"]
-    for label, rows in dict(bigram_embed=2560, value_embed=2560, embed=512).items():  # weights, gradient and two moments in f32
+    tables = dict(bigram_embed=2560, value_embed=2560, embed=512)
+    for label, rows in tables.items():  # weights, gradient and two moments in f32
         assert result.pop(label) == dict(bytes_sent=0, bytes_received=0, bytes_dense=0, memory_bytes=4 * 4 * 32 * rows)
     assert not result
 
@@ -219,7 +220,8 @@ def test_max_steps_stops_early_and_validates(first, tmp_path):
     (["--dtype=float64"], 1e-5),                                     # f32 has 24 bits
     (["--dtype=bfloat16"], 0.05),                                    # 8 bits through 11 layers
     (["--head=emulated"], 0.05),                                     # logits of 4 bits each in y and w
-    (["--slots_per_micro_batch=3"], 1e-5), (["--debug_rows=1"], 0), (["--row_comms=dense"], 0)])                                     # on a single rank no row travels
+    (["--slots_per_micro_batch=3"], 1e-5), (["--debug_rows=1"], 0),
+    (["--row_comms=dense"], 0)])                                     # on a single rank no row travels
 def test_other_precisions_train_alike(first, tmp_path, flags, close):
     other = run(tmp_path / "run", "--seed=3", "--max_steps=3", *flags)
     assert other.status == 0, other.err

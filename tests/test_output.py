@@ -39,7 +39,7 @@ def train_flags(data: Path, folder: Path, *more: str) -> list[str]:
     return ["--preset=tiny", "--device=cpu", "--max_steps=1", "--val_every=0", f"--run_dir={folder}", *files, *more]
 
 
-def process(*flags: str, encoding: str = "utf-8", stdout: int | io.IOBase = subprocess.PIPE) -> subprocess.CompletedProcess:
+def process(*flags: str, encoding: str = "utf-8", stdout=subprocess.PIPE) -> subprocess.CompletedProcess:
     environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONIOENCODING=encoding)
     command = [sys.executable, str(ROOT / "train_gpt.py"), *flags]
     return subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, timeout=120, env=environment)

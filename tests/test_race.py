@@ -224,7 +224,7 @@ def test_a_closed_log_is_not_aborted(tmp_path):
 
 
 def test_an_old_log_is_never_overwritten(tmp_path):
-    for name in ("log.txt", "log.jsonl", "train_gpt.py", "settings.json"):
+    for name in ("log.txt", "log.jsonl"):
         folder = tmp_path / name / "run"
         folder.mkdir(parents=True)
         (folder / name).write_text("old")
@@ -377,12 +377,13 @@ def test_places_that_a_checkpoint_has_kept_are_gone_through_again():
 
 
 def test_a_race_by_the_clock_may_be_cut_and_says_how_far_it_came(tmp_path, monkeypatch):
-    time, log = Time(monkeypatch), make_log(tmp_path, time_budget=270.0, num_scheduled_steps=270, max_steps=7, val_every=0)
+    time = Time(monkeypatch)
+    log = make_log(tmp_path, time_budget=270.0, num_scheduled_steps=270, max_steps=7, val_every=0)
     clock = tg.Clock(fabric())
     cycles = tg.cycles_from(0, log.schedule, clock)
     ready = []
 
-    def take(values):                                                # the next cycle is prepared as soon as one is begun
+    def take(values):                                                # as one cycle begins, the next is prepared
         if values.step % 2 == 0:
             ready.extend(next(cycles, []))
 

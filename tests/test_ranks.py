@@ -214,7 +214,7 @@ def test_rank_0_keeps_the_log_of_all(world: int, results: Results) -> None:
     """Tokens and validation losses of the whole run; where the ranks' own things stand is written down."""
     one, many = ([json.loads(line) for line in (results.folder / f"w{w}/run_12/log.jsonl").read_text().splitlines()]
                  for w in (1, world))
-    own = "phase", "comms"                   # W = 8 has no warm-up here; one rank reads rows of validation where they are
+    own = "phase", "comms"                 # W = 8 has no warm-up here; one rank reads rows of validation where they are
     types = [[entry["type"] for entry in log if entry["type"] not in own] for log in (one, many)]
     assert types[0] == types[1]
     for kind, field in (("step", "tokens"), ("val", "val_loss"), ("val", "step"), ("result", "tokens")):
