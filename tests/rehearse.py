@@ -399,6 +399,7 @@ def ledger_of(walked: dict[str, dict[str, Any]], card: str, flags: Sequence[str]
         if name == EAGER:
             ledger[EAGER] = eager_of(found)
             continue
+        found = dict(found, kernels=found["kernels"] | kernels)               # Inductor may count one in two ways
         worlds[name] = world_of(found)
         for phase in worlds[name]["phases"].values():
             for kind, *rest in expand(worlds[name], phase["timeline"]):
