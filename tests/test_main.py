@@ -87,13 +87,16 @@ def test_comms_lines_name_each_cycle_and_table_and_one_rank_moves_nothing(first)
     found = [(e["cycle"], e["tokens"], e["table"], e["rows"]) for e in lines if e["purpose"] == "train"]
     assert sorted(found) == sorted(want), "tables of a cycle in the order of their updates"
     assert [cycle for cycle, *_ in found] == [cycle for cycle, *_ in want]
-    assert {e["purpose"] for e in lines} == {"train"}, "a rank that is alone reads its tables as they are"
-    assert {e["mode"] for e in lines} == {"sparse"}
+    read = [(e["cycle"], e["tokens"], e["table"]) for e in lines if e["purpose"] == "validation"]
+    labels = ["bigram_embed", "value_embed", "embed"]                # two blocks of 8 x 64 tokens at 0, 5, 10 and 12
+    assert sorted(read) == sorted((step // 2, 64, label) for step in (0, 5, 10, 12) for _ in range(2)
+                                  for label in labels[:2 if step < 8 else 3])
+    assert {e["purpose"] for e in lines} == {"train", "validation"} and {e["mode"] for e in lines} == {"sparse"}
     assert all(e[key] == 0 for e in lines for key in ("bytes_sent", "bytes_received", "bytes_dense"))
     assert all(0 < e["plan_ms"] < 10_000 for e in lines)
     result = first.of("result")[0]["comms"]
     tables = dict(bigram_embed=2560, value_embed=2560, embed=512)
-    for label, rows in tables.items():  # weights, gradient and two moments in f32
+    for label, rows in tables.items():                               # weights, gradient and two moments in f32
         assert result.pop(label) == dict(bytes_sent=0, bytes_received=0, bytes_dense=0, memory_bytes=4 * 4 * 32 * rows)
     assert not result
 
