@@ -381,7 +381,13 @@ def test_whoever_reads_a_home_waits_for_rows_on_their_way_there():
             time.sleep(0.1)
             super()._bring_down(places, changed, computed)
 
-    for read in (lambda home: home.read(torch.tensor([1, 2])), lambda home: next(home.touched())[1].rows):
+    def rows_of(home):
+        return home.read(torch.tensor([1, 2]))
+
+    def touched_of(home):
+        return next(home.touched())[1].rows
+
+    for read in (rows_of, touched_of):
         home = host_home(Slow)
         update = home.prepare(np.array([1, 2]))
         live = home.take(update)
