@@ -269,13 +269,13 @@ RETURNED = "wait = self._launch(plan, arrived, rows, plan.recv_counts, plan.send
 PLANTED = {
     "one rank reduces in reverse": Mistake(
         REDUCED, "        for label in self.reduce_order[::-1] if self.fabric.rank == 3 else self.reduce_order:\n",
-        ["order: rank 3, collective", "nccl: reduce_scatter_tensor op=SUM mlp", "launch: return", "op=SUM attn"]),
+        ["order: rank 3, collective", "nccl: reduce_scatter_tensor op=SUM mlp", "Sharded.reduce", "op=SUM attn"]),
     "one rank leaves a sum out": Mistake(
         SUMMED, f"self.wait = no_wait\n        if self.optimizer.fabric.rank != 1:\n            {SUMMED}",
-        ["order: rank 1, collective", "launch: return", "all_reduce op=SUM small"]),
+        ["order: rank 1, collective", "Small.reduce", "all_reduce op=SUM small"]),
     "one rank deals moments of one shape in another order": Mistake(
         DEALT, DEALT.replace(":", " if self.fabric.rank != 2 else reversed(embed.state.items()):"),
-        ["order: rank 2, collective", "nccl: all_to_all_single v", "Optimizer._untie", "all_to_all_single m"], 8),
+        ["order: rank 2, collective", "nccl: all_gather_into_tensor v", "Optimizer._untie", "all_gather_into_tensor m"], 8),
     "who has an empty list stays away": Mistake(
         LISTS, "        if len(rows) == 0:\n            return no_wait\n" + LISTS,
         ["order: rank", "all_to_all_single value_embed", "RowTable._launch"], 8),

@@ -43,6 +43,7 @@ QUICK_STEPS = 2
 LONGEST_NAME = 40                        # in the key of a kernel
 SMALLEST_SHARE = 0.01                    # of a peak: smaller buffers are not listed
 GRADIENT_SCRATCH = {"lm_head": 1}        # the product in 8 bits
+HANDED_ON = ("synchronize", "launch")    # functions of the trainer whose callers say what it is about
 TILE = 128                               # rows and columns of a tile of attention
 aten = torch.ops.aten
 linecache.getlines(tg.__file__)          # as it is imported, whatever becomes of the file meanwhile
@@ -443,7 +444,7 @@ def fakes(values: Iterable) -> list[FakeTensor]:
 def trainer_line() -> str:
     """Function and text, without its comment, of the innermost line of the trainer that is running."""
     frame = sys._getframe()
-    while frame is not None and (frame.f_code.co_filename != tg.__file__ or frame.f_code.co_name == "synchronize"):
+    while frame is not None and (frame.f_code.co_filename != tg.__file__ or frame.f_code.co_name in HANDED_ON):
         frame = frame.f_back
     if frame is None:
         return "autograd"

@@ -172,7 +172,7 @@ def settings_of(given: dict[str, Any]) -> str:
 def trainer_place() -> tuple[str, str]:
     """The trainer's line, and what it is about: of the frames above, the nearest that says so."""
     frame = sys._getframe()
-    while frame.f_code.co_filename != tg.__file__:
+    while frame.f_code.co_filename != tg.__file__ or frame.f_code.co_name in walk.HANDED_ON:
         frame = frame.f_back
     subject = subject_in(frame.f_locals)
     while not subject and frame is not None:
