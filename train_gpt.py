@@ -443,7 +443,7 @@ def help_text(preset: str) -> str:
 
 
 def read_flags(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
-    """Return the preset, if given, and {field: text} of the flags given. --help prints and exits. Raises ConfigError."""
+    """Return the preset, or None, and {field: text} of the flags given. --help prints and exits. Raises ConfigError."""
     # All are texts here, --name=text or --name text: --resume has to know which of them were given.
     known = ("--preset", *(f"--{name}" for name in Config.__dataclass_fields__))
     texts: dict[str, str] = {}
@@ -1155,7 +1155,7 @@ def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray) -> Slot:
 
 
 def validation_blocks(shard_tokens: int, block_tokens: int) -> range:
-    """Return where the blocks of a shard begin; each reads one more target, and the peer's rule keeps one token more."""
+    """Return where the blocks of a shard begin: each reads one more target, and the peer's rule keeps another token."""
     return range(0, shard_tokens - block_tokens - 1, block_tokens)
 
 
@@ -3342,8 +3342,8 @@ class Sharded:
         if self.backwards is None:
             return False
         writes = self.weight.writes
-        need(writes.eq(self.backwards).all(), f"main_grad of {self.row.label}", f"written {writes.tolist()} times, part "
-             "by part", f"{self.backwards} times each, once in every backward pass since the last update",
+        need(writes.eq(self.backwards).all(), f"main_grad of {self.row.label}", f"written {writes.tolist()} times, by "
+             "part", f"{self.backwards} times each, once in every backward pass since the last update",
              "a micro-batch was lost or ran twice: drop_gradients, and repeat the step", RunError)
         return True
 
@@ -3442,7 +3442,7 @@ class Optimizer:
         ngrams = [table.label for table in cfg.tables]
         self.reduce_order = (*REDUCE_ORDER[:-1], *ngrams, REDUCE_ORDER[-1])
         self.update_order = (*UPDATE_ORDER[:-1], *ngrams, UPDATE_ORDER[-1])
-        assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.entries), "every entry once in both"
+        assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.entries), "an entry once in each"
 
     def count_backward(self) -> None:
         """Expect each part of a main_grad to be written once more."""
@@ -3509,7 +3509,8 @@ class Optimizer:
 
     def adam(self, row: Parameter, p: Tensor, grad: Tensor, state: dict[str, Tensor], values: Values) -> None:
         _, step_size, decay = self._adam_numbers(row, values)
-        self.adam_update(p, grad, state["m"], state["v"], self.grad_scale, row.betas, self.cfg.adam_eps, step_size, decay)
+        self.adam_update(p, grad, state["m"], state["v"], self.grad_scale, row.betas, self.cfg.adam_eps, step_size,
+                         decay)
 
     def rowwise(self, row: Parameter, table: RowTable, grad: Tensor, values: Values) -> None:
         number, step_size, decay = self._adam_numbers(row, values)
@@ -3760,7 +3761,8 @@ class Executor:
             return None
         if table is None:
             return torch.cat([torch.cat(of_rank) for of_rank in zip(*pieces)])
-        rows = torch.cat([torch.stack(of_ranks, dim=1).flatten(0, 1) for of_ranks in pieces])     # row r is at rank r mod W
+        # Row r is at rank r mod W.
+        rows = torch.cat([torch.stack(of_ranks, dim=1).flatten(0, 1) for of_ranks in pieces])
         return rows[:table.table.rows]                        # padding follows
 
     def whole_weights(self, values: Values) -> dict[str, Tensor]:
@@ -3775,7 +3777,7 @@ class Executor:
         return weights
 
     def whole_state(self, values: Values) -> dict[str, dict[str, Tensor]]:
-        """Return weights and optimizer state as `whole_weights` does: the same at every W. Between cycles; collective."""
+        """Return weights and optimizer state as `whole_weights` does: equal at every W. Between cycles; collective."""
         moments = {}
         for label, state in self.optimizer.state.items():
             for name, x in state.items():
@@ -3823,7 +3825,7 @@ class Executor:
 # ---- Memory: an estimate before anything is built
 MEMORY_SHARE = 0.9                       # of a device: the rest is for its driver, NCCL, the allocator, the compiler
 ON_HOST = "tables on the host"           # the part that takes memory row by row, as rows are updated
-# What a step keeps per token at its largest, in the head: in compiled code, as the rehearsal counts it, and in plain PyTorch.
+# What a step keeps per token at its largest, in the head: compiled, as the rehearsal counts it, and in plain PyTorch.
 SAVED_ROWS = 17                          # of width D, in each layer: 183 in 11 layers, and statistics in f32
 SAVED_ROWS_PLAIN = 26
 LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in fp8
@@ -3854,11 +3856,12 @@ def table_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> Counter:
     sets = 2 if table.home == "host" else 1
     home = ON_HOST if table.home == "host" or not fabric.on_cuda else "weights"
     parts = Counter({home: shard_rows * (line + state), "row updates": (3 * read + live) * line + live * exact_line})
-    return parts + Counter(weights=(read + sets * live) * line, gradients=read * exact_line, moments=sets * live * state)
+    parts += Counter(weights=(read + sets * live) * line, gradients=read * exact_line, moments=sets * live * state)
+    return parts
 
 
 def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> dict[str, int]:
-    """Return the bytes of each part of a run at its largest, by name: counted, but for activations, which a model gives."""
+    """Return the bytes of each part of a run at its largest: counted, but for activations, which a model gives."""
     dtype = getattr(torch, cfg.dtype)
     exact = accum_dtype(dtype).itemsize
     accumulates = slots_at_once * fabric.world < cfg.num_slots
@@ -3904,12 +3907,12 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
         if sum(estimate.values()) - estimate.get(ON_HOST, 0) <= room:
             return slots_at_once, estimate
     parts = ", ".join(f"{part} {size / 2**30:.1f} GiB" for part, size in estimate.items())
-    raise RunError("memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}", "more ranks, a larger device, more and "
-                   "shorter slots (--num_slots=32), --slots_per_micro_batch=1, smaller batches in --stages, fewer rows in "
-                   "--tables or home host there, a smaller model")
+    raise RunError("memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}", "more ranks, a larger device, more "
+                   "and shorter slots (--num_slots=32), --slots_per_micro_batch=1, smaller batches in --stages, fewer "
+                   "rows in --tables or home host there, a smaller model")
 
 
-# ---- Files: a save and a checkpoint are one thing, a folder that is whole before it has its name. Loading runs no code.
+# ---- Files: a save and a checkpoint are folders, whole before they have their name. Loading runs no code.
 CHECKPOINTS = "checkpoints"              # folder in the run directory
 PIECE_BYTES = 1 << 27                    # of the rows and their state in one file
 UNFINISHED: set[Path] = set()         # folders that this process writes and that have no name yet: its end removes them
@@ -3998,8 +4001,7 @@ def read_tensors(path: Path, manifest: dict[str, str]) -> Any:
     """Return what torch.save wrote; no code in it is run. Raises DataError, whatever the file is."""
     with damaged(path):
         need(path.is_file() and file_sha256(path) == manifest.get(path.name), path, "no such file, or another content "
-             "than its manifest says", "the file as it was written", "copy the folder again: it is damaged, or mixed from "
-             "several", DataError)
+             "than its manifest says", "the file as it was written", "copy the folder again: it is damaged", DataError)
         return torch.load(path, "cpu", weights_only=True, mmap=True)
 
 
@@ -4455,7 +4457,7 @@ CHECKED_SPREAD = 4.0                     # of the logits: then a single key too 
 
 
 def choose_attention(preset: str, cfg: Config, fabric: Fabric) -> tuple[Callable, str]:
-    """Return the first kernel that runs on every rank and agrees with the reference, and its name. Raises ConfigError."""
+    """Return the first kernel that all ranks find equal to the reference, and its name. Raises ConfigError."""
     if cfg.attention == "reference" or (cfg.attention == "auto" and not fabric.on_cuda):
         return attention_reference, "reference"
     names: tuple[str, ...] = (cfg.attention,)
@@ -4599,7 +4601,7 @@ def write_header(log: Log, facts: dict[str, Any], kind: str = "header", **more: 
 
 
 def open_data(given: Config, fabric: Fabric, source: bytes) -> tuple[Config, list[ShardHeader], list[ShardHeader], str]:
-    """Look at every shard. Returns the config with all sizes, shards of training and validation, and the hash of all."""
+    """Look at every shard. Returns the config with all sizes, the shards to train and validate with, and their hash."""
     train_shards = find_shards(given.train_files)
     val_shards = find_shards(given.val_files)
     sha256 = scan_shards(train_shards + val_shards)
@@ -4634,7 +4636,7 @@ def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric) -
                 taken = folder.is_symlink() or folder.is_mount() or (folder.exists() and not folder.is_dir())
                 taken = taken or (folder.is_dir() and any(folder.iterdir()))
                 taken = taken or any(run_dir.absolute().is_relative_to(folder.absolute()) for run_dir in folders)
-                need(not taken, f"--save={cfg.save}", "a file, link or mount, a folder with content, or one of the run's",
+                need(not taken, f"--save={cfg.save}", "a file, link or mount, or a folder with content or of the run",
                      "a name that is not taken, or an empty folder", "another name; nothing is overwritten")
                 part_of(folder, run_id).mkdir(parents=True)
                 part_of(folder, run_id).rmdir()

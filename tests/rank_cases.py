@@ -126,7 +126,8 @@ def all_arrays(executor: tg.Executor, values: tg.Values) -> dict[str, np.ndarray
 
     Every rank calls it. values: of the next step. A tied embedding is the head and has no rows of its own.
     """
-    weights = {f"weight.{label}": exact_array(x) for label, x in executor.whole_weights(values).items() if x is not None}
+    weights = {f"weight.{label}": exact_array(x) for label, x in executor.whole_weights(values).items()
+               if x is not None}
     slices = {f"slice.{label}": exact_array(x) for label, x in kept_rows(executor).items()
               if label != "embed" or not values.tied}
     return weights | slices | {f"part.{label}.{name}": exact_array(x)
@@ -455,7 +456,7 @@ def plan_rows(executor: tg.Executor, first: tg.Values, read: dict[str, np.ndarra
 
 def by_hand(fabric: tg.Fabric, dtype: str, after_step: Callable[[int, tg.Executor], None] = lambda *_: None,
             prepare: Callable[[tg.Executor], None] = lambda _: None, **changes: Any) -> tg.Executor:
-    """Six steps with the untying; each rank adds the gradients of its slots. Rows of the next cycle are fetched ahead."""
+    """Six steps with the untying; each rank adds the gradients of its slots. The next cycle's rows come ahead of it."""
     executor, mine = uneven_executor(fabric, dtype, **changes), slice(fabric.rank, None, fabric.world)
     prepare(executor)
     schedule, plans = tg.Schedule(executor.cfg), {}
@@ -636,8 +637,8 @@ def plan_agreement(rank: Rank) -> Found:
 
 
 def bad_rows(rank: Rank) -> Found:
-    """Messages when the first rank requests places of the last one that no list may hold: of the last table, so that the
-    others have nothing more to wait for."""
+    """Messages when the first rank requests places of the last one that no list may hold: of the last table, so that
+    the others have nothing more to wait for."""
     def spoil(plan: tg.TablePlan, name: str) -> None:
         requested = plan.my_rows[-plan.send_counts[-1]:]
         if name == "out of range":

@@ -198,12 +198,14 @@ def test_smear_an_input_is_its_token_alone(modules):
 
 def test_layers(modules):
     """What the layer table says, and that a patch of it changes nothing else."""
+    def facts(layers):
+        return tuple(map(dataclasses.astuple, layers))
+
     for name, change in (("skip", lambda layer: dict(add="")), ("value_embeddings", lambda layer: dict(value=None)),
                          ("key_offset", lambda layer: dict(key_shift=False)),
                          ("paired_heads", lambda layer: dict(attention=layer.attention.replace("paired", "plain")))):
         wanted = tuple(tg.replace(layer, **change(layer)) for layer in tg.LAYERS)
-        assert tuple(map(dataclasses.astuple, wanted)) == tuple(map(dataclasses.astuple, modules[name].LAYERS)) != tuple(
-            map(dataclasses.astuple, tg.LAYERS)), name
+        assert facts(wanted) == facts(modules[name].LAYERS) != facts(tg.LAYERS), name
     assert modules["value_embeddings"].NUM_VALUE_TABLES == 0
     assert [table.label for table in modules["value_embeddings"].row_tables(config(tg))] == ["bigram_embed", "embed"]
     assert [table.label for table in modules["bigram"].row_tables(config(tg))] == ["value_embed", "embed"]

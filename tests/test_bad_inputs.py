@@ -71,7 +71,8 @@ def write_weights() -> None:
     pieces = [bytes([i]) if i < 256 else bytes([i - 256, 97]) for i in range(VOCAB - 1)] + [b""]
     pieces[ord("~")] = b"no tilde"
     save(cfg, "w", pieces)
-    save(tg.replace(cfg, vocab_size=tg.GPT2_VOCAB, document_start=tg.GPT2_DOCUMENT_START, padded_vocab=50_304), "w_gpt2", None)
+    gpt2 = tg.replace(cfg, vocab_size=tg.GPT2_VOCAB, document_start=tg.GPT2_DOCUMENT_START, padded_vocab=50_304)
+    save(gpt2, "w_gpt2", None)
     save(cfg, "w_no_vocab", None)
     for name in ("w_none", "w_cut", "w_vocab", "w_type"):
         shutil.copytree("w", name)
@@ -195,7 +196,7 @@ BAD = [                                  # flags after --preset=tiny, status, wh
     (["--val_files=v_empty/*.bin"], 2, ("vocab.txt", "ids of 0")),
     (["--val_files=v_folder/*.bin"], 2, ("vocab.txt", "a regular file")),
     # folders
-    (["--run_dir=a_file"], 1, ("writing a_file", "Not a directory", "another folder")),
+    (["--run_dir=a_file"], 1, ("writing a_file", "File exists", "another folder")),
     (["--run_dir=a_file/run"], 1, ("writing a_file/run", "Not a directory")),
     (["--run_dir=/proc/run"], 1, ("writing /proc/run", "No such file")),
     (["--run_dir=" + "x" * 300], 1, ("File name too long",)),

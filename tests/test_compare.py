@@ -156,7 +156,8 @@ def test_what_does_not_count_is_listed(tmp_path):
 
 def test_phases_show_work_that_left_the_clock(tmp_path):
     pool(tmp_path, "a", A_LOSSES, A_TIMES, phases=[{"name": "tables", "ms": 900.0, "timed": True}])
-    untimed = [{"name": "tables of stage 1", "ms": 300.0, "timed": False}, {"name": "tables", "ms": 900.0, "timed": False}]
+    untimed = [{"name": "tables of stage 1", "ms": 300.0, "timed": False},
+               {"name": "tables", "ms": 900.0, "timed": False}]
     pool(tmp_path, "b", B_LOSSES, B_TIMES, phases=untimed)
     found = report(tmp_path)
     assert found["phases"] == [{"name": "tables", "timed": True, "a_s": pytest.approx(0.9), "b_s": 0.0},

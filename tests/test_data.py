@@ -447,7 +447,8 @@ def test_plans_equal_plain_sets(world, mode):
                     assert np.array_equal(x, old), "the rows that were asked about are as they were"
                     physical = [slow_plan({row}, count, world)[0][0] for row in x.ravel().tolist()]
                     want = [ids.index(p) for p in physical] if world > 1 else physical
-                    assert places.shape == x.shape and places.dtype == np.int32 and places.ravel().tolist() == want, name
+                    assert places.shape == x.shape and places.dtype == np.int32
+                    assert places.ravel().tolist() == want, name
                 kept.append((plan, ids, found, [places.copy() for places in found]))
         for plan, ids, found, places in kept:
             unchanged = plan.my_rows.tolist() == ids and all(map(np.array_equal, found, places))

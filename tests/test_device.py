@@ -306,7 +306,9 @@ def test_weights_gradients_and_moments_are_counted(dtype, world, rank, mode):
     small = runner.optimizer.entries[tg.SMALL]
     gradients = [torch.empty_like(p) for p in small.weights]                  # autograd's, and all that travel at once
     gradients.append(torch.empty(sum(p.numel() for p in small.weights), dtype=tg.accum_dtype(getattr(torch, dtype))))
-    for entry in runner.optimizer.sharded:
+    for entry in runner.optimizer.entries.values():
+        if not isinstance(entry, tg.Sharded):
+            continue
         units = len(tg.bank_matrices(entry.row, entry.weight))
         gradients.append(entry.main_grad[:units])
         if entry.comm_buffer is not entry.main_grad:
@@ -317,8 +319,9 @@ def test_weights_gradients_and_moments_are_counted(dtype, world, rank, mode):
         weights += [] if world == 1 else [table.cache]
         if world > 1 and mode == "sparse":
             unused += max(0, world * len(table.shard) - len(table.cache)) * cfg.model_dim
+    stored = getattr(torch, dtype).itemsize
     exact = tg.accum_dtype(getattr(torch, dtype)).itemsize
-    for part, tensors, bytes_each in (("weights", weights, getattr(torch, dtype).itemsize), ("gradients", gradients, exact)):
+    for part, tensors, bytes_each in (("weights", weights, stored), ("gradients", gradients, exact)):
         assert 0 <= parts[part] - bytes_of(tensors) <= unused * bytes_each, "never more than was counted"
     moments = [x for state in runner.optimizer.state.values() for x in state.values()]
     uneven = 0 if world <= 2 else 2 * 4 * cfg.model_dim**2 * (exact + 2) + 1000    # 22 matrices: 3 each, 1 for the last
@@ -365,8 +368,9 @@ def test_less_room_means_smaller_micro_batches(monkeypatch, fabric, kernel):
             refused(tg.RunError, lambda: tg.fit_memory(asked, fabric, kernel), "memory", "GiB to use")
     assert tg.fit_memory(cfg, with_room(monkeypatch, total[4] - 1, fabric), kernel)[0] == 2
     assert tg.fit_memory(cfg, with_room(monkeypatch, math.inf, fabric), kernel)[0] == 8
-    refused(tg.RunError, lambda: tg.fit_memory(cfg, with_room(monkeypatch, total[1] - 1, fabric), kernel), "memory", "GiB to use",
-            "weights", "gradients", "moments", "working", "--num_slots=32", "--slots_per_micro_batch=1")
+    cramped = with_room(monkeypatch, total[1] - 1, fabric)
+    refused(tg.RunError, lambda: tg.fit_memory(cfg, cramped, kernel), "memory", "GiB to use", "weights",
+            "gradients", "moments", "working", "--num_slots=32", "--slots_per_micro_batch=1")
 
 
 @pytest.mark.parametrize("card, world, want", [
@@ -442,12 +446,13 @@ def test_gradients_of_rows_on_their_way_are_counted_where_activations_take_less(
 
 
 def test_tables_on_the_host_are_told_and_not_refused(monkeypatch):
-    """They take memory page by page, as rows are updated: 10^8 of 384 bytes would be 38 GB. On a device they are refused."""
+    """They take memory page by page, as rows are updated: 10^8 of 384 bytes are 38 GB. On a device they are refused."""
     host, device = (one_table("pocket", f"100000000 stream 0 {home}") for home in ("host", "device"))
     for cfg, fabric in ((host, on_gpu()), (host, make_fabric()), (device, make_fabric())):
         _, estimate = tg.fit_memory(cfg, with_room(monkeypatch, 8e9, fabric), tg.attention_varlen)
         assert estimate[tg.ON_HOST] == 10**8 * (4 * cfg.model_dim + STATE_BYTES)
-    refused(tg.RunError, lambda: tg.fit_memory(device, with_room(monkeypatch, 8e9, on_gpu()), tg.attention_varlen), "memory",
+    cramped = with_room(monkeypatch, 8e9, on_gpu())
+    refused(tg.RunError, lambda: tg.fit_memory(device, cramped, tg.attention_varlen), "memory",
             "7.5 GiB to use", "weights 36", "home host")
 
 

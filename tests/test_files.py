@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import multiprocessing
+import operator
 import os
 import pickle
 import resource
@@ -22,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from common import Run, executor, fabric, losses, preset, recorded_writes, refused
@@ -201,8 +204,8 @@ def test_load_checkpoint__a_read_error_names_the_file_and_the_one_before_is_take
 def test_load_checkpoint__none_is_whole(checkpoints):
     for path in checkpoints.iterdir():
         cut(path / "run.pt")
-    refused(tg.DataError, lambda: tg.load_checkpoint(checkpoints.parent, executor(config())), "step-0000002",
-            "a whole one")
+    load = functools.partial(tg.load_checkpoint, checkpoints.parent, executor(config()))
+    refused(tg.DataError, load, "step-0000002", "a whole one")
 
 
 def test_load_checkpoint__ranks_see_other_checkpoints(checkpoints, monkeypatch):
@@ -210,7 +213,8 @@ def test_load_checkpoint__ranks_see_other_checkpoints(checkpoints, monkeypatch):
         return [fact, dict(checkpoints="none")] if isinstance(fact, dict) else [fact, fact]
     ranks = executor(config(), world=2)
     monkeypatch.setattr(tg.Fabric, "gather", two)
-    refused(tg.ConfigError, lambda: tg.load_checkpoint(checkpoints.parent, ranks), "checkpoints", "none on rank 1")
+    load = functools.partial(tg.load_checkpoint, checkpoints.parent, ranks)
+    refused(tg.ConfigError, load, "checkpoints", "none on rank 1")
 
 
 class Evil:
@@ -220,7 +224,8 @@ class Evil:
         return os.mkdir, ("evil_was_here",)
 
 
-@pytest.mark.parametrize("content", [b"", b"junk" * 1000, pickle.dumps(Evil()), Evil()], ids=["empty", "junk", "bare", "zip"])
+@pytest.mark.parametrize("content", [b"", b"junk" * 1000, pickle.dumps(Evil()), Evil()],
+                         ids=["empty", "junk", "bare", "zip"])
 def test_read_tensors__runs_no_code(save, content, monkeypatch):
     """With the right hash; and nobody is told to let it."""
     path = save / "weights.pt"
@@ -237,16 +242,42 @@ def test_read_tensors__runs_no_code(save, content, monkeypatch):
 # ---- Other content with right hashes ---------------------------------------------------------------------------------
 
 def without(name: str) -> Callable[[dict], dict]:
-    return lambda tensors: {label: x for label, x in tensors.items() if label != name}
+    def edit(tensors: dict) -> dict:
+        return {label: x for label, x in tensors.items() if label != name}
+    return edit
+
+
+def on(name: str, edit_entry: Callable) -> Callable[[dict], dict]:
+    """A change of one entry."""
+    def edit(tensors: dict) -> dict:
+        return tensors | {name: edit_entry(tensors[name])}
+    return edit
+
+
+def always(value: object) -> Callable[[object], object]:
+    """A change to that value, whatever it was."""
+    def edit(_: object) -> object:
+        return value
+    return edit
+
+
+def piece(at: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def edit(x: torch.Tensor) -> torch.Tensor:
+        return x[at].clone()
+    return edit
+
+
+def with_unknown(tensors: dict) -> dict:
+    return tensors | dict(new=tensors["attn"])
 
 
 WEIGHTS = {                              # case -> (change of weights.pt, what is named)
-    "shape": (lambda x: x | dict(attn=x["attn"][:1].clone()), "attn"),
-    "one number for all": (lambda x: x | dict(scalars=torch.zeros(1)), "scalars"),
-    "a table of fewer rows": (lambda x: x | dict(bigram_embed=x["bigram_embed"][:-1].clone()), "bigram_embed"),
-    "dtype": (lambda x: x | dict(attn=x["attn"].double()), "attn"), "unknown": (lambda x: x | dict(new=x["attn"]), "new"),
-    "missing": (without("mlp"), "mlp"), "a number": (lambda x: x | dict(embed=3), "AttributeError"),
-    "nothing": (lambda _: None, "AttributeError"), "one tensor": (lambda x: x["attn"], "AttributeError")}
+    "shape": (on("attn", piece(np.s_[:1])), "attn"),
+    "one number for all": (on("scalars", always(torch.zeros(1))), "scalars"),
+    "a table of fewer rows": (on("bigram_embed", piece(np.s_[:-1])), "bigram_embed"),
+    "dtype": (on("attn", torch.Tensor.double), "attn"), "unknown": (with_unknown, "new"),
+    "missing": (without("mlp"), "mlp"), "a number": (on("embed", always(3)), "AttributeError"),
+    "nothing": (always(None), "AttributeError"), "one tensor": (operator.itemgetter("attn"), "AttributeError")}
 
 
 @pytest.mark.parametrize("case", WEIGHTS)
@@ -263,8 +294,8 @@ def test_check_weights__other_content(save, checkpoints, capsys, case):
 
 
 MOMENTS = {
-    "missing": without("embed.v"), "shape": lambda x: x | {"attn.momentum": x["attn.momentum"][:1].clone()},
-    "dtype": lambda x: x | {"scalars.m": x["scalars.m"].double()}, "none": lambda _: None}
+    "missing": without("embed.v"), "shape": on("attn.momentum", piece(np.s_[:1])),
+    "dtype": on("scalars.m", torch.Tensor.double), "none": always(None)}
 
 
 @pytest.mark.parametrize("case", [*MOMENTS, "log", "state"])
@@ -285,15 +316,20 @@ def put(x: torch.Tensor, at: int, value: float) -> torch.Tensor:
     return changed
 
 
+def first_twice(ids: torch.Tensor) -> torch.Tensor:
+    return put(ids, 1, ids[0])
+
+
 ROWS = {                                 # case -> change of a file of rows
-    "descending": lambda x: x | dict(ids=x["ids"].flip(0)), "twice": lambda x: x | dict(ids=put(x["ids"], 1, x["ids"][0])),
-    "below 0": lambda x: x | dict(ids=put(x["ids"], 0, -1)), "beyond": lambda x: x | dict(ids=put(x["ids"], -1, 500)),
-    "no ids": without("ids"), "words": lambda x: x | dict(ids="0 1"), "2-D": lambda x: x | dict(ids=x["ids"][None]),
-    "fractions": lambda x: x | dict(ids=x["ids"] + 0.5), "narrow": lambda x: x | dict(rows=x["rows"][:, 1:].clone()),
-    "fewer": lambda x: x | dict(rows=x["rows"][1:].clone()), "nothing": lambda _: 7}
+    "descending": on("ids", functools.partial(torch.flip, dims=(0,))), "twice": on("ids", first_twice),
+    "below 0": on("ids", functools.partial(put, at=0, value=-1)),
+    "beyond": on("ids", functools.partial(put, at=-1, value=500)),
+    "no ids": without("ids"), "words": on("ids", always("0 1")), "2-D": on("ids", operator.itemgetter(None)),
+    "fractions": on("ids", functools.partial(operator.add, 0.5)), "narrow": on("rows", piece(np.s_[:, 1:])),
+    "fewer": on("rows", piece(np.s_[1:])), "nothing": always(7)}
 STATES = {                               # of a checkpoint alone
-    "f64 rows": lambda x: x | dict(rows=x["rows"].double()), "no v": without("v"), "no last": without("last"),
-    "fewer v": lambda x: x | dict(v=x["v"][1:].clone()), "i64 last": lambda x: x | dict(last=x["last"].long())}
+    "f64 rows": on("rows", torch.Tensor.double), "no v": without("v"), "no last": without("last"),
+    "fewer v": on("v", piece(np.s_[1:])), "i64 last": on("last", torch.Tensor.long)}
 
 
 @pytest.mark.parametrize("case", [*ROWS, *STATES])
@@ -311,13 +347,15 @@ def test_own_rows__other_content(save, checkpoints, capsys, case):
 def test_load_checkpoint__of_another_model(checkpoints):
     """Other sizes, types and tables."""
     for changes in (dict(model_dim=64, head_dim=32), dict(dtype="float64"), dict(bigram_rows=2000)):
-        refused(tg.DataError, lambda: tg.load_checkpoint(checkpoints.parent, executor(config(**changes))), "a whole one")
+        load = functools.partial(tg.load_checkpoint, checkpoints.parent, executor(config(**changes)))
+        refused(tg.DataError, load, "a whole one")
     fewer = preset(tables=tg.parse_value("tables", TABLES.replace("500", "400")))
-    refused(tg.DataError, lambda: tg.load_checkpoint(checkpoints.parent, executor(fewer)), "a whole one")
+    load = functools.partial(tg.load_checkpoint, checkpoints.parent, executor(fewer))
+    refused(tg.DataError, load, "a whole one")
 
 
-SETTINGS = [dict(dtype="3"), dict(num_heads="2.0"), dict(vocab_size="1000000000"), dict(stages="none"), dict(no_such="1"),
-            dict(model_dim=32)]
+SETTINGS = [dict(dtype="3"), dict(num_heads="2.0"), dict(vocab_size="1000000000"), dict(stages="none"),
+            dict(no_such="1"), dict(model_dim=32)]
 
 
 @pytest.mark.parametrize("changes", SETTINGS, ids=str)
@@ -332,7 +370,7 @@ def test_read_settings__are_checked_like_flags(save, changes):
     assert list(changes)[0] in str(caught.value) or tg.SETTINGS in str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{}", "null", '{"preset"', "\xff"], ids=lambda text: text[:8])
+@pytest.mark.parametrize("text", ["[" * 100_000, "[]", "{}", "null", '{"preset"', "\xff"], ids="{:.8}".format)
 def test_read_settings__that_are_none(save, text):
     (save / tg.SETTINGS).write_text(text, "latin-1")
     refuse_sample(save, tg.SETTINGS)
@@ -350,12 +388,14 @@ def test_read_settings__of_an_older_trainer(tmp_path):
     (tmp_path / "weights.pt").touch()
     refuse_sample(tmp_path, tg.SETTINGS, "sample with the trainer of that run, the train_gpt.py in its run directory")
     (tmp_path / "log.jsonl").touch()
-    refused(tg.DataError, lambda: tg.parse_flags([f"--resume={tmp_path}"]), tg.SETTINGS,
+    refused(tg.DataError, functools.partial(tg.parse_flags, [f"--resume={tmp_path}"]), tg.SETTINGS,
             "resume with the trainer of that run, the train_gpt.py in this folder")
 
 
 def test_sample_saved__weights_without_finite_logits(save):
-    change(save / "weights.pt", lambda x: {label: torch.full_like(tensor, 1e38) for label, tensor in x.items()})
+    def all_huge(tensors: dict) -> dict:
+        return {label: torch.full_like(x, 1e38) for label, x in tensors.items()}
+    change(save / "weights.pt", all_huge)
     done = run(save, f"--sample={save}")
     assert done.status == 1 and done.err.startswith("RunError: sample\n  found:    logits that are not finite")
 
@@ -394,7 +434,8 @@ def test_write_folder__a_disk_that_fails_leaves_nothing(tmp_path, monkeypatch, a
 
     monkeypatch.setattr(os, "fsync", failing)
     contents = [(f"{number}.pt", dict(x=torch.ones(3))) for number in range(3)]
-    refused(tg.RunError, lambda: tg.write_folder(tmp_path / "new", "id", contents, fabric()), "No space left on device")
+    write = functools.partial(tg.write_folder, tmp_path / "new", "id", contents, fabric())
+    refused(tg.RunError, write, "No space left on device")
     assert names(tmp_path) == []
 
 
@@ -408,7 +449,8 @@ def test_write_folder__a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path, 
             (folder / "theirs").touch()
         yield "mine", b""
 
-    refused(tg.RunError, lambda: tg.write_folder(folder, "id", contents(), fabric()), str(folder))
+    write = functools.partial(tg.write_folder, folder, "id", contents(), fabric())
+    refused(tg.RunError, write, str(folder))
     assert names(tmp_path) == ["new"] and (folder.is_file() or names(folder) == ["theirs"])
 
 
@@ -429,7 +471,7 @@ def test_save__two_runs_that_end_together_lose_nothing(tmp_path, monkeypatch):
 
     with ThreadPoolExecutor(2) as threads:
         first_run, second_run = threads.map(train, (1, 2))
-    winner, loser = sorted((first_run, second_run), key=lambda done: done.status)
+    winner, loser = sorted((first_run, second_run), key=operator.attrgetter("status"))
     assert (winner.status, loser.status) == (0, 1), winner.err + loser.err
     assert f"they are in {loser.folder / 'save'}" in loser.out and "result" in [event["type"] for event in loser.events]
     assert names(tmp_path) == ["run1", "run2", "weights"]
@@ -439,9 +481,13 @@ def test_save__two_runs_that_end_together_lose_nothing(tmp_path, monkeypatch):
         assert done.folder.name == f"run{seed}"
 
 
+def make_folder_with_content(path: Path) -> None:
+    (path / "theirs").mkdir(parents=True)
+
+
 TAKEN = {                                # how a name may be taken
-    "a file": Path.touch, "a folder with content": lambda path: (path / "theirs").mkdir(parents=True),
-    "a link": lambda path: path.symlink_to("elsewhere"), "a pipe": os.mkfifo}
+    "a file": Path.touch, "a folder with content": make_folder_with_content,
+    "a link": functools.partial(Path.symlink_to, target="elsewhere"), "a pipe": os.mkfifo}
 
 
 @pytest.mark.parametrize("case", TAKEN)
@@ -486,7 +532,8 @@ def test_save_or_fall_back__a_full_disk(tmp_path):
     assert done.status == 1 and done.events[-1]["type"] == "result", "not aborted"
     assert json.loads(done.out.splitlines()[-1])["type"] == "result"
     assert "No space left on device" in done.err and is_sound(tmp_path / "run/save")
-    assert f"the weights could not be saved in {tmp_path / 'disk/save'}: they are in {tmp_path / 'run/save'}" in done.lines
+    wanted, found = tmp_path / "disk/save", tmp_path / "run/save"
+    assert f"the weights could not be saved in {wanted}: they are in {found}" in done.lines
 
 
 def test_save_or_fall_back__room_nowhere_takes_no_result_along(tmp_path):
@@ -498,7 +545,8 @@ def test_save_or_fall_back__room_nowhere_takes_no_result_along(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert done.status == 1 and done.events[-1]["type"] == "result"
     assert f"the weights could not be saved in {tmp_path / 'save'}: they are lost" in done.lines
-    assert names(tmp_path) == ["run"] and names(tmp_path / "run") == ["log.jsonl", "log.txt", "settings.json", "train_gpt.py"]
+    assert names(tmp_path) == ["run"]
+    assert names(tmp_path / "run") == ["log.jsonl", "log.txt", "settings.json", "train_gpt.py"]
 
 
 @pytest.mark.parametrize("where", ["checkpoints/step-0000002", "save"])
@@ -572,7 +620,8 @@ def test_has_log__of_a_run_that_trained(tmp_path):
 
 def test_race__data_that_end_early_leave_what_was_trained(tmp_path, monkeypatch):
     monkeypatch.setattr(tg, "check_enough_data", no_warm_up)
-    done = run(tmp_path / "run", "--train_files=formula:512:511:1500:1", f"--save={tmp_path / 'save'}", "--sample_tokens=0")
+    done = run(tmp_path / "run", "--train_files=formula:512:511:1500:1", f"--save={tmp_path / 'save'}",
+               "--sample_tokens=0")
     result = done.events[-1]
     assert done.status == 2 and done.err.startswith("DataEnded"), done.err
     assert result["type"] == "result" and 0 < result["steps"] < 12 and result["void"] == "the data ended early"
@@ -586,7 +635,8 @@ def test_check_resumed__what_differs_is_said_and_written(checkpoints, tmp_path):
     done = run(tmp_path / "again", f"--resume={checkpoints.parent}", "--max_steps=6", "--sample_tokens=0")
     assert done.status == 0, done.err
     resumed, = done.of("resumed")
-    assert sorted(resumed["differs"]) == ["adam_lr", "seed", "source_sha256"] and resumed["differs"]["seed"] == ["7", "0"]
+    assert sorted(resumed["differs"]) == ["adam_lr", "seed", "source_sha256"]
+    assert resumed["differs"]["seed"] == ["7", "0"]
     assert "resumed with another adam_lr: 0.5 then, 0.008 now" in done.lines
     assert "resumed with another seed: 7 then, 0 now" in done.out
 

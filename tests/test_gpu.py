@@ -448,7 +448,7 @@ def record() -> gpu_steps.Started:
 @on_gpu
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_stage_of_the_record_preset(record, show, stage):
-    """In the order of the run, the untying included. The peak must stay within the room that the estimate would take."""
+    """In the order of the run, the untying included. The peak must stay within the room that the estimate takes."""
     found = gpu_steps.measure_stage(record, stage, cycles=4)
     found["profile"]["rows"] = found["profile"]["rows"][:10]
     show(**record.figures, **found)

@@ -378,7 +378,8 @@ def test_head_loss_and_its_gradients_are_those_of_autograd(slots, length, weight
 
 @pytest.mark.parametrize("targets", [1, 3])
 def test_losses_as_a_compiler_takes_them_are_those_of_a_softmax(monkeypatch, targets):
-    logits, ids = 6 * randn(40, 64, seed=1), torch.randint(64, (40, targets), generator=torch.Generator().manual_seed(2))
+    logits = 6 * randn(40, 64, seed=1)
+    ids = torch.randint(64, (40, targets), generator=torch.Generator().manual_seed(2))
     logits[0], logits[1, 3], ids[2] = -80, 60, 5
     token_weights, found = randn(40, targets, seed=3).abs(), []
     for compiling in (False, True):

@@ -5,8 +5,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from common import (RECIPE_PARAMETERS, add_grad, executor, fabric, fill_randomly, grad_of, own_rows, owned, refused, small,
-                    untied_at)
+from common import (RECIPE_PARAMETERS, add_grad, executor, fabric, fill_randomly, grad_of, own_rows, owned, refused,
+                    small, untied_at)
 
 import train_gpt as tg
 
@@ -265,7 +265,8 @@ def check_against(plain: Plain, optimizer: tg.Optimizer, step: int) -> None:
     for label, cadence, *_ in plain.adam:
         if (step + 1) % cadence == 0 and label in optimizer.state and not (label == "embed" and plain.tied):
             for name in ("m", "v"):
-                np.testing.assert_allclose(optimizer.state[label][name], plain.state[label][name], rtol=1e-9, atol=1e-12)
+                found, want = optimizer.state[label][name], plain.state[label][name]
+                np.testing.assert_allclose(found, want, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize("every", [2, 1])

@@ -443,8 +443,8 @@ def check_counts(case: str, world: int, results: Results) -> None:
             assert len(after) + len(units) == len(rank["sent"][step]), "nothing else travels"
             assert rank["sent"][step] == ranks[0]["sent"][step], "in one order on all ranks"
             done = rank["updated"][step]
-            assert len(done) == len(set(done)) and {label for label in updated if mine["owned"].get(label, 1)} <= set(done)
-            assert set(done) <= updated
+            assert len(done) == len(set(done))
+            assert {label for label in updated if mine["owned"].get(label, 1)} <= set(done) <= updated
             assert sorted(rank["cleared"][step]) == sorted(planned)
             assert sorted(rank["kept"][step]) == sorted(LABELS - planned)
 

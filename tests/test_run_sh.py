@@ -72,7 +72,8 @@ def run_sh(tmp_path: Path):
                      "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"):
             environment.pop(name, None)
         environment |= dict(HOME=str(tmp_path / "user")) | variables
-        return subprocess.run([*script, *flags], env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return subprocess.run([*script, *flags], env=environment, cwd=tmp_path, capture_output=True, text=True,
+                              timeout=60)
 
     return call
 

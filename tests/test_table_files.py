@@ -105,7 +105,8 @@ def test_load_checkpoint__resumes_bitwise(place, tmp_path, monkeypatch, world, t
     """On one rank after a warm-up, which has touched rows."""
     if world == 1:
         monkeypatch.setattr(tg, "warm_up", WARM_UP)
-    ranks = launch(tmp_path / "run", world, f"--resume={place / f'cut{world}'}", *ON, *tables, f"--save={tmp_path / 'save'}")
+    ranks = launch(tmp_path / "run", world, f"--resume={place / f'cut{world}'}", *ON, *tables,
+                   f"--save={tmp_path / 'save'}")
     assert [done.status for done in ranks] == [0] * world, ranks[0].err
     assert losses(tmp_path / "run") == losses(place / f"whole{world}")
     assert same(tmp_path / "save", place / f"save{world}")
@@ -115,7 +116,8 @@ def test_load_checkpoint__resumes_bitwise(place, tmp_path, monkeypatch, world, t
         assert same(checkpoint(tmp_path / "run", 10), checkpoint(place / f"whole{world}", 10)), "with v and last"
 
 
-@pytest.mark.parametrize("before, world", [(1, 2), (2, 1), pytest.param(1, 4, marks=LONG), pytest.param(2, 4, marks=LONG)])
+@pytest.mark.parametrize("before, world", [
+    (1, 2), (2, 1), pytest.param(1, 4, marks=LONG), pytest.param(2, 4, marks=LONG)])
 def test_load_checkpoint__another_number_of_ranks_resumes_to_rounding(place, tmp_path, before, world):
     ranks = launch(tmp_path / "run", world, f"--resume={place / f'cut{before}'}", *ON, f"--tables={HOST}",
                    f"--save={tmp_path / 'save'}")
@@ -141,7 +143,8 @@ def test_other_tables_resume_bitwise_in_another_home(tmp_path, name):
     flags = [f"--tables={tables}", dtype, "--checkpoint_every=2", "--sample_tokens=0"]
     whole = run(tmp_path / "whole", *flags, f"--save={tmp_path / 'save'}")
     cut = run(tmp_path / "cut", *flags, "--max_steps=9")
-    done = run(tmp_path / "run", f"--resume={tmp_path / 'cut'}", *ON, f"--tables={home}", f"--save={tmp_path / 'again'}")
+    done = run(tmp_path / "run", f"--resume={tmp_path / 'cut'}", *ON, f"--tables={home}",
+               f"--save={tmp_path / 'again'}")
     assert (whole.status, cut.status, done.status) == (0, 0, 0), done.err
     assert losses(done.folder) == losses(whole.folder) and same(tmp_path / "again", tmp_path / "save")
 
@@ -176,7 +179,8 @@ def test_own_rows__each_row_has_one_reader(tmp_path, world):
     state = dict(ids=ids, rows=rows, v=torch.ones(5), last=torch.full((5,), 2, dtype=torch.int32))
     contents = []
     for number, part in enumerate((slice(3), slice(3, 5))):
-        contents.append((f"rows-more_bigram_embed-1of7-{number}.pt", {name: x[part].clone() for name, x in state.items()}))
+        rows_of_file = {name: x[part].clone() for name, x in state.items()}
+        contents.append((f"rows-more_bigram_embed-1of7-{number}.pt", rows_of_file))
     tg.write_folder(tmp_path / "new", "id", contents, fabric())
     found = {}
     for rank in range(world):
@@ -243,7 +247,8 @@ def test_write_folder__a_full_disk_of_one_rank(place, tmp_path, monkeypatch):
         sync(path)
 
     monkeypatch.setattr(tg, "sync_to_disk", full)
-    ranks = launch(tmp_path / "run", 2, f"--tables={DEVICE}", *F64, "--checkpoint_every=2", f"--save={tmp_path / 'full'}")
+    ranks = launch(tmp_path / "run", 2, f"--tables={DEVICE}", *F64, "--checkpoint_every=2",
+                   f"--save={tmp_path / 'full'}")
     assert [done.status for done in ranks] == [1, 1], ranks[0].err
     assert "No space left on device" in ranks[0].out and "on rank 1" in ranks[0].out
     assert "the run goes on without this checkpoint" in ranks[0].out and "they are in" in ranks[0].out

@@ -45,7 +45,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReq
     return Results(folder)
 
 
-# ---- Row-wise tables alone --------------------------------------------------------------------------------------------
+# ---- Row-wise tables alone -------------------------------------------------------------------------------------------
 
 def naive_table(trial: Trial, pattern: str) -> NaiveTable:
     rows, _ = cases.PATTERNS[pattern]
@@ -95,7 +95,8 @@ def differences(trial: Trial, found: list[dict]) -> list[str]:
         for rank, update in itertools.product(range(world), range(cases.UPDATES)):
             listed, rows = found[rank][pattern]["fetched"][update]
             size = -(-naive.rows // world)
-            compare(f"rows fetched for update {update + 1}", rows, before[update][listed % size * world + listed // size])
+            logical = listed % size * world + listed // size
+            compare(f"rows fetched for update {update + 1}", rows, before[update][logical])
         last = whole(found, pattern, "last")
         caught_up = trial.beta2 ** (naive.updates - last)      # what v has missed since
         compare("weights", whole(found, pattern, "p"), naive.p)
@@ -128,7 +129,7 @@ def test_updates_are_those_of_the_dense_model(results, world, home, cadence):
 @worlds
 @pytest.mark.parametrize("cadence", CADENCES)
 def test_homes_have_the_same_bits(results, world, cadence):
-    """Though what comes from the host is late, passes through staging that is spoiled, and is nowhere else meanwhile."""
+    """What comes from the host is late, passes through staging that is spoiled, and is nowhere else meanwhile."""
     device, host = (trial_of(results, world, cases.exact_trial(home, cadence, world)) for home in HOMES)
     assert_same_bits(device, host)
 
@@ -511,7 +512,8 @@ def test_traffic_is_what_training_moved_and_nothing_of_what_was_taken_back():
     accounts = []
     with few_layers_and_staging():
         cfg = preset(tables=(TRIPLES._replace(home="host"),))
-        executor = tg.Executor(cfg, fabric(), tg.attention_reference, "plain", report=lambda **line: accounts.append(line))
+        executor = tg.Executor(cfg, fabric(), tg.attention_reference, "plain",
+                               report=lambda **line: accounts.append(line))
         restore = executor.snapshot()
         trained(executor, 4)
         restore()
