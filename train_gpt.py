@@ -4784,18 +4784,18 @@ def end_profile(profile: Any, log: Log) -> None:
 
 def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: bytes) -> None:
     """Set up and warm up once, then train once or several times: the whole run in the order in which it happens."""
-    # Data come first: the shards decide sizes, and nothing is worth building on bad ones.
+    # What would end the run after hours of work is looked at first, before data are read and anything is written.
     began = time.perf_counter()
+    run_id = fabric.gather(os.urandom(4).hex())[0]
+    root = Path(given.run_dir or f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}-{run_id}")
+    seeds = range(given.seed, given.seed + given.runs)
+    folders = [root / f"seed_{seed}" if given.runs > 1 else root for seed in seeds]
+    check_start(given, run_id, folders, fabric)
+
+    # Data come before the model: their headers decide sizes, and nothing is worth building on bad ones.
     cfg, train_shards, val_shards, data_sha256 = open_data(given, fabric, source)
     schedule = Schedule(cfg)
     precision = head_precision(cfg, fabric)
-
-    # What would end the run after hours of work is looked at now, before anything is written.
-    run_id = fabric.gather(os.urandom(4).hex())[0]
-    root = Path(cfg.run_dir or f"logs/{time.strftime('%Y%m%d-%H%M%S')}-{preset}-{run_id}")
-    seeds = range(cfg.seed, cfg.seed + cfg.runs)
-    folders = [root / f"seed_{seed}" if cfg.runs > 1 else root for seed in seeds]
-    check_start(cfg, run_id, folders, fabric)
 
     # Which kernels are right decides about memory, and that about the slots that run at once. Packages may compile now.
     fabric.set_timeout(cfg.comm_timeout * LONG_PATIENCE)

@@ -320,6 +320,16 @@ def test_bad_input_is_refused_before_a_folder_is_made(tmp_path, flags, kind, par
     assert not done.folder.exists()
 
 
+def test_no_compiler_ends_the_run_before_data_are_read(tmp_path, monkeypatch):
+    for name in ("CC", "CXX"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delattr(tg, "open_data")
+    done = run(tmp_path / "run", "--compile=1")
+    failed(done, 2, "ConfigError", "--compile", "no C++ compiler", "apt install g++", "--compile=0")
+    assert not done.folder.exists()
+
+
 def test_too_few_validation_tokens_end_the_run(tmp_path):
     done = run(tmp_path / "run", "--val_files=formula:512:511:1000:1")
     failed(done, 2, "DataError", "too few validation tokens", "512", "1024", "--val_tokens=512")

@@ -361,6 +361,15 @@ def test_a_delayed_product_whose_factor_was_changed_is_refused(changed):
 
 # ---- In the trainer -------------------------------------------------------------------------------------------------
 
+def entry_of(ex: tg.Executor, label: str) -> tg.Sharded:
+    return ex.optimizer.entries[label]
+
+
+def units_of(entry: tg.Sharded, x: Tensor) -> Tensor:
+    """A weight, or something of its shape, as what ranks share out: matrices of a bank, rows of the head."""
+    return tg.bank_matrices(entry.row, x.detach())
+
+
 def trained(**changes: Any) -> tuple[tg.Executor, Callable[[int], tuple]]:
     cfg = small(**changes)
     ex = executor(cfg)
@@ -381,7 +390,12 @@ def test_a_label_is_in_exactly_one_set():
     assert not own_main_grad & own_rows
     for row in table.values():
         if row.optimizer == "normuon":
-            assert sum(row.parts) * row.shape[-1] * row.shape[0] == ex.optimizer.weights[row.label].numel()
+            assert sum(row.parts) * row.shape[-1] * row.shape[0] == ex.model.get_parameter(row.label).numel()
+    kinds = {label: type(entry) for label, entry in ex.optimizer.entries.items()}
+    assert kinds == (dict.fromkeys(own_main_grad, tg.Sharded) | dict.fromkeys(own_rows, tg.TableEntry)
+                     | {tg.SMALL: tg.Small})
+    alike = [row.label for row in ex.optimizer.entries[tg.SMALL].rows]
+    assert sorted(alike) == sorted(set(table) - own_main_grad - own_rows)
 
 
 @pytest.mark.parametrize("changes, bank_type", [
@@ -392,34 +406,40 @@ def test_types_of_buffers(changes, bank_type):
     cfg = small(**changes)
     ex = tg.Executor(cfg, tg.Fabric(torch.device("cpu"), 0, 1), tg.attention_reference, "plain",
                      cfg.slots_per_micro_batch)
-    types = {label: ex.optimizer.weights[label].main_grad.dtype for label in OWNED}
-    assert types == dict(attn=bank_type, mlp=bank_type, lm_head=F32)
+    want = dict(attn=bank_type, mlp=bank_type, lm_head=F32)
+    assert {label: ex.model.get_parameter(label).main_grad.dtype for label in OWNED} == want
+    assert {label: entry_of(ex, label).main_grad.dtype for label in OWNED} == want
 
 
 def test_addresses_never_change_and_stale_content_is_overwritten():
     """Over steps, a snapshot and its return; what stands in a cleared buffer is never read."""
     ex, batch_of = trained()
     other, _ = trained()
-    addresses = [ex.optimizer.weights[label].main_grad.data_ptr() for label in OWNED]
-    saved = ex.snapshot()
+    entries = [entry_of(ex, label) for label in OWNED]
+    addresses = [entry.weight.main_grad.data_ptr() for entry in entries]
+    restore = ex.snapshot()
     for step in range(4):
         batch, values = batch_of(step)
-        for label in OWNED:
-            if ex.optimizer.passes[label] is None:
-                ex.optimizer.weights[label].main_grad.fill_(torch.nan)
+        for entry in entries:
+            if entry.backwards is None:
+                entry.weight.main_grad.fill_(torch.nan)
         for each in (ex, other):
             each.forward_backward(batch, values)
             assert all(p.grad is None for label, p in each.model.named_parameters() if label in OWNED)
             each.optim_step(values)
-    for label, p in ex.optimizer.weights.items():
-        assert p.equal(other.optimizer.weights[label]), label
+    for label, p in ex.model.named_parameters():
+        assert p.equal(other.model.get_parameter(label)), label
     batch, values = batch_of(4)
     ex.forward_backward(batch, values)
-    ex.restore(saved)
-    assert [ex.optimizer.weights[label].main_grad.data_ptr() for label in OWNED] == addresses
-    assert all(ex.optimizer.passes[label] is None for label in OWNED)
-    assert not any(ex.optimizer.weights[label].writes.any() for label in OWNED)
-    assert not any("main_grad" in name for name in saved.tensors)
+    assert all(entry.backwards for entry in entries)
+    restore()
+    assert [ex.model.get_parameter(label).main_grad.data_ptr() for label in OWNED] == addresses
+    assert [entry.main_grad.data_ptr() for entry in entries] == addresses
+    assert all(entry.backwards is None for entry in entries)
+    assert not any(ex.model.get_parameter(label).writes.any() for label in OWNED)
+    saved = ex.state_tensors()                                                # what a snapshot copies
+    assert not any("main_grad" in name for name in saved)
+    assert not {x.data_ptr() for x in saved.values()} & set(addresses)
 
 
 @pytest.mark.parametrize("mishap, label", [("lost", "attn"), ("lost", "lm_head"), ("twice", "mlp")])
@@ -429,7 +449,7 @@ def test_a_micro_batch_that_is_lost_or_runs_twice_is_named(monkeypatch, mishap, 
     real = tg.wgrad_accumulate
 
     def wrong(main_grad: Tensor, writes: Tensor, *rest: Any) -> None:
-        mine = writes is ex.optimizer.weights[label].writes
+        mine = writes is ex.model.get_parameter(label).writes
         if not (mine and mishap == "lost"):
             real(main_grad, writes, *rest)
         if mine and mishap == "twice":
@@ -455,28 +475,32 @@ def test_one_matrix_of_a_bank_that_was_not_written_is_named():
 def test_calls_of_weight_zero_alone_are_zeros():
     ex, batch_of = trained()
     for label in OWNED:
-        ex.optimizer.weights[label].main_grad.fill_(torch.nan)
+        ex.model.get_parameter(label).main_grad.fill_(torch.nan)
     batch, values = batch_of(1)
     ex.forward_backward(batch, values, loss_weight=0)
     ex.optim_step(values)
-    assert all(p.isfinite().all() for p in ex.optimizer.weights.values())
+    assert all(p.isfinite().all() for p in ex.model.parameters())
 
 
 def test_a_bank_is_stored_with_room_for_whole_slices():
     """Weight, gradient and what travels, from the start; their zeros are in no parameter."""
     cfg = small(dtype="bfloat16")
     ex = executor(cfg, 4, 3)
-    optimizer = ex.optimizer
     for label in OWNED:
-        units = len(optimizer.units(label, optimizer.weights[label]))
+        entry = entry_of(ex, label)
+        weight = ex.model.get_parameter(label)
+        units = len(units_of(entry, weight))
         size = -(-units // 4)
-        for stored in (optimizer.stored[label], optimizer.gradients[label], optimizer.wire[label]):
-            assert len(stored) == 4 * size
-            assert not stored[units:].any()
-        assert optimizer.weights[label].data_ptr() == optimizer.stored[label].data_ptr()
-        assert optimizer.weights[label].main_grad.data_ptr() == optimizer.gradients[label].data_ptr()
-        assert optimizer.stored_slice(label, optimizer.stored[label]).data_ptr() == (
-            optimizer.stored[label][3 * size:].data_ptr())
+        assert entry.shard_size == size
+        for room in (entry.padded, entry.main_grad, entry.comm_buffer):
+            assert len(room) == 4 * size
+            assert not room[units:].any()
+        assert weight.data_ptr() == entry.padded.data_ptr()
+        assert weight.main_grad.data_ptr() == entry.main_grad.data_ptr()
+        assert entry.padded[entry.slice].data_ptr() == entry.padded[3 * size:].data_ptr()
+        assert len(entry.padded[entry.slice]) == size
+        assert entry.shard.equal(units_of(entry, weight)[3 * size:])
+        assert len(entry.shard) == 0 or entry.shard.data_ptr() == entry.padded[3 * size:].data_ptr()
 
 
 def test_padding_is_not_saved():
@@ -484,7 +508,7 @@ def test_padding_is_not_saved():
     ex, _ = trained()
     stored = torch.cat((ex.model.attn.data, ex.model.attn.data[:1]))
     ex.model.attn.data = stored[:len(ex.model.attn)]                          # as it stands where ranks share it out
-    saved = ex.weights(tg.Schedule(ex.cfg).at(0))["attn"]
+    saved = ex.whole_weights(tg.Schedule(ex.cfg).at(0))["attn"]
     assert saved.equal(ex.model.attn)
     assert saved.untyped_storage().nbytes() == saved.nbytes
 
@@ -500,33 +524,57 @@ def test_what_travels_is_each_gradient_in_its_place(monkeypatch):
     """The last of 3 ranks, alone: sums go as bf16, small ones in f32, and what pads them is not updated."""
     ex = executor(small(dtype="bfloat16"), 3, 2)
     optimizer = ex.optimizer
-    sent = []
+    values = tg.Schedule(ex.cfg).at(1)
+    sent, updated = [], []
 
     def alone(out: Tensor, full: Tensor | None = None, **_: Any) -> Arrived:
         sent.append((out if full is None else full).clone())
         return Arrived()
 
+    def gathered(*_: Tensor, **__: Any) -> Arrived:
+        return Arrived()
+
+    def adam(_: tg.Parameter, p: Tensor, grad: Tensor, *__: Any) -> None:
+        updated.append((p, grad.clone()))
+
+    def normuon(p: Tensor, _: Tensor | None, grad: Tensor, *__: Any) -> None:
+        updated.append((p, grad.clone()))
+
     for name in ("all_reduce", "reduce_scatter_tensor"):
         monkeypatch.setattr(tg.dist, name, alone)
+    monkeypatch.setattr(tg.dist, "all_gather_into_tensor", gathered)
+    monkeypatch.setattr(optimizer, "adam", adam)
+    monkeypatch.setattr(optimizer, "normuon_update", normuon)
     for round_ in range(2):                                                   # what travelled before is not sent again
-        for seed, (label, p) in enumerate(optimizer.weights.items()):
+        for seed, (label, p) in enumerate(ex.model.named_parameters()):
             if label not in ex.tables:
                 set_grad(optimizer, label, randn(*p.shape, seed=seed + 100 * round_))
         for label in OWNED:
-            grad, _ = optimizer._reduce(label)
-            want = optimizer.units(label, optimizer.weights[label].main_grad).bfloat16()
+            entry = entry_of(ex, label)
+            want = units_of(entry, entry.weight.main_grad).bfloat16()
+            entry.reduce()
             found = sent.pop()
             assert found.dtype == BF16
             assert found[:len(want)].equal(want)
             assert not found[len(want):].any()
-            mine = want[2 * optimizer.slice_size[label]:]
-            assert len(mine) == len(optimizer.mine[label])
+            mine = want[2 * entry.shard_size:]
+            assert len(mine) == len(entry.shard) > 0
+            entry.update(values)
+            (p, grad), = updated
+            assert p is entry.shard
             assert grad.equal(mine)
-        optimizer._reduce(tg.SMALL)
+            updated.clear()
+        entry = optimizer.entries[tg.SMALL]
+        want = [p.grad.float() for p in entry.weights]
+        entry.reduce()
         assert sent.pop().dtype == F32
-        for label in optimizer.small:
-            part = optimizer.small_parts[label]
-            assert part.view_as(optimizer.weights[label]).equal(optimizer.weights[label].grad.float()), label
+        entry.update(values)
+        for row, p, grad, (changed, part) in zip(entry.rows, entry.weights, want, updated, strict=True):
+            assert changed.data_ptr() == p.data_ptr() == ex.model.get_parameter(row.label).data_ptr(), row.label
+            assert part.dtype == F32
+            assert part.equal(grad), row.label
+        updated.clear()
+        assert not sent
 
 
 @pytest.mark.parametrize("tied", (True, False))
@@ -535,24 +583,30 @@ def test_rows_of_the_embedding_join_the_head_once_while_they_are_tied(tied):
     ex, batch_of = trained(dtype="float64")
     update = 1                                                                # of Adam: an odd step
     if not tied:
-        update = (tg.Schedule(ex.cfg).split_step + 1) | 1
+        update = (tg.Schedule(ex.cfg).untie_step + 1) | 1
     batch, values = batch_of(update)
     assert values.tied is tied
     ex.forward_backward(batch, values)
     head = ex.model.lm_head.main_grad.clone()
     table = ex.tables["embed"]
-    plan = table.open_plans[0]
-    rows = table.sums.clone()
+    plan, = table.pending
+    rows = table.row_grads.clone()
+    assert rows[plan.my_rows].any()
     seen = {}
-    real = ex.optimizer._reduce
 
-    def reduce(entry: str) -> tuple:
-        found = real(entry)
-        seen[entry] = found[0].clone()
-        return found
+    def watch(label: str, entry: tg.Small | tg.Sharded | tg.TableEntry) -> None:
+        real = entry.reduce
 
-    ex.optimizer._reduce = reduce
-    ex.optimizer.step(values)
+        def reduce() -> None:
+            real()
+            seen[label] = entry.grad.clone()
+
+        entry.reduce = reduce
+
+    for label, entry in ex.optimizer.entries.items():
+        watch(label, entry)
+    ex.optimizer.step(values, tg.no_wait)
     if tied:
-        head[:, plan.head_columns] += rows[plan.rows_i_read].t()
+        head[:, plan.head_columns] += rows[plan.my_rows].t()
     torch.testing.assert_close(seen["lm_head"], head)
+    assert ("embed" in seen) == (not tied)
