@@ -321,6 +321,7 @@ class Forked:
                 os.dup2(file.fileno(), number)
             sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))
             os.environ |= environment
+            torch.set_num_threads(1)                          # a fork has no threads of the pool that its parent made
             tg.main(words)
 
     def wait(self) -> tuple[int, str, str]:

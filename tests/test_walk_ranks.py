@@ -275,7 +275,8 @@ PLANTED = {
         ["order: rank 1, collective", "Small.reduce", "all_reduce op=SUM small"]),
     "one rank deals moments of one shape in another order": Mistake(
         DEALT, DEALT.replace(":", " if self.fabric.rank != 2 else reversed(embed.state.items()):"),
-        ["order: rank 2, collective", "nccl: all_gather_into_tensor v", "Optimizer._untie", "all_gather_into_tensor m"], 8),
+        ["order: rank 2, collective", "nccl: all_gather_into_tensor v", "Optimizer._untie",
+         "all_gather_into_tensor m"], 8),
     "who has an empty list stays away": Mistake(
         LISTS, "        if len(rows) == 0:\n            return no_wait\n" + LISTS,
         ["order: rank", "all_to_all_single value_embed", "RowTable._launch"], 8),
