@@ -5,7 +5,6 @@ import gzip
 import json
 import os
 import random
-import re
 import signal
 import subprocess
 import sys
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from common import ROOT, Run, executor, fill_randomly, losses, random_batch, run, run_apart, small, untied_at, weights
+from common import ROOT, Run, losses, run, run_apart, weights
 
 import train_gpt as tg
 
@@ -88,76 +87,6 @@ def test_the_summary_is_the_last_line(three):
     assert (last["type"], last["n"], [one["val_loss"] for one in last["runs"]]) == ("summary", 3, values)
     assert last["mean"] == pytest.approx(np.mean(values)) and last["sd"] == pytest.approx(np.std(values, ddof=1))
     assert last["target_loss"] == 6.1 and three.out.splitlines()[-2].startswith("3 runs: validation loss ")
-
-
-# What a run leaves behind (systems 1.5), and how a reset that forgets it would look.
-def forget_tensors(pattern: str):
-    def forget(ex, stale, monkeypatch):
-        every = tg.Executor.state_tensors
-        monkeypatch.setattr(tg.Executor, "state_tensors", lambda self: {
-            name: x for name, x in every(self).items() if not re.fullmatch(pattern, name)})
-    return forget
-
-
-def forget_rotary(ex, stale, monkeypatch):
-    drop = tg.Executor.drop_gradients
-    monkeypatch.setattr(tg.Executor, "drop_gradients", lambda self: (drop(self), setattr(self, "rotary", stale)))
-
-
-def forget_call(owner, name: str):
-    return lambda ex, stale, monkeypatch: monkeypatch.setattr(owner, name, lambda *_: None)
-
-
-FORGOTTEN = {name: forget_tensors(name.replace(".", r"\.").replace("*", ".*")) for name in (
-    "attn", "mlp", "scalars", "x0_lambdas", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank", "bigram_embed",
-    "value_embed", "lm_head", "embed", "rotary_*", "*.m", "*.v", "*.momentum", "*.second", "*.mantissa")}
-FORGOTTEN |= {
-    "rotary": forget_rotary, "tables": forget_call(tg.RowTable, "reset"), "gradients": forget_call(tg.Sharded, "clear"),
-    "random numbers": forget_call(torch, "set_rng_state")}
-
-
-def everything(ex: tg.Executor) -> dict:
-    """All that a run may leave behind, by walking the objects."""
-    tensors = ex.state_tensors()
-    found = {name: x.detach().contiguous().view(torch.uint8).numpy().tobytes() for name, x in tensors.items()}
-    found |= dict(rng=torch.get_rng_state().numpy().tobytes(), rotary=repr(ex.rotary))
-    for label, table in ex.tables.items():
-        found[f"{label} grads"] = table.row_grads.numpy().tobytes()
-        found[f"{label} open"] = len(table.pending), table.cached is None, dict(table.totals)
-    for entry in ex.optimizer.entries.values():
-        if not isinstance(entry, tg.Sharded):
-            continue
-        found[f"{entry.row.label} writes"] = entry.weight.writes.tolist(), entry.backwards
-    return found | {f"grad of {name}": p.grad is None for name, p in ex.model.named_parameters()}
-
-
-OFTEN_FORGOTTEN = {                      # one of each kind; the others with --all
-    "attn", "bigram_embed", "rotary_*", "*.m", "*.mantissa", "rotary", "tables", "gradients",
-    "random numbers"}
-FORGETTING = [pytest.param(x, marks=() if x in OFTEN_FORGOTTEN else pytest.mark.all) for x in FORGOTTEN]
-
-
-@pytest.mark.parametrize("name", [None, *FORGETTING])
-def test_a_reset_that_forgets_one_thing_is_seen(name, monkeypatch):
-    cfg = small(dtype="bfloat16" if name == "*.mantissa" else "float32", adam_lr=0.5, stages=untied_at(0))
-    ex = executor(cfg)
-    fill_randomly(ex.model)
-    restore = ex.snapshot()
-    before, every = everything(ex), ex.state_tensors()
-    schedule = tg.Schedule(cfg)
-    for step in range(5):                    # the last step leaves half a cycle of gradients
-        ex.forward_backward(random_batch(cfg, step, 8, 16), schedule.at(step))
-        ex.optim_step(schedule.at(step))
-    torch.rand(1)
-    for table in ex.tables.values():
-        table.totals["bytes_sent"] += 8      # as beside another rank
-    if name:
-        FORGOTTEN[name](ex, ex.rotary, monkeypatch)
-    restore()
-    monkeypatch.undo()
-    after = everything(ex)
-    assert after.keys() == before.keys() and ex.state_tensors().keys() == every.keys()
-    assert ({key for key in before if before[key] != after[key]} != set()) == (name is not None)
 
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
