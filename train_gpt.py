@@ -43,7 +43,6 @@ import difflib
 import functools
 import gc
 import glob
-import gzip
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -54,6 +53,7 @@ import mmap
 import operator
 import platform
 import re
+import resource
 import shutil
 import socket
 import subprocess
@@ -324,7 +324,6 @@ class Config:
     save: str = _run("", "folder", "for the final weights, their config and the bytes of the tokens; empty: none")
     sample: str = _run("", "folder", "generate from the weights that --save left there instead of training")
     prompt: str = _run("", "text", "with which a sample begins")
-    ranks: str = _run("", "file", "GPT-2 ranks in tiktoken's text format, plain or .gz: samples without network")
 
 
 RECORD = dict(device="cuda")
@@ -352,9 +351,9 @@ PRESETS: dict[str, dict[str, Any]] = dict(
 # A saved model and an earlier run have decided about everything else.
 NOT_MATHEMATICS = {
     "device", "compile", "slots_per_micro_batch", "seed", "run_dir", "comm_timeout", "sample_tokens", "save", "sample",
-    "prompt", "ranks", "val_every", "max_steps", "train_files", "val_files", "epochs", "row_comms", "debug_rows",
+    "prompt", "val_every", "max_steps", "train_files", "val_files", "epochs", "row_comms", "debug_rows",
     "runs", "target_loss", "checkpoint_every", "resume", "profile", "attention"}
-NOT_INHERITED = {"run_dir", "runs", "resume", "save", "sample", "prompt", "ranks"}    # by --resume: facts of one run
+NOT_INHERITED = {"run_dir", "runs", "resume", "save", "sample", "prompt"}             # by --resume: facts of one run
 MAY_CHANGE = NOT_MATHEMATICS - {"seed"}                                               # on --resume
 PATH_UNITS = {"folder", "file", "pattern"}                                            # ~ is expanded in these
 SETTINGS = "settings.json"               # of a run directory and of a save: {"preset": ..., "flags": {field: text}}
@@ -4376,7 +4375,6 @@ LOST_CONNECTION = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pip
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3      # parameters of glibc's mallopt, from malloc.h
 LARGEST_KEPT = 32 << 20                  # bytes of a block: the most that every glibc takes for M_MMAP_THRESHOLD
 KEPT_CHECKPOINTS = 2
-GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"     # of openai/gpt-2
 POCKET_PIECE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")    # as in data/pocket.py
 FALLBACK = "save"                        # folder in the run directory, of weights that --save could not take
 
@@ -4395,14 +4393,14 @@ def make_fabric(cfg: Config) -> Fabric:
     rank, local_rank, world, local_world = (int(text) if text.isdecimal() else -1 for text in given.values())
     missing = [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if world > 1 and name not in env]
     tasks = env.get("SLURM_NTASKS", "1")
-    fits = [w for w in range(1, cfg.num_slots + 1) if cfg.num_slots % w == 0]
     need(0 <= rank < world and local_rank >= 0 and not missing, "launch", f"{given} without {missing}", "all that "
          "torchrun sets, with 0 <= RANK < WORLD_SIZE", f"torchrun --standalone --nproc_per_node={max(world, 1)} "
          "train_gpt.py ..., or unset WORLD_SIZE for a single process")
     need("WORLD_SIZE" in env or tasks == "1", "launch", f"{tasks} tasks of Slurm, and no WORLD_SIZE", "ranks that know "
          "each other", "srun ... torchrun ..., one task a node; or set WORLD_SIZE=1, for each task to train alone")
-    need(world in fits, "number of ranks", world, f"a divisor of num_slots={cfg.num_slots}: {fits}",
-         f"torchrun --nproc_per_node={max(w for w in fits if w <= world)} train_gpt.py ...")
+    usable = max(w for w in range(1, world + 1) if cfg.num_slots % w == 0)
+    need(usable == world, "number of ranks", world, f"a divisor of num_slots={cfg.num_slots}",
+         f"torchrun --nproc_per_node={usable} train_gpt.py ...")
 
     # The device: a GPU for each rank, or the CPU for all.
     cuda = cfg.device != "cpu" and torch.cuda.is_available()
@@ -4495,7 +4493,7 @@ def refusal_of(name: str, cfg: Config, fabric: Fabric) -> str:
     try:
         if name in ("FA4", "FA3"):
             torch.nn.attention.activate_flash_attention_impl(name)
-        elif getattr(torch.nn.attention, "current_flash_attention_impl", no_wait)():
+        elif torch.nn.attention.current_flash_attention_impl():
             torch.nn.attention.restore_flash_attention_impl()
         check_attention(attention_varlen, fabric.device, getattr(torch, cfg.dtype), cfg.head_dim)
     except Exception as refusal:                                              # whatever a foreign kernel raises
@@ -4542,9 +4540,6 @@ def peak_memory_mib(fabric: Fabric) -> dict[str, int]:
     """Return the peak of this process: on its GPU since the run began, or on the CPU in all."""
     if fabric.on_cuda:
         return dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
-    if not importlib.util.find_spec("resource"):                              # on Windows
-        return {}
-    import resource
     unit = 20 if sys.platform == "darwin" else 10                             # there bytes, elsewhere KiB
     return dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> unit)
 
@@ -4566,21 +4561,20 @@ def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, data_s
 
     # Parameters in all, and those that a token meets: of a table only the rows that it reads.
     tables = row_tables(cfg)
-    total = sum(math.prod(row.shape) for row in parameter_table(cfg))
+    params_total = sum(math.prod(row.shape) for row in parameter_table(cfg))
     rows_unread = sum(table.rows - table.reads for table in tables)
-    table_rows = {table.label: table.rows for table in tables}
     return dict(
         preset=preset, started=time.strftime("%Y-%m-%dT%H:%M:%S"), changed=changed, config=config, seed=cfg.seed,
         python=platform.python_version(), torch=str(torch.__version__), triton=version_of("triton"),
         cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version())) if fabric.on_cuda else None,
         git_commit=commit, source_sha256=hashlib.sha256(source).hexdigest(), data_sha256=data_sha256,
         hardware=hardware(fabric), world_size=fabric.world, attention=attention, head=executor.precision,
-        row_comms=cfg.row_comms, grad_accum_steps=-(-cfg.num_slots // fabric.world // executor.slots_at_once),
+        grad_accum_steps=-(-cfg.num_slots // fabric.world // executor.slots_at_once),
         slots_at_once=executor.slots_at_once, tokens_per_step=[stage.batch_tokens for stage in cfg.stages],
         untimed_warmup_steps=len(Schedule(replace(cfg, time_budget=0.0)).warm_up_steps()), target_loss=cfg.target_loss,
-        params_total=total, params_per_token=total - cfg.model_dim * rows_unread, table_rows=table_rows,
-        table_bytes=cfg.model_dim * sum(table_rows.values()) * getattr(torch, cfg.dtype).itemsize,
-        table_home={table.label: table.home for table in tables})
+        params_total=params_total, params_per_token=params_total - cfg.model_dim * rows_unread,
+        table_rows={table.label: table.rows for table in tables},
+        table_bytes=sum(table.rows for table in tables) * cfg.model_dim * getattr(torch, cfg.dtype).itemsize)
 
 
 def write_header(log: Log, facts: dict[str, Any], kind: str = "header", **more: Any) -> None:
@@ -4622,28 +4616,29 @@ def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric) -
     """Look now at what would end a run after hours: names that are taken, disks, a compiler. Raises TrainerError."""
     with fabric.failing_together():
         compiles = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
-        compilers = (os.environ.get("CXX") or os.environ.get("CC") or "g++", "gcc", "clang++", "clang", "c++", "cl")
+        compilers = (os.environ.get("CXX") or os.environ.get("CC") or "g++", "gcc", "clang++", "clang", "c++")
         need(not compiles or any(map(shutil.which, compilers)), "--compile", "no C++ compiler", "g++ or another that "
              "torch.compile finds", "install one (apt install g++), or --compile=0")
+        if fabric.rank > 0:
+            return
 
-        # A log may be in the way only as long as its run has not trained: it is cleared away when all else is right.
-        for folder in folders if fabric.rank == 0 else ():
+        for folder in folders:
             need(not has_log(folder), f"run directory {folder}", "the log of a run", "a folder without one",
                  "another --run_dir", RunError)
-        if cfg.save and fabric.rank == 0:
-            folder = Path(cfg.save)
+        # The name of a save is free, and has to stay so: no run directory comes into being in it.
+        if cfg.save:
+            folder = Path(cfg.save).absolute()
+            free = not os.path.lexists(folder) and not any(run.absolute().is_relative_to(folder) for run in folders)
+            need(free, f"--save={cfg.save}", "a name that is taken, or that the run directory is in", "a free name",
+                 "another name; nothing is overwritten")
             with refused(folder, ConfigError):
-                taken = folder.is_symlink() or folder.is_mount() or (folder.exists() and not folder.is_dir())
-                taken = taken or (folder.is_dir() and any(folder.iterdir()))
-                taken = taken or any(run_dir.absolute().is_relative_to(folder.absolute()) for run_dir in folders)
-                need(not taken, f"--save={cfg.save}", "a file, link or mount, or a folder with content or of the run",
-                     "a name that is not taken, or an empty folder", "another name; nothing is overwritten")
                 part_of(folder, run_id).mkdir(parents=True)
                 part_of(folder, run_id).rmdir()
-        for folder in folders if fabric.rank == 0 else ():
-            with refused(folder):
-                for name in (Path(__file__).name, SETTINGS, "log.txt", "log.jsonl"):     # all of them are that start's
-                    if (folder / "log.jsonl").exists():
+        # Now that all else is right, what a start has left that failed before its first step may go.
+        for folder in folders:
+            if (folder / "log.jsonl").exists():
+                with refused(folder):
+                    for name in (Path(__file__).name, SETTINGS, "log.txt", "log.jsonl"):
                         (folder / name).unlink(missing_ok=True)
 
 
@@ -4653,7 +4648,7 @@ def has_log(folder: Path) -> bool:
         path = folder / "log.jsonl"
         kinds = re.findall(r'(?m)^{"type": "(\w+)"', path.read_text("utf-8")) if path.is_file() else []
         failed = re.search("(header|resumed)( phase| compiled)* aborted$", " ".join(kinds))
-        return not failed and any(os.path.lexists(folder / name) for name in ("log.txt", "log.jsonl"))
+        return not failed and (os.path.lexists(path) or os.path.lexists(folder / "log.txt"))
 
 
 def check_resumed(cfg: Config, content: dict[str, Any], facts: dict[str, str], end_step: float) -> dict[str, tuple]:
@@ -4774,7 +4769,6 @@ def make_profile(cfg: Config, first: int, end_step: float) -> Any:
 
 def end_profile(profile: Any, log: Log) -> None:
     """Write the trace of this rank into the run directory of rank 0, and a table of the dearest operations."""
-    profile.stop()
     folder = log.fabric.gather(str(log.run_dir))[0]
     trace = Path(folder) / f"trace_rank{log.fabric.rank}.json.gz"
     with refused(trace):
@@ -4808,13 +4802,12 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     beside = {Path(__file__).name: source, SETTINGS: settings}
 
     # A resumed run goes on with the state, log, clock and places of its last checkpoint.
-    facts_to_compare = decisive_settings(given)
-    facts_to_compare |= {name: facts[name] for name in ("source_sha256", "data_sha256", "torch")}
+    decisive = decisive_settings(given) | {name: facts[name] for name in ("source_sha256", "data_sha256", "torch")}
     earlier: dict[str, Any] = {}
     if cfg.resume:
         earlier = load_checkpoint(Path(cfg.resume), executor)
         schedule = Schedule(cfg, earlier["places"])
-        differs = check_resumed(cfg, earlier, facts_to_compare, schedule.end_step)
+        differs = check_resumed(cfg, earlier, decisive, schedule.end_step)
     first = earlier["log"]["done"] if earlier else 0
     profile = make_profile(cfg, first, schedule.end_step)
     log = ending.log = Log(folders[0], fabric, schedule, beside, earlier.get("log"))
@@ -4864,25 +4857,23 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
                     and step % cfg.checkpoint_every < schedule.cycle:
                 clock.stop()
                 with log.phase("checkpoint"):
-                    content = dict(log=log.seen(), train_time_ms=clock.ms, places=schedule.places,
-                                   facts=facts_to_compare)
+                    content = dict(log=log.seen(), train_time_ms=clock.ms, places=schedule.places, facts=decisive)
                     write_checkpoint(log.run_dir, run_id, content, executor, schedule.at(step))
                 clock.start()
-            if profile is not None and step > first:
+            if profile and step > first:
                 profile.step()
 
         # The garbage collector passes over all that is there now: models and graphs are many objects.
         gc.collect()
         gc.freeze()
         log.open_bar()
-        if profile is not None:
-            profile.start()
         if fabric.on_cuda:
             torch.cuda.reset_peak_memory_stats()
-        loss, data_ended = race(loader, executor, validation, clock, log, before_step)
+        with profile or contextlib.nullcontext():
+            loss, data_ended = race(loader, executor, validation, clock, log, before_step)
         gc.unfreeze()
         loader.close()
-        if profile is not None:
+        if profile:
             end_profile(profile, log)
 
         # The result is the last line of a log: after it only the sample can fail.
@@ -4901,34 +4892,23 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
         dist.destroy_process_group()
 
 
-def read_prompt(flags: Config, cfg: Config, pieces: list[bytes] | None) -> tuple[list[bytes] | None, list[int]]:
+def read_prompt(text: str, vocab_size: int, pieces: list[bytes] | None) -> tuple[list[bytes] | None, list[int]]:
     """Return the bytes of each token, if anybody knows them, and the prompt as token ids. Raises DataError.
-    pieces: from vocab.txt beside the weights. GPT-2's come from --ranks=FILE, or from tiktoken, which also splits
-    text."""
-    text = flags.prompt.encode("utf-8", "surrogateescape")
-    if flags.ranks:
-        need_file(Path(flags.ranks), "--ranks")
+    pieces: from vocab.txt beside the weights; without them tiktoken knows GPT-2's, and how they split text."""
     try:
-        if cfg.vocab_size == GPT2_VOCAB and (flags.ranks or pieces is None):
-            tiktoken = importlib.import_module("tiktoken")
-            if flags.ranks:
-                content = Path(flags.ranks).read_bytes()
-                content = gzip.decompress(content) if flags.ranks.endswith(".gz") else content
-                rows = [line.split() for line in content.splitlines()]
-                ids = {base64.b64decode(piece): int(token) for piece, token in rows}
-                encoding = tiktoken.Encoding("gpt2", pat_str=GPT2_PATTERN, mergeable_ranks=ids, special_tokens={})
-            else:
-                encoding = tiktoken.get_encoding("gpt2")
+        if pieces is None and vocab_size == GPT2_VOCAB:
+            encoding = importlib.import_module("tiktoken").get_encoding("gpt2")
             pieces = [encoding.decode_single_token_bytes(token) for token in range(GPT2_DOCUMENT_START)] + [b""]
-            return pieces, encoding.encode_ordinary(text.decode())
+            return pieces, encoding.encode_ordinary(text)
 
-        # Else as data/pocket.py has made the text: known pieces, and single bytes for the rest.
+        # As data/pocket.py has made the text: known pieces, and single bytes for the rest.
         ids = {piece: token for token, piece in enumerate(pieces or ()) if piece}
-        words = [[word] if word in ids else [bytes((byte,)) for byte in word] for word in POCKET_PIECE.findall(text)]
-        return pieces, [ids[piece] for piece in itertools.chain(*words)]
-    except Exception as error:           # no package, no network, any content of a file, bytes that no token has
+        words = POCKET_PIECE.findall(text.encode("utf-8", "surrogateescape"))
+        known = [[word] if word in ids else [bytes((byte,)) for byte in word] for word in words]
+        return pieces, [ids[piece] for piece in itertools.chain(*known)]
+    except Exception as error:           # no package, no network, bytes that no token has
         raise DataError("prompt", f"{type(error).__name__}: {error}", "bytes of a vocab.txt beside the weights, or "
-                        "GPT-2 tokens by tiktoken, which has them from the network or from --ranks=FILE",
+                        "GPT-2 tokens by tiktoken, which has them from the network or from TIKTOKEN_CACHE_DIR",
                         "leave it out, use other words, or install tiktoken") from None
 
 
@@ -4951,7 +4931,7 @@ def sample_saved(flags: Config) -> None:
         dtype = "float32"
     tables = tuple(table._replace(home="host") for table in saved.tables)
     cfg = replace(saved, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens, tables=tables)
-    pieces, prompt = read_prompt(flags, cfg, read_vocabulary(folder, cfg))
+    pieces, prompt = read_prompt(flags.prompt, cfg.vocab_size, read_vocabulary(folder, cfg))
     executor = Executor(cfg, fabric, attention_reference, precision=None)
     with damaged(weights):
         executor.model.load_state_dict(tensors)

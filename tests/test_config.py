@@ -323,8 +323,8 @@ def test_parse_flags__names_of_files_begin_at_home(monkeypatch, tmp_path):
     flags = ("train_files", "val_files", "run_dir", "save")
     _, cfg = tg.parse_flags(["--preset=tiny", *(f"--{name}=~/x" for name in flags)])
     assert [getattr(cfg, name) for name in flags] == [str(tmp_path / "x")] * 4
-    _, cfg = tg.parse_flags(["--sample=~/x", "--ranks=~/y", "--prompt=~/z"])
-    assert (cfg.sample, cfg.ranks, cfg.prompt) == (str(tmp_path / "x"), str(tmp_path / "y"), "~/z")
+    _, cfg = tg.parse_flags(["--sample=~/x", "--prompt=~/z"])
+    assert (cfg.sample, cfg.prompt) == (str(tmp_path / "x"), "~/z")
 
 
 # ---- settings of an earlier run -------------------------------------------------------------------------------------

@@ -41,8 +41,8 @@ def first(tmp_path_factory) -> Run:
 
 KEYS = {
     "header": "config started seed world_size grad_accum_steps slots_at_once tokens_per_step git_commit source_sha256 "
-              "data_sha256 python torch triton cuda nccl hardware attention preset changed head row_comms target_loss "
-              "params_total params_per_token table_rows table_bytes table_home untimed_warmup_steps",
+              "data_sha256 python torch triton cuda nccl hardware attention preset changed head target_loss "
+              "params_total params_per_token table_rows table_bytes untimed_warmup_steps",
     "phase": "name ms timed",
     "step": "step train_time_ms tokens train_loss",
     "val": "step val_loss train_time_ms",
@@ -349,8 +349,8 @@ def test_data_that_end_in_the_race_end_the_run(tmp_path):
 
 
 @pytest.mark.parametrize("environment, flags, kind, parts", [
-    (dict(WORLD_SIZE="3"), [], "ConfigError", ["3", "[1, 2, 4, 8]", "--nproc_per_node=2"]),
-    (dict(WORLD_SIZE="16"), [], "ConfigError", ["16", "[1, 2, 4, 8]", "--nproc_per_node=8"]),
+    (dict(WORLD_SIZE="3"), [], "ConfigError", ["3", "a divisor of num_slots=8", "--nproc_per_node=2"]),
+    (dict(WORLD_SIZE="16"), [], "ConfigError", ["16", "a divisor of num_slots=8", "--nproc_per_node=8"]),
     (dict(LOCAL_RANK="2", WORLD_SIZE="4"), ["--device=auto"], "ConfigError",
      ["2 GPUs", "--nproc_per_node=2"]),
 ])
