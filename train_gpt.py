@@ -4469,15 +4469,12 @@ def choose_attention(preset: str, cfg: Config, fabric: Fabric) -> tuple[Callable
         of_ranks = fabric.gather(refusal_of(name, cfg, fabric))
         refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(of_ranks) if why), "")
         if not refusal:
-            if name != names[0]:
-                fabric.say(f"attention: WITHOUT {names[0]} a step takes some 4 to 10 % longer, as predicted for H100s; "
-                           "pip install -r requirements-gpu.txt")
             package = ATTENTION_PACKAGES[name]
             return attention_varlen, f"{name} ({package} {version_of(package)})"
-        fabric.say(f"attention: {name} does not run here: {refusal}")
+        fabric.say(f"attention: {name} does not run here: {refusal}; requirements-gpu.txt names packages")
     need(cfg.attention == "auto" and not preset.startswith("record"), f"--attention={cfg.attention} of preset {preset}",
-         refusal, "a kernel that runs and agrees with the reference", "--attention=reference, whose time and memory "
-         "grow with the windows; requirements-gpu.txt names packages")
+         refusal, "a kernel that runs and agrees with the reference", "pip install -r requirements-gpu.txt, or "
+         "--attention=reference, whose time and memory grow with the windows")
     fabric.say("attention: NO FAST KERNEL: the reference is slower by far; its memory grows with the windows")
     return attention_reference, "reference"
 
@@ -4544,8 +4541,8 @@ def peak_memory_mib(fabric: Fabric) -> dict[str, int]:
     return dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> unit)
 
 
-def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, data_sha256: str, attention: str,
-             source: bytes) -> dict[str, Any]:
+def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, attention: str,
+             decisive: dict[str, str]) -> dict[str, Any]:
     """Return what a header says: settings, versions, hardware, sizes. given: as flags and preset say; cfg: resolved."""
     # What a reader needs to repeat the run: flags, commit, versions.
     fabric = executor.fabric
@@ -4555,9 +4552,8 @@ def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, data_s
               for name, value in vars(cfg).items()}
     commit = None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
-        git = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True,
-                             timeout=10, check=True)
-        commit = git.stdout.strip()
+        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip() or None
 
     # Parameters in all, and those that a token meets: of a table only the rows that it reads.
     tables = row_tables(cfg)
@@ -4567,19 +4563,18 @@ def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, data_s
         preset=preset, started=time.strftime("%Y-%m-%dT%H:%M:%S"), changed=changed, config=config, seed=cfg.seed,
         python=platform.python_version(), torch=str(torch.__version__), triton=version_of("triton"),
         cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version())) if fabric.on_cuda else None,
-        git_commit=commit, source_sha256=hashlib.sha256(source).hexdigest(), data_sha256=data_sha256,
+        git_commit=commit, source_sha256=decisive["source_sha256"], data_sha256=decisive["data_sha256"],
         hardware=hardware(fabric), world_size=fabric.world, attention=attention, head=executor.precision,
         grad_accum_steps=-(-cfg.num_slots // fabric.world // executor.slots_at_once),
-        slots_at_once=executor.slots_at_once, tokens_per_step=[stage.batch_tokens for stage in cfg.stages],
         untimed_warmup_steps=len(Schedule(replace(cfg, time_budget=0.0)).warm_up_steps()), target_loss=cfg.target_loss,
         params_total=params_total, params_per_token=params_total - cfg.model_dim * rows_unread,
         table_rows={table.label: table.rows for table in tables},
         table_bytes=sum(table.rows for table in tables) * cfg.model_dim * getattr(torch, cfg.dtype).itemsize)
 
 
-def write_header(log: Log, facts: dict[str, Any], kind: str = "header", **more: Any) -> None:
-    """Write the first lines of a run. kind: "header" of a new log, or "resumed" after the lines of an earlier one."""
-    log.event(kind, **facts, **more)
+def write_header(log: Log, facts: dict[str, Any], resumed: dict[str, Any]) -> None:
+    """Write the first lines of a run. resumed: of a run that goes on, the step, the checkpoint and what differs."""
+    log.event("resumed" if resumed else "header", **facts, **resumed)
     changed = ", ".join(f"{name}={text}" for name, text in facts["changed"].items())
     for line in (
             "=" * 100,
@@ -4590,18 +4585,21 @@ def write_header(log: Log, facts: dict[str, Any], kind: str = "header", **more: 
             f"{facts['attention']}, head {facts['head']}, {facts['grad_accum_steps']} micro-batches a step, "
             f"seed {facts['seed']}",
             f"changed from the preset: {changed or 'nothing'}",
-            "=" * 100):
+            "=" * 100,
+            *(f"resumed with another {name}: {then} then, {now} now"
+              for name, (then, now) in resumed.get("differs", {}).items())):
         log.text(line)
 
 
-def open_data(given: Config, fabric: Fabric, source: bytes) -> tuple[Config, list[ShardHeader], list[ShardHeader], str]:
-    """Look at every shard. Returns the config with all sizes, the shards to train and validate with, and their hash."""
+def open_data(given: Config, fabric: Fabric, source: bytes) -> tuple[Config, list[ShardHeader], list[ShardHeader],
+                                                                     dict[str, str]]:
+    """Look at every shard. Returns the config with all sizes, the shards to train and validate with, and what decides
+    a run's numbers: flags, and hashes of data and source."""
     train_shards = find_shards(given.train_files)
     val_shards = find_shards(given.val_files)
-    sha256 = scan_shards(train_shards + val_shards)
-    facts = {f"--{name}": flag_text(value) for name, value in vars(given).items()}
-    facts |= dict(data_sha256=sha256, source_sha256=hashlib.sha256(source).hexdigest(), torch=str(torch.__version__))
-    fabric.check_agreement(facts)
+    content = dict(data_sha256=scan_shards(train_shards + val_shards), torch=str(torch.__version__),
+                   source_sha256=hashlib.sha256(source).hexdigest())
+    fabric.check_agreement({f"--{name}": flag_text(value) for name, value in vars(given).items()} | content)
     cfg = resolve(given, train_shards, val_shards)
     check_enough_data(cfg, Schedule(cfg), train_shards)
     check_enough_validation(cfg, val_shards)
@@ -4609,7 +4607,7 @@ def open_data(given: Config, fabric: Fabric, source: bytes) -> tuple[Config, lis
     if shared:
         fabric.say(f"trained on and validated with: {shared[0]}, {len(shared)} such shards in all; "
                    "the validation losses say nothing about other text")
-    return cfg, train_shards, val_shards, sha256
+    return cfg, train_shards, val_shards, decisive_settings(given) | content
 
 
 def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric) -> None:
@@ -4623,8 +4621,9 @@ def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric) -
             return
 
         for folder in folders:
-            need(not has_log(folder), f"run directory {folder}", "the log of a run", "a folder without one",
-                 "another --run_dir", RunError)
+            for name in ("log.txt", "log.jsonl"):
+                need(not os.path.lexists(folder / name), f"run directory {folder}", "the log of a run",
+                     "a folder without one", "another --run_dir, or remove what an earlier start has left", RunError)
         # The name of a save is free, and has to stay so: no run directory comes into being in it.
         if cfg.save:
             folder = Path(cfg.save).absolute()
@@ -4634,21 +4633,6 @@ def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric) -
             with refused(folder, ConfigError):
                 part_of(folder, run_id).mkdir(parents=True)
                 part_of(folder, run_id).rmdir()
-        # Now that all else is right, what a start has left that failed before its first step may go.
-        for folder in folders:
-            if (folder / "log.jsonl").exists():
-                with refused(folder):
-                    for name in (Path(__file__).name, SETTINGS, "log.txt", "log.jsonl"):
-                        (folder / name).unlink(missing_ok=True)
-
-
-def has_log(folder: Path) -> bool:
-    """Return whether a run directory has a log of more than a start that failed before its first step."""
-    with refused(folder):
-        path = folder / "log.jsonl"
-        kinds = re.findall(r'(?m)^{"type": "(\w+)"', path.read_text("utf-8")) if path.is_file() else []
-        failed = re.search("(header|resumed)( phase| compiled)* aborted$", " ".join(kinds))
-        return not failed and (os.path.lexists(path) or os.path.lexists(folder / "log.txt"))
 
 
 def check_resumed(cfg: Config, content: dict[str, Any], facts: dict[str, str], end_step: float) -> dict[str, tuple]:
@@ -4787,7 +4771,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     check_start(given, run_id, folders, fabric)
 
     # Data come before the model: their headers decide sizes, and nothing is worth building on bad ones.
-    cfg, train_shards, val_shards, data_sha256 = open_data(given, fabric, source)
+    cfg, train_shards, val_shards, decisive = open_data(given, fabric, source)
     schedule = Schedule(cfg)
     precision = head_precision(cfg, fabric)
 
@@ -4797,26 +4781,29 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
     executor = Executor(cfg, fabric, kernel, precision, slots_at_once,
                         report=lambda **traffic: ending.log.event("comms", **traffic))
-    facts = facts_of(preset, given, cfg, executor, data_sha256, attention, source)
     settings = settings_json(preset, replace(given, slots_per_micro_batch=slots_at_once))
     beside = {Path(__file__).name: source, SETTINGS: settings}
 
     # A resumed run goes on with the state, log, clock and places of its last checkpoint.
-    decisive = decisive_settings(given) | {name: facts[name] for name in ("source_sha256", "data_sha256", "torch")}
     earlier: dict[str, Any] = {}
+    resumed: dict[str, Any] = {}
+    first = 0
     if cfg.resume:
         earlier = load_checkpoint(Path(cfg.resume), executor)
         schedule = Schedule(cfg, earlier["places"])
+        first = earlier["log"]["done"]
         differs = check_resumed(cfg, earlier, decisive, schedule.end_step)
-    first = earlier["log"]["done"] if earlier else 0
+        resumed = dict(step=first, source=cfg.resume, differs=differs)
     profile = make_profile(cfg, first, schedule.end_step)
-    log = ending.log = Log(folders[0], fabric, schedule, beside, earlier.get("log"))
-    if earlier:
-        write_header(log, facts, "resumed", step=first, source=cfg.resume, differs=differs)
-        for name, (then, now) in differs.items():
-            log.text(f"resumed with another {name}: {then} then, {now} now")
-    else:
-        write_header(log, facts)
+
+    # Each run has a log of its own, which the process closes however it ends.
+    def open_log(folder: Path) -> Log:
+        log = ending.log = Log(folder, fabric, schedule, beside, earlier.get("log"))
+        write_header(log, facts_of(preset, replace(given, seed=cfg.seed), cfg, executor, attention, decisive), resumed)
+        return log
+
+    # Set-up and warm-up stand in the log of the first run.
+    log = open_log(folders[0])
     log.text("estimated memory: " + ", ".join(f"{part} {size / 2**20:,.0f} MiB" for part, size in estimate.items()))
     log.event("phase", name="set-up", ms=round(1000 * (time.perf_counter() - began), 3), timed=False)
 
@@ -4839,9 +4826,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
         if results:
             cfg = replace(cfg, seed=seed)
             schedule = Schedule(cfg)
-            log = ending.log = Log(folder, fabric, schedule, beside)
-            given = replace(given, seed=seed)
-            write_header(log, facts_of(preset, given, cfg, executor, data_sha256, attention, source))
+            log = open_log(folder)
             with log.phase("reset"):
                 restore()
                 executor.set_seed(seed)

@@ -585,30 +585,15 @@ def test_write_checkpoint__only_those_of_earlier_steps_are_removed(tmp_path):
 
 # ---- Whole runs ------------------------------------------------------------------------------------------------------
 
-def failing(*_: object) -> None:
-    raise tg.RunError("warm-up", "a card that is full", "room", "free some")
-
-
-def test_has_log__a_start_that_failed_leaves_the_run_directory_free(sound, tmp_path, monkeypatch):
-    """Of a new run and of a resumed one; the log of a run that has trained stays in the way."""
-    for flags in (("--max_steps=2",), (f"--resume={sound / 'run'}", "--max_steps=6")):
-        folder = tmp_path / str(len(flags))
-        with monkeypatch.context() as patch:
-            patch.setattr(tg, "warm_up", failing)
-            failed = run(folder, *flags)
-        assert failed.status == 1 and failed.events[-1]["type"] == "aborted"
-        done = run(folder, *flags, "--sample_tokens=0")
-        assert done.status == 0 and "aborted" not in [event["type"] for event in done.events], done.err
-        again = run(folder, *flags)
-        assert again.status == 1 and "the log of a run" in again.err
-
-
-def test_has_log__of_a_run_that_trained(tmp_path):
-    kinds = ["header", "phase", "step", "aborted"]
-    for line in kinds:
-        with open(tmp_path / "log.jsonl", "a") as file:
-            file.write(json.dumps(dict(type=line, step=0)) + "\n")
-        assert tg.has_log(tmp_path)
+@pytest.mark.parametrize("name", ["log.txt", "log.jsonl"])
+def test_check_start__a_run_directory_with_a_log_is_another_runs(tmp_path, name):
+    """Whatever the log holds, be it the start of a run that failed: nothing is overwritten."""
+    folder = tmp_path / "run"
+    folder.mkdir()
+    (folder / name).write_text("theirs")
+    done = run(folder, *SHORT)
+    assert done.status == 1 and "the log of a run" in done.err and "another --run_dir" in done.err
+    assert names(folder) == [name] and (folder / name).read_text() == "theirs"
 
 
 def test_race__data_that_end_early_leave_what_was_trained(tmp_path, monkeypatch):
