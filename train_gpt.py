@@ -4380,7 +4380,7 @@ FALLBACK = "save"                        # folder in the run directory, of weigh
 
 
 def within(seconds: float, call: Callable[[], Any]) -> Any:
-    """Return what the call returns. Raises TimeoutError when it takes longer: its thread is left behind."""
+    """Return what the call returns. Raises TimeoutError when it takes longer; its thread is left running."""
     return ThreadPoolExecutor(1).submit(call).result(seconds)
 
 
@@ -4411,14 +4411,15 @@ def make_fabric(cfg: Config) -> Fabric:
          f"{local_world} ranks, {gpus} GPUs", "one GPU for each rank", f"--nproc_per_node={gpus} for torchrun")
     fabric = Fabric(torch.device("cuda", local_rank) if cuda else torch.device("cpu"), rank, world)
     fabric.enter_thread()
-    if not cuda and platform.libc_ver()[0] == "glibc":        # given back after each step, memory would come again page
-        libc = ctypes.CDLL(None)                              # by page, with a fault for each
+    # glibc would give memory back after each step, and get it again page by page with a fault for each.
+    if not cuda and platform.libc_ver()[0] == "glibc":
+        libc = ctypes.CDLL(None)
         libc.mallopt(M_TRIM_THRESHOLD, -1)
         libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
     if world == 1:
         return fabric
 
-    # The ranks meet. In a thread, for torch itself waits for ever for a listener that is mute.
+    # The ranks meet. In a thread, since torch itself waits for ever for a port that accepts and says nothing.
     def join() -> Any:
         patience = timedelta(seconds=cfg.comm_timeout)
         fabric.enter_thread()
@@ -4435,7 +4436,7 @@ def make_fabric(cfg: Config) -> Fabric:
 
 
 def head_precision(cfg: Config, fabric: Fabric) -> str:
-    """Return what --head means on this device. Raises ConfigError for fp8 where there is none."""
+    """Return the precision of the head: --head, with auto resolved. Raises ConfigError for fp8 without such a GPU."""
     fits = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_UNIT == cfg.padded_vocab % FP8_UNIT == 0
     native = fits and fabric.on_cuda and torch.cuda.get_device_capability(fabric.device) >= (8, 9)
     need(native or cfg.head != "fp8", "--head=fp8", f"{cfg.dtype} on {hardware(fabric)}",
@@ -4445,13 +4446,13 @@ def head_precision(cfg: Config, fabric: Fabric) -> str:
     return cfg.head
 
 
-# Kernels of torch's variable-length call by the GPU's capability, the likely fastest first; and their packages.
+# Kernels behind torch's variable-length call by the GPU's major capability, tried in this order; and their packages.
 ATTENTION_BY_CARD = {9: ("FA4", "FA3", "varlen"), 10: ("FA4", "varlen")}
 ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}
-# To check a kernel with: ends of documents inside of tiles of 128 and of windows, empty ones, one of a single token.
+# A kernel is checked with documents that end inside tiles of 128 and inside windows, empty ones, and one of one token.
 CHECKED_BOUNDS = (0, 0, 150, 151, 420, 420, 700)
 CHECKED_WINDOWS = (2, 128, 300, 1000)    # the last is longer than any document
-CHECKED_SPREAD = 4.0                     # of the logits: then a single key too many, or too few, shows somewhere
+CHECKED_SPREAD = 4.0                     # of the logits: so large that one key too many or too few shows
 
 
 def choose_attention(preset: str, cfg: Config, fabric: Fabric) -> tuple[Callable, str]:
@@ -4463,7 +4464,7 @@ def choose_attention(preset: str, cfg: Config, fabric: Fabric) -> tuple[Callable
         capability, _ = torch.cuda.get_device_capability(fabric.device)
         names = ATTENTION_BY_CARD.get(capability, ("varlen",))
 
-    # All ranks take the same one, or none of their sums would be of one model.
+    # All ranks take the same kernel: ranks with different ones would not train the same model.
     refusal = ""
     for name in names:
         of_ranks = fabric.gather(refusal_of(name, cfg, fabric))
@@ -4486,7 +4487,7 @@ def version_of(package: str) -> str | None:
 
 
 def refusal_of(name: str, cfg: Config, fabric: Fabric) -> str:
-    """Put a kernel in place. Returns why it is not to be used on this rank; empty: it agrees with the reference."""
+    """Activate a kernel and try it. Returns why this rank cannot use it; empty if it agrees with the reference."""
     try:
         if name in ("FA4", "FA3"):
             torch.nn.attention.activate_flash_attention_impl(name)
@@ -4502,7 +4503,7 @@ def check_attention(kernel: Callable, device: torch.device, dtype: torch.dtype, 
     """Raise RuntimeError unless outputs and gradients agree with the reference to the dtype's rounding."""
     generator = torch.Generator(device).manual_seed(0)
     plain = torch.tensor(CHECKED_BOUNDS, device=device, dtype=torch.int32)
-    # As plain layers have their sequences, and paired ones: twice the positions, half the heads.
+    # The layouts of plain layers, and of paired ones: twice the positions, half the heads.
     for window, (per_token, heads) in itertools.product(CHECKED_WINDOWS, ((1, 2), (2, 1))):
         positions = per_token * CHECKED_BOUNDS[-1]
         inputs = torch.randn(4, positions, heads, head_dim, device=device, generator=generator).to(dtype)
@@ -4544,7 +4545,7 @@ def peak_memory_mib(fabric: Fabric) -> dict[str, int]:
 def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, attention: str,
              decisive: dict[str, str]) -> dict[str, Any]:
     """Return what a header says: settings, versions, hardware, sizes. given: as flags and preset say; cfg: resolved."""
-    # What a reader needs to repeat the run: flags, commit, versions.
+    # What another needs to repeat the run: flags, commit, versions.
     fabric = executor.fabric
     of_preset = vars(Config(**PRESETS[preset]))
     changed = {name: flag_text(value) for name, value in vars(given).items() if value != of_preset[name]}
@@ -4555,7 +4556,7 @@ def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, attent
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip() or None
 
-    # Parameters in all, and those that a token meets: of a table only the rows that it reads.
+    # All parameters, and those that one token uses: of a table only the rows that it looks up.
     tables = row_tables(cfg)
     params_total = sum(math.prod(row.shape) for row in parameter_table(cfg))
     rows_unread = sum(table.rows - table.reads for table in tables)
@@ -4611,7 +4612,7 @@ def open_data(given: Config, fabric: Fabric, source: bytes) -> tuple[Config, lis
 
 
 def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric) -> None:
-    """Look now at what would end a run after hours: names that are taken, disks, a compiler. Raises TrainerError."""
+    """Refuse now what would end a run after hours: names that are taken, disks, no compiler. Raises TrainerError."""
     with fabric.failing_together():
         compiles = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
         compilers = (os.environ.get("CXX") or os.environ.get("CC") or "g++", "gcc", "clang++", "clang", "c++")
@@ -4624,7 +4625,7 @@ def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric) -
             for name in ("log.txt", "log.jsonl"):
                 need(not os.path.lexists(folder / name), f"run directory {folder}", "the log of a run",
                      "a folder without one", "another --run_dir, or remove what an earlier start has left", RunError)
-        # The name of a save is free, and has to stay so: no run directory comes into being in it.
+        # The name of a save must be free, and stay so: a run directory inside it would take it.
         if cfg.save:
             folder = Path(cfg.save).absolute()
             free = not os.path.lexists(folder) and not any(run.absolute().is_relative_to(folder) for run in folders)
@@ -4636,8 +4637,8 @@ def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric) -
 
 
 def check_resumed(cfg: Config, content: dict[str, Any], facts: dict[str, str], end_step: float) -> dict[str, tuple]:
-    """Return what differs from the run before: name -> (then, now). Raises DataError, ConfigError.
-    content: a checkpoint's. Other data are refused, and an end that the run has passed."""
+    """Return what differs from the run that wrote the checkpoint: name -> (then, now).
+    Raises DataError if the data differ, ConfigError if that run is past the end of this one."""
     before = content["facts"]
     need(before["data_sha256"] == facts["data_sha256"], f"data to resume {cfg.resume} with",
          f"shards whose content hashes to {facts['data_sha256'][:16]}...", f"those of the run, which hashed to "
@@ -4670,8 +4671,8 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], execut
 
 def save_or_fall_back(log: Log, run_id: str, preset: str, cfg: Config, executor: Executor,
                       vocabulary: list[bytes] | None) -> RunError | None:
-    """Save the weights where --save says, else in the run directory. Returns why not where it says. Collective."""
-    executor.fabric.set_timeout(cfg.comm_timeout * LONG_PATIENCE)             # while ranks write
+    """Save the weights where --save says, else in the run directory. Returns what went wrong, if anything. Collective."""
+    executor.fabric.set_timeout(cfg.comm_timeout * LONG_PATIENCE)             # ranks write at different speeds
     failure = None
     for folder in (Path(cfg.save), log.run_dir / FALLBACK):
         try:
@@ -4687,7 +4688,7 @@ def save_or_fall_back(log: Log, run_id: str, preset: str, cfg: Config, executor:
 
 def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet, ms: float, loss: float,
            recompiled: int) -> dict[str, Any]:
-    """Write the last lines of a run's log but its result, which is returned. Collective."""
+    """Write the closing lines of a run's log. Returns its result, which has yet to be logged. Collective."""
     fabric = log.fabric
     peak = peak_memory_mib(fabric)
     result = dict(val_loss=loss, train_time_ms=round(ms, 3), steps=log.done, tokens=log.tokens, peak_memory_mib=peak,
@@ -4740,7 +4741,8 @@ def report(cfg: Config, executor: Executor, validation: ValidationSet, values: V
 
 
 def make_profile(cfg: Config, first: int, end_step: float) -> Any:
-    """Return a profiler of the steps of --profile, for a run from step `first` on; else None. Raises ConfigError."""
+    """Return a profiler for the steps a:b of --profile, or None without the flag. Raises ConfigError.
+    first: the step at which this run begins."""
     if not cfg.profile:
         return None
     start, stop = map(int, cfg.profile.split(":"))
@@ -4878,15 +4880,15 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
 
 
 def read_prompt(text: str, vocab_size: int, pieces: list[bytes] | None) -> tuple[list[bytes] | None, list[int]]:
-    """Return the bytes of each token, if anybody knows them, and the prompt as token ids. Raises DataError.
-    pieces: from vocab.txt beside the weights; without them tiktoken knows GPT-2's, and how they split text."""
+    """Return (the bytes of each token if they are known, the prompt as token ids). Raises DataError.
+    pieces: from vocab.txt beside the weights; without one, GPT-2's come from tiktoken."""
     try:
         if pieces is None and vocab_size == GPT2_VOCAB:
             encoding = importlib.import_module("tiktoken").get_encoding("gpt2")
             pieces = [encoding.decode_single_token_bytes(token) for token in range(GPT2_DOCUMENT_START)] + [b""]
             return pieces, encoding.encode_ordinary(text)
 
-        # As data/pocket.py has made the text: known pieces, and single bytes for the rest.
+        # Split as data/pocket.py splits its text: known pieces, and single bytes for the rest.
         ids = {piece: token for token, piece in enumerate(pieces or ()) if piece}
         words = POCKET_PIECE.findall(text.encode("utf-8", "surrogateescape"))
         known = [[word] if word in ids else [bytes((byte,)) for byte in word] for word in words]
@@ -4909,7 +4911,7 @@ def sample_saved(flags: Config) -> None:
     tensors = read_tensors(weights, manifest)
     check_weights(weights, tensors, saved)
 
-    # Any device will do: a single rank without compiler or optimizer, bf16 on a GPU only, few rows of the tables.
+    # One rank on any device, without compiler and optimizer; rows of tables stay on the host, where a prompt needs few.
     fabric = make_fabric(replace(saved, num_slots=1, device=flags.device))
     dtype = saved.dtype
     if dtype == "bfloat16" and not fabric.on_cuda:
@@ -4932,7 +4934,7 @@ class Signalled(Exception):
 
 
 def describe(error: BaseException) -> tuple[int, str]:
-    """Return (exit status, what to tell the user) of whatever ended the run; a bug keeps its traceback."""
+    """Return (exit status, what to tell the user) for what ended the run. A bug keeps its traceback."""
     first_line = str(error).partition("\n")[0]
     if isinstance(error, Signalled):
         number = signal.Signals(*error.args)
@@ -4954,8 +4956,8 @@ def lost_rank(found: str) -> RunError:
 
 
 def first_cause(cause: str, signalled: bool) -> tuple[str, bool]:
-    """Agree with the other ranks on the first cause; returns it, and whether this rank is to say it.
-    A signal that not all ranks hear of follows from the loss of one: torchrun, or srun, ends the others."""
+    """Agree with the other ranks on what ended the run first. Returns it, and whether this rank prints it.
+    A signal that reaches some ranks only follows from the loss of one: torchrun, or srun, ends the others."""
     env = os.environ
     if env.get("WORLD_SIZE", "1") == "1":
         return cause, True
