@@ -4671,7 +4671,7 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], execut
 
 def save_or_fall_back(log: Log, run_id: str, preset: str, cfg: Config, executor: Executor,
                       vocabulary: list[bytes] | None) -> RunError | None:
-    """Save the weights where --save says, else in the run directory. Returns what went wrong, if anything. Collective."""
+    """Save the weights where --save says, else in the run directory. Returns what failed, if anything. Collective."""
     executor.fabric.set_timeout(cfg.comm_timeout * LONG_PATIENCE)             # ranks write at different speeds
     failure = None
     for folder in (Path(cfg.save), log.run_dir / FALLBACK):
