@@ -1,0 +1,90 @@
+"""Two nodes of two ranks each, by `torchrun --nnodes=2`, in network namespaces that a link joins.
+
+Only root may make these on Linux; elsewhere the tests are skipped.
+"""
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from common import ROOT, Run, losses
+
+PATIENCE = 100                           # s for a whole run, on a busy machine
+TIMEOUT = 10                             # s of --comm_timeout where the link is cut
+SLACK = 10 + 20                          # s from the timeout to the end: 10 that are promised, 20 for a busy machine
+LINK = "link0"                           # the name of either end, in its node
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+TINY = (str(ROOT / "train_gpt.py"), "--preset=tiny", "--device=cpu")
+SHORT = ("--max_steps=4", "--sample_tokens=0")
+
+
+def ip(*words: str) -> None:
+    done = subprocess.run(["ip", *words], capture_output=True, text=True)
+    if done.returncode != 0:
+        raise OSError(f"ip {' '.join(words)}: {done.stderr}")
+
+
+@pytest.fixture
+def nodes() -> Iterator[tuple[str, str]]:
+    """Names of two network namespaces, 10.9.8.1 and 10.9.8.2."""
+    names = f"nodeA{os.getpid()}", f"nodeB{os.getpid()}"
+    if not shutil.which("ip"):
+        pytest.skip("two nodes: needs the program ip")
+    try:
+        for name in names:
+            ip("netns", "add", name)
+        ip("link", "add", LINK, "netns", names[0], "type", "veth", "peer", "name", LINK, "netns", names[1])
+        for number, name in enumerate(names, 1):
+            ip("-n", name, "address", "add", f"10.9.8.{number}/24", "dev", LINK)
+            ip("-n", name, "link", "set", "lo", "up")
+            ip("-n", name, "link", "set", LINK, "up")
+        yield names
+    except OSError as why:
+        pytest.skip(f"two nodes: {why}")
+    finally:
+        for name in names:
+            pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
+            subprocess.run(["kill", "-9", *pids], capture_output=True)
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def start(folder: Path, name: str, node: int, *flags: str) -> subprocess.Popen:
+    """torchrun of a node with two ranks; what they say goes into a file."""
+    command = ["ip", "netns", "exec", name, *TORCHRUN, "--nnodes=2", "--nproc_per_node=2", f"--node_rank={node - 1}",
+               "--master_addr=10.9.8.1", "--master_port=29500", *TINY, f"--run_dir={folder / 'run'}", *flags]
+    environment = os.environ | dict(GLOO_SOCKET_IFNAME=LINK, OMP_NUM_THREADS="1")
+    with open(folder / f"{name}.txt", "w") as said:
+        return subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
+
+
+@pytest.mark.all
+def test_two_nodes__losses_are_those_of_one_node_with_as_many_ranks(nodes, tmp_path):
+    launchers = [start(tmp_path, name, node, *SHORT) for node, name in enumerate(nodes, 1)]
+    status = [launcher.wait(PATIENCE) for launcher in launchers]
+    assert status == [0, 0], [(tmp_path / f"{name}.txt").read_text() for name in nodes]
+    subprocess.run([*TORCHRUN, "--standalone", "--nproc_per_node=4", *TINY, f"--run_dir={tmp_path / 'one'}", *SHORT],
+                   env=os.environ | dict(OMP_NUM_THREADS="1"), check=True, capture_output=True, timeout=PATIENCE)
+    assert losses(tmp_path / "run") == losses(tmp_path / "one")
+
+
+@pytest.mark.all
+def test_two_nodes__a_link_that_is_cut_ends_both(nodes, tmp_path):
+    launchers = [start(tmp_path, name, node, "--num_scheduled_steps=20000", "--epochs=0", f"--comm_timeout={TIMEOUT}")
+                 for node, name in enumerate(nodes, 1)]
+    deadline = time.monotonic() + PATIENCE
+    log = tmp_path / "run/log.jsonl"
+    while not (log.exists() and '"type": "step"' in log.read_text()):
+        ended = [launcher.poll() for launcher in launchers]
+        assert ended == [None, None] and time.monotonic() < deadline, (tmp_path / f"{nodes[0]}.txt").read_text()
+        time.sleep(0.2)
+    ip("-n", nodes[0], "link", "set", LINK, "down")
+
+    cut = time.monotonic()
+    status = [launcher.wait(PATIENCE) for launcher in launchers]
+    assert time.monotonic() - cut < TIMEOUT + SLACK and all(status)
+    aborted, = Run(tmp_path / "run", 1, "", "").of("aborted")
+    assert "lost another rank" in aborted["cause"], aborted
