@@ -1241,7 +1241,6 @@ class RowUpdate:
 
     places: Tensor                       # (u,) i64 in the shard, ascending
     inverse: Tensor                      # (requested,) i64: index into `places` of each requested row
-    follows: RowUpdate | None            # the update before; None: there is none
     fresh: Tensor                        # (f,) i64: index into `places` of the rows that the update before has not
     kept: Tensor                         # (u - f,) i64: index into `places` of those that it has,
     kept_from: Tensor                    # (u - f,) i64: and the index of the same rows into its places
@@ -1272,7 +1271,7 @@ def row_update(requested: np.ndarray, before: RowUpdate | None, fabric: Fabric) 
         in_both = places_before[at] == places
     lists = (places, inverse, np.flatnonzero(~in_both), np.flatnonzero(in_both), at[in_both])
     places, inverse, fresh, kept, kept_from = map(fabric.host_tensor, lists)
-    return RowUpdate(places, inverse, before, fresh, kept, kept_from)
+    return RowUpdate(places, inverse, fresh, kept, kept_from)
 
 
 @dataclass(eq=False)
@@ -2596,6 +2595,9 @@ def gate_of(features: Tensor, weight: Tensor) -> Tensor:
 # ====== Room 6: Rows ==================================================================================================
 # Each rank owns a shard of every table and reads rows of all shards. A plan's lists serve both directions: rows travel
 # from owner to reader before a cycle, their gradients from reader to owner after it (design 4).
+Wait = Callable[[], object]              # returns when what was launched before is complete
+
+
 def no_wait(**_: Any) -> None:
     """Do nothing: the wait where nothing is under way, and the report that nobody reads."""
 
@@ -2605,40 +2607,35 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
     group: gloo's; None: the group of all ranks. Raises RunError where ranks disagree."""
     # By table and owner: the places that this rank reads in the owner's shard.
     W, me = fabric.world, fabric.rank
-    lists, counts, checksums = [], [], []
+    lists, counts = [], []
     for plan in plans.values():
         rows = [plan.my_rows[:0]] * W if plan.tied else plan.my_rows.split(plan.send_counts)
-        places = [(x - owner * plan.shard_size).int() for owner, x in enumerate(rows)]
-        lists.append(places)
-        counts.append([len(x) for x in places])
-        checksums.append([int(x.sum()) for x in places])
+        lists.append([(x - owner * plan.shard_size).int() for owner, x in enumerate(rows)])
+        counts.append([len(x) for x in rows])
     common = [dict(plan.tag, table=label, dtype=dtype, tied=plan.tied) for label, plan in plans.items()]
 
     # First what must be equal everywhere, or lists of different cycles would be taken for each other.
     everyone: list[Any] = [None] * W
-    dist.all_gather_object(everyone, (common, counts, checksums), group=group)
-    for reader, (theirs, _, _) in enumerate(everyone):
+    dist.all_gather_object(everyone, (common, counts), group=group)
+    for reader, (theirs, _) in enumerate(everyone):
         for found, mine in zip(theirs, common):
             need(found == mine, f"row plans of ranks {reader} and {me}", found, mine, "use the same flags", RunError)
 
     # Then all lists in one message, owner by owner. They arrive reader by reader, and table by table from each.
     leaving = torch.cat([of_table[owner] for owner in range(W) for of_table in lists])
-    requests = np.array([of_reader for _, of_reader, _ in everyone])[:, :, me]         # how many, (reader, table)
+    requests = np.array([of_reader for _, of_reader in everyone])[:, :, me]            # how many, (reader, table)
     arriving = torch.empty(requests.sum(), dtype=torch.int32)
-    dist.all_to_all_single(arriving, leaving, requests.sum(1).tolist(), np.sum(counts, 0).tolist(),
-                           group=group)
+    dist.all_to_all_single(arriving, leaving, requests.sum(1).tolist(), np.sum(counts, 0).tolist(), group=group)
     pieces = arriving.split(requests.flatten().tolist())
 
-    # A list that no plan can hold, or not the one announced, would read and change other rows in silence.
+    # A list that no plan can hold would read and change other rows in silence.
     for table, (label, plan) in enumerate(plans.items()):
         requested = pieces[table::len(plans)]
         for reader, places in enumerate(requested):
-            announced = everyone[reader][2][table][me]
-            inside = len(places) == 0 or (places[0] >= 0 and places[-1] < plan.shard_size)
-            need(inside and (places.diff() > 0).all() and places.sum() == announced,
-                 f"rows of {label} that rank {reader} requests",
-                 f"{len(places)} places from {places[:1].tolist()} to {places[-1:].tolist()}, sum {int(places.sum())}",
-                 f"ascending places below {plan.shard_size}, sum {announced}", "report it", RunError)
+            ends = [*places[:1].tolist(), *places[-1:].tolist()]
+            need((places.diff() > 0).all() and all(0 <= place < plan.shard_size for place in ends),
+                 f"rows of {label} that rank {reader} requests", f"{len(places)} places, first and last {ends}",
+                 f"ascending places below {plan.shard_size}", "report it", RunError)
         if not plan.tied:
             plan.requested_rows = fabric.host_tensor(torch.cat(requested).long())
             plan.recv_counts = requests[:, table].tolist()
@@ -2678,7 +2675,7 @@ class RowTable:
                 rows = min(rows, most_tokens * table.reads)
             self.cache = torch.zeros(rows, width, dtype=dtype, device=fabric.device).requires_grad_()
             self.row_grads = torch.zeros(rows, width, dtype=accum_dtype(dtype), device=fabric.device)
-        self.arrival: Callable[[], object] = no_wait                          # waits for the rows that are on their way
+        self.arrival: Wait = no_wait                                          # of the rows that are on their way
         self.reset()
 
     def reset(self) -> None:
@@ -2693,7 +2690,6 @@ class RowTable:
             self.grad.zero_()
         else:
             self.home.invalidate()
-            self.home.pop_traffic()
 
     def prepare(self, plan: TablePlan) -> None:
         """Make a row-wise table's next update from the requests, a cycle ahead, and let its rows leave a host home."""
@@ -2746,7 +2742,7 @@ class RowTable:
         return out, None
 
     @torch.no_grad()
-    def return_gradients(self) -> tuple[Tensor, Callable[[], None]]:
+    def return_gradients(self) -> tuple[Tensor, Wait]:
         """Launch row_grads to the owners of the rows. Returns a gradient and the wait after which it is complete.
         The gradient is of the shard, (C, D), or of the rows of a row-wise update, (u, D)."""
         if self.alone:
@@ -2806,7 +2802,8 @@ class RowTable:
         bytes_dense = dense_passes * (self.fabric.world - 1) * self.shard.nbytes
         moved = dict(bytes_sent=plan.sent, bytes_received=plan.received, bytes_dense=bytes_dense)
         if self.home is not None and purpose == "train":
-            moved |= self.home.pop_traffic()
+            moved |= self.home.traffic
+            self.home.forget_traffic()
         self.report(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.my_rows), reads=plan.reads,
                     **moved, plan_ms=round(plan.plan_ms, 3))
         if purpose == "train":
@@ -2829,9 +2826,8 @@ class RowTable:
         self.arrival()
         self.arrival = no_wait
 
-    def _bring(self, plan: TablePlan, out: Tensor, head: Tensor, rows: Tensor,
-               places: Tensor | None) -> Callable[[], object]:
-        """Launch a plan's rows into `out`; this rank sends its rows at places, or all. Returns the wait."""
+    def _bring(self, plan: TablePlan, out: Tensor, head: Tensor, rows: Tensor, places: Tensor | None) -> Wait:
+        """Launch a plan's rows into `out`. This rank sends its rows at places; None: all of them, as they are."""
         if self.debug:
             out.fill_(math.nan)                                               # rows of no plan are not to be read
         arriving = out[:len(plan.my_rows)]
@@ -2843,8 +2839,8 @@ class RowTable:
         return self._launch(plan, arriving, rows, plan.send_counts, plan.recv_counts)
 
     def _launch(self, plan: TablePlan, out: Tensor, rows: Tensor, recv_counts: list[int],
-                send_counts: list[int]) -> Callable[[], object]:
-        """Launch a list of rows from each rank to each, empty ones too. Returns the wait."""
+                send_counts: list[int]) -> Wait:
+        """Launch a list of rows from each rank to each, empty ones too."""
         plan.count_bytes(self.fabric.rank, send_counts, recv_counts, rows.shape[1] * rows.element_size())
         if self.fabric.world == 1:
             out.copy_(rows)
@@ -2898,7 +2894,7 @@ class DeviceHome:
     def __init__(self, table: Table, cfg: Config, fabric: Fabric) -> None:
         self.fabric = fabric
         self.device = fabric.device
-        self.traffic = dict(bytes_up=0, bytes_down=0)                         # between host and device
+        self.forget_traffic()
         size = -(-table.rows // fabric.world)
         dtype = getattr(torch, cfg.dtype)
         zeros: Callable = untouched_zeros
@@ -2928,12 +2924,10 @@ class DeviceHome:
 
     def invalidate(self) -> None:
         """Forget which updates are prepared, and their rows: those at home count."""
+        self.forget_traffic()
 
-    def pop_traffic(self) -> dict[str, int]:
-        """Return the bytes moved since the last call."""
-        traffic = self.traffic
-        self.traffic = dict.fromkeys(traffic, 0)
-        return traffic
+    def forget_traffic(self) -> None:
+        self.traffic = dict(bytes_up=0, bytes_down=0)                         # between host and device
 
     def touched_places(self, most_rows: int = PIECE_ROWS) -> Iterator[Tensor]:
         """Yield the places of all rows that an update has ever changed, ascending, in pieces (n,) i64."""
@@ -2974,23 +2968,22 @@ class HostHome(DeviceHome):
         self.stream = torch.cuda.Stream(fabric.device) if fabric.on_cuda else None
         self.mover = ThreadPoolExecutor(1, "table-home", initializer=fabric.enter_thread)
         self.lock = threading.Lock()                          # prepare is called by the loader's thread
-        self.writebacks: list[Future] = []                    # of what was put, oldest first
+        self.writeback: Future | None = None                  # of what was put last
         self.invalidate()
 
     def invalidate(self) -> None:
         self.settle()
+        super().invalidate()
         with self.lock:
-            self.taken: RowUpdate | None = None
-            self.live: RowState | None = None                 # rows of the taken update, on the device
-            self.prepared: list[RowUpdate] = []               # updates to come
+            self.live: RowState | None = None                 # rows of the update that was taken last, on the device
+            self.newest: RowUpdate | None = None              # the update that was prepared last
+            self.prepared: list[RowUpdate] = []               # updates to take, in this order
             self.prefetch: Future | None = None               # fresh rows of the first of them
 
     def prepare(self, requested: np.ndarray) -> RowUpdate:
-        # It follows the update that was prepared last, which may be taken already.
+        update = row_update(requested, self.newest, self.fabric)
         with self.lock:
-            before = self.prepared[-1] if self.prepared else self.taken
-        update = row_update(requested, before, self.fabric)
-        with self.lock:
+            self.newest = update
             self.prepared.append(update)
             if len(self.prepared) == 1:                       # else the one before it is not taken yet
                 self._start_prefetch()
@@ -3002,11 +2995,8 @@ class HostHome(DeviceHome):
         self.prefetch = self.mover.submit(self._bring_up, update.places[update.fresh])
 
     def take(self, update: RowUpdate) -> RowState:
-        # An update that nobody prepared, or that is out of order, has no rows here: all of them come up.
-        with self.lock:
-            expected = self.prepared[:1] == [update] and update.follows is self.taken
-            coming = self.prefetch if expected else self.mover.submit(self._bring_up, update.places)
-        live, copied = bounded(coming, self.cfg, "waiting for rows of a table from the host")
+        assert self.prepared[:1] == [update], "updates are taken in the order in which they were prepared"
+        live, copied = bounded(self.prefetch, self.cfg, "waiting for rows of a table from the host")
         self.traffic["bytes_up"] += sum(x.nbytes for x in live)
         if copied is not None:
             computing = torch.cuda.current_stream(self.device)
@@ -3015,32 +3005,27 @@ class HostHome(DeviceHome):
                 x.record_stream(computing)
 
         # Rows that the last update has, too, are here, newer than at home. They join those that came up.
-        if expected and self.live is not None:
+        if self.live is not None:
             fresh = live
-            to_fresh, to_kept, kept_from = (x.to(self.device, non_blocking=True)
-                                            for x in (update.fresh, update.kept, update.kept_from))
             live = RowState(*(x.new_empty(len(update.places), *x.shape[1:]) for x in fresh))
-            live.put(to_fresh, fresh)
-            live.put(to_kept, self.live.at(kept_from))
+            live.put(update.fresh.to(self.device, non_blocking=True), fresh)
+            kept = self.live.at(update.kept_from.to(self.device, non_blocking=True))
+            live.put(update.kept.to(self.device, non_blocking=True), kept)
 
         with self.lock:
             self.live = live
-            self.taken = update
-            update.follows = None                             # else each update would keep all before it
-            self.prepared = self.prepared[1:] if expected else []
+            self.prepared.pop(0)
             if self.prepared:
                 self._start_prefetch()
         return live
 
     def put(self, update: RowUpdate, changed: RowState) -> None:
-        # What went wrong with earlier ones is raised here at the latest.
-        while self.writebacks and self.writebacks[0].done():
-            self.writebacks.pop(0).result()
+        self.settle()                                         # of what was put a cycle ago; raises what went wrong there
         self.traffic["bytes_down"] += sum(x.nbytes for x in changed)
         computed = None
         if self.stream is not None:
             computed = torch.cuda.current_stream(self.device).record_event()
-        self.writebacks.append(self.mover.submit(self._bring_down, update.places, changed, computed))
+        self.writeback = self.mover.submit(self._bring_down, update.places, changed, computed)
 
     def read(self, places: Tensor) -> Tensor:
         self.settle()
@@ -3048,9 +3033,9 @@ class HostHome(DeviceHome):
         return rows.to(self.device, non_blocking=True)
 
     def settle(self) -> None:
-        while self.writebacks:
-            bounded(self.writebacks[0], self.cfg, "waiting for rows of a table on their way to the host")
-            self.writebacks.pop(0)
+        if self.writeback is not None:
+            bounded(self.writeback, self.cfg, "waiting for rows of a table on their way to the host")
+            self.writeback = None
 
     def _staging(self, count: int) -> RowState:
         """Allocate rows in host memory, pinned beside a GPU, through which copies go."""
@@ -3812,7 +3797,7 @@ class Executor:
                 table.report_traffic(plan, dense_passes=1)    # no gradients went back
             if table.home is not None:
                 table.home.settle()
-                table.totals.update(table.home.pop_traffic())                 # rows of the last update
+                table.totals.update(table.home.traffic)                 # rows of the last update
             total: Counter = Counter(dict.fromkeys(table.totals, 0))
             for of_rank in self.fabric.gather(table.totals):
                 total.update(of_rank)

@@ -277,7 +277,7 @@ def overtaken(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> N
         tg.HostHome._bring_down(*arguments)
 
     def put(self, update, changed) -> None:
-        self.writebacks = [downward.submit(slowly, self, update.places, changed, None)]
+        self.writeback = downward.submit(slowly, self, update.places, changed, None)
     patch.setattr(tg.HostHome, "put", put)
 
 
