@@ -2277,18 +2277,22 @@ class RowLookup(torch.autograd.Function):
 
 
 # ====== Room 5: Model =================================================================================================
+Shape = tuple[int, ...]
+Generator = torch.Generator
+
+
 class Parameter(NamedTuple):
     """One row of the parameter table: all about a parameter but its place in the forward pass."""
 
     label: str
-    shape: tuple[int, ...]
-    init: Callable[[torch.Generator, tuple[int, ...]], Tensor]                # draws f32, in logical order
+    shape: Shape
+    init: Callable[[Generator, Shape], Tensor]                                # draws f32, in logical order
     optimizer: str                       # "normuon" for banks of matrices, "adam", or "rowwise": room 6 keeps its rows
     sharded: bool                        # updated by the owners of its rows or matrices, or by every rank alike
     lr_mul: float = 1.0
     wd_mul: float = 1.0
     betas: tuple[float, float] = (0.9, 0.99)
-    parts: tuple[int, ...] = ()          # heights of a layer's matrices in its main_grad; (): autograd's gradient
+    parts: Shape = ()                    # heights of a layer's matrices in its main_grad; (): autograd's gradient
     full_precision: bool = False         # f32 where the weights are bf16
     rows: Table | None = None            # of an embedding whose rows travel one by one
 
@@ -2308,37 +2312,35 @@ QKVO = 4                                 # matrices of one attention layer, belo
 QKV = 3                                  # of them, those before the attention
 
 
-def normal(std: float, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+def normal(std: float, generator: Generator, shape: Shape) -> Tensor:
     return torch.randn(shape, generator=generator) * std
 
 
-def uniform(bound: float, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
+def uniform(bound: float, generator: Generator, shape: Shape) -> Tensor:
     return torch.rand(shape, generator=generator) * (2 * bound) - bound
 
 
-def up_uniform(bound: float, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    """Values of the MLP bank. Its down matrices are zero, so that every MLP starts as nothing."""
+def up_uniform(bound: float, generator: Generator, shape: Shape) -> Tensor:
+    """Draw the MLP bank. Its down matrices are zero, so that every MLP adds nothing at first."""
     layers, _, *rest = shape
     up = uniform(bound, generator, (layers, 1, *rest))
     return torch.cat((up, torch.zeros_like(up)), dim=1)
 
 
-def constant(values: Sequence[float], _: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    """Return these values, or the one value everywhere."""
+def constant(values: Sequence[float], _: Generator, shape: Shape) -> Tensor:
     return torch.tensor(values).expand(shape)
 
 
 def scalar_values(cfg: Config) -> dict[str, tuple[float, ...]]:
     """Initial values of the packed scalars by name, n-gram tables that enter the residual stream after recipe A's."""
-    streams = {line.label: (NGRAM_MIX,) * len(LAYERS) for line in cfg.tables if line.place is None}
-    return SCALARS | streams
+    return SCALARS | {line.label: (NGRAM_MIX,) * len(LAYERS) for line in cfg.tables if line.place is None}
 
 
 def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     """Label, shape, initial value, optimizer, multipliers (recipe 2.1, 2.6, 3.5)."""
     # The sizes that shapes are made of.
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
-    L, A, inside = len(LAYERS), len(ATTENTION_LAYERS), MLP_FACTOR * cfg.model_dim
+    L, A, inside = len(LAYERS), len(ATTENTION_LAYERS), MLP_FACTOR * D
     value_gates = NUM_VALUE_TABLES + sum(line.place is not None for line in cfg.tables)
     bigrams, values, embed, *ngram_rows = row_tables(cfg)
     scalars = sum(scalar_values(cfg).values(), ())
@@ -2366,10 +2368,9 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
         Parameter("lm_head", (D, V), functools.partial(normal, 0.005), **head, parts=(D,)),
         Parameter("embed", (embed.rows, D), zeros, **head, rows=embed),       # lm_head^T while they are tied
     )
-    by_ngram = []
-    for line, rows in zip(cfg.tables, ngram_rows):
-        by_ngram.append(Parameter(line.label, (line.rows, D), zeros, "rowwise", True, line.lr_mul, line.wd_mul,
-                                  (0.0, line.beta2), rows=rows))             # no first moment
+    # The row-wise rule has no first moment.
+    by_ngram = [Parameter(line.label, (line.rows, D), zeros, "rowwise", True, line.lr_mul, line.wd_mul,
+                          (0.0, line.beta2), rows=rows) for line, rows in zip(cfg.tables, ngram_rows)]
     return (*by_recipe, *by_ngram)
 
 
@@ -2378,11 +2379,9 @@ AttentionSpans = dict[tuple[str, str], AttentionSpan]                         # 
 
 def spans_of(short: int, long: int, max_len: int, scale: float) -> AttentionSpans:
     """Spans of every kind of layer; windows in positions, max_len in tokens, of which paired layers make two each."""
-    spans = {}
-    for attention, per_token in (("plain", 1), ("paired", 2)):
-        for name, window in (("short", short), ("long", long)):
-            spans[attention, name] = AttentionSpan(per_token * max_len, window, scale)
-    return spans
+    kinds = itertools.product((("plain", 1), ("paired", 2)), (("short", short), ("long", long)))
+    return {(attention, name): AttentionSpan(per_token * max_len, window, scale)
+            for (attention, per_token), (name, window) in kinds}
 
 
 class GPT(nn.Module):
@@ -2419,8 +2418,7 @@ class GPT(nn.Module):
         that is here"""
         for label, row in self.table.items():
             digest = hashlib.sha256(f"{seed}/{label}".encode()).digest()
-            own_seed = int.from_bytes(digest[:8], "little", signed=True)
-            generator = torch.Generator().manual_seed(own_seed)
+            generator = Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
             drawn = shard(label, row.init(generator, row.shape))
             if not row.full_precision:
                 drawn = drawn.bfloat16()
@@ -2558,10 +2556,9 @@ class GPT(nn.Module):
         if layer.attention == "paired":
             return self.attend_paired(q, k, v, cu_seqlens, span)
 
-        cos = self.rotary_cos[:length, None]                                  # (T, 1, E), for every head
-        sin = self.rotary_sin[:length, None]
-        q = rotate(q, cos, sin)
-        k = rotate(k, cos, sin)
+        turn = self.rotary_cos[:length, None], self.rotary_sin[:length, None]                # (T, 1, E), for every head
+        q = rotate(q, *turn)
+        k = rotate(k, *turn)
         # The half of a key that does not rotate is that of the token before, in its document or not.
         if layer.key_shift:
             turning, still = k.chunk(2, dim=-1)
@@ -3020,7 +3017,7 @@ class HostHome(DeviceHome):
         return live
 
     def put(self, update: RowUpdate, changed: RowState) -> None:
-        self.settle()                                         # of what was put a cycle ago; raises what went wrong there
+        self.settle()                                         # of rows put a cycle ago; raises what went wrong there
         self.traffic["bytes_down"] += sum(x.nbytes for x in changed)
         computed = None
         if self.stream is not None:
