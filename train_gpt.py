@@ -35,6 +35,7 @@ if __name__ == "__main__":
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)     # Ctrl-C during the imports, until `main` begins
 
+import argparse
 import base64
 import bisect
 import contextlib
@@ -65,7 +66,7 @@ import warnings
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, TimeoutError as FutureTimeout
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -90,7 +91,7 @@ class TrainerError(Exception):
     status = 2                           # that the process exits with
 
     def __init__(self, what: str, found: object, expected: object, do: str) -> None:
-        super().__init__(what, shown(found), str(expected), do)               # texts, which travel between ranks
+        super().__init__(what, str(found)[:1000], str(expected), do)          # texts, which travel between ranks
 
     def __str__(self) -> str:
         what, found, expected, do = self.args
@@ -121,16 +122,6 @@ def need_all(rules: dict[str, object], what: str, found: object, do: str) -> Non
     """Raise ConfigError with the first rule (its words -> whether it holds) that is broken."""
     for rule, holds in rules.items():
         need(holds, what, found, rule, do)
-
-
-def shown(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 1000 else f"{text[:100]}... ({len(text)} characters)"
-
-
-def nearest(name: str, known: Iterable) -> str:
-    close = difflib.get_close_matches(name, map(str, known), 3, 0.4)
-    return f"nearest: {', '.join(close)}" if close else "see --help"
 
 
 @dataclass(frozen=True)
@@ -173,30 +164,12 @@ class Stage(NamedTuple):
     mtp_end: tuple[float, ...]
     untie: bool = False                  # at its start embedding and head part, after the update of that Adam cycle
 
-    @classmethod
-    def parse(cls, row: str) -> Stage:
-        """Read a row of --stages, whose last word `untie` may be left out. Raises ValueError."""
-        batch_tokens, short_window, long_window, lr_mul, start, end, *rest = row.split()
-        if rest not in ([], ["untie"]):
-            raise ValueError(rest)
-        weights = [tuple(map(float, text.split(","))) for text in (start, end)]
-        return cls(int(batch_tokens), int(short_window), int(long_window), float(lr_mul), *weights, bool(rest))
-
-    def __str__(self) -> str:
-        words = [",".join(map(str, x)) if isinstance(x, tuple) else str(x) for x in self[:-1]]
-        return " ".join([*words, "untie"] if self.untie else words)
-
 
 STAGES = (                                                                    # recipe 4; the last is the extension
     Stage(131_072, 1, 3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
     Stage(262_144, 3, 7, 1.52, (1.0, 0.5), (1.0, 0.0)),
     Stage(393_216, 5, 11, 1.73, (1.0,), (1.0,), untie=True),
     Stage(393_216, 6, 13, 1.00, (1.0,), (1.0,)))
-TINY_STAGES = (
-    Stage(128, 1, 3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
-    Stage(256, 3, 7, 1.52, (1.0, 0.5), (1.0, 0.0)),
-    Stage(384, 5, 11, 1.73, (1.0,), (1.0,), untie=True),
-    Stage(384, 6, 13, 1.00, (1.0,), (1.0,)))
 
 
 class NgramTable(NamedTuple):
@@ -214,19 +187,6 @@ class NgramTable(NamedTuple):
     wd_mul: float = 5.0                  # of adam_weight_decay
     beta2: float = 0.95                  # decay of the second moment in an update
 
-    @classmethod
-    def parse(cls, row: str) -> NgramTable:
-        """Read a row of --tables; columns left out at its end have their defaults. Raises ValueError."""
-        kinds = (str, int, int, str, int, str, int, str, float, float, float)
-        words = row.split()
-        if not 3 <= len(words) <= len(kinds):
-            raise ValueError(len(words))
-        table = cls(*(kind(word) for kind, word in zip(kinds, words)))
-        return table._replace(place=None if table.place in ("stream", None) else int(table.place))
-
-    def __str__(self) -> str:
-        return " ".join("stream" if value is None else str(value) for value in self)
-
 
 # By order: odd factors of the tokens' hash and of the signs' hash, newest token first. Those for two and three tokens
 # are record 92's (its train_gpt.py), those of a fourth are ours; recipe A's own table of bigrams is none of these.
@@ -238,17 +198,16 @@ RECIPE_TABLES = ("bigram_embed", "value_embed", "embed")
 RECORD_STEPS, RECORD_RAMP_UP, RECORD_RAMP_DOWN = 1547, 300, 50                # recipe 4
 GPT2_VOCAB, GPT2_DOCUMENT_START = 50_257, 50_256
 MAX_VOCAB = 65_535                       # token ids are stored as u16
-MAX_STEPS = 10**7
 GATE_INPUTS = 12                         # features that a gate reads
 FP8_UNIT = 16                            # sizes in an fp8 product are multiples of it
 SLOT_UNIT = FP8_UNIT                     # tokens: a slot is a multiple of it, on every device
 
 
 def knob(group: str, default: Any, unit: str, about: str, choices: tuple = (), least: float = 0,
-         most: float = 2**31 - 1, row: type | None = None) -> Any:
-    """Declare a field of Config: a flag with its bounds, or with the values that it may have; row: of a table."""
-    facts = dict(group=group, unit=unit, about=about, choices=choices, least=least, most=most, row=row)
-    return field(default=default, metadata=facts)
+         most: float = 2**31 - 1) -> Any:
+    """Declare a field of Config: a flag with its bounds, or with the values that it may have."""
+    return field(default=default, metadata=dict(
+        group=group, unit=unit, about=about, choices=choices, least=least, most=most))
 
 
 _data = functools.partial(knob, "data")
@@ -273,22 +232,22 @@ class Config:
     val_batch_tokens: int = _data(2_097_152, "tokens", "one block of num_slots validation slots", least=1)
     max_doc_len: int = _data(2048, "tokens", "a document gives at most its first max_doc_len tokens", least=2)
     epochs: int = _data(1, "passes", "over the training shards; 0: cycle without end")
-    num_slots: int = _data(8, "slots", "equal shares of a step, divided by the ranks; sets the packing", (), 1, 2**16)
-    vocab_size: int = _data(0, "tokens", "0: from the shard header", most=MAX_VOCAB)
+    num_slots: int = _data(8, "slots", "equal shares of a step, divided by the ranks; sets the packing", least=1)
+    vocab_size: int = _data(0, "tokens", "0: from the shard header")
     padded_vocab: int = _data(0, "tokens", "columns of the head; 0: the next multiple of 128")
-    document_start: int = _data(-1, "id", "first token of every document; -1: from the header", (), -1, MAX_VOCAB - 1)
+    document_start: int = _data(-1, "id", "first token of every document; -1: from the header", least=-1)
     bigram_rows: int = _data(0, "rows", "hash table of token pairs; 0: 5 x padded_vocab; the last row: no pair")
-    model_dim: int = _model(768, "features", "width D = num_heads x head_dim", (), GATE_INPUTS, 2**16)
-    num_heads: int = _model(6, "heads", "an even number: paired layers join heads j and j + H/2", (), 2, 2**12)
-    head_dim: int = _model(128, "features", "a multiple of 4; half of it rotates", (), 8, 2**14)
+    model_dim: int = _model(768, "features", "width D = num_heads x head_dim", least=GATE_INPUTS)
+    num_heads: int = _model(6, "heads", "an even number: paired layers join heads j and j + H/2", least=2)
+    head_dim: int = _model(128, "features", "a multiple of 4; half of it rotates", least=8)
     attn_scale: float = _model(0.1, "1", "softmax scale before YaRN; queries and keys are normalised")
-    tables: tuple = _model((), "table", TABLE_ROW, row=NgramTable)
+    tables: tuple = _model((), "table", TABLE_ROW)
     dtype: str = _model("bfloat16", "type", "weights and activations", ("bfloat16", "float32", "float64"))
     attention: str = _model("auto", "kernel", "auto: the fastest that is right", ATTENTION_KERNELS)
     head: str = _model("auto", "precision", "of training logits; auto: best", ("auto", "fp8", "emulated", "plain"))
-    num_scheduled_steps: int = _schedule(1507, "steps", "split evenly over all stages but the last", most=MAX_STEPS)
-    num_extension_steps: int = _schedule(40, "steps", "last stage, at the lowest learning rate", most=MAX_STEPS)
-    stages: tuple = _schedule(STAGES, "table", STAGE_ROW, row=Stage)
+    num_scheduled_steps: int = _schedule(1507, "steps", "split evenly over all stages but the last", least=1)
+    num_extension_steps: int = _schedule(40, "steps", "last stage, at the lowest learning rate")
+    stages: tuple = _schedule(STAGES, "table", STAGE_ROW)
     window_block: int = _schedule(128, "tokens", "unit of the windows in the stage table", least=1)
     final_long_window: int = _schedule(20, "blocks", "long window of the final validation", least=1)
     cooldown_frac: float = _schedule(0.55, "share", "of the scheduled steps, at their end, with a falling rate", most=1)
@@ -312,8 +271,8 @@ class Config:
     debug_rows: int = _run(0, "0|1", "poison rows not fetched, look for gradients of rows not planned", (0, 1))
     slots_per_micro_batch: int = _run(0, "slots", "side by side in the model; 0: all that the device's memory fits")
     max_steps: int = _run(0, "steps", "stop early, then validate; 0: the whole schedule")
-    time_budget: float = _run(0.0, "s", "of training, for the whole schedule; 0: steps as set", most=30 * 24 * 3600)
-    runs: int = _run(1, "runs", "in one process after one warm-up, with seeds seed, seed + 1, ...", (), 1, 10**4)
+    time_budget: float = _run(0.0, "s", "of training, for the whole schedule; 0: steps as set")
+    runs: int = _run(1, "runs", "in one process after one warm-up, with seeds seed, seed + 1, ...", least=1)
     target_loss: float = _run(3.28, "nats", "against which several runs are tested; 0: none")
     run_dir: str = _run("", "folder", "of the logs; empty: logs/<run id>")
     checkpoint_every: int = _run(0, "steps", "between checkpoints, at even steps; the last two are kept; 0: none")
@@ -333,6 +292,11 @@ POCKET = dict(
     model_dim=96, head_dim=16, attn_scale=12.8 / 16, dtype="float32", head="plain", compile=0,
     stages=tuple(stage._replace(batch_tokens=stage.batch_tokens // 256) for stage in STAGES),
     window_block=8, num_scheduled_steps=520, num_extension_steps=20, val_every=180, target_loss=0.0)
+TINY = POCKET | dict(
+    train_files="formula:512:511:40000:2", val_files="formula:512:511:4000:1",
+    val_tokens=1024, val_batch_tokens=512, max_doc_len=24, model_dim=32, num_heads=2,
+    stages=tuple(stage._replace(batch_tokens=stage.batch_tokens // 1024) for stage in STAGES),
+    window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, sample_tokens=8)
 PRESETS: dict[str, dict[str, Any]] = dict(
     record=RECORD,
     record_tables=RECORD | dict(tables=(
@@ -341,12 +305,7 @@ PRESETS: dict[str, dict[str, Any]] = dict(
     pocket=POCKET,
     pocket_tables=POCKET | dict(tables=(
         NgramTable("trigram_embed", 3, 100_000), NgramTable("fourgram_embed", 4, 100_000))),
-    tiny=dict(
-        train_files="formula:512:511:40000:2", val_files="formula:512:511:4000:1",
-        val_tokens=1024, val_batch_tokens=512, max_doc_len=24,
-        model_dim=32, num_heads=2, head_dim=16, attn_scale=12.8 / 16, dtype="float32", head="plain", compile=0,
-        stages=TINY_STAGES, window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, target_loss=0.0,
-        sample_tokens=8))
+    tiny=TINY)
 
 # A saved model and an earlier run have decided about everything else.
 NOT_MATHEMATICS = {
@@ -355,13 +314,47 @@ NOT_MATHEMATICS = {
     "runs", "target_loss", "checkpoint_every", "resume", "profile", "attention"}
 NOT_INHERITED = {"run_dir", "runs", "resume", "save", "sample", "prompt"}             # by --resume: facts of one run
 MAY_CHANGE = NOT_MATHEMATICS - {"seed"}                                               # on --resume
-PATH_UNITS = {"folder", "file", "pattern"}                                            # ~ is expanded in these
 SETTINGS = "settings.json"               # of a run directory and of a save: {"preset": ..., "flags": {field: text}}
+
+
+def numbers(word: str) -> tuple[float, ...]:
+    return tuple(map(float, word.split(",")))
+
+
+def place(word: str) -> int | None:
+    return None if word == "stream" else int(word)
+
+
+# What reads each column of a row from its word.
+ROW_COLUMNS = dict(
+    stages=(Stage, int, int, int, float, numbers, numbers, {"untie": True}.__getitem__),
+    tables=(NgramTable, str, int, int, place, int, str, int, str, float, float, float))
+
+
+def read_row(name: str, text: str) -> Stage | NgramTable:
+    """Read a row of --stages or --tables; columns left out at its end have their defaults.
+    Raises ValueError, TypeError or KeyError."""
+    make, *columns = ROW_COLUMNS[name]
+    words = text.split()
+    return make(*(column(word) for column, word in zip(columns[:len(words)], words, strict=True)))
+
+
+def row_text(row: Stage | NgramTable) -> str:
+    """Write a row as `read_row` reads it."""
+    words = []
+    for value in row:
+        if isinstance(value, tuple):
+            words.append(",".join(map(str, value)))
+        elif isinstance(value, bool):
+            words += ["untie"] * value
+        else:
+            words.append("stream" if value is None else str(value))
+    return " ".join(words)
 
 
 def flag_text(value: Any) -> str:
     """Write a field's value as it stands after its flag."""
-    return ";".join(map(str, value)) if isinstance(value, tuple) else str(value)
+    return ";".join(map(row_text, value)) if isinstance(value, tuple) else str(value)
 
 
 def parse_value(name: str, text: str) -> Any:
@@ -370,22 +363,21 @@ def parse_value(name: str, text: str) -> Any:
     about = spec.metadata
     kind = type(spec.default)
     choices = about["choices"]
-    try:
+    allowed = f"{kind.__name__}, {about['unit']}"
+    if choices:
+        allowed = f"one of {list(choices)}"
+    elif kind in (int, float):
+        allowed += f", {about['least']:,} to {about['most']:,}"
+    with contextlib.suppress(ValueError, TypeError, KeyError):
         if kind is tuple:
-            return tuple(about["row"].parse(row) for row in text.split(";") if row.strip())
+            return tuple(read_row(name, row) for row in text.split(";") if row.strip())
         value = kind(text)
-        if value in choices or (not choices and kind is str):
-            return os.path.expanduser(value) if about["unit"] in PATH_UNITS else value
+        if value in choices or (kind is str and not choices):
+            return os.path.expanduser(value) if about["unit"] in ("folder", "pattern") else value
         if not choices and about["least"] <= value <= about["most"]:          # never of a NaN
             return value
-    except ValueError:
-        pass
-
-    allowed = f"one of {list(choices)}" if choices else f"{kind.__name__}, {about['unit']}"
-    if not choices and kind in (int, float):
-        allowed += f", {about['least']:,} to {about['most']:,}"
-    do = nearest(text, choices) if choices else f"for example --{name}={flag_text(spec.default)}"
-    raise ConfigError(f"--{name}", repr(text), f"{allowed}: {about['about']}", do)
+    raise ConfigError(f"--{name}", repr(text), f"{allowed}: {about['about']}",
+                      f"for example --{name}={flag_text(spec.default)}")
 
 
 def make_config(preset: str, texts: dict[str, str]) -> Config:
@@ -399,21 +391,14 @@ def make_config(preset: str, texts: dict[str, str]) -> Config:
 def read_settings(folder: Path) -> tuple[str, dict[str, str]]:
     """Return the preset and {field: text of its flag} that a run directory or a save has kept. Raises DataError."""
     path = folder / SETTINGS
-    do = "name the folder of a run or of a save"
-    if (folder / "log.jsonl").exists():                                       # older runs and saves kept no such file
-        do = "resume with the trainer of that run, the train_gpt.py in this folder"
-    elif (folder / "config.json").exists():
-        do = "sample with the trainer of that run, the train_gpt.py in its run directory"
-    need(path.is_file(), str(path), "no such file", "the settings of a run", do, DataError)
-    expected = "a preset and {field: text} of this trainer"
     try:
         settings = json.loads(path.read_bytes())
-        preset = settings["preset"]
-        flags = dict(settings["flags"])
-        known = preset in PRESETS and flags.keys() <= Config.__dataclass_fields__.keys()
-        need(known and {*map(type, flags.values())} <= {str}, str(path), settings, expected, do, DataError)
-    except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-        raise DataError(str(path), f"{type(error).__name__}: {error}", expected, do) from None
+        preset, flags = settings["preset"], settings["flags"]
+        make_config(preset, flags)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(str(path), f"{type(error).__name__}: {error}", "preset and flags of this trainer", "name the "
+                        "folder of a run or of a save; one of an older trainer needs that trainer, the train_gpt.py in "
+                        "the run directory") from None
     return preset, flags
 
 
@@ -426,53 +411,47 @@ def print_result(text: str) -> None:
                        "a run has found stands in its log") from None
 
 
-def help_text(preset: str) -> str:
-    """List every field by group: its unit, what it means and the preset's value."""
-    lines = ["usage: train_gpt.py [--preset=NAME] [--field=value ...], or --sample=DIR [PROMPT]", "",
-             f"  --preset NAME\n        {', '.join(PRESETS)} [{preset}]"]
+def flag_parser(preset: str) -> argparse.ArgumentParser:
+    """Return a parser that takes every value as a text; its help shows the preset's values."""
+    parser = argparse.ArgumentParser(
+        "train_gpt.py", "%(prog)s [--preset=NAME] [--field=value ...], or --sample=DIR [PROMPT]", add_help=False,
+        allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS, epilog="exit status: 0 done, 1 "
+        "the run failed, 2 a bad setting or bad data, 129 hung up, 130 interrupted, 143 ended")
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--preset", choices=list(PRESETS), help=f"[{preset}]")
+    parser.add_argument("prompt", nargs="?", help="the same as --prompt")
     values = vars(Config(**PRESETS[preset]))
     for group, specs in itertools.groupby(fields(Config), lambda spec: spec.metadata["group"]):
-        lines.append(f"\n{group}:")
+        listed = parser.add_argument_group(group)
         for spec in specs:
-            about = spec.metadata
-            lines.append(f"  --{spec.name} {about['unit']}\n        {about['about']} [{flag_text(values[spec.name])}]")
-    lines.append("\nexit status: 0 done, 1 the run failed, 2 a bad setting or bad data, 129 hung up, 130 interrupted, "
-                 "143 ended")
-    return "\n".join(lines)
+            about = f"{spec.metadata['about']} [{flag_text(values[spec.name])}]"
+            listed.add_argument(f"--{spec.name}", metavar=spec.metadata["unit"], help=about)
+    return parser
 
 
 def read_flags(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
     """Return the preset, or None, and {field: text} of the flags given. --help prints and exits. Raises ConfigError."""
-    # All are texts here, --name=text or --name text: --resume has to know which of them were given.
-    known = ("--preset", *(f"--{name}" for name in Config.__dataclass_fields__))
-    texts: dict[str, str] = {}
-    words = []
-    arguments = iter(argv)
-    for argument in arguments:
-        name, equals, text = argument.partition("=")
-        if argument in ("-h", "--help"):
-            texts["help"] = ""
-        elif not argument.startswith("-"):
-            words.append(argument)
-        else:
-            need(name in known, "unknown flag", repr(argument), "--field=value with a field that exists",
-                 nearest(name, known))
-            if not equals:
-                text = next(arguments, "")
-            texts[name.removeprefix("--")] = text
+    # Texts, not values: --resume has to know which flags were given.
+    try:
+        flags, unknown = flag_parser("record").parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ConfigError("flags", error, "--field=value", "see --help") from None
+    if unknown:
+        known = [f"--{name}" for name in Config.__dataclass_fields__]
+        close = difflib.get_close_matches(unknown[0].partition("=")[0], known, 3, 0.4)
+        raise ConfigError("unknown flag", repr(unknown[0]), "--field=value with a field that exists, or one prompt in "
+                          "quotes", f"nearest: {', '.join(close)}" if close else "see --help")
+    texts = vars(flags)
     preset = texts.pop("preset", None)
-    need(preset in (None, *PRESETS), "--preset", repr(preset), list(PRESETS), nearest(str(preset), PRESETS))
     if "help" in texts:
-        print_result(help_text(preset or "record"))
+        print_result(flag_parser(preset or "record").format_help())
         sys.exit(0)
 
-    # A word without dashes is a prompt; more of them are one that lacks its quotes.
-    if words:
-        need("sample" in texts, "a word without a flag", words, "--field=value", "a prompt needs --sample=DIR")
-        need(len(words) == 1 and "prompt" not in texts, "two prompts", words, "one", "write it in quotes")
-        texts["prompt"] = words[0]
-    for name in ("resume", "sample"):                                         # --resume=$FOLDER without a FOLDER
+    # An empty folder is --resume=$FOLDER without a FOLDER: training anew would be a bad surprise.
+    for name in ("resume", "sample"):
         need(texts.get(name) != "", f"--{name}", "an empty name", "a folder", f"--{name}=FOLDER, or leave it out")
+    need("sample" in texts or not texts.get("prompt"), "a word without a flag", texts.get("prompt"), "--field=value",
+         "a prompt needs --sample=DIR")
     return preset, texts
 
 
@@ -485,16 +464,12 @@ def decisive_settings(cfg: Config) -> dict[str, str]:
 def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
     """Return preset and settings; --resume puts an earlier run's flags first. Raises ConfigError, DataError.
     With --sample=DIR they are the flags given alone: `read_settings(DIR)` says what was trained."""
-    # Saved weights have decided about the model, an earlier run about its numbers.
     preset, texts = read_flags(argv)
     if "sample" in texts:
-        given = [f"--{name}" for name in texts if name not in NOT_MATHEMATICS or name == "resume"]
-        if preset:
-            given.append("--preset")
-        need(not given, f"{', '.join(given)} with --sample", " ".join(argv),
-             "no flag of the model: the folder says what was trained", "leave it out")
-        values = {name: parse_value(name, text) for name, text in texts.items()}
-        return "record", Config(**values)
+        may_vary = NOT_MATHEMATICS - {"resume"}
+        need(preset is None and texts.keys() <= may_vary, "--sample", " ".join(argv),
+             f"beside it only {sorted(may_vary)}", "leave the others out: the folder says what was trained")
+        return "record", Config(**{name: parse_value(name, text) for name, text in texts.items()})
     if "resume" not in texts:
         preset = preset or "record"
         return preset, make_config(preset, texts)
@@ -506,36 +481,23 @@ def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
     earlier = {name: text for name, text in earlier.items() if name not in NOT_INHERITED}
     before = decisive_settings(make_config(earlier_preset, earlier))
     cfg = make_config(earlier_preset, earlier | texts)
-    may_change = ", ".join(sorted(MAY_CHANGE - NOT_INHERITED))
     for name, text in decisive_settings(cfg).items():
         need(text == before[name], f"--{name} with --resume", repr(text), f"{before[name]}, as in that run",
-             f"leave --{name} out; these may change: {may_change}, and the home of a table")
+             f"leave --{name} out; these may change: {sorted(MAY_CHANGE - NOT_INHERITED)}, and the home of a table")
     return earlier_preset, cfg
 
 
 def check_layers(layers: Sequence[Layer]) -> None:
-    """Raise ConfigError for a layer table that cannot work. A kept stream that nothing takes is no mistake."""
-    kept: list[str] = []                 # by the layers above
+    """Raise ConfigError for a layer table that would train another model than it seems to say."""
+    # Only what is wrong in silence: a window or a stream that is not there ends the first step anyway.
     for depth, layer in enumerate(layers):
         need_all({
-            "attention 'plain', 'paired' or 'none'": layer.attention in ("plain", "paired", "none"),
-            "window 'short' or 'long'": layer.window in ("short", "long"),
-            "value None or a number": type(layer.value) in (int, type(None)),
-            "a value table in layers with attention only": layer.value is None or layer.attention != "none",
-            "key_shift False, or True in a plain layer": layer.key_shift in (False, layer.attention == "plain"),
-            f"to add nothing, or a stream that a layer above keeps: {kept}": layer.add in ("", *kept),
-            f"to keep under a name of its own; kept above: {kept}":
-                isinstance(layer.keep_as, str) and layer.keep_as not in kept,
+            "a value table in a layer with attention": layer.value is None or layer.attention != "none",
+            "key_shift in a plain layer": not layer.key_shift or layer.attention == "plain",
         }, f"LAYERS, layer {depth}", layer, "see the columns of Layer")
-        if layer.keep_as:
-            kept.append(layer.keep_as)
-
-    values = sorted(layer.value for layer in layers if layer.value is not None)
-    need_all({
-        f"one layer with keep_as={BACKOUT!r}, which the head subtracts": BACKOUT in kept,
-        "a layer with attention": any(layer.attention != "none" for layer in layers),
-        f"value tables 0 to {len(values) - 1}, each once": values == list(range(len(values))),
-    }, "LAYERS", f"streams kept: {kept}, value tables {values}", "give that to a layer")
+    for column in ("value", "keep_as"):
+        taken = [getattr(layer, column) for layer in layers if getattr(layer, column) not in (None, "")]
+        need(len(taken) == len(set(taken)), f"LAYERS, column {column}", taken, "each once", "give it to one layer")
 
 
 def check_rows(cfg: Config) -> None:
@@ -543,16 +505,14 @@ def check_rows(cfg: Config) -> None:
     # Batches are whole slots, and a slot whole units.
     unit = SLOT_UNIT * cfg.num_slots
     for stage in cfg.stages:
-        factors = (stage.lr_mul, *stage.mtp_start, *stage.mtp_end)
         need_all({
-            f"a batch of a multiple of {unit} tokens ({SLOT_UNIT} x num_slots), below 2^31":
-                0 < stage.batch_tokens < 2**31 and stage.batch_tokens % unit == 0,
-            "1 <= short < long window < 2^31": 1 <= stage.short_window < stage.long_window < 2**31,
+            f"a batch of a multiple of {unit} tokens ({SLOT_UNIT} x num_slots)":
+                stage.batch_tokens > 0 and stage.batch_tokens % unit == 0,
+            "1 <= short < long window": 1 <= stage.short_window < stage.long_window,
             "as many token weights at the end as at the start": len(stage.mtp_start) == len(stage.mtp_end),
-            "lr_mul and token weights from 0 to 1,000": all(0 <= factor <= 1000 for factor in factors),
         }, "--stages", stage, f"change that row; the table is {STAGE_ROW}")
 
-    # A label names a parameter and an attribute of the model.
+    # A label names a parameter, an attribute of the model and files of a checkpoint.
     labels = [*RECIPE_TABLES, *(table.label for table in cfg.tables)]
     for table in cfg.tables:
         columns = (table.signs, table.home, table.rounding)
@@ -566,53 +526,33 @@ def check_rows(cfg: Config) -> None:
                 columns in itertools.product((0, 1), ("device", "host"), ("nearest", "stochastic")),
             f"a cadence of 1, 2 or 4 steps, a multiple of adam_every={cfg.adam_every}":
                 table.cadence in (1, 2, 4) and table.cadence % cfg.adam_every == 0,
-            "multipliers from 0 to 1,000,000": all(0 <= factor <= 10**6 for factor in (table.lr_mul, table.wd_mul)),
-            "beta2 from 0 to 1": 0 <= table.beta2 <= 1,
         }, "--tables", table, f"change that row; the table is {TABLE_ROW}")
 
 
 def check_config(cfg: Config) -> None:
-    """Raise ConfigError for settings that cannot work, with ones that do."""
+    """Raise ConfigError for settings that do not fit together, with ones that do."""
     check_layers(LAYERS)
-    # A value of the right type and within its bounds is read again from its text: also in a preset or a table.
-    for name, value in vars(cfg).items():
-        again = parse_value(name, flag_text(value))
-        need(again == value, f"--{name}", repr(value), repr(again), "write each with its type, (1.0,) for one number")
     check_rows(cfg)
-
-    # Then they have to fit together.
     H, E = cfg.num_heads, cfg.head_dim
     unit = SLOT_UNIT * cfg.num_slots
-    scheduled = len(cfg.stages) - 1
-    total = cfg.num_scheduled_steps + cfg.num_extension_steps
-    untie = [stage.untie for stage in cfg.stages].count(True)
+    untied = [stage.untie for stage in cfg.stages].count(True)
     traced = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
     rules = (                            # a field, whether it is right, what is expected, a value that is
         ("num_heads", H % 2 == 0, "an even number, since paired layers join two heads", H + 1),
         ("head_dim", E % 4 == 0, "a multiple of 4", E // 4 * 4),
         ("model_dim", cfg.model_dim == H * E, f"num_heads x head_dim = {H} x {E}", H * E),
-        ("stages", scheduled >= 1, "two rows or more, the last for the extension", flag_text(STAGES)),
-        ("stages", untie <= 1, "one row with `untie`, or none", flag_text(STAGES)),
+        ("stages", len(cfg.stages) >= 2 and untied <= 1, "two rows or more, the last for the extension, and `untie` in "
+         "one row at most", flag_text(STAGES)),
         ("val_batch_tokens", cfg.val_batch_tokens % unit == 0, f"a multiple of {unit} ({SLOT_UNIT} x num_slots)",
          -(-cfg.val_batch_tokens // unit) * unit),
         ("val_tokens", cfg.val_tokens % cfg.val_batch_tokens == 0, "a multiple of val_batch_tokens",
          -(-cfg.val_tokens // cfg.val_batch_tokens) * cfg.val_batch_tokens),
-        ("num_scheduled_steps", cfg.num_scheduled_steps >= scheduled, f"a step or more for each of {scheduled} stages",
-         scheduled),
-        ("num_extension_steps", total <= MAX_STEPS, f"with the scheduled ones at most {MAX_STEPS} steps", 0),
-        ("momentum_min", cfg.momentum_min <= cfg.momentum_max, f"at most momentum_max={cfg.momentum_max}",
-         cfg.momentum_max),
         ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save), "one run for --resume or --save", 1),
         ("profile", traced and 0 < int(traced[1]) < int(traced[2]), "a:b for steps a to b - 1, 0 < a < b", "100:104"),
         ("checkpoint_every", not (cfg.profile and cfg.checkpoint_every), "0 with --profile, whose time is no run's", 0))
     for name, right, expected, instead in rules:
         value = flag_text(getattr(cfg, name))
         need(right, f"--{name}", value or "nothing", expected, f"for example --{name}={instead}")
-
-
-def run_cycle(cfg: Config) -> int:
-    """Return the steps of the run's cycle, the largest cadence: plans and checkpoints come at its multiples."""
-    return max([cfg.adam_every, *(table.cadence for table in cfg.tables)])
 
 
 @dataclass(frozen=True)
@@ -685,12 +625,10 @@ class Fabric:
                 raise type(error)(f"{what}, on rank {rank}" if self.world > 1 else what, *rest)
 
     def total_memory(self) -> float:
-        """Return the bytes of the GPU; without one what the host has available, infinite where it does not say."""
+        """Return the bytes of the GPU, or without one of the host."""
         if self.on_cuda:
             return torch.cuda.mem_get_info(self.device)[1]
-        with contextlib.suppress(OSError, TypeError):
-            return 1024 * int(re.search(r"MemAvailable:\s*(\d+)", Path("/proc/meminfo").read_text())[1])
-        return math.inf
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 # ====== Room 2: Schedule ==============================================================================================
@@ -753,7 +691,8 @@ class Schedule:
     def __init__(self, cfg: Config, places: Sequence[float] = ()) -> None:
         """places: of the first step of each run cycle so far, ascending, with --time_budget; the race appends to it."""
         self.cfg = cfg
-        self.cycle = run_cycle(cfg)
+        # A run's cycle, in steps, is the largest cadence: plans and checkpoints come at its multiples.
+        self.cycle = max([cfg.adam_every, *(table.cadence for table in cfg.tables)])
         self.places = list(places)
         self.total_steps = cfg.num_scheduled_steps + cfg.num_extension_steps  # of the plan
 
@@ -799,20 +738,17 @@ class Schedule:
     def planned_counts(self) -> list[int]:
         """Count the steps of the plan in each stage, up to max_steps."""
         last = min(self.cfg.max_steps or self.total_steps, self.total_steps)
-        return [min(end, last) - min(start, last) for start, end in zip(self.starts, self.ends)]
+        return np.diff(np.minimum((0, *self.ends), last)).tolist()
 
     def stage_at(self, place: float) -> int:
         """Return the stage of a place; the final validation belongs to the last."""
-        return next((k for k, end in enumerate(self.ends) if place < end), len(self.ends) - 1)
+        return min(bisect.bisect_right(self.ends, place), len(self.ends) - 1)
 
     def lr_factor_at(self, place: float) -> float:
         """Return the stage's multiplier, from the cooldown's start on linear to the floor; no warm-up."""
-        factor = self.cfg.stages[self.stage_at(place)].lr_mul
-        if place < self.cooldown_start:
-            return factor
         cooldown_steps = max(1, self.cfg.num_scheduled_steps - self.cooldown_start)
-        done = min(1.0, (place - self.cooldown_start) / cooldown_steps)
-        return factor * (1 - done) + self.cfg.lr_floor * done
+        done = min(max(0.0, (place - self.cooldown_start) / cooldown_steps), 1.0)
+        return self.cfg.stages[self.stage_at(place)].lr_mul * (1 - done) + self.cfg.lr_floor * done
 
     def momentum_at(self, place: float) -> float:
         """Return NorMuon's momentum: up at the plan's start, down at its end; the ramps grow with it unless set."""
@@ -832,13 +768,6 @@ class Schedule:
             return cfg.momentum_max - rise * steps_down / down
         return cfg.momentum_max
 
-    def mtp_weights_at(self, place: float) -> tuple[float, ...]:
-        """Return the weights of the next tokens, linear in the position inside the stage."""
-        k = self.stage_at(place)
-        stage = self.cfg.stages[k]
-        position = (place - self.starts[k]) / max(1, self.ends[k] - self.starts[k])
-        return tuple(first + (last - first) * position for first, last in zip(stage.mtp_start, stage.mtp_end))
-
     def at(self, step: int) -> Values:
         """Return everything that a step needs; end_step's are those of the final validation."""
         # Stage and rates go by the place, which the clock may decide; Adam and validation by the step.
@@ -850,13 +779,17 @@ class Schedule:
         if place >= self.total_steps:
             long_window = cfg.final_long_window                               # grown without YaRN
         factor = self.lr_factor_at(place)
+
+        # Weights of the next tokens are linear in the position inside the stage.
+        position = (place - self.starts[k]) / max(1, self.ends[k] - self.starts[k])
+        mtp_weights = [first + (last - first) * position for first, last in zip(stage.mtp_start, stage.mtp_end)]
         return Values(
             step=step,
             stage=k,
             slot_tokens=stage.batch_tokens // cfg.num_slots,
             short_window=stage.short_window * cfg.window_block,
             long_window=long_window * cfg.window_block,
-            mtp_weights=self.mtp_weights_at(place),
+            mtp_weights=tuple(mtp_weights),
             rotary=self.rotary[k],
             normuon_lr=cfg.normuon_lr * factor,
             adam_lr=cfg.adam_lr * factor,
@@ -890,8 +823,6 @@ HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # 
 SIGN_VECTORS = 8192                      # of random signs; one more has +1 alone
 LONG_PATIENCE = 10                       # ranks may be that many timeouts apart while they compile, or one writes files
 FORMULA = "formula:"                     # formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS, tokens without a file
-FORMULA_TOKENS = 2**28                   # at most in one shard: half a GiB, 2.7 times a shard of FineWeb
-FORMULA_PIECE = 2**20                    # tokens made at once: the arithmetic takes 8 bytes for each
 FORMULA_MIX = 0x9E3779B97F4A7C15         # 2^64 over the golden ratio: products of neighbours look unrelated at the top
 FORMULA_DOCUMENT = 32                    # tokens, on average
 
@@ -932,72 +863,49 @@ class Slot(NamedTuple):
 
 def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int) -> np.ndarray:
     """Make (count,) u16 tokens from their positions and the seed alone: for the tiny preset and the warm-up."""
-    tokens = np.empty(count, np.uint16)
-    for first in range(0, count, FORMULA_PIECE):
-        piece = tokens[first:first + FORMULA_PIECE]
-        position = np.arange(first, first + len(piece), dtype=np.uint64) + np.uint64(seed << 32)
-        mixed = position * np.uint64(FORMULA_MIX) >> np.uint64(40)            # 24 bits, of a product that wraps
-        drawn = mixed * mixed // np.uint64(7) % np.uint64(vocab_size - 1)
-        drawn += drawn >= document_start                                      # any token but the document start
-        piece[:] = drawn
-        piece[mixed % np.uint64(FORMULA_DOCUMENT) == 0] = document_start
-    tokens[:1] = document_start
-    return tokens
+    position = np.arange(count, dtype=np.uint64) + np.uint64(seed << 32)
+    mixed = position * np.uint64(FORMULA_MIX) >> np.uint64(40)                # 24 bits, of a product that wraps
+    drawn = mixed * mixed // np.uint64(7) % np.uint64(vocab_size - 1)
+    drawn += drawn >= document_start                                          # any token but the document start
+    drawn[mixed % np.uint64(FORMULA_DOCUMENT) == 0] = document_start
+    drawn[:1] = document_start
+    return drawn.astype(np.uint16)
 
 
 def find_shards(pattern: str) -> list[ShardHeader]:
     """Return the headers of all shards of a pattern in name order, checked. Raises DataError.
     Whatever matches has to be a shard: silently skipping a broken link would train on less data."""
-    # A formula is bounded: a shard of it has to fit into memory.
     if pattern.startswith(FORMULA):
-        facts = re.fullmatch(FORMULA + r"(\d{1,9}):(\d{1,9}):(\d{1,9}):(\d{1,9})", pattern, re.ASCII)
-        vocab, start, tokens, shards = map(int, facts.groups()) if facts else (0, 0, 0, 0)
-        need(start < vocab and 2 <= vocab <= MAX_VOCAB and 1 <= tokens <= FORMULA_TOKENS and 1 <= shards < 2**16,
-             "formula", pattern, "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS with DOCUMENT_START < VOCAB <= "
-             f"{MAX_VOCAB}, at most {FORMULA_TOKENS} TOKENS in each of at most {2**16 - 1} SHARDS",
+        facts = re.fullmatch(FORMULA + r"(\d{1,5}):(\d{1,5}):([1-9]\d{0,8}):([1-9]\d{0,4})", pattern, re.ASCII)
+        need(facts, "formula", pattern, "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS",
              "for example formula:512:511:40000:2", DataError)
+        vocab, start, tokens, shards = map(int, facts.groups())
         return [ShardHeader(f"{pattern}#{seed}", tokens, vocab, start) for seed in range(shards)]
 
-    # Only the last part of a path is a pattern, so that folders may have any name.
+    # Brackets in the name of a folder mean themselves; what matches nothing may still be the name of a file.
     folder, name = os.path.split(pattern)
-    if os.path.isdir(folder):                                                 # brackets in its name mean themselves
+    if os.path.isdir(folder):
         folder = glob.escape(folder)
-    paths = sorted(glob.glob(os.path.join(folder, name)))
-    if os.path.lexists(pattern):                                              # and those in the name of a file
-        paths = [pattern]
-    need(paths, "no shards", f"no file matches {pattern!r} in {os.getcwd()}", "a .bin shard",
-         "python data/pocket.py or python data/cached_fineweb10B.py 9, or give --train_files= and --val_files=",
-         DataError)
+    paths = sorted(glob.glob(os.path.join(folder, name))) or [pattern]
     return [read_header(Path(path)) for path in paths]
 
 
 def read_header(path: Path) -> ShardHeader:
     """Read and check the first 1,024 bytes and the length of a shard. Raises DataError."""
-    need_file(path, "a shard")
-    words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
+    need(path.is_file(), f"{path} as a shard", "no such file, or no regular one", "a .bin shard", "python "
+         "data/pocket.py or python data/cached_fineweb10B.py 9, or give --train_files= and --val_files=", DataError)
     size = path.stat().st_size
-    need(len(words) == HEADER_BYTES // 4 and words[:2].tolist() == [SHARD_MAGIC, SHARD_VERSION],
-         f"{path}: header at byte 0", f"{size} bytes, first words {words[:2].tolist()}",
-         f"{HEADER_BYTES} bytes that begin with {SHARD_MAGIC} (magic) and {SHARD_VERSION} (version)",
-         "fetch or write the file again; the format is in data/README.md", DataError)
-
-    count, vocab, start = words[2:5].tolist()
+    words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
+    words.resize(HEADER_BYTES // 4)                                           # zeros if the file is shorter
+    magic, version, count, vocab, start = words[:5].tolist()
+    need([magic, version] == [SHARD_MAGIC, SHARD_VERSION] and HEADER_BYTES + TOKEN_BYTES * count == size,
+         f"{path} as a shard", f"{size} bytes that begin with {magic}, {version}, {count}",
+         f"a header of {HEADER_BYTES} bytes that begins with {SHARD_MAGIC}, {SHARD_VERSION} and the number of tokens, "
+         f"then {TOKEN_BYTES} bytes for each", "the file is cut, still being written, or none (data/README.md has the "
+         "format): fetch or write it again", DataError)
     if vocab == 0:                                                            # old shards leave both words 0
         vocab, start = GPT2_VOCAB, GPT2_DOCUMENT_START
-    right_size = HEADER_BYTES + TOKEN_BYTES * count
-    need(count > 0 and size == right_size, f"{path}: length", f"{size} bytes",
-         f"{HEADER_BYTES} + {TOKEN_BYTES} x {count} (tokens in header word 2) = {right_size} bytes",
-         "the file is cut or still being written; fetch it again", DataError)
-    need(0 <= start < vocab <= MAX_VOCAB, f"{path}: header words 3 and 4",
-         f"vocabulary {vocab}, document start {start}", f"0 <= document start < vocabulary <= {MAX_VOCAB}",
-         "write the shards again", DataError)
     return ShardHeader(str(path), count, vocab, start)
-
-
-def need_file(path: Path, role: str) -> None:
-    """Raise DataError unless a regular file is there: opening a named pipe would wait for a writer."""
-    need(path.is_file(), f"{path} as {role}", "no such file, or no regular one", "a regular file",
-         "name another file, or write this one again", DataError)
 
 
 def read_manifest(folder: Path) -> dict[str, str]:
@@ -1005,18 +913,16 @@ def read_manifest(folder: Path) -> dict[str, str]:
     path = folder / MANIFEST
     need(not os.path.lexists(f"{path}.part"), f"{path}.part", "a tool was stopped while it gave the files their names",
          "files that belong together", "run that tool again, then this", DataError)
-    if not os.path.lexists(path):
+    if not path.is_file():
         return {}
-    need_file(path, "a manifest")
     try:
         manifest = json.loads(path.read_bytes())
         if manifest["format"] not in MANIFEST_FORMATS:
             raise ValueError(f"format {manifest['format']}")
         return {name: facts["sha256"] for name, facts in manifest["files"].items()}
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise DataError(f"{path} as a manifest", f"{type(error).__name__}: {error}",
-                        "format 1 or 2, as data/README.md has it", "write the folder again, or remove this file if "
-                        "those beside it are sound") from None
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise DataError(f"{path} as a manifest", f"{type(error).__name__}: {error}", "format 1 or 2, as data/README.md "
+                        "has it", "write the folder again, or remove this file if those beside it are sound") from None
 
 
 def check_manifest(path: Path, content: bytes | np.ndarray) -> None:
@@ -1029,23 +935,19 @@ def check_manifest(path: Path, content: bytes | np.ndarray) -> None:
              f"or remove {MANIFEST} if this content is meant", DataError)
 
 
-def load_shard(header: ShardHeader, tokens: np.ndarray | None = None) -> Shard:
-    """Read a shard, or make the tokens of its formula, and look at every token. Raises DataError.
-    tokens: what was read already."""
+def load_shard(header: ShardHeader) -> Shard:
+    """Read a shard, or make the tokens of its formula, and look at every token. Raises DataError."""
     name = header.name
     if header.is_formula:
         tokens = formula_tokens(int(name.rpartition("#")[2]), header.tokens, *header.vocabulary)
-    elif tokens is None:
+    else:
         tokens = np.fromfile(name, "<u2", header.tokens, offset=HEADER_BYTES)
-    need(len(tokens) == header.tokens, f"{name}: changed while in use", f"{len(tokens)} tokens",
-         f"{header.tokens} as before", "let nobody write to it, and start again", DataError)
-    at = int(tokens.argmax())
-    need(tokens[at] < header.vocab_size, f"{name}: token {at} at byte {HEADER_BYTES + TOKEN_BYTES * at}", tokens[at],
-         f"an id below the vocabulary size {header.vocab_size}", "write the shard with the right header word 3",
-         DataError)
     shard = Shard(tokens, header.document_start)
-    need(len(shard.doc_starts), f"{name}: documents", "no document start in the whole shard",
-         f"token {header.document_start} before every document", "write the shard again", DataError)
+    largest = tokens.max(initial=0)
+    need(len(tokens) == header.tokens and largest < header.vocab_size and len(shard.doc_starts), f"{name}: content",
+         f"{len(tokens)} tokens up to {largest}, {len(shard.doc_starts)} of them document starts",
+         f"{header.tokens} tokens below the vocabulary size {header.vocab_size}, and token {header.document_start} "
+         "before every document", "fetch or write the shard again, and let nobody change it during a run", DataError)
     return shard
 
 
@@ -1057,10 +959,10 @@ def scan_shards(headers: Sequence[ShardHeader]) -> str:
         path = Path(header.name)
         digest.update(os.fsencode(path.name))                                 # a name may be any bytes
         if not header.is_formula:
-            content = np.fromfile(path, "<u2")
+            content = path.read_bytes()
             digest.update(content)
             check_manifest(path, content)
-            load_shard(header, content[HEADER_BYTES // TOKEN_BYTES:])
+            load_shard(header)
     return digest.hexdigest()
 
 
@@ -1073,11 +975,14 @@ def shared_shards(train: Sequence[ShardHeader], val: Sequence[ShardHeader]) -> l
 def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Config:
     """Fill in the sizes that the shard headers decide. Raises DataError or ConfigError if they are contradicted."""
     first = train[0]
+    vocab_size, document_start = first.vocabulary
+    need(0 <= document_start < vocab_size <= MAX_VOCAB, f"{first.name}: vocabulary",
+         f"{vocab_size} tokens, document start {document_start}", f"document start < vocabulary <= {MAX_VOCAB}",
+         "write the shards again", DataError)
     for other in train + val:
         need(other.vocabulary == first.vocabulary, "shards of different vocabularies",
-             f"{other.vocabulary} in {other.name}",
-             f"(vocabulary, document start) {first.vocabulary} as in {first.name}", "give one data set only", DataError)
-    vocab_size, document_start = first.vocabulary
+             f"{other.vocabulary} in {other.name}", f"{first.vocabulary} (size, document start) as in {first.name}",
+             "give one data set only", DataError)
     for name, unset, stored in (("vocab_size", 0, vocab_size), ("document_start", -1, document_start)):
         given = getattr(cfg, name)
         need(given in (unset, stored), f"--{name}", given, f"{stored}, header of {first.name}", "leave the flag out")
@@ -1093,32 +998,26 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader])
     """Raise DataError before anything is built if the shards cannot last for the plan.
     A lower bound: packing drops ends of documents and of shards. With --time_budget nobody knows the steps yet."""
     counts = schedule.planned_counts()
-    slots = [stage.batch_tokens + cfg.num_slots for stage in cfg.stages]      # a slot has one more, its last target
-    needed = sum(count * tokens for count, tokens in zip(counts, slots))
+    blocks = [stage.batch_tokens + cfg.num_slots for stage in cfg.stages]     # a slot has one more, its last target
+    needed = sum(count * tokens for count, tokens in zip(counts, blocks))
     have = cfg.epochs * sum(header.tokens for header in train)
     need(cfg.epochs == 0 or cfg.time_budget or needed <= have, "too few training tokens",
          f"{have} in {len(train)} shards of {cfg.train_files!r}", f"{needed} for {sum(counts)} steps",
          "fetch more shards (FineWeb: python data/cached_fineweb10B.py N), take fewer steps "
          "(--num_scheduled_steps), or cycle with --epochs=0", DataError)
-    largest_step = max(tokens for count, tokens in zip(counts, slots) if count > 0)
-    if largest_step > max(header.tokens for header in train):
-        raise too_small(cfg, train, largest_step // cfg.num_slots)
 
-
-def too_small(cfg: Config, train: list[ShardHeader], read_by_slot: int) -> DataError:
-    """Make the error for shards of which none has room for a block of slots. read_by_slot: tokens, one more target."""
-    return DataError("training shards are too small",
-                     f"none of {len(train)} holds {cfg.num_slots} x {read_by_slot} tokens, "
-                     f"at most {cfg.max_doc_len} of each document",
-                     "documents for one step in a shard", "larger shards, or smaller batches in --stages")
+    # A block never crosses a border of shards.
+    largest_block = max(tokens for count, tokens in zip(counts, blocks) if count > 0)
+    largest_shard = max(header.tokens for header in train)
+    need(largest_block <= largest_shard, "training shards are too small", f"at most {largest_shard} tokens",
+         f"{largest_block} for a step's batch", "larger shards, or smaller batches in --stages", DataError)
 
 
 def check_enough_validation(cfg: Config, val: list[ShardHeader]) -> None:
     """Raise DataError if the shards hold fewer whole blocks than val_tokens asks for."""
     tokens = cfg.val_batch_tokens * sum(len(validation_blocks(header.tokens, cfg.val_batch_tokens)) for header in val)
-    do = f"--val_tokens={tokens}" if tokens else "a smaller --val_batch_tokens, and --val_tokens a multiple of it"
     need(tokens >= cfg.val_tokens, "too few validation tokens", f"{tokens} in blocks of {cfg.val_files!r}",
-         cfg.val_tokens, do, DataError)
+         cfg.val_tokens, f"more shards, or --val_tokens={tokens} with a --val_batch_tokens that divides it", DataError)
 
 
 def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int,
@@ -1253,8 +1152,7 @@ def distinct_with_places(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     count = len(values)
     words = np.sort(values.astype(np.uint64) << np.uint64(32) | np.arange(count, dtype=np.uint64))
     ordered = (words >> np.uint64(32)).astype(np.int64)
-    is_new = np.ones(count, bool)
-    is_new[1:] = ordered[1:] != ordered[:-1]
+    is_new = np.diff(ordered, prepend=-1) > 0
     index = np.empty(count, np.int64)
     index[words & np.uint64(0xFFFFFFFF)] = np.cumsum(is_new) - 1
     return ordered[is_new], index
@@ -1263,14 +1161,10 @@ def distinct_with_places(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def row_update(requested: np.ndarray, before: RowUpdate | None, fabric: Fabric) -> RowUpdate:
     """Make the update of the requested rows, which are places in the shard; before: the update that it follows."""
     places, inverse = distinct_with_places(requested)
-    in_both = np.zeros(len(places), bool)
-    at = np.zeros(len(places), np.int64)
-    if before is not None and len(before.places) > 0:
-        places_before = before.places.numpy()
-        at = np.searchsorted(places_before, places).clip(max=len(places_before) - 1)
-        in_both = places_before[at] == places
-    lists = (places, inverse, np.flatnonzero(~in_both), np.flatnonzero(in_both), at[in_both])
-    places, inverse, fresh, kept, kept_from = map(fabric.host_tensor, lists)
+    places_before = np.empty(0, np.int64) if before is None else before.places.numpy()
+    _, kept, kept_from = np.intersect1d(places, places_before, assume_unique=True, return_indices=True)
+    fresh = np.delete(np.arange(len(places)), kept)
+    places, inverse, fresh, kept, kept_from = map(fabric.host_tensor, (places, inverse, fresh, kept, kept_from))
     return RowUpdate(places, inverse, fresh, kept, kept_from)
 
 
@@ -1417,7 +1311,7 @@ def bounded(future: Future, cfg: Config, what: str) -> Any:
     """Return the result of a thread's work, or raise what it raised; RunError after --comm_timeout."""
     try:
         return future.result(timeout=cfg.comm_timeout)
-    except FutureTimeout:
+    except TimeoutError:
         raise RunError(what, f"nothing after {cfg.comm_timeout} s", "an answer by then",
                        "look at disk and other ranks, or give a longer --comm_timeout") from None
 
@@ -1447,7 +1341,7 @@ class Loader:
         passes = range(cfg.epochs) if cfg.epochs else itertools.count()
         self.shards = (self.reader.submit(load_shard, header) for _ in passes for header in headers)
         self.upcoming: Future | None = None          # the shard after the one in use
-        self.shard: Shard | None = None              # in use, from document doc on
+        self.shard = Shard(np.empty(0, np.uint16), 0)          # in use, from document doc on; at first an empty one
         self.doc = 0
         self.ahead: Future | None = None             # batches of the next cycle
         self.ready: list[Batch] = []                 # batches of this cycle that are not taken yet
@@ -1455,14 +1349,11 @@ class Loader:
 
     def skip(self, steps: Iterable[Values]) -> None:
         """Pass over what the steps of an earlier run have read."""
-        self.upcoming = next(self.shards)
         for values in steps:
             self._block(values)
 
     def start(self) -> None:
         """Begin to read. Called when the clock starts, for reading and packing are on it."""
-        if self.upcoming is None:                                             # else `skip` has begun
-            self.upcoming = next(self.shards, None)
         self.ahead = self.worker.submit(self._make_cycle)
 
     def wait(self) -> list[Batch]:
@@ -1509,24 +1400,21 @@ class Loader:
         """Return the next block of slots: its shard, and (starts, ends) of the pieces of each slot."""
         # At most: the rest of the shard in use, then every shard once, the one that was in use as a whole included.
         for _ in range(len(self.headers) + 2):
-            if self.shard is not None:
-                packed = pack_block(self.shard, self.doc, self.cfg.num_slots, values.slot_tokens, self.cfg.max_doc_len)
-                if packed is not None:
-                    slots, self.doc = packed
-                    return self.shard, slots
-            if self.upcoming is None:
+            packed = pack_block(self.shard, self.doc, self.cfg.num_slots, values.slot_tokens, self.cfg.max_doc_len)
+            if packed is not None:
+                slots, self.doc = packed
+                return self.shard, slots
+            upcoming = self.upcoming or next(self.shards, None)
+            if upcoming is None:
                 break
-            self.shard = bounded(self.upcoming, self.cfg, "reading a shard")
+            self.shard = bounded(upcoming, self.cfg, "reading a shard")
             self.doc = 0
             self.upcoming = next(self.shards, None)
-
-        # Shards that have held a block may just be read to their end; otherwise they are too small for any.
-        if self.upcoming is None and values.step > 0:
-            raise DataEnded("training data ended",
-                            f"{len(self.headers)} shards of {self.cfg.train_files!r}: enough for {values.step} steps",
-                            "more shards, or fewer steps",
-                            f"fetch more shards, stop at --max_steps={values.step}, or cycle with --epochs=0")
-        raise too_small(self.cfg, self.headers, values.slot_tokens + 1)
+        raise DataEnded("training data ended",
+                        f"{len(self.headers)} shards of {self.cfg.train_files!r}: enough for {values.step} steps",
+                        f"room for {self.cfg.num_slots} x {values.slot_tokens + 1} tokens in one shard, at most "
+                        f"{self.cfg.max_doc_len} of each document",
+                        f"more or larger shards, at most {values.step} steps (--max_steps), or --epochs=0 to cycle")
 
 
 class ValidationSet:
@@ -1540,7 +1428,6 @@ class ValidationSet:
         self.planner = Planner(cfg, fabric, exchange)
 
         # Every rank keeps all slots, which are few, and takes its own at each validation.
-        check_enough_validation(cfg, headers)
         slot_tokens = cfg.val_batch_tokens // cfg.num_slots
         shards = (load_shard(header) for header in headers)                   # read only as far as they are needed
         slots = validation_slots(shards, cfg.num_slots, slot_tokens, cfg.document_start)
@@ -1578,25 +1465,19 @@ def read_vocabulary(folder: Path, cfg: Config) -> list[bytes] | None:
     """Bytes of each token from a folder's vocab.txt, or None without one. Raises DataError.
     A line of the file is "base64 id"; the document start has no line and no bytes."""
     path = folder / VOCABULARY
-    if not os.path.lexists(path):
+    if not path.is_file():
         return None
-    need_file(path, "the bytes of the tokens")
     content = path.read_bytes()
     check_manifest(path, content)
     bytes_of: dict[int, bytes] = {}
-    number = 0                           # of the line
-    try:
-        for number, line in enumerate(content.splitlines(), 1):
+    with contextlib.suppress(ValueError):                                     # a line that is none: too few are read
+        for line in content.splitlines():
             text, token = line.split()
             bytes_of[int(token)] = base64.b64decode(text, validate=True)
-        fault = f"ids of {len(bytes_of)} tokens"
-    except ValueError:
-        fault = f"line {number}: {line[:60]!r}"
-        bytes_of.clear()
-    ids = set(range(cfg.vocab_size)) - {cfg.document_start}
-    need(bytes_of.keys() == ids, str(path), fault, f"lines 'base64 id' for all of {cfg.vocab_size} tokens "
-         f"but the document start {cfg.document_start}", "write the data again, or remove the file: bits per byte are "
-         "then not printed", DataError)
+    need(bytes_of.keys() == set(range(cfg.vocab_size)) - {cfg.document_start}, str(path),
+         f"{len(bytes_of)} tokens before a line that is none, or before the end", "lines 'base64 id' for all of "
+         f"{cfg.vocab_size} tokens but the document start {cfg.document_start}", "write the data again, or remove the "
+         "file: bits per byte are then not printed", DataError)
     return [bytes_of.get(token, b"") for token in range(cfg.vocab_size)]
 
 

@@ -53,7 +53,7 @@ def preset(name: str = "tiny", vocab_size: int = 512, document_start: int = 511,
     return tg.resolve(cfg, header, header)
 
 
-def untied_at(stage: int | None, stages: tuple[tg.Stage, ...] = tg.TINY_STAGES) -> tuple[tg.Stage, ...]:
+def untied_at(stage: int | None, stages: tuple[tg.Stage, ...] = tg.TINY["stages"]) -> tuple[tg.Stage, ...]:
     """The stages of `tiny`, of which another one unties, or none."""
     return tuple(row._replace(untie=k == stage) for k, row in enumerate(stages))
 

@@ -59,7 +59,6 @@ def write_data() -> None:
     vocabulary("v_more", [*PIECES, b"QQ== 511"]), vocabulary("v_bytes", [b"\xff\xfe 0", *PIECES[1:]])
     vocabulary("v_empty", []), vocabulary("v_words", [b"QQ== 0 1", *PIECES[1:]])
     vocabulary("v_minus", [*PIECES, b"QQ== -1"])
-    shard("v_folder/train_0.bin"), Path("v_folder/vocab.txt").mkdir()
     Path("old_run").mkdir(), Path("old_run/log.txt").write_text("an old log\n")
     Path("old_run/log.jsonl").touch()
 
@@ -104,7 +103,7 @@ def ask(folder, monkeypatch):
     def ask(argv, status: int, *parts: str) -> str:
         done = call(argv)
         assert done.status == status and "Traceback" not in done.err, done.err
-        kinds = "RunError" if status == 1 else "ConfigError|DataError"
+        kinds = "RunError" if status == 1 else "ConfigError|DataError|DataEnded"
         message = re.search(f"^({kinds}): .*", done.err, re.MULTILINE | re.DOTALL)       # torch may say something first
         assert message, done.err
         first, *lines = message[0].rstrip("\n").split("\n")
@@ -125,23 +124,18 @@ BAD = [                                  # flags after --preset=tiny, status, wh
     (["--no_such_thing_at_all"], 2, ("unknown flag", "--no_such_thing_at_all", "nearest: --")),
     (["-x"], 2, ("unknown flag", "-x")),
     (["seed=1"], 2, ("a word without a flag", "seed=1", "--field=value")),
-    (["--seed"], 2, ("--seed", "''", "int")),
+    (["--seed"], 2, ("--seed", "expected one argument")),
     (["--seed="], 2, ("--seed", "''", "int")),
     (["--seed=-1"], 2, ("--seed", "-1", "0 to 2,147,483,647", "--seed=0")),
-    (["--seed=" + "9" * 5000], 2, ("--seed", "(5002 characters)", "--seed=0")),
     (["--adam_lr=nan"], 2, ("--adam_lr", "'nan'")),
     (["--dtype=float16"], 2, ("--dtype", "'float16'", "bfloat16")),
     (["--device=cuda"], 2, ("--device=cuda", "no CUDA device", "--preset=pocket")),
     (["--head=fp8"], 2, ("--head=fp8", "float32", "8.9", "--head=emulated")),
     (["--preset="], 2, ("--preset", "record", "pocket", "tiny")),
     (["--resume="], 2, ("--resume", "an empty name", "leave it out")),
-    (["--resume=nowhere"], 2, ("nowhere/settings.json", "no such file")),
-    (["--resume=old_run"], 2, ("old_run/settings.json", "no such file", "resume with the trainer of that run")),
-    (["--resume=nul\0"], 2, ("settings.json", "no such file")),
-    (["--num_scheduled_steps=2000000000", "--epochs=0"], 2, ("--num_scheduled_steps", "2000000000", "10,000,000")),
-    (["--model_dim=1073741824", "--head_dim=536870912"], 2, ("--model_dim", "12 to 65,536")),
-    (["--runs=2000000000"], 2, ("--runs", "1 to 10,000")),
-    (["--profile=0:" + "9" * 5000], 2, ("--profile", "(5002 characters)", "0 < a < b")),
+    (["--resume=nowhere"], 2, ("nowhere/settings.json", "No such file")),
+    (["--resume=old_run"], 2, ("old_run/settings.json", "No such file", "one of an older trainer needs that trainer")),
+    (["--resume=nul\0"], 2, ("settings.json", "embedded null byte")),
     (["--profile=1:2", "--checkpoint_every=2"], 2, ("--checkpoint_every", "0 with --profile")),
     (["--num_slots=7"], 2, ("--stages", "128", "112")),
     ([f"--stages={STAGE};128 3 1 1 1 1"], 2, ("--stages", "short < long window")),
@@ -152,48 +146,48 @@ BAD = [                                  # flags after --preset=tiny, status, wh
     # memory
     (["--bigram_rows=2000000000"], 1, ("memory", "GiB to use", "weights 238", "moments", "a smaller model")),
     # shards
-    (["--train_files=nothing_*.bin"], 2, ("no shards", "nothing_*.bin", "data/cached_fineweb10B.py", "--train_files")),
-    (["--train_files="], 2, ("no shards",)),
-    (["--train_files=folder.bin"], 2, ("folder.bin as a shard", "a regular file")),
-    (["--train_files=dangling.bin"], 2, ("dangling.bin as a shard", "no such file", "a regular file")),
+    (["--train_files=nothing_*.bin"], 2,
+     ("nothing_*.bin as a shard", "no such file", "data/cached_fineweb10B.py", "--train_files")),
+    (["--train_files="], 2, ("as a shard", "no such file")),
+    (["--train_files=folder.bin"], 2, ("folder.bin as a shard", "no regular one")),
+    (["--train_files=dangling.bin"], 2, ("dangling.bin as a shard", "no such file")),
     (["--train_files=d*.bin"], 2, ("dangling.bin as a shard", "no such file")),
-    (["--train_files=loop.bin"], 2, ("loop.bin as a shard", "a regular file")),
-    (["--train_files=fifo.bin"], 2, ("fifo.bin as a shard", "no regular one", "a regular file")),
-    (["--val_files=nothing"], 2, ("no shards", "'nothing'")),
+    (["--train_files=loop.bin"], 2, ("loop.bin as a shard", "no such file")),
+    (["--train_files=fifo.bin"], 2, ("fifo.bin as a shard", "no regular one")),
+    (["--val_files=nothing"], 2, ("nothing as a shard", "no such file")),
     (["--train_files=empty.bin"], 2, ("empty.bin", "0 bytes", "1024", "20240520")),
     (["--train_files=header_only.bin"], 2, ("header_only.bin", "1000 bytes")),
     (["--train_files=magic.bin"], 2, ("magic.bin", "20240521", "20240520")),
-    (["--train_files=version.bin"], 2, ("version.bin", "[20240520, 2]")),
-    (["--train_files=longer.bin"], 2, ("longer.bin", "81025", "81024")),
-    (["--train_files=cut.bin"], 2, ("cut.bin", "81024", "101024", "fetch it again")),
+    (["--train_files=version.bin"], 2, ("version.bin", "20240520, 2,")),
+    (["--train_files=longer.bin"], 2, ("longer.bin", "81025", "20240520, 1, 40000")),
+    (["--train_files=cut.bin"], 2, ("cut.bin", "81024", "20240520, 1, 50000", "fetch or write it again")),
     (["--train_files=count_0.bin"], 2, ("count_0.bin", "81024 bytes")),
     (["--train_files=vocab_65536.bin"], 2, ("vocab_65536.bin", "65536", "65535")),
     (["--train_files=negative.bin"], 2, ("negative.bin", "-1")),
-    (["--train_files=start_512.bin"], 2, ("start_512.bin", "document start 512")),
+    (["--train_files=start_512.bin"], 2, ("start_512.bin", "0 of them document starts")),
     (["--train_files=mixed_*.bin"], 2, ("different vocabularies", "600", "mixed_1.bin", "mixed_0.bin")),
     (["--train_files=other_vocab.bin"], 2, ("different vocabularies", "val_0.bin", "other_vocab.bin")),
-    (["--train_files=beyond.bin"], 2, ("beyond.bin", "token 39990", f"byte {1024 + 2 * 39990}", "600", "512")),
-    (["--train_files=no_start.bin"], 2, ("no_start.bin", "no document start", "511")),
-    (["--train_files=gpt2.bin", "--val_files=gpt2.bin"], 2, ("gpt2.bin", "no document start", "50256")),
+    (["--train_files=beyond.bin"], 2, ("beyond.bin", "tokens up to 600", "below the vocabulary size 512")),
+    (["--train_files=no_start.bin"], 2, ("no_start.bin", "0 of them document starts", "511")),
+    (["--train_files=gpt2.bin", "--val_files=gpt2.bin"], 2, ("gpt2.bin", "0 of them document starts", "50256")),
     (["--train_files=short.bin"], 2, ("too few training tokens", "200", "672", "--epochs=0")),
-    (["--train_files=short.bin", "--epochs=0"], 2, ("too small", "8 x 33", "--stages")),
-    (["--train_files=one_document.bin"], 2, ("too small", "at most 24 of each document", "--stages")),
+    (["--train_files=short.bin", "--epochs=0"], 2, ("too small", "264 for", "--stages")),
+    (["--train_files=one_document.bin"], 2, ("training data ended", "at most 24 of each document", "larger shards")),
     (["--val_files=short.bin"], 2, ("too few validation tokens", "1024", "--val_batch_tokens")),
     (["--val_tokens=512000"], 2, ("too few validation tokens", "3584", "512000", "--val_tokens=3584")),
     (["--train_files=formula:512:511:40000"], 2, ("formula", "VOCAB:DOCUMENT_START:TOKENS:SHARDS")),
     (["--train_files=formula:512:511:40000:0"], 2, ("formula", "VOCAB:DOCUMENT_START:TOKENS:SHARDS")),
-    (["--train_files=formula:512:511:2147483647:1"], 2, ("formula", "at most 268435456 TOKENS")),
+    (["--train_files=formula:512:511:2147483647:1"], 2, ("formula", "VOCAB:DOCUMENT_START:TOKENS:SHARDS")),
     (["--num_scheduled_steps=9000000", "--max_steps=0"], 2, ("40000 in 1 shards", "for 9000003 steps")),
-    (["--train_files=formula:512:600:40000:1"], 2, ("formula", "VOCAB:DOCUMENT_START:TOKENS:SHARDS")),
+    (["--train_files=formula:512:600:40000:1"], 2, ("formula", "document start 600", "document start < vocabulary")),
     # vocabularies
-    (["--val_files=v_base64/*.bin"], 2, ("vocab.txt", "line 1", "%%% 0", "base64")),
-    (["--val_files=v_words/*.bin"], 2, ("vocab.txt", "line 1", "QQ== 0 1")),
-    (["--val_files=v_bytes/*.bin"], 2, ("vocab.txt", "line 1", "base64")),
-    (["--val_files=v_short/*.bin"], 2, ("vocab.txt", "ids of 510", "all of 512", "511")),
-    (["--val_files=v_more/*.bin"], 2, ("vocab.txt", "ids of 512", "all of 512")),
-    (["--val_files=v_minus/*.bin"], 2, ("vocab.txt", "ids of")),
-    (["--val_files=v_empty/*.bin"], 2, ("vocab.txt", "ids of 0")),
-    (["--val_files=v_folder/*.bin"], 2, ("vocab.txt", "a regular file")),
+    (["--val_files=v_base64/*.bin"], 2, ("vocab.txt", "0 tokens before a line that is none", "base64")),
+    (["--val_files=v_words/*.bin"], 2, ("vocab.txt", "0 tokens before a line that is none")),
+    (["--val_files=v_bytes/*.bin"], 2, ("vocab.txt", "0 tokens before a line that is none")),
+    (["--val_files=v_short/*.bin"], 2, ("vocab.txt", "510 tokens", "all of 512", "511")),
+    (["--val_files=v_more/*.bin"], 2, ("vocab.txt", "512 tokens", "all of 512")),
+    (["--val_files=v_minus/*.bin"], 2, ("vocab.txt", "512 tokens")),
+    (["--val_files=v_empty/*.bin"], 2, ("vocab.txt", "0 tokens")),
     # folders
     (["--run_dir=a_file"], 1, ("writing a_file", "File exists", "another folder")),
     (["--run_dir=a_file/run"], 1, ("writing a_file/run", "Not a directory")),
@@ -206,12 +200,12 @@ BAD = [                                  # flags after --preset=tiny, status, wh
     (["--save=/proc/weights"], 2, ("/proc/weights", "No such file")),
     (["--save=nul\0"], 2, ("nul", "null byte")),
     # samples
-    (["--sample=nowhere"], 2, ("nowhere/settings.json", "no such file", "the folder of a run or of a save")),
-    (["--sample=w_empty"], 2, ("w_empty/settings.json", "no such file")),
-    (["--sample=a_file"], 2, ("a_file/settings.json", "no such file")),
+    (["--sample=nowhere"], 2, ("nowhere/settings.json", "No such file", "the folder of a run or of a save")),
+    (["--sample=w_empty"], 2, ("w_empty/settings.json", "No such file")),
+    (["--sample=a_file"], 2, ("a_file/settings.json", "Not a directory")),
     (["--sample=w_type"], 2, ("--model_dim", "'wide'", "int, features")),
-    (["--sample=w", "x", "--model_dim=64"], 2, ("--model_dim with --sample", "64", "what was trained", "leave")),
-    (["--sample=w", "x", "--preset=tiny"], 2, ("--preset with --sample", "leave it out")),
+    (["--sample=w", "x", "--model_dim=64"], 2, ("--sample", "64", "what was trained", "leave")),
+    (["--sample=w", "x", "--preset=tiny"], 2, ("--sample", "leave the others out")),
     (["--sample=w_none"], 2, ("w_none/weights.pt", "no such file")),
     (["--sample=w_cut"], 2, ("w_cut/weights.pt", "another content")),
     (["--sample=w_vocab"], 2, ("w_vocab/vocab.txt", "sha256")),
@@ -320,11 +314,11 @@ def test_gpt2_tokens_without_package_or_network(ask, monkeypatch, package, parts
 
 
 @pytest.mark.parametrize("flags, parts", [
-    (["--train_files=beyond.bin"], ("beyond.bin", "token 39990")),
-    (["--train_files=no_start.bin"], ("no_start.bin", "no document start")),
-    (["--val_files=no_start.bin"], ("no_start.bin", "no document start")),
+    (["--train_files=beyond.bin"], ("beyond.bin", "tokens up to 600")),
+    (["--train_files=no_start.bin"], ("no_start.bin", "0 of them document starts")),
+    (["--val_files=no_start.bin"], ("no_start.bin", "0 of them document starts")),
     (["--val_tokens=512000"], ("too few validation tokens", "3584")),
-    (["--epochs=0", "--train_files=short.bin"], ("too small", "8 x 49")),
+    (["--epochs=0", "--train_files=short.bin"], ("too small", "392 for")),
 ], ids=" ".join)
 def test_bad_data_are_known_before_anything_is_built(ask, tmp_path, monkeypatch, flags, parts):
     monkeypatch.setattr(tg, "fit_memory", None)

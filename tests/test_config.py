@@ -30,29 +30,16 @@ def test_layer_table_is_that_of_recipe_2_2():
 
 
 BAD_LAYERS = {                               # changes of layers by depth -> what the message must hold
-    "no backout": ({7: dict(keep_as="")}, "streams kept: ['skip']", "keep_as='backout'"),
-    "added before it is kept": ({2: dict(add="skip")}, "layer 2", "add='skip'", "layer above keeps: []"),
-    "added by the layer that keeps it": ({3: dict(add="skip")}, "layer 3", "add='skip'", "above keeps: []"),
-    "a stream that nobody keeps": ({6: dict(add="skipp")}, "layer 6", "add='skipp'", "above keeps: ['skip']"),
-    "kept twice": ({8: dict(keep_as="skip")}, "layer 8", "keep_as='skip'", "a name of its own"),
-    "unknown attention": ({4: dict(attention="pared")}, "layer 4", "'pared'", "'paired'"),
-    "unknown window": ({10: dict(window="wide")}, "layer 10", "window='wide'", "'short' or 'long'"),
-    "no window": ({10: dict(window=None)}, "layer 10", "window=None", "'short' or 'long'"),
-    "a value table too high": ({10: dict(value=5)}, "[0, 1, 2, 3, 5]", "0 to 4"),
-    "a value table twice": ({10: dict(value=3)}, "[0, 1, 2, 3, 3]", "0 to 4"),
-    "a value table that is no number": ({10: dict(value="4")}, "layer 10", "value='4'", "a number"),
-    "a value table without attention": ({6: dict(value=5)}, "layer 6", "value=5", "with attention only"),
+    "kept twice": ({8: dict(keep_as="skip")}, "column keep_as", "['skip', 'backout', 'skip']", "each once"),
+    "a value table twice": ({10: dict(value=3)}, "column value", "[0, 1, 2, 3, 3]", "each once"),
+    "a value table without attention": ({6: dict(value=5)}, "layer 6", "value=5", "a layer with attention"),
     "key offset without attention": ({6: dict(key_shift=True)}, "layer 6", "in a plain layer"),
     "key offset of paired heads": ({9: dict(key_shift=True)}, "layer 9", "'paired'", "in a plain layer"),
-    "key offset that is a word": ({10: dict(key_shift="yes")}, "layer 10", "key_shift='yes'"),
-    "a name that is none": ({7: dict(keep_as=None)}, "layer 7", "keep_as=None"),
-    "no attention at all": ({depth: dict(attention="none", value=None, key_shift=False) for depth in range(11)},
-                            "a layer with attention"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_LAYERS)
-def test_check_layers__a_table_that_cannot_work(name, monkeypatch):
+def test_check_layers__a_table_that_would_do_something_else(name, monkeypatch):
     changes, *parts = BAD_LAYERS[name]
     layers = [replace(layer, **changes.get(depth, {})) for depth, layer in enumerate(tg.LAYERS)]
     refused(tg.ConfigError, lambda: tg.check_layers(layers), "LAYERS", *parts)
@@ -62,27 +49,17 @@ def test_check_layers__a_table_that_cannot_work(name, monkeypatch):
 
 def test_check_layers__tables_that_work():
     """The trainer's own, and those that an ablation makes: a kept stream that nobody takes, no value tables."""
-    refused(tg.ConfigError, lambda: tg.check_layers(()), "LAYERS", "keep_as='backout'")
     tg.check_layers(tg.LAYERS)
     tg.check_layers([replace(layer, add="", value=None, key_shift=False) for layer in tg.LAYERS])
     tg.check_layers([tg.Layer("plain", keep_as=tg.BACKOUT)])
 
 
 BAD_STAGES = {                               # columns of the second stage -> what the message must hold
-    "a number in place of a tuple": (dict(mtp_start=(1.0)), "mtp_start=1.0", "mtp_start=(1.0,)", "(1.0,) for one"),
-    "numbers in place of tuples": (dict(mtp_start=(1.0), mtp_end=(1.0)), "mtp_end=1.0", "mtp_end=(1.0,)"),
-    "no window": (dict(long_window=None), "None", "short long"),
-    "half a token": (dict(batch_tokens=262_144.5), "262144.5", "batch_tokens"),
-    "tokens as a float": (dict(batch_tokens=262_144.0), "262144.0", "batch_tokens"),
     "no slots": (dict(batch_tokens=0), "multiple of 128 tokens"),
     "a batch of no whole slots": (dict(batch_tokens=262_145), "262145", "multiple of 128 tokens"),
-    "a word for untie": (dict(untie="yes"), "untie='yes'", "untie=True"),
-    "no token weights": (dict(mtp_start=(), mtp_end=()), "mtp_start"),
     "more weights at the end": (dict(mtp_end=(1.0, 0.5, 0.25)), "as many token weights"),
-    "a negative rate": (dict(lr_mul=-1.0), "-1.0", "from 0 to 1,000"),
-    "a rate that is no number": (dict(lr_mul=float("nan")), "nan"),
-    "another long window than short": (dict(short_window=7), "7 7", "short < long"),
-    "untied twice": (dict(untie=True), "one row with `untie`"),
+    "another long window than short": (dict(short_window=7), "short_window=7", "short < long"),
+    "untied twice": (dict(untie=True), "`untie` in one row at most"),
 }
 
 
@@ -95,26 +72,21 @@ def test_check_config__a_stage_table_that_cannot_work(name):
     refused(tg.ConfigError, lambda: tg.check_config(cfg), "--stages", *parts)
 
 
-def test_check_config__values_of_another_type_in_a_preset():
-    for changes in (dict(seed="0"), dict(num_heads=6.0), dict(adam_lr="fast"), dict(stages=list(tg.STAGES)),
-                    dict(stages=tuple(map(tuple, tg.STAGES))), dict(tables=[]), dict(dtype=None)):
-        refused(tg.ConfigError, lambda changes=changes: tg.check_config(tg.Config(**changes)), f"--{[*changes][0]}")
-
-
-def test_stages__a_row_comes_back_from_its_text():
-    for stage in (*tg.STAGES, *tg.TINY_STAGES):
-        assert tg.Stage.parse(str(stage)) == stage
-    assert str(tg.STAGES[2]) == "393216 5 11 1.73 1.0 1.0 untie" and tg.STAGES[2].untie
-    assert [stage.untie for stage in tg.TINY_STAGES] == [False, False, True, False]
-    for row in ("", "128 1 3", f"{ONE_STAGE} tie", f"{ONE_STAGE} untie untie", "128 1 3 1 1, 1", "1.5 1 3 1 1 1"):
-        with pytest.raises(ValueError):
-            tg.Stage.parse(row)
+def test_read_row__a_stage_comes_back_from_its_text():
+    for stage in (*tg.STAGES, *tg.TINY["stages"]):
+        assert tg.read_row("stages", tg.row_text(stage)) == stage
+    assert tg.row_text(tg.STAGES[2]) == "393216 5 11 1.73 1.0 1.0 untie" and tg.STAGES[2].untie
+    assert [stage.untie for stage in tg.TINY["stages"]] == [False, False, True, False]
+    assert [stage.batch_tokens for stage in tg.TINY["stages"]] == [128, 256, 384, 384]
+    for row in ("128 1 3", f"{ONE_STAGE} tie", f"{ONE_STAGE} untie untie", "128 1 3 1 1, 1", "1.5 1 3 1 1 1"):
+        with pytest.raises((ValueError, TypeError, KeyError)):
+            tg.read_row("stages", row)
 
 
 TABLE = tg.NgramTable("trigram_embed", 3, 100)
 BAD_TABLES = {                               # columns of a table of n-grams -> what the message must hold
     "no such order": (dict(order=5), "an order of [2, 3, 4]"),
-    "a layer without attention": (dict(place=6), "embed 3 100 6", "a layer with attention"),
+    "a layer without attention": (dict(place=6), "place=6", "a layer with attention"),
     "no layer": (dict(place=11), "(0, 1, 2, 3, 4, 5, 7, 8, 9, 10)"),
     "an unknown home": (dict(home="disk"), "disk", "home `device` or `host`"),
     "an unknown rounding": (dict(rounding="down"), "down", "`nearest` or `stochastic`"),
@@ -123,16 +95,10 @@ BAD_TABLES = {                               # columns of a table of n-grams -> 
     "a cadence between Adam's steps": (dict(cadence=1), "a multiple of adam_every=2"),
     "a single row": (dict(rows=1), "2 rows or more", "there is no n-gram"),
     "too many rows": (dict(rows=2**31), "below 2^31"),
-    "half a row": (dict(rows=2.5), "2.5"),
     "a label that no file is named by": (dict(label="4-gram_embed"), "letters, digits and _"),
     "a label without its ending": (dict(label="small"), "ends with _embed"),
     "a label of the recipe": (dict(label="bigram_embed"), "neither the recipe has"),
     "another label of the recipe": (dict(label="value_embed"), "neither the recipe has"),
-    "a negative rate": (dict(lr_mul=-37.5), "-37.5", "multipliers from 0"),
-    "a negative decay": (dict(wd_mul=-1.0), "multipliers from 0"),
-    "a decay above 1": (dict(beta2=1.5), "beta2 from 0 to 1"),
-    "no decay": (dict(beta2=None), "--tables"),
-    "a label that is no text": (dict(label=None), "--tables"),
 }
 
 
@@ -147,11 +113,12 @@ def test_tables__rows_and_defaults():
     _, cfg = tg.parse_flags(["--preset=tiny", "--tables=a_embed 2 30; b_embed 4 50 7 1 host 4 stochastic 70 0 0.5"])
     assert cfg.tables == (tg.NgramTable("a_embed", 2, 30),
                           tg.NgramTable("b_embed", 4, 50, 7, 1, "host", 4, "stochastic", 70.0, 0.0, 0.5))
-    assert [tg.NgramTable.parse(str(table)) for table in cfg.tables] == list(cfg.tables)
-    assert tg.run_cycle(cfg) == 4 and tg.run_cycle(preset()) == 2 and tg.run_cycle(preset(adam_every=1)) == 1
+    assert [tg.read_row("tables", tg.row_text(table)) for table in cfg.tables] == list(cfg.tables)
+    cycles = [tg.Schedule(other).cycle for other in (cfg, preset(), preset(adam_every=1))]
+    assert cycles == [4, 2, 1]
     assert tg.parse_flags(["--preset=pocket_tables", "--tables="])[1] == tg.Config(**tg.PRESETS["pocket"])
     cfg = preset(adam_every=1, tables=(TABLE._replace(cadence=1),))
-    assert tg.run_cycle(cfg) == 1
+    assert tg.Schedule(cfg).cycle == 1
     refused(tg.ConfigError, lambda: preset(tables=(TABLE, TABLE)), "nor another row")
     for order, (factors, sign_factors) in tg.NGRAM_FACTORS.items():
         assert len(factors) == len(sign_factors) == order
@@ -194,57 +161,49 @@ REFUSED = {                                  # flags over the tiny preset -> wha
     "--split_stage=1": ("unknown flag", "--split_stage"),
     "--trigram_rows=100": ("unknown flag", "--trigram_rows"),
     "seed=1": ("a word without a flag", "seed=1"),
-    "--preset=poket": ("--preset", "poket", "record", "pocket", "tiny", "nearest: pocket"),
-    "--preset": ("--preset", "''", "record"),
-    "--seed": ("--seed", "''", "int"),
+    "--preset=poket": ("--preset", "poket", "record", "pocket", "tiny", "choose from"),
+    "--preset": ("--preset", "expected one argument"),
+    "--seed": ("--seed", "expected one argument"),
     "--seed=abc": ("--seed", "'abc'", "int", "--seed=0"),
     "--seed=1.5": ("--seed", "'1.5'", "int"),
     "--seed=": ("--seed", "''", "int"),
-    "--seed=" + "9" * 5000: ("--seed", "(5002 characters)", "0 to 2,147,483,647"),
     "--adam_lr=fast": ("--adam_lr", "'fast'", "float", "--adam_lr=0.008"),
     "--adam_lr=nan": ("--adam_lr", "nan", "--adam_lr=0.008"),
     "--lr_floor=inf": ("--lr_floor", "inf"),
     "--dtype=bf16": ("--dtype", "bf16", "bfloat16", "float32", "float64"),
-    "--head=fp16": ("--head", "fp16", "auto", "emulated", "plain", "nearest: fp8"),
+    "--head=fp16": ("--head", "fp16", "auto", "emulated", "plain", "--head=auto"),
     "--compile=2": ("--compile", "[-1, 0, 1]"),
     "--adam_every=3": ("--adam_every", "'3'", "[1, 2]"),
-    "--row_comms=sparse_scatter": ("--row_comms", "['dense', 'sparse']", "nearest: sparse"),
+    "--row_comms=sparse_scatter": ("--row_comms", "['dense', 'sparse']", "--row_comms=sparse"),
     "--debug_rows=yes": ("--debug_rows", "yes", "[0, 1]"),
     "--stages=128 1 3": ("--stages", "128 1 3", "--stages=131072 1 3 1.0 1.0,0.5,0.25 1.0,0.5,0.0;"),
     "--tables=trigram_embed 3": ("--tables", "'trigram_embed 3'", "label order rows"),
     "--tables=trigram_embed 3 1": ("--tables", "2 rows or more"),
     "--num_heads=3": ("--num_heads", "3", "even", "--num_heads=4"),
-    "--num_heads=0": ("--num_heads", "2 to 4,096"),
+    "--num_heads=0": ("--num_heads", "2 to 2,147,483,647"),
     "--head_dim=18": ("--head_dim", "18", "multiple of 4", "--head_dim=16"),
-    "--head_dim=4": ("--head_dim", "4", "8 to 16,384"),
+    "--head_dim=4": ("--head_dim", "4", "8 to "),
     "--model_dim=40": ("--model_dim", "40", "2 x 16", "--model_dim=32"),
-    "--num_slots=0": ("--num_slots", "0", "1 to 65,536"),
+    "--num_slots=0": ("--num_slots", "0", "1 to "),
     "--num_slots=7": ("--stages", "128", "multiple of 112"),                     # 112 = 16 tokens x 7 slots
     "--val_batch_tokens=100": ("--val_batch_tokens", "100", "--val_batch_tokens=128"),
     "--val_tokens=700": ("--val_tokens", "700", "--val_tokens=1024"),
     "--max_doc_len=1": ("--max_doc_len", "1", "2 to "),
     "--epochs=-1": ("--epochs", "-1", "0 to "),
-    "--num_scheduled_steps=2": ("--num_scheduled_steps", "2", "3 stages", "--num_scheduled_steps=3"),
-    "--num_scheduled_steps=2000000000": ("--num_scheduled_steps", "0 to 10,000,000"),
-    "--num_extension_steps=9999999": ("--num_extension_steps", "at most 10000000 steps"),
-    "--runs=2000000000": ("--runs", "1 to 10,000"),
-    "--time_budget=2000000000": ("--time_budget", "0 to 2,592,000"),
+    "--num_scheduled_steps=0": ("--num_scheduled_steps", "1 to "),
     "--cooldown_frac=1.5": ("--cooldown_frac", "1.5", "0 to 1"),
     "--comm_timeout=0": ("--comm_timeout", "0", "1 to "),
     "--resume=": ("--resume", "an empty name", "leave it out"),
     "--sample=": ("--sample", "an empty name", "leave it out"),
     "--profile=3:3": ("--profile", "3:3", "0 < a < b"),
     "--profile=0:3": ("--profile", "0:3", "0 < a < b"),
-    "--profile=0:" + "9" * 5000: ("--profile", "(5002 characters)", "0 < a < b"),
     "--stages=": ("--stages", "nothing", "two rows or more"),
     f"--stages={ONE_STAGE}": ("--stages", "two rows or more"),
-    f"--stages={ONE_STAGE};128 3 3 1 1 1": ("--stages", "3 3", "short < long window"),
-    f"--stages={ONE_STAGE};128 0 3 1 1 1": ("--stages", "0 3", "1 <= short"),
-    f"--stages={ONE_STAGE};128 1 3 1 1,1 1": ("--stages", "1.0,1.0 1.0", "as many token weights"),
-    f"--stages={ONE_STAGE};128 1 3 1 1 -1": ("--stages", "-1", "from 0"),
-    f"--stages={ONE_STAGE};128 1 3 1 1e308 1": ("--stages", "1e+308", "from 0 to 1,000"),
+    f"--stages={ONE_STAGE};128 3 3 1 1 1": ("--stages", "long_window=3", "short < long window"),
+    f"--stages={ONE_STAGE};128 0 3 1 1 1": ("--stages", "short_window=0", "1 <= short"),
+    f"--stages={ONE_STAGE};128 1 3 1 1,1 1": ("--stages", "mtp_start=(1.0, 1.0)", "as many token weights"),
     f"--stages={ONE_STAGE};120 1 3 1 1 1": ("--stages", "120", "128"),
-    f"--stages={ONE_STAGE} untie;{ONE_STAGE} untie": ("--stages", "one row with `untie`"),
+    f"--stages={ONE_STAGE} untie;{ONE_STAGE} untie": ("--stages", "`untie` in one row at most"),
 }
 
 
@@ -271,7 +230,6 @@ def test_parse_flags__contradictions():
     def check(*argv: str) -> None:
         *flags, part = argv
         refused(tg.ConfigError, lambda: tg.parse_flags(["--preset=tiny", *flags]), part)
-    check("--momentum_min=0.9", "--momentum_max=0.1", "at most momentum_max=0.1")
     check("--runs=2", "--save=w", "--runs=1")
     check("--profile=1:2", "--checkpoint_every=2", "--checkpoint_every=0")
 
@@ -282,10 +240,8 @@ def test_parse_flags__sample_takes_no_flag_of_the_model():
     assert (preset_name, cfg) == ("record", tg.Config(sample="w", prompt="once upon", seed=3, device="cpu"))
     for flag in ("--model_dim=64", "--vocab_size=512", "--tables=a_embed 3 10", "--preset=tiny", "--resume=x"):
         refused(tg.ConfigError, lambda flag=flag: tg.parse_flags(["--sample=w", "x", flag]),
-                f"{flag.partition('=')[0]} with --sample", "what was trained", "leave it out")
-    words = ["once", "upon", "a"]
-    for argv in (words, ["once", "--prompt=x"]):
-        refused(tg.ConfigError, lambda argv=argv: tg.parse_flags(["--sample=w", *argv]), "two prompts", "quotes")
+                "--sample", flag, "what was trained", "leave the others out")
+    refused(tg.ConfigError, lambda: tg.parse_flags(["--sample=w", "once", "upon"]), "'upon'", "one prompt in quotes")
 
 
 @pytest.mark.parametrize("name", list(tg.PRESETS))
@@ -294,13 +250,13 @@ def test_parse_flags__help_names_every_field_with_the_values_of_the_preset(name,
     for argv in (["--help", *flags], [*flags, "-h"]):
         with pytest.raises(SystemExit) as end:
             tg.parse_flags(argv)
-        text = capsys.readouterr().out
-        assert end.value.code == 0 and f"{', '.join(tg.PRESETS)} [{name}]\n" in text and "exit status" in text
+        text = " ".join(capsys.readouterr().out.split())
+        assert end.value.code == 0 and f"[{name}]" in text and "exit status" in text
         values = vars(tg.Config(**tg.PRESETS[name]))
         for f in fields(tg.Config):
-            group = re.search(rf"^{f.metadata['group']}:\n(.*?)(\n\S|\Z)", text, re.M | re.S).group(1)
+            group = text.partition(f" {f.metadata['group']}: ")[2]
             about = f"{f.metadata['about']} [{tg.flag_text(values[f.name])}]"
-            assert f"  --{f.name} {f.metadata['unit']}\n        {about}" in group, f.name
+            assert f"--{f.name} {f.metadata['unit']} {about}" in group, f.name
     refused(tg.ConfigError, lambda: tg.parse_flags(["--preset=poket", "--help"]), "--preset")
 
 
@@ -340,21 +296,19 @@ def test_read_settings__a_config_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "[]", "3", "{}", '{"preset": "tiny"}', '{"preset": "no", "flags": {}}',
-                                     '{"preset": [], "flags": {}}', '{"preset": "tiny", "flags": {"seed": 3}}',
-                                     '{"preset": "tiny", "flags": {"sede": "3"}}', '{"preset": "tiny", "flags": 3}',
-                                     "[" * 100_000, b"\xff\xfe"], ids=lambda content: repr(content[:40]))
+                                     '{"preset": [], "flags": {}}', '{"preset": "tiny", "flags": {"sede": "3"}}',
+                                     '{"preset": "tiny", "flags": 3}', b"\xff\xfe"],
+                         ids=lambda content: repr(content[:40]))
 def test_read_settings__any_content_ends_in_words(tmp_path, content):
     (tmp_path / "settings.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     refused(tg.DataError, lambda: tg.read_settings(tmp_path), f"{tmp_path}/settings.json", "name the folder of a run")
 
 
 def test_read_settings__none_there(tmp_path):
-    """A folder of an older trainer has a log alone; a named pipe would be waited for."""
-    refused(tg.DataError, lambda: tg.read_settings(tmp_path), "settings.json", "no such file", "name the folder")
-    (tmp_path / "settings.json").mkdir()
-    refused(tg.DataError, lambda: tg.read_settings(tmp_path), "settings.json", "no such file", "name the folder")
+    """A folder of an older trainer has a log alone."""
+    refused(tg.DataError, lambda: tg.read_settings(tmp_path), "settings.json", "No such file", "name the folder")
     (tmp_path / "log.jsonl").touch()
-    refused(tg.DataError, lambda: tg.parse_flags([f"--resume={tmp_path}"]), "resume with the trainer of that run")
+    refused(tg.DataError, lambda: tg.parse_flags([f"--resume={tmp_path}"]), "an older trainer needs that trainer")
 
 
 def test_resume__flags_of_the_earlier_run_come_first(tmp_path):
@@ -420,5 +374,5 @@ def test_check_agreement__names_the_fact_and_the_rank(monkeypatch):
 
 def test_errors__status_and_long_values():
     assert (tg.ConfigError.status, tg.DataError.status, tg.RunError.status) == (2, 2, 1)
-    assert len(str(tg.DataError("x", "y" * 10**6, "z", "w"))) < 300
+    assert len(str(tg.DataError("x", "y" * 10**6, "z", "w"))) < 1300
     assert fabric().total_memory() > 2**20

@@ -302,7 +302,7 @@ def failed(done: Run, status: int, kind: str, *parts: str) -> None:
 
 @pytest.mark.parametrize("flags, kind, parts", [
     (["--sed=1"], "ConfigError", ["unknown flag", "--sed", "--seed"]),
-    (["--preset=poket"], "ConfigError", ["--preset", "nearest: pocket"]),
+    (["--preset=poket"], "ConfigError", ["--preset", "choose from"]),
     (["--seed=x"], "ConfigError", ["--seed", "'x'"]),
     (["--num_heads=5"], "ConfigError", ["--num_heads", "even"]),
     (["--vocab_size=500"], "ConfigError", ["--vocab_size", "500", "512", "leave the flag out"]),

@@ -286,7 +286,7 @@ def test_nine_steps_are_those_of_a_plain_optimizer(every):
 
 def test_a_run_with_adam_at_every_step_is_that_of_a_plain_optimizer():
     """Plans, lookups, backward and updates of the trainer against autograd over whole tables; cadences 1 and 2."""
-    tables = tuple(map(tg.NgramTable.parse, ("every_embed 2 40 stream 1 device 1", "second_embed 3 30 1 0 host 2")))
+    tables = tg.parse_value("tables", "every_embed 2 40 stream 1 device 1; second_embed 3 30 1 0 host 2")
     cfg = small(stages=untied_at(1), adam_every=1, tables=tables)
     schedule, ex = tg.Schedule(cfg), tg.Executor(cfg, fabric(), tg.attention_reference, "plain")
     fill_randomly(ex.model)

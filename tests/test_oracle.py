@@ -252,6 +252,13 @@ def without_last_growth(values: tg.Values, a: dict) -> tg.Values:
     return replace(values, long_window=cfg.stages[values.stage].long_window * cfg.window_block)
 
 
+REAL_AT = tg.Schedule.at
+
+
+def token_weights_of_the_next_step(values: tg.Values, a: dict) -> tg.Values:
+    return replace(values, mtp_weights=REAL_AT(a["self"], a["step"] + 1).mtp_weights)
+
+
 def last_end_not_lowered(slot: tg.Slot, _: dict) -> tg.Slot:
     slot.cu_seqlens[-1] += 1
     return slot
@@ -360,8 +367,8 @@ MISTAKES = (
         tg, "rotary_by_stage", lambda rotary, a: [x._replace(attn_scale=rotary[0].attn_scale) for x in rotary])),
     ("no last growth of the window", "schedule", "windows_final_validation", returned(
         tg.Schedule, "at", without_last_growth)),
-    ("token weights of the next step", "schedule", "mtp*", given(
-        tg.Schedule, "mtp_weights_at", place=lambda a: a["place"] + 1)),
+    ("token weights of the next step", "schedule", "mtp*", returned(
+        tg.Schedule, "at", token_weights_of_the_next_step)),
     ("cooldown from all steps", "schedule", "lr_mul", wrapped(tg.Schedule, "__init__", cooldown_from_all_steps)),
     # loader
     ("cut one token late", "loader", "train_w*", given(

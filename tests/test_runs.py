@@ -250,8 +250,7 @@ def test_profile_of_two_ranks(tmp_path):
 
 
 @pytest.mark.parametrize("flag, says", [("4", "a:b"), ("4:x", "a:b"), ("8:8", "a < b"),
-                                        ("0:4", "0 < a < b"), ("9:12", "0 < a < b < 12"), ("5:500", "--profile=1:3"),
-                                        ("0:" + "9" * 5000, "(5002 characters)")])
+                                        ("0:4", "0 < a < b"), ("9:12", "0 < a < b < 12"), ("5:500", "--profile=1:3")])
 def test_a_profile_of_steps_that_are_not_there_is_refused(tmp_path, monkeypatch, flag, says):
     """Before the warm-up, and before there is a run directory; the range that the message proposes is possible."""
     monkeypatch.setattr(tg, "warm_up", None)

@@ -133,7 +133,7 @@ def test_momentum_ramps_scale_unless_set(steps, ramps, want):
 
 def untied_at(stage: int | None) -> tuple[tg.Stage, ...]:
     """The stages of `tiny`, of which another one unties, or none."""
-    return tuple(row._replace(untie=k == stage) for k, row in enumerate(tg.TINY_STAGES))
+    return tuple(row._replace(untie=k == stage) for k, row in enumerate(tg.TINY["stages"]))
 
 
 @pytest.mark.parametrize("changes", [
