@@ -3112,12 +3112,6 @@ def polar_express(x: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def norm_axis(matrices: Sequence[int]) -> int:
-    """Return the axis over which NorMuon takes means of squares: along rows, or along columns of wide matrices."""
-    height, width = matrices[-2:]
-    return -1 if height >= width else -2
-
-
 def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor, beta2: float,
                       polar_dtype: torch.dtype) -> Tensor:
     """Return orthogonalised Nesterov momentum, normalised per row at an unchanged Frobenius norm (arXiv 2510.05491).
@@ -3125,7 +3119,7 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor
     momentum.add_((grad - momentum) * (1 - mu))
     nesterov = grad * (1 - mu) + momentum * mu
     o = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
-    axis = norm_axis(grad.shape)
+    axis = -1 if second.shape[-1] == 1 else -2                                # the one that second lacks
     mean_square = o.square().mean(dim=axis, keepdim=True)                     # shaped like second
     second.lerp_(mean_square, 1 - beta2)
     scale = second.clamp_min(1e-10).rsqrt()
@@ -3140,24 +3134,15 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor
 
 
 def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
-    """Join a bf16 weight and the 16 bits below it (i16 words) to the f32 weight (recipe 3.2)."""
+    """Join a bf16 weight and the 16 bits below it (i16 words, whose sign is a bit like others) to the f32 weight."""
     upper = p.view(torch.int16).int() << 16
-    lower = mantissa.int() & 0xFFFF                                           # without its sign
-    return (upper | lower).view(torch.float32)
-
-
-def split_mantissa(exact: Tensor, p: Tensor, mantissa: Tensor) -> None:
-    """Split an f32 weight into the bf16 weight and its lower 16 bits, in place: truncated, never rounded."""
-    words = exact.view(torch.int32)
-    p.copy_((words >> 16).to(torch.int16).view(torch.bfloat16))
-    mantissa.copy_((words & 0xFFFF).to(torch.int16))
+    return (upper | mantissa.int() & 0xFFFF).view(torch.float32)
 
 
 def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second: Tensor,
                    grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
-    """Make one NorMuon step on matrices p (M, r, c), or their upper halves with a mantissa, in place; decay is
-    cautious.
-    grad (M, r, c) a plain sum over slots; lr_muls (M, 1, 1); lr (), decay () = weight decay x lr."""
+    """Make one NorMuon step on matrices p (M, r, c), or on the upper halves of f32 weights with a mantissa, in place.
+    grad (M, r, c) a plain sum over slots; lr_muls (M, 1, 1); lr (), decay () = weight decay x lr, cautious."""
     grad = grad.to(momentum.dtype) * grad_scale
     update = normuon_direction(grad, momentum, second, mu, beta2, p.dtype)
     rates = lr_muls * lr
@@ -3166,8 +3151,11 @@ def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: T
     moved = exact - exact * agrees * decay * rates - update * rates           # in that order (recipe 3.1)
     if mantissa is None:
         p.copy_(moved)
-    else:
-        split_mantissa(moved, p, mantissa)
+        return
+    # The f32 weight is cut in two halves, never rounded: together they are all of it (recipe 3.2).
+    words = moved.view(torch.int32)
+    p.copy_((words >> 16).to(torch.int16).view(torch.bfloat16))
+    mantissa.copy_(words.to(torch.int16))
 
 
 def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
@@ -3215,8 +3203,7 @@ def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
 def row_bits(seed: int, label: str, rows: Tensor, number: Tensor) -> Tensor:
     """Return the random bits of logical rows (u,) i64 in a table's update, (u,) i32; number () i32 of the update."""
     checksum = zlib.crc32(f"{seed}/{label}".encode())
-    signed = checksum - (checksum >> 31 << 32)                # as an i32
-    return lowbias32(lowbias32(rows.int() ^ signed) ^ number)
+    return lowbias32(lowbias32((rows ^ checksum).int()) ^ number)             # the lower 32 bits of the i64
 
 
 def lowbias32(x: Tensor) -> Tensor:
@@ -3237,7 +3224,9 @@ def initial_state(row: Parameter, shard: Tensor) -> dict[str, Tensor]:
     zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
     if row.optimizer == "adam":
         return dict(m=zeros(shard), v=zeros(shard))
-    state = dict(momentum=zeros(shard), second=zeros(shard.narrow(norm_axis(shard.shape), 0, 1)))
+    # NorMuon takes means of squares along rows, or along columns of wide matrices: the fewer numbers.
+    axis = -1 if shard.shape[-2] >= shard.shape[-1] else -2
+    state = dict(momentum=zeros(shard), second=zeros(shard.narrow(axis, 0, 1)))
     if shard.dtype == torch.bfloat16:
         state["mantissa"] = torch.zeros_like(shard, dtype=torch.int16)
     return state
@@ -3251,16 +3240,9 @@ def bank_matrices(row: Parameter, weight: Tensor) -> Tensor:
     return weight.view(-1, height, row.shape[-1])
 
 
-def needs_f32_main_grad(row: Parameter, accumulates: bool) -> bool:
-    """Return whether a rank writes a main_grad several times between clears. accumulates: over micro-batches."""
-    return accumulates or row.optimizer == "adam"
-
-
 def launch(fabric: Fabric, collective: Callable, *tensors: Tensor) -> Callable[[], object]:
     """Launch a collective of all ranks; one rank has what it needs. Returns the wait."""
-    if fabric.world == 1:
-        return no_wait
-    return collective(*tensors, async_op=True).wait
+    return no_wait if fabric.world == 1 else collective(*tensors, async_op=True).wait
 
 
 # ---- Entries of the orders: each reduces its gradient, updates what this rank owns, and gathers what others need.
@@ -3270,8 +3252,10 @@ class Small:
     def __init__(self, optimizer: Optimizer, rows: Sequence[Parameter]) -> None:
         self.optimizer = optimizer
         self.rows = rows
+        self.cadence = optimizer.cfg.adam_every
         self.weights = [optimizer.model.get_parameter(row.label) for row in rows]
-        self.states = [initial_state(row, p.data) for row, p in zip(rows, self.weights)]
+        for row, p in zip(rows, self.weights):
+            optimizer.state[row.label] = initial_state(row, p.data)
 
     def has_gradient(self) -> bool:
         return all(p.grad is not None for p in self.weights)
@@ -3284,8 +3268,8 @@ class Small:
     def update(self, values: Values) -> Callable[[], object]:
         self.wait()
         grads = self.grad.split([p.numel() for p in self.weights])
-        for row, p, grad, state in zip(self.rows, self.weights, grads, self.states):
-            self.optimizer.adam(row, p.data, grad.view_as(p), state, values)
+        for row, p, grad in zip(self.rows, self.weights, grads):
+            self.optimizer.adam(row, p.data, grad.view_as(p), values)
         self.clear()
         return no_wait
 
@@ -3303,9 +3287,11 @@ class Sharded:
         fabric = optimizer.fabric
         weight = optimizer.model.get_parameter(row.label)
         units = bank_matrices(row, weight.data)
+        is_bank = row.optimizer == "normuon"
         self.optimizer = optimizer
         self.row = row
         self.weight = weight
+        self.cadence = 1 if is_bank else optimizer.cfg.adam_every
 
         # Collectives want one block for all shards, so the weight moves into it for good.
         self.shard_size = -(-len(units) // fabric.world)
@@ -3315,36 +3301,41 @@ class Sharded:
         weight.data = self.padded[:len(units)].view(weight.shape)
         self.slice = slice(fabric.rank * self.shard_size, (fabric.rank + 1) * self.shard_size)
         self.shard = self.padded[:len(units)][self.slice]
-        self.state = initial_state(row, self.shard)
+        optimizer.state[row.label] = initial_state(row, self.shard)
 
-        # Sums of several writes want more bits than what travels, which has the weight's type.
-        in_f32 = needs_f32_main_grad(row, accumulates)
-        self.main_grad = units.new_zeros(room, dtype=accum_dtype(weight.dtype) if in_f32 else weight.dtype)
+        # Sums of several writes, of micro-batches or of Adam's steps, want more bits than what travels, which has the
+        # weight's type.
+        accum = accum_dtype(weight.dtype)
+        self.main_grad = units.new_zeros(room, dtype=accum if accumulates or not is_bank else weight.dtype)
         self.comm_buffer = self.main_grad
         if self.main_grad.dtype != weight.dtype and fabric.world > 1:
             self.comm_buffer = torch.zeros_like(self.padded)
         weight.main_grad = self.main_grad[:len(units)].view(weight.shape)
-        layers = len(weight) if row.optimizer == "normuon" else 1
-        weight.writes = torch.zeros(layers * len(row.parts), dtype=torch.int64)
-        self.backwards: int | None = None                                     # since the clear; None: no call so far
+        weight.writes = torch.zeros(len(row.parts) * (len(weight) if is_bank else 1), dtype=torch.int64)
+        self.backwards = 0               # passes since the clear, each of which writes every part once
 
         # Tall matrices move by the root of their aspect ratio, down matrices of the MLP by twice that.
-        if row.optimizer == "normuon":
+        if is_bank:
             aspect = max(1.0, units.shape[-2] / units.shape[-1]) ** 0.5
-            lr_muls = units.new_full((len(units), 1, 1), aspect, dtype=accum_dtype(weight.dtype))
+            lr_muls = units.new_full((len(units), 1, 1), aspect, dtype=accum)
             if row.label == "mlp":
                 lr_muls[1::UP_AND_DOWN] *= DOWN_LR_MUL                        # up, down, up, down, ...
             self.lr_muls = lr_muls[self.slice]
 
     def has_gradient(self) -> bool:
         """Raises RunError unless every backward pass wrote each part of the main_grad once."""
-        if self.backwards is None:
-            return False
         writes = self.weight.writes
         need(writes.eq(self.backwards).all(), f"main_grad of {self.row.label}", f"written {writes.tolist()} times, by "
              "part", f"{self.backwards} times each, once in every backward pass since the last update",
              "a micro-batch was lost or ran twice: drop_gradients, and repeat the step", RunError)
-        return True
+        return self.backwards > 0
+
+    def add_zeros(self) -> None:
+        """Begin a gradient where there is none, as a pass that wrote zeros."""
+        if self.backwards == 0:
+            self.backwards = 1
+            self.weight.writes.fill_(1)
+            self.main_grad.zero_()
 
     def reduce(self) -> None:
         if self.comm_buffer is not self.main_grad:
@@ -3355,12 +3346,12 @@ class Sharded:
     def update(self, values: Values) -> Callable[[], object]:
         """Update the shard; returns the wait for those of the other ranks."""
         self.wait()
-        grad = self.grad[:len(self.shard)]
         optimizer = self.optimizer
-        state = self.state
+        grad = self.grad[:len(self.shard)]
         if self.row.optimizer == "adam":
-            optimizer.adam(self.row, self.shard, grad, state, values)
+            optimizer.adam(self.row, self.shard, grad, values)
         elif len(self.shard) > 0:
+            state = optimizer.state[self.row.label]
             lr = cpu_scalar(values.normuon_lr)
             decay = lr * optimizer.cfg.normuon_weight_decay                   # times the rate again in the update
             optimizer.normuon_update(
@@ -3371,7 +3362,7 @@ class Sharded:
 
     def clear(self) -> None:
         """Drop the gradient. The main_grad keeps what it holds: the next write overwrites it."""
-        self.backwards = None
+        self.backwards = 0
         self.weight.grad = None
         self.weight.writes.zero_()
 
@@ -3383,7 +3374,9 @@ class TableEntry:
         self.optimizer = optimizer
         self.row = row
         self.table = table
-        self.state = {} if table.home else initial_state(row, table.shard)
+        self.cadence = row.rows.cadence
+        if table.home is None:
+            optimizer.state[row.label] = initial_state(row, table.shard)
 
     def has_gradient(self) -> bool:
         return len(self.table.pending) > 0
@@ -3394,14 +3387,15 @@ class TableEntry:
     def update(self, values: Values) -> Callable[[], object]:
         """Update, and launch the rows of the next cycle: the first lookup waits for them."""
         self.wait()
+        optimizer = self.optimizer
         if self.table.home:
-            self.optimizer.rowwise(self.row, self.table, self.grad, values)
+            optimizer.rowwise(self.row, self.table, self.grad, values)
         else:
-            self.optimizer.adam(self.row, self.table.shard, self.grad, self.state, values)
+            optimizer.adam(self.row, self.table.shard, self.grad, values)
         self.clear()
-        plans = self.optimizer.plans_ahead()
+        plans = optimizer.plans_ahead()
         if plans is not None:
-            self.table.fetch(plans[self.row.label], self.optimizer.model.lm_head)
+            self.table.fetch(plans[self.row.label], optimizer.model.lm_head)
         return no_wait
 
     def clear(self) -> None:
@@ -3427,16 +3421,16 @@ class Optimizer:
         self.plans_ahead: Callable = no_wait                                  # of the step in progress
 
         # By label: the state of what this rank owns. Its names are those of snapshots and checkpoints.
-        self.parameters = {row.label: row for row in parameter_table(cfg)}
-        small = [row for row in self.parameters.values() if not row.sharded]
+        self.state: dict[str, dict[str, Tensor]] = {}
+        parameters = parameter_table(cfg)
+        small = [row for row in parameters if not row.sharded]
         self.entries: dict[str, Small | Sharded | TableEntry] = {SMALL: Small(self, small)}
-        self.state = {row.label: state for row, state in zip(small, self.entries[SMALL].states)}
-        for label, row in self.parameters.items():
-            if row.sharded:
-                entry = TableEntry(self, row, tables[label]) if row.rows else Sharded(self, row, accumulates)
-                self.entries[label] = entry
-                if entry.state:
-                    self.state[label] = entry.state
+        for row in parameters:
+            if row.rows:
+                self.entries[row.label] = TableEntry(self, row, tables[row.label])
+            elif row.sharded:
+                self.entries[row.label] = Sharded(self, row, accumulates)
+        self.sharded = [entry for entry in self.entries.values() if isinstance(entry, Sharded)]
 
         ngrams = [table.label for table in cfg.tables]
         self.reduce_order = (*REDUCE_ORDER[:-1], *ngrams, REDUCE_ORDER[-1])
@@ -3445,16 +3439,13 @@ class Optimizer:
 
     def count_backward(self) -> None:
         """Expect each part of a main_grad to be written once more."""
-        for entry in self.entries.values():
-            if isinstance(entry, Sharded):
-                entry.backwards = (entry.backwards or 0) + 1
+        for entry in self.sharded:
+            entry.backwards += 1
 
     def add_zeros(self) -> None:
         """Begin a gradient where there is none: a rank with nothing to add still joins what all ranks reduce."""
-        for entry in self.entries.values():
-            if isinstance(entry, Sharded) and entry.backwards is None:
-                entry.backwards = 0
-                entry.main_grad.zero_()
+        for entry in self.sharded:
+            entry.add_zeros()
         for p in self.entries[SMALL].weights:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
@@ -3464,14 +3455,14 @@ class Optimizer:
         """Reduce, update and gather what this step updates, then clear its gradients; the others keep theirs.
         plans_ahead() gives the plans of the next cycle, or None. Raises RunError without a gradient."""
         self.plans_ahead = plans_ahead
-        active = [label for label in self.entries if self.is_due(label, values)]
+        active = [label for label, entry in self.entries.items() if (values.step + 1) % entry.cadence == 0]
         missing = [label for label in active if not self.entries[label].has_gradient()]
         need(not missing, "optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first",
              RunError)
 
         # Tied, head and embedding are one parameter with one gradient.
         head = self.model.lm_head
-        tied_update = values.adam_step and values.tied
+        tied_update = values.tied and "embed" in active
         if tied_update:
             self.entries["embed"].table.add_to_head(head.main_grad)
             active.remove("embed")
@@ -3489,13 +3480,6 @@ class Optimizer:
         if values.untie:
             self._untie()
 
-    def is_due(self, label: str, values: Values) -> bool:
-        """Return whether this step updates an entry."""
-        kind = "adam" if label == SMALL else self.parameters[label].optimizer
-        if kind == "rowwise":
-            return (values.step + 1) % self.parameters[label].rows.cadence == 0
-        return kind == "normuon" or values.adam_step
-
     def _adam_numbers(self, row: Parameter, values: Values) -> tuple[int, Tensor, Tensor]:
         """Return the number of an update by Adam or a row-wise one, from 1, its step size and its decay."""
         cadence = self.cfg.adam_every if row.rows is None else row.rows.cadence
@@ -3506,7 +3490,8 @@ class Optimizer:
         decay = lr * lr * self.cfg.adam_weight_decay * row.wd_mul             # quadratic in the schedule (recipe 3.3)
         return number, cpu_scalar(lr * corrected), cpu_scalar(decay)
 
-    def adam(self, row: Parameter, p: Tensor, grad: Tensor, state: dict[str, Tensor], values: Values) -> None:
+    def adam(self, row: Parameter, p: Tensor, grad: Tensor, values: Values) -> None:
+        state = self.state[row.label]
         _, step_size, decay = self._adam_numbers(row, values)
         self.adam_update(p, grad, state["m"], state["v"], self.grad_scale, row.betas, self.cfg.adam_eps, step_size,
                          decay)
@@ -3532,17 +3517,17 @@ class Optimizer:
         """Make head and embedding two parameters; the embedding starts with the head's weights and moments."""
         W, rank = self.fabric.world, self.fabric.rank
         head = self.entries["lm_head"]
-        embed = self.entries["embed"]
-        D, V = self.model.lm_head.shape
+        weight = self.model.lm_head                                           # (D, V)
+
         # The head's moments are owned along D and the embedding's along V: once in a run every rank gets them all.
-        for name, moment in embed.state.items():
-            whole = moment.new_zeros(W * head.shard_size, V)
-            whole[head.slice][:len(head.shard)] = head.state[name]
+        for name, moment in self.state["embed"].items():
+            whole = moment.new_zeros(W * head.shard_size, weight.shape[1])
+            whole[head.slice][:len(head.shard)] = self.state["lm_head"][name]
             launch(self.fabric, dist.all_gather_into_tensor, whole, whole[head.slice])()
-            rows = whole[:D].t()[rank::W]
+            rows = whole[:len(weight)].t()[rank::W]
             moment[:len(rows)] = rows
-        rows = self.model.lm_head.t()[rank::W]
-        embed.table.shard[:len(rows)] = rows
+        rows = weight.t()[rank::W]
+        self.entries["embed"].table.shard[:len(rows)] = rows
 
 
 # ====== Room 8: Executor ==============================================================================================
@@ -3874,7 +3859,7 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
         gradient = item
         if not row.sharded:                                   # beside autograd's, one in the buffer that all ranks sum
             gradient += exact
-        elif needs_f32_main_grad(row, accumulates):
+        elif accumulates or row.optimizer == "adam":
             gradient = exact + (item if fabric.world > 1 and exact != item else 0)      # and a copy to send
         example = torch.empty(row.shape, dtype=dtype, device="meta")
         state = sum(x.nbytes for x in initial_state(row, bank_matrices(row, example)).values())
