@@ -3587,11 +3587,10 @@ class Executor:
 
     def shard(self, label: str, whole: Tensor) -> Tensor:
         """Return what this rank keeps of a whole weight: of a table every W-th row and zeros after them, else all."""
-        size = self.planner.shard_sizes.get(label)
-        if size is None:
+        if label not in self.planner.shard_sizes:
             return whole
         rows = whole[self.fabric.rank::self.fabric.world]
-        return F.pad(rows, (0, 0, 0, size - len(rows)))
+        return F.pad(rows, (0, 0, 0, self.planner.shard_sizes[label] - len(rows)))
 
     def exchange(self, plans: dict[str, TablePlan], group: Any = None) -> None:
         """Let ranks request rows of each other, in the caller's thread."""
@@ -3702,8 +3701,7 @@ class Executor:
         """Copy all that a run changes to the host. Returns the call that puts it back, bit by bit.
         In place: every tensor keeps its address, so that nothing recompiles."""
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
-        homes = {label: table.home for label, table in self.tables.items() if table.home}
-        touched = {label: list(home.touched()) for label, home in homes.items()}
+        touched = [(table.home, list(table.home.touched())) for table in self.tables.values() if table.home]
         rotary = self.rotary
         rng = torch.get_rng_state()
         cuda_rng = torch.cuda.get_rng_state(self.fabric.device) if self.fabric.on_cuda else None
@@ -3712,8 +3710,8 @@ class Executor:
         def restore() -> None:
             for name, x in self.state_tensors().items():
                 x.copy_(copies[name])
-            for label, home in homes.items():
-                home.load(touched[label])
+            for home, pieces in touched:
+                home.load(pieces)
             self.rotary = rotary
             self.drop_gradients()
             torch.set_rng_state(rng)
@@ -3753,9 +3751,8 @@ class Executor:
         """Return all weights but row-wise tables on the host of rank 0, in logical shapes. Collective.
         values: of the next step, or of the end; they say whether the embedding is still the head."""
         weights = {}
-        for label in self.model.table:
-            p = self.model.get_parameter(label).detach()
-            weights[label] = self._whole(label, p) if label in self.tables else p.to("cpu", copy=True)
+        for label, p in self.model.named_parameters():
+            weights[label] = self._whole(label, p) if label in self.tables else p.detach().to("cpu", copy=True)
         if values.tied:
             weights["embed"] = weights["lm_head"].t().contiguous()
         return weights
@@ -3776,14 +3773,13 @@ class Executor:
         for name, x in self.state_tensors().items():
             if name in buffers:
                 continue
+            # Of an optimizer's state each rank has its shard; of a weight, but of tables, all.
             label, is_state, _ = name.partition(".")
             entry = self.optimizer.entries.get(label)
-            part = wholes.get(name)
-            if part is not None:
-                part = part[entry.slice] if is_state and isinstance(entry, Sharded) else self.shard(label, part)
-            found = None if part is None else (part.dtype, *part.shape)
-            need(found == (x.dtype, *x.shape), f"{name} of a checkpoint", found, (x.dtype, *x.shape),
-                 "resume with the trainer and settings of that run", DataError)
+            part = wholes[name]
+            part = part[entry.slice] if is_state and isinstance(entry, Sharded) else self.shard(label, part)
+            need((part.dtype, part.shape) == (x.dtype, x.shape), f"{name} of a checkpoint", (part.dtype, *part.shape),
+                 (x.dtype, *x.shape), "resume with the trainer and settings of that run", DataError)
             x.copy_(part)
         self.drop_gradients()
 
@@ -3817,9 +3813,8 @@ LOGIT_COPIES_PLAIN = 6                   # the same in f32 or f64
 EVAL_ROWS_KEPT = 24                      # of width D in evaluation, in plain PyTorch; less where compiled
 
 
-def table_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> Counter:
+def table_bytes(table: Table, cfg: Config, fabric: Fabric) -> Counter:
     """Return what one rank keeps of a table, its cache and its gradients, by part: bounds, whatever a cycle reads."""
-    table = row.rows
     dtype = getattr(torch, cfg.dtype)
     line = cfg.model_dim * dtype.itemsize                     # bytes of a row
     exact_line = cfg.model_dim * accum_dtype(dtype).itemsize
@@ -3830,41 +3825,40 @@ def table_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> Counter:
         read = min(read, cycle_tokens // fabric.world * table.reads)
     if not table.is_rowwise:
         kept = shard_rows + (read if fabric.world > 1 else 0)
-        moments = initial_state(row, torch.empty(shard_rows, cfg.model_dim, dtype=dtype, device="meta")).values()
-        return Counter(weights=kept * line, gradients=kept * exact_line, moments=sum(x.nbytes for x in moments))
+        return Counter(weights=kept * line, gradients=kept * exact_line)
 
     # An update's rows stand on the device, in two sets beside a host home. Then come the gradients that are sent, those
     # that arrive, their sums, and the rows of the next update.
-    state = accum_dtype(dtype).itemsize + torch.int32.itemsize
+    with_state = line + accum_dtype(dtype).itemsize + torch.int32.itemsize
     live = min(shard_rows, cycle_tokens * table.reads)
     sets = 2 if table.home == "host" else 1
     home = ON_HOST if table.home == "host" or not fabric.on_cuda else "weights"
-    parts = Counter({home: shard_rows * (line + state), "row updates": (3 * read + live) * line + live * exact_line})
-    parts += Counter(weights=(read + sets * live) * line, gradients=read * exact_line, moments=sets * live * state)
-    return parts
+    parts = Counter({home: shard_rows * with_state, "row updates": (3 * read + live) * line + live * exact_line})
+    return parts + Counter(weights=read * line + sets * live * with_state, gradients=read * exact_line)
 
 
-def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> dict[str, int]:
+def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> Counter:
     """Return the bytes of each part of a run at its largest: counted, but for activations, which a model gives."""
     dtype = getattr(torch, cfg.dtype)
     exact = accum_dtype(dtype).itemsize
-    accumulates = slots_at_once * fabric.world < cfg.num_slots
     parts: Counter = Counter()
     for row in parameter_table(cfg):
         if row.rows:
-            parts += table_bytes(row, cfg, fabric)
-            continue
-        count = math.prod(row.shape)
-        item = exact if row.full_precision else dtype.itemsize
-        gradient = item
-        if not row.sharded:                                   # beside autograd's, one in the buffer that all ranks sum
-            gradient += exact
-        elif accumulates or row.optimizer == "adam":
-            gradient = exact + (item if fabric.world > 1 and exact != item else 0)      # and a copy to send
-        example = torch.empty(row.shape, dtype=dtype, device="meta")
-        state = sum(x.nbytes for x in initial_state(row, bank_matrices(row, example)).values())
-        owners = fabric.world if row.sharded else 1
-        parts += Counter(weights=count * item, gradients=count * gradient, moments=state // owners)
+            parts += table_bytes(row.rows, cfg, fabric)
+        else:
+            # Beside a gradient: another in the buffer that all ranks sum, or what travels where sums want more bits.
+            item = exact if row.full_precision else dtype.itemsize
+            gradient = item
+            if not row.sharded:
+                gradient += exact
+            elif row.optimizer == "adam" or slots_at_once * fabric.world < cfg.num_slots:
+                gradient = exact + (item if fabric.world > 1 and exact != item else 0)
+            count = math.prod(row.shape)
+            parts += Counter(weights=count * item, gradients=count * gradient)
+        if row.optimizer != "rowwise":
+            example = torch.empty(row.shape, dtype=dtype, device="meta")
+            state = sum(x.nbytes for x in initial_state(row, bank_matrices(row, example)).values())
+            parts["moments"] += state // (fabric.world if row.sharded else 1)
 
     # Activations of the largest stage, or of evaluation, whose logits come in chunks; row updates need theirs later.
     line = cfg.model_dim * dtype.itemsize
@@ -3875,10 +3869,10 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
     evaluation = cfg.val_batch_tokens * EVAL_ROWS_KEPT * line
     working = slots_at_once * max(training, evaluation) // cfg.num_slots
     parts["working"] = max(working, parts.pop("row updates", 0))
-    return dict(parts)
+    return parts
 
 
-def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict[str, int]]:
+def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, Counter]:
     """Return how many slots go through the model together, and the estimate of what that takes. Raises RunError.
     They follow from the card, not from what others use of it now: a run is the same each time."""
     local = cfg.num_slots // fabric.world
@@ -3888,7 +3882,7 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
         choices = [min(cfg.slots_per_micro_batch, local)]
     for slots_at_once in choices:
         estimate = memory_estimate(cfg, fabric, kernel, slots_at_once)
-        if sum(estimate.values()) - estimate.get(ON_HOST, 0) <= room:
+        if estimate.total() - estimate[ON_HOST] <= room:
             return slots_at_once, estimate
     parts = ", ".join(f"{part} {size / 2**30:.1f} GiB" for part, size in estimate.items())
     raise RunError("memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}", "more ranks, a larger device, more "
@@ -3909,10 +3903,9 @@ def file_sha256(path: Path) -> str:
 
 def sync_to_disk(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
-    if path.is_file() or os.name == "posix":
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
 
 
 @contextlib.contextmanager
@@ -3964,21 +3957,17 @@ def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]],
                 part.mkdir(parents=True)
         with fabric.failing_together(), refused(part):
             facts = {name: write(name, content) for name, content in contents}
-        files: dict[str, Any] = {}
-        for of_rank in fabric.gather(facts):
-            files.update(of_rank)
+        files = functools.reduce(operator.or_, fabric.gather(facts))
         with fabric.failing_together(), refused(folder):
             if fabric.rank == 0:
                 write(MANIFEST, json.dumps(dict(format=max(MANIFEST_FORMATS), files=files), indent=1).encode())
                 sync_to_disk(part)
                 part.rename(folder)                           # fails if another run has taken the name
                 sync_to_disk(folder.parent)
-    except RunError:
-        if fabric.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
-        raise
     finally:
         UNFINISHED.discard(part)
+        if fabric.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)           # once it has its name, nothing is there
 
 
 def read_tensors(path: Path, manifest: dict[str, str]) -> Any:
@@ -4009,9 +3998,9 @@ def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[
             continue
         most_rows = max(1, PIECE_BYTES // sum(x[:1].nbytes for x in table.home.stored))
         for number, (places, state) in enumerate(table.home.touched(most_rows)):
-            content = dict(ids=places * fabric.world + fabric.rank, **state._asdict())
-            if not with_state:
-                del content["v"], content["last"]
+            content = dict(ids=places * fabric.world + fabric.rank, rows=state.rows)
+            if with_state:
+                content |= state._asdict()
             yield f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt", content
 
 
@@ -4029,15 +4018,15 @@ def own_rows(path: Path, manifest: dict[str, str], table: RowTable, with_state: 
     content = read_tensors(path, manifest)
     with damaged(path):
         ids = content["ids"]
-        columns = [content["rows"], torch.zeros(len(ids)), torch.ones(len(ids))]
-        if with_state:
-            columns[1:] = content["v"], content["last"]
+        if not with_state:
+            content |= dict(v=torch.zeros(len(ids)), last=torch.ones(len(ids)))
+        columns = [content[name] for name in RowState._fields]
         fits = ids.dtype == torch.int64 and ids[0] >= 0 and ids[-1] < table.table.rows and (ids.diff() > 0).all()
         for x, y in zip(columns, stored):
             fits = fits and x.shape == (len(ids), *y.shape[1:]) and (x.dtype == y.dtype or not with_state)
         need(fits, path, "other rows", f"ascending ones of {table.table.label}, below {table.table.rows}, in "
              f"{stored.rows.dtype}", "use the trainer and settings of that run", DataError)
-        mine = (ids % fabric.world == fabric.rank).nonzero().flatten()
+        mine = ids % fabric.world == fabric.rank
         return ids[mine] // fabric.world, RowState(*(x[mine].to(y.dtype) for x, y in zip(columns, stored)))
 
 
