@@ -4111,7 +4111,7 @@ class Log:
         self.last_good = earlier["last_good"]                 # validation, in words
         self.pending: list[tuple] = []   # steps whose loss nobody has seen: (fields, sums, tokens, event of the copy)
         self.files: dict[str, Any] = {}
-        self.bar: Any = None
+        self.on_terminal = fabric.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
         if fabric.rank == 0:
             with refused(run_dir):
                 run_dir.mkdir(parents=True, exist_ok=True)
@@ -4119,8 +4119,8 @@ class Log:
                     self.files[name] = open(run_dir / name, "xb", buffering=0)
                 for name, content in beside.items():
                     (run_dir / name).write_bytes(content)
-            for name, text in earlier["lines"].items():
-                self._write(name, text.encode())
+        for name, text in earlier["lines"].items():
+            self._write(name, text.encode())
 
     def seen(self) -> dict[str, Any]:
         self.flush()
@@ -4134,8 +4134,14 @@ class Log:
         """Write a line of log.txt, and show it on the console unless that gets only a selection."""
         self._write("log.txt", (line + "\n").encode("utf-8", "replace"))
         if console:
-            with self.bar.external_write_mode() if self.bar else contextlib.nullcontext():    # above the bar
-                self.fabric.say(line)
+            self.show("")
+            self.fabric.say(line)
+
+    def show(self, progress: str) -> None:
+        """Put this in the place of the last line of a terminal, and let whatever follows overwrite it."""
+        if self.on_terminal:
+            with contextlib.suppress(OSError):
+                print(f"\r\x1b[K{progress}\r", end="", file=sys.stderr, flush=True)
 
     def _write(self, name: str, data: bytes) -> None:
         file = self.files.get(name)                                           # of rank 0, until the log is closed
@@ -4153,28 +4159,20 @@ class Log:
         self.event("phase", name=name, ms=round(ms, 3), timed=timed)
         self.text(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
-    def open_bar(self) -> None:
-        seen = self.fabric.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
-        if seen and importlib.util.find_spec("tqdm"):
-            from tqdm import tqdm
-            self.bar = tqdm(desc="steps", total=self.total, leave=False, dynamic_ncols=True, initial=self.done)
-
     def step(self, losses: Losses, ms: float) -> None:
         """Count one more step. ms is host time: on a GPU the step is launched, not finished."""
-        self.tokens += losses.tokens * self.fabric.world
-        fields = dict(step=self.done + 1, train_time_ms=round(ms, 3), tokens=self.tokens)
-        if self.schedule.cfg.time_budget:
-            place = self.schedule.place(self.done)
-            fields["place"] = place
-            self.total = round(self.schedule.total_steps * fields["step"] / max(place, 1))
         self.done += 1
+        self.tokens += losses.tokens * self.fabric.world
+        fields = dict(step=self.done, train_time_ms=round(ms, 3), tokens=self.tokens)
+        if self.schedule.cfg.time_budget:
+            place = self.schedule.place(self.done - 1)
+            fields["place"] = place
+            self.total = round(self.schedule.total_steps * self.done / max(place, 1))
 
-        # On a GPU the copy comes after the step; by the time it is looked at, the device is a cycle further.
-        sums, copied = losses.slot_sums, None
-        if sums.is_cuda:
-            sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
+        # On a GPU the copy comes after the step, into pinned memory; by the time that it is looked at, the device is a
+        # cycle further.
+        sums = losses.slot_sums.to("cpu", non_blocking=True)
+        copied = torch.cuda.current_stream().record_event() if losses.slot_sums.is_cuda else None
         self.pending.append((fields, sums, losses.tokens, copied))
         self.flush(keep=self.schedule.cfg.adam_every)
 
@@ -4190,12 +4188,10 @@ class Log:
             self.pending.pop(0)
 
             self.event("step", **fields, train_loss=loss)
-            on_console = self.bar is None and step % -(-self.total // PLAIN_LINES) == 0
+            on_console = not self.on_terminal and step % -(-self.total // PLAIN_LINES) == 0
             self.text(f"step:{step}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms", on_console)
-            if self.bar:
-                self.bar.total = self.total
-                self.bar.set_postfix_str(f"loss {loss:.3f}, {ms / step:.0f} ms/step")
-                self.bar.update()
+            to_go = (self.total - step) * ms / step / 1000
+            self.show(f"step {step} of {self.total}, loss {loss:.3f}, {ms / step:.0f} ms/step, {to_go:.0f} s to go")
 
     def check(self, loss: float, what: str) -> None:
         need(math.isfinite(loss), what, loss, f"a finite number (last good validation: {self.last_good})", "lower "
@@ -4222,11 +4218,10 @@ class Log:
                 file.write(last[name].encode("utf-8", "replace"))
 
     def close(self) -> None:
-        for file in (*self.files.values(), self.bar):
-            if file is not None:
-                file.close()
+        for file in self.files.values():
+            file.close()
         self.files = {}
-        self.bar = None
+        self.show("")
 
 
 def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
@@ -4840,7 +4835,6 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
         # The garbage collector passes over all that is there now: models and graphs are many objects.
         gc.collect()
         gc.freeze()
-        log.open_bar()
         if fabric.on_cuda:
             torch.cuda.reset_peak_memory_stats()
         with profile or contextlib.nullcontext():
@@ -4856,7 +4850,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
         failure = save_or_fall_back(log, run_id, preset, cfg, executor, validation.vocabulary) if cfg.save else None
         problems += [problem for problem in (data_ended, failure) if problem is not None]
         log.event("result", **result)
-        log.close()                                                           # no bar between the lines that follow
+        log.close()
         results.append(result)
 
     report(cfg, executor, validation, schedule.at(log.done), results)
