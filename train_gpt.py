@@ -3330,13 +3330,6 @@ class Sharded:
              "a micro-batch was lost or ran twice: drop_gradients, and repeat the step", RunError)
         return self.backwards > 0
 
-    def add_zeros(self) -> None:
-        """Begin a gradient where there is none, as a pass that wrote zeros."""
-        if self.backwards == 0:
-            self.backwards = 1
-            self.weight.writes.fill_(1)
-            self.main_grad.zero_()
-
     def reduce(self) -> None:
         if self.comm_buffer is not self.main_grad:
             self.comm_buffer.copy_(self.main_grad)
@@ -3443,9 +3436,13 @@ class Optimizer:
             entry.backwards += 1
 
     def add_zeros(self) -> None:
-        """Begin a gradient where there is none: a rank with nothing to add still joins what all ranks reduce."""
+        """Begin a gradient where there is none, as a pass that wrote zeros: a rank with nothing to add still joins what
+        all ranks reduce."""
         for entry in self.sharded:
-            entry.add_zeros()
+            if entry.backwards == 0:
+                entry.backwards = 1
+                entry.weight.writes.fill_(1)
+                entry.main_grad.zero_()
         for p in self.entries[SMALL].weights:
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
@@ -3553,7 +3550,7 @@ class Executor:
         self.cfg = cfg
         self.fabric = fabric
         self.precision = precision
-        self.rotary: Rotary | None = None                     # of which the model holds the angles
+        self.rotary: Rotary | None = None                     # whose angles the model holds
         self.accum_dtype = accum_dtype(getattr(torch, cfg.dtype))
         self.slots_at_once = slots_at_once or cfg.num_slots // fabric.world
         self.planner = Planner(cfg, fabric, self.exchange)
@@ -3607,10 +3604,10 @@ class Executor:
         """Add loss_weight * d(sum of this rank's slot losses) to the gradients.
         Calls add up until optim_step. No reduction over ranks, no division, no waiting for the device. A weight of 0
         adds zeros, whatever the loss: this rank still takes part in the update."""
+        # Rows of tables have been on their way since the last update.
         spans = self._attention_of(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
-        row_buffers = {}
-        for label, table in self.tables.items():
-            row_buffers[label] = table.rows_for_forward(batch.plans[label], self.model.lm_head)
+        head = self.model.lm_head
+        row_buffers = {label: table.rows_for_forward(batch.plans[label], head) for label, table in self.tables.items()}
 
         # Scalars are made on the device: a copy from the host would wait.
         scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.fabric.device)
@@ -3625,9 +3622,9 @@ class Executor:
             if loss_weight:
                 self.optimizer.count_backward()
                 slot_sums.sum().backward(backward_seed)
+            else:
+                self.optimizer.add_zeros()
             sums.append(slot_sums.detach())
-        if not loss_weight:
-            self.optimizer.add_zeros()
         return Losses(torch.cat(sums), batch.tokens.numel())
 
     def optim_step(self, values: Values, plans_ahead: Callable = no_wait) -> None:
@@ -3637,6 +3634,7 @@ class Executor:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], values: Values) -> float:
         """Return the mean loss per token (nats) over all ranks' batches: next token, no fp8, documents uncut."""
+        # The sum stays on the device, in f64: hundreds of batches would wait for as many copies, or round.
         total = torch.zeros((), dtype=torch.float64, device=self.fabric.device)
         tokens = 0
         for batch in batches:
@@ -3655,9 +3653,10 @@ class Executor:
     def next_logits(self, tokens: Sequence[int], values: Values) -> Tensor:
         """Return softcapped logits (V,) of the token that follows; every rank calls it.
         Longer contexts keep their last tokens, as many as a validation slot has."""
+        # A slot has a length that attention takes; no position looks at those after it, which are padding.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.num_slots):]
         length = -(-len(context) // SLOT_UNIT) * SLOT_UNIT
-        padded = np.zeros(length + 1, np.uint16)              # nothing looks at later positions
+        padded = np.zeros(length + 1, np.uint16)
         padded[:len(context)] = context
         slot = Slot(padded, np.asarray([0, length], np.int32))
         batch, = self.planner.batches("sample", [values], [[slot]])
@@ -3738,14 +3737,15 @@ class Executor:
         table = self.tables.get(label)
         if table is None and not isinstance(self.optimizer.entries.get(label), Sharded):
             return x.to("cpu", copy=True)
-        pieces = [self.fabric.gather(piece.cpu()) for piece in x.detach().split(PIECE_ROWS)]    # not all in one message
+        # Piece by piece: messages go through memory of the device.
+        pieces = [self.fabric.gather(piece.cpu()) for piece in x.detach().split(PIECE_ROWS)]
         if self.fabric.rank != 0:
             return None
         if table is None:
             return torch.cat([torch.cat(of_rank) for of_rank in zip(*pieces)])
-        # Row r is at rank r mod W.
+        # Row r is at rank r mod W, and padding follows the last.
         rows = torch.cat([torch.stack(of_ranks, dim=1).flatten(0, 1) for of_ranks in pieces])
-        return rows[:table.table.rows]                        # padding follows
+        return rows[:table.table.rows]
 
     def whole_weights(self, values: Values) -> dict[str, Tensor]:
         """Return all weights but row-wise tables on the host of rank 0, in logical shapes. Collective.
@@ -3789,16 +3789,15 @@ class Executor:
         which also logs them."""
         result = {}
         for label, table in self.tables.items():
-            for plan in table.pending:                        # the run ended inside their cycle
-                table.report_traffic(plan, dense_passes=1)    # no gradients went back
-            if table.home is not None:
+            # Plans of a cycle that the run ended in, whose gradients never went back, and rows of the last update.
+            for plan in table.pending:
+                table.report_traffic(plan, dense_passes=1)
+            if table.home:
                 table.home.settle()
-                table.totals.update(table.home.pop_traffic())                 # rows of the last update
-            total: Counter = Counter(dict.fromkeys(table.totals, 0))
-            for of_rank in self.fabric.gather(table.totals):
-                total.update(of_rank)
-            memory_bytes = table.memory_bytes(self.optimizer.state.get(label, {}).values())
-            result[label] = dict(total, memory_bytes=memory_bytes)
+                table.totals.update(table.home.pop_traffic())
+            everyone = self.fabric.gather(table.totals)
+            result[label] = {name: sum(totals[name] for totals in everyone) for name in table.totals}
+            result[label]["memory_bytes"] = table.memory_bytes(self.optimizer.state.get(label, {}).values())
         return result
 
 
@@ -3810,7 +3809,6 @@ SAVED_ROWS = 17                          # of width D, in each layer: 183 in 11 
 SAVED_ROWS_PLAIN = 26
 LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in fp8
 LOGIT_COPIES_PLAIN = 6                   # the same in f32 or f64
-EVAL_ROWS_KEPT = 24                      # of width D in evaluation, in plain PyTorch; less where compiled
 
 
 def table_bytes(table: Table, cfg: Config, fabric: Fabric) -> Counter:
@@ -3827,14 +3825,12 @@ def table_bytes(table: Table, cfg: Config, fabric: Fabric) -> Counter:
         kept = shard_rows + (read if fabric.world > 1 else 0)
         return Counter(weights=kept * line, gradients=kept * exact_line)
 
-    # An update's rows stand on the device, in two sets beside a host home. Then come the gradients that are sent, those
-    # that arrive, their sums, and the rows of the next update.
+    # An update's rows stand on the device, in two sets beside a host home: of this cycle and of the next.
     with_state = line + accum_dtype(dtype).itemsize + torch.int32.itemsize
-    live = min(shard_rows, cycle_tokens * table.reads)
-    sets = 2 if table.home == "host" else 1
+    live = min(shard_rows, cycle_tokens * table.reads) * (2 if table.home == "host" else 1)
     home = ON_HOST if table.home == "host" or not fabric.on_cuda else "weights"
-    parts = Counter({home: shard_rows * with_state, "row updates": (3 * read + live) * line + live * exact_line})
-    return parts + Counter(weights=read * line + sets * live * with_state, gradients=read * exact_line)
+    parts = Counter({home: shard_rows * with_state})
+    return parts + Counter(weights=read * line + live * with_state, gradients=read * exact_line)
 
 
 def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> Counter:
@@ -3860,15 +3856,15 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
             state = sum(x.nbytes for x in initial_state(row, bank_matrices(row, example)).values())
             parts["moments"] += state // (fabric.world if row.sharded else 1)
 
-    # Activations of the largest stage, or of evaluation, whose logits come in chunks; row updates need theirs later.
-    line = cfg.model_dim * dtype.itemsize
-    saved = len(LAYERS) * SAVED_ROWS * line + int(LOGIT_COPIES * cfg.padded_vocab * dtype.itemsize)
+    # Activations of the largest stage: evaluation, whose logits come in chunks, and row updates take less, unless slots
+    # are many and short.
+    saved = len(LAYERS) * SAVED_ROWS * cfg.model_dim * dtype.itemsize
+    logits = int(LOGIT_COPIES * cfg.padded_vocab * dtype.itemsize)
     if kernel is not attention_varlen:
-        saved = len(LAYERS) * SAVED_ROWS_PLAIN * line + LOGIT_COPIES_PLAIN * cfg.padded_vocab * exact
-    training = max(stage.batch_tokens for stage in cfg.stages) * saved
-    evaluation = cfg.val_batch_tokens * EVAL_ROWS_KEPT * line
-    working = slots_at_once * max(training, evaluation) // cfg.num_slots
-    parts["working"] = max(working, parts.pop("row updates", 0))
+        saved = len(LAYERS) * SAVED_ROWS_PLAIN * cfg.model_dim * dtype.itemsize
+        logits = LOGIT_COPIES_PLAIN * cfg.padded_vocab * exact
+    largest_batch = max(stage.batch_tokens for stage in cfg.stages)
+    parts["working"] = slots_at_once * largest_batch * (saved + logits) // cfg.num_slots
     return parts
 
 
@@ -3940,23 +3936,25 @@ def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]],
     """Write a new folder with these files of every rank, and give it its name once. Raises RunError. Collective.
     contents: (name, bytes or what torch.save takes), each made when the one before it is on the disk."""
     part = part_of(folder, run_id)
-    UNFINISHED.add(part)
 
     def write(name: str, content: Any) -> dict[str, Any]:
-        with open(part / name, "xb") as file:
+        path = part / name
+        with open(path, "xb") as file:
             if isinstance(content, bytes):
                 file.write(content)
             else:
                 torch.save(content, file)
-        sync_to_disk(part / name)
-        return dict(bytes=(part / name).stat().st_size, sha256=file_sha256(part / name))
+        sync_to_disk(path)
+        return dict(bytes=path.stat().st_size, sha256=file_sha256(path))
 
+    UNFINISHED.add(part)
     try:
         with fabric.failing_together(), refused(part):
             if fabric.rank == 0:
                 part.mkdir(parents=True)
         with fabric.failing_together(), refused(part):
             facts = {name: write(name, content) for name, content in contents}
+        # The name comes last, when every byte under it is on the disk.
         files = functools.reduce(operator.or_, fabric.gather(facts))
         with fabric.failing_together(), refused(folder):
             if fabric.rank == 0:
@@ -3967,7 +3965,7 @@ def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]],
     finally:
         UNFINISHED.discard(part)
         if fabric.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)           # once it has its name, nothing is there
+            shutil.rmtree(part, ignore_errors=True)           # of a failure; else nothing has this name any more
 
 
 def read_tensors(path: Path, manifest: dict[str, str]) -> Any:
@@ -3994,20 +3992,20 @@ def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[
     """Yield (name, content) of the files with this rank's touched rows of row-wise tables, by logical row number."""
     fabric = executor.fabric
     for label, table in executor.tables.items():
-        if table.home is None:
-            continue
-        most_rows = max(1, PIECE_BYTES // sum(x[:1].nbytes for x in table.home.stored))
-        for number, (places, state) in enumerate(table.home.touched(most_rows)):
-            content = dict(ids=places * fabric.world + fabric.rank, rows=state.rows)
-            if with_state:
-                content |= state._asdict()
-            yield f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt", content
+        if table.home:
+            # In pieces, for a table may be larger than the memory that is left.
+            most_rows = max(1, PIECE_BYTES // sum(x[:1].nbytes for x in table.home.stored))
+            for number, (places, state) in enumerate(table.home.touched(most_rows)):
+                content = dict(ids=places * fabric.world + fabric.rank, rows=state.rows)
+                if with_state:
+                    content |= state._asdict()
+                yield f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt", content
 
 
 def load_rows(folder: Path, manifest: dict[str, str], executor: Executor, with_state: bool) -> None:
     """Load the row-wise tables of a save or checkpoint: each rank takes the rows that it owns. Raises DataError."""
     for label, table in executor.tables.items():
-        if table.home is not None:
+        if table.home:
             names = [name for name in manifest if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name)]
             table.home.load(own_rows(folder / name, manifest, table, with_state) for name in names)
 
@@ -4021,6 +4019,8 @@ def own_rows(path: Path, manifest: dict[str, str], table: RowTable, with_state: 
         if not with_state:
             content |= dict(v=torch.zeros(len(ids)), last=torch.ones(len(ids)))
         columns = [content[name] for name in RowState._fields]
+
+        # The hash is right, but the file may be of another table, or of a trainer that went wrong.
         fits = ids.dtype == torch.int64 and ids[0] >= 0 and ids[-1] < table.table.rows and (ids.diff() > 0).all()
         for x, y in zip(columns, stored):
             fits = fits and x.shape == (len(ids), *y.shape[1:]) and (x.dtype == y.dtype or not with_state)
