@@ -3096,6 +3096,7 @@ POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16
     (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 DOWN_LR_MUL = 2.0                        # down matrices of the MLP, on top of the factor of their shape
+Wait = Callable[[], object]              # waits for what a collective was launched for
 
 
 def polar_express(x: Tensor) -> Tensor:
@@ -3119,6 +3120,8 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor
     momentum.add_((grad - momentum) * (1 - mu))
     nesterov = grad * (1 - mu) + momentum * mu
     o = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
+
+    # Rows, or columns of wide matrices, get equal norms in the long run: divided by the root of what theirs have been.
     axis = -1 if second.shape[-1] == 1 else -2                                # the one that second lacks
     mean_square = o.square().mean(dim=axis, keepdim=True)                     # shaped like second
     second.lerp_(mean_square, 1 - beta2)
@@ -3240,7 +3243,7 @@ def bank_matrices(row: Parameter, weight: Tensor) -> Tensor:
     return weight.view(-1, height, row.shape[-1])
 
 
-def launch(fabric: Fabric, collective: Callable, *tensors: Tensor) -> Callable[[], object]:
+def launch(fabric: Fabric, collective: Callable, *tensors: Tensor) -> Wait:
     """Launch a collective of all ranks; one rank has what it needs. Returns the wait."""
     return no_wait if fabric.world == 1 else collective(*tensors, async_op=True).wait
 
@@ -3265,7 +3268,7 @@ class Small:
         self.grad = torch.cat([p.grad.flatten().to(accum) for p in self.weights])
         self.wait = launch(self.optimizer.fabric, dist.all_reduce, self.grad)
 
-    def update(self, values: Values) -> Callable[[], object]:
+    def update(self, values: Values) -> Wait:
         self.wait()
         grads = self.grad.split([p.numel() for p in self.weights])
         for row, p, grad in zip(self.rows, self.weights, grads):
@@ -3294,13 +3297,15 @@ class Sharded:
         self.cadence = 1 if is_bank else optimizer.cfg.adam_every
 
         # Collectives want one block for all shards, so the weight moves into it for good.
-        self.shard_size = -(-len(units) // fabric.world)
+        count = len(units)
+        self.shard_size = -(-count // fabric.world)
         room = (self.shard_size * fabric.world, *units.shape[1:])
         self.padded = units.new_zeros(room)
-        self.padded[:len(units)] = units
-        weight.data = self.padded[:len(units)].view(weight.shape)
-        self.slice = slice(fabric.rank * self.shard_size, (fabric.rank + 1) * self.shard_size)
-        self.shard = self.padded[:len(units)][self.slice]
+        self.padded[:count] = units
+        weight.data = self.padded[:count].view(weight.shape)
+        first = fabric.rank * self.shard_size
+        self.slice = slice(first, first + self.shard_size)
+        self.shard = self.padded[:count][self.slice]
         optimizer.state[row.label] = initial_state(row, self.shard)
 
         # Sums of several writes, of micro-batches or of Adam's steps, want more bits than what travels, which has the
@@ -3310,14 +3315,14 @@ class Sharded:
         self.comm_buffer = self.main_grad
         if self.main_grad.dtype != weight.dtype and fabric.world > 1:
             self.comm_buffer = torch.zeros_like(self.padded)
-        weight.main_grad = self.main_grad[:len(units)].view(weight.shape)
+        weight.main_grad = self.main_grad[:count].view(weight.shape)
         weight.writes = torch.zeros(len(row.parts) * (len(weight) if is_bank else 1), dtype=torch.int64)
         self.backwards = 0               # passes since the clear, each of which writes every part once
 
         # Tall matrices move by the root of their aspect ratio, down matrices of the MLP by twice that.
         if is_bank:
             aspect = max(1.0, units.shape[-2] / units.shape[-1]) ** 0.5
-            lr_muls = units.new_full((len(units), 1, 1), aspect, dtype=accum)
+            lr_muls = units.new_full((count, 1, 1), aspect, dtype=accum)
             if row.label == "mlp":
                 lr_muls[1::UP_AND_DOWN] *= DOWN_LR_MUL                        # up, down, up, down, ...
             self.lr_muls = lr_muls[self.slice]
@@ -3336,14 +3341,14 @@ class Sharded:
         self.grad = self.comm_buffer[self.slice]
         self.wait = launch(self.optimizer.fabric, dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
-    def update(self, values: Values) -> Callable[[], object]:
+    def update(self, values: Values) -> Wait:
         """Update the shard; returns the wait for those of the other ranks."""
         self.wait()
         optimizer = self.optimizer
         grad = self.grad[:len(self.shard)]
         if self.row.optimizer == "adam":
             optimizer.adam(self.row, self.shard, grad, values)
-        elif len(self.shard) > 0:
+        elif len(self.shard) > 0:                             # more ranks than matrices: some have none
             state = optimizer.state[self.row.label]
             lr = cpu_scalar(values.normuon_lr)
             decay = lr * optimizer.cfg.normuon_weight_decay                   # times the rate again in the update
@@ -3377,7 +3382,7 @@ class TableEntry:
     def reduce(self) -> None:
         self.grad, self.wait = self.table.return_gradients()
 
-    def update(self, values: Values) -> Callable[[], object]:
+    def update(self, values: Values) -> Wait:
         """Update, and launch the rows of the next cycle: the first lookup waits for them."""
         self.wait()
         optimizer = self.optimizer
@@ -3425,15 +3430,11 @@ class Optimizer:
                 self.entries[row.label] = Sharded(self, row, accumulates)
         self.sharded = [entry for entry in self.entries.values() if isinstance(entry, Sharded)]
 
+        # Tables of n-grams come into both orders. An entry that is missing there would never be trained.
         ngrams = [table.label for table in cfg.tables]
         self.reduce_order = (*REDUCE_ORDER[:-1], *ngrams, REDUCE_ORDER[-1])
         self.update_order = (*UPDATE_ORDER[:-1], *ngrams, UPDATE_ORDER[-1])
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.entries), "an entry once in each"
-
-    def count_backward(self) -> None:
-        """Expect each part of a main_grad to be written once more."""
-        for entry in self.sharded:
-            entry.backwards += 1
 
     def add_zeros(self) -> None:
         """Begin a gradient where there is none, as a pass that wrote zeros: a rank with nothing to add still joins what
@@ -3452,6 +3453,7 @@ class Optimizer:
         """Reduce, update and gather what this step updates, then clear its gradients; the others keep theirs.
         plans_ahead() gives the plans of the next cycle, or None. Raises RunError without a gradient."""
         self.plans_ahead = plans_ahead
+        # What is missing is found before anything is launched, so that no weight has changed.
         active = [label for label, entry in self.entries.items() if (values.step + 1) % entry.cadence == 0]
         missing = [label for label in active if not self.entries[label].has_gradient()]
         need(not missing, "optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first",
@@ -3620,7 +3622,8 @@ class Executor:
             losses = self.model_losses(part, weights, backward_seed, spans, self.precision, row_buffers)
             slot_sums = losses.sum(dim=1)
             if loss_weight:
-                self.optimizer.count_backward()
+                for entry in self.optimizer.sharded:
+                    entry.backwards += 1                      # and each part of its main_grad is written once more
                 slot_sums.sum().backward(backward_seed)
             else:
                 self.optimizer.add_zeros()
@@ -4113,6 +4116,7 @@ class Log:
         self.files: dict[str, Any] = {}
         self.on_terminal = fabric.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
         if fabric.rank == 0:
+            # A log that is there is another run's. Without buffers a killed run leaves every line.
             with refused(run_dir):
                 run_dir.mkdir(parents=True, exist_ok=True)
                 for name in ("log.txt", "log.jsonl"):
@@ -4185,7 +4189,7 @@ class Log:
             loss = float(sums.sum()) / tokens
             step, ms = fields["step"], fields["train_time_ms"]
             self.check(loss, f"training loss of step {step - 1}")
-            self.pending.pop(0)
+            self.pending.pop(0)                                               # only now: `aborted` has it otherwise
 
             self.event("step", **fields, train_loss=loss)
             on_console = not self.on_terminal and step % -(-self.total // PLAIN_LINES) == 0
@@ -4232,6 +4236,7 @@ def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
 
 def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> None:
     """Run every graph the race will need, the largest stage first, on tokens from a formula; then restore the state."""
+    # Enough tokens for whatever a cycle of a stage reads. Ranks that compile keep others waiting for minutes.
     restore = executor.snapshot()
     timeout = cfg.comm_timeout * (LONG_PATIENCE if executor.compiling else 1)
     cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens, comm_timeout=timeout)
@@ -4282,6 +4287,7 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
          before_step: Callable[[int], object]) -> tuple[float, DataEnded | None]:
     """Train against the clock; return the final validation loss (nats per token), and why the data ended early, if so.
     On the clock: reading, packing, plans, steps, logging. Off the clock: validation. before_step(step): checkpoints."""
+    # The first batch is on the clock: reading and packing are part of training, as warm-up was not.
     data_ended = None
     clock.start()
     with log.phase("first batch", timed=True):
