@@ -3619,8 +3619,7 @@ class Executor:
         # Micro-batches change nothing but rounding: each adds its sums to the same gradients.
         sums = []
         for part in self._micro_batches(batch):
-            losses = self.model_losses(part, weights, backward_seed, spans, self.precision, row_buffers)
-            slot_sums = losses.sum(dim=1)
+            slot_sums = self.model_losses(part, weights, backward_seed, spans, self.precision, row_buffers).sum(dim=1)
             if loss_weight:
                 for entry in self.optimizer.sharded:
                     entry.backwards += 1                      # and each part of its main_grad is written once more
@@ -3736,7 +3735,7 @@ class Executor:
                 entry.clear()
 
     def _whole(self, label: str, x: Tensor) -> Tensor | None:
-        """Join the ranks' parts of a weight or its state, in logical order, on the host of rank 0. Collective."""
+        """Join the ranks' parts of a table or of a weight's state, in logical order, on rank 0's host. Collective."""
         table = self.tables.get(label)
         if table is None and not isinstance(self.optimizer.entries.get(label), Sharded):
             return x.to("cpu", copy=True)
@@ -3763,9 +3762,10 @@ class Executor:
     def whole_state(self, values: Values) -> dict[str, dict[str, Tensor]]:
         """Return weights and optimizer state as `whole_weights` does: equal at every W. Between cycles; collective."""
         moments = {}
-        for label, state in self.optimizer.state.items():
-            for name, x in state.items():
-                moments[f"{label}.{name}"] = self._whole(label, x)
+        for name, x in self.state_tensors().items():
+            label, is_state, _ = name.partition(".")
+            if is_state:
+                moments[name] = self._whole(label, x)
         return dict(weights=self.whole_weights(values), moments=moments)
 
     @torch.no_grad()
@@ -3798,9 +3798,11 @@ class Executor:
             if table.home:
                 table.home.settle()
                 table.totals.update(table.home.pop_traffic())
-            everyone = self.fabric.gather(table.totals)
-            result[label] = {name: sum(totals[name] for totals in everyone) for name in table.totals}
-            result[label]["memory_bytes"] = table.memory_bytes(self.optimizer.state.get(label, {}).values())
+            total = Counter(dict.fromkeys(table.totals, 0))
+            for of_rank in self.fabric.gather(table.totals):
+                total.update(of_rank)
+            memory_bytes = table.memory_bytes(self.optimizer.state.get(label, {}).values())
+            result[label] = dict(total, memory_bytes=memory_bytes)
         return result
 
 
@@ -4173,10 +4175,12 @@ class Log:
             fields["place"] = place
             self.total = round(self.schedule.total_steps * self.done / max(place, 1))
 
-        # On a GPU the copy comes after the step, into pinned memory; by the time that it is looked at, the device is a
-        # cycle further.
-        sums = losses.slot_sums.to("cpu", non_blocking=True)
-        copied = torch.cuda.current_stream().record_event() if losses.slot_sums.is_cuda else None
+        # On a GPU the copy comes after the step; by the time it is looked at, the device is a cycle further.
+        sums = losses.slot_sums
+        copied = None
+        if sums.is_cuda:
+            sums = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
+            copied = torch.cuda.current_stream().record_event()
         self.pending.append((fields, sums, losses.tokens, copied))
         self.flush(keep=self.schedule.cfg.adam_every)
 
@@ -4267,16 +4271,16 @@ def cycles_from(first: int, schedule: Schedule, clock: Clock) -> Iterator[list[V
     """Yield the Values of each cycle from step `first` on; runs on the loader's thread, a cycle ahead of the race.
     With a time budget the clock of rank 0 gives a cycle's place in the plan: the share of the budget that will be over
     when the cycle begins, if the one before it takes as long as the last."""
-    cfg, fabric = schedule.cfg, clock.fabric
+    budget = 1000 * schedule.cfg.time_budget                  # ms
     before = clock.ms
     for step in itertools.count(first, schedule.cycle):
-        if cfg.time_budget and len(schedule.places) <= step // schedule.cycle:
+        if budget and len(schedule.places) <= step // schedule.cycle:
             now = clock.ms
-            share = (now + (now - before)) / (1000 * cfg.time_budget)
+            share = (now + (now - before)) / budget
             before = now
             place = torch.tensor(share * schedule.total_steps, dtype=torch.float64)
-            if fabric.world > 1:
-                dist.broadcast(place, 0, group=fabric.plan_group)
+            if clock.fabric.world > 1:
+                dist.broadcast(place, 0, group=clock.fabric.plan_group)
             schedule.places.append(max([float(place), *schedule.places[-1:]]))
         if step >= schedule.end_step:
             return
