@@ -3819,8 +3819,9 @@ LOGIT_COPIES_PLAIN = 6                   # the same in f32 or f64
 def table_bytes(table: Table, cfg: Config, fabric: Fabric) -> Counter:
     """Return what one rank keeps of a table, its cache and its gradients, by part: bounds, whatever a cycle reads."""
     dtype = getattr(torch, cfg.dtype)
+    exact = accum_dtype(dtype).itemsize
     line = cfg.model_dim * dtype.itemsize                     # bytes of a row
-    exact_line = cfg.model_dim * accum_dtype(dtype).itemsize
+    exact_line = cfg.model_dim * exact
     shard_rows = -(-table.rows // fabric.world)
     cycle_tokens = table.cadence * max(stage.batch_tokens for stage in cfg.stages)
     read = fabric.world * shard_rows
@@ -3831,7 +3832,7 @@ def table_bytes(table: Table, cfg: Config, fabric: Fabric) -> Counter:
         return Counter(weights=kept * line, gradients=kept * exact_line)
 
     # An update's rows stand on the device, in two sets beside a host home: of this cycle and of the next.
-    with_state = line + accum_dtype(dtype).itemsize + torch.int32.itemsize
+    with_state = line + exact + torch.int32.itemsize
     live = min(shard_rows, cycle_tokens * table.reads) * (2 if table.home == "host" else 1)
     home = ON_HOST if table.home == "host" or not fabric.on_cuda else "weights"
     parts = Counter({home: shard_rows * with_state})
@@ -3893,8 +3894,7 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, Coun
 
 # ---- Files: a save and a checkpoint are folders, whole before they have their name. Loading runs no code.
 CHECKPOINTS = "checkpoints"              # folder in the run directory
-PIECE_BYTES = 1 << 27                    # of the rows and their state in one file
-UNFINISHED: set[Path] = set()         # folders that this process writes and that have no name yet: its end removes them
+UNFINISHED: set[Path] = set()            # folders that this process writes and has not named: its end removes them
 
 
 def file_sha256(path: Path) -> str:
@@ -3999,8 +3999,7 @@ def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[
     for label, table in executor.tables.items():
         if table.home:
             # In pieces, for a table may be larger than the memory that is left.
-            most_rows = max(1, PIECE_BYTES // sum(x[:1].nbytes for x in table.home.stored))
-            for number, (places, state) in enumerate(table.home.touched(most_rows)):
+            for number, (places, state) in enumerate(table.home.touched(PIECE_ROWS)):
                 content = dict(ids=places * fabric.world + fabric.rank, rows=state.rows)
                 if with_state:
                     content |= state._asdict()
