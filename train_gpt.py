@@ -2473,7 +2473,7 @@ def gate_of(features: Tensor, weight: Tensor) -> Tensor:
 # ====== Room 6: Rows ==================================================================================================
 # Each rank owns a shard of every table and reads rows of all shards. A plan's lists serve both directions: rows travel
 # from owner to reader before a cycle, their gradients from reader to owner after it (design 4).
-Wait = Callable[[], object]              # returns when what was launched before is complete
+Wait = Callable[[], object]              # returns when what was launched is complete
 
 
 def no_wait(**_: Any) -> None:
@@ -2975,12 +2975,6 @@ def polar_express(x: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def norm_axis(matrices: Sequence[int]) -> int:
-    """Return the axis over which NorMuon takes means of squares: along rows, or along columns of wide matrices."""
-    height, width = matrices[-2:]
-    return -1 if height >= width else -2
-
-
 def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor, beta2: float,
                       polar_dtype: torch.dtype) -> Tensor:
     """Return orthogonalised Nesterov momentum, normalised per row at an unchanged Frobenius norm (arXiv 2510.05491).
@@ -2988,7 +2982,9 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor
     momentum.add_((grad - momentum) * (1 - mu))
     nesterov = grad * (1 - mu) + momentum * mu
     o = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
-    axis = norm_axis(grad.shape)
+
+    # Rows, or columns of wide matrices, get equal norms in the long run: divided by the root of what theirs have been.
+    axis = -1 if second.shape[-1] == 1 else -2                                # the one that second lacks
     mean_square = o.square().mean(dim=axis, keepdim=True)                     # shaped like second
     second.lerp_(mean_square, 1 - beta2)
     scale = second.clamp_min(1e-10).rsqrt()
@@ -3003,24 +2999,15 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor
 
 
 def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
-    """Join a bf16 weight and the 16 bits below it (i16 words) to the f32 weight (recipe 3.2)."""
+    """Join a bf16 weight and the 16 bits below it (i16 words, whose sign is a bit like others) to the f32 weight."""
     upper = p.view(torch.int16).int() << 16
-    lower = mantissa.int() & 0xFFFF                                           # without its sign
-    return (upper | lower).view(torch.float32)
-
-
-def split_mantissa(exact: Tensor, p: Tensor, mantissa: Tensor) -> None:
-    """Split an f32 weight into the bf16 weight and its lower 16 bits, in place: truncated, never rounded."""
-    words = exact.view(torch.int32)
-    p.copy_((words >> 16).to(torch.int16).view(torch.bfloat16))
-    mantissa.copy_((words & 0xFFFF).to(torch.int16))
+    return (upper | mantissa.int() & 0xFFFF).view(torch.float32)
 
 
 def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second: Tensor,
                    grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
-    """Make one NorMuon step on matrices p (M, r, c), or their upper halves with a mantissa, in place; decay is
-    cautious.
-    grad (M, r, c) a plain sum over slots; lr_muls (M, 1, 1); lr (), decay () = weight decay x lr."""
+    """Make one NorMuon step on matrices p (M, r, c), or on the upper halves of f32 weights with a mantissa, in place.
+    grad (M, r, c) a plain sum over slots; lr_muls (M, 1, 1); lr (), decay () = weight decay x lr, cautious."""
     grad = grad.to(momentum.dtype) * grad_scale
     update = normuon_direction(grad, momentum, second, mu, beta2, p.dtype)
     rates = lr_muls * lr
@@ -3029,8 +3016,11 @@ def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: T
     moved = exact - exact * agrees * decay * rates - update * rates           # in that order (recipe 3.1)
     if mantissa is None:
         p.copy_(moved)
-    else:
-        split_mantissa(moved, p, mantissa)
+        return
+    # The f32 weight is cut in two halves, never rounded: together they are all of it (recipe 3.2).
+    words = moved.view(torch.int32)
+    p.copy_((words >> 16).to(torch.int16).view(torch.bfloat16))
+    mantissa.copy_(words.to(torch.int16))
 
 
 def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
@@ -3078,8 +3068,7 @@ def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
 def row_bits(seed: int, label: str, rows: Tensor, number: Tensor) -> Tensor:
     """Return the random bits of logical rows (u,) i64 in a table's update, (u,) i32; number () i32 of the update."""
     checksum = zlib.crc32(f"{seed}/{label}".encode())
-    signed = checksum - (checksum >> 31 << 32)                # as an i32
-    return lowbias32(lowbias32(rows.int() ^ signed) ^ number)
+    return lowbias32(lowbias32((rows ^ checksum).int()) ^ number)             # the lower 32 bits of the i64
 
 
 def lowbias32(x: Tensor) -> Tensor:
@@ -3100,7 +3089,9 @@ def initial_state(row: Parameter, shard: Tensor) -> dict[str, Tensor]:
     zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
     if row.optimizer == "adam":
         return dict(m=zeros(shard), v=zeros(shard))
-    state = dict(momentum=zeros(shard), second=zeros(shard.narrow(norm_axis(shard.shape), 0, 1)))
+    # NorMuon takes means of squares along rows, or along columns of wide matrices: the fewer numbers.
+    axis = -1 if shard.shape[-2] >= shard.shape[-1] else -2
+    state = dict(momentum=zeros(shard), second=zeros(shard.narrow(axis, 0, 1)))
     if shard.dtype == torch.bfloat16:
         state["mantissa"] = torch.zeros_like(shard, dtype=torch.int16)
     return state
@@ -3114,16 +3105,9 @@ def bank_matrices(row: Parameter, weight: Tensor) -> Tensor:
     return weight.view(-1, height, row.shape[-1])
 
 
-def needs_f32_main_grad(row: Parameter, accumulates: bool) -> bool:
-    """Return whether a rank writes a main_grad several times between clears. accumulates: over micro-batches."""
-    return accumulates or row.optimizer == "adam"
-
-
-def launch(fabric: Fabric, collective: Callable, *tensors: Tensor) -> Callable[[], object]:
+def launch(fabric: Fabric, collective: Callable, *tensors: Tensor) -> Wait:
     """Launch a collective of all ranks; one rank has what it needs. Returns the wait."""
-    if fabric.world == 1:
-        return no_wait
-    return collective(*tensors, async_op=True).wait
+    return no_wait if fabric.world == 1 else collective(*tensors, async_op=True).wait
 
 
 # ---- Entries of the orders: each reduces its gradient, updates what this rank owns, and gathers what others need.
@@ -3133,8 +3117,10 @@ class Small:
     def __init__(self, optimizer: Optimizer, rows: Sequence[Parameter]) -> None:
         self.optimizer = optimizer
         self.rows = rows
+        self.cadence = optimizer.cfg.adam_every
         self.weights = [optimizer.model.get_parameter(row.label) for row in rows]
-        self.states = [initial_state(row, p.data) for row, p in zip(rows, self.weights)]
+        for row, p in zip(rows, self.weights):
+            optimizer.state[row.label] = initial_state(row, p.data)
 
     def has_gradient(self) -> bool:
         return all(p.grad is not None for p in self.weights)
@@ -3144,11 +3130,11 @@ class Small:
         self.grad = torch.cat([p.grad.flatten().to(accum) for p in self.weights])
         self.wait = launch(self.optimizer.fabric, dist.all_reduce, self.grad)
 
-    def update(self, values: Values) -> Callable[[], object]:
+    def update(self, values: Values) -> Wait:
         self.wait()
         grads = self.grad.split([p.numel() for p in self.weights])
-        for row, p, grad, state in zip(self.rows, self.weights, grads, self.states):
-            self.optimizer.adam(row, p.data, grad.view_as(p), state, values)
+        for row, p, grad in zip(self.rows, self.weights, grads):
+            self.optimizer.adam(row, p.data, grad.view_as(p), values)
         self.clear()
         return no_wait
 
@@ -3166,48 +3152,50 @@ class Sharded:
         fabric = optimizer.fabric
         weight = optimizer.model.get_parameter(row.label)
         units = bank_matrices(row, weight.data)
+        is_bank = row.optimizer == "normuon"
         self.optimizer = optimizer
         self.row = row
         self.weight = weight
+        self.cadence = 1 if is_bank else optimizer.cfg.adam_every
 
         # Collectives want one block for all shards, so the weight moves into it for good.
-        self.shard_size = -(-len(units) // fabric.world)
+        count = len(units)
+        self.shard_size = -(-count // fabric.world)
         room = (self.shard_size * fabric.world, *units.shape[1:])
         self.padded = units.new_zeros(room)
-        self.padded[:len(units)] = units
-        weight.data = self.padded[:len(units)].view(weight.shape)
-        self.slice = slice(fabric.rank * self.shard_size, (fabric.rank + 1) * self.shard_size)
-        self.shard = self.padded[:len(units)][self.slice]
-        self.state = initial_state(row, self.shard)
+        self.padded[:count] = units
+        weight.data = self.padded[:count].view(weight.shape)
+        first = fabric.rank * self.shard_size
+        self.slice = slice(first, first + self.shard_size)
+        self.shard = self.padded[:count][self.slice]
+        optimizer.state[row.label] = initial_state(row, self.shard)
 
-        # Sums of several writes want more bits than what travels, which has the weight's type.
-        in_f32 = needs_f32_main_grad(row, accumulates)
-        self.main_grad = units.new_zeros(room, dtype=accum_dtype(weight.dtype) if in_f32 else weight.dtype)
+        # Sums of several writes, of micro-batches or of Adam's steps, want more bits than what travels, which has the
+        # weight's type.
+        accum = accum_dtype(weight.dtype)
+        self.main_grad = units.new_zeros(room, dtype=accum if accumulates or not is_bank else weight.dtype)
         self.comm_buffer = self.main_grad
         if self.main_grad.dtype != weight.dtype and fabric.world > 1:
             self.comm_buffer = torch.zeros_like(self.padded)
-        weight.main_grad = self.main_grad[:len(units)].view(weight.shape)
-        layers = len(weight) if row.optimizer == "normuon" else 1
-        weight.writes = torch.zeros(layers * len(row.parts), dtype=torch.int64)
-        self.backwards: int | None = None                                     # since the clear; None: no call so far
+        weight.main_grad = self.main_grad[:count].view(weight.shape)
+        weight.writes = torch.zeros(len(row.parts) * (len(weight) if is_bank else 1), dtype=torch.int64)
+        self.backwards = 0               # passes since the clear, each of which writes every part once
 
         # Tall matrices move by the root of their aspect ratio, down matrices of the MLP by twice that.
-        if row.optimizer == "normuon":
+        if is_bank:
             aspect = max(1.0, units.shape[-2] / units.shape[-1]) ** 0.5
-            lr_muls = units.new_full((len(units), 1, 1), aspect, dtype=accum_dtype(weight.dtype))
+            lr_muls = units.new_full((count, 1, 1), aspect, dtype=accum)
             if row.label == "mlp":
                 lr_muls[1::UP_AND_DOWN] *= DOWN_LR_MUL                        # up, down, up, down, ...
             self.lr_muls = lr_muls[self.slice]
 
     def has_gradient(self) -> bool:
         """Raises RunError unless every backward pass wrote each part of the main_grad once."""
-        if self.backwards is None:
-            return False
         writes = self.weight.writes
         need(writes.eq(self.backwards).all(), f"main_grad of {self.row.label}", f"written {writes.tolist()} times, by "
              "part", f"{self.backwards} times each, once in every backward pass since the last update",
              "a micro-batch was lost or ran twice: drop_gradients, and repeat the step", RunError)
-        return True
+        return self.backwards > 0
 
     def reduce(self) -> None:
         if self.comm_buffer is not self.main_grad:
@@ -3215,15 +3203,15 @@ class Sharded:
         self.grad = self.comm_buffer[self.slice]
         self.wait = launch(self.optimizer.fabric, dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
-    def update(self, values: Values) -> Callable[[], object]:
+    def update(self, values: Values) -> Wait:
         """Update the shard; returns the wait for those of the other ranks."""
         self.wait()
-        grad = self.grad[:len(self.shard)]
         optimizer = self.optimizer
-        state = self.state
+        grad = self.grad[:len(self.shard)]
         if self.row.optimizer == "adam":
-            optimizer.adam(self.row, self.shard, grad, state, values)
-        elif len(self.shard) > 0:
+            optimizer.adam(self.row, self.shard, grad, values)
+        elif len(self.shard) > 0:                             # more ranks than matrices: some have none
+            state = optimizer.state[self.row.label]
             lr = cpu_scalar(values.normuon_lr)
             decay = lr * optimizer.cfg.normuon_weight_decay                   # times the rate again in the update
             optimizer.normuon_update(
@@ -3234,7 +3222,7 @@ class Sharded:
 
     def clear(self) -> None:
         """Drop the gradient. The main_grad keeps what it holds: the next write overwrites it."""
-        self.backwards = None
+        self.backwards = 0
         self.weight.grad = None
         self.weight.writes.zero_()
 
@@ -3246,7 +3234,9 @@ class TableEntry:
         self.optimizer = optimizer
         self.row = row
         self.table = table
-        self.state = {} if table.home else initial_state(row, table.shard)
+        self.cadence = row.rows.cadence
+        if table.home is None:
+            optimizer.state[row.label] = initial_state(row, table.shard)
 
     def has_gradient(self) -> bool:
         return len(self.table.pending) > 0
@@ -3254,17 +3244,18 @@ class TableEntry:
     def reduce(self) -> None:
         self.grad, self.wait = self.table.return_gradients()
 
-    def update(self, values: Values) -> Callable[[], object]:
+    def update(self, values: Values) -> Wait:
         """Update, and launch the rows of the next cycle: the first lookup waits for them."""
         self.wait()
+        optimizer = self.optimizer
         if self.table.home:
-            self.optimizer.rowwise(self.row, self.table, self.grad, values)
+            optimizer.rowwise(self.row, self.table, self.grad, values)
         else:
-            self.optimizer.adam(self.row, self.table.shard, self.grad, self.state, values)
+            optimizer.adam(self.row, self.table.shard, self.grad, values)
         self.clear()
-        plans = self.optimizer.plans_ahead()
+        plans = optimizer.plans_ahead()
         if plans is not None:
-            self.table.fetch(plans[self.row.label], self.optimizer.model.lm_head)
+            self.table.fetch(plans[self.row.label], optimizer.model.lm_head)
         return no_wait
 
     def clear(self) -> None:
@@ -3290,33 +3281,30 @@ class Optimizer:
         self.plans_ahead: Callable = no_wait                                  # of the step in progress
 
         # By label: the state of what this rank owns. Its names are those of snapshots and checkpoints.
-        self.parameters = {row.label: row for row in parameter_table(cfg)}
-        small = [row for row in self.parameters.values() if not row.sharded]
+        self.state: dict[str, dict[str, Tensor]] = {}
+        parameters = parameter_table(cfg)
+        small = [row for row in parameters if not row.sharded]
         self.entries: dict[str, Small | Sharded | TableEntry] = {SMALL: Small(self, small)}
-        self.state = {row.label: state for row, state in zip(small, self.entries[SMALL].states)}
-        for label, row in self.parameters.items():
-            if row.sharded:
-                entry = TableEntry(self, row, tables[label]) if row.rows else Sharded(self, row, accumulates)
-                self.entries[label] = entry
-                if entry.state:
-                    self.state[label] = entry.state
+        for row in parameters:
+            if row.rows:
+                self.entries[row.label] = TableEntry(self, row, tables[row.label])
+            elif row.sharded:
+                self.entries[row.label] = Sharded(self, row, accumulates)
+        self.sharded = [entry for entry in self.entries.values() if isinstance(entry, Sharded)]
 
+        # Tables of n-grams come into both orders. An entry that is missing there would never be trained.
         ngrams = [table.label for table in cfg.tables]
         self.reduce_order = (*REDUCE_ORDER[:-1], *ngrams, REDUCE_ORDER[-1])
         self.update_order = (*UPDATE_ORDER[:-1], *ngrams, UPDATE_ORDER[-1])
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.entries), "an entry once in each"
 
-    def count_backward(self) -> None:
-        """Expect each part of a main_grad to be written once more."""
-        for entry in self.entries.values():
-            if isinstance(entry, Sharded):
-                entry.backwards = (entry.backwards or 0) + 1
-
     def add_zeros(self) -> None:
-        """Begin a gradient where there is none: a rank with nothing to add still joins what all ranks reduce."""
-        for entry in self.entries.values():
-            if isinstance(entry, Sharded) and entry.backwards is None:
-                entry.backwards = 0
+        """Begin a gradient where there is none, as a pass that wrote zeros: a rank with nothing to add still joins what
+        all ranks reduce."""
+        for entry in self.sharded:
+            if entry.backwards == 0:
+                entry.backwards = 1
+                entry.weight.writes.fill_(1)
                 entry.main_grad.zero_()
         for p in self.entries[SMALL].weights:
             if p.grad is None:
@@ -3327,14 +3315,15 @@ class Optimizer:
         """Reduce, update and gather what this step updates, then clear its gradients; the others keep theirs.
         plans_ahead() gives the plans of the next cycle, or None. Raises RunError without a gradient."""
         self.plans_ahead = plans_ahead
-        active = [label for label in self.entries if self.is_due(label, values)]
+        # What is missing is found before anything is launched, so that no weight has changed.
+        active = [label for label, entry in self.entries.items() if (values.step + 1) % entry.cadence == 0]
         missing = [label for label in active if not self.entries[label].has_gradient()]
         need(not missing, "optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first",
              RunError)
 
         # Tied, head and embedding are one parameter with one gradient.
         head = self.model.lm_head
-        tied_update = values.adam_step and values.tied
+        tied_update = values.tied and "embed" in active
         if tied_update:
             self.entries["embed"].table.add_to_head(head.main_grad)
             active.remove("embed")
@@ -3352,13 +3341,6 @@ class Optimizer:
         if values.untie:
             self._untie()
 
-    def is_due(self, label: str, values: Values) -> bool:
-        """Return whether this step updates an entry."""
-        kind = "adam" if label == SMALL else self.parameters[label].optimizer
-        if kind == "rowwise":
-            return (values.step + 1) % self.parameters[label].rows.cadence == 0
-        return kind == "normuon" or values.adam_step
-
     def _adam_numbers(self, row: Parameter, values: Values) -> tuple[int, Tensor, Tensor]:
         """Return the number of an update by Adam or a row-wise one, from 1, its step size and its decay."""
         cadence = self.cfg.adam_every if row.rows is None else row.rows.cadence
@@ -3369,7 +3351,8 @@ class Optimizer:
         decay = lr * lr * self.cfg.adam_weight_decay * row.wd_mul             # quadratic in the schedule (recipe 3.3)
         return number, cpu_scalar(lr * corrected), cpu_scalar(decay)
 
-    def adam(self, row: Parameter, p: Tensor, grad: Tensor, state: dict[str, Tensor], values: Values) -> None:
+    def adam(self, row: Parameter, p: Tensor, grad: Tensor, values: Values) -> None:
+        state = self.state[row.label]
         _, step_size, decay = self._adam_numbers(row, values)
         self.adam_update(p, grad, state["m"], state["v"], self.grad_scale, row.betas, self.cfg.adam_eps, step_size,
                          decay)
@@ -3395,17 +3378,17 @@ class Optimizer:
         """Make head and embedding two parameters; the embedding starts with the head's weights and moments."""
         W, rank = self.fabric.world, self.fabric.rank
         head = self.entries["lm_head"]
-        embed = self.entries["embed"]
-        D, V = self.model.lm_head.shape
+        weight = self.model.lm_head                                           # (D, V)
+
         # The head's moments are owned along D and the embedding's along V: once in a run every rank gets them all.
-        for name, moment in embed.state.items():
-            whole = moment.new_zeros(W * head.shard_size, V)
-            whole[head.slice][:len(head.shard)] = head.state[name]
+        for name, moment in self.state["embed"].items():
+            whole = moment.new_zeros(W * head.shard_size, weight.shape[1])
+            whole[head.slice][:len(head.shard)] = self.state["lm_head"][name]
             launch(self.fabric, dist.all_gather_into_tensor, whole, whole[head.slice])()
-            rows = whole[:D].t()[rank::W]
+            rows = whole[:len(weight)].t()[rank::W]
             moment[:len(rows)] = rows
-        rows = self.model.lm_head.t()[rank::W]
-        embed.table.shard[:len(rows)] = rows
+        rows = weight.t()[rank::W]
+        self.entries["embed"].table.shard[:len(rows)] = rows
 
 
 # ====== Room 8: Executor ==============================================================================================
@@ -3431,7 +3414,7 @@ class Executor:
         self.cfg = cfg
         self.fabric = fabric
         self.precision = precision
-        self.rotary: Rotary | None = None                     # of which the model holds the angles
+        self.rotary: Rotary | None = None                     # whose angles the model holds
         self.accum_dtype = accum_dtype(getattr(torch, cfg.dtype))
         self.slots_at_once = slots_at_once or cfg.num_slots // fabric.world
         self.planner = Planner(cfg, fabric, self.exchange)
@@ -3465,11 +3448,10 @@ class Executor:
 
     def shard(self, label: str, whole: Tensor) -> Tensor:
         """Return what this rank keeps of a whole weight: of a table every W-th row and zeros after them, else all."""
-        size = self.planner.shard_sizes.get(label)
-        if size is None:
+        if label not in self.planner.shard_sizes:
             return whole
         rows = whole[self.fabric.rank::self.fabric.world]
-        return F.pad(rows, (0, 0, 0, size - len(rows)))
+        return F.pad(rows, (0, 0, 0, self.planner.shard_sizes[label] - len(rows)))
 
     def exchange(self, plans: dict[str, TablePlan], group: Any = None) -> None:
         """Let ranks request rows of each other, in the caller's thread."""
@@ -3486,10 +3468,10 @@ class Executor:
         """Add loss_weight * d(sum of this rank's slot losses) to the gradients.
         Calls add up until optim_step. No reduction over ranks, no division, no waiting for the device. A weight of 0
         adds zeros, whatever the loss: this rank still takes part in the update."""
+        # Rows of tables have been on their way since the last update.
         spans = self._attention_of(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
-        row_buffers = {}
-        for label, table in self.tables.items():
-            row_buffers[label] = table.rows_for_forward(batch.plans[label], self.model.lm_head)
+        head = self.model.lm_head
+        row_buffers = {label: table.rows_for_forward(batch.plans[label], head) for label, table in self.tables.items()}
 
         # Scalars are made on the device: a copy from the host would wait.
         scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.fabric.device)
@@ -3499,14 +3481,14 @@ class Executor:
         # Micro-batches change nothing but rounding: each adds its sums to the same gradients.
         sums = []
         for part in self._micro_batches(batch):
-            losses = self.model_losses(part, weights, backward_seed, spans, self.precision, row_buffers)
-            slot_sums = losses.sum(dim=1)
+            slot_sums = self.model_losses(part, weights, backward_seed, spans, self.precision, row_buffers).sum(dim=1)
             if loss_weight:
-                self.optimizer.count_backward()
+                for entry in self.optimizer.sharded:
+                    entry.backwards += 1                      # and each part of its main_grad is written once more
                 slot_sums.sum().backward(backward_seed)
+            else:
+                self.optimizer.add_zeros()
             sums.append(slot_sums.detach())
-        if not loss_weight:
-            self.optimizer.add_zeros()
         return Losses(torch.cat(sums), batch.tokens.numel())
 
     def optim_step(self, values: Values, plans_ahead: Callable = no_wait) -> None:
@@ -3516,6 +3498,7 @@ class Executor:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], values: Values) -> float:
         """Return the mean loss per token (nats) over all ranks' batches: next token, no fp8, documents uncut."""
+        # The sum stays on the device, in f64: hundreds of batches would wait for as many copies, or round.
         total = torch.zeros((), dtype=torch.float64, device=self.fabric.device)
         tokens = 0
         for batch in batches:
@@ -3534,9 +3517,10 @@ class Executor:
     def next_logits(self, tokens: Sequence[int], values: Values) -> Tensor:
         """Return softcapped logits (V,) of the token that follows; every rank calls it.
         Longer contexts keep their last tokens, as many as a validation slot has."""
+        # A slot has a length that attention takes; no position looks at those after it, which are padding.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.num_slots):]
         length = -(-len(context) // SLOT_UNIT) * SLOT_UNIT
-        padded = np.zeros(length + 1, np.uint16)              # nothing looks at later positions
+        padded = np.zeros(length + 1, np.uint16)
         padded[:len(context)] = context
         slot = Slot(padded, np.asarray([0, length], np.int32))
         batch, = self.planner.batches("sample", [values], [[slot]])
@@ -3580,8 +3564,7 @@ class Executor:
         """Copy all that a run changes to the host. Returns the call that puts it back, bit by bit.
         In place: every tensor keeps its address, so that nothing recompiles."""
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
-        homes = {label: table.home for label, table in self.tables.items() if table.home}
-        touched = {label: list(home.touched()) for label, home in homes.items()}
+        touched = [(table.home, list(table.home.touched())) for table in self.tables.values() if table.home]
         rotary = self.rotary
         rng = torch.get_rng_state()
         cuda_rng = torch.cuda.get_rng_state(self.fabric.device) if self.fabric.on_cuda else None
@@ -3590,8 +3573,8 @@ class Executor:
         def restore() -> None:
             for name, x in self.state_tensors().items():
                 x.copy_(copies[name])
-            for label, home in homes.items():
-                home.load(touched[label])
+            for home, pieces in touched:
+                home.load(pieces)
             self.rotary = rotary
             self.drop_gradients()
             torch.set_rng_state(rng)
@@ -3614,26 +3597,26 @@ class Executor:
                 entry.clear()
 
     def _whole(self, label: str, x: Tensor) -> Tensor | None:
-        """Join the ranks' parts of a weight or its state, in logical order, on the host of rank 0. Collective."""
+        """Join the ranks' parts of a table or of a weight's state, in logical order, on rank 0's host. Collective."""
         table = self.tables.get(label)
         if table is None and not isinstance(self.optimizer.entries.get(label), Sharded):
             return x.to("cpu", copy=True)
-        pieces = [self.fabric.gather(piece.cpu()) for piece in x.detach().split(PIECE_ROWS)]    # not all in one message
+        # Piece by piece: messages go through memory of the device.
+        pieces = [self.fabric.gather(piece.cpu()) for piece in x.detach().split(PIECE_ROWS)]
         if self.fabric.rank != 0:
             return None
         if table is None:
             return torch.cat([torch.cat(of_rank) for of_rank in zip(*pieces)])
-        # Row r is at rank r mod W.
+        # Row r is at rank r mod W, and padding follows the last.
         rows = torch.cat([torch.stack(of_ranks, dim=1).flatten(0, 1) for of_ranks in pieces])
-        return rows[:table.table.rows]                        # padding follows
+        return rows[:table.table.rows]
 
     def whole_weights(self, values: Values) -> dict[str, Tensor]:
         """Return all weights but row-wise tables on the host of rank 0, in logical shapes. Collective.
         values: of the next step, or of the end; they say whether the embedding is still the head."""
         weights = {}
-        for label in self.model.table:
-            p = self.model.get_parameter(label).detach()
-            weights[label] = self._whole(label, p) if label in self.tables else p.to("cpu", copy=True)
+        for label, p in self.model.named_parameters():
+            weights[label] = self._whole(label, p) if label in self.tables else p.detach().to("cpu", copy=True)
         if values.tied:
             weights["embed"] = weights["lm_head"].t().contiguous()
         return weights
@@ -3641,9 +3624,10 @@ class Executor:
     def whole_state(self, values: Values) -> dict[str, dict[str, Tensor]]:
         """Return weights and optimizer state as `whole_weights` does: equal at every W. Between cycles; collective."""
         moments = {}
-        for label, state in self.optimizer.state.items():
-            for name, x in state.items():
-                moments[f"{label}.{name}"] = self._whole(label, x)
+        for name, x in self.state_tensors().items():
+            label, is_state, _ = name.partition(".")
+            if is_state:
+                moments[name] = self._whole(label, x)
         return dict(weights=self.whole_weights(values), moments=moments)
 
     @torch.no_grad()
@@ -3654,14 +3638,13 @@ class Executor:
         for name, x in self.state_tensors().items():
             if name in buffers:
                 continue
+            # Of an optimizer's state each rank has its shard; of a weight, but of tables, all.
             label, is_state, _ = name.partition(".")
             entry = self.optimizer.entries.get(label)
-            part = wholes.get(name)
-            if part is not None:
-                part = part[entry.slice] if is_state and isinstance(entry, Sharded) else self.shard(label, part)
-            found = None if part is None else (part.dtype, *part.shape)
-            need(found == (x.dtype, *x.shape), f"{name} of a checkpoint", found, (x.dtype, *x.shape),
-                 "resume with the trainer and settings of that run", DataError)
+            part = wholes[name]
+            part = part[entry.slice] if is_state and isinstance(entry, Sharded) else self.shard(label, part)
+            need((part.dtype, part.shape) == (x.dtype, x.shape), f"{name} of a checkpoint", (part.dtype, *part.shape),
+                 (x.dtype, *x.shape), "resume with the trainer and settings of that run", DataError)
             x.copy_(part)
         self.drop_gradients()
 
@@ -3671,12 +3654,13 @@ class Executor:
         which also logs them."""
         result = {}
         for label, table in self.tables.items():
-            for plan in table.pending:                        # the run ended inside their cycle
-                table.report_traffic(plan, dense_passes=1)    # no gradients went back
-            if table.home is not None:
+            # Plans of a cycle that the run ended in, whose gradients never went back, and rows of the last update.
+            for plan in table.pending:
+                table.report_traffic(plan, dense_passes=1)
+            if table.home:
                 table.home.settle()
-                table.totals.update(table.home.traffic)                 # rows of the last update
-            total: Counter = Counter(dict.fromkeys(table.totals, 0))
+                table.totals.update(table.home.traffic)
+            total = Counter(dict.fromkeys(table.totals, 0))
             for of_rank in self.fabric.gather(table.totals):
                 total.update(of_rank)
             memory_bytes = table.memory_bytes(self.optimizer.state.get(label, {}).values())
@@ -3692,15 +3676,14 @@ SAVED_ROWS = 17                          # of width D, in each layer: 183 in 11 
 SAVED_ROWS_PLAIN = 26
 LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in fp8
 LOGIT_COPIES_PLAIN = 6                   # the same in f32 or f64
-EVAL_ROWS_KEPT = 24                      # of width D in evaluation, in plain PyTorch; less where compiled
 
 
-def table_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> Counter:
+def table_bytes(table: Table, cfg: Config, fabric: Fabric) -> Counter:
     """Return what one rank keeps of a table, its cache and its gradients, by part: bounds, whatever a cycle reads."""
-    table = row.rows
     dtype = getattr(torch, cfg.dtype)
+    exact = accum_dtype(dtype).itemsize
     line = cfg.model_dim * dtype.itemsize                     # bytes of a row
-    exact_line = cfg.model_dim * accum_dtype(dtype).itemsize
+    exact_line = cfg.model_dim * exact
     shard_rows = -(-table.rows // fabric.world)
     cycle_tokens = table.cadence * max(stage.batch_tokens for stage in cfg.stages)
     read = fabric.world * shard_rows
@@ -3708,55 +3691,52 @@ def table_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> Counter:
         read = min(read, cycle_tokens // fabric.world * table.reads)
     if not table.is_rowwise:
         kept = shard_rows + (read if fabric.world > 1 else 0)
-        moments = initial_state(row, torch.empty(shard_rows, cfg.model_dim, dtype=dtype, device="meta")).values()
-        return Counter(weights=kept * line, gradients=kept * exact_line, moments=sum(x.nbytes for x in moments))
+        return Counter(weights=kept * line, gradients=kept * exact_line)
 
-    # An update's rows stand on the device, in two sets beside a host home. Then come the gradients that are sent, those
-    # that arrive, their sums, and the rows of the next update.
-    state = accum_dtype(dtype).itemsize + torch.int32.itemsize
-    live = min(shard_rows, cycle_tokens * table.reads)
-    sets = 2 if table.home == "host" else 1
+    # An update's rows stand on the device, in two sets beside a host home: of this cycle and of the next.
+    with_state = line + exact + torch.int32.itemsize
+    live = min(shard_rows, cycle_tokens * table.reads) * (2 if table.home == "host" else 1)
     home = ON_HOST if table.home == "host" or not fabric.on_cuda else "weights"
-    parts = Counter({home: shard_rows * (line + state), "row updates": (3 * read + live) * line + live * exact_line})
-    parts += Counter(weights=(read + sets * live) * line, gradients=read * exact_line, moments=sets * live * state)
-    return parts
+    parts = Counter({home: shard_rows * with_state})
+    return parts + Counter(weights=read * line + live * with_state, gradients=read * exact_line)
 
 
-def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> dict[str, int]:
+def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> Counter:
     """Return the bytes of each part of a run at its largest: counted, but for activations, which a model gives."""
     dtype = getattr(torch, cfg.dtype)
     exact = accum_dtype(dtype).itemsize
-    accumulates = slots_at_once * fabric.world < cfg.num_slots
     parts: Counter = Counter()
     for row in parameter_table(cfg):
         if row.rows:
-            parts += table_bytes(row, cfg, fabric)
-            continue
-        count = math.prod(row.shape)
-        item = exact if row.full_precision else dtype.itemsize
-        gradient = item
-        if not row.sharded:                                   # beside autograd's, one in the buffer that all ranks sum
-            gradient += exact
-        elif needs_f32_main_grad(row, accumulates):
-            gradient = exact + (item if fabric.world > 1 and exact != item else 0)      # and a copy to send
-        example = torch.empty(row.shape, dtype=dtype, device="meta")
-        state = sum(x.nbytes for x in initial_state(row, bank_matrices(row, example)).values())
-        owners = fabric.world if row.sharded else 1
-        parts += Counter(weights=count * item, gradients=count * gradient, moments=state // owners)
+            parts += table_bytes(row.rows, cfg, fabric)
+        else:
+            # Beside a gradient: another in the buffer that all ranks sum, or what travels where sums want more bits.
+            item = exact if row.full_precision else dtype.itemsize
+            gradient = item
+            if not row.sharded:
+                gradient += exact
+            elif row.optimizer == "adam" or slots_at_once * fabric.world < cfg.num_slots:
+                gradient = exact + (item if fabric.world > 1 and exact != item else 0)
+            count = math.prod(row.shape)
+            parts += Counter(weights=count * item, gradients=count * gradient)
+        if row.optimizer != "rowwise":
+            example = torch.empty(row.shape, dtype=dtype, device="meta")
+            state = sum(x.nbytes for x in initial_state(row, bank_matrices(row, example)).values())
+            parts["moments"] += state // (fabric.world if row.sharded else 1)
 
-    # Activations of the largest stage, or of evaluation, whose logits come in chunks; row updates need theirs later.
-    line = cfg.model_dim * dtype.itemsize
-    saved = len(LAYERS) * SAVED_ROWS * line + int(LOGIT_COPIES * cfg.padded_vocab * dtype.itemsize)
+    # Activations of the largest stage: evaluation, whose logits come in chunks, and row updates take less, unless slots
+    # are many and short.
+    saved = len(LAYERS) * SAVED_ROWS * cfg.model_dim * dtype.itemsize
+    logits = int(LOGIT_COPIES * cfg.padded_vocab * dtype.itemsize)
     if kernel is not attention_varlen:
-        saved = len(LAYERS) * SAVED_ROWS_PLAIN * line + LOGIT_COPIES_PLAIN * cfg.padded_vocab * exact
-    training = max(stage.batch_tokens for stage in cfg.stages) * saved
-    evaluation = cfg.val_batch_tokens * EVAL_ROWS_KEPT * line
-    working = slots_at_once * max(training, evaluation) // cfg.num_slots
-    parts["working"] = max(working, parts.pop("row updates", 0))
-    return dict(parts)
+        saved = len(LAYERS) * SAVED_ROWS_PLAIN * cfg.model_dim * dtype.itemsize
+        logits = LOGIT_COPIES_PLAIN * cfg.padded_vocab * exact
+    largest_batch = max(stage.batch_tokens for stage in cfg.stages)
+    parts["working"] = slots_at_once * largest_batch * (saved + logits) // cfg.num_slots
+    return parts
 
 
-def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict[str, int]]:
+def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, Counter]:
     """Return how many slots go through the model together, and the estimate of what that takes. Raises RunError.
     They follow from the card, not from what others use of it now: a run is the same each time."""
     local = cfg.num_slots // fabric.world
@@ -3766,7 +3746,7 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
         choices = [min(cfg.slots_per_micro_batch, local)]
     for slots_at_once in choices:
         estimate = memory_estimate(cfg, fabric, kernel, slots_at_once)
-        if sum(estimate.values()) - estimate.get(ON_HOST, 0) <= room:
+        if estimate.total() - estimate[ON_HOST] <= room:
             return slots_at_once, estimate
     parts = ", ".join(f"{part} {size / 2**30:.1f} GiB" for part, size in estimate.items())
     raise RunError("memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}", "more ranks, a larger device, more "
@@ -3776,8 +3756,7 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
 
 # ---- Files: a save and a checkpoint are folders, whole before they have their name. Loading runs no code.
 CHECKPOINTS = "checkpoints"              # folder in the run directory
-PIECE_BYTES = 1 << 27                    # of the rows and their state in one file
-UNFINISHED: set[Path] = set()         # folders that this process writes and that have no name yet: its end removes them
+UNFINISHED: set[Path] = set()            # folders that this process writes and has not named: its end removes them
 
 
 def file_sha256(path: Path) -> str:
@@ -3787,10 +3766,9 @@ def file_sha256(path: Path) -> str:
 
 def sync_to_disk(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
-    if path.is_file() or os.name == "posix":
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
 
 
 @contextlib.contextmanager
@@ -3825,38 +3803,36 @@ def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]],
     """Write a new folder with these files of every rank, and give it its name once. Raises RunError. Collective.
     contents: (name, bytes or what torch.save takes), each made when the one before it is on the disk."""
     part = part_of(folder, run_id)
-    UNFINISHED.add(part)
 
     def write(name: str, content: Any) -> dict[str, Any]:
-        with open(part / name, "xb") as file:
+        path = part / name
+        with open(path, "xb") as file:
             if isinstance(content, bytes):
                 file.write(content)
             else:
                 torch.save(content, file)
-        sync_to_disk(part / name)
-        return dict(bytes=(part / name).stat().st_size, sha256=file_sha256(part / name))
+        sync_to_disk(path)
+        return dict(bytes=path.stat().st_size, sha256=file_sha256(path))
 
+    UNFINISHED.add(part)
     try:
         with fabric.failing_together(), refused(part):
             if fabric.rank == 0:
                 part.mkdir(parents=True)
         with fabric.failing_together(), refused(part):
             facts = {name: write(name, content) for name, content in contents}
-        files: dict[str, Any] = {}
-        for of_rank in fabric.gather(facts):
-            files.update(of_rank)
+        # The name comes last, when every byte under it is on the disk.
+        files = functools.reduce(operator.or_, fabric.gather(facts))
         with fabric.failing_together(), refused(folder):
             if fabric.rank == 0:
                 write(MANIFEST, json.dumps(dict(format=max(MANIFEST_FORMATS), files=files), indent=1).encode())
                 sync_to_disk(part)
                 part.rename(folder)                           # fails if another run has taken the name
                 sync_to_disk(folder.parent)
-    except RunError:
-        if fabric.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
-        raise
     finally:
         UNFINISHED.discard(part)
+        if fabric.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)           # of a failure; else nothing has this name any more
 
 
 def read_tensors(path: Path, manifest: dict[str, str]) -> Any:
@@ -3883,20 +3859,19 @@ def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[
     """Yield (name, content) of the files with this rank's touched rows of row-wise tables, by logical row number."""
     fabric = executor.fabric
     for label, table in executor.tables.items():
-        if table.home is None:
-            continue
-        most_rows = max(1, PIECE_BYTES // sum(x[:1].nbytes for x in table.home.stored))
-        for number, (places, state) in enumerate(table.home.touched(most_rows)):
-            content = dict(ids=places * fabric.world + fabric.rank, **state._asdict())
-            if not with_state:
-                del content["v"], content["last"]
-            yield f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt", content
+        if table.home:
+            # In pieces, for a table may be larger than the memory that is left.
+            for number, (places, state) in enumerate(table.home.touched(PIECE_ROWS)):
+                content = dict(ids=places * fabric.world + fabric.rank, rows=state.rows)
+                if with_state:
+                    content |= state._asdict()
+                yield f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt", content
 
 
 def load_rows(folder: Path, manifest: dict[str, str], executor: Executor, with_state: bool) -> None:
     """Load the row-wise tables of a save or checkpoint: each rank takes the rows that it owns. Raises DataError."""
     for label, table in executor.tables.items():
-        if table.home is not None:
+        if table.home:
             names = [name for name in manifest if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name)]
             table.home.load(own_rows(folder / name, manifest, table, with_state) for name in names)
 
@@ -3907,15 +3882,17 @@ def own_rows(path: Path, manifest: dict[str, str], table: RowTable, with_state: 
     content = read_tensors(path, manifest)
     with damaged(path):
         ids = content["ids"]
-        columns = [content["rows"], torch.zeros(len(ids)), torch.ones(len(ids))]
-        if with_state:
-            columns[1:] = content["v"], content["last"]
+        if not with_state:
+            content |= dict(v=torch.zeros(len(ids)), last=torch.ones(len(ids)))
+        columns = [content[name] for name in RowState._fields]
+
+        # The hash is right, but the file may be of another table, or of a trainer that went wrong.
         fits = ids.dtype == torch.int64 and ids[0] >= 0 and ids[-1] < table.table.rows and (ids.diff() > 0).all()
         for x, y in zip(columns, stored):
             fits = fits and x.shape == (len(ids), *y.shape[1:]) and (x.dtype == y.dtype or not with_state)
         need(fits, path, "other rows", f"ascending ones of {table.table.label}, below {table.table.rows}, in "
              f"{stored.rows.dtype}", "use the trainer and settings of that run", DataError)
-        mine = (ids % fabric.world == fabric.rank).nonzero().flatten()
+        mine = ids % fabric.world == fabric.rank
         return ids[mine] // fabric.world, RowState(*(x[mine].to(y.dtype) for x, y in zip(columns, stored)))
 
 
@@ -4000,16 +3977,17 @@ class Log:
         self.last_good = earlier["last_good"]                 # validation, in words
         self.pending: list[tuple] = []   # steps whose loss nobody has seen: (fields, sums, tokens, event of the copy)
         self.files: dict[str, Any] = {}
-        self.bar: Any = None
+        self.on_terminal = fabric.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
         if fabric.rank == 0:
+            # A log that is there is another run's. Without buffers a killed run leaves every line.
             with refused(run_dir):
                 run_dir.mkdir(parents=True, exist_ok=True)
                 for name in ("log.txt", "log.jsonl"):
                     self.files[name] = open(run_dir / name, "xb", buffering=0)
                 for name, content in beside.items():
                     (run_dir / name).write_bytes(content)
-            for name, text in earlier["lines"].items():
-                self._write(name, text.encode())
+        for name, text in earlier["lines"].items():
+            self._write(name, text.encode())
 
     def seen(self) -> dict[str, Any]:
         self.flush()
@@ -4023,8 +4001,14 @@ class Log:
         """Write a line of log.txt, and show it on the console unless that gets only a selection."""
         self._write("log.txt", (line + "\n").encode("utf-8", "replace"))
         if console:
-            with self.bar.external_write_mode() if self.bar else contextlib.nullcontext():    # above the bar
-                self.fabric.say(line)
+            self.show("")
+            self.fabric.say(line)
+
+    def show(self, progress: str) -> None:
+        """Put this in the place of the last line of a terminal, and let whatever follows overwrite it."""
+        if self.on_terminal:
+            with contextlib.suppress(OSError):
+                print(f"\r\x1b[K{progress}\r", end="", file=sys.stderr, flush=True)
 
     def _write(self, name: str, data: bytes) -> None:
         file = self.files.get(name)                                           # of rank 0, until the log is closed
@@ -4042,28 +4026,22 @@ class Log:
         self.event("phase", name=name, ms=round(ms, 3), timed=timed)
         self.text(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
-    def open_bar(self) -> None:
-        seen = self.fabric.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
-        if seen and importlib.util.find_spec("tqdm"):
-            from tqdm import tqdm
-            self.bar = tqdm(desc="steps", total=self.total, leave=False, dynamic_ncols=True, initial=self.done)
-
     def step(self, losses: Losses, ms: float) -> None:
         """Count one more step. ms is host time: on a GPU the step is launched, not finished."""
-        self.tokens += losses.tokens * self.fabric.world
-        fields = dict(step=self.done + 1, train_time_ms=round(ms, 3), tokens=self.tokens)
-        if self.schedule.cfg.time_budget:
-            place = self.schedule.place(self.done)
-            fields["place"] = place
-            self.total = round(self.schedule.total_steps * fields["step"] / max(place, 1))
         self.done += 1
+        self.tokens += losses.tokens * self.fabric.world
+        fields = dict(step=self.done, train_time_ms=round(ms, 3), tokens=self.tokens)
+        if self.schedule.cfg.time_budget:
+            place = self.schedule.place(self.done - 1)
+            fields["place"] = place
+            self.total = round(self.schedule.total_steps * self.done / max(place, 1))
 
         # On a GPU the copy comes after the step; by the time it is looked at, the device is a cycle further.
-        sums, copied = losses.slot_sums, None
+        sums = losses.slot_sums
+        copied = None
         if sums.is_cuda:
-            sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
+            sums = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
+            copied = torch.cuda.current_stream().record_event()
         self.pending.append((fields, sums, losses.tokens, copied))
         self.flush(keep=self.schedule.cfg.adam_every)
 
@@ -4076,15 +4054,13 @@ class Log:
             loss = float(sums.sum()) / tokens
             step, ms = fields["step"], fields["train_time_ms"]
             self.check(loss, f"training loss of step {step - 1}")
-            self.pending.pop(0)
+            self.pending.pop(0)                                               # only now: `aborted` has it otherwise
 
             self.event("step", **fields, train_loss=loss)
-            on_console = self.bar is None and step % -(-self.total // PLAIN_LINES) == 0
+            on_console = not self.on_terminal and step % -(-self.total // PLAIN_LINES) == 0
             self.text(f"step:{step}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms", on_console)
-            if self.bar:
-                self.bar.total = self.total
-                self.bar.set_postfix_str(f"loss {loss:.3f}, {ms / step:.0f} ms/step")
-                self.bar.update()
+            to_go = (self.total - step) * ms / step / 1000
+            self.show(f"step {step} of {self.total}, loss {loss:.3f}, {ms / step:.0f} ms/step, {to_go:.0f} s to go")
 
     def check(self, loss: float, what: str) -> None:
         need(math.isfinite(loss), what, loss, f"a finite number (last good validation: {self.last_good})", "lower "
@@ -4111,11 +4087,10 @@ class Log:
                 file.write(last[name].encode("utf-8", "replace"))
 
     def close(self) -> None:
-        for file in (*self.files.values(), self.bar):
-            if file is not None:
-                file.close()
+        for file in self.files.values():
+            file.close()
         self.files = {}
-        self.bar = None
+        self.show("")
 
 
 def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
@@ -4126,6 +4101,7 @@ def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
 
 def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> None:
     """Run every graph the race will need, the largest stage first, on tokens from a formula; then restore the state."""
+    # Enough tokens for whatever a cycle of a stage reads. Ranks that compile keep others waiting for minutes.
     restore = executor.snapshot()
     timeout = cfg.comm_timeout * (LONG_PATIENCE if executor.compiling else 1)
     cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens, comm_timeout=timeout)
@@ -4156,16 +4132,16 @@ def cycles_from(first: int, schedule: Schedule, clock: Clock) -> Iterator[list[V
     """Yield the Values of each cycle from step `first` on; runs on the loader's thread, a cycle ahead of the race.
     With a time budget the clock of rank 0 gives a cycle's place in the plan: the share of the budget that will be over
     when the cycle begins, if the one before it takes as long as the last."""
-    cfg, fabric = schedule.cfg, clock.fabric
+    budget = 1000 * schedule.cfg.time_budget                  # ms
     before = clock.ms
     for step in itertools.count(first, schedule.cycle):
-        if cfg.time_budget and len(schedule.places) <= step // schedule.cycle:
+        if budget and len(schedule.places) <= step // schedule.cycle:
             now = clock.ms
-            share = (now + (now - before)) / (1000 * cfg.time_budget)
+            share = (now + (now - before)) / budget
             before = now
             place = torch.tensor(share * schedule.total_steps, dtype=torch.float64)
-            if fabric.world > 1:
-                dist.broadcast(place, 0, group=fabric.plan_group)
+            if clock.fabric.world > 1:
+                dist.broadcast(place, 0, group=clock.fabric.plan_group)
             schedule.places.append(max([float(place), *schedule.places[-1:]]))
         if step >= schedule.end_step:
             return
@@ -4176,6 +4152,7 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
          before_step: Callable[[int], object]) -> tuple[float, DataEnded | None]:
     """Train against the clock; return the final validation loss (nats per token), and why the data ended early, if so.
     On the clock: reading, packing, plans, steps, logging. Off the clock: validation. before_step(step): checkpoints."""
+    # The first batch is on the clock: reading and packing are part of training, as warm-up was not.
     data_ended = None
     clock.start()
     with log.phase("first batch", timed=True):
@@ -4716,7 +4693,6 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
         # The garbage collector passes over all that is there now: models and graphs are many objects.
         gc.collect()
         gc.freeze()
-        log.open_bar()
         if fabric.on_cuda:
             torch.cuda.reset_peak_memory_stats()
         with profile or contextlib.nullcontext():
@@ -4732,7 +4708,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
         failure = save_or_fall_back(log, run_id, preset, cfg, executor, validation.vocabulary) if cfg.save else None
         problems += [problem for problem in (data_ended, failure) if problem is not None]
         log.event("result", **result)
-        log.close()                                                           # no bar between the lines that follow
+        log.close()
         results.append(result)
 
     report(cfg, executor, validation, schedule.at(log.done), results)

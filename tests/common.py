@@ -186,7 +186,7 @@ def grad_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor | None:
     if not isinstance(entry, tg.TableEntry):
         weight = optimizer.model.get_parameter(label)
         if isinstance(entry, tg.Sharded):
-            return None if entry.backwards is None else weight.main_grad
+            return None if entry.backwards == 0 else weight.main_grad
         return weight.grad
     table = entry.table
     if not table.pending:

@@ -429,21 +429,6 @@ def test_large_tables_are_counted(home, world, rows, cadence):
     assert found["working"] == 0
 
 
-def test_gradients_of_rows_on_their_way_are_counted_where_activations_take_less():
-    """What is sent and arrives, its sums in f32, rows of the next update; activations are gone by then."""
-    cfg = record("--preset=record_tables")
-    most_tokens = max(stage.batch_tokens for stage in cfg.stages)
-    for num_slots, world, by_updates in ((64, 1, True), (8, 8, False)):
-        choice = replace(cfg, num_slots=num_slots)
-        found = tg.memory_estimate(choice, on_gpu(world), tg.attention_varlen, slots_at_once=1)["working"]
-        without = tg.memory_estimate(replace(choice, tables=()), on_gpu(world), tg.attention_varlen, 1)["working"]
-        read = 2 * most_tokens // world
-        live = min(-(-21_000_000 // world), 2 * most_tokens)
-        on_their_way = 2 * cfg.model_dim * ((3 * read + live) * 2 + live * 4)      # of two tables
-        assert (on_their_way > without) == by_updates
-        assert found == max(without, on_their_way)
-
-
 def test_tables_on_the_host_are_told_and_not_refused(monkeypatch):
     """They take memory page by page, as rows are updated: 10^8 of 384 bytes are 38 GB. On a device they are refused."""
     host, device = (one_table("pocket", f"100000000 stream 0 {home}") for home in ("host", "device"))

@@ -421,7 +421,7 @@ def test_addresses_never_change_and_stale_content_is_overwritten():
     for step in range(4):
         batch, values = batch_of(step)
         for entry in entries:
-            if entry.backwards is None:
+            if entry.backwards == 0:
                 entry.weight.main_grad.fill_(torch.nan)
         for each in (ex, other):
             each.forward_backward(batch, values)
@@ -435,7 +435,7 @@ def test_addresses_never_change_and_stale_content_is_overwritten():
     restore()
     assert [ex.model.get_parameter(label).main_grad.data_ptr() for label in OWNED] == addresses
     assert [entry.main_grad.data_ptr() for entry in entries] == addresses
-    assert all(entry.backwards is None for entry in entries)
+    assert all(entry.backwards == 0 for entry in entries)
     assert not any(ex.model.get_parameter(label).writes.any() for label in OWNED)
     saved = ex.state_tensors()                                                # what a snapshot copies
     assert not any("main_grad" in name for name in saved)
