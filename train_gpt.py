@@ -968,7 +968,7 @@ def scan_shards(headers: Sequence[ShardHeader]) -> str:
 
 def shared_shards(train: Sequence[ShardHeader], val: Sequence[ShardHeader]) -> list[str]:
     """Return the names of training shards that are validated with, too, links followed."""
-    validated = {os.path.realpath(header.name) for header in val}
+    validated = [os.path.realpath(header.name) for header in val]
     return [header.name for header in train if os.path.realpath(header.name) in validated]
 
 
@@ -1015,7 +1015,7 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader])
 
 def check_enough_validation(cfg: Config, val: list[ShardHeader]) -> None:
     """Raise DataError if the shards hold fewer whole blocks than val_tokens asks for."""
-    tokens = cfg.val_batch_tokens * sum(len(validation_blocks(header.tokens, cfg.val_batch_tokens)) for header in val)
+    tokens = sum(whole_blocks(header.tokens, cfg.val_batch_tokens) for header in val)
     need(tokens >= cfg.val_tokens, "too few validation tokens", f"{tokens} in blocks of {cfg.val_files!r}",
          cfg.val_tokens, f"more shards, or --val_tokens={tokens} with a --val_batch_tokens that divides it", DataError)
 
@@ -1052,22 +1052,18 @@ def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray) -> Slot:
     return Slot(np.concatenate(pieces), cu_seqlens.astype(np.int32))
 
 
-def validation_blocks(shard_tokens: int, block_tokens: int) -> range:
-    """Return where the blocks of a shard begin: each reads one more target, and the peer's rule keeps another token."""
-    return range(0, shard_tokens - block_tokens - 1, block_tokens)
+def whole_blocks(shard_tokens: int, block_tokens: int) -> int:
+    """Count the tokens of a shard's validation blocks: there is one more target, and the peer keeps another token."""
+    return max(0, shard_tokens - 2) // block_tokens * block_tokens
 
 
-def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int,
-                     document_start: int) -> Iterator[Slot]:
+def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int, document_start: int) -> Iterator[Slot]:
     """Yield consecutive slots in whole blocks of num_slots, not aligned to documents, none of which is cut short."""
-    block_tokens = num_slots * slot_tokens
     for shard in shards:
-        for block in validation_blocks(len(shard.tokens), block_tokens):
-            for start in range(block, block + block_tokens, slot_tokens):
-                tokens = shard.tokens[start:start + slot_tokens + 1]
-                borders = np.flatnonzero(tokens[:-1] == document_start)
-                cu_seqlens = np.concatenate([[0], borders, [slot_tokens]])
-                yield Slot(tokens, cu_seqlens.astype(np.int32))
+        for start in range(0, whole_blocks(len(shard.tokens), num_slots * slot_tokens), slot_tokens):
+            tokens = shard.tokens[start:start + slot_tokens + 1]
+            borders = np.flatnonzero(tokens[:-1] == document_start)
+            yield Slot(tokens, np.concatenate([[0], borders, [slot_tokens]]).astype(np.int32))
 
 
 def ngram_hash(tokens: np.ndarray, factors: Sequence[int], modulus: int, none: int) -> np.ndarray:
@@ -1241,47 +1237,40 @@ class Planner:
 
     def batches(self, purpose: str, steps: Sequence[Values], slots: Sequence[list[Slot]]) -> list[Batch]:
         """Return a batch for each step of a run's cycle, from this rank's slots of each."""
-        tokens = []                                  # of each step, (b, T + 1) u16
-        for slots_of_step in slots:
-            tokens.append(np.stack([slot.tokens for slot in slots_of_step]))
-        inputs = [x[:, :-1].astype(np.int32) for x in tokens]
-        rows: list[dict[str, np.ndarray]] = [{} for _ in steps]
-        plans: list[dict[str, TablePlan]] = []       # of each step
+        # Slots differ in their number of documents, but a tensor's rows have one length.
+        batches = []
+        for values, slots_of_step in zip(steps, slots):
+            tokens = np.stack([slot.tokens for slot in slots_of_step])
+            borders = [slot.cu_seqlens for slot in slots_of_step]
+            columns = max(map(len, borders))
+            borders = np.stack([np.pad(x, (0, columns - len(x)), "edge") for x in borders])
+            inputs = tokens[:, :-1].astype(np.int32)
+            signs = {table.label: table.signs(inputs) for table in self.tables if table.signs}
+            batches.append(Batch(values.step, {}, inputs, tokens[:, 1:].astype(np.int64), borders, {}, signs))
 
         # A table's plan serves the steps of its cadence; where one ends, the next begins.
         current: dict[str, TablePlan] = {}
-        for first in range(0, len(steps), self.cfg.adam_every):
+        every = self.cfg.adam_every
+        for first in range(0, len(steps), every):
             begun = {}
             for table in self.tables:
                 if first % table.cadence == 0:
-                    cycle = slice(first, first + table.cadence)
-                    begun[table.label] = self.plan(table, purpose, steps[cycle], inputs[cycle], rows[cycle])
+                    begun[table.label] = self.plan(table, purpose, steps[first], batches[first:first + table.cadence])
             if self.exchange:
                 self.exchange(begun)
             current = current | begun
-            plans += [current] * self.cfg.adam_every
+            batches[first:first + every] = [batch._replace(plans=current) for batch in batches[first:first + every]]
+        return [batch.map(self.fabric.host_tensor) for batch in batches]
 
-        # Slots differ in their number of documents, but a tensor's rows have one length.
-        batches = []
-        for at, values in enumerate(steps):
-            borders = [slot.cu_seqlens for slot in slots[at]]
-            columns = max(map(len, borders))
-            borders = np.stack([np.pad(x, (0, columns - len(x)), "edge") for x in borders])
-            signs = {table.label: table.signs(inputs[at]) for table in self.tables if table.signs}
-            targets = tokens[at][:, 1:].astype(np.int64)
-            batch = Batch(values.step, plans[at], inputs[at], targets, borders, rows[at], signs)
-            batches.append(batch.map(self.fabric.host_tensor))
-        return batches
-
-    def plan(self, table: Table, purpose: str, steps: Sequence[Values], inputs: Sequence[np.ndarray],
-             rows: Sequence[dict[str, np.ndarray]]) -> TablePlan:
-        """Plan a table's rows for the steps of its cycle; the index of each lookup goes to `rows`, a dict per step."""
+    def plan(self, table: Table, purpose: str, values: Values, batches: Sequence[Batch]) -> TablePlan:
+        """Plan a table's rows for the batches of its cycle, which `values` begins; put the index of each lookup there.
+        Arrays, not yet tensors, go in."""
         # Rows are dealt to ranks in turn: frequent tokens have neighbouring ids, and owners are to share the work.
         began = time.perf_counter()
         W = self.fabric.world
         size = self.shard_sizes[table.label]
-        tied = table.tied and steps[0].tied                                   # head and embedding part between cycles
-        ids = [table.ids(x) for x in inputs]
+        tied = table.tied and values.tied                                      # head and embedding part between cycles
+        ids = [table.ids(batch.tokens) for batch in batches]
         logical = np.concatenate([x.ravel() for x in ids])
         place = logical.astype(np.int64) // W
         owner = logical - place * W                                           # logical mod W, with vector code
@@ -1293,17 +1282,19 @@ class Planner:
             index = logical
         elif self.cfg.row_comms == "dense" and not table.is_rowwise and not tied:
             my_rows, index = np.arange(W * size), physical
-        borders = np.cumsum([x.size for x in ids[:-1]])
-        for of_step, x, part in zip(rows, ids, np.split(index.astype(np.int32), borders)):
-            of_step[table.label] = part.reshape(x.shape)
+        index = index.astype(np.int32)
+        for batch, x in zip(batches, ids):
+            batch.rows[table.label] = index[:x.size].reshape(x.shape)
+            index = index[x.size:]
 
         # Alone, a rank requests its own rows; among several, the exchange puts in what the readers request.
-        counts = np.diff(np.searchsorted(my_rows, size * np.arange(W + 1))).tolist()
+        counts = np.bincount(my_rows // size, minlength=W).tolist()
         head_columns = None
         if tied:
             head_columns = self.fabric.host_tensor(my_rows % size * W + my_rows // size)      # logical again
         my_rows = self.fabric.host_tensor(my_rows)
-        tag = dict(purpose=purpose, cycle=steps[0].step // table.cadence, tokens=sum(x.shape[1] for x in inputs))
+        tag = dict(purpose=purpose, cycle=values.step // table.cadence,
+                   tokens=sum(batch.tokens.shape[1] for batch in batches))
         plan_ms = 1000 * (time.perf_counter() - began)
         return TablePlan(tag, size, my_rows, counts, my_rows, counts, head_columns, plan_ms, reads=len(logical))
 
@@ -1444,8 +1435,7 @@ class ValidationSet:
             self.vocabulary = read_vocabulary(Path(headers[0].name).parent, cfg)
         self.bytes_per_token = None
         if self.vocabulary is not None:
-            lengths = [len(token_bytes) for token_bytes in self.vocabulary]
-            self.bytes_per_token = float(np.dot(counts, lengths) / len(targets))
+            self.bytes_per_token = float(counts @ list(map(len, self.vocabulary)) / len(targets))
 
     def text_losses(self, loss: float) -> dict[str, float]:
         """Bits per byte of a loss in nats per token, and the unigram entropy; {} where no token's bytes are known."""
@@ -1455,9 +1445,9 @@ class ValidationSet:
 
     def batches(self, values: Values) -> Iterator[Batch]:
         """This rank's slots, one block at a time."""
-        for first in range(0, len(self.slots), self.cfg.num_slots):
-            block = self.slots[first:first + self.cfg.num_slots]
-            my_slots = block[self.fabric.rank::self.fabric.world]
+        S = self.cfg.num_slots
+        for first in range(0, len(self.slots), S):
+            my_slots = self.slots[first + self.fabric.rank:first + S:self.fabric.world]
             batch, = self.planner.batches(self.purpose, [values], [my_slots])
             yield batch.to(self.fabric.device)
 
