@@ -87,7 +87,6 @@ except ImportError as error:
 # ====== Room 1: Config ================================================================================================
 class TrainerError(Exception):
     """What was found, what was expected, and what to do about it."""
-
     status = 2                           # that the process exits with
 
     def __init__(self, what: str, found: object, expected: object, do: str) -> None:
@@ -108,7 +107,6 @@ class DataError(TrainerError):
 
 class RunError(TrainerError):
     """Something that went wrong in a run: loss, memory, disk, another rank."""
-
     status = 1
 
 
@@ -127,7 +125,6 @@ def need_all(rules: dict[str, object], what: str, found: object, do: str) -> Non
 @dataclass(frozen=True)
 class Layer:
     """One layer of the model. Moving a feature to another layer is moving a word."""
-
     attention: str               # "plain", "paired" (heads j and j + H/2 share one sequence of 2T positions) or "none"
     window: str = "short"        # attention span: "short" or "long"
     value: int | None = None     # value table added to the attention values
@@ -155,7 +152,6 @@ NUM_VALUE_TABLES = sum(layer.value is not None for layer in LAYERS)
 
 class Stage(NamedTuple):
     """One stage of the run. Windows are in blocks; weights of the predicted tokens move linearly over the stage."""
-
     batch_tokens: int
     short_window: int
     long_window: int
@@ -174,7 +170,6 @@ STAGES = (                                                                    # 
 
 class NgramTable(NamedTuple):
     """One table of hashed n-grams."""
-
     label: str                           # of its parameter: part of initial values, signs and rounding bits
     order: int                           # n, a key of NGRAM_FACTORS
     rows: int                            # R; the last one means: no n-gram
@@ -225,7 +220,7 @@ ATTENTION_KERNELS = ("auto", "FA4", "FA3", "varlen", "reference")             # 
 @dataclass(frozen=True)
 class Config:
     """Everything a run may vary. One field is one flag; a preset overrides fields and nothing else."""
-
+    # What is read and how documents are dealt to slots; a slot is the unit of packing, so num_slots decides losses.
     train_files: str = _data("data/fineweb10B/fineweb_train_*.bin", "pattern", "training shards, taken in name order")
     val_files: str = _data("data/fineweb10B/fineweb_val_*.bin", "pattern", "validation shards")
     val_tokens: int = _data(10_485_760, "tokens", "validation tokens, a multiple of val_batch_tokens", least=1)
@@ -237,14 +232,15 @@ class Config:
     padded_vocab: int = _data(0, "tokens", "columns of the head; 0: the next multiple of 128")
     document_start: int = _data(-1, "id", "first token of every document; -1: from the header", least=-1)
     bigram_rows: int = _data(0, "rows", "hash table of token pairs; 0: 5 x padded_vocab; the last row: no pair")
+    # Number and features of the layers are no flags: they are recipe A's, in LAYERS.
     model_dim: int = _model(768, "features", "width D = num_heads x head_dim", least=GATE_INPUTS)
     num_heads: int = _model(6, "heads", "an even number: paired layers join heads j and j + H/2", least=2)
     head_dim: int = _model(128, "features", "a multiple of 4; half of it rotates", least=8)
     attn_scale: float = _model(0.1, "1", "softmax scale before YaRN; queries and keys are normalised")
     tables: tuple = _model((), "table", TABLE_ROW)
     dtype: str = _model("bfloat16", "type", "weights and activations", ("bfloat16", "float32", "float64"))
-    attention: str = _model("auto", "kernel", "auto: the fastest that is right", ATTENTION_KERNELS)
     head: str = _model("auto", "precision", "of training logits; auto: best", ("auto", "fp8", "emulated", "plain"))
+    # The last row of `stages` is the extension, after the scheduled steps.
     num_scheduled_steps: int = _schedule(1507, "steps", "split evenly over all stages but the last", least=1)
     num_extension_steps: int = _schedule(40, "steps", "last stage, at the lowest learning rate")
     stages: tuple = _schedule(STAGES, "table", STAGE_ROW)
@@ -252,7 +248,8 @@ class Config:
     final_long_window: int = _schedule(20, "blocks", "long window of the final validation", least=1)
     cooldown_frac: float = _schedule(0.55, "share", "of the scheduled steps, at their end, with a falling rate", most=1)
     lr_floor: float = _schedule(0.1, "1", "learning rate factor at the end of the cooldown")
-    val_every: int = _schedule(250, "steps", "between validations; 0: only the final one")
+    time_budget: float = _schedule(0.0, "s", "of training, for the whole schedule; 0: steps as set")
+    # Rates before the factor of the stage and the parameter's own multiplier.
     normuon_lr: float = _optim(0.023, "1", "attention and MLP banks")
     normuon_beta2: float = _optim(0.95, "1", "decay of the second moment per row", most=1)
     normuon_weight_decay: float = _optim(1.2, "1", "cautious, times lr^2")
@@ -264,14 +261,16 @@ class Config:
     adam_lr: float = _optim(0.008, "1", "everything else; multipliers stand in the parameter table")
     adam_weight_decay: float = _optim(0.005, "1", "cautious, times (lr x multiplier)^2")
     adam_eps: float = _optim(1e-10, "1", "added to the uncorrected root of the second moment")
+    # Of these the seed alone decides about the numbers of a run: a resumed run may change the others.
     seed: int = _run(0, "integer", "initial values; each parameter draws from (seed, label)")
     device: str = _run("auto", "device", "auto: cuda if there is one", ("auto", "cpu", "cuda"))
     compile: int = _run(-1, "0|1", "torch.compile; -1: on CUDA only", (-1, 0, 1))
+    attention: str = _run("auto", "kernel", "auto: the fastest that is right", ATTENTION_KERNELS)
     row_comms: str = _run("sparse", "mode", "table rows that travel: those asked for, or all", ("dense", "sparse"))
     debug_rows: int = _run(0, "0|1", "poison rows not fetched, look for gradients of rows not planned", (0, 1))
     slots_per_micro_batch: int = _run(0, "slots", "side by side in the model; 0: all that the device's memory fits")
+    val_every: int = _run(250, "steps", "between validations; 0: only the final one")
     max_steps: int = _run(0, "steps", "stop early, then validate; 0: the whole schedule")
-    time_budget: float = _run(0.0, "s", "of training, for the whole schedule; 0: steps as set")
     runs: int = _run(1, "runs", "in one process after one warm-up, with seeds seed, seed + 1, ...", least=1)
     target_loss: float = _run(3.28, "nats", "against which several runs are tested; 0: none")
     run_dir: str = _run("", "folder", "of the logs; empty: logs/<run id>")
@@ -308,15 +307,14 @@ PRESETS: dict[str, dict[str, Any]] = dict(
     tiny=TINY)
 
 # A saved model and an earlier run have decided about everything else.
-NOT_MATHEMATICS = {
-    "device", "compile", "slots_per_micro_batch", "seed", "run_dir", "comm_timeout", "sample_tokens", "save", "sample",
-    "prompt", "val_every", "max_steps", "train_files", "val_files", "epochs", "row_comms", "debug_rows",
-    "runs", "target_loss", "checkpoint_every", "resume", "profile", "attention"}
+NOT_MATHEMATICS = {"train_files", "val_files", "epochs"} | {
+    name for name in Config.__dataclass_fields__ if Config.__dataclass_fields__[name].metadata["group"] == "run"}
 NOT_INHERITED = {"run_dir", "runs", "resume", "save", "sample", "prompt"}             # by --resume: facts of one run
 MAY_CHANGE = NOT_MATHEMATICS - {"seed"}                                               # on --resume
 SETTINGS = "settings.json"               # of a run directory and of a save: {"preset": ..., "flags": {field: text}}
 
 
+# A row of a table is one text in a flag, in a log and in the settings of a save; so it is written and read here alone.
 def numbers(word: str) -> tuple[float, ...]:
     return tuple(map(float, word.split(",")))
 
@@ -325,15 +323,14 @@ def place(word: str) -> int | None:
     return None if word == "stream" else int(word)
 
 
-# What reads each column of a row from its word.
 ROW_COLUMNS = dict(
     stages=(Stage, int, int, int, float, numbers, numbers, {"untie": True}.__getitem__),
     tables=(NgramTable, str, int, int, place, int, str, int, str, float, float, float))
 
 
 def read_row(name: str, text: str) -> Stage | NgramTable:
-    """Read a row of --stages or --tables; columns left out at its end have their defaults.
-    Raises ValueError, TypeError or KeyError."""
+    """Read a row of a table; columns left out have their defaults. Raises ValueError, TypeError or KeyError."""
+    # strict: a word too many is an error, a word too few one of the constructor.
     make, *columns = ROW_COLUMNS[name]
     words = text.split()
     return make(*(column(word) for column, word in zip(columns[:len(words)], words, strict=True)))
@@ -368,13 +365,19 @@ def parse_value(name: str, text: str) -> Any:
         allowed = f"one of {list(choices)}"
     elif kind in (int, float):
         allowed += f", {about['least']:,} to {about['most']:,}"
+
+    # What a column or a type cannot read ends in the message below; no shell expands the ~ of --save=~/x.
     with contextlib.suppress(ValueError, TypeError, KeyError):
         if kind is tuple:
             return tuple(read_row(name, row) for row in text.split(";") if row.strip())
+        if about["unit"] in ("folder", "pattern"):
+            text = os.path.expanduser(text)
         value = kind(text)
-        if value in choices or (kind is str and not choices):
-            return os.path.expanduser(value) if about["unit"] in ("folder", "pattern") else value
-        if not choices and about["least"] <= value <= about["most"]:          # never of a NaN
+        if choices:
+            right = value in choices
+        else:
+            right = kind is str or about["least"] <= value <= about["most"]   # never of a NaN
+        if right:
             return value
     raise ConfigError(f"--{name}", repr(text), f"{allowed}: {about['about']}",
                       f"for example --{name}={flag_text(spec.default)}")
@@ -394,7 +397,7 @@ def read_settings(folder: Path) -> tuple[str, dict[str, str]]:
     try:
         settings = json.loads(path.read_bytes())
         preset, flags = settings["preset"], settings["flags"]
-        make_config(preset, flags)
+        make_config(preset, flags)                    # another trainer may have had other flags
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(str(path), f"{type(error).__name__}: {error}", "preset and flags of this trainer", "name the "
                         "folder of a run or of a save; one of an older trainer needs that trainer, the train_gpt.py in "
@@ -456,7 +459,8 @@ def read_flags(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
 
 
 def decisive_settings(cfg: Config) -> dict[str, str]:
-    """Return the settings on which a run's numbers depend, as texts; homes of tables change no bit."""
+    """Return the settings on which a run's numbers depend, as texts."""
+    # Homes of tables change no bit, and a run may be resumed with another.
     cfg = replace(cfg, tables=tuple(table._replace(home="device") for table in cfg.tables))
     return {name: flag_text(value) for name, value in vars(cfg).items() if name not in MAY_CHANGE}
 
@@ -474,7 +478,8 @@ def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
         preset = preset or "record"
         return preset, make_config(preset, texts)
 
-    # A flag may repeat what decides about the numbers of a run, and change the rest.
+    # A flag may repeat what decides about the numbers of a run, and change the rest. Compared are texts after reading,
+    # so that 1e-2 repeats 0.01.
     earlier_preset, earlier = read_settings(Path(parse_value("resume", texts["resume"])))
     need(preset in (None, earlier_preset), "--preset with --resume", preset, f"{earlier_preset}, as in that run",
          "leave --preset out")
@@ -491,10 +496,10 @@ def check_layers(layers: Sequence[Layer]) -> None:
     """Raise ConfigError for a layer table that would train another model than it seems to say."""
     # Only what is wrong in silence: a window or a stream that is not there ends the first step anyway.
     for depth, layer in enumerate(layers):
-        need_all({
-            "a value table in a layer with attention": layer.value is None or layer.attention != "none",
-            "key_shift in a plain layer": not layer.key_shift or layer.attention == "plain",
-        }, f"LAYERS, layer {depth}", layer, "see the columns of Layer")
+        useful = layer.value is None or layer.attention != "none"
+        right = useful and (not layer.key_shift or layer.attention == "plain")
+        need(right, f"LAYERS, layer {depth}", layer, "key_shift in a plain layer, a value table in one with attention",
+             "see the columns of Layer")
     for column in ("value", "keep_as"):
         taken = [getattr(layer, column) for layer in layers if getattr(layer, column) not in (None, "")]
         need(len(taken) == len(set(taken)), f"LAYERS, column {column}", taken, "each once", "give it to one layer")
@@ -531,18 +536,18 @@ def check_rows(cfg: Config) -> None:
 
 def check_config(cfg: Config) -> None:
     """Raise ConfigError for settings that do not fit together, with ones that do."""
+    # Types and bounds were checked where texts were read; these are about several settings, or about more than bounds.
     check_layers(LAYERS)
     check_rows(cfg)
     H, E = cfg.num_heads, cfg.head_dim
     unit = SLOT_UNIT * cfg.num_slots
-    untied = [stage.untie for stage in cfg.stages].count(True)
     traced = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
     rules = (                            # a field, whether it is right, what is expected, a value that is
         ("num_heads", H % 2 == 0, "an even number, since paired layers join two heads", H + 1),
         ("head_dim", E % 4 == 0, "a multiple of 4", E // 4 * 4),
         ("model_dim", cfg.model_dim == H * E, f"num_heads x head_dim = {H} x {E}", H * E),
-        ("stages", len(cfg.stages) >= 2 and untied <= 1, "two rows or more, the last for the extension, and `untie` in "
-         "one row at most", flag_text(STAGES)),
+        ("stages", len(cfg.stages) >= 2 and sum(stage.untie for stage in cfg.stages) <= 1,
+         "two rows or more, the last for the extension, and `untie` in one row at most", flag_text(STAGES)),
         ("val_batch_tokens", cfg.val_batch_tokens % unit == 0, f"a multiple of {unit} ({SLOT_UNIT} x num_slots)",
          -(-cfg.val_batch_tokens // unit) * unit),
         ("val_tokens", cfg.val_tokens % cfg.val_batch_tokens == 0, "a multiple of val_batch_tokens",
@@ -558,7 +563,6 @@ def check_config(cfg: Config) -> None:
 @dataclass(frozen=True)
 class Fabric:
     """The one object that knows ranks and devices. Passed on, never global."""
-
     device: torch.device
     rank: int = 0
     world: int = 1
@@ -579,12 +583,12 @@ class Fabric:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def host_tensor(self, x: np.ndarray | Tensor) -> Tensor:
-        """Make a tensor of an array; beside a GPU it is pinned: torch uses a block again after its last copy."""
+        # Beside a GPU it is pinned: torch uses a block again after its last copy.
         tensor = torch.as_tensor(x)
         return tensor.pin_memory() if self.on_cuda else tensor
 
     def enter_thread(self) -> None:
-        """Set CUDA's current device, which is a thread's own: else pinning memory opens GPU 0 from every rank."""
+        # The current device is a thread's own: without this, pinning memory would open GPU 0 from every rank.
         if self.on_cuda:
             torch.cuda.set_device(self.device)
 
@@ -603,6 +607,7 @@ class Fabric:
 
     def check_agreement(self, facts: dict[str, str]) -> None:
         """Raise ConfigError on every rank if any rank was started with other facts."""
+        # All compare with rank 0, so that all find the same and none waits for another.
         everyone = self.gather(facts)
         for rank, theirs in enumerate(everyone):
             for name, expected in everyone[0].items():
@@ -626,6 +631,7 @@ class Fabric:
 
     def total_memory(self) -> float:
         """Return the bytes of the GPU, or without one of the host."""
+        # Not what is free just now: the estimate, and so the micro-batches, have to be the same each time.
         if self.on_cuda:
             return torch.cuda.mem_get_info(self.device)[1]
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -634,7 +640,6 @@ class Fabric:
 # ====== Room 2: Schedule ==============================================================================================
 class Rotary(NamedTuple):
     """Rotation of queries and keys in one stage."""
-
     frequencies: tuple[float, ...]       # E/4 angles per position; the other half of the head does not rotate
     attn_scale: float                    # softmax scale, grown by YaRN
 
@@ -642,7 +647,6 @@ class Rotary(NamedTuple):
 @dataclass(frozen=True)
 class Values:
     """Everything the schedule says for one step."""
-
     step: int
     stage: int
     slot_tokens: int
@@ -689,7 +693,7 @@ class Schedule:
     when its run cycle was prepared. Stages and rates go by the place, Adam and validation by the step."""
 
     def __init__(self, cfg: Config, places: Sequence[float] = ()) -> None:
-        """places: of the first step of each run cycle so far, ascending, with --time_budget; the race appends to it."""
+        # places: of the first step of each run cycle so far, ascending, with --time_budget; the race appends to it.
         self.cfg = cfg
         # A run's cycle, in steps, is the largest cadence: plans and checkpoints come at its multiples.
         self.cycle = max([cfg.adam_every, *(table.cadence for table in cfg.tables)])
@@ -701,15 +705,12 @@ class Schedule:
         ends = [round(cfg.num_scheduled_steps * (k + 1) / scheduled) for k in range(scheduled)]
         self.starts = (0, *ends)                                              # of the stages, places in the plan
         self.ends = (*ends, self.total_steps)
-        self.untie_start = math.inf
-        for start, stage in zip(self.starts, cfg.stages):
-            if stage.untie:
-                self.untie_start = start
+        self.untie_start = next((start for start, stage in zip(self.starts, cfg.stages) if stage.untie), math.inf)
         self.cooldown_start = int(cfg.num_scheduled_steps * (1 - cfg.cooldown_frac))
         self.rotary = rotary_by_stage(cfg)
 
     def place(self, step: int) -> float:
-        """Return how far a step is in the plan, in planned steps."""
+        # How far a step is in the plan, in planned steps.
         if self.cfg.time_budget:
             return min(self.places[step // self.cycle], self.total_steps)
         return step
@@ -729,6 +730,7 @@ class Schedule:
     @property
     def untie_step(self) -> float:
         """Return the last step of the Adam cycle in which the run reaches the stage that unties."""
+        # An embedding that leaves the head in the middle of a cycle would lose the cycle's gradients.
         step = self.first_step_at(self.untie_start)
         if step == math.inf:
             return step
@@ -751,7 +753,8 @@ class Schedule:
         return self.cfg.stages[self.stage_at(place)].lr_mul * (1 - done) + self.cfg.lr_floor * done
 
     def momentum_at(self, place: float) -> float:
-        """Return NorMuon's momentum: up at the plan's start, down at its end; the ramps grow with it unless set."""
+        """Return NorMuon's momentum: up at the plan's start, down at its end."""
+        # Ramps that are not set keep their share of the record's steps.
         cfg = self.cfg
         up = cfg.momentum_warmup_steps
         if up < 0:
@@ -759,7 +762,6 @@ class Schedule:
         down = cfg.momentum_cooldown_steps
         if down < 0:
             down = round(RECORD_RAMP_DOWN * self.total_steps / RECORD_STEPS)
-
         rise = cfg.momentum_max - cfg.momentum_min
         if place < up:
             return cfg.momentum_min + rise * place / up
@@ -800,9 +802,8 @@ class Schedule:
             validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
     def warm_up_steps(self) -> list[int]:
-        """Return the steps of whole run cycles around the start of every stage: each graph of the run occurs in them.
-        The largest stage comes first, for a lack of memory to show in the first minute; a cycle cut by max_steps
-        last."""
+        """Return the steps of whole run cycles around the start of every stage: each graph of the run occurs in them."""
+        # The largest stage comes first, for a lack of memory to show in the first minute; a cycle cut by max_steps last.
         cycles: dict[int, None] = {}     # their first steps, each once
         for k in sorted(range(len(self.starts)), key=lambda k: -self.cfg.stages[k].batch_tokens):
             first = self.starts[k] // self.cycle * self.cycle
@@ -829,7 +830,6 @@ FORMULA_DOCUMENT = 32                    # tokens, on average
 
 class ShardHeader(NamedTuple):
     """One shard: a file, or a formula that makes its tokens."""
-
     name: str
     tokens: int
     vocab_size: int
@@ -855,7 +855,6 @@ class Shard:
 
 class Slot(NamedTuple):
     """One slot of T tokens on the host."""
-
     tokens: np.ndarray                   # (T + 1,) u16: inputs are the first T, targets the last T
     cu_seqlens: np.ndarray               # (documents + 1,) i32: 0, then the end of each document in the inputs, last T;
                                          # the first or last document may be empty
@@ -873,8 +872,7 @@ def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int) 
 
 
 def find_shards(pattern: str) -> list[ShardHeader]:
-    """Return the headers of all shards of a pattern in name order, checked. Raises DataError.
-    Whatever matches has to be a shard: silently skipping a broken link would train on less data."""
+    """Return the headers of all shards of a pattern in name order, checked. Raises DataError."""
     if pattern.startswith(FORMULA):
         facts = re.fullmatch(FORMULA + r"(\d{1,5}):(\d{1,5}):([1-9]\d{0,8}):([1-9]\d{0,4})", pattern, re.ASCII)
         need(facts, "formula", pattern, "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS",
@@ -882,7 +880,8 @@ def find_shards(pattern: str) -> list[ShardHeader]:
         vocab, start, tokens, shards = map(int, facts.groups())
         return [ShardHeader(f"{pattern}#{seed}", tokens, vocab, start) for seed in range(shards)]
 
-    # Brackets in the name of a folder mean themselves; what matches nothing may still be the name of a file.
+    # Brackets in the name of a folder mean themselves; what matches nothing may still be the name of a file. Whatever
+    # matches has to be a shard: silently skipping a broken link would train on less data.
     folder, name = os.path.split(pattern)
     if os.path.isdir(folder):
         folder = glob.escape(folder)
@@ -952,8 +951,8 @@ def load_shard(header: ShardHeader) -> Shard:
 
 
 def scan_shards(headers: Sequence[ShardHeader]) -> str:
-    """Look at every token of every shard before anything is built on them. Raises DataError.
-    Returns the hash of all names and contents, in order. The name of a formula says everything."""
+    """Look at every token of every shard; return the hash of all names and contents, in order. Raises DataError."""
+    # The name of a formula says everything.
     digest = hashlib.sha256()
     for header in headers:
         path = Path(header.name)
@@ -968,7 +967,7 @@ def scan_shards(headers: Sequence[ShardHeader]) -> str:
 
 def shared_shards(train: Sequence[ShardHeader], val: Sequence[ShardHeader]) -> list[str]:
     """Return the names of training shards that are validated with, too, links followed."""
-    validated = {os.path.realpath(header.name) for header in val}
+    validated = [os.path.realpath(header.name) for header in val]
     return [header.name for header in train if os.path.realpath(header.name) in validated]
 
 
@@ -995,8 +994,8 @@ def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Co
 
 
 def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader]) -> None:
-    """Raise DataError before anything is built if the shards cannot last for the plan.
-    A lower bound: packing drops ends of documents and of shards. With --time_budget nobody knows the steps yet."""
+    """Raise DataError before anything is built if the shards cannot last for the plan."""
+    # A lower bound: packing drops ends of documents and of shards. With --time_budget nobody knows the steps yet.
     counts = schedule.planned_counts()
     blocks = [stage.batch_tokens + cfg.num_slots for stage in cfg.stages]     # a slot has one more, its last target
     needed = sum(count * tokens for count, tokens in zip(counts, blocks))
@@ -1015,17 +1014,16 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader])
 
 def check_enough_validation(cfg: Config, val: list[ShardHeader]) -> None:
     """Raise DataError if the shards hold fewer whole blocks than val_tokens asks for."""
-    tokens = cfg.val_batch_tokens * sum(len(validation_blocks(header.tokens, cfg.val_batch_tokens)) for header in val)
+    tokens = sum(whole_blocks(header.tokens, cfg.val_batch_tokens) for header in val)
     need(tokens >= cfg.val_tokens, "too few validation tokens", f"{tokens} in blocks of {cfg.val_files!r}",
          cfg.val_tokens, f"more shards, or --val_tokens={tokens} with a --val_batch_tokens that divides it", DataError)
 
 
-def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int,
-               max_doc_len: int) -> tuple[list, int] | None:
+def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int, max_doc_len: int) -> tuple | None:
     """Deal documents to the slots of a block in stream order (recipe 5.2, 11.3).
-    Each slot takes documents, cut to max_doc_len, until it has slot_tokens + 1 tokens; the last one is cut to fit and
-    its rest is lost: the next slot begins with a fresh document. Returns (slots, next document), a slot being (starts,
-    ends) of pieces, or None where the shard ends before the block does."""
+    Returns (slots, next document), a slot being (starts, ends) of pieces, or None where the shard ends too early."""
+    # Each slot takes documents, cut to max_doc_len, until it has slot_tokens + 1 tokens; the last one is cut to fit and
+    # its rest is lost: the next slot begins with a fresh document.
     # Tokens before each document, and before the end, if all are cut to max_doc_len.
     tokens_before = np.concatenate([[0], np.cumsum(np.minimum(shard.doc_lengths, max_doc_len))])
     slots = []
@@ -1035,7 +1033,6 @@ def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int,
         next_doc = int(np.searchsorted(tokens_before, slot_end))              # the first that starts there or later
         if next_doc == len(tokens_before):
             return None
-
         starts = shard.doc_starts[doc:next_doc]
         ends = starts + np.diff(tokens_before[doc:next_doc + 1])
         ends[-1] -= tokens_before[next_doc] - slot_end
@@ -1052,28 +1049,24 @@ def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray) -> Slot:
     return Slot(np.concatenate(pieces), cu_seqlens.astype(np.int32))
 
 
-def validation_blocks(shard_tokens: int, block_tokens: int) -> range:
-    """Return where the blocks of a shard begin: each reads one more target, and the peer's rule keeps another token."""
-    return range(0, shard_tokens - block_tokens - 1, block_tokens)
+def whole_blocks(shard_tokens: int, block_tokens: int) -> int:
+    """Count the tokens of a shard's validation blocks: there is one more target, and the peer keeps another token."""
+    return max(0, shard_tokens - 2) // block_tokens * block_tokens
 
 
-def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int,
-                     document_start: int) -> Iterator[Slot]:
+def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int, document_start: int) -> Iterator[Slot]:
     """Yield consecutive slots in whole blocks of num_slots, not aligned to documents, none of which is cut short."""
-    block_tokens = num_slots * slot_tokens
     for shard in shards:
-        for block in validation_blocks(len(shard.tokens), block_tokens):
-            for start in range(block, block + block_tokens, slot_tokens):
-                tokens = shard.tokens[start:start + slot_tokens + 1]
-                borders = np.flatnonzero(tokens[:-1] == document_start)
-                cu_seqlens = np.concatenate([[0], borders, [slot_tokens]])
-                yield Slot(tokens, cu_seqlens.astype(np.int32))
+        for start in range(0, whole_blocks(len(shard.tokens), num_slots * slot_tokens), slot_tokens):
+            tokens = shard.tokens[start:start + slot_tokens + 1]
+            borders = np.flatnonzero(tokens[:-1] == document_start)
+            yield Slot(tokens, np.concatenate([[0], borders, [slot_tokens]]).astype(np.int32))
 
 
 def ngram_hash(tokens: np.ndarray, factors: Sequence[int], modulus: int, none: int) -> np.ndarray:
     """Hash the n-gram that ends at each position of a slot, (..., T) i32 -> (..., T) i32 below modulus.
-    The xor of token x factor, factors from the newest token backwards, in 32-bit arithmetic that wraps; floor modulo.
     The first n - 1 positions get `none`. N-grams cross documents, as recipe A's bigrams do."""
+    # The xor of token x factor, factors from the newest token backwards, in 32-bit arithmetic that wraps; floor modulo.
     mixed = tokens * np.int32(factors[0])
     for back, factor in enumerate(factors[1:], 1):
         mixed[..., back:] ^= tokens[..., :-back] * np.int32(factor)
@@ -1084,10 +1077,9 @@ def ngram_hash(tokens: np.ndarray, factors: Sequence[int], modulus: int, none: i
 
 def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
     """Return the row of each (previous, current) token pair of slots, (..., T) i32 -> (..., T) i32 in [0, rows).
-        row = ((36313 * current) xor (27191 * previous)) mod (rows - 1)
-    The last row means: no pair, and stands at position 0. Two quirks are part of the published losses: pairs cross
-    documents, and position 1 takes the number of that row for its previous token, because the peer overwrites position
-    0 before it multiplies."""
+        row = ((36313 * current) xor (27191 * previous)) mod (rows - 1);  the last row means: no pair"""
+    # Two quirks are part of the published losses: pairs cross documents, and position 1 takes the number of the last
+    # row for its previous token, because the peer overwrites position 0 before it multiplies.
     no_pair = rows - 1
     overwritten = tokens.copy()
     overwritten[..., 0] = no_pair
@@ -1096,7 +1088,6 @@ def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
 
 class Table(NamedTuple):
     """An embedding of which a step reads few rows: further columns of its row in the parameter table."""
-
     label: str
     rows: int                            # R
     reads: int                           # rows that a token reads
@@ -1137,7 +1128,6 @@ def row_tables(cfg: Config) -> tuple[Table, ...]:
 class RowUpdate:
     """The rows of this rank's shard that a row-wise update changes: those that any rank reads in the cycle, each once.
     Rows that the update before changes as well are on the device already, and newer there than in a host home."""
-
     places: Tensor                       # (u,) i64 in the shard, ascending
     inverse: Tensor                      # (requested,) i64: index into `places` of each requested row
     fresh: Tensor                        # (f,) i64: index into `places` of the rows that the update before has not
@@ -1146,9 +1136,8 @@ class RowUpdate:
 
 
 def distinct_with_places(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct values, ascending, (u,) i64, and the index of each value in them, (n,) i64.
-    values (n,): integers below 2^32. Several times as fast as numpy's unique with its inverse."""
-    # One sort of 64-bit words, the value above its position.
+    """Return the distinct values, integers below 2^32, ascending, and the index of each value in them, both i64."""
+    # One sort of 64-bit words, the value above its position: several times as fast as numpy's unique with its inverse.
     count = len(values)
     words = np.sort(values.astype(np.uint64) << np.uint64(32) | np.arange(count, dtype=np.uint64))
     ordered = (words >> np.uint64(32)).astype(np.int64)
@@ -1173,7 +1162,6 @@ class TablePlan:
     """The rows of a table that this rank reads in a cycle, and the rows of its shard that all ranks request.
     Logical row r is the r div W-th in the shard of rank r mod W; physical rows are numbered shard by shard. Lists are
     tensors on the host until the cycle's rows are fetched."""
-
     tag: dict[str, Any]                  # purpose, cycle, tokens (of a slot over the cycle): equal on all ranks
     shard_size: int                      # rows of every rank's shard: R / W, rounded up
     my_rows: Tensor                      # (n,) i64, physical, ascending: fetched before the cycle, gradients go back
@@ -1189,7 +1177,7 @@ class TablePlan:
 
     @property
     def tied(self) -> bool:
-        """Rows are read from the head, which every rank has: nothing travels."""
+        # Rows are read from the head, which every rank has: nothing travels.
         return self.head_columns is not None
 
     def change_lists(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -1207,7 +1195,6 @@ class TablePlan:
 
 class Batch(NamedTuple):
     """This rank's slots of one step, b of them."""
-
     step: int
     plans: dict[str, TablePlan]          # by table, shared by the steps of a cycle
     tokens: Tensor                       # (b, T) i32
@@ -1240,47 +1227,40 @@ class Planner:
 
     def batches(self, purpose: str, steps: Sequence[Values], slots: Sequence[list[Slot]]) -> list[Batch]:
         """Return a batch for each step of a run's cycle, from this rank's slots of each."""
-        tokens = []                                  # of each step, (b, T + 1) u16
-        for slots_of_step in slots:
-            tokens.append(np.stack([slot.tokens for slot in slots_of_step]))
-        inputs = [x[:, :-1].astype(np.int32) for x in tokens]
-        rows: list[dict[str, np.ndarray]] = [{} for _ in steps]
-        plans: list[dict[str, TablePlan]] = []       # of each step
+        # Slots differ in their number of documents, but a tensor's rows have one length.
+        batches = []
+        for values, slots_of_step in zip(steps, slots):
+            tokens = np.stack([slot.tokens for slot in slots_of_step])
+            borders = [slot.cu_seqlens for slot in slots_of_step]
+            columns = max(map(len, borders))
+            borders = np.stack([np.pad(x, (0, columns - len(x)), "edge") for x in borders])
+            inputs = tokens[:, :-1].astype(np.int32)
+            signs = {table.label: table.signs(inputs) for table in self.tables if table.signs}
+            batches.append(Batch(values.step, {}, inputs, tokens[:, 1:].astype(np.int64), borders, {}, signs))
 
         # A table's plan serves the steps of its cadence; where one ends, the next begins.
         current: dict[str, TablePlan] = {}
-        for first in range(0, len(steps), self.cfg.adam_every):
+        every = self.cfg.adam_every
+        for first in range(0, len(steps), every):
             begun = {}
             for table in self.tables:
                 if first % table.cadence == 0:
-                    cycle = slice(first, first + table.cadence)
-                    begun[table.label] = self.plan(table, purpose, steps[cycle], inputs[cycle], rows[cycle])
+                    begun[table.label] = self.plan(table, purpose, steps[first], batches[first:first + table.cadence])
             if self.exchange:
                 self.exchange(begun)
             current = current | begun
-            plans += [current] * self.cfg.adam_every
+            batches[first:first + every] = [batch._replace(plans=current) for batch in batches[first:first + every]]
+        return [batch.map(self.fabric.host_tensor) for batch in batches]
 
-        # Slots differ in their number of documents, but a tensor's rows have one length.
-        batches = []
-        for at, values in enumerate(steps):
-            borders = [slot.cu_seqlens for slot in slots[at]]
-            columns = max(map(len, borders))
-            borders = np.stack([np.pad(x, (0, columns - len(x)), "edge") for x in borders])
-            signs = {table.label: table.signs(inputs[at]) for table in self.tables if table.signs}
-            targets = tokens[at][:, 1:].astype(np.int64)
-            batch = Batch(values.step, plans[at], inputs[at], targets, borders, rows[at], signs)
-            batches.append(batch.map(self.fabric.host_tensor))
-        return batches
-
-    def plan(self, table: Table, purpose: str, steps: Sequence[Values], inputs: Sequence[np.ndarray],
-             rows: Sequence[dict[str, np.ndarray]]) -> TablePlan:
-        """Plan a table's rows for the steps of its cycle; the index of each lookup goes to `rows`, a dict per step."""
+    def plan(self, table: Table, purpose: str, values: Values, batches: Sequence[Batch]) -> TablePlan:
+        """Plan a table's rows for the batches of its cycle, which `values` begins; put the index of each lookup there.
+        Arrays, not yet tensors, go in."""
         # Rows are dealt to ranks in turn: frequent tokens have neighbouring ids, and owners are to share the work.
         began = time.perf_counter()
         W = self.fabric.world
         size = self.shard_sizes[table.label]
-        tied = table.tied and steps[0].tied                                   # head and embedding part between cycles
-        ids = [table.ids(x) for x in inputs]
+        tied = table.tied and values.tied                                      # head and embedding part between cycles
+        ids = [table.ids(batch.tokens) for batch in batches]
         logical = np.concatenate([x.ravel() for x in ids])
         place = logical.astype(np.int64) // W
         owner = logical - place * W                                           # logical mod W, with vector code
@@ -1292,17 +1272,19 @@ class Planner:
             index = logical
         elif self.cfg.row_comms == "dense" and not table.is_rowwise and not tied:
             my_rows, index = np.arange(W * size), physical
-        borders = np.cumsum([x.size for x in ids[:-1]])
-        for of_step, x, part in zip(rows, ids, np.split(index.astype(np.int32), borders)):
-            of_step[table.label] = part.reshape(x.shape)
+        index = index.astype(np.int32)
+        for batch, x in zip(batches, ids):
+            batch.rows[table.label] = index[:x.size].reshape(x.shape)
+            index = index[x.size:]
 
         # Alone, a rank requests its own rows; among several, the exchange puts in what the readers request.
-        counts = np.diff(np.searchsorted(my_rows, size * np.arange(W + 1))).tolist()
+        counts = np.bincount(my_rows // size, minlength=W).tolist()
         head_columns = None
         if tied:
             head_columns = self.fabric.host_tensor(my_rows % size * W + my_rows // size)      # logical again
         my_rows = self.fabric.host_tensor(my_rows)
-        tag = dict(purpose=purpose, cycle=steps[0].step // table.cadence, tokens=sum(x.shape[1] for x in inputs))
+        tag = dict(purpose=purpose, cycle=values.step // table.cadence,
+                   tokens=sum(batch.tokens.shape[1] for batch in batches))
         plan_ms = 1000 * (time.perf_counter() - began)
         return TablePlan(tag, size, my_rows, counts, my_rows, counts, head_columns, plan_ms, reads=len(logical))
 
@@ -1321,10 +1303,8 @@ class DataEnded(DataError):
 
 
 class Loader:
-    """Batches of the run's cycles, made on a background thread exactly one cycle ahead.
-    Taking a cycle starts the work on the next, so what a batch holds never depends on timing. The stream of slots is
-    the same at every W: where a block of slots does not fit into the rest of a shard, it begins the next shard, which a
-    second thread has read ahead."""
+    """Batches of the run's cycles, made on a background thread exactly one cycle ahead; the same stream at every W.
+    Taking a cycle starts the work on the next, so what a batch holds never depends on timing."""
 
     def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], cycles: Iterable[list[Values]],
                  exchange: Callable | None = None, purpose: str = "train") -> None:
@@ -1372,7 +1352,7 @@ class Loader:
 
     def plans_ahead(self) -> dict[str, TablePlan] | None:
         """Return the row plans after those in use; None: the steps or the data end, and `next` will say so."""
-        # A table's cycle may be shorter than the run's.
+        # A table's cycle may be shorter than the run's, and then the plans are here already.
         for batch in self.ready:
             if batch.plans is not self.plans_in_use:
                 return batch.plans
@@ -1398,6 +1378,7 @@ class Loader:
 
     def _block(self, values: Values) -> tuple[Shard, list]:
         """Return the next block of slots: its shard, and (starts, ends) of the pieces of each slot."""
+        # Where a block does not fit into the rest of a shard, it begins the next, which a second thread has read ahead.
         # At most: the rest of the shard in use, then every shard once, the one that was in use as a whole included.
         for _ in range(len(self.headers) + 2):
             packed = pack_block(self.shard, self.doc, self.cfg.num_slots, values.slot_tokens, self.cfg.max_doc_len)
@@ -1443,8 +1424,7 @@ class ValidationSet:
             self.vocabulary = read_vocabulary(Path(headers[0].name).parent, cfg)
         self.bytes_per_token = None
         if self.vocabulary is not None:
-            lengths = [len(token_bytes) for token_bytes in self.vocabulary]
-            self.bytes_per_token = float(np.dot(counts, lengths) / len(targets))
+            self.bytes_per_token = float(counts @ list(map(len, self.vocabulary)) / len(targets))
 
     def text_losses(self, loss: float) -> dict[str, float]:
         """Bits per byte of a loss in nats per token, and the unigram entropy; {} where no token's bytes are known."""
@@ -1454,16 +1434,16 @@ class ValidationSet:
 
     def batches(self, values: Values) -> Iterator[Batch]:
         """This rank's slots, one block at a time."""
-        for first in range(0, len(self.slots), self.cfg.num_slots):
-            block = self.slots[first:first + self.cfg.num_slots]
-            my_slots = block[self.fabric.rank::self.fabric.world]
+        S = self.cfg.num_slots
+        for first in range(0, len(self.slots), S):
+            my_slots = self.slots[first + self.fabric.rank:first + S:self.fabric.world]
             batch, = self.planner.batches(self.purpose, [values], [my_slots])
             yield batch.to(self.fabric.device)
 
 
 def read_vocabulary(folder: Path, cfg: Config) -> list[bytes] | None:
-    """Bytes of each token from a folder's vocab.txt, or None without one. Raises DataError.
-    A line of the file is "base64 id"; the document start has no line and no bytes."""
+    """Return the bytes of each token from a folder's vocab.txt, or None without one. Raises DataError."""
+    # A line of the file is "base64 id"; the document start has no line and no bytes.
     path = folder / VOCABULARY
     if not path.is_file():
         return None

@@ -111,11 +111,10 @@ def plan_of(planner: tg.Planner, table: tg.Table, read: Sequence[np.ndarray], ti
 
     tag: what the plan says of itself, in place of what the planner would have it say.
     """
-    steps = [SimpleNamespace(step=0, tied=tied) for _ in read]
-    places: list[dict[str, np.ndarray]] = [{} for _ in read]
-    plan = planner.plan(table._replace(ids=np.asarray), "test", steps, read, places)
+    batches = [SimpleNamespace(tokens=rows, rows={}) for rows in read]
+    plan = planner.plan(table._replace(ids=np.asarray), "test", SimpleNamespace(step=0, tied=tied), batches)
     plan.tag.update(tag)
-    return plan, [found[table.label] for found in places]
+    return plan, [batch.rows[table.label] for batch in batches]
 
 
 def planner_of(cfg: tg.Config, where: tg.Fabric, *tables: tg.Table) -> tg.Planner:

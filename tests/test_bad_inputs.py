@@ -146,8 +146,7 @@ BAD = [                                  # flags after --preset=tiny, status, wh
     # memory
     (["--bigram_rows=2000000000"], 1, ("memory", "GiB to use", "weights 238", "moments", "a smaller model")),
     # shards
-    (["--train_files=nothing_*.bin"], 2,
-     ("nothing_*.bin as a shard", "no such file", "data/cached_fineweb10B.py", "--train_files")),
+    (["--train_files=nothing_*.bin"], 2, ("nothing_*.bin as a shard", "no such file", "data/cached_fineweb10B.py")),
     (["--train_files="], 2, ("as a shard", "no such file")),
     (["--train_files=folder.bin"], 2, ("folder.bin as a shard", "no regular one")),
     (["--train_files=dangling.bin"], 2, ("dangling.bin as a shard", "no such file")),
