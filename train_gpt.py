@@ -802,8 +802,8 @@ class Schedule:
             validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
     def warm_up_steps(self) -> list[int]:
-        """Return the steps of whole run cycles around the start of every stage: each graph of the run occurs in them."""
-        # The largest stage comes first, for a lack of memory to show in the first minute; a cycle cut by max_steps last.
+        """Return the steps of the cycles around the start of every stage: each graph of the run occurs in them."""
+        # The largest stage comes first, so that a lack of memory shows early; a cycle cut by max_steps comes last.
         cycles: dict[int, None] = {}     # their first steps, each once
         for k in sorted(range(len(self.starts)), key=lambda k: -self.cfg.stages[k].batch_tokens):
             first = self.starts[k] // self.cycle * self.cycle
