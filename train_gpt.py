@@ -3264,6 +3264,7 @@ class Small:
         return all(p.grad is not None for p in self.weights)
 
     def reduce(self) -> None:
+        # They are few numbers: one message, in f32 whatever their types.
         accum = accum_dtype(self.weights[0].dtype)
         self.grad = torch.cat([p.grad.flatten().to(accum) for p in self.weights])
         self.wait = launch(self.optimizer.fabric, dist.all_reduce, self.grad)
@@ -3499,11 +3500,11 @@ class Optimizer:
         number, step_size, decay = self._adam_numbers(row, values)
         number = torch.full((), number, dtype=torch.int32, device=grad.device)       # made there: a copy would wait
         changing = [*table.live, grad]
+        # Bits follow from logical rows, which are alike at any number of ranks.
         bits = None
         if row.rows.rounding == "stochastic" and table.live.rows.dtype == torch.bfloat16:
             places = table.pending[0].update.places.to(grad.device, non_blocking=True)
-            logical = places * self.fabric.world + self.fabric.rank                  # alike at any number of ranks
-            bits = row_bits(self.seed, row.label, logical, number)
+            bits = row_bits(self.seed, row.label, places * self.fabric.world + self.fabric.rank, number)
             changing.append(bits)
         if self.rowwise_update is not rowwise_update:         # compiled: one graph for any number of rows
             for x in changing:
@@ -3744,9 +3745,9 @@ class Executor:
         if self.fabric.rank != 0:
             return None
         if table is None:
-            return torch.cat([torch.cat(of_rank) for of_rank in zip(*pieces)])
+            return torch.cat([torch.cat(shard) for shard in zip(*pieces)])
         # Row r is at rank r mod W, and padding follows the last.
-        rows = torch.cat([torch.stack(of_ranks, dim=1).flatten(0, 1) for of_ranks in pieces])
+        rows = torch.cat([torch.stack(everyone, dim=1).flatten(0, 1) for everyone in pieces])
         return rows[:table.table.rows]
 
     def whole_weights(self, values: Values) -> dict[str, Tensor]:
@@ -3799,8 +3800,8 @@ class Executor:
                 table.home.settle()
                 table.totals.update(table.home.pop_traffic())
             total = Counter(dict.fromkeys(table.totals, 0))
-            for of_rank in self.fabric.gather(table.totals):
-                total.update(of_rank)
+            for totals in self.fabric.gather(table.totals):
+                total.update(totals)
             memory_bytes = table.memory_bytes(self.optimizer.state.get(label, {}).values())
             result[label] = dict(total, memory_bytes=memory_bytes)
         return result
@@ -3882,6 +3883,7 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, Coun
     choices = [m for m in range(local, 0, -1) if local % m == 0]
     if cfg.slots_per_micro_batch:
         choices = [min(cfg.slots_per_micro_batch, local)]
+    # As many slots as fit: products are larger then, and graphs run less often.
     for slots_at_once in choices:
         estimate = memory_estimate(cfg, fabric, kernel, slots_at_once)
         if estimate.total() - estimate[ON_HOST] <= room:
@@ -4030,8 +4032,8 @@ def own_rows(path: Path, manifest: dict[str, str], table: RowTable, with_state: 
             fits = fits and x.shape == (len(ids), *y.shape[1:]) and (x.dtype == y.dtype or not with_state)
         need(fits, path, "other rows", f"ascending ones of {table.table.label}, below {table.table.rows}, in "
              f"{stored.rows.dtype}", "use the trainer and settings of that run", DataError)
-        mine = ids % fabric.world == fabric.rank
-        return ids[mine] // fabric.world, RowState(*(x[mine].to(y.dtype) for x, y in zip(columns, stored)))
+        owned = ids % fabric.world == fabric.rank
+        return ids[owned] // fabric.world, RowState(*(x[owned].to(y.dtype) for x, y in zip(columns, stored)))
 
 
 def settings_json(preset: str, cfg: Config) -> bytes:
@@ -4047,8 +4049,9 @@ def save(folder: Path, run_id: str, preset: str, cfg: Config, executor: Executor
     if vocabulary is not None:
         lines = [b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece]
         files.append((VOCABULARY, b"".join(lines)))
-    mine = files if executor.fabric.rank == 0 else []
-    write_folder(folder, run_id, itertools.chain(mine, row_files(executor, with_state=False)), executor.fabric)
+    if executor.fabric.rank > 0:
+        files = []                                            # but for its rows
+    write_folder(folder, run_id, itertools.chain(files, row_files(executor, with_state=False)), executor.fabric)
 
 
 def load_checkpoint(run_dir: Path, executor: Executor) -> dict[str, Any]:
@@ -4056,6 +4059,7 @@ def load_checkpoint(run_dir: Path, executor: Executor) -> dict[str, Any]:
     fabric = executor.fabric
     newest_first = sorted((run_dir / CHECKPOINTS).glob("step-???????"), reverse=True)
     fabric.check_agreement(dict(checkpoints=str([path.name for path in newest_first])))
+    # What one rank cannot read nobody takes: all ranks go on from the same step.
     for path in newest_first:
         try:
             with fabric.failing_together(), damaged(path):
@@ -4215,6 +4219,7 @@ class Log:
 
     def aborted(self, cause: str) -> None:
         """Write the last lines of a run that did not finish; no other thread writes after them. Never raises."""
+        # The main thread may still be in a step: whatever it writes from here on goes nowhere.
         files, self.files = self.files, {}
         lines = [dict(type="step", **fields) for fields, *_ in self.pending]  # their losses are not known
         lines.append(dict(type="aborted", step=self.done, cause=cause))
@@ -4259,6 +4264,7 @@ def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> None:
             for values in cycle:
                 train_step(executor, loader, values)
     with log.phase("warm-up of validation"):
+        # Attention's spans differ by stage, and once more at the end.
         last_of_stage = {values.stage: values for values in steps}
         for values in (*last_of_stage.values(), schedule.at(schedule.end_step)):
             executor.evaluate(validation.batches(values), values)
@@ -4274,6 +4280,7 @@ def cycles_from(first: int, schedule: Schedule, clock: Clock) -> Iterator[list[V
     before = clock.ms
     for step in itertools.count(first, schedule.cycle):
         if budget and len(schedule.places) <= step // schedule.cycle:
+            # Every rank has to be at the same place, and places of a resumed run are known.
             now = clock.ms
             share = (now + (now - before)) / budget
             before = now
@@ -4326,12 +4333,13 @@ def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[i
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.document_start, *prompt]
     for _ in range(cfg.sample_tokens):
+        # Columns after the vocabulary are padding, which is never drawn.
         logits = executor.next_logits(tokens, values)[:cfg.vocab_size].float().cpu()
         need(logits.isfinite().all(), "sample", "logits that are not finite", "weights that a run has left in order",
              "sample from another save, or train again at a lower learning rate", RunError)
         probability = torch.softmax(logits / SAMPLE_TEMPERATURE, 0)
         drawn = int(torch.multinomial(probability, 1, generator=generator))
-        token = min(executor.fabric.gather(drawn))                            # one text, whatever a rank's rounding
+        token = min(executor.fabric.gather(drawn))                            # one text, however each rank rounds
         if token == cfg.document_start:
             break
         tokens.append(token)
