@@ -3121,7 +3121,7 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor
     nesterov = grad * (1 - mu) + momentum * mu
     o = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
 
-    # Rows, or columns of wide matrices, get equal norms in the long run: divided by the root of what theirs have been.
+    # Divide each row, or column of a wide matrix, by the running root mean square of its updates.
     axis = -1 if second.shape[-1] == 1 else -2                                # the one that second lacks
     mean_square = o.square().mean(dim=axis, keepdim=True)                     # shaped like second
     second.lerp_(mean_square, 1 - beta2)
@@ -3284,8 +3284,8 @@ class Small:
 
 class Sharded:
     """A bank, or the head: rank r updates the r-th of W equal shards of its units, and has their state alone.
-    Units are the granules of sharding: matrices of a bank, rows of the head. Weight and main_grad stand in room for W
-    whole shards, so that collectives work in place; nothing else sees the zeros after the units."""
+    Units are what is sharded: matrices of a bank, rows of the head. Weight and main_grad have room for W whole shards,
+    so that collectives work in place; nothing else sees the zeros after the units."""
 
     def __init__(self, optimizer: Optimizer, row: Parameter, accumulates: bool) -> None:
         fabric = optimizer.fabric
@@ -3309,8 +3309,8 @@ class Sharded:
         self.shard = self.padded[:count][self.slice]
         optimizer.state[row.label] = initial_state(row, self.shard)
 
-        # Sums of several writes, of micro-batches or of Adam's steps, want more bits than what travels, which has the
-        # weight's type.
+        # What is written several times, by micro-batches or by the steps of an Adam cycle, adds up in f32; what travels
+        # has the weight's type.
         accum = accum_dtype(weight.dtype)
         self.main_grad = units.new_zeros(room, dtype=accum if accumulates or not is_bank else weight.dtype)
         self.comm_buffer = self.main_grad
@@ -3607,7 +3607,7 @@ class Executor:
         """Add loss_weight * d(sum of this rank's slot losses) to the gradients.
         Calls add up until optim_step. No reduction over ranks, no division, no waiting for the device. A weight of 0
         adds zeros, whatever the loss: this rank still takes part in the update."""
-        # Rows of tables have been on their way since the last update.
+        # Rows of tables set off after the last update; here they have to be there.
         spans = self._attention_of(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
         head = self.model.lm_head
         row_buffers = {label: table.rows_for_forward(batch.plans[label], head) for label, table in self.tables.items()}
@@ -3637,7 +3637,7 @@ class Executor:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], values: Values) -> float:
         """Return the mean loss per token (nats) over all ranks' batches: next token, no fp8, documents uncut."""
-        # The sum stays on the device, in f64: hundreds of batches would wait for as many copies, or round.
+        # The sum stays on the device, so that no batch waits for a copy, and in f64: it is of millions of losses.
         total = torch.zeros((), dtype=torch.float64, device=self.fabric.device)
         tokens = 0
         for batch in batches:
@@ -4244,10 +4244,10 @@ def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
 
 def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> None:
     """Run every graph the race will need, the largest stage first, on tokens from a formula; then restore the state."""
-    # Enough tokens for whatever a cycle of a stage reads. Ranks that compile keep others waiting for minutes.
+    # Enough tokens for whatever a cycle of a stage reads. A rank that compiles keeps the others waiting for minutes.
     restore = executor.snapshot()
-    timeout = cfg.comm_timeout * (LONG_PATIENCE if executor.compiling else 1)
-    cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens, comm_timeout=timeout)
+    cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens,
+                  comm_timeout=LONG_PATIENCE * cfg.comm_timeout)
     most_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
     tokens = 4 * most_tokens * (1 + 2 * FORMULA_DOCUMENT // cfg.max_doc_len)  # long documents are cut to max_doc_len
     headers = [ShardHeader(f"{FORMULA}warm-up#0", tokens, cfg.vocab_size, cfg.document_start)]
@@ -4298,15 +4298,16 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
     """Train against the clock; return the final validation loss (nats per token), and why the data ended early, if so.
     On the clock: reading, packing, plans, steps, logging. Off the clock: validation. before_step(step): checkpoints."""
     # The first batch is on the clock: reading and packing are part of training, as warm-up was not.
+    schedule = log.schedule
     data_ended = None
     clock.start()
     with log.phase("first batch", timed=True):
         loader.start()
         loader.wait()
     try:
-        while log.done < log.schedule.end_step:
+        while log.done < schedule.end_step:
             before_step(log.done)
-            values = log.schedule.at(log.done)
+            values = schedule.at(log.done)
             if values.validate:
                 clock.stop()
                 log.validation(executor.evaluate(validation.batches(values), values), clock.ms, validation)
@@ -4319,10 +4320,10 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
 
     # Only now a budget's number of steps is known; and only at the true end the long window is wider.
     log.flush()
-    if log.schedule.cfg.time_budget:
+    if schedule.cfg.time_budget:
         log.total = log.done
-        log.event("budget", seconds=log.schedule.cfg.time_budget, steps=log.done)
-    end = log.schedule.at(log.done)
+        log.event("budget", seconds=schedule.cfg.time_budget, steps=log.done)
+    end = schedule.at(log.done)
     loss = executor.evaluate(validation.batches(end), end)
     log.validation(loss, clock.ms, validation)
     return loss, data_ended
