@@ -3817,60 +3817,49 @@ LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in
 LOGIT_COPIES_PLAIN = 6                   # the same in f32 or f64
 
 
-def table_bytes(table: Table, cfg: Config, fabric: Fabric) -> Counter:
-    """Return what one rank keeps of a table, its cache and its gradients, by part: bounds, whatever a cycle reads."""
-    dtype = getattr(torch, cfg.dtype)
-    exact = accum_dtype(dtype).itemsize
-    line = cfg.model_dim * dtype.itemsize                     # bytes of a row
-    exact_line = cfg.model_dim * exact
-    shard_rows = -(-table.rows // fabric.world)
-    cycle_tokens = table.cadence * max(stage.batch_tokens for stage in cfg.stages)
-    read = fabric.world * shard_rows
-    if table.is_rowwise or cfg.row_comms == "sparse":
-        read = min(read, cycle_tokens // fabric.world * table.reads)
-    if not table.is_rowwise:
-        kept = shard_rows + (read if fabric.world > 1 else 0)
-        return Counter(weights=kept * line, gradients=kept * exact_line)
-
-    # An update's rows stand on the device, in two sets beside a host home: of this cycle and of the next.
-    with_state = line + exact + torch.int32.itemsize
-    live = min(shard_rows, cycle_tokens * table.reads) * (2 if table.home == "host" else 1)
-    home = ON_HOST if table.home == "host" or not fabric.on_cuda else "weights"
-    parts = Counter({home: shard_rows * with_state})
-    return parts + Counter(weights=read * line + live * with_state, gradients=read * exact_line)
-
-
 def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> Counter:
     """Return the bytes of each part of a run at its largest: counted, but for activations, which a model gives."""
+    W = fabric.world
     dtype = getattr(torch, cfg.dtype)
+    item = dtype.itemsize
     exact = accum_dtype(dtype).itemsize
+    largest_batch = max(stage.batch_tokens for stage in cfg.stages)
     parts: Counter = Counter()
     for row in parameter_table(cfg):
-        if row.rows:
-            parts += table_bytes(row.rows, cfg, fabric)
-        else:
-            # Beside a gradient: another in the buffer that all ranks sum, or what travels where sums want more bits.
-            item = exact if row.full_precision else dtype.itemsize
-            gradient = item
-            if not row.sharded:
-                gradient += exact
-            elif row.optimizer == "adam" or slots_at_once * fabric.world < cfg.num_slots:
-                gradient = exact + (item if fabric.world > 1 and exact != item else 0)
-            count = math.prod(row.shape)
-            parts += Counter(weights=count * item, gradients=count * gradient)
+        table = row.rows
+        kept = math.prod(row.shape)                           # numbers that have a gradient here
+        gradient = exact
+        if table:
+            # A shard and a cache of what a cycle reads, at most. The rows of an update stand on the device once more, and
+            # those of the next beside a host home. (Their state is 8 bytes a row: next to nothing.)
+            shard = kept // W
+            read = table.cadence * largest_batch * table.reads * cfg.model_dim
+            cache = min(kept, read // W) if table.is_rowwise or cfg.row_comms == "sparse" else kept
+            if table.is_rowwise:
+                home = ON_HOST if table.home == "host" or not fabric.on_cuda else "weights"
+                parts[home] += shard * item
+                parts["weights"] += min(shard, read) * item * (2 if table.home == "host" else 1)
+                kept = cache
+            elif W > 1:
+                kept = shard + cache
+        elif row.optimizer == "normuon" and slots_at_once * W >= cfg.num_slots:
+            gradient = item                                   # written once, and sent as it is
+        elif W > 1 and exact > item:
+            gradient += item                                  # of what is sent
+        parts["weights"] += kept * item
+        parts["gradients"] += kept * gradient
         if row.optimizer != "rowwise":
             example = torch.empty(row.shape, dtype=dtype, device="meta")
             state = sum(x.nbytes for x in initial_state(row, bank_matrices(row, example)).values())
-            parts["moments"] += state // (fabric.world if row.sharded else 1)
+            parts["moments"] += state // (W if row.sharded else 1)
 
     # Activations of the largest stage: evaluation, whose logits come in chunks, and row updates take less, unless slots
     # are many and short.
-    saved = len(LAYERS) * SAVED_ROWS * cfg.model_dim * dtype.itemsize
-    logits = int(LOGIT_COPIES * cfg.padded_vocab * dtype.itemsize)
+    saved = len(LAYERS) * SAVED_ROWS * cfg.model_dim * item
+    logits = int(LOGIT_COPIES * cfg.padded_vocab * item)
     if kernel is not attention_varlen:
-        saved = len(LAYERS) * SAVED_ROWS_PLAIN * cfg.model_dim * dtype.itemsize
+        saved = len(LAYERS) * SAVED_ROWS_PLAIN * cfg.model_dim * item
         logits = LOGIT_COPIES_PLAIN * cfg.padded_vocab * exact
-    largest_batch = max(stage.batch_tokens for stage in cfg.stages)
     parts["working"] = slots_at_once * largest_batch * (saved + logits) // cfg.num_slots
     return parts
 
