@@ -2963,7 +2963,7 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor
     nesterov = grad * (1 - mu) + momentum * mu
     o = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
 
-    # Rows, or columns of wide matrices, get equal norms in the long run: divided by the root of what theirs have been.
+    # Divide each row, or column of a wide matrix, by the running root mean square of its updates.
     axis = -1 if second.shape[-1] == 1 else -2                                # the one that second lacks
     mean_square = o.square().mean(dim=axis, keepdim=True)                     # shaped like second
     second.lerp_(mean_square, 1 - beta2)
@@ -3106,6 +3106,7 @@ class Small:
         return all(p.grad is not None for p in self.weights)
 
     def reduce(self) -> None:
+        # They are few numbers: one message, in f32 whatever their types.
         accum = accum_dtype(self.weights[0].dtype)
         self.grad = torch.cat([p.grad.flatten().to(accum) for p in self.weights])
         self.wait = launch(self.optimizer.fabric, dist.all_reduce, self.grad)
@@ -3125,8 +3126,8 @@ class Small:
 
 class Sharded:
     """A bank, or the head: rank r updates the r-th of W equal shards of its units, and has their state alone.
-    Units are the granules of sharding: matrices of a bank, rows of the head. Weight and main_grad stand in room for W
-    whole shards, so that collectives work in place; nothing else sees the zeros after the units."""
+    Units are what is sharded: matrices of a bank, rows of the head. Weight and main_grad have room for W whole shards,
+    so that collectives work in place; nothing else sees the zeros after the units."""
 
     def __init__(self, optimizer: Optimizer, row: Parameter, accumulates: bool) -> None:
         fabric = optimizer.fabric
@@ -3150,8 +3151,8 @@ class Sharded:
         self.shard = self.padded[:count][self.slice]
         optimizer.state[row.label] = initial_state(row, self.shard)
 
-        # Sums of several writes, of micro-batches or of Adam's steps, want more bits than what travels, which has the
-        # weight's type.
+        # What is written several times, by micro-batches or by the steps of an Adam cycle, adds up in f32; what travels
+        # has the weight's type.
         accum = accum_dtype(weight.dtype)
         self.main_grad = units.new_zeros(room, dtype=accum if accumulates or not is_bank else weight.dtype)
         self.comm_buffer = self.main_grad
@@ -3341,11 +3342,11 @@ class Optimizer:
         number, step_size, decay = self._adam_numbers(row, values)
         number = torch.full((), number, dtype=torch.int32, device=grad.device)       # made there: a copy would wait
         changing = [*table.live, grad]
+        # Bits follow from logical rows, which are alike at any number of ranks.
         bits = None
         if row.rows.rounding == "stochastic" and table.live.rows.dtype == torch.bfloat16:
             places = table.pending[0].update.places.to(grad.device, non_blocking=True)
-            logical = places * self.fabric.world + self.fabric.rank                  # alike at any number of ranks
-            bits = row_bits(self.seed, row.label, logical, number)
+            bits = row_bits(self.seed, row.label, places * self.fabric.world + self.fabric.rank, number)
             changing.append(bits)
         if self.rowwise_update is not rowwise_update:         # compiled: one graph for any number of rows
             for x in changing:
@@ -3448,7 +3449,7 @@ class Executor:
         """Add loss_weight * d(sum of this rank's slot losses) to the gradients.
         Calls add up until optim_step. No reduction over ranks, no division, no waiting for the device. A weight of 0
         adds zeros, whatever the loss: this rank still takes part in the update."""
-        # Rows of tables have been on their way since the last update.
+        # Rows of tables set off after the last update; here they have to be there.
         spans = self._attention_of(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
         head = self.model.lm_head
         row_buffers = {label: table.rows_for_forward(batch.plans[label], head) for label, table in self.tables.items()}
@@ -3478,7 +3479,7 @@ class Executor:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], values: Values) -> float:
         """Return the mean loss per token (nats) over all ranks' batches: next token, no fp8, documents uncut."""
-        # The sum stays on the device, in f64: hundreds of batches would wait for as many copies, or round.
+        # The sum stays on the device, so that no batch waits for a copy, and in f64: it is of millions of losses.
         total = torch.zeros((), dtype=torch.float64, device=self.fabric.device)
         tokens = 0
         for batch in batches:
@@ -3586,9 +3587,9 @@ class Executor:
         if self.fabric.rank != 0:
             return None
         if table is None:
-            return torch.cat([torch.cat(of_rank) for of_rank in zip(*pieces)])
+            return torch.cat([torch.cat(shard) for shard in zip(*pieces)])
         # Row r is at rank r mod W, and padding follows the last.
-        rows = torch.cat([torch.stack(of_ranks, dim=1).flatten(0, 1) for of_ranks in pieces])
+        rows = torch.cat([torch.stack(everyone, dim=1).flatten(0, 1) for everyone in pieces])
         return rows[:table.table.rows]
 
     def whole_weights(self, values: Values) -> dict[str, Tensor]:
@@ -3641,8 +3642,8 @@ class Executor:
                 table.home.settle()
                 table.totals.update(table.home.traffic)
             total = Counter(dict.fromkeys(table.totals, 0))
-            for of_rank in self.fabric.gather(table.totals):
-                total.update(of_rank)
+            for totals in self.fabric.gather(table.totals):
+                total.update(totals)
             memory_bytes = table.memory_bytes(self.optimizer.state.get(label, {}).values())
             result[label] = dict(total, memory_bytes=memory_bytes)
         return result
@@ -3658,60 +3659,49 @@ LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in
 LOGIT_COPIES_PLAIN = 6                   # the same in f32 or f64
 
 
-def table_bytes(table: Table, cfg: Config, fabric: Fabric) -> Counter:
-    """Return what one rank keeps of a table, its cache and its gradients, by part: bounds, whatever a cycle reads."""
-    dtype = getattr(torch, cfg.dtype)
-    exact = accum_dtype(dtype).itemsize
-    line = cfg.model_dim * dtype.itemsize                     # bytes of a row
-    exact_line = cfg.model_dim * exact
-    shard_rows = -(-table.rows // fabric.world)
-    cycle_tokens = table.cadence * max(stage.batch_tokens for stage in cfg.stages)
-    read = fabric.world * shard_rows
-    if table.is_rowwise or cfg.row_comms == "sparse":
-        read = min(read, cycle_tokens // fabric.world * table.reads)
-    if not table.is_rowwise:
-        kept = shard_rows + (read if fabric.world > 1 else 0)
-        return Counter(weights=kept * line, gradients=kept * exact_line)
-
-    # An update's rows stand on the device, in two sets beside a host home: of this cycle and of the next.
-    with_state = line + exact + torch.int32.itemsize
-    live = min(shard_rows, cycle_tokens * table.reads) * (2 if table.home == "host" else 1)
-    home = ON_HOST if table.home == "host" or not fabric.on_cuda else "weights"
-    parts = Counter({home: shard_rows * with_state})
-    return parts + Counter(weights=read * line + live * with_state, gradients=read * exact_line)
-
-
 def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> Counter:
     """Return the bytes of each part of a run at its largest: counted, but for activations, which a model gives."""
+    W = fabric.world
     dtype = getattr(torch, cfg.dtype)
+    item = dtype.itemsize
     exact = accum_dtype(dtype).itemsize
+    largest_batch = max(stage.batch_tokens for stage in cfg.stages)
     parts: Counter = Counter()
     for row in parameter_table(cfg):
-        if row.rows:
-            parts += table_bytes(row.rows, cfg, fabric)
-        else:
-            # Beside a gradient: another in the buffer that all ranks sum, or what travels where sums want more bits.
-            item = exact if row.full_precision else dtype.itemsize
-            gradient = item
-            if not row.sharded:
-                gradient += exact
-            elif row.optimizer == "adam" or slots_at_once * fabric.world < cfg.num_slots:
-                gradient = exact + (item if fabric.world > 1 and exact != item else 0)
-            count = math.prod(row.shape)
-            parts += Counter(weights=count * item, gradients=count * gradient)
+        table = row.rows
+        kept = math.prod(row.shape)                           # numbers that have a gradient here
+        gradient = exact
+        if table:
+            # A shard and a cache of what a cycle reads, at most. The rows of an update stand on the device once more, and
+            # those of the next beside a host home. (Their state is 8 bytes a row: next to nothing.)
+            shard = kept // W
+            read = table.cadence * largest_batch * table.reads * cfg.model_dim
+            cache = min(kept, read // W) if table.is_rowwise or cfg.row_comms == "sparse" else kept
+            if table.is_rowwise:
+                home = ON_HOST if table.home == "host" or not fabric.on_cuda else "weights"
+                parts[home] += shard * item
+                parts["weights"] += min(shard, read) * item * (2 if table.home == "host" else 1)
+                kept = cache
+            elif W > 1:
+                kept = shard + cache
+        elif row.optimizer == "normuon" and slots_at_once * W >= cfg.num_slots:
+            gradient = item                                   # written once, and sent as it is
+        elif W > 1 and exact > item:
+            gradient += item                                  # of what is sent
+        parts["weights"] += kept * item
+        parts["gradients"] += kept * gradient
         if row.optimizer != "rowwise":
             example = torch.empty(row.shape, dtype=dtype, device="meta")
             state = sum(x.nbytes for x in initial_state(row, bank_matrices(row, example)).values())
-            parts["moments"] += state // (fabric.world if row.sharded else 1)
+            parts["moments"] += state // (W if row.sharded else 1)
 
     # Activations of the largest stage: evaluation, whose logits come in chunks, and row updates take less, unless slots
     # are many and short.
-    saved = len(LAYERS) * SAVED_ROWS * cfg.model_dim * dtype.itemsize
-    logits = int(LOGIT_COPIES * cfg.padded_vocab * dtype.itemsize)
+    saved = len(LAYERS) * SAVED_ROWS * cfg.model_dim * item
+    logits = int(LOGIT_COPIES * cfg.padded_vocab * item)
     if kernel is not attention_varlen:
-        saved = len(LAYERS) * SAVED_ROWS_PLAIN * cfg.model_dim * dtype.itemsize
+        saved = len(LAYERS) * SAVED_ROWS_PLAIN * cfg.model_dim * item
         logits = LOGIT_COPIES_PLAIN * cfg.padded_vocab * exact
-    largest_batch = max(stage.batch_tokens for stage in cfg.stages)
     parts["working"] = slots_at_once * largest_batch * (saved + logits) // cfg.num_slots
     return parts
 
@@ -3724,6 +3714,7 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, Coun
     choices = [m for m in range(local, 0, -1) if local % m == 0]
     if cfg.slots_per_micro_batch:
         choices = [min(cfg.slots_per_micro_batch, local)]
+    # As many slots as fit: products are larger then, and graphs run less often.
     for slots_at_once in choices:
         estimate = memory_estimate(cfg, fabric, kernel, slots_at_once)
         if estimate.total() - estimate[ON_HOST] <= room:
@@ -3872,8 +3863,8 @@ def own_rows(path: Path, manifest: dict[str, str], table: RowTable, with_state: 
             fits = fits and x.shape == (len(ids), *y.shape[1:]) and (x.dtype == y.dtype or not with_state)
         need(fits, path, "other rows", f"ascending ones of {table.table.label}, below {table.table.rows}, in "
              f"{stored.rows.dtype}", "use the trainer and settings of that run", DataError)
-        mine = ids % fabric.world == fabric.rank
-        return ids[mine] // fabric.world, RowState(*(x[mine].to(y.dtype) for x, y in zip(columns, stored)))
+        owned = ids % fabric.world == fabric.rank
+        return ids[owned] // fabric.world, RowState(*(x[owned].to(y.dtype) for x, y in zip(columns, stored)))
 
 
 def settings_json(preset: str, cfg: Config) -> bytes:
@@ -3889,8 +3880,9 @@ def save(folder: Path, run_id: str, preset: str, cfg: Config, executor: Executor
     if vocabulary is not None:
         lines = [b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece]
         files.append((VOCABULARY, b"".join(lines)))
-    mine = files if executor.fabric.rank == 0 else []
-    write_folder(folder, run_id, itertools.chain(mine, row_files(executor, with_state=False)), executor.fabric)
+    if executor.fabric.rank > 0:
+        files = []                                            # but for its rows
+    write_folder(folder, run_id, itertools.chain(files, row_files(executor, with_state=False)), executor.fabric)
 
 
 def load_checkpoint(run_dir: Path, executor: Executor) -> dict[str, Any]:
@@ -3898,6 +3890,7 @@ def load_checkpoint(run_dir: Path, executor: Executor) -> dict[str, Any]:
     fabric = executor.fabric
     newest_first = sorted((run_dir / CHECKPOINTS).glob("step-???????"), reverse=True)
     fabric.check_agreement(dict(checkpoints=str([path.name for path in newest_first])))
+    # What one rank cannot read nobody takes: all ranks go on from the same step.
     for path in newest_first:
         try:
             with fabric.failing_together(), damaged(path):
@@ -4057,6 +4050,7 @@ class Log:
 
     def aborted(self, cause: str) -> None:
         """Write the last lines of a run that did not finish; no other thread writes after them. Never raises."""
+        # The main thread may still be in a step: whatever it writes from here on goes nowhere.
         files, self.files = self.files, {}
         lines = [dict(type="step", **fields) for fields, *_ in self.pending]  # their losses are not known
         lines.append(dict(type="aborted", step=self.done, cause=cause))
@@ -4081,10 +4075,10 @@ def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
 
 def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> None:
     """Run every graph the race will need, the largest stage first, on tokens from a formula; then restore the state."""
-    # Enough tokens for whatever a cycle of a stage reads. Ranks that compile keep others waiting for minutes.
+    # Enough tokens for whatever a cycle of a stage reads. A rank that compiles keeps the others waiting for minutes.
     restore = executor.snapshot()
-    timeout = cfg.comm_timeout * (LONG_PATIENCE if executor.compiling else 1)
-    cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens, comm_timeout=timeout)
+    cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens,
+                  comm_timeout=LONG_PATIENCE * cfg.comm_timeout)
     most_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
     tokens = 4 * most_tokens * (1 + 2 * FORMULA_DOCUMENT // cfg.max_doc_len)  # long documents are cut to max_doc_len
     headers = [ShardHeader(f"{FORMULA}warm-up#0", tokens, cfg.vocab_size, cfg.document_start)]
@@ -4101,6 +4095,7 @@ def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> None:
             for values in cycle:
                 train_step(executor, loader, values)
     with log.phase("warm-up of validation"):
+        # Attention's spans differ by stage, and once more at the end.
         last_of_stage = {values.stage: values for values in steps}
         for values in (*last_of_stage.values(), schedule.at(schedule.end_step)):
             executor.evaluate(validation.batches(values), values)
@@ -4116,6 +4111,7 @@ def cycles_from(first: int, schedule: Schedule, clock: Clock) -> Iterator[list[V
     before = clock.ms
     for step in itertools.count(first, schedule.cycle):
         if budget and len(schedule.places) <= step // schedule.cycle:
+            # Every rank has to be at the same place, and places of a resumed run are known.
             now = clock.ms
             share = (now + (now - before)) / budget
             before = now
@@ -4133,15 +4129,16 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
     """Train against the clock; return the final validation loss (nats per token), and why the data ended early, if so.
     On the clock: reading, packing, plans, steps, logging. Off the clock: validation. before_step(step): checkpoints."""
     # The first batch is on the clock: reading and packing are part of training, as warm-up was not.
+    schedule = log.schedule
     data_ended = None
     clock.start()
     with log.phase("first batch", timed=True):
         loader.start()
         loader.wait()
     try:
-        while log.done < log.schedule.end_step:
+        while log.done < schedule.end_step:
             before_step(log.done)
-            values = log.schedule.at(log.done)
+            values = schedule.at(log.done)
             if values.validate:
                 clock.stop()
                 log.validation(executor.evaluate(validation.batches(values), values), clock.ms, validation)
@@ -4154,10 +4151,10 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
 
     # Only now a budget's number of steps is known; and only at the true end the long window is wider.
     log.flush()
-    if log.schedule.cfg.time_budget:
+    if schedule.cfg.time_budget:
         log.total = log.done
-        log.event("budget", seconds=log.schedule.cfg.time_budget, steps=log.done)
-    end = log.schedule.at(log.done)
+        log.event("budget", seconds=schedule.cfg.time_budget, steps=log.done)
+    end = schedule.at(log.done)
     loss = executor.evaluate(validation.batches(end), end)
     log.validation(loss, clock.ms, validation)
     return loss, data_ended
@@ -4168,12 +4165,13 @@ def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[i
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.document_start, *prompt]
     for _ in range(cfg.sample_tokens):
+        # Columns after the vocabulary are padding, which is never drawn.
         logits = executor.next_logits(tokens, values)[:cfg.vocab_size].float().cpu()
         need(logits.isfinite().all(), "sample", "logits that are not finite", "weights that a run has left in order",
              "sample from another save, or train again at a lower learning rate", RunError)
         probability = torch.softmax(logits / SAMPLE_TEMPERATURE, 0)
         drawn = int(torch.multinomial(probability, 1, generator=generator))
-        token = min(executor.fabric.gather(drawn))                            # one text, whatever a rank's rounding
+        token = min(executor.fabric.gather(drawn))                            # one text, however each rank rounds
         if token == cfg.document_start:
             break
         tokens.append(token)
