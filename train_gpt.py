@@ -77,6 +77,7 @@ try:
     import torch.distributed as dist
     import torch.nn.functional as F
     from torch import Tensor, nn
+    from torch.autograd.function import once_differentiable
 except ImportError as error:
     if __name__ != "__main__":
         raise
@@ -1605,9 +1606,9 @@ def read_vocabulary(folder: Path, cfg: Config) -> list[bytes] | None:
 # References in PyTorch specify each operation on every device; a Triton body stands beside the one it must match.
 RMS_EPS = 2.0**-23                       # what the peer's bf16 run uses, here in every dtype
 FP8_MAX = 448.0                          # largest e4m3 number
-FP8_Y_SCALE = 100 / FP8_MAX              # the three scales of the head: recipe 2.8
-FP8_W_SCALE = 1.6 / FP8_MAX
-FP8_GRAD_SCALE = 0.75 / FP8_MAX
+FP8_Y_SCALE = float(np.float32(100 / FP8_MAX))                                # the three scales of the head (recipe
+FP8_W_SCALE = float(np.float32(1.6 / FP8_MAX))                                # 2.8), f32 numbers whose products are
+FP8_GRAD_SCALE = float(np.float32(0.75 / FP8_MAX))                            # taken in f64 and rounded once
 SHORTEST_BLOCK = 32                      # of queries: shorter ones would cost more in calls than they spare
 ADD_ROWS_LINES = 8                       # gradient lines that a program adds at once
 SIGN_SEED = 92                           # of the vectors of signs; any number would do
@@ -1627,8 +1628,7 @@ def jitted(kernel: Callable) -> Any:
 
 def custom_op(name: str, *mutates: str) -> Callable:
     """Register a function as a torch custom op; `mutates` names the arguments that it changes in place.
-    Compiled graphs hold the op, which is the call's `op`. Eager code calls the body directly and without gradients:
-    going through the op would cost 90 microseconds a call."""
+    Compiled graphs hold the op, which is the call's `op`; eager code is spared its 90 microseconds."""
     def decorate(body: Callable) -> Callable:
         op = torch.library.custom_op(name, body, mutates_args=mutates)
 
@@ -1644,18 +1644,6 @@ def custom_op(name: str, *mutates: str) -> Callable:
     return decorate
 
 
-def first_order(backward: Callable) -> Callable:
-    """Refuse create_graph=True: weight gradients are written where autograd does not see them. Raises RunError.
-    torch's once_differentiable would take a gradient for a constant where what comes from the loss is one."""
-    @functools.wraps(backward)
-    def call(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RunError("a backward", "create_graph=True", "gradients of the first order",
-                           "leave it out, or write the function with torch's own operations")
-        return backward(ctx, *grads)
-    return call
-
-
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of accumulators and optimizer state for weights of this dtype: f32, but f64 in an f64 run."""
     return torch.promote_types(dtype, torch.float32)
@@ -1667,9 +1655,8 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle; x (..., E).
-    cos and sin (..., E), the sine negated for the second neighbour, the angle 0 in the other half: as wide as a head,
-    they cost fewer passes than its parts would."""
+    """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle; x (..., E), cos and sin of set_rotary."""
+    # Factors as wide as a head cost fewer passes than its parts would: in its other half the angle is 0.
     neighbours_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return x * cos + neighbours_swapped * sin
 
@@ -1677,8 +1664,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # ---- Attention
 @dataclass(frozen=True)
 class AttentionSpan:
-    """How far attention looks. Compiled code is made anew for each value of a field that it reads.
-    numbers  (3,) f64 on the CPU, the fields: an input of compiled code, which serves any"""
+    """How far attention looks. A graph is compiled anew for each value of a field that it reads, but `numbers`, the
+    same in one tensor (3,) f64 on the CPU, is an input of the graph."""
 
     max_len: int                         # upper bound of a document's length, in positions
     window: int                          # keys before its own that a query sees at most
@@ -1690,31 +1677,26 @@ class AttentionSpan:
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
-    """Causal softmax attention inside documents.
-    q, k, v     (N, H, E) any float dtype
-    cu_seqlens  (C,) i32  ascends from 0 to N, empty documents allowed
-    Returns (N, H, E). Cost N * window on any device."""
+    """Causal softmax attention inside documents, at the cost of N * window. q, k, v (N, H, E) -> (N, H, E).
+    cu_seqlens (C,) i32 ascends from 0 to N, empty documents allowed."""
     # With blocks as long as its window, a query sees keys of its own block and of the one before, and no others.
+    # Zeros stand before block 0 and fill the last one.
     count, heads, width = q.shape
     keys_back = min(span.window, span.max_len - 1)
     block = min(count, max(keys_back, SHORTEST_BLOCK))
     blocks = -(-count // block)
     fill = blocks * block - count
     queries = F.pad(q, (0, 0, 0, 0, 0, fill)).view(blocks, block, heads, width)
-    k_blocks = F.pad(k, (0, 0, 0, 0, block, fill)).view(blocks + 1, block, heads, width)
-    v_blocks = F.pad(v, (0, 0, 0, 0, block, fill)).view(blocks + 1, block, heads, width)
-    keys = torch.cat((k_blocks[:-1], k_blocks[1:]), dim=1)                    # (blocks, 2 * block, H, E)
-    values = torch.cat((v_blocks[:-1], v_blocks[1:]), dim=1)
+    padded = [F.pad(x, (0, 0, 0, 0, block, fill)).view(blocks + 1, block, heads, width) for x in (k, v)]
+    keys, values = (torch.cat((x[:-1], x[1:]), dim=1) for x in padded)        # (blocks, 2 * block, H, E)
 
-    # Block 0 has zeros before it: their positions are negative, which index some document and are masked.
+    # Positions before block 0 are negative: they index some document, and are masked.
     positions = torch.arange(blocks * block, device=q.device)
     document = torch.searchsorted(cu_seqlens.long(), positions, right=True)
     query_at = positions.view(blocks, block, 1)
     key_at = query_at[:, :1] + torch.arange(-block, block, device=q.device)   # (blocks, 1, 2 * block)
-    in_window = (key_at <= query_at) & (key_at >= query_at - span.window)
-    same_document = document[key_at] == document[query_at]
-    seen = (key_at >= 0) & in_window & same_document
-
+    in_window = (key_at >= 0) & (key_at <= query_at) & (key_at >= query_at - span.window)
+    seen = in_window & (document[key_at] == document[query_at])
     heads_first = [x.transpose(1, 2) for x in (queries, keys, values)]
     out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen[:, None], scale=span.scale)
     return out.transpose(1, 2).reshape(blocks * block, heads, width)[:count]
@@ -1726,9 +1708,8 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: 
 
 
 class Varlen(torch.autograd.Function):
-    """torch's varlen attention with window, max length and scale as graph inputs: changing them recompiles nothing."""
-
-    # Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own.
+    """torch's varlen attention with window, max length and scale as graph inputs: changing them recompiles nothing.
+    Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> Tensor:
@@ -1737,23 +1718,22 @@ class Varlen(torch.autograd.Function):
         return out
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *varlen_backward(grad, *ctx.saved_tensors), None, None
 
 
 def torchs_varlen() -> Any:
-    """Return torch's operations, which its module registers."""
+    """Return torch's operations, which this import registers; it takes a second."""
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
 
 
 def varlen_arguments(cu_seqlens: Tensor, numbers: Tensor) -> dict[str, Any]:
-    """Arguments of torch's operations by name. The numbers are on the CPU: reading them waits for nothing."""
-    max_len, window, scale = numbers.tolist()
-    window_size = [int(window), 0]                            # before and after a query; its left one is inclusive too
+    """Return what torch's operations take in both directions."""
+    max_len, window, scale = numbers.tolist()                 # on the CPU: nothing waits
     return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=int(max_len), max_k=int(max_len), is_causal=False,
-                scale=scale, window_size=window_size)
+                scale=scale, window_size=[int(window), 0])    # keys before and after a query, the first one inclusive
 
 
 @custom_op("train_gpt::varlen")
@@ -1764,16 +1744,14 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor)
 
 @varlen.op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    any_length = 1
-    return torchs_varlen()._varlen_attn(q, k, v, cu_seqlens, cu_seqlens, any_length, any_length)
+    return torchs_varlen()._varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_q=1, max_k=1)       # any length will do
 
 
 @custom_op("train_gpt::varlen_backward")
 def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor,
                     out: Tensor, logsumexp: Tensor, generator: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v."""
-    arguments = varlen_arguments(cu_seqlens, numbers)
-    return torchs_varlen()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator, **arguments)
+    return torchs_varlen()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator,
+                                                 **varlen_arguments(cu_seqlens, numbers))
 
 
 @varlen_backward.op.register_fake
@@ -1801,21 +1779,20 @@ class WeightPart(NamedTuple):
 
 
 def as_part(weight: Tensor, delayed: list | None = None) -> WeightPart:
-    """A weight (R, C) that is one matrix; matrices of a bank: bank_parts."""
+    """Return a weight (R, C) that is one matrix as its only part."""
     return WeightPart(weight, weight, getattr(weight, "main_grad", None), 0, delayed)
 
 
 def bank_parts(bank: Tensor, heights: tuple[int, ...]) -> list[list[WeightPart]]:
-    """By layer, the matrices of a bank (L, ..., C) that stand below each other; heights: of one layer's matrices."""
+    """Return by layer the matrices of a bank (L, ..., C), which stand below each other with these heights."""
     shape = (len(bank), sum(heights), bank.shape[-1])
     layers = bank.view(shape).unbind()   # here and not in each layer: where autograd keeps it, one gradient per bank
-    main_grad = getattr(bank, "main_grad", None)
-    if main_grad is not None:
-        main_grad = main_grad.view(shape)                                     # an error unless it is one block
-    by_layer = []
     numbers = itertools.count()
+    by_layer = []
     for depth, layer in enumerate(layers):
-        wgrads = itertools.repeat(None) if main_grad is None else main_grad[depth].split(heights)
+        wgrads = itertools.repeat(None)
+        if hasattr(bank, "main_grad"):
+            wgrads = bank.main_grad.view(shape)[depth].split(heights)         # an error unless it is one block
         by_layer.append([WeightPart(bank, *part) for part in zip(layer.split(heights), wgrads, numbers)])
     return by_layer
 
@@ -1825,18 +1802,16 @@ def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, 
     """main_grad (+)= a^T b: the first write of a part since its clear overwrites whatever stands there.
     main_grad  (R, C) one matrix of a buffer: f32, f64, or the dtype of a and b; in this dtype it adds
     writes     (parts,) i64 on the CPU: writes of each part since the clear, counted here
-    a, b       (N, R), (N, C); b None: a is the product itself, (R, C)
-    The count is read on the CPU, so that first and further writes are one graph."""
-    beta = min(int(writes[number]), 1)                                        # 0: what stands there is not read
+    a, b       (N, R), (N, C); b None: a is the product itself, (R, C)"""
+    # The count is read on the CPU, so that first and further writes are one graph. beta 0: what stands is not read.
+    beta = min(int(writes[number]), 1)
     writes[number] += 1
     dtype = main_grad.dtype
     if b is None and beta == 0:
         main_grad.copy_(a)
     elif b is None:
         main_grad.add_(a)
-    elif a.dtype == dtype:
-        main_grad.addmm_(a.t(), b, beta=beta)
-    elif a.is_cuda:                                                           # no copy: the product itself adds in f32
+    elif a.is_cuda and a.dtype != dtype:                                      # no copy: the product itself adds in f32
         torch.addmm(main_grad, a.t(), b, out_dtype=dtype, beta=beta, out=main_grad)
     else:
         main_grad.addmm_(a.t().to(dtype), b.to(dtype), beta=beta)
@@ -1845,7 +1820,7 @@ def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, 
 def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | None:
     """Put a^T b, or a if b is None, where the gradient of a part belongs. Returns what backward gives autograd."""
     if part.delayed is not None:
-        part.delayed.append((part, a, b, versions_of(a, b)))
+        part.delayed.append((part, a, b))
     elif part.main_grad is None:
         return a if b is None else a.t() @ b
     else:
@@ -1858,37 +1833,15 @@ def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | 
     return torch.zeros_like(part.matrix)
 
 
-def versions_of(*factors: Tensor | None) -> list[int]:
-    """Torch's counts of the changes in place of each factor that is there."""
-    return [x._version for x in factors if x is not None]
-
-
 @torch.no_grad()
 def flush(delayed: list) -> None:
     """Compute the delayed gradients in the order of their backwards, into main_grad or else into .grad.
-    Raises RunError, before anything is written, if a factor was changed since its backward."""
-    for part, a, b, versions in delayed:
-        if versions_of(a, b) != versions:
-            raise RunError(f"a delayed gradient of a weight {tuple(part.matrix.shape)}",
-                           "an input or a gradient of the product that was changed in place after its backward",
-                           "the values that the backward had", "flush before the change, or change a copy")
-    for part, a, b, _ in delayed:
-        if part.main_grad is not None:
-            wgrad_accumulate(part.main_grad, part.weight.writes, part.number, a, b)
-        else:
-            wgrad = a if b is None else a.t() @ b
+    Inputs and gradients of the products must still be what they were in the backward."""
+    for part, a, b in delayed:
+        wgrad = accumulate_wgrad(part._replace(delayed=None), a, b)
+        if part.main_grad is None:
             part.matrix.grad = wgrad if part.matrix.grad is None else part.matrix.grad + wgrad
     delayed.clear()
-
-
-def wgrad_product(a: Tensor, b: Tensor, main_grad: Tensor | None) -> Tensor:
-    """a^T b in the wider dtype of factors and main_grad: an f32 sum of products rounded to bf16 would gain little."""
-    dtype = a.dtype if main_grad is None else torch.promote_types(a.dtype, main_grad.dtype)
-    if a.dtype == dtype:
-        return a.t() @ b
-    if a.is_cuda:
-        return torch.mm(a.t(), b, out_dtype=dtype)
-    return a.t().to(dtype) @ b.to(dtype)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -1902,7 +1855,7 @@ class LinearFunction(torch.autograd.Function):
         return F.linear(x, weight)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad):
         x, scale, matrix = ctx.saved_tensors
         weight = matrix if scale is None else scale * matrix
@@ -1910,7 +1863,12 @@ class LinearFunction(torch.autograd.Function):
         a, b = grad.flatten(0, -2), x.flatten(0, -2)
         grad_scale = grad_matrix = None
         if scale is not None:
-            product = wgrad_product(a, b, ctx.part.main_grad)                 # a scratch of one matrix
+            # The product is a scratch as wide as main_grad: its f32 sums, rounded to bf16, would gain little.
+            dtype = a.dtype if ctx.part.main_grad is None else torch.promote_types(a.dtype, ctx.part.main_grad.dtype)
+            if a.is_cuda and a.dtype != dtype:
+                product = torch.mm(a.t(), b, out_dtype=dtype)
+            else:
+                product = a.t().to(dtype) @ b.to(dtype)
             grad_scale = (product * matrix).sum()
             a, b = scale * product, None
         if ctx.needs_input_grad[2]:                                           # not of a frozen one
@@ -1932,6 +1890,7 @@ RELU_SQ_TILES = {
     (10, 0): (dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8), (4, 3)),
 }
 DESCRIBED_BYTES = 16                     # that divide each line of an array with a descriptor
+
 
 def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.constexpr, ROWS: tl.constexpr,
                    COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
@@ -1977,20 +1936,18 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     columns = len(w)
     out = x.new_empty(count, columns)
     backward = squares is not None
-    if not backward:
-        squares = out                                                         # which forward does not read
-
-    def room_for_descriptors(size: int, alignment: int, stream: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int8, device=device)
+    read = squares.contiguous() if backward else out                          # forward reads none
 
     # Capture device, not x: Triton keeps the allocator, which would keep x alive. It is one for each thread, and
     # autograd has a thread of its own.
+    def room_for_descriptors(size: int, alignment: int, stream: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int8, device=device)
+
     triton.set_allocator(room_for_descriptors)
     tiles = triton.cdiv(count, tile["ROWS"]) * triton.cdiv(columns, tile["COLUMNS"])
-    programs = min(tiles, card.multi_processor_count)
-    launch = jitted(relu_sq_kernel)[(programs,)]
-    launch(x.contiguous(), w.contiguous(), squares.contiguous(), out, count, columns, depth,
-           BACKWARD=backward, num_stages=stages[backward], **tile)
+    launch = jitted(relu_sq_kernel)[(min(tiles, card.multi_processor_count),)]
+    launch(x.contiguous(), w.contiguous(), read, out, count, columns, depth, BACKWARD=backward,
+           num_stages=stages[backward], **tile)
     return out
 
 
@@ -2003,9 +1960,8 @@ def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
     """True if relu_sq supports this device, dtype and shape of x (N, K) and w (F, K)."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    for length in (x.shape[1], len(w)):
-        if length * x.element_size() % DESCRIBED_BYTES:
-            return False
+    if x.shape[1] * x.element_size() % DESCRIBED_BYTES or len(w) * x.element_size() % DESCRIBED_BYTES:
+        return False
     card = torch.cuda.get_device_properties(x.device)         # which compilers take for a constant
     return (card.major, card.minor) in RELU_SQ_TILES
 
@@ -2021,12 +1977,11 @@ class ReluSqMLP(torch.autograd.Function):
         else:
             squares = F.linear(x, up_matrix).relu_().square_()
         ctx.save_for_backward(n, squares, up_matrix, down_matrix)
-        ctx.up = up
-        ctx.down = down
+        ctx.parts = up, down
         return (squares @ down_matrix).view_as(n)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad):
         n, squares, up_matrix, down_matrix = ctx.saved_tensors
         grad_y = grad.flatten(0, -2)
@@ -2039,12 +1994,13 @@ class ReluSqMLP(torch.autograd.Function):
             grad_pre = F.linear(2 * grad_y, down_matrix).mul_(roots)
 
         # A frozen matrix gets no gradient, and nothing is written to its main_grad.
+        up, down = ctx.parts
         grad_n = (grad_pre @ up_matrix).view_as(n)
         grad_up = grad_down = None
         if ctx.needs_input_grad[1]:
-            grad_up = accumulate_wgrad(ctx.up, grad_pre, n.flatten(0, -2))
+            grad_up = accumulate_wgrad(up, grad_pre, n.flatten(0, -2))
         if ctx.needs_input_grad[2]:
-            grad_down = accumulate_wgrad(ctx.down, squares, grad_y)
+            grad_down = accumulate_wgrad(down, squares, grad_y)
         return grad_n, grad_up, grad_down, None, None
 
 
@@ -2132,22 +2088,16 @@ def e4m3(x: Tensor, scale: float) -> Tensor:
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
-def f32_scale(value: float, like: Tensor) -> Tensor:
-    """A scale rounded to f32 first, held in f64, so that products of scales are rounded once."""
-    return torch.full((), value, dtype=torch.float32, device=like.device).double()
-
-
 def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: torch.dtype,
                 fast: bool = False) -> Tensor:
-    """a @ b * scale of fp8 matrices, scale () f64.
-    native: the device's fp8 product; else one in out_dtype, which holds fp8 exactly. fast: a shorter accumulator"""
+    """a @ b * scale of fp8 matrices, scale () f64. native: the device's product, fast: with a shorter accumulator."""
+    # Elsewhere the product is one in out_dtype, which holds fp8 exactly.
     if not native:
         return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
-    b_in_columns = b.t().contiguous().t()                                     # as the device wants it
+    b = b.t().contiguous().t()                                                # in columns, as the device wants it
     one = torch.ones((), device=a.device)
     by_tensor = F.ScalingType.TensorWise
-    return F.scaled_mm(a, b_in_columns, scale.float(), by_tensor, one, by_tensor, output_dtype=out_dtype,
-                       use_fast_accum=fast)
+    return F.scaled_mm(a, b, scale.float(), by_tensor, one, by_tensor, output_dtype=out_dtype, use_fast_accum=fast)
 
 
 class HeadLoss(torch.autograd.Function):
@@ -2171,7 +2121,7 @@ class HeadLoss(torch.autograd.Function):
         else:
             native = precision == "fp8"
             product_dtype = logits_dtype if native else ctx.accum_dtype
-            scale = f32_scale(FP8_Y_SCALE, y) * f32_scale(FP8_W_SCALE, y)
+            scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
             y = e4m3(y, FP8_Y_SCALE)
             w = e4m3(w, FP8_W_SCALE)
             logits = fp8_product(y, w, scale, native, product_dtype, fast=True).to(logits_dtype)
@@ -2184,7 +2134,7 @@ class HeadLoss(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad_losses):
         y, w, grad, loss_weight = ctx.saved_tensors
         grad_w = None                                                         # of a frozen head
@@ -2197,14 +2147,13 @@ class HeadLoss(torch.autograd.Function):
 
         # The trainer's own factor is 1 in every position. A loss_weight of 0 makes gradients of 0, not of 0 / 0.
         factor = torch.where(loss_weight == 0, 0, grad_losses / loss_weight)[:, None]
-        scale = loss_weight.double() * f32_scale(FP8_GRAD_SCALE, y)
+        scale = loss_weight.double() * FP8_GRAD_SCALE
         native = ctx.precision == "fp8"
         dtype_y = torch.bfloat16 if native else ctx.accum_dtype
-        grad_y = factor.to(dtype_y) * fp8_product(grad, w.t(), scale * f32_scale(FP8_W_SCALE, y), native, dtype_y)
+        grad_y = factor.to(dtype_y) * fp8_product(grad, w.t(), scale * FP8_W_SCALE, native, dtype_y)
         if ctx.needs_input_grad[1]:
             payload = (factor * grad.to(factor.dtype)).to(grad.dtype)         # part of the copy into columns
-            y_in_rows = y.t().contiguous()
-            product = fp8_product(y_in_rows, payload, scale * f32_scale(FP8_Y_SCALE, y), native, ctx.accum_dtype)
+            product = fp8_product(y.t().contiguous(), payload, scale * FP8_Y_SCALE, native, ctx.accum_dtype)
             grad_w = accumulate_wgrad(ctx.part, product, None)                # it cannot add: a scratch
         return grad_y, grad_w, None, None, None, None, None, None
 
@@ -2270,7 +2219,6 @@ class RowLookup(torch.autograd.Function):
         return F.embedding(index, source)
 
     @staticmethod
-    @first_order
     def backward(ctx, grad):
         (index,) = ctx.saved_tensors
         add_rows(ctx.row_grads, index, grad)
