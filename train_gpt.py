@@ -77,7 +77,6 @@ try:
     import torch.distributed as dist
     import torch.nn.functional as F
     from torch import Tensor, nn
-    from torch.autograd.function import once_differentiable
 except ImportError as error:
     if __name__ != "__main__":
         raise
@@ -1615,6 +1614,7 @@ SIGN_SEED = 92                           # of the vectors of signs; any number w
 LOGITS_AT_ONCE = 1 << 19                 # in passes of a CPU: they and what is made of them stay in its cache
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # z = 23 sigmoid((logit + 5) / 7.5)
 
+once_differentiable = torch.autograd.function.once_differentiable             # refuses a gradient of a gradient
 tl: Any = None                           # triton.language, from the first launch on: only a GPU needs the package
 
 
@@ -2551,42 +2551,40 @@ def no_wait(**_: Any) -> None:
 def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, TablePlan]) -> None:
     """Tell every owner which of its rows this rank reads, and put into the plans what ranks request of this one.
     group: gloo's; None: the group of all ranks. Raises RunError where ranks disagree."""
-    # By table and owner: the places that this rank reads in the owner's shard.
+    # By table and owner: the places that this rank reads in the owner's shard, their number and sum.
     W, me = fabric.world, fabric.rank
-    lists, counts, checksums = [], [], []
-    for plan in plans.values():
+    lists, facts, common = [], [], []
+    for label, plan in plans.items():
         rows = [plan.my_rows[:0]] * W if plan.tied else plan.my_rows.split(plan.send_counts)
         places = [(x - owner * plan.shard_size).int() for owner, x in enumerate(rows)]
         lists.append(places)
-        counts.append([len(x) for x in places])
-        checksums.append([int(x.sum()) for x in places])
-    common = [dict(plan.tag, table=label, dtype=dtype, tied=plan.tied) for label, plan in plans.items()]
+        facts.append([(len(x), int(x.sum())) for x in places])
+        common.append(dict(plan.tag, table=label, dtype=dtype, tied=plan.tied))
 
     # First what must be equal everywhere, or lists of different cycles would be taken for each other.
     everyone: list[Any] = [None] * W
-    dist.all_gather_object(everyone, (common, counts, checksums), group=group)
-    for reader, (theirs, _, _) in enumerate(everyone):
+    dist.all_gather_object(everyone, (common, facts), group=group)
+    for reader, (theirs, _) in enumerate(everyone):
         for found, mine in zip(theirs, common):
             need(found == mine, f"row plans of ranks {reader} and {me}", found, mine, "use the same flags", RunError)
 
     # Then all lists in one message, owner by owner. They arrive reader by reader, and table by table from each.
+    counts, sums = np.moveaxis([of_reader for _, of_reader in everyone], -1, 0)        # (reader, table, owner) each
     leaving = torch.cat([of_table[owner] for owner in range(W) for of_table in lists])
-    requests = np.array([of_reader for _, of_reader, _ in everyone])[:, :, me]         # how many, (reader, table)
+    requests = counts[:, :, me]
     arriving = torch.empty(requests.sum(), dtype=torch.int32)
-    dist.all_to_all_single(arriving, leaving, requests.sum(1).tolist(), np.sum(counts, 0).tolist(),
-                           group=group)
+    dist.all_to_all_single(arriving, leaving, requests.sum(1).tolist(), counts[me].sum(0).tolist(), group=group)
     pieces = arriving.split(requests.flatten().tolist())
 
     # A list that no plan can hold, or not the one announced, would read and change other rows in silence.
     for table, (label, plan) in enumerate(plans.items()):
         requested = pieces[table::len(plans)]
         for reader, places in enumerate(requested):
-            announced = everyone[reader][2][table][me]
-            inside = len(places) == 0 or (places[0] >= 0 and places[-1] < plan.shard_size)
-            need(inside and (places.diff() > 0).all() and places.sum() == announced,
-                 f"rows of {label} that rank {reader} requests",
-                 f"{len(places)} places from {places[:1].tolist()} to {places[-1:].tolist()}, sum {int(places.sum())}",
-                 f"ascending places below {plan.shard_size}, sum {announced}", "report it", RunError)
+            announced = sums[reader, table, me]
+            ascending = np.diff(places, prepend=-1, append=plan.shard_size).min() > 0
+            need(ascending and places.sum() == announced, f"rows of {label} that rank {reader} requests",
+                 f"{places}, sum {int(places.sum())}", f"ascending places below {plan.shard_size}, sum {announced}",
+                 "report it", RunError)
         if not plan.tied:
             plan.requested_rows = fabric.host_tensor(torch.cat(requested).long())
             plan.recv_counts = requests[:, table].tolist()
@@ -2607,25 +2605,28 @@ class RowTable:
         self.fabric = fabric
         self.report = report
         self.debug = cfg.debug_rows
-        self.mode = "sparse" if table.is_rowwise else cfg.row_comms           # dense: a plan lists all rows
-        self.home = HOMES[table.home](table, cfg, fabric) if table.is_rowwise else None
-        self.shard = self.home.stored.rows if self.home else shard.detach()
+        self.home = self.grad = None
+        if table.is_rowwise:
+            self.mode = "sparse"
+            self.home = HOMES[table.home](table, cfg, fabric)
+            self.shard = self.home.stored.rows
+        else:
+            self.mode = cfg.row_comms                                         # dense: a plan lists all rows
+            self.shard = shard.detach()
+            self.grad = torch.zeros_like(self.shard, dtype=accum_dtype(shard.dtype))   # of the shard, summed over ranks
 
         # Buffers are as large as the largest cycle needs and never grow, so that addresses and shapes stay.
-        size, width = self.shard.shape
-        dtype = self.shard.dtype
-        if self.home is None:
-            self.grad = torch.zeros_like(self.shard, dtype=accum_dtype(dtype))         # of the shard, summed over ranks
         self.alone = fabric.world == 1 and self.home is None                  # lookups read the shard itself
         if self.alone:
             self.cache = shard
             self.row_grads = self.grad
         else:
+            size, width = self.shard.shape
             rows = fabric.world * size
             if self.mode == "sparse":
                 rows = min(rows, most_tokens * table.reads)
-            self.cache = torch.zeros(rows, width, dtype=dtype, device=fabric.device).requires_grad_()
-            self.row_grads = torch.zeros(rows, width, dtype=accum_dtype(dtype), device=fabric.device)
+            self.cache = self.shard.new_zeros(rows, width, device=fabric.device).requires_grad_()
+            self.row_grads = torch.zeros_like(self.cache, dtype=accum_dtype(self.shard.dtype), requires_grad=False)
         self.arrival: Callable[[], object] = no_wait                          # waits for the rows that are on their way
         self.reset()
 
@@ -2644,7 +2645,7 @@ class RowTable:
             self.home.pop_traffic()
 
     def prepare(self, plan: TablePlan) -> None:
-        """Make a row-wise table's next update from the requests, a cycle ahead, and let its rows leave a host home."""
+        """Make a row-wise table's next update, a cycle ahead, and let its rows leave a host home."""
         if self.home is not None:
             plan.update = self.home.prepare(plan.requested_rows.numpy())
 
@@ -2656,17 +2657,16 @@ class RowTable:
             self.prepare(plan)                                                # no loader has done it
         plan.change_lists(self._on_device)
         self.cached = plan
-        if self.alone:
-            return
         rows, places = self.shard, plan.requested_rows
         if self.home is not None:
             self.live = self.home.take(plan.update)
             rows, places = self.live.rows, self._on_device(plan.update.inverse)
-        self.arrival = self._bring(plan, self.cache.detach(), head, rows, places)
+        if not self.alone:
+            self.arrival = self._bring(plan, self.cache.detach(), head, rows, places)
 
     def rows_for_forward(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cache with the plan's rows, and row_grads. Raises RunError before the last cycle's update."""
-        # Among several ranks row_grads are of one plan alone, whose list says where they go.
+        # Unless a rank is alone, row_grads are of one plan, whose list says where they go.
         if plan not in self.pending:
             need(self.alone or not self.pending, f"gradients of {self.table.label}",
                  f"of {[other.tag for other in self.pending]}, now {plan.tag}", "batches of one cycle",
@@ -2681,15 +2681,14 @@ class RowTable:
     def read(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, None]:
         """Fetch the plan's rows into a new tensor (validation, sampling); there is no buffer for gradients."""
         plan.change_lists(self._on_device)
-        if self.alone:
-            self.report_traffic(plan)
-            return self.shard, None
-        rows, places = self.shard, plan.requested_rows
-        if self.home is not None:
-            rows, places = self.home.read(places), None
-        out = self.cache.new_empty(len(plan.my_rows), self.cache.shape[1])
-        wait = self._bring(plan, out, head, rows, places)
-        wait()
+        out = self.shard
+        if not self.alone:
+            rows, places = self.shard, plan.requested_rows
+            if self.home is not None:
+                rows, places = self.home.read(places), None
+            out = self.cache.new_empty(len(plan.my_rows), self.cache.shape[1])
+            wait = self._bring(plan, out, head, rows, places)
+            wait()
         self.report_traffic(plan)
         return out, None
 
@@ -2704,10 +2703,9 @@ class RowTable:
         rows = self.row_grads[:len(plan.my_rows)].to(self.cache.dtype)
         arrived = rows.new_empty(len(plan.requested_rows), rows.shape[1])
         wait = self._launch(plan, arrived, rows, plan.recv_counts, plan.send_counts)
-        if self.home is None:
-            grad, places = self.grad, plan.requested_rows
-        else:
-            grad = self.row_grads.new_zeros(len(plan.update.places), rows.shape[1])
+        grad, places = self.grad, plan.requested_rows
+        if self.home is not None:
+            grad = torch.zeros_like(self.live.rows, dtype=self.row_grads.dtype)
             places = self._on_device(plan.update.inverse)
 
         def add_in_rank_order() -> None:
@@ -2738,15 +2736,14 @@ class RowTable:
                 self.grad[plan.requested_rows] = 0
             self.report_traffic(plan, dense_passes=2)                         # rows out, gradients back
         self.pending = []
-        self.cached = None
-        self.live = None                                                      # makes room for those of the next update
+        self.cached = self.live = None                                        # makes room for those of the next update
         if self.debug:
             strays = self.row_grads.any() or (self.home is None and self.grad.any())
             need(not strays, f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it",
                  RunError)
 
     def report_traffic(self, plan: TablePlan, dense_passes: int = 0) -> None:
-        """Report what a plan has moved. dense_passes: how often dense mode would have moved the whole table."""
+        """Report what a plan has moved; dense_passes: how often dense mode would have moved the whole table."""
         # Nothing travels while tied, and nobody asks about warm-up and samples.
         purpose = plan.tag["purpose"]
         if plan.tied or purpose not in ("train", "validation"):
@@ -2762,10 +2759,12 @@ class RowTable:
 
     def memory_bytes(self, moments: Iterable[Tensor]) -> int:
         """Count the bytes that this rank keeps of the table on its device: shard, cache, gradients, these moments."""
-        kept = [self.shard, self.cache, self.row_grads, *moments]
-        kept += [self.grad] if self.home is None else self.home.stored
-        sizes = {x.data_ptr(): x.nbytes for x in kept if x.device.type == self.cache.device.type}    # some are the same
-        return sum(sizes.values())
+        kept = [self.cache, self.row_grads, *moments]
+        if self.home is not None:
+            kept += self.home.stored
+        elif not self.alone:                                                  # else these are the first two
+            kept += [self.shard, self.grad]
+        return sum(x.nbytes for x in kept if x.device.type == self.cache.device.type)
 
     def _on_device(self, rows: Tensor) -> Tensor:
         return rows.to(self.fabric.device, non_blocking=True)
@@ -2824,17 +2823,13 @@ PIECE_ROWS = 1 << 14                     # rows of a rank that are copied, or se
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Allocate zeros on the host that take memory page by page, when they are first written. Raises RunError."""
-    size = math.prod(shape) * dtype.itemsize
+    """Allocate zeros on the host that take memory page by page, when they are first written."""
     if sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
     # Nothing is reserved, for a plain mapping of 38 GB is refused on a machine of 24. Pages are small ones, for a row
     # in a huge page would take 2 MB.
-    try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-    except OSError as error:
-        raise RunError("memory for a table", error, f"an address space with {size / 2**30:.1f} GiB to map",
-                       "fewer rows, more ranks, or a larger limit (ulimit -v)") from None
+    size = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     with contextlib.suppress(OSError):                                        # a system without huge pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
@@ -3001,31 +2996,30 @@ class HostHome(DeviceHome):
             self.writebacks.pop(0)
 
     def _staging(self, count: int) -> RowState:
-        """Allocate rows in host memory, pinned beside a GPU, through which copies go."""
-        pinned = self.stream is not None
-        return RowState(*(torch.empty(count, *x.shape[1:], dtype=x.dtype, pin_memory=pinned) for x in self.stored))
+        """Allocate rows in pinned host memory, through which copies to and from a GPU go."""
+        return RowState(*(torch.empty(count, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.stored))
 
     def _bring_up(self, places: Tensor) -> tuple[RowState, Any]:
         """Copy rows to the device; runs on the mover. Returns them and the CUDA event after the copy."""
+        if self.stream is None:
+            return self.stored.at(places), None
         staging = self._staging(len(places))
         for x, out in zip(self.stored, staging):
             torch.index_select(x, 0, places, out=out)
-        if self.stream is None:
-            return staging, None
         with torch.cuda.stream(self.stream):
             return staging.to(self.device), self.stream.record_event()
 
     def _bring_down(self, places: Tensor, changed: RowState, computed: Any) -> None:
         """Store rows once the CUDA event `computed` is over; runs on the mover."""
-        staging = self._staging(len(places))
         if computed is not None:
+            staging = self._staging(len(places))
             self.stream.wait_event(computed)
-        with torch.cuda.stream(self.stream):                  # of None it does nothing
-            for x, out in zip(changed, staging):
-                out.copy_(x, non_blocking=True)
-        if computed is not None:
+            with torch.cuda.stream(self.stream):
+                for x, out in zip(changed, staging):
+                    out.copy_(x, non_blocking=True)
             self.stream.synchronize()
-        self.stored.put(places, staging)
+            changed = staging
+        self.stored.put(places, changed)
 
 
 HOMES = dict(device=DeviceHome, host=HostHome)

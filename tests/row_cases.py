@@ -395,10 +395,10 @@ def bad_ids(rank: Rank) -> dict:
         bad = change(places, plan.shard_size)
 
         def announce(everyone, said, **kwargs):
-            common, counts, ((*checksums, last),) = said
+            common, ((*facts, (count, last)),) = said
             if name != "another row":
                 last = sum(bad) + (name == "checksum")
-            gather(everyone, (common, counts, [[*checksums, last]]), **kwargs)
+            gather(everyone, (common, [[*facts, (count, last)]]), **kwargs)
 
         def corrupt(out, x, *splits, **kwargs):
             assert x[first:].tolist() == places, "another message than this case knows"
