@@ -2228,7 +2228,6 @@ class RowLookup(torch.autograd.Function):
 # ====== Room 5: Model =================================================================================================
 class Parameter(NamedTuple):
     """One row of the parameter table: all about a parameter but its place in the forward pass."""
-
     label: str
     shape: tuple[int, ...]
     init: Callable[[torch.Generator, tuple[int, ...]], Tensor]                # draws f32, in logical order
@@ -2266,26 +2265,22 @@ def uniform(bound: float, generator: torch.Generator, shape: tuple[int, ...]) ->
 
 
 def up_uniform(bound: float, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    """Values of the MLP bank. Its down matrices are zero, so that every MLP starts as nothing."""
-    layers, _, *rest = shape
-    up = uniform(bound, generator, (layers, 1, *rest))
-    return torch.cat((up, torch.zeros_like(up)), dim=1)
+    up = uniform(bound, generator, (shape[0], 1, *shape[2:]))
+    return torch.cat((up, torch.zeros_like(up)), dim=1)                       # down is zero: an MLP starts as nothing
 
 
 def constant(values: Sequence[float], _: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    """Return these values, or the one value everywhere."""
-    return torch.tensor(values).expand(shape)
+    return torch.tensor(values).expand(shape)                                 # the values, or the one value everywhere
 
 
 def scalar_values(cfg: Config) -> dict[str, tuple[float, ...]]:
-    """Initial values of the packed scalars by name, n-gram tables that enter the residual stream after recipe A's."""
+    """Return initial values of the packed scalars by name: recipe A's, then tables that enter the residual stream."""
     streams = {line.label: (NGRAM_MIX,) * len(LAYERS) for line in cfg.tables if line.place is None}
     return SCALARS | streams
 
 
 def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     """Label, shape, initial value, optimizer, multipliers (recipe 2.1, 2.6, 3.5)."""
-    # The sizes that shapes are made of.
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
     L, A, inside = len(LAYERS), len(ATTENTION_LAYERS), MLP_FACTOR * cfg.model_dim
     value_gates = NUM_VALUE_TABLES + sum(line.place is not None for line in cfg.tables)
@@ -2347,7 +2342,6 @@ class GPT(nn.Module):
         self.table = {row.label: row for row in parameter_table(cfg) if row.optimizer != "rowwise"}
         self.scalar_sizes = {name: len(values) for name, values in scalar_values(cfg).items()}
         self.ngrams = cfg.tables
-
         dtype = getattr(torch, cfg.dtype)
         for label, row in self.table.items():
             rows, *rest = row.shape
@@ -2355,6 +2349,7 @@ class GPT(nn.Module):
             weight = torch.empty((shard_rows.get(label, rows), *rest), dtype=row_dtype)
             self.register_parameter(label, nn.Parameter(weight))
 
+        # No checkpoint needs what follows from settings and the place in the plan.
         if any(line.signs for line in self.ngrams):
             self.register_buffer("sign_vectors", sign_vectors(cfg.model_dim).to(dtype), persistent=False)
         for name in ("rotary_cos", "rotary_sin"):                             # paired layers have 2T positions
@@ -2363,16 +2358,14 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def set_initial_values(self, seed: int, shard: Callable[[str, Tensor], Tensor]) -> None:
-        """Draw all parameters, each label from its own generator, whose seed comes from (seed, label).
-        All but f32 rows pass through bf16: the same numbers in any dtype. shard: (label, whole parameter) -> the part
-        that is here"""
+        """Draw all parameters; shard: (label, whole parameter) -> the part that is here."""
         for label, row in self.table.items():
+            # Each label has a generator of its own, so that a parameter more or less changes no other.
             digest = hashlib.sha256(f"{seed}/{label}".encode()).digest()
             own_seed = int.from_bytes(digest[:8], "little", signed=True)
-            generator = torch.Generator().manual_seed(own_seed)
-            drawn = shard(label, row.init(generator, row.shape))
+            drawn = shard(label, row.init(torch.Generator().manual_seed(own_seed), row.shape))
             if not row.full_precision:
-                drawn = drawn.bfloat16()
+                drawn = drawn.bfloat16()                                      # the same numbers in any dtype
             self.get_parameter(label).copy_(drawn)
         self.embed.copy_(shard("embed", self.lm_head.t()))
 
@@ -2396,11 +2389,10 @@ class GPT(nn.Module):
                row_buffers: dict) -> Tensor:
         """Loss of each position, (B, T); weights (G,) of the next tokens, loss_weight () seeds the backward."""
         y = self.hidden(batch, spans, row_buffers).flatten(0, 1)
-        in_bf16 = precision != "plain" and y.dtype != torch.float64
-        logits_dtype = torch.bfloat16 if in_bf16 else y.dtype
-        losses = HeadLoss.apply(
-            y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype, as_part(self.lm_head))
-        return losses.view(batch.targets.shape)
+        logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16       # of an fp8 head
+        losses = HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype,
+                                as_part(self.lm_head))
+        return losses.view_as(batch.targets)
 
     def hidden(self, batch: Batch, spans: AttentionSpans, row_buffers: dict) -> Tensor:
         """The normalised stream that enters the head, (B, T, D).
@@ -2482,16 +2474,15 @@ class GPT(nn.Module):
     def rows_of(self, label: str, batch: Batch, row_buffers: dict) -> list[Tensor]:
         """Rows of a table by the batch's index (B, T) or (B, reads, T), one (B, T, D) per read."""
         index = batch.rows[label]
+        rows, row_grads = row_buffers[label]
         # A lookup for each read: its gradient goes to the row gradients as it comes up, and is stacked with no other.
         planes = index.unbind(1) if index.dim() == 3 else [index]
-        rows, row_grads = row_buffers[label]
         return [RowLookup.apply(rows, plane, row_grads) for plane in planes]
 
     def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: Sequence[tuple[int, Tensor]],
                cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
         """Attention of one layer before its gate and output matrix, qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E).
-        value_rows: (place of the gate, rows (B, T, D)) that join the values. Positions count in the slot (recipe
-        2.4)."""
+        value_rows: (place of the gate, rows (B, T, D)) that join the values. Positions count in the slot."""
         slots, length, _ = n.shape
         q, k, v = qkv.view(slots, length, QKV, self.heads, self.head_dim).unbind(2)
         q = rms_norm(q)
@@ -2516,24 +2507,20 @@ class GPT(nn.Module):
             turning, still = k.chunk(2, dim=-1)
             shifted = torch.cat((still[:, :1], still[:, :-1]), dim=1)         # a slot's first token keeps its own
             k = torch.cat((turning, shifted), dim=-1)
-        flat = [x.flatten(0, 1) for x in (q, k, v)]
-        return self.attention(*flat, cu_seqlens, span).view(v.shape)
+        return self.attention(*(x.flatten(0, 1) for x in (q, k, v)), cu_seqlens, span).view(v.shape)
 
     def attend_paired(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
         """q, k, v (B, T, H, E) -> (B, T, H, E); heads j and j + H/2 of token t stand at 2t and 2t + 1 of one sequence.
         The angles follow another pairing, even heads at 2t and odd heads at 2t + 1: the peer assigns them before it
         regroups, and its published losses contain that (recipe 9.1). The span counts positions."""
         slots, length, heads, width = q.shape
-        positions = 2 * length
-        cos = self.rotary_cos[:positions].view(length, 1, 2, -1)              # of the places 2t and 2t + 1
-        sin = self.rotary_sin[:positions].view(length, 1, 2, -1)
+        cos = self.rotary_cos[:2 * length].view(length, 1, 2, -1)             # of the places 2t and 2t + 1
+        sin = self.rotary_sin[:2 * length].view(length, 1, 2, -1)
         neighbours = (slots, length, heads // 2, 2, width)
         q = rotate(q.view(neighbours), cos, sin)
         k = rotate(k.view(neighbours), cos, sin)
-
-        sequence = (slots * positions, heads // 2, width)                     # the lower half of the heads, the upper
-        flat = [x.reshape(sequence) for x in (q, k, v)]
-        return self.attention(*flat, 2 * cu_seqlens, span).view(slots, length, heads, width)
+        flat = [x.reshape(-1, heads // 2, width) for x in (q, k, v)]          # the lower half of the heads, the upper
+        return self.attention(*flat, 2 * cu_seqlens, span).view(v.shape)
 
 
 def gate_of(features: Tensor, weight: Tensor) -> Tensor:
