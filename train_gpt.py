@@ -1465,15 +1465,16 @@ def read_vocabulary(folder: Path, cfg: Config) -> list[bytes] | None:
 # References in PyTorch specify each operation on every device; a Triton body stands beside the one it must match.
 RMS_EPS = 2.0**-23                       # what the peer's bf16 run uses, here in every dtype
 FP8_MAX = 448.0                          # largest e4m3 number
-FP8_Y_SCALE = 100 / FP8_MAX              # the three scales of the head: recipe 2.8
-FP8_W_SCALE = 1.6 / FP8_MAX
-FP8_GRAD_SCALE = 0.75 / FP8_MAX
+FP8_Y_SCALE = float(np.float32(100 / FP8_MAX))                                # the three scales of the head (recipe
+FP8_W_SCALE = float(np.float32(1.6 / FP8_MAX))                                # 2.8), f32 numbers whose products are
+FP8_GRAD_SCALE = float(np.float32(0.75 / FP8_MAX))                            # taken in f64 and rounded once
 SHORTEST_BLOCK = 32                      # of queries: shorter ones would cost more in calls than they spare
 ADD_ROWS_LINES = 8                       # gradient lines that a program adds at once
 SIGN_SEED = 92                           # of the vectors of signs; any number would do
 LOGITS_AT_ONCE = 1 << 19                 # in passes of a CPU: they and what is made of them stay in its cache
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # z = 23 sigmoid((logit + 5) / 7.5)
 
+once_differentiable = torch.autograd.function.once_differentiable             # refuses a gradient of a gradient
 tl: Any = None                           # triton.language, from the first launch on: only a GPU needs the package
 
 
@@ -1487,8 +1488,7 @@ def jitted(kernel: Callable) -> Any:
 
 def custom_op(name: str, *mutates: str) -> Callable:
     """Register a function as a torch custom op; `mutates` names the arguments that it changes in place.
-    Compiled graphs hold the op, which is the call's `op`. Eager code calls the body directly and without gradients:
-    going through the op would cost 90 microseconds a call."""
+    Compiled graphs hold the op, which is the call's `op`; eager code is spared its 90 microseconds."""
     def decorate(body: Callable) -> Callable:
         op = torch.library.custom_op(name, body, mutates_args=mutates)
 
@@ -1504,18 +1504,6 @@ def custom_op(name: str, *mutates: str) -> Callable:
     return decorate
 
 
-def first_order(backward: Callable) -> Callable:
-    """Refuse create_graph=True: weight gradients are written where autograd does not see them. Raises RunError.
-    torch's once_differentiable would take a gradient for a constant where what comes from the loss is one."""
-    @functools.wraps(backward)
-    def call(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RunError("a backward", "create_graph=True", "gradients of the first order",
-                           "leave it out, or write the function with torch's own operations")
-        return backward(ctx, *grads)
-    return call
-
-
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of accumulators and optimizer state for weights of this dtype: f32, but f64 in an f64 run."""
     return torch.promote_types(dtype, torch.float32)
@@ -1527,9 +1515,8 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle; x (..., E).
-    cos and sin (..., E), the sine negated for the second neighbour, the angle 0 in the other half: as wide as a head,
-    they cost fewer passes than its parts would."""
+    """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle; x (..., E), cos and sin of set_rotary."""
+    # Factors as wide as a head cost fewer passes than its parts would: in its other half the angle is 0.
     neighbours_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return x * cos + neighbours_swapped * sin
 
@@ -1537,8 +1524,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # ---- Attention
 @dataclass(frozen=True)
 class AttentionSpan:
-    """How far attention looks. Compiled code is made anew for each value of a field that it reads.
-    numbers  (3,) f64 on the CPU, the fields: an input of compiled code, which serves any"""
+    """How far attention looks. A graph is compiled anew for each value of a field that it reads, but `numbers`, the
+    same in one tensor (3,) f64 on the CPU, is an input of the graph."""
 
     max_len: int                         # upper bound of a document's length, in positions
     window: int                          # keys before its own that a query sees at most
@@ -1550,31 +1537,26 @@ class AttentionSpan:
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
-    """Causal softmax attention inside documents.
-    q, k, v     (N, H, E) any float dtype
-    cu_seqlens  (C,) i32  ascends from 0 to N, empty documents allowed
-    Returns (N, H, E). Cost N * window on any device."""
+    """Causal softmax attention inside documents, at the cost of N * window. q, k, v (N, H, E) -> (N, H, E).
+    cu_seqlens (C,) i32 ascends from 0 to N, empty documents allowed."""
     # With blocks as long as its window, a query sees keys of its own block and of the one before, and no others.
+    # Zeros stand before block 0 and fill the last one.
     count, heads, width = q.shape
     keys_back = min(span.window, span.max_len - 1)
     block = min(count, max(keys_back, SHORTEST_BLOCK))
     blocks = -(-count // block)
     fill = blocks * block - count
     queries = F.pad(q, (0, 0, 0, 0, 0, fill)).view(blocks, block, heads, width)
-    k_blocks = F.pad(k, (0, 0, 0, 0, block, fill)).view(blocks + 1, block, heads, width)
-    v_blocks = F.pad(v, (0, 0, 0, 0, block, fill)).view(blocks + 1, block, heads, width)
-    keys = torch.cat((k_blocks[:-1], k_blocks[1:]), dim=1)                    # (blocks, 2 * block, H, E)
-    values = torch.cat((v_blocks[:-1], v_blocks[1:]), dim=1)
+    padded = [F.pad(x, (0, 0, 0, 0, block, fill)).view(blocks + 1, block, heads, width) for x in (k, v)]
+    keys, values = (torch.cat((x[:-1], x[1:]), dim=1) for x in padded)        # (blocks, 2 * block, H, E)
 
-    # Block 0 has zeros before it: their positions are negative, which index some document and are masked.
+    # Positions before block 0 are negative: they index some document, and are masked.
     positions = torch.arange(blocks * block, device=q.device)
     document = torch.searchsorted(cu_seqlens.long(), positions, right=True)
     query_at = positions.view(blocks, block, 1)
     key_at = query_at[:, :1] + torch.arange(-block, block, device=q.device)   # (blocks, 1, 2 * block)
-    in_window = (key_at <= query_at) & (key_at >= query_at - span.window)
-    same_document = document[key_at] == document[query_at]
-    seen = (key_at >= 0) & in_window & same_document
-
+    in_window = (key_at >= 0) & (key_at <= query_at) & (key_at >= query_at - span.window)
+    seen = in_window & (document[key_at] == document[query_at])
     heads_first = [x.transpose(1, 2) for x in (queries, keys, values)]
     out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen[:, None], scale=span.scale)
     return out.transpose(1, 2).reshape(blocks * block, heads, width)[:count]
@@ -1586,9 +1568,8 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: 
 
 
 class Varlen(torch.autograd.Function):
-    """torch's varlen attention with window, max length and scale as graph inputs: changing them recompiles nothing."""
-
-    # Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own.
+    """torch's varlen attention with window, max length and scale as graph inputs: changing them recompiles nothing.
+    Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> Tensor:
@@ -1597,23 +1578,22 @@ class Varlen(torch.autograd.Function):
         return out
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *varlen_backward(grad, *ctx.saved_tensors), None, None
 
 
 def torchs_varlen() -> Any:
-    """Return torch's operations, which its module registers."""
+    """Return torch's operations, which this import registers; it takes a second."""
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
 
 
 def varlen_arguments(cu_seqlens: Tensor, numbers: Tensor) -> dict[str, Any]:
-    """Arguments of torch's operations by name. The numbers are on the CPU: reading them waits for nothing."""
-    max_len, window, scale = numbers.tolist()
-    window_size = [int(window), 0]                            # before and after a query; its left one is inclusive too
+    """Return what torch's operations take in both directions."""
+    max_len, window, scale = numbers.tolist()                 # on the CPU: nothing waits
     return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=int(max_len), max_k=int(max_len), is_causal=False,
-                scale=scale, window_size=window_size)
+                scale=scale, window_size=[int(window), 0])    # keys before and after a query, the first one inclusive
 
 
 @custom_op("train_gpt::varlen")
@@ -1624,16 +1604,14 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor)
 
 @varlen.op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    any_length = 1
-    return torchs_varlen()._varlen_attn(q, k, v, cu_seqlens, cu_seqlens, any_length, any_length)
+    return torchs_varlen()._varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_q=1, max_k=1)       # any length will do
 
 
 @custom_op("train_gpt::varlen_backward")
 def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor,
                     out: Tensor, logsumexp: Tensor, generator: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v."""
-    arguments = varlen_arguments(cu_seqlens, numbers)
-    return torchs_varlen()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator, **arguments)
+    return torchs_varlen()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator,
+                                                 **varlen_arguments(cu_seqlens, numbers))
 
 
 @varlen_backward.op.register_fake
@@ -1661,21 +1639,20 @@ class WeightPart(NamedTuple):
 
 
 def as_part(weight: Tensor, delayed: list | None = None) -> WeightPart:
-    """A weight (R, C) that is one matrix; matrices of a bank: bank_parts."""
+    """Return a weight (R, C) that is one matrix as its only part."""
     return WeightPart(weight, weight, getattr(weight, "main_grad", None), 0, delayed)
 
 
 def bank_parts(bank: Tensor, heights: tuple[int, ...]) -> list[list[WeightPart]]:
-    """By layer, the matrices of a bank (L, ..., C) that stand below each other; heights: of one layer's matrices."""
+    """Return by layer the matrices of a bank (L, ..., C), which stand below each other with these heights."""
     shape = (len(bank), sum(heights), bank.shape[-1])
     layers = bank.view(shape).unbind()   # here and not in each layer: where autograd keeps it, one gradient per bank
-    main_grad = getattr(bank, "main_grad", None)
-    if main_grad is not None:
-        main_grad = main_grad.view(shape)                                     # an error unless it is one block
-    by_layer = []
     numbers = itertools.count()
+    by_layer = []
     for depth, layer in enumerate(layers):
-        wgrads = itertools.repeat(None) if main_grad is None else main_grad[depth].split(heights)
+        wgrads = itertools.repeat(None)
+        if hasattr(bank, "main_grad"):
+            wgrads = bank.main_grad.view(shape)[depth].split(heights)         # an error unless it is one block
         by_layer.append([WeightPart(bank, *part) for part in zip(layer.split(heights), wgrads, numbers)])
     return by_layer
 
@@ -1685,18 +1662,16 @@ def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, 
     """main_grad (+)= a^T b: the first write of a part since its clear overwrites whatever stands there.
     main_grad  (R, C) one matrix of a buffer: f32, f64, or the dtype of a and b; in this dtype it adds
     writes     (parts,) i64 on the CPU: writes of each part since the clear, counted here
-    a, b       (N, R), (N, C); b None: a is the product itself, (R, C)
-    The count is read on the CPU, so that first and further writes are one graph."""
-    beta = min(int(writes[number]), 1)                                        # 0: what stands there is not read
+    a, b       (N, R), (N, C); b None: a is the product itself, (R, C)"""
+    # The count is read on the CPU, so that first and further writes are one graph. beta 0: what stands is not read.
+    beta = min(int(writes[number]), 1)
     writes[number] += 1
     dtype = main_grad.dtype
     if b is None and beta == 0:
         main_grad.copy_(a)
     elif b is None:
         main_grad.add_(a)
-    elif a.dtype == dtype:
-        main_grad.addmm_(a.t(), b, beta=beta)
-    elif a.is_cuda:                                                           # no copy: the product itself adds in f32
+    elif a.is_cuda and a.dtype != dtype:                                      # no copy: the product itself adds in f32
         torch.addmm(main_grad, a.t(), b, out_dtype=dtype, beta=beta, out=main_grad)
     else:
         main_grad.addmm_(a.t().to(dtype), b.to(dtype), beta=beta)
@@ -1705,7 +1680,7 @@ def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, 
 def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | None:
     """Put a^T b, or a if b is None, where the gradient of a part belongs. Returns what backward gives autograd."""
     if part.delayed is not None:
-        part.delayed.append((part, a, b, versions_of(a, b)))
+        part.delayed.append((part, a, b))
     elif part.main_grad is None:
         return a if b is None else a.t() @ b
     else:
@@ -1718,37 +1693,15 @@ def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | 
     return torch.zeros_like(part.matrix)
 
 
-def versions_of(*factors: Tensor | None) -> list[int]:
-    """Torch's counts of the changes in place of each factor that is there."""
-    return [x._version for x in factors if x is not None]
-
-
 @torch.no_grad()
 def flush(delayed: list) -> None:
     """Compute the delayed gradients in the order of their backwards, into main_grad or else into .grad.
-    Raises RunError, before anything is written, if a factor was changed since its backward."""
-    for part, a, b, versions in delayed:
-        if versions_of(a, b) != versions:
-            raise RunError(f"a delayed gradient of a weight {tuple(part.matrix.shape)}",
-                           "an input or a gradient of the product that was changed in place after its backward",
-                           "the values that the backward had", "flush before the change, or change a copy")
-    for part, a, b, _ in delayed:
-        if part.main_grad is not None:
-            wgrad_accumulate(part.main_grad, part.weight.writes, part.number, a, b)
-        else:
-            wgrad = a if b is None else a.t() @ b
+    Inputs and gradients of the products must still be what they were in the backward."""
+    for part, a, b in delayed:
+        wgrad = accumulate_wgrad(part._replace(delayed=None), a, b)
+        if part.main_grad is None:
             part.matrix.grad = wgrad if part.matrix.grad is None else part.matrix.grad + wgrad
     delayed.clear()
-
-
-def wgrad_product(a: Tensor, b: Tensor, main_grad: Tensor | None) -> Tensor:
-    """a^T b in the wider dtype of factors and main_grad: an f32 sum of products rounded to bf16 would gain little."""
-    dtype = a.dtype if main_grad is None else torch.promote_types(a.dtype, main_grad.dtype)
-    if a.dtype == dtype:
-        return a.t() @ b
-    if a.is_cuda:
-        return torch.mm(a.t(), b, out_dtype=dtype)
-    return a.t().to(dtype) @ b.to(dtype)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -1762,7 +1715,7 @@ class LinearFunction(torch.autograd.Function):
         return F.linear(x, weight)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad):
         x, scale, matrix = ctx.saved_tensors
         weight = matrix if scale is None else scale * matrix
@@ -1770,7 +1723,12 @@ class LinearFunction(torch.autograd.Function):
         a, b = grad.flatten(0, -2), x.flatten(0, -2)
         grad_scale = grad_matrix = None
         if scale is not None:
-            product = wgrad_product(a, b, ctx.part.main_grad)                 # a scratch of one matrix
+            # The product is a scratch as wide as main_grad: its f32 sums, rounded to bf16, would gain little.
+            dtype = a.dtype if ctx.part.main_grad is None else torch.promote_types(a.dtype, ctx.part.main_grad.dtype)
+            if a.is_cuda and a.dtype != dtype:
+                product = torch.mm(a.t(), b, out_dtype=dtype)
+            else:
+                product = a.t().to(dtype) @ b.to(dtype)
             grad_scale = (product * matrix).sum()
             a, b = scale * product, None
         if ctx.needs_input_grad[2]:                                           # not of a frozen one
@@ -1792,6 +1750,7 @@ RELU_SQ_TILES = {
     (10, 0): (dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8), (4, 3)),
 }
 DESCRIBED_BYTES = 16                     # that divide each line of an array with a descriptor
+
 
 def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.constexpr, ROWS: tl.constexpr,
                    COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
@@ -1837,20 +1796,18 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     columns = len(w)
     out = x.new_empty(count, columns)
     backward = squares is not None
-    if not backward:
-        squares = out                                                         # which forward does not read
-
-    def room_for_descriptors(size: int, alignment: int, stream: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int8, device=device)
+    read = squares.contiguous() if backward else out                          # forward reads none
 
     # Capture device, not x: Triton keeps the allocator, which would keep x alive. It is one for each thread, and
     # autograd has a thread of its own.
+    def room_for_descriptors(size: int, alignment: int, stream: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int8, device=device)
+
     triton.set_allocator(room_for_descriptors)
     tiles = triton.cdiv(count, tile["ROWS"]) * triton.cdiv(columns, tile["COLUMNS"])
-    programs = min(tiles, card.multi_processor_count)
-    launch = jitted(relu_sq_kernel)[(programs,)]
-    launch(x.contiguous(), w.contiguous(), squares.contiguous(), out, count, columns, depth,
-           BACKWARD=backward, num_stages=stages[backward], **tile)
+    launch = jitted(relu_sq_kernel)[(min(tiles, card.multi_processor_count),)]
+    launch(x.contiguous(), w.contiguous(), read, out, count, columns, depth, BACKWARD=backward,
+           num_stages=stages[backward], **tile)
     return out
 
 
@@ -1863,9 +1820,8 @@ def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
     """True if relu_sq supports this device, dtype and shape of x (N, K) and w (F, K)."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    for length in (x.shape[1], len(w)):
-        if length * x.element_size() % DESCRIBED_BYTES:
-            return False
+    if x.shape[1] * x.element_size() % DESCRIBED_BYTES or len(w) * x.element_size() % DESCRIBED_BYTES:
+        return False
     card = torch.cuda.get_device_properties(x.device)         # which compilers take for a constant
     return (card.major, card.minor) in RELU_SQ_TILES
 
@@ -1881,12 +1837,11 @@ class ReluSqMLP(torch.autograd.Function):
         else:
             squares = F.linear(x, up_matrix).relu_().square_()
         ctx.save_for_backward(n, squares, up_matrix, down_matrix)
-        ctx.up = up
-        ctx.down = down
+        ctx.parts = up, down
         return (squares @ down_matrix).view_as(n)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad):
         n, squares, up_matrix, down_matrix = ctx.saved_tensors
         grad_y = grad.flatten(0, -2)
@@ -1899,12 +1854,13 @@ class ReluSqMLP(torch.autograd.Function):
             grad_pre = F.linear(2 * grad_y, down_matrix).mul_(roots)
 
         # A frozen matrix gets no gradient, and nothing is written to its main_grad.
+        up, down = ctx.parts
         grad_n = (grad_pre @ up_matrix).view_as(n)
         grad_up = grad_down = None
         if ctx.needs_input_grad[1]:
-            grad_up = accumulate_wgrad(ctx.up, grad_pre, n.flatten(0, -2))
+            grad_up = accumulate_wgrad(up, grad_pre, n.flatten(0, -2))
         if ctx.needs_input_grad[2]:
-            grad_down = accumulate_wgrad(ctx.down, squares, grad_y)
+            grad_down = accumulate_wgrad(down, squares, grad_y)
         return grad_n, grad_up, grad_down, None, None
 
 
@@ -1992,22 +1948,16 @@ def e4m3(x: Tensor, scale: float) -> Tensor:
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
-def f32_scale(value: float, like: Tensor) -> Tensor:
-    """A scale rounded to f32 first, held in f64, so that products of scales are rounded once."""
-    return torch.full((), value, dtype=torch.float32, device=like.device).double()
-
-
 def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: torch.dtype,
                 fast: bool = False) -> Tensor:
-    """a @ b * scale of fp8 matrices, scale () f64.
-    native: the device's fp8 product; else one in out_dtype, which holds fp8 exactly. fast: a shorter accumulator"""
+    """a @ b * scale of fp8 matrices, scale () f64. native: the device's product, fast: with a shorter accumulator."""
+    # Elsewhere the product is one in out_dtype, which holds fp8 exactly.
     if not native:
         return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
-    b_in_columns = b.t().contiguous().t()                                     # as the device wants it
+    b = b.t().contiguous().t()                                                # in columns, as the device wants it
     one = torch.ones((), device=a.device)
     by_tensor = F.ScalingType.TensorWise
-    return F.scaled_mm(a, b_in_columns, scale.float(), by_tensor, one, by_tensor, output_dtype=out_dtype,
-                       use_fast_accum=fast)
+    return F.scaled_mm(a, b, scale.float(), by_tensor, one, by_tensor, output_dtype=out_dtype, use_fast_accum=fast)
 
 
 class HeadLoss(torch.autograd.Function):
@@ -2031,7 +1981,7 @@ class HeadLoss(torch.autograd.Function):
         else:
             native = precision == "fp8"
             product_dtype = logits_dtype if native else ctx.accum_dtype
-            scale = f32_scale(FP8_Y_SCALE, y) * f32_scale(FP8_W_SCALE, y)
+            scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
             y = e4m3(y, FP8_Y_SCALE)
             w = e4m3(w, FP8_W_SCALE)
             logits = fp8_product(y, w, scale, native, product_dtype, fast=True).to(logits_dtype)
@@ -2044,7 +1994,7 @@ class HeadLoss(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad_losses):
         y, w, grad, loss_weight = ctx.saved_tensors
         grad_w = None                                                         # of a frozen head
@@ -2057,14 +2007,13 @@ class HeadLoss(torch.autograd.Function):
 
         # The trainer's own factor is 1 in every position. A loss_weight of 0 makes gradients of 0, not of 0 / 0.
         factor = torch.where(loss_weight == 0, 0, grad_losses / loss_weight)[:, None]
-        scale = loss_weight.double() * f32_scale(FP8_GRAD_SCALE, y)
+        scale = loss_weight.double() * FP8_GRAD_SCALE
         native = ctx.precision == "fp8"
         dtype_y = torch.bfloat16 if native else ctx.accum_dtype
-        grad_y = factor.to(dtype_y) * fp8_product(grad, w.t(), scale * f32_scale(FP8_W_SCALE, y), native, dtype_y)
+        grad_y = factor.to(dtype_y) * fp8_product(grad, w.t(), scale * FP8_W_SCALE, native, dtype_y)
         if ctx.needs_input_grad[1]:
             payload = (factor * grad.to(factor.dtype)).to(grad.dtype)         # part of the copy into columns
-            y_in_rows = y.t().contiguous()
-            product = fp8_product(y_in_rows, payload, scale * f32_scale(FP8_Y_SCALE, y), native, ctx.accum_dtype)
+            product = fp8_product(y.t().contiguous(), payload, scale * FP8_Y_SCALE, native, ctx.accum_dtype)
             grad_w = accumulate_wgrad(ctx.part, product, None)                # it cannot add: a scratch
         return grad_y, grad_w, None, None, None, None, None, None
 
@@ -2130,7 +2079,6 @@ class RowLookup(torch.autograd.Function):
         return F.embedding(index, source)
 
     @staticmethod
-    @first_order
     def backward(ctx, grad):
         (index,) = ctx.saved_tensors
         add_rows(ctx.row_grads, index, grad)
@@ -2144,7 +2092,6 @@ Generator = torch.Generator
 
 class Parameter(NamedTuple):
     """One row of the parameter table: all about a parameter but its place in the forward pass."""
-
     label: str
     shape: Shape
     init: Callable[[Generator, Shape], Tensor]                                # draws f32, in logical order
@@ -2182,24 +2129,21 @@ def uniform(bound: float, generator: Generator, shape: Shape) -> Tensor:
 
 
 def up_uniform(bound: float, generator: Generator, shape: Shape) -> Tensor:
-    """Draw the MLP bank. Its down matrices are zero, so that every MLP adds nothing at first."""
-    layers, _, *rest = shape
-    up = uniform(bound, generator, (layers, 1, *rest))
-    return torch.cat((up, torch.zeros_like(up)), dim=1)
+    up = uniform(bound, generator, (shape[0], 1, *shape[2:]))
+    return torch.cat((up, torch.zeros_like(up)), dim=1)                       # down is zero: MLPs begin as nothing
 
 
 def constant(values: Sequence[float], _: Generator, shape: Shape) -> Tensor:
-    return torch.tensor(values).expand(shape)
+    return torch.tensor(values).expand(shape)                                 # the values, or the one value everywhere
 
 
 def scalar_values(cfg: Config) -> dict[str, tuple[float, ...]]:
-    """Initial values of the packed scalars by name, n-gram tables that enter the residual stream after recipe A's."""
+    """Return initial values of the packed scalars by name: recipe A's, then tables that enter the residual stream."""
     return SCALARS | {line.label: (NGRAM_MIX,) * len(LAYERS) for line in cfg.tables if line.place is None}
 
 
 def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     """Label, shape, initial value, optimizer, multipliers (recipe 2.1, 2.6, 3.5)."""
-    # The sizes that shapes are made of.
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
     L, A, inside = len(LAYERS), len(ATTENTION_LAYERS), MLP_FACTOR * D
     value_gates = NUM_VALUE_TABLES + sum(line.place is not None for line in cfg.tables)
@@ -2258,7 +2202,6 @@ class GPT(nn.Module):
         self.table = {row.label: row for row in parameter_table(cfg) if row.optimizer != "rowwise"}
         self.scalar_sizes = {name: len(values) for name, values in scalar_values(cfg).items()}
         self.ngrams = cfg.tables
-
         dtype = getattr(torch, cfg.dtype)
         for label, row in self.table.items():
             rows, *rest = row.shape
@@ -2266,6 +2209,7 @@ class GPT(nn.Module):
             weight = torch.empty((shard_rows.get(label, rows), *rest), dtype=row_dtype)
             self.register_parameter(label, nn.Parameter(weight))
 
+        # No checkpoint needs what follows from settings and the place in the plan.
         if any(line.signs for line in self.ngrams):
             self.register_buffer("sign_vectors", sign_vectors(cfg.model_dim).to(dtype), persistent=False)
         for name in ("rotary_cos", "rotary_sin"):                             # paired layers have 2T positions
@@ -2274,15 +2218,14 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def set_initial_values(self, seed: int, shard: Callable[[str, Tensor], Tensor]) -> None:
-        """Draw all parameters, each label from its own generator, whose seed comes from (seed, label).
-        All but f32 rows pass through bf16: the same numbers in any dtype. shard: (label, whole parameter) -> the part
-        that is here"""
+        """Draw all parameters; shard: (label, whole parameter) -> the part that is here."""
         for label, row in self.table.items():
+            # Each label has a generator of its own, so that a parameter more or less changes no other.
             digest = hashlib.sha256(f"{seed}/{label}".encode()).digest()
-            generator = Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-            drawn = shard(label, row.init(generator, row.shape))
+            own_seed = int.from_bytes(digest[:8], "little", signed=True)
+            drawn = shard(label, row.init(Generator().manual_seed(own_seed), row.shape))
             if not row.full_precision:
-                drawn = drawn.bfloat16()
+                drawn = drawn.bfloat16()                                      # the same numbers in any dtype
             self.get_parameter(label).copy_(drawn)
         self.embed.copy_(shard("embed", self.lm_head.t()))
 
@@ -2306,11 +2249,10 @@ class GPT(nn.Module):
                row_buffers: dict) -> Tensor:
         """Loss of each position, (B, T); weights (G,) of the next tokens, loss_weight () seeds the backward."""
         y = self.hidden(batch, spans, row_buffers).flatten(0, 1)
-        in_bf16 = precision != "plain" and y.dtype != torch.float64
-        logits_dtype = torch.bfloat16 if in_bf16 else y.dtype
-        losses = HeadLoss.apply(
-            y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype, as_part(self.lm_head))
-        return losses.view(batch.targets.shape)
+        logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16       # of an fp8 head
+        losses = HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype,
+                                as_part(self.lm_head))
+        return losses.view_as(batch.targets)
 
     def hidden(self, batch: Batch, spans: AttentionSpans, row_buffers: dict) -> Tensor:
         """The normalised stream that enters the head, (B, T, D).
@@ -2392,16 +2334,15 @@ class GPT(nn.Module):
     def rows_of(self, label: str, batch: Batch, row_buffers: dict) -> list[Tensor]:
         """Rows of a table by the batch's index (B, T) or (B, reads, T), one (B, T, D) per read."""
         index = batch.rows[label]
+        rows, row_grads = row_buffers[label]
         # A lookup for each read: its gradient goes to the row gradients as it comes up, and is stacked with no other.
         planes = index.unbind(1) if index.dim() == 3 else [index]
-        rows, row_grads = row_buffers[label]
         return [RowLookup.apply(rows, plane, row_grads) for plane in planes]
 
     def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: Sequence[tuple[int, Tensor]],
                cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
         """Attention of one layer before its gate and output matrix, qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E).
-        value_rows: (place of the gate, rows (B, T, D)) that join the values. Positions count in the slot (recipe
-        2.4)."""
+        value_rows: (place of the gate, rows (B, T, D)) that join the values. Positions count in the slot."""
         slots, length, _ = n.shape
         q, k, v = qkv.view(slots, length, QKV, self.heads, self.head_dim).unbind(2)
         q = rms_norm(q)
@@ -2425,24 +2366,20 @@ class GPT(nn.Module):
             turning, still = k.chunk(2, dim=-1)
             shifted = torch.cat((still[:, :1], still[:, :-1]), dim=1)         # a slot's first token keeps its own
             k = torch.cat((turning, shifted), dim=-1)
-        flat = [x.flatten(0, 1) for x in (q, k, v)]
-        return self.attention(*flat, cu_seqlens, span).view(v.shape)
+        return self.attention(*(x.flatten(0, 1) for x in (q, k, v)), cu_seqlens, span).view(v.shape)
 
     def attend_paired(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
         """q, k, v (B, T, H, E) -> (B, T, H, E); heads j and j + H/2 of token t stand at 2t and 2t + 1 of one sequence.
         The angles follow another pairing, even heads at 2t and odd heads at 2t + 1: the peer assigns them before it
         regroups, and its published losses contain that (recipe 9.1). The span counts positions."""
         slots, length, heads, width = q.shape
-        positions = 2 * length
-        cos = self.rotary_cos[:positions].view(length, 1, 2, -1)              # of the places 2t and 2t + 1
-        sin = self.rotary_sin[:positions].view(length, 1, 2, -1)
+        cos = self.rotary_cos[:2 * length].view(length, 1, 2, -1)             # of the places 2t and 2t + 1
+        sin = self.rotary_sin[:2 * length].view(length, 1, 2, -1)
         neighbours = (slots, length, heads // 2, 2, width)
         q = rotate(q.view(neighbours), cos, sin)
         k = rotate(k.view(neighbours), cos, sin)
-
-        sequence = (slots * positions, heads // 2, width)                     # the lower half of the heads, the upper
-        flat = [x.reshape(sequence) for x in (q, k, v)]
-        return self.attention(*flat, 2 * cu_seqlens, span).view(slots, length, heads, width)
+        flat = [x.reshape(-1, heads // 2, width) for x in (q, k, v)]          # the lower half of the heads, the upper
+        return self.attention(*flat, 2 * cu_seqlens, span).view(v.shape)
 
 
 def gate_of(features: Tensor, weight: Tensor) -> Tensor:
@@ -2465,12 +2402,12 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
     group: gloo's; None: the group of all ranks. Raises RunError where ranks disagree."""
     # By table and owner: the places that this rank reads in the owner's shard.
     W, me = fabric.world, fabric.rank
-    lists, counts = [], []
-    for plan in plans.values():
+    lists, counts, common = [], [], []
+    for label, plan in plans.items():
         rows = [plan.my_rows[:0]] * W if plan.tied else plan.my_rows.split(plan.send_counts)
         lists.append([(x - owner * plan.shard_size).int() for owner, x in enumerate(rows)])
         counts.append([len(x) for x in rows])
-    common = [dict(plan.tag, table=label, dtype=dtype, tied=plan.tied) for label, plan in plans.items()]
+        common.append(dict(plan.tag, table=label, dtype=dtype, tied=plan.tied))
 
     # First what must be equal everywhere, or lists of different cycles would be taken for each other.
     everyone: list[Any] = [None] * W
@@ -2490,9 +2427,8 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
     for table, (label, plan) in enumerate(plans.items()):
         requested = pieces[table::len(plans)]
         for reader, places in enumerate(requested):
-            ends = [*places[:1].tolist(), *places[-1:].tolist()]
-            need((places.diff() > 0).all() and all(0 <= place < plan.shard_size for place in ends),
-                 f"rows of {label} that rank {reader} requests", f"{len(places)} places, first and last {ends}",
+            ascending = np.diff(places, prepend=-1, append=plan.shard_size).min() > 0
+            need(ascending, f"rows of {label} that rank {reader} requests", places,
                  f"ascending places below {plan.shard_size}", "report it", RunError)
         if not plan.tied:
             plan.requested_rows = fabric.host_tensor(torch.cat(requested).long())
@@ -2514,25 +2450,28 @@ class RowTable:
         self.fabric = fabric
         self.report = report
         self.debug = cfg.debug_rows
-        self.mode = "sparse" if table.is_rowwise else cfg.row_comms           # dense: a plan lists all rows
-        self.home = HOMES[table.home](table, cfg, fabric) if table.is_rowwise else None
-        self.shard = self.home.stored.rows if self.home else shard.detach()
+        self.home = self.grad = None
+        if table.is_rowwise:
+            self.mode = "sparse"
+            self.home = HOMES[table.home](table, cfg, fabric)
+            self.shard = self.home.stored.rows
+        else:
+            self.mode = cfg.row_comms                                         # dense: a plan lists all rows
+            self.shard = shard.detach()
+            self.grad = torch.zeros_like(self.shard, dtype=accum_dtype(shard.dtype))   # of the shard, summed over ranks
 
         # Buffers are as large as the largest cycle needs and never grow, so that addresses and shapes stay.
-        size, width = self.shard.shape
-        dtype = self.shard.dtype
-        if self.home is None:
-            self.grad = torch.zeros_like(self.shard, dtype=accum_dtype(dtype))         # of the shard, summed over ranks
         self.alone = fabric.world == 1 and self.home is None                  # lookups read the shard itself
         if self.alone:
             self.cache = shard
             self.row_grads = self.grad
         else:
+            size, width = self.shard.shape
             rows = fabric.world * size
             if self.mode == "sparse":
                 rows = min(rows, most_tokens * table.reads)
-            self.cache = torch.zeros(rows, width, dtype=dtype, device=fabric.device).requires_grad_()
-            self.row_grads = torch.zeros(rows, width, dtype=accum_dtype(dtype), device=fabric.device)
+            self.cache = self.shard.new_zeros(rows, width, device=fabric.device).requires_grad_()
+            self.row_grads = torch.zeros_like(self.cache, dtype=accum_dtype(self.shard.dtype), requires_grad=False)
         self.arrival: Wait = no_wait                                          # of the rows that are on their way
         self.reset()
 
@@ -2550,7 +2489,7 @@ class RowTable:
             self.home.invalidate()
 
     def prepare(self, plan: TablePlan) -> None:
-        """Make a row-wise table's next update from the requests, a cycle ahead, and let its rows leave a host home."""
+        """Make a row-wise table's next update, a cycle ahead, and let its rows leave a host home."""
         if self.home is not None:
             plan.update = self.home.prepare(plan.requested_rows.numpy())
 
@@ -2562,17 +2501,16 @@ class RowTable:
             self.prepare(plan)                                                # no loader has done it
         plan.change_lists(self._on_device)
         self.cached = plan
-        if self.alone:
-            return
         rows, places = self.shard, plan.requested_rows
         if self.home is not None:
             self.live = self.home.take(plan.update)
             rows, places = self.live.rows, self._on_device(plan.update.inverse)
-        self.arrival = self._bring(plan, self.cache.detach(), head, rows, places)
+        if not self.alone:
+            self.arrival = self._bring(plan, self.cache.detach(), head, rows, places)
 
     def rows_for_forward(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cache with the plan's rows, and row_grads. Raises RunError before the last cycle's update."""
-        # Among several ranks row_grads are of one plan alone, whose list says where they go.
+        # Unless a rank is alone, row_grads are of one plan, whose list says where they go.
         if plan not in self.pending:
             need(self.alone or not self.pending, f"gradients of {self.table.label}",
                  f"of {[other.tag for other in self.pending]}, now {plan.tag}", "batches of one cycle",
@@ -2587,15 +2525,14 @@ class RowTable:
     def read(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, None]:
         """Fetch the plan's rows into a new tensor (validation, sampling); there is no buffer for gradients."""
         plan.change_lists(self._on_device)
-        if self.alone:
-            self.report_traffic(plan)
-            return self.shard, None
-        rows, places = self.shard, plan.requested_rows
-        if self.home is not None:
-            rows, places = self.home.read(places), None
-        out = self.cache.new_empty(len(plan.my_rows), self.cache.shape[1])
-        wait = self._bring(plan, out, head, rows, places)
-        wait()
+        out = self.shard
+        if not self.alone:
+            rows, places = self.shard, plan.requested_rows
+            if self.home is not None:
+                rows, places = self.home.read(places), None
+            out = self.cache.new_empty(len(plan.my_rows), self.cache.shape[1])
+            wait = self._bring(plan, out, head, rows, places)
+            wait()
         self.report_traffic(plan)
         return out, None
 
@@ -2610,10 +2547,9 @@ class RowTable:
         rows = self.row_grads[:len(plan.my_rows)].to(self.cache.dtype)
         arrived = rows.new_empty(len(plan.requested_rows), rows.shape[1])
         wait = self._launch(plan, arrived, rows, plan.recv_counts, plan.send_counts)
-        if self.home is None:
-            grad, places = self.grad, plan.requested_rows
-        else:
-            grad = self.row_grads.new_zeros(len(plan.update.places), rows.shape[1])
+        grad, places = self.grad, plan.requested_rows
+        if self.home is not None:
+            grad = torch.zeros_like(self.live.rows, dtype=self.row_grads.dtype)
             places = self._on_device(plan.update.inverse)
 
         def add_in_rank_order() -> None:
@@ -2644,15 +2580,14 @@ class RowTable:
                 self.grad[plan.requested_rows] = 0
             self.report_traffic(plan, dense_passes=2)                         # rows out, gradients back
         self.pending = []
-        self.cached = None
-        self.live = None                                                      # makes room for those of the next update
+        self.cached = self.live = None                                        # makes room for those of the next update
         if self.debug:
             strays = self.row_grads.any() or (self.home is None and self.grad.any())
             need(not strays, f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it",
                  RunError)
 
     def report_traffic(self, plan: TablePlan, dense_passes: int = 0) -> None:
-        """Report what a plan has moved. dense_passes: how often dense mode would have moved the whole table."""
+        """Report what a plan has moved; dense_passes: how often dense mode would have moved the whole table."""
         # Nothing travels while tied, and nobody asks about warm-up and samples.
         purpose = plan.tag["purpose"]
         if plan.tied or purpose not in ("train", "validation"):
@@ -2669,10 +2604,12 @@ class RowTable:
 
     def memory_bytes(self, moments: Iterable[Tensor]) -> int:
         """Count the bytes that this rank keeps of the table on its device: shard, cache, gradients, these moments."""
-        kept = [self.shard, self.cache, self.row_grads, *moments]
-        kept += [self.grad] if self.home is None else self.home.stored
-        sizes = {x.data_ptr(): x.nbytes for x in kept if x.device.type == self.cache.device.type}    # some are the same
-        return sum(sizes.values())
+        kept = [self.cache, self.row_grads, *moments]
+        if self.home is not None:
+            kept += self.home.stored
+        elif not self.alone:                                                  # else these are the first two
+            kept += [self.shard, self.grad]
+        return sum(x.nbytes for x in kept if x.device.type == self.cache.device.type)
 
     def _on_device(self, rows: Tensor) -> Tensor:
         return rows.to(self.fabric.device, non_blocking=True)
@@ -2730,17 +2667,13 @@ PIECE_ROWS = 1 << 14                     # rows of a rank that are copied, or se
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Allocate zeros on the host that take memory page by page, when they are first written. Raises RunError."""
-    size = math.prod(shape) * dtype.itemsize
+    """Allocate zeros on the host that take memory page by page, when they are first written."""
     if sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
     # Nothing is reserved, for a plain mapping of 38 GB is refused on a machine of 24. Pages are small ones, for a row
     # in a huge page would take 2 MB.
-    try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-    except OSError as error:
-        raise RunError("memory for a table", error, f"an address space with {size / 2**30:.1f} GiB to map",
-                       "fewer rows, more ranks, or a larger limit (ulimit -v)") from None
+    size = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     with contextlib.suppress(OSError):                                        # a system without huge pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
@@ -2896,31 +2829,30 @@ class HostHome(DeviceHome):
             self.writeback = None
 
     def _staging(self, count: int) -> RowState:
-        """Allocate rows in host memory, pinned beside a GPU, through which copies go."""
-        pinned = self.stream is not None
-        return RowState(*(torch.empty(count, *x.shape[1:], dtype=x.dtype, pin_memory=pinned) for x in self.stored))
+        """Allocate rows in pinned host memory, through which copies to and from a GPU go."""
+        return RowState(*(torch.empty(count, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.stored))
 
     def _bring_up(self, places: Tensor) -> tuple[RowState, Any]:
         """Copy rows to the device; runs on the mover. Returns them and the CUDA event after the copy."""
+        if self.stream is None:
+            return self.stored.at(places), None
         staging = self._staging(len(places))
         for x, out in zip(self.stored, staging):
             torch.index_select(x, 0, places, out=out)
-        if self.stream is None:
-            return staging, None
         with torch.cuda.stream(self.stream):
             return staging.to(self.device), self.stream.record_event()
 
     def _bring_down(self, places: Tensor, changed: RowState, computed: Any) -> None:
         """Store rows once the CUDA event `computed` is over; runs on the mover."""
-        staging = self._staging(len(places))
         if computed is not None:
+            staging = self._staging(len(places))
             self.stream.wait_event(computed)
-        with torch.cuda.stream(self.stream):                  # of None it does nothing
-            for x, out in zip(changed, staging):
-                out.copy_(x, non_blocking=True)
-        if computed is not None:
+            with torch.cuda.stream(self.stream):
+                for x, out in zip(changed, staging):
+                    out.copy_(x, non_blocking=True)
             self.stream.synchronize()
-        self.stored.put(places, staging)
+            changed = staging
+        self.stored.put(places, changed)
 
 
 HOMES = dict(device=DeviceHome, host=HostHome)
@@ -3672,7 +3604,7 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
         kept = math.prod(row.shape)                           # numbers that have a gradient here
         gradient = exact
         if table:
-            # A shard and a cache of what a cycle reads, at most. The rows of an update stand on the device once more, and
+            # A shard, and a cache of what a cycle reads at most. Rows of an update are on the device once more, and
             # those of the next beside a host home. (Their state is 8 bytes a row: next to nothing.)
             shard = kept // W
             read = table.cadence * largest_batch * table.reads * cfg.model_dim
