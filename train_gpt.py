@@ -828,10 +828,6 @@ class ShardHeader(NamedTuple):
     vocab_size: int
     document_start: int
 
-    @property
-    def vocabulary(self) -> tuple[int, int]:
-        return self.vocab_size, self.document_start
-
 
 class Shard:
     """Tokens of one shard in memory, (tokens,) u16, and where its documents start."""
@@ -924,7 +920,7 @@ def load_shard(header: ShardHeader) -> Shard:
     """Read a shard, or make the tokens of its formula, and look at every token. Raises DataError."""
     name = header.name
     if name.startswith(FORMULA):
-        tokens = formula_tokens(int(name.rpartition("#")[2]), header.tokens, *header.vocabulary)
+        tokens = formula_tokens(int(name.rpartition("#")[2]), *header[1:])
     else:
         tokens = np.fromfile(name, "<u2", header.tokens, offset=HEADER_BYTES)
     shard = Shard(tokens, header.document_start)
@@ -961,10 +957,9 @@ def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Co
     """Fill in the sizes that the shard headers decide. Raises DataError or ConfigError if they are contradicted."""
     first = train[0]
     for other in train + val:
-        need(other.vocabulary == first.vocabulary, "shards of different vocabularies",
-             f"{other.vocabulary} in {other.name}", f"{first.vocabulary} (size, document start) as in {first.name}",
-             "give one data set only", DataError)
-    vocab_size, document_start = first.vocabulary
+        need(other[2:] == first[2:], "shards of different vocabularies", f"{other[2:]} in {other.name}",
+             f"{first[2:]} (size, document start) as in {first.name}", "give one data set only", DataError)
+    vocab_size, document_start = first[2:]
     for name, stored in (("vocab_size", vocab_size), ("document_start", document_start)):
         given = getattr(cfg, name)
         need(given in (getattr(Config, name), stored), f"--{name}", given, f"{stored}, header of {first.name}",
@@ -1114,10 +1109,10 @@ class RowUpdate:
     Rows that the update before changes as well are on the device already, and newer there than in a host home."""
     places: Tensor                       # (u,) i64 in the shard, ascending
     inverse: Tensor                      # (requested,) i64: index into `places` of each requested row
-    follows: RowUpdate | None            # the update before; None: there is none
     fresh: Tensor                        # (f,) i64: index into `places` of the rows that the update before has not
     kept: Tensor                         # (u - f,) i64: index into `places` of those that it has,
     kept_from: Tensor                    # (u - f,) i64: and the index of the same rows into its places
+    follows: RowUpdate | None            # the update before; None: there is none
 
 
 def distinct_with_places(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -1138,8 +1133,7 @@ def row_update(requested: np.ndarray, before: RowUpdate | None, fabric: Fabric) 
     places_before = np.empty(0, np.int64) if before is None else before.places.numpy()
     _, kept, kept_from = np.intersect1d(places, places_before, assume_unique=True, return_indices=True)
     fresh = np.delete(np.arange(len(places)), kept)
-    places, inverse, fresh, kept, kept_from = map(fabric.host_tensor, (places, inverse, fresh, kept, kept_from))
-    return RowUpdate(places, inverse, before, fresh, kept, kept_from)
+    return RowUpdate(*map(fabric.host_tensor, (places, inverse, fresh, kept, kept_from)), before)
 
 
 @dataclass(eq=False)
@@ -1203,7 +1197,7 @@ class Planner:
     """Makes the batches of a cycle and their row plans. Pure, but for the exchange with other ranks."""
 
     def __init__(self, cfg: Config, fabric: Fabric, exchange: Callable | None = None) -> None:
-        """exchange(plans) puts in what other ranks request of this one; None: they request nothing."""
+        # exchange(plans) puts in what other ranks request of this one; None: they request nothing.
         self.cfg = cfg
         self.fabric = fabric
         self.exchange = exchange
@@ -1233,13 +1227,13 @@ class Planner:
                     begun[table.label] = self.plan(table, purpose, steps[first], batches[first:first + table.cadence])
             if self.exchange:
                 self.exchange(begun)
-            current = current | begun
-            batches[first:first + every] = [batch._replace(plans=current) for batch in batches[first:first + every]]
+            current |= begun
+            for batch in batches[first:first + every]:
+                batch.plans.update(current)
         return [batch.map(self.fabric.host_tensor) for batch in batches]
 
     def plan(self, table: Table, purpose: str, values: Values, batches: Sequence[Batch]) -> TablePlan:
-        """Plan a table's rows for the batches of its cycle, which `values` begins; put the index of each lookup there.
-        Arrays, not yet tensors, go in."""
+        """Plan a table's rows for the batches of its cycle, still arrays; put the index of each lookup into them."""
         # Rows are dealt to ranks in turn: frequent tokens have neighbouring ids, and owners are to share the work.
         began = time.perf_counter()
         W = self.fabric.world
@@ -1339,7 +1333,7 @@ class Loader:
         """Return the row plans after those in use; None: the steps or the data end, and `next` will say so."""
         # A table's cycle may be shorter than the run's, and then the plans are here already.
         for batch in self.ready:
-            if batch.plans is not self.plans_in_use:
+            if batch.plans != self.plans_in_use:
                 return batch.plans
         try:
             batches = self.wait()

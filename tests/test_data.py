@@ -461,7 +461,7 @@ def check_plans(batches: list[tg.Batch], cfg: tg.Config, world: int, purpose: st
     for label, count in (("bigram_embed", cfg.bigram_rows), ("value_embed", 5 * cfg.padded_vocab),
                          ("embed", cfg.padded_vocab)):
         plan, rows = first.plans[label], set()
-        assert all(batch.plans is first.plans for batch in batches)
+        assert all(batch.plans == first.plans for batch in batches)
         for batch in batches:                                        # logical rows from the tokens of the batch
             for slot in batch.tokens.tolist():
                 rows |= dict(bigram_embed=set(slow_hash(slot, count)), embed=set(slot),
