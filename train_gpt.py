@@ -72,17 +72,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-try:
-    import numpy as np
-    import torch
-    import torch.distributed as dist
-    import torch.nn.functional as F
-    from torch import Tensor, nn
-except ImportError as error:
-    if __name__ != "__main__":
-        raise
-    sys.exit(f"packages\n  found:    {error}\n  expected: torch and numpy, as in requirements.txt\n"
-             "  do:       use ./run.sh, which installs what is missing and takes the same flags")
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 # ====== Room 1: Config ================================================================================================
 class TrainerError(Exception):
@@ -192,7 +186,6 @@ NGRAM_FACTORS = {
 RECIPE_TABLES = ("bigram_embed", "value_embed", "embed")
 RECORD_STEPS, RECORD_RAMP_UP, RECORD_RAMP_DOWN = 1547, 300, 50                # recipe 4
 GPT2_VOCAB, GPT2_DOCUMENT_START = 50_257, 50_256
-MAX_VOCAB = 65_535                       # token ids are stored as u16
 GATE_INPUTS = 12                         # features that a gate reads
 FP8_UNIT = 16                            # sizes in an fp8 product are multiples of it
 SLOT_UNIT = FP8_UNIT                     # tokens: a slot is a multiple of it, on every device
@@ -309,7 +302,7 @@ PRESETS: dict[str, dict[str, Any]] = dict(
 # A saved model and an earlier run have decided about everything else.
 NOT_MATHEMATICS = {"train_files", "val_files", "epochs"} | {
     name for name in Config.__dataclass_fields__ if Config.__dataclass_fields__[name].metadata["group"] == "run"}
-NOT_INHERITED = {"run_dir", "runs", "resume", "save", "sample", "prompt"}             # by --resume: facts of one run
+NOT_INHERITED = {"run_dir", "runs", "resume", "save"}                                 # by --resume: facts of one run
 MAY_CHANGE = NOT_MATHEMATICS - {"seed"}                                               # on --resume
 SETTINGS = "settings.json"               # of a run directory and of a save: {"preset": ..., "flags": {field: text}}
 
@@ -802,8 +795,8 @@ class Schedule:
             validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
     def warm_up_steps(self) -> list[int]:
-        """Return the steps of the cycles around the start of every stage: each graph of the run occurs in them."""
-        # The largest stage comes first, so that a lack of memory shows early; a cycle cut by max_steps comes last.
+        """Return the steps of whole run cycles around the start of every stage, in which every graph occurs."""
+        # The largest stage comes first, so that a lack of memory shows early; a cycle cut short comes last.
         cycles: dict[int, None] = {}     # their first steps, each once
         for k in sorted(range(len(self.starts)), key=lambda k: -self.cfg.stages[k].batch_tokens):
             first = self.starts[k] // self.cycle * self.cycle
@@ -835,14 +828,6 @@ class ShardHeader(NamedTuple):
     vocab_size: int
     document_start: int
 
-    @property
-    def is_formula(self) -> bool:
-        return self.name.startswith(FORMULA)
-
-    @property
-    def vocabulary(self) -> tuple[int, int]:
-        return self.vocab_size, self.document_start
-
 
 class Shard:
     """Tokens of one shard in memory, (tokens,) u16, and where its documents start."""
@@ -862,11 +847,11 @@ class Slot(NamedTuple):
 
 def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int) -> np.ndarray:
     """Make (count,) u16 tokens from their positions and the seed alone: for the tiny preset and the warm-up."""
-    position = np.arange(count, dtype=np.uint64) + np.uint64(seed << 32)
-    mixed = position * np.uint64(FORMULA_MIX) >> np.uint64(40)                # 24 bits, of a product that wraps
-    drawn = mixed * mixed // np.uint64(7) % np.uint64(vocab_size - 1)
+    position = np.arange(count, dtype=np.uint64) + (seed << 32)
+    mixed = position * FORMULA_MIX >> 40                                      # 24 bits, of a product that wraps
+    drawn = mixed * mixed // 7 % (vocab_size - 1)
     drawn += drawn >= document_start                                          # any token but the document start
-    drawn[mixed % np.uint64(FORMULA_DOCUMENT) == 0] = document_start
+    drawn[mixed % FORMULA_DOCUMENT == 0] = document_start
     drawn[:1] = document_start
     return drawn.astype(np.uint16)
 
@@ -874,10 +859,7 @@ def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int) 
 def find_shards(pattern: str) -> list[ShardHeader]:
     """Return the headers of all shards of a pattern in name order, checked. Raises DataError."""
     if pattern.startswith(FORMULA):
-        facts = re.fullmatch(FORMULA + r"(\d{1,5}):(\d{1,5}):([1-9]\d{0,8}):([1-9]\d{0,4})", pattern, re.ASCII)
-        need(facts, "formula", pattern, "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS",
-             "for example formula:512:511:40000:2", DataError)
-        vocab, start, tokens, shards = map(int, facts.groups())
+        vocab, start, tokens, shards = map(int, pattern.removeprefix(FORMULA).split(":"))
         return [ShardHeader(f"{pattern}#{seed}", tokens, vocab, start) for seed in range(shards)]
 
     # Brackets in the name of a folder mean themselves; what matches nothing may still be the name of a file. Whatever
@@ -937,8 +919,8 @@ def check_manifest(path: Path, content: bytes | np.ndarray) -> None:
 def load_shard(header: ShardHeader) -> Shard:
     """Read a shard, or make the tokens of its formula, and look at every token. Raises DataError."""
     name = header.name
-    if header.is_formula:
-        tokens = formula_tokens(int(name.rpartition("#")[2]), header.tokens, *header.vocabulary)
+    if name.startswith(FORMULA):
+        tokens = formula_tokens(int(name.rpartition("#")[2]), *header[1:])
     else:
         tokens = np.fromfile(name, "<u2", header.tokens, offset=HEADER_BYTES)
     shard = Shard(tokens, header.document_start)
@@ -957,7 +939,7 @@ def scan_shards(headers: Sequence[ShardHeader]) -> str:
     for header in headers:
         path = Path(header.name)
         digest.update(os.fsencode(path.name))                                 # a name may be any bytes
-        if not header.is_formula:
+        if not header.name.startswith(FORMULA):
             content = path.read_bytes()
             digest.update(content)
             check_manifest(path, content)
@@ -974,17 +956,14 @@ def shared_shards(train: Sequence[ShardHeader], val: Sequence[ShardHeader]) -> l
 def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Config:
     """Fill in the sizes that the shard headers decide. Raises DataError or ConfigError if they are contradicted."""
     first = train[0]
-    vocab_size, document_start = first.vocabulary
-    need(0 <= document_start < vocab_size <= MAX_VOCAB, f"{first.name}: vocabulary",
-         f"{vocab_size} tokens, document start {document_start}", f"document start < vocabulary <= {MAX_VOCAB}",
-         "write the shards again", DataError)
     for other in train + val:
-        need(other.vocabulary == first.vocabulary, "shards of different vocabularies",
-             f"{other.vocabulary} in {other.name}", f"{first.vocabulary} (size, document start) as in {first.name}",
-             "give one data set only", DataError)
-    for name, unset, stored in (("vocab_size", 0, vocab_size), ("document_start", -1, document_start)):
+        need(other[2:] == first[2:], "shards of different vocabularies", f"{other[2:]} in {other.name}",
+             f"{first[2:]} (size, document start) as in {first.name}", "give one data set only", DataError)
+    vocab_size, document_start = first[2:]
+    for name, stored in (("vocab_size", vocab_size), ("document_start", document_start)):
         given = getattr(cfg, name)
-        need(given in (unset, stored), f"--{name}", given, f"{stored}, header of {first.name}", "leave the flag out")
+        need(given in (getattr(Config, name), stored), f"--{name}", given, f"{stored}, header of {first.name}",
+             "leave the flag out")
     padded = cfg.padded_vocab or -(-vocab_size // 128) * 128
     need(padded >= vocab_size, "--padded_vocab", padded, f"at least the vocabulary size {vocab_size}",
          "--padded_vocab=0")
@@ -1067,10 +1046,10 @@ def ngram_hash(tokens: np.ndarray, factors: Sequence[int], modulus: int, none: i
     """Hash the n-gram that ends at each position of a slot, (..., T) i32 -> (..., T) i32 below modulus.
     The first n - 1 positions get `none`. N-grams cross documents, as recipe A's bigrams do."""
     # The xor of token x factor, factors from the newest token backwards, in 32-bit arithmetic that wraps; floor modulo.
-    mixed = tokens * np.int32(factors[0])
+    mixed = tokens * factors[0]
     for back, factor in enumerate(factors[1:], 1):
-        mixed[..., back:] ^= tokens[..., :-back] * np.int32(factor)
-    hashed = mixed - mixed // np.int32(modulus) * np.int32(modulus)           # numpy has vector code for //, none for %
+        mixed[..., back:] ^= tokens[..., :-back] * factor
+    hashed = mixed - mixed // modulus * modulus                               # numpy has vector code for //, none for %
     hashed[..., :len(factors) - 1] = none
     return hashed
 
@@ -1133,17 +1112,18 @@ class RowUpdate:
     fresh: Tensor                        # (f,) i64: index into `places` of the rows that the update before has not
     kept: Tensor                         # (u - f,) i64: index into `places` of those that it has,
     kept_from: Tensor                    # (u - f,) i64: and the index of the same rows into its places
+    follows: RowUpdate | None            # the update before; None: there is none
 
 
 def distinct_with_places(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the distinct values, integers below 2^32, ascending, and the index of each value in them, both i64."""
     # One sort of 64-bit words, the value above its position: several times as fast as numpy's unique with its inverse.
     count = len(values)
-    words = np.sort(values.astype(np.uint64) << np.uint64(32) | np.arange(count, dtype=np.uint64))
-    ordered = (words >> np.uint64(32)).astype(np.int64)
+    words = np.sort(values.astype(np.uint64) << 32 | np.arange(count, dtype=np.uint64))
+    ordered = (words >> 32).astype(np.int64)
     is_new = np.diff(ordered, prepend=-1) > 0
     index = np.empty(count, np.int64)
-    index[words & np.uint64(0xFFFFFFFF)] = np.cumsum(is_new) - 1
+    index[words & 0xFFFFFFFF] = np.cumsum(is_new) - 1
     return ordered[is_new], index
 
 
@@ -1153,8 +1133,7 @@ def row_update(requested: np.ndarray, before: RowUpdate | None, fabric: Fabric) 
     places_before = np.empty(0, np.int64) if before is None else before.places.numpy()
     _, kept, kept_from = np.intersect1d(places, places_before, assume_unique=True, return_indices=True)
     fresh = np.delete(np.arange(len(places)), kept)
-    places, inverse, fresh, kept, kept_from = map(fabric.host_tensor, (places, inverse, fresh, kept, kept_from))
-    return RowUpdate(places, inverse, fresh, kept, kept_from)
+    return RowUpdate(*map(fabric.host_tensor, (places, inverse, fresh, kept, kept_from)))
 
 
 @dataclass(eq=False)
@@ -1205,10 +1184,10 @@ class Batch(NamedTuple):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch with change(tensor) for each tensor."""
-        rows = {label: change(x) for label, x in self.rows.items()}
-        signs = {label: change(x) for label, x in self.signs.items()}
-        return Batch(self.step, self.plans, change(self.tokens), change(self.targets), change(self.cu_seqlens),
-                     rows, signs)
+        step, plans, tokens, targets, cu_seqlens, rows, signs = self
+        rows = {label: change(x) for label, x in rows.items()}
+        signs = {label: change(x) for label, x in signs.items()}
+        return Batch(step, plans, change(tokens), change(targets), change(cu_seqlens), rows, signs)
 
     def to(self, device: torch.device) -> Batch:
         return self.map(operator.methodcaller("to", device, non_blocking=True))
@@ -1218,7 +1197,7 @@ class Planner:
     """Makes the batches of a cycle and their row plans. Pure, but for the exchange with other ranks."""
 
     def __init__(self, cfg: Config, fabric: Fabric, exchange: Callable | None = None) -> None:
-        """exchange(plans) puts in what other ranks request of this one; None: they request nothing."""
+        # exchange(plans) puts in what other ranks request of this one; None: they request nothing.
         self.cfg = cfg
         self.fabric = fabric
         self.exchange = exchange
@@ -1248,13 +1227,13 @@ class Planner:
                     begun[table.label] = self.plan(table, purpose, steps[first], batches[first:first + table.cadence])
             if self.exchange:
                 self.exchange(begun)
-            current = current | begun
-            batches[first:first + every] = [batch._replace(plans=current) for batch in batches[first:first + every]]
+            current |= begun
+            for batch in batches[first:first + every]:
+                batch.plans.update(current)
         return [batch.map(self.fabric.host_tensor) for batch in batches]
 
     def plan(self, table: Table, purpose: str, values: Values, batches: Sequence[Batch]) -> TablePlan:
-        """Plan a table's rows for the batches of its cycle, which `values` begins; put the index of each lookup there.
-        Arrays, not yet tensors, go in."""
+        """Plan a table's rows for the batches of its cycle, still arrays; put the index of each lookup into them."""
         # Rows are dealt to ranks in turn: frequent tokens have neighbouring ids, and owners are to share the work.
         began = time.perf_counter()
         W = self.fabric.world
@@ -1354,7 +1333,7 @@ class Loader:
         """Return the row plans after those in use; None: the steps or the data end, and `next` will say so."""
         # A table's cycle may be shorter than the run's, and then the plans are here already.
         for batch in self.ready:
-            if batch.plans is not self.plans_in_use:
+            if batch.plans != self.plans_in_use:
                 return batch.plans
         try:
             batches = self.wait()
@@ -1420,7 +1399,7 @@ class ValidationSet:
         shares = counts[counts > 0] / len(targets)
         self.unigram_nats = float(-(shares * np.log(shares)).sum())           # entropy of the targets' own distribution
         self.vocabulary = None
-        if not headers[0].is_formula:
+        if not headers[0].name.startswith(FORMULA):
             self.vocabulary = read_vocabulary(Path(headers[0].name).parent, cfg)
         self.bytes_per_token = None
         if self.vocabulary is not None:
