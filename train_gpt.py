@@ -1627,11 +1627,11 @@ def jitted(kernel: Callable) -> Any:
 
 
 def custom_op(name: str, *mutates: str) -> Callable:
-    """Register a function as a torch custom op; `mutates` names the arguments that it changes in place.
-    Compiled graphs hold the op, which is the call's `op`; eager code is spared its 90 microseconds."""
+    """Register a function as a torch custom op, the call's `op`; `mutates` names what it changes in place."""
     def decorate(body: Callable) -> Callable:
         op = torch.library.custom_op(name, body, mutates_args=mutates)
 
+        # Compiled graphs need the op. Eager code is spared the 90 microseconds that its dispatch takes.
         @functools.wraps(body)
         def call(*args: Any) -> Any:
             if torch.compiler.is_compiling():
@@ -1765,12 +1765,8 @@ FLAG = "grad_added_to_main_grad"         # set True on a weight that has it, aft
 
 class WeightPart(NamedTuple):
     """One matrix of a weight, and where its gradient goes.
-    A fork gives a weight (R, C) of its own a main_grad in three lines,
-        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
-        weight.writes = torch.zeros(1, dtype=torch.int64)
-        y = linear(x, as_part(weight))
-    reads it where it updates, and clears it by weight.writes.zero_()."""
-
+    For a main_grad of its own a weight (R, C) needs main_grad = zeros (R, C) and writes = zeros (1,) i64 on the CPU as
+    attributes; then linear(x, as_part(weight)) adds there, and writes.zero_() clears it."""
     weight: Tensor                       # the parameter
     matrix: Tensor                       # (R, C), all of it, or a view of a part
     main_grad: Tensor | None = None      # (R, C), the same part of the buffer; None: autograd keeps the gradient
@@ -1800,9 +1796,8 @@ def bank_parts(bank: Tensor, heights: tuple[int, ...]) -> list[list[WeightPart]]
 @custom_op("train_gpt::wgrad_accumulate", "main_grad", "writes")
 def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, b: Tensor | None) -> None:
     """main_grad (+)= a^T b: the first write of a part since its clear overwrites whatever stands there.
-    main_grad  (R, C) one matrix of a buffer: f32, f64, or the dtype of a and b; in this dtype it adds
-    writes     (parts,) i64 on the CPU: writes of each part since the clear, counted here
-    a, b       (N, R), (N, C); b None: a is the product itself, (R, C)"""
+    main_grad (R, C) is one matrix of a buffer, in f32, f64 or the dtype of a and b, and adds in its dtype. writes
+    (parts,) i64 on the CPU counts since the clear. a (N, R), b (N, C); b None: a is the product itself, (R, C)."""
     # The count is read on the CPU, so that first and further writes are one graph. beta 0: what stands is not read.
     beta = min(int(writes[number]), 1)
     writes[number] += 1
@@ -1835,8 +1830,7 @@ def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | 
 
 @torch.no_grad()
 def flush(delayed: list) -> None:
-    """Compute the delayed gradients in the order of their backwards, into main_grad or else into .grad.
-    Inputs and gradients of the products must still be what they were in the backward."""
+    """Compute the delayed gradients, whose factors nobody may have changed, into main_grad or else into .grad."""
     for part, a, b in delayed:
         wgrad = accumulate_wgrad(part._replace(delayed=None), a, b)
         if part.main_grad is None:
@@ -1895,9 +1889,9 @@ DESCRIBED_BYTES = 16                     # that divide each line of an array wit
 def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.constexpr, ROWS: tl.constexpr,
                    COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
     """out = max(x w^T, 0)^2; BACKWARD: 2 (x w^T) sqrt(squares).
-    x (count, depth), w (columns, depth), out and squares (count, columns) A program goes from tile to tile and loads
-    for the next one while it stores: in two halves, which leaves shared memory to the loads. Descriptors count in 64
-    bits and end at the edges: beyond, they read 0."""
+    x (count, depth), w (columns, depth), out and squares (count, columns)."""
+    # A program goes from tile to tile and loads for the next one while it stores: in two halves, which leaves shared
+    # memory to the loads. Descriptors count in 64 bits and end at the edges: beyond, they read 0.
     HALF: tl.constexpr = COLUMNS // 2
     x_lines = tl.make_tensor_descriptor(x, [count, depth], [depth, 1], [ROWS, DEPTH])
     w_lines = tl.make_tensor_descriptor(w, [columns, depth], [depth, 1], [COLUMNS, DEPTH])
@@ -2058,8 +2052,7 @@ def subtract_one_hot(grad: Tensor, ids: Tensor, token_weights: Tensor) -> Tensor
 
 def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor, factor: float) -> Tensor:
     """logits (N, V), ids and token_weights (N, G) -> sum over k of token_weights[k] * -log softmax(z)[ids[k]], (N,).
-    Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits, computed here because
-    the softmax is already available."""
+    Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits: the softmax is here."""
     if torch.compiler.is_compiling():
         # Two sweeps, which fuse, in powers of 2, which take fewer instructions: a softmax would leave (N, V) in f32.
         cap = LOGIT_CAP * math.log2(math.e)                                   # of z / ln 2
@@ -2105,9 +2098,7 @@ class HeadLoss(torch.autograd.Function):
     y (N, D), w (D, V), targets (B, T) i64 with B * T = N, weights (G,). Returns each position's loss, (N,) f32 or f64:
         sum over k < G with t + k < T of weights[k] * (lse_t - z_t[targets[t + k]]),  z = 23 sigmoid((y w + 5) / 7.5).
     Targets cross documents and stop at the slot's end; all V columns are in the softmax. With precision "fp8" or
-    "emulated", y and w are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448: the
-    seed of the backward, loss_weight, moves the scale, never the payload. Any other factor of a position is in the
-    payload for w's gradient, and exact for y's."""
+    "emulated", y and w are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448."""
 
     @staticmethod
     def forward(ctx, y, w, targets, weights, loss_weight, precision, logits_dtype, part):
@@ -2145,7 +2136,8 @@ class HeadLoss(torch.autograd.Function):
                 grad_w = accumulate_wgrad(ctx.part, factor * y, grad)
             return grad_y, grad_w, None, None, None, None, None, None
 
-        # The trainer's own factor is 1 in every position. A loss_weight of 0 makes gradients of 0, not of 0 / 0.
+        # The seed of the backward, loss_weight, moves the scale, never the payload; 0 makes gradients of 0, not 0 / 0.
+        # Any other factor of a position (the trainer has none) is in the payload for w's gradient, and exact for y's.
         factor = torch.where(loss_weight == 0, 0, grad_losses / loss_weight)[:, None]
         scale = loss_weight.double() * FP8_GRAD_SCALE
         native = ctx.precision == "fp8"
@@ -2167,8 +2159,8 @@ def sign_vectors(width: int) -> Tensor:
 
 
 def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
-    """row_grads[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours.
-    One program for each i: that of a row's first line adds all lines of the row, LINES at a time; the others end."""
+    """row_grads[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours."""
+    # One program for each i: that of a row's first line adds all lines of the row, LINES at a time; the others end.
     first = tl.program_id(0)
     row = tl.load(rows + first)
     row_before = tl.load(rows + first - 1, mask=first > 0, other=-1)          # none is -1
@@ -2194,14 +2186,12 @@ def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.conste
 
 @custom_op("train_gpt::add_rows", "row_grads")
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
-    """row_grads[index[i]] += grad[i] in a fixed order.
-    row_grads (P, D) f32 or f64, index (...) i32 or i64, grad (..., D)"""
+    """row_grads[index[i]] += grad[i] in a fixed order; row_grads (P, D) f32 or f64, index (...), grad (..., D)."""
     index = index.flatten()
     grad = grad.flatten(0, -2)
     if not grad.is_cuda:
         row_grads.index_add_(0, index.long(), grad.to(row_grads.dtype))
         return
-
     rows, order = index.sort(stable=True)                                     # a row's lines stay in their order
     count, width = grad.shape
     launch = jitted(add_rows_kernel)[(count,)]
@@ -2532,7 +2522,7 @@ def gate_of(features: Tensor, weight: Tensor) -> Tensor:
 # Each rank owns a shard of every table and reads rows of all shards. A plan's lists serve both directions: rows travel
 # from owner to reader before a cycle, their gradients from reader to owner after it (design 4).
 def no_wait(**_: Any) -> None:
-    """Do nothing: the wait where nothing is under way, and the report that nobody reads."""
+    """Do nothing: wait where nothing is under way, or report where nobody reads it."""
 
 
 def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, TablePlan]) -> None:
@@ -2581,8 +2571,8 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
 class RowTable:
     """One table on one rank: the shard that the rank owns, a cache of the rows that it reads, and gradients of both.
     Cache and row_grads hold the rows of one plan, in the order of its list. The shard of a dense-Adam table is a
-    parameter, all of which is updated; a single rank reads it without a cache. The shard of a row-wise table is in a
-    home, from which an update takes the requested rows and where it puts them back."""
+    parameter, all of which is updated; that of a row-wise table is in a home, from which an update takes the requested
+    rows and where it puts them back."""
 
     def __init__(self, table: Table, cfg: Config, fabric: Fabric, shard: Tensor | None, most_tokens: int,
                  report: Callable) -> None:
@@ -2618,7 +2608,7 @@ class RowTable:
         self.reset()
 
     def reset(self) -> None:
-        """Drop all but the rows: cache, gradients, counts, what is prepared."""
+        """Drop all but the rows at home: cache, gradients, counts, prepared updates."""
         self._settle()
         self.cached: TablePlan | None = None                                  # the plan whose rows are in the cache
         self.live: RowState | None = None                                     # rows that the next update changes
@@ -2681,8 +2671,8 @@ class RowTable:
 
     @torch.no_grad()
     def return_gradients(self) -> tuple[Tensor, Callable[[], None]]:
-        """Launch row_grads to the owners of the rows. Returns a gradient and the wait after which it is complete.
-        The gradient is of the shard, (C, D), or of the rows of a row-wise update, (u, D)."""
+        """Launch row_grads to the owners of the rows. Returns a gradient and the wait after which it is complete:
+        of the shard, (C, D), or of the rows of a row-wise update, (u, D)."""
         if self.alone:
             return self.grad, no_wait
         # They travel in the type of the weights, and are added in that of row_grads.
@@ -2716,7 +2706,7 @@ class RowTable:
 
     def clear(self) -> None:
         """Drop the gradients of the pending plans, and what is cached."""
-        # Row by row: most of a buffer, and of a shard, is zero already.
+        # Only the rows of the plans: the rest of the buffers is zero already.
         for plan in self.pending:
             self.row_grads[self._in_row_grads(plan)] = 0
             if self.home is None and not self.alone and not plan.tied:
@@ -2725,9 +2715,9 @@ class RowTable:
         self.pending = []
         self.cached = self.live = None                                        # makes room for those of the next update
         if self.debug:
-            strays = self.row_grads.any() or (self.home is None and self.grad.any())
-            need(not strays, f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it",
-                 RunError)
+            buffers = [self.row_grads] if self.grad is None else [self.row_grads, self.grad]
+            need(not any(x.any() for x in buffers), f"gradients of {self.table.label}", "some in rows of no plan",
+                 "none", "report it", RunError)
 
     def report_traffic(self, plan: TablePlan, dense_passes: int = 0) -> None:
         """Report what a plan has moved; dense_passes: how often dense mode would have moved the whole table."""
@@ -2789,7 +2779,6 @@ class RowTable:
 # ---- Homes of row-wise tables: any number of rows, of which an update changes those that ranks request
 class RowState(NamedTuple):
     """Rows of a shard with their optimizer state."""
-
     rows: Tensor                         # (n, D)
     v: Tensor                            # (n,) f32 or f64: second moment
     last: Tensor                         # (n,) i32: number of the update that changed the row last; 0: none
@@ -2853,11 +2842,8 @@ class DeviceHome:
         """Return rows on the device, to be read only."""
         return self.stored.rows.index_select(0, places.to(self.device, non_blocking=True))
 
-    def settle(self) -> None:
-        """Wait until everything that was put is stored."""
-
-    def invalidate(self) -> None:
-        """Forget which updates are prepared, and their rows: those at home count."""
+    settle = staticmethod(no_wait)       # waits until everything that was put is stored
+    invalidate = staticmethod(no_wait)   # forgets which updates are prepared, and their rows: those at home count
 
     def pop_traffic(self) -> dict[str, int]:
         """Return the bytes moved since the last call."""
@@ -2866,7 +2852,7 @@ class DeviceHome:
         return traffic
 
     def touched_places(self, most_rows: int = PIECE_ROWS) -> Iterator[Tensor]:
-        """Yield the places of all rows that an update has ever changed, ascending, in pieces (n,) i64."""
+        """Yield the places of all rows that an update has ever changed, ascending, in pieces (n,)."""
         self.settle()
         for places in self.stored.last.nonzero().flatten().split(most_rows):
             if len(places) > 0:                                               # split() makes one empty piece of nothing
@@ -2895,7 +2881,7 @@ class HostHome(DeviceHome):
     """Rows and state of a shard in pageable host memory; the rows of a cycle travel to the device and back.
     While a cycle runs, rows that only the next cycle requests come up, and rows of the last update go down; those that
     both cycles request stay on the device. One thread does it all in the order of submission, so that no row comes up
-    before its last change has come down. On a GPU copies have a stream of their own."""
+    before its last change has come down. Copies of a GPU have a stream of their own."""
 
     def __init__(self, table: Table, cfg: Config, fabric: Fabric) -> None:
         super().__init__(table, cfg, fabric)
@@ -2927,7 +2913,7 @@ class HostHome(DeviceHome):
         return update
 
     def _start_prefetch(self) -> None:
-        """Let the fresh rows of the first prepared update come up; the update before it has been taken."""
+        """Let the fresh rows of the first prepared update come up; the update before it is taken."""
         update = self.prepared[0]
         self.prefetch = self.mover.submit(self._bring_up, update.places[update.fresh])
 
@@ -2938,7 +2924,7 @@ class HostHome(DeviceHome):
             coming = self.prefetch if expected else self.mover.submit(self._bring_up, update.places)
         live, copied = bounded(coming, self.cfg, "waiting for rows of a table from the host")
         self.traffic["bytes_up"] += sum(x.nbytes for x in live)
-        if copied is not None:
+        if copied is not None:                                                # the GPU waits, this thread does not
             computing = torch.cuda.current_stream(self.device)
             computing.wait_event(copied)
             for x in live:
@@ -2947,12 +2933,12 @@ class HostHome(DeviceHome):
         # Rows that the last update has, too, are here, newer than at home. They join those that came up.
         if expected and self.live is not None:
             fresh = live
-            to_fresh, to_kept, kept_from = (x.to(self.device, non_blocking=True)
-                                            for x in (update.fresh, update.kept, update.kept_from))
+            lists = [x.to(self.device, non_blocking=True) for x in (update.fresh, update.kept, update.kept_from)]
             live = RowState(*(x.new_empty(len(update.places), *x.shape[1:]) for x in fresh))
-            live.put(to_fresh, fresh)
-            live.put(to_kept, self.live.at(kept_from))
+            live.put(lists[0], fresh)
+            live.put(lists[1], self.live.at(lists[2]))
 
+        # From here on the loader's thread may start what comes next.
         with self.lock:
             self.live = live
             self.taken = update
@@ -2967,9 +2953,7 @@ class HostHome(DeviceHome):
         while self.writebacks and self.writebacks[0].done():
             self.writebacks.pop(0).result()
         self.traffic["bytes_down"] += sum(x.nbytes for x in changed)
-        computed = None
-        if self.stream is not None:
-            computed = torch.cuda.current_stream(self.device).record_event()
+        computed = torch.cuda.current_stream(self.device).record_event() if self.stream else None
         self.writebacks.append(self.mover.submit(self._bring_down, update.places, changed, computed))
 
     def read(self, places: Tensor) -> Tensor:
