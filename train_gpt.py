@@ -1626,24 +1626,6 @@ def jitted(kernel: Callable) -> Any:
     return triton.jit(kernel)
 
 
-def custom_op(name: str, *mutates: str) -> Callable:
-    """Register a function as a torch custom op, the call's `op`; `mutates` names what it changes in place."""
-    def decorate(body: Callable) -> Callable:
-        op = torch.library.custom_op(name, body, mutates_args=mutates)
-
-        # Compiled graphs need the op. Eager code is spared the 90 microseconds that its dispatch takes.
-        @functools.wraps(body)
-        def call(*args: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return op(*args)
-            with torch.no_grad():
-                return body(*args)
-
-        call.op = op
-        return call
-    return decorate
-
-
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of accumulators and optimizer state for weights of this dtype: f32, but f64 in an f64 run."""
     return torch.promote_types(dtype, torch.float32)
@@ -1736,25 +1718,25 @@ def varlen_arguments(cu_seqlens: Tensor, numbers: Tensor) -> dict[str, Any]:
                 scale=scale, window_size=[int(window), 0])    # keys before and after a query, the first one inclusive
 
 
-@custom_op("train_gpt::varlen")
+@torch.library.custom_op("train_gpt::varlen", mutates_args=())
 def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(output, and for the backward: log-sum-exp, state of a generator)"""
     return torchs_varlen()._varlen_attn(q, k, v, **varlen_arguments(cu_seqlens, numbers))
 
 
-@varlen.op.register_fake
+@varlen.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torchs_varlen()._varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_q=1, max_k=1)       # any length will do
 
 
-@custom_op("train_gpt::varlen_backward")
+@torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
 def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor,
                     out: Tensor, logsumexp: Tensor, generator: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torchs_varlen()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator,
                                                  **varlen_arguments(cu_seqlens, numbers))
 
 
-@varlen_backward.op.register_fake
+@varlen_backward.register_fake
 def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
@@ -1793,7 +1775,6 @@ def bank_parts(bank: Tensor, heights: tuple[int, ...]) -> list[list[WeightPart]]
     return by_layer
 
 
-@custom_op("train_gpt::wgrad_accumulate", "main_grad", "writes")
 def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, b: Tensor | None) -> None:
     """main_grad (+)= a^T b: the first write of a part since its clear overwrites whatever stands there.
     main_grad (R, C) is one matrix of a buffer, in f32, f64 or the dtype of a and b, and adds in its dtype. writes
@@ -1812,6 +1793,10 @@ def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, 
         main_grad.addmm_(a.t().to(dtype), b.to(dtype), beta=beta)
 
 
+# What graphs call; eager code calls the function itself, for the op's dispatch takes 90 microseconds.
+wgrad_op = torch.library.custom_op("train_gpt::wgrad_accumulate", wgrad_accumulate, mutates_args=("main_grad", "writes"))
+
+
 def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | None:
     """Put a^T b, or a if b is None, where the gradient of a part belongs. Returns what backward gives autograd."""
     if part.delayed is not None:
@@ -1819,7 +1804,8 @@ def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | 
     elif part.main_grad is None:
         return a if b is None else a.t() @ b
     else:
-        wgrad_accumulate(part.main_grad, part.weight.writes, part.number, a, b)
+        write = wgrad_op if torch.compiler.is_compiling() else wgrad_accumulate
+        write(part.main_grad, part.weight.writes, part.number, a, b)
     # Autograd never gets main_grad or a view of it, for it may keep what it gets as .grad and add to it: so None,
     # or for a weight with FLAG a dummy of its own, so that hooks run.
     if part.main_grad is None or not hasattr(part.weight, FLAG):
@@ -2184,7 +2170,6 @@ def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.conste
         tl.store(target, total, mask=inside)
 
 
-@custom_op("train_gpt::add_rows", "row_grads")
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     """row_grads[index[i]] += grad[i] in a fixed order; row_grads (P, D) f32 or f64, index (...), grad (..., D)."""
     index = index.flatten()
@@ -2199,6 +2184,9 @@ def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)
 
 
+add_rows_op = torch.library.custom_op("train_gpt::add_rows", add_rows, mutates_args=("row_grads",))       # for graphs
+
+
 class RowLookup(torch.autograd.Function):
     """source[index]. Its gradient adds up in row_grads; autograd gets None, and no dense gradient exists (design 5)."""
 
@@ -2209,9 +2197,11 @@ class RowLookup(torch.autograd.Function):
         return F.embedding(index, source)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         (index,) = ctx.saved_tensors
-        add_rows(ctx.row_grads, index, grad)
+        add = add_rows_op if torch.compiler.is_compiling() else add_rows
+        add(ctx.row_grads, index, grad)
         return None, None, None
 
 
@@ -2933,10 +2923,11 @@ class HostHome(DeviceHome):
         # Rows that the last update has, too, are here, newer than at home. They join those that came up.
         if expected and self.live is not None:
             fresh = live
-            lists = [x.to(self.device, non_blocking=True) for x in (update.fresh, update.kept, update.kept_from)]
+            lists = update.fresh, update.kept, update.kept_from
+            to_fresh, to_kept, kept_from = (x.to(self.device, non_blocking=True) for x in lists)
             live = RowState(*(x.new_empty(len(update.places), *x.shape[1:]) for x in fresh))
-            live.put(lists[0], fresh)
-            live.put(lists[1], self.live.at(lists[2]))
+            live.put(to_fresh, fresh)
+            live.put(to_kept, self.live.at(kept_from))
 
         # From here on the loader's thread may start what comes next.
         with self.lock:
