@@ -1112,7 +1112,6 @@ class RowUpdate:
     fresh: Tensor                        # (f,) i64: index into `places` of the rows that the update before has not
     kept: Tensor                         # (u - f,) i64: index into `places` of those that it has,
     kept_from: Tensor                    # (u - f,) i64: and the index of the same rows into its places
-    follows: RowUpdate | None            # the update before; None: there is none
 
 
 def distinct_with_places(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -1465,24 +1464,6 @@ def jitted(kernel: Callable) -> Any:
     return triton.jit(kernel)
 
 
-def custom_op(name: str, *mutates: str) -> Callable:
-    """Register a function as a torch custom op; `mutates` names the arguments that it changes in place.
-    Compiled graphs hold the op, which is the call's `op`; eager code is spared its 90 microseconds."""
-    def decorate(body: Callable) -> Callable:
-        op = torch.library.custom_op(name, body, mutates_args=mutates)
-
-        @functools.wraps(body)
-        def call(*args: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return op(*args)
-            with torch.no_grad():
-                return body(*args)
-
-        call.op = op
-        return call
-    return decorate
-
-
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of accumulators and optimizer state for weights of this dtype: f32, but f64 in an f64 run."""
     return torch.promote_types(dtype, torch.float32)
@@ -1575,25 +1556,25 @@ def varlen_arguments(cu_seqlens: Tensor, numbers: Tensor) -> dict[str, Any]:
                 scale=scale, window_size=[int(window), 0])    # keys before and after a query, the first one inclusive
 
 
-@custom_op("train_gpt::varlen")
+@torch.library.custom_op("train_gpt::varlen", mutates_args=())
 def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(output, and for the backward: log-sum-exp, state of a generator)"""
     return torchs_varlen()._varlen_attn(q, k, v, **varlen_arguments(cu_seqlens, numbers))
 
 
-@varlen.op.register_fake
+@varlen.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torchs_varlen()._varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_q=1, max_k=1)       # any length will do
 
 
-@custom_op("train_gpt::varlen_backward")
+@torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
 def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor,
                     out: Tensor, logsumexp: Tensor, generator: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torchs_varlen()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator,
                                                  **varlen_arguments(cu_seqlens, numbers))
 
 
-@varlen_backward.op.register_fake
+@varlen_backward.register_fake
 def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
@@ -1604,12 +1585,8 @@ FLAG = "grad_added_to_main_grad"         # set True on a weight that has it, aft
 
 class WeightPart(NamedTuple):
     """One matrix of a weight, and where its gradient goes.
-    A fork gives a weight (R, C) of its own a main_grad in three lines,
-        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
-        weight.writes = torch.zeros(1, dtype=torch.int64)
-        y = linear(x, as_part(weight))
-    reads it where it updates, and clears it by weight.writes.zero_()."""
-
+    For a main_grad of its own a weight (R, C) needs main_grad = zeros (R, C) and writes = zeros (1,) i64 on the CPU as
+    attributes; then linear(x, as_part(weight)) adds there, and writes.zero_() clears it."""
     weight: Tensor                       # the parameter
     matrix: Tensor                       # (R, C), all of it, or a view of a part
     main_grad: Tensor | None = None      # (R, C), the same part of the buffer; None: autograd keeps the gradient
@@ -1636,12 +1613,10 @@ def bank_parts(bank: Tensor, heights: tuple[int, ...]) -> list[list[WeightPart]]
     return by_layer
 
 
-@custom_op("train_gpt::wgrad_accumulate", "main_grad", "writes")
 def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, b: Tensor | None) -> None:
     """main_grad (+)= a^T b: the first write of a part since its clear overwrites whatever stands there.
-    main_grad  (R, C) one matrix of a buffer: f32, f64, or the dtype of a and b; in this dtype it adds
-    writes     (parts,) i64 on the CPU: writes of each part since the clear, counted here
-    a, b       (N, R), (N, C); b None: a is the product itself, (R, C)"""
+    main_grad (R, C) is one matrix of a buffer, in f32, f64 or the dtype of a and b, and adds in its dtype. writes
+    (parts,) i64 on the CPU counts since the clear. a (N, R), b (N, C); b None: a is the product itself, (R, C)."""
     # The count is read on the CPU, so that first and further writes are one graph. beta 0: what stands is not read.
     beta = min(int(writes[number]), 1)
     writes[number] += 1
@@ -1656,6 +1631,11 @@ def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, 
         main_grad.addmm_(a.t().to(dtype), b.to(dtype), beta=beta)
 
 
+# What graphs call; eager code calls the function itself, for the op's dispatch takes 90 microseconds.
+wgrad_op = torch.library.custom_op("train_gpt::wgrad_accumulate", wgrad_accumulate,
+                                   mutates_args=("main_grad", "writes"))
+
+
 def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | None:
     """Put a^T b, or a if b is None, where the gradient of a part belongs. Returns what backward gives autograd."""
     if part.delayed is not None:
@@ -1663,7 +1643,8 @@ def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | 
     elif part.main_grad is None:
         return a if b is None else a.t() @ b
     else:
-        wgrad_accumulate(part.main_grad, part.weight.writes, part.number, a, b)
+        write = wgrad_op if torch.compiler.is_compiling() else wgrad_accumulate
+        write(part.main_grad, part.weight.writes, part.number, a, b)
     # Autograd never gets main_grad or a view of it, for it may keep what it gets as .grad and add to it: so None,
     # or for a weight with FLAG a dummy of its own, so that hooks run.
     if part.main_grad is None or not hasattr(part.weight, FLAG):
@@ -1674,8 +1655,7 @@ def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | 
 
 @torch.no_grad()
 def flush(delayed: list) -> None:
-    """Compute the delayed gradients in the order of their backwards, into main_grad or else into .grad.
-    Inputs and gradients of the products must still be what they were in the backward."""
+    """Compute the delayed gradients, whose factors nobody may have changed, into main_grad or else into .grad."""
     for part, a, b in delayed:
         wgrad = accumulate_wgrad(part._replace(delayed=None), a, b)
         if part.main_grad is None:
@@ -1734,9 +1714,9 @@ DESCRIBED_BYTES = 16                     # that divide each line of an array wit
 def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.constexpr, ROWS: tl.constexpr,
                    COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
     """out = max(x w^T, 0)^2; BACKWARD: 2 (x w^T) sqrt(squares).
-    x (count, depth), w (columns, depth), out and squares (count, columns) A program goes from tile to tile and loads
-    for the next one while it stores: in two halves, which leaves shared memory to the loads. Descriptors count in 64
-    bits and end at the edges: beyond, they read 0."""
+    x (count, depth), w (columns, depth), out and squares (count, columns)."""
+    # A program goes from tile to tile and loads for the next one while it stores: in two halves, which leaves shared
+    # memory to the loads. Descriptors count in 64 bits and end at the edges: beyond, they read 0.
     HALF: tl.constexpr = COLUMNS // 2
     x_lines = tl.make_tensor_descriptor(x, [count, depth], [depth, 1], [ROWS, DEPTH])
     w_lines = tl.make_tensor_descriptor(w, [columns, depth], [depth, 1], [COLUMNS, DEPTH])
@@ -1897,8 +1877,7 @@ def subtract_one_hot(grad: Tensor, ids: Tensor, token_weights: Tensor) -> Tensor
 
 def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor, factor: float) -> Tensor:
     """logits (N, V), ids and token_weights (N, G) -> sum over k of token_weights[k] * -log softmax(z)[ids[k]], (N,).
-    Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits, computed here because
-    the softmax is already available."""
+    Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits: the softmax is here."""
     if torch.compiler.is_compiling():
         # Two sweeps, which fuse, in powers of 2, which take fewer instructions: a softmax would leave (N, V) in f32.
         cap = LOGIT_CAP * math.log2(math.e)                                   # of z / ln 2
@@ -1944,9 +1923,7 @@ class HeadLoss(torch.autograd.Function):
     y (N, D), w (D, V), targets (B, T) i64 with B * T = N, weights (G,). Returns each position's loss, (N,) f32 or f64:
         sum over k < G with t + k < T of weights[k] * (lse_t - z_t[targets[t + k]]),  z = 23 sigmoid((y w + 5) / 7.5).
     Targets cross documents and stop at the slot's end; all V columns are in the softmax. With precision "fp8" or
-    "emulated", y and w are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448: the
-    seed of the backward, loss_weight, moves the scale, never the payload. Any other factor of a position is in the
-    payload for w's gradient, and exact for y's."""
+    "emulated", y and w are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448."""
 
     @staticmethod
     def forward(ctx, y, w, targets, weights, loss_weight, precision, logits_dtype, part):
@@ -1984,7 +1961,8 @@ class HeadLoss(torch.autograd.Function):
                 grad_w = accumulate_wgrad(ctx.part, factor * y, grad)
             return grad_y, grad_w, None, None, None, None, None, None
 
-        # The trainer's own factor is 1 in every position. A loss_weight of 0 makes gradients of 0, not of 0 / 0.
+        # The seed of the backward, loss_weight, moves the scale, never the payload; 0 makes gradients of 0, not 0 / 0.
+        # Any other factor of a position (the trainer has none) is in the payload for w's gradient, and exact for y's.
         factor = torch.where(loss_weight == 0, 0, grad_losses / loss_weight)[:, None]
         scale = loss_weight.double() * FP8_GRAD_SCALE
         native = ctx.precision == "fp8"
@@ -2006,8 +1984,8 @@ def sign_vectors(width: int) -> Tensor:
 
 
 def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
-    """row_grads[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours.
-    One program for each i: that of a row's first line adds all lines of the row, LINES at a time; the others end."""
+    """row_grads[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours."""
+    # One program for each i: that of a row's first line adds all lines of the row, LINES at a time; the others end.
     first = tl.program_id(0)
     row = tl.load(rows + first)
     row_before = tl.load(rows + first - 1, mask=first > 0, other=-1)          # none is -1
@@ -2031,21 +2009,21 @@ def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.conste
         tl.store(target, total, mask=inside)
 
 
-@custom_op("train_gpt::add_rows", "row_grads")
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
-    """row_grads[index[i]] += grad[i] in a fixed order.
-    row_grads (P, D) f32 or f64, index (...) i32 or i64, grad (..., D)"""
+    """row_grads[index[i]] += grad[i] in a fixed order; row_grads (P, D) f32 or f64, index (...), grad (..., D)."""
     index = index.flatten()
     grad = grad.flatten(0, -2)
     if not grad.is_cuda:
         row_grads.index_add_(0, index.long(), grad.to(row_grads.dtype))
         return
-
     rows, order = index.sort(stable=True)                                     # a row's lines stay in their order
     count, width = grad.shape
     launch = jitted(add_rows_kernel)[(count,)]
     sizes = dict(LINES=ADD_ROWS_LINES, WIDTH=1 << (width - 1).bit_length())   # the next power of 2
     launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)
+
+
+add_rows_op = torch.library.custom_op("train_gpt::add_rows", add_rows, mutates_args=("row_grads",))       # for graphs
 
 
 class RowLookup(torch.autograd.Function):
@@ -2058,9 +2036,11 @@ class RowLookup(torch.autograd.Function):
         return F.embedding(index, source)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         (index,) = ctx.saved_tensors
-        add_rows(ctx.row_grads, index, grad)
+        add = add_rows_op if torch.compiler.is_compiling() else add_rows
+        add(ctx.row_grads, index, grad)
         return None, None, None
 
 
@@ -2373,7 +2353,7 @@ Wait = Callable[[], object]              # returns when what was launched is com
 
 
 def no_wait(**_: Any) -> None:
-    """Do nothing: the wait where nothing is under way, and the report that nobody reads."""
+    """Do nothing: wait where nothing is under way, or report where nobody reads it."""
 
 
 def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, TablePlan]) -> None:
@@ -2418,8 +2398,8 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
 class RowTable:
     """One table on one rank: the shard that the rank owns, a cache of the rows that it reads, and gradients of both.
     Cache and row_grads hold the rows of one plan, in the order of its list. The shard of a dense-Adam table is a
-    parameter, all of which is updated; a single rank reads it without a cache. The shard of a row-wise table is in a
-    home, from which an update takes the requested rows and where it puts them back."""
+    parameter, all of which is updated; that of a row-wise table is in a home, from which an update takes the requested
+    rows and where it puts them back."""
 
     def __init__(self, table: Table, cfg: Config, fabric: Fabric, shard: Tensor | None, most_tokens: int,
                  report: Callable) -> None:
@@ -2455,7 +2435,7 @@ class RowTable:
         self.reset()
 
     def reset(self) -> None:
-        """Drop all but the rows: cache, gradients, counts, what is prepared."""
+        """Drop all but the rows at home: cache, gradients, counts, prepared updates."""
         self._settle()
         self.cached: TablePlan | None = None                                  # the plan whose rows are in the cache
         self.live: RowState | None = None                                     # rows that the next update changes
@@ -2552,7 +2532,7 @@ class RowTable:
 
     def clear(self) -> None:
         """Drop the gradients of the pending plans, and what is cached."""
-        # Row by row: most of a buffer, and of a shard, is zero already.
+        # Only the rows of the plans: the rest of the buffers is zero already.
         for plan in self.pending:
             self.row_grads[self._in_row_grads(plan)] = 0
             if self.home is None and not self.alone and not plan.tied:
@@ -2561,9 +2541,9 @@ class RowTable:
         self.pending = []
         self.cached = self.live = None                                        # makes room for those of the next update
         if self.debug:
-            strays = self.row_grads.any() or (self.home is None and self.grad.any())
-            need(not strays, f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it",
-                 RunError)
+            buffers = [self.row_grads] if self.grad is None else [self.row_grads, self.grad]
+            need(not any(x.any() for x in buffers), f"gradients of {self.table.label}", "some in rows of no plan",
+                 "none", "report it", RunError)
 
     def report_traffic(self, plan: TablePlan, dense_passes: int = 0) -> None:
         """Report what a plan has moved; dense_passes: how often dense mode would have moved the whole table."""
@@ -2625,7 +2605,6 @@ class RowTable:
 # ---- Homes of row-wise tables: any number of rows, of which an update changes those that ranks request
 class RowState(NamedTuple):
     """Rows of a shard with their optimizer state."""
-
     rows: Tensor                         # (n, D)
     v: Tensor                            # (n,) f32 or f64: second moment
     last: Tensor                         # (n,) i32: number of the update that changed the row last; 0: none
@@ -2689,8 +2668,7 @@ class DeviceHome:
         """Return rows on the device, to be read only."""
         return self.stored.rows.index_select(0, places.to(self.device, non_blocking=True))
 
-    def settle(self) -> None:
-        """Wait until everything that was put is stored."""
+    settle = staticmethod(no_wait)       # waits until everything that was put is stored
 
     def invalidate(self) -> None:
         """Forget which updates are prepared, and their rows: those at home count."""
@@ -2700,7 +2678,7 @@ class DeviceHome:
         self.traffic = dict(bytes_up=0, bytes_down=0)                         # between host and device
 
     def touched_places(self, most_rows: int = PIECE_ROWS) -> Iterator[Tensor]:
-        """Yield the places of all rows that an update has ever changed, ascending, in pieces (n,) i64."""
+        """Yield the places of all rows that an update has ever changed, ascending, in pieces (n,)."""
         self.settle()
         for places in self.stored.last.nonzero().flatten().split(most_rows):
             if len(places) > 0:                                               # split() makes one empty piece of nothing
@@ -2729,7 +2707,7 @@ class HostHome(DeviceHome):
     """Rows and state of a shard in pageable host memory; the rows of a cycle travel to the device and back.
     While a cycle runs, rows that only the next cycle requests come up, and rows of the last update go down; those that
     both cycles request stay on the device. One thread does it all in the order of submission, so that no row comes up
-    before its last change has come down. On a GPU copies have a stream of their own."""
+    before its last change has come down. Copies of a GPU have a stream of their own."""
 
     def __init__(self, table: Table, cfg: Config, fabric: Fabric) -> None:
         super().__init__(table, cfg, fabric)
@@ -2760,7 +2738,7 @@ class HostHome(DeviceHome):
         return update
 
     def _start_prefetch(self) -> None:
-        """Let the fresh rows of the first prepared update come up; the update before it has been taken."""
+        """Let the fresh rows of the first prepared update come up; the update before it is taken."""
         update = self.prepared[0]
         self.prefetch = self.mover.submit(self._bring_up, update.places[update.fresh])
 
@@ -2768,7 +2746,7 @@ class HostHome(DeviceHome):
         assert self.prepared[:1] == [update], "updates are taken in the order in which they were prepared"
         live, copied = bounded(self.prefetch, self.cfg, "waiting for rows of a table from the host")
         self.traffic["bytes_up"] += sum(x.nbytes for x in live)
-        if copied is not None:
+        if copied is not None:                                                # the GPU waits, this thread does not
             computing = torch.cuda.current_stream(self.device)
             computing.wait_event(copied)
             for x in live:
@@ -2777,11 +2755,13 @@ class HostHome(DeviceHome):
         # Rows that the last update has, too, are here, newer than at home. They join those that came up.
         if self.live is not None:
             fresh = live
+            lists = update.fresh, update.kept, update.kept_from
+            to_fresh, to_kept, kept_from = (x.to(self.device, non_blocking=True) for x in lists)
             live = RowState(*(x.new_empty(len(update.places), *x.shape[1:]) for x in fresh))
-            live.put(update.fresh.to(self.device, non_blocking=True), fresh)
-            kept = self.live.at(update.kept_from.to(self.device, non_blocking=True))
-            live.put(update.kept.to(self.device, non_blocking=True), kept)
+            live.put(to_fresh, fresh)
+            live.put(to_kept, self.live.at(kept_from))
 
+        # From here on the loader's thread may start what comes next.
         with self.lock:
             self.live = live
             self.prepared.pop(0)
@@ -2792,9 +2772,7 @@ class HostHome(DeviceHome):
     def put(self, update: RowUpdate, changed: RowState) -> None:
         self.settle()                                         # of rows put a cycle ago; raises what went wrong there
         self.traffic["bytes_down"] += sum(x.nbytes for x in changed)
-        computed = None
-        if self.stream is not None:
-            computed = torch.cuda.current_stream(self.device).record_event()
+        computed = torch.cuda.current_stream(self.device).record_event() if self.stream else None
         self.writeback = self.mover.submit(self._bring_down, update.places, changed, computed)
 
     def read(self, places: Tensor) -> Tensor:

@@ -134,10 +134,10 @@ def expect(failures: list[tuple[str, str]], kind: str, *wheres: str) -> None:
 
 STEP = "        self.optimizer.step(values, plans_ahead)\n"
 SUMS = "            sums.append(slot_sums.detach())\n"
-ADD = "        add_rows(ctx.row_grads, index, grad)\n"
+ADD = "        add(ctx.row_grads, index, grad)\n"
 SCRATCH = "            grad_w = accumulate_wgrad(ctx.part, product, None)                # it cannot add: a scratch\n"
 LAUNCH = "    launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)\n"
-KERNEL = '@custom_op("train_gpt::add_rows", "row_grads")\n'
+KERNEL = "def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:\n"
 WIDE_KERNEL = """
 def wide_kernel(x, NUMBERS: tl.constexpr):
     place = tl.arange(0, NUMBERS)

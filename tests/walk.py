@@ -778,8 +778,7 @@ def install(card: str, recorder: phantom.Recorder, world: int) -> phantom.Card:
     """The cards, and what the trainer does with them instead. Returns the mode to run the trainer in."""
     mode = phantom.install(card, recorder, 0, world)
     warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
-    operations = [call.op for call in (tg.add_rows, tg.wgrad_accumulate, tg.varlen, tg.varlen_backward)]
-    for operation in (*operations, tg.relu_sq):
+    for operation in (tg.add_rows_op, tg.wgrad_op, tg.varlen, tg.varlen_backward, tg.relu_sq):
         phantom.bodies[operation._opoverload] = operation._init_fn
     torch.save = save_nothing
     tg.DeviceHome.touched_places = touched_nothing
