@@ -3788,17 +3788,10 @@ class Executor:
         self.drop_gradients()
 
     def traffic(self) -> dict[str, dict[str, int]]:
-        """Return by table the byte counts of training, summed over ranks, and this rank's memory.
-        bytes_dense: what dense mode would have sent. Collective; once, at the end: it books the plans still pending,
-        which also logs them."""
+        """Return by table the byte counts of training, summed over ranks, and this rank's memory. Collective.
+        bytes_dense: what dense mode would have sent. Counted are cycles whose update is done."""
         result = {}
         for label, table in self.tables.items():
-            # Plans of a cycle that the run ended in, whose gradients never went back, and rows of the last update.
-            for plan in table.pending:
-                table.report_traffic(plan, dense_passes=1)
-            if table.home:
-                table.home.settle()
-                table.totals.update(table.home.pop_traffic())
             total = Counter(dict.fromkeys(table.totals, 0))
             for totals in self.fabric.gather(table.totals):
                 total.update(totals)
@@ -4328,8 +4321,8 @@ def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[i
         need(logits.isfinite().all(), "sample", "logits that are not finite", "weights that a run has left in order",
              "sample from another save, or train again at a lower learning rate", RunError)
         probability = torch.softmax(logits / SAMPLE_TEMPERATURE, 0)
-        drawn = int(torch.multinomial(probability, 1, generator=generator))
-        token = min(executor.fabric.gather(drawn))                            # one text, however each rank rounds
+        drawn = torch.multinomial(probability, 1, generator=generator)
+        token = min(executor.fabric.gather(int(drawn)))                       # one text, however each rank rounds
         if token == cfg.document_start:
             break
         tokens.append(token)
