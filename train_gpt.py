@@ -3735,13 +3735,15 @@ class Executor:
             else:
                 entry.clear()
 
-    def _whole(self, label: str, x: Tensor) -> Tensor | None:
-        """Join the ranks' parts of a table or of a weight's state, in logical order, on rank 0's host. Collective."""
+    def _whole(self, name: str, x: Tensor) -> Tensor | None:
+        """Return a tensor of the state as the whole that ranks have parts of, in logical order, on the host of rank 0.
+        Collective."""
+        label, is_moment, _ = name.partition(".")
         table = self.tables.get(label)
-        if table is None and not isinstance(self.optimizer.entries.get(label), Sharded):
+        if table is None and not (is_moment and isinstance(self.optimizer.entries.get(label), Sharded)):
             return x.to("cpu", copy=True)
         # Piece by piece: messages go through memory of the device.
-        pieces = [self.fabric.gather(piece.cpu()) for piece in x.detach().split(PIECE_ROWS)]
+        pieces = [self.fabric.gather(piece.cpu()) for piece in x.split(PIECE_ROWS)]
         if self.fabric.rank != 0:
             return None
         if table is None:
@@ -3753,38 +3755,27 @@ class Executor:
     def whole_weights(self, values: Values) -> dict[str, Tensor]:
         """Return all weights but row-wise tables on the host of rank 0, in logical shapes. Collective.
         values: of the next step, or of the end; they say whether the embedding is still the head."""
-        weights = {}
-        for label, p in self.model.named_parameters():
-            weights[label] = self._whole(label, p) if label in self.tables else p.detach().to("cpu", copy=True)
+        weights = {label: self._whole(label, p.detach()) for label, p in self.model.named_parameters()}
         if values.tied:
             weights["embed"] = weights["lm_head"].t().contiguous()
         return weights
 
     def whole_state(self, values: Values) -> dict[str, dict[str, Tensor]]:
         """Return weights and optimizer state as `whole_weights` does: equal at every W. Between cycles; collective."""
-        moments = {}
-        for name, x in self.state_tensors().items():
-            label, is_state, _ = name.partition(".")
-            if is_state:
-                moments[name] = self._whole(label, x)
+        moments = {name: self._whole(name, x) for name, x in self.state_tensors().items() if "." in name}
         return dict(weights=self.whole_weights(values), moments=moments)
 
     @torch.no_grad()
     def load_state(self, saved: dict[str, dict[str, Tensor]]) -> None:
-        """Copy this rank's part of a whole state, in place. Raises DataError for other names, shapes or dtypes."""
+        """Copy this rank's part of a whole state, which `check_tensors` has found in order, in place."""
         wholes = saved["weights"] | saved["moments"]
-        buffers = dict(self.model.named_buffers())            # they follow from the settings
         for name, x in self.state_tensors().items():
-            if name in buffers:
-                continue
-            # Of an optimizer's state each rank has its shard; of a weight, but of tables, all.
-            label, is_state, _ = name.partition(".")
+            label, is_moment, _ = name.partition(".")
             entry = self.optimizer.entries.get(label)
-            part = wholes[name]
-            part = part[entry.slice] if is_state and isinstance(entry, Sharded) else self.shard(label, part)
-            need((part.dtype, part.shape) == (x.dtype, x.shape), f"{name} of a checkpoint", (part.dtype, *part.shape),
-                 (x.dtype, *x.shape), "resume with the trainer and settings of that run", DataError)
-            x.copy_(part)
+            if is_moment and isinstance(entry, Sharded):
+                x.copy_(wholes[name][entry.slice])
+            elif name in wholes:                              # buffers are not: they follow from the settings
+                x.copy_(self.shard(label, wholes[name]))
         self.drop_gradients()
 
     def traffic(self) -> dict[str, dict[str, int]]:
@@ -3965,16 +3956,26 @@ def read_tensors(path: Path, manifest: dict[str, str]) -> Any:
         return torch.load(path, "cpu", weights_only=True, mmap=True)
 
 
-def check_weights(path: Path, tensors: Any, cfg: Config) -> None:
-    """Raise DataError unless names, shapes and dtypes are those that this config's weights have in a file."""
+def check_tensors(path: Path, cfg: Config, *contents: Any) -> None:
+    """Raise DataError unless names, shapes and dtypes are those that this config has in a file.
+    contents: the weights, and of a checkpoint the state of the optimizer."""
     dtype = getattr(torch, cfg.dtype)
-    kinds = {row.label: (accum_dtype(dtype) if row.full_precision else dtype, *row.shape)
-             for row in parameter_table(cfg) if row.optimizer != "rowwise"}
+    tensors = {}
+    for row in parameter_table(cfg):
+        if row.optimizer != "rowwise":
+            own_dtype = accum_dtype(dtype) if row.full_precision else dtype
+            weight = tensors[row.label] = torch.empty(row.shape, dtype=own_dtype, device="meta")
+            if len(contents) == 2:
+                state = initial_state(row, bank_matrices(row, weight))
+                tensors |= {f"{row.label}.{name}": x for name, x in state.items()}
+    expected = {name: (x.dtype, *x.shape) for name, x in tensors.items()}
+    found = {}
     with damaged(path):
-        found = {label: (x.dtype, *x.shape) for label, x in tensors.items()}
-    for label in kinds | found:
-        need(found.get(label) == kinds.get(label), f"{label} in {path}", found.get(label, "no such weight"),
-             kinds.get(label, "no such weight"), "use the trainer and settings of that run", DataError)
+        for content in contents:
+            found |= {name: (x.dtype, *x.shape) for name, x in content.items()}
+    for name in expected | found:
+        need(found.get(name) == expected.get(name), f"{name} in {path}", found.get(name, "no such tensor"),
+             expected.get(name, "no such tensor"), "use the trainer and settings of that run", DataError)
 
 
 def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -4047,7 +4048,7 @@ def load_checkpoint(run_dir: Path, executor: Executor) -> dict[str, Any]:
             with fabric.failing_together(), damaged(path):
                 manifest = read_manifest(path)
                 content = read_tensors(path / "run.pt", manifest)
-                check_weights(path / "run.pt", content["state"]["weights"], executor.cfg)
+                check_tensors(path / "run.pt", executor.cfg, content["state"]["weights"], content["state"]["moments"])
                 executor.load_state(content["state"])
                 load_rows(path, manifest, executor, with_state=True)
                 return {name: content[name] for name in ("facts", "log", "places", "train_time_ms")}
@@ -4890,7 +4891,7 @@ def sample_saved(flags: Config) -> None:
     check_manifest(folder / SETTINGS, (folder / SETTINGS).read_bytes())
     manifest = read_manifest(folder)
     tensors = read_tensors(weights, manifest)
-    check_weights(weights, tensors, saved)
+    check_tensors(weights, saved, tensors)
 
     # Any device will do: a single rank without compiler or optimizer, bf16 on a GPU only, few rows of the tables.
     fabric = make_fabric(replace(saved, num_slots=1, device=flags.device))
