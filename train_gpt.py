@@ -3736,8 +3736,7 @@ class Executor:
                 entry.clear()
 
     def _whole(self, name: str, x: Tensor) -> Tensor | None:
-        """Return a tensor of the state as the whole that ranks have parts of, in logical order, on the host of rank 0.
-        Collective."""
+        """Return a weight or a moment as a whole, in logical order, on the host of rank 0. Collective."""
         label, is_moment, _ = name.partition(".")
         table = self.tables.get(label)
         if table is None and not (is_moment and isinstance(self.optimizer.entries.get(label), Sharded)):
@@ -3767,7 +3766,7 @@ class Executor:
 
     @torch.no_grad()
     def load_state(self, saved: dict[str, dict[str, Tensor]]) -> None:
-        """Copy this rank's part of a whole state, which `check_tensors` has found in order, in place."""
+        """Copy this rank's part of a whole state in place; `check_tensors` has looked at it."""
         wholes = saved["weights"] | saved["moments"]
         for name, x in self.state_tensors().items():
             label, is_moment, _ = name.partition(".")
@@ -3780,7 +3779,7 @@ class Executor:
 
     def traffic(self) -> dict[str, dict[str, int]]:
         """Return by table the byte counts of training, summed over ranks, and this rank's memory. Collective.
-        bytes_dense: what dense mode would have sent. Counted are cycles whose update is done."""
+        bytes_dense: what dense mode would have sent. A cycle counts once its update is done."""
         result = {}
         for label, table in self.tables.items():
             total = Counter(dict.fromkeys(table.totals, 0))
@@ -3814,10 +3813,10 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
         kept = math.prod(row.shape)                           # numbers that have a gradient here
         gradient = exact
         if table:
-            # A shard and a cache of what a cycle reads, at most. The rows of an update stand on the device once more, and
-            # those of the next beside a host home. (Their state is 8 bytes a row: next to nothing.)
+            # A shard, and a cache of the most that a cycle may read. A row-wise table has the rows of an update on the
+            # device once more, beside a host home those of the next, too. (Their state is 8 bytes a row: left out.)
             shard = kept // W
-            read = table.cadence * largest_batch * table.reads * cfg.model_dim
+            read = table.cadence * largest_batch * table.reads * cfg.model_dim           # by all ranks
             cache = min(kept, read // W) if table.is_rowwise or cfg.row_comms == "sparse" else kept
             if table.is_rowwise:
                 home = ON_HOST if table.home == "host" or not fabric.on_cuda else "weights"
