@@ -3466,13 +3466,14 @@ class Executor:
             else:
                 entry.clear()
 
-    def _whole(self, label: str, x: Tensor) -> Tensor | None:
-        """Join the ranks' parts of a table or of a weight's state, in logical order, on rank 0's host. Collective."""
+    def _whole(self, name: str, x: Tensor) -> Tensor | None:
+        """Return a weight or a moment as a whole, in logical order, on the host of rank 0. Collective."""
+        label, is_moment, _ = name.partition(".")
         table = self.tables.get(label)
-        if table is None and not isinstance(self.optimizer.entries.get(label), Sharded):
+        if table is None and not (is_moment and isinstance(self.optimizer.entries.get(label), Sharded)):
             return x.to("cpu", copy=True)
         # Piece by piece: messages go through memory of the device.
-        pieces = [self.fabric.gather(piece.cpu()) for piece in x.detach().split(PIECE_ROWS)]
+        pieces = [self.fabric.gather(piece.cpu()) for piece in x.split(PIECE_ROWS)]
         if self.fabric.rank != 0:
             return None
         if table is None:
@@ -3484,52 +3485,34 @@ class Executor:
     def whole_weights(self, values: Values) -> dict[str, Tensor]:
         """Return all weights but row-wise tables on the host of rank 0, in logical shapes. Collective.
         values: of the next step, or of the end; they say whether the embedding is still the head."""
-        weights = {}
-        for label, p in self.model.named_parameters():
-            weights[label] = self._whole(label, p) if label in self.tables else p.detach().to("cpu", copy=True)
+        weights = {label: self._whole(label, p.detach()) for label, p in self.model.named_parameters()}
         if values.tied:
             weights["embed"] = weights["lm_head"].t().contiguous()
         return weights
 
     def whole_state(self, values: Values) -> dict[str, dict[str, Tensor]]:
         """Return weights and optimizer state as `whole_weights` does: equal at every W. Between cycles; collective."""
-        moments = {}
-        for name, x in self.state_tensors().items():
-            label, is_state, _ = name.partition(".")
-            if is_state:
-                moments[name] = self._whole(label, x)
+        moments = {name: self._whole(name, x) for name, x in self.state_tensors().items() if "." in name}
         return dict(weights=self.whole_weights(values), moments=moments)
 
     @torch.no_grad()
     def load_state(self, saved: dict[str, dict[str, Tensor]]) -> None:
-        """Copy this rank's part of a whole state, in place. Raises DataError for other names, shapes or dtypes."""
+        """Copy this rank's part of a whole state in place; `check_tensors` has looked at it."""
         wholes = saved["weights"] | saved["moments"]
-        buffers = dict(self.model.named_buffers())            # they follow from the settings
         for name, x in self.state_tensors().items():
-            if name in buffers:
-                continue
-            # Of an optimizer's state each rank has its shard; of a weight, but of tables, all.
-            label, is_state, _ = name.partition(".")
+            label, is_moment, _ = name.partition(".")
             entry = self.optimizer.entries.get(label)
-            part = wholes[name]
-            part = part[entry.slice] if is_state and isinstance(entry, Sharded) else self.shard(label, part)
-            need((part.dtype, part.shape) == (x.dtype, x.shape), f"{name} of a checkpoint", (part.dtype, *part.shape),
-                 (x.dtype, *x.shape), "resume with the trainer and settings of that run", DataError)
-            x.copy_(part)
+            if is_moment and isinstance(entry, Sharded):
+                x.copy_(wholes[name][entry.slice])
+            elif name in wholes:                              # buffers are not: they follow from the settings
+                x.copy_(self.shard(label, wholes[name]))
         self.drop_gradients()
 
     def traffic(self) -> dict[str, dict[str, int]]:
-        """Return by table the byte counts of training, summed over ranks, and this rank's memory.
-        bytes_dense: what dense mode would have sent. Collective; once, at the end: it books the plans still pending,
-        which also logs them."""
+        """Return by table the byte counts of training, summed over ranks, and this rank's memory. Collective.
+        bytes_dense: what dense mode would have sent. A cycle counts once its update is done."""
         result = {}
         for label, table in self.tables.items():
-            # Plans of a cycle that the run ended in, whose gradients never went back, and rows of the last update.
-            for plan in table.pending:
-                table.report_traffic(plan, dense_passes=1)
-            if table.home:
-                table.home.settle()
-                table.totals.update(table.home.traffic)
             total = Counter(dict.fromkeys(table.totals, 0))
             for totals in self.fabric.gather(table.totals):
                 total.update(totals)
@@ -3561,10 +3544,10 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
         kept = math.prod(row.shape)                           # numbers that have a gradient here
         gradient = exact
         if table:
-            # A shard, and a cache of what a cycle reads at most. Rows of an update are on the device once more, and
-            # those of the next beside a host home. (Their state is 8 bytes a row: next to nothing.)
+            # A shard, and a cache of the most that a cycle may read. A row-wise table has the rows of an update on the
+            # device once more, beside a host home those of the next, too. (Their state is 8 bytes a row: left out.)
             shard = kept // W
-            read = table.cadence * largest_batch * table.reads * cfg.model_dim
+            read = table.cadence * largest_batch * table.reads * cfg.model_dim           # by all ranks
             cache = min(kept, read // W) if table.is_rowwise or cfg.row_comms == "sparse" else kept
             if table.is_rowwise:
                 home = ON_HOST if table.home == "host" or not fabric.on_cuda else "weights"
@@ -3703,16 +3686,26 @@ def read_tensors(path: Path, manifest: dict[str, str]) -> Any:
         return torch.load(path, "cpu", weights_only=True, mmap=True)
 
 
-def check_weights(path: Path, tensors: Any, cfg: Config) -> None:
-    """Raise DataError unless names, shapes and dtypes are those that this config's weights have in a file."""
+def check_tensors(path: Path, cfg: Config, *contents: Any) -> None:
+    """Raise DataError unless names, shapes and dtypes are those that this config has in a file.
+    contents: the weights, and of a checkpoint the state of the optimizer."""
     dtype = getattr(torch, cfg.dtype)
-    kinds = {row.label: (accum_dtype(dtype) if row.full_precision else dtype, *row.shape)
-             for row in parameter_table(cfg) if row.optimizer != "rowwise"}
+    tensors = {}
+    for row in parameter_table(cfg):
+        if row.optimizer != "rowwise":
+            own_dtype = accum_dtype(dtype) if row.full_precision else dtype
+            weight = tensors[row.label] = torch.empty(row.shape, dtype=own_dtype, device="meta")
+            if len(contents) == 2:
+                state = initial_state(row, bank_matrices(row, weight))
+                tensors |= {f"{row.label}.{name}": x for name, x in state.items()}
+    expected = {name: (x.dtype, *x.shape) for name, x in tensors.items()}
+    found = {}
     with damaged(path):
-        found = {label: (x.dtype, *x.shape) for label, x in tensors.items()}
-    for label in kinds | found:
-        need(found.get(label) == kinds.get(label), f"{label} in {path}", found.get(label, "no such weight"),
-             kinds.get(label, "no such weight"), "use the trainer and settings of that run", DataError)
+        for content in contents:
+            found |= {name: (x.dtype, *x.shape) for name, x in content.items()}
+    for name in expected | found:
+        need(found.get(name) == expected.get(name), f"{name} in {path}", found.get(name, "no such tensor"),
+             expected.get(name, "no such tensor"), "use the trainer and settings of that run", DataError)
 
 
 def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -3785,7 +3778,7 @@ def load_checkpoint(run_dir: Path, executor: Executor) -> dict[str, Any]:
             with fabric.failing_together(), damaged(path):
                 manifest = read_manifest(path)
                 content = read_tensors(path / "run.pt", manifest)
-                check_weights(path / "run.pt", content["state"]["weights"], executor.cfg)
+                check_tensors(path / "run.pt", executor.cfg, content["state"]["weights"], content["state"]["moments"])
                 executor.load_state(content["state"])
                 load_rows(path, manifest, executor, with_state=True)
                 return {name: content[name] for name in ("facts", "log", "places", "train_time_ms")}
@@ -4059,8 +4052,8 @@ def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[i
         need(logits.isfinite().all(), "sample", "logits that are not finite", "weights that a run has left in order",
              "sample from another save, or train again at a lower learning rate", RunError)
         probability = torch.softmax(logits / SAMPLE_TEMPERATURE, 0)
-        drawn = int(torch.multinomial(probability, 1, generator=generator))
-        token = min(executor.fabric.gather(drawn))                            # one text, however each rank rounds
+        drawn = torch.multinomial(probability, 1, generator=generator)
+        token = min(executor.fabric.gather(int(drawn)))                       # one text, however each rank rounds
         if token == cfg.document_start:
             break
         tokens.append(token)
@@ -4615,7 +4608,7 @@ def sample_saved(flags: Config) -> None:
     check_manifest(folder / SETTINGS, (folder / SETTINGS).read_bytes())
     manifest = read_manifest(folder)
     tensors = read_tensors(weights, manifest)
-    check_weights(weights, tensors, saved)
+    check_tensors(weights, saved, tensors)
 
     # One rank on any device, without compiler and optimizer; rows of tables stay on the host, where a prompt needs few.
     fabric = make_fabric(replace(saved, num_slots=1, device=flags.device))

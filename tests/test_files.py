@@ -281,7 +281,7 @@ WEIGHTS = {                              # case -> (change of weights.pt, what i
 
 
 @pytest.mark.parametrize("case", WEIGHTS)
-def test_check_weights__other_content(save, checkpoints, capsys, case):
+def test_check_tensors__other_content(save, checkpoints, capsys, case):
     edit, named = WEIGHTS[case]
     change(save / "weights.pt", edit)
     refuse_sample(save, "weights.pt", named)
