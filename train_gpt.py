@@ -1694,14 +1694,14 @@ class Varlen(torch.autograd.Function):
     Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> Tensor:
-        out, logsumexp, generator = varlen(q, k, v, cu_seqlens, numbers)
-        ctx.save_for_backward(q, k, v, cu_seqlens, numbers, out, logsumexp, generator)
+    def forward(ctx, *inputs):
+        out, *for_backward = varlen(*inputs)
+        ctx.save_for_backward(*inputs, out, *for_backward)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad):
         return *varlen_backward(grad, *ctx.saved_tensors), None, None
 
 
@@ -2090,14 +2090,14 @@ class HeadLoss(torch.autograd.Function):
     def forward(ctx, y, w, targets, weights, loss_weight, precision, logits_dtype, part):
         ctx.part = part
         ctx.precision = precision
-        ctx.accum_dtype = accum_dtype(y.dtype)
+        accum = accum_dtype(y.dtype)
         # What waits for the backward is the gradient of the logits, in their place or, in fp8, in half their bytes.
         if precision == "plain":
             logits = grad = y @ w
             factor = 1.0                                                      # LOGIT_WIDTH is the backward's
         else:
             native = precision == "fp8"
-            product_dtype = logits_dtype if native else ctx.accum_dtype
+            product_dtype = logits_dtype if native else accum
             scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
             y = e4m3(y, FP8_Y_SCALE)
             w = e4m3(w, FP8_W_SCALE)
@@ -2105,7 +2105,7 @@ class HeadLoss(torch.autograd.Function):
             grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
             factor = 1 / (LOGIT_WIDTH * FP8_GRAD_SCALE)
 
-        next_ids, token_weights = mtp_targets(targets, weights.to(ctx.accum_dtype))
+        next_ids, token_weights = mtp_targets(targets, weights.to(accum))
         losses = losses_with_gradient(logits, next_ids, token_weights, grad, factor)
         ctx.save_for_backward(y, w, grad, loss_weight)
         return losses
@@ -2127,11 +2127,11 @@ class HeadLoss(torch.autograd.Function):
         factor = torch.where(loss_weight == 0, 0, grad_losses / loss_weight)[:, None]
         scale = loss_weight.double() * FP8_GRAD_SCALE
         native = ctx.precision == "fp8"
-        dtype_y = torch.bfloat16 if native else ctx.accum_dtype
+        dtype_y = torch.bfloat16 if native else factor.dtype
         grad_y = factor.to(dtype_y) * fp8_product(grad, w.t(), scale * FP8_W_SCALE, native, dtype_y)
         if ctx.needs_input_grad[1]:
             payload = (factor * grad.to(factor.dtype)).to(grad.dtype)         # part of the copy into columns
-            product = fp8_product(y.t().contiguous(), payload, scale * FP8_Y_SCALE, native, ctx.accum_dtype)
+            product = fp8_product(y.t().contiguous(), payload, scale * FP8_Y_SCALE, native, factor.dtype)
             grad_w = accumulate_wgrad(ctx.part, product, None)                # it cannot add: a scratch
         return grad_y, grad_w, None, None, None, None, None, None
 
