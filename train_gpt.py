@@ -1646,8 +1646,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # ---- Attention
 @dataclass(frozen=True)
 class AttentionSpan:
-    """How far attention looks. A graph is compiled anew for each value of a field that it reads, but `numbers`, the
-    same in one tensor (3,) f64 on the CPU, is an input of the graph."""
+    """How far attention looks. A graph is compiled anew for each value of a field that it reads, but takes `numbers`,
+    the same three in a tensor (3,) f64 on the CPU, as an input."""
 
     max_len: int                         # upper bound of a document's length, in positions
     window: int                          # keys before its own that a query sees at most
@@ -1816,7 +1816,7 @@ def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | 
 
 @torch.no_grad()
 def flush(delayed: list) -> None:
-    """Compute the delayed gradients, whose factors nobody may have changed, into main_grad or else into .grad."""
+    """Compute the delayed gradients into main_grad or else into .grad. Nobody may have changed their factors since."""
     for part, a, b in delayed:
         wgrad = accumulate_wgrad(part._replace(delayed=None), a, b)
         if part.main_grad is None:
@@ -1843,8 +1843,9 @@ class LinearFunction(torch.autograd.Function):
         a, b = grad.flatten(0, -2), x.flatten(0, -2)
         grad_scale = grad_matrix = None
         if scale is not None:
-            # The product is a scratch as wide as main_grad: its f32 sums, rounded to bf16, would gain little.
-            dtype = a.dtype if ctx.part.main_grad is None else torch.promote_types(a.dtype, ctx.part.main_grad.dtype)
+            # A product rounded to bf16 would waste an f32 main_grad: the scratch is as wide as that.
+            main_grad = ctx.part.main_grad
+            dtype = a.dtype if main_grad is None else torch.promote_types(a.dtype, main_grad.dtype)
             if a.is_cuda and a.dtype != dtype:
                 product = torch.mm(a.t(), b, out_dtype=dtype)
             else:
@@ -2338,12 +2339,12 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def set_initial_values(self, seed: int, shard: Callable[[str, Tensor], Tensor]) -> None:
-        """Draw all parameters; shard: (label, whole parameter) -> the part that is here."""
+        """Draw all parameters. shard: (label, whole parameter) -> the part that is here."""
         for label, row in self.table.items():
             # Each label has a generator of its own, so that a parameter more or less changes no other.
             digest = hashlib.sha256(f"{seed}/{label}".encode()).digest()
-            own_seed = int.from_bytes(digest[:8], "little", signed=True)
-            drawn = shard(label, row.init(torch.Generator().manual_seed(own_seed), row.shape))
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+            drawn = shard(label, row.init(generator, row.shape))
             if not row.full_precision:
                 drawn = drawn.bfloat16()                                      # the same numbers in any dtype
             self.get_parameter(label).copy_(drawn)
@@ -2550,8 +2551,8 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
             announced = sums[reader, table, me]
             ascending = np.diff(places, prepend=-1, append=plan.shard_size).min() > 0
             need(ascending and places.sum() == announced, f"rows of {label} that rank {reader} requests",
-                 f"{places}, sum {int(places.sum())}", f"ascending places below {plan.shard_size}, sum {announced}",
-                 "report it", RunError)
+                 f"{len(places)} places, sum {int(places.sum())}",
+                 f"ascending places below {plan.shard_size}, sum {announced}", "report it", RunError)
         if not plan.tied:
             plan.requested_rows = fabric.host_tensor(torch.cat(requested).long())
             plan.recv_counts = requests[:, table].tolist()
@@ -2844,9 +2845,9 @@ class DeviceHome:
     def touched_places(self, most_rows: int = PIECE_ROWS) -> Iterator[Tensor]:
         """Yield the places of all rows that an update has ever changed, ascending, in pieces (n,)."""
         self.settle()
-        for places in self.stored.last.nonzero().flatten().split(most_rows):
-            if len(places) > 0:                                               # split() makes one empty piece of nothing
-                yield places
+        places = self.stored.last.nonzero().flatten()
+        for start in range(0, len(places), most_rows):
+            yield places[start:start + most_rows]
 
     def touched(self, most_rows: int = PIECE_ROWS) -> Iterator[tuple[Tensor, RowState]]:
         """Yield the same places with copies of their rows, on the host."""
@@ -2953,9 +2954,9 @@ class HostHome(DeviceHome):
         return rows.to(self.device, non_blocking=True)
 
     def settle(self) -> None:
-        while self.writebacks:
-            bounded(self.writebacks[0], self.cfg, "waiting for rows of a table on their way to the host")
-            self.writebacks.pop(0)
+        for writeback in self.writebacks:
+            bounded(writeback, self.cfg, "waiting for rows of a table on their way to the host")
+        self.writebacks.clear()
 
     def _staging(self, count: int) -> RowState:
         """Allocate rows in pinned host memory, through which copies to and from a GPU go."""
