@@ -1484,8 +1484,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # ---- Attention
 @dataclass(frozen=True)
 class AttentionSpan:
-    """How far attention looks. A graph is compiled anew for each value of a field that it reads, but `numbers`, the
-    same in one tensor (3,) f64 on the CPU, is an input of the graph."""
+    """How far attention looks. A graph is compiled anew for each value of a field that it reads, but takes `numbers`,
+    the same three in a tensor (3,) f64 on the CPU, as an input."""
 
     max_len: int                         # upper bound of a document's length, in positions
     window: int                          # keys before its own that a query sees at most
@@ -1532,14 +1532,14 @@ class Varlen(torch.autograd.Function):
     Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> Tensor:
-        out, logsumexp, generator = varlen(q, k, v, cu_seqlens, numbers)
-        ctx.save_for_backward(q, k, v, cu_seqlens, numbers, out, logsumexp, generator)
+    def forward(ctx, *inputs):
+        out, *for_backward = varlen(*inputs)
+        ctx.save_for_backward(*inputs, out, *for_backward)
         return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx, grad):
         return *varlen_backward(grad, *ctx.saved_tensors), None, None
 
 
@@ -1655,7 +1655,7 @@ def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | 
 
 @torch.no_grad()
 def flush(delayed: list) -> None:
-    """Compute the delayed gradients, whose factors nobody may have changed, into main_grad or else into .grad."""
+    """Compute the delayed gradients into main_grad or else into .grad. Nobody may have changed their factors since."""
     for part, a, b in delayed:
         wgrad = accumulate_wgrad(part._replace(delayed=None), a, b)
         if part.main_grad is None:
@@ -1682,8 +1682,9 @@ class LinearFunction(torch.autograd.Function):
         a, b = grad.flatten(0, -2), x.flatten(0, -2)
         grad_scale = grad_matrix = None
         if scale is not None:
-            # The product is a scratch as wide as main_grad: its f32 sums, rounded to bf16, would gain little.
-            dtype = a.dtype if ctx.part.main_grad is None else torch.promote_types(a.dtype, ctx.part.main_grad.dtype)
+            # A product rounded to bf16 would waste an f32 main_grad: the scratch is as wide as that.
+            main_grad = ctx.part.main_grad
+            dtype = a.dtype if main_grad is None else torch.promote_types(a.dtype, main_grad.dtype)
             if a.is_cuda and a.dtype != dtype:
                 product = torch.mm(a.t(), b, out_dtype=dtype)
             else:
@@ -1929,14 +1930,14 @@ class HeadLoss(torch.autograd.Function):
     def forward(ctx, y, w, targets, weights, loss_weight, precision, logits_dtype, part):
         ctx.part = part
         ctx.precision = precision
-        ctx.accum_dtype = accum_dtype(y.dtype)
+        accum = accum_dtype(y.dtype)
         # What waits for the backward is the gradient of the logits, in their place or, in fp8, in half their bytes.
         if precision == "plain":
             logits = grad = y @ w
             factor = 1.0                                                      # LOGIT_WIDTH is the backward's
         else:
             native = precision == "fp8"
-            product_dtype = logits_dtype if native else ctx.accum_dtype
+            product_dtype = logits_dtype if native else accum
             scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
             y = e4m3(y, FP8_Y_SCALE)
             w = e4m3(w, FP8_W_SCALE)
@@ -1944,7 +1945,7 @@ class HeadLoss(torch.autograd.Function):
             grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
             factor = 1 / (LOGIT_WIDTH * FP8_GRAD_SCALE)
 
-        next_ids, token_weights = mtp_targets(targets, weights.to(ctx.accum_dtype))
+        next_ids, token_weights = mtp_targets(targets, weights.to(accum))
         losses = losses_with_gradient(logits, next_ids, token_weights, grad, factor)
         ctx.save_for_backward(y, w, grad, loss_weight)
         return losses
@@ -1966,11 +1967,11 @@ class HeadLoss(torch.autograd.Function):
         factor = torch.where(loss_weight == 0, 0, grad_losses / loss_weight)[:, None]
         scale = loss_weight.double() * FP8_GRAD_SCALE
         native = ctx.precision == "fp8"
-        dtype_y = torch.bfloat16 if native else ctx.accum_dtype
+        dtype_y = torch.bfloat16 if native else factor.dtype
         grad_y = factor.to(dtype_y) * fp8_product(grad, w.t(), scale * FP8_W_SCALE, native, dtype_y)
         if ctx.needs_input_grad[1]:
             payload = (factor * grad.to(factor.dtype)).to(grad.dtype)         # part of the copy into columns
-            product = fp8_product(y.t().contiguous(), payload, scale * FP8_Y_SCALE, native, ctx.accum_dtype)
+            product = fp8_product(y.t().contiguous(), payload, scale * FP8_Y_SCALE, native, factor.dtype)
             grad_w = accumulate_wgrad(ctx.part, product, None)                # it cannot add: a scratch
         return grad_y, grad_w, None, None, None, None, None, None
 
@@ -2177,7 +2178,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def set_initial_values(self, seed: int, shard: Callable[[str, Tensor], Tensor]) -> None:
-        """Draw all parameters; shard: (label, whole parameter) -> the part that is here."""
+        """Draw all parameters. shard: (label, whole parameter) -> the part that is here."""
         for label, row in self.table.items():
             # Each label has a generator of its own, so that a parameter more or less changes no other.
             digest = hashlib.sha256(f"{seed}/{label}".encode()).digest()
@@ -2680,9 +2681,9 @@ class DeviceHome:
     def touched_places(self, most_rows: int = PIECE_ROWS) -> Iterator[Tensor]:
         """Yield the places of all rows that an update has ever changed, ascending, in pieces (n,)."""
         self.settle()
-        for places in self.stored.last.nonzero().flatten().split(most_rows):
-            if len(places) > 0:                                               # split() makes one empty piece of nothing
-                yield places
+        places = self.stored.last.nonzero().flatten()
+        for start in range(0, len(places), most_rows):
+            yield places[start:start + most_rows]
 
     def touched(self, most_rows: int = PIECE_ROWS) -> Iterator[tuple[Tensor, RowState]]:
         """Yield the same places with copies of their rows, on the host."""

@@ -223,7 +223,7 @@ def test_a_recompile_after_the_warm_up(tmp_path, cache, name):
 
 GRADIENT = "fp8_product(grad, w.t(), scale * FP8_W_SCALE, native, dtype_y)\n"
 LOWERED_MISTAKES = {
-    "product_dtype = logits_dtype if native else ctx.accum_dtype": "product_dtype = ctx.accum_dtype",
+    "product_dtype = logits_dtype if native else accum": "product_dtype = accum",
     GRADIENT: GRADIENT + "        grad_y = grad_y + grad.float() @ w.t().float()\n"}
 HOST_MISTAKES = {"pin_memory=True) for x in self.stored))": "pin_memory=False) for x in self.stored))"}
 
