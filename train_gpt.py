@@ -1452,7 +1452,6 @@ SIGN_SEED = 92                           # of the vectors of signs; any number w
 LOGITS_AT_ONCE = 1 << 19                 # in passes of a CPU: they and what is made of them stay in its cache
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # z = 23 sigmoid((logit + 5) / 7.5)
 
-once_differentiable = torch.autograd.function.once_differentiable             # refuses a gradient of a gradient
 tl: Any = None                           # triton.language, from the first launch on: only a GPU needs the package
 
 
@@ -1462,6 +1461,17 @@ def jitted(kernel: Callable) -> Any:
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
     return triton.jit(kernel)
+
+
+def first_order(backward: Callable) -> Callable:
+    """Refuse create_graph=True: weight gradients are written where autograd does not see them. Raises RunError."""
+    # torch's once_differentiable lets a gradient pass as a constant where the one that arrives is constant.
+    @functools.wraps(backward)
+    def call(ctx, *grads):
+        need(not torch.is_grad_enabled() or torch.compiler.is_compiling(), "a backward", "create_graph=True",
+             "gradients of the first order", "leave it out, or use torch's own operations", RunError)
+        return backward(ctx, *grads)
+    return call
 
 
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -1538,7 +1548,7 @@ class Varlen(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         return *varlen_backward(grad, *ctx.saved_tensors), None, None
 
@@ -1639,7 +1649,7 @@ wgrad_op = torch.library.custom_op("train_gpt::wgrad_accumulate", wgrad_accumula
 def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | None:
     """Put a^T b, or a if b is None, where the gradient of a part belongs. Returns what backward gives autograd."""
     if part.delayed is not None:
-        part.delayed.append((part, a, b))
+        part.delayed.append((part, a, b, versions_of(a, b)))
     elif part.main_grad is None:
         return a if b is None else a.t() @ b
     else:
@@ -1653,10 +1663,18 @@ def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | 
     return torch.zeros_like(part.matrix)
 
 
+def versions_of(*factors: Tensor | None) -> list[int]:
+    return [x._version for x in factors if x is not None]                     # each change in place counts one more
+
+
 @torch.no_grad()
 def flush(delayed: list) -> None:
-    """Compute the delayed gradients into main_grad or else into .grad. Nobody may have changed their factors since."""
-    for part, a, b in delayed:
+    """Compute the delayed gradients into main_grad or else into .grad. Raises RunError if a factor has changed."""
+    for part, a, b, versions in delayed:
+        need(versions == versions_of(a, b), f"a delayed gradient of a weight {tuple(part.matrix.shape)}",
+             "an input or a gradient of the product that was changed in place after its backward",
+             "the values that the backward had", "flush before the change, or change a copy", RunError)
+    for part, a, b, _ in delayed:
         wgrad = accumulate_wgrad(part._replace(delayed=None), a, b)
         if part.main_grad is None:
             part.matrix.grad = wgrad if part.matrix.grad is None else part.matrix.grad + wgrad
@@ -1674,7 +1692,7 @@ class LinearFunction(torch.autograd.Function):
         return F.linear(x, weight)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         x, scale, matrix = ctx.saved_tensors
         weight = matrix if scale is None else scale * matrix
@@ -1801,7 +1819,7 @@ class ReluSqMLP(torch.autograd.Function):
         return (squares @ down_matrix).view_as(n)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         n, squares, up_matrix, down_matrix = ctx.saved_tensors
         grad_y = grad.flatten(0, -2)
@@ -1951,7 +1969,7 @@ class HeadLoss(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad_losses):
         y, w, grad, loss_weight = ctx.saved_tensors
         grad_w = None                                                         # of a frozen head
@@ -2037,7 +2055,7 @@ class RowLookup(torch.autograd.Function):
         return F.embedding(index, source)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         (index,) = ctx.saved_tensors
         add = add_rows_op if torch.compiler.is_compiling() else add_rows
