@@ -859,6 +859,8 @@ def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int) 
 def find_shards(pattern: str) -> list[ShardHeader]:
     """Return the headers of all shards of a pattern in name order, checked. Raises DataError."""
     if pattern.startswith(FORMULA):
+        need(re.fullmatch(FORMULA + r"\d+:\d+:\d+:\d+", pattern), "formula", pattern,
+             "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS", "for example formula:512:511:40000:2", DataError)
         vocab, start, tokens, shards = map(int, pattern.removeprefix(FORMULA).split(":"))
         return [ShardHeader(f"{pattern}#{seed}", tokens, vocab, start) for seed in range(shards)]
 
@@ -1373,7 +1375,7 @@ class Loader:
                         f"{len(self.headers)} shards of {self.cfg.train_files!r}: enough for {values.step} steps",
                         f"room for {self.cfg.num_slots} x {values.slot_tokens + 1} tokens in one shard, at most "
                         f"{self.cfg.max_doc_len} of each document",
-                        f"more or larger shards, at most {values.step} steps (--max_steps), or --epochs=0 to cycle")
+                        f"more or larger shards, --max_steps={values.step} or fewer, or --epochs=0 to cycle")
 
 
 class ValidationSet:
