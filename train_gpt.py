@@ -45,7 +45,6 @@ import gc
 import glob
 import hashlib
 import importlib.metadata
-import importlib.util
 import itertools
 import json
 import math
