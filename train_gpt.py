@@ -46,7 +46,6 @@ import gc
 import glob
 import hashlib
 import importlib.metadata
-import importlib.util
 import itertools
 import json
 import math
