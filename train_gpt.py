@@ -1794,7 +1794,8 @@ def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, 
 
 
 # What graphs call; eager code calls the function itself, for the op's dispatch takes 90 microseconds.
-wgrad_op = torch.library.custom_op("train_gpt::wgrad_accumulate", wgrad_accumulate, mutates_args=("main_grad", "writes"))
+wgrad_op = torch.library.custom_op("train_gpt::wgrad_accumulate", wgrad_accumulate,
+                                   mutates_args=("main_grad", "writes"))
 
 
 def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | None:
@@ -2211,7 +2212,7 @@ class Parameter(NamedTuple):
     """One row of the parameter table: all about a parameter but its place in the forward pass."""
     label: str
     shape: tuple[int, ...]
-    init: Callable[[torch.Generator, tuple[int, ...]], Tensor]                # draws f32, in logical order
+    init: tuple[str, Any]                # distribution and its number, as initial_values draws it
     optimizer: str                       # "normuon" for banks of matrices, "adam", or "rowwise": room 6 keeps its rows
     sharded: bool                        # updated by the owners of its rows or matrices, or by every rank alike
     lr_mul: float = 1.0
@@ -2237,21 +2238,20 @@ QKVO = 4                                 # matrices of one attention layer, belo
 QKV = 3                                  # of them, those before the attention
 
 
-def normal(std: float, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    return torch.randn(shape, generator=generator) * std
-
-
-def uniform(bound: float, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    return torch.rand(shape, generator=generator) * (2 * bound) - bound
-
-
-def up_uniform(bound: float, generator: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    up = uniform(bound, generator, (shape[0], 1, *shape[2:]))
-    return torch.cat((up, torch.zeros_like(up)), dim=1)                       # down is zero: an MLP starts as nothing
-
-
-def constant(values: Sequence[float], _: torch.Generator, shape: tuple[int, ...]) -> Tensor:
-    return torch.tensor(values).expand(shape)                                 # the values, or the one value everywhere
+def initial_values(row: Parameter, generator: torch.Generator) -> Tensor:
+    """Draw a parameter's initial values, f32 in logical order."""
+    kind, number = row.init
+    shape = row.shape
+    if kind == "constant":
+        return torch.tensor(number).expand(shape)                             # one value for all, or each its own
+    if kind == "normal":
+        return torch.randn(shape, generator=generator) * number
+    if kind == "up":
+        shape = (shape[0], 1, *shape[2:])
+    drawn = torch.rand(shape, generator=generator) * (2 * number) - number
+    if kind == "up":                                                          # down is zero: an MLP starts as nothing
+        drawn = torch.cat((drawn, torch.zeros_like(drawn)), dim=1)
+    return drawn
 
 
 def scalar_values(cfg: Config) -> dict[str, tuple[float, ...]]:
@@ -2269,7 +2269,7 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     scalars = sum(scalar_values(cfg).values(), ())
 
     # What several rows of the table have in common.
-    zeros = functools.partial(constant, [0.0])
+    zeros = "constant", 0.0
     bound = 3**0.5 * 0.5 * D**-0.5                                            # a standard deviation of 0.5 / sqrt(D)
     bank = dict(optimizer="normuon", sharded=True)
     small = dict(optimizer="adam", sharded=False)
@@ -2277,18 +2277,17 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     table = dict(optimizer="adam", sharded=True, lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
     head = dict(optimizer="adam", sharded=True, lr_mul=1, wd_mul=150, betas=(0.5, 0.95))
     by_recipe = (
-        Parameter("attn", (A, QKVO * D, D), functools.partial(uniform, bound), **bank, parts=(QKV * D, D)),
-        Parameter("mlp", (L, UP_AND_DOWN, inside, D), functools.partial(up_uniform, bound), **bank,
-                  parts=(inside, inside)),
-        Parameter("scalars", (len(scalars),), functools.partial(constant, scalars), **exact),
+        Parameter("attn", (A, QKVO * D, D), ("uniform", bound), **bank, parts=(QKV * D, D)),
+        Parameter("mlp", (L, UP_AND_DOWN, inside, D), ("up", bound), **bank, parts=(inside, inside)),
+        Parameter("scalars", (len(scalars),), ("constant", scalars), **exact),
         Parameter("x0_lambdas", (L,), zeros, **exact, betas=(0.65, 0.95)),
         Parameter("smear_gate", (1, GATE_INPUTS), zeros, **small, lr_mul=0.01, wd_mul=0),
         Parameter("skip_gate", (1, GATE_INPUTS), zeros, **small, lr_mul=0.05, wd_mul=0),
         Parameter("attn_gate_bank", (A, H, GATE_INPUTS), zeros, **small),
         Parameter("ve_gate_bank", (value_gates, H, GATE_INPUTS), zeros, **small),
         Parameter("bigram_embed", (bigrams.rows, D), zeros, **table, rows=bigrams),
-        Parameter("value_embed", (values.rows, D), functools.partial(normal, 0.01), **table, rows=values),
-        Parameter("lm_head", (D, V), functools.partial(normal, 0.005), **head, parts=(D,)),
+        Parameter("value_embed", (values.rows, D), ("normal", 0.01), **table, rows=values),
+        Parameter("lm_head", (D, V), ("normal", 0.005), **head, parts=(D,)),
         Parameter("embed", (embed.rows, D), zeros, **head, rows=embed),       # lm_head^T while they are tied
     )
     by_ngram = []
@@ -2344,7 +2343,7 @@ class GPT(nn.Module):
             # Each label has a generator of its own, so that a parameter more or less changes no other.
             digest = hashlib.sha256(f"{seed}/{label}".encode()).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-            drawn = shard(label, row.init(generator, row.shape))
+            drawn = shard(label, initial_values(row, generator))
             if not row.full_precision:
                 drawn = drawn.bfloat16()                                      # the same numbers in any dtype
             self.get_parameter(label).copy_(drawn)
