@@ -2462,7 +2462,8 @@ class GPT(nn.Module):
     def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: Sequence[tuple[int, Tensor]],
                cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
         """Attention of one layer before its gate and output matrix, qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E).
-        value_rows: (place of the gate, rows (B, T, D)) that join the values. Positions count in the slot."""
+        value_rows: (place of the gate, rows (B, T, D)) that join the values. Angles are of positions in the slot, the
+        span is in positions."""
         slots, length, _ = n.shape
         q, k, v = qkv.view(slots, length, QKV, self.heads, self.head_dim).unbind(2)
         q = rms_norm(q)
@@ -2475,32 +2476,26 @@ class GPT(nn.Module):
                 features = torch.cat((n[..., :half], rows[..., :half]), dim=-1)
             gate = 2 * gate_of(features, self.ve_gate_bank[place])
             v = v + gate[..., None] * rows.view(v.shape)
-        if layer.attention == "paired":
-            return self.attend_paired(q, k, v, cu_seqlens, span)
 
-        cos = self.rotary_cos[:length, None]                                  # (T, 1, E), for every head
-        sin = self.rotary_sin[:length, None]
-        q = rotate(q, cos, sin)
-        k = rotate(k, cos, sin)
+        # Paired layers put heads j and j + H/2 of token t at 2t and 2t + 1 of one sequence. The angles follow another
+        # pairing, even heads at 2t and odd heads at 2t + 1: the peer assigns them before it regroups, and its published
+        # losses contain that (recipe 9.1).
+        per_token = 1                                                         # positions
+        if layer.attention == "paired":
+            per_token = 2
+            cu_seqlens = 2 * cu_seqlens
+        cos = self.rotary_cos[:per_token * length].view(length, 1, per_token, -1)          # for all heads of a place
+        sin = self.rotary_sin[:per_token * length].view(length, 1, per_token, -1)
+        by_place = (slots, length, self.heads // per_token, per_token, self.head_dim)
+        q = rotate(q.view(by_place), cos, sin)
+        k = rotate(k.view(by_place), cos, sin)
         # The half of a key that does not rotate is that of the token before, in its document or not.
         if layer.key_shift:
             turning, still = k.chunk(2, dim=-1)
             shifted = torch.cat((still[:, :1], still[:, :-1]), dim=1)         # a slot's first token keeps its own
             k = torch.cat((turning, shifted), dim=-1)
-        return self.attention(*(x.flatten(0, 1) for x in (q, k, v)), cu_seqlens, span).view(v.shape)
-
-    def attend_paired(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
-        """q, k, v (B, T, H, E) -> (B, T, H, E); heads j and j + H/2 of token t stand at 2t and 2t + 1 of one sequence.
-        The angles follow another pairing, even heads at 2t and odd heads at 2t + 1: the peer assigns them before it
-        regroups, and its published losses contain that (recipe 9.1). The span counts positions."""
-        slots, length, heads, width = q.shape
-        cos = self.rotary_cos[:2 * length].view(length, 1, 2, -1)             # of the places 2t and 2t + 1
-        sin = self.rotary_sin[:2 * length].view(length, 1, 2, -1)
-        neighbours = (slots, length, heads // 2, 2, width)
-        q = rotate(q.view(neighbours), cos, sin)
-        k = rotate(k.view(neighbours), cos, sin)
-        flat = [x.reshape(-1, heads // 2, width) for x in (q, k, v)]          # the lower half of the heads, the upper
-        return self.attention(*flat, 2 * cu_seqlens, span).view(v.shape)
+        flat = [x.reshape(-1, self.heads // per_token, self.head_dim) for x in (q, k, v)]
+        return self.attention(*flat, cu_seqlens, span).view(v.shape)
 
 
 def gate_of(features: Tensor, weight: Tensor) -> Tensor:
