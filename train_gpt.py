@@ -2065,21 +2065,17 @@ class RowLookup(torch.autograd.Function):
 
 
 # ====== Room 5: Model =================================================================================================
-Shape = tuple[int, ...]
-Generator = torch.Generator
-
-
 class Parameter(NamedTuple):
     """One row of the parameter table: all about a parameter but its place in the forward pass."""
     label: str
-    shape: Shape
-    init: Callable[[Generator, Shape], Tensor]                                # draws f32, in logical order
+    shape: tuple[int, ...]
+    init: tuple[str, Any]                # distribution and its number, as initial_values draws it
     optimizer: str                       # "normuon" for banks of matrices, "adam", or "rowwise": room 6 keeps its rows
     sharded: bool                        # updated by the owners of its rows or matrices, or by every rank alike
     lr_mul: float = 1.0
     wd_mul: float = 1.0
     betas: tuple[float, float] = (0.9, 0.99)
-    parts: Shape = ()                    # heights of a layer's matrices in its main_grad; (): autograd's gradient
+    parts: tuple[int, ...] = ()          # heights of a layer's matrices in its main_grad; (): autograd's gradient
     full_precision: bool = False         # f32 where the weights are bf16
     rows: Table | None = None            # of an embedding whose rows travel one by one
 
@@ -2099,21 +2095,20 @@ QKVO = 4                                 # matrices of one attention layer, belo
 QKV = 3                                  # of them, those before the attention
 
 
-def normal(std: float, generator: Generator, shape: Shape) -> Tensor:
-    return torch.randn(shape, generator=generator) * std
-
-
-def uniform(bound: float, generator: Generator, shape: Shape) -> Tensor:
-    return torch.rand(shape, generator=generator) * (2 * bound) - bound
-
-
-def up_uniform(bound: float, generator: Generator, shape: Shape) -> Tensor:
-    up = uniform(bound, generator, (shape[0], 1, *shape[2:]))
-    return torch.cat((up, torch.zeros_like(up)), dim=1)                       # down is zero: MLPs begin as nothing
-
-
-def constant(values: Sequence[float], _: Generator, shape: Shape) -> Tensor:
-    return torch.tensor(values).expand(shape)                                 # the values, or the one value everywhere
+def initial_values(row: Parameter, generator: torch.Generator) -> Tensor:
+    """Draw a parameter's initial values, f32 in logical order."""
+    kind, number = row.init
+    shape = row.shape
+    if kind == "constant":
+        return torch.tensor(number).expand(shape)                             # one value for all, or each its own
+    if kind == "normal":
+        return torch.randn(shape, generator=generator) * number
+    if kind == "up":
+        shape = (shape[0], 1, *shape[2:])
+    drawn = torch.rand(shape, generator=generator) * (2 * number) - number
+    if kind == "up":                                                          # down is zero: an MLP starts as nothing
+        drawn = torch.cat((drawn, torch.zeros_like(drawn)), dim=1)
+    return drawn
 
 
 def scalar_values(cfg: Config) -> dict[str, tuple[float, ...]]:
@@ -2130,7 +2125,7 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     scalars = sum(scalar_values(cfg).values(), ())
 
     # What several rows of the table have in common.
-    zeros = functools.partial(constant, [0.0])
+    zeros = "constant", 0.0
     bound = 3**0.5 * 0.5 * D**-0.5                                            # a standard deviation of 0.5 / sqrt(D)
     bank = dict(optimizer="normuon", sharded=True)
     small = dict(optimizer="adam", sharded=False)
@@ -2138,18 +2133,17 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     table = dict(optimizer="adam", sharded=True, lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
     head = dict(optimizer="adam", sharded=True, lr_mul=1, wd_mul=150, betas=(0.5, 0.95))
     by_recipe = (
-        Parameter("attn", (A, QKVO * D, D), functools.partial(uniform, bound), **bank, parts=(QKV * D, D)),
-        Parameter("mlp", (L, UP_AND_DOWN, inside, D), functools.partial(up_uniform, bound), **bank,
-                  parts=(inside, inside)),
-        Parameter("scalars", (len(scalars),), functools.partial(constant, scalars), **exact),
+        Parameter("attn", (A, QKVO * D, D), ("uniform", bound), **bank, parts=(QKV * D, D)),
+        Parameter("mlp", (L, UP_AND_DOWN, inside, D), ("up", bound), **bank, parts=(inside, inside)),
+        Parameter("scalars", (len(scalars),), ("constant", scalars), **exact),
         Parameter("x0_lambdas", (L,), zeros, **exact, betas=(0.65, 0.95)),
         Parameter("smear_gate", (1, GATE_INPUTS), zeros, **small, lr_mul=0.01, wd_mul=0),
         Parameter("skip_gate", (1, GATE_INPUTS), zeros, **small, lr_mul=0.05, wd_mul=0),
         Parameter("attn_gate_bank", (A, H, GATE_INPUTS), zeros, **small),
         Parameter("ve_gate_bank", (value_gates, H, GATE_INPUTS), zeros, **small),
         Parameter("bigram_embed", (bigrams.rows, D), zeros, **table, rows=bigrams),
-        Parameter("value_embed", (values.rows, D), functools.partial(normal, 0.01), **table, rows=values),
-        Parameter("lm_head", (D, V), functools.partial(normal, 0.005), **head, parts=(D,)),
+        Parameter("value_embed", (values.rows, D), ("normal", 0.01), **table, rows=values),
+        Parameter("lm_head", (D, V), ("normal", 0.005), **head, parts=(D,)),
         Parameter("embed", (embed.rows, D), zeros, **head, rows=embed),       # lm_head^T while they are tied
     )
     # The row-wise rule has no first moment.
@@ -2201,8 +2195,8 @@ class GPT(nn.Module):
         for label, row in self.table.items():
             # Each label has a generator of its own, so that a parameter more or less changes no other.
             digest = hashlib.sha256(f"{seed}/{label}".encode()).digest()
-            own_seed = int.from_bytes(digest[:8], "little", signed=True)
-            drawn = shard(label, row.init(Generator().manual_seed(own_seed), row.shape))
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+            drawn = shard(label, initial_values(row, generator))
             if not row.full_precision:
                 drawn = drawn.bfloat16()                                      # the same numbers in any dtype
             self.get_parameter(label).copy_(drawn)
@@ -2321,7 +2315,8 @@ class GPT(nn.Module):
     def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: Sequence[tuple[int, Tensor]],
                cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
         """Attention of one layer before its gate and output matrix, qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E).
-        value_rows: (place of the gate, rows (B, T, D)) that join the values. Positions count in the slot."""
+        value_rows: (place of the gate, rows (B, T, D)) that join the values. Angles are of positions in the slot, the
+        span is in positions."""
         slots, length, _ = n.shape
         q, k, v = qkv.view(slots, length, QKV, self.heads, self.head_dim).unbind(2)
         q = rms_norm(q)
@@ -2334,31 +2329,26 @@ class GPT(nn.Module):
                 features = torch.cat((n[..., :half], rows[..., :half]), dim=-1)
             gate = 2 * gate_of(features, self.ve_gate_bank[place])
             v = v + gate[..., None] * rows.view(v.shape)
-        if layer.attention == "paired":
-            return self.attend_paired(q, k, v, cu_seqlens, span)
 
-        turn = self.rotary_cos[:length, None], self.rotary_sin[:length, None]                # (T, 1, E), for every head
-        q = rotate(q, *turn)
-        k = rotate(k, *turn)
+        # Paired layers put heads j and j + H/2 of token t at 2t and 2t + 1 of one sequence. The angles follow another
+        # pairing, even heads at 2t and odd heads at 2t + 1: the peer assigns them before it regroups, and its published
+        # losses contain that (recipe 9.1).
+        per_token = 1                                                         # positions
+        if layer.attention == "paired":
+            per_token = 2
+            cu_seqlens = 2 * cu_seqlens
+        cos = self.rotary_cos[:per_token * length].view(length, 1, per_token, -1)          # for all heads of a place
+        sin = self.rotary_sin[:per_token * length].view(length, 1, per_token, -1)
+        by_place = (slots, length, self.heads // per_token, per_token, self.head_dim)
+        q = rotate(q.view(by_place), cos, sin)
+        k = rotate(k.view(by_place), cos, sin)
         # The half of a key that does not rotate is that of the token before, in its document or not.
         if layer.key_shift:
             turning, still = k.chunk(2, dim=-1)
             shifted = torch.cat((still[:, :1], still[:, :-1]), dim=1)         # a slot's first token keeps its own
             k = torch.cat((turning, shifted), dim=-1)
-        return self.attention(*(x.flatten(0, 1) for x in (q, k, v)), cu_seqlens, span).view(v.shape)
-
-    def attend_paired(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
-        """q, k, v (B, T, H, E) -> (B, T, H, E); heads j and j + H/2 of token t stand at 2t and 2t + 1 of one sequence.
-        The angles follow another pairing, even heads at 2t and odd heads at 2t + 1: the peer assigns them before it
-        regroups, and its published losses contain that (recipe 9.1). The span counts positions."""
-        slots, length, heads, width = q.shape
-        cos = self.rotary_cos[:2 * length].view(length, 1, 2, -1)             # of the places 2t and 2t + 1
-        sin = self.rotary_sin[:2 * length].view(length, 1, 2, -1)
-        neighbours = (slots, length, heads // 2, 2, width)
-        q = rotate(q.view(neighbours), cos, sin)
-        k = rotate(k.view(neighbours), cos, sin)
-        flat = [x.reshape(-1, heads // 2, width) for x in (q, k, v)]          # the lower half of the heads, the upper
-        return self.attention(*flat, 2 * cu_seqlens, span).view(v.shape)
+        flat = [x.reshape(-1, self.heads // per_token, self.head_dim) for x in (q, k, v)]
+        return self.attention(*flat, cu_seqlens, span).view(v.shape)
 
 
 def gate_of(features: Tensor, weight: Tensor) -> Tensor:
