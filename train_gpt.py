@@ -3922,10 +3922,9 @@ class Log:
             self.pending.pop(0)                                               # only now: `aborted` has it otherwise
 
             self.event("step", **fields, train_loss=loss)
-            on_console = not self.on_terminal and step % -(-self.total // PLAIN_LINES) == 0
-            self.text(f"step:{step}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms", on_console)
-            to_go = (self.total - step) * ms / step / 1000
-            self.show(f"step {step} of {self.total}, loss {loss:.3f}, {ms / step:.0f} ms/step, {to_go:.0f} s to go")
+            line = f"step:{step}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
+            self.text(line, console=not self.on_terminal and step % -(-self.total // PLAIN_LINES) == 0)
+            self.show(f"{line} train_loss:{loss:.3f}")
 
     def check(self, loss: float, what: str) -> None:
         need(math.isfinite(loss), what, loss, f"a finite number (last good validation: {self.last_good})", "lower "
@@ -4212,27 +4211,21 @@ def refusal_of(name: str, cfg: Config, fabric: Fabric) -> str:
 def check_attention(kernel: Callable, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
     """Raise RuntimeError unless outputs and gradients agree with the reference to the dtype's rounding."""
     generator = torch.Generator(device).manual_seed(0)
-    plain = torch.tensor(CHECKED_BOUNDS, device=device, dtype=torch.int32)
+    bounds = torch.tensor(CHECKED_BOUNDS, device=device, dtype=torch.int32)
     # The layouts of plain layers, and of paired ones: twice the positions, half the heads.
     for window, (per_token, heads) in itertools.product(CHECKED_WINDOWS, ((1, 2), (2, 1))):
         positions = per_token * CHECKED_BOUNDS[-1]
         inputs = torch.randn(4, positions, heads, head_dim, device=device, generator=generator).to(dtype)
         span = AttentionSpan(positions, window, CHECKED_SPREAD / head_dim**0.5)
-        found = output_and_gradients(kernel, inputs, per_token * plain, span)
-        wanted = output_and_gradients(attention_reference, inputs.float(), per_token * plain, span)
-        for what, x, exact in zip(("output", "gradient of q", "gradient of k", "gradient of v"), found, wanted):
-            error = float((x.float() - exact).abs().max() / exact.abs().max())
+        results = []
+        for attend, given in ((kernel, inputs), (attention_reference, inputs.float())):
+            *qkv, grad = (x.clone().requires_grad_() for x in given)
+            out = attend(*qkv, per_token * bounds, span)
+            results.append((out, *torch.autograd.grad(out, qkv, grad)))
+        for what, found, exact in zip(("output", "gradient of q", "gradient of k", "gradient of v"), *results):
+            error = float((found.float() - exact).abs().max() / exact.abs().max())
             if not error < 8 * torch.finfo(dtype).eps:
                 raise RuntimeError(f"its {what} is off by {error:.1e}, window {window}, {heads} heads")
-
-
-def output_and_gradients(attend: Callable, inputs: Tensor, cu_seqlens: Tensor,
-                         span: AttentionSpan) -> tuple[Tensor, ...]:
-    """Attend with q, k, v, the first three of inputs (4, N, H, E); the last is the gradient of the output."""
-    q, k, v, grad = inputs.unbind()
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves, cu_seqlens, span)
-    return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
 
 def hardware(fabric: Fabric) -> str:
@@ -4648,7 +4641,7 @@ def describe(error: BaseException) -> tuple[int, str]:
     if isinstance(error, Signalled):
         number = signal.Signals(*error.args)
         return 128 + number, "interrupted" if number == signal.SIGINT else f"ended from outside ({number.name})"
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in first_line:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in first_line:
         error = RunError("out of memory", first_line, "less at once", "--slots_per_micro_batch=1, or more --num_slots")
     elif isinstance(error, OSError):
         error = DataError(str(error.filename or "disk"), error.strerror, "a file to use", "look at disk and rights")
