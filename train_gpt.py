@@ -874,8 +874,9 @@ def find_shards(pattern: str) -> list[ShardHeader]:
 
 def read_header(path: Path) -> ShardHeader:
     """Read and check the first 1,024 bytes and the length of a shard. Raises DataError."""
-    need(path.is_file(), f"{path} as a shard", "no such file, or no regular one", "a .bin shard", "python "
-         "data/pocket.py or python data/cached_fineweb10B.py 9, or give --train_files= and --val_files=", DataError)
+    need(path.is_file(), f"{path} as a shard", f"no such file, or no regular one, seen from {os.getcwd()}",
+         "a .bin shard", "python data/pocket.py or python data/cached_fineweb10B.py 9, or give --train_files= and "
+         "--val_files=", DataError)
     size = path.stat().st_size
     words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
     words.resize(HEADER_BYTES // 4)                                           # zeros if the file is shorter
