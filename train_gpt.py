@@ -82,7 +82,7 @@ class TrainerError(Exception):
     """What was found, what was expected, and what to do about it."""
     status = 2                           # that the process exits with
 
-    def __init__(self, what: str, found: object, expected: object, do: str) -> None:
+    def __init__(self, what: str, found: object, expected: object, do: str):
         super().__init__(what, str(found)[:1000], str(expected), do)          # texts, which travel between ranks
 
     def __str__(self) -> str:
@@ -103,13 +103,13 @@ class RunError(TrainerError):
     status = 1
 
 
-def need(ok: object, what: str, found: object, expected: object, do: str, kind: type = ConfigError) -> None:
+def need(ok: object, what: str, found: object, expected: object, do: str, kind: type = ConfigError):
     """Raise an error of that kind unless ok."""
     if not ok:
         raise kind(what, found, expected, do)
 
 
-def need_all(rules: dict[str, object], what: str, found: object, do: str) -> None:
+def need_all(rules: dict[str, object], what: str, found: object, do: str):
     """Raise ConfigError with the first rule (its words -> whether it holds) that is broken."""
     for rule, holds in rules.items():
         need(holds, what, found, rule, do)
@@ -397,7 +397,7 @@ def read_settings(folder: Path) -> tuple[str, dict[str, str]]:
     return preset, flags
 
 
-def print_result(text: str) -> None:
+def print_result(text: str):
     """Print what the user asked for. Raises RunError if standard output does not take it."""
     try:
         print(text, flush=True)
@@ -484,7 +484,7 @@ def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
     return earlier_preset, cfg
 
 
-def check_layers(layers: Sequence[Layer]) -> None:
+def check_layers(layers: Sequence[Layer]):
     """Raise ConfigError for a layer table that would train another model than it seems to say."""
     # Only what is wrong in silence: a window or a stream that is not there ends the first step anyway.
     for depth, layer in enumerate(layers):
@@ -497,7 +497,7 @@ def check_layers(layers: Sequence[Layer]) -> None:
         need(len(taken) == len(set(taken)), f"LAYERS, column {column}", taken, "each once", "give it to one layer")
 
 
-def check_rows(cfg: Config) -> None:
+def check_rows(cfg: Config):
     """Raise ConfigError for a row of --stages or --tables that cannot work."""
     # Batches are whole slots, and a slot whole units.
     unit = SLOT_UNIT * cfg.num_slots
@@ -526,7 +526,7 @@ def check_rows(cfg: Config) -> None:
         }, "--tables", table, f"change that row; the table is {TABLE_ROW}")
 
 
-def check_config(cfg: Config) -> None:
+def check_config(cfg: Config):
     """Raise ConfigError for settings that do not fit together, with ones that do."""
     # Types and bounds were checked where texts were read; these are about several settings, or about more than bounds.
     check_layers(LAYERS)
@@ -564,11 +564,11 @@ class Fabric:
     def on_cuda(self) -> bool:
         return self.device.type == "cuda"
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         if self.on_cuda:
             torch.cuda.synchronize(self.device)
 
-    def set_timeout(self, seconds: float) -> None:
+    def set_timeout(self, seconds: float):
         """Set the longest wait of the group of all ranks, and of the group of plans."""
         if self.world > 1:
             for group in (None, self.plan_group):
@@ -579,12 +579,12 @@ class Fabric:
         tensor = torch.as_tensor(x)
         return tensor.pin_memory() if self.on_cuda else tensor
 
-    def enter_thread(self) -> None:
+    def enter_thread(self):
         # The current device is a thread's own: without this, pinning memory would open GPU 0 from every rank.
         if self.on_cuda:
             torch.cuda.set_device(self.device)
 
-    def say(self, text: str) -> None:
+    def say(self, text: str):
         """Print on rank 0. A console that is gone or full does not end the run."""
         if self.rank == 0:
             with contextlib.suppress(OSError, ValueError):
@@ -597,7 +597,7 @@ class Fabric:
             dist.all_gather_object(everyone, fact)
         return everyone
 
-    def check_agreement(self, facts: dict[str, str]) -> None:
+    def check_agreement(self, facts: dict[str, str]):
         """Raise ConfigError on every rank if any rank was started with other facts."""
         # All compare with rank 0, so that all find the same and none waits for another.
         everyone = self.gather(facts)
@@ -684,7 +684,7 @@ class Schedule:
     Each step has a place in the plan that the settings make: the step itself, or with --time_budget what the clock said
     when its run cycle was prepared. Stages and rates go by the place, Adam and validation by the step."""
 
-    def __init__(self, cfg: Config, places: Sequence[float] = ()) -> None:
+    def __init__(self, cfg: Config, places: Sequence[float] = ()):
         # places: of the first step of each run cycle so far, ascending, with --time_budget; the race appends to it.
         self.cfg = cfg
         # A run's cycle, in steps, is the largest cadence: plans and checkpoints come at its multiples.
@@ -831,7 +831,7 @@ class ShardHeader(NamedTuple):
 class Shard:
     """Tokens of one shard in memory, (tokens,) u16, and where its documents start."""
 
-    def __init__(self, tokens: np.ndarray, document_start: int) -> None:
+    def __init__(self, tokens: np.ndarray, document_start: int):
         self.tokens = tokens
         self.doc_starts = np.flatnonzero(tokens == document_start)
         self.doc_lengths = np.diff(self.doc_starts, append=len(tokens))
@@ -908,7 +908,7 @@ def read_manifest(folder: Path) -> dict[str, str]:
                         "has it", "write the folder again, or remove this file if those beside it are sound") from None
 
 
-def check_manifest(path: Path, content: bytes | np.ndarray) -> None:
+def check_manifest(path: Path, content: bytes | np.ndarray):
     """Raise DataError if the manifest beside a file says that it had another content."""
     expected = read_manifest(path.parent).get(path.name)
     if expected is not None:
@@ -974,7 +974,7 @@ def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Co
                    bigram_rows=bigram_rows)
 
 
-def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader]) -> None:
+def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader]):
     """Raise DataError before anything is built if the shards cannot last for the plan."""
     # A lower bound: packing drops ends of documents and of shards. With --time_budget nobody knows the steps yet.
     counts = schedule.planned_counts()
@@ -993,7 +993,7 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader])
          f"{largest_block} for a step's batch", "larger shards, or smaller batches in --stages", DataError)
 
 
-def check_enough_validation(cfg: Config, val: list[ShardHeader]) -> None:
+def check_enough_validation(cfg: Config, val: list[ShardHeader]):
     """Raise DataError if the shards hold fewer whole blocks than val_tokens asks for."""
     tokens = sum(whole_blocks(header.tokens, cfg.val_batch_tokens) for header in val)
     need(tokens >= cfg.val_tokens, "too few validation tokens", f"{tokens} in blocks of {cfg.val_files!r}",
@@ -1160,14 +1160,14 @@ class TablePlan:
         # Rows are read from the head, which every rank has: nothing travels.
         return self.head_columns is not None
 
-    def change_lists(self, change: Callable[[Tensor], Tensor]) -> None:
+    def change_lists(self, change: Callable[[Tensor], Tensor]):
         """Replace each list of rows by change(list): by its copy on the device."""
         self.my_rows = change(self.my_rows)
         self.requested_rows = change(self.requested_rows)
         if self.tied:
             self.head_columns = change(self.head_columns)
 
-    def count_bytes(self, rank: int, send_counts: list[int], recv_counts: list[int], item_bytes: int) -> None:
+    def count_bytes(self, rank: int, send_counts: list[int], recv_counts: list[int], item_bytes: int):
         """Count what an exchange of lists moves between this rank and others; counts are items by rank."""
         self.sent += (sum(send_counts) - send_counts[rank]) * item_bytes
         self.received += (sum(recv_counts) - recv_counts[rank]) * item_bytes
@@ -1197,7 +1197,7 @@ class Batch(NamedTuple):
 class Planner:
     """Makes the batches of a cycle and their row plans. Pure, but for the exchange with other ranks."""
 
-    def __init__(self, cfg: Config, fabric: Fabric, exchange: Callable | None = None) -> None:
+    def __init__(self, cfg: Config, fabric: Fabric, exchange: Callable | None = None):
         # exchange(plans) puts in what other ranks request of this one; None: they request nothing.
         self.cfg = cfg
         self.fabric = fabric
@@ -1287,7 +1287,7 @@ class Loader:
     Taking a cycle starts the work on the next, so what a batch holds never depends on timing."""
 
     def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], cycles: Iterable[list[Values]],
-                 exchange: Callable | None = None, purpose: str = "train") -> None:
+                 exchange: Callable | None = None, purpose: str = "train"):
         """cycles: the Values of each cycle's steps, asked for on the background thread; exchange: see Planner."""
         self.cfg = cfg
         self.fabric = fabric
@@ -1307,12 +1307,12 @@ class Loader:
         self.ready: list[Batch] = []                 # batches of this cycle that are not taken yet
         self.plans_in_use: dict[str, TablePlan] = {}
 
-    def skip(self, steps: Iterable[Values]) -> None:
+    def skip(self, steps: Iterable[Values]):
         """Pass over what the steps of an earlier run have read."""
         for values in steps:
             self._block(values)
 
-    def start(self) -> None:
+    def start(self):
         """Begin to read. Called when the clock starts, for reading and packing are on it."""
         self.ahead = self.worker.submit(self._make_cycle)
 
@@ -1342,7 +1342,7 @@ class Loader:
             return None
         return batches[0].plans if batches else None
 
-    def close(self) -> None:
+    def close(self):
         for pool in (self.worker, self.reader):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -1382,7 +1382,7 @@ class ValidationSet:
     """The validation slots in memory, and what is known of their text."""
 
     def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader],
-                 exchange: Callable | None = None, purpose: str = "validation") -> None:
+                 exchange: Callable | None = None, purpose: str = "validation"):
         self.cfg = cfg
         self.fabric = fabric
         self.purpose = purpose
@@ -1503,7 +1503,7 @@ class AttentionSpan:
     window: int                          # keys before its own that a query sees at most
     scale: float                         # of the softmax
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         numbers = torch.tensor((self.max_len, self.window, self.scale), dtype=torch.float64, device="cpu")
         object.__setattr__(self, "numbers", numbers)          # frozen, so that they never differ from the fields
 
@@ -1670,7 +1670,7 @@ def versions_of(*factors: Tensor | None) -> list[int]:
 
 
 @torch.no_grad()
-def flush(delayed: list) -> None:
+def flush(delayed: list):
     """Compute the delayed gradients into main_grad or else into .grad. Raises RunError if a factor has changed."""
     for part, a, b, versions in delayed:
         need(versions == versions_of(a, b), f"a delayed gradient of a weight {tuple(part.matrix.shape)}",
@@ -2166,7 +2166,7 @@ def spans_of(short: int, long: int, max_len: int, scale: float) -> AttentionSpan
 class GPT(nn.Module):
     """Recipe A, section 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
 
-    def __init__(self, cfg: Config, attention: Callable, rotary_len: int, shard_rows: dict[str, int]) -> None:
+    def __init__(self, cfg: Config, attention: Callable, rotary_len: int, shard_rows: dict[str, int]):
         """rotary_len: the longest slot in tokens. shard_rows: rows that this rank keeps, by label of a table."""
         super().__init__()
         self.heads = cfg.num_heads
@@ -2191,7 +2191,7 @@ class GPT(nn.Module):
         self.turning: dict[tuple[float, ...], Tensor] = {}    # angle per position of each channel, by frequencies
 
     @torch.no_grad()
-    def set_initial_values(self, seed: int, shard: Callable[[str, Tensor], Tensor]) -> None:
+    def set_initial_values(self, seed: int, shard: Callable[[str, Tensor], Tensor]):
         """Draw all parameters. shard: (label, whole parameter) -> the part that is here."""
         for label, row in self.table.items():
             # Each label has a generator of its own, so that a parameter more or less changes no other.
@@ -2204,7 +2204,7 @@ class GPT(nn.Module):
         self.embed.copy_(shard("embed", self.lm_head.t()))
 
     @torch.no_grad()
-    def set_rotary(self, frequencies: tuple[float, ...]) -> None:
+    def set_rotary(self, frequencies: tuple[float, ...]):
         """Refill cos and sin of position * frequency in place; angles in f32 (f64 in an f64 run)."""
         dtype = accum_dtype(self.rotary_cos.dtype)
         device = self.rotary_cos.device
@@ -2363,11 +2363,11 @@ def gate_of(features: Tensor, weight: Tensor) -> Tensor:
 Wait = Callable[[], object]              # returns when what was launched is complete
 
 
-def no_wait(**_: Any) -> None:
+def no_wait(**_: Any):
     """Do nothing: wait where nothing is under way, or report where nobody reads it."""
 
 
-def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, TablePlan]) -> None:
+def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, TablePlan]):
     """Tell every owner which of its rows this rank reads, and put into the plans what ranks request of this one.
     group: gloo's; None: the group of all ranks. Raises RunError where ranks disagree."""
     # By table and owner: the places that this rank reads in the owner's shard.
@@ -2413,7 +2413,7 @@ class RowTable:
     rows and where it puts them back."""
 
     def __init__(self, table: Table, cfg: Config, fabric: Fabric, shard: Tensor | None, most_tokens: int,
-                 report: Callable) -> None:
+                 report: Callable):
         """shard (C, D): the parameter; None for a row-wise table. most_tokens: the most that a rank reads in a cycle.
         report(**facts) gets the traffic of each plan."""
         self.table = table
@@ -2445,7 +2445,7 @@ class RowTable:
         self.arrival: Wait = no_wait                                          # of the rows that are on their way
         self.reset()
 
-    def reset(self) -> None:
+    def reset(self):
         """Drop all but the rows at home: cache, gradients, counts, prepared updates."""
         self._settle()
         self.cached: TablePlan | None = None                                  # the plan whose rows are in the cache
@@ -2458,13 +2458,13 @@ class RowTable:
         else:
             self.home.invalidate()
 
-    def prepare(self, plan: TablePlan) -> None:
+    def prepare(self, plan: TablePlan):
         """Make a row-wise table's next update, a cycle ahead, and let its rows leave a host home."""
         if self.home is not None:
             plan.update = self.home.prepare(plan.requested_rows.numpy())
 
     @torch.no_grad()
-    def fetch(self, plan: TablePlan, head: Tensor) -> None:
+    def fetch(self, plan: TablePlan, head: Tensor):
         """Launch the plan's rows into the cache: after the owners' update, never before."""
         self._settle()
         if plan.update is None:
@@ -2522,13 +2522,13 @@ class RowTable:
             grad = torch.zeros_like(self.live.rows, dtype=self.row_grads.dtype)
             places = self._on_device(plan.update.inverse)
 
-        def add_in_rank_order() -> None:
+        def add_in_rank_order():
             wait()
             add_rows(grad, places, arrived)                                   # reader by reader
 
         return grad, add_in_rank_order
 
-    def add_to_head(self, head_grad: Tensor) -> None:
+    def add_to_head(self, head_grad: Tensor):
         """Add row_grads to the gradient of the head, (D, V), while head and embedding are tied."""
         for plan in self.pending:
             at = self._in_row_grads(plan)
@@ -2536,12 +2536,12 @@ class RowTable:
             self.row_grads[at] = 0                                            # rows of several plans count once
         self.clear()
 
-    def updated(self) -> None:
+    def updated(self):
         """Put the rows that an update has changed back into their home."""
         plan, = self.pending
         self.home.put(plan.update, self.live)
 
-    def clear(self) -> None:
+    def clear(self):
         """Drop the gradients of the pending plans, and what is cached."""
         # Only the rows of the plans: the rest of the buffers is zero already.
         for plan in self.pending:
@@ -2556,7 +2556,7 @@ class RowTable:
             need(not any(x.any() for x in buffers), f"gradients of {self.table.label}", "some in rows of no plan",
                  "none", "report it", RunError)
 
-    def report_traffic(self, plan: TablePlan, dense_passes: int = 0) -> None:
+    def report_traffic(self, plan: TablePlan, dense_passes: int = 0):
         """Report what a plan has moved; dense_passes: how often dense mode would have moved the whole table."""
         # Nothing travels while tied, and nobody asks about warm-up and samples.
         purpose = plan.tag["purpose"]
@@ -2587,7 +2587,7 @@ class RowTable:
     def _in_row_grads(self, plan: TablePlan) -> Tensor | slice:
         return plan.my_rows if self.alone else slice(len(plan.my_rows))
 
-    def _settle(self) -> None:
+    def _settle(self):
         self.arrival()
         self.arrival = no_wait
 
@@ -2623,7 +2623,7 @@ class RowState(NamedTuple):
     def at(self, places: Tensor) -> RowState:
         return RowState(*(x.index_select(0, places) for x in self))
 
-    def put(self, places: Tensor, changed: RowState) -> None:
+    def put(self, places: Tensor, changed: RowState):
         for x, new in zip(self, changed):
             x.index_copy_(0, places, new)
 
@@ -2651,7 +2651,7 @@ def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 class DeviceHome:
     """Rows and state of a shard on the device."""
 
-    def __init__(self, table: Table, cfg: Config, fabric: Fabric) -> None:
+    def __init__(self, table: Table, cfg: Config, fabric: Fabric):
         self.fabric = fabric
         self.device = fabric.device
         self.forget_traffic()
@@ -2671,7 +2671,7 @@ class DeviceHome:
         """Return the update's rows on the device, as the update before has left them."""
         return self.stored.at(update.places.to(self.device, non_blocking=True))
 
-    def put(self, update: RowUpdate, changed: RowState) -> None:
+    def put(self, update: RowUpdate, changed: RowState):
         """Store the rows that an update has changed."""
         self.stored.put(update.places.to(self.device, non_blocking=True), changed)
 
@@ -2681,11 +2681,11 @@ class DeviceHome:
 
     settle = staticmethod(no_wait)       # waits until everything that was put is stored
 
-    def invalidate(self) -> None:
+    def invalidate(self):
         """Forget which updates are prepared, and their rows: those at home count."""
         self.forget_traffic()
 
-    def forget_traffic(self) -> None:
+    def forget_traffic(self):
         self.traffic = dict(bytes_up=0, bytes_down=0)                         # between host and device
 
     def touched_places(self, most_rows: int = PIECE_ROWS) -> Iterator[Tensor]:
@@ -2702,7 +2702,7 @@ class DeviceHome:
             yield places.cpu(), RowState(*(x.cpu() for x in copies))
 
     @torch.no_grad()
-    def load(self, pieces: Iterable[tuple[Tensor, RowState]]) -> None:
+    def load(self, pieces: Iterable[tuple[Tensor, RowState]]):
         """Replace all rows by those of the pieces, as `touched` gave them, and zeros elsewhere."""
         # Rows that no update has changed are zeros that take no memory, and have to stay so.
         at = self.stored.last.device
@@ -2720,7 +2720,7 @@ class HostHome(DeviceHome):
     both cycles request stay on the device. One thread does it all in the order of submission, so that no row comes up
     before its last change has come down. Copies of a GPU have a stream of their own."""
 
-    def __init__(self, table: Table, cfg: Config, fabric: Fabric) -> None:
+    def __init__(self, table: Table, cfg: Config, fabric: Fabric):
         super().__init__(table, cfg, fabric)
         # The mover waits for the GPU, and the GPU for other ranks, which may still compile.
         self.cfg = replace(cfg, comm_timeout=LONG_PATIENCE * cfg.comm_timeout)
@@ -2730,7 +2730,7 @@ class HostHome(DeviceHome):
         self.writeback: Future | None = None                  # of what was put last
         self.invalidate()
 
-    def invalidate(self) -> None:
+    def invalidate(self):
         self.settle()
         super().invalidate()
         with self.lock:
@@ -2748,7 +2748,7 @@ class HostHome(DeviceHome):
                 self._start_prefetch()
         return update
 
-    def _start_prefetch(self) -> None:
+    def _start_prefetch(self):
         """Let the fresh rows of the first prepared update come up; the update before it is taken."""
         update = self.prepared[0]
         self.prefetch = self.mover.submit(self._bring_up, update.places[update.fresh])
@@ -2780,7 +2780,7 @@ class HostHome(DeviceHome):
                 self._start_prefetch()
         return live
 
-    def put(self, update: RowUpdate, changed: RowState) -> None:
+    def put(self, update: RowUpdate, changed: RowState):
         self.settle()                                         # of rows put a cycle ago; raises what went wrong there
         self.traffic["bytes_down"] += sum(x.nbytes for x in changed)
         computed = torch.cuda.current_stream(self.device).record_event() if self.stream else None
@@ -2791,7 +2791,7 @@ class HostHome(DeviceHome):
         rows = self.fabric.host_tensor(self.stored.rows.index_select(0, places.cpu()))
         return rows.to(self.device, non_blocking=True)
 
-    def settle(self) -> None:
+    def settle(self):
         if self.writeback is not None:
             bounded(self.writeback, self.cfg, "waiting for rows of a table on their way to the host")
             self.writeback = None
@@ -2810,7 +2810,7 @@ class HostHome(DeviceHome):
         with torch.cuda.stream(self.stream):
             return staging.to(self.device), self.stream.record_event()
 
-    def _bring_down(self, places: Tensor, changed: RowState, computed: Any) -> None:
+    def _bring_down(self, places: Tensor, changed: RowState, computed: Any):
         """Store rows once the CUDA event `computed` is over; runs on the mover."""
         if computed is not None:
             staging = self._staging(len(places))
@@ -2885,7 +2885,7 @@ def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
 
 
 def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second: Tensor,
-                   grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
+                   grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float):
     """Make one NorMuon step on matrices p (M, r, c), or on the upper halves of f32 weights with a mantissa, in place.
     grad (M, r, c) a plain sum over slots; lr_muls (M, 1, 1); lr (), decay () = weight decay x lr, cautious."""
     grad = grad.to(momentum.dtype) * grad_scale
@@ -2910,7 +2910,7 @@ def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
 
 
 def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float, betas: tuple[float, float],
-                eps: float, step_size: Tensor, decay: Tensor) -> None:
+                eps: float, step_size: Tensor, decay: Tensor):
     """Make one dense Adam step in place (recipe 3.4): eps joins the uncorrected root, decay is cautious."""
     grad = grad.to(m.dtype) * grad_scale
     beta1, beta2 = betas
@@ -2920,7 +2920,7 @@ def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float
 
 
 def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_scale: float, number: Tensor,
-                   beta2: float, eps: float, step_size: Tensor, decay: Tensor, bits: Tensor | None) -> None:
+                   beta2: float, eps: float, step_size: Tensor, decay: Tensor, bits: Tensor | None):
     """Make one update of the requested rows of a row-wise table in place: one second moment per row.
     rows (u, D), v (u,), last (u,) i32, grad (u, D) a plain sum over slots and ranks; number () of the update, from 1;
     step_size () = lr sqrt(1 - beta2^number), decay () = lr^2 x weight decay. bits (u,) i32 of `row_bits`: round bf16
@@ -2994,7 +2994,7 @@ def launch(fabric: Fabric, collective: Callable, *tensors: Tensor) -> Wait:
 class Small:
     """All that every rank updates alike, in one sum over ranks."""
 
-    def __init__(self, optimizer: Optimizer, rows: Sequence[Parameter]) -> None:
+    def __init__(self, optimizer: Optimizer, rows: Sequence[Parameter]):
         self.optimizer = optimizer
         self.rows = rows
         self.cadence = optimizer.cfg.adam_every
@@ -3005,7 +3005,7 @@ class Small:
     def has_gradient(self) -> bool:
         return all(p.grad is not None for p in self.weights)
 
-    def reduce(self) -> None:
+    def reduce(self):
         # They are few numbers: one message, in f32 whatever their types.
         accum = accum_dtype(self.weights[0].dtype)
         self.grad = torch.cat([p.grad.flatten().to(accum) for p in self.weights])
@@ -3019,7 +3019,7 @@ class Small:
         self.clear()
         return no_wait
 
-    def clear(self) -> None:
+    def clear(self):
         for p in self.weights:
             p.grad = None
 
@@ -3029,7 +3029,7 @@ class Sharded:
     Units are what is sharded: matrices of a bank, rows of the head. Weight and main_grad have room for W whole shards,
     so that collectives work in place; nothing else sees the zeros after the units."""
 
-    def __init__(self, optimizer: Optimizer, row: Parameter, accumulates: bool) -> None:
+    def __init__(self, optimizer: Optimizer, row: Parameter, accumulates: bool):
         fabric = optimizer.fabric
         weight = optimizer.model.get_parameter(row.label)
         units = bank_matrices(row, weight.data)
@@ -3078,7 +3078,7 @@ class Sharded:
              "a micro-batch was lost or ran twice: drop_gradients, and repeat the step", RunError)
         return self.backwards > 0
 
-    def reduce(self) -> None:
+    def reduce(self):
         if self.comm_buffer is not self.main_grad:
             self.comm_buffer.copy_(self.main_grad)
         self.grad = self.comm_buffer[self.slice]
@@ -3101,7 +3101,7 @@ class Sharded:
         self.clear()
         return launch(optimizer.fabric, dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
 
-    def clear(self) -> None:
+    def clear(self):
         """Drop the gradient. The main_grad keeps what it holds: the next write overwrites it."""
         self.backwards = 0
         self.weight.grad = None
@@ -3111,7 +3111,7 @@ class Sharded:
 class TableEntry:
     """A table: room 6 brings the gradients of the rows that this rank owns, and rows to their readers."""
 
-    def __init__(self, optimizer: Optimizer, row: Parameter, table: RowTable) -> None:
+    def __init__(self, optimizer: Optimizer, row: Parameter, table: RowTable):
         self.optimizer = optimizer
         self.row = row
         self.table = table
@@ -3122,7 +3122,7 @@ class TableEntry:
     def has_gradient(self) -> bool:
         return len(self.table.pending) > 0
 
-    def reduce(self) -> None:
+    def reduce(self):
         self.grad, self.wait = self.table.return_gradients()
 
     def update(self, values: Values) -> Wait:
@@ -3139,7 +3139,7 @@ class TableEntry:
             self.table.fetch(plans[self.row.label], optimizer.model.lm_head)
         return no_wait
 
-    def clear(self) -> None:
+    def clear(self):
         self.grad = None
         self.wait = no_wait                                                   # which has kept what arrived
         self.table.clear()
@@ -3149,7 +3149,7 @@ class Optimizer:
     """NorMuon on banks at every step, Adam on the rest every cfg.adam_every steps; gradients are sums over slots."""
 
     def __init__(self, cfg: Config, fabric: Fabric, model: GPT, compiled: Callable, tables: dict[str, RowTable],
-                 accumulates: bool = False) -> None:
+                 accumulates: bool = False):
         """compiled: what a function of tensors goes through. accumulates: this rank takes several micro-batches."""
         self.cfg = cfg
         self.fabric = fabric
@@ -3179,7 +3179,7 @@ class Optimizer:
         self.update_order = (*UPDATE_ORDER[:-1], *ngrams, UPDATE_ORDER[-1])
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.entries), "an entry once in each"
 
-    def add_zeros(self) -> None:
+    def add_zeros(self):
         """Begin a gradient where there is none, as a pass that wrote zeros: a rank with nothing to add still joins what
         all ranks reduce."""
         for entry in self.sharded:
@@ -3192,7 +3192,7 @@ class Optimizer:
                 p.grad = torch.zeros_like(p)
 
     @torch.no_grad()
-    def step(self, values: Values, plans_ahead: Callable) -> None:
+    def step(self, values: Values, plans_ahead: Callable):
         """Reduce, update and gather what this step updates, then clear its gradients; the others keep theirs.
         plans_ahead() gives the plans of the next cycle, or None. Raises RunError without a gradient."""
         self.plans_ahead = plans_ahead
@@ -3232,13 +3232,13 @@ class Optimizer:
         decay = lr * lr * self.cfg.adam_weight_decay * row.wd_mul             # quadratic in the schedule (recipe 3.3)
         return number, cpu_scalar(lr * corrected), cpu_scalar(decay)
 
-    def adam(self, row: Parameter, p: Tensor, grad: Tensor, values: Values) -> None:
+    def adam(self, row: Parameter, p: Tensor, grad: Tensor, values: Values):
         state = self.state[row.label]
         _, step_size, decay = self._adam_numbers(row, values)
         self.adam_update(p, grad, state["m"], state["v"], self.grad_scale, row.betas, self.cfg.adam_eps, step_size,
                          decay)
 
-    def rowwise(self, row: Parameter, table: RowTable, grad: Tensor, values: Values) -> None:
+    def rowwise(self, row: Parameter, table: RowTable, grad: Tensor, values: Values):
         number, step_size, decay = self._adam_numbers(row, values)
         number = torch.full((), number, dtype=torch.int32, device=grad.device)       # made there: a copy would wait
         changing = [*table.live, grad]
@@ -3255,7 +3255,7 @@ class Optimizer:
                             decay, bits)
         table.updated()
 
-    def _untie(self) -> None:
+    def _untie(self):
         """Make head and embedding two parameters; the embedding starts with the head's weights and moments."""
         W, rank = self.fabric.world, self.fabric.rank
         head = self.entries["lm_head"]
@@ -3288,7 +3288,7 @@ class Executor:
     """Runs slots through the model and updates it. Knows no step numbers beyond `values`, and no logs."""
 
     def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, precision: str | None,
-                 slots_at_once: int = 0, report: Callable = no_wait) -> None:
+                 slots_at_once: int = 0, report: Callable = no_wait):
         """Build model, tables and optimizer.
         precision: "plain", "fp8" or "emulated" head; None: for reading only, without an optimizer. slots_at_once: of a
         micro-batch; 0 for all of this rank's. report(**facts) gets the traffic of each table and cycle."""
@@ -3334,12 +3334,12 @@ class Executor:
         rows = whole[self.fabric.rank::self.fabric.world]
         return F.pad(rows, (0, 0, 0, self.planner.shard_sizes[label] - len(rows)))
 
-    def exchange(self, plans: dict[str, TablePlan], group: Any = None) -> None:
+    def exchange(self, plans: dict[str, TablePlan], group: Any = None):
         """Let ranks request rows of each other, in the caller's thread."""
         if self.fabric.world > 1:
             exchange_plans(self.fabric, group, self.cfg.dtype, plans)
 
-    def exchange_ahead(self, plans: dict[str, TablePlan]) -> None:
+    def exchange_ahead(self, plans: dict[str, TablePlan]):
         """Do the same in the loader's thread, and let rows of training's next update set off."""
         self.exchange(plans, self.fabric.plan_group)
         for label, plan in plans.items():
@@ -3372,7 +3372,7 @@ class Executor:
             sums.append(slot_sums.detach())
         return Losses(torch.cat(sums), batch.tokens.numel())
 
-    def optim_step(self, values: Values, plans_ahead: Callable = no_wait) -> None:
+    def optim_step(self, values: Values, plans_ahead: Callable = no_wait):
         """Update what this step updates with the gradients so far, and clear these. plans_ahead: see Loader."""
         self.optimizer.step(values, plans_ahead)
 
@@ -3451,7 +3451,7 @@ class Executor:
         cuda_rng = torch.cuda.get_rng_state(self.fabric.device) if self.fabric.on_cuda else None
 
         @torch.no_grad()
-        def restore() -> None:
+        def restore():
             for name, x in self.state_tensors().items():
                 x.copy_(copies[name])
             for home, pieces in touched:
@@ -3464,12 +3464,12 @@ class Executor:
 
         return restore
 
-    def set_seed(self, seed: int) -> None:
+    def set_seed(self, seed: int):
         """Begin another run in this process: its initial values, and the bits of its stochastic rounding."""
         self.model.set_initial_values(seed, self.shard)
         self.optimizer.seed = seed
 
-    def drop_gradients(self) -> None:
+    def drop_gradients(self):
         """Forget what calls have added so far; a table also forgets what it has fetched and counted."""
         for label, entry in self.optimizer.entries.items():
             if label in self.tables:
@@ -3507,7 +3507,7 @@ class Executor:
         return dict(weights=self.whole_weights(values), moments=moments)
 
     @torch.no_grad()
-    def load_state(self, saved: dict[str, dict[str, Tensor]]) -> None:
+    def load_state(self, saved: dict[str, dict[str, Tensor]]):
         """Copy this rank's part of a whole state in place; `check_tensors` has looked at it."""
         wholes = saved["weights"] | saved["moments"]
         for name, x in self.state_tensors().items():
@@ -3618,7 +3618,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sync_to_disk(path: Path) -> None:
+def sync_to_disk(path: Path):
     """Wait until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
@@ -3653,7 +3653,7 @@ def part_of(folder: Path, run_id: str) -> Path:
     return folder.with_name(f"{folder.name}.{run_id}.part")
 
 
-def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]], fabric: Fabric) -> None:
+def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]], fabric: Fabric):
     """Write a new folder with these files of every rank, and give it its name once. Raises RunError. Collective.
     contents: (name, bytes or what torch.save takes), each made when the one before it is on the disk."""
     part = part_of(folder, run_id)
@@ -3697,7 +3697,7 @@ def read_tensors(path: Path, manifest: dict[str, str]) -> Any:
         return torch.load(path, "cpu", weights_only=True, mmap=True)
 
 
-def check_tensors(path: Path, cfg: Config, *contents: Any) -> None:
+def check_tensors(path: Path, cfg: Config, *contents: Any):
     """Raise DataError unless names, shapes and dtypes are those that this config has in a file.
     contents: the weights, and of a checkpoint the state of the optimizer."""
     dtype = getattr(torch, cfg.dtype)
@@ -3732,32 +3732,25 @@ def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[
                 yield f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt", content
 
 
-def load_rows(folder: Path, manifest: dict[str, str], executor: Executor, with_state: bool) -> None:
+def load_rows(folder: Path, manifest: dict[str, str], executor: Executor, with_state: bool):
     """Load the row-wise tables of a save or checkpoint: each rank takes the rows that it owns. Raises DataError."""
     for label, table in executor.tables.items():
         if table.home:
             names = [name for name in manifest if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name)]
-            table.home.load(own_rows(folder / name, manifest, table, with_state) for name in names)
+            with damaged(folder):                             # rows of another width, type or table
+                table.home.load(own_rows(folder / name, manifest, table, with_state) for name in names)
 
 
 def own_rows(path: Path, manifest: dict[str, str], table: RowTable, with_state: bool) -> tuple[Tensor, RowState]:
     """Return places and rows that are this rank's of one file of rows; those without state count as updated once."""
     fabric, stored = table.fabric, table.home.stored
     content = read_tensors(path, manifest)
-    with damaged(path):
-        ids = content["ids"]
-        if not with_state:
-            content |= dict(v=torch.zeros(len(ids)), last=torch.ones(len(ids)))
-        columns = [content[name] for name in RowState._fields]
-
-        # The hash is right, but the file may be of another table, or of a trainer that went wrong.
-        fits = ids.dtype == torch.int64 and ids[0] >= 0 and ids[-1] < table.table.rows and (ids.diff() > 0).all()
-        for x, y in zip(columns, stored):
-            fits = fits and x.shape == (len(ids), *y.shape[1:]) and (x.dtype == y.dtype or not with_state)
-        need(fits, path, "other rows", f"ascending ones of {table.table.label}, below {table.table.rows}, in "
-             f"{stored.rows.dtype}", "use the trainer and settings of that run", DataError)
-        owned = ids % fabric.world == fabric.rank
-        return ids[owned] // fabric.world, RowState(*(x[owned].to(y.dtype) for x, y in zip(columns, stored)))
+    ids = content["ids"]
+    if not with_state:
+        content |= dict(rows=content["rows"].to(stored.rows.dtype), v=torch.zeros(len(ids), dtype=stored.v.dtype),
+                        last=torch.ones(len(ids), dtype=stored.last.dtype))
+    owned = ids % fabric.world == fabric.rank
+    return ids[owned] // fabric.world, RowState(*(content[name][owned] for name in RowState._fields))
 
 
 def settings_json(preset: str, cfg: Config) -> bytes:
@@ -3767,7 +3760,7 @@ def settings_json(preset: str, cfg: Config) -> bytes:
 
 
 def save(folder: Path, run_id: str, preset: str, cfg: Config, executor: Executor, values: Values,
-         vocabulary: list[bytes] | None) -> None:
+         vocabulary: list[bytes] | None):
     """Save weights in logical shapes, settings, and the bytes of the tokens. Raises RunError. Collective."""
     files = [("weights.pt", executor.whole_weights(values)), (SETTINGS, settings_json(preset, cfg))]
     if vocabulary is not None:
@@ -3807,7 +3800,7 @@ PLAIN_LINES = 20                         # step lines of a whole run on a consol
 class Clock:
     """Training time in ms. Waits for the device only when it starts and stops."""
 
-    def __init__(self, fabric: Fabric, before: float = 0.0) -> None:
+    def __init__(self, fabric: Fabric, before: float = 0.0):
         self.fabric = fabric
         # ms up to the last stop, and s of the start or None: a pair, which the loader's thread reads whole.
         self.state: tuple[float, float | None] = before, None
@@ -3817,11 +3810,11 @@ class Clock:
         before, since = self.state
         return before if since is None else before + (time.perf_counter() - since) * 1000
 
-    def start(self) -> None:
+    def start(self):
         self.fabric.synchronize()
         self.state = self.ms, time.perf_counter()
 
-    def stop(self) -> None:
+    def stop(self):
         self.fabric.synchronize()
         self.state = self.ms, None
 
@@ -3832,7 +3825,7 @@ class Log:
     content of further files of the run directory; earlier: what `seen` gave to a checkpoint."""
 
     def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, beside: dict[str, bytes],
-                 earlier: dict[str, Any] | None = None) -> None:
+                 earlier: dict[str, Any] | None = None):
         earlier = earlier or dict(tokens=0, done=0, last_good="none", lines={})
         self.run_dir = run_dir
         self.fabric = fabric
@@ -3860,23 +3853,23 @@ class Log:
         lines = {name: (self.run_dir / name).read_text("utf-8") for name in self.files}
         return dict(tokens=self.tokens, done=self.done, last_good=self.last_good, lines=lines)
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def event(self, kind: str, **fields: Any):
         self._write("log.jsonl", (json.dumps(dict(type=kind, **fields)) + "\n").encode())
 
-    def text(self, line: str, console: bool = True) -> None:
+    def text(self, line: str, console: bool = True):
         """Write a line of log.txt, and show it on the console unless that gets only a selection."""
         self._write("log.txt", (line + "\n").encode("utf-8", "replace"))
         if console:
             self.show("")
             self.fabric.say(line)
 
-    def show(self, progress: str) -> None:
+    def show(self, progress: str):
         """Put this in the place of the last line of a terminal, and let whatever follows overwrite it."""
         if self.on_terminal:
             with contextlib.suppress(OSError):
                 print(f"\r\x1b[K{progress}\r", end="", file=sys.stderr, flush=True)
 
-    def _write(self, name: str, data: bytes) -> None:
+    def _write(self, name: str, data: bytes):
         file = self.files.get(name)                                           # of rank 0, until the log is closed
         if file is not None:
             with refused(self.run_dir / name):
@@ -3892,7 +3885,7 @@ class Log:
         self.event("phase", name=name, ms=round(ms, 3), timed=timed)
         self.text(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
-    def step(self, losses: Losses, ms: float) -> None:
+    def step(self, losses: Losses, ms: float):
         """Count one more step. ms is host time: on a GPU the step is launched, not finished."""
         self.done += 1
         self.tokens += losses.tokens * self.fabric.world
@@ -3911,7 +3904,7 @@ class Log:
         self.pending.append((fields, sums, losses.tokens, copied))
         self.flush(keep=self.schedule.cfg.adam_every)
 
-    def flush(self, keep: int = 0) -> None:
+    def flush(self, keep: int = 0):
         """Write the lines of all steps but the last `keep`. Raises RunError on a loss that is not finite."""
         while len(self.pending) > keep:
             fields, sums, tokens, copied = self.pending[0]
@@ -3927,11 +3920,11 @@ class Log:
             self.text(line, console=not self.on_terminal and step % -(-self.total // PLAIN_LINES) == 0)
             self.show(f"{line} train_loss:{loss:.3f}")
 
-    def check(self, loss: float, what: str) -> None:
+    def check(self, loss: float, what: str):
         need(math.isfinite(loss), what, loss, f"a finite number (last good validation: {self.last_good})", "lower "
              "--adam_lr and --normuon_lr; --dtype=float32 --head=plain shows if it is an overflow", RunError)
 
-    def validation(self, loss: float, ms: float, data: ValidationSet) -> None:
+    def validation(self, loss: float, ms: float, data: ValidationSet):
         """Write the loss after the steps done so far. Raises RunError if it is not finite."""
         self.flush()
         self.check(loss, f"validation loss at step {self.done}")
@@ -3940,7 +3933,7 @@ class Log:
         self.text(f"step:{self.done}/{self.total} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
                   f"step_avg:{ms / max(self.done, 1):.2f}ms")
 
-    def aborted(self, cause: str) -> None:
+    def aborted(self, cause: str):
         """Write the last lines of a run that did not finish; no other thread writes after them. Never raises."""
         # The main thread may still be in a step: whatever it writes from here on goes nowhere.
         files, self.files = self.files, {}
@@ -3952,7 +3945,7 @@ class Log:
             with contextlib.suppress(Exception):
                 file.write(last[name].encode("utf-8", "replace"))
 
-    def close(self) -> None:
+    def close(self):
         for file in self.files.values():
             file.close()
         self.files = {}
@@ -3965,7 +3958,7 @@ def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
     return losses
 
 
-def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> None:
+def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log):
     """Run every graph the race will need, the largest stage first, on tokens from a formula; then restore the state."""
     # Enough tokens for whatever a cycle of a stage reads. A rank that compiles keeps the others waiting for minutes.
     restore = executor.snapshot()
@@ -4209,7 +4202,7 @@ def refusal_of(name: str, cfg: Config, fabric: Fabric) -> str:
     return ""
 
 
-def check_attention(kernel: Callable, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+def check_attention(kernel: Callable, device: torch.device, dtype: torch.dtype, head_dim: int):
     """Raise RuntimeError unless outputs and gradients agree with the reference to the dtype's rounding."""
     generator = torch.Generator(device).manual_seed(0)
     bounds = torch.tensor(CHECKED_BOUNDS, device=device, dtype=torch.int32)
@@ -4277,7 +4270,7 @@ def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, attent
         table_bytes=sum(table.rows for table in tables) * cfg.model_dim * getattr(torch, cfg.dtype).itemsize)
 
 
-def write_header(log: Log, facts: dict[str, Any], resumed: dict[str, Any]) -> None:
+def write_header(log: Log, facts: dict[str, Any], resumed: dict[str, Any]):
     """Write the first lines of a run. resumed: of a run that goes on, the step, the checkpoint and what differs."""
     log.event("resumed" if resumed else "header", **facts, **resumed)
     changed = ", ".join(f"{name}={text}" for name, text in facts["changed"].items())
@@ -4315,7 +4308,7 @@ def open_data(given: Config, fabric: Fabric, source: bytes) -> tuple[Config, lis
     return cfg, train_shards, val_shards, decisive_settings(given) | content
 
 
-def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric) -> None:
+def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric):
     """Refuse now what would end a run after hours: names that are taken, disks, no compiler. Raises TrainerError."""
     with fabric.failing_together():
         compiles = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
@@ -4354,7 +4347,7 @@ def check_resumed(cfg: Config, content: dict[str, Any], facts: dict[str, str], e
     return {name: (before.get(name), facts.get(name)) for name in before | facts if before.get(name) != facts.get(name)}
 
 
-def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], executor: Executor, values: Values) -> None:
+def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], executor: Executor, values: Values):
     """Write what the run needs to go on before the step of these values, and keep the last two. Collective.
     A checkpoint that cannot be written ends nothing: the next may be."""
     fabric = executor.fabric
@@ -4425,7 +4418,7 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
     return result
 
 
-def report(cfg: Config, executor: Executor, validation: ValidationSet, values: Values, results: list[dict]) -> None:
+def report(cfg: Config, executor: Executor, validation: ValidationSet, values: Values, results: list[dict]):
     """Print a sample, several runs together, and one JSON object as the last line on stdout. Raises RunError."""
     lines = []
     if cfg.sample_tokens:
@@ -4457,7 +4450,7 @@ def make_profile(cfg: Config, first: int, end_step: float) -> Any:
     return torch.profiler.profile(schedule=traced)
 
 
-def end_profile(profile: Any, log: Log) -> None:
+def end_profile(profile: Any, log: Log):
     """Write the trace of this rank into the run directory of rank 0, and a table of the dearest operations."""
     folder = log.fabric.gather(str(log.run_dir))[0]
     trace = Path(folder) / f"trace_rank{log.fabric.rank}.json.gz"
@@ -4466,7 +4459,7 @@ def end_profile(profile: Any, log: Log) -> None:
     log.text(profile.key_averages().table(f"self_{log.fabric.device.type}_time_total", 12, max_name_column_width=60))
 
 
-def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: bytes) -> None:
+def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: bytes):
     """Set up and warm up once, then train once or several times: the whole run in the order in which it happens."""
     # What would end the run after hours of work is looked at first, before data are read and anything is written.
     began = time.perf_counter()
@@ -4543,7 +4536,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
         if first:
             loader.skip(map(schedule.at, range(first)))
 
-        def before_step(step: int) -> None:
+        def before_step(step: int):
             if cfg.checkpoint_every and step > first and step % schedule.cycle == 0 \
                     and step % cfg.checkpoint_every < schedule.cycle:
                 clock.stop()
@@ -4602,7 +4595,7 @@ def read_prompt(text: str, vocab_size: int, pieces: list[bytes] | None) -> tuple
                         "leave it out, use other words, or install tiktoken") from None
 
 
-def sample_saved(flags: Config) -> None:
+def sample_saved(flags: Config):
     """Do --sample=DIR "prompt": print text that goes on from the prompt, on any device. Raises TrainerError."""
     # Settings come first: they say what the tensors have to be.
     folder = Path(flags.sample)
@@ -4696,7 +4689,7 @@ class Ending:
     """The one end of this process, by an error or a signal, and bounded in time.
     A signal wakes a thread, which ends the process whatever the main thread waits for in C."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.log: Log | None = None                                           # of the run that is going on
         self.begun = threading.Lock()                                         # taken by whoever ends the process
         self.bell, self.listener = socket.socketpair()
@@ -4708,7 +4701,7 @@ class Ending:
                 signal.signal(number, lambda *_: None)                        # the thread reads its number
         threading.Thread(target=lambda: self.end(Signalled(self.listener.recv(1)[0])), daemon=True).start()
 
-    def end(self, error: BaseException) -> None:
+    def end(self, error: BaseException):
         """Say why the run ended, once over all ranks, close its log, and end the process. Does not return."""
         self.begun.acquire()                                                  # the second waits here for the end
         status, cause = describe(error)
@@ -4726,7 +4719,7 @@ class Ending:
         os._exit(status)
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]):
     """Do what the flags say. Exits with 0: done, 1: the run failed, 2: bad settings or data, 128 + n: by signal n."""
     ending = Ending()
     try:
