@@ -729,11 +729,6 @@ class Schedule:
         every = self.cfg.adam_every
         return step // every * every + every - 1
 
-    def planned_counts(self) -> list[int]:
-        """Count the steps of the plan in each stage, up to max_steps."""
-        last = min(self.cfg.max_steps or self.total_steps, self.total_steps)
-        return np.diff(np.minimum((0, *self.ends), last)).tolist()
-
     def stage_at(self, place: float) -> int:
         """Return the stage of a place; the final validation belongs to the last."""
         return min(bisect.bisect_right(self.ends, place), len(self.ends) - 1)
@@ -778,20 +773,12 @@ class Schedule:
         position = (place - self.starts[k]) / max(1, self.ends[k] - self.starts[k])
         mtp_weights = [first + (last - first) * position for first, last in zip(stage.mtp_start, stage.mtp_end)]
         return Values(
-            step=step,
-            stage=k,
-            slot_tokens=stage.batch_tokens // cfg.num_slots,
-            short_window=stage.short_window * cfg.window_block,
-            long_window=long_window * cfg.window_block,
-            mtp_weights=tuple(mtp_weights),
-            rotary=self.rotary[k],
-            normuon_lr=cfg.normuon_lr * factor,
-            adam_lr=cfg.adam_lr * factor,
-            momentum=self.momentum_at(place),
-            adam_step=step % cfg.adam_every == cfg.adam_every - 1,
-            tied=step <= self.untie_step,
-            untie=step == self.untie_step,
-            validate=cfg.val_every > 0 and step % cfg.val_every == 0)
+            step=step, stage=k, slot_tokens=stage.batch_tokens // cfg.num_slots,
+            short_window=stage.short_window * cfg.window_block, long_window=long_window * cfg.window_block,
+            mtp_weights=tuple(mtp_weights), rotary=self.rotary[k], momentum=self.momentum_at(place),
+            normuon_lr=cfg.normuon_lr * factor, adam_lr=cfg.adam_lr * factor,
+            adam_step=step % cfg.adam_every == cfg.adam_every - 1, tied=step <= self.untie_step,
+            untie=step == self.untie_step, validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
     def warm_up_steps(self) -> list[int]:
         """Return the steps of whole run cycles around the start of every stage, in which every graph occurs."""
@@ -826,6 +813,10 @@ class ShardHeader(NamedTuple):
     tokens: int
     vocab_size: int
     document_start: int
+
+    @property
+    def vocabulary(self) -> tuple[int, int]:
+        return self.vocab_size, self.document_start
 
 
 class Shard:
@@ -922,7 +913,7 @@ def load_shard(header: ShardHeader) -> Shard:
     """Read a shard, or make the tokens of its formula, and look at every token. Raises DataError."""
     name = header.name
     if name.startswith(FORMULA):
-        tokens = formula_tokens(int(name.rpartition("#")[2]), *header[1:])
+        tokens = formula_tokens(int(name.rpartition("#")[2]), header.tokens, *header.vocabulary)
     else:
         tokens = np.fromfile(name, "<u2", header.tokens, offset=HEADER_BYTES)
     shard = Shard(tokens, header.document_start)
@@ -949,19 +940,14 @@ def scan_shards(headers: Sequence[ShardHeader]) -> str:
     return digest.hexdigest()
 
 
-def shared_shards(train: Sequence[ShardHeader], val: Sequence[ShardHeader]) -> list[str]:
-    """Return the names of training shards that are validated with, too, links followed."""
-    validated = [os.path.realpath(header.name) for header in val]
-    return [header.name for header in train if os.path.realpath(header.name) in validated]
-
-
 def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Config:
     """Fill in the sizes that the shard headers decide. Raises DataError or ConfigError if they are contradicted."""
     first = train[0]
     for other in train + val:
-        need(other[2:] == first[2:], "shards of different vocabularies", f"{other[2:]} in {other.name}",
-             f"{first[2:]} (size, document start) as in {first.name}", "give one data set only", DataError)
-    vocab_size, document_start = first[2:]
+        need(other.vocabulary == first.vocabulary, "shards of different vocabularies",
+             f"{other.vocabulary} in {other.name}", f"{first.vocabulary} (size, document start) as in {first.name}",
+             "give one data set only", DataError)
+    vocab_size, document_start = first.vocabulary
     for name, stored in (("vocab_size", vocab_size), ("document_start", document_start)):
         given = getattr(cfg, name)
         need(given in (getattr(Config, name), stored), f"--{name}", given, f"{stored}, header of {first.name}",
@@ -974,10 +960,11 @@ def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Co
                    bigram_rows=bigram_rows)
 
 
-def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader]):
-    """Raise DataError before anything is built if the shards cannot last for the plan."""
+def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader], val: list[ShardHeader]):
+    """Raise DataError before anything is built if the shards cannot last for the plan, or hold too few whole blocks."""
     # A lower bound: packing drops ends of documents and of shards. With --time_budget nobody knows the steps yet.
-    counts = schedule.planned_counts()
+    last = min(cfg.max_steps or schedule.total_steps, schedule.total_steps)
+    counts = np.diff(np.minimum((0, *schedule.ends), last)).tolist()          # steps of each stage
     blocks = [stage.batch_tokens + cfg.num_slots for stage in cfg.stages]     # a slot has one more, its last target
     needed = sum(count * tokens for count, tokens in zip(counts, blocks))
     have = cfg.epochs * sum(header.tokens for header in train)
@@ -991,10 +978,6 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader])
     largest_shard = max(header.tokens for header in train)
     need(largest_block <= largest_shard, "training shards are too small", f"at most {largest_shard} tokens",
          f"{largest_block} for a step's batch", "larger shards, or smaller batches in --stages", DataError)
-
-
-def check_enough_validation(cfg: Config, val: list[ShardHeader]):
-    """Raise DataError if the shards hold fewer whole blocks than val_tokens asks for."""
     tokens = sum(whole_blocks(header.tokens, cfg.val_batch_tokens) for header in val)
     need(tokens >= cfg.val_tokens, "too few validation tokens", f"{tokens} in blocks of {cfg.val_files!r}",
          cfg.val_tokens, f"more shards, or --val_tokens={tokens} with a --val_batch_tokens that divides it", DataError)
@@ -1498,7 +1481,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class AttentionSpan:
     """How far attention looks. A graph is compiled anew for each value of a field that it reads, but takes `numbers`,
     the same three in a tensor (3,) f64 on the CPU, as an input."""
-
     max_len: int                         # upper bound of a document's length, in positions
     window: int                          # keys before its own that a query sees at most
     scale: float                         # of the softmax
@@ -3279,7 +3261,6 @@ RECOMPILE_LIMIT = 64                     # graphs of one function: each set of s
 
 class Losses(NamedTuple):
     """Unscaled loss of one forward_backward on this rank; on the device, nothing waited for."""
-
     slot_sums: Tensor                    # (b,) f32 or f64: sum over the slot's positions
     tokens: int
 
@@ -4231,14 +4212,6 @@ def hardware(fabric: Fabric) -> str:
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 
-def peak_memory_mib(fabric: Fabric) -> dict[str, int]:
-    """Return the peak of this process: on its GPU since the run began, or on the CPU in all."""
-    if fabric.on_cuda:
-        return dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
-    unit = 20 if sys.platform == "darwin" else 10                             # there bytes, elsewhere KiB
-    return dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> unit)
-
-
 def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, attention: str,
              decisive: dict[str, str]) -> dict[str, Any]:
     """Return what a header says: settings, versions, hardware, sizes. given: as flags and preset say; cfg: resolved."""
@@ -4299,9 +4272,10 @@ def open_data(given: Config, fabric: Fabric, source: bytes) -> tuple[Config, lis
                    source_sha256=hashlib.sha256(source).hexdigest())
     fabric.check_agreement({f"--{name}": flag_text(value) for name, value in vars(given).items()} | content)
     cfg = resolve(given, train_shards, val_shards)
-    check_enough_data(cfg, Schedule(cfg), train_shards)
-    check_enough_validation(cfg, val_shards)
-    shared = shared_shards(train_shards, val_shards)
+    check_enough_data(cfg, Schedule(cfg), train_shards, val_shards)
+    # Links are followed: it is the same text under any name.
+    validated = {os.path.realpath(header.name) for header in val_shards}
+    shared = [header.name for header in train_shards if os.path.realpath(header.name) in validated]
     if shared:
         fabric.say(f"trained on and validated with: {shared[0]}, {len(shared)} such shards in all; "
                    "the validation losses say nothing about other text")
@@ -4387,7 +4361,11 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
            recompiled: int) -> dict[str, Any]:
     """Write the closing lines of a run's log. Returns its result, which has yet to be logged. Collective."""
     fabric = log.fabric
-    peak = peak_memory_mib(fabric)
+    if fabric.on_cuda:                                                        # since the race began
+        peak = dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
+    else:                                                                     # of the process; KiB, on macOS bytes
+        unit = 20 if sys.platform == "darwin" else 10
+        peak = dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> unit)
     result = dict(val_loss=loss, train_time_ms=round(ms, 3), steps=log.done, tokens=log.tokens, peak_memory_mib=peak,
                   run_dir=str(log.run_dir), **validation.text_losses(loss))
     if validation.bytes_per_token:
