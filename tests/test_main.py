@@ -339,7 +339,7 @@ def test_data_that_end_in_the_race_end_the_run(tmp_path):
     done = run(tmp_path / "run", "--train_files=formula:512:511:4200:1", f"--save={tmp_path}/run/saved")
     assert done.status == 2 and done.err.startswith("DataEnded: training data ended")
     check_message(done, "--max_steps", "--epochs=0")
-    steps = int(re.search(r"at most (\d+) steps", done.err)[1])
+    steps = int(re.search(r"--max_steps=(\d+)", done.err)[1])
     assert run(tmp_path / "run2", "--train_files=formula:512:511:4200:1", f"--max_steps={steps}").status == 0
     result = done.events[-1]
     assert result["steps"] == steps - steps % 2 == done.of("val")[-1]["step"], "known when the next cycle is taken"
