@@ -104,7 +104,6 @@ class RunError(TrainerError):
 
 
 def need(ok: object, what: str, found: object, expected: object, do: str, kind: type = ConfigError):
-    """Raise an error of that kind unless ok."""
     if not ok:
         raise kind(what, found, expected, do)
 
@@ -192,7 +191,6 @@ SLOT_UNIT = FP8_UNIT                     # tokens: a slot is a multiple of it, o
 
 def knob(group: str, default: Any, unit: str, about: str, choices: tuple = (), least: float = 0,
          most: float = 2**31 - 1) -> Any:
-    """Declare a field of Config: a flag with its bounds, or with the values that it may have."""
     return field(default=default, metadata=dict(
         group=group, unit=unit, about=about, choices=choices, least=least, most=most))
 
@@ -342,7 +340,6 @@ def row_text(row: Stage | NgramTable) -> str:
 
 
 def flag_text(value: Any) -> str:
-    """Write a field's value as it stands after its flag."""
     return ";".join(map(row_text, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -569,7 +566,6 @@ class Fabric:
             torch.cuda.synchronize(self.device)
 
     def set_timeout(self, seconds: float):
-        """Set the longest wait of the group of all ranks, and of the group of plans."""
         if self.world > 1:
             for group in (None, self.plan_group):
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
@@ -691,7 +687,6 @@ class Schedule:
         self.cycle = max([cfg.adam_every, *(table.cadence for table in cfg.tables)])
         self.places = list(places)
         self.total_steps = cfg.num_scheduled_steps + cfg.num_extension_steps  # of the plan
-
         # All stages but the last share the scheduled steps evenly.
         scheduled = len(cfg.stages) - 1
         ends = [round(cfg.num_scheduled_steps * (k + 1) / scheduled) for k in range(scheduled)]
@@ -730,7 +725,6 @@ class Schedule:
         return step // every * every + every - 1
 
     def stage_at(self, place: float) -> int:
-        """Return the stage of a place; the final validation belongs to the last."""
         return min(bisect.bisect_right(self.ends, place), len(self.ends) - 1)
 
     def lr_factor_at(self, place: float) -> float:
@@ -853,7 +847,6 @@ def find_shards(pattern: str) -> list[ShardHeader]:
              "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS", "for example formula:512:511:40000:2", DataError)
         vocab, start, tokens, shards = map(int, pattern.removeprefix(FORMULA).split(":"))
         return [ShardHeader(f"{pattern}#{seed}", tokens, vocab, start) for seed in range(shards)]
-
     # Brackets in the name of a folder mean themselves; what matches nothing may still be the name of a file. Whatever
     # matches has to be a shard: silently skipping a broken link would train on less data.
     folder, name = os.path.split(pattern)
@@ -972,7 +965,6 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader],
          f"{have} in {len(train)} shards of {cfg.train_files!r}", f"{needed} for {sum(counts)} steps",
          "fetch more shards (FineWeb: python data/cached_fineweb10B.py N), take fewer steps "
          "(--num_scheduled_steps), or cycle with --epochs=0", DataError)
-
     # A block never crosses a border of shards.
     largest_block = max(tokens for count, tokens in zip(counts, blocks) if count > 0)
     largest_shard = max(header.tokens for header in train)
@@ -1006,7 +998,6 @@ def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int, m
 
 
 def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray) -> Slot:
-    """Join the pieces from starts to ends of a shard's tokens."""
     pieces = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
     cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
     cu_seqlens[-1] -= 1                                                       # the last token is a target only
@@ -1167,7 +1158,6 @@ class Batch(NamedTuple):
     signs: dict[str, Tensor] = {}        # by table that has signs, (b, T) i32: which vector of signs
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """Return the batch with change(tensor) for each tensor."""
         step, plans, tokens, targets, cu_seqlens, rows, signs = self
         rows = {label: change(x) for label, x in rows.items()}
         signs = {label: change(x) for label, x in signs.items()}
@@ -1280,7 +1270,6 @@ class Loader:
         self.planner = Planner(cfg, fabric, exchange)
         self.worker = ThreadPoolExecutor(1, "loader", initializer=fabric.enter_thread)
         self.reader = ThreadPoolExecutor(1, "shard-reader")
-
         passes = range(cfg.epochs) if cfg.epochs else itertools.count()
         self.shards = (self.reader.submit(load_shard, header) for _ in passes for header in headers)
         self.upcoming: Future | None = None          # the shard after the one in use
@@ -1291,7 +1280,6 @@ class Loader:
         self.plans_in_use: dict[str, TablePlan] = {}
 
     def skip(self, steps: Iterable[Values]):
-        """Pass over what the steps of an earlier run have read."""
         for values in steps:
             self._block(values)
 
@@ -2519,7 +2507,6 @@ class RowTable:
         self.clear()
 
     def updated(self):
-        """Put the rows that an update has changed back into their home."""
         plan, = self.pending
         self.home.put(plan.update, self.live)
 
@@ -2654,11 +2641,9 @@ class DeviceHome:
         return self.stored.at(update.places.to(self.device, non_blocking=True))
 
     def put(self, update: RowUpdate, changed: RowState):
-        """Store the rows that an update has changed."""
         self.stored.put(update.places.to(self.device, non_blocking=True), changed)
 
     def read(self, places: Tensor) -> Tensor:
-        """Return rows on the device, to be read only."""
         return self.stored.rows.index_select(0, places.to(self.device, non_blocking=True))
 
     settle = staticmethod(no_wait)       # waits until everything that was put is stored
@@ -2731,8 +2716,7 @@ class HostHome(DeviceHome):
         return update
 
     def _start_prefetch(self):
-        """Let the fresh rows of the first prepared update come up; the update before it is taken."""
-        update = self.prepared[0]
+        update = self.prepared[0]                             # the one before it is taken
         self.prefetch = self.mover.submit(self._bring_up, update.places[update.fresh])
 
     def take(self, update: RowUpdate) -> RowState:
@@ -2779,7 +2763,6 @@ class HostHome(DeviceHome):
             self.writeback = None
 
     def _staging(self, count: int) -> RowState:
-        """Allocate rows in pinned host memory, through which copies to and from a GPU go."""
         return RowState(*(torch.empty(count, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.stored))
 
     def _bring_up(self, places: Tensor) -> tuple[RowState, Any]:
@@ -3242,7 +3225,6 @@ class Optimizer:
         W, rank = self.fabric.world, self.fabric.rank
         head = self.entries["lm_head"]
         weight = self.model.lm_head                                           # (D, V)
-
         # The head's moments are owned along D and the embedding's along V: once in a run every rank gets them all.
         for name, moment in self.state["embed"].items():
             whole = moment.new_zeros(W * head.shard_size, weight.shape[1])
@@ -3305,7 +3287,6 @@ class Executor:
             self.optimizer = Optimizer(cfg, fabric, self.model, self.compiled, self.tables, accumulates)
 
     def compiled(self, call: Callable) -> Callable:
-        """Return the call as a compiled graph, or as it is where nothing is compiled."""
         return torch.compile(call, dynamic=False, fullgraph=True) if self.compiling else call
 
     def shard(self, label: str, whole: Tensor) -> Tensor:
@@ -3446,7 +3427,6 @@ class Executor:
         return restore
 
     def set_seed(self, seed: int):
-        """Begin another run in this process: its initial values, and the bits of its stochastic rounding."""
         self.model.set_initial_values(seed, self.shard)
         self.optimizer.seed = seed
 
@@ -3875,7 +3855,6 @@ class Log:
             place = self.schedule.place(self.done - 1)
             fields["place"] = place
             self.total = round(self.schedule.total_steps * self.done / max(place, 1))
-
         # On a GPU the copy comes after the step; by the time it is looked at, the device is a cycle further.
         sums = losses.slot_sums
         copied = None
@@ -3895,7 +3874,6 @@ class Log:
             step, ms = fields["step"], fields["train_time_ms"]
             self.check(loss, f"training loss of step {step - 1}")
             self.pending.pop(0)                                               # only now: `aborted` has it otherwise
-
             self.event("step", **fields, train_loss=loss)
             line = f"step:{step}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
             self.text(line, console=not self.on_terminal and step % -(-self.total // PLAIN_LINES) == 0)
@@ -4561,7 +4539,6 @@ def read_prompt(text: str, vocab_size: int, pieces: list[bytes] | None) -> tuple
             encoding = importlib.import_module("tiktoken").get_encoding("gpt2")
             pieces = [encoding.decode_single_token_bytes(token) for token in range(GPT2_DOCUMENT_START)] + [b""]
             return pieces, encoding.encode_ordinary(text)
-
         # Split as data/pocket.py splits its text: known pieces, and single bytes for the rest.
         ids = {piece: token for token, piece in enumerate(pieces or ()) if piece}
         words = POCKET_PIECE.findall(text.encode("utf-8", "surrogateescape"))
