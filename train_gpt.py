@@ -223,9 +223,9 @@ class Config:
     document_start: int = _data(-1, "id", "first token of every document; -1: from the header", least=-1)
     bigram_rows: int = _data(0, "rows", "hash table of token pairs; 0: 5 x padded_vocab; the last row: no pair")
     # Number and features of the layers are no flags: they are recipe A's, in LAYERS.
-    model_dim: int = _model(768, "features", "width D = num_heads x head_dim", least=GATE_INPUTS)
-    num_heads: int = _model(6, "heads", "an even number: paired layers join heads j and j + H/2", least=2)
-    head_dim: int = _model(128, "features", "a multiple of 4; half of it rotates", least=8)
+    model_dim: int = _model(768, "features", "width D = num_heads x head_dim", (), GATE_INPUTS, 2**16)
+    num_heads: int = _model(6, "heads", "an even number: paired layers join heads j and j + H/2", (), 2, 2**12)
+    head_dim: int = _model(128, "features", "a multiple of 4; half of it rotates", (), 8, 2**14)
     attn_scale: float = _model(0.1, "1", "softmax scale before YaRN; queries and keys are normalised")
     tables: tuple = _model((), "table", TABLE_ROW)
     dtype: str = _model("bfloat16", "type", "weights and activations", ("bfloat16", "float32", "float64"))
@@ -261,7 +261,7 @@ class Config:
     slots_per_micro_batch: int = _run(0, "slots", "side by side in the model; 0: all that the device's memory fits")
     val_every: int = _run(250, "steps", "between validations; 0: only the final one")
     max_steps: int = _run(0, "steps", "stop early, then validate; 0: the whole schedule")
-    runs: int = _run(1, "runs", "in one process after one warm-up, with seeds seed, seed + 1, ...", least=1)
+    runs: int = _run(1, "runs", "in one process after one warm-up, with seeds seed, seed + 1, ...", (), 1, 10**4)
     target_loss: float = _run(3.28, "nats", "against which several runs are tested; 0: none")
     run_dir: str = _run("", "folder", "of the logs; empty: logs/<run id>")
     checkpoint_every: int = _run(0, "steps", "between checkpoints, at even steps; the last two are kept; 0: none")
@@ -384,10 +384,12 @@ def read_settings(folder: Path) -> tuple[str, dict[str, str]]:
     """Return the preset and {field: text of its flag} that a run directory or a save has kept. Raises DataError."""
     path = folder / SETTINGS
     try:
+        need(path.is_file() or not path.exists(), str(path), "no regular file", "settings of a run or of a save",
+             "name the folder of one", DataError)
         settings = json.loads(path.read_bytes())
         preset, flags = settings["preset"], settings["flags"]
         make_config(preset, flags)                    # another trainer may have had other flags
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(str(path), f"{type(error).__name__}: {error}", "preset and flags of this trainer", "name the "
                         "folder of a run or of a save; one of an older trainer needs that trainer, the train_gpt.py in "
                         "the run directory") from None
@@ -482,16 +484,23 @@ def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
 
 
 def check_layers(layers: Sequence[Layer]):
-    """Raise ConfigError for a layer table that would train another model than it seems to say."""
-    # Only what is wrong in silence: a window or a stream that is not there ends the first step anyway.
+    """Raise ConfigError for a layer table that cannot work, or that would train another model than it seems to say."""
+    kept = [""]                          # by the layers above; nothing can always be added
     for depth, layer in enumerate(layers):
         useful = layer.value is None or layer.attention != "none"
-        right = useful and (not layer.key_shift or layer.attention == "plain")
-        need(right, f"LAYERS, layer {depth}", layer, "key_shift in a plain layer, a value table in one with attention",
-             "see the columns of Layer")
-    for column in ("value", "keep_as"):
-        taken = [getattr(layer, column) for layer in layers if getattr(layer, column) not in (None, "")]
-        need(len(taken) == len(set(taken)), f"LAYERS, column {column}", taken, "each once", "give it to one layer")
+        need_all({
+            "attention `plain`, `paired` or `none`, window `short` or `long`":
+                layer.attention in ("plain", "paired", "none") and layer.window in ("short", "long"),
+            "key_shift in a plain layer, a value table in one with attention":
+                useful and (not layer.key_shift or layer.attention == "plain"),
+            f"to add a stream that a layer above keeps, {kept}": layer.add in kept,
+        }, f"LAYERS, layer {depth}", layer, "see the columns of Layer")
+        kept += [layer.keep_as] * bool(layer.keep_as)
+
+    values = sorted(layer.value for layer in layers if layer.value is not None)
+    need(BACKOUT in kept and len(kept) == len(set(kept)) and values == list(range(len(values))), "LAYERS",
+         f"streams kept {kept}, value tables {values}", f"each stream once, with {BACKOUT!r}, and value tables "
+         "0, 1, ... once each", "see the columns of Layer")
 
 
 def check_rows(cfg: Config):
@@ -504,6 +513,8 @@ def check_rows(cfg: Config):
                 stage.batch_tokens > 0 and stage.batch_tokens % unit == 0,
             "1 <= short < long window": 1 <= stage.short_window < stage.long_window,
             "as many token weights at the end as at the start": len(stage.mtp_start) == len(stage.mtp_end),
+            "a rate and token weights from 0 to 1,000":
+                all(0 <= x <= 1000 for x in (stage.lr_mul, *stage.mtp_start, *stage.mtp_end)),
         }, "--stages", stage, f"change that row; the table is {STAGE_ROW}")
 
     # A label names a parameter, an attribute of the model and files of a checkpoint.
@@ -520,6 +531,8 @@ def check_rows(cfg: Config):
                 columns in itertools.product((0, 1), ("device", "host"), ("nearest", "stochastic")),
             f"a cadence of 1, 2 or 4 steps, a multiple of adam_every={cfg.adam_every}":
                 table.cadence in (1, 2, 4) and table.cadence % cfg.adam_every == 0,
+            "lr and wd from 0 to 10^6, beta2 from 0 to 1":
+                0 <= table.lr_mul <= 10**6 and 0 <= table.wd_mul <= 10**6 and 0 <= table.beta2 <= 1,
         }, "--tables", table, f"change that row; the table is {TABLE_ROW}")
 
 
@@ -679,7 +692,6 @@ class Schedule:
     """Pure functions of the step, recipe 4. `at(end_step)` is the final validation, with the widest window.
     Each step has a place in the plan that the settings make: the step itself, or with --time_budget what the clock said
     when its run cycle was prepared. Stages and rates go by the place, Adam and validation by the step."""
-
     def __init__(self, cfg: Config, places: Sequence[float] = ()):
         # places: of the first step of each run cycle so far, ascending, with --time_budget; the race appends to it.
         self.cfg = cfg
@@ -815,7 +827,6 @@ class ShardHeader(NamedTuple):
 
 class Shard:
     """Tokens of one shard in memory, (tokens,) u16, and where its documents start."""
-
     def __init__(self, tokens: np.ndarray, document_start: int):
         self.tokens = tokens
         self.doc_starts = np.flatnonzero(tokens == document_start)
@@ -843,7 +854,7 @@ def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int) 
 def find_shards(pattern: str) -> list[ShardHeader]:
     """Return the headers of all shards of a pattern in name order, checked. Raises DataError."""
     if pattern.startswith(FORMULA):
-        need(re.fullmatch(FORMULA + r"\d+:\d+:\d+:\d+", pattern), "formula", pattern,
+        need(re.fullmatch(FORMULA + r"\d{1,5}:\d{1,5}:\d{1,9}:[1-9]\d{0,4}", pattern), "formula", pattern,
              "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS", "for example formula:512:511:40000:2", DataError)
         vocab, start, tokens, shards = map(int, pattern.removeprefix(FORMULA).split(":"))
         return [ShardHeader(f"{pattern}#{seed}", tokens, vocab, start) for seed in range(shards)]
@@ -865,7 +876,7 @@ def read_header(path: Path) -> ShardHeader:
     words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
     words.resize(HEADER_BYTES // 4)                                           # zeros if the file is shorter
     magic, version, count, vocab, start = words[:5].tolist()
-    need([magic, version] == [SHARD_MAGIC, SHARD_VERSION] and HEADER_BYTES + TOKEN_BYTES * count == size,
+    need([magic, version] == [SHARD_MAGIC, SHARD_VERSION] and count >= 0 and HEADER_BYTES + TOKEN_BYTES * count == size,
          f"{path} as a shard", f"{size} bytes that begin with {magic}, {version}, {count}",
          f"a header of {HEADER_BYTES} bytes that begins with {SHARD_MAGIC}, {SHARD_VERSION} and the number of tokens, "
          f"then {TOKEN_BYTES} bytes for each", "the file is cut, still being written, or none (data/README.md has the "
@@ -887,7 +898,7 @@ def read_manifest(folder: Path) -> dict[str, str]:
         if manifest["format"] not in MANIFEST_FORMATS:
             raise ValueError(f"format {manifest['format']}")
         return {name: facts["sha256"] for name, facts in manifest["files"].items()}
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(f"{path} as a manifest", f"{type(error).__name__}: {error}", "format 1 or 2, as data/README.md "
                         "has it", "write the folder again, or remove this file if those beside it are sound") from None
 
@@ -941,6 +952,8 @@ def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Co
              f"{other.vocabulary} in {other.name}", f"{first.vocabulary} (size, document start) as in {first.name}",
              "give one data set only", DataError)
     vocab_size, document_start = first.vocabulary
+    need(0 <= document_start < vocab_size <= 2**16, f"{first.name}: vocabulary", f"{first.vocabulary} (size, document "
+         "start)", "document start < size <= 65536, for tokens are u16", "write the shards again", DataError)
     for name, stored in (("vocab_size", vocab_size), ("document_start", document_start)):
         given = getattr(cfg, name)
         need(given in (getattr(Config, name), stored), f"--{name}", given, f"{stored}, header of {first.name}",
@@ -963,8 +976,8 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader],
     have = cfg.epochs * sum(header.tokens for header in train)
     need(cfg.epochs == 0 or cfg.time_budget or needed <= have, "too few training tokens",
          f"{have} in {len(train)} shards of {cfg.train_files!r}", f"{needed} for {sum(counts)} steps",
-         "fetch more shards (FineWeb: python data/cached_fineweb10B.py N), take fewer steps "
-         "(--num_scheduled_steps), or cycle with --epochs=0", DataError)
+         "more shards (FineWeb: python data/cached_fineweb10B.py N), fewer --num_scheduled_steps, or --epochs=0",
+         DataError)
     # A block never crosses a border of shards.
     largest_block = max(tokens for count, tokens in zip(counts, blocks) if count > 0)
     largest_shard = max(header.tokens for header in train)
@@ -1085,6 +1098,7 @@ class RowUpdate:
     Rows that the update before changes as well are on the device already, and newer there than in a host home."""
     places: Tensor                       # (u,) i64 in the shard, ascending
     inverse: Tensor                      # (requested,) i64: index into `places` of each requested row
+    follows: RowUpdate | None            # the update before; None: there is none
     fresh: Tensor                        # (f,) i64: index into `places` of the rows that the update before has not
     kept: Tensor                         # (u - f,) i64: index into `places` of those that it has,
     kept_from: Tensor                    # (u - f,) i64: and the index of the same rows into its places
@@ -1108,7 +1122,8 @@ def row_update(requested: np.ndarray, before: RowUpdate | None, fabric: Fabric) 
     places_before = np.empty(0, np.int64) if before is None else before.places.numpy()
     _, kept, kept_from = np.intersect1d(places, places_before, assume_unique=True, return_indices=True)
     fresh = np.delete(np.arange(len(places)), kept)
-    return RowUpdate(*map(fabric.host_tensor, (places, inverse, fresh, kept, kept_from)))
+    places, inverse, *lists = map(fabric.host_tensor, (places, inverse, fresh, kept, kept_from))
+    return RowUpdate(places, inverse, before, *lists)
 
 
 @dataclass(eq=False)
@@ -1169,7 +1184,6 @@ class Batch(NamedTuple):
 
 class Planner:
     """Makes the batches of a cycle and their row plans. Pure, but for the exchange with other ranks."""
-
     def __init__(self, cfg: Config, fabric: Fabric, exchange: Callable | None = None):
         # exchange(plans) puts in what other ranks request of this one; None: they request nothing.
         self.cfg = cfg
@@ -1258,7 +1272,6 @@ class DataEnded(DataError):
 class Loader:
     """Batches of the run's cycles, made on a background thread exactly one cycle ahead; the same stream at every W.
     Taking a cycle starts the work on the next, so what a batch holds never depends on timing."""
-
     def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], cycles: Iterable[list[Values]],
                  exchange: Callable | None = None, purpose: str = "train"):
         """cycles: the Values of each cycle's steps, asked for on the background thread; exchange: see Planner."""
@@ -1342,16 +1355,17 @@ class Loader:
             self.shard = bounded(upcoming, self.cfg, "reading a shard")
             self.doc = 0
             self.upcoming = next(self.shards, None)
+        do = f"more or larger shards, --max_steps={values.step} or fewer, or --epochs=0 to cycle"
+        if values.step == 0 or self.cfg.epochs == 0:
+            do = "larger shards, or a larger --max_doc_len"
         raise DataEnded("training data ended",
                         f"{len(self.headers)} shards of {self.cfg.train_files!r}: enough for {values.step} steps",
                         f"room for {self.cfg.num_slots} x {values.slot_tokens + 1} tokens in one shard, at most "
-                        f"{self.cfg.max_doc_len} of each document",
-                        f"more or larger shards, --max_steps={values.step} or fewer, or --epochs=0 to cycle")
+                        f"{self.cfg.max_doc_len} of each document", do)
 
 
 class ValidationSet:
     """The validation slots in memory, and what is known of their text."""
-
     def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader],
                  exchange: Callable | None = None, purpose: str = "validation"):
         self.cfg = cfg
@@ -1512,7 +1526,6 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: 
 class Varlen(torch.autograd.Function):
     """torch's varlen attention with window, max length and scale as graph inputs: changing them recompiles nothing.
     Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own."""
-
     @staticmethod
     def forward(ctx, *inputs):
         out, *for_backward = varlen(*inputs)
@@ -1655,7 +1668,6 @@ def flush(delayed: list):
 
 class LinearFunction(torch.autograd.Function):
     """x (scale matrix)^T; scale () or None is learnt too, and the matrix's gradient goes where its part says."""
-
     @staticmethod
     def forward(ctx, x, scale, matrix, part):
         ctx.save_for_backward(x, scale, matrix)
@@ -1778,7 +1790,6 @@ def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
 
 class ReluSqMLP(torch.autograd.Function):
     """max(n up^T, 0)^2 down; the matrices' gradients go where their parts say."""
-
     @staticmethod
     def forward(ctx, n, up_matrix, down_matrix, up, down):
         x = n.flatten(0, -2)
@@ -1915,7 +1926,6 @@ class HeadLoss(torch.autograd.Function):
         sum over k < G with t + k < T of weights[k] * (lse_t - z_t[targets[t + k]]),  z = 23 sigmoid((y w + 5) / 7.5).
     Targets cross documents and stop at the slot's end; all V columns are in the softmax. With precision "fp8" or
     "emulated", y and w are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448."""
-
     @staticmethod
     def forward(ctx, y, w, targets, weights, loss_weight, precision, logits_dtype, part):
         ctx.part = part
@@ -2019,7 +2029,6 @@ add_rows_op = torch.library.custom_op("train_gpt::add_rows", add_rows, mutates_a
 
 class RowLookup(torch.autograd.Function):
     """source[index]. Its gradient adds up in row_grads; autograd gets None, and no dense gradient exists."""
-
     @staticmethod
     def forward(ctx, source, index, row_grads):
         ctx.save_for_backward(index)
@@ -2135,7 +2144,6 @@ def spans_of(short: int, long: int, max_len: int, scale: float) -> AttentionSpan
 
 class GPT(nn.Module):
     """Recipe A, section 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
-
     def __init__(self, cfg: Config, attention: Callable, rotary_len: int, shard_rows: dict[str, int]):
         """rotary_len: the longest slot in tokens. shard_rows: rows that this rank keeps, by label of a table."""
         super().__init__()
@@ -2381,7 +2389,6 @@ class RowTable:
     Cache and row_grads hold the rows of one plan, in the order of its list. The shard of a dense-Adam table is a
     parameter, all of which is updated; that of a row-wise table is in a home, from which an update takes the requested
     rows and where it puts them back."""
-
     def __init__(self, table: Table, cfg: Config, fabric: Fabric, shard: Tensor | None, most_tokens: int,
                  report: Callable):
         """shard (C, D): the parameter; None for a row-wise table. most_tokens: the most that a rank reads in a cycle.
@@ -2601,7 +2608,7 @@ class RowState(NamedTuple):
 
 
 MAP_NORESERVE = 0x4000                   # of Linux on x86 and ARM; Python has the name since 3.13
-PIECE_ROWS = 1 << 14                     # rows of a rank that are copied, or sent to another rank for a file, at a time
+PIECE_ROWS = 1 << 14                     # rows of a rank that are copied, or sent to another rank, at a time
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -2619,7 +2626,6 @@ def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 class DeviceHome:
     """Rows and state of a shard on the device."""
-
     def __init__(self, table: Table, cfg: Config, fabric: Fabric):
         self.fabric = fabric
         self.device = fabric.device
@@ -2686,7 +2692,6 @@ class HostHome(DeviceHome):
     While a cycle runs, rows that only the next cycle requests come up, and rows of the last update go down; those that
     both cycles request stay on the device. One thread does it all in the order of submission, so that no row comes up
     before its last change has come down. Copies of a GPU have a stream of their own."""
-
     def __init__(self, table: Table, cfg: Config, fabric: Fabric):
         super().__init__(table, cfg, fabric)
         # The mover waits for the GPU, and the GPU for other ranks, which may still compile.
@@ -2702,6 +2707,7 @@ class HostHome(DeviceHome):
         super().invalidate()
         with self.lock:
             self.live: RowState | None = None                 # rows of the update that was taken last, on the device
+            self.taken: RowUpdate | None = None               # that update
             self.newest: RowUpdate | None = None              # the update that was prepared last
             self.prepared: list[RowUpdate] = []               # updates to take, in this order
             self.prefetch: Future | None = None               # fresh rows of the first of them
@@ -2720,8 +2726,11 @@ class HostHome(DeviceHome):
         self.prefetch = self.mover.submit(self._bring_up, update.places[update.fresh])
 
     def take(self, update: RowUpdate) -> RowState:
-        assert self.prepared[:1] == [update], "updates are taken in the order in which they were prepared"
-        live, copied = bounded(self.prefetch, self.cfg, "waiting for rows of a table from the host")
+        # After a reset, an update that was prepared before it finds no rows here: all of them come up.
+        with self.lock:
+            expected = self.prepared[:1] == [update] and update.follows is self.taken
+            coming = self.prefetch if expected else self.mover.submit(self._bring_up, update.places)
+        live, copied = bounded(coming, self.cfg, "waiting for rows of a table from the host")
         self.traffic["bytes_up"] += sum(x.nbytes for x in live)
         if copied is not None:                                                # the GPU waits, this thread does not
             computing = torch.cuda.current_stream(self.device)
@@ -2730,7 +2739,7 @@ class HostHome(DeviceHome):
                 x.record_stream(computing)
 
         # Rows that the last update also had are newer here than at home; they join those that came up.
-        if self.live is not None:
+        if expected and self.live is not None:
             fresh = live
             lists = update.fresh, update.kept, update.kept_from
             to_fresh, to_kept, kept_from = (x.to(self.device, non_blocking=True) for x in lists)
@@ -2741,7 +2750,9 @@ class HostHome(DeviceHome):
         # From here on the loader's thread may start what comes next.
         with self.lock:
             self.live = live
-            self.prepared.pop(0)
+            self.taken = update
+            update.follows = None                             # else each update would keep all before it
+            self.prepared = self.prepared[1:] if expected else []
             if self.prepared:
                 self._start_prefetch()
         return live
@@ -2958,7 +2969,6 @@ def launch(fabric: Fabric, collective: Callable, *tensors: Tensor) -> Wait:
 # ---- Entries of the orders: each reduces its gradient, updates what this rank owns, and gathers what others need.
 class Small:
     """All that every rank updates alike, in one sum over ranks."""
-
     def __init__(self, optimizer: Optimizer, rows: Sequence[Parameter]):
         self.optimizer = optimizer
         self.rows = rows
@@ -2993,7 +3003,6 @@ class Sharded:
     """A bank, or the head: rank r updates the r-th of W equal shards of its units, and has their state alone.
     Units are what is sharded: matrices of a bank, rows of the head. Weight and main_grad have room for W whole shards,
     so that collectives work in place; nothing else sees the zeros after the units."""
-
     def __init__(self, optimizer: Optimizer, row: Parameter, accumulates: bool):
         fabric = optimizer.fabric
         weight = optimizer.model.get_parameter(row.label)
@@ -3075,7 +3084,6 @@ class Sharded:
 
 class TableEntry:
     """A table: room 6 brings the gradients of the rows that this rank owns, and rows to their readers."""
-
     def __init__(self, optimizer: Optimizer, row: Parameter, table: RowTable):
         self.optimizer = optimizer
         self.row = row
@@ -3112,7 +3120,6 @@ class TableEntry:
 
 class Optimizer:
     """NorMuon on banks at every step, Adam on the rest every cfg.adam_every steps; gradients are sums over slots."""
-
     def __init__(self, cfg: Config, fabric: Fabric, model: GPT, compiled: Callable, tables: dict[str, RowTable],
                  accumulates: bool = False):
         """compiled(f): f by torch.compile, or f itself. accumulates: this rank takes several micro-batches."""
@@ -3145,8 +3152,7 @@ class Optimizer:
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.entries), "an entry once in each"
 
     def add_zeros(self):
-        """Begin a gradient where there is none, as a pass that wrote zeros: a rank with nothing to add still joins what
-        all ranks reduce."""
+        """Begin a gradient of zeros where there is none: a rank with nothing to add still joins the reductions."""
         for entry in self.sharded:
             if entry.backwards == 0:
                 entry.backwards = 1
@@ -3249,7 +3255,6 @@ class Losses(NamedTuple):
 
 class Executor:
     """Runs slots through the model and updates it. Knows no step numbers beyond `values`, and no logs."""
-
     def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, precision: str | None,
                  slots_at_once: int = 0, report: Callable = no_wait):
         """Build model, tables and optimizer.
@@ -3571,6 +3576,7 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, Coun
 
 # ---- Files: a save and a checkpoint are folders, whole before they have their name. Loading runs no code.
 CHECKPOINTS = "checkpoints"              # folder in the run directory
+FILE_BYTES = 1 << 27                     # of the rows and their state in one file
 UNFINISHED: set[Path] = set()            # folders that this process writes and has not named: its end removes them
 
 
@@ -3686,7 +3692,8 @@ def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[
     for label, table in executor.tables.items():
         if table.home:
             # In pieces, for a table may be larger than the memory that is left.
-            for number, (places, state) in enumerate(table.home.touched(PIECE_ROWS)):
+            most_rows = max(1, FILE_BYTES // sum(x[:1].nbytes for x in table.home.stored))
+            for number, (places, state) in enumerate(table.home.touched(most_rows)):
                 content = dict(ids=places * fabric.world + fabric.rank, rows=state.rows)
                 if with_state:
                     content |= state._asdict()
@@ -3760,7 +3767,6 @@ PLAIN_LINES = 20                         # step lines of a whole run on a consol
 
 class Clock:
     """Training time in ms. Waits for the device only when it starts and stops."""
-
     def __init__(self, fabric: Fabric, before: float = 0.0):
         self.fabric = fabric
         # ms up to the last stop, and s of the start or None: a pair, which the loader's thread reads whole.
@@ -3784,7 +3790,6 @@ class Log:
     """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0.
     Losses are read one Adam cycle late, so that no step waits for the device. Every rank checks its own. beside:
     content of further files of the run directory; earlier: what `seen` gave to a checkpoint."""
-
     def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, beside: dict[str, bytes],
                  earlier: dict[str, Any] | None = None):
         earlier = earlier or dict(tokens=0, done=0, last_good="none", lines={})
@@ -4174,7 +4179,7 @@ def check_attention(kernel: Callable, device: torch.device, dtype: torch.dtype, 
         for attend, given in ((kernel, inputs), (attention_reference, inputs.float())):
             *qkv, grad = (x.clone().requires_grad_() for x in given)
             out = attend(*qkv, per_token * bounds, span)
-            results.append((out, *torch.autograd.grad(out, qkv, grad)))
+            results.append((out.detach(), *torch.autograd.grad(out, qkv, grad)))
         for what, found, exact in zip(("output", "gradient of q", "gradient of k", "gradient of v"), *results):
             error = float((found.float() - exact).abs().max() / exact.abs().max())
             if not error < 8 * torch.finfo(dtype).eps:
@@ -4202,7 +4207,7 @@ def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, attent
     commit = None
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True, timeout=10).stdout.strip() or None
+        commit = subprocess.run(git, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
 
     # All parameters, and those that one token uses: of a table only the rows that it looks up.
     tables = row_tables(cfg)
@@ -4290,9 +4295,8 @@ def check_resumed(cfg: Config, content: dict[str, Any], facts: dict[str, str], e
     Raises DataError if the data differ, ConfigError if that run is past the end of this one."""
     before = content["facts"]
     need(before["data_sha256"] == facts["data_sha256"], f"data to resume {cfg.resume} with",
-         f"shards whose content hashes to {facts['data_sha256'][:16]}...", f"those of the run, which hashed to "
-         f"{before['data_sha256'][:16]}...", "leave --train_files and --val_files out, or name the same shards in "
-         "another place", DataError)
+         f"shards of hash {facts['data_sha256'][:16]}...", f"those of the run, of hash {before['data_sha256'][:16]}...",
+         "leave --train_files and --val_files out, or name the same shards in another place", DataError)
     done = content["log"]["done"]
     need(done <= end_step, f"--max_steps with --resume={cfg.resume}", f"{cfg.max_steps}: the run would end at step "
          f"{end_step}", f"{done} or more: the run is there already", "--max_steps=0, for the whole schedule")
@@ -4394,8 +4398,7 @@ def report(cfg: Config, executor: Executor, validation: ValidationSet, values: V
 
 
 def make_profile(cfg: Config, first: int, end_step: float) -> Any:
-    """Return a profiler for the steps a:b of --profile, or None without the flag. Raises ConfigError.
-    first: the step at which this run begins."""
+    """Return a profiler for the steps of --profile in a run from step `first` on, or None. Raises ConfigError."""
     if not cfg.profile:
         return None
     start, stop = map(int, cfg.profile.split(":"))
@@ -4404,15 +4407,6 @@ def make_profile(cfg: Config, first: int, end_step: float) -> Any:
          f"--profile={first + 1}:{first + 3}")
     traced = torch.profiler.schedule(skip_first=start - first - 1, wait=0, warmup=1, active=stop - start, repeat=1)
     return torch.profiler.profile(schedule=traced)
-
-
-def end_profile(profile: Any, log: Log):
-    """Write the trace of this rank into the run directory of rank 0, and a table of the dearest operations."""
-    folder = log.fabric.gather(str(log.run_dir))[0]
-    trace = Path(folder) / f"trace_rank{log.fabric.rank}.json.gz"
-    with refused(trace):
-        profile.export_chrome_trace(str(trace))
-    log.text(profile.key_averages().table(f"self_{log.fabric.device.type}_time_total", 12, max_name_column_width=60))
 
 
 def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: bytes):
@@ -4496,6 +4490,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
             if cfg.checkpoint_every and step > first and step % schedule.cycle == 0 \
                     and step % cfg.checkpoint_every < schedule.cycle:
                 clock.stop()
+                log.show("")
                 with log.phase("checkpoint"):
                     content = dict(log=log.seen(), train_time_ms=clock.ms, places=schedule.places, facts=decisive)
                     write_checkpoint(log.run_dir, run_id, content, executor, schedule.at(step))
@@ -4513,7 +4508,12 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
         gc.unfreeze()
         loader.close()
         if profile:
-            end_profile(profile, log)
+            # Each rank's trace goes into the run directory of rank 0; a table of the dearest operations into the log.
+            trace = Path(fabric.gather(str(log.run_dir))[0]) / f"trace_rank{fabric.rank}.json.gz"
+            with refused(trace):
+                profile.export_chrome_trace(str(trace))
+            table = profile.key_averages().table(f"self_{fabric.device.type}_time_total", 12, max_name_column_width=60)
+            log.text(table)
 
         # The result is the last line of a log: after it only the sample can fail.
         recompiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
@@ -4643,7 +4643,6 @@ def first_cause(cause: str, signalled: bool) -> tuple[str, bool]:
 class Ending:
     """The one end of this process, by an error or a signal, and bounded in time.
     A signal wakes a thread, which ends the process whatever the main thread waits for in C."""
-
     def __init__(self):
         self.log: Log | None = None                                           # of the run that is going on
         self.begun = threading.Lock()                                         # taken by whoever ends the process
@@ -4666,7 +4665,8 @@ class Ending:
         cause, speaks = first_cause(cause, isinstance(error, Signalled))
         if speaks:
             with contextlib.suppress(Exception):                              # a full pipe that nobody reads, no stderr
-                within(1, functools.partial(print, cause, file=sys.stderr, flush=True))
+                erase = "\r\x1b[K" if self.log and self.log.on_terminal else ""          # the line of progress
+                within(1, functools.partial(print, erase + cause, file=sys.stderr, flush=True))
         if self.log is not None:
             self.log.aborted(cause)
         for part in tuple(UNFINISHED):

@@ -2,6 +2,7 @@
 import io
 import json
 import pickle
+import os
 import re
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
@@ -30,8 +31,12 @@ def test_layer_table_is_that_of_recipe_2_2():
 
 
 BAD_LAYERS = {                               # changes of layers by depth -> what the message must hold
-    "kept twice": ({8: dict(keep_as="skip")}, "column keep_as", "['skip', 'backout', 'skip']", "each once"),
-    "a value table twice": ({10: dict(value=3)}, "column value", "[0, 1, 2, 3, 3]", "each once"),
+    "kept twice": ({8: dict(keep_as="skip")}, "['', 'skip', 'backout', 'skip']", "each stream once"),
+    "nothing for the head": ({7: dict(keep_as="")}, "['', 'skip']", "'backout'"),
+    "a value table twice": ({10: dict(value=3)}, "[0, 1, 2, 3, 3]", "0, 1, ... once each"),
+    "a value table that is not there": ({10: dict(value=7)}, "[0, 1, 2, 3, 7]", "0, 1, ... once each"),
+    "no such attention": ({1: dict(attention="Plain")}, "layer 1", "'Plain'", "`plain`"),
+    "a stream that no layer above keeps": ({2: dict(add="skip")}, "layer 2", "a layer above keeps, ['']"),
     "a value table without attention": ({6: dict(value=5)}, "layer 6", "value=5",
                                         "a value table in one with attention"),
     "key offset without attention": ({6: dict(key_shift=True)}, "layer 6", "in a plain layer"),
@@ -40,7 +45,7 @@ BAD_LAYERS = {                               # changes of layers by depth -> wha
 
 
 @pytest.mark.parametrize("name", BAD_LAYERS)
-def test_check_layers__a_table_that_would_do_something_else(name, monkeypatch):
+def test_check_layers__a_table_that_cannot_work(name, monkeypatch):
     changes, *parts = BAD_LAYERS[name]
     layers = [replace(layer, **changes.get(depth, {})) for depth, layer in enumerate(tg.LAYERS)]
     refused(tg.ConfigError, lambda: tg.check_layers(layers), "LAYERS", *parts)
@@ -96,6 +101,9 @@ BAD_TABLES = {                               # columns of a table of n-grams -> 
     "a cadence between Adam's steps": (dict(cadence=1), "a multiple of adam_every=2"),
     "a single row": (dict(rows=1), "2 rows or more", "there is no n-gram"),
     "too many rows": (dict(rows=2**31), "below 2^31"),
+    "a rate below 0": (dict(lr_mul=-1e9), "lr and wd from 0"),
+    "a rate that is no number": (dict(lr_mul=float("nan")), "lr and wd from 0"),
+    "a decay above 1": (dict(beta2=1.5), "beta2 from 0 to 1"),
     "a label that no file is named by": (dict(label="4-gram_embed"), "letters, digits and _"),
     "a label without its ending": (dict(label="small"), "ends with _embed"),
     "a label of the recipe": (dict(label="bigram_embed"), "neither the recipe has"),
@@ -181,7 +189,7 @@ REFUSED = {                                  # flags over the tiny preset -> wha
     "--tables=trigram_embed 3": ("--tables", "'trigram_embed 3'", "label order rows"),
     "--tables=trigram_embed 3 1": ("--tables", "2 rows or more"),
     "--num_heads=3": ("--num_heads", "3", "even", "--num_heads=4"),
-    "--num_heads=0": ("--num_heads", "2 to 2,147,483,647"),
+    "--num_heads=0": ("--num_heads", "2 to 4,096"),
     "--head_dim=18": ("--head_dim", "18", "multiple of 4", "--head_dim=16"),
     "--head_dim=4": ("--head_dim", "4", "8 to "),
     "--model_dim=40": ("--model_dim", "40", "2 x 16", "--model_dim=32"),
@@ -192,6 +200,7 @@ REFUSED = {                                  # flags over the tiny preset -> wha
     "--max_doc_len=1": ("--max_doc_len", "1", "2 to "),
     "--epochs=-1": ("--epochs", "-1", "0 to "),
     "--num_scheduled_steps=0": ("--num_scheduled_steps", "1 to "),
+    "--runs=2000000000": ("--runs", "1 to 10,000"),
     "--cooldown_frac=1.5": ("--cooldown_frac", "1.5", "0 to 1"),
     "--comm_timeout=0": ("--comm_timeout", "0", "1 to "),
     "--resume=": ("--resume", "an empty name", "leave it out"),
@@ -203,6 +212,9 @@ REFUSED = {                                  # flags over the tiny preset -> wha
     f"--stages={ONE_STAGE};128 3 3 1 1 1": ("--stages", "long_window=3", "short < long window"),
     f"--stages={ONE_STAGE};128 0 3 1 1 1": ("--stages", "short_window=0", "1 <= short"),
     f"--stages={ONE_STAGE};128 1 3 1 1,1 1": ("--stages", "mtp_start=(1.0, 1.0)", "as many token weights"),
+    f"--stages=128 1 3 -1 1 1;{ONE_STAGE}": ("--stages", "lr_mul=-1.0", "from 0 to 1,000"),
+    f"--stages=128 1 3 1 -1 -1;{ONE_STAGE}": ("--stages", "mtp_start=(-1.0,)", "from 0 to 1,000"),
+    f"--stages=128 1 3 nan 1 1;{ONE_STAGE}": ("--stages", "lr_mul=nan", "from 0 to 1,000"),
     f"--stages={ONE_STAGE};120 1 3 1 1 1": ("--stages", "120", "128"),
     f"--stages={ONE_STAGE} untie;{ONE_STAGE} untie": ("--stages", "`untie` in one row at most"),
 }
@@ -303,6 +315,11 @@ def test_read_settings__a_config_comes_back(tmp_path):
 def test_read_settings__any_content_ends_in_words(tmp_path, content):
     (tmp_path / "settings.json").write_bytes(content if isinstance(content, bytes) else content.encode())
     refused(tg.DataError, lambda: tg.read_settings(tmp_path), f"{tmp_path}/settings.json", "name the folder of a run")
+
+
+def test_read_settings__a_pipe_is_not_read(tmp_path):
+    os.mkfifo(tmp_path / tg.SETTINGS)
+    refused(tg.DataError, lambda: tg.read_settings(tmp_path), "settings.json", "no regular file")
 
 
 def test_read_settings__none_there(tmp_path):

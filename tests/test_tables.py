@@ -348,6 +348,18 @@ def test_only_fresh_rows_come_up_however_far_ahead_updates_are_prepared():
     assert sum(came_up) == 1 + 3 + 1 + 1 + 1 + 1
 
 
+def test_HostHome__after_a_reset_updates_that_were_prepared_find_their_rows():
+    """As for a step that is repeated after drop_gradients."""
+    home = host_home()
+    first, second = (home.prepare(np.array(rows)) for rows in ([1, 2], [2, 3]))
+    home.take(first)
+    home.invalidate()
+    live = home.take(first)
+    live.rows.add_(1)
+    home.put(first, live)
+    assert home.take(second).rows[:, 0].tolist() == [1, 0]
+
+
 @pytest.mark.parametrize("seen_by", ["settle", "put"])
 def test_HostHome__rows_that_did_not_get_home_are_missed_next(seen_by):
     class Failing(tg.HostHome):
