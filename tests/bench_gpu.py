@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -164,31 +164,18 @@ def bench_kernels(lab: gpu_cases.Lab, report: Report, limit: Limit, share: float
 
 # ------ Steps ---------------------------------------------------------------------------------------------------------
 
-class Priced(NamedTuple):
-    """What a prediction is made from."""
-
-    ledger: dict[str, Any]
-    rates: dict[str, Any]
-    card: str                            # one with rates: that of the ledger for a card without
-    attention: str
+def rated(attention: str) -> str:
+    """The kind of attention whose rate is the nearest; FA4 has none of its own."""
+    return "FA3" if attention.startswith(("FA3", "FA4")) else "FA2"
 
 
-def priced(card: str, attention: str) -> Priced:
-    import price
-    ledger = price.load(price.LEDGER)
-    rates = price.load(price.RATES)
-    name = next((known for known in rates["cards"] if known in card), ledger["card"])
-    fast = attention.startswith(("FA3", "FA4"))               # FA4 has no rate of its own
-    return Priced(ledger, rates, name, "FA3" if fast else "FA2")
-
-
-def predictions(card: str, attention: str) -> tuple[dict[str, Any], str]:
+def predictions(attention: str) -> tuple[dict[str, Any], str]:
     """Of one rank, by stage, in ms a step; and in words, where they are from or why there are none."""
     try:
-        import price
-        ledger, rates, name, kind = priced(card, attention)
-        stages = price.price(ledger, rates, name)["worlds"]["1"][kind]["stages"]
-        return stages, f"by tests/price.py for one {name} with {kind}"
+        from rehearsal import price
+        ledger = price.load(price.LEDGER)
+        stages = price.kept_prediction(ledger)["worlds"]["1"][rated(attention)]["stages"]
+        return stages, f"by tests/rehearse.py for one {ledger['card']} with {rated(attention)}"
     except Exception as error:                                                # the figures do not wait for a prediction
         return {}, f"no prediction: {words_of(error)}"
 
@@ -222,12 +209,12 @@ def profile_lines(profile: dict[str, Any]) -> list[str]:
     return lines
 
 
-def beside_trace(trace: Path, card: str, attention: str) -> tuple[list[list], str]:
-    """Kernel by kernel: [line, predicted ms, measured ms, ratio]; and in words, why there is nothing."""
+def beside_trace(trace: Path, attention: str) -> tuple[list[list], str]:
+    """Line by line: [line, predicted ms, measured ms, ratio]; and in words, why there is nothing."""
     try:
-        import price
-        ledger, rates, name, kind = priced(card, attention)
-        rows = price.beside_trace(price.read_trace(trace), ledger, "1", price.Card(rates, name), kind)
+        from rehearsal import measured, price
+        ledger = price.load(price.LEDGER)
+        rows = measured.beside_trace(measured.read_trace(trace), ledger, "1", rated(attention))
         return rows, "predicted and measured ms a step, measured / predicted, by line"
     except Exception as error:                                                # the trace is kept, for another day
         return [], f"no prediction by line: {words_of(error)}"
@@ -235,8 +222,7 @@ def beside_trace(trace: Path, card: str, attention: str) -> tuple[list[list], st
 
 def bench_steps(run: gpu_steps.Started, report: Report, limit: Limit, args: argparse.Namespace) -> None:
     on_cuda = run.fabric.on_cuda
-    card = report.figures["card"]
-    predicted, source = predictions(card, run.figures["attention"])
+    predicted, source = predictions(run.figures["attention"])
     report.say(f"\nWhole steps of the preset {run.figures['preset']}: {run.figures}\npredicted: {source}\n")
     report.figures["steps"] = dict(run.figures, predicted_by=source, stages=[])
     for stage in args.stages:
@@ -257,7 +243,7 @@ def bench_steps(run: gpu_steps.Started, report: Report, limit: Limit, args: argp
         if found["new_graphs"]:
             report.fail(f"stage {stage + 1}: {found['new_graphs']} graphs compiled after the first two cycles")
         if trace is not None:
-            found["beside"], remark = beside_trace(trace, card, run.figures["attention"])
+            found["beside"], remark = beside_trace(trace, run.figures["attention"])
             report.say(f"  {remark}")
             for line, expected, measured, ratio in found["beside"][:DEAREST]:
                 report.say(f"    {number(expected, 9)} {number(measured, 9)} {number(ratio, 7)}  {line[:80]}")
@@ -353,7 +339,7 @@ def bench(args: argparse.Namespace, fabric: tg.Fabric, report: Report) -> None:
     if not on_cuda:
         report.say("On a CPU this checks the bench itself: no time below says anything of a GPU.")
     elif not peaks:
-        report.say(f"tests/rates.json has no rates of {card}: no shares of its ceiling")
+        report.say(f"tests/rehearsal/rates.json has no rates of {card}: no shares of its ceiling")
 
     if "kernels" in args.only:
         lab = gpu_cases.Lab(fabric, sizes, args.seed, backend)

@@ -1,7 +1,7 @@
 """GPUs that are not there: torch, Inductor and Triton believe in a card, whose tensors have shapes and no numbers.
 
 For a process of its own, which it changes for good: import this before torch. `install` makes every replacement;
-each stands there with its reason. What happens on the card is told to a recorder (rehearse.py has it).
+each stands there with its reason. What happens on the card is told to a recorder (counts.py has one).
 """
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ functionalized = torch._higher_order_ops.auto_functionalize.auto_functionalized_
 
 
 class Recorder:
-    """What is told of the card. This one listens to nothing; rehearse.py keeps a ledger."""
+    """What is told of the card. This one listens to nothing; counts.py has one that does."""
 
     def operation(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
         """An ATen operation on the device, outside of generated code."""
@@ -420,7 +420,6 @@ running: list[Any] = []                  # the autotuner whose kernel is being l
 
 def first_of_all(self: Any, *_: Any, **__: Any) -> dict:
     """Configurations by their times, which nobody can take here: all are compiled, the first is launched."""
-    self.all_launchers = list(self.launchers)                 # the others are dropped after this
     return {launcher: float(at) for at, launcher in enumerate(self.launchers)}
 
 

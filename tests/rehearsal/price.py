@@ -1,0 +1,503 @@
+"""A price: predicted ms of each training step and s of a run, from timelines and a table of rates. No GPU, no torch.
+
+It plays the timeline of each step: kernels follow each other on one stream, collectives on another, and the first
+waits for the second where the trainer waits. A kernel takes as long as the slowest of what it asks of the card:
+arithmetic, bytes, special functions, instructions. Everything it says is a prediction: no GPU has run anything.
+
+Timelines are what `rehearse.py --out` writes and the records 04 and 06 keep. The committed ledger has none: it keeps
+the prices that were made of them. The record tools load this file by its path, so it imports nothing of its folder.
+"""
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import zlib
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LEDGER, RATES = Path(__file__).with_name("ledger.json"), Path(__file__).with_name("rates.json")
+FORMAT = 2                               # of timelines
+PARTS = ("products", "memory-bound kernels", "attention", "exposed communication", "launches")
+PART_OF_KIND = {"product": "products", "attention": "attention", "collective": "exposed communication", "": ""}
+OTHERS = "others"                        # than the lines that a ledger keeps
+ATTENTION = ("FA2", "FA3")
+PARITIES = ("even", "odd")
+WARP = 32                                # threads
+DEAREST = 10                             # lines that a page shows
+LEAST_CHANGE = 0.005                     # s per run, of a line that is shown as changed
+
+
+class PriceError(Exception):
+    """What was found, what was expected, and what to do about it."""
+
+    def __init__(self, what: str, found: object, expected: object, do: str) -> None:
+        super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}")
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A JSON object, packed by gzip or not."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            found = json.load(file)
+    except (OSError, EOFError, ValueError, zlib.error) as error:
+        raise PriceError(f"{path}", error, "a JSON file",
+                         "name another; python tests/rehearse.py --update makes a ledger") from None
+    if not isinstance(found, dict):
+        raise PriceError(f"{path}", f"a {type(found).__name__}", "a JSON object", "name another file")
+    return found
+
+
+# ---- Rates
+def positive(rate: float, name: str) -> float:
+    if not rate > 0:
+        raise PriceError(name, rate, "more than 0", "mend the table of rates")
+    return rate
+
+
+class Card:
+    """What a card is taken to achieve, in units of one second."""
+
+    def __init__(self, rates: dict[str, Any], name: str) -> None:
+        if name not in rates["cards"]:
+            known = ", ".join(rates["cards"])
+            raise PriceError("card", name, f"one of {known}", "add it to tests/rehearsal/rates.json")
+        self.name = name
+        self.rates = {}
+        for kind, rate in rates["cards"][name]["rates"].items():
+            self.rates[kind] = positive(rate["peak"] * rate["share"], f"rate of {kind!r} on {name}")
+        fixed = {key: fact["value"] for key, fact in rates["fixed"].items()}
+        self.launch_floor = fixed["launch_floor"]                             # s
+        self.link_latency = fixed["link_latency"]                             # s
+        self.slack = fixed["slack"]                                           # of every kernel
+        self.fused_pass = fixed.get("fused_pass")                             # share of it that a product pays
+        self.attention = [kind for kind in ATTENTION if kind in self.rates]
+
+    def seconds(self, kind: str, amount: float) -> float:
+        if not amount:
+            return 0.0
+        if kind not in self.rates:
+            raise PriceError(f"rate of {kind!r} on {self.name}", "none in the table of rates",
+                             "a rate for all that the ledger does",
+                             f"rehearse for this card: python tests/rehearse.py --card={self.name}")
+        return amount / self.rates[kind]
+
+    def fused_seconds(self, amount: float) -> float:
+        """What is left of a pass that would move so many bytes, where the product before it does its work."""
+        if not amount:
+            return 0.0
+        if self.fused_pass is None:
+            raise PriceError("rate of 'fused_pass'", "none in the table of rates",
+                             "a rate for all that the ledger does", "take today's tests/rehearsal/rates.json")
+        return self.fused_pass * self.seconds("memory", amount)
+
+
+def arithmetic(dtype: str) -> str:
+    """The rate of products of this type."""
+    return "float8" if dtype.startswith("float8") else dtype
+
+
+def asked_of_card(kernel: dict[str, Any], card: Card, attention: str) -> dict[str, float]:
+    """Seconds by what one launch asks of the card; they overlap, so that the largest one counts."""
+    memory = "memory"
+    if kernel["kind"] == "copy":                                              # to or from the host
+        memory = "host_link"
+    elif "YBLOCK" in kernel.get("block", ()):                                 # tiles: it reads and writes in two orders
+        memory = "transposing"
+    asked = {memory: card.seconds(memory, kernel["bytes"])}
+    if kernel["kind"] == "attention":
+        asked[attention] = card.seconds(attention, kernel["flops"])
+    elif kernel["kind"] == "product":
+        rate = arithmetic(kernel["dtype"])
+        asked[rate] = card.seconds(rate, kernel["flops"]) + card.fused_seconds(kernel.get("fused_bytes", 0))
+    elif "instructions" in kernel:
+        warps = kernel["programs"] * kernel["warps"]
+        asked["special"] = card.seconds("special", warps * WARP * issued(kernel, "special"))
+        asked["issue"] = card.seconds("issue", warps * issued(kernel, "instructions"))
+    return asked
+
+
+def issued(kernel: dict[str, Any], what: str) -> int:
+    """By one warp: what stands in the machine code, and the body of a loop again for each further turn."""
+    total = kernel[what]
+    for loop in kernel.get("loops", ()):
+        total += loop[what] * (loop.get("trips", 1) - 1)
+    return total
+
+
+# ---- The timeline
+@dataclass
+class Step:
+    """What one step takes: ms in all, by part, and by line."""
+
+    ms: float = 0.0
+    parts: Counter = field(default_factory=Counter)
+    lines: Counter = field(default_factory=Counter)
+    host_waits: int = 0
+
+
+def items_of(walked: dict[str, Any], timeline: Iterable[list]) -> Iterator[list]:
+    """A timeline's items, segments and repetitions written out. walked: a world of the ledger."""
+    for item in timeline:
+        if item[0] == "segment":
+            yield from items_of(walked, walked["segments"][item[1]])
+        elif item[0] == "repeat":
+            for _ in range(item[1]):
+                yield from items_of(walked, item[2])
+        else:
+            yield item
+
+
+class Streams:
+    """A compute stream and a stream of collectives, in s since the first step."""
+
+    def __init__(self, ledger: dict[str, Any], world: str, card: Card, attention: str) -> None:
+        self.kernels = ledger["kernels"]
+        self.walked = ledger["worlds"][world]
+        self.ranks = int(world)
+        self.card = card
+        self.attention = attention
+        self.compute = 0.0                                                    # when the last kernel so far ends
+        self.link = 0.0                                                       # when the last collective so far ends
+        self.arrivals = {}                                                    # by id: when a collective ends
+        self.step = Step()
+
+    def play(self, phase: str) -> Step:
+        """One step after those before it."""
+        began = self.compute
+        self.step = Step()
+        self.arrivals = {f"before {label}": arrival for label, arrival in self.arrivals.items()}
+        items = list(items_of(self.walked, self.walked["phases"][phase]["timeline"]))
+        self.tokens = tokens_at_once(items, self.kernels)
+        for kind, *item in items:
+            if kind == "run":
+                self.run(*item)
+            elif kind == "collective":
+                self.start_collective(*item)
+            elif kind == "wait":
+                self.wait(item[0])
+            elif kind == "host_wait":
+                self.step.host_waits += 1
+        self.step.ms = 1000 * (self.compute - began)
+        return self.step
+
+    def run(self, label: str, count: int) -> None:
+        kernel = self.kernels[label]
+        asked = asked_of_card(kernel, self.card, self.attention)
+        work = self.card.slack * max(asked.values())
+        missing = max(0.0, self.card.launch_floor - work)
+        self.spend(part_of(kernel["kind"]), count * work)
+        self.spend("launches", count * missing)
+        name = line_name(kernel, self.tokens)
+        self.step.lines[name, kernel["kind"]] += 1000 * count * (work + missing)
+
+    def spend(self, part: str, seconds: float) -> None:
+        self.step.parts[part] += 1000 * seconds
+        self.compute += seconds
+
+    def start_collective(self, label: int, name: str, size: int, dtype: str, group: str) -> None:
+        """It starts when all kernels before it and all collectives before it have ended."""
+        if group != "nccl":
+            return                                                            # of the loader thread: on the host
+        crossings = 2 if name.startswith("all_reduce") else 1                 # there to sum, and back
+        crossing = crossings * size * (self.ranks - 1) / self.ranks
+        start = max(self.link, self.compute)
+        self.link = start + self.card.link_latency + self.card.seconds("link", crossing)
+        self.arrivals[label] = self.link, name
+
+    def wait(self, label: int | str) -> None:
+        """label: its number, or `before` and the number that it had in the step before."""
+        arrival, name = self.arrivals.get(label, (0.0, ""))
+        exposed = arrival - self.compute
+        if exposed > 0:
+            self.spend("exposed communication", exposed)
+            self.step.lines[f"wait for {name}", "collective"] += 1000 * exposed
+
+
+def part_of(kind: str) -> str:
+    """All kinds but these move memory."""
+    return PART_OF_KIND.get(kind, "memory-bound kernels")
+
+
+def tokens_at_once(items: Iterable[list], kernels: dict[str, Any]) -> int:
+    """Tokens of a micro-batch: what attention sees, though heads that are paired see each token twice. 0: unknown."""
+    seen = set()
+    for kind, *item in items:
+        if kind == "run" and kernels[item[0]]["kind"] == "attention":
+            seen.add(kernels[item[0]]["tokens"])
+    return min(seen, default=0)
+
+
+def line_name(kernel: dict[str, Any], tokens: int) -> str:
+    """One name for a line of all stages: a product by its sizes, with T for the tokens of a micro-batch."""
+    if kernel["kind"] != "product":
+        return kernel["name"]
+    sizes = ["T" if kernel[axis] == tokens else str(kernel[axis]) for axis in ("m", "n", "k")]
+    repeated = ""
+    if kernel["batch"] > 1:
+        repeated = f"{kernel['batch']} x "
+    return f"{kernel['name']} {kernel['dtype']} {repeated}({', '.join(sizes)})"
+
+
+# ---- The prediction
+LEDGER_FACTS = {"card", "kernels", "steps", "worlds"}
+RATES_FACTS = {"cards", "fixed"}
+FIXED_RATES = {"launch_floor", "link_latency", "slack"}
+
+
+def check_facts(what: str, found: dict[str, Any], needed: set[str]) -> None:
+    missing = sorted(needed - found.keys())
+    if missing:
+        raise PriceError(what, f"no {', '.join(missing)}", f"all of {', '.join(sorted(needed))}", "take a whole one")
+
+
+def price(ledger: dict[str, Any], rates: dict[str, Any], card: str = "") -> dict[str, Any]:
+    """The prediction: by world and kind of attention, for each stage and the run. Times in ms a step, s a run."""
+    if ledger.get("format") != FORMAT:
+        raise PriceError("ledger", f"format {ledger.get('format')}", FORMAT, "python tests/rehearse.py makes one")
+    check_facts("ledger", ledger, LEDGER_FACTS)
+    check_facts("table of rates", rates, RATES_FACTS)
+    check_facts("fixed rates", rates["fixed"], FIXED_RATES)
+    target = Card(rates, card or ledger["card"])
+    worlds = {}
+    for world in sorted(ledger["worlds"], key=int, reverse=True):
+        worlds[world] = {}
+        for attention in target.attention:
+            worlds[world][attention] = price_world(ledger, world, target, attention)
+    return dict(kind="prediction", card=target.name, walked_for=ledger["card"], worlds=worlds)
+
+
+def price_world(ledger: dict[str, Any], world: str, card: Card, attention: str) -> dict[str, Any]:
+    stages = {}
+    for stage in stages_of(ledger, world):
+        steps = price_steps(ledger, world, card, attention, stage)
+        stages[stage] = of_stage(steps, ledger["steps"].get(stage, {}))
+    return dict(stages=stages) | of_run(stages)
+
+
+def kept_prediction(ledger: dict[str, Any]) -> dict[str, Any]:
+    """The prediction whose prices a ledger keeps, in the form that `price` gives it."""
+    check_facts("ledger", ledger, {"card", "steps", "worlds"})
+    worlds = {}
+    for world in sorted(ledger["worlds"], key=int, reverse=True):
+        by_attention = defaultdict(dict)
+        phases = ledger["worlds"][world]["phases"]
+        for stage in stages_of(ledger, world):
+            names = {parity: f"{stage} {parity} step" for parity in PARITIES if f"{stage} {parity} step" in phases}
+            for attention in phases[f"{stage} {next(iter(names))} step"]["price"]:
+                steps = {parity: kept_step(phases[name], attention) for parity, name in names.items()}
+                by_attention[attention][stage] = of_stage(steps, ledger["steps"].get(stage, {}))
+        worlds[world] = {attention: dict(stages=stages) | of_run(stages) for attention, stages in by_attention.items()}
+    return dict(kind="prediction", card=ledger["card"], walked_for=ledger["card"], worlds=worlds)
+
+
+def kept_step(phase: dict[str, Any], attention: str) -> Step:
+    """Its lines are priced with the first kind of attention alone."""
+    parts = Counter(phase["price"][attention])
+    lines = Counter()
+    if attention == next(iter(phase["price"])):
+        for name, line in phase["lines"].items():
+            if line.get("ms"):
+                lines[name, line["kind"]] = line["ms"]
+    return Step(sum(parts.values()), parts, lines)
+
+
+def price_steps(ledger: dict[str, Any], world: str, card: Card, attention: str,
+                stage: str) -> dict[str, Step]:
+    """An even and an odd step of a stage, after such a cycle; what the ledger has of them."""
+    streams = Streams(ledger, world, card, attention)
+    cycle = []
+    for parity in PARITIES:
+        if f"{stage} {parity} step" in ledger["worlds"][world]["phases"]:
+            cycle.append(parity)
+    steps = {}
+    for parity in cycle + cycle:
+        steps[parity] = streams.play(f"{stage} {parity} step")
+    return steps
+
+
+def stages_of(ledger: dict[str, Any], world: str) -> list[str]:
+    """Those of which the ledger has a step, in their order."""
+    found = set()
+    for name in ledger["worlds"][world]["phases"]:
+        match = re.fullmatch(r"(stage \d+) (even|odd) step", name)
+        if match:
+            found.add(match[1])
+    return sorted(found)
+
+
+def of_stage(steps: dict[str, Step], counts: dict[str, int]) -> dict[str, Any]:
+    """Even and odd steps, and their mean by how many a run has of each."""
+    counts = {parity: counts.get(parity, 0) for parity in steps}
+    number = sum(counts.values())
+    found = {parity: dict(ms=step.ms, parts=dict(step.parts)) for parity, step in steps.items()}
+    mean = Step()
+    for parity, step in steps.items():
+        share = counts[parity] / number if number else 1 / len(steps)
+        mean.ms += share * step.ms
+        for part, ms in step.parts.items():
+            mean.parts[part] += share * ms
+        for line, ms in step.lines.items():
+            mean.lines[line] += share * ms
+    parts = {part: mean.parts[part] for part in PARTS}
+    lines = [[name, part_of(kind), ms] for (name, kind), ms in mean.lines.most_common()]
+    return dict(steps=number, **found, mean=dict(ms=mean.ms, parts=parts), lines=lines)
+
+
+def of_run(stages: dict[str, Any]) -> dict[str, Any]:
+    """Sums over the steps of a run, in s: in all, by part, and its lines from the dearest down."""
+    total = 0.0
+    parts = dict.fromkeys(PARTS, 0.0)
+    seconds = Counter()
+    by_stage = defaultdict(dict)
+    for stage, found in stages.items():
+        each = found["steps"] / 1000
+        total += each * found["mean"]["ms"]
+        for part, ms in found["mean"]["parts"].items():
+            parts[part] += each * ms
+        for name, part, ms in found["lines"]:
+            seconds[name, part] += each * ms
+            by_stage[name, part][stage] = ms
+    lines = []
+    seconds.pop((OTHERS, ""), None)
+    for (name, part), s in seconds.most_common(DEAREST):
+        lines.append(dict(name=name, part=part, s=s, ms=by_stage[name, part]))
+    return dict(run_s=total, run_parts_s=parts, dearest=lines)
+
+
+# ---- Pages
+def table(head: str, rows: Iterable[Iterable[Any]]) -> str:
+    """A Markdown table that is readable as it is."""
+    lines = [head.split(" | ")]
+    for row in rows:
+        lines.append([cell(value) for value in row])
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+
+
+def cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def text(prediction: dict[str, Any]) -> str:
+    """The page of a prediction."""
+    card = prediction["card"]
+    walked_for = prediction["walked_for"]
+    pages = [f"Prediction for {card}, from the ledger and the table of rates: no GPU has run anything."]
+    if walked_for != card:
+        pages.append(f"The ledger that is predicted from is of {walked_for}: {card} may run other code.")
+    for world, by_attention in prediction["worlds"].items():
+        pages.append(f"World size {world}, predicted:")
+        pages.append(times_table(by_attention))
+        for attention, found in by_attention.items():
+            pages.append(f"Where the time goes with {attention}, ms per mean step, predicted:")
+            pages.append(parts_table(found))
+        attention = next(iter(by_attention))
+        pages.append(f"The {DEAREST} dearest lines with {attention}, predicted:")
+        pages.append(dearest_table(by_attention[attention]))
+    return "\n\n".join(pages) + "\n"
+
+
+def times_table(by_attention: dict[str, Any]) -> str:
+    rows = []
+    stages = []
+    for attention, found in by_attention.items():
+        stages = list(found["stages"])
+        for step in (*PARITIES, "mean"):
+            times = [found["stages"][stage].get(step, {}).get("ms") for stage in stages]
+            run = found["run_s"] if step == "mean" else None
+            rows.append([f"{attention}, {step} step", *times, run])
+    return table(" | ".join(["ms", *stages, "s per run"]), rows)
+
+
+def parts_table(found: dict[str, Any]) -> str:
+    rows = []
+    for part in PARTS:
+        times = [stage["mean"]["parts"][part] for stage in found["stages"].values()]
+        rows.append([part, *times, found["run_parts_s"][part]])
+    return table(" | ".join(["ms", *found["stages"], "s per run"]), rows)
+
+
+def dearest_table(found: dict[str, Any]) -> str:
+    rows = []
+    for line in found["dearest"]:
+        times = [line["ms"].get(stage) for stage in found["stages"]]
+        rows.append([line["name"], line["part"], *times, line["s"]])
+    return table(" | ".join(["line", "part", *found["stages"], "s per run"]), rows)
+
+
+# ---- What a change costs
+def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Two predictions side by side, in the worlds, attentions and stages that both have."""
+    pages = []
+    for world, by_attention in after["worlds"].items():
+        pairs = {}
+        for attention, now in by_attention.items():
+            was = before["worlds"].get(world, {}).get(attention)
+            if was:
+                pairs[attention] = was, now
+        if pairs:
+            pages += difference_pages(world, pairs)
+    return "\n\n".join(pages) + "\n"
+
+
+def difference_pages(world: str, pairs: dict[str, tuple[dict, dict]]) -> list[str]:
+    """pairs: by attention, what was and is predicted for a world."""
+    rows = []
+    stages = []
+    for attention, (was, now) in pairs.items():
+        stages = [stage for stage in now["stages"] if stage in was["stages"]]
+        times = [times_in(found, stages) for found in (was, now)]
+        rows += [[f"{attention}, before", *times[0]], [f"{attention}, now", *times[1]]]
+        rows.append([f"{attention}, more", *(f"{b - a:+.2f}" for a, b in zip(*times))])
+    attention, (was, now) = next(iter(pairs.items()))
+    return [f"World size {world}, predicted before and now:",
+            table(" | ".join(["ms per mean step", *stages, "s per run in these"]), rows),
+            f"The {DEAREST} lines that changed most with {attention}, predicted:",
+            table("line | part | more s per run in these", changed_lines(was, now, stages))]
+
+
+def times_in(found: dict[str, Any], stages: Iterable[str]) -> list[float]:
+    """ms of each stage's mean step, and s of a run in these stages."""
+    times = []
+    seconds = 0.0
+    for stage in stages:
+        steps = found["stages"][stage]
+        times.append(steps["mean"]["ms"])
+        seconds += steps["steps"] * steps["mean"]["ms"] / 1000
+    return [*times, seconds]
+
+
+def changed_lines(was: dict[str, Any], now: dict[str, Any], stages: Iterable[str]) -> list[list]:
+    """[line, part, more s per run]. A fusion that has changed is one line less and another more."""
+    more = Counter()
+    parts = {}
+    for stage in stages:
+        lines = []
+        for found in (was, now):
+            steps = found["stages"][stage]
+            seconds = Counter()
+            for name, part, ms in steps["lines"]:
+                seconds[name] += steps["steps"] * ms / 1000
+                parts[name] = part
+            lines.append(seconds)
+        more.update(grown(*lines))
+    shown = [name for name in more if abs(more[name]) >= LEAST_CHANGE]
+    shown.sort(key=lambda name: (-abs(more[name]), name))
+    return [[name, parts.get(name, ""), f"{more[name]:+.2f}"] for name in shown[:DEAREST]]
+
+
+def grown(was: dict[str, float], now: dict[str, float]) -> Counter:
+    """What each line has more now; a line that `was` does not keep counts among its others."""
+    more = Counter()
+    for name, amount in now.items():
+        more[name if name in was or OTHERS not in was else OTHERS] += amount
+    more.subtract(was)
+    return more
