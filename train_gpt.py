@@ -72,22 +72,15 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple
 
-try:
-    import numpy as np
-    import torch
-    import torch.distributed as dist
-    import torch.nn.functional as F
-    from torch import Tensor, nn
-except ImportError as error:
-    if __name__ != "__main__":
-        raise
-    sys.exit(f"packages\n  found:    {error}\n  expected: torch and numpy, as in requirements.txt\n"
-             "  do:       use ./run.sh, which installs what is missing and takes the same flags")
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 # ====== Room 1: Config ================================================================================================
 class TrainerError(Exception):
     """What was found, what was expected, and what to do about it."""
-
     status = 2                           # that the process exits with
 
     def __init__(self, what: str, found: object, expected: object, do: str) -> None:
@@ -108,7 +101,6 @@ class DataError(TrainerError):
 
 class RunError(TrainerError):
     """Something that went wrong in a run: loss, memory, disk, another rank."""
-
     status = 1
 
 
@@ -127,7 +119,6 @@ def need_all(rules: dict[str, object], what: str, found: object, do: str) -> Non
 @dataclass(frozen=True)
 class Layer:
     """One layer of the model. Moving a feature to another layer is moving a word."""
-
     attention: str               # "plain", "paired" (heads j and j + H/2 share one sequence of 2T positions) or "none"
     window: str = "short"        # attention span: "short" or "long"
     value: int | None = None     # value table added to the attention values
@@ -155,7 +146,6 @@ NUM_VALUE_TABLES = sum(layer.value is not None for layer in LAYERS)
 
 class Stage(NamedTuple):
     """One stage of the run. Windows are in blocks; weights of the predicted tokens move linearly over the stage."""
-
     batch_tokens: int
     short_window: int
     long_window: int
@@ -174,7 +164,6 @@ STAGES = (                                                                    # 
 
 class NgramTable(NamedTuple):
     """One table of hashed n-grams."""
-
     label: str                           # of its parameter: part of initial values, signs and rounding bits
     order: int                           # n, a key of NGRAM_FACTORS
     rows: int                            # R; the last one means: no n-gram
@@ -197,7 +186,6 @@ NGRAM_FACTORS = {
 RECIPE_TABLES = ("bigram_embed", "value_embed", "embed")
 RECORD_STEPS, RECORD_RAMP_UP, RECORD_RAMP_DOWN = 1547, 300, 50                # recipe 4
 GPT2_VOCAB, GPT2_DOCUMENT_START = 50_257, 50_256
-MAX_VOCAB = 65_535                       # token ids are stored as u16
 GATE_INPUTS = 12                         # features that a gate reads
 FP8_UNIT = 16                            # sizes in an fp8 product are multiples of it
 SLOT_UNIT = FP8_UNIT                     # tokens: a slot is a multiple of it, on every device
@@ -225,7 +213,7 @@ ATTENTION_KERNELS = ("auto", "FA4", "FA3", "varlen", "reference")             # 
 @dataclass(frozen=True)
 class Config:
     """Everything a run may vary. One field is one flag; a preset overrides fields and nothing else."""
-
+    # What is read and how documents are dealt to slots; a slot is the unit of packing, so num_slots decides losses.
     train_files: str = _data("data/fineweb10B/fineweb_train_*.bin", "pattern", "training shards, taken in name order")
     val_files: str = _data("data/fineweb10B/fineweb_val_*.bin", "pattern", "validation shards")
     val_tokens: int = _data(10_485_760, "tokens", "validation tokens, a multiple of val_batch_tokens", least=1)
@@ -237,14 +225,15 @@ class Config:
     padded_vocab: int = _data(0, "tokens", "columns of the head; 0: the next multiple of 128")
     document_start: int = _data(-1, "id", "first token of every document; -1: from the header", least=-1)
     bigram_rows: int = _data(0, "rows", "hash table of token pairs; 0: 5 x padded_vocab; the last row: no pair")
+    # Number and features of the layers are no flags: they are recipe A's, in LAYERS.
     model_dim: int = _model(768, "features", "width D = num_heads x head_dim", least=GATE_INPUTS)
     num_heads: int = _model(6, "heads", "an even number: paired layers join heads j and j + H/2", least=2)
     head_dim: int = _model(128, "features", "a multiple of 4; half of it rotates", least=8)
     attn_scale: float = _model(0.1, "1", "softmax scale before YaRN; queries and keys are normalised")
     tables: tuple = _model((), "table", TABLE_ROW)
     dtype: str = _model("bfloat16", "type", "weights and activations", ("bfloat16", "float32", "float64"))
-    attention: str = _model("auto", "kernel", "auto: the fastest that is right", ATTENTION_KERNELS)
     head: str = _model("auto", "precision", "of training logits; auto: best", ("auto", "fp8", "emulated", "plain"))
+    # The last row of `stages` is the extension, after the scheduled steps.
     num_scheduled_steps: int = _schedule(1507, "steps", "split evenly over all stages but the last", least=1)
     num_extension_steps: int = _schedule(40, "steps", "last stage, at the lowest learning rate")
     stages: tuple = _schedule(STAGES, "table", STAGE_ROW)
@@ -252,7 +241,8 @@ class Config:
     final_long_window: int = _schedule(20, "blocks", "long window of the final validation", least=1)
     cooldown_frac: float = _schedule(0.55, "share", "of the scheduled steps, at their end, with a falling rate", most=1)
     lr_floor: float = _schedule(0.1, "1", "learning rate factor at the end of the cooldown")
-    val_every: int = _schedule(250, "steps", "between validations; 0: only the final one")
+    time_budget: float = _schedule(0.0, "s", "of training, for the whole schedule; 0: steps as set")
+    # Rates before the factor of the stage and the parameter's own multiplier.
     normuon_lr: float = _optim(0.023, "1", "attention and MLP banks")
     normuon_beta2: float = _optim(0.95, "1", "decay of the second moment per row", most=1)
     normuon_weight_decay: float = _optim(1.2, "1", "cautious, times lr^2")
@@ -264,14 +254,16 @@ class Config:
     adam_lr: float = _optim(0.008, "1", "everything else; multipliers stand in the parameter table")
     adam_weight_decay: float = _optim(0.005, "1", "cautious, times (lr x multiplier)^2")
     adam_eps: float = _optim(1e-10, "1", "added to the uncorrected root of the second moment")
+    # Of these the seed alone decides about the numbers of a run: a resumed run may change the others.
     seed: int = _run(0, "integer", "initial values; each parameter draws from (seed, label)")
     device: str = _run("auto", "device", "auto: cuda if there is one", ("auto", "cpu", "cuda"))
     compile: int = _run(-1, "0|1", "torch.compile; -1: on CUDA only", (-1, 0, 1))
+    attention: str = _run("auto", "kernel", "auto: the fastest that is right", ATTENTION_KERNELS)
     row_comms: str = _run("sparse", "mode", "table rows that travel: those asked for, or all", ("dense", "sparse"))
     debug_rows: int = _run(0, "0|1", "poison rows not fetched, look for gradients of rows not planned", (0, 1))
     slots_per_micro_batch: int = _run(0, "slots", "side by side in the model; 0: all that the device's memory fits")
+    val_every: int = _run(250, "steps", "between validations; 0: only the final one")
     max_steps: int = _run(0, "steps", "stop early, then validate; 0: the whole schedule")
-    time_budget: float = _run(0.0, "s", "of training, for the whole schedule; 0: steps as set")
     runs: int = _run(1, "runs", "in one process after one warm-up, with seeds seed, seed + 1, ...", least=1)
     target_loss: float = _run(3.28, "nats", "against which several runs are tested; 0: none")
     run_dir: str = _run("", "folder", "of the logs; empty: logs/<run id>")
@@ -308,15 +300,14 @@ PRESETS: dict[str, dict[str, Any]] = dict(
     tiny=TINY)
 
 # A saved model and an earlier run have decided about everything else.
-NOT_MATHEMATICS = {
-    "device", "compile", "slots_per_micro_batch", "seed", "run_dir", "comm_timeout", "sample_tokens", "save", "sample",
-    "prompt", "val_every", "max_steps", "train_files", "val_files", "epochs", "row_comms", "debug_rows",
-    "runs", "target_loss", "checkpoint_every", "resume", "profile", "attention"}
-NOT_INHERITED = {"run_dir", "runs", "resume", "save", "sample", "prompt"}             # by --resume: facts of one run
+NOT_MATHEMATICS = {"train_files", "val_files", "epochs"} | {
+    name for name in Config.__dataclass_fields__ if Config.__dataclass_fields__[name].metadata["group"] == "run"}
+NOT_INHERITED = {"run_dir", "runs", "resume", "save"}                                 # by --resume: facts of one run
 MAY_CHANGE = NOT_MATHEMATICS - {"seed"}                                               # on --resume
 SETTINGS = "settings.json"               # of a run directory and of a save: {"preset": ..., "flags": {field: text}}
 
 
+# A row of a table is one text in a flag, in a log and in the settings of a save; so it is written and read here alone.
 def numbers(word: str) -> tuple[float, ...]:
     return tuple(map(float, word.split(",")))
 
@@ -325,15 +316,14 @@ def place(word: str) -> int | None:
     return None if word == "stream" else int(word)
 
 
-# What reads each column of a row from its word.
 ROW_COLUMNS = dict(
     stages=(Stage, int, int, int, float, numbers, numbers, {"untie": True}.__getitem__),
     tables=(NgramTable, str, int, int, place, int, str, int, str, float, float, float))
 
 
 def read_row(name: str, text: str) -> Stage | NgramTable:
-    """Read a row of --stages or --tables; columns left out at its end have their defaults.
-    Raises ValueError, TypeError or KeyError."""
+    """Read a row of a table; columns left out have their defaults. Raises ValueError, TypeError or KeyError."""
+    # strict: a word too many is an error, a word too few one of the constructor.
     make, *columns = ROW_COLUMNS[name]
     words = text.split()
     return make(*(column(word) for column, word in zip(columns[:len(words)], words, strict=True)))
@@ -368,13 +358,19 @@ def parse_value(name: str, text: str) -> Any:
         allowed = f"one of {list(choices)}"
     elif kind in (int, float):
         allowed += f", {about['least']:,} to {about['most']:,}"
+
+    # What a column or a type cannot read ends in the message below; no shell expands the ~ of --save=~/x.
     with contextlib.suppress(ValueError, TypeError, KeyError):
         if kind is tuple:
             return tuple(read_row(name, row) for row in text.split(";") if row.strip())
+        if about["unit"] in ("folder", "pattern"):
+            text = os.path.expanduser(text)
         value = kind(text)
-        if value in choices or (kind is str and not choices):
-            return os.path.expanduser(value) if about["unit"] in ("folder", "pattern") else value
-        if not choices and about["least"] <= value <= about["most"]:          # never of a NaN
+        if choices:
+            right = value in choices
+        else:
+            right = kind is str or about["least"] <= value <= about["most"]   # never of a NaN
+        if right:
             return value
     raise ConfigError(f"--{name}", repr(text), f"{allowed}: {about['about']}",
                       f"for example --{name}={flag_text(spec.default)}")
@@ -394,7 +390,7 @@ def read_settings(folder: Path) -> tuple[str, dict[str, str]]:
     try:
         settings = json.loads(path.read_bytes())
         preset, flags = settings["preset"], settings["flags"]
-        make_config(preset, flags)
+        make_config(preset, flags)                    # another trainer may have had other flags
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise DataError(str(path), f"{type(error).__name__}: {error}", "preset and flags of this trainer", "name the "
                         "folder of a run or of a save; one of an older trainer needs that trainer, the train_gpt.py in "
@@ -456,7 +452,8 @@ def read_flags(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
 
 
 def decisive_settings(cfg: Config) -> dict[str, str]:
-    """Return the settings on which a run's numbers depend, as texts; homes of tables change no bit."""
+    """Return the settings on which a run's numbers depend, as texts."""
+    # Homes of tables change no bit, and a run may be resumed with another.
     cfg = replace(cfg, tables=tuple(table._replace(home="device") for table in cfg.tables))
     return {name: flag_text(value) for name, value in vars(cfg).items() if name not in MAY_CHANGE}
 
@@ -474,7 +471,8 @@ def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
         preset = preset or "record"
         return preset, make_config(preset, texts)
 
-    # A flag may repeat what decides about the numbers of a run, and change the rest.
+    # A flag may repeat what decides about the numbers of a run, and change the rest. Compared are texts after reading,
+    # so that 1e-2 repeats 0.01.
     earlier_preset, earlier = read_settings(Path(parse_value("resume", texts["resume"])))
     need(preset in (None, earlier_preset), "--preset with --resume", preset, f"{earlier_preset}, as in that run",
          "leave --preset out")
@@ -491,10 +489,10 @@ def check_layers(layers: Sequence[Layer]) -> None:
     """Raise ConfigError for a layer table that would train another model than it seems to say."""
     # Only what is wrong in silence: a window or a stream that is not there ends the first step anyway.
     for depth, layer in enumerate(layers):
-        need_all({
-            "a value table in a layer with attention": layer.value is None or layer.attention != "none",
-            "key_shift in a plain layer": not layer.key_shift or layer.attention == "plain",
-        }, f"LAYERS, layer {depth}", layer, "see the columns of Layer")
+        useful = layer.value is None or layer.attention != "none"
+        right = useful and (not layer.key_shift or layer.attention == "plain")
+        need(right, f"LAYERS, layer {depth}", layer, "key_shift in a plain layer, a value table in one with attention",
+             "see the columns of Layer")
     for column in ("value", "keep_as"):
         taken = [getattr(layer, column) for layer in layers if getattr(layer, column) not in (None, "")]
         need(len(taken) == len(set(taken)), f"LAYERS, column {column}", taken, "each once", "give it to one layer")
@@ -531,18 +529,18 @@ def check_rows(cfg: Config) -> None:
 
 def check_config(cfg: Config) -> None:
     """Raise ConfigError for settings that do not fit together, with ones that do."""
+    # Types and bounds were checked where texts were read; these are about several settings, or about more than bounds.
     check_layers(LAYERS)
     check_rows(cfg)
     H, E = cfg.num_heads, cfg.head_dim
     unit = SLOT_UNIT * cfg.num_slots
-    untied = [stage.untie for stage in cfg.stages].count(True)
     traced = re.fullmatch("([0-9]{1,9}):([0-9]{1,9})", cfg.profile or "1:2")
     rules = (                            # a field, whether it is right, what is expected, a value that is
         ("num_heads", H % 2 == 0, "an even number, since paired layers join two heads", H + 1),
         ("head_dim", E % 4 == 0, "a multiple of 4", E // 4 * 4),
         ("model_dim", cfg.model_dim == H * E, f"num_heads x head_dim = {H} x {E}", H * E),
-        ("stages", len(cfg.stages) >= 2 and untied <= 1, "two rows or more, the last for the extension, and `untie` in "
-         "one row at most", flag_text(STAGES)),
+        ("stages", len(cfg.stages) >= 2 and sum(stage.untie for stage in cfg.stages) <= 1,
+         "two rows or more, the last for the extension, and `untie` in one row at most", flag_text(STAGES)),
         ("val_batch_tokens", cfg.val_batch_tokens % unit == 0, f"a multiple of {unit} ({SLOT_UNIT} x num_slots)",
          -(-cfg.val_batch_tokens // unit) * unit),
         ("val_tokens", cfg.val_tokens % cfg.val_batch_tokens == 0, "a multiple of val_batch_tokens",
@@ -558,7 +556,6 @@ def check_config(cfg: Config) -> None:
 @dataclass(frozen=True)
 class Fabric:
     """The one object that knows ranks and devices. Passed on, never global."""
-
     device: torch.device
     rank: int = 0
     world: int = 1
@@ -579,12 +576,12 @@ class Fabric:
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
     def host_tensor(self, x: np.ndarray | Tensor) -> Tensor:
-        """Make a tensor of an array; beside a GPU it is pinned: torch uses a block again after its last copy."""
+        # Beside a GPU it is pinned: torch uses a block again after its last copy.
         tensor = torch.as_tensor(x)
         return tensor.pin_memory() if self.on_cuda else tensor
 
     def enter_thread(self) -> None:
-        """Set CUDA's current device, which is a thread's own: else pinning memory opens GPU 0 from every rank."""
+        # The current device is a thread's own: without this, pinning memory would open GPU 0 from every rank.
         if self.on_cuda:
             torch.cuda.set_device(self.device)
 
@@ -603,6 +600,7 @@ class Fabric:
 
     def check_agreement(self, facts: dict[str, str]) -> None:
         """Raise ConfigError on every rank if any rank was started with other facts."""
+        # All compare with rank 0, so that all find the same and none waits for another.
         everyone = self.gather(facts)
         for rank, theirs in enumerate(everyone):
             for name, expected in everyone[0].items():
@@ -626,6 +624,7 @@ class Fabric:
 
     def total_memory(self) -> float:
         """Return the bytes of the GPU, or without one of the host."""
+        # Not what is free just now: the estimate, and so the micro-batches, have to be the same each time.
         if self.on_cuda:
             return torch.cuda.mem_get_info(self.device)[1]
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -634,7 +633,6 @@ class Fabric:
 # ====== Room 2: Schedule ==============================================================================================
 class Rotary(NamedTuple):
     """Rotation of queries and keys in one stage."""
-
     frequencies: tuple[float, ...]       # E/4 angles per position; the other half of the head does not rotate
     attn_scale: float                    # softmax scale, grown by YaRN
 
@@ -642,7 +640,6 @@ class Rotary(NamedTuple):
 @dataclass(frozen=True)
 class Values:
     """Everything the schedule says for one step."""
-
     step: int
     stage: int
     slot_tokens: int
@@ -689,7 +686,7 @@ class Schedule:
     when its run cycle was prepared. Stages and rates go by the place, Adam and validation by the step."""
 
     def __init__(self, cfg: Config, places: Sequence[float] = ()) -> None:
-        """places: of the first step of each run cycle so far, ascending, with --time_budget; the race appends to it."""
+        # places: of the first step of each run cycle so far, ascending, with --time_budget; the race appends to it.
         self.cfg = cfg
         # A run's cycle, in steps, is the largest cadence: plans and checkpoints come at its multiples.
         self.cycle = max([cfg.adam_every, *(table.cadence for table in cfg.tables)])
@@ -701,15 +698,12 @@ class Schedule:
         ends = [round(cfg.num_scheduled_steps * (k + 1) / scheduled) for k in range(scheduled)]
         self.starts = (0, *ends)                                              # of the stages, places in the plan
         self.ends = (*ends, self.total_steps)
-        self.untie_start = math.inf
-        for start, stage in zip(self.starts, cfg.stages):
-            if stage.untie:
-                self.untie_start = start
+        self.untie_start = next((start for start, stage in zip(self.starts, cfg.stages) if stage.untie), math.inf)
         self.cooldown_start = int(cfg.num_scheduled_steps * (1 - cfg.cooldown_frac))
         self.rotary = rotary_by_stage(cfg)
 
     def place(self, step: int) -> float:
-        """Return how far a step is in the plan, in planned steps."""
+        # How far a step is in the plan, in planned steps.
         if self.cfg.time_budget:
             return min(self.places[step // self.cycle], self.total_steps)
         return step
@@ -729,6 +723,7 @@ class Schedule:
     @property
     def untie_step(self) -> float:
         """Return the last step of the Adam cycle in which the run reaches the stage that unties."""
+        # An embedding that leaves the head in the middle of a cycle would lose the cycle's gradients.
         step = self.first_step_at(self.untie_start)
         if step == math.inf:
             return step
@@ -751,7 +746,8 @@ class Schedule:
         return self.cfg.stages[self.stage_at(place)].lr_mul * (1 - done) + self.cfg.lr_floor * done
 
     def momentum_at(self, place: float) -> float:
-        """Return NorMuon's momentum: up at the plan's start, down at its end; the ramps grow with it unless set."""
+        """Return NorMuon's momentum: up at the plan's start, down at its end."""
+        # Ramps that are not set keep their share of the record's steps.
         cfg = self.cfg
         up = cfg.momentum_warmup_steps
         if up < 0:
@@ -759,7 +755,6 @@ class Schedule:
         down = cfg.momentum_cooldown_steps
         if down < 0:
             down = round(RECORD_RAMP_DOWN * self.total_steps / RECORD_STEPS)
-
         rise = cfg.momentum_max - cfg.momentum_min
         if place < up:
             return cfg.momentum_min + rise * place / up
@@ -800,9 +795,8 @@ class Schedule:
             validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
     def warm_up_steps(self) -> list[int]:
-        """Return the steps of whole run cycles around the start of every stage: each graph of the run occurs in them.
-        The largest stage comes first, for a lack of memory to show in the first minute; a cycle cut by max_steps
-        last."""
+        """Return the steps of whole run cycles around the start of every stage, in which every graph occurs."""
+        # The largest stage comes first, so that a lack of memory shows early; a cycle cut short comes last.
         cycles: dict[int, None] = {}     # their first steps, each once
         for k in sorted(range(len(self.starts)), key=lambda k: -self.cfg.stages[k].batch_tokens):
             first = self.starts[k] // self.cycle * self.cycle
@@ -829,19 +823,10 @@ FORMULA_DOCUMENT = 32                    # tokens, on average
 
 class ShardHeader(NamedTuple):
     """One shard: a file, or a formula that makes its tokens."""
-
     name: str
     tokens: int
     vocab_size: int
     document_start: int
-
-    @property
-    def is_formula(self) -> bool:
-        return self.name.startswith(FORMULA)
-
-    @property
-    def vocabulary(self) -> tuple[int, int]:
-        return self.vocab_size, self.document_start
 
 
 class Shard:
@@ -855,7 +840,6 @@ class Shard:
 
 class Slot(NamedTuple):
     """One slot of T tokens on the host."""
-
     tokens: np.ndarray                   # (T + 1,) u16: inputs are the first T, targets the last T
     cu_seqlens: np.ndarray               # (documents + 1,) i32: 0, then the end of each document in the inputs, last T;
                                          # the first or last document may be empty
@@ -863,26 +847,23 @@ class Slot(NamedTuple):
 
 def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int) -> np.ndarray:
     """Make (count,) u16 tokens from their positions and the seed alone: for the tiny preset and the warm-up."""
-    position = np.arange(count, dtype=np.uint64) + np.uint64(seed << 32)
-    mixed = position * np.uint64(FORMULA_MIX) >> np.uint64(40)                # 24 bits, of a product that wraps
-    drawn = mixed * mixed // np.uint64(7) % np.uint64(vocab_size - 1)
+    position = np.arange(count, dtype=np.uint64) + (seed << 32)
+    mixed = position * FORMULA_MIX >> 40                                      # 24 bits, of a product that wraps
+    drawn = mixed * mixed // 7 % (vocab_size - 1)
     drawn += drawn >= document_start                                          # any token but the document start
-    drawn[mixed % np.uint64(FORMULA_DOCUMENT) == 0] = document_start
+    drawn[mixed % FORMULA_DOCUMENT == 0] = document_start
     drawn[:1] = document_start
     return drawn.astype(np.uint16)
 
 
 def find_shards(pattern: str) -> list[ShardHeader]:
-    """Return the headers of all shards of a pattern in name order, checked. Raises DataError.
-    Whatever matches has to be a shard: silently skipping a broken link would train on less data."""
+    """Return the headers of all shards of a pattern in name order, checked. Raises DataError."""
     if pattern.startswith(FORMULA):
-        facts = re.fullmatch(FORMULA + r"(\d{1,5}):(\d{1,5}):([1-9]\d{0,8}):([1-9]\d{0,4})", pattern, re.ASCII)
-        need(facts, "formula", pattern, "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS",
-             "for example formula:512:511:40000:2", DataError)
-        vocab, start, tokens, shards = map(int, facts.groups())
+        vocab, start, tokens, shards = map(int, pattern.removeprefix(FORMULA).split(":"))
         return [ShardHeader(f"{pattern}#{seed}", tokens, vocab, start) for seed in range(shards)]
 
-    # Brackets in the name of a folder mean themselves; what matches nothing may still be the name of a file.
+    # Brackets in the name of a folder mean themselves; what matches nothing may still be the name of a file. Whatever
+    # matches has to be a shard: silently skipping a broken link would train on less data.
     folder, name = os.path.split(pattern)
     if os.path.isdir(folder):
         folder = glob.escape(folder)
@@ -938,8 +919,8 @@ def check_manifest(path: Path, content: bytes | np.ndarray) -> None:
 def load_shard(header: ShardHeader) -> Shard:
     """Read a shard, or make the tokens of its formula, and look at every token. Raises DataError."""
     name = header.name
-    if header.is_formula:
-        tokens = formula_tokens(int(name.rpartition("#")[2]), header.tokens, *header.vocabulary)
+    if name.startswith(FORMULA):
+        tokens = formula_tokens(int(name.rpartition("#")[2]), *header[1:])
     else:
         tokens = np.fromfile(name, "<u2", header.tokens, offset=HEADER_BYTES)
     shard = Shard(tokens, header.document_start)
@@ -952,13 +933,13 @@ def load_shard(header: ShardHeader) -> Shard:
 
 
 def scan_shards(headers: Sequence[ShardHeader]) -> str:
-    """Look at every token of every shard before anything is built on them. Raises DataError.
-    Returns the hash of all names and contents, in order. The name of a formula says everything."""
+    """Look at every token of every shard; return the hash of all names and contents, in order. Raises DataError."""
+    # The name of a formula says everything.
     digest = hashlib.sha256()
     for header in headers:
         path = Path(header.name)
         digest.update(os.fsencode(path.name))                                 # a name may be any bytes
-        if not header.is_formula:
+        if not header.name.startswith(FORMULA):
             content = path.read_bytes()
             digest.update(content)
             check_manifest(path, content)
@@ -968,24 +949,21 @@ def scan_shards(headers: Sequence[ShardHeader]) -> str:
 
 def shared_shards(train: Sequence[ShardHeader], val: Sequence[ShardHeader]) -> list[str]:
     """Return the names of training shards that are validated with, too, links followed."""
-    validated = {os.path.realpath(header.name) for header in val}
+    validated = [os.path.realpath(header.name) for header in val]
     return [header.name for header in train if os.path.realpath(header.name) in validated]
 
 
 def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Config:
     """Fill in the sizes that the shard headers decide. Raises DataError or ConfigError if they are contradicted."""
     first = train[0]
-    vocab_size, document_start = first.vocabulary
-    need(0 <= document_start < vocab_size <= MAX_VOCAB, f"{first.name}: vocabulary",
-         f"{vocab_size} tokens, document start {document_start}", f"document start < vocabulary <= {MAX_VOCAB}",
-         "write the shards again", DataError)
     for other in train + val:
-        need(other.vocabulary == first.vocabulary, "shards of different vocabularies",
-             f"{other.vocabulary} in {other.name}", f"{first.vocabulary} (size, document start) as in {first.name}",
-             "give one data set only", DataError)
-    for name, unset, stored in (("vocab_size", 0, vocab_size), ("document_start", -1, document_start)):
+        need(other[2:] == first[2:], "shards of different vocabularies", f"{other[2:]} in {other.name}",
+             f"{first[2:]} (size, document start) as in {first.name}", "give one data set only", DataError)
+    vocab_size, document_start = first[2:]
+    for name, stored in (("vocab_size", vocab_size), ("document_start", document_start)):
         given = getattr(cfg, name)
-        need(given in (unset, stored), f"--{name}", given, f"{stored}, header of {first.name}", "leave the flag out")
+        need(given in (getattr(Config, name), stored), f"--{name}", given, f"{stored}, header of {first.name}",
+             "leave the flag out")
     padded = cfg.padded_vocab or -(-vocab_size // 128) * 128
     need(padded >= vocab_size, "--padded_vocab", padded, f"at least the vocabulary size {vocab_size}",
          "--padded_vocab=0")
@@ -995,8 +973,8 @@ def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Co
 
 
 def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader]) -> None:
-    """Raise DataError before anything is built if the shards cannot last for the plan.
-    A lower bound: packing drops ends of documents and of shards. With --time_budget nobody knows the steps yet."""
+    """Raise DataError before anything is built if the shards cannot last for the plan."""
+    # A lower bound: packing drops ends of documents and of shards. With --time_budget nobody knows the steps yet.
     counts = schedule.planned_counts()
     blocks = [stage.batch_tokens + cfg.num_slots for stage in cfg.stages]     # a slot has one more, its last target
     needed = sum(count * tokens for count, tokens in zip(counts, blocks))
@@ -1015,17 +993,16 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader])
 
 def check_enough_validation(cfg: Config, val: list[ShardHeader]) -> None:
     """Raise DataError if the shards hold fewer whole blocks than val_tokens asks for."""
-    tokens = cfg.val_batch_tokens * sum(len(validation_blocks(header.tokens, cfg.val_batch_tokens)) for header in val)
+    tokens = sum(whole_blocks(header.tokens, cfg.val_batch_tokens) for header in val)
     need(tokens >= cfg.val_tokens, "too few validation tokens", f"{tokens} in blocks of {cfg.val_files!r}",
          cfg.val_tokens, f"more shards, or --val_tokens={tokens} with a --val_batch_tokens that divides it", DataError)
 
 
-def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int,
-               max_doc_len: int) -> tuple[list, int] | None:
+def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int, max_doc_len: int) -> tuple | None:
     """Deal documents to the slots of a block in stream order (recipe 5.2, 11.3).
-    Each slot takes documents, cut to max_doc_len, until it has slot_tokens + 1 tokens; the last one is cut to fit and
-    its rest is lost: the next slot begins with a fresh document. Returns (slots, next document), a slot being (starts,
-    ends) of pieces, or None where the shard ends before the block does."""
+    Returns (slots, next document), a slot being (starts, ends) of pieces, or None where the shard ends too early."""
+    # Each slot takes documents, cut to max_doc_len, until it has slot_tokens + 1 tokens; the last one is cut to fit and
+    # its rest is lost: the next slot begins with a fresh document.
     # Tokens before each document, and before the end, if all are cut to max_doc_len.
     tokens_before = np.concatenate([[0], np.cumsum(np.minimum(shard.doc_lengths, max_doc_len))])
     slots = []
@@ -1035,7 +1012,6 @@ def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int,
         next_doc = int(np.searchsorted(tokens_before, slot_end))              # the first that starts there or later
         if next_doc == len(tokens_before):
             return None
-
         starts = shard.doc_starts[doc:next_doc]
         ends = starts + np.diff(tokens_before[doc:next_doc + 1])
         ends[-1] -= tokens_before[next_doc] - slot_end
@@ -1052,42 +1028,37 @@ def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray) -> Slot:
     return Slot(np.concatenate(pieces), cu_seqlens.astype(np.int32))
 
 
-def validation_blocks(shard_tokens: int, block_tokens: int) -> range:
-    """Return where the blocks of a shard begin: each reads one more target, and the peer's rule keeps another token."""
-    return range(0, shard_tokens - block_tokens - 1, block_tokens)
+def whole_blocks(shard_tokens: int, block_tokens: int) -> int:
+    """Count the tokens of a shard's validation blocks: there is one more target, and the peer keeps another token."""
+    return max(0, shard_tokens - 2) // block_tokens * block_tokens
 
 
-def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int,
-                     document_start: int) -> Iterator[Slot]:
+def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int, document_start: int) -> Iterator[Slot]:
     """Yield consecutive slots in whole blocks of num_slots, not aligned to documents, none of which is cut short."""
-    block_tokens = num_slots * slot_tokens
     for shard in shards:
-        for block in validation_blocks(len(shard.tokens), block_tokens):
-            for start in range(block, block + block_tokens, slot_tokens):
-                tokens = shard.tokens[start:start + slot_tokens + 1]
-                borders = np.flatnonzero(tokens[:-1] == document_start)
-                cu_seqlens = np.concatenate([[0], borders, [slot_tokens]])
-                yield Slot(tokens, cu_seqlens.astype(np.int32))
+        for start in range(0, whole_blocks(len(shard.tokens), num_slots * slot_tokens), slot_tokens):
+            tokens = shard.tokens[start:start + slot_tokens + 1]
+            borders = np.flatnonzero(tokens[:-1] == document_start)
+            yield Slot(tokens, np.concatenate([[0], borders, [slot_tokens]]).astype(np.int32))
 
 
 def ngram_hash(tokens: np.ndarray, factors: Sequence[int], modulus: int, none: int) -> np.ndarray:
     """Hash the n-gram that ends at each position of a slot, (..., T) i32 -> (..., T) i32 below modulus.
-    The xor of token x factor, factors from the newest token backwards, in 32-bit arithmetic that wraps; floor modulo.
     The first n - 1 positions get `none`. N-grams cross documents, as recipe A's bigrams do."""
-    mixed = tokens * np.int32(factors[0])
+    # The xor of token x factor, factors from the newest token backwards, in 32-bit arithmetic that wraps; floor modulo.
+    mixed = tokens * factors[0]
     for back, factor in enumerate(factors[1:], 1):
-        mixed[..., back:] ^= tokens[..., :-back] * np.int32(factor)
-    hashed = mixed - mixed // np.int32(modulus) * np.int32(modulus)           # numpy has vector code for //, none for %
+        mixed[..., back:] ^= tokens[..., :-back] * factor
+    hashed = mixed - mixed // modulus * modulus                               # numpy has vector code for //, none for %
     hashed[..., :len(factors) - 1] = none
     return hashed
 
 
 def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
     """Return the row of each (previous, current) token pair of slots, (..., T) i32 -> (..., T) i32 in [0, rows).
-        row = ((36313 * current) xor (27191 * previous)) mod (rows - 1)
-    The last row means: no pair, and stands at position 0. Two quirks are part of the published losses: pairs cross
-    documents, and position 1 takes the number of that row for its previous token, because the peer overwrites position
-    0 before it multiplies."""
+        row = ((36313 * current) xor (27191 * previous)) mod (rows - 1);  the last row means: no pair"""
+    # Two quirks are part of the published losses: pairs cross documents, and position 1 takes the number of the last
+    # row for its previous token, because the peer overwrites position 0 before it multiplies.
     no_pair = rows - 1
     overwritten = tokens.copy()
     overwritten[..., 0] = no_pair
@@ -1096,7 +1067,6 @@ def bigram_hash(tokens: np.ndarray, rows: int) -> np.ndarray:
 
 class Table(NamedTuple):
     """An embedding of which a step reads few rows: further columns of its row in the parameter table."""
-
     label: str
     rows: int                            # R
     reads: int                           # rows that a token reads
@@ -1137,24 +1107,23 @@ def row_tables(cfg: Config) -> tuple[Table, ...]:
 class RowUpdate:
     """The rows of this rank's shard that a row-wise update changes: those that any rank reads in the cycle, each once.
     Rows that the update before changes as well are on the device already, and newer there than in a host home."""
-
     places: Tensor                       # (u,) i64 in the shard, ascending
     inverse: Tensor                      # (requested,) i64: index into `places` of each requested row
     fresh: Tensor                        # (f,) i64: index into `places` of the rows that the update before has not
     kept: Tensor                         # (u - f,) i64: index into `places` of those that it has,
     kept_from: Tensor                    # (u - f,) i64: and the index of the same rows into its places
+    follows: RowUpdate | None            # the update before; None: there is none
 
 
 def distinct_with_places(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the distinct values, ascending, (u,) i64, and the index of each value in them, (n,) i64.
-    values (n,): integers below 2^32. Several times as fast as numpy's unique with its inverse."""
-    # One sort of 64-bit words, the value above its position.
+    """Return the distinct values, integers below 2^32, ascending, and the index of each value in them, both i64."""
+    # One sort of 64-bit words, the value above its position: several times as fast as numpy's unique with its inverse.
     count = len(values)
-    words = np.sort(values.astype(np.uint64) << np.uint64(32) | np.arange(count, dtype=np.uint64))
-    ordered = (words >> np.uint64(32)).astype(np.int64)
+    words = np.sort(values.astype(np.uint64) << 32 | np.arange(count, dtype=np.uint64))
+    ordered = (words >> 32).astype(np.int64)
     is_new = np.diff(ordered, prepend=-1) > 0
     index = np.empty(count, np.int64)
-    index[words & np.uint64(0xFFFFFFFF)] = np.cumsum(is_new) - 1
+    index[words & 0xFFFFFFFF] = np.cumsum(is_new) - 1
     return ordered[is_new], index
 
 
@@ -1164,8 +1133,7 @@ def row_update(requested: np.ndarray, before: RowUpdate | None, fabric: Fabric) 
     places_before = np.empty(0, np.int64) if before is None else before.places.numpy()
     _, kept, kept_from = np.intersect1d(places, places_before, assume_unique=True, return_indices=True)
     fresh = np.delete(np.arange(len(places)), kept)
-    places, inverse, fresh, kept, kept_from = map(fabric.host_tensor, (places, inverse, fresh, kept, kept_from))
-    return RowUpdate(places, inverse, fresh, kept, kept_from)
+    return RowUpdate(*map(fabric.host_tensor, (places, inverse, fresh, kept, kept_from)))
 
 
 @dataclass(eq=False)
@@ -1173,7 +1141,6 @@ class TablePlan:
     """The rows of a table that this rank reads in a cycle, and the rows of its shard that all ranks request.
     Logical row r is the r div W-th in the shard of rank r mod W; physical rows are numbered shard by shard. Lists are
     tensors on the host until the cycle's rows are fetched."""
-
     tag: dict[str, Any]                  # purpose, cycle, tokens (of a slot over the cycle): equal on all ranks
     shard_size: int                      # rows of every rank's shard: R / W, rounded up
     my_rows: Tensor                      # (n,) i64, physical, ascending: fetched before the cycle, gradients go back
@@ -1189,7 +1156,7 @@ class TablePlan:
 
     @property
     def tied(self) -> bool:
-        """Rows are read from the head, which every rank has: nothing travels."""
+        # Rows are read from the head, which every rank has: nothing travels.
         return self.head_columns is not None
 
     def change_lists(self, change: Callable[[Tensor], Tensor]) -> None:
@@ -1207,7 +1174,6 @@ class TablePlan:
 
 class Batch(NamedTuple):
     """This rank's slots of one step, b of them."""
-
     step: int
     plans: dict[str, TablePlan]          # by table, shared by the steps of a cycle
     tokens: Tensor                       # (b, T) i32
@@ -1218,10 +1184,10 @@ class Batch(NamedTuple):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
         """Return the batch with change(tensor) for each tensor."""
-        rows = {label: change(x) for label, x in self.rows.items()}
-        signs = {label: change(x) for label, x in self.signs.items()}
-        return Batch(self.step, self.plans, change(self.tokens), change(self.targets), change(self.cu_seqlens),
-                     rows, signs)
+        step, plans, tokens, targets, cu_seqlens, rows, signs = self
+        rows = {label: change(x) for label, x in rows.items()}
+        signs = {label: change(x) for label, x in signs.items()}
+        return Batch(step, plans, change(tokens), change(targets), change(cu_seqlens), rows, signs)
 
     def to(self, device: torch.device) -> Batch:
         return self.map(operator.methodcaller("to", device, non_blocking=True))
@@ -1231,7 +1197,7 @@ class Planner:
     """Makes the batches of a cycle and their row plans. Pure, but for the exchange with other ranks."""
 
     def __init__(self, cfg: Config, fabric: Fabric, exchange: Callable | None = None) -> None:
-        """exchange(plans) puts in what other ranks request of this one; None: they request nothing."""
+        # exchange(plans) puts in what other ranks request of this one; None: they request nothing.
         self.cfg = cfg
         self.fabric = fabric
         self.exchange = exchange
@@ -1240,47 +1206,40 @@ class Planner:
 
     def batches(self, purpose: str, steps: Sequence[Values], slots: Sequence[list[Slot]]) -> list[Batch]:
         """Return a batch for each step of a run's cycle, from this rank's slots of each."""
-        tokens = []                                  # of each step, (b, T + 1) u16
-        for slots_of_step in slots:
-            tokens.append(np.stack([slot.tokens for slot in slots_of_step]))
-        inputs = [x[:, :-1].astype(np.int32) for x in tokens]
-        rows: list[dict[str, np.ndarray]] = [{} for _ in steps]
-        plans: list[dict[str, TablePlan]] = []       # of each step
+        # Slots differ in their number of documents, but a tensor's rows have one length.
+        batches = []
+        for values, slots_of_step in zip(steps, slots):
+            tokens = np.stack([slot.tokens for slot in slots_of_step])
+            borders = [slot.cu_seqlens for slot in slots_of_step]
+            columns = max(map(len, borders))
+            borders = np.stack([np.pad(x, (0, columns - len(x)), "edge") for x in borders])
+            inputs = tokens[:, :-1].astype(np.int32)
+            signs = {table.label: table.signs(inputs) for table in self.tables if table.signs}
+            batches.append(Batch(values.step, {}, inputs, tokens[:, 1:].astype(np.int64), borders, {}, signs))
 
         # A table's plan serves the steps of its cadence; where one ends, the next begins.
         current: dict[str, TablePlan] = {}
-        for first in range(0, len(steps), self.cfg.adam_every):
+        every = self.cfg.adam_every
+        for first in range(0, len(steps), every):
             begun = {}
             for table in self.tables:
                 if first % table.cadence == 0:
-                    cycle = slice(first, first + table.cadence)
-                    begun[table.label] = self.plan(table, purpose, steps[cycle], inputs[cycle], rows[cycle])
+                    begun[table.label] = self.plan(table, purpose, steps[first], batches[first:first + table.cadence])
             if self.exchange:
                 self.exchange(begun)
-            current = current | begun
-            plans += [current] * self.cfg.adam_every
+            current |= begun
+            for batch in batches[first:first + every]:
+                batch.plans.update(current)
+        return [batch.map(self.fabric.host_tensor) for batch in batches]
 
-        # Slots differ in their number of documents, but a tensor's rows have one length.
-        batches = []
-        for at, values in enumerate(steps):
-            borders = [slot.cu_seqlens for slot in slots[at]]
-            columns = max(map(len, borders))
-            borders = np.stack([np.pad(x, (0, columns - len(x)), "edge") for x in borders])
-            signs = {table.label: table.signs(inputs[at]) for table in self.tables if table.signs}
-            targets = tokens[at][:, 1:].astype(np.int64)
-            batch = Batch(values.step, plans[at], inputs[at], targets, borders, rows[at], signs)
-            batches.append(batch.map(self.fabric.host_tensor))
-        return batches
-
-    def plan(self, table: Table, purpose: str, steps: Sequence[Values], inputs: Sequence[np.ndarray],
-             rows: Sequence[dict[str, np.ndarray]]) -> TablePlan:
-        """Plan a table's rows for the steps of its cycle; the index of each lookup goes to `rows`, a dict per step."""
+    def plan(self, table: Table, purpose: str, values: Values, batches: Sequence[Batch]) -> TablePlan:
+        """Plan a table's rows for the batches of its cycle, still arrays; put the index of each lookup into them."""
         # Rows are dealt to ranks in turn: frequent tokens have neighbouring ids, and owners are to share the work.
         began = time.perf_counter()
         W = self.fabric.world
         size = self.shard_sizes[table.label]
-        tied = table.tied and steps[0].tied                                   # head and embedding part between cycles
-        ids = [table.ids(x) for x in inputs]
+        tied = table.tied and values.tied                                      # head and embedding part between cycles
+        ids = [table.ids(batch.tokens) for batch in batches]
         logical = np.concatenate([x.ravel() for x in ids])
         place = logical.astype(np.int64) // W
         owner = logical - place * W                                           # logical mod W, with vector code
@@ -1292,17 +1251,19 @@ class Planner:
             index = logical
         elif self.cfg.row_comms == "dense" and not table.is_rowwise and not tied:
             my_rows, index = np.arange(W * size), physical
-        borders = np.cumsum([x.size for x in ids[:-1]])
-        for of_step, x, part in zip(rows, ids, np.split(index.astype(np.int32), borders)):
-            of_step[table.label] = part.reshape(x.shape)
+        index = index.astype(np.int32)
+        for batch, x in zip(batches, ids):
+            batch.rows[table.label] = index[:x.size].reshape(x.shape)
+            index = index[x.size:]
 
         # Alone, a rank requests its own rows; among several, the exchange puts in what the readers request.
-        counts = np.diff(np.searchsorted(my_rows, size * np.arange(W + 1))).tolist()
+        counts = np.bincount(my_rows // size, minlength=W).tolist()
         head_columns = None
         if tied:
             head_columns = self.fabric.host_tensor(my_rows % size * W + my_rows // size)      # logical again
         my_rows = self.fabric.host_tensor(my_rows)
-        tag = dict(purpose=purpose, cycle=steps[0].step // table.cadence, tokens=sum(x.shape[1] for x in inputs))
+        tag = dict(purpose=purpose, cycle=values.step // table.cadence,
+                   tokens=sum(batch.tokens.shape[1] for batch in batches))
         plan_ms = 1000 * (time.perf_counter() - began)
         return TablePlan(tag, size, my_rows, counts, my_rows, counts, head_columns, plan_ms, reads=len(logical))
 
@@ -1321,10 +1282,8 @@ class DataEnded(DataError):
 
 
 class Loader:
-    """Batches of the run's cycles, made on a background thread exactly one cycle ahead.
-    Taking a cycle starts the work on the next, so what a batch holds never depends on timing. The stream of slots is
-    the same at every W: where a block of slots does not fit into the rest of a shard, it begins the next shard, which a
-    second thread has read ahead."""
+    """Batches of the run's cycles, made on a background thread exactly one cycle ahead; the same stream at every W.
+    Taking a cycle starts the work on the next, so what a batch holds never depends on timing."""
 
     def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], cycles: Iterable[list[Values]],
                  exchange: Callable | None = None, purpose: str = "train") -> None:
@@ -1372,9 +1331,9 @@ class Loader:
 
     def plans_ahead(self) -> dict[str, TablePlan] | None:
         """Return the row plans after those in use; None: the steps or the data end, and `next` will say so."""
-        # A table's cycle may be shorter than the run's.
+        # A table's cycle may be shorter than the run's, and then the plans are here already.
         for batch in self.ready:
-            if batch.plans is not self.plans_in_use:
+            if batch.plans != self.plans_in_use:
                 return batch.plans
         try:
             batches = self.wait()
@@ -1398,6 +1357,7 @@ class Loader:
 
     def _block(self, values: Values) -> tuple[Shard, list]:
         """Return the next block of slots: its shard, and (starts, ends) of the pieces of each slot."""
+        # Where a block does not fit into the rest of a shard, it begins the next, which a second thread has read ahead.
         # At most: the rest of the shard in use, then every shard once, the one that was in use as a whole included.
         for _ in range(len(self.headers) + 2):
             packed = pack_block(self.shard, self.doc, self.cfg.num_slots, values.slot_tokens, self.cfg.max_doc_len)
@@ -1439,12 +1399,11 @@ class ValidationSet:
         shares = counts[counts > 0] / len(targets)
         self.unigram_nats = float(-(shares * np.log(shares)).sum())           # entropy of the targets' own distribution
         self.vocabulary = None
-        if not headers[0].is_formula:
+        if not headers[0].name.startswith(FORMULA):
             self.vocabulary = read_vocabulary(Path(headers[0].name).parent, cfg)
         self.bytes_per_token = None
         if self.vocabulary is not None:
-            lengths = [len(token_bytes) for token_bytes in self.vocabulary]
-            self.bytes_per_token = float(np.dot(counts, lengths) / len(targets))
+            self.bytes_per_token = float(counts @ list(map(len, self.vocabulary)) / len(targets))
 
     def text_losses(self, loss: float) -> dict[str, float]:
         """Bits per byte of a loss in nats per token, and the unigram entropy; {} where no token's bytes are known."""
@@ -1454,16 +1413,16 @@ class ValidationSet:
 
     def batches(self, values: Values) -> Iterator[Batch]:
         """This rank's slots, one block at a time."""
-        for first in range(0, len(self.slots), self.cfg.num_slots):
-            block = self.slots[first:first + self.cfg.num_slots]
-            my_slots = block[self.fabric.rank::self.fabric.world]
+        S = self.cfg.num_slots
+        for first in range(0, len(self.slots), S):
+            my_slots = self.slots[first + self.fabric.rank:first + S:self.fabric.world]
             batch, = self.planner.batches(self.purpose, [values], [my_slots])
             yield batch.to(self.fabric.device)
 
 
 def read_vocabulary(folder: Path, cfg: Config) -> list[bytes] | None:
-    """Bytes of each token from a folder's vocab.txt, or None without one. Raises DataError.
-    A line of the file is "base64 id"; the document start has no line and no bytes."""
+    """Return the bytes of each token from a folder's vocab.txt, or None without one. Raises DataError."""
+    # A line of the file is "base64 id"; the document start has no line and no bytes.
     path = folder / VOCABULARY
     if not path.is_file():
         return None
@@ -1485,15 +1444,16 @@ def read_vocabulary(folder: Path, cfg: Config) -> list[bytes] | None:
 # References in PyTorch specify each operation on every device; a Triton body stands beside the one it must match.
 RMS_EPS = 2.0**-23                       # what the peer's bf16 run uses, here in every dtype
 FP8_MAX = 448.0                          # largest e4m3 number
-FP8_Y_SCALE = 100 / FP8_MAX              # the three scales of the head: recipe 2.8
-FP8_W_SCALE = 1.6 / FP8_MAX
-FP8_GRAD_SCALE = 0.75 / FP8_MAX
+FP8_Y_SCALE = float(np.float32(100 / FP8_MAX))                                # the three scales of the head (recipe
+FP8_W_SCALE = float(np.float32(1.6 / FP8_MAX))                                # 2.8), f32 numbers whose products are
+FP8_GRAD_SCALE = float(np.float32(0.75 / FP8_MAX))                            # taken in f64 and rounded once
 SHORTEST_BLOCK = 32                      # of queries: shorter ones would cost more in calls than they spare
 ADD_ROWS_LINES = 8                       # gradient lines that a program adds at once
 SIGN_SEED = 92                           # of the vectors of signs; any number would do
 LOGITS_AT_ONCE = 1 << 19                 # in passes of a CPU: they and what is made of them stay in its cache
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # z = 23 sigmoid((logit + 5) / 7.5)
 
+once_differentiable = torch.autograd.function.once_differentiable             # refuses a gradient of a gradient
 tl: Any = None                           # triton.language, from the first launch on: only a GPU needs the package
 
 
@@ -1507,8 +1467,7 @@ def jitted(kernel: Callable) -> Any:
 
 def custom_op(name: str, *mutates: str) -> Callable:
     """Register a function as a torch custom op; `mutates` names the arguments that it changes in place.
-    Compiled graphs hold the op, which is the call's `op`. Eager code calls the body directly and without gradients:
-    going through the op would cost 90 microseconds a call."""
+    Compiled graphs hold the op, which is the call's `op`; eager code is spared its 90 microseconds."""
     def decorate(body: Callable) -> Callable:
         op = torch.library.custom_op(name, body, mutates_args=mutates)
 
@@ -1524,18 +1483,6 @@ def custom_op(name: str, *mutates: str) -> Callable:
     return decorate
 
 
-def first_order(backward: Callable) -> Callable:
-    """Refuse create_graph=True: weight gradients are written where autograd does not see them. Raises RunError.
-    torch's once_differentiable would take a gradient for a constant where what comes from the loss is one."""
-    @functools.wraps(backward)
-    def call(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-            raise RunError("a backward", "create_graph=True", "gradients of the first order",
-                           "leave it out, or write the function with torch's own operations")
-        return backward(ctx, *grads)
-    return call
-
-
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:
     """Dtype of accumulators and optimizer state for weights of this dtype: f32, but f64 in an f64 run."""
     return torch.promote_types(dtype, torch.float32)
@@ -1547,9 +1494,8 @@ def rms_norm(x: Tensor) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle; x (..., E).
-    cos and sin (..., E), the sine negated for the second neighbour, the angle 0 in the other half: as wide as a head,
-    they cost fewer passes than its parts would."""
+    """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle; x (..., E), cos and sin of set_rotary."""
+    # Factors as wide as a head cost fewer passes than its parts would: in its other half the angle is 0.
     neighbours_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
     return x * cos + neighbours_swapped * sin
 
@@ -1557,8 +1503,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # ---- Attention
 @dataclass(frozen=True)
 class AttentionSpan:
-    """How far attention looks. Compiled code is made anew for each value of a field that it reads.
-    numbers  (3,) f64 on the CPU, the fields: an input of compiled code, which serves any"""
+    """How far attention looks. A graph is compiled anew for each value of a field that it reads, but `numbers`, the
+    same in one tensor (3,) f64 on the CPU, is an input of the graph."""
 
     max_len: int                         # upper bound of a document's length, in positions
     window: int                          # keys before its own that a query sees at most
@@ -1570,31 +1516,26 @@ class AttentionSpan:
 
 
 def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
-    """Causal softmax attention inside documents.
-    q, k, v     (N, H, E) any float dtype
-    cu_seqlens  (C,) i32  ascends from 0 to N, empty documents allowed
-    Returns (N, H, E). Cost N * window on any device."""
+    """Causal softmax attention inside documents, at the cost of N * window. q, k, v (N, H, E) -> (N, H, E).
+    cu_seqlens (C,) i32 ascends from 0 to N, empty documents allowed."""
     # With blocks as long as its window, a query sees keys of its own block and of the one before, and no others.
+    # Zeros stand before block 0 and fill the last one.
     count, heads, width = q.shape
     keys_back = min(span.window, span.max_len - 1)
     block = min(count, max(keys_back, SHORTEST_BLOCK))
     blocks = -(-count // block)
     fill = blocks * block - count
     queries = F.pad(q, (0, 0, 0, 0, 0, fill)).view(blocks, block, heads, width)
-    k_blocks = F.pad(k, (0, 0, 0, 0, block, fill)).view(blocks + 1, block, heads, width)
-    v_blocks = F.pad(v, (0, 0, 0, 0, block, fill)).view(blocks + 1, block, heads, width)
-    keys = torch.cat((k_blocks[:-1], k_blocks[1:]), dim=1)                    # (blocks, 2 * block, H, E)
-    values = torch.cat((v_blocks[:-1], v_blocks[1:]), dim=1)
+    padded = [F.pad(x, (0, 0, 0, 0, block, fill)).view(blocks + 1, block, heads, width) for x in (k, v)]
+    keys, values = (torch.cat((x[:-1], x[1:]), dim=1) for x in padded)        # (blocks, 2 * block, H, E)
 
-    # Block 0 has zeros before it: their positions are negative, which index some document and are masked.
+    # Positions before block 0 are negative: they index some document, and are masked.
     positions = torch.arange(blocks * block, device=q.device)
     document = torch.searchsorted(cu_seqlens.long(), positions, right=True)
     query_at = positions.view(blocks, block, 1)
     key_at = query_at[:, :1] + torch.arange(-block, block, device=q.device)   # (blocks, 1, 2 * block)
-    in_window = (key_at <= query_at) & (key_at >= query_at - span.window)
-    same_document = document[key_at] == document[query_at]
-    seen = (key_at >= 0) & in_window & same_document
-
+    in_window = (key_at >= 0) & (key_at <= query_at) & (key_at >= query_at - span.window)
+    seen = in_window & (document[key_at] == document[query_at])
     heads_first = [x.transpose(1, 2) for x in (queries, keys, values)]
     out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen[:, None], scale=span.scale)
     return out.transpose(1, 2).reshape(blocks * block, heads, width)[:count]
@@ -1606,9 +1547,8 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: 
 
 
 class Varlen(torch.autograd.Function):
-    """torch's varlen attention with window, max length and scale as graph inputs: changing them recompiles nothing."""
-
-    # Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own.
+    """torch's varlen attention with window, max length and scale as graph inputs: changing them recompiles nothing.
+    Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> Tensor:
@@ -1617,23 +1557,22 @@ class Varlen(torch.autograd.Function):
         return out
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         return *varlen_backward(grad, *ctx.saved_tensors), None, None
 
 
 def torchs_varlen() -> Any:
-    """Return torch's operations, which its module registers."""
+    """Return torch's operations, which this import registers; it takes a second."""
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
 
 
 def varlen_arguments(cu_seqlens: Tensor, numbers: Tensor) -> dict[str, Any]:
-    """Arguments of torch's operations by name. The numbers are on the CPU: reading them waits for nothing."""
-    max_len, window, scale = numbers.tolist()
-    window_size = [int(window), 0]                            # before and after a query; its left one is inclusive too
+    """Return what torch's operations take in both directions."""
+    max_len, window, scale = numbers.tolist()                 # on the CPU: nothing waits
     return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=int(max_len), max_k=int(max_len), is_causal=False,
-                scale=scale, window_size=window_size)
+                scale=scale, window_size=[int(window), 0])    # keys before and after a query, the first one inclusive
 
 
 @custom_op("train_gpt::varlen")
@@ -1644,16 +1583,14 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor)
 
 @varlen.op.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    any_length = 1
-    return torchs_varlen()._varlen_attn(q, k, v, cu_seqlens, cu_seqlens, any_length, any_length)
+    return torchs_varlen()._varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_q=1, max_k=1)       # any length will do
 
 
 @custom_op("train_gpt::varlen_backward")
 def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor,
                     out: Tensor, logsumexp: Tensor, generator: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k, v."""
-    arguments = varlen_arguments(cu_seqlens, numbers)
-    return torchs_varlen()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator, **arguments)
+    return torchs_varlen()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator,
+                                                 **varlen_arguments(cu_seqlens, numbers))
 
 
 @varlen_backward.op.register_fake
@@ -1681,21 +1618,20 @@ class WeightPart(NamedTuple):
 
 
 def as_part(weight: Tensor, delayed: list | None = None) -> WeightPart:
-    """A weight (R, C) that is one matrix; matrices of a bank: bank_parts."""
+    """Return a weight (R, C) that is one matrix as its only part."""
     return WeightPart(weight, weight, getattr(weight, "main_grad", None), 0, delayed)
 
 
 def bank_parts(bank: Tensor, heights: tuple[int, ...]) -> list[list[WeightPart]]:
-    """By layer, the matrices of a bank (L, ..., C) that stand below each other; heights: of one layer's matrices."""
+    """Return by layer the matrices of a bank (L, ..., C), which stand below each other with these heights."""
     shape = (len(bank), sum(heights), bank.shape[-1])
     layers = bank.view(shape).unbind()   # here and not in each layer: where autograd keeps it, one gradient per bank
-    main_grad = getattr(bank, "main_grad", None)
-    if main_grad is not None:
-        main_grad = main_grad.view(shape)                                     # an error unless it is one block
-    by_layer = []
     numbers = itertools.count()
+    by_layer = []
     for depth, layer in enumerate(layers):
-        wgrads = itertools.repeat(None) if main_grad is None else main_grad[depth].split(heights)
+        wgrads = itertools.repeat(None)
+        if hasattr(bank, "main_grad"):
+            wgrads = bank.main_grad.view(shape)[depth].split(heights)         # an error unless it is one block
         by_layer.append([WeightPart(bank, *part) for part in zip(layer.split(heights), wgrads, numbers)])
     return by_layer
 
@@ -1705,18 +1641,16 @@ def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, 
     """main_grad (+)= a^T b: the first write of a part since its clear overwrites whatever stands there.
     main_grad  (R, C) one matrix of a buffer: f32, f64, or the dtype of a and b; in this dtype it adds
     writes     (parts,) i64 on the CPU: writes of each part since the clear, counted here
-    a, b       (N, R), (N, C); b None: a is the product itself, (R, C)
-    The count is read on the CPU, so that first and further writes are one graph."""
-    beta = min(int(writes[number]), 1)                                        # 0: what stands there is not read
+    a, b       (N, R), (N, C); b None: a is the product itself, (R, C)"""
+    # The count is read on the CPU, so that first and further writes are one graph. beta 0: what stands is not read.
+    beta = min(int(writes[number]), 1)
     writes[number] += 1
     dtype = main_grad.dtype
     if b is None and beta == 0:
         main_grad.copy_(a)
     elif b is None:
         main_grad.add_(a)
-    elif a.dtype == dtype:
-        main_grad.addmm_(a.t(), b, beta=beta)
-    elif a.is_cuda:                                                           # no copy: the product itself adds in f32
+    elif a.is_cuda and a.dtype != dtype:                                      # no copy: the product itself adds in f32
         torch.addmm(main_grad, a.t(), b, out_dtype=dtype, beta=beta, out=main_grad)
     else:
         main_grad.addmm_(a.t().to(dtype), b.to(dtype), beta=beta)
@@ -1725,7 +1659,7 @@ def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, 
 def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | None:
     """Put a^T b, or a if b is None, where the gradient of a part belongs. Returns what backward gives autograd."""
     if part.delayed is not None:
-        part.delayed.append((part, a, b, versions_of(a, b)))
+        part.delayed.append((part, a, b))
     elif part.main_grad is None:
         return a if b is None else a.t() @ b
     else:
@@ -1738,37 +1672,15 @@ def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | 
     return torch.zeros_like(part.matrix)
 
 
-def versions_of(*factors: Tensor | None) -> list[int]:
-    """Torch's counts of the changes in place of each factor that is there."""
-    return [x._version for x in factors if x is not None]
-
-
 @torch.no_grad()
 def flush(delayed: list) -> None:
     """Compute the delayed gradients in the order of their backwards, into main_grad or else into .grad.
-    Raises RunError, before anything is written, if a factor was changed since its backward."""
-    for part, a, b, versions in delayed:
-        if versions_of(a, b) != versions:
-            raise RunError(f"a delayed gradient of a weight {tuple(part.matrix.shape)}",
-                           "an input or a gradient of the product that was changed in place after its backward",
-                           "the values that the backward had", "flush before the change, or change a copy")
-    for part, a, b, _ in delayed:
-        if part.main_grad is not None:
-            wgrad_accumulate(part.main_grad, part.weight.writes, part.number, a, b)
-        else:
-            wgrad = a if b is None else a.t() @ b
+    Inputs and gradients of the products must still be what they were in the backward."""
+    for part, a, b in delayed:
+        wgrad = accumulate_wgrad(part._replace(delayed=None), a, b)
+        if part.main_grad is None:
             part.matrix.grad = wgrad if part.matrix.grad is None else part.matrix.grad + wgrad
     delayed.clear()
-
-
-def wgrad_product(a: Tensor, b: Tensor, main_grad: Tensor | None) -> Tensor:
-    """a^T b in the wider dtype of factors and main_grad: an f32 sum of products rounded to bf16 would gain little."""
-    dtype = a.dtype if main_grad is None else torch.promote_types(a.dtype, main_grad.dtype)
-    if a.dtype == dtype:
-        return a.t() @ b
-    if a.is_cuda:
-        return torch.mm(a.t(), b, out_dtype=dtype)
-    return a.t().to(dtype) @ b.to(dtype)
 
 
 class LinearFunction(torch.autograd.Function):
@@ -1782,7 +1694,7 @@ class LinearFunction(torch.autograd.Function):
         return F.linear(x, weight)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad):
         x, scale, matrix = ctx.saved_tensors
         weight = matrix if scale is None else scale * matrix
@@ -1790,7 +1702,12 @@ class LinearFunction(torch.autograd.Function):
         a, b = grad.flatten(0, -2), x.flatten(0, -2)
         grad_scale = grad_matrix = None
         if scale is not None:
-            product = wgrad_product(a, b, ctx.part.main_grad)                 # a scratch of one matrix
+            # The product is a scratch as wide as main_grad: its f32 sums, rounded to bf16, would gain little.
+            dtype = a.dtype if ctx.part.main_grad is None else torch.promote_types(a.dtype, ctx.part.main_grad.dtype)
+            if a.is_cuda and a.dtype != dtype:
+                product = torch.mm(a.t(), b, out_dtype=dtype)
+            else:
+                product = a.t().to(dtype) @ b.to(dtype)
             grad_scale = (product * matrix).sum()
             a, b = scale * product, None
         if ctx.needs_input_grad[2]:                                           # not of a frozen one
@@ -1812,6 +1729,7 @@ RELU_SQ_TILES = {
     (10, 0): (dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8), (4, 3)),
 }
 DESCRIBED_BYTES = 16                     # that divide each line of an array with a descriptor
+
 
 def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.constexpr, ROWS: tl.constexpr,
                    COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
@@ -1857,20 +1775,18 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     columns = len(w)
     out = x.new_empty(count, columns)
     backward = squares is not None
-    if not backward:
-        squares = out                                                         # which forward does not read
-
-    def room_for_descriptors(size: int, alignment: int, stream: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int8, device=device)
+    read = squares.contiguous() if backward else out                          # forward reads none
 
     # Capture device, not x: Triton keeps the allocator, which would keep x alive. It is one for each thread, and
     # autograd has a thread of its own.
+    def room_for_descriptors(size: int, alignment: int, stream: int) -> Tensor:
+        return torch.empty(size, dtype=torch.int8, device=device)
+
     triton.set_allocator(room_for_descriptors)
     tiles = triton.cdiv(count, tile["ROWS"]) * triton.cdiv(columns, tile["COLUMNS"])
-    programs = min(tiles, card.multi_processor_count)
-    launch = jitted(relu_sq_kernel)[(programs,)]
-    launch(x.contiguous(), w.contiguous(), squares.contiguous(), out, count, columns, depth,
-           BACKWARD=backward, num_stages=stages[backward], **tile)
+    launch = jitted(relu_sq_kernel)[(min(tiles, card.multi_processor_count),)]
+    launch(x.contiguous(), w.contiguous(), read, out, count, columns, depth, BACKWARD=backward,
+           num_stages=stages[backward], **tile)
     return out
 
 
@@ -1883,9 +1799,8 @@ def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
     """True if relu_sq supports this device, dtype and shape of x (N, K) and w (F, K)."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    for length in (x.shape[1], len(w)):
-        if length * x.element_size() % DESCRIBED_BYTES:
-            return False
+    if x.shape[1] * x.element_size() % DESCRIBED_BYTES or len(w) * x.element_size() % DESCRIBED_BYTES:
+        return False
     card = torch.cuda.get_device_properties(x.device)         # which compilers take for a constant
     return (card.major, card.minor) in RELU_SQ_TILES
 
@@ -1901,12 +1816,11 @@ class ReluSqMLP(torch.autograd.Function):
         else:
             squares = F.linear(x, up_matrix).relu_().square_()
         ctx.save_for_backward(n, squares, up_matrix, down_matrix)
-        ctx.up = up
-        ctx.down = down
+        ctx.parts = up, down
         return (squares @ down_matrix).view_as(n)
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad):
         n, squares, up_matrix, down_matrix = ctx.saved_tensors
         grad_y = grad.flatten(0, -2)
@@ -1919,12 +1833,13 @@ class ReluSqMLP(torch.autograd.Function):
             grad_pre = F.linear(2 * grad_y, down_matrix).mul_(roots)
 
         # A frozen matrix gets no gradient, and nothing is written to its main_grad.
+        up, down = ctx.parts
         grad_n = (grad_pre @ up_matrix).view_as(n)
         grad_up = grad_down = None
         if ctx.needs_input_grad[1]:
-            grad_up = accumulate_wgrad(ctx.up, grad_pre, n.flatten(0, -2))
+            grad_up = accumulate_wgrad(up, grad_pre, n.flatten(0, -2))
         if ctx.needs_input_grad[2]:
-            grad_down = accumulate_wgrad(ctx.down, squares, grad_y)
+            grad_down = accumulate_wgrad(down, squares, grad_y)
         return grad_n, grad_up, grad_down, None, None
 
 
@@ -2012,22 +1927,16 @@ def e4m3(x: Tensor, scale: float) -> Tensor:
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
-def f32_scale(value: float, like: Tensor) -> Tensor:
-    """A scale rounded to f32 first, held in f64, so that products of scales are rounded once."""
-    return torch.full((), value, dtype=torch.float32, device=like.device).double()
-
-
 def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: torch.dtype,
                 fast: bool = False) -> Tensor:
-    """a @ b * scale of fp8 matrices, scale () f64.
-    native: the device's fp8 product; else one in out_dtype, which holds fp8 exactly. fast: a shorter accumulator"""
+    """a @ b * scale of fp8 matrices, scale () f64. native: the device's product, fast: with a shorter accumulator."""
+    # Elsewhere the product is one in out_dtype, which holds fp8 exactly.
     if not native:
         return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
-    b_in_columns = b.t().contiguous().t()                                     # as the device wants it
+    b = b.t().contiguous().t()                                                # in columns, as the device wants it
     one = torch.ones((), device=a.device)
     by_tensor = F.ScalingType.TensorWise
-    return F.scaled_mm(a, b_in_columns, scale.float(), by_tensor, one, by_tensor, output_dtype=out_dtype,
-                       use_fast_accum=fast)
+    return F.scaled_mm(a, b, scale.float(), by_tensor, one, by_tensor, output_dtype=out_dtype, use_fast_accum=fast)
 
 
 class HeadLoss(torch.autograd.Function):
@@ -2051,7 +1960,7 @@ class HeadLoss(torch.autograd.Function):
         else:
             native = precision == "fp8"
             product_dtype = logits_dtype if native else ctx.accum_dtype
-            scale = f32_scale(FP8_Y_SCALE, y) * f32_scale(FP8_W_SCALE, y)
+            scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
             y = e4m3(y, FP8_Y_SCALE)
             w = e4m3(w, FP8_W_SCALE)
             logits = fp8_product(y, w, scale, native, product_dtype, fast=True).to(logits_dtype)
@@ -2064,7 +1973,7 @@ class HeadLoss(torch.autograd.Function):
         return losses
 
     @staticmethod
-    @first_order
+    @once_differentiable
     def backward(ctx, grad_losses):
         y, w, grad, loss_weight = ctx.saved_tensors
         grad_w = None                                                         # of a frozen head
@@ -2077,14 +1986,13 @@ class HeadLoss(torch.autograd.Function):
 
         # The trainer's own factor is 1 in every position. A loss_weight of 0 makes gradients of 0, not of 0 / 0.
         factor = torch.where(loss_weight == 0, 0, grad_losses / loss_weight)[:, None]
-        scale = loss_weight.double() * f32_scale(FP8_GRAD_SCALE, y)
+        scale = loss_weight.double() * FP8_GRAD_SCALE
         native = ctx.precision == "fp8"
         dtype_y = torch.bfloat16 if native else ctx.accum_dtype
-        grad_y = factor.to(dtype_y) * fp8_product(grad, w.t(), scale * f32_scale(FP8_W_SCALE, y), native, dtype_y)
+        grad_y = factor.to(dtype_y) * fp8_product(grad, w.t(), scale * FP8_W_SCALE, native, dtype_y)
         if ctx.needs_input_grad[1]:
             payload = (factor * grad.to(factor.dtype)).to(grad.dtype)         # part of the copy into columns
-            y_in_rows = y.t().contiguous()
-            product = fp8_product(y_in_rows, payload, scale * f32_scale(FP8_Y_SCALE, y), native, ctx.accum_dtype)
+            product = fp8_product(y.t().contiguous(), payload, scale * FP8_Y_SCALE, native, ctx.accum_dtype)
             grad_w = accumulate_wgrad(ctx.part, product, None)                # it cannot add: a scratch
         return grad_y, grad_w, None, None, None, None, None, None
 
@@ -2150,7 +2058,6 @@ class RowLookup(torch.autograd.Function):
         return F.embedding(index, source)
 
     @staticmethod
-    @first_order
     def backward(ctx, grad):
         (index,) = ctx.saved_tensors
         add_rows(ctx.row_grads, index, grad)
@@ -2164,7 +2071,6 @@ Generator = torch.Generator
 
 class Parameter(NamedTuple):
     """One row of the parameter table: all about a parameter but its place in the forward pass."""
-
     label: str
     shape: Shape
     init: Callable[[Generator, Shape], Tensor]                                # draws f32, in logical order
@@ -2202,24 +2108,21 @@ def uniform(bound: float, generator: Generator, shape: Shape) -> Tensor:
 
 
 def up_uniform(bound: float, generator: Generator, shape: Shape) -> Tensor:
-    """Draw the MLP bank. Its down matrices are zero, so that every MLP adds nothing at first."""
-    layers, _, *rest = shape
-    up = uniform(bound, generator, (layers, 1, *rest))
-    return torch.cat((up, torch.zeros_like(up)), dim=1)
+    up = uniform(bound, generator, (shape[0], 1, *shape[2:]))
+    return torch.cat((up, torch.zeros_like(up)), dim=1)                       # down is zero: MLPs begin as nothing
 
 
 def constant(values: Sequence[float], _: Generator, shape: Shape) -> Tensor:
-    return torch.tensor(values).expand(shape)
+    return torch.tensor(values).expand(shape)                                 # the values, or the one value everywhere
 
 
 def scalar_values(cfg: Config) -> dict[str, tuple[float, ...]]:
-    """Initial values of the packed scalars by name, n-gram tables that enter the residual stream after recipe A's."""
+    """Return initial values of the packed scalars by name: recipe A's, then tables that enter the residual stream."""
     return SCALARS | {line.label: (NGRAM_MIX,) * len(LAYERS) for line in cfg.tables if line.place is None}
 
 
 def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     """Label, shape, initial value, optimizer, multipliers (recipe 2.1, 2.6, 3.5)."""
-    # The sizes that shapes are made of.
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
     L, A, inside = len(LAYERS), len(ATTENTION_LAYERS), MLP_FACTOR * D
     value_gates = NUM_VALUE_TABLES + sum(line.place is not None for line in cfg.tables)
@@ -2278,7 +2181,6 @@ class GPT(nn.Module):
         self.table = {row.label: row for row in parameter_table(cfg) if row.optimizer != "rowwise"}
         self.scalar_sizes = {name: len(values) for name, values in scalar_values(cfg).items()}
         self.ngrams = cfg.tables
-
         dtype = getattr(torch, cfg.dtype)
         for label, row in self.table.items():
             rows, *rest = row.shape
@@ -2286,6 +2188,7 @@ class GPT(nn.Module):
             weight = torch.empty((shard_rows.get(label, rows), *rest), dtype=row_dtype)
             self.register_parameter(label, nn.Parameter(weight))
 
+        # No checkpoint needs what follows from settings and the place in the plan.
         if any(line.signs for line in self.ngrams):
             self.register_buffer("sign_vectors", sign_vectors(cfg.model_dim).to(dtype), persistent=False)
         for name in ("rotary_cos", "rotary_sin"):                             # paired layers have 2T positions
@@ -2294,15 +2197,14 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def set_initial_values(self, seed: int, shard: Callable[[str, Tensor], Tensor]) -> None:
-        """Draw all parameters, each label from its own generator, whose seed comes from (seed, label).
-        All but f32 rows pass through bf16: the same numbers in any dtype. shard: (label, whole parameter) -> the part
-        that is here"""
+        """Draw all parameters; shard: (label, whole parameter) -> the part that is here."""
         for label, row in self.table.items():
+            # Each label has a generator of its own, so that a parameter more or less changes no other.
             digest = hashlib.sha256(f"{seed}/{label}".encode()).digest()
-            generator = Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
-            drawn = shard(label, row.init(generator, row.shape))
+            own_seed = int.from_bytes(digest[:8], "little", signed=True)
+            drawn = shard(label, row.init(Generator().manual_seed(own_seed), row.shape))
             if not row.full_precision:
-                drawn = drawn.bfloat16()
+                drawn = drawn.bfloat16()                                      # the same numbers in any dtype
             self.get_parameter(label).copy_(drawn)
         self.embed.copy_(shard("embed", self.lm_head.t()))
 
@@ -2326,11 +2228,10 @@ class GPT(nn.Module):
                row_buffers: dict) -> Tensor:
         """Loss of each position, (B, T); weights (G,) of the next tokens, loss_weight () seeds the backward."""
         y = self.hidden(batch, spans, row_buffers).flatten(0, 1)
-        in_bf16 = precision != "plain" and y.dtype != torch.float64
-        logits_dtype = torch.bfloat16 if in_bf16 else y.dtype
-        losses = HeadLoss.apply(
-            y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype, as_part(self.lm_head))
-        return losses.view(batch.targets.shape)
+        logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16       # of an fp8 head
+        losses = HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype,
+                                as_part(self.lm_head))
+        return losses.view_as(batch.targets)
 
     def hidden(self, batch: Batch, spans: AttentionSpans, row_buffers: dict) -> Tensor:
         """The normalised stream that enters the head, (B, T, D).
@@ -2412,16 +2313,15 @@ class GPT(nn.Module):
     def rows_of(self, label: str, batch: Batch, row_buffers: dict) -> list[Tensor]:
         """Rows of a table by the batch's index (B, T) or (B, reads, T), one (B, T, D) per read."""
         index = batch.rows[label]
+        rows, row_grads = row_buffers[label]
         # A lookup for each read: its gradient goes to the row gradients as it comes up, and is stacked with no other.
         planes = index.unbind(1) if index.dim() == 3 else [index]
-        rows, row_grads = row_buffers[label]
         return [RowLookup.apply(rows, plane, row_grads) for plane in planes]
 
     def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: Sequence[tuple[int, Tensor]],
                cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
         """Attention of one layer before its gate and output matrix, qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E).
-        value_rows: (place of the gate, rows (B, T, D)) that join the values. Positions count in the slot (recipe
-        2.4)."""
+        value_rows: (place of the gate, rows (B, T, D)) that join the values. Positions count in the slot."""
         slots, length, _ = n.shape
         q, k, v = qkv.view(slots, length, QKV, self.heads, self.head_dim).unbind(2)
         q = rms_norm(q)
@@ -2445,24 +2345,20 @@ class GPT(nn.Module):
             turning, still = k.chunk(2, dim=-1)
             shifted = torch.cat((still[:, :1], still[:, :-1]), dim=1)         # a slot's first token keeps its own
             k = torch.cat((turning, shifted), dim=-1)
-        flat = [x.flatten(0, 1) for x in (q, k, v)]
-        return self.attention(*flat, cu_seqlens, span).view(v.shape)
+        return self.attention(*(x.flatten(0, 1) for x in (q, k, v)), cu_seqlens, span).view(v.shape)
 
     def attend_paired(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
         """q, k, v (B, T, H, E) -> (B, T, H, E); heads j and j + H/2 of token t stand at 2t and 2t + 1 of one sequence.
         The angles follow another pairing, even heads at 2t and odd heads at 2t + 1: the peer assigns them before it
         regroups, and its published losses contain that (recipe 9.1). The span counts positions."""
         slots, length, heads, width = q.shape
-        positions = 2 * length
-        cos = self.rotary_cos[:positions].view(length, 1, 2, -1)              # of the places 2t and 2t + 1
-        sin = self.rotary_sin[:positions].view(length, 1, 2, -1)
+        cos = self.rotary_cos[:2 * length].view(length, 1, 2, -1)             # of the places 2t and 2t + 1
+        sin = self.rotary_sin[:2 * length].view(length, 1, 2, -1)
         neighbours = (slots, length, heads // 2, 2, width)
         q = rotate(q.view(neighbours), cos, sin)
         k = rotate(k.view(neighbours), cos, sin)
-
-        sequence = (slots * positions, heads // 2, width)                     # the lower half of the heads, the upper
-        flat = [x.reshape(sequence) for x in (q, k, v)]
-        return self.attention(*flat, 2 * cu_seqlens, span).view(slots, length, heads, width)
+        flat = [x.reshape(-1, heads // 2, width) for x in (q, k, v)]          # the lower half of the heads, the upper
+        return self.attention(*flat, 2 * cu_seqlens, span).view(v.shape)
 
 
 def gate_of(features: Tensor, weight: Tensor) -> Tensor:
@@ -2473,7 +2369,7 @@ def gate_of(features: Tensor, weight: Tensor) -> Tensor:
 # ====== Room 6: Rows ==================================================================================================
 # Each rank owns a shard of every table and reads rows of all shards. A plan's lists serve both directions: rows travel
 # from owner to reader before a cycle, their gradients from reader to owner after it (design 4).
-Wait = Callable[[], object]              # returns when what was launched before is complete
+Wait = Callable[[], object]              # returns when what was launched is complete
 
 
 def no_wait(**_: Any) -> None:
@@ -2485,12 +2381,12 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
     group: gloo's; None: the group of all ranks. Raises RunError where ranks disagree."""
     # By table and owner: the places that this rank reads in the owner's shard.
     W, me = fabric.world, fabric.rank
-    lists, counts = [], []
-    for plan in plans.values():
+    lists, counts, common = [], [], []
+    for label, plan in plans.items():
         rows = [plan.my_rows[:0]] * W if plan.tied else plan.my_rows.split(plan.send_counts)
         lists.append([(x - owner * plan.shard_size).int() for owner, x in enumerate(rows)])
         counts.append([len(x) for x in rows])
-    common = [dict(plan.tag, table=label, dtype=dtype, tied=plan.tied) for label, plan in plans.items()]
+        common.append(dict(plan.tag, table=label, dtype=dtype, tied=plan.tied))
 
     # First what must be equal everywhere, or lists of different cycles would be taken for each other.
     everyone: list[Any] = [None] * W
@@ -2510,9 +2406,8 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
     for table, (label, plan) in enumerate(plans.items()):
         requested = pieces[table::len(plans)]
         for reader, places in enumerate(requested):
-            ends = [*places[:1].tolist(), *places[-1:].tolist()]
-            need((places.diff() > 0).all() and all(0 <= place < plan.shard_size for place in ends),
-                 f"rows of {label} that rank {reader} requests", f"{len(places)} places, first and last {ends}",
+            ascending = np.diff(places, prepend=-1, append=plan.shard_size).min() > 0
+            need(ascending, f"rows of {label} that rank {reader} requests", places,
                  f"ascending places below {plan.shard_size}", "report it", RunError)
         if not plan.tied:
             plan.requested_rows = fabric.host_tensor(torch.cat(requested).long())
@@ -2534,25 +2429,28 @@ class RowTable:
         self.fabric = fabric
         self.report = report
         self.debug = cfg.debug_rows
-        self.mode = "sparse" if table.is_rowwise else cfg.row_comms           # dense: a plan lists all rows
-        self.home = HOMES[table.home](table, cfg, fabric) if table.is_rowwise else None
-        self.shard = self.home.stored.rows if self.home else shard.detach()
+        self.home = self.grad = None
+        if table.is_rowwise:
+            self.mode = "sparse"
+            self.home = HOMES[table.home](table, cfg, fabric)
+            self.shard = self.home.stored.rows
+        else:
+            self.mode = cfg.row_comms                                         # dense: a plan lists all rows
+            self.shard = shard.detach()
+            self.grad = torch.zeros_like(self.shard, dtype=accum_dtype(shard.dtype))   # of the shard, summed over ranks
 
         # Buffers are as large as the largest cycle needs and never grow, so that addresses and shapes stay.
-        size, width = self.shard.shape
-        dtype = self.shard.dtype
-        if self.home is None:
-            self.grad = torch.zeros_like(self.shard, dtype=accum_dtype(dtype))         # of the shard, summed over ranks
         self.alone = fabric.world == 1 and self.home is None                  # lookups read the shard itself
         if self.alone:
             self.cache = shard
             self.row_grads = self.grad
         else:
+            size, width = self.shard.shape
             rows = fabric.world * size
             if self.mode == "sparse":
                 rows = min(rows, most_tokens * table.reads)
-            self.cache = torch.zeros(rows, width, dtype=dtype, device=fabric.device).requires_grad_()
-            self.row_grads = torch.zeros(rows, width, dtype=accum_dtype(dtype), device=fabric.device)
+            self.cache = self.shard.new_zeros(rows, width, device=fabric.device).requires_grad_()
+            self.row_grads = torch.zeros_like(self.cache, dtype=accum_dtype(self.shard.dtype), requires_grad=False)
         self.arrival: Wait = no_wait                                          # of the rows that are on their way
         self.reset()
 
@@ -2570,7 +2468,7 @@ class RowTable:
             self.home.invalidate()
 
     def prepare(self, plan: TablePlan) -> None:
-        """Make a row-wise table's next update from the requests, a cycle ahead, and let its rows leave a host home."""
+        """Make a row-wise table's next update, a cycle ahead, and let its rows leave a host home."""
         if self.home is not None:
             plan.update = self.home.prepare(plan.requested_rows.numpy())
 
@@ -2582,17 +2480,16 @@ class RowTable:
             self.prepare(plan)                                                # no loader has done it
         plan.change_lists(self._on_device)
         self.cached = plan
-        if self.alone:
-            return
         rows, places = self.shard, plan.requested_rows
         if self.home is not None:
             self.live = self.home.take(plan.update)
             rows, places = self.live.rows, self._on_device(plan.update.inverse)
-        self.arrival = self._bring(plan, self.cache.detach(), head, rows, places)
+        if not self.alone:
+            self.arrival = self._bring(plan, self.cache.detach(), head, rows, places)
 
     def rows_for_forward(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cache with the plan's rows, and row_grads. Raises RunError before the last cycle's update."""
-        # Among several ranks row_grads are of one plan alone, whose list says where they go.
+        # Unless a rank is alone, row_grads are of one plan, whose list says where they go.
         if plan not in self.pending:
             need(self.alone or not self.pending, f"gradients of {self.table.label}",
                  f"of {[other.tag for other in self.pending]}, now {plan.tag}", "batches of one cycle",
@@ -2607,15 +2504,14 @@ class RowTable:
     def read(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, None]:
         """Fetch the plan's rows into a new tensor (validation, sampling); there is no buffer for gradients."""
         plan.change_lists(self._on_device)
-        if self.alone:
-            self.report_traffic(plan)
-            return self.shard, None
-        rows, places = self.shard, plan.requested_rows
-        if self.home is not None:
-            rows, places = self.home.read(places), None
-        out = self.cache.new_empty(len(plan.my_rows), self.cache.shape[1])
-        wait = self._bring(plan, out, head, rows, places)
-        wait()
+        out = self.shard
+        if not self.alone:
+            rows, places = self.shard, plan.requested_rows
+            if self.home is not None:
+                rows, places = self.home.read(places), None
+            out = self.cache.new_empty(len(plan.my_rows), self.cache.shape[1])
+            wait = self._bring(plan, out, head, rows, places)
+            wait()
         self.report_traffic(plan)
         return out, None
 
@@ -2630,10 +2526,9 @@ class RowTable:
         rows = self.row_grads[:len(plan.my_rows)].to(self.cache.dtype)
         arrived = rows.new_empty(len(plan.requested_rows), rows.shape[1])
         wait = self._launch(plan, arrived, rows, plan.recv_counts, plan.send_counts)
-        if self.home is None:
-            grad, places = self.grad, plan.requested_rows
-        else:
-            grad = self.row_grads.new_zeros(len(plan.update.places), rows.shape[1])
+        grad, places = self.grad, plan.requested_rows
+        if self.home is not None:
+            grad = torch.zeros_like(self.live.rows, dtype=self.row_grads.dtype)
             places = self._on_device(plan.update.inverse)
 
         def add_in_rank_order() -> None:
@@ -2664,15 +2559,14 @@ class RowTable:
                 self.grad[plan.requested_rows] = 0
             self.report_traffic(plan, dense_passes=2)                         # rows out, gradients back
         self.pending = []
-        self.cached = None
-        self.live = None                                                      # makes room for those of the next update
+        self.cached = self.live = None                                        # makes room for those of the next update
         if self.debug:
             strays = self.row_grads.any() or (self.home is None and self.grad.any())
             need(not strays, f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it",
                  RunError)
 
     def report_traffic(self, plan: TablePlan, dense_passes: int = 0) -> None:
-        """Report what a plan has moved. dense_passes: how often dense mode would have moved the whole table."""
+        """Report what a plan has moved; dense_passes: how often dense mode would have moved the whole table."""
         # Nothing travels while tied, and nobody asks about warm-up and samples.
         purpose = plan.tag["purpose"]
         if plan.tied or purpose not in ("train", "validation"):
@@ -2689,10 +2583,12 @@ class RowTable:
 
     def memory_bytes(self, moments: Iterable[Tensor]) -> int:
         """Count the bytes that this rank keeps of the table on its device: shard, cache, gradients, these moments."""
-        kept = [self.shard, self.cache, self.row_grads, *moments]
-        kept += [self.grad] if self.home is None else self.home.stored
-        sizes = {x.data_ptr(): x.nbytes for x in kept if x.device.type == self.cache.device.type}    # some are the same
-        return sum(sizes.values())
+        kept = [self.cache, self.row_grads, *moments]
+        if self.home is not None:
+            kept += self.home.stored
+        elif not self.alone:                                                  # else these are the first two
+            kept += [self.shard, self.grad]
+        return sum(x.nbytes for x in kept if x.device.type == self.cache.device.type)
 
     def _on_device(self, rows: Tensor) -> Tensor:
         return rows.to(self.fabric.device, non_blocking=True)
@@ -2750,17 +2646,13 @@ PIECE_ROWS = 1 << 14                     # rows of a rank that are copied, or se
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Allocate zeros on the host that take memory page by page, when they are first written. Raises RunError."""
-    size = math.prod(shape) * dtype.itemsize
+    """Allocate zeros on the host that take memory page by page, when they are first written."""
     if sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
     # Nothing is reserved, for a plain mapping of 38 GB is refused on a machine of 24. Pages are small ones, for a row
     # in a huge page would take 2 MB.
-    try:
-        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
-    except OSError as error:
-        raise RunError("memory for a table", error, f"an address space with {size / 2**30:.1f} GiB to map",
-                       "fewer rows, more ranks, or a larger limit (ulimit -v)") from None
+    size = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_NORESERVE)
     with contextlib.suppress(OSError):                                        # a system without huge pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
@@ -2916,31 +2808,30 @@ class HostHome(DeviceHome):
             self.writeback = None
 
     def _staging(self, count: int) -> RowState:
-        """Allocate rows in host memory, pinned beside a GPU, through which copies go."""
-        pinned = self.stream is not None
-        return RowState(*(torch.empty(count, *x.shape[1:], dtype=x.dtype, pin_memory=pinned) for x in self.stored))
+        """Allocate rows in pinned host memory, through which copies to and from a GPU go."""
+        return RowState(*(torch.empty(count, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.stored))
 
     def _bring_up(self, places: Tensor) -> tuple[RowState, Any]:
         """Copy rows to the device; runs on the mover. Returns them and the CUDA event after the copy."""
+        if self.stream is None:
+            return self.stored.at(places), None
         staging = self._staging(len(places))
         for x, out in zip(self.stored, staging):
             torch.index_select(x, 0, places, out=out)
-        if self.stream is None:
-            return staging, None
         with torch.cuda.stream(self.stream):
             return staging.to(self.device), self.stream.record_event()
 
     def _bring_down(self, places: Tensor, changed: RowState, computed: Any) -> None:
         """Store rows once the CUDA event `computed` is over; runs on the mover."""
-        staging = self._staging(len(places))
         if computed is not None:
+            staging = self._staging(len(places))
             self.stream.wait_event(computed)
-        with torch.cuda.stream(self.stream):                  # of None it does nothing
-            for x, out in zip(changed, staging):
-                out.copy_(x, non_blocking=True)
-        if computed is not None:
+            with torch.cuda.stream(self.stream):
+                for x, out in zip(changed, staging):
+                    out.copy_(x, non_blocking=True)
             self.stream.synchronize()
-        self.stored.put(places, staging)
+            changed = staging
+        self.stored.put(places, changed)
 
 
 HOMES = dict(device=DeviceHome, host=HostHome)
@@ -2975,12 +2866,6 @@ def polar_express(x: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
-def norm_axis(matrices: Sequence[int]) -> int:
-    """Return the axis over which NorMuon takes means of squares: along rows, or along columns of wide matrices."""
-    height, width = matrices[-2:]
-    return -1 if height >= width else -2
-
-
 def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor, beta2: float,
                       polar_dtype: torch.dtype) -> Tensor:
     """Return orthogonalised Nesterov momentum, normalised per row at an unchanged Frobenius norm (arXiv 2510.05491).
@@ -2988,7 +2873,9 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor
     momentum.add_((grad - momentum) * (1 - mu))
     nesterov = grad * (1 - mu) + momentum * mu
     o = polar_express(nesterov.to(polar_dtype)).to(grad.dtype)
-    axis = norm_axis(grad.shape)
+
+    # Divide each row, or column of a wide matrix, by the running root mean square of its updates.
+    axis = -1 if second.shape[-1] == 1 else -2                                # the one that second lacks
     mean_square = o.square().mean(dim=axis, keepdim=True)                     # shaped like second
     second.lerp_(mean_square, 1 - beta2)
     scale = second.clamp_min(1e-10).rsqrt()
@@ -3003,24 +2890,15 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor
 
 
 def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
-    """Join a bf16 weight and the 16 bits below it (i16 words) to the f32 weight (recipe 3.2)."""
+    """Join a bf16 weight and the 16 bits below it (i16 words, whose sign is a bit like others) to the f32 weight."""
     upper = p.view(torch.int16).int() << 16
-    lower = mantissa.int() & 0xFFFF                                           # without its sign
-    return (upper | lower).view(torch.float32)
-
-
-def split_mantissa(exact: Tensor, p: Tensor, mantissa: Tensor) -> None:
-    """Split an f32 weight into the bf16 weight and its lower 16 bits, in place: truncated, never rounded."""
-    words = exact.view(torch.int32)
-    p.copy_((words >> 16).to(torch.int16).view(torch.bfloat16))
-    mantissa.copy_((words & 0xFFFF).to(torch.int16))
+    return (upper | mantissa.int() & 0xFFFF).view(torch.float32)
 
 
 def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second: Tensor,
                    grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
-    """Make one NorMuon step on matrices p (M, r, c), or their upper halves with a mantissa, in place; decay is
-    cautious.
-    grad (M, r, c) a plain sum over slots; lr_muls (M, 1, 1); lr (), decay () = weight decay x lr."""
+    """Make one NorMuon step on matrices p (M, r, c), or on the upper halves of f32 weights with a mantissa, in place.
+    grad (M, r, c) a plain sum over slots; lr_muls (M, 1, 1); lr (), decay () = weight decay x lr, cautious."""
     grad = grad.to(momentum.dtype) * grad_scale
     update = normuon_direction(grad, momentum, second, mu, beta2, p.dtype)
     rates = lr_muls * lr
@@ -3029,8 +2907,11 @@ def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: T
     moved = exact - exact * agrees * decay * rates - update * rates           # in that order (recipe 3.1)
     if mantissa is None:
         p.copy_(moved)
-    else:
-        split_mantissa(moved, p, mantissa)
+        return
+    # The f32 weight is cut in two halves, never rounded: together they are all of it (recipe 3.2).
+    words = moved.view(torch.int32)
+    p.copy_((words >> 16).to(torch.int16).view(torch.bfloat16))
+    mantissa.copy_(words.to(torch.int16))
 
 
 def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
@@ -3078,8 +2959,7 @@ def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
 def row_bits(seed: int, label: str, rows: Tensor, number: Tensor) -> Tensor:
     """Return the random bits of logical rows (u,) i64 in a table's update, (u,) i32; number () i32 of the update."""
     checksum = zlib.crc32(f"{seed}/{label}".encode())
-    signed = checksum - (checksum >> 31 << 32)                # as an i32
-    return lowbias32(lowbias32(rows.int() ^ signed) ^ number)
+    return lowbias32(lowbias32((rows ^ checksum).int()) ^ number)             # the lower 32 bits of the i64
 
 
 def lowbias32(x: Tensor) -> Tensor:
@@ -3100,7 +2980,9 @@ def initial_state(row: Parameter, shard: Tensor) -> dict[str, Tensor]:
     zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
     if row.optimizer == "adam":
         return dict(m=zeros(shard), v=zeros(shard))
-    state = dict(momentum=zeros(shard), second=zeros(shard.narrow(norm_axis(shard.shape), 0, 1)))
+    # NorMuon takes means of squares along rows, or along columns of wide matrices: the fewer numbers.
+    axis = -1 if shard.shape[-2] >= shard.shape[-1] else -2
+    state = dict(momentum=zeros(shard), second=zeros(shard.narrow(axis, 0, 1)))
     if shard.dtype == torch.bfloat16:
         state["mantissa"] = torch.zeros_like(shard, dtype=torch.int16)
     return state
@@ -3114,16 +2996,9 @@ def bank_matrices(row: Parameter, weight: Tensor) -> Tensor:
     return weight.view(-1, height, row.shape[-1])
 
 
-def needs_f32_main_grad(row: Parameter, accumulates: bool) -> bool:
-    """Return whether a rank writes a main_grad several times between clears. accumulates: over micro-batches."""
-    return accumulates or row.optimizer == "adam"
-
-
-def launch(fabric: Fabric, collective: Callable, *tensors: Tensor) -> Callable[[], object]:
+def launch(fabric: Fabric, collective: Callable, *tensors: Tensor) -> Wait:
     """Launch a collective of all ranks; one rank has what it needs. Returns the wait."""
-    if fabric.world == 1:
-        return no_wait
-    return collective(*tensors, async_op=True).wait
+    return no_wait if fabric.world == 1 else collective(*tensors, async_op=True).wait
 
 
 # ---- Entries of the orders: each reduces its gradient, updates what this rank owns, and gathers what others need.
@@ -3133,22 +3008,25 @@ class Small:
     def __init__(self, optimizer: Optimizer, rows: Sequence[Parameter]) -> None:
         self.optimizer = optimizer
         self.rows = rows
+        self.cadence = optimizer.cfg.adam_every
         self.weights = [optimizer.model.get_parameter(row.label) for row in rows]
-        self.states = [initial_state(row, p.data) for row, p in zip(rows, self.weights)]
+        for row, p in zip(rows, self.weights):
+            optimizer.state[row.label] = initial_state(row, p.data)
 
     def has_gradient(self) -> bool:
         return all(p.grad is not None for p in self.weights)
 
     def reduce(self) -> None:
+        # They are few numbers: one message, in f32 whatever their types.
         accum = accum_dtype(self.weights[0].dtype)
         self.grad = torch.cat([p.grad.flatten().to(accum) for p in self.weights])
         self.wait = launch(self.optimizer.fabric, dist.all_reduce, self.grad)
 
-    def update(self, values: Values) -> Callable[[], object]:
+    def update(self, values: Values) -> Wait:
         self.wait()
         grads = self.grad.split([p.numel() for p in self.weights])
-        for row, p, grad, state in zip(self.rows, self.weights, grads, self.states):
-            self.optimizer.adam(row, p.data, grad.view_as(p), state, values)
+        for row, p, grad in zip(self.rows, self.weights, grads):
+            self.optimizer.adam(row, p.data, grad.view_as(p), values)
         self.clear()
         return no_wait
 
@@ -3159,55 +3037,57 @@ class Small:
 
 class Sharded:
     """A bank, or the head: rank r updates the r-th of W equal shards of its units, and has their state alone.
-    Units are the granules of sharding: matrices of a bank, rows of the head. Weight and main_grad stand in room for W
-    whole shards, so that collectives work in place; nothing else sees the zeros after the units."""
+    Units are what is sharded: matrices of a bank, rows of the head. Weight and main_grad have room for W whole shards,
+    so that collectives work in place; nothing else sees the zeros after the units."""
 
     def __init__(self, optimizer: Optimizer, row: Parameter, accumulates: bool) -> None:
         fabric = optimizer.fabric
         weight = optimizer.model.get_parameter(row.label)
         units = bank_matrices(row, weight.data)
+        is_bank = row.optimizer == "normuon"
         self.optimizer = optimizer
         self.row = row
         self.weight = weight
+        self.cadence = 1 if is_bank else optimizer.cfg.adam_every
 
         # Collectives want one block for all shards, so the weight moves into it for good.
-        self.shard_size = -(-len(units) // fabric.world)
+        count = len(units)
+        self.shard_size = -(-count // fabric.world)
         room = (self.shard_size * fabric.world, *units.shape[1:])
         self.padded = units.new_zeros(room)
-        self.padded[:len(units)] = units
-        weight.data = self.padded[:len(units)].view(weight.shape)
-        self.slice = slice(fabric.rank * self.shard_size, (fabric.rank + 1) * self.shard_size)
-        self.shard = self.padded[:len(units)][self.slice]
-        self.state = initial_state(row, self.shard)
+        self.padded[:count] = units
+        weight.data = self.padded[:count].view(weight.shape)
+        first = fabric.rank * self.shard_size
+        self.slice = slice(first, first + self.shard_size)
+        self.shard = self.padded[:count][self.slice]
+        optimizer.state[row.label] = initial_state(row, self.shard)
 
-        # Sums of several writes want more bits than what travels, which has the weight's type.
-        in_f32 = needs_f32_main_grad(row, accumulates)
-        self.main_grad = units.new_zeros(room, dtype=accum_dtype(weight.dtype) if in_f32 else weight.dtype)
+        # What is written several times, by micro-batches or by the steps of an Adam cycle, adds up in f32; what travels
+        # has the weight's type.
+        accum = accum_dtype(weight.dtype)
+        self.main_grad = units.new_zeros(room, dtype=accum if accumulates or not is_bank else weight.dtype)
         self.comm_buffer = self.main_grad
         if self.main_grad.dtype != weight.dtype and fabric.world > 1:
             self.comm_buffer = torch.zeros_like(self.padded)
-        weight.main_grad = self.main_grad[:len(units)].view(weight.shape)
-        layers = len(weight) if row.optimizer == "normuon" else 1
-        weight.writes = torch.zeros(layers * len(row.parts), dtype=torch.int64)
-        self.backwards: int | None = None                                     # since the clear; None: no call so far
+        weight.main_grad = self.main_grad[:count].view(weight.shape)
+        weight.writes = torch.zeros(len(row.parts) * (len(weight) if is_bank else 1), dtype=torch.int64)
+        self.backwards = 0               # passes since the clear, each of which writes every part once
 
         # Tall matrices move by the root of their aspect ratio, down matrices of the MLP by twice that.
-        if row.optimizer == "normuon":
+        if is_bank:
             aspect = max(1.0, units.shape[-2] / units.shape[-1]) ** 0.5
-            lr_muls = units.new_full((len(units), 1, 1), aspect, dtype=accum_dtype(weight.dtype))
+            lr_muls = units.new_full((count, 1, 1), aspect, dtype=accum)
             if row.label == "mlp":
                 lr_muls[1::UP_AND_DOWN] *= DOWN_LR_MUL                        # up, down, up, down, ...
             self.lr_muls = lr_muls[self.slice]
 
     def has_gradient(self) -> bool:
         """Raises RunError unless every backward pass wrote each part of the main_grad once."""
-        if self.backwards is None:
-            return False
         writes = self.weight.writes
         need(writes.eq(self.backwards).all(), f"main_grad of {self.row.label}", f"written {writes.tolist()} times, by "
              "part", f"{self.backwards} times each, once in every backward pass since the last update",
              "a micro-batch was lost or ran twice: drop_gradients, and repeat the step", RunError)
-        return True
+        return self.backwards > 0
 
     def reduce(self) -> None:
         if self.comm_buffer is not self.main_grad:
@@ -3215,15 +3095,15 @@ class Sharded:
         self.grad = self.comm_buffer[self.slice]
         self.wait = launch(self.optimizer.fabric, dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
-    def update(self, values: Values) -> Callable[[], object]:
+    def update(self, values: Values) -> Wait:
         """Update the shard; returns the wait for those of the other ranks."""
         self.wait()
-        grad = self.grad[:len(self.shard)]
         optimizer = self.optimizer
-        state = self.state
+        grad = self.grad[:len(self.shard)]
         if self.row.optimizer == "adam":
-            optimizer.adam(self.row, self.shard, grad, state, values)
-        elif len(self.shard) > 0:
+            optimizer.adam(self.row, self.shard, grad, values)
+        elif len(self.shard) > 0:                             # more ranks than matrices: some have none
+            state = optimizer.state[self.row.label]
             lr = cpu_scalar(values.normuon_lr)
             decay = lr * optimizer.cfg.normuon_weight_decay                   # times the rate again in the update
             optimizer.normuon_update(
@@ -3234,7 +3114,7 @@ class Sharded:
 
     def clear(self) -> None:
         """Drop the gradient. The main_grad keeps what it holds: the next write overwrites it."""
-        self.backwards = None
+        self.backwards = 0
         self.weight.grad = None
         self.weight.writes.zero_()
 
@@ -3246,7 +3126,9 @@ class TableEntry:
         self.optimizer = optimizer
         self.row = row
         self.table = table
-        self.state = {} if table.home else initial_state(row, table.shard)
+        self.cadence = row.rows.cadence
+        if table.home is None:
+            optimizer.state[row.label] = initial_state(row, table.shard)
 
     def has_gradient(self) -> bool:
         return len(self.table.pending) > 0
@@ -3254,17 +3136,18 @@ class TableEntry:
     def reduce(self) -> None:
         self.grad, self.wait = self.table.return_gradients()
 
-    def update(self, values: Values) -> Callable[[], object]:
+    def update(self, values: Values) -> Wait:
         """Update, and launch the rows of the next cycle: the first lookup waits for them."""
         self.wait()
+        optimizer = self.optimizer
         if self.table.home:
-            self.optimizer.rowwise(self.row, self.table, self.grad, values)
+            optimizer.rowwise(self.row, self.table, self.grad, values)
         else:
-            self.optimizer.adam(self.row, self.table.shard, self.grad, self.state, values)
+            optimizer.adam(self.row, self.table.shard, self.grad, values)
         self.clear()
-        plans = self.optimizer.plans_ahead()
+        plans = optimizer.plans_ahead()
         if plans is not None:
-            self.table.fetch(plans[self.row.label], self.optimizer.model.lm_head)
+            self.table.fetch(plans[self.row.label], optimizer.model.lm_head)
         return no_wait
 
     def clear(self) -> None:
@@ -3290,33 +3173,30 @@ class Optimizer:
         self.plans_ahead: Callable = no_wait                                  # of the step in progress
 
         # By label: the state of what this rank owns. Its names are those of snapshots and checkpoints.
-        self.parameters = {row.label: row for row in parameter_table(cfg)}
-        small = [row for row in self.parameters.values() if not row.sharded]
+        self.state: dict[str, dict[str, Tensor]] = {}
+        parameters = parameter_table(cfg)
+        small = [row for row in parameters if not row.sharded]
         self.entries: dict[str, Small | Sharded | TableEntry] = {SMALL: Small(self, small)}
-        self.state = {row.label: state for row, state in zip(small, self.entries[SMALL].states)}
-        for label, row in self.parameters.items():
-            if row.sharded:
-                entry = TableEntry(self, row, tables[label]) if row.rows else Sharded(self, row, accumulates)
-                self.entries[label] = entry
-                if entry.state:
-                    self.state[label] = entry.state
+        for row in parameters:
+            if row.rows:
+                self.entries[row.label] = TableEntry(self, row, tables[row.label])
+            elif row.sharded:
+                self.entries[row.label] = Sharded(self, row, accumulates)
+        self.sharded = [entry for entry in self.entries.values() if isinstance(entry, Sharded)]
 
+        # Tables of n-grams come into both orders. An entry that is missing there would never be trained.
         ngrams = [table.label for table in cfg.tables]
         self.reduce_order = (*REDUCE_ORDER[:-1], *ngrams, REDUCE_ORDER[-1])
         self.update_order = (*UPDATE_ORDER[:-1], *ngrams, UPDATE_ORDER[-1])
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.entries), "an entry once in each"
 
-    def count_backward(self) -> None:
-        """Expect each part of a main_grad to be written once more."""
-        for entry in self.entries.values():
-            if isinstance(entry, Sharded):
-                entry.backwards = (entry.backwards or 0) + 1
-
     def add_zeros(self) -> None:
-        """Begin a gradient where there is none: a rank with nothing to add still joins what all ranks reduce."""
-        for entry in self.entries.values():
-            if isinstance(entry, Sharded) and entry.backwards is None:
-                entry.backwards = 0
+        """Begin a gradient where there is none, as a pass that wrote zeros: a rank with nothing to add still joins what
+        all ranks reduce."""
+        for entry in self.sharded:
+            if entry.backwards == 0:
+                entry.backwards = 1
+                entry.weight.writes.fill_(1)
                 entry.main_grad.zero_()
         for p in self.entries[SMALL].weights:
             if p.grad is None:
@@ -3327,14 +3207,15 @@ class Optimizer:
         """Reduce, update and gather what this step updates, then clear its gradients; the others keep theirs.
         plans_ahead() gives the plans of the next cycle, or None. Raises RunError without a gradient."""
         self.plans_ahead = plans_ahead
-        active = [label for label in self.entries if self.is_due(label, values)]
+        # What is missing is found before anything is launched, so that no weight has changed.
+        active = [label for label, entry in self.entries.items() if (values.step + 1) % entry.cadence == 0]
         missing = [label for label in active if not self.entries[label].has_gradient()]
         need(not missing, "optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first",
              RunError)
 
         # Tied, head and embedding are one parameter with one gradient.
         head = self.model.lm_head
-        tied_update = values.adam_step and values.tied
+        tied_update = values.tied and "embed" in active
         if tied_update:
             self.entries["embed"].table.add_to_head(head.main_grad)
             active.remove("embed")
@@ -3352,13 +3233,6 @@ class Optimizer:
         if values.untie:
             self._untie()
 
-    def is_due(self, label: str, values: Values) -> bool:
-        """Return whether this step updates an entry."""
-        kind = "adam" if label == SMALL else self.parameters[label].optimizer
-        if kind == "rowwise":
-            return (values.step + 1) % self.parameters[label].rows.cadence == 0
-        return kind == "normuon" or values.adam_step
-
     def _adam_numbers(self, row: Parameter, values: Values) -> tuple[int, Tensor, Tensor]:
         """Return the number of an update by Adam or a row-wise one, from 1, its step size and its decay."""
         cadence = self.cfg.adam_every if row.rows is None else row.rows.cadence
@@ -3369,7 +3243,8 @@ class Optimizer:
         decay = lr * lr * self.cfg.adam_weight_decay * row.wd_mul             # quadratic in the schedule (recipe 3.3)
         return number, cpu_scalar(lr * corrected), cpu_scalar(decay)
 
-    def adam(self, row: Parameter, p: Tensor, grad: Tensor, state: dict[str, Tensor], values: Values) -> None:
+    def adam(self, row: Parameter, p: Tensor, grad: Tensor, values: Values) -> None:
+        state = self.state[row.label]
         _, step_size, decay = self._adam_numbers(row, values)
         self.adam_update(p, grad, state["m"], state["v"], self.grad_scale, row.betas, self.cfg.adam_eps, step_size,
                          decay)
@@ -3378,11 +3253,11 @@ class Optimizer:
         number, step_size, decay = self._adam_numbers(row, values)
         number = torch.full((), number, dtype=torch.int32, device=grad.device)       # made there: a copy would wait
         changing = [*table.live, grad]
+        # Bits follow from logical rows, which are alike at any number of ranks.
         bits = None
         if row.rows.rounding == "stochastic" and table.live.rows.dtype == torch.bfloat16:
             places = table.pending[0].update.places.to(grad.device, non_blocking=True)
-            logical = places * self.fabric.world + self.fabric.rank                  # alike at any number of ranks
-            bits = row_bits(self.seed, row.label, logical, number)
+            bits = row_bits(self.seed, row.label, places * self.fabric.world + self.fabric.rank, number)
             changing.append(bits)
         if self.rowwise_update is not rowwise_update:         # compiled: one graph for any number of rows
             for x in changing:
@@ -3395,17 +3270,17 @@ class Optimizer:
         """Make head and embedding two parameters; the embedding starts with the head's weights and moments."""
         W, rank = self.fabric.world, self.fabric.rank
         head = self.entries["lm_head"]
-        embed = self.entries["embed"]
-        D, V = self.model.lm_head.shape
+        weight = self.model.lm_head                                           # (D, V)
+
         # The head's moments are owned along D and the embedding's along V: once in a run every rank gets them all.
-        for name, moment in embed.state.items():
-            whole = moment.new_zeros(W * head.shard_size, V)
-            whole[head.slice][:len(head.shard)] = head.state[name]
+        for name, moment in self.state["embed"].items():
+            whole = moment.new_zeros(W * head.shard_size, weight.shape[1])
+            whole[head.slice][:len(head.shard)] = self.state["lm_head"][name]
             launch(self.fabric, dist.all_gather_into_tensor, whole, whole[head.slice])()
-            rows = whole[:D].t()[rank::W]
+            rows = whole[:len(weight)].t()[rank::W]
             moment[:len(rows)] = rows
-        rows = self.model.lm_head.t()[rank::W]
-        embed.table.shard[:len(rows)] = rows
+        rows = weight.t()[rank::W]
+        self.entries["embed"].table.shard[:len(rows)] = rows
 
 
 # ====== Room 8: Executor ==============================================================================================
@@ -3431,7 +3306,7 @@ class Executor:
         self.cfg = cfg
         self.fabric = fabric
         self.precision = precision
-        self.rotary: Rotary | None = None                     # of which the model holds the angles
+        self.rotary: Rotary | None = None                     # whose angles the model holds
         self.accum_dtype = accum_dtype(getattr(torch, cfg.dtype))
         self.slots_at_once = slots_at_once or cfg.num_slots // fabric.world
         self.planner = Planner(cfg, fabric, self.exchange)
@@ -3465,11 +3340,10 @@ class Executor:
 
     def shard(self, label: str, whole: Tensor) -> Tensor:
         """Return what this rank keeps of a whole weight: of a table every W-th row and zeros after them, else all."""
-        size = self.planner.shard_sizes.get(label)
-        if size is None:
+        if label not in self.planner.shard_sizes:
             return whole
         rows = whole[self.fabric.rank::self.fabric.world]
-        return F.pad(rows, (0, 0, 0, size - len(rows)))
+        return F.pad(rows, (0, 0, 0, self.planner.shard_sizes[label] - len(rows)))
 
     def exchange(self, plans: dict[str, TablePlan], group: Any = None) -> None:
         """Let ranks request rows of each other, in the caller's thread."""
@@ -3486,10 +3360,10 @@ class Executor:
         """Add loss_weight * d(sum of this rank's slot losses) to the gradients.
         Calls add up until optim_step. No reduction over ranks, no division, no waiting for the device. A weight of 0
         adds zeros, whatever the loss: this rank still takes part in the update."""
+        # Rows of tables set off after the last update; here they have to be there.
         spans = self._attention_of(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
-        row_buffers = {}
-        for label, table in self.tables.items():
-            row_buffers[label] = table.rows_for_forward(batch.plans[label], self.model.lm_head)
+        head = self.model.lm_head
+        row_buffers = {label: table.rows_for_forward(batch.plans[label], head) for label, table in self.tables.items()}
 
         # Scalars are made on the device: a copy from the host would wait.
         scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.fabric.device)
@@ -3499,14 +3373,14 @@ class Executor:
         # Micro-batches change nothing but rounding: each adds its sums to the same gradients.
         sums = []
         for part in self._micro_batches(batch):
-            losses = self.model_losses(part, weights, backward_seed, spans, self.precision, row_buffers)
-            slot_sums = losses.sum(dim=1)
+            slot_sums = self.model_losses(part, weights, backward_seed, spans, self.precision, row_buffers).sum(dim=1)
             if loss_weight:
-                self.optimizer.count_backward()
+                for entry in self.optimizer.sharded:
+                    entry.backwards += 1                      # and each part of its main_grad is written once more
                 slot_sums.sum().backward(backward_seed)
+            else:
+                self.optimizer.add_zeros()
             sums.append(slot_sums.detach())
-        if not loss_weight:
-            self.optimizer.add_zeros()
         return Losses(torch.cat(sums), batch.tokens.numel())
 
     def optim_step(self, values: Values, plans_ahead: Callable = no_wait) -> None:
@@ -3516,6 +3390,7 @@ class Executor:
     @torch.no_grad()
     def evaluate(self, batches: Iterable[Batch], values: Values) -> float:
         """Return the mean loss per token (nats) over all ranks' batches: next token, no fp8, documents uncut."""
+        # The sum stays on the device, so that no batch waits for a copy, and in f64: it is of millions of losses.
         total = torch.zeros((), dtype=torch.float64, device=self.fabric.device)
         tokens = 0
         for batch in batches:
@@ -3534,9 +3409,10 @@ class Executor:
     def next_logits(self, tokens: Sequence[int], values: Values) -> Tensor:
         """Return softcapped logits (V,) of the token that follows; every rank calls it.
         Longer contexts keep their last tokens, as many as a validation slot has."""
+        # A slot has a length that attention takes; no position looks at those after it, which are padding.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.num_slots):]
         length = -(-len(context) // SLOT_UNIT) * SLOT_UNIT
-        padded = np.zeros(length + 1, np.uint16)              # nothing looks at later positions
+        padded = np.zeros(length + 1, np.uint16)
         padded[:len(context)] = context
         slot = Slot(padded, np.asarray([0, length], np.int32))
         batch, = self.planner.batches("sample", [values], [[slot]])
@@ -3580,8 +3456,7 @@ class Executor:
         """Copy all that a run changes to the host. Returns the call that puts it back, bit by bit.
         In place: every tensor keeps its address, so that nothing recompiles."""
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
-        homes = {label: table.home for label, table in self.tables.items() if table.home}
-        touched = {label: list(home.touched()) for label, home in homes.items()}
+        touched = [(table.home, list(table.home.touched())) for table in self.tables.values() if table.home]
         rotary = self.rotary
         rng = torch.get_rng_state()
         cuda_rng = torch.cuda.get_rng_state(self.fabric.device) if self.fabric.on_cuda else None
@@ -3590,8 +3465,8 @@ class Executor:
         def restore() -> None:
             for name, x in self.state_tensors().items():
                 x.copy_(copies[name])
-            for label, home in homes.items():
-                home.load(touched[label])
+            for home, pieces in touched:
+                home.load(pieces)
             self.rotary = rotary
             self.drop_gradients()
             torch.set_rng_state(rng)
@@ -3614,26 +3489,26 @@ class Executor:
                 entry.clear()
 
     def _whole(self, label: str, x: Tensor) -> Tensor | None:
-        """Join the ranks' parts of a weight or its state, in logical order, on the host of rank 0. Collective."""
+        """Join the ranks' parts of a table or of a weight's state, in logical order, on rank 0's host. Collective."""
         table = self.tables.get(label)
         if table is None and not isinstance(self.optimizer.entries.get(label), Sharded):
             return x.to("cpu", copy=True)
-        pieces = [self.fabric.gather(piece.cpu()) for piece in x.detach().split(PIECE_ROWS)]    # not all in one message
+        # Piece by piece: messages go through memory of the device.
+        pieces = [self.fabric.gather(piece.cpu()) for piece in x.detach().split(PIECE_ROWS)]
         if self.fabric.rank != 0:
             return None
         if table is None:
-            return torch.cat([torch.cat(of_rank) for of_rank in zip(*pieces)])
-        # Row r is at rank r mod W.
-        rows = torch.cat([torch.stack(of_ranks, dim=1).flatten(0, 1) for of_ranks in pieces])
-        return rows[:table.table.rows]                        # padding follows
+            return torch.cat([torch.cat(shard) for shard in zip(*pieces)])
+        # Row r is at rank r mod W, and padding follows the last.
+        rows = torch.cat([torch.stack(everyone, dim=1).flatten(0, 1) for everyone in pieces])
+        return rows[:table.table.rows]
 
     def whole_weights(self, values: Values) -> dict[str, Tensor]:
         """Return all weights but row-wise tables on the host of rank 0, in logical shapes. Collective.
         values: of the next step, or of the end; they say whether the embedding is still the head."""
         weights = {}
-        for label in self.model.table:
-            p = self.model.get_parameter(label).detach()
-            weights[label] = self._whole(label, p) if label in self.tables else p.to("cpu", copy=True)
+        for label, p in self.model.named_parameters():
+            weights[label] = self._whole(label, p) if label in self.tables else p.detach().to("cpu", copy=True)
         if values.tied:
             weights["embed"] = weights["lm_head"].t().contiguous()
         return weights
@@ -3641,9 +3516,10 @@ class Executor:
     def whole_state(self, values: Values) -> dict[str, dict[str, Tensor]]:
         """Return weights and optimizer state as `whole_weights` does: equal at every W. Between cycles; collective."""
         moments = {}
-        for label, state in self.optimizer.state.items():
-            for name, x in state.items():
-                moments[f"{label}.{name}"] = self._whole(label, x)
+        for name, x in self.state_tensors().items():
+            label, is_state, _ = name.partition(".")
+            if is_state:
+                moments[name] = self._whole(label, x)
         return dict(weights=self.whole_weights(values), moments=moments)
 
     @torch.no_grad()
@@ -3654,14 +3530,13 @@ class Executor:
         for name, x in self.state_tensors().items():
             if name in buffers:
                 continue
+            # Of an optimizer's state each rank has its shard; of a weight, but of tables, all.
             label, is_state, _ = name.partition(".")
             entry = self.optimizer.entries.get(label)
-            part = wholes.get(name)
-            if part is not None:
-                part = part[entry.slice] if is_state and isinstance(entry, Sharded) else self.shard(label, part)
-            found = None if part is None else (part.dtype, *part.shape)
-            need(found == (x.dtype, *x.shape), f"{name} of a checkpoint", found, (x.dtype, *x.shape),
-                 "resume with the trainer and settings of that run", DataError)
+            part = wholes[name]
+            part = part[entry.slice] if is_state and isinstance(entry, Sharded) else self.shard(label, part)
+            need((part.dtype, part.shape) == (x.dtype, x.shape), f"{name} of a checkpoint", (part.dtype, *part.shape),
+                 (x.dtype, *x.shape), "resume with the trainer and settings of that run", DataError)
             x.copy_(part)
         self.drop_gradients()
 
@@ -3671,14 +3546,15 @@ class Executor:
         which also logs them."""
         result = {}
         for label, table in self.tables.items():
-            for plan in table.pending:                        # the run ended inside their cycle
-                table.report_traffic(plan, dense_passes=1)    # no gradients went back
-            if table.home is not None:
+            # Plans of a cycle that the run ended in, whose gradients never went back, and rows of the last update.
+            for plan in table.pending:
+                table.report_traffic(plan, dense_passes=1)
+            if table.home:
                 table.home.settle()
-                table.totals.update(table.home.traffic)                 # rows of the last update
-            total: Counter = Counter(dict.fromkeys(table.totals, 0))
-            for of_rank in self.fabric.gather(table.totals):
-                total.update(of_rank)
+                table.totals.update(table.home.traffic)
+            total = Counter(dict.fromkeys(table.totals, 0))
+            for totals in self.fabric.gather(table.totals):
+                total.update(totals)
             memory_bytes = table.memory_bytes(self.optimizer.state.get(label, {}).values())
             result[label] = dict(total, memory_bytes=memory_bytes)
         return result
@@ -3692,71 +3568,56 @@ SAVED_ROWS = 17                          # of width D, in each layer: 183 in 11 
 SAVED_ROWS_PLAIN = 26
 LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in fp8
 LOGIT_COPIES_PLAIN = 6                   # the same in f32 or f64
-EVAL_ROWS_KEPT = 24                      # of width D in evaluation, in plain PyTorch; less where compiled
 
 
-def table_bytes(row: Parameter, cfg: Config, fabric: Fabric) -> Counter:
-    """Return what one rank keeps of a table, its cache and its gradients, by part: bounds, whatever a cycle reads."""
-    table = row.rows
+def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> Counter:
+    """Return the bytes of each part of a run at its largest: counted, but for activations, which a model gives."""
+    W = fabric.world
     dtype = getattr(torch, cfg.dtype)
-    line = cfg.model_dim * dtype.itemsize                     # bytes of a row
-    exact_line = cfg.model_dim * accum_dtype(dtype).itemsize
-    shard_rows = -(-table.rows // fabric.world)
-    cycle_tokens = table.cadence * max(stage.batch_tokens for stage in cfg.stages)
-    read = fabric.world * shard_rows
-    if table.is_rowwise or cfg.row_comms == "sparse":
-        read = min(read, cycle_tokens // fabric.world * table.reads)
-    if not table.is_rowwise:
-        kept = shard_rows + (read if fabric.world > 1 else 0)
-        moments = initial_state(row, torch.empty(shard_rows, cfg.model_dim, dtype=dtype, device="meta")).values()
-        return Counter(weights=kept * line, gradients=kept * exact_line, moments=sum(x.nbytes for x in moments))
+    item = dtype.itemsize
+    exact = accum_dtype(dtype).itemsize
+    largest_batch = max(stage.batch_tokens for stage in cfg.stages)
+    parts: Counter = Counter()
+    for row in parameter_table(cfg):
+        table = row.rows
+        kept = math.prod(row.shape)                           # numbers that have a gradient here
+        gradient = exact
+        if table:
+            # A shard, and a cache of what a cycle reads at most. Rows of an update are on the device once more, and
+            # those of the next beside a host home. (Their state is 8 bytes a row: next to nothing.)
+            shard = kept // W
+            read = table.cadence * largest_batch * table.reads * cfg.model_dim
+            cache = min(kept, read // W) if table.is_rowwise or cfg.row_comms == "sparse" else kept
+            if table.is_rowwise:
+                home = ON_HOST if table.home == "host" or not fabric.on_cuda else "weights"
+                parts[home] += shard * item
+                parts["weights"] += min(shard, read) * item * (2 if table.home == "host" else 1)
+                kept = cache
+            elif W > 1:
+                kept = shard + cache
+        elif row.optimizer == "normuon" and slots_at_once * W >= cfg.num_slots:
+            gradient = item                                   # written once, and sent as it is
+        elif W > 1 and exact > item:
+            gradient += item                                  # of what is sent
+        parts["weights"] += kept * item
+        parts["gradients"] += kept * gradient
+        if row.optimizer != "rowwise":
+            example = torch.empty(row.shape, dtype=dtype, device="meta")
+            state = sum(x.nbytes for x in initial_state(row, bank_matrices(row, example)).values())
+            parts["moments"] += state // (W if row.sharded else 1)
 
-    # An update's rows stand on the device, in two sets beside a host home. Then come the gradients that are sent, those
-    # that arrive, their sums, and the rows of the next update.
-    state = accum_dtype(dtype).itemsize + torch.int32.itemsize
-    live = min(shard_rows, cycle_tokens * table.reads)
-    sets = 2 if table.home == "host" else 1
-    home = ON_HOST if table.home == "host" or not fabric.on_cuda else "weights"
-    parts = Counter({home: shard_rows * (line + state), "row updates": (3 * read + live) * line + live * exact_line})
-    parts += Counter(weights=(read + sets * live) * line, gradients=read * exact_line, moments=sets * live * state)
+    # Activations of the largest stage: evaluation, whose logits come in chunks, and row updates take less, unless slots
+    # are many and short.
+    saved = len(LAYERS) * SAVED_ROWS * cfg.model_dim * item
+    logits = int(LOGIT_COPIES * cfg.padded_vocab * item)
+    if kernel is not attention_varlen:
+        saved = len(LAYERS) * SAVED_ROWS_PLAIN * cfg.model_dim * item
+        logits = LOGIT_COPIES_PLAIN * cfg.padded_vocab * exact
+    parts["working"] = slots_at_once * largest_batch * (saved + logits) // cfg.num_slots
     return parts
 
 
-def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> dict[str, int]:
-    """Return the bytes of each part of a run at its largest: counted, but for activations, which a model gives."""
-    dtype = getattr(torch, cfg.dtype)
-    exact = accum_dtype(dtype).itemsize
-    accumulates = slots_at_once * fabric.world < cfg.num_slots
-    parts: Counter = Counter()
-    for row in parameter_table(cfg):
-        if row.rows:
-            parts += table_bytes(row, cfg, fabric)
-            continue
-        count = math.prod(row.shape)
-        item = exact if row.full_precision else dtype.itemsize
-        gradient = item
-        if not row.sharded:                                   # beside autograd's, one in the buffer that all ranks sum
-            gradient += exact
-        elif needs_f32_main_grad(row, accumulates):
-            gradient = exact + (item if fabric.world > 1 and exact != item else 0)      # and a copy to send
-        example = torch.empty(row.shape, dtype=dtype, device="meta")
-        state = sum(x.nbytes for x in initial_state(row, bank_matrices(row, example)).values())
-        owners = fabric.world if row.sharded else 1
-        parts += Counter(weights=count * item, gradients=count * gradient, moments=state // owners)
-
-    # Activations of the largest stage, or of evaluation, whose logits come in chunks; row updates need theirs later.
-    line = cfg.model_dim * dtype.itemsize
-    saved = len(LAYERS) * SAVED_ROWS * line + int(LOGIT_COPIES * cfg.padded_vocab * dtype.itemsize)
-    if kernel is not attention_varlen:
-        saved = len(LAYERS) * SAVED_ROWS_PLAIN * line + LOGIT_COPIES_PLAIN * cfg.padded_vocab * exact
-    training = max(stage.batch_tokens for stage in cfg.stages) * saved
-    evaluation = cfg.val_batch_tokens * EVAL_ROWS_KEPT * line
-    working = slots_at_once * max(training, evaluation) // cfg.num_slots
-    parts["working"] = max(working, parts.pop("row updates", 0))
-    return dict(parts)
-
-
-def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict[str, int]]:
+def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, Counter]:
     """Return how many slots go through the model together, and the estimate of what that takes. Raises RunError.
     They follow from the card, not from what others use of it now: a run is the same each time."""
     local = cfg.num_slots // fabric.world
@@ -3764,9 +3625,10 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
     choices = [m for m in range(local, 0, -1) if local % m == 0]
     if cfg.slots_per_micro_batch:
         choices = [min(cfg.slots_per_micro_batch, local)]
+    # As many slots as fit: products are larger then, and graphs run less often.
     for slots_at_once in choices:
         estimate = memory_estimate(cfg, fabric, kernel, slots_at_once)
-        if sum(estimate.values()) - estimate.get(ON_HOST, 0) <= room:
+        if estimate.total() - estimate[ON_HOST] <= room:
             return slots_at_once, estimate
     parts = ", ".join(f"{part} {size / 2**30:.1f} GiB" for part, size in estimate.items())
     raise RunError("memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}", "more ranks, a larger device, more "
@@ -3776,8 +3638,7 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, dict
 
 # ---- Files: a save and a checkpoint are folders, whole before they have their name. Loading runs no code.
 CHECKPOINTS = "checkpoints"              # folder in the run directory
-PIECE_BYTES = 1 << 27                    # of the rows and their state in one file
-UNFINISHED: set[Path] = set()         # folders that this process writes and that have no name yet: its end removes them
+UNFINISHED: set[Path] = set()            # folders that this process writes and has not named: its end removes them
 
 
 def file_sha256(path: Path) -> str:
@@ -3787,10 +3648,9 @@ def file_sha256(path: Path) -> str:
 
 def sync_to_disk(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
-    if path.is_file() or os.name == "posix":
-        handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)
-        os.close(handle)
+    handle = os.open(path, os.O_RDONLY)
+    os.fsync(handle)
+    os.close(handle)
 
 
 @contextlib.contextmanager
@@ -3825,38 +3685,36 @@ def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]],
     """Write a new folder with these files of every rank, and give it its name once. Raises RunError. Collective.
     contents: (name, bytes or what torch.save takes), each made when the one before it is on the disk."""
     part = part_of(folder, run_id)
-    UNFINISHED.add(part)
 
     def write(name: str, content: Any) -> dict[str, Any]:
-        with open(part / name, "xb") as file:
+        path = part / name
+        with open(path, "xb") as file:
             if isinstance(content, bytes):
                 file.write(content)
             else:
                 torch.save(content, file)
-        sync_to_disk(part / name)
-        return dict(bytes=(part / name).stat().st_size, sha256=file_sha256(part / name))
+        sync_to_disk(path)
+        return dict(bytes=path.stat().st_size, sha256=file_sha256(path))
 
+    UNFINISHED.add(part)
     try:
         with fabric.failing_together(), refused(part):
             if fabric.rank == 0:
                 part.mkdir(parents=True)
         with fabric.failing_together(), refused(part):
             facts = {name: write(name, content) for name, content in contents}
-        files: dict[str, Any] = {}
-        for of_rank in fabric.gather(facts):
-            files.update(of_rank)
+        # The name comes last, when every byte under it is on the disk.
+        files = functools.reduce(operator.or_, fabric.gather(facts))
         with fabric.failing_together(), refused(folder):
             if fabric.rank == 0:
                 write(MANIFEST, json.dumps(dict(format=max(MANIFEST_FORMATS), files=files), indent=1).encode())
                 sync_to_disk(part)
                 part.rename(folder)                           # fails if another run has taken the name
                 sync_to_disk(folder.parent)
-    except RunError:
-        if fabric.rank == 0:
-            shutil.rmtree(part, ignore_errors=True)
-        raise
     finally:
         UNFINISHED.discard(part)
+        if fabric.rank == 0:
+            shutil.rmtree(part, ignore_errors=True)           # of a failure; else nothing has this name any more
 
 
 def read_tensors(path: Path, manifest: dict[str, str]) -> Any:
@@ -3883,20 +3741,19 @@ def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[
     """Yield (name, content) of the files with this rank's touched rows of row-wise tables, by logical row number."""
     fabric = executor.fabric
     for label, table in executor.tables.items():
-        if table.home is None:
-            continue
-        most_rows = max(1, PIECE_BYTES // sum(x[:1].nbytes for x in table.home.stored))
-        for number, (places, state) in enumerate(table.home.touched(most_rows)):
-            content = dict(ids=places * fabric.world + fabric.rank, **state._asdict())
-            if not with_state:
-                del content["v"], content["last"]
-            yield f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt", content
+        if table.home:
+            # In pieces, for a table may be larger than the memory that is left.
+            for number, (places, state) in enumerate(table.home.touched(PIECE_ROWS)):
+                content = dict(ids=places * fabric.world + fabric.rank, rows=state.rows)
+                if with_state:
+                    content |= state._asdict()
+                yield f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt", content
 
 
 def load_rows(folder: Path, manifest: dict[str, str], executor: Executor, with_state: bool) -> None:
     """Load the row-wise tables of a save or checkpoint: each rank takes the rows that it owns. Raises DataError."""
     for label, table in executor.tables.items():
-        if table.home is not None:
+        if table.home:
             names = [name for name in manifest if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name)]
             table.home.load(own_rows(folder / name, manifest, table, with_state) for name in names)
 
@@ -3907,16 +3764,18 @@ def own_rows(path: Path, manifest: dict[str, str], table: RowTable, with_state: 
     content = read_tensors(path, manifest)
     with damaged(path):
         ids = content["ids"]
-        columns = [content["rows"], torch.zeros(len(ids)), torch.ones(len(ids))]
-        if with_state:
-            columns[1:] = content["v"], content["last"]
+        if not with_state:
+            content |= dict(v=torch.zeros(len(ids)), last=torch.ones(len(ids)))
+        columns = [content[name] for name in RowState._fields]
+
+        # The hash is right, but the file may be of another table, or of a trainer that went wrong.
         fits = ids.dtype == torch.int64 and ids[0] >= 0 and ids[-1] < table.table.rows and (ids.diff() > 0).all()
         for x, y in zip(columns, stored):
             fits = fits and x.shape == (len(ids), *y.shape[1:]) and (x.dtype == y.dtype or not with_state)
         need(fits, path, "other rows", f"ascending ones of {table.table.label}, below {table.table.rows}, in "
              f"{stored.rows.dtype}", "use the trainer and settings of that run", DataError)
-        mine = (ids % fabric.world == fabric.rank).nonzero().flatten()
-        return ids[mine] // fabric.world, RowState(*(x[mine].to(y.dtype) for x, y in zip(columns, stored)))
+        owned = ids % fabric.world == fabric.rank
+        return ids[owned] // fabric.world, RowState(*(x[owned].to(y.dtype) for x, y in zip(columns, stored)))
 
 
 def settings_json(preset: str, cfg: Config) -> bytes:
@@ -3932,8 +3791,9 @@ def save(folder: Path, run_id: str, preset: str, cfg: Config, executor: Executor
     if vocabulary is not None:
         lines = [b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece]
         files.append((VOCABULARY, b"".join(lines)))
-    mine = files if executor.fabric.rank == 0 else []
-    write_folder(folder, run_id, itertools.chain(mine, row_files(executor, with_state=False)), executor.fabric)
+    if executor.fabric.rank > 0:
+        files = []                                            # but for its rows
+    write_folder(folder, run_id, itertools.chain(files, row_files(executor, with_state=False)), executor.fabric)
 
 
 def load_checkpoint(run_dir: Path, executor: Executor) -> dict[str, Any]:
@@ -3941,6 +3801,7 @@ def load_checkpoint(run_dir: Path, executor: Executor) -> dict[str, Any]:
     fabric = executor.fabric
     newest_first = sorted((run_dir / CHECKPOINTS).glob("step-???????"), reverse=True)
     fabric.check_agreement(dict(checkpoints=str([path.name for path in newest_first])))
+    # What one rank cannot read nobody takes: all ranks go on from the same step.
     for path in newest_first:
         try:
             with fabric.failing_together(), damaged(path):
@@ -4000,16 +3861,17 @@ class Log:
         self.last_good = earlier["last_good"]                 # validation, in words
         self.pending: list[tuple] = []   # steps whose loss nobody has seen: (fields, sums, tokens, event of the copy)
         self.files: dict[str, Any] = {}
-        self.bar: Any = None
+        self.on_terminal = fabric.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
         if fabric.rank == 0:
+            # A log that is there is another run's. Without buffers a killed run leaves every line.
             with refused(run_dir):
                 run_dir.mkdir(parents=True, exist_ok=True)
                 for name in ("log.txt", "log.jsonl"):
                     self.files[name] = open(run_dir / name, "xb", buffering=0)
                 for name, content in beside.items():
                     (run_dir / name).write_bytes(content)
-            for name, text in earlier["lines"].items():
-                self._write(name, text.encode())
+        for name, text in earlier["lines"].items():
+            self._write(name, text.encode())
 
     def seen(self) -> dict[str, Any]:
         self.flush()
@@ -4023,8 +3885,14 @@ class Log:
         """Write a line of log.txt, and show it on the console unless that gets only a selection."""
         self._write("log.txt", (line + "\n").encode("utf-8", "replace"))
         if console:
-            with self.bar.external_write_mode() if self.bar else contextlib.nullcontext():    # above the bar
-                self.fabric.say(line)
+            self.show("")
+            self.fabric.say(line)
+
+    def show(self, progress: str) -> None:
+        """Put this in the place of the last line of a terminal, and let whatever follows overwrite it."""
+        if self.on_terminal:
+            with contextlib.suppress(OSError):
+                print(f"\r\x1b[K{progress}\r", end="", file=sys.stderr, flush=True)
 
     def _write(self, name: str, data: bytes) -> None:
         file = self.files.get(name)                                           # of rank 0, until the log is closed
@@ -4042,28 +3910,22 @@ class Log:
         self.event("phase", name=name, ms=round(ms, 3), timed=timed)
         self.text(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
-    def open_bar(self) -> None:
-        seen = self.fabric.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
-        if seen and importlib.util.find_spec("tqdm"):
-            from tqdm import tqdm
-            self.bar = tqdm(desc="steps", total=self.total, leave=False, dynamic_ncols=True, initial=self.done)
-
     def step(self, losses: Losses, ms: float) -> None:
         """Count one more step. ms is host time: on a GPU the step is launched, not finished."""
-        self.tokens += losses.tokens * self.fabric.world
-        fields = dict(step=self.done + 1, train_time_ms=round(ms, 3), tokens=self.tokens)
-        if self.schedule.cfg.time_budget:
-            place = self.schedule.place(self.done)
-            fields["place"] = place
-            self.total = round(self.schedule.total_steps * fields["step"] / max(place, 1))
         self.done += 1
+        self.tokens += losses.tokens * self.fabric.world
+        fields = dict(step=self.done, train_time_ms=round(ms, 3), tokens=self.tokens)
+        if self.schedule.cfg.time_budget:
+            place = self.schedule.place(self.done - 1)
+            fields["place"] = place
+            self.total = round(self.schedule.total_steps * self.done / max(place, 1))
 
         # On a GPU the copy comes after the step; by the time it is looked at, the device is a cycle further.
-        sums, copied = losses.slot_sums, None
+        sums = losses.slot_sums
+        copied = None
         if sums.is_cuda:
-            sums = torch.empty(sums.shape, dtype=sums.dtype, pin_memory=True).copy_(sums, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
+            sums = torch.empty_like(sums, device="cpu", pin_memory=True).copy_(sums, non_blocking=True)
+            copied = torch.cuda.current_stream().record_event()
         self.pending.append((fields, sums, losses.tokens, copied))
         self.flush(keep=self.schedule.cfg.adam_every)
 
@@ -4076,15 +3938,13 @@ class Log:
             loss = float(sums.sum()) / tokens
             step, ms = fields["step"], fields["train_time_ms"]
             self.check(loss, f"training loss of step {step - 1}")
-            self.pending.pop(0)
+            self.pending.pop(0)                                               # only now: `aborted` has it otherwise
 
             self.event("step", **fields, train_loss=loss)
-            on_console = self.bar is None and step % -(-self.total // PLAIN_LINES) == 0
+            on_console = not self.on_terminal and step % -(-self.total // PLAIN_LINES) == 0
             self.text(f"step:{step}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms", on_console)
-            if self.bar:
-                self.bar.total = self.total
-                self.bar.set_postfix_str(f"loss {loss:.3f}, {ms / step:.0f} ms/step")
-                self.bar.update()
+            to_go = (self.total - step) * ms / step / 1000
+            self.show(f"step {step} of {self.total}, loss {loss:.3f}, {ms / step:.0f} ms/step, {to_go:.0f} s to go")
 
     def check(self, loss: float, what: str) -> None:
         need(math.isfinite(loss), what, loss, f"a finite number (last good validation: {self.last_good})", "lower "
@@ -4101,6 +3961,7 @@ class Log:
 
     def aborted(self, cause: str) -> None:
         """Write the last lines of a run that did not finish; no other thread writes after them. Never raises."""
+        # The main thread may still be in a step: whatever it writes from here on goes nowhere.
         files, self.files = self.files, {}
         lines = [dict(type="step", **fields) for fields, *_ in self.pending]  # their losses are not known
         lines.append(dict(type="aborted", step=self.done, cause=cause))
@@ -4111,11 +3972,10 @@ class Log:
                 file.write(last[name].encode("utf-8", "replace"))
 
     def close(self) -> None:
-        for file in (*self.files.values(), self.bar):
-            if file is not None:
-                file.close()
+        for file in self.files.values():
+            file.close()
         self.files = {}
-        self.bar = None
+        self.show("")
 
 
 def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
@@ -4126,9 +3986,10 @@ def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
 
 def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> None:
     """Run every graph the race will need, the largest stage first, on tokens from a formula; then restore the state."""
+    # Enough tokens for whatever a cycle of a stage reads. A rank that compiles keeps the others waiting for minutes.
     restore = executor.snapshot()
-    timeout = cfg.comm_timeout * (LONG_PATIENCE if executor.compiling else 1)
-    cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens, comm_timeout=timeout)
+    cfg = replace(cfg, epochs=0, time_budget=0, val_tokens=cfg.val_batch_tokens,
+                  comm_timeout=LONG_PATIENCE * cfg.comm_timeout)
     most_tokens = cfg.val_batch_tokens + max(stage.batch_tokens for stage in cfg.stages)
     tokens = 4 * most_tokens * (1 + 2 * FORMULA_DOCUMENT // cfg.max_doc_len)  # long documents are cut to max_doc_len
     headers = [ShardHeader(f"{FORMULA}warm-up#0", tokens, cfg.vocab_size, cfg.document_start)]
@@ -4145,6 +4006,7 @@ def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> None:
             for values in cycle:
                 train_step(executor, loader, values)
     with log.phase("warm-up of validation"):
+        # Attention's spans differ by stage, and once more at the end.
         last_of_stage = {values.stage: values for values in steps}
         for values in (*last_of_stage.values(), schedule.at(schedule.end_step)):
             executor.evaluate(validation.batches(values), values)
@@ -4156,16 +4018,17 @@ def cycles_from(first: int, schedule: Schedule, clock: Clock) -> Iterator[list[V
     """Yield the Values of each cycle from step `first` on; runs on the loader's thread, a cycle ahead of the race.
     With a time budget the clock of rank 0 gives a cycle's place in the plan: the share of the budget that will be over
     when the cycle begins, if the one before it takes as long as the last."""
-    cfg, fabric = schedule.cfg, clock.fabric
+    budget = 1000 * schedule.cfg.time_budget                  # ms
     before = clock.ms
     for step in itertools.count(first, schedule.cycle):
-        if cfg.time_budget and len(schedule.places) <= step // schedule.cycle:
+        if budget and len(schedule.places) <= step // schedule.cycle:
+            # Every rank has to be at the same place, and places of a resumed run are known.
             now = clock.ms
-            share = (now + (now - before)) / (1000 * cfg.time_budget)
+            share = (now + (now - before)) / budget
             before = now
             place = torch.tensor(share * schedule.total_steps, dtype=torch.float64)
-            if fabric.world > 1:
-                dist.broadcast(place, 0, group=fabric.plan_group)
+            if clock.fabric.world > 1:
+                dist.broadcast(place, 0, group=clock.fabric.plan_group)
             schedule.places.append(max([float(place), *schedule.places[-1:]]))
         if step >= schedule.end_step:
             return
@@ -4176,15 +4039,17 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
          before_step: Callable[[int], object]) -> tuple[float, DataEnded | None]:
     """Train against the clock; return the final validation loss (nats per token), and why the data ended early, if so.
     On the clock: reading, packing, plans, steps, logging. Off the clock: validation. before_step(step): checkpoints."""
+    # The first batch is on the clock: reading and packing are part of training, as warm-up was not.
+    schedule = log.schedule
     data_ended = None
     clock.start()
     with log.phase("first batch", timed=True):
         loader.start()
         loader.wait()
     try:
-        while log.done < log.schedule.end_step:
+        while log.done < schedule.end_step:
             before_step(log.done)
-            values = log.schedule.at(log.done)
+            values = schedule.at(log.done)
             if values.validate:
                 clock.stop()
                 log.validation(executor.evaluate(validation.batches(values), values), clock.ms, validation)
@@ -4197,10 +4062,10 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
 
     # Only now a budget's number of steps is known; and only at the true end the long window is wider.
     log.flush()
-    if log.schedule.cfg.time_budget:
+    if schedule.cfg.time_budget:
         log.total = log.done
-        log.event("budget", seconds=log.schedule.cfg.time_budget, steps=log.done)
-    end = log.schedule.at(log.done)
+        log.event("budget", seconds=schedule.cfg.time_budget, steps=log.done)
+    end = schedule.at(log.done)
     loss = executor.evaluate(validation.batches(end), end)
     log.validation(loss, clock.ms, validation)
     return loss, data_ended
@@ -4211,12 +4076,13 @@ def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[i
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.document_start, *prompt]
     for _ in range(cfg.sample_tokens):
+        # Columns after the vocabulary are padding, which is never drawn.
         logits = executor.next_logits(tokens, values)[:cfg.vocab_size].float().cpu()
         need(logits.isfinite().all(), "sample", "logits that are not finite", "weights that a run has left in order",
              "sample from another save, or train again at a lower learning rate", RunError)
         probability = torch.softmax(logits / SAMPLE_TEMPERATURE, 0)
         drawn = int(torch.multinomial(probability, 1, generator=generator))
-        token = min(executor.fabric.gather(drawn))                            # one text, whatever a rank's rounding
+        token = min(executor.fabric.gather(drawn))                            # one text, however each rank rounds
         if token == cfg.document_start:
             break
         tokens.append(token)
@@ -4716,7 +4582,6 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
         # The garbage collector passes over all that is there now: models and graphs are many objects.
         gc.collect()
         gc.freeze()
-        log.open_bar()
         if fabric.on_cuda:
             torch.cuda.reset_peak_memory_stats()
         with profile or contextlib.nullcontext():
@@ -4732,7 +4597,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
         failure = save_or_fall_back(log, run_id, preset, cfg, executor, validation.vocabulary) if cfg.save else None
         problems += [problem for problem in (data_ended, failure) if problem is not None]
         log.event("result", **result)
-        log.close()                                                           # no bar between the lines that follow
+        log.close()
         results.append(result)
 
     report(cfg, executor, validation, schedule.at(log.done), results)

@@ -331,7 +331,7 @@ def killed_after(process: subprocess.Popen, folder: Path) -> int:
 def resume() -> None:
     """One run that nobody disturbs, one that is killed after its first checkpoint, and what goes on from there."""
     pattern = shards()
-    flags = [f"--preset={PRESET}", f"--tables={tg.NgramTable(LABEL, 3, LARGE, home='host')}", f"--max_steps={STEPS}",
+    flags = [f"--preset={PRESET}", f"--tables={LABEL} 3 {LARGE} stream 0 host", f"--max_steps={STEPS}",
              f"--checkpoint_every={CHECKPOINT_EVERY}", f"--train_files={pattern}", f"--val_files={pattern}",
              "--sample_tokens=0"]
     with tempfile.TemporaryDirectory() as place:

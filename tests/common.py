@@ -111,11 +111,10 @@ def plan_of(planner: tg.Planner, table: tg.Table, read: Sequence[np.ndarray], ti
 
     tag: what the plan says of itself, in place of what the planner would have it say.
     """
-    steps = [SimpleNamespace(step=0, tied=tied) for _ in read]
-    places: list[dict[str, np.ndarray]] = [{} for _ in read]
-    plan = planner.plan(table._replace(ids=np.asarray), "test", steps, read, places)
+    batches = [SimpleNamespace(tokens=rows, rows={}) for rows in read]
+    plan = planner.plan(table._replace(ids=np.asarray), "test", SimpleNamespace(step=0, tied=tied), batches)
     plan.tag.update(tag)
-    return plan, [found[table.label] for found in places]
+    return plan, [batch.rows[table.label] for batch in batches]
 
 
 def planner_of(cfg: tg.Config, where: tg.Fabric, *tables: tg.Table) -> tg.Planner:
@@ -186,7 +185,7 @@ def grad_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor | None:
     if not isinstance(entry, tg.TableEntry):
         weight = optimizer.model.get_parameter(label)
         if isinstance(entry, tg.Sharded):
-            return None if entry.backwards is None else weight.main_grad
+            return None if entry.backwards == 0 else weight.main_grad
         return weight.grad
     table = entry.table
     if not table.pending:

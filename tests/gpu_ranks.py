@@ -13,6 +13,7 @@ import itertools
 import multiprocessing
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -157,11 +158,11 @@ def rows_there_and_back(rank: Rank, device: str) -> Wrong:
     wrong = []
     for cycle in range(4):
         ids = ids_of(fabric.rank, cycle, table.rows)
-        found: dict[str, np.ndarray] = {}
-        plan = planner.plan(table, "test", [schedule.at(table.cadence * cycle)], [ids], [found])
+        batch = SimpleNamespace(tokens=ids, rows={})
+        plan = planner.plan(table, "test", schedule.at(table.cadence * cycle), [batch])
         tg.exchange_plans(fabric, fabric.plan_group, cfg.dtype, {table.label: plan})
         cache, row_grads = rows.rows_for_forward(plan, rows.shard)
-        place = torch.as_tensor(found[table.label]).long().to(fabric.device)
+        place = torch.as_tensor(batch.rows[table.label]).long().to(fabric.device)
         if not cache.detach()[place].cpu().equal(whole[ids]):
             wrong.append(f"rows that arrived in cycle {cycle}")
 

@@ -542,13 +542,13 @@ class Trajectory:
             slices[self.fabric.rank] = part
             part = of_owners(slices, self.executor.tables[label].table.rows)
             owned, size = False, part.numel()
-        if owned and optimizer.parameters[label].sharded:
+        if owned and optimizer.model.table[label].sharded:
             entry, width = optimizer.entries[label], int(np.prod(part.shape[1:]))
             units = len(tg.bank_matrices(entry.row, entry.weight.data))
             start, size = entry.slice.start * width, units * width
         at = np.arange(size) if at is None else at
         mine, samples = (at >= start) & (at < start + part.numel()), part.new_zeros(len(at))
-        if not owned or optimizer.parameters[label].sharded or self.fabric.rank == 0:
+        if not owned or optimizer.model.table[label].sharded or self.fabric.rank == 0:
             samples[mine] = part.flatten()[at[mine] - start]
         self.parts.append((key, label, at, size, samples))
 
@@ -599,7 +599,7 @@ class Trajectory:
         of_all = slot_sums.new_zeros(self.cfg.num_slots)
         of_all[self.fabric.rank::self.fabric.world] = slot_sums
         self.check_part(f"slot_loss.{step}", of_all)
-        for label in self.executor.optimizer.parameters:                  # sums over slots; the optimizer divides them
+        for label in self.executor.optimizer.model.table:                  # sums over slots; the optimizer divides them
             grad = self.gradient(label) / self.cfg.num_slots
             self.check_part(f"grad_samp.{step}.{label}", grad, label, at=self.vectors[f"idx.{label}"])
             if self.fabric.world == 1:
@@ -609,7 +609,7 @@ class Trajectory:
         after = self.schedule.at(step + 1)
         self.vectors.check(f"split_after.{step}", not after.tied)
         weights = self.executor.whole_weights(after)
-        for label in self.executor.optimizer.parameters:
+        for label in self.executor.optimizer.model.table:
             count = 0 if label == "embed" and after.tied else (step + 1) // self.cfg.adam_every
             self.check_state(step + 1, label, weights[label], count)
         self.join_parts()
@@ -628,7 +628,7 @@ class Trajectory:
                               momentum=values.momentum, adam_step=values.adam_step).items():
             vectors.check(f"{name}.{step}", got)
         vectors.check(f"lr_mul.{step}", self.schedule.lr_factor_at(step))
-        for label, row in optimizer.parameters.items():
+        for label, row in optimizer.model.table.items():
             lr = values.normuon_lr if row.optimizer == "normuon" else values.adam_lr
             vectors.check(f"lr.{step}.{label}", lr * rate_factor(optimizer, label))
 
@@ -653,7 +653,7 @@ class Trajectory:
 
 def rate_factor(optimizer: tg.Optimizer, label: str) -> float:
     """A parameter's factor of the learning rate; of a bank its first matrix's, which is no down matrix."""
-    row = optimizer.parameters[label]
+    row = optimizer.model.table[label]
     return float(optimizer.entries[label].lr_muls[0]) if row.optimizer == "normuon" else row.lr_mul
 
 
@@ -901,7 +901,7 @@ def check_schedule(oracle: Oracle) -> None:
     check_token_weights(vectors, every)
     check_yarn(vectors, cfg, schedule)
     optimizer = tg.Executor(replace(cfg, model_dim=16, head_dim=8), CPU, tg.attention_reference, "plain").optimizer
-    for label in optimizer.parameters:
+    for label in optimizer.model.table:
         vectors.check(f"lr_mul_param.{label}", rate_factor(optimizer, label))
     vectors.finish()
 
@@ -967,6 +967,7 @@ def check_fp8(oracle: Oracle) -> None:
             vectors.check(f"{mode}.{mtp}.ones.grad_x", x.grad / factors)
         vectors.check(f"{prefix}.grad_w32", w.grad)
     for name, scale in (("x_s", tg.FP8_Y_SCALE), ("w_s", tg.FP8_W_SCALE), ("grad_s.w8", tg.FP8_GRAD_SCALE)):
+        vectors.arrays[name] = vectors.arrays[name].astype(np.float32).astype(np.float64)     # as the products take it
         vectors.check(name, scale)
     vectors.finish()
 

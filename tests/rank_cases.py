@@ -113,7 +113,7 @@ def state_bytes(executor: tg.Executor) -> dict[str, bytes]:
 def weight_hashes(executor: tg.Executor) -> dict[str, str]:
     """Of what this rank holds."""
     state = state_bytes(executor)
-    return {label: hashlib.sha256(state[label]).hexdigest() for label in executor.optimizer.parameters}
+    return {label: hashlib.sha256(state[label]).hexdigest() for label in executor.optimizer.model.table}
 
 
 def exact_array(x: Tensor) -> np.ndarray:
@@ -359,7 +359,7 @@ def weight_of_zero(rank: Rank) -> Found:
         for way in ("weight", "hand"):
             executor, batches = tiny_run(fabric, (0, 1))
             optimizer = executor.optimizer
-            dense = [label for label in optimizer.parameters if label not in executor.tables]
+            dense = [label for label in optimizer.model.table if label not in executor.tables]
             row_grads = {label: table.row_grads for label, table in executor.tables.items()}
             for values, batch in batches:
                 nothing = idle(rank, values.step)
@@ -548,7 +548,7 @@ def counting(rank: Rank, **changes: Any) -> Found:
     """What travels in each optim_step. The gradient of the k-th label is filled with 2^k, which names it on the way."""
     executor = uneven_executor(rank.fabric(), "float64", **changes)
     optimizer, schedule, tables = executor.optimizer, tg.Schedule(executor.cfg), executor.tables
-    code = {label: 2.0**k for k, label in enumerate(optimizer.parameters)}
+    code = {label: 2.0**k for k, label in enumerate(optimizer.model.table)}
     weights = dict(executor.model.named_parameters())
     label_at = {p.data.untyped_storage().data_ptr(): label for label, p in weights.items()}
     updates, found, plans = [], dict(reduced=[], sent=[], after=[], updated=[], kept=[], cleared=[]), {}

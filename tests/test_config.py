@@ -32,7 +32,8 @@ def test_layer_table_is_that_of_recipe_2_2():
 BAD_LAYERS = {                               # changes of layers by depth -> what the message must hold
     "kept twice": ({8: dict(keep_as="skip")}, "column keep_as", "['skip', 'backout', 'skip']", "each once"),
     "a value table twice": ({10: dict(value=3)}, "column value", "[0, 1, 2, 3, 3]", "each once"),
-    "a value table without attention": ({6: dict(value=5)}, "layer 6", "value=5", "a layer with attention"),
+    "a value table without attention": ({6: dict(value=5)}, "layer 6", "value=5",
+                                        "a value table in one with attention"),
     "key offset without attention": ({6: dict(key_shift=True)}, "layer 6", "in a plain layer"),
     "key offset of paired heads": ({9: dict(key_shift=True)}, "layer 9", "'paired'", "in a plain layer"),
 }

@@ -91,7 +91,7 @@ def forward_backward(cfg: tg.Config, fabric: tg.Fabric, dtype: torch.dtype, kern
 
 def exact_bank(executor: tg.Executor, label: str) -> Tensor:
     bank = executor.optimizer.entries[label]
-    mantissa = bank.state.get("mantissa")
+    mantissa = executor.optimizer.state[label].get("mantissa")
     return (bank.shard if mantissa is None else tg.with_mantissa(bank.shard, mantissa)).double()
 
 

@@ -204,6 +204,14 @@ def normuon_with_strict_mask(_: Callable, a: dict) -> None:
     p.copy_(p - p * (update * p > 0) * a["decay"] * rates - update * rates)
 
 
+def round_mantissa_away(real: Callable, a: dict) -> None:
+    """To nearest."""
+    real(**a)
+    if a["mantissa"] is not None:
+        a["p"].copy_(tg.with_mantissa(a["p"], a["mantissa"]))
+        a["mantissa"].zero_()
+
+
 def adam_at_every_step() -> Patch:
     return both(given(tg.Optimizer, "__init__", cfg=lambda a: replace(a["cfg"], adam_every=1)),
                 values_with(adam_step=lambda _: True))
@@ -356,8 +364,7 @@ MISTAKES = (
     ("moments not copied at the untying", "opt", "adam.split.embed_m_after", wrapped(
         tg.Optimizer, "_untie", lambda *_: None)),
     ("step count not copied", "opt", "adam.embed.p*", wrapped(tg.Optimizer, "_adam_numbers", one_update_too_few)),
-    ("mantissa rounded away", "opt", "mt.*", wrapped(
-        tg, "split_mantissa", lambda _, a: (a["p"].copy_(a["exact"]), a["mantissa"].zero_()))),
+    ("mantissa rounded away", "opt", "mt.*", wrapped(tg, "normuon_update", round_mantissa_away)),
     # schedule
     ("untied one Adam step late", "schedule", "tied_during_update", returned(
         tg.Schedule, "at", lambda values, a: replace(values, untie=a["step"] == a["self"].untie_step + 2))),

@@ -173,7 +173,6 @@ def test_other_ranks_write_nothing_but_check_their_losses(tmp_path, capsys):
 
 def test_console_without_a_terminal_gets_plain_lines(tmp_path, capsys):
     log = make_log(tmp_path, num_scheduled_steps=95, num_extension_steps=5)
-    log.open_bar()
     for _ in range(100):
         log.step(losses(1.0), 0.0)
     log.flush()
@@ -183,19 +182,19 @@ def test_console_without_a_terminal_gets_plain_lines(tmp_path, capsys):
     log.close()
 
 
-def test_console_on_a_terminal_gets_a_bar(tmp_path, monkeypatch, capsys):
+def test_console_on_a_terminal_gets_a_line_that_renews_itself(tmp_path, monkeypatch, capsys):
+    """In the place of step lines; other lines begin where nothing stands."""
     monkeypatch.setattr(tg.sys.stderr, "isatty", lambda: True)
     log = make_log(tmp_path)
-    log.open_bar()
-    for _ in range(4):
-        log.step(losses(25.0), 50.0)
+    for step in range(1, 5):
+        log.step(losses(25.0), 50.0 * step)
     log.text("a line of text")
     log.flush()
-    assert (log.bar.n, log.bar.total) == (4, 12)
     log.close()
     shown = capsys.readouterr()
-    assert "step:" not in shown.out and "a line of text" in shown.out
-    assert "loss 2.500" in shown.err and "ms/step" in shown.err
+    assert shown.out == "a line of text\n"
+    assert "\r\x1b[Kstep 4 of 12, loss 2.500, 50 ms/step, 0 s to go\r" in shown.err
+    assert shown.err.endswith("\r\x1b[K\r") and "\n" not in shown.err
 
 
 def test_the_last_lines_are_written_once_and_nothing_after_them(tmp_path):

@@ -221,11 +221,11 @@ def test_a_recompile_after_the_warm_up(tmp_path, cache, name):
     assert all(said in reason for reason in reasons), reasons
 
 
-GRADIENT = "fp8_product(grad, w.t(), scale * f32_scale(FP8_W_SCALE, y), native, dtype_y)\n"
+GRADIENT = "fp8_product(grad, w.t(), scale * FP8_W_SCALE, native, dtype_y)\n"
 LOWERED_MISTAKES = {
     "product_dtype = logits_dtype if native else ctx.accum_dtype": "product_dtype = ctx.accum_dtype",
     GRADIENT: GRADIENT + "        grad_y = grad_y + grad.float() @ w.t().float()\n"}
-HOST_MISTAKES = {"pin_memory=pinned) for x in self.stored))": "pin_memory=False) for x in self.stored))"}
+HOST_MISTAKES = {"pin_memory=True) for x in self.stored))": "pin_memory=False) for x in self.stored))"}
 
 
 def test_what_mistakes_are_planted_in_is_there():

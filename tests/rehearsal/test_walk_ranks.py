@@ -262,7 +262,7 @@ class Mistake:
 
 REDUCED = "        for label in self.reduce_order:\n"
 SUMMED = "self.wait = launch(self.optimizer.fabric, dist.all_reduce, self.grad)"
-DEALT = "for name, moment in embed.state.items():"
+DEALT = 'for name, moment in self.state["embed"].items():'
 LISTS = "        return dist.all_to_all_single(out, rows, recv_counts, send_counts, async_op=True).wait\n"
 SENT = "return self._launch(plan, arriving, rows, plan.send_counts, plan.recv_counts)"
 RETURNED = "wait = self._launch(plan, arrived, rows, plan.recv_counts, plan.send_counts)"
@@ -274,7 +274,7 @@ PLANTED = {
         SUMMED, f"self.wait = no_wait\n        if self.optimizer.fabric.rank != 1:\n            {SUMMED}",
         ["order: rank 1, collective", "Small.reduce", "all_reduce op=SUM small"]),
     "one rank deals moments of one shape in another order": Mistake(
-        DEALT, DEALT.replace(":", " if self.fabric.rank != 2 else reversed(embed.state.items()):"),
+        DEALT, DEALT.replace(":", ' if self.fabric.rank != 2 else reversed(self.state["embed"].items()):'),
         ["order: rank 2, collective", "nccl: all_gather_into_tensor v", "Optimizer._untie",
          "all_gather_into_tensor m"], 8),
     "who has an empty list stays away": Mistake(
