@@ -200,24 +200,18 @@ def stage_lines(found: dict[str, Any], predicted: dict[str, Any]) -> list[str]:
     return lines
 
 
-def profile_lines(profile: dict[str, Any]) -> list[str]:
+def profile_lines(profile: dict[str, Any], predicted: dict[str, Any]) -> list[str]:
     if not profile:
         return []
     lines = [f"  profile, {sum(row['ms'] for row in profile['rows']):.2f} ms a step in what it saw:"]
     for row in profile["rows"][:DEAREST]:
         lines.append(f"    {row['ms']:9.3f} ms {row['calls']:7.1f} x  {row['name'][:90]}")
+    dearest = sorted(predicted.get("lines", ()), key=lambda line: -line[-1])[:DEAREST]
+    if dearest:
+        lines.append("  predicted, ms a step of these lines:")
+    for name, _, ms in dearest:
+        lines.append(f"    {ms:9.3f} ms            {name[:90]}")
     return lines
-
-
-def beside_trace(trace: Path, attention: str) -> tuple[list[list], str]:
-    """Line by line: [line, predicted ms, measured ms, ratio]; and in words, why there is nothing."""
-    try:
-        from rehearsal import measured, price
-        ledger = price.load(price.LEDGER)
-        rows = measured.beside_trace(measured.read_trace(trace), ledger, "1", rated(attention))
-        return rows, "predicted and measured ms a step, measured / predicted, by line"
-    except Exception as error:                                                # the trace is kept, for another day
-        return [], f"no prediction by line: {words_of(error)}"
 
 
 def bench_steps(run: gpu_steps.Started, report: Report, limit: Limit, args: argparse.Namespace) -> None:
@@ -238,15 +232,10 @@ def bench_steps(run: gpu_steps.Started, report: Report, limit: Limit, args: argp
         found = gpu_steps.measure_stage(run, stage, args.cycles, profiled, trace)
         found["predicted"] = predicted.get(f"stage {stage + 1}", {})
         report.figures["steps"]["stages"].append(found)
-        for line in stage_lines(found, found["predicted"]) + profile_lines(found["profile"]):
+        for line in [*stage_lines(found, found["predicted"]), *profile_lines(found["profile"], found["predicted"])]:
             report.say(line)
         if found["new_graphs"]:
             report.fail(f"stage {stage + 1}: {found['new_graphs']} graphs compiled after the first two cycles")
-        if trace is not None:
-            found["beside"], remark = beside_trace(trace, run.figures["attention"])
-            report.say(f"  {remark}")
-            for line, expected, measured, ratio in found["beside"][:DEAREST]:
-                report.say(f"    {number(expected, 9)} {number(measured, 9)} {number(ratio, 7)}  {line[:80]}")
         report.save()
     bench_evaluation(run, report, limit)
 

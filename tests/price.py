@@ -1,7 +1,7 @@
-"""Print predicted times of the rehearsed run, or set measured ones beside them: rehearsal/measured.py does it."""
+"""Print predicted times of the rehearsed run, or set measured ones beside them: rehearsal/price.py does it."""
 import sys
 
-from rehearsal.measured import main
+from rehearsal.price import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -257,8 +257,8 @@ def test_peaks_are_read_from_the_rates(tmp_path, monkeypatch):
     assert gpu_cases.peaks_of("another card") == {}
 
 
-def test_the_committed_ledger_predicts_one_gpu(tmp_path):
-    """Measured beside predicted, and line by line a trace with one kernel in the first cycle after the start."""
+def test_the_committed_ledger_predicts_one_gpu():
+    """Measured beside predicted, by stage and by line."""
     price = pytest.importorskip("rehearsal.price")
     if not price.LEDGER.exists():
         pytest.skip("no ledger")
@@ -278,22 +278,14 @@ def test_the_committed_ledger_predicts_one_gpu(tmp_path):
     assert lines[-1].endswith("predicted: 250.00 ms a step, even 250.00, odd 250.00; measured / predicted 1.200")
     assert len(bench_gpu.stage_lines(found, {})) == len(lines) - 1
 
-    events = [dict(name="ProfilerStep#2", ts=0, dur=10), dict(name="ProfilerStep#3", ts=10, dur=10),
-              dict(name="planted_kernel", cat="kernel", ts=0, dur=8000)]
-    trace = tmp_path / "trace.json"
-    trace.write_text(json.dumps(dict(traceEvents=events)))
-    rows, remark = bench_gpu.beside_trace(trace, "varlen (torch 2.13.0)")
-    assert rows and "by line" in remark, remark
-    assert any(measured == pytest.approx(4.0) for _, _, measured, _ in rows)
+    profile = bench_gpu.profile_lines(dict(rows=[dict(name="gemm", calls=2.0, ms=8.0)]), stages["stage 1"])
+    assert any("relu_sq_kernel" in line for line in profile)
 
 
-def test_no_prediction_is_said(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "rehearsal.measured", None)
+def test_no_prediction_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "rehearsal", None)
     found, why = bench_gpu.predictions("FA3")
     assert found == {} and why.startswith("no prediction: ")
-    rows, why = bench_gpu.beside_trace(tmp_path / "no trace", "FA3")
-    assert rows == [] and why.startswith("no prediction by line: ")
 
 
 class FakeEvent:

@@ -30,12 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from . import price
-from .ledger import forbidden, kept, ledger_in, report, sums_of, summary_of, written
+from .ledger import add_prices, forbidden, kept, ledger_in, report, sums_of, summary_of, written
 
 TESTS = Path(__file__).resolve().parent.parent
 TRAINER = TESTS.parent / "train_gpt.py"
 TORCH, TRITON = "2.13.0", "3.7.1"        # whose internals phantom.py knows
-CARDS = ("H100", "H200", "B200", "A100", "4090")              # those of phantom.py
 BAD_REQUEST = 2                          # status: nothing was walked
 LINES_OF_LOG = 30                        # shown where a walk fails
 
@@ -103,7 +102,7 @@ def timelines_of(walked: dict[str, dict[str, Any]], card: str, flags: Sequence[s
 
 
 # ---- Pages
-def summary(ledger: dict[str, Any], kernels: dict[str, Any]) -> Iterator[str]:
+def summary(ledger: dict[str, Any]) -> Iterator[str]:
     for number, world in ledger["worlds"].items():
         yield f"W = {number}: {len(world['graphs'])} graphs"
         for name, phase in world["phases"].items():
@@ -117,29 +116,29 @@ def summary(ledger: dict[str, Any], kernels: dict[str, Any]) -> Iterator[str]:
             yield (f"  {name:24}{sums['launches']:6} launches {sums['bytes'] / 1e9:8.1f} GB  "
                    f"TFLOP {' + '.join(flops) or 0}; peak {sums['peak_bytes'] / 2**20:,.0f} MiB, "
                    f"{sums['collectives']} collectives of {sums['collective_bytes'] / 1e6:,.0f} MB")
-    compiled = [kernel for kernel in kernels.values() if "spills" in kernel]
-    spilled = sum(kernel["spills"] > 0 for kernel in compiled)
-    most = max((kernel["registers"] for kernel in compiled), default=0)
-    yield f"{len(compiled)} kernels compiled, {spilled} spill, at most {most} registers"
+    compiled = ledger["kernels_compiled"]
+    yield (f"{compiled['number']} kernels compiled, {compiled['spilling']} spill, at most "
+           f"{compiled['most_registers']} registers")
 
 
-def prices(old: dict[str, Any] | None, timelines: dict[str, Any]) -> str:
-    """Predicted times with the dearest lines, and how they differ from those of the ledger it is compared with."""
+def prices(old: dict[str, Any] | None, new: dict[str, Any], timelines: dict[str, Any]) -> str:
+    """Add its prices to a ledger. Returns them as a page, and how they differ from those of the one before."""
     try:
-        now = price.price(timelines, price.load(price.RATES))
-        page = price.text(now)
+        rates = price.load(price.RATES)
+        now = price.price(timelines, rates)
     except price.PriceError as error:                         # a card without a rate for what it is asked
         return f"no price: {error}"
+    add_prices(new, timelines, rates)
     if old is None:
-        return page
-    return page + "\n" + price.difference(price.kept_prediction(old), now)
+        return price.text(now)
+    return price.text(now) + "\n" + price.difference(price.kept_prediction(old), now)
 
 
 # ---- The command
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("rehearse.py", description=__doc__.partition("\n")[0])
     parser.add_argument("--gpus", default="8,1", type=gpus_wanted, help="numbers of GPUs [%(default)s]")
-    parser.add_argument("--card", default="H100", choices=CARDS)
+    parser.add_argument("--card", default="H100", choices=sorted(price.load(price.RATES)["cards"]))
     parser.add_argument("--stages", default="", type=stages_wanted,
                         help="lower the graphs of these only, such as 1,2 [all]")
     parser.add_argument("--quick", action="store_true", help="the first stage on eight GPUs, compared with nothing")
@@ -194,13 +193,6 @@ def lost_by_update(wanted: argparse.Namespace, old: dict[str, Any]) -> bool:
     return bool(fewer or other)
 
 
-def summary_with_prices(timelines: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return summary_of(timelines, price.load(price.RATES))
-    except price.PriceError:                                  # of a card without rates, which `prices` says
-        return summary_of(timelines, None)
-
-
 def main(argv: Sequence[str]) -> int:
     reason = why_not()
     if reason:
@@ -219,11 +211,14 @@ def main(argv: Sequence[str]) -> int:
         print(f"--update would lose what the ledger has: it is of {held}; another --ledger=FILE holds others")
         return BAD_REQUEST
 
+    if old is not None and old["card"] != wanted.card:
+        old = None
     timelines = rehearse(wanted)
     if timelines is None:
         return 1
-    new = summary_with_prices(timelines)
-    print("\n".join(summary(new, timelines["kernels"])))
+    new = summary_of(timelines)
+    page = prices(old, new, timelines)
+    print("\n".join(summary(new)))
     if wanted.out:
         Path(wanted.out).write_text(json.dumps(timelines, sort_keys=True) + "\n")
     failures = forbidden(new)
@@ -231,13 +226,11 @@ def main(argv: Sequence[str]) -> int:
         return ended(failures)
 
     grown = []
-    if old is not None and old["card"] != new["card"]:
-        old = None
     if old is None:
-        print(f"compared with nothing: {path.name} has no {new['card']}")
+        print(f"compared with nothing: {path.name} has no {wanted.card}")
     else:
         grown = report(old, new)
-    print(prices(old, timelines))
+    print(page)
     if wanted.update and not failures:
         print("\n".join(grown))
         path.write_text(written(kept(new)) + "\n")

@@ -102,22 +102,12 @@ class Buffer:
 class Phase:
     """A stretch of the run: what the training thread issues, in its order, and memory."""
 
-    def __init__(self, now: int, alive: dict[int, Buffer]) -> None:
+    def __init__(self, now: int, alive: dict[int, Buffer], stage: int | None) -> None:
+        self.stage = stage                                    # that it belongs to, if it does
         self.timeline: list[list] = []
         self.collectives = 0
-        self.alive_before = list(alive.values())
-        self.events: list[tuple[int, Buffer]] = []            # +1: allocated, -1: freed
-        self.peak = now
-        self.events_at_peak = 0
-
-    def alive_at_peak(self) -> list[Buffer]:
-        alive = {id(buffer): buffer for buffer in self.alive_before}
-        for change, buffer in self.events[:self.events_at_peak]:
-            if change > 0:
-                alive[id(buffer)] = buffer
-            else:
-                alive.pop(id(buffer), None)
-        return list(alive.values())
+        self.peak = now                                       # bytes
+        self.at_peak = list(alive.values())
 
     def run(self, key: str) -> None:
         last = self.timeline[-1] if self.timeline else None
@@ -155,8 +145,8 @@ class Tally(phantom.Recorder):
         self.other_thread = False                    # what happens is the work of one that is not the training's
         self.begin("set-up")
 
-    def begin(self, name: str) -> None:
-        self.phase = self.phases[name] = Phase(self.now, self.alive)
+    def begin(self, name: str, stage: int | None = None) -> None:
+        self.phase = self.phases[name] = Phase(self.now, self.alive, stage)
 
     @contextlib.contextmanager
     def elsewhere(self) -> Iterator[None]:
@@ -167,9 +157,6 @@ class Tally(phantom.Recorder):
         finally:
             self.other_thread = False
 
-    def mark(self, part: str) -> None:
-        self.phase.timeline.append(["mark", part])
-
     def fail(self, kind: str, where: str, found: str) -> None:
         failure = dict(kind=kind, where=where, found=found)
         if failure not in self.failures:
@@ -179,11 +166,10 @@ class Tally(phantom.Recorder):
     def allocated(self, storage: Any, tensor: Tensor) -> None:
         buffer = Buffer(storage.nbytes(), text_of(tensor))
         self.alive[storage._cdata] = buffer
-        self.phase.events.append((1, buffer))
         self.now += buffer.size
         if self.now > self.phase.peak:
             self.phase.peak = self.now
-            self.phase.events_at_peak = len(self.phase.events)
+            self.phase.at_peak = list(self.alive.values())
         if not self.timed:
             return
         if tensor.dtype == torch.float32 and tensor.numel() >= self.logit_numbers:
@@ -202,7 +188,7 @@ class Tally(phantom.Recorder):
 
     def freed(self, address: int, size: int) -> None:
         self.now -= size
-        self.phase.events.append((-1, self.alive.pop(address)))
+        del self.alive[address]
 
     def name_buffers(self, tensors: list[Tensor], name: str, where: str) -> None:
         """The first launch that touches a buffer gives it its name."""

@@ -1,6 +1,6 @@
-"""The ledger: what a step of each stage launches, moves, sends, keeps and waits for, and its price, on some hundred lines.
+"""The ledger: what a step of each stage launches, moves, sends, keeps and waits for, and its price.
 
-    {"card", "flags", "steps": {stage: {parity: how many a run has}}, "worlds": {number of GPUs: WORLD}, ...}
+    {"card", "flags", "attention", "steps": {stage: {parity: how many}}, "worlds": {number of GPUs: WORLD}, ...}
     WORLD  {"graphs": {title: [hash, nodes]}, "host_waits": {line: times}, "failures": [...], "phases": {name: PHASE}}
     PHASE  {"sums": AMOUNTS, "lines": {name: AMOUNTS, kind, ms}, "price": {attention: ms by part},
             "at_peak": {buffers by shape and maker: [number, bytes]}}
@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from .price import (OTHERS, RATES, Card, PriceError, Step, Streams, check_facts, grown, items_of, line_name,
+from .price import (OTHERS, RATES, Card, PriceError, Step, Streams, check_facts, cycle_of, grown, items_of, line_name,
                     load, price_steps, stages_of, tokens_at_once)
 
 FORMAT = 3
@@ -34,50 +34,53 @@ ALLOWED_WAITS = {                        # in the timed loop, by line, and why
 
 
 # ---- From timelines
-def summary_of(timelines: dict[str, Any], rates: dict[str, Any] | None, card: str = "") -> dict[str, Any]:
-    """The ledger with all its lines; without rates it has no prices."""
+def summary_of(timelines: dict[str, Any]) -> dict[str, Any]:
+    """The ledger with all its lines, and without prices."""
+    kernels = timelines["kernels"]
     worlds = {}
-    target = Card(rates, card or timelines["card"]) if rates else None
     for number, walked in timelines["worlds"].items():
-        steps = played(timelines, number, target)
         phases = {}
         for name, phase in walked["phases"].items():
-            by_attention = {attention: found[name] for attention, found in steps.items()}
-            phases[name] = summary_of_phase(timelines, number, phase, by_attention)
-        facts = {key: walked.get(key, {}) for key in ("graphs", "host_waits", "failures")}
-        worlds[number] = dict(facts, phases=phases)
-    facts = {key: timelines.get(key) for key in ("torch", "triton", "card", "flags", "steps", "source_sha256")}
-    return dict(facts, format=FORMAT, rates_sha256=hashlib.sha256(RATES.read_bytes()).hexdigest(), worlds=worlds)
+            items = list(items_of(walked, phase["timeline"]))
+            sums = dict(peak_bytes=phase["peak_bytes"], micro_batches=items.count(["mark", "forward"]))
+            if items:
+                sums |= sums_of(items, kernels)
+            phases[name] = dict(sums=sums, price={}, lines=lines_of(items, kernels), at_peak=phase["at_peak"])
+        worlds[number] = {key: walked[key] for key in ("graphs", "host_waits", "failures")} | dict(phases=phases)
+    compiled = [kernel for kernel in kernels.values() if "spills" in kernel]
+    facts = {key: timelines[key] for key in ("torch", "triton", "card", "flags", "steps", "source_sha256")}
+    return facts | dict(
+        format=FORMAT, worlds=worlds, attention=[], rates_sha256=hashlib.sha256(RATES.read_bytes()).hexdigest(),
+        kernels_compiled=dict(number=len(compiled), spilling=sum(kernel["spills"] > 0 for kernel in compiled),
+                              most_registers=max((kernel["registers"] for kernel in compiled), default=0)))
 
 
-def played(timelines: dict[str, Any], world: str, card: Card | None) -> dict[str, dict[str, Step]]:
-    """By kind of attention: what each phase takes, steps in their cycle and what is no step alone."""
-    found = {}
-    for attention in card.attention if card else ():
-        steps = {}
-        for stage in stages_of(timelines, world):
-            for parity, step in price_steps(timelines, world, card, attention, stage).items():
-                steps[f"{stage} {parity} step"] = step
-        for name in timelines["worlds"][world]["phases"]:
-            if name not in steps:
-                steps[name] = Streams(timelines, world, card, attention).play(name)
-        found[attention] = steps
-    return found
+def add_prices(ledger: dict[str, Any], timelines: dict[str, Any], rates: dict[str, Any]) -> None:
+    """Of each phase with each kind of attention; of its lines with the first kind."""
+    card = Card(rates, timelines["card"])
+    for number, world in ledger["worlds"].items():
+        for attention in card.attention:
+            for name, step in played(timelines, number, card, attention).items():
+                phase = world["phases"][name]
+                phase["price"][attention] = {part: round(ms, 6) for part, ms in step.parts.items() if ms}
+                if attention != card.attention[0]:
+                    continue
+                for (line, kind), ms in step.lines.items():
+                    facts = phase["lines"].setdefault(line, dict(kind=kind))
+                    facts["ms"] = round(facts.get("ms", 0.0) + ms, 6)
+    ledger["attention"] = card.attention
 
 
-def summary_of_phase(timelines: dict[str, Any], world: str, phase: dict[str, Any], steps: dict[str, Step]) -> dict:
-    items = list(items_of(timelines["worlds"][world], phase["timeline"]))
-    lines = lines_of(items, timelines["kernels"])
-    sums = sums_of(items, timelines["kernels"]) if items else {}
-    sums["peak_bytes"] = phase["peak_bytes"]
-    sums["micro_batches"] = items.count(["mark", "forward"])
-    for step in list(steps.values())[:1]:                     # with the first kind of attention
-        for (name, kind), ms in step.lines.items():
-            lines.setdefault(label_of(name, kind), dict(kind=kind))["ms"] = round(ms, 6)
-    prices = {}
-    for attention, step in steps.items():
-        prices[attention] = {part: round(ms, 6) for part, ms in step.parts.items() if ms}
-    return dict(sums=sums, price=prices, lines=lines, at_peak=phase["at_peak"])
+def played(timelines: dict[str, Any], world: str, card: Card, attention: str) -> dict[str, Step]:
+    """What each phase takes: steps in their cycle, what is no step alone."""
+    steps = {}
+    for stage in stages_of(timelines, world):
+        cycle = cycle_of(timelines, world, stage)
+        for parity, step in price_steps(timelines, world, card, attention, stage).items():
+            steps[cycle[parity]] = step
+    for name in timelines["worlds"][world]["phases"].keys() - steps.keys():
+        steps[name] = Streams(timelines, world, card, attention).play(name)
+    return steps
 
 
 def sums_of(items: list[list], kernels: dict[str, Any]) -> dict[str, int]:
@@ -95,29 +98,26 @@ def lines_of(items: list[list], kernels: dict[str, Any]) -> dict[str, dict]:
         if what == "run":
             key, count = rest
             kernel = kernels[key]
-            name, kind = label_of(line_name(kernel, tokens), kernel["kind"]), kernel["kind"]
-            amounts = Counter(launches=count, bytes=count * kernel.get("bytes", 0))
+            name = line_name(kernel, tokens)
+            kind = kernel["kind"]
+            amounts = dict(launches=count, bytes=count * kernel["bytes"])
             if kernel.get("flops"):
-                arithmetic = kind if kind == "attention" else kernel["dtype"]
-                amounts[f"flops {arithmetic}"] = count * kernel["flops"]
+                amounts[f"flops {kernel['dtype'] if kind == 'product' else kind}"] = count * kernel["flops"]
         elif what == "collective":
             _, collective, size, dtype, _ = rest
-            name, kind = f"{collective} of {dtype}", "collective"
-            amounts = Counter(collectives=1, collective_bytes=size)
+            name = f"{collective} of {dtype}"
+            kind = what
+            amounts = dict(collectives=1, collective_bytes=size)
         elif what == "host_wait":
-            name, kind = rest[0], "host wait"
-            amounts = Counter(host_waits=1)
+            name, = rest
+            kind = what
+            amounts = dict(host_waits=1)
         else:
             continue
         line = lines.setdefault(name, dict(kind=kind))
         for measure, amount in amounts.items():
             line[measure] = line.get(measure, 0) + amount
     return lines
-
-
-def label_of(name: str, kind: str) -> str:
-    """A copy between host and card has the name of one on the card."""
-    return f"{name}, to or from the host" if kind == "copy" else name
 
 
 # ---- The file: an entry a line
@@ -134,8 +134,8 @@ def kept(ledger: dict[str, Any]) -> dict[str, Any]:
 
 def kept_lines(lines: dict[str, dict]) -> dict[str, dict]:
     """The dearest, and all that speaks to other ranks or waits."""
-    by_size = sorted(lines, key=lambda name: (-lines[name].get("ms", 0.0), -lines[name].get("bytes", 0)))
-    of_card = [name for name in by_size if "launches" in lines[name]]
+    of_card = [name for name in lines if "launches" in lines[name]]
+    of_card.sort(key=lambda name: (-lines[name].get("ms", 0.0), -lines[name].get("bytes", 0)))
     dropped = of_card[LARGEST_LINES:]
     found = {name: line for name, line in lines.items() if name not in dropped}
     others = Counter()
@@ -156,8 +156,7 @@ def kept_buffers(buffers: dict[str, list[int]]) -> dict[str, list[int]]:
 
 def written(value: Any, indent: str = "") -> str:
     """Sorted JSON; an object that holds others has a line for each."""
-    inside = value.values() if isinstance(value, dict) else ()
-    if not any(isinstance(x, (dict, list)) for x in inside):
+    if not isinstance(value, dict) or not any(isinstance(x, (dict, list)) for x in value.values()):
         return json.dumps(value, sort_keys=True)
     rows = [f"{indent} {json.dumps(key)}: {written(value[key], indent + ' ')}" for key in sorted(value)]
     return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
@@ -200,8 +199,7 @@ def differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[Difference
             for what in sorted(was["sums"].keys() | phase["sums"].keys()):
                 a, b = was["sums"].get(what, 0), phase["sums"].get(what, 0)
                 if a != b:
-                    culprits = culprits_of(was, phase, what) if b > a else []
-                    yield Difference(f"W = {number}, {name}", what, a, b, culprits)
+                    yield Difference(f"W = {number}, {name}", what, a, b, culprits_of(was, phase, what))
 
 
 def culprits_of(was: dict[str, Any], now: dict[str, Any], what: str) -> list[str]:

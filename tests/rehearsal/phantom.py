@@ -10,6 +10,7 @@ import ctypes
 import functools
 import hashlib
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -28,17 +29,7 @@ GIB = 2**30
 PROPERTIES = dict(                       # of every card here
     max_threads_per_multi_processor=2048, regs_per_multiprocessor=65536, warp_size=32, max_threads_per_block=1024,
     gcnArchName="", clock_rate=1_980_000, memory_clock_rate=2_619_000, memory_bus_width=5120)
-CARDS = {                                # vendor's data sheets; shared memory: CUDA programming guide, table of limits
-    "H100": dict(name="NVIDIA H100 80GB HBM3", major=9, minor=0, multi_processor_count=132, total_memory=80 * GIB,
-                 shared_memory_per_block_optin=232_448, L2_cache_size=50 * 2**20),
-    "H200": dict(name="NVIDIA H200", major=9, minor=0, multi_processor_count=132, total_memory=141 * GIB,
-                 shared_memory_per_block_optin=232_448, L2_cache_size=50 * 2**20),
-    "B200": dict(name="NVIDIA B200", major=10, minor=0, multi_processor_count=148, total_memory=180 * GIB,
-                 shared_memory_per_block_optin=232_448, L2_cache_size=126 * 2**20),
-    "A100": dict(name="NVIDIA A100-SXM4-80GB", major=8, minor=0, multi_processor_count=108, total_memory=80 * GIB,
-                 shared_memory_per_block_optin=166_912, L2_cache_size=40 * 2**20),
-    "4090": dict(name="NVIDIA GeForce RTX 4090", major=8, minor=9, multi_processor_count=128, total_memory=24 * GIB,
-                 shared_memory_per_block_optin=101_376, L2_cache_size=72 * 2**20)}
+CARDS = {name: card["device"] for name, card in json.loads((HERE / "rates.json").read_text())["cards"].items()}
 
 
 def compiler() -> str | None:
@@ -76,36 +67,17 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 
 aten = torch.ops.aten
 auto_functionalized_v2 = torch._higher_order_ops.auto_functionalize.auto_functionalized_v2
-functionalized = torch._higher_order_ops.auto_functionalize.auto_functionalized_v2_dense
 
 
 class Recorder:
     """What is told of the card. This one listens to nothing; counts.py has one that does."""
 
-    def operation(self, func: Any, args: tuple, kwargs: dict, out: Any) -> None:
-        """An ATen operation on the device, outside of generated code."""
-
-    def allocated(self, storage: Any, tensor: Tensor) -> None:
-        """A new storage on the device."""
-
-    def freed(self, address: int, size: int) -> None:
-        """A storage is gone."""
-
-    def launched(self, kernel: Any, grid: tuple[int, ...], args: tuple) -> None:
-        """A Triton kernel."""
-
-    def communicated(self, name: str, tensors: dict[str, Any], group: str) -> Any:
-        """A collective of the device; returns what stands for it when it is awaited."""
-
-    def awaited(self, work: Any) -> None:
-        """The stream waits for that collective."""
-
-    def host_waited(self, what: str) -> None:
-        """The calling thread waits for the device."""
-
     def elsewhere(self) -> contextlib.AbstractContextManager:
         """What happens in here is the work of another thread than the training one."""
         return contextlib.nullcontext()
+
+    def __getattr__(self, name: str) -> Callable:
+        return always(None)
 
 
 class Card(FakeTensorMode):
@@ -115,7 +87,6 @@ class Card(FakeTensorMode):
         super().__init__(allow_non_fake_inputs=True)
         self.recorder = recorder
         self.depth = 0                                        # of operations that are made of operations
-        self.unseen = False                                   # inside a call whose operations are nobody's business
         self.sizes: dict[int, int] = {}                       # of the storages alive on the device, by their address
 
     def dispatch(self, func: Any, kinds: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -123,8 +94,6 @@ class Card(FakeTensorMode):
         tracing = torch._guards.TracingContext.try_get() is not None          # inside a compiler
         if func in bodies and not tracing:
             return self.own_body(func, args, kwargs)
-        if func is auto_functionalized_v2 and not tracing:    # of a traced graph, which nobody runs on a card
-            return self.unseen_steps(functionalized, args, kwargs)
         if self.depth > 0:                                    # inside another operation: all is fake, the host's too
             return super().dispatch(func, kinds, args, kwargs)
         if not kwargs.get("pin_memory") and not any(on_card(x) for x in flat(args, kwargs)):
@@ -133,35 +102,19 @@ class Card(FakeTensorMode):
             return super().dispatch(func, kinds, args, kwargs)
         if func is aten._local_scalar_dense.default:
             return self.number(args[0])
-        if self.unseen:
-            self.depth += 1
-            try:
-                return super().dispatch(func, kinds, args, kwargs)
-            finally:
-                self.depth -= 1
         out = self.outermost(func, kinds, args, kwargs)
         if not is_composite(func):
             self.recorder.operation(func, args, kwargs, out)
         return out
 
-    def unseen_steps(self, call: Callable, args: tuple, kwargs: dict) -> Any:
-        """The recorder does not see the operations of this call; tensors of the host stay real."""
-        self.unseen = True
-        try:
-            with self:
-                return call(*args, **kwargs)
-        finally:
-            self.unseen = False
-
     def own_body(self, func: Any, args: tuple, kwargs: dict) -> Any:
-        """A custom operation does what its code says, also where a traced graph wraps it: the recorder sees that."""
-        before = self.depth, self.unseen
-        self.depth, self.unseen = 0, False
+        """A custom operation does what its code says, and the recorder sees that."""
+        before, self.depth = self.depth, 0
         try:
             with self:
                 return bodies[func](*args, **kwargs)
         finally:
-            self.depth, self.unseen = before
+            self.depth = before
 
     def outermost(self, func: Any, kinds: Any, args: tuple, kwargs: dict) -> Any:
         """Shapes of an operation that nothing else is made of."""
@@ -172,8 +125,8 @@ class Card(FakeTensorMode):
         composite = is_composite(func)
         self.depth += not composite
         try:
-            if kwargs.get("out") is not None:
-                return self.into_given(func, kinds, args, kwargs)
+            if kwargs.get("out") is not None:                 # room for its result, which has no numbers
+                return kwargs["out"]
             out = super().dispatch(func, kinds, args, kwargs)
         finally:
             self.depth -= not composite
@@ -181,16 +134,6 @@ class Card(FakeTensorMode):
         keep_host_copy(func, source, args, out)
         if kwargs.get("pin_memory"):
             out.pinned = True
-        return out
-
-    def into_given(self, func: Any, kinds: Any, args: tuple, kwargs: dict) -> Tensor:
-        """An operation that is given room for its result: what it would make otherwise has to fit there."""
-        others = {name: value for name, value in kwargs.items() if name != "out"}
-        out = kwargs["out"]
-        made = super().dispatch(functional_of(func), kinds, args, others)
-        casts = torch.Tag.pointwise in func.tags and torch.can_cast(made.dtype, out.dtype)
-        fits = made.shape == out.shape and (casts or made.dtype == out.dtype)
-        assert fits, f"{func}: {made} does not fit into {out}"
         return out
 
     def number(self, x: FakeTensor) -> bool | int | float:
@@ -214,19 +157,6 @@ class Card(FakeTensorMode):
 
     def free(self, address: int) -> None:
         self.recorder.freed(address, self.sizes.pop(address))
-
-
-@functools.cache
-def functional_of(func: Any) -> Any:
-    """Of an operation that is given room for its result, the variant that makes it: the one with the same inputs."""
-    wanted = inputs_of(func)
-    variants = [getattr(func.overloadpacket, name) for name in func.overloadpacket.overloads()]
-    made, = (variant for variant in variants if variant is not func and inputs_of(variant) == wanted)
-    return made
-
-
-def inputs_of(func: Any) -> list[tuple[str, str]]:
-    return [(x.name, str(x.type)) for x in func._schema.arguments if not x.is_out]
 
 
 @functools.cache
@@ -268,20 +198,15 @@ bodies: dict[Any, Callable] = {}         # custom operation -> its code, which r
 class Event:
     """Of torch.cuda: everything has happened already."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+    def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    def record(self, *_: Any) -> None:
-        pass
-
-    def wait(self, *_: Any) -> None:
-        pass
+    record = wait = __init__
 
     def synchronize(self) -> None:
         mode.recorder.host_waited("an event of the device")
 
     def query(self) -> bool:
-        mode.recorder.host_waited("an event of the device")
+        self.synchronize()
         return True
 
     def elapsed_time(self, _: Event) -> float:
@@ -291,14 +216,12 @@ class Event:
 class Stream:
     """Of torch.cuda: what is put on it has happened already."""
 
-    def __init__(self, *_: Any, **__: Any) -> None:
-        pass
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    wait_event = __init__
 
     def record_event(self) -> Event:
         return Event()
-
-    def wait_event(self, _: Event) -> None:
-        pass
 
     def synchronize(self) -> None:
         mode.recorder.host_waited("a stream of the device")

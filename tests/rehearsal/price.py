@@ -1,20 +1,23 @@
 """A price: predicted ms of each training step and s of a run, from timelines and a table of rates. No GPU, no torch.
 
+    python tests/price.py [FILE] [--card=H100] [--measured=logs/RUN] [--world=8]
+
 It plays the timeline of each step: kernels follow each other on one stream, collectives on another, and the first
 waits for the second where the trainer waits. A kernel takes as long as the slowest of what it asks of the card:
 arithmetic, bytes, special functions, instructions. Everything it says is a prediction: no GPU has run anything.
 
-Timelines are what `rehearse.py --out` writes and the records 04 and 06 keep. The committed ledger has none: it keeps
-the prices that were made of them. The record tools load this file by its path, so it imports nothing of its folder.
+FILE: the ledger [the committed one], which keeps the prices that were made when it was written, or timelines, which
+`rehearse.py --out` writes and the records 04 and 06 keep; these can be priced for another card. --measured sets the
+times of a real run beside the prediction. The record tools load this file by its path: it imports nothing of ours.
 """
 from __future__ import annotations
 
-import gzip
+import argparse
 import json
 import re
-import zlib
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -39,12 +42,10 @@ class PriceError(Exception):
 
 
 def load(path: Path) -> dict[str, Any]:
-    """A JSON object, packed by gzip or not."""
-    opener = gzip.open if path.suffix == ".gz" else open
+    """A JSON object."""
     try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            found = json.load(file)
-    except (OSError, EOFError, ValueError, zlib.error) as error:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
         raise PriceError(f"{path}", error, "a JSON file",
                          "name another; python tests/rehearse.py --update makes a ledger") from None
     if not isinstance(found, dict):
@@ -53,12 +54,6 @@ def load(path: Path) -> dict[str, Any]:
 
 
 # ---- Rates
-def positive(rate: float, name: str) -> float:
-    if not rate > 0:
-        raise PriceError(name, rate, "more than 0", "mend the table of rates")
-    return rate
-
-
 class Card:
     """What a card is taken to achieve, in units of one second."""
 
@@ -69,12 +64,12 @@ class Card:
         self.name = name
         self.rates = {}
         for kind, rate in rates["cards"][name]["rates"].items():
-            self.rates[kind] = positive(rate["peak"] * rate["share"], f"rate of {kind!r} on {name}")
+            self.rates[kind] = rate["peak"] * rate["share"]
         fixed = {key: fact["value"] for key, fact in rates["fixed"].items()}
         self.launch_floor = fixed["launch_floor"]                             # s
         self.link_latency = fixed["link_latency"]                             # s
         self.slack = fixed["slack"]                                           # of every kernel
-        self.fused_pass = fixed.get("fused_pass")                             # share of it that a product pays
+        self.fused_pass = fixed.get("fused_pass", 0.0)                        # share of a pass that a product spares
         self.attention = [kind for kind in ATTENTION if kind in self.rates]
 
     def seconds(self, kind: str, amount: float) -> float:
@@ -85,20 +80,6 @@ class Card:
                              "a rate for all that the ledger does",
                              f"rehearse for this card: python tests/rehearse.py --card={self.name}")
         return amount / self.rates[kind]
-
-    def fused_seconds(self, amount: float) -> float:
-        """What is left of a pass that would move so many bytes, where the product before it does its work."""
-        if not amount:
-            return 0.0
-        if self.fused_pass is None:
-            raise PriceError("rate of 'fused_pass'", "none in the table of rates",
-                             "a rate for all that the ledger does", "take today's tests/rehearsal/rates.json")
-        return self.fused_pass * self.seconds("memory", amount)
-
-
-def arithmetic(dtype: str) -> str:
-    """The rate of products of this type."""
-    return "float8" if dtype.startswith("float8") else dtype
 
 
 def asked_of_card(kernel: dict[str, Any], card: Card, attention: str) -> dict[str, float]:
@@ -112,8 +93,9 @@ def asked_of_card(kernel: dict[str, Any], card: Card, attention: str) -> dict[st
     if kernel["kind"] == "attention":
         asked[attention] = card.seconds(attention, kernel["flops"])
     elif kernel["kind"] == "product":
-        rate = arithmetic(kernel["dtype"])
-        asked[rate] = card.seconds(rate, kernel["flops"]) + card.fused_seconds(kernel.get("fused_bytes", 0))
+        rate = "float8" if kernel["dtype"].startswith("float8") else kernel["dtype"]
+        spared = card.seconds("memory", kernel.get("fused_bytes", 0))         # a pass that the product does itself
+        asked[rate] = card.seconds(rate, kernel["flops"]) + card.fused_pass * spared
     elif "instructions" in kernel:
         warps = kernel["programs"] * kernel["warps"]
         asked["special"] = card.seconds("special", warps * WARP * issued(kernel, "special"))
@@ -244,11 +226,6 @@ def line_name(kernel: dict[str, Any], tokens: int) -> str:
 
 
 # ---- The prediction
-LEDGER_FACTS = {"card", "kernels", "steps", "worlds"}
-RATES_FACTS = {"cards", "fixed"}
-FIXED_RATES = {"launch_floor", "link_latency", "slack"}
-
-
 def check_facts(what: str, found: dict[str, Any], needed: set[str]) -> None:
     missing = sorted(needed - found.keys())
     if missing:
@@ -258,76 +235,66 @@ def check_facts(what: str, found: dict[str, Any], needed: set[str]) -> None:
 def price(ledger: dict[str, Any], rates: dict[str, Any], card: str = "") -> dict[str, Any]:
     """The prediction: by world and kind of attention, for each stage and the run. Times in ms a step, s a run."""
     if ledger.get("format") != FORMAT:
-        raise PriceError("ledger", f"format {ledger.get('format')}", FORMAT, "python tests/rehearse.py makes one")
-    check_facts("ledger", ledger, LEDGER_FACTS)
-    check_facts("table of rates", rates, RATES_FACTS)
-    check_facts("fixed rates", rates["fixed"], FIXED_RATES)
+        raise PriceError("ledger", f"format {ledger.get('format')}", FORMAT, "python tests/rehearse.py --out makes one")
+    check_facts("timelines", ledger, {"card", "kernels", "steps", "worlds"})
+    check_facts("table of rates", rates, {"cards", "fixed"})
     target = Card(rates, card or ledger["card"])
-    worlds = {}
-    for world in sorted(ledger["worlds"], key=int, reverse=True):
-        worlds[world] = {}
-        for attention in target.attention:
-            worlds[world][attention] = price_world(ledger, world, target, attention)
-    return dict(kind="prediction", card=target.name, walked_for=ledger["card"], worlds=worlds)
 
-
-def price_world(ledger: dict[str, Any], world: str, card: Card, attention: str) -> dict[str, Any]:
-    stages = {}
-    for stage in stages_of(ledger, world):
-        steps = price_steps(ledger, world, card, attention, stage)
-        stages[stage] = of_stage(steps, ledger["steps"].get(stage, {}))
-    return dict(stages=stages) | of_run(stages)
+    def steps_of(world: str, attention: str, stage: str) -> dict[str, Step]:
+        return price_steps(ledger, world, target, attention, stage)
+    return predicted(ledger, target.name, target.attention, steps_of)
 
 
 def kept_prediction(ledger: dict[str, Any]) -> dict[str, Any]:
-    """The prediction whose prices a ledger keeps, in the form that `price` gives it."""
-    check_facts("ledger", ledger, {"card", "steps", "worlds"})
+    """The prediction whose prices a ledger keeps; of its lines, those with the first kind of attention."""
+    check_facts("ledger", ledger, {"card", "steps", "worlds", "attention"})
+
+    def steps_of(world: str, attention: str, stage: str) -> dict[str, Step]:
+        steps = {}
+        for parity, name in cycle_of(ledger, world, stage).items():
+            phase = ledger["worlds"][world]["phases"][name]
+            parts = Counter(phase["price"][attention])
+            lines = Counter()
+            if attention == ledger["attention"][0]:
+                for line, facts in phase["lines"].items():
+                    lines[line, facts["kind"]] = facts.get("ms", 0.0)
+            steps[parity] = Step(sum(parts.values()), parts, lines)
+        return steps
+    return predicted(ledger, ledger["card"], ledger["attention"], steps_of)
+
+
+def predicted(ledger: dict[str, Any], card: str, kinds: list[str], steps_of: Callable) -> dict[str, Any]:
+    """steps_of(world, attention, stage): what an even and an odd step take. kinds: of attention."""
     worlds = {}
     for world in sorted(ledger["worlds"], key=int, reverse=True):
-        by_attention = defaultdict(dict)
-        phases = ledger["worlds"][world]["phases"]
-        for stage in stages_of(ledger, world):
-            names = {parity: f"{stage} {parity} step" for parity in PARITIES if f"{stage} {parity} step" in phases}
-            for attention in phases[f"{stage} {next(iter(names))} step"]["price"]:
-                steps = {parity: kept_step(phases[name], attention) for parity, name in names.items()}
-                by_attention[attention][stage] = of_stage(steps, ledger["steps"].get(stage, {}))
-        worlds[world] = {attention: dict(stages=stages) | of_run(stages) for attention, stages in by_attention.items()}
-    return dict(kind="prediction", card=ledger["card"], walked_for=ledger["card"], worlds=worlds)
+        worlds[world] = {}
+        for attention in kinds:
+            stages = {}
+            for stage in stages_of(ledger, world):
+                stages[stage] = of_stage(steps_of(world, attention, stage), ledger["steps"].get(stage, {}))
+            worlds[world][attention] = dict(stages=stages) | of_run(stages)
+    return dict(kind="prediction", card=card, walked_for=ledger["card"], worlds=worlds)
 
 
-def kept_step(phase: dict[str, Any], attention: str) -> Step:
-    """Its lines are priced with the first kind of attention alone."""
-    parts = Counter(phase["price"][attention])
-    lines = Counter()
-    if attention == next(iter(phase["price"])):
-        for name, line in phase["lines"].items():
-            if line.get("ms"):
-                lines[name, line["kind"]] = line["ms"]
-    return Step(sum(parts.values()), parts, lines)
-
-
-def price_steps(ledger: dict[str, Any], world: str, card: Card, attention: str,
-                stage: str) -> dict[str, Step]:
+def price_steps(ledger: dict[str, Any], world: str, card: Card, attention: str, stage: str) -> dict[str, Step]:
     """An even and an odd step of a stage, after such a cycle; what the ledger has of them."""
     streams = Streams(ledger, world, card, attention)
-    cycle = []
-    for parity in PARITIES:
-        if f"{stage} {parity} step" in ledger["worlds"][world]["phases"]:
-            cycle.append(parity)
-    steps = {}
-    for parity in cycle + cycle:
-        steps[parity] = streams.play(f"{stage} {parity} step")
-    return steps
+    cycle = cycle_of(ledger, world, stage)
+    for name in cycle.values():
+        streams.play(name)
+    return {parity: streams.play(name) for parity, name in cycle.items()}
+
+
+def cycle_of(ledger: dict[str, Any], world: str, stage: str) -> dict[str, str]:
+    """Phases of a stage by parity."""
+    names = {parity: f"{stage} {parity} step" for parity in PARITIES}
+    return {parity: name for parity, name in names.items() if name in ledger["worlds"][world]["phases"]}
 
 
 def stages_of(ledger: dict[str, Any], world: str) -> list[str]:
     """Those of which the ledger has a step, in their order."""
-    found = set()
-    for name in ledger["worlds"][world]["phases"]:
-        match = re.fullmatch(r"(stage \d+) (even|odd) step", name)
-        if match:
-            found.add(match[1])
-    return sorted(found)
+    names = [re.fullmatch(r"(stage \d+) (even|odd) step", name) for name in ledger["worlds"][world]["phases"]]
+    return sorted({match[1] for match in names if match})
 
 
 def of_stage(steps: dict[str, Step], counts: dict[str, int]) -> dict[str, Any]:
@@ -344,7 +311,7 @@ def of_stage(steps: dict[str, Step], counts: dict[str, int]) -> dict[str, Any]:
         for line, ms in step.lines.items():
             mean.lines[line] += share * ms
     parts = {part: mean.parts[part] for part in PARTS}
-    lines = [[name, part_of(kind), ms] for (name, kind), ms in mean.lines.most_common()]
+    lines = [[name, part_of(kind), ms] for (name, kind), ms in mean.lines.most_common() if ms]
     return dict(steps=number, **found, mean=dict(ms=mean.ms, parts=parts), lines=lines)
 
 
@@ -407,13 +374,11 @@ def text(prediction: dict[str, Any]) -> str:
 
 def times_table(by_attention: dict[str, Any]) -> str:
     rows = []
-    stages = []
     for attention, found in by_attention.items():
         stages = list(found["stages"])
         for step in (*PARITIES, "mean"):
             times = [found["stages"][stage].get(step, {}).get("ms") for stage in stages]
-            run = found["run_s"] if step == "mean" else None
-            rows.append([f"{attention}, {step} step", *times, run])
+            rows.append([f"{attention}, {step} step", *times, found["run_s"] if step == "mean" else None])
     return table(" | ".join(["ms", *stages, "s per run"]), rows)
 
 
@@ -456,7 +421,7 @@ def difference_pages(world: str, pairs: dict[str, tuple[dict, dict]]) -> list[st
         stages = [stage for stage in now["stages"] if stage in was["stages"]]
         times = [times_in(found, stages) for found in (was, now)]
         rows += [[f"{attention}, before", *times[0]], [f"{attention}, now", *times[1]]]
-        rows.append([f"{attention}, more", *(f"{b - a:+.2f}" for a, b in zip(*times))])
+        rows.append([f"{attention}, more", *(f"{round(b - a, 2) + 0:+.2f}" for a, b in zip(*times))])
     attention, (was, now) = next(iter(pairs.items()))
     return [f"World size {world}, predicted before and now:",
             table(" | ".join(["ms per mean step", *stages, "s per run in these"]), rows),
@@ -501,3 +466,116 @@ def grown(was: dict[str, float], now: dict[str, float]) -> Counter:
         more[name if name in was or OTHERS not in was else OTHERS] += amount
     more.subtract(was)
     return more
+
+
+# ---- A measured run beside it
+RECORDS = Path(__file__).resolve().parents[2] / "records"
+SETTLING_STEPS, LEAVING_STEPS = 20, 5    # of a stage's two ends, left out of a measured mean: the host runs ahead
+
+
+def spans_of_stages(ledger: dict[str, Any]) -> dict[str, range]:
+    """The steps of a run by stage."""
+    spans = {}
+    first = 0
+    for stage, parities in ledger["steps"].items():
+        count = sum(parities.values())
+        spans[stage] = range(first, first + count)
+        first += count
+    return spans
+
+
+def measured_log(path: Path, ledger: dict[str, Any]) -> dict[str, Any]:
+    """ms a step by stage, and s of the run, from the log of a training run: this trainer's or a relative's."""
+    sys.path.insert(0, str(RECORDS))
+    from tools import logs
+    try:
+        run, = logs.read_file(path)
+    except (logs.NotALog, OSError, ValueError) as error:
+        raise PriceError(f"{path}", error, "the log of one run",
+                         "give log.jsonl of a run directory") from None
+    spans = spans_of_stages(ledger)
+    steps = sum(map(len, spans.values()))
+    if run.total != steps:
+        raise PriceError(f"steps of {path}", run.total, f"{steps}, as the ledger's run has",
+                         "rehearse with the flags of that run")
+
+    seconds_after = {0: 0.0}             # by number of steps done
+    seconds_after.update((done, seconds) for done, seconds, _ in run.steps if seconds is not None)
+    found = {stage: measured_stage(span, seconds_after) for stage, span in spans.items()}
+    return dict(stages=found, run_s=run.seconds, void=run.void,
+                attention=run.facts.get("attention"), world=run.facts.get("world_size"))
+
+
+def measured_stage(span: range, seconds_after: dict[int, float]) -> dict[str, float]:
+    """Mean ms of even, odd and all steps inside a stage; nothing of what the log does not have."""
+    settling = min(SETTLING_STEPS, len(span) // 4)
+    leaving = min(LEAVING_STEPS, len(span) // 8)
+    times = defaultdict(list)
+    for step in span[settling:len(span) - leaving]:
+        if step in seconds_after and step + 1 in seconds_after:
+            ms = 1000 * (seconds_after[step + 1] - seconds_after[step])
+            times[PARITIES[step % 2]].append(ms)
+            times["mean"].append(ms)
+    return {kind: sum(ms) / len(ms) for kind, ms in times.items()}
+
+
+def log_page(prediction: dict[str, Any], world: str, measured: dict[str, Any]) -> str:
+    """A log's times beside those predicted for this world."""
+    rows = []
+    for attention, found in prediction["worlds"][world].items():
+        for stage, steps in found["stages"].items():
+            for kind in (*PARITIES, "mean"):
+                predicted = steps.get(kind, {}).get("ms")
+                ms = measured["stages"][stage].get(kind)
+                rows.append([attention, stage, kind, *beside(predicted, ms)])
+        rows.append([attention, "run, s", "", *beside(found["run_s"], measured["run_s"])])
+    page = table("with | stage | step | predicted ms | measured ms | measured / predicted", rows)
+    title = f"World size {world}, a measured run (attention: {measured['attention']}) beside the prediction:"
+    if measured["void"]:
+        title += f" its times do not count ({measured['void']})"
+    return f"{title}\n\n{page}\n"
+
+
+def beside(predicted: float | None, measured: float | None) -> list[float | None]:
+    ratio = None
+    if predicted and measured:
+        ratio = measured / predicted
+    return [predicted, measured, ratio]
+
+
+# ---- The command
+def measured_page(path: Path, ledger: dict[str, Any], prediction: dict[str, Any], world: str) -> str:
+    """A run's times beside the prediction."""
+    if world not in prediction["worlds"]:
+        raise PriceError("--world", world, f"one of {', '.join(prediction['worlds'])}", "give another")
+    measured = measured_log(path / "log.jsonl" if path.is_dir() else path, ledger)
+    ranks = measured["world"]
+    if ranks is not None and str(ranks) != world:
+        raise PriceError(f"world size of {path}", ranks, world, f"--world={ranks}")
+    return log_page(prediction, world, measured)
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("price", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", type=Path, default=LEDGER)
+    parser.add_argument("--card", default="", help="[that of the file]")
+    parser.add_argument("--measured", type=Path, help="a run directory, or its log.jsonl")
+    parser.add_argument("--world", default="8", help="world size of what was measured [8]")
+    args = parser.parse_args(argv)
+    try:
+        found = load(args.file)
+        if "kernels" in found:
+            prediction = price(found, load(RATES), args.card)
+        elif args.card in ("", found.get("card")):
+            prediction = kept_prediction(found)
+        else:
+            raise PriceError(f"prices of {args.file.name}", found["card"], args.card,
+                             f"rehearse for it: python tests/rehearse.py --card={args.card}")
+        print(text(prediction))
+        if args.measured:
+            print(measured_page(args.measured, found, prediction, args.world))
+    except PriceError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0

@@ -1,6 +1,6 @@
 """All ranks of a run on cards that are not there, side by side: what each says to the others, and whether they agree.
 
-    python tests/walk_ranks.py [--ranks=8] [--card=H100] [--out=FILE] [-- flags of train_gpt.py]
+    python tests/walk_ranks.py [--ranks=8] [--card=H100] [-- flags of train_gpt.py]
 
 One process for each rank. What ranks tell one another on the host, row plans before all, travels over gloo as in a
 run. Collectives of the device are noted: name, dtypes, shapes, splits, order and waits; agreement.py compares them.
@@ -17,13 +17,13 @@ import inspect
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,6 +46,7 @@ REAL = {name: getattr(dist, name) for name in COLLECTIVES + GROUP_CALLS}
 REAL_TIMEOUT = dist.distributed_c10d._set_pg_timeout
 OUTPUTS = ("output", "output_tensor", "tensor")          # names that torch gives them
 INPUTS = ("input", "input_tensor", "tensor")
+SETTINGS = ("op", "src", "dst", "group_src", "group_dst")     # what is neither data nor a group
 SUBJECTS = ("label", "name")             # names that the trainer gives to what it reduces or moves
 STEPS_PER_STAGE = 2                      # an even one and an odd one
 DRAWING_AT_ONCE = 2                      # ranks that draw initial values, in 0.8 GB of host memory each
@@ -65,7 +66,6 @@ class Rank:
         self.meeting = meeting                   # the file over which the ranks find one another
         self.launches: list[agreement.Launch] = []
         self.place = "set-up"
-        self.host_group = "gloo"                 # of all ranks, on the host
 
     def collective(self, name: str) -> Callable:
         real = REAL[name]
@@ -89,14 +89,18 @@ class Rank:
         return call
 
     def noted(self, name: str, given: dict[str, Any]) -> agreement.Launch:
-        out = named_in(given, OUTPUTS)
-        source = named_in(given, INPUTS)
+        out = next((given[key] for key in OUTPUTS if key in given), None)
+        source = next((given[key] for key in INPUTS if key in given), None)
         group = "nccl"
         if not isinstance(out, FakeTensor):
-            group = self.host_group if given["group"] is None else "plans"
+            group = "gloo" if given["group"] is None else "plans"
         line, subject = trainer_place()
+        settings = []
+        for key in SETTINGS:
+            if given.get(key) is not None:
+                settings.append(f"{key}={getattr(given[key], 'name', given[key])}")
         launch = dict(
-            group=group, name=name, settings=settings_of(given), subject=subject, out=sizes_of(out),
+            group=group, name=name, settings=" ".join(settings), subject=subject, out=sizes_of(out),
             out_splits=given.get("output_split_sizes"), in_splits=given.get("input_split_sizes"),
             place=self.place, line=line, awaited="")
         launch["in"] = sizes_of(source)
@@ -135,22 +139,14 @@ def gather_objects(everyone: list, fact: Any, group: Any = None) -> None:
         everyone[:] = [fact.new_empty(sizes.shape, dtype=sizes.dtype) for sizes in everyone]
 
 
+@dataclass
 class Work:
     """A collective of the device that is under way."""
-
-    def __init__(self, launch: agreement.Launch) -> None:
-        self.launch = launch
+    launch: agreement.Launch
 
     def wait(self, *_: Any) -> bool:
         self.launch["awaited"] = trainer_line()
         return True
-
-
-def named_in(given: dict[str, Any], names: tuple[str, ...]) -> Any:
-    for name in names:
-        if name in given:
-            return given[name]
-    return None
 
 
 def sizes_of(x: Any) -> list:
@@ -158,16 +154,6 @@ def sizes_of(x: Any) -> list:
     if isinstance(x, torch.Tensor):
         return [short(x.dtype), list(x.shape)]
     return ["object", []]
-
-
-def settings_of(given: dict[str, Any]) -> str:
-    """A reduction, a root: what is neither data nor a group."""
-    words = []
-    for name in ("op", "src", "dst", "group_src", "group_dst"):
-        value = given.get(name)
-        if value is not None:
-            words.append(f"{name}={getattr(value, 'name', value)}")
-    return " ".join(words)
 
 
 def trainer_place() -> tuple[str, str]:
@@ -277,8 +263,8 @@ def fork_rank(rank: Rank, mode: phantom.Card, flags: list[str], drawing: Semapho
         os._exit(status)
 
 
-def wait_for_all(children: dict[int, int]) -> None:
-    """Until all ranks have ended; those that wait for one that ended early are ended too. children: id -> rank."""
+def wait_for_all(children: list[int]) -> None:
+    """Until all ranks have ended; those that wait for one that ended early are ended too. children: process ids."""
     left = set(children)
     deadline = time.monotonic() + DEADLINE
     while left:
@@ -322,8 +308,8 @@ def flags_of_ranks(folder: Path, flags: list[str]) -> list[str]:
     return [*given, f"--comm_timeout={PATIENCE}", *flags]
 
 
-def walk_ranks(world: int, card: str, flags: list[str], logs: Path | None = None) -> list[agreement.Recording]:
-    """One recording for each rank. logs: a folder for what the ranks have said."""
+def walk_ranks(world: int, card: str, flags: list[str]) -> list[agreement.Recording]:
+    """One recording for each rank."""
     mode = walk.install(card, phantom.Recorder(), world)
     torch.compile = uncompiled
     torch.set_num_threads(1)
@@ -334,22 +320,12 @@ def walk_ranks(world: int, card: str, flags: list[str], logs: Path | None = None
         given = flags_of_ranks(folder, flags)
         gc.collect()
         gc.freeze()                                           # so that the ranks share these pages
-        children = {}
+        children = []
         for number in range(world):
             rank = Rank(number, world, folder / "meeting")
-            children[fork_rank(rank, mode, given, drawing, folder)] = number
+            children.append(fork_rank(rank, mode, given, drawing, folder))
         wait_for_all(children)
-        if logs:
-            for log in folder.glob("*.log"):
-                shutil.copy(log, logs)
         return recordings_of(folder, world)
-
-
-def empty_of(recordings: list[agreement.Recording], group: str, found: list[str]) -> str:
-    """Of ranks that agree."""
-    if found:
-        return " (of rank 0)"
-    return f", {agreement.empty_lists(recordings, group):,} empty lists from a rank to a rank"
 
 
 def main(argv: list[str]) -> int:
@@ -357,17 +333,18 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--card", default="H100", choices=sorted(phantom.CARDS))
     parser.add_argument("--out", default="", help="file for the recordings")
-    parser.add_argument("--logs", default="", help="folder for what the ranks say")
     parser.add_argument("flags", nargs="*", help="of train_gpt.py, after --")
     wanted = parser.parse_args(argv)
-    logs = Path(wanted.logs) if wanted.logs else None
-    recordings = walk_ranks(wanted.ranks, wanted.card, ["--preset=record", *wanted.flags], logs)
+    recordings = walk_ranks(wanted.ranks, wanted.card, ["--preset=record", *wanted.flags])
     if wanted.out:
         Path(wanted.out).write_text(json.dumps(recordings))
 
     found = agreement.disagreements(recordings)
     for group in agreement.groups_of(recordings):
-        launches = agreement.of_group(recordings[0], group)
-        print(f"{group}: {len(launches)} collectives of each rank{empty_of(recordings, group, found)}")
+        number = len(agreement.of_group(recordings[0], group))
+        empty = ""
+        if not found:
+            empty = f", {agreement.empty_lists(recordings, group):,} empty lists from a rank to a rank"
+        print(f"{group}: {number} collectives of each rank{empty or ' (of rank 0)'}")
     print("\n".join(found) or f"{wanted.ranks} ranks agree")
     return 1 if found else 0

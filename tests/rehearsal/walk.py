@@ -23,6 +23,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from .english import english_like, kept_share, write_shard
 CYCLE = 2                                # steps that stand for all: an even one and an odd one
 STEPS_PER_STAGE = 6                      # cycles: the one that changes stages, one that is like all others, its next
 SMALLEST_SHARE = 0.01                    # of a peak: smaller buffers are not listed
+BETWEEN = "between"                      # a phase of which nothing is kept
 OFF_THE_CLOCK = {"set-up", "warm-up", "checkpoint"}           # of these, only memory is kept
 
 
@@ -66,7 +68,8 @@ class Listeners:
 
     def train_step(self, *args: Any) -> Iterator[None]:
         if self.tally.racing:
-            self.tally.begin(f"step {argument(tg.Values, args).step}")
+            values = argument(tg.Values, args)
+            self.tally.begin(name_of_step(self.tally.schedule, values.step), values.stage)
         yield
 
     def forward_backward(self, executor: Any, *args: Any) -> Iterator[None]:
@@ -74,7 +77,7 @@ class Listeners:
         slots = min(executor.slots_at_once, len(batch.tokens))
         self.tally.stage = values.stage
         self.tally.logit_numbers = math.inf
-        if self.options.graphs == "lower" and has_graph(self.tally, self.options, "GPT.losses"):
+        if has_graph(self.tally, self.options, "GPT.losses"):
             self.tally.logit_numbers = slots * batch.tokens.shape[1] * executor.cfg.padded_vocab
         self.tally.place = f"stage {values.stage + 1}"
         self.tally.batch = batch
@@ -87,22 +90,21 @@ class Listeners:
 
     def evaluate(self, executor: Any, *args: Any, **__: Any) -> Iterator[None]:
         values = argument(tg.Values, args)
-        place = f"stage {values.stage + 1}"
         self.tally.stage = values.stage
-        if values.long_window > executor.cfg.stages[values.stage].long_window * executor.cfg.window_block:
-            place = "final"
-        self.tally.place = place
-        yield from self.off_the_clock(f"validation {place}")
+        self.tally.place = f"stage {values.stage + 1}"
+        of_stage = executor.cfg.stages[values.stage].long_window * executor.cfg.window_block
+        final = values.long_window > of_stage                 # the others are like it
+        yield from self.off_the_clock("validation final" if final else BETWEEN, values.stage)
 
     def whole_state(self, *_: Any, **__: Any) -> Iterator[None]:
         yield from self.off_the_clock("checkpoint")
 
-    def off_the_clock(self, name: str) -> Iterator[None]:
+    def off_the_clock(self, name: str, stage: int | None = None) -> Iterator[None]:
         before = self.tally.timed
         self.tally.timed = False
-        self.tally.begin(name)
+        self.tally.begin(name, stage)
         yield
-        self.tally.begin("between")
+        self.tally.begin(BETWEEN)
         self.tally.timed = before
 
     def warm_up(self, *_: Any, **__: Any) -> Iterator[None]:
@@ -111,9 +113,6 @@ class Listeners:
     def race(self, *args: Any, **__: Any) -> Iterator[None]:
         self.tally.schedule = argument(tg.Log, args).schedule                 # which only a time budget changes
         start_race(self.tally, argument(tg.Executor, args))
-        if self.options.graphs == "trace":                    # as it is traced, a graph copies what it would change
-            self.tally.table_sizes.clear()
-            self.tally.owning.clear()
         yield
         self.tally.racing = self.tally.timed = False
 
@@ -153,7 +152,7 @@ class Reasons(logging.Handler):
 
 # ---- Graphs
 def rehearsed_compile(tally: Tally, options: argparse.Namespace) -> Callable:
-    """torch.compile, which notes every graph; graphs that are not to be lowered run as they were traced."""
+    """torch.compile, which notes every graph; what is not to be compiled runs as it is written."""
     from torch._inductor import compile_fx
     real = torch.compile
 
@@ -162,8 +161,6 @@ def rehearsed_compile(tally: Tally, options: argparse.Namespace) -> Callable:
 
         def inner(module: torch.fx.GraphModule, inputs: list, **facts: Any) -> Any:
             note_graph(tally, name, module, inputs, facts)
-            if options.graphs != "lower":
-                return boxed(module)
             return compile_fx.compile_fx_inner(module, inputs, **facts)
 
         def backend(module: torch.fx.GraphModule, inputs: list) -> Any:
@@ -174,7 +171,7 @@ def rehearsed_compile(tally: Tally, options: argparse.Namespace) -> Callable:
         @functools.wraps(call)
         def run(*args: Any, **kwargs: Any) -> Any:
             if name == "GPT.losses":
-                tally.mark("forward")                         # of a micro-batch
+                tally.phase.timeline.append(["mark", "forward"])        # of a micro-batch
             if isinstance(args[0], tg.Batch):
                 tally.batch = args[0]
             if not has_graph(tally, options, name):
@@ -188,20 +185,9 @@ def has_graph(tally: Tally, options: argparse.Namespace, name: str) -> bool:
     """Whether the function is to be compiled now; else it runs as it is written."""
     if options.graphs == "none":
         return False
-    if options.graphs == "trace":
-        return name == "GPT.losses" and tally.stage == 0
     if name.startswith("GPT.") and options.stages:
         return str(tally.stage + 1) in options.stages.split(",")
     return True
-
-
-def boxed(module: torch.fx.GraphModule) -> Callable:
-    def call(inputs: list) -> Any:
-        values = list(inputs)
-        inputs.clear()
-        return module.forward(*values)
-    call._boxed_call = True
-    return call
 
 
 def note_graph(tally: Tally, name: str, module: torch.fx.GraphModule, inputs: list, facts: dict) -> None:
@@ -267,8 +253,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("walk")
     parser.add_argument("--world", type=int, default=8)
     parser.add_argument("--card", default="H100")
-    parser.add_argument("--graphs", choices=("lower", "trace", "none"), default="lower",
-                        help="trace: the first stage's training graph, and nothing is compiled")
+    parser.add_argument("--graphs", choices=("lower", "none"), default="lower")
     parser.add_argument("--out", default="/dev/stdout")
     parser.add_argument("--first-stage", action="store_true", help="only the steps of the first")
     parser.add_argument("--stages", default="", help="lower the graphs of these only, such as 1,2")
@@ -317,7 +302,7 @@ class Mover:
         self.to_do: list[Work] = []
 
     def submit(self, call: Callable, *args: Any) -> Work:
-        work = Work(self, call, args)
+        work = Work(functools.partial(call, *args), self)
         self.to_do.append(work)
         if threading.get_ident() == self.walked:
             self.work_off()
@@ -325,21 +310,17 @@ class Mover:
 
     def work_off(self) -> None:
         while self.to_do:
-            self.to_do.pop(0).do()
+            work = self.to_do.pop(0)
+            with phantom.mode.recorder.elsewhere():
+                work.found = work.call()                      # an exception surfaces here
 
 
+@dataclass
 class Work:
-    """A future of a Mover. An exception surfaces where the work is done."""
-
-    def __init__(self, mover: Mover, call: Callable, args: tuple) -> None:
-        self.mover = mover
-        self.call = call
-        self.args = args
-        self.found: Any = None
-
-    def do(self) -> None:
-        with phantom.mode.recorder.elsewhere():
-            self.found = self.call(*self.args)
+    """A future of a Mover."""
+    call: Callable
+    mover: Mover
+    found: Any = None
 
     def done(self) -> bool:
         self.mover.work_off()
@@ -406,15 +387,12 @@ def cause_of(error: Exception) -> tuple[str, str, str]:
 def result_of(tally: Tally, stages: str) -> dict[str, Any]:
     phases = {}
     for name, phase in tally.phases.items():
-        kept = name_of_step(tally.schedule, name) if name.startswith("step ") else name
-        if not kept or kept == "between" or kept.startswith("validation stage"):         # the final one is like them
+        not_lowered = stages and phase.stage is not None and str(phase.stage + 1) not in stages.split(",")
+        if name == BETWEEN or not_lowered:
             continue
-        of_stage = stage_of(tally.schedule, kept)
-        if of_stage and stages and of_stage not in stages.split(","):         # its graphs were not lowered
-            continue
-        timeline = [] if kept in OFF_THE_CLOCK else phase.timeline
-        phases[kept] = dict(timeline=timeline, peak_bytes=phase.peak, at_peak=by_maker(phase.alive_at_peak()))
-    for kernel in tally.kernels.values():                    # documents differ from step to step
+        timeline = [] if name in OFF_THE_CLOCK else phase.timeline
+        phases[name] = dict(timeline=timeline, peak_bytes=phase.peak, at_peak=by_maker(phase.at_peak))
+    for kernel in tally.kernels.values():                     # documents differ from step to step
         seen, flops = kernel.pop("seen"), kernel.pop("flops_seen")
         if seen and flops:
             kernel["flops"] = round(flops / seen)
@@ -433,30 +411,18 @@ def by_maker(buffers: list[Buffer]) -> dict[str, list[int]]:
     return {name: group for name, group in groups.items() if group[1] >= SMALLEST_SHARE * whole}
 
 
-def stage_of(schedule: tg.Schedule, phase: str) -> str:
-    """The number of a phase's stage; empty: of none."""
-    if phase == "untie step":
-        return str(schedule.stage_at(schedule.untie_step) + 1)
-    if phase == "validation final":
-        return str(len(schedule.ends))
-    found = re.search(r"\bstage (\d+)", phase)
-    return found[1] if found else ""
-
-
-def name_of_step(schedule: tg.Schedule, title: str) -> str:
+def name_of_step(schedule: tg.Schedule, step: int) -> str:
     """Steps that stand for all like them: the last cycle of a stage whose next cycle belongs to it too."""
-    step = int(title.removeprefix("step "))
     if step == schedule.untie_step:
         return "untie step"
     k = schedule.stage_at(step)
     place = schedule.ends[k] - step                           # from the end
     steady = min(2 * CYCLE, schedule.ends[k] - schedule.starts[k])
     if not 0 <= steady - place < CYCLE:
-        return ""
+        return BETWEEN
     return f"stage {k + 1} {'odd' if step % CYCLE else 'even'} step"
 
 
 if __name__ == "__main__":
     wanted = parse(sys.argv[1:])
-    found = walk(wanted)
-    Path(wanted.out).write_text(json.dumps(found))
+    Path(wanted.out).write_text(json.dumps(walk(wanted)))
