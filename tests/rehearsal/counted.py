@@ -1,15 +1,11 @@
 """What a walk counts, against counts of another kind, in a process of its own: test_rehearsal.py starts it."""
 from __future__ import annotations
 
-import threading
-
 from . import phantom  # noqa: I001  before torch
 import numpy as np
 import torch
 
-from .counts import TILE, Tally, executed_tiles, tg
-from .english import english_like, kept_share
-from .walk import Mover
+from .counts import TILE, Tally, executed_tiles
 
 ROWS, WIDTH, LISTED = 100, 8, 5          # of a matrix in f32; rows of an index
 MATRIX = 4 * ROWS * WIDTH                # bytes
@@ -52,27 +48,6 @@ def check_waits(tally: Tally) -> None:
     assert waits == WAITS, waits
 
 
-def check_mover(tally: Tally) -> None:
-    """Work is done in its order, that of another thread when the walked one asks, and none is in the timeline."""
-    tally.begin("mover")
-    done = []
-    mover = Mover()
-
-    def work(number: int) -> int:
-        torch.empty(4, device="cuda").cpu()
-        done.append(number)
-        return number
-
-    mover.submit(work, 1)
-    other = threading.Thread(target=mover.submit, args=(work, 2))
-    other.start()
-    other.join()
-    assert done == [1]
-    third = mover.submit(work, 3)
-    assert done == [1, 2, 3] and third.result() == 3 and third.done() and not tally.phase.timeline
-    assert sum(tally.waits_elsewhere.values()) == 3 and not tally.host_waits
-
-
 def check_memory(tally: Tally) -> None:
     """Two of three buffers live at once, and a view is none."""
     tally.begin("memory")
@@ -100,19 +75,9 @@ def check_tiles() -> None:
         assert executed_tiles(np.concatenate([[0], np.cumsum(lengths)]), window) == tiles, window
 
 
-def check_text() -> None:
-    """Documents are cut as the share says; a shard has as many tokens as were asked for."""
-    tokens = english_like(200_000, 1)
-    assert len(tokens) == 200_000 and tokens.max() == tg.GPT2_DOCUMENT_START
-    lengths = np.diff(np.flatnonzero(tokens == tg.GPT2_DOCUMENT_START))
-    for cut in (24, 256, 2048):
-        assert abs(kept_share(cut) / (np.minimum(lengths, cut).sum() / lengths.sum()) - 1) < 0.2, cut
-
-
 if __name__ == "__main__":
     tally = Tally(1)
     with phantom.install("H100", tally):
-        for check in (check_operations, check_waits, check_mover, check_memory):
+        for check in (check_operations, check_waits, check_memory):
             check(tally)
     check_tiles()
-    check_text()
