@@ -1,6 +1,6 @@
 """A price: predicted ms of each training step and s of a run, from timelines and a table of rates. No GPU, no torch.
 
-    python tests/price.py [FILE] [--card=H100] [--measured=logs/RUN] [--world=8]
+    python tests/price.py [FILE] [--card=H100] [--measured=logs/RUN]
 
 It plays the timeline of each step: kernels follow each other on one stream, collectives on another, and the first
 waits for the second where the trainer waits. A kernel takes as long as the slowest of what it asks of the card:
@@ -31,6 +31,7 @@ ATTENTION = ("FA2", "FA3")
 PARITIES = ("even", "odd")
 WARP = 32                                # threads
 DEAREST = 10                             # lines that a page shows
+SETTLING_STEPS, LEAVING_STEPS = 20, 5    # of a stage's two ends, left out of a measured mean: the host runs ahead
 LEAST_CHANGE = 0.005                     # s per run, of a line that is shown as changed
 
 
@@ -119,7 +120,6 @@ class Step:
     ms: float = 0.0
     parts: Counter = field(default_factory=Counter)
     lines: Counter = field(default_factory=Counter)
-    host_waits: int = 0
 
 
 def items_of(walked: dict[str, Any], timeline: Iterable[list]) -> Iterator[list]:
@@ -162,8 +162,6 @@ class Streams:
                 self.start_collective(*item)
             elif kind == "wait":
                 self.wait(item[0])
-            elif kind == "host_wait":
-                self.step.host_waits += 1
         self.step.ms = 1000 * (self.compute - began)
         return self.step
 
@@ -375,11 +373,10 @@ def text(prediction: dict[str, Any]) -> str:
 def times_table(by_attention: dict[str, Any]) -> str:
     rows = []
     for attention, found in by_attention.items():
-        stages = list(found["stages"])
         for step in (*PARITIES, "mean"):
-            times = [found["stages"][stage].get(step, {}).get("ms") for stage in stages]
+            times = [stage.get(step, {}).get("ms") for stage in found["stages"].values()]
             rows.append([f"{attention}, {step} step", *times, found["run_s"] if step == "mean" else None])
-    return table(" | ".join(["ms", *stages, "s per run"]), rows)
+    return table(" | ".join(["ms", *found["stages"], "s per run"]), rows)
 
 
 def parts_table(found: dict[str, Any]) -> str:
@@ -402,58 +399,43 @@ def dearest_table(found: dict[str, Any]) -> str:
 def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
     """Two predictions side by side, in the worlds, attentions and stages that both have."""
     pages = []
-    for world, by_attention in after["worlds"].items():
-        pairs = {}
-        for attention, now in by_attention.items():
-            was = before["worlds"].get(world, {}).get(attention)
-            if was:
-                pairs[attention] = was, now
-        if pairs:
-            pages += difference_pages(world, pairs)
+    for world in after["worlds"]:
+        if world not in before["worlds"]:
+            continue
+        was, now = before["worlds"][world], after["worlds"][world]
+        both = [attention for attention in now if attention in was]
+        if not both:
+            continue
+        stages = [stage for stage in now[both[0]]["stages"] if stage in was[both[0]]["stages"]]
+        rows = []
+        for attention in both:
+            times = [times_in(found[attention], stages) for found in (was, now)]
+            rows += [[f"{attention}, before", *times[0]], [f"{attention}, now", *times[1]]]
+            rows.append([f"{attention}, more", *(f"{round(b - a, 2) + 0:+.2f}" for a, b in zip(*times))])
+        pages += [f"World size {world}, predicted before and now:",
+                  table(" | ".join(["ms per mean step", *stages, "s per run in these"]), rows),
+                  f"The {DEAREST} lines that changed most with {both[0]}, predicted:",
+                  table("line | part | more s per run in these", changed_lines(was[both[0]], now[both[0]], stages))]
     return "\n\n".join(pages) + "\n"
 
 
-def difference_pages(world: str, pairs: dict[str, tuple[dict, dict]]) -> list[str]:
-    """pairs: by attention, what was and is predicted for a world."""
-    rows = []
-    stages = []
-    for attention, (was, now) in pairs.items():
-        stages = [stage for stage in now["stages"] if stage in was["stages"]]
-        times = [times_in(found, stages) for found in (was, now)]
-        rows += [[f"{attention}, before", *times[0]], [f"{attention}, now", *times[1]]]
-        rows.append([f"{attention}, more", *(f"{round(b - a, 2) + 0:+.2f}" for a, b in zip(*times))])
-    attention, (was, now) = next(iter(pairs.items()))
-    return [f"World size {world}, predicted before and now:",
-            table(" | ".join(["ms per mean step", *stages, "s per run in these"]), rows),
-            f"The {DEAREST} lines that changed most with {attention}, predicted:",
-            table("line | part | more s per run in these", changed_lines(was, now, stages))]
-
-
-def times_in(found: dict[str, Any], stages: Iterable[str]) -> list[float]:
+def times_in(found: dict[str, Any], stages: list[str]) -> list[float]:
     """ms of each stage's mean step, and s of a run in these stages."""
-    times = []
-    seconds = 0.0
-    for stage in stages:
-        steps = found["stages"][stage]
-        times.append(steps["mean"]["ms"])
-        seconds += steps["steps"] * steps["mean"]["ms"] / 1000
-    return [*times, seconds]
+    times = [found["stages"][stage]["mean"]["ms"] for stage in stages]
+    return [*times, sum(found["stages"][stage]["steps"] * ms for stage, ms in zip(stages, times)) / 1000]
 
 
-def changed_lines(was: dict[str, Any], now: dict[str, Any], stages: Iterable[str]) -> list[list]:
+def changed_lines(was: dict[str, Any], now: dict[str, Any], stages: list[str]) -> list[list]:
     """[line, part, more s per run]. A fusion that has changed is one line less and another more."""
     more = Counter()
     parts = {}
     for stage in stages:
-        lines = []
-        for found in (was, now):
-            steps = found["stages"][stage]
-            seconds = Counter()
-            for name, part, ms in steps["lines"]:
-                seconds[name] += steps["steps"] * ms / 1000
+        seconds = Counter(), Counter()
+        for found, by_line in zip((was, now), seconds):
+            for name, part, ms in found["stages"][stage]["lines"]:
+                by_line[name] += found["stages"][stage]["steps"] * ms / 1000
                 parts[name] = part
-            lines.append(seconds)
-        more.update(grown(*lines))
+        more.update(grown(*seconds))
     shown = [name for name in more if abs(more[name]) >= LEAST_CHANGE]
     shown.sort(key=lambda name: (-abs(more[name]), name))
     return [[name, parts.get(name, ""), f"{more[name]:+.2f}"] for name in shown[:DEAREST]]
@@ -469,99 +451,62 @@ def grown(was: dict[str, float], now: dict[str, float]) -> Counter:
 
 
 # ---- A measured run beside it
-RECORDS = Path(__file__).resolve().parents[2] / "records"
-SETTLING_STEPS, LEAVING_STEPS = 20, 5    # of a stage's two ends, left out of a measured mean: the host runs ahead
-
-
-def spans_of_stages(ledger: dict[str, Any]) -> dict[str, range]:
-    """The steps of a run by stage."""
-    spans = {}
-    first = 0
-    for stage, parities in ledger["steps"].items():
-        count = sum(parities.values())
-        spans[stage] = range(first, first + count)
-        first += count
-    return spans
-
-
-def measured_log(path: Path, ledger: dict[str, Any]) -> dict[str, Any]:
-    """ms a step by stage, and s of the run, from the log of a training run: this trainer's or a relative's."""
-    sys.path.insert(0, str(RECORDS))
+def measured_page(path: Path, ledger: dict[str, Any], prediction: dict[str, Any]) -> str:
+    """The times of a training run, by its log, beside the prediction for as many GPUs."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "records"))
     from tools import logs
     try:
-        run, = logs.read_file(path)
+        run, = logs.read_file(path / "log.jsonl" if path.is_dir() else path)
     except (logs.NotALog, OSError, ValueError) as error:
-        raise PriceError(f"{path}", error, "the log of one run",
-                         "give log.jsonl of a run directory") from None
-    spans = spans_of_stages(ledger)
-    steps = sum(map(len, spans.values()))
+        raise PriceError(f"{path}", error, "the log of one run", "give log.jsonl of a run directory") from None
+    steps = sum(sum(parities.values()) for parities in ledger["steps"].values())
     if run.total != steps:
         raise PriceError(f"steps of {path}", run.total, f"{steps}, as the ledger's run has",
                          "rehearse with the flags of that run")
+    world = f"{run.facts.get('world_size')}"
+    if world not in prediction["worlds"]:
+        raise PriceError(f"world size of {path}", world, f"one of {', '.join(prediction['worlds'])}",
+                         f"python tests/rehearse.py --gpus={world}")
 
     seconds_after = {0: 0.0}             # by number of steps done
     seconds_after.update((done, seconds) for done, seconds, _ in run.steps if seconds is not None)
-    found = {stage: measured_stage(span, seconds_after) for stage, span in spans.items()}
-    return dict(stages=found, run_s=run.seconds, void=run.void,
-                attention=run.facts.get("attention"), world=run.facts.get("world_size"))
+    rows = []
+    for attention, found in prediction["worlds"][world].items():
+        first = 0
+        for stage, parities in ledger["steps"].items():
+            span = range(first, first + sum(parities.values()))
+            first = span.stop
+            for kind, ms in measured_stage(span, seconds_after).items():
+                rows.append([attention, stage, kind, found["stages"].get(stage, {}).get(kind, {}).get("ms"), ms])
+        rows.append([attention, "run, s", "", found["run_s"], run.seconds])
+    for row in rows:
+        row.append(row[-1] / row[-2] if row[-1] and row[-2] else None)
+    title = f"World size {world}, a measured run (attention: {run.facts.get('attention')}) beside the prediction:"
+    if run.void:
+        title += f" its times do not count ({run.void})"
+    return f"{title}\n\n{table('with | stage | step | predicted ms | measured ms | measured / predicted', rows)}\n"
 
 
 def measured_stage(span: range, seconds_after: dict[int, float]) -> dict[str, float]:
     """Mean ms of even, odd and all steps inside a stage; nothing of what the log does not have."""
     settling = min(SETTLING_STEPS, len(span) // 4)
     leaving = min(LEAVING_STEPS, len(span) // 8)
-    times = defaultdict(list)
+    times = {kind: [] for kind in (*PARITIES, "mean")}
     for step in span[settling:len(span) - leaving]:
         if step in seconds_after and step + 1 in seconds_after:
             ms = 1000 * (seconds_after[step + 1] - seconds_after[step])
             times[PARITIES[step % 2]].append(ms)
             times["mean"].append(ms)
-    return {kind: sum(ms) / len(ms) for kind, ms in times.items()}
-
-
-def log_page(prediction: dict[str, Any], world: str, measured: dict[str, Any]) -> str:
-    """A log's times beside those predicted for this world."""
-    rows = []
-    for attention, found in prediction["worlds"][world].items():
-        for stage, steps in found["stages"].items():
-            for kind in (*PARITIES, "mean"):
-                predicted = steps.get(kind, {}).get("ms")
-                ms = measured["stages"][stage].get(kind)
-                rows.append([attention, stage, kind, *beside(predicted, ms)])
-        rows.append([attention, "run, s", "", *beside(found["run_s"], measured["run_s"])])
-    page = table("with | stage | step | predicted ms | measured ms | measured / predicted", rows)
-    title = f"World size {world}, a measured run (attention: {measured['attention']}) beside the prediction:"
-    if measured["void"]:
-        title += f" its times do not count ({measured['void']})"
-    return f"{title}\n\n{page}\n"
-
-
-def beside(predicted: float | None, measured: float | None) -> list[float | None]:
-    ratio = None
-    if predicted and measured:
-        ratio = measured / predicted
-    return [predicted, measured, ratio]
+    return {kind: sum(ms) / len(ms) for kind, ms in times.items() if ms}
 
 
 # ---- The command
-def measured_page(path: Path, ledger: dict[str, Any], prediction: dict[str, Any], world: str) -> str:
-    """A run's times beside the prediction."""
-    if world not in prediction["worlds"]:
-        raise PriceError("--world", world, f"one of {', '.join(prediction['worlds'])}", "give another")
-    measured = measured_log(path / "log.jsonl" if path.is_dir() else path, ledger)
-    ranks = measured["world"]
-    if ranks is not None and str(ranks) != world:
-        raise PriceError(f"world size of {path}", ranks, world, f"--world={ranks}")
-    return log_page(prediction, world, measured)
-
-
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("price", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", type=Path, default=LEDGER)
     parser.add_argument("--card", default="", help="[that of the file]")
     parser.add_argument("--measured", type=Path, help="a run directory, or its log.jsonl")
-    parser.add_argument("--world", default="8", help="world size of what was measured [8]")
     args = parser.parse_args(argv)
     try:
         found = load(args.file)
@@ -574,7 +519,7 @@ def main(argv: list[str]) -> int:
                              f"rehearse for it: python tests/rehearse.py --card={args.card}")
         print(text(prediction))
         if args.measured:
-            print(measured_page(args.measured, found, prediction, args.world))
+            print(measured_page(args.measured, found, prediction))
     except PriceError as error:
         print(error, file=sys.stderr)
         return 2

@@ -11,25 +11,23 @@ This process imports everything once and forks the ranks, so that a rank costs n
 from __future__ import annotations
 
 import argparse
-import contextlib
 import gc
 import inspect
 import json
 import multiprocessing
 import os
-import signal
 import sys
 import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from multiprocessing.synchronize import Semaphore
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import phantom  # noqa: I001  before torch
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
@@ -49,7 +47,6 @@ INPUTS = ("input", "input_tensor", "tensor")
 SETTINGS = ("op", "src", "dst", "group_src", "group_dst")     # what is neither data nor a group
 SUBJECTS = ("label", "name")             # names that the trainer gives to what it reduces or moves
 STEPS_PER_STAGE = 2                      # an even one and an odd one
-DRAWING_AT_ONCE = 2                      # ranks that draw initial values, in 0.8 GB of host memory each
 DEADLINE = 1800                          # s for all ranks
 PATIENCE = 600                           # s that a rank waits for the others, which have the same few cores
 GRACE = 120                              # s for the others, once a rank has ended early
@@ -181,12 +178,10 @@ def subject_in(names: dict[str, Any]) -> str:
     return tg.SMALL if isinstance(owner, tg.Small) else ""
 
 
+@dataclass
 class Listeners:
     """What happens before and after calls of the trainer: the rank notes where in the run it is."""
-
-    def __init__(self, rank: Rank, drawing: Semaphore) -> None:
-        self.rank = rank
-        self.drawing = drawing
+    rank: Rank
 
     def at(self, place: str) -> Iterator[None]:
         before = self.rank.place
@@ -209,34 +204,21 @@ class Listeners:
     def whole_state(self, *_: Any, **__: Any) -> Iterator[None]:
         yield from self.at(f"checkpoint after {self.rank.place}")
 
-    def set_initial_values(self, *_: Any, **__: Any) -> Iterator[None]:
-        with self.drawing:
-            yield
-
-
-LISTENED = (("train_step", tg), ("warm_up", tg), ("evaluate", tg.Executor), ("whole_state", tg.Executor),
-            ("set_initial_values", tg.GPT))
-
 
 def uncompiled(call: Callable, **_: Any) -> Callable:
     return call
 
 
-def run_rank(rank: Rank, mode: phantom.Card, flags: list[str], drawing: Semaphore, out: Path) -> int:
-    """Walk, and leave the recording in a file. Returns the exit status."""
-    # Each as the one rank of a host of its own: the shim of phantom.py knows one device.
-    os.environ.update(RANK=str(rank.number), LOCAL_RANK="0", WORLD_SIZE=str(rank.world), LOCAL_WORLD_SIZE="1",
-                      MASTER_ADDR="localhost", MASTER_PORT="1")
+def run_rank(rank: Rank, mode: phantom.Card, flags: list[str], out: Path) -> None:
+    """Walk, and leave the recording in a file."""
+    with open(out.with_suffix(".log"), "w") as log:
+        os.dup2(log.fileno(), 2)
+    walk.be_rank(rank.number, rank.world, 1)                  # on a host of its own: the shim knows one device
     rank.install()
-    listeners = Listeners(rank, drawing)
-    for name, owner in LISTENED:
-        walk.around(owner, name, getattr(listeners, name))
+    walk.listen(Listeners(rank))
     error = ""
     try:
-        preset, given = tg.parse_flags(flags)
-        with mode, contextlib.redirect_stdout(sys.stderr):
-            source = Path(tg.__file__).read_bytes()
-            tg.train(preset, given, tg.make_fabric(given), tg.Ending(), source)
+        walk.train(mode, *tg.parse_flags(flags))
     except BaseException as cause:                            # the recording up to here tells more than nothing
         traceback.print_exc()
         kind, line, said = walk.cause_of(cause)
@@ -244,40 +226,24 @@ def run_rank(rank: Rank, mode: phantom.Card, flags: list[str], drawing: Semaphor
     finished = out.with_suffix(".part")
     finished.write_text(json.dumps(dict(launches=rank.launches, error=error, ended=time.time())))
     finished.rename(out)
-    return 1 if error else 0
+    sys.stderr.flush()
+    os._exit(1 if error else 0)
 
 
 # ---- All of them
-def fork_rank(rank: Rank, mode: phantom.Card, flags: list[str], drawing: Semaphore, folder: Path) -> int:
-    """Returns the process id."""
-    child = os.fork()
-    if child:
-        return child
-    status = 1
-    try:
-        with open(folder / f"{rank.number}.log", "w") as log:
-            os.dup2(log.fileno(), 2)
-        status = run_rank(rank, mode, flags, drawing, folder / f"{rank.number}.json")
-    finally:
-        sys.stderr.flush()
-        os._exit(status)
-
-
-def wait_for_all(children: list[int]) -> None:
-    """Until all ranks have ended; those that wait for one that ended early are ended too. children: process ids."""
-    left = set(children)
+def wait_for_all(ranks: list[BaseProcess]) -> None:
+    """Until all have ended; those that wait for one that ended early are ended too."""
+    left = {rank.sentinel: rank for rank in ranks}
     deadline = time.monotonic() + DEADLINE
     while left:
-        for child in list(left):
-            ended, status = os.waitpid(child, os.WNOHANG)
-            if ended:
-                left.discard(child)
-                if status:
-                    deadline = min(deadline, time.monotonic() + GRACE)
-        if left and time.monotonic() > deadline:
-            for child in left:
-                os.kill(child, signal.SIGKILL)
-        time.sleep(0.1)
+        for sentinel in wait(left, max(0.0, deadline - time.monotonic())):
+            rank = left.pop(sentinel)
+            rank.join()
+            if rank.exitcode:
+                deadline = min(deadline, time.monotonic() + GRACE)
+        if time.monotonic() > deadline:
+            for rank in left.values():
+                rank.kill()
 
 
 def recordings_of(folder: Path, world: int) -> list[agreement.Recording]:
@@ -313,18 +279,20 @@ def walk_ranks(world: int, card: str, flags: list[str]) -> list[agreement.Record
     mode = walk.install(card, phantom.Recorder(), world)
     torch.compile = uncompiled
     torch.set_num_threads(1)
-    drawing = multiprocessing.get_context("fork").Semaphore(DRAWING_AT_ONCE)
+    tg.GPT.set_initial_values = phantom.always(None)          # numbers, in 0.8 GB of host memory for each rank
+    fork = multiprocessing.get_context("fork")
 
     with tempfile.TemporaryDirectory(prefix="ranks-") as name:
         folder = Path(name)
         given = flags_of_ranks(folder, flags)
         gc.collect()
         gc.freeze()                                           # so that the ranks share these pages
-        children = []
+        ranks = []
         for number in range(world):
             rank = Rank(number, world, folder / "meeting")
-            children.append(fork_rank(rank, mode, given, drawing, folder))
-        wait_for_all(children)
+            ranks.append(fork.Process(target=run_rank, args=(rank, mode, given, folder / f"{number}.json")))
+            ranks[-1].start()
+        wait_for_all(ranks)
         return recordings_of(folder, world)
 
 

@@ -157,12 +157,12 @@ def test_a_measured_run_stands_beside_the_prediction(tmp_path, capsys):
     (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
 
     prediction = price.price(made, RATES)
-    page = price.measured_page(tmp_path, made, prediction, "8")
+    page = price.measured_page(tmp_path, made, prediction)
     assert f"| FA2  | stage 1 | even | 1.25         | 30.00       | {30 / 1.25:.2f} " in page
-    with pytest.raises(price.PriceError, match="--world"):
-        price.measured_page(tmp_path, made, prediction, "1")
+    with pytest.raises(price.PriceError, match="--gpus=8"):
+        price.measured_page(tmp_path, made, dict(worlds={"1": {}}))
     made["steps"] = COUNTS
     with pytest.raises(price.PriceError, match="120\n.*30, as the ledger's run"):
-        price.measured_page(tmp_path, made, prediction, "8")
+        price.measured_page(tmp_path, made, prediction)
     assert price.main([]) == 0 and "no GPU has run anything" in capsys.readouterr().out
     assert price.main(["--card=B200"]) == 2 and "rehearse for it" in capsys.readouterr().err

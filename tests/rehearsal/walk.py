@@ -42,16 +42,28 @@ OFF_THE_CLOCK = {"set-up", "warm-up", "checkpoint"}           # of these, only m
 
 
 # ---- Listening to the trainer: every call goes through, some lines around it
-def around(owner: Any, name: str, listener: Callable) -> None:
-    """Run owner.name(...) inside the context that listener(...) gives for the same arguments."""
-    original = getattr(owner, name)
+LISTENED = dict(train_step=tg, warm_up=tg, race=tg, forward_backward=tg.Executor, backward=Tensor,
+                evaluate=tg.Executor, whole_state=tg.Executor)
 
+
+def listen(listeners: Any) -> None:
+    """Run what the trainer calls inside the contexts of that name, which see the same arguments."""
+    for name, owner in LISTENED.items():
+        if hasattr(listeners, name):
+            setattr(owner, name, inside(getattr(listeners, name), getattr(owner, name)))
+
+
+def inside(listener: Callable, original: Callable) -> Callable:
     @functools.wraps(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         with contextlib.contextmanager(listener)(*args, **kwargs):
             return original(*args, **kwargs)
+    return call
 
-    setattr(owner, name, call)
+
+def be_rank(rank: int, world: int, local_world: int) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(local_world),
+                      MASTER_ADDR="localhost", MASTER_PORT="1")
 
 
 def argument(kind: type, args: tuple) -> Any:
@@ -115,10 +127,6 @@ class Listeners:
         start_race(self.tally, argument(tg.Executor, args))
         yield
         self.tally.racing = self.tally.timed = False
-
-
-LISTENED = (("train_step", tg), ("warm_up", tg), ("race", tg), ("forward_backward", tg.Executor), ("backward", Tensor),
-            ("evaluate", tg.Executor), ("whole_state", tg.Executor))
 
 
 def start_race(tally: Tally, executor: tg.Executor) -> None:
@@ -340,12 +348,9 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
     tally = Tally(options.world)
     tally.began = time.perf_counter()
     mode = install(options.card, tally, options.world)
-    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(options.world), LOCAL_WORLD_SIZE=str(options.world),
-                      MASTER_ADDR="localhost", MASTER_PORT="1")
+    be_rank(0, options.world, options.world)
     torch.compile = rehearsed_compile(tally, options)
-    listeners = Listeners(tally, options)
-    for name, owner in LISTENED:
-        around(owner, name, getattr(listeners, name))
+    listen(Listeners(tally, options))
 
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -357,17 +362,21 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
             preset, given = tg.parse_flags(["--preset=record", *options.flags, *flags])
         except tg.TrainerError as error:
             return dict(error=str(error))
-        with mode, contextlib.redirect_stdout(sys.stderr):
-            try:
-                source = Path(tg.__file__).read_bytes()
-                tg.train(preset, given, tg.make_fabric(given), tg.Ending(), source)
-            except tg.TrainerError as error:                  # a card on which the preset does not fit
-                return dict(error=str(error))
-            except Exception as error:
-                traceback.print_exc()
-                tally.fail(*cause_of(error))
-                return dict(result_of(tally, options.stages), steps=steps_by_stage(cfg), ended_by=str(error))
-    return dict(result_of(tally, options.stages), steps=steps_by_stage(cfg))
+        ended = {}
+        try:
+            train(mode, preset, given)
+        except tg.TrainerError as error:                      # a card on which the preset does not fit
+            return dict(error=str(error))
+        except Exception as error:
+            traceback.print_exc()
+            tally.fail(*cause_of(error))
+            ended = dict(ended_by=str(error))
+    return dict(result_of(tally, options.stages), steps=steps_by_stage(cfg), **ended)
+
+
+def train(mode: phantom.Card, preset: str, given: tg.Config) -> None:
+    with mode, contextlib.redirect_stdout(sys.stderr):
+        tg.train(preset, given, tg.make_fabric(given), tg.Ending(), Path(tg.__file__).read_bytes())
 
 
 def cause_of(error: Exception) -> tuple[str, str, str]:
@@ -388,7 +397,7 @@ def result_of(tally: Tally, stages: str) -> dict[str, Any]:
     phases = {}
     for name, phase in tally.phases.items():
         not_lowered = stages and phase.stage is not None and str(phase.stage + 1) not in stages.split(",")
-        if name == BETWEEN or not_lowered:
+        if name == BETWEEN or not_lowered or stages and name == "warm-up":
             continue
         timeline = [] if name in OFF_THE_CLOCK else phase.timeline
         phases[name] = dict(timeline=timeline, peak_bytes=phase.peak, at_peak=by_maker(phase.at_peak))
