@@ -137,10 +137,9 @@ def prices(old: dict[str, Any] | None, new: dict[str, Any], timelines: dict[str,
 # ---- The command
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("rehearse.py", description=__doc__.partition("\n")[0])
-    parser.add_argument("--gpus", default="8,1", type=gpus_wanted, help="numbers of GPUs [%(default)s]")
+    parser.add_argument("--gpus", default="8,1", type=numbers, help="numbers of GPUs [%(default)s]")
     parser.add_argument("--card", default="H100", choices=sorted(price.load(price.RATES)["cards"]))
-    parser.add_argument("--stages", default="", type=stages_wanted,
-                        help="lower the graphs of these only, such as 1,2 [all]")
+    parser.add_argument("--stages", default=[], type=numbers, help="lower the graphs of these only, such as 1,2 [all]")
     parser.add_argument("--quick", action="store_true", help="the first stage on eight GPUs, compared with nothing")
     parser.add_argument("--update", action="store_true", help="write the ledger anew and print the difference")
     parser.add_argument("--ledger", default=str(price.LEDGER), help="to compare with, and to update")
@@ -152,18 +151,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return wanted
 
 
-def gpus_wanted(text: str) -> list[str]:
+def numbers(text: str) -> list[str]:
+    """Those of GPUs or of stages."""
     found = text.split(",")
-    for world in found:
-        if not re.fullmatch(r"[1-9]\d*", world):
-            raise argparse.ArgumentTypeError(f"{text!r}: numbers of GPUs, such as 8,1")
+    if not all(re.fullmatch(r"[1-9]\d*", number) for number in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: numbers, such as 8,1")
     return found
-
-
-def stages_wanted(text: str) -> str:
-    if not re.fullmatch(r"([1-9]\d*(,[1-9]\d*)*)?", text):
-        raise argparse.ArgumentTypeError(f"{text!r}: numbers of stages, such as 1,2")
-    return text
 
 
 def rehearse(wanted: argparse.Namespace) -> dict[str, Any] | None:
@@ -171,26 +164,13 @@ def rehearse(wanted: argparse.Namespace) -> dict[str, Any] | None:
     if wanted.quick:
         jobs = {"8": ["--world=8", f"--card={wanted.card}", "--stages=1", "--first-stage"]}
     else:
-        jobs = {world: [f"--world={world}", f"--card={wanted.card}", f"--stages={wanted.stages}"]
-                for world in wanted.gpus}
+        stages = ",".join(wanted.stages)
+        jobs = {world: [f"--world={world}", f"--card={wanted.card}", f"--stages={stages}"] for world in wanted.gpus}
     walked = walk_all(jobs, wanted.flags)
     errors = {name: found["error"] for name, found in walked.items() if "error" in found}
     for name, error in errors.items():
         print(f"{name} on {wanted.card}:\n{error}")
     return None if errors else timelines_of(walked, wanted.card, wanted.flags)
-
-
-def ended(failures: Sequence[str]) -> int:
-    for failure in failures:
-        print(f"FAILED  {failure}")
-    return 1 if failures else 0
-
-
-def lost_by_update(wanted: argparse.Namespace, old: dict[str, Any]) -> bool:
-    """Whether the ledger would hold less, or something else, than it does."""
-    fewer = wanted.stages or not set(old["worlds"]) <= set(wanted.gpus)
-    other = (wanted.card, wanted.flags) != (old["card"], old["flags"])
-    return bool(fewer or other)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -205,11 +185,13 @@ def main(argv: Sequence[str]) -> int:
     except price.PriceError as error:
         print(error)
         return BAD_REQUEST
-    if wanted.update and old is not None and lost_by_update(wanted, old):
-        flags = " ".join(old["flags"]) or "no flags"
-        held = f"{old['card']}, W = {' and '.join(old['worlds'])}, all stages, {flags}"
-        print(f"--update would lose what the ledger has: it is of {held}; another --ledger=FILE holds others")
-        return BAD_REQUEST
+    if wanted.update and old is not None:
+        other = (wanted.card, wanted.flags, wanted.stages) != (old["card"], old["flags"], [])
+        if other or not set(old["worlds"]) <= set(wanted.gpus):
+            flags = " ".join(old["flags"]) or "no flags"
+            held = f"{old['card']}, W = {' and '.join(old['worlds'])}, all stages, {flags}"
+            print(f"--update would lose what the ledger has: it is of {held}; another --ledger=FILE holds others")
+            return BAD_REQUEST
 
     if old is not None and old["card"] != wanted.card:
         old = None
@@ -222,17 +204,16 @@ def main(argv: Sequence[str]) -> int:
     if wanted.out:
         Path(wanted.out).write_text(json.dumps(timelines, sort_keys=True) + "\n")
     failures = forbidden(new)
-    if wanted.quick:
-        return ended(failures)
-
     grown = []
-    if old is None:
-        print(f"compared with nothing: {path.name} has no {wanted.card}")
-    else:
+    if old is not None:
         grown = report(old, new)
-    print(page)
+    elif not wanted.quick:
+        print(f"compared with nothing: {path.name} has no {wanted.card}")
+    if not wanted.quick:
+        print(page)
     if wanted.update and not failures:
         print("\n".join(grown))
         path.write_text(written(kept(new)) + "\n")
         return 0
-    return ended(failures + grown)
+    print("\n".join(f"FAILED  {failure}" for failure in failures + grown))
+    return 1 if failures + grown else 0

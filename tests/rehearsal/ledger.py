@@ -13,15 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from .price import (OTHERS, RATES, Card, PriceError, Step, Streams, check_facts, cycle_of, grown, items_of, line_name,
-                    load, price_steps, stages_of, tokens_at_once)
+from .price import (OTHERS, RATES, Card, PriceError, Step, Streams, cycle_of, grown, items_of, line_name, load,
+                    price_steps, stages_of, tokens_at_once)
 
 FORMAT = 3
-FACTS = {"card", "flags", "steps", "worlds"}                  # without which nothing can be compared
 ALWAYS = ("launches", "bytes", "collectives", "collective_bytes", "host_waits")
 LARGEST_LINES, LARGEST_BUFFERS = 8, 3    # of a phase, in the file
 MOST_GROWTH = 0.02
@@ -122,35 +120,31 @@ def lines_of(items: list[list], kernels: dict[str, Any]) -> dict[str, dict]:
 
 # ---- The file: an entry a line
 def kept(ledger: dict[str, Any]) -> dict[str, Any]:
-    """The ledger with the largest lines and buffers of each phase, the other lines as one."""
+    """The ledger with the largest launches and buffers of each phase, and all that speaks to other ranks or waits."""
     worlds = {}
     for number, world in ledger["worlds"].items():
         phases = {}
         for name, phase in world["phases"].items():
-            phases[name] = dict(phase, lines=kept_lines(phase["lines"]), at_peak=kept_buffers(phase["at_peak"]))
-        worlds[number] = dict(world, phases=phases)
-    return dict(ledger, worlds=worlds)
+            launches = [line for line, facts in phase["lines"].items() if "launches" in facts]
+            launches.sort(key=lambda line: (-phase["lines"][line].get("ms", 0.0), -phase["lines"][line]["bytes"]))
+            buffers = sorted(phase["at_peak"], key=lambda buffer: -phase["at_peak"][buffer][1])
+            phases[name] = phase | dict(lines=joined(phase["lines"], launches[LARGEST_LINES:]),
+                                        at_peak=joined(phase["at_peak"], buffers[LARGEST_BUFFERS:]))
+        worlds[number] = world | dict(phases=phases)
+    return ledger | dict(worlds=worlds)
 
 
-def kept_lines(lines: dict[str, dict]) -> dict[str, dict]:
-    """The dearest, and all that speaks to other ranks or waits."""
-    of_card = [name for name in lines if "launches" in lines[name]]
-    of_card.sort(key=lambda name: (-lines[name].get("ms", 0.0), -lines[name].get("bytes", 0)))
-    dropped = of_card[LARGEST_LINES:]
-    found = {name: line for name, line in lines.items() if name not in dropped}
-    others = Counter()
-    for name in dropped:
-        others.update({measure: amount for measure, amount in lines[name].items() if measure != "kind"})
-    if dropped:
-        found[OTHERS] = dict(others, kind="", ms=round(others["ms"], 6))
-    return found
-
-
-def kept_buffers(buffers: dict[str, list[int]]) -> dict[str, list[int]]:
-    by_size = sorted(buffers.items(), key=lambda item: -item[1][1])
-    found = dict(by_size[:LARGEST_BUFFERS])
-    if len(by_size) > LARGEST_BUFFERS:
-        found[OTHERS] = [sum(column) for column in zip(*(facts for _, facts in by_size[LARGEST_BUFFERS:]))]
+def joined(entries: dict[str, Any], dropped: list[str]) -> dict[str, Any]:
+    """The entries, those that are dropped as one."""
+    found = {name: entry for name, entry in entries.items() if name not in dropped}
+    others = [entries[name] for name in dropped]
+    if others and isinstance(others[0], list):
+        found[OTHERS] = [sum(column) for column in zip(*others)]
+    elif others:
+        sums = Counter()
+        for line in others:
+            sums.update({measure: amount for measure, amount in line.items() if measure != "kind"})
+        found[OTHERS] = dict(sums, kind="", ms=round(sums["ms"], 6))
     return found
 
 
@@ -167,7 +161,6 @@ def ledger_in(path: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     ledger = load(path)
-    check_facts(f"{path}", ledger, FACTS)
     if ledger.get("format") != FORMAT:
         raise PriceError(f"{path}", f"format {ledger.get('format')}", f"a ledger of format {FORMAT}",
                          "name another; --update makes one where there is none")
@@ -175,53 +168,42 @@ def ledger_in(path: Path) -> dict[str, Any] | None:
 
 
 # ---- Comparison
-class Difference(NamedTuple):
-    place: str                           # world and phase
-    what: str
-    before: int
-    now: int
-    culprits: list[str]                  # whose share grew most
-
-    def __str__(self) -> str:
-        share = f"{self.now / self.before - 1:+.1%}" if self.before else "new"
-        change = f"{amount_of(self.before, self.what)} -> {amount_of(self.now, self.what)} ({share})"
-        return "\n    ".join([f"{self.place}: {self.what} {change}", *self.culprits])
-
-
-def differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[Difference]:
-    """Every sum that changed, in what both have rehearsed."""
+def report(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """Print what changed, in what both have rehearsed. Returns, and does not print, what grew by more than it may."""
+    too_much = []
     for number, world in new["worlds"].items():
-        before = old["worlds"].get(number, dict(phases={}))
-        for name, phase in world["phases"].items():
-            was = before["phases"].get(name)
-            if was is None:
-                continue
-            for what in sorted(was["sums"].keys() | phase["sums"].keys()):
-                a, b = was["sums"].get(what, 0), phase["sums"].get(what, 0)
-                if a != b:
-                    yield Difference(f"W = {number}, {name}", what, a, b, culprits_of(was, phase, what))
+        before = old["worlds"].get(number, dict(phases={}, graphs={}))
+        for name in [name for name in world["phases"] if name in before["phases"]]:
+            was, now = before["phases"][name], world["phases"][name]
+            for what in sorted(was["sums"].keys() | now["sums"].keys()):
+                a, b = was["sums"].get(what, 0), now["sums"].get(what, 0)
+                if a == b:
+                    continue
+                share = f"{b / a - 1:+.1%}" if a else "new"
+                change = f"W = {number}, {name}: {what} {amount_of(a, what)} -> {amount_of(b, what)} ({share})"
+                if b > a * (1 + MOST_GROWTH):
+                    too_much.append("\n    ".join([f"growth: {change}", *culprits_of(was, now, what)]))
+                else:
+                    print(change)
+        titles = [title for title, graph in world["graphs"].items() if before["graphs"].get(title) != graph]
+        if titles:
+            print(f"W = {number}: other graphs: {'; '.join(titles)}")
+    return too_much
 
 
 def culprits_of(was: dict[str, Any], now: dict[str, Any], what: str) -> list[str]:
     """The lines or buffers that grew most; what the ledger did not keep by name counts as its others."""
-    before, after = shares(was, what), shares(now, what)
+    if what == "peak_bytes":
+        before, after = [{name: size for name, (_, size) in phase["at_peak"].items()} for phase in (was, now)]
+    else:
+        before, after = [{name: line.get(what, 0) for name, line in phase["lines"].items()} for phase in (was, now)]
     more = grown(before, after)
-    found = []
-    for name, size in more.most_common(CULPRITS):
-        if size > 0:
-            found.append(f"{name} +{amount_of(size, what)}")
+    found = [f"{name} +{amount_of(size, what)}" for name, size in more.most_common(CULPRITS) if size > 0]
     if more[OTHERS] > 0:
         unnamed = Counter({name: size for name, size in after.items() if name not in before})
         largest = ", ".join(name for name, _ in unnamed.most_common(CULPRITS))
         found.append(f"({OTHERS}: no lines of the ledger; their largest are now {largest})")
     return found
-
-
-def shares(phase: dict[str, Any], what: str) -> dict[str, float]:
-    """Who has which share of a sum."""
-    if what == "peak_bytes":
-        return {name: size for name, (_, size) in phase["at_peak"].items()}
-    return {name: line.get(what, 0) for name, line in phase["lines"].items()}
 
 
 def amount_of(number: float, what: str) -> str:
@@ -230,22 +212,6 @@ def amount_of(number: float, what: str) -> str:
     if what.startswith("flops"):
         return f"{number / 1e9:,.1f} GFLOP"
     return f"{number:,}"
-
-
-def report(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """Print what changed. Returns, and does not print, what grew by more than it may."""
-    too_much = []
-    for found in differences(old, new):
-        if found.now > found.before * (1 + MOST_GROWTH):
-            too_much.append(f"growth: {found}")
-        else:
-            print(found)
-    for number, world in new["worlds"].items():
-        known = old["worlds"].get(number, {}).get("graphs", {})
-        titles = [title for title, graph in world["graphs"].items() if known.get(title) != graph]
-        if titles:
-            print(f"W = {number}: other graphs: {'; '.join(titles)}")
-    return too_much
 
 
 def forbidden(ledger: dict[str, Any]) -> list[str]:
