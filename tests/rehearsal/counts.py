@@ -338,13 +338,11 @@ class Tally(phantom.Recorder):
         where = key if facts["kind"] == "generated" else f"{key} in {trainer_line()}"
         self.name_buffers(tensors, facts["name"], where)
 
-    def communicated(self, name: str, tensors: dict[str, Any], group: str) -> tuple[Phase, int]:
+    def communicated(self, name: str, out: Tensor, inputs: list[Tensor]) -> tuple[Phase, int]:
         self.phase.collectives += 1
-        number = self.phase.collectives
-        out = tensors["out"]
-        size = max(x.nbytes for x in fakes(tensors.values()))
-        self.phase.timeline.append(["collective", number, name, size, short(out.dtype), group])
-        return self.phase, number
+        size = max(x.nbytes for x in (out, *inputs))
+        self.phase.timeline.append(["collective", self.phase.collectives, name, size, short(out.dtype), "nccl"])
+        return self.phase, self.phase.collectives
 
     def awaited(self, work: tuple[Phase, int]) -> None:
         """What a step before this one has launched is `before` it."""

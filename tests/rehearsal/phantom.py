@@ -21,6 +21,7 @@ import tempfile
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +33,6 @@ PROPERTIES = dict(                       # of every card here
 CARDS = {name: card["device"] for name, card in json.loads((HERE / "rates.json").read_text())["cards"].items()}
 
 
-def compiler() -> str | None:
-    return shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
-
-
 def load_shim(folder: Path) -> None:
     """Build phantom.cpp into the folder and load it, which has to come before torch is imported."""
     assert "torch" not in sys.modules, "phantom.py wants to be imported before torch"
@@ -45,7 +42,8 @@ def load_shim(folder: Path) -> None:
     library = folder / f"phantom-{digest}.so"
     if not library.exists():
         unfinished = folder / f"{library.name}.{os.getpid()}"
-        command = [compiler(), "-std=c++20", "-O0", "-w", "-fPIC", "-shared", f"-I{torch / 'include'}", str(source),
+        compiler = shutil.which(os.environ.get("CXX", "g++")) or shutil.which("c++")
+        command = [compiler, "-std=c++20", "-O0", "-w", "-fPIC", "-shared", f"-I{torch / 'include'}", str(source),
                    "-o", str(unfinished), f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}"]
         subprocess.run(command, check=True)
         unfinished.rename(library)
@@ -63,7 +61,6 @@ import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves  # noqa: E402
 
 aten = torch.ops.aten
 auto_functionalized_v2 = torch._higher_order_ops.auto_functionalize.auto_functionalized_v2
@@ -227,20 +224,11 @@ class Stream:
         mode.recorder.host_waited("a stream of the device")
 
 
-def synchronize(*_: Any) -> None:
-    mode.recorder.host_waited("torch.cuda.synchronize")
-
-
 def always(value: Any) -> Callable:
     """A function that returns this value, whatever it is given: an object of its own each time, as Dynamo wants it."""
     def constant(*_: Any, **__: Any) -> Any:
         return value
     return constant
-
-
-def pinned(x: Tensor, *_: Any) -> Tensor:
-    x.pinned = True
-    return x
 
 
 mode: Card
@@ -276,6 +264,10 @@ def install_cuda(card: dict[str, Any], world: int) -> None:
         reset_peak_memory_stats=None, empty_cache=None, _set_stream_by_id=None)
     for name, answer in answers.items():
         setattr(torch.cuda, name, always(answer))
+
+    def synchronize(*_: Any) -> None:
+        mode.recorder.host_waited("torch.cuda.synchronize")
+
     torch.cuda.synchronize = synchronize
     torch.cuda.Event = Event
     torch.cuda.Stream = Stream
@@ -285,8 +277,12 @@ def install_cuda(card: dict[str, Any], world: int) -> None:
     torch.cuda.nccl.version = always((2, 0, 0))
     torch.cuda.random.current_device = always(0)
     torch.version.cuda = "13.0"                               # of the wheel for CUDA that is rehearsed
-    Tensor.pin_memory = pinned                                # host memory that only a driver can pin
 
+    def pinned(x: Tensor, *_: Any) -> Tensor:                 # host memory that only a driver can pin
+        x.pinned = True
+        return x
+
+    Tensor.pin_memory = pinned
     for name in ("getDevice", "exchangeDevice", "maybeExchangeDevice", "setDevice", "getCurrentRawStream"):
         setattr(torch._C, f"_cuda_{name}", always(0))
     for name in ("current_device", "set_device", "device_count", "synchronize", "get_device_properties",
@@ -311,7 +307,6 @@ def install_inductor() -> None:
                          (misc_patterns, "_misc_patterns_init")):
         setattr(module, name, always(None))                   # trace patterns that no graph here has, on the device
     triton_helpers.set_driver_to_gpu = always(None)           # looks for libcuda.so.1
-    triton_heuristics.CachingAutotuner.benchmark_all_configs = first_of_all
     run_kernel = triton_heuristics.CachingAutotuner.run
     fold = ConstantFolder.run
 
@@ -322,10 +317,21 @@ def install_inductor() -> None:
         finally:
             running.pop()
 
+    def first_of_all(self: Any, *_: Any, **__: Any) -> dict:
+        """Configurations by their times, which nobody can take here: all are compiled, the first is launched."""
+        return {launcher: float(at) for at, launcher in enumerate(self.launchers)}
+
+    def empty_strided(size: tuple, stride: tuple, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device="cuda:0")
+
+    def reinterpreted(x: Tensor, size: tuple, stride: tuple, offset: int = 0) -> Tensor:
+        return torch.as_strided(x, size, stride, x.storage_offset() + offset)
+
     def fold_on_host(self: Any, *args: Any, **kwargs: Any) -> Any:
         with OnHost():                                        # constants are computed while compiling
             return fold(self, *args, **kwargs)
 
+    triton_heuristics.CachingAutotuner.benchmark_all_configs = first_of_all
     triton_heuristics.CachingAutotuner.run = run
     triton_heuristics.DebugAutotuner.run = run                # of benchmark_kernel; it would time each launch
     ConstantFolder.run = fold_on_host
@@ -337,21 +343,8 @@ def install_inductor() -> None:
     guards.assert_alignment = always(None)
 
 
-mode_capability = 90                     # of the card, for its machine code
+capability = 90                     # of the card, for its machine code
 running: list[Any] = []                  # the autotuner whose kernel is being launched
-
-
-def first_of_all(self: Any, *_: Any, **__: Any) -> dict:
-    """Configurations by their times, which nobody can take here: all are compiled, the first is launched."""
-    return {launcher: float(at) for at, launcher in enumerate(self.launchers)}
-
-
-def empty_strided(size: tuple, stride: tuple, dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(size, stride, dtype=dtype, device="cuda:0")
-
-
-def reinterpreted(x: Tensor, size: tuple, stride: tuple, offset: int = 0) -> Tensor:
-    return torch.as_strided(x, size, stride, x.storage_offset() + offset)
 
 
 class OnHost(TorchDispatchMode):
@@ -426,17 +419,16 @@ def branch_distance(word: int) -> int:
     """Instructions from the one after a branch to its target."""
     upper = (word >> 34) & (2**30 - 1)
     upper -= (upper >> 29) << 30                              # signed
-    if mode_capability >= 90:
+    if capability >= 90:
         return (upper * 256 + (word >> 16 & 0xFF)) // 4
     return upper // 4
 
 
+@dataclass
 class Launcher:
     """Puts a compiled kernel on a stream."""
-
-    def __init__(self, source: Any, metadata: Any) -> None:
-        self.source = source
-        self.metadata = metadata
+    source: Any
+    metadata: Any
 
     def __call__(self, x: int, y: int, z: int, stream: int, function: str, *rest: Any) -> None:
         args = rest[4:]                                       # after metadata and hooks
@@ -448,9 +440,8 @@ def install_triton(card: dict[str, Any]) -> None:
     """A driver of Triton's that needs no library of NVIDIA's."""
     import triton
     from triton.backends.compiler import GPUTarget
+    global capability
     capability = 10 * card["major"] + card["minor"]
-    global mode_capability
-    mode_capability = capability
     properties = dict(max_shared_mem=card["shared_memory_per_block_optin"], multiprocessor_count=card[
         "multi_processor_count"], warpSize=32, max_num_regs=65536, sm_clock_rate=PROPERTIES["clock_rate"],
         mem_clock_rate=PROPERTIES["memory_clock_rate"], mem_bus_width=PROPERTIES["memory_bus_width"])
@@ -463,11 +454,10 @@ def install_triton(card: dict[str, Any]) -> None:
     triton.runtime.driver.set_active(driver)
 
 
+@dataclass
 class Work:
     """A collective that is under way."""
-
-    def __init__(self, recorded: Any) -> None:
-        self.recorded = recorded
+    recorded: Any
 
     def wait(self, *_: Any) -> bool:
         mode.recorder.awaited(self.recorded)
@@ -477,7 +467,7 @@ class Work:
 def install_collectives(rank: int, world: int) -> None:
     """Every other rank does as this one, and sends what this one sends to itself. Devices send nothing."""
 
-    def collective(name: str, group_name: str) -> Callable:
+    def collective(name: str) -> Callable:
         def call(out: Tensor, *args: Any, group: Any = None, async_op: bool = False, **_: Any) -> Work | None:
             inputs = [x for x in args if isinstance(x, Tensor)]
             splits = [x for x in args if isinstance(x, list)]
@@ -486,18 +476,15 @@ def install_collectives(rank: int, world: int) -> None:
                 _, leaving = splits
                 torch.cat([source.split(leaving)[rank]] * world, out=out)
                 return None
-            work = Work(mode.recorder.communicated(name, dict(out=out, input=inputs, splits=splits), group_name))
-            if async_op:
-                return work
-            work.wait()
-            return None
+            work = Work(mode.recorder.communicated(name, out, inputs))
+            return work if async_op else work.wait()
         return call
 
     def all_gather_object(everyone: list, fact: Any, group: Any = None) -> None:
         everyone[:] = [fact] * len(everyone)
 
     for name in ("all_reduce", "reduce_scatter_tensor", "all_gather_into_tensor", "all_to_all_single"):
-        setattr(dist, name, collective(name, "nccl"))
+        setattr(dist, name, collective(name))
     dist.all_gather_object = all_gather_object
     dist.init_process_group = always(None)
     dist.new_group = always("plans")
