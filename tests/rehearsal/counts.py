@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import train_gpt as tg  # noqa: E402
 
 LONGEST_NAME = 40                        # in the key of a kernel
-GRADIENT_SCRATCH = {"lm_head": 1}        # the product in 8 bits
+GRADIENT_SCRATCH = {"lm_head": 1}        # beside its main_grad: the product in 8 bits cannot add up
 HANDED_ON = ("synchronize", "launch")    # functions of the trainer whose callers say what it is about
 TILE = 128                               # rows and columns of a tile of attention
 linecache.getlines(tg.__file__)          # as it is imported, whatever becomes of the file meanwhile
@@ -70,11 +70,6 @@ def operation_bytes(name: str, args: tuple, tensors: list[Tensor], out: list[Ten
         return sum(x.nbytes for x in out)
     sources = tensors[1:] if name == "copy_" else tensors
     return sum(x.nbytes for x in sources) + sum(x.nbytes for x in out)
-
-
-def product_shape(tensors: list[Tensor]) -> dict[str, int]:
-    a, b = [x for x in tensors if x.dim() >= 2][-2:]
-    return dict(m=a.shape[-2], n=b.shape[-1], k=a.shape[-1], batch=math.prod(a.shape[:-2]))
 
 
 def executed_tiles(bounds: np.ndarray, window: int) -> int:
@@ -177,14 +172,10 @@ class Tally(phantom.Recorder):
         elif tensor.numel() in self.table_sizes:
             buffer.too_much = "buffer of table size"
         elif self.in_backward and tensor.element_size() > 1:  # weights of a product in 8 bits are no gradients
-            self.count_gradient(buffer, self.owning.get(tensor.numel(), ""))
-
-    def count_gradient(self, buffer: Buffer, label: str) -> None:
-        """A gradient beside its main_grad is one too many, but for a scratch where the product cannot add up."""
-        buffer.gradient_of = label
-        count = sum(other.gradient_of == label for other in self.alive.values())
-        if label and count > GRADIENT_SCRATCH.get(label, 0):
-            buffer.too_much = "buffer of a gradient's size"
+            buffer.gradient_of = label = self.owning.get(tensor.numel(), "")
+            count = sum(other.gradient_of == label for other in self.alive.values())
+            if label and count > GRADIENT_SCRATCH.get(label, 0):
+                buffer.too_much = "buffer of a gradient's size"
 
     def freed(self, address: int, size: int) -> None:
         self.now -= size
@@ -212,9 +203,9 @@ class Tally(phantom.Recorder):
             return
         facts = dict(kind="eager", name=f"aten.{name}", shapes=" ".join(text_of(x) for x in tensors))
         if name.removesuffix("_") in PRODUCTS:               # or in place
-            shape = product_shape(tensors)
-            factors = [x for x in tensors if x.dim() >= 2][-2:]
-            facts.update(kind="product", dtype=short(factors[0].dtype), **shape, flops=2 * math.prod(shape.values()))
+            a, b = [x for x in tensors if x.dim() >= 2][-2:]
+            shape = dict(m=a.shape[-2], n=b.shape[-1], k=a.shape[-1], batch=math.prod(a.shape[:-2]))
+            facts.update(kind="product", dtype=short(a.dtype), **shape, flops=2 * math.prod(shape.values()))
             facts["bytes"] = operation_bytes(name, args, [x for x in tensors if x.dim()], outputs)
         elif name in ATTENTION:
             facts = self.attention(name, args, kwargs, tensors, outputs)
@@ -249,8 +240,7 @@ class Tally(phantom.Recorder):
             if direction == "backward":
                 flops = flops * 5 // 2                        # five products of tiles against two
         big = [x for x in tensors + outputs if x.dim() == 3]
-        return dict(kind="attention", name=f"attention_{direction}", direction=direction, tokens=tokens, heads=heads,
-                    head_dim=width, window=window, dtype=short(query.dtype), flops=flops,
+        return dict(kind="attention", name=f"attention_{direction}", tokens=tokens, flops=flops,
                     bytes=sum(x.nbytes for x in big), shapes=f"{text_of(query)} window={window} stage={self.stage}")
 
     def document_bounds(self, tokens: int) -> np.ndarray:

@@ -16,13 +16,16 @@ def english_like(count: int, seed: int) -> np.ndarray:
     gives as many distinct tokens and neighbours as text has, within 5 % from 16,384 to 98,304 tokens.
     """
     rng = np.random.default_rng(seed)
-    words = tg.GPT2_VOCAB - 1
-    by_rank = zipf(words, 0.874, 4.1)
+    by_rank = zipf(tg.GPT2_VOCAB - 1, 0.874, 4.1)
     by_pair = zipf(31_000, 1.15, 6.4)
-    stock = drawn(rng, by_rank, (len(by_pair), 2))
-    tokens = stock[drawn(rng, by_pair, count // 2)]
+
+    def drawn(cumulative: np.ndarray, size: Any) -> np.ndarray:
+        return np.searchsorted(cumulative, rng.random(size)).clip(0, len(cumulative) - 1)
+
+    stock = drawn(by_rank, (len(by_pair), 2))
+    tokens = stock[drawn(by_pair, count // 2)]
     fresh = rng.random(count // 2) < 0.156
-    tokens[fresh] = drawn(rng, by_rank, (int(fresh.sum()), 2))
+    tokens[fresh] = drawn(by_rank, (int(fresh.sum()), 2))
     tokens = tokens.ravel()
 
     lengths = document_lengths(rng, count // 50)
@@ -45,10 +48,6 @@ def zipf(count: int, exponent: float, shift: float) -> np.ndarray:
     """Cumulative shares of ranks, each proportional to (rank + shift)^-exponent."""
     shares = (np.arange(1, count + 1) + shift) ** -exponent
     return np.cumsum(shares / shares.sum())
-
-
-def drawn(rng: np.random.Generator, cumulative: np.ndarray, size: Any) -> np.ndarray:
-    return np.searchsorted(cumulative, rng.random(size)).clip(0, len(cumulative) - 1)
 
 
 def write_shard(path: Path, tokens: np.ndarray) -> None:

@@ -133,7 +133,16 @@ def start_race(tally: Tally, executor: tg.Executor) -> None:
     """From here on nothing is compiled, and buffers as large as a table are those that a table owns."""
     tally.racing = tally.timed = True
     torch._logging.set_logs(recompiles=True)
-    logging.getLogger("torch._dynamo").addHandler(Reasons(tally))
+
+    def keep_reason(record: logging.LogRecord) -> None:
+        """Why Dynamo compiles something again, as it logs it."""
+        text = record.getMessage()
+        if "Recompiling" in text or "guard" in text:
+            tally.reasons.append(" ".join(text.split()))
+
+    handler = logging.Handler()
+    handler.emit = keep_reason
+    logging.getLogger("torch._dynamo").addHandler(handler)
     for label, entry in executor.optimizer.entries.items():
         if isinstance(entry, tg.Sharded):
             tally.owning[entry.weight.numel()] = label
@@ -143,19 +152,6 @@ def start_race(tally: Tally, executor: tg.Executor) -> None:
             continue
         tally.table_sizes |= {table.table.rows * executor.cfg.model_dim,
                               tally.world * len(table.shard) * executor.cfg.model_dim}
-
-
-class Reasons(logging.Handler):
-    """Why Dynamo compiles something again, as it logs it."""
-
-    def __init__(self, tally: Tally) -> None:
-        super().__init__()
-        self.tally = tally
-
-    def emit(self, record: logging.LogRecord) -> None:
-        text = record.getMessage()
-        if "Recompiling" in text or "guard" in text:
-            self.tally.reasons.append(" ".join(text.split()))
 
 
 # ---- Graphs
@@ -228,11 +224,6 @@ def described(value: Any) -> str:
 
 
 # ---- The walk
-def save_nothing(content: Any, file: Any) -> None:
-    """Write a word in the place of tensors, which hold no numbers."""
-    file.write(b"tensors")
-
-
 def steps_by_stage(cfg: tg.Config) -> dict[str, dict[str, int]]:
     """How many even and odd steps the whole run has in each stage; the last stage is the extension."""
     schedule = tg.Schedule(cfg)
@@ -269,13 +260,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def check_stages(stages: str, cfg: tg.Config) -> None:
-    """Raises ConfigError for one that the run does not have, of which nothing would be lowered."""
-    known = [str(number) for number in range(1, len(cfg.stages) + 1)]
-    if stages and not set(stages.split(",")) <= set(known):
-        raise tg.ConfigError("--stages of the rehearsal", stages, f"some of {','.join(known)}", "leave the others out")
-
-
 def install(card: str, recorder: phantom.Recorder, world: int) -> phantom.Card:
     """The cards, and what the trainer does with them instead. Returns the mode to run the trainer in."""
     mode = phantom.install(card, recorder, 0, world)
@@ -284,8 +268,12 @@ def install(card: str, recorder: phantom.Recorder, world: int) -> phantom.Card:
         operation = getattr(value, "op", value)
         if isinstance(operation, torch.library.CustomOpDef):
             phantom.bodies[operation._opoverload] = operation._init_fn
+
+    def save_nothing(content: Any, file: Any) -> None:        # a word in the place of tensors without numbers
+        file.write(b"tensors")
+
     torch.save = save_nothing
-    tg.DeviceHome.touched_places = touched_nothing
+    tg.DeviceHome.touched_places = phantom.always(())         # rows without numbers do not say if they were touched
     tg.HOMES.update(host=WalkedHome)
     return mode
 
@@ -339,11 +327,6 @@ class Work:
         return self.found
 
 
-def touched_nothing(*_: Any) -> Iterator[Tensor]:
-    """Rows without numbers do not say whether an update has touched them; nobody asks in the race."""
-    return iter(())
-
-
 def walk(options: argparse.Namespace) -> dict[str, Any]:
     tally = Tally(options.world)
     tally.began = time.perf_counter()
@@ -355,7 +338,10 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         try:
             _, cfg = tg.parse_flags(["--preset=record", *options.flags])
-            check_stages(options.stages, cfg)
+            known = [str(number) for number in range(1, len(cfg.stages) + 1)]
+            if options.stages and not set(options.stages.split(",")) <= set(known):
+                raise tg.ConfigError("--stages of the rehearsal", options.stages, f"some of {','.join(known)}",
+                                     "leave the others out")
             flags = flags_of_walk(Path(folder), cfg, STEPS_PER_STAGE)
             if options.first_stage:
                 flags.append(f"--max_steps={STEPS_PER_STAGE}")
