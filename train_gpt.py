@@ -46,7 +46,6 @@ import gc
 import glob
 import hashlib
 import importlib.metadata
-import importlib.util
 import itertools
 import json
 import math
@@ -83,7 +82,7 @@ class TrainerError(Exception):
     """What was found, what was expected, and what to do about it."""
     status = 2                           # that the process exits with
 
-    def __init__(self, what: str, found: object, expected: object, do: str) -> None:
+    def __init__(self, what: str, found: object, expected: object, do: str):
         super().__init__(what, str(found)[:1000], str(expected), do)          # texts, which travel between ranks
 
     def __str__(self) -> str:
@@ -104,13 +103,12 @@ class RunError(TrainerError):
     status = 1
 
 
-def need(ok: object, what: str, found: object, expected: object, do: str, kind: type = ConfigError) -> None:
-    """Raise an error of that kind unless ok."""
+def need(ok: object, what: str, found: object, expected: object, do: str, kind: type = ConfigError):
     if not ok:
         raise kind(what, found, expected, do)
 
 
-def need_all(rules: dict[str, object], what: str, found: object, do: str) -> None:
+def need_all(rules: dict[str, object], what: str, found: object, do: str):
     """Raise ConfigError with the first rule (its words -> whether it holds) that is broken."""
     for rule, holds in rules.items():
         need(holds, what, found, rule, do)
@@ -193,7 +191,6 @@ SLOT_UNIT = FP8_UNIT                     # tokens: a slot is a multiple of it, o
 
 def knob(group: str, default: Any, unit: str, about: str, choices: tuple = (), least: float = 0,
          most: float = 2**31 - 1) -> Any:
-    """Declare a field of Config: a flag with its bounds, or with the values that it may have."""
     return field(default=default, metadata=dict(
         group=group, unit=unit, about=about, choices=choices, least=least, most=most))
 
@@ -343,7 +340,6 @@ def row_text(row: Stage | NgramTable) -> str:
 
 
 def flag_text(value: Any) -> str:
-    """Write a field's value as it stands after its flag."""
     return ";".join(map(row_text, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -398,7 +394,7 @@ def read_settings(folder: Path) -> tuple[str, dict[str, str]]:
     return preset, flags
 
 
-def print_result(text: str) -> None:
+def print_result(text: str):
     """Print what the user asked for. Raises RunError if standard output does not take it."""
     try:
         print(text, flush=True)
@@ -485,7 +481,7 @@ def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
     return earlier_preset, cfg
 
 
-def check_layers(layers: Sequence[Layer]) -> None:
+def check_layers(layers: Sequence[Layer]):
     """Raise ConfigError for a layer table that would train another model than it seems to say."""
     # Only what is wrong in silence: a window or a stream that is not there ends the first step anyway.
     for depth, layer in enumerate(layers):
@@ -498,7 +494,7 @@ def check_layers(layers: Sequence[Layer]) -> None:
         need(len(taken) == len(set(taken)), f"LAYERS, column {column}", taken, "each once", "give it to one layer")
 
 
-def check_rows(cfg: Config) -> None:
+def check_rows(cfg: Config):
     """Raise ConfigError for a row of --stages or --tables that cannot work."""
     # Batches are whole slots, and a slot whole units.
     unit = SLOT_UNIT * cfg.num_slots
@@ -527,7 +523,7 @@ def check_rows(cfg: Config) -> None:
         }, "--tables", table, f"change that row; the table is {TABLE_ROW}")
 
 
-def check_config(cfg: Config) -> None:
+def check_config(cfg: Config):
     """Raise ConfigError for settings that do not fit together, with ones that do."""
     # Types and bounds were checked where texts were read; these are about several settings, or about more than bounds.
     check_layers(LAYERS)
@@ -565,12 +561,11 @@ class Fabric:
     def on_cuda(self) -> bool:
         return self.device.type == "cuda"
 
-    def synchronize(self) -> None:
+    def synchronize(self):
         if self.on_cuda:
             torch.cuda.synchronize(self.device)
 
-    def set_timeout(self, seconds: float) -> None:
-        """Set the longest wait of the group of all ranks, and of the group of plans."""
+    def set_timeout(self, seconds: float):
         if self.world > 1:
             for group in (None, self.plan_group):
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
@@ -580,12 +575,12 @@ class Fabric:
         tensor = torch.as_tensor(x)
         return tensor.pin_memory() if self.on_cuda else tensor
 
-    def enter_thread(self) -> None:
+    def enter_thread(self):
         # The current device is a thread's own: without this, pinning memory would open GPU 0 from every rank.
         if self.on_cuda:
             torch.cuda.set_device(self.device)
 
-    def say(self, text: str) -> None:
+    def say(self, text: str):
         """Print on rank 0. A console that is gone or full does not end the run."""
         if self.rank == 0:
             with contextlib.suppress(OSError, ValueError):
@@ -598,7 +593,7 @@ class Fabric:
             dist.all_gather_object(everyone, fact)
         return everyone
 
-    def check_agreement(self, facts: dict[str, str]) -> None:
+    def check_agreement(self, facts: dict[str, str]):
         """Raise ConfigError on every rank if any rank was started with other facts."""
         # All compare with rank 0, so that all find the same and none waits for another.
         everyone = self.gather(facts)
@@ -685,14 +680,13 @@ class Schedule:
     Each step has a place in the plan that the settings make: the step itself, or with --time_budget what the clock said
     when its run cycle was prepared. Stages and rates go by the place, Adam and validation by the step."""
 
-    def __init__(self, cfg: Config, places: Sequence[float] = ()) -> None:
+    def __init__(self, cfg: Config, places: Sequence[float] = ()):
         # places: of the first step of each run cycle so far, ascending, with --time_budget; the race appends to it.
         self.cfg = cfg
         # A run's cycle, in steps, is the largest cadence: plans and checkpoints come at its multiples.
         self.cycle = max([cfg.adam_every, *(table.cadence for table in cfg.tables)])
         self.places = list(places)
         self.total_steps = cfg.num_scheduled_steps + cfg.num_extension_steps  # of the plan
-
         # All stages but the last share the scheduled steps evenly.
         scheduled = len(cfg.stages) - 1
         ends = [round(cfg.num_scheduled_steps * (k + 1) / scheduled) for k in range(scheduled)]
@@ -730,13 +724,7 @@ class Schedule:
         every = self.cfg.adam_every
         return step // every * every + every - 1
 
-    def planned_counts(self) -> list[int]:
-        """Count the steps of the plan in each stage, up to max_steps."""
-        last = min(self.cfg.max_steps or self.total_steps, self.total_steps)
-        return np.diff(np.minimum((0, *self.ends), last)).tolist()
-
     def stage_at(self, place: float) -> int:
-        """Return the stage of a place; the final validation belongs to the last."""
         return min(bisect.bisect_right(self.ends, place), len(self.ends) - 1)
 
     def lr_factor_at(self, place: float) -> float:
@@ -779,20 +767,12 @@ class Schedule:
         position = (place - self.starts[k]) / max(1, self.ends[k] - self.starts[k])
         mtp_weights = [first + (last - first) * position for first, last in zip(stage.mtp_start, stage.mtp_end)]
         return Values(
-            step=step,
-            stage=k,
-            slot_tokens=stage.batch_tokens // cfg.num_slots,
-            short_window=stage.short_window * cfg.window_block,
-            long_window=long_window * cfg.window_block,
-            mtp_weights=tuple(mtp_weights),
-            rotary=self.rotary[k],
-            normuon_lr=cfg.normuon_lr * factor,
-            adam_lr=cfg.adam_lr * factor,
-            momentum=self.momentum_at(place),
-            adam_step=step % cfg.adam_every == cfg.adam_every - 1,
-            tied=step <= self.untie_step,
-            untie=step == self.untie_step,
-            validate=cfg.val_every > 0 and step % cfg.val_every == 0)
+            step=step, stage=k, slot_tokens=stage.batch_tokens // cfg.num_slots,
+            short_window=stage.short_window * cfg.window_block, long_window=long_window * cfg.window_block,
+            mtp_weights=tuple(mtp_weights), rotary=self.rotary[k], momentum=self.momentum_at(place),
+            normuon_lr=cfg.normuon_lr * factor, adam_lr=cfg.adam_lr * factor,
+            adam_step=step % cfg.adam_every == cfg.adam_every - 1, tied=step <= self.untie_step,
+            untie=step == self.untie_step, validate=cfg.val_every > 0 and step % cfg.val_every == 0)
 
     def warm_up_steps(self) -> list[int]:
         """Return the steps of whole run cycles around the start of every stage, in which every graph occurs."""
@@ -828,11 +808,15 @@ class ShardHeader(NamedTuple):
     vocab_size: int
     document_start: int
 
+    @property
+    def vocabulary(self) -> tuple[int, int]:
+        return self.vocab_size, self.document_start
+
 
 class Shard:
     """Tokens of one shard in memory, (tokens,) u16, and where its documents start."""
 
-    def __init__(self, tokens: np.ndarray, document_start: int) -> None:
+    def __init__(self, tokens: np.ndarray, document_start: int):
         self.tokens = tokens
         self.doc_starts = np.flatnonzero(tokens == document_start)
         self.doc_lengths = np.diff(self.doc_starts, append=len(tokens))
@@ -859,9 +843,10 @@ def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int) 
 def find_shards(pattern: str) -> list[ShardHeader]:
     """Return the headers of all shards of a pattern in name order, checked. Raises DataError."""
     if pattern.startswith(FORMULA):
+        need(re.fullmatch(FORMULA + r"\d+:\d+:\d+:\d+", pattern), "formula", pattern,
+             "formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS", "for example formula:512:511:40000:2", DataError)
         vocab, start, tokens, shards = map(int, pattern.removeprefix(FORMULA).split(":"))
         return [ShardHeader(f"{pattern}#{seed}", tokens, vocab, start) for seed in range(shards)]
-
     # Brackets in the name of a folder mean themselves; what matches nothing may still be the name of a file. Whatever
     # matches has to be a shard: silently skipping a broken link would train on less data.
     folder, name = os.path.split(pattern)
@@ -873,8 +858,9 @@ def find_shards(pattern: str) -> list[ShardHeader]:
 
 def read_header(path: Path) -> ShardHeader:
     """Read and check the first 1,024 bytes and the length of a shard. Raises DataError."""
-    need(path.is_file(), f"{path} as a shard", "no such file, or no regular one", "a .bin shard", "python "
-         "data/pocket.py or python data/cached_fineweb10B.py 9, or give --train_files= and --val_files=", DataError)
+    need(path.is_file(), f"{path} as a shard", f"no such file, or no regular one, seen from {os.getcwd()}",
+         "a .bin shard", "python data/pocket.py or python data/cached_fineweb10B.py 9, or give --train_files= and "
+         "--val_files=", DataError)
     size = path.stat().st_size
     words = np.fromfile(path, "<i4", HEADER_BYTES // 4)
     words.resize(HEADER_BYTES // 4)                                           # zeros if the file is shorter
@@ -906,7 +892,7 @@ def read_manifest(folder: Path) -> dict[str, str]:
                         "has it", "write the folder again, or remove this file if those beside it are sound") from None
 
 
-def check_manifest(path: Path, content: bytes | np.ndarray) -> None:
+def check_manifest(path: Path, content: bytes | np.ndarray):
     """Raise DataError if the manifest beside a file says that it had another content."""
     expected = read_manifest(path.parent).get(path.name)
     if expected is not None:
@@ -920,7 +906,7 @@ def load_shard(header: ShardHeader) -> Shard:
     """Read a shard, or make the tokens of its formula, and look at every token. Raises DataError."""
     name = header.name
     if name.startswith(FORMULA):
-        tokens = formula_tokens(int(name.rpartition("#")[2]), *header[1:])
+        tokens = formula_tokens(int(name.rpartition("#")[2]), header.tokens, *header.vocabulary)
     else:
         tokens = np.fromfile(name, "<u2", header.tokens, offset=HEADER_BYTES)
     shard = Shard(tokens, header.document_start)
@@ -947,19 +933,14 @@ def scan_shards(headers: Sequence[ShardHeader]) -> str:
     return digest.hexdigest()
 
 
-def shared_shards(train: Sequence[ShardHeader], val: Sequence[ShardHeader]) -> list[str]:
-    """Return the names of training shards that are validated with, too, links followed."""
-    validated = [os.path.realpath(header.name) for header in val]
-    return [header.name for header in train if os.path.realpath(header.name) in validated]
-
-
 def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Config:
     """Fill in the sizes that the shard headers decide. Raises DataError or ConfigError if they are contradicted."""
     first = train[0]
     for other in train + val:
-        need(other[2:] == first[2:], "shards of different vocabularies", f"{other[2:]} in {other.name}",
-             f"{first[2:]} (size, document start) as in {first.name}", "give one data set only", DataError)
-    vocab_size, document_start = first[2:]
+        need(other.vocabulary == first.vocabulary, "shards of different vocabularies",
+             f"{other.vocabulary} in {other.name}", f"{first.vocabulary} (size, document start) as in {first.name}",
+             "give one data set only", DataError)
+    vocab_size, document_start = first.vocabulary
     for name, stored in (("vocab_size", vocab_size), ("document_start", document_start)):
         given = getattr(cfg, name)
         need(given in (getattr(Config, name), stored), f"--{name}", given, f"{stored}, header of {first.name}",
@@ -972,10 +953,11 @@ def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]) -> Co
                    bigram_rows=bigram_rows)
 
 
-def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader]) -> None:
-    """Raise DataError before anything is built if the shards cannot last for the plan."""
+def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader], val: list[ShardHeader]):
+    """Raise DataError before anything is built if the shards cannot last for the plan, or hold too few whole blocks."""
     # A lower bound: packing drops ends of documents and of shards. With --time_budget nobody knows the steps yet.
-    counts = schedule.planned_counts()
+    last = min(cfg.max_steps or schedule.total_steps, schedule.total_steps)
+    counts = np.diff(np.minimum((0, *schedule.ends), last)).tolist()          # steps of each stage
     blocks = [stage.batch_tokens + cfg.num_slots for stage in cfg.stages]     # a slot has one more, its last target
     needed = sum(count * tokens for count, tokens in zip(counts, blocks))
     have = cfg.epochs * sum(header.tokens for header in train)
@@ -983,16 +965,11 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader])
          f"{have} in {len(train)} shards of {cfg.train_files!r}", f"{needed} for {sum(counts)} steps",
          "fetch more shards (FineWeb: python data/cached_fineweb10B.py N), take fewer steps "
          "(--num_scheduled_steps), or cycle with --epochs=0", DataError)
-
     # A block never crosses a border of shards.
     largest_block = max(tokens for count, tokens in zip(counts, blocks) if count > 0)
     largest_shard = max(header.tokens for header in train)
     need(largest_block <= largest_shard, "training shards are too small", f"at most {largest_shard} tokens",
          f"{largest_block} for a step's batch", "larger shards, or smaller batches in --stages", DataError)
-
-
-def check_enough_validation(cfg: Config, val: list[ShardHeader]) -> None:
-    """Raise DataError if the shards hold fewer whole blocks than val_tokens asks for."""
     tokens = sum(whole_blocks(header.tokens, cfg.val_batch_tokens) for header in val)
     need(tokens >= cfg.val_tokens, "too few validation tokens", f"{tokens} in blocks of {cfg.val_files!r}",
          cfg.val_tokens, f"more shards, or --val_tokens={tokens} with a --val_batch_tokens that divides it", DataError)
@@ -1021,7 +998,6 @@ def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int, m
 
 
 def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray) -> Slot:
-    """Join the pieces from starts to ends of a shard's tokens."""
     pieces = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
     cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
     cu_seqlens[-1] -= 1                                                       # the last token is a target only
@@ -1112,7 +1088,6 @@ class RowUpdate:
     fresh: Tensor                        # (f,) i64: index into `places` of the rows that the update before has not
     kept: Tensor                         # (u - f,) i64: index into `places` of those that it has,
     kept_from: Tensor                    # (u - f,) i64: and the index of the same rows into its places
-    follows: RowUpdate | None            # the update before; None: there is none
 
 
 def distinct_with_places(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -1159,14 +1134,14 @@ class TablePlan:
         # Rows are read from the head, which every rank has: nothing travels.
         return self.head_columns is not None
 
-    def change_lists(self, change: Callable[[Tensor], Tensor]) -> None:
+    def change_lists(self, change: Callable[[Tensor], Tensor]):
         """Replace each list of rows by change(list): by its copy on the device."""
         self.my_rows = change(self.my_rows)
         self.requested_rows = change(self.requested_rows)
         if self.tied:
             self.head_columns = change(self.head_columns)
 
-    def count_bytes(self, rank: int, send_counts: list[int], recv_counts: list[int], item_bytes: int) -> None:
+    def count_bytes(self, rank: int, send_counts: list[int], recv_counts: list[int], item_bytes: int):
         """Count what an exchange of lists moves between this rank and others; counts are items by rank."""
         self.sent += (sum(send_counts) - send_counts[rank]) * item_bytes
         self.received += (sum(recv_counts) - recv_counts[rank]) * item_bytes
@@ -1183,7 +1158,6 @@ class Batch(NamedTuple):
     signs: dict[str, Tensor] = {}        # by table that has signs, (b, T) i32: which vector of signs
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        """Return the batch with change(tensor) for each tensor."""
         step, plans, tokens, targets, cu_seqlens, rows, signs = self
         rows = {label: change(x) for label, x in rows.items()}
         signs = {label: change(x) for label, x in signs.items()}
@@ -1196,7 +1170,7 @@ class Batch(NamedTuple):
 class Planner:
     """Makes the batches of a cycle and their row plans. Pure, but for the exchange with other ranks."""
 
-    def __init__(self, cfg: Config, fabric: Fabric, exchange: Callable | None = None) -> None:
+    def __init__(self, cfg: Config, fabric: Fabric, exchange: Callable | None = None):
         # exchange(plans) puts in what other ranks request of this one; None: they request nothing.
         self.cfg = cfg
         self.fabric = fabric
@@ -1286,7 +1260,7 @@ class Loader:
     Taking a cycle starts the work on the next, so what a batch holds never depends on timing."""
 
     def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], cycles: Iterable[list[Values]],
-                 exchange: Callable | None = None, purpose: str = "train") -> None:
+                 exchange: Callable | None = None, purpose: str = "train"):
         """cycles: the Values of each cycle's steps, asked for on the background thread; exchange: see Planner."""
         self.cfg = cfg
         self.fabric = fabric
@@ -1296,7 +1270,6 @@ class Loader:
         self.planner = Planner(cfg, fabric, exchange)
         self.worker = ThreadPoolExecutor(1, "loader", initializer=fabric.enter_thread)
         self.reader = ThreadPoolExecutor(1, "shard-reader")
-
         passes = range(cfg.epochs) if cfg.epochs else itertools.count()
         self.shards = (self.reader.submit(load_shard, header) for _ in passes for header in headers)
         self.upcoming: Future | None = None          # the shard after the one in use
@@ -1306,12 +1279,11 @@ class Loader:
         self.ready: list[Batch] = []                 # batches of this cycle that are not taken yet
         self.plans_in_use: dict[str, TablePlan] = {}
 
-    def skip(self, steps: Iterable[Values]) -> None:
-        """Pass over what the steps of an earlier run have read."""
+    def skip(self, steps: Iterable[Values]):
         for values in steps:
             self._block(values)
 
-    def start(self) -> None:
+    def start(self):
         """Begin to read. Called when the clock starts, for reading and packing are on it."""
         self.ahead = self.worker.submit(self._make_cycle)
 
@@ -1341,7 +1313,7 @@ class Loader:
             return None
         return batches[0].plans if batches else None
 
-    def close(self) -> None:
+    def close(self):
         for pool in (self.worker, self.reader):
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -1374,14 +1346,14 @@ class Loader:
                         f"{len(self.headers)} shards of {self.cfg.train_files!r}: enough for {values.step} steps",
                         f"room for {self.cfg.num_slots} x {values.slot_tokens + 1} tokens in one shard, at most "
                         f"{self.cfg.max_doc_len} of each document",
-                        f"more or larger shards, at most {values.step} steps (--max_steps), or --epochs=0 to cycle")
+                        f"more or larger shards, --max_steps={values.step} or fewer, or --epochs=0 to cycle")
 
 
 class ValidationSet:
     """The validation slots in memory, and what is known of their text."""
 
     def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader],
-                 exchange: Callable | None = None, purpose: str = "validation") -> None:
+                 exchange: Callable | None = None, purpose: str = "validation"):
         self.cfg = cfg
         self.fabric = fabric
         self.purpose = purpose
@@ -1453,7 +1425,6 @@ SIGN_SEED = 92                           # of the vectors of signs; any number w
 LOGITS_AT_ONCE = 1 << 19                 # in passes of a CPU: they and what is made of them stay in its cache
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # z = 23 sigmoid((logit + 5) / 7.5)
 
-once_differentiable = torch.autograd.function.once_differentiable             # refuses a gradient of a gradient
 tl: Any = None                           # triton.language, from the first launch on: only a GPU needs the package
 
 
@@ -1465,22 +1436,15 @@ def jitted(kernel: Callable) -> Any:
     return triton.jit(kernel)
 
 
-def custom_op(name: str, *mutates: str) -> Callable:
-    """Register a function as a torch custom op; `mutates` names the arguments that it changes in place.
-    Compiled graphs hold the op, which is the call's `op`; eager code is spared its 90 microseconds."""
-    def decorate(body: Callable) -> Callable:
-        op = torch.library.custom_op(name, body, mutates_args=mutates)
-
-        @functools.wraps(body)
-        def call(*args: Any) -> Any:
-            if torch.compiler.is_compiling():
-                return op(*args)
-            with torch.no_grad():
-                return body(*args)
-
-        call.op = op
-        return call
-    return decorate
+def first_order(backward: Callable) -> Callable:
+    """Refuse create_graph=True: weight gradients are written where autograd does not see them. Raises RunError."""
+    # torch's once_differentiable lets a gradient pass as a constant where the one that arrives is constant.
+    @functools.wraps(backward)
+    def call(ctx, *grads):
+        need(not torch.is_grad_enabled() or torch.compiler.is_compiling(), "a backward", "create_graph=True",
+             "gradients of the first order", "leave it out, or use torch's own operations", RunError)
+        return backward(ctx, *grads)
+    return call
 
 
 def accum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -1503,14 +1467,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # ---- Attention
 @dataclass(frozen=True)
 class AttentionSpan:
-    """How far attention looks. A graph is compiled anew for each value of a field that it reads, but `numbers`, the
-    same in one tensor (3,) f64 on the CPU, is an input of the graph."""
-
+    """How far attention looks. A graph is compiled anew for each value of a field that it reads, but takes `numbers`,
+    the same three in a tensor (3,) f64 on the CPU, as an input."""
     max_len: int                         # upper bound of a document's length, in positions
     window: int                          # keys before its own that a query sees at most
     scale: float                         # of the softmax
 
-    def __post_init__(self) -> None:
+    def __post_init__(self):
         numbers = torch.tensor((self.max_len, self.window, self.scale), dtype=torch.float64, device="cpu")
         object.__setattr__(self, "numbers", numbers)          # frozen, so that they never differ from the fields
 
@@ -1551,14 +1514,14 @@ class Varlen(torch.autograd.Function):
     Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> Tensor:
-        out, logsumexp, generator = varlen(q, k, v, cu_seqlens, numbers)
-        ctx.save_for_backward(q, k, v, cu_seqlens, numbers, out, logsumexp, generator)
+    def forward(ctx, *inputs):
+        out, *for_backward = varlen(*inputs)
+        ctx.save_for_backward(*inputs, out, *for_backward)
         return out
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    @first_order
+    def backward(ctx, grad):
         return *varlen_backward(grad, *ctx.saved_tensors), None, None
 
 
@@ -1575,25 +1538,25 @@ def varlen_arguments(cu_seqlens: Tensor, numbers: Tensor) -> dict[str, Any]:
                 scale=scale, window_size=[int(window), 0])    # keys before and after a query, the first one inclusive
 
 
-@custom_op("train_gpt::varlen")
+@torch.library.custom_op("train_gpt::varlen", mutates_args=())
 def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(output, and for the backward: log-sum-exp, state of a generator)"""
     return torchs_varlen()._varlen_attn(q, k, v, **varlen_arguments(cu_seqlens, numbers))
 
 
-@varlen.op.register_fake
+@varlen.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torchs_varlen()._varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_q=1, max_k=1)       # any length will do
 
 
-@custom_op("train_gpt::varlen_backward")
+@torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
 def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor,
                     out: Tensor, logsumexp: Tensor, generator: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torchs_varlen()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator,
                                                  **varlen_arguments(cu_seqlens, numbers))
 
 
-@varlen_backward.op.register_fake
+@varlen_backward.register_fake
 def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
@@ -1604,12 +1567,8 @@ FLAG = "grad_added_to_main_grad"         # set True on a weight that has it, aft
 
 class WeightPart(NamedTuple):
     """One matrix of a weight, and where its gradient goes.
-    A fork gives a weight (R, C) of its own a main_grad in three lines,
-        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
-        weight.writes = torch.zeros(1, dtype=torch.int64)
-        y = linear(x, as_part(weight))
-    reads it where it updates, and clears it by weight.writes.zero_()."""
-
+    For a main_grad of its own a weight (R, C) needs main_grad = zeros (R, C) and writes = zeros (1,) i64 on the CPU as
+    attributes; then linear(x, as_part(weight)) adds there, and writes.zero_() clears it."""
     weight: Tensor                       # the parameter
     matrix: Tensor                       # (R, C), all of it, or a view of a part
     main_grad: Tensor | None = None      # (R, C), the same part of the buffer; None: autograd keeps the gradient
@@ -1636,12 +1595,10 @@ def bank_parts(bank: Tensor, heights: tuple[int, ...]) -> list[list[WeightPart]]
     return by_layer
 
 
-@custom_op("train_gpt::wgrad_accumulate", "main_grad", "writes")
 def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, b: Tensor | None) -> None:
     """main_grad (+)= a^T b: the first write of a part since its clear overwrites whatever stands there.
-    main_grad  (R, C) one matrix of a buffer: f32, f64, or the dtype of a and b; in this dtype it adds
-    writes     (parts,) i64 on the CPU: writes of each part since the clear, counted here
-    a, b       (N, R), (N, C); b None: a is the product itself, (R, C)"""
+    main_grad (R, C) is one matrix of a buffer, in f32, f64 or the dtype of a and b, and adds in its dtype. writes
+    (parts,) i64 on the CPU counts since the clear. a (N, R), b (N, C); b None: a is the product itself, (R, C)."""
     # The count is read on the CPU, so that first and further writes are one graph. beta 0: what stands is not read.
     beta = min(int(writes[number]), 1)
     writes[number] += 1
@@ -1656,14 +1613,20 @@ def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, 
         main_grad.addmm_(a.t().to(dtype), b.to(dtype), beta=beta)
 
 
+# What graphs call; eager code calls the function itself, for the op's dispatch takes 90 microseconds.
+wgrad_op = torch.library.custom_op("train_gpt::wgrad_accumulate", wgrad_accumulate,
+                                   mutates_args=("main_grad", "writes"))
+
+
 def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | None:
     """Put a^T b, or a if b is None, where the gradient of a part belongs. Returns what backward gives autograd."""
     if part.delayed is not None:
-        part.delayed.append((part, a, b))
+        part.delayed.append((part, a, b, versions_of(a, b)))
     elif part.main_grad is None:
         return a if b is None else a.t() @ b
     else:
-        wgrad_accumulate(part.main_grad, part.weight.writes, part.number, a, b)
+        write = wgrad_op if torch.compiler.is_compiling() else wgrad_accumulate
+        write(part.main_grad, part.weight.writes, part.number, a, b)
     # Autograd never gets main_grad or a view of it, for it may keep what it gets as .grad and add to it: so None,
     # or for a weight with FLAG a dummy of its own, so that hooks run.
     if part.main_grad is None or not hasattr(part.weight, FLAG):
@@ -1672,11 +1635,18 @@ def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | 
     return torch.zeros_like(part.matrix)
 
 
+def versions_of(*factors: Tensor | None) -> list[int]:
+    return [x._version for x in factors if x is not None]                     # each change in place counts one more
+
+
 @torch.no_grad()
-def flush(delayed: list) -> None:
-    """Compute the delayed gradients in the order of their backwards, into main_grad or else into .grad.
-    Inputs and gradients of the products must still be what they were in the backward."""
-    for part, a, b in delayed:
+def flush(delayed: list):
+    """Compute the delayed gradients into main_grad or else into .grad. Raises RunError if a factor has changed."""
+    for part, a, b, versions in delayed:
+        need(versions == versions_of(a, b), f"a delayed gradient of a weight {tuple(part.matrix.shape)}",
+             "an input or a gradient of the product that was changed in place after its backward",
+             "the values that the backward had", "flush before the change, or change a copy", RunError)
+    for part, a, b, _ in delayed:
         wgrad = accumulate_wgrad(part._replace(delayed=None), a, b)
         if part.main_grad is None:
             part.matrix.grad = wgrad if part.matrix.grad is None else part.matrix.grad + wgrad
@@ -1694,7 +1664,7 @@ class LinearFunction(torch.autograd.Function):
         return F.linear(x, weight)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         x, scale, matrix = ctx.saved_tensors
         weight = matrix if scale is None else scale * matrix
@@ -1702,8 +1672,9 @@ class LinearFunction(torch.autograd.Function):
         a, b = grad.flatten(0, -2), x.flatten(0, -2)
         grad_scale = grad_matrix = None
         if scale is not None:
-            # The product is a scratch as wide as main_grad: its f32 sums, rounded to bf16, would gain little.
-            dtype = a.dtype if ctx.part.main_grad is None else torch.promote_types(a.dtype, ctx.part.main_grad.dtype)
+            # A product rounded to bf16 would waste an f32 main_grad: the scratch is as wide as that.
+            main_grad = ctx.part.main_grad
+            dtype = a.dtype if main_grad is None else torch.promote_types(a.dtype, main_grad.dtype)
             if a.is_cuda and a.dtype != dtype:
                 product = torch.mm(a.t(), b, out_dtype=dtype)
             else:
@@ -1734,9 +1705,9 @@ DESCRIBED_BYTES = 16                     # that divide each line of an array wit
 def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.constexpr, ROWS: tl.constexpr,
                    COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
     """out = max(x w^T, 0)^2; BACKWARD: 2 (x w^T) sqrt(squares).
-    x (count, depth), w (columns, depth), out and squares (count, columns) A program goes from tile to tile and loads
-    for the next one while it stores: in two halves, which leaves shared memory to the loads. Descriptors count in 64
-    bits and end at the edges: beyond, they read 0."""
+    x (count, depth), w (columns, depth), out and squares (count, columns)."""
+    # A program goes from tile to tile and loads for the next one while it stores: in two halves, which leaves shared
+    # memory to the loads. Descriptors count in 64 bits and end at the edges: beyond, they read 0.
     HALF: tl.constexpr = COLUMNS // 2
     x_lines = tl.make_tensor_descriptor(x, [count, depth], [depth, 1], [ROWS, DEPTH])
     w_lines = tl.make_tensor_descriptor(w, [columns, depth], [depth, 1], [COLUMNS, DEPTH])
@@ -1820,7 +1791,7 @@ class ReluSqMLP(torch.autograd.Function):
         return (squares @ down_matrix).view_as(n)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad):
         n, squares, up_matrix, down_matrix = ctx.saved_tensors
         grad_y = grad.flatten(0, -2)
@@ -1897,8 +1868,7 @@ def subtract_one_hot(grad: Tensor, ids: Tensor, token_weights: Tensor) -> Tensor
 
 def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor, factor: float) -> Tensor:
     """logits (N, V), ids and token_weights (N, G) -> sum over k of token_weights[k] * -log softmax(z)[ids[k]], (N,).
-    Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits, computed here because
-    the softmax is already available."""
+    Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits: the softmax is here."""
     if torch.compiler.is_compiling():
         # Two sweeps, which fuse, in powers of 2, which take fewer instructions: a softmax would leave (N, V) in f32.
         cap = LOGIT_CAP * math.log2(math.e)                                   # of z / ln 2
@@ -1944,22 +1914,20 @@ class HeadLoss(torch.autograd.Function):
     y (N, D), w (D, V), targets (B, T) i64 with B * T = N, weights (G,). Returns each position's loss, (N,) f32 or f64:
         sum over k < G with t + k < T of weights[k] * (lse_t - z_t[targets[t + k]]),  z = 23 sigmoid((y w + 5) / 7.5).
     Targets cross documents and stop at the slot's end; all V columns are in the softmax. With precision "fp8" or
-    "emulated", y and w are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448: the
-    seed of the backward, loss_weight, moves the scale, never the payload. Any other factor of a position is in the
-    payload for w's gradient, and exact for y's."""
+    "emulated", y and w are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448."""
 
     @staticmethod
     def forward(ctx, y, w, targets, weights, loss_weight, precision, logits_dtype, part):
         ctx.part = part
         ctx.precision = precision
-        ctx.accum_dtype = accum_dtype(y.dtype)
+        accum = accum_dtype(y.dtype)
         # What waits for the backward is the gradient of the logits, in their place or, in fp8, in half their bytes.
         if precision == "plain":
             logits = grad = y @ w
             factor = 1.0                                                      # LOGIT_WIDTH is the backward's
         else:
             native = precision == "fp8"
-            product_dtype = logits_dtype if native else ctx.accum_dtype
+            product_dtype = logits_dtype if native else accum
             scale = torch.full((), FP8_Y_SCALE * FP8_W_SCALE, dtype=torch.float64, device=y.device)
             y = e4m3(y, FP8_Y_SCALE)
             w = e4m3(w, FP8_W_SCALE)
@@ -1967,13 +1935,13 @@ class HeadLoss(torch.autograd.Function):
             grad = torch.empty_like(logits, dtype=torch.float8_e5m2)
             factor = 1 / (LOGIT_WIDTH * FP8_GRAD_SCALE)
 
-        next_ids, token_weights = mtp_targets(targets, weights.to(ctx.accum_dtype))
+        next_ids, token_weights = mtp_targets(targets, weights.to(accum))
         losses = losses_with_gradient(logits, next_ids, token_weights, grad, factor)
         ctx.save_for_backward(y, w, grad, loss_weight)
         return losses
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx, grad_losses):
         y, w, grad, loss_weight = ctx.saved_tensors
         grad_w = None                                                         # of a frozen head
@@ -1984,15 +1952,16 @@ class HeadLoss(torch.autograd.Function):
                 grad_w = accumulate_wgrad(ctx.part, factor * y, grad)
             return grad_y, grad_w, None, None, None, None, None, None
 
-        # The trainer's own factor is 1 in every position. A loss_weight of 0 makes gradients of 0, not of 0 / 0.
+        # The seed of the backward, loss_weight, moves the scale, never the payload; 0 makes gradients of 0, not 0 / 0.
+        # Any other factor of a position (the trainer has none) is in the payload for w's gradient, and exact for y's.
         factor = torch.where(loss_weight == 0, 0, grad_losses / loss_weight)[:, None]
         scale = loss_weight.double() * FP8_GRAD_SCALE
         native = ctx.precision == "fp8"
-        dtype_y = torch.bfloat16 if native else ctx.accum_dtype
+        dtype_y = torch.bfloat16 if native else factor.dtype
         grad_y = factor.to(dtype_y) * fp8_product(grad, w.t(), scale * FP8_W_SCALE, native, dtype_y)
         if ctx.needs_input_grad[1]:
             payload = (factor * grad.to(factor.dtype)).to(grad.dtype)         # part of the copy into columns
-            product = fp8_product(y.t().contiguous(), payload, scale * FP8_Y_SCALE, native, ctx.accum_dtype)
+            product = fp8_product(y.t().contiguous(), payload, scale * FP8_Y_SCALE, native, factor.dtype)
             grad_w = accumulate_wgrad(ctx.part, product, None)                # it cannot add: a scratch
         return grad_y, grad_w, None, None, None, None, None, None
 
@@ -2006,8 +1975,8 @@ def sign_vectors(width: int) -> Tensor:
 
 
 def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
-    """row_grads[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours.
-    One program for each i: that of a row's first line adds all lines of the row, LINES at a time; the others end."""
+    """row_grads[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours."""
+    # One program for each i: that of a row's first line adds all lines of the row, LINES at a time; the others end.
     first = tl.program_id(0)
     row = tl.load(rows + first)
     row_before = tl.load(rows + first - 1, mask=first > 0, other=-1)          # none is -1
@@ -2031,21 +2000,21 @@ def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.conste
         tl.store(target, total, mask=inside)
 
 
-@custom_op("train_gpt::add_rows", "row_grads")
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
-    """row_grads[index[i]] += grad[i] in a fixed order.
-    row_grads (P, D) f32 or f64, index (...) i32 or i64, grad (..., D)"""
+    """row_grads[index[i]] += grad[i] in a fixed order; row_grads (P, D) f32 or f64, index (...), grad (..., D)."""
     index = index.flatten()
     grad = grad.flatten(0, -2)
     if not grad.is_cuda:
         row_grads.index_add_(0, index.long(), grad.to(row_grads.dtype))
         return
-
     rows, order = index.sort(stable=True)                                     # a row's lines stay in their order
     count, width = grad.shape
     launch = jitted(add_rows_kernel)[(count,)]
     sizes = dict(LINES=ADD_ROWS_LINES, WIDTH=1 << (width - 1).bit_length())   # the next power of 2
     launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)
+
+
+add_rows_op = torch.library.custom_op("train_gpt::add_rows", add_rows, mutates_args=("row_grads",))       # for graphs
 
 
 class RowLookup(torch.autograd.Function):
@@ -2058,28 +2027,26 @@ class RowLookup(torch.autograd.Function):
         return F.embedding(index, source)
 
     @staticmethod
+    @first_order
     def backward(ctx, grad):
         (index,) = ctx.saved_tensors
-        add_rows(ctx.row_grads, index, grad)
+        add = add_rows_op if torch.compiler.is_compiling() else add_rows
+        add(ctx.row_grads, index, grad)
         return None, None, None
 
 
 # ====== Room 5: Model =================================================================================================
-Shape = tuple[int, ...]
-Generator = torch.Generator
-
-
 class Parameter(NamedTuple):
     """One row of the parameter table: all about a parameter but its place in the forward pass."""
     label: str
-    shape: Shape
-    init: Callable[[Generator, Shape], Tensor]                                # draws f32, in logical order
+    shape: tuple[int, ...]
+    init: tuple[str, Any]                # distribution and its number, as initial_values draws it
     optimizer: str                       # "normuon" for banks of matrices, "adam", or "rowwise": room 6 keeps its rows
     sharded: bool                        # updated by the owners of its rows or matrices, or by every rank alike
     lr_mul: float = 1.0
     wd_mul: float = 1.0
     betas: tuple[float, float] = (0.9, 0.99)
-    parts: Shape = ()                    # heights of a layer's matrices in its main_grad; (): autograd's gradient
+    parts: tuple[int, ...] = ()          # heights of a layer's matrices in its main_grad; (): autograd's gradient
     full_precision: bool = False         # f32 where the weights are bf16
     rows: Table | None = None            # of an embedding whose rows travel one by one
 
@@ -2099,21 +2066,20 @@ QKVO = 4                                 # matrices of one attention layer, belo
 QKV = 3                                  # of them, those before the attention
 
 
-def normal(std: float, generator: Generator, shape: Shape) -> Tensor:
-    return torch.randn(shape, generator=generator) * std
-
-
-def uniform(bound: float, generator: Generator, shape: Shape) -> Tensor:
-    return torch.rand(shape, generator=generator) * (2 * bound) - bound
-
-
-def up_uniform(bound: float, generator: Generator, shape: Shape) -> Tensor:
-    up = uniform(bound, generator, (shape[0], 1, *shape[2:]))
-    return torch.cat((up, torch.zeros_like(up)), dim=1)                       # down is zero: MLPs begin as nothing
-
-
-def constant(values: Sequence[float], _: Generator, shape: Shape) -> Tensor:
-    return torch.tensor(values).expand(shape)                                 # the values, or the one value everywhere
+def initial_values(row: Parameter, generator: torch.Generator) -> Tensor:
+    """Draw a parameter's initial values, f32 in logical order."""
+    kind, number = row.init
+    shape = row.shape
+    if kind == "constant":
+        return torch.tensor(number).expand(shape)                             # one value for all, or each its own
+    if kind == "normal":
+        return torch.randn(shape, generator=generator) * number
+    if kind == "up":
+        shape = (shape[0], 1, *shape[2:])
+    drawn = torch.rand(shape, generator=generator) * (2 * number) - number
+    if kind == "up":                                                          # down is zero: an MLP starts as nothing
+        drawn = torch.cat((drawn, torch.zeros_like(drawn)), dim=1)
+    return drawn
 
 
 def scalar_values(cfg: Config) -> dict[str, tuple[float, ...]]:
@@ -2130,7 +2096,7 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     scalars = sum(scalar_values(cfg).values(), ())
 
     # What several rows of the table have in common.
-    zeros = functools.partial(constant, [0.0])
+    zeros = "constant", 0.0
     bound = 3**0.5 * 0.5 * D**-0.5                                            # a standard deviation of 0.5 / sqrt(D)
     bank = dict(optimizer="normuon", sharded=True)
     small = dict(optimizer="adam", sharded=False)
@@ -2138,18 +2104,17 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     table = dict(optimizer="adam", sharded=True, lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
     head = dict(optimizer="adam", sharded=True, lr_mul=1, wd_mul=150, betas=(0.5, 0.95))
     by_recipe = (
-        Parameter("attn", (A, QKVO * D, D), functools.partial(uniform, bound), **bank, parts=(QKV * D, D)),
-        Parameter("mlp", (L, UP_AND_DOWN, inside, D), functools.partial(up_uniform, bound), **bank,
-                  parts=(inside, inside)),
-        Parameter("scalars", (len(scalars),), functools.partial(constant, scalars), **exact),
+        Parameter("attn", (A, QKVO * D, D), ("uniform", bound), **bank, parts=(QKV * D, D)),
+        Parameter("mlp", (L, UP_AND_DOWN, inside, D), ("up", bound), **bank, parts=(inside, inside)),
+        Parameter("scalars", (len(scalars),), ("constant", scalars), **exact),
         Parameter("x0_lambdas", (L,), zeros, **exact, betas=(0.65, 0.95)),
         Parameter("smear_gate", (1, GATE_INPUTS), zeros, **small, lr_mul=0.01, wd_mul=0),
         Parameter("skip_gate", (1, GATE_INPUTS), zeros, **small, lr_mul=0.05, wd_mul=0),
         Parameter("attn_gate_bank", (A, H, GATE_INPUTS), zeros, **small),
         Parameter("ve_gate_bank", (value_gates, H, GATE_INPUTS), zeros, **small),
         Parameter("bigram_embed", (bigrams.rows, D), zeros, **table, rows=bigrams),
-        Parameter("value_embed", (values.rows, D), functools.partial(normal, 0.01), **table, rows=values),
-        Parameter("lm_head", (D, V), functools.partial(normal, 0.005), **head, parts=(D,)),
+        Parameter("value_embed", (values.rows, D), ("normal", 0.01), **table, rows=values),
+        Parameter("lm_head", (D, V), ("normal", 0.005), **head, parts=(D,)),
         Parameter("embed", (embed.rows, D), zeros, **head, rows=embed),       # lm_head^T while they are tied
     )
     # The row-wise rule has no first moment.
@@ -2171,7 +2136,7 @@ def spans_of(short: int, long: int, max_len: int, scale: float) -> AttentionSpan
 class GPT(nn.Module):
     """Recipe A, section 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
 
-    def __init__(self, cfg: Config, attention: Callable, rotary_len: int, shard_rows: dict[str, int]) -> None:
+    def __init__(self, cfg: Config, attention: Callable, rotary_len: int, shard_rows: dict[str, int]):
         """rotary_len: the longest slot in tokens. shard_rows: rows that this rank keeps, by label of a table."""
         super().__init__()
         self.heads = cfg.num_heads
@@ -2196,20 +2161,20 @@ class GPT(nn.Module):
         self.turning: dict[tuple[float, ...], Tensor] = {}    # angle per position of each channel, by frequencies
 
     @torch.no_grad()
-    def set_initial_values(self, seed: int, shard: Callable[[str, Tensor], Tensor]) -> None:
-        """Draw all parameters; shard: (label, whole parameter) -> the part that is here."""
+    def set_initial_values(self, seed: int, shard: Callable[[str, Tensor], Tensor]):
+        """Draw all parameters. shard: (label, whole parameter) -> the part that is here."""
         for label, row in self.table.items():
             # Each label has a generator of its own, so that a parameter more or less changes no other.
             digest = hashlib.sha256(f"{seed}/{label}".encode()).digest()
-            own_seed = int.from_bytes(digest[:8], "little", signed=True)
-            drawn = shard(label, row.init(Generator().manual_seed(own_seed), row.shape))
+            generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+            drawn = shard(label, initial_values(row, generator))
             if not row.full_precision:
                 drawn = drawn.bfloat16()                                      # the same numbers in any dtype
             self.get_parameter(label).copy_(drawn)
         self.embed.copy_(shard("embed", self.lm_head.t()))
 
     @torch.no_grad()
-    def set_rotary(self, frequencies: tuple[float, ...]) -> None:
+    def set_rotary(self, frequencies: tuple[float, ...]):
         """Refill cos and sin of position * frequency in place; angles in f32 (f64 in an f64 run)."""
         dtype = accum_dtype(self.rotary_cos.dtype)
         device = self.rotary_cos.device
@@ -2321,7 +2286,8 @@ class GPT(nn.Module):
     def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: Sequence[tuple[int, Tensor]],
                cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
         """Attention of one layer before its gate and output matrix, qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E).
-        value_rows: (place of the gate, rows (B, T, D)) that join the values. Positions count in the slot."""
+        value_rows: (place of the gate, rows (B, T, D)) that join the values. Angles are of positions in the slot, the
+        span is in positions."""
         slots, length, _ = n.shape
         q, k, v = qkv.view(slots, length, QKV, self.heads, self.head_dim).unbind(2)
         q = rms_norm(q)
@@ -2334,31 +2300,26 @@ class GPT(nn.Module):
                 features = torch.cat((n[..., :half], rows[..., :half]), dim=-1)
             gate = 2 * gate_of(features, self.ve_gate_bank[place])
             v = v + gate[..., None] * rows.view(v.shape)
-        if layer.attention == "paired":
-            return self.attend_paired(q, k, v, cu_seqlens, span)
 
-        turn = self.rotary_cos[:length, None], self.rotary_sin[:length, None]                # (T, 1, E), for every head
-        q = rotate(q, *turn)
-        k = rotate(k, *turn)
+        # Paired layers put heads j and j + H/2 of token t at 2t and 2t + 1 of one sequence. The angles follow another
+        # pairing, even heads at 2t and odd heads at 2t + 1: the peer assigns them before it regroups, and its published
+        # losses contain that (recipe 9.1).
+        per_token = 1                                                         # positions
+        if layer.attention == "paired":
+            per_token = 2
+            cu_seqlens = 2 * cu_seqlens
+        cos = self.rotary_cos[:per_token * length].view(length, 1, per_token, -1)          # for all heads of a place
+        sin = self.rotary_sin[:per_token * length].view(length, 1, per_token, -1)
+        by_place = (slots, length, self.heads // per_token, per_token, self.head_dim)
+        q = rotate(q.view(by_place), cos, sin)
+        k = rotate(k.view(by_place), cos, sin)
         # The half of a key that does not rotate is that of the token before, in its document or not.
         if layer.key_shift:
             turning, still = k.chunk(2, dim=-1)
             shifted = torch.cat((still[:, :1], still[:, :-1]), dim=1)         # a slot's first token keeps its own
             k = torch.cat((turning, shifted), dim=-1)
-        return self.attention(*(x.flatten(0, 1) for x in (q, k, v)), cu_seqlens, span).view(v.shape)
-
-    def attend_paired(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
-        """q, k, v (B, T, H, E) -> (B, T, H, E); heads j and j + H/2 of token t stand at 2t and 2t + 1 of one sequence.
-        The angles follow another pairing, even heads at 2t and odd heads at 2t + 1: the peer assigns them before it
-        regroups, and its published losses contain that (recipe 9.1). The span counts positions."""
-        slots, length, heads, width = q.shape
-        cos = self.rotary_cos[:2 * length].view(length, 1, 2, -1)             # of the places 2t and 2t + 1
-        sin = self.rotary_sin[:2 * length].view(length, 1, 2, -1)
-        neighbours = (slots, length, heads // 2, 2, width)
-        q = rotate(q.view(neighbours), cos, sin)
-        k = rotate(k.view(neighbours), cos, sin)
-        flat = [x.reshape(-1, heads // 2, width) for x in (q, k, v)]          # the lower half of the heads, the upper
-        return self.attention(*flat, 2 * cu_seqlens, span).view(v.shape)
+        flat = [x.reshape(-1, self.heads // per_token, self.head_dim) for x in (q, k, v)]
+        return self.attention(*flat, cu_seqlens, span).view(v.shape)
 
 
 def gate_of(features: Tensor, weight: Tensor) -> Tensor:
@@ -2372,11 +2333,11 @@ def gate_of(features: Tensor, weight: Tensor) -> Tensor:
 Wait = Callable[[], object]              # returns when what was launched is complete
 
 
-def no_wait(**_: Any) -> None:
-    """Do nothing: the wait where nothing is under way, and the report that nobody reads."""
+def no_wait(**_: Any):
+    """Do nothing: wait where nothing is under way, or report where nobody reads it."""
 
 
-def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, TablePlan]) -> None:
+def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, TablePlan]):
     """Tell every owner which of its rows this rank reads, and put into the plans what ranks request of this one.
     group: gloo's; None: the group of all ranks. Raises RunError where ranks disagree."""
     # By table and owner: the places that this rank reads in the owner's shard.
@@ -2418,11 +2379,11 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
 class RowTable:
     """One table on one rank: the shard that the rank owns, a cache of the rows that it reads, and gradients of both.
     Cache and row_grads hold the rows of one plan, in the order of its list. The shard of a dense-Adam table is a
-    parameter, all of which is updated; a single rank reads it without a cache. The shard of a row-wise table is in a
-    home, from which an update takes the requested rows and where it puts them back."""
+    parameter, all of which is updated; that of a row-wise table is in a home, from which an update takes the requested
+    rows and where it puts them back."""
 
     def __init__(self, table: Table, cfg: Config, fabric: Fabric, shard: Tensor | None, most_tokens: int,
-                 report: Callable) -> None:
+                 report: Callable):
         """shard (C, D): the parameter; None for a row-wise table. most_tokens: the most that a rank reads in a cycle.
         report(**facts) gets the traffic of each plan."""
         self.table = table
@@ -2454,8 +2415,8 @@ class RowTable:
         self.arrival: Wait = no_wait                                          # of the rows that are on their way
         self.reset()
 
-    def reset(self) -> None:
-        """Drop all but the rows: cache, gradients, counts, what is prepared."""
+    def reset(self):
+        """Drop all but the rows at home: cache, gradients, counts, prepared updates."""
         self._settle()
         self.cached: TablePlan | None = None                                  # the plan whose rows are in the cache
         self.live: RowState | None = None                                     # rows that the next update changes
@@ -2467,13 +2428,13 @@ class RowTable:
         else:
             self.home.invalidate()
 
-    def prepare(self, plan: TablePlan) -> None:
+    def prepare(self, plan: TablePlan):
         """Make a row-wise table's next update, a cycle ahead, and let its rows leave a host home."""
         if self.home is not None:
             plan.update = self.home.prepare(plan.requested_rows.numpy())
 
     @torch.no_grad()
-    def fetch(self, plan: TablePlan, head: Tensor) -> None:
+    def fetch(self, plan: TablePlan, head: Tensor):
         """Launch the plan's rows into the cache: after the owners' update, never before."""
         self._settle()
         if plan.update is None:
@@ -2531,13 +2492,13 @@ class RowTable:
             grad = torch.zeros_like(self.live.rows, dtype=self.row_grads.dtype)
             places = self._on_device(plan.update.inverse)
 
-        def add_in_rank_order() -> None:
+        def add_in_rank_order():
             wait()
             add_rows(grad, places, arrived)                                   # reader by reader
 
         return grad, add_in_rank_order
 
-    def add_to_head(self, head_grad: Tensor) -> None:
+    def add_to_head(self, head_grad: Tensor):
         """Add row_grads to the gradient of the head, (D, V), while head and embedding are tied."""
         for plan in self.pending:
             at = self._in_row_grads(plan)
@@ -2545,14 +2506,13 @@ class RowTable:
             self.row_grads[at] = 0                                            # rows of several plans count once
         self.clear()
 
-    def updated(self) -> None:
-        """Put the rows that an update has changed back into their home."""
+    def updated(self):
         plan, = self.pending
         self.home.put(plan.update, self.live)
 
-    def clear(self) -> None:
+    def clear(self):
         """Drop the gradients of the pending plans, and what is cached."""
-        # Row by row: most of a buffer, and of a shard, is zero already.
+        # Only the rows of the plans: the rest of the buffers is zero already.
         for plan in self.pending:
             self.row_grads[self._in_row_grads(plan)] = 0
             if self.home is None and not self.alone and not plan.tied:
@@ -2561,11 +2521,11 @@ class RowTable:
         self.pending = []
         self.cached = self.live = None                                        # makes room for those of the next update
         if self.debug:
-            strays = self.row_grads.any() or (self.home is None and self.grad.any())
-            need(not strays, f"gradients of {self.table.label}", "some in rows of no plan", "none", "report it",
-                 RunError)
+            buffers = [self.row_grads] if self.grad is None else [self.row_grads, self.grad]
+            need(not any(x.any() for x in buffers), f"gradients of {self.table.label}", "some in rows of no plan",
+                 "none", "report it", RunError)
 
-    def report_traffic(self, plan: TablePlan, dense_passes: int = 0) -> None:
+    def report_traffic(self, plan: TablePlan, dense_passes: int = 0):
         """Report what a plan has moved; dense_passes: how often dense mode would have moved the whole table."""
         # Nothing travels while tied, and nobody asks about warm-up and samples.
         purpose = plan.tag["purpose"]
@@ -2596,7 +2556,7 @@ class RowTable:
     def _in_row_grads(self, plan: TablePlan) -> Tensor | slice:
         return plan.my_rows if self.alone else slice(len(plan.my_rows))
 
-    def _settle(self) -> None:
+    def _settle(self):
         self.arrival()
         self.arrival = no_wait
 
@@ -2625,7 +2585,6 @@ class RowTable:
 # ---- Homes of row-wise tables: any number of rows, of which an update changes those that ranks request
 class RowState(NamedTuple):
     """Rows of a shard with their optimizer state."""
-
     rows: Tensor                         # (n, D)
     v: Tensor                            # (n,) f32 or f64: second moment
     last: Tensor                         # (n,) i32: number of the update that changed the row last; 0: none
@@ -2633,7 +2592,7 @@ class RowState(NamedTuple):
     def at(self, places: Tensor) -> RowState:
         return RowState(*(x.index_select(0, places) for x in self))
 
-    def put(self, places: Tensor, changed: RowState) -> None:
+    def put(self, places: Tensor, changed: RowState):
         for x, new in zip(self, changed):
             x.index_copy_(0, places, new)
 
@@ -2661,7 +2620,7 @@ def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 class DeviceHome:
     """Rows and state of a shard on the device."""
 
-    def __init__(self, table: Table, cfg: Config, fabric: Fabric) -> None:
+    def __init__(self, table: Table, cfg: Config, fabric: Fabric):
         self.fabric = fabric
         self.device = fabric.device
         self.forget_traffic()
@@ -2681,30 +2640,27 @@ class DeviceHome:
         """Return the update's rows on the device, as the update before has left them."""
         return self.stored.at(update.places.to(self.device, non_blocking=True))
 
-    def put(self, update: RowUpdate, changed: RowState) -> None:
-        """Store the rows that an update has changed."""
+    def put(self, update: RowUpdate, changed: RowState):
         self.stored.put(update.places.to(self.device, non_blocking=True), changed)
 
     def read(self, places: Tensor) -> Tensor:
-        """Return rows on the device, to be read only."""
         return self.stored.rows.index_select(0, places.to(self.device, non_blocking=True))
 
-    def settle(self) -> None:
-        """Wait until everything that was put is stored."""
+    settle = staticmethod(no_wait)       # waits until everything that was put is stored
 
-    def invalidate(self) -> None:
+    def invalidate(self):
         """Forget which updates are prepared, and their rows: those at home count."""
         self.forget_traffic()
 
-    def forget_traffic(self) -> None:
+    def forget_traffic(self):
         self.traffic = dict(bytes_up=0, bytes_down=0)                         # between host and device
 
     def touched_places(self, most_rows: int = PIECE_ROWS) -> Iterator[Tensor]:
-        """Yield the places of all rows that an update has ever changed, ascending, in pieces (n,) i64."""
+        """Yield the places of all rows that an update has ever changed, ascending, in pieces (n,)."""
         self.settle()
-        for places in self.stored.last.nonzero().flatten().split(most_rows):
-            if len(places) > 0:                                               # split() makes one empty piece of nothing
-                yield places
+        places = self.stored.last.nonzero().flatten()
+        for start in range(0, len(places), most_rows):
+            yield places[start:start + most_rows]
 
     def touched(self, most_rows: int = PIECE_ROWS) -> Iterator[tuple[Tensor, RowState]]:
         """Yield the same places with copies of their rows, on the host."""
@@ -2713,7 +2669,7 @@ class DeviceHome:
             yield places.cpu(), RowState(*(x.cpu() for x in copies))
 
     @torch.no_grad()
-    def load(self, pieces: Iterable[tuple[Tensor, RowState]]) -> None:
+    def load(self, pieces: Iterable[tuple[Tensor, RowState]]):
         """Replace all rows by those of the pieces, as `touched` gave them, and zeros elsewhere."""
         # Rows that no update has changed are zeros that take no memory, and have to stay so.
         at = self.stored.last.device
@@ -2729,9 +2685,9 @@ class HostHome(DeviceHome):
     """Rows and state of a shard in pageable host memory; the rows of a cycle travel to the device and back.
     While a cycle runs, rows that only the next cycle requests come up, and rows of the last update go down; those that
     both cycles request stay on the device. One thread does it all in the order of submission, so that no row comes up
-    before its last change has come down. On a GPU copies have a stream of their own."""
+    before its last change has come down. Copies of a GPU have a stream of their own."""
 
-    def __init__(self, table: Table, cfg: Config, fabric: Fabric) -> None:
+    def __init__(self, table: Table, cfg: Config, fabric: Fabric):
         super().__init__(table, cfg, fabric)
         # The mover waits for the GPU, and the GPU for other ranks, which may still compile.
         self.cfg = replace(cfg, comm_timeout=LONG_PATIENCE * cfg.comm_timeout)
@@ -2741,7 +2697,7 @@ class HostHome(DeviceHome):
         self.writeback: Future | None = None                  # of what was put last
         self.invalidate()
 
-    def invalidate(self) -> None:
+    def invalidate(self):
         self.settle()
         super().invalidate()
         with self.lock:
@@ -2759,16 +2715,15 @@ class HostHome(DeviceHome):
                 self._start_prefetch()
         return update
 
-    def _start_prefetch(self) -> None:
-        """Let the fresh rows of the first prepared update come up; the update before it has been taken."""
-        update = self.prepared[0]
+    def _start_prefetch(self):
+        update = self.prepared[0]                             # the one before it is taken
         self.prefetch = self.mover.submit(self._bring_up, update.places[update.fresh])
 
     def take(self, update: RowUpdate) -> RowState:
         assert self.prepared[:1] == [update], "updates are taken in the order in which they were prepared"
         live, copied = bounded(self.prefetch, self.cfg, "waiting for rows of a table from the host")
         self.traffic["bytes_up"] += sum(x.nbytes for x in live)
-        if copied is not None:
+        if copied is not None:                                                # the GPU waits, this thread does not
             computing = torch.cuda.current_stream(self.device)
             computing.wait_event(copied)
             for x in live:
@@ -2777,11 +2732,13 @@ class HostHome(DeviceHome):
         # Rows that the last update has, too, are here, newer than at home. They join those that came up.
         if self.live is not None:
             fresh = live
+            lists = update.fresh, update.kept, update.kept_from
+            to_fresh, to_kept, kept_from = (x.to(self.device, non_blocking=True) for x in lists)
             live = RowState(*(x.new_empty(len(update.places), *x.shape[1:]) for x in fresh))
-            live.put(update.fresh.to(self.device, non_blocking=True), fresh)
-            kept = self.live.at(update.kept_from.to(self.device, non_blocking=True))
-            live.put(update.kept.to(self.device, non_blocking=True), kept)
+            live.put(to_fresh, fresh)
+            live.put(to_kept, self.live.at(kept_from))
 
+        # From here on the loader's thread may start what comes next.
         with self.lock:
             self.live = live
             self.prepared.pop(0)
@@ -2789,12 +2746,10 @@ class HostHome(DeviceHome):
                 self._start_prefetch()
         return live
 
-    def put(self, update: RowUpdate, changed: RowState) -> None:
+    def put(self, update: RowUpdate, changed: RowState):
         self.settle()                                         # of rows put a cycle ago; raises what went wrong there
         self.traffic["bytes_down"] += sum(x.nbytes for x in changed)
-        computed = None
-        if self.stream is not None:
-            computed = torch.cuda.current_stream(self.device).record_event()
+        computed = torch.cuda.current_stream(self.device).record_event() if self.stream else None
         self.writeback = self.mover.submit(self._bring_down, update.places, changed, computed)
 
     def read(self, places: Tensor) -> Tensor:
@@ -2802,13 +2757,12 @@ class HostHome(DeviceHome):
         rows = self.fabric.host_tensor(self.stored.rows.index_select(0, places.cpu()))
         return rows.to(self.device, non_blocking=True)
 
-    def settle(self) -> None:
+    def settle(self):
         if self.writeback is not None:
             bounded(self.writeback, self.cfg, "waiting for rows of a table on their way to the host")
             self.writeback = None
 
     def _staging(self, count: int) -> RowState:
-        """Allocate rows in pinned host memory, through which copies to and from a GPU go."""
         return RowState(*(torch.empty(count, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.stored))
 
     def _bring_up(self, places: Tensor) -> tuple[RowState, Any]:
@@ -2821,7 +2775,7 @@ class HostHome(DeviceHome):
         with torch.cuda.stream(self.stream):
             return staging.to(self.device), self.stream.record_event()
 
-    def _bring_down(self, places: Tensor, changed: RowState, computed: Any) -> None:
+    def _bring_down(self, places: Tensor, changed: RowState, computed: Any):
         """Store rows once the CUDA event `computed` is over; runs on the mover."""
         if computed is not None:
             staging = self._staging(len(places))
@@ -2896,7 +2850,7 @@ def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
 
 
 def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second: Tensor,
-                   grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float) -> None:
+                   grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float):
     """Make one NorMuon step on matrices p (M, r, c), or on the upper halves of f32 weights with a mantissa, in place.
     grad (M, r, c) a plain sum over slots; lr_muls (M, 1, 1); lr (), decay () = weight decay x lr, cautious."""
     grad = grad.to(momentum.dtype) * grad_scale
@@ -2921,7 +2875,7 @@ def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
 
 
 def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float, betas: tuple[float, float],
-                eps: float, step_size: Tensor, decay: Tensor) -> None:
+                eps: float, step_size: Tensor, decay: Tensor):
     """Make one dense Adam step in place (recipe 3.4): eps joins the uncorrected root, decay is cautious."""
     grad = grad.to(m.dtype) * grad_scale
     beta1, beta2 = betas
@@ -2931,7 +2885,7 @@ def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float
 
 
 def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_scale: float, number: Tensor,
-                   beta2: float, eps: float, step_size: Tensor, decay: Tensor, bits: Tensor | None) -> None:
+                   beta2: float, eps: float, step_size: Tensor, decay: Tensor, bits: Tensor | None):
     """Make one update of the requested rows of a row-wise table in place: one second moment per row.
     rows (u, D), v (u,), last (u,) i32, grad (u, D) a plain sum over slots and ranks; number () of the update, from 1;
     step_size () = lr sqrt(1 - beta2^number), decay () = lr^2 x weight decay. bits (u,) i32 of `row_bits`: round bf16
@@ -3005,7 +2959,7 @@ def launch(fabric: Fabric, collective: Callable, *tensors: Tensor) -> Wait:
 class Small:
     """All that every rank updates alike, in one sum over ranks."""
 
-    def __init__(self, optimizer: Optimizer, rows: Sequence[Parameter]) -> None:
+    def __init__(self, optimizer: Optimizer, rows: Sequence[Parameter]):
         self.optimizer = optimizer
         self.rows = rows
         self.cadence = optimizer.cfg.adam_every
@@ -3016,7 +2970,7 @@ class Small:
     def has_gradient(self) -> bool:
         return all(p.grad is not None for p in self.weights)
 
-    def reduce(self) -> None:
+    def reduce(self):
         # They are few numbers: one message, in f32 whatever their types.
         accum = accum_dtype(self.weights[0].dtype)
         self.grad = torch.cat([p.grad.flatten().to(accum) for p in self.weights])
@@ -3030,7 +2984,7 @@ class Small:
         self.clear()
         return no_wait
 
-    def clear(self) -> None:
+    def clear(self):
         for p in self.weights:
             p.grad = None
 
@@ -3040,7 +2994,7 @@ class Sharded:
     Units are what is sharded: matrices of a bank, rows of the head. Weight and main_grad have room for W whole shards,
     so that collectives work in place; nothing else sees the zeros after the units."""
 
-    def __init__(self, optimizer: Optimizer, row: Parameter, accumulates: bool) -> None:
+    def __init__(self, optimizer: Optimizer, row: Parameter, accumulates: bool):
         fabric = optimizer.fabric
         weight = optimizer.model.get_parameter(row.label)
         units = bank_matrices(row, weight.data)
@@ -3089,7 +3043,7 @@ class Sharded:
              "a micro-batch was lost or ran twice: drop_gradients, and repeat the step", RunError)
         return self.backwards > 0
 
-    def reduce(self) -> None:
+    def reduce(self):
         if self.comm_buffer is not self.main_grad:
             self.comm_buffer.copy_(self.main_grad)
         self.grad = self.comm_buffer[self.slice]
@@ -3112,7 +3066,7 @@ class Sharded:
         self.clear()
         return launch(optimizer.fabric, dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
 
-    def clear(self) -> None:
+    def clear(self):
         """Drop the gradient. The main_grad keeps what it holds: the next write overwrites it."""
         self.backwards = 0
         self.weight.grad = None
@@ -3122,7 +3076,7 @@ class Sharded:
 class TableEntry:
     """A table: room 6 brings the gradients of the rows that this rank owns, and rows to their readers."""
 
-    def __init__(self, optimizer: Optimizer, row: Parameter, table: RowTable) -> None:
+    def __init__(self, optimizer: Optimizer, row: Parameter, table: RowTable):
         self.optimizer = optimizer
         self.row = row
         self.table = table
@@ -3133,7 +3087,7 @@ class TableEntry:
     def has_gradient(self) -> bool:
         return len(self.table.pending) > 0
 
-    def reduce(self) -> None:
+    def reduce(self):
         self.grad, self.wait = self.table.return_gradients()
 
     def update(self, values: Values) -> Wait:
@@ -3150,7 +3104,7 @@ class TableEntry:
             self.table.fetch(plans[self.row.label], optimizer.model.lm_head)
         return no_wait
 
-    def clear(self) -> None:
+    def clear(self):
         self.grad = None
         self.wait = no_wait                                                   # which has kept what arrived
         self.table.clear()
@@ -3160,7 +3114,7 @@ class Optimizer:
     """NorMuon on banks at every step, Adam on the rest every cfg.adam_every steps; gradients are sums over slots."""
 
     def __init__(self, cfg: Config, fabric: Fabric, model: GPT, compiled: Callable, tables: dict[str, RowTable],
-                 accumulates: bool = False) -> None:
+                 accumulates: bool = False):
         """compiled: what a function of tensors goes through. accumulates: this rank takes several micro-batches."""
         self.cfg = cfg
         self.fabric = fabric
@@ -3190,7 +3144,7 @@ class Optimizer:
         self.update_order = (*UPDATE_ORDER[:-1], *ngrams, UPDATE_ORDER[-1])
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.entries), "an entry once in each"
 
-    def add_zeros(self) -> None:
+    def add_zeros(self):
         """Begin a gradient where there is none, as a pass that wrote zeros: a rank with nothing to add still joins what
         all ranks reduce."""
         for entry in self.sharded:
@@ -3203,7 +3157,7 @@ class Optimizer:
                 p.grad = torch.zeros_like(p)
 
     @torch.no_grad()
-    def step(self, values: Values, plans_ahead: Callable) -> None:
+    def step(self, values: Values, plans_ahead: Callable):
         """Reduce, update and gather what this step updates, then clear its gradients; the others keep theirs.
         plans_ahead() gives the plans of the next cycle, or None. Raises RunError without a gradient."""
         self.plans_ahead = plans_ahead
@@ -3243,13 +3197,13 @@ class Optimizer:
         decay = lr * lr * self.cfg.adam_weight_decay * row.wd_mul             # quadratic in the schedule (recipe 3.3)
         return number, cpu_scalar(lr * corrected), cpu_scalar(decay)
 
-    def adam(self, row: Parameter, p: Tensor, grad: Tensor, values: Values) -> None:
+    def adam(self, row: Parameter, p: Tensor, grad: Tensor, values: Values):
         state = self.state[row.label]
         _, step_size, decay = self._adam_numbers(row, values)
         self.adam_update(p, grad, state["m"], state["v"], self.grad_scale, row.betas, self.cfg.adam_eps, step_size,
                          decay)
 
-    def rowwise(self, row: Parameter, table: RowTable, grad: Tensor, values: Values) -> None:
+    def rowwise(self, row: Parameter, table: RowTable, grad: Tensor, values: Values):
         number, step_size, decay = self._adam_numbers(row, values)
         number = torch.full((), number, dtype=torch.int32, device=grad.device)       # made there: a copy would wait
         changing = [*table.live, grad]
@@ -3266,12 +3220,11 @@ class Optimizer:
                             decay, bits)
         table.updated()
 
-    def _untie(self) -> None:
+    def _untie(self):
         """Make head and embedding two parameters; the embedding starts with the head's weights and moments."""
         W, rank = self.fabric.world, self.fabric.rank
         head = self.entries["lm_head"]
         weight = self.model.lm_head                                           # (D, V)
-
         # The head's moments are owned along D and the embedding's along V: once in a run every rank gets them all.
         for name, moment in self.state["embed"].items():
             whole = moment.new_zeros(W * head.shard_size, weight.shape[1])
@@ -3290,7 +3243,6 @@ RECOMPILE_LIMIT = 64                     # graphs of one function: each set of s
 
 class Losses(NamedTuple):
     """Unscaled loss of one forward_backward on this rank; on the device, nothing waited for."""
-
     slot_sums: Tensor                    # (b,) f32 or f64: sum over the slot's positions
     tokens: int
 
@@ -3299,7 +3251,7 @@ class Executor:
     """Runs slots through the model and updates it. Knows no step numbers beyond `values`, and no logs."""
 
     def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, precision: str | None,
-                 slots_at_once: int = 0, report: Callable = no_wait) -> None:
+                 slots_at_once: int = 0, report: Callable = no_wait):
         """Build model, tables and optimizer.
         precision: "plain", "fp8" or "emulated" head; None: for reading only, without an optimizer. slots_at_once: of a
         micro-batch; 0 for all of this rank's. report(**facts) gets the traffic of each table and cycle."""
@@ -3335,7 +3287,6 @@ class Executor:
             self.optimizer = Optimizer(cfg, fabric, self.model, self.compiled, self.tables, accumulates)
 
     def compiled(self, call: Callable) -> Callable:
-        """Return the call as a compiled graph, or as it is where nothing is compiled."""
         return torch.compile(call, dynamic=False, fullgraph=True) if self.compiling else call
 
     def shard(self, label: str, whole: Tensor) -> Tensor:
@@ -3345,12 +3296,12 @@ class Executor:
         rows = whole[self.fabric.rank::self.fabric.world]
         return F.pad(rows, (0, 0, 0, self.planner.shard_sizes[label] - len(rows)))
 
-    def exchange(self, plans: dict[str, TablePlan], group: Any = None) -> None:
+    def exchange(self, plans: dict[str, TablePlan], group: Any = None):
         """Let ranks request rows of each other, in the caller's thread."""
         if self.fabric.world > 1:
             exchange_plans(self.fabric, group, self.cfg.dtype, plans)
 
-    def exchange_ahead(self, plans: dict[str, TablePlan]) -> None:
+    def exchange_ahead(self, plans: dict[str, TablePlan]):
         """Do the same in the loader's thread, and let rows of training's next update set off."""
         self.exchange(plans, self.fabric.plan_group)
         for label, plan in plans.items():
@@ -3383,7 +3334,7 @@ class Executor:
             sums.append(slot_sums.detach())
         return Losses(torch.cat(sums), batch.tokens.numel())
 
-    def optim_step(self, values: Values, plans_ahead: Callable = no_wait) -> None:
+    def optim_step(self, values: Values, plans_ahead: Callable = no_wait):
         """Update what this step updates with the gradients so far, and clear these. plans_ahead: see Loader."""
         self.optimizer.step(values, plans_ahead)
 
@@ -3462,7 +3413,7 @@ class Executor:
         cuda_rng = torch.cuda.get_rng_state(self.fabric.device) if self.fabric.on_cuda else None
 
         @torch.no_grad()
-        def restore() -> None:
+        def restore():
             for name, x in self.state_tensors().items():
                 x.copy_(copies[name])
             for home, pieces in touched:
@@ -3475,12 +3426,11 @@ class Executor:
 
         return restore
 
-    def set_seed(self, seed: int) -> None:
-        """Begin another run in this process: its initial values, and the bits of its stochastic rounding."""
+    def set_seed(self, seed: int):
         self.model.set_initial_values(seed, self.shard)
         self.optimizer.seed = seed
 
-    def drop_gradients(self) -> None:
+    def drop_gradients(self):
         """Forget what calls have added so far; a table also forgets what it has fetched and counted."""
         for label, entry in self.optimizer.entries.items():
             if label in self.tables:
@@ -3488,13 +3438,14 @@ class Executor:
             else:
                 entry.clear()
 
-    def _whole(self, label: str, x: Tensor) -> Tensor | None:
-        """Join the ranks' parts of a table or of a weight's state, in logical order, on rank 0's host. Collective."""
+    def _whole(self, name: str, x: Tensor) -> Tensor | None:
+        """Return a weight or a moment as a whole, in logical order, on the host of rank 0. Collective."""
+        label, is_moment, _ = name.partition(".")
         table = self.tables.get(label)
-        if table is None and not isinstance(self.optimizer.entries.get(label), Sharded):
+        if table is None and not (is_moment and isinstance(self.optimizer.entries.get(label), Sharded)):
             return x.to("cpu", copy=True)
         # Piece by piece: messages go through memory of the device.
-        pieces = [self.fabric.gather(piece.cpu()) for piece in x.detach().split(PIECE_ROWS)]
+        pieces = [self.fabric.gather(piece.cpu()) for piece in x.split(PIECE_ROWS)]
         if self.fabric.rank != 0:
             return None
         if table is None:
@@ -3506,52 +3457,34 @@ class Executor:
     def whole_weights(self, values: Values) -> dict[str, Tensor]:
         """Return all weights but row-wise tables on the host of rank 0, in logical shapes. Collective.
         values: of the next step, or of the end; they say whether the embedding is still the head."""
-        weights = {}
-        for label, p in self.model.named_parameters():
-            weights[label] = self._whole(label, p) if label in self.tables else p.detach().to("cpu", copy=True)
+        weights = {label: self._whole(label, p.detach()) for label, p in self.model.named_parameters()}
         if values.tied:
             weights["embed"] = weights["lm_head"].t().contiguous()
         return weights
 
     def whole_state(self, values: Values) -> dict[str, dict[str, Tensor]]:
         """Return weights and optimizer state as `whole_weights` does: equal at every W. Between cycles; collective."""
-        moments = {}
-        for name, x in self.state_tensors().items():
-            label, is_state, _ = name.partition(".")
-            if is_state:
-                moments[name] = self._whole(label, x)
+        moments = {name: self._whole(name, x) for name, x in self.state_tensors().items() if "." in name}
         return dict(weights=self.whole_weights(values), moments=moments)
 
     @torch.no_grad()
-    def load_state(self, saved: dict[str, dict[str, Tensor]]) -> None:
-        """Copy this rank's part of a whole state, in place. Raises DataError for other names, shapes or dtypes."""
+    def load_state(self, saved: dict[str, dict[str, Tensor]]):
+        """Copy this rank's part of a whole state in place; `check_tensors` has looked at it."""
         wholes = saved["weights"] | saved["moments"]
-        buffers = dict(self.model.named_buffers())            # they follow from the settings
         for name, x in self.state_tensors().items():
-            if name in buffers:
-                continue
-            # Of an optimizer's state each rank has its shard; of a weight, but of tables, all.
-            label, is_state, _ = name.partition(".")
+            label, is_moment, _ = name.partition(".")
             entry = self.optimizer.entries.get(label)
-            part = wholes[name]
-            part = part[entry.slice] if is_state and isinstance(entry, Sharded) else self.shard(label, part)
-            need((part.dtype, part.shape) == (x.dtype, x.shape), f"{name} of a checkpoint", (part.dtype, *part.shape),
-                 (x.dtype, *x.shape), "resume with the trainer and settings of that run", DataError)
-            x.copy_(part)
+            if is_moment and isinstance(entry, Sharded):
+                x.copy_(wholes[name][entry.slice])
+            elif name in wholes:                              # buffers are not: they follow from the settings
+                x.copy_(self.shard(label, wholes[name]))
         self.drop_gradients()
 
     def traffic(self) -> dict[str, dict[str, int]]:
-        """Return by table the byte counts of training, summed over ranks, and this rank's memory.
-        bytes_dense: what dense mode would have sent. Collective; once, at the end: it books the plans still pending,
-        which also logs them."""
+        """Return by table the byte counts of training, summed over ranks, and this rank's memory. Collective.
+        bytes_dense: what dense mode would have sent. A cycle counts once its update is done."""
         result = {}
         for label, table in self.tables.items():
-            # Plans of a cycle that the run ended in, whose gradients never went back, and rows of the last update.
-            for plan in table.pending:
-                table.report_traffic(plan, dense_passes=1)
-            if table.home:
-                table.home.settle()
-                table.totals.update(table.home.traffic)
             total = Counter(dict.fromkeys(table.totals, 0))
             for totals in self.fabric.gather(table.totals):
                 total.update(totals)
@@ -3583,10 +3516,10 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
         kept = math.prod(row.shape)                           # numbers that have a gradient here
         gradient = exact
         if table:
-            # A shard, and a cache of what a cycle reads at most. Rows of an update are on the device once more, and
-            # those of the next beside a host home. (Their state is 8 bytes a row: next to nothing.)
+            # A shard, and a cache of the most that a cycle may read. A row-wise table has the rows of an update on the
+            # device once more, beside a host home those of the next, too. (Their state is 8 bytes a row: left out.)
             shard = kept // W
-            read = table.cadence * largest_batch * table.reads * cfg.model_dim
+            read = table.cadence * largest_batch * table.reads * cfg.model_dim           # by all ranks
             cache = min(kept, read // W) if table.is_rowwise or cfg.row_comms == "sparse" else kept
             if table.is_rowwise:
                 home = ON_HOST if table.home == "host" or not fabric.on_cuda else "weights"
@@ -3646,7 +3579,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def sync_to_disk(path: Path) -> None:
+def sync_to_disk(path: Path):
     """Wait until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
@@ -3681,7 +3614,7 @@ def part_of(folder: Path, run_id: str) -> Path:
     return folder.with_name(f"{folder.name}.{run_id}.part")
 
 
-def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]], fabric: Fabric) -> None:
+def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]], fabric: Fabric):
     """Write a new folder with these files of every rank, and give it its name once. Raises RunError. Collective.
     contents: (name, bytes or what torch.save takes), each made when the one before it is on the disk."""
     part = part_of(folder, run_id)
@@ -3725,16 +3658,26 @@ def read_tensors(path: Path, manifest: dict[str, str]) -> Any:
         return torch.load(path, "cpu", weights_only=True, mmap=True)
 
 
-def check_weights(path: Path, tensors: Any, cfg: Config) -> None:
-    """Raise DataError unless names, shapes and dtypes are those that this config's weights have in a file."""
+def check_tensors(path: Path, cfg: Config, *contents: Any):
+    """Raise DataError unless names, shapes and dtypes are those that this config has in a file.
+    contents: the weights, and of a checkpoint the state of the optimizer."""
     dtype = getattr(torch, cfg.dtype)
-    kinds = {row.label: (accum_dtype(dtype) if row.full_precision else dtype, *row.shape)
-             for row in parameter_table(cfg) if row.optimizer != "rowwise"}
+    tensors = {}
+    for row in parameter_table(cfg):
+        if row.optimizer != "rowwise":
+            own_dtype = accum_dtype(dtype) if row.full_precision else dtype
+            weight = tensors[row.label] = torch.empty(row.shape, dtype=own_dtype, device="meta")
+            if len(contents) == 2:
+                state = initial_state(row, bank_matrices(row, weight))
+                tensors |= {f"{row.label}.{name}": x for name, x in state.items()}
+    expected = {name: (x.dtype, *x.shape) for name, x in tensors.items()}
+    found = {}
     with damaged(path):
-        found = {label: (x.dtype, *x.shape) for label, x in tensors.items()}
-    for label in kinds | found:
-        need(found.get(label) == kinds.get(label), f"{label} in {path}", found.get(label, "no such weight"),
-             kinds.get(label, "no such weight"), "use the trainer and settings of that run", DataError)
+        for content in contents:
+            found |= {name: (x.dtype, *x.shape) for name, x in content.items()}
+    for name in expected | found:
+        need(found.get(name) == expected.get(name), f"{name} in {path}", found.get(name, "no such tensor"),
+             expected.get(name, "no such tensor"), "use the trainer and settings of that run", DataError)
 
 
 def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
@@ -3750,32 +3693,25 @@ def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[
                 yield f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt", content
 
 
-def load_rows(folder: Path, manifest: dict[str, str], executor: Executor, with_state: bool) -> None:
+def load_rows(folder: Path, manifest: dict[str, str], executor: Executor, with_state: bool):
     """Load the row-wise tables of a save or checkpoint: each rank takes the rows that it owns. Raises DataError."""
     for label, table in executor.tables.items():
         if table.home:
             names = [name for name in manifest if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name)]
-            table.home.load(own_rows(folder / name, manifest, table, with_state) for name in names)
+            with damaged(folder):                             # rows of another width, type or table
+                table.home.load(own_rows(folder / name, manifest, table, with_state) for name in names)
 
 
 def own_rows(path: Path, manifest: dict[str, str], table: RowTable, with_state: bool) -> tuple[Tensor, RowState]:
     """Return places and rows that are this rank's of one file of rows; those without state count as updated once."""
     fabric, stored = table.fabric, table.home.stored
     content = read_tensors(path, manifest)
-    with damaged(path):
-        ids = content["ids"]
-        if not with_state:
-            content |= dict(v=torch.zeros(len(ids)), last=torch.ones(len(ids)))
-        columns = [content[name] for name in RowState._fields]
-
-        # The hash is right, but the file may be of another table, or of a trainer that went wrong.
-        fits = ids.dtype == torch.int64 and ids[0] >= 0 and ids[-1] < table.table.rows and (ids.diff() > 0).all()
-        for x, y in zip(columns, stored):
-            fits = fits and x.shape == (len(ids), *y.shape[1:]) and (x.dtype == y.dtype or not with_state)
-        need(fits, path, "other rows", f"ascending ones of {table.table.label}, below {table.table.rows}, in "
-             f"{stored.rows.dtype}", "use the trainer and settings of that run", DataError)
-        owned = ids % fabric.world == fabric.rank
-        return ids[owned] // fabric.world, RowState(*(x[owned].to(y.dtype) for x, y in zip(columns, stored)))
+    ids = content["ids"]
+    if not with_state:
+        content |= dict(rows=content["rows"].to(stored.rows.dtype), v=torch.zeros(len(ids), dtype=stored.v.dtype),
+                        last=torch.ones(len(ids), dtype=stored.last.dtype))
+    owned = ids % fabric.world == fabric.rank
+    return ids[owned] // fabric.world, RowState(*(content[name][owned] for name in RowState._fields))
 
 
 def settings_json(preset: str, cfg: Config) -> bytes:
@@ -3785,7 +3721,7 @@ def settings_json(preset: str, cfg: Config) -> bytes:
 
 
 def save(folder: Path, run_id: str, preset: str, cfg: Config, executor: Executor, values: Values,
-         vocabulary: list[bytes] | None) -> None:
+         vocabulary: list[bytes] | None):
     """Save weights in logical shapes, settings, and the bytes of the tokens. Raises RunError. Collective."""
     files = [("weights.pt", executor.whole_weights(values)), (SETTINGS, settings_json(preset, cfg))]
     if vocabulary is not None:
@@ -3807,7 +3743,7 @@ def load_checkpoint(run_dir: Path, executor: Executor) -> dict[str, Any]:
             with fabric.failing_together(), damaged(path):
                 manifest = read_manifest(path)
                 content = read_tensors(path / "run.pt", manifest)
-                check_weights(path / "run.pt", content["state"]["weights"], executor.cfg)
+                check_tensors(path / "run.pt", executor.cfg, content["state"]["weights"], content["state"]["moments"])
                 executor.load_state(content["state"])
                 load_rows(path, manifest, executor, with_state=True)
                 return {name: content[name] for name in ("facts", "log", "places", "train_time_ms")}
@@ -3825,7 +3761,7 @@ PLAIN_LINES = 20                         # step lines of a whole run on a consol
 class Clock:
     """Training time in ms. Waits for the device only when it starts and stops."""
 
-    def __init__(self, fabric: Fabric, before: float = 0.0) -> None:
+    def __init__(self, fabric: Fabric, before: float = 0.0):
         self.fabric = fabric
         # ms up to the last stop, and s of the start or None: a pair, which the loader's thread reads whole.
         self.state: tuple[float, float | None] = before, None
@@ -3835,11 +3771,11 @@ class Clock:
         before, since = self.state
         return before if since is None else before + (time.perf_counter() - since) * 1000
 
-    def start(self) -> None:
+    def start(self):
         self.fabric.synchronize()
         self.state = self.ms, time.perf_counter()
 
-    def stop(self) -> None:
+    def stop(self):
         self.fabric.synchronize()
         self.state = self.ms, None
 
@@ -3850,7 +3786,7 @@ class Log:
     content of further files of the run directory; earlier: what `seen` gave to a checkpoint."""
 
     def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, beside: dict[str, bytes],
-                 earlier: dict[str, Any] | None = None) -> None:
+                 earlier: dict[str, Any] | None = None):
         earlier = earlier or dict(tokens=0, done=0, last_good="none", lines={})
         self.run_dir = run_dir
         self.fabric = fabric
@@ -3878,23 +3814,23 @@ class Log:
         lines = {name: (self.run_dir / name).read_text("utf-8") for name in self.files}
         return dict(tokens=self.tokens, done=self.done, last_good=self.last_good, lines=lines)
 
-    def event(self, kind: str, **fields: Any) -> None:
+    def event(self, kind: str, **fields: Any):
         self._write("log.jsonl", (json.dumps(dict(type=kind, **fields)) + "\n").encode())
 
-    def text(self, line: str, console: bool = True) -> None:
+    def text(self, line: str, console: bool = True):
         """Write a line of log.txt, and show it on the console unless that gets only a selection."""
         self._write("log.txt", (line + "\n").encode("utf-8", "replace"))
         if console:
             self.show("")
             self.fabric.say(line)
 
-    def show(self, progress: str) -> None:
+    def show(self, progress: str):
         """Put this in the place of the last line of a terminal, and let whatever follows overwrite it."""
         if self.on_terminal:
             with contextlib.suppress(OSError):
                 print(f"\r\x1b[K{progress}\r", end="", file=sys.stderr, flush=True)
 
-    def _write(self, name: str, data: bytes) -> None:
+    def _write(self, name: str, data: bytes):
         file = self.files.get(name)                                           # of rank 0, until the log is closed
         if file is not None:
             with refused(self.run_dir / name):
@@ -3910,7 +3846,7 @@ class Log:
         self.event("phase", name=name, ms=round(ms, 3), timed=timed)
         self.text(f"phase {name}: {ms / 1000:.2f} s{' (on the clock)' if timed else ''}")
 
-    def step(self, losses: Losses, ms: float) -> None:
+    def step(self, losses: Losses, ms: float):
         """Count one more step. ms is host time: on a GPU the step is launched, not finished."""
         self.done += 1
         self.tokens += losses.tokens * self.fabric.world
@@ -3919,7 +3855,6 @@ class Log:
             place = self.schedule.place(self.done - 1)
             fields["place"] = place
             self.total = round(self.schedule.total_steps * self.done / max(place, 1))
-
         # On a GPU the copy comes after the step; by the time it is looked at, the device is a cycle further.
         sums = losses.slot_sums
         copied = None
@@ -3929,7 +3864,7 @@ class Log:
         self.pending.append((fields, sums, losses.tokens, copied))
         self.flush(keep=self.schedule.cfg.adam_every)
 
-    def flush(self, keep: int = 0) -> None:
+    def flush(self, keep: int = 0):
         """Write the lines of all steps but the last `keep`. Raises RunError on a loss that is not finite."""
         while len(self.pending) > keep:
             fields, sums, tokens, copied = self.pending[0]
@@ -3939,18 +3874,16 @@ class Log:
             step, ms = fields["step"], fields["train_time_ms"]
             self.check(loss, f"training loss of step {step - 1}")
             self.pending.pop(0)                                               # only now: `aborted` has it otherwise
-
             self.event("step", **fields, train_loss=loss)
-            on_console = not self.on_terminal and step % -(-self.total // PLAIN_LINES) == 0
-            self.text(f"step:{step}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms", on_console)
-            to_go = (self.total - step) * ms / step / 1000
-            self.show(f"step {step} of {self.total}, loss {loss:.3f}, {ms / step:.0f} ms/step, {to_go:.0f} s to go")
+            line = f"step:{step}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
+            self.text(line, console=not self.on_terminal and step % -(-self.total // PLAIN_LINES) == 0)
+            self.show(f"{line} train_loss:{loss:.3f}")
 
-    def check(self, loss: float, what: str) -> None:
+    def check(self, loss: float, what: str):
         need(math.isfinite(loss), what, loss, f"a finite number (last good validation: {self.last_good})", "lower "
              "--adam_lr and --normuon_lr; --dtype=float32 --head=plain shows if it is an overflow", RunError)
 
-    def validation(self, loss: float, ms: float, data: ValidationSet) -> None:
+    def validation(self, loss: float, ms: float, data: ValidationSet):
         """Write the loss after the steps done so far. Raises RunError if it is not finite."""
         self.flush()
         self.check(loss, f"validation loss at step {self.done}")
@@ -3959,7 +3892,7 @@ class Log:
         self.text(f"step:{self.done}/{self.total} val_loss:{loss:.4f} train_time:{ms:.0f}ms "
                   f"step_avg:{ms / max(self.done, 1):.2f}ms")
 
-    def aborted(self, cause: str) -> None:
+    def aborted(self, cause: str):
         """Write the last lines of a run that did not finish; no other thread writes after them. Never raises."""
         # The main thread may still be in a step: whatever it writes from here on goes nowhere.
         files, self.files = self.files, {}
@@ -3971,7 +3904,7 @@ class Log:
             with contextlib.suppress(Exception):
                 file.write(last[name].encode("utf-8", "replace"))
 
-    def close(self) -> None:
+    def close(self):
         for file in self.files.values():
             file.close()
         self.files = {}
@@ -3984,7 +3917,7 @@ def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
     return losses
 
 
-def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log) -> None:
+def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log):
     """Run every graph the race will need, the largest stage first, on tokens from a formula; then restore the state."""
     # Enough tokens for whatever a cycle of a stage reads. A rank that compiles keeps the others waiting for minutes.
     restore = executor.snapshot()
@@ -4081,8 +4014,8 @@ def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[i
         need(logits.isfinite().all(), "sample", "logits that are not finite", "weights that a run has left in order",
              "sample from another save, or train again at a lower learning rate", RunError)
         probability = torch.softmax(logits / SAMPLE_TEMPERATURE, 0)
-        drawn = int(torch.multinomial(probability, 1, generator=generator))
-        token = min(executor.fabric.gather(drawn))                            # one text, however each rank rounds
+        drawn = torch.multinomial(probability, 1, generator=generator)
+        token = min(executor.fabric.gather(int(drawn)))                       # one text, however each rank rounds
         if token == cfg.document_start:
             break
         tokens.append(token)
@@ -4228,30 +4161,24 @@ def refusal_of(name: str, cfg: Config, fabric: Fabric) -> str:
     return ""
 
 
-def check_attention(kernel: Callable, device: torch.device, dtype: torch.dtype, head_dim: int) -> None:
+def check_attention(kernel: Callable, device: torch.device, dtype: torch.dtype, head_dim: int):
     """Raise RuntimeError unless outputs and gradients agree with the reference to the dtype's rounding."""
     generator = torch.Generator(device).manual_seed(0)
-    plain = torch.tensor(CHECKED_BOUNDS, device=device, dtype=torch.int32)
+    bounds = torch.tensor(CHECKED_BOUNDS, device=device, dtype=torch.int32)
     # The layouts of plain layers, and of paired ones: twice the positions, half the heads.
     for window, (per_token, heads) in itertools.product(CHECKED_WINDOWS, ((1, 2), (2, 1))):
         positions = per_token * CHECKED_BOUNDS[-1]
         inputs = torch.randn(4, positions, heads, head_dim, device=device, generator=generator).to(dtype)
         span = AttentionSpan(positions, window, CHECKED_SPREAD / head_dim**0.5)
-        found = output_and_gradients(kernel, inputs, per_token * plain, span)
-        wanted = output_and_gradients(attention_reference, inputs.float(), per_token * plain, span)
-        for what, x, exact in zip(("output", "gradient of q", "gradient of k", "gradient of v"), found, wanted):
-            error = float((x.float() - exact).abs().max() / exact.abs().max())
+        results = []
+        for attend, given in ((kernel, inputs), (attention_reference, inputs.float())):
+            *qkv, grad = (x.clone().requires_grad_() for x in given)
+            out = attend(*qkv, per_token * bounds, span)
+            results.append((out, *torch.autograd.grad(out, qkv, grad)))
+        for what, found, exact in zip(("output", "gradient of q", "gradient of k", "gradient of v"), *results):
+            error = float((found.float() - exact).abs().max() / exact.abs().max())
             if not error < 8 * torch.finfo(dtype).eps:
                 raise RuntimeError(f"its {what} is off by {error:.1e}, window {window}, {heads} heads")
-
-
-def output_and_gradients(attend: Callable, inputs: Tensor, cu_seqlens: Tensor,
-                         span: AttentionSpan) -> tuple[Tensor, ...]:
-    """Attend with q, k, v, the first three of inputs (4, N, H, E); the last is the gradient of the output."""
-    q, k, v, grad = inputs.unbind()
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = attend(*leaves, cu_seqlens, span)
-    return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
 
 def hardware(fabric: Fabric) -> str:
@@ -4261,14 +4188,6 @@ def hardware(fabric: Fabric) -> str:
     with contextlib.suppress(OSError, TypeError):
         name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-
-
-def peak_memory_mib(fabric: Fabric) -> dict[str, int]:
-    """Return the peak of this process: on its GPU since the run began, or on the CPU in all."""
-    if fabric.on_cuda:
-        return dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
-    unit = 20 if sys.platform == "darwin" else 10                             # there bytes, elsewhere KiB
-    return dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> unit)
 
 
 def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, attention: str,
@@ -4302,7 +4221,7 @@ def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, attent
         table_bytes=sum(table.rows for table in tables) * cfg.model_dim * getattr(torch, cfg.dtype).itemsize)
 
 
-def write_header(log: Log, facts: dict[str, Any], resumed: dict[str, Any]) -> None:
+def write_header(log: Log, facts: dict[str, Any], resumed: dict[str, Any]):
     """Write the first lines of a run. resumed: of a run that goes on, the step, the checkpoint and what differs."""
     log.event("resumed" if resumed else "header", **facts, **resumed)
     changed = ", ".join(f"{name}={text}" for name, text in facts["changed"].items())
@@ -4331,16 +4250,17 @@ def open_data(given: Config, fabric: Fabric, source: bytes) -> tuple[Config, lis
                    source_sha256=hashlib.sha256(source).hexdigest())
     fabric.check_agreement({f"--{name}": flag_text(value) for name, value in vars(given).items()} | content)
     cfg = resolve(given, train_shards, val_shards)
-    check_enough_data(cfg, Schedule(cfg), train_shards)
-    check_enough_validation(cfg, val_shards)
-    shared = shared_shards(train_shards, val_shards)
+    check_enough_data(cfg, Schedule(cfg), train_shards, val_shards)
+    # Links are followed: it is the same text under any name.
+    validated = {os.path.realpath(header.name) for header in val_shards}
+    shared = [header.name for header in train_shards if os.path.realpath(header.name) in validated]
     if shared:
         fabric.say(f"trained on and validated with: {shared[0]}, {len(shared)} such shards in all; "
                    "the validation losses say nothing about other text")
     return cfg, train_shards, val_shards, decisive_settings(given) | content
 
 
-def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric) -> None:
+def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric):
     """Refuse now what would end a run after hours: names that are taken, disks, no compiler. Raises TrainerError."""
     with fabric.failing_together():
         compiles = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
@@ -4379,7 +4299,7 @@ def check_resumed(cfg: Config, content: dict[str, Any], facts: dict[str, str], e
     return {name: (before.get(name), facts.get(name)) for name in before | facts if before.get(name) != facts.get(name)}
 
 
-def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], executor: Executor, values: Values) -> None:
+def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], executor: Executor, values: Values):
     """Write what the run needs to go on before the step of these values, and keep the last two. Collective.
     A checkpoint that cannot be written ends nothing: the next may be."""
     fabric = executor.fabric
@@ -4419,7 +4339,11 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
            recompiled: int) -> dict[str, Any]:
     """Write the closing lines of a run's log. Returns its result, which has yet to be logged. Collective."""
     fabric = log.fabric
-    peak = peak_memory_mib(fabric)
+    if fabric.on_cuda:                                                        # since the race began
+        peak = dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
+    else:                                                                     # of the process; KiB, on macOS bytes
+        unit = 20 if sys.platform == "darwin" else 10
+        peak = dict(consumption=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> unit)
     result = dict(val_loss=loss, train_time_ms=round(ms, 3), steps=log.done, tokens=log.tokens, peak_memory_mib=peak,
                   run_dir=str(log.run_dir), **validation.text_losses(loss))
     if validation.bytes_per_token:
@@ -4450,7 +4374,7 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
     return result
 
 
-def report(cfg: Config, executor: Executor, validation: ValidationSet, values: Values, results: list[dict]) -> None:
+def report(cfg: Config, executor: Executor, validation: ValidationSet, values: Values, results: list[dict]):
     """Print a sample, several runs together, and one JSON object as the last line on stdout. Raises RunError."""
     lines = []
     if cfg.sample_tokens:
@@ -4482,7 +4406,7 @@ def make_profile(cfg: Config, first: int, end_step: float) -> Any:
     return torch.profiler.profile(schedule=traced)
 
 
-def end_profile(profile: Any, log: Log) -> None:
+def end_profile(profile: Any, log: Log):
     """Write the trace of this rank into the run directory of rank 0, and a table of the dearest operations."""
     folder = log.fabric.gather(str(log.run_dir))[0]
     trace = Path(folder) / f"trace_rank{log.fabric.rank}.json.gz"
@@ -4491,7 +4415,7 @@ def end_profile(profile: Any, log: Log) -> None:
     log.text(profile.key_averages().table(f"self_{log.fabric.device.type}_time_total", 12, max_name_column_width=60))
 
 
-def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: bytes) -> None:
+def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: bytes):
     """Set up and warm up once, then train once or several times: the whole run in the order in which it happens."""
     # What would end the run after hours of work is looked at first, before data are read and anything is written.
     began = time.perf_counter()
@@ -4568,7 +4492,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
         if first:
             loader.skip(map(schedule.at, range(first)))
 
-        def before_step(step: int) -> None:
+        def before_step(step: int):
             if cfg.checkpoint_every and step > first and step % schedule.cycle == 0 \
                     and step % cfg.checkpoint_every < schedule.cycle:
                 clock.stop()
@@ -4615,7 +4539,6 @@ def read_prompt(text: str, vocab_size: int, pieces: list[bytes] | None) -> tuple
             encoding = importlib.import_module("tiktoken").get_encoding("gpt2")
             pieces = [encoding.decode_single_token_bytes(token) for token in range(GPT2_DOCUMENT_START)] + [b""]
             return pieces, encoding.encode_ordinary(text)
-
         # Split as data/pocket.py splits its text: known pieces, and single bytes for the rest.
         ids = {piece: token for token, piece in enumerate(pieces or ()) if piece}
         words = POCKET_PIECE.findall(text.encode("utf-8", "surrogateescape"))
@@ -4627,7 +4550,7 @@ def read_prompt(text: str, vocab_size: int, pieces: list[bytes] | None) -> tuple
                         "leave it out, use other words, or install tiktoken") from None
 
 
-def sample_saved(flags: Config) -> None:
+def sample_saved(flags: Config):
     """Do --sample=DIR "prompt": print text that goes on from the prompt, on any device. Raises TrainerError."""
     # Settings come first: they say what the tensors have to be.
     folder = Path(flags.sample)
@@ -4637,7 +4560,7 @@ def sample_saved(flags: Config) -> None:
     check_manifest(folder / SETTINGS, (folder / SETTINGS).read_bytes())
     manifest = read_manifest(folder)
     tensors = read_tensors(weights, manifest)
-    check_weights(weights, tensors, saved)
+    check_tensors(weights, saved, tensors)
 
     # One rank on any device, without compiler and optimizer; rows of tables stay on the host, where a prompt needs few.
     fabric = make_fabric(replace(saved, num_slots=1, device=flags.device))
@@ -4667,7 +4590,7 @@ def describe(error: BaseException) -> tuple[int, str]:
     if isinstance(error, Signalled):
         number = signal.Signals(*error.args)
         return 128 + number, "interrupted" if number == signal.SIGINT else f"ended from outside ({number.name})"
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in first_line:
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in first_line:
         error = RunError("out of memory", first_line, "less at once", "--slots_per_micro_batch=1, or more --num_slots")
     elif isinstance(error, OSError):
         error = DataError(str(error.filename or "disk"), error.strerror, "a file to use", "look at disk and rights")
@@ -4721,7 +4644,7 @@ class Ending:
     """The one end of this process, by an error or a signal, and bounded in time.
     A signal wakes a thread, which ends the process whatever the main thread waits for in C."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.log: Log | None = None                                           # of the run that is going on
         self.begun = threading.Lock()                                         # taken by whoever ends the process
         self.bell, self.listener = socket.socketpair()
@@ -4733,7 +4656,7 @@ class Ending:
                 signal.signal(number, lambda *_: None)                        # the thread reads its number
         threading.Thread(target=lambda: self.end(Signalled(self.listener.recv(1)[0])), daemon=True).start()
 
-    def end(self, error: BaseException) -> None:
+    def end(self, error: BaseException):
         """Say why the run ended, once over all ranks, close its log, and end the process. Does not return."""
         self.begun.acquire()                                                  # the second waits here for the end
         status, cause = describe(error)
@@ -4751,7 +4674,7 @@ class Ending:
         os._exit(status)
 
 
-def main(argv: Sequence[str]) -> None:
+def main(argv: Sequence[str]):
     """Do what the flags say. Exits with 0: done, 1: the run failed, 2: bad settings or data, 128 + n: by signal n."""
     ending = Ending()
     try:

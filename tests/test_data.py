@@ -1,6 +1,7 @@
 """Room 3: shards, packing, hash and loader against plain loops; every kind of bad data is named."""
 import base64
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -280,7 +281,7 @@ def test_loader__data_that_end(tmp_path, world):
             loader.next(v)
         assert loader.plans_ahead() is None
         refused(tg.DataEnded, lambda: loader.next(values[cycle]), "training data ended", "2 shards", "train_*.bin",
-                f"enough for {enough} steps", f"at most {enough} steps", "--epochs=0")
+                f"enough for {enough} steps", f"--max_steps={enough}", "--epochs=0")
         loader.close()
 
 
@@ -491,7 +492,8 @@ def test_plans_of_a_stage_change_inside_a_cycle_and_of_a_half_last_cycle(tmp_pat
         check_plans(batches[2 * cycle:2 * cycle + 2], loader.cfg, world, "train", tied)
     assert [batch.plans["embed"].tag["tokens"] for batch in batches[2:4] + batches[12:]] == [48, 48, 48]
     plans = [batch.plans for batch in batches]
-    assert len({id(x) for x in plans}) == 7 and all(plans[k] is plans[k + 1] for k in range(0, 12, 2))
+    cycles = {tuple(map(id, x.values())) for x in plans}                      # the plans of each, whatever holds them
+    assert len(cycles) == 7 and all(plans[k] == plans[k + 1] for k in range(0, 12, 2))
 
 
 def test_validation_has_plans_of_its_own_for_each_block(tmp_path):
@@ -685,6 +687,9 @@ def test_no_shards(tmp_path):
             "cached_fineweb10B.py", "pocket.py", "--train_files=")
 
 
+ROOMY = [tg.ShardHeader("shard", 10**9, 512, 511)]                     # as many tokens as anybody needs
+
+
 def shards(*sizes: int, vocab=(512, 511)) -> list[tg.ShardHeader]:
     return [tg.ShardHeader(f"shard_{k}.bin", size, *vocab) for k, size in enumerate(sizes)]
 
@@ -715,7 +720,8 @@ def test_contradictions_are_refused(changes, val_vocab, kind, parts):
 def test_too_few_tokens_are_known_before_the_start(have, epochs):
     """Steps of 8 x 17 tokens in stage 0 (three steps), 8 x 33 in stage 1."""
     cfg = preset(epochs=epochs)
-    refused(tg.DataError, lambda: tg.check_enough_data(cfg, tg.Schedule(cfg), shards(have)), "too few training tokens",
+    refused(tg.DataError, lambda: tg.check_enough_data(cfg, tg.Schedule(cfg), shards(have), ROOMY),
+            "too few training tokens",
             f"{have * epochs} in 1 shards", f"{8 * (3 * 17 + 3 * 33 + 6 * 49)} for 12 steps", "--epochs=0",
             "cached_fineweb10B.py")
 
@@ -725,16 +731,15 @@ def test_enough_tokens_pass():
     for changes, have in ((dict(), [need]), (dict(epochs=2), [need // 4 + 1] * 2), (dict(epochs=0), [8 * 49]),
                           (dict(max_steps=1), [8 * 17]), (dict(time_budget=9.0), [8 * 49])):
         cfg = preset(**changes)
-        tg.check_enough_data(cfg, tg.Schedule(cfg), shards(*have))
+        tg.check_enough_data(cfg, tg.Schedule(cfg), shards(*have), ROOMY)
 
 
-def test_too_few_validation_tokens(tmp_path):
+def test_check_enough_data__too_few_validation_tokens(tmp_path):
     cfg, headers = validation_config(tmp_path, random_stream(0, 200, 50, 3), 256, vocab_size=50, document_start=3)
-    refused(tg.DataError, lambda: tg.check_enough_validation(cfg, headers), "too few validation tokens", "128", "256",
-            "--val_tokens=128")
+    check = functools.partial(tg.check_enough_data, cfg, tg.Schedule(cfg), ROOMY)
+    refused(tg.DataError, lambda: check(headers), "too few validation tokens", "128", "256", "--val_tokens=128")
     write_shard(tmp_path / "v.bin", GOOD, 50, 3)
-    refused(tg.DataError, lambda: tg.check_enough_validation(cfg, tg.find_shards(cfg.val_files)), "found:    0",
-            "--val_batch_tokens")
+    refused(tg.DataError, lambda: check(tg.find_shards(cfg.val_files)), "found:    0", "--val_batch_tokens")
 
 
 @pytest.mark.parametrize("line", ["YQ==", "%%% 1", "YQ== x", "YQ== 1 2", "YQ=="])
@@ -860,14 +865,15 @@ def test_a_manifest_of_any_content_ends_in_words(tmp_path, text):
             "remove this file")
 
 
-def test_shards_that_are_trained_on_and_validated_with_are_named(tmp_path):
+def test_open_data__shards_that_are_trained_on_and_validated_with_are_named(tmp_path, capsys):
     for name in "ab":
-        write_shard(tmp_path / f"{name}.bin", GOOD, 6, 3)
+        write_shard(tmp_path / f"{name}.bin", random_stream(0, 20_000, 512, 511), 512, 511)
     (tmp_path / "link").symlink_to("b.bin")
-    train, val = tg.find_shards(f"{tmp_path}/*.bin"), tg.find_shards(f"{tmp_path}/link")
-    assert tg.shared_shards(train, val) == [f"{tmp_path}/b.bin"] and not tg.shared_shards(train[:1], val)
-    tiny = tg.PRESETS["tiny"]
-    assert not tg.shared_shards(tg.find_shards(tiny["train_files"]), tg.find_shards(tiny["val_files"]))
+    shared = preset(train_files=f"{tmp_path}/*.bin", val_files=f"{tmp_path}/link", max_steps=2)
+    for cfg, said in ((shared, f"{tmp_path}/b.bin, 1 such shards"), (preset(), "")):
+        tg.open_data(cfg, fabric(), b"source")
+        out = capsys.readouterr().out
+        assert said in out and bool(said) == bool(out)
 
 
 # ---- many steps -----------------------------------------------------------------------------------------------------
@@ -889,8 +895,8 @@ def test_millions_of_steps_are_not_listed(tmp_path):
 
     headers = tg.find_shards(cfg.train_files)
     began = time.perf_counter()
-    tg.check_enough_data(cfg, schedule, headers)
-    refused(tg.DataError, lambda: tg.check_enough_data(replace(cfg, epochs=1), schedule, headers),
+    tg.check_enough_data(cfg, schedule, headers, ROOMY)
+    refused(tg.DataError, lambda: tg.check_enough_data(replace(cfg, epochs=1), schedule, headers, ROOMY),
             f"{2 * 40_000} in 2 shards", "for 10000000 steps")
     loader = tg.Loader(cfg, fabric(), headers, cycles())
     loader.start()
@@ -903,8 +909,9 @@ def test_millions_of_steps_are_not_listed(tmp_path):
 def test_shards_without_room_for_a_step_are_known_before_the_start():
     """The largest stage that is reached decides; shards of 8 x 33 tokens have no room for the third stage."""
     cfg, room = preset(epochs=0), shards(8 * 33)
-    tg.check_enough_data(replace(cfg, max_steps=6), tg.Schedule(replace(cfg, max_steps=6)), room)
-    refused(tg.DataError, lambda: tg.check_enough_data(cfg, tg.Schedule(cfg), room), "too small", f"{8 * 49} for")
+    tg.check_enough_data(replace(cfg, max_steps=6), tg.Schedule(replace(cfg, max_steps=6)), room, ROOMY)
+    refused(tg.DataError, lambda: tg.check_enough_data(cfg, tg.Schedule(cfg), room, ROOMY),
+            "too small", f"{8 * 49} for")
 
 
 def test_a_damaged_shard_is_not_the_end_of_the_data(tmp_path):

@@ -408,8 +408,8 @@ def table_parts(cfg: tg.Config, where: tg.Fabric) -> dict[str, int]:
 @pytest.mark.parametrize("world", [1, 2, 8])
 @pytest.mark.parametrize("rows, cadence", [(101, 2), (5000, 2), (5000, 4)])
 def test_large_tables_are_counted(home, world, rows, cadence):
-    """Against the tensors of a real executor, on a GPU: a shard, caches for a cycle, live sets. All but
-    the 8 bytes of state of a row."""
+    """Against the tensors of a real executor, as on a GPU: a shard, caches for a cycle, live sets; not the 8 bytes of
+    state of a row."""
     cfg = one_table("tiny", f"{rows} stream 0 {home} {cadence}")
     table = executor(cfg, world, 0).tables["trigram_embed"]
     found = table_parts(cfg, on_gpu(world))

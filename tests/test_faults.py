@@ -169,7 +169,7 @@ def test_ranks_that_miss_the_data(launcher, tmp_path):
     ended = launcher.start(tmp_path / "job", "--train_files=data/train_*.bin", world=2,
                            folders=[tmp_path / "of_0", tmp_path / "of_1"]).wait()
     assert ended.status == [1, 2]
-    check_end(ended, "DataError", "no file matches", "of_1")
+    check_end(ended, "DataError", "no such file", "of_1")
 
 
 def test_data_that_end_lose_no_line(launcher, tmp_path):

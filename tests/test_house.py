@@ -20,7 +20,7 @@ import train_gpt as tg
 
 SOURCE = ROOT / "train_gpt.py"
 MAX_COLUMNS = 120
-MAX_LINES, MAX_TOKENS = 5_100, 44_000                                   # on the way to 4,700 and 37,500: never up
+MAX_LINES, MAX_TOKENS = 4_700, 40_000                                   # tokens on the way to 37,500: never up
 MAX_FUNCTION, MAX_LONG_FUNCTION = 60, 120
 LONG_FUNCTIONS = ("train",)                                          # the outline of a run; kernels may be as long
 ROOMS = ("Config", "Schedule", "Data", "Kernels", "Model", "Rows", "Optimizer", "Executor", "Race", "Main")
@@ -29,7 +29,7 @@ BANNER = re.compile(r"# ====== Room (\d+): (\w+) =+$")
 CALLS_AT_IMPORT = {
     "Layer", "Stage", "stage._replace", "NgramTable", "dict", "set", "tuple", "len", "sum", "enumerate", "replace",
     "functools.partial", "dataclass", "field", "torch.no_grad", "torch.library.custom_op", "re.compile",
-    "float", "np.float32", "_data", "_model", "_schedule", "_optim", "_run", "custom_op"}
+    "float", "np.float32", "staticmethod", "_data", "_model", "_schedule", "_optim", "_run"}
 
 
 @functools.cache

@@ -4,6 +4,7 @@ Expected are plain products, autograd's own gradients and sums in float64.
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -313,21 +314,49 @@ def test_an_f32_main_grad_of_a_scaled_bank_is_exact_over_64_micro_batches():
     assert float((found - want).norm() / want.norm()) < 1e-6
 
 
-@pytest.mark.parametrize("kind", ("product", "mlp", "head"))
-def test_a_gradient_of_a_gradient_is_refused(kind):
-    x = randn(5, 4).requires_grad_()
-    weight, other = (torch.nn.Parameter(randn(8, 4, seed=seed)) for seed in range(2))
-    if kind == "product":
-        y = tg.linear(x, tg.as_part(weight))
-    elif kind == "mlp":
-        y = tg.relu_sq_mlp(x, tg.as_part(weight), tg.as_part(other))
-    else:
+def forward_passes() -> dict[str, Callable[[Tensor], Tensor]]:
+    """Each function with a backward of ours, of x (5, 4)."""
+    def product(x: Tensor) -> Tensor:
+        return tg.linear(x, tg.as_part(torch.nn.Parameter(randn(3, 4))))
+
+    def mlp(x: Tensor) -> Tensor:
+        up, down = (torch.nn.Parameter(randn(8, 4, seed=seed)) for seed in range(2))
+        return tg.relu_sq_mlp(x, tg.as_part(up), tg.as_part(down))
+
+    def head(x: Tensor) -> Tensor:
+        weight = torch.nn.Parameter(randn(4, 9))
         one = torch.ones(1, dtype=F64)
-        head = torch.nn.Parameter(weight.detach().t().contiguous())
-        y = tg.HeadLoss.apply(x, head, torch.arange(5)[None], one, one[0], "plain", F64, tg.as_part(head))
-    first, = torch.autograd.grad(y.square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable|does not require grad"):
-        first.sum().backward()
+        targets = torch.arange(5)[None]
+        return tg.HeadLoss.apply(x, weight, targets, one, one[0], "plain", F64, tg.as_part(weight))
+
+    def lookup(x: Tensor) -> Tensor:
+        return tg.RowLookup.apply(x, torch.tensor([0, 4, 0]), torch.zeros(5, 4, dtype=F64))
+
+    return dict(product=product, mlp=mlp, head=head, lookup=lookup)
+
+
+@pytest.mark.parametrize("name", forward_passes())
+def test_a_gradient_of_a_gradient_is_refused(name):
+    """Also where the gradient that arrives is a constant, which autograd would let pass."""
+    x = randn(5, 4).requires_grad_()
+    loss = forward_passes()[name](x).sum()
+    differentiate = functools.partial(torch.autograd.grad, loss, x, create_graph=True)
+    refused(tg.RunError, differentiate, "create_graph", "first order")
+
+
+@pytest.mark.parametrize("changed", ("input", "gradient"))
+def test_a_delayed_product_whose_factor_was_changed_is_refused(changed):
+    """Before anything is written, of the products that came before it, too."""
+    weight = torch.nn.Parameter(randn(4, 3))
+    own(weight)
+    queue = []
+    factors = [dict(input=randn(5, 3, seed=seed), gradient=randn(5, 4, seed=seed)) for seed in (1, 2)]
+    for each in factors:
+        tg.linear(each["input"], tg.as_part(weight, queue)).backward(each["gradient"])
+    factors[1][changed] += 1
+    refused(tg.RunError, functools.partial(tg.flush, queue), "delayed gradient", "(4, 3)", "changed in place")
+    assert weight.writes.tolist() == [0]
+    assert len(queue) == 2
 
 
 # ---- In the trainer -------------------------------------------------------------------------------------------------

@@ -248,7 +248,7 @@ def test_initial_values_are_the_recipes():
 def test_record_bound_is_one_thirty_second():
     """Recipe 2.1: std 0.5 * 768^-0.5 is a uniform bound of 2^-5; drawn in the table's row, here a small shape."""
     attn = next(row for row in tg.parameter_table(preset("record", 50_257, 50_256)) if row.label == "attn")
-    drawn = attn.init(torch.Generator().manual_seed(0), (100_000,))
+    drawn = tg.initial_values(attn._replace(shape=(100_000,)), torch.Generator().manual_seed(0))
     assert 0.99 / 32 < float(drawn.abs().max()) <= 1.0001 / 32
 
 

@@ -165,16 +165,22 @@ def rotate_all_channels(real: Callable, a: dict) -> torch.Tensor:
 
 def rotate_by_stream_position(real: Callable, a: dict) -> torch.Tensor:
     """Paired layers only: first half of the heads at 2t, second half at 2t + 1."""
-    if a["x"].dim() == 4:
-        return real(**a)
     slots, length, half, two, width = a["x"].shape
     tables = {name: a[name].transpose(1, 2) for name in ("cos", "sin")}
     return real(x=a["x"].reshape(slots, length, two, half, width), **tables).reshape(a["x"].shape)
 
 
 def pair_neighbours(real: Callable, a: dict) -> torch.Tensor:
-    order = torch.arange(a["q"].shape[2]).view(-1, 2).T.flatten()         # 0, 2, 4, ..., 1, 3, 5, ...
-    return real(**{**a, **{name: a[name][:, :, order] for name in ("q", "k", "v")}})[:, :, order.argsort()]
+    if a["layer"].attention != "paired":
+        return real(**a)
+    order = torch.arange(a["self"].heads).view(-1, 2).T.flatten()         # 0, 2, 4, ..., 1, 3, 5, ...
+    qkv = a["qkv"].unflatten(-1, (3, len(order), -1))[..., order, :].flatten(-3)
+    return real(**a | dict(qkv=qkv))[:, :, order.argsort()]
+
+
+def window_in_tokens(real: Callable, a: dict) -> torch.Tensor:
+    factor = 2 if a["layer"].attention == "paired" else 1
+    return real(**a | dict(span=replace(a["span"], window=factor * a["span"].window)))
 
 
 def mtp_targets_around_the_slot(_: Callable, a: dict) -> tuple[torch.Tensor, torch.Tensor]:
@@ -316,9 +322,8 @@ MISTAKES = (
         cu_seqlens=lambda a: torch.tensor([0, len(a["q"])]), span=lambda a: replace(a["span"], max_len=len(a["q"])))),
     ("scale 1/sqrt(E)", "s_acts", "sumsq.attn0", kernel(
         span=lambda a: replace(a["span"], scale=a["q"].shape[-1] ** -0.5))),
-    ("paired window in tokens", "s_acts", "sumsq.attn0", given(
-        tg.GPT, "attend_paired", span=lambda a: replace(a["span"], window=2 * a["span"].window))),
-    ("paired neighbour heads", "s_acts", "sumsq.attn0", wrapped(tg.GPT, "attend_paired", pair_neighbours)),
+    ("paired window in tokens", "s_acts", "sumsq.attn0", wrapped(tg.GPT, "attend", window_in_tokens)),
+    ("paired neighbour heads", "s_acts", "sumsq.attn0", wrapped(tg.GPT, "attend", pair_neighbours)),
     ("paired angle from the stream", "s_acts", "sumsq.attn0", wrapped(tg, "rotate", rotate_by_stream_position)),
     ("rotation the other way", "s_acts", "sumsq.attn0", given(tg, "rotate", sin=lambda a: -a["sin"])),
     ("rotary pairs far apart", "s_acts", "sumsq.attn0", wrapped(tg, "rotate", rotate_pairs_far_apart)),

@@ -128,5 +128,5 @@ def test_a_terminal_gets_a_line_of_progress(data, tmp_path):
     done = subprocess.run([sys.executable, "-c", spawn, *command], capture_output=True, text=True, timeout=120,
                           env=os.environ | dict(OMP_NUM_THREADS="1"), stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "step 1 of 12, loss" in done.stdout, done.stdout
+    assert "step:1/12 train_time:" in done.stdout, done.stdout
     check_whole_log(tmp_path / "run")

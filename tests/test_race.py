@@ -193,7 +193,7 @@ def test_console_on_a_terminal_gets_a_line_that_renews_itself(tmp_path, monkeypa
     log.close()
     shown = capsys.readouterr()
     assert shown.out == "a line of text\n"
-    assert "\r\x1b[Kstep 4 of 12, loss 2.500, 50 ms/step, 0 s to go\r" in shown.err
+    assert "\r\x1b[Kstep:4/12 train_time:200ms step_avg:50.00ms train_loss:2.500\r" in shown.err
     assert shown.err.endswith("\r\x1b[K\r") and "\n" not in shown.err
 
 
