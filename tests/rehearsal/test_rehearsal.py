@@ -85,14 +85,14 @@ def walk(root: Path, cache: Path, *words: str) -> dict[str, Any]:
 
 STEP = "        self.optimizer.step(values, plans_ahead)\n"
 SUMS = "            sums.append(slot_sums.detach())\n"
-ADD = "        add_rows(ctx.row_grads, index, grad)\n"
+ADD = "        add(ctx.row_grads, index, grad)\n"
 SCRATCH = "            grad_w = accumulate_wgrad(ctx.part, product, None)                # it cannot add: a scratch\n"
 LAUNCH = "    launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)\n"
 HIDDEN = "        x = x0\n"
 SPANS = "        return spans_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)\n"
 VARLEN = "Varlen.apply(q, k, v, cu_seqlens, span.numbers)"
 DYNAMIC = "torch._dynamo.maybe_mark_dynamic(part.cu_seqlens, 1)"
-LOGITS = "product_dtype = logits_dtype if native else ctx.accum_dtype"
+LOGITS = "product_dtype = logits_dtype if native else accum"
 PINNED = "pin_memory=True) for x in self.stored))"
 EAGER = ["--graphs=none", "--first-stage"]
 HOST_TABLE = [*EAGER, "--", "--preset=tiny", "--dtype=bfloat16", "--tables=trigram_embed 3 1000 stream 0 host"]
@@ -115,7 +115,7 @@ PLANTED = {                              # what is replaced, how the copy is wal
         [("recompile", "GPT.losses forward, stage 1")]),
     "a number of documents": ({DYNAMIC: "torch._dynamo.mark_static(part.cu_seqlens)"}, ["--stages=1", "--first-stage"],
                               [("recompile", "cu_seqlens")]),
-    "logits in f32": ({LOGITS: "product_dtype = ctx.accum_dtype"}, ["--stages=1", "--first-stage"],
+    "logits in f32": ({LOGITS: "product_dtype = accum"}, ["--stages=1", "--first-stage"],
                       [("f32 buffer of (tokens, vocabulary)", "aten._scaled_mm")]),
     "a table on the host": ({}, HOST_TABLE, [("elsewhere", "HostHome._bring_down: self.stream.synchronize()")]),
     "a table that is not pinned": ({PINNED: PINNED.replace("=True", "=False")}, HOST_TABLE,
