@@ -98,7 +98,7 @@ EAGER = ["--graphs=none", "--first-stage"]
 HOST_TABLE = [*EAGER, "--", "--preset=tiny", "--dtype=bfloat16", "--tables=trigram_embed 3 1000 stream 0 host"]
 PLANTED = {                              # what is replaced, how the copy is walked, what is said: kind, where, found
     "waits, buffers, a spill": (
-        {SUMS: SUMS + "            print(float(losses.sum()))\n",
+        {SUMS: SUMS + "            print(float(slot_sums.sum()))\n",
          STEP: "        spare = [torch.zeros_like(table.row_grads) for table in self.tables.values()]\n" + STEP,
          ADD: "        bank = grad.new_zeros(22, 3072, 768)\n" + ADD,
          SCRATCH: SCRATCH.replace("product,", "product.clone(),"),
@@ -106,7 +106,7 @@ PLANTED = {                              # what is replaced, how the copy is wal
         [("spill", "add_rows_kernel"), ("buffer of table size", "spare = [torch.zeros_like"),
          ("buffer of a gradient's size", "RowLookup.backward: bank = "),
          ("buffer of a gradient's size", "product.clone()"),
-         ("host wait", "Executor.forward_backward: print(float(losses.sum()))")]),
+         ("host wait", "Executor.forward_backward: print(float(slot_sums.sum()))")]),
     "a graph break": ({HIDDEN: HIDDEN + "        x = x if x.sum() > 0 else -x\n"}, ["--stages=1", "--first-stage"],
                       [("graph break", "x = x if x.sum() > 0")]),
     "a step's number in a graph": (
