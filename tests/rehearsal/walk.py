@@ -207,6 +207,7 @@ def note_graph(tally: Tally, name: str, module: torch.fx.GraphModule, inputs: li
     title = f"{name} {part}, {where}"
     if tally.racing:
         tally.fail("recompile", title, tally.reasons[-1] if tally.reasons else "a graph that the warm-up had not")
+        raise RuntimeError(f"{title} is compiled again")      # and would be so at many steps
     while title in tally.graphs:
         title += " again"
     tally.graphs[title] = [hashlib.sha256(text.encode()).hexdigest()[:16], len(module.graph.nodes)]
@@ -355,7 +356,8 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
             return dict(error=str(error))
         except Exception as error:
             traceback.print_exc()
-            tally.fail(*cause_of(error))
+            if not tally.reasons:
+                tally.fail(*cause_of(error))
             ended = dict(ended_by=str(error))
     return dict(result_of(tally, options.stages), steps=steps_by_stage(cfg), **ended)
 
