@@ -2,7 +2,7 @@
     ./run.sh                                                   set-up, data, training, result and a sample
     torchrun --standalone --nproc_per_node=8 train_gpt.py      8 GPUs, preset `record`
     python train_gpt.py --preset=pocket                        one process, on a CPU about two minutes; see --help
-The mathematics is that of modded-nanogpt right after pull request #221 (record 71, 2026-02-15); credits in README.md.
+The mathematics is modded-nanogpt's ("the peer") after pull request #221 (record 71, 2026-02-15); credits: README.md.
 
 Floor plan. A room uses only rooms above it, and nothing happens at import.
     1 Config      errors, layer table, stage table, n-gram tables, settings, presets, flags, Fabric
@@ -150,7 +150,7 @@ class Stage(NamedTuple):
     lr_mul: float
     mtp_start: tuple[float, ...]
     mtp_end: tuple[float, ...]
-    untie: bool = False                  # at its start embedding and head part, after the update of that Adam cycle
+    untie: bool = False                  # embedding and head part at its start, after that Adam cycle's update
 
 
 STAGES = (                                                                    # recipe 4; the last is the extension
@@ -176,7 +176,7 @@ class NgramTable(NamedTuple):
 
 
 # By order: odd factors of the tokens' hash and of the signs' hash, newest token first. Those for two and three tokens
-# are record 92's (its train_gpt.py), those of a fourth are ours; recipe A's own table of bigrams is none of these.
+# are the peer's of record 92, those of a fourth are ours; recipe A's own table of bigrams is none of these.
 NGRAM_FACTORS = {
     2: ((36313, 27191), (48271, 30011)),
     3: ((17351, 60961, 45259), (58699, 39779, 26801)),
@@ -255,8 +255,8 @@ class Config:
     seed: int = _run(0, "integer", "initial values; each parameter draws from (seed, label)")
     device: str = _run("auto", "device", "auto: cuda if there is one", ("auto", "cpu", "cuda"))
     compile: int = _run(-1, "0|1", "torch.compile; -1: on CUDA only", (-1, 0, 1))
-    attention: str = _run("auto", "kernel", "auto: the fastest that is right", ATTENTION_KERNELS)
-    row_comms: str = _run("sparse", "mode", "table rows that travel: those asked for, or all", ("dense", "sparse"))
+    attention: str = _run("auto", "kernel", "auto: the first that is right", ATTENTION_KERNELS)
+    row_comms: str = _run("sparse", "mode", "table rows that travel: all, or those asked for", ("dense", "sparse"))
     debug_rows: int = _run(0, "0|1", "poison rows not fetched, look for gradients of rows not planned", (0, 1))
     slots_per_micro_batch: int = _run(0, "slots", "side by side in the model; 0: all that the device's memory fits")
     val_every: int = _run(250, "steps", "between validations; 0: only the final one")
@@ -296,7 +296,7 @@ PRESETS: dict[str, dict[str, Any]] = dict(
         NgramTable("trigram_embed", 3, 100_000), NgramTable("fourgram_embed", 4, 100_000))),
     tiny=TINY)
 
-# A saved model and an earlier run have decided about everything else.
+# What may differ from the settings of a saved model or earlier run.
 NOT_MATHEMATICS = {"train_files", "val_files", "epochs"} | {
     name for name in Config.__dataclass_fields__ if Config.__dataclass_fields__[name].metadata["group"] == "run"}
 NOT_INHERITED = {"run_dir", "runs", "resume", "save"}                                 # by --resume: facts of one run
@@ -1005,7 +1005,7 @@ def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray) -> Slot:
 
 
 def whole_blocks(shard_tokens: int, block_tokens: int) -> int:
-    """Count the tokens of a shard's validation blocks: there is one more target, and the peer keeps another token."""
+    """Count tokens of a shard's whole validation blocks; 2 stay out: the last target, and one more as in the peer."""
     return max(0, shard_tokens - 2) // block_tokens * block_tokens
 
 
@@ -1154,7 +1154,7 @@ class Batch(NamedTuple):
     tokens: Tensor                       # (b, T) i32
     targets: Tensor                      # (b, T) i64: the next token
     cu_seqlens: Tensor                   # (b, K) i32: 0, document ends, then T as often as needed to fill K columns
-    rows: dict[str, Tensor]            # by table, shaped like its ids: index into the plan's list, or rows of the table
+    rows: dict[str, Tensor]              # by table, shaped like its ids: index into the plan's list, or into the table
     signs: dict[str, Tensor] = {}        # by table that has signs, (b, T) i32: which vector of signs
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
@@ -1330,7 +1330,7 @@ class Loader:
     def _block(self, values: Values) -> tuple[Shard, list]:
         """Return the next block of slots: its shard, and (starts, ends) of the pieces of each slot."""
         # Where a block does not fit into the rest of a shard, it begins the next, which a second thread has read ahead.
-        # At most: the rest of the shard in use, then every shard once, the one that was in use as a whole included.
+        # Try the rest of the shard in use, then each shard once from its start, the one in use included.
         for _ in range(len(self.headers) + 2):
             packed = pack_block(self.shard, self.doc, self.cfg.num_slots, values.slot_tokens, self.cfg.max_doc_len)
             if packed is not None:
@@ -1438,7 +1438,7 @@ def jitted(kernel: Callable) -> Any:
 
 def first_order(backward: Callable) -> Callable:
     """Refuse create_graph=True: weight gradients are written where autograd does not see them. Raises RunError."""
-    # torch's once_differentiable lets a gradient pass as a constant where the one that arrives is constant.
+    # torch's once_differentiable raises nothing where the arriving gradient requires no grad.
     @functools.wraps(backward)
     def call(ctx, *grads):
         need(not torch.is_grad_enabled() or torch.compiler.is_compiling(), "a backward", "create_graph=True",
@@ -1532,10 +1532,10 @@ def torchs_varlen() -> Any:
 
 
 def varlen_arguments(cu_seqlens: Tensor, numbers: Tensor) -> dict[str, Any]:
-    """Return what torch's operations take in both directions."""
+    """Return arguments of torch's forward and backward alike."""
     max_len, window, scale = numbers.tolist()                 # on the CPU: nothing waits
     return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=int(max_len), max_k=int(max_len), is_causal=False,
-                scale=scale, window_size=[int(window), 0])    # keys before and after a query, the first one inclusive
+                scale=scale, window_size=[int(window), 0])    # keys seen before and after a query's own
 
 
 @torch.library.custom_op("train_gpt::varlen", mutates_args=())
@@ -1561,8 +1561,8 @@ def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Tensor) -> tuple[Tensor, 
     return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
 
 
-# ---- Products with weights that have a main_grad: the gradient adds up there, and autograd gets None (design 5).
-FLAG = "grad_added_to_main_grad"         # set True on a weight that has it, after a write; its hooks see a dummy
+# ---- Products with weights that have a main_grad: the gradient adds up there, and autograd gets None.
+FLAG = "grad_added_to_main_grad"         # a weight with it: True after a write, and its hooks get a dummy
 
 
 class WeightPart(NamedTuple):
@@ -1691,15 +1691,15 @@ def linear(x: Tensor, part: WeightPart, scale: Tensor | None = None) -> Tensor:
     return LinearFunction.apply(x, scale, part.matrix, part)
 
 
-# ---- relu^2 MLP: of all that lies between its products only the squares are kept, for their root is max(pre, 0).
-# By compute capability: a tile that keeps its sums in registers, and loads under way, forward and backward: as many as
-# shared memory takes, some of which the squares need.
+# ---- relu^2 MLP: forward keeps only the squares between its products; backward takes max(pre, 0) as their root.
+# By compute capability: a tile whose sums fit in registers, and num_stages of (forward, backward): as many as fit in
+# shared memory, where backward needs room for squares.
 RELU_SQ_TILES = {
     (8, 0): (dict(ROWS=128, COLUMNS=128, DEPTH=64, num_warps=8), (3, 3)),
     (9, 0): (dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8), (4, 3)),
     (10, 0): (dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8), (4, 3)),
 }
-DESCRIBED_BYTES = 16                     # that divide each line of an array with a descriptor
+DESCRIBED_BYTES = 16                     # descriptors want lines of a multiple of this
 
 
 def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.constexpr, ROWS: tl.constexpr,
@@ -1921,10 +1921,10 @@ class HeadLoss(torch.autograd.Function):
         ctx.part = part
         ctx.precision = precision
         accum = accum_dtype(y.dtype)
-        # What waits for the backward is the gradient of the logits, in their place or, in fp8, in half their bytes.
+        # Kept for backward: the gradient of the logits, in their memory, or in fp8 in a tensor of half the bytes.
         if precision == "plain":
             logits = grad = y @ w
-            factor = 1.0                                                      # LOGIT_WIDTH is the backward's
+            factor = 1.0                                                      # backward divides by the width
         else:
             native = precision == "fp8"
             product_dtype = logits_dtype if native else accum
@@ -2018,7 +2018,7 @@ add_rows_op = torch.library.custom_op("train_gpt::add_rows", add_rows, mutates_a
 
 
 class RowLookup(torch.autograd.Function):
-    """source[index]. Its gradient adds up in row_grads; autograd gets None, and no dense gradient exists (design 5)."""
+    """source[index]. Its gradient adds up in row_grads; autograd gets None, and no dense gradient exists."""
 
     @staticmethod
     def forward(ctx, source, index, row_grads):
@@ -2191,7 +2191,7 @@ class GPT(nn.Module):
 
     def losses(self, batch: Batch, weights: Tensor, loss_weight: Tensor, spans: AttentionSpans, precision: str,
                row_buffers: dict) -> Tensor:
-        """Loss of each position, (B, T); weights (G,) of the next tokens, loss_weight () seeds the backward."""
+        """Return losses (B, T); weights (G,) of the next tokens; loss_weight () is the seed backward gets."""
         y = self.hidden(batch, spans, row_buffers).flatten(0, 1)
         logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16       # of an fp8 head
         losses = HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype,
@@ -2329,12 +2329,12 @@ def gate_of(features: Tensor, weight: Tensor) -> Tensor:
 
 # ====== Room 6: Rows ==================================================================================================
 # Each rank owns a shard of every table and reads rows of all shards. A plan's lists serve both directions: rows travel
-# from owner to reader before a cycle, their gradients from reader to owner after it (design 4).
+# from owner to reader before a cycle, their gradients from reader to owner after it.
 Wait = Callable[[], object]              # returns when what was launched is complete
 
 
 def no_wait(**_: Any):
-    """Do nothing: wait where nothing is under way, or report where nobody reads it."""
+    """Do nothing: stands for a wait, report, restore or plans_ahead that is absent."""
 
 
 def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, TablePlan]):
@@ -2449,7 +2449,7 @@ class RowTable:
             self.arrival = self._bring(plan, self.cache.detach(), head, rows, places)
 
     def rows_for_forward(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the cache with the plan's rows, and row_grads. Raises RunError before the last cycle's update."""
+        """Return the cache with the plan's rows, and row_grads. Raises RunError if another awaits its update."""
         # Unless a rank is alone, row_grads are of one plan, whose list says where they go.
         if plan not in self.pending:
             need(self.alone or not self.pending, f"gradients of {self.table.label}",
@@ -2463,7 +2463,7 @@ class RowTable:
 
     @torch.no_grad()
     def read(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, None]:
-        """Fetch the plan's rows into a new tensor (validation, sampling); there is no buffer for gradients."""
+        """Return (the plan's rows in a new tensor, or alone the shard, None): for validation and sampling."""
         plan.change_lists(self._on_device)
         out = self.shard
         if not self.alone:
@@ -2574,7 +2574,7 @@ class RowTable:
 
     def _launch(self, plan: TablePlan, out: Tensor, rows: Tensor, recv_counts: list[int],
                 send_counts: list[int]) -> Wait:
-        """Launch a list of rows from each rank to each, empty ones too."""
+        """Launch the all-to-all of rows into `out`; lists may be empty."""
         plan.count_bytes(self.fabric.rank, send_counts, recv_counts, rows.shape[1] * rows.element_size())
         if self.fabric.world == 1:
             out.copy_(rows)
@@ -2646,7 +2646,7 @@ class DeviceHome:
     def read(self, places: Tensor) -> Tensor:
         return self.stored.rows.index_select(0, places.to(self.device, non_blocking=True))
 
-    settle = staticmethod(no_wait)       # waits until everything that was put is stored
+    settle = staticmethod(no_wait)       # `put` has stored everything already
 
     def invalidate(self):
         """Forget which updates are prepared, and their rows: those at home count."""
@@ -2729,7 +2729,7 @@ class HostHome(DeviceHome):
             for x in live:
                 x.record_stream(computing)
 
-        # Rows that the last update has, too, are here, newer than at home. They join those that came up.
+        # Rows that the last update also had are newer here than at home; they join those that came up.
         if self.live is not None:
             fresh = live
             lists = update.fresh, update.kept, update.kept_from
@@ -2971,7 +2971,7 @@ class Small:
         return all(p.grad is not None for p in self.weights)
 
     def reduce(self):
-        # They are few numbers: one message, in f32 whatever their types.
+        # They are few numbers: one message, in accum_dtype for all.
         accum = accum_dtype(self.weights[0].dtype)
         self.grad = torch.cat([p.grad.flatten().to(accum) for p in self.weights])
         self.wait = launch(self.optimizer.fabric, dist.all_reduce, self.grad)
@@ -3091,7 +3091,7 @@ class TableEntry:
         self.grad, self.wait = self.table.return_gradients()
 
     def update(self, values: Values) -> Wait:
-        """Update, and launch the rows of the next cycle: the first lookup waits for them."""
+        """Update, then launch the next cycle's rows, for which its first lookup waits."""
         self.wait()
         optimizer = self.optimizer
         if self.table.home:
@@ -3106,7 +3106,7 @@ class TableEntry:
 
     def clear(self):
         self.grad = None
-        self.wait = no_wait                                                   # which has kept what arrived
+        self.wait = no_wait                                                   # the old one holds `arrived`
         self.table.clear()
 
 
@@ -3115,7 +3115,7 @@ class Optimizer:
 
     def __init__(self, cfg: Config, fabric: Fabric, model: GPT, compiled: Callable, tables: dict[str, RowTable],
                  accumulates: bool = False):
-        """compiled: what a function of tensors goes through. accumulates: this rank takes several micro-batches."""
+        """compiled(f): f by torch.compile, or f itself. accumulates: this rank takes several micro-batches."""
         self.cfg = cfg
         self.fabric = fabric
         self.model = model
@@ -3207,7 +3207,7 @@ class Optimizer:
         number, step_size, decay = self._adam_numbers(row, values)
         number = torch.full((), number, dtype=torch.int32, device=grad.device)       # made there: a copy would wait
         changing = [*table.live, grad]
-        # Bits follow from logical rows, which are alike at any number of ranks.
+        # Random bits depend on logical row numbers: the same at every W.
         bits = None
         if row.rows.rounding == "stochastic" and table.live.rows.dtype == torch.bfloat16:
             places = table.pending[0].update.places.to(grad.device, non_blocking=True)
@@ -3455,7 +3455,7 @@ class Executor:
         return rows[:table.table.rows]
 
     def whole_weights(self, values: Values) -> dict[str, Tensor]:
-        """Return all weights but row-wise tables on the host of rank 0, in logical shapes. Collective.
+        """Return all weights except row-wise tables, in logical shapes, on rank 0's host. Collective.
         values: of the next step, or of the end; they say whether the embedding is still the head."""
         weights = {label: self._whole(label, p.detach()) for label, p in self.model.named_parameters()}
         if values.tied:
@@ -3496,7 +3496,7 @@ class Executor:
 # ---- Memory: an estimate before anything is built
 MEMORY_SHARE = 0.9                       # of a device: the rest is for its driver, NCCL, the allocator, the compiler
 ON_HOST = "tables on the host"           # the part that takes memory row by row, as rows are updated
-# What a step keeps per token at its largest, in the head: compiled, as the rehearsal counts it, and in plain PyTorch.
+# What a step keeps per token at its peak, in the head: compiled (counted by tests/rehearse.py), or in plain PyTorch.
 SAVED_ROWS = 17                          # of width D, in each layer: 183 in 11 layers, and statistics in f32
 SAVED_ROWS_PLAIN = 26
 LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in fp8
@@ -3504,7 +3504,7 @@ LOGIT_COPIES_PLAIN = 6                   # the same in f32 or f64
 
 
 def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> Counter:
-    """Return the bytes of each part of a run at its largest: counted, but for activations, which a model gives."""
+    """Return a run's largest memory, bytes by part: counted, but activations estimated by constants above."""
     W = fabric.world
     dtype = getattr(torch, cfg.dtype)
     item = dtype.itemsize
@@ -3516,8 +3516,8 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
         kept = math.prod(row.shape)                           # numbers that have a gradient here
         gradient = exact
         if table:
-            # A shard, and a cache of the most that a cycle may read. A row-wise table has the rows of an update on the
-            # device once more, beside a host home those of the next, too. (Their state is 8 bytes a row: left out.)
+            # A shard, and a cache of the most that a cycle may read. A row-wise table has a copy of an update's rows on
+            # the device, and with a host home of the next one's. (Their state is 8 bytes a row: left out.)
             shard = kept // W
             read = table.cadence * largest_batch * table.reads * cfg.model_dim           # by all ranks
             cache = min(kept, read // W) if table.is_rowwise or cfg.row_comms == "sparse" else kept
@@ -3588,7 +3588,7 @@ def sync_to_disk(path: Path):
 
 @contextlib.contextmanager
 def refused(path: Path, kind: type = RunError) -> Iterator[None]:
-    """Raise an error of that kind that names the path for what the system refuses inside."""
+    """Turn what the system refuses inside into an error of that kind, with the path."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:      # torch.save makes RuntimeErrors of what the disk says
@@ -3782,7 +3782,7 @@ class Clock:
 
 class Log:
     """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0.
-    Losses are looked at one cycle late, so that no step waits for the device. Every rank checks its own. beside:
+    Losses are read one Adam cycle late, so that no step waits for the device. Every rank checks its own. beside:
     content of further files of the run directory; earlier: what `seen` gave to a checkpoint."""
 
     def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, beside: dict[str, bytes],
@@ -4261,7 +4261,7 @@ def open_data(given: Config, fabric: Fabric, source: bytes) -> tuple[Config, lis
 
 
 def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric):
-    """Refuse now what would end a run after hours: names that are taken, disks, no compiler. Raises TrainerError."""
+    """Refuse what would end a run hours later: taken names, no place to save, no compiler. Raises TrainerError."""
     with fabric.failing_together():
         compiles = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
         compilers = (os.environ.get("CXX") or os.environ.get("CC") or "g++", "gcc", "clang++", "clang", "c++")
@@ -4430,7 +4430,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     schedule = Schedule(cfg)
     precision = head_precision(cfg, fabric)
 
-    # Which kernels are right decides about memory, and that about the slots that run at once. Packages may compile now.
+    # Memory depends on the attention kernel, and slots at once on memory. Packages may compile now: be patient.
     fabric.set_timeout(cfg.comm_timeout * LONG_PATIENCE)
     kernel, attention = choose_attention(preset, cfg, fabric)
     slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
@@ -4608,7 +4608,7 @@ def lost_rank(found: str) -> RunError:
 
 def first_cause(cause: str, signalled: bool) -> tuple[str, bool]:
     """Agree with the other ranks on what ended the run first. Returns it, and whether this rank prints it.
-    A signal that reaches some ranks only follows from the loss of one: torchrun, or srun, ends the others."""
+    A signal that only some ranks get means that one was lost: torchrun, or srun, ends the others."""
     env = os.environ
     if env.get("WORLD_SIZE", "1") == "1":
         return cause, True
