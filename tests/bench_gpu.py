@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -164,31 +164,18 @@ def bench_kernels(lab: gpu_cases.Lab, report: Report, limit: Limit, share: float
 
 # ------ Steps ---------------------------------------------------------------------------------------------------------
 
-class Priced(NamedTuple):
-    """What a prediction is made from."""
-
-    ledger: dict[str, Any]
-    rates: dict[str, Any]
-    card: str                            # one with rates: that of the ledger for a card without
-    attention: str
+def rated(attention: str) -> str:
+    """The kind of attention whose rate is the nearest; FA4 has none of its own."""
+    return "FA3" if attention.startswith(("FA3", "FA4")) else "FA2"
 
 
-def priced(card: str, attention: str) -> Priced:
-    import price
-    ledger = price.load(price.LEDGER)
-    rates = price.load(price.RATES)
-    name = next((known for known in rates["cards"] if known in card), ledger["card"])
-    fast = attention.startswith(("FA3", "FA4"))               # FA4 has no rate of its own
-    return Priced(ledger, rates, name, "FA3" if fast else "FA2")
-
-
-def predictions(card: str, attention: str) -> tuple[dict[str, Any], str]:
+def predictions(attention: str) -> tuple[dict[str, Any], str]:
     """Of one rank, by stage, in ms a step; and in words, where they are from or why there are none."""
     try:
-        import price
-        ledger, rates, name, kind = priced(card, attention)
-        stages = price.price(ledger, rates, name)["worlds"]["1"][kind]["stages"]
-        return stages, f"by tests/price.py for one {name} with {kind}"
+        from rehearsal import price
+        ledger = price.load(price.LEDGER)
+        stages = price.kept_prediction(ledger)["worlds"]["1"][rated(attention)]["stages"]
+        return stages, f"by tests/rehearse.py for one {ledger['card']} with {rated(attention)}"
     except Exception as error:                                                # the figures do not wait for a prediction
         return {}, f"no prediction: {words_of(error)}"
 
@@ -213,30 +200,23 @@ def stage_lines(found: dict[str, Any], predicted: dict[str, Any]) -> list[str]:
     return lines
 
 
-def profile_lines(profile: dict[str, Any]) -> list[str]:
+def profile_lines(profile: dict[str, Any], predicted: dict[str, Any]) -> list[str]:
     if not profile:
         return []
     lines = [f"  profile, {sum(row['ms'] for row in profile['rows']):.2f} ms a step in what it saw:"]
     for row in profile["rows"][:DEAREST]:
         lines.append(f"    {row['ms']:9.3f} ms {row['calls']:7.1f} x  {row['name'][:90]}")
+    dearest = sorted(predicted.get("lines", ()), key=lambda line: -line[-1])[:DEAREST]
+    if dearest:
+        lines.append("  predicted, ms a step of these lines:")
+    for name, _, ms in dearest:
+        lines.append(f"    {ms:9.3f} ms            {name[:90]}")
     return lines
-
-
-def beside_trace(trace: Path, card: str, attention: str) -> tuple[list[list], str]:
-    """Kernel by kernel: [line, predicted ms, measured ms, ratio]; and in words, why there is nothing."""
-    try:
-        import price
-        ledger, rates, name, kind = priced(card, attention)
-        rows = price.beside_trace(price.read_trace(trace), ledger, "1", price.Card(rates, name), kind)
-        return rows, "predicted and measured ms a step, measured / predicted, by line"
-    except Exception as error:                                                # the trace is kept, for another day
-        return [], f"no prediction by line: {words_of(error)}"
 
 
 def bench_steps(run: gpu_steps.Started, report: Report, limit: Limit, args: argparse.Namespace) -> None:
     on_cuda = run.fabric.on_cuda
-    card = report.figures["card"]
-    predicted, source = predictions(card, run.figures["attention"])
+    predicted, source = predictions(run.figures["attention"])
     report.say(f"\nWhole steps of the preset {run.figures['preset']}: {run.figures}\npredicted: {source}\n")
     report.figures["steps"] = dict(run.figures, predicted_by=source, stages=[])
     for stage in args.stages:
@@ -252,15 +232,10 @@ def bench_steps(run: gpu_steps.Started, report: Report, limit: Limit, args: argp
         found = gpu_steps.measure_stage(run, stage, args.cycles, profiled, trace)
         found["predicted"] = predicted.get(f"stage {stage + 1}", {})
         report.figures["steps"]["stages"].append(found)
-        for line in stage_lines(found, found["predicted"]) + profile_lines(found["profile"]):
+        for line in [*stage_lines(found, found["predicted"]), *profile_lines(found["profile"], found["predicted"])]:
             report.say(line)
         if found["new_graphs"]:
             report.fail(f"stage {stage + 1}: {found['new_graphs']} graphs compiled after the first two cycles")
-        if trace is not None:
-            found["beside"], remark = beside_trace(trace, card, run.figures["attention"])
-            report.say(f"  {remark}")
-            for line, expected, measured, ratio in found["beside"][:DEAREST]:
-                report.say(f"    {number(expected, 9)} {number(measured, 9)} {number(ratio, 7)}  {line[:80]}")
         report.save()
     bench_evaluation(run, report, limit)
 
@@ -353,7 +328,7 @@ def bench(args: argparse.Namespace, fabric: tg.Fabric, report: Report) -> None:
     if not on_cuda:
         report.say("On a CPU this checks the bench itself: no time below says anything of a GPU.")
     elif not peaks:
-        report.say(f"tests/rates.json has no rates of {card}: no shares of its ceiling")
+        report.say(f"tests/rehearsal/rates.json has no rates of {card}: no shares of its ceiling")
 
     if "kernels" in args.only:
         lab = gpu_cases.Lab(fabric, sizes, args.seed, backend)

@@ -108,7 +108,7 @@ def test_flags_that_cannot_work(flag, capsys):
 WALK = """
 import sys
 sys.path[:0] = sys.argv[1:3]
-import walk
+from rehearsal import walk
 with walk.install("H100", walk.phantom.Recorder(), 1):
     import bench_gpu
     sys.exit(bench_gpu.main(sys.argv[3:]))
@@ -119,9 +119,9 @@ with walk.install("H100", walk.phantom.Recorder(), 1):
 @pytest.mark.parametrize("flags", [["--only=kernels", "--backend=eager"], ["--only=steps", "--stages=1", "--cycles=1"]])
 def test_the_bench_walks_on_fake_tensors(tmp_path, flags):
     """Everything but numbers and the profiler: its first minute on a card is not spent on typing errors."""
-    rehearse = pytest.importorskip("rehearse")
-    if rehearse.why_not():
-        pytest.skip(rehearse.why_not())
+    command = pytest.importorskip("rehearsal.command")
+    if command.why_not():
+        pytest.skip(command.why_not())
     paths = [str(ROOT), str(ROOT / "tests")]
     command = [sys.executable, "-c", WALK, *paths, f"--out={tmp_path}", "--limit=100000", *flags]
     done = subprocess.run(command, capture_output=True, text=True)
@@ -257,62 +257,35 @@ def test_peaks_are_read_from_the_rates(tmp_path, monkeypatch):
     assert gpu_cases.peaks_of("another card") == {}
 
 
-def fake_price(ms: float) -> types.ModuleType:
-    """What bench_gpu.py asks tests/price.py for."""
-    def price(ledger, rates, card):
-        stage = dict(even=dict(ms=ms), odd=dict(ms=ms), mean=dict(ms=ms))
-        return dict(worlds={"1": dict(FA2=dict(stages={"stage 1": stage}))})
+def test_the_committed_ledger_predicts_one_gpu():
+    """Measured beside predicted, by stage and by line."""
+    price = pytest.importorskip("rehearsal.price")
+    if not price.LEDGER.exists():
+        pytest.skip("no ledger")
+    for attention in ("FA3 (flash-attn-3 3.0.0)", "FA4 (flash-attn-4 4.0.0b19)"):
+        faster, source = bench_gpu.predictions(attention)
+        assert source == "by tests/rehearse.py for one H100 with FA3"
+    stages, source = bench_gpu.predictions("varlen (torch 2.13.0)")
+    assert source == "by tests/rehearse.py for one H100 with FA2"
+    assert {"stage 1", "stage 2", "stage 3"} <= stages.keys()
+    assert all(faster[name]["mean"]["ms"] < stages[name]["mean"]["ms"] for name in faster)
 
-    module = types.ModuleType("price")
-    module.LEDGER = dict(card="H100")
-    module.RATES = dict(cards=dict(H100={}))
-    module.load = dict
-    module.price = price
-    return module
-
-
-def test_measured_beside_predicted(monkeypatch):
-    monkeypatch.setitem(sys.modules, "price", fake_price(250.0))
-    stages, source = bench_gpu.predictions("NVIDIA H100 80GB HBM3", "varlen (torch 2.13.0)")
-    assert source == "by tests/price.py for one H100 with FA2" and list(stages) == ["stage 1"]
     times = dict(ms=300.0, least=290.0, most=310.0)
     found = dict(stage=0, tokens=131_072, ms_per_step=300.0, even=times, odd=times, tokens_per_s=4e5, tflop=91.0,
                  first_cycle_s=60.0, graphs=4, new_graphs=0, peak_mib=20_000, estimate_mib=19_000, first_loss=10.8,
                  last_loss=9.0)
-    lines = bench_gpu.stage_lines(found, stages["stage 1"])
+    lines = bench_gpu.stage_lines(found, {kind: dict(ms=250.0) for kind in ("even", "odd", "mean")})
     assert lines[-1].endswith("predicted: 250.00 ms a step, even 250.00, odd 250.00; measured / predicted 1.200")
     assert len(bench_gpu.stage_lines(found, {})) == len(lines) - 1
 
-
-def test_the_committed_ledger_predicts_one_gpu(tmp_path):
-    """Kernel by kernel, too: of a trace with one kernel in the first cycle after the start."""
-    price = pytest.importorskip("price")
-    if not price.LEDGER.exists():
-        pytest.skip("no ledger")
-    for attention in ("FA3 (flash-attn-3 3.0.0)", "FA4 (flash-attn-4 4.0.0b19)"):
-        faster, source = bench_gpu.predictions("NVIDIA H100 80GB HBM3", attention)
-        assert source == "by tests/price.py for one H100 with FA3"
-    stages, source = bench_gpu.predictions("NVIDIA H100 80GB HBM3", "varlen (torch 2.13.0)")
-    assert source == "by tests/price.py for one H100 with FA2"
-    assert all(faster[name]["mean"]["ms"] < stages[name]["mean"]["ms"] for name in faster)
-    for name in ("stage 1", "stage 2", "stage 3"):
-        assert stages[name]["even"]["ms"] > 0 and stages[name]["odd"]["ms"] > 0 and stages[name]["mean"]["ms"] > 0
-
-    events = [dict(name="ProfilerStep#2", ts=0, dur=10), dict(name="ProfilerStep#3", ts=10, dur=10),
-              dict(name="planted_kernel", cat="kernel", ts=0, dur=8000)]
-    trace = tmp_path / "trace.json"
-    trace.write_text(json.dumps(dict(traceEvents=events)))
-    rows, remark = bench_gpu.beside_trace(trace, "NVIDIA H100 80GB HBM3", "varlen (torch 2.13.0)")
-    assert rows and "by line" in remark, remark
-    assert any(measured == pytest.approx(4.0) for _, _, measured, _ in rows)
+    profile = bench_gpu.profile_lines(dict(rows=[dict(name="gemm", calls=2.0, ms=8.0)]), stages["stage 1"])
+    assert any("relu_sq_kernel" in line for line in profile)
 
 
-def test_no_prediction_is_said(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "price", None)
-    found, why = bench_gpu.predictions("NVIDIA H100 80GB HBM3", "FA3")
+def test_no_prediction_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "rehearsal", None)
+    found, why = bench_gpu.predictions("FA3")
     assert found == {} and why.startswith("no prediction: ")
-    rows, why = bench_gpu.beside_trace(tmp_path / "no trace", "NVIDIA H100 80GB HBM3", "FA3")
-    assert rows == [] and why.startswith("no prediction by line: ")
 
 
 class FakeEvent:

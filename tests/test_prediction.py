@@ -15,7 +15,6 @@ sys.path.insert(0, str(ROOT / "records"))
 from tools import prediction, shelf  # noqa: E402  (records/ has to be on the path first)
 from tools.logs import ToolError  # noqa: E402
 
-LEDGER = Path(__file__).resolve().parent / "rehearsal.json"                    # of today's trainer
 MOVED = 3_050_000_000                                                         # bytes: 1 ms of an H100's memory
 SLACK_MS = 1.197                                                              # what the price makes of it
 
@@ -65,7 +64,7 @@ def read(folder: Path) -> dict:
     return json.loads((folder / "result.json").read_text())
 
 
-RATES = ROOT / "tests/rates.json"
+RATES = ROOT / "tests/rehearsal/rates.json"
 
 
 @pytest.fixture(scope="module")
@@ -250,9 +249,3 @@ def test_without_the_arithmetic_it_says_so(monkeypatch, tmp_path):
     with pytest.raises(ToolError, match="use a whole checkout"):
         prediction.price_tool()
     prediction.price_tool.cache_clear()
-
-
-@pytest.mark.skipif(not LEDGER.exists(), reason=f"no {LEDGER.name}: tests/rehearse.py --update writes it")
-def test_the_ledger_of_today_adds_up_line_by_line():
-    """Worlds share the lines of kernels: one that differs between them needs a line for each."""
-    assert list(prediction.wrong_sums("today", json.loads(LEDGER.read_text()))) == []

@@ -1,9 +1,10 @@
 """Records of kind `prediction`: ledgers and a table of rates instead of runs, and the price that follows from them.
 
-    python records new Rehearsal tests/rehearsal.json tests/rates.json --kind=prediction
-    python records new Idea base=before.json idea=tests/rehearsal.json tests/rates.json --kind=prediction --parent=04
-Nothing has run on a GPU, so such a record claims no place. The arithmetic is that of tests/price.py; `check` does it
-again, and adds up the timelines of the ledgers again."""
+    python tests/rehearse.py --out=logs/now.json           # all timelines: a ledger whose sums can be added up again
+    python records new Rehearsal logs/now.json tests/rehearsal/rates.json --kind=prediction
+    python records new Idea base=before.json idea=logs/now.json tests/rehearsal/rates.json --kind=prediction --parent=04
+Nothing has run on a GPU, so such a record claims no place. The arithmetic is that of tests/rehearsal/price.py; `check`
+does it again, and adds up the timelines of the ledgers again."""
 from __future__ import annotations
 
 import hashlib
@@ -22,7 +23,7 @@ from typing import Any
 from tools.ablate import aligned
 from tools.logs import ToolError
 
-PRICE = Path(__file__).resolve().parents[2] / "tests" / "price.py"
+PRICE = Path(__file__).resolve().parents[2] / "tests" / "rehearsal" / "price.py"
 LEDGERS, RATES, SOURCE = "ledgers", "rates.json", "train_gpt.py"
 STEP = re.compile(r"(stage \d+) (even|odd) step")
 SUMS = "launches", "bytes", "collectives", "collective_bytes", "host_waits"   # of a timeline; a ledger states them
@@ -31,9 +32,9 @@ FACTS = "source_sha256", "card", "flags", "torch", "triton"
 
 @cache
 def price_tool() -> ModuleType:
-    """tests/price.py, which needs nothing but Python."""
+    """tests/rehearsal/price.py, which needs nothing but Python."""
     if not PRICE.exists():
-        raise ToolError("tests/price.py", "not there", "the arithmetic of predictions",
+        raise ToolError("tests/rehearsal/price.py", "not there", "the arithmetic of predictions",
                         "use a whole checkout")
     spec = importlib.util.spec_from_file_location("price_of_ledgers", PRICE)
     module = importlib.util.module_from_spec(spec)
@@ -47,7 +48,7 @@ def read(path: Path) -> dict[str, Any]:
         found = json.loads(path.read_text("utf-8"))
     except (OSError, ValueError) as error:
         raise ToolError(f"{path}", error, "a ledger or a table of rates",
-                        "python tests/rehearse.py --update") from None
+                        "python tests/rehearse.py --out=FILE") from None
     if not isinstance(found, dict):
         raise ToolError(f"{path}", type(found).__name__, "a JSON object",
                         "give a ledger or a table of rates")
@@ -70,10 +71,10 @@ def gather(asked: Iterable[tuple[str | None, str]], staged: Path, stated: dict[s
                 raise ToolError("tables of rates", path, "one, for all ledgers", "leave one out")
             shutil.copyfile(path, staged / RATES)
             continue
-        if "worlds" not in found:
+        if "kernels" not in found:
             raise ToolError(f"{path}", f"keys {sorted(found)[:9]}",
-                            "worlds of a ledger, or cards of a table of rates",
-                            "a prediction is made from these; runs make the other kinds")
+                            "kernels of a ledger with all timelines, or cards of a table of rates",
+                            "python tests/rehearse.py --out=FILE writes one; runs make the other kinds")
         group = name or path.stem
         if group in sources:
             raise ToolError("two ledgers of one name", path, f"another name than {group}",
@@ -83,7 +84,7 @@ def gather(asked: Iterable[tuple[str | None, str]], staged: Path, stated: dict[s
         sources[group] = source_of(path)
     if not sources or not (staged / RATES).exists():
         raise ToolError("prediction", f"ledgers {[*sources]}", "at least one, and a table of rates",
-                        "python records new NAME tests/rehearsal.json tests/rates.json "
+                        "python records new NAME FILE tests/rehearsal/rates.json "
                         "--kind=prediction")
     return sources
 

@@ -20,33 +20,29 @@ from typing import Any
 Launch = dict[str, Any]
 Recording = dict[str, Any]
 LISTS = "all_to_all_single"              # the one collective whose sizes differ from rank to rank
-# How many times its input a rank gets; a fraction of it where negative. In ranks.
-GROWS = {"all_gather_into_tensor": 1, "reduce_scatter_tensor": -1}
 
 
 def disagreements(recordings: list[Recording]) -> list[str]:
     """What does not fit together, one line each; empty if everything does. Recordings by rank."""
-    by_end = sorted(range(len(recordings)), key=lambda rank: recordings[rank]["ended"])    # the first one is the cause
     found = []
-    for rank in by_end:
+    for rank in sorted(range(len(recordings)), key=lambda rank: recordings[rank]["ended"]):    # the first is the cause
         if recordings[rank]["error"]:
             found.append(f"rank {rank} ended early: {recordings[rank]['error']}")
     for group in groups_of(recordings):
         sequences = [of_group(recording, group) for recording in recordings]
         ended = [len(sequence) for sequence, recording in zip(sequences, recordings) if recording["error"]]
         found += in_group(sequences, min(ended, default=max(map(len, sequences))))
-    for rank, recording in enumerate(recordings):
-        found += never_awaited(rank, recording)
+        for rank, sequence in enumerate(sequences):
+            for position, launch in enumerate(sequence):
+                if not launch["awaited"] and not recordings[rank]["error"]:
+                    found.append(f"wait: rank {rank} never waits for collective {position} of {group}: "
+                                 f"{described(launch)}")
     return found
 
 
 def groups_of(recordings: list[Recording]) -> list[str]:
     """In the order in which they first appear."""
-    names: dict[str, None] = {}
-    for recording in recordings:
-        for launch in recording["launches"]:
-            names[launch["group"]] = None
-    return list(names)
+    return list(dict.fromkeys(launch["group"] for recording in recordings for launch in recording["launches"]))
 
 
 def of_group(recording: Recording, group: str) -> list[Launch]:
@@ -60,29 +56,23 @@ def in_group(sequences: list[list[Launch]], length: int) -> list[str]:
     """
     found = []
     for position in range(length):
-        launches = []
-        for sequence in sequences:
-            launches.append(sequence[position] if position < len(sequence) else None)
+        launches = [sequence[position] if position < len(sequence) else None for sequence in sequences]
         strays = out_of_order(position, launches)
         if strays:
             return found + strays
-        if launches[0]["name"] == LISTS:
-            found += wrong_lists(position, launches)
-        else:
-            found += wrong_sizes(position, launches)
+        wrong = wrong_lists if launches[0]["name"] == LISTS else wrong_sizes
+        for rank, line in wrong(launches):
+            told = described(launches[rank])
+            found.append(f"{line}, collective {position} of {launches[0]['group']}: {told}")
     return found
 
 
-# ---- Order
 def kind_of(launch: Launch | None) -> tuple | None:
     """What has to be alike on all ranks."""
     if launch is None:
         return None
     lengths = 1 if launch["name"] == LISTS else 0             # leading axes that are a rank's own
-    shapes = []
-    for side in ("out", "in"):
-        dtype, shape = launch[side]
-        shapes.append((dtype, tuple(shape[lengths:])))
+    shapes = [(launch[side][0], tuple(launch[side][1][lengths:])) for side in ("out", "in")]
     return launch["name"], launch["settings"], launch["subject"], *shapes
 
 
@@ -104,59 +94,41 @@ def described(launch: Launch | None) -> str:
     if launch is None:
         return "nothing more"
     words = [launch["name"], launch["settings"], launch["subject"]]
-    for side in ("in", "out"):
-        dtype, shape = launch[side]
-        words.append(f"{side} {dtype}{tuple(shape)}")
+    words += [f"{side} {launch[side][0]}{tuple(launch[side][1])}" for side in ("in", "out")]
     told = " ".join(word for word in words if word)
     return f"{told} in {launch['place']}, {launch['line']}"
 
 
-# ---- Sizes
-def wrong_sizes(position: int, launches: list[Launch]) -> list[str]:
+# ---- Sizes: (rank, what is wrong)
+def wrong_sizes(launches: list[Launch]) -> Iterator[tuple[int, str]]:
     """A gather gives each rank what all put in, a scatter its share of the sum."""
-    world = len(launches)
-    found = []
+    grows = dict(all_gather_into_tensor=len(launches), reduce_scatter_tensor=1 / len(launches))
     for rank, launch in enumerate(launches):
-        leaving = math.prod(launch["in"][1])
-        expected = leaving
-        if GROWS.get(launch["name"], 0) > 0:
-            expected = leaving * world
-        elif GROWS.get(launch["name"], 0) < 0:
-            expected = leaving / world
+        expected = math.prod(launch["in"][1]) * grows.get(launch["name"], 1)
         arriving = math.prod(launch["out"][1])
         if arriving != expected:
-            found.append(f"size: rank {rank}, collective {position} of {launch['group']}: {arriving:,} numbers come, "
-                         f"room for {expected:,} expected: {described(launch)}")
-    return found
+            yield rank, f"size: rank {rank}: {arriving:,} numbers come, room for {expected:,.0f} expected"
 
 
 def rows_by_rank(launch: Launch, side: str, world: int) -> list[int]:
-    given = launch[f"{side}_splits"]
-    if given is not None:
-        return given
-    rows = launch[side][1][0]
-    return [rows // world] * world
+    equal = [launch[side][1][0] // world] * world
+    return equal if launch[f"{side}_splits"] is None else launch[f"{side}_splits"]
 
 
-def wrong_lists(position: int, launches: list[Launch]) -> list[str]:
+def wrong_lists(launches: list[Launch]) -> Iterator[tuple[int, str]]:
     """Each rank sends to each other as many rows as that one expects of it, also where these are none."""
     world = len(launches)
-    found = []
+    whole = True
     for rank, launch in enumerate(launches):
         for side in ("in", "out"):
             counts = rows_by_rank(launch, side, world)
             rows = launch[side][1][0]
             if len(counts) != world or sum(counts) != rows:
-                found.append(f"size: rank {rank}, collective {position} of {launch['group']}: counts {counts} of "
-                             f"{rows:,} rows for {world} ranks: {described(launch)}")
-    if found:
-        return found
-
-    for sender, reader, sent, expected in pairs(launches):
+                whole = False
+                yield rank, f"size: rank {rank}: counts {counts} of {rows:,} rows for {world} ranks"
+    for sender, reader, sent, expected in pairs(launches) if whole else ():
         if sent != expected:
-            found.append(f"count: rank {sender} sends {sent:,} rows to rank {reader}, which expects {expected:,}, "
-                         f"collective {position} of {launches[sender]['group']}: {described(launches[sender])}")
-    return found
+            yield sender, f"count: rank {sender} sends {sent:,} rows to rank {reader}, which expects {expected:,}"
 
 
 def pairs(launches: list[Launch]) -> Iterator[tuple[int, int, int, int]]:
@@ -167,16 +139,6 @@ def pairs(launches: list[Launch]) -> Iterator[tuple[int, int, int, int]]:
     for sender in range(world):
         for reader in range(world):
             yield sender, reader, leaving[sender][reader], arriving[reader][sender]
-
-
-# ---- Waits
-def never_awaited(rank: int, recording: Recording) -> Iterator[str]:
-    positions: Counter = Counter()
-    for launch in recording["launches"]:
-        position = positions[launch["group"]]
-        positions[launch["group"]] += 1
-        if not launch["awaited"] and not recording["error"]:
-            yield f"wait: rank {rank} never waits for collective {position} of {launch['group']}: {described(launch)}"
 
 
 def empty_lists(recordings: list[Recording], group: str) -> int:

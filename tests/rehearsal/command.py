@@ -1,0 +1,219 @@
+"""Rehearse a run on GPUs that are not there: what it launches, moves, keeps and waits for, and what a change adds.
+
+    python tests/rehearse.py [--gpus=8,1] [--card=H100] [--stages=1,2] [--update] [-- flags of train_gpt.py]
+    python tests/rehearse.py --quick           the first stage on eight GPUs; only what nothing accepts is a failure
+
+The trainer's own train() is walked on fake CUDA tensors, for each number of GPUs in its own process; every graph is
+lowered and every kernel compiled to machine code for the card. What comes out is the ledger, rehearsal/ledger.json:
+without flags it is compared with the committed one, and --update writes it anew and prints the difference. It ends
+with status 1 on a failure: a graph that breaks or is compiled again in the race, a kernel that spills as it is
+launched, a wait for the device in the timed loop that ALLOWED_WAITS does not name, a buffer of (tokens, vocabulary) in
+f32, as large as a table, or in a backward as large as a gradient that has its place, growth beyond 2 %. --update
+accepts growth, and nothing else. Status 2: a request that cannot be met.
+REHEARSAL_CACHE names a folder that keeps what was compiled for the next call.
+"""
+from __future__ import annotations
+
+import argparse
+import hashlib
+import importlib.metadata
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import price
+from .ledger import add_prices, forbidden, kept, ledger_in, report, sums_of, summary_of, written
+
+TESTS = Path(__file__).resolve().parent.parent
+TRAINER = TESTS.parent / "train_gpt.py"
+TORCH, TRITON = "2.13.0", "3.7.1"        # whose internals phantom.py knows
+BAD_REQUEST = 2                          # status: nothing was walked
+LINES_OF_LOG = 30                        # shown where a walk fails
+
+
+def why_not() -> str:
+    """What keeps the rehearsal from running here; empty: nothing."""
+    if sys.platform != "linux":
+        return f"made for Linux, not {sys.platform}"
+    if not shutil.which(os.environ.get("CXX", "g++")) and not shutil.which("c++"):
+        return "no C++ compiler: install g++, or name one in CXX"
+    for package, known in (("torch", TORCH), ("triton", TRITON)):
+        try:
+            found = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return f"no {package}: pip install {package}=={known}"
+        if found.partition("+")[0] != known:
+            return f"{package} {found}: its internals are known of {known} only"
+    if not importlib.metadata.version("torch").endswith("+cpu"):
+        return "torch is built for a GPU, and holds the places that the rehearsal fills: install its CPU wheel"
+    return ""
+
+
+# ---- Walks
+def walk_all(jobs: dict[str, list[str]], flags: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What walk.py finds with each of these arguments, in processes side by side."""
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+        environment = dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(TESTS))
+        environment.setdefault("REHEARSAL_CACHE", folder)
+        processes = {}
+        for name, arguments in jobs.items():
+            command = [sys.executable, "-m", "rehearsal.walk", f"--out={folder}/{name}.json", *arguments, "--", *flags]
+            with open(f"{folder}/{name}.log", "w") as log:
+                processes[name] = subprocess.Popen(command, env=environment, stderr=log)
+        return {name: found_by(process, Path(folder, name)) for name, process in processes.items()}
+
+
+def found_by(process: subprocess.Popen, path: Path) -> dict[str, Any]:
+    status = process.wait()
+    result, log = path.with_suffix(".json"), path.with_suffix(".log")
+    last_lines = "\n".join(log.read_text().splitlines()[-LINES_OF_LOG:])
+    if status != 0 or not result.exists():
+        return dict(error=f"the walk ended with status {status}:\n{last_lines}")
+    found = json.loads(result.read_text())
+    if "ended_by" in found:
+        print(f"The walk ended before its end:\n{last_lines}")
+    return found
+
+
+def timelines_of(walked: dict[str, dict[str, Any]], card: str, flags: Sequence[str]) -> dict[str, Any]:
+    """What the walks of all worlds found, as one object: what a price is made of and --out writes."""
+    kernels: dict[str, dict] = {}
+    worlds = {}
+    for world, found in walked.items():
+        steps = found.pop("steps")                            # of the run: the same in all walks
+        kernels = found.pop("kernels") | kernels              # Inductor may count one in two ways
+        worlds[world] = dict(found, segments={})
+    launched = set()
+    for found in worlds.values():
+        for phase in found["phases"].values():
+            phase.update(sums_of(phase["timeline"], kernels))
+            launched |= {item[1] for item in phase["timeline"] if item[0] == "run"}
+    kernels = {key: kernel for key, kernel in kernels.items() if key in launched}
+    return dict(format=price.FORMAT, torch=TORCH, triton=TRITON, card=card, flags=list(flags), kernels=kernels,
+                worlds=worlds, steps=steps, source_sha256=hashlib.sha256(TRAINER.read_bytes()).hexdigest())
+
+
+# ---- Pages
+def summary(ledger: dict[str, Any]) -> Iterator[str]:
+    for number, world in ledger["worlds"].items():
+        yield f"W = {number}: {len(world['graphs'])} graphs"
+        for name, phase in world["phases"].items():
+            sums = Counter(phase["sums"])
+            if not sums["launches"]:
+                continue
+            flops = []
+            for measure in sorted(sums):
+                if measure.startswith("flops "):
+                    flops.append(f"{sums[measure] / 1e12:.2f} {measure.removeprefix('flops ')}")
+            yield (f"  {name:24}{sums['launches']:6} launches {sums['bytes'] / 1e9:8.1f} GB  "
+                   f"TFLOP {' + '.join(flops) or 0}; peak {sums['peak_bytes'] / 2**20:,.0f} MiB, "
+                   f"{sums['collectives']} collectives of {sums['collective_bytes'] / 1e6:,.0f} MB")
+    compiled = ledger["kernels_compiled"]
+    yield (f"{compiled['number']} kernels compiled, {compiled['spilling']} spill, at most "
+           f"{compiled['most_registers']} registers")
+
+
+def prices(old: dict[str, Any] | None, new: dict[str, Any], timelines: dict[str, Any]) -> str:
+    """Add its prices to a ledger. Returns them as a page, and how they differ from those of the one before."""
+    try:
+        rates = price.load(price.RATES)
+        now = price.price(timelines, rates)
+    except price.PriceError as error:                         # a card without a rate for what it is asked
+        return f"no price: {error}"
+    add_prices(new, timelines, rates)
+    if old is None:
+        return price.text(now)
+    return price.text(now) + "\n" + price.difference(price.kept_prediction(old), now)
+
+
+# ---- The command
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("rehearse.py", description=__doc__.partition("\n")[0])
+    parser.add_argument("--gpus", default="8,1", type=numbers, help="numbers of GPUs [%(default)s]")
+    parser.add_argument("--card", default="H100", choices=sorted(price.load(price.RATES)["cards"]))
+    parser.add_argument("--stages", default=[], type=numbers, help="lower the graphs of these only, such as 1,2 [all]")
+    parser.add_argument("--quick", action="store_true", help="the first stage on eight GPUs, compared with nothing")
+    parser.add_argument("--update", action="store_true", help="write the ledger anew and print the difference")
+    parser.add_argument("--ledger", default=str(price.LEDGER), help="to compare with, and to update")
+    parser.add_argument("--out", default="", help="file for all timelines, of which price.py and records make prices")
+    parser.add_argument("flags", nargs="*", help="of train_gpt.py, after --")
+    wanted = parser.parse_args(argv)
+    if wanted.quick and (wanted.update or wanted.stages):
+        parser.error("--quick walks the first stage and no more: leave it out")
+    return wanted
+
+
+def numbers(text: str) -> list[str]:
+    """Those of GPUs or of stages."""
+    found = text.split(",")
+    if not all(re.fullmatch(r"[1-9]\d*", number) for number in found):
+        raise argparse.ArgumentTypeError(f"{text!r}: numbers, such as 8,1")
+    return found
+
+
+def rehearse(wanted: argparse.Namespace) -> dict[str, Any] | None:
+    """Timelines of the walks; none if one of them could not be made, which is said."""
+    if wanted.quick:
+        jobs = {"8": ["--world=8", f"--card={wanted.card}", "--stages=1", "--first-stage"]}
+    else:
+        stages = ",".join(wanted.stages)
+        jobs = {world: [f"--world={world}", f"--card={wanted.card}", f"--stages={stages}"] for world in wanted.gpus}
+    walked = walk_all(jobs, wanted.flags)
+    errors = {name: found["error"] for name, found in walked.items() if "error" in found}
+    for name, error in errors.items():
+        print(f"{name} on {wanted.card}:\n{error}")
+    return None if errors else timelines_of(walked, wanted.card, wanted.flags)
+
+
+def main(argv: Sequence[str]) -> int:
+    reason = why_not()
+    if reason:
+        print(f"the rehearsal is skipped: {reason}")
+        return 0
+    wanted = parse(argv)
+    path = Path(wanted.ledger)
+    try:
+        old = None if wanted.quick else ledger_in(path)
+    except price.PriceError as error:
+        print(error)
+        return BAD_REQUEST
+    if wanted.update and old is not None:
+        other = (wanted.card, wanted.flags, wanted.stages) != (old["card"], old["flags"], [])
+        if other or not set(old["worlds"]) <= set(wanted.gpus):
+            flags = " ".join(old["flags"]) or "no flags"
+            held = f"{old['card']}, W = {' and '.join(old['worlds'])}, all stages, {flags}"
+            print(f"--update would lose what the ledger has: it is of {held}; another --ledger=FILE holds others")
+            return BAD_REQUEST
+
+    if old is not None and old["card"] != wanted.card:
+        old = None
+    timelines = rehearse(wanted)
+    if timelines is None:
+        return 1
+    new = summary_of(timelines)
+    page = prices(old, new, timelines)
+    print("\n".join(summary(new)))
+    if wanted.out:
+        Path(wanted.out).write_text(json.dumps(timelines, sort_keys=True) + "\n")
+    failures = forbidden(new)
+    grown = []
+    if old is not None:
+        grown = report(old, new)
+    elif not wanted.quick:
+        print(f"compared with nothing: {path.name} has no {wanted.card}")
+    if not wanted.quick:
+        print(page)
+    if wanted.update and not failures:
+        print("\n".join(grown))
+        path.write_text(written(kept(new)) + "\n")
+        return 0
+    print("\n".join(f"FAILED  {failure}" for failure in failures + grown))
+    return 1 if failures + grown else 0

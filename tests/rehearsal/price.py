@@ -1,0 +1,526 @@
+"""A price: predicted ms of each training step and s of a run, from timelines and a table of rates. No GPU, no torch.
+
+    python tests/price.py [FILE] [--card=H100] [--measured=logs/RUN]
+
+It plays the timeline of each step: kernels follow each other on one stream, collectives on another, and the first
+waits for the second where the trainer waits. A kernel takes as long as the slowest of what it asks of the card:
+arithmetic, bytes, special functions, instructions. Everything it says is a prediction: no GPU has run anything.
+
+FILE: the ledger [the committed one], which keeps the prices that were made when it was written, or timelines, which
+`rehearse.py --out` writes and the records 04 and 06 keep; these can be priced for another card. --measured sets the
+times of a real run beside the prediction. The record tools load this file by its path: it imports nothing of ours.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LEDGER, RATES = Path(__file__).with_name("ledger.json"), Path(__file__).with_name("rates.json")
+FORMAT = 2                               # of timelines
+PARTS = ("products", "memory-bound kernels", "attention", "exposed communication", "launches")
+PART_OF_KIND = {"product": "products", "attention": "attention", "collective": "exposed communication", "": ""}
+OTHERS = "others"                        # than the lines that a ledger keeps
+ATTENTION = ("FA2", "FA3")
+PARITIES = ("even", "odd")
+WARP = 32                                # threads
+DEAREST = 10                             # lines that a page shows
+SETTLING_STEPS, LEAVING_STEPS = 20, 5    # of a stage's two ends, left out of a measured mean: the host runs ahead
+LEAST_CHANGE = 0.005                     # s per run, of a line that is shown as changed
+
+
+class PriceError(Exception):
+    """What was found, what was expected, and what to do about it."""
+
+    def __init__(self, what: str, found: object, expected: object, do: str) -> None:
+        super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}")
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise PriceError(f"{path}", error, "a JSON file",
+                         "name another; python tests/rehearse.py --update makes a ledger") from None
+    if not isinstance(found, dict):
+        raise PriceError(f"{path}", f"a {type(found).__name__}", "a JSON object", "name another file")
+    return found
+
+
+# ---- Rates
+class Card:
+    """What a card is taken to achieve, in units of one second."""
+
+    def __init__(self, rates: dict[str, Any], name: str) -> None:
+        if name not in rates["cards"]:
+            known = ", ".join(rates["cards"])
+            raise PriceError("card", name, f"one of {known}", "add it to tests/rehearsal/rates.json")
+        self.name = name
+        self.rates = {}
+        for kind, rate in rates["cards"][name]["rates"].items():
+            self.rates[kind] = rate["peak"] * rate["share"]
+        fixed = {key: fact["value"] for key, fact in rates["fixed"].items()}
+        self.launch_floor = fixed["launch_floor"]                             # s
+        self.link_latency = fixed["link_latency"]                             # s
+        self.slack = fixed["slack"]                                           # of every kernel
+        self.fused_pass = fixed.get("fused_pass", 0.0)                        # share of a pass that a product spares
+        self.attention = [kind for kind in ATTENTION if kind in self.rates]
+
+    def seconds(self, kind: str, amount: float) -> float:
+        if not amount:
+            return 0.0
+        if kind not in self.rates:
+            raise PriceError(f"rate of {kind!r} on {self.name}", "none in the table of rates",
+                             "a rate for all that the ledger does",
+                             f"rehearse for this card: python tests/rehearse.py --card={self.name}")
+        return amount / self.rates[kind]
+
+
+def asked_of_card(kernel: dict[str, Any], card: Card, attention: str) -> dict[str, float]:
+    """Seconds by what one launch asks of the card; they overlap, so that the largest one counts."""
+    memory = "memory"
+    if kernel["kind"] == "copy":                                              # to or from the host
+        memory = "host_link"
+    elif "YBLOCK" in kernel.get("block", ()):                                 # tiles: it reads and writes in two orders
+        memory = "transposing"
+    asked = {memory: card.seconds(memory, kernel["bytes"])}
+    if kernel["kind"] == "attention":
+        asked[attention] = card.seconds(attention, kernel["flops"])
+    elif kernel["kind"] == "product":
+        rate = "float8" if kernel["dtype"].startswith("float8") else kernel["dtype"]
+        spared = card.seconds("memory", kernel.get("fused_bytes", 0))         # a pass that the product does itself
+        asked[rate] = card.seconds(rate, kernel["flops"]) + card.fused_pass * spared
+    elif "instructions" in kernel:
+        warps = kernel["programs"] * kernel["warps"]
+        asked["special"] = card.seconds("special", warps * WARP * issued(kernel, "special"))
+        asked["issue"] = card.seconds("issue", warps * issued(kernel, "instructions"))
+    return asked
+
+
+def issued(kernel: dict[str, Any], what: str) -> int:
+    """By one warp: what stands in the machine code, and the body of a loop again for each further turn."""
+    total = kernel[what]
+    for loop in kernel.get("loops", ()):
+        total += loop[what] * (loop.get("trips", 1) - 1)
+    return total
+
+
+# ---- The timeline
+@dataclass
+class Step:
+    """What one step takes: ms in all, by part, and by line."""
+
+    ms: float = 0.0
+    parts: Counter = field(default_factory=Counter)
+    lines: Counter = field(default_factory=Counter)
+
+
+def items_of(walked: dict[str, Any], timeline: Iterable[list]) -> Iterator[list]:
+    """A timeline's items, segments and repetitions written out. walked: a world of the ledger."""
+    for item in timeline:
+        if item[0] == "segment":
+            yield from items_of(walked, walked["segments"][item[1]])
+        elif item[0] == "repeat":
+            for _ in range(item[1]):
+                yield from items_of(walked, item[2])
+        else:
+            yield item
+
+
+class Streams:
+    """A compute stream and a stream of collectives, in s since the first step."""
+
+    def __init__(self, ledger: dict[str, Any], world: str, card: Card, attention: str) -> None:
+        self.kernels = ledger["kernels"]
+        self.walked = ledger["worlds"][world]
+        self.ranks = int(world)
+        self.card = card
+        self.attention = attention
+        self.compute = 0.0                                                    # when the last kernel so far ends
+        self.link = 0.0                                                       # when the last collective so far ends
+        self.arrivals = {}                                                    # by id: when a collective ends
+        self.step = Step()
+
+    def play(self, phase: str) -> Step:
+        """One step after those before it."""
+        began = self.compute
+        self.step = Step()
+        self.arrivals = {f"before {label}": arrival for label, arrival in self.arrivals.items()}
+        items = list(items_of(self.walked, self.walked["phases"][phase]["timeline"]))
+        self.tokens = tokens_at_once(items, self.kernels)
+        for kind, *item in items:
+            if kind == "run":
+                self.run(*item)
+            elif kind == "collective":
+                self.start_collective(*item)
+            elif kind == "wait":
+                self.wait(item[0])
+        self.step.ms = 1000 * (self.compute - began)
+        return self.step
+
+    def run(self, label: str, count: int) -> None:
+        kernel = self.kernels[label]
+        asked = asked_of_card(kernel, self.card, self.attention)
+        work = self.card.slack * max(asked.values())
+        missing = max(0.0, self.card.launch_floor - work)
+        self.spend(part_of(kernel["kind"]), count * work)
+        self.spend("launches", count * missing)
+        name = line_name(kernel, self.tokens)
+        self.step.lines[name, kernel["kind"]] += 1000 * count * (work + missing)
+
+    def spend(self, part: str, seconds: float) -> None:
+        self.step.parts[part] += 1000 * seconds
+        self.compute += seconds
+
+    def start_collective(self, label: int, name: str, size: int, dtype: str, group: str) -> None:
+        """It starts when all kernels before it and all collectives before it have ended."""
+        if group != "nccl":
+            return                                                            # of the loader thread: on the host
+        crossings = 2 if name.startswith("all_reduce") else 1                 # there to sum, and back
+        crossing = crossings * size * (self.ranks - 1) / self.ranks
+        start = max(self.link, self.compute)
+        self.link = start + self.card.link_latency + self.card.seconds("link", crossing)
+        self.arrivals[label] = self.link, name
+
+    def wait(self, label: int | str) -> None:
+        """label: its number, or `before` and the number that it had in the step before."""
+        arrival, name = self.arrivals.get(label, (0.0, ""))
+        exposed = arrival - self.compute
+        if exposed > 0:
+            self.spend("exposed communication", exposed)
+            self.step.lines[f"wait for {name}", "collective"] += 1000 * exposed
+
+
+def part_of(kind: str) -> str:
+    """All kinds but these move memory."""
+    return PART_OF_KIND.get(kind, "memory-bound kernels")
+
+
+def tokens_at_once(items: Iterable[list], kernels: dict[str, Any]) -> int:
+    """Tokens of a micro-batch: what attention sees, though heads that are paired see each token twice. 0: unknown."""
+    seen = set()
+    for kind, *item in items:
+        if kind == "run" and kernels[item[0]]["kind"] == "attention":
+            seen.add(kernels[item[0]]["tokens"])
+    return min(seen, default=0)
+
+
+def line_name(kernel: dict[str, Any], tokens: int) -> str:
+    """One name for a line of all stages: a product by its sizes, with T for the tokens of a micro-batch."""
+    if kernel["kind"] != "product":
+        return kernel["name"]
+    sizes = ["T" if kernel[axis] == tokens else str(kernel[axis]) for axis in ("m", "n", "k")]
+    repeated = ""
+    if kernel["batch"] > 1:
+        repeated = f"{kernel['batch']} x "
+    return f"{kernel['name']} {kernel['dtype']} {repeated}({', '.join(sizes)})"
+
+
+# ---- The prediction
+def check_facts(what: str, found: dict[str, Any], needed: set[str]) -> None:
+    missing = sorted(needed - found.keys())
+    if missing:
+        raise PriceError(what, f"no {', '.join(missing)}", f"all of {', '.join(sorted(needed))}", "take a whole one")
+
+
+def price(ledger: dict[str, Any], rates: dict[str, Any], card: str = "") -> dict[str, Any]:
+    """The prediction: by world and kind of attention, for each stage and the run. Times in ms a step, s a run."""
+    if ledger.get("format") != FORMAT:
+        raise PriceError("ledger", f"format {ledger.get('format')}", FORMAT, "python tests/rehearse.py --out makes one")
+    check_facts("timelines", ledger, {"card", "kernels", "steps", "worlds"})
+    check_facts("table of rates", rates, {"cards", "fixed"})
+    target = Card(rates, card or ledger["card"])
+
+    def steps_of(world: str, attention: str, stage: str) -> dict[str, Step]:
+        return price_steps(ledger, world, target, attention, stage)
+    return predicted(ledger, target.name, target.attention, steps_of)
+
+
+def kept_prediction(ledger: dict[str, Any]) -> dict[str, Any]:
+    """The prediction whose prices a ledger keeps; of its lines, those with the first kind of attention."""
+    check_facts("ledger", ledger, {"card", "steps", "worlds", "attention"})
+
+    def steps_of(world: str, attention: str, stage: str) -> dict[str, Step]:
+        steps = {}
+        for parity, name in cycle_of(ledger, world, stage).items():
+            phase = ledger["worlds"][world]["phases"][name]
+            parts = Counter(phase["price"][attention])
+            lines = Counter()
+            if attention == ledger["attention"][0]:
+                for line, facts in phase["lines"].items():
+                    lines[line, facts["kind"]] = facts.get("ms", 0.0)
+            steps[parity] = Step(sum(parts.values()), parts, lines)
+        return steps
+    return predicted(ledger, ledger["card"], ledger["attention"], steps_of)
+
+
+def predicted(ledger: dict[str, Any], card: str, kinds: list[str], steps_of: Callable) -> dict[str, Any]:
+    """steps_of(world, attention, stage): what an even and an odd step take. kinds: of attention."""
+    worlds = {}
+    for world in sorted(ledger["worlds"], key=int, reverse=True):
+        worlds[world] = {}
+        for attention in kinds:
+            stages = {}
+            for stage in stages_of(ledger, world):
+                stages[stage] = of_stage(steps_of(world, attention, stage), ledger["steps"].get(stage, {}))
+            worlds[world][attention] = dict(stages=stages) | of_run(stages)
+    return dict(kind="prediction", card=card, walked_for=ledger["card"], worlds=worlds)
+
+
+def price_steps(ledger: dict[str, Any], world: str, card: Card, attention: str, stage: str) -> dict[str, Step]:
+    """An even and an odd step of a stage, after such a cycle; what the ledger has of them."""
+    streams = Streams(ledger, world, card, attention)
+    cycle = cycle_of(ledger, world, stage)
+    for name in cycle.values():
+        streams.play(name)
+    return {parity: streams.play(name) for parity, name in cycle.items()}
+
+
+def cycle_of(ledger: dict[str, Any], world: str, stage: str) -> dict[str, str]:
+    """Phases of a stage by parity."""
+    names = {parity: f"{stage} {parity} step" for parity in PARITIES}
+    return {parity: name for parity, name in names.items() if name in ledger["worlds"][world]["phases"]}
+
+
+def stages_of(ledger: dict[str, Any], world: str) -> list[str]:
+    """Those of which the ledger has a step, in their order."""
+    names = [re.fullmatch(r"(stage \d+) (even|odd) step", name) for name in ledger["worlds"][world]["phases"]]
+    return sorted({match[1] for match in names if match})
+
+
+def of_stage(steps: dict[str, Step], counts: dict[str, int]) -> dict[str, Any]:
+    """Even and odd steps, and their mean by how many a run has of each."""
+    counts = {parity: counts.get(parity, 0) for parity in steps}
+    number = sum(counts.values())
+    found = {parity: dict(ms=step.ms, parts=dict(step.parts)) for parity, step in steps.items()}
+    mean = Step()
+    for parity, step in steps.items():
+        share = counts[parity] / number if number else 1 / len(steps)
+        mean.ms += share * step.ms
+        for part, ms in step.parts.items():
+            mean.parts[part] += share * ms
+        for line, ms in step.lines.items():
+            mean.lines[line] += share * ms
+    parts = {part: mean.parts[part] for part in PARTS}
+    lines = [[name, part_of(kind), ms] for (name, kind), ms in mean.lines.most_common() if ms]
+    return dict(steps=number, **found, mean=dict(ms=mean.ms, parts=parts), lines=lines)
+
+
+def of_run(stages: dict[str, Any]) -> dict[str, Any]:
+    """Sums over the steps of a run, in s: in all, by part, and its lines from the dearest down."""
+    total = 0.0
+    parts = dict.fromkeys(PARTS, 0.0)
+    seconds = Counter()
+    by_stage = defaultdict(dict)
+    for stage, found in stages.items():
+        each = found["steps"] / 1000
+        total += each * found["mean"]["ms"]
+        for part, ms in found["mean"]["parts"].items():
+            parts[part] += each * ms
+        for name, part, ms in found["lines"]:
+            seconds[name, part] += each * ms
+            by_stage[name, part][stage] = ms
+    lines = []
+    seconds.pop((OTHERS, ""), None)
+    for (name, part), s in seconds.most_common(DEAREST):
+        lines.append(dict(name=name, part=part, s=s, ms=by_stage[name, part]))
+    return dict(run_s=total, run_parts_s=parts, dearest=lines)
+
+
+# ---- Pages
+def table(head: str, rows: Iterable[Iterable[Any]]) -> str:
+    """A Markdown table that is readable as it is."""
+    lines = [head.split(" | ")]
+    for row in rows:
+        lines.append([cell(value) for value in row])
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    lines.insert(1, ["-" * width for width in widths])
+    return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
+
+
+def cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
+
+
+def text(prediction: dict[str, Any]) -> str:
+    """The page of a prediction."""
+    card = prediction["card"]
+    walked_for = prediction["walked_for"]
+    pages = [f"Prediction for {card}, from the ledger and the table of rates: no GPU has run anything."]
+    if walked_for != card:
+        pages.append(f"The ledger that is predicted from is of {walked_for}: {card} may run other code.")
+    for world, by_attention in prediction["worlds"].items():
+        pages.append(f"World size {world}, predicted:")
+        pages.append(times_table(by_attention))
+        for attention, found in by_attention.items():
+            pages.append(f"Where the time goes with {attention}, ms per mean step, predicted:")
+            pages.append(parts_table(found))
+        attention = next(iter(by_attention))
+        pages.append(f"The {DEAREST} dearest lines with {attention}, predicted:")
+        pages.append(dearest_table(by_attention[attention]))
+    return "\n\n".join(pages) + "\n"
+
+
+def times_table(by_attention: dict[str, Any]) -> str:
+    rows = []
+    for attention, found in by_attention.items():
+        for step in (*PARITIES, "mean"):
+            times = [stage.get(step, {}).get("ms") for stage in found["stages"].values()]
+            rows.append([f"{attention}, {step} step", *times, found["run_s"] if step == "mean" else None])
+    return table(" | ".join(["ms", *found["stages"], "s per run"]), rows)
+
+
+def parts_table(found: dict[str, Any]) -> str:
+    rows = []
+    for part in PARTS:
+        times = [stage["mean"]["parts"][part] for stage in found["stages"].values()]
+        rows.append([part, *times, found["run_parts_s"][part]])
+    return table(" | ".join(["ms", *found["stages"], "s per run"]), rows)
+
+
+def dearest_table(found: dict[str, Any]) -> str:
+    rows = []
+    for line in found["dearest"]:
+        times = [line["ms"].get(stage) for stage in found["stages"]]
+        rows.append([line["name"], line["part"], *times, line["s"]])
+    return table(" | ".join(["line", "part", *found["stages"], "s per run"]), rows)
+
+
+# ---- What a change costs
+def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
+    """Two predictions side by side, in the worlds, attentions and stages that both have."""
+    pages = []
+    for world in after["worlds"]:
+        if world not in before["worlds"]:
+            continue
+        was, now = before["worlds"][world], after["worlds"][world]
+        both = [attention for attention in now if attention in was]
+        if not both:
+            continue
+        stages = [stage for stage in now[both[0]]["stages"] if stage in was[both[0]]["stages"]]
+        rows = []
+        for attention in both:
+            times = [times_in(found[attention], stages) for found in (was, now)]
+            rows += [[f"{attention}, before", *times[0]], [f"{attention}, now", *times[1]]]
+            rows.append([f"{attention}, more", *(f"{round(b - a, 2) + 0:+.2f}" for a, b in zip(*times))])
+        pages += [f"World size {world}, predicted before and now:",
+                  table(" | ".join(["ms per mean step", *stages, "s per run in these"]), rows),
+                  f"The {DEAREST} lines that changed most with {both[0]}, predicted:",
+                  table("line | part | more s per run in these", changed_lines(was[both[0]], now[both[0]], stages))]
+    return "\n\n".join(pages) + "\n"
+
+
+def times_in(found: dict[str, Any], stages: list[str]) -> list[float]:
+    """ms of each stage's mean step, and s of a run in these stages."""
+    times = [found["stages"][stage]["mean"]["ms"] for stage in stages]
+    return [*times, sum(found["stages"][stage]["steps"] * ms for stage, ms in zip(stages, times)) / 1000]
+
+
+def changed_lines(was: dict[str, Any], now: dict[str, Any], stages: list[str]) -> list[list]:
+    """[line, part, more s per run]. A fusion that has changed is one line less and another more."""
+    more = Counter()
+    parts = {}
+    for stage in stages:
+        seconds = Counter(), Counter()
+        for found, by_line in zip((was, now), seconds):
+            for name, part, ms in found["stages"][stage]["lines"]:
+                by_line[name] += found["stages"][stage]["steps"] * ms / 1000
+                parts[name] = part
+        more.update(grown(*seconds))
+    shown = [name for name in more if abs(more[name]) >= LEAST_CHANGE]
+    shown.sort(key=lambda name: (-abs(more[name]), name))
+    return [[name, parts.get(name, ""), f"{more[name]:+.2f}"] for name in shown[:DEAREST]]
+
+
+def grown(was: dict[str, float], now: dict[str, float]) -> Counter:
+    """What each line has more now; a line that `was` does not keep counts among its others."""
+    more = Counter()
+    for name, amount in now.items():
+        more[name if name in was or OTHERS not in was else OTHERS] += amount
+    more.subtract(was)
+    return more
+
+
+# ---- A measured run beside it
+def measured_page(path: Path, ledger: dict[str, Any], prediction: dict[str, Any]) -> str:
+    """The times of a training run, by its log, beside the prediction for as many GPUs."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "records"))
+    from tools import logs
+    try:
+        run, = logs.read_file(path / "log.jsonl" if path.is_dir() else path)
+    except (logs.NotALog, OSError, ValueError) as error:
+        raise PriceError(f"{path}", error, "the log of one run", "give log.jsonl of a run directory") from None
+    steps = sum(sum(parities.values()) for parities in ledger["steps"].values())
+    if run.total != steps:
+        raise PriceError(f"steps of {path}", run.total, f"{steps}, as the ledger's run has",
+                         "rehearse with the flags of that run")
+    world = f"{run.facts.get('world_size')}"
+    if world not in prediction["worlds"]:
+        raise PriceError(f"world size of {path}", world, f"one of {', '.join(prediction['worlds'])}",
+                         f"python tests/rehearse.py --gpus={world}")
+
+    seconds_after = {0: 0.0}             # by number of steps done
+    seconds_after.update((done, seconds) for done, seconds, _ in run.steps if seconds is not None)
+    rows = []
+    for attention, found in prediction["worlds"][world].items():
+        first = 0
+        for stage, parities in ledger["steps"].items():
+            span = range(first, first + sum(parities.values()))
+            first = span.stop
+            for kind, ms in measured_stage(span, seconds_after).items():
+                rows.append([attention, stage, kind, found["stages"].get(stage, {}).get(kind, {}).get("ms"), ms])
+        rows.append([attention, "run, s", "", found["run_s"], run.seconds])
+    for row in rows:
+        row.append(row[-1] / row[-2] if row[-1] and row[-2] else None)
+    title = f"World size {world}, a measured run (attention: {run.facts.get('attention')}) beside the prediction:"
+    if run.void:
+        title += f" its times do not count ({run.void})"
+    return f"{title}\n\n{table('with | stage | step | predicted ms | measured ms | measured / predicted', rows)}\n"
+
+
+def measured_stage(span: range, seconds_after: dict[int, float]) -> dict[str, float]:
+    """Mean ms of even, odd and all steps inside a stage; nothing of what the log does not have."""
+    settling = min(SETTLING_STEPS, len(span) // 4)
+    leaving = min(LEAVING_STEPS, len(span) // 8)
+    times = {kind: [] for kind in (*PARITIES, "mean")}
+    for step in span[settling:len(span) - leaving]:
+        if step in seconds_after and step + 1 in seconds_after:
+            ms = 1000 * (seconds_after[step + 1] - seconds_after[step])
+            times[PARITIES[step % 2]].append(ms)
+            times["mean"].append(ms)
+    return {kind: sum(ms) / len(ms) for kind, ms in times.items() if ms}
+
+
+# ---- The command
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser("price", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("file", nargs="?", type=Path, default=LEDGER)
+    parser.add_argument("--card", default="", help="[that of the file]")
+    parser.add_argument("--measured", type=Path, help="a run directory, or its log.jsonl")
+    args = parser.parse_args(argv)
+    try:
+        found = load(args.file)
+        if "kernels" in found:
+            prediction = price(found, load(RATES), args.card)
+        elif args.card in ("", found.get("card")):
+            prediction = kept_prediction(found)
+        else:
+            raise PriceError(f"prices of {args.file.name}", found["card"], args.card,
+                             f"rehearse for it: python tests/rehearse.py --card={args.card}")
+        print(text(prediction))
+        if args.measured:
+            print(measured_page(args.measured, found, prediction))
+    except PriceError as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0

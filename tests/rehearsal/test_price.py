@@ -1,0 +1,168 @@
+"""The price: small timelines priced by hand, what a change costs, a measured run."""
+import json
+
+import pytest
+
+from rehearsal import price
+
+# Round rates: a card that does 100 TFLOP/s and 1 TB/s, starts a kernel in 3 us and sends 100 GB/s after 20 us.
+ROUND_RATES = dict(bfloat16=100e12, float8=200e12, memory=1e12, transposing=0.5e12, FA2=50e12, FA3=100e12,
+                   special=1e12, issue=1e11, link=100e9, host_link=10e9)
+FIXED = dict(launch_floor=3e-6, link_latency=20e-6, slack=1.25, fused_pass=0.5)
+RATES = dict(fixed={name: dict(value=value) for name, value in FIXED.items()},
+             cards=dict(round=dict(rates={kind: dict(peak=2 * rate, share=0.5) for kind, rate in ROUND_RATES.items()})))
+PRODUCT = dict(kind="product", name="aten.mm", dtype="bfloat16", bytes=1.0, flops=1e12, m=1024, n=64, k=64, batch=1)
+# A million programs of 4 warps: 100 instructions, of which a body of 30 turns 50 times and one of 10 five times.
+THREADS = dict(kind="generated", name="triton_red_fused", bytes=1e9, instructions=100, warps=4, programs=10**6)
+LOOPS = [dict(instructions=30, special=2, trips=50), dict(instructions=10, special=0, trips=5)]
+KERNELS = dict(
+    move=dict(kind="generated", name="triton_poi_fused_add", bytes=1e9),
+    eager=dict(kind="eager", name="aten.index_put_", bytes=1e9),
+    tiny=dict(kind="generated", name="triton_poi_fused_add", bytes=1e6),
+    turn=dict(kind="generated", name="triton_poi_fused_t", bytes=1e9, block=dict(XBLOCK=32, YBLOCK=32)),
+    think=dict(THREADS, special=40, loops=[]),
+    loop=dict(THREADS, special=2, loops=LOOPS),
+    mm=PRODUCT, bytes_mm=dict(PRODUCT, bytes=20e9), fused_mm=dict(PRODUCT, fused_bytes=20e9),
+    scaled_mm=dict(PRODUCT, dtype="float8_e4m3fn", name="aten._scaled_mm"),
+    flash=dict(kind="attention", name="attention_forward", bytes=1.0, flops=1e12, tokens=1024),
+    upload=dict(kind="copy", name="aten._to_copy", bytes=1e8))
+COUNTS = {"stage 1": dict(even=8, odd=7), "stage 2": dict(even=7, odd=8)}
+HEADER = dict(type="header", config=dict(num_scheduled_steps=120, num_extension_steps=0, seed=0), seed=0, world_size=8,
+              attention="FA2 of torch", torch="2.13")
+MS_OF_SENT_GB = 1000 * 7 / 8 / 100       # 7/8 of a gigabyte at 100 GB/s
+
+
+def timelines(kernels: dict = KERNELS, **phases: list) -> dict:
+    """Of eight cards. phases: even, odd: timelines of stage 1; even_2, odd_2: of stage 2."""
+    named = {}
+    for name, timeline in phases.items():
+        parity, _, stage = name.partition("_")
+        named[f"stage {stage or 1} {parity} step"] = dict(timeline=timeline)
+    walked = dict(phases=named, segments=dict(forward=[run("move"), run("mm")]))
+    return dict(format=price.FORMAT, card="round", kernels=kernels, worlds={"8": walked}, steps=COUNTS)
+
+
+def priced(even: list, odd: list | None = None, kind: str = "FA2", **of_ledger) -> dict:
+    phases = dict(even=even)
+    if odd is not None:
+        phases["odd"] = odd
+    found = price.price(timelines(**phases, **of_ledger), RATES)["worlds"]["8"]
+    return found[kind]["stages"]["stage 1"]
+
+
+def run(kernel: str, count: int = 1) -> list:
+    return ["run", kernel, count]
+
+
+def collective(label: int, gigabytes: float, name: str = "all_gather_into_tensor", group: str = "nccl") -> list:
+    return ["collective", label, name, gigabytes * 1e9, "bfloat16", group]
+
+
+ONE_KERNEL = [                           # kernel, part, ms
+    ("move", "memory-bound kernels", 1.25), ("eager", "memory-bound kernels", 1.25),
+    ("turn", "memory-bound kernels", 2 * 1.25), ("upload", "memory-bound kernels", 10 * 1.25),
+    ("mm", "products", 10 * 1.25), ("bytes_mm", "products", 20 * 1.25), ("scaled_mm", "products", 5 * 1.25),
+    ("fused_mm", "products", 20 * 1.25),                      # half of the 20 ms that a pass of its own would take
+    ("flash", "attention", 20 * 1.25),
+    # 40 special functions of 32 threads each at 10^12 a second, or instructions at 10^11
+    ("think", "memory-bound kernels", 4e6 * 40 * 32 / 1e9 * 1.25),
+    ("loop", "memory-bound kernels", 4e6 * (100 + 30 * 49 + 10 * 4) / 1e8 * 1.25)]
+
+
+@pytest.mark.parametrize("kernel, part, ms", ONE_KERNEL)
+def test_a_kernel_takes_what_it_asks_most_of(kernel, part, ms):
+    found = priced([run(kernel)])["even"]
+    assert found["ms"] == pytest.approx(ms)
+    assert found["parts"][part] == pytest.approx(ms)
+
+
+STEPS = [                                # even step, odd step, ms of the even one, its parts
+    # two kernels of 1 us (1.25 with slack): the floor of 3 us adds 1.75 us twice
+    ([run("tiny", 2), run("move")], None, 1.256, dict(launches=0.0035)),
+    # it sets off at 1.25 ms, travels 0.02 + 8.75 ms, and meets 5 ms of kernels
+    ([run("move"), collective(1, 1.0), run("move", 4), ["wait", 1], run("move")], None, 7.5 + 3.77, {}),
+    ([collective(1, 0.1), run("move"), ["wait", 1]], None, 1.25, {}),
+    # the second is waited for first: it comes after the whole of the first
+    ([collective(1, 1.0), collective(2, 1.0), ["wait", 2], ["wait", 1]], None, 2 * (0.02 + MS_OF_SENT_GB), {}),
+    ([collective(1, 1.0, "all_reduce"), ["wait", 1]], None, 0.02 + 2 * MS_OF_SENT_GB, {}),
+    ([collective(1, 1.0, group="gloo"), ["wait", 1], run("move")], None, 1.25, {}),
+    # the odd step launches 8.77 ms of rows and ends 1.25 ms later; the even step waits for the rest
+    ([["wait", "before 9"], run("move")], [collective(9, 1.0), run("move")], 1.25 + 0.02 + MS_OF_SENT_GB - 1.25, {}),
+    ([["repeat", 3, [["segment", "forward"], run("eager", 2)]]], None, 3 * (3 * 1.25 + 12.5), {})]
+
+
+@pytest.mark.parametrize("even, odd, ms, parts", STEPS)
+def test_a_step_by_hand(even, odd, ms, parts):
+    found = priced(even, odd)["even"]
+    assert found["ms"] == pytest.approx(ms)
+    assert sum(found["parts"].values()) == pytest.approx(ms)
+    for part in parts:
+        assert found["parts"][part] == pytest.approx(parts[part])
+
+
+def test_a_change_is_priced_by_stage_and_by_line_where_both_have_it():
+    """One turned GB more in each even step of stage 1, 8 of 15; the other has no stage 2."""
+    odd = [run("move", 2)]
+    before = timelines(even=[run("move")], odd=odd, even_2=[run("move", 3)])
+    after = timelines(even=[run("move"), run("turn")], odd=odd)
+    was = price.price(before, RATES)
+    now = price.price(after, RATES)
+    by_hand = (8 * 1 + 7 * 2 + 7 * 3) * 1.25 / 1000
+    assert was["worlds"]["8"]["FA2"]["run_s"] == pytest.approx(by_hand)
+    page = price.difference(was, now)
+    assert f"| FA2, more        | {8 / 15 * 2.5:+.2f}   | +0.02 " in page
+    assert "| triton_poi_fused_t | memory-bound kernels | +0.02 " in page
+    assert "triton_poi_fused_add" not in page
+    assert "stage 2" not in page
+
+
+@pytest.mark.parametrize("damage, said", [
+    (dict(format=7), "format 7"), (dict(card="H99"), "one of round"),
+    (dict(kernels=dict(KERNELS, move=dict(PRODUCT, dtype="int4"))), "rate of 'int4'")])
+def test_what_has_no_price_is_refused(damage, said):
+    with pytest.raises(price.PriceError, match=said):
+        price.price(timelines(even=[run("move")]) | damage, RATES)
+
+
+# What the arithmetic was fitted with; a change needs a source, and a look at all that was priced before.
+STARTED_FROM = dict(bfloat16=770e12, float8=1500e12, memory=3.05e12, transposing=2.28e12, FA2=225e12, FA3=450e12,
+                    special=3.6e12, issue=132 * 4 * 1.7e9, link=370e9)
+
+
+def test_every_rate_has_a_source_and_those_of_the_record_are_the_fitted_ones():
+    table = price.load(price.RATES)
+    for name, card in table["cards"].items():
+        capability = card["device"]["major"], card["device"]["minor"]
+        assert ("float8" in card["rates"]) == (capability >= (8, 9)), name
+        assert ("FA3" in card["rates"]) == (capability == (9, 0)), name
+        for kind, rate in card["rates"].items():
+            assert 0 < rate["share"] < 1 and rate["peak"] > 0, (name, kind)
+            assert rate["unit"] and rate["source"], (name, kind)
+    card = price.Card(table, "H100")
+    assert {kind: card.rates[kind] for kind in STARTED_FROM} == pytest.approx(STARTED_FROM, rel=1e-3)
+    assert (card.launch_floor, card.link_latency, card.slack, card.fused_pass) == (3e-6, 20e-6, 1.197, 0.6)
+
+
+def test_a_measured_run_stands_beside_the_prediction(tmp_path, capsys):
+    """By stage, away from its ends: steps that settle and leave are 10 times as long here, none of them may count."""
+    made = timelines(even=[run("move")], odd=[run("move")])
+    made["steps"] = {"stage 1": dict(even=60, odd=60)}
+    lines = [HEADER]
+    ms = 0.0
+    for step in range(120):
+        ms += (30 + step % 2) * (1 if 20 <= step < 115 else 10)
+        lines.append(dict(type="step", step=step + 1, train_time_ms=ms, train_loss=3.0))
+    lines.append(dict(type="val", step=120, val_loss=3.3, train_time_ms=ms))
+    lines.append(dict(type="result", val_loss=3.3, train_time_ms=ms, steps=120))
+    (tmp_path / "log.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    prediction = price.price(made, RATES)
+    page = price.measured_page(tmp_path, made, prediction)
+    assert f"| FA2  | stage 1 | even | 1.25         | 30.00       | {30 / 1.25:.2f} " in page
+    with pytest.raises(price.PriceError, match="--gpus=8"):
+        price.measured_page(tmp_path, made, dict(worlds={"1": {}}))
+    made["steps"] = COUNTS
+    with pytest.raises(price.PriceError, match="120\n.*30, as the ledger's run"):
+        price.measured_page(tmp_path, made, prediction)
+    assert price.main([]) == 0 and "no GPU has run anything" in capsys.readouterr().out
+    assert price.main(["--card=B200"]) == 2 and "rehearse for it" in capsys.readouterr().err

@@ -1,0 +1,251 @@
+"""The rehearsal: what a run does on GPUs is what the ledger says, and what may not be is found and named."""
+from __future__ import annotations
+
+import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from common import ROOT
+
+from rehearsal import command, ledger, price
+
+REASON = command.why_not()
+needs_tool = pytest.mark.skipif(bool(REASON), reason=f"the rehearsal: {REASON}")
+TODAY = json.loads(price.LEDGER.read_text())
+
+
+def started(root: Path, cache: Path, *words: str) -> subprocess.Popen:
+    environment = dict(os.environ, REHEARSAL_CACHE=str(cache), OMP_NUM_THREADS="1", PYTHONPATH=str(root / "tests"))
+    return subprocess.Popen([sys.executable, *words], cwd=root, env=environment, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True)
+
+
+@pytest.fixture(scope="module")
+def quick(cache: Path) -> Iterator[subprocess.Popen]:
+    """The quick part, under way: it takes a core of its own."""
+    with started(ROOT, cache, "tests/rehearse.py", "--quick") as process:
+        yield process
+        process.kill()
+
+
+# ------ Today's trainer -----------------------------------------------------------------------------------------------
+
+@needs_tool
+@pytest.mark.all
+def test_everything_is_as_the_ledger_says(cache):
+    process = started(ROOT, cache, "tests/rehearse.py")
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
+
+
+@needs_tool
+def test_what_a_walk_counts(cache, quick):
+    """While the quick part is under way."""
+    process = started(ROOT, cache, "-m", "rehearsal.counted")
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
+
+
+@needs_tool
+def test_the_first_stage_on_eight_gpus_holds_nothing_forbidden(quick):
+    """No graph that breaks or is compiled again, no spill, no wait, no buffer of (tokens, vocabulary) in f32 and no
+    gradient beside its main_grad."""
+    said, _ = quick.communicate()
+    assert quick.returncode == 0 and "stage 1 odd step" in said and " 0 spill" in said, said
+
+
+# ------ Mistakes on purpose, in a copy of the trainer -----------------------------------------------------------------
+
+def copy_with(folder: Path, changes: dict[str, str]) -> Path:
+    """The trainer with these texts replaced, and the rehearsal beside it."""
+    text = (ROOT / "train_gpt.py").read_text("utf-8")
+    for old, new in changes.items():
+        text = text.replace(old, new)
+    (folder / "tests").mkdir(parents=True)
+    for name in ("rehearse.py", "walk_ranks.py"):
+        shutil.copy(ROOT / "tests" / name, folder / "tests")
+    shutil.copytree(ROOT / "tests/rehearsal", folder / "tests/rehearsal", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "train_gpt.py").write_text(text, "utf-8")
+    return folder
+
+
+def walk(root: Path, cache: Path, *words: str) -> dict[str, Any]:
+    process = started(root, cache, "-m", "rehearsal.walk", "--out=found.json", *words)
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
+    return json.loads((root / "found.json").read_text())
+
+
+STEP = "        self.optimizer.step(values, plans_ahead)\n"
+SUMS = "            sums.append(slot_sums.detach())\n"
+ADD = "        add(ctx.row_grads, index, grad)\n"
+SCRATCH = "            grad_w = accumulate_wgrad(ctx.part, product, None)                # it cannot add: a scratch\n"
+LAUNCH = "    launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)\n"
+HIDDEN = "        x = x0\n"
+SPANS = "        return spans_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)\n"
+VARLEN = "Varlen.apply(q, k, v, cu_seqlens, span.numbers)"
+DYNAMIC = "torch._dynamo.maybe_mark_dynamic(part.cu_seqlens, 1)"
+LOGITS = "product_dtype = logits_dtype if native else accum"
+PINNED = "pin_memory=True) for x in self.stored))"
+EAGER = ["--graphs=none", "--first-stage"]
+HOST_TABLE = [*EAGER, "--", "--preset=tiny", "--dtype=bfloat16", "--tables=trigram_embed 3 1000 stream 0 host"]
+PLANTED = {                              # what is replaced, how the copy is walked, what is said: kind, where, found
+    "waits, buffers, a spill": (
+        {SUMS: SUMS + "            print(float(slot_sums.sum()))\n",
+         STEP: "        spare = [torch.zeros_like(table.row_grads) for table in self.tables.values()]\n" + STEP,
+         ADD: "        bank = grad.new_zeros(22, 3072, 768)\n" + ADD,
+         SCRATCH: SCRATCH.replace("product,", "product.clone(),"),
+         LAUNCH: LAUNCH.replace("**sizes", "maxnreg=24, **sizes")}, EAGER,
+        [("spill", "add_rows_kernel"), ("buffer of table size", "spare = [torch.zeros_like"),
+         ("buffer of a gradient's size", "RowLookup.backward: bank = "),
+         ("buffer of a gradient's size", "product.clone()"),
+         ("host wait", "Executor.forward_backward: print(float(slot_sums.sum()))")]),
+    "a graph break": ({HIDDEN: HIDDEN + "        x = x if x.sum() > 0 else -x\n"}, ["--stages=1", "--first-stage"],
+                      [("graph break", "x = x if x.sum() > 0")]),
+    "a step's number in a graph": (
+        {SPANS: SPANS.replace("attn_scale)", "attn_scale + values.step // 4)"),
+         VARLEN: VARLEN.replace("(q,", "(q * span.scale,")}, ["--stages=1", "--first-stage"],
+        [("recompile", "GPT.losses forward, stage 1")]),
+    "a number of documents": ({DYNAMIC: "torch._dynamo.mark_static(part.cu_seqlens)"}, ["--stages=1", "--first-stage"],
+                              [("recompile", "cu_seqlens")]),
+    "logits in f32": ({LOGITS: "product_dtype = accum"}, ["--stages=1", "--first-stage"],
+                      [("f32 buffer of (tokens, vocabulary)", "aten._scaled_mm")]),
+    "a table on the host": ({}, HOST_TABLE, [("elsewhere", "HostHome._bring_down: self.stream.synchronize()")]),
+    "a table that is not pinned": ({PINNED: PINNED.replace("=True", "=False")}, HOST_TABLE,
+                                   [("elsewhere", "HostHome._bring_down: out.copy_(x, non_blocking=True)")]),
+}
+
+
+def test_what_mistakes_are_planted_in_is_there():
+    """Those of --all, too: a line of the trainer that changes its words takes its mistakes with it."""
+    trainer = (ROOT / "train_gpt.py").read_text("utf-8")
+    counts = {text: trainer.count(text) for changes, _, _ in PLANTED.values() for text in changes}
+    assert set(counts.values()) == {1}, counts
+
+
+@needs_tool
+@pytest.mark.all
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_mistake_in_the_trainer_is_named(tmp_path, cache, name):
+    changes, words, expected = PLANTED[name]
+    found = walk(copy_with(tmp_path, changes), cache, "--world=8", *words)
+    said = ledger.forbidden(dict(worlds={"8": found})) + [f"elsewhere: {line}" for line in found["waits_elsewhere"]]
+    for kind, where in expected:
+        assert any(f"{kind}: " in line and where in line for line in said), (kind, where, said)
+    kinds = {kind for kind, _ in expected}
+    assert all(any(f"{kind}: " in line for kind in kinds) for line in said), "something else is said"
+
+
+@needs_tool
+@pytest.mark.all
+def test_a_walk_that_cannot_start_says_why(tmp_path, cache):
+    for words, said in ((["--stages=9"], "some of 1,2,3,4"), (["--card=4090"], "--num_slots=")):
+        assert said in walk(copy_with(tmp_path / words[0], {}), cache, "--world=8", *words)["error"]
+
+
+# ------ The ledger ----------------------------------------------------------------------------------------------------
+
+def test_the_ledger_holds_nothing_forbidden_and_its_prices_are_of_todays_rates():
+    assert ledger.forbidden(TODAY) == [] and set(TODAY["worlds"]) == {"1", "8"}
+    assert TODAY["rates_sha256"] == ledger.hashlib.sha256(price.RATES.read_bytes()).hexdigest(), "--update"
+    for by_attention in price.kept_prediction(TODAY)["worlds"].values():
+        assert by_attention["FA3"]["run_s"] < by_attention["FA2"]["run_s"]
+    assert ledger.report(TODAY, copy.deepcopy(TODAY)) == []
+
+
+def test_only_the_lines_that_are_named_may_wait():
+    """Another wait in a function that has an allowed one is found."""
+    waits = {line: 3 for line in ledger.ALLOWED_WAITS} | {"Log.flush: print(line.losses.sum().item())": 1}
+    found, = ledger.forbidden(dict(worlds={"8": dict(failures=[], host_waits=waits)}))
+    assert "W = 8: host wait: Log.flush: print(line.losses" in found
+
+
+# ------ The command, with walks that are made up ----------------------------------------------------------------------
+
+def walked(lines: int = 20, launches: int = 10, size: int = 10**6, **changes: Any) -> dict[str, Any]:
+    """What a walk says of one stage of one step: kernels k0, k1 ... of falling size, more than the ledger keeps."""
+    kernels = {}
+    for at in range(lines):
+        kernels[f"k{at}"] = dict(kind="generated", name=f"kernel_{at}", bytes=10**9 - at * 10**6)
+    timeline = [["run", key, launches] for key in kernels] + [["collective", 1, "all_reduce", size, "bfloat16", "nccl"]]
+    phase = dict(timeline=timeline, peak_bytes=100 * size, at_peak={f"f32({at})": [1, at * size] for at in range(9)})
+    return dict(kernels=kernels, graphs={"GPT.losses forward": ["a", 1]}, phases={"stage 1 even step": phase},
+                host_waits={}, failures=[], steps={"stage 1": dict(even=7, odd=0)}) | changes
+
+
+@pytest.fixture
+def rehearse(monkeypatch, tmp_path, capsys):
+    """rehearse(found, *flags): status and text of a call whose walks all find this, beside a ledger of its own."""
+    def call(found: dict[str, Any], *flags: str) -> tuple[int, str]:
+        monkeypatch.setattr(command, "walk_all", lambda jobs, _: {name: copy.deepcopy(found) for name in jobs})
+        status = command.main([f"--ledger={tmp_path}/ledger.json", *flags])
+        return status, capsys.readouterr().out
+
+    monkeypatch.setattr(command, "why_not", str)
+    assert call(walked(), "--update")[0] == 0
+    return call
+
+
+GROWN = {                                # what a walk finds -> what is said, and who has grown
+    "launches 200 -> 220": (walked(launches=11), ["kernel_0 +1", "others +12"]),
+    "launches 200 -> 210": (walked(lines=21), ["others +10", "largest are now kernel_8, kernel_9"]),
+    "peak_bytes 100.0 MB -> 200.0 MB": (walked(size=2 * 10**6), ["others +15.0 MB", "f32(8) +8.0 MB"]),
+    "collective_bytes 1.0 MB -> 2.0 MB": (walked(size=2 * 10**6), ["all_reduce of bfloat16 +1.0 MB"])}
+
+
+@pytest.mark.parametrize("said", GROWN)
+def test_growth_fails_by_name_until_an_update_accepts_it(rehearse, said):
+    assert rehearse(walked())[0] == 0
+    found, culprits = GROWN[said]
+    status, page = rehearse(found)
+    about, = (part for part in page.split("FAILED  ") if part.startswith(f"growth: W = 8, stage 1 even step: {said}"))
+    assert status == 1 and all(who in about for who in culprits), page
+    assert "FA2, now" in page and "FA3, now" in page
+    assert rehearse(found, "--update")[0] == 0 and rehearse(found)[0] == 0
+
+
+FORBIDDEN = {                            # kind -> what a walk says of it
+    "spill": dict(failures=[dict(kind="spill", where="triton_red", found="16 bytes")]),
+    "recompile": dict(failures=[dict(kind="recompile", where="GPT.losses", found="reach")]),
+    "host wait": dict(host_waits={"Executor.optim_step: x.item()": 2})}
+
+
+@pytest.mark.parametrize("kind", FORBIDDEN)
+def test_an_update_accepts_nothing_but_growth(rehearse, tmp_path, kind):
+    before = (tmp_path / "ledger.json").read_text()
+    for flag in ("--quick", "--gpus=8,1", "--update"):
+        status, said = rehearse(walked(**FORBIDDEN[kind]), flag)
+        assert status == 1 and f"FAILED  W = 8: {kind}: " in said
+    assert (tmp_path / "ledger.json").read_text() == before
+    assert rehearse(walked(launches=99), "--quick")[0] == 0, "growth is not the quick part's business"
+
+
+@pytest.mark.parametrize("flags, said", [
+    (["--gpus=8"], "H100, W = 1 and 8, all stages, no flags"), (["--card=H200"], "would lose"),
+    (["--stages=1"], "would lose"), (["--", "--seed=1"], "would lose")])
+def test_an_update_that_would_lose_what_the_ledger_has_is_refused(rehearse, flags, said):
+    status, page = rehearse(walked(), "--update", *flags)
+    assert status == 2 and said in page
+
+
+def test_timelines_are_written_for_records_and_other_cards(rehearse, tmp_path, capsys):
+    rehearse(walked(), f"--out={tmp_path}/all.json")
+    assert price.main([f"{tmp_path}/all.json", "--card=H200"]) == 0
+    assert "Prediction for H200" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("versions, said", [
+    (dict(torch="2.12.1+cpu", triton="3.7.1"), "torch 2.12.1+cpu"),
+    (dict(torch="2.13.0+cu130", triton="3.7.1"), "install its CPU wheel")])
+def test_another_torch_is_skipped_aloud(monkeypatch, capsys, versions, said):
+    monkeypatch.setattr(command.importlib.metadata, "version", versions.get)
+    monkeypatch.setattr(command.shutil, "which", str)
+    assert command.main([]) == 0
+    assert said in capsys.readouterr().out

@@ -1,0 +1,425 @@
+"""One rank's walk through `train()` on a card that is not there; what it launches, moves, keeps and waits for.
+
+    PYTHONPATH=tests python -m rehearsal.walk --world=8 --card=H100 --out=FILE -- flags of train_gpt.py
+
+For a process of its own; rehearse.py starts it. Of the trainer it knows: where a run, a step, its two halves, a
+validation and a checkpoint begin (LISTENED), custom operations, weights that are sharded, tables and their homes.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import math
+import os
+import re
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from . import phantom  # noqa: I001  before torch
+import torch
+from torch import Tensor
+
+from .counts import Buffer, Tally, text_of, tg
+from .english import english_like, kept_share, write_shard
+
+CYCLE = 2                                # steps that stand for all: an even one and an odd one
+STEPS_PER_STAGE = 6                      # cycles: the one that changes stages, one that is like all others, its next
+SMALLEST_SHARE = 0.01                    # of a peak: smaller buffers are not listed
+BETWEEN = "between"                      # a phase of which nothing is kept
+OFF_THE_CLOCK = {"set-up", "warm-up", "checkpoint"}           # of these, only memory is kept
+
+
+# ---- Listening to the trainer: every call goes through, some lines around it
+LISTENED = dict(train_step=tg, warm_up=tg, race=tg, forward_backward=tg.Executor, backward=Tensor,
+                evaluate=tg.Executor, whole_state=tg.Executor)
+
+
+def listen(listeners: Any) -> None:
+    """Run what the trainer calls inside the contexts of that name, which see the same arguments."""
+    for name, owner in LISTENED.items():
+        if hasattr(listeners, name):
+            setattr(owner, name, inside(getattr(listeners, name), getattr(owner, name)))
+
+
+def inside(listener: Callable, original: Callable) -> Callable:
+    @functools.wraps(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.contextmanager(listener)(*args, **kwargs):
+            return original(*args, **kwargs)
+    return call
+
+
+def be_rank(rank: int, world: int, local_world: int) -> None:
+    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(local_world),
+                      MASTER_ADDR="localhost", MASTER_PORT="1")
+
+
+def argument(kind: type, args: tuple) -> Any:
+    """The first of this kind."""
+    return next(x for x in args if isinstance(x, kind))
+
+
+class Listeners:
+    """What happens before and after calls of the trainer: they tell the tally where the run is."""
+
+    def __init__(self, tally: Tally, options: argparse.Namespace) -> None:
+        self.tally = tally
+        self.options = options
+
+    def train_step(self, *args: Any) -> Iterator[None]:
+        if self.tally.racing:
+            values = argument(tg.Values, args)
+            self.tally.begin(name_of_step(self.tally.schedule, values.step), values.stage)
+        yield
+
+    def forward_backward(self, executor: Any, *args: Any) -> Iterator[None]:
+        batch, values = argument(tg.Batch, args), argument(tg.Values, args)
+        slots = min(executor.slots_at_once, len(batch.tokens))
+        self.tally.stage = values.stage
+        self.tally.logit_numbers = math.inf
+        if has_graph(self.tally, self.options, "GPT.losses"):
+            self.tally.logit_numbers = slots * batch.tokens.shape[1] * executor.cfg.padded_vocab
+        self.tally.place = f"stage {values.stage + 1}"
+        self.tally.batch = batch
+        yield
+
+    def backward(self, *_: Any, **__: Any) -> Iterator[None]:
+        self.tally.in_backward = True
+        yield
+        self.tally.in_backward = False
+
+    def evaluate(self, executor: Any, *args: Any, **__: Any) -> Iterator[None]:
+        values = argument(tg.Values, args)
+        self.tally.stage = values.stage
+        self.tally.place = f"stage {values.stage + 1}"
+        of_stage = executor.cfg.stages[values.stage].long_window * executor.cfg.window_block
+        final = values.long_window > of_stage                 # the others are like it
+        yield from self.off_the_clock("validation final" if final else BETWEEN, values.stage)
+
+    def whole_state(self, *_: Any, **__: Any) -> Iterator[None]:
+        yield from self.off_the_clock("checkpoint")
+
+    def off_the_clock(self, name: str, stage: int | None = None) -> Iterator[None]:
+        before = self.tally.timed
+        self.tally.timed = False
+        self.tally.begin(name, stage)
+        yield
+        self.tally.begin(BETWEEN)
+        self.tally.timed = before
+
+    def warm_up(self, *_: Any, **__: Any) -> Iterator[None]:
+        yield from self.off_the_clock("warm-up")
+
+    def race(self, *args: Any, **__: Any) -> Iterator[None]:
+        self.tally.schedule = argument(tg.Log, args).schedule                 # which only a time budget changes
+        start_race(self.tally, argument(tg.Executor, args))
+        yield
+        self.tally.racing = self.tally.timed = False
+
+
+def start_race(tally: Tally, executor: tg.Executor) -> None:
+    """From here on nothing is compiled, and buffers as large as a table are those that a table owns."""
+    tally.racing = tally.timed = True
+    torch._logging.set_logs(recompiles=True)
+
+    def keep_reason(record: logging.LogRecord) -> None:
+        """Why Dynamo compiles something again, as it logs it."""
+        text = record.getMessage()
+        if "Recompiling" in text or "guard" in text:
+            tally.reasons.append(" ".join(text.split()))
+
+    handler = logging.Handler()
+    handler.emit = keep_reason
+    logging.getLogger("torch._dynamo").addHandler(handler)
+    for label, entry in executor.optimizer.entries.items():
+        if isinstance(entry, tg.Sharded):
+            tally.owning[entry.weight.numel()] = label
+    for label, table in executor.tables.items():
+        tally.row_grads[table.row_grads.untyped_storage()._cdata] = label
+        if table.table.tied:                                  # as large as the head, of which there are copies
+            continue
+        tally.table_sizes |= {table.table.rows * executor.cfg.model_dim,
+                              tally.world * len(table.shard) * executor.cfg.model_dim}
+
+
+# ---- Graphs
+def rehearsed_compile(tally: Tally, options: argparse.Namespace) -> Callable:
+    """torch.compile, which notes every graph; what is not to be compiled runs as it is written."""
+    from torch._inductor import compile_fx
+    real = torch.compile
+
+    def compile_call(call: Callable, **settings: Any) -> Callable:
+        name = call.__qualname__
+
+        def inner(module: torch.fx.GraphModule, inputs: list, **facts: Any) -> Any:
+            note_graph(tally, name, module, inputs, facts)
+            return compile_fx.compile_fx_inner(module, inputs, **facts)
+
+        def backend(module: torch.fx.GraphModule, inputs: list) -> Any:
+            return compile_fx.compile_fx(module, inputs, inner_compile=inner)
+
+        compiled = real(call, backend=backend, **settings)
+
+        @functools.wraps(call)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if name == "GPT.losses":
+                tally.phase.timeline.append(["mark", "forward"])        # of a micro-batch
+            if isinstance(args[0], tg.Batch):
+                tally.batch = args[0]
+            if not has_graph(tally, options, name):
+                return call(*args, **kwargs)
+            return compiled(*args, **kwargs)
+        return run
+    return compile_call
+
+
+def has_graph(tally: Tally, options: argparse.Namespace, name: str) -> bool:
+    """Whether the function is to be compiled now; else it runs as it is written."""
+    if options.graphs == "none":
+        return False
+    if name.startswith("GPT.") and options.stages:
+        return str(tally.stage + 1) in options.stages.split(",")
+    return True
+
+
+def note_graph(tally: Tally, name: str, module: torch.fx.GraphModule, inputs: list, facts: dict) -> None:
+    """Its hash: of every node, with shapes and constants, and of nothing that differs between two runs."""
+    lines = []
+    for node in module.graph.nodes:
+        value = node.meta.get("val")
+        lines.append(f"{node.format_node()} {described(value)}")
+    text = "\n".join(re.sub(r"0x[0-9a-f]+", "", line) for line in lines)
+    part = "backward" if facts.get("is_backward") else "forward"
+    shape = next((text_of(x) for x in inputs if isinstance(x, Tensor) and x.dim() > 0), "")
+    where = tally.place if name.startswith("GPT.") else shape
+    title = f"{name} {part}, {where}"
+    if tally.racing:
+        tally.fail("recompile", title, tally.reasons[-1] if tally.reasons else "a graph that the warm-up had not")
+        raise RuntimeError(f"{title} is compiled again")      # and would be so at many steps
+    while title in tally.graphs:
+        title += " again"
+    tally.graphs[title] = [hashlib.sha256(text.encode()).hexdigest()[:16], len(module.graph.nodes)]
+    seconds = time.perf_counter() - tally.began
+    line = f"{seconds:7.1f} s  W = {tally.world}  {title}: {len(module.graph.nodes)} nodes"
+    print(line, file=sys.__stdout__, flush=True)              # the trainer's own lines go to stderr
+
+
+def described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{text_of(value)} {tuple(value.stride())} {value.device}"
+    if isinstance(value, (list, tuple)):
+        return " ".join(described(x) for x in value)
+    return str(value)
+
+
+# ---- The walk
+def steps_by_stage(cfg: tg.Config) -> dict[str, dict[str, int]]:
+    """How many even and odd steps the whole run has in each stage; the last stage is the extension."""
+    schedule = tg.Schedule(cfg)
+    steps = {}
+    for number, (start, end) in enumerate(zip(schedule.starts, schedule.ends), 1):
+        odd = end // 2 - start // 2
+        steps[f"stage {number}"] = dict(even=end - start - odd, odd=odd)
+    return steps
+
+
+def flags_of_walk(folder: Path, cfg: tg.Config, steps: int) -> list[str]:
+    """A schedule of so many steps in every stage, with data to go with it."""
+    stages = len(cfg.stages)
+    tokens = (steps + 2) * sum(stage.batch_tokens for stage in cfg.stages)
+    spare = max(1.3, 1.2 / kept_share(cfg.max_doc_len))
+    write_shard(folder / "train_1.bin", english_like(int(spare * tokens), 1))
+    write_shard(folder / "val_1.bin", english_like(2 * cfg.val_batch_tokens, 2))
+    last = steps * (stages - 1)
+    return [f"--train_files={folder}/train_*.bin", f"--val_files={folder}/val_*.bin", "--epochs=0",
+            f"--val_tokens={cfg.val_batch_tokens}", f"--num_scheduled_steps={last}", f"--num_extension_steps={steps}",
+            f"--val_every={last - steps}", f"--checkpoint_every={last - steps}", "--sample_tokens=1",
+            f"--run_dir={folder}/run"]
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser("walk")
+    parser.add_argument("--world", type=int, default=8)
+    parser.add_argument("--card", default="H100")
+    parser.add_argument("--graphs", choices=("lower", "none"), default="lower")
+    parser.add_argument("--out", default="/dev/stdout")
+    parser.add_argument("--first-stage", action="store_true", help="only the steps of the first")
+    parser.add_argument("--stages", default="", help="lower the graphs of these only, such as 1,2")
+    parser.add_argument("flags", nargs="*")
+    return parser.parse_args(argv)
+
+
+def install(card: str, recorder: phantom.Recorder, world: int) -> phantom.Card:
+    """The cards, and what the trainer does with them instead. Returns the mode to run the trainer in."""
+    mode = phantom.install(card, recorder, 0, world)
+    warnings.filterwarnings("ignore", message="Accessing the data pointer of FakeTensor")
+    for value in vars(tg).values():
+        operation = getattr(value, "op", value)
+        if isinstance(operation, torch.library.CustomOpDef):
+            phantom.bodies[operation._opoverload] = operation._init_fn
+
+    def save_nothing(content: Any, file: Any) -> None:        # a word in the place of tensors without numbers
+        file.write(b"tensors")
+
+    torch.save = save_nothing
+    tg.DeviceHome.touched_places = phantom.always(())         # rows without numbers do not say if they were touched
+    tg.HOMES.update(host=WalkedHome)
+    return mode
+
+
+class WalkedHome(tg.HostHome):
+    """Its thread's work is done by the thread that is walked, since no other knows the card."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.mover = Mover()
+        self.lock = threading.RLock()                         # work is asked for, and so done, under the lock
+
+
+class Mover:
+    """In the place of a pool with one thread: work is done in the order in which it was asked for.
+
+    At once, but that of other threads, which have no card: when the walked one asks next.
+    """
+
+    def __init__(self) -> None:
+        self.walked = threading.get_ident()
+        self.to_do: list[Work] = []
+
+    def submit(self, call: Callable, *args: Any) -> Work:
+        work = Work(functools.partial(call, *args), self)
+        self.to_do.append(work)
+        if threading.get_ident() == self.walked:
+            self.work_off()
+        return work
+
+    def work_off(self) -> None:
+        while self.to_do:
+            work = self.to_do.pop(0)
+            with phantom.mode.recorder.elsewhere():
+                work.found = work.call()                      # an exception surfaces here
+
+
+@dataclass
+class Work:
+    """A future of a Mover."""
+    call: Callable
+    mover: Mover
+    found: Any = None
+
+    def done(self) -> bool:
+        self.mover.work_off()
+        return True
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.mover.work_off()
+        return self.found
+
+
+def walk(options: argparse.Namespace) -> dict[str, Any]:
+    tally = Tally(options.world)
+    tally.began = time.perf_counter()
+    mode = install(options.card, tally, options.world)
+    be_rank(0, options.world, options.world)
+    torch.compile = rehearsed_compile(tally, options)
+    listen(Listeners(tally, options))
+
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            _, cfg = tg.parse_flags(["--preset=record", *options.flags])
+            known = [str(number) for number in range(1, len(cfg.stages) + 1)]
+            if options.stages and not set(options.stages.split(",")) <= set(known):
+                raise tg.ConfigError("--stages of the rehearsal", options.stages, f"some of {','.join(known)}",
+                                     "leave the others out")
+            flags = flags_of_walk(Path(folder), cfg, STEPS_PER_STAGE)
+            if options.first_stage:
+                flags.append(f"--max_steps={STEPS_PER_STAGE}")
+            preset, given = tg.parse_flags(["--preset=record", *options.flags, *flags])
+        except tg.TrainerError as error:
+            return dict(error=str(error))
+        ended = {}
+        try:
+            train(mode, preset, given)
+        except tg.TrainerError as error:                      # a card on which the preset does not fit
+            return dict(error=str(error))
+        except Exception as error:
+            traceback.print_exc()
+            if not tally.reasons:
+                tally.fail(*cause_of(error))
+            ended = dict(ended_by=str(error))
+    return dict(result_of(tally, options.stages), steps=steps_by_stage(cfg), **ended)
+
+
+def train(mode: phantom.Card, preset: str, given: tg.Config) -> None:
+    with mode, contextlib.redirect_stdout(sys.stderr):
+        tg.train(preset, given, tg.make_fabric(given), tg.Ending(), Path(tg.__file__).read_bytes())
+
+
+def cause_of(error: Exception) -> tuple[str, str, str]:
+    """Kind, line of the trainer and message of what ended the walk."""
+    kinds = {torch._dynamo.exc.Unsupported: "graph break",
+             torch._subclasses.fake_tensor.DynamicOutputShapeException: "host wait",
+             torch._subclasses.fake_tensor.DataDependentOutputException: "host wait"}
+    kind = next((name for of_error, name in kinds.items() if isinstance(error, of_error)), type(error).__name__)
+    called = traceback.extract_tb(error.__traceback__)
+    traced = getattr(error, "real_stack", None) or ()         # what was being traced lies deeper than what was called
+    lines = ["outside of the trainer"]
+    lines += [f"{frame.name}: {frame.line}" for frame in (*called, *traced) if frame.filename == tg.__file__]
+    said = str(error).strip().splitlines() or [""]
+    return kind, lines[-1], said[0]
+
+
+def result_of(tally: Tally, stages: str) -> dict[str, Any]:
+    phases = {}
+    for name, phase in tally.phases.items():
+        not_lowered = stages and phase.stage is not None and str(phase.stage + 1) not in stages.split(",")
+        if name == BETWEEN or not_lowered or stages and name == "warm-up":
+            continue
+        timeline = [] if name in OFF_THE_CLOCK else phase.timeline
+        phases[name] = dict(timeline=timeline, peak_bytes=phase.peak, at_peak=by_maker(phase.at_peak))
+    for kernel in tally.kernels.values():                     # documents differ from step to step
+        seen, flops = kernel.pop("seen"), kernel.pop("flops_seen")
+        if seen and flops:
+            kernel["flops"] = round(flops / seen)
+    return dict(kernels=tally.kernels, graphs=tally.graphs, phases=phases, host_waits=tally.host_waits,
+                waits_elsewhere=tally.waits_elsewhere, failures=tally.failures)
+
+
+def by_maker(buffers: list[Buffer]) -> dict[str, list[int]]:
+    """Number and bytes of buffers by shape and first launch, those that matter."""
+    whole = sum(buffer.size for buffer in buffers)
+    groups: dict[str, list[int]] = {}
+    for buffer in buffers:
+        group = groups.setdefault(f"{buffer.shape} of {buffer.maker or 'nothing yet'}", [0, 0])
+        group[0] += 1
+        group[1] += buffer.size
+    return {name: group for name, group in groups.items() if group[1] >= SMALLEST_SHARE * whole}
+
+
+def name_of_step(schedule: tg.Schedule, step: int) -> str:
+    """Steps that stand for all like them: the last cycle of a stage whose next cycle belongs to it too."""
+    if step == schedule.untie_step:
+        return "untie step"
+    k = schedule.stage_at(step)
+    place = schedule.ends[k] - step                           # from the end
+    steady = min(2 * CYCLE, schedule.ends[k] - schedule.starts[k])
+    if not 0 <= steady - place < CYCLE:
+        return BETWEEN
+    return f"stage {k + 1} {'odd' if step % CYCLE else 'even'} step"
+
+
+if __name__ == "__main__":
+    wanted = parse(sys.argv[1:])
+    Path(wanted.out).write_text(json.dumps(walk(wanted)))
