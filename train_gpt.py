@@ -4065,7 +4065,7 @@ def make_fabric(cfg: Config) -> Fabric:
          "train_gpt.py ..., or unset WORLD_SIZE for a single process")
     need("WORLD_SIZE" in env or tasks == "1", "launch", f"{tasks} tasks of Slurm, and no WORLD_SIZE", "ranks that know "
          "each other", "srun ... torchrun ..., one task a node; or set WORLD_SIZE=1, for each task to train alone")
-    usable = max(w for w in range(1, world + 1) if cfg.num_slots % w == 0)
+    usable = max(w for w in range(1, min(world, cfg.num_slots) + 1) if cfg.num_slots % w == 0)
     need(usable == world, "number of ranks", world, f"a divisor of num_slots={cfg.num_slots}",
          f"torchrun --nproc_per_node={usable} train_gpt.py ...")
 

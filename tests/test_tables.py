@@ -355,8 +355,10 @@ def test_HostHome__after_a_reset_updates_that_were_prepared_find_their_rows():
     home.take(first)
     home.invalidate()
     live = home.take(first)
+    third = home.prepare(np.array([2, 3]))                    # as the first after the reset, with no rows to keep
     live.rows.add_(1)
     home.put(first, live)
+    assert home.take(third).rows[:, 0].tolist() == [1, 0]
     assert home.take(second).rows[:, 0].tolist() == [1, 0]
 
 
