@@ -3144,7 +3144,6 @@ class Optimizer:
             elif row.sharded:
                 self.entries[row.label] = Sharded(self, row, accumulates)
         self.sharded = [entry for entry in self.entries.values() if isinstance(entry, Sharded)]
-
         # Tables of n-grams come into both orders. An entry that is missing there would never be trained.
         ngrams = [table.label for table in cfg.tables]
         self.reduce_order = (*REDUCE_ORDER[:-1], *ngrams, REDUCE_ORDER[-1])
@@ -3229,15 +3228,16 @@ class Optimizer:
     def _untie(self):
         """Make head and embedding two parameters; the embedding starts with the head's weights and moments."""
         W, rank = self.fabric.world, self.fabric.rank
-        head = self.entries["lm_head"]
         weight = self.model.lm_head                                           # (D, V)
-        # The head's moments are owned along D and the embedding's along V: once in a run every rank gets them all.
+        # The head's moments are owned along D and the embedding's along V, of which rank r has r, r + W, ...
         for name, moment in self.state["embed"].items():
-            whole = moment.new_zeros(W * head.shard_size, weight.shape[1])
-            whole[head.slice][:len(head.shard)] = self.state["lm_head"][name]
-            launch(self.fabric, dist.all_gather_into_tensor, whole, whole[head.slice])()
-            rows = whole[:len(weight)].t()[rank::W]
-            moment[:len(rows)] = rows
+            size, depth = moment.shape
+            mine = self.state["lm_head"][name]
+            padded = F.pad(mine, (0, W * size - weight.shape[1], 0, self.entries["lm_head"].shard_size - len(mine)))
+            leaving = padded.t().view(size, W, -1).transpose(0, 1).contiguous()           # by owner
+            arrived = leaving if W == 1 else torch.empty_like(leaving)
+            launch(self.fabric, dist.all_to_all_single, arrived, leaving)()
+            moment.copy_(arrived.transpose(0, 1).reshape(size, -1)[:, :depth])
         rows = weight.t()[rank::W]
         self.entries["embed"].table.shard[:len(rows)] = rows
 
