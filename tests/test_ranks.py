@@ -438,8 +438,9 @@ def check_counts(case: str, world: int, results: Results) -> None:
         for rank, mine in zip(ranks, owned):
             assert sorted(map(sorted, rank["reduced"][step])) == sorted(map(sorted, units)), step
             after = sorted(rank["after"][step])
-            moments = 2 * (step == 3)                                         # of the head, for the embedding
-            assert after == ["all_gather_into_tensor"] * (len(updated & {*BANKS, "lm_head"}) + moments)
+            gathers = ["all_gather_into_tensor"] * len(updated & {*BANKS, "lm_head"})
+            moments = ["all_to_all_single"] * (2 * (step == 3))               # of the head, for the embedding
+            assert after == gathers + moments
             assert len(after) + len(units) == len(rank["sent"][step]), "nothing else travels"
             assert rank["sent"][step] == ranks[0]["sent"][step], "in one order on all ranks"
             done = rank["updated"][step]
