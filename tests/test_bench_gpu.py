@@ -259,9 +259,6 @@ def test_peaks_are_read_from_the_rates(tmp_path, monkeypatch):
 
 def test_the_committed_ledger_predicts_one_gpu():
     """Measured beside predicted, by stage and by line."""
-    price = pytest.importorskip("rehearsal.price")
-    if not price.LEDGER.exists():
-        pytest.skip("no ledger")
     for attention in ("FA3 (flash-attn-3 3.0.0)", "FA4 (flash-attn-4 4.0.0b19)"):
         faster, source = bench_gpu.predictions(attention)
         assert source == "by tests/rehearse.py for one H100 with FA3"
