@@ -2597,9 +2597,11 @@ class RowState(NamedTuple):
     last: Tensor                         # (n,) i32: number of the update that changed the row last; 0: none
 
     def at(self, places: Tensor) -> RowState:
+        places = places.to(self.rows.device, non_blocking=True)
         return RowState(*(x.index_select(0, places) for x in self))
 
     def put(self, places: Tensor, changed: RowState):
+        places = places.to(self.rows.device, non_blocking=True)
         for x, new in zip(self, changed):
             x.index_copy_(0, places, new)
 
@@ -2644,10 +2646,10 @@ class DeviceHome:
 
     def take(self, update: RowUpdate) -> RowState:
         """Return the update's rows on the device, as the update before has left them."""
-        return self.stored.at(update.places.to(self.device, non_blocking=True))
+        return self.stored.at(update.places)
 
     def put(self, update: RowUpdate, changed: RowState):
-        self.stored.put(update.places.to(self.device, non_blocking=True), changed)
+        self.stored.put(update.places, changed)
 
     def read(self, places: Tensor) -> Tensor:
         return self.stored.rows.index_select(0, places.to(self.device, non_blocking=True))
@@ -2678,12 +2680,11 @@ class DeviceHome:
     def load(self, pieces: Iterable[tuple[Tensor, RowState]]):
         """Replace all rows by those of the pieces, as `touched` gave them, and zeros elsewhere."""
         # Rows that no update has changed are zeros that take no memory, and have to stay so.
-        at = self.stored.last.device
         for places in self.touched_places():
             for x in self.stored:
                 x.index_fill_(0, places, 0)
         for places, rows in pieces:
-            self.stored.put(places.to(at), rows.to(at))
+            self.stored.put(places, rows.to(self.stored.rows.device))
         self.invalidate()
 
 
@@ -2741,11 +2742,9 @@ class HostHome(DeviceHome):
         # Rows that the last update also had are newer here than at home; they join those that came up.
         if expected and self.live is not None:
             fresh = live
-            lists = update.fresh, update.kept, update.kept_from
-            to_fresh, to_kept, kept_from = (x.to(self.device, non_blocking=True) for x in lists)
             live = RowState(*(x.new_empty(len(update.places), *x.shape[1:]) for x in fresh))
-            live.put(to_fresh, fresh)
-            live.put(to_kept, self.live.at(kept_from))
+            live.put(update.fresh, fresh)
+            live.put(update.kept, self.live.at(update.kept_from))
 
         # From here on the loader's thread may start what comes next.
         with self.lock:
