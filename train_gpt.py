@@ -1762,10 +1762,7 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
 
     # Capture device, not x: Triton keeps the allocator, which would keep x alive. It is one for each thread, and
     # autograd has a thread of its own.
-    def room_for_descriptors(size: int, alignment: int, stream: int) -> Tensor:
-        return torch.empty(size, dtype=torch.int8, device=device)
-
-    triton.set_allocator(room_for_descriptors)
+    triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
     tiles = triton.cdiv(count, tile["ROWS"]) * triton.cdiv(columns, tile["COLUMNS"])
     launch = jitted(relu_sq_kernel)[(min(tiles, card.multi_processor_count),)]
     launch(x.contiguous(), w.contiguous(), read, out, count, columns, depth, BACKWARD=backward,
@@ -2137,9 +2134,9 @@ AttentionSpans = dict[tuple[str, str], AttentionSpan]                         # 
 
 def spans_of(short: int, long: int, max_len: int, scale: float) -> AttentionSpans:
     """Spans of every kind of layer; windows in positions, max_len in tokens, of which paired layers make two each."""
-    kinds = itertools.product((("plain", 1), ("paired", 2)), (("short", short), ("long", long)))
     return {(attention, name): AttentionSpan(per_token * max_len, window, scale)
-            for (attention, per_token), (name, window) in kinds}
+            for attention, per_token in (("plain", 1), ("paired", 2))
+            for name, window in (("short", short), ("long", long))}
 
 
 class GPT(nn.Module):
@@ -2524,7 +2521,7 @@ class RowTable:
             self.row_grads[self._in_row_grads(plan)] = 0
             if self.home is None and not self.alone and not plan.tied:
                 self.grad[plan.requested_rows] = 0
-            self.report_traffic(plan, dense_passes=2)                         # rows out, gradients back
+            self.report_traffic(plan)
         self.pending = []
         self.cached = self.live = None                                        # makes room for those of the next update
         if self.debug:
@@ -2532,21 +2529,21 @@ class RowTable:
             need(not any(x.any() for x in buffers), f"gradients of {self.table.label}", "some in rows of no plan",
                  "none", "report it", RunError)
 
-    def report_traffic(self, plan: TablePlan, dense_passes: int = 0):
-        """Report what a plan has moved; dense_passes: how often dense mode would have moved the whole table."""
+    def report_traffic(self, plan: TablePlan):
+        """Report what a plan has moved; bytes_dense: what dense mode would have moved for an update."""
         # Nothing travels while tied, and nobody asks about warm-up and samples.
         purpose = plan.tag["purpose"]
         if plan.tied or purpose not in ("train", "validation"):
             return
-        bytes_dense = dense_passes * (self.fabric.world - 1) * self.shard.nbytes
-        moved = dict(bytes_sent=plan.sent, bytes_received=plan.received, bytes_dense=bytes_dense)
-        if self.home is not None and purpose == "train":
-            moved |= self.home.traffic
-            self.home.forget_traffic()
+        moved = dict(bytes_sent=plan.sent, bytes_received=plan.received, bytes_dense=0)
+        if purpose == "train":
+            moved["bytes_dense"] = 2 * (self.fabric.world - 1) * self.shard.nbytes       # rows out, gradients back
+            if self.home is not None:
+                moved |= self.home.traffic
+                self.home.traffic = dict.fromkeys(self.home.traffic, 0)
+            self.totals.update(moved)
         self.report(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.my_rows), reads=plan.reads,
                     **moved, plan_ms=round(plan.plan_ms, 3))
-        if purpose == "train":
-            self.totals.update(moved)
 
     def memory_bytes(self, moments: Iterable[Tensor]) -> int:
         """Count the bytes that this rank keeps of the table on its device: shard, cache, gradients, these moments."""
@@ -2631,7 +2628,6 @@ class DeviceHome:
     def __init__(self, table: Table, cfg: Config, fabric: Fabric):
         self.fabric = fabric
         self.device = fabric.device
-        self.forget_traffic()
         size = -(-table.rows // fabric.world)
         dtype = getattr(torch, cfg.dtype)
         zeros: Callable = untouched_zeros
@@ -2639,6 +2635,7 @@ class DeviceHome:
             zeros = functools.partial(torch.zeros, device=fabric.device)
         self.stored = RowState(zeros((size, cfg.model_dim), dtype=dtype), zeros((size,), dtype=accum_dtype(dtype)),
                                zeros((size,), dtype=torch.int32))
+        self.invalidate()
 
     def prepare(self, requested: np.ndarray) -> RowUpdate:
         """Make the update of the next cycle; requested: places in the shard, reader by reader."""
@@ -2658,9 +2655,6 @@ class DeviceHome:
 
     def invalidate(self):
         """Forget which updates are prepared, and their rows: those at home count."""
-        self.forget_traffic()
-
-    def forget_traffic(self):
         self.traffic = dict(bytes_up=0, bytes_down=0)                         # between host and device
 
     def touched_places(self, most_rows: int = PIECE_ROWS) -> Iterator[Tensor]:
@@ -2673,8 +2667,7 @@ class DeviceHome:
     def touched(self, most_rows: int = PIECE_ROWS) -> Iterator[tuple[Tensor, RowState]]:
         """Yield the same places with copies of their rows, on the host."""
         for places in self.touched_places(most_rows):
-            copies = self.stored.at(places)
-            yield places.cpu(), RowState(*(x.cpu() for x in copies))
+            yield places.cpu(), RowState(*(x.cpu() for x in self.stored.at(places)))
 
     @torch.no_grad()
     def load(self, pieces: Iterable[tuple[Tensor, RowState]]):
@@ -2694,14 +2687,13 @@ class HostHome(DeviceHome):
     both cycles request stay on the device. One thread does it all in the order of submission, so that no row comes up
     before its last change has come down. Copies of a GPU have a stream of their own."""
     def __init__(self, table: Table, cfg: Config, fabric: Fabric):
-        super().__init__(table, cfg, fabric)
         # The mover waits for the GPU, and the GPU for other ranks, which may still compile.
         self.cfg = replace(cfg, comm_timeout=LONG_PATIENCE * cfg.comm_timeout)
         self.stream = torch.cuda.Stream(fabric.device) if fabric.on_cuda else None
         self.mover = ThreadPoolExecutor(1, "table-home", initializer=fabric.enter_thread)
         self.lock = threading.Lock()                          # prepare is called by the loader's thread
         self.writeback: Future | None = None                  # of what was put last
-        self.invalidate()
+        super().__init__(table, cfg, fabric)
 
     def invalidate(self):
         self.settle()
