@@ -2890,11 +2890,11 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
                    beta2: float, eps: float, step_size: Tensor, decay: Tensor, bits: Tensor | None):
     """Make one update of the requested rows of a row-wise table in place: one second moment per row.
     rows (u, D), v (u,), last (u,) i32, grad (u, D) a plain sum over slots and ranks; number () of the update, from 1;
-    step_size () = lr sqrt(1 - beta2^number), decay () = lr^2 x weight decay. bits (u,) i32 of `row_bits`: round bf16
-    rows stochastically; None: to the nearest. v decays for all updates that a row missed, as if it had been in each."""
+    step_size () = lr sqrt(1 - beta2^number), decay () = lr^2 x weight decay; bits (u,) i32: round bf16 rows by them."""
     grad = grad * grad_scale
-    missed = torch.pow(beta2, (number - last).double())                       # f64, rounded once
-    v.copy_(v * missed.to(v.dtype) + (1 - beta2) * grad.square().mean(dim=1))
+    # v decays for all updates that a row missed, as if it had been in each; in f64, rounded once.
+    missed = torch.pow(beta2, (number - last).double()).to(v.dtype)
+    v.copy_(v * missed + (1 - beta2) * grad.square().mean(dim=1))
     last.copy_(number.expand_as(last))
     update = grad / (v.sqrt() + eps)[:, None] * step_size
     moved = cautious_adam(rows.to(grad.dtype), update, decay)
@@ -2952,11 +2952,6 @@ def bank_matrices(row: Parameter, weight: Tensor) -> Tensor:
     return weight.view(-1, height, row.shape[-1])
 
 
-def launch(fabric: Fabric, collective: Callable, *tensors: Tensor) -> Wait:
-    """Launch a collective of all ranks; one rank has what it needs. Returns the wait."""
-    return no_wait if fabric.world == 1 else collective(*tensors, async_op=True).wait
-
-
 # ---- Entries of the orders: each reduces its gradient, updates what this rank owns, and gathers what others need.
 class Small:
     """All that every rank updates alike, in one sum over ranks."""
@@ -2972,17 +2967,14 @@ class Small:
         return all(p.grad is not None for p in self.weights)
 
     def reduce(self):
-        # They are few numbers: one message, in accum_dtype for all.
-        accum = accum_dtype(self.weights[0].dtype)
-        self.grad = torch.cat([p.grad.flatten().to(accum) for p in self.weights])
-        self.wait = launch(self.optimizer.fabric, dist.all_reduce, self.grad)
+        # They are few numbers: one message, in which `cat` makes all f32 beside bf16, for some are.
+        self.grad = torch.cat([p.grad.flatten() for p in self.weights])
+        self.wait = self.optimizer.launch(dist.all_reduce, self.grad)
 
     def update(self, values: Values) -> Wait:
-        self.wait()
         grads = self.grad.split([p.numel() for p in self.weights])
         for row, p, grad in zip(self.rows, self.weights, grads):
             self.optimizer.adam(row, p.data, grad.view_as(p), values)
-        self.clear()
         return no_wait
 
     def clear(self):
@@ -2991,9 +2983,7 @@ class Small:
 
 
 class Sharded:
-    """A bank, or the head: rank r updates the r-th of W equal shards of its units, and has their state alone.
-    Units are what is sharded: matrices of a bank, rows of the head. Weight and main_grad have room for W whole shards,
-    so that collectives work in place; nothing else sees the zeros after the units."""
+    """A bank, or the head: rank r updates the r-th of W equal shards of its matrices or rows, and has their state."""
     def __init__(self, optimizer: Optimizer, row: Parameter, accumulates: bool):
         fabric = optimizer.fabric
         weight = optimizer.model.get_parameter(row.label)
@@ -3004,13 +2994,12 @@ class Sharded:
         self.weight = weight
         self.cadence = 1 if is_bank else optimizer.cfg.adam_every
 
-        # Collectives want one block for all shards, so the weight moves into it for good.
+        # The weight moves for good into W whole shards, on which collectives work in place; they alone see the padding.
         count = len(units)
         self.shard_size = -(-count // fabric.world)
-        room = (self.shard_size * fabric.world, *units.shape[1:])
-        self.padded = units.new_zeros(room)
+        self.padded = units.new_zeros(self.shard_size * fabric.world, *units.shape[1:])
         self.padded[:count] = units
-        weight.data = self.padded[:count].view(weight.shape)
+        weight.data = self.padded[:count].view_as(weight)
         first = fabric.rank * self.shard_size
         self.slice = slice(first, first + self.shard_size)
         self.shard = self.padded[:count][self.slice]
@@ -3019,11 +3008,12 @@ class Sharded:
         # What is written several times, by micro-batches or by the steps of an Adam cycle, adds up in f32; what travels
         # has the weight's type.
         accum = accum_dtype(weight.dtype)
-        self.main_grad = units.new_zeros(room, dtype=accum if accumulates or not is_bank else weight.dtype)
+        adds_up = accumulates or not is_bank
+        self.main_grad = torch.zeros_like(self.padded, dtype=accum if adds_up else weight.dtype)
         self.comm_buffer = self.main_grad
         if self.main_grad.dtype != weight.dtype and fabric.world > 1:
             self.comm_buffer = torch.zeros_like(self.padded)
-        weight.main_grad = self.main_grad[:count].view(weight.shape)
+        weight.main_grad = self.main_grad[:count].view_as(weight)
         weight.writes = torch.zeros(len(row.parts) * (len(weight) if is_bank else 1), dtype=torch.int64)
         self.backwards = 0               # passes since the clear, each of which writes every part once
 
@@ -3047,11 +3037,10 @@ class Sharded:
         if self.comm_buffer is not self.main_grad:
             self.comm_buffer.copy_(self.main_grad)
         self.grad = self.comm_buffer[self.slice]
-        self.wait = launch(self.optimizer.fabric, dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
+        self.wait = self.optimizer.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
     def update(self, values: Values) -> Wait:
         """Update the shard; returns the wait for those of the other ranks."""
-        self.wait()
         optimizer = self.optimizer
         grad = self.grad[:len(self.shard)]
         if self.row.optimizer == "adam":
@@ -3063,8 +3052,7 @@ class Sharded:
             optimizer.normuon_update(
                 self.shard, state.get("mantissa"), grad, state["momentum"], state["second"], optimizer.grad_scale,
                 cpu_scalar(values.momentum), lr, self.lr_muls, decay, optimizer.cfg.normuon_beta2)
-        self.clear()
-        return launch(optimizer.fabric, dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
+        return optimizer.launch(dist.all_gather_into_tensor, self.padded, self.padded[self.slice])
 
     def clear(self):
         """Drop the gradient. The main_grad keeps what it holds: the next write overwrites it."""
@@ -3090,17 +3078,28 @@ class TableEntry:
         self.grad, self.wait = self.table.return_gradients()
 
     def update(self, values: Values) -> Wait:
-        """Update, then launch the next cycle's rows, for which its first lookup waits."""
-        self.wait()
         optimizer = self.optimizer
-        if self.table.home:
-            optimizer.rowwise(self.row, self.table, self.grad, values)
-        else:
-            optimizer.adam(self.row, self.table.shard, self.grad, values)
-        self.clear()
-        plans = optimizer.plans_ahead()
-        if plans is not None:
-            self.table.fetch(plans[self.row.label], optimizer.model.lm_head)
+        row = self.row
+        table = self.table
+        if table.home is None:
+            optimizer.adam(row, table.shard, self.grad, values)
+            return no_wait
+        number, step_size, decay = optimizer.adam_numbers(row, values)
+        number = torch.full((), number, dtype=torch.int32, device=self.grad.device)  # made there: a copy would wait
+        changing = [*table.live, self.grad]
+        # Random bits depend on logical row numbers: the same at every W.
+        bits = None
+        if row.rows.rounding == "stochastic" and table.live.rows.dtype == torch.bfloat16:
+            places = table.pending[0].update.places.to(number.device, non_blocking=True)
+            rows = places * optimizer.fabric.world + optimizer.fabric.rank
+            bits = row_bits(optimizer.seed, row.label, rows, number)
+            changing.append(bits)
+        if optimizer.rowwise_update is not rowwise_update:    # compiled: one graph for any number of rows
+            for x in changing:
+                torch._dynamo.maybe_mark_dynamic(x, 0)
+        optimizer.rowwise_update(*table.live, self.grad, optimizer.grad_scale, number, row.betas[1],
+                                 optimizer.cfg.adam_eps, step_size, decay, bits)
+        table.updated()
         return no_wait
 
     def clear(self):
@@ -3122,7 +3121,7 @@ class Optimizer:
         self.normuon_update = compiled(normuon_update)
         self.adam_update = compiled(adam_update)
         self.rowwise_update = compiled(rowwise_update)
-        self.plans_ahead: Callable = no_wait                                  # of the step in progress
+        self.tables = tables
 
         # By label: the state of what this rank owns. Its names are those of snapshots and checkpoints.
         self.state: dict[str, dict[str, Tensor]] = {}
@@ -3141,6 +3140,10 @@ class Optimizer:
         self.update_order = (*UPDATE_ORDER[:-1], *ngrams, UPDATE_ORDER[-1])
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.entries), "an entry once in each"
 
+    def launch(self, collective: Callable, *tensors: Tensor) -> Wait:
+        """Launch a collective of all ranks; one rank has what it needs. Returns the wait."""
+        return no_wait if self.fabric.world == 1 else collective(*tensors, async_op=True).wait
+
     def add_zeros(self):
         """Begin a gradient of zeros where there is none: a rank with nothing to add still joins the reductions."""
         for entry in self.sharded:
@@ -3156,7 +3159,6 @@ class Optimizer:
     def step(self, values: Values, plans_ahead: Callable):
         """Reduce, update and gather what this step updates, then clear its gradients; the others keep theirs.
         plans_ahead() gives the plans of the next cycle, or None. Raises RunError without a gradient."""
-        self.plans_ahead = plans_ahead
         # What is missing is found before anything is launched, so that no weight has changed.
         active = [label for label, entry in self.entries.items() if (values.step + 1) % entry.cadence == 0]
         missing = [label for label in active if not self.entries[label].has_gradient()]
@@ -3167,23 +3169,32 @@ class Optimizer:
         head = self.model.lm_head
         tied_update = values.tied and "embed" in active
         if tied_update:
-            self.entries["embed"].table.add_to_head(head.main_grad)
+            self.tables["embed"].add_to_head(head.main_grad)
             active.remove("embed")
 
         # All reductions are launched before the first update, all gathers before the first wait for one.
         for label in self.reduce_order:
             if label in active:
                 self.entries[label].reduce()
-        waits = [self.entries[label].update(values) for label in self.update_order if label in active]
-        for wait in waits:
+        gathers = []
+        for label in self.update_order:
+            if label in active:
+                entry = self.entries[label]
+                entry.wait()
+                gathers.append(entry.update(values))
+                entry.clear()
+                # Rows of a table's next cycle set off at once: its first lookup waits for them.
+                plans = plans_ahead() if label in self.tables else None
+                if plans:
+                    self.tables[label].fetch(plans[label], head)
+        for wait in gathers:
             wait()
-        self.plans_ahead = no_wait                                            # else a loader stays with its shards
         if tied_update and self.fabric.world == 1:                            # else its rows are read from the head
             self.model.embed.copy_(head.t())
         if values.untie:
             self._untie()
 
-    def _adam_numbers(self, row: Parameter, values: Values) -> tuple[int, Tensor, Tensor]:
+    def adam_numbers(self, row: Parameter, values: Values) -> tuple[int, Tensor, Tensor]:
         """Return the number of an update by Adam or a row-wise one, from 1, its step size and its decay."""
         cadence = self.cfg.adam_every if row.rows is None else row.rows.cadence
         number = (values.step + 1) // cadence
@@ -3195,26 +3206,9 @@ class Optimizer:
 
     def adam(self, row: Parameter, p: Tensor, grad: Tensor, values: Values):
         state = self.state[row.label]
-        _, step_size, decay = self._adam_numbers(row, values)
+        _, step_size, decay = self.adam_numbers(row, values)
         self.adam_update(p, grad, state["m"], state["v"], self.grad_scale, row.betas, self.cfg.adam_eps, step_size,
                          decay)
-
-    def rowwise(self, row: Parameter, table: RowTable, grad: Tensor, values: Values):
-        number, step_size, decay = self._adam_numbers(row, values)
-        number = torch.full((), number, dtype=torch.int32, device=grad.device)       # made there: a copy would wait
-        changing = [*table.live, grad]
-        # Random bits depend on logical row numbers: the same at every W.
-        bits = None
-        if row.rows.rounding == "stochastic" and table.live.rows.dtype == torch.bfloat16:
-            places = table.pending[0].update.places.to(grad.device, non_blocking=True)
-            bits = row_bits(self.seed, row.label, places * self.fabric.world + self.fabric.rank, number)
-            changing.append(bits)
-        if self.rowwise_update is not rowwise_update:         # compiled: one graph for any number of rows
-            for x in changing:
-                torch._dynamo.maybe_mark_dynamic(x, 0)
-        self.rowwise_update(*table.live, grad, self.grad_scale, number, row.betas[1], self.cfg.adam_eps, step_size,
-                            decay, bits)
-        table.updated()
 
     def _untie(self):
         """Make head and embedding two parameters; the embedding starts with the head's weights and moments."""
@@ -3227,10 +3221,10 @@ class Optimizer:
             padded = F.pad(mine, (0, W * size - weight.shape[1], 0, self.entries["lm_head"].shard_size - len(mine)))
             leaving = padded.t().view(size, W, -1).transpose(0, 1).contiguous()           # by owner
             arrived = leaving if W == 1 else torch.empty_like(leaving)
-            launch(self.fabric, dist.all_to_all_single, arrived, leaving)()
+            self.launch(dist.all_to_all_single, arrived, leaving)()
             moment.copy_(arrived.transpose(0, 1).reshape(size, -1)[:, :depth])
         rows = weight.t()[rank::W]
-        self.entries["embed"].table.shard[:len(rows)] = rows
+        self.tables["embed"].shard[:len(rows)] = rows
 
 
 # ====== Room 8: Executor ==============================================================================================

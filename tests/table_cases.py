@@ -225,12 +225,12 @@ def last_wins(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> N
 
 @mistake("one update too few")
 def late_count(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> None:
-    right = optimizer._adam_numbers
+    right = optimizer.adam_numbers
 
     def numbers(row: tg.Parameter, values: SimpleNamespace) -> tuple:
         late = max(trial.cadence - 1, values.step - trial.cadence)
         return right(row, SimpleNamespace(adam_lr=values.adam_lr, step=late))
-    optimizer._adam_numbers = numbers
+    optimizer.adam_numbers = numbers
 
 
 @mistake("untouched rows decayed")
@@ -297,10 +297,10 @@ OF_THE_HOST_HOME = ("write-back lost", "upload before write-back")            # 
 
 
 def optimizer_of(cfg: tg.Config, fabric: tg.Fabric) -> SimpleNamespace:
-    """What Optimizer.rowwise needs of an optimizer."""
+    """What TableEntry.update needs of an optimizer."""
     optimizer = SimpleNamespace(cfg=cfg, fabric=fabric, grad_scale=1 / SLOTS, seed=cfg.seed,
                                 rowwise_update=tg.rowwise_update)
-    optimizer._adam_numbers = MethodType(tg.Optimizer._adam_numbers, optimizer)
+    optimizer.adam_numbers = MethodType(tg.Optimizer.adam_numbers, optimizer)
     return optimizer
 
 
@@ -322,12 +322,13 @@ class Driver:
         patch.setitem(tg.HOMES, "host", EmptyingHome)
         self.planner = planner_of(cfg, fabric, *specs)
         self.optimizer = optimizer_of(cfg, fabric)
-        self.tables, self.rows = {}, {}
+        self.tables, self.entries = {}, {}
         for spec in specs:
             most_tokens = SLOTS * trial.cadence * 64
             self.tables[spec.label] = tg.RowTable(spec, cfg, fabric, None, most_tokens, tg.no_wait)
-            self.rows[spec.label] = tg.Parameter(spec.label, (spec.rows, WIDTH), None, "rowwise", True, LR_MUL, WD_MUL,
-                                                 (0.0, trial.beta2), rows=spec)
+            row = tg.Parameter(spec.label, (spec.rows, WIDTH), None, "rowwise", True, LR_MUL, WD_MUL,
+                               (0.0, trial.beta2), rows=spec)
+            self.entries[spec.label] = tg.TableEntry(self.optimizer, row, self.tables[spec.label])
         if trial.mistake:
             MISTAKES[trial.mistake](patch, self.optimizer, trial)
 
@@ -362,11 +363,12 @@ class Driver:
     def update(self, update: int, ahead: Callable) -> None:
         """In the order of Optimizer.step: all gradients set off, then table by table the update and the next rows."""
         values = SimpleNamespace(adam_lr=learning_rate(update), step=(update + 1) * self.trial.cadence - 1)
-        returned = {label: table.return_gradients() for label, table in self.tables.items()}
-        for label, (grad, wait) in returned.items():
-            wait()
-            tg.Optimizer.rowwise(self.optimizer, self.rows[label], self.tables[label], grad, values)
-            self.tables[label].clear()
+        for entry in self.entries.values():
+            entry.reduce()
+        for label, entry in self.entries.items():
+            entry.wait()
+            entry.update(values)
+            entry.clear()
             if update + 1 < UPDATES:
                 plans, _ = ahead()
                 self.tables[label].fetch(plans[label], None)

@@ -368,7 +368,7 @@ MISTAKES = (
     ("Adam decay without mask", "opt", "adam.*.p[13]", wrapped(tg, "adam_update", adam_decay_everywhere)),
     ("moments not copied at the untying", "opt", "adam.split.embed_m_after", wrapped(
         tg.Optimizer, "_untie", lambda *_: None)),
-    ("step count not copied", "opt", "adam.embed.p*", wrapped(tg.Optimizer, "_adam_numbers", one_update_too_few)),
+    ("step count not copied", "opt", "adam.embed.p*", wrapped(tg.Optimizer, "adam_numbers", one_update_too_few)),
     ("mantissa rounded away", "opt", "mt.*", wrapped(tg, "normuon_update", round_mantissa_away)),
     # schedule
     ("untied one Adam step late", "schedule", "tied_during_update", returned(

@@ -153,7 +153,7 @@ def test_eight_ranks_of_the_record_preset_agree(cache: Path):
 
 
 REDUCED = "        for label in self.reduce_order:\n"
-SUMMED = "self.wait = launch(self.optimizer.fabric, dist.all_reduce, self.grad)"
+SUMMED = "self.wait = self.optimizer.launch(dist.all_reduce, self.grad)"
 LISTS = "        return dist.all_to_all_single(out, rows, recv_counts, send_counts, async_op=True).wait\n"
 RETURNED = "wait = self._launch(plan, arrived, rows, plan.recv_counts, plan.send_counts)"
 PLANTED = {                              # text of the trainer, what stands there in the copy, said, steps
