@@ -2967,8 +2967,9 @@ class Small:
         return all(p.grad is not None for p in self.weights)
 
     def reduce(self):
-        # They are few numbers: one message, in which `cat` makes all f32 beside bf16, for some are.
-        self.grad = torch.cat([p.grad.flatten() for p in self.weights])
+        # They are few numbers: one message, in accum_dtype for all.
+        accum = accum_dtype(self.weights[0].dtype)
+        self.grad = torch.cat([p.grad.flatten().to(accum) for p in self.weights])
         self.wait = self.optimizer.launch(dist.all_reduce, self.grad)
 
     def update(self, values: Values) -> Wait:
