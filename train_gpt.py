@@ -3020,8 +3020,8 @@ class Sharded:
         adds_up = accumulates or not is_bank
         self.main_grad = torch.zeros_like(self.padded, dtype=accum if adds_up else weight.dtype)
         self.comm_buffer = self.main_grad
-        if self.main_grad.dtype != weight.dtype and fabric.world > 1:
-            self.comm_buffer = torch.zeros_like(self.padded)
+        if fabric.world > 1:
+            self.comm_buffer = self.main_grad.to(weight.dtype)                # the same one where the type is
         weight.main_grad = self.main_grad[:count].view_as(weight)
         weight.writes = torch.zeros(len(row.parts) * (len(weight) if is_bank else 1), dtype=torch.int64)
         self.backwards = 0               # passes since the clear, each of which writes every part once
@@ -3043,8 +3043,7 @@ class Sharded:
         return self.backwards > 0
 
     def reduce(self):
-        if self.comm_buffer is not self.main_grad:
-            self.comm_buffer.copy_(self.main_grad)
+        self.comm_buffer.copy_(self.main_grad)                                # nothing, where they are one
         self.grad = self.comm_buffer[self.slice]
         self.wait = self.optimizer.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
@@ -3081,7 +3080,7 @@ class TableEntry:
             optimizer.state[row.label] = initial_state(row, table.shard)
 
     def has_gradient(self) -> bool:
-        return len(self.table.pending) > 0
+        return bool(self.table.pending)
 
     def reduce(self):
         self.grad, self.wait = self.table.return_gradients()
@@ -3135,8 +3134,8 @@ class Optimizer:
         # By label: the state of what this rank owns. Its names are those of snapshots and checkpoints.
         self.state: dict[str, dict[str, Tensor]] = {}
         parameters = parameter_table(cfg)
-        small = [row for row in parameters if not row.sharded]
-        self.entries: dict[str, Small | Sharded | TableEntry] = {SMALL: Small(self, small)}
+        alike = [row for row in parameters if not row.sharded]
+        self.entries: dict[str, Small | Sharded | TableEntry] = {SMALL: Small(self, alike)}
         for row in parameters:
             if row.rows:
                 self.entries[row.label] = TableEntry(self, row, tables[row.label])
@@ -3221,7 +3220,7 @@ class Optimizer:
 
     def _untie(self):
         """Make head and embedding two parameters; the embedding starts with the head's weights and moments."""
-        W, rank = self.fabric.world, self.fabric.rank
+        W = self.fabric.world
         weight = self.model.lm_head                                           # (D, V)
         # The head's moments are owned along D and the embedding's along V, of which rank r has r, r + W, ...
         for name, moment in self.state["embed"].items():
@@ -3229,10 +3228,10 @@ class Optimizer:
             mine = self.state["lm_head"][name]
             padded = F.pad(mine, (0, W * size - weight.shape[1], 0, self.sharded["lm_head"].shard_size - len(mine)))
             leaving = padded.t().view(size, W, -1).transpose(0, 1).contiguous()           # by owner
-            arrived = leaving if W == 1 else torch.empty_like(leaving)
+            arrived = leaving.clone()
             self.launch(dist.all_to_all_single, arrived, leaving)()
             moment.copy_(arrived.transpose(0, 1).reshape(size, -1)[:, :depth])
-        rows = weight.t()[rank::W]
+        rows = weight.t()[self.fabric.rank::W]
         self.tables["embed"].shard[:len(rows)] = rows
 
 
@@ -3288,8 +3287,11 @@ class Executor:
     def compiled(self, call: Callable) -> Callable:
         return torch.compile(call, dynamic=False, fullgraph=True) if self.compiling else call
 
-    def shard(self, label: str, whole: Tensor) -> Tensor:
-        """Return what this rank keeps of a whole weight: of a table every W-th row and zeros after them, else all."""
+    def shard(self, name: str, whole: Tensor) -> Tensor:
+        """Return what this rank keeps of a whole weight or moment; of a table every W-th row, and zeros after them."""
+        label, is_moment, _ = name.partition(".")
+        if is_moment and label in self.optimizer.sharded:
+            return whole[self.optimizer.sharded[label].slice]
         if label not in self.planner.shard_sizes:
             return whole
         rows = whole[self.fabric.rank::self.fabric.world]
@@ -3312,8 +3314,9 @@ class Executor:
         adds zeros, whatever the loss: this rank still takes part in the update."""
         # Rows of tables set off after the last update; here they have to be there.
         spans = self._attention_of(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
-        head = self.model.lm_head
-        row_buffers = {label: table.rows_for_forward(batch.plans[label], head) for label, table in self.tables.items()}
+        row_buffers = {}
+        for label, table in self.tables.items():
+            row_buffers[label] = table.rows_for_forward(batch.plans[label], self.model.lm_head)
 
         # Scalars are made on the device: a copy from the host would wait.
         scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.fabric.device)
@@ -3470,11 +3473,8 @@ class Executor:
         """Copy this rank's part of a whole state in place; `check_tensors` has looked at it."""
         wholes = saved["weights"] | saved["moments"]
         for name, x in self.state_tensors().items():
-            label, is_moment, _ = name.partition(".")
-            if is_moment and label in self.optimizer.sharded:
-                x.copy_(wholes[name][self.optimizer.sharded[label].slice])
-            elif name in wholes:                              # buffers are not: they follow from the settings
-                x.copy_(self.shard(label, wholes[name]))
+            if name in wholes:                                # buffers are not: they follow from the settings
+                x.copy_(self.shard(name, wholes[name]))
         self.drop_gradients()
 
     def traffic(self) -> dict[str, dict[str, int]]:
