@@ -3012,8 +3012,8 @@ class Sharded:
         adds_up = accumulates or not is_bank
         self.main_grad = torch.zeros_like(self.padded, dtype=accum if adds_up else weight.dtype)
         self.comm_buffer = self.main_grad
-        if self.main_grad.dtype != weight.dtype and fabric.world > 1:
-            self.comm_buffer = torch.zeros_like(self.padded)
+        if fabric.world > 1:
+            self.comm_buffer = self.main_grad.to(weight.dtype)                # the same one where the type is
         weight.main_grad = self.main_grad[:count].view_as(weight)
         weight.writes = torch.zeros(len(row.parts) * (len(weight) if is_bank else 1), dtype=torch.int64)
         self.backwards = 0               # passes since the clear, each of which writes every part once
@@ -3035,8 +3035,7 @@ class Sharded:
         return self.backwards > 0
 
     def reduce(self):
-        if self.comm_buffer is not self.main_grad:
-            self.comm_buffer.copy_(self.main_grad)
+        self.comm_buffer.copy_(self.main_grad)                                # nothing, where they are one
         self.grad = self.comm_buffer[self.slice]
         self.wait = self.optimizer.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
@@ -3073,7 +3072,7 @@ class TableEntry:
             optimizer.state[row.label] = initial_state(row, table.shard)
 
     def has_gradient(self) -> bool:
-        return len(self.table.pending) > 0
+        return bool(self.table.pending)
 
     def reduce(self):
         self.grad, self.wait = self.table.return_gradients()
@@ -3127,14 +3126,14 @@ class Optimizer:
         # By label: the state of what this rank owns. Its names are those of snapshots and checkpoints.
         self.state: dict[str, dict[str, Tensor]] = {}
         parameters = parameter_table(cfg)
-        small = [row for row in parameters if not row.sharded]
-        self.entries: dict[str, Small | Sharded | TableEntry] = {SMALL: Small(self, small)}
+        alike = [row for row in parameters if not row.sharded]
+        self.entries: dict[str, Small | Sharded | TableEntry] = {SMALL: Small(self, alike)}
         for row in parameters:
             if row.rows:
                 self.entries[row.label] = TableEntry(self, row, tables[row.label])
             elif row.sharded:
                 self.entries[row.label] = Sharded(self, row, accumulates)
-        self.sharded = [entry for entry in self.entries.values() if isinstance(entry, Sharded)]
+        self.sharded = {label: entry for label, entry in self.entries.items() if isinstance(entry, Sharded)}
         # Tables of n-grams come into both orders. An entry that is missing there would never be trained.
         ngrams = [table.label for table in cfg.tables]
         self.reduce_order = (*REDUCE_ORDER[:-1], *ngrams, REDUCE_ORDER[-1])
@@ -3147,7 +3146,7 @@ class Optimizer:
 
     def add_zeros(self):
         """Begin a gradient of zeros where there is none: a rank with nothing to add still joins the reductions."""
-        for entry in self.sharded:
+        for entry in self.sharded.values():
             if entry.backwards == 0:
                 entry.backwards = 1
                 entry.weight.writes.fill_(1)
@@ -3213,18 +3212,18 @@ class Optimizer:
 
     def _untie(self):
         """Make head and embedding two parameters; the embedding starts with the head's weights and moments."""
-        W, rank = self.fabric.world, self.fabric.rank
+        W = self.fabric.world
         weight = self.model.lm_head                                           # (D, V)
         # The head's moments are owned along D and the embedding's along V, of which rank r has r, r + W, ...
         for name, moment in self.state["embed"].items():
             size, depth = moment.shape
             mine = self.state["lm_head"][name]
-            padded = F.pad(mine, (0, W * size - weight.shape[1], 0, self.entries["lm_head"].shard_size - len(mine)))
+            padded = F.pad(mine, (0, W * size - weight.shape[1], 0, self.sharded["lm_head"].shard_size - len(mine)))
             leaving = padded.t().view(size, W, -1).transpose(0, 1).contiguous()           # by owner
-            arrived = leaving if W == 1 else torch.empty_like(leaving)
+            arrived = leaving.clone()
             self.launch(dist.all_to_all_single, arrived, leaving)()
             moment.copy_(arrived.transpose(0, 1).reshape(size, -1)[:, :depth])
-        rows = weight.t()[rank::W]
+        rows = weight.t()[self.fabric.rank::W]
         self.tables["embed"].shard[:len(rows)] = rows
 
 
@@ -3280,8 +3279,11 @@ class Executor:
     def compiled(self, call: Callable) -> Callable:
         return torch.compile(call, dynamic=False, fullgraph=True) if self.compiling else call
 
-    def shard(self, label: str, whole: Tensor) -> Tensor:
-        """Return what this rank keeps of a whole weight: of a table every W-th row and zeros after them, else all."""
+    def shard(self, name: str, whole: Tensor) -> Tensor:
+        """Return what this rank keeps of a whole weight or moment; of a table every W-th row, and zeros after them."""
+        label, is_moment, _ = name.partition(".")
+        if is_moment and label in self.optimizer.sharded:
+            return whole[self.optimizer.sharded[label].slice]
         if label not in self.planner.shard_sizes:
             return whole
         rows = whole[self.fabric.rank::self.fabric.world]
@@ -3304,8 +3306,9 @@ class Executor:
         adds zeros, whatever the loss: this rank still takes part in the update."""
         # Rows of tables set off after the last update; here they have to be there.
         spans = self._attention_of(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
-        head = self.model.lm_head
-        row_buffers = {label: table.rows_for_forward(batch.plans[label], head) for label, table in self.tables.items()}
+        row_buffers = {}
+        for label, table in self.tables.items():
+            row_buffers[label] = table.rows_for_forward(batch.plans[label], self.model.lm_head)
 
         # Scalars are made on the device: a copy from the host would wait.
         scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.fabric.device)
@@ -3317,7 +3320,7 @@ class Executor:
         for part in self._micro_batches(batch):
             slot_sums = self.model_losses(part, weights, backward_seed, spans, self.precision, row_buffers).sum(dim=1)
             if loss_weight:
-                for entry in self.optimizer.sharded:
+                for entry in self.optimizer.sharded.values():
                     entry.backwards += 1                      # and each part of its main_grad is written once more
                 slot_sums.sum().backward(backward_seed)
             else:
@@ -3336,8 +3339,7 @@ class Executor:
         total = torch.zeros((), dtype=torch.float64, device=self.fabric.device)
         tokens = 0
         for batch in batches:
-            spans = self._attention_of(values, batch.tokens.shape[1])
-            row_buffers = self._read_only_rows(batch)
+            spans, row_buffers = self._for_reading(batch, values)
             for part in self._micro_batches(batch):
                 rows = self.model_hidden(part, spans, row_buffers).flatten(0, 1)
                 targets = part.targets.flatten()
@@ -3359,17 +3361,18 @@ class Executor:
         slot = Slot(padded, np.asarray([0, length], np.int32))
         batch, = self.planner.batches("sample", [values], [[slot]])
         batch = batch.to(self.fabric.device)
-        hidden = self.model.hidden(batch, self._attention_of(values, length), self._read_only_rows(batch))
-        logits = hidden[0, len(context) - 1] @ self.model.lm_head
-        return softcap(logits.to(self.accum_dtype))
+        spans, row_buffers = self._for_reading(batch, values)
+        hidden = self.model.hidden(batch, spans, row_buffers)
+        return softcap((hidden[0, len(context) - 1] @ self.model.lm_head).to(self.accum_dtype))
 
-    def _read_only_rows(self, batch: Batch) -> dict[str, tuple[Tensor, None]]:
+    def _for_reading(self, batch: Batch, values: Values) -> tuple[AttentionSpans, dict[str, tuple[Tensor, None]]]:
+        """Return the spans of uncut documents, and rows of tables that take no gradient."""
         row_buffers = {}
         for label, table in self.tables.items():
             row_buffers[label] = table.read(batch.plans[label], self.model.lm_head)
             if self.compiling and not table.alone:            # one graph for any number of rows
                 torch._dynamo.maybe_mark_dynamic(row_buffers[label][0], 0)
-        return row_buffers
+        return self._attention_of(values, batch.tokens.shape[1]), row_buffers
 
     def _attention_of(self, values: Values, longest: int) -> AttentionSpans:
         """Set the rotary tables, and return the spans. longest: upper bound of a document's length in tokens."""
@@ -3388,8 +3391,7 @@ class Executor:
     # State: what this rank holds, for a snapshot; as a whole, the same at every W, for a file.
     def state_tensors(self) -> dict[str, Tensor]:
         """Return every tensor that a run changes, by name: weights, rotary tables, state of the optimizer."""
-        tensors = {name: p.data for name, p in self.model.named_parameters()}
-        tensors |= dict(self.model.named_buffers())
+        tensors = self.model.state_dict() | dict(self.model.named_buffers())
         for label, state in self.optimizer.state.items():
             tensors |= {f"{label}.{name}": x for name, x in state.items()}
         return tensors
@@ -3433,7 +3435,7 @@ class Executor:
         """Return a weight or a moment as a whole, in logical order, on the host of rank 0. Collective."""
         label, is_moment, _ = name.partition(".")
         table = self.tables.get(label)
-        if table is None and not (is_moment and isinstance(self.optimizer.entries.get(label), Sharded)):
+        if table is None and not (is_moment and label in self.optimizer.sharded):
             return x.to("cpu", copy=True)
         # Piece by piece: messages go through memory of the device.
         pieces = [self.fabric.gather(piece.cpu()) for piece in x.split(PIECE_ROWS)]
@@ -3448,7 +3450,7 @@ class Executor:
     def whole_weights(self, values: Values) -> dict[str, Tensor]:
         """Return all weights except row-wise tables, in logical shapes, on rank 0's host. Collective.
         values: of the next step, or of the end; they say whether the embedding is still the head."""
-        weights = {label: self._whole(label, p.detach()) for label, p in self.model.named_parameters()}
+        weights = {label: self._whole(label, p) for label, p in self.model.state_dict().items()}
         if values.tied:
             weights["embed"] = weights["lm_head"].t().contiguous()
         return weights
@@ -3463,12 +3465,8 @@ class Executor:
         """Copy this rank's part of a whole state in place; `check_tensors` has looked at it."""
         wholes = saved["weights"] | saved["moments"]
         for name, x in self.state_tensors().items():
-            label, is_moment, _ = name.partition(".")
-            entry = self.optimizer.entries.get(label)
-            if is_moment and isinstance(entry, Sharded):
-                x.copy_(wholes[name][entry.slice])
-            elif name in wholes:                              # buffers are not: they follow from the settings
-                x.copy_(self.shard(label, wholes[name]))
+            if name in wholes:                                # buffers are not: they follow from the settings
+                x.copy_(self.shard(name, wholes[name]))
         self.drop_gradients()
 
     def traffic(self) -> dict[str, dict[str, int]]:
@@ -3476,11 +3474,11 @@ class Executor:
         bytes_dense: what dense mode would have sent. A cycle counts once its update is done."""
         result = {}
         for label, table in self.tables.items():
-            total = Counter(dict.fromkeys(table.totals, 0))
+            total: Counter = Counter()
             for totals in self.fabric.gather(table.totals):
                 total.update(totals)
-            memory_bytes = table.memory_bytes(self.optimizer.state.get(label, {}).values())
-            result[label] = dict(total, memory_bytes=memory_bytes)
+            moments = self.optimizer.state.get(label, {})                     # a row-wise table has its own
+            result[label] = dict(total, memory_bytes=table.memory_bytes(moments.values()))
         return result
 
 
@@ -3532,12 +3530,13 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
 
     # Activations of the largest stage: evaluation, whose logits come in chunks, and row updates take less, unless slots
     # are many and short.
-    saved = len(LAYERS) * SAVED_ROWS * cfg.model_dim * item
-    logits = int(LOGIT_COPIES * cfg.padded_vocab * item)
+    saved_rows = SAVED_ROWS
+    logit_bytes = LOGIT_COPIES * item
     if kernel is not attention_varlen:
-        saved = len(LAYERS) * SAVED_ROWS_PLAIN * cfg.model_dim * item
-        logits = LOGIT_COPIES_PLAIN * cfg.padded_vocab * exact
-    parts["working"] = slots_at_once * largest_batch * (saved + logits) // cfg.num_slots
+        saved_rows = SAVED_ROWS_PLAIN
+        logit_bytes = LOGIT_COPIES_PLAIN * exact
+    of_token = len(LAYERS) * saved_rows * cfg.model_dim * item + int(cfg.padded_vocab * logit_bytes)
+    parts["working"] = slots_at_once * largest_batch * of_token // cfg.num_slots
     return parts
 
 
@@ -3650,22 +3649,21 @@ def read_tensors(path: Path, manifest: dict[str, str]) -> Any:
         return torch.load(path, "cpu", weights_only=True, mmap=True)
 
 
-def check_tensors(path: Path, cfg: Config, *contents: Any):
-    """Raise DataError unless names, shapes and dtypes are those that this config has in a file.
-    contents: the weights, and of a checkpoint the state of the optimizer."""
+def check_tensors(path: Path, cfg: Config, weights: Any, *moments: Any):
+    """Raise DataError unless names, shapes and dtypes are those of this config's weights, and of moments if given."""
     dtype = getattr(torch, cfg.dtype)
     tensors = {}
     for row in parameter_table(cfg):
         if row.optimizer != "rowwise":
             own_dtype = accum_dtype(dtype) if row.full_precision else dtype
             weight = tensors[row.label] = torch.empty(row.shape, dtype=own_dtype, device="meta")
-            if len(contents) == 2:
+            if moments:
                 state = initial_state(row, bank_matrices(row, weight))
                 tensors |= {f"{row.label}.{name}": x for name, x in state.items()}
     expected = {name: (x.dtype, *x.shape) for name, x in tensors.items()}
     found = {}
     with damaged(path):
-        for content in contents:
+        for content in (weights, *moments):
             found |= {name: (x.dtype, *x.shape) for name, x in content.items()}
     for name in expected | found:
         need(found.get(name) == expected.get(name), f"{name} in {path}", found.get(name, "no such tensor"),
@@ -3688,23 +3686,24 @@ def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[
 
 def load_rows(folder: Path, manifest: dict[str, str], executor: Executor, with_state: bool):
     """Load the row-wise tables of a save or checkpoint: each rank takes the rows that it owns. Raises DataError."""
+    fabric = executor.fabric
+
+    def own_rows(label: str, stored: RowState) -> Iterator[tuple[Tensor, RowState]]:
+        """Yield places and rows, file by file; those without state count as updated once."""
+        for name in manifest:
+            if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name):
+                content = read_tensors(folder / name, manifest)
+                ids = content["ids"]
+                if not with_state:
+                    content |= dict(rows=content["rows"].to(stored.rows.dtype), v=stored.v.new_zeros(len(ids)),
+                                    last=stored.last.new_ones(len(ids)))
+                owned = ids % fabric.world == fabric.rank
+                yield ids[owned] // fabric.world, RowState(*(content[part][owned] for part in RowState._fields))
+
     for label, table in executor.tables.items():
         if table.home:
-            names = [name for name in manifest if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name)]
             with damaged(folder):                             # rows of another width, type or table
-                table.home.load(own_rows(folder / name, manifest, table, with_state) for name in names)
-
-
-def own_rows(path: Path, manifest: dict[str, str], table: RowTable, with_state: bool) -> tuple[Tensor, RowState]:
-    """Return places and rows that are this rank's of one file of rows; those without state count as updated once."""
-    fabric, stored = table.fabric, table.home.stored
-    content = read_tensors(path, manifest)
-    ids = content["ids"]
-    if not with_state:
-        content |= dict(rows=content["rows"].to(stored.rows.dtype), v=torch.zeros(len(ids), dtype=stored.v.dtype),
-                        last=torch.ones(len(ids), dtype=stored.last.dtype))
-    owned = ids % fabric.world == fabric.rank
-    return ids[owned] // fabric.world, RowState(*(content[name][owned] for name in RowState._fields))
+                table.home.load(own_rows(label, table.home.stored))
 
 
 def settings_json(preset: str, cfg: Config) -> bytes:
@@ -3732,12 +3731,14 @@ def load_checkpoint(run_dir: Path, executor: Executor) -> dict[str, Any]:
     fabric.check_agreement(dict(checkpoints=str([path.name for path in newest_first])))
     # What one rank cannot read nobody takes: all ranks go on from the same step.
     for path in newest_first:
+        run = path / "run.pt"
         try:
             with fabric.failing_together(), damaged(path):
                 manifest = read_manifest(path)
-                content = read_tensors(path / "run.pt", manifest)
-                check_tensors(path / "run.pt", executor.cfg, content["state"]["weights"], content["state"]["moments"])
-                executor.load_state(content["state"])
+                content = read_tensors(run, manifest)
+                state = content["state"]
+                check_tensors(run, executor.cfg, state["weights"], state["moments"])
+                executor.load_state(state)
                 load_rows(path, manifest, executor, with_state=True)
                 return {name: content[name] for name in ("facts", "log", "places", "train_time_ms")}
         except DataError as error:
