@@ -3750,6 +3750,7 @@ def load_checkpoint(run_dir: Path, executor: Executor) -> dict[str, Any]:
 # ====== Room 9: Race ==================================================================================================
 SAMPLE_TEMPERATURE = 0.8
 PLAIN_LINES = 20                         # step lines of a whole run on a console that is no terminal
+NOTHING_SEEN = dict(tokens=0, done=0, last_good="none", lines={})     # what `Log.seen` gives of a run that begins
 
 
 class Clock:
@@ -3778,8 +3779,7 @@ class Log:
     Losses are read one Adam cycle late, so that no step waits for the device. Every rank checks its own. beside:
     content of further files of the run directory; earlier: what `seen` gave to a checkpoint."""
     def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, beside: dict[str, bytes],
-                 earlier: dict[str, Any] | None = None):
-        earlier = earlier or dict(tokens=0, done=0, last_good="none", lines={})
+                 earlier: dict[str, Any] = NOTHING_SEEN):
         self.run_dir = run_dir
         self.fabric = fabric
         self.schedule = schedule
@@ -3803,8 +3803,8 @@ class Log:
 
     def seen(self) -> dict[str, Any]:
         self.flush()
-        lines = {name: (self.run_dir / name).read_text("utf-8") for name in self.files}
-        return dict(tokens=self.tokens, done=self.done, last_good=self.last_good, lines=lines)
+        return dict(tokens=self.tokens, done=self.done, last_good=self.last_good,
+                    lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
 
     def event(self, kind: str, **fields: Any):
         self._write("log.jsonl", (json.dumps(dict(type=kind, **fields)) + "\n").encode())
@@ -3949,9 +3949,8 @@ def cycles_from(first: int, schedule: Schedule, clock: Clock) -> Iterator[list[V
         if budget and len(schedule.places) <= step // schedule.cycle:
             # Every rank has to be at the same place, and places of a resumed run are known.
             now = clock.ms
-            share = (now + (now - before)) / budget
+            place = torch.tensor((2 * now - before) / budget * schedule.total_steps, dtype=torch.float64)
             before = now
-            place = torch.tensor(share * schedule.total_steps, dtype=torch.float64)
             if clock.fabric.world > 1:
                 dist.broadcast(place, 0, group=clock.fabric.plan_group)
             schedule.places.append(max([float(place), *schedule.places[-1:]]))
@@ -3996,8 +3995,9 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
     return loss, data_ended
 
 
-def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[int] = ()) -> list[int]:
-    """Return up to sample_tokens tokens after a document start and the prompt. Raises RunError on odd logits."""
+def generate(cfg: Config, executor: Executor, values: Values, pieces: list[bytes] | None,
+             prompt: Sequence[int] = ()) -> str:
+    """Return up to sample_tokens tokens after a document start and the prompt, as text or, without pieces, as ids."""
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.document_start, *prompt]
     for _ in range(cfg.sample_tokens):
@@ -4011,23 +4011,18 @@ def generate(cfg: Config, executor: Executor, values: Values, prompt: Sequence[i
         if token == cfg.document_start:
             break
         tokens.append(token)
-    return tokens[1 + len(prompt):]
-
-
-def spell(pieces: list[bytes] | None, tokens: Sequence[int]) -> str:
+    tokens = tokens[1 + len(prompt):]
     if not pieces:
         return "token ids (no vocab.txt beside them): " + " ".join(map(str, tokens))
     return b"".join(pieces[token] for token in tokens).decode("utf-8", "replace")
 
 
 # ====== Room 10: Main =================================================================================================
-ENDING_SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 STORE_PATIENCE = 2.0                     # s for the store at which ranks met to say whether another one ended first
 OTHERS_PATIENCE = 1.0                    # s for all ranks to hear of a signal that is meant for all
 END_PATIENCE = 5.0                       # s that an end may take
 LOST_CONNECTION = r"(?i)connection (closed|reset|refused)|timed? ?out|broken pipe|socket|gloo|nccl"
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3      # parameters of glibc's mallopt, from malloc.h
-LARGEST_KEPT = 32 << 20                  # bytes of a block: the most that every glibc takes for M_MMAP_THRESHOLD
 KEPT_CHECKPOINTS = 2
 POCKET_PIECE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")    # as in data/pocket.py
 FALLBACK = "save"                        # folder in the run directory, of weights that --save could not take
@@ -4068,8 +4063,8 @@ def make_fabric(cfg: Config) -> Fabric:
     # glibc would give memory back after each step, and get it again page by page with a fault for each.
     if not cuda and platform.libc_ver()[0] == "glibc":
         libc = ctypes.CDLL(None)
-        libc.mallopt(M_TRIM_THRESHOLD, -1)
-        libc.mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
+        libc.mallopt(-1, -1)                                                  # M_TRIM_THRESHOLD of malloc.h: never
+        libc.mallopt(-3, 32 << 20)       # M_MMAP_THRESHOLD: the most bytes of a block that every glibc takes for it
     if world == 1:
         return fabric
 
@@ -4109,11 +4104,38 @@ CHECKED_WINDOWS = (2, 128, 300, 1000)    # the last is longer than any document
 CHECKED_SPREAD = 4.0                     # of the logits: so large that one key too many or too few shows
 
 
+def check_attention(cfg: Config, device: torch.device):
+    """Raise RuntimeError unless outputs and gradients agree with the reference to the dtype's rounding."""
+    dtype = getattr(torch, cfg.dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    bounds = torch.tensor(CHECKED_BOUNDS, device=device, dtype=torch.int32)
+    # The layouts of plain layers, and of paired ones: twice the positions, half the heads.
+    for window, (per_token, heads) in itertools.product(CHECKED_WINDOWS, ((1, 2), (2, 1))):
+        positions = per_token * CHECKED_BOUNDS[-1]
+        inputs = torch.randn(4, positions, heads, cfg.head_dim, device=device, generator=generator).to(dtype)
+        span = AttentionSpan(positions, window, CHECKED_SPREAD / cfg.head_dim**0.5)
+        results = []
+        for attend, given in ((attention_varlen, inputs), (attention_reference, inputs.float())):
+            *qkv, grad = (x.clone().requires_grad_() for x in given)
+            out = attend(*qkv, per_token * bounds, span)
+            results.append((out.detach(), *torch.autograd.grad(out, qkv, grad)))
+        for what, found, exact in zip(("output", "gradient of q", "gradient of k", "gradient of v"), *results):
+            error = float((found.float() - exact).abs().max() / exact.abs().max())
+            if not error < 8 * torch.finfo(dtype).eps:
+                raise RuntimeError(f"its {what} is off by {error:.1e}, window {window}, {heads} heads")
+
+
+def version_of(package: str) -> str | None:
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return importlib.metadata.version(package)
+    return None
+
+
 def choose_attention(preset: str, cfg: Config, fabric: Fabric) -> tuple[Callable, str]:
     """Return the first kernel that all ranks find equal to the reference, and its name. Raises ConfigError."""
     if cfg.attention == "reference" or (cfg.attention == "auto" and not fabric.on_cuda):
         return attention_reference, "reference"
-    names: tuple[str, ...] = (cfg.attention,)
+    names = (cfg.attention,)
     if cfg.attention == "auto":
         capability, _ = torch.cuda.get_device_capability(fabric.device)
         names = ATTENTION_BY_CARD.get(capability, ("varlen",))
@@ -4121,7 +4143,16 @@ def choose_attention(preset: str, cfg: Config, fabric: Fabric) -> tuple[Callable
     # All ranks take the same kernel: ranks with different ones would not train the same model.
     refusal = ""
     for name in names:
-        of_ranks = fabric.gather(refusal_of(name, cfg, fabric))
+        why = ""
+        try:
+            if name in ("FA4", "FA3"):
+                torch.nn.attention.activate_flash_attention_impl(name)
+            elif torch.nn.attention.current_flash_attention_impl():
+                torch.nn.attention.restore_flash_attention_impl()
+            check_attention(cfg, fabric.device)
+        except Exception as error:                                            # whatever a foreign kernel raises
+            why = f"{type(error).__name__} {str(error)[:100]}"
+        of_ranks = fabric.gather(why)
         refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(of_ranks) if why), "")
         if not refusal:
             package = ATTENTION_PACKAGES[name]
@@ -4134,45 +4165,6 @@ def choose_attention(preset: str, cfg: Config, fabric: Fabric) -> tuple[Callable
     return attention_reference, "reference"
 
 
-def version_of(package: str) -> str | None:
-    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-        return importlib.metadata.version(package)
-    return None
-
-
-def refusal_of(name: str, cfg: Config, fabric: Fabric) -> str:
-    """Activate a kernel and try it. Returns why this rank cannot use it; empty if it agrees with the reference."""
-    try:
-        if name in ("FA4", "FA3"):
-            torch.nn.attention.activate_flash_attention_impl(name)
-        elif torch.nn.attention.current_flash_attention_impl():
-            torch.nn.attention.restore_flash_attention_impl()
-        check_attention(attention_varlen, fabric.device, getattr(torch, cfg.dtype), cfg.head_dim)
-    except Exception as refusal:                                              # whatever a foreign kernel raises
-        return f"{type(refusal).__name__} {str(refusal)[:100]}"
-    return ""
-
-
-def check_attention(kernel: Callable, device: torch.device, dtype: torch.dtype, head_dim: int):
-    """Raise RuntimeError unless outputs and gradients agree with the reference to the dtype's rounding."""
-    generator = torch.Generator(device).manual_seed(0)
-    bounds = torch.tensor(CHECKED_BOUNDS, device=device, dtype=torch.int32)
-    # The layouts of plain layers, and of paired ones: twice the positions, half the heads.
-    for window, (per_token, heads) in itertools.product(CHECKED_WINDOWS, ((1, 2), (2, 1))):
-        positions = per_token * CHECKED_BOUNDS[-1]
-        inputs = torch.randn(4, positions, heads, head_dim, device=device, generator=generator).to(dtype)
-        span = AttentionSpan(positions, window, CHECKED_SPREAD / head_dim**0.5)
-        results = []
-        for attend, given in ((kernel, inputs), (attention_reference, inputs.float())):
-            *qkv, grad = (x.clone().requires_grad_() for x in given)
-            out = attend(*qkv, per_token * bounds, span)
-            results.append((out.detach(), *torch.autograd.grad(out, qkv, grad)))
-        for what, found, exact in zip(("output", "gradient of q", "gradient of k", "gradient of v"), *results):
-            error = float((found.float() - exact).abs().max() / exact.abs().max())
-            if not error < 8 * torch.finfo(dtype).eps:
-                raise RuntimeError(f"its {what} is off by {error:.1e}, window {window}, {heads} heads")
-
-
 def hardware(fabric: Fabric) -> str:
     if fabric.on_cuda:
         return f"{torch.cuda.get_device_name(fabric.device)} x {fabric.world}"
@@ -4182,13 +4174,16 @@ def hardware(fabric: Fabric) -> str:
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 
-def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, attention: str,
-             decisive: dict[str, str]) -> dict[str, Any]:
-    """Return what a header says: settings, versions, hardware, sizes. given: as flags and preset say; cfg: resolved."""
+def write_header(log: Log, preset: str, given: Config, executor: Executor, attention: str, decisive: dict[str, str],
+                 resumed: dict[str, Any]):
+    """Write the first lines of a run: settings, versions, hardware, sizes. given: as flags and preset say.
+    resumed: of a run that goes on, the step, the checkpoint and what differs."""
     # What another needs to repeat the run: flags, commit, versions.
-    fabric = executor.fabric
+    cfg = log.schedule.cfg
+    fabric = log.fabric
     of_preset = vars(Config(**PRESETS[preset]))
-    changed = {name: flag_text(value) for name, value in vars(given).items() if value != of_preset[name]}
+    changed = {name: flag_text(value) for name, value in vars(replace(given, seed=cfg.seed)).items()
+               if value != of_preset[name]}
     config = {name: [row._asdict() for row in value] if isinstance(value, tuple) else value
               for name, value in vars(cfg).items()}
     commit = None
@@ -4198,34 +4193,29 @@ def facts_of(preset: str, given: Config, cfg: Config, executor: Executor, attent
 
     # All parameters, and those that one token uses: of a table only the rows that it looks up.
     tables = row_tables(cfg)
+    table_rows = {table.label: table.rows for table in tables}
     params_total = sum(math.prod(row.shape) for row in parameter_table(cfg))
     rows_unread = sum(table.rows - table.reads for table in tables)
-    return dict(
+    facts = dict(
         preset=preset, started=time.strftime("%Y-%m-%dT%H:%M:%S"), changed=changed, config=config, seed=cfg.seed,
-        python=platform.python_version(), torch=str(torch.__version__), triton=version_of("triton"),
+        python=platform.python_version(), torch=torch.__version__, triton=version_of("triton"),
         cuda=torch.version.cuda, nccl=".".join(map(str, torch.cuda.nccl.version())) if fabric.on_cuda else None,
         git_commit=commit, source_sha256=decisive["source_sha256"], data_sha256=decisive["data_sha256"],
         hardware=hardware(fabric), world_size=fabric.world, attention=attention, head=executor.precision,
         grad_accum_steps=-(-cfg.num_slots // fabric.world // executor.slots_at_once),
         untimed_warmup_steps=len(Schedule(replace(cfg, time_budget=0.0)).warm_up_steps()), target_loss=cfg.target_loss,
-        params_total=params_total, params_per_token=params_total - cfg.model_dim * rows_unread,
-        table_rows={table.label: table.rows for table in tables},
-        table_bytes=sum(table.rows for table in tables) * cfg.model_dim * getattr(torch, cfg.dtype).itemsize)
-
-
-def write_header(log: Log, facts: dict[str, Any], resumed: dict[str, Any]):
-    """Write the first lines of a run. resumed: of a run that goes on, the step, the checkpoint and what differs."""
+        params_total=params_total, params_per_token=params_total - cfg.model_dim * rows_unread, table_rows=table_rows,
+        table_bytes=sum(table_rows.values()) * cfg.model_dim * getattr(torch, cfg.dtype).itemsize)
     log.event("resumed" if resumed else "header", **facts, **resumed)
-    changed = ", ".join(f"{name}={text}" for name, text in facts["changed"].items())
+    changes = ", ".join(f"{name}={text}" for name, text in changed.items())
     for line in (
             "=" * 100,
             f"Running Python {facts['python']}",
             f"Running PyTorch {facts['torch']} compiled for CUDA {facts['cuda']} on {facts['hardware']} "
-            f"with world_size {facts['world_size']}",
-            f"preset {facts['preset']}, {facts['params_total']:,} parameters in {facts['config']['dtype']}, attention "
-            f"{facts['attention']}, head {facts['head']}, {facts['grad_accum_steps']} micro-batches a step, "
-            f"seed {facts['seed']}",
-            f"changed from the preset: {changed or 'nothing'}",
+            f"with world_size {fabric.world}",
+            f"preset {preset}, {params_total:,} parameters in {cfg.dtype}, attention {attention}, head "
+            f"{executor.precision}, {facts['grad_accum_steps']} micro-batches a step, seed {cfg.seed}",
+            f"changed from the preset: {changes or 'nothing'}",
             "=" * 100,
             *(f"resumed with another {name}: {then} then, {now} now"
               for name, (then, now) in resumed.get("differs", {}).items())):
@@ -4277,17 +4267,19 @@ def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric):
                 part_of(folder, run_id).rmdir()
 
 
-def check_resumed(cfg: Config, content: dict[str, Any], facts: dict[str, str], end_step: float) -> dict[str, tuple]:
-    """Return what differs from the run that wrote the checkpoint: name -> (then, now).
+def check_resumed(cfg: Config, earlier: dict[str, Any], facts: dict[str, str], end_step: float) -> dict[str, Any]:
+    """Return step, source, and what differs from the run of the checkpoint: name -> (then, now).
     Raises DataError if the data differ, ConfigError if that run is past the end of this one."""
-    before = content["facts"]
+    before = earlier["facts"]
     need(before["data_sha256"] == facts["data_sha256"], f"data to resume {cfg.resume} with",
          f"shards of hash {facts['data_sha256'][:16]}...", f"those of the run, of hash {before['data_sha256'][:16]}...",
          "leave --train_files and --val_files out, or name the same shards in another place", DataError)
-    done = content["log"]["done"]
+    done = earlier["log"]["done"]
     need(done <= end_step, f"--max_steps with --resume={cfg.resume}", f"{cfg.max_steps}: the run would end at step "
          f"{end_step}", f"{done} or more: the run is there already", "--max_steps=0, for the whole schedule")
-    return {name: (before.get(name), facts.get(name)) for name in before | facts if before.get(name) != facts.get(name)}
+    differs = {name: (before.get(name), facts.get(name)) for name in before | facts
+               if before.get(name) != facts.get(name)}
+    return dict(step=done, source=cfg.resume, differs=differs)
 
 
 def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], executor: Executor, values: Values):
@@ -4309,26 +4301,11 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], execut
             shutil.rmtree(old, ignore_errors=True)
 
 
-def save_or_fall_back(log: Log, run_id: str, preset: str, cfg: Config, executor: Executor,
-                      vocabulary: list[bytes] | None) -> RunError | None:
-    """Save the weights where --save says, else in the run directory. Returns what failed, if anything. Collective."""
-    executor.fabric.set_timeout(cfg.comm_timeout * LONG_PATIENCE)             # ranks write at different speeds
-    failure = None
-    for folder in (Path(cfg.save), log.run_dir / FALLBACK):
-        try:
-            save(folder, run_id, preset, cfg, executor, log.schedule.at(log.done), vocabulary)
-            if failure:
-                log.text(f"the weights could not be saved in {cfg.save}: they are in {folder}")
-            return failure
-        except RunError as error:
-            failure = failure or error
-    log.text(f"the weights could not be saved in {cfg.save}: they are lost")
-    return failure
-
-
-def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet, ms: float, loss: float,
-           recompiled: int) -> dict[str, Any]:
-    """Write the closing lines of a run's log. Returns its result, which has yet to be logged. Collective."""
+def finish(log: Log, preset: str, run_id: str, executor: Executor, validation: ValidationSet, ms: float, loss: float,
+           graphs: int) -> tuple[dict[str, Any], RunError | None]:
+    """Write the last lines of a run's log, and the weights. graphs: compiled before the race. Collective.
+    Returns the result, and why --save failed, if it did."""
+    cfg = log.schedule.cfg
     fabric = log.fabric
     if fabric.on_cuda:                                                        # since the race began
         peak = dict(allocated=torch.cuda.max_memory_allocated() >> 20, reserved=torch.cuda.max_memory_reserved() >> 20)
@@ -4342,7 +4319,7 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
                  f"{validation.unigram_nats:.4f} nats, ratio {loss / validation.unigram_nats:.4f}")
 
     # What a reader of the time has to know beside it.
-    recompiled = sum(fabric.gather(recompiled))
+    recompiled = sum(fabric.gather(torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs))
     if recompiled:
         result["recompiles"] = recompiled
         log.text(f"{recompiled} graphs were compiled in the race, on its clock: TORCH_LOGS=recompiles says why")
@@ -4359,18 +4336,34 @@ def finish(log: Log, cfg: Config, executor: Executor, validation: ValidationSet,
 
     result["comms"] = executor.traffic()
     touched = {label: sum(fabric.gather(sum(map(len, table.home.touched_places()))))
-               for label, table in executor.tables.items() if table.home is not None}
+               for label, table in executor.tables.items() if table.home}
     if touched:
         result["touched_rows"] = touched
-    return result
+
+    # Weights go where --save says, else into the run directory.
+    failure = None
+    fate = "lost"
+    for folder in (Path(cfg.save), log.run_dir / FALLBACK) if cfg.save else ():
+        try:
+            save(folder, run_id, preset, cfg, executor, log.schedule.at(log.done), validation.vocabulary)
+            fate = f"in {folder}"
+            break
+        except RunError as error:
+            failure = failure or error
+    if failure:
+        log.text(f"the weights could not be saved in {cfg.save}: they are {fate}")
+    log.event("result", **result)
+    log.close()
+    return result, failure
 
 
-def report(cfg: Config, executor: Executor, validation: ValidationSet, values: Values, results: list[dict]):
+def report(log: Log, executor: Executor, validation: ValidationSet, results: list[dict]):
     """Print a sample, several runs together, and one JSON object as the last line on stdout. Raises RunError."""
+    cfg = log.schedule.cfg
     lines = []
     if cfg.sample_tokens:
-        tokens = generate(cfg, executor, values)
-        lines += [f"{' sample ':-^100}", spell(validation.vocabulary, tokens), "-" * 100]
+        sample = generate(cfg, executor, log.schedule.at(log.done), validation.vocabulary)
+        lines += [f"{' sample ':-^100}", sample, "-" * 100]
     last = dict(type="result", **results[-1])
     if len(results) > 1:
         losses = [result["val_loss"] for result in results]
@@ -4408,7 +4401,6 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
 
     # Data come before the model: their headers decide sizes, and nothing is worth building on bad ones.
     cfg, train_shards, val_shards, decisive = open_data(given, fabric, source)
-    schedule = Schedule(cfg)
     precision = head_precision(cfg, fabric)
 
     # Memory depends on the attention kernel, and slots at once on memory. Packages may compile now: be patient.
@@ -4421,21 +4413,18 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     beside = {Path(__file__).name: source, SETTINGS: settings}
 
     # A resumed run goes on with the state, log, clock and places of its last checkpoint.
-    earlier: dict[str, Any] = {}
-    resumed: dict[str, Any] = {}
-    first = 0
+    earlier = dict(log=NOTHING_SEEN, places=(), train_time_ms=0.0)
     if cfg.resume:
         earlier = load_checkpoint(Path(cfg.resume), executor)
-        schedule = Schedule(cfg, earlier["places"])
-        first = earlier["log"]["done"]
-        differs = check_resumed(cfg, earlier, decisive, schedule.end_step)
-        resumed = dict(step=first, source=cfg.resume, differs=differs)
+    schedule = Schedule(cfg, earlier["places"])
+    resumed = check_resumed(cfg, earlier, decisive, schedule.end_step) if cfg.resume else {}
+    first = earlier["log"]["done"]
     profile = make_profile(cfg, first, schedule.end_step)
 
     # Each run has a log of its own, which the process closes however it ends.
     def open_log(folder: Path) -> Log:
-        log = ending.log = Log(folder, fabric, schedule, beside, earlier.get("log"))
-        write_header(log, facts_of(preset, replace(given, seed=cfg.seed), cfg, executor, attention, decisive), resumed)
+        log = ending.log = Log(folder, fabric, schedule, beside, earlier["log"])
+        write_header(log, preset, given, executor, attention, decisive, resumed)
         return log
 
     # Set-up and warm-up stand in the log of the first run.
@@ -4451,12 +4440,12 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     if executor.compiling:
         log.event("compiled", graphs=graphs)
-    writes = cfg.checkpoint_every or cfg.save
-    fabric.set_timeout(cfg.comm_timeout * (LONG_PATIENCE if writes else 1))   # the others wait for the slowest disk
+    if not cfg.checkpoint_every and not cfg.save:                             # else all wait for the slowest disk
+        fabric.set_timeout(cfg.comm_timeout)
 
     restore = executor.snapshot() if cfg.runs > 1 else no_wait
-    results: list[dict[str, Any]] = []
-    problems: list[TrainerError] = []
+    results = []
+    problem = None
     for seed, folder in zip(seeds, folders):
         # Further runs start from the same state, but with initial values of their own seed.
         if results:
@@ -4468,21 +4457,20 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
                 executor.set_seed(seed)
 
         # Checkpoints are off the clock; a profile counts steps.
-        clock = Clock(fabric, earlier.get("train_time_ms", 0.0))
+        clock = Clock(fabric, earlier["train_time_ms"])
         loader = Loader(cfg, fabric, train_shards, cycles_from(first, schedule, clock), executor.exchange_ahead)
-        if first:
-            loader.skip(map(schedule.at, range(first)))
+        loader.skip(map(schedule.at, range(first)))
 
         def before_step(step: int):
-            if cfg.checkpoint_every and step > first and step % schedule.cycle == 0 \
-                    and step % cfg.checkpoint_every < schedule.cycle:
+            if step == first:
+                return
+            if cfg.checkpoint_every and step % schedule.cycle == 0 and step % cfg.checkpoint_every < schedule.cycle:
                 clock.stop()
-                log.show("")
                 with log.phase("checkpoint"):
                     content = dict(log=log.seen(), train_time_ms=clock.ms, places=schedule.places, facts=decisive)
                     write_checkpoint(log.run_dir, run_id, content, executor, schedule.at(step))
                 clock.start()
-            if profile and step > first:
+            if profile:
                 profile.step()
 
         # The garbage collector passes over all that is there now: models and graphs are many objects.
@@ -4499,42 +4487,19 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
             trace = Path(fabric.gather(str(log.run_dir))[0]) / f"trace_rank{fabric.rank}.json.gz"
             with refused(trace):
                 profile.export_chrome_trace(str(trace))
-            table = profile.key_averages().table(f"self_{fabric.device.type}_time_total", 12, max_name_column_width=60)
-            log.text(table)
+            sort_by = f"self_{fabric.device.type}_time_total"
+            log.text(profile.key_averages().table(sort_by, 12, max_name_column_width=60))
 
         # The result is the last line of a log: after it only the sample can fail.
-        recompiled = torch._dynamo.utils.counters["stats"]["unique_graphs"] - graphs
-        result = finish(log, cfg, executor, validation, clock.ms, loss, recompiled)
-        failure = save_or_fall_back(log, run_id, preset, cfg, executor, validation.vocabulary) if cfg.save else None
-        problems += [problem for problem in (data_ended, failure) if problem is not None]
-        log.event("result", **result)
-        log.close()
+        result, failure = finish(log, preset, run_id, executor, validation, clock.ms, loss, graphs)
         results.append(result)
+        problem = problem or data_ended or failure
 
-    report(cfg, executor, validation, schedule.at(log.done), results)
-    if problems:
-        raise problems[0]
+    report(log, executor, validation, results)
+    if problem:
+        raise problem
     if fabric.world > 1:
         dist.destroy_process_group()
-
-
-def read_prompt(text: str, vocab_size: int, pieces: list[bytes] | None) -> tuple[list[bytes] | None, list[int]]:
-    """Return (the bytes of each token if they are known, the prompt as token ids). Raises DataError.
-    pieces: from vocab.txt beside the weights; without one, GPT-2's come from tiktoken."""
-    try:
-        if pieces is None and vocab_size == GPT2_VOCAB:
-            encoding = importlib.import_module("tiktoken").get_encoding("gpt2")
-            pieces = [encoding.decode_single_token_bytes(token) for token in range(GPT2_DOCUMENT_START)] + [b""]
-            return pieces, encoding.encode_ordinary(text)
-        # Split as data/pocket.py splits its text: known pieces, and single bytes for the rest.
-        ids = {piece: token for token, piece in enumerate(pieces or ()) if piece}
-        words = POCKET_PIECE.findall(text.encode("utf-8", "surrogateescape"))
-        known = [[word] if word in ids else [bytes((byte,)) for byte in word] for word in words]
-        return pieces, [ids[piece] for piece in itertools.chain(*known)]
-    except Exception as error:           # no package, no network, bytes that no token has
-        raise DataError("prompt", f"{type(error).__name__}: {error}", "bytes of a vocab.txt beside the weights, or "
-                        "GPT-2 tokens by tiktoken, which has them from the network or from TIKTOKEN_CACHE_DIR",
-                        "leave it out, use other words, or install tiktoken") from None
 
 
 def sample_saved(flags: Config):
@@ -4542,8 +4507,7 @@ def sample_saved(flags: Config):
     # Settings come first: they say what the tensors have to be.
     folder = Path(flags.sample)
     weights = folder / "weights.pt"
-    preset, texts = read_settings(folder)
-    saved = make_config(preset, texts)
+    saved = make_config(*read_settings(folder))
     check_manifest(folder / SETTINGS, (folder / SETTINGS).read_bytes())
     manifest = read_manifest(folder)
     tensors = read_tensors(weights, manifest)
@@ -4555,28 +4519,38 @@ def sample_saved(flags: Config):
     if dtype == "bfloat16" and not fabric.on_cuda:
         dtype = "float32"
     tables = tuple(table._replace(home="host") for table in saved.tables)
-    cfg = replace(saved, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens, tables=tables)
-    pieces, prompt = read_prompt(flags.prompt, cfg.vocab_size, read_vocabulary(folder, cfg))
+    cfg = replace(saved, compile=0, dtype=dtype, seed=flags.seed, sample_tokens=flags.sample_tokens, tables=tables,
+                  time_budget=0.0, max_steps=0)
+    pieces = read_vocabulary(folder, cfg)
+    try:
+        if pieces is None and cfg.vocab_size == GPT2_VOCAB:
+            encoding = importlib.import_module("tiktoken").get_encoding("gpt2")
+            pieces = [encoding.decode_single_token_bytes(token) for token in range(GPT2_DOCUMENT_START)] + [b""]
+            prompt = encoding.encode_ordinary(flags.prompt)
+        else:
+            # Split as data/pocket.py splits its text: known pieces, and single bytes for the rest.
+            ids = {piece: token for token, piece in enumerate(pieces or ()) if piece}
+            words = POCKET_PIECE.findall(flags.prompt.encode("utf-8", "surrogateescape"))
+            known = [[word] if word in ids else [bytes((byte,)) for byte in word] for word in words]
+            prompt = [ids[piece] for piece in itertools.chain(*known)]
+    except Exception as error:           # no package, no network, bytes that no token has
+        raise DataError("prompt", f"{type(error).__name__}: {error}", "bytes of a vocab.txt beside the weights, or "
+                        "GPT-2 tokens by tiktoken, which has them from the network or from TIKTOKEN_CACHE_DIR",
+                        "leave it out, use other words, or install tiktoken") from None
     executor = Executor(cfg, fabric, attention_reference, precision=None)
     with damaged(weights):
         executor.model.load_state_dict(tensors)
     load_rows(folder, manifest, executor, with_state=False)
 
-    schedule = Schedule(replace(cfg, time_budget=0.0, max_steps=0))
-    tokens = generate(cfg, executor, schedule.at(schedule.end_step), prompt)
-    print_result(flags.prompt + spell(pieces, tokens))
+    schedule = Schedule(cfg)
+    print_result(flags.prompt + generate(cfg, executor, schedule.at(schedule.end_step), pieces, prompt))
 
 
-class Signalled(Exception):
-    """A signal, whose number is the argument, ends the process."""
-
-
-def describe(error: BaseException) -> tuple[int, str]:
+def describe(error: BaseException | signal.Signals) -> tuple[int, str]:
     """Return (exit status, what to tell the user) for what ended the run. A bug keeps its traceback."""
+    if isinstance(error, signal.Signals):
+        return 128 + error, "interrupted" if error == signal.SIGINT else f"ended from outside ({error.name})"
     first_line = str(error).partition("\n")[0]
-    if isinstance(error, Signalled):
-        number = signal.Signals(*error.args)
-        return 128 + number, "interrupted" if number == signal.SIGINT else f"ended from outside ({number.name})"
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "allocate memory" in first_line:
         error = RunError("out of memory", first_line, "less at once", "--slots_per_micro_batch=1, or more --num_slots")
     elif isinstance(error, OSError):
@@ -4593,38 +4567,30 @@ def lost_rank(found: str) -> RunError:
                     "other ranks: killed (dmesg tells of the out-of-memory killer), or stuck; torchrun names the first")
 
 
-def first_cause(cause: str, signalled: bool) -> tuple[str, bool]:
+def first_cause(cause: str, alone: str) -> tuple[str, bool]:
     """Agree with the other ranks on what ended the run first. Returns it, and whether this rank prints it.
-    A signal that only some ranks get means that one was lost: torchrun, or srun, ends the others."""
+    alone: the cause unless all ranks end by themselves."""
     env = os.environ
-    if env.get("WORLD_SIZE", "1") == "1":
-        return cause, True
     restart = f"restart {env.get('TORCHELASTIC_RESTART_COUNT')}"
-    lost = f"RunError: {lost_rank(cause)}"
+    patience = timedelta(seconds=STORE_PATIENCE)
+    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=patience)
+    store.add(f"ended ranks, {restart}", 1)
 
-    def ask() -> tuple[str, bool]:
-        patience = timedelta(seconds=STORE_PATIENCE)
-        store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=patience)
-        store.add(f"ended ranks, {restart}", 1)
+    def all_ended() -> bool:
+        deadline = time.monotonic() + OTHERS_PATIENCE
+        while store.add(f"ended ranks, {restart}", 0) < int(env["WORLD_SIZE"]):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.02)
+        return True
 
-        def all_ended() -> bool:
-            deadline = time.monotonic() + OTHERS_PATIENCE
-            while store.add(f"ended ranks, {restart}", 0) < int(env["WORLD_SIZE"]):
-                if time.monotonic() > deadline:
-                    return False
-                time.sleep(0.02)
-            return True
-
-        mine = f"{env['RANK']}\n{lost if signalled and not all_ended() else cause}"
-        first = store.compare_set(f"first cause, {restart}", "", mine).decode()
-        if env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            all_ended()                                                       # the store ends with this process
-        return first.partition("\n")[2], first == mine
-
-    try:
-        return within(STORE_PATIENCE + 2 * OTHERS_PATIENCE, ask)              # a stopped launcher answers nothing
-    except Exception:
-        return lost if signalled else cause, True
+    if cause != alone and not all_ended():
+        cause = alone
+    mine = f"{env['RANK']}\n{cause}"
+    first = store.compare_set(f"first cause, {restart}", "", mine).decode()
+    if env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        all_ended()                                                           # the store ends with this process
+    return first.partition("\n")[2], first == mine
 
 
 class Ending:
@@ -4636,20 +4602,27 @@ class Ending:
         self.bell, self.listener = socket.socketpair()
         self.bell.setblocking(False)                                          # as set_wakeup_fd wants it
         signal.set_wakeup_fd(self.bell.fileno(), warn_on_full_buffer=False)
-        for name in ENDING_SIGNALS:
-            number = getattr(signal, name, None)                              # Windows has no SIGHUP
-            if number and signal.getsignal(number) != signal.SIG_IGN:         # ignored: by nohup
+        for number in ENDING_SIGNALS:
+            if signal.getsignal(number) != signal.SIG_IGN:                    # ignored: by nohup
                 signal.signal(number, lambda *_: None)                        # the thread reads its number
-        threading.Thread(target=lambda: self.end(Signalled(self.listener.recv(1)[0])), daemon=True).start()
+        threading.Thread(target=lambda: self.end(signal.Signals(self.listener.recv(1)[0])), daemon=True).start()
 
-    def end(self, error: BaseException):
+    def end(self, error: BaseException | signal.Signals):
         """Say why the run ended, once over all ranks, close its log, and end the process. Does not return."""
         self.begun.acquire()                                                  # the second waits here for the end
         status, cause = describe(error)
         limit = threading.Timer(END_PATIENCE, os._exit, [status])             # if a dead disk, say, holds this up
         limit.daemon = True
         limit.start()
-        cause, speaks = first_cause(cause, isinstance(error, Signalled))
+        speaks = True
+        if os.environ.get("WORLD_SIZE", "1") != "1":
+            # A signal that only some ranks get means that one was lost: torchrun, or srun, ends the others.
+            alone = f"RunError: {lost_rank(cause)}" if isinstance(error, signal.Signals) else cause
+            try:
+                meet = functools.partial(first_cause, cause, alone)
+                cause, speaks = within(STORE_PATIENCE + 2 * OTHERS_PATIENCE, meet)
+            except Exception:                                                 # a stopped launcher answers nothing
+                cause = alone
         if speaks:
             with contextlib.suppress(Exception):                              # a full pipe that nobody reads, no stderr
                 erase = "\r\x1b[K" if self.log and self.log.on_terminal else ""          # the line of progress

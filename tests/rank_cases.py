@@ -168,11 +168,11 @@ def whole_run(rank: Rank, warm: bool, **changes: Any) -> Found:
                      has_gradients=[label for label, p in executor.model.named_parameters() if p.grad is not None])
         losses.clear(), validations.clear()
 
-    def seen_finish(log, cfg, executor, *rest):
+    def seen_finish(log, preset, run_id, executor, *rest):
         arrays = all_arrays(executor, log.schedule.at(log.done))
         found.update({name: x for name, x in arrays.items() if rank.rank == 0 or not name.startswith("weight.")})
         found.update(final=weight_hashes(executor))
-        return finish(log, cfg, executor, *rest)
+        return finish(log, preset, run_id, executor, *rest)
 
     with (MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed,
           contextlib.redirect_stderr(io.StringIO()) as errors):

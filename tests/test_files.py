@@ -510,7 +510,7 @@ def small_disk(folder: Path) -> Iterator[None]:
         subprocess.run(["umount", folder], check=True)
 
 
-def test_save_or_fall_back__a_full_disk(tmp_path):
+def test_finish__a_full_disk(tmp_path):
     with small_disk(tmp_path / "disk"):
         done = run(tmp_path / "run", *SHORT, f"--save={tmp_path / 'disk/save'}")
         assert names(tmp_path / "disk") == []
@@ -521,7 +521,7 @@ def test_save_or_fall_back__a_full_disk(tmp_path):
     assert f"the weights could not be saved in {wanted}: they are in {found}" in done.lines
 
 
-def test_save_or_fall_back__room_nowhere_takes_no_result_along(tmp_path):
+def test_finish__room_nowhere_takes_no_result_along(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, before[1]))
     try:
