@@ -20,7 +20,7 @@ import train_gpt as tg
 
 SOURCE = ROOT / "train_gpt.py"
 MAX_COLUMNS = 120
-MAX_LINES, MAX_TOKENS = 4_700, 40_160                                   # tokens on the way to 37,500: never up
+MAX_LINES, MAX_TOKENS = 4_660, 39_800
 MAX_FUNCTION, MAX_LONG_FUNCTION = 60, 120
 LONG_FUNCTIONS = ("train",)                                          # the outline of a run; kernels may be as long
 ROOMS = ("Config", "Schedule", "Data", "Kernels", "Model", "Rows", "Optimizer", "Executor", "Race", "Main")
