@@ -18,9 +18,11 @@ from density import AIM, CONSTRUCTS, density
 
 import train_gpt as tg
 
+pytestmark = pytest.mark.house           # of this repository's main: a fork may have other sizes
+
 SOURCE = ROOT / "train_gpt.py"
 MAX_COLUMNS = 120
-MAX_LINES, MAX_TOKENS = 4_660, 39_800
+MAX_LINES, MAX_TOKENS = 4_662, 39_880
 MAX_FUNCTION, MAX_LONG_FUNCTION = 60, 120
 LONG_FUNCTIONS = ("train",)                                          # the outline of a run; kernels may be as long
 ROOMS = ("Config", "Schedule", "Data", "Kernels", "Model", "Rows", "Optimizer", "Executor", "Race", "Main")
