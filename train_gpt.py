@@ -284,7 +284,7 @@ POCKET = dict(
 TINY = POCKET | dict(
     train_files="formula:512:511:40000:2", val_files="formula:512:511:4000:1",
     val_tokens=1024, val_batch_tokens=512, max_doc_len=24, model_dim=32, num_heads=2,
-    stages=(                                                                  # its own: a fork's stages leave it as it is
+    stages=(                             # its own: a fork that changes STAGES keeps this preset
         Stage(128, 1, 3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), Stage(256, 3, 7, 1.52, (1.0, 0.5), (1.0, 0.0)),
         Stage(384, 5, 11, 1.73, (1.0,), (1.0,), untie=True), Stage(384, 6, 13, 1.00, (1.0,), (1.0,))),
     window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, sample_tokens=8)

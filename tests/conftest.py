@@ -24,7 +24,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     signal.signal(signal.SIGINT, signal.default_int_handler)                  # a shell's job behind & ignores it
     config.addinivalue_line("markers", "all: long loops, run with --all only")
-    config.addinivalue_line("markers", "recipe: must fail when the mathematics changes; a fork with an idea leaves it out")
+    config.addinivalue_line("markers", "recipe: must fail when the mathematics changes; forks leave it out")
     config.addinivalue_line("markers", "house: judges this repository's main, its size and its records, not a fork")
     config.addinivalue_line("markers", "gpu: needs a CUDA device; `pytest -m gpu` runs them all")
     config.addinivalue_line("markers", "gpus2: needs two CUDA devices; `pytest -m gpus2` runs them all")
