@@ -97,13 +97,15 @@ add_fast_attention() {  # for GPUs. Nothing here ends a run: with another attent
 }
 
 run_tests() {
-    local folder=tests arg
+    local folder=tests arg duration="about 5 minutes on 2 quiet cores"
     local processes="-n 2 --dist=loadfile --no-loadscope-reorder"             # a core each
     [[ $gpus == 0 ]] || processes=''                          # they would share a card's memory
     for arg in "$@"; do
-        [[ $arg == --all ]] || processes=''                   # a few tests are not worth their start
+        [[ $arg == --all ]] || processes='' duration=''       # a few tests are not worth their start
+        [[ $arg != --all ]] || duration="with the long ones about 40 minutes on 2 quiet cores"
         [[ ! -e ${arg%%::*} ]] || folder=''                   # the user names files: only these
     done
+    [[ -z $duration ]] || say "tests: $duration; a dot is a test that passed, an s one that was skipped"
     exec "$python" -m pytest -q --durations=10 $processes ${folder:+"$folder"} "$@"
 }
 
