@@ -10,7 +10,7 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -62,6 +62,25 @@ def small(**changes) -> tg.Config:
     """float64, 4 heads of 8 (two heads in a paired sequence), 64 tokens of vocabulary, slots of 16 tokens or more."""
     fields = dict(num_heads=4, head_dim=8, model_dim=32, dtype="float64", window_block=3, max_doc_len=12)
     return preset(vocab_size=60, document_start=59, **fields | changes)
+
+
+def exact_array(x: torch.Tensor) -> np.ndarray:
+    """numpy has no bf16; f32 holds every bf16 number."""
+    return (x.float() if x.dtype == torch.bfloat16 else x).detach().clone().numpy()
+
+
+@contextlib.contextmanager
+def few_layers() -> Iterator[None]:
+    """Three layers: 8 attention matrices, 6 of the MLP, 2 value tables."""
+    layers = (tg.Layer("paired", value=0, keep_as=tg.SKIP), tg.Layer("none", add=tg.SKIP),
+              tg.Layer("plain", "long", value=1, key_shift=True, keep_as=tg.BACKOUT))
+    counts = dict(residual=3, attention=6, bigram=3, smear=1, backout=1, skip=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tg, "LAYERS", layers)
+        patch.setattr(tg, "ATTENTION_LAYERS", (0, 2))
+        patch.setattr(tg, "NUM_VALUE_TABLES", 2)
+        patch.setattr(tg, "SCALARS", {name: tg.SCALARS[name][:count] for name, count in counts.items()})
+        yield
 
 
 def write_shard(path: Path, tokens, vocab_size: int = 0, document_start: int = 0, magic: int = 20240520,

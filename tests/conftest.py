@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from faults import Launcher
+from ranks import Ranks
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -28,6 +29,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "house: judges this repository's main, its size and its records, not a fork")
     config.addinivalue_line("markers", "gpu: needs a CUDA device; `pytest -m gpu` runs them all")
     config.addinivalue_line("markers", "gpus2: needs two CUDA devices; `pytest -m gpus2` runs them all")
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
+    """Starts W ranks, and returns what each found: ranks.py."""
+    return Ranks(tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.fixture(scope="session")

@@ -44,7 +44,7 @@ from pytest import MonkeyPatch
 from torch import Tensor
 
 import train_gpt as tg
-from common import grad_of, plan_of, set_grad
+from common import exact_array, few_layers, grad_of, plan_of, set_grad
 from oracle import EXTRACT, WHOLE, Oracle, Trajectory
 
 WORLDS = (8, 4, 2, 1)
@@ -114,11 +114,6 @@ def weight_hashes(executor: tg.Executor) -> dict[str, str]:
     """Of what this rank holds."""
     state = state_bytes(executor)
     return {label: hashlib.sha256(state[label]).hexdigest() for label in executor.optimizer.model.table}
-
-
-def exact_array(x: Tensor) -> np.ndarray:
-    """numpy has no bf16; f32 holds every bf16 number."""
-    return (x.float() if x.dtype == torch.bfloat16 else x).detach().clone().numpy()
 
 
 def all_arrays(executor: tg.Executor, values: tg.Values) -> dict[str, np.ndarray]:
@@ -394,20 +389,6 @@ def nothing_to_add(rank: Rank) -> Found:
 
 UNEVEN_SLOTS, UNEVEN_STEPS, UNTIE_STEP, CYCLE = 24, 6, 3, 2
 UNEVEN_ROWS = dict(bigram_embed=7, value_embed=1026, embed=513)               # fewer than ranks, and not a multiple
-
-
-@contextlib.contextmanager
-def few_layers() -> Iterator[None]:
-    """Three layers: 8 attention matrices, 6 of the MLP, 2 value tables."""
-    layers = (tg.Layer("paired", value=0, keep_as=tg.SKIP), tg.Layer("none", add=tg.SKIP),
-              tg.Layer("plain", "long", value=1, key_shift=True, keep_as=tg.BACKOUT))
-    counts = dict(residual=3, attention=6, bigram=3, smear=1, backout=1, skip=1)
-    with MonkeyPatch.context() as patch:
-        patch.setattr(tg, "LAYERS", layers)
-        patch.setattr(tg, "ATTENTION_LAYERS", (0, 2))
-        patch.setattr(tg, "NUM_VALUE_TABLES", 2)
-        patch.setattr(tg, "SCALARS", {name: tg.SCALARS[name][:count] for name, count in counts.items()})
-        yield
 
 
 def uneven_config(dtype: str, **changes: Any) -> tg.Config:
@@ -745,7 +726,7 @@ def keep(place: Rank, found: Found) -> None:
 
 def one_rank(rank: int, world: int, folder: Path, cases: dict[str, Callable[[Rank], Any]], deadline: float,
              keep: Callable[[Rank, Any], None] = keep) -> None:
-    """All cases of a rank in turn, each when every rank has come to it; for row_cases.py too."""
+    """All cases of a rank in turn, each when every rank has come to it."""
     stuck = open(folder / f"stuck.{rank}", "w")
     faulthandler.dump_traceback_later(deadline, exit=True, file=stuck)
     torch.set_num_threads(1)

@@ -1,57 +1,467 @@
 """Tables of n-grams under the row-wise rule: against a naive dense model, at any number of ranks, from either home.
 
-table_cases.py is started once and runs every case in real processes over gloo; tables_reference.py knows no ranks, no
-plans and no homes. The host home of these runs is the trainer's with staging that is late by chance and spoiled.
+What ranks do stands before the tests of it; they are forks (ranks.py) that meet over gloo. The host home of these runs
+is the trainer's with staging that is late by chance and spoiled.
 """
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
+import math
 import mmap
+import random
 import sys
-import threading
 import time
-from dataclasses import replace
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MethodType, SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
-import rows_reference
-import table_cases as cases
 import torch
 import torch.nn.functional as F
+from common import exact_array, fabric, few_layers, fill_randomly, plan_of, planner_of, preset
 from common import executor as make_executor
-from common import fabric, fill_randomly, plan_of, planner_of, preset
-from table_cases import CADENCES, HOMES, PAIRS, SLOTS, TRIPLES, WIDTH, Trial, few_layers_and_staging, rows_and_state
-from tables_reference import NaiveTable, ngram_rows
-from test_rows import Results, start
+from pytest import MonkeyPatch
+from ranks import COMM_TIMEOUT, Rank, Ranks
+from reference import NaiveTable, ngram_rows, physical, put_together
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import train_gpt as tg
 
-SLOW = pytest.param(cases.SLOW_WORLD, marks=pytest.mark.all)
+SLOW = pytest.param(4, marks=pytest.mark.all)
 worlds = pytest.mark.parametrize("world", [1, 2, SLOW, 8], ids="W{}".format)
+add_rows = tg.add_rows                   # the right one, whatever a mistake makes of the trainer's
+HOMES, CADENCES = ("device", "host"), (2, 4)
 homes = pytest.mark.parametrize("home", HOMES)
 # Relative and absolute. In bf16 bits are equal but where p - u cancels: torch's square root of f32 is not numpy's.
 TOLERANCE = dict(float64=(1e-12, 1e-12), float32=(2e-5, 2e-5), bfloat16=(0.0, 1e-7))
 STATE = ("p", "v", "last", "touched")
 
+# ---- A host home that hides no fault ---------------------------------------------------------------------------------
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Results:
-    folder = tmp_path_factory.mktemp("tables")
-    start(folder, *["--all"] * request.config.getoption("--all"), script="table_cases.py")
-    return Results(folder)
+def spoil(state: tg.RowState) -> None:
+    """Whoever still reads it will be noticed."""
+    state.rows.fill_(math.nan)
+    state.v.fill_(math.nan)
+    state.last.fill_(-1)
 
 
-# ---- Row-wise tables alone -------------------------------------------------------------------------------------------
+class StagedHome(tg.HostHome):
+    """Every transfer is late, by chance, and goes through staging of its own, which is spoiled after it."""
+
+    empties = False                      # rows that came up are spoiled at home, too, until they are back
+    longest_delay = 0.001                # s
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.delays = random.Random(self.fabric.rank)
+
+    def _wait_by_chance(self) -> None:
+        time.sleep(self.delays.uniform(0, self.longest_delay))
+
+    def _bring_up(self, places: Tensor) -> tuple[tg.RowState, Any]:
+        self._wait_by_chance()
+        staging, done = super()._bring_up(places)
+        arrived = copy_of(staging)
+        spoil(staging)
+        if self.empties:
+            self.stored.put(places, staging)
+        self._wait_by_chance()
+        return arrived, done
+
+    def _bring_down(self, places: Tensor, changed: tg.RowState, computed: Any) -> None:
+        self._wait_by_chance()
+        staging = copy_of(changed)
+        super()._bring_down(places, staging, computed)
+        spoil(staging)
+        self._wait_by_chance()
+
+
+class EmptyingHome(StagedHome):
+    empties = True
+
+
+def copy_of(state: tg.RowState) -> tg.RowState:
+    return tg.RowState(*(x.clone() for x in state))
+
+# ---- Row-wise tables alone: which rows are read, and gradients that depend on what was read --------------------------
+
+SLOTS, WIDTH, UPDATES = 8, 4, 7          # slots of a step, features, updates
+LR_MUL, WD_MUL, WEIGHT_DECAY, EPS = 2.0, 3.0, 0.25, 1e-3
+BETA2 = dict(float64=0.9, float32=0.9, bfloat16=0.5)          # 0.5: its powers are exact, in each order
+
+
+def uniform(rows, update, slot, rng):
+    return rng.integers(0, rows, 8)
+
+
+def many_reads(rows, update, slot, rng):
+    return rng.integers(0, rows, 12)
+
+
+def skewed(rows, update, slot, rng):
+    return np.minimum(rng.pareto(0.7, 8), rows - 1)
+
+
+def alike_on_all(rows, update, slot, rng):
+    return (np.arange(5) * 7 + update) % rows
+
+
+def come_back(rows, update, slot, rng):
+    """The first rows in two updates that lie far apart."""
+    some = rng.integers(0, rows // 2, 6)
+    return some if update in (0, UPDATES - 1) else rows // 2 + some
+
+
+def every_other_update(rows, update, slot, rng):
+    """Each update has the rows of the one before the last, and none of the last."""
+    return rng.integers(0, rows // 2, 8) * 2 + update % 2
+
+
+def nothing_at_times(rows, update, slot, rng):
+    return rng.integers(0, rows, 8 * (update % 3 > 0))
+
+
+def nothing_ever(rows, update, slot, rng):
+    return []
+
+
+def odd_slots_empty(rows, update, slot, rng):
+    return rng.integers(0, rows, 8 * (slot % 2 == 0))
+
+
+def all_rows(rows, update, slot, rng):
+    return rng.permutation(rows)
+
+
+PATTERNS: dict[str, tuple[int, Callable]] = {        # rows of the table; (rows, update, slot, generator) -> rows read
+    "uniform": (53, uniform), "collisions": (5, many_reads), "skewed": (97, skewed), "alike on all": (48, alike_on_all),
+    "zero gradients": (53, uniform), "come back": (64, come_back), "every other update": (40, every_other_update),
+    "nothing at times": (31, nothing_at_times), "nothing ever": (7, nothing_ever),
+    "odd slots empty": (53, odd_slots_empty), "all rows": (29, all_rows), "fewer rows than ranks": (3, uniform)}
+
+FEW_PATTERNS = ("uniform", "collisions", "come back", "every other update", "odd slots empty")
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Updates of a table for each pattern."""
+    home: str
+    cadence: int = 2
+    dtype: str = "float64"
+    rounding: str = "nearest"
+    patterns: tuple[str, ...] = tuple(PATTERNS)
+    mistake: str = ""
+    turn: int = 0                        # to try the same again
+
+    @property
+    def beta2(self) -> float:
+        return BETA2[self.dtype]
+
+
+@functools.cache
+def reads(pattern: str, update: int, step: int, slot: int) -> np.ndarray:
+    """Logical rows that a slot reads in a step."""
+    rows, choose = PATTERNS[pattern]
+    rng = np.random.default_rng([zlib.crc32(pattern.encode()), update, step, slot])
+    return np.asarray(choose(rows, update, slot, rng)).astype(np.int32)
+
+
+def gradient(trial: Trial, pattern: str, update: int, step: int, slot: int, read: np.ndarray) -> np.ndarray:
+    """Of a slot's lines, which have these values. Small integers for bf16: their sums are exact in every order."""
+    line, column = np.indices(read.shape)
+    whole = (3 * line + 5 * step + 7 * slot + 11 * update + 2 * column) % 3 - 1
+    if trial.dtype == "bfloat16":
+        lines = whole + np.sign(read)
+    else:
+        lines = 0.37 * whole + 0.2 * read
+    if pattern == "zero gradients":
+        asked = reads(pattern, update, step, slot)
+        lines = lines * (asked % 2)[:, None]
+    return lines.astype(read.dtype)
+
+
+def learning_rate(update: int) -> float:
+    return 0.1 / (1 + update % 3)
+
+
+MISTAKES: dict[str, Callable] = {}       # name -> (patch, optimizer, trial), from here to the end of this part
+
+
+def mistake(name: str) -> Callable:
+    def keep_it(change: Callable) -> Callable:
+        MISTAKES[name] = change
+        return change
+    return keep_it
+
+
+@mistake("v decayed by touch")
+def by_touch(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> None:
+    def update(rows, v, last, grad, grad_scale, number, *rest):
+        last.copy_(number - 1)
+        tg.rowwise_update(rows, v, last, grad, grad_scale, number, *rest)
+    optimizer.rowwise_update = update
+
+
+@mistake("scale per rank")
+def per_rank(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> None:
+    slots_of_a_rank = SLOTS // optimizer.fabric.world
+    optimizer.grad_scale = 1 / slots_of_a_rank
+
+
+@mistake("last writer wins")
+def last_wins(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> None:
+    def overwrite(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
+        for place, line in zip(index.tolist(), grad):
+            row_grads[place] = line
+    patch.setattr(tg, "add_rows", overwrite)
+
+
+@mistake("one update too few")
+def late_count(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> None:
+    right = optimizer.adam_numbers
+
+    def numbers(row: tg.Parameter, values: SimpleNamespace) -> tuple:
+        late = max(trial.cadence - 1, values.step - trial.cadence)
+        return right(row, SimpleNamespace(adam_lr=values.adam_lr, step=late))
+    optimizer.adam_numbers = numbers
+
+
+@mistake("untouched rows decayed")
+def all_decayed(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> None:
+    right = tg.RowTable.updated
+
+    def updated(self) -> None:
+        self.home.settle()
+        self.home.stored.rows.mul_(1 - 1e-3)
+        right(self)
+    patch.setattr(tg.RowTable, "updated", updated)
+
+
+@mistake("untouched v decayed twice")
+def v_decayed(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> None:
+    right = tg.RowTable.updated
+
+    def updated(self) -> None:
+        self.home.settle()
+        self.home.stored.v.mul_(trial.beta2)
+        right(self)
+    patch.setattr(tg.RowTable, "updated", updated)
+
+
+@mistake("write-back lost")
+def lost(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> None:
+    right = tg.HostHome.put
+    counts = {}
+
+    def put(self, update, changed) -> None:
+        counts[self] = counts.get(self, 0) + 1
+        if counts[self] != 3:
+            right(self, update, changed)
+    patch.setattr(tg.HostHome, "put", put)
+
+
+@mistake("upload before write-back")
+def overtaken(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> None:
+    """Rows go down on a thread of their own, slowly."""
+    downward = ThreadPoolExecutor(1)
+
+    def slowly(*arguments: Any) -> None:
+        time.sleep(0.02)
+        tg.HostHome._bring_down(*arguments)
+
+    def put(self, update, changed) -> None:
+        self.writeback = downward.submit(slowly, self, update.places, changed, None)
+    patch.setattr(tg.HostHome, "put", put)
+
+
+@mistake("eps inside the root")
+def inside_root(patch: MonkeyPatch, optimizer: SimpleNamespace, trial: Trial) -> None:
+    def update(rows, v, last, grad, grad_scale, number, beta2, eps, step_size, decay, bits):
+        g = grad * grad_scale
+        missed = beta2**(number - last).double()
+        v.copy_(v * missed + (1 - beta2) * g.square().mean(dim=1))
+        last.copy_(number.expand_as(last))
+        u = step_size * g / (v + eps).sqrt()[:, None]
+        rows.sub_(u + rows * (u * rows > 0) * decay)
+    optimizer.rowwise_update = update
+
+
+OF_THE_HOST_HOME = ("write-back lost", "upload before write-back")            # the other home has nothing like it
+
+
+def optimizer_of(cfg: tg.Config, fabric: tg.Fabric) -> SimpleNamespace:
+    """What TableEntry.update needs of an optimizer."""
+    optimizer = SimpleNamespace(cfg=cfg, fabric=fabric, grad_scale=1 / SLOTS, seed=cfg.seed,
+                                rowwise_update=tg.rowwise_update)
+    optimizer.adam_numbers = MethodType(tg.Optimizer.adam_numbers, optimizer)
+    return optimizer
+
+
+class Driver:
+    """A trial on one rank: a plan a cycle ahead as the loader makes it, and steps as the executor makes them."""
+
+    def __init__(self, fabric: tg.Fabric, trial: Trial, patch: MonkeyPatch) -> None:
+        self.fabric = fabric
+        self.trial = trial
+        self.slots = range(fabric.rank, SLOTS, fabric.world)
+        cfg = tg.Config(**tg.PRESETS["tiny"] | dict(
+            dtype=trial.dtype, model_dim=WIDTH, num_slots=SLOTS, adam_eps=EPS, adam_weight_decay=WEIGHT_DECAY,
+            debug_rows=1))
+        specs = []
+        for pattern in trial.patterns:
+            rows, _ = PATTERNS[pattern]
+            specs.append(tg.Table(pattern, rows, 1, None, is_rowwise=True, home=trial.home, cadence=trial.cadence,
+                                  rounding=trial.rounding))
+        patch.setitem(tg.HOMES, "host", EmptyingHome)
+        self.planner = planner_of(cfg, fabric, *specs)
+        self.optimizer = optimizer_of(cfg, fabric)
+        self.tables, self.entries = {}, {}
+        for spec in specs:
+            most_tokens = SLOTS * trial.cadence * 64
+            self.tables[spec.label] = tg.RowTable(spec, cfg, fabric, None, most_tokens, tg.no_wait)
+            row = tg.Parameter(spec.label, (spec.rows, WIDTH), None, "rowwise", True, LR_MUL, WD_MUL,
+                               (0.0, trial.beta2), rows=spec)
+            self.entries[spec.label] = tg.TableEntry(self.optimizer, row, self.tables[spec.label])
+        if trial.mistake:
+            MISTAKES[trial.mistake](patch, self.optimizer, trial)
+
+    def plan(self, update: int) -> tuple[dict[str, tg.TablePlan], dict[str, list[np.ndarray]]]:
+        plans, places = {}, {}
+        for spec in self.planner.tables:
+            lines = []
+            for step in range(self.trial.cadence):
+                of_slots = [reads(spec.label, update, step, slot) for slot in self.slots]
+                lines.append(np.concatenate(of_slots)[None])
+            plans[spec.label], places[spec.label] = plan_of(self.planner, spec, lines, cycle=update, tokens=SLOTS)
+        if self.fabric.world > 1:
+            tg.exchange_plans(self.fabric, self.fabric.plan_group, self.trial.dtype, plans)
+        for label, plan in plans.items():
+            self.tables[label].prepare(plan)
+        return plans, places
+
+    def step(self, pattern: str, update: int, step: int, plan: tg.TablePlan, places: np.ndarray) -> None:
+        """Read rows, and add a gradient that depends on them."""
+        cache, row_grads = self.tables[pattern].rows_for_forward(plan, None)
+        places = torch.from_numpy(places[0])
+        read = exact_array(cache[places.long()])
+        first = 0
+        lines = []
+        for slot in self.slots:
+            count = len(reads(pattern, update, step, slot))
+            lines.append(gradient(self.trial, pattern, update, step, slot, read[first:first + count]))
+            first += count
+        grad = torch.from_numpy(np.concatenate(lines)).to(cache.dtype)
+        add_rows(row_grads, places, grad)
+
+    def update(self, update: int, ahead: Callable) -> None:
+        """In the order of Optimizer.step: all gradients set off, then table by table the update and the next rows."""
+        values = SimpleNamespace(adam_lr=learning_rate(update), step=(update + 1) * self.trial.cadence - 1)
+        for entry in self.entries.values():
+            entry.reduce()
+        for label, entry in self.entries.items():
+            entry.wait()
+            entry.update(values)
+            entry.clear()
+            if update + 1 < UPDATES:
+                plans, _ = ahead()
+                self.tables[label].fetch(plans[label], None)
+
+    def run(self) -> dict[str, Any]:
+        found = {pattern: dict(fetched=[]) for pattern in self.trial.patterns}
+        made = {0: self.plan(0)}
+        for update in range(UPDATES):
+            plans, places = made[update]
+            if update % 2 == 0 and update + 1 < UPDATES:
+                made[update + 1] = self.plan(update + 1)      # before the first rows of this cycle were taken, too
+            for pattern, plan in plans.items():
+                cache, _ = self.tables[pattern].rows_for_forward(plan, None)
+                found[pattern]["fetched"].append((plan.my_rows.numpy(), exact_array(cache[:len(plan.my_rows)])))
+            for step, pattern in itertools.product(range(self.trial.cadence), self.trial.patterns):
+                self.step(pattern, update, step, plans[pattern], places[pattern][step])
+
+            def ahead(update: int = update) -> tuple:
+                if update + 1 not in made:
+                    made[update + 1] = self.plan(update + 1)
+                return made[update + 1]
+            self.update(update, ahead)
+        for pattern, table in self.tables.items():
+            table.home.settle()
+            touched = [places for places, _ in table.home.touched()]
+            rows, v, last = map(exact_array, table.home.stored)
+            found[pattern] |= dict(p=rows, v=v, last=last, touched=np.concatenate([np.zeros(0, int), *touched]))
+        return found
+
+
+def drive(fabric: tg.Fabric, trial: Trial) -> dict[str, Any]:
+    with MonkeyPatch.context() as patch:
+        return Driver(fabric, trial, patch).run()
+
+
+def exact_trial(home: str, cadence: int, world: int, turn: int = 0) -> Trial:
+    """In float64; what costs most has few patterns."""
+    patterns = tuple(PATTERNS)
+    if turn or (world > 2 and cadence > 2):
+        patterns = FEW_PATTERNS
+    return Trial(home, cadence, patterns=patterns, turn=turn)
+
+
+def single_trial() -> Trial:
+    return Trial("device", dtype="float32", patterns=FEW_PATTERNS)
+
+
+def bf16_trial(home: str, rounding: str) -> Trial:
+    return Trial(home, dtype="bfloat16", rounding=rounding, patterns=FEW_PATTERNS)
+
+
+def trials(world: int) -> list[Trial]:
+    found = [exact_trial(home, cadence, world) for home in HOMES for cadence in CADENCES]
+    if world <= 2:
+        found.append(single_trial())
+        found += [exact_trial(home, CADENCES[0], world, turn) for home in HOMES for turn in (1, 2)]
+        for home, rounding in itertools.product(HOMES, ("nearest", "stochastic")):
+            found.append(bf16_trial(home, rounding))
+    return found
+
+
+def alone(rank: Rank) -> dict[str, Any]:
+    fabric = rank.fabric()
+    return {str(trial): drive(fabric, trial) for trial in trials(rank.world)}
+
+
+def faulty(home: str, mistake: str) -> Trial:
+    return Trial(home, patterns=("uniform", "come back", "every other update"), mistake=mistake)
+
+
+def name_of(trial: Trial) -> str:
+    return f"{trial.home}, {trial.mistake or 'none'}"
+
+
+def mistaken_trials() -> list[Trial]:
+    found = []
+    for home, name in itertools.product(HOMES, ("", *MISTAKES)):
+        if home == "host" or name not in OF_THE_HOST_HOME:
+            found.append(faulty(home, name))
+    return found
+
+
+def mistakes(rank: Rank) -> dict[str, Any]:
+    fabric = rank.fabric()
+    return {str(trial): drive(fabric, trial) for trial in mistaken_trials()}
+
 
 def naive_table(trial: Trial, pattern: str) -> NaiveTable:
-    rows, _ = cases.PATTERNS[pattern]
+    rows, _ = PATTERNS[pattern]
     if trial.dtype == "bfloat16":
-        return NaiveTable(pattern, rows, WIDTH, trial.beta2, cases.EPS, np.float32, bf16=trial.rounding)
-    return NaiveTable(pattern, rows, WIDTH, trial.beta2, cases.EPS, np.dtype(trial.dtype).type)
+        return NaiveTable(pattern, rows, WIDTH, trial.beta2, EPS, np.float32, bf16=trial.rounding)
+    return NaiveTable(pattern, rows, WIDTH, trial.beta2, EPS, np.dtype(trial.dtype).type)
 
 
 @functools.cache
@@ -59,26 +469,26 @@ def naive_run(trial: Trial, pattern: str, world: int) -> tuple[NaiveTable, list[
     """The table after the last update, and its weights before each."""
     table = naive_table(trial, pattern)
     before = []
-    for update in range(cases.UPDATES):
+    for update in range(UPDATES):
         before.append(table.p.copy())
         asked = np.zeros(table.rows, bool)
         sums = [np.zeros_like(table.p) for _ in range(world)]
         for step, slot in itertools.product(range(trial.cadence), range(SLOTS)):
-            read = cases.reads(pattern, update, step, slot)
+            read = reads(pattern, update, step, slot)
             asked[read] = True
-            lines = cases.gradient(trial, pattern, update, step, slot, table.p[read])
+            lines = gradient(trial, pattern, update, step, slot, table.p[read])
             np.add.at(sums[slot % world], read, lines)
         if trial.dtype == "bfloat16":
             assert np.abs(sums).sum(axis=0).max() <= 256, "bf16 would round"
-        lr = cases.LR_MUL * cases.learning_rate(update)
-        table.update(asked, sums, SLOTS, lr, cases.WEIGHT_DECAY * cases.WD_MUL)
+        lr = LR_MUL * learning_rate(update)
+        table.update(asked, sums, SLOTS, lr, WEIGHT_DECAY * WD_MUL)
     return table, before
 
 
-def whole(found: list[dict], pattern: str, name: str) -> np.ndarray:
+def of_all(found: list[dict], pattern: str, name: str) -> np.ndarray:
     """In logical order, of all ranks."""
-    rows, _ = cases.PATTERNS[pattern]
-    return rows_reference.whole([of_rank[pattern][name] for of_rank in found], rows)
+    rows, _ = PATTERNS[pattern]
+    return put_together([of_rank[pattern][name] for of_rank in found], rows)
 
 
 def differences(trial: Trial, found: list[dict]) -> list[str]:
@@ -92,24 +502,24 @@ def differences(trial: Trial, found: list[dict]) -> list[str]:
             if x.shape != want.shape or not np.allclose(x, want, rtol=relative, atol=absolute):
                 wrong.append(f"{pattern}: {name}")
 
-        for rank, update in itertools.product(range(world), range(cases.UPDATES)):
+        for rank, update in itertools.product(range(world), range(UPDATES)):
             listed, rows = found[rank][pattern]["fetched"][update]
             size = -(-naive.rows // world)
             logical = listed % size * world + listed // size
             compare(f"rows fetched for update {update + 1}", rows, before[update][logical])
-        last = whole(found, pattern, "last")
+        last = of_all(found, pattern, "last")
         caught_up = trial.beta2 ** (naive.updates - last)      # what v has missed since
-        compare("weights", whole(found, pattern, "p"), naive.p)
+        compare("weights", of_all(found, pattern, "p"), naive.p)
         compare("last updates", last, naive.last)
-        compare("second moments", whole(found, pattern, "v") * caught_up, naive.v)
+        compare("second moments", of_all(found, pattern, "v") * caught_up, naive.v)
         for rank in range(world):
             mine = naive.last[rank::world]
             compare("touched rows", found[rank][pattern]["touched"], np.flatnonzero(mine))
     return wrong
 
 
-def trial_of(results: Results, world: int, trial: Trial, case: str = "alone") -> list[dict]:
-    return [of_rank[str(trial)] for of_rank in results.ranks(case, world)]
+def trial_of(ranks: Ranks, world: int, trial: Trial, case: Callable = alone) -> list[dict]:
+    return [of_rank[str(trial)] for of_rank in ranks(world, case)]
 
 
 def assert_same_bits(one: list[dict], other: list[dict]) -> None:
@@ -121,42 +531,42 @@ def assert_same_bits(one: list[dict], other: list[dict]) -> None:
 @worlds
 @homes
 @pytest.mark.parametrize("cadence", CADENCES)
-def test_updates_are_those_of_the_dense_model(results, world, home, cadence):
-    trial = cases.exact_trial(home, cadence, world)
-    assert differences(trial, trial_of(results, world, trial)) == []
+def test_updates_are_those_of_the_dense_model(ranks, world, home, cadence):
+    trial = exact_trial(home, cadence, world)
+    assert differences(trial, trial_of(ranks, world, trial)) == []
 
 
 @worlds
 @pytest.mark.parametrize("cadence", CADENCES)
-def test_homes_have_the_same_bits(results, world, cadence):
+def test_homes_have_the_same_bits(ranks, world, cadence):
     """What comes from the host is late, passes through staging that is spoiled, and is nowhere else meanwhile."""
-    device, host = (trial_of(results, world, cases.exact_trial(home, cadence, world)) for home in HOMES)
+    device, host = (trial_of(ranks, world, exact_trial(home, cadence, world)) for home in HOMES)
     assert_same_bits(device, host)
 
 
 @pytest.mark.parametrize("world", (1, 2))
 @homes
-def test_updates_repeat_to_the_bit(results, world, home):
-    first, second = (trial_of(results, world, cases.exact_trial(home, 2, world, turn)) for turn in (1, 2))
+def test_updates_repeat_to_the_bit(ranks, world, home):
+    first, second = (trial_of(ranks, world, exact_trial(home, 2, world, turn)) for turn in (1, 2))
     assert_same_bits(first, second)
 
 
 @pytest.mark.parametrize("world", (1, 2))
-def test_updates_in_single_precision(results, world):
-    trial = cases.single_trial()
-    assert differences(trial, trial_of(results, world, trial)) == []
+def test_updates_in_single_precision(ranks, world):
+    trial = single_trial()
+    assert differences(trial, trial_of(ranks, world, trial)) == []
 
 
 @homes
 @pytest.mark.parametrize("rounding", ("nearest", "stochastic"))
-def test_updates_in_bf16_to_the_bit(results, home, rounding):
+def test_updates_in_bf16_to_the_bit(ranks, home, rounding):
     """All sums are exact here, so that one rank and two ranks have the same bits."""
-    trial = cases.bf16_trial(home, rounding)
-    one, two = (trial_of(results, world, trial) for world in (1, 2))
+    trial = bf16_trial(home, rounding)
+    one, two = (trial_of(ranks, world, trial) for world in (1, 2))
     assert differences(trial, one) == []
     assert differences(trial, two) == []
     for pattern, name in itertools.product(trial.patterns, ("p", "v", "last")):
-        assert whole(one, pattern, name).tobytes() == whole(two, pattern, name).tobytes(), f"{pattern}: {name}"
+        assert of_all(one, pattern, name).tobytes() == of_all(two, pattern, name).tobytes(), f"{pattern}: {name}"
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.all)])
@@ -192,27 +602,99 @@ def test_a_compiled_update_has_the_same_bits_and_one_graph_for_any_number_of_row
 
 def test_roundings_differ():
     """Or the test above could not tell them apart."""
-    nearest, by_chance = (naive_run(cases.bf16_trial("device", rounding), "uniform", 1)[0].p
+    nearest, by_chance = (naive_run(bf16_trial("device", rounding), "uniform", 1)[0].p
                           for rounding in ("nearest", "stochastic"))
     assert not np.array_equal(nearest, by_chance)
 
 
-@pytest.mark.parametrize("trial", cases.mistaken_trials(), ids=cases.name_of)
-def test_mistakes_are_noticed(results, trial):
-    wrong = differences(trial, trial_of(results, 2, trial, "mistakes"))
+@pytest.mark.parametrize("trial", mistaken_trials(), ids=name_of)
+def test_mistakes_are_noticed(ranks, trial):
+    wrong = differences(trial, trial_of(ranks, 2, trial, mistakes))
     assert (wrong != []) == (trial.mistake != "")
 
 
-# ---- Whole runs -----------------------------------------------------------------------------------------------------
+# ---- Whole runs ------------------------------------------------------------------------------------------------------
 
-all_runs = pytest.mark.parametrize("name", cases.RUNS)
+PAIRS = tg.NgramTable("more_bigram_embed", 2, 97)
+TRIPLES = tg.NgramTable("trigram_embed", 3, 301, signs=1)
+ALL_RUNS = dict(dtype="float64", val_every=3, num_scheduled_steps=6, num_extension_steps=3, max_steps=7,
+                sample_tokens=0, run_dir="unused", device="cpu", comm_timeout=COMM_TIMEOUT)
+RUNS = {                                 # name -> n-gram tables, fields
+    "residual": ((PAIRS, TRIPLES), dict(val_every=2)),
+    "layers": ((PAIRS._replace(cadence=4), TRIPLES._replace(place=2)), dict(slots_per_micro_batch=2)),
+    "cadence_4": ((PAIRS._replace(cadence=4), TRIPLES._replace(cadence=4, place=0)),
+                  dict(row_comms="dense", max_steps=9)),
+}
+
+
+@contextlib.contextmanager
+def few_layers_and_staging() -> Iterator[None]:
+    """A small model, and a host home that hides no fault."""
+    with few_layers(), MonkeyPatch.context() as patch:
+        patch.setitem(tg.HOMES, "host", StagedHome)
+        yield
+
+
+def rows_and_state(executor: tg.Executor) -> dict[str, np.ndarray]:
+    """What this rank keeps of n-gram tables."""
+    found = {}
+    for label, table in executor.tables.items():
+        if table.home is not None:
+            table.home.settle()
+            found |= {f"{label}.{name}": exact_array(x) for name, x in table.home.stored._asdict().items()}
+    return found
+
+
+def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
+    """Evaluations in the middle of a cycle, the end of tying and stages, micro-batches, a last cycle that ends early.
+
+    The run before it on the same executor, of other steps, is to leave no trace: a snapshot is taken, and restored.
+    """
+    tables, changes = RUNS[name]
+    with few_layers_and_staging():
+        cfg = tg.Config(**tg.PRESETS["tiny"] | ALL_RUNS | changes)
+        cfg = replace(cfg, tables=tuple(table._replace(home=home) for table in tables))
+        tg.check_config(cfg)
+        fabric = rank.fabric(cfg)
+        headers = tg.find_shards(cfg.train_files)
+        cfg = tg.resolve(cfg, headers, headers)
+        executor = tg.Executor(cfg, fabric, tg.attention_reference, "plain", cfg.slots_per_micro_batch)
+        validation = tg.ValidationSet(cfg, fabric, tg.find_shards(cfg.val_files), executor.exchange)
+        schedule = tg.Schedule(cfg)
+
+        def train(steps: int) -> tuple[list, list]:
+            values = list(map(schedule.at, range(steps)))
+            cycles = [values[first:first + schedule.cycle] for first in range(0, steps, schedule.cycle)]
+            loader = tg.Loader(cfg, fabric, headers, cycles, executor.exchange_ahead)
+            loader.start()
+            sums, losses = [], []
+            for at in values:
+                if at.validate:
+                    losses.append(executor.evaluate(validation.batches(at), at))
+                sums.append(exact_array(tg.train_step(executor, loader, at).slot_sums))
+            loader.close()
+            return sums, [*losses, executor.evaluate(validation.batches(schedule.at(steps)), schedule.at(steps))]
+
+        before = rows_and_state(executor)
+        restore = executor.snapshot()
+        train(schedule.cycle)
+        touched = sum(x.any() for x in rows_and_state(executor).values())
+        restore()
+        left = [key for key, x in rows_and_state(executor).items() if x.tobytes() != before[key].tobytes()]
+        sums, losses = train(schedule.end_step)
+        weights = {f"weight.{label}": exact_array(p) for label, p in executor.model.named_parameters()}
+        return weights | rows_and_state(executor) | dict(
+            slot_sums=np.stack(sums), validation_losses=np.array(losses), touched_before=touched, left=left)
+
+
+all_runs = pytest.mark.parametrize("name", RUNS)
 run_worlds = pytest.mark.parametrize("world", [1, 2, SLOW, pytest.param(8, marks=pytest.mark.all)], ids="W{}".format)
 
 
 @all_runs
 @run_worlds
-def test_runs_from_either_home_have_the_same_bits(results, name, world):
-    device, host = (results.ranks(f"{name}_{home}", world) for home in HOMES)
+def test_runs_from_either_home_have_the_same_bits(ranks, name, world):
+    device, host = (ranks(world, tiny_run, name=name, home=home) for home in HOMES)
     for mine, theirs in zip(device, host, strict=True):
         assert mine.keys() == theirs.keys()
         for key, x in mine.items():
@@ -222,33 +704,33 @@ def test_runs_from_either_home_have_the_same_bits(results, name, world):
 
 @all_runs
 @run_worlds
-def test_runs_are_the_same_at_any_number_of_ranks(results, name, world):
-    alone, = results.ranks(f"{name}_device", 1)
-    ranks = results.ranks(f"{name}_device", world)
-    for found in ranks:
+def test_runs_are_the_same_at_any_number_of_ranks(ranks, name, world):
+    alone, = ranks(1, tiny_run, name=name, home="device")
+    by_rank = ranks(world, tiny_run, name=name, home="device")
+    for found in by_rank:
         np.testing.assert_allclose(found["validation_losses"], alone["validation_losses"], rtol=1e-9)
-    for rank, found in enumerate(ranks):
+    for rank, found in enumerate(by_rank):
         np.testing.assert_allclose(found["slot_sums"], alone["slot_sums"][:, rank::world], rtol=1e-9)
     for line, part in itertools.product((PAIRS, TRIPLES), ("rows", "v", "last")):
-        shards = [found[f"{line.label}.{part}"] for found in ranks]
+        shards = [found[f"{line.label}.{part}"] for found in by_rank]
         want = alone[f"{line.label}.{part}"]
-        np.testing.assert_allclose(rows_reference.whole(shards, line.rows), want, rtol=1e-8, atol=1e-10)
+        np.testing.assert_allclose(put_together(shards, line.rows), want, rtol=1e-8, atol=1e-10)
         assert want.any()
 
 
-def test_cadences_of_the_runs(results):
+def test_cadences_of_the_runs(ranks):
     """Updates are counted by table; the last cycle, which is not whole, has none."""
     counts = {}
-    for name in cases.RUNS:
-        alone, = results.ranks(f"{name}_device", 1)
+    for name in RUNS:
+        alone, = ranks(1, tiny_run, name=name, home="device")
         counts[name] = [alone[f"{line.label}.last"].max() for line in (PAIRS, TRIPLES)]
     assert counts == dict(residual=[3, 3], layers=[1, 3], cadence_4=[2, 2])
 
 
 @pytest.mark.parametrize("world", (1, 2))
 @homes
-def test_a_run_that_is_taken_back_leaves_no_row_touched(results, world, home):
-    for found in results.ranks(f"residual_{home}", world):
+def test_a_run_that_is_taken_back_leaves_no_row_touched(ranks, world, home):
+    for found in ranks(world, tiny_run, name="residual", home=home):
         assert found["touched_before"] and found["left"] == []
 
 
@@ -310,10 +792,10 @@ def test_plans_of_the_largest_table(is_rowwise, world):
     ends = np.arange(MOST_ROWS - 2 * world, MOST_ROWS)
     read = np.concatenate((some, ends, some[:50], [0])).astype(np.int32)
     plan, (places,) = plan_of(planner, table, [read[None]])
-    physical = [rows_reference.physical(int(row), world, MOST_ROWS) for row in read]
-    assert plan.my_rows.tolist() == sorted(set(physical))
+    found_at = [physical(int(row), world, MOST_ROWS) for row in read]
+    assert plan.my_rows.tolist() == sorted(set(found_at))
     found = places[0] if world == 1 and not is_rowwise else plan.my_rows[places[0]]
-    assert found.tolist() == physical
+    assert found.tolist() == found_at
     owners = np.bincount([row % world for row in set(read.tolist())], minlength=world)
     assert plan.send_counts == owners.tolist()
     assert plan.reads == len(read)
@@ -467,8 +949,8 @@ def trained(executor: tg.Executor, steps: int) -> dict[str, bytes]:
 
 
 def all_bytes(executor: tg.Executor) -> dict[str, bytes]:
-    arrays = {name: cases.exact_array(x) for name, x in executor.state_tensors().items()} | rows_and_state(executor)
-    grads = {f"{label}.grads": cases.exact_array(table.row_grads) for label, table in executor.tables.items()}
+    arrays = {name: exact_array(x) for name, x in executor.state_tensors().items()} | rows_and_state(executor)
+    grads = {f"{label}.grads": exact_array(table.row_grads) for label, table in executor.tables.items()}
     return {name: x.tobytes() for name, x in (arrays | grads).items()}
 
 

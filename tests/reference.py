@@ -1,7 +1,7 @@
-"""A table of n-grams under the row-wise rule, as a dense model in numpy that knows no ranks, plans, caches or homes.
+"""Slow but right: what the trainer does, in numpy, without ranks that work apart, plans, caches or homes.
 
-Every update decays v of ALL rows and moves the weights of the rows that were asked for. The trainer touches asked rows
-only, and catches up on what their v has missed: the same numbers, for v * beta2 * ... * beta2 is v * beta2^(e - last).
+Rows of a table of R rows at W ranks: row r belongs to rank r mod W, and is its r div W-th. Owner by owner the rows
+stand in physical order, every slice R / W rows long, rounded up.
 """
 from __future__ import annotations
 
@@ -10,6 +10,34 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+
+def physical(row: int, world: int, rows: int) -> int:
+    return row % world * -(-rows // world) + row // world
+
+
+def cut(table: np.ndarray, world: int) -> list[np.ndarray]:
+    """A table in logical order -> the slice of each owner; zeros where there is no row."""
+    slices = [np.zeros((-(-len(table) // world), *table.shape[1:]), table.dtype) for _ in range(world)]
+    for row, x in enumerate(table):
+        slices[row % world][row // world] = x
+    return slices
+
+
+def put_together(slices: list[np.ndarray], rows: int) -> np.ndarray:
+    return np.stack([slices[row % len(slices)][row // len(slices)] for row in range(rows)])
+
+
+def row_lists(read: list[np.ndarray], rows: int) -> tuple[list[list[int]], list[list[list[int]]]]:
+    """read: logical rows of each rank in a cycle, with repetitions.
+
+    Returns each rank's list, once each in physical order, and pieces[rank][owner]: the same list as places in the
+    owners' slices.
+    """
+    world = len(read)
+    size = -(-rows // world)
+    lists = [sorted({physical(int(row), world, rows) for row in mine}) for mine in read]
+    return lists, [[[row % size for row in mine if row // size == owner] for owner in range(world)] for mine in lists]
 
 
 def ngram_rows(tokens: np.ndarray, constants: Sequence[int], rows: int) -> np.ndarray:
@@ -44,7 +72,12 @@ def to_bf16(p: np.ndarray, drawn: np.ndarray | None = None) -> np.ndarray:
 
 @dataclass
 class NaiveTable:
-    """rows x width weights, from zero."""
+    """A table of n-grams under the row-wise rule: rows x width weights, from zero.
+
+    Every update decays v of ALL rows and moves the weights of the rows that were asked for. The trainer touches these
+    rows only, and catches up on what their v has missed: the same numbers, for v * beta2 * ... * beta2 is
+    v * beta2^(e - last).
+    """
 
     label: str
     rows: int
