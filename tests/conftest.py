@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
 import pytest
 import torch
 from faults import Launcher
 from ranks import Ranks
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 LONGEST_FILES = ["test_rehearsal.py", "test_walk_ranks.py", "test_ranks.py", "test_rows.py", "test_tables.py",
                  "test_runs.py", "test_faults.py", "test_main.py"]

@@ -2,15 +2,14 @@
 
     python tests/gpu_ranks.py FOLDER [--device=cuda|cpu] [--world=2]
 
-Each case has a process group of its own, made by the trainer: NCCL on GPUs; the same lines run over gloo on a CPU. A
-case leaves what is wrong in FOLDER/<case>.<rank>.json, an empty list if nothing is, or its stack trace.
+Each case has a process group of its own, made by the trainer: NCCL on GPUs; the same lines run over gloo on a CPU. In
+FOLDER/found.json stands of each case what is wrong, by rank, an empty list if nothing is; or stack traces.
 """
 from __future__ import annotations
 
 import argparse
-import functools
 import itertools
-import multiprocessing
+import json
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,15 +19,15 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import numpy as np
+import pytest
 import torch
 import torch.distributed as dist
 from common import preset
-from rank_cases import COMM_TIMEOUT, Rank, one_rank
+from ranks import COMM_TIMEOUT, Rank, Ranks
 from torch import Tensor
 
 import train_gpt as tg
 
-DEADLINE = 120                           # s for all cases of a rank
 WIDTH = 96
 IDS = 64                                 # rows that a rank reads in a cycle
 DTYPES = (torch.bfloat16, torch.float32, torch.int32)
@@ -186,15 +185,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--world", type=int, default=2)
     args = parser.parse_args(argv)
-    args.folder.mkdir(parents=True, exist_ok=True)
-    cases = {name: functools.partial(case, device=args.device) for name, case in CASES.items()}
-    context = multiprocessing.get_context("fork")                             # this process has opened no device
-    ranks = [context.Process(target=one_rank, args=(rank, args.world, args.folder, cases, DEADLINE))
-             for rank in range(args.world)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join()
+    found, ranks = {}, Ranks(args.folder)                                     # this process has opened no device
+    for name, case in CASES.items():
+        try:
+            found[name] = ranks(args.world, case, device=args.device)
+        except pytest.fail.Exception as error:
+            found[name] = str(error)
+    (args.folder / "found.json").write_text(json.dumps(found))
+
 
 
 if __name__ == "__main__":

@@ -18,14 +18,16 @@ def physical(row: int, world: int, rows: int) -> int:
 
 def cut(table: np.ndarray, world: int) -> list[np.ndarray]:
     """A table in logical order -> the slice of each owner; zeros where there is no row."""
-    slices = [np.zeros((-(-len(table) // world), *table.shape[1:]), table.dtype) for _ in range(world)]
+    size = -(-len(table) // world)
+    slices = [np.zeros((size, *table.shape[1:]), table.dtype) for _ in range(world)]
     for row, x in enumerate(table):
         slices[row % world][row // world] = x
     return slices
 
 
 def put_together(slices: list[np.ndarray], rows: int) -> np.ndarray:
-    return np.stack([slices[row % len(slices)][row // len(slices)] for row in range(rows)])
+    world = len(slices)
+    return np.stack([slices[row % world][row // world] for row in range(rows)])
 
 
 def row_lists(read: list[np.ndarray], rows: int) -> tuple[list[list[int]], list[list[list[int]]]]:
@@ -36,8 +38,16 @@ def row_lists(read: list[np.ndarray], rows: int) -> tuple[list[list[int]], list[
     """
     world = len(read)
     size = -(-rows // world)
-    lists = [sorted({physical(int(row), world, rows) for row in mine}) for mine in read]
-    return lists, [[[row % size for row in mine if row // size == owner] for owner in range(world)] for mine in lists]
+    lists = []
+    pieces = []
+    for mine in read:
+        listed = sorted({physical(int(row), world, rows) for row in mine})
+        lists.append(listed)
+        by_owner = [[] for _ in range(world)]
+        for row in listed:
+            by_owner[row // size].append(row % size)
+        pieces.append(by_owner)
+    return lists, pieces
 
 
 def ngram_rows(tokens: np.ndarray, constants: Sequence[int], rows: int) -> np.ndarray:
