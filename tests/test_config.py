@@ -15,6 +15,7 @@ import train_gpt as tg
 ONE_STAGE = "128 1 3 1.0 1.0,0.5 1.0,0.0"
 
 
+@pytest.mark.recipe
 def test_layer_table_is_that_of_recipe_2_2():
     table = """0 paired short - no | 1 plain short 0 no | 2 paired short 1 no | 3 plain long - yes | 4 plain short - no
         | 5 paired short - no | 6 none - - no | 7 plain short - no | 8 plain short 2 no | 9 paired short 3 no

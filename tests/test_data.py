@@ -47,6 +47,7 @@ def hashed(*tokens: int, rows: int = ROWS) -> list[int]:
     return tg.bigram_hash(np.array(tokens, np.int32), rows).tolist()
 
 
+@pytest.mark.recipe
 def test_hash_has_the_values_of_the_recipe():
     assert hashed(50256, 464, 262, 13, 50256, 50256, 198) == [251519, 204580, 71483, 2667, 204913, 35060, 14985]
     for previous, current, row in RECIPE_HASH:
@@ -99,6 +100,7 @@ def slow_slot(tokens: list[int], pieces: list[tuple[int, int]]) -> tuple[list[in
     return [token for start, end in pieces for token in tokens[start:end]], bounds
 
 
+@pytest.mark.recipe
 @pytest.mark.parametrize("slots, length, longest, want, next_doc", CASES_11_3)
 def test_packing_of_the_recipe(slots, length, longest, want, next_doc):
     shard = tg.Shard(np.array(SHARD_11_3, np.uint16), 9)

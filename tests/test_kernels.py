@@ -345,6 +345,7 @@ def plain_losses(y, w, targets, weights):
         for s in range(slots) for t in range(length)])
 
 
+@pytest.mark.recipe
 def test_head_loss_of_the_recipe():
     logits, targets = torch.tensor(LOGITS_11_8, dtype=F64, requires_grad=True), torch.tensor([[3, 0, 1]])
     losses = head_loss(logits, torch.eye(4, dtype=F64), targets, (1.0, 0.5, 0.25))
@@ -357,6 +358,7 @@ def test_head_loss_of_the_recipe():
     assert float(mean) == pytest.approx(0.188060254427031, rel=1e-13)
 
 
+@pytest.mark.recipe
 def test_softcap_has_the_recipes_range_and_slope():
     x = torch.tensor([0.0, -1e4, 1e4, -5.0], dtype=F64, requires_grad=True)
     z = tg.softcap(x)

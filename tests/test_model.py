@@ -88,6 +88,7 @@ def slow_hidden(cfg, p, tokens, rows, bounds, frequencies):
     return norm(h - backout * kept[7])
 
 
+@pytest.mark.recipe
 @pytest.mark.parametrize("heads, seed", [(4, 0), (2, 1)])
 def test_forward_is_the_recipes(heads, seed):
     cfg = small(num_heads=heads, model_dim=8 * heads)
@@ -206,6 +207,7 @@ def test_record_preset_at_full_size_on_meta_tensors(precision):
 
 # ---- parameter table and initial values -----------------------------------------------------------------------------
 
+@pytest.mark.recipe
 def test_parameter_table_of_the_record_preset():
     rows = {row.label: row for row in tg.parameter_table(preset("record", 50_257, 50_256))}
     total = 0
@@ -227,6 +229,7 @@ def initial(seed: int = 0, **changes) -> dict[str, torch.Tensor]:
     return {label: p.detach() for label, p in model.named_parameters()}
 
 
+@pytest.mark.recipe
 def test_initial_values_are_the_recipes():
     p = initial(model_dim=48, num_heads=6, head_dim=8, dtype="float32")
     s = p["scalars"].tolist()

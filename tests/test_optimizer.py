@@ -36,6 +36,7 @@ def slow_polar(x: np.ndarray) -> np.ndarray:
     return (u * s[..., None, :]) @ v
 
 
+@pytest.mark.recipe
 def test_polar_express_of_the_recipe():
     want = [[-0.7577416544, 0.2934070896, 0.7415923675], [0.7763169829, 0.5181736290, 0.6048503874]]
     g = tensor([[1, 2, 3], [4, 5, 7]])
@@ -73,6 +74,7 @@ def test_gain_of_a_normalised_singular_value(value, gain):
 
 # ---- NorMuon --------------------------------------------------------------------------------------------------------
 
+@pytest.mark.recipe
 def test_two_normuon_steps_of_the_recipe():
     p = tensor([[[0.5, -0.25], [0.125, 1], [-0.75, 0.375]]])
     momentum, second = torch.zeros(1, 3, 2, dtype=F64), torch.zeros(1, 3, 1, dtype=F64)
@@ -107,6 +109,7 @@ def words(raw: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(high).view(torch.bfloat16), torch.from_numpy(low)
 
 
+@pytest.mark.recipe
 @pytest.mark.parametrize("update, before, after, visible", MANTISSA)
 def test_mantissa_update_of_the_recipe(monkeypatch, update, before, after, visible):
     monkeypatch.setattr(tg, "normuon_direction", lambda *_: torch.full((1, 1, 1), update))
@@ -139,6 +142,7 @@ def test_weight_and_mantissa_follow_an_f32_weight_bit_by_bit(monkeypatch):
 
 # ---- Adam -----------------------------------------------------------------------------------------------------------
 
+@pytest.mark.recipe
 def test_two_adam_updates_of_the_recipe():
     p, m, v = tensor([0.02, -0.01, 0, 0.5]), torch.zeros(4, dtype=F64), torch.zeros(4, dtype=F64)
     updates = [  # summed gradient, step size, m, v, new p
@@ -469,7 +473,7 @@ def test_a_state_of_one_name_more_goes_everywhere(monkeypatch):
         return tg.memory_estimate(cfg, fabric(), tg.attention_reference, cfg.num_slots)["moments"]
 
     def with_average(row, shard):
-        return initial_state(row, shard) | dict(average=torch.zeros_like(shard))
+        return initial_state(row, shard) | dict(another=torch.zeros_like(shard))
 
     cfg = small()
     before, initial_state = memory(), tg.initial_state
@@ -478,14 +482,14 @@ def test_a_state_of_one_name_more_goes_everywhere(monkeypatch):
     labels = [label for label, _ in ex.model.named_parameters()]
     assert memory() - before == sum(math.prod(row.shape) for row in ex.model.table.values()) * F64.itemsize
     for number, label in enumerate(labels, 1):
-        ex.optimizer.state[label]["average"].fill_(number)
+        ex.optimizer.state[label]["another"].fill_(number)
     restore, saved = ex.snapshot(), ex.whole_state(values)
     for put_back in (restore, lambda: ex.load_state(saved)):
         for label in labels:
-            ex.optimizer.state[label]["average"].zero_()
+            ex.optimizer.state[label]["another"].zero_()
         put_back()
         for number, label in enumerate(labels, 1):
-            assert ex.optimizer.state[label]["average"].eq(number).all(), label
+            assert ex.optimizer.state[label]["another"].eq(number).all(), label
 
 
 def test_bf16_banks_keep_their_lower_bits_in_mantissa_words(monkeypatch):
@@ -509,6 +513,7 @@ def test_bf16_banks_keep_their_lower_bits_in_mantissa_words(monkeypatch):
     assert "mantissa" not in make().state["attn"], "f64 weights need none"
 
 
+@pytest.mark.recipe
 def test_roundings_to_bf16_stand_where_the_recipe_has_them(monkeypatch):
     """In NorMuon: what goes into Polar Express, and the factor of each row, once each; Adam: the weight, to nearest."""
     o, seen = torch.randn(1, 4, 3, generator=torch.Generator().manual_seed(0)).bfloat16(), []

@@ -19,6 +19,8 @@ from oracle import CHECKS, EXTRACT, WHOLE, Mismatch, Oracle
 
 import train_gpt as tg
 
+pytestmark = pytest.mark.recipe
+
 Patch = Callable[[pytest.MonkeyPatch], None]
 
 

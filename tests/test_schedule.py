@@ -55,6 +55,7 @@ def record() -> tg.Schedule:
     return tg.Schedule(preset("record"))
 
 
+@pytest.mark.recipe
 def test_every_row_of_the_recipe(record):
     close = dict(rel=0, abs=6e-9)                                     # the recipe prints 8 decimals
     for row in RECIPE_4.strip().splitlines():
@@ -69,6 +70,7 @@ def test_every_row_of_the_recipe(record):
         assert v.adam_step == (adam == "yes"), step
 
 
+@pytest.mark.recipe
 def test_single_numbers_of_the_recipe(record):
     assert (record.starts, record.ends) == ((0, 502, 1005, 1507), (502, 1005, 1507, 1547))
     assert record.cooldown_start == 678
@@ -84,6 +86,7 @@ def test_single_numbers_of_the_recipe(record):
     assert [v.step for v in values if v.validate] == [0, 250, 500, 750, 1000, 1250, 1500]
 
 
+@pytest.mark.recipe
 def test_yarn_frequencies_and_scales(record):
     for row in RECIPE_YARN.strip().splitlines():
         i, *by_stage = row.split()
