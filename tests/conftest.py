@@ -13,6 +13,8 @@ import torch
 from faults import Launcher
 from ranks import Ranks
 
+import train_gpt as tg
+
 LONGEST_FILES = ["test_rehearsal.py", "test_walk_ranks.py", "test_ranks.py", "test_rows.py", "test_tables.py",
                  "test_runs.py", "test_faults.py", "test_main.py"]
 
@@ -23,6 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
+    tg.PRESETS["tiny"].setdefault("adam_every", 2)            # runs of tests are cycles of two, whatever the default is
     signal.signal(signal.SIGINT, signal.default_int_handler)                  # a shell's job behind & ignores it
     config.addinivalue_line("markers", "all: long loops, run with --all only")
     config.addinivalue_line("markers", "recipe: must fail when the mathematics changes; forks leave it out")

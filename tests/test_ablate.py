@@ -79,10 +79,12 @@ def modules(copies):
     return {name: load(path, name) for name, path in copies.items()}
 
 
+@pytest.mark.house
 def test_every_file_is_an_arm():
     assert sorted(path.stem for path in ablate.PATCHES.glob("*.patch")) == sorted(PATCHED)
 
 
+@pytest.mark.house
 @pytest.mark.parametrize("name", PATCHED)
 def test_a_patch_says_what_it_does_and_has_one_place(name):
     text, source = (ablate.PATCHES / f"{name}.patch").read_text(), (ROOT / "train_gpt.py").read_text()
@@ -93,6 +95,7 @@ def test_a_patch_says_what_it_does_and_has_one_place(name):
         assert source.count(before) == 1, f"not one place for:\n{before}"
 
 
+@pytest.mark.house
 @pytest.mark.parametrize("name", PATCHED)
 def test_a_patch_applies_where_lines_have_moved(name, tmp_path):
     moved = tmp_path / "train_gpt.py"
@@ -102,6 +105,7 @@ def test_a_patch_applies_where_lines_have_moved(name, tmp_path):
     compile(source, name, "exec")
 
 
+@pytest.mark.house
 def test_a_patch_applies_inside_a_repository(tmp_path):
     """git would look for the file at the root of a repository around it."""
     import subprocess
@@ -110,6 +114,7 @@ def test_a_patch_applies_inside_a_repository(tmp_path):
     assert "kept[BACKOUT]" not in copy.read_text()
 
 
+@pytest.mark.house
 def test_a_patch_that_no_longer_applies_is_named(tmp_path):
     stale = tmp_path / "train_gpt.py"
     stale.write_text((ROOT / "train_gpt.py").read_text().replace("kept[BACKOUT])", "kept[BACKOUT])  # moved on"))
@@ -165,6 +170,7 @@ GONE = {"smear": {"smear_gate"}, "skip": {"skip_gate"}, "value_embeddings": {"va
         "bigram": {"bigram_embed"}, "attention_gates": {"attn_gate_bank"}, "x0_mix": {"x0_lambdas"}}
 
 
+@pytest.mark.house
 @pytest.mark.parametrize("name", PATCHED)
 def test_parameters_that_leave(name, modules):
     module = modules[name]
@@ -176,6 +182,7 @@ def test_parameters_that_leave(name, modules):
     assert {field.name for field in vars(module)["fields"](module.Config)} == {f.name for f in tg.fields(tg.Config)}
 
 
+@pytest.mark.house
 @pytest.mark.parametrize("name", ["smear", "skip", "backout", "bigram"])
 def test_a_scalar_without_effect(name, modules):
     for module, same in ((tg, False), (modules[name], True)):
@@ -183,6 +190,7 @@ def test_a_scalar_without_effect(name, modules):
         assert torch.equal(low, high) == same, name
 
 
+@pytest.mark.house
 def test_smear_an_input_is_its_token_alone(modules):
     inputs = {}
     for module in (tg, modules["smear"]):
@@ -196,6 +204,7 @@ def test_smear_an_input_is_its_token_alone(modules):
     assert torch.equal(inputs[off, 3][:, 1:], inputs[off, 9][:, 1:])
 
 
+@pytest.mark.house
 def test_layers(modules):
     """What the layer table says, and that a patch of it changes nothing else."""
     def facts(layers):
@@ -218,18 +227,21 @@ def same_weights(module: ModuleType):
     return whole, other
 
 
+@pytest.mark.house
 def test_attention_gates_are_those_of_zero_weights(modules):
     whole, ungated = same_weights(modules["attention_gates"])
     whole.attn_gate_bank.data.zero_()
     torch.testing.assert_close(hidden(modules["attention_gates"], ungated), hidden(tg, whole))
 
 
+@pytest.mark.house
 def test_x0_mix_is_that_of_zero_weights(modules):
     whole, unmixed = same_weights(modules["x0_mix"])
     whole.x0_lambdas.data.zero_()
     torch.testing.assert_close(hidden(modules["x0_mix"], unmixed), hidden(tg, whole))
 
 
+@pytest.mark.house
 @pytest.mark.parametrize("precision", ["plain", "emulated"])
 def test_softcap_loss_and_gradient_are_the_plain_cross_entropy(modules, precision):
     """In fp8 to the rounding of its numbers, which have three bits below the first, gradients two."""
@@ -249,12 +261,14 @@ def test_softcap_loss_and_gradient_are_the_plain_cross_entropy(modules, precisio
         torch.testing.assert_close(mine, reference, **close)
 
 
+@pytest.mark.house
 def test_schedules(modules):
     schedule, plain = (module.Schedule(config(module)) for module in (modules["yarn"], tg))
     assert len(set(plain.rotary)) == len(schedule.rotary) == 4 and len(set(schedule.rotary)) == 1
     assert tuple(schedule.rotary[0]) == tuple(plain.rotary[0])
 
 
+@pytest.mark.house
 def test_decay_ignores_the_update(modules):
     module, one = modules["cautious_decay"], torch.ones((), dtype=torch.float64)
     p, update = torch.tensor([1.0, 1.0], dtype=torch.float64), torch.tensor([0.5, -0.5], dtype=torch.float64)
@@ -274,6 +288,7 @@ def test_decay_ignores_the_update(modules):
         assert ((weights - (p - 0.01 * update.sign())).abs() > 0.01).tolist() == decayed
 
 
+@pytest.mark.house
 def test_normuon_is_muon(modules):
     grad = torch.randn(2, 6, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     found = {}
@@ -286,6 +301,7 @@ def test_normuon_is_muon(modules):
     torch.testing.assert_close(found[tg].norm(dim=(1, 2)), muon.norm(dim=(1, 2)), rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.house
 def test_flags(tmp_path):
     """Each flag arm, as the trainer parses it for `pocket`; nothing else changes."""
     preset = tg.Config(**tg.PRESETS["pocket"])

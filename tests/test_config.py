@@ -82,7 +82,8 @@ def test_check_config__a_stage_table_that_cannot_work(name):
 def test_read_row__a_stage_comes_back_from_its_text():
     for stage in (*tg.STAGES, *tg.TINY["stages"]):
         assert tg.read_row("stages", tg.row_text(stage)) == stage
-    assert tg.row_text(tg.STAGES[2]) == "393216 5 11 1.73 1.0 1.0 untie" and tg.STAGES[2].untie
+    stage = tg.Stage(393_216, 5, 11, 1.73, (1.0,), (1.0,), untie=True)
+    assert tg.row_text(stage) == "393216 5 11 1.73 1.0 1.0 untie"
     assert [stage.untie for stage in tg.TINY["stages"]] == [False, False, True, False]
     assert [stage.batch_tokens for stage in tg.TINY["stages"]] == [128, 256, 384, 384]
     for row in ("128 1 3", f"{ONE_STAGE} tie", f"{ONE_STAGE} untie untie", "128 1 3 1 1, 1", "1.5 1 3 1 1 1"):
@@ -138,7 +139,7 @@ def test_tables__rows_and_defaults():
 def test_presets__pocket_is_the_record_topology_at_small_size():
     cfg = tg.Config(**tg.PRESETS["pocket"])
     assert (cfg.model_dim, cfg.num_heads, cfg.head_dim, cfg.attn_scale) == (96, 6, 16, 12.8 / 16)
-    assert [stage.batch_tokens // cfg.num_slots for stage in cfg.stages[:3]] == [64, 128, 192]
+    assert [256 * stage.batch_tokens for stage in cfg.stages] == [stage.batch_tokens for stage in tg.STAGES]
     assert (cfg.dtype, cfg.head, cfg.max_doc_len) == ("float32", "plain", 256)
     assert 500 <= cfg.num_scheduled_steps + cfg.num_extension_steps <= 580
     assert [stage[1:] for stage in cfg.stages] == [stage[1:] for stage in tg.STAGES]

@@ -622,7 +622,7 @@ def test_tables_are_rows_of_the_parameter_table():
     for label, count, reads, tied in (("bigram_embed", 251_520, 1, False), ("value_embed", 5 * 50_304, 5, False),
                                       ("embed", 50_304, 1, True)):
         table, tokens = found.pop(label), np.array([[7, 50_256, 0, 3], [1, 1, 1, 1]], np.int32)
-        assert (table.rows, table.reads, table.tied, table.cadence) == (count, reads, tied, 2)
+        assert (table.rows, table.reads, table.tied, table.cadence) == (count, reads, tied, cfg.adam_every)
         ids = table.ids(tokens)
         assert ids.dtype == np.int32 and ids.size == reads * tokens.size and 0 <= ids.min() and ids.max() < count
         parameter = next(row for row in tg.parameter_table(cfg) if row.label == label)

@@ -15,6 +15,7 @@ real_tokens = pytest.mark.skipif(
     not glob.glob("../shared/data/measure_train_*.bin"), reason="needs real tokens, ../shared/data")
 
 
+@pytest.mark.recipe
 @real_tokens
 @pytest.mark.parametrize("stage", bench_rows.STAGES)
 def test_sparse_moves_a_small_part_of_the_bytes_and_owners_share_the_work(stage):

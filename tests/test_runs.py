@@ -22,6 +22,7 @@ sys.path.insert(0, str(ROOT / "records"))
 from tools import logs
 
 TIMES = {"ms", "plan_ms", "train_time_ms", "run_dir", "peak_memory_mib", "source"}
+TINY = ("--preset=tiny", "--adam_every=2")                    # of a process that has not read conftest.py
 
 
 def timeless(x):
@@ -34,7 +35,7 @@ def timeless(x):
 def launch(ranks: int, folder: Path, *flags: str) -> None:
     """A run of its own processes, preset tiny. Its output is shown if it fails."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-    command = [*(command if ranks > 1 else [sys.executable]), str(ROOT / "train_gpt.py"), "--preset=tiny"]
+    command = [*(command if ranks > 1 else [sys.executable]), str(ROOT / "train_gpt.py"), *TINY]
     done = subprocess.run([*command, f"--run_dir={folder}", "--sample_tokens=0", *flags], text=True, timeout=120,
                           env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -167,7 +168,7 @@ def test_the_second_of_several_runs_of_two_ranks_equals_a_fresh_one(tmp_path):
 def kill_and_resume(folder: Path, rng: random.Random, plain: Path, most: int) -> int:
     """Kill a run up to `most` times at random moments and resume it until it ends. Returns how often it was killed."""
     command = [sys.executable, str(ROOT / "train_gpt.py"), "--checkpoint_every=2", "--sample_tokens=0"]
-    kills, source, number = 0, ["--preset=tiny", "--seed=6"], 0
+    kills, source, number = 0, [*TINY, "--seed=6"], 0
     while True:
         number += 1
         here = folder / f"{number}"

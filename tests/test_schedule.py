@@ -102,6 +102,7 @@ def test_yarn_frequencies_and_scales(record):
     assert (kept, stretched) == ([3, 6, 7], [13, 13, 13])
 
 
+@pytest.mark.recipe
 def test_final_validation_has_a_wider_window_and_nothing_else_new(record):
     end, last = record.at(1547), record.at(1546)
     assert (end.short_window, end.long_window) == (6 * 128, 20 * 128)
@@ -162,6 +163,7 @@ def test_warm_up_steps__meet_every_kind_of_step(changes):
         assert len(others) == schedule.cycle - 1 or at + schedule.cycle > len(steps)
 
 
+@pytest.mark.recipe
 def test_warm_up_steps__the_largest_stage_comes_first(record):
     assert record.warm_up_steps() == [*range(1004, 1008), *range(1506, 1510), *range(502, 506), *range(4)]
     assert tg.Schedule(preset("tiny", max_steps=5)).warm_up_steps() == [2, 3, 0, 1, 4], "stage 1 is the largest reached"
