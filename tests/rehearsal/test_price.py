@@ -124,25 +124,6 @@ def test_what_has_no_price_is_refused(damage, said):
         price.price(timelines(even=[run("move")]) | damage, RATES)
 
 
-# What the arithmetic was fitted with; a change needs a source, and a look at all that was priced before.
-STARTED_FROM = dict(bfloat16=770e12, float8=1500e12, memory=3.05e12, transposing=2.28e12, FA2=225e12, FA3=450e12,
-                    special=3.6e12, issue=132 * 4 * 1.7e9, link=370e9)
-
-
-def test_every_rate_has_a_source_and_those_of_the_record_are_the_fitted_ones():
-    table = price.load(price.RATES)
-    for name, card in table["cards"].items():
-        capability = card["device"]["major"], card["device"]["minor"]
-        assert ("float8" in card["rates"]) == (capability >= (8, 9)), name
-        assert ("FA3" in card["rates"]) == (capability == (9, 0)), name
-        for kind, rate in card["rates"].items():
-            assert 0 < rate["share"] < 1 and rate["peak"] > 0, (name, kind)
-            assert rate["unit"] and rate["source"], (name, kind)
-    card = price.Card(table, "H100")
-    assert {kind: card.rates[kind] for kind in STARTED_FROM} == pytest.approx(STARTED_FROM, rel=1e-3)
-    assert (card.launch_floor, card.link_latency, card.slack, card.fused_pass) == (3e-6, 20e-6, 1.197, 0.6)
-
-
 def test_a_measured_run_stands_beside_the_prediction(tmp_path, capsys):
     """By stage, away from its ends: steps that settle and leave are 10 times as long here, none of them may count."""
     made = timelines(even=[run("move")], odd=[run("move")])

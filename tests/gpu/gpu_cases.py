@@ -25,7 +25,7 @@ from common import angles_by_channel
 
 import train_gpt as tg
 
-RATES = Path(__file__).parent / "rehearsal/rates.json"               # of cards, each with its source
+RATES = Path(__file__).resolve().parents[1] / "rehearsal/rates.json"               # of cards, each with its source
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 TRAINER, PLAIN, COMPILED = "trainer", "plain", "torch.compile"

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from common import preset
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 TOOL = ROOT / "data/tokenize_text.py"
 sys.path.insert(0, str(ROOT / "data"))                        # the tool imports pocket.py beside it, workers the tool
 

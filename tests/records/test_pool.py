@@ -10,8 +10,8 @@ import pytest
 from planted import A_LOSSES, A_TIMES, LOSS, LOSS_SD, NOON, RUN_S, SECONDS, TIME_SD, pool, write
 from scipy import stats
 
-ROOT = Path(__file__).resolve().parent.parent
-GOLDEN = ROOT / "tests" / "golden"
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "records" / "golden"
 sys.path.insert(0, str(ROOT / "records"))
 from tools import logs, sides, verdict
 from tools import pool as pools

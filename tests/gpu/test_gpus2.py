@@ -33,7 +33,7 @@ def found(tmp_path_factory):
     def of(device: str, world: int):
         if (device, world) not in kept:
             folder = tmp_path_factory.mktemp(f"{device}{world}")
-            command = [sys.executable, str(ROOT / "tests/gpu_ranks.py"), str(folder), f"--device={device}",
+            command = [sys.executable, str(ROOT / "tests/gpu/gpu_ranks.py"), str(folder), f"--device={device}",
                        f"--world={world}"]
             subprocess.run(command, timeout=PATIENCE * len(CASES), check=True)
             kept[device, world] = json.loads((folder / "found.json").read_text())

@@ -1,4 +1,4 @@
-"""What `compare`, `show` and `place` print, word by word: tests/golden/reports. A change there is a change of a report.
+"""What `compare`, `show` and `place` print, word by word: tests/records/golden/reports. A change there is a change of a report.
 
     python tests/test_reports.py        writes them anew; read the difference before committing it"""
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 from planted import A_LOSSES, A_TIMES, B_LOSSES, B_TIMES, LOSS, NOON, RUN_S, peer, peers, pool, write
 
-ROOT = Path(__file__).resolve().parent.parent
-REPORTS = ROOT / "tests" / "golden" / "reports"
+ROOT = Path(__file__).resolve().parents[2]
+REPORTS = ROOT / "tests" / "records" / "golden" / "reports"
 sys.path.insert(0, str(ROOT / "records"))
 from tools import compare, pool as pools
 

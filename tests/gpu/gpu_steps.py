@@ -22,7 +22,7 @@ from torch import Tensor
 
 import train_gpt as tg
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 REAL_TOKENS = "../shared/data/measure_{part}_*.bin"                           # DATA=... names others
 BACKWARD_OF_PRODUCTS = 3                 # forward and backward together, in forward passes
 BACKWARD_OF_ATTENTION = 3.5              # its backward computes the scores again

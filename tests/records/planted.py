@@ -4,7 +4,7 @@ import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "records"))
 from tools import compare
 
@@ -67,7 +67,7 @@ def report(folder: Path, **settings) -> dict:
 def peer(path: Path, seconds: float, loss: float, place: int, source: str = "", total: int = 1400,
          end: int | None = None, day: int = 21, driver: str = "570.195.03") -> None:
     """A log of family D: source with decoys, an environment with a date, validations. place: when it ran, in runs."""
-    golden = (ROOT / "tests/golden/d_timing.txt").read_text()
+    golden = (ROOT / "tests/records/golden/d_timing.txt").read_text()
     head = golden[:golden.index("step:0/4 val_loss:10.8260")]
     minutes = 4 * place
     head = head.replace("Nov 21 05:00:00 2026", f"Nov {day} {5 + minutes // 60:02}:{minutes % 60:02}:00 2026")

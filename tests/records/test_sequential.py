@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "records"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "records"))
 
 from tools import sequential, verdict  # noqa: E402  (records/ has to be on the path first)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-RECORDS = Path(__file__).resolve().parent.parent / "records"
+RECORDS = Path(__file__).resolve().parents[2] / "records"
 sys.path.insert(0, str(RECORDS))
 
 from tools import bench, calibrate, launch, logs, verdict    # noqa: E402
@@ -158,7 +158,7 @@ def test_a_peer_against_ours(tmp_path, capsys, peer):
     (("--b=--lr=2",), "faster"), ((), "same program"), (("--a=--seed=1", "--b=--seed=2"), "same program")])
 def test_flags_that_only_the_manifest_knows_make_another_program(tmp_path, flags, word):
     """Of a peer, whose text log has its source and no flags. A seed makes none."""
-    golden = (RECORDS.parent / "tests/golden/d_timing.txt").read_text()
+    golden = (RECORDS.parent / "tests/records/golden/d_timing.txt").read_text()
     environment = golden[golden.index("Running Python"):golden.index("step:0/4 val_loss:10.8260")]
     (tmp_path / "environment").write_text(environment)
     said = f'"=" * 100, open({str(tmp_path / "environment")!r}).read()'

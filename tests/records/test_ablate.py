@@ -18,7 +18,7 @@ import pytest
 import torch
 from common import own_rows
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "records"))
 
 import train_gpt as tg

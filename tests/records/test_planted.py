@@ -16,7 +16,7 @@ import pytest
 from planted import LOSS, LOSS_SD, NATS_PER_STEP, NOON, RUN_S, SECONDS, TIME_SD, peer, report, write
 from scipy import stats
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "records"))
 from tools import compare, timing, verdict
 from tools.timing import Timed

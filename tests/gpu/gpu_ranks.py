@@ -1,6 +1,6 @@
 """What ranks on several GPUs must be able to do together, one process per GPU; for test_gpus2.py.
 
-    python tests/gpu_ranks.py FOLDER [--device=cuda|cpu] [--world=2]
+    python tests/gpu/gpu_ranks.py FOLDER [--device=cuda|cpu] [--world=2]
 
 Each case has a process group of its own, made by the trainer: NCCL on GPUs; the same lines run over gloo on a CPU. In
 FOLDER/found.json stands of each case what is wrong, by rank, an empty list if nothing is; or stack traces.
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import numpy as np

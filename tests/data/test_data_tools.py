@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 FILES = {"pocket_train_000000.bin", "pocket_val_000000.bin", "pocket.json", "vocab.txt", "manifest.json"}
 sys.path.insert(0, str(ROOT / "data"))                        # the tools import shard_files.py beside them
 

@@ -1,7 +1,7 @@
 """The day with a GPU: check every operation, time it, time whole steps, set them beside what was predicted.
 
-    python tests/bench_gpu.py [--out=FOLDER] [--limit=460] [--only=kernels,steps,profile] [--seed=N]
-    python tests/bench_gpu.py --device=cpu          the same lines at tiny sizes, which tests this file
+    python tests/gpu/bench_gpu.py [--out=FOLDER] [--limit=460] [--only=kernels,steps,profile] [--seed=N]
+    python tests/gpu/bench_gpu.py --device=cpu          the same lines at tiny sizes, which tests this file
 
 Fresh random inputs, f64 references and memory full of NaN for each operation; then ms against the card's ceiling, plain
 PyTorch and torch.compile; then the record preset in its three stages on real tokens if they are there. What is
@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import gpu_cases

@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 
 HONOURS_ALL = int(pytest.importorskip("huggingface_hub").__version__.split(".")[0]) >= 1    # else Retry-After of 429
-TOOL = Path(__file__).resolve().parent.parent / "data/cached_fineweb10B.py"
+TOOL = Path(__file__).resolve().parents[2] / "data/cached_fineweb10B.py"
 VAL, ONE, TWO = "fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"
 sys.path.insert(0, str(TOOL.parent))                        # the tools import shard_files.py beside them
 

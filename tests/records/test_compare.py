@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from planted import A_LOSSES, A_TIMES, B_LOSSES, B_TIMES, LOSS, NOON, RUN_S, peer, peers, pool, report, write
 
-ROOT = Path(__file__).resolve().parent.parent
-GOLDEN = ROOT / "tests" / "golden"
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests" / "records" / "golden"
 sys.path.insert(0, str(ROOT / "records"))
 from tools import compare, logs, plots, sides, timing, verdict
 from tools import pool as pool_of_runs

@@ -1,4 +1,4 @@
-"""Reading logs: one made-up file per family (tests/golden), every pitfall of public logs, and what cannot be read."""
+"""Reading logs: one made-up file per family (tests/records/golden), every pitfall of public logs, and what cannot be read."""
 import contextlib
 import hashlib
 import json
@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "records"))
 from tools import compare, logs, pool
 from tools.logs import Point, ToolError
 
-GOLDEN = ROOT / "tests" / "golden"
+GOLDEN = ROOT / "tests" / "records" / "golden"
 H100 = {"hardware": "NVIDIA H100 80GB HBM3 x 8", "world_size": 8, "python": "3.12.9"}
 
 
