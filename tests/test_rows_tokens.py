@@ -41,24 +41,3 @@ def test_large_tables_are_asked_for_as_many_rows_as_before(monkeypatch):
     for found in (bigrams, trigrams):
         sent = found.rank_rows * 7 / 8 * (2 * 1536 + 4)
         assert found.megabytes == pytest.approx(1e-6 * sent, rel=0.02)
-
-
-def test_the_benchmark_kills_a_run_with_a_large_table_and_goes_on(monkeypatch, capsys):
-    monkeypatch.setenv("DATA", "formula:512:511:40000:1")
-    for name, value in dict(LARGE=10**6, PRESET="tiny", STEPS=10, CHECKPOINT_EVERY=2).items():
-        monkeypatch.setattr(bench_tables, name, value)
-    bench_tables.resume()
-    text = capsys.readouterr().out
-    assert "1,000,000 rows, 10 steps" in text and "and resumed after step" in text
-    assert "losses, the same to the last bit" in text
-
-
-def test_the_benchmark_of_large_tables_runs(monkeypatch, capsys):
-    """At sizes that say nothing: both tables have the same rows touched, and memory is there."""
-    monkeypatch.setenv("DATA", "formula:512:511:40000:1")
-    for name, value in dict(LARGE=10**6, SMALL=10**4, CYCLE_TOKENS=(512,), MOST_TOKENS=4096, ROUNDS=1).items():
-        monkeypatch.setattr(bench_tables, name, value)
-    bench_tables.scale()
-    text = capsys.readouterr().out
-    assert "| 1,000,000 rows |" in text and "| 10,000 rows |" in text
-    assert "| ratio (goal for all: at most 1.5) |" in text and "us per first touch" in text

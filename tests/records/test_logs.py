@@ -1,4 +1,4 @@
-"""Reading logs: one made-up file per family (tests/records/golden), every pitfall of public logs, and what cannot be read."""
+"""Reading logs: one made-up file per family (golden/), every pitfall of public logs, and what cannot be read."""
 import contextlib
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""What `compare`, `show` and `place` print, word by word: tests/records/golden/reports. A change there is a change of a report.
+"""What `compare`, `show` and `place` print, word by word: golden/reports. A change there is a change of a report.
 
     python tests/test_reports.py        writes them anew; read the difference before committing it"""
 from __future__ import annotations
