@@ -15,7 +15,7 @@ from ranks import Ranks
 
 import train_gpt as tg
 
-LONGEST_FILES = ["test_rehearsal.py", "test_walk_ranks.py", "test_ranks.py", "test_rows.py", "test_tables.py",
+LONGEST_FILES = ["test_rehearsal.py", "test_ranks.py", "test_rows.py", "test_tables.py",
                  "test_runs.py", "test_faults.py", "test_main.py"]
 
 

@@ -47,6 +47,14 @@ def test_everything_is_as_the_ledger_says(cache):
 
 
 @needs_tool
+def test_what_a_walk_counts(cache, quick):
+    """While the quick part is under way."""
+    process = started(ROOT, cache, "-m", "rehearsal.counted")
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
+
+
+@needs_tool
 def test_the_first_stage_on_eight_gpus_holds_nothing_forbidden(quick):
     """No graph that breaks or is compiled again, no spill, no wait, no buffer of (tokens, vocabulary) in f32 and no
     gradient beside its main_grad."""
@@ -62,8 +70,7 @@ def copy_with(folder: Path, changes: dict[str, str]) -> Path:
     for old, new in changes.items():
         text = text.replace(old, new)
     (folder / "tests").mkdir(parents=True)
-    for name in ("rehearse.py", "walk_ranks.py"):
-        shutil.copy(ROOT / "tests" / name, folder / "tests")
+    shutil.copy(ROOT / "tests/rehearse.py", folder / "tests")
     shutil.copytree(ROOT / "tests/rehearsal", folder / "tests/rehearsal", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "train_gpt.py").write_text(text, "utf-8")
     return folder

@@ -1,0 +1,83 @@
+"""What a walk counts, against counts of another kind, in a process of its own: test_rehearsal.py starts it."""
+from __future__ import annotations
+
+from . import phantom  # noqa: I001  before torch
+import numpy as np
+import torch
+
+from .counts import TILE, Tally, executed_tiles
+
+ROWS, WIDTH, LISTED = 100, 8, 5          # of a matrix in f32; rows of an index
+MATRIX = 4 * ROWS * WIDTH                # bytes
+OF_LIST = 8 * LISTED + 4 * LISTED * WIDTH                     # an index and its rows
+EXPECTED = {                             # bytes, flops
+    "aten.mm": (MATRIX + 4 * WIDTH * 3 + 4 * ROWS * 3, 2 * ROWS * WIDTH * 3), "aten.exp": (2 * MATRIX, 0),
+    "aten.zero_": (MATRIX, 0), "aten.index_add_": (OF_LIST + 2 * 4 * LISTED * WIDTH, 0),      # it reads its rows, too
+    "aten.index_copy_": (OF_LIST + 4 * LISTED * WIDTH, 0), "aten.index": (OF_LIST + 4 * LISTED * WIDTH, 0),
+    "aten.copy_": (2 * 4 * LISTED * WIDTH, 0), "aten._to_copy": (MATRIX + MATRIX // 2, 0)}
+WAITS = ["a number of the device", "copy from the device", "copy to the device",
+         "copy to the device, of memory that is not pinned"]
+
+
+def check_operations(tally: Tally) -> None:
+    matrix = torch.empty(ROWS, WIDTH, device="cuda")
+    few = torch.empty(LISTED, WIDTH, device="cuda")
+    index = torch.empty(LISTED, dtype=torch.int64, device="cuda")
+    matrix @ torch.empty(WIDTH, 3, device="cuda")
+    matrix.exp()
+    matrix.zero_()
+    matrix.index_add_(0, index, few)
+    matrix.index_copy_(0, index, few)
+    matrix[index]
+    few.copy_(matrix[:LISTED])
+    matrix.bfloat16()
+    found = {kernel["name"]: (kernel["bytes"], kernel.get("flops", 0)) for kernel in tally.kernels.values()}
+    assert found == EXPECTED, found
+
+
+def check_waits(tally: Tally) -> None:
+    """The host waits for a number, for copies that are not told otherwise, and for pageable memory."""
+    tally.begin("waits")
+    on_card = torch.empty(4, device="cuda")
+    on_card.sum().item()
+    on_card.cpu()
+    torch.empty(4).to("cuda")
+    torch.empty(4).to("cuda", non_blocking=True)
+    torch.empty(4).pin_memory().to("cuda", non_blocking=True)
+    waits = [item[1].partition("# ")[2] for item in tally.phase.timeline if item[0] == "host_wait"]
+    assert waits == WAITS, waits
+
+
+def check_memory(tally: Tally) -> None:
+    """Two of three buffers live at once, and a view is none."""
+    tally.begin("memory")
+    before = tally.now
+    first = torch.empty(1000, device="cuda")
+    second = torch.empty(500, device="cuda")
+    view = first[10:]
+    del first
+    assert tally.now == before + 6000
+    del second, view
+    third = torch.empty(100, device="cuda")
+    assert tally.phase.peak == before + 6000 and tally.now == before + third.nbytes
+    assert sorted(buffer.size for buffer in tally.phase.at_peak)[-2:] == [2000, 4000]
+
+
+def check_tiles() -> None:
+    """Against all pairs of query and key, one by one."""
+    lengths = np.concatenate([[1, 127, 128, 129, 256, 257], np.random.default_rng(0).integers(1, 700, 6)])
+    for window in (1, 127, 128, 129, 300, 10**6):
+        tiles = 0
+        for length in lengths:
+            query, key = np.arange(length)[:, None], np.arange(length)
+            pairs = np.stack(np.nonzero((key <= query) & (key >= query - window))) // TILE
+            tiles += len(np.unique(pairs, axis=1).T)
+        assert executed_tiles(np.concatenate([[0], np.cumsum(lengths)]), window) == tiles, window
+
+
+if __name__ == "__main__":
+    tally = Tally(1)
+    with phantom.install("H100", tally):
+        for check in (check_operations, check_waits, check_memory):
+            check(tally)
+    check_tiles()
