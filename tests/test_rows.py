@@ -512,6 +512,13 @@ def refetch(rank: Rank) -> dict:
     for mode in MODES:
         table = row_table(fabric, tiny(row_comms=mode), 4000, most=4000)
         first, second = (hand_made(table, span, cycle=len(span)) for span in (range(3000), range(3500, 3600)))
+
+        def is_right(cache: Tensor, plan: tg.TablePlan) -> bool:
+            read = cache[plan.my_rows if table.alone else slice(len(plan.my_rows))]
+            every = torch.stack(fabric.gather(table.shard))                   # (owner, place)
+            physical = plan.my_rows
+            return bool(read.equal(every[physical // plan.shard_size, physical % plan.shard_size]))
+
         for before in ("cached", "on their way"):
             table.reset()
             table.fetch(first, None)
@@ -520,10 +527,13 @@ def refetch(rank: Rank) -> dict:
                 table.pending.clear()
             cache, _ = table.rows_for_forward(second, None)
             time.sleep(0.02)                                                  # what comes late would come now
-            read = cache[second.my_rows if table.alone else slice(len(second.my_rows))]
-            every = torch.stack(fabric.gather(table.shard))                   # (owner, place)
-            physical = second.my_rows
-            found[mode, before] = bool(read.equal(every[physical // second.shard_size, physical % second.shard_size]))
+            found[mode, before] = is_right(cache, second)
+
+        table.return_gradients()[1]()
+        table.clear()
+        with torch.no_grad():
+            table.shard.add_(1)
+        found[mode, "updated"] = is_right(table.rows_for_forward(second, None)[0], second)
     return found
 
 
@@ -533,6 +543,13 @@ def test_rows_for_forward__another_plan_than_the_one_fetched_ahead(ranks, world,
     """The cache is of the plan that is asked for, and no rows that come late are among them."""
     for found in ranks(world, refetch):
         assert found[mode, "cached"] and found[mode, "on their way"]
+
+
+@pytest.mark.parametrize("world", (1, 2, SLOW), ids="W{}".format)
+@modes
+def test_clear__the_same_plan_again_after_an_update(ranks, world, mode):
+    """Its rows are fetched again: those in the cache are the ones before the update."""
+    assert all(found[mode, "updated"] for found in ranks(world, refetch))
 
 
 def reset(rank: Rank) -> dict:
