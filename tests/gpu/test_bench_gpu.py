@@ -59,6 +59,16 @@ def test_without_a_gpu_it_says_so(tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_case_that_fails_leaves_the_others_alone(tmp_path, monkeypatch, capsys):
+    def broken(lab: gpu_cases.Lab) -> gpu_cases.Case:
+        raise torch.OutOfMemoryError("Tried to allocate 20.00 GiB.\nMore.")
+
+    monkeypatch.setattr(gpu_cases, "CASES", (broken, gpu_cases.row_sums))
+    status, figures, text = bench(tmp_path, "--only=kernels")
+    assert status == 1 and [row["name"] for row in figures["kernels"]] == ["sums of rows"]
+    assert figures["wrong"] == ["broken: OutOfMemoryError: Tried to allocate 20.00 GiB. More."] and "WRONG" in text
+
+
 def test_a_preset_that_does_not_fit_is_a_result(tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise tg.RunError("memory", "1 GiB to use", "room for more", "a larger device")
