@@ -322,7 +322,7 @@ def say(*lines: str) -> None:
             raise ValueError("it closed")
         print(text, end="", flush=True)
     except (OSError, ValueError) as error:
-        with contextlib.suppress(OSError, ValueError, AttributeError):       # else Python tries the rest again at its end
+        with contextlib.suppress(OSError, ValueError, AttributeError):       # else Python tries again at its end
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise DataError(f"stdout: found {str(error)!r}, expected to print the result there; all else is done: give the "
                         f"output another place, and run this again to see it") from None

@@ -78,7 +78,7 @@ def input_files(args: argparse.Namespace) -> tuple[dict[Path, str], Counter]:
     for path in named_files(args.inputs, args, passed_over):
         files.setdefault(path, TRAIN if args.val_files else "")
     if not files:
-        raise DataError(f"found no text{told(passed_over)}, expected text in {' '.join(args.inputs)}; name other files")
+        raise DataError(f"found no text ({told(passed_over)}), expected some in {' '.join(args.inputs)}; name other files")
     return files, passed_over
 
 
@@ -96,7 +96,8 @@ def named_files(names: list[str], args: argparse.Namespace, passed_over: Counter
             yield path
             continue
         found = map(Path, glob.glob(name, recursive=True)) if pattern else path.rglob("*")
-        for below in sorted(found):
+        once = {below.resolve(): below for below in sorted(found, reverse=True)}              # ** follows links round
+        for below in sorted(once.values()):
             why = "hidden" if is_hidden(below, path) else reason_to_pass(below, args)
             if not why:
                 yield below
@@ -135,9 +136,9 @@ def reason_to_pass(path: Path, args: argparse.Namespace) -> str:
 
 
 def told(passed_over: Counter) -> str:
-    """How many files were passed over, and why; "" if none."""
+    """How many files were passed over, and why."""
     reasons = ", ".join(f"{count:,} {why}" for why, count in sorted(passed_over.items()))
-    return f"; {passed_over.total():,} files passed over: {reasons}" if reasons else ""
+    return f"{passed_over.total():,} files passed over" + f": {reasons}" * bool(reasons)
 
 
 # Vocabularies
@@ -535,7 +536,7 @@ def write_shards(output: Output, stem: str, args: argparse.Namespace) -> list[st
             raise DataError(f"found no {split} document in {found:,} bytes of text, expected one; give more or smaller "
                             f"documents (--document_separator), --val_files, or --val_share=0")
     output.publish()
-    return [f"{len(files):,} files read{told(passed_over)}", *(shards[split].summary() for split in splits),
+    return [f"{len(files):,} files read, {told(passed_over)}", *(shards[split].summary() for split in splits),
             training_line(shards[TRAIN], shards[VAL])]
 
 

@@ -1,0 +1,69 @@
+"""data/ngram.py against counting in plain Python, and its messages about shards that cannot be read."""
+import json
+import math
+from collections import Counter
+
+import numpy as np
+import pytest
+from common import write_shard
+from data_common import failure
+
+import ngram                                                  # noqa: E402
+
+
+def slow_probability(train: list[int], history: tuple, token: int, vocab_size: int) -> float:
+    """Witten-Bell from its definition: looks through all of `train` for every history."""
+    n = len(history)
+    lower = slow_probability(train, history[1:], token, vocab_size) if n else 1 / vocab_size
+    after = Counter(train[i + n] for i in range(len(train) - n) if tuple(train[i:i + n]) == history)
+    total, kinds = sum(after.values()), len(after)
+    return (after[token] + kinds * lower) / (total + kinds) if total else lower
+
+
+@pytest.mark.parametrize("train_len, val_len, vocab_size", [(120, 60, 7), (40, 50, 50_257), (2, 3, 5), (3, 2, 5)])
+def test_witten_bell__equals_plain_counting(train_len, val_len, vocab_size):
+    rng = np.random.default_rng(train_len)
+    steps = rng.geometric(0.3, train_len + val_len) * (vocab_size // 6 + 1)       # skewed; the last id occurs
+    train, val = np.split(np.minimum(steps, vocab_size) - 1, [train_len])
+    slow = [slow_probability(train.tolist(), tuple(val[max(0, t - 2):t].tolist()), int(val[t]), vocab_size)
+            for t in range(1, val_len)]
+    np.testing.assert_allclose(ngram.witten_bell(train, val, vocab_size), slow, rtol=1e-12)     # float64 both
+
+
+def test_main__a_stream_over_shards(tmp_path, capsys):
+    rng = np.random.default_rng(1)
+    train, val = rng.integers(0, 7, 90), rng.integers(0, 7, 50)
+    for i, part in enumerate(np.split(train, [20, 60])):
+        write_shard(tmp_path / f"train_{i}.bin", part, 7)
+    write_shard(tmp_path / "val[1].bin", val, 7)
+    ngram.main([f"--train={tmp_path}/train_*.bin", f"--val={tmp_path}/val[1].bin", "--train_tokens=70",
+                "--val_tokens=40"])
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    counts = Counter(val[1:41].tolist()).values()
+    assert math.isclose(result["unigram_nats"], -sum(c / 40 * math.log(c / 40) for c in counts))
+    assert math.isclose(result["trigram_nats"], -np.log(ngram.witten_bell(train[:70], val[:41], 7)).mean())
+    assert math.isclose(result["ratio"], result["trigram_nats"] / result["unigram_nats"])
+    assert (result["train_tokens"], result["val_tokens"], result["vocab_size"]) == (70, 40, 7)
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(magic=1), "found header words 1 and 1, expected 20240520 and 1"),
+    (dict(version=2), "found header words 20240520 and 2"), (dict(count=11), "found 1,044 bytes, expected 1,046"),
+    (dict(count=0), "found 1,044 bytes, expected 1,024"), (dict(vocab_size=6), "found token id 6, expected below 6"),
+    (dict(vocab_size=9), "found vocabulary sizes [7, 9], expected one")])
+def test_read_stream__a_bad_shard(tmp_path, change, message):
+    tokens = [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
+    write_shard(tmp_path / "bad.bin", tokens, **dict(vocab_size=7) | change)
+    if change == dict(vocab_size=9):
+        write_shard(tmp_path / "good.bin", tokens, 7)
+    assert message in failure(ngram, f"--train={tmp_path}/*.bin", f"--val={tmp_path}/*.bin")
+
+
+def test_read_stream__wrong_requests(tmp_path):
+    good, other, gpt2 = (write_shard(tmp_path / f"{size}.bin", [0, 1, 2], size) for size in (7, 9, 0))
+    (tmp_path / "short.bin").write_bytes(b"\0" * 10)
+    for val, count, message in ((good, 4, "found 3 tokens, asked for 5, expected at least 2; ask for 2 to 3"),
+                                (tmp_path / "none.bin", 1, "data/pocket.py"), (tmp_path / "short.bin", 1, "words 0"),
+                                (other, 1, "found vocabulary sizes 7 in --train and 9 in --val"),
+                                (gpt2, 1, "and 50257 in --val")):
+        assert message in failure(ngram, f"--train={good}", f"--val={val}", f"--val_tokens={count}")
