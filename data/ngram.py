@@ -30,7 +30,9 @@ def read_stream(pattern: str, count: int | None) -> tuple[np.ndarray, int]:
         raise DataError(f"{pattern!r}: found vocabulary sizes {sizes}, expected one; narrow the pattern")
     vocab_size = sizes[0]
     have = sum(tokens for tokens, _ in headers)
-    wanted = have if count is None else count
+    wanted = have
+    if count is not None:
+        wanted = count
     if have < wanted or wanted < 2:
         raise DataError(f"{pattern!r}: found {have:,} tokens, asked for {wanted:,}, expected at least 2; ask for 2 to "
                         f"{have:,} or add shards")
@@ -109,10 +111,13 @@ def main(argv: list[str] | None = None) -> None:
         entropy = unigram_entropy(val[1:])
         loss = float(-np.log(witten_bell(train, val, vocab_size)).mean())
         scored = len(val) - 1
-        ratio = loss / entropy if entropy > 0 else None       # None: the same token everywhere
+        ratio = None                         # the same token everywhere
+        share = ""
+        if entropy > 0:
+            ratio = loss / entropy
+            share = f", {ratio:.4f} of the entropy"
         result = {"train_tokens": len(train), "val_tokens": scored, "vocab_size": vocab_size,
                   "unigram_nats": entropy, "trigram_nats": loss, "ratio": ratio}
-        share = f", {ratio:.4f} of the entropy" if ratio else ""
         say(f"{len(train):,} training tokens, {scored:,} validation tokens, vocabulary of {vocab_size:,}",
             f"unigram entropy of the validation tokens  {entropy:.4f} nats per token",
             f"Witten-Bell trigram model                 {loss:.4f} nats per token{share}",

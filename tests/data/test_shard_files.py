@@ -126,7 +126,8 @@ def full_disk(*_) -> None:
 @pytest.mark.parametrize("when", ["writing", "flushing"])
 def test_output__a_full_disk_leaves_what_was_there(tmp_path, source, library, monkeypatch, when):
     """Old files stay byte for byte; a folder that was not there is not there afterwards."""
-    old, own = tmp_path / "set", tmp_path / "own"
+    old = tmp_path / "set"
+    own = tmp_path / "own"
     tokenize(source, old)
     pocket.main([f"--out={own}"])
     before = contents(old) | contents(own)
@@ -173,7 +174,8 @@ def test_publish__a_call_that_ends_between_two_names_is_noticed(tmp_path, source
 
 
 def test_publish__all_is_on_the_disk_before_it_has_its_name_and_the_names_before_the_manifest(tmp_path, monkeypatch):
-    calls, names = recorded_writes(monkeypatch), ["vocab.txt", "set.bin"]
+    calls = recorded_writes(monkeypatch)
+    names = ["vocab.txt", "set.bin"]
     with shard_files.Output(tmp_path, re.compile("set.bin|vocab.txt"), replace=False) as output:
         for name in names:
             output.write(name, b"x")
@@ -187,13 +189,13 @@ def test_publish__all_is_on_the_disk_before_it_has_its_name_and_the_names_before
 def test_check_content__a_mixture_or_a_flipped_bit(tmp_path, source, name):
     for out, size in (("one", 300), ("two", 400)):
         tokenize(source, tmp_path / out, "--name=x", f"--vocab_size={size}")
-    one, other = tmp_path / "one", (tmp_path / "two" / name)
+    one = tmp_path / "one"
     if name == "a flipped bit":
         name = "x_train_000000.bin"
         content = bytearray((one / name).read_bytes())
         content[1027] ^= 1
     else:
-        content = other.read_bytes()
+        content = (tmp_path / "two" / name).read_bytes()
     (one / name).write_bytes(content)
     if name != "vocab.txt":                                   # ngram.py needs no vocabulary
         assert f"{name}: found other content than manifest.json names" in ngram_failure(f"{one}/x_train_*.bin")
