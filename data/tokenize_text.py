@@ -78,7 +78,8 @@ def input_files(args: argparse.Namespace) -> tuple[dict[Path, str], Counter]:
     for path in named_files(args.inputs, args, passed_over):
         files.setdefault(path, TRAIN if args.val_files else "")
     if not files:
-        raise DataError(f"found no text ({told(passed_over)}), expected some in {' '.join(args.inputs)}; name other files")
+        raise DataError(f"found no text ({told(passed_over)}), expected some in {' '.join(args.inputs)}; name other "
+                        f"files")
     return files, passed_over
 
 
@@ -98,23 +99,19 @@ def named_files(names: list[str], args: argparse.Namespace, passed_over: Counter
         found = map(Path, glob.glob(name, recursive=True)) if pattern else path.rglob("*")
         once = {below.resolve(): below for below in sorted(found, reverse=True)}              # ** follows links round
         for below in sorted(once.values()):
-            why = "hidden" if is_hidden(below, path) else reason_to_pass(below, args)
+            why = reason_to_pass(below, path, args)
             if not why:
                 yield below
             elif not below.is_dir():
                 passed_over[why] += 1
 
 
-def is_hidden(path: Path, named: Path) -> bool:
-    """Whether a part of its name begins with a dot that the user did not name."""
-    return any(part.startswith(".") and part != ".." and part not in named.parts for part in path.parts)
-
-
-def reason_to_pass(path: Path, args: argparse.Namespace) -> str:
+def reason_to_pass(path: Path, named: Path, args: argparse.Namespace) -> str:
     """Why a file that a folder or a pattern found is not taken, "" if it is."""
-    kind = kind_of(path)
-    if kind:
-        return kind
+    if kind_of(path):
+        return kind_of(path)
+    if any(part.startswith(".") and part != ".." and part not in named.parts for part in path.parts):
+        return "hidden"
     if path.resolve().parent == args.out.resolve() and (path.suffix == ".bin" or path.name in (VOCABULARY, MANIFEST)):
         return "of an earlier call"
     if path.suffix in PACKED:
@@ -125,12 +122,10 @@ def reason_to_pass(path: Path, args: argparse.Namespace) -> str:
         return ""
     try:
         with path.open(encoding="utf-8", newline="") as file:
-            text = file.read(PLAIN_BYTES)
-            if path.suffix in RECORDS:
-                text += file.readline()
+            text = file.readline() if path.suffix in RECORDS else file.read(PLAIN_BYTES)
     except ValueError:
         return "not in UTF-8"
-    if path.suffix in RECORDS and f'"{args.text_key}"' not in text.split("\n")[0]:
+    if path.suffix in RECORDS and f'"{args.text_key}"' not in text:
         return f"without {args.text_key!r}"
     return "binary" if "\0" in text else ""
 
@@ -163,18 +158,6 @@ def read_pieces(path: Path) -> dict[bytes, int]:
     return ids
 
 
-def learned_pieces(texts: Iterable[bytes], size: int) -> dict[bytes, int]:
-    """256 bytes, then the most common pieces of the first 16 MB; `size` with the document start."""
-    counts = Counter()
-    seen = 0
-    for text in texts:
-        counts.update(piece for piece in PIECE.findall(text) if len(piece) > 1)
-        seen += len(text)
-        if seen >= LEARN_BYTES:
-            break
-    return make_vocabulary(counts, size - 1)
-
-
 def gpt2_pieces(ranks: Path | None) -> dict[bytes, int]:
     """Ids of GPT-2's pieces, from a file, else from where tiktoken gets them. Raises DataError."""
     try:
@@ -196,15 +179,20 @@ def gpt2_pieces(ranks: Path | None) -> dict[bytes, int]:
 
 
 def chosen_pieces(args: argparse.Namespace, docs: Iterable[Document]) -> dict[bytes, int]:
-    """The ids that the flags ask for; `docs` are read if a vocabulary is to be learned."""
+    """The ids that the flags ask for; else the 256 bytes, and the most common pieces of the first 16 MB of `docs`."""
     if args.tokenizer == "gpt2":
         return gpt2_pieces(args.ranks)
     if args.vocab:
         return read_pieces(args.vocab)
-    if args.tokenizer == "bytes":
-        return learned_pieces((), MIN_VOCAB)
-    training_text = (doc.text for doc in docs if doc.split == TRAIN)
-    return learned_pieces(training_text, args.vocab_size)
+    counts = Counter()
+    seen = 0
+    for doc in docs if args.tokenizer == "pocket" else ():
+        if doc.split == TRAIN:
+            counts.update(piece for piece in PIECE.findall(doc.text) if len(piece) > 1)
+            seen += len(doc.text)
+        if seen >= LEARN_BYTES:
+            break
+    return make_vocabulary(counts, args.vocab_size - 1)
 
 
 def make_encoder(kind: str, ids: dict[bytes, int]) -> Encoder:
@@ -404,10 +392,9 @@ def portions(docs: Iterable[Document]) -> Iterator[list[Document]]:
 
 def start_worker() -> None:
     """A terminal signals workers too, but only the parent ends them; they end if it is killed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    if hasattr(signal, "SIGHUP"):
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for name, what in (("SIGINT", signal.SIG_IGN), ("SIGHUP", signal.SIG_IGN), ("SIGTERM", signal.SIG_DFL)):
+        if hasattr(signal, name):            # Windows has no SIGHUP
+            signal.signal(getattr(signal, name), what)
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
@@ -540,17 +527,6 @@ def write_shards(output: Output, stem: str, args: argparse.Namespace) -> list[st
             training_line(shards[TRAIN], shards[VAL])]
 
 
-def run(args: argparse.Namespace) -> None:
-    name = args.name or args.out.resolve().name
-    own = re.compile(rf"{re.escape(name)}_(train|val)_\d{{6,}}\.bin|vocab\.txt")
-    try:
-        with Output(args.out, own, args.force) as output:
-            lines = write_shards(output, name, args)
-    except BrokenProcessPool:
-        raise DataError("found a worker that died, expected enough memory for all; give fewer --jobs") from None
-    say(*lines)
-
-
 def number(low: float, high: float) -> Callable[[str], float]:
     """A flag's type: a number in these bounds."""
     def bounded(text: str) -> float:
@@ -597,8 +573,15 @@ def main(argv: list[str] | None = None) -> None:
     if args.max_doc_tokens is None:
         args.max_doc_tokens = GPT2_MAX_DOC_LEN if args.tokenizer == "gpt2" else MAX_DOC_LEN
     check_flags(args, parser)
+    name = args.name or args.out.resolve().name
+    own = re.compile(rf"{re.escape(name)}_(train|val)_\d{{6,}}\.bin|vocab\.txt")
     with errors_in_words():
-        run(args)
+        try:
+            with Output(args.out, own, args.force) as output:
+                lines = write_shards(output, name, args)
+        except BrokenProcessPool:
+            raise DataError("found a worker that died, expected enough memory for all; give fewer --jobs") from None
+        say(*lines)
 
 
 if __name__ == "__main__":
