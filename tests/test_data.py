@@ -456,6 +456,16 @@ def test_batches__a_stage_may_change_inside_a_cycle_and_the_last_cycle_is_half(t
     assert len(cycles) == math.ceil(steps / every)
 
 
+def test_batches__a_plan_serves_the_steps_of_its_tables_cadence(tmp_path):
+    write_shards(tmp_path, 8000)
+    tables = tuple(tg.NgramTable(f"of_{cadence}_embed", 3, 100, cadence=cadence) for cadence in (1, 2, 4))
+    batches = read_all(*make_loader(tmp_path, steps=8, tables=tables, adam_every=1))
+    for table in tg.row_tables(preset(tables=tables, adam_every=1)):
+        plans = [batch.plans[table.label] for batch in batches]
+        assert [plan.tag["cycle"] for plan in plans] == [step // table.cadence for step in range(8)], table.label
+        assert len(set(map(id, plans))) == 8 // table.cadence
+
+
 def test_batches__of_the_validation_set(tmp_path):
     """Each block has plans of its own, and its slots are dealt to ranks in turn."""
     cfg, headers = validation_config(tmp_path, random_stream(0, 400, 50, 3), 256)
