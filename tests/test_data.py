@@ -129,6 +129,7 @@ def test_pack_block__equals_a_plain_loop(seed):
         doc = want[1]
 
 
+@pytest.mark.recipe
 @pytest.mark.parametrize("sizes, slots, length", [
     ((200,), 2, 16), ((65, 66, 67, 33), 2, 16), ((34, 33), 2, 16), ((97, 98), 1, 32), ((10,), 1, 16)])
 def test_validation_slots__equal_a_plain_loop(sizes, slots, length):

@@ -182,35 +182,39 @@ def test_get_shards__fetches_then_keeps_without_network(hub, waits, tmp_path, ca
     assert not (tmp_path / "hf home").exists()                        # nothing goes into the hub's cache
 
 
-@pytest.mark.parametrize("kinds, ranges", [
-    ([("cut", 5000), ("cut", 2000)], ["", "bytes=5000-", "bytes=7000-"]),
-    ([("cut", 1000)] * 8, ["", *(f"bytes={n}000-" for n in range(1, 9))]),             # progress is no failure
-    ([("reset", 5000)], None)])
-def test_attempt__a_cut_connection_resumes(hub, waits, tmp_path, kinds, ranges):
-    hub.plans["GET cdn", ONE] = kinds
-    fetch(hub, tmp_path / "out")
-    assert_whole(hub, tmp_path / "out", VAL, ONE)
-    found = hub.of("GET", "cdn", ONE)
-    assert ranges is None or [r.range for r in found] == ranges
-    assert ranges is None or sum(r.sent for r in found) == len(hub.files[ONE]), "no byte twice"
+def flipped(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1:]
 
 
-@pytest.mark.parametrize("part, requests", [("cut", ["bytes=6000-"]), ("whole", []), ("too long", [""]),
-                                            ("of another file", ["bytes=6000-", ""])])
-def test_attempt__what_a_part_of_an_earlier_call_may_hold(hub, waits, tmp_path, part, requests):
-    content = hub.files[ONE]
-    parts = {"cut": content[:6000], "whole": content, "too long": content + b"x", "of another file": b"\0" * 6000}
-    (tmp_path / f"{ONE}.part").write_bytes(parts[part])
+SHARD = make_shard(1)
+MENDED = {                               # of the hub; on disk, by ending; failures -> ranges asked for, what is said
+    "two cuts": ({}, {}, [("cut", 5000), ("cut", 2000)], ["", "bytes=5000-", "bytes=7000-"], ""),
+    "progress is no failure": ({}, {}, [("cut", 1000)] * 8, ["", *(f"bytes={n}000-" for n in range(1, 9))], ""),
+    "reset": ({}, {}, [("reset", 5000)], None, ""),
+    "no ranges": (dict(with_range=False), {}, [("cut", 5000)], None, ""),
+    "a part": ({}, {".part": SHARD[:6000]}, [], ["bytes=6000-"], ""),
+    "a whole part": ({}, {".part": SHARD}, [], [], ""),
+    "a part too long": ({}, {".part": SHARD + b"x"}, [], [""], ""),
+    "a part of another file": ({}, {".part": b"\0" * 6000}, [], ["bytes=6000-", ""], "found header words 0 and 0"),
+    "wrong content": ({}, {}, [("instead", flipped(SHARD, 5000))], ["", ""], "found SHA-256"),
+    "no hash": (dict(with_hash=False), {}, [("instead", flipped(SHARD, 0))], ["", ""], "found header words"),
+    "empty": ({}, {"": b""}, [], [""], "header words 0 and 0"),
+    "cut on the disk": ({}, {"": SHARD[:3000]}, [], [""], "3,000 bytes"),
+    "no shard": ({}, {"": b"<html>not a shard"}, [], [""], "header words"),
+}
+
+
+@pytest.mark.parametrize("name", MENDED)
+def test_fetch__in_the_end_all_is_whole(hub, waits, tmp_path, capsys, name):
+    attributes, files, failures, ranges, said = MENDED[name]
+    vars(hub).update(attributes)
+    for ending, content in files.items():
+        (tmp_path / f"{ONE}{ending}").write_bytes(content)
+    hub.plans["GET cdn", ONE] = list(failures)
     fetch(hub, tmp_path)
     assert_whole(hub, tmp_path, VAL, ONE)
-    assert [r.range for r in hub.of("GET", "cdn", ONE)] == requests
-
-
-def test_attempt__a_server_without_ranges(hub, waits, tmp_path):
-    hub.with_range = False
-    hub.plans["GET cdn", ONE] = [("cut", 5000)]
-    fetch(hub, tmp_path)
-    assert_whole(hub, tmp_path, VAL, ONE)
+    assert ranges is None or [request.range for request in hub.of("GET", "cdn", ONE)] == ranges
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["HEAD hub", "GET hub", "GET cdn"])
@@ -236,26 +240,6 @@ def test_fetch__a_truncated_shard(hub, waits, tmp_path):
     fails(hub, tmp_path, ONE, "found 5,000 bytes", "expected 9,024", "the same command")
     assert len(hub.of("GET", "cdn", ONE)) == 1 + tool.RETRIES
     assert not (tmp_path / ONE).exists()
-
-
-@pytest.mark.parametrize("with_hash", [True, False])
-def test_attempt__a_wrong_shard_is_fetched_again(hub, waits, tmp_path, capsys, with_hash):
-    hub.with_hash = with_hash
-    wrong = bytearray(hub.files[ONE])
-    wrong[5000 if with_hash else 0] ^= 1                              # without a hash only header and length are known
-    hub.plans["GET cdn", ONE] = [("instead", bytes(wrong))]
-    fetch(hub, tmp_path)
-    assert_whole(hub, tmp_path, VAL, ONE)
-    assert ("found SHA-256" if with_hash else "found header words") in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("content, found", [(b"", "header words 0 and 0"), (make_shard(1)[:3000], "3,000 bytes"),
-                                            (b"<html>not a shard", "header words")])
-def test_fault__a_wrong_file_on_disk_is_fetched_again(hub, waits, tmp_path, capsys, content, found):
-    (tmp_path / ONE).write_bytes(content)
-    fetch(hub, tmp_path)
-    assert_whole(hub, tmp_path, VAL, ONE)
-    assert found in capsys.readouterr().err and len(hub.of("GET", "cdn")) == 2
 
 
 def test_fault__hashes_are_kept_and_damage_is_mended(hub, waits, tmp_path, capsys):
