@@ -183,7 +183,7 @@ class Output:
         self.earlier: dict[str, dict] = {}   # the manifest that is there
         self.new_folders: list[Path] = []    # made by this call, deepest first
         self.lock: int | None = None
-        self.naming = False                  # whether a file may have its name already
+        self.naming = False                  # whether files are written whole and get their names
         self.published = False
 
     def __enter__(self) -> Output:
@@ -257,9 +257,9 @@ class Output:
         stale = [path for path in self.own_files() if path.name not in self.entries]
         others = {name: entry for name, entry in self.earlier.items() if not self.own.fullmatch(name)}
         manifest = write_manifest_part(self.folder, self.entries | others)
+        self.naming = True
         for name in self.entries:
             os.replace(self.folder / f"{name}.part", self.folder / name)
-            self.naming = True
         for path in stale:
             path.unlink()
         flush_folder(self.folder)
@@ -269,9 +269,11 @@ class Output:
 
     def __exit__(self, kind: type | None = None, *_: Any) -> None:
         """Leave nothing half-made; manifest.json.part stays where naming failed half-way."""
-        for name in self.entries:
-            (self.folder / f"{name}.part").unlink(missing_ok=True)
-        if not self.naming:
+        parts = [self.folder / f"{name}.part" for name in self.entries]
+        began = self.naming and not all(part.exists() for part in parts)      # a file may have its name already
+        for part in parts:
+            part.unlink(missing_ok=True)
+        if not began:
             with contextlib.suppress(NotADirectoryError):
                 (self.folder / f"{MANIFEST}.part").unlink(missing_ok=True)
             if kind is KeyboardInterrupt:

@@ -173,6 +173,24 @@ def test_publish__a_call_that_ends_between_two_names_is_noticed(tmp_path, source
     tg.scan_shards(tg.find_shards(f"{out}/*.bin"))
 
 
+@pytest.mark.parametrize("at", range(4))
+def test_publish__a_signal_behind_a_name_is_noticed(tmp_path, monkeypatch, at):
+    replace, names = os.replace, []
+
+    def interrupted(start: Path, end: Path) -> None:
+        replace(start, end)
+        names.append(end.name)
+        if len(names) > at:
+            raise KeyboardInterrupt(143)
+
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt), shard_files.Output(tmp_path, re.compile("[abc]"), False) as output:
+        for name in "abc":
+            output.write(name, b"x")
+        output.publish()
+    assert set(contents(tmp_path)) == {*names, "manifest.json.part"} - ({"manifest.json.part"} if at == 3 else set())
+
+
 def test_publish__all_is_on_the_disk_before_it_has_its_name_and_the_names_before_the_manifest(tmp_path, monkeypatch):
     calls = recorded_writes(monkeypatch)
     names = ["vocab.txt", "set.bin"]
