@@ -2,20 +2,17 @@
 
     python data/cached_fineweb10B.py [N] [--out data/fineweb10B] [--jobs 4]
 
-N training shards, 0 to 103, by default 9, and the validation shard. Whole shards are kept without
-asking the network, others are fetched again; what was cut goes on where it stopped (`*.part`), in a
-later call too. A shard gets its name when its header, its length and, where the server tells it,
-its SHA-256 are right: a `*.bin` is always whole. `manifest.json` keeps the hashes, so that damage
-is noticed later. HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE mean what they mean to huggingface_hub.
-Data set: kjj0/fineweb10B-gpt2 (Keller Jordan), from FineWeb (Hugging Face).
+N training shards, 0 to 103, by default 9, and the validation shard. Whole shards are kept without asking the network,
+others are fetched again; what was cut goes on where it stopped (`*.part`), in a later call too. A shard gets its name
+when its header, its length and, where the server tells it, its SHA-256 are right: a `*.bin` is always whole.
+`manifest.json` keeps the hashes, so that damage is noticed later. HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE mean what
+they mean to huggingface_hub. Data set: kjj0/fineweb10B-gpt2 (Keller Jordan), from FineWeb (Hugging Face).
 """
 from __future__ import annotations
 
 import argparse
-import hashlib
 import os
 import re
-import struct
 import sys
 import time
 from functools import partial
@@ -24,9 +21,8 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any
 
-from shard_files import (HEADER_BYTES, MAGIC, MANIFEST, TOKEN_BYTES, VERSION, DataError, as_program,
-                         describe, errors_in_words, folder_name, kind_of, lock_folder, note,
-                         read_manifest, regular_file, say, write_manifest)
+from shard_files import (MANIFEST, DataError, as_program, check_content, describe, errors_in_words, folder_name,
+                         lock_folder, note, read_header, read_manifest, regular_file, say, write_manifest)
 
 REPO = "kjj0/fineweb10B-gpt2"
 TRAIN_SHARDS = 103
@@ -38,10 +34,6 @@ LATER = "the same command goes on where this one stopped"
 ADVICE = {401: "set a valid HF_TOKEN, or unset it",
           403: "set an HF_TOKEN with access",
           404: "look at HF_ENDPOINT"}
-
-
-class DownloadError(DataError):
-    """Trying again will not help."""
 
 
 class Part(FileIO):
@@ -71,40 +63,23 @@ class Part(FileIO):
             while done < len(data):          # a disk that fills up still takes a piece
                 done += super().write(data[done:])
         except OSError as error:
-            raise DownloadError(f"{self.name}: found {error.strerror!r} at {self.tell():,} bytes, "
-                                f"expected room for the shard; make room, {LATER}") from None
+            raise DataError(f"{self.name}: found {error.strerror!r} at {self.tell():,} bytes, expected room for the "
+                            f"shard; make room, {LATER}") from None
         self.announced -= done
         self.bar.update(done)
         return done
 
 
-def fault(path: Path) -> str:
-    """What is wrong with a shard, "" if nothing; the format is in data/README.md."""
-    found = kind_of(path)
-    if found == "no file":
-        return "not here"
+def fault(path: Path, manifest: dict[str, dict]) -> str:
+    """What is wrong with a shard, its content included where the manifest knows it; "" if nothing. Raises DataError."""
+    if not os.path.lexists(path):
+        return f"{path.name}: not here"
     regular_file(path, "a shard", "remove it")
-    with path.open("rb") as file:
-        start = file.read(12).ljust(12, b"\0")
-    magic, version, tokens = struct.unpack("<3i", start)
-    if (magic, version) != (MAGIC, VERSION):
-        return f"found header words {magic} and {version}, expected {MAGIC} and {VERSION}"
-    size = path.stat().st_size
-    expected = HEADER_BYTES + TOKEN_BYTES * tokens
-    if size != expected or tokens < 1:
-        return f"found {size:,} bytes, expected {expected:,} as its header says"
-    return ""
-
-
-def fault_or_damage(path: Path, manifest: dict[str, dict]) -> str:
-    """What is wrong with a shard, its content included where the manifest knows it."""
-    found = fault(path)
-    if found or path.name not in manifest:
-        return found
-    digest = describe(path)["sha256"]
-    expected = manifest[path.name]["sha256"]
-    if digest != expected:
-        return f"found SHA-256 {digest[:16]}..., expected {expected[:16]}... as {MANIFEST} says"
+    try:
+        read_header(path)
+        check_content(path, manifest)
+    except DataError as error:
+        return str(error)
     return ""
 
 
@@ -122,16 +97,14 @@ def attempt(url: str, part: Part) -> dict[str, Any]:
     headers = utils.build_hf_headers() | {"Accept-Encoding": "identity"}
     file_download.http_get(url, part, resume_size=have, expected_size=about.size, headers=headers)
 
-    part.seek(0)
-    digest = hashlib.file_digest(part, "sha256").hexdigest()
-    wrong = fault(Path(part.name))
-    told = SHA256.fullmatch(about.etag or "")
-    if not wrong and told and about.etag != digest:
-        wrong = f"found SHA-256 {digest[:16]}..., expected {about.etag[:16]}..."
+    entry = describe(Path(part.name))
+    wrong = fault(Path(part.name), {})
+    if not wrong and SHA256.fullmatch(about.etag or "") and about.etag != entry["sha256"]:
+        wrong = f"found SHA-256 {entry['sha256'][:16]}..., expected {about.etag[:16]}..."
     if wrong:
         part.clear()
         raise ValueError(wrong)
-    return {"bytes": part.size(), "sha256": digest}
+    return entry
 
 
 def status_of(error: Exception) -> int:
@@ -142,36 +115,25 @@ def status_of(error: Exception) -> int:
 
 def words_for(error: Exception) -> str:
     """What was found, for the message."""
+    first_line = str(error).split("\n")[0]
     if isinstance(error, ValueError):        # of `attempt`: a whole shard that is wrong
-        return str(error).split("\n")[0]
+        return first_line
     status = status_of(error)
-    text = f"HTTP {status}" if status else str(error).split("\n")[0]
-    return f"found {text or type(error).__name__!r}, expected the shard"
-
-
-def is_lasting(error: Exception) -> bool:
-    """Whether trying again cannot help."""
-    from huggingface_hub import errors
-    status = status_of(error)
-    refused = 400 <= status < 500 and status not in PASSING
-    return refused or isinstance(error, errors.OfflineModeIsEnabled)
+    return f"found {f'HTTP {status}' if status else first_line or type(error).__name__!r}, expected the shard"
 
 
 def seconds_to_wait(error: Exception, failures: int) -> int:
     """What the server asks for, else 1, 2, 4, ... s."""
-    if status_of(error):
-        asked = error.response.headers.get("Retry-After", "")
-        if asked.isdigit():
-            return int(asked)
-    return 2 ** max(0, failures - 1)
+    asked = error.response.headers.get("Retry-After", "") if status_of(error) else ""
+    return int(asked) if asked.isdigit() else 2 ** max(0, failures - 1)
 
 
 def fetch(name: str, out: Path, endpoint: str | None, bar: Any) -> tuple[str, dict[str, Any]]:
     """Get one shard, trying again where that may help. Returns its entry of the manifest.
 
-    An attempt that got further does not count as failed. Raises DownloadError.
+    An attempt that got further does not count as failed. Raises DataError.
     """
-    from huggingface_hub import hf_hub_url
+    from huggingface_hub import errors, hf_hub_url
     url = hf_hub_url(REPO, name, repo_type="dataset", endpoint=endpoint)
     failures = 0
     entry = None
@@ -186,10 +148,12 @@ def fetch(name: str, out: Path, endpoint: str | None, bar: Any) -> tuple[str, di
                 if part.size() <= before:
                     failures += 1
                 found = words_for(error)
-                if is_lasting(error) or failures > RETRIES:
-                    advice = ADVICE.get(status_of(error), f"look at the network; {LATER}")
-                    raise DownloadError(f"{name} from {url}: {found}; {advice}") from error
-                if status_of(error) == 416:  # the server has less than we kept
+                status = status_of(error)
+                refused = 400 <= status < 500 and status not in PASSING
+                if refused or failures > RETRIES or isinstance(error, errors.OfflineModeIsEnabled):
+                    advice = ADVICE.get(status, f"look at the network; {LATER}")
+                    raise DataError(f"{name} from {url}: {found}; {advice}") from error
+                if status == 416:            # the server has less than we kept
                     part.clear()
                 wait = seconds_to_wait(error, failures)
                 tell(bar, f"{name}: {found}; trying again in {wait} s")
@@ -212,36 +176,9 @@ def download(names: list[str], out: Path, endpoint: str | None, jobs: int) -> di
     from tqdm import tqdm
     utils.disable_progress_bars()            # one bar here instead of one per shard
     constants.DOWNLOAD_CHUNK_SIZE = CHUNK
-    with (utils.WeakFileLock(out / ".lock"), ThreadPool(jobs) as pool,      # locks on network drives too
-          tqdm(total=0, unit="B", unit_scale=True, disable=None) as bar):
+    with ThreadPool(jobs) as pool, tqdm(total=0, unit="B", unit_scale=True, disable=None) as bar:
         get = partial(fetch, out=out, endpoint=endpoint, bar=bar)
         return dict(pool.imap_unordered(get, names))
-
-
-def find_faults(names: list[str], out: Path, manifest: dict[str, dict],
-                jobs: int) -> dict[str, str]:
-    """What is wrong, by the name of the shard; those that are whole are not in it."""
-    look_at = partial(fault_or_damage, manifest=manifest)
-    with ThreadPool(jobs) as pool:
-        found = pool.map(look_at, [out / name for name in names])
-    return {name: wrong for name, wrong in zip(names, found) if wrong}
-
-
-def keep_hashes(names: list[str], out: Path, manifest: dict[str, dict],
-                fetched: dict[str, dict]) -> None:
-    """Write the manifest if it says anything new. Raises DataError."""
-    entries = manifest | fetched
-    for name in names:
-        if name not in entries:              # fetched by an older version
-            entries[name] = describe(out / name)
-    if entries == manifest:
-        return
-    try:
-        write_manifest(out, entries)
-    except DataError as error:
-        if fetched:
-            raise
-        note(f"{error}")                     # a folder that may only be read serves all the same
 
 
 def get_shards(names: list[str], args: argparse.Namespace) -> None:
@@ -251,13 +188,23 @@ def get_shards(names: list[str], args: argparse.Namespace) -> None:
     try:
         (args.out / f"{MANIFEST}.part").unlink(missing_ok=True)
         manifest = read_manifest(args.out)
-        faults = find_faults(names, args.out, manifest, args.jobs)
-        for name, wrong in faults.items():
-            note(f"{name}: {wrong}; fetching it")
-        fetched = {}
-        if faults:
-            fetched = download(list(faults), args.out, args.endpoint, args.jobs)
-        keep_hashes(names, args.out, manifest, fetched)
+        with ThreadPool(args.jobs) as pool:
+            found = pool.map(partial(fault, manifest=manifest), [args.out / name for name in names])
+        faults = {name: wrong for name, wrong in zip(names, found) if wrong}
+        for wrong in faults.values():
+            note(f"{wrong}: fetching it")
+        fetched = download(list(faults), args.out, args.endpoint, args.jobs) if faults else {}
+
+        entries = manifest | fetched
+        for name in set(names) - entries.keys():              # fetched by an older version
+            entries[name] = describe(args.out / name)
+        try:
+            if entries != manifest:
+                write_manifest(args.out, entries)
+        except DataError as error:
+            if fetched:
+                raise
+            note(f"{error}")                 # a folder that may only be read serves all the same
     finally:
         if lock is not None:
             os.close(lock)
@@ -265,26 +212,22 @@ def get_shards(names: list[str], args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("shards", metavar="N", type=int, nargs="?", default=9,
-                        help="training shards, 0 to 103")
+    parser.add_argument("shards", metavar="N", type=int, nargs="?", default=9, help="training shards, 0 to 103")
     parser.add_argument("--out", type=folder_name, default=Path(__file__).parent / "fineweb10B",
                         help="data/fineweb10B")
     parser.add_argument("--jobs", type=int, default=4, help="shards at a time, 4")
     parser.add_argument("--endpoint", help="server, instead of HF_ENDPOINT or the Hugging Face hub")
     args = parser.parse_args(argv)
     if not 0 <= args.shards <= TRAIN_SHARDS or args.jobs < 1:
-        parser.error(f"found N={args.shards} --jobs={args.jobs}, expected N from 0 to "
-                     f"{TRAIN_SHARDS}, 1 job or more")
+        parser.error(f"found N={args.shards} --jobs={args.jobs}, expected N from 0 to {TRAIN_SHARDS}, 1 job or more")
     names = ["fineweb_val_000000.bin"]
     names += [f"fineweb_train_{number:06d}.bin" for number in range(1, args.shards + 1)]
     try:
         with errors_in_words():
             get_shards(names, args)
-            say(f"{os.path.relpath(args.out)}: {args.shards} training shards and the validation "
-                f"shard, whole")
+            say(f"{os.path.relpath(args.out)}: {args.shards} training shards and the validation shard, whole")
     except ImportError as error:
-        sys.exit(f"error: found {str(error)!r}, expected huggingface_hub and tqdm; "
-                 f"pip install -r requirements.txt")
+        sys.exit(f"error: found {str(error)!r}, expected huggingface_hub and tqdm; pip install -r requirements.txt")
     except KeyboardInterrupt as interrupt:
         note(f"\ninterrupted; {LATER}")
         status = interrupt.args[0] if interrupt.args else 130

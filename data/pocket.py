@@ -2,18 +2,16 @@
 
     python data/pocket.py [--out data/pocket] [--force]
 
-No download, no packages. A document is a top-level definition with what follows it, or the text
-before the first; one longer than 256 tokens goes on in further documents. Validation files share no
-source file with training files. The vocabulary has 2,048 tokens: 256 bytes, the 1,791 most common
-pieces of the training files, and last the document start. Output, for one Python version always the
-same bytes, in the formats of data/README.md: `pocket_train_000000.bin`, `pocket_val_000000.bin`,
-`vocab.txt`, `pocket.json` (Python version and counts) and `manifest.json`. A later call that finds
-all of them whole does nothing.
+No download, no packages. A document is a top-level definition with what follows it, or the text before the first; one
+longer than 256 tokens goes on in further documents. Validation files share no source file with training files. The
+vocabulary has 2,048 tokens: 256 bytes, the 1,791 most common pieces of the training files, and last the document start.
+Output, for one Python version always the same bytes, in the formats of data/README.md: `pocket_train_000000.bin`,
+`pocket_val_000000.bin`, `vocab.txt`, `pocket.json` (Python version and counts) and `manifest.json`. A later call that
+finds all of them whole does nothing.
 """
 from __future__ import annotations
 
 import argparse
-import base64
 import hashlib
 import json
 import os
@@ -25,9 +23,8 @@ import sysconfig
 from collections import Counter
 from pathlib import Path
 
-from shard_files import (ALL_BYTES, TRAIN, VAL, VOCABULARY, DataError, Output, as_program,
-                         check_content, errors_in_words, folder_name, kind_of, output_folder,
-                         read_manifest, say, shard_header)
+from shard_files import (ALL_BYTES, TRAIN, VAL, VOCABULARY, DataError, Output, as_program, check_content,
+                         errors_in_words, folder_name, kind_of, read_manifest, say)
 
 VOCAB_SIZE = 2048
 DOC_START = VOCAB_SIZE - 1
@@ -51,25 +48,20 @@ def read_sources(root: Path) -> dict[str, bytes]:
         below[:] = [name for name in below if is_of_the_library(name)]
         for name in names:
             path = Path(folder, name)
-            if path.suffix != ".py" or not is_of_the_library(name):
+            if path.suffix != ".py" or not is_of_the_library(name) or not path.is_file():         # a link may be broken
                 continue
-            text = path.read_bytes() if path.is_file() else b""         # a link may lead nowhere
-            if is_utf8(text):
-                sources[path.relative_to(root).as_posix()] = text
+            text = path.read_bytes()
+            try:
+                text.decode()
+            except UnicodeDecodeError:
+                continue
+            sources[path.relative_to(root).as_posix()] = text
     return dict(sorted(sources.items()))
 
 
 def is_of_the_library(name: str) -> bool:
     """Whether a folder or file of this name is what every Python of this version has."""
     return name not in SKIP_DIRS and not name.startswith(BUILD_FILES)
-
-
-def is_utf8(text: bytes) -> bool:
-    try:
-        text.decode()
-    except UnicodeDecodeError:
-        return False
-    return True
 
 
 def split_of(name: str) -> str:
@@ -90,30 +82,22 @@ def cut(text: bytes) -> list[bytes]:
     return [text[start:end] for start, end in zip(borders, borders[1:]) if start < end]
 
 
-def most_common(counts: Counter, most: int) -> list[bytes]:
-    """Pieces by falling count, equally common ones in byte order."""
+def make_vocabulary(counts: Counter, size: int) -> dict[bytes, int]:
+    """Ids of the 256 bytes, then of the most common pieces, equally common ones in byte order."""
     pieces = sorted(counts, key=lambda piece: (-counts[piece], piece))
-    return pieces[:most]
+    chosen = ALL_BYTES + pieces[:size - len(ALL_BYTES)]
+    return {piece: number for number, piece in enumerate(chosen)}
 
 
-def make_vocabulary(texts: list[bytes]) -> list[bytes]:
-    """The bytes of ids 0 .. 2046: single bytes, then the most common pieces."""
-    counts = Counter()
-    for text in texts:
-        for part in cut(text):
-            counts.update(piece for piece in PIECE.findall(part) if len(piece) > 1)
-    wanted = DOC_START - len(ALL_BYTES)
-    common = most_common(counts, wanted)
-    if len(common) < wanted:
-        raise DataError(f"found {len(common):,} different pieces, expected {wanted:,}; "
-                        f"use a complete Python")
-    return ALL_BYTES + common
-
-
-def vocabulary_lines(ids: dict[bytes, int]) -> bytes:
-    """The content of vocab.txt."""
-    lines = [b"%s %d\n" % (base64.b64encode(piece), number) for piece, number in ids.items()]
-    return b"".join(lines)
+def spell(text: bytes, ids: dict[bytes, int]) -> list[int]:
+    """The ids of a text's pieces; a piece without an id in single bytes, whose ids are `ids` of them."""
+    tokens = []
+    for piece in PIECE.findall(text):
+        if piece in ids:
+            tokens.append(ids[piece])
+        else:
+            tokens += [ids[bytes((byte,))] for byte in piece]
+    return tokens
 
 
 def documents(text: bytes, ids: dict[bytes, int]) -> list[list[int]]:
@@ -121,21 +105,9 @@ def documents(text: bytes, ids: dict[bytes, int]) -> list[list[int]]:
     docs = []
     room = MAX_DOC_LEN - 1
     for part in cut(text):
-        tokens = []
-        for piece in PIECE.findall(part):
-            if piece in ids:
-                tokens.append(ids[piece])
-            else:
-                tokens.extend(piece)         # its bytes, whose ids are their values
+        tokens = spell(part, ids)
         docs += [[DOC_START] + tokens[at:at + room] for at in range(0, len(tokens), room)]
     return docs
-
-
-def shard(docs: list[list[int]]) -> bytes:
-    """Header and tokens of one shard; a library of about 5 million tokens needs no second one."""
-    bodies = [struct.pack(f"<{len(doc)}H", *doc) for doc in docs]
-    tokens = sum(map(len, docs))
-    return shard_header(tokens, VOCAB_SIZE, DOC_START) + b"".join(bodies)
 
 
 def made_before(out: Path, made_by: dict) -> bool:
@@ -153,71 +125,65 @@ def made_before(out: Path, made_by: dict) -> bool:
 
 
 def make(root: Path, output: Output, made_by: dict) -> list[str]:
-    """Read the library below `root`, write the data set. Returns a line to print for each split."""
+    """Read the library below `root`, write the data set. Returns a line to print for each split. Raises DataError."""
     if not (root / "os.py").is_file():
-        raise DataError(f"found no os.py in {root}, expected the library's source there; run this "
-                        f"with a Python that is neither zipped nor frozen")
+        raise DataError(f"found no os.py in {root}, expected the library's source there; run this with a Python that "
+                        f"is neither zipped nor frozen")
     texts = {TRAIN: [], VAL: []}
     for name, text in read_sources(root).items():
         texts[split_of(name)].append(text)
-    ids = {piece: number for number, piece in enumerate(make_vocabulary(texts[TRAIN]))}
-    vocabulary = vocabulary_lines(ids)
-    output.check_vocabulary(vocabulary)
+    counts = Counter()
+    for text in texts[TRAIN]:
+        for part in cut(text):
+            counts.update(piece for piece in PIECE.findall(part) if len(piece) > 1)
+    ids = make_vocabulary(counts, DOC_START)
+    if len(ids) < DOC_START:
+        raise DataError(f"found {len(ids):,} different pieces, expected {DOC_START:,}; use a complete Python")
 
     report = dict(made_by)
+    bodies = {}
     lines = []
-    shards = {}
     for split in SPLITS:
         docs = []
         for text in texts[split]:
             docs += documents(text, ids)
         random.Random(0).shuffle(docs)       # else a run shorter than the data would know only the first files
-        shards[split] = shard(docs)
         files = len(texts[split])
         tokens = sum(map(len, docs))
         size = sum(map(len, texts[split]))
         if split == VAL and tokens < MIN_VAL_TOKENS:
-            raise DataError(f"found {tokens:,} validation tokens in {root}, expected at least "
-                            f"{MIN_VAL_TOKENS:,}; run this with a Python whose library is complete")
+            raise DataError(f"found {tokens:,} validation tokens in {root}, expected at least {MIN_VAL_TOKENS:,}; run "
+                            f"this with a Python whose library is complete")
+        bodies[split] = b"".join(struct.pack(f"<{len(doc)}H", *doc) for doc in docs)
         report[split] = {"files": files, "documents": len(docs), "tokens": tokens, "bytes": size}
-        lines.append(f"{split}: {files} files, {len(docs):,} documents, {tokens:,} tokens, "
-                     f"{size:,} bytes, {size / tokens:.3f} bytes per token")
+        lines.append(f"{split}: {files} files, {len(docs):,} documents, {tokens:,} tokens, {size:,} bytes, "
+                     f"{size / tokens:.3f} bytes per token")
 
+    # The report gets its name first: it says whose the others are, should a call end between two names.
     output.write(REPORT, json.dumps(report, indent=1).encode() + b"\n")
-    for split in SPLITS:
-        output.write(SHARD.format(split), shards[split])
-    output.write(VOCABULARY, vocabulary)
+    output.write_vocabulary(ids)
+    for split, body in bodies.items():
+        output.write_shard(SHARD.format(split), body, VOCAB_SIZE)
     output.publish()
     return lines
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=folder_name, default=Path(__file__).with_suffix(""),
-                        help="default: data/pocket")
-    parser.add_argument("--force", action="store_true",
-                        help="write again, and replace what others left there")
+    parser.add_argument("--out", type=folder_name, default=Path(__file__).with_suffix(""), help="default: data/pocket")
+    parser.add_argument("--force", action="store_true", help="write again, and replace what others left there")
     args = parser.parse_args(argv)
     made_by = {"python": f"{sys.implementation.name} {sys.version.split()[0]}",
                "source_sha256": hashlib.sha256(Path(__file__).read_bytes()).hexdigest()}
-    ours = not kind_of(args.out / REPORT)    # of all its files a call names the report first
     with errors_in_words():
-        with output_folder(args.out, OWN_FILES, replace=args.force or ours) as output:
+        ours = not kind_of(args.out / REPORT)
+        with Output(args.out, OWN_FILES, replace=args.force or ours) as output:
             if not args.force and made_before(args.out, made_by):
-                place = os.path.relpath(args.out)
-                lines = [f"{place}: complete, nothing to do (--force makes it again)"]
+                lines = [f"{os.path.relpath(args.out)}: complete, nothing to do (--force makes it again)"]
             else:
-                refuse_strangers(output)
+                output.check_free(f"those without {REPORT} are somebody else's: give another --out")
                 lines = make(Path(sysconfig.get_path("stdlib")), output, made_by)
         say(*lines)
-
-
-def refuse_strangers(output: Output) -> None:
-    """Shards of these names without a report are somebody else's. Raises DataError."""
-    shards = [path for path in output.own_files() if path.suffix == ".bin"]
-    if shards and not output.replace:
-        raise DataError(f"{shards[0]}: found it without {REPORT}, expected no shards of somebody "
-                        f"else; give another --out, or --force to replace them")
 
 
 if __name__ == "__main__":

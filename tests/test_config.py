@@ -1,8 +1,8 @@
 """Room 1: every field is a flag, the tables are the recipe's, a setting that cannot work is refused with a way out."""
 import io
 import json
-import pickle
 import os
+import pickle
 import re
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
@@ -15,87 +15,101 @@ import train_gpt as tg
 ONE_STAGE = "128 1 3 1.0 1.0,0.5 1.0,0.0"
 
 
+# depth, attention, window, value table, key offset, kept as, added
+RECIPE_2_2 = """
+0 paired short - no - - | 1 plain short 0 no - - | 2 paired short 1 no - - | 3 plain long - yes skip -
+4 plain short - no - - | 5 paired short - no - - | 6 none - - no - skip | 7 plain short - no backout -
+8 plain short 2 no - - | 9 paired short 3 no - - | 10 plain long 4 yes - -
+"""
+
+
 @pytest.mark.recipe
-def test_layer_table_is_that_of_recipe_2_2():
-    table = """0 paired short - no | 1 plain short 0 no | 2 paired short 1 no | 3 plain long - yes | 4 plain short - no
-        | 5 paired short - no | 6 none - - no | 7 plain short - no | 8 plain short 2 no | 9 paired short 3 no
-        | 10 plain long 4 yes"""
-    rows = [row.split() for row in table.split("|")]
-    assert len(tg.LAYERS) == len(rows) == 11
-    for layer, (depth, attention, window, value, key_shift) in zip(tg.LAYERS, rows):
+def test_layers__those_of_recipe_2_2():
+    rows = [row.split() for row in re.split(r"[|\n]", RECIPE_2_2.strip())]
+    assert len(tg.LAYERS) == len(rows)
+    for layer, (depth, attention, window, value, key_shift, kept, added) in zip(tg.LAYERS, rows):
         assert layer.attention == attention, depth
         assert layer.window == window or attention == "none", depth
-        assert (layer.value, layer.key_shift) == (None if value == "-" else int(value), key_shift == "yes"), depth
-    assert [(k, layer.keep_as) for k, layer in enumerate(tg.LAYERS) if layer.keep_as] == [(3, "skip"), (7, "backout")]
-    assert [(k, layer.add) for k, layer in enumerate(tg.LAYERS) if layer.add] == [(6, "skip")]
-    assert tg.ATTENTION_LAYERS == (0, 1, 2, 3, 4, 5, 7, 8, 9, 10) and tg.NUM_VALUE_TABLES == 5
+        assert [layer.value, layer.key_shift] == [None if value == "-" else int(value), key_shift == "yes"], depth
+        assert [layer.keep_as or "-", layer.add or "-"] == [kept, added], depth
+    assert tg.ATTENTION_LAYERS == (0, 1, 2, 3, 4, 5, 7, 8, 9, 10)
+    assert tg.NUM_VALUE_TABLES == 5
 
 
-BAD_LAYERS = {                               # changes of layers by depth -> what the message must hold
-    "kept twice": ({8: dict(keep_as="skip")}, "['', 'skip', 'backout', 'skip']", "each stream once"),
-    "nothing for the head": ({7: dict(keep_as="")}, "['', 'skip']", "'backout'"),
-    "a value table twice": ({10: dict(value=3)}, "[0, 1, 2, 3, 3]", "0, 1, ... once each"),
-    "a value table that is not there": ({10: dict(value=7)}, "[0, 1, 2, 3, 7]", "0, 1, ... once each"),
+LAYERS = (tg.Layer("paired", value=0), tg.Layer("plain", "long", value=1, key_shift=True, keep_as="skip"),
+          tg.Layer("none", add="skip"), tg.Layer("plain", keep_as="backout"))
+BAD_LAYERS = {                               # changes of these layers by depth -> what the message must hold
+    "kept twice": ({0: dict(keep_as="skip")}, "['', 'skip', 'skip', 'backout']", "each stream once"),
+    "nothing for the head": ({3: dict(keep_as="")}, "['', 'skip']", "'backout'"),
+    "a value table twice": ({3: dict(value=1)}, "[0, 1, 1]", "0, 1, ... once each"),
+    "a value table that is not there": ({3: dict(value=7)}, "[0, 1, 7]", "0, 1, ... once each"),
     "no such attention": ({1: dict(attention="Plain")}, "layer 1", "'Plain'", "`plain`"),
-    "a stream that no layer above keeps": ({2: dict(add="skip")}, "layer 2", "a layer above keeps, ['']"),
-    "a value table without attention": ({6: dict(value=5)}, "layer 6", "value=5",
-                                        "a value table in one with attention"),
-    "key offset without attention": ({6: dict(key_shift=True)}, "layer 6", "in a plain layer"),
-    "key offset of paired heads": ({9: dict(key_shift=True)}, "layer 9", "'paired'", "in a plain layer"),
+    "no such window": ({1: dict(window="wide")}, "layer 1", "'wide'", "`short` or `long`"),
+    "added before it is kept": ({0: dict(add="skip")}, "layer 0", "a layer above keeps, ['']"),
+    "added by the layer that keeps it": ({1: dict(add="skip")}, "layer 1", "a layer above keeps, ['']"),
+    "a value table without attention": ({2: dict(value=2)}, "layer 2", "a value table in one with attention"),
+    "key offset without attention": ({2: dict(key_shift=True)}, "layer 2", "in a plain layer"),
+    "key offset of paired heads": ({0: dict(key_shift=True)}, "layer 0", "'paired'", "in a plain layer"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_LAYERS)
 def test_check_layers__a_table_that_cannot_work(name, monkeypatch):
     changes, *parts = BAD_LAYERS[name]
-    layers = [replace(layer, **changes.get(depth, {})) for depth, layer in enumerate(tg.LAYERS)]
-    refused(tg.ConfigError, lambda: tg.check_layers(layers), "LAYERS", *parts)
+    layers = [replace(layer, **changes.get(depth, {})) for depth, layer in enumerate(LAYERS)]
     monkeypatch.setattr(tg, "LAYERS", tuple(layers))
     refused(tg.ConfigError, lambda: tg.parse_flags(["--preset=tiny"]), "LAYERS", *parts)
 
 
 def test_check_layers__tables_that_work():
     """The trainer's own, and those that an ablation makes: a kept stream that nobody takes, no value tables."""
-    tg.check_layers(tg.LAYERS)
-    tg.check_layers([replace(layer, add="", value=None, key_shift=False) for layer in tg.LAYERS])
-    tg.check_layers([tg.Layer("plain", keep_as=tg.BACKOUT)])
+    for layers in (tg.LAYERS, LAYERS, [tg.Layer("plain", keep_as=tg.BACKOUT)]):
+        tg.check_layers(layers)
+        tg.check_layers([replace(layer, add="", value=None, key_shift=False) for layer in layers])
 
 
-BAD_STAGES = {                               # columns of the second stage -> what the message must hold
+STAGES = (tg.Stage(128, 1, 3, 1.0, (1.0, 0.5), (1.0, 0.0)), tg.Stage(256, 3, 7, 1.5, (1.0,), (1.0,), untie=True),
+          tg.Stage(256, 4, 8, 1.0, (1.0,), (1.0,)))
+BAD_STAGES = {                               # columns of the first of these -> what the message must hold
     "no slots": (dict(batch_tokens=0), "multiple of 128 tokens"),
-    "a batch of no whole slots": (dict(batch_tokens=262_145), "262145", "multiple of 128 tokens"),
+    "a batch of no whole slots": (dict(batch_tokens=250), "250", "multiple of 128 tokens"),
     "more weights at the end": (dict(mtp_end=(1.0, 0.5, 0.25)), "as many token weights"),
-    "another long window than short": (dict(short_window=7), "short_window=7", "short < long"),
+    "another long window than short": (dict(short_window=3), "short_window=3", "short < long window"),
+    "no short window": (dict(short_window=0), "short_window=0", "1 <= short"),
+    "a rate below 0": (dict(lr_mul=-1.0), "lr_mul=-1.0", "from 0 to 1,000"),
+    "a rate that is no number": (dict(lr_mul=float("nan")), "lr_mul=nan", "from 0 to 1,000"),
+    "a weight below 0": (dict(mtp_start=(-1.0, 0.5)), "mtp_start=(-1.0, 0.5)", "from 0 to 1,000"),
     "untied twice": (dict(untie=True), "`untie` in one row at most"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_STAGES)
 def test_check_config__a_stage_table_that_cannot_work(name):
-    """Slips in the table itself, which no parser of flags has seen."""
+    """As a table, which no parser of flags has seen, and as a flag."""
     changes, *parts = BAD_STAGES[name]
-    first, second, *rest = tg.STAGES
-    cfg = tg.Config(stages=(first, second._replace(**changes), *rest))
+    first, *others = STAGES
+    stages = (first._replace(**changes), *others)
+    cfg = tg.Config(**tg.PRESETS["tiny"] | dict(stages=stages))
     refused(tg.ConfigError, lambda: tg.check_config(cfg), "--stages", *parts)
+    flags = ["--preset=tiny", f"--stages={tg.flag_text(stages)}"]
+    refused(tg.ConfigError, lambda: tg.parse_flags(flags), "--stages", *parts)
 
 
 def test_read_row__a_stage_comes_back_from_its_text():
-    for stage in (*tg.STAGES, *tg.TINY["stages"]):
+    for stage in (*STAGES, *tg.STAGES, *tg.TINY["stages"]):
         assert tg.read_row("stages", tg.row_text(stage)) == stage
-    stage = tg.Stage(393_216, 5, 11, 1.73, (1.0,), (1.0,), untie=True)
-    assert tg.row_text(stage) == "393216 5 11 1.73 1.0 1.0 untie"
-    assert [stage.untie for stage in tg.TINY["stages"]] == [False, False, True, False]
-    assert [stage.batch_tokens for stage in tg.TINY["stages"]] == [128, 256, 384, 384]
+    assert tg.row_text(STAGES[1]) == "256 3 7 1.5 1.0 1.0 untie"
     for row in ("128 1 3", f"{ONE_STAGE} tie", f"{ONE_STAGE} untie untie", "128 1 3 1 1, 1", "1.5 1 3 1 1 1"):
         with pytest.raises((ValueError, TypeError, KeyError)):
             tg.read_row("stages", row)
 
 
 TABLE = tg.NgramTable("trigram_embed", 3, 100)
+NO_ATTENTION = min(set(range(len(tg.LAYERS) + 1)) - set(tg.ATTENTION_LAYERS))
 BAD_TABLES = {                               # columns of a table of n-grams -> what the message must hold
-    "no such order": (dict(order=5), "an order of [2, 3, 4]"),
-    "a layer without attention": (dict(place=6), "place=6", "a layer with attention"),
-    "no layer": (dict(place=11), "(0, 1, 2, 3, 4, 5, 7, 8, 9, 10)"),
+    "no such order": (dict(order=5), f"an order of {list(tg.NGRAM_FACTORS)}"),
+    "a layer without attention": (dict(place=NO_ATTENTION), f"place={NO_ATTENTION}", "a layer with attention"),
+    "no layer": (dict(place=len(tg.LAYERS)), str(tg.ATTENTION_LAYERS)),
     "an unknown home": (dict(home="disk"), "disk", "home `device` or `host`"),
     "an unknown rounding": (dict(rounding="down"), "down", "`nearest` or `stochastic`"),
     "signs of three values": (dict(signs=2), "signs 0 or 1"),
@@ -110,13 +124,15 @@ BAD_TABLES = {                               # columns of a table of n-grams -> 
     "a label without its ending": (dict(label="small"), "ends with _embed"),
     "a label of the recipe": (dict(label="bigram_embed"), "neither the recipe has"),
     "another label of the recipe": (dict(label="value_embed"), "neither the recipe has"),
+    "a label twice": (dict(label="other_embed"), "nor another row"),
 }
 
 
 @pytest.mark.parametrize("name", BAD_TABLES)
 def test_check_config__a_table_of_ngrams_that_cannot_work(name):
     changes, *parts = BAD_TABLES[name]
-    cfg = tg.Config(**tg.PRESETS["tiny"] | dict(tables=(TABLE._replace(**changes),)))
+    tables = TABLE._replace(label="other_embed"), TABLE._replace(**changes)
+    cfg = tg.Config(**tg.PRESETS["tiny"] | dict(tables=tables, adam_every=2))
     refused(tg.ConfigError, lambda: tg.check_config(cfg), "--tables", *parts)
 
 
@@ -125,21 +141,17 @@ def test_tables__rows_and_defaults():
     assert cfg.tables == (tg.NgramTable("a_embed", 2, 30),
                           tg.NgramTable("b_embed", 4, 50, 7, 1, "host", 4, "stochastic", 70.0, 0.0, 0.5))
     assert [tg.read_row("tables", tg.row_text(table)) for table in cfg.tables] == list(cfg.tables)
-    cycles = [tg.Schedule(other).cycle for other in (cfg, preset(), preset(adam_every=1))]
-    assert cycles == [4, 2, 1]
     assert tg.parse_flags(["--preset=pocket_tables", "--tables="])[1] == tg.Config(**tg.PRESETS["pocket"])
-    cfg = preset(adam_every=1, tables=(TABLE._replace(cadence=1),))
-    assert tg.Schedule(cfg).cycle == 1
-    refused(tg.ConfigError, lambda: preset(tables=(TABLE, TABLE)), "nor another row")
-    for order, (factors, sign_factors) in tg.NGRAM_FACTORS.items():
-        assert len(factors) == len(sign_factors) == order
-        assert all(factor % 2 == 1 and factor < 2**31 for factor in factors + sign_factors), "none loses bits"
+    for factors, sign_factors in tg.NGRAM_FACTORS.values():
+        assert len(factors) == len(sign_factors)
+        assert all(factor % 2 == 1 and 0 < factor < 2**31 for factor in factors + sign_factors), "none loses bits"
 
 
+@pytest.mark.recipe
 def test_presets__pocket_is_the_record_topology_at_small_size():
     cfg = tg.Config(**tg.PRESETS["pocket"])
     assert (cfg.model_dim, cfg.num_heads, cfg.head_dim, cfg.attn_scale) == (96, 6, 16, 12.8 / 16)
-    assert [256 * stage.batch_tokens for stage in cfg.stages] == [stage.batch_tokens for stage in tg.STAGES]
+    assert [stage.batch_tokens // cfg.num_slots for stage in cfg.stages[:3]] == [64, 128, 192]
     assert (cfg.dtype, cfg.head, cfg.max_doc_len) == ("float32", "plain", 256)
     assert 500 <= cfg.num_scheduled_steps + cfg.num_extension_steps <= 580
     assert [stage[1:] for stage in cfg.stages] == [stage[1:] for stage in tg.STAGES]
@@ -169,57 +181,42 @@ def test_parse_flags__a_flag_beats_the_preset_and_the_config_is_frozen():
 REFUSED = {                                  # flags over the tiny preset -> what the message must hold
     "--see=1": ("unknown flag", "--see", "--seed"),
     "--num-slots=8": ("unknown flag", "--num_slots"),
-    "--split_stage=1": ("unknown flag", "--split_stage"),
-    "--trigram_rows=100": ("unknown flag", "--trigram_rows"),
-    "seed=1": ("a word without a flag", "seed=1"),
+    "--no_such_thing_at_all": ("unknown flag", "--no_such_thing_at_all", "nearest: --"),
+    "-x": ("unknown flag", "-x"),
+    "seed=1": ("a word without a flag", "seed=1", "--field=value"),
     "--preset=poket": ("--preset", "poket", "record", "pocket", "tiny", "choose from"),
+    "--preset=": ("--preset", "choose from"),
     "--preset": ("--preset", "expected one argument"),
     "--seed": ("--seed", "expected one argument"),
     "--seed=abc": ("--seed", "'abc'", "int", "--seed=0"),
     "--seed=1.5": ("--seed", "'1.5'", "int"),
     "--seed=": ("--seed", "''", "int"),
+    "--seed=-1": ("--seed", "-1", "0 to 2,147,483,647", "--seed=0"),
     "--adam_lr=fast": ("--adam_lr", "'fast'", "float", "--adam_lr=0.008"),
     "--adam_lr=nan": ("--adam_lr", "nan", "--adam_lr=0.008"),
-    "--lr_floor=inf": ("--lr_floor", "inf"),
     "--dtype=bf16": ("--dtype", "bf16", "bfloat16", "float32", "float64"),
-    "--head=fp16": ("--head", "fp16", "auto", "emulated", "plain", "--head=auto"),
     "--compile=2": ("--compile", "[-1, 0, 1]"),
     "--adam_every=3": ("--adam_every", "'3'", "[1, 2]"),
-    "--row_comms=sparse_scatter": ("--row_comms", "['dense', 'sparse']", "--row_comms=sparse"),
-    "--debug_rows=yes": ("--debug_rows", "yes", "[0, 1]"),
-    "--stages=128 1 3": ("--stages", "128 1 3", "--stages=131072 1 3 1.0 1.0,0.5,0.25 1.0,0.5,0.0;"),
+    "--stages=128 1 3": ("--stages", "128 1 3", f"--stages={tg.flag_text(tg.STAGES)}"),
+    "--stages=": ("--stages", "nothing", "two rows or more"),
+    f"--stages={ONE_STAGE}": ("--stages", "two rows or more"),
     "--tables=trigram_embed 3": ("--tables", "'trigram_embed 3'", "label order rows"),
-    "--tables=trigram_embed 3 1": ("--tables", "2 rows or more"),
     "--num_heads=3": ("--num_heads", "3", "even", "--num_heads=4"),
-    "--num_heads=0": ("--num_heads", "2 to 4,096"),
     "--head_dim=18": ("--head_dim", "18", "multiple of 4", "--head_dim=16"),
-    "--head_dim=4": ("--head_dim", "4", "8 to "),
     "--model_dim=40": ("--model_dim", "40", "2 x 16", "--model_dim=32"),
-    "--num_slots=0": ("--num_slots", "0", "1 to "),
     "--num_slots=7": ("--stages", "128", "multiple of 112"),                     # 112 = 16 tokens x 7 slots
     "--val_batch_tokens=100": ("--val_batch_tokens", "100", "--val_batch_tokens=128"),
     "--val_tokens=700": ("--val_tokens", "700", "--val_tokens=1024"),
-    "--max_doc_len=1": ("--max_doc_len", "1", "2 to "),
-    "--epochs=-1": ("--epochs", "-1", "0 to "),
-    "--num_scheduled_steps=0": ("--num_scheduled_steps", "1 to "),
-    "--runs=2000000000": ("--runs", "1 to 10,000"),
-    "--cooldown_frac=1.5": ("--cooldown_frac", "1.5", "0 to 1"),
-    "--comm_timeout=0": ("--comm_timeout", "0", "1 to "),
     "--resume=": ("--resume", "an empty name", "leave it out"),
     "--sample=": ("--sample", "an empty name", "leave it out"),
     "--profile=3:3": ("--profile", "3:3", "0 < a < b"),
     "--profile=0:3": ("--profile", "0:3", "0 < a < b"),
-    "--stages=": ("--stages", "nothing", "two rows or more"),
-    f"--stages={ONE_STAGE}": ("--stages", "two rows or more"),
-    f"--stages={ONE_STAGE};128 3 3 1 1 1": ("--stages", "long_window=3", "short < long window"),
-    f"--stages={ONE_STAGE};128 0 3 1 1 1": ("--stages", "short_window=0", "1 <= short"),
-    f"--stages={ONE_STAGE};128 1 3 1 1,1 1": ("--stages", "mtp_start=(1.0, 1.0)", "as many token weights"),
-    f"--stages=128 1 3 -1 1 1;{ONE_STAGE}": ("--stages", "lr_mul=-1.0", "from 0 to 1,000"),
-    f"--stages=128 1 3 1 -1 -1;{ONE_STAGE}": ("--stages", "mtp_start=(-1.0,)", "from 0 to 1,000"),
-    f"--stages=128 1 3 nan 1 1;{ONE_STAGE}": ("--stages", "lr_mul=nan", "from 0 to 1,000"),
-    f"--stages={ONE_STAGE};120 1 3 1 1 1": ("--stages", "120", "128"),
-    f"--stages={ONE_STAGE} untie;{ONE_STAGE} untie": ("--stages", "`untie` in one row at most"),
-}
+} | {                                        # beyond a bound or choice of the field itself
+    f"--{setting}": (f"--{setting.partition('=')[0]}", parts) for setting, parts in {
+        "num_heads=0": "2 to 4,096", "head_dim=4": "8 to ", "num_slots=0": "1 to ", "max_doc_len=1": "2 to ",
+        "epochs=-1": "0 to ", "num_scheduled_steps=0": "1 to ", "runs=2000000000": "1 to 10,000",
+        "cooldown_frac=1.5": "0 to 1", "comm_timeout=0": "1 to ", "lr_floor=inf": "0 to ", "head=fp16": "'emulated'",
+        "row_comms=sparse_scatter": "['dense', 'sparse']", "debug_rows=yes": "[0, 1]"}.items()}
 
 
 @pytest.mark.parametrize("flag", REFUSED, ids=lambda flag: flag[:60])
@@ -319,20 +316,18 @@ def test_read_settings__any_content_ends_in_words(tmp_path, content):
     refused(tg.DataError, lambda: tg.read_settings(tmp_path), f"{tmp_path}/settings.json", "name the folder of a run")
 
 
-def test_read_settings__a_pipe_is_not_read(tmp_path):
+def test_read_settings__none_there(tmp_path):
+    """A folder of an older trainer has a log alone; a pipe is not waited for."""
+    refused(tg.DataError, lambda: tg.read_settings(Path("nul\0")), "settings.json", "null byte")
+    refused(tg.DataError, lambda: tg.read_settings(tmp_path), "settings.json", "No such file", "name the folder")
+    (tmp_path / "log.jsonl").touch()
+    refused(tg.DataError, lambda: tg.parse_flags([f"--resume={tmp_path}"]), "an older trainer needs that trainer")
     os.mkfifo(tmp_path / tg.SETTINGS)
     refused(tg.DataError, lambda: tg.read_settings(tmp_path), "settings.json", "no regular file")
 
 
-def test_read_settings__none_there(tmp_path):
-    """A folder of an older trainer has a log alone."""
-    refused(tg.DataError, lambda: tg.read_settings(tmp_path), "settings.json", "No such file", "name the folder")
-    (tmp_path / "log.jsonl").touch()
-    refused(tg.DataError, lambda: tg.parse_flags([f"--resume={tmp_path}"]), "an older trainer needs that trainer")
-
-
 def test_resume__flags_of_the_earlier_run_come_first(tmp_path):
-    write_settings(tmp_path, seed="5", adam_lr="0.01", save="w", run_dir="r", slots_per_micro_batch="2")
+    write_settings(tmp_path, seed="5", adam_lr="0.01", adam_every="2", save="w", run_dir="r", slots_per_micro_batch="2")
     resume = f"--resume={tmp_path}"
     name, cfg = tg.parse_flags([resume])
     assert (name, cfg.seed, cfg.adam_lr, cfg.slots_per_micro_batch) == ("tiny", 5, 0.01, 2)

@@ -1,6 +1,4 @@
 """data/cached_fineweb10B.py against a local server that answers like the hub, and fails like networks do."""
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import logging
@@ -22,14 +20,15 @@ from typing import Iterator, NamedTuple
 
 import numpy as np
 import pytest
-
-HONOURS_ALL = int(pytest.importorskip("huggingface_hub").__version__.split(".")[0]) >= 1    # else Retry-After of 429
-TOOL = Path(__file__).resolve().parents[2] / "data/cached_fineweb10B.py"
-VAL, ONE, TWO = "fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"
-sys.path.insert(0, str(TOOL.parent))                        # the tools import shard_files.py beside them
+from common import ROOT
+from data_common import failure, wrong_flag
 
 import cached_fineweb10B as tool                            # noqa: E402
 import shard_files                                          # noqa: E402
+
+HONOURS_ALL = int(pytest.importorskip("huggingface_hub").__version__.split(".")[0]) >= 1    # else Retry-After of 429
+TOOL = ROOT / "data/cached_fineweb10B.py"
+VAL, ONE, TWO = "fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"
 
 
 def make_shard(seed: int, tokens: int = 4000) -> bytes:
@@ -157,28 +156,24 @@ def fetch(hub: Hub, out: Path, shards: int = 1) -> None:
     tool.main([str(shards), "--out", str(out), "--endpoint", hub.url])
 
 
-def fails(hub: Hub, out: Path, *parts: str) -> str:
+def fails(hub: Hub, out: Path, *parts: str) -> None:
     """The call ends with a message of these parts in order; no *.bin is there that is not whole."""
     if out.is_dir():                     # one shard to fetch: else the other one's thread would live on in the tests
         (out / VAL).write_bytes(hub.files[VAL])
-    with pytest.raises(SystemExit) as caught:
-        fetch(hub, out)
-    message = str(caught.value)
-    assert message.startswith("error: "), message
+    message = failure(tool, "1", "--out", out, "--endpoint", hub.url)
     places = [message.find(part) for part in parts]
     assert -1 not in places and places == sorted(places), message
-    assert all(not tool.fault(path) for path in out.glob("*.bin"))
-    return message
+    assert not any(tool.fault(path, {}) for path in out.glob("*.bin"))
 
 
 def assert_whole(hub: Hub, out: Path, *names: str) -> None:
-    assert {path.name for path in out.iterdir()} - {".lock"} == {*names, "manifest.json"}
+    assert {path.name for path in out.iterdir()} == {*names, "manifest.json"}
     assert all((out / name).read_bytes() == hub.files[name] and not (out / name).is_symlink() for name in names)
 
 
-def test_fetch_then_keep_without_network(hub, waits, tmp_path, capsys):
-    fetch(hub, tmp_path / "a new/folder", 2)
+def test_get_shards__fetches_then_keeps_without_network(hub, waits, tmp_path, capsys):
     out = tmp_path / "a new/folder"
+    fetch(hub, out, 2)
     assert_whole(hub, out, VAL, ONE, TWO)
     before = len(hub.requests)
     fetch(hub, out, 2)
@@ -187,53 +182,44 @@ def test_fetch_then_keep_without_network(hub, waits, tmp_path, capsys):
     assert not (tmp_path / "hf home").exists()                        # nothing goes into the hub's cache
 
 
-def test_a_cut_connection_resumes(hub, waits, tmp_path):
-    hub.plans["GET cdn", ONE] = [("cut", 5000), ("cut", 2000)]
-    fetch(hub, tmp_path / "out")
-    assert_whole(hub, tmp_path / "out", VAL, ONE)
-    assert [r.range for r in hub.of("GET", "cdn", ONE)] == ["", "bytes=5000-", "bytes=7000-"]
-    assert sum(r.sent for r in hub.of("GET", "cdn", ONE)) == len(hub.files[ONE])      # no byte twice
+def flipped(content: bytes, at: int) -> bytes:
+    return content[:at] + bytes([content[at] ^ 1]) + content[at + 1:]
 
 
-def test_a_reset_connection_resumes(hub, waits, tmp_path, monkeypatch):
-    hub.plans["GET cdn", ONE] = [("reset", 5000)]
-    fetch(hub, tmp_path / "out")
-    assert_whole(hub, tmp_path / "out", VAL, ONE)
-    assert hub.of("GET", "cdn", ONE)[-1].range in ("", *(f"bytes={n}000-" for n in range(6)))
+SHARD = make_shard(1)
+MENDED = {                               # of the hub; on disk, by ending; failures -> ranges asked for, what is said
+    "two cuts": ({}, {}, [("cut", 5000), ("cut", 2000)], ["", "bytes=5000-", "bytes=7000-"], ""),
+    "progress is no failure": ({}, {}, [("cut", 1000)] * 8, ["", *(f"bytes={n}000-" for n in range(1, 9))], ""),
+    "reset": ({}, {}, [("reset", 5000)], None, ""),
+    "no ranges": (dict(with_range=False), {}, [("cut", 5000)], None, ""),
+    "a part": ({}, {".part": SHARD[:6000]}, [], ["bytes=6000-"], ""),
+    "a whole part": ({}, {".part": SHARD}, [], [], ""),
+    "a part too long": ({}, {".part": SHARD + b"x"}, [], [""], ""),
+    "a part of another file": ({}, {".part": b"\0" * 6000}, [], ["bytes=6000-", ""], "found header words 0 and 0"),
+    "wrong content": ({}, {}, [("instead", flipped(SHARD, 5000))], ["", ""], "found SHA-256"),
+    "no hash": (dict(with_hash=False), {}, [("instead", flipped(SHARD, 0))], ["", ""], "found header words"),
+    "empty": ({}, {"": b""}, [], [""], "header words 0 and 0"),
+    "cut on the disk": ({}, {"": SHARD[:3000]}, [], [""], "3,000 bytes"),
+    "no shard": ({}, {"": b"<html>not a shard"}, [], [""], "header words"),
+}
 
 
-def test_many_cuts_with_progress_are_no_failure(hub, waits, tmp_path):
-    hub.plans["GET cdn", ONE] = [("cut", 1000)] * 8
-    fetch(hub, tmp_path / "out")
-    assert_whole(hub, tmp_path / "out", VAL, ONE)
-
-
-def test_a_later_call_goes_on(hub, waits, tmp_path):
-    (tmp_path / f"{ONE}.part").write_bytes(hub.files[ONE][:6000])
+@pytest.mark.parametrize("name", MENDED)
+def test_fetch__in_the_end_all_is_whole(hub, waits, tmp_path, capsys, name):
+    attributes, files, failures, ranges, said = MENDED[name]
+    vars(hub).update(attributes)
+    for ending, content in files.items():
+        (tmp_path / f"{ONE}{ending}").write_bytes(content)
+    hub.plans["GET cdn", ONE] = list(failures)
     fetch(hub, tmp_path)
     assert_whole(hub, tmp_path, VAL, ONE)
-    assert [r.range for r in hub.of("GET", "cdn", ONE)] == ["bytes=6000-"]
-
-
-@pytest.mark.parametrize("part", ["whole", "too long", "of another file"])
-def test_what_a_part_may_hold(hub, waits, tmp_path, part):
-    content = hub.files[ONE]
-    (tmp_path / f"{ONE}.part").write_bytes({"whole": content, "too long": content + b"x"}.get(part, b"\0" * 6000))
-    fetch(hub, tmp_path)
-    assert_whole(hub, tmp_path, VAL, ONE)
-    assert len(hub.of("GET", "cdn", ONE)) == {"whole": 0, "too long": 1, "of another file": 2}[part]
-
-
-def test_a_server_without_ranges(hub, waits, tmp_path):
-    hub.with_range = False
-    hub.plans["GET cdn", ONE] = [("cut", 5000)]
-    fetch(hub, tmp_path)
-    assert_whole(hub, tmp_path, VAL, ONE)
+    assert ranges is None or [request.range for request in hub.of("GET", "cdn", ONE)] == ranges
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("where", ["HEAD hub", "GET hub", "GET cdn"])
 @pytest.mark.parametrize("status, headers", [(429, {"Retry-After": "7"}), (500, {}), (503, {"Retry-After": "7"})])
-def test_a_busy_server(hub, waits, tmp_path, capsys, caplog, where, status, headers):
+def test_seconds_to_wait__a_busy_server(hub, waits, tmp_path, capsys, caplog, where, status, headers):
     hub.plans[where, ONE] = [("status", status, headers)] * 2
     fetch(hub, tmp_path)
     assert_whole(hub, tmp_path, VAL, ONE)
@@ -242,13 +228,13 @@ def test_a_busy_server(hub, waits, tmp_path, capsys, caplog, where, status, head
     assert str(status) in capsys.readouterr().err + caplog.text       # said by the tool or by the hub's own retries
 
 
-def test_a_server_that_stays_busy(hub, waits, tmp_path):
+def test_fetch__a_server_that_stays_busy(hub, waits, tmp_path):
     hub.plans["HEAD hub", ONE] = [("status", 429, {})] * 100
     fails(hub, tmp_path, ONE, "found 'HTTP 429'", "expected", "the same command goes on")
     assert waits == [1, 2, 4, 8, 16] or not HONOURS_ALL and sum(waits) < 300
 
 
-def test_a_truncated_shard(hub, waits, tmp_path, capsys):
+def test_fetch__a_truncated_shard(hub, waits, tmp_path):
     """The hub itself has half a file: its length and hash agree, only the header tells."""
     hub.files[ONE] = hub.files[ONE][:5000]
     fails(hub, tmp_path, ONE, "found 5,000 bytes", "expected 9,024", "the same command")
@@ -256,27 +242,7 @@ def test_a_truncated_shard(hub, waits, tmp_path, capsys):
     assert not (tmp_path / ONE).exists()
 
 
-@pytest.mark.parametrize("with_hash", [True, False])
-def test_a_wrong_shard_is_fetched_again(hub, waits, tmp_path, capsys, with_hash):
-    hub.with_hash = with_hash
-    wrong = bytearray(hub.files[ONE])
-    wrong[5000 if with_hash else 0] ^= 1                              # without a hash only header and length are known
-    hub.plans["GET cdn", ONE] = [("instead", bytes(wrong))]
-    fetch(hub, tmp_path)
-    assert_whole(hub, tmp_path, VAL, ONE)
-    assert ("found SHA-256" if with_hash else "found header words") in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("content, found", [(b"", "header words 0 and 0"), (make_shard(1)[:3000], "3,000 bytes"),
-                                            (b"<html>not a shard", "header words")])
-def test_a_wrong_file_on_disk_is_fetched_again(hub, waits, tmp_path, capsys, content, found):
-    (tmp_path / ONE).write_bytes(content)
-    fetch(hub, tmp_path)
-    assert_whole(hub, tmp_path, VAL, ONE)
-    assert found in capsys.readouterr().err and len(hub.of("GET", "cdn")) == 2
-
-
-def test_hashes_are_kept_and_damage_is_mended(hub, waits, tmp_path, capsys):
+def test_fault__hashes_are_kept_and_damage_is_mended(hub, waits, tmp_path, capsys):
     (tmp_path / VAL).write_bytes(hub.files[VAL])                      # by an older version: no hash of it
     (tmp_path / "manifest.json.part").write_bytes(b"of a killed call")
     fetch(hub, tmp_path)
@@ -291,36 +257,33 @@ def test_hashes_are_kept_and_damage_is_mended(hub, waits, tmp_path, capsys):
     fetch(hub, tmp_path)
     assert_whole(hub, tmp_path, VAL, ONE)
     assert shard_files.read_manifest(tmp_path) == entries and len(hub.of("GET", "cdn")) == 2
-    assert f"{ONE}: found SHA-256" in capsys.readouterr().err
+    assert f"{ONE}: found other content than manifest.json names" in capsys.readouterr().err
 
 
-def test_no_room_for_the_hashes(hub, waits, tmp_path, monkeypatch, capsys):
+def test_get_shards__no_room_for_the_hashes(hub, waits, tmp_path, monkeypatch, capsys):
     """Fetched shards without hashes are an error; where nothing was to fetch, a remark."""
     def full(*arguments) -> None:
         raise shard_files.DataError("manifest.json.part: found 'No space left on device', expected room; make room")
 
     monkeypatch.setattr(tool, "write_manifest", full)
-    with pytest.raises(SystemExit, match="error: manifest.json.part: found 'No space left"):
-        fetch(hub, tmp_path)
-    assert {path.name for path in tmp_path.glob("*.bin")} == {VAL, ONE}
-    fetch(hub, tmp_path)
+    fails(hub, tmp_path / "out", "manifest.json.part: found 'No space left")
+    assert {path.name for path in (tmp_path / "out").glob("*.bin")} == {VAL, ONE}
+    fetch(hub, tmp_path / "out")
     assert "No space left on device" in capsys.readouterr().err
 
 
-def test_a_missing_shard(hub, waits, tmp_path):
-    del hub.files[ONE]
+def test_fetch__a_missing_shard_or_no_server(hub, waits, tmp_path):
+    content = hub.files.pop(ONE)
     fails(hub, tmp_path, ONE, "found 'HTTP 404'", "expected", "HF_ENDPOINT")
     assert len(hub.of("HEAD", "hub", ONE)) == 1 and not waits
-
-
-def test_no_server(hub, waits, tmp_path):
+    hub.files[ONE] = content
     hub.plans["GET cdn", ONE] = [("cut", 5000)] + [("status", 502, {})] * 100
     fails(hub, tmp_path, ONE, "HTTP 502")
     waits.clear()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        with pytest.raises(SystemExit, match="found .*, expected the shard; look at the network"):
-            tool.main(["1", "--out", str(tmp_path), "--endpoint", f"http://127.0.0.1:{free.getsockname()[1]}"])
+        message = failure(tool, "1", "--out", tmp_path, "--endpoint", f"http://127.0.0.1:{free.getsockname()[1]}")
+    assert "expected the shard; look at the network" in message
     assert waits == [1, 2, 4, 8, 16] or not HONOURS_ALL and sum(waits) < 300
     assert (tmp_path / f"{ONE}.part").stat().st_size == 5000          # kept for a better day
     hub.plans.clear()
@@ -328,28 +291,20 @@ def test_no_server(hub, waits, tmp_path):
     assert_whole(hub, tmp_path, VAL, ONE)
 
 
-def test_bad_arguments(waits, capsys):
+def test_main__flags(waits, capsys):
     for arguments in (["104"], ["-1"], ["nine"], ["--jobs=0"]):
-        with pytest.raises(SystemExit) as caught:
-            tool.main(arguments)
-        assert caught.value.code == 2
-    assert "expected N from 0 to 103" in capsys.readouterr().err
+        said = wrong_flag(tool, capsys, *arguments)
+    assert "expected N from 0 to 103" in said
 
 
-def test_a_folder_that_cannot_be(hub, waits, tmp_path):
-    (tmp_path / "file").write_text("")
-    fails(hub, tmp_path / "file" / "out", "file/out")
-    assert not hub.requests
-
-
-# What only a process of its own can show
+# ---- what only a process of its own can show ----------------------------------------------------------------------
 
 def start(tmp_path: Path, *arguments: str, **options) -> subprocess.Popen:
     environment = os.environ | isolated(tmp_path) | options.pop("env", {})
     return subprocess.Popen([sys.executable, str(TOOL), *arguments], env=environment, text=True, **options)
 
 
-def test_environment_and_plain_output(hub, tmp_path):
+def test_main__environment_and_plain_output(hub, tmp_path):
     process = start(tmp_path, "1", "--out", str(tmp_path / "out"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                     env={"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_secret"})
     output, errors = process.communicate(timeout=20)
@@ -360,7 +315,7 @@ def test_environment_and_plain_output(hub, tmp_path):
     assert "\r" not in output + errors and f"{ONE}: 9,024 bytes, checked\n" in errors
 
 
-def test_offline(hub, tmp_path):
+def test_fetch__offline(hub, tmp_path):
     """What is whole is enough without a network; what is missing is not waited for."""
     out = tmp_path / "out"
     out.mkdir()
@@ -373,7 +328,7 @@ def test_offline(hub, tmp_path):
     assert f"error: {ONE}" in errors and "trying again" not in errors and not hub.requests
 
 
-def test_ctrl_c_then_again_with_a_bar(hub, tmp_path):
+def test_main__ctrl_c_then_again_with_a_bar(hub, tmp_path):
     out, size = tmp_path / "out", 3 << 20
     hub.files[ONE] = make_shard(1, (size - 1024) // 2)
     hub.plans["GET cdn", ONE] = [("stall", 5 << 19)]
@@ -405,7 +360,7 @@ def read_terminal(terminal: int) -> bytes:
         return b""
 
 
-def test_two_at_once_and_a_full_disk(hub, tmp_path):
+def test_get_shards__two_at_once_and_a_full_disk(hub, tmp_path):
     hub.files[ONE] = make_shard(1, 2_000_000)
     arguments = ("1", "--out", str(tmp_path / "out"), "--endpoint", hub.url)
     small = start(tmp_path, "1", "--out", str(tmp_path / "full"), "--endpoint", hub.url, stderr=subprocess.PIPE,

@@ -1,0 +1,49 @@
+"""What the tests of data tools share: the tools, how a call ends, and documents as the trainer reads them."""
+import sys
+from pathlib import Path
+
+import pytest
+from common import ROOT, preset
+
+import train_gpt as tg
+
+sys.path.insert(0, str(ROOT / "data"))                        # the tools import shard_files.py beside them
+
+TEXT = "".join(f"line {number} of a short text\n" for number in range(200))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def failure(tool, *arguments: object) -> str:
+    """The message of a call that ends with one: found, expected, what to do."""
+    with pytest.raises(SystemExit) as caught:
+        tool.main([str(argument) for argument in arguments])
+    message = str(caught.value)
+    assert message.startswith("error: ")
+    places = [message.find(word) for word in ("found", "expected", ";")]
+    assert -1 not in places and places == sorted(places), message
+    return message
+
+
+def wrong_flag(tool, capsys, *arguments: object) -> str:
+    with pytest.raises(SystemExit) as caught:
+        tool.main([str(argument) for argument in arguments])
+    assert caught.value.code == 2, arguments
+    return capsys.readouterr().err
+
+
+def decode(out: Path, split: str = "train") -> list[str]:
+    """Documents of a data set as the trainer reads it: checked headers, tokens, hashes and vocabulary."""
+    texts = []
+    headers = tg.find_shards(tg.glob.escape(str(out)) + f"/*_{split}_*.bin")
+    tg.scan_shards(headers)
+    for header in headers:
+        shard = tg.load_shard(header)
+        pieces = tg.read_vocabulary(out, preset("tiny", header.vocab_size, header.document_start))
+        assert shard.doc_starts[0] == 0
+        for start, length in zip(shard.doc_starts, shard.doc_lengths):
+            tokens = shard.tokens[start + 1:start + length]
+            texts.append(b"".join(pieces[token] for token in tokens).decode())
+    return texts

@@ -1,0 +1,116 @@
+"""data/pocket.py on the standard library of the Python that runs the tests."""
+import base64
+import os
+import random
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import numpy as np
+import pytest
+from common import ROOT
+from data_common import contents, failure
+
+import pocket                                                 # noqa: E402
+import shard_files                                            # noqa: E402
+
+FILES = {"pocket_train_000000.bin", "pocket_val_000000.bin", "pocket.json", "vocab.txt", "manifest.json"}
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("pocket") / "a new folder"
+    pocket.main(["--out", str(folder)])
+    return folder
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_documents__spell_the_source_files(out, split):
+    """Put the shuffled documents back in order, decode them, and compare with the files one after another."""
+    pairs = [line.split(" ") for line in (out / "vocab.txt").read_text().splitlines()]
+    vocabulary = [base64.b64decode(code, validate=True) for code, _ in pairs]
+    assert [int(number) for _, number in pairs] == list(range(2047))
+    assert len(set(vocabulary)) == 2047
+    assert vocabulary[:256] == [bytes([byte]) for byte in range(256)]
+    assert {b" the", b"\n    ", b"self"} <= set(vocabulary)
+    path = out / f"pocket_{split}_000000.bin"
+    header = np.fromfile(path, "<i4", 256)
+    tokens = np.fromfile(path, "<u2", offset=1024)
+    assert header[:5].tolist() == [20240520, 1, len(tokens), 2048, 2047]
+    assert not header[5:].any()
+    assert len(tokens) >= (70_000 if split == "val" else 1_000_000)
+
+    shuffled = np.split(tokens, np.flatnonzero(tokens == 2047)[1:])
+    lengths = list(map(len, shuffled))
+    assert 2 <= min(lengths) and max(lengths) <= 256
+    order = list(range(len(shuffled)))
+    random.Random(0).shuffle(order)
+    docs = dict(zip(order, shuffled))
+    spelled = b"".join(vocabulary[token] for k in range(len(docs)) for token in docs[k][1:].tolist())
+    sources = pocket.read_sources(Path(sysconfig.get_path("stdlib")))
+    texts = {name: text for name, text in sources.items() if pocket.split_of(name) == split}
+    assert spelled == b"".join(texts.values())
+    assert list(sources) == sorted(sources)
+    assert {"os.py", "json/decoder.py"} <= set(sources)
+    folders = {part for name in sources for part in name.split("/")[:-1]}
+    assert not folders & pocket.SKIP_DIRS
+    share = len(texts) / len(sources)
+    assert 1 / 20 < min(share, 1 - share) < 1 / 6, "one in twelve"
+
+
+def test_cut__keeps_decorators_with_their_definition():
+    parts = [b"import os\n\n", b"@a\n@b(\n)\n# why\nclass C:\n    def f(self): pass\n\n", b"async def g(): pass\n",
+             b"@c\ndef h(): pass\nx = 1\n", b"def i(): pass"]
+    assert pocket.cut(b"".join(parts)) == parts
+    assert pocket.cut(b"def f(): pass\n") == [b"def f(): pass\n"] and pocket.cut(b"") == []
+
+
+def test_documents__unknown_pieces_in_bytes_and_long_definitions_go_on():
+    ids = {bytes([byte]): byte for byte in range(256)} | {b" the": 256}
+    assert pocket.documents("a the ö".encode(), ids) == [[2047, 97, 256, 32, 0xC3, 0xB6]]
+    docs = pocket.documents(b"x" * 300, ids)
+    assert [len(doc) for doc in docs] == [256, 46] and all(doc[0] == 2047 for doc in docs)
+
+
+def test_made_before__a_second_run_does_nothing_and_force_gives_the_same_bytes(out):
+    before, times = contents(out), {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
+    assert set(before) == FILES, "no temporary file is left"
+    command = [sys.executable, str(ROOT / "data/pocket.py"), "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert "nothing to do" in done.stdout
+    assert {path.name: path.stat().st_mtime_ns for path in out.iterdir()} == times
+    subprocess.run([*command, "--force"], check=True, capture_output=True, env=os.environ | {"PYTHONHASHSEED": "1"})
+    assert contents(out) == before
+
+
+DAMAGES = {                                  # name of a file -> what it then holds; None: it is gone
+    "no vocabulary": ("vocab.txt", None), "cut shard": ("pocket_val_000000.bin", bytes(1024 + 2 * 2)),
+    "flipped bit": ("pocket_train_000000.bin", bytes(1033) + b"\1"), "broken report": ("pocket.json", b'{"python": "'),
+    "another python": ("pocket.json", b'{"python": "p 2"}'), "no manifest": ("manifest.json", None)}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_made_before__incomplete_output(tmp_path, damage):
+    shards = {f"pocket_{split}_000000.bin": bytes(1024 + 2 * count) for split, count in (("train", 5), ("val", 3))}
+    files = shards | {"vocab.txt": b"", "pocket.json": b'{"python": "p 1", "train": {"tokens": 5}}'}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+    assert not pocket.made_before(tmp_path, {"python": "p 1"}), "as an older version left it"
+    shard_files.write_manifest(tmp_path, {name: shard_files.describe(tmp_path / name) for name in files})
+    assert pocket.made_before(tmp_path, {"python": "p 1"})
+    name, content = DAMAGES[damage]
+    (tmp_path / name).unlink()
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    assert not pocket.made_before(tmp_path, {"python": "p 1"})
+
+
+def test_make__a_missing_or_small_library(tmp_path, monkeypatch):
+    monkeypatch.setattr(pocket.sysconfig, "get_path", lambda name: str(tmp_path))
+    assert "found no os.py in " in failure(pocket, "--out", tmp_path / "out")
+    (tmp_path / "os.py").write_text("import sys\n")
+    (tmp_path / "latin.py").write_text("a = 'ö'", encoding="latin-1")
+    assert list(pocket.read_sources(tmp_path)) == ["os.py"], "what is not UTF-8 is left out"
+    assert "different pieces, expected 2,047; use a complete Python" in failure(pocket, "--out", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
