@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
 
 import pytest
-from common import ROOT, fabric, preset, refused
+from common import ROOT, fabric, refused
 
 import train_gpt as tg
 

@@ -246,7 +246,7 @@ def test_warm_up_meets_every_graph_of_the_race(tmp_path, monkeypatch, changes):
     With the reference attention, as here, it is made for each span, too.
     """
     cfg, seen = preset(adam_every=2, **changes), {}
-    ex, schedule, headers = executor(cfg), tg.Schedule(cfg), tg.find_shards(cfg.train_files)
+    ex, headers = executor(cfg), tg.find_shards(cfg.train_files)
 
     def noting(phase):
         def read(row_buffers):
