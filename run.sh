@@ -97,7 +97,7 @@ add_fast_attention() {  # for GPUs. Nothing here ends a run: with another attent
 }
 
 run_tests() {
-    local folder=tests arg duration="about 5 minutes on 2 quiet cores"
+    local folder=tests arg duration="about 6 minutes on 2 quiet cores"
     local processes="-n 2 --dist=loadfile --no-loadscope-reorder"             # a core each
     [[ $gpus == 0 ]] || processes=''                          # they would share a card's memory
     for arg in "$@"; do
