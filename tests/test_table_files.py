@@ -26,7 +26,7 @@ HOST = DEVICE.replace("stream 1", "stream 1 host")
 F64 = ("--dtype=float64", "--adam_lr=0.1")                    # so that a sample is not what any weights would give
 CUT = ("--max_steps=9", "--checkpoint_every=2", "--sample_tokens=0")          # leaves the checkpoints of steps 6 and 8
 ON = ("--max_steps=0", "--sample_tokens=8")                   # of a resumed run
-ROUNDING = 1e-8                          # a fork with a division by small norms comes to 1e-9
+ROUNDING = 1e-8                          # a fork with a division by small norms passes 1e-9
 LONG = pytest.mark.all
 WARM_UP = tg.warm_up
 Rows = dict[str, dict[str, Tensor]]      # by label: what its files hold, in the order of ids
