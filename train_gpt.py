@@ -364,38 +364,33 @@ def parse_value(name: str, text: str) -> Any:
         if about["unit"] in ("folder", "pattern"):
             text = os.path.expanduser(text)
         value = kind(text)
-        if choices:
-            right = value in choices
-        else:
-            right = kind is str or about["least"] <= value <= about["most"]   # never of a NaN
-        if right:
+        in_bounds = kind is str or about["least"] <= value <= about["most"]   # a NaN never is
+        if value in choices or (in_bounds and not choices):
             return value
     raise ConfigError(f"--{name}", repr(text), f"{allowed}: {about['about']}",
                       f"for example --{name}={flag_text(spec.default)}")
 
 
-def make_config(preset: str, texts: dict[str, str]) -> Config:
-    """Return the settings of a preset and {field: text of its flag}, checked. Raises ConfigError."""
-    values = {name: parse_value(name, text) for name, text in texts.items()}
+def make_config(preset: str, values: dict[str, Any]) -> Config:
+    """Return the settings of a preset and these fields, checked. Raises ConfigError."""
     cfg = Config(**PRESETS[preset] | values)
     check_config(cfg)
     return cfg
 
 
-def read_settings(folder: Path) -> tuple[str, dict[str, str]]:
-    """Return the preset and {field: text of its flag} that a run directory or a save has kept. Raises DataError."""
+def read_settings(folder: Path) -> tuple[str, Config]:
+    """Return the preset and the settings that a run directory or a save has kept. Raises DataError."""
     path = folder / SETTINGS
     try:
         need(path.is_file() or not path.exists(), str(path), "no regular file", "settings of a run or of a save",
              "name the folder of one", DataError)
-        settings = json.loads(path.read_bytes())
-        preset, flags = settings["preset"], settings["flags"]
-        make_config(preset, flags)                    # another trainer may have had other flags
+        settings = json.loads(path.read_bytes())      # another trainer may have had other flags
+        values = {name: parse_value(name, text) for name, text in settings["flags"].items()}
+        return settings["preset"], make_config(settings["preset"], values)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise DataError(str(path), f"{type(error).__name__}: {error}", "preset and flags of this trainer", "name the "
                         "folder of a run or of a save; one of an older trainer needs that trainer, the train_gpt.py in "
                         "the run directory") from None
-    return preset, flags
 
 
 def print_result(text: str):
@@ -408,7 +403,7 @@ def print_result(text: str):
 
 
 def flag_parser(preset: str) -> argparse.ArgumentParser:
-    """Return a parser that takes every value as a text; its help shows the preset's values."""
+    """Return a parser of all flags, whose help shows the preset's values."""
     parser = argparse.ArgumentParser(
         "train_gpt.py", "%(prog)s [--preset=NAME] [--field=value ...], or --sample=DIR [PROMPT]", add_help=False,
         allow_abbrev=False, exit_on_error=False, argument_default=argparse.SUPPRESS, epilog="exit status: 0 done, 1 "
@@ -421,13 +416,13 @@ def flag_parser(preset: str) -> argparse.ArgumentParser:
         listed = parser.add_argument_group(group)
         for spec in specs:
             about = f"{spec.metadata['about']} [{flag_text(values[spec.name])}]"
-            listed.add_argument(f"--{spec.name}", metavar=spec.metadata["unit"], help=about)
+            listed.add_argument(f"--{spec.name}", metavar=spec.metadata["unit"], help=about,
+                                type=functools.partial(parse_value, spec.name))
     return parser
 
 
-def read_flags(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
-    """Return the preset, or None, and {field: text} of the flags given. --help prints and exits. Raises ConfigError."""
-    # Texts, not values: --resume has to know which flags were given.
+def read_flags(argv: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
+    """Return the preset, or None, and {field: value} of the flags given. --help prints and exits. Raises ConfigError."""
     try:
         flags, unknown = flag_parser("record").parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -437,18 +432,18 @@ def read_flags(argv: Sequence[str]) -> tuple[str | None, dict[str, str]]:
         close = difflib.get_close_matches(unknown[0].partition("=")[0], known, 3, 0.4)
         raise ConfigError("unknown flag", repr(unknown[0]), "--field=value with a field that exists, or one prompt in "
                           "quotes", f"nearest: {', '.join(close)}" if close else "see --help")
-    texts = vars(flags)
-    preset = texts.pop("preset", None)
-    if "help" in texts:
+    given = vars(flags)
+    preset = given.pop("preset", None)
+    if "help" in given:
         print_result(flag_parser(preset or "record").format_help())
         sys.exit(0)
 
     # An empty folder is --resume=$FOLDER without a FOLDER: training anew would be a bad surprise.
     for name in ("resume", "sample"):
-        need(texts.get(name) != "", f"--{name}", "an empty name", "a folder", f"--{name}=FOLDER, or leave it out")
-    need("sample" in texts or not texts.get("prompt"), "a word without a flag", texts.get("prompt"), "--field=value",
+        need(given.get(name) != "", f"--{name}", "an empty name", "a folder", f"--{name}=FOLDER, or leave it out")
+    need("sample" in given or not given.get("prompt"), "a word without a flag", given.get("prompt"), "--field=value",
          "a prompt needs --sample=DIR")
-    return preset, texts
+    return preset, given
 
 
 def decisive_settings(cfg: Config) -> dict[str, str]:
@@ -461,24 +456,23 @@ def decisive_settings(cfg: Config) -> dict[str, str]:
 def parse_flags(argv: Sequence[str]) -> tuple[str, Config]:
     """Return preset and settings; --resume puts an earlier run's flags first. Raises ConfigError, DataError.
     With --sample=DIR they are the flags given alone: `read_settings(DIR)` says what was trained."""
-    preset, texts = read_flags(argv)
-    if "sample" in texts:
+    preset, given = read_flags(argv)
+    if "sample" in given:
         may_vary = NOT_MATHEMATICS - {"resume"}
-        need(preset is None and texts.keys() <= may_vary, "--sample", " ".join(argv),
+        need(preset is None and given.keys() <= may_vary, "--sample", " ".join(argv),
              f"beside it only {sorted(may_vary)}", "leave the others out: the folder says what was trained")
-        return "record", Config(**{name: parse_value(name, text) for name, text in texts.items()})
-    if "resume" not in texts:
+        return "record", Config(**given)
+    if "resume" not in given:
         preset = preset or "record"
-        return preset, make_config(preset, texts)
+        return preset, make_config(preset, given)
 
-    # A flag may repeat what decides about the numbers of a run, and change the rest. Compared are texts after reading,
-    # so that 1e-2 repeats 0.01.
-    earlier_preset, earlier = read_settings(Path(parse_value("resume", texts["resume"])))
+    # A flag may repeat what decides about the numbers of a run, and change the rest.
+    earlier_preset, earlier = read_settings(Path(given["resume"]))
     need(preset in (None, earlier_preset), "--preset with --resume", preset, f"{earlier_preset}, as in that run",
          "leave --preset out")
-    earlier = {name: text for name, text in earlier.items() if name not in NOT_INHERITED}
-    before = decisive_settings(make_config(earlier_preset, earlier))
-    cfg = make_config(earlier_preset, earlier | texts)
+    inherited = {name: value for name, value in vars(earlier).items() if name not in NOT_INHERITED}
+    cfg = make_config(earlier_preset, inherited | given)
+    before = decisive_settings(earlier)
     for name, text in decisive_settings(cfg).items():
         need(text == before[name], f"--{name} with --resume", repr(text), f"{before[name]}, as in that run",
              f"leave --{name} out; these may change: {sorted(MAY_CHANGE - NOT_INHERITED)}, and the home of a table")
@@ -1174,11 +1168,14 @@ class Batch(NamedTuple):
     rows: dict[str, Tensor]              # by table, shaped like its ids: index into the plan's list, or into the table
     signs: dict[str, Tensor] = {}        # by table that has signs, (b, T) i32: which vector of signs
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> Batch:
-        step, plans, tokens, targets, cu_seqlens, rows, signs = self
-        rows = {label: change(x) for label, x in rows.items()}
-        signs = {label: change(x) for label, x in signs.items()}
-        return Batch(step, plans, change(tokens), change(targets), change(cu_seqlens), rows, signs)
+    def map(self, change: Callable) -> Batch:
+        def each(part: Any) -> Any:
+            if isinstance(part, dict):
+                return {label: change(x) for label, x in part.items()}
+            return change(part)
+
+        step, plans, *arrays = self
+        return Batch(step, plans, *map(each, arrays))
 
     def to(self, device: torch.device) -> Batch:
         return self.map(operator.methodcaller("to", device, non_blocking=True))
@@ -3750,6 +3747,7 @@ def load_checkpoint(run_dir: Path, executor: Executor) -> dict[str, Any]:
 
 
 # ====== Room 9: Race ==================================================================================================
+LOGS = ("log.txt", "log.jsonl")
 SAMPLE_TEMPERATURE = 0.8
 PLAIN_LINES = 20                         # step lines of a whole run on a console that is no terminal
 NOTHING_SEEN = dict(tokens=0, done=0, last_good="none", lines={})     # what `Log.seen` gives of a run that begins
@@ -3796,7 +3794,7 @@ class Log:
             # A log that is there is another run's. Without buffers a killed run leaves every line.
             with refused(run_dir):
                 run_dir.mkdir(parents=True, exist_ok=True)
-                for name in ("log.txt", "log.jsonl"):
+                for name in LOGS:
                     self.files[name] = open(run_dir / name, "xb", buffering=0)
                 for name, content in beside.items():
                     (run_dir / name).write_bytes(content)
@@ -4107,7 +4105,7 @@ CHECKED_SPREAD = 4.0                     # of the logits: so large that one key 
 
 
 def check_attention(cfg: Config, device: torch.device):
-    """Raise RuntimeError unless outputs and gradients agree with the reference to the dtype's rounding."""
+    """Raise AssertionError unless outputs and gradients agree with the reference to the dtype's rounding."""
     dtype = getattr(torch, cfg.dtype)
     generator = torch.Generator(device).manual_seed(0)
     bounds = torch.tensor(CHECKED_BOUNDS, device=device, dtype=torch.int32)
@@ -4121,10 +4119,9 @@ def check_attention(cfg: Config, device: torch.device):
             *qkv, grad = (x.clone().requires_grad_() for x in given)
             out = attend(*qkv, per_token * bounds, span)
             results.append((out.detach(), *torch.autograd.grad(out, qkv, grad)))
-        for what, found, exact in zip(("output", "gradient of q", "gradient of k", "gradient of v"), *results):
-            error = float((found.float() - exact).abs().max() / exact.abs().max())
-            if not error < 8 * torch.finfo(dtype).eps:
-                raise RuntimeError(f"its {what} is off by {error:.1e}, window {window}, {heads} heads")
+        for found, exact in zip(*results):
+            most = 8 * torch.finfo(dtype).eps * float(exact.abs().max())
+            torch.testing.assert_close(found.float(), exact, rtol=0, atol=most)
 
 
 def version_of(package: str) -> str | None:
@@ -4255,9 +4252,8 @@ def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric):
             return
 
         for folder in folders:
-            for name in ("log.txt", "log.jsonl"):
-                need(not os.path.lexists(folder / name), f"run directory {folder}", "the log of a run",
-                     "a folder without one", "another --run_dir, or remove what an earlier start has left", RunError)
+            need(not any(os.path.lexists(folder / name) for name in LOGS), f"run directory {folder}", "the log of a "
+                 "run", "a folder without one", "another --run_dir, or remove what an earlier start has left", RunError)
         # The name of a save must be free, and stay so: a run directory inside it would take it.
         if cfg.save:
             folder = Path(cfg.save).absolute()
@@ -4509,7 +4505,7 @@ def sample_saved(flags: Config):
     # Settings come first: they say what the tensors have to be.
     folder = Path(flags.sample)
     weights = folder / "weights.pt"
-    saved = make_config(*read_settings(folder))
+    _, saved = read_settings(folder)
     check_manifest(folder / SETTINGS, (folder / SETTINGS).read_bytes())
     manifest = read_manifest(folder)
     tensors = read_tensors(weights, manifest)
