@@ -1282,9 +1282,7 @@ class Loader:
         self.planner = Planner(cfg, fabric, exchange)
         self.worker = ThreadPoolExecutor(1, "loader", initializer=fabric.enter_thread)
         self.reader = ThreadPoolExecutor(1, "shard-reader")
-        passes = range(cfg.epochs) if cfg.epochs else itertools.count()
-        self.shards = (self.reader.submit(load_shard, header) for _ in passes for header in headers)
-        self.upcoming: Future | None = None          # the shard after the one in use
+        self.shards = self._read_ahead()
         self.shard = Shard(np.empty(0, np.uint16), 0)          # in use, from document doc on; at first an empty one
         self.doc = 0
         self.ahead: Future | None = None             # batches of the next cycle
@@ -1339,21 +1337,26 @@ class Loader:
             my_slots.append([make_slot(shard, starts, ends) for starts, ends in pieces_of_mine])
         return self.planner.batches(self.purpose, cycle, my_slots)
 
+    def _read_ahead(self) -> Iterator[Shard]:
+        """Yield the shards of every pass; a second thread reads the next one while one is in use."""
+        passes = range(self.cfg.epochs) if self.cfg.epochs else itertools.count()
+        reads = (self.reader.submit(load_shard, header) for _ in passes for header in self.headers)
+        for read, _ in itertools.pairwise(itertools.chain(reads, [None])):
+            yield bounded(read, self.cfg, "reading a shard")
+
     def _block(self, values: Values) -> tuple[Shard, list]:
         """Return the next block of slots: its shard, and (starts, ends) of the pieces of each slot."""
-        # Where a block does not fit into the rest of a shard, it begins the next, which a second thread has read ahead.
+        # Where a block does not fit into the rest of a shard, it begins the next.
         # Try the rest of the shard in use, then each shard once from its start, the one in use included.
         for _ in range(len(self.headers) + 2):
             packed = pack_block(self.shard, self.doc, self.cfg.num_slots, values.slot_tokens, self.cfg.max_doc_len)
             if packed is not None:
                 slots, self.doc = packed
                 return self.shard, slots
-            upcoming = self.upcoming or next(self.shards, None)
-            if upcoming is None:
-                break
-            self.shard = bounded(upcoming, self.cfg, "reading a shard")
+            self.shard = next(self.shards, None)
             self.doc = 0
-            self.upcoming = next(self.shards, None)
+            if self.shard is None:
+                break
         do = f"more or larger shards, --max_steps={values.step} or fewer, or --epochs=0 to cycle"
         if values.step == 0 or self.cfg.epochs == 0:
             do = "larger shards, or a larger --max_doc_len"
@@ -3859,13 +3862,12 @@ class Log:
     def flush(self, keep: int = 0):
         """Write the lines of all steps but the last `keep`. Raises RunError on a loss that is not finite."""
         while len(self.pending) > keep:
-            fields, sums, tokens, copied = self.pending[0]
+            fields, sums, tokens, copied = self.pending.pop(0)
             if copied is not None:
                 copied.synchronize()                                          # NCCL's watchdog bounds it
             loss = float(sums.sum()) / tokens
             step, ms = fields["step"], fields["train_time_ms"]
             self.check(loss, f"training loss of step {step - 1}")
-            self.pending.pop(0)                                               # only now: `aborted` has it otherwise
             self.event("step", **fields, train_loss=loss)
             line = f"step:{step}/{self.total} train_time:{ms:.0f}ms step_avg:{ms / step:.2f}ms"
             self.text(line, console=not self.on_terminal and step % -(-self.total // PLAIN_LINES) == 0)
@@ -3888,10 +3890,8 @@ class Log:
         """Write the last lines of a run that did not finish; no other thread writes after them. Never raises."""
         # The main thread may still be in a step: whatever it writes from here on goes nowhere.
         files, self.files = self.files, {}
-        lines = [dict(type="step", **fields) for fields, *_ in self.pending]  # their losses are not known
-        lines.append(dict(type="aborted", step=self.done, cause=cause))
         last = {"log.txt": f"aborted after step {self.done}: {' '.join(cause.split())}\n",
-                "log.jsonl": "".join(json.dumps(line) + "\n" for line in lines)}
+                "log.jsonl": json.dumps(dict(type="aborted", step=self.done, cause=cause)) + "\n"}
         for name, file in files.items():
             with contextlib.suppress(Exception):
                 file.write(last[name].encode("utf-8", "replace"))
