@@ -108,7 +108,7 @@ def need(ok: object, what: str, found: object, expected: object, do: str, kind: 
         raise kind(what, found, expected, do)
 
 
-def need_all(rules: dict[str, object], what: str, found: object, do: str):
+def need_all(rules: dict, what: str, found: object, do: str):
     """Raise ConfigError with the first rule (its words -> whether it holds) that is broken."""
     for rule, holds in rules.items():
         need(holds, what, found, rule, do)
@@ -371,7 +371,7 @@ def parse_value(name: str, text: str) -> Any:
                       f"for example --{name}={flag_text(spec.default)}")
 
 
-def make_config(preset: str, values: dict[str, Any]) -> Config:
+def make_config(preset: str, values: dict) -> Config:
     """Return the settings of a preset and these fields, checked. Raises ConfigError."""
     cfg = Config(**PRESETS[preset] | values)
     check_config(cfg)
@@ -421,8 +421,8 @@ def flag_parser(preset: str) -> argparse.ArgumentParser:
     return parser
 
 
-def read_flags(argv: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
-    """Return the preset, or None, and {field: value} of the flags given. --help prints and exits. Raises ConfigError."""
+def read_flags(argv: Sequence[str]) -> tuple:
+    """Return the preset, or None, and {field: value} of given flags. --help prints and exits. Raises ConfigError."""
     try:
         flags, unknown = flag_parser("record").parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -446,7 +446,7 @@ def read_flags(argv: Sequence[str]) -> tuple[str | None, dict[str, Any]]:
     return preset, given
 
 
-def decisive_settings(cfg: Config) -> dict[str, str]:
+def decisive_settings(cfg: Config) -> dict:
     """Return the settings on which a run's numbers depend, as texts."""
     # Homes of tables change no bit, and a run may be resumed with another.
     cfg = replace(cfg, tables=tuple(table._replace(home="device") for table in cfg.tables))
@@ -602,7 +602,7 @@ class Fabric:
             dist.all_gather_object(everyone, fact)
         return everyone
 
-    def check_agreement(self, facts: dict[str, str]):
+    def check_agreement(self, facts: dict):
         """Raise ConfigError on every rank if any rank was started with other facts."""
         # All compare with rank 0, so that all find the same and none waits for another.
         everyone = self.gather(facts)
@@ -882,7 +882,7 @@ def read_header(path: Path) -> ShardHeader:
     return ShardHeader(str(path), count, vocab, start)
 
 
-def read_manifest(folder: Path) -> dict[str, str]:
+def read_manifest(folder: Path) -> dict:
     """Return the sha256 of each file that a folder's manifest names; {} without a manifest. Raises DataError."""
     path = folder / MANIFEST
     need(not os.path.lexists(f"{path}.part"), f"{path}.part", "a tool was stopped while it gave the files their names",
@@ -1100,7 +1100,7 @@ class RowUpdate:
     kept_from: Tensor                    # (u - f,) i64: and the index of the same rows into its places
 
 
-def distinct_with_places(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def distinct_with_places(values: np.ndarray) -> tuple:
     """Return the distinct values, integers below 2^32, ascending, and the index of each value in them, both i64."""
     # One sort of 64-bit words, the value above its position: several times as fast as numpy's unique with its inverse.
     count = len(values)
@@ -1145,7 +1145,7 @@ class TablePlan:
         # Rows are read from the head, which every rank has: nothing travels.
         return self.head_columns is not None
 
-    def change_lists(self, change: Callable[[Tensor], Tensor]):
+    def change_lists(self, change: Callable):
         """Replace each list of rows by change(list): by its copy on the device."""
         self.my_rows = change(self.my_rows)
         self.requested_rows = change(self.requested_rows)
@@ -3781,8 +3781,7 @@ class Log:
     """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0.
     Losses are read one Adam cycle late, so that no step waits for the device. Every rank checks its own. beside:
     content of further files of the run directory; earlier: what `seen` gave to a checkpoint."""
-    def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, beside: dict[str, bytes],
-                 earlier: dict[str, Any] = NOTHING_SEEN):
+    def __init__(self, run_dir: Path, fabric: Fabric, schedule: Schedule, beside: dict, earlier: dict = NOTHING_SEEN):
         self.run_dir = run_dir
         self.fabric = fabric
         self.schedule = schedule
@@ -3804,7 +3803,7 @@ class Log:
         for name, text in earlier["lines"].items():
             self._write(name, text.encode())
 
-    def seen(self) -> dict[str, Any]:
+    def seen(self) -> dict:
         self.flush()
         return dict(tokens=self.tokens, done=self.done, last_good=self.last_good,
                     lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
@@ -3960,7 +3959,7 @@ def cycles_from(first: int, schedule: Schedule, clock: Clock) -> Iterator[list[V
 
 
 def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: Clock, log: Log,
-         before_step: Callable[[int], object]) -> tuple[float, DataEnded | None]:
+         before_step: Callable) -> tuple:
     """Train against the clock; return the final validation loss (nats per token), and why the data ended early, if so.
     On the clock: reading, packing, plans, steps, logging. Off the clock: validation. before_step(step): checkpoints."""
     # The first batch is on the clock: reading and packing are part of training, as warm-up was not.
@@ -4028,7 +4027,7 @@ POCKET_PIECE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")    # as in data/pocket.
 FALLBACK = "save"                        # folder in the run directory, of weights that --save could not take
 
 
-def within(seconds: float, call: Callable[[], Any]) -> Any:
+def within(seconds: float, call: Callable) -> Any:
     """Return what the call returns. Raises TimeoutError when it takes longer; its thread is left running."""
     return ThreadPoolExecutor(1).submit(call).result(seconds)
 
@@ -4173,8 +4172,8 @@ def hardware(fabric: Fabric) -> str:
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
 
 
-def write_header(log: Log, preset: str, given: Config, executor: Executor, attention: str, decisive: dict[str, str],
-                 resumed: dict[str, Any]):
+def write_header(log: Log, preset: str, given: Config, executor: Executor, attention: str, decisive: dict,
+                 resumed: dict):
     """Write the first lines of a run: settings, versions, hardware, sizes. given: as flags and preset say.
     resumed: of a run that goes on, the step, the checkpoint and what differs."""
     # What another needs to repeat the run: flags, commit, versions.
@@ -4221,8 +4220,7 @@ def write_header(log: Log, preset: str, given: Config, executor: Executor, atten
         log.text(line)
 
 
-def open_data(given: Config, fabric: Fabric, source: bytes) -> tuple[Config, list[ShardHeader], list[ShardHeader],
-                                                                     dict[str, str]]:
+def open_data(given: Config, fabric: Fabric, source: bytes) -> tuple:
     """Look at every shard. Returns the config with all sizes, the shards to train and validate with, and what decides
     a run's numbers: flags, and hashes of data and source."""
     train_shards = find_shards(given.train_files)
@@ -4265,7 +4263,7 @@ def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric):
                 part_of(folder, run_id).rmdir()
 
 
-def check_resumed(cfg: Config, earlier: dict[str, Any], facts: dict[str, str], end_step: float) -> dict[str, Any]:
+def check_resumed(cfg: Config, earlier: dict, facts: dict, end_step: float) -> dict:
     """Return step, source, and what differs from the run of the checkpoint: name -> (then, now).
     Raises DataError if the data differ, ConfigError if that run is past the end of this one."""
     before = earlier["facts"]
@@ -4280,7 +4278,7 @@ def check_resumed(cfg: Config, earlier: dict[str, Any], facts: dict[str, str], e
     return dict(step=done, source=cfg.resume, differs=differs)
 
 
-def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], executor: Executor, values: Values):
+def write_checkpoint(run_dir: Path, run_id: str, content: dict, executor: Executor, values: Values):
     """Write what the run needs to go on before the step of these values, and keep the last two. Collective.
     A checkpoint that cannot be written ends nothing: the next may be."""
     fabric = executor.fabric
@@ -4300,7 +4298,7 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict[str, Any], execut
 
 
 def finish(log: Log, preset: str, run_id: str, executor: Executor, validation: ValidationSet, ms: float, loss: float,
-           graphs: int) -> tuple[dict[str, Any], RunError | None]:
+           graphs: int) -> tuple:
     """Write the last lines of a run's log, and the weights. graphs: compiled before the race. Collective.
     Returns the result, and why --save failed, if it did."""
     cfg = log.schedule.cfg
