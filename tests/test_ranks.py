@@ -15,7 +15,7 @@ import json
 import math
 import operator
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -24,9 +24,11 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from common import exact_array, few_layers, fill_randomly, grad_of, plan_of, set_grad
+from common import exact_array, few_layers, fill_randomly, grad_of, set_grad
 from pytest import MonkeyPatch
 from ranks import COMM_TIMEOUT, Rank
+from reference import put_together
+from row_cycles import StagedHome
 from torch import Tensor
 
 import train_gpt as tg
@@ -54,6 +56,16 @@ def assert_close(got: Arrays, want: Arrays, limit: float) -> None:
 
 # ---- Whole runs ------------------------------------------------------------------------------------------------------
 
+def table_state(executor: tg.Executor) -> Arrays:
+    """This rank's rows of n-gram tables, and their state."""
+    found = {}
+    for label, table in executor.tables.items():
+        if table.home is not None:
+            table.home.settle()
+            found |= {f"{label}.{name}": exact_array(x) for name, x in table.home.stored._asdict().items()}
+    return found
+
+
 def state_hashes(executor: tg.Executor) -> dict[str, str]:
     """Of every byte that a run may change, found by walking through the objects and not by the list they keep."""
     tensors = dict(executor.model.named_parameters()) | dict(executor.model.named_buffers())
@@ -61,11 +73,9 @@ def state_hashes(executor: tg.Executor) -> dict[str, str]:
         tensors |= {f"{label}.{name}": x for name, x in state.items()}
     for label, table in executor.tables.items():
         tensors[f"{label}.row_grads"] = table.row_grads
-        if table.home is not None:
-            table.home.settle()
-            tensors |= {f"{label}.{name}": x for name, x in table.home.stored._asdict().items()}
     tensors["random"] = torch.get_rng_state()
-    hashes = {name: hashlib.sha256(exact_array(x).tobytes()).hexdigest() for name, x in tensors.items()}
+    arrays = table_state(executor) | {name: exact_array(x) for name, x in tensors.items()}
+    hashes = {name: hashlib.sha256(x.tobytes()).hexdigest() for name, x in arrays.items()}
     pending = [(label, len(table.pending), table.cached is None) for label, table in executor.tables.items()]
     return hashes | dict(plain=repr((executor.rotary, pending)))
 
@@ -83,9 +93,23 @@ def tiny(**changes: Any) -> tg.Config:
     return cfg
 
 
-def whole_run(rank: Rank, warm: bool = False, **changes: Any) -> dict[str, Any]:
+PAIRS = tg.NgramTable("more_bigram_embed", 2, 97)
+TRIPLES = tg.NgramTable("trigram_embed", 3, 301, signs=1)
+RUNS = {                                 # each has a stage change and a validation in mid-cycle, and the untying
+    "cycles": dict(adam_every=2, train_files="formula:512:511:1500:12"),      # of several shards; half a last cycle
+    "dense": dict(adam_every=2, train_files="formula:512:511:1500:12", row_comms="dense", debug_rows=1),
+    "every step": dict(adam_every=1, tables=(PAIRS._replace(cadence=1), TRIPLES)),
+    "layers": dict(tables=(PAIRS._replace(cadence=4), TRIPLES._replace(place=2)), slots_per_micro_batch=2),
+    "unseen": dict(tables=(PAIRS._replace(cadence=4), TRIPLES._replace(place=2)), slots_per_micro_batch=2, val_every=0),
+    "cadence 4": dict(tables=(PAIRS._replace(cadence=4, place=0), TRIPLES._replace(cadence=4)), row_comms="dense"),
+}
+
+
+def tiny_run(rank: Rank, name: str, home: str = "device") -> dict[str, Any]:
     """tg.train on tiny: losses of this rank's slots and of validations, all state at the end, what a warm-up left."""
-    cfg = tiny(run_dir=f"{rank.folder}/run", dtype="float64", sample_tokens=0, **changes)
+    fields = dict(run_dir=f"{rank.folder}/run", save=f"{rank.folder}/saved", dtype="float64", sample_tokens=0,
+                  num_extension_steps=4) | RUNS[name]
+    cfg = tiny(**fields | dict(tables=tuple(table._replace(home=home) for table in fields.get("tables", ()))))
     losses, validations, found = [], [], {}
     forward_backward, evaluate, warm_up, finish = (
         tg.Executor.forward_backward, tg.Executor.evaluate, tg.warm_up, tg.finish)
@@ -101,7 +125,7 @@ def whole_run(rank: Rank, warm: bool = False, **changes: Any) -> dict[str, Any]:
 
     def seen_warm_up(cfg, fabric, executor, log):
         found["initial"] = state_hashes(executor)
-        if warm:
+        if rank.world == 2 and name in ("cycles", "layers"):
             warm_up(cfg, fabric, executor, log)
             found["warm_up_steps"] = len(losses)
             after = state_hashes(executor)
@@ -111,11 +135,17 @@ def whole_run(rank: Rank, warm: bool = False, **changes: Any) -> dict[str, Any]:
 
     def seen_finish(log, preset, run_id, executor, *rest):
         found["state"] = whole_state(executor, log.schedule.at(log.done))
+        found["tables"] = table_state(executor)
         found["final"] = state_hashes(executor)
         return finish(log, preset, run_id, executor, *rest)
 
     ending = SimpleNamespace(log=None, report_rows=lambda **facts: ending.log.event("comms", **facts))
-    with MonkeyPatch.context() as patch, contextlib.redirect_stdout(io.StringIO()) as printed:
+    with contextlib.ExitStack() as stack:
+        printed = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        patch = stack.enter_context(MonkeyPatch.context())
+        if name != "cycles":
+            stack.enter_context(few_layers())
+        patch.setitem(tg.HOMES, "host", StagedHome)
         patch.setattr(tg.Executor, "forward_backward", seen_forward_backward)
         patch.setattr(tg.Executor, "evaluate", seen_evaluate)
         patch.setattr(tg, "warm_up", seen_warm_up)
@@ -124,29 +154,16 @@ def whole_run(rank: Rank, warm: bool = False, **changes: Any) -> dict[str, Any]:
     return found | dict(printed=printed.getvalue(), slot_losses=np.stack(losses), validations=np.array(validations))
 
 
-def in_cycles(rank: Rank) -> dict[str, Any]:
-    """Several shards, a stage change and a validation in mid-cycle, the untying, half a last cycle; saved weights."""
-    formula = "formula:512:511:1500:12"
-    return whole_run(rank, warm=rank.world == 2, num_extension_steps=4, train_files=formula, adam_every=2,
-                     save=f"{rank.folder}/saved")
-
-
-def every_step(rank: Rank) -> dict[str, Any]:
-    """Adam at every step, and tables of n-grams at every one and at every second one."""
-    tables = "every_embed 2 200 stream 1 device 1; second_embed 3 300 1 0 host 2"
-    return whole_run(rank, num_extension_steps=4, adam_every=1, tables=tg.parse_value("tables", tables))
-
-
-runs = pytest.mark.parametrize("run, world", [
-    (in_cycles, 2), (in_cycles, 8), (every_step, 2), pytest.param(in_cycles, 4, marks=pytest.mark.all),
-    pytest.param(every_step, 4, marks=pytest.mark.all), pytest.param(every_step, 8, marks=pytest.mark.all)])
+runs = pytest.mark.parametrize("name, world", [
+    ("cycles", 2), ("cycles", 8), ("dense", 2), ("every step", 2), ("layers", 2), ("cadence 4", 2),
+    *(pytest.param(name, 4, marks=pytest.mark.all) for name in RUNS)])
 
 
 @runs
-def test_train__losses_do_not_depend_on_the_number_of_ranks(ranks, run, world):
+def test_train__losses_do_not_depend_on_the_number_of_ranks(ranks, name, world):
     """Every slot at every step, and every validation, on every rank."""
-    alone, = ranks(1, run)
-    by_rank = ranks(world, run)
+    alone, = ranks(1, tiny_run, name=name)
+    by_rank = ranks(world, tiny_run, name=name)
     slots = np.stack([found["slot_losses"] for found in by_rank], axis=2)     # slot s is rank s mod W's
     np.testing.assert_allclose(slots.reshape(alone["slot_losses"].shape), alone["slot_losses"], rtol=0, atol=1e-9)
     for found in by_rank:
@@ -155,29 +172,55 @@ def test_train__losses_do_not_depend_on_the_number_of_ranks(ranks, run, world):
 
 
 @runs
-def test_train__weights_and_moments_do_not_depend_on_the_number_of_ranks(ranks, run, world):
+def test_train__weights_and_moments_do_not_depend_on_the_number_of_ranks(ranks, name, world):
     """Adam divides by the gradient's own size: where that is nearly 0, rounding decides, even the sign of an entry.
 
     Such entries are few, so norms are compared. As measured: 1e-12.
     """
-    alone, = ranks(1, run)
-    by_rank = ranks(world, run)
+    alone, = ranks(1, tiny_run, name=name)
+    by_rank = ranks(world, tiny_run, name=name)
     assert_close(by_rank[0]["state"], alone["state"], 1e-9)
+    for key, x in alone["tables"].items():
+        assert x.any()
+        assert_close({key: put_together([found["tables"][key] for found in by_rank], len(x))}, {key: x}, 1e-8)
 
 
 @runs
-def test_train__all_ranks_have_the_same_weights(ranks, run, world):
+def test_train__all_ranks_have_the_same_weights(ranks, name, world):
     """At the start, which no rank tells another, and at the end."""
-    alone, = ranks(1, run)
-    by_rank = ranks(world, run)
+    alone, = ranks(1, tiny_run, name=name)
+    by_rank = ranks(world, tiny_run, name=name)
     for found in by_rank:
         for label in {row.label for row in tg.parameter_table(tiny())} - {*tg.RECIPE_TABLES}:
             assert found["initial"][label] == alone["initial"][label], label
             assert found["final"][label] == by_rank[0]["final"][label] != found["initial"][label], label
 
 
-def test_warm_up__leaves_no_trace_on_any_rank(ranks):
-    for found in ranks(2, in_cycles):
+@pytest.mark.parametrize("world", [1, 2, SLOW_4], ids="W{}".format)
+@pytest.mark.parametrize("name", ["layers", "cadence 4"])
+def test_HOMES__runs_from_either_have_the_same_bits(ranks, name, world):
+    """The host home of these runs is late by chance, and spoils what was taken."""
+    for device, host in zip(*(ranks(world, tiny_run, name=name, home=home) for home in tg.HOMES)):
+        assert host["final"] == device["final"]
+        assert host["validations"].tobytes() == device["validations"].tobytes()
+
+
+@pytest.mark.parametrize("name, counts", [("layers", [3, 6]), ("cadence 4", [3, 3]), ("every step", [13, 6])])
+def test_TableEntry__updates_are_counted_by_table(ranks, name, counts):
+    """A last cycle that is not whole has none."""
+    alone, = ranks(1, tiny_run, name=name)
+    assert [alone["tables"][f"{table.label}.last"].max() for table in (PAIRS, TRIPLES)] == counts
+
+
+def test_evaluate__in_mid_cycle_changes_no_bit(ranks):
+    for seen, unseen in zip(ranks(2, tiny_run, name="layers"), ranks(2, tiny_run, name="unseen")):
+        assert len(seen["validations"]) > len(unseen["validations"])
+        assert seen["final"] == unseen["final"]
+
+
+@pytest.mark.parametrize("name, home", [("cycles", "device"), ("layers", "device"), ("layers", "host")])
+def test_warm_up__leaves_no_trace_on_any_rank(ranks, name, home):
+    for found in ranks(2, tiny_run, name=name, home=home):
         assert found["warm_up_steps"] > 4 and found["left"] == []
 
 
@@ -186,7 +229,7 @@ def test_Log__rank_0_keeps_that_of_all(ranks, world):
     """Tokens and validation losses of the whole run; where the ranks' own things stand is written down."""
     logs = []
     for w in (1, world):
-        text = (ranks.folder_of(w, in_cycles) / "run/log.jsonl").read_text()
+        text = (ranks.folder_of(w, tiny_run, name="cycles") / "run/log.jsonl").read_text()
         entries = map(json.loads, text.splitlines())
         logs.append([entry for entry in entries if entry["type"] not in ("phase", "comms")])
     one, many = logs
@@ -195,60 +238,63 @@ def test_Log__rank_0_keeps_that_of_all(ranks, world):
     for got, want in zip(many, one):
         for field in want.keys() & {"step", "tokens", "val_loss"}:
             assert got[field] == pytest.approx(want[field], rel=0, abs=1e-9), (want["type"], field)
-    assert [bool(found["printed"]) for found in ranks(world, in_cycles)] == [rank == 0 for rank in range(world)]
+    first, *others = ranks(world, tiny_run, name="cycles")
+    assert first["printed"] and not any(found["printed"] for found in others)
 
 
 @worlds
 def test_save__files_do_not_depend_on_the_number_of_ranks(ranks, world):
     """Bit for bit the run's weights, in logical shapes; all else is written as by one rank."""
-    one, many = (ranks.folder_of(w, in_cycles) / "saved" for w in (1, world))
+    one, many = (ranks.folder_of(w, tiny_run, name="cycles") / "saved" for w in (1, world))
     assert sorted(path.name for path in many.iterdir()) == sorted(path.name for path in one.iterdir())
     tensors = torch.load(many / "weights.pt")
-    state = ranks(world, in_cycles)[0]["state"]
+    state = ranks(world, tiny_run, name="cycles")[0]["state"]
     assert_same_bits({label: x.numpy() for label, x in tensors.items()}, {label: state[label] for label in tensors})
     _, cfg = tg.read_settings(many)
     assert {row.label: row.shape for row in tg.parameter_table(cfg)} == {
         label: tuple(x.shape) for label, x in tensors.items()}
 
 
-# ---- Pieces of a step: what a call adds, and what it does not wait for -----------------------------------------------
+# ---- Steps by hand ---------------------------------------------------------------------------------------------------
 
-def first_steps(fabric: tg.Fabric, *steps: int) -> tuple[tg.Executor, list[tuple[tg.Values, tg.Batch]]]:
-    """An executor with random weights in float64, and this rank's batches."""
-    headers = tg.find_shards(tiny().train_files)
-    cfg = tg.resolve(tiny(dtype="float64", adam_every=2), headers, headers)
+@contextlib.contextmanager
+def steps_of(fabric: tg.Fabric, cfg: tg.Config, count: int) -> Iterator[tuple[tg.Executor, tg.Loader, list[tg.Values]]]:
+    """An executor with weights that leave no term at zero, a started loader, and the first steps."""
+    headers = tg.find_shards(cfg.train_files)
+    cfg = tg.resolve(cfg, headers, headers)
     executor = tg.Executor(cfg, fabric, tg.attention_reference, "plain")
     fill_randomly(executor.model, where=fabric)
     if fabric.world == 1:                                                     # else it is read from the head
         executor.model.embed.data.copy_(executor.model.lm_head.t())
-    plan = [tg.Schedule(cfg).at(step) for step in steps]
-    loader = tg.Loader(cfg, fabric, headers, [plan], executor.exchange_ahead)
+    schedule = tg.Schedule(cfg)
+    plan = [schedule.at(step) for step in range(count)]
+    cycles = [plan[first:first + schedule.cycle] for first in range(0, count, schedule.cycle)]
+    loader = tg.Loader(cfg, fabric, headers, cycles, executor.exchange_ahead)
     loader.start()
-    batches = [(values, loader.next(values)) for values in plan]
+    yield executor, loader, plan
     loader.close()
-    for label, table in executor.tables.items():
-        table.fetch(batches[0][1].plans[label], executor.model.lm_head)
-    return executor, batches
 
 
 def pieces(rank: Rank, way: str) -> Arrays:
-    """A cycle: with one call a step; or, on odd ranks, with the slots cut into calls, with calls of weight 0 in between,
+    """A cycle with one call a step; or, on odd ranks, with the slots cut into calls, with calls of weight 0 in between,
     or with those alone, which on one rank is a cycle of every second slot."""
-    executor, batches = first_steps(rank.fabric(), 0, 1)
     odd = rank.rank % 2 == 1
-    for values, batch in batches:
-        one_by_one = [batch.map(operator.itemgetter(slice(slot, slot + 1))) for slot in range(len(batch.tokens))]
-        parts = [batch]
-        if way == "cut" and odd:
-            parts = one_by_one[::-1]
-        if way == "idle" and rank.world == 1:
-            parts = one_by_one[::2]
-        for part in parts:
-            executor.forward_backward(part, values, 0.0 if way == "idle" and odd else 1.0)
-            if way == "extra" and odd:
-                executor.forward_backward(one_by_one[0], values, 0.0)
-        executor.optim_step(values)
-    return whole_state(executor, tg.Schedule(executor.cfg).at(2))
+    cfg = tiny(dtype="float64", adam_every=2)
+    with steps_of(rank.fabric(), cfg, 2) as (executor, loader, plan):
+        for values in plan:
+            batch = loader.next(values)
+            one_by_one = [batch.map(operator.itemgetter(slice(slot, slot + 1))) for slot in range(len(batch.tokens))]
+            parts = [batch]
+            if way == "cut" and odd:
+                parts = one_by_one[::-1]
+            if way == "idle" and rank.world == 1:
+                parts = one_by_one[::2]
+            for part in parts:
+                executor.forward_backward(part, values, 0.0 if way == "idle" and odd else 1.0)
+                if way == "extra" and odd:
+                    executor.forward_backward(one_by_one[0], values, 0.0)
+            executor.optim_step(values, loader.plans_ahead)
+        return whole_state(executor, tg.Schedule(cfg).at(2))
 
 
 @pytest.mark.parametrize("world", [2, SLOW_4], ids="W{}".format)
@@ -268,115 +314,61 @@ def test_forward_backward__a_rank_whose_calls_weigh_nothing_joins_with_zeros(ran
     assert_close(ranks(2, pieces, way="idle")[0], alone, 1e-9)
 
 
-# ---- The optimizer with gradients by hand, on a model of which hardly anything can be dealt evenly -------------------
-
 UNEVEN_SLOTS, UNEVEN_STEPS, CYCLE = 24, 6, 2
-UNEVEN_ROWS = dict(bigram_embed=7, value_embed=1026, embed=513)               # fewer than ranks, and not a multiple
-
-
-def uneven_executor(fabric: tg.Fabric, dtype: str, **changes: Any) -> tg.Executor:
-    stages = tuple(stage._replace(batch_tokens=256 * UNEVEN_SLOTS) for stage in tg.TINY["stages"])   # room for all rows
-    cfg = tg.Config(**tg.PRESETS["tiny"] | dict(
-        num_slots=UNEVEN_SLOTS, stages=stages, val_batch_tokens=16 * UNEVEN_SLOTS, val_tokens=16 * UNEVEN_SLOTS,
-        dtype=dtype, num_heads=2, head_dim=8, model_dim=16, vocab_size=512, document_start=511, padded_vocab=513,
-        bigram_rows=UNEVEN_ROWS["bigram_embed"], num_scheduled_steps=3, num_extension_steps=UNEVEN_STEPS - 3,
-        adam_every=CYCLE, device="cpu") | changes)
-    with few_layers():
-        executor = tg.Executor(cfg, fabric, tg.attention_reference, "plain")
-    assert {label: table.table.rows for label, table in executor.tables.items()} == UNEVEN_ROWS
-    return executor
-
-
-def generator_of(*seed: object) -> torch.Generator:
-    return torch.Generator().manual_seed(zlib.crc32("/".join(map(str, seed)).encode()))
-
-
-def rows_read(step: int, label: str) -> Tensor:
-    """(slots, rows): what each slot reads of a table."""
-    return torch.rand(UNEVEN_SLOTS, UNEVEN_ROWS[label], generator=generator_of(step, label, "rows")) < 0.15
 
 
 def integers(step: int, label: str, shape: Sequence[int]) -> Tensor:
-    """A gradient of each slot, small integers: sums over slots and a cycle are below 256, exact in every dtype.
-
-    A slot reads some of the rows of a table, and only they have a gradient.
-    """
-    grad = torch.randint(-2, 3, (UNEVEN_SLOTS, *shape), generator=generator_of(step, label))
-    return grad * rows_read(step, label)[..., None] if label in UNEVEN_ROWS else grad
-
-
-def plan_rows(executor: tg.Executor, first: tg.Values, read: dict[str, np.ndarray]) -> dict[str, tuple]:
-    """Plans of a cycle in which this rank reads these rows of each table: (plan, rows, where they stand)."""
-    found = {}
-    for table in executor.planner.tables:
-        rows = read[table.label]
-        plan, (places,) = plan_of(executor.planner, table, [rows.astype(np.int32)[None]], table.tied and first.tied,
-                                  purpose="train", cycle=first.step // CYCLE, tokens=1)
-        found[table.label] = plan, torch.from_numpy(rows), torch.from_numpy(places[0]).long()
-    executor.exchange({label: plan for label, (plan, *_) in found.items()})
-    return found
+    """A gradient of each slot: sums over slots and a cycle are exact in every dtype."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{step}/{label}".encode()))
+    return torch.randint(-2, 3, (UNEVEN_SLOTS, *shape), generator=generator)
 
 
 def hand(rank: Rank, dtype: str = "float64", spoil: bool = False, order: int = 0, **changes: Any) -> dict[str, Any]:
-    """Six steps with the untying; each rank adds the gradients of its slots. The next cycle's rows come ahead of it.
+    """Six steps with the untying, of a model of which hardly anything can be dealt evenly. In place of real gradients
+    come the integers of this rank's slots; those of tables, of which row_cycles.py has more, are zeros.
 
     spoil: with NaN in all that is added for the communication alone. order: of reductions and updates; 0: the
     trainer's, 1: its reverse, else one by chance. Returns the state right after the untying and at the end.
     """
-    pad_with_nan = functools.partial(torch.nn.functional.pad, value=math.nan)
+    stages = tuple(stage._replace(batch_tokens=16 * UNEVEN_SLOTS) for stage in tg.TINY["stages"])
+    cfg = tiny(num_slots=UNEVEN_SLOTS, stages=stages, val_batch_tokens=16 * UNEVEN_SLOTS, val_tokens=16 * UNEVEN_SLOTS,
+               dtype=dtype, num_heads=2, head_dim=8, model_dim=16, padded_vocab=513, bigram_rows=7, adam_every=CYCLE,
+               num_scheduled_steps=3, num_extension_steps=UNEVEN_STEPS - 3, **changes)
+    schedule = tg.Schedule(cfg)
+    assert 0 < schedule.untie_step < UNEVEN_STEPS - 1
     rng = np.random.default_rng(order)
-    with MonkeyPatch.context() as patch:
+    padding = 0
+    found = {}
+    with few_layers(), MonkeyPatch.context() as patch:
         for name in ("REDUCE_ORDER", "UPDATE_ORDER"):
             labels = list(getattr(tg, name))
             orders = (labels, labels[::-1])
             patch.setattr(tg, name, orders[order] if order < 2 else rng.permutation(labels).tolist())
         if spoil:
-            patch.setattr(torch.nn.functional, "pad", pad_with_nan)
-        executor = uneven_executor(rank.fabric(), dtype, **changes)
-        padding = 0
-        for entry in executor.optimizer.sharded.values():
-            count = len(tg.bank_matrices(entry.row, entry.weight))
-            for room in (entry.padded, entry.main_grad, entry.comm_buffer):
-                padding += len(room[count:])
-                if spoil:
-                    room[count:] = math.nan
-        return six_steps(executor, slice(rank.rank, None, rank.world)) | dict(padding=padding)
-
-
-def six_steps(executor: tg.Executor, my_slots: slice) -> dict[str, Arrays]:
-    schedule = tg.Schedule(executor.cfg)
-    assert 0 < schedule.untie_step < UNEVEN_STEPS - 1
-    plans, found = {}, {}
-
-    def planned(first: int) -> dict[str, tuple]:
-        """Of the cycle that begins with this step; once."""
-        if first not in plans:
-            read = {}
-            for label in UNEVEN_ROWS:
-                of_steps = [rows_read(step, label)[my_slots].sum(dim=0) for step in range(first, first + CYCLE)]
-                read[label] = np.flatnonzero(sum(of_steps).numpy())
-            plans[first] = plan_rows(executor, schedule.at(first), read)
-        return plans[first]
-
-    for step in range(UNEVEN_STEPS):
-        first = step - step % CYCLE
-        for row in executor.model.table.values():
-            grad = integers(step, row.label, row.shape)[my_slots].sum(dim=0)
-            if row.label in executor.tables:
-                plan, rows, places = planned(first)[row.label]
-                _, row_grads = executor.tables[row.label].rows_for_forward(plan, executor.model.lm_head)
-                row_grads.index_add_(0, places, grad[rows].to(row_grads.dtype))
-            else:
-                so_far = grad_of(executor.optimizer, row.label)
-                set_grad(executor.optimizer, row.label, grad if so_far is None else so_far + grad)
-
-        def plans_ahead() -> dict[str, tg.TablePlan] | None:
-            ahead = first + CYCLE
-            return {label: plan for label, (plan, *_) in planned(ahead).items()} if ahead < UNEVEN_STEPS else None
-        executor.optim_step(schedule.at(step), plans_ahead)
-        if step == schedule.untie_step:
-            found["untied"] = whole_state(executor, schedule.at(step + 1))
-    return found | dict(end=whole_state(executor, schedule.at(UNEVEN_STEPS)), hashes=state_hashes(executor))
+            patch.setattr(torch.nn.functional, "pad", functools.partial(torch.nn.functional.pad, value=math.nan))
+        with steps_of(rank.fabric(), cfg, UNEVEN_STEPS) as (executor, loader, plan):
+            optimizer = executor.optimizer
+            for entry in optimizer.sharded.values():
+                count = len(tg.bank_matrices(entry.row, entry.weight))
+                for room in (entry.padded, entry.main_grad, entry.comm_buffer):
+                    padding += len(room[count:])
+                    if spoil:
+                        room[count:] = math.nan
+            for values in plan:
+                so_far = {label: grad_of(optimizer, label) for label in executor.model.table}
+                so_far = {label: grad.clone() for label, grad in so_far.items() if grad is not None}
+                executor.forward_backward(loader.next(values), values)
+                for row in executor.model.table.values():
+                    if row.label in executor.tables:
+                        executor.tables[row.label].row_grads.zero_()
+                    else:
+                        grad = integers(values.step, row.label, row.shape)[rank.rank::rank.world].sum(dim=0)
+                        set_grad(optimizer, row.label, grad + so_far.get(row.label, 0))
+                executor.optim_step(values, loader.plans_ahead)
+                if values.untie:
+                    found["untied"] = whole_state(executor, schedule.at(values.step + 1))
+            return found | dict(end=whole_state(executor, schedule.at(UNEVEN_STEPS)), hashes=state_hashes(executor),
+                                padding=padding)
 
 
 @odd_worlds
@@ -388,7 +380,7 @@ def test_step__sums_that_are_exact_give_the_same_bits_at_every_world(ranks, dtyp
     first, *_ = ranks(world, hand, dtype=dtype, row_comms=mode)
     for moment in ("untied", "end"):
         assert_same_bits(first[moment], alone[moment])
-    assert all(x.any() for x in alone["end"].values()), "everything has moved"
+    assert all(x.any() for name, x in alone["end"].items() if name.split(".")[0] not in tg.RECIPE_TABLES[:2])
     assert ("mlp.mantissa" in alone["end"]) == (dtype == "bfloat16")
 
 
