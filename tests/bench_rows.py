@@ -196,7 +196,8 @@ def print_host(width: int = 96, cycle_tokens: int = 98_304) -> None:
     shard = tg.load_shard(tg.find_shards(tokens())[0])
     stream = np.asarray(shard.tokens[:10 * cycle_tokens], np.int32)
     pieces = [stream[first:first + cycle_tokens] for first in range(0, len(stream) - cycle_tokens + 1, cycle_tokens)]
-    sides, found = {}, {}
+    sides = {}
+    found = {}
     for rows in (10**6, 10**8):
         line = tg.NgramTable("trigram_embed", 3, rows, home="host")
         spec = tg.row_tables(replace(tg.Config(), tables=(line,), padded_vocab=128, bigram_rows=2))[-1]

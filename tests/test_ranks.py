@@ -96,6 +96,7 @@ def tiny(**changes: Any) -> tg.Config:
 PAIRS = tg.NgramTable("more_bigram_embed", 2, 97)
 TRIPLES = tg.NgramTable("trigram_embed", 3, 301, signs=1)
 RUNS = {                                 # each has a stage change and a validation in mid-cycle, and the untying
+    "all layers": dict(),
     "cycles": dict(adam_every=2, train_files="formula:512:511:1500:12"),      # of several shards; half a last cycle
     "dense": dict(adam_every=2, train_files="formula:512:511:1500:12", row_comms="dense", debug_rows=1),
     "every step": dict(adam_every=1, tables=(PAIRS._replace(cadence=1), TRIPLES)),
@@ -125,7 +126,7 @@ def tiny_run(rank: Rank, name: str, home: str = "device") -> dict[str, Any]:
 
     def seen_warm_up(cfg, fabric, executor, log):
         found["initial"] = state_hashes(executor)
-        if rank.world == 2 and name in ("cycles", "layers"):
+        if rank.world == 2 and name in ("all layers", "layers"):
             warm_up(cfg, fabric, executor, log)
             found["warm_up_steps"] = len(losses)
             after = state_hashes(executor)
@@ -143,7 +144,7 @@ def tiny_run(rank: Rank, name: str, home: str = "device") -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         printed = stack.enter_context(contextlib.redirect_stdout(io.StringIO()))
         patch = stack.enter_context(MonkeyPatch.context())
-        if name != "cycles":
+        if name != "all layers":
             stack.enter_context(few_layers())
         patch.setitem(tg.HOMES, "host", StagedHome)
         patch.setattr(tg.Executor, "forward_backward", seen_forward_backward)
@@ -155,7 +156,7 @@ def tiny_run(rank: Rank, name: str, home: str = "device") -> dict[str, Any]:
 
 
 runs = pytest.mark.parametrize("name, world", [
-    ("cycles", 2), ("cycles", 8), ("dense", 2), ("every step", 2), ("layers", 2), ("cadence 4", 2),
+    ("all layers", 2), ("cycles", 8), ("dense", 2), ("every step", 2), ("layers", 2), ("cadence 4", 2),
     *(pytest.param(name, 4, marks=pytest.mark.all) for name in RUNS)])
 
 
@@ -218,41 +219,36 @@ def test_evaluate__in_mid_cycle_changes_no_bit(ranks):
         assert seen["final"] == unseen["final"]
 
 
-@pytest.mark.parametrize("name, home", [("cycles", "device"), ("layers", "device"), ("layers", "host")])
+@pytest.mark.parametrize("name, home", [("all layers", "device"), ("layers", "device"), ("layers", "host")])
 def test_warm_up__leaves_no_trace_on_any_rank(ranks, name, home):
     for found in ranks(2, tiny_run, name=name, home=home):
         assert found["warm_up_steps"] > 4 and found["left"] == []
 
 
-@worlds
-def test_Log__rank_0_keeps_that_of_all(ranks, world):
+def test_Log__rank_0_keeps_that_of_all(ranks):
     """Tokens and validation losses of the whole run; where the ranks' own things stand is written down."""
     logs = []
-    for w in (1, world):
+    for w in (1, 8):
         text = (ranks.folder_of(w, tiny_run, name="cycles") / "run/log.jsonl").read_text()
         entries = map(json.loads, text.splitlines())
         logs.append([entry for entry in entries if entry["type"] not in ("phase", "comms")])
     one, many = logs
-    assert [log[0]["world_size"] for log in logs] == [1, world]
+    assert [log[0]["world_size"] for log in logs] == [1, 8]
     assert [entry["type"] for entry in many] == [entry["type"] for entry in one]
     for got, want in zip(many, one):
         for field in want.keys() & {"step", "tokens", "val_loss"}:
             assert got[field] == pytest.approx(want[field], rel=0, abs=1e-9), (want["type"], field)
-    first, *others = ranks(world, tiny_run, name="cycles")
+    first, *others = ranks(8, tiny_run, name="cycles")
     assert first["printed"] and not any(found["printed"] for found in others)
 
 
-@worlds
-def test_save__files_do_not_depend_on_the_number_of_ranks(ranks, world):
-    """Bit for bit the run's weights, in logical shapes; all else is written as by one rank."""
-    one, many = (ranks.folder_of(w, tiny_run, name="cycles") / "saved" for w in (1, world))
+def test_save__the_runs_weights_in_logical_shapes(ranks):
+    """Bit for bit, whatever the number of ranks; all else is written as by one rank."""
+    one, many = (ranks.folder_of(w, tiny_run, name="cycles") / "saved" for w in (1, 8))
     assert sorted(path.name for path in many.iterdir()) == sorted(path.name for path in one.iterdir())
-    tensors = torch.load(many / "weights.pt")
-    state = ranks(world, tiny_run, name="cycles")[0]["state"]
-    assert_same_bits({label: x.numpy() for label, x in tensors.items()}, {label: state[label] for label in tensors})
-    _, cfg = tg.read_settings(many)
-    assert {row.label: row.shape for row in tg.parameter_table(cfg)} == {
-        label: tuple(x.shape) for label, x in tensors.items()}
+    state = ranks(8, tiny_run, name="cycles")[0]["state"]
+    tensors = {label: x.numpy() for label, x in torch.load(many / "weights.pt").items()}
+    assert_same_bits(tensors, {label: state[label] for label in tensors})
 
 
 # ---- Steps by hand ---------------------------------------------------------------------------------------------------
@@ -280,7 +276,7 @@ def pieces(rank: Rank, way: str) -> Arrays:
     or with those alone, which on one rank is a cycle of every second slot."""
     odd = rank.rank % 2 == 1
     cfg = tiny(dtype="float64", adam_every=2)
-    with steps_of(rank.fabric(), cfg, 2) as (executor, loader, plan):
+    with few_layers(), steps_of(rank.fabric(), cfg, 2) as (executor, loader, plan):
         for values in plan:
             batch = loader.next(values)
             one_by_one = [batch.map(operator.itemgetter(slice(slot, slot + 1))) for slot in range(len(batch.tokens))]
@@ -380,17 +376,10 @@ def test_step__sums_that_are_exact_give_the_same_bits_at_every_world(ranks, dtyp
     first, *_ = ranks(world, hand, dtype=dtype, row_comms=mode)
     for moment in ("untied", "end"):
         assert_same_bits(first[moment], alone[moment])
+    for ending in ("", ".m", ".v"):                           # the head's are cut along D, the embedding's along V
+        np.testing.assert_array_equal(first["untied"][f"embed{ending}"], first["untied"][f"lm_head{ending}"].T)
     assert all(x.any() for name, x in alone["end"].items() if name.split(".")[0] not in tg.RECIPE_TABLES[:2])
     assert ("mlp.mantissa" in alone["end"]) == (dtype == "bfloat16")
-
-
-@odd_worlds
-def test_untie__the_embedding_begins_with_the_heads_weights_and_moments(ranks, world):
-    """The head's are cut along D, the embedding's along V."""
-    untied = ranks(world, hand)[0]["untied"]
-    for ending in ("", ".m", ".v"):
-        assert untied[f"embed{ending}"].any()
-        np.testing.assert_array_equal(untied[f"embed{ending}"], untied[f"lm_head{ending}"].T)
 
 
 @odd_worlds

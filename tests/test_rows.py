@@ -71,9 +71,10 @@ def test_report_traffic__is_what_collectives_were_given(ranks, world):
         for trial, of_trial in zip(trials(world), found):
             moved = Counter(sent=0, received=0)
             for of_table, (_, rows) in zip(of_trial.values(), trial.tables):
+                shard_bytes = -(-rows // world) * WIDTH * ELEMENT[trial.dtype]
                 pairs = zip(of_table["accounts"], of_table["cycles"], strict=True)
                 for cycle, (account, (my_rows, _)) in enumerate(pairs):
-                    assert account["bytes_dense"] == 2 * (world - 1) * -(-rows // world) * WIDTH * ELEMENT[trial.dtype]
+                    assert account["bytes_dense"] == 2 * (world - 1) * shard_bytes
                     tag = account["cycle"], account["purpose"], account["mode"], account["rows"]
                     assert tag == (cycle, "train", trial.mode, len(my_rows))
                     moved.update(sent=account["bytes_sent"], received=account["bytes_received"])
@@ -384,8 +385,8 @@ def compile_ahead(rank: Rank) -> dict[int, dict]:
     from triton.compiler import ASTSource
     found = {}
     for grad, capability in (("*bf16", 80), ("*fp32", 90)):
-        signature = dict(row_grads="*fp32", rows="*i32", order="*i64", grad=grad, count="i32", width="i32",
-                         LINES="constexpr", WIDTH="constexpr")
+        signature = dict(row_grads="*fp32", rows="*i32", order="*i64", grad=grad, count="i32", width="i32")
+        signature |= dict(LINES="constexpr", WIDTH="constexpr")
         source = ASTSource(fn=tg.jitted(tg.add_rows_kernel), signature=signature,
                            constexprs={(6,): tg.ADD_ROWS_LINES, (7,): 1024})
         done = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(num_warps=4))
