@@ -1,4 +1,4 @@
-"""What row plans and tables cost and move, at recipe A's sizes. Prints tables; asserts nothing.
+"""Measures what row plans and tables cost and move, at recipe A's sizes. Prints tables; asserts nothing.
 
     python tests/bench_rows.py bytes    rows and bytes at 8 ranks, how busy owners are, and the time of plans
     python tests/bench_rows.py scale    10 million rows against 250 thousand on 4 gloo ranks, interleaved
@@ -51,7 +51,7 @@ def print_head(*names: str) -> None:
 # ---- What a run's plans ask for --------------------------------------------------------------------------------------
 
 def plans_of(stage: int, rank: int, most: int) -> list[dict[str, tg.TablePlan]]:
-    """Of a rank's cycles of two steps in a stage of the record preset, as long as the tokens last."""
+    """Return the plans of a rank's cycles of two steps in a stage of the record preset, as long as the tokens last."""
     headers = tg.find_shards(tokens())
     cfg = tg.resolve(replace(tg.Config(), train_files=tokens(), adam_every=2), headers, headers)
     schedule = tg.Schedule(cfg)
@@ -79,7 +79,7 @@ class Moved:
 
 
 def moved(stage: int, most_cycles: int) -> dict[str, Moved]:
-    """By label of a table."""
+    """Return what moves, by label of a table."""
     by_rank = [plans_of(stage, rank, most_cycles) for rank in range(RANKS)]
     found = {}
     for label, plan in by_rank[0][0].items():

@@ -145,22 +145,13 @@ class Trial:
         return 0.5 if self.dtype == "bfloat16" else 0.9                       # powers of 0.5 are exact
 
 
-def label_of(pattern: str, rows: int) -> str:
-    return f"{pattern} of {rows}"
-
-
-PATTERNS = ("uniform", "skewed", "odd slots empty", "one slot only", "nothing at times", "nothing ever",
-            "alike on all", "all rows", "one owner", "first and last", "growing", "come back", "every other update",
-            "zero gradients")
-
-
 @functools.cache
-def reads(pattern: str, rows: int, update: int, step: int, slot: int) -> np.ndarray:
-    """Logical rows that a slot reads in a step, i32."""
-    rng = np.random.default_rng([zlib.crc32(pattern.encode()), rows, update, step, slot])
+def rows_by_pattern(rows: int, update: int, step: int, slot: int) -> dict[str, np.ndarray]:
+    """Logical rows that a slot reads of a table in a step, i32."""
+    rng = np.random.default_rng([rows, update, step, slot])
     some = rng.integers(0, rows, 8)
     lower = some // 2
-    read = {
+    found = {
         "uniform": some,
         "zero gradients": some,
         "skewed": np.minimum(rng.pareto(0.7, 8), rows - 1),
@@ -177,11 +168,18 @@ def reads(pattern: str, rows: int, update: int, step: int, slot: int) -> np.ndar
         "every other update": np.minimum(2 * lower + update % 2, rows - 1),
         "once": lower[:8 * (update == 0)],
     }
-    return read[pattern].astype(np.int32)
+    return {pattern: x.astype(np.int32) for pattern, x in found.items()}
+
+
+PATTERNS = tuple(rows_by_pattern(2, 0, 0, 0))
+
+
+def reads(pattern: str, rows: int, *at: int) -> np.ndarray:
+    return rows_by_pattern(rows, *at)[pattern]
 
 
 def gradient(pattern: str, update: int, step: int, slot: int, asked: np.ndarray, read: np.ndarray) -> np.ndarray:
-    """Of the rows asked for, whose values were read: integers from -2 to 2."""
+    """Return integers from -2 to 2 for the rows asked for, whose values were read."""
     line, column = np.indices(read.shape)
     grad = (3 * line + 5 * step + 7 * slot + 11 * update + 2 * column) % 3 - 1 + np.sign(read)
     if pattern == "zero gradients":
@@ -205,7 +203,7 @@ def initial(trial: Trial, pattern: str, rows: int) -> Tensor:
 # ---- The trainer -----------------------------------------------------------------------------------------------------
 
 class TableOptimizer(tg.Optimizer):
-    """Of tables alone."""
+    """The trainer's optimizer with nothing but tables."""
 
     def __init__(self, cfg: tg.Config, fabric: tg.Fabric, trial: Trial, tables: dict[str, tg.RowTable]) -> None:
         self.cfg = cfg
@@ -240,7 +238,7 @@ class Cycles:
         self.tables = {}
         self.accounts = []
         for pattern, rows in trial.tables:
-            label = label_of(pattern, rows)
+            label = f"{pattern} of {rows}"
             self.patterns[label] = pattern, rows
             spec = tg.Table(label, rows, 1, None, is_rowwise=bool(trial.home), home=trial.home or "device",
                             cadence=trial.cadence, rounding=trial.rounding)
@@ -255,7 +253,7 @@ class Cycles:
         self.made: dict[int, tuple] = {}
 
     def plans(self, update: int) -> tuple[dict[str, tg.TablePlan], dict[str, list[np.ndarray]]]:
-        """Of a cycle, and where each lookup finds its row."""
+        """Return the plans of a cycle, made once, and where each lookup finds its row."""
         if update in self.made:
             return self.made[update]
         plans, places = {}, {}
@@ -287,13 +285,14 @@ class Cycles:
             tg.add_rows(row_grads, index[part], grad[part])
 
     def run(self) -> dict[str, Found]:
-        """By table: rows fetched and lists in each cycle, and in the end this rank's shard and its state."""
+        """Return by table the lists and rows fetched in each cycle, and this rank's shard and state at the end."""
         trial = self.trial
         found = {label: dict(cycles=[]) for label in self.tables}
         for update in range(trial.updates):
             plans, places = self.plans(update)
-            if update % 2 == 0 and update + 1 < trial.updates:
-                self.plans(update + 1)                        # before the first rows of this cycle are taken, too
+            if update % 2 == 0:                               # before the first rows of this cycle are taken, too
+                for ahead in range(update + 1, min(update + 3, trial.updates)):
+                    self.plans(ahead)
 
             def plans_ahead(ahead: int = update + 1) -> dict[str, tg.TablePlan] | None:
                 return self.plans(ahead)[0] if ahead < trial.updates else None
@@ -339,7 +338,7 @@ def naive_run(trial: Trial, pattern: str, rows: int) -> tuple[list[np.ndarray], 
     v = torch.zeros_like(m)
     exact = np.float64 if trial.dtype == "float64" else np.float32
     bf16 = trial.rounding if trial.dtype == "bfloat16" else ""
-    naive = NaiveTable(label_of(pattern, rows), rows, WIDTH, trial.beta2, EPS, exact, bf16)
+    naive = NaiveTable(f"{pattern} of {rows}", rows, WIDTH, trial.beta2, EPS, exact, bf16)
     before = []
     for update in range(trial.updates):
         before.append(naive.p.copy() if trial.home else exact_array(p))
@@ -369,12 +368,12 @@ def naive_run(trial: Trial, pattern: str, rows: int) -> tuple[list[np.ndarray], 
 
 
 def differences(trial: Trial, by_rank: list[dict[str, Found]]) -> list[str]:
-    """What ranks fetched or hold at the end and should not; dense Adam to the bit."""
+    """Name what ranks fetched, or hold at the end, and should not; dense Adam to the bit."""
     world = len(by_rank)
     relative, absolute = TOLERANCE[trial.dtype] if trial.home else (0, 0)
     wrong = []
     for (pattern, rows), (rank, found) in itertools.product(trial.tables, enumerate(by_rank)):
-        label = label_of(pattern, rows)
+        label = f"{pattern} of {rows}"
         before, end = naive_run(trial, pattern, rows)
         got = found[label]
 

@@ -170,11 +170,20 @@ def make_loader(folder, rank=0, world=1, steps=12, exchange=None, **changes):
     return tg.Loader(cfg, fabric(rank, world), tg.find_shards(cfg.train_files), cycles, exchange), values
 
 
-def read_all(loader, values) -> list[tg.Batch]:
+@contextlib.contextmanager
+def started(*where, **changes):
+    """A loader at work, and the schedule of its steps."""
+    loader, values = make_loader(*where, **changes)
     loader.start()
-    batches = [loader.next(v) for v in values]
-    loader.close()
-    return batches
+    try:
+        yield loader, values
+    finally:
+        loader.close()
+
+
+def read_all(*where, **changes) -> list[tg.Batch]:
+    with started(*where, **changes) as (loader, values):
+        return [loader.next(v) for v in values]
 
 
 def slow_stream(streams, values, slots=8):
@@ -243,7 +252,7 @@ def test_next__the_stream_equals_a_plain_loop(tmp_path, counts, passes, world, c
     streams = write_shards(tmp_path, *counts)
     for rank in range(world):
         loader, values = make_loader(tmp_path, rank, world, **changes)
-        batches = read_all(loader, values)
+        batches = read_all(tmp_path, rank, world, **changes)
         check_batches(batches, [x[rank::world] for x in slow_stream(streams * passes, values)])
         every = tg.Schedule(loader.cfg).cycle
         for first in range(0, len(values), every):
@@ -257,17 +266,15 @@ def test_next__data_that_end(tmp_path, world):
     """Every rank trains the same whole cycles; `plans_ahead` has none for the next one, and `next` says why."""
     streams = write_shards(tmp_path, 1200, 1100)
     for rank in range(world):
-        loader, values = make_loader(tmp_path, rank, world)
-        enough = next(n for n in range(12) if too_short(streams, values[:n + 1]))
-        cycle = enough // 2 * 2
-        loader.start()
-        for v in values[:cycle]:
-            assert loader.plans_ahead() is not None or v.step == cycle - 1
-            loader.next(v)
-        assert loader.plans_ahead() is None
-        refused(tg.DataEnded, lambda: loader.next(values[cycle]), "training data ended", "2 shards", "train_*.bin",
-                f"enough for {enough} steps", f"--max_steps={enough}", "--epochs=0")
-        loader.close()
+        with started(tmp_path, rank, world) as (loader, values):
+            enough = next(n for n in range(12) if too_short(streams, values[:n + 1]))
+            cycle = enough // 2 * 2
+            for v in values[:cycle]:
+                assert loader.plans_ahead() is not None or v.step == cycle - 1
+                loader.next(v)
+            assert loader.plans_ahead() is None
+            refused(tg.DataEnded, lambda: loader.next(values[cycle]), "training data ended", "2 shards", "train_*.bin",
+                    f"enough for {enough} steps", f"--max_steps={enough}", "--epochs=0")
 
 
 def too_short(streams, values) -> bool:
@@ -278,17 +285,15 @@ def too_short(streams, values) -> bool:
 
 def test_next__shards_without_room_for_a_block(tmp_path):
     write_shards(tmp_path, 100, 100)
-    loader, values = make_loader(tmp_path, epochs=0)
-    loader.start()
-    refused(tg.DataEnded, lambda: loader.next(values[0]), "2 shards", f"8 x {values[0].slot_tokens + 1} tokens in one",
-            "larger shards")
-    loader.close()
+    with started(tmp_path, epochs=0) as (loader, values):
+        refused(tg.DataEnded, lambda: loader.next(values[0]), "2 shards", "larger shards",
+                f"8 x {values[0].slot_tokens + 1} tokens in one")
 
 
 def test_next__tokens_do_not_depend_on_timing(tmp_path, monkeypatch):
-    """With a slow disk, a slow packer and a slow reader of the batches, each by chance."""
+    """Disk, packer and reader of the batches are slow by chance."""
     write_shards(tmp_path, 1500, 300, 2600, 4000)
-    want = read_all(*make_loader(tmp_path))
+    want = read_all(tmp_path)
     delays = random.Random(0)
 
     def slowed(call):
@@ -299,7 +304,7 @@ def test_next__tokens_do_not_depend_on_timing(tmp_path, monkeypatch):
     for name in ("load_shard", "pack_block"):
         monkeypatch.setattr(tg, name, slowed(getattr(tg, name)))
     monkeypatch.setattr(tg.Loader, "next", slowed(tg.Loader.next))
-    for found, batch in zip(read_all(*make_loader(tmp_path)), want, strict=True):
+    for found, batch in zip(read_all(tmp_path), want, strict=True):
         assert found.tokens.equal(batch.tokens) and found.cu_seqlens.equal(batch.cu_seqlens)
 
 
@@ -316,14 +321,12 @@ def test_Loader__is_exactly_one_cycle_and_one_shard_ahead(tmp_path, monkeypatch)
         return make_slot(*arguments)
     monkeypatch.setattr(tg, "load_shard", seen_load)
     monkeypatch.setattr(tg, "make_slot", seen_make_slot)
-    loader, values = make_loader(tmp_path, steps=5)
-    loader.start()
-    for step, ahead in enumerate((4, 4, 5, 5, 5)):
-        loader.next(values[step])
-        loader.wait()                                                # until the work that was asked for is done
-        assert len(threads) == 8 * ahead
+    with started(tmp_path, steps=5) as (loader, values):
+        for step, ahead in enumerate((4, 4, 5, 5, 5)):
+            loader.next(values[step])
+            loader.wait()                                            # until the work that was asked for is done
+            assert len(threads) == 8 * ahead
     assert len(set(threads) - {threading.main_thread()}) == 1, "off the training thread"
-    loader.close()
     loader.reader.shutdown(wait=True)                                # it is done with what it was given
     assert read == ["0", "1"]
 
@@ -354,16 +357,14 @@ def test_next__what_goes_wrong_in_the_thread(tmp_path, monkeypatch, where, call,
         exchange = wrong
     else:
         monkeypatch.setattr(tg, where, wrong)
-    loader, values = make_loader(tmp_path, 0, 2, exchange=exchange)
-    loader.start()
-    loader.next(values[0])
-    loader.cfg = replace(loader.cfg, comm_timeout=60.0 if error else 0.05)
-    said = "waiting" if error else "nothing after 0.05 s"
-    refused(error or tg.RunError, loader.plans_ahead, said)
-    loader.next(values[1])
-    refused(error or tg.RunError, lambda: loader.next(values[2]), said)
-    release.set()
-    loader.close()
+    with started(tmp_path, 0, 2, exchange=exchange) as (loader, values):
+        loader.next(values[0])
+        loader.cfg = replace(loader.cfg, comm_timeout=60.0 if error else 0.05)
+        said = "waiting" if error else "nothing after 0.05 s"
+        refused(error or tg.RunError, loader.plans_ahead, said)
+        loader.next(values[1])
+        refused(error or tg.RunError, lambda: loader.next(values[2]), said)
+        release.set()
 
 
 @pytest.mark.recipe
@@ -433,7 +434,7 @@ def test_plan__equals_plain_sets(count, world, mode):
 def test_batches__a_plan_serves_the_steps_of_its_tables_cadence(tmp_path):
     write_shards(tmp_path, 8000)
     tables = tuple(tg.NgramTable(f"of_{cadence}_embed", 3, 100, cadence=cadence) for cadence in (1, 2, 4))
-    batches = read_all(*make_loader(tmp_path, steps=8, tables=tables, adam_every=1))
+    batches = read_all(tmp_path, steps=8, tables=tables, adam_every=1)
     for table in tg.row_tables(preset(tables=tables, adam_every=1)):
         plans = [batch.plans[table.label] for batch in batches]
         assert [plan.tag["cycle"] for plan in plans] == [step // table.cadence for step in range(8)], table.label
@@ -465,15 +466,13 @@ def test_plans_ahead__what_the_exchange_filled_in_for_the_next_cycle(tmp_path, e
         assert threading.current_thread() != threading.main_thread()
         seen.append(plans)
 
-    loader, values = make_loader(tmp_path, 1, 2, steps=5, exchange=exchange, adam_every=every)
-    loader.start()
-    for v in values:
-        cycle = v.step // every
-        assert loader.next(v).plans == seen[cycle]
-        ahead = loader.plans_ahead()
-        assert ahead is loader.plans_ahead(), "asked for once for each table"
-        assert ahead == (seen[cycle + 1] if cycle < 4 // every else None)
-    loader.close()
+    with started(tmp_path, 1, 2, steps=5, exchange=exchange, adam_every=every) as (loader, values):
+        for v in values:
+            cycle = v.step // every
+            assert loader.next(v).plans == seen[cycle]
+            ahead = loader.plans_ahead()
+            assert ahead is loader.plans_ahead(), "asked for once for each table"
+            assert ahead == (seen[cycle + 1] if cycle < 4 // every else None)
     assert [plans["embed"].tag["cycle"] for plans in seen] == list(range(math.ceil(5 / every)))
 
 
@@ -520,20 +519,16 @@ def test_find_shards__header_words_and_name_order(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name, parts", [
-    ("train_*.bin", ("train_1.bin as a shard", "no such file")), ("pipe", ("pipe as a shard", "no regular one")),
-    ("none_*.bin", ("none_*.bin as", "no such file", "cached_fineweb10B.py", "--train_files=")),
-    (".", ("as a shard", "no regular one"))])
+    ("{}/train_*.bin", ("train_1.bin as a shard", "no such file")), ("{}/pipe", ("pipe as a shard", "no regular one")),
+    ("{}/none_*.bin", ("none_*.bin as", "no such file", "cached_fineweb10B.py", "--train_files=")),
+    ("{}", ("as a shard", "no regular one")), ("formula:512", ("formula:512", "VOCAB:DOCUMENT_START:TOKENS:SHARDS")),
+    ("formula:512:511:100:0", ("formula:512", "VOCAB:DOCUMENT_START:TOKENS:SHARDS"))])
 def test_find_shards__whatever_matches_has_to_be_a_shard(tmp_path, name, parts):
     """A broken link passed over in silence would be training on less than was asked for."""
     write_shard(tmp_path / "train_0.bin", GOOD, 6, 3)
     (tmp_path / "train_1.bin").symlink_to("gone.bin")
     os.mkfifo(tmp_path / "pipe")
-    refused(tg.DataError, lambda: tg.find_shards(f"{tmp_path}/{name}"), *parts)
-
-
-@pytest.mark.parametrize("formula", ["formula:512", "formula:512:511:100:0"])
-def test_find_shards__a_formula_that_is_none(formula):
-    refused(tg.DataError, lambda: tg.find_shards(formula), formula, "VOCAB:DOCUMENT_START:TOKENS:SHARDS")
+    refused(tg.DataError, lambda: tg.find_shards(name.format(tmp_path)), *parts)
 
 
 def test_find_shards__brackets_in_a_folders_name_mean_themselves(tmp_path, monkeypatch):
@@ -611,7 +606,7 @@ def test_check_enough_data__validation_tokens(tmp_path):
     ("YQ== 0\nYQ==", 1), ("YQ== 0\n%%% 1", 1), ("YQ== 0\nYQ== x", 1), ("YQ== 0\nYQ== 1 2", 1), ("\xff 0", 0), ("", 0),
     ("YQ== 0\nYQ== 1\nYQ== 2", 3), ("YQ== 0\nYQ== 1\nYQ== 2\nYQ== 3\nYQ== 4", 5), ("YQ== 0\nYQ== -1", 2)])
 def test_read_vocabulary__each_id_but_the_document_start_has_its_bytes(tmp_path, text, said):
-    """Of 5 tokens, 3 is the document start: a hole would be counted as no bytes."""
+    """A hole among the 5 tokens, of which 3 is the document start, would be counted as no bytes."""
     cfg = preset(vocab_size=5, document_start=3)
     assert tg.read_vocabulary(tmp_path, cfg) is None
     (tmp_path / "vocab.txt").write_bytes(text.encode("latin-1"))
@@ -622,7 +617,7 @@ def test_read_vocabulary__each_id_but_the_document_start_has_its_bytes(tmp_path,
 # ---- scan and manifest ----------------------------------------------------------------------------------------------
 
 def write_manifest(folder, **files) -> None:
-    """As a data tool does; files: name without its ending -> content that it claims."""
+    """Write one as a data tool does; files: name without its ending -> content that it claims."""
     entries = {}
     for name, content in files.items():
         ending = ".txt" if name == "vocab" else ".bin"
@@ -631,7 +626,7 @@ def write_manifest(folder, **files) -> None:
 
 
 def test_scan_shards__the_hash_is_that_of_names_and_contents(tmp_path):
-    """Of every byte of every shard, in order; names may be any bytes."""
+    """Every byte of every shard counts, in order; names may be any bytes."""
     names = b"a.bin", b"b.bin", b"\xff.bin"
     want = hashlib.sha256()
     for name in names:

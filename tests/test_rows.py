@@ -48,7 +48,7 @@ def trials(world: int) -> list[Trial]:
     found = []
     for turn, (mode, dtype) in enumerate(itertools.product(MODES, ELEMENT)):
         tables = [(pattern, sizes[(k + turn) % len(sizes)]) for k, pattern in enumerate(PATTERNS)]
-        found.append(Trial((*tables, ("once", 40)), mode, dtype=dtype, updates=5 + turn))
+        found.append(Trial(tuple(tables), mode, dtype=dtype, updates=5 + turn))
     return found if world <= 2 else found[::3]
 
 
@@ -127,7 +127,7 @@ def error_of(call: Callable[[], object]) -> str:
 
 
 def debugged(rank: Rank, mode: str) -> tuple[bool, str]:
-    """Are rows of no plan NaN? What is said of a gradient of one?"""
+    """Return whether rows of no plan are NaN, and the error for a gradient of one."""
     table = row_table(rank.fabric(), row_comms=mode, debug_rows=1)
     plan = plan_for(table, [3, 3, 7])
     cache, row_grads = table.rows_for_forward(plan, None)
@@ -351,7 +351,7 @@ def test_add_rows__beyond_2_to_31():
 
 
 def interpret() -> dict:
-    """With TRITON_INTERPRET=1 before triton is imported: the largest error and how many NaN, by width and type."""
+    """Return the largest error and how many NaN, by width and type. TRITON_INTERPRET=1 was set before triton's import."""
     found = {}
     index = torch.tensor([12, 3, 3, 0, 3, 7, 3, 3, 12, 3, 3, 3, 3, 0, 3, 3, 9], dtype=torch.int32)
     for width, dtype in itertools.product((1, 5, 16, 24), (torch.float32, torch.bfloat16)):
@@ -378,7 +378,7 @@ def test_add_rows__kernel_in_interpreter():
 
 
 def compile_ahead(rank: Rank) -> dict[int, dict]:
-    """What is made for two generations of GPUs."""
+    """Compile for two generations of GPUs; return what is made."""
     os.environ["TRITON_CACHE_DIR"] = str(rank.folder)
     import triton
     from triton.backends.compiler import GPUTarget
@@ -396,7 +396,7 @@ def compile_ahead(rank: Rank) -> dict[int, dict]:
 
 @needs_triton
 def test_add_rows__kernel_compiles_ahead(ranks):
-    """With 64-bit addresses: the row is widened before it is multiplied."""
+    """Addresses have 64 bits: the row is widened before it is multiplied."""
     found, = ranks(1, compile_ahead)
     for capability, made in found.items():
         assert f".target sm_{capability}" in made["ptx"] and made["cubin"]

@@ -12,8 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from common import Run, executor, fabric, launch, losses, preset, weights
-from common import run_apart as run
+from common import Run, fabric, launch, losses, preset, weights
 from torch import Tensor
 
 import train_gpt as tg
@@ -161,36 +160,10 @@ def test_load_checkpoint__what_one_rank_cannot_read_leads_all_to_the_one_before(
     assert losses(tmp_path / "run") == losses(place / "whole2") and same(tmp_path / "save", place / "save2")
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_load_rows__each_row_has_one_reader(tmp_path, world):
-    """Of a file that another number of ranks has written; what it does not have is forgotten."""
-    cfg = preset(num_slots=12, stages=tg.parse_value("stages", "192 1 3 1 1 1;192 1 3 1 1 1"), val_batch_tokens=768,
-                 val_tokens=768, tables=tg.parse_value("tables", DEVICE))
-    ids = torch.tensor([0, 1, 5, 6, 699])
-    rows = torch.arange(5.0)[:, None].expand(5, 32)
-    state = dict(ids=ids, rows=rows, v=torch.ones(5), last=torch.full((5,), 2, dtype=torch.int32))
-    contents = []
-    for number, part in enumerate((slice(3), slice(3, 5))):
-        rows_of_file = {name: x[part].clone() for name, x in state.items()}
-        contents.append((f"rows-more_bigram_embed-1of7-{number}.pt", rows_of_file))
-    tg.write_folder(tmp_path / "new", "id", contents, fabric())
-    found = {}
-    for rank in range(world):
-        reader = executor(cfg, world, rank)
-        home = reader.tables["more_bigram_embed"].home
-        home.stored.rows[3] = 7
-        home.stored.last[3] = 1
-        tg.load_rows(tmp_path / "new", tg.read_manifest(tmp_path / "new"), reader, with_state=True)
-        for places, state in home.touched():
-            assert (state.last == 2).all() and (state.v == 1).all()
-            found |= dict(zip((places * world + rank).tolist(), state.rows[:, 0].tolist()))
-    assert found == dict(zip(ids.tolist(), range(5)))
-
-
 # ---- Stopped while it writes -----------------------------------------------------------------------------------------
 
 def kill_in_a_file(patch: pytest.MonkeyPatch) -> None:
-    """With half of a file on the disk."""
+    """Kill it with half of a file on the disk."""
     sync = tg.sync_to_disk
 
     def half_written(path: Path) -> None:
@@ -202,7 +175,7 @@ def kill_in_a_file(patch: pytest.MonkeyPatch) -> None:
 
 
 def kill_before_the_name(patch: pytest.MonkeyPatch) -> None:
-    """With all of them written."""
+    """Kill it with all files written."""
     rename = Path.rename
 
     def stopped(path: Path, target: Path) -> Path:
@@ -216,7 +189,7 @@ def kill_before_the_name(patch: pytest.MonkeyPatch) -> None:
 def test_write_folder__a_killed_run_goes_on_from_the_checkpoint_before(place, tmp_path, monkeypatch, kill):
     with monkeypatch.context() as patch:
         kill(patch)
-        killed = run(tmp_path / "killed", f"--tables={DEVICE}", *F64, OFTEN, *CUT)
+        killed, = launch(tmp_path / "killed", 1, f"--tables={DEVICE}", *F64, OFTEN, *CUT)
     assert killed.status == -signal.SIGKILL
     left = sorted(path.name for path in (tmp_path / "killed" / tg.CHECKPOINTS).iterdir())
     assert left[:2] == ["step-0000004", "step-0000006"] and left[2].startswith("step-0000008.") and len(left) == 3
@@ -252,7 +225,7 @@ def sampled(folder: Path, save: Path) -> str:
 
 
 def test_sample_saved__is_the_runs_text(place, tmp_path):
-    """Of one rank and of two: to rounding, they are one."""
+    """Saves of one rank and of two are the same to rounding."""
     done = done_well(tmp_path / "run", 1, f"--resume={place / 'cut1'}", *ON)
     text = sampled(tmp_path, place / "save1")
     assert text in done.out and sampled(tmp_path, place / "save2") == text

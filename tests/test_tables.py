@@ -44,7 +44,7 @@ FEW = (("uniform", 53), ("uniform", 5), ("come back", 64), ("every other update"
 
 
 def trial_of(home: str, cadence: int, world: int) -> Trial:
-    """In float64; what costs most has few patterns."""
+    """Return a trial in float64; what costs most has few patterns."""
     tables = tuple((pattern, SIZES[k % len(SIZES)]) for k, pattern in enumerate(PATTERNS))
     return Trial(FEW if world > 2 and cadence > 2 else tables, home=home, cadence=cadence)
 
@@ -127,7 +127,7 @@ TRIPLES = tg.NgramTable("trigram_embed", 3, 301, signs=1)
 # ---- Homes ----------------------------------------------------------------------------------------------------------
 
 def host_home(kind: type = tg.HostHome, **changes) -> tg.HostHome:
-    """Of ten rows of three f64 numbers."""
+    """Make a home of ten rows of three f64 numbers."""
     cfg = replace(preset(), dtype="float64", model_dim=3, **changes)
     return kind(tg.Table("a", 10, 1, None, is_rowwise=True, home="host"), cfg, fabric())
 
@@ -156,7 +156,7 @@ def test_prepare__only_fresh_rows_come_up_however_far_ahead():
 
 
 def test_invalidate__updates_that_were_prepared_before_find_their_rows():
-    """As for a step that is repeated after drop_gradients."""
+    """A step that is repeated after drop_gradients takes them again."""
     home = host_home()
     first, second = prepared(home, [1, 2], [2, 3])
     home.take(first)
@@ -204,7 +204,7 @@ def test_HostHome__whoever_reads_it_waits_for_rows_on_their_way_there(reader):
 
 
 def test_take__rows_may_come_up_late_while_other_ranks_compile():
-    """After rows that go down only when the GPU has heard from the others."""
+    """They follow rows that go down only when the GPU has heard from the others."""
     class Late(tg.HostHome):
         def _bring_up(self, places):
             time.sleep(0.2)
@@ -354,7 +354,7 @@ TRIGRAM_FACTORS, TRIGRAM_SIGN_FACTORS = (17351, 60961, 45259), (58699, 39779, 26
 
 
 def dense_rows(tokens: np.ndarray, weights: Tensor, signs: int) -> Tensor:
-    """What the table adds at each position, for autograd."""
+    """Return what the table adds at each position, for autograd."""
     added = F.embedding(torch.from_numpy(np.stack([ngram_rows(x, TRIGRAM_FACTORS, TABLE_ROWS) for x in tokens])),
                         weights)
     if signs:
@@ -379,7 +379,7 @@ def losses_and_gradients(executor: tg.Executor) -> tuple[list[Tensor], tg.Batch]
 @pytest.mark.parametrize("place", [None, GATED], ids=["residual stream", "value stream"])
 @pytest.mark.parametrize("signs", [0, 1], ids=["no signs", "signs"])
 def test_GPT__reads_the_table_as_a_dense_one(monkeypatch, place, signs):
-    """As recipe A with the table's rows added to its bigram rows, or to a layer's value rows."""
+    """The same comes of recipe A with the table's rows added to its bigram rows, or to a layer's value rows."""
     line = tg.NgramTable("trigram_embed", 3, TABLE_ROWS, signs=signs, place=place)
     executor = make_executor(preset(tables=(line,), dtype="float64"))
     fill_randomly(executor.model)
