@@ -326,9 +326,9 @@ def test_Loader__is_exactly_one_cycle_and_one_shard_ahead(tmp_path, monkeypatch)
             loader.next(values[step])
             loader.wait()                                            # until the work that was asked for is done
             assert len(threads) == 8 * ahead
-    assert len(set(threads) - {threading.main_thread()}) == 1, "off the training thread"
-    loader.reader.shutdown(wait=True)                                # it is done with what it was given
-    assert read == ["0", "1"]
+        assert len(set(threads) - {threading.main_thread()}) == 1, "off the training thread"
+        loader.reader.submit(int).result()                           # it is done with what it was given
+        assert read == ["0", "1"]
 
 
 @pytest.mark.parametrize("where, call, error", [
