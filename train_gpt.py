@@ -1483,13 +1483,13 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # ---- Attention
 @dataclass(frozen=True)
 class AttentionSpan:
-    """How far attention looks. A graph is compiled anew for each value of a field that it reads, but takes `numbers`,
-    the same three in a tensor (3,) f64 on the CPU, as an input."""
+    """How far attention looks: the three numbers, and `numbers`, (3,) f64 on the CPU with the same."""
     max_len: int                         # upper bound of a document's length, in positions
     window: int                          # keys before its own that a query sees at most
     scale: float                         # of the softmax
 
     def __post_init__(self):
+        # A graph is compiled anew for each value of a field that it reads, but takes a tensor as an input.
         numbers = torch.tensor((self.max_len, self.window, self.scale), dtype=torch.float64, device="cpu")
         object.__setattr__(self, "numbers", numbers)          # frozen, so that they never differ from the fields
 
@@ -1515,7 +1515,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, spa
     key_at = query_at[:, :1] + torch.arange(-block, block, device=q.device)   # (blocks, 1, 2 * block)
     in_window = (key_at >= 0) & (key_at <= query_at) & (key_at >= query_at - span.window)
     seen = in_window & (document[key_at] == document[query_at])
-    heads_first = [x.transpose(1, 2) for x in (queries, keys, values)]
+    heads_first = (x.transpose(1, 2) for x in (queries, keys, values))
     out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen[:, None], scale=span.scale)
     return out.transpose(1, 2).reshape(blocks * block, heads, width)[:count]
 
@@ -1526,8 +1526,8 @@ def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: 
 
 
 class Varlen(torch.autograd.Function):
-    """torch's varlen attention with window, max length and scale as graph inputs: changing them recompiles nothing.
-    Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own."""
+    """torch's varlen attention with window, max length and scale as graph inputs: changing them recompiles nothing."""
+    # Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own.
     @staticmethod
     def forward(ctx, *inputs):
         out, *for_backward = varlen(*inputs)
@@ -1581,9 +1581,9 @@ FLAG = "grad_added_to_main_grad"         # a weight with it: True after a write,
 
 
 class WeightPart(NamedTuple):
-    """One matrix of a weight, and where its gradient goes.
-    For a main_grad of its own a weight (R, C) needs main_grad = zeros (R, C) and writes = zeros (1,) i64 on the CPU as
-    attributes; then linear(x, as_part(weight)) adds there, and writes.zero_() clears it."""
+    """One matrix of a weight, and where its gradient goes."""
+    # For a main_grad of its own a weight (R, C) needs main_grad = zeros (R, C) and writes = zeros (1,) i64 on the CPU
+    # as attributes; then linear(x, as_part(weight)) adds there, and writes.zero_() clears it.
     weight: Tensor                       # the parameter
     matrix: Tensor                       # (R, C), all of it, or a view of a part
     main_grad: Tensor | None = None      # (R, C), the same part of the buffer; None: autograd keeps the gradient
@@ -1635,6 +1635,8 @@ wgrad_op = torch.library.custom_op("train_gpt::wgrad_accumulate", wgrad_accumula
 
 def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | None:
     """Put a^T b, or a if b is None, where the gradient of a part belongs. Returns what backward gives autograd."""
+    if not part.weight.requires_grad:                                         # frozen: nothing is written
+        return None
     if part.delayed is not None:
         part.delayed.append((part, a, b, versions_of(a, b)))
     elif part.main_grad is None:
@@ -1684,7 +1686,7 @@ class LinearFunction(torch.autograd.Function):
         weight = matrix if scale is None else scale * matrix
         grad_x = grad @ weight
         a, b = grad.flatten(0, -2), x.flatten(0, -2)
-        grad_scale = grad_matrix = None
+        grad_scale = None
         if scale is not None:
             # A product rounded to bf16 would waste an f32 main_grad: the scratch is as wide as that.
             main_grad = ctx.part.main_grad
@@ -1695,9 +1697,7 @@ class LinearFunction(torch.autograd.Function):
                 product = a.t().to(dtype) @ b.to(dtype)
             grad_scale = (product * matrix).sum()
             a, b = scale * product, None
-        if ctx.needs_input_grad[2]:                                           # not of a frozen one
-            grad_matrix = accumulate_wgrad(ctx.part, a, b)
-        return grad_x, grad_scale, grad_matrix, None
+        return grad_x, grad_scale, accumulate_wgrad(ctx.part, a, b), None
 
 
 def linear(x: Tensor, part: WeightPart, scale: Tensor | None = None) -> Tensor:
@@ -1708,11 +1708,8 @@ def linear(x: Tensor, part: WeightPart, scale: Tensor | None = None) -> Tensor:
 # ---- relu^2 MLP: forward keeps only the squares between its products; backward takes max(pre, 0) as their root.
 # By compute capability: a tile whose sums fit in registers, and num_stages of (forward, backward): as many as fit in
 # shared memory, where backward needs room for squares.
-RELU_SQ_TILES = {
-    (8, 0): (dict(ROWS=128, COLUMNS=128, DEPTH=64, num_warps=8), (3, 3)),
-    (9, 0): (dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8), (4, 3)),
-    (10, 0): (dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8), (4, 3)),
-}
+LARGE_TILE = dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8), (4, 3)
+RELU_SQ_TILES = {(8, 0): (dict(LARGE_TILE[0], COLUMNS=128), (3, 3)), (9, 0): LARGE_TILE, (10, 0): LARGE_TILE}
 DESCRIBED_BYTES = 16                     # descriptors want lines of a multiple of this
 
 
@@ -1734,15 +1731,12 @@ def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.const
         column = tile % across * COLUMNS
         product = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for at in range(0, depth, DEPTH):
-            x_tile = x_lines.load([row, at])
-            w_tile = w_lines.load([column, at])
-            product = tl.dot(x_tile, w_tile.T, product)
+            product = tl.dot(x_lines.load([row, at]), w_lines.load([column, at]).T, product)
         halves = tl.split(product.reshape(ROWS, 2, HALF).permute(0, 2, 1))
         for half in tl.static_range(2):
             place = column + half * HALF
             if BACKWARD:
-                root = tl.sqrt(squares_lines.load([row, place]).to(tl.float32))
-                result = 2 * halves[half] * root
+                result = 2 * halves[half] * tl.sqrt(squares_lines.load([row, place]).to(tl.float32))
             else:
                 positive = tl.maximum(halves[half], 0)
                 result = positive * positive
@@ -1766,9 +1760,9 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     # autograd has a thread of its own.
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
     tiles = triton.cdiv(count, tile["ROWS"]) * triton.cdiv(columns, tile["COLUMNS"])
-    launch = jitted(relu_sq_kernel)[(min(tiles, card.multi_processor_count),)]
-    launch(x.contiguous(), w.contiguous(), read, out, count, columns, depth, BACKWARD=backward,
-           num_stages=stages[backward], **tile)
+    jitted(relu_sq_kernel)[(min(tiles, card.multi_processor_count),)](
+        x.contiguous(), w.contiguous(), read, out, count, columns, depth, BACKWARD=backward,
+        num_stages=stages[backward], **tile)
     return out
 
 
@@ -1781,10 +1775,9 @@ def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
     """True if relu_sq supports this device, dtype and shape of x (N, K) and w (F, K)."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    if x.shape[1] * x.element_size() % DESCRIBED_BYTES or len(w) * x.element_size() % DESCRIBED_BYTES:
-        return False
+    described = all(length * x.element_size() % DESCRIBED_BYTES == 0 for length in (x.shape[1], len(w)))
     card = torch.cuda.get_device_properties(x.device)         # which compilers take for a constant
-    return (card.major, card.minor) in RELU_SQ_TILES
+    return described and (card.major, card.minor) in RELU_SQ_TILES
 
 
 class ReluSqMLP(torch.autograd.Function):
@@ -1813,15 +1806,10 @@ class ReluSqMLP(torch.autograd.Function):
             roots = squares.clamp_min(smallest).sqrt_().sub_(smallest**0.5)
             grad_pre = F.linear(2 * grad_y, down_matrix).mul_(roots)
 
-        # A frozen matrix gets no gradient, and nothing is written to its main_grad.
         up, down = ctx.parts
         grad_n = (grad_pre @ up_matrix).view_as(n)
-        grad_up = grad_down = None
-        if ctx.needs_input_grad[1]:
-            grad_up = accumulate_wgrad(up, grad_pre, n.flatten(0, -2))
-        if ctx.needs_input_grad[2]:
-            grad_down = accumulate_wgrad(down, squares, grad_y)
-        return grad_n, grad_up, grad_down, None, None
+        grad_up = accumulate_wgrad(up, grad_pre, n.flatten(0, -2))
+        return grad_n, grad_up, accumulate_wgrad(down, squares, grad_y), None, None
 
 
 def relu_sq_mlp(n: Tensor, up: WeightPart, down: WeightPart) -> Tensor:
@@ -1865,17 +1853,6 @@ def mtp_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return next_ids.flatten(0, 1), token_weights.flatten(0, 1)
 
 
-def subtract_one_hot(grad: Tensor, ids: Tensor, token_weights: Tensor) -> Tensor:
-    """grad (N, V), less token_weights[k] at ids[k] for each k. In place where nothing compiles it."""
-    columns = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
-    for column, weight in zip(ids.split(1, dim=1), token_weights.split(1, dim=1)):
-        if torch.compiler.is_compiling():                                     # comparisons fuse, a scatter would not
-            grad = grad - weight * (columns == column.int())                  # in 32 bits: half the instructions
-        else:
-            grad.scatter_add_(1, column, -weight)                             # one by one: a row may have an id twice
-    return grad
-
-
 def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor, factor: float) -> Tensor:
     """logits (N, V), ids and token_weights (N, G) -> sum over k of token_weights[k] * -log softmax(z)[ids[k]], (N,).
     Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits: the softmax is here."""
@@ -1885,7 +1862,10 @@ def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, gra
         s = torch.sigmoid((logits.to(token_weights.dtype) + LOGIT_SHIFT) * (1 / LOGIT_WIDTH))
         lse = ((s - 1) * cap).exp2().sum(dim=-1, keepdim=True).log2() + cap
         scaled = factor * LOGIT_CAP * token_weights
-        grad_z = subtract_one_hot((s * cap - lse).exp2() * scaled.sum(dim=1, keepdim=True), ids, scaled)
+        grad_z = (s * cap - lse).exp2() * scaled.sum(dim=1, keepdim=True)
+        columns = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
+        for column, weight in zip(ids.split(1, dim=1), scaled.split(1, dim=1)):
+            grad_z = grad_z - weight * (columns == column.int())              # fuses; in 32 bits: half the instructions
         torch.mul(grad_z, s - s * s, out=grad)
         return math.log(2) * (token_weights * (lse - cap * s.gather(1, ids))).sum(dim=1)
 
@@ -1896,7 +1876,9 @@ def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, gra
         nats = -probability.gather(1, block_ids).log()
         losses.append((block_weights * nats).sum(dim=1))
         scaled = factor * block_weights                                       # (N, G): no pass over (N, V) for it
-        grad_z = subtract_one_hot(probability.mul_(scaled.sum(dim=1, keepdim=True)), block_ids, scaled)
+        grad_z = probability.mul_(scaled.sum(dim=1, keepdim=True))
+        for column, weight in zip(block_ids.split(1, dim=1), scaled.split(1, dim=1)):
+            grad_z.scatter_add_(1, column, -weight)                           # one by one: a row may have an id twice
         slope = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)                  # z - z^2 / 23: LOGIT_WIDTH dz by dlogit
         torch.mul(grad_z, slope, out=out)
     return torch.cat(losses)
@@ -1914,9 +1896,9 @@ def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: to
     if not native:
         return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
     b = b.t().contiguous().t()                                                # in columns, as the device wants it
-    one = torch.ones((), device=a.device)
     by_tensor = F.ScalingType.TensorWise
-    return F.scaled_mm(a, b, scale.float(), by_tensor, one, by_tensor, output_dtype=out_dtype, use_fast_accum=fast)
+    return F.scaled_mm(a, b, scale.float(), by_tensor, torch.ones((), device=a.device), by_tensor,
+                       output_dtype=out_dtype, use_fast_accum=fast)
 
 
 class HeadLoss(torch.autograd.Function):
@@ -1953,13 +1935,11 @@ class HeadLoss(torch.autograd.Function):
     @first_order
     def backward(ctx, grad_losses):
         y, w, grad, loss_weight = ctx.saved_tensors
-        grad_w = None                                                         # of a frozen head
         if ctx.precision == "plain":
             factor = (grad_losses / LOGIT_WIDTH).to(y.dtype)[:, None]         # each position's own
             grad_y = factor * (grad @ w.t())
-            if ctx.needs_input_grad[1]:
-                grad_w = accumulate_wgrad(ctx.part, factor * y, grad)
-            return grad_y, grad_w, None, None, None, None, None, None
+            grad_w = accumulate_wgrad(ctx.part, factor * y, grad)
+            return grad_y, grad_w, *[None] * 6
 
         # The seed of the backward, loss_weight, moves the scale, never the payload; 0 makes gradients of 0, not 0 / 0.
         # Any other factor of a position (the trainer has none) is in the payload for w's gradient, and exact for y's.
@@ -1968,11 +1948,10 @@ class HeadLoss(torch.autograd.Function):
         native = ctx.precision == "fp8"
         dtype_y = torch.bfloat16 if native else factor.dtype
         grad_y = factor.to(dtype_y) * fp8_product(grad, w.t(), scale * FP8_W_SCALE, native, dtype_y)
-        if ctx.needs_input_grad[1]:
-            payload = (factor * grad.to(factor.dtype)).to(grad.dtype)         # part of the copy into columns
-            product = fp8_product(y.t().contiguous(), payload, scale * FP8_Y_SCALE, native, factor.dtype)
-            grad_w = accumulate_wgrad(ctx.part, product, None)                # it cannot add: a scratch
-        return grad_y, grad_w, None, None, None, None, None, None
+        payload = (factor * grad.to(factor.dtype)).to(grad.dtype)             # part of the copy into columns
+        product = fp8_product(y.t().contiguous(), payload, scale * FP8_Y_SCALE, native, factor.dtype)
+        grad_w = accumulate_wgrad(ctx.part, product, None)                    # it cannot add: a scratch
+        return grad_y, grad_w, *[None] * 6
 
 
 # ---- Rows of tables
@@ -2000,10 +1979,9 @@ def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.conste
             line = at + tl.arange(0, LINES)
             same = tl.load(rows + line, mask=line < count, other=-1) == row
             start = tl.load(order + line, mask=same, other=0) * width
-            places = grad + start[:, None] + column[None, :]
             wanted = same[:, None] & inside[None, :]
-            part = tl.load(places, mask=wanted, other=0).to(total.dtype)
-            total += tl.sum(part, axis=0)
+            part = tl.load(grad + start[:, None] + column[None, :], mask=wanted, other=0)
+            total += tl.sum(part.to(total.dtype), axis=0)
             at = at + LINES
             more = tl.min(same.to(tl.int32), axis=0)                          # all of them: the row may go on
         tl.store(target, total, mask=inside)
@@ -2049,13 +2027,13 @@ class Parameter(NamedTuple):
     label: str
     shape: tuple[int, ...]
     init: tuple[str, Any]                # distribution and its number, as initial_values draws it
-    optimizer: str                       # "normuon" for banks of matrices, "adam", or "rowwise": room 6 keeps its rows
-    sharded: bool                        # updated by the owners of its rows or matrices, or by every rank alike
+    optimizer: str = "adam"              # "normuon" for banks of matrices, or "rowwise": room 6 keeps its rows
     lr_mul: float = 1.0
     wd_mul: float = 1.0
     betas: tuple[float, float] = (0.9, 0.99)
-    parts: tuple[int, ...] = ()          # heights of a layer's matrices in its main_grad; (): autograd's gradient
     full_precision: bool = False         # f32 where the weights are bf16
+    # Ranks own shards of what has one of these, and update all else alike.
+    parts: tuple[int, ...] = ()          # heights of a layer's matrices in its main_grad; (): autograd's gradient
     rows: Table | None = None            # of an embedding whose rows travel one by one
 
 
@@ -2106,29 +2084,25 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     # What several rows of the table have in common.
     zeros = "constant", 0.0
     bound = 3**0.5 * 0.5 * D**-0.5                                            # a standard deviation of 0.5 / sqrt(D)
-    bank = dict(optimizer="normuon", sharded=True)
-    small = dict(optimizer="adam", sharded=False)
-    exact = dict(**small, lr_mul=5, wd_mul=0, full_precision=True)
-    table = dict(optimizer="adam", sharded=True, lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
-    head = dict(optimizer="adam", sharded=True, lr_mul=1, wd_mul=150, betas=(0.5, 0.95))
-    by_recipe = (
-        Parameter("attn", (A, QKVO * D, D), ("uniform", bound), **bank, parts=(QKV * D, D)),
-        Parameter("mlp", (L, UP_AND_DOWN, inside, D), ("up", bound), **bank, parts=(inside, inside)),
+    exact = dict(lr_mul=5, wd_mul=0, full_precision=True)
+    table = dict(lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
+    head = dict(wd_mul=150, betas=(0.5, 0.95))
+    return (
+        Parameter("attn", (A, QKVO * D, D), ("uniform", bound), "normuon", parts=(QKV * D, D)),
+        Parameter("mlp", (L, UP_AND_DOWN, inside, D), ("up", bound), "normuon", parts=(inside, inside)),
         Parameter("scalars", (len(scalars),), ("constant", scalars), **exact),
         Parameter("x0_lambdas", (L,), zeros, **exact, betas=(0.65, 0.95)),
-        Parameter("smear_gate", (1, GATE_INPUTS), zeros, **small, lr_mul=0.01, wd_mul=0),
-        Parameter("skip_gate", (1, GATE_INPUTS), zeros, **small, lr_mul=0.05, wd_mul=0),
-        Parameter("attn_gate_bank", (A, H, GATE_INPUTS), zeros, **small),
-        Parameter("ve_gate_bank", (value_gates, H, GATE_INPUTS), zeros, **small),
+        Parameter("smear_gate", (1, GATE_INPUTS), zeros, lr_mul=0.01, wd_mul=0),
+        Parameter("skip_gate", (1, GATE_INPUTS), zeros, lr_mul=0.05, wd_mul=0),
+        Parameter("attn_gate_bank", (A, H, GATE_INPUTS), zeros),
+        Parameter("ve_gate_bank", (value_gates, H, GATE_INPUTS), zeros),
         Parameter("bigram_embed", (bigrams.rows, D), zeros, **table, rows=bigrams),
         Parameter("value_embed", (values.rows, D), ("normal", 0.01), **table, rows=values),
         Parameter("lm_head", (D, V), ("normal", 0.005), **head, parts=(D,)),
         Parameter("embed", (embed.rows, D), zeros, **head, rows=embed),       # lm_head^T while they are tied
-    )
-    # The row-wise rule has no first moment.
-    by_ngram = [Parameter(line.label, (line.rows, D), zeros, "rowwise", True, line.lr_mul, line.wd_mul,
-                          (0.0, line.beta2), rows=rows) for line, rows in zip(cfg.tables, ngram_rows)]
-    return (*by_recipe, *by_ngram)
+        # The row-wise rule has no first moment.
+        *(Parameter(line.label, (line.rows, D), zeros, "rowwise", line.lr_mul, line.wd_mul, (0.0, line.beta2),
+                    rows=rows) for line, rows in zip(cfg.tables, ngram_rows)))
 
 
 AttentionSpans = dict[tuple[str, str], AttentionSpan]                         # by attention and window of a layer
@@ -2201,9 +2175,8 @@ class GPT(nn.Module):
         """Return losses (B, T); weights (G,) of the next tokens; loss_weight () is the seed backward gets."""
         y = self.hidden(batch, spans, row_buffers).flatten(0, 1)
         logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16       # of an fp8 head
-        losses = HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype,
-                                as_part(self.lm_head))
-        return losses.view_as(batch.targets)
+        return HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype,
+                              as_part(self.lm_head)).view_as(batch.targets)
 
     def hidden(self, batch: Batch, spans: AttentionSpans, row_buffers: dict) -> Tensor:
         """The normalised stream that enters the head, (B, T, D).
@@ -2256,7 +2229,7 @@ class GPT(nn.Module):
         """Read the tables: all that enters the layers, rows (B, T, D) each.
         x0       the normalised embedding, where the residual stream begins
         streams  (share by layer, rows) of what every layer mixes in: bigrams, then tables of n-grams
-        values   depth -> [(place of the gate, rows)] of what joins the attention values of a layer"""
+        values   depth -> [(number of the gate, rows)] of what joins the attention values of a layer"""
         # Each token's embedding gets a gated share of the one before it in the slot, over documents.
         e, = self.rows_of("embed", batch, row_buffers)
         gate = scalars["smear"].type_as(e) * gate_of(e[:, 1:, :GATE_INPUTS], self.smear_gate)
@@ -2293,19 +2266,18 @@ class GPT(nn.Module):
     def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: Sequence[tuple[int, Tensor]],
                cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
         """Attention of one layer before its gate and output matrix, qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E).
-        value_rows: (place of the gate, rows (B, T, D)) that join the values. Angles are of positions in the slot, the
-        span is in positions."""
+        value_rows: (number of the gate, rows (B, T, D)) that join the values. Angles are of positions in the slot."""
         slots, length, _ = n.shape
         q, k, v = qkv.view(slots, length, QKV, self.heads, self.head_dim).unbind(2)
         q = rms_norm(q)
         k = rms_norm(k)
         # A gate from 0 to 2 for each head's rows. Plain layers look at the row too, paired ones do not.
-        for place, rows in value_rows:
+        for number, rows in value_rows:
             features = n[..., :GATE_INPUTS]
             if layer.attention == "plain":
                 half = GATE_INPUTS // 2
                 features = torch.cat((n[..., :half], rows[..., :half]), dim=-1)
-            gate = 2 * gate_of(features, self.ve_gate_bank[place])
+            gate = 2 * gate_of(features, self.ve_gate_bank[number])
             v = v + gate[..., None] * rows.view(v.shape)
 
         # Paired layers put heads j and j + H/2 of token t at 2t and 2t + 1 of one sequence. The angles follow another
@@ -2347,13 +2319,13 @@ def no_wait(**_: Any):
 def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, TablePlan]):
     """Tell every owner which of its rows this rank reads, and put into the plans what ranks request of this one.
     group: gloo's; None: the group of all ranks. Raises RunError where ranks disagree."""
-    # By table and owner: the places that this rank reads in the owner's shard.
+    # By table and owner: the places that this rank reads in the owner's shard; of a tied table none.
     W, me = fabric.world, fabric.rank
     lists, counts, common = [], [], []
     for label, plan in plans.items():
-        rows = [plan.my_rows[:0]] * W if plan.tied else plan.my_rows.split(plan.send_counts)
-        lists.append([(x - owner * plan.shard_size).int() for owner, x in enumerate(rows)])
-        counts.append([len(x) for x in rows])
+        counts.append([0] * W if plan.tied else plan.send_counts)
+        places = plan.my_rows[:sum(counts[-1])] % plan.shard_size
+        lists.append(places.int().split(counts[-1]))
         common.append(dict(plan.tag, table=label, dtype=dtype, tied=plan.tied))
 
     # First what must be equal everywhere, or lists of different cycles would be taken for each other.
@@ -2377,17 +2349,16 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
             ascending = np.diff(places, prepend=-1, append=plan.shard_size).min() > 0
             need(ascending, f"rows of {label} that rank {reader} requests", places,
                  f"ascending places below {plan.shard_size}", "report it", RunError)
-        if not plan.tied:
-            plan.requested_rows = fabric.host_tensor(torch.cat(requested).long())
-            plan.recv_counts = requests[:, table].tolist()
-            plan.count_bytes(me, plan.send_counts, plan.recv_counts, arriving.element_size())
+        plan.requested_rows = fabric.host_tensor(torch.cat(requested).long())
+        plan.recv_counts = requests[:, table].tolist()
+        plan.count_bytes(me, counts[table], plan.recv_counts, arriving.element_size())
 
 
 class RowTable:
-    """One table on one rank: the shard that the rank owns, a cache of the rows that it reads, and gradients of both.
-    Cache and row_grads hold the rows of one plan, in the order of its list. The shard of a dense-Adam table is a
-    parameter, all of which is updated; that of a row-wise table is in a home, from which an update takes the requested
-    rows and where it puts them back."""
+    """One table on one rank: the shard that the rank owns, a cache of the rows that it reads, and gradients of both."""
+    # Cache and row_grads hold the rows of one plan, in the order of its list. The shard of a dense-Adam table is a
+    # parameter, all of which is updated; that of a row-wise table is in a home, from which an update takes the
+    # requested rows and where it puts them back.
     def __init__(self, table: Table, cfg: Config, fabric: Fabric, shard: Tensor | None, most_tokens: int,
                  report: Callable):
         """shard (C, D): the parameter; None for a row-wise table. most_tokens: the most that a rank reads in a cycle.
@@ -2477,8 +2448,7 @@ class RowTable:
             if self.home is not None:
                 rows, places = self.home.read(places), None
             out = self.cache.new_empty(len(plan.my_rows), self.cache.shape[1])
-            wait = self._bring(plan, out, head, rows, places)
-            wait()
+            self._bring(plan, out, head, rows, places)()
         self.report_traffic(plan)
         return out, None
 
@@ -2521,7 +2491,7 @@ class RowTable:
         # Only the rows of the plans: the rest of the buffers is zero already.
         for plan in self.pending:
             self.row_grads[self._in_row_grads(plan)] = 0
-            if self.home is None and not self.alone and not plan.tied:
+            if self.home is None and not self.alone:
                 self.grad[plan.requested_rows] = 0
             self.report_traffic(plan)
         self.pending = []
@@ -2650,10 +2620,13 @@ class DeviceHome:
     def put(self, update: RowUpdate, changed: RowState):
         self.stored.put(update.places, changed)
 
-    def read(self, places: Tensor) -> Tensor:
-        return self.stored.rows.index_select(0, places.to(self.device, non_blocking=True))
-
     settle = staticmethod(no_wait)       # `put` has stored everything already
+
+    def read(self, places: Tensor) -> Tensor:
+        """Return rows on the device, as the last update has left them."""
+        self.settle()
+        rows = self.stored.rows
+        return rows.index_select(0, places.to(rows.device)).to(self.device, non_blocking=True)
 
     def invalidate(self):
         """Forget which updates are prepared, and their rows: those at home count."""
@@ -2684,10 +2657,10 @@ class DeviceHome:
 
 
 class HostHome(DeviceHome):
-    """Rows and state of a shard in pageable host memory; the rows of a cycle travel to the device and back.
-    While a cycle runs, rows that only the next cycle requests come up, and rows of the last update go down; those that
-    both cycles request stay on the device. One thread does it all in the order of submission, so that no row comes up
-    before its last change has come down. Copies of a GPU have a stream of their own."""
+    """Rows and state of a shard in pageable host memory; the rows of a cycle travel to the device and back."""
+    # While a cycle runs, rows that only the next cycle requests come up, and rows of the last update go down; those
+    # that both cycles request stay on the device. One thread does it all in the order of submission, so that no row
+    # comes up before its last change has come down. Copies of a GPU have a stream of their own.
     def __init__(self, table: Table, cfg: Config, fabric: Fabric):
         # The mover waits for the GPU, and the GPU for other ranks, which may still compile.
         self.cfg = replace(cfg, comm_timeout=LONG_PATIENCE * cfg.comm_timeout)
@@ -2703,14 +2676,14 @@ class HostHome(DeviceHome):
         with self.lock:
             self.live: RowState | None = None                 # rows of the update that was taken last, on the device
             self.taken: RowUpdate | None = None               # that update
-            self.newest: RowUpdate | None = None              # the update that was prepared last
             self.prepared: list[RowUpdate] = []               # updates to take, in this order
             self.prefetch: Future | None = None               # fresh rows of the first of them
 
     def prepare(self, requested: np.ndarray) -> RowUpdate:
-        update = row_update(requested, self.newest, self.fabric)
         with self.lock:
-            self.newest = update
+            before = (self.prepared or [self.taken])[-1]
+        update = row_update(requested, before, self.fabric)
+        with self.lock:
             self.prepared.append(update)
             if len(self.prepared) == 1:                       # else the one before it is not taken yet
                 self._start_prefetch()
@@ -2756,11 +2729,6 @@ class HostHome(DeviceHome):
         computed = torch.cuda.current_stream(self.device).record_event() if self.stream else None
         self.writeback = self.mover.submit(self._bring_down, update.places, changed, computed)
 
-    def read(self, places: Tensor) -> Tensor:
-        self.settle()
-        rows = self.fabric.host_tensor(self.stored.rows.index_select(0, places.cpu()))
-        return rows.to(self.device, non_blocking=True)
-
     def settle(self):
         if self.writeback is not None:
             bounded(self.writeback, self.cfg, "waiting for rows of a table on their way to the host")
@@ -2796,11 +2764,11 @@ HOMES = dict(device=DeviceHome, host=HostHome)
 
 
 # ====== Room 7: Optimizer =============================================================================================
-# Reductions are launched in the first order, updates and their gathers done in the second. NorMuon comes first, so that
-# the gradients of Adam's entries travel while it computes. Tables of n-grams go before the last.
+# Reductions are launched, and updates done, in an order of their own. NorMuon comes first, so that the gradients of
+# Adam's entries travel while it computes. Tables of n-grams go before the last.
 SMALL = "small"                          # what every rank updates alike: one sum over ranks for all of it
 REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
-UPDATE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
+UPDATE_ORDER = REDUCE_ORDER              # of updates and their gathers; the two may differ
 POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16932, recipe 3.1)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -2906,8 +2874,8 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
 
 
 def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
-    """Round f32 (u, D) to what bf16 holds: up with the probability that the cut bits say; bits (u,) i32.
-    What an element draws follows from (seed, label, logical row, update, column) alone: ranks do not matter."""
+    """Round f32 (u, D) to what bf16 holds: up with the probability that the cut bits say; bits (u,) i32."""
+    # What an element draws follows from (seed, label, logical row, update, column) alone: ranks do not matter.
     column = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
     drawn = lowbias32(bits[:, None] ^ column) & 0xFFFF
     rounded = (x.view(torch.int32) + drawn) & -0x10000
@@ -2933,8 +2901,9 @@ def cpu_scalar(value: float) -> Tensor:
 
 
 def initial_state(row: Parameter, shard: Tensor) -> dict[str, Tensor]:
-    """Allocate the optimizer's state of a shard of a parameter, zeros by name.
-    The one place that lists it: snapshots, checkpoints and the memory estimate follow."""
+    """Allocate the optimizer's state of a parameter or a shard of it, zeros by name."""
+    # The one place that lists it: snapshots, checkpoints and the memory estimate follow.
+    shard = bank_matrices(row, shard)
     zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
     if row.optimizer == "adam":
         return dict(m=zeros(shard), v=zeros(shard))
@@ -2950,8 +2919,7 @@ def bank_matrices(row: Parameter, weight: Tensor) -> Tensor:
     """View a NorMuon bank as its matrices (M, r, c), and any other weight as it is."""
     if row.optimizer != "normuon":
         return weight
-    height = row.shape[-1] if row.label == "attn" else row.shape[-2]          # matrices of attention are square
-    return weight.view(-1, height, row.shape[-1])
+    return weight.view(-1, math.gcd(*row.parts), row.shape[-1])               # q, k and v are one part of three
 
 
 # ---- Entries of the orders: each reduces its gradient, updates what this rank owns, and gathers what others need.
@@ -2970,8 +2938,7 @@ class Small:
 
     def reduce(self):
         # They are few numbers: one message, in accum_dtype for all.
-        accum = accum_dtype(self.weights[0].dtype)
-        self.grad = torch.cat([p.grad.flatten().to(accum) for p in self.weights])
+        self.grad = torch.cat([p.grad.flatten().to(accum_dtype(p.dtype)) for p in self.weights])
         self.wait = self.optimizer.launch(dist.all_reduce, self.grad)
 
     def update(self, values: Values) -> Wait:
@@ -3127,15 +3094,17 @@ class Optimizer:
 
         # By label: the state of what this rank owns. Its names are those of snapshots and checkpoints.
         self.state: dict[str, dict[str, Tensor]] = {}
-        parameters = parameter_table(cfg)
-        alike = [row for row in parameters if not row.sharded]
-        self.entries: dict[str, Small | Sharded | TableEntry] = {SMALL: Small(self, alike)}
-        for row in parameters:
+        self.entries: dict[str, Small | Sharded | TableEntry] = {}
+        self.sharded: dict[str, Sharded] = {}
+        alike = []
+        for row in parameter_table(cfg):
             if row.rows:
                 self.entries[row.label] = TableEntry(self, row, tables[row.label])
-            elif row.sharded:
-                self.entries[row.label] = Sharded(self, row, accumulates)
-        self.sharded = {label: entry for label, entry in self.entries.items() if isinstance(entry, Sharded)}
+            elif row.parts:
+                self.entries[row.label] = self.sharded[row.label] = Sharded(self, row, accumulates)
+            else:
+                alike.append(row)
+        self.entries[SMALL] = Small(self, alike)
         # Tables of n-grams come into both orders. An entry that is missing there would never be trained.
         ngrams = [table.label for table in cfg.tables]
         self.reduce_order = (*REDUCE_ORDER[:-1], *ngrams, REDUCE_ORDER[-1])
@@ -3262,10 +3231,10 @@ class Executor:
         self.model.set_initial_values(cfg.seed, self.shard)
         self.model.to(fabric.device)
         self.tables: dict[str, RowTable] = {}
+        weights = dict(self.model.named_parameters())
         for table in self.planner.tables:
-            shard = None if table.is_rowwise else self.model.get_parameter(table.label)
             most_tokens = table.cadence * largest_batch // fabric.world if precision else 0
-            self.tables[table.label] = RowTable(table, cfg, fabric, shard, most_tokens, report)
+            self.tables[table.label] = RowTable(table, cfg, fabric, weights.get(table.label), most_tokens, report)
 
         # What is compiled is called often, and with few sets of shapes.
         self.compiling = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
@@ -3303,9 +3272,8 @@ class Executor:
             self.tables[label].prepare(plan)
 
     def forward_backward(self, batch: Batch, values: Values, loss_weight: float = 1.0) -> Losses:
-        """Add loss_weight * d(sum of this rank's slot losses) to the gradients.
-        Calls add up until optim_step. No reduction over ranks, no division, no waiting for the device. A weight of 0
-        adds zeros, whatever the loss: this rank still takes part in the update."""
+        """Add loss_weight * d(sum of this rank's slot losses) to the gradients, without waiting for the device.
+        A weight of 0 adds zeros, whatever the loss: this rank still takes part in the update."""
         # Rows of tables set off after the last update; here they have to be there.
         spans = self._attention_of(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
         row_buffers = {}
@@ -3344,17 +3312,15 @@ class Executor:
             spans, row_buffers = self._for_reading(batch, values)
             for part in self._micro_batches(batch):
                 rows = self.model_hidden(part, spans, row_buffers).flatten(0, 1)
-                targets = part.targets.flatten()
-                for y, target in zip(rows.split(EVAL_ROWS), targets.split(EVAL_ROWS)):
-                    losses = self.next_token_losses(y, self.model.lm_head, target)
+                for y, targets in zip(rows.split(EVAL_ROWS), part.targets.flatten().split(EVAL_ROWS)):
+                    losses = self.next_token_losses(y, self.model.lm_head, targets)
                     total += losses.sum(dtype=torch.float64)
             tokens += batch.targets.numel() * self.fabric.world
         return sum(self.fabric.gather(float(total))) / tokens
 
     @torch.no_grad()
     def next_logits(self, tokens: Sequence[int], values: Values) -> Tensor:
-        """Return softcapped logits (V,) of the token that follows; every rank calls it.
-        Longer contexts keep their last tokens, as many as a validation slot has."""
+        """Return softcapped logits (V,) of the token that follows the last that fit a validation slot. Collective."""
         # A slot has a length that attention takes; no position looks at those after it, which are padding.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.num_slots):]
         length = -(-len(context) // SLOT_UNIT) * SLOT_UNIT
@@ -3363,8 +3329,7 @@ class Executor:
         slot = Slot(padded, np.asarray([0, length], np.int32))
         batch, = self.planner.batches("sample", [values], [[slot]])
         batch = batch.to(self.fabric.device)
-        spans, row_buffers = self._for_reading(batch, values)
-        hidden = self.model.hidden(batch, spans, row_buffers)
+        hidden = self.model.hidden(batch, *self._for_reading(batch, values))
         return softcap((hidden[0, len(context) - 1] @ self.model.lm_head).to(self.accum_dtype))
 
     def _for_reading(self, batch: Batch, values: Values) -> tuple[AttentionSpans, dict[str, tuple[Tensor, None]]]:
@@ -3392,28 +3357,27 @@ class Executor:
 
     # State: what this rank holds, for a snapshot; as a whole, the same at every W, for a file.
     def state_tensors(self) -> dict[str, Tensor]:
-        """Return every tensor that a run changes, by name: weights, rotary tables, state of the optimizer."""
-        tensors = self.model.state_dict() | dict(self.model.named_buffers())
+        """Return every tensor that a run trains, by name: weights and state of the optimizer."""
+        tensors = self.model.state_dict()
         for label, state in self.optimizer.state.items():
             tensors |= {f"{label}.{name}": x for name, x in state.items()}
         return tensors
 
     def snapshot(self) -> Callable[[], None]:
-        """Copy all that a run changes to the host. Returns the call that puts it back, bit by bit.
-        In place: every tensor keeps its address, so that nothing recompiles."""
+        """Copy all that a run changes to the host. Returns the call that puts it back in place, bit by bit."""
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
         touched = [(table.home, list(table.home.touched())) for table in self.tables.values() if table.home]
-        rotary = self.rotary
         rng = torch.get_rng_state()
         cuda_rng = torch.cuda.get_rng_state(self.fabric.device) if self.fabric.on_cuda else None
 
         @torch.no_grad()
         def restore():
+            # Every tensor keeps its address, so that nothing recompiles.
             for name, x in self.state_tensors().items():
                 x.copy_(copies[name])
             for home, pieces in touched:
                 home.load(pieces)
-            self.rotary = rotary
+            self.rotary = None                                # the next step makes its angles
             self.drop_gradients()
             torch.set_rng_state(rng)
             if cuda_rng is not None:
@@ -3436,18 +3400,18 @@ class Executor:
     def _whole(self, name: str, x: Tensor) -> Tensor | None:
         """Return a weight or a moment as a whole, in logical order, on the host of rank 0. Collective."""
         label, is_moment, _ = name.partition(".")
-        table = self.tables.get(label)
-        if table is None and not (is_moment and label in self.optimizer.sharded):
+        is_shard = is_moment and label in self.optimizer.sharded
+        if label not in self.tables and not is_shard:
             return x.to("cpu", copy=True)
         # Piece by piece: messages go through memory of the device.
         pieces = [self.fabric.gather(piece.cpu()) for piece in x.split(PIECE_ROWS)]
         if self.fabric.rank != 0:
             return None
-        if table is None:
-            return torch.cat([torch.cat(shard) for shard in zip(*pieces)])
+        if is_shard:
+            return torch.cat(*pieces)                         # few matrices or rows: one piece
         # Row r is at rank r mod W, and padding follows the last.
         rows = torch.cat([torch.stack(everyone, dim=1).flatten(0, 1) for everyone in pieces])
-        return rows[:table.table.rows]
+        return rows[:self.tables[label].table.rows]
 
     def whole_weights(self, values: Values) -> dict[str, Tensor]:
         """Return all weights except row-wise tables, in logical shapes, on rank 0's host. Collective.
@@ -3463,24 +3427,21 @@ class Executor:
         return dict(weights=self.whole_weights(values), moments=moments)
 
     @torch.no_grad()
-    def load_state(self, saved: dict[str, dict[str, Tensor]]):
-        """Copy this rank's part of a whole state in place; `check_tensors` has looked at it."""
-        wholes = saved["weights"] | saved["moments"]
+    def load_state(self, wholes: dict[str, Tensor]):
+        """Copy this rank's part of whole weights and moments in place; `check_tensors` has looked at them."""
         for name, x in self.state_tensors().items():
-            if name in wholes:                                # buffers are not: they follow from the settings
-                x.copy_(self.shard(name, wholes[name]))
+            x.copy_(self.shard(name, wholes[name]))
         self.drop_gradients()
 
     def traffic(self) -> dict[str, dict[str, int]]:
-        """Return by table the byte counts of training, summed over ranks, and this rank's memory. Collective.
-        bytes_dense: what dense mode would have sent. A cycle counts once its update is done."""
+        """Return by table the byte counts of training, summed over ranks, and this rank's memory. Collective."""
         result = {}
         for label, table in self.tables.items():
             total: Counter = Counter()
             for totals in self.fabric.gather(table.totals):
                 total.update(totals)
-            moments = self.optimizer.state.get(label, {})                     # a row-wise table has its own
-            result[label] = dict(total, memory_bytes=table.memory_bytes(moments.values()))
+            moments = self.optimizer.state.get(label, {}).values()            # a row-wise table has its own
+            result[label] = dict(total, memory_bytes=table.memory_bytes(moments))
         return result
 
 
@@ -3526,9 +3487,9 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
         parts["weights"] += kept * item
         parts["gradients"] += kept * gradient
         if row.optimizer != "rowwise":
-            example = torch.empty(row.shape, dtype=dtype, device="meta")
-            state = sum(x.nbytes for x in initial_state(row, bank_matrices(row, example)).values())
-            parts["moments"] += state // (W if row.sharded else 1)
+            state = initial_state(row, torch.empty(row.shape, dtype=dtype, device="meta"))
+            owners = W if row.rows or row.parts else 1
+            parts["moments"] += sum(x.nbytes for x in state.values()) // owners
 
     # Activations of the largest stage: evaluation, whose logits come in chunks, and row updates take less, unless slots
     # are many and short.
@@ -3543,8 +3504,8 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
 
 
 def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, Counter]:
-    """Return how many slots go through the model together, and the estimate of what that takes. Raises RunError.
-    They follow from the card, not from what others use of it now: a run is the same each time."""
+    """Return how many slots go through the model together, and the estimate of what that takes. Raises RunError."""
+    # They follow from the card, not from what others use of it now: a run is the same each time.
     local = cfg.num_slots // fabric.world
     room = MEMORY_SHARE * min(fabric.gather(fabric.total_memory()))
     choices = [m for m in range(local, 0, -1) if local % m == 0]
@@ -3651,22 +3612,20 @@ def read_tensors(path: Path, manifest: dict[str, str]) -> Any:
         return torch.load(path, "cpu", weights_only=True, mmap=True)
 
 
-def check_tensors(path: Path, cfg: Config, weights: Any, *moments: Any):
-    """Raise DataError unless names, shapes and dtypes are those of this config's weights, and of moments if given."""
+def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = False):
+    """Raise DataError unless names, shapes and dtypes are those of this config's weights, with or without moments."""
     dtype = getattr(torch, cfg.dtype)
     tensors = {}
     for row in parameter_table(cfg):
         if row.optimizer != "rowwise":
             own_dtype = accum_dtype(dtype) if row.full_precision else dtype
             weight = tensors[row.label] = torch.empty(row.shape, dtype=own_dtype, device="meta")
-            if moments:
-                state = initial_state(row, bank_matrices(row, weight))
+            if with_moments:
+                state = initial_state(row, weight)
                 tensors |= {f"{row.label}.{name}": x for name, x in state.items()}
     expected = {name: (x.dtype, *x.shape) for name, x in tensors.items()}
-    found = {}
     with damaged(path):
-        for content in (weights, *moments):
-            found |= {name: (x.dtype, *x.shape) for name, x in content.items()}
+        found = {name: (x.dtype, *x.shape) for name, x in found.items()}
     for name in expected | found:
         need(found.get(name) == expected.get(name), f"{name} in {path}", found.get(name, "no such tensor"),
              expected.get(name, "no such tensor"), "use the trainer and settings of that run", DataError)
@@ -3738,9 +3697,9 @@ def load_checkpoint(run_dir: Path, executor: Executor) -> dict[str, Any]:
             with fabric.failing_together(), damaged(path):
                 manifest = read_manifest(path)
                 content = read_tensors(run, manifest)
-                state = content["state"]
-                check_tensors(run, executor.cfg, state["weights"], state["moments"])
-                executor.load_state(state)
+                wholes = content["state"]["weights"] | content["state"]["moments"]
+                check_tensors(run, executor.cfg, wholes, with_moments=True)
+                executor.load_state(wholes)
                 load_rows(path, manifest, executor, with_state=True)
                 return {name: content[name] for name in ("facts", "log", "places", "train_time_ms")}
         except DataError as error:
