@@ -1559,9 +1559,8 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor)
     return torchs_varlen()._varlen_attn(q, k, v, **varlen_arguments(cu_seqlens, numbers))
 
 
-@varlen.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torchs_varlen()._varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_q=1, max_k=1)       # any length will do
+varlen.register_fake(lambda q, k, v, cu_seqlens, numbers: torchs_varlen()._varlen_attn(
+    q, k, v, cu_seqlens, cu_seqlens, max_q=1, max_k=1))                       # any length will do
 
 
 @torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
@@ -1571,9 +1570,7 @@ def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: T
                                                  **varlen_arguments(cu_seqlens, numbers))
 
 
-@varlen_backward.register_fake
-def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+varlen_backward.register_fake(lambda grad, q, k, v, *_: tuple(map(torch.empty_like, (q, k, v))))
 
 
 # ---- Products with weights that have a main_grad: the gradient adds up there, and autograd gets None.
@@ -1676,8 +1673,7 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx, x, scale, matrix, part):
         ctx.save_for_backward(x, scale, matrix)
         ctx.part = part
-        weight = matrix if scale is None else scale * matrix
-        return F.linear(x, weight)
+        return F.linear(x, matrix if scale is None else scale * matrix)
 
     @staticmethod
     @first_order
@@ -1734,13 +1730,13 @@ def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.const
             product = tl.dot(x_lines.load([row, at]), w_lines.load([column, at]).T, product)
         halves = tl.split(product.reshape(ROWS, 2, HALF).permute(0, 2, 1))
         for half in tl.static_range(2):
-            place = column + half * HALF
+            left = column + half * HALF
             if BACKWARD:
-                result = 2 * halves[half] * tl.sqrt(squares_lines.load([row, place]).to(tl.float32))
+                result = 2 * halves[half] * tl.sqrt(squares_lines.load([row, left]).to(tl.float32))
             else:
                 positive = tl.maximum(halves[half], 0)
                 result = positive * positive
-            out_lines.store([row, place], result.to(out_lines.dtype))
+            out_lines.store([row, left], result.to(out_lines.dtype))
 
 
 @torch.library.custom_op("train_gpt::relu_sq", mutates_args=())
@@ -1766,9 +1762,7 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     return out
 
 
-@relu_sq.register_fake
-def _(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
-    return x.new_empty(len(x), len(w))
+relu_sq.register_fake(lambda x, w, squares: x.new_empty(len(x), len(w)))
 
 
 def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
@@ -1957,8 +1951,7 @@ class HeadLoss(torch.autograd.Function):
 # ---- Rows of tables
 def sign_vectors(width: int) -> Tensor:
     """(SIGN_VECTORS + 1, width) of +1 and -1, drawn from a constant seed, alike for all tables; +1 in the last."""
-    generator = torch.Generator().manual_seed(SIGN_SEED)
-    drawn = torch.randint(2, (SIGN_VECTORS, width), generator=generator)
+    drawn = torch.randint(2, (SIGN_VECTORS, width), generator=torch.Generator().manual_seed(SIGN_SEED))
     return torch.cat((2 * drawn - 1, torch.ones(1, width, dtype=drawn.dtype)))
 
 
@@ -2287,11 +2280,11 @@ class GPT(nn.Module):
         if layer.attention == "paired":
             per_token = 2
             cu_seqlens = 2 * cu_seqlens
-        cos = self.rotary_cos[:per_token * length].view(length, 1, per_token, -1)          # for all heads of a place
+        cos = self.rotary_cos[:per_token * length].view(length, 1, per_token, -1)          # alike for all heads
         sin = self.rotary_sin[:per_token * length].view(length, 1, per_token, -1)
-        by_place = (slots, length, self.heads // per_token, per_token, self.head_dim)
-        q = rotate(q.view(by_place), cos, sin)
-        k = rotate(k.view(by_place), cos, sin)
+        by_position = (slots, length, self.heads // per_token, per_token, self.head_dim)
+        q = rotate(q.view(by_position), cos, sin)
+        k = rotate(k.view(by_position), cos, sin)
         # The half of a key that does not rotate is that of the token before, in its document or not.
         if layer.key_shift:
             turning, still = k.chunk(2, dim=-1)
@@ -2361,8 +2354,7 @@ class RowTable:
     # requested rows and where it puts them back.
     def __init__(self, table: Table, cfg: Config, fabric: Fabric, shard: Tensor | None, most_tokens: int,
                  report: Callable):
-        """shard (C, D): the parameter; None for a row-wise table. most_tokens: the most that a rank reads in a cycle.
-        report(**facts) gets the traffic of each plan."""
+        """shard (C, D): the parameter; None for a row-wise table. most_tokens: the most that a rank reads in a cycle."""
         self.table = table
         self.fabric = fabric
         self.report = report
@@ -2418,12 +2410,12 @@ class RowTable:
             self.prepare(plan)                                                # no loader has done it
         plan.change_lists(self._on_device)
         self.cached = plan
-        rows, places = self.shard, plan.requested_rows
+        rows, self.requested = self.shard, plan.requested_rows
         if self.home is not None:
             self.live = self.home.take(plan.update)
-            rows, places = self.live.rows, self._on_device(plan.update.inverse)
+            rows, self.requested = self.live.rows, self._on_device(plan.update.inverse)
         if not self.alone:
-            self.arrival = self._bring(plan, self.cache.detach(), head, rows, places)
+            self.arrival = self._bring(plan, self.cache.detach(), head, rows, self.requested)
 
     def rows_for_forward(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cache with the plan's rows, and row_grads. Raises RunError if another awaits its update."""
@@ -2463,14 +2455,13 @@ class RowTable:
         rows = self.row_grads[:len(plan.my_rows)].to(self.cache.dtype)
         arrived = rows.new_empty(len(plan.requested_rows), rows.shape[1])
         wait = self._launch(plan, arrived, rows, plan.recv_counts, plan.send_counts)
-        grad, places = self.grad, plan.requested_rows
+        grad = self.grad
         if self.home is not None:
             grad = torch.zeros_like(self.live.rows, dtype=self.row_grads.dtype)
-            places = self._on_device(plan.update.inverse)
 
         def add_in_rank_order():
             wait()
-            add_rows(grad, places, arrived)                                   # reader by reader
+            add_rows(grad, self.requested, arrived)                           # reader by reader
 
         return grad, add_in_rank_order
 
@@ -2491,7 +2482,7 @@ class RowTable:
         # Only the rows of the plans: the rest of the buffers is zero already.
         for plan in self.pending:
             self.row_grads[self._in_row_grads(plan)] = 0
-            if self.home is None and not self.alone:
+            if self.home is None and not self.alone and not plan.tied:
                 self.grad[plan.requested_rows] = 0
             self.report_traffic(plan)
         self.pending = []
@@ -2579,7 +2570,7 @@ class RowState(NamedTuple):
 
 
 MAP_NORESERVE = 0x4000                   # of Linux on x86 and ARM; Python has the name since 3.13
-PIECE_ROWS = 1 << 14                     # rows of a rank that are copied, or sent to another rank, at a time
+PIECE_ROWS = 1 << 14                     # rows of a rank that are copied, sent to another rank or in a file together
 
 
 def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -2632,16 +2623,16 @@ class DeviceHome:
         """Forget which updates are prepared, and their rows: those at home count."""
         self.traffic = dict(bytes_up=0, bytes_down=0)                         # between host and device
 
-    def touched_places(self, most_rows: int = PIECE_ROWS) -> Iterator[Tensor]:
+    def touched_places(self) -> Iterator[Tensor]:
         """Yield the places of all rows that an update has ever changed, ascending, in pieces (n,)."""
         self.settle()
         places = self.stored.last.nonzero().flatten()
-        for start in range(0, len(places), most_rows):
-            yield places[start:start + most_rows]
+        if len(places) > 0:
+            yield from places.split(PIECE_ROWS)
 
-    def touched(self, most_rows: int = PIECE_ROWS) -> Iterator[tuple[Tensor, RowState]]:
+    def touched(self) -> Iterator[tuple[Tensor, RowState]]:
         """Yield the same places with copies of their rows, on the host."""
-        for places in self.touched_places(most_rows):
+        for places in self.touched_places():
             yield places.cpu(), RowState(*(x.cpu() for x in self.stored.at(places)))
 
     @torch.no_grad()
@@ -2817,8 +2808,7 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor
 
 def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
     """Join a bf16 weight and the 16 bits below it (i16 words, whose sign is a bit like others) to the f32 weight."""
-    upper = p.view(torch.int16).int() << 16
-    return (upper | mantissa.int() & 0xFFFF).view(torch.float32)
+    return (p.view(torch.int16).int() << 16 | mantissa.int() & 0xFFFF).view(torch.float32)
 
 
 def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second: Tensor,
@@ -2884,8 +2874,8 @@ def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
 
 def row_bits(seed: int, label: str, rows: Tensor, number: Tensor) -> Tensor:
     """Return the random bits of logical rows (u,) i64 in a table's update, (u,) i32; number () i32 of the update."""
-    checksum = zlib.crc32(f"{seed}/{label}".encode())
-    return lowbias32(lowbias32((rows ^ checksum).int()) ^ number)             # the lower 32 bits of the i64
+    start = rows ^ zlib.crc32(f"{seed}/{label}".encode())
+    return lowbias32(lowbias32(start.int()) ^ number)                         # the lower 32 bits of the i64
 
 
 def lowbias32(x: Tensor) -> Tensor:
@@ -2942,8 +2932,7 @@ class Small:
         self.wait = self.optimizer.launch(dist.all_reduce, self.grad)
 
     def update(self, values: Values) -> Wait:
-        grads = self.grad.split([p.numel() for p in self.weights])
-        for row, p, grad in zip(self.rows, self.weights, grads):
+        for row, p, grad in zip(self.rows, self.weights, self.grad.split([p.numel() for p in self.weights])):
             self.optimizer.adam(row, p.data, grad.view_as(p), values)
         return no_wait
 
@@ -2978,8 +2967,7 @@ class Sharded:
         # What is written several times, by micro-batches or by the steps of an Adam cycle, adds up in f32; what travels
         # has the weight's type.
         accum = accum_dtype(weight.dtype)
-        adds_up = accumulates or not is_bank
-        self.main_grad = torch.zeros_like(self.padded, dtype=accum if adds_up else weight.dtype)
+        self.main_grad = torch.zeros_like(self.padded, dtype=accum if accumulates or not is_bank else weight.dtype)
         self.comm_buffer = self.main_grad
         if fabric.world > 1:
             self.comm_buffer = self.main_grad.to(weight.dtype)                # the same one where the type is
@@ -3107,8 +3095,8 @@ class Optimizer:
         self.entries[SMALL] = Small(self, alike)
         # Tables of n-grams come into both orders. An entry that is missing there would never be trained.
         ngrams = [table.label for table in cfg.tables]
-        self.reduce_order = (*REDUCE_ORDER[:-1], *ngrams, REDUCE_ORDER[-1])
-        self.update_order = (*UPDATE_ORDER[:-1], *ngrams, UPDATE_ORDER[-1])
+        orders = ((*order[:-1], *ngrams, order[-1]) for order in (REDUCE_ORDER, UPDATE_ORDER))
+        self.reduce_order, self.update_order = orders
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.entries), "an entry once in each"
 
     def launch(self, collective: Callable, *tensors: Tensor) -> Wait:
@@ -3213,9 +3201,7 @@ class Executor:
     """Runs slots through the model and updates it. Knows no step numbers beyond `values`, and no logs."""
     def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, precision: str | None,
                  slots_at_once: int = 0, report: Callable = no_wait):
-        """Build model, tables and optimizer.
-        precision: "plain", "fp8" or "emulated" head; None: for reading only, without an optimizer. slots_at_once: of a
-        micro-batch; 0 for all of this rank's. report(**facts) gets the traffic of each table and cycle."""
+        """precision: of the head, "plain", "fp8" or "emulated"; None: for reading only. slots_at_once: 0 for all."""
         self.cfg = cfg
         self.fabric = fabric
         self.precision = precision
@@ -3313,8 +3299,7 @@ class Executor:
             for part in self._micro_batches(batch):
                 rows = self.model_hidden(part, spans, row_buffers).flatten(0, 1)
                 for y, targets in zip(rows.split(EVAL_ROWS), part.targets.flatten().split(EVAL_ROWS)):
-                    losses = self.next_token_losses(y, self.model.lm_head, targets)
-                    total += losses.sum(dtype=torch.float64)
+                    total += self.next_token_losses(y, self.model.lm_head, targets).sum(dtype=torch.float64)
             tokens += batch.targets.numel() * self.fabric.world
         return sum(self.fabric.gather(float(total))) / tokens
 
@@ -3504,7 +3489,7 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
 
 
 def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, Counter]:
-    """Return how many slots go through the model together, and the estimate of what that takes. Raises RunError."""
+    """Return how many slots go through the model at once, and the estimate of what that takes. Raises RunError."""
     # They follow from the card, not from what others use of it now: a run is the same each time.
     local = cfg.num_slots // fabric.world
     room = MEMORY_SHARE * min(fabric.gather(fabric.total_memory()))
@@ -3517,14 +3502,13 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, Coun
         if estimate.total() - estimate[ON_HOST] <= room:
             return slots_at_once, estimate
     parts = ", ".join(f"{part} {size / 2**30:.1f} GiB" for part, size in estimate.items())
-    raise RunError("memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}", "more ranks, a larger device, more "
-                   "and shorter slots (--num_slots=32), --slots_per_micro_batch=1, smaller batches in --stages, fewer "
-                   "rows in --tables or home host there, a smaller model")
+    raise RunError("memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}",
+                   "more ranks, a larger device, more and shorter slots (--num_slots=32), --slots_per_micro_batch=1, "
+                   "smaller batches in --stages, fewer rows in --tables or home host there, a smaller model")
 
 
 # ---- Files: a save and a checkpoint are folders, whole before they have their name. Loading runs no code.
 CHECKPOINTS = "checkpoints"              # folder in the run directory
-FILE_BYTES = 1 << 27                     # of the rows and their state in one file
 UNFINISHED: set[Path] = set()            # folders that this process writes and has not named: its end removes them
 
 
@@ -3621,8 +3605,7 @@ def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = Fals
             own_dtype = accum_dtype(dtype) if row.full_precision else dtype
             weight = tensors[row.label] = torch.empty(row.shape, dtype=own_dtype, device="meta")
             if with_moments:
-                state = initial_state(row, weight)
-                tensors |= {f"{row.label}.{name}": x for name, x in state.items()}
+                tensors |= {f"{row.label}.{name}": x for name, x in initial_state(row, weight).items()}
     expected = {name: (x.dtype, *x.shape) for name, x in tensors.items()}
     with damaged(path):
         found = {name: (x.dtype, *x.shape) for name, x in found.items()}
@@ -3637,8 +3620,7 @@ def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[
     for label, table in executor.tables.items():
         if table.home:
             # In pieces, for a table may be larger than the memory that is left.
-            most_rows = max(1, FILE_BYTES // sum(x[:1].nbytes for x in table.home.stored))
-            for number, (places, state) in enumerate(table.home.touched(most_rows)):
+            for number, (places, state) in enumerate(table.home.touched()):
                 content = dict(ids=places * fabric.world + fabric.rank, rows=state.rows)
                 if with_state:
                     content |= state._asdict()
@@ -3694,7 +3676,7 @@ def load_checkpoint(run_dir: Path, executor: Executor) -> dict[str, Any]:
     for path in newest_first:
         run = path / "run.pt"
         try:
-            with fabric.failing_together(), damaged(path):
+            with fabric.failing_together(), damaged(run):
                 manifest = read_manifest(path)
                 content = read_tensors(run, manifest)
                 wholes = content["state"]["weights"] | content["state"]["moments"]
