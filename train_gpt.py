@@ -1559,8 +1559,10 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor)
     return torchs_varlen()._varlen_attn(q, k, v, **varlen_arguments(cu_seqlens, numbers))
 
 
-varlen.register_fake(lambda q, k, v, cu_seqlens, numbers: torchs_varlen()._varlen_attn(
-    q, k, v, cu_seqlens, cu_seqlens, max_q=1, max_k=1))                       # any length will do
+@varlen.register_fake
+def _(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    *qkv, cu_seqlens, _ = inputs
+    return torchs_varlen()._varlen_attn(*qkv, cu_seqlens, cu_seqlens, max_q=1, max_k=1)          # any length will do
 
 
 @torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
@@ -1570,7 +1572,9 @@ def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: T
                                                  **varlen_arguments(cu_seqlens, numbers))
 
 
-varlen_backward.register_fake(lambda grad, q, k, v, *_: tuple(map(torch.empty_like, (q, k, v))))
+@varlen_backward.register_fake
+def _(_: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(map(torch.empty_like, inputs[:3]))                           # of q, k and v
 
 
 # ---- Products with weights that have a main_grad: the gradient adds up there, and autograd gets None.
@@ -1762,7 +1766,9 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     return out
 
 
-relu_sq.register_fake(lambda x, w, squares: x.new_empty(len(x), len(w)))
+@relu_sq.register_fake
+def _(x: Tensor, w: Tensor, _: Tensor | None) -> Tensor:
+    return x.new_empty(len(x), len(w))
 
 
 def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
@@ -2354,7 +2360,7 @@ class RowTable:
     # requested rows and where it puts them back.
     def __init__(self, table: Table, cfg: Config, fabric: Fabric, shard: Tensor | None, most_tokens: int,
                  report: Callable):
-        """shard (C, D): the parameter; None for a row-wise table. most_tokens: the most that a rank reads in a cycle."""
+        """shard (C, D): the parameter; None for a row-wise table. most_tokens: the most that a rank reads a cycle."""
         self.table = table
         self.fabric = fabric
         self.report = report
@@ -2410,12 +2416,12 @@ class RowTable:
             self.prepare(plan)                                                # no loader has done it
         plan.change_lists(self._on_device)
         self.cached = plan
-        rows, self.requested = self.shard, plan.requested_rows
+        rows, places = self.shard, plan.requested_rows
         if self.home is not None:
             self.live = self.home.take(plan.update)
-            rows, self.requested = self.live.rows, self._on_device(plan.update.inverse)
+            rows, places = self.live.rows, self._on_device(plan.update.inverse)
         if not self.alone:
-            self.arrival = self._bring(plan, self.cache.detach(), head, rows, self.requested)
+            self.arrival = self._bring(plan, self.cache.detach(), head, rows, places)
 
     def rows_for_forward(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
         """Return the cache with the plan's rows, and row_grads. Raises RunError if another awaits its update."""
@@ -2455,13 +2461,14 @@ class RowTable:
         rows = self.row_grads[:len(plan.my_rows)].to(self.cache.dtype)
         arrived = rows.new_empty(len(plan.requested_rows), rows.shape[1])
         wait = self._launch(plan, arrived, rows, plan.recv_counts, plan.send_counts)
-        grad = self.grad
+        grad, places = self.grad, plan.requested_rows
         if self.home is not None:
             grad = torch.zeros_like(self.live.rows, dtype=self.row_grads.dtype)
+            places = self._on_device(plan.update.inverse)
 
         def add_in_rank_order():
             wait()
-            add_rows(grad, self.requested, arrived)                           # reader by reader
+            add_rows(grad, places, arrived)                                   # reader by reader
 
         return grad, add_in_rank_order
 
@@ -2808,7 +2815,8 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor
 
 def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
     """Join a bf16 weight and the 16 bits below it (i16 words, whose sign is a bit like others) to the f32 weight."""
-    return (p.view(torch.int16).int() << 16 | mantissa.int() & 0xFFFF).view(torch.float32)
+    upper = p.view(torch.int16).int() << 16
+    return (upper | mantissa.int() & 0xFFFF).view(torch.float32)
 
 
 def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second: Tensor,
@@ -2932,7 +2940,8 @@ class Small:
         self.wait = self.optimizer.launch(dist.all_reduce, self.grad)
 
     def update(self, values: Values) -> Wait:
-        for row, p, grad in zip(self.rows, self.weights, self.grad.split([p.numel() for p in self.weights])):
+        grads = self.grad.split([p.numel() for p in self.weights])
+        for row, p, grad in zip(self.rows, self.weights, grads):
             self.optimizer.adam(row, p.data, grad.view_as(p), values)
         return no_wait
 
@@ -3299,7 +3308,8 @@ class Executor:
             for part in self._micro_batches(batch):
                 rows = self.model_hidden(part, spans, row_buffers).flatten(0, 1)
                 for y, targets in zip(rows.split(EVAL_ROWS), part.targets.flatten().split(EVAL_ROWS)):
-                    total += self.next_token_losses(y, self.model.lm_head, targets).sum(dtype=torch.float64)
+                    losses = self.next_token_losses(y, self.model.lm_head, targets)
+                    total += losses.sum(dtype=torch.float64)
             tokens += batch.targets.numel() * self.fabric.world
         return sum(self.fabric.gather(float(total))) / tokens
 
@@ -3605,7 +3615,8 @@ def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = Fals
             own_dtype = accum_dtype(dtype) if row.full_precision else dtype
             weight = tensors[row.label] = torch.empty(row.shape, dtype=own_dtype, device="meta")
             if with_moments:
-                tensors |= {f"{row.label}.{name}": x for name, x in initial_state(row, weight).items()}
+                state = initial_state(row, weight)
+                tensors |= {f"{row.label}.{name}": x for name, x in state.items()}
     expected = {name: (x.dtype, *x.shape) for name, x in tensors.items()}
     with damaged(path):
         found = {name: (x.dtype, *x.shape) for name, x in found.items()}
