@@ -597,7 +597,7 @@ class Fabric:
 
     def gather(self, fact: Any):
         """Return this fact of every rank, rank by rank. Collective."""
-        everyone: list = [fact] * self.world
+        everyone = [fact] * self.world
         if self.world > 1:
             dist.all_gather_object(everyone, fact)
         return everyone
@@ -785,7 +785,7 @@ class Schedule:
     def warm_up_steps(self):
         """Return the steps of whole run cycles around the start of every stage, in which every graph occurs."""
         # The largest stage comes first, so that a lack of memory shows early; a cycle cut short comes last.
-        cycles: dict[int, None] = {}     # their first steps, each once
+        cycles = {}                      # their first steps, each once
         for k in sorted(range(len(self.starts)), key=lambda k: -self.cfg.stages[k].batch_tokens):
             first = self.starts[k] // self.cycle * self.cycle
             cycles |= {first: None, first + self.cycle: None}
@@ -1205,7 +1205,7 @@ class Planner:
             batches.append(Batch(values.step, {}, inputs, tokens[:, 1:].astype(np.int64), borders, {}, signs))
 
         # A table's plan serves the steps of its cadence; where one ends, the next begins.
-        current: dict[str, TablePlan] = {}
+        current = {}
         every = self.cfg.adam_every
         for first in range(0, len(steps), every):
             begun = {}
@@ -1285,9 +1285,9 @@ class Loader:
         self.shards = self._read_ahead()
         self.shard = Shard(np.empty(0, np.uint16), 0)          # in use, from document doc on; at first an empty one
         self.doc = 0
-        self.ahead: Future | None = None             # batches of the next cycle
-        self.ready: list[Batch] = []                 # batches of this cycle that are not taken yet
-        self.plans_in_use: dict[str, TablePlan] = {}
+        self.ahead = None                            # batches of the next cycle
+        self.ready = []                              # batches of this cycle that are not taken yet
+        self.plans_in_use = {}
 
     def skip(self, steps: Iterable[Values]):
         for values in steps:
@@ -1416,7 +1416,7 @@ def read_vocabulary(folder: Path, cfg: Config):
         return None
     content = path.read_bytes()
     check_manifest(path, content)
-    bytes_of: dict[int, bytes] = {}
+    bytes_of = {}
     with contextlib.suppress(ValueError):                                     # a line that is none: too few are read
         for line in content.splitlines():
             text, token = line.split()
@@ -1445,14 +1445,14 @@ tl: Any = None                           # triton.language, from the first launc
 
 
 @functools.cache
-def jitted(kernel: Callable) -> Any:
+def jitted(kernel: Callable):
     """Return the kernel as Triton compiles it; its body finds `tl` among the names of this file."""
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
     return triton.jit(kernel)
 
 
-def first_order(backward: Callable) -> Callable:
+def first_order(backward: Callable):
     """Refuse create_graph=True: weight gradients are written where autograd does not see them. Raises RunError."""
     # torch's once_differentiable raises nothing where the arriving gradient requires no grad.
     @functools.wraps(backward)
@@ -1463,17 +1463,17 @@ def first_order(backward: Callable) -> Callable:
     return call
 
 
-def accum_dtype(dtype: torch.dtype) -> torch.dtype:
+def accum_dtype(dtype: torch.dtype):
     """Dtype of accumulators and optimizer state for weights of this dtype: f32, but f64 in an f64 run."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def rms_norm(x: Tensor) -> Tensor:
+def rms_norm(x: Tensor):
     """x / sqrt(mean(x^2) + eps) over the last axis, no gain."""
     return F.rms_norm(x, (x.shape[-1],), eps=RMS_EPS)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor):
     """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle; x (..., E), cos and sin of set_rotary."""
     # Factors as wide as a head cost fewer passes than its parts would: in its other half the angle is 0.
     neighbours_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
@@ -1494,7 +1494,7 @@ class AttentionSpan:
         object.__setattr__(self, "numbers", numbers)          # frozen, so that they never differ from the fields
 
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan):
     """Causal softmax attention inside documents, at the cost of N * window. q, k, v (N, H, E) -> (N, H, E).
     cu_seqlens (C,) i32 ascends from 0 to N, empty documents allowed."""
     # With blocks as long as its window, a query sees keys of its own block and of the one before, and no others.
@@ -1520,7 +1520,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, spa
     return out.transpose(1, 2).reshape(blocks * block, heads, width)[:count]
 
 
-def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan):
     """The same by torch's variable-length kernel (FA2, FA3, FA4): CUDA, bf16 or f16."""
     return Varlen.apply(q, k, v, cu_seqlens, span.numbers)
 
@@ -1540,13 +1540,13 @@ class Varlen(torch.autograd.Function):
         return *varlen_backward(grad, *ctx.saved_tensors), None, None
 
 
-def torchs_varlen() -> Any:
+def torchs_varlen():
     """Return torch's operations, which this import registers; it takes a second."""
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
 
 
-def varlen_arguments(cu_seqlens: Tensor, numbers: Tensor) -> dict[str, Any]:
+def varlen_arguments(cu_seqlens: Tensor, numbers: Tensor):
     """Return arguments of torch's forward and backward alike."""
     max_len, window, scale = numbers.tolist()                 # on the CPU: nothing waits
     return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=int(max_len), max_k=int(max_len), is_causal=False,
@@ -1592,12 +1592,12 @@ class WeightPart(NamedTuple):
     delayed: list | None = None          # queue of products that wait for `flush`; the trainer itself delays nothing
 
 
-def as_part(weight: Tensor, delayed: list | None = None) -> WeightPart:
+def as_part(weight: Tensor, delayed: list | None = None):
     """Return a weight (R, C) that is one matrix as its only part."""
     return WeightPart(weight, weight, getattr(weight, "main_grad", None), 0, delayed)
 
 
-def bank_parts(bank: Tensor, heights: tuple[int, ...]) -> list[list[WeightPart]]:
+def bank_parts(bank: Tensor, heights: tuple):
     """Return by layer the matrices of a bank (L, ..., C), which stand below each other with these heights."""
     shape = (len(bank), sum(heights), bank.shape[-1])
     layers = bank.view(shape).unbind()   # here and not in each layer: where autograd keeps it, one gradient per bank
@@ -1634,7 +1634,7 @@ wgrad_op = torch.library.custom_op("train_gpt::wgrad_accumulate", wgrad_accumula
                                    mutates_args=("main_grad", "writes"))
 
 
-def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | None:
+def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None):
     """Put a^T b, or a if b is None, where the gradient of a part belongs. Returns what backward gives autograd."""
     if not part.weight.requires_grad:                                         # frozen: nothing is written
         return None
@@ -1700,7 +1700,7 @@ class LinearFunction(torch.autograd.Function):
         return grad_x, grad_scale, accumulate_wgrad(ctx.part, a, b), None
 
 
-def linear(x: Tensor, part: WeightPart, scale: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, part: WeightPart, scale: Tensor | None = None):
     """x (scale matrix)^T, (..., C) -> (..., R)."""
     return LinearFunction.apply(x, scale, part.matrix, part)
 
@@ -1771,7 +1771,7 @@ def _(x: Tensor, w: Tensor, _: Tensor | None) -> Tensor:
     return x.new_empty(len(x), len(w))
 
 
-def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
+def fits_relu_sq(x: Tensor, w: Tensor):
     """True if relu_sq supports this device, dtype and shape of x (N, K) and w (F, K)."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -1812,18 +1812,18 @@ class ReluSqMLP(torch.autograd.Function):
         return grad_n, grad_up, accumulate_wgrad(down, squares, grad_y), None, None
 
 
-def relu_sq_mlp(n: Tensor, up: WeightPart, down: WeightPart) -> Tensor:
+def relu_sq_mlp(n: Tensor, up: WeightPart, down: WeightPart):
     """max(n up^T, 0)^2 down. n (..., D), up and down (F, D) as stored (recipe 2.7)."""
     return ReluSqMLP.apply(n, up.matrix, down.matrix, up, down)
 
 
 # ---- Head and loss
-def softcap(logits: Tensor) -> Tensor:
+def softcap(logits: Tensor):
     """Logits between 0 and LOGIT_CAP, any shape and float dtype."""
     return LOGIT_CAP * (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
 
 
-def row_chunks(logits: Tensor, *arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def row_chunks(logits: Tensor, *arrays: Tensor):
     """Split arrays (N, ...), first the logits (N, V), by rows; into one chunk where a compiler fuses the passes."""
     rows = len(logits)
     if not logits.is_cuda and not torch.compiler.is_compiling():
@@ -1831,7 +1831,7 @@ def row_chunks(logits: Tensor, *arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(x.split(rows) for x in (logits, *arrays)))
 
 
-def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+def next_token_losses(y: Tensor, w: Tensor, targets: Tensor):
     """Evaluation: -log softmax(softcap(y w))[target], no fp8. y (N, D), w (D, V), targets (N,) -> (N,) f32 or f64."""
     losses = []
     for logits, ids in row_chunks(y @ w, targets[:, None]):
@@ -1842,7 +1842,7 @@ def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(losses)
 
 
-def mtp_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def mtp_targets(targets: Tensor, weights: Tensor):
     """(B, T), (G,) -> ids (N, G) i64 of the next G tokens and their weights (N, G), 0 beyond the slot's end."""
     slots, length = targets.shape
     position = torch.arange(length, device=targets.device)
@@ -1853,7 +1853,7 @@ def mtp_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return next_ids.flatten(0, 1), token_weights.flatten(0, 1)
 
 
-def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor, factor: float) -> Tensor:
+def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor, factor: float):
     """logits (N, V), ids and token_weights (N, G) -> sum over k of token_weights[k] * -log softmax(z)[ids[k]], (N,).
     Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits: the softmax is here."""
     if torch.compiler.is_compiling():
@@ -1884,13 +1884,13 @@ def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, gra
     return torch.cat(losses)
 
 
-def e4m3(x: Tensor, scale: float) -> Tensor:
+def e4m3(x: Tensor, scale: float):
     """x / scale, divided in f32 and rounded once; beyond the range it saturates on every version and device."""
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
 def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: torch.dtype,
-                fast: bool = False) -> Tensor:
+                fast: bool = False):
     """a @ b * scale of fp8 matrices, scale () f64. native: the device's product, fast: with a shorter accumulator."""
     # Elsewhere the product is one in out_dtype, which holds fp8 exactly.
     if not native:
@@ -1955,7 +1955,7 @@ class HeadLoss(torch.autograd.Function):
 
 
 # ---- Rows of tables
-def sign_vectors(width: int) -> Tensor:
+def sign_vectors(width: int):
     """(SIGN_VECTORS + 1, width) of +1 and -1, drawn from a constant seed, alike for all tables; +1 in the last."""
     drawn = torch.randint(2, (SIGN_VECTORS, width), generator=torch.Generator().manual_seed(SIGN_SEED))
     return torch.cat((2 * drawn - 1, torch.ones(1, width, dtype=drawn.dtype)))
@@ -2029,7 +2029,7 @@ class Parameter(NamedTuple):
     optimizer: str = "adam"              # "normuon" for banks of matrices, or "rowwise": room 6 keeps its rows
     lr_mul: float = 1.0
     wd_mul: float = 1.0
-    betas: tuple[float, float] = (0.9, 0.99)
+    betas: tuple = (0.9, 0.99)
     full_precision: bool = False         # f32 where the weights are bf16
     # Ranks own shards of what has one of these, and update all else alike.
     parts: tuple[int, ...] = ()          # heights of a layer's matrices in its main_grad; (): autograd's gradient
@@ -2051,7 +2051,7 @@ QKVO = 4                                 # matrices of one attention layer, belo
 QKV = 3                                  # of them, those before the attention
 
 
-def initial_values(row: Parameter, generator: torch.Generator) -> Tensor:
+def initial_values(row: Parameter, generator: torch.Generator):
     """Draw a parameter's initial values, f32 in logical order."""
     kind, number = row.init
     shape = row.shape
@@ -2067,7 +2067,7 @@ def initial_values(row: Parameter, generator: torch.Generator) -> Tensor:
     return drawn
 
 
-def scalar_values(cfg: Config) -> dict[str, tuple[float, ...]]:
+def scalar_values(cfg: Config):
     """Return initial values of the packed scalars by name: recipe A's, then tables that enter the residual stream."""
     return SCALARS | {line.label: (NGRAM_MIX,) * len(LAYERS) for line in cfg.tables if line.place is None}
 
@@ -2107,7 +2107,7 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
 AttentionSpans = dict[tuple[str, str], AttentionSpan]                         # by attention and window of a layer
 
 
-def spans_of(short: int, long: int, max_len: int, scale: float) -> AttentionSpans:
+def spans_of(short: int, long: int, max_len: int, scale: float):
     """Spans of every kind of layer; windows in positions, max_len in tokens, of which paired layers make two each."""
     return {(attention, name): AttentionSpan(per_token * max_len, window, scale)
             for attention, per_token in (("plain", 1), ("paired", 2))
@@ -2116,7 +2116,7 @@ def spans_of(short: int, long: int, max_len: int, scale: float) -> AttentionSpan
 
 class GPT(nn.Module):
     """Recipe A, section 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
-    def __init__(self, cfg: Config, attention: Callable, rotary_len: int, shard_rows: dict[str, int]):
+    def __init__(self, cfg: Config, attention: Callable, rotary_len: int, shard_rows: dict):
         """rotary_len: the longest slot in tokens. shard_rows: rows that this rank keeps, by label of a table."""
         super().__init__()
         self.heads = cfg.num_heads
@@ -2138,10 +2138,10 @@ class GPT(nn.Module):
             self.register_buffer("sign_vectors", sign_vectors(cfg.model_dim).to(dtype), persistent=False)
         for name in ("rotary_cos", "rotary_sin"):                             # paired layers have 2T positions
             self.register_buffer(name, torch.zeros(2 * rotary_len, cfg.head_dim, dtype=dtype), persistent=False)
-        self.turning: dict[tuple[float, ...], Tensor] = {}    # angle per position of each channel, by frequencies
+        self.turning = {}                                     # angle per position of each channel, by frequencies
 
     @torch.no_grad()
-    def set_initial_values(self, seed: int, shard: Callable[[str, Tensor], Tensor]):
+    def set_initial_values(self, seed: int, shard: Callable):
         """Draw all parameters. shard: (label, whole parameter) -> the part that is here."""
         for label, row in self.table.items():
             # Each label has a generator of its own, so that a parameter more or less changes no other.
@@ -2154,7 +2154,7 @@ class GPT(nn.Module):
         self.embed.copy_(shard("embed", self.lm_head.t()))
 
     @torch.no_grad()
-    def set_rotary(self, frequencies: tuple[float, ...]):
+    def set_rotary(self, frequencies: tuple):
         """Refill cos and sin of position * frequency in place; angles in f32 (f64 in an f64 run)."""
         dtype = accum_dtype(self.rotary_cos.dtype)
         device = self.rotary_cos.device
@@ -2170,14 +2170,14 @@ class GPT(nn.Module):
         self.rotary_sin.copy_(angles.sin())
 
     def losses(self, batch: Batch, weights: Tensor, loss_weight: Tensor, spans: AttentionSpans, precision: str,
-               row_buffers: dict) -> Tensor:
+               row_buffers: dict):
         """Return losses (B, T); weights (G,) of the next tokens; loss_weight () is the seed backward gets."""
         y = self.hidden(batch, spans, row_buffers).flatten(0, 1)
         logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16       # of an fp8 head
         return HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype,
                               as_part(self.lm_head)).view_as(batch.targets)
 
-    def hidden(self, batch: Batch, spans: AttentionSpans, row_buffers: dict) -> Tensor:
+    def hidden(self, batch: Batch, spans: AttentionSpans, row_buffers: dict):
         """The normalised stream that enters the head, (B, T, D).
         row_buffers: label of a table -> (rows to read, f32 or f64 sums of their gradients or None)"""
         # All that the layers share is taken apart once: each access would cost the backward a pass of its own.
@@ -2195,7 +2195,7 @@ class GPT(nn.Module):
 
         x0, streams, values = self.inputs(batch, scalars, row_buffers)
         x = x0
-        kept: dict[str, Tensor] = {}             # name -> stream after the layer that keeps it
+        kept = {}                                # name -> stream after the layer that keeps it
         for depth, layer in enumerate(LAYERS):
             # A kept stream joins before the mix, which scales it too.
             if layer.add:
@@ -2224,7 +2224,7 @@ class GPT(nn.Module):
         # A learnt share of what an earlier layer kept is taken back: the head sees what the later ones found.
         return rms_norm(x - scalars["backout"].type_as(x) * kept[BACKOUT])
 
-    def inputs(self, batch: Batch, scalars: dict[str, Tensor], row_buffers: dict) -> tuple[Tensor, list, dict]:
+    def inputs(self, batch: Batch, scalars: dict, row_buffers: dict):
         """Read the tables: all that enters the layers, rows (B, T, D) each.
         x0       the normalised embedding, where the residual stream begins
         streams  (share by layer, rows) of what every layer mixes in: bigrams, then tables of n-grams
@@ -2236,7 +2236,7 @@ class GPT(nn.Module):
         x0 = rms_norm(smeared)
         streams = [(scalars["bigram"].unbind(), *self.rows_of("bigram_embed", batch, row_buffers))]
         value_rows = self.rows_of("value_embed", batch, row_buffers)
-        values: dict[int, list] = {}
+        values = {}
         for depth, layer in enumerate(LAYERS):
             if layer.value is not None:
                 values[depth] = [(layer.value, value_rows[layer.value])]
@@ -2254,7 +2254,7 @@ class GPT(nn.Module):
                 gate += 1
         return x0, streams, values
 
-    def rows_of(self, label: str, batch: Batch, row_buffers: dict) -> list[Tensor]:
+    def rows_of(self, label: str, batch: Batch, row_buffers: dict):
         """Rows of a table by the batch's index (B, T) or (B, reads, T), one (B, T, D) per read."""
         index = batch.rows[label]
         rows, row_grads = row_buffers[label]
@@ -2262,8 +2262,8 @@ class GPT(nn.Module):
         planes = index.unbind(1) if index.dim() == 3 else [index]
         return [RowLookup.apply(rows, plane, row_grads) for plane in planes]
 
-    def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: Sequence[tuple[int, Tensor]],
-               cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
+    def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: Sequence,
+               cu_seqlens: Tensor, span: AttentionSpan):
         """Attention of one layer before its gate and output matrix, qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E).
         value_rows: (number of the gate, rows (B, T, D)) that join the values. Angles are of positions in the slot."""
         slots, length, _ = n.shape
@@ -2300,7 +2300,7 @@ class GPT(nn.Module):
         return self.attention(*flat, cu_seqlens, span).view(v.shape)
 
 
-def gate_of(features: Tensor, weight: Tensor) -> Tensor:
+def gate_of(features: Tensor, weight: Tensor):
     """Shares between 0 and 1: features (..., GATE_INPUTS), weight (heads, GATE_INPUTS) -> (..., heads)."""
     return torch.sigmoid(F.linear(features, weight))
 
@@ -2328,7 +2328,7 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
         common.append(dict(plan.tag, table=label, dtype=dtype, tied=plan.tied))
 
     # First what must be equal everywhere, or lists of different cycles would be taken for each other.
-    everyone: list[Any] = [None] * W
+    everyone = [None] * W
     dist.all_gather_object(everyone, (common, counts), group=group)
     for reader, (theirs, _) in enumerate(everyone):
         for found, mine in zip(theirs, common):
@@ -2387,15 +2387,15 @@ class RowTable:
                 rows = min(rows, most_tokens * table.reads)
             self.cache = self.shard.new_zeros(rows, width, device=fabric.device).requires_grad_()
             self.row_grads = torch.zeros_like(self.cache, dtype=accum_dtype(self.shard.dtype), requires_grad=False)
-        self.arrival: Wait = no_wait                                          # of the rows that are on their way
+        self.arrival = no_wait                                                # of the rows that are on their way
         self.reset()
 
     def reset(self):
         """Drop all but the rows at home: cache, gradients, counts, prepared updates."""
         self._settle()
-        self.cached: TablePlan | None = None                                  # the plan whose rows are in the cache
-        self.live: RowState | None = None                                     # rows that the next update changes
-        self.pending: list[TablePlan] = []                                    # plans with gradients in row_grads
+        self.cached = None                                                    # the plan whose rows are in the cache
+        self.live = None                                                      # rows that the next update changes
+        self.pending = []                                                     # plans with gradients in row_grads
         self.totals = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)
         self.row_grads.zero_()
         if self.home is None:
@@ -2423,7 +2423,7 @@ class RowTable:
         if not self.alone:
             self.arrival = self._bring(plan, self.cache.detach(), head, rows, places)
 
-    def rows_for_forward(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
+    def rows_for_forward(self, plan: TablePlan, head: Tensor):
         """Return the cache with the plan's rows, and row_grads. Raises RunError if another awaits its update."""
         # Unless a rank is alone, row_grads are of one plan, whose list says where they go.
         if plan not in self.pending:
@@ -2437,7 +2437,7 @@ class RowTable:
         return self.cache, self.row_grads
 
     @torch.no_grad()
-    def read(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, None]:
+    def read(self, plan: TablePlan, head: Tensor):
         """Return (the plan's rows in a new tensor, or alone the shard, None): for validation and sampling."""
         plan.change_lists(self._on_device)
         out = self.shard
@@ -2451,7 +2451,7 @@ class RowTable:
         return out, None
 
     @torch.no_grad()
-    def return_gradients(self) -> tuple[Tensor, Wait]:
+    def return_gradients(self):
         """Launch row_grads to the owners of the rows. Returns a gradient and the wait after which it is complete.
         The gradient is of the shard, (C, D), or of the rows of a row-wise update, (u, D)."""
         if self.alone:
@@ -2515,7 +2515,7 @@ class RowTable:
         self.report(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.my_rows), reads=plan.reads,
                     **moved, plan_ms=round(plan.plan_ms, 3))
 
-    def memory_bytes(self, moments: Iterable[Tensor]) -> int:
+    def memory_bytes(self, moments: Iterable[Tensor]):
         """Count the bytes that this rank keeps of the table on its device: shard, cache, gradients, these moments."""
         kept = [self.cache, self.row_grads, *moments]
         if self.home is not None:
@@ -2534,7 +2534,7 @@ class RowTable:
         self.arrival()
         self.arrival = no_wait
 
-    def _bring(self, plan: TablePlan, out: Tensor, head: Tensor, rows: Tensor, places: Tensor | None) -> Wait:
+    def _bring(self, plan: TablePlan, out: Tensor, head: Tensor, rows: Tensor, places: Tensor | None):
         """Launch a plan's rows into `out`. This rank sends its rows at places; None: all of them, as they are."""
         if self.debug:
             out.fill_(math.nan)                                               # rows of no plan are not to be read
@@ -2547,7 +2547,7 @@ class RowTable:
         return self._launch(plan, arriving, rows, plan.send_counts, plan.recv_counts)
 
     def _launch(self, plan: TablePlan, out: Tensor, rows: Tensor, recv_counts: list[int],
-                send_counts: list[int]) -> Wait:
+                send_counts: list[int]):
         """Launch the all-to-all of rows into `out`; lists may be empty."""
         plan.count_bytes(self.fabric.rank, send_counts, recv_counts, rows.shape[1] * rows.element_size())
         if self.fabric.world == 1:
@@ -2580,7 +2580,7 @@ MAP_NORESERVE = 0x4000                   # of Linux on x86 and ARM; Python has t
 PIECE_ROWS = 1 << 14                     # rows of a rank that are copied, sent to another rank or in a file together
 
 
-def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def untouched_zeros(shape: tuple, dtype: torch.dtype):
     """Allocate zeros on the host that take memory page by page, when they are first written."""
     if sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
@@ -2600,18 +2600,18 @@ class DeviceHome:
         self.device = fabric.device
         size = -(-table.rows // fabric.world)
         dtype = getattr(torch, cfg.dtype)
-        zeros: Callable = untouched_zeros
+        zeros = untouched_zeros
         if fabric.on_cuda and table.home == "device":
             zeros = functools.partial(torch.zeros, device=fabric.device)
         self.stored = RowState(zeros((size, cfg.model_dim), dtype=dtype), zeros((size,), dtype=accum_dtype(dtype)),
                                zeros((size,), dtype=torch.int32))
         self.invalidate()
 
-    def prepare(self, requested: np.ndarray) -> RowUpdate:
+    def prepare(self, requested: np.ndarray):
         """Make the update of the next cycle; requested: places in the shard, reader by reader."""
         return row_update(requested, None, self.fabric)
 
-    def take(self, update: RowUpdate) -> RowState:
+    def take(self, update: RowUpdate):
         """Return the update's rows on the device, as the update before has left them."""
         return self.stored.at(update.places)
 
@@ -2620,7 +2620,7 @@ class DeviceHome:
 
     settle = staticmethod(no_wait)       # `put` has stored everything already
 
-    def read(self, places: Tensor) -> Tensor:
+    def read(self, places: Tensor):
         """Return rows on the device, as the last update has left them."""
         self.settle()
         rows = self.stored.rows
@@ -2630,20 +2630,20 @@ class DeviceHome:
         """Forget which updates are prepared, and their rows: those at home count."""
         self.traffic = dict(bytes_up=0, bytes_down=0)                         # between host and device
 
-    def touched_places(self) -> Iterator[Tensor]:
+    def touched_places(self):
         """Yield the places of all rows that an update has ever changed, ascending, in pieces (n,)."""
         self.settle()
         places = self.stored.last.nonzero().flatten()
         if len(places) > 0:
             yield from places.split(PIECE_ROWS)
 
-    def touched(self) -> Iterator[tuple[Tensor, RowState]]:
+    def touched(self):
         """Yield the same places with copies of their rows, on the host."""
         for places in self.touched_places():
             yield places.cpu(), RowState(*(x.cpu() for x in self.stored.at(places)))
 
     @torch.no_grad()
-    def load(self, pieces: Iterable[tuple[Tensor, RowState]]):
+    def load(self, pieces: Iterable):
         """Replace all rows by those of the pieces, as `touched` gave them, and zeros elsewhere."""
         # Rows that no update has changed are zeros that take no memory, and have to stay so.
         for places in self.touched_places():
@@ -2665,17 +2665,17 @@ class HostHome(DeviceHome):
         self.stream = torch.cuda.Stream(fabric.device) if fabric.on_cuda else None
         self.mover = ThreadPoolExecutor(1, "table-home", initializer=fabric.enter_thread)
         self.lock = threading.Lock()                          # prepare is called by the loader's thread
-        self.writeback: Future | None = None                  # of what was put last
+        self.writeback = None                                 # of what was put last
         super().__init__(table, cfg, fabric)
 
     def invalidate(self):
         self.settle()
         super().invalidate()
         with self.lock:
-            self.live: RowState | None = None                 # rows of the update that was taken last, on the device
-            self.taken: RowUpdate | None = None               # that update
-            self.prepared: list[RowUpdate] = []               # updates to take, in this order
-            self.prefetch: Future | None = None               # fresh rows of the first of them
+            self.live = None                                  # rows of the update that was taken last, on the device
+            self.taken = None                                 # that update
+            self.prepared = []                                # updates to take, in this order
+            self.prefetch = None                              # fresh rows of the first of them
 
     def prepare(self, requested: np.ndarray) -> RowUpdate:
         with self.lock:
@@ -2735,7 +2735,7 @@ class HostHome(DeviceHome):
     def _staging(self, count: int) -> RowState:
         return RowState(*(torch.empty(count, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.stored))
 
-    def _bring_up(self, places: Tensor) -> tuple[RowState, Any]:
+    def _bring_up(self, places: Tensor):
         """Copy rows to the device; runs on the mover. Returns them and the CUDA event after the copy."""
         if self.stream is None:
             return self.stored.at(places), None
@@ -2776,7 +2776,7 @@ POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16
 DOWN_LR_MUL = 2.0                        # down matrices of the MLP, on top of the factor of their shape
 
 
-def polar_express(x: Tensor) -> Tensor:
+def polar_express(x: Tensor):
     """Approximate the polar factor of each matrix, (M, r, c): singular values go to 0.86 .. 1.14. Keeps the dtype."""
     norm = x.norm(dim=(-2, -1), keepdim=True)
     tall = x.shape[-2] > x.shape[-1]
@@ -2791,7 +2791,7 @@ def polar_express(x: Tensor) -> Tensor:
 
 
 def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor, beta2: float,
-                      polar_dtype: torch.dtype) -> Tensor:
+                      polar_dtype: torch.dtype):
     """Return orthogonalised Nesterov momentum, normalised per row at an unchanged Frobenius norm (arXiv 2510.05491).
     grad, momentum (M, r, c); second (M, r, 1), or (M, 1, c) of wide matrices. momentum and second change in place."""
     momentum.add_((grad - momentum) * (1 - mu))
@@ -2813,7 +2813,7 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor
     return o * factor.to(polar_dtype).to(grad.dtype)                          # rounded, recipe 3.1
 
 
-def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
+def with_mantissa(p: Tensor, mantissa: Tensor):
     """Join a bf16 weight and the 16 bits below it (i16 words, whose sign is a bit like others) to the f32 weight."""
     upper = p.view(torch.int16).int() << 16
     return (upper | mantissa.int() & 0xFFFF).view(torch.float32)
@@ -2838,13 +2838,13 @@ def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: T
     mantissa.copy_(words.to(torch.int16))
 
 
-def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
+def cautious_adam(p: Tensor, update: Tensor, decay: Tensor):
     """Return p - update, less decay p where the two agree. NorMuon has >= in place of > (recipe 3)."""
     agrees = update * p > 0
     return p - (update + p * agrees * decay)
 
 
-def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float, betas: tuple[float, float],
+def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float, betas: tuple,
                 eps: float, step_size: Tensor, decay: Tensor):
     """Make one dense Adam step in place (recipe 3.4): eps joins the uncorrected root, decay is cautious."""
     grad = grad.to(m.dtype) * grad_scale
@@ -2871,7 +2871,7 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
     rows.copy_(moved)
 
 
-def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
+def stochastic_round(x: Tensor, bits: Tensor):
     """Round f32 (u, D) to what bf16 holds: up with the probability that the cut bits say; bits (u,) i32."""
     # What an element draws follows from (seed, label, logical row, update, column) alone: ranks do not matter.
     column = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
@@ -2880,25 +2880,25 @@ def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
     return torch.where(x.isfinite(), rounded.view(torch.float32), x)          # a carry makes -0.0 of the largest NaN
 
 
-def row_bits(seed: int, label: str, rows: Tensor, number: Tensor) -> Tensor:
+def row_bits(seed: int, label: str, rows: Tensor, number: Tensor):
     """Return the random bits of logical rows (u,) i64 in a table's update, (u,) i32; number () i32 of the update."""
     start = rows ^ zlib.crc32(f"{seed}/{label}".encode())
     return lowbias32(lowbias32(start.int()) ^ number)                         # the lower 32 bits of the i64
 
 
-def lowbias32(x: Tensor) -> Tensor:
+def lowbias32(x: Tensor):
     """Hash i32 to i32 by the finaliser of that name (Chris Wellons), in arithmetic that wraps."""
     x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D                 # & : a shift of negative numbers copies the sign
     x = (x ^ (x >> 15 & 0x1FFFF)) * (0x846CA68B - (1 << 32))
     return x ^ (x >> 16 & 0xFFFF)
 
 
-def cpu_scalar(value: float) -> Tensor:
+def cpu_scalar(value: float):
     """Return a number that changes every step as a tensor, so that compiled updates need no new graph."""
     return torch.tensor(value, dtype=torch.float64)
 
 
-def initial_state(row: Parameter, shard: Tensor) -> dict[str, Tensor]:
+def initial_state(row: Parameter, shard: Tensor):
     """Allocate the optimizer's state of a parameter or a shard of it, zeros by name."""
     # The one place that lists it: snapshots, checkpoints and the memory estimate follow.
     shard = bank_matrices(row, shard)
@@ -2913,7 +2913,7 @@ def initial_state(row: Parameter, shard: Tensor) -> dict[str, Tensor]:
     return state
 
 
-def bank_matrices(row: Parameter, weight: Tensor) -> Tensor:
+def bank_matrices(row: Parameter, weight: Tensor):
     """View a NorMuon bank as its matrices (M, r, c), and any other weight as it is."""
     if row.optimizer != "normuon":
         return weight
@@ -2992,7 +2992,7 @@ class Sharded:
                 lr_muls[1::UP_AND_DOWN] *= DOWN_LR_MUL                        # up, down, up, down, ...
             self.lr_muls = lr_muls[self.slice]
 
-    def has_gradient(self) -> bool:
+    def has_gradient(self):
         """Raises RunError unless every backward pass wrote each part of the main_grad once."""
         writes = self.weight.writes
         need(writes.eq(self.backwards).all(), f"main_grad of {self.row.label}", f"written {writes.tolist()} times, by "
@@ -3005,7 +3005,7 @@ class Sharded:
         self.grad = self.comm_buffer[self.slice]
         self.wait = self.optimizer.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
-    def update(self, values: Values) -> Wait:
+    def update(self, values: Values):
         """Update the shard; returns the wait for those of the other ranks."""
         optimizer = self.optimizer
         grad = self.grad[:len(self.shard)]
@@ -3090,9 +3090,9 @@ class Optimizer:
         self.tables = tables
 
         # By label: the state of what this rank owns. Its names are those of snapshots and checkpoints.
-        self.state: dict[str, dict[str, Tensor]] = {}
-        self.entries: dict[str, Small | Sharded | TableEntry] = {}
-        self.sharded: dict[str, Sharded] = {}
+        self.state = {}
+        self.entries = {}
+        self.sharded = {}
         alike = []
         for row in parameter_table(cfg):
             if row.rows:
@@ -3108,7 +3108,7 @@ class Optimizer:
         self.reduce_order, self.update_order = orders
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.entries), "an entry once in each"
 
-    def launch(self, collective: Callable, *tensors: Tensor) -> Wait:
+    def launch(self, collective: Callable, *tensors: Tensor):
         """Launch a collective of all ranks; one rank has what it needs. Returns the wait."""
         return no_wait if self.fabric.world == 1 else collective(*tensors, async_op=True).wait
 
@@ -3162,7 +3162,7 @@ class Optimizer:
         if values.untie:
             self._untie()
 
-    def adam_numbers(self, row: Parameter, values: Values) -> tuple[int, Tensor, Tensor]:
+    def adam_numbers(self, row: Parameter, values: Values):
         """Return the number of an update by Adam or a row-wise one, from 1, its step size and its decay."""
         cadence = self.cfg.adam_every if row.rows is None else row.rows.cadence
         number = (values.step + 1) // cadence
@@ -3214,7 +3214,7 @@ class Executor:
         self.cfg = cfg
         self.fabric = fabric
         self.precision = precision
-        self.rotary: Rotary | None = None                     # whose angles the model holds
+        self.rotary = None                                    # whose angles the model holds
         self.accum_dtype = accum_dtype(getattr(torch, cfg.dtype))
         self.slots_at_once = slots_at_once or cfg.num_slots // fabric.world
         self.planner = Planner(cfg, fabric, self.exchange)
@@ -3225,7 +3225,7 @@ class Executor:
         self.model = GPT(cfg, attention, longest_slot, self.planner.shard_sizes)
         self.model.set_initial_values(cfg.seed, self.shard)
         self.model.to(fabric.device)
-        self.tables: dict[str, RowTable] = {}
+        self.tables = {}
         weights = dict(self.model.named_parameters())
         for table in self.planner.tables:
             most_tokens = table.cadence * largest_batch // fabric.world if precision else 0
@@ -3245,7 +3245,7 @@ class Executor:
     def compiled(self, call: Callable) -> Callable:
         return torch.compile(call, dynamic=False, fullgraph=True) if self.compiling else call
 
-    def shard(self, name: str, whole: Tensor) -> Tensor:
+    def shard(self, name: str, whole: Tensor):
         """Return what this rank keeps of a whole weight or moment; of a table every W-th row, and zeros after them."""
         label, is_moment, _ = name.partition(".")
         if is_moment and label in self.optimizer.sharded:
@@ -3314,7 +3314,7 @@ class Executor:
         return sum(self.fabric.gather(float(total))) / tokens
 
     @torch.no_grad()
-    def next_logits(self, tokens: Sequence[int], values: Values) -> Tensor:
+    def next_logits(self, tokens: Sequence[int], values: Values):
         """Return softcapped logits (V,) of the token that follows the last that fit a validation slot. Collective."""
         # A slot has a length that attention takes; no position looks at those after it, which are padding.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.num_slots):]
@@ -3327,7 +3327,7 @@ class Executor:
         hidden = self.model.hidden(batch, *self._for_reading(batch, values))
         return softcap((hidden[0, len(context) - 1] @ self.model.lm_head).to(self.accum_dtype))
 
-    def _for_reading(self, batch: Batch, values: Values) -> tuple[AttentionSpans, dict[str, tuple[Tensor, None]]]:
+    def _for_reading(self, batch: Batch, values: Values):
         """Return the spans of uncut documents, and rows of tables that take no gradient."""
         row_buffers = {}
         for label, table in self.tables.items():
@@ -3336,7 +3336,7 @@ class Executor:
                 torch._dynamo.maybe_mark_dynamic(row_buffers[label][0], 0)
         return self._attention_of(values, batch.tokens.shape[1]), row_buffers
 
-    def _attention_of(self, values: Values, longest: int) -> AttentionSpans:
+    def _attention_of(self, values: Values, longest: int):
         """Set the rotary tables, and return the spans. longest: upper bound of a document's length in tokens."""
         if values.rotary != self.rotary:
             self.model.set_rotary(values.rotary.frequencies)
@@ -3351,14 +3351,14 @@ class Executor:
             yield part
 
     # State: what this rank holds, for a snapshot; as a whole, the same at every W, for a file.
-    def state_tensors(self) -> dict[str, Tensor]:
+    def state_tensors(self):
         """Return every tensor that a run trains, by name: weights and state of the optimizer."""
         tensors = self.model.state_dict()
         for label, state in self.optimizer.state.items():
             tensors |= {f"{label}.{name}": x for name, x in state.items()}
         return tensors
 
-    def snapshot(self) -> Callable[[], None]:
+    def snapshot(self):
         """Copy all that a run changes to the host. Returns the call that puts it back in place, bit by bit."""
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
         touched = [(table.home, list(table.home.touched())) for table in self.tables.values() if table.home]
@@ -3392,7 +3392,7 @@ class Executor:
             else:
                 entry.clear()
 
-    def _whole(self, name: str, x: Tensor) -> Tensor | None:
+    def _whole(self, name: str, x: Tensor):
         """Return a weight or a moment as a whole, in logical order, on the host of rank 0. Collective."""
         label, is_moment, _ = name.partition(".")
         is_shard = is_moment and label in self.optimizer.sharded
@@ -3408,7 +3408,7 @@ class Executor:
         rows = torch.cat([torch.stack(everyone, dim=1).flatten(0, 1) for everyone in pieces])
         return rows[:self.tables[label].table.rows]
 
-    def whole_weights(self, values: Values) -> dict[str, Tensor]:
+    def whole_weights(self, values: Values):
         """Return all weights except row-wise tables, in logical shapes, on rank 0's host. Collective.
         values: of the next step, or of the end; they say whether the embedding is still the head."""
         weights = {label: self._whole(label, p) for label, p in self.model.state_dict().items()}
@@ -3416,23 +3416,23 @@ class Executor:
             weights["embed"] = weights["lm_head"].t().contiguous()
         return weights
 
-    def whole_state(self, values: Values) -> dict[str, dict[str, Tensor]]:
+    def whole_state(self, values: Values):
         """Return weights and optimizer state as `whole_weights` does: equal at every W. Between cycles; collective."""
         moments = {name: self._whole(name, x) for name, x in self.state_tensors().items() if "." in name}
         return dict(weights=self.whole_weights(values), moments=moments)
 
     @torch.no_grad()
-    def load_state(self, wholes: dict[str, Tensor]):
+    def load_state(self, wholes: dict):
         """Copy this rank's part of whole weights and moments in place; `check_tensors` has looked at them."""
         for name, x in self.state_tensors().items():
             x.copy_(self.shard(name, wholes[name]))
         self.drop_gradients()
 
-    def traffic(self) -> dict[str, dict[str, int]]:
+    def traffic(self):
         """Return by table the byte counts of training, summed over ranks, and this rank's memory. Collective."""
         result = {}
         for label, table in self.tables.items():
-            total: Counter = Counter()
+            total = Counter()
             for totals in self.fabric.gather(table.totals):
                 total.update(totals)
             moments = self.optimizer.state.get(label, {}).values()            # a row-wise table has its own
@@ -3450,14 +3450,14 @@ LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in
 LOGIT_COPIES_PLAIN = 6                   # the same in f32 or f64
 
 
-def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> Counter:
+def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int):
     """Return a run's largest memory, bytes by part: counted, but activations estimated by constants above."""
     W = fabric.world
     dtype = getattr(torch, cfg.dtype)
     item = dtype.itemsize
     exact = accum_dtype(dtype).itemsize
     largest_batch = max(stage.batch_tokens for stage in cfg.stages)
-    parts: Counter = Counter()
+    parts = Counter()
     for row in parameter_table(cfg):
         table = row.rows
         kept = math.prod(row.shape)                           # numbers that have a gradient here
@@ -3498,7 +3498,7 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
     return parts
 
 
-def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, Counter]:
+def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable):
     """Return how many slots go through the model at once, and the estimate of what that takes. Raises RunError."""
     # They follow from the card, not from what others use of it now: a run is the same each time.
     local = cfg.num_slots // fabric.world
@@ -3535,7 +3535,7 @@ def sync_to_disk(path: Path):
 
 
 @contextlib.contextmanager
-def refused(path: Path, kind: type = RunError) -> Iterator[None]:
+def refused(path: Path, kind: type = RunError):
     """Turn what the system refuses inside into an error of that kind, with the path."""
     try:
         yield
@@ -3545,7 +3545,7 @@ def refused(path: Path, kind: type = RunError) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def damaged(path: Path) -> Iterator[None]:
+def damaged(path: Path):
     """Raise a DataError that names the path for whatever is wrong with its content inside."""
     try:
         yield
@@ -3557,12 +3557,12 @@ def damaged(path: Path) -> Iterator[None]:
                         "trainer that wrote it") from None
 
 
-def part_of(folder: Path, run_id: str) -> Path:
+def part_of(folder: Path, run_id: str):
     """Return where a run writes a folder until it is whole; no other run touches it."""
     return folder.with_name(f"{folder.name}.{run_id}.part")
 
 
-def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]], fabric: Fabric):
+def write_folder(folder: Path, run_id: str, contents: Iterable, fabric: Fabric):
     """Write a new folder with these files of every rank, and give it its name once. Raises RunError. Collective.
     contents: (name, bytes or what torch.save takes), each made when the one before it is on the disk."""
     part = part_of(folder, run_id)
@@ -3598,7 +3598,7 @@ def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]],
             shutil.rmtree(part, ignore_errors=True)           # of a failure; else nothing has this name any more
 
 
-def read_tensors(path: Path, manifest: dict[str, str]) -> Any:
+def read_tensors(path: Path, manifest: dict):
     """Return what torch.save wrote; no code in it is run. Raises DataError, whatever the file is."""
     with damaged(path):
         need(path.is_file() and file_sha256(path) == manifest.get(path.name), path, "no such file, or another content "
@@ -3625,7 +3625,7 @@ def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = Fals
              expected.get(name, "no such tensor"), "use the trainer and settings of that run", DataError)
 
 
-def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def row_files(executor: Executor, with_state: bool):
     """Yield (name, content) of the files with this rank's touched rows of row-wise tables, by logical row number."""
     fabric = executor.fabric
     for label, table in executor.tables.items():
@@ -3638,11 +3638,11 @@ def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[
                 yield f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt", content
 
 
-def load_rows(folder: Path, manifest: dict[str, str], executor: Executor, with_state: bool):
+def load_rows(folder: Path, manifest: dict, executor: Executor, with_state: bool):
     """Load the row-wise tables of a save or checkpoint: each rank takes the rows that it owns. Raises DataError."""
     fabric = executor.fabric
 
-    def own_rows(label: str, stored: RowState) -> Iterator[tuple[Tensor, RowState]]:
+    def own_rows(label: str, stored: RowState):
         """Yield places and rows, file by file; those without state count as updated once."""
         for name in manifest:
             if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name):
@@ -3660,7 +3660,7 @@ def load_rows(folder: Path, manifest: dict[str, str], executor: Executor, with_s
                 table.home.load(own_rows(label, table.home.stored))
 
 
-def settings_json(preset: str, cfg: Config) -> bytes:
+def settings_json(preset: str, cfg: Config):
     """Return a run's settings as texts of its flags; `read_settings` reads them."""
     flags = {name: flag_text(value) for name, value in vars(cfg).items()}
     return json.dumps(dict(preset=preset, flags=flags), indent=1).encode()
@@ -3678,7 +3678,7 @@ def save(folder: Path, run_id: str, preset: str, cfg: Config, executor: Executor
     write_folder(folder, run_id, itertools.chain(files, row_files(executor, with_state=False)), executor.fabric)
 
 
-def load_checkpoint(run_dir: Path, executor: Executor) -> dict[str, Any]:
+def load_checkpoint(run_dir: Path, executor: Executor):
     """Load the newest checkpoint that is whole on every rank; return the rest of it. Raises DataError. Collective."""
     fabric = executor.fabric
     newest_first = sorted((run_dir / CHECKPOINTS).glob("step-???????"), reverse=True)
@@ -3713,7 +3713,7 @@ class Clock:
     def __init__(self, fabric: Fabric, before: float = 0.0):
         self.fabric = fabric
         # ms up to the last stop, and s of the start or None: a pair, which the loader's thread reads whole.
-        self.state: tuple[float, float | None] = before, None
+        self.state = before, None
 
     @property
     def ms(self) -> float:
@@ -3741,8 +3741,8 @@ class Log:
         self.tokens = earlier["tokens"]
         self.done = earlier["done"]      # steps
         self.last_good = earlier["last_good"]                 # validation, in words
-        self.pending: list[tuple] = []   # steps whose loss nobody has seen: (fields, sums, tokens, event of the copy)
-        self.files: dict[str, Any] = {}
+        self.pending = []                # steps whose loss nobody has seen: (fields, sums, tokens, event of the copy)
+        self.files = {}
         self.on_terminal = fabric.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
         if fabric.rank == 0:
             # A log that is there is another run's. Without buffers a killed run leaves every line.
@@ -4545,7 +4545,7 @@ class Ending:
     """The one end of this process, by an error or a signal, and bounded in time.
     A signal wakes a thread, which ends the process whatever the main thread waits for in C."""
     def __init__(self):
-        self.log: Log | None = None                                           # of the run that is going on
+        self.log = None                                                       # of the run that is going on
         self.begun = threading.Lock()                                         # taken by whoever ends the process
         self.bell, self.listener = socket.socketpair()
         self.bell.setblocking(False)                                          # as set_wakeup_fd wants it
