@@ -219,8 +219,9 @@ class TableOptimizer(tg.Optimizer):
         self.entries = {}
         for label, table in tables.items():
             rule = "rowwise" if trial.home else "adam"
-            row = tg.Parameter(label, (table.table.rows, WIDTH), None, rule, True, LR_MUL, WD_MUL,
-                               (BETA1 * (not trial.home), trial.beta2), rows=table.table)
+            betas = BETA1 * (not trial.home), trial.beta2
+            row = tg.Parameter(label, (table.table.rows, WIDTH), None, rule, lr_mul=LR_MUL, wd_mul=WD_MUL, betas=betas,
+                               rows=table.table)
             self.entries[label] = tg.TableEntry(self, row, table)
 
 

@@ -307,11 +307,11 @@ def test_snapshot__has_touched_rows_and_restore_gives_every_bit_back(home):
 
         restore()
         before = all_bytes(executor)
-        again = trained(executor, 4)
+        again = trained(executor, 5)
         assert again["trigram_embed.rows"] != before["trigram_embed.rows"]
         restore()
         assert all_bytes(executor) == before
-        assert trained(executor, 4) == again
+        assert trained(executor, 5) == again
 
         restore_start()
         assert all_bytes(executor) == start and not list(executor.tables["trigram_embed"].home.touched())
