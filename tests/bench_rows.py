@@ -2,7 +2,7 @@
 
     python tests/bench_rows.py bytes    rows and bytes at 8 ranks, how busy owners are, and the time of plans
     python tests/bench_rows.py scale    10 million rows against 250 thousand on 4 gloo ranks, interleaved
-    python tests/bench_rows.py host     10^8 rows in host memory against 10^6, interleaved; memory after first touches
+    python tests/bench_rows.py host     row-wise tables in host memory: 10^8 rows against 10^6, interleaved
 
 Tokens are the GPT-2 shards that DATA names (default ../shared/data/measure_train_*.bin), else the pocket preset's.
 """
@@ -106,7 +106,7 @@ def print_bytes() -> None:
 
 # ---- Large tables against small ones ---------------------------------------------------------------------------------
 
-SCALE_RANKS, SCALE_ROWS, SCALE_IDS, ROUNDS = 4, (250_000, 10_000_000), 32_768, 12
+ROUNDS, DROPPED = 12, 2                                              # the first touch memory for the first time
 
 
 class Timed:
@@ -161,60 +161,38 @@ def print_ratio(found: dict[int, list[np.ndarray]]) -> None:
     print_row("ratio", *(f"{x:.2f}" for x in large / small))
 
 
-def scale_rank(rank: int, store: str) -> None:
+def compare(rank: int, world: int, store: str, home: str, sizes: tuple[int, int], width: int, ids: int) -> None:
+    """Take two tables through their cycles in turn, each reading the same uniform rows at every second one."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=SCALE_RANKS)
-    fabric = tg.Fabric(torch.device("cpu"), rank, SCALE_RANKS)
-    sides = {rows: Timed(tg.Table("bigram_embed", rows, 1, None), fabric, 8, SCALE_IDS)
-             for rows in SCALE_ROWS}
-    found = {rows: [] for rows in SCALE_ROWS}
-    numbers = np.random.default_rng(rank)
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    fabric = tg.Fabric(torch.device("cpu"), rank, world)
+    sides, reads = {}, {}
+    for rows in sizes:
+        spec = tg.Table("a_embed", rows, 1, None, is_rowwise=bool(home), home=home or "device")
+        sides[rows] = Timed(spec, fabric, width, ids)
+        reads[rows] = np.random.default_rng(rank).integers(0, rows, (2, ids), dtype=np.int32)
+    found = {rows: [] for rows in sizes}
     for turn in range(ROUNDS):
-        for rows in SCALE_ROWS if turn % 2 else SCALE_ROWS[::-1]:
-            ids = numbers.integers(0, rows, SCALE_IDS, dtype=np.int32)
-            dist.barrier()
-            found[rows].append(sides[rows].cycle(ids))
-    dist.barrier()
+        for rows in sizes[::(-1) ** turn]:
+            fabric.gather(rows)                                      # a barrier
+            found[rows].append(sides[rows].cycle(reads[rows][turn % 2]))
+    fabric.gather(rank)
     if rank == 0:
-        print(f"{SCALE_RANKS} ranks, width 8, {SCALE_IDS} uniform ids per rank and cycle; medians of "
-              f"{ROUNDS - 2} interleaved rounds; dense Adam touches all rows\n")
-        print_ratio({rows: times[2:] for rows, times in found.items()})
-    dist.destroy_process_group()
+        print(f"{world} ranks, width {width}, {ids:,} rows read per rank and cycle; medians of {ROUNDS - DROPPED} "
+              f"interleaved rounds\n")
+        print_ratio({rows: times[DROPPED:] for rows, times in found.items()})
+    if world > 1:
+        dist.destroy_process_group()
 
 
 def print_scale() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(scale_rank, (f"{folder}/store",), SCALE_RANKS)
+        mp.spawn(compare, (4, f"{folder}/store", "", (250_000, 10_000_000), 8, 32_768), 4)
 
 
-def resident_bytes() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-def print_host(width: int = 96, cycle_tokens: int = 98_304) -> None:
-    """Trigrams of the same tokens in both tables, which touch all their rows in a first round."""
-    shard = tg.load_shard(tg.find_shards(tokens())[0])
-    stream = np.asarray(shard.tokens[:10 * cycle_tokens], np.int32)
-    pieces = [stream[first:first + cycle_tokens] for first in range(0, len(stream) - cycle_tokens + 1, cycle_tokens)]
-    sides = {}
-    found = {}
-    for rows in (10**6, 10**8):
-        line = tg.NgramTable("trigram_embed", 3, rows, home="host")
-        spec = tg.row_tables(replace(tg.Config(), tables=(line,), padded_vocab=128, bigram_rows=2))[-1]
-        before = resident_bytes()
-        sides[rows] = Timed(spec, tg.Fabric(torch.device("cpu")), width, cycle_tokens)
-        for piece in pieces:
-            sides[rows].cycle(spec.ids(piece[None])[0])
-        touched = sum(map(len, sides[rows].table.home.touched_places()))
-        print(f"{rows:,} rows: {touched:,} touched, {(resident_bytes() - before) / 1e6:,.0f} MB resident")
-        found[rows] = []
-    for turn in range(3):
-        for number, piece in enumerate(pieces):
-            for rows in sorted(sides, reverse=(turn + number) % 2 == 1):
-                spec = sides[rows].table.table
-                found[rows].append(sides[rows].cycle(spec.ids(piece[None])[0]))
-    print(f"\nmedians of {3 * len(pieces)} interleaved cycles of {cycle_tokens:,} tokens\n")
-    print_ratio(found)
+def print_host() -> None:
+    compare(0, 1, "", "host", (10**6, 10**8), 96, 98_304)
 
 
 if __name__ == "__main__":
