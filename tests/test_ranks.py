@@ -67,8 +67,9 @@ def table_state(executor: tg.Executor) -> Arrays:
 
 
 def state_hashes(executor: tg.Executor) -> dict[str, str]:
-    """Hash every byte that a run may change, found by walking through the objects and not by the list they keep."""
-    tensors = dict(executor.model.named_parameters()) | dict(executor.model.named_buffers())
+    """Hash every byte that a run may change, found by walking through the objects and not by the list they keep; not
+    the rotary tables, which are made again."""
+    tensors = dict(executor.model.named_parameters())
     for label, state in executor.optimizer.state.items():
         tensors |= {f"{label}.{name}": x for name, x in state.items()}
     for label, table in executor.tables.items():
