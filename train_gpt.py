@@ -64,7 +64,7 @@ import traceback
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
@@ -85,7 +85,7 @@ class TrainerError(Exception):
     def __init__(self, what: str, found: object, expected: object, do: str):
         super().__init__(what, str(found)[:1000], str(expected), do)          # texts, which travel between ranks
 
-    def __str__(self) -> str:
+    def __str__(self):
         what, found, expected, do = self.args
         return f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}"
 
@@ -189,8 +189,8 @@ FP8_UNIT = 16                            # sizes in an fp8 product are multiples
 SLOT_UNIT = FP8_UNIT                     # tokens: a slot is a multiple of it, on every device
 
 
-def knob(group: str, default: Any, unit: str, about: str, choices: tuple = (), least: float = 0,
-         most: float = 2**31 - 1) -> Any:
+def knob(group: str, default, unit: str, about: str, choices: tuple = (), least: float = 0,
+         most: float = 2**31 - 1):
     return field(default=default, metadata=dict(
         group=group, unit=unit, about=about, choices=choices, least=least, most=most))
 
@@ -274,6 +274,32 @@ class Config:
     prompt: str = _run("", "text", "with which a sample begins")
 
 
+# A row of a table is one text in a flag, in a log and in the settings of a save; so it is written and read here alone.
+def numbers(word: str):
+    return tuple(map(float, word.split(",")))
+
+
+def place(word: str):
+    return None if word == "stream" else int(word)
+
+
+ROW_COLUMNS = dict(
+    stages=(Stage, int, int, int, float, numbers, numbers, {"untie": True}.__getitem__),
+    tables=(NgramTable, str, int, int, place, int, str, int, str, float, float, float))
+
+
+def read_rows(name: str, text: str):
+    """Read a table; columns left out have their defaults. Raises ValueError, TypeError or KeyError."""
+    # strict: a word too many is an error, a word too few one of the constructor.
+    make, *columns = ROW_COLUMNS[name]
+    rows = []
+    for row in text.split(";"):
+        words = row.split()
+        if words:
+            rows.append(make(*(column(word) for column, word in zip(columns[:len(words)], words, strict=True))))
+    return tuple(rows)
+
+
 RECORD = dict(device="cuda")
 POCKET = dict(
     train_files="data/pocket/pocket_train_*.bin", val_files="data/pocket/pocket_val_*.bin",
@@ -284,18 +310,15 @@ POCKET = dict(
 TINY = POCKET | dict(
     train_files="formula:512:511:40000:2", val_files="formula:512:511:4000:1",
     val_tokens=1024, val_batch_tokens=512, max_doc_len=24, model_dim=32, num_heads=2,
-    stages=(                             # its own: a fork that changes STAGES keeps this preset
-        Stage(128, 1, 3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), Stage(256, 3, 7, 1.52, (1.0, 0.5), (1.0, 0.0)),
-        Stage(384, 5, 11, 1.73, (1.0,), (1.0,), untie=True), Stage(384, 6, 13, 1.00, (1.0,), (1.0,))),
+    stages=read_rows("stages",           # its own: a fork that changes STAGES keeps this preset
+                     "128 1 3 1 1,.5,.25 1,.5,0; 256 3 7 1.52 1,.5 1,0; 384 5 11 1.73 1 1 untie; 384 6 13 1 1 1"),
     window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, sample_tokens=8)
 PRESETS: dict[str, dict[str, Any]] = dict(
     record=RECORD,
-    record_tables=RECORD | dict(tables=(
-        NgramTable("more_bigram_embed", 2, 21_000_000, signs=1, lr_mul=70.0),
-        NgramTable("trigram_embed", 3, 21_000_000, signs=1, lr_mul=70.0))),
+    record_tables=RECORD | dict(tables=read_rows("tables", "more_bigram_embed 2 21000000 stream 1 device 2 nearest 70; "
+                                                 "trigram_embed 3 21000000 stream 1 device 2 nearest 70")),
     pocket=POCKET,
-    pocket_tables=POCKET | dict(tables=(
-        NgramTable("trigram_embed", 3, 100_000), NgramTable("fourgram_embed", 4, 100_000))),
+    pocket_tables=POCKET | dict(tables=read_rows("tables", "trigram_embed 3 100000; fourgram_embed 4 100000")),
     tiny=TINY)
 
 # What may differ from the settings of a saved model or earlier run.
@@ -306,30 +329,8 @@ MAY_CHANGE = NOT_MATHEMATICS - {"seed"}                                         
 SETTINGS = "settings.json"               # of a run directory and of a save: {"preset": ..., "flags": {field: text}}
 
 
-# A row of a table is one text in a flag, in a log and in the settings of a save; so it is written and read here alone.
-def numbers(word: str) -> tuple[float, ...]:
-    return tuple(map(float, word.split(",")))
-
-
-def place(word: str) -> int | None:
-    return None if word == "stream" else int(word)
-
-
-ROW_COLUMNS = dict(
-    stages=(Stage, int, int, int, float, numbers, numbers, {"untie": True}.__getitem__),
-    tables=(NgramTable, str, int, int, place, int, str, int, str, float, float, float))
-
-
-def read_row(name: str, text: str):
-    """Read a row of a table; columns left out have their defaults. Raises ValueError, TypeError or KeyError."""
-    # strict: a word too many is an error, a word too few one of the constructor.
-    make, *columns = ROW_COLUMNS[name]
-    words = text.split()
-    return make(*(column(word) for column, word in zip(columns[:len(words)], words, strict=True)))
-
-
 def row_text(row: Stage | NgramTable):
-    """Write a row as `read_row` reads it."""
+    """Write a row as `read_rows` reads it."""
     words = []
     for value in row:
         if isinstance(value, tuple):
@@ -341,7 +342,7 @@ def row_text(row: Stage | NgramTable):
     return " ".join(words)
 
 
-def flag_text(value: Any) -> str:
+def flag_text(value):
     return ";".join(map(row_text, value)) if isinstance(value, tuple) else str(value)
 
 
@@ -360,7 +361,7 @@ def parse_value(name: str, text: str):
     # What a column or a type cannot read ends in the message below; no shell expands the ~ of --save=~/x.
     with contextlib.suppress(ValueError, TypeError, KeyError):
         if kind is tuple:
-            return tuple(read_row(name, row) for row in text.split(";") if row.strip())
+            return read_rows(name, text)
         if about["unit"] in ("folder", "pattern"):
             text = os.path.expanduser(text)
         value = kind(text)
@@ -421,7 +422,7 @@ def flag_parser(preset: str):
     return parser
 
 
-def read_flags(argv: Sequence[str]):
+def read_flags(argv: list):
     """Return the preset, or None, and {field: value} of given flags. --help prints and exits. Raises ConfigError."""
     try:
         flags, unknown = flag_parser("record").parse_known_args(argv)
@@ -453,7 +454,7 @@ def decisive_settings(cfg: Config):
     return {name: flag_text(value) for name, value in vars(cfg).items() if name not in MAY_CHANGE}
 
 
-def parse_flags(argv: Sequence[str]):
+def parse_flags(argv: list):
     """Return preset and settings; --resume puts an earlier run's flags first. Raises ConfigError, DataError.
     With --sample=DIR they are the flags given alone: `read_settings(DIR)` says what was trained."""
     preset, given = read_flags(argv)
@@ -479,7 +480,7 @@ def parse_flags(argv: Sequence[str]):
     return earlier_preset, cfg
 
 
-def check_layers(layers: Sequence[Layer]):
+def check_layers(layers: tuple):
     """Raise ConfigError for a layer table that cannot work, or that would train another model than it seems to say."""
     kept = [""]                          # by the layers above; nothing can always be added
     for depth, layer in enumerate(layers):
@@ -551,8 +552,7 @@ def check_config(cfg: Config):
         ("val_tokens", cfg.val_tokens % cfg.val_batch_tokens == 0, "a multiple of val_batch_tokens",
          -(-cfg.val_tokens // cfg.val_batch_tokens) * cfg.val_batch_tokens),
         ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save), "one run for --resume or --save", 1),
-        ("profile", traced and 0 < int(traced[1]) < int(traced[2]), "a:b for steps a to b - 1, 0 < a < b", "100:104"),
-        ("checkpoint_every", not (cfg.profile and cfg.checkpoint_every), "0 with --profile, whose time is no run's", 0))
+        ("profile", traced and 0 < int(traced[1]) < int(traced[2]), "a:b for steps a to b - 1, 0 < a < b", "100:104"))
     for name, right, expected, instead in rules:
         value = flag_text(getattr(cfg, name))
         need(right, f"--{name}", value or "nothing", expected, f"for example --{name}={instead}")
@@ -579,7 +579,7 @@ class Fabric:
             for group in (None, self.plan_group):
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
-    def host_tensor(self, x: np.ndarray | Tensor) -> Tensor:
+    def host_tensor(self, x: np.ndarray | Tensor):
         # Beside a GPU it is pinned: torch uses a block again after its last copy.
         tensor = torch.as_tensor(x)
         return tensor.pin_memory() if self.on_cuda else tensor
@@ -595,7 +595,7 @@ class Fabric:
             with contextlib.suppress(OSError, ValueError):
                 print(text, flush=True)
 
-    def gather(self, fact: Any):
+    def gather(self, fact):
         """Return this fact of every rank, rank by rank. Collective."""
         everyone = [fact] * self.world
         if self.world > 1:
@@ -688,7 +688,7 @@ class Schedule:
     """Pure functions of the step, recipe 4. `at(end_step)` is the final validation, with the widest window.
     Each step has a place in the plan that the settings make: the step itself, or with --time_budget what the clock said
     when its run cycle was prepared. Stages and rates go by the place, Adam and validation by the step."""
-    def __init__(self, cfg: Config, places: Sequence[float] = ()):
+    def __init__(self, cfg: Config, places: tuple = ()):
         # places: of the first step of each run cycle so far, ascending, with --time_budget; the race appends to it.
         self.cfg = cfg
         # A run's cycle, in steps, is the largest cadence: plans and checkpoints come at its multiples.
@@ -704,7 +704,7 @@ class Schedule:
         self.cooldown_start = int(cfg.num_scheduled_steps * (1 - cfg.cooldown_frac))
         self.rotary = rotary_by_stage(cfg)
 
-    def place(self, step: int) -> float:
+    def place(self, step: int):
         # How far a step is in the plan, in planned steps.
         if self.cfg.time_budget:
             return min(self.places[step // self.cycle], self.total_steps)
@@ -732,7 +732,7 @@ class Schedule:
         every = self.cfg.adam_every
         return step // every * every + every - 1
 
-    def stage_at(self, place: float) -> int:
+    def stage_at(self, place: float):
         return min(bisect.bisect_right(self.ends, place), len(self.ends) - 1)
 
     def lr_factor_at(self, place: float):
@@ -925,7 +925,7 @@ def load_shard(header: ShardHeader) -> Shard:
     return shard
 
 
-def scan_shards(headers: Sequence[ShardHeader]):
+def scan_shards(headers: list):
     """Look at every token of every shard; return the hash of all names and contents, in order. Raises DataError."""
     # The name of a formula says everything.
     digest = hashlib.sha256()
@@ -1006,7 +1006,7 @@ def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int, m
     return slots, doc
 
 
-def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray) -> Slot:
+def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray):
     pieces = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
     cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
     cu_seqlens[-1] -= 1                                                       # the last token is a target only
@@ -1027,7 +1027,7 @@ def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int, 
             yield Slot(tokens, np.concatenate([[0], borders, [slot_tokens]]).astype(np.int32))
 
 
-def ngram_hash(tokens: np.ndarray, factors: Sequence[int], modulus: int, none: int):
+def ngram_hash(tokens: np.ndarray, factors: tuple, modulus: int, none: int):
     """Hash the n-gram that ends at each position of a slot, (..., T) i32 -> (..., T) i32 below modulus.
     The first n - 1 positions get `none`. N-grams cross documents, as recipe A's bigrams do."""
     # The xor of token x factor, factors from the newest token backwards, in 32-bit arithmetic that wraps; floor modulo.
@@ -1069,7 +1069,7 @@ def row_tables(cfg: Config) -> tuple[Table, ...]:
     V = cfg.padded_vocab
     first_rows = V * np.arange(NUM_VALUE_TABLES, dtype=np.int32)[:, None]     # value tables stand one below the other
 
-    def value_rows(tokens: np.ndarray) -> np.ndarray:
+    def value_rows(tokens: np.ndarray):
         return tokens[:, None] + first_rows
 
     tables = [
@@ -1169,7 +1169,7 @@ class Batch(NamedTuple):
     signs: dict[str, Tensor] = {}        # by table that has signs, (b, T) i32: which vector of signs
 
     def map(self, change: Callable) -> Batch:
-        def each(part: Any) -> Any:
+        def each(part):
             if isinstance(part, dict):
                 return {label: change(x) for label, x in part.items()}
             return change(part)
@@ -1181,17 +1181,18 @@ class Batch(NamedTuple):
         return self.map(operator.methodcaller("to", device, non_blocking=True))
 
 
+@dataclass
 class Planner:
     """Makes the batches of a cycle and their row plans. Pure, but for the exchange with other ranks."""
-    def __init__(self, cfg: Config, fabric: Fabric, exchange: Callable | None = None):
-        # exchange(plans) puts in what other ranks request of this one; None: they request nothing.
-        self.cfg = cfg
-        self.fabric = fabric
-        self.exchange = exchange
-        self.tables = row_tables(cfg)
-        self.shard_sizes = {table.label: -(-table.rows // fabric.world) for table in self.tables}
+    cfg: Config
+    fabric: Fabric
+    exchange: Callable | None = None     # puts into plans what other ranks request of this one; None: nothing
 
-    def batches(self, purpose: str, steps: Sequence[Values], slots: Sequence[list[Slot]]):
+    def __post_init__(self):
+        self.tables = row_tables(self.cfg)
+        self.shard_sizes = {table.label: -(-table.rows // self.fabric.world) for table in self.tables}
+
+    def batches(self, purpose: str, steps: list[Values], slots: list):
         """Return a batch for each step of a run's cycle, from this rank's slots of each."""
         # Slots differ in their number of documents, but a tensor's rows have one length.
         batches = []
@@ -1219,7 +1220,7 @@ class Planner:
                 batch.plans.update(current)
         return [batch.map(self.fabric.host_tensor) for batch in batches]
 
-    def plan(self, table: Table, purpose: str, values: Values, batches: Sequence[Batch]):
+    def plan(self, table: Table, purpose: str, values: Values, batches: list[Batch]):
         """Plan a table's rows for the batches of its cycle, still arrays; put the index of each lookup into them."""
         # Rows are dealt to ranks in turn: frequent tokens have neighbouring ids, and owners are to share the work.
         began = time.perf_counter()
@@ -1268,19 +1269,21 @@ class DataEnded(DataError):
     """No shard holds another block: raised on every rank for the same cycle."""
 
 
+@dataclass
 class Loader:
     """Batches of the run's cycles, made on a background thread exactly one cycle ahead; the same stream at every W.
     Taking a cycle starts the work on the next, so what a batch holds never depends on timing."""
-    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], cycles: Iterable[list[Values]],
-                 exchange: Callable | None = None, purpose: str = "train"):
-        """cycles: the Values of each cycle's steps, asked for on the background thread; exchange: see Planner."""
-        self.cfg = cfg
-        self.fabric = fabric
-        self.headers = headers
-        self.cycles = iter(cycles)
-        self.purpose = purpose
-        self.planner = Planner(cfg, fabric, exchange)
-        self.worker = ThreadPoolExecutor(1, "loader", initializer=fabric.enter_thread)
+    cfg: Config
+    fabric: Fabric
+    headers: list[ShardHeader]
+    cycles: Iterable[list[Values]]       # of each cycle's steps, asked for on the background thread
+    exchange: Callable | None = None     # see Planner
+    purpose: str = "train"
+
+    def __post_init__(self):
+        self.cycles = iter(self.cycles)
+        self.planner = Planner(self.cfg, self.fabric, self.exchange)
+        self.worker = ThreadPoolExecutor(1, "loader", initializer=self.fabric.enter_thread)
         self.reader = ThreadPoolExecutor(1, "shard-reader")
         self.shards = self._read_ahead()
         self.shard = Shard(np.empty(0, np.uint16), 0)          # in use, from document doc on; at first an empty one
@@ -1357,27 +1360,28 @@ class Loader:
             self.doc = 0
             if self.shard is None:
                 break
-        do = f"more or larger shards, --max_steps={values.step} or fewer, or --epochs=0 to cycle"
-        if values.step == 0 or self.cfg.epochs == 0:
-            do = "larger shards, or a larger --max_doc_len"
         raise DataEnded("training data ended",
                         f"{len(self.headers)} shards of {self.cfg.train_files!r}: enough for {values.step} steps",
                         f"room for {self.cfg.num_slots} x {values.slot_tokens + 1} tokens in one shard, at most "
-                        f"{self.cfg.max_doc_len} of each document", do)
+                        f"{self.cfg.max_doc_len} of each document", "more or larger shards, a larger --max_doc_len, "
+                        "--epochs=0 to read them again and again, or fewer steps by --max_steps")
 
 
+@dataclass
 class ValidationSet:
     """The validation slots in memory, and what is known of their text."""
-    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader],
-                 exchange: Callable | None = None, purpose: str = "validation"):
-        self.cfg = cfg
-        self.fabric = fabric
-        self.purpose = purpose
-        self.planner = Planner(cfg, fabric, exchange)
+    cfg: Config
+    fabric: Fabric
+    headers: list[ShardHeader]
+    exchange: Callable | None = None     # see Planner
+    purpose: str = "validation"
 
+    def __post_init__(self):
         # Every rank keeps all slots, which are few, and takes its own at each validation.
+        cfg = self.cfg
+        self.planner = Planner(cfg, self.fabric, self.exchange)
         slot_tokens = cfg.val_batch_tokens // cfg.num_slots
-        shards = (load_shard(header) for header in headers)                   # read only as far as they are needed
+        shards = map(load_shard, self.headers)                                # read only as far as they are needed
         slots = validation_slots(shards, cfg.num_slots, slot_tokens, cfg.document_start)
         self.slots = list(itertools.islice(slots, cfg.val_tokens // slot_tokens))
 
@@ -1387,8 +1391,9 @@ class ValidationSet:
         shares = counts[counts > 0] / len(targets)
         self.unigram_nats = float(-(shares * np.log(shares)).sum())           # entropy of the targets' own distribution
         self.vocabulary = None
-        if not headers[0].name.startswith(FORMULA):
-            self.vocabulary = read_vocabulary(Path(headers[0].name).parent, cfg)
+        name = self.headers[0].name
+        if not name.startswith(FORMULA):
+            self.vocabulary = read_vocabulary(Path(name).parent, cfg)
         self.bytes_per_token = None
         if self.vocabulary is not None:
             self.bytes_per_token = float(counts @ list(map(len, self.vocabulary)) / len(targets))
@@ -1441,7 +1446,7 @@ SIGN_SEED = 92                           # of the vectors of signs; any number w
 LOGITS_AT_ONCE = 1 << 19                 # in passes of a CPU: they and what is made of them stay in its cache
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # z = 23 sigmoid((logit + 5) / 7.5)
 
-tl: Any = None                           # triton.language, from the first launch on: only a GPU needs the package
+tl = None                                # triton.language, from the first launch on: only a GPU needs the package
 
 
 @functools.cache
@@ -1468,12 +1473,12 @@ def accum_dtype(dtype: torch.dtype):
     return torch.promote_types(dtype, torch.float32)
 
 
-def rms_norm(x: Tensor):
+def rms_norm(x):
     """x / sqrt(mean(x^2) + eps) over the last axis, no gain."""
     return F.rms_norm(x, (x.shape[-1],), eps=RMS_EPS)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor):
+def rotate(x, cos, sin):
     """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle; x (..., E), cos and sin of set_rotary."""
     # Factors as wide as a head cost fewer passes than its parts would: in its other half the angle is 0.
     neighbours_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
@@ -1494,7 +1499,7 @@ class AttentionSpan:
         object.__setattr__(self, "numbers", numbers)          # frozen, so that they never differ from the fields
 
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan):
+def attention_reference(q, k, v, cu_seqlens, span: AttentionSpan):
     """Causal softmax attention inside documents, at the cost of N * window. q, k, v (N, H, E) -> (N, H, E).
     cu_seqlens (C,) i32 ascends from 0 to N, empty documents allowed."""
     # With blocks as long as its window, a query sees keys of its own block and of the one before, and no others.
@@ -1520,7 +1525,7 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, spa
     return out.transpose(1, 2).reshape(blocks * block, heads, width)[:count]
 
 
-def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan):
+def attention_varlen(q, k, v, cu_seqlens, span: AttentionSpan):
     """The same by torch's variable-length kernel (FA2, FA3, FA4): CUDA, bf16 or f16."""
     return Varlen.apply(q, k, v, cu_seqlens, span.numbers)
 
@@ -1546,7 +1551,7 @@ def torchs_varlen():
     return torch.ops.torch_attn
 
 
-def varlen_arguments(cu_seqlens: Tensor, numbers: Tensor):
+def varlen_arguments(cu_seqlens, numbers):
     """Return arguments of torch's forward and backward alike."""
     max_len, window, scale = numbers.tolist()                 # on the CPU: nothing waits
     return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=int(max_len), max_k=int(max_len), is_causal=False,
@@ -1592,12 +1597,12 @@ class WeightPart(NamedTuple):
     delayed: list | None = None          # queue of products that wait for `flush`; the trainer itself delays nothing
 
 
-def as_part(weight: Tensor, delayed: list | None = None):
+def as_part(weight, delayed: list | None = None):
     """Return a weight (R, C) that is one matrix as its only part."""
     return WeightPart(weight, weight, getattr(weight, "main_grad", None), 0, delayed)
 
 
-def bank_parts(bank: Tensor, heights: tuple):
+def bank_parts(bank, heights: tuple):
     """Return by layer the matrices of a bank (L, ..., C), which stand below each other with these heights."""
     shape = (len(bank), sum(heights), bank.shape[-1])
     layers = bank.view(shape).unbind()   # here and not in each layer: where autograd keeps it, one gradient per bank
@@ -1634,7 +1639,7 @@ wgrad_op = torch.library.custom_op("train_gpt::wgrad_accumulate", wgrad_accumula
                                    mutates_args=("main_grad", "writes"))
 
 
-def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None):
+def accumulate_wgrad(part: WeightPart, a, b: Tensor | None):
     """Put a^T b, or a if b is None, where the gradient of a part belongs. Returns what backward gives autograd."""
     if not part.weight.requires_grad:                                         # frozen: nothing is written
         return None
@@ -1653,7 +1658,7 @@ def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None):
     return torch.zeros_like(part.matrix)
 
 
-def versions_of(*factors: Tensor | None) -> list[int]:
+def versions_of(*factors: Tensor | None):
     return [x._version for x in factors if x is not None]                     # each change in place counts one more
 
 
@@ -1700,7 +1705,7 @@ class LinearFunction(torch.autograd.Function):
         return grad_x, grad_scale, accumulate_wgrad(ctx.part, a, b), None
 
 
-def linear(x: Tensor, part: WeightPart, scale: Tensor | None = None):
+def linear(x, part: WeightPart, scale: Tensor | None = None):
     """x (scale matrix)^T, (..., C) -> (..., R)."""
     return LinearFunction.apply(x, scale, part.matrix, part)
 
@@ -1771,7 +1776,7 @@ def _(x: Tensor, w: Tensor, _: Tensor | None) -> Tensor:
     return x.new_empty(len(x), len(w))
 
 
-def fits_relu_sq(x: Tensor, w: Tensor):
+def fits_relu_sq(x, w):
     """True if relu_sq supports this device, dtype and shape of x (N, K) and w (F, K)."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
@@ -1812,18 +1817,18 @@ class ReluSqMLP(torch.autograd.Function):
         return grad_n, grad_up, accumulate_wgrad(down, squares, grad_y), None, None
 
 
-def relu_sq_mlp(n: Tensor, up: WeightPart, down: WeightPart):
+def relu_sq_mlp(n, up: WeightPart, down: WeightPart):
     """max(n up^T, 0)^2 down. n (..., D), up and down (F, D) as stored (recipe 2.7)."""
     return ReluSqMLP.apply(n, up.matrix, down.matrix, up, down)
 
 
 # ---- Head and loss
-def softcap(logits: Tensor):
+def softcap(logits):
     """Logits between 0 and LOGIT_CAP, any shape and float dtype."""
     return LOGIT_CAP * (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
 
 
-def row_chunks(logits: Tensor, *arrays: Tensor):
+def row_chunks(logits, *arrays: Tensor):
     """Split arrays (N, ...), first the logits (N, V), by rows; into one chunk where a compiler fuses the passes."""
     rows = len(logits)
     if not logits.is_cuda and not torch.compiler.is_compiling():
@@ -1831,7 +1836,7 @@ def row_chunks(logits: Tensor, *arrays: Tensor):
     return zip(*(x.split(rows) for x in (logits, *arrays)))
 
 
-def next_token_losses(y: Tensor, w: Tensor, targets: Tensor):
+def next_token_losses(y, w, targets):
     """Evaluation: -log softmax(softcap(y w))[target], no fp8. y (N, D), w (D, V), targets (N,) -> (N,) f32 or f64."""
     losses = []
     for logits, ids in row_chunks(y @ w, targets[:, None]):
@@ -1842,7 +1847,7 @@ def next_token_losses(y: Tensor, w: Tensor, targets: Tensor):
     return torch.cat(losses)
 
 
-def mtp_targets(targets: Tensor, weights: Tensor):
+def mtp_targets(targets, weights):
     """(B, T), (G,) -> ids (N, G) i64 of the next G tokens and their weights (N, G), 0 beyond the slot's end."""
     slots, length = targets.shape
     position = torch.arange(length, device=targets.device)
@@ -1853,7 +1858,7 @@ def mtp_targets(targets: Tensor, weights: Tensor):
     return next_ids.flatten(0, 1), token_weights.flatten(0, 1)
 
 
-def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor, factor: float):
+def losses_with_gradient(logits, ids, token_weights, grad, factor: float):
     """logits (N, V), ids and token_weights (N, G) -> sum over k of token_weights[k] * -log softmax(z)[ids[k]], (N,).
     Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits: the softmax is here."""
     if torch.compiler.is_compiling():
@@ -1884,12 +1889,12 @@ def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, gra
     return torch.cat(losses)
 
 
-def e4m3(x: Tensor, scale: float):
+def e4m3(x, scale: float):
     """x / scale, divided in f32 and rounded once; beyond the range it saturates on every version and device."""
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
-def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: torch.dtype,
+def fp8_product(a, b, scale, native: bool, out_dtype: torch.dtype,
                 fast: bool = False):
     """a @ b * scale of fp8 matrices, scale () f64. native: the device's product, fast: with a shorter accumulator."""
     # Elsewhere the product is one in out_dtype, which holds fp8 exactly.
@@ -2153,7 +2158,6 @@ class GPT(nn.Module):
             self.get_parameter(label).copy_(drawn)
         self.embed.copy_(shard("embed", self.lm_head.t()))
 
-    @torch.no_grad()
     def set_rotary(self, frequencies: tuple):
         """Refill cos and sin of position * frequency in place; angles in f32 (f64 in an f64 run)."""
         dtype = accum_dtype(self.rotary_cos.dtype)
@@ -2262,7 +2266,7 @@ class GPT(nn.Module):
         planes = index.unbind(1) if index.dim() == 3 else [index]
         return [RowLookup.apply(rows, plane, row_grads) for plane in planes]
 
-    def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: Sequence,
+    def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: list,
                cu_seqlens: Tensor, span: AttentionSpan):
         """Attention of one layer before its gate and output matrix, qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E).
         value_rows: (number of the gate, rows (B, T, D)) that join the values. Angles are of positions in the slot."""
@@ -2311,11 +2315,11 @@ def gate_of(features: Tensor, weight: Tensor):
 Wait = Callable[[], object]              # returns when what was launched is complete
 
 
-def no_wait(**_: Any):
+def no_wait(**_):
     """Do nothing: stands for a wait, report, restore or plans_ahead that is absent."""
 
 
-def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, TablePlan]):
+def exchange_plans(fabric: Fabric, group, dtype: str, plans: dict[str, TablePlan]):
     """Tell every owner which of its rows this rank reads, and put into the plans what ranks request of this one.
     group: gloo's; None: the group of all ranks. Raises RunError where ranks disagree."""
     # By table and owner: the places that this rank reads in the owner's shard; of a tied table none.
@@ -2359,8 +2363,9 @@ class RowTable:
     # parameter, all of which is updated; that of a row-wise table is in a home, from which an update takes the
     # requested rows and where it puts them back.
     def __init__(self, table: Table, cfg: Config, fabric: Fabric, shard: Tensor | None, most_tokens: int,
-                 report: Callable):
+                 report: Callable, head: Tensor | None = None):
         """shard (C, D): the parameter; None for a row-wise table. most_tokens: the most that a rank reads a cycle."""
+        self.head = head                                                      # (D, V): rows of `embed`, while tied
         self.table = table
         self.fabric = fabric
         self.report = report
@@ -2409,7 +2414,7 @@ class RowTable:
             plan.update = self.home.prepare(plan.requested_rows.numpy())
 
     @torch.no_grad()
-    def fetch(self, plan: TablePlan, head: Tensor):
+    def fetch(self, plan: TablePlan):
         """Launch the plan's rows into the cache: after the owners' update, never before."""
         self._settle()
         if plan.update is None:
@@ -2421,9 +2426,9 @@ class RowTable:
             self.live = self.home.take(plan.update)
             rows, places = self.live.rows, self._on_device(plan.update.inverse)
         if not self.alone:
-            self.arrival = self._bring(plan, self.cache.detach(), head, rows, places)
+            self.arrival = self._bring(plan, self.cache.detach(), rows, places)
 
-    def rows_for_forward(self, plan: TablePlan, head: Tensor):
+    def rows_for_forward(self, plan: TablePlan):
         """Return the cache with the plan's rows, and row_grads. Raises RunError if another awaits its update."""
         # Unless a rank is alone, row_grads are of one plan, whose list says where they go.
         if plan not in self.pending:
@@ -2432,12 +2437,11 @@ class RowTable:
                  "optim_step on its last step first", RunError)
             self.pending.append(plan)
         if self.cached is not plan:
-            self.fetch(plan, head)
+            self.fetch(plan)
         self._settle()
         return self.cache, self.row_grads
 
-    @torch.no_grad()
-    def read(self, plan: TablePlan, head: Tensor):
+    def read(self, plan: TablePlan):
         """Return (the plan's rows in a new tensor, or alone the shard, None): for validation and sampling."""
         plan.change_lists(self._on_device)
         out = self.shard
@@ -2446,11 +2450,10 @@ class RowTable:
             if self.home is not None:
                 rows, places = self.home.read(places), None
             out = self.cache.new_empty(len(plan.my_rows), self.cache.shape[1])
-            self._bring(plan, out, head, rows, places)()
+            self._bring(plan, out, rows, places)()
         self.report_traffic(plan)
         return out, None
 
-    @torch.no_grad()
     def return_gradients(self):
         """Launch row_grads to the owners of the rows. Returns a gradient and the wait after which it is complete.
         The gradient is of the shard, (C, D), or of the rows of a row-wise update, (u, D)."""
@@ -2515,32 +2518,25 @@ class RowTable:
         self.report(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.my_rows), reads=plan.reads,
                     **moved, plan_ms=round(plan.plan_ms, 3))
 
-    def memory_bytes(self, moments: Iterable[Tensor]):
-        """Count the bytes that this rank keeps of the table on its device: shard, cache, gradients, these moments."""
-        kept = [self.cache, self.row_grads, *moments]
-        if self.home is not None:
-            kept += self.home.stored
-        elif not self.alone:                                                  # else these are the first two
-            kept += [self.shard, self.grad]
-        return sum(x.nbytes for x in kept if x.device.type == self.cache.device.type)
 
-    def _on_device(self, rows: Tensor) -> Tensor:
+
+    def _on_device(self, rows: Tensor):
         return rows.to(self.fabric.device, non_blocking=True)
 
-    def _in_row_grads(self, plan: TablePlan) -> Tensor | slice:
+    def _in_row_grads(self, plan: TablePlan):
         return plan.my_rows if self.alone else slice(len(plan.my_rows))
 
     def _settle(self):
         self.arrival()
         self.arrival = no_wait
 
-    def _bring(self, plan: TablePlan, out: Tensor, head: Tensor, rows: Tensor, places: Tensor | None):
+    def _bring(self, plan: TablePlan, out: Tensor, rows: Tensor, places: Tensor | None):
         """Launch a plan's rows into `out`. This rank sends its rows at places; None: all of them, as they are."""
         if self.debug:
             out.fill_(math.nan)                                               # rows of no plan are not to be read
         arriving = out[:len(plan.my_rows)]
         if plan.tied:
-            arriving.copy_(head.t()[plan.head_columns])                       # every rank has the head, (D, V)
+            arriving.copy_(self.head.t()[plan.head_columns])                  # every rank has the head
             return no_wait
         if places is not None:
             rows = rows.index_select(0, places)
@@ -2563,7 +2559,7 @@ class RowState(NamedTuple):
     v: Tensor                            # (n,) f32 or f64: second moment
     last: Tensor                         # (n,) i32: number of the update that changed the row last; 0: none
 
-    def at(self, places: Tensor) -> RowState:
+    def at(self, places: Tensor):
         places = places.to(self.rows.device, non_blocking=True)
         return RowState(*(x.index_select(0, places) for x in self))
 
@@ -2572,7 +2568,7 @@ class RowState(NamedTuple):
         for x, new in zip(self, changed):
             x.index_copy_(0, places, new)
 
-    def to(self, device: torch.device) -> RowState:
+    def to(self, device: torch.device):
         return RowState(*(x.to(device, non_blocking=True) for x in self))
 
 
@@ -2642,7 +2638,6 @@ class DeviceHome:
         for places in self.touched_places():
             yield places.cpu(), RowState(*(x.cpu() for x in self.stored.at(places)))
 
-    @torch.no_grad()
     def load(self, pieces: Iterable):
         """Replace all rows by those of the pieces, as `touched` gave them, and zeros elsewhere."""
         # Rows that no update has changed are zeros that take no memory, and have to stay so.
@@ -2677,7 +2672,7 @@ class HostHome(DeviceHome):
             self.prepared = []                                # updates to take, in this order
             self.prefetch = None                              # fresh rows of the first of them
 
-    def prepare(self, requested: np.ndarray) -> RowUpdate:
+    def prepare(self, requested: np.ndarray):
         with self.lock:
             before = (self.prepared or [self.taken])[-1]
         update = row_update(requested, before, self.fabric)
@@ -2691,7 +2686,7 @@ class HostHome(DeviceHome):
         update = self.prepared[0]                             # the one before it is taken
         self.prefetch = self.mover.submit(self._bring_up, update.places[update.fresh])
 
-    def take(self, update: RowUpdate) -> RowState:
+    def take(self, update: RowUpdate):
         # After a reset, an update that was prepared before it finds no rows here: all of them come up.
         with self.lock:
             expected = self.prepared[:1] == [update] and update.follows is self.taken
@@ -2732,7 +2727,7 @@ class HostHome(DeviceHome):
             bounded(self.writeback, self.cfg, "waiting for rows of a table on their way to the host")
             self.writeback = None
 
-    def _staging(self, count: int) -> RowState:
+    def _staging(self, count: int):
         return RowState(*(torch.empty(count, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.stored))
 
     def _bring_up(self, places: Tensor):
@@ -2745,7 +2740,7 @@ class HostHome(DeviceHome):
         with torch.cuda.stream(self.stream):
             return staging.to(self.device), self.stream.record_event()
 
-    def _bring_down(self, places: Tensor, changed: RowState, computed: Any):
+    def _bring_down(self, places: Tensor, changed: RowState, computed):
         """Store rows once the CUDA event `computed` is over; runs on the mover."""
         if computed is not None:
             staging = self._staging(len(places))
@@ -2776,7 +2771,7 @@ POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16
 DOWN_LR_MUL = 2.0                        # down matrices of the MLP, on top of the factor of their shape
 
 
-def polar_express(x: Tensor):
+def polar_express(x):
     """Approximate the polar factor of each matrix, (M, r, c): singular values go to 0.86 .. 1.14. Keeps the dtype."""
     norm = x.norm(dim=(-2, -1), keepdim=True)
     tall = x.shape[-2] > x.shape[-1]
@@ -2790,7 +2785,7 @@ def polar_express(x: Tensor):
     return x.mT if tall else x
 
 
-def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor, beta2: float,
+def normuon_direction(grad, momentum, second, mu, beta2: float,
                       polar_dtype: torch.dtype):
     """Return orthogonalised Nesterov momentum, normalised per row at an unchanged Frobenius norm (arXiv 2510.05491).
     grad, momentum (M, r, c); second (M, r, 1), or (M, 1, c) of wide matrices. momentum and second change in place."""
@@ -2813,14 +2808,14 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor
     return o * factor.to(polar_dtype).to(grad.dtype)                          # rounded, recipe 3.1
 
 
-def with_mantissa(p: Tensor, mantissa: Tensor):
+def with_mantissa(p, mantissa):
     """Join a bf16 weight and the 16 bits below it (i16 words, whose sign is a bit like others) to the f32 weight."""
     upper = p.view(torch.int16).int() << 16
     return (upper | mantissa.int() & 0xFFFF).view(torch.float32)
 
 
-def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second: Tensor,
-                   grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float):
+def normuon_update(p, mantissa: Tensor | None, grad, momentum, second,
+                   grad_scale: float, mu, lr, lr_muls, decay, beta2: float):
     """Make one NorMuon step on matrices p (M, r, c), or on the upper halves of f32 weights with a mantissa, in place.
     grad (M, r, c) a plain sum over slots; lr_muls (M, 1, 1); lr (), decay () = weight decay x lr, cautious."""
     grad = grad.to(momentum.dtype) * grad_scale
@@ -2838,14 +2833,14 @@ def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: T
     mantissa.copy_(words.to(torch.int16))
 
 
-def cautious_adam(p: Tensor, update: Tensor, decay: Tensor):
+def cautious_adam(p, update, decay):
     """Return p - update, less decay p where the two agree. NorMuon has >= in place of > (recipe 3)."""
     agrees = update * p > 0
     return p - (update + p * agrees * decay)
 
 
-def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float, betas: tuple,
-                eps: float, step_size: Tensor, decay: Tensor):
+def adam_update(p, grad, m, v, grad_scale: float, betas: tuple,
+                eps: float, step_size, decay):
     """Make one dense Adam step in place (recipe 3.4): eps joins the uncorrected root, decay is cautious."""
     grad = grad.to(m.dtype) * grad_scale
     beta1, beta2 = betas
@@ -2854,8 +2849,8 @@ def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float
     p.copy_(cautious_adam(p.to(m.dtype), m / (v.sqrt() + eps) * step_size, decay))
 
 
-def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_scale: float, number: Tensor,
-                   beta2: float, eps: float, step_size: Tensor, decay: Tensor, bits: Tensor | None):
+def rowwise_update(rows, v, last, grad, grad_scale: float, number,
+                   beta2: float, eps: float, step_size, decay, bits: Tensor | None):
     """Make one update of the requested rows of a row-wise table in place: one second moment per row.
     rows (u, D), v (u,), last (u,) i32, grad (u, D) a plain sum over slots and ranks; number () of the update, from 1;
     step_size () = lr sqrt(1 - beta2^number), decay () = lr^2 x weight decay; bits (u,) i32: round bf16 rows by them."""
@@ -2871,7 +2866,7 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
     rows.copy_(moved)
 
 
-def stochastic_round(x: Tensor, bits: Tensor):
+def stochastic_round(x, bits):
     """Round f32 (u, D) to what bf16 holds: up with the probability that the cut bits say; bits (u,) i32."""
     # What an element draws follows from (seed, label, logical row, update, column) alone: ranks do not matter.
     column = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
@@ -2880,13 +2875,13 @@ def stochastic_round(x: Tensor, bits: Tensor):
     return torch.where(x.isfinite(), rounded.view(torch.float32), x)          # a carry makes -0.0 of the largest NaN
 
 
-def row_bits(seed: int, label: str, rows: Tensor, number: Tensor):
+def row_bits(seed: int, label: str, rows, number):
     """Return the random bits of logical rows (u,) i64 in a table's update, (u,) i32; number () i32 of the update."""
     start = rows ^ zlib.crc32(f"{seed}/{label}".encode())
     return lowbias32(lowbias32(start.int()) ^ number)                         # the lower 32 bits of the i64
 
 
-def lowbias32(x: Tensor):
+def lowbias32(x):
     """Hash i32 to i32 by the finaliser of that name (Chris Wellons), in arithmetic that wraps."""
     x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D                 # & : a shift of negative numbers copies the sign
     x = (x ^ (x >> 15 & 0x1FFFF)) * (0x846CA68B - (1 << 32))
@@ -2898,7 +2893,7 @@ def cpu_scalar(value: float):
     return torch.tensor(value, dtype=torch.float64)
 
 
-def initial_state(row: Parameter, shard: Tensor):
+def initial_state(row: Parameter, shard):
     """Allocate the optimizer's state of a parameter or a shard of it, zeros by name."""
     # The one place that lists it: snapshots, checkpoints and the memory estimate follow.
     shard = bank_matrices(row, shard)
@@ -2913,7 +2908,7 @@ def initial_state(row: Parameter, shard: Tensor):
     return state
 
 
-def bank_matrices(row: Parameter, weight: Tensor):
+def bank_matrices(row: Parameter, weight):
     """View a NorMuon bank as its matrices (M, r, c), and any other weight as it is."""
     if row.optimizer != "normuon":
         return weight
@@ -2923,7 +2918,7 @@ def bank_matrices(row: Parameter, weight: Tensor):
 # ---- Entries of the orders: each reduces its gradient, updates what this rank owns, and gathers what others need.
 class Small:
     """All that every rank updates alike, in one sum over ranks."""
-    def __init__(self, optimizer: Optimizer, rows: Sequence[Parameter]):
+    def __init__(self, optimizer: Optimizer, rows: list):
         self.optimizer = optimizer
         self.rows = rows
         self.cadence = optimizer.cfg.adam_every
@@ -2931,7 +2926,7 @@ class Small:
         for row, p in zip(rows, self.weights):
             optimizer.state[row.label] = initial_state(row, p.data)
 
-    def has_gradient(self) -> bool:
+    def has_gradient(self):
         return all(p.grad is not None for p in self.weights)
 
     def reduce(self):
@@ -2939,7 +2934,7 @@ class Small:
         self.grad = torch.cat([p.grad.flatten().to(accum_dtype(p.dtype)) for p in self.weights])
         self.wait = self.optimizer.launch(dist.all_reduce, self.grad)
 
-    def update(self, values: Values) -> Wait:
+    def update(self, values: Values):
         grads = self.grad.split([p.numel() for p in self.weights])
         for row, p, grad in zip(self.rows, self.weights, grads):
             self.optimizer.adam(row, p.data, grad.view_as(p), values)
@@ -3037,13 +3032,13 @@ class TableEntry:
         if table.home is None:
             optimizer.state[row.label] = initial_state(row, table.shard)
 
-    def has_gradient(self) -> bool:
+    def has_gradient(self):
         return bool(self.table.pending)
 
     def reduce(self):
         self.grad, self.wait = self.table.return_gradients()
 
-    def update(self, values: Values) -> Wait:
+    def update(self, values: Values):
         optimizer = self.optimizer
         row = self.row
         table = self.table
@@ -3154,7 +3149,7 @@ class Optimizer:
                 # Rows of a table's next cycle set off at once: its first lookup waits for them.
                 plans = plans_ahead() if label in self.tables else None
                 if plans:
-                    self.tables[label].fetch(plans[label], head)
+                    self.tables[label].fetch(plans[label])
         for wait in gathers:
             wait()
         if tied_update and self.fabric.world == 1:                            # else its rows are read from the head
@@ -3229,7 +3224,8 @@ class Executor:
         weights = dict(self.model.named_parameters())
         for table in self.planner.tables:
             most_tokens = table.cadence * largest_batch // fabric.world if precision else 0
-            self.tables[table.label] = RowTable(table, cfg, fabric, weights.get(table.label), most_tokens, report)
+            self.tables[table.label] = RowTable(table, cfg, fabric, weights.get(table.label), most_tokens, report,
+                                                self.model.lm_head)
 
         # What is compiled is called often, and with few sets of shapes.
         self.compiling = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
@@ -3242,7 +3238,7 @@ class Executor:
             accumulates = self.slots_at_once * fabric.world < cfg.num_slots
             self.optimizer = Optimizer(cfg, fabric, self.model, self.compiled, self.tables, accumulates)
 
-    def compiled(self, call: Callable) -> Callable:
+    def compiled(self, call: Callable):
         return torch.compile(call, dynamic=False, fullgraph=True) if self.compiling else call
 
     def shard(self, name: str, whole: Tensor):
@@ -3255,7 +3251,7 @@ class Executor:
         rows = whole[self.fabric.rank::self.fabric.world]
         return F.pad(rows, (0, 0, 0, self.planner.shard_sizes[label] - len(rows)))
 
-    def exchange(self, plans: dict[str, TablePlan], group: Any = None):
+    def exchange(self, plans: dict[str, TablePlan], group=None):
         """Let ranks request rows of each other, in the caller's thread."""
         if self.fabric.world > 1:
             exchange_plans(self.fabric, group, self.cfg.dtype, plans)
@@ -3273,7 +3269,7 @@ class Executor:
         spans = self._attention_of(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
         row_buffers = {}
         for label, table in self.tables.items():
-            row_buffers[label] = table.rows_for_forward(batch.plans[label], self.model.lm_head)
+            row_buffers[label] = table.rows_for_forward(batch.plans[label])
 
         # Scalars are made on the device: a copy from the host would wait.
         scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.fabric.device)
@@ -3298,7 +3294,7 @@ class Executor:
         self.optimizer.step(values, plans_ahead)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch], values: Values) -> float:
+    def evaluate(self, batches: Iterable[Batch], values: Values):
         """Return the mean loss per token (nats) over all ranks' batches: next token, no fp8, documents uncut."""
         # The sum stays on the device, so that no batch waits for a copy, and in f64: it is of millions of losses.
         total = torch.zeros((), dtype=torch.float64, device=self.fabric.device)
@@ -3314,7 +3310,7 @@ class Executor:
         return sum(self.fabric.gather(float(total))) / tokens
 
     @torch.no_grad()
-    def next_logits(self, tokens: Sequence[int], values: Values):
+    def next_logits(self, tokens: list, values: Values):
         """Return softcapped logits (V,) of the token that follows the last that fit a validation slot. Collective."""
         # A slot has a length that attention takes; no position looks at those after it, which are padding.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.num_slots):]
@@ -3331,7 +3327,7 @@ class Executor:
         """Return the spans of uncut documents, and rows of tables that take no gradient."""
         row_buffers = {}
         for label, table in self.tables.items():
-            row_buffers[label] = table.read(batch.plans[label], self.model.lm_head)
+            row_buffers[label] = table.read(batch.plans[label])
             if self.compiling and not table.alone:            # one graph for any number of rows
                 torch._dynamo.maybe_mark_dynamic(row_buffers[label][0], 0)
         return self._attention_of(values, batch.tokens.shape[1]), row_buffers
@@ -3343,7 +3339,7 @@ class Executor:
             self.rotary = values.rotary
         return spans_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)
 
-    def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
+    def _micro_batches(self, batch: Batch):
         for first in range(0, len(batch.tokens), self.slots_at_once):
             part = batch.map(operator.itemgetter(slice(first, first + self.slots_at_once)))
             if self.compiling:                                # any number of documents, one graph
@@ -3362,8 +3358,7 @@ class Executor:
         """Copy all that a run changes to the host. Returns the call that puts it back in place, bit by bit."""
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
         touched = [(table.home, list(table.home.touched())) for table in self.tables.values() if table.home]
-        rng = torch.get_rng_state()
-        cuda_rng = torch.cuda.get_rng_state(self.fabric.device) if self.fabric.on_cuda else None
+        rng = torch.get_rng_state()                           # of the device nothing draws
 
         @torch.no_grad()
         def restore():
@@ -3375,8 +3370,6 @@ class Executor:
             self.rotary = None                                # the next step makes its angles
             self.drop_gradients()
             torch.set_rng_state(rng)
-            if cuda_rng is not None:
-                torch.cuda.set_rng_state(cuda_rng, self.fabric.device)
 
         return restore
 
@@ -3429,14 +3422,12 @@ class Executor:
         self.drop_gradients()
 
     def traffic(self):
-        """Return by table the byte counts of training, summed over ranks, and this rank's memory. Collective."""
+        """Return by table the byte counts of training, summed over ranks. Collective."""
         result = {}
         for label, table in self.tables.items():
-            total = Counter()
+            result[label] = Counter()
             for totals in self.fabric.gather(table.totals):
-                total.update(totals)
-            moments = self.optimizer.state.get(label, {}).values()            # a row-wise table has its own
-            result[label] = dict(total, memory_bytes=table.memory_bytes(moments))
+                result[label].update(totals)
         return result
 
 
@@ -3522,7 +3513,7 @@ CHECKPOINTS = "checkpoints"              # folder in the run directory
 UNFINISHED: set[Path] = set()            # folders that this process writes and has not named: its end removes them
 
 
-def file_sha256(path: Path) -> str:
+def file_sha256(path: Path):
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -3562,12 +3553,16 @@ def part_of(folder: Path, run_id: str):
     return folder.with_name(f"{folder.name}.{run_id}.part")
 
 
-def write_folder(folder: Path, run_id: str, contents: Iterable, fabric: Fabric):
-    """Write a new folder with these files of every rank, and give it its name once. Raises RunError. Collective.
-    contents: (name, bytes or what torch.save takes), each made when the one before it is on the disk."""
+def write_folder(folder: Path, run_id: str, files: dict, executor: Executor):
+    """Write a new folder with these files of rank 0, name -> bytes or what torch.save takes, and each rank's rows; then
+    give it its name. Raises RunError. Collective."""
+    fabric = executor.fabric
     part = part_of(folder, run_id)
+    contents = row_files(executor)                            # each made when the one before it is on the disk
+    if fabric.rank == 0:
+        contents = itertools.chain(files.items(), contents)
 
-    def write(name: str, content: Any) -> dict[str, Any]:
+    def write(name: str, content):
         path = part / name
         with open(path, "xb") as file:
             if isinstance(content, bytes):
@@ -3585,10 +3580,10 @@ def write_folder(folder: Path, run_id: str, contents: Iterable, fabric: Fabric):
         with fabric.failing_together(), refused(part):
             facts = {name: write(name, content) for name, content in contents}
         # The name comes last, when every byte under it is on the disk.
-        files = functools.reduce(operator.or_, fabric.gather(facts))
+        facts = functools.reduce(operator.or_, fabric.gather(facts))
         with fabric.failing_together(), refused(folder):
             if fabric.rank == 0:
-                write(MANIFEST, json.dumps(dict(format=max(MANIFEST_FORMATS), files=files), indent=1).encode())
+                write(MANIFEST, json.dumps(dict(format=max(MANIFEST_FORMATS), files=facts), indent=1).encode())
                 sync_to_disk(part)
                 part.rename(folder)                           # fails if another run has taken the name
                 sync_to_disk(folder.parent)
@@ -3606,7 +3601,7 @@ def read_tensors(path: Path, manifest: dict):
         return torch.load(path, "cpu", weights_only=True, mmap=True)
 
 
-def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = False):
+def check_tensors(path: Path, cfg: Config, found, with_moments: bool = False):
     """Raise DataError unless names, shapes and dtypes are those of this config's weights, with or without moments."""
     dtype = getattr(torch, cfg.dtype)
     tensors = {}
@@ -3625,39 +3620,34 @@ def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = Fals
              expected.get(name, "no such tensor"), "use the trainer and settings of that run", DataError)
 
 
-def row_files(executor: Executor, with_state: bool):
+def row_files(executor: Executor):
     """Yield (name, content) of the files with this rank's touched rows of row-wise tables, by logical row number."""
     fabric = executor.fabric
     for label, table in executor.tables.items():
         if table.home:
             # In pieces, for a table may be larger than the memory that is left.
             for number, (places, state) in enumerate(table.home.touched()):
-                content = dict(ids=places * fabric.world + fabric.rank, rows=state.rows)
-                if with_state:
-                    content |= state._asdict()
-                yield f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt", content
+                name = f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt"
+                yield name, dict(state._asdict(), ids=places * fabric.world + fabric.rank)
 
 
-def load_rows(folder: Path, manifest: dict, executor: Executor, with_state: bool):
+def load_rows(folder: Path, manifest: dict, executor: Executor):
     """Load the row-wise tables of a save or checkpoint: each rank takes the rows that it owns. Raises DataError."""
     fabric = executor.fabric
 
-    def own_rows(label: str, stored: RowState):
-        """Yield places and rows, file by file; those without state count as updated once."""
+    def own_rows(label: str, dtype: torch.dtype):
+        """Yield places and rows, file by file."""
         for name in manifest:
             if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name):
                 content = read_tensors(folder / name, manifest)
-                ids = content["ids"]
-                if not with_state:
-                    content |= dict(rows=content["rows"].to(stored.rows.dtype), v=stored.v.new_zeros(len(ids)),
-                                    last=stored.last.new_ones(len(ids)))
-                owned = ids % fabric.world == fabric.rank
-                yield ids[owned] // fabric.world, RowState(*(content[part][owned] for part in RowState._fields))
+                owned = content["ids"] % fabric.world == fabric.rank
+                rows, v, last = (content[part][owned] for part in RowState._fields)
+                yield content["ids"][owned] // fabric.world, RowState(rows.to(dtype), v, last)
 
     for label, table in executor.tables.items():
         if table.home:
             with damaged(folder):                             # rows of another width, type or table
-                table.home.load(own_rows(label, table.home.stored))
+                table.home.load(own_rows(label, table.shard.dtype))
 
 
 def settings_json(preset: str, cfg: Config):
@@ -3669,13 +3659,11 @@ def settings_json(preset: str, cfg: Config):
 def save(folder: Path, run_id: str, preset: str, cfg: Config, executor: Executor, values: Values,
          vocabulary: list[bytes] | None):
     """Save weights in logical shapes, settings, and the bytes of the tokens. Raises RunError. Collective."""
-    files = [("weights.pt", executor.whole_weights(values)), (SETTINGS, settings_json(preset, cfg))]
+    files = {"weights.pt": executor.whole_weights(values), SETTINGS: settings_json(preset, cfg)}
     if vocabulary is not None:
         lines = [b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece]
-        files.append((VOCABULARY, b"".join(lines)))
-    if executor.fabric.rank > 0:
-        files = []                                            # but for its rows
-    write_folder(folder, run_id, itertools.chain(files, row_files(executor, with_state=False)), executor.fabric)
+        files[VOCABULARY] = b"".join(lines)
+    write_folder(folder, run_id, files, executor)
 
 
 def load_checkpoint(run_dir: Path, executor: Executor):
@@ -3690,11 +3678,12 @@ def load_checkpoint(run_dir: Path, executor: Executor):
             with fabric.failing_together(), damaged(run):
                 manifest = read_manifest(path)
                 content = read_tensors(run, manifest)
-                wholes = content["state"]["weights"] | content["state"]["moments"]
+                state = content.pop("state")
+                wholes = state["weights"] | state["moments"]
                 check_tensors(run, executor.cfg, wholes, with_moments=True)
                 executor.load_state(wholes)
-                load_rows(path, manifest, executor, with_state=True)
-                return {name: content[name] for name in ("facts", "log", "places", "train_time_ms")}
+                load_rows(path, manifest, executor)
+                return content
         except DataError as error:
             fabric.say(f"{error}\nthe checkpoint before {path.name} is taken, if there is one")
     raise DataError(f"checkpoints in {run_dir}", [path.name for path in newest_first], "a whole one of this trainer",
@@ -3743,7 +3732,7 @@ class Log:
         self.last_good = earlier["last_good"]                 # validation, in words
         self.pending = []                # steps whose loss nobody has seen: (fields, sums, tokens, event of the copy)
         self.files = {}
-        self.on_terminal = fabric.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
+        self.on_terminal = fabric.rank == 0 and sys.stderr.isatty()
         if fabric.rank == 0:
             # A log that is there is another run's. Without buffers a killed run leaves every line.
             with refused(run_dir):
@@ -3755,12 +3744,12 @@ class Log:
         for name, text in earlier["lines"].items():
             self._write(name, text.encode())
 
-    def seen(self) -> dict:
+    def seen(self):
         self.flush()
         return dict(tokens=self.tokens, done=self.done, last_good=self.last_good,
                     lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
 
-    def event(self, kind: str, **fields: Any):
+    def event(self, kind: str, **fields):
         self._write("log.jsonl", (json.dumps(dict(type=kind, **fields)) + "\n").encode())
 
     def text(self, line: str, console: bool = True):
@@ -3947,7 +3936,7 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
 
 
 def generate(cfg: Config, executor: Executor, values: Values, pieces: list[bytes] | None,
-             prompt: Sequence[int] = ()):
+             prompt: Iterable = ()):
     """Return up to sample_tokens tokens after a document start and the prompt, as text or, without pieces, as ids."""
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.document_start, *prompt]
@@ -4020,7 +4009,7 @@ def make_fabric(cfg: Config) -> Fabric:
         return fabric
 
     # The ranks meet. In a thread, since torch itself waits for ever for a port that accepts and says nothing.
-    def join() -> Any:
+    def join():
         patience = timedelta(seconds=cfg.comm_timeout)
         fabric.enter_thread()
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=patience)
@@ -4075,7 +4064,7 @@ def check_attention(cfg: Config, device: torch.device):
             torch.testing.assert_close(found.float(), exact, rtol=0, atol=most)
 
 
-def version_of(package: str) -> str | None:
+def version_of(package: str):
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
@@ -4115,7 +4104,7 @@ def choose_attention(preset: str, cfg: Config, fabric: Fabric):
     return attention_reference, "reference"
 
 
-def hardware(fabric: Fabric) -> str:
+def hardware(fabric: Fabric):
     if fabric.on_cuda:
         return f"{torch.cuda.get_device_name(fabric.device)} x {fabric.world}"
     name = platform.machine()
@@ -4183,10 +4172,10 @@ def open_data(given: Config, fabric: Fabric, source: bytes):
     cfg = resolve(given, train_shards, val_shards)
     check_enough_data(cfg, Schedule(cfg), train_shards, val_shards)
     # Links are followed: it is the same text under any name.
-    validated = {os.path.realpath(header.name) for header in val_shards}
-    shared = [header.name for header in train_shards if os.path.realpath(header.name) in validated]
+    files = [{os.path.realpath(header.name) for header in shards} for shards in (train_shards, val_shards)]
+    shared = set.intersection(*files)
     if shared:
-        fabric.say(f"trained on and validated with: {shared[0]}, {len(shared)} such shards in all; "
+        fabric.say(f"trained on and validated with: {min(shared)}, {len(shared)} such shards in all; "
                    "the validation losses say nothing about other text")
     return cfg, train_shards, val_shards, decisive_settings(given) | content
 
@@ -4204,11 +4193,9 @@ def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric):
         for folder in folders:
             need(not any(os.path.lexists(folder / name) for name in LOGS), f"run directory {folder}", "the log of a "
                  "run", "a folder without one", "another --run_dir, or remove what an earlier start has left", RunError)
-        # The name of a save must be free, and stay so: a run directory inside it would take it.
         if cfg.save:
-            folder = Path(cfg.save).absolute()
-            free = not os.path.lexists(folder) and not any(run.absolute().is_relative_to(folder) for run in folders)
-            need(free, f"--save={cfg.save}", "a name that is taken, or that the run directory is in", "a free name",
+            folder = Path(cfg.save)
+            need(not os.path.lexists(folder), f"--save={cfg.save}", "a name that is taken", "a free name",
                  "another name; nothing is overwritten")
             with refused(folder, ConfigError):
                 part_of(folder, run_id).mkdir(parents=True)
@@ -4236,10 +4223,9 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict, executor: Execut
     fabric = executor.fabric
     folder = run_dir / CHECKPOINTS
     name = f"step-{values.step:07d}"
-    state = executor.whole_state(values)
-    files = [("run.pt", dict(content, state=state))] if fabric.rank == 0 else []
+    files = {"run.pt": dict(content, state=executor.whole_state(values))}
     try:
-        write_folder(folder / name, run_id, itertools.chain(files, row_files(executor, with_state=True)), fabric)
+        write_folder(folder / name, run_id, files, executor)
     except RunError as error:
         fabric.say(f"{error}\nthe run goes on without this checkpoint")
         return
@@ -4370,7 +4356,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     profile = make_profile(cfg, first, schedule.end_step)
 
     # Each run has a log of its own, which the process closes however it ends.
-    def open_log(folder: Path) -> Log:
+    def open_log(folder: Path):
         log = ending.log = Log(folder, fabric, schedule, beside, earlier["log"])
         write_header(log, preset, given, executor, attention, decisive, resumed)
         return log
@@ -4488,7 +4474,7 @@ def sample_saved(flags: Config):
     executor = Executor(cfg, fabric, attention_reference, precision=None)
     with damaged(weights):
         executor.model.load_state_dict(tensors)
-    load_rows(folder, manifest, executor, with_state=False)
+    load_rows(folder, manifest, executor)
 
     schedule = Schedule(cfg)
     print_result(flags.prompt + generate(cfg, executor, schedule.at(schedule.end_step), pieces, prompt))
@@ -4510,7 +4496,7 @@ def describe(error: BaseException | signal.Signals):
     return 1, "".join(traceback.format_exception(error))
 
 
-def lost_rank(found: str) -> RunError:
+def lost_rank(found: str):
     return RunError("lost another rank", found, "every rank's answer within --comm_timeout", "look for the end of the "
                     "other ranks: killed (dmesg tells of the out-of-memory killer), or stuck; torchrun names the first")
 
@@ -4524,7 +4510,7 @@ def first_cause(cause: str, alone: str):
     store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=patience)
     store.add(f"ended ranks, {restart}", 1)
 
-    def all_ended() -> bool:
+    def all_ended():
         deadline = time.monotonic() + OTHERS_PATIENCE
         while store.add(f"ended ranks, {restart}", 0) < int(env["WORLD_SIZE"]):
             if time.monotonic() > deadline:
@@ -4560,7 +4546,6 @@ class Ending:
         self.begun.acquire()                                                  # the second waits here for the end
         status, cause = describe(error)
         limit = threading.Timer(END_PATIENCE, os._exit, [status])             # if a dead disk, say, holds this up
-        limit.daemon = True
         limit.start()
         speaks = True
         if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -4582,13 +4567,12 @@ class Ending:
         os._exit(status)
 
 
-def main(argv: Sequence[str]):
+def main(argv: list):
     """Do what the flags say. Exits with 0: done, 1: the run failed, 2: bad settings or data, 128 + n: by signal n."""
     ending = Ending()
     try:
         source = Path(__file__).read_bytes()                                  # before anybody edits it
-        if sys.stdout is not None:
-            sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdout.reconfigure(errors="backslashreplace")
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         preset, cfg = parse_flags(argv)
         if cfg.sample:
