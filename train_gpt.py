@@ -89,30 +89,24 @@ class TrainerError(Exception):
         what, found, expected, do = self.args
         return f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}"
 
-
 class ConfigError(TrainerError):
     """A setting, a launch or a device that cannot work."""
 
-
 class DataError(TrainerError):
     """Files that are missing, damaged or too few."""
-
 
 class RunError(TrainerError):
     """Something that went wrong in a run: loss, memory, disk, another rank."""
     status = 1
 
-
 def need(ok: object, what: str, found: object, expected: object, do: str, kind: type = ConfigError):
     if not ok:
         raise kind(what, found, expected, do)
-
 
 def need_all(rules: dict, what: str, found: object, do: str):
     """Raise ConfigError with the first rule (its words -> whether it holds) that is broken."""
     for rule, holds in rules.items():
         need(holds, what, found, rule, do)
-
 
 @dataclass(frozen=True)
 class Layer:
@@ -123,7 +117,6 @@ class Layer:
     key_shift: bool = False      # the unrotated half of the keys comes from the token before (key offset)
     keep_as: str = ""            # name under which the layer's output is kept
     add: str = ""                # kept stream added, gated, before the layer
-
 
 SKIP, BACKOUT = "skip", "backout"
 LAYERS = (                                                                    # depth (recipe 2.2)
@@ -141,7 +134,6 @@ LAYERS = (                                                                    # 
 ATTENTION_LAYERS = tuple(depth for depth, layer in enumerate(LAYERS) if layer.attention != "none")
 NUM_VALUE_TABLES = sum(layer.value is not None for layer in LAYERS)
 
-
 class Stage(NamedTuple):
     """One stage of the run. Windows are in blocks; weights of the predicted tokens move linearly over the stage."""
     batch_tokens: int
@@ -152,13 +144,11 @@ class Stage(NamedTuple):
     mtp_end: tuple[float, ...]
     untie: bool = False                  # embedding and head part at its start, after that Adam cycle's update
 
-
 STAGES = (                                                                    # recipe 4; the last is the extension
     Stage(131_072, 1, 3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
     Stage(262_144, 3, 7, 1.52, (1.0, 0.5), (1.0, 0.0)),
     Stage(393_216, 5, 11, 1.73, (1.0,), (1.0,), untie=True),
     Stage(393_216, 6, 13, 1.00, (1.0,), (1.0,)))
-
 
 class NgramTable(NamedTuple):
     """One table of hashed n-grams."""
@@ -174,7 +164,6 @@ class NgramTable(NamedTuple):
     wd_mul: float = 5.0                  # of adam_weight_decay
     beta2: float = 0.95                  # decay of the second moment in an update
 
-
 # By order: odd factors of the tokens' hash and of the signs' hash, newest token first. Those for two and three tokens
 # are the peer's of record 92, those of a fourth are ours; recipe A's own table of bigrams is none of these.
 NGRAM_FACTORS = {
@@ -188,12 +177,10 @@ GATE_INPUTS = 12                         # features that a gate reads
 FP8_UNIT = 16                            # sizes in an fp8 product are multiples of it
 SLOT_UNIT = FP8_UNIT                     # tokens: a slot is a multiple of it, on every device
 
-
 def knob(group: str, default, unit: str, about: str, choices: tuple = (), least: float = 0,
          most: float = 2**31 - 1):
     return field(default=default, metadata=dict(
         group=group, unit=unit, about=about, choices=choices, least=least, most=most))
-
 
 _data = functools.partial(knob, "data")
 _model = functools.partial(knob, "model")
@@ -205,7 +192,6 @@ STAGE_ROW = "rows 'batch_tokens short long lr_mul mtp_start mtp_end [untie]' joi
 TABLE_ROW = ("n-grams: rows 'label order rows place signs home cadence rounding lr wd beta2' joined by ';', the last 8 "
              "columns of which may be left out; place: `stream`, or the depth of a layer")
 ATTENTION_KERNELS = ("auto", "FA4", "FA3", "varlen", "reference")             # packages, torch's own, plain PyTorch
-
 
 @dataclass(frozen=True)
 class Config:
@@ -273,20 +259,16 @@ class Config:
     sample: str = _run("", "folder", "generate from the weights that --save left there instead of training")
     prompt: str = _run("", "text", "with which a sample begins")
 
-
 # A row of a table is one text in a flag, in a log and in the settings of a save; so it is written and read here alone.
 def numbers(word: str):
     return tuple(map(float, word.split(",")))
 
-
 def place(word: str):
     return None if word == "stream" else int(word)
-
 
 ROW_COLUMNS = dict(
     stages=(Stage, int, int, int, float, numbers, numbers, {"untie": True}.__getitem__),
     tables=(NgramTable, str, int, int, place, int, str, int, str, float, float, float))
-
 
 def read_rows(name: str, text: str):
     """Read a table; columns left out have their defaults. Raises ValueError, TypeError or KeyError."""
@@ -298,7 +280,6 @@ def read_rows(name: str, text: str):
         if words:
             rows.append(make(*(column(word) for column, word in zip(columns[:len(words)], words, strict=True))))
     return tuple(rows)
-
 
 RECORD = dict(device="cuda")
 POCKET = dict(
@@ -328,7 +309,6 @@ NOT_INHERITED = {"run_dir", "runs", "resume", "save"}                           
 MAY_CHANGE = NOT_MATHEMATICS - {"seed"}                                               # on --resume
 SETTINGS = "settings.json"               # of a run directory and of a save: {"preset": ..., "flags": {field: text}}
 
-
 def row_text(row: Stage | NgramTable):
     """Write a row as `read_rows` reads it."""
     words = []
@@ -341,10 +321,8 @@ def row_text(row: Stage | NgramTable):
             words.append("stream" if value is None else str(value))
     return " ".join(words)
 
-
 def flag_text(value):
     return ";".join(map(row_text, value)) if isinstance(value, tuple) else str(value)
-
 
 def parse_value(name: str, text: str):
     """Read a field's value from the text of its flag. Raises ConfigError for another type, choice or bound."""
@@ -371,13 +349,11 @@ def parse_value(name: str, text: str):
     raise ConfigError(f"--{name}", repr(text), f"{allowed}: {about['about']}",
                       f"for example --{name}={flag_text(spec.default)}")
 
-
 def make_config(preset: str, values: dict):
     """Return the settings of a preset and these fields, checked. Raises ConfigError."""
     cfg = Config(**PRESETS[preset] | values)
     check_config(cfg)
     return cfg
-
 
 def read_settings(folder: Path):
     """Return the preset and the settings that a run directory or a save has kept. Raises DataError."""
@@ -393,7 +369,6 @@ def read_settings(folder: Path):
                         "folder of a run or of a save; one of an older trainer needs that trainer, the train_gpt.py in "
                         "the run directory") from None
 
-
 def print_result(text: str):
     """Print what the user asked for. Raises RunError if standard output does not take it."""
     try:
@@ -401,7 +376,6 @@ def print_result(text: str):
     except (OSError, ValueError) as error:
         raise RunError("standard output", error, "one that takes all lines", "redirect it to where there is room; what "
                        "a run has found stands in its log") from None
-
 
 def flag_parser(preset: str):
     """Return a parser of all flags, whose help shows the preset's values."""
@@ -420,7 +394,6 @@ def flag_parser(preset: str):
             listed.add_argument(f"--{spec.name}", metavar=spec.metadata["unit"], help=about,
                                 type=functools.partial(parse_value, spec.name))
     return parser
-
 
 def read_flags(argv: list):
     """Return the preset, or None, and {field: value} of given flags. --help prints and exits. Raises ConfigError."""
@@ -446,13 +419,11 @@ def read_flags(argv: list):
          "a prompt needs --sample=DIR")
     return preset, given
 
-
 def decisive_settings(cfg: Config):
     """Return the settings on which a run's numbers depend, as texts."""
     # Homes of tables change no bit, and a run may be resumed with another.
     cfg = replace(cfg, tables=tuple(table._replace(home="device") for table in cfg.tables))
     return {name: flag_text(value) for name, value in vars(cfg).items() if name not in MAY_CHANGE}
-
 
 def parse_flags(argv: list):
     """Return preset and settings; --resume puts an earlier run's flags first. Raises ConfigError, DataError.
@@ -479,7 +450,6 @@ def parse_flags(argv: list):
              f"leave --{name} out; these may change: {sorted(MAY_CHANGE - NOT_INHERITED)}, and the home of a table")
     return earlier_preset, cfg
 
-
 def check_layers(layers: tuple):
     """Raise ConfigError for a layer table that cannot work, or that would train another model than it seems to say."""
     kept = [""]                          # by the layers above; nothing can always be added
@@ -498,7 +468,6 @@ def check_layers(layers: tuple):
     need(BACKOUT in kept and len(kept) == len(set(kept)) and values == list(range(len(values))), "LAYERS",
          f"streams kept {kept}, value tables {values}", f"each stream once, with {BACKOUT!r}, and value tables "
          "0, 1, ... once each", "see the columns of Layer")
-
 
 def check_rows(cfg: Config):
     """Raise ConfigError for a row of --stages or --tables that cannot work."""
@@ -532,7 +501,6 @@ def check_rows(cfg: Config):
                 0 <= table.lr_mul <= 10**6 and 0 <= table.wd_mul <= 10**6 and 0 <= table.beta2 <= 1,
         }, "--tables", table, f"change that row; the table is {TABLE_ROW}")
 
-
 def check_config(cfg: Config):
     """Raise ConfigError for settings that do not fit together, with ones that do."""
     # Types and bounds were checked where texts were read; these are about several settings, or about more than bounds.
@@ -556,7 +524,6 @@ def check_config(cfg: Config):
     for name, right, expected, instead in rules:
         value = flag_text(getattr(cfg, name))
         need(right, f"--{name}", value or "nothing", expected, f"for example --{name}={instead}")
-
 
 @dataclass(frozen=True)
 class Fabric:
@@ -640,7 +607,6 @@ class Rotary(NamedTuple):
     frequencies: tuple[float, ...]       # E/4 angles per position; the other half of the head does not rotate
     attn_scale: float                    # softmax scale, grown by YaRN
 
-
 @dataclass(frozen=True)
 class Values:
     """Everything the schedule says for one step."""
@@ -659,11 +625,9 @@ class Values:
     untie: bool                          # after this step's update, head and embedding part
     validate: bool                       # validation comes before the training part of this step
 
-
 ROTARY_BASE = 1024.0
 YARN_ALPHA, YARN_BETA = 1.0, 32.0        # full turns inside the old window: below alpha stretched, above beta kept
 YARN_SCALE_GROWTH = 0.2                  # of the softmax scale, times the logarithm of the windows' ratio
-
 
 def rotary_by_stage(cfg: Config) -> list[Rotary]:
     """E/4 frequencies from 1 down to 1/1024 (half-truncated rotary, recipe 2.4), and the softmax scale.
@@ -682,7 +646,6 @@ def rotary_by_stage(cfg: Config) -> list[Rotary]:
         growth = YARN_SCALE_GROWTH * math.log(new / old) + 1
         rotary.append(Rotary(tuple(frequencies), rotary[-1].attn_scale * growth))
     return rotary
-
 
 class Schedule:
     """Pure functions of the step, recipe 4. `at(end_step)` is the final validation, with the widest window.
@@ -808,7 +771,6 @@ FORMULA = "formula:"                     # formula:VOCAB:DOCUMENT_START:TOKENS:S
 FORMULA_MIX = 0x9E3779B97F4A7C15         # 2^64 over the golden ratio: products of neighbours look unrelated at the top
 FORMULA_DOCUMENT = 32                    # tokens, on average
 
-
 class ShardHeader(NamedTuple):
     """One shard: a file, or a formula that makes its tokens."""
     name: str
@@ -820,7 +782,6 @@ class ShardHeader(NamedTuple):
     def vocabulary(self) -> tuple[int, int]:
         return self.vocab_size, self.document_start
 
-
 class Shard:
     """Tokens of one shard in memory, (tokens,) u16, and where its documents start."""
     def __init__(self, tokens: np.ndarray, document_start: int):
@@ -828,13 +789,11 @@ class Shard:
         self.doc_starts = np.flatnonzero(tokens == document_start)
         self.doc_lengths = np.diff(self.doc_starts, append=len(tokens))
 
-
 class Slot(NamedTuple):
     """One slot of T tokens on the host."""
     tokens: np.ndarray                   # (T + 1,) u16: inputs are the first T, targets the last T
     cu_seqlens: np.ndarray               # (documents + 1,) i32: 0, then the end of each document in the inputs, last T;
                                          # the first or last document may be empty
-
 
 def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int):
     """Make (count,) u16 tokens from their positions and the seed alone: for the tiny preset and the warm-up."""
@@ -845,7 +804,6 @@ def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int):
     drawn[mixed % FORMULA_DOCUMENT == 0] = document_start
     drawn[:1] = document_start
     return drawn.astype(np.uint16)
-
 
 def find_shards(pattern: str):
     """Return the headers of all shards of a pattern in name order, checked. Raises DataError."""
@@ -861,7 +819,6 @@ def find_shards(pattern: str):
         folder = glob.escape(folder)
     paths = sorted(glob.glob(os.path.join(folder, name))) or [pattern]
     return [read_header(Path(path)) for path in paths]
-
 
 def read_header(path: Path):
     """Read and check the first 1,024 bytes and the length of a shard. Raises DataError."""
@@ -881,7 +838,6 @@ def read_header(path: Path):
         vocab, start = GPT2_VOCAB, GPT2_DOCUMENT_START
     return ShardHeader(str(path), count, vocab, start)
 
-
 def read_manifest(folder: Path):
     """Return the sha256 of each file that a folder's manifest names; {} without a manifest. Raises DataError."""
     path = folder / MANIFEST
@@ -898,7 +854,6 @@ def read_manifest(folder: Path):
         raise DataError(f"{path} as a manifest", f"{type(error).__name__}: {error}", "format 1 or 2, as data/README.md "
                         "has it", "write the folder again, or remove this file if those beside it are sound") from None
 
-
 def check_manifest(path: Path, content: bytes | np.ndarray):
     """Raise DataError if the manifest beside a file says that it had another content."""
     expected = read_manifest(path.parent).get(path.name)
@@ -907,7 +862,6 @@ def check_manifest(path: Path, content: bytes | np.ndarray):
         need(sha256 == expected, f"{path}: content", f"sha256 {sha256}", f"{expected}, says {MANIFEST} beside it",
              "the file is damaged, or a mixture of two data sets: write the data again, "
              f"or remove {MANIFEST} if this content is meant", DataError)
-
 
 def load_shard(header: ShardHeader) -> Shard:
     """Read a shard, or make the tokens of its formula, and look at every token. Raises DataError."""
@@ -924,7 +878,6 @@ def load_shard(header: ShardHeader) -> Shard:
          "before every document", "fetch or write the shard again, and let nobody change it during a run", DataError)
     return shard
 
-
 def scan_shards(headers: list):
     """Look at every token of every shard; return the hash of all names and contents, in order. Raises DataError."""
     # The name of a formula says everything.
@@ -938,7 +891,6 @@ def scan_shards(headers: list):
             check_manifest(path, content)
             load_shard(header)
     return digest.hexdigest()
-
 
 def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]):
     """Fill in the sizes that the shard headers decide. Raises DataError or ConfigError if they are contradicted."""
@@ -961,7 +913,6 @@ def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]):
     return replace(cfg, vocab_size=vocab_size, document_start=document_start, padded_vocab=padded,
                    bigram_rows=bigram_rows)
 
-
 def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader], val: list[ShardHeader]):
     """Raise DataError before anything is built if the shards cannot last for the plan, or hold too few whole blocks."""
     # A lower bound: packing drops ends of documents and of shards. With --time_budget nobody knows the steps yet.
@@ -982,7 +933,6 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader],
     tokens = sum(whole_blocks(header.tokens, cfg.val_batch_tokens) for header in val)
     need(tokens >= cfg.val_tokens, "too few validation tokens", f"{tokens} in blocks of {cfg.val_files!r}",
          cfg.val_tokens, f"more shards, or --val_tokens={tokens} with a --val_batch_tokens that divides it", DataError)
-
 
 def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int, max_doc_len: int):
     """Deal documents to the slots of a block in stream order (recipe 5.2, 11.3).
@@ -1005,18 +955,15 @@ def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int, m
         doc = next_doc
     return slots, doc
 
-
 def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray):
     pieces = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
     cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
     cu_seqlens[-1] -= 1                                                       # the last token is a target only
     return Slot(np.concatenate(pieces), cu_seqlens.astype(np.int32))
 
-
 def whole_blocks(shard_tokens: int, block_tokens: int):
     """Count tokens of a shard's whole validation blocks; 2 stay out: the last target, and one more as in the peer."""
     return max(0, shard_tokens - 2) // block_tokens * block_tokens
-
 
 def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int, document_start: int):
     """Yield consecutive slots in whole blocks of num_slots, not aligned to documents, none of which is cut short."""
@@ -1025,7 +972,6 @@ def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int, 
             tokens = shard.tokens[start:start + slot_tokens + 1]
             borders = np.flatnonzero(tokens[:-1] == document_start)
             yield Slot(tokens, np.concatenate([[0], borders, [slot_tokens]]).astype(np.int32))
-
 
 def ngram_hash(tokens: np.ndarray, factors: tuple, modulus: int, none: int):
     """Hash the n-gram that ends at each position of a slot, (..., T) i32 -> (..., T) i32 below modulus.
@@ -1038,7 +984,6 @@ def ngram_hash(tokens: np.ndarray, factors: tuple, modulus: int, none: int):
     hashed[..., :len(factors) - 1] = none
     return hashed
 
-
 def bigram_hash(tokens: np.ndarray, rows: int):
     """Return the row of each (previous, current) token pair of slots, (..., T) i32 -> (..., T) i32 in [0, rows).
         row = ((36313 * current) xor (27191 * previous)) mod (rows - 1);  the last row means: no pair"""
@@ -1048,7 +993,6 @@ def bigram_hash(tokens: np.ndarray, rows: int):
     overwritten = tokens.copy()
     overwritten[..., 0] = no_pair
     return ngram_hash(overwritten, (HASH_CURRENT, HASH_PREVIOUS), no_pair, none=no_pair)
-
 
 class Table(NamedTuple):
     """An embedding of which a step reads few rows: further columns of its row in the parameter table."""
@@ -1062,7 +1006,6 @@ class Table(NamedTuple):
     cadence: int = 2                     # steps between updates
     rounding: str = "nearest"            # of bf16 rows after a rowwise update
     signs: Callable[[np.ndarray], np.ndarray] | None = None       # tokens (b, T) i32 -> vectors of signs (b, T) i32
-
 
 def row_tables(cfg: Config) -> tuple[Table, ...]:
     """Return the tables, with the functions that say which rows a token reads."""
@@ -1087,7 +1030,6 @@ def row_tables(cfg: Config) -> tuple[Table, ...]:
                             rounding=line.rounding, signs=signs))
     return tuple(tables)
 
-
 @dataclass(eq=False)
 class RowUpdate:
     """The rows of this rank's shard that a row-wise update changes: those that any rank reads in the cycle, each once.
@@ -1098,7 +1040,6 @@ class RowUpdate:
     fresh: Tensor                        # (f,) i64: index into `places` of the rows that the update before has not
     kept: Tensor                         # (u - f,) i64: index into `places` of those that it has,
     kept_from: Tensor                    # (u - f,) i64: and the index of the same rows into its places
-
 
 def distinct_with_places(values: np.ndarray):
     """Return the distinct values, integers below 2^32, ascending, and the index of each value in them, both i64."""
@@ -1111,7 +1052,6 @@ def distinct_with_places(values: np.ndarray):
     index[words & 0xFFFFFFFF] = np.cumsum(is_new) - 1
     return ordered[is_new], index
 
-
 def row_update(requested: np.ndarray, before: RowUpdate | None, fabric: Fabric):
     """Make the update of the requested rows, which are places in the shard; before: the update that it follows."""
     places, inverse = distinct_with_places(requested)
@@ -1120,7 +1060,6 @@ def row_update(requested: np.ndarray, before: RowUpdate | None, fabric: Fabric):
     fresh = np.delete(np.arange(len(places)), kept)
     places, inverse, *lists = map(fabric.host_tensor, (places, inverse, fresh, kept, kept_from))
     return RowUpdate(places, inverse, before, *lists)
-
 
 @dataclass(eq=False)
 class TablePlan:
@@ -1157,7 +1096,6 @@ class TablePlan:
         self.sent += (sum(send_counts) - send_counts[rank]) * item_bytes
         self.received += (sum(recv_counts) - recv_counts[rank]) * item_bytes
 
-
 class Batch(NamedTuple):
     """This rank's slots of one step, b of them."""
     step: int
@@ -1179,7 +1117,6 @@ class Batch(NamedTuple):
 
     def to(self, device: torch.device) -> Batch:
         return self.map(operator.methodcaller("to", device, non_blocking=True))
-
 
 @dataclass
 class Planner:
@@ -1255,7 +1192,6 @@ class Planner:
         plan_ms = 1000 * (time.perf_counter() - began)
         return TablePlan(tag, size, my_rows, counts, my_rows, counts, head_columns, plan_ms, reads=len(logical))
 
-
 def bounded(future: Future, cfg: Config, what: str):
     """Return the result of a thread's work, or raise what it raised; RunError after --comm_timeout."""
     try:
@@ -1264,10 +1200,8 @@ def bounded(future: Future, cfg: Config, what: str):
         raise RunError(what, f"nothing after {cfg.comm_timeout} s", "an answer by then",
                        "look at disk and other ranks, or give a longer --comm_timeout") from None
 
-
 class DataEnded(DataError):
     """No shard holds another block: raised on every rank for the same cycle."""
-
 
 @dataclass
 class Loader:
@@ -1366,7 +1300,6 @@ class Loader:
                         f"{self.cfg.max_doc_len} of each document", "more or larger shards, a larger --max_doc_len, "
                         "--epochs=0 to read them again and again, or fewer steps by --max_steps")
 
-
 @dataclass
 class ValidationSet:
     """The validation slots in memory, and what is known of their text."""
@@ -1412,7 +1345,6 @@ class ValidationSet:
             batch, = self.planner.batches(self.purpose, [values], [my_slots])
             yield batch.to(self.fabric.device)
 
-
 def read_vocabulary(folder: Path, cfg: Config):
     """Return the bytes of each token from a folder's vocab.txt, or None without one. Raises DataError."""
     # A line of the file is "base64 id"; the document start has no line and no bytes.
@@ -1448,14 +1380,12 @@ LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # 
 
 tl = None                                # triton.language, from the first launch on: only a GPU needs the package
 
-
 @functools.cache
 def jitted(kernel: Callable):
     """Return the kernel as Triton compiles it; its body finds `tl` among the names of this file."""
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
     return triton.jit(kernel)
-
 
 def first_order(backward: Callable):
     """Refuse create_graph=True: weight gradients are written where autograd does not see them. Raises RunError."""
@@ -1467,16 +1397,13 @@ def first_order(backward: Callable):
         return backward(ctx, *grads)
     return call
 
-
 def accum_dtype(dtype: torch.dtype):
     """Dtype of accumulators and optimizer state for weights of this dtype: f32, but f64 in an f64 run."""
     return torch.promote_types(dtype, torch.float32)
 
-
 def rms_norm(x):
     """x / sqrt(mean(x^2) + eps) over the last axis, no gain."""
     return F.rms_norm(x, (x.shape[-1],), eps=RMS_EPS)
-
 
 def rotate(x, cos, sin):
     """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle; x (..., E), cos and sin of set_rotary."""
@@ -1497,7 +1424,6 @@ class AttentionSpan:
         # A graph is compiled anew for each value of a field that it reads, but takes a tensor as an input.
         numbers = torch.tensor((self.max_len, self.window, self.scale), dtype=torch.float64, device="cpu")
         object.__setattr__(self, "numbers", numbers)          # frozen, so that they never differ from the fields
-
 
 def attention_reference(q, k, v, cu_seqlens, span: AttentionSpan):
     """Causal softmax attention inside documents, at the cost of N * window. q, k, v (N, H, E) -> (N, H, E).
@@ -1524,11 +1450,9 @@ def attention_reference(q, k, v, cu_seqlens, span: AttentionSpan):
     out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen[:, None], scale=span.scale)
     return out.transpose(1, 2).reshape(blocks * block, heads, width)[:count]
 
-
 def attention_varlen(q, k, v, cu_seqlens, span: AttentionSpan):
     """The same by torch's variable-length kernel (FA2, FA3, FA4): CUDA, bf16 or f16."""
     return Varlen.apply(q, k, v, cu_seqlens, span.numbers)
-
 
 class Varlen(torch.autograd.Function):
     """torch's varlen attention with window, max length and scale as graph inputs: changing them recompiles nothing."""
@@ -1544,12 +1468,10 @@ class Varlen(torch.autograd.Function):
     def backward(ctx, grad):
         return *varlen_backward(grad, *ctx.saved_tensors), None, None
 
-
 def torchs_varlen():
     """Return torch's operations, which this import registers; it takes a second."""
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
-
 
 def varlen_arguments(cu_seqlens, numbers):
     """Return arguments of torch's forward and backward alike."""
@@ -1557,25 +1479,21 @@ def varlen_arguments(cu_seqlens, numbers):
     return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=int(max_len), max_k=int(max_len), is_causal=False,
                 scale=scale, window_size=[int(window), 0])    # keys seen before and after a query's own
 
-
 @torch.library.custom_op("train_gpt::varlen", mutates_args=())
 def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(output, and for the backward: log-sum-exp, state of a generator)"""
     return torchs_varlen()._varlen_attn(q, k, v, **varlen_arguments(cu_seqlens, numbers))
-
 
 @varlen.register_fake
 def _(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     *qkv, cu_seqlens, _ = inputs
     return torchs_varlen()._varlen_attn(*qkv, cu_seqlens, cu_seqlens, max_q=1, max_k=1)          # any length will do
 
-
 @torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
 def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor,
                     out: Tensor, logsumexp: Tensor, generator: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torchs_varlen()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator,
                                                  **varlen_arguments(cu_seqlens, numbers))
-
 
 @varlen_backward.register_fake
 def _(_: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -1584,7 +1502,6 @@ def _(_: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 # ---- Products with weights that have a main_grad: the gradient adds up there, and autograd gets None.
 FLAG = "grad_added_to_main_grad"         # a weight with it: True after a write, and its hooks get a dummy
-
 
 class WeightPart(NamedTuple):
     """One matrix of a weight, and where its gradient goes."""
@@ -1596,11 +1513,9 @@ class WeightPart(NamedTuple):
     number: int = 0                      # of the part: its place in weight.writes, (parts,) i64 on the CPU
     delayed: list | None = None          # queue of products that wait for `flush`; the trainer itself delays nothing
 
-
 def as_part(weight, delayed: list | None = None):
     """Return a weight (R, C) that is one matrix as its only part."""
     return WeightPart(weight, weight, getattr(weight, "main_grad", None), 0, delayed)
-
 
 def bank_parts(bank, heights: tuple):
     """Return by layer the matrices of a bank (L, ..., C), which stand below each other with these heights."""
@@ -1614,7 +1529,6 @@ def bank_parts(bank, heights: tuple):
             wgrads = bank.main_grad.view(shape)[depth].split(heights)         # an error unless it is one block
         by_layer.append([WeightPart(bank, *part) for part in zip(layer.split(heights), wgrads, numbers)])
     return by_layer
-
 
 def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, b: Tensor | None) -> None:
     """main_grad (+)= a^T b: the first write of a part since its clear overwrites whatever stands there.
@@ -1633,11 +1547,9 @@ def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, 
     else:
         main_grad.addmm_(a.t().to(dtype), b.to(dtype), beta=beta)
 
-
 # What graphs call; eager code calls the function itself, for the op's dispatch takes 90 microseconds.
 wgrad_op = torch.library.custom_op("train_gpt::wgrad_accumulate", wgrad_accumulate,
                                    mutates_args=("main_grad", "writes"))
-
 
 def accumulate_wgrad(part: WeightPart, a, b: Tensor | None):
     """Put a^T b, or a if b is None, where the gradient of a part belongs. Returns what backward gives autograd."""
@@ -1657,10 +1569,8 @@ def accumulate_wgrad(part: WeightPart, a, b: Tensor | None):
     setattr(part.weight, FLAG, True)
     return torch.zeros_like(part.matrix)
 
-
 def versions_of(*factors: Tensor | None):
     return [x._version for x in factors if x is not None]                     # each change in place counts one more
-
 
 @torch.no_grad()
 def flush(delayed: list):
@@ -1674,7 +1584,6 @@ def flush(delayed: list):
         if part.main_grad is None:
             part.matrix.grad = wgrad if part.matrix.grad is None else part.matrix.grad + wgrad
     delayed.clear()
-
 
 class LinearFunction(torch.autograd.Function):
     """x (scale matrix)^T; scale () or None is learnt too, and the matrix's gradient goes where its part says."""
@@ -1704,7 +1613,6 @@ class LinearFunction(torch.autograd.Function):
             a, b = scale * product, None
         return grad_x, grad_scale, accumulate_wgrad(ctx.part, a, b), None
 
-
 def linear(x, part: WeightPart, scale: Tensor | None = None):
     """x (scale matrix)^T, (..., C) -> (..., R)."""
     return LinearFunction.apply(x, scale, part.matrix, part)
@@ -1716,7 +1624,6 @@ def linear(x, part: WeightPart, scale: Tensor | None = None):
 LARGE_TILE = dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8), (4, 3)
 RELU_SQ_TILES = {(8, 0): (dict(LARGE_TILE[0], COLUMNS=128), (3, 3)), (9, 0): LARGE_TILE, (10, 0): LARGE_TILE}
 DESCRIBED_BYTES = 16                     # descriptors want lines of a multiple of this
-
 
 def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.constexpr, ROWS: tl.constexpr,
                    COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
@@ -1747,7 +1654,6 @@ def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.const
                 result = positive * positive
             out_lines.store([row, left], result.to(out_lines.dtype))
 
-
 @torch.library.custom_op("train_gpt::relu_sq", mutates_args=())
 def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     """relu_sq_kernel, where it fits: max(x w^T, 0)^2, or with squares (N, F) its BACKWARD. x (N, K), w (F, K)."""
@@ -1770,11 +1676,9 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
         num_stages=stages[backward], **tile)
     return out
 
-
 @relu_sq.register_fake
 def _(x: Tensor, w: Tensor, _: Tensor | None) -> Tensor:
     return x.new_empty(len(x), len(w))
-
 
 def fits_relu_sq(x, w):
     """True if relu_sq supports this device, dtype and shape of x (N, K) and w (F, K)."""
@@ -1783,7 +1687,6 @@ def fits_relu_sq(x, w):
     described = all(length * x.element_size() % DESCRIBED_BYTES == 0 for length in (x.shape[1], len(w)))
     card = torch.cuda.get_device_properties(x.device)         # which compilers take for a constant
     return described and (card.major, card.minor) in RELU_SQ_TILES
-
 
 class ReluSqMLP(torch.autograd.Function):
     """max(n up^T, 0)^2 down; the matrices' gradients go where their parts say."""
@@ -1816,7 +1719,6 @@ class ReluSqMLP(torch.autograd.Function):
         grad_up = accumulate_wgrad(up, grad_pre, n.flatten(0, -2))
         return grad_n, grad_up, accumulate_wgrad(down, squares, grad_y), None, None
 
-
 def relu_sq_mlp(n, up: WeightPart, down: WeightPart):
     """max(n up^T, 0)^2 down. n (..., D), up and down (F, D) as stored (recipe 2.7)."""
     return ReluSqMLP.apply(n, up.matrix, down.matrix, up, down)
@@ -1827,14 +1729,12 @@ def softcap(logits):
     """Logits between 0 and LOGIT_CAP, any shape and float dtype."""
     return LOGIT_CAP * (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
 
-
 def row_chunks(logits, *arrays: Tensor):
     """Split arrays (N, ...), first the logits (N, V), by rows; into one chunk where a compiler fuses the passes."""
     rows = len(logits)
     if not logits.is_cuda and not torch.compiler.is_compiling():
         rows = max(1, LOGITS_AT_ONCE // logits.shape[1])
     return zip(*(x.split(rows) for x in (logits, *arrays)))
-
 
 def next_token_losses(y, w, targets):
     """Evaluation: -log softmax(softcap(y w))[target], no fp8. y (N, D), w (D, V), targets (N,) -> (N,) f32 or f64."""
@@ -1846,7 +1746,6 @@ def next_token_losses(y, w, targets):
         losses.append(lse - z.gather(1, ids)[:, 0])
     return torch.cat(losses)
 
-
 def mtp_targets(targets, weights):
     """(B, T), (G,) -> ids (N, G) i64 of the next G tokens and their weights (N, G), 0 beyond the slot's end."""
     slots, length = targets.shape
@@ -1856,7 +1755,6 @@ def mtp_targets(targets, weights):
     next_ids = targets[:, torch.where(inside, ahead, 0)]                      # (B, T, G)
     token_weights = (inside * weights).expand(slots, -1, -1)
     return next_ids.flatten(0, 1), token_weights.flatten(0, 1)
-
 
 def losses_with_gradient(logits, ids, token_weights, grad, factor: float):
     """logits (N, V), ids and token_weights (N, G) -> sum over k of token_weights[k] * -log softmax(z)[ids[k]], (N,).
@@ -1888,11 +1786,9 @@ def losses_with_gradient(logits, ids, token_weights, grad, factor: float):
         torch.mul(grad_z, slope, out=out)
     return torch.cat(losses)
 
-
 def e4m3(x, scale: float):
     """x / scale, divided in f32 and rounded once; beyond the range it saturates on every version and device."""
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
-
 
 def fp8_product(a, b, scale, native: bool, out_dtype: torch.dtype,
                 fast: bool = False):
@@ -1904,7 +1800,6 @@ def fp8_product(a, b, scale, native: bool, out_dtype: torch.dtype,
     by_tensor = F.ScalingType.TensorWise
     return F.scaled_mm(a, b, scale.float(), by_tensor, torch.ones((), device=a.device), by_tensor,
                        output_dtype=out_dtype, use_fast_accum=fast)
-
 
 class HeadLoss(torch.autograd.Function):
     """Softcapped cross-entropy of the next G tokens, with the head's product inside (recipe 2.8).
@@ -1965,7 +1860,6 @@ def sign_vectors(width: int):
     drawn = torch.randint(2, (SIGN_VECTORS, width), generator=torch.Generator().manual_seed(SIGN_SEED))
     return torch.cat((2 * drawn - 1, torch.ones(1, width, dtype=drawn.dtype)))
 
-
 def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
     """row_grads[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours."""
     # One program for each i: that of a row's first line adds all lines of the row, LINES at a time; the others end.
@@ -1990,7 +1884,6 @@ def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.conste
             more = tl.min(same.to(tl.int32), axis=0)                          # all of them: the row may go on
         tl.store(target, total, mask=inside)
 
-
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     """row_grads[index[i]] += grad[i] in a fixed order; row_grads (P, D) f32 or f64, index (...), grad (..., D)."""
     index = index.flatten()
@@ -2004,9 +1897,7 @@ def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     sizes = dict(LINES=ADD_ROWS_LINES, WIDTH=1 << (width - 1).bit_length())   # the next power of 2
     launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)
 
-
 add_rows_op = torch.library.custom_op("train_gpt::add_rows", add_rows, mutates_args=("row_grads",))       # for graphs
-
 
 class RowLookup(torch.autograd.Function):
     """source[index]. Its gradient adds up in row_grads; autograd gets None, and no dense gradient exists."""
@@ -2040,7 +1931,6 @@ class Parameter(NamedTuple):
     parts: tuple[int, ...] = ()          # heights of a layer's matrices in its main_grad; (): autograd's gradient
     rows: Table | None = None            # of an embedding whose rows travel one by one
 
-
 SCALARS = {                              # name -> initial value of each of the packed scalars (recipe 2.6)
     "residual": (1.1,) * len(LAYERS),
     "attention": (0.5, 1.0) * len(LAYERS),                                    # of q, k, v and of the output
@@ -2054,7 +1944,6 @@ MLP_FACTOR = 4                           # F / D
 UP_AND_DOWN = 2                          # matrices of one MLP
 QKVO = 4                                 # matrices of one attention layer, below each other
 QKV = 3                                  # of them, those before the attention
-
 
 def initial_values(row: Parameter, generator: torch.Generator):
     """Draw a parameter's initial values, f32 in logical order."""
@@ -2071,11 +1960,9 @@ def initial_values(row: Parameter, generator: torch.Generator):
         drawn = torch.cat((drawn, torch.zeros_like(drawn)), dim=1)
     return drawn
 
-
 def scalar_values(cfg: Config):
     """Return initial values of the packed scalars by name: recipe A's, then tables that enter the residual stream."""
     return SCALARS | {line.label: (NGRAM_MIX,) * len(LAYERS) for line in cfg.tables if line.place is None}
-
 
 def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     """Label, shape, initial value, optimizer, multipliers (recipe 2.1, 2.6, 3.5)."""
@@ -2108,16 +1995,13 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
         *(Parameter(line.label, (line.rows, D), zeros, "rowwise", line.lr_mul, line.wd_mul, (0.0, line.beta2),
                     rows=rows) for line, rows in zip(cfg.tables, ngram_rows)))
 
-
 AttentionSpans = dict[tuple[str, str], AttentionSpan]                         # by attention and window of a layer
-
 
 def spans_of(short: int, long: int, max_len: int, scale: float):
     """Spans of every kind of layer; windows in positions, max_len in tokens, of which paired layers make two each."""
     return {(attention, name): AttentionSpan(per_token * max_len, window, scale)
             for attention, per_token in (("plain", 1), ("paired", 2))
             for name, window in (("short", short), ("long", long))}
-
 
 class GPT(nn.Module):
     """Recipe A, section 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
@@ -2303,7 +2187,6 @@ class GPT(nn.Module):
         flat = [x.reshape(-1, self.heads // per_token, self.head_dim) for x in (q, k, v)]
         return self.attention(*flat, cu_seqlens, span).view(v.shape)
 
-
 def gate_of(features: Tensor, weight: Tensor):
     """Shares between 0 and 1: features (..., GATE_INPUTS), weight (heads, GATE_INPUTS) -> (..., heads)."""
     return torch.sigmoid(F.linear(features, weight))
@@ -2314,10 +2197,8 @@ def gate_of(features: Tensor, weight: Tensor):
 # from owner to reader before a cycle, their gradients from reader to owner after it.
 Wait = Callable[[], object]              # returns when what was launched is complete
 
-
 def no_wait(**_):
     """Do nothing: stands for a wait, report, restore or plans_ahead that is absent."""
-
 
 def exchange_plans(fabric: Fabric, group, dtype: str, plans: dict[str, TablePlan]):
     """Tell every owner which of its rows this rank reads, and put into the plans what ranks request of this one.
@@ -2355,7 +2236,6 @@ def exchange_plans(fabric: Fabric, group, dtype: str, plans: dict[str, TablePlan
         plan.requested_rows = fabric.host_tensor(torch.cat(requested).long())
         plan.recv_counts = requests[:, table].tolist()
         plan.count_bytes(me, counts[table], plan.recv_counts, arriving.element_size())
-
 
 class RowTable:
     """One table on one rank: the shard that the rank owns, a cache of the rows that it reads, and gradients of both."""
@@ -2519,7 +2399,6 @@ class RowTable:
                     **moved, plan_ms=round(plan.plan_ms, 3))
 
 
-
     def _on_device(self, rows: Tensor):
         return rows.to(self.fabric.device, non_blocking=True)
 
@@ -2571,10 +2450,8 @@ class RowState(NamedTuple):
     def to(self, device: torch.device):
         return RowState(*(x.to(device, non_blocking=True) for x in self))
 
-
 MAP_NORESERVE = 0x4000                   # of Linux on x86 and ARM; Python has the name since 3.13
 PIECE_ROWS = 1 << 14                     # rows of a rank that are copied, sent to another rank or in a file together
-
 
 def untouched_zeros(shape: tuple, dtype: torch.dtype):
     """Allocate zeros on the host that take memory page by page, when they are first written."""
@@ -2587,7 +2464,6 @@ def untouched_zeros(shape: tuple, dtype: torch.dtype):
     with contextlib.suppress(OSError):                                        # a system without huge pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
-
 
 class DeviceHome:
     """Rows and state of a shard on the device."""
@@ -2647,7 +2523,6 @@ class DeviceHome:
         for places, rows in pieces:
             self.stored.put(places, rows.to(self.stored.rows.device))
         self.invalidate()
-
 
 class HostHome(DeviceHome):
     """Rows and state of a shard in pageable host memory; the rows of a cycle travel to the device and back."""
@@ -2752,7 +2627,6 @@ class HostHome(DeviceHome):
             changed = staging
         self.stored.put(places, changed)
 
-
 HOMES = dict(device=DeviceHome, host=HostHome)
 
 
@@ -2770,7 +2644,6 @@ POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 DOWN_LR_MUL = 2.0                        # down matrices of the MLP, on top of the factor of their shape
 
-
 def polar_express(x):
     """Approximate the polar factor of each matrix, (M, r, c): singular values go to 0.86 .. 1.14. Keeps the dtype."""
     norm = x.norm(dim=(-2, -1), keepdim=True)
@@ -2783,7 +2656,6 @@ def polar_express(x):
         higher_terms = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, higher_terms, x, beta=a)
     return x.mT if tall else x
-
 
 def normuon_direction(grad, momentum, second, mu, beta2: float,
                       polar_dtype: torch.dtype):
@@ -2807,12 +2679,10 @@ def normuon_direction(grad, momentum, second, mu, beta2: float,
     factor = scale * norm / scaled_norm.clamp_min(1e-10)
     return o * factor.to(polar_dtype).to(grad.dtype)                          # rounded, recipe 3.1
 
-
 def with_mantissa(p, mantissa):
     """Join a bf16 weight and the 16 bits below it (i16 words, whose sign is a bit like others) to the f32 weight."""
     upper = p.view(torch.int16).int() << 16
     return (upper | mantissa.int() & 0xFFFF).view(torch.float32)
-
 
 def normuon_update(p, mantissa: Tensor | None, grad, momentum, second,
                    grad_scale: float, mu, lr, lr_muls, decay, beta2: float):
@@ -2832,12 +2702,10 @@ def normuon_update(p, mantissa: Tensor | None, grad, momentum, second,
     p.copy_((words >> 16).to(torch.int16).view(torch.bfloat16))
     mantissa.copy_(words.to(torch.int16))
 
-
 def cautious_adam(p, update, decay):
     """Return p - update, less decay p where the two agree. NorMuon has >= in place of > (recipe 3)."""
     agrees = update * p > 0
     return p - (update + p * agrees * decay)
-
 
 def adam_update(p, grad, m, v, grad_scale: float, betas: tuple,
                 eps: float, step_size, decay):
@@ -2847,7 +2715,6 @@ def adam_update(p, grad, m, v, grad_scale: float, betas: tuple,
     m.lerp_(grad, 1 - beta1)
     v.lerp_(grad.square(), 1 - beta2)
     p.copy_(cautious_adam(p.to(m.dtype), m / (v.sqrt() + eps) * step_size, decay))
-
 
 def rowwise_update(rows, v, last, grad, grad_scale: float, number,
                    beta2: float, eps: float, step_size, decay, bits: Tensor | None):
@@ -2865,7 +2732,6 @@ def rowwise_update(rows, v, last, grad, grad_scale: float, number,
         moved = stochastic_round(moved, bits)
     rows.copy_(moved)
 
-
 def stochastic_round(x, bits):
     """Round f32 (u, D) to what bf16 holds: up with the probability that the cut bits say; bits (u,) i32."""
     # What an element draws follows from (seed, label, logical row, update, column) alone: ranks do not matter.
@@ -2874,12 +2740,10 @@ def stochastic_round(x, bits):
     rounded = (x.view(torch.int32) + drawn) & -0x10000
     return torch.where(x.isfinite(), rounded.view(torch.float32), x)          # a carry makes -0.0 of the largest NaN
 
-
 def row_bits(seed: int, label: str, rows, number):
     """Return the random bits of logical rows (u,) i64 in a table's update, (u,) i32; number () i32 of the update."""
     start = rows ^ zlib.crc32(f"{seed}/{label}".encode())
     return lowbias32(lowbias32(start.int()) ^ number)                         # the lower 32 bits of the i64
-
 
 def lowbias32(x):
     """Hash i32 to i32 by the finaliser of that name (Chris Wellons), in arithmetic that wraps."""
@@ -2887,11 +2751,9 @@ def lowbias32(x):
     x = (x ^ (x >> 15 & 0x1FFFF)) * (0x846CA68B - (1 << 32))
     return x ^ (x >> 16 & 0xFFFF)
 
-
 def cpu_scalar(value: float):
     """Return a number that changes every step as a tensor, so that compiled updates need no new graph."""
     return torch.tensor(value, dtype=torch.float64)
-
 
 def initial_state(row: Parameter, shard):
     """Allocate the optimizer's state of a parameter or a shard of it, zeros by name."""
@@ -2906,7 +2768,6 @@ def initial_state(row: Parameter, shard):
     if shard.dtype == torch.bfloat16:
         state["mantissa"] = torch.zeros_like(shard, dtype=torch.int16)
     return state
-
 
 def bank_matrices(row: Parameter, weight):
     """View a NorMuon bank as its matrices (M, r, c), and any other weight as it is."""
@@ -2943,7 +2804,6 @@ class Small:
     def clear(self):
         for p in self.weights:
             p.grad = None
-
 
 class Sharded:
     """A bank, or the head: rank r updates the r-th of W equal shards of its matrices or rows, and has their state."""
@@ -3021,7 +2881,6 @@ class Sharded:
         self.weight.grad = None
         self.weight.writes.zero_()
 
-
 class TableEntry:
     """A table: room 6 brings the gradients of the rows that this rank owns, and rows to their readers."""
     def __init__(self, optimizer: Optimizer, row: Parameter, table: RowTable):
@@ -3067,7 +2926,6 @@ class TableEntry:
         self.grad = None
         self.wait = no_wait                                                   # the old one holds `arrived`
         self.table.clear()
-
 
 class Optimizer:
     """NorMuon on banks at every step, Adam on the rest every cfg.adam_every steps; gradients are sums over slots."""
@@ -3194,12 +3052,10 @@ class Optimizer:
 EVAL_ROWS = 8192                         # rows of validation logits at a time: evaluation never decides the memory
 RECOMPILE_LIMIT = 64                     # graphs of one function: each set of shapes, each span of the reference
 
-
 class Losses(NamedTuple):
     """Unscaled loss of one forward_backward on this rank; on the device, nothing waited for."""
     slot_sums: Tensor                    # (b,) f32 or f64: sum over the slot's positions
     tokens: int
-
 
 class Executor:
     """Runs slots through the model and updates it. Knows no step numbers beyond `values`, and no logs."""
@@ -3440,7 +3296,6 @@ SAVED_ROWS_PLAIN = 26
 LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in fp8
 LOGIT_COPIES_PLAIN = 6                   # the same in f32 or f64
 
-
 def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int):
     """Return a run's largest memory, bytes by part: counted, but activations estimated by constants above."""
     W = fabric.world
@@ -3488,7 +3343,6 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
     parts["working"] = slots_at_once * largest_batch * of_token // cfg.num_slots
     return parts
 
-
 def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable):
     """Return how many slots go through the model at once, and the estimate of what that takes. Raises RunError."""
     # They follow from the card, not from what others use of it now: a run is the same each time.
@@ -3512,18 +3366,15 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable):
 CHECKPOINTS = "checkpoints"              # folder in the run directory
 UNFINISHED: set[Path] = set()            # folders that this process writes and has not named: its end removes them
 
-
 def file_sha256(path: Path):
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
 
 def sync_to_disk(path: Path):
     """Wait until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
-
 
 @contextlib.contextmanager
 def refused(path: Path, kind: type = RunError):
@@ -3533,7 +3384,6 @@ def refused(path: Path, kind: type = RunError):
     except (OSError, ValueError, RuntimeError) as error:      # torch.save makes RuntimeErrors of what the disk says
         raise kind(f"writing {path}", error.__context__ or error, "room, and the right to write there",
                    "free some, or name another folder") from None
-
 
 @contextlib.contextmanager
 def damaged(path: Path):
@@ -3547,11 +3397,9 @@ def damaged(path: Path):
         raise DataError(path, found, "content as this trainer writes it", "take another, write it again, or use the "
                         "trainer that wrote it") from None
 
-
 def part_of(folder: Path, run_id: str):
     """Return where a run writes a folder until it is whole; no other run touches it."""
     return folder.with_name(f"{folder.name}.{run_id}.part")
-
 
 def write_folder(folder: Path, run_id: str, files: dict, executor: Executor):
     """Write a new folder with these files of rank 0, name -> bytes or what torch.save takes, and each rank's rows; then
@@ -3592,14 +3440,12 @@ def write_folder(folder: Path, run_id: str, files: dict, executor: Executor):
         if fabric.rank == 0:
             shutil.rmtree(part, ignore_errors=True)           # of a failure; else nothing has this name any more
 
-
 def read_tensors(path: Path, manifest: dict):
     """Return what torch.save wrote; no code in it is run. Raises DataError, whatever the file is."""
     with damaged(path):
         need(path.is_file() and file_sha256(path) == manifest.get(path.name), path, "no such file, or another content "
              "than its manifest says", "the file as it was written", "copy the folder again: it is damaged", DataError)
         return torch.load(path, "cpu", weights_only=True, mmap=True)
-
 
 def check_tensors(path: Path, cfg: Config, found, with_moments: bool = False):
     """Raise DataError unless names, shapes and dtypes are those of this config's weights, with or without moments."""
@@ -3619,7 +3465,6 @@ def check_tensors(path: Path, cfg: Config, found, with_moments: bool = False):
         need(found.get(name) == expected.get(name), f"{name} in {path}", found.get(name, "no such tensor"),
              expected.get(name, "no such tensor"), "use the trainer and settings of that run", DataError)
 
-
 def row_files(executor: Executor):
     """Yield (name, content) of the files with this rank's touched rows of row-wise tables, by logical row number."""
     fabric = executor.fabric
@@ -3629,7 +3474,6 @@ def row_files(executor: Executor):
             for number, (places, state) in enumerate(table.home.touched()):
                 name = f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt"
                 yield name, dict(state._asdict(), ids=places * fabric.world + fabric.rank)
-
 
 def load_rows(folder: Path, manifest: dict, executor: Executor):
     """Load the row-wise tables of a save or checkpoint: each rank takes the rows that it owns. Raises DataError."""
@@ -3649,12 +3493,10 @@ def load_rows(folder: Path, manifest: dict, executor: Executor):
             with damaged(folder):                             # rows of another width, type or table
                 table.home.load(own_rows(label, table.shard.dtype))
 
-
 def settings_json(preset: str, cfg: Config):
     """Return a run's settings as texts of its flags; `read_settings` reads them."""
     flags = {name: flag_text(value) for name, value in vars(cfg).items()}
     return json.dumps(dict(preset=preset, flags=flags), indent=1).encode()
-
 
 def save(folder: Path, run_id: str, preset: str, cfg: Config, executor: Executor, values: Values,
          vocabulary: list[bytes] | None):
@@ -3664,7 +3506,6 @@ def save(folder: Path, run_id: str, preset: str, cfg: Config, executor: Executor
         lines = [b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece]
         files[VOCABULARY] = b"".join(lines)
     write_folder(folder, run_id, files, executor)
-
 
 def load_checkpoint(run_dir: Path, executor: Executor):
     """Load the newest checkpoint that is whole on every rank; return the rest of it. Raises DataError. Collective."""
@@ -3696,7 +3537,6 @@ SAMPLE_TEMPERATURE = 0.8
 PLAIN_LINES = 20                         # step lines of a whole run on a console that is no terminal
 NOTHING_SEEN = dict(tokens=0, done=0, last_good="none", lines={})     # what `Log.seen` gives of a run that begins
 
-
 class Clock:
     """Training time in ms. Waits for the device only when it starts and stops."""
     def __init__(self, fabric: Fabric, before: float = 0.0):
@@ -3716,7 +3556,6 @@ class Clock:
     def stop(self):
         self.fabric.synchronize()
         self.state = self.ms, None
-
 
 class Log:
     """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0.
@@ -3842,12 +3681,10 @@ class Log:
         self.files = {}
         self.show("")
 
-
 def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
     losses = executor.forward_backward(loader.next(values), values)
     executor.optim_step(values, loader.plans_ahead)
     return losses
-
 
 def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log):
     """Run every graph the race will need, the largest stage first, on tokens from a formula; then restore the state."""
@@ -3878,7 +3715,6 @@ def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log):
     loader.close()
     restore()
 
-
 def cycles_from(first: int, schedule: Schedule, clock: Clock):
     """Yield the Values of each cycle from step `first` on; runs on the loader's thread, a cycle ahead of the race.
     With a time budget the clock of rank 0 gives a cycle's place in the plan: the share of the budget that will be over
@@ -3897,7 +3733,6 @@ def cycles_from(first: int, schedule: Schedule, clock: Clock):
         if step >= schedule.end_step:
             return
         yield [schedule.at(at) for at in range(step, min(step + schedule.cycle, schedule.end_step))]
-
 
 def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: Clock, log: Log,
          before_step: Callable):
@@ -3934,7 +3769,6 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
     log.validation(loss, clock.ms, validation)
     return loss, data_ended
 
-
 def generate(cfg: Config, executor: Executor, values: Values, pieces: list[bytes] | None,
              prompt: Iterable = ()):
     """Return up to sample_tokens tokens after a document start and the prompt, as text or, without pieces, as ids."""
@@ -3967,11 +3801,9 @@ KEPT_CHECKPOINTS = 2
 POCKET_PIECE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")    # as in data/pocket.py
 FALLBACK = "save"                        # folder in the run directory, of weights that --save could not take
 
-
 def within(seconds: float, call: Callable):
     """Return what the call returns. Raises TimeoutError when it takes longer; its thread is left running."""
     return ThreadPoolExecutor(1).submit(call).result(seconds)
-
 
 def make_fabric(cfg: Config) -> Fabric:
     """Pick the device and join the process groups that torchrun describes. Raises ConfigError."""
@@ -4023,7 +3855,6 @@ def make_fabric(cfg: Config) -> Fabric:
                           f"{world} ranks in {cfg.comm_timeout} s",
                           "see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
 
-
 def head_precision(cfg: Config, fabric: Fabric):
     """Return the precision of the head: --head, with auto resolved. Raises ConfigError for fp8 without such a GPU."""
     fits = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_UNIT == cfg.padded_vocab % FP8_UNIT == 0
@@ -4034,7 +3865,6 @@ def head_precision(cfg: Config, fabric: Fabric):
         return "fp8" if native else "plain"
     return cfg.head
 
-
 # Kernels behind torch's variable-length call by the GPU's major capability, tried in this order; and their packages.
 ATTENTION_BY_CARD = {9: ("FA4", "FA3", "varlen"), 10: ("FA4", "varlen")}
 ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}
@@ -4042,7 +3872,6 @@ ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "t
 CHECKED_BOUNDS = (0, 0, 150, 151, 420, 420, 700)
 CHECKED_WINDOWS = (2, 128, 300, 1000)    # the last is longer than any document
 CHECKED_SPREAD = 4.0                     # of the logits: so large that one key too many or too few shows
-
 
 def check_attention(cfg: Config, device: torch.device):
     """Raise AssertionError unless outputs and gradients agree with the reference to the dtype's rounding."""
@@ -4063,12 +3892,10 @@ def check_attention(cfg: Config, device: torch.device):
             most = 8 * torch.finfo(dtype).eps * float(exact.abs().max())
             torch.testing.assert_close(found.float(), exact, rtol=0, atol=most)
 
-
 def version_of(package: str):
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
-
 
 def choose_attention(preset: str, cfg: Config, fabric: Fabric):
     """Return the first kernel that all ranks find equal to the reference, and its name. Raises ConfigError."""
@@ -4103,7 +3930,6 @@ def choose_attention(preset: str, cfg: Config, fabric: Fabric):
     fabric.say("attention: NO FAST KERNEL: the reference is slower by far; its memory grows with the windows")
     return attention_reference, "reference"
 
-
 def hardware(fabric: Fabric):
     if fabric.on_cuda:
         return f"{torch.cuda.get_device_name(fabric.device)} x {fabric.world}"
@@ -4111,7 +3937,6 @@ def hardware(fabric: Fabric):
     with contextlib.suppress(OSError, TypeError):
         name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-
 
 def write_header(log: Log, preset: str, given: Config, executor: Executor, attention: str, decisive: dict,
                  resumed: dict):
@@ -4160,7 +3985,6 @@ def write_header(log: Log, preset: str, given: Config, executor: Executor, atten
               for name, (then, now) in resumed.get("differs", {}).items())):
         log.text(line)
 
-
 def open_data(given: Config, fabric: Fabric, source: bytes):
     """Look at every shard. Returns the config with all sizes, the shards to train and validate with, and what decides
     a run's numbers: flags, and hashes of data and source."""
@@ -4178,7 +4002,6 @@ def open_data(given: Config, fabric: Fabric, source: bytes):
         fabric.say(f"trained on and validated with: {min(shared)}, {len(shared)} such shards in all; "
                    "the validation losses say nothing about other text")
     return cfg, train_shards, val_shards, decisive_settings(given) | content
-
 
 def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric):
     """Refuse what would end a run hours later: taken names, no place to save, no compiler. Raises TrainerError."""
@@ -4201,7 +4024,6 @@ def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric):
                 part_of(folder, run_id).mkdir(parents=True)
                 part_of(folder, run_id).rmdir()
 
-
 def check_resumed(cfg: Config, earlier: dict, facts: dict, end_step: float):
     """Return step, source, and what differs from the run of the checkpoint: name -> (then, now).
     Raises DataError if the data differ, ConfigError if that run is past the end of this one."""
@@ -4215,7 +4037,6 @@ def check_resumed(cfg: Config, earlier: dict, facts: dict, end_step: float):
     differs = {name: (before.get(name), facts.get(name)) for name in before | facts
                if before.get(name) != facts.get(name)}
     return dict(step=done, source=cfg.resume, differs=differs)
-
 
 def write_checkpoint(run_dir: Path, run_id: str, content: dict, executor: Executor, values: Values):
     """Write what the run needs to go on before the step of these values, and keep the last two. Collective.
@@ -4233,7 +4054,6 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict, executor: Execut
         before = sorted(path for path in folder.glob("step-???????") if path.name < name)
         for old in before[:1 - KEPT_CHECKPOINTS]:
             shutil.rmtree(old, ignore_errors=True)
-
 
 def finish(log: Log, preset: str, run_id: str, executor: Executor, validation: ValidationSet, ms: float, loss: float,
            graphs: int):
@@ -4290,7 +4110,6 @@ def finish(log: Log, preset: str, run_id: str, executor: Executor, validation: V
     log.close()
     return result, failure
 
-
 def report(log: Log, executor: Executor, validation: ValidationSet, results: list[dict]):
     """Print a sample, several runs together, and one JSON object as the last line on stdout. Raises RunError."""
     cfg = log.schedule.cfg
@@ -4310,7 +4129,6 @@ def report(log: Log, executor: Executor, validation: ValidationSet, results: lis
     if executor.fabric.rank == 0:
         print_result("\n".join([*lines, json.dumps(last)]))
 
-
 def make_profile(cfg: Config, first: int, end_step: float):
     """Return a profiler for the steps of --profile in a run from step `first` on, or None. Raises ConfigError."""
     if not cfg.profile:
@@ -4321,7 +4139,6 @@ def make_profile(cfg: Config, first: int, end_step: float):
          f"--profile={first + 1}:{first + 3}")
     traced = torch.profiler.schedule(skip_first=start - first - 1, wait=0, warmup=1, active=stop - start, repeat=1)
     return torch.profiler.profile(schedule=traced)
-
 
 def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: bytes):
     """Set up and warm up once, then train once or several times: the whole run in the order in which it happens."""
@@ -4435,7 +4252,6 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     if fabric.world > 1:
         dist.destroy_process_group()
 
-
 def sample_saved(flags: Config):
     """Do --sample=DIR "prompt": print text that goes on from the prompt, on any device. Raises TrainerError."""
     # Settings come first: they say what the tensors have to be.
@@ -4479,7 +4295,6 @@ def sample_saved(flags: Config):
     schedule = Schedule(cfg)
     print_result(flags.prompt + generate(cfg, executor, schedule.at(schedule.end_step), pieces, prompt))
 
-
 def describe(error: BaseException | signal.Signals):
     """Return (exit status, what to tell the user) for what ended the run. A bug keeps its traceback."""
     if isinstance(error, signal.Signals):
@@ -4495,11 +4310,9 @@ def describe(error: BaseException | signal.Signals):
         return error.status, f"{type(error).__name__}: {error}"
     return 1, "".join(traceback.format_exception(error))
 
-
 def lost_rank(found: str):
     return RunError("lost another rank", found, "every rank's answer within --comm_timeout", "look for the end of the "
                     "other ranks: killed (dmesg tells of the out-of-memory killer), or stuck; torchrun names the first")
-
 
 def first_cause(cause: str, alone: str):
     """Agree with the other ranks on what ended the run first. Returns it, and whether this rank prints it.
@@ -4525,7 +4338,6 @@ def first_cause(cause: str, alone: str):
     if env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         all_ended()                                                           # the store ends with this process
     return first.partition("\n")[2], first == mine
-
 
 class Ending:
     """The one end of this process, by an error or a signal, and bounded in time.
@@ -4565,7 +4377,6 @@ class Ending:
         for part in tuple(UNFINISHED):
             shutil.rmtree(part, ignore_errors=True)
         os._exit(status)
-
 
 def main(argv: list):
     """Do what the flags say. Exits with 0: done, 1: the run failed, 2: bad settings or data, 128 + n: by signal n."""
