@@ -13,9 +13,15 @@ TRIGRAM_NATS = 2.806                     # rounded
 GROUPS = (                               # class in the picture, label, logs
     ("plain", "pocket", "2026-11-23_10_Pocket"),
     ("tables", "pocket_tables", "2026-11-23_11_PocketTables"))
-WIDTH, HEIGHT = 780, 360
-LEFT, RIGHT, TOP, BOTTOM = 56, 590, 40, 310
-MOST_SECONDS, LEAST_NATS, MOST_NATS = 150, 1.75, 5.25                         # runs begin above, at 7.61
+WIDTH = 780                              # of the picture, in pixels; below, the edges of its frame
+HEIGHT = 360
+LEFT = 56
+RIGHT = 590
+TOP = 40
+BOTTOM = 310
+MOST_SECONDS = 150
+LEAST_NATS = 1.75
+MOST_NATS = 5.25                         # runs begin above the frame, at 7.61
 
 STYLE = """
 .paper { fill: #ffffff; stroke: #d0d7de } text { fill: #1f2328; font: 13px sans-serif }
@@ -60,13 +66,24 @@ def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") 
 def axes() -> list[str]:
     drawn = []
     for nats in (2, 2.5, 3, 3.5, 4, 4.5, 5):
-        drawn += [line("grid", LEFT, down(nats), RIGHT, down(nats)),
-                  text(LEFT - 8, down(nats) + 4, f"{nats:.1f}", anchor="end")]
+        y = down(nats)
+        drawn.append(line("grid", LEFT, y, RIGHT, y))
+        drawn.append(text(LEFT - 8, y + 4, f"{nats:.1f}", anchor="end"))
     for seconds in range(0, MOST_SECONDS + 1, 30):
-        drawn += [line("grid", across(seconds), TOP, across(seconds), BOTTOM),
-                  text(across(seconds), BOTTOM + 18, seconds, anchor="middle")]
+        x = across(seconds)
+        drawn.append(line("grid", x, TOP, x, BOTTOM))
+        drawn.append(text(x, BOTTOM + 18, str(seconds), anchor="middle"))
     drawn.append(text(LEFT, 26, "validation loss in nats per token; three seeds each, on two cores of an AMD EPYC"))
     drawn.append(text(RIGHT, BOTTOM + 36, "training time in seconds", anchor="end"))
+    return drawn
+
+
+def curve(kind: str, points: list[tuple[float, float]]) -> list[str]:
+    places = [(across(seconds), down(nats)) for seconds, nats in points]
+    path = " ".join(f"{x},{y}" for x, y in places)
+    drawn = [f'<polyline class="{kind}" points="{path}" clip-path="url(#frame)"/>']
+    for x, y in places[1:]:
+        drawn.append(f'<circle class="{kind}" cx="{x}" cy="{y}" r="3"/>')
     return drawn
 
 
@@ -74,26 +91,23 @@ def draw() -> str:
     """Return the picture."""
     logs = {kind: sorted(HERE.parent.glob(f"{record}/logs/*/log.jsonl")) for kind, _, record in GROUPS}
     drawn = axes()
-    for nats, words in ((unigram_nats(logs["plain"][0]), "unigram entropy"), (TRIGRAM_NATS, "trigram model")):
-        drawn += [line("counted", LEFT, down(nats), RIGHT, down(nats)),
-                  text(RIGHT + 8, down(nats) + 4, f"{words}: {nats:.3f}")]
+    counted = {"unigram entropy": unigram_nats(logs["plain"][0]), "trigram model": TRIGRAM_NATS}
+    for words, nats in counted.items():
+        y = down(nats)
+        drawn.append(line("counted", LEFT, y, RIGHT, y))
+        drawn.append(text(RIGHT + 8, y + 4, f"{words}: {nats:.3f}"))
     for kind, label, _ in GROUPS:
-        last = []
-        for log in logs[kind]:
-            points = validations(log)
-            last.append(points[-1][1])
-            path = " ".join(f"{across(seconds)},{down(nats)}" for seconds, nats in points)
-            drawn.append(f'<polyline class="{kind}" points="{path}" clip-path="url(#frame)"/>')
-            drawn += [f'<circle class="{kind}" cx="{across(seconds)}" cy="{down(nats)}" r="3"/>'
-                      for seconds, nats in points[1:]]
-        mean = sum(last) / len(last)
+        runs = [validations(log) for log in logs[kind]]
+        for points in runs:
+            drawn += curve(kind, points)
+        mean = sum(points[-1][1] for points in runs) / len(runs)
         drawn.append(text(RIGHT + 8, down(mean) + 4, f"{label}: {mean:.3f}", kind))
+
     body = "\n".join(drawn)
     frame = f'<rect x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" height="{BOTTOM - TOP}"/>'
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" '
-            f'aria-label="Loss over time">\n<style>{STYLE}</style>\n'
-            f'<clipPath id="frame">{frame}</clipPath>\n'
-            f'<rect class="paper" x="1" y="1" width="{WIDTH - 2}" height="{HEIGHT - 2}" rx="6"/>\n{body}\n</svg>\n')
+    paper = f'<rect class="paper" x="1" y="1" width="{WIDTH - 2}" height="{HEIGHT - 2}" rx="6"/>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img">'
+    return f'{head}\n<style>{STYLE}</style>\n<clipPath id="frame">{frame}</clipPath>\n{paper}\n{body}\n</svg>\n'
 
 
 if __name__ == "__main__":
