@@ -63,6 +63,11 @@ def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") 
     return f'<text class="{kind}" x="{x}" y="{y}" text-anchor="{anchor}">{words}</text>'
 
 
+def note(words: str, nats: float, kind: str = "") -> str:
+    """Return a label beside the frame, at the height of a loss."""
+    return text(RIGHT + 8, down(nats) + 4, f"{words}: {nats:.3f}", kind)
+
+
 def axes() -> list[str]:
     drawn = []
     for nats in (2, 2.5, 3, 3.5, 4, 4.5, 5):
@@ -95,13 +100,13 @@ def draw() -> str:
     for words, nats in counted.items():
         y = down(nats)
         drawn.append(line("counted", LEFT, y, RIGHT, y))
-        drawn.append(text(RIGHT + 8, y + 4, f"{words}: {nats:.3f}"))
+        drawn.append(note(words, nats))
     for kind, label, _ in GROUPS:
         runs = [validations(log) for log in logs[kind]]
         for points in runs:
             drawn += curve(kind, points)
-        mean = sum(points[-1][1] for points in runs) / len(runs)
-        drawn.append(text(RIGHT + 8, down(mean) + 4, f"{label}: {mean:.3f}", kind))
+        last = [points[-1][1] for points in runs]
+        drawn.append(note(label, sum(last) / len(last), kind))
 
     body = "\n".join(drawn)
     frame = f'<rect x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" height="{BOTTOM - TOP}"/>'
