@@ -108,8 +108,8 @@ def test_comms_lines_name_each_cycle_and_table_and_one_rank_moves_nothing(first)
                       for label, size in kept.items()}, "weights, gradient and moments in f32"
 
 
-def test_guide_names_the_same_keys():
-    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "records/guide/LOGS.md").read_text(), re.M))
+def test_readme_names_the_same_keys():
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", (ROOT / "records/README.md").read_text(), re.M))
     for kind, keys in KEYS.items():
         named = re.sub(r"\([^)]*\)", "", rows[kind])
         missing = [key for key in keys.split() if not re.search(rf"\b{key}\b", named)]
