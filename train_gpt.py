@@ -2,7 +2,8 @@
     ./run.sh                                                   set-up, data, training, result and a sample
     torchrun --standalone --nproc_per_node=8 train_gpt.py      8 GPUs, preset `record`
     python train_gpt.py --preset=pocket                        one process, on a CPU about two minutes; see --help
-The mathematics is modded-nanogpt's ("the peer") after pull request #221 (record 71, 2026-02-15); credits: README.md.
+The mathematics is modded-nanogpt's ("the peer") after pull request #221 (record 71, 2026-02-15). RECIPE means
+records/RECIPE.md, which has its formulas and sources; credits are in README.md.
 
 Floor plan. A room uses only rooms above it, and nothing happens at import.
     1 Config      errors, layer table, stage table, n-gram tables, settings, presets, flags, Fabric
@@ -119,7 +120,7 @@ class Layer:
     add: str = ""                # kept stream added, gated, before the layer
 
 SKIP, BACKOUT = "skip", "backout"
-LAYERS = (                                                                    # depth (recipe 2.2)
+LAYERS = (                                                                    # depth (RECIPE 2.2)
     Layer("paired", "short"),                                                 #  0
     Layer("plain", "short", value=0),                                         #  1
     Layer("paired", "short", value=1),                                        #  2
@@ -144,7 +145,7 @@ class Stage(NamedTuple):
     mtp_end: tuple[float, ...]
     untie: bool = False                  # embedding and head part at its start, after that Adam cycle's update
 
-STAGES = (                                                                    # recipe 4; the last is the extension
+STAGES = (                                                                    # RECIPE 4.1; the last is the extension
     Stage(131_072, 1, 3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
     Stage(262_144, 3, 7, 1.52, (1.0, 0.5), (1.0, 0.0)),
     Stage(393_216, 5, 11, 1.73, (1.0,), (1.0,), untie=True),
@@ -171,7 +172,7 @@ NGRAM_FACTORS = {
     3: ((17351, 60961, 45259), (58699, 39779, 26801)),
     4: ((50411, 22787, 64951, 38327), (43399, 56783, 20297, 61403))}
 RECIPE_TABLES = ("bigram_embed", "value_embed", "embed")
-RECORD_STEPS, RECORD_RAMP_UP, RECORD_RAMP_DOWN = 1547, 300, 50                # recipe 4
+RECORD_STEPS, RECORD_RAMP_UP, RECORD_RAMP_DOWN = 1547, 300, 50                # RECIPE 4.2
 GPT2_VOCAB, GPT2_DOCUMENT_START = 50_257, 50_256
 GATE_INPUTS = 12                         # features that a gate reads
 FP8_UNIT = 16                            # sizes in an fp8 product are multiples of it
@@ -630,7 +631,7 @@ YARN_ALPHA, YARN_BETA = 1.0, 32.0        # full turns inside the old window: bel
 YARN_SCALE_GROWTH = 0.2                  # of the softmax scale, times the logarithm of the windows' ratio
 
 def rotary_by_stage(cfg: Config) -> list[Rotary]:
-    """E/4 frequencies from 1 down to 1/1024 (half-truncated rotary, recipe 2.4), and the softmax scale.
+    """E/4 frequencies from 1 down to 1/1024 (half-truncated rotary, RECIPE 2.4), and the softmax scale.
     YaRN stretches low frequencies as the long window grows (arXiv 2309.00071)."""
     count = cfg.head_dim // 4
     rotary = [Rotary(tuple(ROTARY_BASE ** (-i / (count - 1)) for i in range(count)), cfg.attn_scale)]
@@ -648,7 +649,7 @@ def rotary_by_stage(cfg: Config) -> list[Rotary]:
     return rotary
 
 class Schedule:
-    """Pure functions of the step, recipe 4. `at(end_step)` is the final validation, with the widest window.
+    """Pure functions of the step, RECIPE 4. `at(end_step)` is the final validation, with the widest window.
     Each step has a place in the plan that the settings make: the step itself, or with --time_budget what the clock said
     when its run cycle was prepared. Stages and rates go by the place, Adam and validation by the step."""
     def __init__(self, cfg: Config, places: tuple = ()):
@@ -759,12 +760,12 @@ class Schedule:
 
 
 # ====== Room 3: Data ==================================================================================================
-SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # recipe 1.2; table in data/README.md
+SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # table in data/README.md
 TOKEN_BYTES = 2                          # little-endian u16
 MANIFEST_FORMATS = (1, 2)                # of data, and of saves and checkpoints
 MANIFEST = "manifest.json"               # hashes of the files beside it, written last; table in data/README.md
 VOCABULARY = "vocab.txt"                 # bytes of the tokens of the files beside it
-HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # recipe 2.5
+HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # RECIPE 2.5
 SIGN_VECTORS = 8192                      # of random signs; one more has +1 alone
 LONG_PATIENCE = 10                       # ranks may be that many timeouts apart while they compile, or one writes files
 FORMULA = "formula:"                     # formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS, tokens without a file
@@ -935,7 +936,7 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader],
          cfg.val_tokens, f"more shards, or --val_tokens={tokens} with a --val_batch_tokens that divides it", DataError)
 
 def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int, max_doc_len: int):
-    """Deal documents to the slots of a block in stream order (recipe 5.2, 11.3).
+    """Deal documents to the slots of a block in stream order (RECIPE 5.2).
     Returns (slots, next document), a slot being (starts, ends) of pieces, or None where the shard ends too early."""
     # Each slot takes documents, cut to max_doc_len, until it has slot_tokens + 1 tokens; the last one is cut to fit and
     # its rest is lost: the next slot begins with a fresh document.
@@ -1369,7 +1370,7 @@ def read_vocabulary(folder: Path, cfg: Config):
 # References in PyTorch specify each operation on every device; a Triton body stands beside the one it must match.
 RMS_EPS = 2.0**-23                       # what the peer's bf16 run uses, here in every dtype
 FP8_MAX = 448.0                          # largest e4m3 number
-FP8_Y_SCALE = float(np.float32(100 / FP8_MAX))                                # the three scales of the head (recipe
+FP8_Y_SCALE = float(np.float32(100 / FP8_MAX))                                # the three scales of the head (RECIPE
 FP8_W_SCALE = float(np.float32(1.6 / FP8_MAX))                                # 2.8), f32 numbers whose products are
 FP8_GRAD_SCALE = float(np.float32(0.75 / FP8_MAX))                            # taken in f64 and rounded once
 SHORTEST_BLOCK = 32                      # of queries: shorter ones would cost more in calls than they spare
@@ -1720,7 +1721,7 @@ class ReluSqMLP(torch.autograd.Function):
         return grad_n, grad_up, accumulate_wgrad(down, squares, grad_y), None, None
 
 def relu_sq_mlp(n, up: WeightPart, down: WeightPart):
-    """max(n up^T, 0)^2 down. n (..., D), up and down (F, D) as stored (recipe 2.7)."""
+    """max(n up^T, 0)^2 down. n (..., D), up and down (F, D) as stored (RECIPE 2.7)."""
     return ReluSqMLP.apply(n, up.matrix, down.matrix, up, down)
 
 
@@ -1802,7 +1803,7 @@ def fp8_product(a, b, scale, native: bool, out_dtype: torch.dtype,
                        output_dtype=out_dtype, use_fast_accum=fast)
 
 class HeadLoss(torch.autograd.Function):
-    """Softcapped cross-entropy of the next G tokens, with the head's product inside (recipe 2.8).
+    """Softcapped cross-entropy of the next G tokens, with the head's product inside (RECIPE 2.8).
     y (N, D), w (D, V), targets (B, T) i64 with B * T = N, weights (G,). Returns each position's loss, (N,) f32 or f64:
         sum over k < G with t + k < T of weights[k] * (lse_t - z_t[targets[t + k]]),  z = 23 sigmoid((y w + 5) / 7.5).
     Targets cross documents and stop at the slot's end; all V columns are in the softmax. With precision "fp8" or
@@ -1931,7 +1932,7 @@ class Parameter(NamedTuple):
     parts: tuple[int, ...] = ()          # heights of a layer's matrices in its main_grad; (): autograd's gradient
     rows: Table | None = None            # of an embedding whose rows travel one by one
 
-SCALARS = {                              # name -> initial value of each of the packed scalars (recipe 2.6)
+SCALARS = {                              # name -> initial value of each of the packed scalars (RECIPE 2.6)
     "residual": (1.1,) * len(LAYERS),
     "attention": (0.5, 1.0) * len(LAYERS),                                    # of q, k, v and of the output
     "bigram": (0.1,) * len(LAYERS),
@@ -1965,7 +1966,7 @@ def scalar_values(cfg: Config):
     return SCALARS | {line.label: (NGRAM_MIX,) * len(LAYERS) for line in cfg.tables if line.place is None}
 
 def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
-    """Label, shape, initial value, optimizer, multipliers (recipe 2.1, 2.6, 3.5)."""
+    """Label, shape, initial value, optimizer, multipliers (RECIPE 2.1, 2.6)."""
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
     L, A, inside = len(LAYERS), len(ATTENTION_LAYERS), MLP_FACTOR * D
     value_gates = NUM_VALUE_TABLES + sum(line.place is not None for line in cfg.tables)
@@ -2004,7 +2005,7 @@ def spans_of(short: int, long: int, max_len: int, scale: float):
             for name, window in (("short", short), ("long", long))}
 
 class GPT(nn.Module):
-    """Recipe A, section 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
+    """The model of RECIPE 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
     def __init__(self, cfg: Config, attention: Callable, rotary_len: int, shard_rows: dict):
         """rotary_len: the longest slot in tokens. shard_rows: rows that this rank keeps, by label of a table."""
         super().__init__()
@@ -2169,7 +2170,7 @@ class GPT(nn.Module):
 
         # Paired layers put heads j and j + H/2 of token t at 2t and 2t + 1 of one sequence. The angles follow another
         # pairing, even heads at 2t and odd heads at 2t + 1: the peer assigns them before it regroups, and its published
-        # losses contain that (recipe 9.1).
+        # losses contain that (RECIPE 2.4).
         per_token = 1                                                         # positions
         if layer.attention == "paired":
             per_token = 2
@@ -2636,7 +2637,7 @@ HOMES = dict(device=DeviceHome, host=HostHome)
 SMALL = "small"                          # what every rank updates alike: one sum over ranks for all of it
 REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
 UPDATE_ORDER = REDUCE_ORDER              # of updates and their gathers; the two may differ
-POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16932, recipe 3.1)
+POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16932, RECIPE 3.1)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
@@ -2650,7 +2651,7 @@ def polar_express(x):
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT                                                              # the smaller of the two Gram matrices
-    x = x / (1.02 * norm + 1e-6)                                              # a margin of 2 % (recipe 3.1)
+    x = x / (1.02 * norm + 1e-6)                                              # a margin of 2 % (RECIPE 3.1)
     for a, b, c in POLAR_EXPRESS:                                             # x -> (a + b G + c G^2) x, G = x x^T
         gram = x @ x.mT
         higher_terms = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
@@ -2677,7 +2678,7 @@ def normuon_direction(grad, momentum, second, mu, beta2: float,
     scaled_square = mean_square * scale.square()
     scaled_norm = (count * scaled_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
     factor = scale * norm / scaled_norm.clamp_min(1e-10)
-    return o * factor.to(polar_dtype).to(grad.dtype)                          # rounded, recipe 3.1
+    return o * factor.to(polar_dtype).to(grad.dtype)                          # rounded, RECIPE 3.1
 
 def with_mantissa(p, mantissa):
     """Join a bf16 weight and the 16 bits below it (i16 words, whose sign is a bit like others) to the f32 weight."""
@@ -2693,23 +2694,23 @@ def normuon_update(p, mantissa: Tensor | None, grad, momentum, second,
     rates = lr_muls * lr
     exact = p if mantissa is None else with_mantissa(p, mantissa)
     agrees = update * exact >= 0
-    moved = exact - exact * agrees * decay * rates - update * rates           # in that order (recipe 3.1)
+    moved = exact - exact * agrees * decay * rates - update * rates           # in that order (RECIPE 3.1)
     if mantissa is None:
         p.copy_(moved)
         return
-    # The f32 weight is cut in two halves, never rounded: together they are all of it (recipe 3.2).
+    # The f32 weight is cut in two halves, never rounded: together they are all of it (RECIPE 3.2).
     words = moved.view(torch.int32)
     p.copy_((words >> 16).to(torch.int16).view(torch.bfloat16))
     mantissa.copy_(words.to(torch.int16))
 
 def cautious_adam(p, update, decay):
-    """Return p - update, less decay p where the two agree. NorMuon has >= in place of > (recipe 3)."""
+    """Return p - update, less decay p where the two agree. NorMuon has >= in place of > (RECIPE 3.3)."""
     agrees = update * p > 0
     return p - (update + p * agrees * decay)
 
 def adam_update(p, grad, m, v, grad_scale: float, betas: tuple,
                 eps: float, step_size, decay):
-    """Make one dense Adam step in place (recipe 3.4): eps joins the uncorrected root, decay is cautious."""
+    """Make one dense Adam step in place (RECIPE 3.4): eps joins the uncorrected root, decay is cautious."""
     grad = grad.to(m.dtype) * grad_scale
     beta1, beta2 = betas
     m.lerp_(grad, 1 - beta1)
@@ -3022,7 +3023,7 @@ class Optimizer:
         beta1, beta2 = row.betas
         lr = values.adam_lr * row.lr_mul
         corrected = math.sqrt(1 - beta2**number) / (1 - beta1**number)
-        decay = lr * lr * self.cfg.adam_weight_decay * row.wd_mul             # quadratic in the schedule (recipe 3.3)
+        decay = lr * lr * self.cfg.adam_weight_decay * row.wd_mul             # quadratic in the schedule (RECIPE 3.3)
         return number, cpu_scalar(lr * corrected), cpu_scalar(decay)
 
     def adam(self, row: Parameter, p: Tensor, grad: Tensor, values: Values):
