@@ -132,7 +132,7 @@ class Timed:
             tg.exchange_plans(self.fabric, None, "float32", {table.table.label: plan})
         table.prepare(plan)
         times.append(time.perf_counter())
-        table.rows_for_forward(plan, None)
+        table.rows_for_forward(plan)
         times.append(time.perf_counter())
         table.row_grads[:len(plan.my_rows)] = 1.0
         grad, wait = table.return_gradients()

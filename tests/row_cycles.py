@@ -275,7 +275,7 @@ class Cycles:
     def look_up(self, label: str, update: int, step: int) -> None:
         """Read rows, and add a gradient that depends on them."""
         plans, places = self.plans(update)
-        cache, row_grads = self.tables[label].rows_for_forward(plans[label], None)
+        cache, row_grads = self.tables[label].rows_for_forward(plans[label])
         index = torch.from_numpy(places[label][step][0])
         asked = [reads(*self.patterns[label], update, step, slot) for slot in self.slots]
         read = np.split(exact_array(cache[index.long()]), np.cumsum([len(rows) for rows in asked])[:-1])
@@ -299,7 +299,7 @@ class Cycles:
                 return self.plans(ahead)[0] if ahead < trial.updates else None
             for label, table in self.tables.items():
                 plan = plans[label]
-                cache, _ = table.rows_for_forward(plan, None)
+                cache, _ = table.rows_for_forward(plan)
                 fetched = cache[plan.my_rows if table.alone else slice(len(plan.my_rows))]
                 found[label]["cycles"].append((plan.my_rows.numpy(), exact_array(fetched)))
             for step in range(trial.cadence):

@@ -103,7 +103,7 @@ def plan_for(table: tg.RowTable, rows: Sequence[int], cycle: int = 0) -> tg.Tabl
 
 def add_at(table: tg.RowTable, plan: tg.TablePlan, rows: Sequence[int], grad: Tensor) -> None:
     """Look the plan's rows up, and add lines of a gradient to some of them."""
-    _, row_grads = table.rows_for_forward(plan, None)
+    _, row_grads = table.rows_for_forward(plan)
     world = table.fabric.world
     rows = torch.as_tensor(rows)
     places = rows % world * plan.shard_size + rows // world
@@ -130,7 +130,7 @@ def debugged(rank: Rank, mode: str) -> tuple[bool, str]:
     """Return whether rows of no plan are NaN, and the error for a gradient of one."""
     table = row_table(rank.fabric(), row_comms=mode, debug_rows=1)
     plan = plan_for(table, [3, 3, 7])
-    cache, row_grads = table.rows_for_forward(plan, None)
+    cache, row_grads = table.rows_for_forward(plan)
     poisoned = table.alone or bool(cache[len(plan.my_rows):].isnan().all())
     row_grads[-1] += 1
     returned(table)
@@ -169,16 +169,16 @@ def refetch(rank: Rank, mode: str) -> dict[str, bool]:
         first, second = plan_for(table, range(3, 17)), plan_for(table, (0, 1, 18, 19), cycle=1)
 
         def is_right(plan: tg.TablePlan) -> bool:
-            cache, _ = table.rows_for_forward(plan, None)
+            cache, _ = table.rows_for_forward(plan)
             rows = cache[plan.my_rows if table.alone else slice(len(plan.my_rows))]
             every = torch.stack(fabric.gather(table.shard))                   # (owner, place)
             return rows.equal(every[plan.my_rows // plan.shard_size, plan.my_rows % plan.shard_size])
 
         for before in ("cached", "under way", "dropped"):
             table.reset()
-            table.fetch(first, None)
+            table.fetch(first)
             if before == "cached":
-                table.rows_for_forward(first, None)
+                table.rows_for_forward(first)
                 table.pending.clear()
             if before == "dropped":
                 table.reset()
@@ -216,7 +216,7 @@ def reset(rank: Rank, mode: str) -> list[np.ndarray]:
         if disturbed:
             add_at(table, plan_for(table, [3, 4, 5]), [3, 4], torch.ones(2, WIDTH))
             returned(table)
-            table.fetch(plan_for(table, [8, 9], cycle=1), None)
+            table.fetch(plan_for(table, [8, 9], cycle=1))
             table.reset()
         add_at(table, plan_for(table, [7, 12], cycle=2), [7, 12], torch.arange(2.0 * WIDTH).view(2, WIDTH))
         found.append(returned(table))
