@@ -1,23 +1,22 @@
 """The day with a GPU: check every operation, time it, time whole steps, set them beside what was predicted.
 
-    python tests/gpu/bench_gpu.py [--out=FOLDER] [--limit=460] [--only=kernels,steps] [--seed=N]
+    python tests/gpu/bench_gpu.py [--out=FOLDER] [--only=kernels] [--seed=N]
     python tests/gpu/bench_gpu.py --device=cpu          the same lines at tiny sizes: no time says anything of a GPU
 
-Operations: fresh random inputs, errors against f64 in memory full of NaN, ms against the card's ceiling, plain PyTorch
-and torch.compile. Steps: the preset `record` in its stages, on the tokens of DATA=SHARDS or of a formula. What is over
-the limit of seconds is left out aloud. FOLDER holds bench.json and a trace of each stage. Status: 0, or 1 if a check
-failed, or 2 without a GPU. No time is judged.
+Operations: fresh random inputs, errors against f64 in memory full of NaN, ms beside plain PyTorch and torch.compile.
+Steps: the preset `record` in its stages, on the tokens of DATA=SHARDS or of a formula. FOLDER holds bench.json, whole
+after each line that is printed. Status: 0, or 1 if a check failed, or 2 without a GPU. No time is judged.
 """
 from __future__ import annotations
 
 import argparse
-import functools
 import gc
 import json
 import os
+import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,107 +30,73 @@ from rehearsal import price
 
 import train_gpt as tg
 
-KERNELS_SHARE = 0.45                     # of the limit, at most, if steps are to follow
-STAGE_S = 45.0                           # what a stage takes at least on a card, most of it compiling
-L2_BYTES = 256 << 20                     # written between two timings: more than any card's cache
+L2_BYTES = 256 << 20                     # more than any card's cache
+FLUSHES = 8                              # of it before a call: the host runs ahead meanwhile
 
 
 class Report:
-    """Lines for people, figures for programs, and the time that is left."""
-    def __init__(self, folder: Path, limit: float) -> None:
-        self.folder = folder
-        self.limit = limit
-        self.began = time.monotonic()
-        self.figures: dict[str, Any] = dict(kernels=[], stages=[], wrong=[], left_out=[])
+    """Lines for people, and figures for programs: what a later section breaks is not lost."""
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "bench.json"
+        self.figures: dict[str, Any] = dict(kernels=[], stages=[], wrong=[])
         folder.mkdir(parents=True, exist_ok=True)
 
-    def allows(self, seconds: float, what: str, share: float = 1.0) -> bool:
-        """Whether that much time is left; what has to be left out is said."""
-        spent = time.monotonic() - self.began
-        if spent + seconds < share * self.limit:
-            return True
-        self.figures["left_out"].append(what)
-        print(f"left out for lack of time: {what}", flush=True)
-        return False
-
-    def fail(self, what: str) -> None:
-        self.figures["wrong"].append(what)
-        print(f"  WRONG: {what}", flush=True)
-
-    def save(self) -> None:
-        """After each section: what a later one breaks is not lost."""
-        (self.folder / "bench.json").write_text(json.dumps(self.figures, indent=1) + "\n")
+    def add(self, name: str, found: dict[str, Any], wrong: Sequence[str] = ()) -> None:
+        """To a list of the figures, or as one of them."""
+        if isinstance(self.figures.get(name), list):
+            self.figures[name].append(found)
+        else:
+            self.figures[name] = found
+        print(f"{name}: " + ", ".join(f"{key} {value}" for key, value in found.items()), flush=True)
+        for line in wrong:
+            print(f"  WRONG: {line}", flush=True)
+        self.figures["wrong"] += wrong
+        self.path.write_text(json.dumps(self.figures, indent=1) + "\n")
 
 
 # ---- Operations
-def time_ways(case: gpu_cases.Case, device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
-    """ms of every way on a cold cache, in turn, so that a warmer card is warmer for all. The first round does not
-    count. Operations that change an input do so again and again: their time does not depend on the numbers."""
+def ms_of(call: Callable, inputs: list[torch.Tensor], flushed: torch.Tensor) -> float:
+    """One call on a cold cache: between events of the device, or by the clock where there is none."""
+    copies = [x.clone() for x in inputs]
+    if not flushed.is_cuda:
+        began = time.perf_counter()
+        call(*copies)
+        return 1000 * (time.perf_counter() - began)
+    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for _ in range(FLUSHES):
+        flushed.zero_()
+    before.record()
+    call(*copies)
+    after.record()
+    after.synchronize()
+    return before.elapsed_time(after)
+
+
+def time_ways(case: gpu_cases.Case, device: torch.device, rounds: int) -> dict[str, str]:
+    """Median, least and most ms of every way, in turn, so that a warmer card is warmer for all of them."""
     flushed = torch.empty(L2_BYTES if device.type == "cuda" else 1, dtype=torch.uint8, device=device)
-    watches = {way: gpu_steps.Stopwatch(device) for way in case.ways}
+    times = {way: [] for way in case.ways}
     for _ in range(rounds + 1):
         for way, call in case.ways.items():
-            copies = [x.clone() for x in case.inputs]
-            flushed.zero_()                                   # which also lets the host run ahead of the device
-            watches[way].time(functools.partial(call, *copies))
-    return {way: gpu_steps.spread(watch.read()[1:]) for way, watch in watches.items()}
+            times[way].append(ms_of(call, case.inputs, flushed))
+    spreads = {}
+    for way, (_, *ms) in times.items():                       # the first round does not count
+        spreads[way] = f"{statistics.median(ms):.3f} ({min(ms):.3f} to {max(ms):.3f}) ms"
+    return spreads
 
 
-def peaks_of(name: str) -> dict[str, float]:
-    """What a card can do at most, a second, by kind of work; nothing for a name that the rates do not hold."""
-    for card, facts in price.load(price.RATES)["cards"].items():
-        if card in name:
-            return {kind: rate["peak"] for kind, rate in facts["rates"].items()}
-    return {}
-
-
-def shares(case: gpu_cases.Case, ms: float, peaks: dict[str, float]) -> dict[str, float]:
-    """How much of the card's bandwidth and of its products the least work of a case makes in that time, 0 to 1."""
-    if not peaks or ms <= 0:
-        return {}
-    seconds = ms / 1000
-    return dict(bandwidth=case.moved / seconds / peaks["memory"], products=case.flops / seconds / peaks[case.dtype])
-
-
-def bench_case(name: str, lab: gpu_cases.Lab, rounds: int, peaks: dict[str, float]) -> dict[str, Any]:
-    case = gpu_cases.CASES[name](lab)
-    found = gpu_cases.check(name, case, lab)
-    times = time_ways(case, lab.device, rounds)
-    first = next(iter(times.values()))
-    return found | dict(times=times, moved=case.moved, flops=case.flops, shares=shares(case, first["ms"], peaks))
-
-
-def kernel_line(found: dict[str, Any]) -> str:
-    times = ", ".join(f"{way} {time['ms']:.3f} ({time['least']:.3f} to {time['most']:.3f})"
-                      for way, time in found["times"].items())
-    ceiling = ", ".join(f"{share:.0%} of {what}" for what, share in found["shares"].items())
-    worst = max(map(max, found["errors"].values()))
-    return f"{found['name']:25}{found['kernel']:15}ms: {times}; {ceiling or 'no ceiling known'}; error {worst:.1e}"
-
-
-def bench_kernels(lab: gpu_cases.Lab, report: Report, args: argparse.Namespace, peaks: dict[str, float]) -> None:
-    print(f"\nOperations at {lab.sizes}: median ms, forward and backward, and of the ceiling what the least work makes of "
-          "the first\ntime; the largest error against f64\n", flush=True)
-    share = KERNELS_SHARE if "steps" in args.only else 1.0
-    longest = 0.0
-    for name in gpu_cases.CASES:
-        if name in gpu_cases.FP8_CASES and not lab.has_fp8:
-            continue
-        if not report.allows(longest, name, share):
-            continue
-        began = time.monotonic()
+def bench_kernels(lab: gpu_cases.Lab, rounds: int, report: Report) -> None:
+    report.add("sizes", lab.sizes._asdict())
+    for name in lab.cases():
         gc.collect()                                          # gigabytes of the case before
         try:
-            found = bench_case(name, lab, args.rounds, peaks)
+            case = gpu_cases.CASES[name](lab)
+            found = gpu_cases.check(name, case, lab)
+            found["times"] = time_ways(case, lab.device, rounds)
         except Exception as error:                            # one that fails leaves the others alone
-            report.fail(f"{name}: {type(error).__name__}: {' '.join(str(error).split())[:300]}")
-            continue
-        longest = max(longest, time.monotonic() - began)
-        report.figures["kernels"].append(found)
-        print(kernel_line(found), flush=True)
-        for wrong in found["wrong"]:
-            report.fail(wrong)
-    report.save()
+            words = " ".join(str(error).split())
+            found = dict(name=name, wrong=[f"{name}: {type(error).__name__}: {words[:300]}"])
+        report.add("kernels", found, found["wrong"])
 
 
 # ---- Steps
@@ -142,35 +107,19 @@ def predictions(attention: str) -> dict[str, float]:
     return {name: stage["mean"]["ms"] for name, stage in stages.items()}
 
 
-def stage_line(found: dict[str, Any]) -> str:
-    steps = ", ".join(f"{step['ms']:.2f} ({step['least']:.2f} to {step['most']:.2f})" for step in found["of_cycle"])
-    return (f"stage {found['stage'] + 1}, {found['tokens']:,} tokens a step: {found['ms_per_step']:.2f} ms, in a cycle "
-            f"{steps}; predicted {found['predicted_ms']}; {found['tokens_per_s']:,.0f} tokens/s\n"
-            f"  first cycle {found['first_cycle_s']:.1f} s, {found['graphs']} graphs, {found['new_graphs']} later; peak "
-            f"{found['peak_mib']:,} MiB, estimated {found['estimate_mib']:,}; loss {found['first_loss']:.3f} -> "
-            f"{found['last_loss']:.3f}\n{found['profile']}")
-
-
-def bench_steps(run: gpu_steps.Started, report: Report, args: argparse.Namespace) -> None:
+def bench_steps(run: gpu_steps.Started, cycles: int, report: Report) -> None:
+    report.add("run", run.figures)
     predicted = {}
     if run.fabric.on_cuda:
         predicted = predictions(run.figures["attention"])
-    print(f"\nWhole steps: {run.figures}\npredicted: for one H100, by tests/rehearse.py\n", flush=True)
-    report.figures["run"] = run.figures
     for stage in range(len(run.cfg.stages) - 1):              # the extension is like the last of them
-        if not report.allows(STAGE_S * run.fabric.on_cuda, f"stage {stage + 1}"):
-            continue
-        trace = report.folder / f"trace_stage{stage + 1}.json.gz"
-        found = gpu_steps.measure_stage(run, stage, args.cycles, trace)
-        found["predicted_ms"] = predicted.get(f"stage {stage + 1}")
-        report.figures["stages"].append(found)
-        print(stage_line(found), flush=True)
+        found = gpu_steps.measure_stage(run, stage, cycles)
+        found["predicted_ms_per_step_of_an_h100"] = predicted.get(f"stage {stage + 1}")
+        wrong = []
         if found["new_graphs"]:
-            report.fail(f"stage {stage + 1}: {found['new_graphs']} graphs compiled after the first two cycles")
-        report.save()
-    if report.allows(STAGE_S * run.fabric.on_cuda, "evaluation"):
-        report.figures["evaluation"] = gpu_steps.measure_evaluation(run)
-        print(f"evaluation: {report.figures['evaluation']}", flush=True)
+            wrong.append(f"stage {stage + 1}: {found['new_graphs']} graphs compiled after the first two cycles")
+        report.add("stages", found, wrong)
+    report.add("evaluation", gpu_steps.measure_evaluation(run))
 
 
 # ---- The command
@@ -180,8 +129,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--out", type=Path, default=out, help="[logs/bench-gpu-TIME]")
-    parser.add_argument("--limit", type=float, default=460.0, help="seconds [%(default)s]")
-    parser.add_argument("--only", choices=("kernels", "steps", "kernels,steps"), default="kernels,steps")
+    parser.add_argument("--only", choices=("kernels", "steps"), help="[both]")
     parser.add_argument("--rounds", type=int, default=15, help="timings of an operation [%(default)s]")
     parser.add_argument("--cycles", type=int, default=6, help="timed cycles of a stage [%(default)s]")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"), help="[a new one]")
@@ -202,28 +150,20 @@ def main(argv: Sequence[str]) -> int:
         return 2
     fabric = tg.Fabric(torch.device(args.device, 0))
     fabric.enter_thread()
-    report = Report(args.out, args.limit)
-    card = tg.hardware(fabric)
-    peaks = peaks_of(card)
-    facts = dict(hardware=card, torch=torch.__version__, triton=tg.version_of("triton"), cuda=torch.version.cuda,
-                 seed=args.seed, peaks=peaks, source_sha256=tg.file_sha256(Path(tg.__file__)))
-    report.figures.update(facts)
-    print(facts, flush=True)
-
-    if "kernels" in args.only:
-        lab = gpu_cases.Lab(fabric, seed=args.seed, backend=args.backend)
-        bench_kernels(lab, report, args, peaks)
-    if "steps" in args.only:
+    report = Report(args.out)
+    report.add("machine", dict(hardware=tg.hardware(fabric), torch=torch.__version__, cuda=torch.version.cuda,
+                               triton=tg.version_of("triton"), seed=args.seed,
+                               source_sha256=tg.file_sha256(Path(tg.__file__))))
+    if args.only != "steps":
+        bench_kernels(gpu_cases.Lab(fabric, seed=args.seed, backend=args.backend), args.rounds, report)
+    if args.only != "kernels":
         try:
             run = gpu_steps.open_run(fabric)
         except tg.RunError as error:                          # the preset does not fit here: a result, too
-            print(f"\n{error}")
-            report.figures["refused"] = str(error)
+            report.add("refused", dict(error=str(error)))
         else:
-            bench_steps(run, report, args)
-    report.save()
-    print(f"\n{time.monotonic() - report.began:.0f} s, written to {report.folder}; wrong: {report.figures['wrong']}, left out: "
-          f"{report.figures['left_out']}")
+            bench_steps(run, args.cycles, report)
+    print(f"written to {report.path}")
     return 1 if report.figures["wrong"] else 0
 
 

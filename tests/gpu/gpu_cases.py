@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
-from common import angles_by_channel
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -57,9 +55,6 @@ class Case(NamedTuple):
     ways: dict[str, Call]                # of copies of the inputs; what the trainer does stands first
     exact: Call                          # of copies in f64
     bounds: tuple[float, ...]            # largest relative error of each output, in the Frobenius norm
-    moved: int                           # bytes that have to be read and written at least
-    flops: int = 0                       # of products
-    dtype: str = "bfloat16"              # of these products, by its name in the rates
     kernel: str = COMPILED               # what the trainer's way is
 
 
@@ -175,6 +170,10 @@ class Lab:
         self.host = np.random.default_rng(seed)                               # for what the host has to know, too
         self.attention, self.attention_name = chosen_attention(fabric, self.sizes.E)
 
+    def cases(self) -> list[str]:
+        """Those that the device can run."""
+        return [name for name in CASES if self.has_fp8 or "fp8" not in name]
+
     def normal(self, *shape: int, scale: float = 1.0, dtype: torch.dtype = BF16) -> Tensor:
         drawn = torch.randn(shape, generator=self.generator, device=self.device)
         return (scale * drawn).to(dtype)
@@ -215,59 +214,7 @@ def with_gradients(wanted: int) -> Callable[[Callable], Call]:
     return partial(and_gradients, wanted=wanted)
 
 
-def nbytes(*tensors: Tensor) -> int:
-    return sum(x.nbytes for x in tensors)
-
-
-# ---- Products
-def product(lab: Lab) -> Case:
-    """Queries, keys and values of a layer."""
-    s = lab.sizes
-    n = lab.normal(s.T, s.D)
-    w = lab.normal(3 * s.D, s.D, scale=s.D**-0.5)
-    seed = lab.normal(s.T, 3 * s.D)
-
-    def linear(n: Tensor, w: Tensor) -> Tensor:
-        return tg.linear(n, tg.as_part(w))
-
-    ways = {TRAINER: and_gradients(linear, 2)}
-    return Case([n, w, seed], ways, and_gradients(F.linear, 2), 3 * (4e-3,), 3 * nbytes(n, w, seed),
-                3 * 2 * s.T * s.D * 3 * s.D, kernel="cuBLAS")
-
-
-def fp8_logits(lab: Lab) -> Case:
-    """The logits. Sums of fp8 products keep about 14 bits; the trainer's product turns w itself."""
-    s = lab.sizes
-    y = lab.normal(s.T, s.D).to(torch.float8_e4m3fn)
-    w = lab.normal(s.D, s.V).to(torch.float8_e4m3fn)
-    scale = torch.full((), 0.01, dtype=F64, device=lab.device)
-
-    def logits(y: Tensor, w: Tensor, scale: Tensor) -> list[Tensor]:
-        return [tg.fp8_product(y, w, scale, True, BF16, True)]
-
-    def exact(y: Tensor, w: Tensor, scale: Tensor) -> list[Tensor]:
-        return [y @ w * scale]
-
-    return Case([y, w, scale], {TRAINER: logits}, exact, (8e-3,), nbytes(y, w) + 2 * s.T * s.V,
-                2 * s.T * s.D * s.V, dtype="float8", kernel="cuBLASLt")
-
-
-def norm_and_rotation(lab: Lab) -> Case:
-    """Of queries and keys together."""
-    s = lab.sizes
-    x = lab.normal(s.T, 2 * s.H, s.E)
-    by_channel = angles_by_channel(lab.normal(s.T, 1, s.E // 4, scale=100, dtype=F32))
-    seed = lab.normal(s.T, 2 * s.H, s.E)
-
-    def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return tg.rotate(tg.rms_norm(x), cos, sin)
-
-    inputs = [x, by_channel.cos().bfloat16(), by_channel.sin().bfloat16(), seed]
-    moved = 5 * x.nbytes                                      # x and y; x, dy and dx
-    ways = lab.ways(rotated, with_gradients(1))
-    return Case(inputs, ways, ways[PLAIN], (1e-2, 2e-2), moved)
-
-
+# ---- Operations
 def mlp(lab: Lab) -> Case:
     s = lab.sizes
     n = lab.normal(s.T, s.D)
@@ -278,25 +225,11 @@ def mlp(lab: Lab) -> Case:
     def relu_sq(n: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return tg.relu_sq_mlp(n, tg.as_part(up), tg.as_part(down))
 
-    between = 2 * s.T * s.F                                   # bytes of the squares or of pre's gradient in bf16
-    moved = 3 * nbytes(n, up, down) + 6 * between
     ways = lab.ways(relu_sq, with_gradients(3))
-    return Case([n, up, down, seed], ways, ways[PLAIN], 4 * (2e-2,),
-                moved, 3 * 2 * 2 * s.T * s.D * s.F)
+    return Case([n, up, down, seed], ways, ways[PLAIN], 4 * (2e-2,))
 
 
 # ---- Attention
-def seen_keys(bounds: Sequence[int], window: int) -> int:
-    """Pairs of a query and a key that it sees; bounds: of the documents."""
-    total = 0
-    for first, end in zip(bounds, bounds[1:]):
-        length = end - first
-        full = max(0, length - window - 1)                    # queries that see window + 1 keys
-        growing = length - full
-        total += growing * (growing + 1) // 2 + full * (window + 1)
-    return total
-
-
 def attention(lab: Lab, window: str, fold: int = 1) -> Case:
     """One layer. window: "short" or "long". fold: 2 for paired heads, half of them on twice the positions."""
     s = lab.sizes
@@ -316,9 +249,8 @@ def attention(lab: Lab, window: str, fold: int = 1) -> Case:
     ways = {TRAINER: and_gradients(chosen, 3), PLAIN: and_gradients(reference, 3)}
     if lab.backend:
         ways[COMPILED] = and_gradients(lab.compiled(reference), 3)
-    flops = int(3.5 * 4 * s.E * heads * seen_keys(bounds, window))            # two products forward, five backward
-    return Case([tg.rms_norm(q), tg.rms_norm(k), v, cu_seqlens, seed], ways, and_gradients(reference, 3), 4 * (2e-2,),
-                3 * nbytes(q, k, v, seed), flops, kernel=lab.attention_name)
+    return Case([tg.rms_norm(q), tg.rms_norm(k), v, cu_seqlens, seed], ways, ways[PLAIN], 4 * (2e-2,),
+                lab.attention_name)
 
 
 # ---- The head
@@ -346,14 +278,10 @@ def head(lab: Lab, precision: str) -> Case:
         found, grads_y, grads_w = zip(*of_slots)
         return [torch.cat(found), torch.cat(grads_y), sum(grads_w)]
 
-    inputs = [y, w, targets, weights, seed]
-    ways = lab.ways(losses, with_gradients(2))
-    flops = 3 * 2 * s.T * s.D * s.V
-    logits = 2 * s.T * s.V                                    # bytes: out of the product, into two passes
-    if precision == "plain":                                  # their gradient: out once, into two products
-        return Case(inputs, ways, exact, (4e-3, 2e-2, 2e-2), 3 * nbytes(y, w) + 3 * logits + 3 * logits, flops)
-    bounds = 4e-3, 6e-2, 6e-2                                 # 2 bits of the logits' gradient
-    return Case(inputs, ways, exact, bounds, 3 * nbytes(y, w) + 3 * logits + 3 * logits // 2, flops, dtype="float8")
+    bounds = 4e-3, 2e-2, 2e-2
+    if precision == "fp8":
+        bounds = 4e-3, 6e-2, 6e-2                             # 2 bits of the logits' gradient
+    return Case([y, w, targets, weights, seed], lab.ways(losses, with_gradients(2)), exact, bounds)
 
 
 def evaluation_head(lab: Lab) -> Case:
@@ -370,8 +298,7 @@ def evaluation_head(lab: Lab) -> Case:
         return call
 
     ways = lab.ways(tg.next_token_losses, listed)
-    moved = nbytes(y, w) + 2 * 2 * rows * s.V
-    return Case([y, w, lab.below(s.V, rows)], ways, ways[PLAIN], (4e-3,), moved, 2 * rows * s.D * s.V)
+    return Case([y, w, lab.below(s.V, rows)], ways, ways[PLAIN], (4e-3,))
 
 
 # ---- Rows
@@ -391,8 +318,7 @@ def row_sums(lab: Lab) -> Case:
     def index_add(sums: Tensor, index: Tensor, grad: Tensor) -> list[Tensor]:
         return [sums.index_add_(0, index.long(), grad.to(sums.dtype))]
 
-    moved = nbytes(grad, index) + 2 * len(np.unique(found)) * s.D * sums.itemsize
-    return Case([sums, index, grad], {TRAINER: add_rows, PLAIN: index_add}, index_add, (1e-6,), moved, kernel="Triton")
+    return Case([sums, index, grad], {TRAINER: add_rows, PLAIN: index_add}, index_add, (1e-6,), "Triton")
 
 
 # ---- Updates
@@ -426,10 +352,8 @@ def normuon(lab: Lab, bank: str) -> Case:
         moments = step(tg.normuon_update, weight, None, state)
         return [weight - before, *moments]
 
-    moved = nbytes(grad) + 2 * nbytes(p, mantissa, momentum, second)
-    flops = 5 * 2 * count * (2 * height * width * width + width**3)
     return Case([p, mantissa, grad, momentum, second, lr_muls], lab.ways(tg.normuon_update, in_halves), exact,
-                (0.15, 1e-6, 0.05), moved, flops)
+                (0.15, 1e-6, 0.05))
 
 
 def adam(lab: Lab) -> Case:
@@ -448,17 +372,15 @@ def adam(lab: Lab) -> Case:
         return call
 
     ways = lab.ways(tg.adam_update, in_place)
-    return Case([p, grad, m, v], ways, ways[PLAIN], (4e-3, 1e-6, 1e-6), nbytes(grad) + 2 * nbytes(p, m, v))
+    return Case([p, grad, m, v], ways, ways[PLAIN], (4e-3, 1e-6, 1e-6))
 
 
-FP8_CASES = "head, fp8", "logits, fp8"
 CASES: dict[str, Callable[[Lab], Case]] = {
-    "product": product, "norm and rotation": norm_and_rotation, "mlp": mlp,
-    "attention, short window": partial(attention, window="short"),
+    "mlp": mlp, "attention, short window": partial(attention, window="short"),
     "attention, long window": partial(attention, window="long"),
     "attention, paired": partial(attention, window="short", fold=2),
-    "head, fp8": partial(head, precision="fp8"), "logits, fp8": fp8_logits,
-    "head, plain": partial(head, precision="plain"), "head, evaluation": evaluation_head,
+    "head, fp8": partial(head, precision="fp8"), "head, plain": partial(head, precision="plain"),
+    "head, evaluation": evaluation_head,
     "sums of rows": row_sums, "NorMuon, attention bank": partial(normuon, bank="squares"),
     "NorMuon, MLP bank": partial(normuon, bank="talls"), "Adam": adam,
 }

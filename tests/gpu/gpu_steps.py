@@ -4,14 +4,11 @@ Everything is the trainer's own: executor, loader, schedule. On a CPU the same l
 """
 from __future__ import annotations
 
-import contextlib
 import gc
 import os
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +17,6 @@ import train_gpt as tg
 
 FORMULA_TOKENS = 8_000_000
 SETTLING = 2                             # cycles before those that count; in the first, graphs compile
-DEAREST = 25                             # lines of a profile
 
 
 class Started(NamedTuple):
@@ -70,21 +66,6 @@ def open_run(fabric: tg.Fabric) -> Started:
     return Started(cfg, fabric, tg.Schedule(cfg), executor, headers, val_headers, figures)
 
 
-class NoLog:
-    """What the warm-up tells of its phases, told to nobody."""
-    def phase(self, _: str) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext()
-
-
-def warm_up(run: Started) -> dict[str, Any]:
-    """The race's own, whole: every graph of the run, evaluations too."""
-    before = graphs()
-    began = time.perf_counter()
-    tg.warm_up(run.cfg, run.fabric, run.executor, NoLog())
-    run.fabric.synchronize()
-    return dict(warm_up_s=time.perf_counter() - began, graphs=graphs() - before)
-
-
 def peak_mib(fabric: tg.Fabric, call: Callable, *args: Any) -> tuple[Any, int]:
     """What a call returns, and the most that tensors took meanwhile; 0 where nobody counts."""
     if not fabric.on_cuda:
@@ -92,37 +73,6 @@ def peak_mib(fabric: tg.Fabric, call: Callable, *args: Any) -> tuple[Any, int]:
     torch.cuda.reset_peak_memory_stats(fabric.device)
     found = call(*args)
     return found, torch.cuda.max_memory_allocated(fabric.device) >> 20
-
-
-# ---- Times
-class Stopwatch:
-    """Times of calls, in ms: between events of the device, or by the clock where there is none."""
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.spans: list[tuple] = []
-
-    def mark(self) -> Any:
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def time(self, call: Callable[[], object]) -> None:
-        before = self.mark()
-        call()
-        self.spans.append((before, self.mark()))
-
-    def read(self) -> list[float]:
-        """ms of the calls so far."""
-        if self.device.type != "cuda":
-            return [1000 * (after - before) for before, after in self.spans]
-        torch.cuda.synchronize(self.device)
-        return [before.elapsed_time(after) for before, after in self.spans]
-
-
-def spread(ms: Sequence[float]) -> dict[str, float]:
-    return dict(ms=statistics.median(ms), least=min(ms), most=max(ms), n=len(ms))
 
 
 # ---- Stages
@@ -140,50 +90,35 @@ class Steps:
         self.loader.start()
         self.losses: list[tg.Losses] = []
 
-    def step(self) -> None:
-        self.losses.append(tg.train_step(self.run.executor, self.loader, next(self.values)))
-
-    def timed(self, count: int) -> list[float]:
-        """ms of each, on the device, which nobody waits for in between."""
-        watch = Stopwatch(self.run.fabric.device)
+    def seconds(self, count: int) -> float:
+        """Until the device is done with them."""
+        began = time.perf_counter()
         for _ in range(count):
-            watch.time(self.step)
-        return watch.read()
-
-    def profiled(self, count: int, trace: Path) -> str:
-        """Where the time of some steps went, the dearest first. trace: a file for all that was seen."""
-        with torch.profiler.profile() as profile:
-            for _ in range(count):
-                self.step()
-            self.run.fabric.synchronize()
-        profile.export_chrome_trace(str(trace))
-        sort_by = f"self_{self.run.fabric.device.type}_time_total"
-        return profile.key_averages().table(sort_by, DEAREST, max_name_column_width=90)
+            self.losses.append(tg.train_step(self.run.executor, self.loader, next(self.values)))
+        self.run.fabric.synchronize()
+        return time.perf_counter() - began
 
     def mean_loss(self, at: int) -> float:
         losses = self.losses[at]
         return float(losses.slot_sums.sum()) / losses.tokens
 
 
-def measure_stage(run: Started, stage: int, cycles: int, trace: Path | None = None) -> dict[str, Any]:
-    """Seconds of the first cycle, in which the graphs compile; then ms of a step, memory, graphs; with a file for its
-    trace, a profile of one cycle."""
+def measure_stage(run: Started, stage: int, cycles: int) -> dict[str, Any]:
+    """Seconds of the first cycle, in which the graphs compile; then ms of a step, memory, graphs."""
     cycle = run.schedule.cycle
     before = graphs()
-    steps = Steps(run, stage, SETTLING + cycles + 1)
-    first_ms = steps.timed(cycle)
-    steps.timed((SETTLING - 1) * cycle)
+    steps = Steps(run, stage, SETTLING + cycles)
+    first_s = steps.seconds(cycle)
+    steps.seconds((SETTLING - 1) * cycle)
     compiled = graphs()
-    ms, peak = peak_mib(run.fabric, steps.timed, cycles * cycle)
-    profile = steps.profiled(cycle, trace) if trace else ""
+    seconds, peak = peak_mib(run.fabric, steps.seconds, cycles * cycle)
     steps.loader.close()
 
     tokens = run.cfg.stages[stage].batch_tokens
-    mean = statistics.mean(ms)
-    return dict(stage=stage, tokens=tokens, first_cycle_s=sum(first_ms) / 1000, graphs=compiled - before,
-                new_graphs=graphs() - compiled, of_cycle=[spread(ms[at::cycle]) for at in range(cycle)], ms_per_step=mean,
-                tokens_per_s=1000 * tokens / mean, estimate_mib=estimate_mib(run, stage), peak_mib=peak,
-                first_loss=steps.mean_loss(0), last_loss=steps.mean_loss(-1), profile=profile)
+    each = seconds / (cycles * cycle)
+    return dict(stage=stage, tokens=tokens, ms_per_step=1000 * each, tokens_per_s=tokens / each, first_cycle_s=first_s,
+                graphs=compiled - before, new_graphs=graphs() - compiled, estimate_mib=estimate_mib(run, stage),
+                peak_mib=peak, first_loss=steps.mean_loss(0), last_loss=steps.mean_loss(-1))
 
 
 def estimate_mib(run: Started, stage: int) -> int:
