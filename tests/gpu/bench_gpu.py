@@ -109,9 +109,7 @@ def predictions(attention: str) -> dict[str, float]:
 
 def bench_steps(run: gpu_steps.Started, cycles: int, report: Report) -> None:
     report.add("run", run.figures)
-    predicted = {}
-    if run.fabric.on_cuda:
-        predicted = predictions(run.figures["attention"])
+    predicted = predictions(run.figures["attention"])
     for stage in range(len(run.cfg.stages) - 1):              # the extension is like the last of them
         found = gpu_steps.measure_stage(run, stage, cycles)
         found["predicted_ms_per_step_of_an_h100"] = predicted.get(f"stage {stage + 1}")

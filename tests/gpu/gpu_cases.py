@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import train_gpt as tg
 
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
-TRAINER, PLAIN, COMPILED = "trainer", "plain", "torch.compile"
+TRAINER, PLAIN = "trainer", "plain"
 FRAME = 2048                             # elements before and after a framed tensor: whole lines of any alignment
 MOST_POISON = 8 << 30                    # bytes
 SLOT_OF_HEAD = 2048                      # tokens: of so many, logits fit in f64
@@ -55,7 +55,7 @@ class Case(NamedTuple):
     ways: dict[str, Call]                # of copies of the inputs; what the trainer does stands first
     exact: Call                          # of copies in f64
     bounds: tuple[float, ...]            # largest relative error of each output, in the Frobenius norm
-    kernel: str = COMPILED               # what the trainer's way is
+    kernel: str = "torch.compile"        # what the trainer's way is
 
 
 # ---- Memory full of NaN
@@ -91,12 +91,11 @@ def poisoned(lab: Lab) -> Iterator[bool]:
     """Memory that nobody has written holds NaN. Yields whether that is so."""
     if lab.fabric.on_cuda:
         yield fill_free_memory(lab.device)
-        return
-    if lab.backend:                                           # no mode reaches into a compiled graph
+    elif lab.backend:                                         # no mode reaches into a compiled graph
         yield True
-        return
-    with PoisonedAllocations():
-        yield True
+    else:
+        with PoisonedAllocations():
+            yield True
 
 
 def framed(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,10 +111,8 @@ def framed(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def frame_is_whole(whole: Tensor) -> bool:
-    if not whole.is_floating_point():
-        return True
     frame = torch.cat((whole[:FRAME], whole[-FRAME:]))
-    return bool((frame.view(torch.uint8) == 255).all())
+    return not whole.is_floating_point() or bool((frame.view(torch.uint8) == 255).all())
 
 
 # ---- Checks
@@ -210,10 +207,6 @@ def and_gradients(function: Callable, wanted: int) -> Call:
     return call
 
 
-def with_gradients(wanted: int) -> Callable[[Callable], Call]:
-    return partial(and_gradients, wanted=wanted)
-
-
 # ---- Operations
 def mlp(lab: Lab) -> Case:
     s = lab.sizes
@@ -225,7 +218,7 @@ def mlp(lab: Lab) -> Case:
     def relu_sq(n: Tensor, up: Tensor, down: Tensor) -> Tensor:
         return tg.relu_sq_mlp(n, tg.as_part(up), tg.as_part(down))
 
-    ways = lab.ways(relu_sq, with_gradients(3))
+    ways = lab.ways(relu_sq, partial(and_gradients, wanted=3))
     return Case([n, up, down, seed], ways, ways[PLAIN], 4 * (2e-2,))
 
 
@@ -247,8 +240,6 @@ def attention(lab: Lab, window: str, fold: int = 1) -> Case:
         return tg.attention_reference(q, k, v, cu_seqlens, span)
 
     ways = {TRAINER: and_gradients(chosen, 3), PLAIN: and_gradients(reference, 3)}
-    if lab.backend:
-        ways[COMPILED] = and_gradients(lab.compiled(reference), 3)
     return Case([tg.rms_norm(q), tg.rms_norm(k), v, cu_seqlens, seed], ways, ways[PLAIN], 4 * (2e-2,),
                 lab.attention_name)
 
@@ -281,7 +272,7 @@ def head(lab: Lab, precision: str) -> Case:
     bounds = 4e-3, 2e-2, 2e-2
     if precision == "fp8":
         bounds = 4e-3, 6e-2, 6e-2                             # 2 bits of the logits' gradient
-    return Case([y, w, targets, weights, seed], lab.ways(losses, with_gradients(2)), exact, bounds)
+    return Case([y, w, targets, weights, seed], lab.ways(losses, partial(and_gradients, wanted=2)), exact, bounds)
 
 
 def evaluation_head(lab: Lab) -> Case:
@@ -318,7 +309,7 @@ def row_sums(lab: Lab) -> Case:
     def index_add(sums: Tensor, index: Tensor, grad: Tensor) -> list[Tensor]:
         return [sums.index_add_(0, index.long(), grad.to(sums.dtype))]
 
-    return Case([sums, index, grad], {TRAINER: add_rows, PLAIN: index_add}, index_add, (1e-6,), "Triton")
+    return Case([sums, index, grad], {TRAINER: add_rows, PLAIN: index_add}, index_add, (4e-6,), "Triton")
 
 
 # ---- Updates

@@ -15,7 +15,7 @@ import torch
 
 import train_gpt as tg
 
-FORMULA_TOKENS = 8_000_000
+FORMULA = f"formula:{tg.GPT2_VOCAB}:{tg.GPT2_DOCUMENT_START}:8000000:1"
 SETTLING = 2                             # cycles before those that count; in the first, graphs compile
 
 
@@ -40,16 +40,12 @@ def open_run(fabric: tg.Fabric) -> Started:
     """Everything that a run of `record`, on a CPU of `tiny`, does before its warm-up. Raises RunError if it does not
     fit. DATA names shards of training tokens, say of real ones; without it they are of a formula."""
     began = time.perf_counter()
-    name = "tiny"
+    name = "record" if fabric.on_cuda else "tiny"
     cfg = tg.Config(**tg.PRESETS[name], epochs=0)
     if fabric.on_cuda:
         gc.collect()
         torch.cuda.empty_cache()                              # what is cached does not count as free
-        name = "record"
-        vocabulary = f"{tg.GPT2_VOCAB}:{tg.GPT2_DOCUMENT_START}"
-        formula = f"formula:{vocabulary}:{FORMULA_TOKENS}:1"
-        cfg = tg.Config(**tg.PRESETS[name], epochs=0)
-        cfg = replace(cfg, train_files=os.environ.get("DATA", formula), val_files=formula)
+        cfg = replace(cfg, train_files=os.environ.get("DATA", FORMULA), val_files=FORMULA)
     tg.check_config(cfg)
     headers = tg.find_shards(cfg.train_files)
     val_headers = tg.find_shards(cfg.val_files)
@@ -132,11 +128,9 @@ def measure_evaluation(run: Started) -> dict[str, Any]:
     """One block of validation tokens, twice: the first time compiles."""
     end = run.schedule.at(run.schedule.end_step)
     data = tg.ValidationSet(run.cfg, run.fabric, run.val_headers)
-    began = time.perf_counter()
     run.executor.evaluate(data.batches(end), end)
-    first_s = time.perf_counter() - began
     before = graphs()
     began = time.perf_counter()
     loss, peak = peak_mib(run.fabric, run.executor.evaluate, data.batches(end), end)
-    return dict(first_s=first_s, s_per_block=time.perf_counter() - began, tokens=run.cfg.val_batch_tokens, loss=loss,
-                peak_mib=peak, new_graphs=graphs() - before)
+    return dict(s_per_block=time.perf_counter() - began, tokens=run.cfg.val_batch_tokens, loss=loss, peak_mib=peak,
+                new_graphs=graphs() - before)

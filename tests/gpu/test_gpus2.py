@@ -29,10 +29,8 @@ def devices(*of_cpu: pytest.MarkDecorator):
 
 
 def losses_of_steps(rank: Rank, device: str) -> list[float]:
-    """Of all ranks together, through all stages: rows, reductions, gathers in place, the untying.
-
-    Every token is even: with an even number of ranks, half of them own no row that anybody wants of a token.
-    """
+    """Of all ranks together, through all stages: rows, reductions, gathers in place, the untying. Every token is even:
+    with an even number of ranks, half of them own no row that anybody wants of a token."""
     shard = write_shard(rank.folder / f"{rank.rank}.bin", 2 * random_stream(0, TOKENS, 256, 0), *SIZES)
     fabric = rank.fabric(tg.Config(device=device, num_slots=rank.world, comm_timeout=COMM_TIMEOUT))
     cfg = preset("tiny", *SIZES, device=device, compile=0)
@@ -57,19 +55,12 @@ def test_train_step__ranks_have_the_losses_of_one(ranks, device, world):
         assert found == pytest.approx(alone, rel=1e-4)
 
 
-FAULTS = {                               # in rank 1: died; stalled beyond the timeout
-    "a rank that dies": "kill in forward",
-    "a rank that dies in a reduction": "kill in a reduction",
-    "a rank that stalls": "sleep in forward",
-}
-
-
 @devices(pytest.mark.all)
-@pytest.mark.parametrize("name", FAULTS)
-def test_main__ranks_that_lose_one(launcher, tmp_path, name, device, world):
+@pytest.mark.parametrize("fault", ["kill in forward", "kill in a reduction", "sleep in forward"])     # of rank 1
+def test_main__ranks_that_lose_one(launcher, tmp_path, fault, device, world):
     """All ranks end in time and badly, and a survivor says that one was lost. As under torchrun, which ends the other
     ranks after the first that fails."""
-    ended = launcher.start(tmp_path / "job", f"--device={device}", "--compile=0", world=world, faults={1: FAULTS[name]},
+    ended = launcher.start(tmp_path / "job", f"--device={device}", "--compile=0", world=world, faults={1: fault},
                            ends=True).wait()
     text = "\n".join(ended.err)
     print(f"\nstatus {ended.status}, s to the end {ended.seconds}\n{text}")
