@@ -465,28 +465,24 @@ def measured_page(path: Path, ledger: dict[str, Any], prediction: dict[str, Any]
         for stage, parities in ledger["steps"].items():
             span = range(first, first + sum(parities.values()))
             first = span.stop
-            for kind, ms in measured_stage(span, seconds_after).items():
-                rows.append([attention, stage, kind, found["stages"].get(stage, {}).get(kind, {}).get("ms"), ms])
-        rows.append([attention, "run, s", "", found["run_s"], run.seconds])
+            predicted_ms = found["stages"].get(stage, {}).get("mean", {}).get("ms")
+            rows.append([attention, f"{stage}, ms a step", predicted_ms, measured_ms(span, seconds_after)])
+        rows.append([attention, "run, s", found["run_s"], run.seconds])
     for row in rows:
         row.append(row[-1] / row[-2] if row[-1] and row[-2] else None)
     title = f"World size {world}, a measured run (attention: {run.facts.get('attention')}) beside the prediction:"
     if run.void:
         title += f" its times do not count ({run.void})"
-    return f"{title}\n\n{table('with | stage | step | predicted ms | measured ms | measured / predicted', rows)}\n"
+    return f"{title}\n\n{table('with | of | predicted | measured | measured / predicted', rows)}\n"
 
 
-def measured_stage(span: range, seconds_after: dict[int, float]) -> dict[str, float]:
-    """Mean ms of even, odd and all steps inside a stage; nothing of what the log does not have."""
-    settling = min(SETTLING_STEPS, len(span) // 4)
-    leaving = min(LEAVING_STEPS, len(span) // 8)
-    times = {kind: [] for kind in (*PARITIES, "mean")}
-    for step in span[settling:len(span) - leaving]:
-        if step in seconds_after and step + 1 in seconds_after:
-            ms = 1000 * (seconds_after[step + 1] - seconds_after[step])
-            times[PARITIES[step % 2]].append(ms)
-            times["mean"].append(ms)
-    return {kind: sum(ms) / len(ms) for kind, ms in times.items() if ms}
+def measured_ms(span: range, seconds_after: dict[int, float]) -> float | None:
+    """Mean of a step inside a stage; None where the log has no times."""
+    first = span.start + min(SETTLING_STEPS, len(span) // 4)
+    last = span.stop - min(LEAVING_STEPS, len(span) // 8)
+    if first not in seconds_after or last not in seconds_after:
+        return None
+    return 1000 * (seconds_after[last] - seconds_after[first]) / (last - first)
 
 
 # ---- The command

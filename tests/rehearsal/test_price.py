@@ -131,7 +131,7 @@ def test_measured_page__beside_the_prediction(tmp_path, capsys):
 
     prediction = price.price(made, RATES)
     page = price.measured_page(tmp_path, made, prediction)
-    assert f"| FA2  | stage 1 | even | 1.25         | 30.00       | {30 / 1.25:.2f} " in page
+    assert f"| FA2  | stage 1, ms a step | 1.25      | 30.49    | {30.495 / 1.25:.2f} " in page
     made["steps"] = COUNTS
     with pytest.raises(price.PriceError, match="120\n.*30, as the ledger's run"):
         price.measured_page(tmp_path, made, prediction)
