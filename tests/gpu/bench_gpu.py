@@ -107,16 +107,14 @@ def predictions(attention: str) -> dict[str, float]:
     return {name: stage["mean"]["ms"] for name, stage in stages.items()}
 
 
-def bench_steps(run: gpu_steps.Started, cycles: int, report: Report) -> None:
+def bench_steps(run: gpu_steps.Started, args: argparse.Namespace, report: Report) -> None:
     report.add("run", run.figures)
     predicted = predictions(run.figures["attention"])
-    for stage in range(len(run.cfg.stages) - 1):              # the extension is like the last of them
-        found = gpu_steps.measure_stage(run, stage, cycles)
+    for stage in range(args.stages):
+        found = gpu_steps.measure_stage(run, stage, args.cycles)
         found["predicted_ms_per_step_of_an_h100"] = predicted.get(f"stage {stage + 1}")
-        wrong = []
-        if found["new_graphs"]:
-            wrong.append(f"stage {stage + 1}: {found['new_graphs']} graphs compiled after the first two cycles")
-        report.add("stages", found, wrong)
+        late = f"stage {stage + 1}: {found['new_graphs']} graphs compiled after the first two cycles"
+        report.add("stages", found, [late] if found["new_graphs"] else [])
     report.add("evaluation", gpu_steps.measure_evaluation(run))
 
 
@@ -129,6 +127,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=out, help="[logs/bench-gpu-TIME]")
     parser.add_argument("--only", choices=("kernels", "steps"), help="[both]")
     parser.add_argument("--rounds", type=int, default=15, help="timings of an operation [%(default)s]")
+    parser.add_argument("--stages", type=int, default=3, help="whose steps are timed, from the first on [%(default)s]")
     parser.add_argument("--cycles", type=int, default=6, help="timed cycles of a stage [%(default)s]")
     parser.add_argument("--seed", type=int, default=int.from_bytes(os.urandom(4), "little"), help="[a new one]")
     parser.add_argument("--backend", default="", help="of torch.compile [inductor; on a CPU nothing compiles]")
@@ -160,7 +159,7 @@ def main(argv: Sequence[str]) -> int:
         except tg.RunError as error:                          # the preset does not fit here: a result, too
             report.add("refused", dict(error=str(error)))
         else:
-            bench_steps(run, args.cycles, report)
+            bench_steps(run, args, report)
     print(f"written to {report.path}")
     return 1 if report.figures["wrong"] else 0
 

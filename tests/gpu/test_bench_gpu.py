@@ -52,7 +52,7 @@ with walk.install("H100", walk.phantom.Recorder(), 1):
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("flags", [["--only=kernels", "--backend=eager"], ["--only=steps", "--cycles=1"]])
+@pytest.mark.parametrize("flags", [["--only=kernels", "--backend=eager"], ["--only=steps", "--stages=1", "--cycles=1"]])
 def test_main__walks_on_fake_tensors(tmp_path, flags):
     """Everything but numbers: the bench's first minute on a card is not spent on typing errors."""
     command = pytest.importorskip("rehearsal.command")
