@@ -3,11 +3,11 @@
     python tests/bench_steps.py before.py after.py [--rounds=10] [--pairs=60] [--skip=20] [--a=FLAG] [--b=FLAG]
                                 [-- trainer flags]
 
-Both run the same flags, and those of --a or --b, at once, each in a process of its own, but take turns step by step:
-a machine that slows down slows both. A step lasts from the taking of its batch until optim_step and the loader's thread,
+Both run the same flags, and those of --a or --b, at once, each in a process of its own, but take turns step by step: a
+machine that slows down slows both. A step lasts from the taking of its batch until optim_step and the loader's thread,
 which makes the next ones meanwhile, are through. A process keeps an advantage of a percent or two for as long as it
-lives, so each round starts both anew, in the other order, and counts once. Printed are the median steps, and by how much
-B is slower: the mean over the rounds of the log of the ratio, with its 99 % interval by Student's t.
+lives, so each round starts both anew, in the other order, and counts once. Printed are the median steps, and by how
+much B is slower: the mean over the rounds of the log of the ratio, with its 99 % interval by Student's t.
 """
 import argparse
 import importlib.util

@@ -1,7 +1,7 @@
 """What only several GPUs can show:  python -m pytest -m gpus2 -s tests/gpu
 
-Steps over NCCL; then ranks that die or stall. Without two GPUs the same over gloo on the CPU; how ranks end there is what
-test_faults.py shows, and is tried here with --all.
+Steps over NCCL; then ranks that die or stall. Without two GPUs the same over gloo on the CPU; how ranks end there is
+what test_faults.py shows, and is tried here with --all.
 """
 import pytest
 import torch
