@@ -351,7 +351,7 @@ def test_add_rows__beyond_2_to_31():
 
 
 def interpret() -> dict:
-    """Return the largest error and how many NaN, by width and type. TRITON_INTERPRET=1 was set before triton's import."""
+    """Return the largest error and how many NaN, by width and type. TRITON_INTERPRET=1 was set before the import."""
     found = {}
     index = torch.tensor([12, 3, 3, 0, 3, 7, 3, 3, 12, 3, 3, 3, 3, 0, 3, 3, 9], dtype=torch.int32)
     for width, dtype in itertools.product((1, 5, 16, 24), (torch.float32, torch.bfloat16)):
