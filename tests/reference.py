@@ -31,7 +31,8 @@ POLAR = ((8.156554524902461, -22.48329292557795, 15.878769915207462),           
          (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
          (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 DOWN_RATE = 2.0                          # of down matrices of the MLP, times the rate of up matrices
-Y_SCALE, W_SCALE, GRAD_SCALE = 100 / 448, 1.6 / 448, 0.75 / 448               # of the fp8 head (recipe 2.8)
+# Of the fp8 head (recipe 2.8), each rounded to f32 as the products take it.
+Y_SCALE, W_SCALE, GRAD_SCALE = (float(np.float32(largest / 448)) for largest in (100, 1.6, 0.75))
 SIGN_VECTORS = 8192
 
 
@@ -101,8 +102,8 @@ def fp8_head(y: Tensor, w: Tensor, targets: Tensor, weights: Sequence[float], lo
 
     y (N, D), w (D, V), targets (B, T). rows (N,): gradient that arrives at each position, loss_weight times a factor.
     """
-    y8 = nearest_fp8(y.detach() / Y_SCALE, torch.float8_e4m3fn)
-    w8 = nearest_fp8(w.detach() / W_SCALE, torch.float8_e4m3fn)
+    y8 = nearest_fp8(y.detach().float() / Y_SCALE, torch.float8_e4m3fn)
+    w8 = nearest_fp8(w.detach().float() / W_SCALE, torch.float8_e4m3fn)
     logits = (Y_SCALE * W_SCALE * (y8 @ w8)).to(logits_dtype).double().requires_grad_()
     by_slot = [next_token_losses(*slot, weights) for slot in zip(logits.view(*targets.shape, -1), targets)]
     losses = torch.cat(by_slot)

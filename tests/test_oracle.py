@@ -437,7 +437,7 @@ def trainers_head(x: Tensor, w: Tensor, targets: Tensor, weights: list[float], s
     real = tg.losses_with_gradient
 
     def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor, factor: float) -> Tensor:
-        seen.update(logits=logits.clone(), payload=grad)
+        seen.update(logits=logits.double(), payload=grad)
         return real(logits, ids, token_weights, grad, factor)
 
     leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
