@@ -31,26 +31,15 @@ WHOLE = ROOT / os.environ.get("ORACLE_DIR", "../shared/oracle/a")
 CPU = tg.Fabric(torch.device("cpu"))
 
 # Limits of the largest error over the largest absolute value of an array (over 1 if all are 0), as published with the
-# vectors: precision of the run, file, keys, limit for arrays stored as f64, and for those that were rounded to f32 when
-# stored. The first row that fits counts; keys without a row are not compared in that precision. Integers must be equal.
+# vectors: file, keys, limit for arrays stored as f64, and for those that were rounded to f32 when stored. The first row
+# that fits counts. Integers must be equal.
 TOLERANCES = (
-    ("float64", "s_*",      "*",            1e-10, 2e-7),
-    ("float64", "traj",     "*_loss.*",     1e-11, None),
-    ("float64", "traj",     "*",            1e-9,  None),
-    ("float64", "fp8",      "*.mixed.grad_[xw]*", 0.25, 0.25),           # e5m2 first, then the factors by position
-    ("float64", "fp8",      "*",            1e-10, 2e-7),
-    ("float64", "*",        "*",            1e-11, 2e-7),
-    ("float32", "s_inputs", "*",            5e-5,  None),                # rotary tables
-    ("float32", "s_acts",   "*factor*",     5e-5,  None),
-    ("float32", "s_acts",   "*loss_m?",     1e-6,  None),
-    ("float32", "s_acts",   "*eval_loss",   1e-6,  None),
-    ("float32", "s_*",      "*",            1e-5,  1e-5),
-    ("float32", "traj",     "*_loss.*",     2e-6,  None),
-    ("float32", "traj",     "samp.*",       1e-3,  None),
-    ("float32", "traj",     "norm.*",       1e-4,  None),
-    ("float32", "traj",     "grad_samp.*",  5e-3,  None),
-    ("float32", "traj",     "grad_norm.*",  5e-3,  None),
-    ("float32", "traj",     "full.*",       2e-2,  None),
+    ("s_*",  "*",                 1e-10, 2e-7),
+    ("traj", "*_loss.*",          1e-11, None),
+    ("traj", "*",                 1e-9,  None),
+    ("fp8",  "*.mixed.grad_[xw]*", 0.25, 0.25),                          # e5m2 first, then the factors by position
+    ("fp8",  "*",                 1e-10, 2e-7),
+    ("*",    "*",                 1e-11, 2e-7),
 )
 
 
@@ -67,7 +56,6 @@ class Vectors:
     def __init__(self, oracle: Oracle, file: str) -> None:
         meta = oracle.meta
         self.file = file
-        self.dtype = oracle.dtype
         self.unused_scalars = meta["padding"]["unused_scalars"]
         self.compares = True                                             # or does another rank?
         with np.load(oracle.path / f"{file}.npz") as arrays:
@@ -107,35 +95,27 @@ class Vectors:
             want = want.ravel()[keep]                                    # without the vectors' padding
         if got.shape != want.shape:
             raise Mismatch(self.file, key, f"shape {got.shape}", want.shape)
-        limit = self.limit_of(key, want.dtype)
-        if limit is None:
-            return
+        limit = 0.0
+        if want.dtype.kind == "f":
+            limits = next(limits for *globs, f64, f32 in TOLERANCES for limits in [(f64, f32)]
+                          if all(map(fnmatch.fnmatchcase, (self.file, key), globs)))
+            limit = limits[want.dtype == np.float32]
         self.compared.add(key)
         off = np.abs(got.astype(np.float64) - want)
         error = float(off.max(initial=0) / (np.abs(want.astype(np.float64)).max(initial=0) or 1))
         if not error <= limit:                                           # NaN is an error too
             raise Mismatch(self.file, key, f"{error:.2e}", limit)
 
-    def limit_of(self, key: str, stored: np.dtype) -> float | None:
-        if stored.kind != "f":
-            return 0.0
-        names = self.dtype, self.file, key
-        for *globs, f64, f32 in TOLERANCES:
-            if all(map(fnmatch.fnmatchcase, names, globs)):
-                return f32 if stored == np.float32 else f64
-        return None
-
     def finish(self) -> None:
         """Insist that every array was compared or went into the computation, by somebody."""
-        print(f"{self.file} in {self.dtype}: {len(self.compared)} of {len(self.arrays)} arrays compared")
+        print(f"{self.file}: {len(self.compared)} of {len(self.arrays)} arrays compared")
         assert not self.left, f"{self.file}: nothing looks at {sorted(self.left)}"
 
 
 @dataclass(frozen=True)
 class Oracle:
-    """A directory of vectors, and the precision in which the trainer computes them."""
+    """A directory of vectors."""
     path: Path
-    dtype: str = "float64"
     row_comms: str = "sparse"
 
     @functools.cached_property
@@ -161,7 +141,7 @@ class Oracle:
         renamed = dict(attn_scale=recipe["attn_scale_initial"], final_long_window=recipe["final_long_window_blocks"],
                        normuon_lr=recipe["lr_normuon"], normuon_weight_decay=recipe["weight_decay_normuon"],
                        adam_lr=recipe["lr_adam"], adam_weight_decay=recipe["weight_decay_adam"])
-        own = dict(padded_vocab=sizes.get("vocab_size", 0), dtype=self.dtype, row_comms=self.row_comms, head="plain",
+        own = dict(padded_vocab=sizes.get("vocab_size", 0), dtype="float64", row_comms=self.row_comms, head="plain",
                    device="cpu", stages=stages)
         taken = {name: value for name, value in {**recipe, **sizes}.items() if name in same}
         return tg.Config(**{**taken, **renamed, **own, **more})
@@ -184,7 +164,7 @@ def slots_of(tokens: np.ndarray, targets: np.ndarray, cu_seqlens: np.ndarray) ->
 
 
 def stored_weights(cfg: tg.Config, stored: Vectors) -> dict[str, Tensor]:
-    """Return whole initial weights in f32; banks are cut to the trainer's number of layers."""
+    """Return whole initial weights; banks are cut to the trainer's number of layers."""
     weights = {}
     for row in tg.parameter_table(cfg):
         if f"zero.{row.label}" in stored:

@@ -97,24 +97,28 @@ def nearest_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fp8_head(y: Tensor, w: Tensor, targets: Tensor, weights: Sequence[float], loss_weight: float, rows: Tensor,
-             logits_dtype: torch.dtype = F64) -> dict[str, Tensor]:
+             logits_dtype: torch.dtype | None = F64) -> dict[str, Tensor]:
     """The head of recipe 2.8 with its roundings made explicit: losses, gradients of y and w, and what rounds.
 
     y (N, D), w (D, V), targets (B, T). rows (N,): gradient that arrives at each position, loss_weight times a factor.
+    logits_dtype: None rounds nothing at all.
     """
-    y8 = nearest_fp8(y.detach().float() / Y_SCALE, torch.float8_e4m3fn)
-    w8 = nearest_fp8(w.detach().float() / W_SCALE, torch.float8_e4m3fn)
-    logits = (Y_SCALE * W_SCALE * (y8 @ w8)).to(logits_dtype).double().requires_grad_()
+    y8, w8 = y.detach() / Y_SCALE, w.detach() / W_SCALE
+    if logits_dtype:
+        y8, w8 = (nearest_fp8(x, torch.float8_e4m3fn) for x in (y8.float(), w8.float()))
+    logits = (Y_SCALE * W_SCALE * (y8 @ w8)).to(logits_dtype or F64).double().requires_grad_()
     by_slot = [next_token_losses(*slot, weights) for slot in zip(logits.view(*targets.shape, -1), targets)]
     losses = torch.cat(by_slot)
     grad, = torch.autograd.grad(losses.sum(), logits)
-    payload = nearest_fp8(grad / GRAD_SCALE, torch.float8_e5m2)
+    payload = grad / GRAD_SCALE
     factor = (rows / loss_weight)[:, None]                            # of each position, besides the loss weight
+    scaled = factor * payload
+    if logits_dtype:
+        payload = nearest_fp8(payload, torch.float8_e5m2)
+        scaled = nearest_fp8(factor * payload, torch.float8_e5m2)
     scale = loss_weight * GRAD_SCALE
-    grad_y = scale * W_SCALE * factor * (payload @ w8.t())
-    grad_w = scale * Y_SCALE * (y8.t() @ nearest_fp8(factor * payload, torch.float8_e5m2))
-    return dict(x_e4m3=y8, w_e4m3=w8, logits=logits.detach(), losses=losses.detach(), payload=payload, grad_y=grad_y,
-                grad_w=grad_w)
+    return dict(y8=y8, w8=w8, logits=logits.detach(), losses=losses.detach(), payload=payload,
+                grad_y=scale * W_SCALE * factor * (payload @ w8.t()), grad_w=scale * Y_SCALE * (y8.t() @ scaled))
 
 
 # ---- Updates
@@ -357,36 +361,28 @@ def physical(row: int, world: int, rows: int) -> int:
 
 
 def cut(table: np.ndarray, world: int) -> list[np.ndarray]:
-    """A table in logical order -> the slice of each owner; zeros where there is no row."""
+    """A table in logical order -> the shard of each owner; zeros where there is no row."""
     size = -(-len(table) // world)
-    slices = [np.zeros((size, *table.shape[1:]), table.dtype) for _ in range(world)]
-    for row, x in enumerate(table):
-        slices[row % world][row // world] = x
-    return slices
+    padded = np.zeros((size * world, *table.shape[1:]), table.dtype)
+    padded[:len(table)] = table
+    return [padded[rank::world] for rank in range(world)]
 
 
-def put_together(slices: list[np.ndarray], rows: int) -> np.ndarray:
-    world = len(slices)
-    return np.stack([slices[row % world][row // world] for row in range(rows)])
+def put_together(shards: list[np.ndarray], rows: int) -> np.ndarray:
+    world = len(shards)
+    return np.stack([shards[row % world][row // world] for row in range(rows)])
 
 
 def row_lists(read: list[np.ndarray], rows: int) -> tuple[list[list[int]], list[list[list[int]]]]:
     """read: logical rows of each rank in a cycle, with repetitions.
 
     Returns each rank's list, once each in physical order, and pieces[rank][owner]: the same list as places in the
-    owners' slices.
+    owners' shards.
     """
     world = len(read)
     size = -(-rows // world)
-    lists = []
-    pieces = []
-    for mine in read:
-        listed = sorted({physical(int(row), world, rows) for row in mine})
-        lists.append(listed)
-        by_owner = [[] for _ in range(world)]
-        for row in listed:
-            by_owner[row // size].append(row % size)
-        pieces.append(by_owner)
+    lists = [sorted({physical(int(row), world, rows) for row in mine}) for mine in read]
+    pieces = [[[row % size for row in listed if row // size == owner] for owner in range(world)] for listed in lists]
     return lists, pieces
 
 

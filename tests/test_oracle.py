@@ -1,4 +1,4 @@
-"""The trainer and reference.py against the reference vectors: the extract beside this file, and ORACLE_DIR if it is there.
+"""The trainer and reference.py against the reference vectors: the extract beside this file, and ORACLE_DIR if there.
 
 The extract's config S has the parameters of its first layers only: there reference.py alone is compared, and the
 trainer by the trajectory. A directory with all vectors compares both, everywhere.
@@ -9,7 +9,6 @@ import functools
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -39,7 +38,7 @@ class ConfigS:
         weights = stored_weights(self.cfg, self.stored)
         self.trainer = executor_with(self.cfg, weights)
         self.naive = Reference(self.cfg, weights)
-        self.runs = [self.trainer] if oracle.dtype == "float32" else [self.naive, self.trainer]
+        self.runs = self.naive, self.trainer
         self.values = replace(tg.Schedule(self.cfg).at(0), short_window=sizes["short_window"],
                               long_window=sizes["long_window"])
         self.batch = self.batch_with(self.stored["cu_seqlens"])
@@ -58,32 +57,6 @@ class ConfigS:
         _, rotary = tg.rotary_by_stage(replace(self.cfg, stages=stages, window_block=1))
         return replace(self.values, short_window=short, long_window=long, rotary=rotary)
 
-    def check_rotary(self, vectors: Vectors, prefix: str, values: tg.Values) -> None:
-        """Compare the trainer's tables; paired ones have two positions in a row."""
-        vectors.check(f"{prefix}.angular_freq", every_frequency(values.rotary))
-        vectors.check(f"{prefix}.attn_scale", [values.rotary.attn_scale] * 2)
-        length = self.batch.tokens.shape[1]
-        self.trainer.forward_backward(self.batch, values, 0)
-        for name, table in zip(("factor1", "factor2"), (self.trainer.model.rotary_cos, self.trainer.model.rotary_sin)):
-            vectors.check(f"{prefix}.{name}", table[:length])
-            vectors.check(f"{prefix}.paired_{name}", table[:2 * length].view(length, -1))
-
-
-def check_s_inputs(oracle: Oracle) -> None:
-    s, vectors = ConfigS(oracle), oracle.open("s_inputs")
-    names = ("num_heads", "head_dim", "model_dim", "num_layers", "vocab_size", "bigram_rows", "window_block",
-             "slot_tokens", "peer_rotary_length")
-    vectors.check("dims", [s.sizes[name] for name in names])
-    vectors.check("ws", [s.sizes["short_window"], s.sizes["long_window"]])
-    vectors.check("bos", s.sizes["document_start"])
-    vectors.check("tokens", s.batch.tokens[0])
-    vectors.check("targets", s.batch.targets[0])
-    vectors.check("bigram_ids", s.batch.rows["bigram_embed"][0])
-    s.check_rotary(vectors, "yarn0", s.values)
-    vectors.left -= {key for key in vectors.left if key.startswith(("mtp_", "p16."))} | {"cu_seqlens"}    # inputs
-    vectors.finish()
-
-
 def check_s_acts(oracle: Oracle) -> None:
     s, vectors = ConfigS(oracle), oracle.open("s_acts")
     one_document = s.batch_with(np.asarray([0, s.batch.tokens.shape[1]]))
@@ -92,15 +65,18 @@ def check_s_acts(oracle: Oracle) -> None:
     cases += [("long.", "m3", s.values, one_document), ("yarn1.", "m2", s.stretched(), s.batch)]
     for prefix, name, values, batch in cases:
         weighted = s.weighted(name, values)
-        if s.naive in s.runs:
-            check_activations(s, vectors, prefix, name, weighted, batch)
+        check_activations(s, vectors, prefix, name, weighted, batch)
         vectors.check(f"{prefix}loss_{name}", s.trainer.forward_backward(batch, weighted).slot_sums[0])
         for run in s.runs:
             vectors.check(f"{prefix}eval_loss", run.evaluate([batch], values))
-    vectors.check("yarn1.windows", [s.stretched().short_window, s.stretched().long_window])
-    s.check_rotary(vectors, "yarn1", s.stretched())
-    if s.naive in s.runs:
-        vectors.finish()
+    model, rotary, length = s.trainer.model, values.rotary, batch.tokens.shape[1]     # of the last case
+    vectors.check("yarn1.windows", [values.short_window, values.long_window])
+    vectors.check("yarn1.angular_freq", every_frequency(rotary))
+    vectors.check("yarn1.attn_scale", [rotary.attn_scale] * 2)
+    for name, table in (("factor1", model.rotary_cos), ("factor2", model.rotary_sin)):
+        vectors.check(f"yarn1.{name}", table[:length])
+        vectors.check(f"yarn1.paired_{name}", table[:2 * length].view(length, -1))    # two positions in a row
+    vectors.finish()
 
 
 def check_activations(s: ConfigS, vectors: Vectors, prefix: str, name: str, values: tg.Values, batch: tg.Batch) -> None:
@@ -151,7 +127,7 @@ def check_gradient(vectors: Vectors, prefix: str, name: str, label: str, grad: T
 
 # ---- Trajectory and optimizer
 def check_traj(oracle: Oracle) -> None:
-    for naive in (False, True)[:1 + (oracle.dtype == "float64")]:
+    for naive in (False, True):
         Trajectory(oracle, naive=naive).check()
 
 
@@ -202,35 +178,26 @@ def check_mantissa(vectors: Vectors) -> None:
 
 
 def check_adam(oracle: Oracle, vectors: Vectors) -> None:
-    """Some parameters in reference.py, tied and then untied. The trainer: where one update is all there is to it."""
+    """Some parameters in reference.py, tied and then untied."""
     labels = [label for label, in vectors.find(r"adam\.(\w+)\.p_init")]
     cfg = oracle.config("trajectory", oracle.meta["trajectory"]["slot_tokens"], num_slots=1)
     naive = Reference(cfg, {label: vectors.tensor(f"adam.{label}.p_init") for label in labels})
-    alone = [label for label in labels if label not in ("lm_head", "embed")]
-    trained = {label: [naive.p[label].clone()] + [torch.zeros_like(naive.p[label]) for _ in "mv"] for label in alone}
     split_step = oracle.meta["opt"]["split_step"]
     for step in range(len(vectors.find(r"adam\.lr_mul\.(\d+)"))):
         adam_lr = cfg.adam_lr * float(vectors[f"adam.lr_mul.{step}"])
         values = replace(tg.Schedule(cfg).at(step), adam_lr=adam_lr, tied=step <= split_step, untie=step == split_step)
         for label in labels:
             naive.grads[label] += vectors.tensor(f"adam.{label}.g{step}")
-        for label in alone if values.adam_step else ():
-            row = naive.rows[label]
-            _, *numbers = tg.Optimizer.adam_numbers(SimpleNamespace(cfg=cfg), row, values)
-            p, *moments = trained[label]
-            tg.adam_update(p, naive.grads[label], *moments, 1.0, row.betas, cfg.adam_eps, *numbers)
-            for name, x in zip("pmv", trained[label]):
-                vectors.check(f"adam.{label}.{name}{step}", x)
-        embed = naive.state["embed"] | dict(step=naive.updates["embed"])
-        for name, x in embed.items() if values.untie else ():
-            vectors.check(f"adam.split.embed_{name}_before", x)
-        naive.optim_step(values)
+        when = "before"
+        for act in (lambda: None, lambda: naive.optim_step(values)):
+            act()
+            embed = naive.state["embed"] | dict(step=naive.updates["embed"]) if values.untie else {}
+            for name, x in embed.items():
+                vectors.check(f"adam.split.embed_{name}_{when}", x)
+            when = "after"
         for label in labels:
-            found = dict(p=naive.p[label], **naive.state[label], t=naive.updates[label])
-            for name, x in found.items():
+            for name, x in dict(p=naive.p[label], **naive.state[label], t=naive.updates[label]).items():
                 vectors.check(f"adam.{label}.{name}{step}", x)
-            for name, x in (naive.state[label] | dict(step=found["t"])).items() if values.untie else ():
-                vectors.check(f"adam.split.{label}_{name}_after", x)
 
 
 # ---- Loader and bigram hash
@@ -398,98 +365,57 @@ def check_yarn(vectors: Vectors, cfg: tg.Config, schedule: tg.Schedule) -> None:
 
 # ---- fp8 head
 def check_fp8(oracle: Oracle) -> None:
-    """The emulated head: bytes first, since the errors of fp8 are as large as its mistakes."""
+    """Bytes first, since the errors of fp8 are as large as its mistakes. test_kernels.py holds the trainer to these."""
     vectors, meta = oracle.open("fp8"), oracle.meta["fp8"]
     x, w = (bf16(vectors[f"{name}16"]).double() for name in ("x", "w"))
     targets = torch.from_numpy(vectors["targets"])[None]
-    logits_dtypes = dict(f64logits=torch.float64, bf16logits=torch.bfloat16, exact=torch.float64)
+    logits_dtypes = dict(f64logits=torch.float64, bf16logits=torch.bfloat16, exact=None)
     for mode, mtp, grad_out in vectors.find(r"(\w+)\.(m\w+?)(?:\.(\w+))?\.(?:losses|grad_\w+)"):
         seed = float(vectors[meta["eighth_uses"] if grad_out == "eighth" else "grad_s.w8"] / meta["grad_scale"])
         weights, rows = vectors[f"mtp.{mtp}"].tolist(), torch.from_numpy(vectors[f"grad_out.{grad_out or 'ones'}"])
-        heads = [trainers_head(x, w, targets, weights, seed, rows, logits_dtypes[mode], mode == "exact")]
-        if mode != "exact":
-            heads.append(reference.fp8_head(x, w, targets, weights, seed, rows, logits_dtypes[mode]))
+        found = reference.fp8_head(x, w, targets, weights, seed, rows, logits_dtypes[mode])
         prefix = ".".join(filter(None, (mode, mtp, grad_out)))
-        for found in heads:
-            for name, dtype in (("x_e4m3", torch.float8_e4m3fn), ("w_e4m3", torch.float8_e4m3fn),
-                                ("payload", torch.float8_e5m2)):
-                found[name] = found[name].to(dtype).view(torch.uint8)     # exact: they are such numbers
-            vectors.check("x_e4m3", found["x_e4m3"])
-            vectors.check("w_e4m3", found["w_e4m3"])
-            vectors.check(f"{mode}.logits_raw_rows0_8", found["logits"][:8])
-            vectors.check(f"{prefix}.losses", found["losses"])
-            if grad_out != "mixed":                                       # rows are those of the logits
-                vectors.check(f"{prefix}.grad_logits_e5m2", found["payload"])
-            vectors.check(f"{prefix}.grad_x", found["grad_y"])
-            if grad_out == "mixed":                                       # its gradient of x is a product with factors
-                vectors.check(f"{mode}.{mtp}.ones.grad_x", found["grad_y"] / rows[:, None])
-            vectors.check(f"{prefix}.grad_w32", found["grad_w"])
+        if mode != "exact":
+            for key, name, dtype in (("x_e4m3", "y8", torch.float8_e4m3fn), ("w_e4m3", "w8", torch.float8_e4m3fn),
+                                     (f"{prefix}.grad_logits_e5m2", "payload", torch.float8_e5m2)):
+                if name != "payload" or grad_out != "mixed":              # whose rows are those of the logits
+                    vectors.check(key, found[name].to(dtype).view(torch.uint8))
+        vectors.check(f"{mode}.logits_raw_rows0_8", found["logits"][:8])
+        vectors.check(f"{prefix}.losses", found["losses"])
+        vectors.check(f"{prefix}.grad_x", found["grad_y"])
+        if grad_out == "mixed":                                           # its gradient of x is a product with factors
+            vectors.check(f"{mode}.{mtp}.ones.grad_x", found["grad_y"] / rows[:, None])
+        vectors.check(f"{prefix}.grad_w32", found["grad_w"])
     for name, scale in (("x_s", tg.FP8_Y_SCALE), ("w_s", tg.FP8_W_SCALE), ("grad_s.w8", tg.FP8_GRAD_SCALE)):
         vectors.arrays[name] = vectors.arrays[name].astype(np.float32).astype(np.float64)     # as the products take it
         vectors.check(name, scale)
     vectors.finish()
 
 
-def trainers_head(x: Tensor, w: Tensor, targets: Tensor, weights: list[float], seed: float, rows: Tensor,
-                  logits_dtype: torch.dtype, exact: bool) -> dict[str, Tensor]:
-    """The same as reference.fp8_head gives, of the trainer's."""
-    seen = {}
-    real = tg.losses_with_gradient
-
-    def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor, factor: float) -> Tensor:
-        seen.update(logits=logits.double(), payload=grad)
-        return real(logits, ids, token_weights, grad, factor)
-
-    leaves = x.clone().requires_grad_(), w.clone().requires_grad_()
-    numbers = torch.tensor(weights, dtype=torch.float64), torch.tensor(seed, dtype=torch.float64)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tg, "losses_with_gradient", losses_with_gradient)
-        losses = tg.HeadLoss.apply(*leaves, targets, *numbers, "plain" if exact else "emulated", logits_dtype,
-                                   tg.as_part(leaves[1]))
-    grad_y, grad_w = torch.autograd.grad(losses, leaves, rows)
-    return seen | dict(x_e4m3=tg.e4m3(x, tg.FP8_Y_SCALE), w_e4m3=tg.e4m3(w, tg.FP8_W_SCALE), losses=losses,
-                       grad_y=grad_y, grad_w=grad_w)
-
-
 # ---- The tests
-CHECKS = dict(s_inputs=check_s_inputs, s_acts=check_s_acts, s_grads=check_s_grads, traj=check_traj, opt=check_opt,
-              loader=check_loader, schedule=check_schedule, bigram=check_bigram, fp8=check_fp8)
+CHECKS = dict(s_acts=check_s_acts, s_grads=check_s_grads, traj=check_traj, opt=check_opt, loader=check_loader,
+              schedule=check_schedule, bigram=check_bigram, fp8=check_fp8)
 
 
-def cases(*files: str) -> list:
-    """(directory, file), of the given files or all; one skipped case for a directory that is not there."""
-    found = []
+def cases() -> Iterator:
+    """Yield (directory, file); one skipped case for a directory that is not there."""
     for name, path in DIRECTORIES.items():
         if not path.is_dir():
             skip = pytest.mark.skip(reason=f"no directory {path}: ORACLE_DIR may name one with all reference vectors")
-            found.append(pytest.param(path, "", id=name, marks=skip))
-        found += [pytest.param(path, file, id=f"{name}-{file}") for file in Oracle(path).files
-                  if file in CHECKS and (not files or file in files)]
-    return found
+            yield pytest.param(path, "", id=name, marks=skip)
+        for file in {*Oracle(path).files} - {"s_inputs", "traj_init"}:    # where two of the others start
+            yield pytest.param(path, file, id=f"{name}-{file}")
 
 
-@pytest.mark.parametrize("path, file", cases())
+@pytest.mark.parametrize("path, file", sorted(cases(), key=lambda case: case.id))
 def test_vectors(path: Path, file: str) -> None:
     CHECKS[file](Oracle(path))
 
 
-@pytest.mark.parametrize("path, file", cases("s_acts", "s_grads"))
-def test_vectors__in_single_precision(path: Path, file: str) -> None:
-    CHECKS[file](Oracle(path, "float32"))
-
-
 @pytest.mark.all
-@pytest.mark.parametrize("dtype, row_comms", [("float32", "sparse"), ("float32", "dense"), ("float64", "dense")])
-def test_vectors__other_trajectories(dtype: str, row_comms: str) -> None:
-    """In float64, and on several ranks, test_ranks.py has the others."""
-    Trajectory(Oracle(EXTRACT, dtype, row_comms)).check()
-
-
-@pytest.mark.parametrize("path", [pytest.param(path, id=name) for name, path in DIRECTORIES.items()])
-def test_vectors__every_file_has_a_check(path: Path) -> None:
-    checked = {*CHECKS, "traj_init"}                                      # its arrays are where the trajectory starts
-    assert set(Oracle(path).files) <= checked
-    assert path == EXTRACT or not path.is_dir() or set(Oracle(path).files) == checked
+def test_vectors__a_trajectory_of_dense_rows() -> None:
+    """Other ones on several ranks: test_ranks.py."""
+    Trajectory(Oracle(EXTRACT, "dense")).check()
 
 
 def test_vectors__the_extract_is_small() -> None:
