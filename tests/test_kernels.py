@@ -1,4 +1,4 @@
-"""Room 4: each operation against reference.py, loops or autograd in float64, forward and backward, at several shapes."""
+"""Room 4: each operation against reference.py, loops or autograd in float64, forward and backward."""
 import functools
 import importlib.util
 import math
@@ -141,20 +141,6 @@ def test_attention_reference__and_its_gradients_are_those_of_a_naive_softmax(bou
     rounded = tg.attention_reference(*(x.bfloat16() for x in inputs), cu_seqlens, tg.AttentionSpan(max_len, window, .7))
     assert rounded.dtype == BF16
     assert_close(rounded, want, rtol=0, atol=0.06)                   # 8 bits, values up to about 3
-
-
-def test_attention_reference__a_query_sees_w_keys_before_its_own_in_its_document_and_no_other():
-    """Change one key and value at a time and see, bit for bit, which outputs move."""
-    bounds, window, length = [0, 9, 50], 6, 50
-    q, k, v = (randn(length, 1, 4, seed=seed) for seed in range(3))
-    attend = functools.partial(tg.attention_reference, cu_seqlens=torch.tensor(bounds, dtype=torch.int32),
-                               span=tg.AttentionSpan(41, window, 0.7))
-    before = attend(q, k, v)
-    for j in range(length):
-        other_k, other_v = k.clone(), v.clone()
-        other_k[j], other_v[j] = -other_k[j], other_v[j] + 1
-        moved = (attend(q, other_k, other_v) != before).flatten(1).any(1).nonzero().flatten().tolist()
-        assert moved == list(range(j, min(j + window + 1, 9 if j < 9 else 50))), f"key {j}"
 
 
 class DenseVarlen:
@@ -357,16 +343,6 @@ def test_add_rows__to_what_is_there(rows, width, dtype):
     place, index = sums.data_ptr(), torch.tensor(rows, dtype=torch.int32)
     assert tg.add_rows(sums, index, grad) is None
     assert sums.tolist() == want and sums.data_ptr() == place
-
-
-def test_add_rows__in_the_order_of_the_lines():
-    """Whatever shape the index has; so two runs have equal bits."""
-    index, grad = randint(4, 3, 5, 40).int(), 1e3 * randn(3, 5, 40, 8, dtype=F32)
-    got, want = torch.ones(4, 8), torch.ones(4, 8)
-    tg.add_rows(got, index, grad)
-    for row, line in zip(index.flatten().tolist(), grad.flatten(0, 2)):
-        want[row] += line
-    assert got.equal(want)
 
 
 def test_add_rows__the_operator_says_what_it_changes():

@@ -1,11 +1,10 @@
-"""Room 7: NorMuon and Adam against reference.py and torch; who is updated when, tied and untied; what each rank owns."""
+"""Room 7: NorMuon and Adam in the optimizer beside reference.py; what each rank owns. As functions: test_oracle.py."""
 import math
 
 import numpy as np
 import pytest
-import reference
 import torch
-from common import (add_grad, executor, fabric, fill_randomly, grad_of, owned, refused, small, untied_at)
+from common import add_grad, executor, fabric, fill_randomly, grad_of, owned, refused, small, untied_at
 from reference import Reference
 
 import train_gpt as tg
@@ -19,41 +18,6 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 # ---- NorMuon and Adam as functions ----------------------------------------------------------------------------------
-
-@pytest.mark.recipe
-@pytest.mark.parametrize("shape", [(1, 5, 5), (3, 4, 9), (2, 12, 3), (4, 1, 6)])
-def test_polar_express__acts_on_singular_values(shape):
-    x = randn(*shape)
-    got = tg.polar_express(x)
-    np.testing.assert_allclose(got, reference.polar(x), atol=1e-10)                   # 5 products amplify roundings
-    values = torch.linalg.svdvals(got)
-    assert 0.858 < values.min() and values.max() < 1.142, "nearly orthogonal"
-    alone = torch.cat([tg.polar_express(matrix[None]) for matrix in x])
-    np.testing.assert_allclose(got, alone, atol=1e-12)                                # each matrix on its own
-
-
-def test_polar_express__in_bf16_stays_close():
-    x = randn(3, 64, 32)
-    exact, rounded = tg.polar_express(x), tg.polar_express(x.bfloat16())
-    assert rounded.dtype == torch.bfloat16
-    error = (rounded.double() - exact).norm(dim=(1, 2)) / exact.norm(dim=(1, 2))
-    assert float(error.max()) < 0.05                                 # 8 bits through 5 steps whose gain reaches 8
-
-
-@pytest.mark.parametrize("betas, lr", [((0.9, 0.99), 0.04), ((0.65, 0.95), 0.01), ((0.5, 0.95), 0.008)])
-def test_adam_update__without_decay_is_torchs(betas, lr):
-    """Torch adds eps to the corrected root, sqrt(v / (1 - b2^t)): its eps is ours divided by sqrt(1 - b2^t)."""
-    p, eps = randn(20), 1e-3
-    theirs, m, v = p.clone().requires_grad_(), torch.zeros_like(p), torch.zeros_like(p)
-    adam = torch.optim.Adam([theirs], lr=lr, betas=betas)
-    for t in range(1, 21):
-        theirs.grad = randn(20, seed=t)
-        adam.param_groups[0]["eps"] = eps / math.sqrt(1 - betas[1]**t)
-        adam.step()
-        step_size = torch.tensor(lr * math.sqrt(1 - betas[1]**t) / (1 - betas[0]**t), dtype=F64)
-        tg.adam_update(p, 8 * theirs.grad, m, v, 1 / 8, betas, eps, step_size, torch.tensor(0.0, dtype=F64))
-        np.testing.assert_allclose(p, theirs.detach(), rtol=1e-12, atol=1e-14)        # float64 in another order
-
 
 @pytest.mark.recipe
 def test_normuon_direction__roundings_to_bf16_stand_where_the_recipe_has_them(monkeypatch):
