@@ -199,7 +199,7 @@ def test_normuon_update__bf16_banks_keep_their_lower_bits_in_mantissa_words(monk
     optimizer = make(small(dtype="bfloat16"))
     schedule, cfg = tg.Schedule(optimizer.cfg), optimizer.cfg
     exact = {label: shard_of(optimizer, label).float().numpy() for label in BANKS}
-    for v in map(schedule.at, range(20)):
+    for v in map(schedule.at, range(9)):
         take_step(optimizer, v)
         for label, u in zip([label for label in tg.UPDATE_ORDER if label in exact], updates[-2:]):
             assert u.dtype == torch.float32
