@@ -44,11 +44,12 @@ def mend_interpreter() -> None:
         if kind.scalar.name not in types or not x.dtype.scalar.is_floating():
             return unchanged(self, x, kind)
         found = as_torch(x.data, x.dtype).to(types[kind.scalar.name])
-        data = found.view(torch.int16).numpy().view(np.uint16) if found.dtype == torch.bfloat16 else found.numpy()
+        data = found.numpy() if found.dtype != torch.bfloat16 else found.view(torch.int16).numpy().view(np.uint16)
         return interpreter.TensorHandle(data, kind.scalar)
 
     def dot(_: Any, a: Any, b: Any, total: Any, *__: Any) -> Any:
-        product = as_torch(a.data, a.dtype).float() @ as_torch(b.data, b.dtype).float()
+        left, right = as_torch(a.data, a.dtype), as_torch(b.data, b.dtype)
+        product = left.float() @ right.float()
         return interpreter.TensorHandle(product.numpy() + total.data, total.dtype.scalar)
 
     builder = interpreter.InterpreterBuilder
@@ -66,9 +67,11 @@ def interpret() -> None:
         x = torch.randn(count, depth, generator=generator).to(dtype)
         w = torch.randn(columns, depth, generator=generator).to(dtype)
         product = x.double() @ w.double().t()
-        kept = product.clamp(min=0).square().to(dtype)
-        for backward, squares, want in ((False, torch.full_like(kept, torch.nan), product.clamp(min=0).square()),
-                                        (True, kept, 2 * product * kept.double().sqrt())):
+        exact = product.clamp(min=0).square()
+        kept = exact.to(dtype)
+        unread = torch.full_like(kept, torch.nan)
+        grad = 2 * product * kept.double().sqrt()
+        for backward, squares, want in ((False, unread, exact), (True, kept, grad)):
             out = torch.full_like(kept, torch.nan)
             tg.jitted(tg.relu_sq_kernel)[(programs,)](x, w, squares, out, *shape, BACKWARD=backward, **SMALL)
             error = float((out.double() - want).abs().max() / want.abs().max())

@@ -55,6 +55,11 @@ def documents_of(borders: Tensor, positions: int) -> Tensor:
     return torch.searchsorted(borders.long(), torch.arange(positions), right=True)
 
 
+def gate_of(features: Tensor, weight: Tensor) -> Tensor:
+    """Shares between 0 and 1: features (T, ...), weight (heads, GATE) -> (T, heads)."""
+    return torch.sigmoid(features[:, :GATE] @ weight.t())
+
+
 def attention_weights(q: Tensor, k: Tensor, documents: Tensor, window: int, scale: float) -> Tensor:
     """Softmax over the keys that a query sees: its own and `window` before it, of its document. (H, N, N)."""
     at = torch.arange(len(q))
@@ -75,7 +80,8 @@ def next_token_losses(logits: Tensor, targets: Tensor, weights: Sequence[float])
     log_p = capped(logits).log_softmax(dim=-1)
     losses = logits.new_zeros(len(targets))
     for ahead, weight in enumerate(weights[:len(targets)]):
-        found = log_p[:len(targets) - ahead].gather(1, targets[ahead:, None])[:, 0]
+        inside = len(targets) - ahead
+        found = log_p[torch.arange(inside), targets[ahead:]]
         losses = losses - weight * torch.nn.functional.pad(found, (0, ahead))
     return losses
 
@@ -96,48 +102,54 @@ def nearest_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
     return numbers[preferred.argmax(dim=-1)].copysign(x)
 
 
-def fp8_head(y: Tensor, w: Tensor, targets: Tensor, weights: Sequence[float], loss_weight: float, rows: Tensor,
-             logits_dtype: torch.dtype | None = F64) -> dict[str, Tensor]:
+def fp8_head(y, w, targets, weights, loss_weight, rows, logits_dtype=F64) -> dict[str, Tensor]:
     """The head of recipe 2.8 with its roundings made explicit: losses, gradients of y and w, and what rounds.
 
     y (N, D), w (D, V), targets (B, T). rows (N,): gradient that arrives at each position, loss_weight times a factor.
     logits_dtype: None rounds nothing at all.
     """
-    y8, w8 = y.detach() / Y_SCALE, w.detach() / W_SCALE
-    if logits_dtype:
-        y8, w8 = (nearest_fp8(x, torch.float8_e4m3fn) for x in (y8.float(), w8.float()))
-    logits = (Y_SCALE * W_SCALE * (y8 @ w8)).to(logits_dtype or F64).double().requires_grad_()
-    by_slot = [next_token_losses(*slot, weights) for slot in zip(logits.view(*targets.shape, -1), targets)]
-    losses = torch.cat(by_slot)
+    def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+        if logits_dtype is None:
+            return x
+        if dtype == torch.float8_e4m3fn:
+            x = x.float()                                             # quotients of y and w are f32 numbers
+        return nearest_fp8(x, dtype)
+
+    y8 = rounded(y.detach() / Y_SCALE, torch.float8_e4m3fn)
+    w8 = rounded(w.detach() / W_SCALE, torch.float8_e4m3fn)
+    product = Y_SCALE * W_SCALE * (y8 @ w8)
+    logits = product.to(logits_dtype or F64).double().requires_grad_()
+    slots = logits.view(*targets.shape, -1)
+    losses = torch.cat([next_token_losses(*slot, weights) for slot in zip(slots, targets)])
     grad, = torch.autograd.grad(losses.sum(), logits)
-    payload = grad / GRAD_SCALE
+    payload = rounded(grad / GRAD_SCALE, torch.float8_e5m2)
     factor = (rows / loss_weight)[:, None]                            # of each position, besides the loss weight
-    scaled = factor * payload
-    if logits_dtype:
-        payload = nearest_fp8(payload, torch.float8_e5m2)
-        scaled = nearest_fp8(factor * payload, torch.float8_e5m2)
+    scaled = rounded(factor * payload, torch.float8_e5m2)
     scale = loss_weight * GRAD_SCALE
-    return dict(y8=y8, w8=w8, logits=logits.detach(), losses=losses.detach(), payload=payload,
-                grad_y=scale * W_SCALE * factor * (payload @ w8.t()), grad_w=scale * Y_SCALE * (y8.t() @ scaled))
+    grad_y = scale * W_SCALE * factor * (payload @ w8.t())
+    grad_w = scale * Y_SCALE * (y8.t() @ scaled)
+    found = dict(y8=y8, w8=w8, logits=logits, losses=losses, payload=payload, grad_y=grad_y, grad_w=grad_w)
+    return {name: x.detach() for name, x in found.items()}
 
 
 # ---- Updates
 def polar(x: Tensor) -> Tensor:
     """The polynomials act on singular values: X -> a X + (b A + c A A) X with A = X X^T is s -> a s + b s^3 + c s^5."""
     u, s, v = torch.linalg.svd(x, full_matrices=False)
-    s = s / (1.02 * s.square().sum(dim=-1, keepdim=True).sqrt() + 1e-6)
+    norms = s.norm(dim=-1, keepdim=True)
+    s = s / (1.02 * norms + 1e-6)
     for a, b, c in POLAR:
         s = a * s + b * s**3 + c * s**5
     return (u * s[..., None, :]) @ v
 
 
-def normuon(p: Tensor, g: Tensor, state: dict[str, Tensor], mu: float, beta2: float, lr: float, muls: Tensor,
-            decay: float) -> Tensor:
+def normuon(p, g, state, mu, beta2, lr, muls, decay) -> Tensor:
     """One step of matrices (M, r, c), and of their state. muls (M, 1, 1); returns the new p."""
     axis = -1 if p.shape[-2] >= p.shape[-1] else -2
     state["momentum"] = mu * state["momentum"] + (1 - mu) * g
     o = polar((1 - mu) * g + mu * state["momentum"])
-    state["second"] = beta2 * state["second"] + (1 - beta2) * o.square().mean(dim=axis, keepdim=True)
+    mean_square = o.square().mean(dim=axis, keepdim=True)
+    state["second"] = beta2 * state["second"] + (1 - beta2) * mean_square
     scaled = o / state["second"].clamp(min=1e-10).sqrt()
     length = torch.linalg.matrix_norm(scaled, keepdim=True).clamp(min=1e-10)
     update = scaled * torch.linalg.matrix_norm(o, keepdim=True) / length
@@ -145,8 +157,7 @@ def normuon(p: Tensor, g: Tensor, state: dict[str, Tensor], mu: float, beta2: fl
     return p - (update * p >= 0) * p * decay * lr * rate - update * rate
 
 
-def adam(p: Tensor, g: Tensor, state: dict[str, Tensor], number: int, betas: tuple[float, float], eps: float,
-         lr: float, decay: float) -> Tensor:
+def adam(p, g, state, number, betas, eps, lr, decay) -> Tensor:
     """Update a parameter and its state for the number-th time; returns the new p."""
     beta1, beta2 = betas
     state["m"] = beta1 * state["m"] + (1 - beta1) * g
@@ -164,8 +175,9 @@ class Reference:
         self.cfg = cfg
         self.rows = {row.label: row for row in tg.parameter_table(cfg)}
         self.p = {label: x.detach().double().clone() for label, x in weights.items()}
-        self.ngrams = {line.label: NaiveTable(line.label, line.rows, cfg.model_dim, line.beta2, cfg.adam_eps)
-                       for line in cfg.tables}
+        self.ngrams = {}
+        for line in cfg.tables:
+            self.ngrams[line.label] = NaiveTable(line.label, line.rows, cfg.model_dim, line.beta2, cfg.adam_eps)
         self.state = {label: self.zero_state(label, p) for label, p in self.p.items()}
         self.updates = dict.fromkeys(self.p, 0)                               # by Adam
         self.drop_gradients()
@@ -187,32 +199,35 @@ class Reference:
         self.ngram_grads = {label: np.zeros_like(table.p) for label, table in self.ngrams.items()}
         self.asked = {label: np.zeros(table.rows, bool) for label, table in self.ngrams.items()}
 
-    def losses(self, batch: tg.Batch, slot: int, values: tg.Values, weights: Sequence[float],
-               seen: dict[str, Tensor] | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+    def losses(self, batch: tg.Batch, slot: int, values: tg.Values, weights, seen=None) -> tuple[Tensor, dict]:
         """Each position's loss, (T,), and the leaves that it depends on. seen gets the activations, by name."""
         seen = {} if seen is None else seen
-        leaves = {label: p.clone().requires_grad_() for label, p in self.p.items()}
-        leaves |= {label: torch.from_numpy(table.p).requires_grad_() for label, table in self.ngrams.items()}
-        self.stream(leaves | dict(attn=leaves["attn"].unbind()), batch, slot, values, seen)
+        wholes = self.p | {label: torch.from_numpy(table.p) for label, table in self.ngrams.items()}
+        leaves = {label: p.clone().requires_grad_() for label, p in wholes.items()}
+        by_layer = {label: leaves[label].unbind() for label in ("attn", "mlp")}
+        self.stream(leaves | by_layer, batch, slot, values, seen)
         logits = seen["final_norm"] @ leaves["lm_head"]
         seen.update(raw_logits=logits, logits=capped(logits), lse=capped(logits).logsumexp(dim=-1))
         return next_token_losses(logits, batch.targets[slot], weights), leaves
 
-    def stream(self, p: dict[str, Tensor], batch: tg.Batch, slot: int, values: tg.Values, seen: dict[str, Tensor]):
+    def stream(self, p, batch, slot, values, seen) -> None:
         """Recipe 2.3 to 2.7: puts into `seen` what enters the head, and all before it."""
         cfg = self.cfg
         tokens = batch.tokens[slot].long()
-        names = tg.scalar_values(cfg)
-        scalars = dict(zip(names, p["scalars"].split([len(x) for x in names.values()])))
+        sizes = {name: len(values) for name, values in tg.scalar_values(cfg).items()}
+        scalars = dict(zip(sizes, p["scalars"].split([*sizes.values()])))
         e = p["embed"][tokens]
-        gate = scalars["smear"] * torch.sigmoid(e[1:, :GATE] @ p["smear_gate"][0])
-        u = torch.cat((e[:1], e[1:] + gate[:, None] * e[:-1]))
+        gate = scalars["smear"] * gate_of(e[1:], p["smear_gate"])
+        u = torch.cat((e[:1], e[1:] + gate * e[:-1]))
         x = x0 = norm(u)
         bigrams = p["bigram_embed"][batch.rows["bigram_embed"][slot].long()]
         seen.update(embed=e, smear=u, x0=x0, x0_bigram=bigrams)
         streams = [(scalars["bigram"], bigrams)]
-        values_of = {depth: [(layer.value, p["value_embed"][layer.value * cfg.padded_vocab + tokens])]
-                     for depth, layer in enumerate(tg.LAYERS) if layer.value is not None}
+        values_of = {}
+        for depth, layer in enumerate(tg.LAYERS):
+            if layer.value is not None:
+                rows = layer.value * cfg.padded_vocab + tokens
+                values_of[depth] = [(layer.value, p["value_embed"][rows])]
         gates = tg.NUM_VALUE_TABLES
         for line in cfg.tables:
             found = self.ngram_rows_of(line, p[line.label], batch.tokens[slot].numpy())
@@ -222,11 +237,10 @@ class Reference:
                 values_of.setdefault(line.place, []).append((gates, found))
                 gates += 1
 
-        mlp = p["mlp"].unbind()
         kept = {}
         for depth, layer in enumerate(tg.LAYERS):
             if layer.add:
-                gate = torch.sigmoid(scalars["skip"]) * 2 * torch.sigmoid(x0[:, :GATE] @ p["skip_gate"][0])[:, None]
+                gate = torch.sigmoid(scalars["skip"]) * 2 * gate_of(x0, p["skip_gate"])
                 x = x + gate * kept[layer.add]
                 seen.update(skip_gate_out=gate, after_skip=x)
             x = scalars["residual"][depth] * x + p["x0_lambdas"][depth] * x0
@@ -234,30 +248,33 @@ class Reference:
             seen[f"mix{depth}"] = x
             if layer.attention != "none":
                 scales = scalars["attention"][2 * depth:2 * depth + 2]
-                added = self.attend(p, depth, norm(x), scales, values_of.get(depth, ()), batch.cu_seqlens[slot], values,
-                                    seen)
+                rows = values_of.get(depth, ())
+                added = self.attend(p, depth, norm(x), scales, rows, batch.cu_seqlens[slot], values, seen)
                 seen[f"attn{depth}"] = added
                 x = x + added
-            up, down = mlp[depth]
+            up, down = p["mlp"][depth]
             seen[f"mlp{depth}"] = torch.relu(norm(x) @ up.t()).square() @ down
             x = x + seen[f"mlp{depth}"]
             kept[layer.keep_as] = x
         seen["after_backout"] = x - scalars["backout"] * kept[tg.BACKOUT]
         seen["final_norm"] = norm(seen["after_backout"])
 
-    def attend(self, p: dict[str, Tensor], depth: int, n: Tensor, scales: Tensor, value_rows: Sequence, borders: Tensor,
-               values: tg.Values, seen: dict[str, Tensor]) -> Tensor:
+    def attend(self, p, depth, n, scales, value_rows, borders, values, seen) -> Tensor:
         """Recipe 2.4: what attention adds to the stream. n (T, D) -> (T, D)."""
-        layer, H = tg.LAYERS[depth], self.cfg.num_heads
+        layer = tg.LAYERS[depth]
+        H = self.cfg.num_heads
         length, width = n.shape
         at = tg.ATTENTION_LAYERS.index(depth)
         *qkv, out = p["attn"][at].split(width)
-        q, k, v = ((n @ (scales[0] * matrix).t()).view(length, H, -1) for matrix in qkv)
-        q, k = norm(q), norm(k)
+        q, k, v = (n @ (scales[0] * matrix).t() for matrix in qkv)
+        q = norm(q.view(length, H, -1))
+        k = norm(k.view(length, H, -1))
+        v = v.view(length, H, -1)
         paired = layer.attention == "paired"
         for place, rows in value_rows:
-            features = n[:, :GATE] if paired else torch.cat((n[:, :GATE // 2], rows[:, :GATE // 2]), dim=1)
-            gate = 2 * torch.sigmoid(features @ p["ve_gate_bank"][place].t())
+            half = GATE // 2
+            features = n if paired else torch.cat((n[:, :half], rows[:, :half]), dim=1)
+            gate = 2 * gate_of(features, p["ve_gate_bank"][place])
             v = v + gate[..., None] * rows.view(v.shape)
 
         # Heads j and j + H/2 of a paired layer share a sequence of 2T positions; their angles take turns by head.
@@ -269,13 +286,19 @@ class Reference:
         q, k = (rotated(x, positions, values.rotary.frequencies) for x in (q, k))
         if layer.key_shift:
             turning, still = k.chunk(2, dim=-1)
-            k = torch.cat((turning, torch.cat((still[:1], still[:-1]))), dim=-1)
+            shifted = torch.cat((still[:1], still[:-1]))
+            k = torch.cat((turning, shifted), dim=-1)
         window = values.long_window if layer.window == "long" else values.short_window
         lanes = H // per_token
-        q, k, v = (torch.stack([x[:, lane::lanes].flatten(0, 1) for lane in range(lanes)], dim=1) for x in (q, k, v))
+
+        def in_sequence(x: Tensor) -> Tensor:
+            """(T, H, E) -> (per_token T, lanes, E)."""
+            return torch.stack([x[:, lane::lanes].flatten(0, 1) for lane in range(lanes)], dim=1)
+
+        q, k, v = map(in_sequence, (q, k, v))
         y = attention(q, k, v, per_token * borders, window, values.rotary.attn_scale)
         y = y.reshape(length, H, -1)
-        gated = y * torch.sigmoid(n[:, :GATE] @ p["attn_gate_bank"][at].t())[..., None]
+        gated = y * gate_of(n, p["attn_gate_bank"][at])[..., None]
         seen.update({f"q{depth}": q, f"k{depth}": k, f"v{depth}": v, f"y{depth}": y, f"yg{depth}": gated})
         return gated.flatten(1) @ (scales[1] * out).t()
 
@@ -315,15 +338,19 @@ class Reference:
                 if label == "lm_head" and values.tied:
                     g = g + self.grads["embed"].t()
                 self.updates[label] += 1
+                lr = values.adam_lr * row.lr_mul
+                decay = cfg.adam_weight_decay * row.wd_mul
                 self.p[label] = adam(self.p[label], g / cfg.num_slots, self.state[label], self.updates[label],
-                                     row.betas, cfg.adam_eps, values.adam_lr * row.lr_mul,
-                                     cfg.adam_weight_decay * row.wd_mul)
+                                     row.betas, cfg.adam_eps, lr, decay)
         for line in cfg.tables:
             if (values.step + 1) % line.cadence == 0:
-                self.ngrams[line.label].update(self.asked[line.label], [self.ngram_grads[line.label]], cfg.num_slots,
-                                               values.adam_lr * line.lr_mul, cfg.adam_weight_decay * line.wd_mul)
-                self.asked[line.label][:] = False
-                self.ngram_grads[line.label][:] = 0
+                asked = self.asked[line.label]
+                grad = self.ngram_grads[line.label]
+                lr = values.adam_lr * line.lr_mul
+                decay = cfg.adam_weight_decay * line.wd_mul
+                self.ngrams[line.label].update(asked, [grad], cfg.num_slots, lr, decay)
+                asked[:] = False
+                grad[:] = 0
         if values.adam_step:
             for label, grad in self.grads.items():
                 if self.rows[label].optimizer == "adam":
@@ -337,7 +364,8 @@ class Reference:
     def moved_bank(self, label: str, values: tg.Values) -> Tensor:
         p = self.matrices(label, self.p[label])
         g = self.matrices(label, self.grads[label]) / self.cfg.num_slots
-        muls = torch.full((len(p), 1, 1), math.sqrt(max(1.0, p.shape[1] / p.shape[2])), dtype=F64)
+        aspect = max(1.0, p.shape[1] / p.shape[2])
+        muls = torch.full((len(p), 1, 1), math.sqrt(aspect), dtype=F64)
         if label == "mlp":
             muls[1::2] *= DOWN_RATE                                           # up, down, up, down, ...
         moved = normuon(p, g, self.state[label], values.momentum, self.cfg.normuon_beta2, values.normuon_lr, muls,
@@ -346,8 +374,11 @@ class Reference:
 
     def evaluate(self, batches: Iterable[tg.Batch], values: tg.Values) -> float:
         """Mean loss per token of the next token."""
-        found = [self.losses(batch, slot, values, (1.0,))[0].detach() for batch in batches
-                 for slot in range(len(batch.tokens))]
+        found = []
+        for batch in batches:
+            for slot in range(len(batch.tokens)):
+                losses, _ = self.losses(batch, slot, values, (1.0,))
+                found.append(losses.detach())
         return float(torch.cat(found).mean())
 
     def whole_state(self, values: tg.Values) -> dict[str, dict[str, Tensor]]:
@@ -373,7 +404,7 @@ def put_together(shards: list[np.ndarray], rows: int) -> np.ndarray:
     return np.stack([shards[row % world][row // world] for row in range(rows)])
 
 
-def row_lists(read: list[np.ndarray], rows: int) -> tuple[list[list[int]], list[list[list[int]]]]:
+def row_lists(read: list[np.ndarray], rows: int) -> tuple[list, list]:
     """read: logical rows of each rank in a cycle, with repetitions.
 
     Returns each rank's list, once each in physical order, and pieces[rank][owner]: the same list as places in the
@@ -381,13 +412,20 @@ def row_lists(read: list[np.ndarray], rows: int) -> tuple[list[list[int]], list[
     """
     world = len(read)
     size = -(-rows // world)
-    lists = [sorted({physical(int(row), world, rows) for row in mine}) for mine in read]
-    pieces = [[[row % size for row in listed if row // size == owner] for owner in range(world)] for listed in lists]
+    lists = []
+    pieces = []
+    for mine in read:
+        listed = sorted({physical(int(row), world, rows) for row in mine})
+        lists.append(listed)
+        by_owner = [[] for _ in range(world)]
+        for row in listed:
+            by_owner[row // size].append(row % size)
+        pieces.append(by_owner)
     return lists, pieces
 
 
 def bigram_rows(tokens: np.ndarray, rows: int) -> np.ndarray:
-    """The rows of one slot, (T,): of (token before, token), but position 1 takes the last row's number for the first."""
+    """Rows of (token before, token) in one slot, (T,); position 1 takes the last row's number for the first token."""
     return ngram_rows(np.concatenate([[rows - 1], tokens[1:]]), HASH, rows)
 
 

@@ -80,7 +80,8 @@ def test_linear__what_backward_returns(main_grad, flag, delayed, want, scale):
         del weight.main_grad
     if flag:
         weight.grad_added_to_main_grad = False
-    first, scale = torch.nn.Parameter(randn(3, 3, seed=9)), scale and torch.tensor(scale, dtype=F64)
+    first = torch.nn.Parameter(randn(3, 3, seed=9))
+    scale = scale and torch.tensor(scale, dtype=F64)
     true_gradient = torch.zeros(4, 3, dtype=F64)
     for seed in (1, 2):
         x = randn(5, 3, seed=seed) @ first
@@ -109,7 +110,8 @@ def test_linear__what_backward_returns(main_grad, flag, delayed, want, scale):
 @pytest.mark.parametrize("changed", ("input", "gradient"))
 def test_flush__a_factor_that_was_changed_is_refused(changed):
     """Before anything is written, of the products that came before it, too."""
-    weight, queue = owner(4, 3), []
+    weight = owner(4, 3)
+    queue = []
     factors = [dict(input=randn(5, 3, seed=seed), gradient=randn(5, 4, seed=seed)) for seed in (1, 2)]
     for each in factors:
         tg.linear(each["input"], tg.as_part(weight, queue)).backward(each["gradient"])
@@ -182,7 +184,11 @@ def test_linear__compiled_code_takes_neither_flag_nor_delay(flag):
         weight.grad_added_to_main_grad = False
     queue = None if flag else []
     torch._dynamo.reset()
-    call = torch.compile(lambda x: tg.linear(x, tg.as_part(weight, queue)), backend="aot_eager", fullgraph=True)
+
+    def product(x: Tensor) -> Tensor:
+        return tg.linear(x, tg.as_part(weight, queue))
+
+    call = torch.compile(product, backend="aot_eager", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.TorchDynamoException):
         call(randn(5, 3)).sum().backward()
 
@@ -198,7 +204,8 @@ def test_backward__a_frozen_matrix_keeps_what_it_has(frozen):
     if frozen in ("up", "down"):
         out = tg.relu_sq_mlp(x, *map(tg.as_part, weights.values()))
     else:
-        head, one = weights[frozen], torch.ones(1, dtype=F64)
+        head = weights[frozen]
+        one = torch.ones(1, dtype=F64)
         out = tg.HeadLoss.apply(x, head, torch.tensor([[1, 3, 0, 8, 2]]), one, one[0],
                                 "plain" if frozen == "head" else "emulated", F64, tg.as_part(head))
     out.sum().backward()
@@ -233,7 +240,8 @@ def mlp(x: Tensor) -> Tensor:
 
 
 def head(x: Tensor) -> Tensor:
-    weight, one = torch.nn.Parameter(randn(4, 9)), torch.ones(1, dtype=F64)
+    weight = torch.nn.Parameter(randn(4, 9))
+    one = torch.ones(1, dtype=F64)
     return tg.HeadLoss.apply(x, weight, torch.arange(5)[None], one, one[0], "plain", F64, tg.as_part(weight))
 
 
@@ -241,7 +249,7 @@ def lookup(x: Tensor) -> Tensor:
     return tg.RowLookup.apply(x, torch.tensor([0, 4, 0]), torch.zeros(5, 4, dtype=F64))
 
 
-@pytest.mark.parametrize("forward", [product, mlp, head, lookup], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("forward", [product, mlp, head, lookup], ids=("product", "mlp", "head", "lookup"))
 def test_first_order__a_gradient_of_a_gradient_is_refused(forward: Callable):
     """Also where the gradient that arrives is a constant, which autograd would let pass."""
     x = randn(5, 4).requires_grad_()
@@ -265,7 +273,8 @@ def test_Optimizer__where_each_gradient_is_and_its_type(changes, bank_type):
     cfg = small(**changes)
     ex = tg.Executor(cfg, tg.Fabric(torch.device("cpu"), 0, 1), tg.attention_reference, "plain",
                      cfg.slots_per_micro_batch)
-    batch, values = random_batch(cfg, 0, 8, 16), tg.Schedule(cfg).at(0)
+    batch = random_batch(cfg, 0, 8, 16)
+    values = tg.Schedule(cfg).at(0)
     for _ in range(2):
         ex.forward_backward(batch, values)
     assert {*ex.optimizer.sharded} == {label for label, p in ex.model.named_parameters() if hasattr(p, "main_grad")}
@@ -282,7 +291,8 @@ def test_Optimizer__where_each_gradient_is_and_its_type(changes, bank_type):
 
 def test_step__addresses_never_change_and_stale_content_is_overwritten():
     """Over steps, a snapshot and its return; what stands in a cleared buffer is never read."""
-    (ex, batch_of), (other, _) = trained(), trained()
+    ex, batch_of = trained()
+    other, _ = trained()
     entries = ex.optimizer.sharded.values()
 
     def addresses() -> list[int]:
@@ -314,7 +324,8 @@ def test_has_gradient__a_micro_batch_that_is_lost_or_runs_twice_is_named(monkeyp
     """Also one matrix of a bank that was not written."""
     ex, batch_of = trained()
     batch, values = batch_of(1)
-    real, writes = tg.wgrad_accumulate, ex.model.get_parameter(label).writes
+    real = tg.wgrad_accumulate
+    writes = ex.model.get_parameter(label).writes
 
     def wrong(main_grad: Tensor, written: Tensor, number: int, *rest: Any) -> None:
         mine = written is writes

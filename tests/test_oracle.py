@@ -111,7 +111,7 @@ def check_s_grads(oracle: Oracle) -> None:
 
 
 def check_gradient(vectors: Vectors, prefix: str, name: str, label: str, grad: Tensor) -> None:
-    """Compare all of it for m3, for others samples and small parameters; of a table its rows, where all others are 0."""
+    """Compare all of it for m3, for others samples and small parameters; of a table its rows: all others are 0."""
     vectors.check(f"{prefix}g_{name}.{label}", grad, label)
     if prefix:
         return
