@@ -597,7 +597,7 @@ class Fabric:
 
     def gather(self, fact: Any):
         """Return this fact of every rank, rank by rank. Collective."""
-        everyone: list = [fact] * self.world
+        everyone = [fact] * self.world
         if self.world > 1:
             dist.all_gather_object(everyone, fact)
         return everyone
@@ -785,7 +785,7 @@ class Schedule:
     def warm_up_steps(self):
         """Return the steps of whole run cycles around the start of every stage, in which every graph occurs."""
         # The largest stage comes first, so that a lack of memory shows early; a cycle cut short comes last.
-        cycles: dict[int, None] = {}     # their first steps, each once
+        cycles = {}                      # their first steps, each once
         for k in sorted(range(len(self.starts)), key=lambda k: -self.cfg.stages[k].batch_tokens):
             first = self.starts[k] // self.cycle * self.cycle
             cycles |= {first: None, first + self.cycle: None}
@@ -1205,7 +1205,7 @@ class Planner:
             batches.append(Batch(values.step, {}, inputs, tokens[:, 1:].astype(np.int64), borders, {}, signs))
 
         # A table's plan serves the steps of its cadence; where one ends, the next begins.
-        current: dict[str, TablePlan] = {}
+        current = {}
         every = self.cfg.adam_every
         for first in range(0, len(steps), every):
             begun = {}
@@ -1285,9 +1285,9 @@ class Loader:
         self.shards = self._read_ahead()
         self.shard = Shard(np.empty(0, np.uint16), 0)          # in use, from document doc on; at first an empty one
         self.doc = 0
-        self.ahead: Future | None = None             # batches of the next cycle
-        self.ready: list[Batch] = []                 # batches of this cycle that are not taken yet
-        self.plans_in_use: dict[str, TablePlan] = {}
+        self.ahead = None                            # batches of the next cycle
+        self.ready = []                              # batches of this cycle that are not taken yet
+        self.plans_in_use = {}
 
     def skip(self, steps: Iterable[Values]):
         for values in steps:
@@ -1416,7 +1416,7 @@ def read_vocabulary(folder: Path, cfg: Config):
         return None
     content = path.read_bytes()
     check_manifest(path, content)
-    bytes_of: dict[int, bytes] = {}
+    bytes_of = {}
     with contextlib.suppress(ValueError):                                     # a line that is none: too few are read
         for line in content.splitlines():
             text, token = line.split()
@@ -1445,14 +1445,14 @@ tl: Any = None                           # triton.language, from the first launc
 
 
 @functools.cache
-def jitted(kernel: Callable) -> Any:
+def jitted(kernel: Callable):
     """Return the kernel as Triton compiles it; its body finds `tl` among the names of this file."""
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
     return triton.jit(kernel)
 
 
-def first_order(backward: Callable) -> Callable:
+def first_order(backward: Callable):
     """Refuse create_graph=True: weight gradients are written where autograd does not see them. Raises RunError."""
     # torch's once_differentiable raises nothing where the arriving gradient requires no grad.
     @functools.wraps(backward)
@@ -1463,17 +1463,17 @@ def first_order(backward: Callable) -> Callable:
     return call
 
 
-def accum_dtype(dtype: torch.dtype) -> torch.dtype:
+def accum_dtype(dtype: torch.dtype):
     """Dtype of accumulators and optimizer state for weights of this dtype: f32, but f64 in an f64 run."""
     return torch.promote_types(dtype, torch.float32)
 
 
-def rms_norm(x: Tensor) -> Tensor:
+def rms_norm(x: Tensor):
     """x / sqrt(mean(x^2) + eps) over the last axis, no gain."""
     return F.rms_norm(x, (x.shape[-1],), eps=RMS_EPS)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor):
     """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle; x (..., E), cos and sin of set_rotary."""
     # Factors as wide as a head cost fewer passes than its parts would: in its other half the angle is 0.
     neighbours_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
@@ -1483,18 +1483,18 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 # ---- Attention
 @dataclass(frozen=True)
 class AttentionSpan:
-    """How far attention looks. A graph is compiled anew for each value of a field that it reads, but takes `numbers`,
-    the same three in a tensor (3,) f64 on the CPU, as an input."""
+    """How far attention looks: the three numbers, and `numbers`, (3,) f64 on the CPU with the same."""
     max_len: int                         # upper bound of a document's length, in positions
     window: int                          # keys before its own that a query sees at most
     scale: float                         # of the softmax
 
     def __post_init__(self):
+        # A graph is compiled anew for each value of a field that it reads, but takes a tensor as an input.
         numbers = torch.tensor((self.max_len, self.window, self.scale), dtype=torch.float64, device="cpu")
         object.__setattr__(self, "numbers", numbers)          # frozen, so that they never differ from the fields
 
 
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
+def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan):
     """Causal softmax attention inside documents, at the cost of N * window. q, k, v (N, H, E) -> (N, H, E).
     cu_seqlens (C,) i32 ascends from 0 to N, empty documents allowed."""
     # With blocks as long as its window, a query sees keys of its own block and of the one before, and no others.
@@ -1515,19 +1515,19 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, spa
     key_at = query_at[:, :1] + torch.arange(-block, block, device=q.device)   # (blocks, 1, 2 * block)
     in_window = (key_at >= 0) & (key_at <= query_at) & (key_at >= query_at - span.window)
     seen = in_window & (document[key_at] == document[query_at])
-    heads_first = [x.transpose(1, 2) for x in (queries, keys, values)]
+    heads_first = (x.transpose(1, 2) for x in (queries, keys, values))
     out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen[:, None], scale=span.scale)
     return out.transpose(1, 2).reshape(blocks * block, heads, width)[:count]
 
 
-def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
+def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan):
     """The same by torch's variable-length kernel (FA2, FA3, FA4): CUDA, bf16 or f16."""
     return Varlen.apply(q, k, v, cu_seqlens, span.numbers)
 
 
 class Varlen(torch.autograd.Function):
-    """torch's varlen attention with window, max length and scale as graph inputs: changing them recompiles nothing.
-    Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own."""
+    """torch's varlen attention with window, max length and scale as graph inputs: changing them recompiles nothing."""
+    # Through torch's public `varlen_attn` they would be constants, and each stage would have graphs of its own.
     @staticmethod
     def forward(ctx, *inputs):
         out, *for_backward = varlen(*inputs)
@@ -1540,13 +1540,13 @@ class Varlen(torch.autograd.Function):
         return *varlen_backward(grad, *ctx.saved_tensors), None, None
 
 
-def torchs_varlen() -> Any:
+def torchs_varlen():
     """Return torch's operations, which this import registers; it takes a second."""
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
 
 
-def varlen_arguments(cu_seqlens: Tensor, numbers: Tensor) -> dict[str, Any]:
+def varlen_arguments(cu_seqlens: Tensor, numbers: Tensor):
     """Return arguments of torch's forward and backward alike."""
     max_len, window, scale = numbers.tolist()                 # on the CPU: nothing waits
     return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=int(max_len), max_k=int(max_len), is_causal=False,
@@ -1560,8 +1560,9 @@ def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor)
 
 
 @varlen.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, _: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torchs_varlen()._varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_q=1, max_k=1)       # any length will do
+def _(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    *qkv, cu_seqlens, _ = inputs
+    return torchs_varlen()._varlen_attn(*qkv, cu_seqlens, cu_seqlens, max_q=1, max_k=1)          # any length will do
 
 
 @torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
@@ -1572,8 +1573,8 @@ def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: T
 
 
 @varlen_backward.register_fake
-def _(_: Tensor, q: Tensor, k: Tensor, v: Tensor, *__: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+def _(_: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+    return tuple(map(torch.empty_like, inputs[:3]))                           # of q, k and v
 
 
 # ---- Products with weights that have a main_grad: the gradient adds up there, and autograd gets None.
@@ -1581,9 +1582,9 @@ FLAG = "grad_added_to_main_grad"         # a weight with it: True after a write,
 
 
 class WeightPart(NamedTuple):
-    """One matrix of a weight, and where its gradient goes.
-    For a main_grad of its own a weight (R, C) needs main_grad = zeros (R, C) and writes = zeros (1,) i64 on the CPU as
-    attributes; then linear(x, as_part(weight)) adds there, and writes.zero_() clears it."""
+    """One matrix of a weight, and where its gradient goes."""
+    # For a main_grad of its own a weight (R, C) needs main_grad = zeros (R, C) and writes = zeros (1,) i64 on the CPU
+    # as attributes; then linear(x, as_part(weight)) adds there, and writes.zero_() clears it.
     weight: Tensor                       # the parameter
     matrix: Tensor                       # (R, C), all of it, or a view of a part
     main_grad: Tensor | None = None      # (R, C), the same part of the buffer; None: autograd keeps the gradient
@@ -1591,12 +1592,12 @@ class WeightPart(NamedTuple):
     delayed: list | None = None          # queue of products that wait for `flush`; the trainer itself delays nothing
 
 
-def as_part(weight: Tensor, delayed: list | None = None) -> WeightPart:
+def as_part(weight: Tensor, delayed: list | None = None):
     """Return a weight (R, C) that is one matrix as its only part."""
     return WeightPart(weight, weight, getattr(weight, "main_grad", None), 0, delayed)
 
 
-def bank_parts(bank: Tensor, heights: tuple[int, ...]) -> list[list[WeightPart]]:
+def bank_parts(bank: Tensor, heights: tuple):
     """Return by layer the matrices of a bank (L, ..., C), which stand below each other with these heights."""
     shape = (len(bank), sum(heights), bank.shape[-1])
     layers = bank.view(shape).unbind()   # here and not in each layer: where autograd keeps it, one gradient per bank
@@ -1633,8 +1634,10 @@ wgrad_op = torch.library.custom_op("train_gpt::wgrad_accumulate", wgrad_accumula
                                    mutates_args=("main_grad", "writes"))
 
 
-def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None) -> Tensor | None:
+def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None):
     """Put a^T b, or a if b is None, where the gradient of a part belongs. Returns what backward gives autograd."""
+    if not part.weight.requires_grad:                                         # frozen: nothing is written
+        return None
     if part.delayed is not None:
         part.delayed.append((part, a, b, versions_of(a, b)))
     elif part.main_grad is None:
@@ -1674,8 +1677,7 @@ class LinearFunction(torch.autograd.Function):
     def forward(ctx, x, scale, matrix, part):
         ctx.save_for_backward(x, scale, matrix)
         ctx.part = part
-        weight = matrix if scale is None else scale * matrix
-        return F.linear(x, weight)
+        return F.linear(x, matrix if scale is None else scale * matrix)
 
     @staticmethod
     @first_order
@@ -1684,7 +1686,7 @@ class LinearFunction(torch.autograd.Function):
         weight = matrix if scale is None else scale * matrix
         grad_x = grad @ weight
         a, b = grad.flatten(0, -2), x.flatten(0, -2)
-        grad_scale = grad_matrix = None
+        grad_scale = None
         if scale is not None:
             # A product rounded to bf16 would waste an f32 main_grad: the scratch is as wide as that.
             main_grad = ctx.part.main_grad
@@ -1695,12 +1697,10 @@ class LinearFunction(torch.autograd.Function):
                 product = a.t().to(dtype) @ b.to(dtype)
             grad_scale = (product * matrix).sum()
             a, b = scale * product, None
-        if ctx.needs_input_grad[2]:                                           # not of a frozen one
-            grad_matrix = accumulate_wgrad(ctx.part, a, b)
-        return grad_x, grad_scale, grad_matrix, None
+        return grad_x, grad_scale, accumulate_wgrad(ctx.part, a, b), None
 
 
-def linear(x: Tensor, part: WeightPart, scale: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, part: WeightPart, scale: Tensor | None = None):
     """x (scale matrix)^T, (..., C) -> (..., R)."""
     return LinearFunction.apply(x, scale, part.matrix, part)
 
@@ -1708,11 +1708,8 @@ def linear(x: Tensor, part: WeightPart, scale: Tensor | None = None) -> Tensor:
 # ---- relu^2 MLP: forward keeps only the squares between its products; backward takes max(pre, 0) as their root.
 # By compute capability: a tile whose sums fit in registers, and num_stages of (forward, backward): as many as fit in
 # shared memory, where backward needs room for squares.
-RELU_SQ_TILES = {
-    (8, 0): (dict(ROWS=128, COLUMNS=128, DEPTH=64, num_warps=8), (3, 3)),
-    (9, 0): (dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8), (4, 3)),
-    (10, 0): (dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8), (4, 3)),
-}
+LARGE_TILE = dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8), (4, 3)
+RELU_SQ_TILES = {(8, 0): (dict(LARGE_TILE[0], COLUMNS=128), (3, 3)), (9, 0): LARGE_TILE, (10, 0): LARGE_TILE}
 DESCRIBED_BYTES = 16                     # descriptors want lines of a multiple of this
 
 
@@ -1734,19 +1731,16 @@ def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.const
         column = tile % across * COLUMNS
         product = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
         for at in range(0, depth, DEPTH):
-            x_tile = x_lines.load([row, at])
-            w_tile = w_lines.load([column, at])
-            product = tl.dot(x_tile, w_tile.T, product)
+            product = tl.dot(x_lines.load([row, at]), w_lines.load([column, at]).T, product)
         halves = tl.split(product.reshape(ROWS, 2, HALF).permute(0, 2, 1))
         for half in tl.static_range(2):
-            place = column + half * HALF
+            left = column + half * HALF
             if BACKWARD:
-                root = tl.sqrt(squares_lines.load([row, place]).to(tl.float32))
-                result = 2 * halves[half] * root
+                result = 2 * halves[half] * tl.sqrt(squares_lines.load([row, left]).to(tl.float32))
             else:
                 positive = tl.maximum(halves[half], 0)
                 result = positive * positive
-            out_lines.store([row, place], result.to(out_lines.dtype))
+            out_lines.store([row, left], result.to(out_lines.dtype))
 
 
 @torch.library.custom_op("train_gpt::relu_sq", mutates_args=())
@@ -1766,25 +1760,24 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     # autograd has a thread of its own.
     triton.set_allocator(lambda size, alignment, stream: torch.empty(size, dtype=torch.int8, device=device))
     tiles = triton.cdiv(count, tile["ROWS"]) * triton.cdiv(columns, tile["COLUMNS"])
-    launch = jitted(relu_sq_kernel)[(min(tiles, card.multi_processor_count),)]
-    launch(x.contiguous(), w.contiguous(), read, out, count, columns, depth, BACKWARD=backward,
-           num_stages=stages[backward], **tile)
+    jitted(relu_sq_kernel)[(min(tiles, card.multi_processor_count),)](
+        x.contiguous(), w.contiguous(), read, out, count, columns, depth, BACKWARD=backward,
+        num_stages=stages[backward], **tile)
     return out
 
 
 @relu_sq.register_fake
-def _(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
+def _(x: Tensor, w: Tensor, _: Tensor | None) -> Tensor:
     return x.new_empty(len(x), len(w))
 
 
-def fits_relu_sq(x: Tensor, w: Tensor) -> bool:
+def fits_relu_sq(x: Tensor, w: Tensor):
     """True if relu_sq supports this device, dtype and shape of x (N, K) and w (F, K)."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
-    if x.shape[1] * x.element_size() % DESCRIBED_BYTES or len(w) * x.element_size() % DESCRIBED_BYTES:
-        return False
+    described = all(length * x.element_size() % DESCRIBED_BYTES == 0 for length in (x.shape[1], len(w)))
     card = torch.cuda.get_device_properties(x.device)         # which compilers take for a constant
-    return (card.major, card.minor) in RELU_SQ_TILES
+    return described and (card.major, card.minor) in RELU_SQ_TILES
 
 
 class ReluSqMLP(torch.autograd.Function):
@@ -1813,29 +1806,24 @@ class ReluSqMLP(torch.autograd.Function):
             roots = squares.clamp_min(smallest).sqrt_().sub_(smallest**0.5)
             grad_pre = F.linear(2 * grad_y, down_matrix).mul_(roots)
 
-        # A frozen matrix gets no gradient, and nothing is written to its main_grad.
         up, down = ctx.parts
         grad_n = (grad_pre @ up_matrix).view_as(n)
-        grad_up = grad_down = None
-        if ctx.needs_input_grad[1]:
-            grad_up = accumulate_wgrad(up, grad_pre, n.flatten(0, -2))
-        if ctx.needs_input_grad[2]:
-            grad_down = accumulate_wgrad(down, squares, grad_y)
-        return grad_n, grad_up, grad_down, None, None
+        grad_up = accumulate_wgrad(up, grad_pre, n.flatten(0, -2))
+        return grad_n, grad_up, accumulate_wgrad(down, squares, grad_y), None, None
 
 
-def relu_sq_mlp(n: Tensor, up: WeightPart, down: WeightPart) -> Tensor:
+def relu_sq_mlp(n: Tensor, up: WeightPart, down: WeightPart):
     """max(n up^T, 0)^2 down. n (..., D), up and down (F, D) as stored (recipe 2.7)."""
     return ReluSqMLP.apply(n, up.matrix, down.matrix, up, down)
 
 
 # ---- Head and loss
-def softcap(logits: Tensor) -> Tensor:
+def softcap(logits: Tensor):
     """Logits between 0 and LOGIT_CAP, any shape and float dtype."""
     return LOGIT_CAP * (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
 
 
-def row_chunks(logits: Tensor, *arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def row_chunks(logits: Tensor, *arrays: Tensor):
     """Split arrays (N, ...), first the logits (N, V), by rows; into one chunk where a compiler fuses the passes."""
     rows = len(logits)
     if not logits.is_cuda and not torch.compiler.is_compiling():
@@ -1843,7 +1831,7 @@ def row_chunks(logits: Tensor, *arrays: Tensor) -> Iterator[tuple[Tensor, ...]]:
     return zip(*(x.split(rows) for x in (logits, *arrays)))
 
 
-def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
+def next_token_losses(y: Tensor, w: Tensor, targets: Tensor):
     """Evaluation: -log softmax(softcap(y w))[target], no fp8. y (N, D), w (D, V), targets (N,) -> (N,) f32 or f64."""
     losses = []
     for logits, ids in row_chunks(y @ w, targets[:, None]):
@@ -1854,7 +1842,7 @@ def next_token_losses(y: Tensor, w: Tensor, targets: Tensor) -> Tensor:
     return torch.cat(losses)
 
 
-def mtp_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
+def mtp_targets(targets: Tensor, weights: Tensor):
     """(B, T), (G,) -> ids (N, G) i64 of the next G tokens and their weights (N, G), 0 beyond the slot's end."""
     slots, length = targets.shape
     position = torch.arange(length, device=targets.device)
@@ -1865,18 +1853,7 @@ def mtp_targets(targets: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
     return next_ids.flatten(0, 1), token_weights.flatten(0, 1)
 
 
-def subtract_one_hot(grad: Tensor, ids: Tensor, token_weights: Tensor) -> Tensor:
-    """grad (N, V), less token_weights[k] at ids[k] for each k. In place where nothing compiles it."""
-    columns = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
-    for column, weight in zip(ids.split(1, dim=1), token_weights.split(1, dim=1)):
-        if torch.compiler.is_compiling():                                     # comparisons fuse, a scatter would not
-            grad = grad - weight * (columns == column.int())                  # in 32 bits: half the instructions
-        else:
-            grad.scatter_add_(1, column, -weight)                             # one by one: a row may have an id twice
-    return grad
-
-
-def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor, factor: float) -> Tensor:
+def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor, factor: float):
     """logits (N, V), ids and token_weights (N, G) -> sum over k of token_weights[k] * -log softmax(z)[ids[k]], (N,).
     Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits: the softmax is here."""
     if torch.compiler.is_compiling():
@@ -1885,7 +1862,10 @@ def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, gra
         s = torch.sigmoid((logits.to(token_weights.dtype) + LOGIT_SHIFT) * (1 / LOGIT_WIDTH))
         lse = ((s - 1) * cap).exp2().sum(dim=-1, keepdim=True).log2() + cap
         scaled = factor * LOGIT_CAP * token_weights
-        grad_z = subtract_one_hot((s * cap - lse).exp2() * scaled.sum(dim=1, keepdim=True), ids, scaled)
+        grad_z = (s * cap - lse).exp2() * scaled.sum(dim=1, keepdim=True)
+        columns = torch.arange(grad.shape[1], dtype=torch.int32, device=grad.device)
+        for column, weight in zip(ids.split(1, dim=1), scaled.split(1, dim=1)):
+            grad_z = grad_z - weight * (columns == column.int())              # fuses; in 32 bits: half the instructions
         torch.mul(grad_z, s - s * s, out=grad)
         return math.log(2) * (token_weights * (lse - cap * s.gather(1, ids))).sum(dim=1)
 
@@ -1896,27 +1876,29 @@ def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, gra
         nats = -probability.gather(1, block_ids).log()
         losses.append((block_weights * nats).sum(dim=1))
         scaled = factor * block_weights                                       # (N, G): no pass over (N, V) for it
-        grad_z = subtract_one_hot(probability.mul_(scaled.sum(dim=1, keepdim=True)), block_ids, scaled)
+        grad_z = probability.mul_(scaled.sum(dim=1, keepdim=True))
+        for column, weight in zip(block_ids.split(1, dim=1), scaled.split(1, dim=1)):
+            grad_z.scatter_add_(1, column, -weight)                           # one by one: a row may have an id twice
         slope = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)                  # z - z^2 / 23: LOGIT_WIDTH dz by dlogit
         torch.mul(grad_z, slope, out=out)
     return torch.cat(losses)
 
 
-def e4m3(x: Tensor, scale: float) -> Tensor:
+def e4m3(x: Tensor, scale: float):
     """x / scale, divided in f32 and rounded once; beyond the range it saturates on every version and device."""
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
 
 def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: torch.dtype,
-                fast: bool = False) -> Tensor:
+                fast: bool = False):
     """a @ b * scale of fp8 matrices, scale () f64. native: the device's product, fast: with a shorter accumulator."""
     # Elsewhere the product is one in out_dtype, which holds fp8 exactly.
     if not native:
         return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
     b = b.t().contiguous().t()                                                # in columns, as the device wants it
-    one = torch.ones((), device=a.device)
     by_tensor = F.ScalingType.TensorWise
-    return F.scaled_mm(a, b, scale.float(), by_tensor, one, by_tensor, output_dtype=out_dtype, use_fast_accum=fast)
+    return F.scaled_mm(a, b, scale.float(), by_tensor, torch.ones((), device=a.device), by_tensor,
+                       output_dtype=out_dtype, use_fast_accum=fast)
 
 
 class HeadLoss(torch.autograd.Function):
@@ -1953,13 +1935,11 @@ class HeadLoss(torch.autograd.Function):
     @first_order
     def backward(ctx, grad_losses):
         y, w, grad, loss_weight = ctx.saved_tensors
-        grad_w = None                                                         # of a frozen head
         if ctx.precision == "plain":
             factor = (grad_losses / LOGIT_WIDTH).to(y.dtype)[:, None]         # each position's own
             grad_y = factor * (grad @ w.t())
-            if ctx.needs_input_grad[1]:
-                grad_w = accumulate_wgrad(ctx.part, factor * y, grad)
-            return grad_y, grad_w, None, None, None, None, None, None
+            grad_w = accumulate_wgrad(ctx.part, factor * y, grad)
+            return grad_y, grad_w, *[None] * 6
 
         # The seed of the backward, loss_weight, moves the scale, never the payload; 0 makes gradients of 0, not 0 / 0.
         # Any other factor of a position (the trainer has none) is in the payload for w's gradient, and exact for y's.
@@ -1968,18 +1948,16 @@ class HeadLoss(torch.autograd.Function):
         native = ctx.precision == "fp8"
         dtype_y = torch.bfloat16 if native else factor.dtype
         grad_y = factor.to(dtype_y) * fp8_product(grad, w.t(), scale * FP8_W_SCALE, native, dtype_y)
-        if ctx.needs_input_grad[1]:
-            payload = (factor * grad.to(factor.dtype)).to(grad.dtype)         # part of the copy into columns
-            product = fp8_product(y.t().contiguous(), payload, scale * FP8_Y_SCALE, native, factor.dtype)
-            grad_w = accumulate_wgrad(ctx.part, product, None)                # it cannot add: a scratch
-        return grad_y, grad_w, None, None, None, None, None, None
+        payload = (factor * grad.to(factor.dtype)).to(grad.dtype)             # part of the copy into columns
+        product = fp8_product(y.t().contiguous(), payload, scale * FP8_Y_SCALE, native, factor.dtype)
+        grad_w = accumulate_wgrad(ctx.part, product, None)                    # it cannot add: a scratch
+        return grad_y, grad_w, *[None] * 6
 
 
 # ---- Rows of tables
-def sign_vectors(width: int) -> Tensor:
+def sign_vectors(width: int):
     """(SIGN_VECTORS + 1, width) of +1 and -1, drawn from a constant seed, alike for all tables; +1 in the last."""
-    generator = torch.Generator().manual_seed(SIGN_SEED)
-    drawn = torch.randint(2, (SIGN_VECTORS, width), generator=generator)
+    drawn = torch.randint(2, (SIGN_VECTORS, width), generator=torch.Generator().manual_seed(SIGN_SEED))
     return torch.cat((2 * drawn - 1, torch.ones(1, width, dtype=drawn.dtype)))
 
 
@@ -2000,10 +1978,9 @@ def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.conste
             line = at + tl.arange(0, LINES)
             same = tl.load(rows + line, mask=line < count, other=-1) == row
             start = tl.load(order + line, mask=same, other=0) * width
-            places = grad + start[:, None] + column[None, :]
             wanted = same[:, None] & inside[None, :]
-            part = tl.load(places, mask=wanted, other=0).to(total.dtype)
-            total += tl.sum(part, axis=0)
+            part = tl.load(grad + start[:, None] + column[None, :], mask=wanted, other=0)
+            total += tl.sum(part.to(total.dtype), axis=0)
             at = at + LINES
             more = tl.min(same.to(tl.int32), axis=0)                          # all of them: the row may go on
         tl.store(target, total, mask=inside)
@@ -2049,13 +2026,13 @@ class Parameter(NamedTuple):
     label: str
     shape: tuple[int, ...]
     init: tuple[str, Any]                # distribution and its number, as initial_values draws it
-    optimizer: str                       # "normuon" for banks of matrices, "adam", or "rowwise": room 6 keeps its rows
-    sharded: bool                        # updated by the owners of its rows or matrices, or by every rank alike
+    optimizer: str = "adam"              # "normuon" for banks of matrices, or "rowwise": room 6 keeps its rows
     lr_mul: float = 1.0
     wd_mul: float = 1.0
-    betas: tuple[float, float] = (0.9, 0.99)
-    parts: tuple[int, ...] = ()          # heights of a layer's matrices in its main_grad; (): autograd's gradient
+    betas: tuple = (0.9, 0.99)
     full_precision: bool = False         # f32 where the weights are bf16
+    # Ranks own shards of what has one of these, and update all else alike.
+    parts: tuple[int, ...] = ()          # heights of a layer's matrices in its main_grad; (): autograd's gradient
     rows: Table | None = None            # of an embedding whose rows travel one by one
 
 
@@ -2074,7 +2051,7 @@ QKVO = 4                                 # matrices of one attention layer, belo
 QKV = 3                                  # of them, those before the attention
 
 
-def initial_values(row: Parameter, generator: torch.Generator) -> Tensor:
+def initial_values(row: Parameter, generator: torch.Generator):
     """Draw a parameter's initial values, f32 in logical order."""
     kind, number = row.init
     shape = row.shape
@@ -2090,7 +2067,7 @@ def initial_values(row: Parameter, generator: torch.Generator) -> Tensor:
     return drawn
 
 
-def scalar_values(cfg: Config) -> dict[str, tuple[float, ...]]:
+def scalar_values(cfg: Config):
     """Return initial values of the packed scalars by name: recipe A's, then tables that enter the residual stream."""
     return SCALARS | {line.label: (NGRAM_MIX,) * len(LAYERS) for line in cfg.tables if line.place is None}
 
@@ -2106,35 +2083,31 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
     # What several rows of the table have in common.
     zeros = "constant", 0.0
     bound = 3**0.5 * 0.5 * D**-0.5                                            # a standard deviation of 0.5 / sqrt(D)
-    bank = dict(optimizer="normuon", sharded=True)
-    small = dict(optimizer="adam", sharded=False)
-    exact = dict(**small, lr_mul=5, wd_mul=0, full_precision=True)
-    table = dict(optimizer="adam", sharded=True, lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
-    head = dict(optimizer="adam", sharded=True, lr_mul=1, wd_mul=150, betas=(0.5, 0.95))
-    by_recipe = (
-        Parameter("attn", (A, QKVO * D, D), ("uniform", bound), **bank, parts=(QKV * D, D)),
-        Parameter("mlp", (L, UP_AND_DOWN, inside, D), ("up", bound), **bank, parts=(inside, inside)),
+    exact = dict(lr_mul=5, wd_mul=0, full_precision=True)
+    table = dict(lr_mul=75, wd_mul=5, betas=(0.75, 0.95))
+    head = dict(wd_mul=150, betas=(0.5, 0.95))
+    return (
+        Parameter("attn", (A, QKVO * D, D), ("uniform", bound), "normuon", parts=(QKV * D, D)),
+        Parameter("mlp", (L, UP_AND_DOWN, inside, D), ("up", bound), "normuon", parts=(inside, inside)),
         Parameter("scalars", (len(scalars),), ("constant", scalars), **exact),
         Parameter("x0_lambdas", (L,), zeros, **exact, betas=(0.65, 0.95)),
-        Parameter("smear_gate", (1, GATE_INPUTS), zeros, **small, lr_mul=0.01, wd_mul=0),
-        Parameter("skip_gate", (1, GATE_INPUTS), zeros, **small, lr_mul=0.05, wd_mul=0),
-        Parameter("attn_gate_bank", (A, H, GATE_INPUTS), zeros, **small),
-        Parameter("ve_gate_bank", (value_gates, H, GATE_INPUTS), zeros, **small),
+        Parameter("smear_gate", (1, GATE_INPUTS), zeros, lr_mul=0.01, wd_mul=0),
+        Parameter("skip_gate", (1, GATE_INPUTS), zeros, lr_mul=0.05, wd_mul=0),
+        Parameter("attn_gate_bank", (A, H, GATE_INPUTS), zeros),
+        Parameter("ve_gate_bank", (value_gates, H, GATE_INPUTS), zeros),
         Parameter("bigram_embed", (bigrams.rows, D), zeros, **table, rows=bigrams),
         Parameter("value_embed", (values.rows, D), ("normal", 0.01), **table, rows=values),
         Parameter("lm_head", (D, V), ("normal", 0.005), **head, parts=(D,)),
         Parameter("embed", (embed.rows, D), zeros, **head, rows=embed),       # lm_head^T while they are tied
-    )
-    # The row-wise rule has no first moment.
-    by_ngram = [Parameter(line.label, (line.rows, D), zeros, "rowwise", True, line.lr_mul, line.wd_mul,
-                          (0.0, line.beta2), rows=rows) for line, rows in zip(cfg.tables, ngram_rows)]
-    return (*by_recipe, *by_ngram)
+        # The row-wise rule has no first moment.
+        *(Parameter(line.label, (line.rows, D), zeros, "rowwise", line.lr_mul, line.wd_mul, (0.0, line.beta2),
+                    rows=rows) for line, rows in zip(cfg.tables, ngram_rows)))
 
 
 AttentionSpans = dict[tuple[str, str], AttentionSpan]                         # by attention and window of a layer
 
 
-def spans_of(short: int, long: int, max_len: int, scale: float) -> AttentionSpans:
+def spans_of(short: int, long: int, max_len: int, scale: float):
     """Spans of every kind of layer; windows in positions, max_len in tokens, of which paired layers make two each."""
     return {(attention, name): AttentionSpan(per_token * max_len, window, scale)
             for attention, per_token in (("plain", 1), ("paired", 2))
@@ -2143,7 +2116,7 @@ def spans_of(short: int, long: int, max_len: int, scale: float) -> AttentionSpan
 
 class GPT(nn.Module):
     """Recipe A, section 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
-    def __init__(self, cfg: Config, attention: Callable, rotary_len: int, shard_rows: dict[str, int]):
+    def __init__(self, cfg: Config, attention: Callable, rotary_len: int, shard_rows: dict):
         """rotary_len: the longest slot in tokens. shard_rows: rows that this rank keeps, by label of a table."""
         super().__init__()
         self.heads = cfg.num_heads
@@ -2165,10 +2138,10 @@ class GPT(nn.Module):
             self.register_buffer("sign_vectors", sign_vectors(cfg.model_dim).to(dtype), persistent=False)
         for name in ("rotary_cos", "rotary_sin"):                             # paired layers have 2T positions
             self.register_buffer(name, torch.zeros(2 * rotary_len, cfg.head_dim, dtype=dtype), persistent=False)
-        self.turning: dict[tuple[float, ...], Tensor] = {}    # angle per position of each channel, by frequencies
+        self.turning = {}                                     # angle per position of each channel, by frequencies
 
     @torch.no_grad()
-    def set_initial_values(self, seed: int, shard: Callable[[str, Tensor], Tensor]):
+    def set_initial_values(self, seed: int, shard: Callable):
         """Draw all parameters. shard: (label, whole parameter) -> the part that is here."""
         for label, row in self.table.items():
             # Each label has a generator of its own, so that a parameter more or less changes no other.
@@ -2181,7 +2154,7 @@ class GPT(nn.Module):
         self.embed.copy_(shard("embed", self.lm_head.t()))
 
     @torch.no_grad()
-    def set_rotary(self, frequencies: tuple[float, ...]):
+    def set_rotary(self, frequencies: tuple):
         """Refill cos and sin of position * frequency in place; angles in f32 (f64 in an f64 run)."""
         dtype = accum_dtype(self.rotary_cos.dtype)
         device = self.rotary_cos.device
@@ -2197,15 +2170,14 @@ class GPT(nn.Module):
         self.rotary_sin.copy_(angles.sin())
 
     def losses(self, batch: Batch, weights: Tensor, loss_weight: Tensor, spans: AttentionSpans, precision: str,
-               row_buffers: dict) -> Tensor:
+               row_buffers: dict):
         """Return losses (B, T); weights (G,) of the next tokens; loss_weight () is the seed backward gets."""
         y = self.hidden(batch, spans, row_buffers).flatten(0, 1)
         logits_dtype = torch.float64 if y.dtype == torch.float64 else torch.bfloat16       # of an fp8 head
-        losses = HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype,
-                                as_part(self.lm_head))
-        return losses.view_as(batch.targets)
+        return HeadLoss.apply(y, self.lm_head, batch.targets, weights, loss_weight, precision, logits_dtype,
+                              as_part(self.lm_head)).view_as(batch.targets)
 
-    def hidden(self, batch: Batch, spans: AttentionSpans, row_buffers: dict) -> Tensor:
+    def hidden(self, batch: Batch, spans: AttentionSpans, row_buffers: dict):
         """The normalised stream that enters the head, (B, T, D).
         row_buffers: label of a table -> (rows to read, f32 or f64 sums of their gradients or None)"""
         # All that the layers share is taken apart once: each access would cost the backward a pass of its own.
@@ -2223,7 +2195,7 @@ class GPT(nn.Module):
 
         x0, streams, values = self.inputs(batch, scalars, row_buffers)
         x = x0
-        kept: dict[str, Tensor] = {}             # name -> stream after the layer that keeps it
+        kept = {}                                # name -> stream after the layer that keeps it
         for depth, layer in enumerate(LAYERS):
             # A kept stream joins before the mix, which scales it too.
             if layer.add:
@@ -2252,11 +2224,11 @@ class GPT(nn.Module):
         # A learnt share of what an earlier layer kept is taken back: the head sees what the later ones found.
         return rms_norm(x - scalars["backout"].type_as(x) * kept[BACKOUT])
 
-    def inputs(self, batch: Batch, scalars: dict[str, Tensor], row_buffers: dict) -> tuple[Tensor, list, dict]:
+    def inputs(self, batch: Batch, scalars: dict, row_buffers: dict):
         """Read the tables: all that enters the layers, rows (B, T, D) each.
         x0       the normalised embedding, where the residual stream begins
         streams  (share by layer, rows) of what every layer mixes in: bigrams, then tables of n-grams
-        values   depth -> [(place of the gate, rows)] of what joins the attention values of a layer"""
+        values   depth -> [(number of the gate, rows)] of what joins the attention values of a layer"""
         # Each token's embedding gets a gated share of the one before it in the slot, over documents.
         e, = self.rows_of("embed", batch, row_buffers)
         gate = scalars["smear"].type_as(e) * gate_of(e[:, 1:, :GATE_INPUTS], self.smear_gate)
@@ -2264,7 +2236,7 @@ class GPT(nn.Module):
         x0 = rms_norm(smeared)
         streams = [(scalars["bigram"].unbind(), *self.rows_of("bigram_embed", batch, row_buffers))]
         value_rows = self.rows_of("value_embed", batch, row_buffers)
-        values: dict[int, list] = {}
+        values = {}
         for depth, layer in enumerate(LAYERS):
             if layer.value is not None:
                 values[depth] = [(layer.value, value_rows[layer.value])]
@@ -2282,7 +2254,7 @@ class GPT(nn.Module):
                 gate += 1
         return x0, streams, values
 
-    def rows_of(self, label: str, batch: Batch, row_buffers: dict) -> list[Tensor]:
+    def rows_of(self, label: str, batch: Batch, row_buffers: dict):
         """Rows of a table by the batch's index (B, T) or (B, reads, T), one (B, T, D) per read."""
         index = batch.rows[label]
         rows, row_grads = row_buffers[label]
@@ -2290,22 +2262,21 @@ class GPT(nn.Module):
         planes = index.unbind(1) if index.dim() == 3 else [index]
         return [RowLookup.apply(rows, plane, row_grads) for plane in planes]
 
-    def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: Sequence[tuple[int, Tensor]],
-               cu_seqlens: Tensor, span: AttentionSpan) -> Tensor:
+    def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: Sequence,
+               cu_seqlens: Tensor, span: AttentionSpan):
         """Attention of one layer before its gate and output matrix, qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E).
-        value_rows: (place of the gate, rows (B, T, D)) that join the values. Angles are of positions in the slot, the
-        span is in positions."""
+        value_rows: (number of the gate, rows (B, T, D)) that join the values. Angles are of positions in the slot."""
         slots, length, _ = n.shape
         q, k, v = qkv.view(slots, length, QKV, self.heads, self.head_dim).unbind(2)
         q = rms_norm(q)
         k = rms_norm(k)
         # A gate from 0 to 2 for each head's rows. Plain layers look at the row too, paired ones do not.
-        for place, rows in value_rows:
+        for number, rows in value_rows:
             features = n[..., :GATE_INPUTS]
             if layer.attention == "plain":
                 half = GATE_INPUTS // 2
                 features = torch.cat((n[..., :half], rows[..., :half]), dim=-1)
-            gate = 2 * gate_of(features, self.ve_gate_bank[place])
+            gate = 2 * gate_of(features, self.ve_gate_bank[number])
             v = v + gate[..., None] * rows.view(v.shape)
 
         # Paired layers put heads j and j + H/2 of token t at 2t and 2t + 1 of one sequence. The angles follow another
@@ -2315,11 +2286,11 @@ class GPT(nn.Module):
         if layer.attention == "paired":
             per_token = 2
             cu_seqlens = 2 * cu_seqlens
-        cos = self.rotary_cos[:per_token * length].view(length, 1, per_token, -1)          # for all heads of a place
+        cos = self.rotary_cos[:per_token * length].view(length, 1, per_token, -1)          # alike for all heads
         sin = self.rotary_sin[:per_token * length].view(length, 1, per_token, -1)
-        by_place = (slots, length, self.heads // per_token, per_token, self.head_dim)
-        q = rotate(q.view(by_place), cos, sin)
-        k = rotate(k.view(by_place), cos, sin)
+        by_position = (slots, length, self.heads // per_token, per_token, self.head_dim)
+        q = rotate(q.view(by_position), cos, sin)
+        k = rotate(k.view(by_position), cos, sin)
         # The half of a key that does not rotate is that of the token before, in its document or not.
         if layer.key_shift:
             turning, still = k.chunk(2, dim=-1)
@@ -2329,7 +2300,7 @@ class GPT(nn.Module):
         return self.attention(*flat, cu_seqlens, span).view(v.shape)
 
 
-def gate_of(features: Tensor, weight: Tensor) -> Tensor:
+def gate_of(features: Tensor, weight: Tensor):
     """Shares between 0 and 1: features (..., GATE_INPUTS), weight (heads, GATE_INPUTS) -> (..., heads)."""
     return torch.sigmoid(F.linear(features, weight))
 
@@ -2347,17 +2318,17 @@ def no_wait(**_: Any):
 def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, TablePlan]):
     """Tell every owner which of its rows this rank reads, and put into the plans what ranks request of this one.
     group: gloo's; None: the group of all ranks. Raises RunError where ranks disagree."""
-    # By table and owner: the places that this rank reads in the owner's shard.
+    # By table and owner: the places that this rank reads in the owner's shard; of a tied table none.
     W, me = fabric.world, fabric.rank
     lists, counts, common = [], [], []
     for label, plan in plans.items():
-        rows = [plan.my_rows[:0]] * W if plan.tied else plan.my_rows.split(plan.send_counts)
-        lists.append([(x - owner * plan.shard_size).int() for owner, x in enumerate(rows)])
-        counts.append([len(x) for x in rows])
+        counts.append([0] * W if plan.tied else plan.send_counts)
+        places = plan.my_rows[:sum(counts[-1])] % plan.shard_size
+        lists.append(places.int().split(counts[-1]))
         common.append(dict(plan.tag, table=label, dtype=dtype, tied=plan.tied))
 
     # First what must be equal everywhere, or lists of different cycles would be taken for each other.
-    everyone: list[Any] = [None] * W
+    everyone = [None] * W
     dist.all_gather_object(everyone, (common, counts), group=group)
     for reader, (theirs, _) in enumerate(everyone):
         for found, mine in zip(theirs, common):
@@ -2377,21 +2348,19 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
             ascending = np.diff(places, prepend=-1, append=plan.shard_size).min() > 0
             need(ascending, f"rows of {label} that rank {reader} requests", places,
                  f"ascending places below {plan.shard_size}", "report it", RunError)
-        if not plan.tied:
-            plan.requested_rows = fabric.host_tensor(torch.cat(requested).long())
-            plan.recv_counts = requests[:, table].tolist()
-            plan.count_bytes(me, plan.send_counts, plan.recv_counts, arriving.element_size())
+        plan.requested_rows = fabric.host_tensor(torch.cat(requested).long())
+        plan.recv_counts = requests[:, table].tolist()
+        plan.count_bytes(me, counts[table], plan.recv_counts, arriving.element_size())
 
 
 class RowTable:
-    """One table on one rank: the shard that the rank owns, a cache of the rows that it reads, and gradients of both.
-    Cache and row_grads hold the rows of one plan, in the order of its list. The shard of a dense-Adam table is a
-    parameter, all of which is updated; that of a row-wise table is in a home, from which an update takes the requested
-    rows and where it puts them back."""
+    """One table on one rank: the shard that the rank owns, a cache of the rows that it reads, and gradients of both."""
+    # Cache and row_grads hold the rows of one plan, in the order of its list. The shard of a dense-Adam table is a
+    # parameter, all of which is updated; that of a row-wise table is in a home, from which an update takes the
+    # requested rows and where it puts them back.
     def __init__(self, table: Table, cfg: Config, fabric: Fabric, shard: Tensor | None, most_tokens: int,
                  report: Callable):
-        """shard (C, D): the parameter; None for a row-wise table. most_tokens: the most that a rank reads in a cycle.
-        report(**facts) gets the traffic of each plan."""
+        """shard (C, D): the parameter; None for a row-wise table. most_tokens: the most that a rank reads a cycle."""
         self.table = table
         self.fabric = fabric
         self.report = report
@@ -2418,15 +2387,15 @@ class RowTable:
                 rows = min(rows, most_tokens * table.reads)
             self.cache = self.shard.new_zeros(rows, width, device=fabric.device).requires_grad_()
             self.row_grads = torch.zeros_like(self.cache, dtype=accum_dtype(self.shard.dtype), requires_grad=False)
-        self.arrival: Wait = no_wait                                          # of the rows that are on their way
+        self.arrival = no_wait                                                # of the rows that are on their way
         self.reset()
 
     def reset(self):
         """Drop all but the rows at home: cache, gradients, counts, prepared updates."""
         self._settle()
-        self.cached: TablePlan | None = None                                  # the plan whose rows are in the cache
-        self.live: RowState | None = None                                     # rows that the next update changes
-        self.pending: list[TablePlan] = []                                    # plans with gradients in row_grads
+        self.cached = None                                                    # the plan whose rows are in the cache
+        self.live = None                                                      # rows that the next update changes
+        self.pending = []                                                     # plans with gradients in row_grads
         self.totals = Counter(bytes_sent=0, bytes_received=0, bytes_dense=0)
         self.row_grads.zero_()
         if self.home is None:
@@ -2454,7 +2423,7 @@ class RowTable:
         if not self.alone:
             self.arrival = self._bring(plan, self.cache.detach(), head, rows, places)
 
-    def rows_for_forward(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, Tensor]:
+    def rows_for_forward(self, plan: TablePlan, head: Tensor):
         """Return the cache with the plan's rows, and row_grads. Raises RunError if another awaits its update."""
         # Unless a rank is alone, row_grads are of one plan, whose list says where they go.
         if plan not in self.pending:
@@ -2468,7 +2437,7 @@ class RowTable:
         return self.cache, self.row_grads
 
     @torch.no_grad()
-    def read(self, plan: TablePlan, head: Tensor) -> tuple[Tensor, None]:
+    def read(self, plan: TablePlan, head: Tensor):
         """Return (the plan's rows in a new tensor, or alone the shard, None): for validation and sampling."""
         plan.change_lists(self._on_device)
         out = self.shard
@@ -2477,13 +2446,12 @@ class RowTable:
             if self.home is not None:
                 rows, places = self.home.read(places), None
             out = self.cache.new_empty(len(plan.my_rows), self.cache.shape[1])
-            wait = self._bring(plan, out, head, rows, places)
-            wait()
+            self._bring(plan, out, head, rows, places)()
         self.report_traffic(plan)
         return out, None
 
     @torch.no_grad()
-    def return_gradients(self) -> tuple[Tensor, Wait]:
+    def return_gradients(self):
         """Launch row_grads to the owners of the rows. Returns a gradient and the wait after which it is complete.
         The gradient is of the shard, (C, D), or of the rows of a row-wise update, (u, D)."""
         if self.alone:
@@ -2547,7 +2515,7 @@ class RowTable:
         self.report(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.my_rows), reads=plan.reads,
                     **moved, plan_ms=round(plan.plan_ms, 3))
 
-    def memory_bytes(self, moments: Iterable[Tensor]) -> int:
+    def memory_bytes(self, moments: Iterable[Tensor]):
         """Count the bytes that this rank keeps of the table on its device: shard, cache, gradients, these moments."""
         kept = [self.cache, self.row_grads, *moments]
         if self.home is not None:
@@ -2566,7 +2534,7 @@ class RowTable:
         self.arrival()
         self.arrival = no_wait
 
-    def _bring(self, plan: TablePlan, out: Tensor, head: Tensor, rows: Tensor, places: Tensor | None) -> Wait:
+    def _bring(self, plan: TablePlan, out: Tensor, head: Tensor, rows: Tensor, places: Tensor | None):
         """Launch a plan's rows into `out`. This rank sends its rows at places; None: all of them, as they are."""
         if self.debug:
             out.fill_(math.nan)                                               # rows of no plan are not to be read
@@ -2579,7 +2547,7 @@ class RowTable:
         return self._launch(plan, arriving, rows, plan.send_counts, plan.recv_counts)
 
     def _launch(self, plan: TablePlan, out: Tensor, rows: Tensor, recv_counts: list[int],
-                send_counts: list[int]) -> Wait:
+                send_counts: list[int]):
         """Launch the all-to-all of rows into `out`; lists may be empty."""
         plan.count_bytes(self.fabric.rank, send_counts, recv_counts, rows.shape[1] * rows.element_size())
         if self.fabric.world == 1:
@@ -2609,10 +2577,10 @@ class RowState(NamedTuple):
 
 
 MAP_NORESERVE = 0x4000                   # of Linux on x86 and ARM; Python has the name since 3.13
-PIECE_ROWS = 1 << 14                     # rows of a rank that are copied, or sent to another rank, at a time
+PIECE_ROWS = 1 << 14                     # rows of a rank that are copied, sent to another rank or in a file together
 
 
-def untouched_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def untouched_zeros(shape: tuple, dtype: torch.dtype):
     """Allocate zeros on the host that take memory page by page, when they are first written."""
     if sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
@@ -2632,47 +2600,50 @@ class DeviceHome:
         self.device = fabric.device
         size = -(-table.rows // fabric.world)
         dtype = getattr(torch, cfg.dtype)
-        zeros: Callable = untouched_zeros
+        zeros = untouched_zeros
         if fabric.on_cuda and table.home == "device":
             zeros = functools.partial(torch.zeros, device=fabric.device)
         self.stored = RowState(zeros((size, cfg.model_dim), dtype=dtype), zeros((size,), dtype=accum_dtype(dtype)),
                                zeros((size,), dtype=torch.int32))
         self.invalidate()
 
-    def prepare(self, requested: np.ndarray) -> RowUpdate:
+    def prepare(self, requested: np.ndarray):
         """Make the update of the next cycle; requested: places in the shard, reader by reader."""
         return row_update(requested, None, self.fabric)
 
-    def take(self, update: RowUpdate) -> RowState:
+    def take(self, update: RowUpdate):
         """Return the update's rows on the device, as the update before has left them."""
         return self.stored.at(update.places)
 
     def put(self, update: RowUpdate, changed: RowState):
         self.stored.put(update.places, changed)
 
-    def read(self, places: Tensor) -> Tensor:
-        return self.stored.rows.index_select(0, places.to(self.device, non_blocking=True))
-
     settle = staticmethod(no_wait)       # `put` has stored everything already
+
+    def read(self, places: Tensor):
+        """Return rows on the device, as the last update has left them."""
+        self.settle()
+        rows = self.stored.rows
+        return rows.index_select(0, places.to(rows.device)).to(self.device, non_blocking=True)
 
     def invalidate(self):
         """Forget which updates are prepared, and their rows: those at home count."""
         self.traffic = dict(bytes_up=0, bytes_down=0)                         # between host and device
 
-    def touched_places(self, most_rows: int = PIECE_ROWS) -> Iterator[Tensor]:
+    def touched_places(self):
         """Yield the places of all rows that an update has ever changed, ascending, in pieces (n,)."""
         self.settle()
         places = self.stored.last.nonzero().flatten()
-        for start in range(0, len(places), most_rows):
-            yield places[start:start + most_rows]
+        if len(places) > 0:
+            yield from places.split(PIECE_ROWS)
 
-    def touched(self, most_rows: int = PIECE_ROWS) -> Iterator[tuple[Tensor, RowState]]:
+    def touched(self):
         """Yield the same places with copies of their rows, on the host."""
-        for places in self.touched_places(most_rows):
+        for places in self.touched_places():
             yield places.cpu(), RowState(*(x.cpu() for x in self.stored.at(places)))
 
     @torch.no_grad()
-    def load(self, pieces: Iterable[tuple[Tensor, RowState]]):
+    def load(self, pieces: Iterable):
         """Replace all rows by those of the pieces, as `touched` gave them, and zeros elsewhere."""
         # Rows that no update has changed are zeros that take no memory, and have to stay so.
         for places in self.touched_places():
@@ -2684,33 +2655,33 @@ class DeviceHome:
 
 
 class HostHome(DeviceHome):
-    """Rows and state of a shard in pageable host memory; the rows of a cycle travel to the device and back.
-    While a cycle runs, rows that only the next cycle requests come up, and rows of the last update go down; those that
-    both cycles request stay on the device. One thread does it all in the order of submission, so that no row comes up
-    before its last change has come down. Copies of a GPU have a stream of their own."""
+    """Rows and state of a shard in pageable host memory; the rows of a cycle travel to the device and back."""
+    # While a cycle runs, rows that only the next cycle requests come up, and rows of the last update go down; those
+    # that both cycles request stay on the device. One thread does it all in the order of submission, so that no row
+    # comes up before its last change has come down. Copies of a GPU have a stream of their own.
     def __init__(self, table: Table, cfg: Config, fabric: Fabric):
         # The mover waits for the GPU, and the GPU for other ranks, which may still compile.
         self.cfg = replace(cfg, comm_timeout=LONG_PATIENCE * cfg.comm_timeout)
         self.stream = torch.cuda.Stream(fabric.device) if fabric.on_cuda else None
         self.mover = ThreadPoolExecutor(1, "table-home", initializer=fabric.enter_thread)
         self.lock = threading.Lock()                          # prepare is called by the loader's thread
-        self.writeback: Future | None = None                  # of what was put last
+        self.writeback = None                                 # of what was put last
         super().__init__(table, cfg, fabric)
 
     def invalidate(self):
         self.settle()
         super().invalidate()
         with self.lock:
-            self.live: RowState | None = None                 # rows of the update that was taken last, on the device
-            self.taken: RowUpdate | None = None               # that update
-            self.newest: RowUpdate | None = None              # the update that was prepared last
-            self.prepared: list[RowUpdate] = []               # updates to take, in this order
-            self.prefetch: Future | None = None               # fresh rows of the first of them
+            self.live = None                                  # rows of the update that was taken last, on the device
+            self.taken = None                                 # that update
+            self.prepared = []                                # updates to take, in this order
+            self.prefetch = None                              # fresh rows of the first of them
 
     def prepare(self, requested: np.ndarray) -> RowUpdate:
-        update = row_update(requested, self.newest, self.fabric)
         with self.lock:
-            self.newest = update
+            before = (self.prepared or [self.taken])[-1]
+        update = row_update(requested, before, self.fabric)
+        with self.lock:
             self.prepared.append(update)
             if len(self.prepared) == 1:                       # else the one before it is not taken yet
                 self._start_prefetch()
@@ -2756,11 +2727,6 @@ class HostHome(DeviceHome):
         computed = torch.cuda.current_stream(self.device).record_event() if self.stream else None
         self.writeback = self.mover.submit(self._bring_down, update.places, changed, computed)
 
-    def read(self, places: Tensor) -> Tensor:
-        self.settle()
-        rows = self.fabric.host_tensor(self.stored.rows.index_select(0, places.cpu()))
-        return rows.to(self.device, non_blocking=True)
-
     def settle(self):
         if self.writeback is not None:
             bounded(self.writeback, self.cfg, "waiting for rows of a table on their way to the host")
@@ -2769,7 +2735,7 @@ class HostHome(DeviceHome):
     def _staging(self, count: int) -> RowState:
         return RowState(*(torch.empty(count, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.stored))
 
-    def _bring_up(self, places: Tensor) -> tuple[RowState, Any]:
+    def _bring_up(self, places: Tensor):
         """Copy rows to the device; runs on the mover. Returns them and the CUDA event after the copy."""
         if self.stream is None:
             return self.stored.at(places), None
@@ -2796,11 +2762,11 @@ HOMES = dict(device=DeviceHome, host=HostHome)
 
 
 # ====== Room 7: Optimizer =============================================================================================
-# Reductions are launched in the first order, updates and their gathers done in the second. NorMuon comes first, so that
-# the gradients of Adam's entries travel while it computes. Tables of n-grams go before the last.
+# Reductions are launched, and updates done, in an order of their own. NorMuon comes first, so that the gradients of
+# Adam's entries travel while it computes. Tables of n-grams go before the last.
 SMALL = "small"                          # what every rank updates alike: one sum over ranks for all of it
 REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
-UPDATE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
+UPDATE_ORDER = REDUCE_ORDER              # of updates and their gathers; the two may differ
 POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16932, recipe 3.1)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
@@ -2810,7 +2776,7 @@ POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16
 DOWN_LR_MUL = 2.0                        # down matrices of the MLP, on top of the factor of their shape
 
 
-def polar_express(x: Tensor) -> Tensor:
+def polar_express(x: Tensor):
     """Approximate the polar factor of each matrix, (M, r, c): singular values go to 0.86 .. 1.14. Keeps the dtype."""
     norm = x.norm(dim=(-2, -1), keepdim=True)
     tall = x.shape[-2] > x.shape[-1]
@@ -2825,7 +2791,7 @@ def polar_express(x: Tensor) -> Tensor:
 
 
 def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor, beta2: float,
-                      polar_dtype: torch.dtype) -> Tensor:
+                      polar_dtype: torch.dtype):
     """Return orthogonalised Nesterov momentum, normalised per row at an unchanged Frobenius norm (arXiv 2510.05491).
     grad, momentum (M, r, c); second (M, r, 1), or (M, 1, c) of wide matrices. momentum and second change in place."""
     momentum.add_((grad - momentum) * (1 - mu))
@@ -2847,7 +2813,7 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor
     return o * factor.to(polar_dtype).to(grad.dtype)                          # rounded, recipe 3.1
 
 
-def with_mantissa(p: Tensor, mantissa: Tensor) -> Tensor:
+def with_mantissa(p: Tensor, mantissa: Tensor):
     """Join a bf16 weight and the 16 bits below it (i16 words, whose sign is a bit like others) to the f32 weight."""
     upper = p.view(torch.int16).int() << 16
     return (upper | mantissa.int() & 0xFFFF).view(torch.float32)
@@ -2872,13 +2838,13 @@ def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: T
     mantissa.copy_(words.to(torch.int16))
 
 
-def cautious_adam(p: Tensor, update: Tensor, decay: Tensor) -> Tensor:
+def cautious_adam(p: Tensor, update: Tensor, decay: Tensor):
     """Return p - update, less decay p where the two agree. NorMuon has >= in place of > (recipe 3)."""
     agrees = update * p > 0
     return p - (update + p * agrees * decay)
 
 
-def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float, betas: tuple[float, float],
+def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float, betas: tuple,
                 eps: float, step_size: Tensor, decay: Tensor):
     """Make one dense Adam step in place (recipe 3.4): eps joins the uncorrected root, decay is cautious."""
     grad = grad.to(m.dtype) * grad_scale
@@ -2905,36 +2871,37 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
     rows.copy_(moved)
 
 
-def stochastic_round(x: Tensor, bits: Tensor) -> Tensor:
-    """Round f32 (u, D) to what bf16 holds: up with the probability that the cut bits say; bits (u,) i32.
-    What an element draws follows from (seed, label, logical row, update, column) alone: ranks do not matter."""
+def stochastic_round(x: Tensor, bits: Tensor):
+    """Round f32 (u, D) to what bf16 holds: up with the probability that the cut bits say; bits (u,) i32."""
+    # What an element draws follows from (seed, label, logical row, update, column) alone: ranks do not matter.
     column = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
     drawn = lowbias32(bits[:, None] ^ column) & 0xFFFF
     rounded = (x.view(torch.int32) + drawn) & -0x10000
     return torch.where(x.isfinite(), rounded.view(torch.float32), x)          # a carry makes -0.0 of the largest NaN
 
 
-def row_bits(seed: int, label: str, rows: Tensor, number: Tensor) -> Tensor:
+def row_bits(seed: int, label: str, rows: Tensor, number: Tensor):
     """Return the random bits of logical rows (u,) i64 in a table's update, (u,) i32; number () i32 of the update."""
-    checksum = zlib.crc32(f"{seed}/{label}".encode())
-    return lowbias32(lowbias32((rows ^ checksum).int()) ^ number)             # the lower 32 bits of the i64
+    start = rows ^ zlib.crc32(f"{seed}/{label}".encode())
+    return lowbias32(lowbias32(start.int()) ^ number)                         # the lower 32 bits of the i64
 
 
-def lowbias32(x: Tensor) -> Tensor:
+def lowbias32(x: Tensor):
     """Hash i32 to i32 by the finaliser of that name (Chris Wellons), in arithmetic that wraps."""
     x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D                 # & : a shift of negative numbers copies the sign
     x = (x ^ (x >> 15 & 0x1FFFF)) * (0x846CA68B - (1 << 32))
     return x ^ (x >> 16 & 0xFFFF)
 
 
-def cpu_scalar(value: float) -> Tensor:
+def cpu_scalar(value: float):
     """Return a number that changes every step as a tensor, so that compiled updates need no new graph."""
     return torch.tensor(value, dtype=torch.float64)
 
 
-def initial_state(row: Parameter, shard: Tensor) -> dict[str, Tensor]:
-    """Allocate the optimizer's state of a shard of a parameter, zeros by name.
-    The one place that lists it: snapshots, checkpoints and the memory estimate follow."""
+def initial_state(row: Parameter, shard: Tensor):
+    """Allocate the optimizer's state of a parameter or a shard of it, zeros by name."""
+    # The one place that lists it: snapshots, checkpoints and the memory estimate follow.
+    shard = bank_matrices(row, shard)
     zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
     if row.optimizer == "adam":
         return dict(m=zeros(shard), v=zeros(shard))
@@ -2946,12 +2913,11 @@ def initial_state(row: Parameter, shard: Tensor) -> dict[str, Tensor]:
     return state
 
 
-def bank_matrices(row: Parameter, weight: Tensor) -> Tensor:
+def bank_matrices(row: Parameter, weight: Tensor):
     """View a NorMuon bank as its matrices (M, r, c), and any other weight as it is."""
     if row.optimizer != "normuon":
         return weight
-    height = row.shape[-1] if row.label == "attn" else row.shape[-2]          # matrices of attention are square
-    return weight.view(-1, height, row.shape[-1])
+    return weight.view(-1, math.gcd(*row.parts), row.shape[-1])               # q, k and v are one part of three
 
 
 # ---- Entries of the orders: each reduces its gradient, updates what this rank owns, and gathers what others need.
@@ -2970,8 +2936,7 @@ class Small:
 
     def reduce(self):
         # They are few numbers: one message, in accum_dtype for all.
-        accum = accum_dtype(self.weights[0].dtype)
-        self.grad = torch.cat([p.grad.flatten().to(accum) for p in self.weights])
+        self.grad = torch.cat([p.grad.flatten().to(accum_dtype(p.dtype)) for p in self.weights])
         self.wait = self.optimizer.launch(dist.all_reduce, self.grad)
 
     def update(self, values: Values) -> Wait:
@@ -3011,8 +2976,7 @@ class Sharded:
         # What is written several times, by micro-batches or by the steps of an Adam cycle, adds up in f32; what travels
         # has the weight's type.
         accum = accum_dtype(weight.dtype)
-        adds_up = accumulates or not is_bank
-        self.main_grad = torch.zeros_like(self.padded, dtype=accum if adds_up else weight.dtype)
+        self.main_grad = torch.zeros_like(self.padded, dtype=accum if accumulates or not is_bank else weight.dtype)
         self.comm_buffer = self.main_grad
         if fabric.world > 1:
             self.comm_buffer = self.main_grad.to(weight.dtype)                # the same one where the type is
@@ -3028,7 +2992,7 @@ class Sharded:
                 lr_muls[1::UP_AND_DOWN] *= DOWN_LR_MUL                        # up, down, up, down, ...
             self.lr_muls = lr_muls[self.slice]
 
-    def has_gradient(self) -> bool:
+    def has_gradient(self):
         """Raises RunError unless every backward pass wrote each part of the main_grad once."""
         writes = self.weight.writes
         need(writes.eq(self.backwards).all(), f"main_grad of {self.row.label}", f"written {writes.tolist()} times, by "
@@ -3041,7 +3005,7 @@ class Sharded:
         self.grad = self.comm_buffer[self.slice]
         self.wait = self.optimizer.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
-    def update(self, values: Values) -> Wait:
+    def update(self, values: Values):
         """Update the shard; returns the wait for those of the other ranks."""
         optimizer = self.optimizer
         grad = self.grad[:len(self.shard)]
@@ -3126,23 +3090,25 @@ class Optimizer:
         self.tables = tables
 
         # By label: the state of what this rank owns. Its names are those of snapshots and checkpoints.
-        self.state: dict[str, dict[str, Tensor]] = {}
-        parameters = parameter_table(cfg)
-        alike = [row for row in parameters if not row.sharded]
-        self.entries: dict[str, Small | Sharded | TableEntry] = {SMALL: Small(self, alike)}
-        for row in parameters:
+        self.state = {}
+        self.entries = {}
+        self.sharded = {}
+        alike = []
+        for row in parameter_table(cfg):
             if row.rows:
                 self.entries[row.label] = TableEntry(self, row, tables[row.label])
-            elif row.sharded:
-                self.entries[row.label] = Sharded(self, row, accumulates)
-        self.sharded = {label: entry for label, entry in self.entries.items() if isinstance(entry, Sharded)}
+            elif row.parts:
+                self.entries[row.label] = self.sharded[row.label] = Sharded(self, row, accumulates)
+            else:
+                alike.append(row)
+        self.entries[SMALL] = Small(self, alike)
         # Tables of n-grams come into both orders. An entry that is missing there would never be trained.
         ngrams = [table.label for table in cfg.tables]
-        self.reduce_order = (*REDUCE_ORDER[:-1], *ngrams, REDUCE_ORDER[-1])
-        self.update_order = (*UPDATE_ORDER[:-1], *ngrams, UPDATE_ORDER[-1])
+        orders = ((*order[:-1], *ngrams, order[-1]) for order in (REDUCE_ORDER, UPDATE_ORDER))
+        self.reduce_order, self.update_order = orders
         assert sorted(self.reduce_order) == sorted(self.update_order) == sorted(self.entries), "an entry once in each"
 
-    def launch(self, collective: Callable, *tensors: Tensor) -> Wait:
+    def launch(self, collective: Callable, *tensors: Tensor):
         """Launch a collective of all ranks; one rank has what it needs. Returns the wait."""
         return no_wait if self.fabric.world == 1 else collective(*tensors, async_op=True).wait
 
@@ -3196,7 +3162,7 @@ class Optimizer:
         if values.untie:
             self._untie()
 
-    def adam_numbers(self, row: Parameter, values: Values) -> tuple[int, Tensor, Tensor]:
+    def adam_numbers(self, row: Parameter, values: Values):
         """Return the number of an update by Adam or a row-wise one, from 1, its step size and its decay."""
         cadence = self.cfg.adam_every if row.rows is None else row.rows.cadence
         number = (values.step + 1) // cadence
@@ -3244,13 +3210,11 @@ class Executor:
     """Runs slots through the model and updates it. Knows no step numbers beyond `values`, and no logs."""
     def __init__(self, cfg: Config, fabric: Fabric, attention: Callable, precision: str | None,
                  slots_at_once: int = 0, report: Callable = no_wait):
-        """Build model, tables and optimizer.
-        precision: "plain", "fp8" or "emulated" head; None: for reading only, without an optimizer. slots_at_once: of a
-        micro-batch; 0 for all of this rank's. report(**facts) gets the traffic of each table and cycle."""
+        """precision: of the head, "plain", "fp8" or "emulated"; None: for reading only. slots_at_once: 0 for all."""
         self.cfg = cfg
         self.fabric = fabric
         self.precision = precision
-        self.rotary: Rotary | None = None                     # whose angles the model holds
+        self.rotary = None                                    # whose angles the model holds
         self.accum_dtype = accum_dtype(getattr(torch, cfg.dtype))
         self.slots_at_once = slots_at_once or cfg.num_slots // fabric.world
         self.planner = Planner(cfg, fabric, self.exchange)
@@ -3261,11 +3225,11 @@ class Executor:
         self.model = GPT(cfg, attention, longest_slot, self.planner.shard_sizes)
         self.model.set_initial_values(cfg.seed, self.shard)
         self.model.to(fabric.device)
-        self.tables: dict[str, RowTable] = {}
+        self.tables = {}
+        weights = dict(self.model.named_parameters())
         for table in self.planner.tables:
-            shard = None if table.is_rowwise else self.model.get_parameter(table.label)
             most_tokens = table.cadence * largest_batch // fabric.world if precision else 0
-            self.tables[table.label] = RowTable(table, cfg, fabric, shard, most_tokens, report)
+            self.tables[table.label] = RowTable(table, cfg, fabric, weights.get(table.label), most_tokens, report)
 
         # What is compiled is called often, and with few sets of shapes.
         self.compiling = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
@@ -3281,7 +3245,7 @@ class Executor:
     def compiled(self, call: Callable) -> Callable:
         return torch.compile(call, dynamic=False, fullgraph=True) if self.compiling else call
 
-    def shard(self, name: str, whole: Tensor) -> Tensor:
+    def shard(self, name: str, whole: Tensor):
         """Return what this rank keeps of a whole weight or moment; of a table every W-th row, and zeros after them."""
         label, is_moment, _ = name.partition(".")
         if is_moment and label in self.optimizer.sharded:
@@ -3303,9 +3267,8 @@ class Executor:
             self.tables[label].prepare(plan)
 
     def forward_backward(self, batch: Batch, values: Values, loss_weight: float = 1.0) -> Losses:
-        """Add loss_weight * d(sum of this rank's slot losses) to the gradients.
-        Calls add up until optim_step. No reduction over ranks, no division, no waiting for the device. A weight of 0
-        adds zeros, whatever the loss: this rank still takes part in the update."""
+        """Add loss_weight * d(sum of this rank's slot losses) to the gradients, without waiting for the device.
+        A weight of 0 adds zeros, whatever the loss: this rank still takes part in the update."""
         # Rows of tables set off after the last update; here they have to be there.
         spans = self._attention_of(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
         row_buffers = {}
@@ -3344,17 +3307,15 @@ class Executor:
             spans, row_buffers = self._for_reading(batch, values)
             for part in self._micro_batches(batch):
                 rows = self.model_hidden(part, spans, row_buffers).flatten(0, 1)
-                targets = part.targets.flatten()
-                for y, target in zip(rows.split(EVAL_ROWS), targets.split(EVAL_ROWS)):
-                    losses = self.next_token_losses(y, self.model.lm_head, target)
+                for y, targets in zip(rows.split(EVAL_ROWS), part.targets.flatten().split(EVAL_ROWS)):
+                    losses = self.next_token_losses(y, self.model.lm_head, targets)
                     total += losses.sum(dtype=torch.float64)
             tokens += batch.targets.numel() * self.fabric.world
         return sum(self.fabric.gather(float(total))) / tokens
 
     @torch.no_grad()
-    def next_logits(self, tokens: Sequence[int], values: Values) -> Tensor:
-        """Return softcapped logits (V,) of the token that follows; every rank calls it.
-        Longer contexts keep their last tokens, as many as a validation slot has."""
+    def next_logits(self, tokens: Sequence[int], values: Values):
+        """Return softcapped logits (V,) of the token that follows the last that fit a validation slot. Collective."""
         # A slot has a length that attention takes; no position looks at those after it, which are padding.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.num_slots):]
         length = -(-len(context) // SLOT_UNIT) * SLOT_UNIT
@@ -3363,11 +3324,10 @@ class Executor:
         slot = Slot(padded, np.asarray([0, length], np.int32))
         batch, = self.planner.batches("sample", [values], [[slot]])
         batch = batch.to(self.fabric.device)
-        spans, row_buffers = self._for_reading(batch, values)
-        hidden = self.model.hidden(batch, spans, row_buffers)
+        hidden = self.model.hidden(batch, *self._for_reading(batch, values))
         return softcap((hidden[0, len(context) - 1] @ self.model.lm_head).to(self.accum_dtype))
 
-    def _for_reading(self, batch: Batch, values: Values) -> tuple[AttentionSpans, dict[str, tuple[Tensor, None]]]:
+    def _for_reading(self, batch: Batch, values: Values):
         """Return the spans of uncut documents, and rows of tables that take no gradient."""
         row_buffers = {}
         for label, table in self.tables.items():
@@ -3376,7 +3336,7 @@ class Executor:
                 torch._dynamo.maybe_mark_dynamic(row_buffers[label][0], 0)
         return self._attention_of(values, batch.tokens.shape[1]), row_buffers
 
-    def _attention_of(self, values: Values, longest: int) -> AttentionSpans:
+    def _attention_of(self, values: Values, longest: int):
         """Set the rotary tables, and return the spans. longest: upper bound of a document's length in tokens."""
         if values.rotary != self.rotary:
             self.model.set_rotary(values.rotary.frequencies)
@@ -3391,29 +3351,28 @@ class Executor:
             yield part
 
     # State: what this rank holds, for a snapshot; as a whole, the same at every W, for a file.
-    def state_tensors(self) -> dict[str, Tensor]:
-        """Return every tensor that a run changes, by name: weights, rotary tables, state of the optimizer."""
-        tensors = self.model.state_dict() | dict(self.model.named_buffers())
+    def state_tensors(self):
+        """Return every tensor that a run trains, by name: weights and state of the optimizer."""
+        tensors = self.model.state_dict()
         for label, state in self.optimizer.state.items():
             tensors |= {f"{label}.{name}": x for name, x in state.items()}
         return tensors
 
-    def snapshot(self) -> Callable[[], None]:
-        """Copy all that a run changes to the host. Returns the call that puts it back, bit by bit.
-        In place: every tensor keeps its address, so that nothing recompiles."""
+    def snapshot(self):
+        """Copy all that a run changes to the host. Returns the call that puts it back in place, bit by bit."""
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
         touched = [(table.home, list(table.home.touched())) for table in self.tables.values() if table.home]
-        rotary = self.rotary
         rng = torch.get_rng_state()
         cuda_rng = torch.cuda.get_rng_state(self.fabric.device) if self.fabric.on_cuda else None
 
         @torch.no_grad()
         def restore():
+            # Every tensor keeps its address, so that nothing recompiles.
             for name, x in self.state_tensors().items():
                 x.copy_(copies[name])
             for home, pieces in touched:
                 home.load(pieces)
-            self.rotary = rotary
+            self.rotary = None                                # the next step makes its angles
             self.drop_gradients()
             torch.set_rng_state(rng)
             if cuda_rng is not None:
@@ -3433,23 +3392,23 @@ class Executor:
             else:
                 entry.clear()
 
-    def _whole(self, name: str, x: Tensor) -> Tensor | None:
+    def _whole(self, name: str, x: Tensor):
         """Return a weight or a moment as a whole, in logical order, on the host of rank 0. Collective."""
         label, is_moment, _ = name.partition(".")
-        table = self.tables.get(label)
-        if table is None and not (is_moment and label in self.optimizer.sharded):
+        is_shard = is_moment and label in self.optimizer.sharded
+        if label not in self.tables and not is_shard:
             return x.to("cpu", copy=True)
         # Piece by piece: messages go through memory of the device.
         pieces = [self.fabric.gather(piece.cpu()) for piece in x.split(PIECE_ROWS)]
         if self.fabric.rank != 0:
             return None
-        if table is None:
-            return torch.cat([torch.cat(shard) for shard in zip(*pieces)])
+        if is_shard:
+            return torch.cat(*pieces)                         # few matrices or rows: one piece
         # Row r is at rank r mod W, and padding follows the last.
         rows = torch.cat([torch.stack(everyone, dim=1).flatten(0, 1) for everyone in pieces])
-        return rows[:table.table.rows]
+        return rows[:self.tables[label].table.rows]
 
-    def whole_weights(self, values: Values) -> dict[str, Tensor]:
+    def whole_weights(self, values: Values):
         """Return all weights except row-wise tables, in logical shapes, on rank 0's host. Collective.
         values: of the next step, or of the end; they say whether the embedding is still the head."""
         weights = {label: self._whole(label, p) for label, p in self.model.state_dict().items()}
@@ -3457,30 +3416,27 @@ class Executor:
             weights["embed"] = weights["lm_head"].t().contiguous()
         return weights
 
-    def whole_state(self, values: Values) -> dict[str, dict[str, Tensor]]:
+    def whole_state(self, values: Values):
         """Return weights and optimizer state as `whole_weights` does: equal at every W. Between cycles; collective."""
         moments = {name: self._whole(name, x) for name, x in self.state_tensors().items() if "." in name}
         return dict(weights=self.whole_weights(values), moments=moments)
 
     @torch.no_grad()
-    def load_state(self, saved: dict[str, dict[str, Tensor]]):
-        """Copy this rank's part of a whole state in place; `check_tensors` has looked at it."""
-        wholes = saved["weights"] | saved["moments"]
+    def load_state(self, wholes: dict):
+        """Copy this rank's part of whole weights and moments in place; `check_tensors` has looked at them."""
         for name, x in self.state_tensors().items():
-            if name in wholes:                                # buffers are not: they follow from the settings
-                x.copy_(self.shard(name, wholes[name]))
+            x.copy_(self.shard(name, wholes[name]))
         self.drop_gradients()
 
-    def traffic(self) -> dict[str, dict[str, int]]:
-        """Return by table the byte counts of training, summed over ranks, and this rank's memory. Collective.
-        bytes_dense: what dense mode would have sent. A cycle counts once its update is done."""
+    def traffic(self):
+        """Return by table the byte counts of training, summed over ranks, and this rank's memory. Collective."""
         result = {}
         for label, table in self.tables.items():
-            total: Counter = Counter()
+            total = Counter()
             for totals in self.fabric.gather(table.totals):
                 total.update(totals)
-            moments = self.optimizer.state.get(label, {})                     # a row-wise table has its own
-            result[label] = dict(total, memory_bytes=table.memory_bytes(moments.values()))
+            moments = self.optimizer.state.get(label, {}).values()            # a row-wise table has its own
+            result[label] = dict(total, memory_bytes=table.memory_bytes(moments))
         return result
 
 
@@ -3494,14 +3450,14 @@ LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in
 LOGIT_COPIES_PLAIN = 6                   # the same in f32 or f64
 
 
-def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int) -> Counter:
+def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int):
     """Return a run's largest memory, bytes by part: counted, but activations estimated by constants above."""
     W = fabric.world
     dtype = getattr(torch, cfg.dtype)
     item = dtype.itemsize
     exact = accum_dtype(dtype).itemsize
     largest_batch = max(stage.batch_tokens for stage in cfg.stages)
-    parts: Counter = Counter()
+    parts = Counter()
     for row in parameter_table(cfg):
         table = row.rows
         kept = math.prod(row.shape)                           # numbers that have a gradient here
@@ -3526,9 +3482,9 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
         parts["weights"] += kept * item
         parts["gradients"] += kept * gradient
         if row.optimizer != "rowwise":
-            example = torch.empty(row.shape, dtype=dtype, device="meta")
-            state = sum(x.nbytes for x in initial_state(row, bank_matrices(row, example)).values())
-            parts["moments"] += state // (W if row.sharded else 1)
+            state = initial_state(row, torch.empty(row.shape, dtype=dtype, device="meta"))
+            owners = W if row.rows or row.parts else 1
+            parts["moments"] += sum(x.nbytes for x in state.values()) // owners
 
     # Activations of the largest stage: evaluation, whose logits come in chunks, and row updates take less, unless slots
     # are many and short.
@@ -3542,9 +3498,9 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
     return parts
 
 
-def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, Counter]:
-    """Return how many slots go through the model together, and the estimate of what that takes. Raises RunError.
-    They follow from the card, not from what others use of it now: a run is the same each time."""
+def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable):
+    """Return how many slots go through the model at once, and the estimate of what that takes. Raises RunError."""
+    # They follow from the card, not from what others use of it now: a run is the same each time.
     local = cfg.num_slots // fabric.world
     room = MEMORY_SHARE * min(fabric.gather(fabric.total_memory()))
     choices = [m for m in range(local, 0, -1) if local % m == 0]
@@ -3556,14 +3512,13 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable) -> tuple[int, Coun
         if estimate.total() - estimate[ON_HOST] <= room:
             return slots_at_once, estimate
     parts = ", ".join(f"{part} {size / 2**30:.1f} GiB" for part, size in estimate.items())
-    raise RunError("memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}", "more ranks, a larger device, more "
-                   "and shorter slots (--num_slots=32), --slots_per_micro_batch=1, smaller batches in --stages, fewer "
-                   "rows in --tables or home host there, a smaller model")
+    raise RunError("memory", f"{room / 2**30:.1f} GiB to use", f"room for {parts}",
+                   "more ranks, a larger device, more and shorter slots (--num_slots=32), --slots_per_micro_batch=1, "
+                   "smaller batches in --stages, fewer rows in --tables or home host there, a smaller model")
 
 
 # ---- Files: a save and a checkpoint are folders, whole before they have their name. Loading runs no code.
 CHECKPOINTS = "checkpoints"              # folder in the run directory
-FILE_BYTES = 1 << 27                     # of the rows and their state in one file
 UNFINISHED: set[Path] = set()            # folders that this process writes and has not named: its end removes them
 
 
@@ -3580,7 +3535,7 @@ def sync_to_disk(path: Path):
 
 
 @contextlib.contextmanager
-def refused(path: Path, kind: type = RunError) -> Iterator[None]:
+def refused(path: Path, kind: type = RunError):
     """Turn what the system refuses inside into an error of that kind, with the path."""
     try:
         yield
@@ -3590,7 +3545,7 @@ def refused(path: Path, kind: type = RunError) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def damaged(path: Path) -> Iterator[None]:
+def damaged(path: Path):
     """Raise a DataError that names the path for whatever is wrong with its content inside."""
     try:
         yield
@@ -3602,12 +3557,12 @@ def damaged(path: Path) -> Iterator[None]:
                         "trainer that wrote it") from None
 
 
-def part_of(folder: Path, run_id: str) -> Path:
+def part_of(folder: Path, run_id: str):
     """Return where a run writes a folder until it is whole; no other run touches it."""
     return folder.with_name(f"{folder.name}.{run_id}.part")
 
 
-def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]], fabric: Fabric):
+def write_folder(folder: Path, run_id: str, contents: Iterable, fabric: Fabric):
     """Write a new folder with these files of every rank, and give it its name once. Raises RunError. Collective.
     contents: (name, bytes or what torch.save takes), each made when the one before it is on the disk."""
     part = part_of(folder, run_id)
@@ -3643,7 +3598,7 @@ def write_folder(folder: Path, run_id: str, contents: Iterable[tuple[str, Any]],
             shutil.rmtree(part, ignore_errors=True)           # of a failure; else nothing has this name any more
 
 
-def read_tensors(path: Path, manifest: dict[str, str]) -> Any:
+def read_tensors(path: Path, manifest: dict):
     """Return what torch.save wrote; no code in it is run. Raises DataError, whatever the file is."""
     with damaged(path):
         need(path.is_file() and file_sha256(path) == manifest.get(path.name), path, "no such file, or another content "
@@ -3651,46 +3606,43 @@ def read_tensors(path: Path, manifest: dict[str, str]) -> Any:
         return torch.load(path, "cpu", weights_only=True, mmap=True)
 
 
-def check_tensors(path: Path, cfg: Config, weights: Any, *moments: Any):
-    """Raise DataError unless names, shapes and dtypes are those of this config's weights, and of moments if given."""
+def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = False):
+    """Raise DataError unless names, shapes and dtypes are those of this config's weights, with or without moments."""
     dtype = getattr(torch, cfg.dtype)
     tensors = {}
     for row in parameter_table(cfg):
         if row.optimizer != "rowwise":
             own_dtype = accum_dtype(dtype) if row.full_precision else dtype
             weight = tensors[row.label] = torch.empty(row.shape, dtype=own_dtype, device="meta")
-            if moments:
-                state = initial_state(row, bank_matrices(row, weight))
+            if with_moments:
+                state = initial_state(row, weight)
                 tensors |= {f"{row.label}.{name}": x for name, x in state.items()}
     expected = {name: (x.dtype, *x.shape) for name, x in tensors.items()}
-    found = {}
     with damaged(path):
-        for content in (weights, *moments):
-            found |= {name: (x.dtype, *x.shape) for name, x in content.items()}
+        found = {name: (x.dtype, *x.shape) for name, x in found.items()}
     for name in expected | found:
         need(found.get(name) == expected.get(name), f"{name} in {path}", found.get(name, "no such tensor"),
              expected.get(name, "no such tensor"), "use the trainer and settings of that run", DataError)
 
 
-def row_files(executor: Executor, with_state: bool) -> Iterator[tuple[str, dict[str, Tensor]]]:
+def row_files(executor: Executor, with_state: bool):
     """Yield (name, content) of the files with this rank's touched rows of row-wise tables, by logical row number."""
     fabric = executor.fabric
     for label, table in executor.tables.items():
         if table.home:
             # In pieces, for a table may be larger than the memory that is left.
-            most_rows = max(1, FILE_BYTES // sum(x[:1].nbytes for x in table.home.stored))
-            for number, (places, state) in enumerate(table.home.touched(most_rows)):
+            for number, (places, state) in enumerate(table.home.touched()):
                 content = dict(ids=places * fabric.world + fabric.rank, rows=state.rows)
                 if with_state:
                     content |= state._asdict()
                 yield f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt", content
 
 
-def load_rows(folder: Path, manifest: dict[str, str], executor: Executor, with_state: bool):
+def load_rows(folder: Path, manifest: dict, executor: Executor, with_state: bool):
     """Load the row-wise tables of a save or checkpoint: each rank takes the rows that it owns. Raises DataError."""
     fabric = executor.fabric
 
-    def own_rows(label: str, stored: RowState) -> Iterator[tuple[Tensor, RowState]]:
+    def own_rows(label: str, stored: RowState):
         """Yield places and rows, file by file; those without state count as updated once."""
         for name in manifest:
             if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name):
@@ -3708,7 +3660,7 @@ def load_rows(folder: Path, manifest: dict[str, str], executor: Executor, with_s
                 table.home.load(own_rows(label, table.home.stored))
 
 
-def settings_json(preset: str, cfg: Config) -> bytes:
+def settings_json(preset: str, cfg: Config):
     """Return a run's settings as texts of its flags; `read_settings` reads them."""
     flags = {name: flag_text(value) for name, value in vars(cfg).items()}
     return json.dumps(dict(preset=preset, flags=flags), indent=1).encode()
@@ -3726,7 +3678,7 @@ def save(folder: Path, run_id: str, preset: str, cfg: Config, executor: Executor
     write_folder(folder, run_id, itertools.chain(files, row_files(executor, with_state=False)), executor.fabric)
 
 
-def load_checkpoint(run_dir: Path, executor: Executor) -> dict[str, Any]:
+def load_checkpoint(run_dir: Path, executor: Executor):
     """Load the newest checkpoint that is whole on every rank; return the rest of it. Raises DataError. Collective."""
     fabric = executor.fabric
     newest_first = sorted((run_dir / CHECKPOINTS).glob("step-???????"), reverse=True)
@@ -3735,12 +3687,12 @@ def load_checkpoint(run_dir: Path, executor: Executor) -> dict[str, Any]:
     for path in newest_first:
         run = path / "run.pt"
         try:
-            with fabric.failing_together(), damaged(path):
+            with fabric.failing_together(), damaged(run):
                 manifest = read_manifest(path)
                 content = read_tensors(run, manifest)
-                state = content["state"]
-                check_tensors(run, executor.cfg, state["weights"], state["moments"])
-                executor.load_state(state)
+                wholes = content["state"]["weights"] | content["state"]["moments"]
+                check_tensors(run, executor.cfg, wholes, with_moments=True)
+                executor.load_state(wholes)
                 load_rows(path, manifest, executor, with_state=True)
                 return {name: content[name] for name in ("facts", "log", "places", "train_time_ms")}
         except DataError as error:
@@ -3761,7 +3713,7 @@ class Clock:
     def __init__(self, fabric: Fabric, before: float = 0.0):
         self.fabric = fabric
         # ms up to the last stop, and s of the start or None: a pair, which the loader's thread reads whole.
-        self.state: tuple[float, float | None] = before, None
+        self.state = before, None
 
     @property
     def ms(self) -> float:
@@ -3789,8 +3741,8 @@ class Log:
         self.tokens = earlier["tokens"]
         self.done = earlier["done"]      # steps
         self.last_good = earlier["last_good"]                 # validation, in words
-        self.pending: list[tuple] = []   # steps whose loss nobody has seen: (fields, sums, tokens, event of the copy)
-        self.files: dict[str, Any] = {}
+        self.pending = []                # steps whose loss nobody has seen: (fields, sums, tokens, event of the copy)
+        self.files = {}
         self.on_terminal = fabric.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
         if fabric.rank == 0:
             # A log that is there is another run's. Without buffers a killed run leaves every line.
@@ -4593,7 +4545,7 @@ class Ending:
     """The one end of this process, by an error or a signal, and bounded in time.
     A signal wakes a thread, which ends the process whatever the main thread waits for in C."""
     def __init__(self):
-        self.log: Log | None = None                                           # of the run that is going on
+        self.log = None                                                       # of the run that is going on
         self.begun = threading.Lock()                                         # taken by whoever ends the process
         self.bell, self.listener = socket.socketpair()
         self.bell.setblocking(False)                                          # as set_wakeup_fd wants it
