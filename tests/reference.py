@@ -199,16 +199,19 @@ class Reference:
         self.ngram_grads = {label: np.zeros_like(table.p) for label, table in self.ngrams.items()}
         self.asked = {label: np.zeros(table.rows, bool) for label, table in self.ngrams.items()}
 
-    def losses(self, batch: tg.Batch, slot: int, values: tg.Values, weights, seen=None) -> tuple[Tensor, dict]:
-        """Each position's loss, (T,), and the leaves that it depends on. seen gets the activations, by name."""
-        seen = {} if seen is None else seen
+    def leaves(self) -> dict[str, Tensor]:
+        """All that losses depend on, by label, to take gradients of."""
         wholes = self.p | {label: torch.from_numpy(table.p) for label, table in self.ngrams.items()}
-        leaves = {label: p.clone().requires_grad_() for label, p in wholes.items()}
+        return {label: p.clone().requires_grad_() for label, p in wholes.items()}
+
+    def losses(self, leaves, batch, slot, values, weights, seen=None) -> Tensor:
+        """Each position's loss in one slot of a batch, (T,). seen gets the activations, by name."""
+        seen = {} if seen is None else seen
         by_layer = {label: leaves[label].unbind() for label in ("attn", "mlp")}
         self.stream(leaves | by_layer, batch, slot, values, seen)
         logits = seen["final_norm"] @ leaves["lm_head"]
         seen.update(raw_logits=logits, logits=capped(logits), lse=capped(logits).logsumexp(dim=-1))
-        return next_token_losses(logits, batch.targets[slot], weights), leaves
+        return next_token_losses(logits, batch.targets[slot], weights)
 
     def stream(self, p, batch, slot, values, seen) -> None:
         """Recipe 2.3 to 2.7: puts into `seen` what enters the head, and all before it."""
@@ -313,16 +316,17 @@ class Reference:
 
     def forward_backward(self, batch: tg.Batch, values: tg.Values) -> tg.Losses:
         """Add the gradient of the sum of the slots' losses; `batch` is of one rank, with rows of whole tables."""
+        leaves = self.leaves()
         sums = []
         for slot in range(len(batch.tokens)):
-            losses, leaves = self.losses(batch, slot, values, values.mtp_weights)
-            sums.append(losses.detach().sum())
-            found = torch.autograd.grad(losses.sum(), list(leaves.values()), materialize_grads=True)
-            for label, grad in zip(leaves, found):
-                if label in self.grads:
-                    self.grads[label] += grad
-                else:
-                    self.ngram_grads[label] += grad.numpy()
+            loss = self.losses(leaves, batch, slot, values, values.mtp_weights).sum()
+            loss.backward()
+            sums.append(loss.detach())
+        for label, leaf in leaves.items():
+            if label in self.grads:
+                self.grads[label] += leaf.grad
+            else:
+                self.ngram_grads[label] += leaf.grad.numpy()
         return tg.Losses(torch.stack(sums), batch.tokens.numel())
 
     def optim_step(self, values: tg.Values, plans_ahead: object = None) -> None:
@@ -372,13 +376,13 @@ class Reference:
                         self.cfg.normuon_weight_decay)
         return moved.view_as(self.p[label])
 
+    @torch.no_grad()
     def evaluate(self, batches: Iterable[tg.Batch], values: tg.Values) -> float:
         """Mean loss per token of the next token."""
+        leaves = self.leaves()
         found = []
         for batch in batches:
-            for slot in range(len(batch.tokens)):
-                losses, _ = self.losses(batch, slot, values, (1.0,))
-                found.append(losses.detach())
+            found += [self.losses(leaves, batch, slot, values, (1.0,)) for slot in range(len(batch.tokens))]
         return float(torch.cat(found).mean())
 
     def whole_state(self, values: tg.Values) -> dict[str, dict[str, Tensor]]:

@@ -5,7 +5,6 @@ import math
 import os
 import subprocess
 import sys
-from dataclasses import FrozenInstanceError, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -194,13 +193,6 @@ def test_attention_varlen__is_the_reference_and_one_graph_for_every_span(compile
     torch._dynamo.reset()
 
 
-def test_AttentionSpan__cannot_come_to_differ_from_its_numbers():
-    span = tg.AttentionSpan(33, 3, 0.7)
-    with pytest.raises(FrozenInstanceError):
-        span.window = 4
-    assert replace(span, window=4).numbers.tolist() == [33, 4, 0.7]
-
-
 # ---- head and loss --------------------------------------------------------------------------------------------------
 
 def head_loss(y, w, targets, weights, loss_weight=1.0, precision="plain", logits_dtype=None):
@@ -311,18 +303,6 @@ def test_fp8_product__the_devices_is_the_emulated_one(a, b, out):
     assert native.dtype == out
     for got, relative in ((native, 2.0**-8 if out == BF16 else 1e-6), (emulated, 1e-6)):
         assert_close(got, want, rtol=relative, atol=1e-6 * float(want.abs().max()))
-
-
-def test_HeadLoss__native_fp8_on_whatever_device_has_it():
-    y, w, results = randn(16, 16, seed=1, dtype=BF16, grad=True), (0.3 * randn(16, 32, seed=2)).bfloat16(), []
-    w.requires_grad_()
-    for precision in ("emulated", "fp8"):
-        losses = head_loss(y, w, torch.arange(16)[None], (1.0, 0.5), 1.0, precision, BF16)
-        results.append((losses, *torch.autograd.grad(losses.sum(), (y, w))))
-    for emulated, native in zip(*results):
-        assert emulated.dtype == native.dtype and emulated.shape == native.shape
-        # logits rounded to bf16 may differ in the last of 8 bits, and so a payload in the last of its 2
-        assert_close(native, emulated, rtol=0.02, atol=0.02 * float(emulated.detach().abs().max()))
 
 
 # ---- sums of rows ---------------------------------------------------------------------------------------------------

@@ -44,7 +44,7 @@ def test_losses__and_gradients_are_the_recipes(heads, slots, seed):
     losses = losses_of(model, batch, rows=rows)
     losses.sum().backward()
     for slot in range(slots):
-        want, _ = naive.losses(batch, slot, values, values.mtp_weights)
+        want = naive.losses(naive.leaves(), batch, slot, values, values.mtp_weights)
         np.testing.assert_allclose(losses[slot].detach(), want.detach(), rtol=0, atol=1e-10)      # through 11 layers
     naive.forward_backward(batch, values)
     for label, grad in gradients_of(model, rows).items():

@@ -82,7 +82,7 @@ def check_s_acts(oracle: Oracle) -> None:
 def check_activations(s: ConfigS, vectors: Vectors, prefix: str, name: str, values: tg.Values, batch: tg.Batch) -> None:
     """Compare what reference.py computes on its way, in forward order, and gradients of some of it."""
     rows, seen = vectors["rows16"], {}
-    losses, _ = s.naive.losses(batch, 0, values, values.mtp_weights, seen)
+    losses = s.naive.losses(s.naive.leaves(), batch, 0, values, values.mtp_weights, seen)
     for key, x in seen.items():
         vectors.check(prefix + key, x[rows] if prefix else x)
         vectors.check(f"{prefix}{key}_rows16", x[rows])
