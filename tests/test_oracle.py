@@ -127,8 +127,7 @@ def check_gradient(vectors: Vectors, prefix: str, name: str, label: str, grad: T
 
 # ---- Trajectory and optimizer
 def check_traj(oracle: Oracle) -> None:
-    for naive in (False, True):
-        Trajectory(oracle, naive=naive).check()
+    Trajectory(oracle).check()
 
 
 def check_opt(oracle: Oracle) -> None:
@@ -410,6 +409,13 @@ def cases() -> Iterator:
 @pytest.mark.parametrize("path, file", sorted(cases(), key=lambda case: case.id))
 def test_vectors(path: Path, file: str) -> None:
     CHECKS[file](Oracle(path))
+
+
+@pytest.mark.parametrize("path", [EXTRACT, pytest.param(WHOLE, marks=pytest.mark.all)], ids=DIRECTORIES)
+def test_vectors__the_trajectory_of_the_reference(path: Path) -> None:
+    if not path.is_dir():
+        pytest.skip(f"no directory {path}")
+    Trajectory(Oracle(path), naive=True).check()
 
 
 @pytest.mark.all
