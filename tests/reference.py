@@ -22,16 +22,16 @@ import train_gpt as tg
 
 F64 = torch.float64
 GATE = 12                                # features that a gate reads
-HASH = (36313, 27191)                    # of the newer and the older token (recipe 2.5)
+HASH = (36313, 27191)                    # of the newer and the older token
 NORM_EPS = 2.0**-23
 CAP, SHIFT, WIDTH = 23.0, 5.0, 7.5
-POLAR = ((8.156554524902461, -22.48329292557795, 15.878769915207462),                # recipe 3.1
+POLAR = ((8.156554524902461, -22.48329292557795, 15.878769915207462),                # of the recipe
          (4.042929935166739, -2.808917465908714, 0.5000178451051316),
          (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
          (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
          (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 DOWN_RATE = 2.0                          # of down matrices of the MLP, times the rate of up matrices
-# Of the fp8 head (recipe 2.8), each rounded to f32 as the products take it.
+# Of the fp8 head, each rounded to f32 as the products take it.
 Y_SCALE, W_SCALE, GRAD_SCALE = (float(np.float32(largest / 448)) for largest in (100, 1.6, 0.75))
 SIGN_VECTORS = 8192
 
@@ -103,7 +103,7 @@ def nearest_fp8(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def fp8_head(y, w, targets, weights, loss_weight, rows, logits_dtype=F64) -> dict[str, Tensor]:
-    """The head of recipe 2.8 with its roundings made explicit: losses, gradients of y and w, and what rounds.
+    """The fp8 head with its roundings made explicit: losses, gradients of y and w, and what rounds.
 
     y (N, D), w (D, V), targets (B, T). rows (N,): gradient that arrives at each position, loss_weight times a factor.
     logits_dtype: None rounds nothing at all.
@@ -214,7 +214,7 @@ class Reference:
         return next_token_losses(logits, batch.targets[slot], weights)
 
     def stream(self, p, batch, slot, values, seen) -> None:
-        """Recipe 2.3 to 2.7: puts into `seen` what enters the head, and all before it."""
+        """Puts into `seen` what enters the head, and all before it."""
         cfg = self.cfg
         tokens = batch.tokens[slot].long()
         sizes = {name: len(values) for name, values in tg.scalar_values(cfg).items()}
@@ -263,7 +263,7 @@ class Reference:
         seen["final_norm"] = norm(seen["after_backout"])
 
     def attend(self, p, depth, n, scales, value_rows, borders, values, seen) -> Tensor:
-        """Recipe 2.4: what attention adds to the stream. n (T, D) -> (T, D)."""
+        """What attention adds to the stream. n (T, D) -> (T, D)."""
         layer = tg.LAYERS[depth]
         H = self.cfg.num_heads
         length, width = n.shape
