@@ -115,7 +115,7 @@ def statement_sizes(tree: ast.Module, places: list[Place]) -> list[int]:
 
 
 def count_constructs(tree: ast.Module) -> Counter:
-    counts = Counter()
+    counts = Counter(dict.fromkeys(CONSTRUCTS, 0))
     for node in ast.walk(tree):
         value = getattr(node, "value", None)
         if isinstance(node, ast.Assign):
