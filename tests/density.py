@@ -1,8 +1,8 @@
 """Measures how much a statement carries, and how much of a file is read: python tests/density.py FILES
 
-A file is read one statement at a time. A statement is a simple one, or the head of a compound one (`if ...:`). Docstrings
-do not count, nor do literal tables: assignments at the level of a module or class, for facts as data are what one wants.
-Sizes are in tokens (names, operators, numbers, strings); packed constructs are counted per 1,000 statements.
+A statement is a simple one, or the head of a compound one (`if ...:`). Docstrings do not count, nor do literal tables:
+assignments at the level of a module or class, for facts as data are what one wants. Sizes are in tokens (names,
+operators, numbers, strings); packed constructs are counted per 1,000 statements.
 """
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ POCKET_STEPS = dict(preset="pocket", num_scheduled_steps=36, num_extension_steps
                     val_files="DATA/pocket_val_*.bin")
 CUT = dict(max_steps=18)                 # head and embedding part at step 17: the last checkpoint is before it
 # Tables of n-grams, by the columns of --tables: label order rows place signs home cadence rounding lr wd beta2.
-TWO = "more_bigram_embed 2 200 stream 0 {0} {1} {2} 37.5 5.0 0.95; trigram_embed 3 300 stream 1 {0} {1} {2} 37.5 5.0 0.95"
+TWO = "more_bigram_embed 2 200 stream 0 {0}; trigram_embed 3 300 stream 1 {0}"
 # Three that differ in every column, the last with rows that no step asks for.
 MIXED = dict(tables="more_bigram_embed 2 200 stream 0 host 4 nearest 30.0 4.0 0.9; "
              "trigram_embed 3 300 8 1 device 2 nearest 37.5 5.0 0.95; "
@@ -52,7 +52,7 @@ class Case:
 
 
 def two(home: str = "device", cadence: int = 2, rounding: str = "nearest") -> dict[str, str]:
-    return dict(tables=TWO.format(home, cadence, rounding))
+    return dict(tables=TWO.format(f"{home} {cadence} {rounding} 37.5 5.0 0.95"))
 
 
 def all_cases() -> dict[str, Case]:

@@ -107,10 +107,13 @@ def times(factor):
     return kernel
 
 
-def windows(change):
-    """The faithful kernel with windows that are a function of the right ones."""
+def windows(add: int = 0, at: int = 0, least: int = 0, most: int = 10**6):
+    """The faithful kernel with other windows, or with another one in the place of `at` alone."""
     def kernel(q, k, v, cu_seqlens, span):
-        return faithful(q, k, v, cu_seqlens, replace(span, window=change(span.window)))
+        window = span.window
+        if at in (0, window):
+            window = min(max(window + add, least), most)
+        return faithful(q, k, v, cu_seqlens, replace(span, window=window))
     return kernel
 
 
@@ -149,7 +152,7 @@ def raising(error: Exception):
     return kernel
 
 
-WINDOW_MORE = windows(lambda w: w + 1)
+WINDOW_MORE = windows(add=1)
 BAD_KERNELS = {                          # kernel -> what is said of it
     "refuses": (raising(RuntimeError("no kernel image\nfor this device")), "no kernel image"),
     "is not there": (raising(ImportError("no module")), "no module"),
@@ -161,15 +164,15 @@ BAD_KERNELS = {                          # kernel -> what is said of it
     "gives nothing": (times(0), "off by"),
     "is 10 % off": (times(1.1), "off by"),
     "sees one key more": (WINDOW_MORE, "off by"),
-    "sees one key less": (windows(lambda w: w - 1), "off by"),
+    "sees one key less": (windows(add=-1), "off by"),
     "sees other documents": (one_document, "off by"),
     "has its own scale": (own_scale, "off by"),
     "sees the future": (future, "off by"),
-    "one key more, in a wide window": (windows(lambda w: w + (w == 300)), "off by"),
-    "one key less, in a wide window": (windows(lambda w: w - (w == 300)), "off by"),
-    "a tile less": (windows(lambda w: w - 128 * (w == 300)), "off by"),
-    "a window that ends with its tile": (windows(lambda w: max(w, 127)), "off by"),
-    "a span beyond documents is cut": (windows(lambda w: min(w, 256)), "off by"),
+    "one key more, in a wide window": (windows(add=1, at=300), "off by"),
+    "one key less, in a wide window": (windows(add=-1, at=300), "off by"),
+    "a tile less": (windows(add=-128, at=300), "off by"),
+    "a window that ends with its tile": (windows(least=127), "off by"),
+    "a span beyond documents is cut": (windows(most=256), "off by"),
     "wrong in paired layers": (wrong_with_heads(1), "off by"),
     "wrong in plain layers": (wrong_with_heads(2), "off by"),
     **{f"gradient of {name}": (wrong_gradient(at), f"gradient of {name} is off by") for at, name in enumerate("qkv")},
@@ -196,7 +199,7 @@ class Rounded(torch.autograd.Function):
 
 
 def tiled(q, k, v, cu_seqlens, span):
-    """Rounded where flash attention rounds: the weights before the values, logits' gradients before queries and keys."""
+    """Rounded where flash attention rounds: weights before values, logits' gradients before queries and keys."""
     at = torch.arange(len(q))
     document = torch.searchsorted(cu_seqlens.long(), at, right=True)
     back = at[:, None] - at

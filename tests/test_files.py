@@ -30,7 +30,7 @@ import train_gpt as tg
 
 TABLES = "trigram_embed 3 500; more_bigram_embed 2 300 8 1 host"
 SHORT = ("--max_steps=1", "--val_every=0", "--sample_tokens=0")
-SMALL_PIECES = 1 << 14                   # bytes: several files of each table
+SMALL_PIECES = 1 << 14                   # bytes, more than 64 rows have: several files of each table
 
 
 def nothing(*_: object) -> None:
@@ -40,7 +40,7 @@ def nothing(*_: object) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tg, "FILE_BYTES", SMALL_PIECES)
+        patch.setattr(tg, "PIECE_ROWS", 64)
         patch.setattr(tg, "warm_up", nothing)
         yield
 
@@ -240,7 +240,8 @@ def beyond(ids: torch.Tensor) -> torch.Tensor:
 
 WEIGHTS = {                              # case -> change of the weights, what is named
     "shape": (on("attn", fewer), "attn"), "one number for all": (on("scalars", always(torch.zeros(1))), "scalars"),
-    "a table of fewer rows": (on("bigram_embed", fewer), "bigram_embed"), "dtype": (on("attn", torch.Tensor.double), "attn"),
+    "a table of fewer rows": (on("bigram_embed", fewer), "bigram_embed"),
+    "dtype": (on("attn", torch.Tensor.double), "attn"),
     "unknown": (on("new", always(torch.zeros(1))), "new"), "missing": (on("mlp"), "mlp"),
     "a number": (on("embed", always(3)), "AttributeError"), "nothing": (always(None), "AttributeError"),
     "one tensor": (operator.itemgetter("attn"), "AttributeError")}
@@ -313,7 +314,8 @@ def test_write_folder__the_manifest_names_every_file(sound):
             content = (folder / name).read_bytes()
             assert entry == dict(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
             assert len(content) < SMALL_PIECES + 10_000 or not name.startswith("rows")
-        assert (folder / "rows-trigram_embed-0of1-1.pt").exists() and (folder / "rows-more_bigram_embed-0of1-1.pt").exists()
+        for label in ("trigram_embed", "more_bigram_embed"):
+            assert (folder / f"rows-{label}-0of1-1.pt").exists()
     assert names(sound / "run" / tg.CHECKPOINTS) == ["step-0000002", "step-0000004"]
 
 
@@ -496,7 +498,7 @@ def test_write_checkpoint__off_the_clock(tmp_path, monkeypatch):
     assert phase["ms"] > 700 and not phase["timed"] and steps[11] - steps[10] < 700
 
 
-# ---- Resumed runs: another number of ranks is in test_table_files.py ---------------------------------------------------
+# ---- Resumed runs: at another number of ranks in test_table_files.py ------------------------------------------------
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
@@ -533,7 +535,8 @@ def test_resume__equals_an_uninterrupted_run(begun, whole, tmp_path):
     assert again.of("resumed")[1]["changed"]["checkpoint_every"] == "3", "flags are those of the run before"
 
 
-@pytest.mark.parametrize("seed, most", [(0, 1), *(pytest.param(seed, 8, marks=pytest.mark.all) for seed in range(1, 7))])
+@pytest.mark.parametrize("seed, most", [(0, 1), *(pytest.param(seed, 8, marks=pytest.mark.all)
+                                                  for seed in range(1, 7))])
 def test_resume__a_run_killed_at_random_moments(whole, tmp_path, seed, most):
     """Up to `most` times, and resumed until it ends."""
     rng = random.Random(seed)

@@ -124,7 +124,7 @@ def test_race__trains_on_the_clock_and_validates_off_it(monkeypatch, tmp_path, c
     steps = validated[-1]
     assert (loss, data_ended, before) == (7.0 - steps, None, list(range(steps)))
     assert evaluated == [log.schedule.at(step) for step in validated]
-    assert (evaluated[-1].long_window > log.schedule.at(4).long_window) == (steps == 5), "the widest is for the true end"
+    assert (evaluated[-1].long_window > log.schedule.at(4).long_window) == (steps == 5), "wider at the true end"
     kinds = dict(step="train_loss", val="val_loss")
     found = [(e["type"], e["step"], e["train_time_ms"], e[kinds[e["type"]]]) for e in events(tmp_path)[1:]]
     of_steps = [("step", k, 3000 + 3000 * k, k / 10) for k in range(1, steps + 1)]

@@ -86,7 +86,7 @@ def walk(root: Path, cache: Path, *words: str) -> dict[str, Any]:
 STEP = "        self.optimizer.step(values, plans_ahead)\n"
 SUMS = "            sums.append(slot_sums.detach())\n"
 ADD = "        add(ctx.row_grads, index, grad)\n"
-SCRATCH = "            grad_w = accumulate_wgrad(ctx.part, product, None)                # it cannot add: a scratch\n"
+SCRATCH = "        grad_w = accumulate_wgrad(ctx.part, product, None)                    # it cannot add: a scratch\n"
 LAUNCH = "    launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)\n"
 HIDDEN = "        x = x0\n"
 SPANS = "        return spans_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)\n"
