@@ -310,7 +310,7 @@ def make_pipe(folder: Path) -> None:
 @pytest.mark.parametrize("content", [
     b"", b"[]", b"3", b"{}", b'{"preset": "tiny"}', b'{"preset": "no", "flags": {}}', b'{"preset": [], "flags": {}}',
     b'{"preset": "tiny", "flags": {"sede": "3"}}', b'{"preset": "tiny", "flags": 3}', b"\xff\xfe",
-    make_nothing, make_pipe], ids=repr)
+    make_nothing, make_pipe], ids=range(12))
 def test_read_settings__any_content_ends_in_words(tmp_path, content):
     if isinstance(content, bytes):
         (tmp_path / tg.SETTINGS).write_bytes(content)
