@@ -103,11 +103,13 @@ def random_stream(seed: int, count: int, vocab_size: int, document_start: int, m
 
 def random_batch(cfg: tg.Config, seed: int, slots: int, length: int, step: int = 0) -> tg.Batch:
     """Slots of random tokens in documents of at most max_doc_len, and random rows of the bigram table; of one rank."""
-    rng, bounds = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
+    bounds = []
     for _ in range(slots):
         ends = [0]
         while ends[-1] < length:
-            ends.append(min(length, ends[-1] + int(rng.integers(1, cfg.max_doc_len + 1))))
+            document = int(rng.integers(1, cfg.max_doc_len + 1))
+            ends.append(min(length, ends[-1] + document))
         bounds.append(ends)
     columns = max(map(len, bounds))
     tokens = torch.from_numpy(rng.integers(0, cfg.vocab_size, (slots, length + 1)))
@@ -146,7 +148,8 @@ def planner_of(cfg: tg.Config, where: tg.Fabric, *tables: tg.Table) -> tg.Planne
 
 def planned(cfg: tg.Config, batch: tg.Batch, where: tg.Fabric | None = None) -> tg.Batch:
     """A batch of logical rows as a rank reads it: with plans of its own, no rank requesting anything of another."""
-    planner, plans, rows = tg.Planner(cfg, where or fabric()), {}, {}
+    planner = tg.Planner(cfg, where or fabric())
+    plans, rows = {}, {}
     tied = tg.Schedule(cfg).at(batch.step).tied
     for table in planner.tables:
         plan, (found,) = plan_of(planner, table, [batch.rows[table.label].numpy()], tied)
@@ -156,8 +159,9 @@ def planned(cfg: tg.Config, batch: tg.Batch, where: tg.Fabric | None = None) -> 
 
 def owned(x: torch.Tensor, where: tg.Fabric) -> torch.Tensor:
     """Rows of a table that a rank keeps: every W-th one, filled up with zeros to as many as any rank has."""
+    rows = x[where.rank::where.world]
     mine = torch.zeros(-(-len(x) // where.world), *x.shape[1:], dtype=x.dtype)
-    mine[:len(x[where.rank::where.world])] = x[where.rank::where.world]
+    mine[:len(rows)] = rows
     return mine
 
 
@@ -167,7 +171,8 @@ def fill_randomly(model: tg.GPT, seed: int = 0, where: tg.Fabric | None = None) 
 
     Every rank draws the same; returned are whole parameters, in f64.
     """
-    generator, whole = torch.Generator().manual_seed(seed), {}
+    generator = torch.Generator().manual_seed(seed)
+    whole = {}
     for row in model.table.values():
         noise = torch.randn(row.shape, generator=generator, dtype=torch.float64)
         spread = dict(attn=0.3, mlp=0.15, scalars=0.3, bigram_embed=0.3, value_embed=0.5, lm_head=0.5)
@@ -296,7 +301,8 @@ def losses(folder: Path) -> list:
 
 
 def weights(folder: Path) -> dict[str, bytes]:
-    return {label: x.view(torch.uint8).numpy().tobytes() for label, x in torch.load(folder / "weights.pt").items()}
+    tensors = torch.load(folder / "weights.pt")
+    return {label: x.view(torch.uint8).numpy().tobytes() for label, x in tensors.items()}
 
 
 class Forked:

@@ -47,7 +47,8 @@ DENSE_TESTS = """
 @functools.cache
 def rooms() -> list[tuple[str, int, int]]:
     """Return (name, first line, last line) of each room; what is above the first banner is room 0."""
-    starts = [(match[2], number) for number, line in enumerate(LINES, 1) if (match := BANNER.match(line))]
+    matches = [(BANNER.match(line), number) for number, line in enumerate(LINES, 1)]
+    starts = [(match[2], number) for match, number in matches if match]
     ends = [number - 1 for _, number in starts[1:]] + [len(LINES)]
     return [("Front door", 1, starts[0][1] - 1), *((*start, end) for start, end in zip(starts, ends))]
 
@@ -67,10 +68,11 @@ def test_size__the_file_is_read_in_an_evening():
 def test_size__no_function_is_too_long_and_no_line_too_wide():
     for node in FUNCTIONS:
         long = node.name in LONG_FUNCTIONS or node.name.endswith("_kernel")
-        assert node.end_lineno - node.lineno < (MAX_LONG_FUNCTION if long else MAX_FUNCTION), node.name
-    wide = [(path.name, number) for path in [*HELD, *TESTS]
-            for number, line in enumerate(path.read_text("utf-8").splitlines(), 1) if len(line) > MAX_COLUMNS]
-    assert not wide
+        limit = MAX_LONG_FUNCTION if long else MAX_FUNCTION
+        assert node.end_lineno - node.lineno < limit, node.name
+    for path in [*HELD, *TESTS]:
+        widest = max(map(len, path.read_text("utf-8").splitlines()), default=0)
+        assert widest <= MAX_COLUMNS, path.name
 
 
 def test_density__of_every_file(capsys):
@@ -179,7 +181,8 @@ def names_used(table: symtable.SymbolTable) -> set[str]:
 
 
 def test_rooms__use_only_rooms_above():
-    home, uses = {}, []
+    home = {}
+    uses = []
     for node in TREE.body:
         first = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))])
         table = symtable.symtable("\n".join(LINES[first - 1:node.end_lineno]), "statement", "exec")
@@ -188,11 +191,11 @@ def test_rooms__use_only_rooms_above():
             if symbol.is_assigned() or symbol.is_imported():
                 home.setdefault(symbol.get_name(), room_of(first))
     assert len(home) > 100 and home["Values"] == 2 and home["np"] == 0
-    below = [f"line {line} (room {room_of(line)}) uses {name} of room {home[name]}"
-             for line, used in uses for name in sorted(used) if home.get(name, 0) > room_of(line)]
-    assert not below
-    unknown = set().union(*(used for _, used in uses)) - set(home) - set(dir(builtins)) - {"__file__", "__name__"}
-    assert not unknown, "a name that is defined nowhere"
+    known = home.keys() | set(dir(builtins)) | {"__file__", "__name__"}
+    for line, used in uses:
+        assert not used - known, f"line {line}: names that are defined nowhere"
+        below = [name for name in used if home.get(name, 0) > room_of(line)]
+        assert not below, f"line {line} of room {room_of(line)} uses a room below"
 
 
 def test_config__tables_name_what_exists():
