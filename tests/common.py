@@ -258,8 +258,9 @@ def executor(cfg: tg.Config, world: int = 1, rank: int = 0, precision: str = "pl
 def check_error(error: tg.TrainerError, *parts: str) -> None:
     """The message says what was found, what was expected, what to do, in this order, and holds all the parts."""
     first, *lines = str(error).split("\n")
-    assert first and [line.split(":")[0] for line in lines[:3]] == ["  found", "  expected", "  do"], str(error)
-    assert all(line.partition(":")[2].strip() for line in lines[:3]), f"an empty part in: {error}"
+    named = [line.partition(":")[::2] for line in lines[:3]]
+    assert first and [name for name, _ in named] == ["  found", "  expected", "  do"], str(error)
+    assert all(text.strip() for _, text in named), f"an empty part in: {error}"
     missing = [part for part in parts if part not in str(error)]
     assert not missing, f"{missing} not in: {error}"
 
@@ -362,8 +363,8 @@ def launch(folder: Path, world: int, *flags: str) -> list[Run]:
     with socket.socket() as trial:
         trial.bind(("127.0.0.1", 0))
         port = trial.getsockname()[1]
-    environment = dict(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1",
-                       MASTER_PORT=str(port))
+    environment = dict(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
+    environment["MASTER_PORT"] = str(port)
     ranks = [Forked(words, environment | dict(RANK=str(rank), LOCAL_RANK=str(rank))) for rank in range(world)]
     return [Run(folder, rank.wait(), *rank.texts()) for rank in ranks]
 

@@ -374,4 +374,3 @@ def test_failing_together__the_error_of_the_first_rank(monkeypatch):
 def test_errors__status_and_long_values():
     assert (tg.ConfigError.status, tg.DataError.status, tg.RunError.status) == (2, 2, 1)
     assert len(str(tg.DataError("x", "y" * 10**6, "z", "w"))) < 1300
-    assert fabric().total_memory() > 2**20

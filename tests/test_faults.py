@@ -336,16 +336,6 @@ def test_end__interrupted_in_set_up(launcher, tmp_path):
     assert ended.status == [130] and not ended.run_dir.exists(), "nothing was begun"
 
 
-def test_log__a_full_disk(launcher, tmp_path):
-    """The last line has no room in log.jsonl; what is there stays readable, but for a cut line; log.txt has it."""
-    ended = launcher.start(tmp_path, faults={0: "full disk in forward"}).wait()
-    assert ended.status == [1]
-    check_end(ended, "RunError: writing ", "log.jsonl", "room")
-    *whole, cut = (ended.run_dir / "log.jsonl").read_text().split("\n")
-    assert cut and [json.loads(line)["type"] for line in whole][-1] in ("phase", "step", "comms")
-    assert (ended.run_dir / "log.txt").read_text().splitlines()[-1].startswith("aborted after step ")
-
-
 def test_end__a_signal_that_comes_when_it_has_begun_hides_nothing(launcher, tmp_path):
     ended = launcher.start(tmp_path, faults={0: "bug and late SIGTERM in forward"}).wait()
     assert ended.status == [1] and "ended from outside" not in ended.err[0], ended

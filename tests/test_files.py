@@ -401,14 +401,6 @@ def test_check_start__a_save_that_cannot_be_written_there(tmp_path, where):
     assert done.status == 2 and done.err.startswith("ConfigError") and names(tmp_path) == ["file"]
 
 
-@pytest.mark.parametrize("name", ["log.txt", "log.jsonl"])
-def test_check_start__a_run_directory_with_a_log_is_another_runs(tmp_path, name):
-    (tmp_path / name).write_text("theirs")
-    done = run(tmp_path, *SHORT)
-    assert done.status == 1 and "the log of a run" in done.err and "another --run_dir" in done.err
-    assert names(tmp_path) == [name] and (tmp_path / name).read_text() == "theirs"
-
-
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
     """A file system of 300 kB."""

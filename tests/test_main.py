@@ -545,14 +545,6 @@ def test_check_start__no_compiler_ends_the_run_before_data_are_read(ask, tmp_pat
 
 # ---- runs that fail on the way --------------------------------------------------------------------------------------
 
-def check_aborted(done: Run) -> None:
-    """The log begins with the header and ends with the message, in one line, so that it is the last one."""
-    message = " ".join(done.err.split())
-    assert done.events[-1]["type"] == "aborted" and done.events[0]["type"] == "header"
-    assert done.lines[-1] == f"aborted after step {done.events[-1]['step']}: {message}"
-    assert " ".join(done.events[-1]["cause"].split()) == message
-
-
 def test_race__data_that_end_early_leave_what_was_trained(ask, tmp_path):
     """Enough tokens by the count, but packing drops the rests of documents."""
     files = ["--preset=tiny", "--train_files=formula:512:511:4200:1", "--sample_tokens=0"]
@@ -599,35 +591,6 @@ def test_Log__a_full_disk_ends_the_run_with_one_message(ask, monkeypatch, name, 
         assert done.events[-1]["type"] == "aborted"
 
 
-@pytest.mark.parametrize("fault, parts", [
-    ("nan", ("training loss of step 6", "nan", "--adam_lr", "at step 5")),
-    ("memory", ("out of memory", "1 GiB", "--slots_per_micro_batch=1", "--num_slots"))])
-def test_train__a_step_that_fails_ends_the_run(ask, monkeypatch, fault, parts):
-    forward_backward = tg.Executor.forward_backward
-
-    def failing(self, batch, values, *rest):
-        if values.step == 6 and fault == "memory":
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB.\nlong text")
-        if values.step == 6:
-            with torch.no_grad():
-                self.model.x0_lambdas[0] = float("nan")
-        return forward_backward(self, batch, values, *rest)
-
-    monkeypatch.setattr(tg.Executor, "forward_backward", failing)
-    done = ask(FILES, 1, *parts)
-    check_aborted(done)
-    assert "long text" not in done.err and "NaN" not in (done.folder / "log.jsonl").read_text()
-    if fault == "nan":
-        assert f"{done.of('val')[-1]['val_loss']:.4f} at step 5" in done.err, "the last good validation"
-
-
-def test_describe__a_bug_is_not_hidden_but_logged(tmp_path, monkeypatch):
-    monkeypatch.setattr(tg.Executor, "optim_step", lambda *_: 1 / 0)
-    done = run(tmp_path / "run")
-    assert done.status == 1 and "Traceback" in done.err and "ZeroDivisionError" in done.err
-    assert "ZeroDivisionError" in done.events[-1]["cause"]
-
-
 def test_main__ends_though_a_thread_is_stuck_in_a_read(ask, monkeypatch):
     fromfile = np.fromfile
 
@@ -637,7 +600,10 @@ def test_main__ends_though_a_thread_is_stuck_in_a_read(ask, monkeypatch):
         return fromfile(file, *args, **how)
 
     monkeypatch.setattr(np, "fromfile", stuck)
-    check_aborted(ask([*FILES, "--comm_timeout=1", "--max_steps=2"], 1, "nothing after 1.0 s", "--comm_timeout"))
+    done = ask([*FILES, "--comm_timeout=1", "--max_steps=2"], 1, "nothing after 1.0 s", "--comm_timeout")
+    message = " ".join(done.err.split())                             # in one line, so that it is the last one
+    assert done.lines[-1] == f"aborted after step 0: {message}" and done.events[0]["type"] == "header"
+    assert done.events[-1]["type"] == "aborted" and " ".join(done.events[-1]["cause"].split()) == message
 
 
 @pytest.mark.parametrize("capability, native", [((8, 0), "plain"), ((8, 9), "fp8"), ((9, 0), "fp8")])
