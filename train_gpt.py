@@ -2,7 +2,8 @@
     ./run.sh                                                   set-up, data, training, result and a sample
     torchrun --standalone --nproc_per_node=8 train_gpt.py      8 GPUs, preset `record`
     python train_gpt.py --preset=pocket                        one process, on a CPU about two minutes; see --help
-The mathematics is modded-nanogpt's ("the peer") after pull request #221 (record 71, 2026-02-15); credits: README.md.
+The mathematics is modded-nanogpt's ("the peer") after pull request #221 (record 71, 2026-02-15). RECIPE means
+records/RECIPE.md, which has its formulas and sources; credits are in README.md.
 
 Floor plan. A room uses only rooms above it, and nothing happens at import.
     1 Config      errors, layer table, stage table, n-gram tables, settings, presets, flags, Fabric
@@ -64,7 +65,7 @@ import traceback
 import warnings
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from datetime import timedelta
@@ -85,34 +86,28 @@ class TrainerError(Exception):
     def __init__(self, what: str, found: object, expected: object, do: str):
         super().__init__(what, str(found)[:1000], str(expected), do)          # texts, which travel between ranks
 
-    def __str__(self) -> str:
+    def __str__(self):
         what, found, expected, do = self.args
         return f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}"
-
 
 class ConfigError(TrainerError):
     """A setting, a launch or a device that cannot work."""
 
-
 class DataError(TrainerError):
     """Files that are missing, damaged or too few."""
-
 
 class RunError(TrainerError):
     """Something that went wrong in a run: loss, memory, disk, another rank."""
     status = 1
 
-
 def need(ok: object, what: str, found: object, expected: object, do: str, kind: type = ConfigError):
     if not ok:
         raise kind(what, found, expected, do)
-
 
 def need_all(rules: dict, what: str, found: object, do: str):
     """Raise ConfigError with the first rule (its words -> whether it holds) that is broken."""
     for rule, holds in rules.items():
         need(holds, what, found, rule, do)
-
 
 @dataclass(frozen=True)
 class Layer:
@@ -124,9 +119,8 @@ class Layer:
     keep_as: str = ""            # name under which the layer's output is kept
     add: str = ""                # kept stream added, gated, before the layer
 
-
 SKIP, BACKOUT = "skip", "backout"
-LAYERS = (                                                                    # depth (recipe 2.2)
+LAYERS = (                                                                    # depth (RECIPE 2.2)
     Layer("paired", "short"),                                                 #  0
     Layer("plain", "short", value=0),                                         #  1
     Layer("paired", "short", value=1),                                        #  2
@@ -141,7 +135,6 @@ LAYERS = (                                                                    # 
 ATTENTION_LAYERS = tuple(depth for depth, layer in enumerate(LAYERS) if layer.attention != "none")
 NUM_VALUE_TABLES = sum(layer.value is not None for layer in LAYERS)
 
-
 class Stage(NamedTuple):
     """One stage of the run. Windows are in blocks; weights of the predicted tokens move linearly over the stage."""
     batch_tokens: int
@@ -152,13 +145,11 @@ class Stage(NamedTuple):
     mtp_end: tuple[float, ...]
     untie: bool = False                  # embedding and head part at its start, after that Adam cycle's update
 
-
-STAGES = (                                                                    # recipe 4; the last is the extension
+STAGES = (                                                                    # RECIPE 4.1; the last is the extension
     Stage(131_072, 1, 3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
     Stage(262_144, 3, 7, 1.52, (1.0, 0.5), (1.0, 0.0)),
     Stage(393_216, 5, 11, 1.73, (1.0,), (1.0,), untie=True),
     Stage(393_216, 6, 13, 1.00, (1.0,), (1.0,)))
-
 
 class NgramTable(NamedTuple):
     """One table of hashed n-grams."""
@@ -174,7 +165,6 @@ class NgramTable(NamedTuple):
     wd_mul: float = 5.0                  # of adam_weight_decay
     beta2: float = 0.95                  # decay of the second moment in an update
 
-
 # By order: odd factors of the tokens' hash and of the signs' hash, newest token first. Those for two and three tokens
 # are the peer's of record 92, those of a fourth are ours; recipe A's own table of bigrams is none of these.
 NGRAM_FACTORS = {
@@ -182,18 +172,16 @@ NGRAM_FACTORS = {
     3: ((17351, 60961, 45259), (58699, 39779, 26801)),
     4: ((50411, 22787, 64951, 38327), (43399, 56783, 20297, 61403))}
 RECIPE_TABLES = ("bigram_embed", "value_embed", "embed")
-RECORD_STEPS, RECORD_RAMP_UP, RECORD_RAMP_DOWN = 1547, 300, 50                # recipe 4
+RECORD_STEPS, RECORD_RAMP_UP, RECORD_RAMP_DOWN = 1547, 300, 50                # RECIPE 4.2
 GPT2_VOCAB, GPT2_DOCUMENT_START = 50_257, 50_256
 GATE_INPUTS = 12                         # features that a gate reads
 FP8_UNIT = 16                            # sizes in an fp8 product are multiples of it
 SLOT_UNIT = FP8_UNIT                     # tokens: a slot is a multiple of it, on every device
 
-
-def knob(group: str, default: Any, unit: str, about: str, choices: tuple = (), least: float = 0,
-         most: float = 2**31 - 1) -> Any:
+def knob(group: str, default, unit: str, about: str, choices: tuple = (), least: float = 0,
+         most: float = 2**31 - 1):
     return field(default=default, metadata=dict(
         group=group, unit=unit, about=about, choices=choices, least=least, most=most))
-
 
 _data = functools.partial(knob, "data")
 _model = functools.partial(knob, "model")
@@ -205,7 +193,6 @@ STAGE_ROW = "rows 'batch_tokens short long lr_mul mtp_start mtp_end [untie]' joi
 TABLE_ROW = ("n-grams: rows 'label order rows place signs home cadence rounding lr wd beta2' joined by ';', the last 8 "
              "columns of which may be left out; place: `stream`, or the depth of a layer")
 ATTENTION_KERNELS = ("auto", "FA4", "FA3", "varlen", "reference")             # packages, torch's own, plain PyTorch
-
 
 @dataclass(frozen=True)
 class Config:
@@ -273,6 +260,27 @@ class Config:
     sample: str = _run("", "folder", "generate from the weights that --save left there instead of training")
     prompt: str = _run("", "text", "with which a sample begins")
 
+# A row of a table is one text in a flag, in a log and in the settings of a save; so it is written and read here alone.
+def numbers(word: str):
+    return tuple(map(float, word.split(",")))
+
+def place(word: str):
+    return None if word == "stream" else int(word)
+
+ROW_COLUMNS = dict(
+    stages=(Stage, int, int, int, float, numbers, numbers, {"untie": True}.__getitem__),
+    tables=(NgramTable, str, int, int, place, int, str, int, str, float, float, float))
+
+def read_rows(name: str, text: str):
+    """Read a table; columns left out have their defaults. Raises ValueError, TypeError or KeyError."""
+    # strict: a word too many is an error, a word too few one of the constructor.
+    make, *columns = ROW_COLUMNS[name]
+    rows = []
+    for row in text.split(";"):
+        words = row.split()
+        if words:
+            rows.append(make(*(column(word) for column, word in zip(columns[:len(words)], words, strict=True))))
+    return tuple(rows)
 
 RECORD = dict(device="cuda")
 POCKET = dict(
@@ -284,18 +292,15 @@ POCKET = dict(
 TINY = POCKET | dict(
     train_files="formula:512:511:40000:2", val_files="formula:512:511:4000:1",
     val_tokens=1024, val_batch_tokens=512, max_doc_len=24, model_dim=32, num_heads=2,
-    stages=(                             # its own: a fork that changes STAGES keeps this preset
-        Stage(128, 1, 3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)), Stage(256, 3, 7, 1.52, (1.0, 0.5), (1.0, 0.0)),
-        Stage(384, 5, 11, 1.73, (1.0,), (1.0,), untie=True), Stage(384, 6, 13, 1.00, (1.0,), (1.0,))),
+    stages=read_rows("stages",           # its own: a fork that changes STAGES keeps this preset
+                     "128 1 3 1 1,.5,.25 1,.5,0; 256 3 7 1.52 1,.5 1,0; 384 5 11 1.73 1 1 untie; 384 6 13 1 1 1"),
     window_block=4, num_scheduled_steps=9, num_extension_steps=3, val_every=5, sample_tokens=8)
 PRESETS: dict[str, dict[str, Any]] = dict(
     record=RECORD,
-    record_tables=RECORD | dict(tables=(
-        NgramTable("more_bigram_embed", 2, 21_000_000, signs=1, lr_mul=70.0),
-        NgramTable("trigram_embed", 3, 21_000_000, signs=1, lr_mul=70.0))),
+    record_tables=RECORD | dict(tables=read_rows("tables", "more_bigram_embed 2 21000000 stream 1 device 2 nearest 70; "
+                                                 "trigram_embed 3 21000000 stream 1 device 2 nearest 70")),
     pocket=POCKET,
-    pocket_tables=POCKET | dict(tables=(
-        NgramTable("trigram_embed", 3, 100_000), NgramTable("fourgram_embed", 4, 100_000))),
+    pocket_tables=POCKET | dict(tables=read_rows("tables", "trigram_embed 3 100000; fourgram_embed 4 100000")),
     tiny=TINY)
 
 # What may differ from the settings of a saved model or earlier run.
@@ -305,31 +310,8 @@ NOT_INHERITED = {"run_dir", "runs", "resume", "save"}                           
 MAY_CHANGE = NOT_MATHEMATICS - {"seed"}                                               # on --resume
 SETTINGS = "settings.json"               # of a run directory and of a save: {"preset": ..., "flags": {field: text}}
 
-
-# A row of a table is one text in a flag, in a log and in the settings of a save; so it is written and read here alone.
-def numbers(word: str) -> tuple[float, ...]:
-    return tuple(map(float, word.split(",")))
-
-
-def place(word: str) -> int | None:
-    return None if word == "stream" else int(word)
-
-
-ROW_COLUMNS = dict(
-    stages=(Stage, int, int, int, float, numbers, numbers, {"untie": True}.__getitem__),
-    tables=(NgramTable, str, int, int, place, int, str, int, str, float, float, float))
-
-
-def read_row(name: str, text: str):
-    """Read a row of a table; columns left out have their defaults. Raises ValueError, TypeError or KeyError."""
-    # strict: a word too many is an error, a word too few one of the constructor.
-    make, *columns = ROW_COLUMNS[name]
-    words = text.split()
-    return make(*(column(word) for column, word in zip(columns[:len(words)], words, strict=True)))
-
-
 def row_text(row: Stage | NgramTable):
-    """Write a row as `read_row` reads it."""
+    """Write a row as `read_rows` reads it."""
     words = []
     for value in row:
         if isinstance(value, tuple):
@@ -340,10 +322,8 @@ def row_text(row: Stage | NgramTable):
             words.append("stream" if value is None else str(value))
     return " ".join(words)
 
-
-def flag_text(value: Any) -> str:
+def flag_text(value):
     return ";".join(map(row_text, value)) if isinstance(value, tuple) else str(value)
-
 
 def parse_value(name: str, text: str):
     """Read a field's value from the text of its flag. Raises ConfigError for another type, choice or bound."""
@@ -360,7 +340,7 @@ def parse_value(name: str, text: str):
     # What a column or a type cannot read ends in the message below; no shell expands the ~ of --save=~/x.
     with contextlib.suppress(ValueError, TypeError, KeyError):
         if kind is tuple:
-            return tuple(read_row(name, row) for row in text.split(";") if row.strip())
+            return read_rows(name, text)
         if about["unit"] in ("folder", "pattern"):
             text = os.path.expanduser(text)
         value = kind(text)
@@ -370,13 +350,11 @@ def parse_value(name: str, text: str):
     raise ConfigError(f"--{name}", repr(text), f"{allowed}: {about['about']}",
                       f"for example --{name}={flag_text(spec.default)}")
 
-
 def make_config(preset: str, values: dict):
     """Return the settings of a preset and these fields, checked. Raises ConfigError."""
     cfg = Config(**PRESETS[preset] | values)
     check_config(cfg)
     return cfg
-
 
 def read_settings(folder: Path):
     """Return the preset and the settings that a run directory or a save has kept. Raises DataError."""
@@ -392,7 +370,6 @@ def read_settings(folder: Path):
                         "folder of a run or of a save; one of an older trainer needs that trainer, the train_gpt.py in "
                         "the run directory") from None
 
-
 def print_result(text: str):
     """Print what the user asked for. Raises RunError if standard output does not take it."""
     try:
@@ -400,7 +377,6 @@ def print_result(text: str):
     except (OSError, ValueError) as error:
         raise RunError("standard output", error, "one that takes all lines", "redirect it to where there is room; what "
                        "a run has found stands in its log") from None
-
 
 def flag_parser(preset: str):
     """Return a parser of all flags, whose help shows the preset's values."""
@@ -420,8 +396,7 @@ def flag_parser(preset: str):
                                 type=functools.partial(parse_value, spec.name))
     return parser
 
-
-def read_flags(argv: Sequence[str]):
+def read_flags(argv: list):
     """Return the preset, or None, and {field: value} of given flags. --help prints and exits. Raises ConfigError."""
     try:
         flags, unknown = flag_parser("record").parse_known_args(argv)
@@ -445,15 +420,13 @@ def read_flags(argv: Sequence[str]):
          "a prompt needs --sample=DIR")
     return preset, given
 
-
 def decisive_settings(cfg: Config):
     """Return the settings on which a run's numbers depend, as texts."""
     # Homes of tables change no bit, and a run may be resumed with another.
     cfg = replace(cfg, tables=tuple(table._replace(home="device") for table in cfg.tables))
     return {name: flag_text(value) for name, value in vars(cfg).items() if name not in MAY_CHANGE}
 
-
-def parse_flags(argv: Sequence[str]):
+def parse_flags(argv: list):
     """Return preset and settings; --resume puts an earlier run's flags first. Raises ConfigError, DataError.
     With --sample=DIR they are the flags given alone: `read_settings(DIR)` says what was trained."""
     preset, given = read_flags(argv)
@@ -478,8 +451,7 @@ def parse_flags(argv: Sequence[str]):
              f"leave --{name} out; these may change: {sorted(MAY_CHANGE - NOT_INHERITED)}, and the home of a table")
     return earlier_preset, cfg
 
-
-def check_layers(layers: Sequence[Layer]):
+def check_layers(layers: tuple):
     """Raise ConfigError for a layer table that cannot work, or that would train another model than it seems to say."""
     kept = [""]                          # by the layers above; nothing can always be added
     for depth, layer in enumerate(layers):
@@ -497,7 +469,6 @@ def check_layers(layers: Sequence[Layer]):
     need(BACKOUT in kept and len(kept) == len(set(kept)) and values == list(range(len(values))), "LAYERS",
          f"streams kept {kept}, value tables {values}", f"each stream once, with {BACKOUT!r}, and value tables "
          "0, 1, ... once each", "see the columns of Layer")
-
 
 def check_rows(cfg: Config):
     """Raise ConfigError for a row of --stages or --tables that cannot work."""
@@ -531,7 +502,6 @@ def check_rows(cfg: Config):
                 0 <= table.lr_mul <= 10**6 and 0 <= table.wd_mul <= 10**6 and 0 <= table.beta2 <= 1,
         }, "--tables", table, f"change that row; the table is {TABLE_ROW}")
 
-
 def check_config(cfg: Config):
     """Raise ConfigError for settings that do not fit together, with ones that do."""
     # Types and bounds were checked where texts were read; these are about several settings, or about more than bounds.
@@ -551,12 +521,10 @@ def check_config(cfg: Config):
         ("val_tokens", cfg.val_tokens % cfg.val_batch_tokens == 0, "a multiple of val_batch_tokens",
          -(-cfg.val_tokens // cfg.val_batch_tokens) * cfg.val_batch_tokens),
         ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save), "one run for --resume or --save", 1),
-        ("profile", traced and 0 < int(traced[1]) < int(traced[2]), "a:b for steps a to b - 1, 0 < a < b", "100:104"),
-        ("checkpoint_every", not (cfg.profile and cfg.checkpoint_every), "0 with --profile, whose time is no run's", 0))
+        ("profile", traced and 0 < int(traced[1]) < int(traced[2]), "a:b for steps a to b - 1, 0 < a < b", "100:104"))
     for name, right, expected, instead in rules:
         value = flag_text(getattr(cfg, name))
         need(right, f"--{name}", value or "nothing", expected, f"for example --{name}={instead}")
-
 
 @dataclass(frozen=True)
 class Fabric:
@@ -579,7 +547,7 @@ class Fabric:
             for group in (None, self.plan_group):
                 dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
 
-    def host_tensor(self, x: np.ndarray | Tensor) -> Tensor:
+    def host_tensor(self, x: np.ndarray | Tensor):
         # Beside a GPU it is pinned: torch uses a block again after its last copy.
         tensor = torch.as_tensor(x)
         return tensor.pin_memory() if self.on_cuda else tensor
@@ -595,7 +563,7 @@ class Fabric:
             with contextlib.suppress(OSError, ValueError):
                 print(text, flush=True)
 
-    def gather(self, fact: Any):
+    def gather(self, fact):
         """Return this fact of every rank, rank by rank. Collective."""
         everyone = [fact] * self.world
         if self.world > 1:
@@ -640,7 +608,6 @@ class Rotary(NamedTuple):
     frequencies: tuple[float, ...]       # E/4 angles per position; the other half of the head does not rotate
     attn_scale: float                    # softmax scale, grown by YaRN
 
-
 @dataclass(frozen=True)
 class Values:
     """Everything the schedule says for one step."""
@@ -659,14 +626,12 @@ class Values:
     untie: bool                          # after this step's update, head and embedding part
     validate: bool                       # validation comes before the training part of this step
 
-
 ROTARY_BASE = 1024.0
 YARN_ALPHA, YARN_BETA = 1.0, 32.0        # full turns inside the old window: below alpha stretched, above beta kept
 YARN_SCALE_GROWTH = 0.2                  # of the softmax scale, times the logarithm of the windows' ratio
 
-
 def rotary_by_stage(cfg: Config) -> list[Rotary]:
-    """E/4 frequencies from 1 down to 1/1024 (half-truncated rotary, recipe 2.4), and the softmax scale.
+    """E/4 frequencies from 1 down to 1/1024 (half-truncated rotary, RECIPE 2.4), and the softmax scale.
     YaRN stretches low frequencies as the long window grows (arXiv 2309.00071)."""
     count = cfg.head_dim // 4
     rotary = [Rotary(tuple(ROTARY_BASE ** (-i / (count - 1)) for i in range(count)), cfg.attn_scale)]
@@ -683,12 +648,11 @@ def rotary_by_stage(cfg: Config) -> list[Rotary]:
         rotary.append(Rotary(tuple(frequencies), rotary[-1].attn_scale * growth))
     return rotary
 
-
 class Schedule:
-    """Pure functions of the step, recipe 4. `at(end_step)` is the final validation, with the widest window.
+    """Pure functions of the step, RECIPE 4. `at(end_step)` is the final validation, with the widest window.
     Each step has a place in the plan that the settings make: the step itself, or with --time_budget what the clock said
     when its run cycle was prepared. Stages and rates go by the place, Adam and validation by the step."""
-    def __init__(self, cfg: Config, places: Sequence[float] = ()):
+    def __init__(self, cfg: Config, places: tuple = ()):
         # places: of the first step of each run cycle so far, ascending, with --time_budget; the race appends to it.
         self.cfg = cfg
         # A run's cycle, in steps, is the largest cadence: plans and checkpoints come at its multiples.
@@ -704,7 +668,7 @@ class Schedule:
         self.cooldown_start = int(cfg.num_scheduled_steps * (1 - cfg.cooldown_frac))
         self.rotary = rotary_by_stage(cfg)
 
-    def place(self, step: int) -> float:
+    def place(self, step: int):
         # How far a step is in the plan, in planned steps.
         if self.cfg.time_budget:
             return min(self.places[step // self.cycle], self.total_steps)
@@ -732,7 +696,7 @@ class Schedule:
         every = self.cfg.adam_every
         return step // every * every + every - 1
 
-    def stage_at(self, place: float) -> int:
+    def stage_at(self, place: float):
         return min(bisect.bisect_right(self.ends, place), len(self.ends) - 1)
 
     def lr_factor_at(self, place: float):
@@ -796,18 +760,17 @@ class Schedule:
 
 
 # ====== Room 3: Data ==================================================================================================
-SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # recipe 1.2; table in data/README.md
+SHARD_MAGIC, SHARD_VERSION, HEADER_BYTES = 20240520, 1, 1024                  # table in data/README.md
 TOKEN_BYTES = 2                          # little-endian u16
 MANIFEST_FORMATS = (1, 2)                # of data, and of saves and checkpoints
 MANIFEST = "manifest.json"               # hashes of the files beside it, written last; table in data/README.md
 VOCABULARY = "vocab.txt"                 # bytes of the tokens of the files beside it
-HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # recipe 2.5
+HASH_CURRENT, HASH_PREVIOUS = 36313, 27191                                    # RECIPE 2.5
 SIGN_VECTORS = 8192                      # of random signs; one more has +1 alone
 LONG_PATIENCE = 10                       # ranks may be that many timeouts apart while they compile, or one writes files
 FORMULA = "formula:"                     # formula:VOCAB:DOCUMENT_START:TOKENS:SHARDS, tokens without a file
 FORMULA_MIX = 0x9E3779B97F4A7C15         # 2^64 over the golden ratio: products of neighbours look unrelated at the top
 FORMULA_DOCUMENT = 32                    # tokens, on average
-
 
 class ShardHeader(NamedTuple):
     """One shard: a file, or a formula that makes its tokens."""
@@ -820,7 +783,6 @@ class ShardHeader(NamedTuple):
     def vocabulary(self) -> tuple[int, int]:
         return self.vocab_size, self.document_start
 
-
 class Shard:
     """Tokens of one shard in memory, (tokens,) u16, and where its documents start."""
     def __init__(self, tokens: np.ndarray, document_start: int):
@@ -828,13 +790,11 @@ class Shard:
         self.doc_starts = np.flatnonzero(tokens == document_start)
         self.doc_lengths = np.diff(self.doc_starts, append=len(tokens))
 
-
 class Slot(NamedTuple):
     """One slot of T tokens on the host."""
     tokens: np.ndarray                   # (T + 1,) u16: inputs are the first T, targets the last T
     cu_seqlens: np.ndarray               # (documents + 1,) i32: 0, then the end of each document in the inputs, last T;
                                          # the first or last document may be empty
-
 
 def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int):
     """Make (count,) u16 tokens from their positions and the seed alone: for the tiny preset and the warm-up."""
@@ -845,7 +805,6 @@ def formula_tokens(seed: int, count: int, vocab_size: int, document_start: int):
     drawn[mixed % FORMULA_DOCUMENT == 0] = document_start
     drawn[:1] = document_start
     return drawn.astype(np.uint16)
-
 
 def find_shards(pattern: str):
     """Return the headers of all shards of a pattern in name order, checked. Raises DataError."""
@@ -861,7 +820,6 @@ def find_shards(pattern: str):
         folder = glob.escape(folder)
     paths = sorted(glob.glob(os.path.join(folder, name))) or [pattern]
     return [read_header(Path(path)) for path in paths]
-
 
 def read_header(path: Path):
     """Read and check the first 1,024 bytes and the length of a shard. Raises DataError."""
@@ -881,7 +839,6 @@ def read_header(path: Path):
         vocab, start = GPT2_VOCAB, GPT2_DOCUMENT_START
     return ShardHeader(str(path), count, vocab, start)
 
-
 def read_manifest(folder: Path):
     """Return the sha256 of each file that a folder's manifest names; {} without a manifest. Raises DataError."""
     path = folder / MANIFEST
@@ -898,7 +855,6 @@ def read_manifest(folder: Path):
         raise DataError(f"{path} as a manifest", f"{type(error).__name__}: {error}", "format 1 or 2, as data/README.md "
                         "has it", "write the folder again, or remove this file if those beside it are sound") from None
 
-
 def check_manifest(path: Path, content: bytes | np.ndarray):
     """Raise DataError if the manifest beside a file says that it had another content."""
     expected = read_manifest(path.parent).get(path.name)
@@ -907,7 +863,6 @@ def check_manifest(path: Path, content: bytes | np.ndarray):
         need(sha256 == expected, f"{path}: content", f"sha256 {sha256}", f"{expected}, says {MANIFEST} beside it",
              "the file is damaged, or a mixture of two data sets: write the data again, "
              f"or remove {MANIFEST} if this content is meant", DataError)
-
 
 def load_shard(header: ShardHeader) -> Shard:
     """Read a shard, or make the tokens of its formula, and look at every token. Raises DataError."""
@@ -924,8 +879,7 @@ def load_shard(header: ShardHeader) -> Shard:
          "before every document", "fetch or write the shard again, and let nobody change it during a run", DataError)
     return shard
 
-
-def scan_shards(headers: Sequence[ShardHeader]):
+def scan_shards(headers: list):
     """Look at every token of every shard; return the hash of all names and contents, in order. Raises DataError."""
     # The name of a formula says everything.
     digest = hashlib.sha256()
@@ -938,7 +892,6 @@ def scan_shards(headers: Sequence[ShardHeader]):
             check_manifest(path, content)
             load_shard(header)
     return digest.hexdigest()
-
 
 def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]):
     """Fill in the sizes that the shard headers decide. Raises DataError or ConfigError if they are contradicted."""
@@ -961,7 +914,6 @@ def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]):
     return replace(cfg, vocab_size=vocab_size, document_start=document_start, padded_vocab=padded,
                    bigram_rows=bigram_rows)
 
-
 def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader], val: list[ShardHeader]):
     """Raise DataError before anything is built if the shards cannot last for the plan, or hold too few whole blocks."""
     # A lower bound: packing drops ends of documents and of shards. With --time_budget nobody knows the steps yet.
@@ -983,9 +935,8 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader],
     need(tokens >= cfg.val_tokens, "too few validation tokens", f"{tokens} in blocks of {cfg.val_files!r}",
          cfg.val_tokens, f"more shards, or --val_tokens={tokens} with a --val_batch_tokens that divides it", DataError)
 
-
 def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int, max_doc_len: int):
-    """Deal documents to the slots of a block in stream order (recipe 5.2, 11.3).
+    """Deal documents to the slots of a block in stream order (RECIPE 5.2).
     Returns (slots, next document), a slot being (starts, ends) of pieces, or None where the shard ends too early."""
     # Each slot takes documents, cut to max_doc_len, until it has slot_tokens + 1 tokens; the last one is cut to fit and
     # its rest is lost: the next slot begins with a fresh document.
@@ -1005,18 +956,15 @@ def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int, m
         doc = next_doc
     return slots, doc
 
-
-def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray) -> Slot:
+def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray):
     pieces = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
     cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
     cu_seqlens[-1] -= 1                                                       # the last token is a target only
     return Slot(np.concatenate(pieces), cu_seqlens.astype(np.int32))
 
-
 def whole_blocks(shard_tokens: int, block_tokens: int):
     """Count tokens of a shard's whole validation blocks; 2 stay out: the last target, and one more as in the peer."""
     return max(0, shard_tokens - 2) // block_tokens * block_tokens
-
 
 def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int, document_start: int):
     """Yield consecutive slots in whole blocks of num_slots, not aligned to documents, none of which is cut short."""
@@ -1026,8 +974,7 @@ def validation_slots(shards: Iterable[Shard], num_slots: int, slot_tokens: int, 
             borders = np.flatnonzero(tokens[:-1] == document_start)
             yield Slot(tokens, np.concatenate([[0], borders, [slot_tokens]]).astype(np.int32))
 
-
-def ngram_hash(tokens: np.ndarray, factors: Sequence[int], modulus: int, none: int):
+def ngram_hash(tokens: np.ndarray, factors: tuple, modulus: int, none: int):
     """Hash the n-gram that ends at each position of a slot, (..., T) i32 -> (..., T) i32 below modulus.
     The first n - 1 positions get `none`. N-grams cross documents, as recipe A's bigrams do."""
     # The xor of token x factor, factors from the newest token backwards, in 32-bit arithmetic that wraps; floor modulo.
@@ -1038,7 +985,6 @@ def ngram_hash(tokens: np.ndarray, factors: Sequence[int], modulus: int, none: i
     hashed[..., :len(factors) - 1] = none
     return hashed
 
-
 def bigram_hash(tokens: np.ndarray, rows: int):
     """Return the row of each (previous, current) token pair of slots, (..., T) i32 -> (..., T) i32 in [0, rows).
         row = ((36313 * current) xor (27191 * previous)) mod (rows - 1);  the last row means: no pair"""
@@ -1048,7 +994,6 @@ def bigram_hash(tokens: np.ndarray, rows: int):
     overwritten = tokens.copy()
     overwritten[..., 0] = no_pair
     return ngram_hash(overwritten, (HASH_CURRENT, HASH_PREVIOUS), no_pair, none=no_pair)
-
 
 class Table(NamedTuple):
     """An embedding of which a step reads few rows: further columns of its row in the parameter table."""
@@ -1063,13 +1008,12 @@ class Table(NamedTuple):
     rounding: str = "nearest"            # of bf16 rows after a rowwise update
     signs: Callable[[np.ndarray], np.ndarray] | None = None       # tokens (b, T) i32 -> vectors of signs (b, T) i32
 
-
 def row_tables(cfg: Config) -> tuple[Table, ...]:
     """Return the tables, with the functions that say which rows a token reads."""
     V = cfg.padded_vocab
     first_rows = V * np.arange(NUM_VALUE_TABLES, dtype=np.int32)[:, None]     # value tables stand one below the other
 
-    def value_rows(tokens: np.ndarray) -> np.ndarray:
+    def value_rows(tokens: np.ndarray):
         return tokens[:, None] + first_rows
 
     tables = [
@@ -1087,7 +1031,6 @@ def row_tables(cfg: Config) -> tuple[Table, ...]:
                             rounding=line.rounding, signs=signs))
     return tuple(tables)
 
-
 @dataclass(eq=False)
 class RowUpdate:
     """The rows of this rank's shard that a row-wise update changes: those that any rank reads in the cycle, each once.
@@ -1098,7 +1041,6 @@ class RowUpdate:
     fresh: Tensor                        # (f,) i64: index into `places` of the rows that the update before has not
     kept: Tensor                         # (u - f,) i64: index into `places` of those that it has,
     kept_from: Tensor                    # (u - f,) i64: and the index of the same rows into its places
-
 
 def distinct_with_places(values: np.ndarray):
     """Return the distinct values, integers below 2^32, ascending, and the index of each value in them, both i64."""
@@ -1111,7 +1053,6 @@ def distinct_with_places(values: np.ndarray):
     index[words & 0xFFFFFFFF] = np.cumsum(is_new) - 1
     return ordered[is_new], index
 
-
 def row_update(requested: np.ndarray, before: RowUpdate | None, fabric: Fabric):
     """Make the update of the requested rows, which are places in the shard; before: the update that it follows."""
     places, inverse = distinct_with_places(requested)
@@ -1120,7 +1061,6 @@ def row_update(requested: np.ndarray, before: RowUpdate | None, fabric: Fabric):
     fresh = np.delete(np.arange(len(places)), kept)
     places, inverse, *lists = map(fabric.host_tensor, (places, inverse, fresh, kept, kept_from))
     return RowUpdate(places, inverse, before, *lists)
-
 
 @dataclass(eq=False)
 class TablePlan:
@@ -1157,7 +1097,6 @@ class TablePlan:
         self.sent += (sum(send_counts) - send_counts[rank]) * item_bytes
         self.received += (sum(recv_counts) - recv_counts[rank]) * item_bytes
 
-
 class Batch(NamedTuple):
     """This rank's slots of one step, b of them."""
     step: int
@@ -1169,7 +1108,7 @@ class Batch(NamedTuple):
     signs: dict[str, Tensor] = {}        # by table that has signs, (b, T) i32: which vector of signs
 
     def map(self, change: Callable) -> Batch:
-        def each(part: Any) -> Any:
+        def each(part):
             if isinstance(part, dict):
                 return {label: change(x) for label, x in part.items()}
             return change(part)
@@ -1180,18 +1119,18 @@ class Batch(NamedTuple):
     def to(self, device: torch.device) -> Batch:
         return self.map(operator.methodcaller("to", device, non_blocking=True))
 
-
+@dataclass
 class Planner:
     """Makes the batches of a cycle and their row plans. Pure, but for the exchange with other ranks."""
-    def __init__(self, cfg: Config, fabric: Fabric, exchange: Callable | None = None):
-        # exchange(plans) puts in what other ranks request of this one; None: they request nothing.
-        self.cfg = cfg
-        self.fabric = fabric
-        self.exchange = exchange
-        self.tables = row_tables(cfg)
-        self.shard_sizes = {table.label: -(-table.rows // fabric.world) for table in self.tables}
+    cfg: Config
+    fabric: Fabric
+    exchange: Callable | None = None     # puts into plans what other ranks request of this one; None: nothing
 
-    def batches(self, purpose: str, steps: Sequence[Values], slots: Sequence[list[Slot]]):
+    def __post_init__(self):
+        self.tables = row_tables(self.cfg)
+        self.shard_sizes = {table.label: -(-table.rows // self.fabric.world) for table in self.tables}
+
+    def batches(self, purpose: str, steps: list[Values], slots: list):
         """Return a batch for each step of a run's cycle, from this rank's slots of each."""
         # Slots differ in their number of documents, but a tensor's rows have one length.
         batches = []
@@ -1219,7 +1158,7 @@ class Planner:
                 batch.plans.update(current)
         return [batch.map(self.fabric.host_tensor) for batch in batches]
 
-    def plan(self, table: Table, purpose: str, values: Values, batches: Sequence[Batch]):
+    def plan(self, table: Table, purpose: str, values: Values, batches: list[Batch]):
         """Plan a table's rows for the batches of its cycle, still arrays; put the index of each lookup into them."""
         # Rows are dealt to ranks in turn: frequent tokens have neighbouring ids, and owners are to share the work.
         began = time.perf_counter()
@@ -1254,7 +1193,6 @@ class Planner:
         plan_ms = 1000 * (time.perf_counter() - began)
         return TablePlan(tag, size, my_rows, counts, my_rows, counts, head_columns, plan_ms, reads=len(logical))
 
-
 def bounded(future: Future, cfg: Config, what: str):
     """Return the result of a thread's work, or raise what it raised; RunError after --comm_timeout."""
     try:
@@ -1263,24 +1201,24 @@ def bounded(future: Future, cfg: Config, what: str):
         raise RunError(what, f"nothing after {cfg.comm_timeout} s", "an answer by then",
                        "look at disk and other ranks, or give a longer --comm_timeout") from None
 
-
 class DataEnded(DataError):
     """No shard holds another block: raised on every rank for the same cycle."""
 
-
+@dataclass
 class Loader:
     """Batches of the run's cycles, made on a background thread exactly one cycle ahead; the same stream at every W.
     Taking a cycle starts the work on the next, so what a batch holds never depends on timing."""
-    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader], cycles: Iterable[list[Values]],
-                 exchange: Callable | None = None, purpose: str = "train"):
-        """cycles: the Values of each cycle's steps, asked for on the background thread; exchange: see Planner."""
-        self.cfg = cfg
-        self.fabric = fabric
-        self.headers = headers
-        self.cycles = iter(cycles)
-        self.purpose = purpose
-        self.planner = Planner(cfg, fabric, exchange)
-        self.worker = ThreadPoolExecutor(1, "loader", initializer=fabric.enter_thread)
+    cfg: Config
+    fabric: Fabric
+    headers: list[ShardHeader]
+    cycles: Iterable[list[Values]]       # of each cycle's steps, asked for on the background thread
+    exchange: Callable | None = None     # see Planner
+    purpose: str = "train"
+
+    def __post_init__(self):
+        self.cycles = iter(self.cycles)
+        self.planner = Planner(self.cfg, self.fabric, self.exchange)
+        self.worker = ThreadPoolExecutor(1, "loader", initializer=self.fabric.enter_thread)
         self.reader = ThreadPoolExecutor(1, "shard-reader")
         self.shards = self._read_ahead()
         self.shard = Shard(np.empty(0, np.uint16), 0)          # in use, from document doc on; at first an empty one
@@ -1357,27 +1295,27 @@ class Loader:
             self.doc = 0
             if self.shard is None:
                 break
-        do = f"more or larger shards, --max_steps={values.step} or fewer, or --epochs=0 to cycle"
-        if values.step == 0 or self.cfg.epochs == 0:
-            do = "larger shards, or a larger --max_doc_len"
         raise DataEnded("training data ended",
                         f"{len(self.headers)} shards of {self.cfg.train_files!r}: enough for {values.step} steps",
                         f"room for {self.cfg.num_slots} x {values.slot_tokens + 1} tokens in one shard, at most "
-                        f"{self.cfg.max_doc_len} of each document", do)
+                        f"{self.cfg.max_doc_len} of each document", "more or larger shards, a larger --max_doc_len, "
+                        "--epochs=0 to read them again and again, or fewer steps by --max_steps")
 
-
+@dataclass
 class ValidationSet:
     """The validation slots in memory, and what is known of their text."""
-    def __init__(self, cfg: Config, fabric: Fabric, headers: list[ShardHeader],
-                 exchange: Callable | None = None, purpose: str = "validation"):
-        self.cfg = cfg
-        self.fabric = fabric
-        self.purpose = purpose
-        self.planner = Planner(cfg, fabric, exchange)
+    cfg: Config
+    fabric: Fabric
+    headers: list[ShardHeader]
+    exchange: Callable | None = None     # see Planner
+    purpose: str = "validation"
 
+    def __post_init__(self):
         # Every rank keeps all slots, which are few, and takes its own at each validation.
+        cfg = self.cfg
+        self.planner = Planner(cfg, self.fabric, self.exchange)
         slot_tokens = cfg.val_batch_tokens // cfg.num_slots
-        shards = (load_shard(header) for header in headers)                   # read only as far as they are needed
+        shards = map(load_shard, self.headers)                                # read only as far as they are needed
         slots = validation_slots(shards, cfg.num_slots, slot_tokens, cfg.document_start)
         self.slots = list(itertools.islice(slots, cfg.val_tokens // slot_tokens))
 
@@ -1387,8 +1325,9 @@ class ValidationSet:
         shares = counts[counts > 0] / len(targets)
         self.unigram_nats = float(-(shares * np.log(shares)).sum())           # entropy of the targets' own distribution
         self.vocabulary = None
-        if not headers[0].name.startswith(FORMULA):
-            self.vocabulary = read_vocabulary(Path(headers[0].name).parent, cfg)
+        name = self.headers[0].name
+        if not name.startswith(FORMULA):
+            self.vocabulary = read_vocabulary(Path(name).parent, cfg)
         self.bytes_per_token = None
         if self.vocabulary is not None:
             self.bytes_per_token = float(counts @ list(map(len, self.vocabulary)) / len(targets))
@@ -1406,7 +1345,6 @@ class ValidationSet:
             my_slots = self.slots[first + self.fabric.rank:first + S:self.fabric.world]
             batch, = self.planner.batches(self.purpose, [values], [my_slots])
             yield batch.to(self.fabric.device)
-
 
 def read_vocabulary(folder: Path, cfg: Config):
     """Return the bytes of each token from a folder's vocab.txt, or None without one. Raises DataError."""
@@ -1432,7 +1370,7 @@ def read_vocabulary(folder: Path, cfg: Config):
 # References in PyTorch specify each operation on every device; a Triton body stands beside the one it must match.
 RMS_EPS = 2.0**-23                       # what the peer's bf16 run uses, here in every dtype
 FP8_MAX = 448.0                          # largest e4m3 number
-FP8_Y_SCALE = float(np.float32(100 / FP8_MAX))                                # the three scales of the head (recipe
+FP8_Y_SCALE = float(np.float32(100 / FP8_MAX))                                # the three scales of the head (RECIPE
 FP8_W_SCALE = float(np.float32(1.6 / FP8_MAX))                                # 2.8), f32 numbers whose products are
 FP8_GRAD_SCALE = float(np.float32(0.75 / FP8_MAX))                            # taken in f64 and rounded once
 SHORTEST_BLOCK = 32                      # of queries: shorter ones would cost more in calls than they spare
@@ -1441,8 +1379,7 @@ SIGN_SEED = 92                           # of the vectors of signs; any number w
 LOGITS_AT_ONCE = 1 << 19                 # in passes of a CPU: they and what is made of them stay in its cache
 LOGIT_CAP, LOGIT_SHIFT, LOGIT_WIDTH = 23.0, 5.0, 7.5                          # z = 23 sigmoid((logit + 5) / 7.5)
 
-tl: Any = None                           # triton.language, from the first launch on: only a GPU needs the package
-
+tl = None                                # triton.language, from the first launch on: only a GPU needs the package
 
 @functools.cache
 def jitted(kernel: Callable):
@@ -1450,7 +1387,6 @@ def jitted(kernel: Callable):
     triton = importlib.import_module("triton")
     globals()["tl"] = importlib.import_module("triton.language")
     return triton.jit(kernel)
-
 
 def first_order(backward: Callable):
     """Refuse create_graph=True: weight gradients are written where autograd does not see them. Raises RunError."""
@@ -1462,18 +1398,15 @@ def first_order(backward: Callable):
         return backward(ctx, *grads)
     return call
 
-
 def accum_dtype(dtype: torch.dtype):
     """Dtype of accumulators and optimizer state for weights of this dtype: f32, but f64 in an f64 run."""
     return torch.promote_types(dtype, torch.float32)
 
-
-def rms_norm(x: Tensor):
+def rms_norm(x):
     """x / sqrt(mean(x^2) + eps) over the last axis, no gain."""
     return F.rms_norm(x, (x.shape[-1],), eps=RMS_EPS)
 
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor):
+def rotate(x, cos, sin):
     """Rotate neighbours (2i, 2i + 1) of the first half of a head by -angle; x (..., E), cos and sin of set_rotary."""
     # Factors as wide as a head cost fewer passes than its parts would: in its other half the angle is 0.
     neighbours_swapped = x.unflatten(-1, (-1, 2)).flip(-1).flatten(-2)
@@ -1493,8 +1426,7 @@ class AttentionSpan:
         numbers = torch.tensor((self.max_len, self.window, self.scale), dtype=torch.float64, device="cpu")
         object.__setattr__(self, "numbers", numbers)          # frozen, so that they never differ from the fields
 
-
-def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan):
+def attention_reference(q, k, v, cu_seqlens, span: AttentionSpan):
     """Causal softmax attention inside documents, at the cost of N * window. q, k, v (N, H, E) -> (N, H, E).
     cu_seqlens (C,) i32 ascends from 0 to N, empty documents allowed."""
     # With blocks as long as its window, a query sees keys of its own block and of the one before, and no others.
@@ -1519,11 +1451,9 @@ def attention_reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, spa
     out = F.scaled_dot_product_attention(*heads_first, attn_mask=seen[:, None], scale=span.scale)
     return out.transpose(1, 2).reshape(blocks * block, heads, width)[:count]
 
-
-def attention_varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, span: AttentionSpan):
+def attention_varlen(q, k, v, cu_seqlens, span: AttentionSpan):
     """The same by torch's variable-length kernel (FA2, FA3, FA4): CUDA, bf16 or f16."""
     return Varlen.apply(q, k, v, cu_seqlens, span.numbers)
-
 
 class Varlen(torch.autograd.Function):
     """torch's varlen attention with window, max length and scale as graph inputs: changing them recompiles nothing."""
@@ -1539,38 +1469,32 @@ class Varlen(torch.autograd.Function):
     def backward(ctx, grad):
         return *varlen_backward(grad, *ctx.saved_tensors), None, None
 
-
 def torchs_varlen():
     """Return torch's operations, which this import registers; it takes a second."""
     importlib.import_module("torch.nn.attention.varlen")
     return torch.ops.torch_attn
 
-
-def varlen_arguments(cu_seqlens: Tensor, numbers: Tensor):
+def varlen_arguments(cu_seqlens, numbers):
     """Return arguments of torch's forward and backward alike."""
     max_len, window, scale = numbers.tolist()                 # on the CPU: nothing waits
     return dict(cu_seq_q=cu_seqlens, cu_seq_k=cu_seqlens, max_q=int(max_len), max_k=int(max_len), is_causal=False,
                 scale=scale, window_size=[int(window), 0])    # keys seen before and after a query's own
-
 
 @torch.library.custom_op("train_gpt::varlen", mutates_args=())
 def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(output, and for the backward: log-sum-exp, state of a generator)"""
     return torchs_varlen()._varlen_attn(q, k, v, **varlen_arguments(cu_seqlens, numbers))
 
-
 @varlen.register_fake
 def _(*inputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     *qkv, cu_seqlens, _ = inputs
     return torchs_varlen()._varlen_attn(*qkv, cu_seqlens, cu_seqlens, max_q=1, max_k=1)          # any length will do
-
 
 @torch.library.custom_op("train_gpt::varlen_backward", mutates_args=())
 def varlen_backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor,
                     out: Tensor, logsumexp: Tensor, generator: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return torchs_varlen()._varlen_attn_backward(grad, q, k, v, out, logsumexp, rng_state=generator,
                                                  **varlen_arguments(cu_seqlens, numbers))
-
 
 @varlen_backward.register_fake
 def _(_: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -1579,7 +1503,6 @@ def _(_: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
 
 # ---- Products with weights that have a main_grad: the gradient adds up there, and autograd gets None.
 FLAG = "grad_added_to_main_grad"         # a weight with it: True after a write, and its hooks get a dummy
-
 
 class WeightPart(NamedTuple):
     """One matrix of a weight, and where its gradient goes."""
@@ -1591,13 +1514,11 @@ class WeightPart(NamedTuple):
     number: int = 0                      # of the part: its place in weight.writes, (parts,) i64 on the CPU
     delayed: list | None = None          # queue of products that wait for `flush`; the trainer itself delays nothing
 
-
-def as_part(weight: Tensor, delayed: list | None = None):
+def as_part(weight, delayed: list | None = None):
     """Return a weight (R, C) that is one matrix as its only part."""
     return WeightPart(weight, weight, getattr(weight, "main_grad", None), 0, delayed)
 
-
-def bank_parts(bank: Tensor, heights: tuple):
+def bank_parts(bank, heights: tuple):
     """Return by layer the matrices of a bank (L, ..., C), which stand below each other with these heights."""
     shape = (len(bank), sum(heights), bank.shape[-1])
     layers = bank.view(shape).unbind()   # here and not in each layer: where autograd keeps it, one gradient per bank
@@ -1609,7 +1530,6 @@ def bank_parts(bank: Tensor, heights: tuple):
             wgrads = bank.main_grad.view(shape)[depth].split(heights)         # an error unless it is one block
         by_layer.append([WeightPart(bank, *part) for part in zip(layer.split(heights), wgrads, numbers)])
     return by_layer
-
 
 def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, b: Tensor | None) -> None:
     """main_grad (+)= a^T b: the first write of a part since its clear overwrites whatever stands there.
@@ -1628,13 +1548,11 @@ def wgrad_accumulate(main_grad: Tensor, writes: Tensor, number: int, a: Tensor, 
     else:
         main_grad.addmm_(a.t().to(dtype), b.to(dtype), beta=beta)
 
-
 # What graphs call; eager code calls the function itself, for the op's dispatch takes 90 microseconds.
 wgrad_op = torch.library.custom_op("train_gpt::wgrad_accumulate", wgrad_accumulate,
                                    mutates_args=("main_grad", "writes"))
 
-
-def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None):
+def accumulate_wgrad(part: WeightPart, a, b: Tensor | None):
     """Put a^T b, or a if b is None, where the gradient of a part belongs. Returns what backward gives autograd."""
     if not part.weight.requires_grad:                                         # frozen: nothing is written
         return None
@@ -1652,10 +1570,8 @@ def accumulate_wgrad(part: WeightPart, a: Tensor, b: Tensor | None):
     setattr(part.weight, FLAG, True)
     return torch.zeros_like(part.matrix)
 
-
-def versions_of(*factors: Tensor | None) -> list[int]:
+def versions_of(*factors: Tensor | None):
     return [x._version for x in factors if x is not None]                     # each change in place counts one more
-
 
 @torch.no_grad()
 def flush(delayed: list):
@@ -1669,7 +1585,6 @@ def flush(delayed: list):
         if part.main_grad is None:
             part.matrix.grad = wgrad if part.matrix.grad is None else part.matrix.grad + wgrad
     delayed.clear()
-
 
 class LinearFunction(torch.autograd.Function):
     """x (scale matrix)^T; scale () or None is learnt too, and the matrix's gradient goes where its part says."""
@@ -1699,8 +1614,7 @@ class LinearFunction(torch.autograd.Function):
             a, b = scale * product, None
         return grad_x, grad_scale, accumulate_wgrad(ctx.part, a, b), None
 
-
-def linear(x: Tensor, part: WeightPart, scale: Tensor | None = None):
+def linear(x, part: WeightPart, scale: Tensor | None = None):
     """x (scale matrix)^T, (..., C) -> (..., R)."""
     return LinearFunction.apply(x, scale, part.matrix, part)
 
@@ -1711,7 +1625,6 @@ def linear(x: Tensor, part: WeightPart, scale: Tensor | None = None):
 LARGE_TILE = dict(ROWS=128, COLUMNS=256, DEPTH=64, num_warps=8), (4, 3)
 RELU_SQ_TILES = {(8, 0): (dict(LARGE_TILE[0], COLUMNS=128), (3, 3)), (9, 0): LARGE_TILE, (10, 0): LARGE_TILE}
 DESCRIBED_BYTES = 16                     # descriptors want lines of a multiple of this
-
 
 def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.constexpr, ROWS: tl.constexpr,
                    COLUMNS: tl.constexpr, DEPTH: tl.constexpr):
@@ -1742,7 +1655,6 @@ def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.const
                 result = positive * positive
             out_lines.store([row, left], result.to(out_lines.dtype))
 
-
 @torch.library.custom_op("train_gpt::relu_sq", mutates_args=())
 def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
     """relu_sq_kernel, where it fits: max(x w^T, 0)^2, or with squares (N, F) its BACKWARD. x (N, K), w (F, K)."""
@@ -1765,20 +1677,17 @@ def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
         num_stages=stages[backward], **tile)
     return out
 
-
 @relu_sq.register_fake
 def _(x: Tensor, w: Tensor, _: Tensor | None) -> Tensor:
     return x.new_empty(len(x), len(w))
 
-
-def fits_relu_sq(x: Tensor, w: Tensor):
+def fits_relu_sq(x, w):
     """True if relu_sq supports this device, dtype and shape of x (N, K) and w (F, K)."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
     described = all(length * x.element_size() % DESCRIBED_BYTES == 0 for length in (x.shape[1], len(w)))
     card = torch.cuda.get_device_properties(x.device)         # which compilers take for a constant
     return described and (card.major, card.minor) in RELU_SQ_TILES
-
 
 class ReluSqMLP(torch.autograd.Function):
     """max(n up^T, 0)^2 down; the matrices' gradients go where their parts say."""
@@ -1811,27 +1720,24 @@ class ReluSqMLP(torch.autograd.Function):
         grad_up = accumulate_wgrad(up, grad_pre, n.flatten(0, -2))
         return grad_n, grad_up, accumulate_wgrad(down, squares, grad_y), None, None
 
-
-def relu_sq_mlp(n: Tensor, up: WeightPart, down: WeightPart):
-    """max(n up^T, 0)^2 down. n (..., D), up and down (F, D) as stored (recipe 2.7)."""
+def relu_sq_mlp(n, up: WeightPart, down: WeightPart):
+    """max(n up^T, 0)^2 down. n (..., D), up and down (F, D) as stored (RECIPE 2.7)."""
     return ReluSqMLP.apply(n, up.matrix, down.matrix, up, down)
 
 
 # ---- Head and loss
-def softcap(logits: Tensor):
+def softcap(logits):
     """Logits between 0 and LOGIT_CAP, any shape and float dtype."""
     return LOGIT_CAP * (logits + LOGIT_SHIFT).mul_(1 / LOGIT_WIDTH).sigmoid_()
 
-
-def row_chunks(logits: Tensor, *arrays: Tensor):
+def row_chunks(logits, *arrays: Tensor):
     """Split arrays (N, ...), first the logits (N, V), by rows; into one chunk where a compiler fuses the passes."""
     rows = len(logits)
     if not logits.is_cuda and not torch.compiler.is_compiling():
         rows = max(1, LOGITS_AT_ONCE // logits.shape[1])
     return zip(*(x.split(rows) for x in (logits, *arrays)))
 
-
-def next_token_losses(y: Tensor, w: Tensor, targets: Tensor):
+def next_token_losses(y, w, targets):
     """Evaluation: -log softmax(softcap(y w))[target], no fp8. y (N, D), w (D, V), targets (N,) -> (N,) f32 or f64."""
     losses = []
     for logits, ids in row_chunks(y @ w, targets[:, None]):
@@ -1841,8 +1747,7 @@ def next_token_losses(y: Tensor, w: Tensor, targets: Tensor):
         losses.append(lse - z.gather(1, ids)[:, 0])
     return torch.cat(losses)
 
-
-def mtp_targets(targets: Tensor, weights: Tensor):
+def mtp_targets(targets, weights):
     """(B, T), (G,) -> ids (N, G) i64 of the next G tokens and their weights (N, G), 0 beyond the slot's end."""
     slots, length = targets.shape
     position = torch.arange(length, device=targets.device)
@@ -1852,8 +1757,7 @@ def mtp_targets(targets: Tensor, weights: Tensor):
     token_weights = (inside * weights).expand(slots, -1, -1)
     return next_ids.flatten(0, 1), token_weights.flatten(0, 1)
 
-
-def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, grad: Tensor, factor: float):
+def losses_with_gradient(logits, ids, token_weights, grad, factor: float):
     """logits (N, V), ids and token_weights (N, G) -> sum over k of token_weights[k] * -log softmax(z)[ids[k]], (N,).
     Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits: the softmax is here."""
     if torch.compiler.is_compiling():
@@ -1883,13 +1787,11 @@ def losses_with_gradient(logits: Tensor, ids: Tensor, token_weights: Tensor, gra
         torch.mul(grad_z, slope, out=out)
     return torch.cat(losses)
 
-
-def e4m3(x: Tensor, scale: float):
+def e4m3(x, scale: float):
     """x / scale, divided in f32 and rounded once; beyond the range it saturates on every version and device."""
     return (x.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
 
-
-def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: torch.dtype,
+def fp8_product(a, b, scale, native: bool, out_dtype: torch.dtype,
                 fast: bool = False):
     """a @ b * scale of fp8 matrices, scale () f64. native: the device's product, fast: with a shorter accumulator."""
     # Elsewhere the product is one in out_dtype, which holds fp8 exactly.
@@ -1900,9 +1802,8 @@ def fp8_product(a: Tensor, b: Tensor, scale: Tensor, native: bool, out_dtype: to
     return F.scaled_mm(a, b, scale.float(), by_tensor, torch.ones((), device=a.device), by_tensor,
                        output_dtype=out_dtype, use_fast_accum=fast)
 
-
 class HeadLoss(torch.autograd.Function):
-    """Softcapped cross-entropy of the next G tokens, with the head's product inside (recipe 2.8).
+    """Softcapped cross-entropy of the next G tokens, with the head's product inside (RECIPE 2.8).
     y (N, D), w (D, V), targets (B, T) i64 with B * T = N, weights (G,). Returns each position's loss, (N,) f32 or f64:
         sum over k < G with t + k < T of weights[k] * (lse_t - z_t[targets[t + k]]),  z = 23 sigmoid((y w + 5) / 7.5).
     Targets cross documents and stop at the slot's end; all V columns are in the softmax. With precision "fp8" or
@@ -1960,7 +1861,6 @@ def sign_vectors(width: int):
     drawn = torch.randint(2, (SIGN_VECTORS, width), generator=torch.Generator().manual_seed(SIGN_SEED))
     return torch.cat((2 * drawn - 1, torch.ones(1, width, dtype=drawn.dtype)))
 
-
 def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.constexpr, WIDTH: tl.constexpr):
     """row_grads[rows[i]] += grad[order[i]] for each i < count; rows ascend, so that those of one row are neighbours."""
     # One program for each i: that of a row's first line adds all lines of the row, LINES at a time; the others end.
@@ -1985,7 +1885,6 @@ def add_rows_kernel(row_grads, rows, order, grad, count, width, LINES: tl.conste
             more = tl.min(same.to(tl.int32), axis=0)                          # all of them: the row may go on
         tl.store(target, total, mask=inside)
 
-
 def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     """row_grads[index[i]] += grad[i] in a fixed order; row_grads (P, D) f32 or f64, index (...), grad (..., D)."""
     index = index.flatten()
@@ -1999,9 +1898,7 @@ def add_rows(row_grads: Tensor, index: Tensor, grad: Tensor) -> None:
     sizes = dict(LINES=ADD_ROWS_LINES, WIDTH=1 << (width - 1).bit_length())   # the next power of 2
     launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)
 
-
 add_rows_op = torch.library.custom_op("train_gpt::add_rows", add_rows, mutates_args=("row_grads",))       # for graphs
-
 
 class RowLookup(torch.autograd.Function):
     """source[index]. Its gradient adds up in row_grads; autograd gets None, and no dense gradient exists."""
@@ -2035,8 +1932,7 @@ class Parameter(NamedTuple):
     parts: tuple[int, ...] = ()          # heights of a layer's matrices in its main_grad; (): autograd's gradient
     rows: Table | None = None            # of an embedding whose rows travel one by one
 
-
-SCALARS = {                              # name -> initial value of each of the packed scalars (recipe 2.6)
+SCALARS = {                              # name -> initial value of each of the packed scalars (RECIPE 2.6)
     "residual": (1.1,) * len(LAYERS),
     "attention": (0.5, 1.0) * len(LAYERS),                                    # of q, k, v and of the output
     "bigram": (0.1,) * len(LAYERS),
@@ -2049,7 +1945,6 @@ MLP_FACTOR = 4                           # F / D
 UP_AND_DOWN = 2                          # matrices of one MLP
 QKVO = 4                                 # matrices of one attention layer, below each other
 QKV = 3                                  # of them, those before the attention
-
 
 def initial_values(row: Parameter, generator: torch.Generator):
     """Draw a parameter's initial values, f32 in logical order."""
@@ -2066,14 +1961,12 @@ def initial_values(row: Parameter, generator: torch.Generator):
         drawn = torch.cat((drawn, torch.zeros_like(drawn)), dim=1)
     return drawn
 
-
 def scalar_values(cfg: Config):
     """Return initial values of the packed scalars by name: recipe A's, then tables that enter the residual stream."""
     return SCALARS | {line.label: (NGRAM_MIX,) * len(LAYERS) for line in cfg.tables if line.place is None}
 
-
 def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
-    """Label, shape, initial value, optimizer, multipliers (recipe 2.1, 2.6, 3.5)."""
+    """Label, shape, initial value, optimizer, multipliers (RECIPE 2.1, 2.6)."""
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
     L, A, inside = len(LAYERS), len(ATTENTION_LAYERS), MLP_FACTOR * D
     value_gates = NUM_VALUE_TABLES + sum(line.place is not None for line in cfg.tables)
@@ -2103,9 +1996,7 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
         *(Parameter(line.label, (line.rows, D), zeros, "rowwise", line.lr_mul, line.wd_mul, (0.0, line.beta2),
                     rows=rows) for line, rows in zip(cfg.tables, ngram_rows)))
 
-
 AttentionSpans = dict[tuple[str, str], AttentionSpan]                         # by attention and window of a layer
-
 
 def spans_of(short: int, long: int, max_len: int, scale: float):
     """Spans of every kind of layer; windows in positions, max_len in tokens, of which paired layers make two each."""
@@ -2113,9 +2004,8 @@ def spans_of(short: int, long: int, max_len: int, scale: float):
             for attention, per_token in (("plain", 1), ("paired", 2))
             for name, window in (("short", short), ("long", long))}
 
-
 class GPT(nn.Module):
-    """Recipe A, section 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
+    """The model of RECIPE 2. Knows shapes, not ranks. Parameters carry the labels of the parameter table."""
     def __init__(self, cfg: Config, attention: Callable, rotary_len: int, shard_rows: dict):
         """rotary_len: the longest slot in tokens. shard_rows: rows that this rank keeps, by label of a table."""
         super().__init__()
@@ -2153,7 +2043,6 @@ class GPT(nn.Module):
             self.get_parameter(label).copy_(drawn)
         self.embed.copy_(shard("embed", self.lm_head.t()))
 
-    @torch.no_grad()
     def set_rotary(self, frequencies: tuple):
         """Refill cos and sin of position * frequency in place; angles in f32 (f64 in an f64 run)."""
         dtype = accum_dtype(self.rotary_cos.dtype)
@@ -2262,7 +2151,7 @@ class GPT(nn.Module):
         planes = index.unbind(1) if index.dim() == 3 else [index]
         return [RowLookup.apply(rows, plane, row_grads) for plane in planes]
 
-    def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: Sequence,
+    def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: list,
                cu_seqlens: Tensor, span: AttentionSpan):
         """Attention of one layer before its gate and output matrix, qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E).
         value_rows: (number of the gate, rows (B, T, D)) that join the values. Angles are of positions in the slot."""
@@ -2281,7 +2170,7 @@ class GPT(nn.Module):
 
         # Paired layers put heads j and j + H/2 of token t at 2t and 2t + 1 of one sequence. The angles follow another
         # pairing, even heads at 2t and odd heads at 2t + 1: the peer assigns them before it regroups, and its published
-        # losses contain that (recipe 9.1).
+        # losses contain that (RECIPE 2.4).
         per_token = 1                                                         # positions
         if layer.attention == "paired":
             per_token = 2
@@ -2299,7 +2188,6 @@ class GPT(nn.Module):
         flat = [x.reshape(-1, self.heads // per_token, self.head_dim) for x in (q, k, v)]
         return self.attention(*flat, cu_seqlens, span).view(v.shape)
 
-
 def gate_of(features: Tensor, weight: Tensor):
     """Shares between 0 and 1: features (..., GATE_INPUTS), weight (heads, GATE_INPUTS) -> (..., heads)."""
     return torch.sigmoid(F.linear(features, weight))
@@ -2310,12 +2198,10 @@ def gate_of(features: Tensor, weight: Tensor):
 # from owner to reader before a cycle, their gradients from reader to owner after it.
 Wait = Callable[[], object]              # returns when what was launched is complete
 
-
-def no_wait(**_: Any):
+def no_wait(**_):
     """Do nothing: stands for a wait, report, restore or plans_ahead that is absent."""
 
-
-def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, TablePlan]):
+def exchange_plans(fabric: Fabric, group, dtype: str, plans: dict[str, TablePlan]):
     """Tell every owner which of its rows this rank reads, and put into the plans what ranks request of this one.
     group: gloo's; None: the group of all ranks. Raises RunError where ranks disagree."""
     # By table and owner: the places that this rank reads in the owner's shard; of a tied table none.
@@ -2352,15 +2238,15 @@ def exchange_plans(fabric: Fabric, group: Any, dtype: str, plans: dict[str, Tabl
         plan.recv_counts = requests[:, table].tolist()
         plan.count_bytes(me, counts[table], plan.recv_counts, arriving.element_size())
 
-
 class RowTable:
     """One table on one rank: the shard that the rank owns, a cache of the rows that it reads, and gradients of both."""
     # Cache and row_grads hold the rows of one plan, in the order of its list. The shard of a dense-Adam table is a
     # parameter, all of which is updated; that of a row-wise table is in a home, from which an update takes the
     # requested rows and where it puts them back.
     def __init__(self, table: Table, cfg: Config, fabric: Fabric, shard: Tensor | None, most_tokens: int,
-                 report: Callable):
+                 report: Callable, head: Tensor | None = None):
         """shard (C, D): the parameter; None for a row-wise table. most_tokens: the most that a rank reads a cycle."""
+        self.head = head                                                      # (D, V): rows of `embed`, while tied
         self.table = table
         self.fabric = fabric
         self.report = report
@@ -2409,7 +2295,7 @@ class RowTable:
             plan.update = self.home.prepare(plan.requested_rows.numpy())
 
     @torch.no_grad()
-    def fetch(self, plan: TablePlan, head: Tensor):
+    def fetch(self, plan: TablePlan):
         """Launch the plan's rows into the cache: after the owners' update, never before."""
         self._settle()
         if plan.update is None:
@@ -2421,9 +2307,9 @@ class RowTable:
             self.live = self.home.take(plan.update)
             rows, places = self.live.rows, self._on_device(plan.update.inverse)
         if not self.alone:
-            self.arrival = self._bring(plan, self.cache.detach(), head, rows, places)
+            self.arrival = self._bring(plan, self.cache.detach(), rows, places)
 
-    def rows_for_forward(self, plan: TablePlan, head: Tensor):
+    def rows_for_forward(self, plan: TablePlan):
         """Return the cache with the plan's rows, and row_grads. Raises RunError if another awaits its update."""
         # Unless a rank is alone, row_grads are of one plan, whose list says where they go.
         if plan not in self.pending:
@@ -2432,12 +2318,11 @@ class RowTable:
                  "optim_step on its last step first", RunError)
             self.pending.append(plan)
         if self.cached is not plan:
-            self.fetch(plan, head)
+            self.fetch(plan)
         self._settle()
         return self.cache, self.row_grads
 
-    @torch.no_grad()
-    def read(self, plan: TablePlan, head: Tensor):
+    def read(self, plan: TablePlan):
         """Return (the plan's rows in a new tensor, or alone the shard, None): for validation and sampling."""
         plan.change_lists(self._on_device)
         out = self.shard
@@ -2446,11 +2331,10 @@ class RowTable:
             if self.home is not None:
                 rows, places = self.home.read(places), None
             out = self.cache.new_empty(len(plan.my_rows), self.cache.shape[1])
-            self._bring(plan, out, head, rows, places)()
+            self._bring(plan, out, rows, places)()
         self.report_traffic(plan)
         return out, None
 
-    @torch.no_grad()
     def return_gradients(self):
         """Launch row_grads to the owners of the rows. Returns a gradient and the wait after which it is complete.
         The gradient is of the shard, (C, D), or of the rows of a row-wise update, (u, D)."""
@@ -2515,32 +2399,24 @@ class RowTable:
         self.report(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.my_rows), reads=plan.reads,
                     **moved, plan_ms=round(plan.plan_ms, 3))
 
-    def memory_bytes(self, moments: Iterable[Tensor]):
-        """Count the bytes that this rank keeps of the table on its device: shard, cache, gradients, these moments."""
-        kept = [self.cache, self.row_grads, *moments]
-        if self.home is not None:
-            kept += self.home.stored
-        elif not self.alone:                                                  # else these are the first two
-            kept += [self.shard, self.grad]
-        return sum(x.nbytes for x in kept if x.device.type == self.cache.device.type)
 
-    def _on_device(self, rows: Tensor) -> Tensor:
+    def _on_device(self, rows: Tensor):
         return rows.to(self.fabric.device, non_blocking=True)
 
-    def _in_row_grads(self, plan: TablePlan) -> Tensor | slice:
+    def _in_row_grads(self, plan: TablePlan):
         return plan.my_rows if self.alone else slice(len(plan.my_rows))
 
     def _settle(self):
         self.arrival()
         self.arrival = no_wait
 
-    def _bring(self, plan: TablePlan, out: Tensor, head: Tensor, rows: Tensor, places: Tensor | None):
+    def _bring(self, plan: TablePlan, out: Tensor, rows: Tensor, places: Tensor | None):
         """Launch a plan's rows into `out`. This rank sends its rows at places; None: all of them, as they are."""
         if self.debug:
             out.fill_(math.nan)                                               # rows of no plan are not to be read
         arriving = out[:len(plan.my_rows)]
         if plan.tied:
-            arriving.copy_(head.t()[plan.head_columns])                       # every rank has the head, (D, V)
+            arriving.copy_(self.head.t()[plan.head_columns])                  # every rank has the head
             return no_wait
         if places is not None:
             rows = rows.index_select(0, places)
@@ -2563,7 +2439,7 @@ class RowState(NamedTuple):
     v: Tensor                            # (n,) f32 or f64: second moment
     last: Tensor                         # (n,) i32: number of the update that changed the row last; 0: none
 
-    def at(self, places: Tensor) -> RowState:
+    def at(self, places: Tensor):
         places = places.to(self.rows.device, non_blocking=True)
         return RowState(*(x.index_select(0, places) for x in self))
 
@@ -2572,13 +2448,11 @@ class RowState(NamedTuple):
         for x, new in zip(self, changed):
             x.index_copy_(0, places, new)
 
-    def to(self, device: torch.device) -> RowState:
+    def to(self, device: torch.device):
         return RowState(*(x.to(device, non_blocking=True) for x in self))
-
 
 MAP_NORESERVE = 0x4000                   # of Linux on x86 and ARM; Python has the name since 3.13
 PIECE_ROWS = 1 << 14                     # rows of a rank that are copied, sent to another rank or in a file together
-
 
 def untouched_zeros(shape: tuple, dtype: torch.dtype):
     """Allocate zeros on the host that take memory page by page, when they are first written."""
@@ -2591,7 +2465,6 @@ def untouched_zeros(shape: tuple, dtype: torch.dtype):
     with contextlib.suppress(OSError):                                        # a system without huge pages
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype).view(shape)
-
 
 class DeviceHome:
     """Rows and state of a shard on the device."""
@@ -2642,7 +2515,6 @@ class DeviceHome:
         for places in self.touched_places():
             yield places.cpu(), RowState(*(x.cpu() for x in self.stored.at(places)))
 
-    @torch.no_grad()
     def load(self, pieces: Iterable):
         """Replace all rows by those of the pieces, as `touched` gave them, and zeros elsewhere."""
         # Rows that no update has changed are zeros that take no memory, and have to stay so.
@@ -2652,7 +2524,6 @@ class DeviceHome:
         for places, rows in pieces:
             self.stored.put(places, rows.to(self.stored.rows.device))
         self.invalidate()
-
 
 class HostHome(DeviceHome):
     """Rows and state of a shard in pageable host memory; the rows of a cycle travel to the device and back."""
@@ -2677,7 +2548,7 @@ class HostHome(DeviceHome):
             self.prepared = []                                # updates to take, in this order
             self.prefetch = None                              # fresh rows of the first of them
 
-    def prepare(self, requested: np.ndarray) -> RowUpdate:
+    def prepare(self, requested: np.ndarray):
         with self.lock:
             before = (self.prepared or [self.taken])[-1]
         update = row_update(requested, before, self.fabric)
@@ -2691,7 +2562,7 @@ class HostHome(DeviceHome):
         update = self.prepared[0]                             # the one before it is taken
         self.prefetch = self.mover.submit(self._bring_up, update.places[update.fresh])
 
-    def take(self, update: RowUpdate) -> RowState:
+    def take(self, update: RowUpdate):
         # After a reset, an update that was prepared before it finds no rows here: all of them come up.
         with self.lock:
             expected = self.prepared[:1] == [update] and update.follows is self.taken
@@ -2732,7 +2603,7 @@ class HostHome(DeviceHome):
             bounded(self.writeback, self.cfg, "waiting for rows of a table on their way to the host")
             self.writeback = None
 
-    def _staging(self, count: int) -> RowState:
+    def _staging(self, count: int):
         return RowState(*(torch.empty(count, *x.shape[1:], dtype=x.dtype, pin_memory=True) for x in self.stored))
 
     def _bring_up(self, places: Tensor):
@@ -2745,7 +2616,7 @@ class HostHome(DeviceHome):
         with torch.cuda.stream(self.stream):
             return staging.to(self.device), self.stream.record_event()
 
-    def _bring_down(self, places: Tensor, changed: RowState, computed: Any):
+    def _bring_down(self, places: Tensor, changed: RowState, computed):
         """Store rows once the CUDA event `computed` is over; runs on the mover."""
         if computed is not None:
             staging = self._staging(len(places))
@@ -2757,7 +2628,6 @@ class HostHome(DeviceHome):
             changed = staging
         self.stored.put(places, changed)
 
-
 HOMES = dict(device=DeviceHome, host=HostHome)
 
 
@@ -2767,7 +2637,7 @@ HOMES = dict(device=DeviceHome, host=HostHome)
 SMALL = "small"                          # what every rank updates alike: one sum over ranks for all of it
 REDUCE_ORDER = ("attn", "mlp", "lm_head", "value_embed", "bigram_embed", "embed", SMALL)
 UPDATE_ORDER = REDUCE_ORDER              # of updates and their gathers; the two may differ
-POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16932, recipe 3.1)
+POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16932, RECIPE 3.1)
     (8.156554524902461, -22.48329292557795, 15.878769915207462),
     (4.042929935166739, -2.808917465908714, 0.5000178451051316),
     (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
@@ -2775,22 +2645,20 @@ POLAR_EXPRESS = (                        # (a, b, c) of each step (arXiv 2505.16
     (2.3465413258596377, -1.7097828382687081, 0.42323551169305323))
 DOWN_LR_MUL = 2.0                        # down matrices of the MLP, on top of the factor of their shape
 
-
-def polar_express(x: Tensor):
+def polar_express(x):
     """Approximate the polar factor of each matrix, (M, r, c): singular values go to 0.86 .. 1.14. Keeps the dtype."""
     norm = x.norm(dim=(-2, -1), keepdim=True)
     tall = x.shape[-2] > x.shape[-1]
     if tall:
         x = x.mT                                                              # the smaller of the two Gram matrices
-    x = x / (1.02 * norm + 1e-6)                                              # a margin of 2 % (recipe 3.1)
+    x = x / (1.02 * norm + 1e-6)                                              # a margin of 2 % (RECIPE 3.1)
     for a, b, c in POLAR_EXPRESS:                                             # x -> (a + b G + c G^2) x, G = x x^T
         gram = x @ x.mT
         higher_terms = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, higher_terms, x, beta=a)
     return x.mT if tall else x
 
-
-def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor, beta2: float,
+def normuon_direction(grad, momentum, second, mu, beta2: float,
                       polar_dtype: torch.dtype):
     """Return orthogonalised Nesterov momentum, normalised per row at an unchanged Frobenius norm (arXiv 2510.05491).
     grad, momentum (M, r, c); second (M, r, 1), or (M, 1, c) of wide matrices. momentum and second change in place."""
@@ -2810,17 +2678,15 @@ def normuon_direction(grad: Tensor, momentum: Tensor, second: Tensor, mu: Tensor
     scaled_square = mean_square * scale.square()
     scaled_norm = (count * scaled_square.sum(dim=(-2, -1), keepdim=True)).sqrt()
     factor = scale * norm / scaled_norm.clamp_min(1e-10)
-    return o * factor.to(polar_dtype).to(grad.dtype)                          # rounded, recipe 3.1
+    return o * factor.to(polar_dtype).to(grad.dtype)                          # rounded, RECIPE 3.1
 
-
-def with_mantissa(p: Tensor, mantissa: Tensor):
+def with_mantissa(p, mantissa):
     """Join a bf16 weight and the 16 bits below it (i16 words, whose sign is a bit like others) to the f32 weight."""
     upper = p.view(torch.int16).int() << 16
     return (upper | mantissa.int() & 0xFFFF).view(torch.float32)
 
-
-def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: Tensor, second: Tensor,
-                   grad_scale: float, mu: Tensor, lr: Tensor, lr_muls: Tensor, decay: Tensor, beta2: float):
+def normuon_update(p, mantissa: Tensor | None, grad, momentum, second,
+                   grad_scale: float, mu, lr, lr_muls, decay, beta2: float):
     """Make one NorMuon step on matrices p (M, r, c), or on the upper halves of f32 weights with a mantissa, in place.
     grad (M, r, c) a plain sum over slots; lr_muls (M, 1, 1); lr (), decay () = weight decay x lr, cautious."""
     grad = grad.to(momentum.dtype) * grad_scale
@@ -2828,34 +2694,31 @@ def normuon_update(p: Tensor, mantissa: Tensor | None, grad: Tensor, momentum: T
     rates = lr_muls * lr
     exact = p if mantissa is None else with_mantissa(p, mantissa)
     agrees = update * exact >= 0
-    moved = exact - exact * agrees * decay * rates - update * rates           # in that order (recipe 3.1)
+    moved = exact - exact * agrees * decay * rates - update * rates           # in that order (RECIPE 3.1)
     if mantissa is None:
         p.copy_(moved)
         return
-    # The f32 weight is cut in two halves, never rounded: together they are all of it (recipe 3.2).
+    # The f32 weight is cut in two halves, never rounded: together they are all of it (RECIPE 3.2).
     words = moved.view(torch.int32)
     p.copy_((words >> 16).to(torch.int16).view(torch.bfloat16))
     mantissa.copy_(words.to(torch.int16))
 
-
-def cautious_adam(p: Tensor, update: Tensor, decay: Tensor):
-    """Return p - update, less decay p where the two agree. NorMuon has >= in place of > (recipe 3)."""
+def cautious_adam(p, update, decay):
+    """Return p - update, less decay p where the two agree. NorMuon has >= in place of > (RECIPE 3.3)."""
     agrees = update * p > 0
     return p - (update + p * agrees * decay)
 
-
-def adam_update(p: Tensor, grad: Tensor, m: Tensor, v: Tensor, grad_scale: float, betas: tuple,
-                eps: float, step_size: Tensor, decay: Tensor):
-    """Make one dense Adam step in place (recipe 3.4): eps joins the uncorrected root, decay is cautious."""
+def adam_update(p, grad, m, v, grad_scale: float, betas: tuple,
+                eps: float, step_size, decay):
+    """Make one dense Adam step in place (RECIPE 3.4): eps joins the uncorrected root, decay is cautious."""
     grad = grad.to(m.dtype) * grad_scale
     beta1, beta2 = betas
     m.lerp_(grad, 1 - beta1)
     v.lerp_(grad.square(), 1 - beta2)
     p.copy_(cautious_adam(p.to(m.dtype), m / (v.sqrt() + eps) * step_size, decay))
 
-
-def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_scale: float, number: Tensor,
-                   beta2: float, eps: float, step_size: Tensor, decay: Tensor, bits: Tensor | None):
+def rowwise_update(rows, v, last, grad, grad_scale: float, number,
+                   beta2: float, eps: float, step_size, decay, bits: Tensor | None):
     """Make one update of the requested rows of a row-wise table in place: one second moment per row.
     rows (u, D), v (u,), last (u,) i32, grad (u, D) a plain sum over slots and ranks; number () of the update, from 1;
     step_size () = lr sqrt(1 - beta2^number), decay () = lr^2 x weight decay; bits (u,) i32: round bf16 rows by them."""
@@ -2870,8 +2733,7 @@ def rowwise_update(rows: Tensor, v: Tensor, last: Tensor, grad: Tensor, grad_sca
         moved = stochastic_round(moved, bits)
     rows.copy_(moved)
 
-
-def stochastic_round(x: Tensor, bits: Tensor):
+def stochastic_round(x, bits):
     """Round f32 (u, D) to what bf16 holds: up with the probability that the cut bits say; bits (u,) i32."""
     # What an element draws follows from (seed, label, logical row, update, column) alone: ranks do not matter.
     column = torch.arange(x.shape[1], dtype=torch.int32, device=x.device)
@@ -2879,26 +2741,22 @@ def stochastic_round(x: Tensor, bits: Tensor):
     rounded = (x.view(torch.int32) + drawn) & -0x10000
     return torch.where(x.isfinite(), rounded.view(torch.float32), x)          # a carry makes -0.0 of the largest NaN
 
-
-def row_bits(seed: int, label: str, rows: Tensor, number: Tensor):
+def row_bits(seed: int, label: str, rows, number):
     """Return the random bits of logical rows (u,) i64 in a table's update, (u,) i32; number () i32 of the update."""
     start = rows ^ zlib.crc32(f"{seed}/{label}".encode())
     return lowbias32(lowbias32(start.int()) ^ number)                         # the lower 32 bits of the i64
 
-
-def lowbias32(x: Tensor):
+def lowbias32(x):
     """Hash i32 to i32 by the finaliser of that name (Chris Wellons), in arithmetic that wraps."""
     x = (x ^ (x >> 16 & 0xFFFF)) * 0x7FEB352D                 # & : a shift of negative numbers copies the sign
     x = (x ^ (x >> 15 & 0x1FFFF)) * (0x846CA68B - (1 << 32))
     return x ^ (x >> 16 & 0xFFFF)
 
-
 def cpu_scalar(value: float):
     """Return a number that changes every step as a tensor, so that compiled updates need no new graph."""
     return torch.tensor(value, dtype=torch.float64)
 
-
-def initial_state(row: Parameter, shard: Tensor):
+def initial_state(row: Parameter, shard):
     """Allocate the optimizer's state of a parameter or a shard of it, zeros by name."""
     # The one place that lists it: snapshots, checkpoints and the memory estimate follow.
     shard = bank_matrices(row, shard)
@@ -2912,8 +2770,7 @@ def initial_state(row: Parameter, shard: Tensor):
         state["mantissa"] = torch.zeros_like(shard, dtype=torch.int16)
     return state
 
-
-def bank_matrices(row: Parameter, weight: Tensor):
+def bank_matrices(row: Parameter, weight):
     """View a NorMuon bank as its matrices (M, r, c), and any other weight as it is."""
     if row.optimizer != "normuon":
         return weight
@@ -2923,7 +2780,7 @@ def bank_matrices(row: Parameter, weight: Tensor):
 # ---- Entries of the orders: each reduces its gradient, updates what this rank owns, and gathers what others need.
 class Small:
     """All that every rank updates alike, in one sum over ranks."""
-    def __init__(self, optimizer: Optimizer, rows: Sequence[Parameter]):
+    def __init__(self, optimizer: Optimizer, rows: list):
         self.optimizer = optimizer
         self.rows = rows
         self.cadence = optimizer.cfg.adam_every
@@ -2931,7 +2788,7 @@ class Small:
         for row, p in zip(rows, self.weights):
             optimizer.state[row.label] = initial_state(row, p.data)
 
-    def has_gradient(self) -> bool:
+    def has_gradient(self):
         return all(p.grad is not None for p in self.weights)
 
     def reduce(self):
@@ -2939,7 +2796,7 @@ class Small:
         self.grad = torch.cat([p.grad.flatten().to(accum_dtype(p.dtype)) for p in self.weights])
         self.wait = self.optimizer.launch(dist.all_reduce, self.grad)
 
-    def update(self, values: Values) -> Wait:
+    def update(self, values: Values):
         grads = self.grad.split([p.numel() for p in self.weights])
         for row, p, grad in zip(self.rows, self.weights, grads):
             self.optimizer.adam(row, p.data, grad.view_as(p), values)
@@ -2948,7 +2805,6 @@ class Small:
     def clear(self):
         for p in self.weights:
             p.grad = None
-
 
 class Sharded:
     """A bank, or the head: rank r updates the r-th of W equal shards of its matrices or rows, and has their state."""
@@ -3026,7 +2882,6 @@ class Sharded:
         self.weight.grad = None
         self.weight.writes.zero_()
 
-
 class TableEntry:
     """A table: room 6 brings the gradients of the rows that this rank owns, and rows to their readers."""
     def __init__(self, optimizer: Optimizer, row: Parameter, table: RowTable):
@@ -3037,13 +2892,13 @@ class TableEntry:
         if table.home is None:
             optimizer.state[row.label] = initial_state(row, table.shard)
 
-    def has_gradient(self) -> bool:
+    def has_gradient(self):
         return bool(self.table.pending)
 
     def reduce(self):
         self.grad, self.wait = self.table.return_gradients()
 
-    def update(self, values: Values) -> Wait:
+    def update(self, values: Values):
         optimizer = self.optimizer
         row = self.row
         table = self.table
@@ -3072,7 +2927,6 @@ class TableEntry:
         self.grad = None
         self.wait = no_wait                                                   # the old one holds `arrived`
         self.table.clear()
-
 
 class Optimizer:
     """NorMuon on banks at every step, Adam on the rest every cfg.adam_every steps; gradients are sums over slots."""
@@ -3154,7 +3008,7 @@ class Optimizer:
                 # Rows of a table's next cycle set off at once: its first lookup waits for them.
                 plans = plans_ahead() if label in self.tables else None
                 if plans:
-                    self.tables[label].fetch(plans[label], head)
+                    self.tables[label].fetch(plans[label])
         for wait in gathers:
             wait()
         if tied_update and self.fabric.world == 1:                            # else its rows are read from the head
@@ -3169,7 +3023,7 @@ class Optimizer:
         beta1, beta2 = row.betas
         lr = values.adam_lr * row.lr_mul
         corrected = math.sqrt(1 - beta2**number) / (1 - beta1**number)
-        decay = lr * lr * self.cfg.adam_weight_decay * row.wd_mul             # quadratic in the schedule (recipe 3.3)
+        decay = lr * lr * self.cfg.adam_weight_decay * row.wd_mul             # quadratic in the schedule (RECIPE 3.3)
         return number, cpu_scalar(lr * corrected), cpu_scalar(decay)
 
     def adam(self, row: Parameter, p: Tensor, grad: Tensor, values: Values):
@@ -3199,12 +3053,10 @@ class Optimizer:
 EVAL_ROWS = 8192                         # rows of validation logits at a time: evaluation never decides the memory
 RECOMPILE_LIMIT = 64                     # graphs of one function: each set of shapes, each span of the reference
 
-
 class Losses(NamedTuple):
     """Unscaled loss of one forward_backward on this rank; on the device, nothing waited for."""
     slot_sums: Tensor                    # (b,) f32 or f64: sum over the slot's positions
     tokens: int
-
 
 class Executor:
     """Runs slots through the model and updates it. Knows no step numbers beyond `values`, and no logs."""
@@ -3229,7 +3081,8 @@ class Executor:
         weights = dict(self.model.named_parameters())
         for table in self.planner.tables:
             most_tokens = table.cadence * largest_batch // fabric.world if precision else 0
-            self.tables[table.label] = RowTable(table, cfg, fabric, weights.get(table.label), most_tokens, report)
+            self.tables[table.label] = RowTable(table, cfg, fabric, weights.get(table.label), most_tokens, report,
+                                                self.model.lm_head)
 
         # What is compiled is called often, and with few sets of shapes.
         self.compiling = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
@@ -3242,7 +3095,7 @@ class Executor:
             accumulates = self.slots_at_once * fabric.world < cfg.num_slots
             self.optimizer = Optimizer(cfg, fabric, self.model, self.compiled, self.tables, accumulates)
 
-    def compiled(self, call: Callable) -> Callable:
+    def compiled(self, call: Callable):
         return torch.compile(call, dynamic=False, fullgraph=True) if self.compiling else call
 
     def shard(self, name: str, whole: Tensor):
@@ -3255,7 +3108,7 @@ class Executor:
         rows = whole[self.fabric.rank::self.fabric.world]
         return F.pad(rows, (0, 0, 0, self.planner.shard_sizes[label] - len(rows)))
 
-    def exchange(self, plans: dict[str, TablePlan], group: Any = None):
+    def exchange(self, plans: dict[str, TablePlan], group=None):
         """Let ranks request rows of each other, in the caller's thread."""
         if self.fabric.world > 1:
             exchange_plans(self.fabric, group, self.cfg.dtype, plans)
@@ -3273,7 +3126,7 @@ class Executor:
         spans = self._attention_of(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
         row_buffers = {}
         for label, table in self.tables.items():
-            row_buffers[label] = table.rows_for_forward(batch.plans[label], self.model.lm_head)
+            row_buffers[label] = table.rows_for_forward(batch.plans[label])
 
         # Scalars are made on the device: a copy from the host would wait.
         scalar = functools.partial(torch.full, (), dtype=self.accum_dtype, device=self.fabric.device)
@@ -3298,7 +3151,7 @@ class Executor:
         self.optimizer.step(values, plans_ahead)
 
     @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch], values: Values) -> float:
+    def evaluate(self, batches: Iterable[Batch], values: Values):
         """Return the mean loss per token (nats) over all ranks' batches: next token, no fp8, documents uncut."""
         # The sum stays on the device, so that no batch waits for a copy, and in f64: it is of millions of losses.
         total = torch.zeros((), dtype=torch.float64, device=self.fabric.device)
@@ -3314,7 +3167,7 @@ class Executor:
         return sum(self.fabric.gather(float(total))) / tokens
 
     @torch.no_grad()
-    def next_logits(self, tokens: Sequence[int], values: Values):
+    def next_logits(self, tokens: list, values: Values):
         """Return softcapped logits (V,) of the token that follows the last that fit a validation slot. Collective."""
         # A slot has a length that attention takes; no position looks at those after it, which are padding.
         context = tokens[-(self.cfg.val_batch_tokens // self.cfg.num_slots):]
@@ -3331,7 +3184,7 @@ class Executor:
         """Return the spans of uncut documents, and rows of tables that take no gradient."""
         row_buffers = {}
         for label, table in self.tables.items():
-            row_buffers[label] = table.read(batch.plans[label], self.model.lm_head)
+            row_buffers[label] = table.read(batch.plans[label])
             if self.compiling and not table.alone:            # one graph for any number of rows
                 torch._dynamo.maybe_mark_dynamic(row_buffers[label][0], 0)
         return self._attention_of(values, batch.tokens.shape[1]), row_buffers
@@ -3343,7 +3196,7 @@ class Executor:
             self.rotary = values.rotary
         return spans_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)
 
-    def _micro_batches(self, batch: Batch) -> Iterator[Batch]:
+    def _micro_batches(self, batch: Batch):
         for first in range(0, len(batch.tokens), self.slots_at_once):
             part = batch.map(operator.itemgetter(slice(first, first + self.slots_at_once)))
             if self.compiling:                                # any number of documents, one graph
@@ -3362,8 +3215,7 @@ class Executor:
         """Copy all that a run changes to the host. Returns the call that puts it back in place, bit by bit."""
         copies = {name: x.to("cpu", copy=True) for name, x in self.state_tensors().items()}
         touched = [(table.home, list(table.home.touched())) for table in self.tables.values() if table.home]
-        rng = torch.get_rng_state()
-        cuda_rng = torch.cuda.get_rng_state(self.fabric.device) if self.fabric.on_cuda else None
+        rng = torch.get_rng_state()                           # of the device nothing draws
 
         @torch.no_grad()
         def restore():
@@ -3375,8 +3227,6 @@ class Executor:
             self.rotary = None                                # the next step makes its angles
             self.drop_gradients()
             torch.set_rng_state(rng)
-            if cuda_rng is not None:
-                torch.cuda.set_rng_state(cuda_rng, self.fabric.device)
 
         return restore
 
@@ -3429,14 +3279,12 @@ class Executor:
         self.drop_gradients()
 
     def traffic(self):
-        """Return by table the byte counts of training, summed over ranks, and this rank's memory. Collective."""
+        """Return by table the byte counts of training, summed over ranks. Collective."""
         result = {}
         for label, table in self.tables.items():
-            total = Counter()
+            result[label] = Counter()
             for totals in self.fabric.gather(table.totals):
-                total.update(totals)
-            moments = self.optimizer.state.get(label, {}).values()            # a row-wise table has its own
-            result[label] = dict(total, memory_bytes=table.memory_bytes(moments))
+                result[label].update(totals)
         return result
 
 
@@ -3448,7 +3296,6 @@ SAVED_ROWS = 17                          # of width D, in each layer: 183 in 11 
 SAVED_ROWS_PLAIN = 26
 LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in fp8
 LOGIT_COPIES_PLAIN = 6                   # the same in f32 or f64
-
 
 def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int):
     """Return a run's largest memory, bytes by part: counted, but activations estimated by constants above."""
@@ -3497,7 +3344,6 @@ def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once
     parts["working"] = slots_at_once * largest_batch * of_token // cfg.num_slots
     return parts
 
-
 def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable):
     """Return how many slots go through the model at once, and the estimate of what that takes. Raises RunError."""
     # They follow from the card, not from what others use of it now: a run is the same each time.
@@ -3521,18 +3367,15 @@ def fit_memory(cfg: Config, fabric: Fabric, kernel: Callable):
 CHECKPOINTS = "checkpoints"              # folder in the run directory
 UNFINISHED: set[Path] = set()            # folders that this process writes and has not named: its end removes them
 
-
-def file_sha256(path: Path) -> str:
+def file_sha256(path: Path):
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
 
 def sync_to_disk(path: Path):
     """Wait until a file, or the names in a folder, are on the disk."""
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
-
 
 @contextlib.contextmanager
 def refused(path: Path, kind: type = RunError):
@@ -3542,7 +3385,6 @@ def refused(path: Path, kind: type = RunError):
     except (OSError, ValueError, RuntimeError) as error:      # torch.save makes RuntimeErrors of what the disk says
         raise kind(f"writing {path}", error.__context__ or error, "room, and the right to write there",
                    "free some, or name another folder") from None
-
 
 @contextlib.contextmanager
 def damaged(path: Path):
@@ -3556,18 +3398,20 @@ def damaged(path: Path):
         raise DataError(path, found, "content as this trainer writes it", "take another, write it again, or use the "
                         "trainer that wrote it") from None
 
-
 def part_of(folder: Path, run_id: str):
     """Return where a run writes a folder until it is whole; no other run touches it."""
     return folder.with_name(f"{folder.name}.{run_id}.part")
 
-
-def write_folder(folder: Path, run_id: str, contents: Iterable, fabric: Fabric):
-    """Write a new folder with these files of every rank, and give it its name once. Raises RunError. Collective.
-    contents: (name, bytes or what torch.save takes), each made when the one before it is on the disk."""
+def write_folder(folder: Path, run_id: str, files: dict, executor: Executor):
+    """Write a new folder with these files of rank 0, name -> bytes or what torch.save takes, and each rank's rows; then
+    give it its name. Raises RunError. Collective."""
+    fabric = executor.fabric
     part = part_of(folder, run_id)
+    contents = row_files(executor)                            # each made when the one before it is on the disk
+    if fabric.rank == 0:
+        contents = itertools.chain(files.items(), contents)
 
-    def write(name: str, content: Any) -> dict[str, Any]:
+    def write(name: str, content):
         path = part / name
         with open(path, "xb") as file:
             if isinstance(content, bytes):
@@ -3585,10 +3429,10 @@ def write_folder(folder: Path, run_id: str, contents: Iterable, fabric: Fabric):
         with fabric.failing_together(), refused(part):
             facts = {name: write(name, content) for name, content in contents}
         # The name comes last, when every byte under it is on the disk.
-        files = functools.reduce(operator.or_, fabric.gather(facts))
+        facts = functools.reduce(operator.or_, fabric.gather(facts))
         with fabric.failing_together(), refused(folder):
             if fabric.rank == 0:
-                write(MANIFEST, json.dumps(dict(format=max(MANIFEST_FORMATS), files=files), indent=1).encode())
+                write(MANIFEST, json.dumps(dict(format=max(MANIFEST_FORMATS), files=facts), indent=1).encode())
                 sync_to_disk(part)
                 part.rename(folder)                           # fails if another run has taken the name
                 sync_to_disk(folder.parent)
@@ -3597,7 +3441,6 @@ def write_folder(folder: Path, run_id: str, contents: Iterable, fabric: Fabric):
         if fabric.rank == 0:
             shutil.rmtree(part, ignore_errors=True)           # of a failure; else nothing has this name any more
 
-
 def read_tensors(path: Path, manifest: dict):
     """Return what torch.save wrote; no code in it is run. Raises DataError, whatever the file is."""
     with damaged(path):
@@ -3605,8 +3448,7 @@ def read_tensors(path: Path, manifest: dict):
              "than its manifest says", "the file as it was written", "copy the folder again: it is damaged", DataError)
         return torch.load(path, "cpu", weights_only=True, mmap=True)
 
-
-def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = False):
+def check_tensors(path: Path, cfg: Config, found, with_moments: bool = False):
     """Raise DataError unless names, shapes and dtypes are those of this config's weights, with or without moments."""
     dtype = getattr(torch, cfg.dtype)
     tensors = {}
@@ -3624,59 +3466,47 @@ def check_tensors(path: Path, cfg: Config, found: Any, with_moments: bool = Fals
         need(found.get(name) == expected.get(name), f"{name} in {path}", found.get(name, "no such tensor"),
              expected.get(name, "no such tensor"), "use the trainer and settings of that run", DataError)
 
-
-def row_files(executor: Executor, with_state: bool):
+def row_files(executor: Executor):
     """Yield (name, content) of the files with this rank's touched rows of row-wise tables, by logical row number."""
     fabric = executor.fabric
     for label, table in executor.tables.items():
         if table.home:
             # In pieces, for a table may be larger than the memory that is left.
             for number, (places, state) in enumerate(table.home.touched()):
-                content = dict(ids=places * fabric.world + fabric.rank, rows=state.rows)
-                if with_state:
-                    content |= state._asdict()
-                yield f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt", content
+                name = f"rows-{label}-{fabric.rank}of{fabric.world}-{number}.pt"
+                yield name, dict(state._asdict(), ids=places * fabric.world + fabric.rank)
 
-
-def load_rows(folder: Path, manifest: dict, executor: Executor, with_state: bool):
+def load_rows(folder: Path, manifest: dict, executor: Executor):
     """Load the row-wise tables of a save or checkpoint: each rank takes the rows that it owns. Raises DataError."""
     fabric = executor.fabric
 
-    def own_rows(label: str, stored: RowState):
-        """Yield places and rows, file by file; those without state count as updated once."""
+    def own_rows(label: str, dtype: torch.dtype):
+        """Yield places and rows, file by file."""
         for name in manifest:
             if re.fullmatch(rf"rows-{label}-\d+of\d+-\d+\.pt", name):
                 content = read_tensors(folder / name, manifest)
-                ids = content["ids"]
-                if not with_state:
-                    content |= dict(rows=content["rows"].to(stored.rows.dtype), v=stored.v.new_zeros(len(ids)),
-                                    last=stored.last.new_ones(len(ids)))
-                owned = ids % fabric.world == fabric.rank
-                yield ids[owned] // fabric.world, RowState(*(content[part][owned] for part in RowState._fields))
+                owned = content["ids"] % fabric.world == fabric.rank
+                rows, v, last = (content[part][owned] for part in RowState._fields)
+                yield content["ids"][owned] // fabric.world, RowState(rows.to(dtype), v, last)
 
     for label, table in executor.tables.items():
         if table.home:
             with damaged(folder):                             # rows of another width, type or table
-                table.home.load(own_rows(label, table.home.stored))
-
+                table.home.load(own_rows(label, table.shard.dtype))
 
 def settings_json(preset: str, cfg: Config):
     """Return a run's settings as texts of its flags; `read_settings` reads them."""
     flags = {name: flag_text(value) for name, value in vars(cfg).items()}
     return json.dumps(dict(preset=preset, flags=flags), indent=1).encode()
 
-
 def save(folder: Path, run_id: str, preset: str, cfg: Config, executor: Executor, values: Values,
          vocabulary: list[bytes] | None):
     """Save weights in logical shapes, settings, and the bytes of the tokens. Raises RunError. Collective."""
-    files = [("weights.pt", executor.whole_weights(values)), (SETTINGS, settings_json(preset, cfg))]
+    files = {"weights.pt": executor.whole_weights(values), SETTINGS: settings_json(preset, cfg)}
     if vocabulary is not None:
         lines = [b"%s %d\n" % (base64.b64encode(piece), token) for token, piece in enumerate(vocabulary) if piece]
-        files.append((VOCABULARY, b"".join(lines)))
-    if executor.fabric.rank > 0:
-        files = []                                            # but for its rows
-    write_folder(folder, run_id, itertools.chain(files, row_files(executor, with_state=False)), executor.fabric)
-
+        files[VOCABULARY] = b"".join(lines)
+    write_folder(folder, run_id, files, executor)
 
 def load_checkpoint(run_dir: Path, executor: Executor):
     """Load the newest checkpoint that is whole on every rank; return the rest of it. Raises DataError. Collective."""
@@ -3690,11 +3520,12 @@ def load_checkpoint(run_dir: Path, executor: Executor):
             with fabric.failing_together(), damaged(run):
                 manifest = read_manifest(path)
                 content = read_tensors(run, manifest)
-                wholes = content["state"]["weights"] | content["state"]["moments"]
+                state = content.pop("state")
+                wholes = state["weights"] | state["moments"]
                 check_tensors(run, executor.cfg, wholes, with_moments=True)
                 executor.load_state(wholes)
-                load_rows(path, manifest, executor, with_state=True)
-                return {name: content[name] for name in ("facts", "log", "places", "train_time_ms")}
+                load_rows(path, manifest, executor)
+                return content
         except DataError as error:
             fabric.say(f"{error}\nthe checkpoint before {path.name} is taken, if there is one")
     raise DataError(f"checkpoints in {run_dir}", [path.name for path in newest_first], "a whole one of this trainer",
@@ -3706,7 +3537,6 @@ LOGS = ("log.txt", "log.jsonl")
 SAMPLE_TEMPERATURE = 0.8
 PLAIN_LINES = 20                         # step lines of a whole run on a console that is no terminal
 NOTHING_SEEN = dict(tokens=0, done=0, last_good="none", lines={})     # what `Log.seen` gives of a run that begins
-
 
 class Clock:
     """Training time in ms. Waits for the device only when it starts and stops."""
@@ -3728,7 +3558,6 @@ class Clock:
         self.fabric.synchronize()
         self.state = self.ms, None
 
-
 class Log:
     """log.txt for people and existing parsers, log.jsonl as the source of truth, and the console of rank 0.
     Losses are read one Adam cycle late, so that no step waits for the device. Every rank checks its own. beside:
@@ -3743,7 +3572,7 @@ class Log:
         self.last_good = earlier["last_good"]                 # validation, in words
         self.pending = []                # steps whose loss nobody has seen: (fields, sums, tokens, event of the copy)
         self.files = {}
-        self.on_terminal = fabric.rank == 0 and sys.stderr is not None and sys.stderr.isatty()
+        self.on_terminal = fabric.rank == 0 and sys.stderr.isatty()
         if fabric.rank == 0:
             # A log that is there is another run's. Without buffers a killed run leaves every line.
             with refused(run_dir):
@@ -3755,12 +3584,12 @@ class Log:
         for name, text in earlier["lines"].items():
             self._write(name, text.encode())
 
-    def seen(self) -> dict:
+    def seen(self):
         self.flush()
         return dict(tokens=self.tokens, done=self.done, last_good=self.last_good,
                     lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
 
-    def event(self, kind: str, **fields: Any):
+    def event(self, kind: str, **fields):
         self._write("log.jsonl", (json.dumps(dict(type=kind, **fields)) + "\n").encode())
 
     def text(self, line: str, console: bool = True):
@@ -3853,12 +3682,10 @@ class Log:
         self.files = {}
         self.show("")
 
-
 def train_step(executor: Executor, loader: Loader, values: Values) -> Losses:
     losses = executor.forward_backward(loader.next(values), values)
     executor.optim_step(values, loader.plans_ahead)
     return losses
-
 
 def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log):
     """Run every graph the race will need, the largest stage first, on tokens from a formula; then restore the state."""
@@ -3889,7 +3716,6 @@ def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log):
     loader.close()
     restore()
 
-
 def cycles_from(first: int, schedule: Schedule, clock: Clock):
     """Yield the Values of each cycle from step `first` on; runs on the loader's thread, a cycle ahead of the race.
     With a time budget the clock of rank 0 gives a cycle's place in the plan: the share of the budget that will be over
@@ -3908,7 +3734,6 @@ def cycles_from(first: int, schedule: Schedule, clock: Clock):
         if step >= schedule.end_step:
             return
         yield [schedule.at(at) for at in range(step, min(step + schedule.cycle, schedule.end_step))]
-
 
 def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: Clock, log: Log,
          before_step: Callable):
@@ -3945,9 +3770,8 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
     log.validation(loss, clock.ms, validation)
     return loss, data_ended
 
-
 def generate(cfg: Config, executor: Executor, values: Values, pieces: list[bytes] | None,
-             prompt: Sequence[int] = ()):
+             prompt: Iterable = ()):
     """Return up to sample_tokens tokens after a document start and the prompt, as text or, without pieces, as ids."""
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.document_start, *prompt]
@@ -3978,11 +3802,9 @@ KEPT_CHECKPOINTS = 2
 POCKET_PIECE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")    # as in data/pocket.py
 FALLBACK = "save"                        # folder in the run directory, of weights that --save could not take
 
-
 def within(seconds: float, call: Callable):
     """Return what the call returns. Raises TimeoutError when it takes longer; its thread is left running."""
     return ThreadPoolExecutor(1).submit(call).result(seconds)
-
 
 def make_fabric(cfg: Config) -> Fabric:
     """Pick the device and join the process groups that torchrun describes. Raises ConfigError."""
@@ -4020,7 +3842,7 @@ def make_fabric(cfg: Config) -> Fabric:
         return fabric
 
     # The ranks meet. In a thread, since torch itself waits for ever for a port that accepts and says nothing.
-    def join() -> Any:
+    def join():
         patience = timedelta(seconds=cfg.comm_timeout)
         fabric.enter_thread()
         dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=patience)
@@ -4034,7 +3856,6 @@ def make_fabric(cfg: Config) -> Fabric:
                           f"{world} ranks in {cfg.comm_timeout} s",
                           "see that every rank starts; look at MASTER_ADDR and MASTER_PORT") from None
 
-
 def head_precision(cfg: Config, fabric: Fabric):
     """Return the precision of the head: --head, with auto resolved. Raises ConfigError for fp8 without such a GPU."""
     fits = cfg.dtype == "bfloat16" and cfg.model_dim % FP8_UNIT == cfg.padded_vocab % FP8_UNIT == 0
@@ -4045,7 +3866,6 @@ def head_precision(cfg: Config, fabric: Fabric):
         return "fp8" if native else "plain"
     return cfg.head
 
-
 # Kernels behind torch's variable-length call by the GPU's major capability, tried in this order; and their packages.
 ATTENTION_BY_CARD = {9: ("FA4", "FA3", "varlen"), 10: ("FA4", "varlen")}
 ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "torch"}
@@ -4053,7 +3873,6 @@ ATTENTION_PACKAGES = {"FA4": "flash-attn-4", "FA3": "flash-attn-3", "varlen": "t
 CHECKED_BOUNDS = (0, 0, 150, 151, 420, 420, 700)
 CHECKED_WINDOWS = (2, 128, 300, 1000)    # the last is longer than any document
 CHECKED_SPREAD = 4.0                     # of the logits: so large that one key too many or too few shows
-
 
 def check_attention(cfg: Config, device: torch.device):
     """Raise AssertionError unless outputs and gradients agree with the reference to the dtype's rounding."""
@@ -4074,12 +3893,10 @@ def check_attention(cfg: Config, device: torch.device):
             most = 8 * torch.finfo(dtype).eps * float(exact.abs().max())
             torch.testing.assert_close(found.float(), exact, rtol=0, atol=most)
 
-
-def version_of(package: str) -> str | None:
+def version_of(package: str):
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return importlib.metadata.version(package)
     return None
-
 
 def choose_attention(preset: str, cfg: Config, fabric: Fabric):
     """Return the first kernel that all ranks find equal to the reference, and its name. Raises ConfigError."""
@@ -4114,15 +3931,13 @@ def choose_attention(preset: str, cfg: Config, fabric: Fabric):
     fabric.say("attention: NO FAST KERNEL: the reference is slower by far; its memory grows with the windows")
     return attention_reference, "reference"
 
-
-def hardware(fabric: Fabric) -> str:
+def hardware(fabric: Fabric):
     if fabric.on_cuda:
         return f"{torch.cuda.get_device_name(fabric.device)} x {fabric.world}"
     name = platform.machine()
     with contextlib.suppress(OSError, TypeError):
         name = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())[1]
     return f"{name}, {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-
 
 def write_header(log: Log, preset: str, given: Config, executor: Executor, attention: str, decisive: dict,
                  resumed: dict):
@@ -4171,7 +3986,6 @@ def write_header(log: Log, preset: str, given: Config, executor: Executor, atten
               for name, (then, now) in resumed.get("differs", {}).items())):
         log.text(line)
 
-
 def open_data(given: Config, fabric: Fabric, source: bytes):
     """Look at every shard. Returns the config with all sizes, the shards to train and validate with, and what decides
     a run's numbers: flags, and hashes of data and source."""
@@ -4183,13 +3997,12 @@ def open_data(given: Config, fabric: Fabric, source: bytes):
     cfg = resolve(given, train_shards, val_shards)
     check_enough_data(cfg, Schedule(cfg), train_shards, val_shards)
     # Links are followed: it is the same text under any name.
-    validated = {os.path.realpath(header.name) for header in val_shards}
-    shared = [header.name for header in train_shards if os.path.realpath(header.name) in validated]
+    files = [{os.path.realpath(header.name) for header in shards} for shards in (train_shards, val_shards)]
+    shared = set.intersection(*files)
     if shared:
-        fabric.say(f"trained on and validated with: {shared[0]}, {len(shared)} such shards in all; "
+        fabric.say(f"trained on and validated with: {min(shared)}, {len(shared)} such shards in all; "
                    "the validation losses say nothing about other text")
     return cfg, train_shards, val_shards, decisive_settings(given) | content
-
 
 def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric):
     """Refuse what would end a run hours later: taken names, no place to save, no compiler. Raises TrainerError."""
@@ -4204,16 +4017,13 @@ def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric):
         for folder in folders:
             need(not any(os.path.lexists(folder / name) for name in LOGS), f"run directory {folder}", "the log of a "
                  "run", "a folder without one", "another --run_dir, or remove what an earlier start has left", RunError)
-        # The name of a save must be free, and stay so: a run directory inside it would take it.
         if cfg.save:
-            folder = Path(cfg.save).absolute()
-            free = not os.path.lexists(folder) and not any(run.absolute().is_relative_to(folder) for run in folders)
-            need(free, f"--save={cfg.save}", "a name that is taken, or that the run directory is in", "a free name",
+            folder = Path(cfg.save)
+            need(not os.path.lexists(folder), f"--save={cfg.save}", "a name that is taken", "a free name",
                  "another name; nothing is overwritten")
             with refused(folder, ConfigError):
                 part_of(folder, run_id).mkdir(parents=True)
                 part_of(folder, run_id).rmdir()
-
 
 def check_resumed(cfg: Config, earlier: dict, facts: dict, end_step: float):
     """Return step, source, and what differs from the run of the checkpoint: name -> (then, now).
@@ -4229,17 +4039,15 @@ def check_resumed(cfg: Config, earlier: dict, facts: dict, end_step: float):
                if before.get(name) != facts.get(name)}
     return dict(step=done, source=cfg.resume, differs=differs)
 
-
 def write_checkpoint(run_dir: Path, run_id: str, content: dict, executor: Executor, values: Values):
     """Write what the run needs to go on before the step of these values, and keep the last two. Collective.
     A checkpoint that cannot be written ends nothing: the next may be."""
     fabric = executor.fabric
     folder = run_dir / CHECKPOINTS
     name = f"step-{values.step:07d}"
-    state = executor.whole_state(values)
-    files = [("run.pt", dict(content, state=state))] if fabric.rank == 0 else []
+    files = {"run.pt": dict(content, state=executor.whole_state(values))}
     try:
-        write_folder(folder / name, run_id, itertools.chain(files, row_files(executor, with_state=True)), fabric)
+        write_folder(folder / name, run_id, files, executor)
     except RunError as error:
         fabric.say(f"{error}\nthe run goes on without this checkpoint")
         return
@@ -4247,7 +4055,6 @@ def write_checkpoint(run_dir: Path, run_id: str, content: dict, executor: Execut
         before = sorted(path for path in folder.glob("step-???????") if path.name < name)
         for old in before[:1 - KEPT_CHECKPOINTS]:
             shutil.rmtree(old, ignore_errors=True)
-
 
 def finish(log: Log, preset: str, run_id: str, executor: Executor, validation: ValidationSet, ms: float, loss: float,
            graphs: int):
@@ -4304,7 +4111,6 @@ def finish(log: Log, preset: str, run_id: str, executor: Executor, validation: V
     log.close()
     return result, failure
 
-
 def report(log: Log, executor: Executor, validation: ValidationSet, results: list[dict]):
     """Print a sample, several runs together, and one JSON object as the last line on stdout. Raises RunError."""
     cfg = log.schedule.cfg
@@ -4324,7 +4130,6 @@ def report(log: Log, executor: Executor, validation: ValidationSet, results: lis
     if executor.fabric.rank == 0:
         print_result("\n".join([*lines, json.dumps(last)]))
 
-
 def make_profile(cfg: Config, first: int, end_step: float):
     """Return a profiler for the steps of --profile in a run from step `first` on, or None. Raises ConfigError."""
     if not cfg.profile:
@@ -4335,7 +4140,6 @@ def make_profile(cfg: Config, first: int, end_step: float):
          f"--profile={first + 1}:{first + 3}")
     traced = torch.profiler.schedule(skip_first=start - first - 1, wait=0, warmup=1, active=stop - start, repeat=1)
     return torch.profiler.profile(schedule=traced)
-
 
 def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: bytes):
     """Set up and warm up once, then train once or several times: the whole run in the order in which it happens."""
@@ -4370,7 +4174,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     profile = make_profile(cfg, first, schedule.end_step)
 
     # Each run has a log of its own, which the process closes however it ends.
-    def open_log(folder: Path) -> Log:
+    def open_log(folder: Path):
         log = ending.log = Log(folder, fabric, schedule, beside, earlier["log"])
         write_header(log, preset, given, executor, attention, decisive, resumed)
         return log
@@ -4449,7 +4253,6 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     if fabric.world > 1:
         dist.destroy_process_group()
 
-
 def sample_saved(flags: Config):
     """Do --sample=DIR "prompt": print text that goes on from the prompt, on any device. Raises TrainerError."""
     # Settings come first: they say what the tensors have to be.
@@ -4488,11 +4291,10 @@ def sample_saved(flags: Config):
     executor = Executor(cfg, fabric, attention_reference, precision=None)
     with damaged(weights):
         executor.model.load_state_dict(tensors)
-    load_rows(folder, manifest, executor, with_state=False)
+    load_rows(folder, manifest, executor)
 
     schedule = Schedule(cfg)
     print_result(flags.prompt + generate(cfg, executor, schedule.at(schedule.end_step), pieces, prompt))
-
 
 def describe(error: BaseException | signal.Signals):
     """Return (exit status, what to tell the user) for what ended the run. A bug keeps its traceback."""
@@ -4509,11 +4311,9 @@ def describe(error: BaseException | signal.Signals):
         return error.status, f"{type(error).__name__}: {error}"
     return 1, "".join(traceback.format_exception(error))
 
-
-def lost_rank(found: str) -> RunError:
+def lost_rank(found: str):
     return RunError("lost another rank", found, "every rank's answer within --comm_timeout", "look for the end of the "
                     "other ranks: killed (dmesg tells of the out-of-memory killer), or stuck; torchrun names the first")
-
 
 def first_cause(cause: str, alone: str):
     """Agree with the other ranks on what ended the run first. Returns it, and whether this rank prints it.
@@ -4524,7 +4324,7 @@ def first_cause(cause: str, alone: str):
     store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=patience)
     store.add(f"ended ranks, {restart}", 1)
 
-    def all_ended() -> bool:
+    def all_ended():
         deadline = time.monotonic() + OTHERS_PATIENCE
         while store.add(f"ended ranks, {restart}", 0) < int(env["WORLD_SIZE"]):
             if time.monotonic() > deadline:
@@ -4539,7 +4339,6 @@ def first_cause(cause: str, alone: str):
     if env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         all_ended()                                                           # the store ends with this process
     return first.partition("\n")[2], first == mine
-
 
 class Ending:
     """The one end of this process, by an error or a signal, and bounded in time.
@@ -4560,7 +4359,6 @@ class Ending:
         self.begun.acquire()                                                  # the second waits here for the end
         status, cause = describe(error)
         limit = threading.Timer(END_PATIENCE, os._exit, [status])             # if a dead disk, say, holds this up
-        limit.daemon = True
         limit.start()
         speaks = True
         if os.environ.get("WORLD_SIZE", "1") != "1":
@@ -4581,14 +4379,12 @@ class Ending:
             shutil.rmtree(part, ignore_errors=True)
         os._exit(status)
 
-
-def main(argv: Sequence[str]):
+def main(argv: list):
     """Do what the flags say. Exits with 0: done, 1: the run failed, 2: bad settings or data, 128 + n: by signal n."""
     ending = Ending()
     try:
         source = Path(__file__).read_bytes()                                  # before anybody edits it
-        if sys.stdout is not None:
-            sys.stdout.reconfigure(errors="backslashreplace")
+        sys.stdout.reconfigure(errors="backslashreplace")
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         preset, cfg = parse_flags(argv)
         if cfg.sample:
