@@ -394,8 +394,8 @@ def test_generate__text_where_the_bytes_are_known():
     assert sampled(count_up, pieces=pieces) == "abc\u00e4\ufffd", "five tokens, bytes joined before decoding"
     assert sampled(count_up, sample_tokens=3).endswith(": 0 1 2")
     assert sampled(count_up, sample_tokens=9).endswith(": 0 1 2 3 4"), "ends at a document start"
-    two_ranks = {0: [0, 1], 1: [3, 1]}.get
-    assert sampled(count_up, two_ranks, sample_tokens=2).endswith(": 0 1"), "one text, however ranks round: the lowest"
+    two_ranks = {0: [4, 1], 2: [3, 3]}.get
+    assert sampled(count_up, two_ranks, sample_tokens=2).endswith(": 1 3"), "one text, however ranks round: the lowest"
 
 
 def test_generate__draws_from_the_softmax_at_its_temperature():
