@@ -158,7 +158,7 @@ def test_Log__a_loss_that_is_not_finite_ends_the_run_with_the_last_good_one(tmp_
     refused(tg.RunError, functools.partial(log.step, losses(10.0), 0.0), "training loss of step 2", str(bad),
             "5.1250 at step 0", "--adam_lr", "--dtype=float32")
     log.aborted("RunError: NaN")
-    assert [e.get("step") for e in events(tmp_path)] == [0, 1, 2, 3, 4, 5, 5]
+    assert [e.get("step") for e in events(tmp_path)] == [0, 1, 2, 5], "up to the last loss that was seen"
     assert events(tmp_path)[-1] == dict(type="aborted", step=5, cause="RunError: NaN")
     assert lines(tmp_path)[-1] == "aborted after step 5: RunError: NaN"
     validation = functools.partial(make_log(tmp_path / "other").validation, bad, 0.0, TextData())
@@ -207,8 +207,9 @@ def test_aborted__the_last_lines_once_and_nothing_after_them(tmp_path):
     log.aborted("too late")
     log.flush()
     log.text("too late")
-    assert [event["type"] for event in events(tmp_path)] == ["step", "aborted"]
-    assert "too late" not in events(tmp_path)[1]["cause"] and len(lines(tmp_path)) == 1
+    event, = events(tmp_path)
+    assert event["type"] == "aborted" and event["cause"] in {f"cause {k}" for k in range(8)}
+    assert len(lines(tmp_path)) == 1
     closed = make_log(tmp_path / "closed")
     closed.close()
     closed.aborted("the sample failed")
