@@ -98,13 +98,13 @@ def test_check_config__a_stage_table_that_cannot_work(name):
     refuse(["--preset=tiny", f"--stages={tg.flag_text(stages)}"], "--stages", *parts)
 
 
-def test_read_row__a_stage_comes_back_from_its_text():
+def test_read_rows__a_stage_comes_back_from_its_text():
     for stage in (*STAGES, *tg.STAGES, *tg.TINY["stages"]):
-        assert tg.read_row("stages", tg.row_text(stage)) == stage
+        assert tg.read_rows("stages", tg.row_text(stage)) == (stage,)
     assert tg.row_text(STAGES[1]) == "256 3 7 1.5 1.0 1.0 untie"
     for row in ("128 1 3", f"{ONE_STAGE} tie", f"{ONE_STAGE} untie untie", "128 1 3 1 1, 1", "1.5 1 3 1 1 1"):
         with pytest.raises((ValueError, TypeError, KeyError)):
-            tg.read_row("stages", row)
+            tg.read_rows("stages", row)
 
 
 TABLE = tg.NgramTable("trigram_embed", 3, 100)
@@ -143,7 +143,7 @@ def test_tables__rows_and_defaults():
     _, cfg = tg.parse_flags(["--preset=tiny", "--tables=a_embed 2 30; b_embed 4 50 7 1 host 4 stochastic 70 0 0.5"])
     assert cfg.tables == (tg.NgramTable("a_embed", 2, 30),
                           tg.NgramTable("b_embed", 4, 50, 7, 1, "host", 4, "stochastic", 70.0, 0.0, 0.5))
-    assert [tg.read_row("tables", tg.row_text(table)) for table in cfg.tables] == list(cfg.tables)
+    assert tg.read_rows("tables", tg.flag_text(cfg.tables)) == cfg.tables
     assert tg.parse_flags(["--preset=pocket_tables", "--tables="])[1] == tg.Config(**tg.PRESETS["pocket"])
     for factors, sign_factors in tg.NGRAM_FACTORS.values():
         assert len(factors) == len(sign_factors)

@@ -162,7 +162,7 @@ def test_race__data_that_end_lose_no_line(launcher, tmp_path):
     """
     ended = launcher.start(tmp_path, write_shards(tmp_path / "data", count=4), world=2).wait()
     assert ended.status == [2, 2]
-    check_end(ended, "DataEnded: training data ended", "enough for 6 steps", "--max_steps=6")
+    check_end(ended, "DataEnded: training data ended", "enough for 6 steps", "--max_steps")
     result = ended.log()[-1]
     assert (result["type"], result["steps"], result["void"]) == ("result", 6, "the data ended early")
     done = [event["step"] for event in ended.log() if "train_loss" in event]

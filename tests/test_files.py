@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -30,6 +31,7 @@ import train_gpt as tg
 
 TABLES = "trigram_embed 3 500; more_bigram_embed 2 300 8 1 host"
 SHORT = ("--max_steps=1", "--val_every=0", "--sample_tokens=0")
+NO_TABLES = SimpleNamespace(fabric=fabric(), tables={})       # an executor as far as a folder without rows needs one
 SMALL_PIECES = 1 << 14                   # bytes, more than 64 rows have: several files of each table
 
 
@@ -321,7 +323,7 @@ def test_write_folder__the_manifest_names_every_file(sound):
 
 def test_write_folder__all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     calls = recorded_writes(monkeypatch)
-    tg.write_folder(tmp_path / "new", "id", [("a.bin", b"x"), ("b.pt", dict(x=torch.ones(3)))], fabric())
+    tg.write_folder(tmp_path / "new", "id", {"a.bin": b"x", "b.pt": dict(x=torch.ones(3))}, NO_TABLES)
     inodes = [(tmp_path / "new" / name).stat().st_ino for name in ("a.bin", "b.pt", tg.MANIFEST, "")]
     assert calls == [*inodes, "new", tmp_path.stat().st_ino]
 
@@ -336,23 +338,26 @@ def test_write_folder__a_disk_that_fails_leaves_nothing(tmp_path, monkeypatch, a
             raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", failing)
-    contents = [(f"{number}.pt", dict(x=torch.ones(3))) for number in range(3)]
-    write = functools.partial(tg.write_folder, tmp_path / "new", "id", contents, fabric())
+    contents = {f"{number}.pt": dict(x=torch.ones(3)) for number in range(3)}
+    write = functools.partial(tg.write_folder, tmp_path / "new", "id", contents, NO_TABLES)
     refused(tg.RunError, write, "No space left on device")
     assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("taken_by", [Path.mkdir, Path.touch], ids=["a folder", "a file"])
-def test_write_folder__a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path, taken_by):
+def test_write_folder__a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path, monkeypatch, taken_by):
     folder = tmp_path / "new"
+    sync = tg.sync_to_disk
 
-    def contents() -> Iterator[tuple[str, bytes]]:
-        taken_by(folder)
-        if folder.is_dir():
-            (folder / "theirs").touch()
-        yield "mine", b""
+    def taken(path: Path) -> None:
+        if path.name == "mine":
+            taken_by(folder)
+            if folder.is_dir():
+                (folder / "theirs").touch()
+        sync(path)
 
-    write = functools.partial(tg.write_folder, folder, "id", contents(), fabric())
+    monkeypatch.setattr(tg, "sync_to_disk", taken)
+    write = functools.partial(tg.write_folder, folder, "id", dict(mine=b""), NO_TABLES)
     refused(tg.RunError, write, str(folder))
     assert names(tmp_path) == ["new"] and (folder.is_file() or names(folder) == ["theirs"])
 

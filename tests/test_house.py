@@ -32,7 +32,7 @@ BANNER = re.compile(r"# ====== Room (\d+): (\w+) =+$")
 CALLS_AT_IMPORT = {
     "Layer", "Stage", "stage._replace", "NgramTable", "dict", "set", "tuple", "len", "sum", "enumerate", "replace",
     "functools.partial", "dataclass", "field", "torch.no_grad", "torch.library.custom_op", "re.compile",
-    "float", "np.float32", "staticmethod", "_data", "_model", "_schedule", "_optim", "_run"}
+    "float", "np.float32", "read_rows", "staticmethod", "_data", "_model", "_schedule", "_optim", "_run"}
 TOOLS = [ROOT / "records/__main__.py", *sorted((ROOT / "records/tools").glob("*.py"))]
 HELD = [SOURCE, *sorted((ROOT / "data").glob("*.py")), *TOOLS]        # to the aim of density
 TESTS = sorted((ROOT / "tests").glob("**/*.py"))
