@@ -549,7 +549,7 @@ def test_race__data_that_end_early_leave_what_was_trained(ask, tmp_path):
     """Enough tokens by the count, but packing drops the rests of documents."""
     files = ["--preset=tiny", "--train_files=formula:512:511:4200:1", "--sample_tokens=0"]
     done = ask([*files, f"--save={tmp_path}/saved"], 2, "training data ended", "--max_steps", "--epochs=0")
-    steps = int(re.search(r"--max_steps=(\d+)", done.err)[1])
+    steps = int(re.search(r"enough for (\d+) steps", done.err)[1])
     assert run(tmp_path / "run2", *files, f"--max_steps={steps}").status == 0
     result = done.events[-1]
     whole_cycles = steps - steps % tg.Schedule(preset()).cycle
