@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import signal
@@ -10,7 +9,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,11 +103,13 @@ def random_stream(seed: int, count: int, vocab_size: int, document_start: int, m
 
 def random_batch(cfg: tg.Config, seed: int, slots: int, length: int, step: int = 0) -> tg.Batch:
     """Slots of random tokens in documents of at most max_doc_len, and random rows of the bigram table; of one rank."""
-    rng, bounds = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
+    bounds = []
     for _ in range(slots):
         ends = [0]
         while ends[-1] < length:
-            ends.append(min(length, ends[-1] + int(rng.integers(1, cfg.max_doc_len + 1))))
+            document = int(rng.integers(1, cfg.max_doc_len + 1))
+            ends.append(min(length, ends[-1] + document))
         bounds.append(ends)
     columns = max(map(len, bounds))
     tokens = torch.from_numpy(rng.integers(0, cfg.vocab_size, (slots, length + 1)))
@@ -146,7 +148,8 @@ def planner_of(cfg: tg.Config, where: tg.Fabric, *tables: tg.Table) -> tg.Planne
 
 def planned(cfg: tg.Config, batch: tg.Batch, where: tg.Fabric | None = None) -> tg.Batch:
     """A batch of logical rows as a rank reads it: with plans of its own, no rank requesting anything of another."""
-    planner, plans, rows = tg.Planner(cfg, where or fabric()), {}, {}
+    planner = tg.Planner(cfg, where or fabric())
+    plans, rows = {}, {}
     tied = tg.Schedule(cfg).at(batch.step).tied
     for table in planner.tables:
         plan, (found,) = plan_of(planner, table, [batch.rows[table.label].numpy()], tied)
@@ -156,8 +159,9 @@ def planned(cfg: tg.Config, batch: tg.Batch, where: tg.Fabric | None = None) -> 
 
 def owned(x: torch.Tensor, where: tg.Fabric) -> torch.Tensor:
     """Rows of a table that a rank keeps: every W-th one, filled up with zeros to as many as any rank has."""
+    rows = x[where.rank::where.world]
     mine = torch.zeros(-(-len(x) // where.world), *x.shape[1:], dtype=x.dtype)
-    mine[:len(x[where.rank::where.world])] = x[where.rank::where.world]
+    mine[:len(rows)] = rows
     return mine
 
 
@@ -167,7 +171,8 @@ def fill_randomly(model: tg.GPT, seed: int = 0, where: tg.Fabric | None = None) 
 
     Every rank draws the same; returned are whole parameters, in f64.
     """
-    generator, whole = torch.Generator().manual_seed(seed), {}
+    generator = torch.Generator().manual_seed(seed)
+    whole = {}
     for row in model.table.values():
         noise = torch.randn(row.shape, generator=generator, dtype=torch.float64)
         spread = dict(attn=0.3, mlp=0.15, scalars=0.3, bigram_embed=0.3, value_embed=0.5, lm_head=0.5)
@@ -253,8 +258,9 @@ def executor(cfg: tg.Config, world: int = 1, rank: int = 0, precision: str = "pl
 def check_error(error: tg.TrainerError, *parts: str) -> None:
     """The message says what was found, what was expected, what to do, in this order, and holds all the parts."""
     first, *lines = str(error).split("\n")
-    assert first and [line.split(":")[0] for line in lines[:3]] == ["  found", "  expected", "  do"], str(error)
-    assert all(line.partition(":")[2].strip() for line in lines[:3]), f"an empty part in: {error}"
+    named = [line.partition(":")[::2] for line in lines[:3]]
+    assert first and [name for name, _ in named] == ["  found", "  expected", "  do"], str(error)
+    assert all(text.strip() for _, text in named), f"an empty part in: {error}"
     missing = [part for part in parts if part not in str(error)]
     assert not missing, f"{missing} not in: {error}"
 
@@ -289,106 +295,91 @@ class Run:
 
 
 def losses(folder: Path) -> list:
-    """Every loss of a run, to the last bit, with its step."""
+    """Return every loss of a run, to the last bit, with its step."""
     events = Run(folder, 0, "", "").events
     return [(e["type"], e["step"], e.get("train_loss"), e.get("val_loss"))
             for e in events if e["type"] in ("step", "val")]
 
 
 def weights(folder: Path) -> dict[str, bytes]:
-    return {label: x.view(torch.uint8).numpy().tobytes() for label, x in torch.load(folder / "weights.pt").items()}
+    tensors = torch.load(folder / "weights.pt")
+    return {label: x.view(torch.uint8).numpy().tobytes() for label, x in tensors.items()}
 
 
-def run_apart(folder: Path, *flags: str) -> Run:
-    """main() in a process that is forked from this one, with what a test has patched.
+class Forked:
+    """A process that does main(words) as the script does, forked from this one with all that a test has patched."""
 
-    Of preset tiny, unless another folder says what was trained.
-    """
-    done, = launch(folder, 1, *flags)
-    return done
+    def __init__(self, words: Sequence[str], environment: Mapping[str, str] = {},
+                 before: Callable[[], object] | None = None) -> None:
+        """before: called in the process before main."""
+        self.files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+        self.status: int | None = None
+        self.child = os.fork()
+        if self.child == 0:
+            try:
+                for number, file in enumerate(self.files, 1):
+                    os.dup2(file.fileno(), number)
+                sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))
+                os.environ |= environment
+                torch.set_num_threads(1)                      # a fork has no threads of the pool that its parent made
+                if before is not None:
+                    before()
+                tg.main(words)
+            except BaseException:
+                traceback.print_exc()
+            os._exit(1)
+
+    def poll(self) -> int | None:
+        """Return the exit status, minus the signal for a killed process, or None while it runs."""
+        if self.status is None:
+            gone, ended = os.waitpid(self.child, os.WNOHANG)
+            if gone:
+                self.status = os.waitstatus_to_exitcode(ended)
+        return self.status
+
+    def wait(self) -> int:
+        deadline = time.monotonic() + PATIENCE
+        while self.poll() is None:
+            if time.monotonic() > deadline:
+                os.kill(self.child, signal.SIGKILL)           # seen as a status of -9
+            time.sleep(0.005)
+        return self.status
+
+    def texts(self) -> tuple[str, str]:
+        """Return what was said on stdout and stderr."""
+        found = []
+        for file in self.files:
+            file.seek(0)
+            found.append(file.read())
+            file.close()
+        return tuple(found)
 
 
 def launch(folder: Path, world: int, *flags: str) -> list[Run]:
-    """The same by so many ranks, each in a process of its own."""
+    """Run main() of these flags on so many ranks; with preset tiny, unless another folder says what was trained."""
     words = [f"--run_dir={folder}", "--device=cpu", *flags]
     if not any(flag.startswith(("--preset=", "--resume=", "--sample=")) for flag in flags):
         words.insert(0, "--preset=tiny")
     with socket.socket() as trial:
         trial.bind(("127.0.0.1", 0))
         port = trial.getsockname()[1]
-    ranks = []
-    for rank in range(world):
-        names = dict(RANK=rank, LOCAL_RANK=rank, WORLD_SIZE=world, LOCAL_WORLD_SIZE=world, MASTER_PORT=port)
-        ranks.append(Forked(words, {name: str(value) for name, value in names.items()} | dict(MASTER_ADDR="127.0.0.1")))
-    return [Run(folder, *rank.wait()) for rank in ranks]
-
-
-def call(words: list[str]) -> Run:
-    """main() of these words, in such a process."""
-    return Run(Path(), *Forked(words, {}).wait())
-
-
-class Forked:
-    """A process that does main() and ends."""
-
-    def __init__(self, words: list[str], environment: dict[str, str]) -> None:
-        self.files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
-        self.child = os.fork()
-        if self.child == 0:
-            for number, file in enumerate(self.files, 1):
-                os.dup2(file.fileno(), number)
-            sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))
-            os.environ |= environment
-            torch.set_num_threads(1)                          # a fork has no threads of the pool that its parent made
-            tg.main(words)
-
-    def wait(self) -> tuple[int, str, str]:
-        """Exit status and what was said on stdout and stderr."""
-        deadline = time.monotonic() + PATIENCE
-        gone, ended = 0, 0
-        while not gone:
-            gone, ended = os.waitpid(self.child, os.WNOHANG)
-            if time.monotonic() > deadline:
-                os.kill(self.child, signal.SIGKILL)           # seen as a status of -9
-            time.sleep(0.005)
-        texts = []
-        for file in self.files:
-            file.seek(0)
-            texts.append(file.read())
-            file.close()
-        return os.waitstatus_to_exitcode(ended), *texts
-
-
-def main_here(argv: Sequence[str]) -> int:
-    """Do what main(argv) does, but for signals and the end of the process. Returns its status."""
-    ending = SimpleNamespace(log=None)
-    try:
-        preset, cfg = tg.parse_flags(argv)
-        if cfg.sample:
-            tg.sample_saved(cfg)
-        else:
-            tg.train(preset, cfg, tg.make_fabric(cfg), ending, (ROOT / "train_gpt.py").read_bytes())
-    except SystemExit:                                                        # --help
-        return 0
-    except Exception as error:
-        status, cause = tg.describe(error)
-        print(cause, file=sys.stderr)
-        if ending.log is not None:
-            ending.log.aborted(cause)
-        return status
-    return 0
+    environment = dict(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
+    environment["MASTER_PORT"] = str(port)
+    ranks = [Forked(words, environment | dict(RANK=str(rank), LOCAL_RANK=str(rank))) for rank in range(world)]
+    return [Run(folder, rank.wait(), *rank.texts()) for rank in ranks]
 
 
 def run(folder: Path, *flags: str) -> Run:
-    """A run of the tiny preset in this process, with the given flags."""
-    out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        status = main_here(["--preset=tiny", "--device=cpu", f"--run_dir={folder}", *flags])
-    return Run(folder, status, out.getvalue(), err.getvalue())
+    """Run the same on one rank."""
+    done, = launch(folder, 1, *flags)
+    return done
+
+
+run_apart = run
 
 
 def recorded_writes(monkeypatch) -> list[int | str]:
-    """What is flushed to the disk from now on, by inode, and what gets a name, by that name, in order."""
+    """Record from now on what is flushed to the disk, by inode, and what gets a name, by that name, in order."""
     calls: list[int | str] = []
     fsync = os.fsync
 

@@ -16,7 +16,7 @@ from ranks import Ranks
 import train_gpt as tg
 
 LONGEST_FILES = ["test_rehearsal.py", "test_ranks.py", "test_rows.py", "test_tables.py",
-                 "test_runs.py", "test_faults.py", "test_main.py"]
+                 "test_faults.py", "test_main.py", "test_files.py"]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

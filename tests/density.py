@@ -1,14 +1,15 @@
-"""How much a statement carries. A file is read one statement at a time, so that is what is measured, not its length.
+"""Measures how much a statement carries, and how much of a file is read: python tests/density.py FILES
 
-A statement is a simple one, or the head of a compound one (`if ...:`, `def ...:`). Docstrings do not count, nor do
-literal tables: assignments at the level of a module or a class, for facts as data are what one wants. Sizes are in
-tokens (names, operators, numbers, strings); packed constructs are counted per 1,000 statements. Arguments of the
-command line: Python files."""
+A statement is a simple one, or the head of a compound one (`if ...:`). Docstrings do not count, nor do literal tables:
+assignments at the level of a module or class, for facts as data are what one wants. Sizes are in tokens (names,
+operators, numbers, strings); packed constructs are counted per 1,000 statements.
+"""
 from __future__ import annotations
 
 import ast
 import bisect
 import io
+import re
 import sys
 import tokenize
 from collections import Counter
@@ -25,6 +26,46 @@ FREE = 2                                 # a small file may have two of anything
 Place = tuple[int, int]                  # (line, column)
 
 
+def docstrings(tree: ast.Module) -> list[ast.stmt]:
+    """Return the strings that stand alone."""
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)]
+
+
+def token_places(source: str) -> list[Place]:
+    """Return where each token begins that a reader reads, those of docstrings included."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return [token.start for token in tokens if token.type in COUNTED]
+
+
+# ---- The house: what a reader has before him -------------------------------------------------------------------------
+
+@dataclass(frozen=True)
+class Size:
+    lines: int
+    tokens: int                          # neither comments nor docstrings
+    functions: int
+    packaging: float                     # share of lines that are heads of functions and classes, docstrings, blanks
+    comments: float                      # lines that are comments, for every 100
+
+
+def size(source: str) -> Size:
+    tree = ast.parse(source)
+    lines = source.splitlines()
+    prose = docstrings(tree)
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    packed = sum(not line.strip() for line in lines)
+    packed += sum(node.end_lineno - node.lineno + 1 for node in prose)
+    for node in [*functions, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]:
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        packed += node.body[0].lineno - first
+    comments = sum(bool(re.match(r"\s*#", line)) for line in lines)
+    tokens = len(token_places(source)) - len(prose)
+    return Size(len(lines), tokens, len(functions), packed / len(lines), 100 * comments / len(lines))
+
+
+# ---- Density ---------------------------------------------------------------------------------------------------------
+
 @dataclass(frozen=True)
 class Density:
     statements: int
@@ -32,14 +73,13 @@ class Density:
     counts: dict[str, int]               # by construct
 
     def misses(self, slack: float = 1.0) -> list[str]:
-        """Names of the figures above `slack` times the aim."""
+        """Return the names of the figures above `slack` times the aim."""
         missed = []
         for name in ("mean", "p90"):
             if self.statements >= FEW_STATEMENTS and self.figures[name] > slack * AIM[name]:
                 missed.append(name)
         for name in CONSTRUCTS:
-            allowed = slack * AIM[name] * self.statements / 1000
-            if self.counts[name] > max(FREE, allowed):
+            if self.counts[name] > max(FREE, slack * AIM[name] * self.statements / 1000):
                 missed.append(name)
         return missed
 
@@ -49,25 +89,8 @@ class Density:
         return f"{self.statements} statements of {sizes}; per 1,000: {counted}"
 
 
-def is_docstring(node: ast.stmt) -> bool:
-    """Or any other string that stands alone."""
-    if not isinstance(node, ast.Expr) or not isinstance(node.value, ast.Constant):
-        return False
-    return isinstance(node.value.value, str)
-
-
-def literal_tables(tree: ast.Module) -> set[ast.stmt]:
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    found = set()
-    for holder in (tree, *classes):
-        for node in holder.body:
-            if isinstance(node, (ast.Assign, ast.AnnAssign)):
-                found.add(node)
-    return found
-
-
 def end_of_head(node: ast.stmt) -> Place:
-    """Where a simple statement ends, or the body of a compound one begins, its decorators included."""
+    """Return where a simple statement ends, or the body of a compound one begins, its decorators included."""
     body = getattr(node, "body", None)
     if not isinstance(body, list) or not body:
         return node.end_lineno, node.end_col_offset
@@ -78,80 +101,56 @@ def end_of_head(node: ast.stmt) -> Place:
     return first.lineno, first.col_offset
 
 
-def token_places(source: str) -> list[Place]:
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    return [token.start for token in tokens if token.type in COUNTED]
-
-
 def statement_sizes(tree: ast.Module, places: list[Place]) -> list[int]:
-    """Tokens of each statement, ascending."""
-    tables = literal_tables(tree)
+    """Return the tokens of each statement, ascending."""
+    left_out = set(docstrings(tree))
+    for holder in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))):
+        left_out |= {node for node in holder.body if isinstance(node, (ast.Assign, ast.AnnAssign))}
     sizes = []
     for node in ast.walk(tree):
-        if not isinstance(node, ast.stmt) or node in tables or is_docstring(node):
-            continue
-        first = bisect.bisect_left(places, (node.lineno, node.col_offset))
-        last = bisect.bisect_left(places, end_of_head(node))
-        sizes.append(last - first)
+        if isinstance(node, ast.stmt) and node not in left_out:
+            first = bisect.bisect_left(places, (node.lineno, node.col_offset))
+            sizes.append(bisect.bisect_left(places, end_of_head(node)) - first)
     return sorted(sizes)
 
 
-def assigns_a_tuple(node: ast.AST) -> bool:
-    """a, b = x, y"""
-    if not isinstance(node, ast.Assign):
-        return False
-    return isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
-
-
-def is_nested(node: ast.AST) -> bool:
-    """A comprehension that holds another."""
-    if not isinstance(node, COMPREHENSIONS):
-        return False
-    return any(isinstance(inner, COMPREHENSIONS) for inner in ast.walk(node) if inner is not node)
-
-
-def uses_logic_as_value(node: ast.AST) -> bool:
-    """x = a and b"""
-    if not isinstance(node, (ast.Assign, ast.Return, ast.Expr)):
-        return False
-    return isinstance(node.value, ast.BoolOp)
-
-
 def count_constructs(tree: ast.Module) -> Counter:
-    counts = Counter()
+    counts = Counter(dict.fromkeys(CONSTRUCTS, 0))
     for node in ast.walk(tree):
-        counts["pairs"] += assigns_a_tuple(node)
-        counts["nested"] += is_nested(node)
+        value = getattr(node, "value", None)
+        if isinstance(node, ast.Assign):
+            counts["pairs"] += isinstance(node.targets[0], ast.Tuple) and isinstance(value, ast.Tuple)
+        if isinstance(node, COMPREHENSIONS):
+            counts["nested"] += sum(isinstance(inner, COMPREHENSIONS) for inner in ast.walk(node)) > 1
+        if isinstance(node, (ast.Assign, ast.Return, ast.Expr)):
+            counts["logic"] += isinstance(value, ast.BoolOp)
         counts["ternaries"] += isinstance(node, ast.IfExp)
         counts["lambdas"] += isinstance(node, ast.Lambda)
         counts["walrus"] += isinstance(node, ast.NamedExpr)
-        counts["logic"] += uses_logic_as_value(node)
     return counts
 
 
 def density(source: str) -> Density:
-    """Of the text of a module, or of whole statements cut out of one."""
+    """Measure the text of a module, or whole statements cut out of one."""
     tree = ast.parse(source)
     sizes = statement_sizes(tree, token_places(source)) or [0]
     total = len(sizes)
-
     counts = count_constructs(tree)
     figures = {name: 1000 * counts[name] / total for name in CONSTRUCTS}
-    figures["mean"] = sum(sizes) / total
-    figures["p90"] = sizes[int(total * 0.9)]
+    figures |= dict(mean=sum(sizes) / total, p90=sizes[int(total * 0.9)])
     return Density(total, figures, dict(counts))
 
 
 def main(paths: list[str]) -> int:
-    """Prints a line for each file. Returns 1 if one misses the aim."""
+    """Print a line for each file. Return 1 if one misses the aim."""
     status = 0
     for path in paths:
-        found = density(Path(path).read_text("utf-8"))
-        verdict = ""
+        source = Path(path).read_text("utf-8")
+        found = density(source)
+        print(f"{path}: {size(source)}, {found}")
         if found.misses():
-            verdict = f"  MISSES {', '.join(found.misses())}"
+            print(f"    MISSES {', '.join(found.misses())}")
             status = 1
-        print(f"{path}: {found}{verdict}")
     return status
 
 

@@ -1,31 +1,51 @@
-"""Ranks as real processes, with a fault in one of them: the launcher behind test_faults.py.
+"""Ranks as real processes, with a fault in one of them: the launcher of test_faults.py.
 
-    launcher = Launcher()                       starts a server that imports train_gpt once and forks ranks from it
+    launcher = Launcher()                       starts a server that has imported train_gpt and forks ranks from it
     ended = launcher.start(folder, world=2, faults={1: "kill in forward"}).wait()
 
-The server plays torchrun: it holds the store in which the ranks meet and sets their environment. A rank runs the last
-lines of train_gpt.py as the script does. A fault is an act at a place: the rank's functions are replaced before it
-starts; the trainer itself knows nothing of it. Run as a script, this file is the server.
+The server plays torchrun: it has the store in which the ranks meet and sets their environment. A fault is an act at a
+place, "kill in forward": a function of the trainer is replaced before main; the trainer itself knows nothing of it. Run
+as a script, this file is the server.
 """
 from __future__ import annotations
 
-import ast, ctypes, dataclasses, errno, json, os, resource, signal, socket, subprocess, sys, threading, time
+import contextlib
+import ctypes
+import dataclasses
+import errno
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Callable, NamedTuple
+from typing import Any, NamedTuple
 
-ROOT = Path(__file__).resolve().parent.parent
+import torch
+import torch._dynamo                                                          # a second once, not once for each rank
+import torch.distributed as dist
+from common import ROOT, Forked
+
+import train_gpt as tg
+
 TIMEOUT = 5                              # s, --comm_timeout of the ranks
 BOUND = 60                               # s after which a rank counts as hanging, on a machine however busy
 FAULT_STEP = 3                           # step of the race in which a fault comes
-FLAGS = ("--preset=tiny", f"--comm_timeout={TIMEOUT}", "--val_every=0", "--max_steps=8", "--sample_tokens=2")
+FLAGS = ("--preset=tiny", "--adam_every=2", f"--comm_timeout={TIMEOUT}", "--val_every=0", "--max_steps=8",
+         "--sample_tokens=2")
 
 
 class Ended(NamedTuple):
     """How a job ended; lists by rank."""
     status: list[int | None]             # minus the signal for a killed rank, None for one that never ended
     seconds: list[float]                 # from the fault (without one, from the start) to the rank's end
-    err: list[str]
     out: list[str]
+    err: list[str]
     folder: Path
 
     @property
@@ -37,42 +57,29 @@ class Ended(NamedTuple):
         return [json.loads(line) for line in (self.run_dir / "log.jsonl").read_text().splitlines()]
 
 
-class Job:
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+class Job(NamedTuple):
+    folder: Path
 
     def wait(self) -> Ended:
-        result, limit = self.folder / "result.json", time.monotonic() + 2 * BOUND
+        result = self.folder / "result.json"
+        limit = time.monotonic() + 2 * BOUND
         while not result.exists():
             assert time.monotonic() < limit, f"no answer from the launcher of {self.folder}"
             time.sleep(0.02)
-        told = json.loads(result.read_text())
-        texts = ([(self.folder / f"{name}.{rank}").read_text() for rank in range(len(told["status"]))]
-                 for name in ("err", "out"))
-        return Ended(told["status"], told["seconds"], *texts, self.folder)
+        return Ended(*json.loads(result.read_text()), self.folder)
 
 
 class Launcher:
     def __init__(self) -> None:
-        environment = os.environ | dict(OMP_NUM_THREADS="1")
+        environment = os.environ | dict(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT))
         self.server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, text=True, env=environment,
                                        start_new_session=True)
 
-    def start(self, folder: Path, *flags: str, world: int = 1, faults: dict[int, str] | None = None,
-              extra: dict[int, list[str]] | None = None, absent: tuple = (), store: str = "launcher",
-              ends: bool = False, folders: list[Path] | None = None, nohup: bool = False) -> Job:
-        """Start a run of the tiny preset in `folder`; its logs go to folder/run.
-
-        faults: by rank. extra: more flags of one rank. absent: ranks that never start. store: held by the "launcher",
-        as under torchrun, by a "launcher apart", which can be stopped, or by "rank 0"; where it should be, the
-        "silent stranger" and the "silent launcher" listen and answer nothing. ends: SIGTERM to all ranks after the
-        first that fails, as torchrun does. folders: by rank, where it runs. nohup: SIGHUP is ignored.
-        """
+    def start(self, folder: Path, *flags: str, **how: Any) -> Job:
+        """Start a run of the tiny preset, whose logs go to folder/run. how: what `supervise` takes."""
         folder.mkdir(parents=True, exist_ok=True)
         argv = [*FLAGS, f"--run_dir={folder / 'run'}", *flags]
-        job = dict(folder=str(folder), argv=argv, world=world, faults=faults or {}, extra=extra or {}, absent=absent,
-                   store=store, ends=ends, folders=list(map(str, folders or [])), nohup=nohup)
-        self.server.stdin.write(json.dumps(job) + "\n")
+        self.server.stdin.write(json.dumps(dict(folder=str(folder), argv=argv, **how), default=str) + "\n")
         self.server.stdin.flush()
         return Job(folder)
 
@@ -84,80 +91,87 @@ class Launcher:
 # ------ The server ----------------------------------------------------------------------------------------------------
 
 def serve() -> None:
-    """One supervisor process for each line of stdin."""
-    sys.path.insert(0, str(ROOT))
-    import torch
-    import torch._dynamo                                                      # a second once, not once for each rank
-    import train_gpt
+    """Fork a supervisor process for each line of stdin."""
     torch.set_num_threads(1)
-    script = last_lines(Path(train_gpt.__file__).read_text())
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)                             # nobody waits for the supervisors
     for line in sys.stdin:
         if os.fork() == 0:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setpgid(0, 0)                                                  # what a terminal interrupts
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            supervise(json.loads(line), train_gpt, script)
+            supervise(**json.loads(line))
             os._exit(0)
 
 
-def last_lines(source: str):
-    """Code of `if __name__ == "__main__"`: what the script does and an import does not."""
-    script = ast.parse(source).body[-1]
-    assert isinstance(script, ast.If) and "__main__" in ast.unparse(script.test), "train_gpt.py ends with its script"
-    return compile(ast.Module(script.body, []), "train_gpt.py", "exec")
+def supervise(folder: str, argv: list[str], world: int = 1, faults: dict[str, str] = {},
+              extra: dict[str, list[str]] = {}, absent: list[int] = [], store: str = "launcher", ends: bool = False,
+              folders: list[str] = [], nohup: bool = False) -> None:
+    """Fork the ranks, wait until all have ended or BOUND is over, and write how they did.
 
+    faults: by rank. extra: more flags of one rank. absent: ranks that never start. store: in the "launcher", as under
+    torchrun, or in "rank 0"; where it should be, the "silent stranger" and the "silent launcher" listen and answer
+    nothing. ends: SIGTERM to all ranks after the first that fails, as torchrun does. folders: by rank, where it runs.
+    nohup: SIGHUP is ignored.
+    """
+    os.chdir(folder)
+    began = time.time()
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    if "silent" not in store:
+        listener.close()                                                      # its port is free again
+    holder = 0
+    if store == "launcher" and world > 1:
+        holder = hold_store(port)
+        Path("launcher").write_text(str(holder))
 
-def supervise(job: dict, tg, script) -> None:
-    """Fork the ranks, tell them where to meet, wait until all have ended or BOUND is over."""
-    import torch.distributed as dist
-    folder, world, began, pids, pipes = Path(job["folder"]), job["world"], time.time(), {}, []
-    for name, rank in ((name, rank) for name in ("err", "out") for rank in range(world)):
-        (folder / f"{name}.{rank}").touch()
-    for rank in sorted(set(range(world)) - set(job["absent"])):
-        reading, writing = os.pipe()
-        if not (pid := os.fork()):
-            os.close(writing)
-            with open(reading) as pipe:
-                play_rank(job, rank, pipe.readline(), tg, script)
-        pids[rank], pipes = pid, [*pipes, writing]
-    apart = None
-    if job["store"] == "launcher":
-        store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)         # behind the forks: threads
-        port = store.port
-    else:
-        listener = socket.create_server(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-        if "silent" not in job["store"]:
-            listener.close()                                                  # its port is free again
-        if job["store"] == "launcher apart":
-            apart = hold_store(port)
-            (folder / "launcher").write_text(str(apart))
-    for pipe in pipes:
-        os.write(pipe, f"{port}\n".encode())
-        os.close(pipe)
-    status, ended, limit = [None] * world, [BOUND + began] * world, time.monotonic() + BOUND
-    while pids and time.monotonic() < limit:
-        for rank, pid in list(pids.items()):
-            done, code = os.waitpid(pid, os.WNOHANG)
-            if done:
-                del pids[rank]
-                status[rank], ended[rank] = os.waitstatus_to_exitcode(code), time.time()
-                if job["ends"] and status[rank]:
-                    send(pids, signal.SIGTERM)
+    def before(rank: int) -> None:
+        """Be one rank: its place, its signals, its fault."""
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN if nohup else signal.SIG_DFL)
+        if folders:
+            os.chdir(folders[rank])
+        if faults and not any("warm-up" in fault for fault in faults.values()):
+            tg.warm_up = no_warm_up                                           # half of the time, and nothing to see
+        if str(rank) in faults:
+            plant(faults[str(rank)])
+
+    environment = dict(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1",
+                       MASTER_PORT=str(port))
+    if "launcher" in store and world > 1:
+        environment |= dict(TORCHELASTIC_RUN_ID="test", TORCHELASTIC_USE_AGENT_STORE="True",
+                            TORCHELASTIC_RESTART_COUNT="0")
+    ranks = {}
+    for rank in set(range(world)) - set(absent):
+        own = dict(RANK=str(rank), LOCAL_RANK=str(rank))
+        ranks[rank] = Forked([*argv, *extra.get(str(rank), [])], environment | own, lambda rank=rank: before(rank))
+
+    ended = {}                                                                # rank -> when
+    limit = time.monotonic() + BOUND
+    while len(ended) < len(ranks) and time.monotonic() < limit:
+        for rank, process in ranks.items():
+            if rank not in ended and process.poll() is not None:
+                ended[rank] = time.time()
+                if ends and process.status:
+                    send(ranks, signal.SIGTERM)
         time.sleep(0.01)
-    send(pids | ({-1: apart} if apart else {}), signal.SIGKILL)
-    at_fault = folder / "fault"
-    since = at_fault.stat().st_mtime if at_fault.exists() else began
-    (folder / "result.part").write_text(json.dumps(dict(status=status, seconds=[end - since for end in ended])))
-    (folder / "result.part").replace(folder / "result.json")
+    send(ranks, signal.SIGKILL)
+    if holder:
+        os.kill(holder, signal.SIGKILL)
+
+    since = os.path.getmtime("fault") if os.path.exists("fault") else began
+    status = [ranks[rank].status if rank in ranks else None for rank in range(world)]
+    texts = [ranks[rank].texts() if rank in ranks else ("", "") for rank in range(world)]
+    seconds = [ended.get(rank, BOUND + since) - since for rank in range(world)]
+    Path("result.part").write_text(json.dumps([status, seconds, *zip(*texts)]))
+    os.replace("result.part", "result.json")
 
 
 def hold_store(port: int) -> int:
-    """A process that holds the store as a launcher does. Returns its id once the store is there."""
-    import torch.distributed as dist
+    """Start a process that has the store, as a launcher has. Return its id once the store is there."""
     reading, writing = os.pipe()
-    if not (pid := os.fork()):
+    pid = os.fork()
+    if pid == 0:
         store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
         os.write(writing, b"!")
         time.sleep(3 * BOUND)
@@ -166,227 +180,185 @@ def hold_store(port: int) -> int:
     return pid
 
 
-def send(pids: dict[int, int], number: int) -> None:
-    for pid in pids.values():
-        os.kill(pid, number)
+def send(ranks: dict[int, Forked], number: int) -> None:
+    for process in ranks.values():
+        if process.poll() is None:
+            os.kill(process.child, number)
 
 
-def play_rank(job: dict, rank: int, port: str, tg, script) -> None:
-    """Be one rank: environment, output files, fault, then the last lines of train_gpt.py. Does not return."""
-    folder = Path(job["folder"])
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job["world"]), MASTER_ADDR="127.0.0.1",
-                      LOCAL_WORLD_SIZE=str(job["world"]), MASTER_PORT=port.strip())
-    if "launcher" in job["store"] and job["world"] > 1:
-        os.environ.update(TORCHELASTIC_RUN_ID="test", TORCHELASTIC_USE_AGENT_STORE="True",
-                          TORCHELASTIC_RESTART_COUNT="0")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    for number, name in ((1, "out"), (2, "err")):
-        os.dup2(os.open(folder / f"{name}.{rank}", os.O_WRONLY), number)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN if job["nohup"] else signal.SIG_DFL)
-    if job["folders"]:
-        os.chdir(job["folders"][rank])
-    sys.argv = ["train_gpt.py", *job["argv"], *job["extra"].get(str(rank), [])]
-    if job["faults"] and not any("warm-up" in fault for fault in job["faults"].values()):
-        tg.warm_up = lambda *_: None                                          # half of the time, and nothing to see
-    if fault := job["faults"].get(str(rank)):
-        act, place = fault.split(" in ")
-        PLACES[place](tg, once(folder, lambda: ACTS[act](tg, folder)))
-    try:
-        exec(script, vars(tg))                                                # ends the process
-    except BaseException:
-        sys.excepthook(*sys.exc_info())                                       # as the interpreter does
-        os._exit(1)
+def no_warm_up(*_: object) -> None:
+    """It leaves no trace."""
 
 
 # ------ Places and acts -----------------------------------------------------------------------------------------------
 
-def once(folder: Path, act: Callable) -> Callable:
-    """The act, at the first call only; the ends of the ranks are measured from the file that it leaves."""
-    def acting() -> None:
-        if not done:
-            done.append(True)
-            (folder / "fault").touch()
-            act()
-    done = []
-    return acting
-
-
-def in_step(tg, act: Callable, owner, name: str, after: bool = False) -> None:
-    """Call act() before (or after) owner.name from FAULT_STEP of the race on."""
-    step, race, train_step, inner = [-1], tg.race, tg.train_step, getattr(owner, name)
-
-    def racing(*args):
-        tg.train_step = counting
-        return race(*args)
-
-    def counting(executor, loader, values):
-        step[0] = values.step
-        return train_step(executor, loader, values)
-
-    def wrapped(*args, **kwargs):
-        if step[0] >= FAULT_STEP and not after:
-            act()
-        result = inner(*args, **kwargs)
-        if step[0] >= FAULT_STEP and after:
-            act()
-        return result
-    tg.race = racing
-    setattr(owner, name, wrapped)
-
-
-def at_call(tg, act: Callable, owner, name: str) -> None:
-    inner = getattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: (act(), inner(*args, **kwargs))[1])
-
-
-def in_thread(act: Callable) -> Callable:
-    def acting() -> None:
-        assert threading.current_thread() is not threading.main_thread()
-        act()
-    return acting
-
-
-PLACES: dict[str, Callable] = {
-    "the start": lambda tg, act: at_call(tg, act, tg, "parse_flags"),
-    "joining": lambda tg, act: at_call(tg, act, tg.dist, "init_process_group"),
-    "the data check": lambda tg, act: at_call(tg, act, tg, "scan_shards"),
-    "set-up": lambda tg, act: at_call(tg, act, tg, "fit_memory"),
-    "warm-up": lambda tg, act: at_call(tg, act, tg, "relu_sq_mlp"),
-    "forward": lambda tg, act: in_step(tg, act, tg, "relu_sq_mlp"),
-    "a reduction": lambda tg, act: in_step(tg, act, tg.dist, "reduce_scatter_tensor", after=True),
-    "a gather": lambda tg, act: in_step(tg, act, tg.dist, "all_gather_into_tensor", after=True),
-    "the gradients' return": lambda tg, act: in_step(tg, act, tg.RowTable, "return_gradients"),
-    "the fetch": lambda tg, act: in_step(tg, act, tg.RowTable, "fetch"),
-    "the exchange": lambda tg, act: in_step(tg, in_thread(act), tg, "exchange_plans"),
-    "the loader": lambda tg, act: in_step(tg, in_thread(act), tg, "make_slot"),
-    "the reader": lambda tg, act: in_step(tg, in_thread(act), tg.np, "fromfile"),
-    "validation": lambda tg, act: in_step(tg, act, tg, "next_token_losses"),
-    "the sample": lambda tg, act: at_call(tg, act, tg, "generate"),
+# Name -> a function of the trainer; and "once": at its first call, or in the race from FAULT_STEP on: "before" its
+# call, "after" it, or before it and in a "thread" of its own.
+PLACES: dict[str, tuple[Any, str, str]] = {
+    "the start": (tg, "parse_flags", "once"),
+    "joining": (dist, "init_process_group", "once"),
+    "the data check": (tg, "scan_shards", "once"),
+    "set-up": (tg, "fit_memory", "once"),
+    "warm-up": (tg, "relu_sq_mlp", "once"),
+    "forward": (tg, "relu_sq_mlp", "before"),
+    "a reduction": (dist, "reduce_scatter_tensor", "after"),
+    "a gather": (dist, "all_gather_into_tensor", "after"),
+    "the gradients' return": (tg.RowTable, "return_gradients", "before"),
+    "the fetch": (tg.RowTable, "fetch", "before"),
+    "the exchange": (tg, "exchange_plans", "thread"),
+    "the loader": (tg, "pack_block", "thread"),
+    "the reader": (tg.np, "fromfile", "thread"),
+    "validation": (tg, "next_token_losses", "before"),
+    "the sample": (tg, "generate", "once"),
 }
 
 
-def fail(error: BaseException) -> None:
+def plant(fault: str) -> None:
+    """Let an act, "kill in forward", happen once at its place in this process; a file `fault` tells when it did."""
+    act, place = fault.split(" in ")
+    owner, name, when = PLACES[place]
+    inner = getattr(owner, name)
+    log_step = tg.Log.step
+    steps, done = [], []
+
+    def count(*args: Any) -> None:
+        log_step(*args)
+        steps.append(True)
+
+    def acting() -> None:
+        if done or (when != "once" and len(steps) < FAULT_STEP):
+            return
+        in_thread = threading.current_thread() is not threading.main_thread()
+        assert in_thread or when != "thread", f"{name} in the main thread"
+        done.append(True)
+        Path("fault").touch()
+        ACTS[act]()
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if when != "after":
+            acting()
+        result = inner(*args, **kwargs)
+        if when == "after":
+            acting()
+        return result
+
+    tg.Log.step = count
+    setattr(owner, name, wrapped)
+
+
+def fail(error: BaseException = ZeroDivisionError("a bug")) -> None:
     raise error
 
 
-def kill(tg, folder: Path) -> None:
+def kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
     time.sleep(BOUND)
 
 
-def kill_and_stop_launcher(tg, folder: Path) -> None:
-    os.kill(int((folder / "launcher").read_text()), signal.SIGSTOP)
-    kill(tg, folder)
+def kill_and_stop_launcher() -> None:
+    os.kill(int(Path("launcher").read_text()), signal.SIGSTOP)
+    kill()
 
 
-def wait_in_c() -> None:
+def wait_in_c(*_: object) -> None:
     """Wait as a collective or a compiler may: in C, where no signal is heard. A mutex is locked twice."""
-    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc = ctypes.CDLL(None)
+    mutex = ctypes.create_string_buffer(64)
     for _ in range(2):
         libc.pthread_mutex_lock(mutex)
 
 
-def signal_when_stuck(number: int) -> Callable:
-    def act(tg, folder: Path) -> None:
-        threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
-        wait_in_c()
-    return act
+def signal_when_stuck(number: int) -> None:
+    threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
+    wait_in_c()
 
 
-def bug_and_stuck_end(tg, folder: Path) -> None:
-    tg.Log.aborted = lambda *_: wait_in_c()
-    fail(ZeroDivisionError("a bug"))
+def bug_and_stuck_end() -> None:
+    tg.Log.aborted = wait_in_c
+    fail()
 
 
-def bug_and_full_pipe(tg, folder: Path) -> None:
+def bug_and_full_pipe() -> None:
     """stderr is a pipe that nobody reads."""
     _, writing = os.pipe()
     os.set_blocking(writing, False)
-    try:
+    with contextlib.suppress(BlockingIOError):
         while True:
             os.write(writing, bytes(1 << 12))
-    except BlockingIOError:
-        os.set_blocking(writing, True)
+    os.set_blocking(writing, True)
     os.dup2(writing, 2)
-    fail(ZeroDivisionError("a bug"))
+    fail()
 
 
-def break_weights(tg, folder: Path) -> None:
-    inner = tg.relu_sq_mlp
-    tg.relu_sq_mlp = lambda *args: inner(*args) * float("nan")
-
-
-def change_plans(tg, key: str, by: int, untied: bool = False) -> None:
-    """From here on this rank's row plans say another cycle, or other tokens, or that the head is tied no more."""
-    def plan(self, table, purpose, steps, *rest):
-        if untied and table.label == "embed":
-            steps = [dataclasses.replace(values, tied=not values.tied) for values in steps]
-        found = inner(self, table, purpose, steps, *rest)
-        found.tag[key] += by
-        return found
-    inner, tg.Planner.plan = tg.Planner.plan, plan
-
-
-def fill_disk(tg, folder: Path) -> None:
-    """log.jsonl may grow by half a line more; log.txt, which is shorter, by some."""
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    room = (folder / "run" / "log.jsonl").stat().st_size + 50
-    resource.setrlimit(resource.RLIMIT_FSIZE, (room, resource.RLIM_INFINITY))
-
-
-def bug_and_late_signal(tg, folder: Path) -> None:
+def bug_and_late_signal() -> None:
     """SIGTERM comes when the end has begun."""
-    def describe(error):
+    describe = tg.describe
+
+    def late(error: BaseException) -> tuple[int, str]:
         if isinstance(error, ZeroDivisionError):
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.5)
-        return inner(error)
-    inner, tg.describe = tg.describe, describe
-    fail(ZeroDivisionError("a bug"))
+        return describe(error)
+    tg.describe = late
+    fail()
 
 
-def cut_shards(tg, folder: Path) -> None:
-    """Those that are not in memory yet."""
-    for path in later_shards(folder):
-        os.truncate(path, path.stat().st_size // 2)
+def break_weights() -> None:
+    mlp = tg.relu_sq_mlp
+
+    def broken(*args: Any) -> torch.Tensor:
+        return mlp(*args) * float("nan")
+    tg.relu_sq_mlp = broken
 
 
-def remove_shards(tg, folder: Path) -> None:
-    for path in later_shards(folder):
-        path.unlink()
+def change_plans(key: str, by: int, untied: bool = False) -> None:
+    """From here on this rank's row plans say another cycle, or other tokens, or that the head is tied no more."""
+    plan = tg.Planner.plan
+
+    def changed(self: tg.Planner, table: tg.Table, purpose: str, values: tg.Values, *rest: Any) -> tg.TablePlan:
+        if untied and table.label == "embed":
+            values = dataclasses.replace(values, tied=not values.tied)
+        found = plan(self, table, purpose, values, *rest)
+        found.tag[key] += by
+        return found
+    tg.Planner.plan = changed
 
 
-def later_shards(folder: Path) -> list[Path]:
-    return sorted((folder / "data").glob("train_*.bin"))[4:]                  # the loader is at the third by FAULT_STEP
+def spoil_shards(spoil: Callable[[Path], object]) -> None:
+    """Spoil those that are not in memory yet: by FAULT_STEP the loader is at the third."""
+    for path in sorted(Path("data").glob("train_*.bin"))[4:]:
+        spoil(path)
 
 
-ACTS: dict[str, Callable] = {
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+ACTS: dict[str, Callable[[], object]] = {
     "kill": kill,
-    "nap": lambda tg, folder: time.sleep(1.5 * TIMEOUT),
-    "sleep": lambda tg, folder: time.sleep(10 * BOUND),
-    "Ctrl-C": lambda tg, folder: os.killpg(os.getpgrp(), signal.SIGINT),
-    "SIGTERM": lambda tg, folder: os.kill(os.getpid(), signal.SIGTERM),
-    "SIGHUP": lambda tg, folder: os.kill(os.getpid(), signal.SIGHUP),
-    "SIGTERM when stuck": signal_when_stuck(signal.SIGTERM),
-    "Ctrl-C when stuck": signal_when_stuck(signal.SIGINT),
-    "SIGHUP when stuck": signal_when_stuck(signal.SIGHUP),
+    "kill with stopped launcher": kill_and_stop_launcher,
+    "nap": partial(time.sleep, 1.5 * TIMEOUT),
+    "sleep": partial(time.sleep, 10 * BOUND),
+    "Ctrl-C": partial(os.killpg, 0, signal.SIGINT),
+    "SIGTERM": partial(signal.raise_signal, signal.SIGTERM),
+    "SIGHUP": partial(signal.raise_signal, signal.SIGHUP),
+    "SIGTERM when stuck": partial(signal_when_stuck, signal.SIGTERM),
+    "Ctrl-C when stuck": partial(signal_when_stuck, signal.SIGINT),
+    "SIGHUP when stuck": partial(signal_when_stuck, signal.SIGHUP),
+    "bug": fail,
     "bug and stuck end": bug_and_stuck_end,
     "bug and full pipe": bug_and_full_pipe,
     "bug and late SIGTERM": bug_and_late_signal,
-    "kill with stopped launcher": kill_and_stop_launcher,
-    "bad data": lambda tg, folder: fail(tg.DataError("shard 7", "a hole", "no hole", "mend it")),
-    "disk error": lambda tg, folder: fail(OSError(errno.EIO, os.strerror(errno.EIO))),
-    "bug": lambda tg, folder: fail(ZeroDivisionError("a bug")),
-    "out of memory": lambda tg, folder: fail(tg.torch.OutOfMemoryError("Tried to allocate 2.00 GiB.\nMore lines.")),
-    "out of host memory": lambda tg, folder: tg.torch.empty(10**15),
+    "bad data": partial(fail, tg.DataError("shard 7", "a hole", "no hole", "mend it")),
+    "disk error": partial(fail, OSError(errno.EIO, os.strerror(errno.EIO))),
+    "out of memory": partial(fail, torch.OutOfMemoryError("Tried to allocate 2.00 GiB.\nMore lines.")),
+    "out of host memory": partial(torch.empty, 10**15),
     "NaN": break_weights,
-    "another cycle": lambda tg, folder: change_plans(tg, "cycle", 1),
-    "another untying": lambda tg, folder: change_plans(tg, "cycle", 0, untied=True),
-    "other tokens": lambda tg, folder: change_plans(tg, "tokens", 8),
-    "full disk": fill_disk,
-    "cut shards": cut_shards,
-    "removed shards": remove_shards,
+    "another cycle": partial(change_plans, "cycle", 1),
+    "another untying": partial(change_plans, "cycle", 0, untied=True),
+    "other tokens": partial(change_plans, "tokens", 8),
+    "cut shards": partial(spoil_shards, cut),
+    "removed shards": partial(spoil_shards, Path.unlink),
 }
 
 
