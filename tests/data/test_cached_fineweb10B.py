@@ -1,7 +1,6 @@
 """data/cached_fineweb10B.py against a local server that answers like the hub, and fails like networks do."""
 import fcntl
 import hashlib
-import logging
 import os
 import pty
 import resource
@@ -26,8 +25,8 @@ from data_common import failure, wrong_flag
 import cached_fineweb10B as tool                            # noqa: E402
 import shard_files                                          # noqa: E402
 
-HONOURS_ALL = int(pytest.importorskip("huggingface_hub").__version__.split(".")[0]) >= 1    # else Retry-After of 429
 TOOL = ROOT / "data/cached_fineweb10B.py"
+ISOLATED = {"HF_TOKEN": "", "HF_ENDPOINT": "", "HF_HUB_OFFLINE": "0", "NO_PROXY": "*", "no_proxy": "*"}
 VAL, ONE, TWO = "fineweb_val_000000.bin", "fineweb_train_000001.bin", "fineweb_train_000002.bin"
 
 
@@ -133,23 +132,14 @@ def hub() -> Iterator[Hub]:
 
 
 @pytest.fixture
-def waits(tmp_path, monkeypatch) -> list[float]:
-    """Settings of the hub away from the user's, no waiting; the seconds that would have been waited."""
-    from huggingface_hub import constants
-    monkeypatch.setattr(logging.getLogger("huggingface_hub"), "handlers", [])    # it keeps an earlier test's stderr
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
-    for name, value in isolated(tmp_path).items():
+def waits(monkeypatch) -> list[float]:
+    """No settings of the user, no waiting; the seconds that would have been waited."""
+    for name, value in ISOLATED.items():
         monkeypatch.setenv(name, value)
     seconds = []
     monkeypatch.setattr(time, "sleep", seconds.append)
     monkeypatch.setattr(tool, "CHUNK", 1000)
     return seconds
-
-
-def isolated(tmp_path: Path) -> dict[str, str]:
-    return {"HF_HOME": str(tmp_path / "hf home"), "HF_TOKEN": "", "NO_PROXY": "*", "no_proxy": "*",
-            "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_TELEMETRY": "1"}
 
 
 def fetch(hub: Hub, out: Path, shards: int = 1) -> None:
@@ -158,12 +148,10 @@ def fetch(hub: Hub, out: Path, shards: int = 1) -> None:
 
 def fails(hub: Hub, out: Path, *parts: str) -> None:
     """The call ends with a message of these parts in order; no *.bin is there that is not whole."""
-    if out.is_dir():                     # one shard to fetch: else the other one's thread would live on in the tests
-        (out / VAL).write_bytes(hub.files[VAL])
     message = failure(tool, "1", "--out", out, "--endpoint", hub.url)
     places = [message.find(part) for part in parts]
     assert -1 not in places and places == sorted(places), message
-    assert not any(tool.fault(path, {}) for path in out.glob("*.bin"))
+    assert not any(tool.fault(path) for path in out.glob("*.bin"))
 
 
 def assert_whole(hub: Hub, out: Path, *names: str) -> None:
@@ -179,7 +167,6 @@ def test_get_shards__fetches_then_keeps_without_network(hub, waits, tmp_path, ca
     fetch(hub, out, 2)
     assert len(hub.requests) == before and not waits
     assert capsys.readouterr().out.endswith("2 training shards and the validation shard, whole\n")
-    assert not (tmp_path / "hf home").exists()                        # nothing goes into the hub's cache
 
 
 def flipped(content: bytes, at: int) -> bytes:
@@ -188,9 +175,9 @@ def flipped(content: bytes, at: int) -> bytes:
 
 SHARD = make_shard(1)
 MENDED = {                               # of the hub; on disk, by ending; failures -> ranges asked for, what is said
-    "two cuts": ({}, {}, [("cut", 5000), ("cut", 2000)], ["", "bytes=5000-", "bytes=7000-"], ""),
+    "two cuts": ({}, {}, [("cut", 5000), ("cut", 2000)], ["", "bytes=5000-", "bytes=7000-"], "7,000 of 9,024"),
     "progress is no failure": ({}, {}, [("cut", 1000)] * 8, ["", *(f"bytes={n}000-" for n in range(1, 9))], ""),
-    "reset": ({}, {}, [("reset", 5000)], None, ""),
+    "reset": ({}, {}, [("reset", 5000)], None, "trying again"),
     "no ranges": (dict(with_range=False), {}, [("cut", 5000)], None, ""),
     "a part": ({}, {".part": SHARD[:6000]}, [], ["bytes=6000-"], ""),
     "a whole part": ({}, {".part": SHARD}, [], [], ""),
@@ -217,21 +204,20 @@ def test_fetch__in_the_end_all_is_whole(hub, waits, tmp_path, capsys, name):
     assert said in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("where", ["HEAD hub", "GET hub", "GET cdn"])
-@pytest.mark.parametrize("status, headers", [(429, {"Retry-After": "7"}), (500, {}), (503, {"Retry-After": "7"})])
-def test_seconds_to_wait__a_busy_server(hub, waits, tmp_path, capsys, caplog, where, status, headers):
+@pytest.mark.parametrize("where", ["HEAD hub", "GET cdn"])
+@pytest.mark.parametrize("status, headers, expected", [
+    (429, {"Retry-After": "7"}, [7, 7]), (500, {}, [1, 2]), (503, {"Retry-After": "7"}, [7, 7])])
+def test_fetch__waits_for_a_busy_server(hub, waits, tmp_path, capsys, where, status, headers, expected):
     hub.plans[where, ONE] = [("status", status, headers)] * 2
     fetch(hub, tmp_path)
     assert_whole(hub, tmp_path, VAL, ONE)
-    assert len(waits) == 2
-    assert min(waits) >= 7 if headers and (HONOURS_ALL or status == 429) else waits == [1, 2]
-    assert str(status) in capsys.readouterr().err + caplog.text       # said by the tool or by the hub's own retries
+    assert waits == expected and capsys.readouterr().err.count(f"HTTP {status}; trying again in {waits[1]} s") >= 1
 
 
 def test_fetch__a_server_that_stays_busy(hub, waits, tmp_path):
     hub.plans["HEAD hub", ONE] = [("status", 429, {})] * 100
     fails(hub, tmp_path, ONE, "found 'HTTP 429'", "expected", "the same command goes on")
-    assert waits == [1, 2, 4, 8, 16] or not HONOURS_ALL and sum(waits) < 300
+    assert waits == [1, 2, 4, 8, 16]
 
 
 def test_fetch__a_truncated_shard(hub, waits, tmp_path):
@@ -260,18 +246,6 @@ def test_fault__hashes_are_kept_and_damage_is_mended(hub, waits, tmp_path, capsy
     assert f"{ONE}: found other content than manifest.json names" in capsys.readouterr().err
 
 
-def test_get_shards__no_room_for_the_hashes(hub, waits, tmp_path, monkeypatch, capsys):
-    """Fetched shards without hashes are an error; where nothing was to fetch, a remark."""
-    def full(*arguments) -> None:
-        raise shard_files.DataError("manifest.json.part: found 'No space left on device', expected room; make room")
-
-    monkeypatch.setattr(tool, "write_manifest", full)
-    fails(hub, tmp_path / "out", "manifest.json.part: found 'No space left")
-    assert {path.name for path in (tmp_path / "out").glob("*.bin")} == {VAL, ONE}
-    fetch(hub, tmp_path / "out")
-    assert "No space left on device" in capsys.readouterr().err
-
-
 def test_fetch__a_missing_shard_or_no_server(hub, waits, tmp_path):
     content = hub.files.pop(ONE)
     fails(hub, tmp_path, ONE, "found 'HTTP 404'", "expected", "HF_ENDPOINT")
@@ -284,7 +258,7 @@ def test_fetch__a_missing_shard_or_no_server(hub, waits, tmp_path):
         free.bind(("127.0.0.1", 0))
         message = failure(tool, "1", "--out", tmp_path, "--endpoint", f"http://127.0.0.1:{free.getsockname()[1]}")
     assert "expected the shard; look at the network" in message
-    assert waits == [1, 2, 4, 8, 16] or not HONOURS_ALL and sum(waits) < 300
+    assert waits == [1, 2, 4, 8, 16]
     assert (tmp_path / f"{ONE}.part").stat().st_size == 5000          # kept for a better day
     hub.plans.clear()
     fetch(hub, tmp_path)
@@ -292,20 +266,20 @@ def test_fetch__a_missing_shard_or_no_server(hub, waits, tmp_path):
 
 
 def test_main__flags(waits, capsys):
-    for arguments in (["104"], ["-1"], ["nine"], ["--jobs=0"]):
+    for arguments in (["104"], ["-1"], ["nine"], ["--out="]):
         said = wrong_flag(tool, capsys, *arguments)
-    assert "expected N from 0 to 103" in said
+    assert "expected the name of a folder" in said
 
 
 # ---- what only a process of its own can show ----------------------------------------------------------------------
 
-def start(tmp_path: Path, *arguments: str, **options) -> subprocess.Popen:
-    environment = os.environ | isolated(tmp_path) | options.pop("env", {})
+def start(*arguments: str, **options) -> subprocess.Popen:
+    environment = os.environ | ISOLATED | options.pop("env", {})
     return subprocess.Popen([sys.executable, str(TOOL), *arguments], env=environment, text=True, **options)
 
 
 def test_main__environment_and_plain_output(hub, tmp_path):
-    process = start(tmp_path, "1", "--out", str(tmp_path / "out"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    process = start("1", "--out", str(tmp_path / "out"), stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                     env={"HF_ENDPOINT": hub.url, "HF_TOKEN": "hf_secret"})
     output, errors = process.communicate(timeout=20)
     assert process.returncode == 0, errors
@@ -321,7 +295,7 @@ def test_fetch__offline(hub, tmp_path):
     out.mkdir()
     (out / VAL).write_bytes(hub.files[VAL])
     for shards, status in ("0", 0), ("1", 1):
-        process = start(tmp_path, shards, "--out", str(out), "--endpoint", hub.url, stderr=subprocess.PIPE,
+        process = start(shards, "--out", str(out), "--endpoint", hub.url, stderr=subprocess.PIPE,
                         env={"HF_HUB_OFFLINE": "1"})
         errors = process.communicate(timeout=20)[1]
         assert process.returncode == status and ("HF_HUB_OFFLINE" in errors) == (status == 1), errors
@@ -332,17 +306,17 @@ def test_main__ctrl_c_then_again_with_a_bar(hub, tmp_path):
     out, size = tmp_path / "out", 3 << 20
     hub.files[ONE] = make_shard(1, (size - 1024) // 2)
     hub.plans["GET cdn", ONE] = [("stall", 5 << 19)]
-    process = start(tmp_path, "1", "--out", str(out), "--endpoint", hub.url, stderr=subprocess.PIPE)
+    process = start("1", "--out", str(out), "--endpoint", hub.url, stderr=subprocess.PIPE)
     part, end = out / f"{ONE}.part", time.monotonic() + 10
     while not (part.exists() and part.stat().st_size >= 2 << 20) and time.monotonic() < end:
         time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=10)
-    assert process.returncode == 130 and "Traceback" not in errors and "the same command goes on" in errors, errors
+    assert process.returncode == 130 and "Traceback" not in errors and "the same command again" in errors, errors
     assert not (out / ONE).exists() and part.stat().st_size == 2 << 20
     terminal, ours = pty.openpty()
     fcntl.ioctl(ours, termios.TIOCSWINSZ, struct.pack("4H", 24, 100, 0, 0))
-    process = start(tmp_path, "1", "--out", str(out), "--endpoint", hub.url, stderr=ours)
+    process = start("1", "--out", str(out), "--endpoint", hub.url, stderr=ours)
     os.close(ours)
     shown = b""
     while block := read_terminal(terminal):
@@ -363,14 +337,14 @@ def read_terminal(terminal: int) -> bytes:
 def test_get_shards__two_at_once_and_a_full_disk(hub, tmp_path):
     hub.files[ONE] = make_shard(1, 2_000_000)
     arguments = ("1", "--out", str(tmp_path / "out"), "--endpoint", hub.url)
-    small = start(tmp_path, "1", "--out", str(tmp_path / "full"), "--endpoint", hub.url, stderr=subprocess.PIPE,
+    small = start("1", "--out", str(tmp_path / "full"), "--endpoint", hub.url, stderr=subprocess.PIPE,
                   preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)))
     errors = small.communicate(timeout=20)[1]
     assert small.returncode == 1 and "Traceback" not in errors
-    assert f"{ONE}.part: found 'File too large' at 1,048,576 bytes, expected room" in errors, errors
-    assert {path.name for path in (tmp_path / "full").glob("*.bin")} <= {VAL}
+    assert "File too large" in errors and "make room" in errors, errors
+    assert {path.name for path in (tmp_path / "full").glob("*.bin")} == {VAL}
     hub.requests.clear()
-    both = [start(tmp_path, *arguments, stderr=subprocess.PIPE) for _ in range(2)]
+    both = [start(*arguments, stderr=subprocess.PIPE) for _ in range(2)]
     assert [(p.communicate(timeout=20), p.returncode)[1] for p in both] == [0, 0]
     assert_whole(hub, tmp_path / "out", VAL, ONE)
     assert len(hub.of("GET", "cdn")) == 2

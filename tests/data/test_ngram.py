@@ -42,7 +42,6 @@ def test_main__a_stream_over_shards(tmp_path, capsys):
     counts = Counter(val[1:41].tolist()).values()
     assert math.isclose(result["unigram_nats"], -sum(c / 40 * math.log(c / 40) for c in counts))
     assert math.isclose(result["trigram_nats"], -np.log(ngram.witten_bell(train[:70], val[:41], 7)).mean())
-    assert math.isclose(result["ratio"], result["trigram_nats"] / result["unigram_nats"])
     assert (result["train_tokens"], result["val_tokens"], result["vocab_size"]) == (70, 40, 7)
 
 
@@ -64,6 +63,6 @@ def test_read_stream__wrong_requests(tmp_path):
     (tmp_path / "short.bin").write_bytes(b"\0" * 10)
     for val, count, message in ((good, 4, "found 3 tokens, asked for 5, expected at least 2; ask for 2 to 3"),
                                 (tmp_path / "none.bin", 1, "data/pocket.py"), (tmp_path / "short.bin", 1, "words 0"),
-                                (other, 1, "found vocabulary sizes 7 in --train and 9 in --val"),
-                                (gpt2, 1, "and 50257 in --val")):
+                                (other, 1, "found vocabulary size 9, expected 7 as in --train"),
+                                (gpt2, 1, "found vocabulary size 50257")):
         assert message in failure(ngram, f"--train={good}", f"--val={val}", f"--val_tokens={count}")
