@@ -130,7 +130,7 @@ def gpt2_tokenizer(ranks: Path | None) -> tuple[dict[bytes, int], Callable[[byte
         import tiktoken
         encoding = tiktoken.get_encoding("gpt2") if not ranks else None
     except (ImportError, OSError) as error:
-        raise DataError("--tokenizer=gpt2", repr(str(error)), "tiktoken, and its ranks from the network",
+        raise DataError("--tokenizer=gpt2", repr(f"{error}".split(";")[0]), "tiktoken, and its ranks from the network",
                         "python -m pip install tiktoken, or give --vocab=FILE") from None
     if ranks:
         ids = read_pieces(ranks)
@@ -216,8 +216,8 @@ def json_documents(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
             try:
                 record = json.loads(line)
             except (ValueError, RecursionError) as error:     # no UTF-8, nested too deeply, a number of 5,000 digits
-                found = repr(str(error).split(";")[0])
-                raise DataError(place, found, "an object", "mend the line, or leave it out") from None
+                raise DataError(place, repr(f"{error}".split(";")[0]), "an object",
+                                "mend the line, or leave it out") from None
             yield text_of(record, args.text_key, place)
 
 
@@ -230,7 +230,7 @@ def parquet_documents(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
                 for row in batch.to_pylist():
                     yield text_of(row, args.text_key, f"{path}: a row")
     except (ImportError, OSError, ValueError) as error:       # a damaged column may be any of the latter two
-        raise DataError(path, repr(str(error)), "a Parquet file, and pyarrow to read it",
+        raise DataError(path, repr(f"{error}".split(";")[0]), "a Parquet file, and pyarrow to read it",
                         "write it again, or python -m pip install pyarrow") from None
 
 

@@ -10,6 +10,7 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
+from typing import Callable
 
 import pytest
 from common import ROOT, preset, recorded_writes, refused, write_shard
@@ -50,23 +51,13 @@ def library(monkeypatch) -> None:
     monkeypatch.setattr(pocket, "MIN_VAL_TOKENS", 1)
 
 
-# ---- nothing is opened blindly --------------------------------------------------------------------------------------
-
-def device(path: Path) -> None:
-    path.symlink_to("/dev/zero")
-
-
-def link_to_nowhere(path: Path) -> None:
-    path.symlink_to("nowhere")
-
-
-def loop(path: Path) -> None:
-    path.symlink_to(path.name)
+def link_to(target: str) -> Callable[[Path], None]:
+    return lambda path: path.symlink_to(target)
 
 
 @pytest.mark.parametrize("make, kind", [
-    (Path.mkdir, "a directory"), (os.mkfifo, "a pipe or a device"), (link_to_nowhere, "a link that leads nowhere"),
-    (device, "a pipe or a device"), (loop, "a link that leads nowhere")])
+    (Path.mkdir, "a directory"), (os.mkfifo, "a pipe or a device"), (link_to("/dev/zero"), "a pipe or a device"),
+    (link_to("nowhere"), "a link that leads nowhere"), (link_to("odd.bin"), "a link that leads nowhere")])
 def test_regular_file__odd_files_are_named_by_every_tool(tmp_path, source, make, kind):
     odd, out, found = tmp_path / "odd.bin", tmp_path / "out", f"odd.bin: found {kind}, expected"
     make(odd)
@@ -82,7 +73,7 @@ def test_regular_file__odd_files_are_named_by_every_tool(tmp_path, source, make,
     assert "fineweb_val_000000.bin: found " in message and "expected a shard; remove it" in message
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, link_to_nowhere, Path.mkdir])
+@pytest.mark.parametrize("make", [os.mkfifo, link_to("nowhere"), Path.mkdir])
 @pytest.mark.parametrize("name", ["vocab.txt", "manifest.json", "set_train_000000.bin", "pocket_val_000000.bin"])
 def test_check_free__odd_files_are_not_replaced(tmp_path, source, library, make, name):
     out = tmp_path / "set"
@@ -98,13 +89,11 @@ def test_folder_name__a_file_where_the_folder_should_be(tmp_path, source, monkey
     monkeypatch.chdir(tmp_path)
     for tool, arguments in ((pocket, []), (tokenize_text, [source]), (cached_fineweb10B, [0])):
         assert "source.txt: found " in failure(tool, *arguments, f"--out={source}")
-        assert "source.txt: found 'File exists'" in failure(tool, *arguments, f"--out={source}/below")
+        assert "found 'Not a directory'" in failure(tool, *arguments, f"--out={source}/below/it")
         for empty in ("", "/"):
             assert "expected the name of a folder" in wrong_flag(tool, capsys, *arguments, f"--out={empty}")
     assert contents(tmp_path) == {"source.txt": TEXT.encode()}
 
-
-# ---- whole or untouched ---------------------------------------------------------------------------------------------
 
 @contextlib.contextmanager
 def no_large_files(limit: int):
@@ -243,8 +232,6 @@ def test_locked__a_second_call_waits_and_then_finds_the_first_ones_data(tmp_path
     assert sum("nothing to do" in out for out, _ in said) == 1
     assert sum("another call writes there" in errors for _, errors in said) <= 1
 
-
-# ---- results that are seen, ends in words ---------------------------------------------------------------------------
 
 def test_say__a_console_that_cannot_encode(tmp_path, source, monkeypatch):
     console = io.TextIOWrapper(io.BytesIO(), "latin-1")
