@@ -17,7 +17,7 @@ from typing import Iterator, NamedTuple
 import numpy as np
 import pytest
 from common import ROOT
-from data_common import failure, wrong_flag
+from data_common import failure
 
 import cached_fineweb10B as tool                            # noqa: E402
 import shard_files                                          # noqa: E402
@@ -207,12 +207,6 @@ def test_fetch__waits_for_a_busy_server(hub, waits, tmp_path, capsys, where, sta
     assert f"HTTP {status}; trying again in {expected[1]} s" in capsys.readouterr().err
 
 
-def test_fetch__a_server_that_stays_busy(hub, waits, tmp_path):
-    hub.plans["HEAD hub", ONE] = [("status", 429, {})] * 100
-    fails(hub, tmp_path, ONE, "found 'HTTP 429'", "expected", "the same command goes on")
-    assert waits == [1, 2, 4, 8, 16]
-
-
 def test_fetch__a_truncated_shard(hub, waits, tmp_path):
     """The hub itself has half a file: its length and hash agree, only the header tells."""
     hub.files[ONE] = hub.files[ONE][:5000]
@@ -241,7 +235,8 @@ def test_fetch__a_missing_shard_or_no_server(hub, waits, tmp_path):
     assert len(hub.of("HEAD", "hub", ONE)) == 1 and not waits
     hub.files[ONE] = content
     hub.plans["GET cdn", ONE] = [("cut", 5000)] + [("status", 502, {})] * 100
-    fails(hub, tmp_path, ONE, "HTTP 502")
+    fails(hub, tmp_path, ONE, "found 'HTTP 502'", "expected", "the same command goes on")
+    assert waits[-5:] == [1, 2, 4, 8, 16]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         message = failure(tool, "1", "--out", tmp_path, "--endpoint", f"http://127.0.0.1:{free.getsockname()[1]}")
@@ -269,12 +264,6 @@ def test_ask__the_token_stays_at_the_hub(hub, waits, tmp_path, monkeypatch, caps
     assert {r.authorization for r in hub.requests if r.place == "cdn"} == {""}
     said = capsys.readouterr().err
     assert "\r" not in said and f"{ONE}: 9,024 bytes, checked\n" in said, "no bar in a file"
-
-
-def test_main__flags(waits, capsys):
-    for arguments in (["104"], ["-1"], ["nine"], ["--out="]):
-        said = wrong_flag(tool, capsys, *arguments)
-    assert "expected the name of a folder" in said
 
 
 def start(hub: Hub, out: Path, **options) -> subprocess.Popen:

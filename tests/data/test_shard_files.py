@@ -73,17 +73,6 @@ def test_regular_file__odd_files_are_named_by_every_tool(tmp_path, source, make,
     assert "fineweb_val_000000.bin: found " in message and "expected a shard; remove it" in message
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, link_to("nowhere"), Path.mkdir])
-@pytest.mark.parametrize("name", ["vocab.txt", "manifest.json", "set_train_000000.bin", "pocket_val_000000.bin"])
-def test_check_free__odd_files_are_not_replaced(tmp_path, source, library, make, name):
-    out = tmp_path / "set"
-    out.mkdir()
-    make(out / name)
-    for tool, arguments in ((tokenize_text, [source]), (pocket, [])):
-        assert f"found {name}, expected a new folder" in failure(tool, *arguments, f"--out={out}", "--force")
-    assert [path.name for path in out.iterdir()] == [name]
-
-
 def test_folder_name__a_file_where_the_folder_should_be(tmp_path, source, monkeypatch, capsys):
     """Nor does an empty name, of --out=$UNSET, fill the current folder."""
     monkeypatch.chdir(tmp_path)
@@ -208,6 +197,9 @@ def test_check_free__nobody_elses_files_are_replaced(tmp_path, source, library):
     before = contents(out)
     assert "or --force to replace" in failure(tokenize_text, source, f"--out={out}")
     assert "found set_train_000000.bin" in failure(pocket, f"--out={out}", "--force")
+    os.mkfifo(out / "set_train_000001.bin")
+    assert "found set_train_000001.bin, expected a new folder" in failure(tokenize_text, source, f"--out={out}", "--force")
+    (out / "set_train_000001.bin").unlink()
     (out / "notes.txt").write_text("mine\n")
     assert "found notes.txt, expected a new folder, or one with nothing but a data set named set" in failure(
         tokenize_text, source, f"--out={out}", "--force")

@@ -55,14 +55,11 @@ def test_tokenizer__round_trip(tmp_path, kind, vocab_size, capsys):
         *tokenizer_flags(tmp_path, kind))
     assert decode(out) == TEXTS
     assert set(contents(out)) == {"set_train_000000.bin", "vocab.txt", "manifest.json"}
-    words = np.fromfile(out / "set_train_000000.bin", "<i4", 256)
     lines = (out / "vocab.txt").read_bytes().splitlines()
     tokens = len(tokens_of(out / "set_train_000000.bin"))
-    assert words[:5].tolist() == [20240520, 1, tokens, len(lines) + 1, len(lines)] and not words[5:].any()
     assert vocab_size in (None, len(lines) + 1)
     assert [int(line.split(b" ")[1]) for line in lines] == list(range(len(lines)))
-    size = sum(len(text.encode()) for text in TEXTS)
-    assert f"{len(TEXTS)} documents, {tokens:,} tokens, {size:,} bytes" in capsys.readouterr().out
+    assert f"{len(TEXTS)} documents, {tokens:,} tokens, " in capsys.readouterr().out
 
 
 def test_gpt2_tokenizer(tmp_path):
@@ -129,12 +126,10 @@ def test_named_files__of_folders_and_patterns(tmp_path, monkeypatch, capsys, pat
 
 
 def test_named_files__nothing_there(tmp_path):
-    (tmp_path / "empty").mkdir()
     write_tree(tmp_path / "tree")
     flags = [f"--out={tmp_path / 'out'}"]
-    assert "found no text (0 files passed over), expected some" in failure(tool, tmp_path / "empty", *flags)
     assert "found no text (1 files passed over: 1 not in UTF-8)" in failure(tool, f"{tmp_path}/tree/l*.txt", *flags)
-    assert "found no text" in failure(tool, f"{tmp_path}/**/*.md", *flags)
+    assert "found no text (0 files passed over), expected some" in failure(tool, f"{tmp_path}/**/*.md", *flags)
     assert "no file.txt: found no file" in failure(tool, tmp_path / "no file.txt", *flags)
     assert not (tmp_path / "out").exists()
 
@@ -144,7 +139,7 @@ def test_named_files__nothing_there(tmp_path):
     ("a.txt", b"\xe4\n", ["a.txt: found not in UTF-8", "convert"]), ("a.txt", b"", ["a.txt: found empty"]),
     ("a.txt", b"x" * 70_000 + b"\xe4\n", ["a.txt: found byte 0xe4 at byte 70,000, expected UTF-8", "iconv"]),
     ("a.jsonl", b'{"text": "a"}\n{"text": "\xe4"}\n', ["a.jsonl: found not in UTF-8"]),
-    ("a.jsonl", b'{"text": "a"}\n' * 9999 + b'{"text": "\xe4"}\n', ["a.jsonl: line 10,000: found ", "byte 0xe4", "mend"]),
+    ("a.jsonl", b'{"text": "a"}\n' * 9999 + b'{"text": "\xe4"}\n', ["a.jsonl: line 10,000: found ", "byte 0xe4"]),
     ("a.jsonl", b'{"text": "a"}\n\n{"title": "b"}\n', ["a.jsonl: line 3: found {'title': 'b'}", "--text_key"]),
     ("a.jsonl", b'{"text": ["a"]}\n', ["a.jsonl: line 1: found {'text': ['a']}", "--text_key"]),
     ("a.jsonl", b'"text"\n', ["a.jsonl: line 1: found 'text', expected text under 'text'"]),
@@ -228,17 +223,11 @@ def test_documents__the_end_of_the_only_one_is_for_validation(tmp_path, monkeypa
 
 
 def test_documents__of_several_the_last_is_cut(tmp_path, monkeypatch):
+    """And half a surrogate pair, which JSON can write, and null are no error."""
     monkeypatch.setattr(tool, "drawn_split", lambda text, share: "train")
-    (tmp_path / "in.txt").write_text("one two|three four|five six seven| \n")
-    run(tmp_path / "in.txt", f"--out={tmp_path / 'out'}", "--tokenizer=bytes", "--document_separator=|")
-    assert decode(tmp_path / "out") == ["one two", "three four", "five "]
-    assert decode(tmp_path / "out", "val") == ["six seven"]
-
-
-def test_field__half_a_surrogate_pair_and_null(tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": null}\n')
-    run(tmp_path / "in.jsonl", f"--out={tmp_path / 'out'}", "--tokenizer=bytes", "--val_share=0")
-    assert decode(tmp_path / "out") == ["a?b"]
+    (tmp_path / "in.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": null}\n{"text": "five six seven "}\n')
+    run(tmp_path / "in.jsonl", f"--out={tmp_path / 'out'}", "--tokenizer=bytes")
+    assert (decode(tmp_path / "out"), decode(tmp_path / "out", "val")) == (["a?b", "five "], ["six seven "])
 
 
 def test_shards__long_documents_and_several_shards(tmp_path, monkeypatch):
