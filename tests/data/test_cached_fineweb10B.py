@@ -9,10 +9,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import defaultdict, namedtuple
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Iterator, NamedTuple
+from typing import Iterator
 
 import numpy as np
 import pytest
@@ -31,12 +31,8 @@ def make_shard(seed: int, tokens: int = 4000) -> bytes:
     return struct.pack("<256i", 20240520, 1, tokens, *[0] * 253) + body.tobytes()
 
 
-class Request(NamedTuple):
-    method: str
-    place: str                           # "hub", or "cdn" where the hub sends us for the content
-    name: str
-    range: str
-    authorization: str
+# place: "hub", or "cdn" where the hub sends us for the content
+Request = namedtuple("Request", "method place name range authorization")
 
 
 class Hub(ThreadingHTTPServer):
