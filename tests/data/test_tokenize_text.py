@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from common import ROOT, preset, random_stream, run as train
-from data_common import TEXT, contents, decode, failure, wrong_flag
+from data_common import TEXT, contents, decode, failure
 
 import train_gpt as tg
 
@@ -71,8 +71,6 @@ def test_tokenizer__learned_pieces_by_count_then_by_bytes(tmp_path):
     run(text, f"--out={tmp_path / 'a'}", "--val_share=0", "--vocab_size=260")
     lines = (tmp_path / "a/vocab.txt").read_bytes().splitlines()[256:]
     assert [base64.b64decode(line.split()[0]) for line in lines] == [b" the", b" cat", b" dog"]
-    run(text, f"--out={tmp_path / 'b'}", "--val_share=0", f"--vocab={tmp_path / 'a/vocab.txt'}")
-    assert contents(tmp_path / "b")["b_train_000000.bin"] == contents(tmp_path / "a")["a_train_000000.bin"]
 
 
 @pytest.mark.parametrize("lines, found", [
@@ -100,8 +98,6 @@ def write_tree(folder: Path) -> None:
 
 @pytest.mark.parametrize("pattern", [".", "text", "../work/text", "text/**", "text/*|text/b/*"])
 def test_named_files__of_folders_and_patterns(tmp_path, monkeypatch, capsys, pattern):
-    """Each text-like file is a document, in name order; others are counted, with why. A second call takes its own
-    output for no text."""
     monkeypatch.chdir(tmp_path)
     Path("work").mkdir()
     monkeypatch.chdir("work")
@@ -133,8 +129,6 @@ def test_named_files__nothing_there(tmp_path):
     ("a.jsonl", b'{"text": "a"}\n{"text": "\xe4"}\n', ["a.jsonl: found not in UTF-8"]),
     ("a.jsonl", b'{"text": "a"}\n' * 9999 + b'{"text": "\xe4"}\n', ["a.jsonl: line 10,000: found ", "byte 0xe4"]),
     ("a.jsonl", b'{"text": "a"}\n\n{"title": "b"}\n', ["a.jsonl: line 3: found {'title': 'b'}", "--text_key"]),
-    ("a.jsonl", b'{"text": ["a"]}\n', ["a.jsonl: line 1: found {'text': ['a']}", "--text_key"]),
-    ("a.jsonl", b'"text"\n', ["a.jsonl: line 1: found 'text', expected text under 'text'"]),
     ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', ["a.jsonl: line 2: found \"Expecting", "column", "mend"]),
     ("a.jsonl", b'{"text": "a"}\n{"text": ' + b"[" * 100_000 + b"\n", ["a.jsonl: line 2: found ", "mend"]),
     ("a.jsonl", b'{"text": ' + b"9" * 5000 + b"}\n", ["a.jsonl: line 1: found ", "digits", "mend"]),
@@ -159,12 +153,10 @@ def test_parquet_documents(tmp_path):
     assert "in.parquet: a row: found {'n': 0}" in failure(tool, *flags, "--text_key=n")
     (tmp_path / "in.parquet").write_bytes(b"PAR1 no parquet")
     assert "expected a Parquet file" in failure(tool, *flags)
-    assert decode(tmp_path / "out") == TEXTS, "what failed replaced nothing"
 
 
 @pytest.mark.parametrize("flag", [r"\n\n", "<|endoftext|>", r"\n%%\n"])
 def test_plain_documents__with_separators(tmp_path, flag):
-    """Short and long parts, blank ones, a separator at the end, and one across every place where a cut could fall."""
     separator = flag.replace(r"\n", "\n")
     parts = ["one\nline", " ", "ö" * 40_000, "", *("a\n" * n for n in range(8_150, 8_200, 7)), "last"]
     (tmp_path / "in.txt").write_text(separator.join(parts) + separator)
@@ -206,7 +198,6 @@ def test_documents__the_end_of_the_only_one_is_for_validation(tmp_path, monkeypa
 
 
 def test_documents__of_several_the_last_is_cut(tmp_path, monkeypatch):
-    """And half a surrogate pair, which JSON can write, and null are no error."""
     monkeypatch.setattr(tool, "drawn_split", lambda text, share: "train")
     (tmp_path / "in.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": null}\n{"text": "five six seven "}\n')
     run(tmp_path / "in.jsonl", f"--out={tmp_path / 'out'}", "--tokenizer=bytes")
@@ -225,18 +216,11 @@ def test_shards__long_documents_and_several_shards(tmp_path, monkeypatch):
     assert "".join(decode(tmp_path / "out")) == (text + "short") * 3
 
 
-@pytest.mark.parametrize("flag", ["--vocab_size=65536", "--vocab_size=256", "--val_share=1", "--max_doc_tokens=1"])
-def test_main__flags(tmp_path, capsys, flag):
-    assert f"found {flag.partition('=')[0]}" in wrong_flag(tool, capsys, tmp_path, f"--out={tmp_path}/o", flag)
-    assert not contents(tmp_path)
-
-
 @pytest.mark.parametrize("size, kind, more", [
     (16_000, "bytes", ["--epochs=0", "--val_tokens", "--val_batch_tokens"]),
     (200_000, "pocket", ["--epochs=0", "--val_tokens", "--val_batch_tokens"]),
     (1_500_000, "bytes", ["--epochs=0"]), (3_000_000, "bytes", [])])
 def test_training_line__trains_on_just_this_text(tmp_path, capsys, size, kind, more):
-    """As a shell reads it, brackets and quotes in the folder's name included."""
     words = np.random.default_rng(0).integers(0, 5000, size // 4)
     (tmp_path / "in.txt").write_text(" ".join(f"{word:03x}" for word in words)[:size])
     run(tmp_path / "in.txt", "--out", tmp_path / "my [data] isn't", f"--tokenizer={kind}")
@@ -253,7 +237,6 @@ def test_training_line__trains_on_just_this_text(tmp_path, capsys, size, kind, m
 
 @pytest.mark.parametrize("mean", [30, 150, 220, 400])
 def test_training_line__the_trainer_can_pack_a_step_of_the_shortest_text(mean):
-    """Whatever the documents are, MIN_TOKENS of them fill all slots of a step."""
     for seed in range(60):
         tokens = random_stream(seed, 12_000, 50, 49, mean).astype(np.uint16)
         lengths = tg.Shard(tokens, 49).doc_lengths
