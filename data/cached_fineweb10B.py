@@ -1,237 +1,180 @@
 """Download FineWeb in GPT-2 tokens: shards of 100 million tokens (200 MB) each.
 
-    python data/cached_fineweb10B.py [N] [--out data/fineweb10B] [--jobs 4]
+    python data/cached_fineweb10B.py [N] [--out data/fineweb10B]
 
-N training shards, 0 to 103, by default 9, and the validation shard. Whole shards are kept without asking the network,
-others are fetched again; what was cut goes on where it stopped (`*.part`), in a later call too. A shard gets its name
-when its header, its length and, where the server tells it, its SHA-256 are right: a `*.bin` is always whole.
-`manifest.json` keeps the hashes, so that damage is noticed later. HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE mean what
-they mean to huggingface_hub. Data set: kjj0/fineweb10B-gpt2 (Keller Jordan), from FineWeb (Hugging Face).
+N training shards, 0 to 103, by default 9, and the validation shard. Whole shards are kept without asking the network;
+what was cut goes on where it stopped (`*.part`), in a later call too. A shard gets its name when its header, its length
+and, where the server tells it, its SHA-256 are right; `manifest.json` keeps the hashes, so that damage is noticed later
+and mended. HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE are those of the Hugging Face hub. Data set: kjj0/fineweb10B-gpt2
+(Keller Jordan), from FineWeb (Hugging Face).
 """
-from __future__ import annotations
-
 import argparse
+import errno
 import os
-import re
 import sys
 import time
-from functools import partial
-from io import FileIO
-from multiprocessing.pool import ThreadPool
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
+from urllib.error import HTTPError
+from urllib.parse import urljoin
+from urllib.request import HTTPErrorProcessor, Request, build_opener, urlopen
 
-from shard_files import (MANIFEST, DataError, as_program, check_content, describe, errors_in_words, folder_name,
-                         lock_folder, note, read_header, read_manifest, regular_file, say, write_manifest)
+from tqdm import tqdm
 
-REPO = "kjj0/fineweb10B-gpt2"
+from shard_files import (DataError, as_program, check_content, describe, errors_in_words, folder_name, kind_of, locked,
+                         need, note, read_header, read_manifest, regular_file, say, write_manifest)
+
+REPO = "datasets/kjj0/fineweb10B-gpt2/resolve/main"
 TRAIN_SHARDS = 103
 RETRIES = 5                                  # of a shard, after 1, 2, 4, 8, 16 s or what the server asks for
-CHUNK = 1 << 20                              # bytes that a cut can lose; the hub's own 10 MB are long on a slow line
-SHA256 = re.compile("[0-9a-f]{64}")
-PASSING = (408, 416, 425, 429)               # of the HTTP statuses 400 to 499, those that may be better next time
+TIMEOUT = 60                                 # seconds without a byte, after which a connection counts as cut
+CHUNK = 1 << 20                              # bytes
 LATER = "the same command goes on where this one stopped"
-ADVICE = {401: "set a valid HF_TOKEN, or unset it",
-          403: "set an HF_TOKEN with access",
-          404: "look at HF_ENDPOINT"}
+# HTTP statuses and errors of the system that will not be better next time.
+ADVICE = {401: "set a valid HF_TOKEN, or unset it", 403: "set an HF_TOKEN with access", 404: "look at HF_ENDPOINT",
+          errno.ENOSPC: f"make room, {LATER}", errno.EDQUOT: f"make room, {LATER}", errno.EFBIG: f"make room, {LATER}"}
 
 
-class Part(FileIO):
-    """An unfinished shard: moves the bar; a full disk cannot pass for a fault of the network."""
+class FirstAnswer(HTTPErrorProcessor):
+    """Redirects are not followed: the hub's own answer tells size and hash, and its token is not for others."""
 
-    def __init__(self, path: Path, bar: Any) -> None:
-        if os.path.lexists(path):
-            regular_file(path, "an unfinished shard", "remove it")
-        super().__init__(path, "a+")
-        self.bar = bar
-        self.announced = 0                   # bytes to come that bar.total holds already
+    def http_response(self, request: Request, response: Any) -> Any:
+        return response if 300 <= response.status < 400 else super().http_response(request, response)
 
-    def size(self) -> int:
-        return self.seek(0, os.SEEK_END)
-
-    def clear(self) -> None:
-        self.truncate(self.seek(0))
-
-    def expect(self, coming: int) -> None:
-        """Tell the bar how many bytes are still to come."""
-        self.bar.total += coming - self.announced
-        self.announced = coming
-
-    def write(self, data: bytes) -> int:
-        done = 0
-        try:
-            while done < len(data):          # a disk that fills up still takes a piece
-                done += super().write(data[done:])
-        except OSError as error:
-            raise DataError(f"{self.name}: found {error.strerror!r} at {self.tell():,} bytes, expected room for the "
-                            f"shard; make room, {LATER}") from None
-        self.announced -= done
-        self.bar.update(done)
-        return done
+    https_response = http_response
 
 
-def fault(path: Path, manifest: dict[str, dict]) -> str:
-    """What is wrong with a shard, its content included where the manifest knows it; "" if nothing. Raises DataError."""
-    if not os.path.lexists(path):
+def fault(path: Path) -> str:
+    """Say what is wrong with a shard, its content included where the manifest knows it; "" if nothing."""
+    if kind_of(path) == "no file":
         return f"{path.name}: not here"
     regular_file(path, "a shard", "remove it")
     try:
         read_header(path)
-        check_content(path, manifest)
+        check_content(path)
     except DataError as error:
         return str(error)
     return ""
 
 
-def attempt(url: str, part: Part) -> dict[str, Any]:
-    """Fetch what the part lacks and check the whole; http_get itself resumes after most cuts.
+def ask(url: str) -> Any:
+    """Return the headers of the hub's first answer."""
+    request = Request(url, method="HEAD")
+    if os.environ.get("HF_TOKEN"):
+        request.add_header("Authorization", f"Bearer {os.environ['HF_TOKEN']}")
+    with build_opener(FirstAnswer).open(request, timeout=TIMEOUT) as answer:
+        return answer.headers
 
-    Returns the shard's entry of the manifest. Raises ValueError if the whole is wrong.
-    """
-    from huggingface_hub import file_download, utils
-    about = file_download.get_hf_file_metadata(url)
-    if about.size and part.size() > about.size:
-        part.clear()
-    have = part.size()
-    part.expect((about.size or have) - have)
-    headers = utils.build_hf_headers() | {"Accept-Encoding": "identity"}
-    file_download.http_get(url, part, resume_size=have, expected_size=about.size, headers=headers)
 
-    entry = describe(Path(part.name))
-    wrong = fault(Path(part.name), {})
-    if not wrong and SHA256.fullmatch(about.etag or "") and about.etag != entry["sha256"]:
-        wrong = f"found SHA-256 {entry['sha256'][:16]}..., expected {about.etag[:16]}..."
+def clear(file: Any) -> None:
+    file.truncate(file.seek(0))
+
+
+def receive(url: str, file: Any, total: int) -> None:
+    """Append to the file what it lacks of `total` bytes; 0: unknown."""
+    request = Request(url, headers={"Range": f"bytes={file.tell()}-"} if file.tell() else {})
+    with urlopen(request, timeout=TIMEOUT) as answer:
+        if answer.status != 206:             # the server sends all of it
+            clear(file)
+        with tqdm(initial=file.tell(), total=total, unit="B", unit_scale=True, leave=False, disable=None) as bar:
+            while block := answer.read(CHUNK):
+                while block:                 # a disk that fills up still takes a piece
+                    written = file.write(block)
+                    block = block[written:]
+                    bar.update(written)
+    if file.tell() < total:
+        raise ConnectionError(f"{file.tell():,} of {total:,} bytes")
+
+
+def attempt(url: str, file: Any) -> dict[str, Any]:
+    """Fetch what the part lacks and check the whole. Returns the shard's entry of the manifest. Raises ValueError."""
+    headers = ask(url)
+    total = int(headers.get("X-Linked-Size", 0))
+    if total and file.tell() > total:
+        clear(file)
+    if not total or file.tell() < total:
+        receive(urljoin(url, headers.get("Location", "")), file, total)
+    entry = describe(Path(file.name))
+    wrong = fault(Path(file.name))
+    sha256 = headers.get("X-Linked-Etag", "").strip('"')
+    if not wrong and len(sha256) == 64 and sha256 != entry["sha256"]:
+        wrong = f"found SHA-256 {entry['sha256'][:16]}..., expected {sha256[:16]}..."
     if wrong:
-        part.clear()
+        clear(file)
         raise ValueError(wrong)
     return entry
 
 
-def status_of(error: Exception) -> int:
-    """The server's answer that an error came from; 0 if there was none."""
-    answer = getattr(error, "response", None)
-    return getattr(answer, "status_code", 0)
+def fetch(name: str, out: Path, endpoint: str) -> dict[str, Any]:
+    """Get one shard, trying again where that may help. Returns its entry of the manifest. Raises DataError.
 
-
-def words_for(error: Exception) -> str:
-    """What was found, for the message."""
-    first_line = str(error).split("\n")[0]
-    if isinstance(error, ValueError):        # of `attempt`: a whole shard that is wrong
-        return first_line
-    status = status_of(error)
-    return f"found {f'HTTP {status}' if status else first_line or type(error).__name__!r}, expected the shard"
-
-
-def seconds_to_wait(error: Exception, failures: int) -> int:
-    """What the server asks for, else 1, 2, 4, ... s."""
-    asked = error.response.headers.get("Retry-After", "") if status_of(error) else ""
-    return int(asked) if asked.isdigit() else 2 ** max(0, failures - 1)
-
-
-def fetch(name: str, out: Path, endpoint: str | None, bar: Any) -> tuple[str, dict[str, Any]]:
-    """Get one shard, trying again where that may help. Returns its entry of the manifest.
-
-    An attempt that got further does not count as failed. Raises DataError.
+    An attempt that got further does not count as failed.
     """
-    from huggingface_hub import errors, hf_hub_url
-    url = hf_hub_url(REPO, name, repo_type="dataset", endpoint=endpoint)
+    url = f"{endpoint}/{REPO}/{name}"
+    path = out / f"{name}.part"
+    if os.path.lexists(path):
+        regular_file(path, "an unfinished shard", "remove it")
     failures = 0
     entry = None
-    with Part(out / f"{name}.part", bar) as part:
+    with path.open("ab", buffering=0) as file:
         while entry is None:
-            before = part.size()
+            before = file.tell()
             try:
-                entry = attempt(url, part)
-            except DataError:
-                raise
-            except Exception as error:       # every version of the hub has its own kinds for a cut connection
-                if part.size() <= before:
-                    failures += 1
-                found = words_for(error)
-                status = status_of(error)
-                refused = 400 <= status < 500 and status not in PASSING
-                if refused or failures > RETRIES or isinstance(error, errors.OfflineModeIsEnabled):
+                entry = attempt(url, file)
+            except (OSError, HTTPException, ValueError) as error:
+                failures += file.tell() <= before
+                status = getattr(error, "code", error.errno if isinstance(error, OSError) else None)
+                found = f"HTTP {status}" if isinstance(error, HTTPError) else f"{error}" or type(error).__name__
+                if status in ADVICE or failures > RETRIES:
                     advice = ADVICE.get(status, f"look at the network; {LATER}")
-                    raise DataError(f"{name} from {url}: {found}; {advice}") from error
+                    raise DataError(f"{name} from {url}", repr(found), "the shard", advice) from None
                 if status == 416:            # the server has less than we kept
-                    part.clear()
-                wait = seconds_to_wait(error, failures)
-                tell(bar, f"{name}: {found}; trying again in {wait} s")
+                    clear(file)
+                wait = 2 ** max(0, failures - 1)
+                if isinstance(error, HTTPError) and error.headers.get("Retry-After", "").isdigit():
+                    wait = int(error.headers["Retry-After"])
+                note(f"{name}: {found}; trying again in {wait} s")
                 time.sleep(wait)
-        os.fsync(part.fileno())
-    os.replace(part.name, out / name)
-    tell(bar, f"{name}: {entry['bytes']:,} bytes, checked")
-    return name, entry
+        os.fsync(file.fileno())
+    os.replace(path, out / name)
+    note(f"{name}: {entry['bytes']:,} bytes, checked")
+    return entry
 
 
-def tell(bar: Any, text: str) -> None:
-    """A line on stderr that does not tear the bar."""
-    with bar.external_write_mode(file=sys.stderr):
-        note(text)
-
-
-def download(names: list[str], out: Path, endpoint: str | None, jobs: int) -> dict[str, dict]:
-    """Get shards; returns their entries. The first to fail for good ends it; parts are kept."""
-    from huggingface_hub import constants, utils
-    from tqdm import tqdm
-    utils.disable_progress_bars()            # one bar here instead of one per shard
-    constants.DOWNLOAD_CHUNK_SIZE = CHUNK
-    with ThreadPool(jobs) as pool, tqdm(total=0, unit="B", unit_scale=True, disable=None) as bar:
-        get = partial(fetch, out=out, endpoint=endpoint, bar=bar)
-        return dict(pool.imap_unordered(get, names))
-
-
-def get_shards(names: list[str], args: argparse.Namespace) -> None:
+def get_shards(names: list[str], out: Path, endpoint: str) -> None:
     """Bring the folder to the state in which all named shards are whole. Raises DataError."""
-    args.out.mkdir(parents=True, exist_ok=True)
-    lock = lock_folder(args.out)             # a second download waits, then finds all
-    try:
-        (args.out / f"{MANIFEST}.part").unlink(missing_ok=True)
-        manifest = read_manifest(args.out)
-        with ThreadPool(args.jobs) as pool:
-            found = pool.map(partial(fault, manifest=manifest), [args.out / name for name in names])
-        faults = {name: wrong for name, wrong in zip(names, found) if wrong}
-        for wrong in faults.values():
+    offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
+    entries = read_manifest(out)
+    for name in names:
+        wrong = fault(out / name)
+        if wrong:
+            need(not offline, name, "HF_HUB_OFFLINE set and no whole shard", "to fetch it", "unset that")
             note(f"{wrong}: fetching it")
-        fetched = download(list(faults), args.out, args.endpoint, args.jobs) if faults else {}
-
-        entries = manifest | fetched
-        for name in set(names) - entries.keys():              # fetched by an older version
-            entries[name] = describe(args.out / name)
-        try:
-            if entries != manifest:
-                write_manifest(args.out, entries)
-        except DataError as error:
-            if fetched:
-                raise
-            note(f"{error}")                 # a folder that may only be read serves all the same
-    finally:
-        if lock is not None:
-            os.close(lock)
+            entries[name] = fetch(name, out, endpoint)
+        elif name in entries:
+            continue
+        else:
+            entries[name] = describe(out / name)              # fetched by an older version
+        write_manifest(out, entries)
 
 
+@errors_in_words()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("shards", metavar="N", type=int, nargs="?", default=9, help="training shards, 0 to 103")
-    parser.add_argument("--out", type=folder_name, default=Path(__file__).parent / "fineweb10B",
+    parser.add_argument("--out", type=folder_name, default=Path(__file__).resolve().parent / "fineweb10B",
                         help="data/fineweb10B")
-    parser.add_argument("--jobs", type=int, default=4, help="shards at a time, 4")
-    parser.add_argument("--endpoint", help="server, instead of HF_ENDPOINT or the Hugging Face hub")
+    hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    parser.add_argument("--endpoint", default=hub, help="server, instead of HF_ENDPOINT or the Hugging Face hub")
     args = parser.parse_args(argv)
-    if not 0 <= args.shards <= TRAIN_SHARDS or args.jobs < 1:
-        parser.error(f"found N={args.shards} --jobs={args.jobs}, expected N from 0 to {TRAIN_SHARDS}, 1 job or more")
+    if not 0 <= args.shards <= TRAIN_SHARDS:
+        parser.error(f"found N={args.shards}, expected 0 to {TRAIN_SHARDS}")
     names = ["fineweb_val_000000.bin"]
     names += [f"fineweb_train_{number:06d}.bin" for number in range(1, args.shards + 1)]
-    try:
-        with errors_in_words():
-            get_shards(names, args)
-            say(f"{os.path.relpath(args.out)}: {args.shards} training shards and the validation shard, whole")
-    except ImportError as error:
-        sys.exit(f"error: found {str(error)!r}, expected huggingface_hub and tqdm; pip install -r requirements.txt")
-    except KeyboardInterrupt as interrupt:
-        note(f"\ninterrupted; {LATER}")
-        status = interrupt.args[0] if interrupt.args else 130
-        os._exit(status)                     # closing connections that threads still read from may hang
+    with locked(args.out):
+        get_shards(names, args.out, args.endpoint.rstrip("/"))
+    say(f"{args.out}: {args.shards} training shards and the validation shard, whole")
 
 
 if __name__ == "__main__":

@@ -3,68 +3,51 @@
     python data/ngram.py --train 'data/pocket/pocket_train_*.bin' --val 'data/pocket/pocket_val_*.bin' \
                          --train_tokens 600000 --val_tokens 65536
 
-A trained model should be clearly below both figures: below the unigram entropy by knowing any context at all, below the
-trigram model by knowing more than the two tokens before. The last line printed is one JSON object.
+A trained model should be below both: below the entropy by knowing any context at all, below the trigram model by
+knowing more than the two tokens before. The last line printed is one JSON object.
 """
-from __future__ import annotations
-
 import argparse
+import glob
 import json
 import sys
+from pathlib import Path
 
 import numpy as np
 
-from shard_files import (HEADER_BYTES, DataError, as_program, check_content, errors_in_words, find_shards, read_header,
-                         read_manifest, say)
-
-HISTORY = 2                                  # tokens before the one that is predicted
+from shard_files import HEADER_BYTES, as_program, check_content, errors_in_words, need, read_header, say
 
 
 def read_stream(pattern: str, count: int | None) -> tuple[np.ndarray, int]:
-    """The first `count` tokens (None: all) of the shards, as int64, and the vocabulary size. Raises DataError."""
-    paths = find_shards(pattern)
-    manifests = {path.parent: read_manifest(path.parent) for path in paths}
+    """Return the first `count` tokens (None: all) of the shards, int64, and the vocabulary size. Raises DataError."""
+    names = glob.glob(pattern) or glob.glob(pattern.replace("[", "[[]"))       # brackets may also be just that
+    need(names, pattern, "no file", "token shards", "run: python data/pocket.py")
+    paths = [Path(name) for name in sorted(names)]
     headers = [read_header(path) for path in paths]
     sizes = sorted({vocab_size for _, vocab_size in headers})
-    if len(sizes) > 1:
-        raise DataError(f"{pattern!r}: found vocabulary sizes {sizes}, expected one; narrow the pattern")
-    vocab_size = sizes[0]
+    need(len(sizes) == 1, pattern, f"vocabulary sizes {sizes}", "one", "narrow the pattern")
     have = sum(tokens for tokens, _ in headers)
-    wanted = have
-    if count is not None:
-        wanted = count
-    if have < wanted or wanted < 2:
-        raise DataError(f"{pattern!r}: found {have:,} tokens, asked for {wanted:,}, expected at least 2; ask for 2 to "
-                        f"{have:,} or add shards")
-
+    wanted = have if count is None else count
+    need(2 <= wanted <= have, pattern, f"{have:,} tokens, asked for {wanted:,}", "at least 2",
+         f"ask for 2 to {have:,} or add shards")
     parts = []
     for path in paths:
         if wanted > 0:
-            check_content(path, manifests[path.parent])
+            check_content(path)
             parts.append(np.fromfile(path, "<u2", wanted, offset=HEADER_BYTES))
             wanted -= len(parts[-1])
     tokens = np.concatenate(parts).astype(np.int64)
-    if tokens.max() >= vocab_size:
-        raise DataError(f"{pattern!r}: found token id {tokens.max()}, expected below {vocab_size}; make the shards "
-                        f"again")
-    return tokens, vocab_size
-
-
-def unigram_entropy(targets: np.ndarray) -> float:
-    """Entropy in nats of the tokens' own frequencies: the best loss if nothing else is known."""
-    counts = np.unique(targets, return_counts=True)[1]
-    share = counts / counts.sum()
-    return float(-(share * np.log(share)).sum())
+    need(tokens.max() < sizes[0], pattern, f"token id {tokens.max()}", f"below {sizes[0]}", "make the shards again")
+    return tokens, sizes[0]
 
 
 def lookup(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
-    """values[i] where keys[i] == wanted, 0 where there is no such key; `keys` ascending."""
+    """Return values[i] where keys[i] == wanted, 0 where there is no such key; `keys` ascending."""
     at = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
     return np.where(keys[at] == wanted, values[at], 0)
 
 
 def witten_bell(train: np.ndarray, val: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Probability of val[1:], each from the two tokens before it; counts come from `train` alone.
+    """Return the probability of val[1:], each from the two tokens before it; counts come from `train` alone.
 
     p(w | h) = (count(h w) + kinds(h) * p(w | h less its oldest token)) / (count(h) + kinds(h)), where kinds(h) is the
     number of different tokens seen after h. A history never seen leaves p as it is. Below the unigram: 1 / vocab_size.
@@ -72,7 +55,7 @@ def witten_bell(train: np.ndarray, val: np.ndarray, vocab_size: int) -> np.ndarr
     p = np.full(len(val) - 1, 1.0 / vocab_size)
     train_key = train                        # a number per n-gram: its last token + vocab_size * (its history)
     val_key = val
-    for length in range(min(HISTORY, len(train) - 1, len(val) - 1) + 1):      # of the history
+    for length in range(min(2, len(train) - 1, len(val) - 1) + 1):            # of the history
         if length:
             oldest = vocab_size**length
             train_key = train_key[1:] + oldest * train[:-length]
@@ -93,6 +76,7 @@ def witten_bell(train: np.ndarray, val: np.ndarray, vocab_size: int) -> np.ndarr
     return p
 
 
+@errors_in_words()
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--train", required=True, help="pattern of the training shards, in quotes")
@@ -100,28 +84,21 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--train_tokens", type=int, help="count the first N training tokens (default: all)")
     parser.add_argument("--val_tokens", type=int, help="score validation tokens 1 to M (default: all but token 0)")
     args = parser.parse_args(argv)
-    with errors_in_words():
-        train, vocab_size = read_stream(args.train, args.train_tokens)
-        val_count = None if args.val_tokens is None else args.val_tokens + 1
-        val, val_vocab_size = read_stream(args.val, val_count)
-        if vocab_size != val_vocab_size:
-            raise DataError(f"found vocabulary sizes {vocab_size} in --train and {val_vocab_size} in --val, expected "
-                            f"the same; use shards of one data set")
+    train, vocab_size = read_stream(args.train, args.train_tokens)
+    val_count = None if args.val_tokens is None else args.val_tokens + 1
+    val, val_vocab_size = read_stream(args.val, val_count)
+    need(vocab_size == val_vocab_size, args.val, f"vocabulary size {val_vocab_size}", f"{vocab_size} as in --train",
+         "use shards of one data set")
 
-        entropy = unigram_entropy(val[1:])
-        loss = float(-np.log(witten_bell(train, val, vocab_size)).mean())
-        scored = len(val) - 1
-        ratio = None                         # the same token everywhere
-        share = ""
-        if entropy > 0:
-            ratio = loss / entropy
-            share = f", {ratio:.4f} of the entropy"
-        result = {"train_tokens": len(train), "val_tokens": scored, "vocab_size": vocab_size,
-                  "unigram_nats": entropy, "trigram_nats": loss, "ratio": ratio}
-        say(f"{len(train):,} training tokens, {scored:,} validation tokens, vocabulary of {vocab_size:,}",
-            f"unigram entropy of the validation tokens  {entropy:.4f} nats per token",
-            f"Witten-Bell trigram model                 {loss:.4f} nats per token{share}",
-            json.dumps(result))
+    share = np.unique(val[1:], return_counts=True)[1] / (len(val) - 1)
+    entropy = float(-(share * np.log(share)).sum())           # the best loss if nothing but frequencies is known
+    loss = float(-np.log(witten_bell(train, val, vocab_size)).mean())
+    result = {"train_tokens": len(train), "val_tokens": len(val) - 1, "vocab_size": vocab_size,
+              "unigram_nats": entropy, "trigram_nats": loss}
+    say(f"{len(train):,} training tokens, {len(val) - 1:,} validation tokens, vocabulary of {vocab_size:,}",
+        f"unigram entropy of the validation tokens  {entropy:.4f} nats per token",
+        f"Witten-Bell trigram model                 {loss:.4f} nats per token",
+        json.dumps(result))
 
 
 if __name__ == "__main__":

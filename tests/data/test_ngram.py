@@ -42,20 +42,16 @@ def test_main__a_stream_over_shards(tmp_path, capsys):
     counts = Counter(val[1:41].tolist()).values()
     assert math.isclose(result["unigram_nats"], -sum(c / 40 * math.log(c / 40) for c in counts))
     assert math.isclose(result["trigram_nats"], -np.log(ngram.witten_bell(train[:70], val[:41], 7)).mean())
-    assert math.isclose(result["ratio"], result["trigram_nats"] / result["unigram_nats"])
     assert (result["train_tokens"], result["val_tokens"], result["vocab_size"]) == (70, 40, 7)
 
 
 @pytest.mark.parametrize("change, message", [
     (dict(magic=1), "found header words 1 and 1, expected 20240520 and 1"),
     (dict(version=2), "found header words 20240520 and 2"), (dict(count=11), "found 1,044 bytes, expected 1,046"),
-    (dict(count=0), "found 1,044 bytes, expected 1,024"), (dict(vocab_size=6), "found token id 6, expected below 6"),
-    (dict(vocab_size=9), "found vocabulary sizes [7, 9], expected one")])
+    (dict(count=0), "found 1,044 bytes, expected 1,024"), (dict(vocab_size=6), "found token id 6, expected below 6")])
 def test_read_stream__a_bad_shard(tmp_path, change, message):
     tokens = [0, 1, 2, 3, 4, 5, 6, 0, 1, 2]
     write_shard(tmp_path / "bad.bin", tokens, **dict(vocab_size=7) | change)
-    if change == dict(vocab_size=9):
-        write_shard(tmp_path / "good.bin", tokens, 7)
     assert message in failure(ngram, f"--train={tmp_path}/*.bin", f"--val={tmp_path}/*.bin")
 
 
@@ -64,6 +60,7 @@ def test_read_stream__wrong_requests(tmp_path):
     (tmp_path / "short.bin").write_bytes(b"\0" * 10)
     for val, count, message in ((good, 4, "found 3 tokens, asked for 5, expected at least 2; ask for 2 to 3"),
                                 (tmp_path / "none.bin", 1, "data/pocket.py"), (tmp_path / "short.bin", 1, "words 0"),
-                                (other, 1, "found vocabulary sizes 7 in --train and 9 in --val"),
-                                (gpt2, 1, "and 50257 in --val")):
+                                (other, 1, "found vocabulary size 9, expected 7 as in --train"),
+                                (gpt2, 1, "found vocabulary size 50257"),
+                                (tmp_path / "[79].bin", 1, "found vocabulary sizes [7, 9], expected one")):
         assert message in failure(ngram, f"--train={good}", f"--val={val}", f"--val_tokens={count}")

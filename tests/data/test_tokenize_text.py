@@ -5,14 +5,13 @@ import json
 import os
 import re
 import shlex
-import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from common import ROOT, preset, random_stream, run as train
-from data_common import TEXT, contents, decode, failure, wrong_flag
+from data_common import TEXT, contents, decode, failure
 
 import train_gpt as tg
 
@@ -24,18 +23,8 @@ TEXTS = ["Hello world", "  spaces\tand\n\n\nlines \n", "Żółć, naïve, При
 BYTES = [b"%s %d" % (base64.b64encode(bytes([byte])), byte) for byte in range(256)]
 
 
-def tokenizer_flags(kind: str) -> list[str]:
-    """Flags for a tokenizer; gpt2 needs what is not among the project's packages."""
-    if kind == "gpt2":
-        pytest.importorskip("tiktoken", reason="no tiktoken: GPT-2 tokens are not tested")
-        if not RANKS.exists():
-            pytest.skip("no ranks file: GPT-2 tokens are not tested; set GPT2_RANKS to one of tiktoken's")
-        return ["--tokenizer=gpt2", f"--ranks={RANKS}"]
-    return [f"--tokenizer={kind}"]
-
-
 def run(*arguments: object) -> None:
-    tool.main([*map(str, arguments), "--jobs=1"])
+    tool.main(list(map(str, arguments)))
 
 
 def write_jsonl(path: Path, texts: list, key: str = "text") -> Path:
@@ -47,78 +36,52 @@ def tokens_of(shard: Path) -> np.ndarray:
     return np.fromfile(shard, "<u2", offset=1024)
 
 
-# ---- tokens and vocabularies ----------------------------------------------------------------------------------------
-
-@pytest.mark.parametrize("kind, vocab_size", [("bytes", 257), ("pocket", None), ("gpt2", 50257)])
-def test_make_encoder__round_trip(tmp_path, kind, vocab_size, capsys):
+@pytest.mark.parametrize("kind, vocab_size", [("bytes", 257), ("pocket", None)])
+def test_tokenizer__round_trip(tmp_path, kind, vocab_size, capsys):
     out = tmp_path / "a new" / "set"
     run(write_jsonl(tmp_path / "in.jsonl", TEXTS), f"--out={out}", "--val_share=0", "--max_doc_tokens=0",
-        *tokenizer_flags(kind))
+        f"--tokenizer={kind}")
     assert decode(out) == TEXTS
     assert set(contents(out)) == {"set_train_000000.bin", "vocab.txt", "manifest.json"}
-    words = np.fromfile(out / "set_train_000000.bin", "<i4", 256)
     lines = (out / "vocab.txt").read_bytes().splitlines()
     tokens = len(tokens_of(out / "set_train_000000.bin"))
-    assert words[:5].tolist() == [20240520, 1, tokens, len(lines) + 1, len(lines)] and not words[5:].any()
     assert vocab_size in (None, len(lines) + 1)
     assert [int(line.split(b" ")[1]) for line in lines] == list(range(len(lines)))
-    size = sum(len(text.encode()) for text in TEXTS)
-    assert f"{len(TEXTS)} documents, {tokens:,} tokens, {size:,} bytes" in capsys.readouterr().out
+    assert f"{len(TEXTS)} documents, {tokens:,} tokens, " in capsys.readouterr().out
 
 
-def test_gpt2_pieces__ids(tmp_path):
-    """Known ids, and a run of real tokens that must come back bit by bit where it is at hand."""
-    flags, sample = tokenizer_flags("gpt2"), RANKS.parent / "measure_val_000000.bin"
-    write_jsonl(tmp_path / "in.jsonl", ["Hello world", "<|endoftext|>"])
-    run(tmp_path / "in.jsonl", f"--out={tmp_path / 'a'}", "--val_share=0", *flags)
+def test_gpt2_tokenizer(tmp_path):
+    pytest.importorskip("tiktoken", reason="no tiktoken: GPT-2 tokens are not tested")
+    if not RANKS.exists():
+        pytest.skip("no ranks file: GPT-2 tokens are not tested; set GPT2_RANKS to one of tiktoken's, packed")
+    ranks = tmp_path / "gpt2.ranks"
+    ranks.write_bytes(gzip.decompress(RANKS.read_bytes()))
+    flags = [write_jsonl(tmp_path / "in.jsonl", ["Hello world", *TEXTS]), "--val_share=0", "--tokenizer=gpt2"]
+    run(*flags, f"--out={tmp_path / 'a'}", f"--vocab={ranks}")
     tokens = tokens_of(tmp_path / "a/a_train_000000.bin")
-    assert tokens[:4].tolist() == [50256, 15496, 995, 50256] and 50256 not in tokens[4:]
-    vocabulary = tmp_path / "a/vocab.txt"
-    assert gzip.decompress(RANKS.read_bytes()) == vocabulary.read_bytes(), "so one serves as the other"
-    run(tmp_path / "in.jsonl", f"--out={tmp_path / 'b'}", "--val_share=0", "--tokenizer=gpt2", f"--ranks={vocabulary}")
-    assert np.array_equal(tokens, tokens_of(tmp_path / "b/b_train_000000.bin"))
-    if sample.exists():
-        real = tokens_of(sample)[:100_000]
-        real = real[:np.flatnonzero(real == 50256)[-1]]
-        pieces = tg.read_vocabulary(tmp_path / "a", preset("tiny", 50_257, 50_256))
-        docs = np.split(real, np.flatnonzero(real == 50256)[1:])
-        texts = [b"".join(pieces[token] for token in doc).decode() for doc in docs]
-        run(write_jsonl(tmp_path / "real.jsonl", texts), f"--out={tmp_path / 'c'}", "--val_share=0",
-            "--max_doc_tokens=0", *flags)
-        assert np.array_equal(tokens_of(tmp_path / "c/c_train_000000.bin"), real)
+    assert tokens[:4].tolist() == [50256, 15496, 995, 50256] and decode(tmp_path / "a") == ["Hello world", *TEXTS]
+    assert ranks.read_bytes() == (tmp_path / "a/vocab.txt").read_bytes(), "so one serves as the other"
+    ranks.write_bytes(b"\n".join(BYTES))
+    said = failure(tool, *flags, f"--out={tmp_path / 'b'}", f"--vocab={ranks}")
+    assert "ranks: found 256 other pieces, expected GPT-2's 50,256" in said
 
 
-def test_gpt2_pieces__other_ranks(tmp_path):
-    tokenizer_flags("gpt2")
-    (tmp_path / "in.txt").write_text("x")
-    (tmp_path / "ranks").write_bytes(b"\n".join(BYTES))
-    flags = [tmp_path / "in.txt", f"--out={tmp_path / 'out'}", "--tokenizer=gpt2", f"--ranks={tmp_path / 'ranks'}"]
-    assert "ranks: found 256 other pieces, expected GPT-2's 50,256" in failure(tool, *flags)
-    (tmp_path / "ranks").unlink()
-    assert "ranks: found no file" in failure(tool, *flags)
-
-
-def test_learned_pieces__by_count_then_by_bytes(tmp_path):
+def test_tokenizer__learned_pieces_by_count_then_by_bytes(tmp_path):
     text = write_jsonl(tmp_path / "in.jsonl", ["the cat the dog\n", " the end of the cat\n"])
     run(text, f"--out={tmp_path / 'a'}", "--val_share=0", "--vocab_size=260")
     lines = (tmp_path / "a/vocab.txt").read_bytes().splitlines()[256:]
     assert [base64.b64decode(line.split()[0]) for line in lines] == [b" the", b" cat", b" dog"]
-    run(text, f"--out={tmp_path / 'b'}", "--val_share=0", f"--vocab={tmp_path / 'a/vocab.txt'}")
-    assert contents(tmp_path / "b")["b_train_000000.bin"] == contents(tmp_path / "a")["a_train_000000.bin"]
 
 
 @pytest.mark.parametrize("lines, found", [
     ([*BYTES, b"no base64! 256"], "found "), ([b"QQ==", *BYTES], "found "), (BYTES[1:], "pieces"),
-    ([*BYTES, b"YWI= 999"], "pieces"), ([b"\x1f\x8b broken gzip"], "found "),
-    ([gzip.compress(b"QQ== 0")[:12] + b"xxxx"], "found ")])
+    ([*BYTES, b"YWI= 999"], "pieces"), ([b"\x1f\x8b packed"], "found ")])
 def test_read_pieces__a_bad_vocabulary(tmp_path, lines, found):
     (tmp_path / "vocab.txt").write_bytes(b"\n".join(lines))
     (tmp_path / "in.txt").write_text("x")
     message = failure(tool, tmp_path / "in.txt", f"--out={tmp_path / 'out'}", f"--vocab={tmp_path / 'vocab.txt'}")
     assert "vocab.txt: found" in message and found in message and "give another file" in message
 
-
-# ---- which files ----------------------------------------------------------------------------------------------------
 
 FOUND = {"a.txt": b"first", "b/c.py": "zweite ö".encode(), "b/d.jsonl": b'{"text": "third"}\n', "e": b"fourth"}
 PASSED_OVER = {"f.bin": b"\x00\x01", "latin.txt": b"\xe4\n", "b/g.gz": b"x", "h.json": b"{}", "empty": b"",
@@ -135,8 +98,6 @@ def write_tree(folder: Path) -> None:
 
 @pytest.mark.parametrize("pattern", [".", "text", "../work/text", "text/**", "text/*|text/b/*"])
 def test_named_files__of_folders_and_patterns(tmp_path, monkeypatch, capsys, pattern):
-    """Each text-like file is a document, in name order; others are counted, with why. A second call takes its own
-    output for no text."""
     monkeypatch.chdir(tmp_path)
     Path("work").mkdir()
     monkeypatch.chdir("work")
@@ -153,32 +114,29 @@ def test_named_files__of_folders_and_patterns(tmp_path, monkeypatch, capsys, pat
 
 
 def test_named_files__nothing_there(tmp_path):
-    (tmp_path / "empty").mkdir()
     write_tree(tmp_path / "tree")
     flags = [f"--out={tmp_path / 'out'}"]
-    assert "found no text (0 files passed over), expected some in" in failure(tool, tmp_path / "empty", *flags)
     assert "found no text (1 files passed over: 1 not in UTF-8)" in failure(tool, f"{tmp_path}/tree/l*.txt", *flags)
-    assert "found no text" in failure(tool, f"{tmp_path}/**/*.md", *flags)
+    assert "found no text (0 files passed over), expected some" in failure(tool, f"{tmp_path}/**/*.md", *flags)
     assert "no file.txt: found no file" in failure(tool, tmp_path / "no file.txt", *flags)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("name, content, parts", [
-    ("a.txt.gz", b"x", ["a.txt.gz: found a .gz file", "unpack"]),
-    ("a.json", b"[]", ["a.json: found a .json file", ".jsonl"]),
+    ("a.txt.gz", b"x", ["a.txt.gz: found .gz", "unpack"]), ("a.json", b"[]", ["a.json: found .json", ".jsonl"]),
+    ("a.txt", b"\xe4\n", ["a.txt: found not in UTF-8", "convert"]), ("a.txt", b"", ["a.txt: found empty"]),
     ("a.txt", b"x" * 70_000 + b"\xe4\n", ["a.txt: found byte 0xe4 at byte 70,000, expected UTF-8", "iconv"]),
-    ("a.jsonl", b'{"text": "a"}\n{"text": "\xe4"}\n', ["a.jsonl: found byte 0xe4 at byte 24, expected UTF-8"]),
+    ("a.jsonl", b'{"text": "a"}\n{"text": "\xe4"}\n', ["a.jsonl: found not in UTF-8"]),
+    ("a.jsonl", b'{"text": "a"}\n' * 9999 + b'{"text": "\xe4"}\n', ["a.jsonl: line 10,000: found ", "byte 0xe4"]),
     ("a.jsonl", b'{"text": "a"}\n\n{"title": "b"}\n', ["a.jsonl: line 3: found {'title': 'b'}", "--text_key"]),
-    ("a.jsonl", b'{"text": ["a"]}\n', ["a.jsonl: line 1: found {'text': ['a']}", "--text_key"]),
-    ("a.jsonl", b'"text"\n', ["a.jsonl: line 1: found 'text', expected text under 'text'"]),
     ("a.jsonl", b'{"text": "a"}\n{"text": "b"\n', ["a.jsonl: line 2: found \"Expecting", "column", "mend"]),
     ("a.jsonl", b'{"text": "a"}\n{"text": ' + b"[" * 100_000 + b"\n", ["a.jsonl: line 2: found ", "mend"]),
-    ("a.jsonl", b'{"n": ' + b"9" * 5000 + b"}\n", ["a.jsonl: line 1: found ", "digits", "mend"]),
+    ("a.jsonl", b'{"text": ' + b"9" * 5000 + b"}\n", ["a.jsonl: line 1: found ", "digits", "mend"]),
     ("a.txt", b" \n", ["found no train document in 0 bytes"]),
     ("a.txt", "\U0001f642".encode(), ["found no train document in 4 bytes", "--document_separator", "--val_share=0"])])
 def test_documents__bad_input(tmp_path, name, content, parts):
     (tmp_path / name).write_bytes(content)
-    message = failure(tool, tmp_path / name, f"--out={tmp_path / 'out'}", "--tokenizer=bytes", "--jobs=1")
+    message = failure(tool, tmp_path / name, f"--out={tmp_path / 'out'}", "--tokenizer=bytes")
     assert all(part in message for part in parts), message
     assert not (tmp_path / "out").exists(), "no trace of it"
 
@@ -191,27 +149,14 @@ def test_parquet_documents(tmp_path):
     flags = tmp_path / "in.parquet", f"--out={tmp_path / 'out'}", "--tokenizer=bytes", "--val_share=0", "--force"
     run(*flags, "--text_key=content", "--max_doc_tokens=0")
     assert decode(tmp_path / "out") == TEXTS
-    assert "in.parquet: columns: found {'content'" in failure(tool, *flags)
-    assert "in.parquet: row 1: found {'n': 0}" in failure(tool, *flags, "--text_key=n")
+    assert "in.parquet: a row: found {}" in failure(tool, *flags)
+    assert "in.parquet: a row: found {'n': 0}" in failure(tool, *flags, "--text_key=n")
     (tmp_path / "in.parquet").write_bytes(b"PAR1 no parquet")
     assert "expected a Parquet file" in failure(tool, *flags)
-    assert decode(tmp_path / "out") == TEXTS, "what failed replaced nothing"
 
-
-def test_chosen_pieces__no_package(tmp_path, monkeypatch):
-    for package in ("pyarrow", "tiktoken"):
-        monkeypatch.setitem(sys.modules, package, None)
-    (tmp_path / "in.parquet").write_text("x")
-    flags = [tmp_path / "in.parquet", f"--out={tmp_path / 'out'}", "--jobs=1"]
-    assert "pip install pyarrow" in failure(tool, *flags)
-    assert "pip install tiktoken" in failure(tool, *flags, "--tokenizer=gpt2")
-
-
-# ---- documents and splits -------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("flag", [r"\n\n", "<|endoftext|>", r"\n%%\n"])
 def test_plain_documents__with_separators(tmp_path, flag):
-    """Short and long parts, blank ones, a separator at the end, and one across every place where a cut could fall."""
     separator = flag.replace(r"\n", "\n")
     parts = ["one\nline", " ", "ö" * 40_000, "", *("a\n" * n for n in range(8_150, 8_200, 7)), "last"]
     (tmp_path / "in.txt").write_text(separator.join(parts) + separator)
@@ -254,65 +199,28 @@ def test_documents__the_end_of_the_only_one_is_for_validation(tmp_path, monkeypa
 
 def test_documents__of_several_the_last_is_cut(tmp_path, monkeypatch):
     monkeypatch.setattr(tool, "drawn_split", lambda text, share: "train")
-    (tmp_path / "in.txt").write_text("one two|three four|five six seven| \n")
-    run(tmp_path / "in.txt", f"--out={tmp_path / 'out'}", "--tokenizer=bytes", "--document_separator=|")
-    assert decode(tmp_path / "out") == ["one two", "three four", "five "]
-    assert decode(tmp_path / "out", "val") == ["six seven"]
+    (tmp_path / "in.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": null}\n{"text": "five six seven "}\n')
+    run(tmp_path / "in.jsonl", f"--out={tmp_path / 'out'}", "--tokenizer=bytes")
+    assert (decode(tmp_path / "out"), decode(tmp_path / "out", "val")) == (["a?b", "five "], ["six seven "])
 
 
-def test_field__half_a_surrogate_pair_and_null(tmp_path):
-    (tmp_path / "in.jsonl").write_text('{"text": "a\\ud800b"}\n{"text": null}\n')
-    run(tmp_path / "in.jsonl", f"--out={tmp_path / 'out'}", "--tokenizer=bytes", "--val_share=0")
-    assert decode(tmp_path / "out") == ["a?b"]
-
-
-# ---- shards ---------------------------------------------------------------------------------------------------------
-
-def test_encode__long_documents_and_several_shards(tmp_path):
+def test_shards__long_documents_and_several_shards(tmp_path, monkeypatch):
+    monkeypatch.setattr(tool, "SHARD_TOKENS", 10_000)
     text = "".join(f"{n} " for n in range(2000))
     run(write_jsonl(tmp_path / "in.jsonl", [text, "short"] * 3), f"--out={tmp_path / 'out'}", "--tokenizer=bytes",
-        "--val_share=0", "--max_doc_tokens=100", "--shard_tokens=10_000", "--name=own")
-    headers = tg.find_shards(str(tmp_path / "out/own_train_*.bin"))
-    assert [Path(header.name).name for header in headers] == [f"own_train_{n:06d}.bin" for n in range(3)]
+        "--val_share=0", "--max_doc_tokens=100")
+    headers = tg.find_shards(str(tmp_path / "out/out_train_*.bin"))
+    assert [Path(header.name).name for header in headers] == [f"out_train_{n:06d}.bin" for n in range(3)]
     assert all(header.tokens <= 10_000 for header in headers)
     assert max(tg.load_shard(header).doc_lengths.max() for header in headers) == 100
     assert "".join(decode(tmp_path / "out")) == (text + "short") * 3
 
-
-def test_in_order__several_processes_give_the_same(tmp_path):
-    """As a user calls it; portions of 1 MiB, so that several are under way."""
-    rng, words = np.random.default_rng(0), np.array("the of cat 🙂 x1 run.\n and\tö".split(" "))
-    texts = [" ".join(rng.choice(words, 50_000)) for _ in range(9)]
-    source, outputs = write_jsonl(tmp_path / "in.jsonl", texts), []
-    for jobs in (1, 3):
-        out = tmp_path / f"by {jobs}"
-        command = [sys.executable, ROOT / "data/tokenize_text.py", source, "--out", out, "--name=x", "--val_share=0.3"]
-        done = subprocess.run([*command, f"--jobs={jobs}", "--shard_tokens=500000"], capture_output=True, text=True,
-                              timeout=60)
-        assert done.returncode == 0 and "\r" not in done.stderr, done.stderr          # no bar in a file
-        outputs.append(contents(out))
-    assert outputs[0] == outputs[1] and len(outputs[0]) > 3
-
-
-def test_main__flags(tmp_path, capsys):
-    (tmp_path / "in.txt").write_text("x")
-    for flag in ("--vocab_size=65536", "--vocab_size=256", "--val_share=1", "--jobs=0", "--shard_tokens=0",
-                 "--max_doc_tokens=1", "--tokenizer=other", "--val_share=much"):
-        assert flag.partition("=")[0] in wrong_flag(tool, capsys, tmp_path / "in.txt", f"--out={tmp_path}/o", flag)
-    for name in ("../../x", "a/b", "/x", "..", ".", "a/", ""):
-        said = wrong_flag(tool, capsys, tmp_path / "in.txt", f"--out={tmp_path}/a/b", f"--name={name}")
-        assert f"found --name={name}, expected a name without a folder; give the folder as --out" in said
-    assert set(contents(tmp_path)) == {"in.txt"}
-
-
-# ---- the line that trains -------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("size, kind, more", [
     (16_000, "bytes", ["--epochs=0", "--val_tokens", "--val_batch_tokens"]),
     (200_000, "pocket", ["--epochs=0", "--val_tokens", "--val_batch_tokens"]),
     (1_500_000, "bytes", ["--epochs=0"]), (3_000_000, "bytes", [])])
 def test_training_line__trains_on_just_this_text(tmp_path, capsys, size, kind, more):
-    """As a shell reads it, brackets and quotes in the folder's name included."""
     words = np.random.default_rng(0).integers(0, 5000, size // 4)
     (tmp_path / "in.txt").write_text(" ".join(f"{word:03x}" for word in words)[:size])
     run(tmp_path / "in.txt", "--out", tmp_path / "my [data] isn't", f"--tokenizer={kind}")
@@ -328,18 +236,17 @@ def test_training_line__trains_on_just_this_text(tmp_path, capsys, size, kind, m
 
 
 @pytest.mark.parametrize("mean", [30, 150, 220, 400])
-def test_slots_of__a_step_fits_where_the_trainer_can_pack_it(mean):
-    found = set()
+def test_training_line__the_trainer_can_pack_a_step_of_the_shortest_text(mean):
     for seed in range(60):
-        tokens = random_stream(seed, 1500 + 30 * seed, 50, 49, mean).astype(np.uint16)
-        packed = tg.pack_block(tg.Shard(tokens, 49), 0, tool.SLOTS, tool.POCKET_SLOT, tool.MAX_DOC_LEN)
-        assert (tool.slots_of(tokens, 49) == tool.SLOTS) == (packed is not None), seed
-        found.add(packed is None)
-    assert found == {True, False}
+        tokens = random_stream(seed, 12_000, 50, 49, mean).astype(np.uint16)
+        lengths = tg.Shard(tokens, 49).doc_lengths
+        docs = np.searchsorted(lengths.clip(max=tool.MAX_DOC_LEN).cumsum(), tool.MIN_TOKENS) + 1
+        shortest = tg.Shard(tokens[:lengths[:docs].sum()], 49)
+        assert tg.pack_block(shortest, 0, tool.SLOTS, tool.POCKET_SLOT, tool.MAX_DOC_LEN) is not None, seed
 
 
 def test_training_line__too_short_a_text_names_sizes(tmp_path, capsys):
     (tmp_path / "in.txt").write_text(TEXT[:2000])
     run(tmp_path / "in.txt", f"--out={tmp_path / 'out'}", "--tokenizer=bytes")
     line = capsys.readouterr().out.splitlines()[-1]
-    assert line.startswith("too short for ./run.sh: found 1,0") and "expected 3,584 in one shard and 130" in line, line
+    assert line.startswith("too short for ./run.sh: found 1,0") and "expected 3,584 and 130" in line, line
