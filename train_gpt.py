@@ -273,7 +273,7 @@ ROW_COLUMNS = dict(
     tables=(NgramTable, str, int, int, place_of, int, str, int, str, float, float, float))
 
 def read_rows(name: str, text: str):
-    """Read a table; columns left out have their defaults. Raises ValueError, TypeError or KeyError."""
+    """Return the rows of a table; columns left out have their defaults. Raises ValueError, TypeError or KeyError."""
     # strict: a word too many is an error, a word too few one of the constructor.
     make, *columns = ROW_COLUMNS[name]
     rows = []
@@ -312,7 +312,7 @@ MAY_CHANGE = NOT_MATHEMATICS - {"seed"}                                         
 SETTINGS = "settings.json"               # of a run directory and of a save: {"preset": ..., "flags": {field: text}}
 
 def row_text(row: Stage | NgramTable):
-    """Write a row as `read_rows` reads it."""
+    """Return the text of a row as `read_rows` reads it."""
     words = []
     for value in row:
         if isinstance(value, tuple):
@@ -583,8 +583,8 @@ class Fabric:
 
     @contextlib.contextmanager
     def failing_together(self):
-        """If the body raises a TrainerError on any rank, every rank raises it afterwards, so none waits for that one.
-        Every rank comes here, and the body waits for no other rank."""
+        """Raise the TrainerError of any rank's body on every rank, after the body, so that none waits for that one.
+        Collective; the body waits for no other rank."""
         failure = None
         try:
             yield
@@ -670,7 +670,7 @@ class Schedule:
         self.rotary = rotary_by_stage(cfg)
 
     def place(self, step: int):
-        # How far a step is in the plan, in planned steps.
+        """Return how far a step is in the plan, in planned steps."""
         if self.cfg.time_budget:
             return min(self.places[step // self.cycle], self.total_steps)
         return step
@@ -823,7 +823,7 @@ def find_shards(pattern: str):
     return [read_header(Path(path)) for path in paths]
 
 def read_header(path: Path):
-    """Read and check the first 1,024 bytes and the length of a shard. Raises DataError."""
+    """Return the header of a shard, its first 1,024 bytes, checked with its length. Raises DataError."""
     need(path.is_file(), f"{path} as a shard", f"no such file, or no regular one, seen from {os.getcwd()}",
          "a .bin shard", "python data/pocket.py or python data/cached_fineweb10B.py 9, or give --train_files= and "
          "--val_files=", DataError)
@@ -866,7 +866,7 @@ def check_manifest(path: Path, content: bytes | np.ndarray):
              f"or remove {MANIFEST} if this content is meant", DataError)
 
 def load_shard(header: ShardHeader):
-    """Read a shard, or make the tokens of its formula, and check every token. Raises DataError."""
+    """Return a shard, read or made by its formula, with every token checked. Raises DataError."""
     name = header.name
     if name.startswith(FORMULA):
         tokens = formula_tokens(int(name.rpartition("#")[2]), header.tokens, *header.vocabulary)
@@ -938,7 +938,7 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader],
 
 def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int, max_doc_len: int):
     """Deal documents to the slots of a block in stream order (RECIPE 5.2).
-    Returns (slots, next document), a slot being (starts, ends) of pieces, or None where the shard ends too early."""
+    Returns (slots, next document), or None where the shard ends too early. A slot is (starts, ends) of its pieces."""
     # Of documents cut to max_doc_len: tokens before each one, and before the end.
     tokens_before = np.concatenate([[0], np.cumsum(np.minimum(shard.doc_lengths, max_doc_len))])
     # Each slot takes documents until it has slot_tokens + 1 tokens; the last one is cut to fit, and its rest is lost:
@@ -1056,7 +1056,7 @@ def distinct_with_places(values: np.ndarray):
     return ordered[is_new], index
 
 def row_update(requested: np.ndarray, before: RowUpdate | None, fabric: Fabric):
-    """Make the update of the requested rows, which are places in the shard; before: the update that it follows."""
+    """Return the update of the requested rows, given as places in the shard; before: the update that it follows."""
     places, inverse = distinct_with_places(requested)
     places_before = np.empty(0, np.int64) if before is None else before.places.numpy()
     _, kept, kept_from = np.intersect1d(places, places_before, assume_unique=True, return_indices=True)
@@ -1161,7 +1161,7 @@ class Planner:
         return [batch.map(self.fabric.host_tensor) for batch in batches]
 
     def plan(self, table: Table, purpose: str, values: Values, batches: list[Batch]):
-        """Plan a table's rows for the batches of its cycle, still arrays; put the index of each lookup into them."""
+        """Return the plan of a table's rows for its cycle. Puts the index of each lookup into the batches, an array."""
         # Rows are dealt to ranks in turn: frequent tokens have neighbouring ids, and owners are to share the work.
         began = time.perf_counter()
         W = self.fabric.world
@@ -1269,7 +1269,7 @@ class Loader:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _make_cycle(self):
-        """Make this rank's batches of the next cycle; runs on the worker thread."""
+        """Return this rank's batches of the next cycle; runs on the worker thread."""
         cycle = next(self.cycles, [])
         my_slots = []
         for values in cycle:
@@ -1430,7 +1430,7 @@ class AttentionSpan:
         object.__setattr__(self, "numbers", numbers)          # frozen, so that they never differ from the fields
 
 def attention_reference(q, k, v, cu_seqlens, span: AttentionSpan):
-    """Causal softmax attention inside documents, at the cost of N * window. q, k, v (N, H, E) -> (N, H, E).
+    """Do causal softmax attention inside documents, at the cost of N * window. q, k, v (N, H, E) -> (N, H, E).
     cu_seqlens (C,) i32 ascends from 0 to N, empty documents allowed."""
     # With blocks as long as its window, a query sees keys of its own block and of the one before, and no others.
     # Zeros stand before block 0 and fill the last one.
@@ -1660,7 +1660,7 @@ def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.const
 
 @torch.library.custom_op("train_gpt::relu_sq", mutates_args=())
 def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
-    """relu_sq_kernel, where it fits: max(x w^T, 0)^2, or with squares (N, F) its BACKWARD. x (N, K), w (F, K)."""
+    """Launch relu_sq_kernel: max(x w^T, 0)^2, (N, F), or with squares its BACKWARD. x (N, K), w (F, K)."""
     triton = importlib.import_module("triton")
     device = x.device
     card = torch.cuda.get_device_properties(device)
@@ -1970,7 +1970,7 @@ def scalar_values(cfg: Config):
     return SCALARS | {ngram.label: (NGRAM_MIX,) * len(LAYERS) for ngram in cfg.tables if ngram.place is None}
 
 def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
-    """Label, shape, initial value, optimizer, multipliers (RECIPE 2.1, 2.6)."""
+    """Return all parameters, tables included: shapes, initial values, optimizers, multipliers (RECIPE 2.1, 2.6)."""
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
     L, A, inside = len(LAYERS), len(ATTENTION_LAYERS), MLP_FACTOR * D
     value_gates = NUM_VALUE_TABLES + sum(ngram.place is not None for ngram in cfg.tables)
@@ -2203,7 +2203,7 @@ def gate_of(features: Tensor, weight: Tensor):
 Wait = Callable[[], object]              # returns when what was launched is complete
 
 def no_wait(**_):
-    """Do nothing: stands for a wait, report, restore or plans_ahead that is absent."""
+    """Do nothing: the wait, report, restore or plans_ahead where there is none."""
 
 def exchange_plans(fabric: Fabric, group, dtype: str, plans: dict[str, TablePlan]):
     """Tell every owner which of its rows this rank reads, and put into the plans what ranks request of this one.
@@ -2366,7 +2366,7 @@ class RowTable:
         for plan in self.pending:
             at = self._in_row_grads(plan)
             head_grad[:, plan.head_columns] += self.row_grads[at].t().to(head_grad.dtype)
-            self.row_grads[at] = 0                                            # rows of several plans count once
+            self.row_grads[at] = 0                                            # a row in two of the plans counts once
         self.clear()
 
     def updated(self):
@@ -2416,7 +2416,7 @@ class RowTable:
         self.arrival = no_wait
 
     def _bring(self, plan: TablePlan, out: Tensor, rows: Tensor, places: Tensor | None):
-        """Launch a plan's rows into `out`. This rank sends its rows at places; None: all of them, as they are."""
+        """Launch a plan's rows into `out`, and return the wait. This rank sends rows[places], or all rows for None."""
         if self.debug:
             out.fill_(math.nan)                                               # rows of no plan are not to be read
         arriving = out[:len(plan.my_rows)]
@@ -2429,7 +2429,7 @@ class RowTable:
 
     def _launch(self, plan: TablePlan, out: Tensor, rows: Tensor, recv_counts: list[int],
                 send_counts: list[int]):
-        """Launch the all-to-all of rows into `out`; lists may be empty."""
+        """Launch the all-to-all of rows into `out`, and return the wait. Lists may be empty."""
         plan.count_bytes(self.fabric.rank, send_counts, recv_counts, rows.shape[1] * rows.element_size())
         if self.fabric.world == 1:
             out.copy_(rows)
@@ -2460,7 +2460,7 @@ MAP_NORESERVE = 0x4000                   # of Linux on x86 and ARM; Python has t
 PIECE_ROWS = 1 << 14                     # rows of a rank that are copied, sent to another rank or in a file together
 
 def untouched_zeros(shape: tuple, dtype: torch.dtype):
-    """Allocate zeros on the host that take memory page by page, when they are first written."""
+    """Return zeros on the host that take memory page by page, when they are first written."""
     if sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
     # Nothing is reserved, for a plain mapping of 38 GB is refused on a machine of 24. Pages are small ones, for a row
@@ -2486,7 +2486,7 @@ class DeviceHome:
         self.invalidate()
 
     def prepare(self, requested: np.ndarray):
-        """Make the update of the next cycle; requested: places in the shard, reader by reader."""
+        """Return the update of the next cycle; requested: places in the shard, reader by reader."""
         return row_update(requested, None, self.fabric)
 
     def take(self, update: RowUpdate):
@@ -2762,7 +2762,7 @@ def cpu_scalar(value: float):
     return torch.tensor(value, dtype=torch.float64)
 
 def initial_state(row: Parameter, shard):
-    """Allocate the optimizer's state of a parameter or a shard of it, zeros by name."""
+    """Return the optimizer's state of a parameter or a shard of it: name -> zeros."""
     # The one place that lists it: snapshots, checkpoints and the memory estimate follow.
     shard = bank_matrices(row, shard)
     zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
@@ -3125,7 +3125,7 @@ class Executor:
             self.tables[label].prepare(plan)
 
     def forward_backward(self, batch: Batch, values: Values, loss_weight: float = 1.0) -> Losses:
-        """Add loss_weight * d(sum of this rank's slot losses) to the gradients, without waiting for the device.
+        """Add loss_weight * d(sum of this rank's slot losses) to the gradients. Does not wait for the device.
         A weight of 0 adds zeros, whatever the loss: this rank still takes part in the update."""
         # Rows of tables were launched after the last update; here the wait for them ends.
         spans = self._attention_of(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
@@ -3590,6 +3590,7 @@ class Log:
             self._write(name, text.encode())
 
     def seen(self):
+        """Return what a checkpoint needs to go on with this log."""
         self.flush()
         return dict(tokens=self.tokens, done=self.done, last_good=self.last_good,
                     lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
