@@ -1274,8 +1274,8 @@ class Loader:
         my_slots = []
         for values in cycle:
             shard, block = self._block(values)
-            pieces_of_mine = block[self.fabric.rank::self.fabric.world]
-            my_slots.append([make_slot(shard, starts, ends) for starts, ends in pieces_of_mine])
+            pieces_of_slots = block[self.fabric.rank::self.fabric.world]
+            my_slots.append([make_slot(shard, starts, ends) for starts, ends in pieces_of_slots])
         return self.planner.batches(self.purpose, cycle, my_slots)
 
     def _read_ahead(self):
@@ -2221,8 +2221,9 @@ def exchange_plans(fabric: Fabric, group, dtype: str, plans: dict[str, TablePlan
     everyone = [None] * W
     dist.all_gather_object(everyone, (common, counts), group=group)
     for reader, (theirs, _) in enumerate(everyone):
-        for found, mine in zip(theirs, common):
-            need(found == mine, f"row plans of ranks {reader} and {me}", found, mine, "use the same flags", RunError)
+        for found, expected in zip(theirs, common):
+            need(found == expected, f"row plans of ranks {reader} and {me}", found, expected, "use the same flags",
+                 RunError)
 
     # Then all lists in one message, owner by owner. They arrive reader by reader, and table by table from each.
     leaving = torch.cat([of_table[owner] for owner in range(W) for of_table in lists])
@@ -2992,7 +2993,7 @@ class Optimizer:
         need(not missing, "optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first",
              RunError)
 
-        # Tied, head and embedding are one parameter with one gradient.
+        # While they are tied, head and embedding are one parameter with one gradient.
         head = self.model.lm_head
         tied_update = values.tied and "embed" in active
         if tied_update:
@@ -3010,7 +3011,7 @@ class Optimizer:
                 entry.wait()
                 gathers.append(entry.update(values))
                 entry.clear()
-                # Rows of a table's next cycle set off at once: its first lookup waits for them.
+                # Rows of a table's next cycle are launched at once: its first lookup waits for them.
                 plans = plans_ahead() if label in self.tables else None
                 if plans:
                     self.tables[label].fetch(plans[label])
@@ -3044,8 +3045,8 @@ class Optimizer:
         # The head's moments are owned along D and the embedding's along V, of which rank r has r, r + W, ...
         for name, moment in self.state["embed"].items():
             size, depth = moment.shape
-            mine = self.state["lm_head"][name]
-            padded = F.pad(mine, (0, W * size - weight.shape[1], 0, self.sharded["lm_head"].shard_size - len(mine)))
+            owned = self.state["lm_head"][name]
+            padded = F.pad(owned, (0, W * size - weight.shape[1], 0, self.sharded["lm_head"].shard_size - len(owned)))
             leaving = padded.t().view(size, W, -1).transpose(0, 1).contiguous()           # by owner
             arrived = leaving.clone()
             self.launch(dist.all_to_all_single, arrived, leaving)()
@@ -3948,7 +3949,7 @@ def hardware(fabric: Fabric):
 def write_header(log: Log, preset: str, given: Config, executor: Executor, attention: str, decisive: dict,
                  resumed: dict):
     """Write the first lines of a run: settings, versions, hardware, sizes. given: as flags and preset say.
-    resumed: of a run that goes on, the step, the checkpoint and what differs."""
+    resumed: what `check_resumed` returns; {} for a new run."""
     # What another needs to repeat the run: flags, commit, versions.
     cfg = log.schedule.cfg
     fabric = log.fabric
@@ -4340,11 +4341,11 @@ def first_cause(cause: str, alone: str):
 
     if cause != alone and not all_ended():
         cause = alone
-    mine = f"{env['RANK']}\n{cause}"
-    first = store.compare_set(f"first cause, {restart}", "", mine).decode()
+    my_cause = f"{env['RANK']}\n{cause}"
+    first = store.compare_set(f"first cause, {restart}", "", my_cause).decode()
     if env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         all_ended()                                                           # the store ends with this process
-    return first.partition("\n")[2], first == mine
+    return first.partition("\n")[2], first == my_cause
 
 class Ending:
     """The one end of this process, by an error or a signal, and bounded in time.
