@@ -4004,8 +4004,8 @@ def open_data(given: Config, fabric: Fabric, source: bytes):
     cfg = resolve(given, train_shards, val_shards)
     check_enough_data(cfg, Schedule(cfg), train_shards, val_shards)
     # Links are followed: it is the same text under any name.
-    trained = {os.path.realpath(header.name) for header in train_shards}
-    shared = trained.intersection(os.path.realpath(header.name) for header in val_shards)
+    validated = {os.path.realpath(header.name) for header in val_shards}
+    shared = validated.intersection(os.path.realpath(header.name) for header in train_shards)
     if shared:
         fabric.say(f"trained on and validated with: {min(shared)}, {len(shared)} such shards in all; "
                    "the validation losses say nothing about other text")

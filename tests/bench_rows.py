@@ -1,23 +1,22 @@
-"""What the row plans cost and move, at recipe A's sizes. Prints tables; asserts nothing.
+"""Measures what row plans and tables cost and move, at recipe A's sizes. Prints tables; asserts nothing.
 
-    python tests/bench_rows.py bytes      bytes at 8 ranks on real tokens, and how busy the owners are
-    python tests/bench_rows.py plans      plan time per cycle, and how much of it the training thread waits for
-    python tests/bench_rows.py scale      10 million rows against 250 thousand on 4 gloo ranks, interleaved
+    python tests/bench_rows.py bytes    rows and bytes at 8 ranks, how busy owners are, and the time of plans
+    python tests/bench_rows.py scale    10 million rows against 250 thousand on 4 gloo ranks, interleaved
+    python tests/bench_rows.py host     row-wise tables in host memory: 10^8 rows against 10^6, interleaved
 
 Tokens are the GPT-2 shards that DATA names (default ../shared/data/measure_train_*.bin), else the pocket preset's.
 """
 from __future__ import annotations
 
-import functools
+import contextlib
 import glob
 import os
-import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
@@ -26,13 +25,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-
-import train_gpt as tg
 from common import plan_of, planner_of
 
+import train_gpt as tg
+
 RANKS = 8
-WIDTH, WIRE_BYTES, ID_BYTES = 768, 2, 4                              # bf16 rows, i32 ids
-TABLES = ("bigram_embed", "value_embed", "embed")
+WIDTH, ROW_BYTES, ID_BYTES = 768, 2 * 768, 4                         # bf16 rows, i32 ids
 STAGES = range(3)                                                    # the extension has the sizes of the third
 
 
@@ -41,147 +39,165 @@ def tokens() -> str:
     return pattern if glob.glob(pattern) else str(ROOT / "data/pocket/pocket_train_*.bin")
 
 
-def cycles(stage: int, rank: int, world: int = RANKS, most: int = 1 << 30, **settings) -> Iterator[list[tg.Batch]]:
-    """Batches of one rank's cycles in a stage of the record preset with these settings, as long as the tokens last."""
+def print_row(*cells: Any) -> None:
+    print("| " + " | ".join(map(str, cells)) + " |")
+
+
+def print_head(*names: str) -> None:
+    print_row(*names)
+    print("|" + "---|" * len(names))
+
+
+# ---- What a run's plans ask for --------------------------------------------------------------------------------------
+
+def plans_of(stage: int, rank: int, most: int) -> list[dict[str, tg.TablePlan]]:
+    """Return the plans of a rank's cycles of two steps in a stage of the record preset, as long as the tokens last."""
     headers = tg.find_shards(tokens())
-    cfg = tg.resolve(replace(tg.Config(), train_files=tokens(), **settings), headers, headers)
-    values = tg.Schedule(cfg).at(tg.Schedule(cfg).starts[stage])
-    values = replace(values, tied=False)                             # the embedding's rows as after the two have parted
-    steps = [replace(values, step=step) for step in range(2 * min(most, 1000))]
-    cycles = [steps[first:first + 2] for first in range(0, len(steps), 2)]
-    loader = tg.Loader(cfg, tg.Fabric(torch.device("cpu"), rank, world), headers, cycles)
+    cfg = tg.resolve(replace(tg.Config(), train_files=tokens(), adam_every=2), headers, headers)
+    schedule = tg.Schedule(cfg)
+    values = replace(schedule.at(schedule.starts[stage]), tied=False)         # the embedding has rows of its own
+    steps = [replace(values, step=step) for step in range(2 * most)]
+    pairs = [steps[first:first + 2] for first in range(0, len(steps), 2)]
+    loader = tg.Loader(cfg, tg.Fabric(torch.device("cpu"), rank, RANKS), headers, pairs)
     loader.start()
-    try:
-        for step in range(0, len(steps), 2):
-            yield [loader.next(steps[step]), loader.next(steps[step + 1])]
-    except tg.DataError:
-        return
-    finally:
-        loader.close()
+    plans = []
+    with contextlib.suppress(tg.DataEnded):
+        for step in steps:
+            plans.append(loader.next(step).plans)
+    loader.close()
+    return plans[::2]
 
 
-def counted(stage: int, most: int = 1 << 30, world: int = RANKS) -> dict[str, np.ndarray]:
-    """(cycles, reader, owner) rows of each table."""
-    found: dict[str, list] = {label: [] for label in TABLES}
-    for rank in range(world):
-        plans = [batch.plans for batch, _ in cycles(stage, rank, world, most)]
-        for label in TABLES:
-            found[label].append([plan[label].send_counts for plan in plans])
-    return {label: np.array(counts).swapaxes(0, 1) for label, counts in found.items()}
+@dataclass
+class Moved:
+    """Means over cycles, of a table."""
+    rows: float                                                      # distinct ones that a rank asks for
+    megabytes: float                                                 # ids, rows and gradients that a rank sends
+    sparse: float                                                    # the same over what dense mode sends
+    busiest: float                                                   # the busiest owner over the mean owner
+    plan_ms: float                                                   # the time to plan them, with their hash
 
 
-def shares(counts: np.ndarray, rows: int) -> dict[str, float]:
-    """Mean bytes sent per rank and cycle over those of the dense scheme, and the busiest owner over the mean owner."""
-    world = counts.shape[1]
-    row_bytes, slice_rows = WIDTH * WIRE_BYTES, -(-rows // world)
-    dense = 2 * (world - 1) * slice_rows * row_bytes
-    others = counts * (1 - np.eye(world, dtype=int))                 # what goes to another rank
-    ids = others.sum(2) * ID_BYTES
-    gradients, fetched = others.sum(2) * row_bytes, others.sum(1) * row_bytes
-    asked_of_owner = counts.sum(1)                                   # (cycles, owner), over all readers
-    both_ways = (ids + gradients + fetched).mean()
-    return dict(rows=counts.sum(2).mean(), share=counts.sum(2).mean() / rows, MB=1e-6 * both_ways,
-                sparse=both_ways / dense,
-                busiest=(asked_of_owner.max(1) / asked_of_owner.mean(1)).mean())
+def moved(stage: int, most_cycles: int) -> dict[str, Moved]:
+    """Return what moves, by label of a table."""
+    by_rank = [plans_of(stage, rank, most_cycles) for rank in range(RANKS)]
+    found = {}
+    for label, plan in by_rank[0][0].items():
+        counts = np.array([[plans[label].send_counts for plans in of_rank] for of_rank in by_rank])
+        counts = counts.swapaxes(0, 1)                               # (cycle, reader, owner)
+        travelling = counts * (1 - np.eye(RANKS, dtype=int))
+        sent = travelling.sum(2) * (ID_BYTES + ROW_BYTES) + travelling.sum(1) * ROW_BYTES
+        dense = 2 * (RANKS - 1) * plan.shard_size * ROW_BYTES
+        of_owner = counts.sum(1)
+        plan_ms = np.median([plans[label].plan_ms for plans in by_rank[0]])
+        found[label] = Moved(counts.sum(2).mean(), 1e-6 * sent.mean(), sent.mean() / dense,
+                             (of_owner.max(1) / of_owner.mean(1)).mean(), plan_ms)
+    return found
 
 
-def table_rows() -> dict[str, int]:
-    headers = tg.find_shards(tokens())
-    return {table.label: table.rows for table in tg.row_tables(tg.resolve(tg.Config(), headers, headers))}
-
-
-def bytes_table() -> None:
-    print(f"{tokens()}\n{RANKS} ranks, rows of {WIDTH} bf16; bytes sent per rank and cycle, dense = 1\n")
-    head = ("table", "stage", "cycles", "rows", "of table", "sparse MB", "sparse", "busiest owner")
-    print("| " + " | ".join(head) + " |\n|" + "---|" * len(head))
+def print_bytes() -> None:
+    print(f"{tokens()}\n{RANKS} ranks, rows of {WIDTH} bf16; means over all cycles, dense = 1\n")
+    print_head("table", "stage", "rows of a rank", "MB sent per rank", "sparse", "busiest owner", "plan ms")
     for stage in STAGES:
-        for label, counts in counted(stage).items():
-            s = shares(counts, table_rows()[label])
-            print(f"| {label} | {stage + 1} | {len(counts)} | {s['rows']:,.0f} | {100 * s['share']:.1f} % "
-                  f"| {s['MB']:.1f} | {s['sparse']:.4f} | {s['busiest']:.3f} |")
+        for label, x in moved(stage, most_cycles=1000).items():
+            print_row(label, stage + 1, f"{x.rows:,.0f}", f"{x.megabytes:.1f}", f"{x.sparse:.4f}", f"{x.busiest:.3f}",
+                      f"{x.plan_ms:.2f}")
 
 
-def plan_times(most: int = 30, step_s: float = 0.05) -> None:
-    """The loader's thread beside a training thread that computes nothing and sleeps, as if it waited for a device."""
-    print(f"{tokens()}\nms per cycle, median (10th to 90th percentile) of {most} cycles, rank 0 of {RANKS}\n")
-    print("| stage | " + " | ".join(TABLES) + " | all plans | training thread waits |\n|" + "---|" * (len(TABLES) + 3))
-    for stage in STAGES:
-        times, waits = {label: [] for label in TABLES}, []
-        source = cycles(stage, 0, most=most)
-        while True:
-            began = time.perf_counter()
-            batches = next(source, None)
-            if batches is None:
-                break
-            waits.append(1000 * (time.perf_counter() - began))
-            for label in TABLES:
-                times[label].append(batches[0].plans[label].plan_ms)
-            time.sleep(2 * step_s)
-        rows = [times[label][1:] for label in TABLES]
-        rows += [[sum(x) for x in zip(*rows)], waits[2:]]
-        cells = (f"{statistics.median(x):.2f} ({np.percentile(x, 10):.2f} to {np.percentile(x, 90):.2f})" for x in rows)
-        print(f"| {stage + 1} | " + " | ".join(cells) + " |")
+# ---- Large tables against small ones ---------------------------------------------------------------------------------
+
+ROUNDS, DROPPED = 12, 2                                              # the first touch memory for the first time
 
 
-SCALE_RANKS, SCALE_ROWS, SCALE_WIDTH, SCALE_IDS, SCALE_ROUNDS = 4, (250_000, 10_000_000), 8, 32_768, 12
+class Timed:
+    """Cycles of one table, part by part."""
+    parts = ("plan and exchange", "rows there", "gradients back", "update")
+
+    def __init__(self, spec: tg.Table, fabric: tg.Fabric, width: int, most_ids: int) -> None:
+        cfg = tg.Config(**tg.PRESETS["tiny"] | dict(model_dim=width))
+        self.fabric = fabric
+        self.planner = planner_of(cfg, fabric, spec)
+        shard = None if spec.is_rowwise else torch.zeros(self.planner.shard_sizes[spec.label], width)
+        self.table = tg.RowTable(spec, cfg, fabric, shard, most_ids, tg.no_wait)
+        self.moments = [] if spec.is_rowwise else [torch.zeros_like(shard), torch.zeros_like(shard)]
+        self.number = 0
+
+    def cycle(self, ids: np.ndarray) -> np.ndarray:
+        """Returns ns per row of each part."""
+        table = self.table
+        self.number += 1
+        times = [time.perf_counter()]
+        plan, _ = plan_of(self.planner, table.table, [ids[None]], cycle=self.number)
+        if self.fabric.world > 1:
+            tg.exchange_plans(self.fabric, None, "float32", {table.table.label: plan})
+        table.prepare(plan)
+        times.append(time.perf_counter())
+        table.rows_for_forward(plan)
+        times.append(time.perf_counter())
+        table.row_grads[:len(plan.my_rows)] = 1.0
+        grad, wait = table.return_gradients()
+        wait()
+        times.append(time.perf_counter())
+        step_size, decay = tg.cpu_scalar(1e-3), tg.cpu_scalar(0.0)
+        if table.home is None:
+            tg.adam_update(table.shard, grad, *self.moments, 1.0, (0.75, 0.95), 1e-10, step_size, decay)
+        else:
+            number = torch.tensor(self.number, dtype=torch.int32)
+            tg.rowwise_update(*table.live, grad, 1 / 8, number, 0.95, 1e-10, step_size, decay, None)
+            table.updated()
+            table.home.settle()
+        times.append(time.perf_counter())
+        table.clear()
+        return 1e9 * np.diff(times) / len(plan.my_rows)
 
 
-def scale_rank(rank: int, store: str) -> None:
-    """One rank of the comparison: plan, exchange, fetch, return and update of both tables in turn."""
+def print_ratio(found: dict[int, list[np.ndarray]]) -> None:
+    print_head("ns per row asked for", *Timed.parts, "all")
+    middle = {}
+    for rows, times in found.items():
+        middle[rows] = np.append(np.median(times, axis=0), np.median(np.sum(times, axis=1)))
+        print_row(f"{rows:,} rows", *(f"{x:,.0f}" for x in middle[rows]))
+    small, large = middle.values()
+    print_row("ratio", *(f"{x:.2f}" for x in large / small))
+
+
+def compare(rank: int, world: int, store: str, home: str, sizes: tuple[int, int], width: int, ids: int) -> None:
+    """Take two tables through their cycles in turn, each reading the same uniform rows at every second one."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=SCALE_RANKS)
-    fabric = tg.Fabric(torch.device("cpu"), rank, SCALE_RANKS)
-    exchange = functools.partial(tg.exchange_plans, fabric, None, "float32")
-    found, sides = {rows: [] for rows in SCALE_ROWS}, {}
-    for rows in SCALE_ROWS:
-        spec = tg.Table("bigram_embed", rows, 1, None)
-        shard = torch.zeros(-(-rows // SCALE_RANKS), SCALE_WIDTH)
-        table = tg.RowTable(spec, tg.Config(), fabric, shard, SCALE_IDS, tg.no_wait)
-        sides[rows] = planner_of(tg.Config(), fabric, spec), table, torch.zeros_like(shard), torch.zeros_like(shard)
-    numbers = np.random.default_rng(rank)
-    for round_ in range(SCALE_ROUNDS):
-        for rows in SCALE_ROWS if round_ % 2 else SCALE_ROWS[::-1]:
-            planner, table, m, v = sides[rows]
-            ids = [numbers.integers(0, rows, (1, SCALE_IDS), dtype=np.int32)]
-            dist.barrier()
-            times = [time.perf_counter()]
-            plan, _ = plan_of(planner, table.table, ids, cycle=round_)
-            exchange({"bigram_embed": plan})
-            times.append(time.perf_counter())
-            gathered = table.shard[plan.requested_rows]
-            times.append(time.perf_counter())
-            table.rows_for_forward(plan, None)
-            grad, merge = table.return_gradients()
-            merge()
-            times.append(time.perf_counter())
-            tg.adam_update(table.shard, grad, m, v, 1.0, (0.75, 0.95), 1e-10, torch.tensor(1e-3), torch.tensor(0.0))
-            times.append(time.perf_counter())
-            table.clear()
-            n = len(plan.my_rows)
-            found[rows].append([*(1e9 * np.diff(times) / n), (plan.sent + plan.received) / (2 * n - sum(
-                (plan.send_counts[rank], plan.recv_counts[rank]))), n, len(gathered)])
-    dist.barrier()
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    fabric = tg.Fabric(torch.device("cpu"), rank, world)
+    sides, reads = {}, {}
+    for rows in sizes:
+        spec = tg.Table("a_embed", rows, 1, None, is_rowwise=bool(home), home=home or "device")
+        sides[rows] = Timed(spec, fabric, width, ids)
+        reads[rows] = np.random.default_rng(rank).integers(0, rows, (2, ids), dtype=np.int32)
+    found = {rows: [] for rows in sizes}
+    for turn in range(ROUNDS):
+        for rows in sizes[::(-1) ** turn]:
+            fabric.gather(rows)                                      # a barrier
+            found[rows].append(sides[rows].cycle(reads[rows][turn % 2]))
+    fabric.gather(rank)
     if rank == 0:
-        head = ("plan and exchange", "owner's gather", "rows both ways", "dense Adam", "bytes", "rows", "asked")
-        middle = {rows: np.median(found[rows][2:], axis=0) for rows in SCALE_ROWS}
-        print(f"{SCALE_RANKS} ranks, width {SCALE_WIDTH}, {SCALE_IDS} ids per rank and cycle, uniform; median of "
-              f"{SCALE_ROUNDS - 2} interleaved rounds; ns per touched row, bytes per row that travels\n")
-        print("| | " + " | ".join(head[:-2]) + " |\n|" + "---|" * (len(head) - 1))
-        for rows in SCALE_ROWS:
-            cells = " | ".join(f"{x:.1f}" for x in middle[rows][:5])
-            print(f"| {rows:,} rows ({middle[rows][5]:,.0f} touched) | {cells} |")
-        ratio = middle[SCALE_ROWS[1]] / middle[SCALE_ROWS[0]]
-        print("| ratio | " + " | ".join(f"{x:.2f}" for x in ratio[:5]) + " |")
-    dist.destroy_process_group()
+        print(f"{world} ranks, width {width}, {ids:,} rows read per rank and cycle; medians of {ROUNDS - DROPPED} "
+              f"interleaved rounds\n")
+        print_ratio({rows: times[DROPPED:] for rows, times in found.items()})
+    if world > 1:
+        dist.destroy_process_group()
 
 
-def scale() -> None:
+def print_scale() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(scale_rank, (f"{folder}/store",), SCALE_RANKS)
+        mp.spawn(compare, (4, f"{folder}/store", "", (250_000, 10_000_000), 8, 32_768), 4)
+
+
+def print_host() -> None:
+    compare(0, 1, "", "host", (10**6, 10**8), 96, 98_304)
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    for name in sys.argv[1:] or ("bytes", "plans", "scale"):
-        dict(bytes=bytes_table, plans=plan_times, scale=scale)[name]()
+    BENCHES = dict(bytes=print_bytes, scale=print_scale, host=print_host)
+    for name in sys.argv[1:] or BENCHES:
+        BENCHES[name]()
         print()

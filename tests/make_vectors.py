@@ -2,9 +2,8 @@
 
     python tests/make_vectors.py            reads ORACLE_DIR, default ../shared/oracle/a beside the repository
 
-Nothing is computed, only left out, so that the tests read the extract like the whole. Two things keep it below 3 MB.
-Config S keeps the parameters of its first layers; the others are 0, and only what lies in front of them is compared
-(the trajectory covers the rest). Rows of tables that no stored token reads, and padding, are 0 too.
+Nothing is computed, only left out. Two things keep the extract below 3 MB. Config S keeps the parameters of its first
+layers; the others are 0, and only what lies before them is compared. Rows of tables that no stored token reads are 0.
 """
 from __future__ import annotations
 
@@ -80,9 +79,7 @@ def write_npz(path: Path, arrays: dict[str, np.ndarray]) -> None:
 def main() -> None:
     meta = json.loads((SOURCE / "meta.json").read_text())
     shutil.rmtree(TARGET, ignore_errors=True)
-    (TARGET / "loader_shards").mkdir(parents=True)
-    for shard in (SOURCE / "loader_shards").iterdir():
-        shutil.copyfile(shard, TARGET / "loader_shards" / shard.name)
+    shutil.copytree(SOURCE / "loader_shards", TARGET / "loader_shards")
     (TARGET / "meta.json").write_text(json.dumps({"extract": NOTE, **meta}, indent=1) + "\n")
     for file, patterns in KEEP.items():
         with np.load(SOURCE / f"{file}.npz") as whole:
@@ -92,9 +89,7 @@ def main() -> None:
         if file == "traj_init":
             arrays["p16.mlp"][meta["padding"]["mlp_bank_layers"]:] = 0
         write_npz(TARGET / f"{file}.npz", arrays)
-    for path in sorted(TARGET.rglob("*.*")):
-        print(f"{path.stat().st_size:>9,}  {path.relative_to(TARGET)}")
-    print(f"{sum(path.stat().st_size for path in TARGET.rglob('*.*')):>9,}  in total")
+    print(f"{sum(path.stat().st_size for path in TARGET.rglob('*.*')):,} bytes")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,6 @@ import train_gpt as tg
 
 COMM_TIMEOUT = 10                        # s
 PATIENCE = 120                           # s for what the ranks of one call do; then each says where it is
-KEPT_PARTS = ("error", "stack")          # endings of the files in which a rank says why nothing came of it
 
 
 @dataclass(frozen=True)
@@ -47,24 +46,23 @@ class Rank:
             patch.setattr(dist, "init_process_group", functools.partial(dist.init_process_group, **meeting))
             return tg.make_fabric(cfg or tg.Config(device="cpu", num_slots=self.world, comm_timeout=COMM_TIMEOUT))
 
-    def work(self, run: Callable, fault: Callable[[Rank], None] | None, patience: float, given: dict[str, Any]):
+    def work(self, run: Callable, patience: float, given: dict[str, Any]):
         """What a fork does, and nothing after it: its parent's tests are not its own."""
         status = 1
-        stack = open(self.folder / f"{self.rank}.stack", "w")
+        said = open(self.folder / f"{self.rank}.said", "w")   # why nothing came of it
         try:
-            faulthandler.dump_traceback_later(patience, exit=True, file=stack)
+            faulthandler.dump_traceback_later(patience, exit=True, file=said)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             torch.set_num_threads(1)     # a fork has no threads of the pool that its parent made
             warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
             os.environ.update(RANK=str(self.rank), LOCAL_RANK=str(self.rank), WORLD_SIZE=str(self.world),
                               MASTER_ADDR="127.0.0.1", MASTER_PORT="1")       # wanted, and not used: see fabric
-            if fault is not None:
-                fault(self)
-            found = run(self, **given)
-            (self.folder / f"{self.rank}.found").write_bytes(pickle.dumps(found))
+            found = pickle.dumps(run(self, **given))
+            (self.folder / f"{self.rank}.found").write_bytes(found)
             status = 0
         except BaseException:
-            (self.folder / f"{self.rank}.error").write_text(traceback.format_exc())
+            said.write(traceback.format_exc())
+            said.flush()
         finally:
             os._exit(status)
 
@@ -75,38 +73,34 @@ class Ranks:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self.calls = {}                  # what was asked -> folder of the answer
+        self.folders = {}                # what was asked -> folder of the answer
         self.found = {}                  # folder -> by rank
 
-    def __call__(self, world: int, run: Callable[..., Any], fault: Callable[[Rank], None] | None = None,
-                 patience: float = PATIENCE, **given: Any) -> list[Any]:
+    def __call__(self, world: int, run: Callable[..., Any], patience: float = PATIENCE, **given: Any) -> list[Any]:
         """run(rank, **given) on each rank of a world; by rank, what it returned.
 
-        fault: called by each rank before. Fails with the stack of every rank that raised, or was there after patience
-        seconds.
+        Fails with the stack of every rank that raised, or was there after patience seconds.
         """
-        asked = world, run, fault, repr(sorted(given.items()))
-        if asked not in self.calls:
-            self.calls[asked] = self.start(world, run, fault, patience, given)
-        folder = self.calls[asked]
-        if folder in self.found:
-            return self.found[folder]
-        files = [folder / f"{rank}.found" for rank in range(world)]
-        if not all(path.exists() for path in files):
-            said = [path for path in sorted(folder.iterdir()) if path.suffix[1:] in KEPT_PARTS and path.stat().st_size]
-            silent = [rank for rank, path in enumerate(files) if not path.exists()]
-            pytest.fail("\n".join([f"{run.__name__} with {world} ranks: nothing from {silent}, and"]
-                                  + [f"{path.name}:\n{path.read_text()}" for path in said]), pytrace=False)
-        self.found[folder] = [pickle.loads(path.read_bytes()) for path in files]
+        asked = world, run, repr(sorted(given.items()))
+        if asked not in self.folders:
+            self.folders[asked] = self.start(world, run, patience, given)
+        folder = self.folders[asked]
+        if folder not in self.found:
+            files = [folder / f"{rank}.found" for rank in range(world)]
+            silent = [path for path in files if not path.exists()]
+            if silent:
+                said = [f"rank {path.stem}:\n{path.with_suffix('.said').read_text()}" for path in silent]
+                pytest.fail("\n".join([f"{run.__name__} with {world} ranks: nothing from these", *said]), pytrace=False)
+            self.found[folder] = [pickle.loads(path.read_bytes()) for path in files]
         return self.found[folder]
 
     def folder_of(self, world: int, run: Callable[..., Any], **given: Any) -> Path:
         """Where the ranks of a call, made now or before, left their files."""
         self(world, run, **given)
-        return self.calls[world, run, None, repr(sorted(given.items()))]
+        return self.folders[world, run, repr(sorted(given.items()))]
 
-    def start(self, world: int, run: Callable, fault: Callable | None, patience: float, given: dict[str, Any]) -> Path:
-        folder = self.folder / f"{len(self.calls)}_{run.__name__}_w{world}"
+    def start(self, world: int, run: Callable, patience: float, given: dict[str, Any]) -> Path:
+        folder = self.folder / f"{len(self.folders)}_{run.__name__}_w{world}"
         folder.mkdir()
         gc.collect()
         gc.freeze()                      # spares each rank's collector a look at it all, and copies of the pages
@@ -114,7 +108,7 @@ class Ranks:
         for rank in range(world):
             child = os.fork()
             if child == 0:
-                Rank(rank, world, folder).work(run, fault, patience, given)
+                Rank(rank, world, folder).work(run, patience, given)
             children.append(child)
         gc.unfreeze()
         deadline = time.monotonic() + patience + COMM_TIMEOUT

@@ -1,86 +1,434 @@
-"""train_gpt.py against the reference vectors: all of the extract beside this file, and of ORACLE_DIR if it is there.
+"""The trainer and reference.py against the reference vectors: the extract beside this file, and ORACLE_DIR if there.
 
-The second half is a test of the first: mistakes that are easily made, one by one, and the array at which each has to be
-noticed.
+The extract's config S has the parameters of its first layers only: there reference.py alone is compared, and the
+trainer by the trajectory. A directory with all vectors compares both, everywhere.
 """
 from __future__ import annotations
 
-import fnmatch
-import inspect
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
+import reference
 import torch
-from oracle import CHECKS, EXTRACT, WHOLE, Mismatch, Oracle
+from oracle import (CPU, EXTRACT, WHOLE, Oracle, Trajectory, Vectors, bf16, every_frequency, executor_with, gradient,
+                    slots_of, stored_weights)
+from reference import Reference
+from torch import Tensor
 
 import train_gpt as tg
 
 pytestmark = pytest.mark.recipe
-
-Patch = Callable[[pytest.MonkeyPatch], None]
-
-
-def directories() -> Iterator[tuple[str, Path]]:
-    yield "extract", EXTRACT
-    yield "whole", WHOLE
+DIRECTORIES = dict(extract=EXTRACT, whole=WHOLE)
 
 
-def cases(*files: str) -> list:
-    """(directory, file), of the given files or all; one skipped case for a directory that is not there."""
-    found = []
-    for name, path in directories():
+# ---- Config S: one slot with known parameters, forward and backward
+class ConfigS:
+    """The slot through the trainer and, in float64, through reference.py."""
+
+    def __init__(self, oracle: Oracle) -> None:
+        sizes = self.sizes = oracle.meta["config_s"]
+        assert sizes["num_layers"] == len(tg.LAYERS), "another layer table"
+        self.stored, length = oracle.open("s_inputs"), sizes["slot_tokens"]
+        self.cfg = oracle.config("config_s", [length] * len(oracle.meta["recipe"]["windows_blocks"]), num_slots=1,
+                                 max_doc_len=length, val_batch_tokens=length)
+        weights = stored_weights(self.cfg, self.stored)
+        self.trainer = executor_with(self.cfg, weights)
+        self.naive = Reference(self.cfg, weights)
+        self.runs = self.naive, self.trainer
+        self.values = replace(tg.Schedule(self.cfg).at(0), short_window=sizes["short_window"],
+                              long_window=sizes["long_window"])
+        self.batch = self.batch_with(self.stored["cu_seqlens"])
+
+    def batch_with(self, borders: np.ndarray) -> tg.Batch:
+        slots = slots_of(*(self.stored[name][None] for name in ("tokens", "targets")), borders[None])
+        return self.trainer.planner.batches("oracle", [self.values], [slots])[0]
+
+    def weighted(self, name: str, values: tg.Values | None = None) -> tg.Values:
+        return replace(values or self.values, mtp_weights=tuple(self.stored[f"mtp_{name}"]))
+
+    def stretched(self) -> tg.Values:
+        """Return values after one change of the windows."""
+        short, long = self.sizes["yarn1_windows"]
+        stages = [tg.STAGES[0]._replace(long_window=window) for window in (self.sizes["long_window"], long)]
+        _, rotary = tg.rotary_by_stage(replace(self.cfg, stages=stages, window_block=1))
+        return replace(self.values, short_window=short, long_window=long, rotary=rotary)
+
+def check_s_acts(oracle: Oracle) -> None:
+    s, vectors = ConfigS(oracle), oracle.open("s_acts")
+    one_document = s.batch_with(np.asarray([0, s.batch.tokens.shape[1]]))
+    names = [name for name, in vectors.find("losses_(.*)")]
+    cases = [("", name, s.values, s.batch) for name in names or ["m3"]]
+    cases += [("long.", "m3", s.values, one_document), ("yarn1.", "m2", s.stretched(), s.batch)]
+    for prefix, name, values, batch in cases:
+        weighted = s.weighted(name, values)
+        check_activations(s, vectors, prefix, name, weighted, batch)
+        vectors.check(f"{prefix}loss_{name}", s.trainer.forward_backward(batch, weighted).slot_sums[0])
+        for run in s.runs:
+            vectors.check(f"{prefix}eval_loss", run.evaluate([batch], values))
+    model, rotary, length = s.trainer.model, values.rotary, batch.tokens.shape[1]     # of the last case
+    vectors.check("yarn1.windows", [values.short_window, values.long_window])
+    vectors.check("yarn1.angular_freq", every_frequency(rotary))
+    vectors.check("yarn1.attn_scale", [rotary.attn_scale] * 2)
+    for name, table in (("factor1", model.rotary_cos), ("factor2", model.rotary_sin)):
+        vectors.check(f"yarn1.{name}", table[:length])
+        vectors.check(f"yarn1.paired_{name}", table[:2 * length].view(length, -1))    # two positions in a row
+    vectors.finish()
+
+
+def check_activations(s: ConfigS, vectors: Vectors, prefix: str, name: str, values: tg.Values, batch: tg.Batch) -> None:
+    """Compare what reference.py computes on its way, in forward order, and gradients of some of it."""
+    rows, seen = vectors["rows16"], {}
+    losses = s.naive.losses(s.naive.leaves(), batch, 0, values, values.mtp_weights, seen)
+    for key, x in seen.items():
+        vectors.check(prefix + key, x[rows] if prefix else x)
+        vectors.check(f"{prefix}{key}_rows16", x[rows])
+        vectors.check(f"{prefix}eval_{key}_rows16", x[rows])             # documents of the slot are no longer than cut
+        vectors.check(f"{prefix}sumsq.{key}", x.square().sum())
+    vectors.check(f"{prefix}losses_{name}", losses)
+    vectors.check(f"{prefix}loss_{name}", losses.sum())
+    if prefix or name != "m3":
+        return
+    traced = {key: x for key, x in seen.items() if key.startswith("mix") or key in ("final_norm", "raw_logits")}
+    for key, grad in reversed(list(zip(traced, torch.autograd.grad(losses.sum(), list(traced.values()))))):
+        vectors.check("grad_logits_rows16" if key == "raw_logits" else f"grad_rows16.{key}", grad[rows])
+        vectors.check(f"grad_sumsq.{key}", grad.square().sum())
+
+
+def check_s_grads(oracle: Oracle) -> None:
+    s, vectors = ConfigS(oracle), oracle.open("s_grads")
+    cases = [("", name, s.values) for name, in vectors.find(r"norm_(\w+)\..*")] + [("yarn1.", "m2", s.stretched())]
+    for run in s.runs:
+        for prefix, name, values in cases:
+            run.drop_gradients()
+            run.forward_backward(s.batch, s.weighted(name, values))
+            for label in reversed(s.trainer.model.table):
+                check_gradient(vectors, prefix, name, label, gradient(run, label))
+    vectors.finish()
+
+
+def check_gradient(vectors: Vectors, prefix: str, name: str, label: str, grad: Tensor) -> None:
+    """Compare all of it for m3, for others samples and small parameters; of a table its rows: all others are 0."""
+    vectors.check(f"{prefix}g_{name}.{label}", grad, label)
+    if prefix:
+        return
+    vectors.check(f"sval_{name}.{label}", grad, label, at=vectors[f"sidx.{label}"])
+    vectors.check(f"norm_{name}.{label}", grad.double().norm())
+    if name == "m3":
+        vectors.check(f"g.{label}", grad, label)
+        vectors.check(f"g32.{label}", grad, label)
+        rows = grad.flatten(1).any(dim=1).nonzero()[:, 0] if grad.dim() > 1 else grad
+        vectors.check(f"grows.{label}", rows)
+        vectors.check(f"gvals.{label}", grad[rows] if f"gvals.{label}" in vectors else grad)
+
+
+# ---- Trajectory and optimizer
+def check_traj(oracle: Oracle) -> None:
+    Trajectory(oracle).check()
+
+
+def check_opt(oracle: Oracle) -> None:
+    vectors = oracle.open("opt")
+    for case, in vectors.find(r"pe_in\.(.*)"):
+        x = vectors.tensor(f"pe_in.{case}")
+        for polar in (tg.polar_express, reference.polar):
+            vectors.check(f"pe_out.{case}", polar(x.view(-1, *x.shape[-2:])).view(x.shape))
+    for case, in vectors.find(r"(nm_\w+)\.p0"):
+        check_normuon(vectors, case)
+    check_mantissa(vectors)
+    check_adam(oracle, vectors)
+    vectors.finish()
+
+
+def check_normuon(vectors: Vectors, case: str) -> None:
+    """A bank over a few steps with plain float64 weights."""
+    p = vectors.tensor(f"{case}.p0")
+    count, height, width = p.shape
+    second = p.new_zeros((count, height, 1) if height >= width else (count, 1, width))
+    state = dict(momentum=torch.zeros_like(p), second=second)
+    naive_p, naive_state = p.clone(), dict(state)                        # reference.py puts new tensors in
+    key = f"{case}.per_matrix_lr_mul"
+    extra = vectors.tensor(key) if key in vectors else p.new_ones(count)
+    for step in range(len(vectors.find(rf"{case}\.(g\d+)"))):
+        lr, shape_factor, mu, beta2, decay = torch.from_numpy(vectors[f"{case}.hyper{step}"]).unbind()
+        g, muls = vectors.tensor(f"{case}.g{step}"), (shape_factor * extra).view(-1, 1, 1)
+        naive_p = reference.normuon(naive_p, g, naive_state, mu, beta2, lr, muls, decay)
+        tg.normuon_update(p, None, g, *state.values(), 1.0, mu, lr, muls, lr * decay, float(beta2))
+        for got, moments in ((naive_p, naive_state), (p, state)):
+            for name, x in (("mom", moments["momentum"]), ("v2_", moments["second"]), ("p", got)):
+                vectors.check(f"{case}.{name}{step + 1}", x)
+
+
+def check_mantissa(vectors: Vectors) -> None:
+    """Chained updates of bf16 weights and the 16 bits below them, bit for bit."""
+    p, mantissa = (torch.from_numpy(vectors[f"mt.{name}_in"].view(np.int16).copy()) for name in ("p", "m"))
+    some = torch.zeros(p.shape)
+    for step in range(len(vectors.find(r"mt\.(g\d+)"))):
+        decay, lr = torch.from_numpy(vectors[f"mt.wd_lr{step}"]).unbind()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(tg, "normuon_direction", lambda *_, update=bf16(vectors[f"mt.g{step}"]): update)
+            tg.normuon_update(p.view(torch.bfloat16), mantissa, some, some, some, 1.0, lr, lr, torch.ones_like(lr),
+                              decay, 0.0)
+        vectors.check(f"mt.p_out{step}", p.numpy().view(np.uint16))
+        vectors.check(f"mt.m_out{step}", mantissa.numpy().view(np.uint16))
+
+
+def check_adam(oracle: Oracle, vectors: Vectors) -> None:
+    """Some parameters in reference.py, tied and then untied."""
+    labels = [label for label, in vectors.find(r"adam\.(\w+)\.p_init")]
+    cfg = oracle.config("trajectory", oracle.meta["trajectory"]["slot_tokens"], num_slots=1)
+    naive = Reference(cfg, {label: vectors.tensor(f"adam.{label}.p_init") for label in labels})
+    split_step = oracle.meta["opt"]["split_step"]
+    for step in range(len(vectors.find(r"adam\.lr_mul\.(\d+)"))):
+        adam_lr = cfg.adam_lr * float(vectors[f"adam.lr_mul.{step}"])
+        values = replace(tg.Schedule(cfg).at(step), adam_lr=adam_lr, tied=step <= split_step, untie=step == split_step)
+        for label in labels:
+            naive.grads[label] += vectors.tensor(f"adam.{label}.g{step}")
+        when = "before"
+        for act in (lambda: None, lambda: naive.optim_step(values)):
+            act()
+            embed = naive.state["embed"] | dict(step=naive.updates["embed"]) if values.untie else {}
+            for name, x in embed.items():
+                vectors.check(f"adam.split.embed_{name}_{when}", x)
+            when = "after"
+        for label in labels:
+            for name, x in dict(p=naive.p[label], **naive.state[label], t=naive.updates[label]).items():
+                vectors.check(f"adam.{label}.{name}{step}", x)
+
+
+# ---- Loader and bigram hash
+def check_loader(oracle: Oracle) -> None:
+    vectors, meta = oracle.open("loader"), oracle.meta["loader"]
+    sizes = "slot_tokens", "max_doc_len", "slot_tokens_after", "max_doc_len_after"
+    for case, in vectors.find(r"(\w+)\.slot_tokens_maxlen"):
+        vectors.check(f"{case}.slot_tokens_maxlen", [meta[case][name] for name in sizes if name in meta[case]])
+    vectors.check("val.slot_tokens", [meta["val"]["slot_tokens"]])
+    for key, array in vectors.arrays.items():
+        if key.endswith("cu_seqlens"):
+            vectors.arrays[key] = borders_of(array, array.shape[-1])
+    for case, world in vectors.find(r"(\w+)_w(\d+)\.(?:before\.)?inputs"):
+        if any(key.startswith(f"{case}_w{world}.") for key in vectors.expected):
+            check_blocks(oracle, vectors, case, int(world))
+    vectors.finish()
+
+
+def borders_of(cu_seqlens: np.ndarray | Tensor, columns: int) -> np.ndarray:
+    """(..., C) -> (..., columns): each border once, then -1. How often one is repeated is padding, at both ends."""
+    rows = np.asarray(cu_seqlens).reshape(-1, np.shape(cu_seqlens)[-1])
+    found = [np.unique(row) for row in rows]
+    out = np.full((len(rows), max(columns, *map(len, found))), -1, np.int64)
+    for row, filled in zip(found, out):
+        filled[:len(row)] = row
+    return out.reshape(*np.shape(cu_seqlens)[:-1], -1)
+
+
+def check_blocks(oracle: Oracle, vectors: Vectors, case: str, world: int) -> None:
+    """What every rank of a run gets: (step, micro-step, rank, tokens). A slot's number is micro-step * W + rank."""
+    meta, validation = oracle.meta["loader"], case.startswith("val")
+    sizes, num_slots = meta["val" if validation else case], meta["num_slots"]
+    parts, plan = [], []                                                 # (prefix of keys, steps); sizes of each step
+    for ending, prefix in (("", ""), ("_before", "before."), ("_after", "after.")):
+        prefix = f"{case}_w{world}.{prefix}"
+        if f"{prefix}inputs" in vectors:
+            parts.append((prefix, len(vectors[f"{prefix}inputs"])))
+            after = ending if ending == "_after" else ""
+            plan += [(sizes[f"slot_tokens{after}"], sizes.get(f"max_doc_len{after}", 0))] * parts[-1][1]
+    slot_tokens, stages = plan[0][0], len(oracle.meta["recipe"]["windows_blocks"])
+    cfg = oracle.config("loader", [slot_tokens] * stages, vocab_size=tg.GPT2_VOCAB, padded_vocab=tg.GPT2_VOCAB,
+                        num_slots=num_slots, val_batch_tokens=num_slots * slot_tokens,
+                        val_tokens=num_slots * slot_tokens * len(plan))
+    found = tg.find_shards(str(oracle.path / "loader_shards" / ("val_*.bin" if validation else "train_*.bin")))
+    headers = [header._replace(document_start=cfg.document_start) for header in found]
+    any_values = tg.Schedule(cfg).at(0)
+    steps = [replace(any_values, step=step, slot_tokens=tokens) for step, (tokens, _) in enumerate(plan)]
+    batches = []
+    for rank in range(world):
+        fabric = tg.Fabric(CPU.device, rank, world)
+        if validation:
+            batches.append(list(tg.ValidationSet(cfg, fabric, headers).batches(steps[0])))
+        else:
+            batches.append(list(loaded(cfg, fabric, headers, steps, plan)))
+
+    done = 0
+    for prefix, count in parts:
+        columns = vectors.arrays.get(f"{prefix}cu_seqlens", np.zeros(0)).shape[-1]
+        fields = dict(inputs=lambda batch: batch.tokens, targets=lambda batch: batch.targets,
+                      bigram_ids=lambda batch: logical_rows(batch, "bigram_embed"),
+                      cu_seqlens=lambda batch: borders_of(batch.cu_seqlens, columns))
+        for name, field in fields.items():
+            slots = np.stack([[np.asarray(field(batch)) for batch in of_rank[done:done + count]]
+                              for of_rank in batches])
+            slots = slots.transpose(1, 2, 0, 3)                          # from (rank, step, micro, tokens)
+            vectors.check(prefix + name, slots.reshape(count, -1, world, slots.shape[-1]))
+        done += count
+
+
+def loaded(cfg: tg.Config, fabric: tg.Fabric, headers: list, steps: list[tg.Values], plan: list) -> Iterator[tg.Batch]:
+    def cycles() -> Iterator[list[tg.Values]]:
+        """Yield cycles of a step each; the vectors change between steps what a run has once."""
+        for values in steps:
+            loader.cfg = replace(cfg, max_doc_len=plan[values.step][1])
+            yield [values]
+
+    loader = tg.Loader(cfg, fabric, headers, cycles())
+    loader.start()
+    try:
+        yield from map(loader.next, steps)
+    finally:
+        loader.close()
+
+
+def logical_rows(batch: tg.Batch, label: str) -> Tensor:
+    """Return the rows of a table that a batch reads, as files and recipes number them."""
+    plan, rows = batch.plans[label], batch.rows[label].long()
+    world = len(plan.send_counts)
+    if world > 1:                                                        # else its index is of the table, not of a list
+        rows = plan.my_rows[rows]
+        rows = rows % plan.shard_size * world + rows // plan.shard_size
+    return rows
+
+
+def check_bigram(oracle: Oracle) -> None:
+    vectors, rows = oracle.open("bigram"), oracle.meta["bigram"]["rows"]
+    vectors.check("table_rows", rows)
+    previous, current = (vectors[name].astype(np.int32) for name in ("prev", "cur"))
+    in_a_row = np.concatenate([[0, 0], np.stack((previous, current), axis=1).ravel()]).astype(np.int32)
+    sequence = vectors["sequence"].astype(np.int32)
+    for found in (functools.partial(tg.bigram_hash, rows=rows), functools.partial(reference.bigram_rows, rows=rows)):
+        vectors.check("row", found(in_a_row)[3::2])
+        vectors.check("first_position_row", found(in_a_row)[0])
+        second = [found(np.asarray([0, token], np.int32))[1] for token in vectors["position1_cur"]]
+        vectors.check("position1_row", second)
+        vectors.check("sequence_rows", found(sequence))
+    vectors.left.discard("n_extremes")                                    # a note: so many of the pairs are extremes
+    vectors.finish()
+
+
+# ---- Schedule
+def check_schedule(oracle: Oracle) -> None:
+    vectors, meta = oracle.open("schedule"), oracle.meta["schedule"]
+    num_slots = oracle.meta["recipe"]["num_slots"]
+    small = dict(num_heads=2, model_dim=2 * meta["head_dim"], vocab_size=16, padded_vocab=16, bigram_rows=16)
+    slot_tokens = [tokens // num_slots for tokens in meta["batch_tokens"]]
+    cfg = oracle.config("schedule", slot_tokens, **small, dtype="bfloat16")
+    schedule = tg.Schedule(cfg)
+    every = [schedule.at(step) for step in range(schedule.total_steps + 1)]
+    windows = [(v.short_window, v.long_window) for v in every]
+    before_growth = windows[-1][0], cfg.stages[every[-1].stage].long_window * cfg.window_block
+    for name, got in dict(
+            total_steps=schedule.total_steps, sched_ext=[cfg.num_scheduled_steps, cfg.num_extension_steps],
+            split_step=schedule.untie_step, boundaries=list(zip(schedule.starts, schedule.ends)),
+            lr_mul=[schedule.lr_factor_at(v.step) for v in every], momentum=[v.momentum for v in every],
+            stage=[v.stage for v in every], batch_size=[v.slot_tokens * num_slots for v in every],
+            adam_step=[v.adam_step for v in every], mtp_count=[len(v.mtp_weights) for v in every],
+            lr_normuon=[v.normuon_lr for v in every], lr_adam=[v.adam_lr for v in every],
+            tied_during_update=[not any(v.untie for v in every[:v.step]) for v in every],
+            windows_train=[*windows[:-1], before_growth], windows_final_validation=windows[-1]).items():
+        vectors.check(name, got)
+    for name in ("mtp", "mtp_f32"):
+        got = vectors[name].astype(np.float64)                            # columns beyond the count are padding
+        for row, values in zip(got, every):
+            row[:len(values.mtp_weights)] = values.mtp_weights
+        vectors.check(name, got)
+    check_yarn(vectors, cfg, schedule)
+    optimizer = tg.Executor(replace(cfg, model_dim=16, head_dim=8), CPU, tg.attention_reference, "plain").optimizer
+    for label, row in optimizer.model.table.items():
+        is_bank = row.optimizer == "normuon"                              # its first matrix is no down matrix
+        vectors.check(f"lr_mul_param.{label}", float(optimizer.entries[label].lr_muls[0]) if is_bank else row.lr_mul)
+    vectors.finish()
+
+
+def check_yarn(vectors: Vectors, cfg: tg.Config, schedule: tg.Schedule) -> None:
+    """Frequencies and scale at the start and after each change of the long window, and the bf16 tables at the end."""
+    windows = [stage.long_window * cfg.window_block for stage in cfg.stages]
+    changes = [k for k in range(1, len(windows)) if windows[k] != windows[k - 1]]
+    vectors.check("yarn_window_pairs", [(windows[k - 1], windows[k]) for k in changes])
+    for number, stage in enumerate([0, *changes]):
+        rotary = schedule.rotary[stage]
+        for kind in ("f64.plain", "f64.paired", "f32.plain", "f32.paired"):
+            vectors.check(f"yarn_{kind}.freq.{number}", every_frequency(rotary))
+            vectors.check(f"yarn_{kind}.scale.{number}", rotary.attn_scale)
+    keys = "yarn_f32.plain.factor1_bf16", "yarn_f32.plain.factor2_bf16"
+    rows = len(vectors[keys[0]])
+    model = tg.GPT(cfg, tg.attention_reference, rows, {})
+    model.set_rotary(schedule.rotary[-1].frequencies)
+    for key, table in zip(keys, (model.rotary_cos, model.rotary_sin)):
+        words = vectors.arrays[key]
+        words[words == 0x8000] = 0                                        # -0, which is 0
+        found = (table[:rows] + 0.0).view(torch.int16)
+        vectors.check(key, found.numpy().view(np.uint16))
+
+
+# ---- fp8 head
+def check_fp8(oracle: Oracle) -> None:
+    """Bytes first, since the errors of fp8 are as large as its mistakes. test_kernels.py holds the trainer to these."""
+    vectors, meta = oracle.open("fp8"), oracle.meta["fp8"]
+    x, w = (bf16(vectors[f"{name}16"]).double() for name in ("x", "w"))
+    targets = torch.from_numpy(vectors["targets"])[None]
+    logits_dtypes = dict(f64logits=torch.float64, bf16logits=torch.bfloat16, exact=None)
+    for mode, mtp, grad_out in vectors.find(r"(\w+)\.(m\w+?)(?:\.(\w+))?\.(?:losses|grad_\w+)"):
+        seed = float(vectors[meta["eighth_uses"] if grad_out == "eighth" else "grad_s.w8"] / meta["grad_scale"])
+        weights, rows = vectors[f"mtp.{mtp}"].tolist(), torch.from_numpy(vectors[f"grad_out.{grad_out or 'ones'}"])
+        found = reference.fp8_head(x, w, targets, weights, seed, rows, logits_dtypes[mode])
+        prefix = ".".join(filter(None, (mode, mtp, grad_out)))
+        if mode != "exact":
+            for key, name, dtype in (("x_e4m3", "y8", torch.float8_e4m3fn), ("w_e4m3", "w8", torch.float8_e4m3fn),
+                                     (f"{prefix}.grad_logits_e5m2", "payload", torch.float8_e5m2)):
+                if name != "payload" or grad_out != "mixed":              # whose rows are those of the logits
+                    vectors.check(key, found[name].to(dtype).view(torch.uint8))
+        vectors.check(f"{mode}.logits_raw_rows0_8", found["logits"][:8])
+        vectors.check(f"{prefix}.losses", found["losses"])
+        vectors.check(f"{prefix}.grad_x", found["grad_y"])
+        if grad_out == "mixed":                                           # its gradient of x is a product with factors
+            vectors.check(f"{mode}.{mtp}.ones.grad_x", found["grad_y"] / rows[:, None])
+        vectors.check(f"{prefix}.grad_w32", found["grad_w"])
+    for name, scale in (("x_s", tg.FP8_Y_SCALE), ("w_s", tg.FP8_W_SCALE), ("grad_s.w8", tg.FP8_GRAD_SCALE)):
+        vectors.arrays[name] = vectors.arrays[name].astype(np.float32).astype(np.float64)     # as the products take it
+        vectors.check(name, scale)
+    vectors.finish()
+
+
+# ---- The tests
+CHECKS = dict(s_acts=check_s_acts, s_grads=check_s_grads, traj=check_traj, opt=check_opt, loader=check_loader,
+              schedule=check_schedule, bigram=check_bigram, fp8=check_fp8)
+
+
+def cases() -> Iterator:
+    """Yield (directory, file); one skipped case for a directory that is not there."""
+    for name, path in DIRECTORIES.items():
         if not path.is_dir():
             skip = pytest.mark.skip(reason=f"no directory {path}: ORACLE_DIR may name one with all reference vectors")
-            found.append(pytest.param(path, "", id=name, marks=skip))
-        found += [pytest.param(path, file, id=f"{name}-{file}") for file in Oracle(path).files
-                  if file in CHECKS and (not files or file in files)]
-    return found
+            yield pytest.param(path, "", id=name, marks=skip)
+        for file in {*Oracle(path).files} - {"s_inputs", "traj_init"}:    # where two of the others start
+            yield pytest.param(path, file, id=f"{name}-{file}")
 
 
-@pytest.mark.parametrize("path, file", cases())
+@pytest.mark.parametrize("path, file", sorted(cases(), key=lambda case: case.id))
 def test_vectors(path: Path, file: str) -> None:
     CHECKS[file](Oracle(path))
 
 
-@pytest.mark.parametrize("path, file", cases("s_acts", "s_grads"))
-def test_config_s_in_single_precision(path: Path, file: str) -> None:
-    CHECKS[file](Oracle(path, "float32"))
+@pytest.mark.parametrize("path", [EXTRACT, pytest.param(WHOLE, marks=pytest.mark.all)], ids=DIRECTORIES)
+def test_vectors__the_trajectory_of_the_reference(path: Path) -> None:
+    if not path.is_dir():
+        pytest.skip(f"no directory {path}")
+    Trajectory(Oracle(path), naive=True).check()
 
 
 @pytest.mark.all
-def test_trajectory_in_single_precision() -> None:
-    CHECKS["traj"](Oracle(EXTRACT, "float32"))
+def test_vectors__a_trajectory_of_dense_rows() -> None:
+    """Other ones on several ranks: test_ranks.py."""
+    Trajectory(Oracle(EXTRACT, "dense")).check()
 
 
-@pytest.mark.all
-@pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_trajectory_of_dense_rows_on_one_rank(dtype: str) -> None:
-    """Sparse is the default; test_ranks.py has both on several ranks."""
-    CHECKS["traj"](Oracle(EXTRACT, dtype, "dense"))
-
-
-@pytest.mark.parametrize("path", [pytest.param(path, id=name) for name, path in directories()])
-def test_every_file_has_a_check(path: Path) -> None:
-    checked = {*CHECKS, "traj_init"}                                      # its arrays are where the trajectory starts
-    assert set(Oracle(path).files) <= checked
-    assert path == EXTRACT or not path.is_dir() or set(Oracle(path).files) == checked
-
-
-def test_a_forgotten_array_is_noticed() -> None:
-    vectors = Oracle(EXTRACT).open("bigram")
-    with pytest.raises(AssertionError, match="nothing looks at .*sequence_rows"):
-        vectors.finish()
-
-
-def test_extract_is_small() -> None:
+def test_vectors__the_extract_is_small() -> None:
     assert sum(path.stat().st_size for path in EXTRACT.rglob("*.*")) <= 3_000_000
 
 
-def test_defaults_are_the_recipe() -> None:
+def test_Config__defaults_are_the_recipe() -> None:
     """The vectors' constants are the defaults of Config and of the module; sizes of a run and of the tests are not."""
     meta = Oracle(EXTRACT).meta
     slots = meta["recipe"]["num_slots"]
@@ -90,330 +438,3 @@ def test_defaults_are_the_recipe() -> None:
         assert field.name in own or getattr(cfg, field.name) == getattr(tg.Config(), field.name), field.name
     assert meta["recipe"]["rms_eps"] == tg.RMS_EPS
     assert meta["recipe"]["softcap"] == [tg.LOGIT_CAP, tg.LOGIT_SHIFT, tg.LOGIT_WIDTH]
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Ways to make a mistake
-# ----------------------------------------------------------------------------------------------------------------------
-
-def constant(name: str, value: object) -> Patch:
-    return lambda patch: patch.setattr(tg, name, value)
-
-
-def layers(changes: dict[int, dict[str, Any]]) -> Patch:
-    """Other words in the layer table."""
-    return constant("LAYERS", tuple(replace(layer, **changes.get(depth, {})) for depth, layer in enumerate(tg.LAYERS)))
-
-
-def wrapped(owner: Any, name: str, call: Callable) -> Patch:
-    """Instead of owner.name(...): call(real function, its arguments by name)."""
-    def apply(patch: pytest.MonkeyPatch) -> None:
-        real = getattr(owner, name)
-        signature = inspect.signature(real)
-
-        def wrong(*args: Any, **kwargs: Any) -> Any:
-            return call(lambda **named: real(**named), signature.bind(*args, **kwargs).arguments)
-        wrong.__signature__ = signature
-        patch.setattr(owner, name, wrong)
-    return apply
-
-
-def given(owner: Any, name: str, **changes: Callable[[dict], Any]) -> Patch:
-    """A function that gets other arguments, each made from all that it was given."""
-    return wrapped(owner, name, lambda real, a: real(**{**a, **{key: change(a) for key, change in changes.items()}}))
-
-
-def returned(owner: Any, name: str, change: Callable[[Any, dict], Any]) -> Patch:
-    return wrapped(owner, name, lambda real, a: change(real(**a), a))
-
-
-def kernel(**changes: Callable[[dict], Any]) -> Patch:
-    return given(tg, "attention_reference", **changes)
-
-
-def values_with(**changes: Callable[[tg.Values], Any]) -> Patch:
-    """An optimizer that takes something else for the step's values, behind the comparison of the schedule."""
-    return given(tg.Optimizer, "step", values=lambda a: replace(
-        a["values"], **{name: change(a["values"]) for name, change in changes.items()}))
-
-
-def both(*patches: Patch) -> Patch:
-    return lambda patch: [apply(patch) for apply in patches]
-
-
-def smear_inside_documents(a: dict) -> torch.Tensor:
-    tokens = a["batch"].tokens
-    return a["scalars"]["smear"] * (tokens[:, 1:, None] != tokens[0, 0])
-
-
-def value_tables_in_reverse(found: tuple, _: dict) -> tuple:
-    x0, streams, values = found
-    rows = [joined[0][1] for joined in values.values()]
-    values = {depth: [(joined[0][0], row)] for (depth, joined), row in zip(values.items(), reversed(rows))}
-    return x0, streams, values
-
-
-def rotate_pairs_far_apart(real: Callable, a: dict) -> torch.Tensor:
-    """Channels i and i + E/2 instead of neighbours."""
-    width = a["x"].shape[-1]
-    pairs = torch.arange(width).view(2, -1).T[:width // 4].flatten()
-    order = torch.cat((pairs, torch.tensor([c for c in range(width) if c not in pairs.tolist()])))
-    return real(**{**a, "x": a["x"][..., order]})[..., order.argsort()]
-
-
-def rotate_all_channels(real: Callable, a: dict) -> torch.Tensor:
-    halves = [torch.cat((half, half), dim=-1) for half in a["x"].chunk(2, dim=-1)]
-    return torch.cat([real(**{**a, "x": half}).chunk(2, dim=-1)[0] for half in halves], dim=-1)
-
-
-def rotate_by_stream_position(real: Callable, a: dict) -> torch.Tensor:
-    """Paired layers only: first half of the heads at 2t, second half at 2t + 1."""
-    slots, length, half, two, width = a["x"].shape
-    tables = {name: a[name].transpose(1, 2) for name in ("cos", "sin")}
-    return real(x=a["x"].reshape(slots, length, two, half, width), **tables).reshape(a["x"].shape)
-
-
-def pair_neighbours(real: Callable, a: dict) -> torch.Tensor:
-    if a["layer"].attention != "paired":
-        return real(**a)
-    order = torch.arange(a["self"].heads).view(-1, 2).T.flatten()         # 0, 2, 4, ..., 1, 3, 5, ...
-    qkv = a["qkv"].unflatten(-1, (3, len(order), -1))[..., order, :].flatten(-3)
-    return real(**a | dict(qkv=qkv))[:, :, order.argsort()]
-
-
-def window_in_tokens(real: Callable, a: dict) -> torch.Tensor:
-    factor = 2 if a["layer"].attention == "paired" else 1
-    return real(**a | dict(span=replace(a["span"], window=factor * a["span"].window)))
-
-
-def mtp_targets_around_the_slot(_: Callable, a: dict) -> tuple[torch.Tensor, torch.Tensor]:
-    targets, weights = a["targets"], a["weights"]
-    columns = torch.stack([targets.roll(-k, dims=1) for k in range(len(weights))], dim=-1)
-    return columns.flatten(0, 1), weights.expand(targets.numel(), -1)
-
-
-def hash_with_the_true_first_token(real: Callable, a: dict) -> np.ndarray:
-    """Position 1 as if it stood one position later."""
-    hashed, late = real(**a), real(**{**a, "tokens": np.insert(a["tokens"], 0, 0)})
-    hashed[1:2] = late[2:3]
-    return hashed
-
-
-def no_nesterov(patch: pytest.MonkeyPatch) -> None:
-    """The momentum alone is orthogonalised; NorMuon has just updated it in place."""
-    seen = []
-    given(tg, "normuon_direction", momentum=lambda a: seen.append(a["momentum"]) or a["momentum"])(patch)
-    given(tg, "polar_express", x=lambda a: seen[-1])(patch)
-
-
-def normuon_with_strict_mask(_: Callable, a: dict) -> None:
-    """In float64, without a mantissa."""
-    update = tg.normuon_direction(a["grad"] * a["grad_scale"], a["momentum"], a["second"], a["mu"], a["beta2"], F64)
-    p, rates = a["p"], a["lr_muls"] * a["lr"]
-    p.copy_(p - p * (update * p > 0) * a["decay"] * rates - update * rates)
-
-
-def round_mantissa_away(real: Callable, a: dict) -> None:
-    """To nearest."""
-    real(**a)
-    if a["mantissa"] is not None:
-        a["p"].copy_(tg.with_mantissa(a["p"], a["mantissa"]))
-        a["mantissa"].zero_()
-
-
-def adam_at_every_step() -> Patch:
-    return both(given(tg.Optimizer, "__init__", cfg=lambda a: replace(a["cfg"], adam_every=1)),
-                values_with(adam_step=lambda _: True))
-
-
-def no_factor_of_the_shape(real: Callable, a: dict) -> None:
-    real(**a)
-    if a["row"].optimizer == "normuon":
-        a["self"].lr_muls /= a["self"].lr_muls.min()
-
-
-def adam_decay_everywhere(real: Callable, a: dict) -> None:
-    before = a["p"].clone()
-    real(**{**a, "decay": 0 * a["decay"]})
-    a["p"] -= before * a["decay"]
-
-
-def drop_gradients(real: Callable, a: dict) -> None:
-    real(**a)
-    for entry in a["self"].entries.values():
-        entry.clear()
-
-
-def forget_embed_gradient(real: Callable, a: dict) -> None:
-    if a["values"].tied and a["values"].adam_step:
-        a["self"].entries["embed"].table.row_grads.zero_()
-    real(**a)
-
-
-def one_update_too_few(real: Callable, a: dict) -> tuple:
-    """Of the embedding after the untying: as if only then it began to count."""
-    if a["row"].label != "embed":
-        return real(**a)
-    values, every = a["values"], a["self"].cfg.adam_every
-    return real(**a | dict(values=replace(values, step=values.step - every)))
-
-
-def cooldown_from_all_steps(real: Callable, a: dict) -> None:
-    real(**a)
-    schedule = a["self"]
-    schedule.cooldown_start = int(schedule.total_steps * (1 - schedule.cfg.cooldown_frac))
-
-
-def without_last_growth(values: tg.Values, a: dict) -> tg.Values:
-    cfg = a["self"].cfg
-    return replace(values, long_window=cfg.stages[values.stage].long_window * cfg.window_block)
-
-
-REAL_AT = tg.Schedule.at
-
-
-def token_weights_of_the_next_step(values: tg.Values, a: dict) -> tg.Values:
-    return replace(values, mtp_weights=REAL_AT(a["self"], a["step"] + 1).mtp_weights)
-
-
-def last_end_not_lowered(slot: tg.Slot, _: dict) -> tg.Slot:
-    slot.cu_seqlens[-1] += 1
-    return slot
-
-
-def rank_major(slots: list, fabric: tg.Fabric) -> list:
-    """An order in which every W-th slot gives each rank neighbours."""
-    return [slots[i] for i in np.arange(len(slots)).reshape(fabric.world, -1).T.flatten()]
-
-
-def validation_rank_major(real: Callable, a: dict) -> Iterator[tg.Batch]:
-    data = a["self"]
-    blocks = [data.slots[at:at + data.cfg.num_slots] for at in range(0, len(data.slots), data.cfg.num_slots)]
-    data.slots = [slot for block in blocks for slot in rank_major(block, data.fabric)]
-    return real(**a)
-
-
-F64, E4M3, E5M2 = torch.float64, torch.float8_e4m3fn, torch.float8_e5m2
-
-
-def gradient_in_e4m3(real: Callable, a: dict) -> torch.Tensor:
-    if a["grad"].dtype != E5M2:
-        return real(**a)
-    exact = torch.empty_like(a["logits"])
-    losses = real(**a | dict(grad=exact))
-    a["grad"].copy_(exact.to(E4M3).float())
-    return losses
-
-
-def head_loss_backward(patch: pytest.MonkeyPatch) -> None:
-    real = tg.HeadLoss.backward
-    patch.setattr(tg.HeadLoss, "backward", staticmethod(lambda ctx, grad: real(ctx, torch.ones_like(grad))))
-
-# ----------------------------------------------------------------------------------------------------------------------
-# Mistakes: name, file, key at which it has to be noticed, patch
-# ----------------------------------------------------------------------------------------------------------------------
-
-MISTAKES = (
-    # model
-    ("norm without eps", "s_acts", "sumsq.x0", constant("RMS_EPS", 2.2e-16)),
-    ("norm eps 1e-5", "s_acts", "sumsq.x0", constant("RMS_EPS", 1e-5)),
-    ("smear stops at document starts", "s_acts", "sumsq.smear", given(
-        tg.GPT, "inputs", scalars=lambda a: a["scalars"] | dict(smear=smear_inside_documents(a)))),
-    ("window of w keys", "s_acts", "sumsq.attn0", kernel(
-        span=lambda a: replace(a["span"], window=a["span"].window - 1))),
-    ("no document mask", "s_acts", "sumsq.attn0", kernel(
-        cu_seqlens=lambda a: torch.tensor([0, len(a["q"])]), span=lambda a: replace(a["span"], max_len=len(a["q"])))),
-    ("scale 1/sqrt(E)", "s_acts", "sumsq.attn0", kernel(
-        span=lambda a: replace(a["span"], scale=a["q"].shape[-1] ** -0.5))),
-    ("paired window in tokens", "s_acts", "sumsq.attn0", wrapped(tg.GPT, "attend", window_in_tokens)),
-    ("paired neighbour heads", "s_acts", "sumsq.attn0", wrapped(tg.GPT, "attend", pair_neighbours)),
-    ("paired angle from the stream", "s_acts", "sumsq.attn0", wrapped(tg, "rotate", rotate_by_stream_position)),
-    ("rotation the other way", "s_acts", "sumsq.attn0", given(tg, "rotate", sin=lambda a: -a["sin"])),
-    ("rotary pairs far apart", "s_acts", "sumsq.attn0", wrapped(tg, "rotate", rotate_pairs_far_apart)),
-    ("all channels rotate", "s_acts", "sumsq.attn0", wrapped(tg, "rotate", rotate_all_channels)),
-    ("rotary base 10000", "s_inputs", "yarn0.angular_freq", constant("ROTARY_BASE", 1e4)),
-    ("queries and keys not normalised", "s_acts", "sumsq.attn0", wrapped(
-        tg, "rms_norm", lambda real, a: a["x"] if a["x"].dim() == 4 else real(**a))),
-    ("attention gate with factor 2", "s_acts", "sumsq.attn0", returned(tg.GPT, "attend", lambda y, _: 2 * y)),
-    ("relu, not squared", "s_acts", "sumsq.mlp0", constant(
-        "relu_sq_mlp", lambda n, up, down: tg.linear(n, up).relu() @ down.matrix)),
-    ("value tables in reverse", "s_acts", "sumsq.v1", returned(tg.GPT, "inputs", value_tables_in_reverse)),
-    ("key offset on a short layer", "s_acts", "sumsq.k1", layers({1: dict(key_shift=True)})),
-    ("key offset missing", "s_acts", "sumsq.k3", layers({3: dict(key_shift=False)})),
-    ("long layer with the short window", "s_acts", "sumsq.y3", layers({3: dict(window="short")})),
-    ("skip from layer 2", "traj", "val_loss.0", layers({2: dict(keep_as=tg.SKIP), 3: dict(keep_as="")})),
-    ("backout from layer 6", "traj", "val_loss.0", layers({6: dict(keep_as=tg.BACKOUT), 7: dict(keep_as="")})),
-    ("softcap without shift", "traj", "val_loss.0", constant("LOGIT_SHIFT", 0.0)),
-    ("token weights normalised", "traj", "slot_loss.0", given(
-        tg, "mtp_targets", weights=lambda a: a["weights"] / a["weights"].sum())),
-    ("targets around the slot's end", "traj", "slot_loss.0", wrapped(tg, "mtp_targets", mtp_targets_around_the_slot)),
-    ("mean instead of sum", "traj", "slot_loss.0", returned(tg.GPT, "losses", lambda x, _: x / x.shape[1])),
-    # hash
-    ("hash factors swapped", "bigram", "row", both(
-        constant("HASH_CURRENT", tg.HASH_PREVIOUS), constant("HASH_PREVIOUS", tg.HASH_CURRENT))),
-    ("hash modulo rows", "bigram", "row", given(tg, "bigram_hash", rows=lambda a: a["rows"] + 1)),
-    ("position 1 from the true token", "bigram", "position1_row", wrapped(
-        tg, "bigram_hash", hash_with_the_true_first_token)),
-    # optimizer and trajectory
-    ("Adam on every step", "traj", "samp.1.*", adam_at_every_step()),
-    ("even gradients thrown away", "traj", "grad_samp.1.*", wrapped(tg.Optimizer, "step", drop_gradients)),
-    ("embed gradient not added", "traj", "samp.2.lm_head", wrapped(tg.Optimizer, "step", forget_embed_gradient)),
-    ("gradient of slots not averaged", "traj", "s*.[12].*", both(
-        *(given(tg, name, grad_scale=lambda _: 1.0) for name in ("normuon_update", "adam_update")))),
-    ("no Nesterov term", "traj", "samp.1.attn", no_nesterov),
-    ("momentum constant", "traj", "samp.1.attn", values_with(momentum=lambda _: 0.95)),
-    ("down matrices at the single rate", "traj", "samp.1.mlp", constant("DOWN_LR_MUL", 1.0)),
-    ("no factor of the shape", "traj", "lr.0.mlp", wrapped(
-        tg.Sharded, "__init__", no_factor_of_the_shape)),
-    ("NorMuon mask > 0", "traj", "samp.1.mlp", wrapped(tg, "normuon_update", normuon_with_strict_mask)),
-    ("NorMuon decay without factors", "traj", "samp.1.mlp", given(
-        tg, "normuon_update", decay=lambda a: a["decay"] / a["lr_muls"])),
-    ("Adam decay without mask", "opt", "adam.*.p[13]", wrapped(tg, "adam_update", adam_decay_everywhere)),
-    ("moments not copied at the untying", "opt", "adam.split.embed_m_after", wrapped(
-        tg.Optimizer, "_untie", lambda *_: None)),
-    ("step count not copied", "opt", "adam.embed.p*", wrapped(tg.Optimizer, "adam_numbers", one_update_too_few)),
-    ("mantissa rounded away", "opt", "mt.*", wrapped(tg, "normuon_update", round_mantissa_away)),
-    # schedule
-    ("untied one Adam step late", "schedule", "tied_during_update", returned(
-        tg.Schedule, "at", lambda values, a: replace(values, untie=a["step"] == a["self"].untie_step + 2))),
-    ("YaRN never", "schedule", "yarn_f64.plain.freq.1", returned(
-        tg, "rotary_by_stage", lambda rotary, a: rotary[:1] * len(rotary))),
-    ("YaRN without the scale", "schedule", "yarn_f64.plain.scale.1", returned(
-        tg, "rotary_by_stage", lambda rotary, a: [x._replace(attn_scale=rotary[0].attn_scale) for x in rotary])),
-    ("no last growth of the window", "schedule", "windows_final_validation", returned(
-        tg.Schedule, "at", without_last_growth)),
-    ("token weights of the next step", "schedule", "mtp*", returned(
-        tg.Schedule, "at", token_weights_of_the_next_step)),
-    ("cooldown from all steps", "schedule", "lr_mul", wrapped(tg.Schedule, "__init__", cooldown_from_all_steps)),
-    # loader
-    ("cut one token late", "loader", "train_w*", given(
-        tg, "pack_block", max_doc_len=lambda a: a["max_doc_len"] + 1)),
-    ("last end not lowered", "loader", "train_w*.cu_seqlens", returned(tg, "make_slot", last_end_not_lowered)),
-    ("the cut document read again", "loader", "train_w*.inputs", returned(
-        tg, "pack_block", lambda packed, _: packed and (packed[0], packed[1] - 1))),
-    ("slots rank-major", "loader", "train_w[248].inputs", returned(
-        tg.Loader, "_block", lambda out, a: (out[0], rank_major(out[1], a["self"].fabric)))),
-    ("validation slots rank-major", "loader", "val_w[248].inputs", wrapped(
-        tg.ValidationSet, "batches", validation_rank_major)),
-    # fp8
-    ("fp8 inputs at scale 1", "fp8", "x_e4m3", constant("FP8_Y_SCALE", 1.0)),
-    ("fp8 weights at scale 1/448", "fp8", "w_e4m3", constant("FP8_W_SCALE", 1 / 448)),
-    ("fp8 quotient through bf16", "fp8", "x_e4m3", constant(
-        "e4m3", lambda x, scale: (x.float() / scale).bfloat16().to(E4M3))),
-    ("fp8 gradient at scale 1", "fp8", "*.grad_*", constant("FP8_GRAD_SCALE", 1.0)),
-    ("fp8 gradient in e4m3", "fp8", "*.grad_*", wrapped(tg, "losses_with_gradient", gradient_in_e4m3)),
-    ("fp8 without the incoming gradient", "fp8", "*.mixed.grad_*", head_loss_backward),
-)
-
-
-def slow(file: str) -> tuple:
-    """Marks of a mistake that takes a trajectory to show."""
-    return (pytest.mark.all,) if file == "traj" else ()
-
-
-@pytest.mark.parametrize("file, key, mistake", [
-    pytest.param(file, *row, id=name, marks=slow(file)) for name, file, *row in MISTAKES])
-def test_mistake_is_noticed(file: str, key: str, mistake: Patch, monkeypatch: pytest.MonkeyPatch) -> None:
-    mistake(monkeypatch)
-    with pytest.raises(Mismatch) as noticed:
-        CHECKS[file](Oracle(EXTRACT))
-    assert fnmatch.fnmatchcase(noticed.value.key, key), noticed.value

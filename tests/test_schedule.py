@@ -1,4 +1,4 @@
-"""Room 2: the schedule of the record preset is the recipe's, number by number; what a run derives scales with it."""
+"""Room 2: what a run derives from its stages and steps. The record's numbers, step by step, are in the vectors."""
 import math
 
 import pytest
@@ -14,91 +14,11 @@ ONE_MORE = (STAGES[0], tg.Stage(192 + 64, 2, 5, 1.26, (1.0, 0.5), (1.0, 0.25)), 
 ONE_LESS = STAGES[2:]
 TABLES = dict(three=STAGES, four=ONE_MORE, one=ONE_LESS, tiny=tg.TINY["stages"], record=tg.STAGES)
 
-# step, stage, batch, windows in blocks, token weights, factor, momentum, NorMuon rate, Adam rate, Adam step
-RECIPE_4 = """
-0 0 131072 1/3 1,0.5,0.25 1.00000000 0.850000 0.02300000 0.00800000 no
-1 0 131072 1/3 1,0.5,0.24950199 1.00000000 0.850333 0.02300000 0.00800000 yes
-299 0 131072 1/3 1,0.5,0.10109562 1.00000000 0.949667 0.02300000 0.00800000 yes
-300 0 131072 1/3 1,0.5,0.10059761 1.00000000 0.950000 0.02300000 0.00800000 no
-501 0 131072 1/3 1,0.5,0.00049801 1.00000000 0.950000 0.02300000 0.00800000 yes
-502 1 262144 3/7 1,0.5 1.52000000 0.950000 0.03496000 0.01216000 no
-503 1 262144 3/7 1,0.49900596 1.52000000 0.950000 0.03496000 0.01216000 yes
-678 1 262144 3/7 1,0.32504970 1.52000000 0.950000 0.03496000 0.01216000 no
-679 1 262144 3/7 1,0.32405567 1.51828709 0.950000 0.03492060 0.01214630 yes
-1004 1 262144 3/7 1,0.00099404 0.96159228 0.950000 0.02211662 0.00769274 no
-1005 2 393216 5/11 1 1.08704463 0.950000 0.02500203 0.00869636 yes
-1250 2 393216 5/11 1 0.60531966 0.950000 0.01392235 0.00484256 no
-1498 2 393216 5/11 1 0.11769602 0.948000 0.00270701 0.00094157 no
-1507 3 393216 6/13 1 0.10000000 0.930000 0.00230000 0.00080000 yes
-1546 3 393216 6/13 1 0.10000000 0.852000 0.00230000 0.00080000 no
-"""
-# i: frequency at the start, after 384 -> 896, after 896 -> 1408, after 1408 -> 1664 (recipe 11.4)
-RECIPE_YARN = """
-0 1.00000000e+00 1.00000000e+00 1.00000000e+00 1.00000000e+00
-3 5.11305749e-01 5.04224777e-01 5.04224777e-01 5.04224777e-01
-8 1.67166188e-01 1.00042254e-01 7.92314783e-02 7.36302212e-02
-31 9.76562500e-04 4.18526790e-04 2.66335235e-04 2.25360593e-04
-"""
-RECIPE_SCALES = (0.1, 0.11694595720774409, 0.12751752379570258, 0.1317779884389435)
-
 
 def plan(**changes) -> tg.Config:
     """Stages of three scheduled steps each, and three steps of extension; Adam on every second step."""
     fields = dict(stages=STAGES, num_scheduled_steps=9, num_extension_steps=3, val_every=5, adam_every=2)
     return preset("tiny", **fields | changes)
-
-
-@pytest.fixture
-def record() -> tg.Schedule:
-    return tg.Schedule(preset("record"))
-
-
-@pytest.mark.recipe
-def test_at__every_row_of_the_recipe(record):
-    close = dict(rel=0, abs=6e-9)                                     # the recipe prints 8 decimals
-    for row in RECIPE_4.strip().splitlines():
-        step, stage, batch, windows, weights, factor, momentum, normuon_lr, adam_lr, adam = row.split()
-        v = record.at(int(step))
-        assert (v.step, v.stage, v.slot_tokens * 8) == (int(step), int(stage), int(batch)), step
-        assert [v.short_window, v.long_window] == [128 * int(w) for w in windows.split("/")], step
-        assert v.mtp_weights == pytest.approx([float(w) for w in weights.split(",")], **close), step
-        assert record.lr_factor_at(int(step)) == pytest.approx(float(factor), **close), step
-        assert v.momentum == pytest.approx(float(momentum), rel=0, abs=6e-7), step        # printed with 6 decimals
-        assert (v.normuon_lr, v.adam_lr) == pytest.approx((float(normuon_lr), float(adam_lr)), **close), step
-        assert v.adam_step == (adam == "yes"), step
-
-
-@pytest.mark.recipe
-def test_at__single_numbers_of_the_recipe(record):
-    assert (record.starts, record.ends) == ((0, 502, 1005, 1507), (502, 1005, 1507, 1547))
-    assert record.cooldown_start == 678
-    factors = {1003: 0.96330519, 1007: 1.08311218, 1500: 0.11376357, 1505: 0.10393245}
-    for step, factor in factors.items():
-        assert record.lr_factor_at(step) == pytest.approx(factor, rel=0, abs=6e-9)        # printed with 8 decimals
-    assert [record.at(step).momentum for step in (1500, 1540)] == pytest.approx([0.944, 0.864], rel=1e-12)
-    values = [record.at(step) for step in range(1547)]
-    assert sum(8 * v.slot_tokens for v in values) == 410_779_648
-    assert sum(v.adam_step for v in values) == 773
-    assert [v.step for v in values if v.untie] == [1005], "odd, so that both moments are fresh"
-    assert sum(v.adam_step for v in values[:1006]) == 503, "Adam updates up to the untying"
-    assert [v.step for v in values if v.validate] == [0, 250, 500, 750, 1000, 1250, 1500]
-    assert record.warm_up_steps() == [*range(1004, 1008), *range(1506, 1510), *range(502, 506), *range(4)]
-
-
-@pytest.mark.recipe
-def test_rotary_by_stage__frequencies_and_scales_of_the_recipe(record):
-    for row in RECIPE_YARN.strip().splitlines():
-        i, *by_stage = row.split()
-        found = [rotary.frequencies[int(i)] for rotary in record.rotary]
-        assert found == pytest.approx([float(f) for f in by_stage], rel=1e-6), i           # the recipe's are fp32
-    assert [rotary.attn_scale for rotary in record.rotary] == pytest.approx(RECIPE_SCALES, rel=1e-14)
-    kept, stretched = [], []
-    for old, new, ratio in zip(record.rotary, record.rotary[1:], (384 / 896, 896 / 1408, 1408 / 1664)):
-        factors = [b / a for a, b in zip(old.frequencies, new.frequencies)]
-        kept.append(sum(factor == 1 for factor in factors))
-        stretched.append(sum(math.isclose(factor, ratio) for factor in factors))
-        assert len(factors) == 32
-    assert (kept, stretched) == ([3, 6, 7], [13, 13, 13])
 
 
 @pytest.mark.parametrize("stages", TABLES.values(), ids=TABLES)
