@@ -3898,7 +3898,8 @@ def check_attention(cfg: Config, device: torch.device):
             results.append((out.detach(), *torch.autograd.grad(out, qkv, grad)))
         for found, exact in zip(*results):
             most = 8 * torch.finfo(dtype).eps * float(exact.abs().max())
-            torch.testing.assert_close(found.float(), exact, rtol=0, atol=most)
+            text = f"its output or a gradient is off by more than {most:.1e}, window {window}, {heads} heads"
+            torch.testing.assert_close(found.float(), exact, rtol=0, atol=most, msg=text)
 
 def version_of(package: str):
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -3926,8 +3927,7 @@ def choose_attention(preset: str, cfg: Config, fabric: Fabric):
             check_attention(cfg, fabric.device)
         except Exception as error:                                            # whatever a foreign kernel raises
             why = f"{type(error).__name__} {str(error)[:100]}"
-        of_ranks = fabric.gather(why)
-        refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(of_ranks) if why), "")
+        refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(fabric.gather(why)) if why), "")
         if not refusal:
             package = ATTENTION_PACKAGES[name]
             return attention_varlen, f"{name} ({package} {version_of(package)})"
