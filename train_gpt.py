@@ -650,9 +650,9 @@ def rotary_by_stage(cfg: Config) -> list[Rotary]:
     return rotary
 
 class Schedule:
-    """Pure functions of the step (RECIPE 4). `at(end_step)` is for the final validation, with the widest window.
-    Each step has a place in the plan that the settings make: the step itself, or with --time_budget what the clock said
-    when its run cycle was prepared. Stages and rates go by the place, Adam and validation by the step."""
+    """Pure functions of the step (RECIPE 4). `at(end_step)` is for the final validation, with the widest window."""
+    # Each step has a place in the plan that the settings make: the step itself, or with --time_budget what the clock
+    # said when its run cycle was prepared. Stages and rates go by the place, Adam and validation by the step.
     def __init__(self, cfg: Config, places: tuple = ()):
         # places: of the first step of each run cycle so far, ascending, with --time_budget; the race appends to it.
         self.cfg = cfg
@@ -3724,9 +3724,9 @@ def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log):
     restore()
 
 def cycles_from(first: int, schedule: Schedule, clock: Clock):
-    """Yield the Values of each cycle from step `first` on; runs on the loader's thread, a cycle ahead of the race.
-    With a time budget the clock of rank 0 gives a cycle's place in the plan: the share of the budget that will be over
-    when the cycle begins, if the one before it takes as long as the last."""
+    """Yield the Values of each cycle from step `first` on; runs on the loader's thread, a cycle ahead of the race."""
+    # With a time budget the clock of rank 0 gives a cycle's place in the plan: the share of the budget that will be
+    # over when the cycle begins, if the one before it takes as long as the last.
     budget = 1000 * schedule.cfg.time_budget                  # ms
     before = clock.ms
     for step in itertools.count(first, schedule.cycle):
@@ -4047,8 +4047,8 @@ def check_resumed(cfg: Config, earlier: dict, facts: dict, end_step: float):
     return dict(step=done, source=cfg.resume, differs=differs)
 
 def write_checkpoint(run_dir: Path, run_id: str, content: dict, executor: Executor, values: Values):
-    """Write what the run needs to go on before the step of these values, and keep the last two. Collective.
-    A checkpoint that cannot be written ends nothing: the next may be."""
+    """Write what the run needs to go on before the step of these values, and keep the last two. Collective."""
+    # A checkpoint that cannot be written ends nothing: the next may be.
     fabric = executor.fabric
     folder = run_dir / CHECKPOINTS
     name = f"step-{values.step:07d}"
@@ -4348,8 +4348,8 @@ def first_cause(cause: str, alone: str):
     return first.partition("\n")[2], first == my_cause
 
 class Ending:
-    """The one end of this process, by an error or a signal, and bounded in time.
-    A signal wakes a thread, which ends the process whatever the main thread waits for in C."""
+    """The one end of this process, by an error or a signal, and bounded in time."""
+    # A signal wakes a thread, which ends the process whatever the main thread waits for in C.
     def __init__(self):
         self.log = None                                                       # of the run that is going on
         self.begun = threading.Lock()                                         # taken by whoever ends the process
