@@ -631,9 +631,9 @@ ROTARY_BASE = 1024.0
 YARN_ALPHA, YARN_BETA = 1.0, 32.0        # full turns inside the old window: below alpha stretched, above beta kept
 YARN_SCALE_GROWTH = 0.2                  # of the softmax scale, times the logarithm of the windows' ratio
 
-def rotary_by_stage(cfg: Config) -> list[Rotary]:
-    """Return each stage's E/4 frequencies, at first from 1 down to 1/1024 (half-truncated rotary, RECIPE 2.4), and its
-    softmax scale. YaRN lowers low frequencies as the long window grows (arXiv 2309.00071)."""
+def rotary_by_stage(cfg: Config):
+    """Return the Rotary of each stage. At first its E/4 frequencies go from 1 down to 1/1024 (half-truncated rotary,
+    RECIPE 2.4). YaRN lowers low frequencies as the long window grows (arXiv 2309.00071)."""
     count = cfg.head_dim // 4
     rotary = [Rotary(tuple(ROTARY_BASE ** (-i / (count - 1)) for i in range(count)), cfg.attn_scale)]
     for old_stage, new_stage in zip(cfg.stages, cfg.stages[1:]):
