@@ -3744,7 +3744,7 @@ def cycles_from(first: int, schedule: Schedule, clock: Clock):
         yield [schedule.at(at) for at in range(step, min(step + schedule.cycle, schedule.end_step))]
 
 def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: Clock, log: Log, before_step: Callable):
-    """Train against the clock; return the final validation loss (nats per token), and why the data ended early, if so."""
+    """Train against the clock; return the final validation loss (nats per token), and why the data ended early."""
     # On the clock: reading, packing, also of the first batch, plans, steps, logging. Off the clock: validation, and
     # what before_step(step) stops it for.
     schedule = log.schedule
