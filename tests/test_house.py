@@ -204,12 +204,12 @@ def test_the_meter_measures_statements():
     assert density("def f():\n" + 80 * short + 20 * long).misses() == ["mean", "p90"]
 
 
-def test_tools_import_neither_the_trainer_nor_torch_but_to_calibrate():
+def test_tools_import_neither_the_trainer_nor_torch():
     for path in TOOLS:
         found = {name.split(".")[0] for node in ast.walk(ast.parse(path.read_text("utf-8")))
                  for name in ([alias.name for alias in node.names] if isinstance(node, ast.Import) else
                               [node.module] if isinstance(node, ast.ImportFrom) else [])}
-        assert not found & ({"train_gpt"} if path.name == "calibrate.py" else {"train_gpt", "torch"}), path.name
+        assert not found & {"train_gpt", "torch", "tests", "data"}, path.name
 
 
 def test_rooms_stand_in_order_with_their_banner():

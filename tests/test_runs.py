@@ -19,7 +19,7 @@ from common import ROOT, Run, losses, run, run_apart, weights
 import train_gpt as tg
 
 sys.path.insert(0, str(ROOT / "records"))
-from tools import logs
+from tools import read
 
 TIMES = {"ms", "plan_ms", "train_time_ms", "run_dir", "peak_memory_mib", "source"}
 TINY = ("--preset=tiny", "--adam_every=2")                    # of a process that has not read conftest.py
@@ -214,8 +214,8 @@ def check_budget(folder: Path, ranks: int) -> Run:
     assert {e["tokens"] - before["tokens"] for before, e in zip(steps, steps[1:])} == {128, 256, 384}, "every stage"
     assert log.lines[-4].startswith(f"step:{result['steps']}/{result['steps']} val_loss:")
     assert f"time budget 4 s: used {result['train_time_ms'] / 40:.2f} %" in log.lines
-    read, = logs.read([folder / "log.jsonl"]).runs
-    assert read.finished and read.total == result["steps"] and read.loss == result["val_loss"] and not read.notes
+    told, = read.read_runs([folder / "log.jsonl"]).runs
+    assert told.finished and told.total == result["steps"] and told.loss == result["val_loss"] and not told.notes
     return log
 
 

@@ -1,0 +1,575 @@
+"""Reads training logs: log.jsonl and log.txt of this trainer, text logs of the public records, lists in a README.
+
+read_runs(paths)   every run of files and folders, and how much was not read and why (Reading)
+read_file(path)    the runs of one file; raises NotALog with the reason if it holds none
+Run                one run: validations, steps, facts, and how far it is believed
+
+A text log holds its source, which prints lines like those of a run: expressions are anchored to whole lines, and are
+used after the environment. A log is believed no further than it agrees with itself. A time that its `step_avg` or its
+training lines contradict does not count (`Run.void`); a run whose loss is told twice and differently is not used at all
+(`Run.refused`). Raises ToolError for paths that do not exist."""
+from __future__ import annotations
+
+import calendar
+import concurrent.futures
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+NUMBER = rb"-?(?:[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|[nN][aA][nN]|[iI]nf)"
+EXTRA = rb"(?: [a-z_]+:\S+)*?"
+COUNT = rb"(\d{1,15})"                 # steps, or a seed
+LINE = re.compile(rb"^step:%b/%b(?: (val_loss|train_loss):(%b))?%b train_time:(%b)(ms|s) step_avg:(%b)ms%b\s*?$"
+                  % (COUNT, COUNT, NUMBER, EXTRA, NUMBER, NUMBER, EXTRA), re.M)
+LLMC = re.compile(rb"^s:%b (tel|trl):(%b)(?: .*)?$" % (COUNT, NUMBER), re.M)
+PEAK = re.compile(rb"^peak memory (allocated|consumption):? (\d+) MiB", re.M)
+TORCH = re.compile(rb"^Running [Pp]y[Tt]orch (\S+) compiled for CUDA (\S+)(?: on (.*?)\s+with world_size (\d+))?\s*?$",
+                   re.M)
+SEPARATOR = re.compile(rb"^={20,}\s*?$", re.M)
+DRIVER = re.compile(rb"Driver Version: (\S+)")
+GPU = re.compile(rb"^\|\s+\d+\s+NVIDIA (.+?)\s+(?:On|Off)\s+\|\s+([0-9A-Fa-f:.]+)?", re.M)
+DATE = re.compile(rb"^(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) ([A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d \d{4})\s*?$", re.M)
+TRIAL = re.compile(rb"^trial:\d+/\d+ seed:%b\s*?$" % COUNT, re.M)
+STAMP = re.compile(r"(?:^|/)(\d{8}-\d{6})-")         # in the name of a run directory
+LIST = re.compile(r"^[ \t>]*([A-Za-z_]*(?:loss|acc|time)\w*)[ \t]*=[ \t]*\[([^\]]*)\]", re.M | re.I)
+LOG_SUFFIXES = ("", ".txt", ".log", ".out", ".stdout", ".jsonl", ".md")
+LOSS_RANGE = (1.0, 4.0)                # of a list in a README
+SECONDS_RANGE = (20.0, 4000.0)         # of such a list; what is larger is milliseconds
+UNKNOWN_STEP = -1                      # a list in a README has no steps
+BESIDE_A_LOG = "log.txt", "settings.json", "checkpoints"
+CHANGING = "source_sha256", "torch", "hardware", "attention", "head"     # facts that differ before and after a resume
+READING_TIMEOUT_S = 300.0              # for all files; every wait has an end
+# A log against itself
+RESET_STEPS = 12                       # logs of 2024 start their clock anew after 10 steps; later is no habit
+AVERAGE_DIGIT_MS = 0.006               # step_avg is printed with two digits
+TIME_DIGIT_MS = 1.0                    # train_time is printed in whole ms
+LATE_S = 0.5                           # a validation comes up to 0.31 s after its last timing line (public logs)
+LATE_STEPS = 5                         # and so many steps, where steps are long
+
+
+class ToolError(Exception):
+    """Says what was found, what was expected, and what to do about it."""
+
+    def __init__(self, what: str, found: object, expected: object, do: str) -> None:
+        super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}")
+
+
+class NotALog(Exception):
+    """Says why a file holds no run."""
+
+
+class Point(NamedTuple):
+    """One validation; `seconds` is None where the log has no time, or one of another clock."""
+    step: int
+    loss: float
+    seconds: float | None
+
+
+@dataclass
+class Run:
+    """One training run as its log tells it; times in s, losses in nats per token."""
+    path: Path
+    kind: str                                             # "ours" (log.jsonl), "text", "llmc", "list" (in a README)
+    index: int = 0                                        # position in a file of several runs
+    total: int | None = None                              # steps planned
+    val: list[Point] = field(default_factory=list)
+    steps: np.ndarray = field(default_factory=lambda: np.empty((0, 3)))     # step, seconds, training loss; nan: none
+    seed: int | None = None
+    facts: dict[str, Any] = field(default_factory=dict)   # ours: the header
+    phases: list[dict[str, Any]] = field(default_factory=list)
+    result: dict[str, Any] = field(default_factory=dict)
+    aborted: str | None = None                            # cause
+    void: str | None = None                               # why its times do not count
+    refused: str | None = None                            # why nothing of it counts
+    started: float | None = None                          # s on its machine's clock
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def final(self) -> Point | None:
+        """The last validation at the planned end; of a run that stopped early its last one."""
+        for point in reversed(self.val):
+            if point.step == self.total:
+                return point
+        return self.val[-1] if self.val else None
+
+    @property
+    def loss(self) -> float:
+        return self.final.loss if self.final else math.nan
+
+    @property
+    def seconds(self) -> float | None:
+        """Training time at the final validation; None where there is none, or where it does not count."""
+        if self.final is None or self.void:
+            return None
+        return self.final.seconds
+
+    @property
+    def finished(self) -> bool:
+        """True if the run came to its end: ours has a result line, others a validation at the planned last step."""
+        if self.final is None:
+            return False
+        if self.kind == "ours":
+            return bool(self.result) and self.aborted is None
+        return self.total in (None, self.final.step)
+
+    @property
+    def reached(self) -> int:
+        """The last step that the log tells of."""
+        steps = [point.step for point in self.val[-1:]]
+        steps += [int(step) for step in self.steps[-1:, 0]]
+        return max(steps, default=0)
+
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for logs of one run, of whatever kind, and however far they are read; empty for a list."""
+        if self.kind == "list":
+            return ()
+        timed = [point for point in self.val if point.seconds] or self.val
+        return tuple(printed(point) for point in timed[:2])
+
+
+class Reading(NamedTuple):
+    """All that was found below some paths."""
+    runs: list[Run]
+    unread: list[tuple[Path, str]]
+    duplicates: list[tuple[Path, Path]]                   # a file that was left out, and the one with the same run
+    stated: list[Run]                                     # from lists in a README beside logs
+
+    def unread_in_words(self) -> str:
+        """How many files were not read, by reason; "" for none."""
+        reasons = Counter(reason for _, reason in self.unread)
+        reasons["the same run again"] += len(self.duplicates)
+        parts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(4) if count)
+        return f"{reasons.total()} files not read: {parts}" if parts else ""
+
+
+def printed(point: Point) -> str:
+    """A validation as any wrapper prints it."""
+    ms = "-" if point.seconds is None else f"{1000 * point.seconds:.0f}"
+    return f"{point.step} {point.loss:.4f} {ms}"
+
+
+def read_runs(paths: Iterable[Path]) -> Reading:
+    """Read files and folders (to the bottom, by name). In a run directory log.txt is the same run as log.jsonl, and is
+    not read. Lists in a README are runs where nothing else was found, else `stated`. Raises ToolError."""
+    named = list(files(paths))
+    runs: list[Run] = []
+    unread = []
+    for (path, _), (found, reason) in zip(named, attempts(named)):
+        runs += found
+        if reason is not None:
+            unread.append((path, reason))
+    stated = [run for run in runs if run.kind == "list"]
+    if len(stated) == len(runs):
+        return Reading(runs, unread, [], [])
+    runs, duplicates = without_duplicates([run for run in runs if run.kind != "list"])
+    return Reading(runs, unread, duplicates, stated)
+
+
+def files(paths: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
+    """Each file once, and whether it was named itself."""
+    seen = set()
+    for path in map(Path, paths):
+        if not path.exists():
+            raise ToolError("path", path, "a file or a directory", "check the spelling")
+        below = sorted(files_below(path)) if path.is_dir() else [path]
+        for file in below:
+            if file not in seen:
+                seen.add(file)
+                yield file, file == path
+
+
+def files_below(root: Path) -> Iterator[Path]:
+    for folder, inner, names in os.walk(root):
+        if "log.jsonl" in names:                           # a run directory
+            inner[:] = [name for name in inner if name not in BESIDE_A_LOG]
+            names = [name for name in names if name not in BESIDE_A_LOG]
+        for name in names:
+            yield Path(folder, name)
+
+
+def attempts(named: list[tuple[Path, bool]]) -> Iterator[tuple[list[Run], str | None]]:
+    """The result of `attempt` for each file, in order; several processes share many files."""
+    readers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, len(named) // 100)
+    if readers < 2:
+        yield from map(attempt, named)
+        return
+    fork = multiprocessing.get_context("fork")
+    with concurrent.futures.ProcessPoolExecutor(readers, fork) as pool:
+        yield from pool.map(attempt, named, chunksize=len(named) // (4 * readers), timeout=READING_TIMEOUT_S)
+
+
+def attempt(named: tuple[Path, bool]) -> tuple[list[Run], str | None]:
+    """The runs of one file, or why there are none."""
+    path, by_name = named
+    if not path.is_file():
+        return [], "not a regular file"
+    if not by_name and path.suffix.lower() not in LOG_SUFFIXES:
+        return [], "not a log by its name"
+    try:
+        return read_file(path), None
+    except NotALog as reason:
+        return [], str(reason)
+    except OSError as error:
+        return [], error.strerror or str(error)
+
+
+def read_file(path: Path) -> list[Run]:
+    """The runs of one file. Raises NotALog with the reason if it holds none."""
+    data = path.read_bytes()
+    if not data.strip():
+        raise NotALog("empty")
+    if b"\0" in data:
+        raise NotALog("binary")
+    if path.suffix == ".jsonl":
+        return [read_ours(path, data)]
+    if path.suffix.lower() == ".md":
+        return read_readme(path, data)
+    if data.startswith(b"s:"):
+        return [read_llmc(path, data)]
+    return read_text(path, data)
+
+
+def without_duplicates(runs: list[Run]) -> tuple[list[Run], list[tuple[Path, Path]]]:
+    """Each run once, where most is known of it; a log of one line is matched by its last validation."""
+    def known(run: Run) -> tuple[bool, int, int]:
+        return run.kind == "ours", len(run.val), len(run.facts)
+
+    kept: dict[Any, Run] = {}
+    duplicates = []
+    for run in sorted(runs, key=known, reverse=True):
+        last = tuple(map(printed, run.val[-3:])) or id(run)
+        if run.kind == "ours" and run.val:                # seeds may agree in what is printed
+            last = last if last not in kept or kept[last].val[-3:] == run.val[-3:] else id(run)
+        if last in kept:
+            duplicates.append((run.path, kept[last].path))
+            continue
+        kept[last] = run
+        kept.setdefault(tuple(map(printed, run.val[-1:])), run)
+    ids = set(map(id, kept.values()))
+    return [run for run in runs if id(run) in ids], duplicates
+
+
+def read_ours(path: Path, data: bytes) -> Run:
+    """Read a log.jsonl. A crash may tear the last line; the log of a resumed run reads as one run."""
+    run = Run(path, "ours")
+    rows: list[tuple[float, float, float]] = []
+    lines = data.split(b"\n")
+    for place, line in enumerate(lines, 1):
+        if not line.strip() or line.startswith(b'{"type": "comms"'):          # most of the lines, and not needed here
+            continue
+        try:
+            take(run, rows, json.loads(line))
+        except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
+            if place < len(lines):
+                raise NotALog(f"line {place} is not one of a log.jsonl") from None
+            run.notes.append("last line torn")
+    if not run.facts:
+        raise NotALog("no header line")
+
+    run.steps = np.array(rows).reshape(-1, 3)
+    run.started = date_of_ours(run)
+    run.void = run.result.get("void") or clock_contradicts(run)
+    told = run.result.get("val_loss")
+    if told is not None and run.final and told != run.loss and not (told != told and run.loss != run.loss):
+        run.refused = f"the result says a loss of {told}, the last validation {run.loss}"
+    if run.aborted is not None:
+        run.notes.append(f"interrupted at step {run.reached}: {run.aborted}")
+    elif not run.result:
+        run.notes.append(f"no result yet: still going, or killed, at step {run.reached}")
+    return run
+
+
+def take(run: Run, rows: list[tuple[float, float, float]], event: dict[str, Any]) -> None:
+    """Add one line of a log.jsonl to its run, and to its steps. The last steps of a run that was interrupted have no
+    training loss."""
+    kind = event.pop("type")
+    if not run.facts:
+        if kind != "header":
+            raise NotALog("no header line at the start")
+        take_header(run, event)
+    elif kind == "step":
+        loss = event.get("train_loss", math.nan)
+        rows.append((float(event["step"]), event["train_time_ms"] / 1000, math.nan if loss is None else float(loss)))
+    elif kind == "val":
+        run.val.append(Point(int(event["step"]), float(event["val_loss"]), event["train_time_ms"] / 1000))
+    elif kind == "phase":
+        run.phases.append({"name": str(event["name"]), "ms": float(event["ms"]), "timed": bool(event["timed"])})
+    elif kind == "budget":
+        run.total = int(event["steps"])
+    elif kind == "result":
+        run.result = event
+    elif kind == "aborted":
+        run.aborted = str(event.get("cause", "not said"))
+    elif kind == "resumed":                                                   # what the earlier part did after its
+        rows[:] = [row for row in rows if row[0] <= event["step"]]            # checkpoint was done again
+        run.val = [point for point in run.val if point.step <= event["step"]]
+        run.aborted = None
+        run.result = {}
+        run.notes.append(f"resumed at step {event['step']}")
+        take_resumed(run, event)
+
+
+def take_header(run: Run, event: dict[str, Any]) -> None:
+    """Take the facts of a header, and what follows from them."""
+    config = event["config"]
+    whole = config.get("num_scheduled_steps", 0) + config.get("num_extension_steps", 0)
+    run.facts = event
+    run.seed = event.get("seed")
+    if whole:
+        run.total = min(config.get("max_steps") or whole, whole)
+
+
+def take_resumed(run: Run, event: dict[str, Any]) -> None:
+    """Take the later settings. What differs from the checkpoint's run is both: no run of either program."""
+    before = run.facts
+    after = {key: value for key, value in event.items() if key not in ("step", "source", "differs")}
+    if "config" not in after:                                                 # a log of an older trainer
+        return
+    differs = dict(event.get("differs") or {})
+    for key in CHANGING:
+        if after.get(key) != before.get(key):
+            differs[key] = before.get(key), after.get(key)
+    for key, (then, now) in differs.items():
+        both = f"{then}, then {now}"
+        run.notes.append(f"resumed with another {key}")
+        if key in after["config"]:
+            after["config"] = after["config"] | {key: both}
+        if key != "seed":
+            after[key] = both
+    take_header(run, before | after | {"started": before.get("started")})
+
+
+def date_of_ours(run: Run) -> float | None:
+    """When the run began: `started` of the header, else the date in the name that the trainer gave its directory."""
+    said = run.facts.get("started")
+    if isinstance(said, str):
+        return seconds_of(said[:19], "%Y-%m-%dT%H:%M:%S")
+    stamp = STAMP.search(f"{run.facts['config'].get('run_dir') or run.result.get('run_dir')}-")
+    return seconds_of(stamp[1], "%Y%m%d-%H%M%S") if stamp else None
+
+
+def seconds_of(text: str, form: str) -> float | None:
+    """Seconds of a date without a time zone: differences are right on one machine. None if it is no date."""
+    try:
+        return float(calendar.timegm(time.strptime(text, form)))
+    except ValueError:
+        return None
+
+
+def read_llmc(path: Path, data: bytes) -> Run:
+    """Read a log of llm.c, which has no times."""
+    run = Run(path, "llmc")
+    rows = []
+    for step, kind, loss in LLMC.findall(data):
+        if kind == b"tel":
+            run.val.append(Point(int(step), float(loss), None))
+        else:
+            rows.append((float(step), math.nan, float(loss)))
+    if not run.val:
+        raise NotALog("no validation line")
+    run.steps = np.array(rows).reshape(-1, 3)
+    return run
+
+
+def read_text(path: Path, data: bytes) -> list[Run]:
+    """Read a log in the format of the speedrun: one run, or several one after the other."""
+    body = environment_start(data)
+    lines = LINE.findall(data, body)
+    if not any(line[2] == b"val_loss" for line in lines):
+        raise NotALog("no validation line")
+    runs = split(path, lines)
+    facts, started = environment(data, body)
+    seeds = TRIAL.findall(data, body) if data.find(b"\ntrial:", body) >= 0 else []
+    peak = PEAK.search(data, max(body, data.rfind(b"\npeak memory ")))
+    for index, run in enumerate(runs):
+        run.index = index
+        run.facts = facts
+        run.started = started
+        if peak:
+            run.result = {"peak_memory_mib": {peak[1].decode(): int(peak[2])}}
+        if len(seeds) == len(runs):
+            run.seed = int(seeds[index])
+        if started is not None and run.final.seconds is not None:
+            started += run.final.seconds                                       # the next one of this process
+        if run.total not in (None, run.final.step):
+            run.notes.append(f"stops at step {run.reached} of {run.total}")
+    return runs
+
+
+def environment_start(data: bytes) -> int:
+    """Where the last line begins that names the version of torch; else the start of the file, or the end of the last
+    separator that validations follow."""
+    named = max(data.rfind(b"\nRunning PyTorch "), data.rfind(b"\nRunning pytorch "))
+    if named >= 0:
+        return named + 1
+    for separator in reversed(list(SEPARATOR.finditer(data))):
+        if data.find(b" val_loss:", separator.end()) >= 0:
+            return separator.end()
+    return 0
+
+
+def environment(data: bytes, start: int) -> tuple[dict[str, Any], float | None]:
+    """Versions, hardware, source hash and date, from the block that ends with the first line of a step."""
+    torch = TORCH.match(data, start)
+    first = LINE.search(data, start).start()
+    driver = DRIVER.search(data, start, first)
+    gpus = GPU.findall(data, start, first)
+    date = DATE.search(data, start, first)
+    facts: dict[str, Any] = {}
+    if driver:
+        facts["driver"] = driver[1].decode()
+    if gpus:                                              # all GPUs of the node; a process on it may use fewer
+        facts["hardware"] = f"NVIDIA {gpus[0][0].decode()} x {len(gpus)}"
+        facts["world_size"] = len(gpus)
+        facts["buses"] = " ".join(bus.decode() for _, bus in gpus)
+    if torch:
+        facts["torch"] = torch[1].decode()
+        facts["cuda"] = torch[2].decode()
+        source = data[:max(0, data.rfind(b"\n" + b"=" * 20, 0, start))].strip()
+        if source:
+            facts["source_sha256"] = hashlib.sha256(source).hexdigest()
+    if torch and torch[4]:
+        facts["hardware"] = torch[3].decode()
+        facts["world_size"] = int(torch[4])
+    return facts, seconds_of(date[1].decode(), "%b %d %H:%M:%S %Y") if date else None
+
+
+def split(path: Path, lines: list[tuple[bytes, ...]]) -> list[Run]:
+    """The runs of one file. Blocks that begin later than the first one and only repeat points of the run before them
+    are left out; other such blocks are refused."""
+    columns = list(zip(*lines))
+    is_val = np.array([kind == b"val_loss" for kind in columns[2]])
+    table = np.empty((len(lines), 4))                     # step, seconds, loss, step_avg in ms
+    for place, column in enumerate((columns[0], columns[4], columns[3], columns[6])):
+        table[:, place] = np.array([text or b"nan" for text in column]).astype(float)
+    in_ms = columns[5][0] == b"ms"
+    if in_ms:
+        table[:, 1] /= 1000
+
+    runs: list[Run] = []
+    falls = set(np.nonzero(np.diff(table[:, 0]) < 0)[0] + 1)                  # a step that falls begins a new run,
+    validations = np.nonzero(is_val)[0]                                       # and a validation whose step is no later
+    for before, place in zip(validations, validations[1:]):
+        if table[place, 0] <= table[before, 0] and not any(before < fall <= place for fall in falls):
+            falls.add(place)
+    bounds = [0, *sorted(map(int, falls)), len(lines)]
+    for start, end in zip(bounds, bounds[1:]):
+        if not is_val[start:end].any():
+            continue
+        run = block(path, table[start:end], is_val[start:end], in_ms)
+        run.total = int(columns[1][start])
+        run.void = run.void or clock_contradicts(run)
+        if not runs or run.val[0].step == runs[0].val[0].step:
+            runs.append(run)
+        elif not set(run.val) <= set(runs[-1].val):
+            run.refused = f"begins at step {run.val[0].step}, unlike the run before it in the file"
+            runs.append(run)
+    return runs
+
+
+def block(path: Path, table: np.ndarray, is_val: np.ndarray, in_ms: bool) -> Run:
+    """One run of a text log. Where its clock falls it was started anew: earlier times are of another clock and become
+    unknown; later than the habit of early logs (after 10 steps) no time of that run counts."""
+    run = Run(path, "text")
+    for place in np.nonzero(np.diff(table[:, 1]) < 0)[0] + 1:
+        step = int(table[place, 0])
+        table[:place, 1] = math.nan
+        run.notes.append(f"timer restarts at step {step}")
+        if step > RESET_STEPS:
+            run.void = f"its clock was set back at step {step}"
+    run.void = run.void or averages_contradict(table, is_val, in_ms)
+    for step, seconds, loss, _ in table[is_val].tolist():
+        run.val.append(Point(int(step), loss, None if math.isnan(seconds) else seconds))
+    run.steps = table[~is_val][:, :3]
+    return run
+
+
+def averages_contradict(table: np.ndarray, is_val: np.ndarray, in_ms: bool) -> str | None:
+    """Why the times of a text log are not what its step_avg says. Logs in ms obey one of two rules throughout: the time
+    over all steps, or over those after the first ten. Logs in s may also average over the last interval, or otherwise;
+    of them only an end is named that breaks the rule of all other lines."""
+    step, seconds, _, average = table.T
+    known = np.isfinite(average) & np.isfinite(seconds) & (step > 0)
+    rules = []
+    for untimed in (0, 10):
+        counted = known & (step > untimed)
+        off = np.abs(1000 * seconds - average * (step - untimed))
+        rules.append((off <= AVERAGE_DIGIT_MS * (step - untimed) + TIME_DIGIT_MS)[counted])
+    if not known.any() or any(fits.all() for fits in rules):
+        return None
+    if in_ms:
+        return "its times contradict its step_avg by either rule (over all steps, or over those after the first ten)"
+    if is_val[-1] and any(len(fits) > 1 and fits[:-1].all() for fits in rules):
+        return "its final time contradicts its step_avg, by the rule of its other lines"
+    return None
+
+
+def clock_contradicts(run: Run) -> str | None:
+    """Why the times of a run cannot be right: its clock falls, or its end is before, or long after, its last step."""
+    final = run.final
+    if final is None or final.seconds is None:
+        return None
+    clock = [point.seconds for point in run.val if point.seconds is not None]
+    if not all(map(math.isfinite, clock)):
+        return "a time of its validations is no number"
+    if clock != sorted(clock):
+        return "the times of its validations fall"
+    timed = run.steps[np.isfinite(run.steps[:, 1]) & (run.steps[:, 0] <= final.step)]
+    if not len(timed):
+        return None
+
+    step, seconds = (float(x) for x in timed[-1, :2])
+    earliest = seconds - TIME_DIGIT_MS / 1000
+    latest = seconds + (final.step - step + LATE_STEPS) * seconds / max(1, step) + LATE_S
+    if earliest <= final.seconds <= latest:
+        return None
+    return f"its final time is {final.seconds:.3f} s, that of its training line {step:.0f} is {seconds:.3f} s"
+
+
+def read_readme(path: Path, data: bytes) -> list[Run]:
+    """Read lists of losses and times, paired by position; a second list of a kind starts the next pool."""
+    pools: list[dict[str, list[float]]] = [{}]
+    for name, body in LIST.findall(data.decode(errors="replace")):
+        kind, values = numbers(body)
+        if kind in pools[-1] or name.lower().startswith("baseline"):
+            pools.append({})
+        if kind:
+            pools[-1][kind] = values
+    runs: list[Run] = []
+    for number, pool in enumerate(pools):
+        for loss, seconds in zip_longest(pool.get("loss", []), pool.get("seconds", [])):
+            point = Point(UNKNOWN_STEP, math.nan if loss is None else loss, seconds)
+            runs.append(Run(path, "list", len(runs), val=[point], facts={"pool": number}))
+    if not runs:
+        raise NotALog("a page without a list of losses or times")
+    return runs
+
+
+def numbers(body: str) -> tuple[str, list[float]]:
+    """Kind ("loss", "seconds", "") and values of a list's text; of a comprehension those of its inner list."""
+    body = re.sub(r"#.*|^[ \t]*>", "", body, flags=re.M)
+    if " for " in body:
+        body = re.split(r"[\[(]", body)[-1]
+    try:
+        values = [float(re.sub(r"m?s$", "", item.strip())) for item in body.split(",") if item.strip()]
+    except ValueError:
+        return "", []
+    low = min(values, default=0.0)
+    if low > SECONDS_RANGE[1]:
+        return "seconds", [value / 1000 for value in values]
+    for kind, span in (("loss", LOSS_RANGE), ("seconds", SECONDS_RANGE)):
+        if span[0] <= low and max(values, default=0.0) <= span[1]:
+            return kind, values
+    return "", values

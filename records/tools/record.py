@@ -1,0 +1,697 @@
+"""Verbs `new`, `check`, `table`: a record is a folder of logs, and pages made from them that `check` makes again.
+
+build(folder, stated, sides)   result.json of a record, from its logs and what was stated when it was made
+page(result)                   the part of its README below the mark, from result.json alone
+doubts(folder, stated, sides)  why runs are no record: rules they break, accounts of a run that contradict each other
+findings(folder)               all in a record that does not follow from its files
+
+A prediction (of tests/rehearsal) is sealed: `check` compares its files, numbers and page with stored hashes.
+Exit status: 0 done; 1 check has found something; 2 bad input, or runs that are no record."""
+from __future__ import annotations
+
+import argparse
+import datetime
+import difflib
+import hashlib
+import json
+import math
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tools import bench, plot, report, statistics
+from tools.read import NotALog, Reading, Run, ToolError, read_file
+from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, manifests, shown
+
+RECORDS = Path(__file__).resolve().parents[1]
+FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)_(\w+)")              # date, number, name
+MARK = "<!-- end of what is written by hand; what follows is made from the logs -->\n\n"
+SOURCE, PAGE, RESULT, PLOT, DIFF = "train_gpt.py", "README.md", "result.json", "loss.png", "source.diff"
+LOG, TEXT_LOG = "log.jsonl", "log.txt"
+DIGITS = 9                             # of numbers in result.json: libraries change the last ones
+SHOWN_LINES = 12                       # of a file that does not follow
+PLAIN_ROWS = 10                        # class plain: no table has more rows than this many times the vocabulary
+BUDGET_OFF = 0.03                      # a run that ends further off its time budget is no entry
+ALIKE = "data_sha256", "hardware", "world_size", "torch", "cuda"             # throughout a record
+MACHINE = *ALIKE, "python", "nccl", "triton", "attention", "head", "preset", "git_commit", "budget_s", "val_tokens"
+ENTRY = "params_total", "params_per_token", "table_rows", "table_bytes", "tokens_trained", "untimed_warmup_steps"
+FITTED = "steps", "num_scheduled_steps", "num_extension_steps"               # to a time budget
+OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
+RUN_COLUMNS = "seed", "loss", "bits_per_byte", "of_unigram_entropy", "seconds", "steps", "tokens", "memory_mib"
+LINK = re.compile(r"\]\(\s*<?([^)\s>]+)|\b(?:src|href)\s*=\s*[\"']?([^\s\"'>]+)", re.I)
+CODE = re.compile(r"```.*?```|`[^`\n]*`", re.S)
+LINE = re.compile(r"^step:(\d+)/\d+ (?:val_loss:(\S+) )?train_time:(\d+)ms step_avg:(\S+)ms$", re.M)
+HEAD = re.compile(r"compiled for CUDA \S+ on (.*?) with world_size (\d+)\n.*? seed (-?\d+)\n", re.S)
+
+Problem = tuple[str, Any, Any]         # what, found, expected
+
+
+class Track(NamedTuple):
+    """The rules of a track that a program can apply."""
+    target: float | None               # the mean final validation loss is to be below, nats per token
+    rank: str                          # "seconds" or "loss": the lower the better
+    needs: dict[str, Any]              # what each run must have
+    alike: tuple[str, ...]             # what entries share that are ranked together, besides the class
+
+
+TRACKS = {
+    "8xGPU": Track(3.28, "seconds", {"world_size": 8, "val_tokens": 10_485_760}, ("hardware", "data_sha256")),
+    "1xGPU": Track(3.28, "seconds", {"world_size": 1, "val_tokens": 10_485_760}, ("hardware", "data_sha256")),
+    "pocket": Track(None, "loss", {"tokens": 563_200, "val_tokens": 65_536}, ("data_sha256",)),
+    "budget": Track(None, "loss", {}, ("hardware", "budget_s", "data_sha256", "val_tokens")),
+}
+
+
+# ---- Files of a record
+def sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def text(path: Path) -> str:
+    """As it is, line ends too; "" for a file that is not there."""
+    return path.read_bytes().decode("utf-8") if path.is_file() else ""
+
+
+def load(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads(text(folder / RESULT))
+    except ValueError as error:
+        raise ToolError(f"{folder.name}/{RESULT}", error, "the numbers of a record", "records new") from None
+
+
+def folders(root: Path) -> list[Path]:
+    """What looks like a record, badly named ones too."""
+    marks = [*root.glob(f"*/{RESULT}"), *root.glob("*/logs"), *root.glob(f"[0-9]*/{PAGE}")]
+    return sorted({path.parent for path in marks if not path.parent.name.startswith(".")})
+
+
+def find(root: Path, name: str) -> Path:
+    """A record by its path, folder name, number or name."""
+    wanted = Path(name).name
+    fits = [path for path in folders(root) if wanted in (path.name, *path.name.split("_", 2)[1:])]
+    if len(fits) != 1:
+        raise ToolError(f"record {name}", [path.name for path in fits], "one", "give its folder's name or its number")
+    return fits[0]
+
+
+def hashes(folder: Path) -> dict[str, str]:
+    """sha256 of all files of a record that are not made from the others."""
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    made = PAGE, RESULT, PLOT, DIFF
+    return {name: sha256((folder / name).read_bytes()) for name in names if name not in made}
+
+
+def diff_of(old: Path, new: Path) -> str:
+    """A diff that `git apply` takes; empty where nothing differs."""
+    before, after = (text(path).splitlines(keepends=True) for path in (old, new))
+    return "".join(difflib.unified_diff(before, after, f"a/{SOURCE}", f"b/{SOURCE}"))
+
+
+def parent_diff(folder: Path, stated: dict[str, Any]) -> str:
+    parent = stated["parent"]
+    return diff_of(folder.parent / parent / SOURCE, folder / SOURCE) if parent else ""
+
+
+def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, list[Any]]:
+    """[old, new] of each key that differs; None for what is not there."""
+    keys = sorted({*old, *new})
+    return {key: [old.get(key), new.get(key)] for key in keys if old.get(key) != new.get(key)}
+
+
+def value(run: Run, key: str) -> Any:
+    """A fact of a run, wherever its log states it."""
+    stated = run.facts["config"] | run.facts | run.result
+    return stated.get("tokens" if key == "tokens_trained" else key)
+
+
+def read_log(path: Path) -> Run:
+    try:
+        return read_file(path)[0]
+    except (OSError, NotALog) as error:
+        raise ToolError(f"log {path}", error, "the log of one run", "restore it, or leave it out") from None
+
+
+def grouped(folder: Path, stated: dict[str, Any]) -> dict[str, Side]:
+    """The logs of a record, by group."""
+    sides = {}
+    for name, members in stated["groups"].items():
+        runs = [read_log(folder / "logs" / member / LOG) for member in members]
+        sides[name] = report.sorted_out(name, Reading(runs, [], [], []))
+    return sides
+
+
+# ---- Rules, and accounts of a run that must agree
+def class_of(settings: dict[str, Any]) -> str | None:
+    """plain or table, by the rows that the configuration gives its tables; None where it does not say."""
+    rows = [table["rows"] for table in settings.get("tables") or ()]
+    rows += [count for key, count in settings.items() if key.endswith("_rows") and isinstance(count, int)]
+    vocabulary = settings.get("vocab_size")
+    if not rows or not vocabulary:
+        return None
+    return "table" if max(rows) > PLAIN_ROWS * vocabulary else "plain"
+
+
+def doubts(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> Iterator[Problem]:
+    """Why these runs are no record, or no entry of its track."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+            yield path.relative_to(folder).as_posix(), "a link out of the record", "a file of its own"
+    runs = [run for side in sides.values() for run in side.reading.runs]
+    read = {run.path.parent for run in runs}
+    for log in sorted((folder / "logs").rglob(LOG)):
+        if log.parent not in read:
+            yield "logs", f"{log.parent.name} is in no group", "each run in a group"
+    for name in ("logs", *stated["bench"]):
+        yield from unlike_manifest(folder / name)
+    for place, run in enumerate(runs):
+        name = run.path.parent.name
+        if run.void or run.refused or not run.finished or not math.isfinite(run.loss):
+            yield name, run.void or run.refused or [run.loss, *run.notes], "a finished run whose clock counts"
+        else:
+            yield from unlike_text(name, run)
+        for other in runs[:place]:
+            if is_copy(run, other):
+                yield name, f"times or losses of {other.path.parent.name}", "each run once"
+    for key in ALIKE:
+        yield from mixed("the record", runs, key)
+    for name, side in sides.items():
+        settings = {key for run in side.runs for key in config(run)}
+        for key in ("source_sha256", "steps", *sorted(settings)):
+            if stated["track"] != "budget" or key not in FITTED:
+                yield from mixed(f"group {name!r}", side.runs, key)
+    if stated["kind"] == "entry":
+        yield from misfits(sides, stated)
+
+
+def mixed(where: str, runs: list[Run], key: str) -> Iterator[Problem]:
+    found = {as_text(value(run, key)): run.path.parent.name for run in runs}
+    if len(found) > 1:
+        yield f"mixed {key} in {where}", found, "one"
+
+
+def misfits(sides: dict[str, Side], stated: dict[str, Any]) -> Iterator[Problem]:
+    """Which rules of its track an entry breaks, as far as logs can show it."""
+    track = TRACKS.get(stated["track"])
+    if not track or len(sides) != (2 if stated["base"] else 1):
+        yield "entry", f"track {stated['track']}, groups {[*sides]}", f"one of {[*TRACKS]}, one group beside a baseline"
+        return
+    for run in sides[stated["main"]].runs:
+        name = run.path.parent.name
+        budget_s = value(run, "budget_s") or math.inf
+        if stated["track"] == "budget" and abs((run.seconds or 0) / budget_s - 1) > BUDGET_OFF:
+            yield f"{name}, seconds", run.seconds, f"within 3 % of --time_budget ({budget_s} s)"
+        for key, needed in track.needs.items():
+            if value(run, key) != needed:
+                yield f"{name}, {key}", value(run, key), f"{needed} on track {stated['track']}"
+        for key in ENTRY:
+            if (value(run, key) is None) != (key in stated["entry"]):
+                yield f"{name}, {key}", value(run, key), f"logged, else --entry {key}=VALUE, not both"
+
+
+def unlike_text(name: str, run: Run) -> Iterator[Problem]:
+    """Where log.txt is not log.jsonl, rounded; and the result of log.jsonl not its last validation."""
+    printed = text(run.path.with_name(TEXT_LOG))
+    head = HEAD.search(printed)
+    if not head:
+        yield f"{name}, {TEXT_LOG}", "no first lines", f"the text beside {LOG}, as the trainer writes it"
+        return
+    for key, told in zip(("hardware", "world_size", "seed"), head.groups()):
+        if str(run.facts.get(key)).partition(", then ")[0] != told:
+            yield f"{name}, {key}", run.facts.get(key), f"{told}, as the first lines of {TEXT_LOG} have it"
+    for key, known in (("train_time_ms", 1000 * run.final.seconds), ("steps", run.final.step)):
+        if not math.isclose(run.result[key], known, rel_tol=1e-9):
+            yield f"{name}, {key} of the result", run.result[key], f"{known}, as the last validation has it"
+    lines = [line for line in text(run.path).splitlines() if line.startswith(('{"type": "step"', '{"type": "val"'))]
+    told = LINE.findall(printed)
+    if len(lines) != len(told):
+        yield f"{name}, steps and validations of {TEXT_LOG}", len(told), f"{len(lines)}, as {LOG} has them"
+        return
+    for line, (step, loss, ms, average) in zip(lines, told):
+        event = json.loads(line)
+        time_ms = event["train_time_ms"]
+        off = abs(float(loss or 0) - event.get("val_loss", 0)) > 0.5 * 10.0 ** -len(loss.partition(".")[2]) + 1e-9
+        off |= abs(float(ms) - time_ms) > 0.501 or abs(float(average) - time_ms / max(1, int(step))) > 0.0056
+        if off or int(step) != event["step"]:
+            yield f"{name}, step {step}", f"loss {loss}, {ms} ms in {TEXT_LOG}", f"{line}, as {LOG} has it"
+
+
+def is_copy(run: Run, other: Run) -> bool:
+    """True if two logs are of one run: equal clock readings, or half of the losses under another seed."""
+    if len(run.steps) > 3 and run.steps[:, 1].tolist() == other.steps[:, 1].tolist():
+        return True
+    losses, others = ({point.step: point.loss for point in one.val} for one in (run, other))
+    equal = sum(others.get(step) == loss for step, loss in losses.items())
+    return run.seed != other.seed and 2 * equal > len(losses)
+
+
+def unlike_manifest(folder: Path) -> Iterator[Problem]:
+    """What a manifest notes otherwise than the logs beside it, and runs of it that were left out."""
+    for line in manifest_lines(folder / MANIFEST, "end"):
+        if line["outcome"] != "done":
+            continue
+        logs = sorted((folder / line["folder"]).rglob(LOG))
+        if not logs:
+            yield "runs of the manifest", f"{line['folder']} is done and left out", "all that are done"
+        elif len(logs) == 1:
+            run = read_log(logs[0])
+            for key, found in (("val_loss", run.loss), ("train_s", run.seconds)):
+                if line.get(key) is not None and not math.isclose(line[key], found, rel_tol=1e-9):
+                    yield f"{line['folder']}, {key}", found, f"{line[key]}, as the manifest notes"
+
+
+# ---- The numbers of a record: result.json
+def build(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> dict[str, Any]:
+    """result.json of a record of runs."""
+    first = sides[stated["main"]].runs[0]
+    track = TRACKS.get(stated["track"])
+    target = track.target if track else None
+    base = sides.get(stated["base"])
+    settings = config(first)
+    parent = load(folder.parent / stated["parent"]).get("config", settings) if stated["parent"] else settings
+    verdicts = {}
+    for name, side in sides.items():
+        if base and side is not base and stated["kind"] != "ablation":
+            verdicts[name] = tested(base, side, target, bool(stated["entry"].get("systems")))
+    ends = manifest_lines(folder / "logs" / MANIFEST, "end")
+    runs = [run for side in sides.values() for run in side.reading.runs]
+    result = {
+        "stated": stated, "target": target, "machine": {key: value(first, key) for key in MACHINE},
+        "entry": {key: stated["entry"].get(key, value(first, key)) for key in ENTRY},
+        "class": class_of(first.facts["config"]),
+        "groups": {name: pool(side, target) for name, side in sides.items()},
+        "runs": {run.path.parent.relative_to(folder / "logs").as_posix(): numbers(run) for run in runs},
+        "verdicts": verdicts, "arms": arms(sides, stated["base"]) if stated["kind"] == "ablation" else {},
+        "bench": {name: benched(folder / name) for name in stated["bench"]},
+        "config": settings, "changed": changes(parent, settings), "files": hashes(folder),
+        "unfinished": [line for line in ends if line["outcome"] != "done"],
+    }
+    return json.loads(json.dumps(jsonable(result)), parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
+
+
+def numbers(run: Run) -> dict[str, Any]:
+    entropy = value(run, "unigram_nats")
+    memory = value(run, "peak_memory_mib")
+    return {"seed": run.seed, "loss": run.loss, "seconds": run.seconds, "steps": value(run, "steps"),
+            "tokens": value(run, "tokens"), "memory_mib": max(memory.values()) if memory else None,
+            "bits_per_byte": value(run, "val_bpb"), "of_unigram_entropy": run.loss / entropy if entropy else None,
+            "comms": value(run, "comms") or {},
+            "untimed_s": {phase["name"]: phase["ms"] / 1000 for phase in run.phases if not phase["timed"]}}
+
+
+def pool(group: Side, target: float | None) -> dict[str, Any]:
+    """A group: losses by seed (those of a repeated seed are averaged, so n counts seeds), times of all runs."""
+    losses = group.losses()
+    return {"losses": losses, "times": group.times, "loss": statistics.summary(losses),
+            "seconds": statistics.summary(group.times), "p": target and statistics.below(losses, target),
+            "source_sha256": value(group.runs[0], "source_sha256")}
+
+
+def tested(a: Side, b: Side, target: float | None = None, systems: bool = False) -> dict[str, Any]:
+    found = report.compare(a, b, target, systems)
+    return {key: found[key] for key in OF_REPORT}
+
+
+def benched(folder: Path) -> dict[str, Any]:
+    """The verdict on a bench kept in a record."""
+    paths: dict[str, list[Path]] = {"A": [], "B": []}
+    for line in manifest_lines(folder / MANIFEST, "end"):
+        if line["outcome"] == "done":
+            paths[line["side"]] += [folder / line["folder"] / log for log in line["logs"]]
+    return tested(*(report.side_of(name, found) for name, found in paths.items()))
+
+
+def arms(sides: dict[str, Side], base: str) -> dict[str, dict[str, Any]]:
+    """By arm: what its settings change, and its measures beside the base, with one noise for all arms."""
+    measures = bench.measures({base: sides[base], **sides})
+    whole = config(sides[base].runs[0])
+    found: dict[str, dict[str, Any]] = {}
+    for name, side in sides.items():
+        if name != base:
+            found[name] = {"changed": changes(whole, config(side.runs[0]))}
+            found[name] |= {key: tests.get(name) for key, tests in measures.items()}
+    return found
+
+
+# ---- The page
+def page(result: dict[str, Any]) -> str:
+    """The generated part of a record's README."""
+    stated = result["stated"]
+    what = stated["kind"].capitalize()
+    if stated["kind"] == "entry":
+        what += f" of track `{stated['track']}`, class {result['class']}"
+    head = f"## Numbers\n\n{what}, {stated['date']}: [source]({SOURCE}), [logs](logs), [all numbers]({RESULT})."
+    if stated["parent"]:
+        head += f" Parent: [{stated['parent']}](../{stated['parent']}/{PAGE}), [difference of the source]({DIFF})."
+    parts = [head, *tables_of_groups(result)]
+    for name, group in result["groups"].items():
+        losses = [round(loss, 6) for loss in group["losses"]]
+        times = [round(seconds, 3) for seconds in group["times"]]
+        parts.append(f"{name}:\n\n" * bool(name) + f"```\nlosses = {losses}\ntimes = {times}\n```")
+    parts.append(f"![training and validation loss over steps and over time]({PLOT})")
+    parts += tables_of_facts(result)
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def tables_of_groups(result: dict[str, Any]) -> Iterator[str]:
+    rows = []
+    for name, group in result["groups"].items():
+        means = [group[key][part] for key in ("loss", "seconds") for part in ("mean", "sd")]
+        rows.append([name or "all", len(group["times"]), len(group["losses"]), *means, group["p"]])
+    yield markdown("group | runs | seeds | final loss | sd | training s | sd | p, mean below the target", rows)
+    rows = []
+    found = {name: (result["stated"]["base"], its) for name, its in result["verdicts"].items()}
+    found |= {f"[{name}]({name}): B": ("A", its) for name, its in result["bench"].items()}
+    for name, (base, its) in found.items():
+        rows.append([name, base, f"**{its['verdict']}**", interval(its["loss"]), interval(its["time"]), its["reason"]])
+    yield markdown("B | against A | verdict | loss, B - A (99 %) | s, B - A (99 % if in turn) | reason", rows)
+    rows = []
+    for name, its in result["arms"].items():
+        patch = f"sources/{name}.diff"
+        label = f"[{name}]({patch})" if patch in result["files"] else name
+        flags = ", ".join(f"{key}={as_text(flag)}" for key, (_, flag) in its["changed"].items())
+        rows.append([label, len(result["groups"][name]["losses"]), interval(its["loss"]), interval(its["time"], 100),
+                     interval(its["memory"]), flags])
+    yield markdown("without | seeds | loss | ms per step, % | MiB | by flags", rows)
+    rows = []
+    for name, run in result["runs"].items():
+        untimed = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in run["untimed_s"].items())
+        columns = [run[key] for key in RUN_COLUMNS]
+        rows.append([f"[{name.split('/')[-1]}](logs/{name}/{LOG})", *columns, untimed])
+    yield markdown(f"run | {' | '.join(RUN_COLUMNS)} | untimed s", rows)
+
+
+def interval(test: dict[str, Any] | None, scale: float = 1) -> str:
+    """Mean and interval of a test."""
+    if not test:
+        return "n/a"
+    mean, low, high = (None if test[key] is None else f"{scale * test[key]:.4g}" for key in ("mean", "low", "high"))
+    return mean if low is None else f"{mean} ({low} to {high})"
+
+
+def tables_of_facts(result: dict[str, Any]) -> Iterator[str]:
+    rows: list[list[Any]] = []
+    is_ablation = result["stated"]["kind"] == "ablation"              # many arms would make a long table
+    for table in () if is_ablation else next(iter(result["runs"].values()))["comms"]:
+        for name, members in result["stated"]["groups"].items():
+            comms = [its[table] for its in (result["runs"][run]["comms"] for run in members) if table in its]
+            sent, dense, kept = (statistics.summary([run[key] for run in comms]).mean / 1e6
+                                 for key in ("bytes_sent", "bytes_dense", "memory_bytes"))
+            rows.append([table, name, f"{sent:.1f}", sent / dense if dense else None, f"{kept:.1f}"])
+    yield markdown("table | group | MB sent, all ranks | of dense | MB kept by rank 0", rows)
+    by_hand = result["stated"]["entry"]
+    rows = []
+    for key, fact in (result["entry"] | by_hand | result["machine"]).items():
+        if fact is not None:
+            rows.append([key, json.dumps(fact), "stated, not logged" if key in by_hand else "log"])
+    yield markdown("fact | value | from", rows)
+    rows = [[key, *map(json.dumps, pair)] for key, pair in result["changed"].items()]
+    yield markdown("setting | parent | here", rows)
+    rows = [[line.get(key) for key in ("folder", "outcome", "cause")] for line in result["unfinished"]]
+    yield markdown("unfinished run | outcome | cause", rows)
+
+
+def markdown(head: str, rows: list[list[Any]]) -> str:
+    """A table that is readable as it is, numbers with five digits; "" without rows."""
+    cells = [head.split(" | ")]
+    for row in rows:
+        shorter = [f"{item:.5g}" if isinstance(item, float) else item for item in row]
+        cells.append(["n/a" if item is None else str(item) for item in shorter])
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    cells.insert(1, ["-" * width for width in widths])
+    lines = [" | ".join(item.ljust(width) for item, width in zip(row, widths)) for row in cells]
+    return "\n".join(f"| {line} |" for line in lines) if rows else ""
+
+
+# ---- Verb new
+def new(args: argparse.Namespace, root: Path) -> int:
+    """A record from runs, which gets its name when all of it is there; or the pages of one made again."""
+    if args.update:
+        folder = find(root, args.update)
+        stated = load(folder)["stated"]
+        if stated["kind"] == "prediction":
+            raise ToolError(f"record {folder.name}", "a prediction", "a record of runs", "leave it: it is sealed")
+        state(args, root, stated)
+        write(folder, stated)
+    else:
+        known = [int(match[2]) for match in (FOLDER.fullmatch(path.name) for path in folders(root)) if match]
+        stated = {"date": args.date or f"{datetime.date.today()}", "number": f"{1 + max(known, default=0):02}",
+                  "name": args.name or "", "kind": "entry", "track": None, "parent": None, "groups": {}, "entry": {},
+                  "bench": []}
+        folder = root / "_".join(stated[key] for key in ("date", "number", "name"))
+        if not FOLDER.fullmatch(folder.name) or not args.runs:
+            raise ToolError("record", f"{folder.name}, runs {args.runs}", "YYYY-MM-DD_nn_NAME, RUNS", "new --help")
+        staged = root / ".unfinished"
+        shutil.rmtree(staged, ignore_errors=True)                           # of an earlier call that failed
+        state(args, root, stated)
+        gather(args.runs, staged, stated)
+        write(staged, stated)
+        staged.rename(folder)
+    print(shown(folder))
+    return 0
+
+
+def state(args: argparse.Namespace, root: Path, stated: dict[str, Any]) -> None:
+    """Add what the settings say of a record."""
+    for key in ("kind", "track"):
+        stated[key] = getattr(args, key) or stated[key]
+    if args.parent:
+        stated["parent"] = find(root, args.parent).name
+    for item in args.entry:
+        key, _, given = item.partition("=")
+        stated["entry"][key] = json.loads(given)
+
+
+def gather(items: list[str], staged: Path, stated: dict[str, Any]) -> None:
+    """Copy logs, manifest and sources of the runs, and note the groups. items: PATH,... or GROUP=PATH,..."""
+    sources: dict[str, Path] = {}
+    for item in items:
+        group, paths = re.fullmatch(r"(?:(\w+)=)?(.*)", item).groups()
+        for path in paths.split(","):
+            for log in sorted(Path(path).rglob(LOG)) or [Path(path, LOG)]:
+                keep(read_log(log), group, staged, stated, sources)
+    groups = list(stated["groups"])
+    if not groups:
+        raise ToolError("runs", items, "at least one that is done", "give run directories, or folders of them")
+    stated |= {"base": None, "main": groups[0]}
+    if len(groups) > 1:
+        stated["base"] = stated["main"] = "baseline" if "baseline" in groups else groups[0]
+        if stated["kind"] == "entry":
+            stated["main"] = next(name for name in groups if name != stated["base"])
+    shutil.copyfile(sources[stated["main"]], staged / SOURCE)
+    for name, source in sources.items():
+        diff = diff_of(staged / SOURCE, source)
+        if diff:
+            (staged / "sources").mkdir(exist_ok=True)
+            (staged / f"sources/{name}.diff").write_bytes(diff.encode())
+
+
+def keep(run: Run, group: str | None, staged: Path, stated: dict[str, Any], sources: dict[str, Path]) -> None:
+    """Copy the logs of a run, and note its group (the one that was named, or its side in a manifest) and the trainer
+    that made it, beside it or in a folder above."""
+    noted: dict[str, Any] = {}
+    for manifest, lines in manifests([run]).items():
+        noted = lines[id(run)]
+        (staged / "logs").mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(manifest, staged / "logs" / MANIFEST)
+    if noted.get("outcome", "done") != "done":
+        return                                                              # the manifest lists it
+    label = group or noted.get("arm") or noted.get("side") or ""
+    name = noted.get("folder") or f"{label}_{run.path.parent.name}".strip("_")
+    copy = staged / "logs" / name
+    if copy.exists():
+        raise ToolError("two runs of one name", run.path, f"another name than {name}", "rename its folder")
+    copy.mkdir(parents=True)
+    for log in (LOG, TEXT_LOG):
+        if run.path.with_name(log).exists():
+            shutil.copyfile(run.path.with_name(log), copy / log)
+    stated["groups"].setdefault(label, []).append(name)
+    beside = [path for folder in run.path.resolve().parents[:report.MANIFEST_DEPTH] for path in folder.glob("*.py")]
+    fits = [path for path in beside if sha256(path.read_bytes()) == run.facts["source_sha256"]]
+    if not fits:
+        raise ToolError(f"source of {run.path}", "none with its source_sha256", "a trainer", "put it beside the log")
+    sources.setdefault(label, fits[0])
+
+
+def write(folder: Path, stated: dict[str, Any]) -> None:
+    """Make all that follows from the logs; the text by hand stays."""
+    sides = grouped(folder, stated)
+    for problem in doubts(folder, stated, sides):
+        raise ToolError(*problem, "leave runs out, or make groups or records of them; rules: records/README.md")
+    if stated["parent"]:
+        (folder / DIFF).write_bytes(parent_diff(folder, stated).encode())
+    result = build(folder, stated, sides)
+    plot.curves({name: side.runs for name, side in sides.items()}, folder / PLOT, result["target"])
+    result["picture_sha256"] = sha256((folder / PLOT).read_bytes())
+    (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    by_hand, _, _ = text(folder / PAGE).partition(MARK)
+    by_hand = by_hand or f"# {stated['number']} {stated['name']}\n\nThe idea:\n\n"
+    (folder / PAGE).write_bytes((by_hand + MARK + page(result)).encode())
+
+
+# ---- Verb check
+def check(args: argparse.Namespace, root: Path) -> int:
+    chosen = [find(root, name) for name in args.chosen] or folders(root)
+    if not chosen:
+        raise ToolError(f"records in {shown(root)}", "none", "at least one", "name their folder: --records")
+    found = [f"{folder.name}: {finding}" for folder in chosen for finding in findings(folder)]
+    if not args.chosen:
+        for place in (root, root.parent):
+            found += [f"{place.name}: {finding}" for finding in dead_links(place / PAGE)]
+    matches = filter(None, (FOLDER.fullmatch(path.name) for path in folders(root)))
+    known = sorted((match[2], match[1], match[0]) for match in matches)
+    for (number, date, name), (next_number, next_date, next_name) in zip(known, known[1:]):
+        if number == next_number or next_date < date:
+            found.append(f"{next_name}: expected a number of its own, and no date before that of {name}")
+    print("\n".join(found) if found else f"{len(chosen)} records: all numbers follow from their files")
+    return int(bool(found))
+
+
+def findings(folder: Path) -> Iterator[str]:
+    """All in a record that does not follow from its files."""
+    yield from dead_links(folder / PAGE)
+    try:
+        result = load(folder)
+        stated = result["stated"]
+        if folder.name != "_".join(stated[key] for key in ("date", "number", "name")):
+            yield "found this folder name, expected YYYY-MM-DD_nn_NAME with date, number and name of result.json"
+        if datetime.date.fromisoformat(stated["date"]) > datetime.date.today() + datetime.timedelta(days=1):
+            yield f"date {stated['date']}: expected no day to come"
+        known = dict(result["files"])
+        there = hashes(folder)
+        if stated["kind"] == "prediction":
+            known |= result["sealed"]
+            there |= sealed(folder, result)
+        else:
+            known[PLOT] = result["picture_sha256"]
+            there[PLOT] = sha256((folder / PLOT).read_bytes())
+            yield from unlike_its_logs(folder, result)
+        for name, (noted, found) in changes(known, there).items():
+            yield f"{name}: edited: another sha256" if noted and found else f"{name}: {'missing' if noted else 'added'}"
+    except ToolError as error:
+        yield str(error)
+    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+        yield f"not as `new` makes it: {type(error).__name__} {error}"
+
+
+def sealed(folder: Path, result: dict[str, Any]) -> dict[str, str]:
+    """sha256 of what was made for a prediction: its numbers, its page below the mark, its diff."""
+    made = {key: item for key, item in result.items() if key != "sealed"}
+    parts = {RESULT: json.dumps(made, sort_keys=True), PAGE: text(folder / PAGE).partition(MARK)[2],
+             DIFF: text(folder / DIFF)}
+    return {name: sha256(part.encode()) for name, part in parts.items()}
+
+
+def unlike_its_logs(folder: Path, result: dict[str, Any]) -> Iterator[str]:
+    """Whatever `new` would make otherwise, line by line."""
+    stated = result["stated"]
+    sides = grouped(folder, stated)
+    for what, found, expected in doubts(folder, stated, sides):
+        yield f"{what}: found {found}, expected {expected}"
+    follows = build(folder, stated, sides)
+    for key in ("files", "picture_sha256"):
+        follows[key] = result[key]                                  # compared elsewhere
+    for name, group in follows["groups"].items():
+        with tempfile.TemporaryDirectory() as work:                 # its source: that of the record, and its diff
+            copy = Path(shutil.copy(folder / SOURCE, work))
+            if (folder / f"sources/{name}.diff").exists():
+                bench.git_apply(folder / f"sources/{name}.diff", Path(work))
+            if sha256(copy.read_bytes()) != group["source_sha256"]:
+                yield f"source of group {name!r}: {SOURCE} does not hash to the source_sha256 of its logs"
+    made = {RESULT: (json.dumps(result, indent=1), json.dumps(follows, indent=1)),
+            PAGE: (text(folder / PAGE).partition(MARK)[2], page(result)),
+            DIFF: (text(folder / DIFF), parent_diff(folder, stated))}
+    for name, pair in made.items():
+        both = zip_longest(*(part.splitlines() for part in pair), fillvalue="nothing")
+        unlike = [f"{name}: found {one!r}, but {other!r} follows" for one, other in both if one != other]
+        yield from unlike[:SHOWN_LINES]
+        if len(unlike) > SHOWN_LINES:
+            yield f"{name}: and {len(unlike) - SHOWN_LINES} more such lines"
+
+
+def dead_links(readme: Path) -> Iterator[str]:
+    """Relative links of a Markdown page that lead nowhere; code is left out."""
+    for match in LINK.finditer(CODE.sub("", text(readme))):
+        link = match[1] or match[2]
+        if not re.match(r"\w+:|#", link) and not (readme.parent / link.partition("#")[0]).exists():
+            yield f"{readme.name}: dead link {link}"
+
+
+# ---- Verb table
+def table(args: argparse.Namespace, root: Path) -> int:
+    results = [load(folder) for folder in folders(root)]
+    boards = {}
+    for name, track in TRACKS.items():
+        lists: dict[str, list[dict[str, Any]]] = {}
+        for result in results:
+            if result["stated"]["kind"] == "entry" and result["stated"]["track"] == name:
+                alike = {"class": result["class"]} | {key: result["machine"][key] for key in track.alike}
+                lists.setdefault(json.dumps(alike), []).append(result)
+        boards[name] = [{"alike": json.loads(alike), "entries": board(track, its)} for alike, its in lists.items()]
+    if args.json:
+        print(json.dumps(boards, indent=1))
+        return 0
+    print("Entries by track; `check` tells whether they hold.")
+    for name, track in TRACKS.items():
+        print(f"\n{name}: by {track.rank}, of runs with {track.needs or 'one budget_s'}; rules: records/README.md")
+        for found in boards[name]:
+            title = ", ".join(f"{key} {as_text(fact)}" for key, fact in found["alike"].items())
+            rows = [list(row.values()) for row in found["entries"]]
+            print(f"\n{title}\n{markdown(' | '.join(found['entries'][0]), rows)}")
+    return 0
+
+
+def main_pool(result: dict[str, Any]) -> dict[str, Any]:
+    return result["groups"][result["stated"]["main"]]
+
+
+def board(track: Track, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of one list, best first. With a target p is that of the losses against it, and who has not proven it (of a
+    systems change: the verdict `faster` against its baseline) has no rank. Without one p is that of a loss lower than
+    the next entry's."""
+    rows = []
+    rank = 0
+    ordered = sorted(entries, key=lambda result: main_pool(result)[track.rank]["mean"])
+    for result, after in zip_longest(ordered, ordered[1:]):
+        stated = result["stated"]
+        own = main_pool(result)
+        words = [found["verdict"] for found in result["verdicts"].values()]
+        p = own["p"]
+        if after and not track.target:
+            test = statistics.difference(main_pool(after)["losses"], own["losses"])
+            p = test.p and test.p / 2
+        systems = bool(stated["entry"].get("systems")) and "faster" in words
+        proven = not track.target or systems or (p is not None and p < statistics.ALPHA)
+        rank += proven
+        rows.append({"rank": rank if proven else None, "record": f"{stated['number']} {stated['name']}", "p": p,
+                     "seeds": len(own["losses"]), "loss": own["loss"]["mean"], "loss_sd": own["loss"]["sd"],
+                     "seconds": own["seconds"]["mean"], "seconds_sd": own["seconds"]["sd"],
+                     "against_baseline": ", ".join(words) or None, **result["entry"]})
+        del rows[-1]["table_rows"]                                  # a list of its own
+    return rows
+
+
+def main(argv: list[str]) -> int:
+    """argv: the verb and its arguments."""
+    verb = argv[0]
+    parser = argparse.ArgumentParser(f"python records {verb}", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=Path, default=RECORDS, help="folder of all records")
+    if verb == "check":
+        parser.add_argument("chosen", nargs="*", metavar="RECORD")
+    elif verb == "table":
+        parser.add_argument("--json", action="store_true")
+    else:
+        parser.add_argument("name", nargs="?", help="letters, digits, underscores")
+        parser.add_argument("runs", nargs="*", help="run directories, or folders of them; GROUP=PATH,... names a group")
+        parser.add_argument("--kind", choices=("entry", "comparison", "ablation"), help="[entry]")
+        parser.add_argument("--track", choices=TRACKS)
+        parser.add_argument("--entry", metavar="KEY=JSON", action="append", default=[], help=f"systems=true, {ENTRY}")
+        parser.add_argument("--update", metavar="RECORD", help="make its pages again")
+        parser.add_argument("--parent", help="a record")
+        parser.add_argument("--date", help="YYYY-MM-DD [today]")
+    args = parser.parse_args(argv[1:])
+    return {"new": new, "check": check, "table": table}[verb](args, args.records.resolve())
