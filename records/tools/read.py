@@ -1,13 +1,13 @@
 """Reads training logs: log.jsonl and log.txt of this trainer, text logs of the public records, lists in a README.
 
-read_runs(paths)   every run of files and folders, and how much was not read and why (Reading)
+read_runs(paths)   every run of files and folders, and how much was not read and why (Reading); raises ToolError
 read_file(path)    the runs of one file; raises NotALog with the reason if it holds none
 Run                one run: validations, steps, facts, and how far it is believed
 
 A text log holds its source, which prints lines like those of a run: expressions are anchored to whole lines, and are
-used after the environment. A log is believed no further than it agrees with itself. A time that its `step_avg` or its
-training lines contradict does not count (`Run.void`); a run whose loss is told twice and differently is not used at all
-(`Run.refused`). Raises ToolError for paths that do not exist."""
+used after the environment. A log is believed no further than it agrees with itself: a time that its `step_avg` or its
+training lines contradict does not count (`Run.void`), and a run whose loss is told twice and differently is not used at
+all (`Run.refused`)."""
 from __future__ import annotations
 
 import calendar
@@ -45,8 +45,7 @@ TRIAL = re.compile(rb"^trial:\d+/\d+ seed:%b\s*?$" % COUNT, re.M)
 STAMP = re.compile(r"(?:^|/)(\d{8}-\d{6})-")         # in the name of a run directory
 LIST = re.compile(r"^[ \t>]*([A-Za-z_]*(?:loss|acc|time)\w*)[ \t]*=[ \t]*\[([^\]]*)\]", re.M | re.I)
 LOG_SUFFIXES = ("", ".txt", ".log", ".out", ".stdout", ".jsonl", ".md")
-LOSS_RANGE = (1.0, 4.0)                # of a list in a README
-SECONDS_RANGE = (20.0, 4000.0)         # of such a list; what is larger is milliseconds
+LOSS_RANGE, SECONDS_RANGE = (1.0, 4.0), (20.0, 4000.0)     # of lists in a README; what is larger is milliseconds
 UNKNOWN_STEP = -1                      # a list in a README has no steps
 BESIDE_A_LOG = "log.txt", "settings.json", "checkpoints"
 CHANGING = "source_sha256", "torch", "hardware", "attention", "head"     # facts that differ before and after a resume
@@ -55,8 +54,7 @@ READING_TIMEOUT_S = 300.0              # for all files; every wait has an end
 RESET_STEPS = 12                       # logs of 2024 start their clock anew after 10 steps; later is no habit
 AVERAGE_DIGIT_MS = 0.006               # step_avg is printed with two digits
 TIME_DIGIT_MS = 1.0                    # train_time is printed in whole ms
-LATE_S = 0.5                           # a validation comes up to 0.31 s after its last timing line (public logs)
-LATE_STEPS = 5                         # and so many steps, where steps are long
+LATE_S, LATE_STEPS = 0.5, 5            # a validation comes up to 0.31 s after its last timing line (public logs)
 
 
 class ToolError(Exception):
@@ -75,6 +73,10 @@ class Point(NamedTuple):
     step: int
     loss: float
     seconds: float | None
+
+    def printed(self) -> str:
+        """As any wrapper prints it."""
+        return f"{self.step} {self.loss:.4f} {0 if self.seconds is None else 1000 * self.seconds:.0f}"
 
 
 @dataclass
@@ -99,10 +101,8 @@ class Run:
     @property
     def final(self) -> Point | None:
         """The last validation at the planned end; of a run that stopped early its last one."""
-        for point in reversed(self.val):
-            if point.step == self.total:
-                return point
-        return self.val[-1] if self.val else None
+        planned = [point for point in self.val if point.step == self.total]
+        return (planned or self.val or [None])[-1]
 
     @property
     def loss(self) -> float:
@@ -111,9 +111,7 @@ class Run:
     @property
     def seconds(self) -> float | None:
         """Training time at the final validation; None where there is none, or where it does not count."""
-        if self.final is None or self.void:
-            return None
-        return self.final.seconds
+        return None if self.final is None or self.void else self.final.seconds
 
     @property
     def finished(self) -> bool:
@@ -127,16 +125,13 @@ class Run:
     @property
     def reached(self) -> int:
         """The last step that the log tells of."""
-        steps = [point.step for point in self.val[-1:]]
-        steps += [int(step) for step in self.steps[-1:, 0]]
-        return max(steps, default=0)
+        steps = [point.step for point in self.val]
+        return max([*steps, *map(int, self.steps[-1:, 0])], default=0)
 
-    def identity(self) -> tuple[Any, ...]:
+    def identity(self) -> tuple[str, ...]:
         """Equal for logs of one run, of whatever kind, and however far they are read; empty for a list."""
-        if self.kind == "list":
-            return ()
         timed = [point for point in self.val if point.seconds] or self.val
-        return tuple(printed(point) for point in timed[:2])
+        return () if self.kind == "list" else tuple(point.printed() for point in timed[:2])
 
 
 class Reading(NamedTuple):
@@ -154,16 +149,11 @@ class Reading(NamedTuple):
         return f"{reasons.total()} files not read: {parts}" if parts else ""
 
 
-def printed(point: Point) -> str:
-    """A validation as any wrapper prints it."""
-    ms = "-" if point.seconds is None else f"{1000 * point.seconds:.0f}"
-    return f"{point.step} {point.loss:.4f} {ms}"
-
-
+# ---- Files
 def read_runs(paths: Iterable[Path]) -> Reading:
     """Read files and folders (to the bottom, by name). In a run directory log.txt is the same run as log.jsonl, and is
-    not read. Lists in a README are runs where nothing else was found, else `stated`. Raises ToolError."""
-    named = list(files(paths))
+    not read. Lists in a README are runs where nothing else was found, else `stated`."""
+    named = list(dict.fromkeys(file for path in map(Path, paths) for file in files(path)))
     runs: list[Run] = []
     unread = []
     for (path, _), (found, reason) in zip(named, attempts(named)):
@@ -177,31 +167,25 @@ def read_runs(paths: Iterable[Path]) -> Reading:
     return Reading(runs, unread, duplicates, stated)
 
 
-def files(paths: Iterable[Path]) -> Iterator[tuple[Path, bool]]:
-    """Each file once, and whether it was named itself."""
-    seen = set()
-    for path in map(Path, paths):
+def files(path: Path) -> Iterator[tuple[Path, bool]]:
+    """Each file at or below a path, and whether it was named itself."""
+    if not path.is_dir():
         if not path.exists():
             raise ToolError("path", path, "a file or a directory", "check the spelling")
-        below = sorted(files_below(path)) if path.is_dir() else [path]
-        for file in below:
-            if file not in seen:
-                seen.add(file)
-                yield file, file == path
-
-
-def files_below(root: Path) -> Iterator[Path]:
-    for folder, inner, names in os.walk(root):
+        yield path, True
+    for folder, inner, names in os.walk(path):
+        inner.sort()
         if "log.jsonl" in names:                           # a run directory
             inner[:] = [name for name in inner if name not in BESIDE_A_LOG]
             names = [name for name in names if name not in BESIDE_A_LOG]
-        for name in names:
-            yield Path(folder, name)
+        for name in sorted(names):
+            yield Path(folder, name), False
 
 
 def attempts(named: list[tuple[Path, bool]]) -> Iterator[tuple[list[Run], str | None]]:
     """The result of `attempt` for each file, in order; several processes share many files."""
-    readers = min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1, len(named) // 100)
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
+    readers = min(cores, len(named) // 100)
     if readers < 2:
         yield from map(attempt, named)
         return
@@ -219,26 +203,20 @@ def attempt(named: tuple[Path, bool]) -> tuple[list[Run], str | None]:
         return [], "not a log by its name"
     try:
         return read_file(path), None
-    except NotALog as reason:
-        return [], str(reason)
-    except OSError as error:
-        return [], error.strerror or str(error)
+    except (NotALog, OSError) as reason:
+        return [], getattr(reason, "strerror", None) or str(reason)
 
 
 def read_file(path: Path) -> list[Run]:
     """The runs of one file. Raises NotALog with the reason if it holds none."""
     data = path.read_bytes()
-    if not data.strip():
-        raise NotALog("empty")
-    if b"\0" in data:
-        raise NotALog("binary")
+    if not data.strip() or b"\0" in data:
+        raise NotALog("binary" if data.strip() else "empty")
     if path.suffix == ".jsonl":
         return [read_ours(path, data)]
     if path.suffix.lower() == ".md":
         return read_readme(path, data)
-    if data.startswith(b"s:"):
-        return [read_llmc(path, data)]
-    return read_text(path, data)
+    return [read_llmc(path, data)] if data.startswith(b"s:") else read_text(path, data)
 
 
 def without_duplicates(runs: list[Run]) -> tuple[list[Run], list[tuple[Path, Path]]]:
@@ -249,18 +227,20 @@ def without_duplicates(runs: list[Run]) -> tuple[list[Run], list[tuple[Path, Pat
     kept: dict[Any, Run] = {}
     duplicates = []
     for run in sorted(runs, key=known, reverse=True):
-        last = tuple(map(printed, run.val[-3:])) or id(run)
-        if run.kind == "ours" and run.val:                # seeds may agree in what is printed
-            last = last if last not in kept or kept[last].val[-3:] == run.val[-3:] else id(run)
-        if last in kept:
-            duplicates.append((run.path, kept[last].path))
+        printed = tuple(point.printed() for point in run.val)
+        key = printed[-3:] or id(run)
+        if run.kind == "ours" and key in kept and kept[key].val[-3:] != run.val[-3:]:
+            key = id(run)                                 # two seeds that agree in what is printed
+        if key in kept:
+            duplicates.append((run.path, kept[key].path))
             continue
-        kept[last] = run
-        kept.setdefault(tuple(map(printed, run.val[-1:])), run)
+        kept[key] = run
+        kept.setdefault(printed[-1:], run)
     ids = set(map(id, kept.values()))
     return [run for run in runs if id(run) in ids], duplicates
 
 
+# ---- Ours: log.jsonl
 def read_ours(path: Path, data: bytes) -> Run:
     """Read a log.jsonl. A crash may tear the last line; the log of a resumed run reads as one run."""
     run = Run(path, "ours")
@@ -279,10 +259,13 @@ def read_ours(path: Path, data: bytes) -> Run:
         raise NotALog("no header line")
 
     run.steps = np.array(rows).reshape(-1, 3)
-    run.started = date_of_ours(run)
     run.void = run.result.get("void") or clock_contradicts(run)
+    stamp = STAMP.search(f"{run.facts['config'].get('run_dir') or run.result.get('run_dir')}-")
+    run.started = seconds_of(str(run.facts.get("started"))[:19], "%Y-%m-%dT%H:%M:%S")
+    if run.started is None and stamp:
+        run.started = seconds_of(stamp[1], "%Y%m%d-%H%M%S")
     told = run.result.get("val_loss")
-    if told is not None and run.final and told != run.loss and not (told != told and run.loss != run.loss):
+    if told is not None and run.final and str(told) != str(run.loss):
         run.refused = f"the result says a loss of {told}, the last validation {run.loss}"
     if run.aborted is not None:
         run.notes.append(f"interrupted at step {run.reached}: {run.aborted}")
@@ -300,7 +283,7 @@ def take(run: Run, rows: list[tuple[float, float, float]], event: dict[str, Any]
             raise NotALog("no header line at the start")
         take_header(run, event)
     elif kind == "step":
-        loss = event.get("train_loss", math.nan)
+        loss = event.get("train_loss")
         rows.append((float(event["step"]), event["train_time_ms"] / 1000, math.nan if loss is None else float(loss)))
     elif kind == "val":
         run.val.append(Point(int(event["step"]), float(event["val_loss"]), event["train_time_ms"] / 1000))
@@ -337,27 +320,14 @@ def take_resumed(run: Run, event: dict[str, Any]) -> None:
     after = {key: value for key, value in event.items() if key not in ("step", "source", "differs")}
     if "config" not in after:                                                 # a log of an older trainer
         return
-    differs = dict(event.get("differs") or {})
-    for key in CHANGING:
-        if after.get(key) != before.get(key):
-            differs[key] = before.get(key), after.get(key)
+    changed = [key for key in CHANGING if after.get(key) != before.get(key)]
+    differs = {key: (before.get(key), after.get(key)) for key in changed} | (event.get("differs") or {})
     for key, (then, now) in differs.items():
-        both = f"{then}, then {now}"
         run.notes.append(f"resumed with another {key}")
-        if key in after["config"]:
-            after["config"] = after["config"] | {key: both}
+        where = after["config"] if key in after["config"] else after
         if key != "seed":
-            after[key] = both
+            where[key] = f"{then}, then {now}"
     take_header(run, before | after | {"started": before.get("started")})
-
-
-def date_of_ours(run: Run) -> float | None:
-    """When the run began: `started` of the header, else the date in the name that the trainer gave its directory."""
-    said = run.facts.get("started")
-    if isinstance(said, str):
-        return seconds_of(said[:19], "%Y-%m-%dT%H:%M:%S")
-    stamp = STAMP.search(f"{run.facts['config'].get('run_dir') or run.result.get('run_dir')}-")
-    return seconds_of(stamp[1], "%Y%m%d-%H%M%S") if stamp else None
 
 
 def seconds_of(text: str, form: str) -> float | None:
@@ -368,31 +338,27 @@ def seconds_of(text: str, form: str) -> float | None:
         return None
 
 
+# ---- Text logs
 def read_llmc(path: Path, data: bytes) -> Run:
     """Read a log of llm.c, which has no times."""
-    run = Run(path, "llmc")
-    rows = []
-    for step, kind, loss in LLMC.findall(data):
-        if kind == b"tel":
-            run.val.append(Point(int(step), float(loss), None))
-        else:
-            rows.append((float(step), math.nan, float(loss)))
-    if not run.val:
+    lines = LLMC.findall(data)
+    val = [Point(int(step), float(loss), None) for step, kind, loss in lines if kind == b"tel"]
+    if not val:
         raise NotALog("no validation line")
-    run.steps = np.array(rows).reshape(-1, 3)
-    return run
+    rows = [(float(step), math.nan, float(loss)) for step, kind, loss in lines if kind == b"trl"]
+    return Run(path, "llmc", val=val, steps=np.array(rows).reshape(-1, 3))
 
 
 def read_text(path: Path, data: bytes) -> list[Run]:
     """Read a log in the format of the speedrun: one run, or several one after the other."""
-    body = environment_start(data)
-    lines = LINE.findall(data, body)
+    start = environment_start(data)
+    lines = LINE.findall(data, start)
     if not any(line[2] == b"val_loss" for line in lines):
         raise NotALog("no validation line")
     runs = split(path, lines)
-    facts, started = environment(data, body)
-    seeds = TRIAL.findall(data, body) if data.find(b"\ntrial:", body) >= 0 else []
-    peak = PEAK.search(data, max(body, data.rfind(b"\npeak memory ")))
+    facts, started = environment(data, start)
+    seeds = TRIAL.findall(data, start) if data.find(b"\ntrial:", start) >= 0 else []
+    peak = PEAK.search(data, max(start, data.rfind(b"\npeak memory ")))
     for index, run in enumerate(runs):
         run.index = index
         run.facts = facts
@@ -414,16 +380,14 @@ def environment_start(data: bytes) -> int:
     named = max(data.rfind(b"\nRunning PyTorch "), data.rfind(b"\nRunning pytorch "))
     if named >= 0:
         return named + 1
-    for separator in reversed(list(SEPARATOR.finditer(data))):
-        if data.find(b" val_loss:", separator.end()) >= 0:
-            return separator.end()
-    return 0
+    ends = [separator.end() for separator in SEPARATOR.finditer(data)]
+    return max((end for end in ends if data.find(b" val_loss:", end) >= 0), default=0)
 
 
 def environment(data: bytes, start: int) -> tuple[dict[str, Any], float | None]:
     """Versions, hardware, source hash and date, from the block that ends with the first line of a step."""
-    torch = TORCH.match(data, start)
     first = LINE.search(data, start).start()
+    torch = TORCH.match(data, start)
     driver = DRIVER.search(data, start, first)
     gpus = GPU.findall(data, start, first)
     date = DATE.search(data, start, first)
@@ -431,18 +395,15 @@ def environment(data: bytes, start: int) -> tuple[dict[str, Any], float | None]:
     if driver:
         facts["driver"] = driver[1].decode()
     if gpus:                                              # all GPUs of the node; a process on it may use fewer
-        facts["hardware"] = f"NVIDIA {gpus[0][0].decode()} x {len(gpus)}"
-        facts["world_size"] = len(gpus)
+        facts |= {"hardware": f"NVIDIA {gpus[0][0].decode()} x {len(gpus)}", "world_size": len(gpus)}
         facts["buses"] = " ".join(bus.decode() for _, bus in gpus)
     if torch:
-        facts["torch"] = torch[1].decode()
-        facts["cuda"] = torch[2].decode()
+        facts |= {"torch": torch[1].decode(), "cuda": torch[2].decode()}
         source = data[:max(0, data.rfind(b"\n" + b"=" * 20, 0, start))].strip()
         if source:
             facts["source_sha256"] = hashlib.sha256(source).hexdigest()
     if torch and torch[4]:
-        facts["hardware"] = torch[3].decode()
-        facts["world_size"] = int(torch[4])
+        facts |= {"hardware": torch[3].decode(), "world_size": int(torch[4])}
     return facts, seconds_of(date[1].decode(), "%b %d %H:%M:%S %Y") if date else None
 
 
@@ -451,31 +412,30 @@ def split(path: Path, lines: list[tuple[bytes, ...]]) -> list[Run]:
     are left out; other such blocks are refused."""
     columns = list(zip(*lines))
     is_val = np.array([kind == b"val_loss" for kind in columns[2]])
+    in_ms = columns[5][0] == b"ms"
     table = np.empty((len(lines), 4))                     # step, seconds, loss, step_avg in ms
     for place, column in enumerate((columns[0], columns[4], columns[3], columns[6])):
         table[:, place] = np.array([text or b"nan" for text in column]).astype(float)
-    in_ms = columns[5][0] == b"ms"
-    if in_ms:
-        table[:, 1] /= 1000
+    table[:, 1] /= 1000 if in_ms else 1
 
-    runs: list[Run] = []
     falls = set(np.nonzero(np.diff(table[:, 0]) < 0)[0] + 1)                  # a step that falls begins a new run,
     validations = np.nonzero(is_val)[0]                                       # and a validation whose step is no later
     for before, place in zip(validations, validations[1:]):
         if table[place, 0] <= table[before, 0] and not any(before < fall <= place for fall in falls):
             falls.add(place)
     bounds = [0, *sorted(map(int, falls)), len(lines)]
+    runs: list[Run] = []
     for start, end in zip(bounds, bounds[1:]):
         if not is_val[start:end].any():
             continue
         run = block(path, table[start:end], is_val[start:end], in_ms)
         run.total = int(columns[1][start])
         run.void = run.void or clock_contradicts(run)
-        if not runs or run.val[0].step == runs[0].val[0].step:
-            runs.append(run)
-        elif not set(run.val) <= set(runs[-1].val):
+        if runs and run.val[0].step != runs[0].val[0].step:
+            if set(run.val) <= set(runs[-1].val):
+                continue
             run.refused = f"begins at step {run.val[0].step}, unlike the run before it in the file"
-            runs.append(run)
+        runs.append(run)
     return runs
 
 
@@ -496,6 +456,7 @@ def block(path: Path, table: np.ndarray, is_val: np.ndarray, in_ms: bool) -> Run
     return run
 
 
+# ---- A log against itself
 def averages_contradict(table: np.ndarray, is_val: np.ndarray, in_ms: bool) -> str | None:
     """Why the times of a text log are not what its step_avg says. Logs in ms obey one of two rules throughout: the time
     over all steps, or over those after the first ten. Logs in s may also average over the last interval, or otherwise;
@@ -504,9 +465,9 @@ def averages_contradict(table: np.ndarray, is_val: np.ndarray, in_ms: bool) -> s
     known = np.isfinite(average) & np.isfinite(seconds) & (step > 0)
     rules = []
     for untimed in (0, 10):
-        counted = known & (step > untimed)
-        off = np.abs(1000 * seconds - average * (step - untimed))
-        rules.append((off <= AVERAGE_DIGIT_MS * (step - untimed) + TIME_DIGIT_MS)[counted])
+        off_ms = np.abs(1000 * seconds - average * (step - untimed))
+        fits = off_ms <= AVERAGE_DIGIT_MS * (step - untimed) + TIME_DIGIT_MS
+        rules.append(fits[known & (step > untimed)])
     if not known.any() or any(fits.all() for fits in rules):
         return None
     if in_ms:
@@ -522,22 +483,19 @@ def clock_contradicts(run: Run) -> str | None:
     if final is None or final.seconds is None:
         return None
     clock = [point.seconds for point in run.val if point.seconds is not None]
-    if not all(map(math.isfinite, clock)):
-        return "a time of its validations is no number"
-    if clock != sorted(clock):
-        return "the times of its validations fall"
+    if not all(map(math.isfinite, clock)) or clock != sorted(clock):
+        return "the times of its validations fall, or are no numbers"
     timed = run.steps[np.isfinite(run.steps[:, 1]) & (run.steps[:, 0] <= final.step)]
     if not len(timed):
         return None
-
-    step, seconds = (float(x) for x in timed[-1, :2])
-    earliest = seconds - TIME_DIGIT_MS / 1000
+    step, seconds = timed[-1, :2].tolist()
     latest = seconds + (final.step - step + LATE_STEPS) * seconds / max(1, step) + LATE_S
-    if earliest <= final.seconds <= latest:
+    if seconds - TIME_DIGIT_MS / 1000 <= final.seconds <= latest:
         return None
     return f"its final time is {final.seconds:.3f} s, that of its training line {step:.0f} is {seconds:.3f} s"
 
 
+# ---- Lists in a README
 def read_readme(path: Path, data: bytes) -> list[Run]:
     """Read lists of losses and times, paired by position; a second list of a kind starts the next pool."""
     pools: list[dict[str, list[float]]] = [{}]
@@ -566,10 +524,9 @@ def numbers(body: str) -> tuple[str, list[float]]:
         values = [float(re.sub(r"m?s$", "", item.strip())) for item in body.split(",") if item.strip()]
     except ValueError:
         return "", []
-    low = min(values, default=0.0)
+    low, high = min(values, default=0.0), max(values, default=0.0)
     if low > SECONDS_RANGE[1]:
         return "seconds", [value / 1000 for value in values]
-    for kind, span in (("loss", LOSS_RANGE), ("seconds", SECONDS_RANGE)):
-        if span[0] <= low and max(values, default=0.0) <= span[1]:
-            return kind, values
-    return "", values
+    if LOSS_RANGE[0] <= low and high <= LOSS_RANGE[1]:
+        return "loss", values
+    return ("seconds" if SECONDS_RANGE[0] <= low and high <= SECONDS_RANGE[1] else ""), values

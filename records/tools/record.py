@@ -5,7 +5,8 @@ page(result)                   the part of its README below the mark, from resul
 doubts(folder, stated, sides)  why runs are no record: rules they break, accounts of a run that contradict each other
 findings(folder)               all in a record that does not follow from its files
 
-A prediction (of tests/rehearsal) is sealed: `check` compares its files, numbers and page with stored hashes.
+Records that other tools made (predictions, and the ablation 03) are sealed: `check` compares their files, numbers and
+page with stored hashes.
 Exit status: 0 done; 1 check has found something; 2 bad input, or runs that are no record."""
 from __future__ import annotations
 
@@ -23,9 +24,11 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from tools import bench, plot, report, statistics
 from tools.read import NotALog, Reading, Run, ToolError, read_file
-from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, manifests, shown
+from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, shown
 
 RECORDS = Path(__file__).resolve().parents[1]
 FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)_(\w+)")              # date, number, name
@@ -39,13 +42,11 @@ BUDGET_OFF = 0.03                      # a run that ends further off its time bu
 ALIKE = "data_sha256", "hardware", "world_size", "torch", "cuda"             # throughout a record
 MACHINE = *ALIKE, "python", "nccl", "triton", "attention", "head", "preset", "git_commit", "budget_s", "val_tokens"
 ENTRY = "params_total", "params_per_token", "table_rows", "table_bytes", "tokens_trained", "untimed_warmup_steps"
-FITTED = "steps", "num_scheduled_steps", "num_extension_steps"               # to a time budget
+FITTED = re.compile("mixes (ends|num_scheduled_steps|num_extension_steps)")   # to a time budget
 OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
 RUN_COLUMNS = "seed", "loss", "bits_per_byte", "of_unigram_entropy", "seconds", "steps", "tokens", "memory_mib"
 LINK = re.compile(r"\]\(\s*<?([^)\s>]+)|\b(?:src|href)\s*=\s*[\"']?([^\s\"'>]+)", re.I)
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.S)
-LINE = re.compile(r"^step:(\d+)/\d+ (?:val_loss:(\S+) )?train_time:(\d+)ms step_avg:(\S+)ms$", re.M)
-HEAD = re.compile(r"compiled for CUDA \S+ on (.*?) with world_size (\d+)\n.*? seed (-?\d+)\n", re.S)
 
 Problem = tuple[str, Any, Any]         # what, found, expected
 
@@ -160,37 +161,33 @@ def doubts(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> Iter
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
             yield path.relative_to(folder).as_posix(), "a link out of the record", "a file of its own"
+    for line in manifest_lines(folder / "logs" / MANIFEST, "end"):
+        if line["outcome"] == "done" and not (folder / "logs" / line["folder"]).exists():
+            yield "runs of the manifest", f"{line['folder']} is done and left out", "all that are done"
     runs = [run for side in sides.values() for run in side.reading.runs]
     read = {run.path.parent for run in runs}
     for log in sorted((folder / "logs").rglob(LOG)):
         if log.parent not in read:
             yield "logs", f"{log.parent.name} is in no group", "each run in a group"
-    for name in ("logs", *stated["bench"]):
-        yield from unlike_manifest(folder / name)
-    for place, run in enumerate(runs):
+    known: dict[Any, str] = {}
+    for run in runs:
         name = run.path.parent.name
+        if known.setdefault(run.identity(), name) != name:
+            yield name, f"times and losses of {known[run.identity()]}", "each run once"
         if run.void or run.refused or not run.finished or not math.isfinite(run.loss):
             yield name, run.void or run.refused or [run.loss, *run.notes], "a finished run whose clock counts"
         else:
             yield from unlike_text(name, run)
-        for other in runs[:place]:
-            if is_copy(run, other):
-                yield name, f"times or losses of {other.path.parent.name}", "each run once"
     for key in ALIKE:
-        yield from mixed("the record", runs, key)
-    for name, side in sides.items():
-        settings = {key for run in side.runs for key in config(run)}
-        for key in ("source_sha256", "steps", *sorted(settings)):
-            if stated["track"] != "budget" or key not in FITTED:
-                yield from mixed(f"group {name!r}", side.runs, key)
+        values = {as_text(value(run, key)) for run in runs}
+        if len(values) > 1:
+            yield f"mixed {key}", sorted(values), "one throughout a record"
+    for side in sides.values():
+        for mixed in report.mixtures(side):
+            if stated["track"] != "budget" or not FITTED.search(mixed):
+                yield "a group", mixed, "runs of one program, to one end"
     if stated["kind"] == "entry":
         yield from misfits(sides, stated)
-
-
-def mixed(where: str, runs: list[Run], key: str) -> Iterator[Problem]:
-    found = {as_text(value(run, key)): run.path.parent.name for run in runs}
-    if len(found) > 1:
-        yield f"mixed {key} in {where}", found, "one"
 
 
 def misfits(sides: dict[str, Side], stated: dict[str, Any]) -> Iterator[Problem]:
@@ -214,53 +211,33 @@ def misfits(sides: dict[str, Side], stated: dict[str, Any]) -> Iterator[Problem]
 
 def unlike_text(name: str, run: Run) -> Iterator[Problem]:
     """Where log.txt is not log.jsonl, rounded; and the result of log.jsonl not its last validation."""
-    printed = text(run.path.with_name(TEXT_LOG))
-    head = HEAD.search(printed)
-    if not head:
-        yield f"{name}, {TEXT_LOG}", "no first lines", f"the text beside {LOG}, as the trainer writes it"
-        return
-    for key, told in zip(("hardware", "world_size", "seed"), head.groups()):
-        if str(run.facts.get(key)).partition(", then ")[0] != told:
-            yield f"{name}, {key}", run.facts.get(key), f"{told}, as the first lines of {TEXT_LOG} have it"
     for key, known in (("train_time_ms", 1000 * run.final.seconds), ("steps", run.final.step)):
         if not math.isclose(run.result[key], known, rel_tol=1e-9):
             yield f"{name}, {key} of the result", run.result[key], f"{known}, as the last validation has it"
-    lines = [line for line in text(run.path).splitlines() if line.startswith(('{"type": "step"', '{"type": "val"'))]
-    told = LINE.findall(printed)
-    if len(lines) != len(told):
-        yield f"{name}, steps and validations of {TEXT_LOG}", len(told), f"{len(lines)}, as {LOG} has them"
+    try:
+        printed, = read_file(run.path.with_name(TEXT_LOG))
+    except (OSError, NotALog, ValueError) as error:
+        yield f"{name}, {TEXT_LOG}", error, f"the text beside {LOG}, as the trainer writes it"
         return
-    for line, (step, loss, ms, average) in zip(lines, told):
-        event = json.loads(line)
-        time_ms = event["train_time_ms"]
-        off = abs(float(loss or 0) - event.get("val_loss", 0)) > 0.5 * 10.0 ** -len(loss.partition(".")[2]) + 1e-9
-        off |= abs(float(ms) - time_ms) > 0.501 or abs(float(average) - time_ms / max(1, int(step))) > 0.0056
-        if off or int(step) != event["step"]:
-            yield f"{name}, step {step}", f"loss {loss}, {ms} ms in {TEXT_LOG}", f"{line}, as {LOG} has it"
-
-
-def is_copy(run: Run, other: Run) -> bool:
-    """True if two logs are of one run: equal clock readings, or half of the losses under another seed."""
-    if len(run.steps) > 3 and run.steps[:, 1].tolist() == other.steps[:, 1].tolist():
-        return True
-    losses, others = ({point.step: point.loss for point in one.val} for one in (run, other))
-    equal = sum(others.get(step) == loss for step, loss in losses.items())
-    return run.seed != other.seed and 2 * equal > len(losses)
-
-
-def unlike_manifest(folder: Path) -> Iterator[Problem]:
-    """What a manifest notes otherwise than the logs beside it, and runs of it that were left out."""
-    for line in manifest_lines(folder / MANIFEST, "end"):
-        if line["outcome"] != "done":
-            continue
-        logs = sorted((folder / line["folder"]).rglob(LOG))
-        if not logs:
-            yield "runs of the manifest", f"{line['folder']} is done and left out", "all that are done"
-        elif len(logs) == 1:
-            run = read_log(logs[0])
-            for key, found in (("val_loss", run.loss), ("train_s", run.seconds)):
-                if line.get(key) is not None and not math.isclose(line[key], found, rel_tol=1e-9):
-                    yield f"{line['folder']}, {key}", found, f"{line[key]}, as the manifest notes"
+    head = text(printed.path).partition("\nstep:")[0]
+    said = {"hardware": printed.facts.get("hardware"), "world_size": printed.facts.get("world_size"),
+            "seed": run.seed if f"seed {run.seed}\n" in head else "another"}
+    for key, found in said.items():
+        if str(run.facts.get(key)).partition(", then ")[0] != str(found):
+            yield f"{name}, {key}", run.facts.get(key), f"{found}, as {TEXT_LOG} has it"
+    if printed.void:
+        yield f"{name}, {TEXT_LOG}", printed.void, "times that agree with their averages"
+    tables = []
+    for one in (run, printed):
+        points = [(point.step, point.seconds or 0.0, point.loss) for point in one.val]
+        steps = [(step, seconds, 0.0) for step, seconds, _ in one.steps.tolist()]
+        tables.append(np.array(points + steps))
+    if tables[0].shape != tables[1].shape:
+        yield f"{name}, lines of {TEXT_LOG}", len(tables[1]), f"{len(tables[0])}, as {LOG} has them"
+        return
+    off = np.abs(tables[0] - tables[1]) > (0, 0.000502, 0.000051)
+    for step, seconds, loss in tables[1][off.any(axis=1)][:SHOWN_LINES].tolist():
+        yield f"{name}, step {step:.0f} of {TEXT_LOG}", f"{seconds} s, loss {loss}", f"what {LOG} has, rounded"
 
 
 # ---- The numbers of a record: result.json
@@ -274,7 +251,7 @@ def build(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> dict[
     parent = load(folder.parent / stated["parent"]).get("config", settings) if stated["parent"] else settings
     verdicts = {}
     for name, side in sides.items():
-        if base and side is not base and stated["kind"] != "ablation":
+        if base and side is not base:
             verdicts[name] = tested(base, side, target, bool(stated["entry"].get("systems")))
     ends = manifest_lines(folder / "logs" / MANIFEST, "end")
     runs = [run for side in sides.values() for run in side.reading.runs]
@@ -284,7 +261,7 @@ def build(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> dict[
         "class": class_of(first.facts["config"]),
         "groups": {name: pool(side, target) for name, side in sides.items()},
         "runs": {run.path.parent.relative_to(folder / "logs").as_posix(): numbers(run) for run in runs},
-        "verdicts": verdicts, "arms": arms(sides, stated["base"]) if stated["kind"] == "ablation" else {},
+        "verdicts": verdicts,
         "bench": {name: benched(folder / name) for name in stated["bench"]},
         "config": settings, "changed": changes(parent, settings), "files": hashes(folder),
         "unfinished": [line for line in ends if line["outcome"] != "done"],
@@ -324,18 +301,6 @@ def benched(folder: Path) -> dict[str, Any]:
     return tested(*(report.side_of(name, found) for name, found in paths.items()))
 
 
-def arms(sides: dict[str, Side], base: str) -> dict[str, dict[str, Any]]:
-    """By arm: what its settings change, and its measures beside the base, with one noise for all arms."""
-    measures = bench.measures({base: sides[base], **sides})
-    whole = config(sides[base].runs[0])
-    found: dict[str, dict[str, Any]] = {}
-    for name, side in sides.items():
-        if name != base:
-            found[name] = {"changed": changes(whole, config(side.runs[0]))}
-            found[name] |= {key: tests.get(name) for key, tests in measures.items()}
-    return found
-
-
 # ---- The page
 def page(result: dict[str, Any]) -> str:
     """The generated part of a record's README."""
@@ -369,14 +334,6 @@ def tables_of_groups(result: dict[str, Any]) -> Iterator[str]:
         rows.append([name, base, f"**{its['verdict']}**", interval(its["loss"]), interval(its["time"]), its["reason"]])
     yield markdown("B | against A | verdict | loss, B - A (99 %) | s, B - A (99 % if in turn) | reason", rows)
     rows = []
-    for name, its in result["arms"].items():
-        patch = f"sources/{name}.diff"
-        label = f"[{name}]({patch})" if patch in result["files"] else name
-        flags = ", ".join(f"{key}={as_text(flag)}" for key, (_, flag) in its["changed"].items())
-        rows.append([label, len(result["groups"][name]["losses"]), interval(its["loss"]), interval(its["time"], 100),
-                     interval(its["memory"]), flags])
-    yield markdown("without | seeds | loss | ms per step, % | MiB | by flags", rows)
-    rows = []
     for name, run in result["runs"].items():
         untimed = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in run["untimed_s"].items())
         columns = [run[key] for key in RUN_COLUMNS]
@@ -384,18 +341,17 @@ def tables_of_groups(result: dict[str, Any]) -> Iterator[str]:
     yield markdown(f"run | {' | '.join(RUN_COLUMNS)} | untimed s", rows)
 
 
-def interval(test: dict[str, Any] | None, scale: float = 1) -> str:
+def interval(test: dict[str, Any] | None) -> str:
     """Mean and interval of a test."""
     if not test:
         return "n/a"
-    mean, low, high = (None if test[key] is None else f"{scale * test[key]:.4g}" for key in ("mean", "low", "high"))
-    return mean if low is None else f"{mean} ({low} to {high})"
+    mean = f"{test['mean']:.4g}"
+    return mean if test["p"] is None else f"{mean} ({test['low']:.4g} to {test['high']:.4g})"
 
 
 def tables_of_facts(result: dict[str, Any]) -> Iterator[str]:
     rows: list[list[Any]] = []
-    is_ablation = result["stated"]["kind"] == "ablation"              # many arms would make a long table
-    for table in () if is_ablation else next(iter(result["runs"].values()))["comms"]:
+    for table in next(iter(result["runs"].values()))["comms"]:
         for name, members in result["stated"]["groups"].items():
             comms = [its[table] for its in (result["runs"][run]["comms"] for run in members) if table in its]
             sent, dense, kept = (statistics.summary([run[key] for run in comms]).mean / 1e6
@@ -432,8 +388,8 @@ def new(args: argparse.Namespace, root: Path) -> int:
     if args.update:
         folder = find(root, args.update)
         stated = load(folder)["stated"]
-        if stated["kind"] == "prediction":
-            raise ToolError(f"record {folder.name}", "a prediction", "a record of runs", "leave it: it is sealed")
+        if "sealed" in load(folder):
+            raise ToolError(f"record {folder.name}", "a sealed one", "a record of runs", "leave it as it is")
         state(args, root, stated)
         write(folder, stated)
     else:
@@ -492,9 +448,8 @@ def gather(items: list[str], staged: Path, stated: dict[str, Any]) -> None:
 def keep(run: Run, group: str | None, staged: Path, stated: dict[str, Any], sources: dict[str, Path]) -> None:
     """Copy the logs of a run, and note its group (the one that was named, or its side in a manifest) and the trainer
     that made it, beside it or in a folder above."""
-    noted: dict[str, Any] = {}
-    for manifest, lines in manifests([run]).items():
-        noted = lines[id(run)]
+    manifest, noted = report.noted(run)
+    if manifest:
         (staged / "logs").mkdir(parents=True, exist_ok=True)
         shutil.copyfile(manifest, staged / "logs" / MANIFEST)
     if noted.get("outcome", "done") != "done":
@@ -562,7 +517,7 @@ def findings(folder: Path) -> Iterator[str]:
             yield f"date {stated['date']}: expected no day to come"
         known = dict(result["files"])
         there = hashes(folder)
-        if stated["kind"] == "prediction":
+        if "sealed" in result:
             known |= result["sealed"]
             there |= sealed(folder, result)
         else:
@@ -578,7 +533,7 @@ def findings(folder: Path) -> Iterator[str]:
 
 
 def sealed(folder: Path, result: dict[str, Any]) -> dict[str, str]:
-    """sha256 of what was made for a prediction: its numbers, its page below the mark, its diff."""
+    """sha256 of what was made for a sealed record: its numbers, its page below the mark, its diff."""
     made = {key: item for key, item in result.items() if key != "sealed"}
     parts = {RESULT: json.dumps(made, sort_keys=True), PAGE: text(folder / PAGE).partition(MARK)[2],
              DIFF: text(folder / DIFF)}
@@ -687,7 +642,7 @@ def main(argv: list[str]) -> int:
     else:
         parser.add_argument("name", nargs="?", help="letters, digits, underscores")
         parser.add_argument("runs", nargs="*", help="run directories, or folders of them; GROUP=PATH,... names a group")
-        parser.add_argument("--kind", choices=("entry", "comparison", "ablation"), help="[entry]")
+        parser.add_argument("--kind", choices=("entry", "comparison"), help="[entry]")
         parser.add_argument("--track", choices=TRACKS)
         parser.add_argument("--entry", metavar="KEY=JSON", action="append", default=[], help=f"systems=true, {ENTRY}")
         parser.add_argument("--update", metavar="RECORD", help="make its pages again")

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
-import glob
 import json
 import math
 import os
@@ -27,8 +26,8 @@ import numpy as np
 
 from tools import plot
 from tools.read import Reading, Run, ToolError, read_runs
-from tools.statistics import ALPHA, Difference, band, below, difference, hopeless, in_turn, outliers, pairs_in_turn
-from tools.statistics import loss_level, seeds_needed, summary, time_level, time_word
+from tools.statistics import ALPHA, Difference, band, below, difference, hopeless, in_turn, pairs_in_turn, seeds_needed
+from tools.statistics import summary, time_level, time_word
 
 STATUS = {"faster": 0, "lower loss": 0, "proven": 0, "no target": 0, "systems": 0, "inside": 0, "slower": 3,
           "higher loss": 3, "same": 4, "same program": 5, "no record": 6, "undecided": 7, "not proven": 7,
@@ -54,14 +53,14 @@ class Side:
     started: int                       # runs of these programs, however they ended
 
     def seeds(self) -> list[list[Run]]:
-        """Runs by what fixes their losses: settings, and the seed if it is known."""
+        """Runs by what fixes their losses: settings and seed; without a known seed, the curve."""
         found: dict[Any, list[Run]] = {}
         for run in self.runs:
-            key: Any = (run.seed, run.facts.get("source_sha256"), json.dumps(config(run), sort_keys=True))
+            curve = [(point.step, point.loss) for point in run.val]
+            key = run.seed, run.facts.get("source_sha256"), config(run)
             if run.seed is None:
-                curve = tuple((point.step, point.loss) for point in run.val)
                 key = curve if len(curve) > 2 else id(run)
-            found.setdefault(key, []).append(run)
+            found.setdefault(str(key), []).append(run)
         return list(found.values())
 
     def losses(self) -> list[float]:
@@ -82,9 +81,9 @@ class Side:
         peaks = [run.result.get("peak_memory_mib") for run in self.runs]
         return [max(peak.values()) for peak in peaks if peak]
 
-    def values(self, key: str) -> list[str]:
-        """All values of a setting or fact, as text."""
-        return sorted({as_text(fact(run, key)) for run in self.runs if fact(run, key) is not None})
+    def values(self, *keys: str) -> list[str]:
+        """All values of settings or facts, as text."""
+        return sorted({as_text(fact(run, key)) for run in self.runs for key in keys if fact(run, key) is not None})
 
 
 def config(run: Run) -> dict[str, Any]:
@@ -96,6 +95,10 @@ def fact(run: Run, key: str) -> Any:
     return config(run).get(key, run.facts.get(key))
 
 
+def settings_of(*sides: Side) -> list[str]:
+    return sorted({key for side in sides for run in side.runs for key in config(run)})
+
+
 def as_text(value: Any) -> str:
     """A value in words; of a hash the first eight digits."""
     said = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
@@ -105,16 +108,14 @@ def as_text(value: Any) -> str:
 
 def shown(path: Path) -> str:
     """A path from here, where it is below; else as it was given."""
-    try:
-        return str(path.resolve().relative_to(Path.cwd()))
-    except ValueError:
-        return str(path)
+    here = Path.cwd()
+    return str(path.resolve().relative_to(here)) if path.resolve().is_relative_to(here) else str(path)
 
 
 # ---- Which runs count
 def side_of(name: str, paths: Iterable[Path | str], steps: int | None = None, exclude: Sequence[str] = ()) -> Side:
     """Read and choose. Raises ToolError with the reasons if nothing there is a run that counts."""
-    paths = expanded(paths)
+    paths = list(map(Path, paths))
     side = sorted_out(name, read_runs(paths), steps, exclude)
     if not side.runs:
         why = side.left + [f"{shown(path)}: {reason}" for path, reason in side.reading.unread]
@@ -142,35 +143,26 @@ def sorted_out(name: str, reading: Reading, steps: int | None = None, exclude: S
             why = run.notes[-1] if run.notes else "no validation"
         if why:
             left.append(f"{shown(run.path)}: {why}")
-        elif steps is not None:
+            continue
+        if steps is not None:
             val = [point for point in run.val if point.step <= steps]
-            runs.append(replace(run, total=steps, val=val, steps=run.steps[run.steps[:, 0] <= steps]))
-        else:
-            runs.append(run)
+            run = replace(run, total=steps, val=val, steps=run.steps[run.steps[:, 0] <= steps])
+        runs.append(run)
+
+    # Started: all runs of these sources, and those of which a manifest knows more than their log.
     sources = {run.facts.get("source_sha256") for run in runs}
     started = sum(run.facts.get("source_sha256") in sources for run in reading.runs)
-    return Side(name, runs, left, reading, started + lost_starts(runs, reading))
-
-
-def lost_starts(runs: list[Run], reading: Reading) -> int:
-    """How many runs a manifest has as started on the same side, of which no log was read."""
     read = {folder for run in reading.runs for folder in run.path.resolve().parents}
-    count = 0
-    for manifest, noted in manifests(runs).items():
-        sides = {line.get("side", line.get("arm")) for line in noted.values()}
+    known = {(manifest, side_in(line)) for manifest, line in map(noted, runs) if manifest}
+    for manifest in {manifest for manifest, _ in known}:
         for line in manifest_lines(manifest, "start"):
             is_read = (manifest.parent / line["folder"]).resolve() in read
-            count += line.get("side", line.get("arm")) in sides and not is_read
-    return count
+            started += (manifest, side_in(line)) in known and not is_read
+    return Side(name, runs, left, reading, started)
 
 
-def expanded(names: Iterable[Path | str]) -> list[Path]:
-    """Paths, with patterns replaced by what they match. A name that exists is no pattern."""
-    paths: list[Path] = []
-    for name in map(str, names):
-        matches = [name] if os.path.exists(name) else sorted(glob.glob(name, recursive=True))
-        paths += map(Path, matches or [name])
-    return paths
+def side_in(line: dict[str, Any]) -> str | None:
+    return line.get("side", line.get("arm"))
 
 
 def manifest_lines(manifest: Path, kind: str) -> list[dict[str, Any]]:
@@ -187,19 +179,14 @@ def manifest_lines(manifest: Path, kind: str) -> list[dict[str, Any]]:
     return found
 
 
-def manifests(runs: Iterable[Run]) -> dict[Path, dict[int, dict[str, Any]]]:
-    """The manifests above runs, and of each the lines that tell how these runs ended, by the id of a run."""
-    found: dict[Path, dict[int, dict[str, Any]]] = {}
-    known: dict[Path, dict[Path, dict[str, Any]]] = {}
-    for run in runs:
-        above = list(run.path.resolve().parents)[:MANIFEST_DEPTH]
-        for folder in above:
-            if folder not in known:
-                ends = manifest_lines(folder / MANIFEST, "end")
-                known[folder] = {(folder / line["folder"]).resolve(): line for line in ends}
-            for place in known[folder].keys() & set(above):
-                found.setdefault(folder / MANIFEST, {})[id(run)] = known[folder][place]
-    return found
+def noted(run: Run) -> tuple[Path | None, dict[str, Any]]:
+    """The manifest above a run, and its line that tells how the run ended."""
+    above = list(run.path.resolve().parents)[:MANIFEST_DEPTH]
+    for folder in above:
+        for line in manifest_lines(folder / MANIFEST, "end"):
+            if (folder / line["folder"]).resolve() in above:
+                return folder / MANIFEST, line
+    return None, {}
 
 
 # ---- Runs in turn
@@ -215,18 +202,18 @@ class Turns(NamedTuple):
 def turns_of(a: Side, b: Side) -> Turns:
     """The runs with times of both sides: complete pairs of a bench up to its last look, else by their start."""
     both = [(run, False) for run in a.timed] + [(run, True) for run in b.timed]
-    for manifest, noted in manifests(run for run, _ in both).items():
-        if len(noted) != len(both) or not all("pair" in line for line in noted.values()):
-            continue
-        plan = manifest_lines(manifest, "bench")
+    lines = {id(run): noted(run) for run, _ in both}
+    manifests = {manifest for manifest, _ in lines.values()}
+    if len(manifests) == 1 and all("pair" in line for _, line in lines.values()):
+        plan = manifest_lines(manifests.pop(), "bench")
         planned = plan[0].get("pairs") if plan else None
-        pairs = [{noted[id(run)]["pair"] for run in side.timed} for side in (a, b)]
+        pairs = [{lines[id(run)][1]["pair"] for run in side.timed} for side in (a, b)]
         complete = sorted(pairs[0] & pairs[1])
         looks = [count for count in range(len(complete) + 1) if time_level(count, planned, True)]
         counted = complete[:looks[-1]] if looks else complete
-        chosen = [(run, is_b) for run, is_b in both if noted[id(run)]["pair"] in counted]
-        chosen.sort(key=lambda item: noted[id(item[0])]["run"])
-        return Turns([run for run, _ in chosen], [is_b for _, is_b in chosen], "", True, planned)
+        both = [(run, is_b) for run, is_b in both if lines[id(run)][1]["pair"] in counted]
+        both.sort(key=lambda item: lines[id(item[0])][1]["run"])
+        return Turns([run for run, _ in both], [is_b for _, is_b in both], "", True, planned)
 
     why = apart(a, b)
     for side in (a, b):
@@ -239,11 +226,11 @@ def turns_of(a: Side, b: Side) -> Turns:
     both.sort(key=lambda item: item[0].started)
     letters = "".join("AB"[is_b] for _, is_b in both)
     for (before, _), (after, _) in zip(both, both[1:]):
-        pause = after.started - before.started - before.seconds
-        if before.started < after.started and pause < -1:
+        pause_s = after.started - before.started - before.seconds
+        if before.started < after.started and pause_s < -1:
             why = "runs overlap in time"
-        elif pause > RENTAL_PAUSE_S:
-            why = f"a pause of {pause / 3600:.1f} hours between runs, perhaps another rental"
+        elif pause_s > RENTAL_PAUSE_S:
+            why = f"a pause of {pause_s / 3600:.1f} hours between runs, perhaps another rental"
     paired = pairs_in_turn(letters)
     if why or paired is None:
         return Turns([], [], why or f"in the order of time they are {letters[:24]}")
@@ -257,9 +244,9 @@ def apart(a: Side, b: Side) -> str:
         before, after = a.values(key), b.values(key)
         if before and after and before != after:
             said.append("another machine" if key == "buses" else f"{key} {clipped(before)} -> {clipped(after)}")
-    dates = [[run.started for run in side.timed if run.started is not None] for side in (a, b)]
-    if all(dates):
-        gap_s = max(min(dates[1]) - max(dates[0]), min(dates[0]) - max(dates[1]))
+    starts, others = ([run.started for run in side.timed if run.started is not None] for side in (a, b))
+    if starts and others:
+        gap_s = max(min(others) - max(starts), min(starts) - max(others))
         if gap_s > RENTAL_PAUSE_S:
             said.append(f"{gap_s / 86400:.1f} days apart")
     return ", ".join(said)
@@ -269,70 +256,69 @@ def apart(a: Side, b: Side) -> str:
 def compare(a: Side, b: Side, target: float | None = None, systems: bool = False) -> dict[str, Any]:
     """All that `compare --json` prints: times in s (share: of A's time), losses in nats per token, memory in MiB."""
     target = target or target_of(a, b)
-    refused = refusals(a, b)
     turns = turns_of(a, b)
-    share = None
-    if not turns.why_not:
-        share = in_turn([run.seconds for run in turns.runs], turns.is_b)
+    pairs = len(turns.runs) // 2
+    level = time_level(pairs, turns.planned, turns.looks)
+    share = in_turn([run.seconds for run in turns.runs], turns.is_b) if pairs else None
     seconds = None
     if a.times and b.times:
         base = summary(a.times).mean
         seconds = Difference(summary(b.times).mean - base)
         if share:
             seconds = Difference(share.mean * base, share.low * base, share.high * base, share.p)
-    pairs = len(turns.runs) // 2
     report = {
-        "a": facts_of(a, target), "b": facts_of(b, target), "target": target, "loss": loss_difference(a, b),
-        "time": seconds, "share": share, "pairs": pairs, "level": time_level(pairs, turns.planned, turns.looks),
-        "loss_level": loss_level(pairs, turns.planned, turns.looks), "why_not_in_turn": turns.why_not,
+        "target": target, "a": facts_of(a, target), "b": facts_of(b, target), "loss": loss_difference(a, b),
+        "time": seconds, "share": share, "pairs": pairs, "level": level,
+        "loss_level": min(ALPHA, level) if turns.looks else ALPHA, "why_not_in_turn": turns.why_not,
         "memory": difference(a.memory(), b.memory()), "differs": differing(a, b),
-        "notes": [*refused[1:], *notes_of(a, "A: "), *notes_of(b, "B: ")],
     }
-    word, reason = verdict(a, b, report, refused, systems)
-    return {"verdict": word, "reason": reason, **report}
-
-
-def verdict(a: Side, b: Side, report: dict[str, Any], refused: list[str], systems: bool) -> tuple[str, str]:
-    """The word and its reason; the rule is at the top of this file."""
-    loss = report["loss"]
-    tested = loss is not None and loss.p is not None
-    diverged = sum(not math.isfinite(run.loss) for run in b.runs if run.kind != "list")
+    refused = refusals(a, b)
+    word, reason = verdict(a, b, report, systems)
     if refused:
-        return "not comparable", refused[0]
-    if same_program(a, b):
-        return "same program", "source, settings and software are equal: what differs is of machines, days or chance"
+        word, reason = "not comparable", refused[0]
+    elif same_program(a, b):
+        word, reason = "same program", "source, settings and software are equal: what differs is of machines or chance"
+    notes = [*refused[1:], *notes_of(a, "A: "), *notes_of(b, "B: ")]
+    return {"verdict": word, "reason": reason, **report, "notes": notes}
+
+
+def verdict(a: Side, b: Side, report: dict[str, Any], systems: bool) -> tuple[str, str]:
+    """The word and its reason, by the rule at the top of this file."""
+    loss = report["loss"]
+    p = None if loss is None else loss.p
+    given = "no test of the losses: that takes two seeds a side" if p is None else "no difference of losses shows"
+    diverged = sum(not math.isfinite(run.loss) for run in b.runs if run.kind != "list")
     if diverged:
         return "undecided", f"{diverged} of {len(b.runs)} runs of B have no finite loss"
-    given = "no difference of losses shows" if tested else "no test of the losses: that takes two seeds a side"
     if systems:
         given = "stated as a systems change, p is waived"
-        if tested and loss.p < ALPHA:
-            return "undecided", f"{given}, but losses differ by {loss.mean:+.5f} (p {loss.p:.2g})"
+        if p is not None and p < ALPHA:
+            return "undecided", f"{given}, but losses differ by {loss.mean:+.5f} (p {p:.2g})"
     elif report["target"]:
         word, given = proof(b, report["target"])
         if word != "proven":
             return word, f"B: {given}"
-        given = f"B: {given}"
-    elif tested and loss.p < report["loss_level"]:
+    elif p is not None and p < report["loss_level"]:
         word = "lower loss" if loss.mean < 0 else "higher loss"
-        return word, f"by {abs(loss.mean):.4f} (p {loss.p:.2g}); time: {time_in_words(report)}"
+        return word, f"by {abs(loss.mean):.4f} (p {p:.2g}); time: {time_in_words(report)}"
     if report["why_not_in_turn"]:
         return "not measured in turn", f"{given}; {report['why_not_in_turn']}; {IN_TURN}"
     return time_word(report["share"], report["level"]), f"{given}; {time_in_words(report)}"
 
 
 def time_in_words(report: dict[str, Any]) -> str:
-    share, pairs, level = report["share"], report["pairs"], report["level"]
+    share, level = report["share"], report["level"]
+    pairs = f"{report['pairs']} pairs in turn"
+    word = time_word(share, level)
     if report["why_not_in_turn"]:
         return "not measured in turn"
     if share is None or not level:
-        return f"{pairs} pairs in turn are too few for a word"
-    word = time_word(share, level)
+        return f"{pairs} are too few for a word"
     if word == "same":
-        return f"times differ by less than 0.1 % for sure, {pairs} pairs in turn"
+        return f"times differ by less than 0.1 % for sure, {pairs}"
     if word == "undecided":
-        return f"times do not differ for sure after {pairs} pairs in turn (p {share.p:.2g}, a word takes {level:.2g})"
-    return f"B takes {abs(share.mean):.2%} {'less' if share.mean < 0 else 'more'} time, {pairs} pairs in turn"
+        return f"times do not differ for sure after {pairs} (p {share.p:.2g}, a word takes {level:.2g})"
+    return f"B takes {abs(share.mean):.2%} {'less' if share.mean < 0 else 'more'} time, {pairs}"
 
 
 def proof(side: Side, target: float) -> tuple[str, str]:
@@ -342,14 +328,14 @@ def proof(side: Side, target: float) -> tuple[str, str]:
     if not n:
         return "not proven", "the losses are not said"
     p = below(losses, target)
-    by = f"by {len(side.runs)} of {side.started} started" if side.runs[0].kind != "list" else "by a list, as stated"
-    known = f"n = {n}" if math.isnan(p) else f"n = {n}, p {p:.2g}"
-    against = f"mean loss {mean:.5f} against {target:g}"
+    by = "by a list, as stated" if side.runs[0].kind == "list" else f"by {len(side.runs)} of {side.started} started"
+    known = f"(n = {n})" if math.isnan(p) else f"(n = {n}, p {p:.2g})"
+    against = f"mean loss {mean:.5f} against {target:g}:"
     if p < ALPHA:
-        return "proven", f"{against}: proven {by} ({known})"
+        return "proven", f"{against} proven {by} {known}"
     if hopeless(losses, target):
-        return "no record", f"{against}: not below it, {by} ({known}), and more seeds would not help"
-    return "not proven", f"{against}: not proven {by} ({known})"
+        return "no record", f"{against} not below it, {by} {known}, and more seeds would not help"
+    return "not proven", f"{against} not proven {by} {known}"
 
 
 def target_of(*sides: Side) -> float | None:
@@ -360,8 +346,8 @@ def target_of(*sides: Side) -> float | None:
 
 def loss_difference(a: Side, b: Side) -> Difference | None:
     """Over seeds; one seed a side gives a difference without a test. Equal bits on all seeds are no difference."""
-    by_seed = [{run.seed: run.loss for run in side.runs} for side in (a, b)]
-    if by_seed[0] == by_seed[1] and None not in by_seed[0]:
+    before, after = ({run.seed: run.loss for run in side.runs} for side in (a, b))
+    if before == after and None not in before:
         return Difference(0.0, 0.0, 0.0, 1.0)
     return difference(a.losses(), b.losses())
 
@@ -372,10 +358,10 @@ def refusals(a: Side, b: Side) -> list[str]:
     twice = {run.identity() for run in a.runs} & {run.identity() for run in b.runs} - {()}
     if twice:
         found.append(f"{len(twice)} runs are on both sides")
-    for key, what in (("world_size", "other machines"), ("hardware", "other machines"), ("data_sha256", "other data")):
+    for key in ("world_size", "hardware", "data_sha256"):
         before, after = a.values(key), b.values(key)
         if before and after and not set(before) & set(after):
-            found.append(f"{what}: {apart(a, b) if key in MACHINE else f'{clipped(before)} -> {clipped(after)}'}")
+            found.append(f"other data: {before} -> {after}" if key == "data_sha256" else f"other machines: {apart(a, b)}")
     for side, other in ((a, b), (b, a)):
         found += mixtures(side)
         if not any(run.finished for run in side.runs) and any(run.finished for run in other.runs):
@@ -390,11 +376,10 @@ def mixtures(side: Side) -> list[str]:
     ends = sorted({f"{run.final.step} of {run.total}" for run in side.runs})
     if len(ends) > 1:
         found.append(f"{side.name} mixes ends at step {listed(ends)}; choose with --steps")
-    settings = sorted({key for run in side.runs for key in config(run)})
-    for key in ("source_sha256", *MACHINE[:2], "pool", "data_sha256", *settings):
-        values = {as_text(fact(run, key)) for run in side.runs}
+    for key in ("source_sha256", *MACHINE[:2], "pool", "data_sha256", *settings_of(side)):
+        values = sorted({as_text(fact(run, key)) for run in side.runs})
         if len(values) > 1:
-            found.append(f"{side.name} mixes {key}: {clipped(sorted(values))}; choose with --exclude, or by paths")
+            found.append(f"{side.name} mixes {key}: {clipped(values)}; choose with --exclude, or by paths")
     return found
 
 
@@ -404,45 +389,41 @@ def same_program(a: Side, b: Side) -> bool:
     sources = {run.facts.get("source_sha256") for run in runs}
     if len(sources) > 1 or None in sources or len({run.final.step for run in runs}) > 1:
         return False
-    for manifest in manifests(runs):
+    for manifest in {noted(run)[0] for run in runs} - {None}:
         for plan in manifest_lines(manifest, "bench"):
             flags = [side.get("flags") for side in plan["sides"].values()]
             if any(other != flags[0] for other in flags):
                 return False
-    settings = {key for run in runs for key in config(run)}
-    return all(a.values(key) == b.values(key) for key in (*SOFTWARE, *settings))
+    return all(a.values(key) == b.values(key) for key in (*SOFTWARE, *settings_of(a, b)))
 
 
 def differing(a: Side, b: Side) -> list[str]:
-    """Settings and facts of which the sides state different values; of tables the rows that differ."""
+    """Settings and facts that both sides state, and differently; of tables the rows that differ."""
     found = []
-    settings = sorted({key for run in a.runs + b.runs for key in config(run)})
-    for key in dict.fromkeys(("source_sha256", *MACHINE, *SOFTWARE, *FACTS, *settings)):
+    for key in dict.fromkeys(("source_sha256", *MACHINE, *SOFTWARE, *FACTS, *settings_of(a, b))):
         before, after = a.values(key), b.values(key)
-        if before == after:
+        if before == after or not before or not after:
             continue
         old, new = fact(a.runs[0], key), fact(b.runs[0], key)
         if not (isinstance(old, list) and isinstance(new, list)):
             found.append(f"{key} {clipped(before)} -> {clipped(after)}")
             continue
         for row in range(max(len(old), len(new))):
-            pair = [dict(table[row]) if row < len(table) else {} for table in (old, new)]
-            for column in pair[0] | pair[1]:
-                if pair[0].get(column) != pair[1].get(column):
-                    found.append(f"{key}[{row}] {column} {as_text(pair[0].get(column))} -> "
-                                 f"{as_text(pair[1].get(column))}")
+            was, now = (dict(table[row]) if row < len(table) else {} for table in (old, new))
+            columns = [column for column in was | now if was.get(column) != now.get(column)]
+            found += [f"{key}[{row}] {column} {as_text(was.get(column))} -> {as_text(now.get(column))}"
+                      for column in columns]
     return found
 
 
 def facts_of(side: Side, target: float | None) -> dict[str, Any]:
     """The numbers of one side."""
     starts = sorted(run.started for run in side.runs if run.started is not None)
-    dates = [time.strftime("%Y-%m-%d %H:%M", time.gmtime(start)) for start in starts]
     return {
         "name": side.name, "paths": sorted({shown(run.path) for run in side.runs}), "runs": len(side.runs),
-        "started": side.started, "seeds": len(side.seeds()), "dates": dates, "loss": summary(side.losses()),
-        "time": summary(side.times), "memory": summary(side.memory()), "p": target and below(side.losses(), target),
-        "losses": side.losses(), "times": side.times, "left": side.left,
+        "started": side.started, "dates": [time.strftime("%Y-%m-%d %H:%M", time.gmtime(start)) for start in starts],
+        "loss": summary(side.losses()), "time": summary(side.times), "memory": summary(side.memory()),
+        "p": target and below(side.losses(), target), "losses": side.losses(), "times": side.times, "left": side.left,
         "unread": [f"{shown(path)}: {reason}" for path, reason in side.reading.unread],
     }
 
@@ -451,20 +432,18 @@ def notes_of(side: Side, name: str = "") -> list[str]:
     """Remarks on what was read and what was not."""
     found = []
     if side.left:
-        found.append(f"{name}{len(side.left)} runs do not count: {listed(side.left, 2)}")
+        found.append(f"{len(side.left)} runs do not count: {listed(side.left, 2)}")
     voids = [f"{shown(run.path)}: {run.void}" for run in side.runs if run.void]
     if voids:
-        found.append(f"{name}times of {len(voids)} runs do not count: {listed(voids, 1)}")
+        found.append(f"times of {len(voids)} runs do not count: {listed(voids, 1)}")
     resumed = sorted({note for run in side.runs for note in run.notes if note.startswith("resumed")})
     if resumed:
-        found.append(f"{name}{listed(resumed)}")
-    stated = [run.loss for run in side.reading.stated if math.isfinite(run.loss)]
-    if stated:
-        n, mean, sd = summary(stated)
-        found.append(f"{name}a README states {n} losses, mean {mean:.5f}, sd {sd:.5f}: stated, and not counted")
-    if side.reading.unread_in_words():
-        found.append(name + side.reading.unread_in_words())
-    return found
+        found.append(listed(resumed))
+    n, mean, sd = summary([run.loss for run in side.reading.stated if math.isfinite(run.loss)])
+    if n:
+        found.append(f"a README states {n} losses, mean {mean:.5f}, sd {sd:.5f}: stated, and not counted")
+    unread = side.reading.unread_in_words()
+    return [f"{name}{note}" for note in (*found, unread) if note]
 
 
 # ---- show and place
@@ -472,23 +451,18 @@ def show(side: Side, target: float | None = None, systems: bool = False) -> dict
     """All that `show --json` prints."""
     target = target or target_of(side)
     mixed = mixtures(side)
-    losses = side.losses()
-    n, mean, sd = summary(losses)
-    far = [f"loss {losses[place]:.5f}" for place in outliers(losses)]
-    far += [f"{side.times[place]:.3f} s" for place in outliers(side.times)]
+    n, mean, sd = summary(side.losses())
     word, reason = "no target", "none was named (--target), and the logs state none"
-    if mixed:
-        word, reason = "not comparable", mixed[0]
-    elif systems:
+    if systems:
         word, reason = "systems", "stated as a systems change: p is waived"
     elif target:
         word, reason = proof(side, target)
-    return {
-        "verdict": word, "reason": reason, **facts_of(side, target), "target": target,
-        "notes": [*mixed[1:], *notes_of(side)], "loss_band": band(losses), "time_band": band(side.times),
-        "outliers": far, "machine": {key: side.values(key) for key in (*MACHINE, *SOFTWARE) if side.values(key)},
-        "seeds_needed": seeds_needed(target - mean, sd) if target else None,
-    }
+    if mixed:
+        word, reason = "not comparable", mixed[0]
+    needed = seeds_needed(target - mean, sd) if target else None
+    return {"verdict": word, "reason": reason, "target": target, **facts_of(side, target), "seeds_needed": needed,
+            "more_seeds": None if needed is None else max(1, needed - n), "notes": [*mixed[1:], *notes_of(side)],
+            "machine": [f"{key} {clipped(side.values(key))}" for key in (*MACHINE, *SOFTWARE) if side.values(key)]}
 
 
 class Placed(NamedTuple):
@@ -522,11 +496,10 @@ def losses_by_step(run: Run) -> dict[int, float]:
 
 def seconds_by_step(run: Run) -> dict[int, float]:
     """By step; a validation's time is the official one."""
-    if run.void:
-        return {}
     timed = run.steps[np.isfinite(run.steps[:, 1])]
     found = {int(step): seconds for step, seconds in timed[:, :2].tolist()}
-    return found | {point.step: point.seconds for point in run.val if point.seconds is not None}
+    found |= {point.step: point.seconds for point in run.val if point.seconds is not None}
+    return {} if run.void else found
 
 
 def place(run: Run, pool: Side) -> dict[str, Any]:
@@ -538,21 +511,20 @@ def place(run: Run, pool: Side) -> dict[str, Any]:
     losses = placed(losses_by_step(run), [losses_by_step(same[0]) for same in pool.seeds()])
     times = placed(seconds, [seconds_by_step(other) for other in pool.runs])
     remarks = [f"time is not judged: {elsewhere}"] if elsewhere else []
-    inside = []
-    outside = []
+    words = {"inside": [], "outside": []}
     for name, points, form in (("loss", losses, "+.5f"), ("time", times, "+.3f")):
-        away = [point for point in points if not point.inside]
+        away = [str(point.step) for point in points if not point.inside]
         if away:
-            remarks.append(f"{name} is outside its band at steps {listed([str(point.step) for point in away])}")
+            remarks.append(f"{name} is outside its band at steps {listed(away)}")
         if points and not (name == "time" and elsewhere):
             last = points[-1]
             off = f"{name} at step {last.step} is {last.value - last.mean:{form}} off the pool's mean"
-            (inside if last.inside else outside).append(off)
-    word = "outside" if outside else "inside" if inside else "undecided"
-    reason = "; ".join(outside or inside) or "no step of the run is one of at least three runs of the pool"
+            words["inside" if last.inside else "outside"].append(off)
+    word = next((word for word in ("outside", "inside") if words[word]), "undecided")
+    reason = "; ".join(words.get(word, ())) or "no step of the run is one of at least three runs of the pool"
     return {"verdict": word, "reason": reason, "run": shown(run.path), "reached": run.reached, "finished": run.finished,
             "pool_runs": len(pool.runs), "losses": losses, "times": times, "differs": differing(pool, alone),
-            "remarks": [*remarks, *run.notes, *mixtures(pool)]}
+            "notes": [*remarks, *run.notes, *mixtures(pool)]}
 
 
 # ---- Words
@@ -575,65 +547,51 @@ def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
 
 
-def sides_in_words(sides: Sequence[dict[str, Any]], target: float | None) -> list[str]:
-    """Where the runs are, how many, and their numbers."""
-    lines = []
-    rows = [["", "seeds", "loss", "sd", f"p (< {target:g})" if target else "", "time s", "sd", "peak MiB"]]
-    for side in sides:
-        where = os.path.commonpath(side["paths"]) or "."
-        begun = f", begun {side['dates'][0]}" if side["dates"] else ""
-        lines.append(f"{side['name']}  {where}: {side['runs']} of {side['started']} started{begun}")
-        cells = [number(side["loss"].mean, ".5f"), number(side["loss"].sd, ".5f"), number(side["p"] or None, ".2g"),
-                 number(side["time"].mean, ".3f"), number(side["time"].sd, ".3f"), number(side["memory"].mean, ".0f")]
-        rows.append([side["name"], str(side["loss"].n), *cells])
-    return lines + aligned(rows)
-
-
 def test_in_words(test: Difference | None, form: str, unit: str = "") -> str:
     """A difference with its interval; without a test it says so."""
     if test is None:
         return "not known"
     said = f"{test.mean:{form}} {unit}".strip()
-    if test.p is None:
-        return f"{said} (no test)"
-    return f"{said} [{test.low:{form}}, {test.high:{form}}], p {test.p:.2g}"
+    return f"{said} (no test)" if test.p is None else f"{said} [{test.low:{form}}, {test.high:{form}}], p {test.p:.2g}"
 
 
-def ending(report: dict[str, Any], remarks: Sequence[str]) -> str:
-    """The last lines of every report."""
-    differs = report.get("differs", [])
-    lines = [f"differs: {line}" for line in differs[:SHOWN]]
+def in_words(report: dict[str, Any], sides: Sequence[dict[str, Any]] = (), more: Sequence[str] = ()) -> str:
+    """Where the runs of the sides are and their numbers, more lines, what differs, notes, and the verdict."""
+    lines = []
+    target = report.get("target")
+    rows = [["", "seeds", "loss", "sd", f"p (< {target:g})" if target else "", "time s", "sd", "peak MiB"]]
+    for side in sides:
+        begun = f", begun {side['dates'][0]}" if side["dates"] else ""
+        where = os.path.commonpath(side["paths"]) or "."
+        lines.append(f"{side['name']}  {where}: {side['runs']} of {side['started']} started{begun}")
+        (n, loss, loss_sd), (_, seconds, seconds_sd), memory = side["loss"], side["time"], side["memory"].mean
+        cells = [number(loss, ".5f"), number(loss_sd, ".5f"), number(side["p"], ".2g") if target else "",
+                 number(seconds, ".3f"), number(seconds_sd, ".3f"), number(memory, ".0f")]
+        rows.append([side["name"], str(n), *cells])
+    if sides:
+        lines += aligned(rows)
+    differs = [f"differs: {line}" for line in report.get("differs", [])]
     if len(differs) > SHOWN:
-        lines.append(f"differs: {len(differs) - SHOWN} more (--json)")
-    lines += [f"note: {remark}" for remark in remarks[:SHOWN]]
-    return "\n".join([*lines, f"verdict: {report['verdict']}: {report['reason']}"])
+        differs[SHOWN:] = [f"differs: {len(differs) - SHOWN} more (--json)"]
+    notes = [f"note: {note}" for note in report["notes"][:SHOWN]]
+    return "\n".join([*lines, *more, *differs, *notes, f"verdict: {report['verdict']}: {report['reason']}"])
 
 
 def compare_in_words(report: dict[str, Any]) -> str:
-    lines = sides_in_words((report["a"], report["b"]), report["target"])
-    lines.append("B - A [99 % interval]")
-    lines.append(f"  loss    {test_in_words(report['loss'], '+.5f', 'nats')}")
-    lines.append(f"  time    {test_in_words(report['time'], '+.3f', 's')}")
+    lines = ["B - A [99 % interval]", f"  loss    {test_in_words(report['loss'], '+.5f', 'nats')}",
+             f"  time    {test_in_words(report['time'], '+.3f', 's')}"]
     if report["share"]:
         lines.append(f"          {test_in_words(report['share'], '+.2%')}, {report['pairs']} pairs in turn")
     if report["memory"]:
         lines.append(f"  memory  {report['memory'].mean:+.0f} MiB")
-    return "\n".join([*lines, ending(report, report["notes"])])
+    return in_words(report, (report["a"], report["b"]), lines)
 
 
 def show_in_words(report: dict[str, Any]) -> str:
-    lines = sides_in_words([report], report["target"])
-    for name, form, unit in (("loss", ".5f", "nats"), ("time", ".3f", "s")):
-        limits = report[f"{name}_band"]
-        if limits:
-            lines.append(f"one more {name} lies in {limits[0]:{form}} to {limits[1]:{form}} {unit} with 99 % chance")
-    lines.append(f"outliers: {listed(report['outliers']) or 'none'}")
-    machine = [f"{key} {clipped(values)}" for key, values in report["machine"].items()]
-    lines.append(f"machine: {listed(machine, 5) or 'not said'}")
-    if report["verdict"] == "not proven" and report["seeds_needed"]:
-        more = max(1, report["seeds_needed"] - report["loss"].n)
-        lines.append(f"at this mean and spread {more} more seeds prove it four times of five")
-    return "\n".join([*lines, ending(report, report["notes"])])
+    lines = [f"machine: {listed(report['machine'], 5) or 'not said'}"]
+    if report["verdict"] == "not proven" and report["more_seeds"]:
+        lines.append(f"at this mean and spread {report['more_seeds']} more seeds prove it four times of five")
+    return in_words(report, [report], lines)
 
 
 def place_in_words(report: dict[str, Any]) -> str:
@@ -644,30 +602,27 @@ def place_in_words(report: dict[str, Any]) -> str:
             cells = [f"{value:{form}}" for value in point[1:]]
             rows.append([str(point.step), *cells, "" if point.inside else "outside"])
         lines += aligned(rows)
-    return "\n".join([*lines, ending(report, report["remarks"])])
+    return in_words(report, more=lines)
 
 
 def jsonable(value: Any) -> Any:
     """Without what JSON lacks: infinite numbers are null, tuples with names are objects."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
     if hasattr(value, "_asdict"):
         value = value._asdict()
     if isinstance(value, dict):
         return {str(key): jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [jsonable(item) for item in value]
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-# ---- The commands
 def main(argv: list[str]) -> int:
     """argv: the verb and its arguments."""
     verb = argv[0]
     parser = argparse.ArgumentParser(f"python records {verb}", description=__doc__, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     usage = {"show": "PATH ...", "compare": "A B, or A ... --against B ...", "place": "RUN POOL ..."}[verb]
-    parser.add_argument("paths", nargs="+", metavar="PATH", help=f"{usage}: files, folders, 'patterns*'")
+    parser.add_argument("paths", nargs="+", metavar="PATH", help=f"{usage}: files or folders")
     parser.add_argument("--against", nargs="+", default=[], metavar="B", help="compare: the other side")
     parser.add_argument("--target", type=float, help="loss to prove [target_loss of the logs]")
     parser.add_argument("--systems", action="store_true", help="the same mathematics: p is waived")
@@ -676,21 +631,26 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv[1:])
+    paths = [args.paths, args.against]
+    if verb != "show" and not args.against:
+        paths = [args.paths[:1], args.paths[1:]]
+    if verb != "show" and (not paths[1] or (verb == "compare" and not args.against and len(args.paths) > 2)):
+        raise ToolError("paths", args.paths, usage, "name both, with --against between several")
     try:
         steps = [int(step) for step in (args.steps or "").split(",") if step] or [None]
     except ValueError:
         raise ToolError("--steps", args.steps, "N, or N,M", "name steps of validations") from None
 
-    paths = [args.paths, args.against]
-    if verb != "show" and not args.against:
-        paths = [args.paths[:1], args.paths[1:]]
-    if verb == "compare" and len(args.paths) > 2 and not args.against or verb != "show" and not paths[1]:
-        raise ToolError("paths", args.paths, usage, "name both, with --against between several; quote patterns")
     if verb == "place":
-        found, words, groups = placed_run(*paths, steps[0], args.exclude)
+        runs = read_runs(map(Path, paths[0])).runs
+        if not runs:
+            raise ToolError(f"run {paths[0]}", "no log", "the log of one run", "give a log, or a run directory")
+        pool = side_of("pool", paths[1], steps[0], args.exclude)
+        pool.runs = [run for run in pool.runs if run.identity() != runs[-1].identity()]      # not beside itself
+        found, words, groups = place(runs[-1], pool), place_in_words, {"pool": pool.runs, "run": runs[-1:]}
     else:
         names = ["pool"] if verb == "show" else ["A", "B"]
-        sides = [side_of(name, where, step, args.exclude) for name, where, step in zip(names, paths, (steps * 2))]
+        sides = [side_of(name, where, step, args.exclude) for name, where, step in zip(names, paths, steps * 2)]
         found = (show if verb == "show" else compare)(*sides, args.target, args.systems)
         words = show_in_words if verb == "show" else compare_in_words
         groups = {side.name: side.runs for side in sides}
@@ -698,16 +658,3 @@ def main(argv: list[str]) -> int:
     if args.plot:
         plot.curves(groups, args.plot, found.get("target"))
     return STATUS[found["verdict"]]
-
-
-def placed_run(path: list[str], others: list[str], steps: int | None, exclude: Sequence[str]) -> tuple[Any, Any, Any]:
-    """The report of `place`, its words, and the runs to draw."""
-    runs = read_runs(expanded(path)).runs
-    if not runs:
-        raise ToolError(f"run {path[0]}", "no log", "the log of one run", "give a log, or a run directory")
-    run = runs[-1]
-    pool = side_of("pool", others, steps, exclude)
-    pool.runs = [other for other in pool.runs if other.identity() != run.identity()]      # not beside itself
-    if not pool.runs:
-        raise ToolError("pool", "only the run itself", "other runs", "name others")
-    return place(run, pool), place_in_words, {"pool": pool.runs, "run": [run]}

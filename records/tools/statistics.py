@@ -4,7 +4,7 @@ summary, difference     n, mean, sd; two samples, B minus A
 below                   p of a mean below a target, and how many seeds would prove it
 in_turn                 B's share of the time beside a drift, from runs that alternate
 time_level              below which p a word on time is spoken: at most 1 % of false words in all
-band, without_arms...   where one more value lies; many arms with one noise
+band                    where one more value lies
 
 False words were drawn (tests/records/bench_words.py): both orders of alternation, drift, steps of speed, skew, spikes,
 from 3 pairs on. scipy.stats is imported where it is used: that takes a second."""
@@ -118,19 +118,6 @@ def band(values: Sequence[float], level: float = ALPHA) -> tuple[float, float] |
     return mean - half, mean + half
 
 
-def outliers(values: Sequence[float]) -> list[int]:
-    """Places of values outside the band of the others, at 1 % for all together (Grubbs' test). From n = 4."""
-    found = []
-    for place, value in enumerate(values):
-        others = [*values[:place], *values[place + 1:]]
-        if len(others) < 3 or len(set(others)) < 2:
-            continue
-        low, high = band(others, ALPHA / len(values))
-        if not low <= value <= high:
-            found.append(place)
-    return found
-
-
 # ---- Times
 def pairs_in_turn(sides: str) -> list[int] | None:
     """Places of the runs that form pairs of neighbours of both sides; None if they do not alternate. sides: a letter
@@ -182,11 +169,6 @@ def time_level(pairs: int, planned: int | None = None, looks: bool = False) -> f
     return LATE_SHARE / 2 ** sum(planned < look <= pairs for look in LOOKS)
 
 
-def loss_level(pairs: int, planned: int | None = None, looks: bool = False) -> float:
-    """The same for a word on losses: 1 %, and of a bench at its looks the share that times have."""
-    return min(ALPHA, time_level(pairs, planned, looks)) if looks else ALPHA
-
-
 def time_word(test: Difference | None, level: float, margin: float = SAME_MARGIN) -> str:
     """faster, slower, same, or undecided."""
     if test is None or test.p is None or not level:
@@ -196,32 +178,3 @@ def time_word(test: Difference | None, level: float, margin: float = SAME_MARGIN
     if -margin <= test.low and test.high <= margin:
         return "same"
     return "undecided"
-
-
-# ---- Arms
-def arms(cells: dict[tuple[str, int], float], base: str) -> dict[str, Difference]:
-    """Each arm's difference to the base, over the seeds (or rounds) that both have. cells: (arm, seed) -> value.
-
-    Two seeds say next to nothing about an arm's noise, so that all arms share one: value = arm + seed + noise is fitted
-    by least squares. Equal noise is assumed, and intervals hold for one arm at a time."""
-    from scipy import stats
-    names = sorted({name for name, _ in cells})
-    seeds = sorted({seed for _, seed in cells})
-    design = np.array([[name == arm for arm in names] + [seed == other for other in seeds] for name, seed in cells],
-                      float)
-    values = np.array(list(cells.values()))
-    fit, _, rank, _ = np.linalg.lstsq(design, values, rcond=None)
-    free = len(values) - rank
-    sd = math.sqrt(float(np.sum((values - design @ fit) ** 2)) / free) if free else math.nan
-    found = {}
-    for arm in names:
-        own = [cells[arm, seed] - cells[base, seed] for seed in seeds if (arm, seed) in cells and (base, seed) in cells]
-        if arm == base or not own:
-            continue
-        mean = summary(own).mean
-        found[arm] = Difference(mean)
-        if sd > 1e-12:
-            error = sd * math.sqrt(2 / len(own))
-            half = float(stats.t.isf(ALPHA / 2, free)) * error
-            found[arm] = Difference(mean, mean - half, mean + half, float(2 * stats.t.sf(abs(mean) / error, free)))
-    return found
