@@ -6,8 +6,7 @@ doubts(folder, stated, sides)  why runs are no record: rules they break, account
 findings(folder)               all in a record that does not follow from its files
 
 Records that other tools made (predictions, and the ablation 03) are sealed: `check` compares their files, numbers and
-page with stored hashes.
-Exit status: 0 done; 1 check has found something; 2 bad input, or runs that are no record."""
+page with stored hashes. Exit status: 0 done; 1 check has found something; 2 bad input, or runs that are no record."""
 from __future__ import annotations
 
 import argparse
@@ -18,7 +17,6 @@ import json
 import math
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -26,7 +24,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tools import bench, plot, report, statistics
+from tools import plot, report, statistics
 from tools.read import NotALog, Reading, Run, ToolError, read_file
 from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, shown
 
@@ -42,11 +40,12 @@ BUDGET_OFF = 0.03                      # a run that ends further off its time bu
 ALIKE = "data_sha256", "hardware", "world_size", "torch", "cuda"             # throughout a record
 MACHINE = *ALIKE, "python", "nccl", "triton", "attention", "head", "preset", "git_commit", "budget_s", "val_tokens"
 ENTRY = "params_total", "params_per_token", "table_rows", "table_bytes", "tokens_trained", "untimed_warmup_steps"
-FITTED = re.compile("mixes (ends|num_scheduled_steps|num_extension_steps)")   # to a time budget
+FITTED = re.compile("mixes (ends|num_scheduled_steps|num_extension_steps)")  # to a time budget
 OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
 RUN_COLUMNS = "seed", "loss", "bits_per_byte", "of_unigram_entropy", "seconds", "steps", "tokens", "memory_mib"
 LINK = re.compile(r"\]\(\s*<?([^)\s>]+)|\b(?:src|href)\s*=\s*[\"']?([^\s\"'>]+)", re.I)
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.S)
+ROUNDING = 0, 0.000502, 0.000051       # of steps, seconds and losses in log.txt
 
 Problem = tuple[str, Any, Any]         # what, found, expected
 
@@ -68,13 +67,13 @@ TRACKS = {
 
 
 # ---- Files of a record
-def sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
-
-
 def text(path: Path) -> str:
     """As it is, line ends too; "" for a file that is not there."""
     return path.read_bytes().decode("utf-8") if path.is_file() else ""
+
+
+def sha256(data: str | bytes) -> str:
+    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
 
 
 def load(folder: Path) -> dict[str, Any]:
@@ -165,27 +164,27 @@ def doubts(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> Iter
         if line["outcome"] == "done" and not (folder / "logs" / line["folder"]).exists():
             yield "runs of the manifest", f"{line['folder']} is done and left out", "all that are done"
     runs = [run for side in sides.values() for run in side.reading.runs]
-    read = {run.path.parent for run in runs}
+    read = {run.path for run in runs}
     for log in sorted((folder / "logs").rglob(LOG)):
-        if log.parent not in read:
+        if log not in read:
             yield "logs", f"{log.parent.name} is in no group", "each run in a group"
     known: dict[Any, str] = {}
     for run in runs:
         name = run.path.parent.name
-        if known.setdefault(run.identity(), name) != name:
-            yield name, f"times and losses of {known[run.identity()]}", "each run once"
+        first = known.setdefault(run.identity(), name)
+        if first != name:
+            yield name, f"times and losses of {first}", "each run once"
         if run.void or run.refused or not run.finished or not math.isfinite(run.loss):
             yield name, run.void or run.refused or [run.loss, *run.notes], "a finished run whose clock counts"
         else:
             yield from unlike_text(name, run)
     for key in ALIKE:
-        values = {as_text(value(run, key)) for run in runs}
+        values = sorted({as_text(value(run, key)) for run in runs})
         if len(values) > 1:
-            yield f"mixed {key}", sorted(values), "one throughout a record"
-    for side in sides.values():
-        for mixed in report.mixtures(side):
-            if stated["track"] != "budget" or not FITTED.search(mixed):
-                yield "a group", mixed, "runs of one program, to one end"
+            yield f"mixed {key}", values, "one throughout a record"
+    for mixed in (mixed for side in sides.values() for mixed in report.mixtures(side)):
+        if stated["track"] != "budget" or not FITTED.search(mixed):
+            yield "a group", mixed, "runs of one program, to one end"
     if stated["kind"] == "entry":
         yield from misfits(sides, stated)
 
@@ -219,24 +218,22 @@ def unlike_text(name: str, run: Run) -> Iterator[Problem]:
     except (OSError, NotALog, ValueError) as error:
         yield f"{name}, {TEXT_LOG}", error, f"the text beside {LOG}, as the trainer writes it"
         return
-    head = text(printed.path).partition("\nstep:")[0]
-    said = {"hardware": printed.facts.get("hardware"), "world_size": printed.facts.get("world_size"),
-            "seed": run.seed if f"seed {run.seed}\n" in head else "another"}
-    for key, found in said.items():
-        if str(run.facts.get(key)).partition(", then ")[0] != str(found):
-            yield f"{name}, {key}", run.facts.get(key), f"{found}, as {TEXT_LOG} has it"
     if printed.void:
         yield f"{name}, {TEXT_LOG}", printed.void, "times that agree with their averages"
+    for key in ("hardware", "world_size"):
+        if str(run.facts.get(key)).partition(", then ")[0] != str(printed.facts.get(key)):
+            yield f"{name}, {key}", run.facts.get(key), f"{printed.facts.get(key)}, as {TEXT_LOG} has it"
+    if f"seed {run.seed}\n" not in text(printed.path).partition("\nstep:")[0]:
+        yield f"{name}, seed", run.seed, f"that of the first lines of {TEXT_LOG}"
     tables = []
     for one in (run, printed):
         points = [(point.step, point.seconds or 0.0, point.loss) for point in one.val]
-        steps = [(step, seconds, 0.0) for step, seconds, _ in one.steps.tolist()]
-        tables.append(np.array(points + steps))
+        tables.append(np.array(points + [(step, seconds, 0.0) for step, seconds, _ in one.steps.tolist()]))
     if tables[0].shape != tables[1].shape:
         yield f"{name}, lines of {TEXT_LOG}", len(tables[1]), f"{len(tables[0])}, as {LOG} has them"
         return
-    off = np.abs(tables[0] - tables[1]) > (0, 0.000502, 0.000051)
-    for step, seconds, loss in tables[1][off.any(axis=1)][:SHOWN_LINES].tolist():
+    off = (np.abs(tables[0] - tables[1]) > ROUNDING).any(axis=1)
+    for step, seconds, loss in tables[1][off][:SHOWN_LINES].tolist():
         yield f"{name}, step {step:.0f} of {TEXT_LOG}", f"{seconds} s, loss {loss}", f"what {LOG} has, rounded"
 
 
@@ -244,25 +241,24 @@ def unlike_text(name: str, run: Run) -> Iterator[Problem]:
 def build(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> dict[str, Any]:
     """result.json of a record of runs."""
     first = sides[stated["main"]].runs[0]
-    track = TRACKS.get(stated["track"])
-    target = track.target if track else None
-    base = sides.get(stated["base"])
+    target = TRACKS[stated["track"]].target if stated["track"] else None
     settings = config(first)
     parent = load(folder.parent / stated["parent"]).get("config", settings) if stated["parent"] else settings
-    verdicts = {}
-    for name, side in sides.items():
-        if base and side is not base:
-            verdicts[name] = tested(base, side, target, bool(stated["entry"].get("systems")))
+    base = sides.get(stated["base"])
+    systems = bool(stated["entry"].get("systems"))
+    others = {name: side for name, side in sides.items() if base and side is not base}
+    verdicts = {name: report.compare(base, side, target, systems) for name, side in others.items()}
+    benches = {name: benched(folder / name) for name in stated["bench"]}
     ends = manifest_lines(folder / "logs" / MANIFEST, "end")
-    runs = [run for side in sides.values() for run in side.reading.runs]
     result = {
         "stated": stated, "target": target, "machine": {key: value(first, key) for key in MACHINE},
         "entry": {key: stated["entry"].get(key, value(first, key)) for key in ENTRY},
         "class": class_of(first.facts["config"]),
         "groups": {name: pool(side, target) for name, side in sides.items()},
-        "runs": {run.path.parent.relative_to(folder / "logs").as_posix(): numbers(run) for run in runs},
-        "verdicts": verdicts,
-        "bench": {name: benched(folder / name) for name in stated["bench"]},
+        "runs": {run.path.parent.relative_to(folder / "logs").as_posix(): numbers(run)
+                 for side in sides.values() for run in side.reading.runs},
+        "verdicts": {name: {key: found[key] for key in OF_REPORT} for name, found in verdicts.items()},
+        "bench": {name: {key: found[key] for key in OF_REPORT} for name, found in benches.items()},
         "config": settings, "changed": changes(parent, settings), "files": hashes(folder),
         "unfinished": [line for line in ends if line["outcome"] != "done"],
     }
@@ -270,35 +266,31 @@ def build(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> dict[
 
 
 def numbers(run: Run) -> dict[str, Any]:
+    """Of one run."""
     entropy = value(run, "unigram_nats")
     memory = value(run, "peak_memory_mib")
+    untimed_s = {phase["name"]: phase["ms"] / 1000 for phase in run.phases if not phase["timed"]}
     return {"seed": run.seed, "loss": run.loss, "seconds": run.seconds, "steps": value(run, "steps"),
             "tokens": value(run, "tokens"), "memory_mib": max(memory.values()) if memory else None,
             "bits_per_byte": value(run, "val_bpb"), "of_unigram_entropy": run.loss / entropy if entropy else None,
-            "comms": value(run, "comms") or {},
-            "untimed_s": {phase["name"]: phase["ms"] / 1000 for phase in run.phases if not phase["timed"]}}
+            "comms": value(run, "comms") or {}, "untimed_s": untimed_s}
 
 
 def pool(group: Side, target: float | None) -> dict[str, Any]:
-    """A group: losses by seed (those of a repeated seed are averaged, so n counts seeds), times of all runs."""
+    """Of a group: losses by seed (those of a repeated seed are averaged, so n counts seeds), times of all runs."""
     losses = group.losses()
     return {"losses": losses, "times": group.times, "loss": statistics.summary(losses),
             "seconds": statistics.summary(group.times), "p": target and statistics.below(losses, target),
             "source_sha256": value(group.runs[0], "source_sha256")}
 
 
-def tested(a: Side, b: Side, target: float | None = None, systems: bool = False) -> dict[str, Any]:
-    found = report.compare(a, b, target, systems)
-    return {key: found[key] for key in OF_REPORT}
-
-
 def benched(folder: Path) -> dict[str, Any]:
-    """The verdict on a bench kept in a record."""
+    """`compare` of a bench kept in a record."""
     paths: dict[str, list[Path]] = {"A": [], "B": []}
     for line in manifest_lines(folder / MANIFEST, "end"):
         if line["outcome"] == "done":
             paths[line["side"]] += [folder / line["folder"] / log for log in line["logs"]]
-    return tested(*(report.side_of(name, found) for name, found in paths.items()))
+    return report.compare(*(report.side_of(name, found) for name, found in paths.items()))
 
 
 # ---- The page
@@ -327,10 +319,10 @@ def tables_of_groups(result: dict[str, Any]) -> Iterator[str]:
         means = [group[key][part] for key in ("loss", "seconds") for part in ("mean", "sd")]
         rows.append([name or "all", len(group["times"]), len(group["losses"]), *means, group["p"]])
     yield markdown("group | runs | seeds | final loss | sd | training s | sd | p, mean below the target", rows)
+    tests = [(name, result["stated"]["base"], its) for name, its in result["verdicts"].items()]
+    tests += [(f"[{name}]({name}): B", "A", its) for name, its in result["bench"].items()]
     rows = []
-    found = {name: (result["stated"]["base"], its) for name, its in result["verdicts"].items()}
-    found |= {f"[{name}]({name}): B": ("A", its) for name, its in result["bench"].items()}
-    for name, (base, its) in found.items():
+    for name, base, its in tests:
         rows.append([name, base, f"**{its['verdict']}**", interval(its["loss"]), interval(its["time"]), its["reason"]])
     yield markdown("B | against A | verdict | loss, B - A (99 %) | s, B - A (99 % if in turn) | reason", rows)
     rows = []
@@ -350,24 +342,23 @@ def interval(test: dict[str, Any] | None) -> str:
 
 
 def tables_of_facts(result: dict[str, Any]) -> Iterator[str]:
+    stated = result["stated"]
     rows: list[list[Any]] = []
     for table in next(iter(result["runs"].values()))["comms"]:
-        for name, members in result["stated"]["groups"].items():
+        for name, members in stated["groups"].items():
             comms = [its[table] for its in (result["runs"][run]["comms"] for run in members) if table in its]
             sent, dense, kept = (statistics.summary([run[key] for run in comms]).mean / 1e6
                                  for key in ("bytes_sent", "bytes_dense", "memory_bytes"))
             rows.append([table, name, f"{sent:.1f}", sent / dense if dense else None, f"{kept:.1f}"])
     yield markdown("table | group | MB sent, all ranks | of dense | MB kept by rank 0", rows)
-    by_hand = result["stated"]["entry"]
-    rows = []
-    for key, fact in (result["entry"] | by_hand | result["machine"]).items():
-        if fact is not None:
-            rows.append([key, json.dumps(fact), "stated, not logged" if key in by_hand else "log"])
-    yield markdown("fact | value | from", rows)
-    rows = [[key, *map(json.dumps, pair)] for key, pair in result["changed"].items()]
-    yield markdown("setting | parent | here", rows)
-    rows = [[line.get(key) for key in ("folder", "outcome", "cause")] for line in result["unfinished"]]
-    yield markdown("unfinished run | outcome | cause", rows)
+    facts = result["entry"] | stated["entry"] | result["machine"]
+    origins = {key: "stated, not logged" if key in stated["entry"] else "log" for key in facts}
+    yield markdown("fact | value | from", [[key, json.dumps(fact), origins[key]] for key, fact in facts.items()
+                                           if fact is not None])
+    yield markdown("setting | parent | here", [[key, *map(json.dumps, pair)] for key, pair in result["changed"].items()])
+    columns = "folder", "outcome", "cause"
+    yield markdown("unfinished run | outcome | cause", [[line.get(key) for key in columns]
+                                                        for line in result["unfinished"]])
 
 
 def markdown(head: str, rows: list[list[Any]]) -> str:
@@ -385,33 +376,19 @@ def markdown(head: str, rows: list[list[Any]]) -> str:
 # ---- Verb new
 def new(args: argparse.Namespace, root: Path) -> int:
     """A record from runs, which gets its name when all of it is there; or the pages of one made again."""
+    known = [int(match[2]) for match in (FOLDER.fullmatch(path.name) for path in folders(root)) if match]
+    stated = {"date": args.date or f"{datetime.date.today()}", "number": f"{1 + max(known, default=0):02}",
+              "name": args.name or "", "kind": "entry", "track": None, "parent": None, "groups": {}, "entry": {},
+              "bench": []}
+    folder = root / "_".join(stated[key] for key in ("date", "number", "name"))
+    place = root / ".unfinished"
     if args.update:
-        folder = find(root, args.update)
+        folder = place = find(root, args.update)
         stated = load(folder)["stated"]
         if "sealed" in load(folder):
             raise ToolError(f"record {folder.name}", "a sealed one", "a record of runs", "leave it as it is")
-        state(args, root, stated)
-        write(folder, stated)
-    else:
-        known = [int(match[2]) for match in (FOLDER.fullmatch(path.name) for path in folders(root)) if match]
-        stated = {"date": args.date or f"{datetime.date.today()}", "number": f"{1 + max(known, default=0):02}",
-                  "name": args.name or "", "kind": "entry", "track": None, "parent": None, "groups": {}, "entry": {},
-                  "bench": []}
-        folder = root / "_".join(stated[key] for key in ("date", "number", "name"))
-        if not FOLDER.fullmatch(folder.name) or not args.runs:
-            raise ToolError("record", f"{folder.name}, runs {args.runs}", "YYYY-MM-DD_nn_NAME, RUNS", "new --help")
-        staged = root / ".unfinished"
-        shutil.rmtree(staged, ignore_errors=True)                           # of an earlier call that failed
-        state(args, root, stated)
-        gather(args.runs, staged, stated)
-        write(staged, stated)
-        staged.rename(folder)
-    print(shown(folder))
-    return 0
-
-
-def state(args: argparse.Namespace, root: Path, stated: dict[str, Any]) -> None:
-    """Add what the settings say of a record."""
+    elif not FOLDER.fullmatch(folder.name) or not args.runs:
+        raise ToolError("record", f"{folder.name}, runs {args.runs}", "YYYY-MM-DD_nn_NAME, RUNS", "new --help")
     for key in ("kind", "track"):
         stated[key] = getattr(args, key) or stated[key]
     if args.parent:
@@ -419,6 +396,12 @@ def state(args: argparse.Namespace, root: Path, stated: dict[str, Any]) -> None:
     for item in args.entry:
         key, _, given = item.partition("=")
         stated["entry"][key] = json.loads(given)
+    if not args.update:
+        shutil.rmtree(place, ignore_errors=True)                            # of an earlier call that failed
+        gather(args.runs, place, stated)
+    write(place, stated)
+    print(shown(place.rename(folder)))
+    return 0
 
 
 def gather(items: list[str], staged: Path, stated: dict[str, Any]) -> None:
@@ -429,9 +412,9 @@ def gather(items: list[str], staged: Path, stated: dict[str, Any]) -> None:
         for path in paths.split(","):
             for log in sorted(Path(path).rglob(LOG)) or [Path(path, LOG)]:
                 keep(read_log(log), group, staged, stated, sources)
-    groups = list(stated["groups"])
-    if not groups:
+    if not sources:
         raise ToolError("runs", items, "at least one that is done", "give run directories, or folders of them")
+    groups = list(stated["groups"])
     stated |= {"base": None, "main": groups[0]}
     if len(groups) > 1:
         stated["base"] = stated["main"] = "baseline" if "baseline" in groups else groups[0]
@@ -449,26 +432,26 @@ def keep(run: Run, group: str | None, staged: Path, stated: dict[str, Any], sour
     """Copy the logs of a run, and note its group (the one that was named, or its side in a manifest) and the trainer
     that made it, beside it or in a folder above."""
     manifest, noted = report.noted(run)
-    if manifest:
-        (staged / "logs").mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(manifest, staged / "logs" / MANIFEST)
     if noted.get("outcome", "done") != "done":
         return                                                              # the manifest lists it
-    label = group or noted.get("arm") or noted.get("side") or ""
+    label = group or noted.get("side") or ""
     name = noted.get("folder") or f"{label}_{run.path.parent.name}".strip("_")
     copy = staged / "logs" / name
     if copy.exists():
         raise ToolError("two runs of one name", run.path, f"another name than {name}", "rename its folder")
     copy.mkdir(parents=True)
+    if manifest:
+        shutil.copyfile(manifest, staged / "logs" / MANIFEST)
     for log in (LOG, TEXT_LOG):
         if run.path.with_name(log).exists():
             shutil.copyfile(run.path.with_name(log), copy / log)
     stated["groups"].setdefault(label, []).append(name)
-    beside = [path for folder in run.path.resolve().parents[:report.MANIFEST_DEPTH] for path in folder.glob("*.py")]
-    fits = [path for path in beside if sha256(path.read_bytes()) == run.facts["source_sha256"]]
-    if not fits:
-        raise ToolError(f"source of {run.path}", "none with its source_sha256", "a trainer", "put it beside the log")
-    sources.setdefault(label, fits[0])
+    above = run.path.resolve().parents[:report.MANIFEST_DEPTH]
+    for source in (path for folder in above for path in sorted(folder.glob("*.py"))):
+        if sha256(source.read_bytes()) == run.facts["source_sha256"]:
+            sources.setdefault(label, source)
+            return
+    raise ToolError(f"source of {run.path}", "none with its source_sha256", "a trainer", "put it beside the log")
 
 
 def write(folder: Path, stated: dict[str, Any]) -> None:
@@ -493,9 +476,8 @@ def check(args: argparse.Namespace, root: Path) -> int:
     if not chosen:
         raise ToolError(f"records in {shown(root)}", "none", "at least one", "name their folder: --records")
     found = [f"{folder.name}: {finding}" for folder in chosen for finding in findings(folder)]
-    if not args.chosen:
-        for place in (root, root.parent):
-            found += [f"{place.name}: {finding}" for finding in dead_links(place / PAGE)]
+    for place in () if args.chosen else (root, root.parent):
+        found += [f"{place.name}: {finding}" for finding in dead_links(place / PAGE)]
     matches = filter(None, (FOLDER.fullmatch(path.name) for path in folders(root)))
     known = sorted((match[2], match[1], match[0]) for match in matches)
     for (number, date, name), (next_number, next_date, next_name) in zip(known, known[1:]):
@@ -515,10 +497,9 @@ def findings(folder: Path) -> Iterator[str]:
             yield "found this folder name, expected YYYY-MM-DD_nn_NAME with date, number and name of result.json"
         if datetime.date.fromisoformat(stated["date"]) > datetime.date.today() + datetime.timedelta(days=1):
             yield f"date {stated['date']}: expected no day to come"
-        known = dict(result["files"])
+        known = result["files"] | result.get("sealed", {})
         there = hashes(folder)
         if "sealed" in result:
-            known |= result["sealed"]
             there |= sealed(folder, result)
         else:
             known[PLOT] = result["picture_sha256"]
@@ -534,10 +515,9 @@ def findings(folder: Path) -> Iterator[str]:
 
 def sealed(folder: Path, result: dict[str, Any]) -> dict[str, str]:
     """sha256 of what was made for a sealed record: its numbers, its page below the mark, its diff."""
-    made = {key: item for key, item in result.items() if key != "sealed"}
-    parts = {RESULT: json.dumps(made, sort_keys=True), PAGE: text(folder / PAGE).partition(MARK)[2],
-             DIFF: text(folder / DIFF)}
-    return {name: sha256(part.encode()) for name, part in parts.items()}
+    made = json.dumps({key: item for key, item in result.items() if key != "sealed"}, sort_keys=True)
+    parts = {RESULT: made, PAGE: text(folder / PAGE).partition(MARK)[2], DIFF: text(folder / DIFF)}
+    return {name: sha256(part) for name, part in parts.items()}
 
 
 def unlike_its_logs(folder: Path, result: dict[str, Any]) -> Iterator[str]:
@@ -547,15 +527,7 @@ def unlike_its_logs(folder: Path, result: dict[str, Any]) -> Iterator[str]:
     for what, found, expected in doubts(folder, stated, sides):
         yield f"{what}: found {found}, expected {expected}"
     follows = build(folder, stated, sides)
-    for key in ("files", "picture_sha256"):
-        follows[key] = result[key]                                  # compared elsewhere
-    for name, group in follows["groups"].items():
-        with tempfile.TemporaryDirectory() as work:                 # its source: that of the record, and its diff
-            copy = Path(shutil.copy(folder / SOURCE, work))
-            if (folder / f"sources/{name}.diff").exists():
-                bench.git_apply(folder / f"sources/{name}.diff", Path(work))
-            if sha256(copy.read_bytes()) != group["source_sha256"]:
-                yield f"source of group {name!r}: {SOURCE} does not hash to the source_sha256 of its logs"
+    follows |= {key: result[key] for key in ("files", "picture_sha256")}     # compared elsewhere
     made = {RESULT: (json.dumps(result, indent=1), json.dumps(follows, indent=1)),
             PAGE: (text(folder / PAGE).partition(MARK)[2], page(result)),
             DIFF: (text(folder / DIFF), parent_diff(folder, stated))}
@@ -565,6 +537,8 @@ def unlike_its_logs(folder: Path, result: dict[str, Any]) -> Iterator[str]:
         yield from unlike[:SHOWN_LINES]
         if len(unlike) > SHOWN_LINES:
             yield f"{name}: and {len(unlike) - SHOWN_LINES} more such lines"
+    if sha256((folder / SOURCE).read_bytes()) != follows["groups"][stated["main"]]["source_sha256"]:
+        yield f"{SOURCE}: not the source that the logs of {stated['main']!r} state"
 
 
 def dead_links(readme: Path) -> Iterator[str]:
@@ -577,8 +551,9 @@ def dead_links(readme: Path) -> Iterator[str]:
 
 # ---- Verb table
 def table(args: argparse.Namespace, root: Path) -> int:
+    """Print the entries of each track, in lists of one class that share what their numbers depend on."""
     results = [load(folder) for folder in folders(root)]
-    boards = {}
+    boards: dict[str, list[dict[str, Any]]] = {}
     for name, track in TRACKS.items():
         lists: dict[str, list[dict[str, Any]]] = {}
         for result in results:
@@ -594,38 +569,34 @@ def table(args: argparse.Namespace, root: Path) -> int:
         print(f"\n{name}: by {track.rank}, of runs with {track.needs or 'one budget_s'}; rules: records/README.md")
         for found in boards[name]:
             title = ", ".join(f"{key} {as_text(fact)}" for key, fact in found["alike"].items())
-            rows = [list(row.values()) for row in found["entries"]]
-            print(f"\n{title}\n{markdown(' | '.join(found['entries'][0]), rows)}")
+            print(f"\n{title}\n{markdown(' | '.join(found['entries'][0]), [[*row.values()] for row in found['entries']])}")
     return 0
-
-
-def main_pool(result: dict[str, Any]) -> dict[str, Any]:
-    return result["groups"][result["stated"]["main"]]
 
 
 def board(track: Track, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of one list, best first. With a target p is that of the losses against it, and who has not proven it (of a
     systems change: the verdict `faster` against its baseline) has no rank. Without one p is that of a loss lower than
     the next entry's."""
+    pools = [(result["groups"][result["stated"]["main"]], result) for result in entries]
+    pools.sort(key=lambda item: item[0][track.rank]["mean"])
     rows = []
     rank = 0
-    ordered = sorted(entries, key=lambda result: main_pool(result)[track.rank]["mean"])
-    for result, after in zip_longest(ordered, ordered[1:]):
+    for (own, result), (after, _) in zip_longest(pools, pools[1:], fillvalue=(None, None)):
         stated = result["stated"]
-        own = main_pool(result)
         words = [found["verdict"] for found in result["verdicts"].values()]
         p = own["p"]
         if after and not track.target:
-            test = statistics.difference(main_pool(after)["losses"], own["losses"])
+            test = statistics.difference(after["losses"], own["losses"])
             p = test.p and test.p / 2
         systems = bool(stated["entry"].get("systems")) and "faster" in words
         proven = not track.target or systems or (p is not None and p < statistics.ALPHA)
         rank += proven
-        rows.append({"rank": rank if proven else None, "record": f"{stated['number']} {stated['name']}", "p": p,
-                     "seeds": len(own["losses"]), "loss": own["loss"]["mean"], "loss_sd": own["loss"]["sd"],
-                     "seconds": own["seconds"]["mean"], "seconds_sd": own["seconds"]["sd"],
-                     "against_baseline": ", ".join(words) or None, **result["entry"]})
-        del rows[-1]["table_rows"]                                  # a list of its own
+        row = {"rank": rank if proven else None, "record": f"{stated['number']} {stated['name']}", "p": p,
+               "seeds": len(own["losses"]), "loss": own["loss"]["mean"], "loss_sd": own["loss"]["sd"],
+               "seconds": own["seconds"]["mean"], "seconds_sd": own["seconds"]["sd"],
+               "against_baseline": ", ".join(words) or None, **result["entry"]}
+        del row["table_rows"]                                       # a list of its own
+        rows.append(row)
     return rows
 
 
