@@ -32,12 +32,10 @@ from tools.report import MANIFEST, Side, aligned, manifest_lines, side_of, test_
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "train_gpt.py"               # the name that patches know
-MARK = "RECORDS_RUN_FOLDER"            # environment variable that tells which run a process belongs to
-GRACE_S = 20.0                         # a trainer that is told to end writes its last log lines first
+GRACE_S = 40.0                         # torchrun gives its workers 30 s, and ends those that are left itself
 FIRST_LIMIT_S = 7200.0                 # of a first run; later ones have three times the longest and a minute
 SHOWN_LINES = 12                       # of the stderr of a failed run
 CONSOLE, ERRORS, DATA = "console.txt", "stderr.txt", "data"         # in the folder of a run
-IMPORT = re.compile(r"^\s*(?:from|import)\s+(\w+)", re.M)
 # A field that becomes a flag (its default is made by a call, as in train_gpt.py), or a flag by argparse, click, ...
 SEED_FLAG = re.compile(r"^\s+seed\s*:\s*int\s*=\s*\w+\(|[\"']--seed[\"']", re.M)
 
@@ -47,12 +45,9 @@ class Trainer(NamedTuple):
     script: Path
     flags: list[str]
 
-    def sources(self) -> dict[str, str]:
-        """sha256 of the script and of the files beside it that it imports, by name."""
-        names = IMPORT.findall(self.script.read_text("utf-8", errors="replace"))
-        beside = [self.script.with_name(f"{name}.py") for name in sorted(set(names))]
-        paths = [self.script, *(path for path in beside if path.is_file())]
-        return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths}
+    def plan(self) -> dict[str, Any]:
+        """As the manifest has it."""
+        return {"flags": self.flags, "source_sha256": hashlib.sha256(self.script.read_bytes()).hexdigest()}
 
 
 def trainer(script: Path, flags: list[str]) -> Trainer:
@@ -66,36 +61,10 @@ def trainer(script: Path, flags: list[str]) -> Trainer:
 
 
 # ---- One run
-def processes_of(folder: Path) -> list[int]:
-    """Processes of runs in a folder or below, by their environment (Linux; elsewhere none are found)."""
-    mark = f"{MARK}={folder.resolve()}/".encode()
-    found = []
-    for environment in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):                               # ended meanwhile, or another user's
-            if mark in environment.read_bytes():
-                found.append(int(environment.parent.name))
-    return found
-
-
-def end(child: subprocess.Popen, folder: Path) -> None:
-    """Ask a run to end, wait, then kill what is left of it: workers of torchrun lead sessions of their own."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):            # the second Ctrl-C: at once
-        child.wait(GRACE_S)
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
-    for pid in processes_of(folder):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
-    child.wait()
-
-
 def run_once(command: list[str], folder: Path, ranks: int, limit_s: float) -> dict[str, Any]:
-    """Run a command to its end in `folder`; no process of it is left. Returns cause ("" for success) and wall_s."""
+    """Run a command to its end in `folder`, and end what is left of it. Returns cause ("" for success) and wall_s."""
     threads = max(1, (os.cpu_count() or 1) // ranks)
     environment = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "5000"} | os.environ
-    environment[MARK] = f"{folder.resolve()}/"
     began = time.monotonic()
     cause = ""
     with open(folder / CONSOLE, "xb") as out, open(folder / ERRORS, "xb") as err:
@@ -108,7 +77,13 @@ def run_once(command: list[str], folder: Path, ranks: int, limit_s: float) -> di
             cause = f"still running after the limit of {limit_s:g} s"
         finally:
             wall_s = round(time.monotonic() - began, 3)
-            end(child, folder)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):    # the second Ctrl-C: at once
+                child.wait(GRACE_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
     return {"cause": cause, "wall_s": wall_s}
 
 
@@ -124,17 +99,14 @@ def finished(folder: Path) -> list[Run]:
 
 # ---- The bench
 class Bench:
-    """Rounds of runs in OUT, after what earlier calls did. Raises ToolError if OUT is another bench's, or in use."""
+    """Rounds of runs in OUT, after what earlier calls did. Raises ToolError if OUT is another bench's."""
 
     def __init__(self, args: argparse.Namespace, sides: dict[str, Trainer]) -> None:
         self.args = args
         self.sides = sides
         self.manifest = args.out / MANIFEST
         args.out.mkdir(parents=True, exist_ok=True)
-        busy = processes_of(args.out)
-        if busy:
-            raise ToolError(f"folder {args.out}", f"processes {busy} of its runs", "none", "wait for them or end them")
-        plan = {name: {"flags": side.flags, "sources": side.sources()} for name, side in sides.items()}
+        plan = {name: side.plan() for name, side in sides.items()}
         if not self.lines("bench"):
             self.add("bench", sides=plan, ranks=args.ranks, pairs=args.pairs)
         self.plan = self.lines("bench")[0]
@@ -164,7 +136,7 @@ class Bench:
         """One run, with its two lines in the manifest; True if it came to its end. Raises ToolError if its source was
         edited since the start."""
         side = self.sides[name]
-        if side.sources() != self.plan["sides"][name]["sources"]:
+        if side.plan() != self.plan["sides"][name]:
             raise ToolError(f"source of {name}, {side.script}", "edited meanwhile", "as the bench began with",
                             "restore it to go on, or start anew with another --out")
         number = 1 + len(self.lines("start"))
@@ -177,7 +149,7 @@ class Bench:
         if self.args.ranks > 1:
             command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.args.ranks}", *command]
         facts = {"run": number, "folder": f"runs/{folder.name}", "side": name, "pair": pair,
-                 "source_sha256": side.sources()[side.script.name], "command": shlex.join(["python", *command])}
+                 "source_sha256": side.plan()["source_sha256"], "command": shlex.join(["python", *command])}
         self.add("start", **facts, time=time.strftime("%Y-%m-%dT%H:%M:%S"))
         try:
             outcome = self.outcome(command, folder)
@@ -198,7 +170,7 @@ class Bench:
             print(f"{folder.name}: FAILED, {cause}; its stderr.txt ends with", *errors, sep="\n    ", flush=True)
             return ended | {"outcome": "failed", "cause": cause}
         run = runs[0]
-        seconds = run.void or "no time" if run.seconds is None else f"{run.seconds:.3f} s"
+        seconds = f"no time that counts ({run.void})" if run.seconds is None else f"{run.seconds:.3f} s"
         print(f"{folder.name}: loss {run.loss:.4f}, {seconds}, {ended['wall_s']:.1f} s in all", flush=True)
         logs = [os.path.relpath(one.path, folder) for one in runs]
         return ended | {"outcome": "done", "logs": logs, "val_loss": run.loss, "train_s": run.seconds}
@@ -242,10 +214,13 @@ class Bench:
                 failures.append(failed)
                 continue
             found = self.compared()
-            print(f"pair {len(self.complete())} of {self.args.pairs}: {difference_in_words(found)}", flush=True)
+            said = f"pair {len(self.complete())} of {self.args.pairs}"
+            if "loss" in found:
+                test, form = (found["share"], "+.2%") if found["share"] else (found["time"], "+.3f")
+                said += f": B - A: loss {test_in_words(found['loss'], '+.4f')}; time {test_in_words(test, form)}"
+            print(said, flush=True)
         if self.args.plot and self.complete():
-            sides = {name: self.side(name) for name in self.sides}
-            plot.curves({name: side.runs for name, side in sides.items()}, self.args.plot, self.args.target)
+            plot.curves({name: self.side(name).runs for name in self.sides}, self.args.plot, self.args.target)
         if len(self.sides) > 2:
             print("\n".join(aligned(self.arms())))
             return 0
@@ -270,22 +245,13 @@ class Bench:
         return rows
 
 
-def difference_in_words(found: dict[str, Any]) -> str:
-    if "loss" not in found:
-        return "done"
-    seconds = test_in_words(found["time"], "+.3f", "s")
-    if found["share"]:
-        seconds = test_in_words(found["share"], "+.2%")
-    return f"B - A: loss {test_in_words(found['loss'], '+.4f', 'nats')}; time {seconds}"
-
-
 # ---- Patches
 def git_apply(patch: Path, folder: Path, *options: str) -> str:
     """Apply a patch to the trainer in a folder that is in no repository. Returns what was wrong, or ""."""
     alone = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
     command = ["git", "apply", f"--include={TRAINER}", *options, str(patch.resolve())]
     done = subprocess.run(command, cwd=folder, env=alone, capture_output=True, text=True)
-    return done.stderr.strip() or "git apply failed" if done.returncode else ""
+    return done.stderr.strip() if done.returncode else ""
 
 
 def patched(script: Path, patch: Path, folder: Path) -> Path:

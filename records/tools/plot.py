@@ -1,6 +1,6 @@
 """Pictures of runs: training loss (smoothed) and validation loss, against steps and against time.
 
-curves(groups, path, target, band)   draw groups of runs; `band` is the name of one that stands behind the others
+curves(groups, path, target)   draw groups of runs, the first one behind the others
 
 One file for light and dark pages: the background is transparent, all ink has a middle tone, and letters are large
 enough for a thumbnail. Raises ToolError without matplotlib."""

@@ -22,7 +22,6 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,10 +42,10 @@ GPU = re.compile(rb"^\|\s+\d+\s+NVIDIA (.+?)\s+(?:On|Off)\s+\|\s+([0-9A-Fa-f:.]+
 DATE = re.compile(rb"^(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) ([A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d \d{4})\s*?$", re.M)
 TRIAL = re.compile(rb"^trial:\d+/\d+ seed:%b\s*?$" % COUNT, re.M)
 STAMP = re.compile(r"(?:^|/)(\d{8}-\d{6})-")         # in the name of a run directory
-LIST = re.compile(r"^[ \t>]*([A-Za-z_]*(?:loss|acc|time)\w*)[ \t]*=[ \t]*\[([^\]]*)\]", re.M | re.I)
+LIST = re.compile(r"^[ \t>]*([A-Za-z_]*(?:loss|acc)\w*)[ \t]*=[ \t]*\[([^\]]*)\]", re.M | re.I)
+DECIMAL = re.compile(r"(?<![\w.#])\d+\.\d+")
 LOG_SUFFIXES = ("", ".txt", ".log", ".out", ".stdout", ".jsonl", ".md")
-LOSS_RANGE, SECONDS_RANGE = (1.0, 4.0), (20.0, 4000.0)     # of lists in a README; what is larger is milliseconds
-UNKNOWN_STEP = -1                      # a list in a README has no steps
+LOSS_RANGE = 1.0, 4.0                  # of lists in a README
 BESIDE_A_LOG = "log.txt", "settings.json", "checkpoints"
 CHANGING = "source_sha256", "torch", "hardware", "attention", "head"     # facts that differ before and after a resume
 READING_TIMEOUT_S = 300.0              # for all files; every wait has an end
@@ -228,14 +227,12 @@ def without_duplicates(runs: list[Run]) -> tuple[list[Run], list[tuple[Path, Pat
     duplicates = []
     for run in sorted(runs, key=known, reverse=True):
         printed = tuple(point.printed() for point in run.val)
-        key = printed[-3:] or id(run)
-        if run.kind == "ours" and key in kept and kept[key].val[-3:] != run.val[-3:]:
-            key = id(run)                                 # two seeds that agree in what is printed
-        if key in kept:
+        key = tuple(run.val[-3:]) if run.kind == "ours" else printed[-3:]     # seeds may agree in what is printed
+        if key and key in kept:
             duplicates.append((run.path, kept[key].path))
             continue
-        kept[key] = run
-        kept.setdefault(printed[-1:], run)
+        for name in (key or id(run), printed[-3:], printed[-1:]):
+            kept.setdefault(name, run)
     ids = set(map(id, kept.values()))
     return [run for run in runs if id(run) in ids], duplicates
 
@@ -497,36 +494,13 @@ def clock_contradicts(run: Run) -> str | None:
 
 # ---- Lists in a README
 def read_readme(path: Path, data: bytes) -> list[Run]:
-    """Read lists of losses and times, paired by position; a second list of a kind starts the next pool."""
-    pools: list[dict[str, list[float]]] = [{}]
-    for name, body in LIST.findall(data.decode(errors="replace")):
-        kind, values = numbers(body)
-        if kind in pools[-1] or name.lower().startswith("baseline"):
-            pools.append({})
-        if kind:
-            pools[-1][kind] = values
+    """Read lists of losses; each is a pool. Times beside them are of an unknown machine, and of no use."""
     runs: list[Run] = []
-    for number, pool in enumerate(pools):
-        for loss, seconds in zip_longest(pool.get("loss", []), pool.get("seconds", [])):
-            point = Point(UNKNOWN_STEP, math.nan if loss is None else loss, seconds)
-            runs.append(Run(path, "list", len(runs), val=[point], facts={"pool": number}))
+    for name, body in LIST.findall(data.decode(errors="replace")):
+        losses = [float(number) for number in DECIMAL.findall(body)]
+        if all(LOSS_RANGE[0] <= loss <= LOSS_RANGE[1] for loss in losses):
+            for loss in losses:
+                runs.append(Run(path, "list", len(runs), val=[Point(-1, loss, None)], facts={"pool": name}))
     if not runs:
-        raise NotALog("a page without a list of losses or times")
+        raise NotALog("a page without a list of losses")
     return runs
-
-
-def numbers(body: str) -> tuple[str, list[float]]:
-    """Kind ("loss", "seconds", "") and values of a list's text; of a comprehension those of its inner list."""
-    body = re.sub(r"#.*|^[ \t]*>", "", body, flags=re.M)
-    if " for " in body:
-        body = re.split(r"[\[(]", body)[-1]
-    try:
-        values = [float(re.sub(r"m?s$", "", item.strip())) for item in body.split(",") if item.strip()]
-    except ValueError:
-        return "", []
-    low, high = min(values, default=0.0), max(values, default=0.0)
-    if low > SECONDS_RANGE[1]:
-        return "seconds", [value / 1000 for value in values]
-    if LOSS_RANGE[0] <= low and high <= LOSS_RANGE[1]:
-        return "loss", values
-    return ("seconds" if SECONDS_RANGE[0] <= low and high <= SECONDS_RANGE[1] else ""), values

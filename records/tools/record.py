@@ -17,6 +17,7 @@ import json
 import math
 import re
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from itertools import zip_longest
 from pathlib import Path
@@ -218,8 +219,6 @@ def unlike_text(name: str, run: Run) -> Iterator[Problem]:
     except (OSError, NotALog, ValueError) as error:
         yield f"{name}, {TEXT_LOG}", error, f"the text beside {LOG}, as the trainer writes it"
         return
-    if printed.void:
-        yield f"{name}, {TEXT_LOG}", printed.void, "times that agree with their averages"
     for key in ("hardware", "world_size"):
         if str(run.facts.get(key)).partition(", then ")[0] != str(printed.facts.get(key)):
             yield f"{name}, {key}", run.facts.get(key), f"{printed.facts.get(key)}, as {TEXT_LOG} has it"
@@ -343,14 +342,6 @@ def interval(test: dict[str, Any] | None) -> str:
 
 def tables_of_facts(result: dict[str, Any]) -> Iterator[str]:
     stated = result["stated"]
-    rows: list[list[Any]] = []
-    for table in next(iter(result["runs"].values()))["comms"]:
-        for name, members in stated["groups"].items():
-            comms = [its[table] for its in (result["runs"][run]["comms"] for run in members) if table in its]
-            sent, dense, kept = (statistics.summary([run[key] for run in comms]).mean / 1e6
-                                 for key in ("bytes_sent", "bytes_dense", "memory_bytes"))
-            rows.append([table, name, f"{sent:.1f}", sent / dense if dense else None, f"{kept:.1f}"])
-    yield markdown("table | group | MB sent, all ranks | of dense | MB kept by rank 0", rows)
     facts = result["entry"] | stated["entry"] | result["machine"]
     origins = {key: "stated, not logged" if key in stated["entry"] else "log" for key in facts}
     yield markdown("fact | value | from", [[key, json.dumps(fact), origins[key]] for key, fact in facts.items()
@@ -478,11 +469,8 @@ def check(args: argparse.Namespace, root: Path) -> int:
     found = [f"{folder.name}: {finding}" for folder in chosen for finding in findings(folder)]
     for place in () if args.chosen else (root, root.parent):
         found += [f"{place.name}: {finding}" for finding in dead_links(place / PAGE)]
-    matches = filter(None, (FOLDER.fullmatch(path.name) for path in folders(root)))
-    known = sorted((match[2], match[1], match[0]) for match in matches)
-    for (number, date, name), (next_number, next_date, next_name) in zip(known, known[1:]):
-        if number == next_number or next_date < date:
-            found.append(f"{next_name}: expected a number of its own, and no date before that of {name}")
+    numbers = [path.name.split("_")[1] for path in folders(root) if FOLDER.fullmatch(path.name)]
+    found += [f"number {number}: several records have it" for number, count in Counter(numbers).items() if count > 1]
     print("\n".join(found) if found else f"{len(chosen)} records: all numbers follow from their files")
     return int(bool(found))
 
@@ -552,34 +540,29 @@ def dead_links(readme: Path) -> Iterator[str]:
 # ---- Verb table
 def table(args: argparse.Namespace, root: Path) -> int:
     """Print the entries of each track, in lists of one class that share what their numbers depend on."""
-    results = [load(folder) for folder in folders(root)]
-    boards: dict[str, list[dict[str, Any]]] = {}
-    for name, track in TRACKS.items():
-        lists: dict[str, list[dict[str, Any]]] = {}
-        for result in results:
-            if result["stated"]["kind"] == "entry" and result["stated"]["track"] == name:
-                alike = {"class": result["class"]} | {key: result["machine"][key] for key in track.alike}
-                lists.setdefault(json.dumps(alike), []).append(result)
-        boards[name] = [{"alike": json.loads(alike), "entries": board(track, its)} for alike, its in lists.items()]
-    if args.json:
-        print(json.dumps(boards, indent=1))
-        return 0
-    print("Entries by track; `check` tells whether they hold.")
-    for name, track in TRACKS.items():
-        print(f"\n{name}: by {track.rank}, of runs with {track.needs or 'one budget_s'}; rules: records/README.md")
-        for found in boards[name]:
-            title = ", ".join(f"{key} {as_text(fact)}" for key, fact in found["alike"].items())
-            print(f"\n{title}\n{markdown(' | '.join(found['entries'][0]), [[*row.values()] for row in found['entries']])}")
+    lists: dict[str, list[dict[str, Any]]] = {}
+    for result in map(load, folders(root)):
+        track = result["stated"]["track"]
+        if result["stated"]["kind"] == "entry":
+            alike = {"track": track, "class": result["class"]}
+            alike |= {key: as_text(result["machine"][key]) for key in TRACKS[track].alike}
+            lists.setdefault(", ".join(f"{key} {fact}" for key, fact in alike.items()), []).append(result)
+    boards = {title: board(entries) for title, entries in lists.items()}
+    for title, rows in () if args.json else boards.items():
+        columns = [list(row.values()) for row in rows]
+        print(f"{title}\n{markdown(' | '.join(rows[0]), columns)}\n")
+    print(json.dumps(boards, indent=1) if args.json else "`check` tells whether these hold; rules: records/README.md")
     return 0
 
 
-def board(track: Track, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def board(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of one list, best first. With a target p is that of the losses against it, and who has not proven it (of a
     systems change: the verdict `faster` against its baseline) has no rank. Without one p is that of a loss lower than
     the next entry's."""
+    track = TRACKS[entries[0]["stated"]["track"]]
     pools = [(result["groups"][result["stated"]["main"]], result) for result in entries]
     pools.sort(key=lambda item: item[0][track.rank]["mean"])
-    rows = []
+    rows: list[dict[str, Any]] = []
     rank = 0
     for (own, result), (after, _) in zip_longest(pools, pools[1:], fillvalue=(None, None)):
         stated = result["stated"]
@@ -591,12 +574,10 @@ def board(track: Track, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
         systems = bool(stated["entry"].get("systems")) and "faster" in words
         proven = not track.target or systems or (p is not None and p < statistics.ALPHA)
         rank += proven
-        row = {"rank": rank if proven else None, "record": f"{stated['number']} {stated['name']}", "p": p,
-               "seeds": len(own["losses"]), "loss": own["loss"]["mean"], "loss_sd": own["loss"]["sd"],
-               "seconds": own["seconds"]["mean"], "seconds_sd": own["seconds"]["sd"],
-               "against_baseline": ", ".join(words) or None, **result["entry"]}
-        del row["table_rows"]                                       # a list of its own
-        rows.append(row)
+        rows.append({"rank": rank if proven else None, "record": f"{stated['number']} {stated['name']}", "p": p,
+                     "seeds": len(own["losses"]), "loss": own["loss"]["mean"], "loss_sd": own["loss"]["sd"],
+                     "seconds": own["seconds"]["mean"], "seconds_sd": own["seconds"]["sd"], "verdicts": words,
+                     "params_total": result["entry"]["params_total"], "table_bytes": result["entry"]["table_bytes"]})
     return rows
 
 

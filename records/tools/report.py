@@ -1,18 +1,16 @@
 """Verbs `show`, `compare` and `place`: one pool of runs, two sides, one run beside a pool.
 
-side_of(name, paths, steps, exclude)   the runs that count, those left out, and how many were started (Side)
-compare(a, b, target, systems)         B against A: tests, verdict and reason, as a dict; compare_in_words prints it
+side_of(name, paths, steps)      the runs that count, those left out, and how many were started (Side)
+compare(a, b, target, systems)   B against A: tests, verdict and reason, as a dict; compare_in_words prints it
 show(side, target, systems), place(run, pool)    the same for a pool, and for one run that may still be going
 
 A word on time is spoken for sides that ran in turn on one machine, and for no others. Against a target B must prove its
 mean loss (p < 0.01 over seeds) before its time counts; a systems change (--systems: the same mathematics) need not.
-Exit status of compare: 0 faster or lower loss, 3 slower or higher loss, 4 same, 5 same program, 6 no record, 7
-undecided, not proven or not measured in turn, 8 not comparable. Of show: 0 proven, or no target; 6; 7; 8. Of place: 0
-inside, 9 outside, 7 undecided. Of all: 2 bad input."""
+Exit status: 0 faster, lower loss, proven, inside, or no target; 3 slower, higher loss; 4 same; 5 same program; 6 no
+record; 7 undecided, not proven, not measured in turn; 8 not comparable; 9 outside; 2 bad input."""
 from __future__ import annotations
 
 import argparse
-import fnmatch
 import json
 import math
 import os
@@ -53,14 +51,12 @@ class Side:
     started: int                       # runs of these programs, however they ended
 
     def seeds(self) -> list[list[Run]]:
-        """Runs by what fixes their losses: settings and seed; without a known seed, the curve."""
-        found: dict[Any, list[Run]] = {}
+        """Runs by what fixes their losses: settings and seed; without a known seed each stands alone."""
+        found: dict[str, list[Run]] = {}
         for run in self.runs:
-            curve = [(point.step, point.loss) for point in run.val]
-            key = run.seed, run.facts.get("source_sha256"), config(run)
-            if run.seed is None:
-                key = curve if len(curve) > 2 else id(run)
-            found.setdefault(str(key), []).append(run)
+            known = run.seed, run.facts.get("source_sha256"), config(run)
+            key = str(id(run) if run.seed is None else known)
+            found.setdefault(key, []).append(run)
         return list(found.values())
 
     def losses(self) -> list[float]:
@@ -113,10 +109,10 @@ def shown(path: Path) -> str:
 
 
 # ---- Which runs count
-def side_of(name: str, paths: Iterable[Path | str], steps: int | None = None, exclude: Sequence[str] = ()) -> Side:
+def side_of(name: str, paths: Iterable[Path | str], steps: int | None = None) -> Side:
     """Read and choose. Raises ToolError with the reasons if nothing there is a run that counts."""
     paths = list(map(Path, paths))
-    side = sorted_out(name, read_runs(paths), steps, exclude)
+    side = sorted_out(name, read_runs(paths), steps)
     if not side.runs:
         why = side.left + [f"{shown(path)}: {reason}" for path, reason in side.reading.unread]
         raise ToolError(f"side {name}: {listed(map(shown, paths))}", listed(why) or "no file",
@@ -124,7 +120,7 @@ def side_of(name: str, paths: Iterable[Path | str], steps: int | None = None, ex
     return side
 
 
-def sorted_out(name: str, reading: Reading, steps: int | None = None, exclude: Sequence[str] = ()) -> Side:
+def sorted_out(name: str, reading: Reading, steps: int | None = None) -> Side:
     """The runs that count. steps: those that end there, or if none does all that validate there, cut at it. Public
     logs may all stop early on purpose; then that is their end."""
     some_ended = any(run.finished for run in reading.runs)
@@ -135,9 +131,7 @@ def sorted_out(name: str, reading: Reading, steps: int | None = None, exclude: S
         there = any(point.step == steps for point in run.val)
         ended = run.finished or there or (not some_ended and run.kind != "ours" and run.final is not None)
         why = run.refused or ""
-        if any(fnmatch.fnmatch(str(run.path), f"*{pattern}*") for pattern in exclude):
-            why = "excluded"
-        elif steps is not None and (not there or (some_end_there and run.final.step != steps)):
+        if steps is not None and (not there or (some_end_there and run.final.step != steps)):
             why = f"not at step {steps}"
         elif not why and not ended:
             why = run.notes[-1] if run.notes else "no validation"
@@ -309,16 +303,15 @@ def verdict(a: Side, b: Side, report: dict[str, Any], systems: bool) -> tuple[st
 def time_in_words(report: dict[str, Any]) -> str:
     share, level = report["share"], report["level"]
     pairs = f"{report['pairs']} pairs in turn"
+    if report["why_not_in_turn"] or share is None or not level:
+        return "not measured in turn" if report["why_not_in_turn"] else f"{pairs} are too few for a word"
     word = time_word(share, level)
-    if report["why_not_in_turn"]:
-        return "not measured in turn"
-    if share is None or not level:
-        return f"{pairs} are too few for a word"
+    amount = f"B takes {abs(share.mean):.2%} {'less' if share.mean < 0 else 'more'} time"
     if word == "same":
-        return f"times differ by less than 0.1 % for sure, {pairs}"
-    if word == "undecided":
+        amount = "times differ by less than 0.1 % for sure"
+    elif word == "undecided":
         return f"times do not differ for sure after {pairs} (p {share.p:.2g}, a word takes {level:.2g})"
-    return f"B takes {abs(share.mean):.2%} {'less' if share.mean < 0 else 'more'} time, {pairs}"
+    return f"{amount}, {pairs}"
 
 
 def proof(side: Side, target: float) -> tuple[str, str]:
@@ -379,7 +372,7 @@ def mixtures(side: Side) -> list[str]:
     for key in ("source_sha256", *MACHINE[:2], "pool", "data_sha256", *settings_of(side)):
         values = sorted({as_text(fact(run, key)) for run in side.runs})
         if len(values) > 1:
-            found.append(f"{side.name} mixes {key}: {clipped(values)}; choose with --exclude, or by paths")
+            found.append(f"{side.name} mixes {key}: {clipped(values)}; choose by paths")
     return found
 
 
@@ -472,10 +465,7 @@ class Placed(NamedTuple):
     mean: float
     low: float
     high: float
-
-    @property
-    def inside(self) -> bool:
-        return self.low <= self.value <= self.high
+    inside: bool
 
 
 def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> list[Placed]:
@@ -485,17 +475,16 @@ def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> list[P
     found = []
     for step in steps:
         others = [other[step] for other in pool if step in other]
-        level = ALPHA / 2 if step == steps[-1] else ALPHA / (len(steps) - 1)
-        found.append(Placed(step, values[step], summary(others).mean, *band(others, level)))
+        low, high = band(others, ALPHA / 2 if step == steps[-1] else ALPHA / (len(steps) - 1))
+        value = values[step]
+        found.append(Placed(step, value, summary(others).mean, low, high, low <= value <= high))
     return found
 
 
-def losses_by_step(run: Run) -> dict[int, float]:
-    return {point.step: point.loss for point in run.val if math.isfinite(point.loss)}
-
-
-def seconds_by_step(run: Run) -> dict[int, float]:
-    """By step; a validation's time is the official one."""
+def by_step(run: Run, what: str) -> dict[int, float]:
+    """Losses of validations, or seconds of all lines (a validation's time is the official one)."""
+    if what == "loss":
+        return {point.step: point.loss for point in run.val if math.isfinite(point.loss)}
     timed = run.steps[np.isfinite(run.steps[:, 1])]
     found = {int(step): seconds for step, seconds in timed[:, :2].tolist()}
     found |= {point.step: point.seconds for point in run.val if point.seconds is not None}
@@ -506,24 +495,29 @@ def place(run: Run, pool: Side) -> dict[str, Any]:
     """All that `place --json` prints: the last loss and the last time decide, earlier ones are remarks."""
     alone = Side("run", [run], [], Reading([run], [], [], []), 1)
     elsewhere = apart(pool, alone)
-    shared = {point.step for point in run.val} | {run.reached}
-    seconds = {step: value for step, value in seconds_by_step(run).items() if step in shared and step > 0}
-    losses = placed(losses_by_step(run), [losses_by_step(same[0]) for same in pool.seeds()])
-    times = placed(seconds, [seconds_by_step(other) for other in pool.runs])
+    shown_steps = {point.step for point in run.val} | {run.reached}
+    points = {}
     remarks = [f"time is not judged: {elsewhere}"] if elsewhere else []
-    words = {"inside": [], "outside": []}
-    for name, points, form in (("loss", losses, "+.5f"), ("time", times, "+.3f")):
-        away = [str(point.step) for point in points if not point.inside]
+    said: dict[bool, list[str]] = {True: [], False: []}
+    for what, form in (("loss", "+.5f nats"), ("time", "+.3f s")):
+        values = {step: value for step, value in by_step(run, what).items() if step in shown_steps}
+        if what == "time":
+            values.pop(0, None)
+        points[what] = placed(values, [by_step(other, what) for other in pool.runs])
+        away = [str(point.step) for point in points[what] if not point.inside]
         if away:
-            remarks.append(f"{name} is outside its band at steps {listed(away)}")
-        if points and not (name == "time" and elsewhere):
-            last = points[-1]
-            off = f"{name} at step {last.step} is {last.value - last.mean:{form}} off the pool's mean"
-            words["inside" if last.inside else "outside"].append(off)
-    word = next((word for word in ("outside", "inside") if words[word]), "undecided")
-    reason = "; ".join(words.get(word, ())) or "no step of the run is one of at least three runs of the pool"
+            remarks.append(f"{what} is outside its band at steps {listed(away)}")
+        if points[what] and not (what == "time" and elsewhere):
+            last = points[what][-1]
+            digits, unit = form.split()
+            off = f"{what} at step {last.step} is {last.value - last.mean:{digits}} {unit} off the pool's mean"
+            said[last.inside].append(off)
+    word, reason = "undecided", "no step of the run is one of at least three runs of the pool"
+    if said[True] or said[False]:
+        word = "outside" if said[False] else "inside"
+        reason = "; ".join(said[not said[False]])
     return {"verdict": word, "reason": reason, "run": shown(run.path), "reached": run.reached, "finished": run.finished,
-            "pool_runs": len(pool.runs), "losses": losses, "times": times, "differs": differing(pool, alone),
+            "pool_runs": len(pool.runs), **points, "differs": differing(pool, alone),
             "notes": [*remarks, *run.notes, *mixtures(pool)]}
 
 
@@ -596,10 +590,10 @@ def show_in_words(report: dict[str, Any]) -> str:
 
 def place_in_words(report: dict[str, Any]) -> str:
     lines = [f"run {report['run']}, step {report['reached']}, beside {report['pool_runs']} runs"]
-    for name, form in (("losses", ".5f"), ("times", ".3f")):
+    for name, form in (("loss", ".5f"), ("time", ".3f")):
         rows = [["step", name, "pool", "from", "to", ""]]
         for point in report[name][-4:]:
-            cells = [f"{value:{form}}" for value in point[1:]]
+            cells = [f"{value:{form}}" for value in point[1:5]]
             rows.append([str(point.step), *cells, "" if point.inside else "outside"])
         lines += aligned(rows)
     return in_words(report, more=lines)
@@ -626,8 +620,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--against", nargs="+", default=[], metavar="B", help="compare: the other side")
     parser.add_argument("--target", type=float, help="loss to prove [target_loss of the logs]")
     parser.add_argument("--systems", action="store_true", help="the same mathematics: p is waived")
-    parser.add_argument("--steps", metavar="N[,M]", help="runs that end at step N, else all up to there; N of A, M of B")
-    parser.add_argument("--exclude", action="append", default=[], metavar="PATTERN", help="paths to leave out")
+    parser.add_argument("--steps", type=int, action="append", metavar="N",
+                        help="runs that end at step N, else all up to there; given twice, of A and of B")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv[1:])
@@ -636,21 +630,17 @@ def main(argv: list[str]) -> int:
         paths = [args.paths[:1], args.paths[1:]]
     if verb != "show" and (not paths[1] or (verb == "compare" and not args.against and len(args.paths) > 2)):
         raise ToolError("paths", args.paths, usage, "name both, with --against between several")
-    try:
-        steps = [int(step) for step in (args.steps or "").split(",") if step] or [None]
-    except ValueError:
-        raise ToolError("--steps", args.steps, "N, or N,M", "name steps of validations") from None
-
+    steps = args.steps or [None]
     if verb == "place":
         runs = read_runs(map(Path, paths[0])).runs
         if not runs:
             raise ToolError(f"run {paths[0]}", "no log", "the log of one run", "give a log, or a run directory")
-        pool = side_of("pool", paths[1], steps[0], args.exclude)
+        pool = side_of("pool", paths[1], steps[0])
         pool.runs = [run for run in pool.runs if run.identity() != runs[-1].identity()]      # not beside itself
         found, words, groups = place(runs[-1], pool), place_in_words, {"pool": pool.runs, "run": runs[-1:]}
     else:
         names = ["pool"] if verb == "show" else ["A", "B"]
-        sides = [side_of(name, where, step, args.exclude) for name, where, step in zip(names, paths, steps * 2)]
+        sides = [side_of(name, where, step) for name, where, step in zip(names, paths, [steps[0], steps[-1]])]
         found = (show if verb == "show" else compare)(*sides, args.target, args.systems)
         words = show_in_words if verb == "show" else compare_in_words
         groups = {side.name: side.runs for side in sides}
