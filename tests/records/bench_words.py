@@ -87,7 +87,7 @@ def p_values(values: np.ndarray, is_b: np.ndarray) -> tuple[np.ndarray, np.ndarr
 
 def words(noise: Noise, pairs: int, order: str, draws: int, shift: float = 0.0, seed: int = 0) -> float:
     """Share of draws with a word; with a shift of B's times only `faster` counts."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng([seed, pairs, order == "ABBA"])
     is_b = sides(pairs, order)
     apart, p = p_values(noise(rng, draws, 2 * pairs) + shift * is_b, is_b)
     said = p < time_level(pairs)
@@ -96,7 +96,7 @@ def words(noise: Noise, pairs: int, order: str, draws: int, shift: float = 0.0, 
 
 def words_of_bench(noise: Noise, planned: int, draws: int, shift: float = 0.0, seed: int = 0) -> float:
     """The same for a bench that stops at its first word."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng([seed, planned])
     values = noise(rng, draws, 2 * planned) + shift * sides(planned, "ABBA")
     said = np.zeros(draws, bool)
     for pairs in range(3, planned + 1):
