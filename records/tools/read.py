@@ -148,7 +148,6 @@ class Reading(NamedTuple):
         return f"{reasons.total()} files not read: {parts}" if parts else ""
 
 
-# ---- Files
 def read_runs(paths: Iterable[Path]) -> Reading:
     """Read files and folders (to the bottom, by name). In a run directory log.txt is the same run as log.jsonl, and is
     not read. Lists in a README are runs where nothing else was found, else `stated`."""
@@ -228,6 +227,8 @@ def without_duplicates(runs: list[Run]) -> tuple[list[Run], list[tuple[Path, Pat
     for run in sorted(runs, key=known, reverse=True):
         printed = tuple(point.printed() for point in run.val)
         key = tuple(run.val[-3:]) if run.kind == "ours" else printed[-3:]     # seeds may agree in what is printed
+        if not any(point.step for point in run.val):
+            key = ()                                      # all runs begin with about the same loss
         if key and key in kept:
             duplicates.append((run.path, kept[key].path))
             continue
@@ -237,7 +238,6 @@ def without_duplicates(runs: list[Run]) -> tuple[list[Run], list[tuple[Path, Pat
     return [run for run in runs if id(run) in ids], duplicates
 
 
-# ---- Ours: log.jsonl
 def read_ours(path: Path, data: bytes) -> Run:
     """Read a log.jsonl. A crash may tear the last line; the log of a resumed run reads as one run."""
     run = Run(path, "ours")
@@ -335,7 +335,6 @@ def seconds_of(text: str, form: str) -> float | None:
         return None
 
 
-# ---- Text logs
 def read_llmc(path: Path, data: bytes) -> Run:
     """Read a log of llm.c, which has no times."""
     lines = LLMC.findall(data)
@@ -453,7 +452,6 @@ def block(path: Path, table: np.ndarray, is_val: np.ndarray, in_ms: bool) -> Run
     return run
 
 
-# ---- A log against itself
 def averages_contradict(table: np.ndarray, is_val: np.ndarray, in_ms: bool) -> str | None:
     """Why the times of a text log are not what its step_avg says. Logs in ms obey one of two rules throughout: the time
     over all steps, or over those after the first ten. Logs in s may also average over the last interval, or otherwise;
@@ -492,7 +490,6 @@ def clock_contradicts(run: Run) -> str | None:
     return f"its final time is {final.seconds:.3f} s, that of its training line {step:.0f} is {seconds:.3f} s"
 
 
-# ---- Lists in a README
 def read_readme(path: Path, data: bytes) -> list[Run]:
     """Read lists of losses; each is a pool. Times beside them are of an unknown machine, and of no use."""
     runs: list[Run] = []

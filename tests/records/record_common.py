@@ -45,6 +45,8 @@ def make_run(folder: Path, seed: int, loss: float, seconds: float, started: floa
     for n in range(1, steps + 1):
         ms = 1000 * seconds * n / steps - 1 / (n + seed + loss)
         lines.append(dict(type="step", step=n, train_time_ms=ms, train_loss=5 - n / steps + loss / 100 + seed / 1000))
+        if n in (steps // 2, steps * 4 // 5):
+            lines.append(dict(type="val", step=n, val_loss=loss + 1 - n / steps, train_time_ms=ms))
     last = dict(val_loss=loss, train_time_ms=1000 * seconds)
     lines.append(dict(type="val", step=steps, **last))
     lines.append(dict(type="result", **last, steps=steps, tokens=563_200, peak_memory_mib={"consumption": 800})
@@ -81,11 +83,12 @@ def write_text_log(folder: Path) -> None:
     (folder / "log.txt").write_text("\n".join(["=" * 100, *said]) + "\n")
 
 
-def make_side(folder: Path, losses=A_LOSSES, times=A_TIMES, first: float = NOON, apart: float = 2 * RUN_S,
+def make_side(folder: Path, losses=A_LOSSES, times=A_TIMES, first: float | None = NOON, apart: float = 2 * RUN_S,
               **settings) -> Path:
     """A pool of runs, by default with room for the other side's between two of them."""
     for seed, (loss, seconds) in enumerate(zip(losses, times)):
-        make_run(folder / f"seed{seed}", seed, loss, seconds, first + apart * seed, **settings)
+        started = None if first is None else first + apart * seed
+        make_run(folder / f"seed{seed}", seed, loss, seconds, started, **settings)
     return folder
 
 

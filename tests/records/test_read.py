@@ -151,7 +151,7 @@ def test_read_ours__torn_aborted_void_and_resumed():
 def test_take__an_interrupted_run_has_last_steps_without_a_loss(tmp_path):
     """Fault 10: no verb could read such a log."""
     folder = make_run(tmp_path / "run", 0, 3.28, 80.0)
-    events = events_of(folder / "log.jsonl")[:-4]
+    events = events_of(folder / "log.jsonl")[:-5]
     del events[-1]["train_loss"]
     write_events(folder / "log.jsonl", [*events, dict(type="aborted", cause="Ctrl-C")])
     run = only(folder)
