@@ -19,29 +19,23 @@ VERBS = {"try": "bench", "bench": "bench", "compare": "report", "show": "report"
 
 
 def main(argv: list[str]) -> int:
+    """Run a verb; what is wrong with its input goes to stderr, with status 2."""
+    from tools.read import ToolError
     if not argv or argv[0] in ("-h", "--help"):
         print(__doc__.strip())
         return 0 if argv else 2
     try:
-        return call(argv)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return 130
-
-
-def call(argv: list[str]) -> int:
-    """Run a verb; what is wrong with its input goes to stderr, with status 2."""
-    from tools.read import ToolError
-    try:
         if argv[0] not in VERBS:
             raise ToolError("verb", argv[0], f"one of {', '.join(VERBS)}", "python records --help")
         return importlib.import_module(f"tools.{VERBS[argv[0]]}").main(argv)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
     except ToolError as error:
         print(error, file=sys.stderr)
     except (OSError, ValueError, LookupError, ArithmeticError) as error:
         found = f"{type(error).__name__}: {error}"
-        print(ToolError(argv[0], found, "files and settings as --help has them", "look at what is named"),
-              file=sys.stderr)
+        print(ToolError(argv[0], found, "files and settings as --help has them", "look at it"), file=sys.stderr)
     return 2
 
 

@@ -60,7 +60,6 @@ def trainer(script: Path, flags: list[str]) -> Trainer:
     return Trainer(script, flags)
 
 
-# ---- One run
 def run_once(command: list[str], folder: Path, ranks: int, limit_s: float) -> dict[str, Any]:
     """Run a command to its end in `folder`, and end what is left of it. Returns cause ("" for success) and wall_s."""
     threads = max(1, (os.cpu_count() or 1) // ranks)
@@ -97,7 +96,6 @@ def finished(folder: Path) -> list[Run]:
     return []
 
 
-# ---- The bench
 class Bench:
     """Rounds of runs in OUT, after what earlier calls did. Raises ToolError if OUT is another bench's."""
 
@@ -245,7 +243,6 @@ class Bench:
         return rows
 
 
-# ---- Patches
 def git_apply(patch: Path, folder: Path, *options: str) -> str:
     """Apply a patch to the trainer in a folder that is in no repository. Returns what was wrong, or ""."""
     alone = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}

@@ -18,6 +18,7 @@ INK = "#7d8590"                        # readable on white and on black
 COLORS = ("#2f81f7", "#e8703a", "#2da44e", "#bf4bd8", "#c69026", "#d1477a")
 GRID = 200                             # places on the x axis at which runs are averaged
 SMOOTHING = 0.04                       # share of the run over which training losses are averaged
+MOST_NAMED = 8                         # groups in a legend; more hide the curves
 SHOWN_FROM = 0.15                      # share of the run that is above the picture: the first losses are very high
 
 
@@ -31,69 +32,60 @@ def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None
         raise ToolError("--plot", "no matplotlib", "a library that draws", "pip install matplotlib") from None
     figure, both = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained", sharey=True)
     figure.patch.set_alpha(0)
-    tops: list[float] = []
-    lows: list[float] = []
-    for axes, timed in zip(both, (False, True)):
+    limits: list[float] = []
+    for axes, column, label in zip(both, (0, 1), ("step", "training time (s)")):
         for number, (name, runs) in enumerate(groups.items()):
             color = COLORS[number % len(COLORS)]
-            for kind in ("training", "validation"):
-                xs, losses = sampled(runs, kind, timed)
+            for is_val in (False, True):
+                xs, losses = sampled(runs, is_val, column)
                 if not len(xs):
                     continue
-                draw(axes, xs, losses, kind, color, name or "runs")
-                shown = losses[:, xs >= SHOWN_FROM * xs[-1]]
-                tops.append(float(np.nanmax(shown)))
-                lows.append(float(np.nanmin(shown)))
-        style(axes, "training time (s)" if timed else "step", target)
-    if tops:
-        room = 0.05 * (max(tops) - min(lows)) or 0.01
-        both[0].set_ylim(min(lows) - room, max(tops) + room)
+                draw(axes, xs, losses, is_val, color)
+                seen = losses[:, xs >= SHOWN_FROM * xs[-1]]
+                limits += [float(np.nanmin(seen)), float(np.nanmax(seen))]
+            axes.plot([], [], color=color, linewidth=3, label=f"{name or 'runs'} ({len(runs)})")
+        if target:
+            axes.axhline(target, color=INK, linewidth=1.5, linestyle="--")
+        axes.patch.set_alpha(0)
+        axes.set_xlabel(label, color=INK, fontsize=17)
+        axes.tick_params(colors=INK, labelsize=15)
+        axes.grid(color=INK, alpha=0.25)
+        for spine in axes.spines.values():
+            spine.set_color(INK)
+    if limits:
+        room = 0.05 * (max(limits) - min(limits)) + 1e-6
+        both[0].set_ylim(min(limits) - room, max(limits) + room)
     both[0].set_ylabel("loss (nats per token)", color=INK, fontsize=17)
-    both[0].legend(fontsize=15, labelcolor=INK, frameon=False)
+    if len(groups) <= MOST_NAMED:
+        both[1].legend(fontsize=15, labelcolor=INK, frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=80, metadata={"Software": None})
     pyplot.close(figure)
 
 
-def sampled(runs: Sequence[Run], kind: str, timed: bool) -> tuple[np.ndarray, np.ndarray]:
-    """Places on the x axis, and the losses there (run, place); empty if a run has none of this kind."""
+def sampled(runs: Sequence[Run], is_val: bool, column: int) -> tuple[np.ndarray, np.ndarray]:
+    """Places on the x axis (steps, or times), and the losses there (run, place); empty if a run has none."""
     tables = []
     for run in runs:
         table = run.steps
-        if kind == "validation":
-            rows = [(point.step, np.nan if point.seconds is None else point.seconds, point.loss) for point in run.val]
-            table = np.array(rows, float).reshape(-1, 3)
-        table = table[np.isfinite(table[:, 2]) & np.isfinite(table[:, int(timed)])]
+        if is_val:
+            table = np.array([(step, seconds or np.nan, loss) for step, loss, seconds in run.val]).reshape(-1, 3)
+        table = table[np.isfinite(table[:, 2]) & np.isfinite(table[:, column])]
         if len(table) < 2:
             return np.empty(0), np.empty((0, 0))
-        tables.append((table[:, int(timed)], smoothed(table[:, 2]) if kind == "training" else table[:, 2]))
-    last = min(xs[-1] for xs, _ in tables)
-    places = np.linspace(max(xs[0] for xs, _ in tables), last, GRID)
+        losses = table[:, 2]
+        if not is_val:                                    # a running mean; near the ends over as many as there are
+            window = np.ones(max(1, int(SMOOTHING * len(table))))
+            losses = np.convolve(losses, window, "same") / np.convolve(np.ones(len(table)), window, "same")
+        tables.append((table[:, column], losses))
+    first = max(xs[0] for xs, _ in tables)
+    places = np.linspace(first, min(xs[-1] for xs, _ in tables), GRID)
     return places, np.array([np.interp(places, xs, losses) for xs, losses in tables])
 
 
-def smoothed(losses: np.ndarray) -> np.ndarray:
-    """A running mean; near the ends over as many as there are."""
-    width = max(1, int(SMOOTHING * len(losses)))
-    window = np.ones(width)
-    return np.convolve(losses, window, "same") / np.convolve(np.ones(len(losses)), window, "same")
-
-
-def draw(axes: Any, xs: np.ndarray, losses: np.ndarray, kind: str, color: str, name: str) -> None:
-    mean = losses.mean(0)
-    if kind == "training":
-        axes.plot(xs, mean, color=color, linewidth=1.5, alpha=0.6)
+def draw(axes: Any, xs: np.ndarray, losses: np.ndarray, is_val: bool, color: str) -> None:
+    if not is_val:
+        axes.plot(xs, losses.mean(axis=0), color=color, linewidth=1.5, alpha=0.6)
         return
-    axes.fill_between(xs, losses.min(0), losses.max(0), color=color, alpha=0.25, linewidth=0)
-    axes.plot(xs, mean, color=color, linewidth=3, label=f"{name} ({len(losses)})")
-
-
-def style(axes: Any, label: str, target: float | None) -> None:
-    axes.patch.set_alpha(0)
-    axes.set_xlabel(label, color=INK, fontsize=17)
-    axes.tick_params(colors=INK, labelsize=15)
-    axes.grid(color=INK, alpha=0.25)
-    for spine in axes.spines.values():
-        spine.set_color(INK)
-    if target:
-        axes.axhline(target, color=INK, linewidth=1.5, linestyle="--")
+    axes.fill_between(xs, losses.min(axis=0), losses.max(axis=0), color=color, alpha=0.25, linewidth=0)
+    axes.plot(xs, losses.mean(axis=0), color=color, linewidth=3)

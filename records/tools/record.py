@@ -67,7 +67,6 @@ TRACKS = {
 }
 
 
-# ---- Files of a record
 def text(path: Path) -> str:
     """As it is, line ends too; "" for a file that is not there."""
     return path.read_bytes().decode("utf-8") if path.is_file() else ""
@@ -145,7 +144,6 @@ def grouped(folder: Path, stated: dict[str, Any]) -> dict[str, Side]:
     return sides
 
 
-# ---- Rules, and accounts of a run that must agree
 def class_of(settings: dict[str, Any]) -> str | None:
     """plain or table, by the rows that the configuration gives its tables; None where it does not say."""
     rows = [table["rows"] for table in settings.get("tables") or ()]
@@ -236,7 +234,6 @@ def unlike_text(name: str, run: Run) -> Iterator[Problem]:
         yield f"{name}, step {step:.0f} of {TEXT_LOG}", f"{seconds} s, loss {loss}", f"what {LOG} has, rounded"
 
 
-# ---- The numbers of a record: result.json
 def build(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> dict[str, Any]:
     """result.json of a record of runs."""
     first = sides[stated["main"]].runs[0]
@@ -292,7 +289,6 @@ def benched(folder: Path) -> dict[str, Any]:
     return report.compare(*(report.side_of(name, found) for name, found in paths.items()))
 
 
-# ---- The page
 def page(result: dict[str, Any]) -> str:
     """The generated part of a record's README."""
     stated = result["stated"]
@@ -364,7 +360,6 @@ def markdown(head: str, rows: list[list[Any]]) -> str:
     return "\n".join(f"| {line} |" for line in lines) if rows else ""
 
 
-# ---- Verb new
 def new(args: argparse.Namespace, root: Path) -> int:
     """A record from runs, which gets its name when all of it is there; or the pages of one made again."""
     known = [int(match[2]) for match in (FOLDER.fullmatch(path.name) for path in folders(root)) if match]
@@ -461,7 +456,6 @@ def write(folder: Path, stated: dict[str, Any]) -> None:
     (folder / PAGE).write_bytes((by_hand + MARK + page(result)).encode())
 
 
-# ---- Verb check
 def check(args: argparse.Namespace, root: Path) -> int:
     chosen = [find(root, name) for name in args.chosen] or folders(root)
     if not chosen:
@@ -537,7 +531,6 @@ def dead_links(readme: Path) -> Iterator[str]:
             yield f"{readme.name}: dead link {link}"
 
 
-# ---- Verb table
 def table(args: argparse.Namespace, root: Path) -> int:
     """Print the entries of each track, in lists of one class that share what their numbers depend on."""
     lists: dict[str, list[dict[str, Any]]] = {}

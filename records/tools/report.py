@@ -108,7 +108,6 @@ def shown(path: Path) -> str:
     return str(path.resolve().relative_to(here)) if path.resolve().is_relative_to(here) else str(path)
 
 
-# ---- Which runs count
 def side_of(name: str, paths: Iterable[Path | str], steps: int | None = None) -> Side:
     """Read and choose. Raises ToolError with the reasons if nothing there is a run that counts."""
     paths = list(map(Path, paths))
@@ -147,16 +146,12 @@ def sorted_out(name: str, reading: Reading, steps: int | None = None) -> Side:
     sources = {run.facts.get("source_sha256") for run in runs}
     started = sum(run.facts.get("source_sha256") in sources for run in reading.runs)
     read = {folder for run in reading.runs for folder in run.path.resolve().parents}
-    known = {(manifest, side_in(line)) for manifest, line in map(noted, runs) if manifest}
+    known = {(manifest, line.get("side")) for manifest, line in map(noted, runs) if manifest}
     for manifest in {manifest for manifest, _ in known}:
         for line in manifest_lines(manifest, "start"):
             is_read = (manifest.parent / line["folder"]).resolve() in read
-            started += (manifest, side_in(line)) in known and not is_read
+            started += (manifest, line.get("side")) in known and not is_read
     return Side(name, runs, left, reading, started)
-
-
-def side_in(line: dict[str, Any]) -> str | None:
-    return line.get("side", line.get("arm"))
 
 
 def manifest_lines(manifest: Path, kind: str) -> list[dict[str, Any]]:
@@ -183,7 +178,6 @@ def noted(run: Run) -> tuple[Path | None, dict[str, Any]]:
     return None, {}
 
 
-# ---- Runs in turn
 class Turns(NamedTuple):
     """Runs of both sides in the order of time, and why they are not in turn ("" if they are)."""
     runs: list[Run]
@@ -246,10 +240,13 @@ def apart(a: Side, b: Side) -> str:
     return ", ".join(said)
 
 
-# ---- compare
 def compare(a: Side, b: Side, target: float | None = None, systems: bool = False) -> dict[str, Any]:
     """All that `compare --json` prints: times in s (share: of A's time), losses in nats per token, memory in MiB."""
     target = target or target_of(a, b)
+    by_seed, others = ({run.seed: run.loss for run in side.runs} for side in (a, b))
+    loss = difference(a.losses(), b.losses())
+    if by_seed == others and None not in by_seed:
+        loss = Difference(0.0, 0.0, 0.0, 1.0)                               # equal to the last bit
     turns = turns_of(a, b)
     pairs = len(turns.runs) // 2
     level = time_level(pairs, turns.planned, turns.looks)
@@ -261,7 +258,7 @@ def compare(a: Side, b: Side, target: float | None = None, systems: bool = False
         if share:
             seconds = Difference(share.mean * base, share.low * base, share.high * base, share.p)
     report = {
-        "target": target, "a": facts_of(a, target), "b": facts_of(b, target), "loss": loss_difference(a, b),
+        "target": target, "a": facts_of(a, target), "b": facts_of(b, target), "loss": loss,
         "time": seconds, "share": share, "pairs": pairs, "level": level,
         "loss_level": min(ALPHA, level) if turns.looks else ALPHA, "why_not_in_turn": turns.why_not,
         "memory": difference(a.memory(), b.memory()), "differs": differing(a, b),
@@ -335,14 +332,6 @@ def target_of(*sides: Side) -> float | None:
     """The target that all logs state; None if there is none."""
     stated = {run.facts.get("target_loss") for side in sides for run in side.runs}
     return (stated.pop() or None) if len(stated) == 1 else None
-
-
-def loss_difference(a: Side, b: Side) -> Difference | None:
-    """Over seeds; one seed a side gives a difference without a test. Equal bits on all seeds are no difference."""
-    before, after = ({run.seed: run.loss for run in side.runs} for side in (a, b))
-    if before == after and None not in before:
-        return Difference(0.0, 0.0, 0.0, 1.0)
-    return difference(a.losses(), b.losses())
 
 
 def refusals(a: Side, b: Side) -> list[str]:
@@ -439,7 +428,6 @@ def notes_of(side: Side, name: str = "") -> list[str]:
     return [f"{name}{note}" for note in (*found, unread) if note]
 
 
-# ---- show and place
 def show(side: Side, target: float | None = None, systems: bool = False) -> dict[str, Any]:
     """All that `show --json` prints."""
     target = target or target_of(side)
@@ -521,7 +509,6 @@ def place(run: Run, pool: Side) -> dict[str, Any]:
             "notes": [*remarks, *run.notes, *mixtures(pool)]}
 
 
-# ---- Words
 def listed(items: Iterable[str], most: int = SHOWN) -> str:
     items = list(items)
     more = f"; and {len(items) - most} more" if len(items) > most else ""

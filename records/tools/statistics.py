@@ -76,7 +76,6 @@ def difference(a: Sequence[float], b: Sequence[float]) -> Difference | None:
     return Difference(apart, float(low), float(high), float(max(test.pvalue for test in tests)))
 
 
-# ---- Against a target
 def below(losses: Sequence[float], target: float) -> float:
     """One-sided p of "the mean is not below the target" (t-test); nan for n < 2 or without spread."""
     from scipy import stats
@@ -118,7 +117,6 @@ def band(values: Sequence[float], level: float = ALPHA) -> tuple[float, float] |
     return mean - half, mean + half
 
 
-# ---- Times
 def pairs_in_turn(sides: str) -> list[int] | None:
     """Places of the runs that form pairs of neighbours of both sides; None if they do not alternate. sides: a letter
     for each run in the order of time, as "ABBAAB". Of an odd number one may be without a partner."""
