@@ -1,0 +1,224 @@
+"""records/tools/bench.py on trainers of a few lines that log planted times: order, manifest, failures, words, patches."""
+import difflib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from record_common import ROOT, call, events_of
+
+from tools import bench, report                              # noqa: E402
+from tools.read import ToolError                             # noqa: E402
+
+# Both print or write two validations. `ms` is the time of the run; {body} runs before and may change it.
+OURS = """import hashlib, json, os, random, sys
+class Config:
+    seed: int = _run(0, "integer", "initial values") if 0 else 0
+flags = dict(flag[2:].split("=", 1) for flag in sys.argv[1:])
+seed, ms = int(flags.get("seed", 0)), 1e5 * (1 + 0.001 * random.random())
+{body}
+os.makedirs("logs/a")
+config = dict(num_scheduled_steps=8, num_extension_steps=1, seed=seed, lr=flags.get("lr"))
+header = dict(type="header", config=config, seed=seed, world_size=1, torch="2.13.0", hardware="planted",
+              source_sha256=hashlib.sha256(open(sys.argv[0], "rb").read()).hexdigest(), data_sha256="0" * 64)
+loss = 3.27 + random.Random(seed).random() / 100
+lines = [header, dict(type="val", step=0, val_loss=10.8, train_time_ms=0),
+         dict(type="val", step=9, val_loss=loss, train_time_ms=ms),
+         dict(type="result", val_loss=loss, train_time_ms=ms, steps=9, tokens=4608)]
+with open("logs/a/log.jsonl", "w") as log:
+    for line in lines:
+        print(json.dumps(line), file=log)
+"""
+PEER = """import random
+ms = 1e5 * (1 + 0.001 * random.random())
+{body}
+for step, loss, ms in ((0, 10.8, 0), (9, 3.27 + random.random() / 100, ms)):
+    print("step:%d/9 val_loss:%.4f train_time:%.3fms step_avg:%.2fms" % (step, loss, ms, ms / 9), flush=True)
+"""
+
+
+def trainer(folder: Path, text: str = OURS, name: str = "trainer.py", body: str = "") -> Path:
+    (folder / name).write_text(text.replace("{body}", body))
+    return folder / name
+
+
+def lines(out: Path, kind: str) -> list[dict]:
+    return [line for line in events_of(out / "manifest.jsonl") if line["type"] == kind]
+
+
+def patch_of(old: str, new: str) -> str:
+    return "".join(difflib.unified_diff(old.splitlines(True), new.splitlines(True), "a/train_gpt.py", "b/train_gpt.py"))
+
+
+@pytest.fixture
+def out(tmp_path) -> Path:
+    return tmp_path / "out"
+
+
+def test_race__order_manifest_and_seeds(tmp_path, out):
+    a = trainer(tmp_path)
+    (tmp_path / "data").mkdir()
+    status, said, _ = call("bench", a, a, f"--out={out}", "--b=--lr=2", "--pairs=4", "--", "--val_every=5")
+    ends = lines(out, "end")
+    assert [end["side"] for end in ends] == list("ABBAABBA")
+    assert [end["pair"] for end in ends] == [1, 1, 2, 2, 3, 3, 4, 4] and {end["outcome"] for end in ends} == {"done"}
+    assert [line["run"] for line in lines(out, "start")] == [end["run"] for end in ends] == [*range(1, 9)]
+    assert ends[2]["folder"] == "runs/003_B"
+    assert ends[2]["command"] == "python ../../../trainer.py --val_every=5 --lr=2 --seed=2"
+    assert (out / "runs/001_A/data").resolve() == (tmp_path / "data").resolve()
+    found = json.loads((out / "summary.json").read_text())
+    assert found["verdict"] == "undecided" and status == 7 and found["pairs"] == 4, "other flags are another program"
+    assert found["loss"] == [0.0, 0.0, 0.0, 1.0] or found["loss"]["mean"] == 0, "a pair has one seed"
+    assert "pair 4 of 4: B - A: loss +0.0000" in said and "verdict: undecided" in said
+
+
+@pytest.mark.parametrize("text", [OURS, PEER])
+@pytest.mark.parametrize("factor, word", [(1.05, "slower"), (0.95, "faster")])
+def test_race__stops_at_the_first_look_that_decides(tmp_path, out, text, factor, word):
+    a, b = trainer(tmp_path, text), trainer(tmp_path, text, "b.py", f"ms *= {factor}")
+    status, said, _ = call("bench", a, b, f"--out={out}", "--pairs=10")
+    assert f"verdict: {word}" in said and status == report.STATUS[word] and len(lines(out, "end")) == 8
+    assert lines(out, "bench")[0]["pairs"] == 10
+
+
+def test_race__a_run_that_fails_is_told_and_tried_again_once(tmp_path, out):
+    """The manifest keeps all runs; the number of a broken pair is not used again."""
+    once = "if not os.path.exists('../../failed'): open('../../failed', 'w'); sys.exit('no memory left')"
+    a, b = trainer(tmp_path), trainer(tmp_path, name="b.py", body=once)
+    _, said, _ = call("bench", a, b, f"--out={out}", "--pairs=3")
+    assert "002_B: FAILED, exit status 1; its stderr.txt ends with\n    no memory left" in said
+    assert [(end["pair"], end["outcome"]) for end in lines(out, "end")][:3] == [(1, "done"), (1, "failed"), (2, "done")]
+    assert {end["pair"] for end in lines(out, "end")} == {1, 2, 3, 4} and "by 3 of 4 started" not in said
+    status, said, _ = call("bench", a, trainer(tmp_path, name="c.py", body="sys.exit(3)"), f"--out={out}2", "--pairs=3")
+    assert status == 1 and "stopped: B failed again" in said
+
+
+@pytest.mark.parametrize("body, cause", [
+    ("import time; time.sleep(60)", "still running after the limit of 0.5 s"), ("sys.exit(0)", "no log of a final"),
+    ("os.kill(os.getpid(), 9)", "exit status -9")])
+def test_run_once__every_run_ends(tmp_path, out, body, cause):
+    a = trainer(tmp_path, body=body)
+    status, said, _ = call("bench", a, a, "--b=--lr=2", f"--out={out}", "--limit=0.5")
+    assert status == 1 and cause in said and [end["outcome"] for end in lines(out, "end")] == ["failed"] * 2
+
+
+def test_bench__goes_on_and_refuses_what_is_another(tmp_path, out):
+    a = trainer(tmp_path)
+    flags = ["bench", a, a, "--b=--lr=2", f"--out={out}"]
+    call(*flags, "--pairs=1")
+    with open(out / "manifest.jsonl", "a") as file:
+        file.write('{"type": "sta')                           # a kill tears a line
+    call(*flags, "--pairs=3")
+    assert [end["pair"] for end in lines(out, "end")] == [1, 1, 2, 2, 3, 3]
+    status, _, error = call("bench", a, a, "--b=--lr=3", f"--out={out}")
+    assert status == 2 and "other sources, flags or ranks" in error
+    trainer(tmp_path, body="ms += 1")
+    assert "other sources, flags or ranks" in call(*flags, "--pairs=4")[2]
+
+
+def test_run__a_source_that_is_edited_meanwhile(tmp_path, out):
+    edits = "open('../../../b.py', 'a').write('# more')"
+    a, b = trainer(tmp_path, body=edits), trainer(tmp_path, name="b.py")
+    status, _, error = call("bench", a, b, f"--out={out}")
+    assert status == 2 and "source of B" in error and "edited meanwhile" in error and len(lines(out, "end")) == 1
+
+
+@pytest.mark.parametrize("number, status, outcome", [
+    (signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 130, "interrupted"), (signal.SIGKILL, -9, "lost")])
+def test_main__a_signal_ends_the_run_and_leaves_a_line(tmp_path, out, number, status, outcome):
+    wait = "import time; print(os.getpid(), file=open('../../pid', 'w'), flush=True)\nif seed == 2: time.sleep(60)"
+    a = trainer(tmp_path, body=wait)
+    command = [sys.executable, ROOT / "records", "bench", a, a, "--b=--lr=2", f"--out={out}", "--pairs=3"]
+    process = subprocess.Popen(list(map(str, command)), stdout=subprocess.PIPE, text=True, start_new_session=True)
+    end = time.monotonic() + 30
+    while not (out / "runs/003_B/stderr.txt").exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    time.sleep(0.3)
+    process.send_signal(number)
+    said = process.communicate(timeout=30)[0]
+    assert process.returncode == status
+    child = int((out / "pid").read_text())
+    if number == signal.SIGKILL:
+        os.kill(child, signal.SIGKILL)
+    else:
+        assert f"the same command with --out={out} continues" in said
+        with pytest.raises(ProcessLookupError):
+            os.kill(child, 0)
+    trainer(tmp_path, body=wait)
+    call("bench", a, a, "--b=--lr=2", f"--out={out}", "--pairs=2")
+    assert [end["outcome"] for end in lines(out, "end")] == ["done", "done", outcome, "done", "done"]
+    assert {end["pair"] for end in lines(out, "end")} == {1, 2, 3}
+
+
+def test_arm__patches_flags_and_trainers(tmp_path, out):
+    a = trainer(tmp_path, name="train_gpt.py")
+    (tmp_path / "slow.patch").write_text(patch_of(a.read_text(), a.read_text().replace("1e5", "2e5")))
+    b = trainer(tmp_path, name="b.py", body="ms *= 0.5")
+    arms = [f"--arm=slow={tmp_path}/slow.patch", "--arm=more=--lr=2 --wd=1", f"--arm=other={b}"]
+    status, said, _ = call("bench", a, *arms, f"--out={out}", "--pairs=3")
+    rows = {row.split()[0]: row for row in said.splitlines()[-4:]}
+    assert status == 0 and list(rows) == ["arm", "slow", "more", "other"] and "verdict" not in said
+    assert "+100." in rows["slow"] and "-50." in rows["other"] and rows["more"].split()[1] == "3"
+    assert [end["side"] for end in lines(out, "end")][:8] == ["A", "slow", "more", "other", "other", "more", "slow", "A"]
+    assert "2e5" in (out / "sources/slow/train_gpt.py").read_text()
+
+
+def test_patched__says_what_is_wrong(tmp_path, out):
+    a = trainer(tmp_path, name="train_gpt.py")
+    status, _, error = call("bench", a, "--arm=smeer", f"--out={out}")
+    assert status == 2 and "a file, or an arm of" in error and "smear" in error
+    (tmp_path / "old.patch").write_text(patch_of("a\nb\nc\n", "a\nd\nc\n"))
+    assert "patch does not apply" in call("bench", a, f"--arm=old={tmp_path}/old.patch", f"--out={out}2")[2]
+    (tmp_path / "none.patch").write_text(patch_of("x\n", "y\n").replace("train_gpt", "other"))
+    error = call("bench", a, f"--arm=none={tmp_path}/none.patch", f"--out={out}3")[2]
+    assert "does not touch train_gpt.py" in error or "make it anew: git diff" in error
+
+
+@pytest.mark.parametrize("patch", sorted(path.name for path in ROOT.glob("records/ablations/*.patch")))
+def test_patched__arms_of_the_repository_apply_to_its_trainer(tmp_path, patch):
+    copy = bench.patched(ROOT / "train_gpt.py", ROOT / "records/ablations" / patch, tmp_path / "arm")
+    compile(copy.read_text(), patch, "exec")
+
+
+@pytest.mark.parametrize("case", ["patch", "applied already", "a whole trainer"])
+def test_sides_to_try(tmp_path, out, monkeypatch, case):
+    """A is the trainer here without the patch, B with it."""
+    here = tmp_path / "here"
+    here.mkdir()
+    plain = trainer(here, name="train_gpt.py")
+    changed = plain.read_text().replace("1e5", "0.9e5")
+    patch = tmp_path / ("idea_one.py" if case == "a whole trainer" else "idea_one.patch")
+    patch.write_text(changed if case == "a whole trainer" else patch_of(plain.read_text(), changed))
+    if case == "applied already":
+        plain.write_text(changed)
+    monkeypatch.setattr(bench, "ROOT", here)
+    status, said, _ = call("try", patch, f"--out={out}", "--", "--lr=3")
+    assert status == 0 and "verdict: faster" in said and "-10." in said
+    assert ("has idea_one.patch already" in said) == (case == "applied already")
+    assert all("--preset=pocket --sample_tokens=0 --lr=3" in end["command"] for end in lines(out, "end"))
+    assert "1e5 *" in (out / "sources/A/train_gpt.py").read_text() and "0.9e5" in (
+        out / "sources/B/train_gpt.py").read_text()
+    assert (out / "curves.png").read_bytes()[:4] == b"\x89PNG" and f"records new IdeaOne {out} --kind=comparison" in said
+
+
+@pytest.mark.parametrize("argv, said", [
+    (["{a}"], "two trainers, or --arm"), (["{a}", "none.py"], "check the spelling"), (["{a}", "{a}", "--pairs=0"], "at least 1")])
+def test_parsed__what_cannot_work(tmp_path, out, argv, said):
+    a = trainer(tmp_path)
+    status, _, error = call("bench", *[word.format(a=a) for word in argv], f"--out={out}")
+    assert status == 2 and said in error
+
+
+def test_trainer__takes_a_seed_where_it_can(tmp_path):
+    named = "import argparse\nparser.add_argument('--seed')\n"
+    for text, flags, expected in ((OURS, [], ["--seed={seed}"]), (OURS, ["--seed=5"], ["--seed=5"]), (PEER, [], []),
+                                  (OURS, ["--rng={seed}"], ["--rng={seed}"]), (named, [], ["--seed={seed}"])):
+        assert bench.trainer(trainer(tmp_path, text), flags).flags == expected
+    with pytest.raises(ToolError, match="a Python file"):
+        bench.trainer(tmp_path / "none.py", [])
