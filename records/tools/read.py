@@ -371,9 +371,9 @@ def read_text(path: Path, data: bytes) -> list[Run]:
 
 
 def environment_start(data: bytes) -> int:
-    """Where the last line begins that names the version of torch; else the start of the file, or the end of the last
-    separator that validations follow."""
-    named = max(data.rfind(b"\nRunning PyTorch "), data.rfind(b"\nRunning pytorch "))
+    """Where the first line begins that names the version of torch (a resumed log has another); else the end of the last
+    separator that validations follow, or the start of the file."""
+    named = max(data.find(b"\nRunning PyTorch "), data.find(b"\nRunning pytorch "))
     if named >= 0:
         return named + 1
     ends = [separator.end() for separator in SEPARATOR.finditer(data)]
@@ -411,7 +411,7 @@ def split(path: Path, lines: list[tuple[bytes, ...]]) -> list[Run]:
     in_ms = columns[5][0] == b"ms"
     table = np.empty((len(lines), 4))                     # step, seconds, loss, step_avg in ms
     for place, column in enumerate((columns[0], columns[4], columns[3], columns[6])):
-        table[:, place] = np.array([text or b"nan" for text in column]).astype(float)
+        table[:, place] = [float(text or b"nan") for text in column]
     table[:, 1] /= 1000 if in_ms else 1
 
     falls = set(np.nonzero(np.diff(table[:, 0]) < 0)[0] + 1)                  # a step that falls begins a new run,

@@ -420,6 +420,9 @@ def keep(run: Run, group: str | None, staged: Path, stated: dict[str, Any], sour
     manifest, noted = report.noted(run)
     if noted.get("outcome", "done") != "done":
         return                                                              # the manifest lists it
+    resumed = [note for note in run.notes if note.startswith("resumed with another")]
+    if resumed:
+        raise ToolError(f"run {run.path}", resumed, "a run of one program", "leave it out")
     label = group or noted.get("side") or ""
     name = noted.get("folder") or f"{label}_{run.path.parent.name}".strip("_")
     copy = staged / "logs" / name

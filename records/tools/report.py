@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -38,6 +39,7 @@ NO_MATTER = {"seed", "run_dir", "save", "sample", "prompt", "ranks", "sample_tok
 RENTAL_PAUSE_S = 4 * 3600              # a longer pause between two runs may be another rental
 MANIFEST, MANIFEST_DEPTH = "manifest.jsonl", 6     # of a bench; folders above a run in which it may lie
 SHOWN, SHOWN_CHARACTERS = 6, 60        # items of a list, and characters of one; --json has all
+HASH = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
 IN_TURN = "run both in turn: python records bench A.py B.py"
 
 
@@ -98,8 +100,7 @@ def settings_of(*sides: Side) -> list[str]:
 def as_text(value: Any) -> str:
     """A value in words; of a hash the first eight digits."""
     said = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-    is_hash = len(said) == 64 and set(said) <= set("0123456789abcdef")
-    return said[:8] if is_hash else said
+    return HASH.sub(r"\1", said)
 
 
 def shown(path: Path) -> str:
