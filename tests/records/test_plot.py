@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from record_common import call, make_side, make_sides
+from record_common import GOLDEN, call, make_side, make_sides
 
 from tools import plot                                       # noqa: E402
 from tools.read import read_runs                             # noqa: E402
@@ -30,20 +30,14 @@ def test_curves__training_and_validation_against_steps_and_time(tmp_path):
     assert same.read_bytes() == (tmp_path / "show/curves.png").read_bytes(), "a record's picture has a stored hash"
 
 
-@pytest.mark.parametrize("kind, timed, last", [("training", False, 10), ("validation", False, 10), ("validation", True, 79.9)])
-def test_sampled__losses_on_a_common_axis(tmp_path, kind, timed, last):
+@pytest.mark.parametrize("is_val, column, last", [(False, 0, 10), (True, 0, 10), (True, 1, 79.9)])
+def test_sampled__losses_on_a_common_axis(tmp_path, is_val, column, last):
     runs = read_runs([make_side(tmp_path / "a")]).runs
-    xs, losses = plot.sampled(runs, kind, timed)
+    xs, losses = plot.sampled(runs, is_val, column)
     assert xs[-1] == pytest.approx(last, rel=1e-3) and losses.shape == (5, plot.GRID) and np.isfinite(losses).all()
-    if kind == "validation":
-        assert losses[:, -1] == pytest.approx([run.loss for run in runs], abs=2e-3)
-    assert plot.sampled([], kind, timed)[0].size == 0 if False else True
-
-
-def test_smoothed__keeps_ends_and_constants():
-    assert plot.smoothed(np.full(100, 3.0)) == pytest.approx(np.full(100, 3.0))
-    line = np.arange(100.0)
-    assert plot.smoothed(line)[10:90] == pytest.approx(line[10:90], abs=1)
+    finals = [run.loss if is_val else run.steps[-1, 2] for run in runs]
+    assert losses[:, -1] == pytest.approx(finals, abs=4e-3)
+    assert not plot.sampled([*runs[:1], read_runs([GOLDEN / "i_one"]).runs[0]], is_val, column)[0].size, "one point"
 
 
 def test_curves__without_matplotlib_one_line_says_so(tmp_path, monkeypatch):
