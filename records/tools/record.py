@@ -54,14 +54,14 @@ Problem = tuple[str, Any, Any]         # what, found, expected
 class Track(NamedTuple):
     """The rules of a track that a program can apply."""
     target: float | None               # the mean final validation loss is to be below, nats per token
-    rank: str                          # "seconds" or "loss": the lower the better
+    rank: str                          # "time" or "loss": the lower the better
     needs: dict[str, Any]              # what each run must have
     alike: tuple[str, ...]             # what entries share that are ranked together, besides the class
 
 
 TRACKS = {
-    "8xGPU": Track(3.28, "seconds", {"world_size": 8, "val_tokens": 10_485_760}, ("hardware", "data_sha256")),
-    "1xGPU": Track(3.28, "seconds", {"world_size": 1, "val_tokens": 10_485_760}, ("hardware", "data_sha256")),
+    "8xGPU": Track(3.28, "time", {"world_size": 8, "val_tokens": 10_485_760}, ("hardware", "data_sha256")),
+    "1xGPU": Track(3.28, "time", {"world_size": 1, "val_tokens": 10_485_760}, ("hardware", "data_sha256")),
     "pocket": Track(None, "loss", {"tokens": 563_200, "val_tokens": 65_536}, ("data_sha256",)),
     "budget": Track(None, "loss", {}, ("hardware", "budget_s", "data_sha256", "val_tokens")),
 }
@@ -238,46 +238,45 @@ def build(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> dict[
     """result.json of a record of runs."""
     first = sides[stated["main"]].runs[0]
     target = TRACKS[stated["track"]].target if stated["track"] else None
-    settings = config(first)
-    parent = load(folder.parent / stated["parent"]).get("config", settings) if stated["parent"] else settings
     base = sides.get(stated["base"])
-    systems = bool(stated["entry"].get("systems"))
-    others = {name: side for name, side in sides.items() if base and side is not base}
-    verdicts = {name: report.compare(base, side, target, systems) for name, side in others.items()}
-    benches = {name: benched(folder / name) for name in stated["bench"]}
+    result: dict[str, Any] = {"stated": stated, "target": target, "class": class_of(first.facts["config"])}
+    result["machine"] = {key: value(first, key) for key in MACHINE}
+    result["entry"] = {key: stated["entry"].get(key, value(first, key)) for key in ENTRY}
+    result |= {"groups": {}, "runs": {}, "verdicts": {}, "bench": {}}
+    for name, side in sides.items():
+        result["groups"][name] = report.numbers_of(side, target) | {"source_sha256": value(side.runs[0], "source_sha256")}
+        for run in side.reading.runs:
+            result["runs"][run.path.parent.relative_to(folder / "logs").as_posix()] = numbers(run)
+        if base and side is not base:
+            found = report.compare(base, side, target, bool(stated["entry"].get("systems")))
+            result["verdicts"][name] = {key: found[key] for key in OF_REPORT}
+    for name in stated["bench"]:
+        found = benched(folder / name)
+        result["bench"][name] = {key: found[key] for key in OF_REPORT}
+    result["config"] = config(first)
+    parent = load(folder.parent / stated["parent"]) if stated["parent"] else {}
+    result["changed"] = changes(parent.get("config", result["config"]), result["config"])
     ends = manifest_lines(folder / "logs" / MANIFEST, "end")
-    result = {
-        "stated": stated, "target": target, "machine": {key: value(first, key) for key in MACHINE},
-        "entry": {key: stated["entry"].get(key, value(first, key)) for key in ENTRY},
-        "class": class_of(first.facts["config"]),
-        "groups": {name: pool(side, target) for name, side in sides.items()},
-        "runs": {run.path.parent.relative_to(folder / "logs").as_posix(): numbers(run)
-                 for side in sides.values() for run in side.reading.runs},
-        "verdicts": {name: {key: found[key] for key in OF_REPORT} for name, found in verdicts.items()},
-        "bench": {name: {key: found[key] for key in OF_REPORT} for name, found in benches.items()},
-        "config": settings, "changed": changes(parent, settings), "files": hashes(folder),
-        "unfinished": [line for line in ends if line["outcome"] != "done"],
-    }
-    return json.loads(json.dumps(jsonable(result)), parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
+    result["unfinished"] = [line for line in ends if line["outcome"] != "done"]
+    result["files"] = hashes(folder)
+    return json.loads(json.dumps(jsonable(result)), parse_float=short)
+
+
+def short(number: str) -> float:
+    return float(f"{float(number):.{DIGITS}g}")
 
 
 def numbers(run: Run) -> dict[str, Any]:
     """Of one run."""
-    entropy = value(run, "unigram_nats")
+    found = {key: value(run, key) for key in ("seed", "steps", "tokens")}
+    found |= {"loss": run.loss, "seconds": run.seconds, "bits_per_byte": value(run, "val_bpb")}
     memory = value(run, "peak_memory_mib")
-    untimed_s = {phase["name"]: phase["ms"] / 1000 for phase in run.phases if not phase["timed"]}
-    return {"seed": run.seed, "loss": run.loss, "seconds": run.seconds, "steps": value(run, "steps"),
-            "tokens": value(run, "tokens"), "memory_mib": max(memory.values()) if memory else None,
-            "bits_per_byte": value(run, "val_bpb"), "of_unigram_entropy": run.loss / entropy if entropy else None,
-            "comms": value(run, "comms") or {}, "untimed_s": untimed_s}
-
-
-def pool(group: Side, target: float | None) -> dict[str, Any]:
-    """Of a group: losses by seed (those of a repeated seed are averaged, so n counts seeds), times of all runs."""
-    losses = group.losses()
-    return {"losses": losses, "times": group.times, "loss": statistics.summary(losses),
-            "seconds": statistics.summary(group.times), "p": target and statistics.below(losses, target),
-            "source_sha256": value(group.runs[0], "source_sha256")}
+    entropy = value(run, "unigram_nats")
+    found["memory_mib"] = max(memory.values()) if memory else None
+    found["of_unigram_entropy"] = run.loss / entropy if entropy else None
+    found["comms"] = value(run, "comms") or {}
+    found["untimed_s"] = {phase["name"]: phase["ms"] / 1000 for phase in run.phases if not phase["timed"]}
+    return found
 
 
 def benched(folder: Path) -> dict[str, Any]:
@@ -311,15 +310,17 @@ def page(result: dict[str, Any]) -> str:
 def tables_of_groups(result: dict[str, Any]) -> Iterator[str]:
     rows = []
     for name, group in result["groups"].items():
-        means = [group[key][part] for key in ("loss", "seconds") for part in ("mean", "sd")]
-        rows.append([name or "all", len(group["times"]), len(group["losses"]), *means, group["p"]])
+        counts = [name or "all", group["time"]["n"], group["loss"]["n"]]
+        means = [group[key][part] for key in ("loss", "time") for part in ("mean", "sd")]
+        rows.append([*counts, *means, group["p"]])
     yield markdown("group | runs | seeds | final loss | sd | training s | sd | p, mean below the target", rows)
-    tests = [(name, result["stated"]["base"], its) for name, its in result["verdicts"].items()]
-    tests += [(f"[{name}]({name}): B", "A", its) for name, its in result["bench"].items()]
     rows = []
-    for name, base, its in tests:
-        rows.append([name, base, f"**{its['verdict']}**", interval(its["loss"]), interval(its["time"]), its["reason"]])
-    yield markdown("B | against A | verdict | loss, B - A (99 %) | s, B - A (99 % if in turn) | reason", rows)
+    benches = {f"[{name}]({name})": its for name, its in result["bench"].items()}
+    for name, its in (result["verdicts"] | benches).items():
+        tests = [interval(its["loss"]), interval(its["time"])]
+        rows.append([name, f"**{its['verdict']}**", *tests, its["reason"]])
+    against = result["stated"]["base"]
+    yield markdown(f"against {against} | verdict | loss, B - A (99 %) | s, B - A (99 % if in turn) | reason", rows)
     rows = []
     for name, run in result["runs"].items():
         untimed = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in run["untimed_s"].items())
@@ -339,13 +340,15 @@ def interval(test: dict[str, Any] | None) -> str:
 def tables_of_facts(result: dict[str, Any]) -> Iterator[str]:
     stated = result["stated"]
     facts = result["entry"] | stated["entry"] | result["machine"]
-    origins = {key: "stated, not logged" if key in stated["entry"] else "log" for key in facts}
-    yield markdown("fact | value | from", [[key, json.dumps(fact), origins[key]] for key, fact in facts.items()
-                                           if fact is not None])
-    yield markdown("setting | parent | here", [[key, *map(json.dumps, pair)] for key, pair in result["changed"].items()])
-    columns = "folder", "outcome", "cause"
-    yield markdown("unfinished run | outcome | cause", [[line.get(key) for key in columns]
-                                                        for line in result["unfinished"]])
+    rows = []
+    for key, fact in facts.items():
+        if fact is not None:
+            rows.append([key, json.dumps(fact), "stated, not logged" if key in stated["entry"] else "log"])
+    yield markdown("fact | value | from", rows)
+    rows = [[key, *map(json.dumps, pair)] for key, pair in result["changed"].items()]
+    yield markdown("setting | parent | here", rows)
+    rows = [[line["folder"], line["outcome"], line["cause"]] for line in result["unfinished"]]
+    yield markdown("unfinished run | outcome | cause", rows)
 
 
 def markdown(head: str, rows: list[list[Any]]) -> str:
@@ -356,16 +359,19 @@ def markdown(head: str, rows: list[list[Any]]) -> str:
         cells.append(["n/a" if item is None else str(item) for item in shorter])
     widths = [max(map(len, column)) for column in zip(*cells)]
     cells.insert(1, ["-" * width for width in widths])
-    lines = [" | ".join(item.ljust(width) for item, width in zip(row, widths)) for row in cells]
-    return "\n".join(f"| {line} |" for line in lines) if rows else ""
+    lines = []
+    for row in cells:
+        padded = [item.ljust(width) for item, width in zip(row, widths)]
+        lines.append(f"| {' | '.join(padded)} |")
+    return "\n".join(lines) if rows else ""
 
 
 def new(args: argparse.Namespace, root: Path) -> int:
     """A record from runs, which gets its name when all of it is there; or the pages of one made again."""
-    known = [int(match[2]) for match in (FOLDER.fullmatch(path.name) for path in folders(root)) if match]
-    stated = {"date": args.date or f"{datetime.date.today()}", "number": f"{1 + max(known, default=0):02}",
-              "name": args.name or "", "kind": "entry", "track": None, "parent": None, "groups": {}, "entry": {},
-              "bench": []}
+    numbers_there = [int(path.name.split("_")[1]) for path in folders(root) if FOLDER.fullmatch(path.name)]
+    stated = {"date": args.date or f"{datetime.date.today()}", "number": f"{1 + max(numbers_there, default=0):02}"}
+    stated |= {"name": args.name or "", "kind": "entry", "track": None, "parent": None}
+    stated |= {"groups": {}, "entry": {}, "bench": []}
     folder = root / "_".join(stated[key] for key in ("date", "number", "name"))
     place = root / ".unfinished"
     if args.update:
@@ -500,8 +506,9 @@ def findings(folder: Path) -> Iterator[str]:
 
 def sealed(folder: Path, result: dict[str, Any]) -> dict[str, str]:
     """sha256 of what was made for a sealed record: its numbers, its page below the mark, its diff."""
-    made = json.dumps({key: item for key, item in result.items() if key != "sealed"}, sort_keys=True)
-    parts = {RESULT: made, PAGE: text(folder / PAGE).partition(MARK)[2], DIFF: text(folder / DIFF)}
+    made = {key: item for key, item in result.items() if key != "sealed"}
+    parts = {RESULT: json.dumps(made, sort_keys=True), DIFF: text(folder / DIFF)}
+    _, _, parts[PAGE] = text(folder / PAGE).partition(MARK)
     return {name: sha256(part) for name, part in parts.items()}
 
 
@@ -513,9 +520,9 @@ def unlike_its_logs(folder: Path, result: dict[str, Any]) -> Iterator[str]:
         yield f"{what}: found {found}, expected {expected}"
     follows = build(folder, stated, sides)
     follows |= {key: result[key] for key in ("files", "picture_sha256")}     # compared elsewhere
-    made = {RESULT: (json.dumps(result, indent=1), json.dumps(follows, indent=1)),
-            PAGE: (text(folder / PAGE).partition(MARK)[2], page(result)),
-            DIFF: (text(folder / DIFF), parent_diff(folder, stated))}
+    made = {RESULT: (json.dumps(result, indent=1), json.dumps(follows, indent=1))}
+    made[PAGE] = text(folder / PAGE).partition(MARK)[2], page(result)
+    made[DIFF] = text(folder / DIFF), parent_diff(folder, stated)
     for name, pair in made.items():
         both = zip_longest(*(part.splitlines() for part in pair), fillvalue="nothing")
         unlike = [f"{name}: found {one!r}, but {other!r} follows" for one, other in both if one != other]
@@ -556,25 +563,31 @@ def board(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     systems change: the verdict `faster` against its baseline) has no rank. Without one p is that of a loss lower than
     the next entry's."""
     track = TRACKS[entries[0]["stated"]["track"]]
-    pools = [(result["groups"][result["stated"]["main"]], result) for result in entries]
-    pools.sort(key=lambda item: item[0][track.rank]["mean"])
+    entries = sorted(entries, key=lambda result: main_pool(result)[track.rank]["mean"])
     rows: list[dict[str, Any]] = []
     rank = 0
-    for (own, result), (after, _) in zip_longest(pools, pools[1:], fillvalue=(None, None)):
+    for result, after in zip_longest(entries, entries[1:]):
         stated = result["stated"]
+        own = main_pool(result)
         words = [found["verdict"] for found in result["verdicts"].values()]
         p = own["p"]
         if after and not track.target:
-            test = statistics.difference(after["losses"], own["losses"])
-            p = test.p and test.p / 2
-        systems = bool(stated["entry"].get("systems")) and "faster" in words
-        proven = not track.target or systems or (p is not None and p < statistics.ALPHA)
+            test = statistics.difference(main_pool(after)["losses"], own["losses"])
+            p = None if test.p is None else test.p / 2
+        proven = not track.target or (p is not None and p < statistics.ALPHA)
+        if stated["entry"].get("systems") and "faster" in words:
+            proven = True
         rank += proven
-        rows.append({"rank": rank if proven else None, "record": f"{stated['number']} {stated['name']}", "p": p,
-                     "seeds": len(own["losses"]), "loss": own["loss"]["mean"], "loss_sd": own["loss"]["sd"],
-                     "seconds": own["seconds"]["mean"], "seconds_sd": own["seconds"]["sd"], "verdicts": words,
-                     "params_total": result["entry"]["params_total"], "table_bytes": result["entry"]["table_bytes"]})
+        row = {"rank": rank if proven else None, "record": f"{stated['number']} {stated['name']}", "p": p}
+        for key in ("loss", "time"):
+            row |= {f"{part} {key}": own[key][part] for part in ("n", "mean", "sd")}
+        row |= {"verdicts": ", ".join(words) or None, "params_total": result["entry"]["params_total"]}
+        rows.append(row | {"table_bytes": result["entry"]["table_bytes"]})
     return rows
+
+
+def main_pool(result: dict[str, Any]) -> dict[str, Any]:
+    return result["groups"][result["stated"]["main"]]
 
 
 def main(argv: list[str]) -> int:

@@ -63,8 +63,10 @@ class Side:
 
     def losses(self) -> list[float]:
         """One final loss per seed, the mean of its runs; without those that are not finite."""
-        means = [summary([run.loss for run in same]).mean for same in self.seeds()]
-        return [loss for loss in means if math.isfinite(loss)]
+        losses = []
+        for same in self.seeds():
+            losses.append(summary([run.loss for run in same]).mean)
+        return [loss for loss in losses if math.isfinite(loss)]
 
     @property
     def timed(self) -> list[Run]:
@@ -196,11 +198,11 @@ def turns_of(a: Side, b: Side) -> Turns:
     if len(manifests) == 1 and all("pair" in line for _, line in lines.values()):
         plan = manifest_lines(manifests.pop(), "bench")
         planned = plan[0].get("pairs") if plan else None
-        pairs = [{lines[id(run)][1]["pair"] for run in side.timed} for side in (a, b)]
-        complete = sorted(pairs[0] & pairs[1])
+        pair_of = {key: line["pair"] for key, (_, line) in lines.items()}
+        complete = sorted({pair_of[id(run)] for run in a.timed} & {pair_of[id(run)] for run in b.timed})
         looks = [count for count in range(len(complete) + 1) if time_level(count, planned, True)]
         counted = complete[:looks[-1]] if looks else complete
-        both = [(run, is_b) for run, is_b in both if lines[id(run)][1]["pair"] in counted]
+        both = [(run, is_b) for run, is_b in both if pair_of[id(run)] in counted]
         both.sort(key=lambda item: lines[id(item[0])][1]["run"])
         return Turns([run for run, _ in both], [is_b for _, is_b in both], "", True, planned)
 
@@ -233,7 +235,8 @@ def apart(a: Side, b: Side) -> str:
         before, after = a.values(key), b.values(key)
         if before and after and before != after:
             said.append("another machine" if key == "buses" else f"{key} {clipped(before)} -> {clipped(after)}")
-    starts, others = ([run.started for run in side.timed if run.started is not None] for side in (a, b))
+    starts = [run.started for run in a.timed if run.started is not None]
+    others = [run.started for run in b.timed if run.started is not None]
     if starts and others:
         gap_s = max(min(others) - max(starts), min(starts) - max(others))
         if gap_s > RENTAL_PAUSE_S:
@@ -244,9 +247,9 @@ def apart(a: Side, b: Side) -> str:
 def compare(a: Side, b: Side, target: float | None = None, systems: bool = False) -> dict[str, Any]:
     """All that `compare --json` prints: times in s (share: of A's time), losses in nats per token, memory in MiB."""
     target = target or target_of(a, b)
-    by_seed, others = ({run.seed: run.loss for run in side.runs} for side in (a, b))
     loss = difference(a.losses(), b.losses())
-    if by_seed == others and None not in by_seed:
+    by_seed = {run.seed: run.loss for run in a.runs}
+    if None not in by_seed and by_seed == {run.seed: run.loss for run in b.runs}:
         loss = Difference(0.0, 0.0, 0.0, 1.0)                               # equal to the last bit
     turns = turns_of(a, b)
     pairs = len(turns.runs) // 2
@@ -258,12 +261,11 @@ def compare(a: Side, b: Side, target: float | None = None, systems: bool = False
         seconds = Difference(summary(b.times).mean - base)
         if share:
             seconds = Difference(share.mean * base, share.low * base, share.high * base, share.p)
-    report = {
-        "target": target, "a": facts_of(a, target), "b": facts_of(b, target), "loss": loss,
-        "time": seconds, "share": share, "pairs": pairs, "level": level,
-        "loss_level": min(ALPHA, level) if turns.looks else ALPHA, "why_not_in_turn": turns.why_not,
-        "memory": difference(a.memory(), b.memory()), "differs": differing(a, b),
-    }
+    report = {"target": target, "a": facts_of(a, target), "b": facts_of(b, target), "loss": loss, "time": seconds}
+    report |= {"share": share, "pairs": pairs, "level": level, "why_not_in_turn": turns.why_not}
+    report["loss_level"] = min(ALPHA, level) if turns.looks else ALPHA
+    report["memory"] = difference(a.memory(), b.memory())
+    report["differs"] = differing(a, b)
     refused = refusals(a, b)
     word, reason = verdict(a, b, report, systems)
     if refused:
@@ -399,16 +401,19 @@ def differing(a: Side, b: Side) -> list[str]:
     return found
 
 
-def facts_of(side: Side, target: float | None) -> dict[str, Any]:
+def numbers_of(side: Side, target: float | None) -> dict[str, Any]:
     """The numbers of one side."""
-    starts = sorted(run.started for run in side.runs if run.started is not None)
-    return {
-        "name": side.name, "paths": sorted({shown(run.path) for run in side.runs}), "runs": len(side.runs),
-        "started": side.started, "dates": [time.strftime("%Y-%m-%d %H:%M", time.gmtime(start)) for start in starts],
-        "loss": summary(side.losses()), "time": summary(side.times), "memory": summary(side.memory()),
-        "p": target and below(side.losses(), target), "losses": side.losses(), "times": side.times, "left": side.left,
-        "unread": [f"{shown(path)}: {reason}" for path, reason in side.reading.unread],
-    }
+    losses = side.losses()
+    found = {"runs": len(side.runs), "started": side.started, "losses": losses, "times": side.times}
+    found |= {"loss": summary(losses), "time": summary(side.times), "memory": summary(side.memory())}
+    return found | {"p": target and below(losses, target)}
+
+
+def facts_of(side: Side, target: float | None) -> dict[str, Any]:
+    """The numbers of one side, where it is and when it began."""
+    starts = [time.strftime("%Y-%m-%d %H:%M", time.gmtime(run.started)) for run in side.runs if run.started is not None]
+    where = os.path.commonpath([shown(run.path) for run in side.runs])
+    return {"name": side.name, "where": where or ".", "begun": min(starts, default=None), **numbers_of(side, target)}
 
 
 def notes_of(side: Side, name: str = "") -> list[str]:
@@ -441,10 +446,11 @@ def show(side: Side, target: float | None = None, systems: bool = False) -> dict
         word, reason = proof(side, target)
     if mixed:
         word, reason = "not comparable", mixed[0]
+    report = {"verdict": word, "reason": reason, "target": target, **facts_of(side, target)}
     needed = seeds_needed(target - mean, sd) if target else None
-    return {"verdict": word, "reason": reason, "target": target, **facts_of(side, target), "seeds_needed": needed,
-            "more_seeds": None if needed is None else max(1, needed - n), "notes": [*mixed[1:], *notes_of(side)],
-            "machine": [f"{key} {clipped(side.values(key))}" for key in (*MACHINE, *SOFTWARE) if side.values(key)]}
+    report["more_seeds"] = None if needed is None else max(1, needed - n)
+    report["machine"] = [f"{key} {clipped(side.values(key))}" for key in (*MACHINE, *SOFTWARE) if side.values(key)]
+    return report | {"notes": [*mixed[1:], *notes_of(side)]}
 
 
 class Placed(NamedTuple):
@@ -505,9 +511,9 @@ def place(run: Run, pool: Side) -> dict[str, Any]:
     if said[True] or said[False]:
         word = "outside" if said[False] else "inside"
         reason = "; ".join(said[not said[False]])
-    return {"verdict": word, "reason": reason, "run": shown(run.path), "reached": run.reached, "finished": run.finished,
-            "pool_runs": len(pool.runs), **points, "differs": differing(pool, alone),
-            "notes": [*remarks, *run.notes, *mixtures(pool)]}
+    report = {"verdict": word, "reason": reason, "run": shown(run.path), "reached": run.reached, **points}
+    report |= {"finished": run.finished, "pool_runs": len(pool.runs), "differs": differing(pool, alone)}
+    return report | {"notes": [*remarks, *run.notes, *mixtures(pool)]}
 
 
 def listed(items: Iterable[str], most: int = SHOWN) -> str:
@@ -526,7 +532,11 @@ def number(value: float | None, form: str) -> str:
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*rows)]
-    return ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row, widths)]
+        lines.append("  ".join(cells).rstrip())
+    return lines
 
 
 def test_in_words(test: Difference | None, form: str, unit: str = "") -> str:
@@ -543,13 +553,13 @@ def in_words(report: dict[str, Any], sides: Sequence[dict[str, Any]] = (), more:
     target = report.get("target")
     rows = [["", "seeds", "loss", "sd", f"p (< {target:g})" if target else "", "time s", "sd", "peak MiB"]]
     for side in sides:
-        begun = f", begun {side['dates'][0]}" if side["dates"] else ""
-        where = os.path.commonpath(side["paths"]) or "."
-        lines.append(f"{side['name']}  {where}: {side['runs']} of {side['started']} started{begun}")
-        (n, loss, loss_sd), (_, seconds, seconds_sd), memory = side["loss"], side["time"], side["memory"].mean
-        cells = [number(loss, ".5f"), number(loss_sd, ".5f"), number(side["p"], ".2g") if target else "",
-                 number(seconds, ".3f"), number(seconds_sd, ".3f"), number(memory, ".0f")]
-        rows.append([side["name"], str(n), *cells])
+        begun = f", begun {side['begun']}" if side["begun"] else ""
+        lines.append(f"{side['name']}  {side['where']}: {side['runs']} of {side['started']} started{begun}")
+        row = [side["name"], str(side["loss"].n)]
+        row += [number(x, ".5f") for x in side["loss"][1:]]
+        row.append(number(side["p"], ".2g") if target else "")
+        row += [number(x, ".3f") for x in side["time"][1:]]
+        rows.append([*row, number(side["memory"].mean, ".0f")])
     if sides:
         lines += aligned(rows)
     differs = [f"differs: {line}" for line in report.get("differs", [])]

@@ -1,4 +1,4 @@
-"""records/tools/bench.py on trainers of a few lines that log planted times: order, manifest, failures, words, patches."""
+"""records/tools/bench.py on trainers of a few lines that log planted times: order, failures, words, patches."""
 import difflib
 import json
 import os
@@ -74,7 +74,7 @@ def test_race__order_manifest_and_seeds(tmp_path, out):
     assert (out / "runs/001_A/data").resolve() == (tmp_path / "data").resolve()
     found = json.loads((out / "summary.json").read_text())
     assert found["verdict"] == "undecided" and status == 7 and found["pairs"] == 4, "other flags are another program"
-    assert found["loss"] == [0.0, 0.0, 0.0, 1.0] or found["loss"]["mean"] == 0, "a pair has one seed"
+    assert found["loss"]["mean"] == 0, "a pair has one seed"
     assert "pair 4 of 4: B - A: loss +0.0000" in said and "verdict: undecided" in said
 
 
@@ -176,8 +176,7 @@ def test_patched__says_what_is_wrong(tmp_path, out):
     (tmp_path / "old.patch").write_text(patch_of("a\nb\nc\n", "a\nd\nc\n"))
     assert "patch does not apply" in call("bench", a, f"--arm=old={tmp_path}/old.patch", f"--out={out}2")[2]
     (tmp_path / "none.patch").write_text(patch_of("x\n", "y\n").replace("train_gpt", "other"))
-    error = call("bench", a, f"--arm=none={tmp_path}/none.patch", f"--out={out}3")[2]
-    assert "does not touch train_gpt.py" in error or "make it anew: git diff" in error
+    assert "does not touch train_gpt.py" in call("bench", a, f"--arm=none={tmp_path}/none.patch", f"--out={out}3")[2]
 
 
 @pytest.mark.parametrize("patch", sorted(path.name for path in ROOT.glob("records/ablations/*.patch")))

@@ -121,7 +121,6 @@ def test_new__what_is_no_record(root, tmp_path, argv, said):
     assert [path for path in sorted(root.rglob("*")) if ".unfinished" not in path.parts] == before
 
 
-# ---- What happens to a record: name -> (change of a folder, part of what check says)
 def edits(name: str, old: str, new: str) -> Callable[[Path], None]:
     return lambda folder: edit(folder / name, old, new)
 
@@ -193,7 +192,6 @@ def test_check__a_parent_that_changed(root):
     assert "source.diff: found" in check(root, "02")
 
 
-# ---- What is tried to get a better record past `new --update` and `check`
 def in_logs(change: Callable[[dict], None], *seeds: int) -> Callable[[Path], None]:
     """Change events of log.jsonl; log.txt keeps its own."""
     def launder(folder: Path) -> None:

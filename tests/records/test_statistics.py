@@ -71,17 +71,6 @@ def test_hopeless__only_where_more_seeds_cannot_help(losses, expected):
     assert statistics.hopeless(losses, 3.28) == expected
 
 
-def test_band__holds_one_more_value():
-    rng = np.random.default_rng(2)
-    outside = 0
-    for _ in range(2000):
-        *pool, value = rng.normal(size=7)
-        low, high = statistics.band(pool)
-        outside += not low <= value <= high
-    assert 8 <= outside <= 34, outside                        # 20 are expected
-    assert statistics.band([1.0]) is None
-
-
 @pytest.mark.parametrize("sides, expected", [
     ("ABBAAB", [0, 1, 2, 3, 4, 5]), ("ABAB", [0, 1, 2, 3]), ("AAABBB", None), ("AABB", None), ("ABA", [0, 1]),
     ("AAB", [1, 2]), ("ABBAA", [0, 1, 2, 3]), ("AAAA", None), ("", None), ("A", None), ("ABAAAB", None)])
