@@ -321,18 +321,24 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     return args
 
 
+def settle(args: argparse.Namespace, out: Path, home: Path) -> None:
+    """Fill in the folders that were not named."""
+    if args.out is None:
+        args.out = out
+    if args.data is None:
+        args.data = home / DATA
+
+
 def main(argv: list[str]) -> int:
     args = parsed(argv)
     is_try = argv[0] == "try"
     signal.signal(signal.SIGTERM, signal.default_int_handler)               # ends the run and leaves a line, as Ctrl-C
     if is_try:
-        args.out = args.out or Path(f"logs/try-{args.patch.stem}")
-        args.data = args.data or ROOT / DATA
+        settle(args, Path(f"logs/try-{args.patch.stem}"), ROOT)
         args.plot = args.plot or args.out / "curves.png"
         sides = sides_to_try(args)
     else:
-        args.out = args.out or Path(f"logs/bench-{time.strftime('%Y%m%d-%H%M%S')}")
-        args.data = args.data or args.scripts[0].resolve().parent / DATA
+        settle(args, Path(f"logs/bench-{time.strftime('%Y%m%d-%H%M%S')}"), args.scripts[0].resolve().parent)
         sides = {"A": trainer(args.scripts[0], [*args.both, *shlex.split(args.a)])}
         for script in args.scripts[1:2]:
             sides["B"] = trainer(script, [*args.both, *shlex.split(args.b)])

@@ -53,8 +53,10 @@ def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None
         for spine in axes.spines.values():
             spine.set_color(INK)
     if limits:
-        room = 0.05 * (max(limits) - min(limits)) + 1e-6
-        both[0].set_ylim(min(limits) - room, max(limits) + room)
+        low = min(limits)
+        high = max(limits)
+        room = 0.05 * (high - low) + 1e-6
+        both[0].set_ylim(low - room, high + room)
     both[0].set_ylabel("loss (nats per token)", color=INK, fontsize=17)
     if len(groups) <= MOST_NAMED:
         both[1].legend(fontsize=15, labelcolor=INK, frameon=False)
@@ -69,18 +71,22 @@ def sampled(runs: Sequence[Run], is_val: bool, column: int) -> tuple[np.ndarray,
     for run in runs:
         table = run.steps
         if is_val:
-            table = np.array([(step, seconds or np.nan, loss) for step, loss, seconds in run.val]).reshape(-1, 3)
-        table = table[np.isfinite(table[:, 2]) & np.isfinite(table[:, column])]
+            rows = [(step, seconds, loss) for step, loss, seconds in run.val]
+            table = np.array(rows, float).reshape(-1, 3)              # None becomes nan
+        known = np.isfinite(table).all(axis=1) if column else np.isfinite(table[:, 2])
+        table = table[known]
         if len(table) < 2:
             return np.empty(0), np.empty((0, 0))
         losses = table[:, 2]
         if not is_val:                                    # a running mean; near the ends over as many as there are
             window = np.ones(max(1, int(SMOOTHING * len(table))))
-            losses = np.convolve(losses, window, "same") / np.convolve(np.ones(len(table)), window, "same")
+            counts = np.convolve(np.ones(len(table)), window, "same")
+            losses = np.convolve(losses, window, "same") / counts
         tables.append((table[:, column], losses))
     first = max(xs[0] for xs, _ in tables)
     places = np.linspace(first, min(xs[-1] for xs, _ in tables), GRID)
-    return places, np.array([np.interp(places, xs, losses) for xs, losses in tables])
+    curves_there = [np.interp(places, xs, losses) for xs, losses in tables]
+    return places, np.array(curves_there)
 
 
 def draw(axes: Any, xs: np.ndarray, losses: np.ndarray, is_val: bool, color: str) -> None:

@@ -118,7 +118,7 @@ class Run:
         if self.final is None:
             return False
         if self.kind == "ours":
-            return bool(self.result) and self.aborted is None
+            return self.aborted is None and self.result != {}
         return self.total in (None, self.final.step)
 
     @property
@@ -280,8 +280,8 @@ def take(run: Run, rows: list[tuple[float, float, float]], event: dict[str, Any]
             raise NotALog("no header line at the start")
         take_header(run, event)
     elif kind == "step":
-        loss = event.get("train_loss")
-        rows.append((float(event["step"]), event["train_time_ms"] / 1000, math.nan if loss is None else float(loss)))
+        loss = event.get("train_loss", math.nan)
+        rows.append((float(event["step"]), event["train_time_ms"] / 1000, float(loss)))
     elif kind == "val":
         run.val.append(Point(int(event["step"]), float(event["val_loss"]), event["train_time_ms"] / 1000))
     elif kind == "phase":

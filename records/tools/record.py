@@ -23,8 +23,6 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from tools import plot, report, statistics
 from tools.read import NotALog, Reading, Run, ToolError, read_file
 from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, shown
@@ -46,7 +44,7 @@ OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
 RUN_COLUMNS = "seed", "loss", "bits_per_byte", "of_unigram_entropy", "seconds", "steps", "tokens", "memory_mib"
 LINK = re.compile(r"\]\(\s*<?([^)\s>]+)|\b(?:src|href)\s*=\s*[\"']?([^\s\"'>]+)", re.I)
 CODE = re.compile(r"```.*?```|`[^`\n]*`", re.S)
-ROUNDING = 0, 0.000502, 0.000051       # of steps, seconds and losses in log.txt
+VALIDATION = re.compile(r"^step:(\d+)/\d+ val_loss:(\S+) train_time:(\d+)ms ", re.M)
 
 Problem = tuple[str, Any, Any]         # what, found, expected
 
@@ -69,7 +67,9 @@ TRACKS = {
 
 def text(path: Path) -> str:
     """As it is, line ends too; "" for a file that is not there."""
-    return path.read_bytes().decode("utf-8") if path.is_file() else ""
+    if not path.is_file():
+        return ""
+    return path.read_bytes().decode("utf-8")
 
 
 def sha256(data: str | bytes) -> str:
@@ -91,8 +91,10 @@ def folders(root: Path) -> list[Path]:
 
 def find(root: Path, name: str) -> Path:
     """A record by its path, folder name, number or name."""
-    wanted = Path(name).name
-    fits = [path for path in folders(root) if wanted in (path.name, *path.name.split("_", 2)[1:])]
+    fits = []
+    for path in folders(root):
+        if Path(name).name in (path.name, *path.name.split("_", 2)[1:]):
+            fits.append(path)
     if len(fits) != 1:
         raise ToolError(f"record {name}", [path.name for path in fits], "one", "give its folder's name or its number")
     return fits[0]
@@ -109,11 +111,6 @@ def diff_of(old: Path, new: Path) -> str:
     """A diff that `git apply` takes; empty where nothing differs."""
     before, after = (text(path).splitlines(keepends=True) for path in (old, new))
     return "".join(difflib.unified_diff(before, after, f"a/{SOURCE}", f"b/{SOURCE}"))
-
-
-def parent_diff(folder: Path, stated: dict[str, Any]) -> str:
-    parent = stated["parent"]
-    return diff_of(folder.parent / parent / SOURCE, folder / SOURCE) if parent else ""
 
 
 def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, list[Any]]:
@@ -196,8 +193,8 @@ def misfits(sides: dict[str, Side], stated: dict[str, Any]) -> Iterator[Problem]
         return
     for run in sides[stated["main"]].runs:
         name = run.path.parent.name
-        budget_s = value(run, "budget_s") or math.inf
-        if stated["track"] == "budget" and abs((run.seconds or 0) / budget_s - 1) > BUDGET_OFF:
+        budget_s = value(run, "budget_s")
+        if stated["track"] == "budget" and not (budget_s and abs(run.seconds / budget_s - 1) <= BUDGET_OFF):
             yield f"{name}, seconds", run.seconds, f"within 3 % of --time_budget ({budget_s} s)"
         for key, needed in track.needs.items():
             if value(run, key) != needed:
@@ -208,30 +205,22 @@ def misfits(sides: dict[str, Side], stated: dict[str, Any]) -> Iterator[Problem]
 
 
 def unlike_text(name: str, run: Run) -> Iterator[Problem]:
-    """Where log.txt is not log.jsonl, rounded; and the result of log.jsonl not its last validation."""
+    """Where the result of log.jsonl is not its last validation, or log.txt not log.jsonl, rounded."""
     for key, known in (("train_time_ms", 1000 * run.final.seconds), ("steps", run.final.step)):
         if not math.isclose(run.result[key], known, rel_tol=1e-9):
             yield f"{name}, {key} of the result", run.result[key], f"{known}, as the last validation has it"
-    try:
-        printed, = read_file(run.path.with_name(TEXT_LOG))
-    except (OSError, NotALog, ValueError) as error:
-        yield f"{name}, {TEXT_LOG}", error, f"the text beside {LOG}, as the trainer writes it"
-        return
-    for key in ("hardware", "world_size"):
-        if str(run.facts.get(key)).partition(", then ")[0] != str(printed.facts.get(key)):
-            yield f"{name}, {key}", run.facts.get(key), f"{printed.facts.get(key)}, as {TEXT_LOG} has it"
-    if f"seed {run.seed}\n" not in text(printed.path).partition("\nstep:")[0]:
-        yield f"{name}, seed", run.seed, f"that of the first lines of {TEXT_LOG}"
-    tables = []
-    for one in (run, printed):
-        points = [(point.step, point.seconds or 0.0, point.loss) for point in one.val]
-        tables.append(np.array(points + [(step, seconds, 0.0) for step, seconds, _ in one.steps.tolist()]))
-    if tables[0].shape != tables[1].shape:
-        yield f"{name}, lines of {TEXT_LOG}", len(tables[1]), f"{len(tables[0])}, as {LOG} has them"
-        return
-    off = (np.abs(tables[0] - tables[1]) > ROUNDING).any(axis=1)
-    for step, seconds, loss in tables[1][off][:SHOWN_LINES].tolist():
-        yield f"{name}, step {step:.0f} of {TEXT_LOG}", f"{seconds} s, loss {loss}", f"what {LOG} has, rounded"
+    printed = text(run.path.with_name(TEXT_LOG))
+    machine = str(value(run, "hardware")).partition(", then ")[0]            # of the part before a resume
+    for fact in (f"seed {run.seed}\n", f"on {machine} with world_size {value(run, 'world_size')}\n"):
+        if fact not in printed.partition("\nstep:")[0]:
+            yield f"{name}, first lines of {TEXT_LOG}", "another seed or machine", f"{fact.strip()}, as {LOG} has it"
+    lines = VALIDATION.findall(printed)
+    if len(lines) != len(run.val):
+        yield f"{name}, validations of {TEXT_LOG}", len(lines), f"{len(run.val)}, as {LOG} has them"
+    for (step, loss, ms), point in zip(lines, run.val):
+        off = max(abs(float(loss) - point.loss) / 5.1e-5, abs(float(ms) - 1000 * point.seconds) / 0.502)
+        if int(step) != point.step or off > 1:
+            yield f"{name}, step {step} of {TEXT_LOG}", f"loss {loss}, {ms} ms", f"{point}, as {LOG} has it"
 
 
 def build(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> dict[str, Any]:
@@ -325,16 +314,15 @@ def tables_of_groups(result: dict[str, Any]) -> Iterator[str]:
     for name, run in result["runs"].items():
         untimed = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in run["untimed_s"].items())
         columns = [run[key] for key in RUN_COLUMNS]
-        rows.append([f"[{name.split('/')[-1]}](logs/{name}/{LOG})", *columns, untimed])
+        rows.append([f"[{Path(name).name}](logs/{name}/{LOG})", *columns, untimed])
     yield markdown(f"run | {' | '.join(RUN_COLUMNS)} | untimed s", rows)
 
 
-def interval(test: dict[str, Any] | None) -> str:
+def interval(test: dict[str, Any] | None) -> str | None:
     """Mean and interval of a test."""
-    if not test:
-        return "n/a"
-    mean = f"{test['mean']:.4g}"
-    return mean if test["p"] is None else f"{mean} ({test['low']:.4g} to {test['high']:.4g})"
+    if not test or test["p"] is None:
+        return f"{test['mean']:.4g}" if test else None
+    return f"{test['mean']:.4g} ({test['low']:.4g} to {test['high']:.4g})"
 
 
 def tables_of_facts(result: dict[str, Any]) -> Iterator[str]:
@@ -409,7 +397,7 @@ def gather(items: list[str], staged: Path, stated: dict[str, Any]) -> None:
     groups = list(stated["groups"])
     stated |= {"base": None, "main": groups[0]}
     if len(groups) > 1:
-        stated["base"] = stated["main"] = "baseline" if "baseline" in groups else groups[0]
+        stated["base"] = stated["main"] = min(groups, key=lambda name: name != "baseline")
         if stated["kind"] == "entry":
             stated["main"] = next(name for name in groups if name != stated["base"])
     shutil.copyfile(sources[stated["main"]], staged / SOURCE)
@@ -429,7 +417,7 @@ def keep(run: Run, group: str | None, staged: Path, stated: dict[str, Any], sour
     resumed = [note for note in run.notes if note.startswith("resumed with another")]
     if resumed:
         raise ToolError(f"run {run.path}", resumed, "a run of one program", "leave it out")
-    label = group or noted.get("side") or ""
+    label = group or noted.get("side", "")
     name = noted.get("folder") or f"{label}_{run.path.parent.name}".strip("_")
     copy = staged / "logs" / name
     if copy.exists():
@@ -455,13 +443,15 @@ def write(folder: Path, stated: dict[str, Any]) -> None:
     for problem in doubts(folder, stated, sides):
         raise ToolError(*problem, "leave runs out, or make groups or records of them; rules: records/README.md")
     if stated["parent"]:
-        (folder / DIFF).write_bytes(parent_diff(folder, stated).encode())
+        diff = diff_of(folder.parent / stated["parent"] / SOURCE, folder / SOURCE)
+        (folder / DIFF).write_bytes(diff.encode())
     result = build(folder, stated, sides)
     plot.curves({name: side.runs for name, side in sides.items()}, folder / PLOT, result["target"])
     result["picture_sha256"] = sha256((folder / PLOT).read_bytes())
     (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     by_hand, _, _ = text(folder / PAGE).partition(MARK)
-    by_hand = by_hand or f"# {stated['number']} {stated['name']}\n\nThe idea:\n\n"
+    if not by_hand:
+        by_hand = f"# {stated['number']} {stated['name']}\n\nThe idea:\n\n"
     (folder / PAGE).write_bytes((by_hand + MARK + page(result)).encode())
 
 
@@ -470,7 +460,7 @@ def check(args: argparse.Namespace, root: Path) -> int:
     if not chosen:
         raise ToolError(f"records in {shown(root)}", "none", "at least one", "name their folder: --records")
     found = [f"{folder.name}: {finding}" for folder in chosen for finding in findings(folder)]
-    for place in () if args.chosen else (root, root.parent):
+    for place in (root, root.parent):
         found += [f"{place.name}: {finding}" for finding in dead_links(place / PAGE)]
     numbers = [path.name.split("_")[1] for path in folders(root) if FOLDER.fullmatch(path.name)]
     found += [f"number {number}: several records have it" for number, count in Counter(numbers).items() if count > 1]
@@ -497,7 +487,8 @@ def findings(folder: Path) -> Iterator[str]:
             there[PLOT] = sha256((folder / PLOT).read_bytes())
             yield from unlike_its_logs(folder, result)
         for name, (noted, found) in changes(known, there).items():
-            yield f"{name}: edited: another sha256" if noted and found else f"{name}: {'missing' if noted else 'added'}"
+            said = {(True, True): "edited: another sha256", (True, False): "missing", (False, True): "added"}
+            yield f"{name}: {said[bool(noted), bool(found)]}"
     except ToolError as error:
         yield str(error)
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
@@ -522,7 +513,8 @@ def unlike_its_logs(folder: Path, result: dict[str, Any]) -> Iterator[str]:
     follows |= {key: result[key] for key in ("files", "picture_sha256")}     # compared elsewhere
     made = {RESULT: (json.dumps(result, indent=1), json.dumps(follows, indent=1))}
     made[PAGE] = text(folder / PAGE).partition(MARK)[2], page(result)
-    made[DIFF] = text(folder / DIFF), parent_diff(folder, stated)
+    if stated["parent"]:
+        made[DIFF] = text(folder / DIFF), diff_of(folder.parent / stated["parent"] / SOURCE, folder / SOURCE)
     for name, pair in made.items():
         both = zip_longest(*(part.splitlines() for part in pair), fillvalue="nothing")
         unlike = [f"{name}: found {one!r}, but {other!r} follows" for one, other in both if one != other]
@@ -551,10 +543,13 @@ def table(args: argparse.Namespace, root: Path) -> int:
             alike |= {key: as_text(result["machine"][key]) for key in TRACKS[track].alike}
             lists.setdefault(", ".join(f"{key} {fact}" for key, fact in alike.items()), []).append(result)
     boards = {title: board(entries) for title, entries in lists.items()}
-    for title, rows in () if args.json else boards.items():
+    if args.json:
+        print(json.dumps(boards, indent=1))
+        return 0
+    for title, rows in boards.items():
         columns = [list(row.values()) for row in rows]
         print(f"{title}\n{markdown(' | '.join(rows[0]), columns)}\n")
-    print(json.dumps(boards, indent=1) if args.json else "`check` tells whether these hold; rules: records/README.md")
+    print("`check` tells whether these hold; rules: records/README.md")
     return 0
 
 
@@ -573,8 +568,10 @@ def board(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
         p = own["p"]
         if after and not track.target:
             test = statistics.difference(main_pool(after)["losses"], own["losses"])
-            p = None if test.p is None else test.p / 2
-        proven = not track.target or (p is not None and p < statistics.ALPHA)
+            p = test.p and test.p / 2
+        proven = p is not None and p < statistics.ALPHA
+        if not track.target:
+            proven = True
         if stated["entry"].get("systems") and "faster" in words:
             proven = True
         rank += proven

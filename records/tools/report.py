@@ -11,6 +11,7 @@ record; 7 undecided, not proven, not measured in turn; 8 not comparable; 9 outsi
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
 import os
@@ -40,6 +41,7 @@ RENTAL_PAUSE_S = 4 * 3600              # a longer pause between two runs may be 
 MANIFEST, MANIFEST_DEPTH = "manifest.jsonl", 6     # of a bench; folders above a run in which it may lie
 SHOWN, SHOWN_CHARACTERS = 6, 60        # items of a list, and characters of one; --json has all
 HASH = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
+LOSS_WORDS = "higher loss", "lower loss"
 IN_TURN = "run both in turn: python records bench A.py B.py"
 
 
@@ -107,8 +109,9 @@ def as_text(value: Any) -> str:
 
 def shown(path: Path) -> str:
     """A path from here, where it is below; else as it was given."""
-    here = Path.cwd()
-    return str(path.resolve().relative_to(here)) if path.resolve().is_relative_to(here) else str(path)
+    with contextlib.suppress(ValueError):
+        return str(path.resolve().relative_to(Path.cwd()))
+    return str(path)
 
 
 def side_of(name: str, paths: Iterable[Path | str], steps: int | None = None) -> Side:
@@ -160,7 +163,9 @@ def sorted_out(name: str, reading: Reading, steps: int | None = None) -> Side:
 def manifest_lines(manifest: Path, kind: str) -> list[dict[str, Any]]:
     """The lines of one type; none without a manifest. The last line may be torn."""
     found = []
-    for line in manifest.read_text("utf-8").splitlines() if manifest.is_file() else []:
+    if not manifest.is_file():
+        return found
+    for line in manifest.read_text("utf-8").splitlines():
         try:
             event = json.loads(line)
             if event["type"] == kind:
@@ -254,7 +259,7 @@ def compare(a: Side, b: Side, target: float | None = None, systems: bool = False
     turns = turns_of(a, b)
     pairs = len(turns.runs) // 2
     level = time_level(pairs, turns.planned, turns.looks)
-    share = in_turn([run.seconds for run in turns.runs], turns.is_b) if pairs else None
+    share = in_turn([run.seconds for run in turns.runs], turns.is_b)
     seconds = None
     if a.times and b.times:
         base = summary(a.times).mean
@@ -263,24 +268,28 @@ def compare(a: Side, b: Side, target: float | None = None, systems: bool = False
             seconds = Difference(share.mean * base, share.low * base, share.high * base, share.p)
     report = {"target": target, "a": facts_of(a, target), "b": facts_of(b, target), "loss": loss, "time": seconds}
     report |= {"share": share, "pairs": pairs, "level": level, "why_not_in_turn": turns.why_not}
-    report["loss_level"] = min(ALPHA, level) if turns.looks else ALPHA
+    report["loss_level"] = ALPHA
+    if turns.looks:
+        report["loss_level"] = min(ALPHA, level)
     report["memory"] = difference(a.memory(), b.memory())
     report["differs"] = differing(a, b)
     refused = refusals(a, b)
-    word, reason = verdict(a, b, report, systems)
+    said = verdict(a, b, report, systems)
     if refused:
-        word, reason = "not comparable", refused[0]
+        said = "not comparable", refused[0]
     elif same_program(a, b):
-        word, reason = "same program", "source, settings and software are equal: what differs is of machines or chance"
-    notes = [*refused[1:], *notes_of(a, "A: "), *notes_of(b, "B: ")]
-    return {"verdict": word, "reason": reason, **report, "notes": notes}
+        said = "same program", "source, settings and software are equal: what differs is of machines or chance"
+    report["notes"] = [*refused[1:], *notes_of(a, "A: "), *notes_of(b, "B: ")]
+    return {"verdict": said[0], "reason": said[1], **report}
 
 
 def verdict(a: Side, b: Side, report: dict[str, Any], systems: bool) -> tuple[str, str]:
     """The word and its reason, by the rule at the top of this file."""
     loss = report["loss"]
-    p = None if loss is None else loss.p
-    given = "no test of the losses: that takes two seeds a side" if p is None else "no difference of losses shows"
+    p = loss and loss.p
+    given = "no difference of losses shows"
+    if p is None:
+        given = "no test of the losses: that takes two seeds a side"
     diverged = sum(not math.isfinite(run.loss) for run in b.runs if run.kind != "list")
     if diverged:
         return "undecided", f"{diverged} of {len(b.runs)} runs of B have no finite loss"
@@ -293,25 +302,25 @@ def verdict(a: Side, b: Side, report: dict[str, Any], systems: bool) -> tuple[st
         if word != "proven":
             return word, f"B: {given}"
     elif p is not None and p < report["loss_level"]:
-        word = "lower loss" if loss.mean < 0 else "higher loss"
-        return word, f"by {abs(loss.mean):.4f} (p {p:.2g}); time: {time_in_words(report)}"
+        return LOSS_WORDS[loss.mean < 0], f"by {abs(loss.mean):.4f} (p {p:.2g}); time: {time_in_words(report)}"
     if report["why_not_in_turn"]:
         return "not measured in turn", f"{given}; {report['why_not_in_turn']}; {IN_TURN}"
     return time_word(report["share"], report["level"]), f"{given}; {time_in_words(report)}"
 
 
 def time_in_words(report: dict[str, Any]) -> str:
-    share, level = report["share"], report["level"]
+    share = report["share"]
+    level = report["level"]
     pairs = f"{report['pairs']} pairs in turn"
-    if report["why_not_in_turn"] or share is None or not level:
-        return "not measured in turn" if report["why_not_in_turn"] else f"{pairs} are too few for a word"
+    if report["why_not_in_turn"]:
+        return "not measured in turn"
+    if share is None or not level:
+        return f"{pairs} are too few for a word"
+    amounts = {"faster": "less time", "slower": "more time", "same": "of the time more or less, surely under 0.1 %"}
     word = time_word(share, level)
-    amount = f"B takes {abs(share.mean):.2%} {'less' if share.mean < 0 else 'more'} time"
-    if word == "same":
-        amount = "times differ by less than 0.1 % for sure"
-    elif word == "undecided":
+    if word == "undecided":
         return f"times do not differ for sure after {pairs} (p {share.p:.2g}, a word takes {level:.2g})"
-    return f"{amount}, {pairs}"
+    return f"B takes {abs(share.mean):.2%} {amounts[word]}, {pairs}"
 
 
 def proof(side: Side, target: float) -> tuple[str, str]:
@@ -321,7 +330,9 @@ def proof(side: Side, target: float) -> tuple[str, str]:
     if not n:
         return "not proven", "the losses are not said"
     p = below(losses, target)
-    by = "by a list, as stated" if side.runs[0].kind == "list" else f"by {len(side.runs)} of {side.started} started"
+    by = f"by {len(side.runs)} of {side.started} started"
+    if side.runs[0].kind == "list":
+        by = "by a list, as stated"
     known = f"(n = {n})" if math.isnan(p) else f"(n = {n}, p {p:.2g})"
     against = f"mean loss {mean:.5f} against {target:g}:"
     if p < ALPHA:
@@ -334,7 +345,9 @@ def proof(side: Side, target: float) -> tuple[str, str]:
 def target_of(*sides: Side) -> float | None:
     """The target that all logs state; None if there is none."""
     stated = {run.facts.get("target_loss") for side in sides for run in side.runs}
-    return (stated.pop() or None) if len(stated) == 1 else None
+    if len(stated) > 1:
+        return None
+    return stated.pop() or None                                              # 0: a preset without a target
 
 
 def refusals(a: Side, b: Side) -> list[str]:
@@ -346,7 +359,7 @@ def refusals(a: Side, b: Side) -> list[str]:
     for key in ("world_size", "hardware", "data_sha256"):
         before, after = a.values(key), b.values(key)
         if before and after and not set(before) & set(after):
-            found.append(f"other data: {before} -> {after}" if key == "data_sha256" else f"other machines: {apart(a, b)}")
+            found.append(f"other {key}: {apart(a, b) or clipped([*before, *after])}")
     for side, other in ((a, b), (b, a)):
         found += mixtures(side)
         if not any(run.finished for run in side.runs) and any(run.finished for run in other.runs):
@@ -374,11 +387,10 @@ def same_program(a: Side, b: Side) -> bool:
     sources = {run.facts.get("source_sha256") for run in runs}
     if len(sources) > 1 or None in sources or len({run.final.step for run in runs}) > 1:
         return False
-    for manifest in {noted(run)[0] for run in runs} - {None}:
-        for plan in manifest_lines(manifest, "bench"):
-            flags = [side.get("flags") for side in plan["sides"].values()]
-            if any(other != flags[0] for other in flags):
-                return False
+    plans = [plan for run in runs[:1] for plan in manifest_lines(noted(run)[0] or Path(), "bench")]
+    flags = [side.get("flags") for plan in plans for side in plan["sides"].values()]
+    if any(other != flags[0] for other in flags):
+        return False
     return all(a.values(key) == b.values(key) for key in (*SOFTWARE, *settings_of(a, b)))
 
 
@@ -394,7 +406,7 @@ def differing(a: Side, b: Side) -> list[str]:
             found.append(f"{key} {clipped(before)} -> {clipped(after)}")
             continue
         for row in range(max(len(old), len(new))):
-            was, now = (dict(table[row]) if row < len(table) else {} for table in (old, new))
+            was, now = (dict(*table[row:row + 1]) for table in (old, new))
             columns = [column for column in was | now if was.get(column) != now.get(column)]
             found += [f"{key}[{row}] {column} {as_text(was.get(column))} -> {as_text(now.get(column))}"
                       for column in columns]
@@ -439,16 +451,18 @@ def show(side: Side, target: float | None = None, systems: bool = False) -> dict
     target = target or target_of(side)
     mixed = mixtures(side)
     n, mean, sd = summary(side.losses())
-    word, reason = "no target", "none was named (--target), and the logs state none"
-    if systems:
-        word, reason = "systems", "stated as a systems change: p is waived"
-    elif target:
-        word, reason = proof(side, target)
+    said = "no target", "none was named (--target), and the logs state none"
     if mixed:
-        word, reason = "not comparable", mixed[0]
-    report = {"verdict": word, "reason": reason, "target": target, **facts_of(side, target)}
-    needed = seeds_needed(target - mean, sd) if target else None
-    report["more_seeds"] = None if needed is None else max(1, needed - n)
+        said = "not comparable", mixed[0]
+    elif systems:
+        said = "systems", "stated as a systems change: p is waived"
+    elif target:
+        said = proof(side, target)
+    report = {"verdict": said[0], "reason": said[1], "target": target, **facts_of(side, target)}
+    report["more_seeds"] = None
+    needed = seeds_needed((target or 0) - mean, sd)
+    if needed is not None:
+        report["more_seeds"] = max(1, needed - n)
     report["machine"] = [f"{key} {clipped(side.values(key))}" for key in (*MACHINE, *SOFTWARE) if side.values(key)]
     return report | {"notes": [*mixed[1:], *notes_of(side)]}
 
@@ -480,10 +494,11 @@ def by_step(run: Run, what: str) -> dict[int, float]:
     """Losses of validations, or seconds of all lines (a validation's time is the official one)."""
     if what == "loss":
         return {point.step: point.loss for point in run.val if math.isfinite(point.loss)}
+    if run.void:
+        return {}
     timed = run.steps[np.isfinite(run.steps[:, 1])]
     found = {int(step): seconds for step, seconds in timed[:, :2].tolist()}
-    found |= {point.step: point.seconds for point in run.val if point.seconds is not None}
-    return {} if run.void else found
+    return found | {point.step: point.seconds for point in run.val if point.seconds is not None}
 
 
 def place(run: Run, pool: Side) -> dict[str, Any]:
@@ -492,7 +507,9 @@ def place(run: Run, pool: Side) -> dict[str, Any]:
     elsewhere = apart(pool, alone)
     shown_steps = {point.step for point in run.val} | {run.reached}
     points = {}
-    remarks = [f"time is not judged: {elsewhere}"] if elsewhere else []
+    remarks = []
+    if elsewhere:
+        remarks.append(f"time is not judged: {elsewhere}")
     said: dict[bool, list[str]] = {True: [], False: []}
     for what, form in (("loss", "+.5f nats"), ("time", "+.3f s")):
         values = {step: value for step, value in by_step(run, what).items() if step in shown_steps}
@@ -544,20 +561,22 @@ def test_in_words(test: Difference | None, form: str, unit: str = "") -> str:
     if test is None:
         return "not known"
     said = f"{test.mean:{form}} {unit}".strip()
-    return f"{said} (no test)" if test.p is None else f"{said} [{test.low:{form}}, {test.high:{form}}], p {test.p:.2g}"
+    if test.p is None:
+        return f"{said} (no test)"
+    return f"{said} [{test.low:{form}}, {test.high:{form}}], p {test.p:.2g}"
 
 
 def in_words(report: dict[str, Any], sides: Sequence[dict[str, Any]] = (), more: Sequence[str] = ()) -> str:
     """Where the runs of the sides are and their numbers, more lines, what differs, notes, and the verdict."""
     lines = []
     target = report.get("target")
-    rows = [["", "seeds", "loss", "sd", f"p (< {target:g})" if target else "", "time s", "sd", "peak MiB"]]
+    rows = [["", "seeds", "loss", "sd", f"p (< {target})".replace(" (< None)", ""), "time s", "sd", "peak MiB"]]
     for side in sides:
-        begun = f", begun {side['begun']}" if side["begun"] else ""
-        lines.append(f"{side['name']}  {side['where']}: {side['runs']} of {side['started']} started{begun}")
+        begun = side["begun"] or "not said"
+        lines.append(f"{side['name']}  {side['where']}: {side['runs']} of {side['started']} started, begun {begun}")
         row = [side["name"], str(side["loss"].n)]
         row += [number(x, ".5f") for x in side["loss"][1:]]
-        row.append(number(side["p"], ".2g") if target else "")
+        row.append(number(side["p"], ".2g"))
         row += [number(x, ".3f") for x in side["time"][1:]]
         rows.append([*row, number(side["memory"].mean, ".0f")])
     if sides:
@@ -626,7 +645,8 @@ def main(argv: list[str]) -> int:
     paths = [args.paths, args.against]
     if verb != "show" and not args.against:
         paths = [args.paths[:1], args.paths[1:]]
-    if verb != "show" and (not paths[1] or (verb == "compare" and not args.against and len(args.paths) > 2)):
+    several = verb == "compare" and not args.against and len(args.paths) > 2
+    if several or (verb != "show" and not paths[1]):
         raise ToolError("paths", args.paths, usage, "name both, with --against between several")
     steps = args.steps or [None]
     if verb == "place":
@@ -637,10 +657,10 @@ def main(argv: list[str]) -> int:
         pool.runs = [run for run in pool.runs if run.identity() != runs[-1].identity()]      # not beside itself
         found, words, groups = place(runs[-1], pool), place_in_words, {"pool": pool.runs, "run": runs[-1:]}
     else:
-        names = ["pool"] if verb == "show" else ["A", "B"]
+        names = {"show": ["pool"], "compare": ["A", "B"]}[verb]
         sides = [side_of(name, where, step) for name, where, step in zip(names, paths, [steps[0], steps[-1]])]
-        found = (show if verb == "show" else compare)(*sides, args.target, args.systems)
-        words = show_in_words if verb == "show" else compare_in_words
+        judge, words = {"show": (show, show_in_words), "compare": (compare, compare_in_words)}[verb]
+        found = judge(*sides, args.target, args.systems)
         groups = {side.name: side.runs for side in sides}
     print(json.dumps(jsonable(found), indent=1) if args.json else words(found))
     if args.plot:
