@@ -267,7 +267,7 @@ LAUNDERED = {
     "times": in_logs(better_times), "times of one": in_logs(better_times, 0), "hardware": in_logs(better_machine),
     "hardware of one": in_logs(better_machine, 1), "seeds": in_logs(other_seed), "nan": in_logs(not_finite, 1),
     "a loss in log.txt": edits("logs/seed1/log.txt", "val_loss:2.1440", "val_loss:2.1340"),
-    "a time in log.txt": edits("logs/seed1/log.txt", "train_time:97700ms", "train_time:96700ms"),
+    "a time in log.txt": edits("logs/seed1/log.txt", "2.1440 train_time:97700ms", "2.1440 train_time:96700ms"),
     "a copied run": copy_run, "a link": link_out, "a day to come": future,
     "a run out of its group": in_result(lambda stated: stated["groups"][""].remove("seed2")),
     "another track": in_result(lambda stated: stated.update(track="8xGPU")),
