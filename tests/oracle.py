@@ -542,13 +542,13 @@ class Trajectory:
             slices[self.fabric.rank] = part
             part = of_owners(slices, self.executor.tables[label].table.rows)
             owned, size = False, part.numel()
-        if owned and optimizer.model.table[label].sharded:
+        if owned and optimizer.model.table[label].parts:
             entry, width = optimizer.entries[label], int(np.prod(part.shape[1:]))
             units = len(tg.bank_matrices(entry.row, entry.weight.data))
             start, size = entry.slice.start * width, units * width
         at = np.arange(size) if at is None else at
         mine, samples = (at >= start) & (at < start + part.numel()), part.new_zeros(len(at))
-        if not owned or optimizer.model.table[label].sharded or self.fabric.rank == 0:
+        if not owned or optimizer.model.table[label].parts or self.fabric.rank == 0:
             samples[mine] = part.flatten()[at[mine] - start]
         self.parts.append((key, label, at, size, samples))
 

@@ -36,7 +36,7 @@ Rows = dict[str, dict[str, Tensor]]      # by label: what its files hold, in the
 def small_pieces() -> Iterator[None]:
     """Several files of each table and rank; and no warm-up, which leaves no trace."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tg, "FILE_BYTES", 1 << 15)
+        patch.setattr(tg, "PIECE_ROWS", 64)
         patch.setattr(tg, "warm_up", lambda *_: None)
         yield
 

@@ -327,7 +327,7 @@ class Driver:
         for spec in specs:
             most_tokens = SLOTS * trial.cadence * 64
             self.tables[spec.label] = tg.RowTable(spec, cfg, fabric, None, most_tokens, tg.no_wait)
-            row = tg.Parameter(spec.label, (spec.rows, WIDTH), None, "rowwise", True, LR_MUL, WD_MUL,
+            row = tg.Parameter(spec.label, (spec.rows, WIDTH), None, "rowwise", LR_MUL, WD_MUL,
                                (0.0, trial.beta2), rows=spec)
             self.entries[spec.label] = tg.TableEntry(self.optimizer, row, self.tables[spec.label])
         if trial.mistake:

@@ -1,97 +1,69 @@
-"""What only several GPUs can show:  python -m pytest -m gpus2 -s tests
+"""What only several GPUs can show:  python -m pytest -m gpus2 -s tests/gpu
 
-Uneven and empty lists over NCCL, gathers in place, rows there and back; then ranks that die or stall. Without two GPUs
-the collectives are rehearsed over gloo; how ranks end is what test_faults.py shows of a CPU, and is rehearsed by --all.
+Steps over NCCL; then ranks that die or stall. Without two GPUs the same over gloo on the CPU; how ranks end there is
+what test_faults.py shows, and is tried here with --all.
 """
-import json
-import subprocess
-import sys
-
 import pytest
 import torch
-from common import ROOT
-from faults import TIMEOUT, Ended, Launcher
-from gpu_ranks import CASES
-from ranks import PATIENCE
+from common import preset, random_stream, write_shard
+from faults import TIMEOUT
+from ranks import COMM_TIMEOUT, Rank
 
-GPUS = torch.cuda.device_count()
-WORLDS = [world for world in (2, 4, 8) if world <= GPUS] or [2]
+import train_gpt as tg
+
 LIMIT = 2 * TIMEOUT + 40                 # s from the fault to the last end; NCCL's watchdog looks only now and then
+TOKENS = 20_000
+SIZES = 512, 0                           # of the vocabulary; the token at which documents start
 
 
-def on_gpus(test):
-    """Marked `gpus2`, and skipped where there are fewer than two."""
-    skip = pytest.mark.skipif(GPUS < 2, reason=f"{GPUS} CUDA devices, 2 wanted: nothing of this is known here")
-    return pytest.mark.gpus2(skip(test))
+def devices(*of_cpu: pytest.MarkDecorator):
+    """Two ranks on the CPU, with these marks; on GPUs as many as there are."""
+    places = [pytest.param("cpu", 2, marks=of_cpu)]
+    here = torch.cuda.device_count()
+    for world in (2, 4, 8):
+        reason = f"{here} CUDA devices, {world} wanted: nothing of this is known here"
+        if world <= max(here, 2):
+            marks = [pytest.mark.gpus2, pytest.mark.skipif(here < world, reason=reason)]
+            places.append(pytest.param("cuda", world, marks=marks))
+    return pytest.mark.parametrize("device, world", places)
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory):
-    """found(device, world): what each case found, by rank; started once for each."""
-    kept = {}
-
-    def of(device: str, world: int):
-        if (device, world) not in kept:
-            folder = tmp_path_factory.mktemp(f"{device}{world}")
-            command = [sys.executable, str(ROOT / "tests/gpu/gpu_ranks.py"), str(folder), f"--device={device}",
-                       f"--world={world}"]
-            subprocess.run(command, timeout=PATIENCE * len(CASES), check=True)
-            kept[device, world] = json.loads((folder / "found.json").read_text())
-        return kept[device, world]
-
-    return of
-
-
-@on_gpus
-@pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("case", CASES)
-def test_collectives_of_gpus(found, case, world):
-    assert found("cuda", world)[case] == [dict(wrong=[])] * world
+def losses_of_steps(rank: Rank, device: str) -> list[float]:
+    """Of all ranks together, through all stages: rows, reductions, gathers in place, the untying. Every token is even:
+    with an even number of ranks, half of them own no row that anybody wants of a token."""
+    shard = write_shard(rank.folder / f"{rank.rank}.bin", 2 * random_stream(0, TOKENS, 256, 0), *SIZES)
+    fabric = rank.fabric(tg.Config(device=device, num_slots=rank.world, comm_timeout=COMM_TIMEOUT))
+    cfg = preset("tiny", *SIZES, device=device, compile=0)
+    executor = tg.Executor(cfg, fabric, tg.attention_reference, "plain")
+    schedule = tg.Schedule(cfg)
+    steps = list(map(schedule.at, range(schedule.end_step)))
+    cycles = [steps[first:first + schedule.cycle] for first in range(0, len(steps), schedule.cycle)]
+    loader = tg.Loader(cfg, fabric, tg.find_shards(str(shard)), cycles, executor.exchange_ahead)
+    loader.start()
+    found = []
+    for values in steps:
+        losses = tg.train_step(executor, loader, values)
+        found.append(sum(fabric.gather(float(losses.slot_sums.sum()))))
+    loader.close()
+    return found
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_collectives_rehearsed(found, case):
-    assert found("cpu", 2)[case] == [dict(wrong=[])] * 2
+@devices()
+def test_train_step__ranks_have_the_losses_of_one(ranks, device, world):
+    (alone,) = ranks(1, losses_of_steps, device="cpu")
+    for found in ranks(world, losses_of_steps, device=device):
+        assert found == pytest.approx(alone, rel=1e-4)
 
 
-# ------ Ranks that are lost -------------------------------------------------------------------------------------------
-
-@pytest.fixture(scope="module")
-def own_launcher():
-    server = Launcher()
-    yield server
-    server.close()
-
-
-def check_loss(ended: Ended) -> None:
-    """All ranks end in time and badly, and a survivor says that one was lost."""
+@devices(pytest.mark.all)
+@pytest.mark.parametrize("fault", ["kill in forward", "kill in a reduction", "sleep in forward"])     # of rank 1
+def test_main__ranks_that_lose_one(launcher, tmp_path, fault, device, world):
+    """All ranks end in time and badly, and a survivor says that one was lost. As under torchrun, which ends the other
+    ranks after the first that fails."""
+    ended = launcher.start(tmp_path / "job", f"--device={device}", "--compile=0", world=world, faults={1: fault},
+                           ends=True).wait()
     text = "\n".join(ended.err)
     print(f"\nstatus {ended.status}, s to the end {ended.seconds}\n{text}")
     assert None not in ended.status, "a rank hangs"
     assert all(ended.status) and max(ended.seconds) < LIMIT
     assert "lost another rank" in text
-
-
-FAULTS = {                               # in rank 1: died; stalled beyond the timeout
-    "a rank that dies": "kill in forward",
-    "a rank that dies in a reduction": "kill in a reduction",
-    "a rank that stalls": "sleep in forward",
-}
-
-
-def lose(launcher: Launcher, folder, device: str, fault: str) -> Ended:
-    """As under torchrun, which ends the other ranks after the first that fails."""
-    flags = [f"--device={device}", "--compile=0"]
-    return launcher.start(folder, *flags, world=2, faults={1: fault}, ends=True).wait()
-
-
-@on_gpus
-@pytest.mark.parametrize("name", FAULTS)
-def test_gpus_that_lose_a_rank(own_launcher, tmp_path, name):
-    check_loss(lose(own_launcher, tmp_path / "job", "cuda", FAULTS[name]))
-
-
-@pytest.mark.all
-@pytest.mark.parametrize("name", FAULTS)
-def test_lost_ranks_rehearsed(own_launcher, tmp_path, name):
-    check_loss(lose(own_launcher, tmp_path / "job", "cpu", FAULTS[name]))

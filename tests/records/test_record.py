@@ -264,7 +264,6 @@ def test_check__runs_no_program_of_a_foreign_folder(root, tmp_path, monkeypatch)
 
 
 def test_findings__a_sealed_record(root):
-    """Records of other tools: files, numbers and page are compared with stored hashes."""
     result = result_of(root / FIRST)
     del result["picture_sha256"]
     result["files"] = record.hashes(root / FIRST)

@@ -207,7 +207,6 @@ def test_sorted_out__runs_at_a_step(tmp_path):
 
 @pytest.mark.parametrize("planned, looks_at", [(10, [4, 6, 10]), (6, [4, 6])])
 def test_turns_of__a_bench_counts_to_its_last_look(tmp_path, planned, looks_at):
-    """Complete pairs between two looks do not count: who stops when it suits gets more false words."""
     lines = [dict(type="bench", pairs=planned, sides={"A": {"flags": []}, "B": {"flags": []}})]
     for pair in range(5):
         for place, name in enumerate("AB" if pair % 2 == 0 else "BA"):

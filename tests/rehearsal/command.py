@@ -1,16 +1,7 @@
 """Rehearse a run on GPUs that are not there: what it launches, moves, keeps and waits for, and what a change adds.
 
-    python tests/rehearse.py [--gpus=8,1] [--card=H100] [--stages=1,2] [--update] [-- flags of train_gpt.py]
-    python tests/rehearse.py --quick           the first stage on eight GPUs; only what nothing accepts is a failure
-
-The trainer's own train() is walked on fake CUDA tensors, for each number of GPUs in its own process; every graph is
-lowered and every kernel compiled to machine code for the card. What comes out is the ledger, rehearsal/ledger.json:
-without flags it is compared with the committed one, and --update writes it anew and prints the difference. It ends
-with status 1 on a failure: a graph that breaks or is compiled again in the race, a kernel that spills as it is
-launched, a wait for the device in the timed loop that ALLOWED_WAITS does not name, a buffer of (tokens, vocabulary) in
-f32, as large as a table, or in a backward as large as a gradient that has its place, growth beyond 2 %. --update
-accepts growth, and nothing else. Status 2: a request that cannot be met.
-REHEARSAL_CACHE names a folder that keeps what was compiled for the next call.
+README.md says what the flags do, what fails and how to accept growth. Status: 0; 1 for a failure; 2 for a request that
+cannot be met. REHEARSAL_CACHE names a folder that keeps what was compiled for the next call.
 """
 from __future__ import annotations
 
@@ -147,12 +138,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("flags", nargs="*", help="of train_gpt.py, after --")
     wanted = parser.parse_args(argv)
     if wanted.quick and (wanted.update or wanted.stages):
-        parser.error("--quick walks the first stage and no more: leave it out")
+        parser.error("--quick walks the first stage and no more")
     return wanted
 
 
 def numbers(text: str) -> list[str]:
-    """Those of GPUs or of stages."""
+    """Numbers of GPUs, or of stages."""
     found = text.split(",")
     if not all(re.fullmatch(r"[1-9]\d*", number) for number in found):
         raise argparse.ArgumentTypeError(f"{text!r}: numbers, such as 8,1")

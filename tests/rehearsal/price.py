@@ -2,13 +2,11 @@
 
     python tests/price.py [FILE] [--card=H100] [--measured=logs/RUN]
 
-It plays the timeline of each step: kernels follow each other on one stream, collectives on another, and the first
-waits for the second where the trainer waits. A kernel takes as long as the slowest of what it asks of the card:
-arithmetic, bytes, special functions, instructions. Everything it says is a prediction: no GPU has run anything.
-
-FILE: the ledger [the committed one], which keeps the prices that were made when it was written, or timelines, which
-`rehearse.py --out` writes and the records 04 and 06 keep; these can be priced for another card. --measured sets the
-times of a real run beside the prediction. The record tools load this file by its path: it imports nothing of ours.
+Kernels follow each other on one stream, collectives on another, and the first waits for the second where the trainer
+waits. A kernel takes as long as the slowest of what it asks of the card: arithmetic, bytes, special functions,
+instructions. FILE: the ledger [the committed one], which keeps the prices of its day, or timelines, which
+`rehearse.py --out` writes and the records 04 and 06 keep; these can be priced for another card. --measured sets a real
+run's times beside them. The record tools load this file by its path: it imports nothing of ours.
 """
 from __future__ import annotations
 
@@ -224,18 +222,10 @@ def line_name(kernel: dict[str, Any], tokens: int) -> str:
 
 
 # ---- The prediction
-def check_facts(what: str, found: dict[str, Any], needed: set[str]) -> None:
-    missing = sorted(needed - found.keys())
-    if missing:
-        raise PriceError(what, f"no {', '.join(missing)}", f"all of {', '.join(sorted(needed))}", "take a whole one")
-
-
 def price(ledger: dict[str, Any], rates: dict[str, Any], card: str = "") -> dict[str, Any]:
     """The prediction: by world and kind of attention, for each stage and the run. Times in ms a step, s a run."""
     if ledger.get("format") != FORMAT:
         raise PriceError("ledger", f"format {ledger.get('format')}", FORMAT, "python tests/rehearse.py --out makes one")
-    check_facts("timelines", ledger, {"card", "kernels", "steps", "worlds"})
-    check_facts("table of rates", rates, {"cards", "fixed"})
     target = Card(rates, card or ledger["card"])
 
     def steps_of(world: str, attention: str, stage: str) -> dict[str, Step]:
@@ -245,7 +235,6 @@ def price(ledger: dict[str, Any], rates: dict[str, Any], card: str = "") -> dict
 
 def kept_prediction(ledger: dict[str, Any]) -> dict[str, Any]:
     """The prediction whose prices a ledger keeps; of its lines, those with the first kind of attention."""
-    check_facts("ledger", ledger, {"card", "steps", "worlds", "attention"})
 
     def steps_of(world: str, attention: str, stage: str) -> dict[str, Step]:
         steps = {}
@@ -476,28 +465,24 @@ def measured_page(path: Path, ledger: dict[str, Any], prediction: dict[str, Any]
         for stage, parities in ledger["steps"].items():
             span = range(first, first + sum(parities.values()))
             first = span.stop
-            for kind, ms in measured_stage(span, seconds_after).items():
-                rows.append([attention, stage, kind, found["stages"].get(stage, {}).get(kind, {}).get("ms"), ms])
-        rows.append([attention, "run, s", "", found["run_s"], run.seconds])
+            predicted_ms = found["stages"].get(stage, {}).get("mean", {}).get("ms")
+            rows.append([attention, f"{stage}, ms a step", predicted_ms, measured_ms(span, seconds_after)])
+        rows.append([attention, "run, s", found["run_s"], run.seconds])
     for row in rows:
         row.append(row[-1] / row[-2] if row[-1] and row[-2] else None)
     title = f"World size {world}, a measured run (attention: {run.facts.get('attention')}) beside the prediction:"
     if run.void:
         title += f" its times do not count ({run.void})"
-    return f"{title}\n\n{table('with | stage | step | predicted ms | measured ms | measured / predicted', rows)}\n"
+    return f"{title}\n\n{table('with | of | predicted | measured | measured / predicted', rows)}\n"
 
 
-def measured_stage(span: range, seconds_after: dict[int, float]) -> dict[str, float]:
-    """Mean ms of even, odd and all steps inside a stage; nothing of what the log does not have."""
-    settling = min(SETTLING_STEPS, len(span) // 4)
-    leaving = min(LEAVING_STEPS, len(span) // 8)
-    times = {kind: [] for kind in (*PARITIES, "mean")}
-    for step in span[settling:len(span) - leaving]:
-        if step in seconds_after and step + 1 in seconds_after:
-            ms = 1000 * (seconds_after[step + 1] - seconds_after[step])
-            times[PARITIES[step % 2]].append(ms)
-            times["mean"].append(ms)
-    return {kind: sum(ms) / len(ms) for kind, ms in times.items() if ms}
+def measured_ms(span: range, seconds_after: dict[int, float]) -> float | None:
+    """Mean of a step inside a stage; None where the log has no times."""
+    first = span.start + min(SETTLING_STEPS, len(span) // 4)
+    last = span.stop - min(LEAVING_STEPS, len(span) // 8)
+    if first not in seconds_after or last not in seconds_after:
+        return None
+    return 1000 * (seconds_after[last] - seconds_after[first]) / (last - first)
 
 
 # ---- The command

@@ -61,11 +61,6 @@ def inside(listener: Callable, original: Callable) -> Callable:
     return call
 
 
-def be_rank(rank: int, world: int, local_world: int) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK="0", WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(local_world),
-                      MASTER_ADDR="localhost", MASTER_PORT="1")
-
-
 def argument(kind: type, args: tuple) -> Any:
     """The first of this kind."""
     return next(x for x in args if isinstance(x, kind))
@@ -332,7 +327,8 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
     tally = Tally(options.world)
     tally.began = time.perf_counter()
     mode = install(options.card, tally, options.world)
-    be_rank(0, options.world, options.world)
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(options.world), LOCAL_WORLD_SIZE=str(options.world),
+                      MASTER_ADDR="localhost", MASTER_PORT="1")
     torch.compile = rehearsed_compile(tally, options)
     listen(Listeners(tally, options))
 
@@ -351,7 +347,8 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
             return dict(error=str(error))
         ended = {}
         try:
-            train(mode, preset, given)
+            with mode, contextlib.redirect_stdout(sys.stderr):
+                tg.train(preset, given, tg.make_fabric(given), tg.Ending(), Path(tg.__file__).read_bytes())
         except tg.TrainerError as error:                      # a card on which the preset does not fit
             return dict(error=str(error))
         except Exception as error:
@@ -360,11 +357,6 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
                 tally.fail(*cause_of(error))
             ended = dict(ended_by=str(error))
     return dict(result_of(tally, options.stages), steps=steps_by_stage(cfg), **ended)
-
-
-def train(mode: phantom.Card, preset: str, given: tg.Config) -> None:
-    with mode, contextlib.redirect_stdout(sys.stderr):
-        tg.train(preset, given, tg.make_fabric(given), tg.Ending(), Path(tg.__file__).read_bytes())
 
 
 def cause_of(error: Exception) -> tuple[str, str, str]:

@@ -1,0 +1,120 @@
+"""Draw race.svg, the picture in the README: validation loss over training time, from the logs of two records.
+    python records/guide/race.py          writes race.svg beside this file; needs no package
+Each line is one seed. Dashed lines are models that count tokens: the entropy of the validation tokens, as the logs have
+it, and the Witten-Bell trigram model of record 01, which data/ngram.py computes."""
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+TRIGRAM_NATS = 2.806                     # rounded
+GROUPS = (                               # class in the picture, label, logs
+    ("plain", "pocket", "2026-11-23_10_Pocket"),
+    ("tables", "pocket_tables", "2026-11-23_11_PocketTables"))
+WIDTH = 780                              # of the picture, in pixels; below, the edges of its frame
+HEIGHT = 360
+LEFT = 56
+RIGHT = 590
+TOP = 40
+BOTTOM = 310
+MOST_SECONDS = 150
+LEAST_NATS = 1.75
+MOST_NATS = 5.25                         # runs begin above the frame, at 7.61
+
+STYLE = """
+.paper { fill: #ffffff; stroke: #d0d7de } text { fill: #1f2328; font: 13px sans-serif }
+.grid { stroke: #d8dee4 } .counted { stroke: #59636e; stroke-dasharray: 6 4 }
+.plain { stroke: #0969da } .tables { stroke: #bc4c00 } polyline { fill: none; stroke-width: 2 }
+circle.plain { fill: #0969da } circle.tables { fill: #bc4c00 } text.plain { fill: #0969da; stroke: none }
+text.tables { fill: #bc4c00; stroke: none }
+@media (prefers-color-scheme: dark) {
+.paper { fill: #0d1117; stroke: #3d444d } text { fill: #f0f6fc } .grid { stroke: #30363d } .counted { stroke: #9198a1 }
+.plain { stroke: #58a6ff } .tables { stroke: #f0883e } circle.plain { fill: #58a6ff } circle.tables { fill: #f0883e }
+text.plain { fill: #58a6ff } text.tables { fill: #f0883e } }
+"""
+
+
+def validations(log: Path) -> list[tuple[float, float]]:
+    """Return (training seconds, nats) of each validation of a run."""
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    return [(line["train_time_ms"] / 1000, line["val_loss"]) for line in lines if line["type"] == "val"]
+
+
+def unigram_nats(log: Path) -> float:
+    first = next(line for line in log.read_text().splitlines() if '"val"' in line)
+    return json.loads(first)["unigram_nats"]
+
+
+def across(seconds: float) -> float:
+    return round(LEFT + (RIGHT - LEFT) * seconds / MOST_SECONDS, 1)
+
+
+def down(nats: float) -> float:
+    return round(BOTTOM - (BOTTOM - TOP) * (nats - LEAST_NATS) / (MOST_NATS - LEAST_NATS), 1)
+
+
+def line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
+    return f'<line class="{kind}" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>'
+
+
+def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
+    return f'<text class="{kind}" x="{x}" y="{y}" text-anchor="{anchor}">{words}</text>'
+
+
+def note(words: str, nats: float, kind: str = "") -> str:
+    """Return a label beside the frame, at the height of a loss."""
+    return text(RIGHT + 8, down(nats) + 4, f"{words}: {nats:.3f}", kind)
+
+
+def axes() -> list[str]:
+    drawn = []
+    for nats in (2, 2.5, 3, 3.5, 4, 4.5, 5):
+        y = down(nats)
+        drawn.append(line("grid", LEFT, y, RIGHT, y))
+        drawn.append(text(LEFT - 8, y + 4, f"{nats:.1f}", anchor="end"))
+    for seconds in range(0, MOST_SECONDS + 1, 30):
+        x = across(seconds)
+        drawn.append(line("grid", x, TOP, x, BOTTOM))
+        drawn.append(text(x, BOTTOM + 18, str(seconds), anchor="middle"))
+    drawn.append(text(LEFT, 26, "validation loss in nats per token; three seeds each, on two cores of an AMD EPYC"))
+    drawn.append(text(RIGHT, BOTTOM + 36, "training time in seconds", anchor="end"))
+    return drawn
+
+
+def curve(kind: str, points: list[tuple[float, float]]) -> list[str]:
+    places = [(across(seconds), down(nats)) for seconds, nats in points]
+    path = " ".join(f"{x},{y}" for x, y in places)
+    drawn = [f'<polyline class="{kind}" points="{path}" clip-path="url(#frame)"/>']
+    for x, y in places[1:]:
+        drawn.append(f'<circle class="{kind}" cx="{x}" cy="{y}" r="3"/>')
+    return drawn
+
+
+def draw() -> str:
+    """Return the picture."""
+    logs = {kind: sorted(HERE.parent.glob(f"{record}/logs/*/log.jsonl")) for kind, _, record in GROUPS}
+    drawn = axes()
+    counted = {"unigram entropy": unigram_nats(logs["plain"][0]), "trigram model": TRIGRAM_NATS}
+    for words, nats in counted.items():
+        y = down(nats)
+        drawn.append(line("counted", LEFT, y, RIGHT, y))
+        drawn.append(note(words, nats))
+    for kind, label, _ in GROUPS:
+        runs = [validations(log) for log in logs[kind]]
+        for points in runs:
+            drawn += curve(kind, points)
+        last = [points[-1][1] for points in runs]
+        drawn.append(note(label, sum(last) / len(last), kind))
+
+    body = "\n".join(drawn)
+    frame = f'<rect x="{LEFT}" y="{TOP}" width="{RIGHT - LEFT}" height="{BOTTOM - TOP}"/>'
+    paper = f'<rect class="paper" x="1" y="1" width="{WIDTH - 2}" height="{HEIGHT - 2}" rx="6"/>'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img">'
+    return f'{head}\n<style>{STYLE}</style>\n<clipPath id="frame">{frame}</clipPath>\n{paper}\n{body}\n</svg>\n'
+
+
+if __name__ == "__main__":
+    (HERE / "race.svg").write_text(draw())
+    print(f"{HERE / 'race.svg'}", file=sys.stderr)

@@ -1,0 +1,60 @@
+"""Pages: links lead somewhere, citations are of this repository, pictures follow from logs, none is too long."""
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+from common import ROOT
+
+PAGES = sorted(page for pattern in (
+    "README.md", "data/*.md", "records/*.md", "records/guide/*.md", "records/ablations/*.md", "tests/*.md",
+    "tests/*/README.md") for page in ROOT.glob(pattern))
+# Files that may cite nothing that is not here.
+CITING = [*PAGES, ROOT / "train_gpt.py", ROOT / "run.sh", *sorted(ROOT.glob("data/*.py")),
+          *sorted(ROOT.glob("records/guide/*.py"))]
+FOREIGN = re.compile(r"\brecipe \d|\bshared/|\b(systems|house|style|design|tables|recipe|evidence|kernels)\.md")
+LINK = re.compile(r"\]\((?!https?:)([^()\s]+)\)")
+LONGEST = {"README.md": 200, "records/RECIPE.md": 350, "records/guide/*.md": 150}             # lines of a page
+
+
+def text_of(page: Path) -> str:
+    """Return a page without its code, in which brackets are no links."""
+    return re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.S)
+
+
+def anchors(page: Path) -> set[str]:
+    """Return the anchors of a page's headings, as web pages of repositories make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    for link in LINK.findall(text_of(page)):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        assert target.exists(), f"{link}: no such file"
+        assert not anchor or anchor in anchors(target), f"{link}: no such heading"
+
+
+@pytest.mark.parametrize("page", CITING, ids=lambda page: str(page.relative_to(ROOT)))
+def test_citations_are_of_this_repository(page):
+    found = [line.strip() for line in page.read_text().splitlines() if FOREIGN.search(line)]
+    assert not found
+    sections = re.findall(r"^#+ ([\d.]+) ", (ROOT / "records/RECIPE.md").read_text(), re.M)
+    cited = re.findall(r"RECIPE (\d+(?:\.\d+)?)", page.read_text())
+    assert set(cited) <= set(sections), "a section that RECIPE.md does not have"
+
+
+def test_race_svg__follows_from_the_logs():
+    spec = importlib.util.spec_from_file_location("race", ROOT / "records/guide/race.py")
+    race = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(race)
+    assert (ROOT / "records/guide/race.svg").read_text() == race.draw(), "run python records/guide/race.py"
+
+
+@pytest.mark.house
+@pytest.mark.parametrize("pattern", LONGEST)
+def test_pages_are_short(pattern):
+    lines = {page.name: len(page.read_text().splitlines()) for page in ROOT.glob(pattern)}
+    assert lines and max(lines.values()) <= LONGEST[pattern], lines
