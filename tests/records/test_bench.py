@@ -89,7 +89,6 @@ def test_race__stops_at_the_first_look_that_decides(tmp_path, out, text, factor,
 
 
 def test_race__a_run_that_fails_is_told_and_tried_again_once(tmp_path, out):
-    """The manifest keeps all runs; the number of a broken pair is not used again."""
     once = "if not os.path.exists('../../failed'): open('../../failed', 'w'); sys.exit('no memory left')"
     a, b = trainer(tmp_path), trainer(tmp_path, name="b.py", body=once)
     _, said, _ = call("bench", a, b, f"--out={out}", "--pairs=3")
@@ -188,7 +187,6 @@ def test_patched__arms_of_the_repository_apply_to_its_trainer(tmp_path, patch):
 
 @pytest.mark.parametrize("case", ["patch", "applied already", "a whole trainer"])
 def test_sides_to_try(tmp_path, out, monkeypatch, case):
-    """A is the trainer here without the patch, B with it."""
     here = tmp_path / "here"
     here.mkdir()
     plain = trainer(here, name="train_gpt.py")

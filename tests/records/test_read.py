@@ -14,6 +14,7 @@ from record_common import GOLDEN, OTHER_SOURCE, SOURCE, edit, events_of, make_pe
 from tools import read                                       # noqa: E402
 from tools.read import Point, ToolError, read_runs           # noqa: E402
 
+CONSOLE = [Point(1500, 3.65, 300.5), Point(2900, 3.2812, 580.5), Point(3000, 3.2785, 600.5)]
 NODE = dict(hardware="NVIDIA H100 80GB HBM3 x 8", world_size=8)
 
 
@@ -34,6 +35,7 @@ def only(path: Path) -> read.Run:
     ("e2_seconds_steps.txt", "text", 4, [Point(2, 6.5, 0.34), Point(4, 3.27912, 0.69)],
      dict(world_size=1, hardware="NVIDIA A100-SXM4-80GB x 1")),
     ("f_extra_keys.txt", "text", 3000, [Point(125, 4.5, 21.25), Point(3000, 3.278, 517.25)], {}),
+    ("h_console.stdout", "text", 3000, CONSOLE, {}),
     ("i_one/final_val_loss.txt", "text", 3000, [Point(3000, 3.279, 700.0)], {})])
 def test_read_file__each_family(name, kind, total, val, facts):
     """Sources in these files hold lines that look like results."""
