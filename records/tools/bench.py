@@ -1,13 +1,12 @@
 """Verbs `bench` and `try`: run trainers in turn on this machine until it is decided which takes less time or loss.
 
-    python records bench A.py B.py [-- flags of both]            two trainers; one file twice, with --a and --b
+    python records bench A.py B.py [-- flags of both]            two trainers
     python records bench train_gpt.py --arm=smear --arm='no_decay=--normuon_weight_decay=0' [-- flags]
     python records try idea.patch [-- flags]                     the trainer here, with and without a patch, on `pocket`
-An arm is NAME (of records/ablations/NAME.patch), or NAME=PATCH, NAME=TRAINER.py, NAME=FLAGS; the base is A. Pairs run as
+An arm is NAME (of records/ablations/NAME.patch), or NAME=PATCH, NAME=TRAINER.py, NAME=FLAGS; A is without. Pairs run as
 A B, B A, ..., in fresh processes with one seed a pair, so that a drift hits both sides alike. A bench looks after 4, 6,
 10, 16, ... pairs and at --pairs, and stops at a look that decides; the level of all looks together is 1 %
-(statistics.py). Several arms are compared with A after all rounds, without words. The same command goes on where it
-stopped. OUT/manifest.jsonl has a line when a run starts and one when it ends, whatever became of it; `new` takes OUT.
+(statistics.py). Several arms run all pairs, without words. The same command goes on where it stopped. OUT/manifest.jsonl has a line when a run starts and one when it ends, whatever became of it; `new` takes OUT.
 Exit status: that of `compare`; several arms 0; 1 a run failed twice; 2 bad input; 130 interrupted."""
 from __future__ import annotations
 
@@ -28,12 +27,13 @@ from typing import Any, NamedTuple
 
 from tools import plot, report
 from tools.read import Run, ToolError, read_runs
-from tools.report import MANIFEST, Side, aligned, manifest_lines, side_of, test_in_words
+from tools.report import MANIFEST, Side, manifest_lines, side_of, test_in_words
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "train_gpt.py"               # the name that patches know
 GRACE_S = 40.0                         # torchrun gives its workers 30 s, and ends those that are left itself
 FIRST_LIMIT_S = 7200.0                 # of a first run; later ones have three times the longest and a minute
+UNDECIDED = 7                          # exit status
 SHOWN_LINES = 12                       # of the stderr of a failed run
 CONSOLE, ERRORS, DATA = "console.txt", "stderr.txt", "data"         # in the folder of a run
 # A field that becomes a flag (its default is made by a call, as in train_gpt.py), or a flag by argparse, click, ...
@@ -149,12 +149,12 @@ class Bench:
         facts = {"run": number, "folder": f"runs/{folder.name}", "side": name, "pair": pair,
                  "source_sha256": side.plan()["source_sha256"], "command": shlex.join(["python", *command])}
         self.add("start", **facts, time=time.strftime("%Y-%m-%dT%H:%M:%S"))
+        ended = {"outcome": "interrupted", "cause": "interrupted"}
         try:
-            outcome = self.outcome(command, folder)
-        except BaseException as error:
-            self.add("end", **facts, outcome="interrupted", cause=repr(error))
-            raise
-        return self.add("end", **facts, **outcome)["outcome"] == "done"
+            ended = self.outcome(command, folder)
+        finally:
+            self.add("end", **facts, **ended)
+        return ended["outcome"] == "done"
 
     def outcome(self, command: list[str], folder: Path) -> dict[str, Any]:
         """Run a command; returns what the manifest says of its end, printed."""
@@ -194,12 +194,11 @@ class Bench:
         """Pairs until it is decided, with one seed each; a broken pair's number is not used again. Returns the exit
         status."""
         load = os.getloadavg()[0]
-        self.add("machine", load_1min=round(load, 2), cores=os.cpu_count(), python=sys.version.split()[0])
         if load > 0.5:
             print(f"note: this machine is busy (load {load:.1f}); times will spread", flush=True)
         failures: list[str] = []
         found = self.compared()
-        while len(self.complete()) < self.args.pairs and report.STATUS[found["verdict"]] == 7:
+        while len(self.complete()) < self.args.pairs and status_of(found) == UNDECIDED:
             number = 1 + max((line["pair"] for line in self.lines("start")), default=0)
             order = list(self.sides)
             if len(self.complete()) % 2:
@@ -212,35 +211,40 @@ class Bench:
                 failures.append(failed)
                 continue
             found = self.compared()
-            said = f"pair {len(self.complete())} of {self.args.pairs}"
-            if "loss" in found:
-                test, form = (found["share"], "+.2%") if found["share"] else (found["time"], "+.3f")
-                said += f": B - A: loss {test_in_words(found['loss'], '+.4f')}; time {test_in_words(test, form)}"
-            print(said, flush=True)
-        if self.args.plot and self.complete():
+            print(f"pair {len(self.complete())} of {self.args.pairs}", *told(found), sep="\n    ", flush=True)
+        if self.args.plot:
             plot.curves({name: self.side(name).runs for name in self.sides}, self.args.plot, self.args.target)
-        if len(self.sides) > 2:
-            print("\n".join(aligned(self.arms())))
+        if len(found) > 1:
+            print(f"after {len(self.complete())} pairs", *told(found), sep="\n    ")
             return 0
-        print(report.compare_in_words(found) if self.complete() else "verdict: undecided: no pair is complete")
-        (self.args.out / "summary.json").write_text(json.dumps(report.jsonable(found), indent=1) + "\n")
-        return report.STATUS[found["verdict"]]
+        for report_of_b in found.values():
+            print(report.compare_in_words(report_of_b))
+            (self.args.out / "summary.json").write_text(json.dumps(report.jsonable(report_of_b), indent=1) + "\n")
+        return status_of(found)
 
-    def compared(self) -> dict[str, Any]:
-        """`compare` of two sides, of complete pairs; without a word where there are none, or several arms."""
-        if not self.complete() or len(self.sides) > 2:
-            return {"verdict": "undecided"}
-        return report.compare(*map(self.side, self.sides), self.args.target)
+    def compared(self) -> dict[str, dict[str, Any]]:
+        """`compare` of each other side with the first one, in complete pairs; empty without such a pair."""
+        base, *others = self.sides
+        if not self.complete():
+            return {}
+        return {name: report.compare(self.side(base), self.side(name), self.args.target) for name in others}
 
-    def arms(self) -> list[list[str]]:
-        """A row for each arm, against the first side."""
-        base, *names = self.sides
-        rows = [["arm", "pairs", "loss, nats", "time"]]
-        for name in names if self.complete() else ():
-            found = report.compare(self.side(base), self.side(name), self.args.target)
-            rows.append([name, str(found["pairs"]), test_in_words(found["loss"], "+.4f"),
-                         test_in_words(found["share"], "+.2%")])
-        return rows
+
+def status_of(found: dict[str, dict[str, Any]]) -> int:
+    """The exit status of two sides; there are no words for more."""
+    words = [report_of_b["verdict"] for report_of_b in found.values()]
+    return report.STATUS[words[0]] if len(words) == 1 else UNDECIDED
+
+
+def told(found: dict[str, dict[str, Any]]) -> list[str]:
+    """A line for each side: its difference from A."""
+    lines = []
+    for name, its in found.items():
+        seconds = test_in_words(its["time"], "+.3f", "s")
+        if its["share"]:
+            seconds = test_in_words(its["share"], "+.2%")
+        lines.append(f"{name} - A: loss {test_in_words(its['loss'], '+.4f')}; time {seconds}")
+    return lines
 
 
 def git_apply(patch: Path, folder: Path, *options: str) -> str:
@@ -251,13 +255,17 @@ def git_apply(patch: Path, folder: Path, *options: str) -> str:
     return done.stderr.strip() if done.returncode else ""
 
 
+def copied(script: Path, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Path(shutil.copyfile(script, folder / TRAINER))
+
+
 def patched(script: Path, patch: Path, folder: Path) -> Path:
     """A copy of a trainer in `folder`, patched without fuzz (lines may have moved). Raises ToolError."""
     if not patch.is_file():
         known = ", ".join(sorted(path.stem for path in ROOT.glob("records/ablations/*.patch")))
         raise ToolError("patch", patch, f"a file, or an arm of {known}", "check the spelling")
-    folder.mkdir(parents=True, exist_ok=True)
-    copy = Path(shutil.copyfile(script, folder / TRAINER))
+    copy = copied(script, folder)
     wrong = git_apply(patch, folder)
     if not wrong and copy.read_bytes() == script.read_bytes():
         wrong = f"it does not touch {TRAINER}"
@@ -267,29 +275,35 @@ def patched(script: Path, patch: Path, folder: Path) -> Path:
     return copy
 
 
-def arm(text: str, args: argparse.Namespace) -> tuple[str, Trainer]:
-    """A side from NAME, NAME=PATCH, NAME=TRAINER.py or NAME=FLAGS."""
-    name, _, what = text.partition("=")
-    if what.startswith("-"):
-        return name, trainer(args.scripts[0], [*args.both, *shlex.split(what)])
-    if what.endswith(".py"):
-        return name, trainer(Path(what), args.both)
-    patch = Path(what or ROOT / f"records/ablations/{name}.patch")
-    return name, trainer(patched(args.scripts[0], patch, args.out / "sources" / name), args.both)
+def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
+    """A, and B or the arms: NAME, NAME=PATCH, NAME=TRAINER.py or NAME=FLAGS."""
+    base = args.scripts[0]
+    sides = {name: trainer(script, args.both) for name, script in zip("AB", args.scripts)}
+    for text in args.arm:
+        name, _, what = text.partition("=")
+        if what.startswith("-"):
+            sides[name] = trainer(base, [*args.both, *shlex.split(what)])
+        elif what.endswith(".py"):
+            sides[name] = trainer(Path(what), args.both)
+        else:
+            patch = Path(what or ROOT / f"records/ablations/{name}.patch")
+            sides[name] = trainer(patched(base, patch, args.out / "sources" / name), args.both)
+    if len(sides) < 2:
+        raise ToolError("sides", "one", "two trainers, or --arm", "python records bench --help")
+    return sides
 
 
 def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
     """The trainer here without (A) and with (B) a patch. One that is in it already is taken out for A."""
-    scripts = {name: args.out / "sources" / name / TRAINER for name in "AB"}
-    for script in scripts.values():
-        script.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(ROOT / TRAINER, script)
-    if args.patch.suffix == ".py" and args.patch.is_file():
-        shutil.copyfile(args.patch, scripts["B"])
-    elif args.patch.is_file() and not git_apply(args.patch, scripts["A"].parent, "-R"):
+    home = args.out / "sources"
+    scripts = {"A": copied(ROOT / TRAINER, home / "A")}
+    if args.patch.suffix == ".py":
+        scripts["B"] = copied(args.patch, home / "B")
+    elif not git_apply(args.patch, home / "A", "-R"):
         print(f"{TRAINER} has {args.patch.name} already: A is without it")
+        scripts["B"] = copied(ROOT / TRAINER, home / "B")
     else:
-        patched(ROOT / TRAINER, args.patch, scripts["B"].parent)
+        scripts["B"] = patched(ROOT / TRAINER, args.patch, home / "B")
     flags = ["--preset=pocket", "--sample_tokens=0", *args.both]
     return {name: trainer(script, flags) for name, script in scripts.items()}
 
@@ -304,8 +318,6 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     else:
         parser.add_argument("scripts", nargs="+", type=Path, metavar="TRAINER", help="A, and B unless there are arms")
         parser.add_argument("--arm", action="append", default=[], help="NAME, NAME=PATCH, NAME=TRAINER.py, NAME=FLAGS")
-        parser.add_argument("--a", default="", help="flags of side A; {seed} is the pair's number")
-        parser.add_argument("--b", default="", help="flags of side B")
     parser.add_argument("--pairs", type=int, default=6 if verb == "try" else 10, help="at most [%(default)s]")
     parser.add_argument("--ranks", type=int, default=1, help="processes of a run [1]")
     parser.add_argument("--target", type=float, help="loss to prove [target_loss of the logs]")
@@ -321,36 +333,25 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     return args
 
 
-def settle(args: argparse.Namespace, out: Path, home: Path) -> None:
-    """Fill in the folders that were not named."""
-    if args.out is None:
-        args.out = out
-    if args.data is None:
-        args.data = home / DATA
-
-
 def main(argv: list[str]) -> int:
     args = parsed(argv)
-    is_try = argv[0] == "try"
     signal.signal(signal.SIGTERM, signal.default_int_handler)               # ends the run and leaves a line, as Ctrl-C
-    if is_try:
-        settle(args, Path(f"logs/try-{args.patch.stem}"), ROOT)
+    if argv[0] == "try":
+        home = ROOT
+        args.out = args.out or Path(f"logs/try-{args.patch.stem}")
         args.plot = args.plot or args.out / "curves.png"
         sides = sides_to_try(args)
     else:
-        settle(args, Path(f"logs/bench-{time.strftime('%Y%m%d-%H%M%S')}"), args.scripts[0].resolve().parent)
-        sides = {"A": trainer(args.scripts[0], [*args.both, *shlex.split(args.a)])}
-        for script in args.scripts[1:2]:
-            sides["B"] = trainer(script, [*args.both, *shlex.split(args.b)])
-        sides |= dict(arm(text, args) for text in args.arm)
-    if len(sides) < 2:
-        raise ToolError("sides", "one", "two trainers, or --arm", "python records bench --help")
+        home = args.scripts[0].resolve().parent
+        args.out = args.out or Path(f"logs/bench-{time.strftime('%Y%m%d-%H%M%S')}")
+        sides = sides_to_bench(args)
+    args.data = args.data or home / DATA
     try:
         status = Bench(args, sides).race()
     except KeyboardInterrupt:
         print(f"interrupted; the same command with --out={args.out} continues")
         return 130
-    if is_try and status != 1:
+    if argv[0] == "try" and status != 1:
         name = re.sub(r"\W|_", "", args.patch.stem.title())
         print(f"picture: {args.plot}\na record of it: python records new {name} {args.out} --kind=comparison")
     return status

@@ -20,7 +20,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -32,7 +32,6 @@ EXTRA = rb"(?: [a-z_]+:\S+)*?"
 COUNT = rb"(\d{1,15})"                 # steps, or a seed
 LINE = re.compile(rb"^step:%b/%b(?: (val_loss|train_loss):(%b))?%b train_time:(%b)(ms|s) step_avg:(%b)ms%b\s*?$"
                   % (COUNT, COUNT, NUMBER, EXTRA, NUMBER, NUMBER, EXTRA), re.M)
-LLMC = re.compile(rb"^s:%b (tel|trl):(%b)(?: .*)?$" % (COUNT, NUMBER), re.M)
 PEAK = re.compile(rb"^peak memory (allocated|consumption):? (\d+) MiB", re.M)
 TORCH = re.compile(rb"^Running [Pp]y[Tt]orch (\S+) compiled for CUDA (\S+)(?: on (.*?)\s+with world_size (\d+))?\s*?$",
                    re.M)
@@ -82,8 +81,7 @@ class Point(NamedTuple):
 class Run:
     """One training run as its log tells it; times in s, losses in nats per token."""
     path: Path
-    kind: str                                             # "ours" (log.jsonl), "text", "llmc", "list" (in a README)
-    index: int = 0                                        # position in a file of several runs
+    kind: str                                             # "ours" (log.jsonl), "text", "list" (in a README)
     total: int | None = None                              # steps planned
     val: list[Point] = field(default_factory=list)
     steps: np.ndarray = field(default_factory=lambda: np.empty((0, 3)))     # step, seconds, training loss; nan: none
@@ -115,11 +113,9 @@ class Run:
     @property
     def finished(self) -> bool:
         """True if the run came to its end: ours has a result line, others a validation at the planned last step."""
-        if self.final is None:
-            return False
         if self.kind == "ours":
-            return self.aborted is None and self.result != {}
-        return self.total in (None, self.final.step)
+            return bool(self.final and self.result and self.aborted is None)
+        return self.final is not None and self.total in (None, self.final.step)
 
     @property
     def reached(self) -> int:
@@ -136,15 +132,13 @@ class Run:
 class Reading(NamedTuple):
     """All that was found below some paths."""
     runs: list[Run]
-    unread: list[tuple[Path, str]]
-    duplicates: list[tuple[Path, Path]]                   # a file that was left out, and the one with the same run
-    stated: list[Run]                                     # from lists in a README beside logs
+    unread: Sequence[tuple[Path, str]] = ()               # a file, and why nothing of it was taken
+    stated: Sequence[Run] = ()                            # from lists in a README beside logs
 
     def unread_in_words(self) -> str:
         """How many files were not read, by reason; "" for none."""
         reasons = Counter(reason for _, reason in self.unread)
-        reasons["the same run again"] += len(self.duplicates)
-        parts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(4) if count)
+        parts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(4))
         return f"{reasons.total()} files not read: {parts}" if parts else ""
 
 
@@ -160,9 +154,11 @@ def read_runs(paths: Iterable[Path]) -> Reading:
             unread.append((path, reason))
     stated = [run for run in runs if run.kind == "list"]
     if len(stated) == len(runs):
-        return Reading(runs, unread, [], [])
-    runs, duplicates = without_duplicates([run for run in runs if run.kind != "list"])
-    return Reading(runs, unread, duplicates, stated)
+        return Reading(runs, unread)
+    logged = [run for run in runs if run.kind != "list"]
+    kept = without_duplicates(logged)
+    unread += [(run.path, "the same run again") for run in logged if id(run) not in kept]
+    return Reading([run for run in logged if id(run) in kept], unread, stated)
 
 
 def files(path: Path) -> Iterator[tuple[Path, bool]]:
@@ -214,28 +210,25 @@ def read_file(path: Path) -> list[Run]:
         return [read_ours(path, data)]
     if path.suffix.lower() == ".md":
         return read_readme(path, data)
-    return [read_llmc(path, data)] if data.startswith(b"s:") else read_text(path, data)
+    return read_text(path, data)
 
 
-def without_duplicates(runs: list[Run]) -> tuple[list[Run], list[tuple[Path, Path]]]:
-    """Each run once, where most is known of it; a log of one line is matched by its last validation."""
+def without_duplicates(runs: list[Run]) -> set[int]:
+    """The `id` of each run once, where most is known of it; a log of one line is matched by its last validation."""
     def known(run: Run) -> tuple[bool, int, int]:
         return run.kind == "ours", len(run.val), len(run.facts)
 
-    kept: dict[Any, Run] = {}
-    duplicates = []
+    kept: dict[Any, int] = {}
     for run in sorted(runs, key=known, reverse=True):
         printed = tuple(point.printed() for point in run.val)
         key = tuple(run.val[-3:]) if run.kind == "ours" else printed[-3:]     # seeds may agree in what is printed
         if not any(point.step for point in run.val):
             key = ()                                      # all runs begin with about the same loss
         if key and key in kept:
-            duplicates.append((run.path, kept[key].path))
             continue
         for name in (key or id(run), printed[-3:], printed[-1:]):
-            kept.setdefault(name, run)
-    ids = set(map(id, kept.values()))
-    return [run for run in runs if id(run) in ids], duplicates
+            kept.setdefault(name, id(run))
+    return set(kept.values())
 
 
 def read_ours(path: Path, data: bytes) -> Run:
@@ -285,7 +278,7 @@ def take(run: Run, rows: list[tuple[float, float, float]], event: dict[str, Any]
     elif kind == "val":
         run.val.append(Point(int(event["step"]), float(event["val_loss"]), event["train_time_ms"] / 1000))
     elif kind == "phase":
-        run.phases.append({"name": str(event["name"]), "ms": float(event["ms"]), "timed": bool(event["timed"])})
+        run.phases.append(event)
     elif kind == "budget":
         run.total = int(event["steps"])
     elif kind == "result":
@@ -335,16 +328,6 @@ def seconds_of(text: str, form: str) -> float | None:
         return None
 
 
-def read_llmc(path: Path, data: bytes) -> Run:
-    """Read a log of llm.c, which has no times."""
-    lines = LLMC.findall(data)
-    val = [Point(int(step), float(loss), None) for step, kind, loss in lines if kind == b"tel"]
-    if not val:
-        raise NotALog("no validation line")
-    rows = [(float(step), math.nan, float(loss)) for step, kind, loss in lines if kind == b"trl"]
-    return Run(path, "llmc", val=val, steps=np.array(rows).reshape(-1, 3))
-
-
 def read_text(path: Path, data: bytes) -> list[Run]:
     """Read a log in the format of the speedrun: one run, or several one after the other."""
     start = environment_start(data)
@@ -356,7 +339,6 @@ def read_text(path: Path, data: bytes) -> list[Run]:
     seeds = TRIAL.findall(data, start) if data.find(b"\ntrial:", start) >= 0 else []
     peak = PEAK.search(data, max(start, data.rfind(b"\npeak memory ")))
     for index, run in enumerate(runs):
-        run.index = index
         run.facts = facts
         run.started = started
         if peak:
@@ -497,7 +479,7 @@ def read_readme(path: Path, data: bytes) -> list[Run]:
         losses = [float(number) for number in DECIMAL.findall(body)]
         if all(LOSS_RANGE[0] <= loss <= LOSS_RANGE[1] for loss in losses):
             for loss in losses:
-                runs.append(Run(path, "list", len(runs), val=[Point(-1, loss, None)], facts={"pool": name}))
+                runs.append(Run(path, "list", val=[Point(-1, loss, None)], facts={"pool": name}))
     if not runs:
         raise NotALog("a page without a list of losses")
     return runs

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from tools import plot, report, statistics
 from tools.read import NotALog, Reading, Run, ToolError, read_file
-from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, shown
+from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, markdown, shown
 
 RECORDS = Path(__file__).resolve().parents[1]
 FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)_(\w+)")              # date, number, name
@@ -42,8 +42,6 @@ ENTRY = "params_total", "params_per_token", "table_rows", "table_bytes", "tokens
 FITTED = re.compile("mixes (ends|num_scheduled_steps|num_extension_steps)")  # to a time budget
 OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
 RUN_COLUMNS = "seed", "loss", "bits_per_byte", "of_unigram_entropy", "seconds", "steps", "tokens", "memory_mib"
-LINK = re.compile(r"\]\(\s*<?([^)\s>]+)|\b(?:src|href)\s*=\s*[\"']?([^\s\"'>]+)", re.I)
-CODE = re.compile(r"```.*?```|`[^`\n]*`", re.S)
 VALIDATION = re.compile(r"^step:(\d+)/\d+ val_loss:(\S+) train_time:(\d+)ms ", re.M)
 
 Problem = tuple[str, Any, Any]         # what, found, expected
@@ -87,6 +85,10 @@ def folders(root: Path) -> list[Path]:
     """What looks like a record, badly named ones too."""
     marks = [*root.glob(f"*/{RESULT}"), *root.glob("*/logs"), *root.glob(f"[0-9]*/{PAGE}")]
     return sorted({path.parent for path in marks if not path.parent.name.startswith(".")})
+
+
+def numbers_taken(root: Path) -> list[str]:
+    return [path.name.split("_")[1] for path in folders(root) if FOLDER.fullmatch(path.name)]
 
 
 def find(root: Path, name: str) -> Path:
@@ -137,7 +139,7 @@ def grouped(folder: Path, stated: dict[str, Any]) -> dict[str, Side]:
     sides = {}
     for name, members in stated["groups"].items():
         runs = [read_log(folder / "logs" / member / LOG) for member in members]
-        sides[name] = report.sorted_out(name, Reading(runs, [], [], []))
+        sides[name] = report.sorted_out(name, Reading(runs))
     return sides
 
 
@@ -201,7 +203,7 @@ def misfits(sides: dict[str, Side], stated: dict[str, Any]) -> Iterator[Problem]
                 yield f"{name}, {key}", value(run, key), f"{needed} on track {stated['track']}"
         for key in ENTRY:
             if (value(run, key) is None) != (key in stated["entry"]):
-                yield f"{name}, {key}", value(run, key), f"logged, else --entry {key}=VALUE, not both"
+                yield f"{name}, {key}", value(run, key), "logged or stated, not both"
 
 
 def unlike_text(name: str, run: Run) -> Iterator[Problem]:
@@ -239,9 +241,8 @@ def build(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> dict[
         if base and side is not base:
             found = report.compare(base, side, target, bool(stated["entry"].get("systems")))
             result["verdicts"][name] = {key: found[key] for key in OF_REPORT}
-    for name in stated["bench"]:
-        found = benched(folder / name)
-        result["bench"][name] = {key: found[key] for key in OF_REPORT}
+    for name in stated["bench"]:                                             # of an earlier form, with its verdict
+        result["bench"][name] = json.loads(text(folder / name / "verdict.json"))
     result["config"] = config(first)
     parent = load(folder.parent / stated["parent"]) if stated["parent"] else {}
     result["changed"] = changes(parent.get("config", result["config"]), result["config"])
@@ -266,15 +267,6 @@ def numbers(run: Run) -> dict[str, Any]:
     found["comms"] = value(run, "comms") or {}
     found["untimed_s"] = {phase["name"]: phase["ms"] / 1000 for phase in run.phases if not phase["timed"]}
     return found
-
-
-def benched(folder: Path) -> dict[str, Any]:
-    """`compare` of a bench kept in a record."""
-    paths: dict[str, list[Path]] = {"A": [], "B": []}
-    for line in manifest_lines(folder / MANIFEST, "end"):
-        if line["outcome"] == "done":
-            paths[line["side"]] += [folder / line["folder"] / log for log in line["logs"]]
-    return report.compare(*(report.side_of(name, found) for name, found in paths.items()))
 
 
 def page(result: dict[str, Any]) -> str:
@@ -339,44 +331,22 @@ def tables_of_facts(result: dict[str, Any]) -> Iterator[str]:
     yield markdown("unfinished run | outcome | cause", rows)
 
 
-def markdown(head: str, rows: list[list[Any]]) -> str:
-    """A table that is readable as it is, numbers with five digits; "" without rows."""
-    cells = [head.split(" | ")]
-    for row in rows:
-        shorter = [f"{item:.5g}" if isinstance(item, float) else item for item in row]
-        cells.append(["n/a" if item is None else str(item) for item in shorter])
-    widths = [max(map(len, column)) for column in zip(*cells)]
-    cells.insert(1, ["-" * width for width in widths])
-    lines = []
-    for row in cells:
-        padded = [item.ljust(width) for item, width in zip(row, widths)]
-        lines.append(f"| {' | '.join(padded)} |")
-    return "\n".join(lines) if rows else ""
-
-
 def new(args: argparse.Namespace, root: Path) -> int:
     """A record from runs, which gets its name when all of it is there; or the pages of one made again."""
-    numbers_there = [int(path.name.split("_")[1]) for path in folders(root) if FOLDER.fullmatch(path.name)]
-    stated = {"date": args.date or f"{datetime.date.today()}", "number": f"{1 + max(numbers_there, default=0):02}"}
-    stated |= {"name": args.name or "", "kind": "entry", "track": None, "parent": None}
-    stated |= {"groups": {}, "entry": {}, "bench": []}
-    folder = root / "_".join(stated[key] for key in ("date", "number", "name"))
-    place = root / ".unfinished"
     if args.update:
         folder = place = find(root, args.update)
         stated = load(folder)["stated"]
         if "sealed" in load(folder):
             raise ToolError(f"record {folder.name}", "a sealed one", "a record of runs", "leave it as it is")
-    elif not FOLDER.fullmatch(folder.name) or not args.runs:
-        raise ToolError("record", f"{folder.name}, runs {args.runs}", "YYYY-MM-DD_nn_NAME, RUNS", "new --help")
-    for key in ("kind", "track"):
-        stated[key] = getattr(args, key) or stated[key]
-    if args.parent:
-        stated["parent"] = find(root, args.parent).name
-    for item in args.entry:
-        key, _, given = item.partition("=")
-        stated["entry"][key] = json.loads(given)
-    if not args.update:
+    else:
+        number = f"{1 + max(map(int, numbers_taken(root)), default=0):02}"
+        folder = root / f"{args.date}_{number}_{args.name}"
+        if not FOLDER.fullmatch(folder.name) or not args.runs:
+            raise ToolError("record", f"{folder.name}, runs {args.runs}", "YYYY-MM-DD_nn_NAME, RUNS", "new --help")
+        stated = {"date": args.date, "number": number, "name": args.name, "kind": args.kind, "track": args.track}
+        stated |= {"parent": args.parent and find(root, args.parent).name, "groups": {}, "bench": []}
+        stated["entry"] = {"systems": True} if args.systems else {}
+        place = root / ".unfinished"
         shutil.rmtree(place, ignore_errors=True)                            # of an earlier call that failed
         gather(args.runs, place, stated)
     write(place, stated)
@@ -460,17 +430,14 @@ def check(args: argparse.Namespace, root: Path) -> int:
     if not chosen:
         raise ToolError(f"records in {shown(root)}", "none", "at least one", "name their folder: --records")
     found = [f"{folder.name}: {finding}" for folder in chosen for finding in findings(folder)]
-    for place in (root, root.parent):
-        found += [f"{place.name}: {finding}" for finding in dead_links(place / PAGE)]
-    numbers = [path.name.split("_")[1] for path in folders(root) if FOLDER.fullmatch(path.name)]
-    found += [f"number {number}: several records have it" for number, count in Counter(numbers).items() if count > 1]
+    counts = Counter(numbers_taken(root))
+    found += [f"number {number}: several records have it" for number, count in counts.items() if count > 1]
     print("\n".join(found) if found else f"{len(chosen)} records: all numbers follow from their files")
     return int(bool(found))
 
 
 def findings(folder: Path) -> Iterator[str]:
     """All in a record that does not follow from its files."""
-    yield from dead_links(folder / PAGE)
     try:
         result = load(folder)
         stated = result["stated"]
@@ -523,14 +490,6 @@ def unlike_its_logs(folder: Path, result: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: and {len(unlike) - SHOWN_LINES} more such lines"
     if sha256((folder / SOURCE).read_bytes()) != follows["groups"][stated["main"]]["source_sha256"]:
         yield f"{SOURCE}: not the source that the logs of {stated['main']!r} state"
-
-
-def dead_links(readme: Path) -> Iterator[str]:
-    """Relative links of a Markdown page that lead nowhere; code is left out."""
-    for match in LINK.finditer(CODE.sub("", text(readme))):
-        link = match[1] or match[2]
-        if not re.match(r"\w+:|#", link) and not (readme.parent / link.partition("#")[0]).exists():
-            yield f"{readme.name}: dead link {link}"
 
 
 def table(args: argparse.Namespace, root: Path) -> int:
@@ -600,11 +559,11 @@ def main(argv: list[str]) -> int:
     else:
         parser.add_argument("name", nargs="?", help="letters, digits, underscores")
         parser.add_argument("runs", nargs="*", help="run directories, or folders of them; GROUP=PATH,... names a group")
-        parser.add_argument("--kind", choices=("entry", "comparison"), help="[entry]")
+        parser.add_argument("--kind", choices=("entry", "comparison"), default="entry", help="[entry]")
         parser.add_argument("--track", choices=TRACKS)
-        parser.add_argument("--entry", metavar="KEY=JSON", action="append", default=[], help=f"systems=true, {ENTRY}")
+        parser.add_argument("--systems", action="store_true", help="the same mathematics: p is waived")
         parser.add_argument("--update", metavar="RECORD", help="make its pages again")
         parser.add_argument("--parent", help="a record")
-        parser.add_argument("--date", help="YYYY-MM-DD [today]")
+        parser.add_argument("--date", default=f"{datetime.date.today()}", help="YYYY-MM-DD [today]")
     args = parser.parse_args(argv[1:])
     return {"new": new, "check": check, "table": table}[verb](args, args.records.resolve())

@@ -1,6 +1,6 @@
 """Verbs `show`, `compare` and `place`: one pool of runs, two sides, one run beside a pool.
 
-side_of(name, paths, steps)      the runs that count, those left out, and how many were started (Side)
+side_of(name, paths)             the runs that count, those left out, and how many were started (Side)
 compare(a, b, target, systems)   B against A: tests, verdict and reason, as a dict; compare_in_words prints it
 show(side, target, systems), place(run, pool)    the same for a pool, and for one run that may still be going
 
@@ -18,7 +18,7 @@ import os
 import re
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,9 +83,9 @@ class Side:
         peaks = [run.result.get("peak_memory_mib") for run in self.runs]
         return [max(peak.values()) for peak in peaks if peak]
 
-    def values(self, *keys: str) -> list[str]:
-        """All values of settings or facts, as text."""
-        return sorted({as_text(fact(run, key)) for run in self.runs for key in keys if fact(run, key) is not None})
+    def values(self, key: str) -> list[str]:
+        """All values of a setting or fact that are known, as text."""
+        return sorted({as_text(fact(run, key)) for run in self.runs if fact(run, key) is not None})
 
 
 def config(run: Run) -> dict[str, Any]:
@@ -114,10 +114,10 @@ def shown(path: Path) -> str:
     return str(path)
 
 
-def side_of(name: str, paths: Iterable[Path | str], steps: int | None = None) -> Side:
+def side_of(name: str, paths: Iterable[Path | str]) -> Side:
     """Read and choose. Raises ToolError with the reasons if nothing there is a run that counts."""
     paths = list(map(Path, paths))
-    side = sorted_out(name, read_runs(paths), steps)
+    side = sorted_out(name, read_runs(paths))
     if not side.runs:
         why = side.left + [f"{shown(path)}: {reason}" for path, reason in side.reading.unread]
         raise ToolError(f"side {name}: {listed(map(shown, paths))}", listed(why) or "no file",
@@ -125,30 +125,20 @@ def side_of(name: str, paths: Iterable[Path | str], steps: int | None = None) ->
     return side
 
 
-def sorted_out(name: str, reading: Reading, steps: int | None = None) -> Side:
-    """The runs that count. steps: those that end there, or if none does all that validate there, cut at it. Public
-    logs may all stop early on purpose; then that is their end."""
+def sorted_out(name: str, reading: Reading) -> Side:
+    """The runs that count. Public logs may all stop early on purpose; then that is their end. Started: all runs of
+    these sources, and those of their manifests that have no log."""
     some_ended = any(run.finished for run in reading.runs)
-    some_end_there = any(run.final and run.final.step == steps for run in reading.runs)
     runs = []
     left = []
     for run in reading.runs:
-        there = any(point.step == steps for point in run.val)
-        ended = run.finished or there or (not some_ended and run.kind != "ours" and run.final is not None)
-        why = run.refused or ""
-        if steps is not None and (not there or (some_end_there and run.final.step != steps)):
-            why = f"not at step {steps}"
-        elif not why and not ended:
-            why = run.notes[-1] if run.notes else "no validation"
+        why = run.refused
+        if not run.finished and (some_ended or run.kind == "ours" or run.final is None):
+            why = next(filter(None, (why, *reversed(run.notes), "no validation")))
         if why:
             left.append(f"{shown(run.path)}: {why}")
-            continue
-        if steps is not None:
-            val = [point for point in run.val if point.step <= steps]
-            run = replace(run, total=steps, val=val, steps=run.steps[run.steps[:, 0] <= steps])
-        runs.append(run)
-
-    # Started: all runs of these sources, and those of which a manifest knows more than their log.
+        else:
+            runs.append(run)
     sources = {run.facts.get("source_sha256") for run in runs}
     started = sum(run.facts.get("source_sha256") in sources for run in reading.runs)
     read = {folder for run in reading.runs for folder in run.path.resolve().parents}
@@ -364,7 +354,7 @@ def refusals(a: Side, b: Side) -> list[str]:
         found += mixtures(side)
         if not any(run.finished for run in side.runs) and any(run.finished for run in other.runs):
             step = side.runs[0].final.step
-            found.append(f"{side.name}'s runs are cut short at step {step}; --steps={step} says that this was the plan")
+            found.append(f"{side.name}'s runs are cut short at step {step}; compare whole ones")
     return list(dict.fromkeys(found))
 
 
@@ -373,7 +363,7 @@ def mixtures(side: Side) -> list[str]:
     found = []
     ends = sorted({f"{run.final.step} of {run.total}" for run in side.runs})
     if len(ends) > 1:
-        found.append(f"{side.name} mixes ends at step {listed(ends)}; choose with --steps")
+        found.append(f"{side.name} mixes ends at step {listed(ends)}; choose by paths")
     for key in ("source_sha256", *MACHINE[:2], "pool", "data_sha256", *settings_of(side)):
         values = sorted({as_text(fact(run, key)) for run in side.runs})
         if len(values) > 1:
@@ -382,16 +372,13 @@ def mixtures(side: Side) -> list[str]:
 
 
 def same_program(a: Side, b: Side) -> bool:
-    """True if source, settings, steps and software are equal and said, and no bench gave the sides other flags."""
+    """True if source, settings, steps and software are equal and said (in a text log settings are not)."""
     runs = a.runs + b.runs
     sources = {run.facts.get("source_sha256") for run in runs}
-    if len(sources) > 1 or None in sources or len({run.final.step for run in runs}) > 1:
+    settings = settings_of(a, b)
+    if len(sources) > 1 or None in sources or len({run.final.step for run in runs}) > 1 or not settings:
         return False
-    plans = [plan for run in runs[:1] for plan in manifest_lines(noted(run)[0] or Path(), "bench")]
-    flags = [side.get("flags") for plan in plans for side in plan["sides"].values()]
-    if any(other != flags[0] for other in flags):
-        return False
-    return all(a.values(key) == b.values(key) for key in (*SOFTWARE, *settings_of(a, b)))
+    return all(a.values(key) == b.values(key) for key in (*SOFTWARE, *settings))
 
 
 def differing(a: Side, b: Side) -> list[str]:
@@ -503,7 +490,7 @@ def by_step(run: Run, what: str) -> dict[int, float]:
 
 def place(run: Run, pool: Side) -> dict[str, Any]:
     """All that `place --json` prints: the last loss and the last time decide, earlier ones are remarks."""
-    alone = Side("run", [run], [], Reading([run], [], [], []), 1)
+    alone = Side("run", [run], [], Reading([run]), 1)
     elsewhere = apart(pool, alone)
     shown_steps = {point.step for point in run.val} | {run.reached}
     points = {}
@@ -547,13 +534,19 @@ def number(value: float | None, form: str) -> str:
     return "-" if value is None or not math.isfinite(value) else f"{value:{form}}"
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    lines = []
+def markdown(head: str, rows: Sequence[Sequence[Any]]) -> str:
+    """A table that is readable as it is, numbers with five digits; "" without rows."""
+    cells = [head.split(" | ")]
     for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row, widths)]
-        lines.append("  ".join(cells).rstrip())
-    return lines
+        shorter = [f"{item:.5g}" if isinstance(item, float) else item for item in row]
+        cells.append(["n/a" if item is None else str(item) for item in shorter])
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    cells.insert(1, ["-" * width for width in widths])
+    lines = []
+    for row in cells:
+        padded = [item.ljust(width) for item, width in zip(row, widths)]
+        lines.append(f"| {' | '.join(padded)} |")
+    return "\n".join(lines) if rows else ""
 
 
 def test_in_words(test: Difference | None, form: str, unit: str = "") -> str:
@@ -570,7 +563,7 @@ def in_words(report: dict[str, Any], sides: Sequence[dict[str, Any]] = (), more:
     """Where the runs of the sides are and their numbers, more lines, what differs, notes, and the verdict."""
     lines = []
     target = report.get("target")
-    rows = [["", "seeds", "loss", "sd", f"p (< {target})".replace(" (< None)", ""), "time s", "sd", "peak MiB"]]
+    rows = []
     for side in sides:
         begun = side["begun"] or "not said"
         lines.append(f"{side['name']}  {side['where']}: {side['runs']} of {side['started']} started, begun {begun}")
@@ -580,7 +573,8 @@ def in_words(report: dict[str, Any], sides: Sequence[dict[str, Any]] = (), more:
         row += [number(x, ".3f") for x in side["time"][1:]]
         rows.append([*row, number(side["memory"].mean, ".0f")])
     if sides:
-        lines += aligned(rows)
+        head = f"side | seeds | loss | sd | p (target {target or 'none'}) | time s | sd | peak MiB"
+        lines.append(markdown(head, rows))
     differs = [f"differs: {line}" for line in report.get("differs", [])]
     if len(differs) > SHOWN:
         differs[SHOWN:] = [f"differs: {len(differs) - SHOWN} more (--json)"]
@@ -608,11 +602,11 @@ def show_in_words(report: dict[str, Any]) -> str:
 def place_in_words(report: dict[str, Any]) -> str:
     lines = [f"run {report['run']}, step {report['reached']}, beside {report['pool_runs']} runs"]
     for name, form in (("loss", ".5f"), ("time", ".3f")):
-        rows = [["step", name, "pool", "from", "to", ""]]
+        rows = []
         for point in report[name][-4:]:
             cells = [f"{value:{form}}" for value in point[1:5]]
-            rows.append([str(point.step), *cells, "" if point.inside else "outside"])
-        lines += aligned(rows)
+            rows.append([point.step, *cells, "" if point.inside else "outside"])
+        lines.append(markdown(f"step | {name} | pool | from | to | ", rows))
     return in_words(report, more=lines)
 
 
@@ -637,28 +631,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--against", nargs="+", default=[], metavar="B", help="compare: the other side")
     parser.add_argument("--target", type=float, help="loss to prove [target_loss of the logs]")
     parser.add_argument("--systems", action="store_true", help="the same mathematics: p is waived")
-    parser.add_argument("--steps", type=int, action="append", metavar="N",
-                        help="runs that end at step N, else all up to there; given twice, of A and of B")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args(argv[1:])
     paths = [args.paths, args.against]
     if verb != "show" and not args.against:
         paths = [args.paths[:1], args.paths[1:]]
-    several = verb == "compare" and not args.against and len(args.paths) > 2
-    if several or (verb != "show" and not paths[1]):
-        raise ToolError("paths", args.paths, usage, "name both, with --against between several")
-    steps = args.steps or [None]
+        if not paths[1]:
+            raise ToolError("paths", args.paths, usage, "name both")
     if verb == "place":
         runs = read_runs(map(Path, paths[0])).runs
         if not runs:
             raise ToolError(f"run {paths[0]}", "no log", "the log of one run", "give a log, or a run directory")
-        pool = side_of("pool", paths[1], steps[0])
+        pool = side_of("pool", paths[1])
         pool.runs = [run for run in pool.runs if run.identity() != runs[-1].identity()]      # not beside itself
         found, words, groups = place(runs[-1], pool), place_in_words, {"pool": pool.runs, "run": runs[-1:]}
     else:
         names = {"show": ["pool"], "compare": ["A", "B"]}[verb]
-        sides = [side_of(name, where, step) for name, where, step in zip(names, paths, [steps[0], steps[-1]])]
+        sides = [side_of(name, where) for name, where in zip(names, paths)]
         judge, words = {"show": (show, show_in_words), "compare": (compare, compare_in_words)}[verb]
         found = judge(*sides, args.target, args.systems)
         groups = {side.name: side.runs for side in sides}

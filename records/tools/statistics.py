@@ -27,7 +27,7 @@ POWER = 0.8                        # chance that as many seeds as `seeds_needed`
 TIME_LEVELS = {3: 0.001, 4: 0.0095, 5: 0.008, 6: 0.007}
 LOOKS = (4, 6, 10, 16, 26, 42, 68, 110)      # pairs at which a bench may stop
 EARLY_SHARE, LATE_SHARE = 0.0025, 0.0005     # of the level, for all looks before, and for all after the planned end
-OLD_LEVEL = 0.001                  # of a bench whose manifest does not say how many pairs were planned
+OLD_LEVEL = 0.001                  # of a bench whose manifest does not say how many pairs were planned (record 09)
 
 
 class Summary(NamedTuple):
