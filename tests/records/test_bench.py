@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 from record_common import ROOT, call, events_of
 
 from tools import bench, report                              # noqa: E402

@@ -1,11 +1,9 @@
 """records/tools/plot.py: what a picture shows, on light and dark pages, and what is said without matplotlib."""
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 from record_common import GOLDEN, call, make_side, make_sides
 
 from tools import plot                                       # noqa: E402

@@ -2,13 +2,11 @@
 import math
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 from record_common import GOLDEN, OTHER_SOURCE, SOURCE, edit, events_of, make_peer, make_run, sha256, write_events
 
 from tools import read                                       # noqa: E402

@@ -3,14 +3,12 @@ import datetime
 import json
 import math
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 from record_common import OTHER_SOURCE, SOURCE, call, edit, events_of, make_run, write_events
 
 from tools import record                                     # noqa: E402

@@ -1,13 +1,10 @@
 """records/tools/report.py: which runs count, when a word is earned, and what is printed."""
 import json
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
 from record_common import (A_LOSSES, A_TIMES, B_LOSSES, B_TIMES, GOLDEN, NOON, OTHER_SOURCE, RUN_S, SOURCE, TARGET,
                            call, compare, edit, events_of, make_peer, make_run, make_side, make_sides, write_events)
 

@@ -1,13 +1,10 @@
 """records/tools/statistics.py: tests and levels against scipy and draws of known truth."""
 import math
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
-sys.path.insert(0, str(Path(__file__).parent))
 import bench_words                                           # noqa: E402
 import record_common                                         # noqa: E402,F401
 from tools import statistics                                 # noqa: E402
