@@ -150,8 +150,6 @@ DAMAGES = {
     "another source": (edits("train_gpt.py", "= 7", "= 6"), "not the source"),
     "a stranger's file": (adds("logs/notes.txt"), "notes.txt: added"), "a hidden file": (adds(".hidden"), "added"),
     "a picture": (adds("loss.png"), "loss.png: edited"),
-    "a dead link": (edits("README.md", "The idea:", "[idea](idea.md)"), "dead link idea.md"),
-    "a dead image": (edits("README.md", "The idea:", "<img src='idea.png'>"), "dead link idea.png"),
     "a name": (lambda folder: folder.rename(folder.with_name("2026-01-01_01_Best")), "found this folder name"),
     "a number twice": (lambda folder: folder.rename(folder.with_name("2026-01-01_02_First")), "several records"),
     "a date": (edits("result.json", '"2026-01-01"', '"2026-01-03"'), "found this folder name"),
@@ -293,7 +291,7 @@ def test_table__classes_apart_and_proven_ones_ranked(tmp_path):
     for day, (name, (loss, seconds, _, rows)) in enumerate(pools.items(), 1):
         runs = make_runs(tmp_path / name, (loss, loss - 0.0002, loss + 0.0002), (seconds, seconds + 0.1, seconds + 0.2),
                          **RACE | dict(config=RACE["config"] | {"bigram_rows": rows}))
-        flags = ["--entry", "systems=true"] if name == "Systems" else []
+        flags = ["--systems"] if name == "Systems" else []
         new(root, name, runs, "--track=8xGPU", f"--date=2026-01-0{day}", *flags)
     lists = json.loads(call("table", "--records", root, "--json")[1])
     plain, = (rows for title, rows in lists.items() if "track 8xGPU, class plain" in title)
