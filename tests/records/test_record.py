@@ -261,7 +261,7 @@ def test_check__runs_no_program_of_a_foreign_folder(root, tmp_path, monkeypatch)
 
 def test_findings__a_sealed_record(root):
     result = result_of(root / FIRST)
-    del result["picture_sha256"]
+    result.pop("picture_sha256", None)
     result["files"] = record.hashes(root / FIRST)
     result["sealed"] = record.sealed(root / FIRST, result)
     (root / FIRST / "result.json").write_text(json.dumps(result))
