@@ -1,14 +1,11 @@
 """Pictures of runs: training loss (smoothed) and validation loss, against steps and against time.
 
-curves(groups, path, target)   draw groups of runs, the first one behind the others
-
 One file for light and dark pages: the background is transparent, all ink has a middle tone, and letters are large
 enough for a thumbnail. Raises ToolError without matplotlib."""
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -40,7 +37,10 @@ def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None
                 xs, losses = sampled(runs, is_val, column)
                 if not len(xs):
                     continue
-                draw(axes, xs, losses, is_val, color)
+                if is_val:
+                    axes.fill_between(xs, losses.min(0), losses.max(0), color=color, alpha=0.25, linewidth=0)
+                width, alpha = (3, 1) if is_val else (1.5, 0.6)
+                axes.plot(xs, losses.mean(0), color=color, linewidth=width, alpha=alpha)
                 seen = losses[:, xs >= SHOWN_FROM * xs[-1]]
                 limits += [float(np.nanmin(seen)), float(np.nanmax(seen))]
             axes.plot([], [], color=color, linewidth=3, label=f"{name or 'runs'} ({len(runs)})")
@@ -53,10 +53,8 @@ def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None
         for spine in axes.spines.values():
             spine.set_color(INK)
     if limits:
-        low = min(limits)
-        high = max(limits)
-        room = 0.05 * (high - low) + 1e-6
-        both[0].set_ylim(low - room, high + room)
+        room = 0.05 * (max(limits) - min(limits)) + 1e-6
+        both[0].set_ylim(min(limits) - room, max(limits) + room)
     both[0].set_ylabel("loss (nats per token)", color=INK, fontsize=17)
     if len(groups) <= MOST_NAMED:
         both[1].legend(fontsize=15, labelcolor=INK, frameon=False)
@@ -88,10 +86,3 @@ def sampled(runs: Sequence[Run], is_val: bool, column: int) -> tuple[np.ndarray,
     curves_there = [np.interp(places, xs, losses) for xs, losses in tables]
     return places, np.array(curves_there)
 
-
-def draw(axes: Any, xs: np.ndarray, losses: np.ndarray, is_val: bool, color: str) -> None:
-    if not is_val:
-        axes.plot(xs, losses.mean(axis=0), color=color, linewidth=1.5, alpha=0.6)
-        return
-    axes.fill_between(xs, losses.min(axis=0), losses.max(axis=0), color=color, alpha=0.25, linewidth=0)
-    axes.plot(xs, losses.mean(axis=0), color=color, linewidth=3)

@@ -1,9 +1,5 @@
 """Reads training logs: log.jsonl and log.txt of this trainer, text logs of the public records, lists in a README.
 
-read_runs(paths)   every run of files and folders, and how much was not read and why (Reading); raises ToolError
-read_file(path)    the runs of one file; raises NotALog with the reason if it holds none
-Run                one run: validations, steps, facts, and how far it is believed
-
 A text log holds its source, which prints lines like those of a run: expressions are anchored to whole lines, and are
 used after the environment. A log is believed no further than it agrees with itself: a time that its `step_avg` or its
 training lines contradict does not count (`Run.void`), and a run whose loss is told twice and differently is not used at
@@ -11,7 +7,6 @@ all (`Run.refused`)."""
 from __future__ import annotations
 
 import calendar
-import concurrent.futures
 import hashlib
 import json
 import math
@@ -47,7 +42,7 @@ LOG_SUFFIXES = ("", ".txt", ".log", ".out", ".stdout", ".jsonl", ".md")
 LOSS_RANGE = 1.0, 4.0                  # of lists in a README
 BESIDE_A_LOG = "log.txt", "settings.json", "checkpoints"
 CHANGING = "source_sha256", "torch", "hardware", "attention", "head"     # facts that differ before and after a resume
-READING_TIMEOUT_S = 300.0              # for all files; every wait has an end
+MANY_FILES, READING_TIMEOUT_S = 200, 300.0     # that several processes share, and how long they may take
 # A log against itself
 RESET_STEPS = 12                       # logs of 2024 start their clock anew after 10 steps; later is no habit
 AVERAGE_DIGIT_MS = 0.006               # step_avg is printed with two digits
@@ -176,16 +171,12 @@ def files(path: Path) -> Iterator[tuple[Path, bool]]:
             yield Path(folder, name), False
 
 
-def attempts(named: list[tuple[Path, bool]]) -> Iterator[tuple[list[Run], str | None]]:
+def attempts(named: list[tuple[Path, bool]]) -> list[tuple[list[Run], str | None]]:
     """The result of `attempt` for each file, in order; several processes share many files."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-    readers = min(cores, len(named) // 100)
-    if readers < 2:
-        yield from map(attempt, named)
-        return
-    fork = multiprocessing.get_context("fork")
-    with concurrent.futures.ProcessPoolExecutor(readers, fork) as pool:
-        yield from pool.map(attempt, named, chunksize=len(named) // (4 * readers), timeout=READING_TIMEOUT_S)
+    if len(named) < MANY_FILES:
+        return list(map(attempt, named))
+    with multiprocessing.get_context("fork").Pool() as pool:
+        return pool.map_async(attempt, named, chunksize=20).get(READING_TIMEOUT_S)
 
 
 def attempt(named: tuple[Path, bool]) -> tuple[list[Run], str | None]:
@@ -427,17 +418,17 @@ def block(path: Path, table: np.ndarray, is_val: np.ndarray, in_ms: bool) -> Run
         run.notes.append(f"timer restarts at step {step}")
         if step > RESET_STEPS:
             run.void = f"its clock was set back at step {step}"
-    run.void = run.void or averages_contradict(table, is_val, in_ms)
+    if in_ms:                                             # in s, each family has a rule of its own
+        run.void = run.void or averages_contradict(table)
     for step, seconds, loss, _ in table[is_val].tolist():
         run.val.append(Point(int(step), loss, None if math.isnan(seconds) else seconds))
     run.steps = table[~is_val][:, :3]
     return run
 
 
-def averages_contradict(table: np.ndarray, is_val: np.ndarray, in_ms: bool) -> str | None:
-    """Why the times of a text log are not what its step_avg says. Logs in ms obey one of two rules throughout: the time
-    over all steps, or over those after the first ten. Logs in s may also average over the last interval, or otherwise;
-    of them only an end is named that breaks the rule of all other lines."""
+def averages_contradict(table: np.ndarray) -> str | None:
+    """Why the times of a text log in ms are not what its step_avg says: by one of two rules throughout, it is the time
+    over all steps, or over those after the first ten."""
     step, seconds, _, average = table.T
     known = np.isfinite(average) & np.isfinite(seconds) & (step > 0)
     rules = []
@@ -447,11 +438,7 @@ def averages_contradict(table: np.ndarray, is_val: np.ndarray, in_ms: bool) -> s
         rules.append(fits[known & (step > untimed)])
     if not known.any() or any(fits.all() for fits in rules):
         return None
-    if in_ms:
-        return "its times contradict its step_avg by either rule (over all steps, or over those after the first ten)"
-    if is_val[-1] and any(len(fits) > 1 and fits[:-1].all() for fits in rules):
-        return "its final time contradicts its step_avg, by the rule of its other lines"
-    return None
+    return "its times contradict its step_avg by either rule (over all steps, or over those after the first ten)"
 
 
 def clock_contradicts(run: Run) -> str | None:

@@ -1,10 +1,5 @@
 """Verbs `new`, `check`, `table`: a record is a folder of logs, and pages made from them that `check` makes again.
 
-build(folder, stated, sides)   result.json of a record, from its logs and what was stated when it was made
-page(result)                   the part of its README below the mark, from result.json alone
-doubts(folder, stated, sides)  why runs are no record: rules they break, accounts of a run that contradict each other
-findings(folder)               all in a record that does not follow from its files
-
 Records that other tools made (predictions, and the ablation 03) are sealed: `check` compares their files, numbers and
 page with stored hashes. Exit status: 0 done; 1 check has found something; 2 bad input, or runs that are no record."""
 from __future__ import annotations
@@ -15,6 +10,7 @@ import difflib
 import hashlib
 import json
 import math
+import os
 import re
 import shutil
 from collections import Counter
@@ -87,10 +83,6 @@ def folders(root: Path) -> list[Path]:
     return sorted({path.parent for path in marks if not path.parent.name.startswith(".")})
 
 
-def numbers_taken(root: Path) -> list[str]:
-    return [path.name.split("_")[1] for path in folders(root) if FOLDER.fullmatch(path.name)]
-
-
 def find(root: Path, name: str) -> Path:
     """A record by its path, folder name, number or name."""
     fits = []
@@ -103,10 +95,9 @@ def find(root: Path, name: str) -> Path:
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """sha256 of all files of a record that are not made from the others."""
+    """sha256 of all files of a record but those that `check` makes again."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-    made = PAGE, RESULT, PLOT, DIFF
-    return {name: sha256((folder / name).read_bytes()) for name in names if name not in made}
+    return {name: sha256((folder / name).read_bytes()) for name in names if name not in (PAGE, RESULT, DIFF)}
 
 
 def diff_of(old: Path, new: Path) -> str:
@@ -248,25 +239,18 @@ def build(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> dict[
     result["changed"] = changes(parent.get("config", result["config"]), result["config"])
     ends = manifest_lines(folder / "logs" / MANIFEST, "end")
     result["unfinished"] = [line for line in ends if line["outcome"] != "done"]
-    result["files"] = hashes(folder)
-    return json.loads(json.dumps(jsonable(result)), parse_float=short)
-
-
-def short(number: str) -> float:
-    return float(f"{float(number):.{DIGITS}g}")
+    return json.loads(json.dumps(jsonable(result)), parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
 
 
 def numbers(run: Run) -> dict[str, Any]:
     """Of one run."""
+    memory = value(run, "peak_memory_mib") or {}
+    entropy = value(run, "unigram_nats")
     found = {key: value(run, key) for key in ("seed", "steps", "tokens")}
     found |= {"loss": run.loss, "seconds": run.seconds, "bits_per_byte": value(run, "val_bpb")}
-    memory = value(run, "peak_memory_mib")
-    entropy = value(run, "unigram_nats")
-    found["memory_mib"] = max(memory.values()) if memory else None
-    found["of_unigram_entropy"] = run.loss / entropy if entropy else None
-    found["comms"] = value(run, "comms") or {}
-    found["untimed_s"] = {phase["name"]: phase["ms"] / 1000 for phase in run.phases if not phase["timed"]}
-    return found
+    found |= {"memory_mib": max(memory.values(), default=None), "of_unigram_entropy": entropy and run.loss / entropy}
+    untimed_s = {phase["name"]: phase["ms"] / 1000 for phase in run.phases if not phase["timed"]}
+    return found | {"comms": value(run, "comms") or {}, "untimed_s": untimed_s}
 
 
 def page(result: dict[str, Any]) -> str:
@@ -339,7 +323,8 @@ def new(args: argparse.Namespace, root: Path) -> int:
         if "sealed" in load(folder):
             raise ToolError(f"record {folder.name}", "a sealed one", "a record of runs", "leave it as it is")
     else:
-        number = f"{1 + max(map(int, numbers_taken(root)), default=0):02}"
+        taken = [int(known[2]) for known in map(FOLDER.fullmatch, os.listdir(root)) if known]
+        number = f"{1 + max(taken, default=0):02}"
         folder = root / f"{args.date}_{number}_{args.name}"
         if not FOLDER.fullmatch(folder.name) or not args.runs:
             raise ToolError("record", f"{folder.name}, runs {args.runs}", "YYYY-MM-DD_nn_NAME, RUNS", "new --help")
@@ -417,7 +402,7 @@ def write(folder: Path, stated: dict[str, Any]) -> None:
         (folder / DIFF).write_bytes(diff.encode())
     result = build(folder, stated, sides)
     plot.curves({name: side.runs for name, side in sides.items()}, folder / PLOT, result["target"])
-    result["picture_sha256"] = sha256((folder / PLOT).read_bytes())
+    result["files"] = hashes(folder)
     (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     by_hand, _, _ = text(folder / PAGE).partition(MARK)
     if not by_hand:
@@ -430,7 +415,7 @@ def check(args: argparse.Namespace, root: Path) -> int:
     if not chosen:
         raise ToolError(f"records in {shown(root)}", "none", "at least one", "name their folder: --records")
     found = [f"{folder.name}: {finding}" for folder in chosen for finding in findings(folder)]
-    counts = Counter(numbers_taken(root))
+    counts = Counter(known[2] for known in map(FOLDER.fullmatch, os.listdir(root)) if known)
     found += [f"number {number}: several records have it" for number, count in counts.items() if count > 1]
     print("\n".join(found) if found else f"{len(chosen)} records: all numbers follow from their files")
     return int(bool(found))
@@ -450,8 +435,6 @@ def findings(folder: Path) -> Iterator[str]:
         if "sealed" in result:
             there |= sealed(folder, result)
         else:
-            known[PLOT] = result["picture_sha256"]
-            there[PLOT] = sha256((folder / PLOT).read_bytes())
             yield from unlike_its_logs(folder, result)
         for name, (noted, found) in changes(known, there).items():
             said = {(True, True): "edited: another sha256", (True, False): "missing", (False, True): "added"}
@@ -476,8 +459,7 @@ def unlike_its_logs(folder: Path, result: dict[str, Any]) -> Iterator[str]:
     sides = grouped(folder, stated)
     for what, found, expected in doubts(folder, stated, sides):
         yield f"{what}: found {found}, expected {expected}"
-    follows = build(folder, stated, sides)
-    follows |= {key: result[key] for key in ("files", "picture_sha256")}     # compared elsewhere
+    follows = build(folder, stated, sides) | {"files": result["files"]}     # these are compared by their hashes
     made = {RESULT: (json.dumps(result, indent=1), json.dumps(follows, indent=1))}
     made[PAGE] = text(folder / PAGE).partition(MARK)[2], page(result)
     if stated["parent"]:
@@ -528,9 +510,7 @@ def board(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if after and not track.target:
             test = statistics.difference(main_pool(after)["losses"], own["losses"])
             p = test.p and test.p / 2
-        proven = p is not None and p < statistics.ALPHA
-        if not track.target:
-            proven = True
+        proven = not track.target or (p is not None and p < statistics.ALPHA)
         if stated["entry"].get("systems") and "faster" in words:
             proven = True
         rank += proven

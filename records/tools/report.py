@@ -1,9 +1,5 @@
 """Verbs `show`, `compare` and `place`: one pool of runs, two sides, one run beside a pool.
 
-side_of(name, paths)             the runs that count, those left out, and how many were started (Side)
-compare(a, b, target, systems)   B against A: tests, verdict and reason, as a dict; compare_in_words prints it
-show(side, target, systems), place(run, pool)    the same for a pool, and for one run that may still be going
-
 A word on time is spoken for sides that ran in turn on one machine, and for no others. Against a target B must prove its
 mean loss (p < 0.01 over seeds) before its time counts; a systems change (--systems: the same mathematics) need not.
 Exit status: 0 faster, lower loss, proven, inside, or no target; 3 slower, higher loss; 4 same; 5 same program; 6 no
@@ -54,29 +50,20 @@ class Side:
     reading: Reading
     started: int                       # runs of these programs, however they ended
 
-    def seeds(self) -> list[list[Run]]:
-        """Runs by what fixes their losses: settings and seed; without a known seed each stands alone."""
-        found: dict[str, list[Run]] = {}
+    def losses(self) -> list[float]:
+        """One final loss per program and seed, the mean of its runs (without a known seed each stands alone); without
+        those that are not finite."""
+        by_seed: dict[str, list[float]] = {}
         for run in self.runs:
             known = run.seed, run.facts.get("source_sha256"), config(run)
             key = str(id(run) if run.seed is None else known)
-            found.setdefault(key, []).append(run)
-        return list(found.values())
-
-    def losses(self) -> list[float]:
-        """One final loss per seed, the mean of its runs; without those that are not finite."""
-        losses = []
-        for same in self.seeds():
-            losses.append(summary([run.loss for run in same]).mean)
-        return [loss for loss in losses if math.isfinite(loss)]
+            by_seed.setdefault(key, []).append(run.loss)
+        means = [summary(same).mean for same in by_seed.values()]
+        return [mean for mean in means if math.isfinite(mean)]
 
     @property
     def timed(self) -> list[Run]:
         return [run for run in self.runs if run.seconds is not None]
-
-    @property
-    def times(self) -> list[float]:
-        return [run.seconds for run in self.timed]
 
     def memory(self) -> list[float]:
         """Peak memory by run, MiB."""
@@ -242,7 +229,8 @@ def apart(a: Side, b: Side) -> str:
 def compare(a: Side, b: Side, target: float | None = None, systems: bool = False) -> dict[str, Any]:
     """All that `compare --json` prints: times in s (share: of A's time), losses in nats per token, memory in MiB."""
     target = target or target_of(a, b)
-    loss = difference(a.losses(), b.losses())
+    report: dict[str, Any] = {"a": facts_of(a, target), "b": facts_of(b, target)}
+    loss = difference(report["a"]["losses"], report["b"]["losses"])
     by_seed = {run.seed: run.loss for run in a.runs}
     if None not in by_seed and by_seed == {run.seed: run.loss for run in b.runs}:
         loss = Difference(0.0, 0.0, 0.0, 1.0)                               # equal to the last bit
@@ -250,19 +238,15 @@ def compare(a: Side, b: Side, target: float | None = None, systems: bool = False
     pairs = len(turns.runs) // 2
     level = time_level(pairs, turns.planned, turns.looks)
     share = in_turn([run.seconds for run in turns.runs], turns.is_b)
+    base = report["a"]["time"].mean
     seconds = None
-    if a.times and b.times:
-        base = summary(a.times).mean
-        seconds = Difference(summary(b.times).mean - base)
-        if share:
-            seconds = Difference(share.mean * base, share.low * base, share.high * base, share.p)
-    report = {"target": target, "a": facts_of(a, target), "b": facts_of(b, target), "loss": loss, "time": seconds}
-    report |= {"share": share, "pairs": pairs, "level": level, "why_not_in_turn": turns.why_not}
-    report["loss_level"] = ALPHA
-    if turns.looks:
-        report["loss_level"] = min(ALPHA, level)
-    report["memory"] = difference(a.memory(), b.memory())
-    report["differs"] = differing(a, b)
+    if share:
+        seconds = Difference(share.mean * base, share.low * base, share.high * base, share.p)
+    elif a.timed and b.timed:
+        seconds = Difference(report["b"]["time"].mean - base)
+    report |= {"target": target, "loss": loss, "time": seconds, "share": share, "pairs": pairs, "level": level}
+    report |= {"why_not_in_turn": turns.why_not, "loss_level": min(ALPHA, level) if turns.looks else ALPHA}
+    report |= {"memory": difference(a.memory(), b.memory()), "differs": differing(a, b)}
     refused = refusals(a, b)
     said = verdict(a, b, report, systems)
     if refused:
@@ -403,8 +387,9 @@ def differing(a: Side, b: Side) -> list[str]:
 def numbers_of(side: Side, target: float | None) -> dict[str, Any]:
     """The numbers of one side."""
     losses = side.losses()
-    found = {"runs": len(side.runs), "started": side.started, "losses": losses, "times": side.times}
-    found |= {"loss": summary(losses), "time": summary(side.times), "memory": summary(side.memory())}
+    times = [run.seconds for run in side.timed]
+    found = {"runs": len(side.runs), "started": side.started, "losses": losses, "times": times}
+    found |= {"loss": summary(losses), "time": summary(times), "memory": summary(side.memory())}
     return found | {"p": target and below(losses, target)}
 
 
@@ -478,14 +463,14 @@ def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> list[P
 
 
 def by_step(run: Run, what: str) -> dict[int, float]:
-    """Losses of validations, or seconds of all lines (a validation's time is the official one)."""
+    """Losses of validations, or seconds of all lines but those of step 0 (a validation's time is the official one)."""
+    found: dict[int, float] = {}
     if what == "loss":
-        return {point.step: point.loss for point in run.val if math.isfinite(point.loss)}
-    if run.void:
-        return {}
-    timed = run.steps[np.isfinite(run.steps[:, 1])]
-    found = {int(step): seconds for step, seconds in timed[:, :2].tolist()}
-    return found | {point.step: point.seconds for point in run.val if point.seconds is not None}
+        found = {point.step: point.loss for point in run.val}
+    elif not run.void:
+        found = {int(step): seconds for step, seconds in run.steps[:, :2].tolist()}
+        found |= {point.step: point.seconds for point in run.val if point.step and point.seconds is not None}
+    return {step: value for step, value in found.items() if math.isfinite(value)}
 
 
 def place(run: Run, pool: Side) -> dict[str, Any]:
@@ -494,22 +479,17 @@ def place(run: Run, pool: Side) -> dict[str, Any]:
     elsewhere = apart(pool, alone)
     shown_steps = {point.step for point in run.val} | {run.reached}
     points = {}
-    remarks = []
-    if elsewhere:
-        remarks.append(f"time is not judged: {elsewhere}")
+    remarks = [f"time is not judged: {elsewhere}"] * bool(elsewhere)
     said: dict[bool, list[str]] = {True: [], False: []}
-    for what, form in (("loss", "+.5f nats"), ("time", "+.3f s")):
+    for what, unit in (("loss", "nats"), ("time", "s")):
         values = {step: value for step, value in by_step(run, what).items() if step in shown_steps}
-        if what == "time":
-            values.pop(0, None)
         points[what] = placed(values, [by_step(other, what) for other in pool.runs])
         away = [str(point.step) for point in points[what] if not point.inside]
         if away:
             remarks.append(f"{what} is outside its band at steps {listed(away)}")
         if points[what] and not (what == "time" and elsewhere):
             last = points[what][-1]
-            digits, unit = form.split()
-            off = f"{what} at step {last.step} is {last.value - last.mean:{digits}} {unit} off the pool's mean"
+            off = f"{what} at step {last.step} is {last.value - last.mean:+.4f} {unit} off the pool's mean"
             said[last.inside].append(off)
     word, reason = "undecided", "no step of the run is one of at least three runs of the pool"
     if said[True] or said[False]:
@@ -530,16 +510,12 @@ def clipped(values: Sequence[str]) -> str:
     return " and ".join(values)[:SHOWN_CHARACTERS] or "not said"
 
 
-def number(value: float | None, form: str) -> str:
-    return "-" if value is None or not math.isfinite(value) else f"{value:{form}}"
-
-
 def markdown(head: str, rows: Sequence[Sequence[Any]]) -> str:
     """A table that is readable as it is, numbers with five digits; "" without rows."""
     cells = [head.split(" | ")]
     for row in rows:
-        shorter = [f"{item:.5g}" if isinstance(item, float) else item for item in row]
-        cells.append(["n/a" if item is None else str(item) for item in shorter])
+        shorter = [f"{item:.5g}" if isinstance(item, float) else str(item) for item in row]
+        cells.append(["n/a" if item in ("None", "nan") else item for item in shorter])
     widths = [max(map(len, column)) for column in zip(*cells)]
     cells.insert(1, ["-" * width for width in widths])
     lines = []
@@ -567,11 +543,7 @@ def in_words(report: dict[str, Any], sides: Sequence[dict[str, Any]] = (), more:
     for side in sides:
         begun = side["begun"] or "not said"
         lines.append(f"{side['name']}  {side['where']}: {side['runs']} of {side['started']} started, begun {begun}")
-        row = [side["name"], str(side["loss"].n)]
-        row += [number(x, ".5f") for x in side["loss"][1:]]
-        row.append(number(side["p"], ".2g"))
-        row += [number(x, ".3f") for x in side["time"][1:]]
-        rows.append([*row, number(side["memory"].mean, ".0f")])
+        rows.append([side["name"], *side["loss"], side["p"], *side["time"][1:], side["memory"].mean])
     if sides:
         head = f"side | seeds | loss | sd | p (target {target or 'none'}) | time s | sd | peak MiB"
         lines.append(markdown(head, rows))
@@ -601,11 +573,8 @@ def show_in_words(report: dict[str, Any]) -> str:
 
 def place_in_words(report: dict[str, Any]) -> str:
     lines = [f"run {report['run']}, step {report['reached']}, beside {report['pool_runs']} runs"]
-    for name, form in (("loss", ".5f"), ("time", ".3f")):
-        rows = []
-        for point in report[name][-4:]:
-            cells = [f"{value:{form}}" for value in point[1:5]]
-            rows.append([point.step, *cells, "" if point.inside else "outside"])
+    for name in ("loss", "time"):
+        rows = [[*point[:-1], "" if point.inside else "outside"] for point in report[name][-4:]]
         lines.append(markdown(f"step | {name} | pool | from | to | ", rows))
     return in_words(report, more=lines)
 

@@ -1,11 +1,5 @@
 """Tests and the levels of their words, as pure functions on lists of numbers (seconds, nats per token).
 
-summary, difference     n, mean, sd; two samples, B minus A
-below                   p of a mean below a target, and how many seeds would prove it
-in_turn                 B's share of the time beside a drift, from runs that alternate
-time_level              below which p a word on time is spoken: at most 1 % of false words in all
-band                    where one more value lies
-
 False words were drawn (tests/records/bench_words.py): both orders of alternation, drift, steps of speed, skew, spikes,
 from 3 pairs on. scipy.stats is imported where it is used: that takes a second."""
 from __future__ import annotations
