@@ -6,7 +6,8 @@
 An arm is NAME (of records/ablations/NAME.patch), or NAME=PATCH, NAME=TRAINER.py, NAME=FLAGS; A is without. Pairs run as
 A B, B A, ..., in fresh processes with one seed a pair, so that a drift hits both sides alike. A bench looks after 4, 6,
 10, 16, ... pairs and at --pairs, and stops at a look that decides; the level of all looks together is 1 %
-(statistics.py). Several arms run all pairs, without words. The same command goes on where it stopped. OUT/manifest.jsonl has a line when a run starts and one when it ends, whatever became of it; `new` takes OUT.
+(statistics.py). Several arms run all pairs, without words. The same command goes on where it stopped. `new` takes OUT;
+its manifest.jsonl has a line when a run starts, and one when it ends, whatever became of it.
 Exit status: that of `compare`; several arms 0; 1 a run failed twice; 2 bad input; 130 interrupted."""
 from __future__ import annotations
 
@@ -32,7 +33,6 @@ from tools.report import MANIFEST, Side, manifest_lines, side_of, test_in_words
 ROOT = Path(__file__).resolve().parents[2]
 TRAINER = "train_gpt.py"               # the name that patches know
 GRACE_S = 40.0                         # torchrun gives its workers 30 s, and ends those that are left itself
-FIRST_LIMIT_S = 7200.0                 # of a first run; later ones have three times the longest and a minute
 UNDECIDED = 7                          # exit status
 SHOWN_LINES = 12                       # of the stderr of a failed run
 CONSOLE, ERRORS, DATA = "console.txt", "stderr.txt", "data"         # in the folder of a run
@@ -131,8 +131,7 @@ class Bench:
         return line
 
     def run(self, name: str, pair: int) -> bool:
-        """One run, with its two lines in the manifest; True if it came to its end. Raises ToolError if its source was
-        edited since the start."""
+        """One run, with two lines in the manifest; True if it came to its end. Refuses a source that was edited."""
         side = self.sides[name]
         if side.plan() != self.plan["sides"][name]:
             raise ToolError(f"source of {name}, {side.script}", "edited meanwhile", "as the bench began with",
@@ -158,9 +157,7 @@ class Bench:
 
     def outcome(self, command: list[str], folder: Path) -> dict[str, Any]:
         """Run a command; returns what the manifest says of its end, printed."""
-        took = [line["wall_s"] for line in self.lines("end") if line["outcome"] == "done"]
-        limit_s = 3 * max(took) + 60 if took else FIRST_LIMIT_S
-        ended = run_once(command, folder, self.args.ranks, self.args.limit or limit_s)
+        ended = run_once(command, folder, self.args.ranks, self.args.limit)
         runs = [] if ended["cause"] else finished(folder)
         if not runs:
             cause = ended["cause"] or "no log of a final validation"
@@ -191,11 +188,7 @@ class Bench:
         return side_of(name, paths)
 
     def race(self) -> int:
-        """Pairs until it is decided, with one seed each; a broken pair's number is not used again. Returns the exit
-        status."""
-        load = os.getloadavg()[0]
-        if load > 0.5:
-            print(f"note: this machine is busy (load {load:.1f}); times will spread", flush=True)
+        """Pairs until it is decided, one seed each; a broken pair's number is not used again. Returns the status."""
         failures: list[str] = []
         found = self.compared()
         while len(self.complete()) < self.args.pairs and status_of(found) == UNDECIDED:
@@ -321,7 +314,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=6 if verb == "try" else 10, help="at most [%(default)s]")
     parser.add_argument("--ranks", type=int, default=1, help="processes of a run [1]")
     parser.add_argument("--target", type=float, help="loss to prove [target_loss of the logs]")
-    parser.add_argument("--limit", type=float, help="seconds after which a run has failed")
+    parser.add_argument("--limit", type=float, default=7200, help="seconds after which a run has failed [%(default)s]")
     parser.add_argument("--out", type=Path, help="folder of the manifest and the runs")
     parser.add_argument("--data", type=Path, help="folder that the runs see as `data` [beside the trainer]")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves")

@@ -256,8 +256,7 @@ def read_ours(path: Path, data: bytes) -> Run:
 
 
 def take(run: Run, rows: list[tuple[float, float, float]], event: dict[str, Any]) -> None:
-    """Add one line of a log.jsonl to its run, and to its steps. The last steps of a run that was interrupted have no
-    training loss."""
+    """Add one line of a log.jsonl to its run and its steps; the last of an interrupted run have no training loss."""
     kind = event.pop("type")
     if not run.facts:
         if kind != "header":

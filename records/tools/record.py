@@ -226,7 +226,8 @@ def build(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> dict[
     result["entry"] = {key: stated["entry"].get(key, value(first, key)) for key in ENTRY}
     result |= {"groups": {}, "runs": {}, "verdicts": {}, "bench": {}}
     for name, side in sides.items():
-        result["groups"][name] = report.numbers_of(side, target) | {"source_sha256": value(side.runs[0], "source_sha256")}
+        source = value(side.runs[0], "source_sha256")
+        result["groups"][name] = report.numbers_of(side, target) | {"source_sha256": source}
         for run in side.reading.runs:
             result["runs"][run.path.parent.relative_to(folder / "logs").as_posix()] = numbers(run)
         if base and side is not base:
@@ -262,36 +263,39 @@ def page(result: dict[str, Any]) -> str:
     head = f"## Numbers\n\n{what}, {stated['date']}: [source]({SOURCE}), [logs](logs), [all numbers]({RESULT})."
     if stated["parent"]:
         head += f" Parent: [{stated['parent']}](../{stated['parent']}/{PAGE}), [difference of the source]({DIFF})."
-    parts = [head, *tables_of_groups(result)]
-    for name, group in result["groups"].items():
-        losses = [round(loss, 6) for loss in group["losses"]]
-        times = [round(seconds, 3) for seconds in group["times"]]
-        parts.append(f"{name}:\n\n" * bool(name) + f"```\nlosses = {losses}\ntimes = {times}\n```")
-    parts.append(f"![training and validation loss over steps and over time]({PLOT})")
-    parts += tables_of_facts(result)
-    return "\n\n".join(filter(None, parts)) + "\n"
-
-
-def tables_of_groups(result: dict[str, Any]) -> Iterator[str]:
     rows = []
     for name, group in result["groups"].items():
         counts = [name or "all", group["time"]["n"], group["loss"]["n"]]
         means = [group[key][part] for key in ("loss", "time") for part in ("mean", "sd")]
         rows.append([*counts, *means, group["p"]])
-    yield markdown("group | runs | seeds | final loss | sd | training s | sd | p, mean below the target", rows)
+    columns = "group | runs | seeds | final loss | sd | training s | sd | p, mean below the target"
+    parts = [head, markdown(columns, rows)]
     rows = []
     benches = {f"[{name}]({name})": its for name, its in result["bench"].items()}
     for name, its in (result["verdicts"] | benches).items():
-        tests = [interval(its["loss"]), interval(its["time"])]
-        rows.append([name, f"**{its['verdict']}**", *tests, its["reason"]])
-    against = result["stated"]["base"]
-    yield markdown(f"against {against} | verdict | loss, B - A (99 %) | s, B - A (99 % if in turn) | reason", rows)
+        rows.append([name, f"**{its['verdict']}**", interval(its["loss"]), interval(its["time"]), its["reason"]])
+    columns = f"against {stated['base']} | verdict | loss, B - A (99 %) | s, B - A (99 % if in turn) | reason"
+    parts.append(markdown(columns, rows))
     rows = []
     for name, run in result["runs"].items():
         untimed = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in run["untimed_s"].items())
-        columns = [run[key] for key in RUN_COLUMNS]
-        rows.append([f"[{Path(name).name}](logs/{name}/{LOG})", *columns, untimed])
-    yield markdown(f"run | {' | '.join(RUN_COLUMNS)} | untimed s", rows)
+        rows.append([f"[{Path(name).name}](logs/{name}/{LOG})", *(run[key] for key in RUN_COLUMNS), untimed])
+    parts.append(markdown(f"run | {' | '.join(RUN_COLUMNS)} | untimed s", rows))
+    for name, group in result["groups"].items():
+        losses = [round(loss, 6) for loss in group["losses"]]
+        times = [round(seconds, 3) for seconds in group["times"]]
+        parts.append(f"{name}:\n\n" * bool(name) + f"```\nlosses = {losses}\ntimes = {times}\n```")
+    parts.append(f"![training and validation loss over steps and over time]({PLOT})")
+    rows = []
+    for key, fact in (result["entry"] | stated["entry"] | result["machine"]).items():
+        if fact is not None:
+            rows.append([key, json.dumps(fact), "stated, not logged" if key in stated["entry"] else "log"])
+    parts.append(markdown("fact | value | from", rows))
+    rows = [[key, *map(json.dumps, pair)] for key, pair in result["changed"].items()]
+    parts.append(markdown("setting | parent | here", rows))
+    rows = [[line["folder"], line["outcome"], line["cause"]] for line in result["unfinished"]]
+    parts.append(markdown("unfinished run | outcome | cause", rows))
+    return "\n\n".join(filter(None, parts)) + "\n"
 
 
 def interval(test: dict[str, Any] | None) -> str | None:
@@ -299,20 +303,6 @@ def interval(test: dict[str, Any] | None) -> str | None:
     if not test or test["p"] is None:
         return f"{test['mean']:.4g}" if test else None
     return f"{test['mean']:.4g} ({test['low']:.4g} to {test['high']:.4g})"
-
-
-def tables_of_facts(result: dict[str, Any]) -> Iterator[str]:
-    stated = result["stated"]
-    facts = result["entry"] | stated["entry"] | result["machine"]
-    rows = []
-    for key, fact in facts.items():
-        if fact is not None:
-            rows.append([key, json.dumps(fact), "stated, not logged" if key in stated["entry"] else "log"])
-    yield markdown("fact | value | from", rows)
-    rows = [[key, *map(json.dumps, pair)] for key, pair in result["changed"].items()]
-    yield markdown("setting | parent | here", rows)
-    rows = [[line["folder"], line["outcome"], line["cause"]] for line in result["unfinished"]]
-    yield markdown("unfinished run | outcome | cause", rows)
 
 
 def new(args: argparse.Namespace, root: Path) -> int:

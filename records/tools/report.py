@@ -51,8 +51,7 @@ class Side:
     started: int                       # runs of these programs, however they ended
 
     def losses(self) -> list[float]:
-        """One final loss per program and seed, the mean of its runs (without a known seed each stands alone); without
-        those that are not finite."""
+        """One finite final loss per program and seed, the mean of its runs; without a known seed each stands alone."""
         by_seed: dict[str, list[float]] = {}
         for run in self.runs:
             known = run.seed, run.facts.get("source_sha256"), config(run)
@@ -450,8 +449,7 @@ class Placed(NamedTuple):
 
 
 def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> list[Placed]:
-    """By step, where at least three of the pool have a value. The last point is judged at half of 1 % (loss and time
-    share it); all earlier ones share 1 %, for a remark."""
+    """By step, where three of the pool have a value. Loss and time share 1 % at the last; so do all earlier ones."""
     steps = [step for step in sorted(values) if sum(step in other for other in pool) > 2]
     found = []
     for step in steps:
@@ -541,8 +539,8 @@ def in_words(report: dict[str, Any], sides: Sequence[dict[str, Any]] = (), more:
     target = report.get("target")
     rows = []
     for side in sides:
-        begun = side["begun"] or "not said"
-        lines.append(f"{side['name']}  {side['where']}: {side['runs']} of {side['started']} started, begun {begun}")
+        begun = f", begun {side['begun']}" if side["begun"] else ""
+        lines.append(f"{side['name']}  {side['where']}: {side['runs']} of {side['started']} started{begun}")
         rows.append([side["name"], *side["loss"], side["p"], *side["time"][1:], side["memory"].mean])
     if sides:
         head = f"side | seeds | loss | sd | p (target {target or 'none'}) | time s | sd | peak MiB"
@@ -616,8 +614,7 @@ def main(argv: list[str]) -> int:
         pool.runs = [run for run in pool.runs if run.identity() != runs[-1].identity()]      # not beside itself
         found, words, groups = place(runs[-1], pool), place_in_words, {"pool": pool.runs, "run": runs[-1:]}
     else:
-        names = {"show": ["pool"], "compare": ["A", "B"]}[verb]
-        sides = [side_of(name, where) for name, where in zip(names, paths)]
+        sides = [side_of(name, where) for name, where in zip(["pool"] if verb == "show" else "AB", paths)]
         judge, words = {"show": (show, show_in_words), "compare": (compare, compare_in_words)}[verb]
         found = judge(*sides, args.target, args.systems)
         groups = {side.name: side.runs for side in sides}
