@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools import plot, report
-from tools.read import Run, ToolError, read_runs
+from tools.read import Facts, Run, ToolError, read_runs
 from tools.report import MANIFEST, Side, manifest_lines, side_of, test_in_words
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +45,7 @@ class Trainer(NamedTuple):
     script: Path
     flags: list[str]
 
-    def plan(self) -> dict[str, Any]:
+    def plan(self) -> Facts:
         """As the manifest has it."""
         return {"flags": self.flags, "source_sha256": hashlib.sha256(self.script.read_bytes()).hexdigest()}
 
@@ -60,7 +60,7 @@ def trainer(script: Path, flags: list[str]) -> Trainer:
     return Trainer(script, flags)
 
 
-def run_once(command: list[str], folder: Path, ranks: int, limit_s: float) -> dict[str, Any]:
+def run_once(command: list[str], folder: Path, ranks: int, limit_s: float) -> Facts:
     """Run a command to its end in `folder`, and end what is left of it. Returns cause ("" for success) and wall_s."""
     threads = max(1, (os.cpu_count() or 1) // ranks)
     environment = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "5000"} | os.environ
@@ -116,10 +116,10 @@ class Bench:
             if line["run"] not in ended:
                 self.add("end", **{**line, "outcome": "lost", "cause": "the tool was killed"})
 
-    def lines(self, kind: str) -> list[dict[str, Any]]:
+    def lines(self, kind: str) -> list[Facts]:
         return manifest_lines(self.manifest, kind)
 
-    def add(self, kind: str, **facts: Any) -> dict[str, Any]:
+    def add(self, kind: str, **facts: Any) -> Facts:
         """Append a line and have it on the disk before anything else happens; a torn line is cut off."""
         line = {**facts, "type": kind}
         with open(self.manifest, "ab+") as file:
@@ -155,7 +155,7 @@ class Bench:
             self.add("end", **facts, **ended)
         return ended["outcome"] == "done"
 
-    def outcome(self, command: list[str], folder: Path) -> dict[str, Any]:
+    def outcome(self, command: list[str], folder: Path) -> Facts:
         """Run a command; returns what the manifest says of its end, printed."""
         ended = run_once(command, folder, self.args.ranks, self.args.limit)
         runs = [] if ended["cause"] else finished(folder)
@@ -215,7 +215,7 @@ class Bench:
             (self.args.out / "summary.json").write_text(json.dumps(report.jsonable(report_of_b), indent=1) + "\n")
         return status_of(found)
 
-    def compared(self) -> dict[str, dict[str, Any]]:
+    def compared(self) -> dict[str, Facts]:
         """`compare` of each other side with the first one, in complete pairs; empty without such a pair."""
         base, *others = self.sides
         if not self.complete():
@@ -223,13 +223,13 @@ class Bench:
         return {name: report.compare(self.side(base), self.side(name), self.args.target) for name in others}
 
 
-def status_of(found: dict[str, dict[str, Any]]) -> int:
+def status_of(found: dict[str, Facts]) -> int:
     """The exit status of two sides; there are no words for more."""
     words = [report_of_b["verdict"] for report_of_b in found.values()]
     return report.STATUS[words[0]] if len(words) == 1 else UNDECIDED
 
 
-def told(found: dict[str, dict[str, Any]]) -> list[str]:
+def told(found: dict[str, Facts]) -> list[str]:
     """A line for each side: its difference from A."""
     lines = []
     for name, its in found.items():
@@ -317,7 +317,7 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--limit", type=float, default=7200, help="seconds after which a run has failed [%(default)s]")
     parser.add_argument("--out", type=Path, help="folder of the manifest and the runs")
     parser.add_argument("--data", type=Path, help="folder that the runs see as `data` [beside the trainer]")
-    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves [try: OUT/curves.png]")
     at = argv.index("--") if "--" in argv else len(argv)
     args = parser.parse_args(argv[1:at])
     args.both = argv[at + 1:]
@@ -332,13 +332,15 @@ def main(argv: list[str]) -> int:
     if argv[0] == "try":
         home = ROOT
         args.out = args.out or Path(f"logs/try-{args.patch.stem}")
-        args.plot = args.plot or args.out / "curves.png"
+        if args.plot is None:
+            args.plot = args.out / "curves.png"
         sides = sides_to_try(args)
     else:
         home = args.scripts[0].resolve().parent
         args.out = args.out or Path(f"logs/bench-{time.strftime('%Y%m%d-%H%M%S')}")
         sides = sides_to_bench(args)
-    args.data = args.data or home / DATA
+    if args.data is None:
+        args.data = home / DATA
     try:
         status = Bench(args, sides).race()
     except KeyboardInterrupt:

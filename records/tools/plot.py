@@ -39,8 +39,8 @@ def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None
                     continue
                 if is_val:
                     axes.fill_between(xs, losses.min(0), losses.max(0), color=color, alpha=0.25, linewidth=0)
-                width, alpha = (3, 1) if is_val else (1.5, 0.6)
-                axes.plot(xs, losses.mean(0), color=color, linewidth=width, alpha=alpha)
+                thin = {} if is_val else {"linewidth": 1.5, "alpha": 0.6}
+                axes.plot(xs, losses.mean(0), **{"color": color, "linewidth": 3} | thin)
                 seen = losses[:, xs >= SHOWN_FROM * xs[-1]]
                 limits += [float(np.nanmin(seen)), float(np.nanmax(seen))]
             axes.plot([], [], color=color, linewidth=3, label=f"{name or 'runs'} ({len(runs)})")
@@ -82,7 +82,8 @@ def sampled(runs: Sequence[Run], is_val: bool, column: int) -> tuple[np.ndarray,
             losses = np.convolve(losses, window, "same") / counts
         tables.append((table[:, column], losses))
     first = max(xs[0] for xs, _ in tables)
-    places = np.linspace(first, min(xs[-1] for xs, _ in tables), GRID)
+    last = min(xs[-1] for xs, _ in tables)
+    places = np.linspace(first, last, GRID)
     curves_there = [np.interp(places, xs, losses) for xs, losses in tables]
     return places, np.array(curves_there)
 

@@ -50,6 +50,9 @@ TIME_DIGIT_MS = 1.0                    # train_time is printed in whole ms
 LATE_S, LATE_STEPS = 0.5, 5            # a validation comes up to 0.31 s after its last timing line (public logs)
 
 
+Facts = dict[str, Any]                 # as JSON has them
+
+
 class ToolError(Exception):
     """Says what was found, what was expected, and what to do about it."""
 
@@ -81,9 +84,9 @@ class Run:
     val: list[Point] = field(default_factory=list)
     steps: np.ndarray = field(default_factory=lambda: np.empty((0, 3)))     # step, seconds, training loss; nan: none
     seed: int | None = None
-    facts: dict[str, Any] = field(default_factory=dict)   # ours: the header
-    phases: list[dict[str, Any]] = field(default_factory=list)
-    result: dict[str, Any] = field(default_factory=dict)
+    facts: Facts = field(default_factory=dict)   # ours: the header
+    phases: list[Facts] = field(default_factory=list)
+    result: Facts = field(default_factory=dict)
     aborted: str | None = None                            # cause
     void: str | None = None                               # why its times do not count
     refused: str | None = None                            # why nothing of it counts
@@ -110,7 +113,7 @@ class Run:
         """True if the run came to its end: ours has a result line, others a validation at the planned last step."""
         if self.kind == "ours":
             return bool(self.final and self.result and self.aborted is None)
-        return self.final is not None and self.total in (None, self.final.step)
+        return bool(self.final) and self.total in (None, self.final.step)
 
     @property
     def reached(self) -> int:
@@ -148,9 +151,9 @@ def read_runs(paths: Iterable[Path]) -> Reading:
         if reason is not None:
             unread.append((path, reason))
     stated = [run for run in runs if run.kind == "list"]
-    if len(stated) == len(runs):
-        return Reading(runs, unread)
     logged = [run for run in runs if run.kind != "list"]
+    if not logged:
+        return Reading(runs, unread)
     kept = without_duplicates(logged)
     unread += [(run.path, "the same run again") for run in logged if id(run) not in kept]
     return Reading([run for run in logged if id(run) in kept], unread, stated)
@@ -240,7 +243,7 @@ def read_ours(path: Path, data: bytes) -> Run:
         raise NotALog("no header line")
 
     run.steps = np.array(rows).reshape(-1, 3)
-    run.void = run.result.get("void") or clock_contradicts(run)
+    run.void = run.result.get("void", clock_contradicts(run))
     stamp = STAMP.search(f"{run.facts['config'].get('run_dir') or run.result.get('run_dir')}-")
     run.started = seconds_of(str(run.facts.get("started"))[:19], "%Y-%m-%dT%H:%M:%S")
     if run.started is None and stamp:
@@ -255,7 +258,7 @@ def read_ours(path: Path, data: bytes) -> Run:
     return run
 
 
-def take(run: Run, rows: list[tuple[float, float, float]], event: dict[str, Any]) -> None:
+def take(run: Run, rows: list[tuple[float, float, float]], event: Facts) -> None:
     """Add one line of a log.jsonl to its run and its steps; the last of an interrupted run have no training loss."""
     kind = event.pop("type")
     if not run.facts:
@@ -284,7 +287,7 @@ def take(run: Run, rows: list[tuple[float, float, float]], event: dict[str, Any]
         take_resumed(run, event)
 
 
-def take_header(run: Run, event: dict[str, Any]) -> None:
+def take_header(run: Run, event: Facts) -> None:
     """Take the facts of a header, and what follows from them."""
     config = event["config"]
     whole = config.get("num_scheduled_steps", 0) + config.get("num_extension_steps", 0)
@@ -294,7 +297,7 @@ def take_header(run: Run, event: dict[str, Any]) -> None:
         run.total = min(config.get("max_steps") or whole, whole)
 
 
-def take_resumed(run: Run, event: dict[str, Any]) -> None:
+def take_resumed(run: Run, event: Facts) -> None:
     """Take the later settings. What differs from the checkpoint's run is both: no run of either program."""
     before = run.facts
     after = {key: value for key, value in event.items() if key not in ("step", "source", "differs")}
@@ -320,7 +323,12 @@ def seconds_of(text: str, form: str) -> float | None:
 
 def read_text(path: Path, data: bytes) -> list[Run]:
     """Read a log in the format of the speedrun: one run, or several one after the other."""
-    start = environment_start(data)
+    ends = [separator.end() for separator in SEPARATOR.finditer(data)]
+    named = max(data.find(b"\nRunning PyTorch "), data.find(b"\nRunning pytorch "))
+    if named >= 0:                                        # the first one: a resumed log has another
+        start = named + 1
+    else:                                                 # the source ends there, if validations follow
+        start = max((end for end in ends if data.find(b" val_loss:", end) >= 0), default=0)
     lines = LINE.findall(data, start)
     if not any(line[2] == b"val_loss" for line in lines):
         raise NotALog("no validation line")
@@ -342,24 +350,14 @@ def read_text(path: Path, data: bytes) -> list[Run]:
     return runs
 
 
-def environment_start(data: bytes) -> int:
-    """Where the first line begins that names the version of torch (a resumed log has another); else the end of the last
-    separator that validations follow, or the start of the file."""
-    named = max(data.find(b"\nRunning PyTorch "), data.find(b"\nRunning pytorch "))
-    if named >= 0:
-        return named + 1
-    ends = [separator.end() for separator in SEPARATOR.finditer(data)]
-    return max((end for end in ends if data.find(b" val_loss:", end) >= 0), default=0)
-
-
-def environment(data: bytes, start: int) -> tuple[dict[str, Any], float | None]:
+def environment(data: bytes, start: int) -> tuple[Facts, float | None]:
     """Versions, hardware, source hash and date, from the block that ends with the first line of a step."""
     first = LINE.search(data, start).start()
     torch = TORCH.match(data, start)
     driver = DRIVER.search(data, start, first)
     gpus = GPU.findall(data, start, first)
     date = DATE.search(data, start, first)
-    facts: dict[str, Any] = {}
+    facts: Facts = {}
     if driver:
         facts["driver"] = driver[1].decode()
     if gpus:                                              # all GPUs of the node; a process on it may use fewer

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tools import plot, report, statistics
-from tools.read import NotALog, Reading, Run, ToolError, read_file
+from tools.read import Facts, NotALog, Reading, Run, ToolError, read_file
 from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, markdown, shown
 
 RECORDS = Path(__file__).resolve().parents[1]
@@ -47,7 +47,7 @@ class Track(NamedTuple):
     """The rules of a track that a program can apply."""
     target: float | None               # the mean final validation loss is to be below, nats per token
     rank: str                          # "time" or "loss": the lower the better
-    needs: dict[str, Any]              # what each run must have
+    needs: Facts              # what each run must have
     alike: tuple[str, ...]             # what entries share that are ranked together, besides the class
 
 
@@ -70,7 +70,7 @@ def sha256(data: str | bytes) -> str:
     return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
 
 
-def load(folder: Path) -> dict[str, Any]:
+def load(folder: Path) -> Facts:
     try:
         return json.loads(text(folder / RESULT))
     except ValueError as error:
@@ -102,11 +102,11 @@ def hashes(folder: Path) -> dict[str, str]:
 
 def diff_of(old: Path, new: Path) -> str:
     """A diff that `git apply` takes; empty where nothing differs."""
-    before, after = (text(path).splitlines(keepends=True) for path in (old, new))
+    before, after = (text(path).splitlines(True) for path in (old, new))
     return "".join(difflib.unified_diff(before, after, f"a/{SOURCE}", f"b/{SOURCE}"))
 
 
-def changes(old: dict[str, Any], new: dict[str, Any]) -> dict[str, list[Any]]:
+def changes(old: Facts, new: Facts) -> dict[str, list[Any]]:
     """[old, new] of each key that differs; None for what is not there."""
     keys = sorted({*old, *new})
     return {key: [old.get(key), new.get(key)] for key in keys if old.get(key) != new.get(key)}
@@ -125,7 +125,7 @@ def read_log(path: Path) -> Run:
         raise ToolError(f"log {path}", error, "the log of one run", "restore it, or leave it out") from None
 
 
-def grouped(folder: Path, stated: dict[str, Any]) -> dict[str, Side]:
+def grouped(folder: Path, stated: Facts) -> dict[str, Side]:
     """The logs of a record, by group."""
     sides = {}
     for name, members in stated["groups"].items():
@@ -134,7 +134,7 @@ def grouped(folder: Path, stated: dict[str, Any]) -> dict[str, Side]:
     return sides
 
 
-def class_of(settings: dict[str, Any]) -> str | None:
+def class_of(settings: Facts) -> str | None:
     """plain or table, by the rows that the configuration gives its tables; None where it does not say."""
     rows = [table["rows"] for table in settings.get("tables") or ()]
     rows += [count for key, count in settings.items() if key.endswith("_rows") and isinstance(count, int)]
@@ -144,7 +144,7 @@ def class_of(settings: dict[str, Any]) -> str | None:
     return "table" if max(rows) > PLAIN_ROWS * vocabulary else "plain"
 
 
-def doubts(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> Iterator[Problem]:
+def doubts(folder: Path, stated: Facts, sides: dict[str, Side]) -> Iterator[Problem]:
     """Why these runs are no record, or no entry of its track."""
     for path in sorted(folder.rglob("*")):
         if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
@@ -178,7 +178,7 @@ def doubts(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> Iter
         yield from misfits(sides, stated)
 
 
-def misfits(sides: dict[str, Side], stated: dict[str, Any]) -> Iterator[Problem]:
+def misfits(sides: dict[str, Side], stated: Facts) -> Iterator[Problem]:
     """Which rules of its track an entry breaks, as far as logs can show it."""
     track = TRACKS.get(stated["track"])
     if not track or len(sides) != (2 if stated["base"] else 1):
@@ -216,12 +216,12 @@ def unlike_text(name: str, run: Run) -> Iterator[Problem]:
             yield f"{name}, step {step} of {TEXT_LOG}", f"loss {loss}, {ms} ms", f"{point}, as {LOG} has it"
 
 
-def build(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> dict[str, Any]:
+def build(folder: Path, stated: Facts, sides: dict[str, Side]) -> Facts:
     """result.json of a record of runs."""
     first = sides[stated["main"]].runs[0]
     target = TRACKS[stated["track"]].target if stated["track"] else None
     base = sides.get(stated["base"])
-    result: dict[str, Any] = {"stated": stated, "target": target, "class": class_of(first.facts["config"])}
+    result: Facts = {"stated": stated, "target": target, "class": class_of(first.facts["config"])}
     result["machine"] = {key: value(first, key) for key in MACHINE}
     result["entry"] = {key: stated["entry"].get(key, value(first, key)) for key in ENTRY}
     result |= {"groups": {}, "runs": {}, "verdicts": {}, "bench": {}}
@@ -231,7 +231,7 @@ def build(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> dict[
         for run in side.reading.runs:
             result["runs"][run.path.parent.relative_to(folder / "logs").as_posix()] = numbers(run)
         if base and side is not base:
-            found = report.compare(base, side, target, bool(stated["entry"].get("systems")))
+            found = report.compare(base, side, target, "systems" in stated["entry"])
             result["verdicts"][name] = {key: found[key] for key in OF_REPORT}
     for name in stated["bench"]:                                             # of an earlier form, with its verdict
         result["bench"][name] = json.loads(text(folder / name / "verdict.json"))
@@ -243,7 +243,7 @@ def build(folder: Path, stated: dict[str, Any], sides: dict[str, Side]) -> dict[
     return json.loads(json.dumps(jsonable(result)), parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
 
 
-def numbers(run: Run) -> dict[str, Any]:
+def numbers(run: Run) -> Facts:
     """Of one run."""
     memory = value(run, "peak_memory_mib") or {}
     entropy = value(run, "unigram_nats")
@@ -254,7 +254,7 @@ def numbers(run: Run) -> dict[str, Any]:
     return found | {"comms": value(run, "comms") or {}, "untimed_s": untimed_s}
 
 
-def page(result: dict[str, Any]) -> str:
+def page(result: Facts) -> str:
     """The generated part of a record's README."""
     stated = result["stated"]
     what = stated["kind"].capitalize()
@@ -298,7 +298,7 @@ def page(result: dict[str, Any]) -> str:
     return "\n\n".join(filter(None, parts)) + "\n"
 
 
-def interval(test: dict[str, Any] | None) -> str | None:
+def interval(test: Facts | None) -> str | None:
     """Mean and interval of a test."""
     if not test or test["p"] is None:
         return f"{test['mean']:.4g}" if test else None
@@ -329,7 +329,7 @@ def new(args: argparse.Namespace, root: Path) -> int:
     return 0
 
 
-def gather(items: list[str], staged: Path, stated: dict[str, Any]) -> None:
+def gather(items: list[str], staged: Path, stated: Facts) -> None:
     """Copy logs, manifest and sources of the runs, and note the groups. items: PATH,... or GROUP=PATH,..."""
     sources: dict[str, Path] = {}
     for item in items:
@@ -342,7 +342,7 @@ def gather(items: list[str], staged: Path, stated: dict[str, Any]) -> None:
     groups = list(stated["groups"])
     stated |= {"base": None, "main": groups[0]}
     if len(groups) > 1:
-        stated["base"] = stated["main"] = min(groups, key=lambda name: name != "baseline")
+        stated["base"] = stated["main"] = "baseline" if "baseline" in groups else groups[0]
         if stated["kind"] == "entry":
             stated["main"] = next(name for name in groups if name != stated["base"])
     shutil.copyfile(sources[stated["main"]], staged / SOURCE)
@@ -353,7 +353,7 @@ def gather(items: list[str], staged: Path, stated: dict[str, Any]) -> None:
             (staged / f"sources/{name}.diff").write_bytes(diff.encode())
 
 
-def keep(run: Run, group: str | None, staged: Path, stated: dict[str, Any], sources: dict[str, Path]) -> None:
+def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict[str, Path]) -> None:
     """Copy the logs of a run, and note its group (the one that was named, or its side in a manifest) and the trainer
     that made it, beside it or in a folder above."""
     manifest, noted = report.noted(run)
@@ -382,7 +382,7 @@ def keep(run: Run, group: str | None, staged: Path, stated: dict[str, Any], sour
     raise ToolError(f"source of {run.path}", "none with its source_sha256", "a trainer", "put it beside the log")
 
 
-def write(folder: Path, stated: dict[str, Any]) -> None:
+def write(folder: Path, stated: Facts) -> None:
     """Make all that follows from the logs; the text by hand stays."""
     sides = grouped(folder, stated)
     for problem in doubts(folder, stated, sides):
@@ -393,7 +393,7 @@ def write(folder: Path, stated: dict[str, Any]) -> None:
     result = build(folder, stated, sides)
     plot.curves({name: side.runs for name, side in sides.items()}, folder / PLOT, result["target"])
     result["files"] = hashes(folder)
-    (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n", "utf-8")
     by_hand, _, _ = text(folder / PAGE).partition(MARK)
     if not by_hand:
         by_hand = f"# {stated['number']} {stated['name']}\n\nThe idea:\n\n"
@@ -435,15 +435,16 @@ def findings(folder: Path) -> Iterator[str]:
         yield f"not as `new` makes it: {type(error).__name__} {error}"
 
 
-def sealed(folder: Path, result: dict[str, Any]) -> dict[str, str]:
+def sealed(folder: Path, result: Facts) -> dict[str, str]:
     """sha256 of what was made for a sealed record: its numbers, its page below the mark, its diff."""
     made = {key: item for key, item in result.items() if key != "sealed"}
-    parts = {RESULT: json.dumps(made, sort_keys=True), DIFF: text(folder / DIFF)}
+    parts = {RESULT: json.dumps(made, sort_keys=True)}
+    parts[DIFF] = text(folder / DIFF)
     _, _, parts[PAGE] = text(folder / PAGE).partition(MARK)
     return {name: sha256(part) for name, part in parts.items()}
 
 
-def unlike_its_logs(folder: Path, result: dict[str, Any]) -> Iterator[str]:
+def unlike_its_logs(folder: Path, result: Facts) -> Iterator[str]:
     """Whatever `new` would make otherwise, line by line."""
     stated = result["stated"]
     sides = grouped(folder, stated)
@@ -466,7 +467,7 @@ def unlike_its_logs(folder: Path, result: dict[str, Any]) -> Iterator[str]:
 
 def table(args: argparse.Namespace, root: Path) -> int:
     """Print the entries of each track, in lists of one class that share what their numbers depend on."""
-    lists: dict[str, list[dict[str, Any]]] = {}
+    lists: dict[str, list[Facts]] = {}
     for result in map(load, folders(root)):
         track = result["stated"]["track"]
         if result["stated"]["kind"] == "entry":
@@ -484,13 +485,13 @@ def table(args: argparse.Namespace, root: Path) -> int:
     return 0
 
 
-def board(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def board(entries: list[Facts]) -> list[Facts]:
     """Rows of one list, best first. With a target p is that of the losses against it, and who has not proven it (of a
     systems change: the verdict `faster` against its baseline) has no rank. Without one p is that of a loss lower than
     the next entry's."""
     track = TRACKS[entries[0]["stated"]["track"]]
     entries = sorted(entries, key=lambda result: main_pool(result)[track.rank]["mean"])
-    rows: list[dict[str, Any]] = []
+    rows: list[Facts] = []
     rank = 0
     for result, after in zip_longest(entries, entries[1:]):
         stated = result["stated"]
@@ -501,7 +502,7 @@ def board(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
             test = statistics.difference(main_pool(after)["losses"], own["losses"])
             p = test.p and test.p / 2
         proven = not track.target or (p is not None and p < statistics.ALPHA)
-        if stated["entry"].get("systems") and "faster" in words:
+        if "systems" in stated["entry"] and "faster" in words:
             proven = True
         rank += proven
         row = {"rank": rank if proven else None, "record": f"{stated['number']} {stated['name']}", "p": p}
@@ -512,7 +513,7 @@ def board(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def main_pool(result: dict[str, Any]) -> dict[str, Any]:
+def main_pool(result: Facts) -> Facts:
     return result["groups"][result["stated"]["main"]]
 
 

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tools import plot
-from tools.read import Reading, Run, ToolError, read_runs
+from tools.read import Facts, Reading, Run, ToolError, read_runs
 from tools.statistics import ALPHA, Difference, band, below, difference, hopeless, in_turn, pairs_in_turn, seeds_needed
 from tools.statistics import summary, time_level, time_word
 
@@ -74,7 +74,7 @@ class Side:
         return sorted({as_text(fact(run, key)) for run in self.runs if fact(run, key) is not None})
 
 
-def config(run: Run) -> dict[str, Any]:
+def config(run: Run) -> Facts:
     """Settings that may change a result; ours only."""
     return {key: value for key, value in run.facts.get("config", {}).items() if key not in NO_MATTER}
 
@@ -136,7 +136,7 @@ def sorted_out(name: str, reading: Reading) -> Side:
     return Side(name, runs, left, reading, started)
 
 
-def manifest_lines(manifest: Path, kind: str) -> list[dict[str, Any]]:
+def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
     """The lines of one type; none without a manifest. The last line may be torn."""
     found = []
     if not manifest.is_file():
@@ -152,7 +152,7 @@ def manifest_lines(manifest: Path, kind: str) -> list[dict[str, Any]]:
     return found
 
 
-def noted(run: Run) -> tuple[Path | None, dict[str, Any]]:
+def noted(run: Run) -> tuple[Path | None, Facts]:
     """The manifest above a run, and its line that tells how the run ended."""
     above = list(run.path.resolve().parents)[:MANIFEST_DEPTH]
     for folder in above:
@@ -225,10 +225,10 @@ def apart(a: Side, b: Side) -> str:
     return ", ".join(said)
 
 
-def compare(a: Side, b: Side, target: float | None = None, systems: bool = False) -> dict[str, Any]:
+def compare(a: Side, b: Side, target: float | None = None, systems: bool = False) -> Facts:
     """All that `compare --json` prints: times in s (share: of A's time), losses in nats per token, memory in MiB."""
     target = target or target_of(a, b)
-    report: dict[str, Any] = {"a": facts_of(a, target), "b": facts_of(b, target)}
+    report: Facts = {"a": facts_of(a, target), "b": facts_of(b, target)}
     loss = difference(report["a"]["losses"], report["b"]["losses"])
     by_seed = {run.seed: run.loss for run in a.runs}
     if None not in by_seed and by_seed == {run.seed: run.loss for run in b.runs}:
@@ -240,7 +240,7 @@ def compare(a: Side, b: Side, target: float | None = None, systems: bool = False
     base = report["a"]["time"].mean
     seconds = None
     if share:
-        seconds = Difference(share.mean * base, share.low * base, share.high * base, share.p)
+        seconds = Difference(*(base * part for part in share[:3]), share.p)
     elif a.timed and b.timed:
         seconds = Difference(report["b"]["time"].mean - base)
     report |= {"target": target, "loss": loss, "time": seconds, "share": share, "pairs": pairs, "level": level}
@@ -256,14 +256,14 @@ def compare(a: Side, b: Side, target: float | None = None, systems: bool = False
     return {"verdict": said[0], "reason": said[1], **report}
 
 
-def verdict(a: Side, b: Side, report: dict[str, Any], systems: bool) -> tuple[str, str]:
+def verdict(a: Side, b: Side, report: Facts, systems: bool) -> tuple[str, str]:
     """The word and its reason, by the rule at the top of this file."""
     loss = report["loss"]
     p = loss and loss.p
     given = "no difference of losses shows"
     if p is None:
         given = "no test of the losses: that takes two seeds a side"
-    diverged = sum(not math.isfinite(run.loss) for run in b.runs if run.kind != "list")
+    diverged = sum(not math.isfinite(run.loss) for run in b.runs)
     if diverged:
         return "undecided", f"{diverged} of {len(b.runs)} runs of B have no finite loss"
     if systems:
@@ -281,7 +281,7 @@ def verdict(a: Side, b: Side, report: dict[str, Any], systems: bool) -> tuple[st
     return time_word(report["share"], report["level"]), f"{given}; {time_in_words(report)}"
 
 
-def time_in_words(report: dict[str, Any]) -> str:
+def time_in_words(report: Facts) -> str:
     share = report["share"]
     level = report["level"]
     pairs = f"{report['pairs']} pairs in turn"
@@ -377,13 +377,14 @@ def differing(a: Side, b: Side) -> list[str]:
             continue
         for row in range(max(len(old), len(new))):
             was, now = (dict(*table[row:row + 1]) for table in (old, new))
-            columns = [column for column in was | now if was.get(column) != now.get(column)]
-            found += [f"{key}[{row}] {column} {as_text(was.get(column))} -> {as_text(now.get(column))}"
-                      for column in columns]
+            for column in was | now:
+                before, after = as_text(was.get(column)), as_text(now.get(column))
+                if before != after:
+                    found.append(f"{key}[{row}] {column} {before} -> {after}")
     return found
 
 
-def numbers_of(side: Side, target: float | None) -> dict[str, Any]:
+def numbers_of(side: Side, target: float | None) -> Facts:
     """The numbers of one side."""
     losses = side.losses()
     times = [run.seconds for run in side.timed]
@@ -392,7 +393,7 @@ def numbers_of(side: Side, target: float | None) -> dict[str, Any]:
     return found | {"p": target and below(losses, target)}
 
 
-def facts_of(side: Side, target: float | None) -> dict[str, Any]:
+def facts_of(side: Side, target: float | None) -> Facts:
     """The numbers of one side, where it is and when it began."""
     starts = [time.strftime("%Y-%m-%d %H:%M", time.gmtime(run.started)) for run in side.runs if run.started is not None]
     where = os.path.commonpath([shown(run.path) for run in side.runs])
@@ -417,7 +418,7 @@ def notes_of(side: Side, name: str = "") -> list[str]:
     return [f"{name}{note}" for note in (*found, unread) if note]
 
 
-def show(side: Side, target: float | None = None, systems: bool = False) -> dict[str, Any]:
+def show(side: Side, target: float | None = None, systems: bool = False) -> Facts:
     """All that `show --json` prints."""
     target = target or target_of(side)
     mixed = mixtures(side)
@@ -434,7 +435,8 @@ def show(side: Side, target: float | None = None, systems: bool = False) -> dict
     needed = seeds_needed((target or 0) - mean, sd)
     if needed is not None:
         report["more_seeds"] = max(1, needed - n)
-    report["machine"] = [f"{key} {clipped(side.values(key))}" for key in (*MACHINE, *SOFTWARE) if side.values(key)]
+    known = [key for key in (*MACHINE, *SOFTWARE) if side.values(key)]
+    report["machine"] = [f"{key} {clipped(side.values(key))}" for key in known]
     return report | {"notes": [*mixed[1:], *notes_of(side)]}
 
 
@@ -471,7 +473,7 @@ def by_step(run: Run, what: str) -> dict[int, float]:
     return {step: value for step, value in found.items() if math.isfinite(value)}
 
 
-def place(run: Run, pool: Side) -> dict[str, Any]:
+def place(run: Run, pool: Side) -> Facts:
     """All that `place --json` prints: the last loss and the last time decide, earlier ones are remarks."""
     alone = Side("run", [run], [], Reading([run]), 1)
     elsewhere = apart(pool, alone)
@@ -533,7 +535,7 @@ def test_in_words(test: Difference | None, form: str, unit: str = "") -> str:
     return f"{said} [{test.low:{form}}, {test.high:{form}}], p {test.p:.2g}"
 
 
-def in_words(report: dict[str, Any], sides: Sequence[dict[str, Any]] = (), more: Sequence[str] = ()) -> str:
+def in_words(report: Facts, sides: Sequence[Facts] = (), more: Sequence[str] = ()) -> str:
     """Where the runs of the sides are and their numbers, more lines, what differs, notes, and the verdict."""
     lines = []
     target = report.get("target")
@@ -552,7 +554,7 @@ def in_words(report: dict[str, Any], sides: Sequence[dict[str, Any]] = (), more:
     return "\n".join([*lines, *more, *differs, *notes, f"verdict: {report['verdict']}: {report['reason']}"])
 
 
-def compare_in_words(report: dict[str, Any]) -> str:
+def compare_in_words(report: Facts) -> str:
     lines = ["B - A [99 % interval]", f"  loss    {test_in_words(report['loss'], '+.5f', 'nats')}",
              f"  time    {test_in_words(report['time'], '+.3f', 's')}"]
     if report["share"]:
@@ -562,14 +564,14 @@ def compare_in_words(report: dict[str, Any]) -> str:
     return in_words(report, (report["a"], report["b"]), lines)
 
 
-def show_in_words(report: dict[str, Any]) -> str:
+def show_in_words(report: Facts) -> str:
     lines = [f"machine: {listed(report['machine'], 5) or 'not said'}"]
     if report["verdict"] == "not proven" and report["more_seeds"]:
         lines.append(f"at this mean and spread {report['more_seeds']} more seeds prove it four times of five")
     return in_words(report, [report], lines)
 
 
-def place_in_words(report: dict[str, Any]) -> str:
+def place_in_words(report: Facts) -> str:
     lines = [f"run {report['run']}, step {report['reached']}, beside {report['pool_runs']} runs"]
     for name in ("loss", "time"):
         rows = [[*point[:-1], "" if point.inside else "outside"] for point in report[name][-4:]]
@@ -618,7 +620,10 @@ def main(argv: list[str]) -> int:
         judge, words = {"show": (show, show_in_words), "compare": (compare, compare_in_words)}[verb]
         found = judge(*sides, args.target, args.systems)
         groups = {side.name: side.runs for side in sides}
-    print(json.dumps(jsonable(found), indent=1) if args.json else words(found))
+    said = words(found)
+    if args.json:
+        said = json.dumps(jsonable(found), indent=1)
+    print(said)
     if args.plot:
         plot.curves(groups, args.plot, found.get("target"))
     return STATUS[found["verdict"]]
