@@ -138,18 +138,12 @@ def sorted_out(name: str, reading: Reading) -> Side:
 
 def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
     """The lines of one type; none without a manifest. The last line may be torn."""
-    found = []
-    if not manifest.is_file():
-        return found
-    for line in manifest.read_text("utf-8").splitlines():
-        try:
-            event = json.loads(line)
-            if event["type"] == kind:
-                found.append(event)
-        except (ValueError, KeyError, TypeError):
-            if line.endswith("}"):
-                raise ToolError(f"manifest {manifest}", "a damaged line", "JSON with a type", "restore it") from None
-    return found
+    lines = manifest.read_text("utf-8").splitlines() if manifest.is_file() else []
+    try:
+        events = [json.loads(line) for line in lines if line.endswith("}")]
+        return [event for event in events if event["type"] == kind]
+    except (ValueError, KeyError, TypeError):
+        raise ToolError(f"manifest {manifest}", "a damaged line", "JSON with a type", "restore it") from None
 
 
 def noted(run: Run) -> tuple[Path | None, Facts]:
@@ -318,9 +312,7 @@ def proof(side: Side, target: float) -> tuple[str, str]:
 def target_of(*sides: Side) -> float | None:
     """The target that all logs state; None if there is none."""
     stated = {run.facts.get("target_loss") for side in sides for run in side.runs}
-    if len(stated) > 1:
-        return None
-    return stated.pop() or None                                              # 0: a preset without a target
+    return stated.pop() or None if len(stated) == 1 else None               # 0: a preset without a target
 
 
 def refusals(a: Side, b: Side) -> list[str]:
@@ -481,13 +473,14 @@ def place(run: Run, pool: Side) -> Facts:
     points = {}
     remarks = [f"time is not judged: {elsewhere}"] * bool(elsewhere)
     said: dict[bool, list[str]] = {True: [], False: []}
-    for what, unit in (("loss", "nats"), ("time", "s")):
+    units = {"loss": "nats"} if elsewhere else {"loss": "nats", "time": "s"}
+    for what, unit in units.items():
         values = {step: value for step, value in by_step(run, what).items() if step in shown_steps}
         points[what] = placed(values, [by_step(other, what) for other in pool.runs])
         away = [str(point.step) for point in points[what] if not point.inside]
         if away:
             remarks.append(f"{what} is outside its band at steps {listed(away)}")
-        if points[what] and not (what == "time" and elsewhere):
+        if points[what]:
             last = points[what][-1]
             off = f"{what} at step {last.step} is {last.value - last.mean:+.4f} {unit} off the pool's mean"
             said[last.inside].append(off)
@@ -535,7 +528,7 @@ def test_in_words(test: Difference | None, form: str, unit: str = "") -> str:
     return f"{said} [{test.low:{form}}, {test.high:{form}}], p {test.p:.2g}"
 
 
-def in_words(report: Facts, sides: Sequence[Facts] = (), more: Sequence[str] = ()) -> str:
+def in_words(report: Facts, sides: Sequence[Facts] = (), more: Iterable[str] = ()) -> str:
     """Where the runs of the sides are and their numbers, more lines, what differs, notes, and the verdict."""
     lines = []
     target = report.get("target")
@@ -574,9 +567,9 @@ def show_in_words(report: Facts) -> str:
 def place_in_words(report: Facts) -> str:
     lines = [f"run {report['run']}, step {report['reached']}, beside {report['pool_runs']} runs"]
     for name in ("loss", "time"):
-        rows = [[*point[:-1], "" if point.inside else "outside"] for point in report[name][-4:]]
+        rows = [[*point[:-1], "" if point.inside else "outside"] for point in report.get(name, [])[-4:]]
         lines.append(markdown(f"step | {name} | pool | from | to | ", rows))
-    return in_words(report, more=lines)
+    return in_words(report, more=filter(None, lines))
 
 
 def jsonable(value: Any) -> Any:

@@ -21,7 +21,6 @@ POWER = 0.8                        # chance that as many seeds as `seeds_needed`
 TIME_LEVELS = {3: 0.001, 4: 0.0095, 5: 0.008, 6: 0.007}
 LOOKS = (4, 6, 10, 16, 26, 42, 68, 110)      # pairs at which a bench may stop
 EARLY_SHARE, LATE_SHARE = 0.0025, 0.0005     # of the level, for all looks before, and for all after the planned end
-OLD_LEVEL = 0.001                  # of a bench whose manifest does not say how many pairs were planned (record 09)
 
 
 class Summary(NamedTuple):
@@ -147,11 +146,11 @@ def in_turn(seconds: Sequence[float], is_b: Sequence[bool]) -> Difference | None
 
 def time_level(pairs: int, planned: int | None = None, looks: bool = False) -> float:
     """Below which p a word on time is spoken, for at most 1 % of false words; 0: no word at so many pairs.
-    looks: the runs were stopped when they decided; planned: the pairs at which that was to end, None: not said."""
+    looks: the runs were stopped when they decided; planned: the pairs at which that was to end, else the last look."""
     if pairs < FEWEST_PAIRS:
         return 0.0
-    if looks and planned is None:
-        return OLD_LEVEL if pairs >= LOOKS[0] else 0.0
+    if planned is None:
+        planned = LOOKS[-1]
     if not looks or pairs == planned:
         return TIME_LEVELS.get(pairs, TIME_LEVELS[max(TIME_LEVELS)])
     if pairs not in LOOKS:
