@@ -119,16 +119,14 @@ class Bench:
     def lines(self, kind: str) -> list[Facts]:
         return manifest_lines(self.manifest, kind)
 
-    def add(self, kind: str, **facts: Any) -> Facts:
+    def add(self, kind: str, **facts: Any) -> None:
         """Append a line and have it on the disk before anything else happens; a torn line is cut off."""
-        line = {**facts, "type": kind}
         with open(self.manifest, "ab+") as file:
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
-            file.write(json.dumps(line).encode() + b"\n")
+            file.write(json.dumps({**facts, "type": kind}).encode() + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        return line
 
     def run(self, name: str, pair: int) -> bool:
         """One run, with two lines in the manifest; True if it came to its end. Refuses a source that was edited."""
