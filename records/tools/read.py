@@ -122,8 +122,8 @@ class Run:
         return max([*steps, *map(int, self.steps[-1:, 0])], default=0)
 
     def identity(self) -> tuple[Any, ...]:
-        """Equal for logs of one run, however far they are read; empty for a list. Two runs of a seed may print alike, so
-        that ours counts all digits."""
+        """Equal for logs of one run, however far they are read; empty for a list. Two runs may print alike: of ours all
+        digits count."""
         timed = [point for point in self.val if point.seconds] or self.val
         if self.kind == "ours":
             return tuple(timed[:2])
