@@ -1,19 +1,21 @@
 """Room 4: each operation against reference.py, loops or autograd in float64, forward and backward."""
-import functools
 import importlib.util
+import itertools
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import reference
 import torch
 import torch.nn.functional as F
-from common import angles_by_channel
+from common import ROOT, angles_by_channel
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
 from torch._dynamo.backends.common import aot_autograd
 
@@ -22,13 +24,9 @@ import train_gpt as tg
 F64, BF16, F32 = torch.float64, torch.bfloat16, torch.float32
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None,
                                   reason="no triton package: its body cannot be translated here")
-
-
-def kernel_cases(what: str, **environment: str) -> None:
-    """Run kernel_cases.py in a process of its own: Triton is interpreted in all of it or nowhere."""
-    command = [sys.executable, str(Path(__file__).with_name("kernel_cases.py")), what]
-    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+ROUNDING = {F32: 1e-6, torch.float16: 2.0**-11, BF16: 2.0**-8}       # one
+MOST_SHARED = {80: 166_912, 90: 232_448, 100: 232_448}        # bytes: CUDA programming guide, table of limits
+TENSOR_CORES = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
 
 def randn(*shape: int, seed: int = 0, grad: bool = False, dtype=F64) -> torch.Tensor:
@@ -96,16 +94,97 @@ def test_relu_sq_mlp__what_relu_cuts_off_has_no_gradient(monkeypatch, dtype):
     assert_close(found, want, rtol=0, atol=8 * torch.finfo(dtype).eps * want.abs().max().item())
 
 
+def mend_interpreter() -> None:
+    """The interpreter is wrong in bf16: it cuts numbers off, and multiplies their 16 bits. Here torch converts them."""
+    from triton.runtime import interpreter
+    types = dict(bf16=BF16, fp16=torch.float16, fp32=F32, fp64=F64)
+
+    def as_torch(x: Any) -> torch.Tensor:
+        found = torch.from_numpy(np.ascontiguousarray(x.data))
+        return found.view(BF16) if x.dtype.scalar.is_bf16() else found
+
+    def cast(self: Any, x: Any, kind: Any, *_: Any) -> Any:
+        if kind.scalar.name not in types or not x.dtype.scalar.is_floating():
+            return unchanged(self, x, kind)
+        found = as_torch(x).to(types[kind.scalar.name])
+        data = found.numpy() if found.dtype != BF16 else found.view(torch.int16).numpy().view(np.uint16)
+        return interpreter.TensorHandle(data, kind.scalar)
+
+    def dot(_: Any, a: Any, b: Any, total: Any, *__: Any) -> Any:
+        product = as_torch(a).float() @ as_torch(b).float()
+        return interpreter.TensorHandle(product.numpy() + total.data, total.dtype.scalar)
+
+    builder = interpreter.InterpreterBuilder
+    unchanged = builder.cast_impl
+    builder.create_fp_ext = builder.create_fp_trunc = builder.create_fp_to_fp = cast
+    builder.create_dot = dot
+
+
+def interpret() -> None:
+    """Both passes against float64, ragged at every edge, by one program and three. Forward reads no squares: NaN."""
+    mend_interpreter()
+    shapes = (16, 32, 16), (1, 8, 8), (33, 40, 24), (50, 96, 56), (7, 200, 32), (64, 64, 128)     # (N, F, K)
+    for dtype, shape, programs in itertools.product(ROUNDING, shapes, (1, 3)):
+        count, columns, depth = shape
+        x, w = randn(count, depth, dtype=dtype), randn(columns, depth, seed=1, dtype=dtype)
+        product = x.double() @ w.double().t()
+        exact = product.clamp(min=0).square()
+        kept = exact.to(dtype)
+        grad = 2 * product * kept.double().sqrt()
+        for backward, squares, want in ((False, torch.full_like(kept, torch.nan), exact), (True, kept, grad)):
+            out = torch.full_like(kept, torch.nan)
+            tg.jitted(tg.relu_sq_kernel)[(programs,)](x, w, squares, out, *shape, BACKWARD=backward, ROWS=16,
+                                                      COLUMNS=32, DEPTH=16)
+            error = float((out.double() - want).abs().max() / want.abs().max())
+            assert error <= ROUNDING[dtype], (dtype, shape, programs, backward, error)
+
+
 @needs_triton
 def test_relu_sq_kernel__interpreted():
-    """Both passes against float64, ragged at every edge, by one program and three."""
-    kernel_cases("interpret", TRITON_INTERPRET="1")
+    """In a process of its own: Triton is interpreted in all of it or nowhere."""
+    command = [sys.executable, "-c", "import test_kernels; test_kernels.interpret()"]
+    paths = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
+    done = subprocess.run(command, env=os.environ | dict(PYTHONPATH=paths, TRITON_INTERPRET="1"),
+                          capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+
+
+def resources(cubin: Path) -> dict[str, int]:
+    """Return REG, STACK and LOCAL of a kernel's machine code, by NVIDIA's tool that comes with Triton."""
+    import triton
+    tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    text = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
+    return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
 
 
 @needs_triton
-def test_relu_sq_kernel__compiles_without_a_gpu(tmp_path):
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize("capability", tg.RELU_SQ_TILES)
+def test_relu_sq_kernel__compiles_without_a_gpu(capability, backward, tmp_path, monkeypatch):
     """For each card that takes it: tensor cores, loads ahead, no spills, within shared memory, offsets of 64 bits."""
-    kernel_cases("compile", TRITON_CACHE_DIR=str(tmp_path))
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    card = 10 * capability[0] + capability[1]
+    tile, stages = tg.RELU_SQ_TILES[capability]
+    constants = dict(BACKWARD=backward, **tile)
+    options = dict(num_warps=constants.pop("num_warps"), num_stages=stages[backward])
+    run_time = dict.fromkeys(("x", "w", "squares", "out"), "*bf16")
+    run_time |= dict.fromkeys(("count", "columns", "depth"), "i32")
+    divisible = {(at,): [["tt.divisibility", 16]] for at in range(len(run_time))}
+    fixed = {(at,): value for at, value in enumerate(constants.values(), start=len(run_time))}
+    source = ASTSource(fn=tg.jitted(tg.relu_sq_kernel), signature=run_time | dict.fromkeys(constants, "constexpr"),
+                       attrs=divisible, constexprs=fixed)
+    made = triton.compile(source, target=GPUTarget("cuda", card, 32), options=options)
+    cubin = tmp_path / "kernel.cubin"
+    cubin.write_bytes(made.asm["cubin"])
+    used = resources(cubin)
+    assert used["STACK"] == used["LOCAL"] == 0 and used["REG"] <= 255
+    assert made.metadata.shared <= MOST_SHARED[card]
+    assert TENSOR_CORES[card] in made.asm["ptx"] and "cp.async" in made.asm["ptx"]
+    for line in made.asm["ttir"].splitlines():                # no array is taken further by a number of 32 bits
+        assert "tt.addptr" not in line or re.search(r"(\bi|xi)64\b", line.rpartition(",")[2]), line
 
 
 @pytest.mark.parametrize("dtype, width, hidden, capability, on_cuda, fits", [
