@@ -122,6 +122,7 @@ def mend_interpreter() -> None:
 
 def interpret() -> None:
     """Both passes against float64, ragged at every edge, by one program and three. Forward reads no squares: NaN."""
+    torch.set_num_threads(1)
     mend_interpreter()
     shapes = (16, 32, 16), (1, 8, 8), (33, 40, 24), (50, 96, 56), (7, 200, 32), (64, 64, 128)     # (N, F, K)
     for dtype, shape, programs in itertools.product(ROUNDING, shapes, (1, 3)):
@@ -207,9 +208,7 @@ def test_fits_relu_sq(monkeypatch, dtype, width, hidden, capability, on_cuda, fi
     ([0, 7, 40], 3, 33, 2, 4),                                       # window smaller than a block of queries
     ([0, 7, 40], 1000, 33, 1, 4),                                    # window larger than everything
     ([0, 100], 37, 100, 2, 4),                                       # blocks of 37 queries, 100 = 2 x 37 + 26
-    ([0, 3, 50, 51, 97], 40, 47, 1, 2),
-    ([0, 64, 128, 160], 32, 64, 1, 4),                               # documents end where blocks end
-    ([0, 33, 33, 33, 95, 95], 64, 62, 3, 5)])
+    ([0, 64, 128, 160], 32, 64, 1, 4)])                              # documents end where blocks end
 def test_attention_reference__and_its_gradients_are_those_of_a_naive_softmax(bounds, window, max_len, heads, width):
     inputs = [randn(bounds[-1], heads, width, seed=seed, grad=True) for seed in range(3)]
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32)
