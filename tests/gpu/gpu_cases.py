@@ -29,12 +29,12 @@ Call = Callable[..., list[Tensor]]
 
 class Sizes(NamedTuple):
     """Of one rank's slot, in the letters of the trainer."""
-    T: int                               # tokens
-    D: int                               # width
-    H: int                               # heads
-    E: int                               # width of a head
-    F: int                               # width of the MLP
-    V: int                               # vocabulary
+    T: int
+    D: int
+    H: int
+    E: int
+    F: int
+    V: int
     R: int                               # rows of the table whose gradients are summed
     squares: int                         # matrices (D, D) of the attention bank
     talls: int                           # matrices (F, D) of the MLP bank
@@ -225,21 +225,19 @@ def mlp(lab: Lab) -> Case:
 # ---- Attention
 def attention(lab: Lab, window: str, fold: int = 1) -> Case:
     """One layer. window: "short" or "long". fold: 2 for paired heads, half of them on twice the positions."""
-    s = lab.sizes
-    window = getattr(s, window)
     bounds = [fold * bound for bound in lab.document_bounds()]
-    heads = s.H // fold
-    q, k, v, seed = lab.normal(4, fold * s.T, heads, s.E).unbind()
+    return attention_of(lab, bounds, getattr(lab.sizes, window), lab.sizes.H // fold)
+
+
+def attention_of(lab: Lab, bounds: Sequence[int], window: int, heads: int) -> Case:
+    q, k, v, seed = lab.normal(4, bounds[-1], heads, lab.sizes.E).unbind()
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=lab.device)
-    span = tg.AttentionSpan(fold * (s.max_doc_len + 1), window, 0.1)
+    span = tg.AttentionSpan(1 + int(cu_seqlens.diff().max()), window, 12.8 / lab.sizes.E)
 
-    def chosen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return lab.attention(q, k, v, cu_seqlens, span)
+    def way(attend: Callable) -> Call:
+        return and_gradients(lambda q, k, v, cu_seqlens: attend(q, k, v, cu_seqlens, span), 3)
 
-    def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return tg.attention_reference(q, k, v, cu_seqlens, span)
-
-    ways = {TRAINER: and_gradients(chosen, 3), PLAIN: and_gradients(reference, 3)}
+    ways = {TRAINER: way(lab.attention), PLAIN: way(tg.attention_reference)}
     return Case([tg.rms_norm(q), tg.rms_norm(k), v, cu_seqlens, seed], ways, ways[PLAIN], 4 * (2e-2,),
                 lab.attention_name)
 
