@@ -31,8 +31,6 @@ def owner(*shape: int, seed: int = 0, dtype: torch.dtype = F64, kept_in: torch.d
     return weight
 
 
-# ---- The op ---------------------------------------------------------------------------------------------------------
-
 @pytest.mark.parametrize("product_is_given", (False, True))
 @pytest.mark.parametrize("kept_in, given_in", [(F32, F32), (F64, F64), (F32, BF16), (BF16, BF16)])
 def test_wgrad_accumulate__the_first_write_overwrites_and_further_ones_add(kept_in, given_in, product_is_given):
@@ -53,8 +51,6 @@ def test_wgrad_accumulate__the_first_write_overwrites_and_further_ones_add(kept_
     torch.testing.assert_close(bank[1].double(), want, rtol=rounding, atol=rounding)
     assert bank[0].isnan().all() and bank[2].isnan().all()
 
-
-# ---- What backward returns ------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("main_grad, flag, delayed, want", [
     (False, False, False, "gradient"), (False, False, True, None), (True, False, False, None),
@@ -240,8 +236,6 @@ def test_first_order__a_gradient_of_a_gradient_is_refused(forward: Callable):
     refused(tg.RunError, differentiate, "create_graph", "first order")
 
 
-# ---- In the trainer -------------------------------------------------------------------------------------------------
-
 def trained(**changes: Any) -> tuple[tg.Executor, Callable[[int], tuple]]:
     cfg = small(**changes)
     schedule = tg.Schedule(cfg)
@@ -329,5 +323,4 @@ def test_whole_weights__padding_is_not_saved():
     ex, _ = trained()
     ex.model.attn.data = torch.cat((ex.model.attn.data, ex.model.attn.data[:1]))[:-1]     # as where ranks share it out
     saved = ex.whole_weights(tg.Schedule(ex.cfg).at(0))["attn"]
-    assert saved.equal(ex.model.attn)
-    assert saved.untyped_storage().nbytes() == saved.nbytes
+    assert saved.equal(ex.model.attn) and saved.untyped_storage().nbytes() == saved.nbytes

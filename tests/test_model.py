@@ -17,8 +17,6 @@ def model_of(cfg: tg.Config, rotary_len: int = 48) -> tg.GPT:
     return model
 
 
-# ---- forward and backward -------------------------------------------------------------------------------------------
-
 @pytest.mark.recipe
 @pytest.mark.parametrize("heads, slots, seed", [(4, 2, 0), (2, 3, 1)])
 def test_losses__and_gradients_are_the_recipes(heads, slots, seed):
@@ -39,8 +37,6 @@ def test_losses__and_gradients_are_the_recipes(heads, slots, seed):
         assert naive.grads[label].any(), f"{label} has no effect"
         np.testing.assert_allclose(grad, naive.grads[label], rtol=1e-9, atol=1e-9, err_msg=label)
 
-
-# ---- parameter table and initial values -----------------------------------------------------------------------------
 
 @pytest.mark.recipe
 def test_parameter_table__of_the_record_preset():
@@ -124,8 +120,6 @@ def test_set_rotary__a_stage_that_was_there_before_takes_nothing_from_the_host(m
         monkeypatch.setattr(torch, "tensor", None)                   # a copy that a device would be waited for
     assert all(map(torch.equal, *found)) and not found[0][0].equal(found[0][1])
 
-
-# ---- leaks ----------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("at, smear, shifting, want", [
     # Attention leaks neither over documents nor from the future; the second document is a single token.

@@ -17,8 +17,6 @@ def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
 
 
-# ---- NorMuon and Adam as functions ----------------------------------------------------------------------------------
-
 @pytest.mark.recipe
 def test_normuon_direction__roundings_to_bf16_stand_where_the_recipe_has_them(monkeypatch):
     """NorMuon: what goes into Polar Express, and the factor of each row, once each; Adam: the weight, to nearest."""
@@ -47,8 +45,6 @@ def test_stochastic_round__keeps_what_is_not_finite():
         assert rounded[0, :4].isnan().all(), bits
         assert rounded[0, 4:].tolist() == [math.inf, -math.inf], bits
 
-
-# ---- the optimizer --------------------------------------------------------------------------------------------------
 
 def make(cfg: tg.Config, rank: int = 0, world: int = 1) -> tg.Optimizer:
     where, tables = fabric(rank, world), tg.row_tables(cfg)

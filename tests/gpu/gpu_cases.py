@@ -58,7 +58,6 @@ class Case(NamedTuple):
     kernel: str = "torch.compile"        # what the trainer's way is
 
 
-# ---- Memory full of NaN
 class PoisonedAllocations(TorchDispatchMode):
     """What eager code allocates holds NaN, or the largest integer, until it is written."""
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -115,7 +114,6 @@ def frame_is_whole(whole: Tensor) -> bool:
     return not whole.is_floating_point() or bool((frame.view(torch.uint8) == 255).all())
 
 
-# ---- Checks
 def relative(x: Tensor, exact: Tensor) -> float:
     """Frobenius distance in units of the exact tensor's norm; NaN or infinite where x is."""
     exact = exact.detach().double()
@@ -142,7 +140,6 @@ def check(name: str, case: Case, lab: Lab) -> dict[str, Any]:
     return dict(name=name, kernel=case.kernel, bounds=case.bounds, errors=errors, wrong=wrong)
 
 
-# ---- Making cases
 def chosen_attention(fabric: tg.Fabric, head_dim: int) -> tuple[Callable, str]:
     """The record preset's kernel on this device, and its name."""
     cfg = tg.Config(**tg.PRESETS["record"] | dict(head_dim=head_dim))
@@ -207,7 +204,6 @@ def and_gradients(function: Callable, wanted: int) -> Call:
     return call
 
 
-# ---- Operations
 def mlp(lab: Lab) -> Case:
     s = lab.sizes
     n = lab.normal(s.T, s.D)
@@ -222,7 +218,6 @@ def mlp(lab: Lab) -> Case:
     return Case([n, up, down, seed], ways, ways[PLAIN], 4 * (2e-2,))
 
 
-# ---- Attention
 def attention(lab: Lab, window: str, fold: int = 1) -> Case:
     """One layer. window: "short" or "long". fold: 2 for paired heads, half of them on twice the positions."""
     bounds = [fold * bound for bound in lab.document_bounds()]
@@ -242,7 +237,6 @@ def attention_of(lab: Lab, bounds: Sequence[int], window: int, heads: int) -> Ca
                 lab.attention_name)
 
 
-# ---- The head
 def head(lab: Lab, precision: str) -> Case:
     """Losses of three tokens ahead. Exact: slot by slot, with the roundings of fp8 where there are some."""
     s = lab.sizes
@@ -290,7 +284,6 @@ def evaluation_head(lab: Lab) -> Case:
     return Case([y, w, lab.below(s.V, rows)], ways, ways[PLAIN], (4e-3,))
 
 
-# ---- Rows
 def row_sums(lab: Lab) -> Case:
     """Some rows are read thousands of times, most are not; the last one is among them."""
     s = lab.sizes
@@ -310,7 +303,6 @@ def row_sums(lab: Lab) -> Case:
     return Case([sums, index, grad], {TRAINER: add_rows, PLAIN: index_add}, index_add, (4e-6,), "Triton")
 
 
-# ---- Updates
 def normuon(lab: Lab, bank: str) -> Case:
     """One update of the bank "squares" or "talls". Outputs: how the exact weight moves, both moments."""
     s = lab.sizes

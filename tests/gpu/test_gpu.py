@@ -6,8 +6,6 @@ import contextlib
 import functools
 import itertools
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -15,7 +13,7 @@ import bench_gpu
 import gpu_cases
 import pytest
 import torch
-from common import ROOT, fill_randomly, grad_of, preset, random_batch, run
+from common import fill_randomly, grad_of, preset, random_batch, run
 from gpu_cases import BF16, CASES, F32, F64, PLAIN, TRAINER, relative
 from torch import Tensor
 
@@ -38,7 +36,6 @@ def needs_memory(size: float) -> None:
         pytest.skip("too little memory on this CUDA device")
 
 
-# ---- Operations
 RAGGED = [("mlp", dict(T=1, F=8, D=8)), ("mlp", dict(T=130, F=264, D=72)), ("mlp", dict(T=1000, F=3072, D=768)),
           ("sums of rows", dict(R=40_000, T=98_304, D=96)), ("sums of rows", dict(R=7, T=1000, D=768)),
           ("sums of rows", dict(R=5, T=33, D=5))]
@@ -92,7 +89,6 @@ def test_relu_sq__beyond_2_to_31_elements(gpu, dtype):
     assert relative(tg.relu_sq(x, w, squares)[last], 2 * product * squares[last].double().sqrt()) < 1e-2
 
 
-# ---- Attention
 DOCUMENTS = {                            # their ends in one flattened batch: ragged, pairs, empty ones, none cut
     "ragged": [1, 2, 130, 131, 500, 1500, 1501, 3000, 4096], "pairs": list(range(2, 257, 2)),
     "empty": [7, 7, 7, 900, 900, 1024, 1024, 1024], "blocks": list(range(128, 2049, 128)), "long": [9, 6000],
@@ -113,7 +109,6 @@ def test_choose_attention__against_the_reference(fabric, name):
         assert found["wrong"] == []
 
 
-# ---- The head
 def test_HeadLoss__beyond_2_to_31_logits(gpu):
     """Those of the third stage, compiled."""
     needs_memory(30e9)
@@ -123,7 +118,6 @@ def test_HeadLoss__beyond_2_to_31_logits(gpu):
     assert gpu_cases.check(name, case._replace(ways={TRAINER: case.ways[TRAINER]}), lab)["wrong"] == []
 
 
-# ---- The model
 SUMS = ("scalars", "x0_lambdas", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank")     # over all positions
 BOUNDS = {                               # relative errors of losses, gradients of matrices and of SUMS, which cancel:
     F32: (1e-6, 1e-5, 1e-5),             # about five times what a CPU shows
@@ -170,7 +164,6 @@ def test_forward_backward__bf16_and_f32_against_f64(fabric):
         assert not wrong, dtype
 
 
-# ---- Tables of n-grams
 def touched_by_steps(fabric: tg.Fabric, home: str, rounding: str) -> list[Tensor]:
     """Rows with their state that six steps have touched, on the host. On a GPU they travel by a stream of their own."""
     tables = (tg.NgramTable("trigram_embed", 3, 3001, home=home, rounding=rounding),)
@@ -195,7 +188,6 @@ def test_HostHome__has_the_bits_of_the_device_home(fabric, rounding):
     assert all(x.equal(y) for x, y in zip(device, host))
 
 
-# ---- Runs
 def test_main__a_short_run_as_on_a_cpu(gpu, tmp_path):
     """Warm-up, training through all stages, validation, checkpoints, sample."""
     losses = []
@@ -251,7 +243,6 @@ def test_warm_up__no_stage_compiles_after_it(fabric):
         assert run.measure_stage(stage, cycles=1)["graphs"] == 0
 
 
-# ---- The bench
 def test_bench__walks_on_a_cpu(tmp_path, monkeypatch, capsys):
     """All operations and one that fails, which leaves the others alone; the stages; a run that does not fit."""
     def broken(_: gpu_cases.Lab) -> gpu_cases.Case:
@@ -280,32 +271,6 @@ def test_bench__walks_on_a_cpu(tmp_path, monkeypatch, capsys):
         bench_gpu.main([*flags, "--only=steps"])
 
 
-WALK = """
-import sys
-sys.path[:0] = sys.argv[1:4]
-from rehearsal import walk
-with walk.install("H100", walk.phantom.Recorder(), 1):
-    import bench_gpu
-    sys.exit(bench_gpu.main(sys.argv[4:]))
-"""
-
-
-@pytest.mark.all
-@pytest.mark.parametrize("flags", [["--only=kernels", "--backend=eager"], ["--only=steps", "--stages=1", "--cycles=1"]])
-def test_bench__walks_on_fake_tensors(tmp_path, flags):
-    """Everything but numbers: the bench's first minute on a card is not spent on typing errors."""
-    command = pytest.importorskip("rehearsal.command")
-    if command.why_not():
-        pytest.skip(command.why_not())
-    paths = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/gpu")]
-    words = [sys.executable, "-c", WALK, *paths, f"--out={tmp_path}", *flags]
-    done = subprocess.run(words, capture_output=True, text=True)
-    found = json.loads((tmp_path / "bench.json").read_text())
-    assert done.returncode == 0 and found["wrong"] == [], done.stdout + done.stderr
-    assert "H100" in found["machine"]["hardware"]
-
-
-# ---- What a check must catch
 LAB = gpu_cases.Lab(tg.Fabric(torch.device("cpu")))
 
 
