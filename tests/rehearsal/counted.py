@@ -20,8 +20,7 @@ WAITS = ["a number of the device", "copy from the device", "copy to the device",
 
 
 def check_operations(tally: Tally) -> None:
-    matrix = torch.empty(ROWS, WIDTH, device="cuda")
-    few = torch.empty(LISTED, WIDTH, device="cuda")
+    matrix, few = torch.empty(ROWS, WIDTH, device="cuda"), torch.empty(LISTED, WIDTH, device="cuda")
     index = torch.empty(LISTED, dtype=torch.int64, device="cuda")
     matrix @ torch.empty(WIDTH, 3, device="cuda")
     matrix.exp()
@@ -49,18 +48,16 @@ def check_waits(tally: Tally) -> None:
 
 
 def check_memory(tally: Tally) -> None:
-    """Two of three buffers live at once, and a view is none."""
+    """Two of three buffers live at once, and a view keeps its buffer."""
     tally.begin("memory")
     before = tally.now
-    first = torch.empty(1000, device="cuda")
-    second = torch.empty(500, device="cuda")
+    first, second = torch.empty(1000, device="cuda"), torch.empty(500, device="cuda")
     view = first[10:]
     del first
     assert tally.now == before + 6000
     del second, view
     third = torch.empty(100, device="cuda")
     assert tally.phase.peak == before + 6000 and tally.now == before + third.nbytes
-    assert sorted(buffer.size for buffer in tally.phase.at_peak)[-2:] == [2000, 4000]
 
 
 def check_tiles() -> None:
