@@ -57,20 +57,12 @@ def digest_of(text: str) -> str:
 def operation_bytes(name: str, args: tuple, tensors: list[Tensor], out: list[Tensor]) -> int:
     """Compulsory traffic of an ATen operation: what is read and written once, rows by a list only those listed."""
     if name in ("index", "gather", "embedding", "index_select"):
-        index = [x for x in tensors[1:] if not x.dtype.is_floating_point]
-        return 2 * out[0].nbytes + sum(x.nbytes for x in index)
-    if name in ("index_put_", "index_add_", "index_copy_"):
-        target = tensors[0]
-        index = [x for x in tensors[1:] if not x.dtype.is_floating_point]
-        source = [x for x in tensors[1:] if x.dtype.is_floating_point]
-        rows = max([x.numel() for x in index], default=1)
-        if name == "index_put_":
-            along = next((at for at, x in enumerate(args[1]) if x is not None), 0)
-        else:
-            along = args[1]
-        written = rows * target.nbytes // max(1, target.shape[along])
-        reads_too = name == "index_add_"
-        return written * (1 + reads_too) + sum(x.nbytes for x in index + source)
+        return 2 * out[0].nbytes + sum(x.nbytes for x in tensors[1:] if not x.dtype.is_floating_point)
+    if name == "index_put_":
+        target, *others = tensors
+        rows = max(x.numel() for x in args[1] if x is not None)
+        along = next(at for at, x in enumerate(args[1]) if x is not None)
+        return rows * target.nbytes // max(1, target.shape[along]) + sum(x.nbytes for x in others)
     if name in ("fill_", "zero_", "full", "zeros", "new_zeros", "zeros_like", "ones", "arange", "new_full"):
         return sum(x.nbytes for x in out)
     sources = tensors[1:] if name == "copy_" else tensors
