@@ -172,8 +172,8 @@ def main(argv: Sequence[str]) -> int:
     if wanted.update and old is not None:
         other = (wanted.card, wanted.flags, wanted.stages) != (old["card"], old["flags"], [])
         if other or not set(old["worlds"]) <= set(wanted.gpus):
-            print(f"--update would lose what the ledger has: it is of {old['card']}, W = {[*old['worlds']]}, all stages, "
-                  f"flags {old['flags']}; another --ledger=FILE holds others")
+            held = f"{old['card']}, W = {' and '.join(old['worlds'])}, all stages, flags {old['flags']}"
+            print(f"--update would lose what the ledger has: it is of {held}; another --ledger=FILE holds others")
             return BAD_REQUEST
     if old is not None and old["card"] != wanted.card:
         old = None

@@ -98,8 +98,8 @@ def lines_of(items: list[list], kernels: dict[str, Any]) -> dict[str, dict]:
     """What is launched, sent and waited for, by name."""
     tokens = tokens_at_once(items, kernels)
     lines = {}
-    for what, *rest in items:
-        if what == "run":
+    for kind, *rest in items:
+        if kind == "run":
             key, count = rest
             kernel = kernels[key]
             name = line_name(kernel, tokens)
@@ -107,12 +107,12 @@ def lines_of(items: list[list], kernels: dict[str, Any]) -> dict[str, dict]:
             amounts = dict(launches=count, bytes=count * kernel["bytes"])
             if kernel.get("flops"):
                 amounts[f"flops {kernel['dtype'] if kind == 'product' else kind}"] = count * kernel["flops"]
-        elif what == "collective":
+        elif kind == "collective":
             _, collective, size, dtype, _ = rest
-            name, kind = f"{collective} of {dtype}", what
+            name = f"{collective} of {dtype}"
             amounts = dict(collectives=1, collective_bytes=size)
-        elif what == "host_wait":
-            name, kind = rest[0], what
+        elif kind == "host_wait":
+            name, = rest
             amounts = dict(host_waits=1)
         else:
             continue

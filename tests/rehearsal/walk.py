@@ -316,7 +316,8 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
             _, cfg = tg.parse_flags(["--preset=record", *options.flags])
             last = len(cfg.stages)
             if any(int(stage) > last for stage in options.stages.split(",") if stage):
-                raise tg.ConfigError("--stages of the rehearsal", options.stages, f"some of 1 to {last}", "leave others out")
+                raise tg.ConfigError("--stages of the rehearsal", options.stages, f"some of 1 to {last}",
+                                     "leave the others out")
             flags = flags_of_walk(Path(folder), cfg, STEPS_PER_STAGE)
             if options.first_stage:
                 flags.append(f"--max_steps={STEPS_PER_STAGE}")
