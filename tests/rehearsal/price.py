@@ -5,8 +5,7 @@
 Kernels follow each other on one stream, collectives on another, and the first waits for the second where the trainer
 waits. A kernel takes as long as the slowest of what it asks of the card: arithmetic, bytes, special functions,
 instructions. FILE: the ledger [the committed one], which keeps the prices of its day, or timelines, which
-`rehearse.py --out` writes and the records 04 and 06 keep. --measured sets a real run's times beside them. The record
-tools load this file by its path: it imports nothing of ours.
+`rehearse.py --out` writes and the records 04 and 06 keep. --measured sets a real run's times beside them.
 """
 from __future__ import annotations
 
@@ -254,7 +253,7 @@ def predicted(ledger: dict[str, Any], kinds: list[str], steps_of: Callable) -> d
             for stage in stages_of(ledger, world):
                 stages[stage] = of_stage(steps_of(world, attention, stage), ledger["steps"].get(stage, {}))
             worlds[world][attention] = dict(stages=stages) | of_run(stages)
-    return dict(kind="prediction", card=ledger["card"], walked_for=ledger["card"], worlds=worlds)
+    return dict(card=ledger["card"], worlds=worlds)
 
 
 def price_steps(ledger: dict[str, Any], world: str, card: Card, attention: str, stage: str) -> dict[str, Step]:
@@ -418,10 +417,10 @@ def grown(was: dict[str, float], now: dict[str, float]) -> Counter:
 def measured_page(path: Path, ledger: dict[str, Any], prediction: dict[str, Any]) -> str:
     """The times of a training run, by its log, beside the prediction for as many GPUs."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "records"))
-    from tools import logs
+    from tools import read
     try:
-        run, = logs.read_file(path / "log.jsonl" if path.is_dir() else path)
-    except (logs.NotALog, OSError, ValueError) as error:
+        run, = read.read_file(path / "log.jsonl" if path.is_dir() else path)
+    except (read.NotALog, OSError, ValueError) as error:
         raise PriceError(f"{path}", error, "the log of one run", "give log.jsonl of a run directory") from None
     steps = sum(sum(parities.values()) for parities in ledger["steps"].values())
     if run.total != steps:
