@@ -76,7 +76,7 @@ def copy_with(folder: Path, changes: dict[str, str]) -> Path:
 STEP = "        self.optimizer.step(values, plans_ahead)\n"
 SUMS = "            sums.append(slot_sums.detach())\n"
 ADD = "        add(ctx.row_grads, index, grad)\n"
-SCRATCH = "        grad_w = accumulate_wgrad(ctx.part, product, None)                    # it cannot add: a scratch\n"
+SCRATCH = "        grad_w = accumulate_wgrad(ctx.part, product, None)"
 LAUNCH = "    launch(row_grads, rows, order, grad.contiguous(), count, width, **sizes)\n"
 HIDDEN = "        x = x0\n"
 SPANS = "        return spans_of(values.short_window, values.long_window, longest, values.rotary.attn_scale)\n"
