@@ -99,7 +99,7 @@ def print_bytes() -> None:
     print_head("table", "stage", "rows of a rank", "MB sent per rank", "sparse", "busiest owner", "plan ms")
     for stage in STAGES:
         for label, x in moved(stage, most_cycles=1000).items():
-            print_row(label, stage + 1, *(f"{figure:,.4g}" for figure in x))
+            print_row(label, stage + 1, *(f"{figure:,.{3 if figure < 1000 else 0}f}" for figure in x))
 
 
 # ---- Large tables against small ones ---------------------------------------------------------------------------------

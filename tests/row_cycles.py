@@ -11,7 +11,6 @@ import itertools
 import math
 import random
 import time
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass

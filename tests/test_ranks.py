@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from common import exact_array, few_layers, fill_randomly, grad_of, set_grad
 from pytest import MonkeyPatch
 from ranks import COMM_TIMEOUT, Rank, Ranks

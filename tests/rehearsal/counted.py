@@ -20,7 +20,8 @@ WAITS = ["a number of the device", "copy from the device", "copy to the device",
 
 
 def check_operations(tally: Tally) -> None:
-    matrix, few = torch.empty(ROWS, WIDTH, device="cuda"), torch.empty(LISTED, WIDTH, device="cuda")
+    matrix = torch.empty(ROWS, WIDTH, device="cuda")
+    few = torch.empty(LISTED, WIDTH, device="cuda")
     index = torch.empty(LISTED, dtype=torch.int64, device="cuda")
     matrix @ torch.empty(WIDTH, 3, device="cuda")
     matrix.exp()
@@ -50,7 +51,8 @@ def check_memory(tally: Tally) -> None:
     """Two of three buffers live at once, and a view keeps its buffer."""
     tally.begin("memory")
     before = tally.now
-    first, second = torch.empty(1000, device="cuda"), torch.empty(500, device="cuda")
+    first = torch.empty(1000, device="cuda")
+    second = torch.empty(500, device="cuda")
     view = first[10:]
     del first
     assert tally.now == before + 6000

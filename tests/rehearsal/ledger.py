@@ -75,7 +75,7 @@ def played(timelines: dict[str, Any], world: str, card: Card, attention: str) ->
     steps = {}
     for stage in stages_of(timelines, world):
         cycle = cycle_of(timelines, world, stage)
-        for parity, step in price_steps(timelines, world, card, attention, stage).items():
+        for parity, step in price_steps(timelines, card, world, attention, stage).items():
             steps[cycle[parity]] = step
     for name in timelines["worlds"][world]["phases"].keys() - steps.keys():
         steps[name] = Streams(timelines, world, card, attention).play(name)

@@ -10,6 +10,7 @@ instructions. FILE: the ledger [the committed one], which keeps the prices of it
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -220,10 +221,7 @@ def price(ledger: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
     if ledger.get("format") != FORMAT:
         raise PriceError("ledger", f"format {ledger.get('format')}", FORMAT, "python tests/rehearse.py --out makes one")
     card = Card(rates, ledger["card"])
-
-    def steps_of(world: str, attention: str, stage: str) -> dict[str, Step]:
-        return price_steps(ledger, world, card, attention, stage)
-    return predicted(ledger, card.attention, steps_of)
+    return predicted(ledger, card.attention, functools.partial(price_steps, ledger, card))
 
 
 def kept_prediction(ledger: dict[str, Any]) -> dict[str, Any]:
@@ -256,7 +254,7 @@ def predicted(ledger: dict[str, Any], kinds: list[str], steps_of: Callable) -> d
     return dict(card=ledger["card"], worlds=worlds)
 
 
-def price_steps(ledger: dict[str, Any], world: str, card: Card, attention: str, stage: str) -> dict[str, Step]:
+def price_steps(ledger: dict[str, Any], card: Card, world: str, attention: str, stage: str) -> dict[str, Step]:
     """An even and an odd step of a stage, after such a cycle; what the ledger has of them."""
     streams = Streams(ledger, world, card, attention)
     cycle = cycle_of(ledger, world, stage)
