@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
+import math
 import os
 import signal
 import socket
@@ -307,27 +309,33 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 
 class Forked:
-    """A process that does main(words) as the script does, forked from this one with all that a test has patched."""
+    """A process that does main(words) as the script does, or another call, with all that a test has patched."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str] = {},
-                 before: Callable[[], object] | None = None) -> None:
-        """before: called in the process before main."""
+                 before: Callable[[], object] | None = None, call: Callable[[Sequence[str]], object] = tg.main) -> None:
+        """before: called in the process before all else."""
         self.files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
         self.status: int | None = None
+        self.ended = math.inf                                 # time.time() when that was first seen
+        gc.freeze()                                           # spares the child's collector a look at it all
         self.child = os.fork()
-        if self.child == 0:
-            try:
-                for number, file in enumerate(self.files, 1):
-                    os.dup2(file.fileno(), number)
-                sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))
-                os.environ |= environment
-                torch.set_num_threads(1)                      # a fork has no threads of the pool that its parent made
-                if before is not None:
-                    before()
-                tg.main(words)
-            except BaseException:
-                traceback.print_exc()
-            os._exit(1)
+        if self.child > 0:
+            gc.unfreeze()
+            return
+        status = 1
+        try:
+            for number, file in enumerate(self.files, 1):
+                os.dup2(file.fileno(), number)
+            sys.stdout, sys.stderr = (open(number, "w", 1, closefd=False) for number in (1, 2))
+            os.environ |= environment
+            torch.set_num_threads(1)                          # a fork has no threads of the pool that its parent made
+            if before is not None:
+                before()
+            call(words)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(status)
 
     def poll(self) -> int | None:
         """Return the exit status, minus the signal for a killed process, or None while it runs."""
@@ -335,13 +343,15 @@ class Forked:
             gone, ended = os.waitpid(self.child, os.WNOHANG)
             if gone:
                 self.status = os.waitstatus_to_exitcode(ended)
+                self.ended = time.time()
         return self.status
 
-    def wait(self) -> int:
-        deadline = time.monotonic() + PATIENCE
+    def wait(self, patience: float = PATIENCE) -> int:
+        """Return the exit status: -9 for a process that is there after patience seconds."""
+        deadline = time.monotonic() + patience
         while self.poll() is None:
             if time.monotonic() > deadline:
-                os.kill(self.child, signal.SIGKILL)           # seen as a status of -9
+                os.kill(self.child, signal.SIGKILL)
             time.sleep(0.005)
         return self.status
 
@@ -355,17 +365,24 @@ class Forked:
         return tuple(found)
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as trial:
+        return trial.getsockname()[1]
+
+
+def environment_of(rank: int, world: int, port: int) -> dict[str, str]:
+    """Return what a launcher sets for a rank."""
+    return dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
 def launch(folder: Path, world: int, *flags: str) -> list[Run]:
     """Run main() of these flags on so many ranks; with preset tiny, unless another folder says what was trained."""
     words = [f"--run_dir={folder}", "--device=cpu", *flags]
     if not any(flag.startswith(("--preset=", "--resume=", "--sample=")) for flag in flags):
         words.insert(0, "--preset=tiny")
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        port = trial.getsockname()[1]
-    environment = dict(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
-    environment["MASTER_PORT"] = str(port)
-    ranks = [Forked(words, environment | dict(RANK=str(rank), LOCAL_RANK=str(rank))) for rank in range(world)]
+    port = free_port()
+    ranks = [Forked(words, environment_of(rank, world, port)) for rank in range(world)]
     return [Run(folder, rank.wait(), *rank.texts()) for rank in ranks]
 
 
@@ -373,9 +390,6 @@ def run(folder: Path, *flags: str) -> Run:
     """Run the same on one rank."""
     done, = launch(folder, 1, *flags)
     return done
-
-
-run_apart = run
 
 
 def recorded_writes(monkeypatch) -> list[int | str]:

@@ -3,14 +3,12 @@ import os
 import signal
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import pytest
 import torch
-from faults import Launcher
 from ranks import Ranks
 
 import train_gpt as tg
@@ -38,14 +36,6 @@ def pytest_configure(config: pytest.Config) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """Starts W ranks, and returns what each found: ranks.py."""
     return Ranks(tmp_path_factory.mktemp("ranks"))
-
-
-@pytest.fixture(scope="session")
-def launcher() -> Iterator[Launcher]:
-    """What starts the runs of test_faults.py."""
-    server = Launcher()
-    yield server
-    server.close()
 
 
 @pytest.fixture(scope="session")

@@ -4,7 +4,7 @@ import math
 import operator
 import random
 import sys
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -81,20 +81,8 @@ def lines(tmp_path) -> list[str]:
 # ---- clock ----------------------------------------------------------------------------------------------------------
 
 def test_Clock__adds_up_what_lies_between_start_and_stop(monkeypatch):
-    """With the work that the device is still at, at both ends: 4 s each time that it is waited for."""
-    time = Time(monkeypatch)
-    clock = tg.Clock(SimpleNamespace(synchronize=functools.partial(time.work, 4)))
-    for total in (7000, 14_000):
-        clock.start()
-        time.work(3)
-        assert clock.ms == pytest.approx(total - 4000)
-        clock.stop()
-        time.work(50)
-        assert clock.ms == pytest.approx(total)
-
-
-def test_Clock__read_by_another_thread_at_any_moment(monkeypatch):
-    """Also between two assignments of its stop: a jump would end a race by the clock."""
+    """With the work that the device is still at, 4 s each time that it is waited for. Another thread may read it at any
+    moment, also between two assignments of its stop: a jump would end a race by the clock."""
     time = Time(monkeypatch)
     seen = []
 
@@ -104,17 +92,19 @@ def test_Clock__read_by_another_thread_at_any_moment(monkeypatch):
             if "fabric" in vars(self) and len(vars(self)) > 1:
                 seen.append(self.ms)
 
-    clock = Watched(fabric(), 1000.0)
-    for _ in range(3):
+    clock = Watched(SimpleNamespace(synchronize=functools.partial(time.work, 4)), 1000.0)
+    for total in (8000, 15_000):
         clock.start()
-        time.work(5)
+        time.work(3)
+        assert clock.ms == pytest.approx(total - 4000)
         clock.stop()
-    assert seen == [1000, 1000, 6000, 6000, 11000, 11000, 16000]
+        time.work(50)
+        assert clock.ms == pytest.approx(total)
+    assert seen == [1000, 1000, 8000, 8000, 15_000]
 
 
 @pytest.mark.parametrize("changes, validated", [
-    (dict(val_every=2), [0, 2, 4, 5]), (dict(val_every=0), [5]), (dict(val_every=5), [0, 5]),
-    (dict(val_every=2, max_steps=3), [0, 2, 3])])
+    (dict(val_every=2), [0, 2, 4, 5]), (dict(val_every=0), [5]), (dict(val_every=2, max_steps=3), [0, 2, 3])])
 def test_race__trains_on_the_clock_and_validates_off_it(monkeypatch, tmp_path, changes, validated):
     evaluated, before = [], []
     runner = racer(Time(monkeypatch), evaluated)
@@ -149,7 +139,7 @@ def test_Log__steps_one_cycle_late_and_all_of_them_before_a_validation(tmp_path)
         "step:5/12 val_loss:4.2500 train_time:512ms step_avg:102.47ms"]
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_Log__a_loss_that_is_not_finite_ends_the_run_with_the_last_good_one(tmp_path, bad):
     log = make_log(tmp_path)
     log.validation(5.125, 0.0, TextData())
@@ -199,16 +189,12 @@ def test_aborted__the_last_lines_once_and_nothing_after_them(tmp_path):
     """Also from another thread, while this one may be stuck in a write; a log that is closed is not aborted."""
     log = make_log(tmp_path)
     log.step(losses(1.0), 10.0)
-    threads = [threading.Thread(target=log.aborted, args=(f"cause {k}",)) for k in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    log.aborted("too late")
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(log.aborted, map("cause {}".format, range(8))))
     log.flush()
     log.text("too late")
     event, = events(tmp_path)
-    assert event["type"] == "aborted" and event["cause"] in {f"cause {k}" for k in range(8)}
+    assert event["type"] == "aborted" and event["cause"] in map("cause {}".format, range(8))
     assert len(lines(tmp_path)) == 1
     closed = make_log(tmp_path / "closed")
     closed.close()
@@ -234,7 +220,7 @@ def kind(x):
 
 
 @pytest.mark.parametrize("changes", [
-    dict(), dict(max_steps=5), dict(num_extension_steps=0),
+    dict(), dict(num_extension_steps=0),
     *(pytest.param(slow, marks=pytest.mark.all) for slow in (dict(slots_per_micro_batch=3), dict(max_doc_len=2)))],
     ids=str)
 def test_warm_up__meets_every_graph_of_the_race(tmp_path, monkeypatch, changes):
@@ -268,15 +254,15 @@ def test_warm_up__meets_every_graph_of_the_race(tmp_path, monkeypatch, changes):
 
 # ---- time budget ----------------------------------------------------------------------------------------------------
 
-def budgeted(seconds: float, places=(), **changes) -> tg.Schedule:
-    """A plan of 270 steps."""
-    plan = dict(num_scheduled_steps=260, num_extension_steps=10, adam_every=2)
-    return tg.Schedule(preset(time_budget=seconds, **plan | changes), places)
+def budgeted(seconds: float, ms: float = 0.0, **changes) -> tuple[tg.Schedule, SimpleNamespace]:
+    """A plan of 270 steps, and a clock that stands at ms."""
+    schedule = tg.Schedule(preset(time_budget=seconds, num_scheduled_steps=260, num_extension_steps=10,
+                                  **dict(adam_every=2) | changes))
+    return schedule, SimpleNamespace(fabric=fabric(), ms=ms)
 
 
-def trained(schedule: tg.Schedule, speed) -> tuple[list[tg.Values], float]:
-    """Return the steps of a race by the clock, and its ms. speed(share of the budget used): s that a step takes."""
-    clock = SimpleNamespace(fabric=fabric(), ms=0.0)
+def trained(schedule: tg.Schedule, clock: SimpleNamespace, speed) -> list[tg.Values]:
+    """Return the steps of a race by the clock. speed(share of the budget used): s that a step takes."""
     cycles = tg.cycles_from(0, schedule, clock)
     done, ahead = [], next(cycles)
     while ahead:
@@ -284,15 +270,11 @@ def trained(schedule: tg.Schedule, speed) -> tuple[list[tg.Values], float]:
         for values in cycle:
             clock.ms += 1000 * speed(clock.ms / 1000 / schedule.cfg.time_budget)
             done.append(values)
-    return done, clock.ms
+    return done
 
 
 def uneven(share: float) -> float:
     return 0.8 + 0.4 * random.Random(share).random()
-
-
-def ripples(share: float) -> float:
-    return 1 + 0.35 * math.sin(99 * share)
 
 
 def changing(early: float, late: float, at: float):
@@ -301,18 +283,18 @@ def changing(early: float, late: float, at: float):
     return speed
 
 
-SPEEDS = dict(slow=changing(1.9, 1.9, 0), fast=changing(0.2, 0.2, 0), ripples=ripples, uneven=uneven)
-SPEEDS |= {f"{late} from {at}": changing(1.0, late, at) for at in (0.2, 0.8, 0.93) for late in (0.5, 1.4)}
+SPEEDS = dict(slow=changing(1.9, 1.9, 0), fast=changing(0.2, 0.2, 0), uneven=uneven)
+SPEEDS |= {f"{late} from {at}": changing(1.0, late, at) for at in (0.2, 0.93) for late in (0.5, 1.4)}
 
 
 @pytest.mark.parametrize("adam_every", [1, 2])
 @pytest.mark.parametrize("name", SPEEDS)
 def test_cycles_from__a_race_by_the_clock_ends_within_a_cycle_of_its_budget(name, adam_every):
     """It passes through all of its plan, whatever the speed."""
-    schedule = budgeted(270.0, adam_every=adam_every)
-    steps, ms = trained(schedule, SPEEDS[name])
+    schedule, clock = budgeted(270.0, adam_every=adam_every)
+    steps = trained(schedule, clock, SPEEDS[name])
     longest = 1.9 if name == "slow" else 1.4
-    assert abs(ms / 1000 - 270) <= longest * adam_every
+    assert abs(clock.ms / 1000 - 270) <= longest * adam_every
     assert [values.step for values in steps] == list(range(schedule.end_step))
     assert schedule.places == sorted(schedule.places) and schedule.places[-1] >= schedule.total_steps
     stages = [values.stage for values in steps]
@@ -323,8 +305,7 @@ def test_cycles_from__a_race_by_the_clock_ends_within_a_cycle_of_its_budget(name
 
 def test_cycles_from__places_by_hand():
     """A plan of 270 steps in 100 s: the share of the budget that will be over when a cycle begins, in planned steps."""
-    schedule = budgeted(100.0)
-    clock = SimpleNamespace(fabric=fabric(), ms=500.0)
+    schedule, clock = budgeted(100.0, ms=500.0)
     cycles = tg.cycles_from(0, schedule, clock)
     for clock.ms in (1000.0, 3000.0, 4000.0, 4000.0):
         next(cycles)
