@@ -47,16 +47,14 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--dist", "no") != "no":              # several processes take files in this order
         items.sort(key=place_of)
-    if not config.getoption("--all"):
-        for item in items:
-            if item.get_closest_marker("all"):
-                item.add_marker(pytest.mark.skip(reason="a long loop: run with --all"))
+    for item in items:
+        if item.get_closest_marker("all") and not config.getoption("--all"):
+            item.add_marker(pytest.mark.skip(reason="a long loop: run with --all"))
 
 
 def place_of(item: pytest.Item) -> int:
-    """The longest files first, so that no process ends alone with one of them."""
-    name = item.path.name
-    return LONGEST_FILES.index(name) if name in LONGEST_FILES else len(LONGEST_FILES)
+    """Return 0 for the longest files, which come first, so that no process ends alone with one of them."""
+    return (*LONGEST_FILES, item.path.name).index(item.path.name)
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

@@ -2,8 +2,9 @@
 
 Only root may make these on Linux; elsewhere the tests are skipped.
 """
+import contextlib
 import os
-import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -22,34 +23,35 @@ TINY = (str(ROOT / "train_gpt.py"), "--preset=tiny", "--device=cpu")
 SHORT = ("--max_steps=4", "--sample_tokens=0")
 
 
-def ip(*words: str) -> None:
-    done = subprocess.run(["ip", *words], capture_output=True, text=True)
-    if done.returncode != 0:
-        raise OSError(f"ip {' '.join(words)}: {done.stderr}")
+def ip(*words: str) -> str:
+    """Return what the program ip says; in the test it must succeed."""
+    return subprocess.run(["ip", *words], capture_output=True, text=True, check=True).stdout
 
 
 @pytest.fixture
 def nodes() -> Iterator[tuple[str, str]]:
     """Names of two network namespaces, 10.9.8.1 and 10.9.8.2."""
     names = f"nodeA{os.getpid()}", f"nodeB{os.getpid()}"
-    if not shutil.which("ip"):
-        pytest.skip("two nodes: needs the program ip")
-    try:
-        for name in names:
-            ip("netns", "add", name)
-        ip("link", "add", LINK, "netns", names[0], "type", "veth", "peer", "name", LINK, "netns", names[1])
-        for number, name in enumerate(names, 1):
-            ip("-n", name, "address", "add", f"10.9.8.{number}/24", "dev", LINK)
-            ip("-n", name, "link", "set", "lo", "up")
-            ip("-n", name, "link", "set", LINK, "up")
+    with contextlib.ExitStack() as stack:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+                stack.callback(remove, name)
+            ip("link", "add", LINK, "netns", names[0], "type", "veth", "peer", "name", LINK, "netns", names[1])
+            for number, name in enumerate(names, 1):
+                ip("-n", name, "address", "add", f"10.9.8.{number}/24", "dev", LINK)
+                ip("-n", name, "link", "set", "lo", "up")
+                ip("-n", name, "link", "set", LINK, "up")
+        except (OSError, subprocess.CalledProcessError) as why:
+            pytest.skip(f"two nodes: {why} {getattr(why, 'stderr', '')}")
         yield names
-    except OSError as why:
-        pytest.skip(f"two nodes: {why}")
-    finally:
-        for name in names:
-            pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
-            subprocess.run(["kill", "-9", *pids], capture_output=True)
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def remove(name: str) -> None:
+    """End all processes of a node, and the node."""
+    for pid in ip("netns", "pids", name).split():
+        os.kill(int(pid), signal.SIGKILL)
+    ip("netns", "delete", name)
 
 
 def start(folder: Path, name: str, node: int, *flags: str) -> subprocess.Popen:

