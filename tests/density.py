@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 import bisect
 import io
-import re
 import sys
 import tokenize
 from collections import Counter
@@ -34,30 +33,6 @@ def token_places(source: str) -> list[tuple[int, int]]:
     """Return (line, column) of each token that a reader reads, those of docstrings included."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return [token.start for token in tokens if token.type in COUNTED]
-
-
-class Size(NamedTuple):
-    """What a reader has before him."""
-    lines: int
-    tokens: int                          # neither comments nor docstrings
-    functions: int
-    packaging: float                     # share of lines that are heads of functions and classes, docstrings, blanks
-    comments: float                      # lines that are comments, for every 100
-
-
-def size(source: str) -> Size:
-    tree = ast.parse(source)
-    lines = source.splitlines()
-    prose = docstrings(tree)
-    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    packed = sum(not line.strip() for line in lines)
-    packed += sum(node.end_lineno - node.lineno + 1 for node in prose)
-    for node in [*functions, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]:
-        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
-        packed += node.body[0].lineno - first
-    comments = sum(bool(re.match(r"\s*#", line)) for line in lines)
-    tokens = len(token_places(source)) - len(prose)
-    return Size(len(lines), tokens, len(functions), packed / len(lines), 100 * comments / len(lines))
 
 
 def end_of_head(node: ast.stmt) -> tuple[int, int]:
@@ -100,6 +75,12 @@ def count_constructs(tree: ast.Module) -> Counter:
 
 
 class Density(NamedTuple):
+    """What a reader has before him."""
+    lines: int
+    tokens: int                          # neither comments nor docstrings
+    functions: int
+    packaging: float                     # share of lines that are heads of functions and classes, docstrings, blanks
+    comments: float                      # lines that are comments, for every 100
     statements: int
     figures: dict[str, float]            # by the names of AIM: tokens, or constructs per 1,000 statements
 
@@ -112,22 +93,35 @@ class Density(NamedTuple):
         return [name for name in held if self.figures[name] > allowed[name]]
 
     def __str__(self) -> str:
-        counted = ", ".join(f"{name} {self.figures[name]:.0f}" for name in CONSTRUCTS)
-        sizes = f"{self.figures['mean']:.1f} tokens, p90 {self.figures['p90']:.0f}"
-        return f"{self.statements} statements of {sizes}; per 1,000: {counted}"
+        figures = ", ".join(f"{name} {figure:.3g}" for name, figure in self.figures.items())
+        return (f"{self.lines} lines ({self.packaging:.1%} packaging, {self.comments:.1f} % comments), {self.tokens} "
+                f"tokens, {self.functions} functions, {self.statements} statements: {figures}")
 
 
 def density(source: str) -> Density:
     """Measure the text of a module, or whole statements cut out of one."""
     tree = ast.parse(source)
-    sizes = statement_sizes(tree, token_places(source)) or [0]
+    lines = source.splitlines()
+    prose = docstrings(tree)
+    places = token_places(source)
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    packed = sum(not line.strip() for line in lines)
+    packed += sum(node.end_lineno - node.lineno + 1 for node in prose)
+    for node in [*functions, *(node for node in ast.walk(tree) if isinstance(node, ast.ClassDef))]:
+        first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+        packed += node.body[0].lineno - first
+    comments = sum(line.lstrip().startswith("#") for line in lines)
+
+    sizes = statement_sizes(tree, places) or [0]
     total = len(sizes)
     counts = count_constructs(tree)
     figures = dict(mean=sum(sizes) / total, p90=sizes[int(total * 0.9)])
-    return Density(total, figures | {name: 1000 * counts[name] / total for name in CONSTRUCTS})
+    figures |= {name: 1000 * counts[name] / total for name in CONSTRUCTS}
+    return Density(len(lines), len(places) - len(prose), len(functions), packed / max(1, len(lines)),
+                   100 * comments / max(1, len(lines)), total, figures)
 
 
 if __name__ == "__main__":
     for path in map(Path, sys.argv[1:]):
         found = density(path.read_text("utf-8"))
-        print(f"{path}: {size(path.read_text('utf-8'))}, {found}, misses {found.misses()}")
+        print(f"{path}: {found}; misses {found.misses()}")

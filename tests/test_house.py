@@ -10,7 +10,7 @@ import textwrap
 
 import pytest
 from common import ROOT
-from density import AIM, CONSTRUCTS, density, size
+from density import AIM, CONSTRUCTS, density
 
 import train_gpt as tg
 
@@ -48,7 +48,7 @@ def room_of(line: int) -> int:
 # ---- Sizes ----------------------------------------------------------------------------------------------------------
 
 def test_size__the_file_is_read_in_an_evening():
-    found = size(TEXT)
+    found = density(TEXT)
     assert found.lines <= 4_700 and found.tokens <= 37_500 and found.functions <= 330, found
     assert found.packaging <= 0.28 and 4 <= found.comments <= 10, found
     for node in FUNCTIONS:
@@ -68,11 +68,11 @@ def test_density__of_every_file(capsys):
         misses = of_file.misses(TEST_SLACK if path in TESTS else 1.0)
         if misses and path.stem not in DENSE_TESTS:
             missed[path.name] = misses
-        found.append(f"{path.relative_to(ROOT)}: {len(lines)} lines, {of_file}")
+        found.append(f"{path.relative_to(ROOT)}: {of_file}")
     ends = [*STARTS[1:], len(LINES) + 1]
     for room, first, end in zip(ROOMS, STARTS, ends):
         of_room = density("\n".join(LINES[first - 1:end - 1]))
-        found.append(f"  {room}: {end - first} lines, {of_room}")
+        found.append(f"  {room}: {of_room}")
     with capsys.disabled():
         print(f"\nDensity: aim {AIM}", *found, sep="\n")
     assert not missed, "denser than the aim: one thought a statement"
@@ -90,14 +90,6 @@ def test_density__each_packed_construct(construct):
     assert (found.statements, found.misses()) == (7, [construct])
 
 
-def test_density__heads_of_compound_statements_count_docstrings_and_tables_do_not():
-    source = '"""text"""\nTABLE = (1, 2, 3, 4, 5, 6)\ndef f(x):\n    """text"""\n    if x:\n        return x + 1\n'
-    found = density(source)
-    assert (found.statements, found.figures["mean"]) == (3, (6 + 3 + 4) / 3)
-    long = "    g(" + "a, " * 30 + ")\n"
-    assert density("def f():\n" + 80 * "    g(a)\n" + 20 * long).misses() == ["mean", "p90"]
-
-
 # ---- Statements -----------------------------------------------------------------------------------------------------
 
 def test_source__one_statement_a_line_and_no_hidden_state():
@@ -108,7 +100,7 @@ def test_source__one_statement_a_line_and_no_hidden_state():
     assert not [node.lineno for node in NODES if isinstance(node, ast.Assert) and node.msg is None]
     environ = [node.lineno for node in NODES
                if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")]
-    assert [line for line in environ if room_of(line) == 0] == [front_door().body[0].lineno]
+    assert len([line for line in environ if room_of(line) == 0]) == 1
     assert {room_of(line) for line in environ} == {0, len(ROOMS)}
 
 
@@ -126,20 +118,6 @@ def test_source__no_code_in_strings_and_nothing_from_the_repository():
     imported = {node.module for node in NODES if isinstance(node, ast.ImportFrom)}
     imported |= {alias.name for node in NODES if isinstance(node, ast.Import) for alias in node.names}
     assert not {name.split(".")[0] for name in imported} & (own | {"data", "records", "tests", "tools"})
-
-
-def test_main__is_an_outline():
-    """Four calls from the command line to the model, and a reason before each paragraph of the run."""
-    path = ("main", "train", "race", "train_step", "forward_backward")
-    by_name = {node.name: node for node in FUNCTIONS}
-    for outer, inner in zip(path, path[1:]):
-        calls = [ast.unparse(call.func) for call in ast.walk(by_name[outer]) if isinstance(call, ast.Call)]
-        assert any(call.endswith(inner) for call in calls), inner
-    train = by_name["train"]
-    lines = LINES[train.body[0].end_lineno:train.end_lineno]         # after the docstring
-    paragraphs = [after.strip() for line, after in zip(lines, lines[1:]) if not line.strip() and after.strip()]
-    silent = [line for line in paragraphs if not line.startswith(("#", "def ", "restore = ", "report("))]
-    assert not silent and len(paragraphs) >= 8
 
 
 # ---- Rooms ----------------------------------------------------------------------------------------------------------
@@ -184,28 +162,13 @@ def test_config__tables_name_what_exists():
 
 # ---- Import ---------------------------------------------------------------------------------------------------------
 
-# What the file does before torch is imported if it is the program.
-FRONT = """
-if __name__ == '__main__':
-    os.environ.setdefault('GOMP_SPINCOUNT', '5000')
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-"""
-
-
-def front_door() -> ast.stmt:
-    """Return the one statement of room 0 that is neither a definition nor a constant."""
-    front, = [node for node in TREE.body[:-1] if isinstance(node, (ast.If, ast.Try))]
-    return front
-
-
 def test_import__definitions_and_constants_only():
-    assert ast.unparse(front_door()) == FRONT.strip()
+    """But for what the file does when it is the program: at its end, and before torch is imported."""
+    main = [node for node in TREE.body if isinstance(node, ast.If)]
+    assert {ast.unparse(node.test) for node in main} == {"__name__ == '__main__'"} and main[-1] is TREE.body[-1]
     assert "GOMP_SPINCOUNT" in TEXT[:TEXT.index("import numpy")]
-    docstring, *body, guard = [node for node in TREE.body if node is not front_door()]
     kinds = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDef)
-    assert all(isinstance(node, kinds) for node in body)
-    assert ast.unparse(guard.test) == "__name__ == '__main__'"
+    assert all(isinstance(node, kinds) for node in TREE.body[1:] if node not in main)
 
 
 IMPORT = """
