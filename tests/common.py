@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -131,9 +132,7 @@ def with_tokens(cfg: tg.Config, batch: tg.Batch, tokens: torch.Tensor) -> tg.Bat
 def plan_of(planner: tg.Planner, table: tg.Table, read: Sequence[np.ndarray], tied: bool = False,
             **tag: object) -> tuple[tg.TablePlan, list[np.ndarray]]:
     """A plan for these logical rows of each step, (b, n) or (b, reads, n), and where each stands in what a rank reads.
-
-    tag: what the plan says of itself, in place of what the planner would have it say.
-    """
+    tag: what the plan says of itself, in place of what the planner would have it say."""
     batches = [SimpleNamespace(tokens=rows, rows={}) for rows in read]
     plan = planner.plan(table._replace(ids=np.asarray), "test", SimpleNamespace(step=0, tied=tied), batches)
     plan.tag.update(tag)
@@ -170,9 +169,7 @@ def owned(x: torch.Tensor, where: tg.Fabric) -> torch.Tensor:
 @torch.no_grad()
 def fill_randomly(model: tg.GPT, seed: int = 0, where: tg.Fabric | None = None) -> dict[str, torch.Tensor]:
     """Weights under which every term of the forward pass counts: gates open, no table at zero, no two scalars alike.
-
-    Every rank draws the same; returned are whole parameters, in f64.
-    """
+    Every rank draws the same; returned are whole parameters, in f64."""
     generator = torch.Generator().manual_seed(seed)
     whole = {}
     for row in model.table.values():
@@ -346,12 +343,17 @@ class Forked:
                 self.ended = time.time()
         return self.status
 
+    def send(self, number: int) -> None:
+        """Send a signal to the process, if it is there."""
+        if self.poll() is None:
+            os.kill(self.child, number)
+
     def wait(self, patience: float = PATIENCE) -> int:
         """Return the exit status: -9 for a process that is there after patience seconds."""
         deadline = time.monotonic() + patience
         while self.poll() is None:
             if time.monotonic() > deadline:
-                os.kill(self.child, signal.SIGKILL)
+                self.send(signal.SIGKILL)
             time.sleep(0.005)
         return self.status
 
@@ -395,18 +397,18 @@ def run(folder: Path, *flags: str) -> Run:
 def recorded_writes(monkeypatch) -> list[int | str]:
     """Record from now on what is flushed to the disk, by inode, and what gets a name, by that name, in order."""
     calls: list[int | str] = []
-    fsync = os.fsync
 
-    def flush(handle: int) -> None:
-        calls.append(os.fstat(handle).st_ino)
-        fsync(handle)
+    def noted(call: Callable, note: Callable) -> Callable:
+        def noting(*args: Any) -> None:
+            calls.append(note(*args))
+            call(*args)
+        return noting
 
-    def name_as(rename: Callable) -> Callable:
-        def naming(part: Path, path: Path) -> None:
-            calls.append(Path(path).name)
-            rename(part, path)
-        return naming
-    monkeypatch.setattr(os, "fsync", flush)
-    for name in ("rename", "replace"):
-        monkeypatch.setattr(os, name, name_as(getattr(os, name)))
+    def inode(handle: int) -> int:
+        return os.fstat(handle).st_ino
+
+    def new_name(_: Path, path: Path) -> str:
+        return Path(path).name
+    for name, note in (("fsync", inode), ("rename", new_name), ("replace", new_name)):
+        monkeypatch.setattr(os, name, noted(getattr(os, name), note))
     return calls

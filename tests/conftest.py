@@ -53,7 +53,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def place_of(item: pytest.Item) -> int:
-    """Return 0 for the longest files, which come first, so that no process ends alone with one of them."""
+    """Return where its file stands among the longest, which come first, so that no process ends alone with one."""
     return (*LONGEST_FILES, item.path.name).index(item.path.name)
 
 

@@ -1,6 +1,6 @@
 """Ranks as real processes, with a fault in one of them.
 
-    ended = start(folder, world=2, faults={1: "kill in forward"}).wait()
+    ended = Job(folder, world=2, faults={1: "kill in forward"}).wait()
 
 A process of its own plays torchrun: it has the store in which the ranks meet, sets their environment and notes when
 each ended. A fault is an act at a place, "kill in forward": a function of the trainer is replaced before main; the trainer
@@ -8,10 +8,10 @@ itself knows nothing of it. Run as a script, this file is rank 1 with a fault, u
 """
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import dataclasses
 import errno
+import fcntl
 import json
 import os
 import signal
@@ -51,32 +51,28 @@ class Ended(NamedTuple):
         return [json.loads(line) for line in (self.run_dir / "log.jsonl").read_text().splitlines()]
 
 
-class Job(NamedTuple):
-    folder: Path
-    launcher: Forked
+class Job:
+    """Start a run of the tiny preset, whose logs go to folder/run. how: what `supervise` takes."""
+
+    def __init__(self, folder: Path, *flags: str, **how: Any) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder = folder
+        words = [*FLAGS, f"--run_dir={folder / 'run'}", *flags]
+        self.launcher = Forked(words, call=partial(supervise, folder, **how))
 
     def wait(self) -> Ended:
         assert self.launcher.wait(2 * BOUND) == 0, self.launcher.texts()
         return Ended(*json.loads((self.folder / "result.json").read_text()), self.folder / "run")
 
 
-def start(folder: Path, *flags: str, **how: Any) -> Job:
-    """Start a run of the tiny preset, whose logs go to folder/run. how: what `supervise` takes."""
-    folder.mkdir(parents=True, exist_ok=True)
-    words = [*FLAGS, f"--run_dir={folder / 'run'}", *flags]
-    return Job(folder, Forked(words, call=partial(supervise, folder, **how)))
-
-
 def supervise(folder: Path, words: list[str], world: int = 1, faults: dict[int, str] = {},
               extra: dict[int, list[str]] = {}, absent: Sequence[int] = (), store: str = "launcher",
               ends: bool = False, folders: Sequence[Path] = (), nohup: bool = False) -> None:
     """Fork the ranks, wait until all have ended or BOUND is over, and write how they did.
-
     faults: by rank. extra: more flags of one rank. absent: ranks that never start. store: in the "launcher", as under
     torchrun, or in "rank 0"; where it should be, the "silent stranger" and the "silent launcher" listen and answer
     nothing. ends: SIGTERM to all ranks after the first that fails, as torchrun does. folders: by rank, where it runs.
-    nohup: SIGHUP is ignored.
-    """
+    nohup: SIGHUP is ignored."""
     os.chdir(folder)
     os.setpgid(0, 0)                                                          # what a terminal interrupts
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -111,10 +107,12 @@ def supervise(folder: Path, words: list[str], world: int = 1, faults: dict[int, 
 
     while None in [process.poll() for process in ranks.values()] and time.time() < began + BOUND:
         if ends and any(process.status for process in ranks.values()):
-            send(ranks.values(), signal.SIGTERM)
+            for process in ranks.values():
+                process.send(signal.SIGTERM)
             ends = False
         time.sleep(0.01)
-    send([*ranks.values(), *holders], signal.SIGKILL)
+    for process in (*ranks.values(), *holders):
+        process.send(signal.SIGKILL)
 
     since = os.path.getmtime("fault") if os.path.exists("fault") else began
     rows = []
@@ -131,12 +129,6 @@ def hold_store(port: int, _: list[str]) -> None:
     os.rename("launcher.part", "launcher")
     time.sleep(3 * BOUND)
     del store
-
-
-def send(processes: Sequence[Forked], number: int) -> None:
-    for process in processes:
-        if process.poll() is None:
-            os.kill(process.child, number)
 
 
 # ------ Places and acts -----------------------------------------------------------------------------------------------
@@ -226,11 +218,7 @@ def bug_and_stuck_end() -> None:
 def bug_and_full_pipe() -> None:
     """stderr is a pipe that nobody reads."""
     _, writing = os.pipe()
-    os.set_blocking(writing, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(writing, bytes(1 << 12))
-    os.set_blocking(writing, True)
+    os.write(writing, bytes(fcntl.fcntl(writing, fcntl.F_GETPIPE_SZ)))
     os.dup2(writing, 2)
     fail()
 
@@ -266,14 +254,13 @@ def change_plans(key: str, by: int, untied: bool = False) -> None:
     tg.Planner.plan = changed
 
 
-def spoil_shards(spoil: Callable[[Path], object]) -> None:
-    """Spoil those that are not in memory yet: by FAULT_STEP the loader is at the third."""
+def spoil_shards(size: int | None) -> None:
+    """Cut, or remove, those that are not in memory yet: by FAULT_STEP the loader is at the third."""
     for path in sorted(Path("data").glob("train_*.bin"))[4:]:
-        spoil(path)
-
-
-def cut(path: Path) -> None:
-    os.truncate(path, path.stat().st_size // 2)
+        if size is None:
+            path.unlink()
+        else:
+            os.truncate(path, size)
 
 
 ACTS: dict[str, Callable[[], object]] = {
@@ -299,8 +286,8 @@ ACTS: dict[str, Callable[[], object]] = {
     "another cycle": partial(change_plans, "cycle", 1),
     "another untying": partial(change_plans, "cycle", 0, untied=True),
     "other tokens": partial(change_plans, "tokens", 8),
-    "cut shards": partial(spoil_shards, cut),
-    "removed shards": partial(spoil_shards, Path.unlink),
+    "cut shards": partial(spoil_shards, 1600),
+    "removed shards": partial(spoil_shards, None),
 }
 
 

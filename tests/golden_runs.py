@@ -24,16 +24,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-POCKET = Path(__file__).resolve().parent.parent / "data/pocket.py"
 PATIENCE = 600                           # seconds for one run
 STATE_OF_ROWS = (".v", ".last")          # of a save, which had none before: compared where both sides have it
 LOSSES = dict(step="train_loss", val="val_loss")         # keys of log.jsonl, by type of line
 TINY = dict(preset="tiny", num_scheduled_steps=24, num_extension_steps=4, val_every=10, checkpoint_every=8,
             adam_every=2)
 F64, BF16 = dict(TINY, dtype="float64"), dict(TINY, dtype="bfloat16")
-POCKET_STEPS = dict(preset="pocket", num_scheduled_steps=36, num_extension_steps=4, max_steps=40, val_every=20,
-                    val_tokens=8192, checkpoint_every=16, train_files="DATA/pocket_train_*.bin",
-                    val_files="DATA/pocket_val_*.bin")
 CUT = dict(max_steps=18)                 # head and embedding part at step 17: the last checkpoint is before it
 # Tables of n-grams, by the columns of --tables: label order rows place signs home cadence rounding lr wd beta2.
 TWO = "more_bigram_embed 2 200 stream 0 {0}; trigram_embed 3 300 stream 1 {0}"
@@ -55,7 +51,18 @@ def two(home: str = "device", cadence: int = 2, rounding: str = "nearest") -> di
 
 
 def all_cases() -> dict[str, Case]:
-    cases = {}
+    cases = {
+        "stochastic-device-bf16-w2": Case(2, BF16 | two("device", 2, "stochastic") | dict(slots_per_micro_batch=2)),
+        "mixed-f64-w2": Case(2, F64 | MIXED),
+        "mixed-bf16-w2": Case(2, BF16 | MIXED),
+        "dense-fp32-w2": Case(2, TINY | dict(row_comms="dense")),
+        "dense-tables-fp32-w2": Case(2, TINY | dict(row_comms="dense") | two()),
+        "emulated-fp32-w1": Case(1, TINY | dict(head="emulated")),
+        "emulated-bf16-w1": Case(1, BF16 | dict(head="emulated")),
+        "resume-fp32-w2-w2": Case(2, TINY | CUT, resume_world=2),
+        "resume-mixed-f64-w1-w1": Case(1, F64 | CUT | MIXED, resume_world=1),
+        "resume-mixed-f64-w2-w4": Case(2, F64 | CUT | MIXED, resume_world=4),
+        "resume-mixed-bf16-w4-w1": Case(4, BF16 | CUT | MIXED, resume_world=1)}
     for world in (1, 2, 4):
         cases[f"f64-w{world}"] = Case(world, F64)
         cases[f"fp32-w{world}"] = Case(world, TINY)
@@ -65,19 +72,7 @@ def all_cases() -> dict[str, Case]:
         cases[f"tables-{home}-fp32-w2"] = Case(2, TINY | two(home))
         cases[f"cadence4-{home}-f64-w2"] = Case(2, F64 | two(home, 4))
         cases[f"stochastic-{home}-bf16-w1"] = Case(1, BF16 | two(home, 2, "stochastic") | dict(slots_per_micro_batch=4))
-    return cases | {
-        "stochastic-device-bf16-w2": Case(2, BF16 | two("device", 2, "stochastic") | dict(slots_per_micro_batch=2)),
-        "mixed-f64-w2": Case(2, F64 | MIXED),
-        "mixed-bf16-w2": Case(2, BF16 | MIXED),
-        "dense-fp32-w2": Case(2, TINY | dict(row_comms="dense")),
-        "dense-tables-fp32-w2": Case(2, TINY | dict(row_comms="dense") | two()),
-        "emulated-fp32-w1": Case(1, TINY | dict(head="emulated")),
-        "emulated-bf16-w1": Case(1, BF16 | dict(head="emulated")),
-        "pocket-w1": Case(1, POCKET_STEPS),
-        "resume-fp32-w2-w2": Case(2, TINY | CUT, resume_world=2),
-        "resume-mixed-f64-w1-w1": Case(1, F64 | CUT | MIXED, resume_world=1),
-        "resume-mixed-f64-w2-w4": Case(2, F64 | CUT | MIXED, resume_world=4),
-        "resume-mixed-bf16-w4-w1": Case(4, BF16 | CUT | MIXED, resume_world=1)}
+    return cases
 
 
 # ---- Running and reading
@@ -133,14 +128,11 @@ def read_run(run_dir: Path, kept: dict[str, dict[str, str]]) -> None:
 def run_case(case: Case, trainer: Path, scratch: Path) -> dict[str, dict[str, str]]:
     """Run a case and return all that is kept of it, by section and name; {"failed": why} if it fails."""
     scratch.mkdir()
-    flags = dict(device="cpu", sample_tokens=0) | case.flags
-    for name in ("train_files", "val_files"):
-        if name in flags:
-            flags[name] = flags[name].replace("DATA", str(scratch.parent / "pocket_data"))
-    parts = [(case.world, flags | dict(run_dir=scratch / "run"))]
+    common = dict(device="cpu", sample_tokens=0)
+    parts = [(case.world, common | case.flags | dict(run_dir=scratch / "run"))]
     if case.resume_world:
-        onward = dict(device="cpu", sample_tokens=0, resume=scratch / "run", run_dir=scratch / "resumed", max_steps=0)
-        parts.append((case.resume_world, onward))
+        onward = dict(resume=scratch / "run", run_dir=scratch / "resumed", max_steps=0)
+        parts.append((case.resume_world, common | onward))
     parts[-1][1]["save"] = scratch / "save"
     kept = dict(losses={})
     try:
@@ -203,8 +195,6 @@ def main() -> int:
     counts = Counter()
     made = {}
     with tempfile.TemporaryDirectory() as folder:
-        data = str(Path(folder, "pocket_data"))
-        subprocess.run([sys.executable, str(POCKET), "--out", data], check=True, stdout=subprocess.DEVNULL)
         for name in names:
             began = time.monotonic()
             made[name] = run_case(cases[name], args.trainer.resolve(), Path(folder, name))

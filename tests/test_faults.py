@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 from common import ROOT, write_shard
-from faults import BOUND, FLAGS, TIMEOUT, Ended, start
+from faults import BOUND, FLAGS, TIMEOUT, Ended, Job
 
 import train_gpt as tg
 
@@ -32,21 +32,21 @@ BUG = "ZeroDivisionError: a bug"         # the trace ends with it
 
 
 class Case(NamedTuple):
-    """What `start` is given, and how it must end."""
+    """What `Job` is given, and how it must end."""
     how: dict[str, Any]
     status: tuple                        # by rank; a tuple: one of these
     cause: tuple[str, ...]               # regular expressions of what all ranks together say, the first begins a line
     log: int | str = 2                   # ends with `aborted` after this step or later; its last type; "": no folder
-    long: bool = False                   # only with --all
 
 
-def of_two(fault: str, status: tuple, *cause: str, log: int | str = 2, long: bool = False, **how: Any) -> Case:
+def of_two(fault: str, status: tuple, *cause: str, log: int | str = 2, **how: Any) -> Case:
     """A fault in rank 1; rank 0 may be a step behind it."""
-    return Case(dict(world=2, faults={1: fault}) | how, status, cause, log, long)
+    return Case(dict(world=2, faults={1: fault}) | how, status, cause, log)
 
 
-def alone(fault: str, status: int, *cause: str, log: int | str = 3, long: bool = False) -> Case:
-    return Case(dict(faults={0: fault}), (status,), cause, log, long)
+def alone(status: int, *cause: str, log: int | str = 3) -> tuple:
+    """A fault in a single process."""
+    return (status,), cause, log
 
 
 OF_TWO = {                               # status of both ranks, parts of the message
@@ -62,37 +62,40 @@ OF_TWO = {                               # status of both ranks, parts of the me
     "NaN in forward": ((1, 1), *NO_NUMBER),
     **{f"Ctrl-C in {place}": ((130, 130), "interrupted") for place in ("forward", "a reduction", "the loader")},
 }
-LONG_OF_TWO = ("kill in the data check", "kill in warm-up", "kill in a gather", "kill in validation",
-               "another untying in the loader", "other tokens in the loader", "out of memory in forward",
-               "Ctrl-C in a reduction", "Ctrl-C in the loader")
 LOGS = {"kill in the data check": "", "kill in warm-up": 0}
-TWO = {f"{fault}, of two": of_two(fault, *ending, log=LOGS.get(fault, 2), long=fault in LONG_OF_TWO)
-       for fault, ending in OF_TWO.items()}
+TWO = {f"{fault}, of two": of_two(fault, *ending, log=LOGS.get(fault, 2)) for fault, ending in OF_TWO.items()}
+ALONE = {
+    "Ctrl-C in set-up": alone(130, "interrupted", log=""),
+    "Ctrl-C in warm-up": alone(130, "interrupted", log=0),
+    "Ctrl-C in forward": alone(130, "interrupted"),
+    "Ctrl-C in the loader": alone(130, "interrupted"),
+    "Ctrl-C in validation": alone(130, "interrupted", log=8),
+    "Ctrl-C in the sample": alone(130, "interrupted", log="result"),
+    "SIGTERM in forward": alone(143, "ended from outside .SIGTERM"),
+    "out of memory in forward": alone(1, *MEMORY, "2.00 GiB", "--num_slots"),
+    "out of host memory in forward": alone(1, *MEMORY),
+    "NaN in forward": alone(1, *NO_NUMBER, "last good validation"),
+    "cut shards in forward": alone(2, "DataError: ", "train_", "1100"),
+    "removed shards in forward": alone(2, "DataError: ", "train_", "No such file"),
+    "bad data in the loader": alone(2, "DataError: shard 7"),
+    "bug and late SIGTERM in forward": alone(1, BUG),
+    # In C no handler of Python's is called, a library may lose the exception, and the end may meet a dead disk.
+    "SIGTERM when stuck in forward": alone(143, "ended from outside .SIGTERM", log=2),
+    "SIGHUP when stuck in the start": alone(129, "ended from outside .SIGHUP", log=""),
+    "Ctrl-C when stuck in warm-up": alone(130, "interrupted", log=0),
+    "bug and stuck end in forward": alone(1, BUG, log="step"),
+}
 QUICK = TWO | {
     "kill in forward, rank 0": Case(dict(world=2, faults={0: "kill in forward"}), (KILLED, 1), LOST, "step"),
     "kill in forward, rank 0 with the store": Case(
         dict(world=2, faults={0: "kill in forward"}, store="rank 0"), (KILLED, 1), LOST, "step"),
-    **{f"kill in {place}, of four": Case(dict(world=4, faults={2: f"kill in {place}"}), (1, 1, KILLED, 1), LOST, 3,
-                                         long=place == "the fetch")
+    **{f"kill in {place}, of four": Case(dict(world=4, faults={2: f"kill in {place}"}), (1, 1, KILLED, 1), LOST, 3)
        for place in ("a reduction", "the exchange", "the fetch")},
     "bug in forward, of two": of_two("bug in forward", (1, 1), BUG, log=3),
     "bug in forward, both": of_two("", (1, 1), BUG, log=3, faults=dict.fromkeys((0, 1), "bug in forward")),
     "flags differ": Case(dict(world=2, extra={1: ["--adam_lr=0.1"]}), (2, 2), (
         "ConfigError", "--adam_lr", "0.008 on rank 0", "0.1 on rank 1", "same flags"), ""),
-    "Ctrl-C in set-up": alone("Ctrl-C in set-up", 130, "interrupted", log=""),
-    "Ctrl-C in warm-up": alone("Ctrl-C in warm-up", 130, "interrupted", log=0),
-    "Ctrl-C in forward": alone("Ctrl-C in forward", 130, "interrupted"),
-    "Ctrl-C in the loader": alone("Ctrl-C in the loader", 130, "interrupted", long=True),
-    "Ctrl-C in validation": alone("Ctrl-C in validation", 130, "interrupted", log=8, long=True),
-    "Ctrl-C in the sample": alone("Ctrl-C in the sample", 130, "interrupted", log="result"),
-    "SIGTERM in forward": alone("SIGTERM in forward", 143, "ended from outside .SIGTERM"),
-    "out of memory in forward": alone("out of memory in forward", 1, *MEMORY, "2.00 GiB", "--num_slots"),
-    "out of host memory in forward": alone("out of host memory in forward", 1, *MEMORY),
-    "NaN in forward": alone("NaN in forward", 1, *NO_NUMBER, "last good validation"),
-    "cut shards in forward": alone("cut shards in forward", 2, "DataError: ", "train_", "1100"),
-    "removed shards in forward": alone("removed shards in forward", 2, "DataError: ", "train_", "No such file"),
-    "bad data in the loader": alone("bad data in the loader", 2, "DataError: shard 7", long=True),
-    "bug and late SIGTERM in forward": alone("bug and late SIGTERM in forward", 1, BUG),
+    **{fault: Case(dict(faults={0: fault}), *ending) for fault, ending in ALONE.items() if "stuck" not in fault},
 }
 # They wait for the timeout, or for a signal that is not heard: all are started together.
 WAITING = {
@@ -101,8 +104,8 @@ WAITING = {
        for place in ("forward", "the gradients' return", "the fetch")},
     "nap in the exchange": of_two("nap in the exchange", (1, 1),
                                   "RunError: (lost another rank|waiting for the loader thread)"),
-    **{f"sleep in {place}": of_two(f"sleep in {place}", (ENDED, ENDED), "(Run|Data)Error: ", log=3, ends=True,
-                                   long=place == "the loader") for place in ("forward", "the exchange", "the loader")},
+    **{f"sleep in {place}": of_two(f"sleep in {place}", (ENDED, ENDED), "(Run|Data)Error: ", log=3, ends=True)
+       for place in ("forward", "the exchange", "the loader")},
     **{f"no rank {rank}, store in {store}": Case(
         dict(world=2, absent=[rank], store=store), ("absent", 2) if rank == 0 else (2, "absent"), MEETING, "")
        for rank in (0, 1) for store in ("launcher", "rank 0")},
@@ -123,13 +126,16 @@ WAITING = {
                                    faults={0: "sleep in forward", 1: "kill in forward"}),
     "SIGHUP while ranks meet": Case(dict(world=2, absent=[1], faults={0: "SIGHUP in joining"}), (129, "absent"), (
         LOST[0], "ended from outside .SIGHUP"), ""),
-    # In C no handler of Python's is called, a library may lose the exception, and the end may meet a dead disk.
-    "SIGTERM when stuck in forward": alone("SIGTERM when stuck in forward", 143, "ended from outside .SIGTERM", log=2),
-    "SIGHUP when stuck in the start": alone("SIGHUP when stuck in the start", 129, "ended from outside .SIGHUP", log=""),
-    "Ctrl-C when stuck in warm-up": alone("Ctrl-C when stuck in warm-up", 130, "interrupted", log=0),
-    "bug and stuck end in forward": alone("bug and stuck end in forward", 1, BUG, log="step"),
+    **{fault: Case(dict(faults={0: fault}), *ending) for fault, ending in ALONE.items() if "stuck" in fault},
 }
 CASES = QUICK | WAITING
+LONG = {                                 # only with --all
+    *(f"{fault}, of two" for fault in (
+        "kill in the data check", "kill in warm-up", "kill in a gather", "kill in validation",
+        "another untying in the loader", "other tokens in the loader", "out of memory in forward",
+        "Ctrl-C in a reduction", "Ctrl-C in the loader")),
+    "kill in the fetch, of four", "sleep in the loader", "Ctrl-C in the loader", "Ctrl-C in validation",
+    "bad data in the loader"}
 
 
 def write_shards(folder: Path, count: int = 12, tokens: int = 1100) -> str:
@@ -140,11 +146,11 @@ def write_shards(folder: Path, count: int = 12, tokens: int = 1100) -> str:
     return f"--train_files={folder}/train_*.bin"
 
 
-def begin(name: str, folder: Path):
+def begin(name: str, folder: Path) -> Job:
     flags = []
     if "reader" in name or "shards" in name:
         flags = [write_shards(folder / "data"), "--max_steps=12"]
-    return start(folder, *flags, **CASES[name].how)
+    return Job(folder, *flags, **CASES[name].how)
 
 
 def check(ended: Ended, case: Case) -> None:
@@ -182,8 +188,7 @@ def waiting(request, tmp_path_factory):
     return {name: begin(name, folder / name.replace(" ", "_")) for name in names if name in WAITING}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.all] * case.long)
-                                  for name, case in CASES.items()])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.all] * (name in LONG)) for name in CASES])
 def test_end__all_ranks_in_time(waiting, tmp_path, name):
     """And the cause is said once."""
     job = waiting.get(name) or begin(name, tmp_path)
@@ -202,7 +207,7 @@ def test_end__again_and_again(tmp_path, name):
 
 
 def test_end__a_stderr_that_nobody_reads(tmp_path):
-    ended = start(tmp_path, faults={0: "bug and full pipe in forward"}).wait()
+    ended = Job(tmp_path, faults={0: "bug and full pipe in forward"}).wait()
     assert ended.status == [1] and ended.err == [""]
     check_log(ended.run_dir, 3, "a bug")
 
@@ -210,16 +215,16 @@ def test_end__a_stderr_that_nobody_reads(tmp_path):
 @pytest.mark.parametrize("how", [dict(world=2), dict(faults={0: "SIGHUP in forward"}, nohup=True)], ids=str)
 def test_main__nothing_goes_wrong_without_a_fault(tmp_path, how):
     """The launcher itself is no fault, nor a dropped connection under nohup; the console has no libraries' warnings."""
-    ended = start(tmp_path, **how).wait()
+    ended = Job(tmp_path, **how).wait()
     assert set(ended.status) == {0} and set(ended.err) == {""}, ended.err
     assert ended.log()[-1]["type"] == "result" and '"result"' in ended.out[0].splitlines()[-1]
     assert not any(ended.out[1:])
 
 
-@pytest.mark.parametrize("damage, case", [
-    ("a byte", Case({}, (2, 2), ("ConfigError", "data_sha256", "rank 1"), "")),
-    ("no shards", Case({}, (1, 2), ("DataError", "no such file", "of_1"), ""))], ids=["a byte", "no shards"])
-def test_open_data__ranks_with_different_data(tmp_path, damage, case):
+@pytest.mark.parametrize("damage, status, cause", [
+    ("a byte", (2, 2), ("ConfigError", "data_sha256", "rank 1")),
+    ("no shards", (1, 2), ("DataError", "no such file", "of_1"))])
+def test_open_data__ranks_with_different_data(tmp_path, damage, status, cause):
     """A node with the same names and sizes and one byte of difference, or without the shards."""
     folders = [tmp_path / f"of_{rank}" for rank in range(2)]
     for folder in folders:
@@ -232,14 +237,13 @@ def test_open_data__ranks_with_different_data(tmp_path, damage, case):
     else:
         shutil.rmtree(odd)
     same = "--train_files=data/train_*.bin"                                   # relative: the flags must not differ
-    check(start(tmp_path, same, world=2, folders=folders).wait(), case)
+    check(Job(tmp_path, same, world=2, folders=folders).wait(), Case({}, status, cause, ""))
 
 
 def test_race__data_that_end_lose_no_line(tmp_path):
     """All ranks know it a cycle ahead; the steps whose data are there are done and logged. Documents are cut to
-    max_doc_len, so 4,400 tokens are too few for the 1,984 that 8 steps ask for at least.
-    """
-    ended = start(tmp_path, write_shards(tmp_path / "data", count=4), world=2).wait()
+    max_doc_len, so 4,400 tokens are too few for the 1,984 that 8 steps ask for at least."""
+    ended = Job(tmp_path, write_shards(tmp_path / "data", count=4), world=2).wait()
     check(ended, Case({}, (2, 2), ("DataEnded: training data ended", "enough for 6 steps", "--max_steps"), "result"))
     result = ended.log()[-1]
     assert (result["steps"], result["void"]) == (6, "the data ended early")
@@ -248,16 +252,12 @@ def test_race__data_that_end_lose_no_line(tmp_path):
     assert done == [int(step) for step in re.findall(r"(?m)^step:(\d+)/12 train_time", lines)] == [1, 2, 3, 4, 5, 6]
 
 
-@pytest.mark.parametrize("fault", [
-    "kill in forward",
-    *(pytest.param(fault, marks=pytest.mark.all)
-      for fault in ("kill in warm-up", "sleep in forward", "bad data in the loader"))])
+@pytest.mark.parametrize("fault", ["kill in forward", *(
+    pytest.param(fault, marks=pytest.mark.all)
+    for fault in ("kill in warm-up", "sleep in forward", "bad data in the loader"))])
 def test_end__under_torchrun(tmp_path, fault):
-    """torchrun adds a trace and a summary of its own; the ranks still name the cause once.
-
-    It looks every 0.1 s: if it sees a killed rank before the others do, they are ended from outside; the cause is the
-    killed rank all the same.
-    """
+    """torchrun adds a trace and a summary of its own; the ranks still name the cause once. It looks every 0.1 s: if it
+    sees a killed rank before the others do, they are ended from outside; the cause is the killed rank all the same."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
                ROOT / "tests/faults.py", fault, *FLAGS, f"--run_dir={tmp_path / 'run'}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=4 * BOUND, cwd=tmp_path,

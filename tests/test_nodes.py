@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from common import ROOT, Run, losses
+from common import ROOT, Run, launch, losses
 
 PATIENCE = 100                           # s for a whole run, on a busy machine
 TIMEOUT = 10                             # s of --comm_timeout where the link is cut
@@ -68,9 +68,8 @@ def test_two_nodes__losses_are_those_of_one_node_with_as_many_ranks(nodes, tmp_p
     launchers = [start(tmp_path, name, node, *SHORT) for node, name in enumerate(nodes, 1)]
     status = [launcher.wait(PATIENCE) for launcher in launchers]
     assert status == [0, 0], [(tmp_path / f"{name}.txt").read_text() for name in nodes]
-    subprocess.run([*TORCHRUN, "--standalone", "--nproc_per_node=4", *TINY, f"--run_dir={tmp_path / 'one'}", *SHORT],
-                   env=os.environ | dict(OMP_NUM_THREADS="1"), check=True, capture_output=True, timeout=PATIENCE)
-    assert losses(tmp_path / "run") == losses(tmp_path / "one")
+    one = launch(tmp_path / "one", 4, *SHORT)
+    assert one[0].status == 0 and losses(tmp_path / "run") == losses(tmp_path / "one")
 
 
 @pytest.mark.all
