@@ -25,11 +25,12 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     tg.PRESETS["tiny"].setdefault("adam_every", 2)            # runs of tests are cycles of two, whatever the default is
     signal.signal(signal.SIGINT, signal.default_int_handler)                  # a shell's job behind & ignores it
-    config.addinivalue_line("markers", "all: long loops, run with --all only")
-    config.addinivalue_line("markers", "recipe: must fail when the mathematics changes; forks leave it out")
-    config.addinivalue_line("markers", "house: judges this repository's main, its size and its records, not a fork")
-    config.addinivalue_line("markers", "gpu: needs a CUDA device; `pytest -m gpu` runs them all")
-    config.addinivalue_line("markers", "gpus2: needs two CUDA devices; `pytest -m gpus2` runs them all")
+    for mark in ("all: long loops, run with --all only",
+                 "recipe: must fail when the mathematics changes; forks leave it out",
+                 "house: judges this repository's main, its size and its records, not a fork",
+                 "gpu: needs a CUDA device; `pytest -m gpu` runs them all",
+                 "gpus2: needs two CUDA devices; `pytest -m gpus2` runs them all"):
+        config.addinivalue_line("markers", mark)
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +60,8 @@ def place_of(item: pytest.Item) -> int:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say aloud what a machine without GPUs has not shown."""
-    counts = Counter()
-    for report in terminalreporter.stats.get("skipped", ()):
-        path, line, reason = report.longrepr
+    reasons = Counter(report.longrepr[2].removeprefix("Skipped: ")
+                      for report in terminalreporter.stats.get("skipped", ()))
+    for reason, count in reasons.items():
         if "CUDA device" in reason:
-            counts[reason.removeprefix("Skipped: ")] += 1
-    for reason, count in counts.items():
-        terminalreporter.write_line(f"{count} tests did not run: {reason}")
+            terminalreporter.write_line(f"{count} tests did not run: {reason}")
