@@ -101,6 +101,7 @@ class RunError(TrainerError):
     status = 1
 
 def need(ok: object, what: str, found: object, expected: object, do: str, kind: type = ConfigError):
+    """Raise an error of this kind unless ok."""
     if not ok:
         raise kind(what, found, expected, do)
 
@@ -143,7 +144,7 @@ class Stage(NamedTuple):
     lr_mul: float
     mtp_start: tuple[float, ...]
     mtp_end: tuple[float, ...]
-    untie: bool = False                  # embedding and head part at its start, after that Adam cycle's update
+    untie: bool = False                  # at its start head and embedding become two parameters (`untie_step`)
 
 STAGES = (                                                                    # RECIPE 4.1; the last is the extension
     Stage(131_072, 1, 3, 1.00, (1.0, 0.5, 0.25), (1.0, 0.5, 0.0)),
@@ -157,7 +158,7 @@ class NgramTable(NamedTuple):
     order: int                           # n, a key of NGRAM_FACTORS
     rows: int                            # R; the last one means: no n-gram
     place: int | None = None             # depth of the layer whose attention values get the rows; None: the stream
-    signs: int = 0                       # 1: multiply a row by a hashed vector of +-1, which tells collisions apart
+    signs: int = 0                       # 1: multiply a row by a hashed vector of +-1, which differs where rows collide
     home: str = "device"                 # where owners keep the rows: "device" or "host"
     cadence: int = 2                     # steps between updates
     rounding: str = "nearest"            # of bf16 rows after an update: "nearest" or "stochastic"
@@ -264,15 +265,15 @@ class Config:
 def numbers(word: str):
     return tuple(map(float, word.split(",")))
 
-def place(word: str):
+def place_of(word: str):
     return None if word == "stream" else int(word)
 
 ROW_COLUMNS = dict(
     stages=(Stage, int, int, int, float, numbers, numbers, {"untie": True}.__getitem__),
-    tables=(NgramTable, str, int, int, place, int, str, int, str, float, float, float))
+    tables=(NgramTable, str, int, int, place_of, int, str, int, str, float, float, float))
 
 def read_rows(name: str, text: str):
-    """Read a table; columns left out have their defaults. Raises ValueError, TypeError or KeyError."""
+    """Return the rows of a table; columns left out have their defaults. Raises ValueError, TypeError or KeyError."""
     # strict: a word too many is an error, a word too few one of the constructor.
     make, *columns = ROW_COLUMNS[name]
     rows = []
@@ -306,12 +307,12 @@ PRESETS: dict[str, dict[str, Any]] = dict(
 # What may differ from the settings of a saved model or earlier run.
 NOT_MATHEMATICS = {"train_files", "val_files", "epochs"} | {
     name for name in Config.__dataclass_fields__ if Config.__dataclass_fields__[name].metadata["group"] == "run"}
-NOT_INHERITED = {"run_dir", "runs", "resume", "save"}                                 # by --resume: facts of one run
+NOT_INHERITED = {"run_dir", "runs", "resume", "save", "profile"}                      # by --resume: facts of one run
 MAY_CHANGE = NOT_MATHEMATICS - {"seed"}                                               # on --resume
 SETTINGS = "settings.json"               # of a run directory and of a save: {"preset": ..., "flags": {field: text}}
 
 def row_text(row: Stage | NgramTable):
-    """Write a row as `read_rows` reads it."""
+    """Return the text of a row as `read_rows` reads it."""
     words = []
     for value in row:
         if isinstance(value, tuple):
@@ -431,7 +432,7 @@ def parse_flags(argv: list):
     With --sample=DIR they are the flags given alone: `read_settings(DIR)` says what was trained."""
     preset, given = read_flags(argv)
     if "sample" in given:
-        may_vary = NOT_MATHEMATICS - {"resume"}
+        may_vary = {"sample", "prompt", "sample_tokens", "seed", "device"}
         need(preset is None and given.keys() <= may_vary, "--sample", " ".join(argv),
              f"beside it only {sorted(may_vary)}", "leave the others out: the folder says what was trained")
         return "record", Config(**given)
@@ -503,7 +504,7 @@ def check_rows(cfg: Config):
         }, "--tables", table, f"change that row; the table is {TABLE_ROW}")
 
 def check_config(cfg: Config):
-    """Raise ConfigError for settings that do not fit together, with ones that do."""
+    """Raise ConfigError for settings that do not fit together, and name ones that do."""
     # Types and bounds were checked where texts were read; these are about several settings, or about more than bounds.
     check_layers(LAYERS)
     check_rows(cfg)
@@ -520,7 +521,8 @@ def check_config(cfg: Config):
          -(-cfg.val_batch_tokens // unit) * unit),
         ("val_tokens", cfg.val_tokens % cfg.val_batch_tokens == 0, "a multiple of val_batch_tokens",
          -(-cfg.val_tokens // cfg.val_batch_tokens) * cfg.val_batch_tokens),
-        ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save), "one run for --resume or --save", 1),
+        ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save or cfg.profile),
+         "one run for --resume, --save or --profile", 1),
         ("profile", traced and 0 < int(traced[1]) < int(traced[2]), "a:b for steps a to b - 1, 0 < a < b", "100:104"))
     for name, right, expected, instead in rules:
         value = flag_text(getattr(cfg, name))
@@ -582,8 +584,8 @@ class Fabric:
 
     @contextlib.contextmanager
     def failing_together(self):
-        """If the body raises a TrainerError on any rank, every rank raises it afterwards, so none waits for that one.
-        Every rank comes here, and the body waits for no other rank."""
+        """Raise the TrainerError of any rank's body on every rank, after the body, so that none waits for that one.
+        Collective; the body waits for no other rank."""
         failure = None
         try:
             yield
@@ -623,35 +625,35 @@ class Values:
     momentum: float
     adam_step: bool                      # last step of an Adam cycle, whose gradients its update consumes
     tied: bool                           # this step's forward reads the head, transposed, for its embedding
-    untie: bool                          # after this step's update, head and embedding part
+    untie: bool                          # after this step's update, head and embedding become two parameters
     validate: bool                       # validation comes before the training part of this step
 
 ROTARY_BASE = 1024.0
 YARN_ALPHA, YARN_BETA = 1.0, 32.0        # full turns inside the old window: below alpha stretched, above beta kept
 YARN_SCALE_GROWTH = 0.2                  # of the softmax scale, times the logarithm of the windows' ratio
 
-def rotary_by_stage(cfg: Config) -> list[Rotary]:
-    """E/4 frequencies from 1 down to 1/1024 (half-truncated rotary, RECIPE 2.4), and the softmax scale.
-    YaRN stretches low frequencies as the long window grows (arXiv 2309.00071)."""
+def rotary_by_stage(cfg: Config):
+    """Return the Rotary of each stage. At first its E/4 frequencies go from 1 down to 1/1024 (half-truncated rotary,
+    RECIPE 2.4). YaRN lowers low frequencies as the long window grows (arXiv 2309.00071)."""
     count = cfg.head_dim // 4
     rotary = [Rotary(tuple(ROTARY_BASE ** (-i / (count - 1)) for i in range(count)), cfg.attn_scale)]
     for old_stage, new_stage in zip(cfg.stages, cfg.stages[1:]):
         old = old_stage.long_window * cfg.window_block
         new = new_stage.long_window * cfg.window_block
-        slowest = old / new                                                   # a low frequency: as many turns as before
+        lowered = old / new                                                   # a low frequency: as many turns as before
         frequencies = []
         for frequency in rotary[-1].frequencies:
             turns = old * frequency / (2 * math.pi)
             keep = min(max((turns - YARN_ALPHA) / (YARN_BETA - YARN_ALPHA), 0.0), 1.0)
-            frequencies.append(frequency * (slowest + keep * (1 - slowest)))
+            frequencies.append(frequency * (lowered + keep * (1 - lowered)))
         growth = YARN_SCALE_GROWTH * math.log(new / old) + 1
         rotary.append(Rotary(tuple(frequencies), rotary[-1].attn_scale * growth))
     return rotary
 
 class Schedule:
-    """Pure functions of the step, RECIPE 4. `at(end_step)` is the final validation, with the widest window.
-    Each step has a place in the plan that the settings make: the step itself, or with --time_budget what the clock said
-    when its run cycle was prepared. Stages and rates go by the place, Adam and validation by the step."""
+    """Pure functions of the step (RECIPE 4). `at(end_step)` is for the final validation, with the widest window."""
+    # Each step has a place in the plan that the settings make: the step itself, or with --time_budget what the clock
+    # said when its run cycle was prepared. Stages and rates go by the place, Adam and validation by the step.
     def __init__(self, cfg: Config, places: tuple = ()):
         # places: of the first step of each run cycle so far, ascending, with --time_budget; the race appends to it.
         self.cfg = cfg
@@ -669,7 +671,7 @@ class Schedule:
         self.rotary = rotary_by_stage(cfg)
 
     def place(self, step: int):
-        # How far a step is in the plan, in planned steps.
+        """Return how far a step is in the plan, in planned steps."""
         if self.cfg.time_budget:
             return min(self.places[step // self.cycle], self.total_steps)
         return step
@@ -700,7 +702,7 @@ class Schedule:
         return min(bisect.bisect_right(self.ends, place), len(self.ends) - 1)
 
     def lr_factor_at(self, place: float):
-        """Return the stage's multiplier, from the cooldown's start on linear to the floor; no warm-up."""
+        """Return the stage's multiplier, which from the cooldown's start on goes linearly to the floor. No warm-up."""
         cooldown_steps = max(1, self.cfg.num_scheduled_steps - self.cooldown_start)
         done = min(max(0.0, (place - self.cooldown_start) / cooldown_steps), 1.0)
         return self.cfg.stages[self.stage_at(place)].lr_mul * (1 - done) + self.cfg.lr_floor * done
@@ -822,7 +824,7 @@ def find_shards(pattern: str):
     return [read_header(Path(path)) for path in paths]
 
 def read_header(path: Path):
-    """Read and check the first 1,024 bytes and the length of a shard. Raises DataError."""
+    """Return the header of a shard, its first 1,024 bytes, checked with its length. Raises DataError."""
     need(path.is_file(), f"{path} as a shard", f"no such file, or no regular one, seen from {os.getcwd()}",
          "a .bin shard", "python data/pocket.py or python data/cached_fineweb10B.py 9, or give --train_files= and "
          "--val_files=", DataError)
@@ -864,8 +866,8 @@ def check_manifest(path: Path, content: bytes | np.ndarray):
              "the file is damaged, or a mixture of two data sets: write the data again, "
              f"or remove {MANIFEST} if this content is meant", DataError)
 
-def load_shard(header: ShardHeader) -> Shard:
-    """Read a shard, or make the tokens of its formula, and look at every token. Raises DataError."""
+def load_shard(header: ShardHeader):
+    """Return a shard, read or made by its formula, with every token checked. Raises DataError."""
     name = header.name
     if name.startswith(FORMULA):
         tokens = formula_tokens(int(name.rpartition("#")[2]), header.tokens, *header.vocabulary)
@@ -880,7 +882,7 @@ def load_shard(header: ShardHeader) -> Shard:
     return shard
 
 def scan_shards(headers: list):
-    """Look at every token of every shard; return the hash of all names and contents, in order. Raises DataError."""
+    """Check every token of every shard; return the hash of all names and contents, in order. Raises DataError."""
     # The name of a formula says everything.
     digest = hashlib.sha256()
     for header in headers:
@@ -894,7 +896,7 @@ def scan_shards(headers: list):
     return digest.hexdigest()
 
 def resolve(cfg: Config, train: list[ShardHeader], val: list[ShardHeader]):
-    """Fill in the sizes that the shard headers decide. Raises DataError or ConfigError if they are contradicted."""
+    """Return the config with the sizes that shard headers decide. Raises DataError or ConfigError if two disagree."""
     first = train[0]
     for other in train + val:
         need(other.vocabulary == first.vocabulary, "shards of different vocabularies",
@@ -937,11 +939,11 @@ def check_enough_data(cfg: Config, schedule: Schedule, train: list[ShardHeader],
 
 def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int, max_doc_len: int):
     """Deal documents to the slots of a block in stream order (RECIPE 5.2).
-    Returns (slots, next document), a slot being (starts, ends) of pieces, or None where the shard ends too early."""
-    # Each slot takes documents, cut to max_doc_len, until it has slot_tokens + 1 tokens; the last one is cut to fit and
-    # its rest is lost: the next slot begins with a fresh document.
-    # Tokens before each document, and before the end, if all are cut to max_doc_len.
+    Returns (slots, next document), or None where the shard ends too early. A slot is (starts, ends) of its pieces."""
+    # Of documents cut to max_doc_len: tokens before each one, and before the end.
     tokens_before = np.concatenate([[0], np.cumsum(np.minimum(shard.doc_lengths, max_doc_len))])
+    # Each slot takes documents until it has slot_tokens + 1 tokens; the last one is cut to fit, and its rest is lost:
+    # the next slot begins with a fresh document.
     slots = []
     doc = first_doc
     for _ in range(num_slots):
@@ -957,6 +959,7 @@ def pack_block(shard: Shard, first_doc: int, num_slots: int, slot_tokens: int, m
     return slots, doc
 
 def make_slot(shard: Shard, starts: np.ndarray, ends: np.ndarray):
+    """Return the slot that consists of these pieces of a shard."""
     pieces = [shard.tokens[start:end] for start, end in zip(starts.tolist(), ends.tolist())]
     cu_seqlens = np.concatenate([[0], np.cumsum(ends - starts)])
     cu_seqlens[-1] -= 1                                                       # the last token is a target only
@@ -996,7 +999,7 @@ def bigram_hash(tokens: np.ndarray, rows: int):
     return ngram_hash(overwritten, (HASH_CURRENT, HASH_PREVIOUS), no_pair, none=no_pair)
 
 class Table(NamedTuple):
-    """An embedding of which a step reads few rows: further columns of its row in the parameter table."""
+    """An embedding of which a step reads few rows: what its row of the parameter table keeps as `rows`."""
     label: str
     rows: int                            # R
     reads: int                           # rows that a token reads
@@ -1021,20 +1024,20 @@ def row_tables(cfg: Config) -> tuple[Table, ...]:
               cadence=cfg.adam_every),
         Table("value_embed", NUM_VALUE_TABLES * V, NUM_VALUE_TABLES, value_rows, cadence=cfg.adam_every),
         Table("embed", V, 1, np.asarray, tied=True, cadence=cfg.adam_every)]             # a token's row is its own id
-    for line in cfg.tables:
-        factors, sign_factors = NGRAM_FACTORS[line.order]
-        ids = functools.partial(ngram_hash, factors=factors, modulus=line.rows - 1, none=line.rows - 1)
+    for ngram in cfg.tables:
+        factors, sign_factors = NGRAM_FACTORS[ngram.order]
+        ids = functools.partial(ngram_hash, factors=factors, modulus=ngram.rows - 1, none=ngram.rows - 1)
         signs = None
-        if line.signs:
+        if ngram.signs:
             signs = functools.partial(ngram_hash, factors=sign_factors, modulus=SIGN_VECTORS, none=SIGN_VECTORS)
-        tables.append(Table(line.label, line.rows, 1, ids, is_rowwise=True, home=line.home, cadence=line.cadence,
-                            rounding=line.rounding, signs=signs))
+        tables.append(Table(ngram.label, ngram.rows, 1, ids, is_rowwise=True, home=ngram.home, cadence=ngram.cadence,
+                            rounding=ngram.rounding, signs=signs))
     return tuple(tables)
 
 @dataclass(eq=False)
 class RowUpdate:
-    """The rows of this rank's shard that a row-wise update changes: those that any rank reads in the cycle, each once.
-    Rows that the update before changes as well are on the device already, and newer there than in a host home."""
+    """The rows of this rank's shard that a row-wise update changes: those that any rank reads in the cycle."""
+    # Rows that the update before changes as well are on the device already, and newer there than in a host home.
     places: Tensor                       # (u,) i64 in the shard, ascending
     inverse: Tensor                      # (requested,) i64: index into `places` of each requested row
     follows: RowUpdate | None            # the update before; None: there is none
@@ -1054,7 +1057,7 @@ def distinct_with_places(values: np.ndarray):
     return ordered[is_new], index
 
 def row_update(requested: np.ndarray, before: RowUpdate | None, fabric: Fabric):
-    """Make the update of the requested rows, which are places in the shard; before: the update that it follows."""
+    """Return the update of the requested rows, given as places in the shard; before: the update that it follows."""
     places, inverse = distinct_with_places(requested)
     places_before = np.empty(0, np.int64) if before is None else before.places.numpy()
     _, kept, kept_from = np.intersect1d(places, places_before, assume_unique=True, return_indices=True)
@@ -1086,7 +1089,7 @@ class TablePlan:
         return self.head_columns is not None
 
     def change_lists(self, change: Callable):
-        """Replace each list of rows by change(list): by its copy on the device."""
+        """Replace each list of rows by change(list), its copy on the device."""
         self.my_rows = change(self.my_rows)
         self.requested_rows = change(self.requested_rows)
         if self.tied:
@@ -1159,12 +1162,12 @@ class Planner:
         return [batch.map(self.fabric.host_tensor) for batch in batches]
 
     def plan(self, table: Table, purpose: str, values: Values, batches: list[Batch]):
-        """Plan a table's rows for the batches of its cycle, still arrays; put the index of each lookup into them."""
+        """Return the plan of a table's rows for its cycle. Puts the index of each lookup into the batches, an array."""
         # Rows are dealt to ranks in turn: frequent tokens have neighbouring ids, and owners are to share the work.
         began = time.perf_counter()
         W = self.fabric.world
         size = self.shard_sizes[table.label]
-        tied = table.tied and values.tied                                      # head and embedding part between cycles
+        tied = table.tied and values.tied                                     # for the whole cycle: untying ends one
         ids = [table.ids(batch.tokens) for batch in batches]
         logical = np.concatenate([x.ravel() for x in ids])
         place = logical.astype(np.int64) // W
@@ -1211,7 +1214,7 @@ class Loader:
     cfg: Config
     fabric: Fabric
     headers: list[ShardHeader]
-    cycles: Iterable[list[Values]]       # of each cycle's steps, asked for on the background thread
+    cycles: Iterable[list[Values]]       # each cycle's steps; the background thread takes them one by one
     exchange: Callable | None = None     # see Planner
     purpose: str = "train"
 
@@ -1228,6 +1231,7 @@ class Loader:
         self.plans_in_use = {}
 
     def skip(self, steps: Iterable[Values]):
+        """Pass over the blocks of these steps, which a resumed run has trained with."""
         for values in steps:
             self._block(values)
 
@@ -1239,7 +1243,7 @@ class Loader:
         """Return the batches of the next cycle; [] after the last. Raises what went wrong in the thread."""
         return bounded(self.ahead, self.cfg, "waiting for the loader thread")
 
-    def next(self, values: Values) -> Batch:
+    def next(self, values: Values):
         """Return the batch of this step, on the device. Raises DataEnded."""
         if not self.ready:
             self.ready = self.wait()
@@ -1266,13 +1270,13 @@ class Loader:
             pool.shutdown(wait=False, cancel_futures=True)
 
     def _make_cycle(self):
-        """Make this rank's batches of the next cycle; runs on the worker thread."""
+        """Return this rank's batches of the next cycle; runs on the worker thread."""
         cycle = next(self.cycles, [])
         my_slots = []
         for values in cycle:
             shard, block = self._block(values)
-            pieces_of_mine = block[self.fabric.rank::self.fabric.world]
-            my_slots.append([make_slot(shard, starts, ends) for starts, ends in pieces_of_mine])
+            pieces_of_slots = block[self.fabric.rank::self.fabric.world]
+            my_slots.append([make_slot(shard, starts, ends) for starts, ends in pieces_of_slots])
         return self.planner.batches(self.purpose, cycle, my_slots)
 
     def _read_ahead(self):
@@ -1284,9 +1288,9 @@ class Loader:
 
     def _block(self, values: Values):
         """Return the next block of slots: its shard, and (starts, ends) of the pieces of each slot."""
-        # Where a block does not fit into the rest of a shard, it begins the next.
-        # Try the rest of the shard in use, then each shard once from its start, the one in use included.
-        for _ in range(len(self.headers) + 2):
+        # A block lies in one shard. Try the rest of the shard in use, which may be the empty one of the beginning, then
+        # each shard once from its start, the one in use included.
+        for _ in range(len(self.headers) + 1):
             packed = pack_block(self.shard, self.doc, self.cfg.num_slots, values.slot_tokens, self.cfg.max_doc_len)
             if packed is not None:
                 slots, self.doc = packed
@@ -1319,7 +1323,7 @@ class ValidationSet:
         slots = validation_slots(shards, cfg.num_slots, slot_tokens, cfg.document_start)
         self.slots = list(itertools.islice(slots, cfg.val_tokens // slot_tokens))
 
-        # What is claimed about the text is of the very tokens that are predicted.
+        # Entropy and bytes are those of the very tokens that are predicted.
         targets = np.concatenate([slot.tokens[1:] for slot in self.slots])
         counts = np.bincount(targets, minlength=cfg.vocab_size)
         shares = counts[counts > 0] / len(targets)
@@ -1333,13 +1337,13 @@ class ValidationSet:
             self.bytes_per_token = float(counts @ list(map(len, self.vocabulary)) / len(targets))
 
     def text_losses(self, loss: float):
-        """Bits per byte of a loss in nats per token, and the unigram entropy; {} where no token's bytes are known."""
+        """Return bits per byte of a loss in nats per token, and the unigram entropy; {} where bytes are not known."""
         if self.bytes_per_token is None:
             return {}
         return dict(val_bpb=loss / math.log(2) / self.bytes_per_token, unigram_nats=self.unigram_nats)
 
     def batches(self, values: Values):
-        """This rank's slots, one block at a time."""
+        """Yield the batches of this rank's slots, one for each block, on the device."""
         S = self.cfg.num_slots
         for first in range(0, len(self.slots), S):
             my_slots = self.slots[first + self.fabric.rank:first + S:self.fabric.world]
@@ -1416,7 +1420,7 @@ def rotate(x, cos, sin):
 # ---- Attention
 @dataclass(frozen=True)
 class AttentionSpan:
-    """How far attention looks: the three numbers, and `numbers`, (3,) f64 on the CPU with the same."""
+    """How far attention looks: three fields, and `numbers`, a (3,) f64 tensor on the CPU with their values."""
     max_len: int                         # upper bound of a document's length, in positions
     window: int                          # keys before its own that a query sees at most
     scale: float                         # of the softmax
@@ -1427,7 +1431,7 @@ class AttentionSpan:
         object.__setattr__(self, "numbers", numbers)          # frozen, so that they never differ from the fields
 
 def attention_reference(q, k, v, cu_seqlens, span: AttentionSpan):
-    """Causal softmax attention inside documents, at the cost of N * window. q, k, v (N, H, E) -> (N, H, E).
+    """Do causal softmax attention inside documents, at the cost of N * window. q, k, v (N, H, E) -> (N, H, E).
     cu_seqlens (C,) i32 ascends from 0 to N, empty documents allowed."""
     # With blocks as long as its window, a query sees keys of its own block and of the one before, and no others.
     # Zeros stand before block 0 and fill the last one.
@@ -1452,7 +1456,7 @@ def attention_reference(q, k, v, cu_seqlens, span: AttentionSpan):
     return out.transpose(1, 2).reshape(blocks * block, heads, width)[:count]
 
 def attention_varlen(q, k, v, cu_seqlens, span: AttentionSpan):
-    """The same by torch's variable-length kernel (FA2, FA3, FA4): CUDA, bf16 or f16."""
+    """Compute attention_reference by torch's variable-length kernel (FA2, FA3, FA4): CUDA, bf16 or f16."""
     return Varlen.apply(q, k, v, cu_seqlens, span.numbers)
 
 class Varlen(torch.autograd.Function):
@@ -1482,7 +1486,7 @@ def varlen_arguments(cu_seqlens, numbers):
 
 @torch.library.custom_op("train_gpt::varlen", mutates_args=())
 def varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(output, and for the backward: log-sum-exp, state of a generator)"""
+    """Return the output, and for the backward the log-sum-exp and the state of a generator."""
     return torchs_varlen()._varlen_attn(q, k, v, **varlen_arguments(cu_seqlens, numbers))
 
 @varlen.register_fake
@@ -1657,7 +1661,7 @@ def relu_sq_kernel(x, w, squares, out, count, columns, depth, BACKWARD: tl.const
 
 @torch.library.custom_op("train_gpt::relu_sq", mutates_args=())
 def relu_sq(x: Tensor, w: Tensor, squares: Tensor | None) -> Tensor:
-    """relu_sq_kernel, where it fits: max(x w^T, 0)^2, or with squares (N, F) its BACKWARD. x (N, K), w (F, K)."""
+    """Launch relu_sq_kernel: max(x w^T, 0)^2, (N, F), or with squares its BACKWARD. x (N, K), w (F, K)."""
     triton = importlib.import_module("triton")
     device = x.device
     card = torch.cuda.get_device_properties(device)
@@ -1682,11 +1686,11 @@ def _(x: Tensor, w: Tensor, _: Tensor | None) -> Tensor:
     return x.new_empty(len(x), len(w))
 
 def fits_relu_sq(x, w):
-    """True if relu_sq supports this device, dtype and shape of x (N, K) and w (F, K)."""
+    """True if relu_sq supports the device, dtype and shapes of x (N, K) and w (F, K)."""
     if not x.is_cuda or x.dtype not in (torch.bfloat16, torch.float16):
         return False
     described = all(length * x.element_size() % DESCRIBED_BYTES == 0 for length in (x.shape[1], len(w)))
-    card = torch.cuda.get_device_properties(x.device)         # which compilers take for a constant
+    card = torch.cuda.get_device_properties(x.device)         # a constant in a compiled graph
     return described and (card.major, card.minor) in RELU_SQ_TILES
 
 class ReluSqMLP(torch.autograd.Function):
@@ -1738,7 +1742,7 @@ def row_chunks(logits, *arrays: Tensor):
     return zip(*(x.split(rows) for x in (logits, *arrays)))
 
 def next_token_losses(y, w, targets):
-    """Evaluation: -log softmax(softcap(y w))[target], no fp8. y (N, D), w (D, V), targets (N,) -> (N,) f32 or f64."""
+    """Return -log softmax(softcap(y w))[target], without fp8. y (N, D), w (D, V), targets (N,) -> (N,) f32 or f64."""
     losses = []
     for logits, ids in row_chunks(y @ w, targets[:, None]):
         z = softcap(logits.to(accum_dtype(y.dtype)))
@@ -1759,7 +1763,7 @@ def mtp_targets(targets, weights):
 
 def losses_with_gradient(logits, ids, token_weights, grad, factor: float):
     """logits (N, V), ids and token_weights (N, G) -> sum over k of token_weights[k] * -log softmax(z)[ids[k]], (N,).
-    Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits: the softmax is here."""
+    Overwrites grad (N, V), which may be the logits, with factor * LOGIT_WIDTH * dloss/dlogits."""
     if torch.compiler.is_compiling():
         # Two sweeps, which fuse, in powers of 2, which take fewer instructions: a softmax would leave (N, V) in f32.
         cap = LOGIT_CAP * math.log2(math.e)                                   # of z / ln 2
@@ -1783,7 +1787,7 @@ def losses_with_gradient(logits, ids, token_weights, grad, factor: float):
         grad_z = probability.mul_(scaled.sum(dim=1, keepdim=True))
         for column, weight in zip(block_ids.split(1, dim=1), scaled.split(1, dim=1)):
             grad_z.scatter_add_(1, column, -weight)                           # one by one: a row may have an id twice
-        slope = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)                  # z - z^2 / 23: LOGIT_WIDTH dz by dlogit
+        slope = torch.addcmul(z, z, z, value=-1 / LOGIT_CAP)                  # z - z^2 / 23 = LOGIT_WIDTH * dz/dlogit
         torch.mul(grad_z, slope, out=out)
     return torch.cat(losses)
 
@@ -1794,7 +1798,7 @@ def e4m3(x, scale: float):
 def fp8_product(a, b, scale, native: bool, out_dtype: torch.dtype,
                 fast: bool = False):
     """a @ b * scale of fp8 matrices, scale () f64. native: the device's product, fast: with a shorter accumulator."""
-    # Elsewhere the product is one in out_dtype, which holds fp8 exactly.
+    # Without such a device the product is one of numbers in out_dtype, which holds fp8 exactly.
     if not native:
         return a.to(out_dtype) @ b.to(out_dtype) * scale.to(out_dtype)
     b = b.t().contiguous().t()                                                # in columns, as the device wants it
@@ -1807,16 +1811,17 @@ class HeadLoss(torch.autograd.Function):
     y (N, D), w (D, V), targets (B, T) i64 with B * T = N, weights (G,). Returns each position's loss, (N,) f32 or f64:
         sum over k < G with t + k < T of weights[k] * (lse_t - z_t[targets[t + k]]),  z = 23 sigmoid((y w + 5) / 7.5).
     Targets cross documents and stop at the slot's end; all V columns are in the softmax. With precision "fp8" or
-    "emulated", y and w are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448."""
+    "emulated", y and w are e4m3 and the gradient of the logits is e5m2 under the scale loss_weight * 0.75 / 448, where
+    loss_weight () is the seed of the backward. part: where w's gradient goes."""
     @staticmethod
     def forward(ctx, y, w, targets, weights, loss_weight, precision, logits_dtype, part):
         ctx.part = part
         ctx.precision = precision
         accum = accum_dtype(y.dtype)
-        # Kept for backward: the gradient of the logits, in their memory, or in fp8 in a tensor of half the bytes.
+        # The gradient of the logits is made here, for backward: in their memory, or in fp8 in half as many bytes.
         if precision == "plain":
             logits = grad = y @ w
-            factor = 1.0                                                      # backward divides by the width
+            factor = 1.0                                                      # backward divides by LOGIT_WIDTH
         else:
             native = precision == "fp8"
             product_dtype = logits_dtype if native else accum
@@ -1851,7 +1856,7 @@ class HeadLoss(torch.autograd.Function):
         grad_y = factor.to(dtype_y) * fp8_product(grad, w.t(), scale * FP8_W_SCALE, native, dtype_y)
         payload = (factor * grad.to(factor.dtype)).to(grad.dtype)             # part of the copy into columns
         product = fp8_product(y.t().contiguous(), payload, scale * FP8_Y_SCALE, native, factor.dtype)
-        grad_w = accumulate_wgrad(ctx.part, product, None)                    # it cannot add: a scratch
+        grad_w = accumulate_wgrad(ctx.part, product, None)                    # scaled_mm cannot add to main_grad
         return grad_y, grad_w, *[None] * 6
 
 
@@ -1928,7 +1933,7 @@ class Parameter(NamedTuple):
     wd_mul: float = 1.0
     betas: tuple = (0.9, 0.99)
     full_precision: bool = False         # f32 where the weights are bf16
-    # Ranks own shards of what has one of these, and update all else alike.
+    # A parameter with one of these two is owned in shards; every rank updates all others alike.
     parts: tuple[int, ...] = ()          # heights of a layer's matrices in its main_grad; (): autograd's gradient
     rows: Table | None = None            # of an embedding whose rows travel one by one
 
@@ -1963,13 +1968,13 @@ def initial_values(row: Parameter, generator: torch.Generator):
 
 def scalar_values(cfg: Config):
     """Return initial values of the packed scalars by name: recipe A's, then tables that enter the residual stream."""
-    return SCALARS | {line.label: (NGRAM_MIX,) * len(LAYERS) for line in cfg.tables if line.place is None}
+    return SCALARS | {ngram.label: (NGRAM_MIX,) * len(LAYERS) for ngram in cfg.tables if ngram.place is None}
 
 def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
-    """Label, shape, initial value, optimizer, multipliers (RECIPE 2.1, 2.6)."""
+    """Return all parameters, tables included: shapes, initial values, optimizers, multipliers (RECIPE 2.1, 2.6)."""
     D, H, V = cfg.model_dim, cfg.num_heads, cfg.padded_vocab
     L, A, inside = len(LAYERS), len(ATTENTION_LAYERS), MLP_FACTOR * D
-    value_gates = NUM_VALUE_TABLES + sum(line.place is not None for line in cfg.tables)
+    value_gates = NUM_VALUE_TABLES + sum(ngram.place is not None for ngram in cfg.tables)
     bigrams, values, embed, *ngram_rows = row_tables(cfg)
     scalars = sum(scalar_values(cfg).values(), ())
 
@@ -1993,13 +1998,13 @@ def parameter_table(cfg: Config) -> tuple[Parameter, ...]:
         Parameter("lm_head", (D, V), ("normal", 0.005), **head, parts=(D,)),
         Parameter("embed", (embed.rows, D), zeros, **head, rows=embed),       # lm_head^T while they are tied
         # The row-wise rule has no first moment.
-        *(Parameter(line.label, (line.rows, D), zeros, "rowwise", line.lr_mul, line.wd_mul, (0.0, line.beta2),
-                    rows=rows) for line, rows in zip(cfg.tables, ngram_rows)))
+        *(Parameter(ngram.label, (ngram.rows, D), zeros, "rowwise", ngram.lr_mul, ngram.wd_mul, (0.0, ngram.beta2),
+                    rows=rows) for ngram, rows in zip(cfg.tables, ngram_rows)))
 
 AttentionSpans = dict[tuple[str, str], AttentionSpan]                         # by attention and window of a layer
 
 def spans_of(short: int, long: int, max_len: int, scale: float):
-    """Spans of every kind of layer; windows in positions, max_len in tokens, of which paired layers make two each."""
+    """Return the span of every kind of layer. Windows in positions; max_len in tokens: 2 positions in paired layers."""
     return {(attention, name): AttentionSpan(per_token * max_len, window, scale)
             for attention, per_token in (("plain", 1), ("paired", 2))
             for name, window in (("short", short), ("long", long))}
@@ -2023,12 +2028,12 @@ class GPT(nn.Module):
             weight = torch.empty((shard_rows.get(label, rows), *rest), dtype=row_dtype)
             self.register_parameter(label, nn.Parameter(weight))
 
-        # No checkpoint needs what follows from settings and the place in the plan.
-        if any(line.signs for line in self.ngrams):
+        # Buffers follow from settings and schedule: no checkpoint needs them.
+        if any(ngram.signs for ngram in self.ngrams):
             self.register_buffer("sign_vectors", sign_vectors(cfg.model_dim).to(dtype), persistent=False)
         for name in ("rotary_cos", "rotary_sin"):                             # paired layers have 2T positions
             self.register_buffer(name, torch.zeros(2 * rotary_len, cfg.head_dim, dtype=dtype), persistent=False)
-        self.turning = {}                                     # angle per position of each channel, by frequencies
+        self.turning = {}                                     # frequencies -> angle per position of each channel
 
     @torch.no_grad()
     def set_initial_values(self, seed: int, shard: Callable):
@@ -2067,7 +2072,7 @@ class GPT(nn.Module):
                               as_part(self.lm_head)).view_as(batch.targets)
 
     def hidden(self, batch: Batch, spans: AttentionSpans, row_buffers: dict):
-        """The normalised stream that enters the head, (B, T, D).
+        """Return the normalised stream that enters the head, (B, T, D).
         row_buffers: label of a table -> (rows to read, f32 or f64 sums of their gradients or None)"""
         # All that the layers share is taken apart once: each access would cost the backward a pass of its own.
         scalars = dict(zip(self.scalar_sizes, self.scalars.split(list(self.scalar_sizes.values()))))
@@ -2114,7 +2119,7 @@ class GPT(nn.Module):
         return rms_norm(x - scalars["backout"].type_as(x) * kept[BACKOUT])
 
     def inputs(self, batch: Batch, scalars: dict, row_buffers: dict):
-        """Read the tables: all that enters the layers, rows (B, T, D) each.
+        """Read the tables. Returns all that enters the layers, rows (B, T, D) each:
         x0       the normalised embedding, where the residual stream begins
         streams  (share by layer, rows) of what every layer mixes in: bigrams, then tables of n-grams
         values   depth -> [(number of the gate, rows)] of what joins the attention values of a layer"""
@@ -2131,20 +2136,20 @@ class GPT(nn.Module):
                 values[depth] = [(layer.value, value_rows[layer.value])]
 
         # Gates of n-gram tables come after those of the value tables, in the order of the tables.
-        gate = NUM_VALUE_TABLES
-        for line in self.ngrams:
-            rows, = self.rows_of(line.label, batch, row_buffers)
-            if line.signs:
-                rows = rows * F.embedding(batch.signs[line.label], self.sign_vectors)
-            if line.place is None:
-                streams.append((scalars[line.label].unbind(), rows))
+        gate_number = NUM_VALUE_TABLES
+        for ngram in self.ngrams:
+            rows, = self.rows_of(ngram.label, batch, row_buffers)
+            if ngram.signs:
+                rows = rows * F.embedding(batch.signs[ngram.label], self.sign_vectors)
+            if ngram.place is None:
+                streams.append((scalars[ngram.label].unbind(), rows))
             else:
-                values.setdefault(line.place, []).append((gate, rows))
-                gate += 1
+                values.setdefault(ngram.place, []).append((gate_number, rows))
+                gate_number += 1
         return x0, streams, values
 
     def rows_of(self, label: str, batch: Batch, row_buffers: dict):
-        """Rows of a table by the batch's index (B, T) or (B, reads, T), one (B, T, D) per read."""
+        """Return rows of a table by the batch's index (B, T) or (B, reads, T): one (B, T, D) per read."""
         index = batch.rows[label]
         rows, row_grads = row_buffers[label]
         # A lookup for each read: its gradient goes to the row gradients as it comes up, and is stacked with no other.
@@ -2153,7 +2158,7 @@ class GPT(nn.Module):
 
     def attend(self, layer: Layer, n: Tensor, qkv: Tensor, value_rows: list,
                cu_seqlens: Tensor, span: AttentionSpan):
-        """Attention of one layer before its gate and output matrix, qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E).
+        """Do one layer's attention, up to its gate and output matrix: qkv (B, T, 3D) of n (B, T, D) -> (B, T, H, E).
         value_rows: (number of the gate, rows (B, T, D)) that join the values. Angles are of positions in the slot."""
         slots, length, _ = n.shape
         q, k, v = qkv.view(slots, length, QKV, self.heads, self.head_dim).unbind(2)
@@ -2189,7 +2194,7 @@ class GPT(nn.Module):
         return self.attention(*flat, cu_seqlens, span).view(v.shape)
 
 def gate_of(features: Tensor, weight: Tensor):
-    """Shares between 0 and 1: features (..., GATE_INPUTS), weight (heads, GATE_INPUTS) -> (..., heads)."""
+    """Return shares between 0 and 1: features (..., GATE_INPUTS), weight (heads, GATE_INPUTS) -> (..., heads)."""
     return torch.sigmoid(F.linear(features, weight))
 
 
@@ -2199,7 +2204,7 @@ def gate_of(features: Tensor, weight: Tensor):
 Wait = Callable[[], object]              # returns when what was launched is complete
 
 def no_wait(**_):
-    """Do nothing: stands for a wait, report, restore or plans_ahead that is absent."""
+    """Do nothing: the wait, report, restore or plans_ahead where there is none."""
 
 def exchange_plans(fabric: Fabric, group, dtype: str, plans: dict[str, TablePlan]):
     """Tell every owner which of its rows this rank reads, and put into the plans what ranks request of this one.
@@ -2217,8 +2222,9 @@ def exchange_plans(fabric: Fabric, group, dtype: str, plans: dict[str, TablePlan
     everyone = [None] * W
     dist.all_gather_object(everyone, (common, counts), group=group)
     for reader, (theirs, _) in enumerate(everyone):
-        for found, mine in zip(theirs, common):
-            need(found == mine, f"row plans of ranks {reader} and {me}", found, mine, "use the same flags", RunError)
+        for found, expected in zip(theirs, common):
+            need(found == expected, f"row plans of ranks {reader} and {me}", found, expected, "use the same flags",
+                 RunError)
 
     # Then all lists in one message, owner by owner. They arrive reader by reader, and table by table from each.
     leaving = torch.cat([of_table[owner] for owner in range(W) for of_table in lists])
@@ -2310,7 +2316,7 @@ class RowTable:
             self.arrival = self._bring(plan, self.cache.detach(), rows, places)
 
     def rows_for_forward(self, plan: TablePlan):
-        """Return the cache with the plan's rows, and row_grads. Raises RunError if another awaits its update."""
+        """Return the cache with the plan's rows, and row_grads. Raises RunError if they are of another plan."""
         # Unless a rank is alone, row_grads are of one plan, whose list says where they go.
         if plan not in self.pending:
             need(self.alone or not self.pending, f"gradients of {self.table.label}",
@@ -2323,7 +2329,8 @@ class RowTable:
         return self.cache, self.row_grads
 
     def read(self, plan: TablePlan):
-        """Return (the plan's rows in a new tensor, or alone the shard, None): for validation and sampling."""
+        """Return the plan's rows in a new tensor, or the shard if the rank is alone; and None for row_grads.
+        For validation and sampling."""
         plan.change_lists(self._on_device)
         out = self.shard
         if not self.alone:
@@ -2361,10 +2368,11 @@ class RowTable:
         for plan in self.pending:
             at = self._in_row_grads(plan)
             head_grad[:, plan.head_columns] += self.row_grads[at].t().to(head_grad.dtype)
-            self.row_grads[at] = 0                                            # rows of several plans count once
+            self.row_grads[at] = 0                                            # a row in two of the plans counts once
         self.clear()
 
     def updated(self):
+        """Put the rows that a row-wise update has changed back into their home."""
         plan, = self.pending
         self.home.put(plan.update, self.live)
 
@@ -2399,7 +2407,6 @@ class RowTable:
         self.report(**plan.tag, table=self.table.label, mode=self.mode, rows=len(plan.my_rows), reads=plan.reads,
                     **moved, plan_ms=round(plan.plan_ms, 3))
 
-
     def _on_device(self, rows: Tensor):
         return rows.to(self.fabric.device, non_blocking=True)
 
@@ -2411,7 +2418,7 @@ class RowTable:
         self.arrival = no_wait
 
     def _bring(self, plan: TablePlan, out: Tensor, rows: Tensor, places: Tensor | None):
-        """Launch a plan's rows into `out`. This rank sends its rows at places; None: all of them, as they are."""
+        """Launch a plan's rows into `out`, and return the wait. This rank sends rows[places], or all rows for None."""
         if self.debug:
             out.fill_(math.nan)                                               # rows of no plan are not to be read
         arriving = out[:len(plan.my_rows)]
@@ -2424,7 +2431,7 @@ class RowTable:
 
     def _launch(self, plan: TablePlan, out: Tensor, rows: Tensor, recv_counts: list[int],
                 send_counts: list[int]):
-        """Launch the all-to-all of rows into `out`; lists may be empty."""
+        """Launch the all-to-all of rows into `out`, and return the wait. Lists may be empty."""
         plan.count_bytes(self.fabric.rank, send_counts, recv_counts, rows.shape[1] * rows.element_size())
         if self.fabric.world == 1:
             out.copy_(rows)
@@ -2455,7 +2462,7 @@ MAP_NORESERVE = 0x4000                   # of Linux on x86 and ARM; Python has t
 PIECE_ROWS = 1 << 14                     # rows of a rank that are copied, sent to another rank or in a file together
 
 def untouched_zeros(shape: tuple, dtype: torch.dtype):
-    """Allocate zeros on the host that take memory page by page, when they are first written."""
+    """Return zeros on the host that take memory page by page, when they are first written."""
     if sys.platform != "linux":
         return torch.zeros(shape, dtype=dtype)
     # Nothing is reserved, for a plain mapping of 38 GB is refused on a machine of 24. Pages are small ones, for a row
@@ -2481,7 +2488,7 @@ class DeviceHome:
         self.invalidate()
 
     def prepare(self, requested: np.ndarray):
-        """Make the update of the next cycle; requested: places in the shard, reader by reader."""
+        """Return the update of the next cycle; requested: places in the shard, reader by reader."""
         return row_update(requested, None, self.fabric)
 
     def take(self, update: RowUpdate):
@@ -2500,7 +2507,7 @@ class DeviceHome:
         return rows.index_select(0, places.to(rows.device)).to(self.device, non_blocking=True)
 
     def invalidate(self):
-        """Forget which updates are prepared, and their rows: those at home count."""
+        """Forget prepared updates and their rows on the device: from here on the rows at home are right."""
         self.traffic = dict(bytes_up=0, bytes_down=0)                         # between host and device
 
     def touched_places(self):
@@ -2563,7 +2570,7 @@ class HostHome(DeviceHome):
         self.prefetch = self.mover.submit(self._bring_up, update.places[update.fresh])
 
     def take(self, update: RowUpdate):
-        # After a reset, an update that was prepared before it finds no rows here: all of them come up.
+        # Only the expected update finds its prefetched rows. After a reset none is: all its rows come up.
         with self.lock:
             expected = self.prepared[:1] == [update] and update.follows is self.taken
             coming = self.prefetch if expected else self.mover.submit(self._bring_up, update.places)
@@ -2757,13 +2764,13 @@ def cpu_scalar(value: float):
     return torch.tensor(value, dtype=torch.float64)
 
 def initial_state(row: Parameter, shard):
-    """Allocate the optimizer's state of a parameter or a shard of it, zeros by name."""
+    """Return the optimizer's state of a parameter or a shard of it: name -> zeros."""
     # The one place that lists it: snapshots, checkpoints and the memory estimate follow.
     shard = bank_matrices(row, shard)
     zeros = functools.partial(torch.zeros_like, dtype=accum_dtype(shard.dtype))
     if row.optimizer == "adam":
         return dict(m=zeros(shard), v=zeros(shard))
-    # NorMuon takes means of squares along rows, or along columns of wide matrices: the fewer numbers.
+    # NorMuon takes means of squares along rows, or along columns of wide matrices: the smaller state.
     axis = -1 if shard.shape[-2] >= shard.shape[-1] else -2
     state = dict(momentum=zeros(shard), second=zeros(shard.narrow(axis, 0, 1)))
     if shard.dtype == torch.bfloat16:
@@ -2835,7 +2842,7 @@ class Sharded:
         self.main_grad = torch.zeros_like(self.padded, dtype=accum if accumulates or not is_bank else weight.dtype)
         self.comm_buffer = self.main_grad
         if fabric.world > 1:
-            self.comm_buffer = self.main_grad.to(weight.dtype)                # the same one where the type is
+            self.comm_buffer = self.main_grad.to(weight.dtype)                # no copy if the type is the same
         weight.main_grad = self.main_grad[:count].view_as(weight)
         weight.writes = torch.zeros(len(row.parts) * (len(weight) if is_bank else 1), dtype=torch.int64)
         self.backwards = 0               # passes since the clear, each of which writes every part once
@@ -2849,7 +2856,7 @@ class Sharded:
             self.lr_muls = lr_muls[self.slice]
 
     def has_gradient(self):
-        """Raises RunError unless every backward pass wrote each part of the main_grad once."""
+        """True if a backward pass has run. Raises RunError unless each one wrote every part of the main_grad once."""
         writes = self.weight.writes
         need(writes.eq(self.backwards).all(), f"main_grad of {self.row.label}", f"written {writes.tolist()} times, by "
              "part", f"{self.backwards} times each, once in every backward pass since the last update",
@@ -2857,12 +2864,12 @@ class Sharded:
         return self.backwards > 0
 
     def reduce(self):
-        self.comm_buffer.copy_(self.main_grad)                                # nothing, where they are one
+        self.comm_buffer.copy_(self.main_grad)                                # no copy where both are one tensor
         self.grad = self.comm_buffer[self.slice]
         self.wait = self.optimizer.launch(dist.reduce_scatter_tensor, self.grad, self.comm_buffer)
 
     def update(self, values: Values):
-        """Update the shard; returns the wait for those of the other ranks."""
+        """Update the shard. Returns the wait for the shards of other ranks."""
         optimizer = self.optimizer
         grad = self.grad[:len(self.shard)]
         if self.row.optimizer == "adam":
@@ -2925,7 +2932,7 @@ class TableEntry:
 
     def clear(self):
         self.grad = None
-        self.wait = no_wait                                                   # the old one holds `arrived`
+        self.wait = no_wait                                                   # the old one keeps `arrived` alive
         self.table.clear()
 
 class Optimizer:
@@ -2987,7 +2994,7 @@ class Optimizer:
         need(not missing, "optim_step", f"no gradient of {sorted(missing)}", "one of each", "forward_backward first",
              RunError)
 
-        # Tied, head and embedding are one parameter with one gradient.
+        # While they are tied, head and embedding are one parameter with one gradient.
         head = self.model.lm_head
         tied_update = values.tied and "embed" in active
         if tied_update:
@@ -3005,7 +3012,7 @@ class Optimizer:
                 entry.wait()
                 gathers.append(entry.update(values))
                 entry.clear()
-                # Rows of a table's next cycle set off at once: its first lookup waits for them.
+                # Rows of a table's next cycle are launched at once: its first lookup waits for them.
                 plans = plans_ahead() if label in self.tables else None
                 if plans:
                     self.tables[label].fetch(plans[label])
@@ -3039,8 +3046,8 @@ class Optimizer:
         # The head's moments are owned along D and the embedding's along V, of which rank r has r, r + W, ...
         for name, moment in self.state["embed"].items():
             size, depth = moment.shape
-            mine = self.state["lm_head"][name]
-            padded = F.pad(mine, (0, W * size - weight.shape[1], 0, self.sharded["lm_head"].shard_size - len(mine)))
+            owned = self.state["lm_head"][name]
+            padded = F.pad(owned, (0, W * size - weight.shape[1], 0, self.sharded["lm_head"].shard_size - len(owned)))
             leaving = padded.t().view(size, W, -1).transpose(0, 1).contiguous()           # by owner
             arrived = leaving.clone()
             self.launch(dist.all_to_all_single, arrived, leaving)()
@@ -3066,7 +3073,7 @@ class Executor:
         self.cfg = cfg
         self.fabric = fabric
         self.precision = precision
-        self.rotary = None                                    # whose angles the model holds
+        self.rotary = None                                    # the Rotary whose angles the model holds
         self.accum_dtype = accum_dtype(getattr(torch, cfg.dtype))
         self.slots_at_once = slots_at_once or cfg.num_slots // fabric.world
         self.planner = Planner(cfg, fabric, self.exchange)
@@ -3085,7 +3092,7 @@ class Executor:
                                                 self.model.lm_head)
 
         # What is compiled is called often, and with few sets of shapes.
-        self.compiling = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
+        self.compiling = cfg.compile == 1 or (cfg.compile and fabric.on_cuda)
         if self.compiling:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         self.model_hidden = self.compiled(self.model.hidden)
@@ -3114,15 +3121,15 @@ class Executor:
             exchange_plans(self.fabric, group, self.cfg.dtype, plans)
 
     def exchange_ahead(self, plans: dict[str, TablePlan]):
-        """Do the same in the loader's thread, and let rows of training's next update set off."""
+        """Exchange in the loader's thread, and prepare the next update of row-wise tables."""
         self.exchange(plans, self.fabric.plan_group)
         for label, plan in plans.items():
             self.tables[label].prepare(plan)
 
     def forward_backward(self, batch: Batch, values: Values, loss_weight: float = 1.0) -> Losses:
-        """Add loss_weight * d(sum of this rank's slot losses) to the gradients, without waiting for the device.
+        """Add loss_weight * d(sum of this rank's slot losses) to the gradients. Does not wait for the device.
         A weight of 0 adds zeros, whatever the loss: this rank still takes part in the update."""
-        # Rows of tables set off after the last update; here they have to be there.
+        # Rows of tables were launched after the last update; here the wait for them ends.
         spans = self._attention_of(values, min(self.cfg.max_doc_len, batch.tokens.shape[1]))
         row_buffers = {}
         for label, table in self.tables.items():
@@ -3298,7 +3305,7 @@ LOGIT_COPIES = 1.5                       # logits in bf16, and their gradient in
 LOGIT_COPIES_PLAIN = 6                   # the same in f32 or f64
 
 def memory_estimate(cfg: Config, fabric: Fabric, kernel: Callable, slots_at_once: int):
-    """Return a run's largest memory, bytes by part: counted, but activations estimated by constants above."""
+    """Return a run's largest memory, bytes by part. All are counted but activations, which the constants above give."""
     W = fabric.world
     dtype = getattr(torch, cfg.dtype)
     item = dtype.itemsize
@@ -3379,7 +3386,7 @@ def sync_to_disk(path: Path):
 
 @contextlib.contextmanager
 def refused(path: Path, kind: type = RunError):
-    """Turn what the system refuses inside into an error of that kind, with the path."""
+    """Turn a refusal of the system in the body into an error of that kind, with the path."""
     try:
         yield
     except (OSError, ValueError, RuntimeError) as error:      # torch.save makes RuntimeErrors of what the disk says
@@ -3388,7 +3395,7 @@ def refused(path: Path, kind: type = RunError):
 
 @contextlib.contextmanager
 def damaged(path: Path):
-    """Raise a DataError that names the path for whatever is wrong with its content inside."""
+    """Turn any error in the body, other than our own, into a DataError that names the path."""
     try:
         yield
     except TrainerError:
@@ -3570,11 +3577,11 @@ class Log:
         self.tokens = earlier["tokens"]
         self.done = earlier["done"]      # steps
         self.last_good = earlier["last_good"]                 # validation, in words
-        self.pending = []                # steps whose loss nobody has seen: (fields, sums, tokens, event of the copy)
+        self.pending = []                # steps whose loss is not read yet: (fields, sums, tokens, event of the copy)
         self.files = {}
         self.on_terminal = fabric.rank == 0 and sys.stderr.isatty()
         if fabric.rank == 0:
-            # A log that is there is another run's. Without buffers a killed run leaves every line.
+            # An existing log is another run's. Without buffers a killed run leaves every line.
             with refused(run_dir):
                 run_dir.mkdir(parents=True, exist_ok=True)
                 for name in LOGS:
@@ -3585,6 +3592,7 @@ class Log:
             self._write(name, text.encode())
 
     def seen(self):
+        """Return what a checkpoint needs to go on with this log."""
         self.flush()
         return dict(tokens=self.tokens, done=self.done, last_good=self.last_good,
                     lines={name: (self.run_dir / name).read_text("utf-8") for name in self.files})
@@ -3614,7 +3622,7 @@ class Log:
 
     @contextlib.contextmanager
     def phase(self, name: str, timed: bool = False):
-        """Write how long the body took. timed: on the clock."""
+        """Write how long the body took. timed: it was on the clock."""
         began = time.perf_counter()
         yield
         ms = (time.perf_counter() - began) * 1000
@@ -3717,9 +3725,9 @@ def warm_up(cfg: Config, fabric: Fabric, executor: Executor, log: Log):
     restore()
 
 def cycles_from(first: int, schedule: Schedule, clock: Clock):
-    """Yield the Values of each cycle from step `first` on; runs on the loader's thread, a cycle ahead of the race.
-    With a time budget the clock of rank 0 gives a cycle's place in the plan: the share of the budget that will be over
-    when the cycle begins, if the one before it takes as long as the last."""
+    """Yield the Values of each cycle from step `first` on; runs on the loader's thread, a cycle ahead of the race."""
+    # With a time budget the clock of rank 0 gives a cycle's place in the plan: the share of the budget that will be
+    # over when the cycle begins, if the one before it takes as long as the last.
     budget = 1000 * schedule.cfg.time_budget                  # ms
     before = clock.ms
     for step in itertools.count(first, schedule.cycle):
@@ -3735,11 +3743,10 @@ def cycles_from(first: int, schedule: Schedule, clock: Clock):
             return
         yield [schedule.at(at) for at in range(step, min(step + schedule.cycle, schedule.end_step))]
 
-def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: Clock, log: Log,
-         before_step: Callable):
-    """Train against the clock; return the final validation loss (nats per token), and why the data ended early, if so.
-    On the clock: reading, packing, plans, steps, logging. Off the clock: validation. before_step(step): checkpoints."""
-    # The first batch is on the clock: reading and packing are part of training, as warm-up was not.
+def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: Clock, log: Log, before_step: Callable):
+    """Train against the clock; return the final validation loss (nats per token), and why the data ended early."""
+    # On the clock: reading, packing, also of the first batch, plans, steps, logging. Off the clock: validation, and
+    # what before_step(step) stops it for.
     schedule = log.schedule
     data_ended = None
     clock.start()
@@ -3771,15 +3778,16 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
     return loss, data_ended
 
 def generate(cfg: Config, executor: Executor, values: Values, pieces: list[bytes] | None,
-             prompt: Iterable = ()):
+             prompt=()):
     """Return up to sample_tokens tokens after a document start and the prompt, as text or, without pieces, as ids."""
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.document_start, *prompt]
     for _ in range(cfg.sample_tokens):
         # Columns after the vocabulary are padding, which is never drawn.
         logits = executor.next_logits(tokens, values)[:cfg.vocab_size].float().cpu()
-        need(logits.isfinite().all(), "sample", "logits that are not finite", "weights that a run has left in order",
+        need(logits.isfinite().all(), "sample", "logits that are not finite", "weights of a run that ended well",
              "sample from another save, or train again at a lower learning rate", RunError)
+
         probability = torch.softmax(logits / SAMPLE_TEMPERATURE, 0)
         drawn = torch.multinomial(probability, 1, generator=generator)
         token = min(executor.fabric.gather(int(drawn)))                       # one text, however each rank rounds
@@ -3891,7 +3899,9 @@ def check_attention(cfg: Config, device: torch.device):
             results.append((out.detach(), *torch.autograd.grad(out, qkv, grad)))
         for found, exact in zip(*results):
             most = 8 * torch.finfo(dtype).eps * float(exact.abs().max())
-            torch.testing.assert_close(found.float(), exact, rtol=0, atol=most)
+            torch.testing.assert_close(
+                found.float(), exact, rtol=0, atol=most,
+                msg=f"its output or a gradient is off by more than {most:.1e}, window {window}, {heads} heads")
 
 def version_of(package: str):
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -3919,8 +3929,7 @@ def choose_attention(preset: str, cfg: Config, fabric: Fabric):
             check_attention(cfg, fabric.device)
         except Exception as error:                                            # whatever a foreign kernel raises
             why = f"{type(error).__name__} {str(error)[:100]}"
-        of_ranks = fabric.gather(why)
-        refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(of_ranks) if why), "")
+        refusal = next((f"{why} (rank {rank})" for rank, why in enumerate(fabric.gather(why)) if why), "")
         if not refusal:
             package = ATTENTION_PACKAGES[name]
             return attention_varlen, f"{name} ({package} {version_of(package)})"
@@ -3942,7 +3951,7 @@ def hardware(fabric: Fabric):
 def write_header(log: Log, preset: str, given: Config, executor: Executor, attention: str, decisive: dict,
                  resumed: dict):
     """Write the first lines of a run: settings, versions, hardware, sizes. given: as flags and preset say.
-    resumed: of a run that goes on, the step, the checkpoint and what differs."""
+    resumed: what `check_resumed` returns; {} for a new run."""
     # What another needs to repeat the run: flags, commit, versions.
     cfg = log.schedule.cfg
     fabric = log.fabric
@@ -3987,8 +3996,8 @@ def write_header(log: Log, preset: str, given: Config, executor: Executor, atten
         log.text(line)
 
 def open_data(given: Config, fabric: Fabric, source: bytes):
-    """Look at every shard. Returns the config with all sizes, the shards to train and validate with, and what decides
-    a run's numbers: flags, and hashes of data and source."""
+    """Check every shard. Returns the config with all sizes, headers of the shards to train and to validate with, and
+    what decides a run's numbers: {flag or fact: text}, with hashes of data and source. Raises TrainerError."""
     train_shards = find_shards(given.train_files)
     val_shards = find_shards(given.val_files)
     content = dict(data_sha256=scan_shards(train_shards + val_shards), torch=str(torch.__version__),
@@ -4007,7 +4016,7 @@ def open_data(given: Config, fabric: Fabric, source: bytes):
 def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric):
     """Refuse what would end a run hours later: taken names, no place to save, no compiler. Raises TrainerError."""
     with fabric.failing_together():
-        compiles = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
+        compiles = cfg.compile == 1 or (cfg.compile and fabric.on_cuda)
         compilers = (os.environ.get("CXX") or os.environ.get("CC") or "g++", "gcc", "clang++", "clang", "c++")
         need(not compiles or any(map(shutil.which, compilers)), "--compile", "no C++ compiler", "g++ or another that "
              "torch.compile finds", "install one (apt install g++), or --compile=0")
@@ -4026,7 +4035,7 @@ def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric):
                 part_of(folder, run_id).rmdir()
 
 def check_resumed(cfg: Config, earlier: dict, facts: dict, end_step: float):
-    """Return step, source, and what differs from the run of the checkpoint: name -> (then, now).
+    """Return dict(step, source, differs): differs has what the run of the checkpoint had other, name -> (then, now).
     Raises DataError if the data differ, ConfigError if that run is past the end of this one."""
     before = earlier["facts"]
     need(before["data_sha256"] == facts["data_sha256"], f"data to resume {cfg.resume} with",
@@ -4040,8 +4049,8 @@ def check_resumed(cfg: Config, earlier: dict, facts: dict, end_step: float):
     return dict(step=done, source=cfg.resume, differs=differs)
 
 def write_checkpoint(run_dir: Path, run_id: str, content: dict, executor: Executor, values: Values):
-    """Write what the run needs to go on before the step of these values, and keep the last two. Collective.
-    A checkpoint that cannot be written ends nothing: the next may be."""
+    """Write what the run needs to go on before the step of these values, and keep the last two. Collective."""
+    # A checkpoint that cannot be written ends nothing: the next may be.
     fabric = executor.fabric
     folder = run_dir / CHECKPOINTS
     name = f"step-{values.step:07d}"
@@ -4161,8 +4170,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
     executor = Executor(cfg, fabric, kernel, precision, slots_at_once,
                         report=lambda **traffic: ending.log.event("comms", **traffic))
-    settings = settings_json(preset, replace(given, slots_per_micro_batch=slots_at_once))
-    beside = {Path(__file__).name: source, SETTINGS: settings}
+
 
     # A resumed run goes on with the state, log, clock and places of its last checkpoint.
     earlier = dict(log=NOTHING_SEEN, places=(), train_time_ms=0.0)
@@ -4175,6 +4183,8 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
 
     # Each run has a log of its own, which the process closes however it ends.
     def open_log(folder: Path):
+        settings = settings_json(preset, replace(given, seed=cfg.seed, slots_per_micro_batch=slots_at_once))
+        beside = {Path(__file__).name: source, SETTINGS: settings}
         log = ending.log = Log(folder, fabric, schedule, beside, earlier["log"])
         write_header(log, preset, given, executor, attention, decisive, resumed)
         return log
@@ -4219,7 +4229,8 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
             if cfg.checkpoint_every and step % schedule.cycle == 0 and step % cfg.checkpoint_every < schedule.cycle:
                 clock.stop()
                 with log.phase("checkpoint"):
-                    content = dict(log=log.seen(), train_time_ms=clock.ms, places=schedule.places, facts=decisive)
+                    content = dict(log=log.seen(), train_time_ms=clock.ms, places=schedule.places,
+                                   facts=decisive | dict(seed=str(seed)))
                     write_checkpoint(log.run_dir, run_id, content, executor, schedule.at(step))
                 clock.start()
             if profile:
@@ -4234,7 +4245,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
             loss, data_ended = race(loader, executor, validation, clock, log, before_step)
         gc.unfreeze()
         loader.close()
-        if profile:
+        if profile and profile.profiler:                                      # else the run ended before those steps
             # Each rank's trace goes into the run directory of rank 0; a table of the dearest operations into the log.
             trace = Path(fabric.gather(str(log.run_dir))[0]) / f"trace_rank{fabric.rank}.json.gz"
             with refused(trace):
@@ -4250,8 +4261,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     report(log, executor, validation, results)
     if problem:
         raise problem
-    if fabric.world > 1:
-        dist.destroy_process_group()
+
 
 def sample_saved(flags: Config):
     """Do --sample=DIR "prompt": print text that goes on from the prompt, on any device. Raises TrainerError."""
@@ -4317,11 +4327,10 @@ def lost_rank(found: str):
 
 def first_cause(cause: str, alone: str):
     """Agree with the other ranks on what ended the run first. Returns it, and whether this rank prints it.
-    alone: the cause unless all ranks end by themselves."""
+    alone: takes the place of the cause unless all ranks end within OTHERS_PATIENCE."""
     env = os.environ
     restart = f"restart {env.get('TORCHELASTIC_RESTART_COUNT')}"
-    patience = timedelta(seconds=STORE_PATIENCE)
-    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=patience)
+    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=timedelta(seconds=STORE_PATIENCE))
     store.add(f"ended ranks, {restart}", 1)
 
     def all_ended():
@@ -4334,15 +4343,15 @@ def first_cause(cause: str, alone: str):
 
     if cause != alone and not all_ended():
         cause = alone
-    mine = f"{env['RANK']}\n{cause}"
-    first = store.compare_set(f"first cause, {restart}", "", mine).decode()
+    my_cause = f"{env['RANK']}\n{cause}"
+    first = store.compare_set(f"first cause, {restart}", "", my_cause).decode()
     if env["RANK"] == "0" and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         all_ended()                                                           # the store ends with this process
-    return first.partition("\n")[2], first == mine
+    return first.partition("\n")[2], first == my_cause
 
 class Ending:
-    """The one end of this process, by an error or a signal, and bounded in time.
-    A signal wakes a thread, which ends the process whatever the main thread waits for in C."""
+    """The one end of this process, by an error or a signal, and bounded in time."""
+    # A signal wakes a thread, which ends the process whatever the main thread waits for in C.
     def __init__(self):
         self.log = None                                                       # of the run that is going on
         self.begun = threading.Lock()                                         # taken by whoever ends the process
@@ -4358,8 +4367,7 @@ class Ending:
         """Say why the run ended, once over all ranks, close its log, and end the process. Does not return."""
         self.begun.acquire()                                                  # the second waits here for the end
         status, cause = describe(error)
-        limit = threading.Timer(END_PATIENCE, os._exit, [status])             # if a dead disk, say, holds this up
-        limit.start()
+        threading.Timer(END_PATIENCE, os._exit, [status]).start()             # if a dead disk, say, holds this up
         speaks = True
         if os.environ.get("WORLD_SIZE", "1") != "1":
             # A signal that only some ranks get means that one was lost: torchrun, or srun, ends the others.

@@ -3,8 +3,8 @@
     ended = Job(folder, world=2, faults={1: "kill in forward"}).wait()
 
 A process of its own plays torchrun: it has the store in which the ranks meet, sets their environment and notes when
-each ended. A fault is an act at a place, "kill in forward": a function of the trainer is replaced before main; the trainer
-itself knows nothing of it. Run as a script, this file is rank 1 with a fault, under the real torchrun.
+each ended. A fault is an act at a place, "kill in forward": a function of the trainer is replaced before main; the
+trainer itself knows nothing of it. Run as a script, this file is a rank under the real torchrun, the fault in rank 1.
 """
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ FLAGS = ("--preset=tiny", "--adam_every=2", f"--comm_timeout={TIMEOUT}", "--val_
 
 class Ended(NamedTuple):
     """How a job ended; lists by rank."""
-    status: list[int | str | None]       # minus the signal for a killed rank, None for one that never ended, or "absent"
+    status: list[int | str | None]       # minus the signal of a killed rank, None if it never ended, or "absent"
     seconds: list[float]                 # from the fault (without one, from the start) to the rank's end
     out: list[str]
     err: list[str]

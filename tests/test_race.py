@@ -14,7 +14,7 @@ from common import ROOT, Run, executor, fabric, launch, preset, refused
 import train_gpt as tg
 
 sys.path.insert(0, str(ROOT / "records"))
-from tools import logs
+from tools import read
 
 
 class Time:
@@ -294,8 +294,8 @@ def check_budget(folder: Path, seconds: int) -> list[float]:
     assert places == sorted(places) and places[0] < 10 and places[-1] <= 93
     tokens = {e["tokens"] - before["tokens"] for before, e in zip(steps, steps[1:])}
     assert tokens == {stage.batch_tokens for stage in preset().stages}, "every stage"
-    read, = logs.read([folder / "log.jsonl"]).runs
-    assert read.finished and read.total == result["steps"] == len(steps) and not read.notes
+    told, = read.read_runs([folder / "log.jsonl"]).runs
+    assert told.finished and told.total == result["steps"] == len(steps) and not told.notes
     return places
 
 
