@@ -179,13 +179,11 @@ def main() -> int:
     parser.add_argument("task", choices=("make", "compare"))
     parser.add_argument("trainer", type=Path)
     parser.add_argument("golden", type=Path)
-    parser.add_argument("--only", default="", help="names of cases, with commas")
+    parser.add_argument("--only", default="", help=f"with commas, of {', '.join(all_cases())}")
     args = parser.parse_args()
 
     cases = all_cases()
     names = args.only.split(",") if args.only else list(cases)
-    if not cases.keys() >= set(names):
-        parser.error(f"--only: the cases are {', '.join(cases)}")
     golden = dict(versions=versions(), cases={})
     if args.task == "compare":
         golden = json.loads(args.golden.read_text("utf-8"))

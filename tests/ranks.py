@@ -1,11 +1,4 @@
-"""Starts W ranks as forks of this process, which has imported torch, and returns what each of them found.
-
-    def everyone(rank):
-        return rank.fabric().gather(rank.rank)
-
-    def test_gather__in_order(ranks):
-        assert ranks(2, everyone) == [[0, 1], [0, 1]]
-"""
+"""The fixture `ranks` starts W ranks as forks of this process, and returns what each of them found."""
 from __future__ import annotations
 
 import faulthandler
@@ -63,18 +56,20 @@ class Ranks:
 
         Fails with the stack of every rank that raised, or was there after PATIENCE seconds.
         """
-        asked = world, run, repr(sorted(given.items()))
-        if asked not in self.answers:
-            self.answers[asked] = self.start(world, run, given)
-        _, found, silent = self.answers[asked]
-        if silent:
-            pytest.fail("\n".join([f"{run.__name__} with {world} ranks: nothing from these", *silent]), pytrace=False)
-        return found
+        return self.answer(world, run, given)[1]
 
     def folder_of(self, world: int, run: Callable[..., Any], **given: Any) -> Path:
         """Where the ranks of a call, made now or before, left their files."""
-        self(world, run, **given)
-        return self.answers[world, run, repr(sorted(given.items()))][0]
+        return self.answer(world, run, given)[0]
+
+    def answer(self, world: int, run: Callable, given: dict[str, Any]) -> tuple[Path, list[Any]]:
+        asked = world, run, repr(sorted(given.items()))
+        if asked not in self.answers:
+            self.answers[asked] = self.start(world, run, given)
+        folder, found, silent = self.answers[asked]
+        if silent:
+            pytest.fail("\n".join([f"{run.__name__} with {world} ranks: nothing from these", *silent]), pytrace=False)
+        return folder, found
 
     def start(self, world: int, run: Callable, given: dict[str, Any]) -> tuple[Path, list[Any], list[str]]:
         folder = self.folder / f"{len(self.answers)}_{run.__name__}_w{world}"

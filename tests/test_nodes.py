@@ -18,8 +18,6 @@ PATIENCE = 100                           # s for a whole run, on a busy machine
 TIMEOUT = 10                             # s of --comm_timeout where the link is cut
 SLACK = 10 + 20                          # s from the timeout to the end: 10 that are promised, 20 for a busy machine
 LINK = "link0"                           # the name of either end, in its node
-TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
-TINY = (str(ROOT / "train_gpt.py"), "--preset=tiny", "--device=cpu")
 SHORT = ("--max_steps=4", "--sample_tokens=0")
 
 
@@ -56,8 +54,9 @@ def remove(name: str) -> None:
 
 def start(folder: Path, name: str, node: int, *flags: str) -> subprocess.Popen:
     """torchrun of a node with two ranks; what they say goes into a file."""
-    command = ["ip", "netns", "exec", name, *TORCHRUN, "--nnodes=2", "--nproc_per_node=2", f"--node_rank={node - 1}",
-               "--master_addr=10.9.8.1", "--master_port=29500", *TINY, f"--run_dir={folder / 'run'}", *flags]
+    command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes=2",
+               "--nproc_per_node=2", f"--node_rank={node - 1}", "--master_addr=10.9.8.1", "--master_port=29500",
+               ROOT / "train_gpt.py", "--preset=tiny", "--device=cpu", f"--run_dir={folder / 'run'}", *flags]
     environment = os.environ | dict(GLOO_SOCKET_IFNAME=LINK, OMP_NUM_THREADS="1")
     with open(folder / f"{name}.txt", "w") as said:
         return subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
