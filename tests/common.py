@@ -147,9 +147,9 @@ def planner_of(cfg: tg.Config, where: tg.Fabric, *tables: tg.Table) -> tg.Planne
     return planner
 
 
-def planned(cfg: tg.Config, batch: tg.Batch, where: tg.Fabric | None = None) -> tg.Batch:
+def planned(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
     """A batch of logical rows as a rank reads it: with plans of its own, no rank requesting anything of another."""
-    planner = tg.Planner(cfg, where or fabric())
+    planner = tg.Planner(cfg, fabric())
     plans, rows = {}, {}
     tied = tg.Schedule(cfg).at(batch.step).tied
     for table in planner.tables:
@@ -194,12 +194,8 @@ def whole(_: str, x: torch.Tensor) -> torch.Tensor:
 
 def own_rows(model: tg.GPT) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Row buffers that read the model's own tables: label -> (rows, their gradients, zeros at first)."""
-    buffers = {}
-    for label, row in model.table.items():
-        if row.rows:
-            p = model.get_parameter(label)
-            buffers[label] = p, torch.zeros_like(p, dtype=tg.accum_dtype(p.dtype), requires_grad=False)
-    return buffers
+    tables = {label: model.get_parameter(label) for label, row in model.table.items() if row.rows}
+    return {label: (p, torch.zeros_like(p, dtype=tg.accum_dtype(p.dtype))) for label, p in tables.items()}
 
 
 def grad_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor | None:

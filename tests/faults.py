@@ -46,10 +46,6 @@ class Ended(NamedTuple):
     err: list[str]
     run_dir: Path
 
-    def log(self) -> list[dict]:
-        """Return the objects of log.jsonl, every line of which must be whole."""
-        return [json.loads(line) for line in (self.run_dir / "log.jsonl").read_text().splitlines()]
-
 
 class Job:
     """Start a run of the tiny preset, whose logs go to folder/run. how: what `supervise` takes."""

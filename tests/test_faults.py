@@ -3,7 +3,6 @@
 Faults come from faults.py; nothing in the trainer knows of them. The time to the end is enforced only as a bound far
 beyond what is promised, for a busy machine.
 """
-import json
 import os
 import re
 import shutil
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from common import ROOT, write_shard
+from common import ROOT, Run, write_shard
 from faults import BOUND, FLAGS, TIMEOUT, Ended, Job
 
 import train_gpt as tg
@@ -170,11 +169,11 @@ def check_log(run_dir: Path, log: int | str, cause: str) -> None:
     assert run_dir.exists() == (log != ""), "nothing was begun"
     if log == "":
         return
-    last = json.loads((run_dir / "log.jsonl").read_text().splitlines()[-1])
+    run = Run(run_dir, 1, "", "")
+    last, last_line = run.events[-1], run.lines[-1]
     if isinstance(log, str):
         assert last["type"] == log, last
         return
-    last_line = (run_dir / "log.txt").read_text().splitlines()[-1]
     assert last["type"] == "aborted" and last["step"] >= log and re.search(cause, last["cause"]), last
     assert last_line.startswith(f"aborted after step {last['step']}: ") and re.search(cause, last_line), last_line
 
@@ -217,8 +216,8 @@ def test_main__nothing_goes_wrong_without_a_fault(tmp_path, how):
     """The launcher itself is no fault, nor a dropped connection under nohup; the console has no libraries' warnings."""
     ended = Job(tmp_path, **how).wait()
     assert set(ended.status) == {0} and set(ended.err) == {""}, ended.err
-    assert ended.log()[-1]["type"] == "result" and '"result"' in ended.out[0].splitlines()[-1]
-    assert not any(ended.out[1:])
+    check_log(ended.run_dir, "result", "")
+    assert '"result"' in ended.out[0].splitlines()[-1] and not any(ended.out[1:])
 
 
 @pytest.mark.parametrize("damage, status, cause", [
@@ -245,11 +244,11 @@ def test_race__data_that_end_lose_no_line(tmp_path):
     max_doc_len, so 4,400 tokens are too few for the 1,984 that 8 steps ask for at least."""
     ended = Job(tmp_path, write_shards(tmp_path / "data", count=4), world=2).wait()
     check(ended, Case({}, (2, 2), ("DataEnded: training data ended", "enough for 6 steps", "--max_steps"), "result"))
-    result = ended.log()[-1]
+    log = Run(ended.run_dir, 2, "", "")
+    result, = log.of("result")
     assert (result["steps"], result["void"]) == (6, "the data ended early")
-    done = [event["step"] for event in ended.log() if "train_loss" in event]
-    lines = (ended.run_dir / "log.txt").read_text()
-    assert done == [int(step) for step in re.findall(r"(?m)^step:(\d+)/12 train_time", lines)] == [1, 2, 3, 4, 5, 6]
+    named = re.findall(r"(?m)^step:(\d+)/12 train_time", "\n".join(log.lines))
+    assert [event["step"] for event in log.of("step")] == list(map(int, named)) == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.mark.parametrize("fault", ["kill in forward", *(
