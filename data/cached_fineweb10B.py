@@ -35,7 +35,6 @@ LATER = "the same command goes on where this one stopped"
 ADVICE = {401: "set a valid HF_TOKEN, or unset it", 403: "set an HF_TOKEN with access", 404: "look at HF_ENDPOINT",
           errno.ENOSPC: f"make room, {LATER}", errno.EDQUOT: f"make room, {LATER}", errno.EFBIG: f"make room, {LATER}"}
 
-
 class FirstAnswer(HTTPErrorProcessor):
     """Redirects are not followed: the hub's own answer tells size and hash, and its token is not for others."""
 
@@ -43,7 +42,6 @@ class FirstAnswer(HTTPErrorProcessor):
         return response if 300 <= response.status < 400 else super().http_response(request, response)
 
     https_response = http_response
-
 
 def fault(path: Path) -> str:
     """Say what is wrong with a shard, its content included where the manifest knows it; "" if nothing."""
@@ -57,7 +55,6 @@ def fault(path: Path) -> str:
         return str(error)
     return ""
 
-
 def ask(url: str) -> Any:
     """Return the headers of the hub's first answer."""
     request = Request(url, method="HEAD")
@@ -66,10 +63,8 @@ def ask(url: str) -> Any:
     with build_opener(FirstAnswer).open(request, timeout=TIMEOUT) as answer:
         return answer.headers
 
-
 def clear(file: Any) -> None:
     file.truncate(file.seek(0))
-
 
 def receive(url: str, file: Any, total: int) -> None:
     """Append to the file what it lacks of `total` bytes; 0: unknown."""
@@ -85,7 +80,6 @@ def receive(url: str, file: Any, total: int) -> None:
                     bar.update(written)
     if file.tell() < total:
         raise ConnectionError(f"{file.tell():,} of {total:,} bytes")
-
 
 def attempt(url: str, file: Any) -> dict[str, Any]:
     """Fetch what the part lacks and check the whole. Returns the shard's entry of the manifest. Raises ValueError."""
@@ -104,7 +98,6 @@ def attempt(url: str, file: Any) -> dict[str, Any]:
         clear(file)
         raise ValueError(wrong)
     return entry
-
 
 def fetch(name: str, out: Path, endpoint: str) -> dict[str, Any]:
     """Get one shard, trying again where that may help. Returns its entry of the manifest. Raises DataError.
@@ -141,7 +134,6 @@ def fetch(name: str, out: Path, endpoint: str) -> dict[str, Any]:
     note(f"{name}: {entry['bytes']:,} bytes, checked")
     return entry
 
-
 def get_shards(names: list[str], out: Path, endpoint: str) -> None:
     """Bring the folder to the state in which all named shards are whole. Raises DataError."""
     offline = os.environ.get("HF_HUB_OFFLINE", "0") not in ("", "0")
@@ -157,7 +149,6 @@ def get_shards(names: list[str], out: Path, endpoint: str) -> None:
         else:
             entries[name] = describe(out / name)              # fetched by an older version
         write_manifest(out, entries)
-
 
 @errors_in_words()
 def main(argv: list[str] | None = None) -> None:

@@ -17,7 +17,6 @@ import sys
 VERBS = {"try": "bench", "bench": "bench", "compare": "report", "show": "report", "place": "report", "new": "record",
          "check": "record", "table": "record"}
 
-
 def main(argv: list[str]) -> int:
     """Run a verb; what is wrong with its input goes to stderr, with status 2."""
     from tools.read import ToolError

@@ -39,7 +39,6 @@ CONSOLE, ERRORS, DATA = "console.txt", "stderr.txt", "data"         # in the fol
 # A field that becomes a flag (its default is made by a call, as in train_gpt.py), or a flag by argparse, click, ...
 SEED_FLAG = re.compile(r"^\s+seed\s*:\s*int\s*=\s*\w+\(|[\"']--seed[\"']", re.M)
 
-
 class Trainer(NamedTuple):
     """One side: a script, and its flags, in which {seed} is replaced by the pair's number."""
     script: Path
@@ -49,7 +48,6 @@ class Trainer(NamedTuple):
         """As the manifest has it."""
         return {"flags": self.flags, "source_sha256": hashlib.sha256(self.script.read_bytes()).hexdigest()}
 
-
 def trainer(script: Path, flags: list[str]) -> Trainer:
     """A side, with a seed where the script takes one and no flag names it."""
     if not script.is_file():
@@ -58,7 +56,6 @@ def trainer(script: Path, flags: list[str]) -> Trainer:
     if takes_seed and not any("--seed" in flag or "{seed}" in flag for flag in flags):
         flags = [*flags, "--seed={seed}"]
     return Trainer(script, flags)
-
 
 def run_once(command: list[str], folder: Path, ranks: int, limit_s: float) -> Facts:
     """Run a command to its end in `folder`, and end what is left of it. Returns cause ("" for success) and wall_s."""
@@ -85,7 +82,6 @@ def run_once(command: list[str], folder: Path, ranks: int, limit_s: float) -> Fa
             child.wait()
     return {"cause": cause, "wall_s": wall_s}
 
-
 def finished(folder: Path) -> list[Run]:
     """The runs in the logs that a trainer wrote, else in its console, which repeats a log."""
     written = [path for path in sorted(folder.iterdir()) if path.name not in (DATA, CONSOLE, ERRORS)]
@@ -94,7 +90,6 @@ def finished(folder: Path) -> list[Run]:
         if runs:
             return runs
     return []
-
 
 class Bench:
     """Rounds of runs in OUT, after what earlier calls did. Raises ToolError if OUT is another bench's."""
@@ -220,12 +215,10 @@ class Bench:
             return {}
         return {name: report.compare(self.side(base), self.side(name), self.args.target) for name in others}
 
-
 def status_of(found: dict[str, Facts]) -> int:
     """The exit status of two sides; there are no words for more."""
     words = [report_of_b["verdict"] for report_of_b in found.values()]
     return report.STATUS[words[0]] if len(words) == 1 else UNDECIDED
-
 
 def told(found: dict[str, Facts]) -> list[str]:
     """A line for each side: its difference from A."""
@@ -237,7 +230,6 @@ def told(found: dict[str, Facts]) -> list[str]:
         lines.append(f"{name} - A: loss {test_in_words(its['loss'], '+.4f')}; time {seconds}")
     return lines
 
-
 def git_apply(patch: Path, folder: Path, *options: str) -> str:
     """Apply a patch to the trainer in a folder that is in no repository. Returns what was wrong, or ""."""
     alone = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
@@ -245,11 +237,9 @@ def git_apply(patch: Path, folder: Path, *options: str) -> str:
     done = subprocess.run(command, cwd=folder, env=alone, capture_output=True, text=True)
     return done.stderr.strip() if done.returncode else ""
 
-
 def copied(script: Path, folder: Path) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     return Path(shutil.copyfile(script, folder / TRAINER))
-
 
 def patched(script: Path, patch: Path, folder: Path) -> Path:
     """A copy of a trainer in `folder`, patched without fuzz (lines may have moved). Raises ToolError."""
@@ -264,7 +254,6 @@ def patched(script: Path, patch: Path, folder: Path) -> Path:
         raise ToolError(f"patch {patch.name}", wrong, f"a change of {script.name} as it is here",
                         f"make it anew: git diff {TRAINER} > {patch.name}")
     return copy
-
 
 def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
     """A, and B or the arms: NAME, NAME=PATCH, NAME=TRAINER.py or NAME=FLAGS."""
@@ -283,7 +272,6 @@ def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
         raise ToolError("sides", "one", "two trainers, or --arm", "python records bench --help")
     return sides
 
-
 def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
     """The trainer here without (A) and with (B) a patch. One that is in it already is taken out for A."""
     home = args.out / "sources"
@@ -297,7 +285,6 @@ def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
         scripts["B"] = patched(ROOT / TRAINER, args.patch, home / "B")
     flags = ["--preset=pocket", "--sample_tokens=0", *args.both]
     return {name: trainer(script, flags) for name, script in scripts.items()}
-
 
 def parsed(argv: list[str]) -> argparse.Namespace:
     """argv: the verb and its arguments; flags of all runs after `--`."""
@@ -322,7 +309,6 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     if min(args.pairs, args.ranks) < 1:
         raise ToolError("settings", f"--pairs={args.pairs} --ranks={args.ranks}", "at least 1", "give larger ones")
     return args
-
 
 def main(argv: list[str]) -> int:
     args = parsed(argv)

@@ -18,7 +18,6 @@ SMOOTHING = 0.04                       # share of the run over which training lo
 MOST_NAMED = 8                         # groups in a legend; more hide the curves
 SHOWN_FROM = 0.15                      # share of the run that is above the picture: the first losses are very high
 
-
 def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None) -> None:
     """Draw each group's mean, with the band of its runs; the first group stands behind the others."""
     try:
@@ -61,7 +60,6 @@ def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=80, metadata={"Software": None})
     pyplot.close(figure)
-
 
 def sampled(runs: Sequence[Run], is_val: bool, column: int) -> tuple[np.ndarray, np.ndarray]:
     """Places on the x axis (steps, or times), and the losses there (run, place); empty if a run has none."""

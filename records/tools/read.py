@@ -49,9 +49,7 @@ AVERAGE_DIGIT_MS = 0.006               # step_avg is printed with two digits
 TIME_DIGIT_MS = 1.0                    # train_time is printed in whole ms
 LATE_S, LATE_STEPS = 0.5, 5            # a validation comes up to 0.31 s after its last timing line (public logs)
 
-
 Facts = dict[str, Any]                 # as JSON has them
-
 
 class ToolError(Exception):
     """Says what was found, what was expected, and what to do about it."""
@@ -59,10 +57,8 @@ class ToolError(Exception):
     def __init__(self, what: str, found: object, expected: object, do: str) -> None:
         super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}")
 
-
 class NotALog(Exception):
     """Says why a file holds no run."""
-
 
 class Point(NamedTuple):
     """One validation; `seconds` is None where the log has no time, or one of another clock."""
@@ -73,7 +69,6 @@ class Point(NamedTuple):
     def printed(self) -> str:
         """As any wrapper prints it."""
         return f"{self.step} {self.loss:.4f} {0 if self.seconds is None else 1000 * self.seconds:.0f}"
-
 
 @dataclass
 class Run:
@@ -129,7 +124,6 @@ class Run:
             return tuple(timed[:2])
         return () if self.kind == "list" else tuple(point.printed() for point in timed[:2])
 
-
 class Reading(NamedTuple):
     """All that was found below some paths."""
     runs: list[Run]
@@ -141,7 +135,6 @@ class Reading(NamedTuple):
         reasons = Counter(reason for _, reason in self.unread)
         parts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(4))
         return f"{reasons.total()} files not read: {parts}" if parts else ""
-
 
 def read_runs(paths: Iterable[Path]) -> Reading:
     """Read files and folders (to the bottom, by name). In a run directory log.txt is the same run as log.jsonl, and is
@@ -161,7 +154,6 @@ def read_runs(paths: Iterable[Path]) -> Reading:
     unread += [(run.path, "the same run again") for run in logged if id(run) not in kept]
     return Reading([run for run in logged if id(run) in kept], unread, stated)
 
-
 def files(path: Path) -> Iterator[tuple[Path, bool]]:
     """Each file at or below a path, and whether it was named itself."""
     if not path.is_dir():
@@ -176,14 +168,12 @@ def files(path: Path) -> Iterator[tuple[Path, bool]]:
         for name in sorted(names):
             yield Path(folder, name), False
 
-
 def attempts(named: list[tuple[Path, bool]]) -> list[tuple[list[Run], str | None]]:
     """The result of `attempt` for each file, in order; several processes share many files."""
     if len(named) < MANY_FILES:
         return list(map(attempt, named))
     with multiprocessing.get_context("fork").Pool() as pool:
         return pool.map_async(attempt, named, chunksize=20).get(READING_TIMEOUT_S)
-
 
 def attempt(named: tuple[Path, bool]) -> tuple[list[Run], str | None]:
     """The runs of one file, or why there are none."""
@@ -197,7 +187,6 @@ def attempt(named: tuple[Path, bool]) -> tuple[list[Run], str | None]:
     except (NotALog, OSError) as reason:
         return [], getattr(reason, "strerror", None) or str(reason)
 
-
 def read_file(path: Path) -> list[Run]:
     """The runs of one file. Raises NotALog with the reason if it holds none."""
     data = path.read_bytes()
@@ -208,7 +197,6 @@ def read_file(path: Path) -> list[Run]:
     if path.suffix.lower() == ".md":
         return read_readme(path, data)
     return read_text(path, data)
-
 
 def without_duplicates(runs: list[Run]) -> set[int]:
     """The `id` of each run once, where most is known of it; a log of one line is matched by its last validation."""
@@ -226,7 +214,6 @@ def without_duplicates(runs: list[Run]) -> set[int]:
         for name in (key or id(run), printed[-3:], printed[-1:]):
             kept.setdefault(name, id(run))
     return set(kept.values())
-
 
 def read_ours(path: Path, data: bytes) -> Run:
     """Read a log.jsonl. A crash may tear the last line; the log of a resumed run reads as one run."""
@@ -260,7 +247,6 @@ def read_ours(path: Path, data: bytes) -> Run:
         run.notes.append(f"no result yet: still going, or killed, at step {run.reached}")
     return run
 
-
 def take(run: Run, rows: list[tuple[float, float, float]], event: Facts) -> None:
     """Add one line of a log.jsonl to its run and its steps; the last of an interrupted run have no training loss."""
     kind = event.pop("type")
@@ -289,7 +275,6 @@ def take(run: Run, rows: list[tuple[float, float, float]], event: Facts) -> None
         run.notes.append(f"resumed at step {event['step']}")
         take_resumed(run, event)
 
-
 def take_header(run: Run, event: Facts) -> None:
     """Take the facts of a header, and what follows from them."""
     config = event["config"]
@@ -298,7 +283,6 @@ def take_header(run: Run, event: Facts) -> None:
     run.seed = event.get("seed")
     if whole:
         run.total = min(config.get("max_steps") or whole, whole)
-
 
 def take_resumed(run: Run, event: Facts) -> None:
     """Take the later settings. What differs from the checkpoint's run is both: no run of either program."""
@@ -315,14 +299,12 @@ def take_resumed(run: Run, event: Facts) -> None:
             where[key] = f"{then}, then {now}"
     take_header(run, before | after | {"started": before.get("started")})
 
-
 def seconds_of(text: str, form: str) -> float | None:
     """Seconds of a date without a time zone: differences are right on one machine. None if it is no date."""
     try:
         return float(calendar.timegm(time.strptime(text, form)))
     except ValueError:
         return None
-
 
 def read_text(path: Path, data: bytes) -> list[Run]:
     """Read a log in the format of the speedrun: one run, or several one after the other."""
@@ -352,7 +334,6 @@ def read_text(path: Path, data: bytes) -> list[Run]:
             run.notes.append(f"stops at step {run.reached} of {run.total}")
     return runs
 
-
 def environment(data: bytes, start: int) -> tuple[Facts, float | None]:
     """Versions, hardware, source hash and date, from the block that ends with the first line of a step."""
     first = LINE.search(data, start).start()
@@ -374,7 +355,6 @@ def environment(data: bytes, start: int) -> tuple[Facts, float | None]:
     if torch and torch[4]:
         facts |= {"hardware": torch[3].decode(), "world_size": int(torch[4])}
     return facts, seconds_of(date[1].decode(), "%b %d %H:%M:%S %Y") if date else None
-
 
 def split(path: Path, lines: list[tuple[bytes, ...]]) -> list[Run]:
     """The runs of one file. Blocks that begin later than the first one and only repeat points of the run before them
@@ -407,7 +387,6 @@ def split(path: Path, lines: list[tuple[bytes, ...]]) -> list[Run]:
         runs.append(run)
     return runs
 
-
 def block(path: Path, table: np.ndarray, is_val: np.ndarray, in_ms: bool) -> Run:
     """One run of a text log. Where its clock falls it was started anew: earlier times are of another clock and become
     unknown; later than the habit of early logs (after 10 steps) no time of that run counts."""
@@ -425,7 +404,6 @@ def block(path: Path, table: np.ndarray, is_val: np.ndarray, in_ms: bool) -> Run
     run.steps = table[~is_val][:, :3]
     return run
 
-
 def averages_contradict(table: np.ndarray) -> str | None:
     """Why the times of a text log in ms are not what its step_avg says: by one of two rules throughout, it is the time
     over all steps, or over those after the first ten."""
@@ -439,7 +417,6 @@ def averages_contradict(table: np.ndarray) -> str | None:
     if not known.any() or any(fits.all() for fits in rules):
         return None
     return "its times contradict its step_avg by either rule (over all steps, or over those after the first ten)"
-
 
 def clock_contradicts(run: Run) -> str | None:
     """Why the times of a run cannot be right: its clock falls, or its end is before, or long after, its last step."""
@@ -457,7 +434,6 @@ def clock_contradicts(run: Run) -> str | None:
     if seconds - TIME_DIGIT_MS / 1000 <= final.seconds <= latest:
         return None
     return f"its final time is {final.seconds:.3f} s, that of its training line {step:.0f} is {seconds:.3f} s"
-
 
 def read_readme(path: Path, data: bytes) -> list[Run]:
     """Read lists of losses; each is a pool. Times beside them are of an unknown machine, and of no use."""

@@ -42,14 +42,12 @@ VALIDATION = re.compile(r"^step:(\d+)/\d+ val_loss:(\S+) train_time:(\d+)ms ", r
 
 Problem = tuple[str, Any, Any]         # what, found, expected
 
-
 class Track(NamedTuple):
     """The rules of a track that a program can apply."""
     target: float | None               # the mean final validation loss is to be below, nats per token
     rank: str                          # "time" or "loss": the lower the better
     needs: Facts              # what each run must have
     alike: tuple[str, ...]             # what entries share that are ranked together, besides the class
-
 
 TRACKS = {
     "8xGPU": Track(3.28, "time", {"world_size": 8, "val_tokens": 10_485_760}, ("hardware", "data_sha256")),
@@ -58,17 +56,14 @@ TRACKS = {
     "budget": Track(None, "loss", {}, ("hardware", "budget_s", "data_sha256", "val_tokens")),
 }
 
-
 def text(path: Path) -> str:
     """As it is, line ends too; "" for a file that is not there."""
     if not path.is_file():
         return ""
     return path.read_bytes().decode("utf-8")
 
-
 def sha256(data: str | bytes) -> str:
     return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
-
 
 def load(folder: Path) -> Facts:
     try:
@@ -76,12 +71,10 @@ def load(folder: Path) -> Facts:
     except ValueError as error:
         raise ToolError(f"{folder.name}/{RESULT}", error, "the numbers of a record", "records new") from None
 
-
 def folders(root: Path) -> list[Path]:
     """What looks like a record, badly named ones too."""
     marks = [*root.glob(f"*/{RESULT}"), *root.glob("*/logs"), *root.glob(f"[0-9]*/{PAGE}")]
     return sorted({path.parent for path in marks if not path.parent.name.startswith(".")})
-
 
 def find(root: Path, name: str) -> Path:
     """A record by its path, folder name, number or name."""
@@ -93,37 +86,31 @@ def find(root: Path, name: str) -> Path:
         raise ToolError(f"record {name}", [path.name for path in fits], "one", "give its folder's name or its number")
     return fits[0]
 
-
 def hashes(folder: Path) -> dict[str, str]:
     """sha256 of all files of a record but those that `check` makes again."""
     names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
     return {name: sha256((folder / name).read_bytes()) for name in names if name not in (PAGE, RESULT, DIFF)}
-
 
 def diff_of(old: Path, new: Path) -> str:
     """A diff that `git apply` takes; empty where nothing differs."""
     before, after = (text(path).splitlines(True) for path in (old, new))
     return "".join(difflib.unified_diff(before, after, f"a/{SOURCE}", f"b/{SOURCE}"))
 
-
 def changes(old: Facts, new: Facts) -> dict[str, list[Any]]:
     """[old, new] of each key that differs; None for what is not there."""
     keys = sorted({*old, *new})
     return {key: [old.get(key), new.get(key)] for key in keys if old.get(key) != new.get(key)}
-
 
 def value(run: Run, key: str) -> Any:
     """A fact of a run, wherever its log states it."""
     stated = run.facts["config"] | run.facts | run.result
     return stated.get("tokens" if key == "tokens_trained" else key)
 
-
 def read_log(path: Path) -> Run:
     try:
         return read_file(path)[0]
     except (OSError, NotALog) as error:
         raise ToolError(f"log {path}", error, "the log of one run", "restore it, or leave it out") from None
-
 
 def grouped(folder: Path, stated: Facts) -> dict[str, Side]:
     """The logs of a record, by group."""
@@ -133,7 +120,6 @@ def grouped(folder: Path, stated: Facts) -> dict[str, Side]:
         sides[name] = report.sorted_out(name, Reading(runs))
     return sides
 
-
 def class_of(settings: Facts) -> str | None:
     """plain or table, by the rows that the configuration gives its tables; None where it does not say."""
     rows = [table["rows"] for table in settings.get("tables") or ()]
@@ -142,7 +128,6 @@ def class_of(settings: Facts) -> str | None:
     if not rows or not vocabulary:
         return None
     return "table" if max(rows) > PLAIN_ROWS * vocabulary else "plain"
-
 
 def doubts(folder: Path, stated: Facts, sides: dict[str, Side]) -> Iterator[Problem]:
     """Why these runs are no record, or no entry of its track."""
@@ -177,7 +162,6 @@ def doubts(folder: Path, stated: Facts, sides: dict[str, Side]) -> Iterator[Prob
     if stated["kind"] == "entry":
         yield from misfits(sides, stated)
 
-
 def misfits(sides: dict[str, Side], stated: Facts) -> Iterator[Problem]:
     """Which rules of its track an entry breaks, as far as logs can show it."""
     track = TRACKS.get(stated["track"])
@@ -196,7 +180,6 @@ def misfits(sides: dict[str, Side], stated: Facts) -> Iterator[Problem]:
             if (value(run, key) is None) != (key in stated["entry"]):
                 yield f"{name}, {key}", value(run, key), "logged or stated, not both"
 
-
 def unlike_text(name: str, run: Run) -> Iterator[Problem]:
     """Where the result of log.jsonl is not its last validation, or log.txt not log.jsonl, rounded."""
     for key, known in (("train_time_ms", 1000 * run.final.seconds), ("steps", run.final.step)):
@@ -214,7 +197,6 @@ def unlike_text(name: str, run: Run) -> Iterator[Problem]:
         off = max(abs(float(loss) - point.loss) / 5.1e-5, abs(float(ms) - 1000 * point.seconds) / 0.502)
         if int(step) != point.step or off > 1:
             yield f"{name}, step {step} of {TEXT_LOG}", f"loss {loss}, {ms} ms", f"{point}, as {LOG} has it"
-
 
 def build(folder: Path, stated: Facts, sides: dict[str, Side]) -> Facts:
     """result.json of a record of runs."""
@@ -242,7 +224,6 @@ def build(folder: Path, stated: Facts, sides: dict[str, Side]) -> Facts:
     result["unfinished"] = [line for line in ends if line["outcome"] != "done"]
     return json.loads(json.dumps(jsonable(result)), parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
 
-
 def numbers(run: Run) -> Facts:
     """Of one run."""
     memory = value(run, "peak_memory_mib") or {}
@@ -252,7 +233,6 @@ def numbers(run: Run) -> Facts:
     found |= {"memory_mib": max(memory.values(), default=None), "of_unigram_entropy": entropy and run.loss / entropy}
     untimed_s = {phase["name"]: phase["ms"] / 1000 for phase in run.phases if not phase["timed"]}
     return found | {"comms": value(run, "comms") or {}, "untimed_s": untimed_s}
-
 
 def page(result: Facts) -> str:
     """The generated part of a record's README."""
@@ -297,13 +277,11 @@ def page(result: Facts) -> str:
     parts.append(markdown("unfinished run | outcome | cause", rows))
     return "\n\n".join(filter(None, parts)) + "\n"
 
-
 def interval(test: Facts | None) -> str | None:
     """Mean and interval of a test."""
     if not test or test["p"] is None:
         return f"{test['mean']:.4g}" if test else None
     return f"{test['mean']:.4g} ({test['low']:.4g} to {test['high']:.4g})"
-
 
 def new(args: argparse.Namespace, root: Path) -> int:
     """A record from runs, which gets its name when all of it is there; or the pages of one made again."""
@@ -328,7 +306,6 @@ def new(args: argparse.Namespace, root: Path) -> int:
     print(shown(place.rename(folder)))
     return 0
 
-
 def gather(items: list[str], staged: Path, stated: Facts) -> None:
     """Copy logs, manifest and sources of the runs, and note the groups. items: PATH,... or GROUP=PATH,..."""
     sources: dict[str, Path] = {}
@@ -351,7 +328,6 @@ def gather(items: list[str], staged: Path, stated: Facts) -> None:
         if diff:
             (staged / "sources").mkdir(exist_ok=True)
             (staged / f"sources/{name}.diff").write_bytes(diff.encode())
-
 
 def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict[str, Path]) -> None:
     """Copy the logs of a run, and note its group (the one that was named, or its side in a manifest) and the trainer
@@ -381,7 +357,6 @@ def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict
             return
     raise ToolError(f"source of {run.path}", "none with its source_sha256", "a trainer", "put it beside the log")
 
-
 def write(folder: Path, stated: Facts) -> None:
     """Make all that follows from the logs; the text by hand stays."""
     sides = grouped(folder, stated)
@@ -399,7 +374,6 @@ def write(folder: Path, stated: Facts) -> None:
         by_hand = f"# {stated['number']} {stated['name']}\n\nThe idea:\n\n"
     (folder / PAGE).write_bytes((by_hand + MARK + page(result)).encode())
 
-
 def check(args: argparse.Namespace, root: Path) -> int:
     chosen = [find(root, name) for name in args.chosen] or folders(root)
     if not chosen:
@@ -409,7 +383,6 @@ def check(args: argparse.Namespace, root: Path) -> int:
     found += [f"number {number}: several records have it" for number, count in counts.items() if count > 1]
     print("\n".join(found) if found else f"{len(chosen)} records: all numbers follow from their files")
     return int(bool(found))
-
 
 def findings(folder: Path) -> Iterator[str]:
     """All in a record that does not follow from its files."""
@@ -434,7 +407,6 @@ def findings(folder: Path) -> Iterator[str]:
     except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
         yield f"not as `new` makes it: {type(error).__name__} {error}"
 
-
 def sealed(folder: Path, result: Facts) -> dict[str, str]:
     """sha256 of what was made for a sealed record: its numbers, its page below the mark, its diff."""
     made = {key: item for key, item in result.items() if key != "sealed"}
@@ -442,7 +414,6 @@ def sealed(folder: Path, result: Facts) -> dict[str, str]:
     parts[DIFF] = text(folder / DIFF)
     _, _, parts[PAGE] = text(folder / PAGE).partition(MARK)
     return {name: sha256(part) for name, part in parts.items()}
-
 
 def unlike_its_logs(folder: Path, result: Facts) -> Iterator[str]:
     """Whatever `new` would make otherwise, line by line."""
@@ -464,7 +435,6 @@ def unlike_its_logs(folder: Path, result: Facts) -> Iterator[str]:
     if sha256((folder / SOURCE).read_bytes()) != follows["groups"][stated["main"]]["source_sha256"]:
         yield f"{SOURCE}: not the source that the logs of {stated['main']!r} state"
 
-
 def table(args: argparse.Namespace, root: Path) -> int:
     """Print the entries of each track, in lists of one class that share what their numbers depend on."""
     lists: dict[str, list[Facts]] = {}
@@ -483,7 +453,6 @@ def table(args: argparse.Namespace, root: Path) -> int:
         print(f"{title}\n{markdown(' | '.join(rows[0]), columns)}\n")
     print("`check` tells whether these hold; rules: records/README.md")
     return 0
-
 
 def board(entries: list[Facts]) -> list[Facts]:
     """Rows of one list, best first. With a target p is that of the losses against it, and who has not proven it (of a
@@ -512,10 +481,8 @@ def board(entries: list[Facts]) -> list[Facts]:
         rows.append(row | {"table_bytes": result["entry"]["table_bytes"]})
     return rows
 
-
 def main_pool(result: Facts) -> Facts:
     return result["groups"][result["stated"]["main"]]
-
 
 def main(argv: list[str]) -> int:
     """argv: the verb and its arguments."""

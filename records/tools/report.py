@@ -40,7 +40,6 @@ HASH = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
 LOSS_WORDS = "higher loss", "lower loss"
 IN_TURN = "run both in turn: python records bench A.py B.py"
 
-
 @dataclass
 class Side:
     """The runs of one side: those that count, and what became of the others."""
@@ -73,32 +72,26 @@ class Side:
         """All values of a setting or fact that are known, as text."""
         return sorted({as_text(fact(run, key)) for run in self.runs if fact(run, key) is not None})
 
-
 def config(run: Run) -> Facts:
     """Settings that may change a result; ours only."""
     return {key: value for key, value in run.facts.get("config", {}).items() if key not in NO_MATTER}
 
-
 def fact(run: Run, key: str) -> Any:
     return config(run).get(key, run.facts.get(key))
 
-
 def settings_of(*sides: Side) -> list[str]:
     return sorted({key for side in sides for run in side.runs for key in config(run)})
-
 
 def as_text(value: Any) -> str:
     """A value in words; of a hash the first eight digits."""
     said = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
     return HASH.sub(r"\1", said)
 
-
 def shown(path: Path) -> str:
     """A path from here, where it is below; else as it was given."""
     with contextlib.suppress(ValueError):
         return str(path.resolve().relative_to(Path.cwd()))
     return str(path)
-
 
 def side_of(name: str, paths: Iterable[Path | str]) -> Side:
     """Read and choose. Raises ToolError with the reasons if nothing there is a run that counts."""
@@ -109,7 +102,6 @@ def side_of(name: str, paths: Iterable[Path | str]) -> Side:
         raise ToolError(f"side {name}: {listed(map(shown, paths))}", listed(why) or "no file",
                         "at least one finished run", "give a run directory, a text log, or a folder of them")
     return side
-
 
 def sorted_out(name: str, reading: Reading) -> Side:
     """The runs that count. Public logs may all stop early on purpose; then that is their end. Started: all runs of
@@ -135,7 +127,6 @@ def sorted_out(name: str, reading: Reading) -> Side:
             started += (manifest, line.get("side")) in known and not is_read
     return Side(name, runs, left, reading, started)
 
-
 def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
     """The lines of one type; none without a manifest. The last line may be torn."""
     lines = manifest.read_text("utf-8").splitlines() if manifest.is_file() else []
@@ -144,7 +135,6 @@ def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
         return [event for event in events if event["type"] == kind]
     except (ValueError, KeyError, TypeError):
         raise ToolError(f"manifest {manifest}", "a damaged line", "JSON with a type", "restore it") from None
-
 
 def noted(run: Run) -> tuple[Path | None, Facts]:
     """The manifest above a run, and its line that tells how the run ended."""
@@ -155,7 +145,6 @@ def noted(run: Run) -> tuple[Path | None, Facts]:
                 return folder / MANIFEST, line
     return None, {}
 
-
 class Turns(NamedTuple):
     """Runs of both sides in the order of time, and why they are not in turn ("" if they are)."""
     runs: list[Run]
@@ -163,7 +152,6 @@ class Turns(NamedTuple):
     why_not: str = ""
     looks: bool = False                # a bench that stopped when it was decided
     planned: int | None = None         # pairs at which it was to end
-
 
 def turns_of(a: Side, b: Side) -> Turns:
     """The runs with times of both sides: complete pairs of a bench up to its last look, else by their start."""
@@ -202,7 +190,6 @@ def turns_of(a: Side, b: Side) -> Turns:
         return Turns([], [], why or f"in the order of time they are {letters[:24]}")
     return Turns([both[place][0] for place in paired], [both[place][1] for place in paired])
 
-
 def apart(a: Side, b: Side) -> str:
     """Why the sides are of different machines or days; "" if nothing says so."""
     said = []
@@ -217,7 +204,6 @@ def apart(a: Side, b: Side) -> str:
         if gap_s > RENTAL_PAUSE_S:
             said.append(f"{gap_s / 86400:.1f} days apart")
     return ", ".join(said)
-
 
 def compare(a: Side, b: Side, target: float | None = None, systems: bool = False) -> Facts:
     """All that `compare --json` prints: times in s (share: of A's time), losses in nats per token, memory in MiB."""
@@ -249,7 +235,6 @@ def compare(a: Side, b: Side, target: float | None = None, systems: bool = False
     report["notes"] = [*refused[1:], *notes_of(a, "A: "), *notes_of(b, "B: ")]
     return {"verdict": said[0], "reason": said[1], **report}
 
-
 def verdict(a: Side, b: Side, report: Facts, systems: bool) -> tuple[str, str]:
     """The word and its reason, by the rule at the top of this file."""
     loss = report["loss"]
@@ -274,7 +259,6 @@ def verdict(a: Side, b: Side, report: Facts, systems: bool) -> tuple[str, str]:
         return "not measured in turn", f"{given}; {report['why_not_in_turn']}; {IN_TURN}"
     return time_word(report["share"], report["level"]), f"{given}; {time_in_words(report)}"
 
-
 def time_in_words(report: Facts) -> str:
     share = report["share"]
     level = report["level"]
@@ -288,7 +272,6 @@ def time_in_words(report: Facts) -> str:
     if word == "undecided":
         return f"times do not differ for sure after {pairs} (p {share.p:.2g}, a word takes {level:.2g})"
     return f"B takes {abs(share.mean):.2%} {amounts[word]}, {pairs}"
-
 
 def proof(side: Side, target: float) -> tuple[str, str]:
     """proven, not proven or no record, and the words: by how many of the runs that were started."""
@@ -308,12 +291,10 @@ def proof(side: Side, target: float) -> tuple[str, str]:
         return "no record", f"{against} not below it, {by} {known}, and more seeds would not help"
     return "not proven", f"{against} not proven {by} {known}"
 
-
 def target_of(*sides: Side) -> float | None:
     """The target that all logs state; None if there is none."""
     stated = {run.facts.get("target_loss") for side in sides for run in side.runs}
     return stated.pop() or None if len(stated) == 1 else None               # 0: a preset without a target
-
 
 def refusals(a: Side, b: Side) -> list[str]:
     """Why the sides cannot be compared; first what a maintainer would say first."""
@@ -332,7 +313,6 @@ def refusals(a: Side, b: Side) -> list[str]:
             found.append(f"{side.name}'s runs are cut short at step {step}; compare whole ones")
     return list(dict.fromkeys(found))
 
-
 def mixtures(side: Side) -> list[str]:
     """What runs of one side must have in common, and have not."""
     found = []
@@ -345,7 +325,6 @@ def mixtures(side: Side) -> list[str]:
             found.append(f"{side.name} mixes {key}: {clipped(values)}; choose by paths")
     return found
 
-
 def same_program(a: Side, b: Side) -> bool:
     """True if source, settings, steps and software are equal and said (in a text log settings are not)."""
     runs = a.runs + b.runs
@@ -354,7 +333,6 @@ def same_program(a: Side, b: Side) -> bool:
     if len(sources) > 1 or None in sources or len({run.final.step for run in runs}) > 1 or not settings:
         return False
     return all(a.values(key) == b.values(key) for key in (*SOFTWARE, *settings))
-
 
 def differing(a: Side, b: Side) -> list[str]:
     """Settings and facts that both sides state, and differently; of tables the rows that differ."""
@@ -375,7 +353,6 @@ def differing(a: Side, b: Side) -> list[str]:
                     found.append(f"{key}[{row}] {column} {before} -> {after}")
     return found
 
-
 def numbers_of(side: Side, target: float | None) -> Facts:
     """The numbers of one side."""
     losses = side.losses()
@@ -384,13 +361,11 @@ def numbers_of(side: Side, target: float | None) -> Facts:
     found |= {"loss": summary(losses), "time": summary(times), "memory": summary(side.memory())}
     return found | {"p": target and below(losses, target)}
 
-
 def facts_of(side: Side, target: float | None) -> Facts:
     """The numbers of one side, where it is and when it began."""
     starts = [time.strftime("%Y-%m-%d %H:%M", time.gmtime(run.started)) for run in side.runs if run.started is not None]
     where = os.path.commonpath([shown(run.path) for run in side.runs])
     return {"name": side.name, "where": where or ".", "begun": min(starts, default=None), **numbers_of(side, target)}
-
 
 def notes_of(side: Side, name: str = "") -> list[str]:
     """Remarks on what was read and what was not."""
@@ -408,7 +383,6 @@ def notes_of(side: Side, name: str = "") -> list[str]:
         found.append(f"a README states {n} losses, mean {mean:.5f}, sd {sd:.5f}: stated, and not counted")
     unread = side.reading.unread_in_words()
     return [f"{name}{note}" for note in (*found, unread) if note]
-
 
 def show(side: Side, target: float | None = None, systems: bool = False) -> Facts:
     """All that `show --json` prints."""
@@ -431,7 +405,6 @@ def show(side: Side, target: float | None = None, systems: bool = False) -> Fact
     report["machine"] = [f"{key} {clipped(side.values(key))}" for key in known]
     return report | {"notes": [*mixed[1:], *notes_of(side)]}
 
-
 class Placed(NamedTuple):
     """A number of a run beside the band of a pool."""
     step: int
@@ -440,7 +413,6 @@ class Placed(NamedTuple):
     low: float
     high: float
     inside: bool
-
 
 def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> list[Placed]:
     """By step, where three of the pool have a value. Loss and time share 1 % at the last; so do all earlier ones."""
@@ -453,7 +425,6 @@ def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> list[P
         found.append(Placed(step, value, summary(others).mean, low, high, low <= value <= high))
     return found
 
-
 def by_step(run: Run, what: str) -> dict[int, float]:
     """Losses of validations, or seconds of all lines but those of step 0 (a validation's time is the official one)."""
     found: dict[int, float] = {}
@@ -463,7 +434,6 @@ def by_step(run: Run, what: str) -> dict[int, float]:
         found = {int(step): seconds for step, seconds in run.steps[:, :2].tolist()}
         found |= {point.step: point.seconds for point in run.val if point.step and point.seconds is not None}
     return {step: value for step, value in found.items() if math.isfinite(value)}
-
 
 def place(run: Run, pool: Side) -> Facts:
     """All that `place --json` prints: the last loss and the last time decide, earlier ones are remarks."""
@@ -492,16 +462,13 @@ def place(run: Run, pool: Side) -> Facts:
     report |= {"finished": run.finished, "pool_runs": len(pool.runs), "differs": differing(pool, alone)}
     return report | {"notes": [*remarks, *run.notes, *mixtures(pool)]}
 
-
 def listed(items: Iterable[str], most: int = SHOWN) -> str:
     items = list(items)
     more = f"; and {len(items) - most} more" if len(items) > most else ""
     return "; ".join(items[:most]) + more
 
-
 def clipped(values: Sequence[str]) -> str:
     return " and ".join(values)[:SHOWN_CHARACTERS] or "not said"
-
 
 def markdown(head: str, rows: Sequence[Sequence[Any]]) -> str:
     """A table that is readable as it is, numbers with five digits; "" without rows."""
@@ -517,7 +484,6 @@ def markdown(head: str, rows: Sequence[Sequence[Any]]) -> str:
         lines.append(f"| {' | '.join(padded)} |")
     return "\n".join(lines) if rows else ""
 
-
 def test_in_words(test: Difference | None, form: str, unit: str = "") -> str:
     """A difference with its interval; without a test it says so."""
     if test is None:
@@ -526,7 +492,6 @@ def test_in_words(test: Difference | None, form: str, unit: str = "") -> str:
     if test.p is None:
         return f"{said} (no test)"
     return f"{said} [{test.low:{form}}, {test.high:{form}}], p {test.p:.2g}"
-
 
 def in_words(report: Facts, sides: Sequence[Facts] = (), more: Iterable[str] = ()) -> str:
     """Where the runs of the sides are and their numbers, more lines, what differs, notes, and the verdict."""
@@ -546,7 +511,6 @@ def in_words(report: Facts, sides: Sequence[Facts] = (), more: Iterable[str] = (
     notes = [f"note: {note}" for note in report["notes"][:SHOWN]]
     return "\n".join([*lines, *more, *differs, *notes, f"verdict: {report['verdict']}: {report['reason']}"])
 
-
 def compare_in_words(report: Facts) -> str:
     lines = ["B - A [99 % interval]", f"  loss    {test_in_words(report['loss'], '+.5f', 'nats')}",
              f"  time    {test_in_words(report['time'], '+.3f', 's')}"]
@@ -556,13 +520,11 @@ def compare_in_words(report: Facts) -> str:
         lines.append(f"  memory  {report['memory'].mean:+.0f} MiB")
     return in_words(report, (report["a"], report["b"]), lines)
 
-
 def show_in_words(report: Facts) -> str:
     lines = [f"machine: {listed(report['machine'], 5) or 'not said'}"]
     if report["verdict"] == "not proven" and report["more_seeds"]:
         lines.append(f"at this mean and spread {report['more_seeds']} more seeds prove it four times of five")
     return in_words(report, [report], lines)
-
 
 def place_in_words(report: Facts) -> str:
     lines = [f"run {report['run']}, step {report['reached']}, beside {report['pool_runs']} runs"]
@@ -570,7 +532,6 @@ def place_in_words(report: Facts) -> str:
         rows = [[*point[:-1], "" if point.inside else "outside"] for point in report.get(name, [])[-4:]]
         lines.append(markdown(f"step | {name} | pool | from | to | ", rows))
     return in_words(report, more=filter(None, lines))
-
 
 def jsonable(value: Any) -> Any:
     """Without what JSON lacks: infinite numbers are null, tuples with names are objects."""
@@ -581,7 +542,6 @@ def jsonable(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [jsonable(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
 
 def main(argv: list[str]) -> int:
     """argv: the verb and its arguments."""

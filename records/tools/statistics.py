@@ -22,12 +22,10 @@ TIME_LEVELS = {3: 0.001, 4: 0.0095, 5: 0.008, 6: 0.007}
 LOOKS = (4, 6, 10, 16, 26, 42, 68, 110)      # pairs at which a bench may stop
 EARLY_SHARE, LATE_SHARE = 0.0025, 0.0005     # of the level, for all looks before, and for all after the planned end
 
-
 class Summary(NamedTuple):
     n: int
     mean: float
     sd: float                      # of a sample (n - 1); nan for n < 2
-
 
 class Difference(NamedTuple):
     """B minus A; interval at 99 % and two-sided p, None without a test."""
@@ -35,7 +33,6 @@ class Difference(NamedTuple):
     low: float | None = None
     high: float | None = None
     p: float | None = None
-
 
 def summary(values: Sequence[float]) -> Summary:
     n = len(values)
@@ -47,7 +44,6 @@ def summary(values: Sequence[float]) -> Summary:
     if n < 2:
         return Summary(n, mean, math.nan)
     return Summary(n, mean, math.sqrt(math.fsum((x - mean) ** 2 for x in values) / (n - 1)))
-
 
 def difference(a: Sequence[float], b: Sequence[float]) -> Difference | None:
     """Mean of b minus mean of a; None if a side is empty, no test if one has a single value.
@@ -68,14 +64,12 @@ def difference(a: Sequence[float], b: Sequence[float]) -> Difference | None:
     high = max(interval.high for interval in intervals)
     return Difference(apart, float(low), float(high), float(max(test.pvalue for test in tests)))
 
-
 def below(losses: Sequence[float], target: float) -> float:
     """One-sided p of "the mean is not below the target" (t-test); nan for n < 2 or without spread."""
     from scipy import stats
     if len(set(losses)) < 2:
         return math.nan
     return float(stats.ttest_1samp(losses, target, alternative="less").pvalue)
-
 
 def seeds_needed(margin: float, sd: float, alpha: float = ALPHA) -> int | None:
     """Seeds whose one-sided t-test sees a mean so far below the target with chance POWER; None: over MOST_SEEDS."""
@@ -88,7 +82,6 @@ def seeds_needed(margin: float, sd: float, alpha: float = ALPHA) -> int | None:
             return n
     return None
 
-
 def hopeless(losses: Sequence[float], target: float) -> bool:
     """True if the mean is proven to be above the target (p > 0.99), or if at the favourable end of its one-sided 99 %
     interval more than MOST_SEEDS would be needed for a proof."""
@@ -99,7 +92,6 @@ def hopeless(losses: Sequence[float], target: float) -> bool:
     best = mean - stats.t.isf(ALPHA, n - 1) * sd / math.sqrt(n)
     return best >= target or seeds_needed(target - best, sd) is None
 
-
 def band(values: Sequence[float], level: float = ALPHA) -> tuple[float, float] | None:
     """Where one more value of the same kind lies with chance 1 - level; None for n < 2."""
     from scipy import stats
@@ -108,7 +100,6 @@ def band(values: Sequence[float], level: float = ALPHA) -> tuple[float, float] |
         return None
     half = float(stats.t.isf(level / 2, n - 1)) * sd * math.sqrt(1 + 1 / n)
     return mean - half, mean + half
-
 
 def pairs_in_turn(sides: str) -> list[int] | None:
     """Places of the runs that form pairs of neighbours of both sides; None if they do not alternate. sides: a letter
@@ -123,7 +114,6 @@ def pairs_in_turn(sides: str) -> list[int] | None:
     if not paired or len(sides) - len(paired) > len(sides) % 2:
         return None
     return paired
-
 
 def in_turn(seconds: Sequence[float], is_b: Sequence[bool]) -> Difference | None:
     """B's time over A's, less 1: least squares of log time over side and order. None if there is no degree of freedom.
@@ -143,7 +133,6 @@ def in_turn(seconds: Sequence[float], is_b: Sequence[bool]) -> Difference | None
     p = float(2 * stats.t.sf(abs(apart) / error, free)) if error > 1e-12 else float(abs(apart) < 1e-12)
     return Difference(math.expm1(apart), math.expm1(apart - half), math.expm1(apart + half), p)
 
-
 def time_level(pairs: int, planned: int | None = None, looks: bool = False) -> float:
     """Below which p a word on time is spoken, for at most 1 % of false words; 0: no word at so many pairs.
     looks: the runs were stopped when they decided; planned: the pairs at which that was to end, else the last look."""
@@ -158,7 +147,6 @@ def time_level(pairs: int, planned: int | None = None, looks: bool = False) -> f
     if pairs < planned:
         return EARLY_SHARE / sum(look < planned for look in LOOKS)
     return LATE_SHARE / 2 ** sum(planned < look <= pairs for look in LOOKS)
-
 
 def time_word(test: Difference | None, level: float, margin: float = SAME_MARGIN) -> str:
     """faster, slower, same, or undecided."""
