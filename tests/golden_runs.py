@@ -160,9 +160,8 @@ def differences(stored: dict[str, dict], now: dict[str, dict]) -> list[str]:
             found.append(f"{len(differing)} of {len(before)} losses from {differing[0]} on, at most {largest:.2e}")
         elif differing:
             found.append(f"bits of {section}: {', '.join(differing)}")
-        names = before.keys() ^ after.keys()
-        if section == "weights":
-            names = {name for name in names if not name.endswith(STATE_OF_ROWS)}
+        names = [name for name in before.keys() ^ after.keys()
+                 if section != "weights" or not name.endswith(STATE_OF_ROWS)]
         if names:
             found.append(f"names in {section} on one side only: {', '.join(sorted(names))}")
     return found
@@ -206,9 +205,7 @@ def main() -> int:
             print(f"{name:28} {time.monotonic() - began:5.1f} s  {word}{': ' if text else ''}{text}", flush=True)
     print(", ".join(f"{count} {word}" for word, count in counts.items()))
     if args.task == "make":
-        lines = [f"{json.dumps(name)}: {json.dumps(case)}" for name, case in made.items()]       # a line for each case
-        text = f'{{"versions": {json.dumps(versions())},\n"cases": {{\n' + ",\n".join(lines) + "\n}}\n"
-        args.golden.write_text(text, "utf-8")
+        args.golden.write_text(json.dumps(dict(versions=versions(), cases=made), indent=0), "utf-8")
     return 1 if counts["differs"] or counts["failed"] else 0
 
 

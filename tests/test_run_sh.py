@@ -63,7 +63,7 @@ def run_sh(tmp_path: Path):
 
 
 def started(done: subprocess.CompletedProcess) -> str:
-    """The last command that the parrot was asked to run."""
+    """Return the last command that the parrot was asked to run."""
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1].partition(": ")[2]
 
