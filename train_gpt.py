@@ -1036,7 +1036,7 @@ def row_tables(cfg: Config) -> tuple[Table, ...]:
 
 @dataclass(eq=False)
 class RowUpdate:
-    """The rows of this rank's shard that a row-wise update changes: those that any rank reads in the cycle, each once."""
+    """The rows of this rank's shard that a row-wise update changes: those that any rank reads in the cycle."""
     # Rows that the update before changes as well are on the device already, and newer there than in a host home.
     places: Tensor                       # (u,) i64 in the shard, ascending
     inverse: Tensor                      # (requested,) i64: index into `places` of each requested row
@@ -3743,11 +3743,10 @@ def cycles_from(first: int, schedule: Schedule, clock: Clock):
             return
         yield [schedule.at(at) for at in range(step, min(step + schedule.cycle, schedule.end_step))]
 
-def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: Clock, log: Log,
-         before_step: Callable):
-    """Train against the clock; return the final validation loss (nats per token), and why the data ended early, if so.
-    On the clock: reading, packing, plans, steps, logging. Off the clock: validation. before_step(step): checkpoints."""
-    # Reading and packing of the first batch are part of training, unlike the warm-up.
+def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: Clock, log: Log, before_step: Callable):
+    """Train against the clock; return the final validation loss (nats per token), and why the data ended early."""
+    # On the clock: reading, packing, also of the first batch, plans, steps, logging. Off the clock: validation, and
+    # what before_step(step) stops it for.
     schedule = log.schedule
     data_ended = None
     clock.start()

@@ -28,7 +28,6 @@ TRAIN_SHARDS = 103
 BLOCK = 8 << 20                              # bytes of one request: what a cut can lose
 LATER = "the same command goes on where this one stopped"
 
-
 def fault(path: Path) -> str:
     """Say what is wrong with a shard, its content included where the manifest knows it; "" if nothing."""
     if kind_of(path) == "no file":
@@ -41,7 +40,6 @@ def fault(path: Path) -> str:
         return str(error)
     return ""
 
-
 @contextlib.contextmanager
 def hub_in_words(url: str) -> Iterator[None]:
     """Raise DataError for what the library could not get in spite of its retries."""
@@ -52,7 +50,6 @@ def hub_in_words(url: str) -> Iterator[None]:
         raise DataError(url, repr(found), "the shard",
                         f"look at the network, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE; {LATER}") from None
 
-
 def append(file: Any, block: bytes) -> None:
     """Write all of a block. Raises DataError at a full disk, which still takes a piece."""
     try:
@@ -60,7 +57,6 @@ def append(file: Any, block: bytes) -> None:
             block = block[file.write(block):]
     except OSError as error:
         raise DataError(file.name, repr(error.strerror), "room for the shard", f"make room; {LATER}") from None
-
 
 def receive(url: str, path: Path) -> str:
     """Fetch what a file lacks. Returns the SHA-256 that it should have; "" if the server does not tell it.
@@ -84,7 +80,6 @@ def receive(url: str, path: Path) -> str:
         os.fsync(file.fileno())
     return about.etag if len(about.etag or "") == 64 else ""
 
-
 def fetch(name: str, out: Path, endpoint: str | None) -> dict[str, Any]:
     """Get one shard, once more if what came is wrong. Returns its entry of the manifest. Raises DataError."""
     url = hf_hub_url(REPO, name, repo_type="dataset", endpoint=endpoint)
@@ -105,7 +100,6 @@ def fetch(name: str, out: Path, endpoint: str | None) -> dict[str, Any]:
         note(f"{wrong}: removed")
     raise DataError(url, repr(wrong), "a whole shard", "try again later, or another --endpoint")
 
-
 def get_shards(names: list[str], out: Path, endpoint: str | None) -> None:
     """Bring the folder to the state in which all named shards are whole. Raises DataError."""
     entries = read_manifest(out)
@@ -119,7 +113,6 @@ def get_shards(names: list[str], out: Path, endpoint: str | None) -> None:
         else:
             entries[name] = describe(out / name)              # fetched by an older version
         write_manifest(out, entries)
-
 
 @errors_in_words()
 def main(argv: list[str] | None = None) -> None:
@@ -136,7 +129,6 @@ def main(argv: list[str] | None = None) -> None:
     with locked(args.out):
         get_shards(names, args.out, args.endpoint)
     say(f"{args.out}: {args.shards} training shards and the validation shard, whole")
-
 
 if __name__ == "__main__":
     sys.exit(as_program(main))

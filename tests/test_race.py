@@ -15,7 +15,7 @@ from common import ROOT, Run, executor, fabric, launch, preset, refused, small
 import train_gpt as tg
 
 sys.path.insert(0, str(ROOT / "records"))
-from tools import logs
+from tools import read
 
 
 class Time:
@@ -346,8 +346,8 @@ def check_budget(folder: Path, seconds: int) -> list[float]:
     tokens = {e["tokens"] - before["tokens"] for before, e in zip(steps, steps[1:])}
     assert tokens == {stage.batch_tokens for stage in preset().stages}, "every stage"
     assert any(line.startswith(f"step:{result['steps']}/{result['steps']} val_loss:") for line in log.lines)
-    read, = logs.read([folder / "log.jsonl"]).runs
-    assert read.finished and read.total == result["steps"] and read.loss == result["val_loss"] and not read.notes
+    told, = read.read_runs([folder / "log.jsonl"]).runs
+    assert told.finished and told.total == result["steps"] and told.loss == result["val_loss"] and not told.notes
     return places
 
 

@@ -443,10 +443,10 @@ def grown(was: dict[str, float], now: dict[str, float]) -> Counter:
 def measured_page(path: Path, ledger: dict[str, Any], prediction: dict[str, Any]) -> str:
     """The times of a training run, by its log, beside the prediction for as many GPUs."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "records"))
-    from tools import logs
+    from tools import read
     try:
-        run, = logs.read_file(path / "log.jsonl" if path.is_dir() else path)
-    except (logs.NotALog, OSError, ValueError) as error:
+        run, = read.read_file(path / "log.jsonl" if path.is_dir() else path)
+    except (read.NotALog, OSError, ValueError) as error:
         raise PriceError(f"{path}", error, "the log of one run", "give log.jsonl of a run directory") from None
     steps = sum(sum(parities.values()) for parities in ledger["steps"].values())
     if run.total != steps:
