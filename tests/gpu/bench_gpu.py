@@ -4,7 +4,7 @@
     python tests/gpu/bench_gpu.py --device=cpu          the same lines at tiny sizes: no time says anything of a GPU
 
 Operations: fresh random inputs, errors against f64 in memory full of NaN, ms beside plain PyTorch and torch.compile.
-Steps: the preset `record` in its stages, on the tokens of DATA=SHARDS or of a formula. FOLDER holds bench.json, whole
+Steps: the preset `record` in its stages, on the tokens of DATA=SHARDS or of a formula. FOLDER has bench.json, whole
 after each line that is printed. Status: 0, or 1 if a check failed, or 2 without a GPU. No time is judged.
 """
 from __future__ import annotations
