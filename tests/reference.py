@@ -2,10 +2,7 @@
 
 `Reference` is used as tg.Executor is, with batches of one rank. It has no plans, caches, homes, shares of ranks, fused
 products or main_grad; gradients are autograd's. Layers, rates and schedule are read from the trainer's tables, numbers
-of the recipe stand here. Arrays and functions below it serve the tests of rows and tables.
-
-Rows of a table of R rows at W ranks: row r belongs to rank r mod W, and is its r div W-th. Owner by owner the rows
-stand in physical order, every shard R / W rows long, rounded up.
+of the recipe stand here. Below it are tables at W ranks: row r belongs to rank r mod W, and is its r div W-th.
 """
 from __future__ import annotations
 
@@ -391,10 +388,6 @@ class Reference:
 
 
 # ---- Rows and tables
-def physical(row: int, world: int, rows: int) -> int:
-    return row % world * -(-rows // world) + row // world
-
-
 def cut(table: np.ndarray, world: int) -> list[np.ndarray]:
     """A table in logical order -> the shard of each owner; zeros where there is no row."""
     size = -(-len(table) // world)
@@ -406,26 +399,6 @@ def cut(table: np.ndarray, world: int) -> list[np.ndarray]:
 def put_together(shards: list[np.ndarray], rows: int) -> np.ndarray:
     world = len(shards)
     return np.stack([shards[row % world][row // world] for row in range(rows)])
-
-
-def row_lists(read: list[np.ndarray], rows: int) -> tuple[list, list]:
-    """read: logical rows of each rank in a cycle, with repetitions.
-
-    Returns each rank's list, once each in physical order, and pieces[rank][owner]: the same list as places in the
-    owners' shards.
-    """
-    world = len(read)
-    size = -(-rows // world)
-    lists = []
-    pieces = []
-    for mine in read:
-        listed = sorted({physical(int(row), world, rows) for row in mine})
-        lists.append(listed)
-        by_owner = [[] for _ in range(world)]
-        for row in listed:
-            by_owner[row // size].append(row % size)
-        pieces.append(by_owner)
-    return lists, pieces
 
 
 def bigram_rows(tokens: np.ndarray, rows: int) -> np.ndarray:

@@ -35,7 +35,7 @@ TESTS = sorted((ROOT / "tests").glob("**/*.py"))
 TEST_SLACK = 1.2                                                     # a test may be denser by that factor
 # Denser still: printed, not held. Whoever airs one takes it off this list.
 DENSE_TESTS = """
-    bench_rows make_vectors oracle test_ablate test_bench test_data test_executor test_gpu test_kernels test_logs
+    bench_rows make_vectors test_ablate test_bench test_data test_executor test_gpu test_kernels test_logs
     test_model test_optimizer test_oracle test_ranks test_rows test_schedule test_shelf test_verdict
 """.split()
 

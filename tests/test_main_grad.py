@@ -15,7 +15,6 @@ from torch import Tensor
 
 import train_gpt as tg
 
-OWNED = ("attn", "mlp", "lm_head")
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 
 
@@ -31,8 +30,6 @@ def owner(*shape: int, seed: int = 0, dtype: torch.dtype = F64, kept_in: torch.d
     weight.writes = torch.zeros(parts, dtype=torch.int64)
     return weight
 
-
-# ---- The op ---------------------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("product_is_given", (False, True))
 @pytest.mark.parametrize("kept_in, given_in", [(F32, F32), (F64, F64), (F32, BF16), (BF16, BF16)])
@@ -54,8 +51,6 @@ def test_wgrad_accumulate__the_first_write_overwrites_and_further_ones_add(kept_
     torch.testing.assert_close(bank[1].double(), want, rtol=rounding, atol=rounding)
     assert bank[0].isnan().all() and bank[2].isnan().all()
 
-
-# ---- What backward returns ------------------------------------------------------------------------------------------
 
 @pytest.mark.parametrize("main_grad, flag, delayed, want", [
     (False, False, False, "gradient"), (False, False, True, None), (True, False, False, None),
@@ -187,9 +182,15 @@ def test_linear__compiled_code_takes_neither_flag_nor_delay(flag):
         call(randn(5, 3)).sum().backward()
 
 
-@pytest.mark.parametrize("frozen", ("up", "down", "head", "fp8 head"))
+def head_losses(x: Tensor, weight: Tensor, precision: str = "plain") -> Tensor:
+    one = torch.ones(1, dtype=F64)
+    return tg.HeadLoss.apply(x, weight, torch.tensor([[1, 3, 0, 8, 2]]), one, one[0], precision, F64,
+                             tg.as_part(weight))
+
+
+@pytest.mark.parametrize("frozen", ("up", "down", "plain", "emulated"))
 def test_backward__a_frozen_matrix_keeps_what_it_has(frozen):
-    """And the other one of an MLP is written all the same."""
+    """And the other one of an MLP is written all the same; plain and emulated are the head's."""
     x = randn(5, 4, seed=2).requires_grad_()
     weights = dict(up=owner(8, 4), down=owner(8, 4, seed=1))
     if frozen not in weights:
@@ -198,10 +199,7 @@ def test_backward__a_frozen_matrix_keeps_what_it_has(frozen):
     if frozen in ("up", "down"):
         out = tg.relu_sq_mlp(x, *map(tg.as_part, weights.values()))
     else:
-        head = weights[frozen]
-        one = torch.ones(1, dtype=F64)
-        out = tg.HeadLoss.apply(x, head, torch.tensor([[1, 3, 0, 8, 2]]), one, one[0],
-                                "plain" if frozen == "head" else "emulated", F64, tg.as_part(head))
+        out = head_losses(x, weights[frozen], frozen)
     out.sum().backward()
     assert x.grad is not None
     for name, weight in weights.items():
@@ -224,34 +222,19 @@ def test_linear__an_f32_main_grad_of_a_scaled_bank_is_exact_over_64_micro_batche
     assert float((bank.main_grad.double() - want).norm() / want.norm()) < 1e-6
 
 
-def product(x: Tensor) -> Tensor:
-    return tg.linear(x, tg.as_part(torch.nn.Parameter(randn(3, 4))))
+UP, DOWN, HEAD = (torch.nn.Parameter(randn(*shape)) for shape in ((8, 4), (8, 4), (4, 9)))
 
 
-def mlp(x: Tensor) -> Tensor:
-    up, down = (torch.nn.Parameter(randn(8, 4, seed=seed)) for seed in range(2))
-    return tg.relu_sq_mlp(x, tg.as_part(up), tg.as_part(down))
-
-
-def head(x: Tensor) -> Tensor:
-    weight = torch.nn.Parameter(randn(4, 9))
-    one = torch.ones(1, dtype=F64)
-    return tg.HeadLoss.apply(x, weight, torch.arange(5)[None], one, one[0], "plain", F64, tg.as_part(weight))
-
-
-def lookup(x: Tensor) -> Tensor:
-    return tg.RowLookup.apply(x, torch.tensor([0, 4, 0]), torch.zeros(5, 4, dtype=F64))
-
-
-@pytest.mark.parametrize("forward", [product, mlp, head, lookup], ids=("product", "mlp", "head", "lookup"))
+@pytest.mark.parametrize("forward", [
+    lambda x: tg.linear(x, tg.as_part(UP)), lambda x: tg.relu_sq_mlp(x, tg.as_part(UP), tg.as_part(DOWN)),
+    lambda x: head_losses(x, HEAD), lambda x: tg.RowLookup.apply(x, torch.tensor([0, 4, 0]), torch.zeros(5, 4).double()),
+], ids=("product", "mlp", "head", "lookup"))
 def test_first_order__a_gradient_of_a_gradient_is_refused(forward: Callable):
     """Also where the gradient that arrives is a constant, which autograd would let pass."""
     x = randn(5, 4).requires_grad_()
     differentiate = functools.partial(torch.autograd.grad, forward(x).sum(), x, create_graph=True)
     refused(tg.RunError, differentiate, "create_graph", "first order")
 
-
-# ---- In the trainer -------------------------------------------------------------------------------------------------
 
 def trained(**changes: Any) -> tuple[tg.Executor, Callable[[int], tuple]]:
     cfg = small(**changes)
@@ -335,20 +318,9 @@ def test_has_gradient__a_micro_batch_that_is_lost_or_runs_twice_is_named(monkeyp
             "drop_gradients")
 
 
-def test_step__calls_of_weight_zero_alone_are_zeros():
-    ex, batch_of = trained()
-    for entry in ex.optimizer.sharded.values():
-        entry.main_grad.fill_(torch.nan)
-    batch, values = batch_of(1)
-    ex.forward_backward(batch, values, loss_weight=0)
-    ex.optim_step(values)
-    assert all(p.isfinite().all() for p in ex.model.parameters())
-
-
 def test_whole_weights__padding_is_not_saved():
     """A file holds the whole storage of a view."""
     ex, _ = trained()
     ex.model.attn.data = torch.cat((ex.model.attn.data, ex.model.attn.data[:1]))[:-1]     # as where ranks share it out
     saved = ex.whole_weights(tg.Schedule(ex.cfg).at(0))["attn"]
-    assert saved.equal(ex.model.attn)
-    assert saved.untyped_storage().nbytes() == saved.nbytes
+    assert saved.equal(ex.model.attn) and saved.untyped_storage().nbytes() == saved.nbytes

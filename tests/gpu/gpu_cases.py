@@ -29,12 +29,12 @@ Call = Callable[..., list[Tensor]]
 
 class Sizes(NamedTuple):
     """Of one rank's slot, in the letters of the trainer."""
-    T: int                               # tokens
-    D: int                               # width
-    H: int                               # heads
-    E: int                               # width of a head
-    F: int                               # width of the MLP
-    V: int                               # vocabulary
+    T: int
+    D: int
+    H: int
+    E: int
+    F: int
+    V: int
     R: int                               # rows of the table whose gradients are summed
     squares: int                         # matrices (D, D) of the attention bank
     talls: int                           # matrices (F, D) of the MLP bank
@@ -58,7 +58,6 @@ class Case(NamedTuple):
     kernel: str = "torch.compile"        # what the trainer's way is
 
 
-# ---- Memory full of NaN
 class PoisonedAllocations(TorchDispatchMode):
     """What eager code allocates holds NaN, or the largest integer, until it is written."""
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -115,7 +114,6 @@ def frame_is_whole(whole: Tensor) -> bool:
     return not whole.is_floating_point() or bool((frame.view(torch.uint8) == 255).all())
 
 
-# ---- Checks
 def relative(x: Tensor, exact: Tensor) -> float:
     """Frobenius distance in units of the exact tensor's norm; NaN or infinite where x is."""
     exact = exact.detach().double()
@@ -142,7 +140,6 @@ def check(name: str, case: Case, lab: Lab) -> dict[str, Any]:
     return dict(name=name, kernel=case.kernel, bounds=case.bounds, errors=errors, wrong=wrong)
 
 
-# ---- Making cases
 def chosen_attention(fabric: tg.Fabric, head_dim: int) -> tuple[Callable, str]:
     """The record preset's kernel on this device, and its name."""
     cfg = tg.Config(**tg.PRESETS["record"] | dict(head_dim=head_dim))
@@ -207,7 +204,6 @@ def and_gradients(function: Callable, wanted: int) -> Call:
     return call
 
 
-# ---- Operations
 def mlp(lab: Lab) -> Case:
     s = lab.sizes
     n = lab.normal(s.T, s.D)
@@ -222,29 +218,25 @@ def mlp(lab: Lab) -> Case:
     return Case([n, up, down, seed], ways, ways[PLAIN], 4 * (2e-2,))
 
 
-# ---- Attention
 def attention(lab: Lab, window: str, fold: int = 1) -> Case:
     """One layer. window: "short" or "long". fold: 2 for paired heads, half of them on twice the positions."""
-    s = lab.sizes
-    window = getattr(s, window)
     bounds = [fold * bound for bound in lab.document_bounds()]
-    heads = s.H // fold
-    q, k, v, seed = lab.normal(4, fold * s.T, heads, s.E).unbind()
+    return attention_of(lab, bounds, getattr(lab.sizes, window), lab.sizes.H // fold)
+
+
+def attention_of(lab: Lab, bounds: Sequence[int], window: int, heads: int) -> Case:
+    q, k, v, seed = lab.normal(4, bounds[-1], heads, lab.sizes.E).unbind()
     cu_seqlens = torch.tensor(bounds, dtype=torch.int32, device=lab.device)
-    span = tg.AttentionSpan(fold * (s.max_doc_len + 1), window, 0.1)
+    span = tg.AttentionSpan(1 + int(cu_seqlens.diff().max()), window, 12.8 / lab.sizes.E)
 
-    def chosen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return lab.attention(q, k, v, cu_seqlens, span)
+    def way(attend: Callable) -> Call:
+        return and_gradients(lambda q, k, v, cu_seqlens: attend(q, k, v, cu_seqlens, span), 3)
 
-    def reference(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor) -> Tensor:
-        return tg.attention_reference(q, k, v, cu_seqlens, span)
-
-    ways = {TRAINER: and_gradients(chosen, 3), PLAIN: and_gradients(reference, 3)}
+    ways = {TRAINER: way(lab.attention), PLAIN: way(tg.attention_reference)}
     return Case([tg.rms_norm(q), tg.rms_norm(k), v, cu_seqlens, seed], ways, ways[PLAIN], 4 * (2e-2,),
                 lab.attention_name)
 
 
-# ---- The head
 def head(lab: Lab, precision: str) -> Case:
     """Losses of three tokens ahead. Exact: slot by slot, with the roundings of fp8 where there are some."""
     s = lab.sizes
@@ -292,7 +284,6 @@ def evaluation_head(lab: Lab) -> Case:
     return Case([y, w, lab.below(s.V, rows)], ways, ways[PLAIN], (4e-3,))
 
 
-# ---- Rows
 def row_sums(lab: Lab) -> Case:
     """Some rows are read thousands of times, most are not; the last one is among them."""
     s = lab.sizes
@@ -312,7 +303,6 @@ def row_sums(lab: Lab) -> Case:
     return Case([sums, index, grad], {TRAINER: add_rows, PLAIN: index_add}, index_add, (4e-6,), "Triton")
 
 
-# ---- Updates
 def normuon(lab: Lab, bank: str) -> Case:
     """One update of the bank "squares" or "talls". Outputs: how the exact weight moves, both moments."""
     s = lab.sizes
