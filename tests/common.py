@@ -376,9 +376,11 @@ def environment_of(rank: int, world: int, port: int) -> dict[str, str]:
 
 def launch(folder: Path, world: int, *flags: str) -> list[Run]:
     """Run main() of these flags on so many ranks; with preset tiny, unless another folder says what was trained."""
-    words = [f"--run_dir={folder}", "--device=cpu", *flags]
-    if not any(flag.startswith(("--preset=", "--resume=", "--sample=")) for flag in flags):
-        words.insert(0, "--preset=tiny")
+    words = ["--device=cpu", *flags]
+    if not any(flag.startswith("--sample=") for flag in flags):               # which trains nothing
+        words.append(f"--run_dir={folder}")
+        if not any(flag.startswith(("--preset=", "--resume=")) for flag in flags):
+            words.append("--preset=tiny")
     port = free_port()
     ranks = [Forked(words, environment_of(rank, world, port)) for rank in range(world)]
     return [Run(folder, rank.wait(), *rank.texts()) for rank in ranks]
