@@ -2,7 +2,6 @@
 import functools
 import json
 import os
-import pickle
 import re
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
@@ -62,12 +61,9 @@ BAD_STAGES = {                               # columns of the first of these -> 
 
 @pytest.mark.parametrize("name", BAD_STAGES)
 def test_check_config__a_stage_table_that_cannot_work(name):
-    """As a table, which no parser of flags has seen, and as a flag."""
     changes, *parts = BAD_STAGES[name]
     first, *others = STAGES
     stages = (first._replace(**changes), *others)
-    cfg = tg.Config(**tg.PRESETS["tiny"] | dict(stages=stages))
-    refused(tg.ConfigError, functools.partial(tg.check_config, cfg), "--stages", *parts)
     refuse(["--preset=tiny", f"--stages={tg.flag_text(stages)}"], "--stages", *parts)
 
 
@@ -78,6 +74,7 @@ BAD_TABLES = {                               # columns of a table of n-grams -> 
     "a layer without attention": (dict(place=NO_ATTENTION), f"place={NO_ATTENTION}", "a layer with attention"),
     "an unknown home": (dict(home="disk"), "disk", "home `device` or `host`"),
     "an unknown rounding": (dict(rounding="down"), "down", "`nearest` or `stochastic`"),
+    "an unknown cadence": (dict(cadence=8), "1, 2 or 4 steps"),
     "a cadence between Adam's steps": (dict(cadence=1), "1, 2 or 4 steps", "a multiple of adam_every=2"),
     "a single row": (dict(rows=1), "2 rows or more", "there is no n-gram"),
     "too many rows": (dict(rows=2**31), "below 2^31"),
@@ -93,8 +90,7 @@ BAD_TABLES = {                               # columns of a table of n-grams -> 
 def test_check_config__a_table_of_ngrams_that_cannot_work(name):
     changes, *parts = BAD_TABLES[name]
     tables = TABLE._replace(label="other_embed"), TABLE._replace(**changes)
-    cfg = tg.Config(**tg.PRESETS["tiny"] | dict(tables=tables, adam_every=2))
-    refused(tg.ConfigError, functools.partial(tg.check_config, cfg), "--tables", *parts)
+    refuse(["--preset=tiny", f"--tables={tg.flag_text(tables)}"], "--tables", *parts)
 
 
 def test_tables__rows_and_defaults():
@@ -147,7 +143,6 @@ REFUSED = {                                  # flags over the tiny preset -> wha
     "--num_heads=3": ("--num_heads", "3", "even", "--num_heads=4"),
     "--head_dim=4": ("--head_dim", "8 to "),
     "--head_dim=18": ("--head_dim", "18", "multiple of 4", "--head_dim=16"),
-    "--model_dim=11": ("--model_dim", "12 to "),
     "--model_dim=40": ("--model_dim", "40", "2 x 16", "--model_dim=32"),
     "--num_slots=7": ("--stages", "128", "multiple of 112"),                     # 112 = 16 tokens x 7 slots
     "--val_batch_tokens=100": ("--val_batch_tokens", "100", "--val_batch_tokens=128"),
@@ -159,16 +154,7 @@ REFUSED = {                                  # flags over the tiny preset -> wha
 
 @pytest.mark.parametrize("flag", REFUSED, ids="{:.60}".format)
 def test_parse_flags__a_bad_setting(flag):
-    """And each --flag=value that the last line of a message proposes is not refused for that flag again."""
-    message = refuse(["--preset=tiny", flag], *REFUSED[flag])
-    assert len(message) < 1500
-    name = flag.partition("=")[0]
-    for way in re.findall(rf"{name}=[^\s,]+", message.rpartition("do:")[2]):
-        if not re.search("stages|resume|sample", flag):
-            try:
-                tg.parse_flags(["--preset=tiny", way])
-            except tg.ConfigError as error:
-                assert not str(error).startswith(name + "\n"), f"{way} is refused too: {error}"
+    refuse(["--preset=tiny", flag], *REFUSED[flag])
 
 
 def test_parse_flags__sample_takes_no_flag_of_the_model():
@@ -216,14 +202,8 @@ def test_parse_flags__names_of_files_begin_at_home(monkeypatch, tmp_path):
 
 # ---- settings of an earlier run -------------------------------------------------------------------------------------
 
-def write_settings(folder: Path, preset_name: str = "tiny", **flags: str) -> None:
-    (folder / "settings.json").write_text(json.dumps(dict(preset=preset_name, flags=flags)))
-
-
-def test_read_settings__a_config_comes_back(tmp_path):
-    cfg = tg.Config(**tg.PRESETS["pocket_tables"] | dict(seed=3, adam_every=1))
-    write_settings(tmp_path, "pocket", **{name: tg.flag_text(value) for name, value in vars(cfg).items()})
-    assert tg.read_settings(tmp_path)[1] == cfg
+def write_settings(folder: Path, **flags: str) -> None:
+    (folder / tg.SETTINGS).write_text(json.dumps(dict(preset="tiny", flags=flags)))
 
 
 @pytest.mark.parametrize("content", [
@@ -260,9 +240,8 @@ def test_resume__the_home_of_a_table_may_change_and_nothing_else_of_it(tmp_path)
     resume = f"--resume={tmp_path}"
     _, cfg = tg.parse_flags([resume, "--tables=a_embed 3 10 stream 0 host; b_embed 2 20"])
     assert [table.home for table in cfg.tables] == ["host", "device"]
-    for tables in ("a_embed 3 10 stream 1 host; b_embed 2 20", "a_embed 3 10", "b_embed 2 20; a_embed 3 10"):
-        refuse([resume, f"--tables={tables}"], "--tables with --resume", "a_embed 3 10 stream 0 device",
-               "the home of a table")
+    for tables in ("a_embed 3 10 stream 1 host; b_embed 2 20", "b_embed 2 20; a_embed 3 10"):
+        refuse([resume, f"--tables={tables}"], "--tables with --resume", "the home of a table")
 
 
 def test_config__every_setting_is_used():
@@ -270,20 +249,6 @@ def test_config__every_setting_is_used():
     source = (ROOT / "train_gpt.py").read_text()
     for f in fields(tg.Config):
         assert re.search(rf"(cfg|self|end|flags)\.{f.name}\b|\"{f.name}\", (unset|0|-1)", source), f.name
-
-
-# ---- Fabric ---------------------------------------------------------------------------------------------------------
-
-def test_failing_together__the_error_of_the_first_rank(monkeypatch):
-    """On every rank after the body, with its rank if there are several; it travels as a pickle."""
-    with pytest.raises(tg.DataError, match="shard\n") as caught, fabric().failing_together():
-        raise tg.DataError("shard", b"x", 3, "write it again")
-    assert caught.value.args == ("shard", "b'x'", "3", "write it again")
-    failures = [None, tg.RunError("disk", "full", "room", "tidy up"), tg.DataError("shard", 1, 2, "write")]
-    monkeypatch.setattr(tg.Fabric, "gather", lambda self, fact: pickle.loads(pickle.dumps(failures)))
-    with pytest.raises(tg.RunError) as caught, fabric(0, 3).failing_together():
-        pass
-    assert str(caught.value) == "disk, on rank 1\n  found:    full\n  expected: room\n  do:       tidy up"
 
 
 def test_errors__status_and_long_values():

@@ -6,7 +6,6 @@ import functools
 import json
 import math
 import platform
-import re
 import resource
 import subprocess
 import sys
@@ -83,29 +82,22 @@ def faithful(q, k, v, cu_seqlens, span):
     return tg.attention_reference(q.float(), k.float(), v.float(), cu_seqlens, span).to(q.dtype)
 
 
-class Scaled(torch.autograd.Function):
-    """x, with `factor` times its gradient; with a factor of None it has no backward."""
-    @staticmethod
-    def forward(ctx, x, factor):
-        ctx.factor = factor
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        if ctx.factor is None:
-            raise NotImplementedError("no backward here")
-        return ctx.factor * grad, None
-
-
-def scaled(at: int | None, output: float = 1, gradient: float | None = 1):
-    """The faithful kernel with its output, and the gradient of an input or of the output, times these."""
+def changed(at: int | None = None, by: float = 1.1):
+    """The faithful kernel with its output, or the gradient of an input alone, times this."""
     def kernel(*args):
+        if at is None:
+            return by * faithful(*args)
         inputs = list(args)
-        if at is not None:
-            inputs[at] = Scaled.apply(inputs[at], gradient)
-            return faithful(*inputs)
-        return Scaled.apply(output * faithful(*inputs), gradient)
+        inputs[at] = inputs[at].clone()
+        inputs[at].register_hook(lambda grad: by * grad)
+        return faithful(*inputs)
     return kernel
+
+
+def no_backward(*args):
+    out = faithful(*args)
+    out.register_hook(raising(NotImplementedError("no backward here")))
+    return out
 
 
 def windows(add: int = 0, at: int = 0, least: int = 0, most: int = 10**6, heads: int = 0):
@@ -143,9 +135,9 @@ BAD_KERNELS = {                          # kernel -> what is said of it
     "refuses": (raising(RuntimeError("no kernel image\nfor this device")), "no kernel image"),
     "is not there": (raising(ImportError("no module")), "no module"),
     "fails without a word": (raising(NotImplementedError()), "NotImplementedError"),
-    "fails backward": (scaled(None, gradient=None), "no backward here"),
-    "gives NaN": (scaled(None, float("nan")), LIES),
-    "is 10 % off": (scaled(None, 1.1), LIES),
+    "fails backward": (no_backward, "no backward here"),
+    "gives NaN": (changed(by=float("nan")), LIES),
+    "is 10 % off": (changed(), LIES),
     "sees one key more": (WINDOW_MORE, LIES),
     "sees one key less": (windows(add=-1), LIES),
     "sees other documents": (one_document, LIES),
@@ -156,7 +148,7 @@ BAD_KERNELS = {                          # kernel -> what is said of it
     "a span beyond documents is cut": (windows(most=256), LIES),
     "wrong in paired layers": (windows(add=1, heads=1), LIES),              # half the heads
     "wrong in plain layers": (windows(add=1, heads=2), LIES),
-    **{f"gradient of {name}": (scaled(at, gradient=1.1), LIES) for at, name in enumerate("qkv")},
+    **{f"gradient of {name}": (changed(at), LIES) for at, name in enumerate("qkv")},
 }
 
 
@@ -168,25 +160,15 @@ def test_check_attention__a_kernel_that_fails_or_lies(monkeypatch, name):
     assert any("varlen does not run here" in line and word in line for line in said), said
 
 
-class Rounded(torch.autograd.Function):
-    """x, rounded to bf16 forward or not, with its gradient rounded."""
-    @staticmethod
-    def forward(ctx, x, forward):
-        return x.bfloat16().float() if forward else x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad.bfloat16().float(), None
-
-
 def tiled(q, k, v, cu_seqlens, span):
     """Rounded where flash attention rounds: weights before values, logits' gradients before queries and keys."""
     at = torch.arange(len(q))
     document = torch.searchsorted(cu_seqlens.long(), at, right=True)
     back = at[:, None] - at
     seen = (back >= 0) & (back <= span.window) & (document[:, None] == document)
-    logits = Rounded.apply(torch.einsum("qhe,khe->hqk", q.float(), k.float()) * span.scale, False)
-    weights = Rounded.apply(logits.masked_fill(~seen, -torch.inf).softmax(-1), True)
+    logits = torch.einsum("qhe,khe->hqk", q.float(), k.float()) * span.scale
+    logits.register_hook(lambda grad: grad.bfloat16().float())
+    weights = logits.masked_fill(~seen, -torch.inf).softmax(-1).bfloat16().float()
     return torch.einsum("hqk,khe->qhe", weights, v.float()).bfloat16()
 
 
@@ -348,13 +330,6 @@ def test_fit_memory__slots_at_once_of_the_record_preset(monkeypatch, card, world
     assert tg.fit_memory(record(), fabric, tg.attention_varlen)[0] == want
 
 
-def test_fit_memory__24_gb_cards_are_sent_to_more_slots_which_fit(monkeypatch):
-    fabric = with_room(monkeypatch, 24e9 * tg.MEMORY_SHARE, on_gpu())
-    fit = functools.partial(tg.fit_memory, record(), fabric, tg.attention_varlen)
-    flag = re.search(r"--num_slots=\d+", refused(tg.RunError, fit, "--num_slots=32"))[0]
-    assert tg.fit_memory(record(flag), fabric, tg.attention_varlen)[0] >= 1
-
-
 def test_fit_memory__tables_on_the_host_are_told_and_not_refused(monkeypatch):
     """They take memory page by page, as rows are updated: 10^8 of 384 bytes are 38 GB. On a device they are refused."""
     host, device = (with_table("pocket", f"100000000 stream 0 {home}") for home in ("host", "device"))
@@ -378,8 +353,7 @@ def test_memory_estimate__within_5_percent_of_the_peaks_that_the_rehearsal_walke
 
 
 KEPT = """
-import resource
-import torch
+import resource, torch
 import train_gpt as tg
 
 tg.make_fabric(tg.Config(device="cpu"))
@@ -396,5 +370,4 @@ print(min(passes))                       # given back, memory costs each of them
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="without glibc's malloc")
 def test_make_fabric__what_is_freed_on_a_cpu_is_kept():
     out = subprocess.run([sys.executable, "-c", KEPT], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    pages = 20 * (4 << 20) // resource.getpagesize()
-    assert int(out) < pages // 10
+    assert int(out) < 2 * (4 << 20) // resource.getpagesize(), "a tenth of the pages of 20 tensors"

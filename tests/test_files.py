@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import pickle
-import random
 import resource
 import shutil
 import signal
@@ -21,7 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import Forked, Run, executor, fabric, losses, preset, recorded_writes, refused, run, weights
+from common import Run, executor, fabric, losses, preset, recorded_writes, refused, run, weights
 
 import train_gpt as tg
 
@@ -169,14 +168,12 @@ class Evil:
         return os.mkdir, ("evil_was_here",)
 
 
-@pytest.mark.parametrize("content", [b"junk" * 1000, pickle.dumps(Evil()), Evil()], ids=["junk", "bare", "zip"])
+@pytest.mark.parametrize("content", [b"junk" * 1000, pickle.dumps(Evil()), None], ids=["junk", "bare", "zip"])
 def test_read_tensors__runs_no_code(save, content, monkeypatch):
-    """With the right hash; and nobody is told to let it."""
+    """The hash is right; and nobody is told to let it."""
     path = save / "weights.pt"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
-        torch.save(dict(attn=content), path)
+    torch.save(dict(attn=Evil()), path)
+    path.write_bytes(content or path.read_bytes())
     seal(save)
     monkeypatch.chdir(save)
     message = refused(tg.DataError, functools.partial(sample, save), "weights.pt", "unreadable or with code in it")
@@ -247,12 +244,6 @@ def test_sample_saved__damaged_settings(save):
     refused(tg.DataError, functools.partial(sample, save), tg.SETTINGS, "says manifest.json")
 
 
-def test_sample_saved__weights_without_finite_logits(save):
-    change(save / "weights.pt", lambda tensors: {label: torch.full_like(x, 1e38) for label, x in tensors.items()})
-    done = run(save, f"--sample={save}")
-    assert done.status == 1 and done.err.startswith("RunError: sample\n  found:    logits that are not finite")
-
-
 # ---- Writing ---------------------------------------------------------------------------------------------------------
 
 def test_write_folder__the_manifest_names_every_file(sound):
@@ -291,61 +282,54 @@ def test_write_folder__a_disk_that_fails_leaves_nothing(tmp_path, monkeypatch, a
     assert names(tmp_path) == []
 
 
-@pytest.mark.parametrize("taken_by", [Path.mkdir, Path.touch], ids=["a folder", "a file"])
-def test_write_folder__a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path, monkeypatch, taken_by):
-    folder = tmp_path / "new"
+def before_flush(monkeypatch, act) -> None:
+    """Let this be done with a path before it is flushed to the disk."""
     sync = tg.sync_to_disk
 
-    def taken(path: Path) -> None:
-        if path.name == "mine":
-            taken_by(folder)
-            if folder.is_dir():
-                (folder / "theirs").touch()
+    def acting(path: Path) -> None:
+        act(path)
         sync(path)
 
-    monkeypatch.setattr(tg, "sync_to_disk", taken)
+    monkeypatch.setattr(tg, "sync_to_disk", acting)
+
+
+def full_disk(name: str):
+    """What becomes a folder whose name begins so finds no room."""
+    def full(path: Path) -> None:
+        if path.parent.name.startswith(name):
+            raise OSError(errno.ENOSPC, "No space left on device")
+    return full
+
+
+@pytest.mark.parametrize("take", [Path.touch, lambda folder: (folder / "theirs").mkdir(parents=True)])
+def test_write_folder__a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path, monkeypatch, take):
+    folder = tmp_path / "new"
+    before_flush(monkeypatch, lambda path: take(folder) if path.name == "mine" else None)
     write = functools.partial(tg.write_folder, folder, "id", dict(mine=b""), NO_TABLES)
     refused(tg.RunError, write, str(folder))
     assert names(tmp_path) == ["new"] and (folder.is_file() or names(folder) == ["theirs"])
 
 
-@pytest.mark.parametrize("taken_by", [Path.touch, Path.mkdir, os.mkfifo])
-def test_check_start__a_name_that_is_taken_ends_before_training(tmp_path, taken_by):
-    taken_by(tmp_path / "save")
-    done = run(tmp_path / "run", *SHORT, f"--save={tmp_path / 'save'}")
-    assert done.status == 2 and "a free name" in done.err and names(tmp_path) == ["save"]
-
-
-@pytest.mark.parametrize("where", [".", "/proc/new", "x" * 300, "file/new"])
-def test_check_start__a_save_that_cannot_be_written_there(tmp_path, where):
-    """Above the run directory, in no file system, too long, below a file."""
-    (tmp_path / "file").touch()
+@pytest.mark.parametrize("where, found", [
+    ("run", "a name that is taken"), ("file", "a name that is taken"), (".", "a name that is taken"),
+    ("/proc/new", "No such file"), ("x" * 300, "File name too long"), ("file/new", "Not a directory")])
+def test_check_start__a_save_that_cannot_be_written_ends_before_training(tmp_path, where, found):
+    for make, name in ((Path.touch, "file"), (Path.mkdir, "run")):
+        make(tmp_path / name)
     done = run(tmp_path / "run", *SHORT, f"--save={tmp_path / where}")
-    assert done.status == 2 and done.err.startswith("ConfigError") and names(tmp_path) == ["file"]
-
-
-def fill_disk(monkeypatch, name: str) -> None:
-    """Let the disk be full for folders whose name, or that of what becomes them, begins so."""
-    sync = tg.sync_to_disk
-
-    def full(path: Path) -> None:
-        if path.parent.name.startswith(name):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        sync(path)
-
-    monkeypatch.setattr(tg, "sync_to_disk", full)
+    assert done.status == 2 and done.err.startswith("ConfigError") and found in done.err
+    assert names(tmp_path) == ["file", "run"] and names(tmp_path / "run") == []
 
 
 def test_finish__a_full_disk(tmp_path, monkeypatch):
-    fill_disk(monkeypatch, "elsewhere")
+    before_flush(monkeypatch, full_disk("elsewhere"))
     folder = tmp_path / "elsewhere"
     done = run(tmp_path / "run", *SHORT, f"--save={folder}")
     assert done.status == 1 and done.events[-1]["type"] == "result", "not aborted"
     assert json.loads(done.out.splitlines()[-1])["type"] == "result" and "No space left on device" in done.err
     assert f"the weights could not be saved in {folder}: they are in {tmp_path / 'run/save'}" in done.lines
     assert names(tmp_path) == ["run"]
-    again = run(tmp_path, f"--sample={tmp_path / 'run/save'}", "--sample_tokens=2")
-    assert again.status == 0 and again.out.startswith("token ids")
+    sample(tmp_path / "run/save")
 
 
 def test_finish__room_nowhere_takes_no_result_along(tmp_path):
@@ -364,22 +348,19 @@ def test_finish__room_nowhere_takes_no_result_along(tmp_path):
 @pytest.mark.parametrize("where", ["checkpoints/step-0000002", "save"])
 @pytest.mark.parametrize("number, cause", [(signal.SIGTERM, "ended from outside"), (signal.SIGINT, "interrupted")])
 def test_end__a_signal_while_a_folder_is_written_leaves_nothing_of_it(tmp_path, monkeypatch, where, number, cause):
-    sync = tg.sync_to_disk
-
-    def ended(path: Path) -> None:
+    def end(path: Path) -> None:
         if path.name == tg.MANIFEST and path.parent.name.startswith(Path(where).name):
             signal.raise_signal(number)
             time.sleep(100)
-        sync(path)
 
-    monkeypatch.setattr(tg, "sync_to_disk", ended)
+    before_flush(monkeypatch, end)
     done = run(tmp_path, "--max_steps=3", "--checkpoint_every=2", "--sample_tokens=0", f"--save={tmp_path / 'save'}")
     assert done.status == 128 + number and cause in done.err and cause in done.of("aborted")[0]["cause"]
     assert not list(tmp_path.rglob("*.part")) and not (tmp_path / where).exists()
 
 
 def test_write_checkpoint__one_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch):
-    fill_disk(monkeypatch, "step-0000004")
+    before_flush(monkeypatch, full_disk("step-0000004"))
     done = run(tmp_path / "run", "--max_steps=8", "--checkpoint_every=2", "--sample_tokens=0")
     assert done.status == 0 and "the run goes on without this checkpoint" in done.out, done.err
     assert names(tmp_path / "run" / tg.CHECKPOINTS) == ["step-0000002", "step-0000006"]
@@ -411,61 +392,25 @@ def test_write_checkpoint__off_the_clock(tmp_path, monkeypatch):
 
 # ---- Resumed runs: at another number of ranks in test_table_files.py ------------------------------------------------
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    """A run of 12 steps, beside its save."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert run(folder / "run", "--seed=6", f"--save={folder / 'save'}", "--sample_tokens=0").status == 0
-    return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def begun(tmp_path_factory) -> Path:
-    """The same up to step 9, with checkpoints at 2, 4, 6 and 8, of which the last two remain."""
-    folder = tmp_path_factory.mktemp("begun") / "run"
-    done = run(folder, "--seed=6", "--max_steps=9", "--checkpoint_every=2", "--sample_tokens=0")
-    assert done.status == 0 and names(folder / tg.CHECKPOINTS) == ["step-0000006", "step-0000008"], done.err
-    return folder
-
-
-def test_resume__equals_an_uninterrupted_run(begun, whole, tmp_path):
+def test_resume__equals_an_uninterrupted_run(tmp_path):
     """To the bit, with the lines and the clock up to its checkpoint; and it may be cut and resumed again."""
+    whole, begun = tmp_path / "whole", tmp_path / "begun"
+    run(whole, "--seed=6", f"--save={tmp_path / 'whole_save'}", "--sample_tokens=0")
+    run(begun, "--seed=6", "--max_steps=9", "--checkpoint_every=2", "--sample_tokens=0")
+    assert names(begun / tg.CHECKPOINTS) == ["step-0000006", "step-0000008"]
     done = run(tmp_path / "a", f"--resume={begun}", "--max_steps=0", f"--save={tmp_path / 'save'}")
     assert done.status == 0, done.err
-    assert losses(done.folder) == losses(whole) and weights(tmp_path / "save") == weights(whole.parent / "save")
+    assert losses(done.folder) == losses(whole) and weights(tmp_path / "save") == weights(tmp_path / "whole_save")
     before = Run(begun, 0, "", "")
-    assert done.events[0] == before.events[0] and done.lines[0] == "=" * 100
+    assert done.events[0] == before.events[0]
     times = [e["train_time_ms"] for e in done.of("step")]
     assert times[:8] == [e["train_time_ms"] for e in before.of("step")][:8] and times == sorted(times)
     assert [(e["step"], e["source"], e["seed"]) for e in done.of("resumed")] == [(8, str(begun), 6)]
 
-    assert run(tmp_path / "b", f"--resume={begun}", "--max_steps=11", "--checkpoint_every=3").status == 0
+    run(tmp_path / "b", f"--resume={begun}", "--max_steps=11", "--checkpoint_every=3")
     again = run(tmp_path / "c", f"--resume={tmp_path / 'b'}", "--max_steps=0")
-    assert again.status == 0 and losses(again.folder) == losses(whole)
-    assert [e["step"] for e in again.of("resumed")] == [8, 10]
+    assert losses(again.folder) == losses(whole) and [e["step"] for e in again.of("resumed")] == [8, 10]
     assert again.of("resumed")[1]["changed"]["checkpoint_every"] == "3", "flags are those of the run before"
-
-
-@pytest.mark.parametrize("seed, most", [(0, 1), *(pytest.param(seed, 8, marks=pytest.mark.all)
-                                                  for seed in range(1, 7))])
-def test_resume__a_run_killed_at_random_moments(whole, tmp_path, seed, most):
-    """Up to `most` times, and resumed until it ends."""
-    rng = random.Random(seed)
-    words = ["--preset=tiny", "--seed=6"]
-    for number in range(100):
-        here = tmp_path / f"{number}"
-        child = Forked([*words, f"--run_dir={here}", "--device=cpu", "--checkpoint_every=2", "--sample_tokens=0"])
-        deadline = time.monotonic() + rng.uniform(0.3, 1.5)
-        while number < most and child.poll() is None:
-            if time.monotonic() > deadline:
-                os.kill(child.child, signal.SIGKILL)
-                break
-            time.sleep(0.01)
-        if child.wait() == 0:
-            break
-        if any((here / tg.CHECKPOINTS).glob("step-???????")):
-            words = [f"--resume={here}"]
-    assert losses(here) == losses(whole)
 
 
 def test_check_resumed__what_differs_is_said_and_written(newest, tmp_path):
