@@ -37,7 +37,7 @@ find_python() {
 has_packages() {  # $1 an interpreter. Looks at the installed files: importing torch would take seconds
     "$1" - "$task" 2>/dev/null <<'CHECK'
 import importlib.metadata, importlib.util, platform, re, sys
-needs = ["torch", "numpy", "tqdm"]
+needs = ["torch", "numpy", "huggingface_hub", "tqdm"]
 if sys.argv[1] == "test":
     needs += ["pytest", "xdist", "scipy", "matplotlib"]
     if (sys.platform, platform.machine()) == ("linux", "x86_64"):

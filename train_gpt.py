@@ -307,7 +307,7 @@ PRESETS: dict[str, dict[str, Any]] = dict(
 # What may differ from the settings of a saved model or earlier run.
 NOT_MATHEMATICS = {"train_files", "val_files", "epochs"} | {
     name for name in Config.__dataclass_fields__ if Config.__dataclass_fields__[name].metadata["group"] == "run"}
-NOT_INHERITED = {"run_dir", "runs", "resume", "save"}                                 # by --resume: facts of one run
+NOT_INHERITED = {"run_dir", "runs", "resume", "save", "profile"}                      # by --resume: facts of one run
 MAY_CHANGE = NOT_MATHEMATICS - {"seed"}                                               # on --resume
 SETTINGS = "settings.json"               # of a run directory and of a save: {"preset": ..., "flags": {field: text}}
 
@@ -432,7 +432,7 @@ def parse_flags(argv: list):
     With --sample=DIR they are the flags given alone: `read_settings(DIR)` says what was trained."""
     preset, given = read_flags(argv)
     if "sample" in given:
-        may_vary = NOT_MATHEMATICS - {"resume"}
+        may_vary = {"sample", "prompt", "sample_tokens", "seed", "device"}
         need(preset is None and given.keys() <= may_vary, "--sample", " ".join(argv),
              f"beside it only {sorted(may_vary)}", "leave the others out: the folder says what was trained")
         return "record", Config(**given)
@@ -521,7 +521,8 @@ def check_config(cfg: Config):
          -(-cfg.val_batch_tokens // unit) * unit),
         ("val_tokens", cfg.val_tokens % cfg.val_batch_tokens == 0, "a multiple of val_batch_tokens",
          -(-cfg.val_tokens // cfg.val_batch_tokens) * cfg.val_batch_tokens),
-        ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save), "one run for --resume or --save", 1),
+        ("runs", cfg.runs == 1 or not (cfg.resume or cfg.save or cfg.profile),
+         "one run for --resume, --save or --profile", 1),
         ("profile", traced and 0 < int(traced[1]) < int(traced[2]), "a:b for steps a to b - 1, 0 < a < b", "100:104"))
     for name, right, expected, instead in rules:
         value = flag_text(getattr(cfg, name))
@@ -631,9 +632,9 @@ ROTARY_BASE = 1024.0
 YARN_ALPHA, YARN_BETA = 1.0, 32.0        # full turns inside the old window: below alpha stretched, above beta kept
 YARN_SCALE_GROWTH = 0.2                  # of the softmax scale, times the logarithm of the windows' ratio
 
-def rotary_by_stage(cfg: Config) -> list[Rotary]:
-    """Return each stage's E/4 frequencies, at first from 1 down to 1/1024 (half-truncated rotary, RECIPE 2.4), and its
-    softmax scale. YaRN lowers low frequencies as the long window grows (arXiv 2309.00071)."""
+def rotary_by_stage(cfg: Config):
+    """Return the Rotary of each stage. At first its E/4 frequencies go from 1 down to 1/1024 (half-truncated rotary,
+    RECIPE 2.4). YaRN lowers low frequencies as the long window grows (arXiv 2309.00071)."""
     count = cfg.head_dim // 4
     rotary = [Rotary(tuple(ROTARY_BASE ** (-i / (count - 1)) for i in range(count)), cfg.attn_scale)]
     for old_stage, new_stage in zip(cfg.stages, cfg.stages[1:]):
@@ -1035,8 +1036,8 @@ def row_tables(cfg: Config) -> tuple[Table, ...]:
 
 @dataclass(eq=False)
 class RowUpdate:
-    """The rows of this rank's shard that a row-wise update changes: those that any rank reads in the cycle, each once.
-    Rows that the update before changes as well are on the device already, and newer there than in a host home."""
+    """The rows of this rank's shard that a row-wise update changes: those that any rank reads in the cycle."""
+    # Rows that the update before changes as well are on the device already, and newer there than in a host home.
     places: Tensor                       # (u,) i64 in the shard, ascending
     inverse: Tensor                      # (requested,) i64: index into `places` of each requested row
     follows: RowUpdate | None            # the update before; None: there is none
@@ -3091,7 +3092,7 @@ class Executor:
                                                 self.model.lm_head)
 
         # What is compiled is called often, and with few sets of shapes.
-        self.compiling = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
+        self.compiling = cfg.compile == 1 or (cfg.compile and fabric.on_cuda)
         if self.compiling:
             torch._dynamo.config.recompile_limit = RECOMPILE_LIMIT
         self.model_hidden = self.compiled(self.model.hidden)
@@ -3742,11 +3743,10 @@ def cycles_from(first: int, schedule: Schedule, clock: Clock):
             return
         yield [schedule.at(at) for at in range(step, min(step + schedule.cycle, schedule.end_step))]
 
-def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: Clock, log: Log,
-         before_step: Callable):
-    """Train against the clock; return the final validation loss (nats per token), and why the data ended early, if so.
-    On the clock: reading, packing, plans, steps, logging. Off the clock: validation. before_step(step): checkpoints."""
-    # Reading and packing of the first batch are part of training, unlike the warm-up.
+def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: Clock, log: Log, before_step: Callable):
+    """Train against the clock; return the final validation loss (nats per token), and why the data ended early."""
+    # On the clock: reading, packing, also of the first batch, plans, steps, logging. Off the clock: validation, and
+    # what before_step(step) stops it for.
     schedule = log.schedule
     data_ended = None
     clock.start()
@@ -3778,7 +3778,7 @@ def race(loader: Loader, executor: Executor, validation: ValidationSet, clock: C
     return loss, data_ended
 
 def generate(cfg: Config, executor: Executor, values: Values, pieces: list[bytes] | None,
-             prompt: Iterable = ()):
+             prompt=()):
     """Return up to sample_tokens tokens after a document start and the prompt, as text or, without pieces, as ids."""
     generator = torch.Generator().manual_seed(cfg.seed)
     tokens = [cfg.document_start, *prompt]
@@ -3787,6 +3787,7 @@ def generate(cfg: Config, executor: Executor, values: Values, pieces: list[bytes
         logits = executor.next_logits(tokens, values)[:cfg.vocab_size].float().cpu()
         need(logits.isfinite().all(), "sample", "logits that are not finite", "weights of a run that ended well",
              "sample from another save, or train again at a lower learning rate", RunError)
+
         probability = torch.softmax(logits / SAMPLE_TEMPERATURE, 0)
         drawn = torch.multinomial(probability, 1, generator=generator)
         token = min(executor.fabric.gather(int(drawn)))                       # one text, however each rank rounds
@@ -3898,8 +3899,9 @@ def check_attention(cfg: Config, device: torch.device):
             results.append((out.detach(), *torch.autograd.grad(out, qkv, grad)))
         for found, exact in zip(*results):
             most = 8 * torch.finfo(dtype).eps * float(exact.abs().max())
-            text = f"its output or a gradient is off by more than {most:.1e}, window {window}, {heads} heads"
-            torch.testing.assert_close(found.float(), exact, rtol=0, atol=most, msg=text)
+            torch.testing.assert_close(
+                found.float(), exact, rtol=0, atol=most,
+                msg=f"its output or a gradient is off by more than {most:.1e}, window {window}, {heads} heads")
 
 def version_of(package: str):
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -4014,7 +4016,7 @@ def open_data(given: Config, fabric: Fabric, source: bytes):
 def check_start(cfg: Config, run_id: str, folders: list[Path], fabric: Fabric):
     """Refuse what would end a run hours later: taken names, no place to save, no compiler. Raises TrainerError."""
     with fabric.failing_together():
-        compiles = cfg.compile == 1 or (cfg.compile == -1 and fabric.on_cuda)
+        compiles = cfg.compile == 1 or (cfg.compile and fabric.on_cuda)
         compilers = (os.environ.get("CXX") or os.environ.get("CC") or "g++", "gcc", "clang++", "clang", "c++")
         need(not compiles or any(map(shutil.which, compilers)), "--compile", "no C++ compiler", "g++ or another that "
              "torch.compile finds", "install one (apt install g++), or --compile=0")
@@ -4168,8 +4170,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     slots_at_once, estimate = fit_memory(cfg, fabric, kernel)
     executor = Executor(cfg, fabric, kernel, precision, slots_at_once,
                         report=lambda **traffic: ending.log.event("comms", **traffic))
-    settings = settings_json(preset, replace(given, slots_per_micro_batch=slots_at_once))
-    beside = {Path(__file__).name: source, SETTINGS: settings}
+
 
     # A resumed run goes on with the state, log, clock and places of its last checkpoint.
     earlier = dict(log=NOTHING_SEEN, places=(), train_time_ms=0.0)
@@ -4182,6 +4183,8 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
 
     # Each run has a log of its own, which the process closes however it ends.
     def open_log(folder: Path):
+        settings = settings_json(preset, replace(given, seed=cfg.seed, slots_per_micro_batch=slots_at_once))
+        beside = {Path(__file__).name: source, SETTINGS: settings}
         log = ending.log = Log(folder, fabric, schedule, beside, earlier["log"])
         write_header(log, preset, given, executor, attention, decisive, resumed)
         return log
@@ -4226,7 +4229,8 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
             if cfg.checkpoint_every and step % schedule.cycle == 0 and step % cfg.checkpoint_every < schedule.cycle:
                 clock.stop()
                 with log.phase("checkpoint"):
-                    content = dict(log=log.seen(), train_time_ms=clock.ms, places=schedule.places, facts=decisive)
+                    content = dict(log=log.seen(), train_time_ms=clock.ms, places=schedule.places,
+                                   facts=decisive | dict(seed=str(seed)))
                     write_checkpoint(log.run_dir, run_id, content, executor, schedule.at(step))
                 clock.start()
             if profile:
@@ -4241,7 +4245,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
             loss, data_ended = race(loader, executor, validation, clock, log, before_step)
         gc.unfreeze()
         loader.close()
-        if profile:
+        if profile and profile.profiler:                                      # else the run ended before those steps
             # Each rank's trace goes into the run directory of rank 0; a table of the dearest operations into the log.
             trace = Path(fabric.gather(str(log.run_dir))[0]) / f"trace_rank{fabric.rank}.json.gz"
             with refused(trace):
@@ -4257,8 +4261,7 @@ def train(preset: str, given: Config, fabric: Fabric, ending: Ending, source: by
     report(log, executor, validation, results)
     if problem:
         raise problem
-    if fabric.world > 1:
-        dist.destroy_process_group()
+
 
 def sample_saved(flags: Config):
     """Do --sample=DIR "prompt": print text that goes on from the prompt, on any device. Raises TrainerError."""
@@ -4327,8 +4330,7 @@ def first_cause(cause: str, alone: str):
     alone: takes the place of the cause unless all ranks end within OTHERS_PATIENCE."""
     env = os.environ
     restart = f"restart {env.get('TORCHELASTIC_RESTART_COUNT')}"
-    patience = timedelta(seconds=STORE_PATIENCE)
-    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=patience)
+    store = dist.TCPStore(env["MASTER_ADDR"], int(env["MASTER_PORT"]), timeout=timedelta(seconds=STORE_PATIENCE))
     store.add(f"ended ranks, {restart}", 1)
 
     def all_ended():
@@ -4365,8 +4367,7 @@ class Ending:
         """Say why the run ended, once over all ranks, close its log, and end the process. Does not return."""
         self.begun.acquire()                                                  # the second waits here for the end
         status, cause = describe(error)
-        limit = threading.Timer(END_PATIENCE, os._exit, [status])             # if a dead disk, say, holds this up
-        limit.start()
+        threading.Timer(END_PATIENCE, os._exit, [status]).start()             # if a dead disk, say, holds this up
         speaks = True
         if os.environ.get("WORLD_SIZE", "1") != "1":
             # A signal that only some ranks get means that one was lost: torchrun, or srun, ends the others.

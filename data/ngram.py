@@ -16,7 +16,6 @@ import numpy as np
 
 from shard_files import HEADER_BYTES, as_program, check_content, errors_in_words, need, read_header, say
 
-
 def read_stream(pattern: str, count: int | None) -> tuple[np.ndarray, int]:
     """Return the first `count` tokens (None: all) of the shards, int64, and the vocabulary size. Raises DataError."""
     names = glob.glob(pattern) or glob.glob(pattern.replace("[", "[[]"))       # brackets may also be just that
@@ -39,12 +38,10 @@ def read_stream(pattern: str, count: int | None) -> tuple[np.ndarray, int]:
     need(tokens.max() < sizes[0], pattern, f"token id {tokens.max()}", f"below {sizes[0]}", "make the shards again")
     return tokens, sizes[0]
 
-
 def lookup(keys: np.ndarray, values: np.ndarray, wanted: np.ndarray) -> np.ndarray:
     """Return values[i] where keys[i] == wanted, 0 where there is no such key; `keys` ascending."""
     at = np.searchsorted(keys, wanted).clip(max=len(keys) - 1)
     return np.where(keys[at] == wanted, values[at], 0)
-
 
 def witten_bell(train: np.ndarray, val: np.ndarray, vocab_size: int) -> np.ndarray:
     """Return the probability of val[1:], each from the two tokens before it; counts come from `train` alone.
@@ -74,7 +71,6 @@ def witten_bell(train: np.ndarray, val: np.ndarray, vocab_size: int) -> np.ndarr
         mixed = (count_hw + kinds_h * part) / np.maximum(count_h + kinds_h, 1)
         part[:] = np.where(count_h > 0, mixed, part)
     return p
-
 
 @errors_in_words()
 def main(argv: list[str] | None = None) -> None:

@@ -34,7 +34,6 @@ ELSEWHERE = re.compile(r"(test|tests|idlelib|lib2to3|site-packages|dist-packages
 PIECE = re.compile(rb"\n\s*| ?\w+| ?[^\s\w]|\s+")    # line break with indentation, word, sign, spaces: covers any text
 TOP_LEVEL = re.compile(rb"^(?:def |class |async def |@)", re.MULTILINE)
 
-
 def read_sources(root: Path) -> dict[str, bytes]:
     """Return the text of every library module below `root`, by relative name, in name order, if in UTF-8."""
     sources = {}
@@ -47,12 +46,10 @@ def read_sources(root: Path) -> dict[str, bytes]:
                 sources[name.as_posix()] = text
     return dict(sorted(sources.items()))
 
-
 def split_of(name: str) -> str:
     """Return TRAIN or VAL for one file: by a hash of its name, so that no other file changes it."""
     draw = int.from_bytes(hashlib.sha256(name.encode()).digest(), "big")
     return VAL if draw % VAL_SHARE == 0 else TRAIN
-
 
 def cut(text: bytes) -> list[bytes]:
     """Cut before each top-level definition, decorators with it. Joined again they are `text`."""
@@ -65,13 +62,11 @@ def cut(text: bytes) -> list[bytes]:
     borders.append(len(text))
     return [text[start:end] for start, end in zip(borders, borders[1:]) if start < end]
 
-
 def make_vocabulary(counts: Counter, size: int) -> dict[bytes, int]:
     """Return ids of the 256 bytes, then of the most common pieces, equally common ones in byte order."""
     pieces = sorted(counts, key=lambda piece: (-counts[piece], piece))
     chosen = ALL_BYTES + pieces[:size - len(ALL_BYTES)]
     return {piece: number for number, piece in enumerate(chosen)}
-
 
 def spell(text: bytes, ids: dict[bytes, int]) -> list[int]:
     """Return the ids of a text's pieces; a piece without an id is spelled in single bytes."""
@@ -83,7 +78,6 @@ def spell(text: bytes, ids: dict[bytes, int]) -> list[int]:
             tokens += [ids[bytes((byte,))] for byte in piece]
     return tokens
 
-
 def documents(text: bytes, ids: dict[bytes, int]) -> list[list[int]]:
     """Return the documents of one file, document start first; in order they spell the whole text."""
     docs = []
@@ -92,7 +86,6 @@ def documents(text: bytes, ids: dict[bytes, int]) -> list[list[int]]:
         tokens = spell(part, ids)
         docs += [[DOC_START] + tokens[at:at + room] for at in range(0, len(tokens), room)]
     return docs
-
 
 def made_before(out: Path, made_by: dict) -> bool:
     """Tell whether `out` holds all files, whole, from the same Python and version of this file."""
@@ -104,7 +97,6 @@ def made_before(out: Path, made_by: dict) -> bool:
         return names <= read_manifest(out).keys() and made_by.items() <= report.items()
     except (DataError, OSError, ValueError, AttributeError):
         return False
-
 
 def make(root: Path, folder: Path, made_by: dict) -> list[str]:
     """Read the library below `root`, write the data set. Returns a line to print for each split. Raises DataError."""
@@ -136,7 +128,6 @@ def make(root: Path, folder: Path, made_by: dict) -> list[str]:
     write_vocabulary(folder, ids)
     write_file(folder / REPORT, json.dumps(report, indent=1).encode() + b"\n")
     return lines
-
 
 @errors_in_words()
 def main(argv: list[str] | None = None) -> None:

@@ -30,18 +30,15 @@ REPORT = "pocket.json"
 MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 
-
 class DataError(Exception):
     """What was found, what was expected, and what to do about it."""
 
     def __init__(self, what: object, found: object, expected: str, do: str) -> None:
         super().__init__(f"{what}: found {found}, expected {expected}; {do}")
 
-
 def need(ok: object, what: object, found: object, expected: str, do: str) -> None:
     if not ok:
         raise DataError(what, found, expected, do)
-
 
 def folder_name(text: str) -> Path:
     """Return the folder that --out names. An empty name, of an unset variable say, would mean the current folder."""
@@ -49,7 +46,6 @@ def folder_name(text: str) -> Path:
     if not text or not path.name:
         raise argparse.ArgumentTypeError(f"found {text!r}, expected the name of a folder")
     return path
-
 
 def kind_of(path: Path) -> str:
     """Say what is at a path, without opening it; "" for a regular file, or a link to one."""
@@ -59,11 +55,9 @@ def kind_of(path: Path) -> str:
         return "a directory" if path.is_dir() else "a pipe or a device"
     return "a link that leads nowhere" if path.is_symlink() else "no file"
 
-
 def regular_file(path: Path, expected: str, do: str) -> None:
     """Raise DataError if no regular file is there: to open a named pipe would wait."""
     need(not kind_of(path), path, kind_of(path), expected, do)
-
 
 def read_header(path: Path) -> tuple[int, int]:
     """Return a shard's number of tokens and its vocabulary size; its length is checked. Raises DataError."""
@@ -78,13 +72,11 @@ def read_header(path: Path) -> tuple[int, int]:
          f"{expected:,} for the {tokens:,} tokens of its header", "make the file again")
     return tokens, vocab_size or GPT2_VOCAB_SIZE
 
-
 def describe(path: Path) -> dict[str, Any]:
     """Return a file's entry in the manifest."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return {"bytes": path.stat().st_size, "sha256": digest}
-
 
 def read_manifest(folder: Path) -> dict[str, dict]:
     """Return the entries of the files that tools wrote, by name; none without a manifest. Raises DataError."""
@@ -103,13 +95,11 @@ def read_manifest(folder: Path) -> dict[str, dict]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise DataError(path, "nothing that a data tool wrote", expected, do) from None
 
-
 def check_content(path: Path) -> None:
     """Compare a file with what the manifest beside it says was written, if that names it. Raises DataError."""
     entry = read_manifest(path.parent).get(path.name)
     need(entry in (None, describe(path)), path, f"other content than {MANIFEST} names",
          "what was written with the files beside it", "it is damaged or of another call, so make the data again")
-
 
 def write_file(path: Path, *pieces: bytes) -> None:
     """Write a new file and flush it to the disk. Raises DataError."""
@@ -122,18 +112,15 @@ def write_file(path: Path, *pieces: bytes) -> None:
         path.unlink(missing_ok=True)
         raise DataError(path, repr(error.strerror), "room for the file", "make room, or give another --out") from None
 
-
 def write_shard(path: Path, tokens: bytes, vocab_size: int) -> None:
     """Write header and tokens; the document start is the last id of the vocabulary. Raises DataError."""
     words = MAGIC, VERSION, len(tokens) // TOKEN_BYTES, vocab_size, vocab_size - 1
     write_file(path, struct.pack(f"<5i{HEADER_BYTES - 20}x", *words), tokens)
 
-
 def write_vocabulary(folder: Path, ids: dict[bytes, int]) -> None:
     """Write the pieces in the order of their ids. Raises DataError."""
     lines = [b"%s %d\n" % (base64.b64encode(piece), ids[piece]) for piece in sorted(ids, key=ids.get)]
     write_file(folder / VOCABULARY, *lines)
-
 
 def write_manifest(folder: Path, entries: dict[str, dict]) -> None:
     """Write or replace the manifest of files that are whole. Raises DataError."""
@@ -144,14 +131,12 @@ def write_manifest(folder: Path, entries: dict[str, dict]) -> None:
     os.replace(part, folder / MANIFEST)
     flush_folder(folder)
 
-
 def flush_folder(folder: Path) -> None:
     """Flush the names in a folder to the disk, where the file system can."""
     handle = os.open(folder, os.O_RDONLY)
     with contextlib.suppress(OSError):
         os.fsync(handle)
     os.close(handle)
-
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
@@ -168,7 +153,6 @@ def locked(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.close(handle)
-
 
 @contextlib.contextmanager
 def new_data_set(folder: Path, stem: str, replace: bool) -> Iterator[Path]:
@@ -192,13 +176,11 @@ def new_data_set(folder: Path, stem: str, replace: bool) -> Iterator[Path]:
     finally:
         clear_away(work, folder)
 
-
 def clear_away(work: Path, folder: Path) -> None:
     """Remove what a call left, but give its name back to a data set that was not replaced."""
     if not os.path.lexists(folder) and (work / "old").exists():
         os.replace(work / "old", folder)
     shutil.rmtree(work, ignore_errors=True)
-
 
 def check_free(folder: Path, stem: str, replace: bool) -> None:
     """Raise DataError if the folder has files that may not be replaced."""
@@ -213,7 +195,6 @@ def check_free(folder: Path, stem: str, replace: bool) -> None:
     need(replace or not paths, folder, [path.name for path in paths], "a new folder or an empty one",
          "give another --out, or --force to replace what is there")
 
-
 def say(*lines: str) -> None:
     """Print results now, escaping what the console cannot encode. Raises DataError if that cannot be done."""
     try:
@@ -224,12 +205,10 @@ def say(*lines: str) -> None:
         raise DataError("stdout", repr(str(error)), "to print the result there", "all else is done: give the output "
                         "another place, and run this again to see it") from None
 
-
 def note(text: str) -> None:
     """Tell the user on stderr; where that cannot be written, the work goes on without."""
     with contextlib.suppress(OSError, ValueError):
         print(text, file=sys.stderr, flush=True)
-
 
 @contextlib.contextmanager
 def errors_in_words() -> Iterator[None]:
@@ -242,11 +221,9 @@ def errors_in_words() -> Iterator[None]:
         sys.exit(f"error: {error.filename or 'a file'}: found {error.strerror!r}, expected files to read and a folder "
                  f"to write into; mend that, or give another path")
 
-
 def end(number: int, _: Any) -> None:
     """Handle a signal: the tool ends through its clean-up, with the status that shells use."""
     raise KeyboardInterrupt(128 + number)
-
 
 def as_program(main: Callable[[], None]) -> int:
     """Run a tool's main; return its exit status."""

@@ -49,7 +49,6 @@ MIN_TOKENS = SLOTS * (POCKET_SLOT + MAX_DOC_LEN)              # fill a step's sl
 VAL_UNIT = 128                               # a validation block is a multiple of it: 16 tokens in each of 8 slots
 Document = tuple[str, bytes]                 # TRAIN or VAL, and the text
 
-
 def input_files(args: argparse.Namespace) -> tuple[dict[Path, str], str]:
     """Return every file once, with the split that --val_files fixes, and a line that counts them. Raises DataError."""
     passed_over = Counter()
@@ -61,7 +60,6 @@ def input_files(args: argparse.Namespace) -> tuple[dict[Path, str], str]:
         counts += ": " + ", ".join(f"{count:,} {why}" for why, count in sorted(passed_over.items()))
     need(files, " ".join(args.inputs), f"no text ({counts})", "some", "name other files")
     return files, f"{len(files):,} files read, {counts}"
-
 
 def named_files(names: list[str], args: argparse.Namespace, passed_over: Counter) -> Iterator[Path]:
     """Yield the files that names mean: files, folders with all below, and patterns. Raises DataError."""
@@ -82,7 +80,6 @@ def named_files(names: list[str], args: argparse.Namespace, passed_over: Counter
                 passed_over[why] += 1
             else:
                 yield below
-
 
 def reason_to_pass(path: Path, named: Path, args: argparse.Namespace) -> str:
     """Say why a file that a folder or a pattern found is not taken, "" if it is."""
@@ -107,7 +104,6 @@ def reason_to_pass(path: Path, named: Path, args: argparse.Namespace) -> str:
         return f"without {args.text_key!r}"
     return "binary" if "\0" in text else ""
 
-
 def read_pieces(path: Path) -> dict[bytes, int]:
     """Read ids of pieces from lines of base64 and id: a vocab.txt, or tiktoken's ranks. Raises DataError."""
     expected = "lines of base64, a space, an id"
@@ -122,7 +118,6 @@ def read_pieces(path: Path) -> dict[bytes, int]:
     need(sorted(ids.values()) == list(range(len(ids))) and ids.keys() >= set(ALL_BYTES), path, f"{len(ids):,} pieces",
          "all 256 bytes among them and ids from 0 without a gap", "give another file")
     return ids
-
 
 def gpt2_tokenizer(ranks: Path | None) -> tuple[dict[bytes, int], Callable[[bytes], Any]]:
     """Return GPT-2's pieces, from a file, else from where tiktoken gets them, and its encoder. Raises DataError."""
@@ -144,7 +139,6 @@ def gpt2_tokenizer(ranks: Path | None) -> tuple[dict[bytes, int], Callable[[byte
         return encoding.encode_ordinary(text.decode())
     return ids, encode
 
-
 def tokenizer(args: argparse.Namespace, docs: Iterable[Document]) -> tuple[dict[bytes, int], Callable[[bytes], Any]]:
     """Return the pieces that the flags ask for, and their encoder; learned ones come from the first 16 MB of `docs`."""
     if args.tokenizer == "gpt2":
@@ -164,7 +158,6 @@ def tokenizer(args: argparse.Namespace, docs: Iterable[Document]) -> tuple[dict[
                 break
         ids = make_vocabulary(counts, args.vocab_size - 1)
     return ids, functools.partial(spell, ids=ids)
-
 
 def plain_documents(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
     """Yield what stands between separators, in pieces of at most 16 KiB. Raises DataError."""
@@ -186,7 +179,6 @@ def plain_documents(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
             done += size
             ahead = ahead[size:] + file.read(size)
 
-
 def cut_near(text: bytes, at: int) -> int:
     """Return a place to cut at or before `at`: a line's end if one is near, a word's, a character's."""
     for sign in (b"\n", b" "):
@@ -197,14 +189,12 @@ def cut_near(text: bytes, at: int) -> int:
         at -= 1
     return at
 
-
 def text_of(record: Any, key: str, place: str) -> bytes:
     """Return a record's text. null is blank; half a surrogate pair, which JSON can write, a "?". Raises DataError."""
     value = record.get(key, record) if isinstance(record, dict) else record
     if not isinstance(record, dict) or not isinstance(value, str | None):
         raise DataError(place, reprlib.repr(record), f"text under {key!r}", "give another --text_key")
     return (value or "").encode(errors="replace")
-
 
 def json_documents(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
     """Yield the text of each line that is not blank. Raises DataError."""
@@ -220,7 +210,6 @@ def json_documents(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
                                 "mend the line, or leave it out") from None
             yield text_of(record, args.text_key, place)
 
-
 def parquet_documents(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
     """Yield the text of each row. Raises DataError."""
     try:
@@ -233,12 +222,10 @@ def parquet_documents(path: Path, args: argparse.Namespace) -> Iterator[bytes]:
         raise DataError(path, repr(f"{error}".split(";")[0]), "a Parquet file, and pyarrow to read it",
                         "write it again, or python -m pip install pyarrow") from None
 
-
 def drawn_split(text: bytes, val_share: float) -> str:
     """Draw by a hash of the text alone, so that neither order nor other documents change it."""
     digest = hashlib.blake2b(text, digest_size=8).digest()
     return VAL if int.from_bytes(digest, "big") < val_share * 2**64 else TRAIN
-
 
 def documents(files: dict[Path, str], args: argparse.Namespace) -> Iterator[Document]:
     """Yield all that are not blank, in order. files: with their split if fixed.
@@ -269,7 +256,6 @@ def documents(files: dict[Path, str], args: argparse.Namespace) -> Iterator[Docu
         if text[:at].strip():
             yield TRAIN, text[:at]
         yield VAL, text[at:]
-
 
 @dataclass
 class Shards:
@@ -311,7 +297,6 @@ class Shards:
         """Return what the trainer's flag wants, as a shell reads it; brackets of a name are no pattern."""
         return shlex.quote(f"{glob.escape(str(self.stem))}_*.bin")
 
-
 def training_line(train: Shards, val: Shards) -> str:
     """Return the ./run.sh line that trains on just this text, or words if it is too short."""
     tokens = sum(train.sizes)
@@ -327,7 +312,6 @@ def training_line(train: Shards, val: Shards) -> str:
     if whole < POCKET_VAL_TOKENS:
         flags += [f"--val_tokens={whole}", f"--val_batch_tokens={block}"]
     return " ".join(["./run.sh", *flags])
-
 
 def write_shards(folder: Path, args: argparse.Namespace) -> list[str]:
     """Read, encode and write. Returns the lines to print. Raises DataError."""
@@ -352,7 +336,6 @@ def write_shards(folder: Path, args: argparse.Namespace) -> list[str]:
         need(shards[split].sizes, "text", f"no {split} document in {size:,} bytes", "one", "give more or smaller "
              "documents (--document_separator), --val_files, or --val_share=0")
     return [counts, *(shards[split].summary() for split in splits), training_line(shards[TRAIN], shards[VAL])]
-
 
 @errors_in_words()
 def main(argv: list[str] | None = None) -> None:

@@ -1,54 +1,40 @@
-"""Evidence tools: `python records <verb> ...`. Each verb explains itself with --help; rules are in README.md here.
+"""Evidence tools: `python records <verb> ...`. Each verb explains itself with --help; README.md says what words mean.
 
-compare   A against B: is B faster at the same loss? Reads logs of this trainer and of its relatives
-show      one pool of runs: its numbers, p against the target, outliers, drift, what an entry needs
+try       a patch of the trainer: run with and without it in turn, on the pocket track
+bench     two trainers, or arms made by patches and flags, in turn on this machine
+compare   A against B: is B faster, or its loss lower? Logs of this trainer and of its relatives
+show      one pool of runs: its numbers, and whether it proves the target
 place     is my one run inside the band of a pool? Also while it is still going
-bench     runs two trainers in turns on this machine, then compares
-ablate    switches techniques off one at a time
 new       makes a record folder from runs
-check     recomputes every number of every record
+check     computes every number of every record again
 table     prints the records by track
-Exit status: 0 done, 1 a check failed, 2 bad input, 130 interrupted; of compare, show, place and
-bench the verdict."""
+Exit status: 0 done, 1 a check failed, 2 bad input, 130 interrupted; of the first five the verdict."""
 from __future__ import annotations
 
 import importlib
 import sys
 
-VERBS = {"compare": ("compare", "main"), "show": ("pool", "main_show"), "place": ("pool", "main_place"),
-         "bench": ("bench", "main"), "ablate": ("ablate", "main"), "new": ("shelf", "main"),
-         "check": ("shelf", "main"), "table": ("shelf", "main")}
-
+VERBS = {"try": "bench", "bench": "bench", "compare": "report", "show": "report", "place": "report", "new": "record",
+         "check": "record", "table": "record"}
 
 def main(argv: list[str]) -> int:
-    if not argv:
+    """Run a verb; what is wrong with its input goes to stderr, with status 2."""
+    from tools.read import ToolError
+    if not argv or argv[0] in ("-h", "--help"):
         print(__doc__.strip())
-        return 2
-    if argv[0] in ("-h", "--help"):
-        print(__doc__.strip())
-        return 0
+        return 0 if argv else 2
     try:
-        return call(argv)
+        if argv[0] not in VERBS:
+            raise ToolError("verb", argv[0], f"one of {', '.join(VERBS)}", "python records --help")
+        return importlib.import_module(f"tools.{VERBS[argv[0]]}").main(argv)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
-
-
-def call(argv: list[str]) -> int:
-    """Run a verb; what is wrong with its input goes to stderr, with status 2."""
-    from tools.logs import ToolError
-    verb, *rest = argv
-    try:
-        if verb not in VERBS:
-            raise ToolError("verb", verb, f"one of {', '.join(VERBS)}", "python records --help")
-        module, function = VERBS[verb]
-        verb_of = getattr(importlib.import_module(f"tools.{module}"), function)
-        return verb_of(argv if module == "shelf" else rest)              # shelf has several verbs
     except ToolError as error:
         print(error, file=sys.stderr)
     except (OSError, ValueError, LookupError, ArithmeticError) as error:
         found = f"{type(error).__name__}: {error}"
-        print(ToolError(verb, found, "files and settings as --help has them", "look at what is named"), file=sys.stderr)
+        print(ToolError(argv[0], found, "files and settings as --help has them", "look at it"), file=sys.stderr)
     return 2
 
 

@@ -2,7 +2,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
+import math
 import os
 import signal
 import socket
@@ -14,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -129,9 +132,7 @@ def with_tokens(cfg: tg.Config, batch: tg.Batch, tokens: torch.Tensor) -> tg.Bat
 def plan_of(planner: tg.Planner, table: tg.Table, read: Sequence[np.ndarray], tied: bool = False,
             **tag: object) -> tuple[tg.TablePlan, list[np.ndarray]]:
     """A plan for these logical rows of each step, (b, n) or (b, reads, n), and where each stands in what a rank reads.
-
-    tag: what the plan says of itself, in place of what the planner would have it say.
-    """
+    tag: what the plan says of itself, in place of what the planner would have it say."""
     batches = [SimpleNamespace(tokens=rows, rows={}) for rows in read]
     plan = planner.plan(table._replace(ids=np.asarray), "test", SimpleNamespace(step=0, tied=tied), batches)
     plan.tag.update(tag)
@@ -146,9 +147,9 @@ def planner_of(cfg: tg.Config, where: tg.Fabric, *tables: tg.Table) -> tg.Planne
     return planner
 
 
-def planned(cfg: tg.Config, batch: tg.Batch, where: tg.Fabric | None = None) -> tg.Batch:
+def planned(cfg: tg.Config, batch: tg.Batch) -> tg.Batch:
     """A batch of logical rows as a rank reads it: with plans of its own, no rank requesting anything of another."""
-    planner = tg.Planner(cfg, where or fabric())
+    planner = tg.Planner(cfg, fabric())
     plans, rows = {}, {}
     tied = tg.Schedule(cfg).at(batch.step).tied
     for table in planner.tables:
@@ -168,9 +169,7 @@ def owned(x: torch.Tensor, where: tg.Fabric) -> torch.Tensor:
 @torch.no_grad()
 def fill_randomly(model: tg.GPT, seed: int = 0, where: tg.Fabric | None = None) -> dict[str, torch.Tensor]:
     """Weights under which every term of the forward pass counts: gates open, no table at zero, no two scalars alike.
-
-    Every rank draws the same; returned are whole parameters, in f64.
-    """
+    Every rank draws the same; returned are whole parameters, in f64."""
     generator = torch.Generator().manual_seed(seed)
     whole = {}
     for row in model.table.values():
@@ -195,12 +194,8 @@ def whole(_: str, x: torch.Tensor) -> torch.Tensor:
 
 def own_rows(model: tg.GPT) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
     """Row buffers that read the model's own tables: label -> (rows, their gradients, zeros at first)."""
-    buffers = {}
-    for label, row in model.table.items():
-        if row.rows:
-            p = model.get_parameter(label)
-            buffers[label] = p, torch.zeros_like(p, dtype=tg.accum_dtype(p.dtype), requires_grad=False)
-    return buffers
+    tables = {label: model.get_parameter(label) for label, row in model.table.items() if row.rows}
+    return {label: (p, torch.zeros_like(p, dtype=tg.accum_dtype(p.dtype))) for label, p in tables.items()}
 
 
 def grad_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor | None:
@@ -307,27 +302,33 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 
 class Forked:
-    """A process that does main(words) as the script does, forked from this one with all that a test has patched."""
+    """A process that does main(words) as the script does, or another call, with all that a test has patched."""
 
     def __init__(self, words: Sequence[str], environment: Mapping[str, str] = {},
-                 before: Callable[[], object] | None = None) -> None:
-        """before: called in the process before main."""
+                 before: Callable[[], object] | None = None, call: Callable[[Sequence[str]], object] = tg.main) -> None:
+        """before: called in the process before all else."""
         self.files = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
         self.status: int | None = None
+        self.ended = math.inf                                 # time.time() when that was first seen
+        gc.freeze()                                           # spares the child's collector a look at it all
         self.child = os.fork()
-        if self.child == 0:
-            try:
-                for number, file in enumerate(self.files, 1):
-                    os.dup2(file.fileno(), number)
-                sys.stdout, sys.stderr = (open(number, "w", buffering=1) for number in (1, 2))
-                os.environ |= environment
-                torch.set_num_threads(1)                      # a fork has no threads of the pool that its parent made
-                if before is not None:
-                    before()
-                tg.main(words)
-            except BaseException:
-                traceback.print_exc()
-            os._exit(1)
+        if self.child > 0:
+            gc.unfreeze()
+            return
+        status = 1
+        try:
+            for number, file in enumerate(self.files, 1):
+                os.dup2(file.fileno(), number)
+            sys.stdout, sys.stderr = (open(number, "w", 1, closefd=False) for number in (1, 2))
+            os.environ |= environment
+            torch.set_num_threads(1)                          # a fork has no threads of the pool that its parent made
+            if before is not None:
+                before()
+            call(words)
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        os._exit(status)
 
     def poll(self) -> int | None:
         """Return the exit status, minus the signal for a killed process, or None while it runs."""
@@ -335,13 +336,20 @@ class Forked:
             gone, ended = os.waitpid(self.child, os.WNOHANG)
             if gone:
                 self.status = os.waitstatus_to_exitcode(ended)
+                self.ended = time.time()
         return self.status
 
-    def wait(self) -> int:
-        deadline = time.monotonic() + PATIENCE
+    def send(self, number: int) -> None:
+        """Send a signal to the process, if it is there."""
+        if self.poll() is None:
+            os.kill(self.child, number)
+
+    def wait(self, patience: float = PATIENCE) -> int:
+        """Return the exit status: -9 for a process that is there after patience seconds."""
+        deadline = time.monotonic() + patience
         while self.poll() is None:
             if time.monotonic() > deadline:
-                os.kill(self.child, signal.SIGKILL)           # seen as a status of -9
+                self.send(signal.SIGKILL)
             time.sleep(0.005)
         return self.status
 
@@ -355,17 +363,24 @@ class Forked:
         return tuple(found)
 
 
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as trial:
+        return trial.getsockname()[1]
+
+
+def environment_of(rank: int, world: int, port: int) -> dict[str, str]:
+    """Return what a launcher sets for a rank."""
+    return dict(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+                MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+
+
 def launch(folder: Path, world: int, *flags: str) -> list[Run]:
     """Run main() of these flags on so many ranks; with preset tiny, unless another folder says what was trained."""
     words = [f"--run_dir={folder}", "--device=cpu", *flags]
     if not any(flag.startswith(("--preset=", "--resume=", "--sample=")) for flag in flags):
         words.insert(0, "--preset=tiny")
-    with socket.socket() as trial:
-        trial.bind(("127.0.0.1", 0))
-        port = trial.getsockname()[1]
-    environment = dict(WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1")
-    environment["MASTER_PORT"] = str(port)
-    ranks = [Forked(words, environment | dict(RANK=str(rank), LOCAL_RANK=str(rank))) for rank in range(world)]
+    port = free_port()
+    ranks = [Forked(words, environment_of(rank, world, port)) for rank in range(world)]
     return [Run(folder, rank.wait(), *rank.texts()) for rank in ranks]
 
 
@@ -375,24 +390,21 @@ def run(folder: Path, *flags: str) -> Run:
     return done
 
 
-run_apart = run
-
-
 def recorded_writes(monkeypatch) -> list[int | str]:
     """Record from now on what is flushed to the disk, by inode, and what gets a name, by that name, in order."""
     calls: list[int | str] = []
-    fsync = os.fsync
 
-    def flush(handle: int) -> None:
-        calls.append(os.fstat(handle).st_ino)
-        fsync(handle)
+    def noted(call: Callable, note: Callable) -> Callable:
+        def noting(*args: Any) -> None:
+            calls.append(note(*args))
+            call(*args)
+        return noting
 
-    def name_as(rename: Callable) -> Callable:
-        def naming(part: Path, path: Path) -> None:
-            calls.append(Path(path).name)
-            rename(part, path)
-        return naming
-    monkeypatch.setattr(os, "fsync", flush)
-    for name in ("rename", "replace"):
-        monkeypatch.setattr(os, name, name_as(getattr(os, name)))
+    def inode(handle: int) -> int:
+        return os.fstat(handle).st_ino
+
+    def new_name(_: Path, path: Path) -> str:
+        return Path(path).name
+    for name, note in (("fsync", inode), ("rename", new_name), ("replace", new_name)):
+        monkeypatch.setattr(os, name, noted(getattr(os, name), note))
     return calls

@@ -11,7 +11,6 @@ import itertools
 import math
 import random
 import time
-import zlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -105,11 +104,8 @@ class StagedHome(tg.HostHome):
 
     empties = False                      # rows that came up are spoiled at home, too, until they are back
 
-    def _wait_by_chance(self) -> None:
-        time.sleep(random.uniform(0, 0.002))
-
     def _bring_up(self, places: Tensor) -> tuple[tg.RowState, Any]:
-        self._wait_by_chance()
+        time.sleep(random.uniform(0, 0.002))
         staging, done = super()._bring_up(places)
         arrived = taken(staging)
         if self.empties:
@@ -117,7 +113,7 @@ class StagedHome(tg.HostHome):
         return arrived, done
 
     def _bring_down(self, places: Tensor, changed: tg.RowState, computed: Any) -> None:
-        self._wait_by_chance()
+        time.sleep(random.uniform(0, 0.002))
         staging = tg.RowState(*(x.clone() for x in changed))
         super()._bring_down(places, staging, computed)
         taken(staging)
@@ -235,9 +231,7 @@ class Cycles:
         settings = dict(dtype=trial.dtype, model_dim=WIDTH, num_slots=SLOTS, adam_eps=EPS, row_comms=trial.mode,
                         adam_weight_decay=WEIGHT_DECAY, debug_rows=1)
         cfg = tg.Config(**tg.PRESETS["tiny"] | settings)
-        self.patterns = {}
-        self.tables = {}
-        self.accounts = []
+        self.patterns, self.tables, self.accounts = {}, {}, []
         for pattern, rows in trial.tables:
             label = f"{pattern} of {rows}"
             self.patterns[label] = pattern, rows

@@ -34,21 +34,15 @@ def slow_hash(tokens: list[int], rows: int) -> list[int]:
     return ngram_rows(overwritten, (tg.HASH_CURRENT, tg.HASH_PREVIOUS), rows).tolist()
 
 
-def hashed(tokens, rows: int) -> list[int]:
-    return tg.bigram_hash(np.array(tokens, np.int32), rows).tolist()
-
-
 @pytest.mark.recipe
-def test_bigram_hash__values_of_the_recipe():
+def test_bigram_hash__is_32_bit_arithmetic_that_wraps():
+    def hashed(tokens, rows: int) -> list[int]:
+        return tg.bigram_hash(np.array(tokens, np.int32), rows).tolist()
     assert hashed(RECIPE_TOKENS, 251_520) == RECIPE_ROWS
     assert hashed((7, *RECIPE_TOKENS[1:]), 251_520) == RECIPE_ROWS, "the token at 0 does not matter at 1"
-
-
-@pytest.mark.recipe
-@pytest.mark.parametrize("rows", [2, 640, 251_520, MOST_ROWS])
-def test_bigram_hash__is_32_bit_arithmetic_that_wraps(rows):
-    tokens = np.random.default_rng(rows).integers(0, 65536, 400).tolist()
-    assert hashed(tokens, rows) == slow_hash(tokens, rows)
+    for rows in (2, 640, 251_520, MOST_ROWS):
+        tokens = np.random.default_rng(rows).integers(0, 65536, 400).tolist()
+        assert hashed(tokens, rows) == slow_hash(tokens, rows)
 
 
 @pytest.mark.parametrize("rows", [2, 97, MOST_ROWS])
@@ -107,8 +101,7 @@ def slow_slot(tokens: list[int], pieces: list[tuple[int, int]]) -> tuple[list[in
 
 
 @pytest.mark.recipe
-@pytest.mark.parametrize("sizes, slots, length", [
-    ((200,), 2, 16), ((65, 66, 67, 33), 2, 16), ((34, 33), 2, 16), ((97, 98), 1, 32), ((10,), 1, 16)])
+@pytest.mark.parametrize("sizes, slots, length", [((200,), 2, 16), ((65, 66, 67, 33), 2, 16), ((97, 98), 1, 32)])
 def test_validation_slots__equal_a_plain_loop(sizes, slots, length):
     """A block needs its tokens, one more as the last target, and by the peer's rule another one; else: next shard."""
     streams = [random_stream(seed, count, 20, 3) for seed, count in enumerate(sizes)]
@@ -156,7 +149,7 @@ def write_shards(folder, *counts: int) -> list[list[int]]:
     """Shards of random documents; returns their tokens."""
     streams = [random_stream(seed, count, 50, 3).tolist() for seed, count in enumerate(counts)]
     for k, stream in enumerate(streams):
-        write_shard(folder / f"train_{k:06d}.bin", stream, 50, 3)
+        write_shard(folder / f"train_{k}.bin", stream, 50, 3)
     return streams
 
 
@@ -206,12 +199,6 @@ def logical(batch, label) -> list:
     return (physical % plan.shard_size * world + physical // plan.shard_size).tolist()
 
 
-def slow_rows(slot: list[int], cfg: tg.Config) -> dict[str, list]:
-    """Logical rows that the inputs of a slot read."""
-    values = [[k * cfg.padded_vocab + token for token in slot] for k in range(tg.NUM_VALUE_TABLES)]
-    return dict(bigram_embed=slow_hash(slot, cfg.bigram_rows), value_embed=values, embed=slot)
-
-
 def check_batches(batches, steps) -> None:
     """Against (tokens, bounds) of each slot."""
     for step, (batch, want) in enumerate(zip(batches, steps, strict=True)):
@@ -230,10 +217,14 @@ def check_plans(batches: list[tg.Batch], cfg: tg.Config, purpose: str, tied: boo
     tag = dict(purpose=purpose, cycle=first.step // tg.Schedule(cfg).cycle,
                tokens=sum(batch.tokens.shape[1] for batch in batches))        # alike on all ranks
     assert all(batch.plans == first.plans for batch in batches) and first.plans.keys() == set(tg.RECIPE_TABLES)
+    value_starts = [[k * cfg.padded_vocab] for k in range(tg.NUM_VALUE_TABLES)]
     for label, plan in first.plans.items():
         assert plan.tag == tag and plan.tied == (tied and label == "embed")
         for batch in batches:
-            assert logical(batch, label) == [slow_rows(slot, cfg)[label] for slot in batch.tokens.tolist()]
+            tokens = batch.tokens.numpy()
+            read = dict(bigram_embed=[slow_hash(slot, cfg.bigram_rows) for slot in tokens.tolist()], embed=tokens,
+                        value_embed=tokens[:, None] + value_starts)
+            assert logical(batch, label) == np.asarray(read[label]).tolist()
 
 
 SCHEDULED = 3 * (len(tg.TINY["stages"]) - 1)                         # stages of three steps; and half a last cycle:
@@ -242,11 +233,10 @@ ODD = dict(steps=SCHEDULED + 3 + SCHEDULED % 2, epochs=0, num_scheduled_steps=SC
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("counts, passes, world, changes", [
-    ((9000,), 1, 1, {}), ((1500, 300, 2600, 4000), 1, 1, {}),        # the second shard is too small for a block
-    ((2000, 6000), 1, 2, {}), ((2000, 6000), 1, 4, {}), ((2000, 6000), 1, 8, dict(adam_every=1)),
+    ((1500, 300, 2600, 4000), 1, 1, {}),                             # the second shard is too small for a block
+    ((2000, 6000), 1, 2, {}), ((2000, 6000), 1, 8, dict(adam_every=1)),
     ((1200, 1100), 2, 1, dict(epochs=2, steps=8, num_extension_steps=30)),
-    ((1200, 1100), 6, 1, dict(epochs=0, num_extension_steps=30)),
-    ((2000, 8000), 1, 1, ODD), ((2000, 8000), 1, 2, ODD), ((2000, 8000), 1, 8, ODD | dict(adam_every=1))])
+    ((1200, 1100), 6, 1, dict(epochs=0, num_extension_steps=30)), ((2000, 8000), 1, 2, ODD)])
 def test_next__the_stream_equals_a_plain_loop(tmp_path, counts, passes, world, changes):
     """Slot s goes to rank s mod world. A stage may change inside a cycle, and the last cycle may be a part of one."""
     streams = write_shards(tmp_path, *counts)
@@ -375,7 +365,6 @@ def test_formula_tokens__are_the_same_everywhere_and_full_of_documents():
     assert not np.array_equal(tokens, tg.formula_tokens(2, 40_000, 512, 511))
     assert 28 < 40_000 / np.sum(tokens == 511) < 36                  # documents of 32 tokens on average
     assert len(np.unique(tokens)) > 256
-    assert np.array_equal(tg.formula_tokens(0, 100, 300, 0) == 0, tg.formula_tokens(0, 100, 300, 299) == 299)
 
 
 # ---- row plans ------------------------------------------------------------------------------------------------------
@@ -401,8 +390,8 @@ def patterns(R: int) -> list[list[np.ndarray]]:
 
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
-@pytest.mark.parametrize("world", [1, 2, 3, 7, 8])
-@pytest.mark.parametrize("count", [2, 3, 7, 24, 101, 640, MOST_ROWS])
+@pytest.mark.parametrize("world", [1, 2, 7, 8])
+@pytest.mark.parametrize("count", [3, 7, 101, 640, MOST_ROWS])
 def test_plan__equals_plain_sets(count, world, mode):
     """Tables that W divides or does not, of fewer rows than ranks, and the largest, whose physical rows pass 2^31."""
     if mode == "dense" and count == MOST_ROWS:                       # no plan lists all of them
@@ -480,8 +469,7 @@ def test_plans_ahead__what_the_exchange_filled_in_for_the_next_cycle(tmp_path, e
 
 GOOD = [3, 1, 2, 3, 4, 5] * 20
 BAD_FILES = {                                # how the file is made, bytes cut off -> what the message must hold
-    "magic": (dict(magic=1), 0, "begin with 1, 1", "20240520", "data/README.md"),
-    "version": (dict(version=2), 0, "20240520, 2, 120"),
+    "version": (dict(version=2), 0, "20240520, 2, 120", "data/README.md"),
     "cut": (dict(), 10, f"{1024 + 240 - 10} bytes", "120", "fetch or write it again"),
     "longer": (dict(count=100), 0, f"{1024 + 240} bytes", "20240520, 1, 100"),
     "no header": (dict(), 500, "764 bytes", "1024 bytes"),
@@ -493,35 +481,31 @@ BAD_FILES = {                                # how the file is made, bytes cut o
 
 
 @pytest.mark.parametrize("kind", BAD_FILES)
-@pytest.mark.parametrize("pattern", ["*.bin", "b.bin"], ids=["after a good one", "alone"])
-def test_scan_shards__a_damaged_one(tmp_path, pattern, kind):
+def test_scan_shards__a_damaged_one(tmp_path, kind):
     header, cut, *parts = BAD_FILES[kind]
     write_shard(tmp_path / "a.bin", GOOD, 6, 3)
     path = write_shard(tmp_path / "b.bin", GOOD, **dict(vocab_size=6, document_start=3) | header)
     os.truncate(path, path.stat().st_size - cut)
-    refused(tg.DataError, lambda: tg.scan_shards(tg.find_shards(f"{tmp_path}/{pattern}")), "b.bin", *parts)
+    refused(tg.DataError, lambda: tg.scan_shards(tg.find_shards(f"{tmp_path}/*.bin")), "b.bin", *parts)
 
 
 def test_load_shard__a_file_that_shrinks_after_the_start(tmp_path):
     path = write_shard(tmp_path / "a.bin", GOOD, 6, 3)
-    headers = tg.find_shards(str(path))
+    header, = tg.find_shards(str(path))
     os.truncate(path, path.stat().st_size - 20)
-    refused(tg.DataError, lambda: tg.load_shard(headers[0]), "a.bin", "110 tokens", "120")
+    refused(tg.DataError, lambda: tg.load_shard(header), "a.bin", "110 tokens", "120")
 
 
 def test_find_shards__header_words_and_name_order(tmp_path, monkeypatch):
     """Words 3 and 4 name the vocabulary, and 0 means GPT-2; a file system may list names in any order."""
-    words = {"a_10.bin": (6, 3), "a_2.bin": (0, 0), "b.bin": (512, 7)}
-    paths = [str(write_shard(tmp_path / name, GOOD, *words[name])) for name in words]
+    paths = [str(write_shard(tmp_path / "a_10.bin", GOOD, 6, 3)), str(write_shard(tmp_path / "a_2.bin", GOOD, 0, 0))]
     monkeypatch.setattr(tg.glob, "glob", lambda pattern: paths[::-1])
-    vocabularies = [(6, 3), (50_257, 50_256), (512, 7)]
-    assert tg.find_shards("any") == [(path, 120, *words) for path, words in zip(paths, vocabularies)]
+    assert tg.find_shards("any") == [(paths[0], 120, 6, 3), (paths[1], 120, 50_257, 50_256)]
 
 
 @pytest.mark.parametrize("name, parts", [
     ("{}/train_*.bin", ("train_1.bin as a shard", "no such file")), ("{}/pipe", ("pipe as a shard", "no regular one")),
     ("{}/none_*.bin", ("none_*.bin as", "no such file", "cached_fineweb10B.py", "--train_files=")),
-    ("{}", ("as a shard", "no regular one")), ("formula:512", ("formula:512", "VOCAB:DOCUMENT_START:TOKENS:SHARDS")),
     ("formula:512:511:100:0", ("formula:512", "VOCAB:DOCUMENT_START:TOKENS:SHARDS"))])
 def test_find_shards__whatever_matches_has_to_be_a_shard(tmp_path, name, parts):
     """A broken link passed over in silence would be training on less than was asked for."""
@@ -539,13 +523,8 @@ def test_find_shards__brackets_in_a_folders_name_mean_themselves(tmp_path, monke
         write_shard(path, GOOD, 6, 3)
     monkeypatch.chdir(tmp_path)
     for pattern, names in ((f"{odd}/train_*.bin", [f"{odd}/train_0.bin", f"{odd}/train_[1].bin"]),
-                           (f"{odd}/train_[1].bin", [f"{odd}/train_[1].bin"]),
-                           (f"{odd}/train_[0].bin", [f"{odd}/train_0.bin"]),
-                           ("my [data] */train_0*", ["my [data] */train_0.bin"]), ("train_[1-5].bin", ["train_3.bin"])):
+                           (f"{odd}/train_[1].bin", [f"{odd}/train_[1].bin"]), ("train_[1-5].bin", ["train_3.bin"])):
         assert [header.name for header in tg.find_shards(pattern)] == names
-
-
-ROOMY = [tg.ShardHeader("shard", 10**9, 512, 511)]                     # as many tokens as anybody needs
 
 
 def shards(*sizes: int, vocab=(512, 511)) -> list[tg.ShardHeader]:
@@ -556,16 +535,13 @@ def test_resolve__the_header_decides_the_sizes():
     gpt2 = shards(1, vocab=(50_257, 50_256))
     cfg = tg.resolve(tg.Config(**tg.PRESETS["pocket"]), gpt2, gpt2)
     assert (cfg.vocab_size, cfg.document_start, cfg.padded_vocab, cfg.bigram_rows) == (50_257, 50_256, 50_304, 251_520)
-    given = replace(cfg, padded_vocab=50_400, bigram_rows=1000)
-    assert tg.resolve(given, gpt2, gpt2) == given
 
 
 @pytest.mark.parametrize("changes, val_vocab, kind, parts", [
     (dict(vocab_size=500), (512, 511), tg.ConfigError, ("--vocab_size", "500", "512", "shard_0.bin", "leave the flag")),
     (dict(document_start=0), (512, 511), tg.ConfigError, ("--document_start", "found:    0", "511", "shard_0.bin")),
     (dict(padded_vocab=511), (512, 511), tg.ConfigError, ("--padded_vocab", "511", "512")),
-    (dict(), (512, 510), tg.DataError, ("different vocabularies", "(512, 510)", "(512, 511)", "one data set")),
-    (dict(), (-1, 511), tg.DataError, ("different vocabularies", "(-1, 511)", "(512, 511)"))])
+    (dict(), (512, 510), tg.DataError, ("different vocabularies", "(512, 510)", "(512, 511)", "one data set"))])
 def test_resolve__contradictions(changes, val_vocab, kind, parts):
     cfg = tg.Config(**tg.PRESETS["tiny"] | changes)
     other = shards(10, vocab=val_vocab)
@@ -583,7 +559,7 @@ def test_check_enough_data__training_tokens():
 
     def check(*have: int, **changes) -> None:
         changed = replace(cfg, **changes)
-        tg.check_enough_data(changed, tg.Schedule(changed), shards(*have), ROOMY)
+        tg.check_enough_data(changed, tg.Schedule(changed), shards(*have), shards(10**9))
 
     check(need)
     check(need // 4 + 1, need // 4 + 1, epochs=2)
@@ -598,13 +574,13 @@ def test_check_enough_data__training_tokens():
 
 def test_check_enough_data__validation_tokens(tmp_path):
     cfg, headers = validation_config(tmp_path, random_stream(0, 200, 50, 3), 256)
-    refused(tg.DataError, lambda: tg.check_enough_data(cfg, tg.Schedule(cfg), ROOMY, headers),
+    refused(tg.DataError, lambda: tg.check_enough_data(cfg, tg.Schedule(cfg), shards(10**9), headers),
             "too few validation tokens", "128", "256", "--val_tokens=128")
 
 
 @pytest.mark.parametrize("text, said", [
-    ("YQ== 0\nYQ==", 1), ("YQ== 0\n%%% 1", 1), ("YQ== 0\nYQ== x", 1), ("YQ== 0\nYQ== 1 2", 1), ("\xff 0", 0), ("", 0),
-    ("YQ== 0\nYQ== 1\nYQ== 2", 3), ("YQ== 0\nYQ== 1\nYQ== 2\nYQ== 3\nYQ== 4", 5), ("YQ== 0\nYQ== -1", 2)])
+    ("YQ== 0\nYQ==", 1), ("YQ== 0\n%%% 1", 1), ("YQ== 0\nYQ== x", 1), ("\xff 0", 0),
+    ("YQ== 0\nYQ== 1\nYQ== 2", 3), ("YQ== 0\nYQ== 1\nYQ== 2\nYQ== 3\nYQ== 4", 5)])
 def test_read_vocabulary__each_id_but_the_document_start_has_its_bytes(tmp_path, text, said):
     """A hole among the 5 tokens, of which 3 is the document start, would be counted as no bytes."""
     cfg = preset(vocab_size=5, document_start=3)
@@ -616,12 +592,11 @@ def test_read_vocabulary__each_id_but_the_document_start_has_its_bytes(tmp_path,
 
 # ---- scan and manifest ----------------------------------------------------------------------------------------------
 
-def write_manifest(folder, **files) -> None:
-    """Write one as a data tool does; files: name without its ending -> content that it claims."""
+def write_manifest(folder, shard: bytes, vocab: bytes) -> None:
+    """Write one as a data tool does, that claims these contents."""
     entries = {}
-    for name, content in files.items():
-        ending = ".txt" if name == "vocab" else ".bin"
-        entries[name + ending] = dict(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
+    for name, content in (("a.bin", shard), ("vocab.txt", vocab)):
+        entries[name] = dict(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
     (folder / "manifest.json").write_text(json.dumps(dict(format=1, files=entries)))
 
 
@@ -642,21 +617,20 @@ def test_check_manifest__a_file_has_to_match_it(tmp_path):
     headers = tg.find_shards(str(path))
     pieces = b"".join(b"YQ== %d\n" % token for token in range(6) if token != 3)
     (tmp_path / "vocab.txt").write_bytes(pieces)
-    write_manifest(tmp_path, a=path.read_bytes(), vocab=pieces)
+    write_manifest(tmp_path, path.read_bytes(), pieces)
     write_shard(tmp_path / "own.bin", GOOD, 6, 3)
     assert tg.scan_shards(headers + tg.find_shards(f"{tmp_path}/own.bin")), "files that it does not name are fine"
     cfg = preset(vocab_size=6, document_start=3)
     assert len(tg.read_vocabulary(tmp_path, cfg)) == 6
 
-    write_manifest(tmp_path, a=path.read_bytes()[:-1] + b"\1", vocab=pieces[:-1])
+    write_manifest(tmp_path, path.read_bytes()[:-1] + b"\1", pieces[:-1])
     refused(tg.DataError, lambda: tg.scan_shards(headers), "a.bin: content", "manifest.json", "mixture")
     refused(tg.DataError, lambda: tg.read_vocabulary(tmp_path, cfg), "vocab.txt: content", "manifest.json", "mixture")
     (tmp_path / "manifest.json.part").touch()
     refused(tg.DataError, lambda: tg.scan_shards(headers), "manifest.json.part", "run that tool again")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"format": 3, "files": {}}', '{"format": 1, "files": []}',
-                                  '{"format": 1, "files": {"a.bin": 3}}', '{"format": 1, "files": {"a.bin": {}}}'])
+@pytest.mark.parametrize("text", ["", "[]", '{"format": 3, "files": {}}', '{"format": 1, "files": {"a.bin": {}}}'])
 def test_read_manifest__any_content_ends_in_words(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
     refused(tg.DataError, lambda: tg.read_manifest(tmp_path), "manifest.json as a manifest", "format 1", "remove this")

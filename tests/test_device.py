@@ -97,21 +97,22 @@ class Scaled(torch.autograd.Function):
         return ctx.factor * grad, None
 
 
-def no_backward(*args):
-    return Scaled.apply(faithful(*args), None)
-
-
-def times(factor):
+def scaled(at: int | None, output: float = 1, gradient: float | None = 1):
+    """The faithful kernel with its output, and the gradient of an input or of the output, times these."""
     def kernel(*args):
-        return factor * faithful(*args)
+        inputs = list(args)
+        if at is not None:
+            inputs[at] = Scaled.apply(inputs[at], gradient)
+            return faithful(*inputs)
+        return Scaled.apply(output * faithful(*inputs), gradient)
     return kernel
 
 
-def windows(add: int = 0, at: int = 0, least: int = 0, most: int = 10**6):
-    """The faithful kernel with other windows, or with another one in the place of `at` alone."""
+def windows(add: int = 0, at: int = 0, least: int = 0, most: int = 10**6, heads: int = 0):
+    """The faithful kernel with other windows: all, in the place of `at`, or of the layers with so many heads."""
     def kernel(q, k, v, cu_seqlens, span):
         window = span.window
-        if at in (0, window):
+        if at in (0, window) and heads in (0, q.shape[1]):
             window = min(max(window + add, least), most)
         return faithful(q, k, v, cu_seqlens, replace(span, window=window))
     return kernel
@@ -130,22 +131,6 @@ def future(q, k, v, *_):
     return torch.nn.functional.scaled_dot_product_attention(*qkv, scale=0.1)[0].transpose(0, 1)
 
 
-def wrong_with_heads(heads):
-    """One key more in the layers with so many heads: paired ones have half the heads."""
-    def kernel(q, *rest):
-        return (WINDOW_MORE if q.shape[1] == heads else faithful)(q, *rest)
-    return kernel
-
-
-def wrong_gradient(at):
-    """The output is right; the gradient of one input is not."""
-    def kernel(*args):
-        inputs = list(args)
-        inputs[at] = Scaled.apply(inputs[at], 1.1)
-        return faithful(*inputs)
-    return kernel
-
-
 def raising(error: Exception):
     def kernel(*_):
         raise error
@@ -153,29 +138,25 @@ def raising(error: Exception):
 
 
 WINDOW_MORE = windows(add=1)
+LIES = "off by more than"
 BAD_KERNELS = {                          # kernel -> what is said of it
     "refuses": (raising(RuntimeError("no kernel image\nfor this device")), "no kernel image"),
     "is not there": (raising(ImportError("no module")), "no module"),
-    "asserts": (raising(AssertionError("head size")), "head size"),
-    "takes other arguments": (raising(TypeError("unexpected keyword")), "unexpected keyword"),
     "fails without a word": (raising(NotImplementedError()), "NotImplementedError"),
-    "fails backward": (no_backward, "no backward here"),
-    "gives NaN": (times(float("nan")), "not close"),
-    "gives nothing": (times(0), "not close"),
-    "is 10 % off": (times(1.1), "not close"),
-    "sees one key more": (WINDOW_MORE, "not close"),
-    "sees one key less": (windows(add=-1), "not close"),
-    "sees other documents": (one_document, "not close"),
-    "has its own scale": (own_scale, "not close"),
-    "sees the future": (future, "not close"),
-    "one key more, in a wide window": (windows(add=1, at=300), "not close"),
-    "one key less, in a wide window": (windows(add=-1, at=300), "not close"),
-    "a tile less": (windows(add=-128, at=300), "not close"),
-    "a window that ends with its tile": (windows(least=127), "not close"),
-    "a span beyond documents is cut": (windows(most=256), "not close"),
-    "wrong in paired layers": (wrong_with_heads(1), "not close"),
-    "wrong in plain layers": (wrong_with_heads(2), "not close"),
-    **{f"gradient of {name}": (wrong_gradient(at), "not close") for at, name in enumerate("qkv")},
+    "fails backward": (scaled(None, gradient=None), "no backward here"),
+    "gives NaN": (scaled(None, float("nan")), LIES),
+    "is 10 % off": (scaled(None, 1.1), LIES),
+    "sees one key more": (WINDOW_MORE, LIES),
+    "sees one key less": (windows(add=-1), LIES),
+    "sees other documents": (one_document, LIES),
+    "has its own scale": (own_scale, LIES),
+    "sees the future": (future, LIES),
+    "one key more, in a wide window": (windows(add=1, at=300), LIES),
+    "a window that ends with its tile": (windows(least=127), LIES),
+    "a span beyond documents is cut": (windows(most=256), LIES),
+    "wrong in paired layers": (windows(add=1, heads=1), LIES),              # half the heads
+    "wrong in plain layers": (windows(add=1, heads=2), LIES),
+    **{f"gradient of {name}": (scaled(at, gradient=1.1), LIES) for at, name in enumerate("qkv")},
 }
 
 
@@ -210,7 +191,7 @@ def tiled(q, k, v, cu_seqlens, span):
 
 
 @pytest.mark.parametrize("kernel", [faithful, tiled])
-@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("head_dim", [16, 128])
 def test_check_attention__a_faithful_kernel(monkeypatch, head_dim, kernel):
     found, said = chosen(monkeypatch, kernel, head_dim=head_dim, model_dim=2 * head_dim)
     assert found == "varlen"
@@ -220,13 +201,10 @@ def test_check_attention__a_faithful_kernel(monkeypatch, head_dim, kernel):
 ALL = dict(FA4=faithful, FA3=faithful, varlen=faithful)
 CHOICES = [                              # kernels, capability, --attention -> the kernel that is taken, what is said
     (ALL, 9, "auto", "FA4", []),
-    (ALL | dict(FA4=WINDOW_MORE), 9, "auto", "FA3", ["not close"]),
-    (dict(FA4=WINDOW_MORE, FA3=WINDOW_MORE, varlen=faithful), 9, "auto", "varlen", ["not close", "not close"]),
+    (dict(FA4=WINDOW_MORE, FA3=WINDOW_MORE, varlen=faithful), 9, "auto", "varlen", [LIES, LIES]),
     (dict(varlen=faithful), 10, "auto", "varlen", ["FA4 does not run"]),
-    (dict(varlen=faithful), 8, "auto", "varlen", []),
-    (dict(FA4=faithful), 10, "auto", "FA4", []),
     (dict(varlen=raising(RuntimeError("no kernel image"))), 8, "auto", "reference", ["no kernel", "NO FAST KERNEL"]),
-    *((ALL, 9, name, name, []) for name in (*ALL, "reference")),
+    *((ALL, 9, name, name, []) for name in ("FA3", "reference")),
 ]
 
 
@@ -240,8 +218,7 @@ def test_choose_attention__packages_come_first_and_what_lies_is_put_back(monkeyp
     assert all(word in line for word, line in zip(words, cards.said)), cards.said
     assert (kernel, registry.current() or "varlen") in ((tg.attention_varlen, taken),
                                                         (tg.attention_reference, "varlen"))
-    if taken == "varlen":
-        assert title == f"varlen (torch {tg.version_of('torch')})"
+    assert taken != "varlen" or title == f"varlen (torch {tg.version_of('torch')})"
 
 
 def test_choose_attention__right_on_every_rank(monkeypatch):
@@ -251,19 +228,11 @@ def test_choose_attention__right_on_every_rank(monkeypatch):
     assert sum("no kernel image (rank 2)" in line for line in cards.said) == 3, cards.said
 
 
-@pytest.mark.parametrize("name, asked, kernels, why", [
-    ("tiny", "FA4", dict(FA3=faithful, varlen=faithful), "No module of FA4"),
-    ("tiny", "FA3", dict(FA3=own_scale, varlen=faithful), "not close"),
-    ("record", "auto", dict(varlen=raising(RuntimeError("no kernel image"))), "no kernel image")])
-def test_choose_attention__what_is_wanted_and_does_not_run_ends_with_why(monkeypatch, name, asked, kernels, why):
-    Registry(monkeypatch, **kernels)
+@pytest.mark.parametrize("name, asked, why", [("tiny", "FA3", "No module of FA3"), ("record", "auto", LIES)])
+def test_choose_attention__what_is_wanted_and_does_not_run_ends_with_why(monkeypatch, name, asked, why):
+    Registry(monkeypatch, varlen=WINDOW_MORE)
     choose = functools.partial(tg.choose_attention, name, preset(attention=asked, **WIDE), Cards())
     refused(tg.ConfigError, choose, f"--attention={asked}", why, "--attention=reference", "requirements-gpu.txt")
-
-
-def test_choose_attention__the_reference_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(tg, "attention_varlen", raising(AssertionError("not asked")))
-    assert tg.choose_attention("record", preset(**WIDE), make_fabric()) == (tg.attention_reference, "reference")
 
 
 # ------ Memory --------------------------------------------------------------------------------------------------------
@@ -297,17 +266,15 @@ def test_memory_estimate__weights_gradients_and_moments(dtype, world, rank, mode
             gradients.append(table.row_grads)
             weights.append(table.cache)
             unused += max(0, world * len(table.shard) - len(table.cache)) * cfg.model_dim
+    spare = unused * exact.itemsize if mode == "sparse" else 0
     for part, tensors in (("weights", weights), ("gradients", gradients)):
         counted = bytes_of(tensors)
-        spare = unused * exact.itemsize if mode == "sparse" else 0
         assert -0.01 * counted <= parts[part] - counted <= spare + 0.01 * counted, part
     moments = [x for state in runner.optimizer.state.values() for x in state.values()]
-    uneven = 0
-    if world == 8:                                                            # 22 matrices: 3 each, 1 for the last
-        mlp = runner.optimizer.entries["mlp"]
-        matrix = tg.bank_matrices(mlp.row, mlp.weight.data)[:1]
-        uneven = 2 * bytes_of(tg.initial_state(mlp.row, matrix).values()) + 1000
-    assert abs(parts["moments"] - bytes_of(moments)) <= uneven
+    mlp = runner.optimizer.entries["mlp"]                                     # 22 matrices: 3 each, 1 for the last
+    matrix = tg.bank_matrices(mlp.row, mlp.weight.data)[:1]
+    uneven = 2 * bytes_of(tg.initial_state(mlp.row, matrix).values()) + 1000
+    assert abs(parts["moments"] - bytes_of(moments)) <= uneven * (world == 8)
 
 
 @pytest.mark.parametrize("home", ["device", "host"])
@@ -357,30 +324,24 @@ def record(*flags: str) -> tg.Config:
     return tg.resolve(given, shards, shards)
 
 
-@pytest.mark.parametrize("fabric, kernel", [(make_fabric(), tg.attention_reference), (on_gpu(), tg.attention_varlen)],
-                         ids=["CPU", "GPU"])
+@pytest.mark.parametrize("fabric, kernel", [(make_fabric(), tg.attention_reference), (on_gpu(), tg.attention_varlen)])
 def test_fit_memory__less_room_means_smaller_micro_batches(monkeypatch, fabric, kernel):
     """The largest that fits, at the very byte where it begins to fit; one that is asked for is taken or refused."""
     cfg = preset("pocket", val_batch_tokens=1024, val_tokens=1024)            # so that no two sizes cost the same
     total = {m: tg.memory_estimate(cfg, fabric, kernel, m).total() for m in (1, 2, 4, 8)}
-    assert sorted(total.values()) == list(total.values()) and len(set(total.values())) == 4
     for m, size in total.items():
         slots, parts = tg.fit_memory(cfg, with_room(monkeypatch, size, fabric), kernel)
         assert slots == m and parts.total() == size
         assert tg.fit_memory(replace(cfg, slots_per_micro_batch=1), fabric, kernel)[0] == 1
-        if m < 8:
-            asked = replace(cfg, slots_per_micro_batch=2 * m)
-            refused(tg.RunError, functools.partial(tg.fit_memory, asked, fabric, kernel), "memory", "GiB to use")
     assert tg.fit_memory(cfg, with_room(monkeypatch, total[4] - 1, fabric), kernel)[0] == 2
-    assert tg.fit_memory(cfg, with_room(monkeypatch, math.inf, fabric), kernel)[0] == 8
+    asked = functools.partial(tg.fit_memory, replace(cfg, slots_per_micro_batch=4), fabric, kernel)
+    refused(tg.RunError, asked, "memory", "GiB to use")
     fit = functools.partial(tg.fit_memory, cfg, with_room(monkeypatch, total[1] - 1, fabric), kernel)
-    refused(tg.RunError, fit, "memory", "GiB to use", "weights", "gradients", "moments", "working", "--num_slots=32",
-            "--slots_per_micro_batch=1")
+    refused(tg.RunError, fit, "memory", "weights", "gradients", "moments", "working", "--slots_per_micro_batch=1")
 
 
 @pytest.mark.recipe
-@pytest.mark.parametrize("card, world, want", [
-    (80, 1, 2), (80, 8, 1), (80, 4, 2), (141, 1, 4), (141, 2, 4), (180, 1, 4), (180, 8, 1)])
+@pytest.mark.parametrize("card, world, want", [(80, 1, 2), (80, 8, 1), (141, 1, 4), (180, 8, 1)])
 def test_fit_memory__slots_at_once_of_the_record_preset(monkeypatch, card, world, want):
     """On H100 and A100, H200, B200, by their GiB: one slot takes 28 to 32, each further one 25."""
     fabric = with_room(monkeypatch, card * 2**30 * tg.MEMORY_SHARE, on_gpu(world))
@@ -397,7 +358,7 @@ def test_fit_memory__24_gb_cards_are_sent_to_more_slots_which_fit(monkeypatch):
 def test_fit_memory__tables_on_the_host_are_told_and_not_refused(monkeypatch):
     """They take memory page by page, as rows are updated: 10^8 of 384 bytes are 38 GB. On a device they are refused."""
     host, device = (with_table("pocket", f"100000000 stream 0 {home}") for home in ("host", "device"))
-    for cfg, fabric in ((host, on_gpu()), (host, make_fabric()), (device, make_fabric())):
+    for cfg, fabric in ((host, on_gpu()), (device, make_fabric())):
         _, estimate = tg.fit_memory(cfg, with_room(monkeypatch, 8e9, fabric), tg.attention_varlen)
         assert estimate[tg.ON_HOST] == 10**8 * 4 * cfg.model_dim
     fit = functools.partial(tg.fit_memory, device, with_room(monkeypatch, 8e9, on_gpu()), tg.attention_varlen)
@@ -437,8 +398,3 @@ def test_make_fabric__what_is_freed_on_a_cpu_is_kept():
     out = subprocess.run([sys.executable, "-c", KEPT], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     pages = 20 * (4 << 20) // resource.getpagesize()
     assert int(out) < pages // 10
-
-
-def test_total_memory__without_a_gpu_is_what_the_host_has():
-    total = make_fabric().total_memory()
-    assert 2**20 < total < 2**46 or total == math.inf

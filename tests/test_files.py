@@ -8,18 +8,14 @@ import errno
 import functools
 import hashlib
 import json
-import multiprocessing
-import operator
 import os
 import pickle
 import random
 import resource
 import shutil
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -98,12 +94,6 @@ def load(newest: Path, **changes) -> int:
     return tg.load_checkpoint(newest.parent.parent, executor(cfg))["log"]["done"]
 
 
-def is_sound(folder: Path) -> bool:
-    """Return True if a save can be sampled from."""
-    done = run(folder, f"--sample={folder}", "--sample_tokens=2")
-    return done.status == 0 and done.out.startswith("token ids")
-
-
 def first(folder: Path, pattern: str) -> Path:
     return min(folder.glob(pattern))
 
@@ -127,10 +117,6 @@ def replaced_by(make):
     return damage
 
 
-def link_to_itself(path: Path) -> None:
-    path.symlink_to(path.name)
-
-
 def swapped(path: Path) -> None:
     """With another of its folder."""
     other = next(other for other in sorted(path.parent.glob("*.pt")) if other != path)
@@ -139,8 +125,8 @@ def swapped(path: Path) -> None:
     path.write_bytes(content)
 
 
-DAMAGES = dict(flipped=flipped, cut=cut, gone=replaced_by(nothing), fifo=replaced_by(os.mkfifo),
-               directory=replaced_by(Path.mkdir), loop=replaced_by(link_to_itself), swapped=swapped)
+DAMAGES = dict(flipped=flipped, cut=cut, gone=Path.unlink, fifo=replaced_by(os.mkfifo),
+               directory=replaced_by(Path.mkdir), swapped=swapped)
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
@@ -148,7 +134,7 @@ DAMAGES = dict(flipped=flipped, cut=cut, gone=replaced_by(nothing), fifo=replace
                                              (tg.MANIFEST, tg.MANIFEST)])
 def test_read_tensors__damage(save, newest, capsys, damage, in_save, in_run):
     """A save is refused by the file's name; of checkpoints the one before is taken, aloud."""
-    if tg.MANIFEST in in_save and damage in ("flipped", "loop", "swapped"):
+    if tg.MANIFEST in in_save and damage in ("flipped", "swapped"):
         pytest.skip("no case of its own")
     path = first(save, in_save)
     DAMAGES[damage](path)
@@ -160,20 +146,6 @@ def test_read_tensors__damage(save, newest, capsys, damage, in_save, in_run):
     said = capsys.readouterr().out
     assert str(newest) in said and "the checkpoint before step-0000004 is taken" in said
     assert without_manifest or str(path) in said
-
-
-def test_load_checkpoint__a_read_error(newest, capsys, monkeypatch):
-    sha256 = tg.file_sha256
-
-    def failing(path: Path) -> str:
-        if path.parent == newest:
-            raise OSError(errno.EIO, "Input/output error")
-        return sha256(path)
-
-    monkeypatch.setattr(tg, "file_sha256", failing)
-    assert load(newest) == 2
-    said = capsys.readouterr().out
-    assert f"{newest}/run.pt" in said and "Input/output error" in said
 
 
 def test_load_checkpoint__none_is_whole(newest):
@@ -197,8 +169,7 @@ class Evil:
         return os.mkdir, ("evil_was_here",)
 
 
-@pytest.mark.parametrize("content", [b"", b"junk" * 1000, pickle.dumps(Evil()), Evil()],
-                         ids=["empty", "junk", "bare", "zip"])
+@pytest.mark.parametrize("content", [b"junk" * 1000, pickle.dumps(Evil()), Evil()], ids=["junk", "bare", "zip"])
 def test_read_tensors__runs_no_code(save, content, monkeypatch):
     """With the right hash; and nobody is told to let it."""
     path = save / "weights.pt"
@@ -222,12 +193,6 @@ def on(name: str, edit_entry=None):
     return edit
 
 
-def always(value: object):
-    def edit(_: object) -> object:
-        return value
-    return edit
-
-
 def fewer(x: torch.Tensor) -> torch.Tensor:
     return x[:-1].clone()
 
@@ -240,56 +205,38 @@ def beyond(ids: torch.Tensor) -> torch.Tensor:
     return torch.where(ids == ids.max(), 500, ids)
 
 
-WEIGHTS = {                              # case -> change of the weights, what is named
-    "shape": (on("attn", fewer), "attn"), "one number for all": (on("scalars", always(torch.zeros(1))), "scalars"),
-    "a table of fewer rows": (on("bigram_embed", fewer), "bigram_embed"),
-    "dtype": (on("attn", torch.Tensor.double), "attn"),
-    "unknown": (on("new", always(torch.zeros(1))), "new"), "missing": (on("mlp"), "mlp"),
-    "a number": (on("embed", always(3)), "AttributeError"), "nothing": (always(None), "AttributeError"),
-    "one tensor": (operator.itemgetter("attn"), "AttributeError")}
-RUN = {                                  # case -> change of run.pt, what is named
-    **{f"weights: {case}": (on("state", on("weights", edit)), named) for case, (edit, named) in WEIGHTS.items()},
-    **{f"moments: {case}": (on("state", on("moments", edit)), named) for case, edit, named in (
-        ("missing", on("embed.v"), "embed.v"), ("shape", on("attn.momentum", fewer), "attn.momentum"),
-        ("dtype", on("scalars.m", torch.Tensor.double), "scalars.m"), ("none", always(None), "AttributeError"))},
-    "no state": (on("state"), "KeyError")}
-ROWS = {                                 # case -> change of a file of rows
-    "beyond": on("ids", beyond), "no ids": on("ids"), "words": on("ids", always("0 1")), "narrow": on("rows", narrow),
-    "fewer": on("rows", fewer), "nothing": always(7)}
-STATES = {                               # of a checkpoint alone
-    "no v": on("v"), "no last": on("last"), "fewer v": on("v", fewer),
-    "i64 last": on("last", torch.Tensor.long)}
+OTHER = {                                # part, case -> its change, what is named
+    ("weights", "shape"): (on("attn", fewer), "attn"), ("weights", "dtype"): (on("attn", torch.Tensor.double), "attn"),
+    ("weights", "a table of fewer rows"): (on("bigram_embed", fewer), "bigram_embed"),
+    ("weights", "unknown"): (on("new", lambda _: torch.zeros(1)), "new"), ("weights", "missing"): (on("mlp"), "mlp"),
+    ("weights", "nothing"): (lambda _: None, "Error"), ("weights", "a number"): (on("embed", lambda _: 3), "Error"),
+    ("moments", "missing"): (on("embed.v"), "embed.v"), ("moments", "shape"): (on("attn.momentum", fewer), "attn.mom"),
+    ("moments", "dtype"): (on("scalars.m", torch.Tensor.double), "scalars.m"),
+    ("rows", "beyond"): (on("ids", beyond), ""), ("rows", "no ids"): (on("ids"), ""),
+    ("rows", "narrow"): (on("rows", narrow), ""), ("rows", "fewer"): (on("rows", fewer), ""),
+    ("state of rows", "no last"): (on("last"), ""), ("state of rows", "fewer v"): (on("v", fewer), ""),
+    ("state of rows", "i64 last"): (on("last", torch.Tensor.long), "")}
 
 
-@pytest.mark.parametrize("case", WEIGHTS)
-def test_check_tensors__other_content_of_a_save(save, case):
-    edit, named = WEIGHTS[case]
-    change(save / "weights.pt", edit)
-    refused(tg.DataError, functools.partial(sample, save), "weights.pt", named)
-
-
-@pytest.mark.parametrize("case", RUN)
-def test_load_checkpoint__other_content_leads_to_the_one_before(newest, capsys, case):
-    edit, named = RUN[case]
-    change(newest / "run.pt", edit)
+@pytest.mark.parametrize("part, case", OTHER)
+def test_check_tensors__other_content(save, newest, capsys, part, case):
+    """A save is refused; of checkpoints the one before is taken."""
+    edit, named = OTHER[part, case]
+    if part in ("weights", "rows"):
+        path = first(save, "weights.pt" if part == "weights" else "rows-trigram*-1.pt")
+        change(path, edit)
+        refused(tg.DataError, functools.partial(sample, save), str(save), named)
+    if part in ("weights", "moments"):
+        change(newest / "run.pt", on("state", on(part, edit)))
+    else:
+        change(first(newest, "rows-trigram*-1.pt"), edit)
     assert load(newest) == 2
     said = capsys.readouterr().out
-    assert str(newest) in said and (named in said or "TypeError" in said)
+    assert str(newest) in said and named in said
 
 
-@pytest.mark.parametrize("case", [*ROWS, *STATES])
-def test_load_rows__other_content(save, newest, case):
-    edit = (ROWS | STATES)[case]
-    change(first(newest, "rows-trigram*-1.pt"), edit)
-    assert load(newest) == 2
-    if case in ROWS:
-        change(first(save, "rows-trigram*-1.pt"), edit)
-        refused(tg.DataError, functools.partial(sample, save), str(save))
-
-
-@pytest.mark.parametrize("changes", [
-    dict(model_dim=64, head_dim=32), dict(dtype="float64"), dict(bigram_rows=2000),
-    dict(tables=tg.parse_value("tables", TABLES.replace("500", "400")))], ids=lambda changes: " ".join(changes))
+@pytest.mark.parametrize("changes", [dict(dtype="float64"), dict(bigram_rows=2000),
+                                     dict(tables=tg.parse_value("tables", TABLES.replace("500", "400")))], ids=str)
 def test_load_checkpoint__of_another_model(newest, changes):
     refused(tg.DataError, functools.partial(load, newest, **changes), "a whole one")
 
@@ -362,38 +309,9 @@ def test_write_folder__a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path, 
     assert names(tmp_path) == ["new"] and (folder.is_file() or names(folder) == ["theirs"])
 
 
-def test_save__two_runs_that_end_together_lose_nothing(tmp_path, monkeypatch):
-    """Both have all of it on the disk before either has the name."""
-    barrier = multiprocessing.get_context("fork").Barrier(2)
-    rename = Path.rename
-
-    def together(path: Path, target: Path) -> Path:
-        if target.name == "weights":
-            barrier.wait(60)
-        return rename(path, target)
-
-    monkeypatch.setattr(Path, "rename", together)
-
-    def train(seed: int) -> Run:
-        return run(tmp_path / f"run{seed}", *SHORT, f"--seed={seed}", f"--save={tmp_path / 'weights'}")
-
-    with ThreadPoolExecutor(2) as threads:
-        winner, loser = sorted(threads.map(train, (1, 2)), key=operator.attrgetter("status"))
-    assert (winner.status, loser.status) == (0, 1), winner.err + loser.err
-    assert f"they are in {loser.folder / 'save'}" in loser.out and loser.of("result")
-    assert names(tmp_path) == ["run1", "run2", "weights"]
-    for folder, done in ((tmp_path / "weights", winner), (loser.folder / "save", loser)):
-        assert is_sound(folder)
-        assert done.folder.name == f"run{json.loads((folder / tg.SETTINGS).read_text())['flags']['seed']}"
-
-
-TAKEN = {                                # how a name may be taken
-    "a file": Path.touch, "a folder": Path.mkdir, "a link": link_to_itself, "a pipe": os.mkfifo}
-
-
-@pytest.mark.parametrize("case", TAKEN)
-def test_check_start__a_name_that_is_taken_ends_before_training(tmp_path, case):
-    TAKEN[case](tmp_path / "save")
+@pytest.mark.parametrize("taken_by", [Path.touch, Path.mkdir, os.mkfifo])
+def test_check_start__a_name_that_is_taken_ends_before_training(tmp_path, taken_by):
+    taken_by(tmp_path / "save")
     done = run(tmp_path / "run", *SHORT, f"--save={tmp_path / 'save'}")
     assert done.status == 2 and "a free name" in done.err and names(tmp_path) == ["save"]
 
@@ -406,25 +324,28 @@ def test_check_start__a_save_that_cannot_be_written_there(tmp_path, where):
     assert done.status == 2 and done.err.startswith("ConfigError") and names(tmp_path) == ["file"]
 
 
-@pytest.fixture
-def small_disk(tmp_path) -> Iterator[Path]:
-    """A file system of 300 kB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=300k", "tmpfs", folder], capture_output=True)
-    if made.returncode != 0:
-        pytest.skip("only root may mount a small disk")
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+def fill_disk(monkeypatch, name: str) -> None:
+    """Let the disk be full for folders whose name, or that of what becomes them, begins so."""
+    sync = tg.sync_to_disk
+
+    def full(path: Path) -> None:
+        if path.parent.name.startswith(name):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(path)
+
+    monkeypatch.setattr(tg, "sync_to_disk", full)
 
 
-def test_finish__a_full_disk(small_disk, tmp_path):
-    done = run(tmp_path / "run", *SHORT, f"--save={small_disk / 'save'}")
-    assert names(small_disk) == []
+def test_finish__a_full_disk(tmp_path, monkeypatch):
+    fill_disk(monkeypatch, "elsewhere")
+    folder = tmp_path / "elsewhere"
+    done = run(tmp_path / "run", *SHORT, f"--save={folder}")
     assert done.status == 1 and done.events[-1]["type"] == "result", "not aborted"
-    assert json.loads(done.out.splitlines()[-1])["type"] == "result"
-    assert "No space left on device" in done.err and is_sound(tmp_path / "run/save")
-    assert f"the weights could not be saved in {small_disk / 'save'}: they are in {tmp_path / 'run/save'}" in done.lines
+    assert json.loads(done.out.splitlines()[-1])["type"] == "result" and "No space left on device" in done.err
+    assert f"the weights could not be saved in {folder}: they are in {tmp_path / 'run/save'}" in done.lines
+    assert names(tmp_path) == ["run"]
+    again = run(tmp_path, f"--sample={tmp_path / 'run/save'}", "--sample_tokens=2")
+    assert again.status == 0 and again.out.startswith("token ids")
 
 
 def test_finish__room_nowhere_takes_no_result_along(tmp_path):
@@ -458,14 +379,7 @@ def test_end__a_signal_while_a_folder_is_written_leaves_nothing_of_it(tmp_path, 
 
 
 def test_write_checkpoint__one_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch):
-    sync = tg.sync_to_disk
-
-    def full(path: Path) -> None:
-        if path.parent.name.startswith("step-0000004"):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        sync(path)
-
-    monkeypatch.setattr(tg, "sync_to_disk", full)
+    fill_disk(monkeypatch, "step-0000004")
     done = run(tmp_path / "run", "--max_steps=8", "--checkpoint_every=2", "--sample_tokens=0")
     assert done.status == 0 and "the run goes on without this checkpoint" in done.out, done.err
     assert names(tmp_path / "run" / tg.CHECKPOINTS) == ["step-0000002", "step-0000006"]

@@ -113,8 +113,7 @@ def test_load_checkpoint__resumes_bitwise(place, tmp_path, monkeypatch, world, t
         assert same(checkpoint(tmp_path / "run", 10), checkpoint(place / f"whole{world}", 10)), "with v and last"
 
 
-@pytest.mark.parametrize("before, world", [
-    (1, 2), (2, 1), pytest.param(1, 4, marks=pytest.mark.all), pytest.param(2, 4, marks=pytest.mark.all)])
+@pytest.mark.parametrize("before, world", [(1, 2), (2, 1), pytest.param(2, 4, marks=pytest.mark.all)])
 def test_load_checkpoint__another_number_of_ranks_resumes_to_rounding(place, tmp_path, before, world):
     done_well(tmp_path / "run", world, f"--resume={place / f'cut{before}'}", *ON, f"--tables={HOST}",
               f"--save={tmp_path / 'save'}")
@@ -219,22 +218,12 @@ def test_write_folder__a_full_disk_of_one_rank(place, tmp_path, monkeypatch):
 
 # ---- Samples ---------------------------------------------------------------------------------------------------------
 
-def sampled(folder: Path, save: Path) -> str:
-    done = done_well(folder, 1, f"--sample={save}", "--sample_tokens=8")
-    return done.out.strip().splitlines()[-1]
-
-
 def test_sample_saved__is_the_runs_text(place, tmp_path):
     """Saves of one rank and of two are the same to rounding."""
-    done = done_well(tmp_path / "run", 1, f"--resume={place / 'cut1'}", *ON)
-    text = sampled(tmp_path, place / "save1")
-    assert text in done.out and sampled(tmp_path, place / "save2") == text
-
-
-def test_sample_saved__bf16_rows_on_a_cpu(tmp_path):
-    done_well(tmp_path / "run", 1, f"--tables={HOST}", "--dtype=bfloat16", "--max_steps=4",
-              f"--save={tmp_path / 'save'}")
-    assert sampled(tmp_path, tmp_path / "save").startswith("token ids")
+    run = done_well(tmp_path / "run", 1, f"--resume={place / 'cut1'}", *ON)
+    one, two = (done_well(tmp_path, 1, f"--sample={place / f'save{world}'}", "--sample_tokens=8").out
+                for world in (1, 2))
+    assert one == two and one.strip().splitlines()[-1] in run.out
 
 
 def test_sample_saved__keeps_tables_on_the_host_and_no_room_for_gradients(place, monkeypatch, capsys):

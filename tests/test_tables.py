@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -186,13 +185,20 @@ def test_HostHome__rows_that_did_not_get_home_are_missed_next(seen_by):
             home.settle()
 
 
+class Slow(tg.HostHome):
+    """Each transfer takes its time."""
+
+    def _bring_up(self, places):
+        time.sleep(0.2)
+        return super()._bring_up(places)
+
+    def _bring_down(self, places, changed, computed):
+        time.sleep(0.1)
+        super()._bring_down(places, changed, computed)
+
+
 @pytest.mark.parametrize("reader", ["read", "touched"])
 def test_HostHome__whoever_reads_it_waits_for_rows_on_their_way_there(reader):
-    class Slow(tg.HostHome):
-        def _bring_down(self, places, changed, computed):
-            time.sleep(0.1)
-            super()._bring_down(places, changed, computed)
-
     home = host_home(Slow)
     update, = prepared(home, [1, 2])
     live = home.take(update)
@@ -205,19 +211,13 @@ def test_HostHome__whoever_reads_it_waits_for_rows_on_their_way_there(reader):
 
 def test_take__rows_may_come_up_late_while_other_ranks_compile():
     """They follow rows that go down only when the GPU has heard from the others."""
-    class Late(tg.HostHome):
-        def _bring_up(self, places):
-            time.sleep(0.2)
-            return super()._bring_up(places)
-
-    home = host_home(Late, comm_timeout=0.1)
+    home = host_home(Slow, comm_timeout=0.1)
     update, = prepared(home, [5])
     assert len(home.take(update).rows) == 1
 
 
 def resident_mib() -> float:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * mmap.PAGESIZE / 2**20
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE / 2**20
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a table takes its whole memory")
@@ -225,7 +225,6 @@ def resident_mib() -> float:
 def test_HOMES__a_hundred_million_rows_take_memory_for_those_that_are_touched(home):
     """Beyond 2^31 elements, too; updates, a look at what was touched and a load."""
     rows, width = 10**8, 24
-    assert rows * width > 2**31
     before = resident_mib()
     table = tg.Table("a", rows, 1, None, is_rowwise=True, home=home)
     kept = tg.HOMES[home](table, replace(preset(), model_dim=width), fabric())
@@ -322,12 +321,11 @@ def test_snapshot__has_touched_rows_and_restore_gives_every_bit_back(home):
         assert (traffic["bytes_up"], traffic["bytes_down"]) == ((moved, moved) if home == "host" else (0, 0))
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @homes
-def test_set_seed__the_second_of_two_runs_is_a_run_of_its_own(home, dtype):
-    """In bf16 rows are rounded by bits of the second run's seed."""
+def test_set_seed__the_second_of_two_runs_is_a_run_of_its_own(home):
+    """Rows are rounded by bits of the second run's seed."""
     with few_layers_and_staging():
-        both, alone = (tables_executor(home, dtype=dtype, seed=seed) for seed in (4, 5))
+        both, alone = (tables_executor(home, dtype="bfloat16", seed=seed) for seed in (4, 5))
         restore = both.snapshot()
         first = trained(both, 6)
         restore()

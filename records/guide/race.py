@@ -35,38 +35,30 @@ text.tables { fill: #bc4c00; stroke: none }
 text.plain { fill: #58a6ff } text.tables { fill: #f0883e } }
 """
 
-
 def validations(log: Path) -> list[tuple[float, float]]:
     """Return (training seconds, nats) of each validation of a run."""
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     return [(line["train_time_ms"] / 1000, line["val_loss"]) for line in lines if line["type"] == "val"]
 
-
 def unigram_nats(log: Path) -> float:
     first = next(line for line in log.read_text().splitlines() if '"val"' in line)
     return json.loads(first)["unigram_nats"]
 
-
 def across(seconds: float) -> float:
     return round(LEFT + (RIGHT - LEFT) * seconds / MOST_SECONDS, 1)
-
 
 def down(nats: float) -> float:
     return round(BOTTOM - (BOTTOM - TOP) * (nats - LEAST_NATS) / (MOST_NATS - LEAST_NATS), 1)
 
-
 def line(kind: str, x1: float, y1: float, x2: float, y2: float) -> str:
     return f'<line class="{kind}" x1="{x1}" y1="{y1}" x2="{x2}" y2="{y2}"/>'
-
 
 def text(x: float, y: float, words: str, kind: str = "", anchor: str = "start") -> str:
     return f'<text class="{kind}" x="{x}" y="{y}" text-anchor="{anchor}">{words}</text>'
 
-
 def note(words: str, nats: float, kind: str = "") -> str:
     """Return a label beside the frame, at the height of a loss."""
     return text(RIGHT + 8, down(nats) + 4, f"{words}: {nats:.3f}", kind)
-
 
 def axes() -> list[str]:
     drawn = []
@@ -82,7 +74,6 @@ def axes() -> list[str]:
     drawn.append(text(RIGHT, BOTTOM + 36, "training time in seconds", anchor="end"))
     return drawn
 
-
 def curve(kind: str, points: list[tuple[float, float]]) -> list[str]:
     places = [(across(seconds), down(nats)) for seconds, nats in points]
     path = " ".join(f"{x},{y}" for x, y in places)
@@ -90,7 +81,6 @@ def curve(kind: str, points: list[tuple[float, float]]) -> list[str]:
     for x, y in places[1:]:
         drawn.append(f'<circle class="{kind}" cx="{x}" cy="{y}" r="3"/>')
     return drawn
-
 
 def draw() -> str:
     """Return the picture."""

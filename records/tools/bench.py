@@ -1,355 +1,336 @@
-"""Verb `bench`: is B faster than A on this machine? Interleaved runs of two trainers, stopped as soon as it is decided.
+"""Verbs `bench` and `try`: run trainers in turn on this machine until it is decided which takes less time or loss.
 
-Pairs run as A B, B A, A B, ...: what drifts slowly hits both sides alike. After 4, 6, 10, 16, ... pairs there is a look
-(sequential.py): four decide a difference of five times the spread between pairs, ten one of twice the spread. What its
-times leave undecided says how many pairs it needs; the same command with more --pairs continues. Any trainer that
-prints or writes the usual `step:.../... val_loss:... train_time:...` lines can be a side. OUT/manifest.jsonl has a line
-when a run starts and one when it ends, whatever became of it.
-
-Exit status: 0 faster, 3 slower, 4 same, 5 same program, 6 no record, 7 undecided, 8 not comparable; 1 a side failed
-twice; 2 bad input, or a busy machine that --refuse-busy refuses; 130 interrupted."""
+    python records bench A.py B.py [-- flags of both]            two trainers
+    python records bench train_gpt.py --arm=smear --arm='no_decay=--normuon_weight_decay=0' [-- flags]
+    python records try idea.patch [-- flags]                     the trainer here, with and without a patch, on `pocket`
+An arm is NAME (of records/ablations/NAME.patch), or NAME=PATCH, NAME=TRAINER.py, NAME=FLAGS; A is without. Pairs run as
+A B, B A, ..., in fresh processes with one seed a pair, so that a drift hits both sides alike. A bench looks after 4, 6,
+10, 16, ... pairs and at --pairs, and stops at a look that decides; the level of all looks together is 1 %
+(statistics.py). Several arms run all pairs, without words. The same command goes on where it stopped. `new` takes OUT;
+its manifest.jsonl has a line when a run starts, and one when it ends, whatever became of it.
+Exit status: that of `compare`; several arms 0; 1 a run failed twice; 2 bad input; 130 interrupted."""
 from __future__ import annotations
 
 import argparse
+import contextlib
+import hashlib
 import json
-import math
 import os
 import re
 import shlex
+import shutil
+import signal
+import subprocess
 import sys
 import time
-from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tools import calibrate, compare, launch, sequential, verdict
-from tools.launch import Manifest, source_hashes
-from tools.layout import MANIFEST, short_hashes
-from tools.logs import ToolError
+from tools import plot, report
+from tools.read import Facts, Run, ToolError, read_runs
+from tools.report import MANIFEST, Side, manifest_lines, side_of, test_in_words
 
-SHOWN_LINES = 12               # of the stderr of a failed run
-MAX_FAILURES = 2               # of one side; then it will not get better by itself
-CALIBRATION_LIMIT = 20.0       # times the seconds that a calibration is to take; it compiles nothing
-STARTING_S = 60.0              # of Python and torch
-BUSY_CORES, BUSY_SHARE = 0.5, 0.05     # cores at work for others, and share of all, that make a machine busy
-BUSY_SPREAD = 0.1              # of a calibration's batches
-LAUNCHER = re.compile(r"^[EW]\d{4} .*torch/distributed/elastic", re.M)   # begins what torchrun adds to an error
-# a field that becomes a flag (its default is made by a call, as in train_gpt.py), or a flag by argparse, click, ...
+ROOT = Path(__file__).resolve().parents[2]
+TRAINER = "train_gpt.py"               # the name that patches know
+GRACE_S = 40.0                         # torchrun gives its workers 30 s, and ends those that are left itself
+UNDECIDED = 7                          # exit status
+SHOWN_LINES = 12                       # of the stderr of a failed run
+CONSOLE, ERRORS, DATA = "console.txt", "stderr.txt", "data"         # in the folder of a run
+# A field that becomes a flag (its default is made by a call, as in train_gpt.py), or a flag by argparse, click, ...
 SEED_FLAG = re.compile(r"^\s+seed\s*:\s*int\s*=\s*\w+\(|[\"']--seed[\"']", re.M)
-NAMES_A_SEED = re.compile(r"--seed(=|$)|.*\{seed\}")
 
+class Trainer(NamedTuple):
+    """One side: a script, and its flags, in which {seed} is replaced by the pair's number."""
+    script: Path
+    flags: list[str]
 
-def say(*lines: str) -> None:
-    """Print above the progress line, at once: a bench is often watched through a pipe."""
-    from tqdm import tqdm
-    tqdm.write("\n".join(lines))
-    sys.stdout.flush()
+    def plan(self) -> Facts:
+        """As the manifest has it."""
+        return {"flags": self.flags, "source_sha256": hashlib.sha256(self.script.read_bytes()).hexdigest()}
 
+def trainer(script: Path, flags: list[str]) -> Trainer:
+    """A side, with a seed where the script takes one and no flag names it."""
+    if not script.is_file():
+        raise ToolError("trainer", script, "a Python file", "check the spelling")
+    takes_seed = SEED_FLAG.search(script.read_text("utf-8", errors="replace"))
+    if takes_seed and not any("--seed" in flag or "{seed}" in flag for flag in flags):
+        flags = [*flags, "--seed={seed}"]
+    return Trainer(script, flags)
 
-# ---- Settings
-def parsed(argv: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser("python records bench", allow_abbrev=False, description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter,
-                                     usage="%(prog)s A.py B.py [settings] [-- flags of both sides]")
-    parser.add_argument("scripts", nargs=2, type=Path, metavar="TRAINER", help="A and B; may be one file")
+def run_once(command: list[str], folder: Path, ranks: int, limit_s: float) -> Facts:
+    """Run a command to its end in `folder`, and end what is left of it. Returns cause ("" for success) and wall_s."""
+    threads = max(1, (os.cpu_count() or 1) // ranks)
+    environment = {"OMP_NUM_THREADS": str(threads), "GOMP_SPINCOUNT": "5000"} | os.environ
+    began = time.monotonic()
+    cause = ""
+    with open(folder / CONSOLE, "xb") as out, open(folder / ERRORS, "xb") as err:
+        child = subprocess.Popen([sys.executable, *command], cwd=folder, env=environment, stdin=subprocess.DEVNULL,
+                                 stdout=out, stderr=err, start_new_session=True)
+        try:
+            if child.wait(limit_s) != 0:
+                cause = f"exit status {child.returncode}"
+        except subprocess.TimeoutExpired:
+            cause = f"still running after the limit of {limit_s:g} s"
+        finally:
+            wall_s = round(time.monotonic() - began, 3)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired, KeyboardInterrupt):    # the second Ctrl-C: at once
+                child.wait(GRACE_S)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+    return {"cause": cause, "wall_s": wall_s}
 
-    def setting(name: str, kind: type, default: Any, about: str) -> None:
-        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{about} [%(default)s]")
+def finished(folder: Path) -> list[Run]:
+    """The runs in the logs that a trainer wrote, else in its console, which repeats a log."""
+    written = [path for path in sorted(folder.iterdir()) if path.name not in (DATA, CONSOLE, ERRORS)]
+    for paths in (written, [folder / CONSOLE]):
+        runs = [run for run in read_runs(paths).runs if run.finished or (run.kind != "ours" and run.final)]
+        if runs:
+            return runs
+    return []
 
-    setting("a", str, "", "flags of side A; {seed} is replaced by the pair's number")
-    setting("b", str, "", "of side B")
-    setting("ranks", int, 1, "processes of a run")
-    setting("pairs", int, 10, "at most; fewer when it is decided earlier, at 4, 6, 10, 16, ... pairs")
-    setting("out", Path, f"logs/bench-{time.strftime('%Y%m%d-%H%M%S')}", "folder of the manifest and the runs")
-    setting("data", Path, None, "folder that the runs see as `data`; None: `data` beside A")
-    setting("limit", float, None, launch.LIMIT_HELP)
-    setting("calibrate", float, 20.0, "seconds of calibration, before and after; 0: none")
-    parser.add_argument("--refuse-busy", action="store_true", help="do not begin on a machine that works for others")
-
-    at = argv.index("--") if "--" in argv else len(argv)
-    args = parser.parse_args(argv[:at])
-    args.both = argv[at + 1:]
-    args.data = args.data or args.scripts[0].resolve().parent / launch.DATA
-    refuse_wrong(args)
-    return args
-
-
-def refuse_wrong(args: argparse.Namespace) -> None:
-    wrong = [f"no file {path}" for path in args.scripts if not path.is_file()]
-    for name in ("ranks", "pairs"):
-        if getattr(args, name) < 1:
-            wrong.append(f"--{name} below 1")
-    if args.limit is not None and not args.limit > 0:
-        wrong.append("--limit without a second")
-    if not 0 <= args.calibrate < math.inf:
-        wrong.append(f"--calibrate of {args.calibrate:g} seconds")
-    if wrong:
-        raise ToolError("settings", " and ".join(wrong), "two Python files, a rank, a pair", "check them")
-
-
-def flags_of(script: Path, own: str, both: list[str]) -> list[str]:
-    """Of a side: both sides', its own, and a seed where the trainer takes one and none is named."""
-    flags = [*both, *shlex.split(own)]
-    if any(NAMES_A_SEED.match(flag) for flag in flags):
-        return flags
-    if SEED_FLAG.search(script.read_text(encoding="utf-8", errors="replace")):
-        flags.append("--seed={seed}")
-    return flags
-
-
-# ---- The bench
 class Bench:
-    """Pairs of runs in OUT, after what earlier calls did. Raises ToolError if OUT is another bench's, or in use."""
+    """Rounds of runs in OUT, after what earlier calls did. Raises ToolError if OUT is another bench's."""
 
-    def __init__(self, args: argparse.Namespace) -> None:
+    def __init__(self, args: argparse.Namespace, sides: dict[str, Trainer]) -> None:
         self.args = args
-        self.scripts = dict(zip("AB", args.scripts))
-        self.sides: dict[str, dict[str, Any]] = {}
-        for side, own in (("A", args.a), ("B", args.b)):
-            script = self.scripts[side]
-            flags = flags_of(script, own, args.both)
-            self.sides[side] = {"flags": flags, "sources": source_hashes(script)}
-            remark = "" if "seed" in str(flags) else " (seeds are not set)"
-            say(f"{side}: {script} {' '.join(flags)}{remark}")
+        self.sides = sides
+        self.manifest = args.out / MANIFEST
+        args.out.mkdir(parents=True, exist_ok=True)
+        plan = {name: side.plan() for name, side in sides.items()}
+        if not self.lines("bench"):
+            self.add("bench", sides=plan, ranks=args.ranks, pairs=args.pairs)
+        self.plan = self.lines("bench")[0]
+        if (self.plan["sides"], self.plan["ranks"]) != (plan, args.ranks):
+            raise ToolError(f"bench in {args.out}", "other sources, flags or ranks than it began with", "the same",
+                            "restore them to go on, or give another --out")
+        ended = {line["run"] for line in self.lines("end")}
+        for line in self.lines("start"):
+            if line["run"] not in ended:
+                self.add("end", **{**line, "outcome": "lost", "cause": "the tool was killed"})
 
-        running = launch.processes_of(args.out)
-        if running:
-            pids = " ".join(map(str, running))
-            raise ToolError(f"folder {args.out}", f"processes {running} of its runs", "none: they disturb the times",
-                            f"wait for them, or end them: kill {pids}")
-        self.manifest = Manifest(args.out / MANIFEST)
-        self.refuse_other_plan()
+    def lines(self, kind: str) -> list[Facts]:
+        return manifest_lines(self.manifest, kind)
 
-    def refuse_other_plan(self) -> None:
-        """A bench goes on as it began."""
-        data = os.path.relpath(self.args.data, self.args.out)
-        plan = {"sides": self.sides, "ranks": self.args.ranks, "data": data}
-        if not self.manifest.of("bench"):
-            self.manifest.add("bench", **plan)
-        old = self.manifest.of("bench")[0]
-        changed = [key for key in plan if old[key] != plan[key]]
-        if changed:
-            now = {key: plan[key] for key in changed}
-            then = {key: old[key] for key in changed}
-            raise ToolError(f"bench in {self.args.out}", short_hashes(now), short_hashes(then),
-                            "restore these to continue it, or give another --out")
+    def add(self, kind: str, **facts: Any) -> None:
+        """Append a line and have it on the disk before anything else happens; a torn line is cut off."""
+        with open(self.manifest, "ab+") as file:
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+            file.write(json.dumps({**facts, "type": kind}).encode() + b"\n")
+            file.flush()
+            os.fsync(file.fileno())
 
-    @property
-    def pairs(self) -> list[dict[str, Any]]:
-        return self.manifest.of("pair")
-
-    @property
-    def differences(self) -> list[float]:
-        """B's time over A's - 1, by pair."""
-        return [line["difference"] for line in self.pairs]
-
-    def settled(self) -> str:
-        """What the times of the pairs say for sure, or ""."""
-        test = sequential.paired(self.differences)
-        margin = verdict.SAME_MARGIN
-        if test.p < verdict.SHARE:
-            return f"the times differ, p {test.p:.2g} is below {verdict.SHARE:g}"
-        if -margin <= test.low and test.high <= margin:
-            return f"the times are the same within {margin:.2%}"
-        return ""
-
-    def stop(self) -> str:
-        """Why no more pairs are run, or ""."""
-        why = self.settled()
-        if not why and len(self.pairs) >= self.args.pairs:
-            why = "all are done"
-        return why
-
-    def needed(self) -> str:
-        """How many pairs would settle the times, if they go on as they are; "" where they are settled, and where
-        nothing is known of their spread."""
-        done, mean, sd = verdict.summary(self.differences)
-        if done < 2 or self.settled():
-            return ""
-        found = f"a mean of {mean:+.3%} with a spread of {sd:.3%} between pairs"
-        pairs = sequential.pairs_needed(mean, sd, verdict.SAME_MARGIN)
-        if pairs is None:
-            return f"{found} is not settled by {sequential.MOST_PAIRS} pairs; take longer runs, or a quieter machine"
-        if pairs <= done:                                               # bad luck so far
-            pairs = sequential.next_look(done).pairs
-        return (f"about {pairs} pairs settle {found}; the same command with --out={self.args.out} --pairs={pairs} "
-                "continues")
-
-    # -- The machine
-    def look(self, when: str) -> None:
-        """Note and print the machine, its state and its calibration, and what changed since the last look."""
-        before = self.manifest.of("machine")
-        cores = calibrate.busy_cores()
-        calibration = self.calibration(1 + len(before))
-        now = self.manifest.add("machine", when=when, machine=calibrate.fingerprint(), state=calibrate.state(),
-                                calibration=calibration, busy=busy(cores, calibration["rates"]))
-        for kind in ("machine", "state"):
-            known = [f"{key} {value}" for key, value in now[kind].items() if value]
-            say(f"{when}: {kind}: {', '.join(known)}")
-
-        last = before[-1] if before else {"machine": {}, "calibration": {"rates": {}}}
-        for key, was in last["machine"].items():
-            if was != now["machine"][key]:
-                say(f"{when}: NOT AS BEFORE: {key} was {was}")
-        if not calibration["rates"]:
-            say(f"{when}: calibration not run: {calibration.get('cause', '--calibrate=0')}")
-        for name, (rate, spread) in calibration["rates"].items():
-            since = ""
-            if name in last["calibration"]["rates"]:
-                was, _ = last["calibration"]["rates"][name]
-                since = f", {rate / was - 1:+.1%} since the last look"
-            say(f"{when}: calibration: {name} {rate:.4g}, spread {spread:.1%}{since}")
-        for reason in now["busy"]:
-            say(f"{when}: BUSY: {reason}")
-        if when == "before" and now["busy"] and self.args.refuse_busy:
-            raise ToolError("machine", "; ".join(now["busy"]), "one that is left alone, by --refuse-busy",
-                            "end what else runs, or go on without --refuse-busy")
-
-    def calibration(self, number: int) -> dict[str, Any]:
-        """How it ended, and the rates that it measured; none of them if it was not run, or failed."""
-        found: dict[str, Any] = {"rates": {}}
-        if not self.args.calibrate:
-            return found
-        folder = self.args.out / f"calibrations/{number:03}"
+    def run(self, name: str, pair: int) -> bool:
+        """One run, with two lines in the manifest; True if it came to its end. Refuses a source that was edited."""
+        side = self.sides[name]
+        if side.plan() != self.plan["sides"][name]:
+            raise ToolError(f"source of {name}, {side.script}", "edited meanwhile", "as the bench began with",
+                            "restore it to go on, or start anew with another --out")
+        number = 1 + len(self.lines("start"))
+        folder = self.args.out / f"runs/{number:03}_{name}"
         folder.mkdir(parents=True)
-        flags = [f"{self.args.calibrate:g}"]
-        limit_s = STARTING_S + CALIBRATION_LIMIT * self.args.calibrate
-        found |= launch.attend(Path(calibrate.__file__), folder, flags, self.args.ranks, limit_s)
-        for printed in re.findall(r"^\{.*", (folder / launch.CONSOLE).read_text(), re.M):
-            found["rates"] = json.loads(printed)
-        return found
+        if self.args.data.is_dir():
+            (folder / DATA).symlink_to(os.path.relpath(self.args.data.resolve(), folder.resolve()))
+        command = [os.path.relpath(side.script.resolve(), folder.resolve())]
+        command += [flag.replace("{seed}", str(pair)) for flag in side.flags]
+        if self.args.ranks > 1:
+            command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={self.args.ranks}", *command]
+        facts = {"run": number, "folder": f"runs/{folder.name}", "side": name, "pair": pair,
+                 "source_sha256": side.plan()["source_sha256"], "command": shlex.join(["python", *command])}
+        self.add("start", **facts, time=time.strftime("%Y-%m-%dT%H:%M:%S"))
+        ended = {"outcome": "interrupted", "cause": "interrupted"}
+        try:
+            ended = self.outcome(command, folder)
+        finally:
+            self.add("end", **facts, **ended)
+        return ended["outcome"] == "done"
 
-    # -- Runs
-    def run(self, side: str, pair: int) -> dict[str, Any]:
-        """One run of a side, printed. Raises ToolError if its source was edited since the bench began."""
-        script = self.scripts[side]
-        began_with = self.sides[side]["sources"]
-        now = source_hashes(script)
-        if now != began_with:
-            found = f"edited meanwhile: {short_hashes(now)}"
-            raise ToolError(f"source of side {side}, {script}", found, short_hashes(began_with),
-                            "restore it to continue, or start anew with another --out")
+    def outcome(self, command: list[str], folder: Path) -> Facts:
+        """Run a command; returns what the manifest says of its end, printed."""
+        ended = run_once(command, folder, self.args.ranks, self.args.limit)
+        runs = [] if ended["cause"] else finished(folder)
+        if not runs:
+            cause = ended["cause"] or "no log of a final validation"
+            errors = (folder / ERRORS).read_text(errors="replace").splitlines()[-SHOWN_LINES:]
+            print(f"{folder.name}: FAILED, {cause}; its stderr.txt ends with", *errors, sep="\n    ", flush=True)
+            return ended | {"outcome": "failed", "cause": cause}
+        run = runs[0]
+        seconds = f"no time that counts ({run.void})" if run.seconds is None else f"{run.seconds:.3f} s"
+        print(f"{folder.name}: loss {run.loss:.4f}, {seconds}, {ended['wall_s']:.1f} s in all", flush=True)
+        logs = [os.path.relpath(one.path, folder) for one in runs]
+        return ended | {"outcome": "done", "logs": logs, "val_loss": run.loss, "train_s": run.seconds}
 
-        flags = [flag.replace("{seed}", str(pair)) for flag in self.sides[side]["flags"]]
-        seeded = flags != self.sides[side]["flags"]
-        name = f"{1 + len(self.manifest.of('start')):03}_{side}"
-        folder = self.args.out / "runs" / name
-        limit_s = self.manifest.limit_s(self.args.limit)
-        line = self.manifest.run(script, folder, flags, self.args.ranks, limit_s, self.args.data,
-                                 side=side, pair=pair, seed=pair if seeded else None)
-        if line["outcome"] == "failed":
-            say(f"{name}: FAILED, {line['cause']}; stderr.txt ends with:", *last_errors(folder))
-        elif line["train_s"] is None:
-            raise ToolError(f"times of {name}", line["void"] or "none", "times that count", "change the flags")
-        else:
-            said = f"{name}: pair {pair}, loss {line['val_loss']:.4f}, {line['train_s']:.3f} of {line['wall_s']:.1f} s"
-            if line["run"] == 1:
-                most = 2 * self.args.pairs
-                said += f", at most {most} such runs: {most * line['wall_s'] / 60:.1f} minutes"
-            say(said)
-        return line
+    def complete(self) -> list[int]:
+        """Pairs of which every side is done."""
+        done: dict[int, set[str]] = {}
+        for line in self.lines("end"):
+            if line["outcome"] == "done":
+                done.setdefault(line["pair"], set()).add(line["side"])
+        return sorted(pair for pair, names in done.items() if names >= set(self.sides))
 
-    def pair(self, bar: Any) -> str:
-        """One run of each side, with the same seed, and the pair's line. Returns the side that failed, or ""."""
-        used = [line["pair"] for line in self.manifest.of("start")]
-        number = 1 + max(used, default=0)                              # a broken pair's number is not used again
-        order = "AB" if len(self.pairs) % 2 == 0 else "BA"
-        seconds = {}
-        for side in order:
-            line = self.run(side, number)
-            if line["outcome"] == "failed":
-                return side
-            seconds[side] = line["train_s"]
-            bar.update()
-
-        difference = seconds["B"] / seconds["A"] - 1
-        self.manifest.add("pair", pair=number, a_s=seconds["A"], b_s=seconds["B"], difference=difference)
-        say(f"pair {number}: B takes {difference:+.2%}; {self.so_far()}")
-        return ""
-
-    def so_far(self) -> str:
-        """The mean of the pairs, and what a look at them tells, or when there will be one."""
-        count, mean, _ = verdict.summary(self.differences)
-        look = sequential.last_look(count)
-        if look and look.pairs == count:
-            test = sequential.paired(self.differences)
-            seen = f"surely {test.low:+.2%} to {test.high:+.2%}, p {test.p:.2g}"
-        else:
-            seen = f"the next look is at {sequential.next_look(count).pairs}"
-        return f"mean of {count} {mean:+.2%}, {seen}"
+    def side(self, name: str) -> Side:
+        """The runs of complete pairs."""
+        pairs = self.complete()
+        paths = []
+        for line in self.lines("end"):
+            if line["outcome"] == "done" and line["side"] == name and line["pair"] in pairs:
+                paths += [self.args.out / line["folder"] / log for log in line["logs"]]
+        return side_of(name, paths)
 
     def race(self) -> int:
-        """Pairs until it is decided, then the comparison. Returns the exit status."""
-        from tqdm import tqdm
-        failures: Counter[str] = Counter()
-        why = self.stop()
-        if not why:
-            self.look("before")
-            with tqdm(total=2 * self.args.pairs, initial=2 * len(self.pairs), unit="run", disable=None) as bar:
-                while not why:
-                    failed = self.pair(bar)
-                    failures[failed] += bool(failed)
-                    why = self.stop()
-                    if failures[failed] >= MAX_FAILURES:
-                        why = f"side {failed} failed again"
-            self.look("after")
-        word = self.summarize(why)
-        if max(failures.values(), default=0) >= MAX_FAILURES:
-            return 1
-        return verdict.STATUS[word]
+        """Pairs until it is decided, one seed each; a broken pair's number is not used again. Returns the status."""
+        failures: list[str] = []
+        found = self.compared()
+        while len(self.complete()) < self.args.pairs and status_of(found) == UNDECIDED:
+            number = 1 + max((line["pair"] for line in self.lines("start")), default=0)
+            order = list(self.sides)
+            if len(self.complete()) % 2:
+                order.reverse()
+            failed = next((name for name in order if not self.run(name, number)), None)
+            if failed in failures:
+                print(f"stopped: {failed} failed again; {self.manifest} lists all runs")
+                return 1
+            if failed:
+                failures.append(failed)
+                continue
+            found = self.compared()
+            print(f"pair {len(self.complete())} of {self.args.pairs}", *told(found), sep="\n    ", flush=True)
+        if self.args.plot:
+            plot.curves({name: self.side(name).runs for name in self.sides}, self.args.plot, self.args.target)
+        if len(found) > 1:
+            print(f"after {len(self.complete())} pairs", *told(found), sep="\n    ")
+            return 0
+        for report_of_b in found.values():
+            print(report.compare_in_words(report_of_b))
+            (self.args.out / "summary.json").write_text(json.dumps(report.jsonable(report_of_b), indent=1) + "\n")
+        return status_of(found)
 
-    def summarize(self, why: str) -> str:
-        """Print and write what was found. Returns the verdict."""
-        outcomes = Counter(line["outcome"] for line in self.manifest.of("end"))
-        say(f"stopped after {len(self.pairs)} pairs: {why}; runs: {dict(outcomes)}")
-        report = self.compared() if self.pairs else None
-        word = report["verdict"] if report else "undecided"
-        needs = self.needed() if word == "undecided" else ""
-        busy_looks = [look for look in self.manifest.of("machine") if look.get("busy")]
-        disturbed = [f"busy {look['when']} the runs: {'; '.join(look['busy'])}" for look in busy_looks]
-        summary = {"stopped": why, "outcomes": outcomes, "pairs": self.pairs, "needs": needs, "disturbed": disturbed,
-                   "compare": compare.jsonable(report)}
-        (self.args.out / "summary.json").write_text(json.dumps(summary, indent=1) + "\n")
+    def compared(self) -> dict[str, Facts]:
+        """`compare` of each other side with the first one, in complete pairs; empty without such a pair."""
+        base, *others = self.sides
+        if not self.complete():
+            return {}
+        return {name: report.compare(self.side(base), self.side(name), self.args.target) for name in others}
 
-        for remark in disturbed:
-            say(f"note: the machine was {remark}")
-        if needs:
-            say(f"note: {needs}")
-        say(compare.text(report) if report else "verdict: undecided: no pair is complete")
-        return word
+def status_of(found: dict[str, Facts]) -> int:
+    """The exit status of two sides; there are no words for more."""
+    words = [report_of_b["verdict"] for report_of_b in found.values()]
+    return report.STATUS[words[0]] if len(words) == 1 else UNDECIDED
 
-    def compared(self) -> dict[str, Any]:
-        """B against A, of the runs of complete pairs."""
-        numbers = {line["pair"] for line in self.pairs}
-        found: dict[str, list[Path]] = {"A": [], "B": []}
-        for line in self.manifest.of("end"):
-            if line["pair"] in numbers:
-                found[line["side"]] += [self.args.out / line["folder"] / log for log in line["logs"]]
-        a, b = (compare.side_of(side, paths) for side, paths in found.items())
-        return compare.compare(a, b)
+def told(found: dict[str, Facts]) -> list[str]:
+    """A line for each side: its difference from A."""
+    lines = []
+    for name, its in found.items():
+        seconds = test_in_words(its["time"], "+.3f", "s")
+        if its["share"]:
+            seconds = test_in_words(its["share"], "+.2%")
+        lines.append(f"{name} - A: loss {test_in_words(its['loss'], '+.4f')}; time {seconds}")
+    return lines
 
+def git_apply(patch: Path, folder: Path, *options: str) -> str:
+    """Apply a patch to the trainer in a folder that is in no repository. Returns what was wrong, or ""."""
+    alone = os.environ | {"GIT_CEILING_DIRECTORIES": str(folder.resolve().parent)}
+    command = ["git", "apply", f"--include={TRAINER}", *options, str(patch.resolve())]
+    done = subprocess.run(command, cwd=folder, env=alone, capture_output=True, text=True)
+    return done.stderr.strip() if done.returncode else ""
 
-def busy(cores: float | None, rates: dict[str, list[float]]) -> list[str]:
-    """What disturbs times here. cores: at work for others; rates: of a calibration."""
-    found = []
-    if cores is not None and cores > max(BUSY_CORES, BUSY_SHARE * calibrate.cores()):
-        found.append(f"{cores:.1f} of {calibrate.cores()} cores work for others")
-    for name, (_, spread) in rates.items():
-        if spread > BUSY_SPREAD:
-            found.append(f"{name} spreads by {spread:.0%}")
-    return found
+def copied(script: Path, folder: Path) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    return Path(shutil.copyfile(script, folder / TRAINER))
 
+def patched(script: Path, patch: Path, folder: Path) -> Path:
+    """A copy of a trainer in `folder`, patched without fuzz (lines may have moved). Raises ToolError."""
+    if not patch.is_file():
+        known = ", ".join(sorted(path.stem for path in ROOT.glob("records/ablations/*.patch")))
+        raise ToolError("patch", patch, f"a file, or an arm of {known}", "check the spelling")
+    copy = copied(script, folder)
+    wrong = git_apply(patch, folder)
+    if not wrong and copy.read_bytes() == script.read_bytes():
+        wrong = f"it does not touch {TRAINER}"
+    if wrong:
+        raise ToolError(f"patch {patch.name}", wrong, f"a change of {script.name} as it is here",
+                        f"make it anew: git diff {TRAINER} > {patch.name}")
+    return copy
 
-def last_errors(folder: Path) -> list[str]:
-    """The end of a failed run's stderr, without what torchrun adds to it."""
-    errors, *_ = LAUNCHER.split((folder / launch.ERRORS).read_text(errors="replace"))
-    return [f"    {line}" for line in errors.splitlines()[-SHOWN_LINES:]]
+def sides_to_bench(args: argparse.Namespace) -> dict[str, Trainer]:
+    """A, and B or the arms: NAME, NAME=PATCH, NAME=TRAINER.py or NAME=FLAGS."""
+    base = args.scripts[0]
+    sides = {name: trainer(script, args.both) for name, script in zip("AB", args.scripts)}
+    for text in args.arm:
+        name, _, what = text.partition("=")
+        if what.startswith("-"):
+            sides[name] = trainer(base, [*args.both, *shlex.split(what)])
+        elif what.endswith(".py"):
+            sides[name] = trainer(Path(what), args.both)
+        else:
+            patch = Path(what or ROOT / f"records/ablations/{name}.patch")
+            sides[name] = trainer(patched(base, patch, args.out / "sources" / name), args.both)
+    if len(sides) < 2:
+        raise ToolError("sides", "one", "two trainers, or --arm", "python records bench --help")
+    return sides
 
+def sides_to_try(args: argparse.Namespace) -> dict[str, Trainer]:
+    """The trainer here without (A) and with (B) a patch. One that is in it already is taken out for A."""
+    home = args.out / "sources"
+    scripts = {"A": copied(ROOT / TRAINER, home / "A")}
+    if args.patch.suffix == ".py":
+        scripts["B"] = copied(args.patch, home / "B")
+    elif not git_apply(args.patch, home / "A", "-R"):
+        print(f"{TRAINER} has {args.patch.name} already: A is without it")
+        scripts["B"] = copied(ROOT / TRAINER, home / "B")
+    else:
+        scripts["B"] = patched(ROOT / TRAINER, args.patch, home / "B")
+    flags = ["--preset=pocket", "--sample_tokens=0", *args.both]
+    return {name: trainer(script, flags) for name, script in scripts.items()}
+
+def parsed(argv: list[str]) -> argparse.Namespace:
+    """argv: the verb and its arguments; flags of all runs after `--`."""
+    verb = argv[0]
+    parser = argparse.ArgumentParser(f"python records {verb}", allow_abbrev=False, description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    if verb == "try":
+        parser.add_argument("patch", type=Path, help="a patch of train_gpt.py (git diff), or a whole trainer")
+    else:
+        parser.add_argument("scripts", nargs="+", type=Path, metavar="TRAINER", help="A, and B unless there are arms")
+        parser.add_argument("--arm", action="append", default=[], help="NAME, NAME=PATCH, NAME=TRAINER.py, NAME=FLAGS")
+    parser.add_argument("--pairs", type=int, default=6 if verb == "try" else 10, help="at most [%(default)s]")
+    parser.add_argument("--ranks", type=int, default=1, help="processes of a run [1]")
+    parser.add_argument("--target", type=float, help="loss to prove [target_loss of the logs]")
+    parser.add_argument("--limit", type=float, default=7200, help="seconds after which a run has failed [%(default)s]")
+    parser.add_argument("--out", type=Path, help="folder of the manifest and the runs")
+    parser.add_argument("--data", type=Path, help="folder that the runs see as `data` [beside the trainer]")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves [try: OUT/curves.png]")
+    at = argv.index("--") if "--" in argv else len(argv)
+    args = parser.parse_args(argv[1:at])
+    args.both = argv[at + 1:]
+    if min(args.pairs, args.ranks) < 1:
+        raise ToolError("settings", f"--pairs={args.pairs} --ranks={args.ranks}", "at least 1", "give larger ones")
+    return args
 
 def main(argv: list[str]) -> int:
     args = parsed(argv)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)               # ends the run and leaves a line, as Ctrl-C
+    if argv[0] == "try":
+        home = ROOT
+        args.out = args.out or Path(f"logs/try-{args.patch.stem}")
+        if args.plot is None:
+            args.plot = args.out / "curves.png"
+        sides = sides_to_try(args)
+    else:
+        home = args.scripts[0].resolve().parent
+        args.out = args.out or Path(f"logs/bench-{time.strftime('%Y%m%d-%H%M%S')}")
+        sides = sides_to_bench(args)
+    if args.data is None:
+        args.data = home / DATA
     try:
-        return Bench(args).race()
+        status = Bench(args, sides).race()
     except KeyboardInterrupt:
-        say(f"interrupted; the same command with --out={args.out} continues")
+        print(f"interrupted; the same command with --out={args.out} continues")
         return 130
+    if argv[0] == "try" and status != 1:
+        name = re.sub(r"\W|_", "", args.patch.stem.title())
+        print(f"picture: {args.plot}\na record of it: python records new {name} {args.out} --kind=comparison")
+    return status

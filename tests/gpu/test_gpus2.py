@@ -6,7 +6,7 @@ what test_faults.py shows, and is tried here with --all.
 import pytest
 import torch
 from common import preset, random_stream, write_shard
-from faults import TIMEOUT
+from faults import TIMEOUT, Job
 from ranks import COMM_TIMEOUT, Rank
 
 import train_gpt as tg
@@ -57,11 +57,10 @@ def test_train_step__ranks_have_the_losses_of_one(ranks, device, world):
 
 @devices(pytest.mark.all)
 @pytest.mark.parametrize("fault", ["kill in forward", "kill in a reduction", "sleep in forward"])     # of rank 1
-def test_main__ranks_that_lose_one(launcher, tmp_path, fault, device, world):
+def test_main__ranks_that_lose_one(tmp_path, fault, device, world):
     """All ranks end in time and badly, and a survivor says that one was lost. As under torchrun, which ends the other
     ranks after the first that fails."""
-    ended = launcher.start(tmp_path / "job", f"--device={device}", "--compile=0", world=world, faults={1: fault},
-                           ends=True).wait()
+    ended = Job(tmp_path / "job", f"--device={device}", "--compile=0", world=world, faults={1: fault}, ends=True).wait()
     text = "\n".join(ended.err)
     print(f"\nstatus {ended.status}, s to the end {ended.seconds}\n{text}")
     assert None not in ended.status, "a rank hangs"

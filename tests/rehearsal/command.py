@@ -15,7 +15,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,8 @@ def why_not() -> str:
             return f"no {package}: pip install {package}=={known}"
         if found.partition("+")[0] != known:
             return f"{package} {found}: its internals are known of {known} only"
-    if not importlib.metadata.version("torch").endswith("+cpu"):
-        return "torch is built for a GPU, and holds the places that the rehearsal fills: install its CPU wheel"
+        if package == "torch" and not found.endswith("+cpu"):
+            return "torch is built for a GPU, and holds the places that the rehearsal fills: install its CPU wheel"
     return ""
 
 
@@ -64,11 +63,10 @@ def walk_all(jobs: dict[str, list[str]], flags: Sequence[str]) -> dict[str, dict
 
 def found_by(process: subprocess.Popen, path: Path) -> dict[str, Any]:
     status = process.wait()
-    result, log = path.with_suffix(".json"), path.with_suffix(".log")
-    last_lines = "\n".join(log.read_text().splitlines()[-LINES_OF_LOG:])
-    if status != 0 or not result.exists():
+    last_lines = "\n".join(path.with_suffix(".log").read_text().splitlines()[-LINES_OF_LOG:])
+    if status != 0:
         return dict(error=f"the walk ended with status {status}:\n{last_lines}")
-    found = json.loads(result.read_text())
+    found = json.loads(path.with_suffix(".json").read_text())
     if "ended_by" in found:
         print(f"The walk ended before its end:\n{last_lines}")
     return found
@@ -97,19 +95,16 @@ def summary(ledger: dict[str, Any]) -> Iterator[str]:
     for number, world in ledger["worlds"].items():
         yield f"W = {number}: {len(world['graphs'])} graphs"
         for name, phase in world["phases"].items():
-            sums = Counter(phase["sums"])
-            if not sums["launches"]:
+            sums = phase["sums"]
+            if not sums.get("launches"):
                 continue
-            flops = []
-            for measure in sorted(sums):
-                if measure.startswith("flops "):
-                    flops.append(f"{sums[measure] / 1e12:.2f} {measure.removeprefix('flops ')}")
+            flops = [f"{sums[measure] / 1e12:.2f} {measure.removeprefix('flops ')}" for measure in sorted(sums)
+                     if measure.startswith("flops ")]
             yield (f"  {name:24}{sums['launches']:6} launches {sums['bytes'] / 1e9:8.1f} GB  "
                    f"TFLOP {' + '.join(flops) or 0}; peak {sums['peak_bytes'] / 2**20:,.0f} MiB, "
                    f"{sums['collectives']} collectives of {sums['collective_bytes'] / 1e6:,.0f} MB")
     compiled = ledger["kernels_compiled"]
-    yield (f"{compiled['number']} kernels compiled, {compiled['spilling']} spill, at most "
-           f"{compiled['most_registers']} registers")
+    yield "{number} kernels compiled, {spilling} spill, at most {most_registers} registers".format(**compiled)
 
 
 def prices(old: dict[str, Any] | None, new: dict[str, Any], timelines: dict[str, Any]) -> str:
@@ -120,9 +115,7 @@ def prices(old: dict[str, Any] | None, new: dict[str, Any], timelines: dict[str,
     except price.PriceError as error:                         # a card without a rate for what it is asked
         return f"no price: {error}"
     add_prices(new, timelines, rates)
-    if old is None:
-        return price.text(now)
-    return price.text(now) + "\n" + price.difference(price.kept_prediction(old), now)
+    return price.text(now) + ("\n" + price.difference(price.kept_prediction(old), now) if old else "")
 
 
 # ---- The command
@@ -179,11 +172,9 @@ def main(argv: Sequence[str]) -> int:
     if wanted.update and old is not None:
         other = (wanted.card, wanted.flags, wanted.stages) != (old["card"], old["flags"], [])
         if other or not set(old["worlds"]) <= set(wanted.gpus):
-            flags = " ".join(old["flags"]) or "no flags"
-            held = f"{old['card']}, W = {' and '.join(old['worlds'])}, all stages, {flags}"
+            held = f"{old['card']}, W = {' and '.join(old['worlds'])}, all stages, flags {old['flags']}"
             print(f"--update would lose what the ledger has: it is of {held}; another --ledger=FILE holds others")
             return BAD_REQUEST
-
     if old is not None and old["card"] != wanted.card:
         old = None
     timelines = rehearse(wanted)
@@ -195,13 +186,9 @@ def main(argv: Sequence[str]) -> int:
     if wanted.out:
         Path(wanted.out).write_text(json.dumps(timelines, sort_keys=True) + "\n")
     failures = forbidden(new)
-    grown = []
-    if old is not None:
-        grown = report(old, new)
-    elif not wanted.quick:
-        print(f"compared with nothing: {path.name} has no {wanted.card}")
+    grown = report(old, new) if old else []
     if not wanted.quick:
-        print(page)
+        print(page if old else f"compared with nothing: {path.name} has no {wanted.card}\n{page}")
     if wanted.update and not failures:
         print("\n".join(grown))
         path.write_text(written(kept(new)) + "\n")

@@ -1,7 +1,7 @@
 """The ledger: what a step of each stage launches, moves, sends, keeps and waits for, and its price.
 
     {"card", "flags", "attention", "steps": {stage: {parity: how many}}, "worlds": {number of GPUs: WORLD}, ...}
-    WORLD  {"graphs": {title: [hash, nodes]}, "host_waits": {line: times}, "failures": [...], "phases": {name: PHASE}}
+    WORLD  {"graphs": {title: nodes}, "host_waits": {line: times}, "failures": [...], "phases": {name: PHASE}}
     PHASE  {"sums": AMOUNTS, "lines": {name: AMOUNTS, kind, ms}, "price": {attention: ms by part},
             "at_peak": {buffers by shape and maker: [number, bytes]}}
     AMOUNTS  launches, bytes, flops by kind of arithmetic, collectives, collective_bytes, host_waits
@@ -13,13 +13,14 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from .price import (OTHERS, RATES, Card, PriceError, Step, Streams, cycle_of, grown, items_of, line_name, load,
                     price_steps, stages_of, tokens_at_once)
 
-FORMAT = 3
+FORMAT = 4
 ALWAYS = ("launches", "bytes", "collectives", "collective_bytes", "host_waits")
 LARGEST_LINES, LARGEST_BUFFERS = 8, 3    # of a phase, in the file
 MOST_GROWTH = 0.02
@@ -74,7 +75,7 @@ def played(timelines: dict[str, Any], world: str, card: Card, attention: str) ->
     steps = {}
     for stage in stages_of(timelines, world):
         cycle = cycle_of(timelines, world, stage)
-        for parity, step in price_steps(timelines, world, card, attention, stage).items():
+        for parity, step in price_steps(timelines, card, world, attention, stage).items():
             steps[cycle[parity]] = step
     for name in timelines["worlds"][world]["phases"].keys() - steps.keys():
         steps[name] = Streams(timelines, world, card, attention).play(name)
@@ -82,8 +83,13 @@ def played(timelines: dict[str, Any], world: str, card: Card, attention: str) ->
 
 
 def sums_of(items: list[list], kernels: dict[str, Any]) -> dict[str, int]:
-    sums = Counter(dict.fromkeys(ALWAYS, 0))
-    for line in lines_of(items, kernels).values():
+    return dict.fromkeys(ALWAYS, 0) | added(lines_of(items, kernels).values())
+
+
+def added(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """What lines have of each measure together."""
+    sums = Counter()
+    for line in lines:
         sums.update({measure: amount for measure, amount in line.items() if measure != "kind"})
     return dict(sums)
 
@@ -92,8 +98,8 @@ def lines_of(items: list[list], kernels: dict[str, Any]) -> dict[str, dict]:
     """What is launched, sent and waited for, by name."""
     tokens = tokens_at_once(items, kernels)
     lines = {}
-    for what, *rest in items:
-        if what == "run":
+    for kind, *rest in items:
+        if kind == "run":
             key, count = rest
             kernel = kernels[key]
             name = line_name(kernel, tokens)
@@ -101,14 +107,12 @@ def lines_of(items: list[list], kernels: dict[str, Any]) -> dict[str, dict]:
             amounts = dict(launches=count, bytes=count * kernel["bytes"])
             if kernel.get("flops"):
                 amounts[f"flops {kernel['dtype'] if kind == 'product' else kind}"] = count * kernel["flops"]
-        elif what == "collective":
+        elif kind == "collective":
             _, collective, size, dtype, _ = rest
             name = f"{collective} of {dtype}"
-            kind = what
             amounts = dict(collectives=1, collective_bytes=size)
-        elif what == "host_wait":
+        elif kind == "host_wait":
             name, = rest
-            kind = what
             amounts = dict(host_waits=1)
         else:
             continue
@@ -141,10 +145,8 @@ def joined(entries: dict[str, Any], dropped: list[str]) -> dict[str, Any]:
     if others and isinstance(others[0], list):
         found[OTHERS] = [sum(column) for column in zip(*others)]
     elif others:
-        sums = Counter()
-        for line in others:
-            sums.update({measure: amount for measure, amount in line.items() if measure != "kind"})
-        found[OTHERS] = dict(sums, kind="", ms=round(sums["ms"], 6))
+        sums = added(others)
+        found[OTHERS] = sums | dict(kind="", ms=round(sums.get("ms", 0.0), 6))
     return found
 
 

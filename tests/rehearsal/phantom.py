@@ -128,7 +128,10 @@ class Card(FakeTensorMode):
         finally:
             self.depth -= not composite
         self.note(out)
-        keep_host_copy(func, source, args, out)
+        if func is aten._to_copy.default and isinstance(source, Tensor) and not isinstance(source, FakeTensor):
+            out.host = source                                 # row lists and bounds of documents keep their numbers
+        elif func is aten.slice.Tensor and hasattr(source, "host"):
+            out.host = aten.slice.Tensor(source.host, *args[1:])
         if kwargs.get("pin_memory"):
             out.pinned = True
         return out
@@ -177,14 +180,6 @@ def on_card(x: Any) -> bool:
     return isinstance(x, FakeTensor) or is_device(x)
 
 
-def keep_host_copy(func: Any, source: Any, args: tuple, out: Any) -> None:
-    """What the host has sent to the card, and slices of it, keep its numbers: row lists, bounds of documents."""
-    if func is aten._to_copy.default and isinstance(source, Tensor) and not isinstance(source, FakeTensor):
-        out.host = source
-    elif func is aten.slice.Tensor and hasattr(source, "host"):
-        out.host = aten.slice.Tensor(source.host, *args[1:])
-
-
 def is_device(x: Any) -> bool:
     return isinstance(x, torch.device) and x.type == "cuda"
 
@@ -194,13 +189,14 @@ bodies: dict[Any, Callable] = {}         # custom operation -> its code, which r
 
 class Event:
     """Of torch.cuda: everything has happened already."""
+    name = "an event"
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
-    record = wait = __init__
+    record = wait = wait_event = __init__
 
     def synchronize(self) -> None:
-        mode.recorder.host_waited("an event of the device")
+        mode.recorder.host_waited(f"{self.name} of the device")
 
     def query(self) -> bool:
         self.synchronize()
@@ -210,18 +206,11 @@ class Event:
         return 0.0
 
 
-class Stream:
-    """Of torch.cuda: what is put on it has happened already."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    wait_event = __init__
+class Stream(Event):
+    name = "a stream"
 
     def record_event(self) -> Event:
         return Event()
-
-    def synchronize(self) -> None:
-        mode.recorder.host_waited("a stream of the device")
 
 
 def always(value: Any) -> Callable:
@@ -234,14 +223,13 @@ def always(value: Any) -> Callable:
 mode: Card
 
 
-def install(card: str, recorder: Recorder, rank: int = 0, world: int = 1) -> Card:
+def install(card: str, recorder: Recorder, world: int = 1) -> Card:
     """Make torch, Inductor and Triton see `world` cards of this kind. Returns the mode to run the trainer in."""
     global mode
     install_cuda(CARDS[card], world)
     install_inductor()
     install_triton(CARDS[card])
-    if world > 1:
-        install_collectives(rank, world)
+    install_collectives(world)
     mode = Card(recorder)
     auto_functionalized_v2.py_impl(Card)(auto_functionalized_v2.python_key_table[FakeTensorMode])    # by exact class
     torch._C._set_only_lift_cpu_tensors(True)                 # as without CUDA: torch.tensor() must not open a device
@@ -386,10 +374,7 @@ def machine_facts(code: bytes) -> dict[str, Any]:
         text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     usage = {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
     words = machine_words(code)
-    loops = []
-    for at, word in enumerate(words):
-        if word & OPCODE == BRANCH and (first := at + 1 + branch_distance(word)) < at:
-            loops.append(counts_of(words[first:at + 1]))
+    loops = [counts_of(words[first:at + 1]) for at, first in branches(words) if first < at]
     return dict(registers=usage["REG"], spills=usage["STACK"] + usage["LOCAL"], **counts_of(words), loops=loops)
 
 
@@ -399,8 +384,8 @@ MULTIFUNCTION = 0x108                    # of the lowest 9: exponential, logarit
 
 
 def counts_of(words: list[int]) -> dict[str, int]:
-    special = sum(word & 0x1FF == MULTIFUNCTION for word in words)
-    return dict(instructions=sum(word & OPCODE != NOTHING for word in words), special=special)
+    return dict(instructions=sum(word & OPCODE != NOTHING for word in words),
+                special=sum(word & 0x1FF == MULTIFUNCTION for word in words))
 
 
 def machine_words(code: bytes) -> list[int]:
@@ -409,31 +394,28 @@ def machine_words(code: bytes) -> list[int]:
     entry, count, names_at = struct.unpack_from("<HHH", code, 0x3A)
     sections = [struct.unpack_from("<IIQQQQ", code, table + entry * at) for at in range(count)]
     names = sections[names_at][4]
-    for name, _, _, _, offset, size in sections:
-        if code.startswith(b".text.", names + name):
-            return [int.from_bytes(code[at:at + 16], "little") for at in range(offset, offset + size, 16)]
-    raise ValueError("no kernel in the machine code")
+    (offset, size), = [section[4:] for section in sections if code.startswith(b".text.", names + section[0])]
+    return [int.from_bytes(code[at:at + 16], "little") for at in range(offset, offset + size, 16)]
 
 
-def branch_distance(word: int) -> int:
-    """Instructions from the one after a branch to its target."""
-    upper = (word >> 34) & (2**30 - 1)
-    upper -= (upper >> 29) << 30                              # signed
-    if capability >= 90:
-        return (upper * 256 + (word >> 16 & 0xFF)) // 4
-    return upper // 4
+def branches(words: list[int]) -> Iterator[tuple[int, int]]:
+    """Places of branches and of their targets, which are counted from the instruction after a branch."""
+    for at, word in enumerate(words):
+        if word & OPCODE == BRANCH:
+            distance = (word >> 34) & (2**30 - 1)
+            distance -= (distance >> 29) << 30                # signed
+            if capability >= 90:
+                distance = distance * 256 + (word >> 16 & 0xFF)
+            yield at, at + 1 + distance // 4
 
 
-@dataclass
-class Launcher:
-    """Puts a compiled kernel on a stream."""
-    source: Any
-    metadata: Any
-
-    def __call__(self, x: int, y: int, z: int, stream: int, function: str, *rest: Any) -> None:
+def launcher(source: Any, metadata: Any) -> Callable:
+    """What puts a compiled kernel on a stream."""
+    def launch(x: int, y: int, z: int, stream: int, function: str, *rest: Any) -> None:
         args = rest[4:]                                       # after metadata and hooks
         owner = running[-1] if running else None
-        mode.recorder.launched(dict(function=function, metadata=self.metadata, owner=owner), (x, y, z), args)
+        mode.recorder.launched(function, owner, metadata.num_warps, (x, y, z), args)
+    return launch
 
 
 def install_triton(card: dict[str, Any]) -> None:
@@ -450,7 +432,7 @@ def install_triton(card: dict[str, Any]) -> None:
     driver = types.SimpleNamespace(
         get_current_target=always(GPUTarget("cuda", capability, 32)), get_current_device=always(0),
         get_current_stream=always(0), get_active_torch_device=always(torch.device("cuda", 0)),
-        launcher_cls=Launcher, utils=utils)
+        launcher_cls=launcher, utils=utils)
     triton.runtime.driver.set_active(driver)
 
 
@@ -464,7 +446,7 @@ class Work:
         return True
 
 
-def install_collectives(rank: int, world: int) -> None:
+def install_collectives(world: int) -> None:
     """Every other rank does as this one, and sends what this one sends to itself. Devices send nothing."""
 
     def collective(name: str) -> Callable:
@@ -474,7 +456,7 @@ def install_collectives(rank: int, world: int) -> None:
             if not isinstance(out, FakeTensor):               # lists of rows: (what arrives, what leaves) by rank
                 source, = inputs
                 _, leaving = splits
-                torch.cat([source.split(leaving)[rank]] * world, out=out)
+                torch.cat([source.split(leaving)[0]] * world, out=out)
                 return None
             work = Work(mode.recorder.communicated(name, out, inputs))
             return work if async_op else work.wait()

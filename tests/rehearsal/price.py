@@ -1,16 +1,16 @@
 """A price: predicted ms of each training step and s of a run, from timelines and a table of rates. No GPU, no torch.
 
-    python tests/price.py [FILE] [--card=H100] [--measured=logs/RUN]
+    python tests/price.py [FILE] [--measured=logs/RUN]
 
 Kernels follow each other on one stream, collectives on another, and the first waits for the second where the trainer
 waits. A kernel takes as long as the slowest of what it asks of the card: arithmetic, bytes, special functions,
 instructions. FILE: the ledger [the committed one], which keeps the prices of its day, or timelines, which
-`rehearse.py --out` writes and the records 04 and 06 keep; these can be priced for another card. --measured sets a real
-run's times beside them. The record tools load this file by its path: it imports nothing of ours.
+`rehearse.py --out` writes and the records 04 and 06 keep. --measured sets a real run's times beside them.
 """
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 import sys
@@ -61,9 +61,7 @@ class Card:
             known = ", ".join(rates["cards"])
             raise PriceError("card", name, f"one of {known}", "add it to tests/rehearsal/rates.json")
         self.name = name
-        self.rates = {}
-        for kind, rate in rates["cards"][name]["rates"].items():
-            self.rates[kind] = rate["peak"] * rate["share"]
+        self.rates = {kind: rate["peak"] * rate["share"] for kind, rate in rates["cards"][name]["rates"].items()}
         fixed = {key: fact["value"] for key, fact in rates["fixed"].items()}
         self.launch_floor = fixed["launch_floor"]                             # s
         self.link_latency = fixed["link_latency"]                             # s
@@ -177,10 +175,8 @@ class Streams:
         self.step.parts[part] += 1000 * seconds
         self.compute += seconds
 
-    def start_collective(self, label: int, name: str, size: int, dtype: str, group: str) -> None:
+    def start_collective(self, label: int, name: str, size: int, *_: str) -> None:
         """It starts when all kernels before it and all collectives before it have ended."""
-        if group != "nccl":
-            return                                                            # of the loader thread: on the host
         crossings = 2 if name.startswith("all_reduce") else 1                 # there to sum, and back
         crossing = crossings * size * (self.ranks - 1) / self.ranks
         start = max(self.link, self.compute)
@@ -215,22 +211,17 @@ def line_name(kernel: dict[str, Any], tokens: int) -> str:
     if kernel["kind"] != "product":
         return kernel["name"]
     sizes = ["T" if kernel[axis] == tokens else str(kernel[axis]) for axis in ("m", "n", "k")]
-    repeated = ""
-    if kernel["batch"] > 1:
-        repeated = f"{kernel['batch']} x "
+    repeated = f"{kernel['batch']} x " if kernel["batch"] > 1 else ""
     return f"{kernel['name']} {kernel['dtype']} {repeated}({', '.join(sizes)})"
 
 
 # ---- The prediction
-def price(ledger: dict[str, Any], rates: dict[str, Any], card: str = "") -> dict[str, Any]:
+def price(ledger: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
     """The prediction: by world and kind of attention, for each stage and the run. Times in ms a step, s a run."""
     if ledger.get("format") != FORMAT:
         raise PriceError("ledger", f"format {ledger.get('format')}", FORMAT, "python tests/rehearse.py --out makes one")
-    target = Card(rates, card or ledger["card"])
-
-    def steps_of(world: str, attention: str, stage: str) -> dict[str, Step]:
-        return price_steps(ledger, world, target, attention, stage)
-    return predicted(ledger, target.name, target.attention, steps_of)
+    card = Card(rates, ledger["card"])
+    return predicted(ledger, card.attention, functools.partial(price_steps, ledger, card))
 
 
 def kept_prediction(ledger: dict[str, Any]) -> dict[str, Any]:
@@ -247,10 +238,10 @@ def kept_prediction(ledger: dict[str, Any]) -> dict[str, Any]:
                     lines[line, facts["kind"]] = facts.get("ms", 0.0)
             steps[parity] = Step(sum(parts.values()), parts, lines)
         return steps
-    return predicted(ledger, ledger["card"], ledger["attention"], steps_of)
+    return predicted(ledger, ledger["attention"], steps_of)
 
 
-def predicted(ledger: dict[str, Any], card: str, kinds: list[str], steps_of: Callable) -> dict[str, Any]:
+def predicted(ledger: dict[str, Any], kinds: list[str], steps_of: Callable) -> dict[str, Any]:
     """steps_of(world, attention, stage): what an even and an odd step take. kinds: of attention."""
     worlds = {}
     for world in sorted(ledger["worlds"], key=int, reverse=True):
@@ -260,10 +251,10 @@ def predicted(ledger: dict[str, Any], card: str, kinds: list[str], steps_of: Cal
             for stage in stages_of(ledger, world):
                 stages[stage] = of_stage(steps_of(world, attention, stage), ledger["steps"].get(stage, {}))
             worlds[world][attention] = dict(stages=stages) | of_run(stages)
-    return dict(kind="prediction", card=card, walked_for=ledger["card"], worlds=worlds)
+    return dict(card=ledger["card"], worlds=worlds)
 
 
-def price_steps(ledger: dict[str, Any], world: str, card: Card, attention: str, stage: str) -> dict[str, Step]:
+def price_steps(ledger: dict[str, Any], card: Card, world: str, attention: str, stage: str) -> dict[str, Step]:
     """An even and an odd step of a stage, after such a cycle; what the ledger has of them."""
     streams = Streams(ledger, world, card, attention)
     cycle = cycle_of(ledger, world, stage)
@@ -342,69 +333,50 @@ def cell(value: Any) -> str:
 
 def text(prediction: dict[str, Any]) -> str:
     """The page of a prediction."""
-    card = prediction["card"]
-    walked_for = prediction["walked_for"]
-    pages = [f"Prediction for {card}, from the ledger and the table of rates: no GPU has run anything."]
-    if walked_for != card:
-        pages.append(f"The ledger that is predicted from is of {walked_for}: {card} may run other code.")
+    pages = [f"Prediction for {prediction['card']}, from the ledger and the table of rates: no GPU has run anything."]
     for world, by_attention in prediction["worlds"].items():
-        pages.append(f"World size {world}, predicted:")
-        pages.append(times_table(by_attention))
+        first, *_ = by_attention
+        columns = " | ".join([*by_attention[first]["stages"], "s per run"])
+        rows = []
         for attention, found in by_attention.items():
-            pages.append(f"Where the time goes with {attention}, ms per mean step, predicted:")
-            pages.append(parts_table(found))
-        attention = next(iter(by_attention))
-        pages.append(f"The {DEAREST} dearest lines with {attention}, predicted:")
-        pages.append(dearest_table(by_attention[attention]))
+            for step in (*PARITIES, "mean"):
+                times = [stage.get(step, {}).get("ms") for stage in found["stages"].values()]
+                rows.append([f"{attention}, {step} step", *times, found["run_s"] if step == "mean" else None])
+        pages += [f"World size {world}, predicted:", table(f"ms | {columns}", rows)]
+
+        for attention, found in by_attention.items():
+            rows = []
+            for part, seconds in found["run_parts_s"].items():
+                times = [stage["mean"]["parts"][part] for stage in found["stages"].values()]
+                rows.append([part, *times, seconds])
+            pages += [f"Where the time goes with {attention}, ms per mean step, predicted:",
+                      table(f"ms | {columns}", rows)]
+
+        rows = []
+        for line in by_attention[first]["dearest"]:
+            times = [line["ms"].get(stage) for stage in by_attention[first]["stages"]]
+            rows.append([line["name"], line["part"], *times, line["s"]])
+        pages += [f"The {DEAREST} dearest lines with {first}, predicted:", table(f"line | part | {columns}", rows)]
     return "\n\n".join(pages) + "\n"
-
-
-def times_table(by_attention: dict[str, Any]) -> str:
-    rows = []
-    for attention, found in by_attention.items():
-        for step in (*PARITIES, "mean"):
-            times = [stage.get(step, {}).get("ms") for stage in found["stages"].values()]
-            rows.append([f"{attention}, {step} step", *times, found["run_s"] if step == "mean" else None])
-    return table(" | ".join(["ms", *found["stages"], "s per run"]), rows)
-
-
-def parts_table(found: dict[str, Any]) -> str:
-    rows = []
-    for part in PARTS:
-        times = [stage["mean"]["parts"][part] for stage in found["stages"].values()]
-        rows.append([part, *times, found["run_parts_s"][part]])
-    return table(" | ".join(["ms", *found["stages"], "s per run"]), rows)
-
-
-def dearest_table(found: dict[str, Any]) -> str:
-    rows = []
-    for line in found["dearest"]:
-        times = [line["ms"].get(stage) for stage in found["stages"]]
-        rows.append([line["name"], line["part"], *times, line["s"]])
-    return table(" | ".join(["line", "part", *found["stages"], "s per run"]), rows)
 
 
 # ---- What a change costs
 def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
     """Two predictions side by side, in the worlds, attentions and stages that both have."""
     pages = []
-    for world in after["worlds"]:
-        if world not in before["worlds"]:
-            continue
+    for world in [world for world in after["worlds"] if world in before["worlds"]]:
         was, now = before["worlds"][world], after["worlds"][world]
-        both = [attention for attention in now if attention in was]
-        if not both:
-            continue
-        stages = [stage for stage in now[both[0]]["stages"] if stage in was[both[0]]["stages"]]
+        first, *others = [attention for attention in now if attention in was]
+        stages = [stage for stage in now[first]["stages"] if stage in was[first]["stages"]]
         rows = []
-        for attention in both:
+        for attention in (first, *others):
             times = [times_in(found[attention], stages) for found in (was, now)]
             rows += [[f"{attention}, before", *times[0]], [f"{attention}, now", *times[1]]]
             rows.append([f"{attention}, more", *(f"{round(b - a, 2) + 0:+.2f}" for a, b in zip(*times))])
         pages += [f"World size {world}, predicted before and now:",
                   table(" | ".join(["ms per mean step", *stages, "s per run in these"]), rows),
-                  f"The {DEAREST} lines that changed most with {both[0]}, predicted:",
-                  table("line | part | more s per run in these", changed_lines(was[both[0]], now[both[0]], stages))]
+                  f"The {DEAREST} lines that changed most with {first}, predicted:",
+                  table("line | part | more s per run in these", changed_lines(was[first], now[first], stages))]
     return "\n\n".join(pages) + "\n"
 
 
@@ -443,10 +415,10 @@ def grown(was: dict[str, float], now: dict[str, float]) -> Counter:
 def measured_page(path: Path, ledger: dict[str, Any], prediction: dict[str, Any]) -> str:
     """The times of a training run, by its log, beside the prediction for as many GPUs."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "records"))
-    from tools import logs
+    from tools import read
     try:
-        run, = logs.read_file(path / "log.jsonl" if path.is_dir() else path)
-    except (logs.NotALog, OSError, ValueError) as error:
+        run, = read.read_file(path / "log.jsonl" if path.is_dir() else path)
+    except (read.NotALog, OSError, ValueError) as error:
         raise PriceError(f"{path}", error, "the log of one run", "give log.jsonl of a run directory") from None
     steps = sum(sum(parities.values()) for parities in ledger["steps"].values())
     if run.total != steps:
@@ -490,18 +462,11 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser("price", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("file", nargs="?", type=Path, default=LEDGER)
-    parser.add_argument("--card", default="", help="[that of the file]")
     parser.add_argument("--measured", type=Path, help="a run directory, or its log.jsonl")
     args = parser.parse_args(argv)
     try:
         found = load(args.file)
-        if "kernels" in found:
-            prediction = price(found, load(RATES), args.card)
-        elif args.card in ("", found.get("card")):
-            prediction = kept_prediction(found)
-        else:
-            raise PriceError(f"prices of {args.file.name}", found["card"], args.card,
-                             f"rehearse for it: python tests/rehearse.py --card={args.card}")
+        prediction = price(found, load(RATES)) if "kernels" in found else kept_prediction(found)
         print(text(prediction))
         if args.measured:
             print(measured_page(args.measured, found, prediction))

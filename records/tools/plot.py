@@ -1,0 +1,87 @@
+"""Pictures of runs: training loss (smoothed) and validation loss, against steps and against time.
+
+One file for light and dark pages: the background is transparent, all ink has a middle tone, and letters are large
+enough for a thumbnail. Raises ToolError without matplotlib."""
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from tools.read import Run, ToolError
+
+INK = "#7d8590"                        # readable on white and on black
+COLORS = ("#2f81f7", "#e8703a", "#2da44e", "#bf4bd8", "#c69026", "#d1477a")
+GRID = 200                             # places on the x axis at which runs are averaged
+SMOOTHING = 0.04                       # share of the run over which training losses are averaged
+MOST_NAMED = 8                         # groups in a legend; more hide the curves
+SHOWN_FROM = 0.15                      # share of the run that is above the picture: the first losses are very high
+
+def curves(groups: dict[str, list[Run]], path: Path, target: float | None = None) -> None:
+    """Draw each group's mean, with the band of its runs; the first group stands behind the others."""
+    try:
+        import matplotlib
+        matplotlib.use("Agg")
+        from matplotlib import pyplot
+    except ImportError:
+        raise ToolError("--plot", "no matplotlib", "a library that draws", "pip install matplotlib") from None
+    figure, both = pyplot.subplots(1, 2, figsize=(12, 5), layout="constrained", sharey=True)
+    figure.patch.set_alpha(0)
+    limits: list[float] = []
+    for axes, column, label in zip(both, (0, 1), ("step", "training time (s)")):
+        for number, (name, runs) in enumerate(groups.items()):
+            color = COLORS[number % len(COLORS)]
+            for is_val in (False, True):
+                xs, losses = sampled(runs, is_val, column)
+                if not len(xs):
+                    continue
+                if is_val:
+                    axes.fill_between(xs, losses.min(0), losses.max(0), color=color, alpha=0.25, linewidth=0)
+                thin = {} if is_val else {"linewidth": 1.5, "alpha": 0.6}
+                axes.plot(xs, losses.mean(0), **{"color": color, "linewidth": 3} | thin)
+                seen = losses[:, xs >= SHOWN_FROM * xs[-1]]
+                limits += [float(np.nanmin(seen)), float(np.nanmax(seen))]
+            axes.plot([], [], color=color, linewidth=3, label=f"{name or 'runs'} ({len(runs)})")
+        if target:
+            axes.axhline(target, color=INK, linewidth=1.5, linestyle="--")
+        axes.patch.set_alpha(0)
+        axes.set_xlabel(label, color=INK, fontsize=17)
+        axes.tick_params(colors=INK, labelsize=15)
+        axes.grid(color=INK, alpha=0.25)
+        for spine in axes.spines.values():
+            spine.set_color(INK)
+    if limits:
+        room = 0.05 * (max(limits) - min(limits)) + 1e-6
+        both[0].set_ylim(min(limits) - room, max(limits) + room)
+    both[0].set_ylabel("loss (nats per token)", color=INK, fontsize=17)
+    if len(groups) <= MOST_NAMED:
+        both[1].legend(fontsize=15, labelcolor=INK, frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=80, metadata={"Software": None})
+    pyplot.close(figure)
+
+def sampled(runs: Sequence[Run], is_val: bool, column: int) -> tuple[np.ndarray, np.ndarray]:
+    """Places on the x axis (steps, or times), and the losses there (run, place); empty if a run has none."""
+    tables = []
+    for run in runs:
+        table = run.steps
+        if is_val:
+            rows = [(step, seconds, loss) for step, loss, seconds in run.val]
+            table = np.array(rows, float).reshape(-1, 3)              # None becomes nan
+        known = np.isfinite(table).all(axis=1) if column else np.isfinite(table[:, 2])
+        table = table[known]
+        if len(table) < 2:
+            return np.empty(0), np.empty((0, 0))
+        losses = table[:, 2]
+        if not is_val:                                    # a running mean; near the ends over as many as there are
+            window = np.ones(max(1, int(SMOOTHING * len(table))))
+            counts = np.convolve(np.ones(len(table)), window, "same")
+            losses = np.convolve(losses, window, "same") / counts
+        tables.append((table[:, column], losses))
+    first = max(xs[0] for xs, _ in tables)
+    last = min(xs[-1] for xs, _ in tables)
+    places = np.linspace(first, last, GRID)
+    curves_there = [np.interp(places, xs, losses) for xs, losses in tables]
+    return places, np.array(curves_there)
+

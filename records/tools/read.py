@@ -1,0 +1,448 @@
+"""Reads training logs: log.jsonl and log.txt of this trainer, text logs of the public records, lists in a README.
+
+A text log holds its source, which prints lines like those of a run: expressions are anchored to whole lines, and are
+used after the environment. A log is believed no further than it agrees with itself: a time that its `step_avg` or its
+training lines contradict does not count (`Run.void`), and a run whose loss is told twice and differently is not used at
+all (`Run.refused`)."""
+from __future__ import annotations
+
+import calendar
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import re
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+NUMBER = rb"-?(?:[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?|[nN][aA][nN]|[iI]nf)"
+EXTRA = rb"(?: [a-z_]+:\S+)*?"
+COUNT = rb"(\d{1,15})"                 # steps, or a seed
+LINE = re.compile(rb"^step:%b/%b(?: (val_loss|train_loss):(%b))?%b train_time:(%b)(ms|s) step_avg:(%b)ms%b\s*?$"
+                  % (COUNT, COUNT, NUMBER, EXTRA, NUMBER, NUMBER, EXTRA), re.M)
+PEAK = re.compile(rb"^peak memory (allocated|consumption):? (\d+) MiB", re.M)
+TORCH = re.compile(rb"^Running [Pp]y[Tt]orch (\S+) compiled for CUDA (\S+)(?: on (.*?)\s+with world_size (\d+))?\s*?$",
+                   re.M)
+SEPARATOR = re.compile(rb"^={20,}\s*?$", re.M)
+DRIVER = re.compile(rb"Driver Version: (\S+)")
+GPU = re.compile(rb"^\|\s+\d+\s+NVIDIA (.+?)\s+(?:On|Off)\s+\|\s+([0-9A-Fa-f:.]+)?", re.M)
+DATE = re.compile(rb"^(?:Mon|Tue|Wed|Thu|Fri|Sat|Sun) ([A-Z][a-z]{2} +\d{1,2} \d\d:\d\d:\d\d \d{4})\s*?$", re.M)
+TRIAL = re.compile(rb"^trial:\d+/\d+ seed:%b\s*?$" % COUNT, re.M)
+STAMP = re.compile(r"(?:^|/)(\d{8}-\d{6})-")         # in the name of a run directory
+LIST = re.compile(r"^[ \t>]*([A-Za-z_]*(?:loss|acc)\w*)[ \t]*=[ \t]*\[([^\]]*)\]", re.M | re.I)
+DECIMAL = re.compile(r"(?<![\w.#])\d+\.\d+")
+LOG_SUFFIXES = ("", ".txt", ".log", ".out", ".stdout", ".jsonl", ".md")
+LOSS_RANGE = 1.0, 4.0                  # of lists in a README
+BESIDE_A_LOG = "log.txt", "settings.json", "checkpoints"
+CHANGING = "source_sha256", "torch", "hardware", "attention", "head"     # facts that differ before and after a resume
+MANY_FILES, READING_TIMEOUT_S = 200, 300.0     # that several processes share, and how long they may take
+# A log against itself
+RESET_STEPS = 12                       # logs of 2024 start their clock anew after 10 steps; later is no habit
+AVERAGE_DIGIT_MS = 0.006               # step_avg is printed with two digits
+TIME_DIGIT_MS = 1.0                    # train_time is printed in whole ms
+LATE_S, LATE_STEPS = 0.5, 5            # a validation comes up to 0.31 s after its last timing line (public logs)
+
+Facts = dict[str, Any]                 # as JSON has them
+
+class ToolError(Exception):
+    """Says what was found, what was expected, and what to do about it."""
+
+    def __init__(self, what: str, found: object, expected: object, do: str) -> None:
+        super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}")
+
+class NotALog(Exception):
+    """Says why a file holds no run."""
+
+class Point(NamedTuple):
+    """One validation; `seconds` is None where the log has no time, or one of another clock."""
+    step: int
+    loss: float
+    seconds: float | None
+
+    def printed(self) -> str:
+        """As any wrapper prints it."""
+        return f"{self.step} {self.loss:.4f} {0 if self.seconds is None else 1000 * self.seconds:.0f}"
+
+@dataclass
+class Run:
+    """One training run as its log tells it; times in s, losses in nats per token."""
+    path: Path
+    kind: str                                             # "ours" (log.jsonl), "text", "list" (in a README)
+    total: int | None = None                              # steps planned
+    val: list[Point] = field(default_factory=list)
+    steps: np.ndarray = field(default_factory=lambda: np.empty((0, 3)))     # step, seconds, training loss; nan: none
+    seed: int | None = None
+    facts: Facts = field(default_factory=dict)   # ours: the header
+    phases: list[Facts] = field(default_factory=list)
+    result: Facts = field(default_factory=dict)
+    aborted: str | None = None                            # cause
+    void: str | None = None                               # why its times do not count
+    refused: str | None = None                            # why nothing of it counts
+    started: float | None = None                          # s on its machine's clock
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def final(self) -> Point | None:
+        """The last validation at the planned end; of a run that stopped early its last one."""
+        planned = [point for point in self.val if point.step == self.total]
+        return (planned or self.val or [None])[-1]
+
+    @property
+    def loss(self) -> float:
+        return self.final.loss if self.final else math.nan
+
+    @property
+    def seconds(self) -> float | None:
+        """Training time at the final validation; None where there is none, or where it does not count."""
+        return None if self.final is None or self.void else self.final.seconds
+
+    @property
+    def finished(self) -> bool:
+        """True if the run came to its end: ours has a result line, others a validation at the planned last step."""
+        if self.kind == "ours":
+            return bool(self.final and self.result and self.aborted is None)
+        return bool(self.final) and self.total in (None, self.final.step)
+
+    @property
+    def reached(self) -> int:
+        """The last step that the log tells of."""
+        steps = [point.step for point in self.val]
+        return max([*steps, *map(int, self.steps[-1:, 0])], default=0)
+
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for logs of one run, however far they are read; empty for a list. Two runs may print alike: of ours all
+        digits count."""
+        timed = [point for point in self.val if point.seconds] or self.val
+        if self.kind == "ours":
+            return tuple(timed[:2])
+        return () if self.kind == "list" else tuple(point.printed() for point in timed[:2])
+
+class Reading(NamedTuple):
+    """All that was found below some paths."""
+    runs: list[Run]
+    unread: Sequence[tuple[Path, str]] = ()               # a file, and why nothing of it was taken
+    stated: Sequence[Run] = ()                            # from lists in a README beside logs
+
+    def unread_in_words(self) -> str:
+        """How many files were not read, by reason; "" for none."""
+        reasons = Counter(reason for _, reason in self.unread)
+        parts = ", ".join(f"{count} {reason}" for reason, count in reasons.most_common(4))
+        return f"{reasons.total()} files not read: {parts}" if parts else ""
+
+def read_runs(paths: Iterable[Path]) -> Reading:
+    """Read files and folders (to the bottom, by name). In a run directory log.txt is the same run as log.jsonl, and is
+    not read. Lists in a README are runs where nothing else was found, else `stated`."""
+    named = list(dict.fromkeys(file for path in map(Path, paths) for file in files(path)))
+    runs: list[Run] = []
+    unread = []
+    for (path, _), (found, reason) in zip(named, attempts(named)):
+        runs += found
+        if reason is not None:
+            unread.append((path, reason))
+    stated = [run for run in runs if run.kind == "list"]
+    logged = [run for run in runs if run.kind != "list"]
+    if not logged:
+        return Reading(runs, unread)
+    kept = without_duplicates(logged)
+    unread += [(run.path, "the same run again") for run in logged if id(run) not in kept]
+    return Reading([run for run in logged if id(run) in kept], unread, stated)
+
+def files(path: Path) -> Iterator[tuple[Path, bool]]:
+    """Each file at or below a path, and whether it was named itself."""
+    if not path.is_dir():
+        if not path.exists():
+            raise ToolError("path", path, "a file or a directory", "check the spelling")
+        yield path, True
+    for folder, inner, names in os.walk(path):
+        inner.sort()
+        if "log.jsonl" in names:                           # a run directory
+            inner[:] = [name for name in inner if name not in BESIDE_A_LOG]
+            names = [name for name in names if name not in BESIDE_A_LOG]
+        for name in sorted(names):
+            yield Path(folder, name), False
+
+def attempts(named: list[tuple[Path, bool]]) -> list[tuple[list[Run], str | None]]:
+    """The result of `attempt` for each file, in order; several processes share many files."""
+    if len(named) < MANY_FILES:
+        return list(map(attempt, named))
+    with multiprocessing.get_context("fork").Pool() as pool:
+        return pool.map_async(attempt, named, chunksize=20).get(READING_TIMEOUT_S)
+
+def attempt(named: tuple[Path, bool]) -> tuple[list[Run], str | None]:
+    """The runs of one file, or why there are none."""
+    path, by_name = named
+    if not path.is_file():
+        return [], "not a regular file"
+    if not by_name and path.suffix.lower() not in LOG_SUFFIXES:
+        return [], "not a log by its name"
+    try:
+        return read_file(path), None
+    except (NotALog, OSError) as reason:
+        return [], getattr(reason, "strerror", None) or str(reason)
+
+def read_file(path: Path) -> list[Run]:
+    """The runs of one file. Raises NotALog with the reason if it holds none."""
+    data = path.read_bytes()
+    if not data.strip() or b"\0" in data:
+        raise NotALog("binary" if data.strip() else "empty")
+    if path.suffix == ".jsonl":
+        return [read_ours(path, data)]
+    if path.suffix.lower() == ".md":
+        return read_readme(path, data)
+    return read_text(path, data)
+
+def without_duplicates(runs: list[Run]) -> set[int]:
+    """The `id` of each run once, where most is known of it; a log of one line is matched by its last validation."""
+    def known(run: Run) -> tuple[bool, int, int]:
+        return run.kind == "ours", len(run.val), len(run.facts)
+
+    kept: dict[Any, int] = {}
+    for run in sorted(runs, key=known, reverse=True):
+        printed = tuple(point.printed() for point in run.val)
+        key = tuple(run.val[-3:]) if run.kind == "ours" else printed[-3:]     # seeds may agree in what is printed
+        if not any(point.step for point in run.val):
+            key = ()                                      # all runs begin with about the same loss
+        if key and key in kept:
+            continue
+        for name in (key or id(run), printed[-3:], printed[-1:]):
+            kept.setdefault(name, id(run))
+    return set(kept.values())
+
+def read_ours(path: Path, data: bytes) -> Run:
+    """Read a log.jsonl. A crash may tear the last line; the log of a resumed run reads as one run."""
+    run = Run(path, "ours")
+    rows: list[tuple[float, float, float]] = []
+    lines = data.split(b"\n")
+    for place, line in enumerate(lines, 1):
+        if not line.strip() or line.startswith(b'{"type": "comms"'):          # most of the lines, and not needed here
+            continue
+        try:
+            take(run, rows, json.loads(line))
+        except (ValueError, KeyError, AttributeError, TypeError, OverflowError, RecursionError):
+            if place < len(lines):
+                raise NotALog(f"line {place} is not one of a log.jsonl") from None
+            run.notes.append("last line torn")
+    if not run.facts:
+        raise NotALog("no header line")
+
+    run.steps = np.array(rows).reshape(-1, 3)
+    run.void = run.result.get("void", clock_contradicts(run))
+    stamp = STAMP.search(f"{run.facts['config'].get('run_dir') or run.result.get('run_dir')}-")
+    run.started = seconds_of(str(run.facts.get("started"))[:19], "%Y-%m-%dT%H:%M:%S")
+    if run.started is None and stamp:
+        run.started = seconds_of(stamp[1], "%Y%m%d-%H%M%S")
+    told = run.result.get("val_loss")
+    if told is not None and run.final and str(told) != str(run.loss):
+        run.refused = f"the result says a loss of {told}, the last validation {run.loss}"
+    if run.aborted is not None:
+        run.notes.append(f"interrupted at step {run.reached}: {run.aborted}")
+    elif not run.result:
+        run.notes.append(f"no result yet: still going, or killed, at step {run.reached}")
+    return run
+
+def take(run: Run, rows: list[tuple[float, float, float]], event: Facts) -> None:
+    """Add one line of a log.jsonl to its run and its steps; the last of an interrupted run have no training loss."""
+    kind = event.pop("type")
+    if not run.facts:
+        if kind != "header":
+            raise NotALog("no header line at the start")
+        take_header(run, event)
+    elif kind == "step":
+        loss = event.get("train_loss", math.nan)
+        rows.append((float(event["step"]), event["train_time_ms"] / 1000, float(loss)))
+    elif kind == "val":
+        run.val.append(Point(int(event["step"]), float(event["val_loss"]), event["train_time_ms"] / 1000))
+    elif kind == "phase":
+        run.phases.append(event)
+    elif kind == "budget":
+        run.total = int(event["steps"])
+    elif kind == "result":
+        run.result = event
+    elif kind == "aborted":
+        run.aborted = str(event.get("cause", "not said"))
+    elif kind == "resumed":                                                   # what the earlier part did after its
+        rows[:] = [row for row in rows if row[0] <= event["step"]]            # checkpoint was done again
+        run.val = [point for point in run.val if point.step <= event["step"]]
+        run.aborted = None
+        run.result = {}
+        run.notes.append(f"resumed at step {event['step']}")
+        take_resumed(run, event)
+
+def take_header(run: Run, event: Facts) -> None:
+    """Take the facts of a header, and what follows from them."""
+    config = event["config"]
+    whole = config.get("num_scheduled_steps", 0) + config.get("num_extension_steps", 0)
+    run.facts = event
+    run.seed = event.get("seed")
+    if whole:
+        run.total = min(config.get("max_steps") or whole, whole)
+
+def take_resumed(run: Run, event: Facts) -> None:
+    """Take the later settings. What differs from the checkpoint's run is both: no run of either program."""
+    before = run.facts
+    after = {key: value for key, value in event.items() if key not in ("step", "source", "differs")}
+    if "config" not in after:                                                 # a log of an older trainer
+        return
+    changed = [key for key in CHANGING if after.get(key) != before.get(key)]
+    differs = {key: (before.get(key), after.get(key)) for key in changed} | (event.get("differs") or {})
+    for key, (then, now) in differs.items():
+        run.notes.append(f"resumed with another {key}")
+        where = after["config"] if key in after["config"] else after
+        if key != "seed":
+            where[key] = f"{then}, then {now}"
+    take_header(run, before | after | {"started": before.get("started")})
+
+def seconds_of(text: str, form: str) -> float | None:
+    """Seconds of a date without a time zone: differences are right on one machine. None if it is no date."""
+    try:
+        return float(calendar.timegm(time.strptime(text, form)))
+    except ValueError:
+        return None
+
+def read_text(path: Path, data: bytes) -> list[Run]:
+    """Read a log in the format of the speedrun: one run, or several one after the other."""
+    ends = [separator.end() for separator in SEPARATOR.finditer(data)]
+    named = max(data.find(b"\nRunning PyTorch "), data.find(b"\nRunning pytorch "))
+    if named >= 0:                                        # the first one: a resumed log has another
+        start = named + 1
+    else:                                                 # the source ends there, if validations follow
+        start = max((end for end in ends if data.find(b" val_loss:", end) >= 0), default=0)
+    lines = LINE.findall(data, start)
+    if not any(line[2] == b"val_loss" for line in lines):
+        raise NotALog("no validation line")
+    runs = split(path, lines)
+    facts, started = environment(data, start)
+    seeds = TRIAL.findall(data, start) if data.find(b"\ntrial:", start) >= 0 else []
+    peak = PEAK.search(data, max(start, data.rfind(b"\npeak memory ")))
+    for index, run in enumerate(runs):
+        run.facts = facts
+        run.started = started
+        if peak:
+            run.result = {"peak_memory_mib": {peak[1].decode(): int(peak[2])}}
+        if len(seeds) == len(runs):
+            run.seed = int(seeds[index])
+        if started is not None and run.final.seconds is not None:
+            started += run.final.seconds                                       # the next one of this process
+        if run.total not in (None, run.final.step):
+            run.notes.append(f"stops at step {run.reached} of {run.total}")
+    return runs
+
+def environment(data: bytes, start: int) -> tuple[Facts, float | None]:
+    """Versions, hardware, source hash and date, from the block that ends with the first line of a step."""
+    first = LINE.search(data, start).start()
+    torch = TORCH.match(data, start)
+    driver = DRIVER.search(data, start, first)
+    gpus = GPU.findall(data, start, first)
+    date = DATE.search(data, start, first)
+    facts: Facts = {}
+    if driver:
+        facts["driver"] = driver[1].decode()
+    if gpus:                                              # all GPUs of the node; a process on it may use fewer
+        facts |= {"hardware": f"NVIDIA {gpus[0][0].decode()} x {len(gpus)}", "world_size": len(gpus)}
+        facts["buses"] = " ".join(bus.decode() for _, bus in gpus)
+    if torch:
+        facts |= {"torch": torch[1].decode(), "cuda": torch[2].decode()}
+        source = data[:max(0, data.rfind(b"\n" + b"=" * 20, 0, start))].strip()
+        if source:
+            facts["source_sha256"] = hashlib.sha256(source).hexdigest()
+    if torch and torch[4]:
+        facts |= {"hardware": torch[3].decode(), "world_size": int(torch[4])}
+    return facts, seconds_of(date[1].decode(), "%b %d %H:%M:%S %Y") if date else None
+
+def split(path: Path, lines: list[tuple[bytes, ...]]) -> list[Run]:
+    """The runs of one file. Blocks that begin later than the first one and only repeat points of the run before them
+    are left out; other such blocks are refused."""
+    columns = list(zip(*lines))
+    is_val = np.array([kind == b"val_loss" for kind in columns[2]])
+    in_ms = columns[5][0] == b"ms"
+    table = np.empty((len(lines), 4))                     # step, seconds, loss, step_avg in ms
+    for place, column in enumerate((columns[0], columns[4], columns[3], columns[6])):
+        table[:, place] = [float(text or b"nan") for text in column]
+    table[:, 1] /= 1000 if in_ms else 1
+
+    falls = set(np.nonzero(np.diff(table[:, 0]) < 0)[0] + 1)                  # a step that falls begins a new run,
+    validations = np.nonzero(is_val)[0]                                       # and a validation whose step is no later
+    for before, place in zip(validations, validations[1:]):
+        if table[place, 0] <= table[before, 0] and not any(before < fall <= place for fall in falls):
+            falls.add(place)
+    bounds = [0, *sorted(map(int, falls)), len(lines)]
+    runs: list[Run] = []
+    for start, end in zip(bounds, bounds[1:]):
+        if not is_val[start:end].any():
+            continue
+        run = block(path, table[start:end], is_val[start:end], in_ms)
+        run.total = int(columns[1][start])
+        run.void = run.void or clock_contradicts(run)
+        if runs and run.val[0].step != runs[0].val[0].step:
+            if set(run.val) <= set(runs[-1].val):
+                continue
+            run.refused = f"begins at step {run.val[0].step}, unlike the run before it in the file"
+        runs.append(run)
+    return runs
+
+def block(path: Path, table: np.ndarray, is_val: np.ndarray, in_ms: bool) -> Run:
+    """One run of a text log. Where its clock falls it was started anew: earlier times are of another clock and become
+    unknown; later than the habit of early logs (after 10 steps) no time of that run counts."""
+    run = Run(path, "text")
+    for place in np.nonzero(np.diff(table[:, 1]) < 0)[0] + 1:
+        step = int(table[place, 0])
+        table[:place, 1] = math.nan
+        run.notes.append(f"timer restarts at step {step}")
+        if step > RESET_STEPS:
+            run.void = f"its clock was set back at step {step}"
+    if in_ms:                                             # in s, each family has a rule of its own
+        run.void = run.void or averages_contradict(table)
+    for step, seconds, loss, _ in table[is_val].tolist():
+        run.val.append(Point(int(step), loss, None if math.isnan(seconds) else seconds))
+    run.steps = table[~is_val][:, :3]
+    return run
+
+def averages_contradict(table: np.ndarray) -> str | None:
+    """Why the times of a text log in ms are not what its step_avg says: by one of two rules throughout, it is the time
+    over all steps, or over those after the first ten."""
+    step, seconds, _, average = table.T
+    known = np.isfinite(average) & np.isfinite(seconds) & (step > 0)
+    rules = []
+    for untimed in (0, 10):
+        off_ms = np.abs(1000 * seconds - average * (step - untimed))
+        fits = off_ms <= AVERAGE_DIGIT_MS * (step - untimed) + TIME_DIGIT_MS
+        rules.append(fits[known & (step > untimed)])
+    if not known.any() or any(fits.all() for fits in rules):
+        return None
+    return "its times contradict its step_avg by either rule (over all steps, or over those after the first ten)"
+
+def clock_contradicts(run: Run) -> str | None:
+    """Why the times of a run cannot be right: its clock falls, or its end is before, or long after, its last step."""
+    final = run.final
+    if final is None or final.seconds is None:
+        return None
+    clock = [point.seconds for point in run.val if point.seconds is not None]
+    if not all(map(math.isfinite, clock)) or clock != sorted(clock):
+        return "the times of its validations fall, or are no numbers"
+    timed = run.steps[np.isfinite(run.steps[:, 1]) & (run.steps[:, 0] <= final.step)]
+    if not len(timed):
+        return None
+    step, seconds = timed[-1, :2].tolist()
+    latest = seconds + (final.step - step + LATE_STEPS) * seconds / max(1, step) + LATE_S
+    if seconds - TIME_DIGIT_MS / 1000 <= final.seconds <= latest:
+        return None
+    return f"its final time is {final.seconds:.3f} s, that of its training line {step:.0f} is {seconds:.3f} s"
+
+def read_readme(path: Path, data: bytes) -> list[Run]:
+    """Read lists of losses; each is a pool. Times beside them are of an unknown machine, and of no use."""
+    runs: list[Run] = []
+    for name, body in LIST.findall(data.decode(errors="replace")):
+        losses = [float(number) for number in DECIMAL.findall(body)]
+        if all(LOSS_RANGE[0] <= loss <= LOSS_RANGE[1] for loss in losses):
+            for loss in losses:
+                runs.append(Run(path, "list", val=[Point(-1, loss, None)], facts={"pool": name}))
+    if not runs:
+        raise NotALog("a page without a list of losses")
+    return runs

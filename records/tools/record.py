@@ -1,0 +1,507 @@
+"""Verbs `new`, `check`, `table`: a record is a folder of logs, and pages made from them that `check` makes again.
+
+Records that other tools made (predictions, and the ablation 03) are sealed: `check` compares their files, numbers and
+page with stored hashes. Exit status: 0 done; 1 check has found something; 2 bad input, or runs that are no record."""
+from __future__ import annotations
+
+import argparse
+import datetime
+import difflib
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Iterator
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tools import plot, report, statistics
+from tools.read import Facts, NotALog, Reading, Run, ToolError, read_file
+from tools.report import MANIFEST, Side, as_text, config, jsonable, manifest_lines, markdown, shown
+
+RECORDS = Path(__file__).resolve().parents[1]
+FOLDER = re.compile(r"(\d{4}-\d\d-\d\d)_(\d\d)_(\w+)")              # date, number, name
+MARK = "<!-- end of what is written by hand; what follows is made from the logs -->\n\n"
+SOURCE, PAGE, RESULT, PLOT, DIFF = "train_gpt.py", "README.md", "result.json", "loss.png", "source.diff"
+LOG, TEXT_LOG = "log.jsonl", "log.txt"
+DIGITS = 9                             # of numbers in result.json: libraries change the last ones
+SHOWN_LINES = 12                       # of a file that does not follow
+PLAIN_ROWS = 10                        # class plain: no table has more rows than this many times the vocabulary
+BUDGET_OFF = 0.03                      # a run that ends further off its time budget is no entry
+ALIKE = "data_sha256", "hardware", "world_size", "torch", "cuda"             # throughout a record
+MACHINE = *ALIKE, "python", "nccl", "triton", "attention", "head", "preset", "git_commit", "budget_s", "val_tokens"
+ENTRY = "params_total", "params_per_token", "table_rows", "table_bytes", "tokens_trained", "untimed_warmup_steps"
+FITTED = re.compile("mixes (ends|num_scheduled_steps|num_extension_steps)")  # to a time budget
+OF_REPORT = "verdict", "reason", "loss", "time", "share", "pairs", "memory"
+RUN_COLUMNS = "seed", "loss", "bits_per_byte", "of_unigram_entropy", "seconds", "steps", "tokens", "memory_mib"
+VALIDATION = re.compile(r"^step:(\d+)/\d+ val_loss:(\S+) train_time:(\d+)ms ", re.M)
+
+Problem = tuple[str, Any, Any]         # what, found, expected
+
+class Track(NamedTuple):
+    """The rules of a track that a program can apply."""
+    target: float | None               # the mean final validation loss is to be below, nats per token
+    rank: str                          # "time" or "loss": the lower the better
+    needs: Facts              # what each run must have
+    alike: tuple[str, ...]             # what entries share that are ranked together, besides the class
+
+TRACKS = {
+    "8xGPU": Track(3.28, "time", {"world_size": 8, "val_tokens": 10_485_760}, ("hardware", "data_sha256")),
+    "1xGPU": Track(3.28, "time", {"world_size": 1, "val_tokens": 10_485_760}, ("hardware", "data_sha256")),
+    "pocket": Track(None, "loss", {"tokens": 563_200, "val_tokens": 65_536}, ("data_sha256",)),
+    "budget": Track(None, "loss", {}, ("hardware", "budget_s", "data_sha256", "val_tokens")),
+}
+
+def text(path: Path) -> str:
+    """As it is, line ends too; "" for a file that is not there."""
+    if not path.is_file():
+        return ""
+    return path.read_bytes().decode("utf-8")
+
+def sha256(data: str | bytes) -> str:
+    return hashlib.sha256(data.encode() if isinstance(data, str) else data).hexdigest()
+
+def load(folder: Path) -> Facts:
+    try:
+        return json.loads(text(folder / RESULT))
+    except ValueError as error:
+        raise ToolError(f"{folder.name}/{RESULT}", error, "the numbers of a record", "records new") from None
+
+def folders(root: Path) -> list[Path]:
+    """What looks like a record, badly named ones too."""
+    marks = [*root.glob(f"*/{RESULT}"), *root.glob("*/logs"), *root.glob(f"[0-9]*/{PAGE}")]
+    return sorted({path.parent for path in marks if not path.parent.name.startswith(".")})
+
+def find(root: Path, name: str) -> Path:
+    """A record by its path, folder name, number or name."""
+    fits = []
+    for path in folders(root):
+        if Path(name).name in (path.name, *path.name.split("_", 2)[1:]):
+            fits.append(path)
+    if len(fits) != 1:
+        raise ToolError(f"record {name}", [path.name for path in fits], "one", "give its folder's name or its number")
+    return fits[0]
+
+def hashes(folder: Path) -> dict[str, str]:
+    """sha256 of all files of a record but those that `check` makes again."""
+    names = sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
+    return {name: sha256((folder / name).read_bytes()) for name in names if name not in (PAGE, RESULT, DIFF)}
+
+def diff_of(old: Path, new: Path) -> str:
+    """A diff that `git apply` takes; empty where nothing differs."""
+    before, after = (text(path).splitlines(True) for path in (old, new))
+    return "".join(difflib.unified_diff(before, after, f"a/{SOURCE}", f"b/{SOURCE}"))
+
+def changes(old: Facts, new: Facts) -> dict[str, list[Any]]:
+    """[old, new] of each key that differs; None for what is not there."""
+    keys = sorted({*old, *new})
+    return {key: [old.get(key), new.get(key)] for key in keys if old.get(key) != new.get(key)}
+
+def value(run: Run, key: str) -> Any:
+    """A fact of a run, wherever its log states it."""
+    stated = run.facts["config"] | run.facts | run.result
+    return stated.get("tokens" if key == "tokens_trained" else key)
+
+def read_log(path: Path) -> Run:
+    try:
+        return read_file(path)[0]
+    except (OSError, NotALog) as error:
+        raise ToolError(f"log {path}", error, "the log of one run", "restore it, or leave it out") from None
+
+def grouped(folder: Path, stated: Facts) -> dict[str, Side]:
+    """The logs of a record, by group."""
+    sides = {}
+    for name, members in stated["groups"].items():
+        runs = [read_log(folder / "logs" / member / LOG) for member in members]
+        sides[name] = report.sorted_out(name, Reading(runs))
+    return sides
+
+def class_of(settings: Facts) -> str | None:
+    """plain or table, by the rows that the configuration gives its tables; None where it does not say."""
+    rows = [table["rows"] for table in settings.get("tables") or ()]
+    rows += [count for key, count in settings.items() if key.endswith("_rows") and isinstance(count, int)]
+    vocabulary = settings.get("vocab_size")
+    if not rows or not vocabulary:
+        return None
+    return "table" if max(rows) > PLAIN_ROWS * vocabulary else "plain"
+
+def doubts(folder: Path, stated: Facts, sides: dict[str, Side]) -> Iterator[Problem]:
+    """Why these runs are no record, or no entry of its track."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_symlink() and not path.resolve().is_relative_to(folder.resolve()):
+            yield path.relative_to(folder).as_posix(), "a link out of the record", "a file of its own"
+    for line in manifest_lines(folder / "logs" / MANIFEST, "end"):
+        if line["outcome"] == "done" and not (folder / "logs" / line["folder"]).exists():
+            yield "runs of the manifest", f"{line['folder']} is done and left out", "all that are done"
+    runs = [run for side in sides.values() for run in side.reading.runs]
+    read = {run.path for run in runs}
+    for log in sorted((folder / "logs").rglob(LOG)):
+        if log not in read:
+            yield "logs", f"{log.parent.name} is in no group", "each run in a group"
+    known: dict[Any, str] = {}
+    for run in runs:
+        name = run.path.parent.name
+        first = known.setdefault(run.identity(), name)
+        if first != name:
+            yield name, f"times and losses of {first}", "each run once"
+        if run.void or run.refused or not run.finished or not math.isfinite(run.loss):
+            yield name, run.void or run.refused or [run.loss, *run.notes], "a finished run whose clock counts"
+        else:
+            yield from unlike_text(name, run)
+    for key in ALIKE:
+        values = sorted({as_text(value(run, key)) for run in runs})
+        if len(values) > 1:
+            yield f"mixed {key}", values, "one throughout a record"
+    for mixed in (mixed for side in sides.values() for mixed in report.mixtures(side)):
+        if stated["track"] != "budget" or not FITTED.search(mixed):
+            yield "a group", mixed, "runs of one program, to one end"
+    if stated["kind"] == "entry":
+        yield from misfits(sides, stated)
+
+def misfits(sides: dict[str, Side], stated: Facts) -> Iterator[Problem]:
+    """Which rules of its track an entry breaks, as far as logs can show it."""
+    track = TRACKS.get(stated["track"])
+    if not track or len(sides) != (2 if stated["base"] else 1):
+        yield "entry", f"track {stated['track']}, groups {[*sides]}", f"one of {[*TRACKS]}, one group beside a baseline"
+        return
+    for run in sides[stated["main"]].runs:
+        name = run.path.parent.name
+        budget_s = value(run, "budget_s")
+        if stated["track"] == "budget" and not (budget_s and abs(run.seconds / budget_s - 1) <= BUDGET_OFF):
+            yield f"{name}, seconds", run.seconds, f"within 3 % of --time_budget ({budget_s} s)"
+        for key, needed in track.needs.items():
+            if value(run, key) != needed:
+                yield f"{name}, {key}", value(run, key), f"{needed} on track {stated['track']}"
+        for key in ENTRY:
+            if (value(run, key) is None) != (key in stated["entry"]):
+                yield f"{name}, {key}", value(run, key), "logged or stated, not both"
+
+def unlike_text(name: str, run: Run) -> Iterator[Problem]:
+    """Where the result of log.jsonl is not its last validation, or log.txt not log.jsonl, rounded."""
+    for key, known in (("train_time_ms", 1000 * run.final.seconds), ("steps", run.final.step)):
+        if not math.isclose(run.result[key], known, rel_tol=1e-9):
+            yield f"{name}, {key} of the result", run.result[key], f"{known}, as the last validation has it"
+    printed = text(run.path.with_name(TEXT_LOG))
+    machine = str(value(run, "hardware")).partition(", then ")[0]            # of the part before a resume
+    for fact in (f"seed {run.seed}\n", f"on {machine} with world_size {value(run, 'world_size')}\n"):
+        if fact not in printed.partition("\nstep:")[0]:
+            yield f"{name}, first lines of {TEXT_LOG}", "another seed or machine", f"{fact.strip()}, as {LOG} has it"
+    lines = VALIDATION.findall(printed)
+    if len(lines) != len(run.val):
+        yield f"{name}, validations of {TEXT_LOG}", len(lines), f"{len(run.val)}, as {LOG} has them"
+    for (step, loss, ms), point in zip(lines, run.val):
+        off = max(abs(float(loss) - point.loss) / 5.1e-5, abs(float(ms) - 1000 * point.seconds) / 0.502)
+        if int(step) != point.step or off > 1:
+            yield f"{name}, step {step} of {TEXT_LOG}", f"loss {loss}, {ms} ms", f"{point}, as {LOG} has it"
+
+def build(folder: Path, stated: Facts, sides: dict[str, Side]) -> Facts:
+    """result.json of a record of runs."""
+    first = sides[stated["main"]].runs[0]
+    target = TRACKS[stated["track"]].target if stated["track"] else None
+    base = sides.get(stated["base"])
+    result: Facts = {"stated": stated, "target": target, "class": class_of(first.facts["config"])}
+    result["machine"] = {key: value(first, key) for key in MACHINE}
+    result["entry"] = {key: stated["entry"].get(key, value(first, key)) for key in ENTRY}
+    result |= {"groups": {}, "runs": {}, "verdicts": {}, "bench": {}}
+    for name, side in sides.items():
+        source = value(side.runs[0], "source_sha256")
+        result["groups"][name] = report.numbers_of(side, target) | {"source_sha256": source}
+        for run in side.reading.runs:
+            result["runs"][run.path.parent.relative_to(folder / "logs").as_posix()] = numbers(run)
+        if base and side is not base:
+            found = report.compare(base, side, target, "systems" in stated["entry"])
+            result["verdicts"][name] = {key: found[key] for key in OF_REPORT}
+    for name in stated["bench"]:                                             # of an earlier form, with its verdict
+        result["bench"][name] = json.loads(text(folder / name / "verdict.json"))
+    result["config"] = config(first)
+    parent = load(folder.parent / stated["parent"]) if stated["parent"] else {}
+    result["changed"] = changes(parent.get("config", result["config"]), result["config"])
+    ends = manifest_lines(folder / "logs" / MANIFEST, "end")
+    result["unfinished"] = [line for line in ends if line["outcome"] != "done"]
+    return json.loads(json.dumps(jsonable(result)), parse_float=lambda number: float(f"{float(number):.{DIGITS}g}"))
+
+def numbers(run: Run) -> Facts:
+    """Of one run."""
+    memory = value(run, "peak_memory_mib") or {}
+    entropy = value(run, "unigram_nats")
+    found = {key: value(run, key) for key in ("seed", "steps", "tokens")}
+    found |= {"loss": run.loss, "seconds": run.seconds, "bits_per_byte": value(run, "val_bpb")}
+    found |= {"memory_mib": max(memory.values(), default=None), "of_unigram_entropy": entropy and run.loss / entropy}
+    untimed_s = {phase["name"]: phase["ms"] / 1000 for phase in run.phases if not phase["timed"]}
+    return found | {"comms": value(run, "comms") or {}, "untimed_s": untimed_s}
+
+def page(result: Facts) -> str:
+    """The generated part of a record's README."""
+    stated = result["stated"]
+    what = stated["kind"].capitalize()
+    if stated["kind"] == "entry":
+        what += f" of track `{stated['track']}`, class {result['class']}"
+    head = f"## Numbers\n\n{what}, {stated['date']}: [source]({SOURCE}), [logs](logs), [all numbers]({RESULT})."
+    if stated["parent"]:
+        head += f" Parent: [{stated['parent']}](../{stated['parent']}/{PAGE}), [difference of the source]({DIFF})."
+    rows = []
+    for name, group in result["groups"].items():
+        counts = [name or "all", group["time"]["n"], group["loss"]["n"]]
+        means = [group[key][part] for key in ("loss", "time") for part in ("mean", "sd")]
+        rows.append([*counts, *means, group["p"]])
+    columns = "group | runs | seeds | final loss | sd | training s | sd | p, mean below the target"
+    parts = [head, markdown(columns, rows)]
+    rows = []
+    benches = {f"[{name}]({name})": its for name, its in result["bench"].items()}
+    for name, its in (result["verdicts"] | benches).items():
+        rows.append([name, f"**{its['verdict']}**", interval(its["loss"]), interval(its["time"]), its["reason"]])
+    columns = f"against {stated['base']} | verdict | loss, B - A (99 %) | s, B - A (99 % if in turn) | reason"
+    parts.append(markdown(columns, rows))
+    rows = []
+    for name, run in result["runs"].items():
+        untimed = ", ".join(f"{phase} {seconds:.1f}" for phase, seconds in run["untimed_s"].items())
+        rows.append([f"[{Path(name).name}](logs/{name}/{LOG})", *(run[key] for key in RUN_COLUMNS), untimed])
+    parts.append(markdown(f"run | {' | '.join(RUN_COLUMNS)} | untimed s", rows))
+    for name, group in result["groups"].items():
+        losses = [round(loss, 6) for loss in group["losses"]]
+        times = [round(seconds, 3) for seconds in group["times"]]
+        parts.append(f"{name}:\n\n" * bool(name) + f"```\nlosses = {losses}\ntimes = {times}\n```")
+    parts.append(f"![training and validation loss over steps and over time]({PLOT})")
+    rows = []
+    for key, fact in (result["entry"] | stated["entry"] | result["machine"]).items():
+        if fact is not None:
+            rows.append([key, json.dumps(fact), "stated, not logged" if key in stated["entry"] else "log"])
+    parts.append(markdown("fact | value | from", rows))
+    rows = [[key, *map(json.dumps, pair)] for key, pair in result["changed"].items()]
+    parts.append(markdown("setting | parent | here", rows))
+    rows = [[line["folder"], line["outcome"], line["cause"]] for line in result["unfinished"]]
+    parts.append(markdown("unfinished run | outcome | cause", rows))
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+def interval(test: Facts | None) -> str | None:
+    """Mean and interval of a test."""
+    if not test or test["p"] is None:
+        return f"{test['mean']:.4g}" if test else None
+    return f"{test['mean']:.4g} ({test['low']:.4g} to {test['high']:.4g})"
+
+def new(args: argparse.Namespace, root: Path) -> int:
+    """A record from runs, which gets its name when all of it is there; or the pages of one made again."""
+    if args.update:
+        folder = place = find(root, args.update)
+        stated = load(folder)["stated"]
+        if "sealed" in load(folder):
+            raise ToolError(f"record {folder.name}", "a sealed one", "a record of runs", "leave it as it is")
+    else:
+        taken = [int(known[2]) for known in map(FOLDER.fullmatch, os.listdir(root)) if known]
+        number = f"{1 + max(taken, default=0):02}"
+        folder = root / f"{args.date}_{number}_{args.name}"
+        if not FOLDER.fullmatch(folder.name) or not args.runs:
+            raise ToolError("record", f"{folder.name}, runs {args.runs}", "YYYY-MM-DD_nn_NAME, RUNS", "new --help")
+        stated = {"date": args.date, "number": number, "name": args.name, "kind": args.kind, "track": args.track}
+        stated |= {"parent": args.parent and find(root, args.parent).name, "groups": {}, "bench": []}
+        stated["entry"] = {"systems": True} if args.systems else {}
+        place = root / ".unfinished"
+        shutil.rmtree(place, ignore_errors=True)                            # of an earlier call that failed
+        gather(args.runs, place, stated)
+    write(place, stated)
+    print(shown(place.rename(folder)))
+    return 0
+
+def gather(items: list[str], staged: Path, stated: Facts) -> None:
+    """Copy logs, manifest and sources of the runs, and note the groups. items: PATH,... or GROUP=PATH,..."""
+    sources: dict[str, Path] = {}
+    for item in items:
+        group, paths = re.fullmatch(r"(?:(\w+)=)?(.*)", item).groups()
+        for path in paths.split(","):
+            for log in sorted(Path(path).rglob(LOG)) or [Path(path, LOG)]:
+                keep(read_log(log), group, staged, stated, sources)
+    if not sources:
+        raise ToolError("runs", items, "at least one that is done", "give run directories, or folders of them")
+    groups = list(stated["groups"])
+    stated |= {"base": None, "main": groups[0]}
+    if len(groups) > 1:
+        stated["base"] = stated["main"] = "baseline" if "baseline" in groups else groups[0]
+        if stated["kind"] == "entry":
+            stated["main"] = next(name for name in groups if name != stated["base"])
+    shutil.copyfile(sources[stated["main"]], staged / SOURCE)
+    for name, source in sources.items():
+        diff = diff_of(staged / SOURCE, source)
+        if diff:
+            (staged / "sources").mkdir(exist_ok=True)
+            (staged / f"sources/{name}.diff").write_bytes(diff.encode())
+
+def keep(run: Run, group: str | None, staged: Path, stated: Facts, sources: dict[str, Path]) -> None:
+    """Copy the logs of a run, and note its group (the one that was named, or its side in a manifest) and the trainer
+    that made it, beside it or in a folder above."""
+    manifest, noted = report.noted(run)
+    if noted.get("outcome", "done") != "done":
+        return                                                              # the manifest lists it
+    resumed = [note for note in run.notes if note.startswith("resumed with another")]
+    if resumed:
+        raise ToolError(f"run {run.path}", resumed, "a run of one program", "leave it out")
+    label = group or noted.get("side", "")
+    name = noted.get("folder") or f"{label}_{run.path.parent.name}".strip("_")
+    copy = staged / "logs" / name
+    if copy.exists():
+        raise ToolError("two runs of one name", run.path, f"another name than {name}", "rename its folder")
+    copy.mkdir(parents=True)
+    if manifest:
+        shutil.copyfile(manifest, staged / "logs" / MANIFEST)
+    for log in (LOG, TEXT_LOG):
+        if run.path.with_name(log).exists():
+            shutil.copyfile(run.path.with_name(log), copy / log)
+    stated["groups"].setdefault(label, []).append(name)
+    above = run.path.resolve().parents[:report.MANIFEST_DEPTH]
+    for source in (path for folder in above for path in sorted(folder.glob("*.py"))):
+        if sha256(source.read_bytes()) == run.facts["source_sha256"]:
+            sources.setdefault(label, source)
+            return
+    raise ToolError(f"source of {run.path}", "none with its source_sha256", "a trainer", "put it beside the log")
+
+def write(folder: Path, stated: Facts) -> None:
+    """Make all that follows from the logs; the text by hand stays."""
+    sides = grouped(folder, stated)
+    for problem in doubts(folder, stated, sides):
+        raise ToolError(*problem, "leave runs out, or make groups or records of them; rules: records/README.md")
+    if stated["parent"]:
+        diff = diff_of(folder.parent / stated["parent"] / SOURCE, folder / SOURCE)
+        (folder / DIFF).write_bytes(diff.encode())
+    result = build(folder, stated, sides)
+    plot.curves({name: side.runs for name, side in sides.items()}, folder / PLOT, result["target"])
+    result["files"] = hashes(folder)
+    (folder / RESULT).write_text(json.dumps(result, indent=1) + "\n", "utf-8")
+    by_hand, _, _ = text(folder / PAGE).partition(MARK)
+    if not by_hand:
+        by_hand = f"# {stated['number']} {stated['name']}\n\nThe idea:\n\n"
+    (folder / PAGE).write_bytes((by_hand + MARK + page(result)).encode())
+
+def check(args: argparse.Namespace, root: Path) -> int:
+    chosen = [find(root, name) for name in args.chosen] or folders(root)
+    if not chosen:
+        raise ToolError(f"records in {shown(root)}", "none", "at least one", "name their folder: --records")
+    found = [f"{folder.name}: {finding}" for folder in chosen for finding in findings(folder)]
+    counts = Counter(known[2] for known in map(FOLDER.fullmatch, os.listdir(root)) if known)
+    found += [f"number {number}: several records have it" for number, count in counts.items() if count > 1]
+    print("\n".join(found) if found else f"{len(chosen)} records: all numbers follow from their files")
+    return int(bool(found))
+
+def findings(folder: Path) -> Iterator[str]:
+    """All in a record that does not follow from its files."""
+    try:
+        result = load(folder)
+        stated = result["stated"]
+        if folder.name != "_".join(stated[key] for key in ("date", "number", "name")):
+            yield "found this folder name, expected YYYY-MM-DD_nn_NAME with date, number and name of result.json"
+        if datetime.date.fromisoformat(stated["date"]) > datetime.date.today() + datetime.timedelta(days=1):
+            yield f"date {stated['date']}: expected no day to come"
+        known = result["files"] | result.get("sealed", {})
+        there = hashes(folder)
+        if "sealed" in result:
+            there |= sealed(folder, result)
+        else:
+            yield from unlike_its_logs(folder, result)
+        for name, (noted, found) in changes(known, there).items():
+            said = {(True, True): "edited: another sha256", (True, False): "missing", (False, True): "added"}
+            yield f"{name}: {said[bool(noted), bool(found)]}"
+    except ToolError as error:
+        yield str(error)
+    except (OSError, LookupError, TypeError, ValueError, AttributeError) as error:
+        yield f"not as `new` makes it: {type(error).__name__} {error}"
+
+def sealed(folder: Path, result: Facts) -> dict[str, str]:
+    """sha256 of what was made for a sealed record: its numbers, its page below the mark, its diff."""
+    made = {key: item for key, item in result.items() if key != "sealed"}
+    parts = {RESULT: json.dumps(made, sort_keys=True)}
+    parts[DIFF] = text(folder / DIFF)
+    _, _, parts[PAGE] = text(folder / PAGE).partition(MARK)
+    return {name: sha256(part) for name, part in parts.items()}
+
+def unlike_its_logs(folder: Path, result: Facts) -> Iterator[str]:
+    """Whatever `new` would make otherwise, line by line."""
+    stated = result["stated"]
+    sides = grouped(folder, stated)
+    for what, found, expected in doubts(folder, stated, sides):
+        yield f"{what}: found {found}, expected {expected}"
+    follows = build(folder, stated, sides) | {"files": result["files"]}     # these are compared by their hashes
+    made = {RESULT: (json.dumps(result, indent=1), json.dumps(follows, indent=1))}
+    made[PAGE] = text(folder / PAGE).partition(MARK)[2], page(result)
+    if stated["parent"]:
+        made[DIFF] = text(folder / DIFF), diff_of(folder.parent / stated["parent"] / SOURCE, folder / SOURCE)
+    for name, pair in made.items():
+        both = zip_longest(*(part.splitlines() for part in pair), fillvalue="nothing")
+        unlike = [f"{name}: found {one!r}, but {other!r} follows" for one, other in both if one != other]
+        yield from unlike[:SHOWN_LINES]
+        if len(unlike) > SHOWN_LINES:
+            yield f"{name}: and {len(unlike) - SHOWN_LINES} more such lines"
+    if sha256((folder / SOURCE).read_bytes()) != follows["groups"][stated["main"]]["source_sha256"]:
+        yield f"{SOURCE}: not the source that the logs of {stated['main']!r} state"
+
+def table(args: argparse.Namespace, root: Path) -> int:
+    """Print the entries of each track, in lists of one class that share what their numbers depend on."""
+    lists: dict[str, list[Facts]] = {}
+    for result in map(load, folders(root)):
+        track = result["stated"]["track"]
+        if result["stated"]["kind"] == "entry":
+            alike = {"track": track, "class": result["class"]}
+            alike |= {key: as_text(result["machine"][key]) for key in TRACKS[track].alike}
+            lists.setdefault(", ".join(f"{key} {fact}" for key, fact in alike.items()), []).append(result)
+    boards = {title: board(entries) for title, entries in lists.items()}
+    if args.json:
+        print(json.dumps(boards, indent=1))
+        return 0
+    for title, rows in boards.items():
+        columns = [list(row.values()) for row in rows]
+        print(f"{title}\n{markdown(' | '.join(rows[0]), columns)}\n")
+    print("`check` tells whether these hold; rules: records/README.md")
+    return 0
+
+def board(entries: list[Facts]) -> list[Facts]:
+    """Rows of one list, best first. With a target p is that of the losses against it, and who has not proven it (of a
+    systems change: the verdict `faster` against its baseline) has no rank. Without one p is that of a loss lower than
+    the next entry's."""
+    track = TRACKS[entries[0]["stated"]["track"]]
+    entries = sorted(entries, key=lambda result: main_pool(result)[track.rank]["mean"])
+    rows: list[Facts] = []
+    rank = 0
+    for result, after in zip_longest(entries, entries[1:]):
+        stated = result["stated"]
+        own = main_pool(result)
+        words = [found["verdict"] for found in result["verdicts"].values()]
+        p = own["p"]
+        if after and not track.target:
+            test = statistics.difference(main_pool(after)["losses"], own["losses"])
+            p = test.p and test.p / 2
+        proven = not track.target or (p is not None and p < statistics.ALPHA)
+        if "systems" in stated["entry"] and "faster" in words:
+            proven = True
+        rank += proven
+        row = {"rank": rank if proven else None, "record": f"{stated['number']} {stated['name']}", "p": p}
+        for key in ("loss", "time"):
+            row |= {f"{part} {key}": own[key][part] for part in ("n", "mean", "sd")}
+        row |= {"verdicts": ", ".join(words) or None, "params_total": result["entry"]["params_total"]}
+        rows.append(row | {"table_bytes": result["entry"]["table_bytes"]})
+    return rows
+
+def main_pool(result: Facts) -> Facts:
+    return result["groups"][result["stated"]["main"]]
+
+def main(argv: list[str]) -> int:
+    """argv: the verb and its arguments."""
+    verb = argv[0]
+    parser = argparse.ArgumentParser(f"python records {verb}", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--records", type=Path, default=RECORDS, help="folder of all records")
+    if verb == "check":
+        parser.add_argument("chosen", nargs="*", metavar="RECORD")
+    elif verb == "table":
+        parser.add_argument("--json", action="store_true")
+    else:
+        parser.add_argument("name", nargs="?", help="letters, digits, underscores")
+        parser.add_argument("runs", nargs="*", help="run directories, or folders of them; GROUP=PATH,... names a group")
+        parser.add_argument("--kind", choices=("entry", "comparison"), default="entry", help="[entry]")
+        parser.add_argument("--track", choices=TRACKS)
+        parser.add_argument("--systems", action="store_true", help="the same mathematics: p is waived")
+        parser.add_argument("--update", metavar="RECORD", help="make its pages again")
+        parser.add_argument("--parent", help="a record")
+        parser.add_argument("--date", default=f"{datetime.date.today()}", help="YYYY-MM-DD [today]")
+    args = parser.parse_args(argv[1:])
+    return {"new": new, "check": check, "table": table}[verb](args, args.records.resolve())

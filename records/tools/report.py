@@ -1,0 +1,582 @@
+"""Verbs `show`, `compare` and `place`: one pool of runs, two sides, one run beside a pool.
+
+A word on time is spoken for sides that ran in turn on one machine, and for no others. Against a target B must prove its
+mean loss (p < 0.01 over seeds) before its time counts; a systems change (--systems: the same mathematics) need not.
+Exit status: 0 faster, lower loss, proven, inside, or no target; 3 slower, higher loss; 4 same; 5 same program; 6 no
+record; 7 undecided, not proven, not measured in turn; 8 not comparable; 9 outside; 2 bad input."""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from tools import plot
+from tools.read import Facts, Reading, Run, ToolError, read_runs
+from tools.statistics import ALPHA, Difference, band, below, difference, hopeless, in_turn, pairs_in_turn, seeds_needed
+from tools.statistics import summary, time_level, time_word
+
+STATUS = {"faster": 0, "lower loss": 0, "proven": 0, "no target": 0, "systems": 0, "inside": 0, "slower": 3,
+          "higher loss": 3, "same": 4, "same program": 5, "no record": 6, "undecided": 7, "not proven": 7,
+          "not measured in turn": 7, "not comparable": 8, "outside": 9}
+MACHINE = "hardware", "world_size", "driver", "buses"
+SOFTWARE = "torch", "cuda", "triton", "nccl", "python"
+FACTS = "attention", "head", "grad_accum_steps", "params_total", "untimed_warmup_steps"
+NO_MATTER = {"seed", "run_dir", "save", "sample", "prompt", "ranks", "sample_tokens", "comm_timeout", "resume", "runs",
+             "checkpoint_every", "target_loss", "profile", "max_steps"}    # settings that change no result
+RENTAL_PAUSE_S = 4 * 3600              # a longer pause between two runs may be another rental
+MANIFEST, MANIFEST_DEPTH = "manifest.jsonl", 6     # of a bench; folders above a run in which it may lie
+SHOWN, SHOWN_CHARACTERS = 6, 60        # items of a list, and characters of one; --json has all
+HASH = re.compile(r"\b([0-9a-f]{8})[0-9a-f]{56}\b")
+LOSS_WORDS = "higher loss", "lower loss"
+IN_TURN = "run both in turn: python records bench A.py B.py"
+
+@dataclass
+class Side:
+    """The runs of one side: those that count, and what became of the others."""
+    name: str
+    runs: list[Run]
+    left: list[str]                    # path and reason of what does not count
+    reading: Reading
+    started: int                       # runs of these programs, however they ended
+
+    def losses(self) -> list[float]:
+        """One finite final loss per program and seed, the mean of its runs; without a known seed each stands alone."""
+        by_seed: dict[str, list[float]] = {}
+        for run in self.runs:
+            known = run.seed, run.facts.get("source_sha256"), config(run)
+            key = str(id(run) if run.seed is None else known)
+            by_seed.setdefault(key, []).append(run.loss)
+        means = [summary(same).mean for same in by_seed.values()]
+        return [mean for mean in means if math.isfinite(mean)]
+
+    @property
+    def timed(self) -> list[Run]:
+        return [run for run in self.runs if run.seconds is not None]
+
+    def memory(self) -> list[float]:
+        """Peak memory by run, MiB."""
+        peaks = [run.result.get("peak_memory_mib") for run in self.runs]
+        return [max(peak.values()) for peak in peaks if peak]
+
+    def values(self, key: str) -> list[str]:
+        """All values of a setting or fact that are known, as text."""
+        return sorted({as_text(fact(run, key)) for run in self.runs if fact(run, key) is not None})
+
+def config(run: Run) -> Facts:
+    """Settings that may change a result; ours only."""
+    return {key: value for key, value in run.facts.get("config", {}).items() if key not in NO_MATTER}
+
+def fact(run: Run, key: str) -> Any:
+    return config(run).get(key, run.facts.get(key))
+
+def settings_of(*sides: Side) -> list[str]:
+    return sorted({key for side in sides for run in side.runs for key in config(run)})
+
+def as_text(value: Any) -> str:
+    """A value in words; of a hash the first eight digits."""
+    said = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return HASH.sub(r"\1", said)
+
+def shown(path: Path) -> str:
+    """A path from here, where it is below; else as it was given."""
+    with contextlib.suppress(ValueError):
+        return str(path.resolve().relative_to(Path.cwd()))
+    return str(path)
+
+def side_of(name: str, paths: Iterable[Path | str]) -> Side:
+    """Read and choose. Raises ToolError with the reasons if nothing there is a run that counts."""
+    paths = list(map(Path, paths))
+    side = sorted_out(name, read_runs(paths))
+    if not side.runs:
+        why = side.left + [f"{shown(path)}: {reason}" for path, reason in side.reading.unread]
+        raise ToolError(f"side {name}: {listed(map(shown, paths))}", listed(why) or "no file",
+                        "at least one finished run", "give a run directory, a text log, or a folder of them")
+    return side
+
+def sorted_out(name: str, reading: Reading) -> Side:
+    """The runs that count. Public logs may all stop early on purpose; then that is their end. Started: all runs of
+    these sources, and those of their manifests that have no log."""
+    some_ended = any(run.finished for run in reading.runs)
+    runs = []
+    left = []
+    for run in reading.runs:
+        why = run.refused
+        if not run.finished and (some_ended or run.kind == "ours" or run.final is None):
+            why = next(filter(None, (why, *reversed(run.notes), "no validation")))
+        if why:
+            left.append(f"{shown(run.path)}: {why}")
+        else:
+            runs.append(run)
+    sources = {run.facts.get("source_sha256") for run in runs}
+    started = sum(run.facts.get("source_sha256") in sources for run in reading.runs)
+    read = {folder for run in reading.runs for folder in run.path.resolve().parents}
+    known = {(manifest, line.get("side")) for manifest, line in map(noted, runs) if manifest}
+    for manifest in {manifest for manifest, _ in known}:
+        for line in manifest_lines(manifest, "start"):
+            is_read = (manifest.parent / line["folder"]).resolve() in read
+            started += (manifest, line.get("side")) in known and not is_read
+    return Side(name, runs, left, reading, started)
+
+def manifest_lines(manifest: Path, kind: str) -> list[Facts]:
+    """The lines of one type; none without a manifest. The last line may be torn."""
+    lines = manifest.read_text("utf-8").splitlines() if manifest.is_file() else []
+    try:
+        events = [json.loads(line) for line in lines if line.endswith("}")]
+        return [event for event in events if event["type"] == kind]
+    except (ValueError, KeyError, TypeError):
+        raise ToolError(f"manifest {manifest}", "a damaged line", "JSON with a type", "restore it") from None
+
+def noted(run: Run) -> tuple[Path | None, Facts]:
+    """The manifest above a run, and its line that tells how the run ended."""
+    above = list(run.path.resolve().parents)[:MANIFEST_DEPTH]
+    for folder in above:
+        for line in manifest_lines(folder / MANIFEST, "end"):
+            if (folder / line["folder"]).resolve() in above:
+                return folder / MANIFEST, line
+    return None, {}
+
+class Turns(NamedTuple):
+    """Runs of both sides in the order of time, and why they are not in turn ("" if they are)."""
+    runs: list[Run]
+    is_b: list[bool]
+    why_not: str = ""
+    looks: bool = False                # a bench that stopped when it was decided
+    planned: int | None = None         # pairs at which it was to end
+
+def turns_of(a: Side, b: Side) -> Turns:
+    """The runs with times of both sides: complete pairs of a bench up to its last look, else by their start."""
+    both = [(run, False) for run in a.timed] + [(run, True) for run in b.timed]
+    lines = {id(run): noted(run) for run, _ in both}
+    manifests = {manifest for manifest, _ in lines.values()}
+    if len(manifests) == 1 and all("pair" in line for _, line in lines.values()):
+        plan = manifest_lines(manifests.pop(), "bench")
+        planned = plan[0].get("pairs") if plan else None
+        pair_of = {key: line["pair"] for key, (_, line) in lines.items()}
+        complete = sorted({pair_of[id(run)] for run in a.timed} & {pair_of[id(run)] for run in b.timed})
+        looks = [count for count in range(len(complete) + 1) if time_level(count, planned, True)]
+        counted = complete[:looks[-1]] if looks else complete
+        both = [(run, is_b) for run, is_b in both if pair_of[id(run)] in counted]
+        both.sort(key=lambda item: lines[id(item[0])][1]["run"])
+        return Turns([run for run, _ in both], [is_b for _, is_b in both], "", True, planned)
+
+    why = apart(a, b)
+    for side in (a, b):
+        if not side.timed:
+            why = f"{side.name} has no times that count"
+        elif not side.values("hardware") or any(run.started is None for run in side.timed):
+            why = why or f"the machine or the start of {side.name}'s runs is not said"
+    if why:
+        return Turns([], [], why)
+    both.sort(key=lambda item: item[0].started)
+    letters = "".join("AB"[is_b] for _, is_b in both)
+    for (before, _), (after, _) in zip(both, both[1:]):
+        pause_s = after.started - before.started - before.seconds
+        if before.started < after.started and pause_s < -1:
+            why = "runs overlap in time"
+        elif pause_s > RENTAL_PAUSE_S:
+            why = f"a pause of {pause_s / 3600:.1f} hours between runs, perhaps another rental"
+    paired = pairs_in_turn(letters)
+    if why or paired is None:
+        return Turns([], [], why or f"in the order of time they are {letters[:24]}")
+    return Turns([both[place][0] for place in paired], [both[place][1] for place in paired])
+
+def apart(a: Side, b: Side) -> str:
+    """Why the sides are of different machines or days; "" if nothing says so."""
+    said = []
+    for key in MACHINE:
+        before, after = a.values(key), b.values(key)
+        if before and after and before != after:
+            said.append("another machine" if key == "buses" else f"{key} {clipped(before)} -> {clipped(after)}")
+    starts = [run.started for run in a.timed if run.started is not None]
+    others = [run.started for run in b.timed if run.started is not None]
+    if starts and others:
+        gap_s = max(min(others) - max(starts), min(starts) - max(others))
+        if gap_s > RENTAL_PAUSE_S:
+            said.append(f"{gap_s / 86400:.1f} days apart")
+    return ", ".join(said)
+
+def compare(a: Side, b: Side, target: float | None = None, systems: bool = False) -> Facts:
+    """All that `compare --json` prints: times in s (share: of A's time), losses in nats per token, memory in MiB."""
+    target = target or target_of(a, b)
+    report: Facts = {"a": facts_of(a, target), "b": facts_of(b, target)}
+    loss = difference(report["a"]["losses"], report["b"]["losses"])
+    by_seed = {run.seed: run.loss for run in a.runs}
+    if None not in by_seed and by_seed == {run.seed: run.loss for run in b.runs}:
+        loss = Difference(0.0, 0.0, 0.0, 1.0)                               # equal to the last bit
+    turns = turns_of(a, b)
+    pairs = len(turns.runs) // 2
+    level = time_level(pairs, turns.planned, turns.looks)
+    share = in_turn([run.seconds for run in turns.runs], turns.is_b)
+    base = report["a"]["time"].mean
+    seconds = None
+    if share:
+        seconds = Difference(*(base * part for part in share[:3]), share.p)
+    elif a.timed and b.timed:
+        seconds = Difference(report["b"]["time"].mean - base)
+    report |= {"target": target, "loss": loss, "time": seconds, "share": share, "pairs": pairs, "level": level}
+    report |= {"why_not_in_turn": turns.why_not, "loss_level": min(ALPHA, level) if turns.looks else ALPHA}
+    report |= {"memory": difference(a.memory(), b.memory()), "differs": differing(a, b)}
+    refused = refusals(a, b)
+    said = verdict(a, b, report, systems)
+    if refused:
+        said = "not comparable", refused[0]
+    elif same_program(a, b):
+        said = "same program", "source, settings and software are equal: what differs is of machines or chance"
+    report["notes"] = [*refused[1:], *notes_of(a, "A: "), *notes_of(b, "B: ")]
+    return {"verdict": said[0], "reason": said[1], **report}
+
+def verdict(a: Side, b: Side, report: Facts, systems: bool) -> tuple[str, str]:
+    """The word and its reason, by the rule at the top of this file."""
+    loss = report["loss"]
+    p = loss and loss.p
+    given = "no difference of losses shows"
+    if p is None:
+        given = "no test of the losses: that takes two seeds a side"
+    diverged = sum(not math.isfinite(run.loss) for run in b.runs)
+    if diverged:
+        return "undecided", f"{diverged} of {len(b.runs)} runs of B have no finite loss"
+    if systems:
+        given = "stated as a systems change, p is waived"
+        if p is not None and p < ALPHA:
+            return "undecided", f"{given}, but losses differ by {loss.mean:+.5f} (p {p:.2g})"
+    elif report["target"]:
+        word, given = proof(b, report["target"])
+        if word != "proven":
+            return word, f"B: {given}"
+    elif p is not None and p < report["loss_level"]:
+        return LOSS_WORDS[loss.mean < 0], f"by {abs(loss.mean):.4f} (p {p:.2g}); time: {time_in_words(report)}"
+    if report["why_not_in_turn"]:
+        return "not measured in turn", f"{given}; {report['why_not_in_turn']}; {IN_TURN}"
+    return time_word(report["share"], report["level"]), f"{given}; {time_in_words(report)}"
+
+def time_in_words(report: Facts) -> str:
+    share = report["share"]
+    level = report["level"]
+    pairs = f"{report['pairs']} pairs in turn"
+    if report["why_not_in_turn"]:
+        return "not measured in turn"
+    if share is None or not level:
+        return f"{pairs} are too few for a word"
+    amounts = {"faster": "less time", "slower": "more time", "same": "of the time more or less, surely under 0.1 %"}
+    word = time_word(share, level)
+    if word == "undecided":
+        return f"times do not differ for sure after {pairs} (p {share.p:.2g}, a word takes {level:.2g})"
+    return f"B takes {abs(share.mean):.2%} {amounts[word]}, {pairs}"
+
+def proof(side: Side, target: float) -> tuple[str, str]:
+    """proven, not proven or no record, and the words: by how many of the runs that were started."""
+    losses = side.losses()
+    n, mean, _ = summary(losses)
+    if not n:
+        return "not proven", "the losses are not said"
+    p = below(losses, target)
+    by = f"by {len(side.runs)} of {side.started} started"
+    if side.runs[0].kind == "list":
+        by = "by a list, as stated"
+    known = f"(n = {n})" if math.isnan(p) else f"(n = {n}, p {p:.2g})"
+    against = f"mean loss {mean:.5f} against {target:g}:"
+    if p < ALPHA:
+        return "proven", f"{against} proven {by} {known}"
+    if hopeless(losses, target):
+        return "no record", f"{against} not below it, {by} {known}, and more seeds would not help"
+    return "not proven", f"{against} not proven {by} {known}"
+
+def target_of(*sides: Side) -> float | None:
+    """The target that all logs state; None if there is none."""
+    stated = {run.facts.get("target_loss") for side in sides for run in side.runs}
+    return stated.pop() or None if len(stated) == 1 else None               # 0: a preset without a target
+
+def refusals(a: Side, b: Side) -> list[str]:
+    """Why the sides cannot be compared; first what a maintainer would say first."""
+    found = []
+    twice = {run.identity() for run in a.runs} & {run.identity() for run in b.runs} - {()}
+    if twice:
+        found.append(f"{len(twice)} runs are on both sides")
+    for key in ("world_size", "hardware", "data_sha256"):
+        before, after = a.values(key), b.values(key)
+        if before and after and not set(before) & set(after):
+            found.append(f"other {key}: {apart(a, b) or clipped([*before, *after])}")
+    for side, other in ((a, b), (b, a)):
+        found += mixtures(side)
+        if not any(run.finished for run in side.runs) and any(run.finished for run in other.runs):
+            step = side.runs[0].final.step
+            found.append(f"{side.name}'s runs are cut short at step {step}; compare whole ones")
+    return list(dict.fromkeys(found))
+
+def mixtures(side: Side) -> list[str]:
+    """What runs of one side must have in common, and have not."""
+    found = []
+    ends = sorted({f"{run.final.step} of {run.total}" for run in side.runs})
+    if len(ends) > 1:
+        found.append(f"{side.name} mixes ends at step {listed(ends)}; choose by paths")
+    for key in ("source_sha256", *MACHINE[:2], "pool", "data_sha256", *settings_of(side)):
+        values = sorted({as_text(fact(run, key)) for run in side.runs})
+        if len(values) > 1:
+            found.append(f"{side.name} mixes {key}: {clipped(values)}; choose by paths")
+    return found
+
+def same_program(a: Side, b: Side) -> bool:
+    """True if source, settings, steps and software are equal and said (in a text log settings are not)."""
+    runs = a.runs + b.runs
+    sources = {run.facts.get("source_sha256") for run in runs}
+    settings = settings_of(a, b)
+    if len(sources) > 1 or None in sources or len({run.final.step for run in runs}) > 1 or not settings:
+        return False
+    return all(a.values(key) == b.values(key) for key in (*SOFTWARE, *settings))
+
+def differing(a: Side, b: Side) -> list[str]:
+    """Settings and facts that both sides state, and differently; of tables the rows that differ."""
+    found = []
+    for key in dict.fromkeys(("source_sha256", *MACHINE, *SOFTWARE, *FACTS, *settings_of(a, b))):
+        before, after = a.values(key), b.values(key)
+        if before == after or not before or not after:
+            continue
+        old, new = fact(a.runs[0], key), fact(b.runs[0], key)
+        if not (isinstance(old, list) and isinstance(new, list)):
+            found.append(f"{key} {clipped(before)} -> {clipped(after)}")
+            continue
+        for row in range(max(len(old), len(new))):
+            was, now = (dict(*table[row:row + 1]) for table in (old, new))
+            for column in was | now:
+                before, after = as_text(was.get(column)), as_text(now.get(column))
+                if before != after:
+                    found.append(f"{key}[{row}] {column} {before} -> {after}")
+    return found
+
+def numbers_of(side: Side, target: float | None) -> Facts:
+    """The numbers of one side."""
+    losses = side.losses()
+    times = [run.seconds for run in side.timed]
+    found = {"runs": len(side.runs), "started": side.started, "losses": losses, "times": times}
+    found |= {"loss": summary(losses), "time": summary(times), "memory": summary(side.memory())}
+    return found | {"p": target and below(losses, target)}
+
+def facts_of(side: Side, target: float | None) -> Facts:
+    """The numbers of one side, where it is and when it began."""
+    starts = [time.strftime("%Y-%m-%d %H:%M", time.gmtime(run.started)) for run in side.runs if run.started is not None]
+    where = os.path.commonpath([shown(run.path) for run in side.runs])
+    return {"name": side.name, "where": where or ".", "begun": min(starts, default=None), **numbers_of(side, target)}
+
+def notes_of(side: Side, name: str = "") -> list[str]:
+    """Remarks on what was read and what was not."""
+    found = []
+    if side.left:
+        found.append(f"{len(side.left)} runs do not count: {listed(side.left, 2)}")
+    voids = [f"{shown(run.path)}: {run.void}" for run in side.runs if run.void]
+    if voids:
+        found.append(f"times of {len(voids)} runs do not count: {listed(voids, 1)}")
+    resumed = sorted({note for run in side.runs for note in run.notes if note.startswith("resumed")})
+    if resumed:
+        found.append(listed(resumed))
+    n, mean, sd = summary([run.loss for run in side.reading.stated if math.isfinite(run.loss)])
+    if n:
+        found.append(f"a README states {n} losses, mean {mean:.5f}, sd {sd:.5f}: stated, and not counted")
+    unread = side.reading.unread_in_words()
+    return [f"{name}{note}" for note in (*found, unread) if note]
+
+def show(side: Side, target: float | None = None, systems: bool = False) -> Facts:
+    """All that `show --json` prints."""
+    target = target or target_of(side)
+    mixed = mixtures(side)
+    n, mean, sd = summary(side.losses())
+    said = "no target", "none was named (--target), and the logs state none"
+    if mixed:
+        said = "not comparable", mixed[0]
+    elif systems:
+        said = "systems", "stated as a systems change: p is waived"
+    elif target:
+        said = proof(side, target)
+    report = {"verdict": said[0], "reason": said[1], "target": target, **facts_of(side, target)}
+    report["more_seeds"] = None
+    needed = seeds_needed((target or 0) - mean, sd)
+    if needed is not None:
+        report["more_seeds"] = max(1, needed - n)
+    known = [key for key in (*MACHINE, *SOFTWARE) if side.values(key)]
+    report["machine"] = [f"{key} {clipped(side.values(key))}" for key in known]
+    return report | {"notes": [*mixed[1:], *notes_of(side)]}
+
+class Placed(NamedTuple):
+    """A number of a run beside the band of a pool."""
+    step: int
+    value: float
+    mean: float
+    low: float
+    high: float
+    inside: bool
+
+def placed(values: dict[int, float], pool: Sequence[dict[int, float]]) -> list[Placed]:
+    """By step, where three of the pool have a value. Loss and time share 1 % at the last; so do all earlier ones."""
+    steps = [step for step in sorted(values) if sum(step in other for other in pool) > 2]
+    found = []
+    for step in steps:
+        others = [other[step] for other in pool if step in other]
+        low, high = band(others, ALPHA / 2 if step == steps[-1] else ALPHA / (len(steps) - 1))
+        value = values[step]
+        found.append(Placed(step, value, summary(others).mean, low, high, low <= value <= high))
+    return found
+
+def by_step(run: Run, what: str) -> dict[int, float]:
+    """Losses of validations, or seconds of all lines but those of step 0 (a validation's time is the official one)."""
+    found: dict[int, float] = {}
+    if what == "loss":
+        found = {point.step: point.loss for point in run.val}
+    elif not run.void:
+        found = {int(step): seconds for step, seconds in run.steps[:, :2].tolist()}
+        found |= {point.step: point.seconds for point in run.val if point.step and point.seconds is not None}
+    return {step: value for step, value in found.items() if math.isfinite(value)}
+
+def place(run: Run, pool: Side) -> Facts:
+    """All that `place --json` prints: the last loss and the last time decide, earlier ones are remarks."""
+    alone = Side("run", [run], [], Reading([run]), 1)
+    elsewhere = apart(pool, alone)
+    shown_steps = {point.step for point in run.val} | {run.reached}
+    points = {}
+    remarks = [f"time is not judged: {elsewhere}"] * bool(elsewhere)
+    said: dict[bool, list[str]] = {True: [], False: []}
+    units = {"loss": "nats"} if elsewhere else {"loss": "nats", "time": "s"}
+    for what, unit in units.items():
+        values = {step: value for step, value in by_step(run, what).items() if step in shown_steps}
+        points[what] = placed(values, [by_step(other, what) for other in pool.runs])
+        away = [str(point.step) for point in points[what] if not point.inside]
+        if away:
+            remarks.append(f"{what} is outside its band at steps {listed(away)}")
+        if points[what]:
+            last = points[what][-1]
+            off = f"{what} at step {last.step} is {last.value - last.mean:+.4f} {unit} off the pool's mean"
+            said[last.inside].append(off)
+    word, reason = "undecided", "no step of the run is one of at least three runs of the pool"
+    if said[True] or said[False]:
+        word = "outside" if said[False] else "inside"
+        reason = "; ".join(said[not said[False]])
+    report = {"verdict": word, "reason": reason, "run": shown(run.path), "reached": run.reached, **points}
+    report |= {"finished": run.finished, "pool_runs": len(pool.runs), "differs": differing(pool, alone)}
+    return report | {"notes": [*remarks, *run.notes, *mixtures(pool)]}
+
+def listed(items: Iterable[str], most: int = SHOWN) -> str:
+    items = list(items)
+    more = f"; and {len(items) - most} more" if len(items) > most else ""
+    return "; ".join(items[:most]) + more
+
+def clipped(values: Sequence[str]) -> str:
+    return " and ".join(values)[:SHOWN_CHARACTERS] or "not said"
+
+def markdown(head: str, rows: Sequence[Sequence[Any]]) -> str:
+    """A table that is readable as it is, numbers with five digits; "" without rows."""
+    cells = [head.split(" | ")]
+    for row in rows:
+        shorter = [f"{item:.5g}" if isinstance(item, float) else str(item) for item in row]
+        cells.append(["n/a" if item in ("None", "nan") else item for item in shorter])
+    widths = [max(map(len, column)) for column in zip(*cells)]
+    cells.insert(1, ["-" * width for width in widths])
+    lines = []
+    for row in cells:
+        padded = [item.ljust(width) for item, width in zip(row, widths)]
+        lines.append(f"| {' | '.join(padded)} |")
+    return "\n".join(lines) if rows else ""
+
+def test_in_words(test: Difference | None, form: str, unit: str = "") -> str:
+    """A difference with its interval; without a test it says so."""
+    if test is None:
+        return "not known"
+    said = f"{test.mean:{form}} {unit}".strip()
+    if test.p is None:
+        return f"{said} (no test)"
+    return f"{said} [{test.low:{form}}, {test.high:{form}}], p {test.p:.2g}"
+
+def in_words(report: Facts, sides: Sequence[Facts] = (), more: Iterable[str] = ()) -> str:
+    """Where the runs of the sides are and their numbers, more lines, what differs, notes, and the verdict."""
+    lines = []
+    target = report.get("target")
+    rows = []
+    for side in sides:
+        begun = f", begun {side['begun']}" if side["begun"] else ""
+        lines.append(f"{side['name']}  {side['where']}: {side['runs']} of {side['started']} started{begun}")
+        rows.append([side["name"], *side["loss"], side["p"], *side["time"][1:], side["memory"].mean])
+    if sides:
+        head = f"side | seeds | loss | sd | p (target {target or 'none'}) | time s | sd | peak MiB"
+        lines.append(markdown(head, rows))
+    differs = [f"differs: {line}" for line in report.get("differs", [])]
+    if len(differs) > SHOWN:
+        differs[SHOWN:] = [f"differs: {len(differs) - SHOWN} more (--json)"]
+    notes = [f"note: {note}" for note in report["notes"][:SHOWN]]
+    return "\n".join([*lines, *more, *differs, *notes, f"verdict: {report['verdict']}: {report['reason']}"])
+
+def compare_in_words(report: Facts) -> str:
+    lines = ["B - A [99 % interval]", f"  loss    {test_in_words(report['loss'], '+.5f', 'nats')}",
+             f"  time    {test_in_words(report['time'], '+.3f', 's')}"]
+    if report["share"]:
+        lines.append(f"          {test_in_words(report['share'], '+.2%')}, {report['pairs']} pairs in turn")
+    if report["memory"]:
+        lines.append(f"  memory  {report['memory'].mean:+.0f} MiB")
+    return in_words(report, (report["a"], report["b"]), lines)
+
+def show_in_words(report: Facts) -> str:
+    lines = [f"machine: {listed(report['machine'], 5) or 'not said'}"]
+    if report["verdict"] == "not proven" and report["more_seeds"]:
+        lines.append(f"at this mean and spread {report['more_seeds']} more seeds prove it four times of five")
+    return in_words(report, [report], lines)
+
+def place_in_words(report: Facts) -> str:
+    lines = [f"run {report['run']}, step {report['reached']}, beside {report['pool_runs']} runs"]
+    for name in ("loss", "time"):
+        rows = [[*point[:-1], "" if point.inside else "outside"] for point in report.get(name, [])[-4:]]
+        lines.append(markdown(f"step | {name} | pool | from | to | ", rows))
+    return in_words(report, more=filter(None, lines))
+
+def jsonable(value: Any) -> Any:
+    """Without what JSON lacks: infinite numbers are null, tuples with names are objects."""
+    if hasattr(value, "_asdict"):
+        value = value._asdict()
+    if isinstance(value, dict):
+        return {str(key): jsonable(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+def main(argv: list[str]) -> int:
+    """argv: the verb and its arguments."""
+    verb = argv[0]
+    parser = argparse.ArgumentParser(f"python records {verb}", description=__doc__, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    usage = {"show": "PATH ...", "compare": "A B, or A ... --against B ...", "place": "RUN POOL ..."}[verb]
+    parser.add_argument("paths", nargs="+", metavar="PATH", help=f"{usage}: files or folders")
+    parser.add_argument("--against", nargs="+", default=[], metavar="B", help="compare: the other side")
+    parser.add_argument("--target", type=float, help="loss to prove [target_loss of the logs]")
+    parser.add_argument("--systems", action="store_true", help="the same mathematics: p is waived")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw the curves")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    args = parser.parse_args(argv[1:])
+    paths = [args.paths, args.against]
+    if verb != "show" and not args.against:
+        paths = [args.paths[:1], args.paths[1:]]
+        if not paths[1]:
+            raise ToolError("paths", args.paths, usage, "name both")
+    if verb == "place":
+        runs = read_runs(map(Path, paths[0])).runs
+        if not runs:
+            raise ToolError(f"run {paths[0]}", "no log", "the log of one run", "give a log, or a run directory")
+        pool = side_of("pool", paths[1])
+        pool.runs = [run for run in pool.runs if run.identity() != runs[-1].identity()]      # not beside itself
+        found, words, groups = place(runs[-1], pool), place_in_words, {"pool": pool.runs, "run": runs[-1:]}
+    else:
+        sides = [side_of(name, where) for name, where in zip(["pool"] if verb == "show" else "AB", paths)]
+        judge, words = {"show": (show, show_in_words), "compare": (compare, compare_in_words)}[verb]
+        found = judge(*sides, args.target, args.systems)
+        groups = {side.name: side.runs for side in sides}
+    said = words(found)
+    if args.json:
+        said = json.dumps(jsonable(found), indent=1)
+    print(said)
+    if args.plot:
+        plot.curves(groups, args.plot, found.get("target"))
+    return STATUS[found["verdict"]]

@@ -1,0 +1,136 @@
+"""What the tests of the record tools share: made-up logs of ours and of the peers, and calls of verbs."""
+import contextlib
+import hashlib
+import importlib.util
+import io
+import json
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+GOLDEN = ROOT / "tests/records/golden"
+sys.path.insert(0, str(ROOT / "records"))                     # the tools are the package `tools`
+
+from tools import report                                     # noqa: E402
+
+SOURCE = "".join(f"line_{n} = {n}\n" for n in range(40))
+OTHER_SOURCE = SOURCE.replace("= 7\n", "= 8\n")
+NOON = 1_780_000_000 // 86_400 * 86_400 + 43_200              # of some day, s since 1970
+RUN_S = 200                                                   # from one start to the next
+TARGET = 3.28
+A_LOSSES = [3.2780, 3.2795, 3.2770, 3.2788, 3.2781]
+B_LOSSES = [3.2782, 3.2791, 3.2774, 3.2785, 3.2779]
+A_TIMES = [80.0, 80.1, 79.9, 80.05, 79.95]
+B_TIMES = [79.0, 79.12, 78.9, 79.05, 78.95]
+CONFIG = dict(num_scheduled_steps=10, num_extension_steps=0, vocab_size=100, val_tokens=65_536, lr=0.1, bigram_rows=500)
+FACTS = dict(params_total=1000, params_per_token=700, table_rows={"bigram_embed": 500}, table_bytes=2400,
+             untimed_warmup_steps=16)
+
+
+def make_run(folder: Path, seed: int, loss: float, seconds: float, started: float | None = None, source: str = SOURCE,
+             config=(), result=(), steps: int = 10, **header) -> Path:
+    """A run directory of ours, with its source; None in `header` leaves a key out. started: s since 1970."""
+    folder.mkdir(parents=True)
+    (folder / "train_gpt.py").write_text(source)
+    settings = CONFIG | dict(seed=seed, run_dir=str(folder), num_scheduled_steps=steps) | dict(config)
+    facts = dict(type="header", config=settings, seed=seed, source_sha256=sha256(source), data_sha256="d" * 64,
+                 hardware="NVIDIA H100 80GB HBM3 x 8", world_size=8, torch="2.13.0", cuda="13.0", python="3.11",
+                 git_commit="c" * 40, changed={}, **FACTS) | header
+    if started is not None:
+        facts["started"] = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(started))
+    lines = [{key: fact for key, fact in facts.items() if fact is not None}]
+    lines.append(dict(type="phase", name="warm-up", ms=5000.0, timed=False))
+    lines.append(dict(type="val", step=0, val_loss=7.6, train_time_ms=0.0))
+    for n in range(1, steps + 1):
+        ms = 1000 * seconds * n / steps - 1 / (n + seed + loss)
+        lines.append(dict(type="step", step=n, train_time_ms=ms, train_loss=5 - n / steps + loss / 100 + seed / 1000))
+        if n in (steps // 2, steps * 4 // 5):
+            lines.append(dict(type="val", step=n, val_loss=loss + 1 - n / steps, train_time_ms=ms))
+    last = dict(val_loss=loss, train_time_ms=1000 * seconds)
+    lines.append(dict(type="val", step=steps, **last))
+    lines.append(dict(type="result", **last, steps=steps, tokens=563_200, peak_memory_mib={"consumption": 800})
+                 | dict(result))
+    write_events(folder / "log.jsonl", lines)
+    write_text_log(folder)
+    return folder
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def events_of(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def write_events(path: Path, events: list[dict]) -> None:
+    path.write_text("".join(json.dumps(event) + "\n" for event in events))
+
+
+def write_text_log(folder: Path) -> None:
+    """log.txt of the events in log.jsonl, as the trainer writes it."""
+    header, *events = events_of(folder / "log.jsonl")
+    said = [f"Running PyTorch {header['torch']} compiled for CUDA {header.get('cuda')} on {header['hardware']} with "
+            f"world_size {header['world_size']}", f"preset pocket, seed {header['seed']}", "=" * 100]
+    for event in events:
+        if event["type"] in ("step", "val"):
+            loss = f"val_loss:{event['val_loss']:.4f} " if event["type"] == "val" else ""
+            ms = event["train_time_ms"]
+            average = ms / max(event["step"], 1)
+            total = header["config"]["num_scheduled_steps"]
+            said.append(f"step:{event['step']}/{total} {loss}train_time:{ms:.0f}ms step_avg:{average:.2f}ms")
+    (folder / "log.txt").write_text("\n".join(["=" * 100, *said]) + "\n")
+
+
+def make_side(folder: Path, losses=A_LOSSES, times=A_TIMES, first: float | None = NOON, apart: float = 2 * RUN_S,
+              **settings) -> Path:
+    """A pool of runs, by default with room for the other side's between two of them."""
+    for seed, (loss, seconds) in enumerate(zip(losses, times)):
+        started = None if first is None else first + apart * seed
+        make_run(folder / f"seed{seed}", seed, loss, seconds, started, **settings)
+    return folder
+
+
+def make_sides(folder: Path, a=(), b=()) -> tuple[Path, Path]:
+    """Two sides in turn: B's runs have another source and take 1 % less time."""
+    of_b = dict(losses=B_LOSSES, times=B_TIMES, first=NOON + RUN_S, source=OTHER_SOURCE) | dict(b)
+    return make_side(folder / "a", **dict(a)), make_side(folder / "b", **of_b)
+
+
+def compare(a: Path, b: Path, *options, **settings) -> dict:
+    return report.compare(report.side_of("A", [a]), report.side_of("B", [b]), *options, **settings)
+
+
+def make_peer(path: Path, loss: float, seconds: float, started: float = NOON, total: int = 1400, source: str = SOURCE,
+              scale: float = 1.0, less_s: float = 0.0) -> Path:
+    """A text log of the public records. scale, less_s: what is done to times but not to averages."""
+    date = time.strftime("%a %b %e %H:%M:%S %Y", time.gmtime(started))
+    lines = [source + "=" * 100, "Running Python 3.12.9", "Running PyTorch 2.10.0 compiled for CUDA 12.6", date,
+             "| NVIDIA-SMI 570.195.03     Driver Version: 570.195.03   CUDA Version: 12.8     |"]
+    lines += [f"|   {gpu}  NVIDIA H100 80GB HBM3   On  |   00000000:{gpu}8:00.0 Off |   0 |" for gpu in range(8)]
+    lines.append("=" * 100)
+    step_ms = 1000 * seconds / total
+    for step in range(0, total + 1, total // 8):
+        ms = max(0.0, scale * step_ms * step - 1000 * less_s)
+        lines.append(f"step:{step}/{total} val_loss:{loss + (total - step) * 2e-4:.4f} train_time:{ms:.0f}ms "
+                     f"step_avg:{step_ms:.2f}ms")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def call(*argv: object) -> tuple[int, str, str]:
+    """Status, stdout and stderr of a verb."""
+    spec = importlib.util.spec_from_file_location("records_main", ROOT / "records/__main__.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
+        status = module.main(list(map(str, argv)))
+    return status, out.getvalue(), err.getvalue()
+
+
+def edit(path: Path, old: str, new: str) -> None:
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
