@@ -227,7 +227,8 @@ UP, DOWN, HEAD = (torch.nn.Parameter(randn(*shape)) for shape in ((8, 4), (8, 4)
 
 @pytest.mark.parametrize("forward", [
     lambda x: tg.linear(x, tg.as_part(UP)), lambda x: tg.relu_sq_mlp(x, tg.as_part(UP), tg.as_part(DOWN)),
-    lambda x: head_losses(x, HEAD), lambda x: tg.RowLookup.apply(x, torch.tensor([0, 4, 0]), torch.zeros(5, 4).double()),
+    lambda x: head_losses(x, HEAD),
+    lambda x: tg.RowLookup.apply(x, torch.tensor([0, 4, 0]), torch.zeros(5, 4).double()),
 ], ids=("product", "mlp", "head", "lookup"))
 def test_first_order__a_gradient_of_a_gradient_is_refused(forward: Callable):
     """Also where the gradient that arrives is a constant, which autograd would let pass."""

@@ -28,7 +28,8 @@ def test_losses__and_gradients_are_the_recipes(heads, slots, seed):
     weights, one = torch.tensor(values.mtp_weights, dtype=torch.float64), torch.ones((), dtype=torch.float64)
     losses = model.losses(batch, weights, one, tg.spans_of(short=5, long=9, max_len=12, scale=0.8), "plain", rows)
     losses.sum().backward()
-    found = {label: p.grad for label, p in model.named_parameters()} | {label: sums for label, (_, sums) in rows.items()}
+    found = {label: p.grad for label, p in model.named_parameters()}
+    found |= {label: sums for label, (_, sums) in rows.items()}
     for slot in range(slots):
         want = naive.losses(naive.leaves(), batch, slot, values, values.mtp_weights)
         np.testing.assert_allclose(losses[slot].detach(), want.detach(), rtol=0, atol=1e-10)      # through 11 layers

@@ -114,7 +114,7 @@ def mean_loss(losses: tg.Losses) -> float:
 
 
 class Run:
-    """What a run of `record`, on a CPU of `tiny`, makes before its warm-up: the trainer's executor, loader, schedule."""
+    """All that a run of `record`, on a CPU of `tiny`, makes before its warm-up."""
 
     def __init__(self, fabric: tg.Fabric) -> None:
         """Raises RunError if it does not fit. DATA names shards to train on, say of real tokens."""
