@@ -2,7 +2,6 @@
 import functools
 import json
 import os
-import pickle
 import re
 from dataclasses import FrozenInstanceError, fields, replace
 from pathlib import Path
@@ -14,10 +13,8 @@ import train_gpt as tg
 
 ONE_STAGE = "128 1 3 1.0 1.0,0.5 1.0,0.0"
 
-
 def refuse(argv: list[str], *parts: str) -> str:
     return refused(tg.ConfigError, functools.partial(tg.parse_flags, argv), *parts)
-
 
 LAYERS = (tg.Layer("paired", value=0), tg.Layer("plain", "long", value=1, key_shift=True, keep_as="skip"),
           tg.Layer("none", add="skip"), tg.Layer("plain", keep_as="backout"))
@@ -32,7 +29,6 @@ BAD_LAYERS = {                               # changes of these layers by depth 
     "key offset of paired heads": ({0: dict(key_shift=True)}, "layer 0", "'paired'", "in a plain layer"),
 }
 
-
 @pytest.mark.parametrize("name", BAD_LAYERS)
 def test_check_layers__a_table_that_cannot_work(name, monkeypatch):
     changes, *parts = BAD_LAYERS[name]
@@ -40,13 +36,11 @@ def test_check_layers__a_table_that_cannot_work(name, monkeypatch):
     monkeypatch.setattr(tg, "LAYERS", tuple(layers))
     refuse(["--preset=tiny"], "LAYERS", *parts)
 
-
 def test_check_layers__tables_that_work():
     """The trainer's own, and those that an ablation makes: a kept stream that nobody takes, no value tables."""
     for layers in (tg.LAYERS, LAYERS, [tg.Layer("plain", keep_as=tg.BACKOUT)]):
         tg.check_layers(layers)
         tg.check_layers([replace(layer, add="", value=None, key_shift=False) for layer in layers])
-
 
 STAGES = (tg.Stage(128, 1, 3, 1.0, (1.0, 0.5), (1.0, 0.0)), tg.Stage(256, 3, 7, 1.5, (1.0,), (1.0,), untie=True),
           tg.Stage(256, 4, 8, 1.0, (1.0,), (1.0,)))
@@ -59,17 +53,12 @@ BAD_STAGES = {                               # columns of the first of these -> 
     "untied twice": (dict(untie=True), "`untie` in one row at most"),
 }
 
-
 @pytest.mark.parametrize("name", BAD_STAGES)
 def test_check_config__a_stage_table_that_cannot_work(name):
-    """As a table, which no parser of flags has seen, and as a flag."""
     changes, *parts = BAD_STAGES[name]
     first, *others = STAGES
     stages = (first._replace(**changes), *others)
-    cfg = tg.Config(**tg.PRESETS["tiny"] | dict(stages=stages))
-    refused(tg.ConfigError, functools.partial(tg.check_config, cfg), "--stages", *parts)
     refuse(["--preset=tiny", f"--stages={tg.flag_text(stages)}"], "--stages", *parts)
-
 
 TABLE = tg.NgramTable("trigram_embed", 3, 100)
 NO_ATTENTION = min(set(range(len(tg.LAYERS) + 1)) - set(tg.ATTENTION_LAYERS))
@@ -78,6 +67,7 @@ BAD_TABLES = {                               # columns of a table of n-grams -> 
     "a layer without attention": (dict(place=NO_ATTENTION), f"place={NO_ATTENTION}", "a layer with attention"),
     "an unknown home": (dict(home="disk"), "disk", "home `device` or `host`"),
     "an unknown rounding": (dict(rounding="down"), "down", "`nearest` or `stochastic`"),
+    "an unknown cadence": (dict(cadence=8), "1, 2 or 4 steps"),
     "a cadence between Adam's steps": (dict(cadence=1), "1, 2 or 4 steps", "a multiple of adam_every=2"),
     "a single row": (dict(rows=1), "2 rows or more", "there is no n-gram"),
     "too many rows": (dict(rows=2**31), "below 2^31"),
@@ -88,14 +78,11 @@ BAD_TABLES = {                               # columns of a table of n-grams -> 
     "a label twice": (dict(label="other_embed"), "nor another row"),
 }
 
-
 @pytest.mark.parametrize("name", BAD_TABLES)
 def test_check_config__a_table_of_ngrams_that_cannot_work(name):
     changes, *parts = BAD_TABLES[name]
     tables = TABLE._replace(label="other_embed"), TABLE._replace(**changes)
-    cfg = tg.Config(**tg.PRESETS["tiny"] | dict(tables=tables, adam_every=2))
-    refused(tg.ConfigError, functools.partial(tg.check_config, cfg), "--tables", *parts)
-
+    refuse(["--preset=tiny", f"--tables={tg.flag_text(tables)}"], "--tables", *parts)
 
 def test_tables__rows_and_defaults():
     _, cfg = tg.parse_flags(["--preset=tiny", "--tables=a_embed 2 30; b_embed 4 50 7 1 host 4 stochastic 70 0 0.5"])
@@ -107,7 +94,6 @@ def test_tables__rows_and_defaults():
         assert len(factors) == len(sign_factors)
         assert all(factor % 2 == 1 and 0 < factor < 2**31 for factor in factors + sign_factors), "none loses bits"
 
-
 @pytest.mark.parametrize("name", list(tg.PRESETS))
 def test_parse_flags__every_field_is_a_flag(name):
     """All values of a preset written as flags over another preset give that preset: nothing is lost on the way."""
@@ -118,7 +104,6 @@ def test_parse_flags__every_field_is_a_flag(name):
     assert tg.parse_flags(["--preset=tiny", *argv]) == ("tiny", want)
     assert tg.parse_flags([f"--preset={name}"]) == (name, want)
 
-
 def test_parse_flags__a_flag_beats_the_preset_and_the_config_is_frozen():
     _, cfg = tg.parse_flags(["--preset=tiny", "--seed", "7", "--adam_lr=1e-3", "--adam_every=1", "--compile", "-1",
                              f"--stages={ONE_STAGE};{ONE_STAGE}"])
@@ -127,7 +112,6 @@ def test_parse_flags__a_flag_beats_the_preset_and_the_config_is_frozen():
     assert tg.parse_flags([])[0] == "record"
     with pytest.raises(FrozenInstanceError):
         cfg.seed = 1
-
 
 REFUSED = {                                  # flags over the tiny preset -> what the message must hold
     "--see=1": ("unknown flag", "--see", "--seed"),
@@ -147,7 +131,6 @@ REFUSED = {                                  # flags over the tiny preset -> wha
     "--num_heads=3": ("--num_heads", "3", "even", "--num_heads=4"),
     "--head_dim=4": ("--head_dim", "8 to "),
     "--head_dim=18": ("--head_dim", "18", "multiple of 4", "--head_dim=16"),
-    "--model_dim=11": ("--model_dim", "12 to "),
     "--model_dim=40": ("--model_dim", "40", "2 x 16", "--model_dim=32"),
     "--num_slots=7": ("--stages", "128", "multiple of 112"),                     # 112 = 16 tokens x 7 slots
     "--val_batch_tokens=100": ("--val_batch_tokens", "100", "--val_batch_tokens=128"),
@@ -156,20 +139,9 @@ REFUSED = {                                  # flags over the tiny preset -> wha
     "--profile=3:3": ("--profile", "3:3", "0 < a < b"),
 }
 
-
 @pytest.mark.parametrize("flag", REFUSED, ids="{:.60}".format)
 def test_parse_flags__a_bad_setting(flag):
-    """And each --flag=value that the last line of a message proposes is not refused for that flag again."""
-    message = refuse(["--preset=tiny", flag], *REFUSED[flag])
-    assert len(message) < 1500
-    name = flag.partition("=")[0]
-    for way in re.findall(rf"{name}=[^\s,]+", message.rpartition("do:")[2]):
-        if not re.search("stages|resume|sample", flag):
-            try:
-                tg.parse_flags(["--preset=tiny", way])
-            except tg.ConfigError as error:
-                assert not str(error).startswith(name + "\n"), f"{way} is refused too: {error}"
-
+    refuse(["--preset=tiny", flag], *REFUSED[flag])
 
 def test_parse_flags__sample_takes_no_flag_of_the_model():
     """Not even --preset, which would say nothing about the saved weights."""
@@ -178,7 +150,6 @@ def test_parse_flags__sample_takes_no_flag_of_the_model():
     for flag in ("--model_dim=64", "--vocab_size=512", "--tables=a_embed 3 10", "--preset=tiny", "--resume=x"):
         refuse(["--sample=w", "x", flag], "--sample", flag, "what was trained", "leave the others out")
     refuse(["--sample=w", "once", "upon"], "'upon'", "one prompt in quotes")
-
 
 @pytest.mark.parametrize("name", list(tg.PRESETS))
 def test_parse_flags__help_names_every_field_with_the_values_of_the_preset(name, capsys):
@@ -192,7 +163,6 @@ def test_parse_flags__help_names_every_field_with_the_values_of_the_preset(name,
         about = f"{f.metadata['about']} [{tg.flag_text(values[f.name])}]"
         assert f"--{f.name} {f.metadata['unit']} {about}" in text, f.name
 
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_say__never_in_the_way_where_help_fails(monkeypatch, capsys):
     for rank in range(2):
@@ -202,7 +172,6 @@ def test_say__never_in_the_way_where_help_fails(monkeypatch, capsys):
     fabric().say("lost")
     with pytest.raises(tg.RunError):
         tg.parse_flags(["--help"])
-
 
 def test_parse_flags__names_of_files_begin_at_home(monkeypatch, tmp_path):
     """--save=~/x: the shell expands it only at the start of a word."""
@@ -216,18 +185,12 @@ def test_parse_flags__names_of_files_begin_at_home(monkeypatch, tmp_path):
 
 # ---- settings of an earlier run -------------------------------------------------------------------------------------
 
-def write_settings(folder: Path, preset_name: str = "tiny", **flags: str) -> None:
-    (folder / "settings.json").write_text(json.dumps(dict(preset=preset_name, flags=flags)))
-
-
-def test_read_settings__a_config_comes_back(tmp_path):
-    cfg = tg.Config(**tg.PRESETS["pocket_tables"] | dict(seed=3, adam_every=1))
-    write_settings(tmp_path, "pocket", **{name: tg.flag_text(value) for name, value in vars(cfg).items()})
-    assert tg.read_settings(tmp_path)[1] == cfg
-
+def write_settings(folder: Path, **flags: str) -> None:
+    (folder / tg.SETTINGS).write_text(json.dumps(dict(preset="tiny", flags=flags)))
 
 @pytest.mark.parametrize("content", [
-    b"", b"[]", b"{}", b'{"preset": "no", "flags": {}}', b'{"preset": [], "flags": {}}', b'{"preset": "tiny", "flags": 3}',
+    b"", b"[]", b"{}", b'{"preset": "no", "flags": {}}', b'{"preset": [], "flags": {}}',
+    b'{"preset": "tiny", "flags": 3}',
     b'{"preset": "tiny", "flags": {"sede": "3"}}', b"\xff\xfe", None, os.mkfifo], ids=range(10))
 def test_read_settings__any_content_ends_in_words(tmp_path, content):
     """No file, too: a folder of an older trainer has a log alone."""
@@ -237,7 +200,6 @@ def test_read_settings__any_content_ends_in_words(tmp_path, content):
     elif content:
         content(path)
     refused(tg.DataError, functools.partial(tg.read_settings, tmp_path), str(path), "name the folder of")
-
 
 def test_resume__flags_of_the_earlier_run_come_first(tmp_path):
     write_settings(tmp_path, seed="5", adam_lr="0.01", adam_every="2", save="w", run_dir="r", slots_per_micro_batch="2")
@@ -254,37 +216,19 @@ def test_resume__flags_of_the_earlier_run_come_first(tmp_path):
     write_settings(tmp_path, num_heads="2.0")
     refuse([resume], "num_heads", "'2.0'")                           # settings are checked like flags
 
-
 def test_resume__the_home_of_a_table_may_change_and_nothing_else_of_it(tmp_path):
     write_settings(tmp_path, tables="a_embed 3 10; b_embed 2 20")
     resume = f"--resume={tmp_path}"
     _, cfg = tg.parse_flags([resume, "--tables=a_embed 3 10 stream 0 host; b_embed 2 20"])
     assert [table.home for table in cfg.tables] == ["host", "device"]
-    for tables in ("a_embed 3 10 stream 1 host; b_embed 2 20", "a_embed 3 10", "b_embed 2 20; a_embed 3 10"):
-        refuse([resume, f"--tables={tables}"], "--tables with --resume", "a_embed 3 10 stream 0 device",
-               "the home of a table")
-
+    for tables in ("a_embed 3 10 stream 1 host; b_embed 2 20", "b_embed 2 20; a_embed 3 10"):
+        refuse([resume, f"--tables={tables}"], "--tables with --resume", "the home of a table")
 
 def test_config__every_setting_is_used():
     """No dead switch: each field is read somewhere besides its own line."""
     source = (ROOT / "train_gpt.py").read_text()
     for f in fields(tg.Config):
         assert re.search(rf"(cfg|self|end|flags)\.{f.name}\b|\"{f.name}\", (unset|0|-1)", source), f.name
-
-
-# ---- Fabric ---------------------------------------------------------------------------------------------------------
-
-def test_failing_together__the_error_of_the_first_rank(monkeypatch):
-    """On every rank after the body, with its rank if there are several; it travels as a pickle."""
-    with pytest.raises(tg.DataError, match="shard\n") as caught, fabric().failing_together():
-        raise tg.DataError("shard", b"x", 3, "write it again")
-    assert caught.value.args == ("shard", "b'x'", "3", "write it again")
-    failures = [None, tg.RunError("disk", "full", "room", "tidy up"), tg.DataError("shard", 1, 2, "write")]
-    monkeypatch.setattr(tg.Fabric, "gather", lambda self, fact: pickle.loads(pickle.dumps(failures)))
-    with pytest.raises(tg.RunError) as caught, fabric(0, 3).failing_together():
-        pass
-    assert str(caught.value) == "disk, on rank 1\n  found:    full\n  expected: room\n  do:       tidy up"
-
 
 def test_errors__status_and_long_values():
     assert (tg.ConfigError.status, tg.DataError.status, tg.RunError.status) == (2, 2, 1)

@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import pickle
-import random
 import resource
 import shutil
 import signal
@@ -21,7 +20,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from common import Forked, Run, executor, fabric, losses, preset, recorded_writes, refused, run, weights
+from common import Run, executor, fabric, losses, preset, recorded_writes, refused, run, weights
 
 import train_gpt as tg
 
@@ -30,10 +29,8 @@ SHORT = ("--max_steps=1", "--val_every=0", "--sample_tokens=0")
 NO_TABLES = SimpleNamespace(fabric=fabric(), tables={})       # an executor as far as a folder without rows needs one
 SMALL_PIECES = 1 << 14                   # bytes, more than 64 rows have: several files of each table
 
-
 def nothing(*_: object) -> None:
     """In the place of a warm-up, which leaves no trace."""
-
 
 @pytest.fixture(scope="module", autouse=True)
 def small_pieces() -> Iterator[None]:
@@ -41,7 +38,6 @@ def small_pieces() -> Iterator[None]:
         patch.setattr(tg, "PIECE_ROWS", 64)
         patch.setattr(tg, "warm_up", nothing)
         yield
-
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
@@ -52,11 +48,9 @@ def sound(tmp_path_factory) -> Path:
     assert done.status == 0, done.err
     return folder
 
-
 @pytest.fixture
 def save(sound, tmp_path) -> Path:
     return Path(shutil.copytree(sound / "save", tmp_path / "save"))
-
 
 @pytest.fixture
 def newest(sound, tmp_path) -> Path:
@@ -64,17 +58,14 @@ def newest(sound, tmp_path) -> Path:
     shutil.copytree(sound / "run", tmp_path / "run")
     return tmp_path / "run" / tg.CHECKPOINTS / "step-0000004"
 
-
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
 
 def seal(folder: Path) -> None:
     """Let the manifest vouch for the files as they are now."""
     files = {path.name: dict(sha256=hashlib.sha256(path.read_bytes()).hexdigest())
              for path in folder.iterdir() if path.name != tg.MANIFEST and path.is_file()}
     (folder / tg.MANIFEST).write_text(json.dumps(dict(format=2, files=files)))
-
 
 def change(path: Path, edit) -> None:
     """Replace the content of a file of tensors by what `edit` makes of it, with the right hash."""
@@ -83,16 +74,13 @@ def change(path: Path, edit) -> None:
     torch.save(content, path)
     seal(path.parent)
 
-
 def sample(folder: Path) -> None:
     tg.sample_saved(tg.parse_flags([f"--sample={folder}", "--sample_tokens=2"])[1])
-
 
 def load(newest: Path, **changes) -> int:
     """Load the newest sound checkpoint; return its step."""
     cfg = preset(**dict(tables=tg.parse_value("tables", TABLES)) | changes)
     return tg.load_checkpoint(newest.parent.parent, executor(cfg))["log"]["done"]
-
 
 def first(folder: Path, pattern: str) -> Path:
     return min(folder.glob(pattern))
@@ -105,17 +93,14 @@ def flipped(path: Path) -> None:
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
-
 def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
-
 
 def replaced_by(make):
     def damage(path: Path) -> None:
         path.unlink()
         make(path)
     return damage
-
 
 def swapped(path: Path) -> None:
     """With another of its folder."""
@@ -124,10 +109,8 @@ def swapped(path: Path) -> None:
     path.rename(other)
     path.write_bytes(content)
 
-
 DAMAGES = dict(flipped=flipped, cut=cut, gone=Path.unlink, fifo=replaced_by(os.mkfifo),
                directory=replaced_by(Path.mkdir), swapped=swapped)
-
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("in_save, in_run", [("weights.pt", "run.pt"), ("rows-trigram*-1.pt", "rows-trigram*-1.pt"),
@@ -147,12 +130,10 @@ def test_read_tensors__damage(save, newest, capsys, damage, in_save, in_run):
     assert str(newest) in said and "the checkpoint before step-0000004 is taken" in said
     assert without_manifest or str(path) in said
 
-
 def test_load_checkpoint__none_is_whole(newest):
     for path in newest.parent.iterdir():
         cut(path / "run.pt")
     refused(tg.DataError, functools.partial(load, newest), "step-0000002", "a whole one")
-
 
 def test_load_checkpoint__ranks_see_other_checkpoints(newest, monkeypatch):
     def two(self: tg.Fabric, fact: object) -> list:
@@ -161,22 +142,18 @@ def test_load_checkpoint__ranks_see_other_checkpoints(newest, monkeypatch):
     monkeypatch.setattr(tg.Fabric, "gather", two)
     refused(tg.ConfigError, functools.partial(tg.load_checkpoint, newest.parent.parent, ranks), "none on rank 1")
 
-
 class Evil:
     """What a pickle may hold: a call that is made when it is loaded."""
 
     def __reduce__(self):
         return os.mkdir, ("evil_was_here",)
 
-
-@pytest.mark.parametrize("content", [b"junk" * 1000, pickle.dumps(Evil()), Evil()], ids=["junk", "bare", "zip"])
+@pytest.mark.parametrize("content", [b"junk" * 1000, pickle.dumps(Evil()), None], ids=["junk", "bare", "zip"])
 def test_read_tensors__runs_no_code(save, content, monkeypatch):
-    """With the right hash; and nobody is told to let it."""
+    """The hash is right; and nobody is told to let it."""
     path = save / "weights.pt"
-    if isinstance(content, bytes):
-        path.write_bytes(content)
-    else:
-        torch.save(dict(attn=content), path)
+    torch.save(dict(attn=Evil()), path)
+    path.write_bytes(content or path.read_bytes())
     seal(save)
     monkeypatch.chdir(save)
     message = refused(tg.DataError, functools.partial(sample, save), "weights.pt", "unreadable or with code in it")
@@ -192,18 +169,14 @@ def on(name: str, edit_entry=None):
         return others if edit_entry is None else others | {name: edit_entry(tensors.get(name))}
     return edit
 
-
 def fewer(x: torch.Tensor) -> torch.Tensor:
     return x[:-1].clone()
-
 
 def narrow(x: torch.Tensor) -> torch.Tensor:
     return x[:, 1:].clone()
 
-
 def beyond(ids: torch.Tensor) -> torch.Tensor:
     return torch.where(ids == ids.max(), 500, ids)
-
 
 OTHER = {                                # part, case -> its change, what is named
     ("weights", "shape"): (on("attn", fewer), "attn"), ("weights", "dtype"): (on("attn", torch.Tensor.double), "attn"),
@@ -216,7 +189,6 @@ OTHER = {                                # part, case -> its change, what is nam
     ("rows", "narrow"): (on("rows", narrow), ""), ("rows", "fewer"): (on("rows", fewer), ""),
     ("state of rows", "no last"): (on("last"), ""), ("state of rows", "fewer v"): (on("v", fewer), ""),
     ("state of rows", "i64 last"): (on("last", torch.Tensor.long), "")}
-
 
 @pytest.mark.parametrize("part, case", OTHER)
 def test_check_tensors__other_content(save, newest, capsys, part, case):
@@ -234,23 +206,15 @@ def test_check_tensors__other_content(save, newest, capsys, part, case):
     said = capsys.readouterr().out
     assert str(newest) in said and named in said
 
-
 @pytest.mark.parametrize("changes", [dict(dtype="float64"), dict(bigram_rows=2000),
                                      dict(tables=tg.parse_value("tables", TABLES.replace("500", "400")))], ids=str)
 def test_load_checkpoint__of_another_model(newest, changes):
     refused(tg.DataError, functools.partial(load, newest, **changes), "a whole one")
 
-
 def test_sample_saved__damaged_settings(save):
     path = save / tg.SETTINGS
     path.write_text(path.read_text().replace('"seed": "0"', '"seed": "1"'))
     refused(tg.DataError, functools.partial(sample, save), tg.SETTINGS, "says manifest.json")
-
-
-def test_sample_saved__weights_without_finite_logits(save):
-    change(save / "weights.pt", lambda tensors: {label: torch.full_like(x, 1e38) for label, x in tensors.items()})
-    done = run(save, f"--sample={save}")
-    assert done.status == 1 and done.err.startswith("RunError: sample\n  found:    logits that are not finite")
 
 
 # ---- Writing ---------------------------------------------------------------------------------------------------------
@@ -267,13 +231,11 @@ def test_write_folder__the_manifest_names_every_file(sound):
             assert (folder / f"rows-{label}-0of1-1.pt").exists()
     assert names(sound / "run" / tg.CHECKPOINTS) == ["step-0000002", "step-0000004"]
 
-
 def test_write_folder__all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     calls = recorded_writes(monkeypatch)
     tg.write_folder(tmp_path / "new", "id", {"a.bin": b"x", "b.pt": dict(x=torch.ones(3))}, NO_TABLES)
     inodes = [(tmp_path / "new" / name).stat().st_ino for name in ("a.bin", "b.pt", tg.MANIFEST, "")]
     assert calls == [*inodes, "new", tmp_path.stat().st_ino]
-
 
 @pytest.mark.parametrize("at", range(5))
 def test_write_folder__a_disk_that_fails_leaves_nothing(tmp_path, monkeypatch, at):
@@ -290,63 +252,50 @@ def test_write_folder__a_disk_that_fails_leaves_nothing(tmp_path, monkeypatch, a
     refused(tg.RunError, write, "No space left on device")
     assert names(tmp_path) == []
 
-
-@pytest.mark.parametrize("taken_by", [Path.mkdir, Path.touch], ids=["a folder", "a file"])
-def test_write_folder__a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path, monkeypatch, taken_by):
-    folder = tmp_path / "new"
+def before_flush(monkeypatch, act) -> None:
+    """Let this be done with a path before it is flushed to the disk."""
     sync = tg.sync_to_disk
 
-    def taken(path: Path) -> None:
-        if path.name == "mine":
-            taken_by(folder)
-            if folder.is_dir():
-                (folder / "theirs").touch()
+    def acting(path: Path) -> None:
+        act(path)
         sync(path)
 
-    monkeypatch.setattr(tg, "sync_to_disk", taken)
+    monkeypatch.setattr(tg, "sync_to_disk", acting)
+
+def full_disk(name: str):
+    """What becomes a folder whose name begins so finds no room."""
+    def full(path: Path) -> None:
+        if path.parent.name.startswith(name):
+            raise OSError(errno.ENOSPC, "No space left on device")
+    return full
+
+@pytest.mark.parametrize("take", [Path.touch, lambda folder: (folder / "theirs").mkdir(parents=True)])
+def test_write_folder__a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path, monkeypatch, take):
+    folder = tmp_path / "new"
+    before_flush(monkeypatch, lambda path: take(folder) if path.name == "mine" else None)
     write = functools.partial(tg.write_folder, folder, "id", dict(mine=b""), NO_TABLES)
     refused(tg.RunError, write, str(folder))
     assert names(tmp_path) == ["new"] and (folder.is_file() or names(folder) == ["theirs"])
 
-
-@pytest.mark.parametrize("taken_by", [Path.touch, Path.mkdir, os.mkfifo])
-def test_check_start__a_name_that_is_taken_ends_before_training(tmp_path, taken_by):
-    taken_by(tmp_path / "save")
-    done = run(tmp_path / "run", *SHORT, f"--save={tmp_path / 'save'}")
-    assert done.status == 2 and "a free name" in done.err and names(tmp_path) == ["save"]
-
-
-@pytest.mark.parametrize("where", [".", "/proc/new", "x" * 300, "file/new"])
-def test_check_start__a_save_that_cannot_be_written_there(tmp_path, where):
-    """Above the run directory, in no file system, too long, below a file."""
-    (tmp_path / "file").touch()
+@pytest.mark.parametrize("where, found", [
+    ("run", "a name that is taken"), ("file", "a name that is taken"), (".", "a name that is taken"),
+    ("/proc/new", "No such file"), ("x" * 300, "File name too long"), ("file/new", "Not a directory")])
+def test_check_start__a_save_that_cannot_be_written_ends_before_training(tmp_path, where, found):
+    for make, name in ((Path.touch, "file"), (Path.mkdir, "run")):
+        make(tmp_path / name)
     done = run(tmp_path / "run", *SHORT, f"--save={tmp_path / where}")
-    assert done.status == 2 and done.err.startswith("ConfigError") and names(tmp_path) == ["file"]
-
-
-def fill_disk(monkeypatch, name: str) -> None:
-    """Let the disk be full for folders whose name, or that of what becomes them, begins so."""
-    sync = tg.sync_to_disk
-
-    def full(path: Path) -> None:
-        if path.parent.name.startswith(name):
-            raise OSError(errno.ENOSPC, "No space left on device")
-        sync(path)
-
-    monkeypatch.setattr(tg, "sync_to_disk", full)
-
+    assert done.status == 2 and done.err.startswith("ConfigError") and found in done.err
+    assert names(tmp_path) == ["file", "run"] and names(tmp_path / "run") == []
 
 def test_finish__a_full_disk(tmp_path, monkeypatch):
-    fill_disk(monkeypatch, "elsewhere")
+    before_flush(monkeypatch, full_disk("elsewhere"))
     folder = tmp_path / "elsewhere"
     done = run(tmp_path / "run", *SHORT, f"--save={folder}")
     assert done.status == 1 and done.events[-1]["type"] == "result", "not aborted"
     assert json.loads(done.out.splitlines()[-1])["type"] == "result" and "No space left on device" in done.err
     assert f"the weights could not be saved in {folder}: they are in {tmp_path / 'run/save'}" in done.lines
     assert names(tmp_path) == ["run"]
-    again = run(tmp_path, f"--sample={tmp_path / 'run/save'}", "--sample_tokens=2")
-    assert again.status == 0 and again.out.startswith("token ids")
-
+    sample(tmp_path / "run/save")
 
 def test_finish__room_nowhere_takes_no_result_along(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -360,30 +309,24 @@ def test_finish__room_nowhere_takes_no_result_along(tmp_path):
     assert names(tmp_path) == ["run"]
     assert names(tmp_path / "run") == ["log.jsonl", "log.txt", "settings.json", "train_gpt.py"]
 
-
 @pytest.mark.parametrize("where", ["checkpoints/step-0000002", "save"])
 @pytest.mark.parametrize("number, cause", [(signal.SIGTERM, "ended from outside"), (signal.SIGINT, "interrupted")])
 def test_end__a_signal_while_a_folder_is_written_leaves_nothing_of_it(tmp_path, monkeypatch, where, number, cause):
-    sync = tg.sync_to_disk
-
-    def ended(path: Path) -> None:
+    def end(path: Path) -> None:
         if path.name == tg.MANIFEST and path.parent.name.startswith(Path(where).name):
             signal.raise_signal(number)
             time.sleep(100)
-        sync(path)
 
-    monkeypatch.setattr(tg, "sync_to_disk", ended)
+    before_flush(monkeypatch, end)
     done = run(tmp_path, "--max_steps=3", "--checkpoint_every=2", "--sample_tokens=0", f"--save={tmp_path / 'save'}")
     assert done.status == 128 + number and cause in done.err and cause in done.of("aborted")[0]["cause"]
     assert not list(tmp_path.rglob("*.part")) and not (tmp_path / where).exists()
 
-
 def test_write_checkpoint__one_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch):
-    fill_disk(monkeypatch, "step-0000004")
+    before_flush(monkeypatch, full_disk("step-0000004"))
     done = run(tmp_path / "run", "--max_steps=8", "--checkpoint_every=2", "--sample_tokens=0")
     assert done.status == 0 and "the run goes on without this checkpoint" in done.out, done.err
     assert names(tmp_path / "run" / tg.CHECKPOINTS) == ["step-0000002", "step-0000006"]
-
 
 def test_write_checkpoint__only_those_of_earlier_steps_are_removed(tmp_path):
     """A stranger's later ones do not push out what was just written."""
@@ -393,7 +336,6 @@ def test_write_checkpoint__only_those_of_earlier_steps_are_removed(tmp_path):
         (folder / f"step-{step:07d}").mkdir(parents=True)
     tg.write_checkpoint(tmp_path, "id", {}, executor(cfg), tg.Schedule(cfg).at(6))
     assert names(folder) == ["step-0000004", "step-0000006", "step-0000100", "step-0000200"]
-
 
 def test_write_checkpoint__off_the_clock(tmp_path, monkeypatch):
     write = tg.write_checkpoint
@@ -411,62 +353,25 @@ def test_write_checkpoint__off_the_clock(tmp_path, monkeypatch):
 
 # ---- Resumed runs: at another number of ranks in test_table_files.py ------------------------------------------------
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> Path:
-    """A run of 12 steps, beside its save."""
-    folder = tmp_path_factory.mktemp("whole")
-    assert run(folder / "run", "--seed=6", f"--save={folder / 'save'}", "--sample_tokens=0").status == 0
-    return folder / "run"
-
-
-@pytest.fixture(scope="module")
-def begun(tmp_path_factory) -> Path:
-    """The same up to step 9, with checkpoints at 2, 4, 6 and 8, of which the last two remain."""
-    folder = tmp_path_factory.mktemp("begun") / "run"
-    done = run(folder, "--seed=6", "--max_steps=9", "--checkpoint_every=2", "--sample_tokens=0")
-    assert done.status == 0 and names(folder / tg.CHECKPOINTS) == ["step-0000006", "step-0000008"], done.err
-    return folder
-
-
-def test_resume__equals_an_uninterrupted_run(begun, whole, tmp_path):
+def test_resume__equals_an_uninterrupted_run(tmp_path):
     """To the bit, with the lines and the clock up to its checkpoint; and it may be cut and resumed again."""
+    whole, begun = tmp_path / "whole", tmp_path / "begun"
+    run(whole, "--seed=6", f"--save={tmp_path / 'whole_save'}", "--sample_tokens=0")
+    run(begun, "--seed=6", "--max_steps=9", "--checkpoint_every=2", "--sample_tokens=0")
+    assert names(begun / tg.CHECKPOINTS) == ["step-0000006", "step-0000008"]
     done = run(tmp_path / "a", f"--resume={begun}", "--max_steps=0", f"--save={tmp_path / 'save'}")
     assert done.status == 0, done.err
-    assert losses(done.folder) == losses(whole) and weights(tmp_path / "save") == weights(whole.parent / "save")
+    assert losses(done.folder) == losses(whole) and weights(tmp_path / "save") == weights(tmp_path / "whole_save")
     before = Run(begun, 0, "", "")
-    assert done.events[0] == before.events[0] and done.lines[0] == "=" * 100
+    assert done.events[0] == before.events[0]
     times = [e["train_time_ms"] for e in done.of("step")]
     assert times[:8] == [e["train_time_ms"] for e in before.of("step")][:8] and times == sorted(times)
     assert [(e["step"], e["source"], e["seed"]) for e in done.of("resumed")] == [(8, str(begun), 6)]
 
-    assert run(tmp_path / "b", f"--resume={begun}", "--max_steps=11", "--checkpoint_every=3").status == 0
+    run(tmp_path / "b", f"--resume={begun}", "--max_steps=11", "--checkpoint_every=3")
     again = run(tmp_path / "c", f"--resume={tmp_path / 'b'}", "--max_steps=0")
-    assert again.status == 0 and losses(again.folder) == losses(whole)
-    assert [e["step"] for e in again.of("resumed")] == [8, 10]
+    assert losses(again.folder) == losses(whole) and [e["step"] for e in again.of("resumed")] == [8, 10]
     assert again.of("resumed")[1]["changed"]["checkpoint_every"] == "3", "flags are those of the run before"
-
-
-@pytest.mark.parametrize("seed, most", [(0, 1), *(pytest.param(seed, 8, marks=pytest.mark.all)
-                                                  for seed in range(1, 7))])
-def test_resume__a_run_killed_at_random_moments(whole, tmp_path, seed, most):
-    """Up to `most` times, and resumed until it ends."""
-    rng = random.Random(seed)
-    words = ["--preset=tiny", "--seed=6"]
-    for number in range(100):
-        here = tmp_path / f"{number}"
-        child = Forked([*words, f"--run_dir={here}", "--device=cpu", "--checkpoint_every=2", "--sample_tokens=0"])
-        deadline = time.monotonic() + rng.uniform(0.3, 1.5)
-        while number < most and child.poll() is None:
-            if time.monotonic() > deadline:
-                os.kill(child.child, signal.SIGKILL)
-                break
-            time.sleep(0.01)
-        if child.wait() == 0:
-            break
-        if any((here / tg.CHECKPOINTS).glob("step-???????")):
-            words = [f"--resume={here}"]
-    assert losses(here) == losses(whole)
-
 
 def test_check_resumed__what_differs_is_said_and_written(newest, tmp_path):
     def edit(facts: dict) -> dict:
