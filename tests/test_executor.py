@@ -90,6 +90,7 @@ def test_forward_backward__weight_zero_adds_nothing_even_of_a_loss_that_is_not_f
     once.forward_backward(batch, values)
     assert all(grad.equal(gradients(once)[label]) for label, grad in gradients(ex).items())
 
+@pytest.mark.recipe
 def test_evaluate__the_mean_over_all_tokens_with_documents_uncut(monkeypatch):
     """Whatever the size of the chunks of logits; documents are longer than in training."""
     cfg = small(max_doc_len=4, window_block=60)
@@ -102,6 +103,7 @@ def test_evaluate__the_mean_over_all_tokens_with_documents_uncut(monkeypatch):
         assert ex.evaluate(iter(batches), values) == pytest.approx(want, rel=1e-12)
     assert all(grad is None for grad in gradients(ex).values())
 
+@pytest.mark.recipe
 @pytest.mark.parametrize("length", [1, 16, 64, 70])
 def test_next_logits__those_of_the_whole_context(length):
     """At the last position of the same tokens; of a longer context only a validation slot's tokens count."""
