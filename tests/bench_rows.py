@@ -33,15 +33,12 @@ RANKS = 8
 WIDTH, ROW_BYTES, ID_BYTES = 768, 2 * 768, 4                         # bf16 rows, i32 ids
 STAGES = range(3)                                                    # the extension has the sizes of the third
 
-
 def tokens() -> str:
     pattern = os.environ.get("DATA", str(ROOT / "../shared/data/measure_train_*.bin"))
     return pattern if glob.glob(pattern) else str(ROOT / "data/pocket/pocket_train_*.bin")
 
-
 def print_row(*cells: Any) -> None:
     print("| " + " | ".join(map(str, cells)) + " |")
-
 
 def print_head(*names: str) -> None:
     print_row(*names)
@@ -67,7 +64,6 @@ def plans_of(stage: int, rank: int, most: int) -> list[dict[str, tg.TablePlan]]:
     loader.close()
     return plans[::2]
 
-
 class Moved(NamedTuple):
     """Means over cycles, of a table."""
     rows: float                                                      # distinct ones that a rank asks for
@@ -75,7 +71,6 @@ class Moved(NamedTuple):
     sparse: float                                                    # the same over what dense mode sends
     busiest: float                                                   # the busiest owner over the mean owner
     plan_ms: float                                                   # the time to plan them, with their hash
-
 
 def moved(stage: int, most_cycles: int) -> dict[str, Moved]:
     """Return what moves, by label of a table."""
@@ -93,7 +88,6 @@ def moved(stage: int, most_cycles: int) -> dict[str, Moved]:
                              (of_owner.max(1) / of_owner.mean(1)).mean(), plan_ms)
     return found
 
-
 def print_bytes() -> None:
     print(f"{tokens()}\n{RANKS} ranks, rows of {WIDTH} bf16; means over all cycles, dense = 1\n")
     print_head("table", "stage", "rows of a rank", "MB sent per rank", "sparse", "busiest owner", "plan ms")
@@ -105,7 +99,6 @@ def print_bytes() -> None:
 # ---- Large tables against small ones ---------------------------------------------------------------------------------
 
 ROUNDS, DROPPED = 12, 2                                              # the first touch memory for the first time
-
 
 class Timed:
     """Cycles of one table, part by part."""
@@ -147,7 +140,6 @@ class Timed:
         table.clear()
         return 1e9 * np.diff(times) / len(plan.my_rows)
 
-
 def compare(rank: int, world: int, store: str, home: str, sizes: tuple[int, int], width: int, ids: int) -> None:
     """Take two tables through their cycles in turn, each reading the same uniform rows at every second one."""
     torch.set_num_threads(1)
@@ -178,11 +170,9 @@ def compare(rank: int, world: int, store: str, home: str, sizes: tuple[int, int]
     if world > 1:
         dist.destroy_process_group()
 
-
 def print_scale() -> None:
     with tempfile.TemporaryDirectory() as folder:
         mp.spawn(compare, (4, f"{folder}/store", "", (250_000, 10_000_000), 8, 32_768), 4)
-
 
 def print_host() -> None:
     compare(0, 1, "", "host", (10**6, 10**8), 96, 98_304)

@@ -16,10 +16,8 @@ import train_gpt as tg
 LONGEST_FILES = ["test_rehearsal.py", "test_ranks.py", "test_rows.py", "test_tables.py",
                  "test_faults.py", "test_main.py", "test_files.py"]
 
-
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="also the long loops: faults again and again, more seeds")
-
 
 def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
@@ -32,18 +30,15 @@ def pytest_configure(config: pytest.Config) -> None:
                  "gpus2: needs two CUDA devices; `pytest -m gpus2` runs them all"):
         config.addinivalue_line("markers", mark)
 
-
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> Ranks:
     """Starts W ranks, and returns what each found: ranks.py."""
     return Ranks(tmp_path_factory.mktemp("ranks"))
 
-
 @pytest.fixture(scope="session")
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the rehearsal: what one walk has compiled, the next one finds."""
     return Path(os.environ.get("REHEARSAL_CACHE") or tmp_path_factory.mktemp("cache"))
-
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if config.getoption("--dist", "no") != "no":              # several processes take files in this order
@@ -52,11 +47,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("all") and not config.getoption("--all"):
             item.add_marker(pytest.mark.skip(reason="a long loop: run with --all"))
 
-
 def place_of(item: pytest.Item) -> int:
     """Return where its file stands among the longest, which come first, so that no process ends alone with one."""
     return (*LONGEST_FILES, item.path.name).index(item.path.name)
-
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say aloud what a machine without GPUs has not shown."""

@@ -22,18 +22,15 @@ AIM = dict(mean=13.5, p90=24, pairs=20, nested=1, ternaries=45, lambdas=5, walru
 FEW_STATEMENTS = 60                      # below that, mean and p90 say little
 FREE = 2                                 # a small file may have two of anything
 
-
 def docstrings(tree: ast.Module) -> list[ast.stmt]:
     """Return the strings that stand alone."""
     return [node for node in ast.walk(tree) if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             and isinstance(node.value.value, str)]
 
-
 def token_places(source: str) -> list[tuple[int, int]]:
     """Return (line, column) of each token that a reader reads, those of docstrings included."""
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     return [token.start for token in tokens if token.type in COUNTED]
-
 
 def end_of_head(node: ast.stmt) -> tuple[int, int]:
     """Return where a simple statement ends, or the body of a compound one begins, its decorators included."""
@@ -43,7 +40,6 @@ def end_of_head(node: ast.stmt) -> tuple[int, int]:
     first = body[0]
     decorators = [(decorator.lineno, 0) for decorator in getattr(first, "decorator_list", [])]
     return min([*decorators, (first.lineno, first.col_offset)])
-
 
 def statement_sizes(tree: ast.Module, places: list[tuple[int, int]]) -> list[int]:
     """Return the tokens of each statement, ascending."""
@@ -56,7 +52,6 @@ def statement_sizes(tree: ast.Module, places: list[tuple[int, int]]) -> list[int
             first = bisect.bisect_left(places, (node.lineno, node.col_offset))
             sizes.append(bisect.bisect_left(places, end_of_head(node)) - first)
     return sorted(sizes)
-
 
 def count_constructs(tree: ast.Module) -> Counter:
     counts = Counter()
@@ -72,7 +67,6 @@ def count_constructs(tree: ast.Module) -> Counter:
         counts["lambdas"] += isinstance(node, ast.Lambda)
         counts["walrus"] += isinstance(node, ast.NamedExpr)
     return counts
-
 
 class Density(NamedTuple):
     """What a reader has before him."""
@@ -96,7 +90,6 @@ class Density(NamedTuple):
         figures = ", ".join(f"{name} {figure:.3g}" for name, figure in self.figures.items())
         return (f"{self.lines} lines ({self.packaging:.1%} packaging, {self.comments:.1f} % comments), {self.tokens} "
                 f"tokens, {self.functions} functions, {self.statements} statements: {figures}")
-
 
 def density(source: str) -> Density:
     """Measure the text of a module, or whole statements cut out of one."""

@@ -37,7 +37,6 @@ FAULT_STEP = 3                           # step of the race in which a fault com
 FLAGS = ("--preset=tiny", "--adam_every=2", f"--comm_timeout={TIMEOUT}", "--val_every=0", "--max_steps=8",
          "--sample_tokens=2")
 
-
 class Ended(NamedTuple):
     """How a job ended; lists by rank."""
     status: list[int | str | None]       # minus the signal of a killed rank, None if it never ended, or "absent"
@@ -45,7 +44,6 @@ class Ended(NamedTuple):
     out: list[str]
     err: list[str]
     run_dir: Path
-
 
 class Job:
     """Start a run of the tiny preset, whose logs go to folder/run. how: what `supervise` takes."""
@@ -59,7 +57,6 @@ class Job:
     def wait(self) -> Ended:
         assert self.launcher.wait(2 * BOUND) == 0, self.launcher.texts()
         return Ended(*json.loads((self.folder / "result.json").read_text()), self.folder / "run")
-
 
 def supervise(folder: Path, words: list[str], world: int = 1, faults: dict[int, str] = {},
               extra: dict[int, list[str]] = {}, absent: Sequence[int] = (), store: str = "launcher",
@@ -117,7 +114,6 @@ def supervise(folder: Path, words: list[str], world: int = 1, faults: dict[int, 
         rows.append((process.status, process.ended - since, *process.texts()) if process else ("absent", 0, "", ""))
     Path("result.json").write_text(json.dumps([*zip(*rows)]))
 
-
 def hold_store(port: int, _: list[str]) -> None:
     """Have the store, as a launcher has, and say in a file who has it."""
     store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
@@ -148,7 +144,6 @@ PLACES: dict[str, tuple[Any, str, str]] = {
     "validation": (tg, "next_token_losses", "before"),
     "the sample": (tg, "generate", "once"),
 }
-
 
 def plant(fault: str) -> None:
     """Let an act, "kill in forward", happen once at its place in this process; a file `fault` tells when it did."""
@@ -182,16 +177,13 @@ def plant(fault: str) -> None:
     tg.Log.step = count
     setattr(owner, name, wrapped)
 
-
 def fail(error: BaseException = ZeroDivisionError("a bug")) -> None:
     raise error
-
 
 def kill(stopped_launcher: bool = False) -> None:
     if stopped_launcher:
         os.kill(int(Path("launcher").read_text()), signal.SIGSTOP)
     os.kill(os.getpid(), signal.SIGKILL)
-
 
 def wait_in_c(*_: object) -> None:
     """Wait as a collective or a compiler may: in C, where no signal is heard. A mutex is locked twice."""
@@ -200,16 +192,13 @@ def wait_in_c(*_: object) -> None:
     for _ in range(2):
         libc.pthread_mutex_lock(mutex)
 
-
 def signal_when_stuck(number: int) -> None:
     threading.Timer(0.3, os.kill, (os.getpid(), number)).start()
     wait_in_c()
 
-
 def bug_and_stuck_end() -> None:
     tg.Log.aborted = wait_in_c
     fail()
-
 
 def bug_and_full_pipe() -> None:
     """stderr is a pipe that nobody reads."""
@@ -217,7 +206,6 @@ def bug_and_full_pipe() -> None:
     os.write(writing, bytes(fcntl.fcntl(writing, fcntl.F_GETPIPE_SZ)))
     os.dup2(writing, 2)
     fail()
-
 
 def bug_and_late_signal() -> None:
     """SIGTERM comes when the end has begun."""
@@ -231,11 +219,9 @@ def bug_and_late_signal() -> None:
     tg.describe = late
     fail()
 
-
 def break_weights() -> None:
     mlp = tg.relu_sq_mlp
     tg.relu_sq_mlp = lambda *args: mlp(*args) * float("nan")
-
 
 def change_plans(key: str, by: int, untied: bool = False) -> None:
     """From here on this rank's row plans say another cycle, or other tokens, or that the head is tied no more."""
@@ -249,7 +235,6 @@ def change_plans(key: str, by: int, untied: bool = False) -> None:
         return found
     tg.Planner.plan = changed
 
-
 def spoil_shards(size: int | None) -> None:
     """Cut, or remove, those that are not in memory yet: by FAULT_STEP the loader is at the third."""
     for path in sorted(Path("data").glob("train_*.bin"))[4:]:
@@ -257,7 +242,6 @@ def spoil_shards(size: int | None) -> None:
             path.unlink()
         else:
             os.truncate(path, size)
-
 
 ACTS: dict[str, Callable[[], object]] = {
     "kill": kill,

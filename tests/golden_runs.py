@@ -38,17 +38,14 @@ MIXED = dict(tables="more_bigram_embed 2 200 stream 0 host 4 nearest 30.0 4.0 0.
              "trigram_embed 3 300 8 1 device 2 nearest 37.5 5.0 0.95; "
              "fourgram_embed 4 20000 3 1 host 2 stochastic 50.0 2.0 0.97")
 
-
 class Case(NamedTuple):
     """A run, or two of which the second goes on from the first's checkpoint."""
     world: int
     flags: dict[str, Any]
     resume_world: int = 0                # ranks of the run that goes on; 0: there is none
 
-
 def two(home: str = "device", cadence: int = 2, rounding: str = "nearest") -> dict[str, str]:
     return dict(tables=TWO.format(f"{home} {cadence} {rounding} 37.5 5.0 0.95"))
-
 
 def all_cases() -> dict[str, Case]:
     cases = {
@@ -91,7 +88,6 @@ def launch(trainer: Path, world: int, flags: dict[str, Any]) -> None:
     if process.returncode != 0:
         raise RuntimeError(f"status {process.returncode}: {' '.join(said.split())[-400:]}")
 
-
 def digest(x: torch.Tensor) -> str:
     """Hash type and bytes of a tensor, whatever its shape; integers of all widths are alike."""
     kind = str(x.dtype).removeprefix("torch.")
@@ -100,7 +96,6 @@ def digest(x: torch.Tensor) -> str:
         kind = "integer"
     content = x.contiguous().flatten().view(torch.uint8).numpy().tobytes()
     return f"{kind} {hashlib.sha256(content).hexdigest()[:16]}"
-
 
 def hashes(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, str]:
     """Hash each tensor, and the rows of tables in the folder, over all pieces, in ascending order of their ids."""
@@ -113,7 +108,6 @@ def hashes(tensors: dict[str, torch.Tensor], folder: Path) -> dict[str, str]:
         tensors[f"{label}.{name}"] = torch.cat(pieces)[order]
     return {name: digest(x) for name, x in sorted(tensors.items())}
 
-
 def read_run(run_dir: Path, kept: dict[str, dict[str, str]]) -> None:
     """Add the losses of a run and the state in its newest checkpoint to what is kept of its case."""
     for line in (run_dir / "log.jsonl").read_text("utf-8").splitlines():
@@ -123,7 +117,6 @@ def read_run(run_dir: Path, kept: dict[str, dict[str, str]]) -> None:
     newest = max((run_dir / "checkpoints").glob("step-*"))
     state = torch.load(newest / "run.pt", weights_only=True)["state"]
     kept[f"state at {int(newest.name[5:])}"] = hashes(state["weights"] | state["moments"], newest)
-
 
 def run_case(case: Case, trainer: Path, scratch: Path) -> dict[str, dict[str, str]]:
     """Run a case and return all that is kept of it, by section and name; {"failed": why} if it fails."""
@@ -166,11 +159,9 @@ def differences(stored: dict[str, dict], now: dict[str, dict]) -> list[str]:
             found.append(f"names in {section} on one side only: {', '.join(sorted(names))}")
     return found
 
-
 def versions() -> dict[str, str]:
     """Name what bits depend on besides the trainer."""
     return dict(python=sys.version.split()[0], torch=torch.__version__, cpu=torch.backends.cpu.get_cpu_capability())
-
 
 def main() -> int:
     """Make or compare; return 1 if a case differs or fails."""

@@ -20,7 +20,6 @@ import train_gpt as tg
 COMM_TIMEOUT = 10                        # s
 PATIENCE = 120                           # s for what the ranks of one call do; then each says where it is
 
-
 @dataclass(frozen=True)
 class Rank:
     """One process of a world."""
@@ -41,7 +40,6 @@ class Rank:
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")
         found = pickle.dumps(run(self, **given))
         (self.folder / f"{self.rank}.found").write_bytes(found)
-
 
 class Ranks:
     """The fixture `ranks`. One call is one world; an equal call is answered with what the first one found, the same

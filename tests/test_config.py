@@ -13,10 +13,8 @@ import train_gpt as tg
 
 ONE_STAGE = "128 1 3 1.0 1.0,0.5 1.0,0.0"
 
-
 def refuse(argv: list[str], *parts: str) -> str:
     return refused(tg.ConfigError, functools.partial(tg.parse_flags, argv), *parts)
-
 
 LAYERS = (tg.Layer("paired", value=0), tg.Layer("plain", "long", value=1, key_shift=True, keep_as="skip"),
           tg.Layer("none", add="skip"), tg.Layer("plain", keep_as="backout"))
@@ -31,7 +29,6 @@ BAD_LAYERS = {                               # changes of these layers by depth 
     "key offset of paired heads": ({0: dict(key_shift=True)}, "layer 0", "'paired'", "in a plain layer"),
 }
 
-
 @pytest.mark.parametrize("name", BAD_LAYERS)
 def test_check_layers__a_table_that_cannot_work(name, monkeypatch):
     changes, *parts = BAD_LAYERS[name]
@@ -39,13 +36,11 @@ def test_check_layers__a_table_that_cannot_work(name, monkeypatch):
     monkeypatch.setattr(tg, "LAYERS", tuple(layers))
     refuse(["--preset=tiny"], "LAYERS", *parts)
 
-
 def test_check_layers__tables_that_work():
     """The trainer's own, and those that an ablation makes: a kept stream that nobody takes, no value tables."""
     for layers in (tg.LAYERS, LAYERS, [tg.Layer("plain", keep_as=tg.BACKOUT)]):
         tg.check_layers(layers)
         tg.check_layers([replace(layer, add="", value=None, key_shift=False) for layer in layers])
-
 
 STAGES = (tg.Stage(128, 1, 3, 1.0, (1.0, 0.5), (1.0, 0.0)), tg.Stage(256, 3, 7, 1.5, (1.0,), (1.0,), untie=True),
           tg.Stage(256, 4, 8, 1.0, (1.0,), (1.0,)))
@@ -58,14 +53,12 @@ BAD_STAGES = {                               # columns of the first of these -> 
     "untied twice": (dict(untie=True), "`untie` in one row at most"),
 }
 
-
 @pytest.mark.parametrize("name", BAD_STAGES)
 def test_check_config__a_stage_table_that_cannot_work(name):
     changes, *parts = BAD_STAGES[name]
     first, *others = STAGES
     stages = (first._replace(**changes), *others)
     refuse(["--preset=tiny", f"--stages={tg.flag_text(stages)}"], "--stages", *parts)
-
 
 TABLE = tg.NgramTable("trigram_embed", 3, 100)
 NO_ATTENTION = min(set(range(len(tg.LAYERS) + 1)) - set(tg.ATTENTION_LAYERS))
@@ -85,13 +78,11 @@ BAD_TABLES = {                               # columns of a table of n-grams -> 
     "a label twice": (dict(label="other_embed"), "nor another row"),
 }
 
-
 @pytest.mark.parametrize("name", BAD_TABLES)
 def test_check_config__a_table_of_ngrams_that_cannot_work(name):
     changes, *parts = BAD_TABLES[name]
     tables = TABLE._replace(label="other_embed"), TABLE._replace(**changes)
     refuse(["--preset=tiny", f"--tables={tg.flag_text(tables)}"], "--tables", *parts)
-
 
 def test_tables__rows_and_defaults():
     _, cfg = tg.parse_flags(["--preset=tiny", "--tables=a_embed 2 30; b_embed 4 50 7 1 host 4 stochastic 70 0 0.5"])
@@ -103,7 +94,6 @@ def test_tables__rows_and_defaults():
         assert len(factors) == len(sign_factors)
         assert all(factor % 2 == 1 and 0 < factor < 2**31 for factor in factors + sign_factors), "none loses bits"
 
-
 @pytest.mark.parametrize("name", list(tg.PRESETS))
 def test_parse_flags__every_field_is_a_flag(name):
     """All values of a preset written as flags over another preset give that preset: nothing is lost on the way."""
@@ -114,7 +104,6 @@ def test_parse_flags__every_field_is_a_flag(name):
     assert tg.parse_flags(["--preset=tiny", *argv]) == ("tiny", want)
     assert tg.parse_flags([f"--preset={name}"]) == (name, want)
 
-
 def test_parse_flags__a_flag_beats_the_preset_and_the_config_is_frozen():
     _, cfg = tg.parse_flags(["--preset=tiny", "--seed", "7", "--adam_lr=1e-3", "--adam_every=1", "--compile", "-1",
                              f"--stages={ONE_STAGE};{ONE_STAGE}"])
@@ -123,7 +112,6 @@ def test_parse_flags__a_flag_beats_the_preset_and_the_config_is_frozen():
     assert tg.parse_flags([])[0] == "record"
     with pytest.raises(FrozenInstanceError):
         cfg.seed = 1
-
 
 REFUSED = {                                  # flags over the tiny preset -> what the message must hold
     "--see=1": ("unknown flag", "--see", "--seed"),
@@ -151,11 +139,9 @@ REFUSED = {                                  # flags over the tiny preset -> wha
     "--profile=3:3": ("--profile", "3:3", "0 < a < b"),
 }
 
-
 @pytest.mark.parametrize("flag", REFUSED, ids="{:.60}".format)
 def test_parse_flags__a_bad_setting(flag):
     refuse(["--preset=tiny", flag], *REFUSED[flag])
-
 
 def test_parse_flags__sample_takes_no_flag_of_the_model():
     """Not even --preset, which would say nothing about the saved weights."""
@@ -164,7 +150,6 @@ def test_parse_flags__sample_takes_no_flag_of_the_model():
     for flag in ("--model_dim=64", "--vocab_size=512", "--tables=a_embed 3 10", "--preset=tiny", "--resume=x"):
         refuse(["--sample=w", "x", flag], "--sample", flag, "what was trained", "leave the others out")
     refuse(["--sample=w", "once", "upon"], "'upon'", "one prompt in quotes")
-
 
 @pytest.mark.parametrize("name", list(tg.PRESETS))
 def test_parse_flags__help_names_every_field_with_the_values_of_the_preset(name, capsys):
@@ -178,7 +163,6 @@ def test_parse_flags__help_names_every_field_with_the_values_of_the_preset(name,
         about = f"{f.metadata['about']} [{tg.flag_text(values[f.name])}]"
         assert f"--{f.name} {f.metadata['unit']} {about}" in text, f.name
 
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_say__never_in_the_way_where_help_fails(monkeypatch, capsys):
     for rank in range(2):
@@ -188,7 +172,6 @@ def test_say__never_in_the_way_where_help_fails(monkeypatch, capsys):
     fabric().say("lost")
     with pytest.raises(tg.RunError):
         tg.parse_flags(["--help"])
-
 
 def test_parse_flags__names_of_files_begin_at_home(monkeypatch, tmp_path):
     """--save=~/x: the shell expands it only at the start of a word."""
@@ -205,7 +188,6 @@ def test_parse_flags__names_of_files_begin_at_home(monkeypatch, tmp_path):
 def write_settings(folder: Path, **flags: str) -> None:
     (folder / tg.SETTINGS).write_text(json.dumps(dict(preset="tiny", flags=flags)))
 
-
 @pytest.mark.parametrize("content", [
     b"", b"[]", b"{}", b'{"preset": "no", "flags": {}}', b'{"preset": [], "flags": {}}', b"\xff\xfe", None, os.mkfifo,
     b'{"preset": "tiny", "flags": 3}', b'{"preset": "tiny", "flags": {"sede": "3"}}'], ids=range(10))
@@ -217,7 +199,6 @@ def test_read_settings__any_content_ends_in_words(tmp_path, content):
     elif content:
         content(path)
     refused(tg.DataError, functools.partial(tg.read_settings, tmp_path), str(path), "name the folder of")
-
 
 def test_resume__flags_of_the_earlier_run_come_first(tmp_path):
     write_settings(tmp_path, seed="5", adam_lr="0.01", adam_every="2", save="w", run_dir="r", slots_per_micro_batch="2")
@@ -234,7 +215,6 @@ def test_resume__flags_of_the_earlier_run_come_first(tmp_path):
     write_settings(tmp_path, num_heads="2.0")
     refuse([resume], "num_heads", "'2.0'")                           # settings are checked like flags
 
-
 def test_resume__the_home_of_a_table_may_change_and_nothing_else_of_it(tmp_path):
     write_settings(tmp_path, tables="a_embed 3 10; b_embed 2 20")
     resume = f"--resume={tmp_path}"
@@ -243,13 +223,11 @@ def test_resume__the_home_of_a_table_may_change_and_nothing_else_of_it(tmp_path)
     for tables in ("a_embed 3 10 stream 1 host; b_embed 2 20", "b_embed 2 20; a_embed 3 10"):
         refuse([resume, f"--tables={tables}"], "--tables with --resume", "the home of a table")
 
-
 def test_config__every_setting_is_used():
     """No dead switch: each field is read somewhere besides its own line."""
     source = (ROOT / "train_gpt.py").read_text()
     for f in fields(tg.Config):
         assert re.search(rf"(cfg|self|end|flags)\.{f.name}\b|\"{f.name}\", (unset|0|-1)", source), f.name
-
 
 def test_errors__status_and_long_values():
     assert (tg.ConfigError.status, tg.DataError.status, tg.RunError.status) == (2, 2, 1)

@@ -27,12 +27,10 @@ RECIPE_TOKENS = (50256, 464, 262, 13, 50256, 50256, 198)
 RECIPE_ROWS = [251519, 204580, 71483, 2667, 204913, 35060, 14985]             # of 251,520 (recipe 11.1)
 EXTREME_TOKENS = (0, 1, 2, 50_256, 65_534, 2**16, 2**31 - 1, -1, -2**31, 2**30, 48271)
 
-
 def slow_hash(tokens: list[int], rows: int) -> list[int]:
     """Position 1 takes the number of the last row for its previous token."""
     overwritten = np.array([rows - 1, *tokens[1:]])
     return ngram_rows(overwritten, (tg.HASH_CURRENT, tg.HASH_PREVIOUS), rows).tolist()
-
 
 @pytest.mark.recipe
 def test_bigram_hash__is_32_bit_arithmetic_that_wraps():
@@ -43,7 +41,6 @@ def test_bigram_hash__is_32_bit_arithmetic_that_wraps():
     for rows in (2, 640, 251_520, MOST_ROWS):
         tokens = np.random.default_rng(rows).integers(0, 65536, 400).tolist()
         assert hashed(tokens, rows) == slow_hash(tokens, rows)
-
 
 @pytest.mark.parametrize("rows", [2, 97, MOST_ROWS])
 @pytest.mark.parametrize("order", list(tg.NGRAM_FACTORS))
@@ -62,7 +59,6 @@ def test_row_tables__rows_and_signs_of_ngrams(order, rows):
         found = call(tokens)
         np.testing.assert_array_equal(found, [ngram_rows(slot, constants, count) for slot in tokens])
         assert found.dtype == np.int32 and (found[:, :order - 1] == count - 1).all()
-
 
 def test_NGRAM_FACTORS__none_is_shared():
     """Signs by the hash of the row would be alike for n-grams that share a row."""
@@ -90,7 +86,6 @@ def slow_block(tokens: list[int], start_token: int, doc: int, slots: int, length
         block.append(pieces)
     return block, doc
 
-
 def slow_slot(tokens: list[int], pieces: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
     """n + 1 tokens of a slot, and where its documents end in the inputs."""
     bounds = [0]
@@ -98,7 +93,6 @@ def slow_slot(tokens: list[int], pieces: list[tuple[int, int]]) -> tuple[list[in
         bounds.append(bounds[-1] + end - start)
     bounds[-1] -= 1
     return [token for start, end in pieces for token in tokens[start:end]], bounds
-
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("sizes, slots, length", [((200,), 2, 16), ((65, 66, 67, 33), 2, 16), ((97, 98), 1, 32)])
@@ -118,13 +112,11 @@ def test_validation_slots__equal_a_plain_loop(sizes, slots, length):
     got = [(slot.tokens.tolist(), slot.cu_seqlens.tolist()) for slot in tg.validation_slots(shards, slots, length, 3)]
     assert got == want
 
-
 def validation_config(folder, stream, tokens: int, vocab_size: int = 50, document_start: int = 3):
     words = dict(vocab_size=vocab_size, document_start=document_start)
     write_shard(folder / "v.bin", stream, **words)
     cfg = preset(val_files=f"{folder}/*.bin", val_batch_tokens=128, val_tokens=tokens, **words)
     return cfg, tg.find_shards(cfg.val_files)
-
 
 def test_text_losses__unigram_entropy_and_bits_per_byte(tmp_path, monkeypatch):
     stream = random_stream(1, 300, 5, 4)
@@ -152,7 +144,6 @@ def write_shards(folder, *counts: int) -> list[list[int]]:
         write_shard(folder / f"train_{k}.bin", stream, 50, 3)
     return streams
 
-
 def make_loader(folder, rank=0, world=1, steps=12, exchange=None, **changes):
     """A loader of the tiny preset, and the schedule of its steps. Adam, so a cycle, is of two steps unless given."""
     fields = dict(vocab_size=50, document_start=3, max_doc_len=12, adam_every=2) | changes
@@ -161,7 +152,6 @@ def make_loader(folder, rank=0, world=1, steps=12, exchange=None, **changes):
     values = [schedule.at(step) for step in range(steps)]
     cycles = [values[first:first + schedule.cycle] for first in range(0, steps, schedule.cycle)]
     return tg.Loader(cfg, fabric(rank, world), tg.find_shards(cfg.train_files), cycles, exchange), values
-
 
 @contextlib.contextmanager
 def started(*where, **changes):
@@ -173,11 +163,9 @@ def started(*where, **changes):
     finally:
         loader.close()
 
-
 def read_all(*where, **changes) -> list[tg.Batch]:
     with started(*where, **changes) as (loader, values):
         return [loader.next(v) for v in values]
-
 
 def slow_stream(streams, values, slots=8):
     """(tokens, bounds) of all slots of each step: a block that does not fit starts the next shard."""
@@ -189,7 +177,6 @@ def slow_stream(streams, values, slots=8):
         steps.append([slow_slot(streams[shard], pieces) for pieces in block])
     return steps
 
-
 def logical(batch, label) -> list:
     """Logical rows as nested lists: a batch has places in its plan's list, but a single rank rows as they are."""
     plan, x, world = batch.plans[label], batch.rows[label], len(batch.plans[label].send_counts)
@@ -197,7 +184,6 @@ def logical(batch, label) -> list:
         return x.tolist()
     physical = plan.my_rows[x.long()]
     return (physical % plan.shard_size * world + physical // plan.shard_size).tolist()
-
 
 def check_batches(batches, steps) -> None:
     """Against (tokens, bounds) of each slot."""
@@ -209,7 +195,6 @@ def check_batches(batches, steps) -> None:
         assert batch.cu_seqlens.tolist() == [bounds + [length] * (columns - len(bounds)) for _, bounds in want]
         types = [x.dtype for x in (batch.tokens, batch.targets, batch.cu_seqlens, *batch.rows.values())]
         assert types == [torch.int32, torch.int64, *[torch.int32] * 4]
-
 
 def check_plans(batches: list[tg.Batch], cfg: tg.Config, purpose: str, tied: bool) -> None:
     """Batches of one cycle share plans, in which all that they read is found."""
@@ -226,10 +211,8 @@ def check_plans(batches: list[tg.Batch], cfg: tg.Config, purpose: str, tied: boo
                         value_embed=tokens[:, None] + value_starts)
             assert logical(batch, label) == np.asarray(read[label]).tolist()
 
-
 SCHEDULED = 3 * (len(tg.TINY["stages"]) - 1)                         # stages of three steps; and half a last cycle:
 ODD = dict(steps=SCHEDULED + 3 + SCHEDULED % 2, epochs=0, num_scheduled_steps=SCHEDULED, num_extension_steps=4)
-
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("counts, passes, world, changes", [
@@ -250,7 +233,6 @@ def test_next__the_stream_equals_a_plain_loop(tmp_path, counts, passes, world, c
         plans = {tuple(map(id, batch.plans.values())) for batch in batches}
         assert len(plans) == math.ceil(len(values) / every)
 
-
 @pytest.mark.parametrize("world", [1, 2, 8])
 def test_next__data_that_end(tmp_path, world):
     """Every rank trains the same whole cycles; `plans_ahead` has none for the next one, and `next` says why."""
@@ -266,19 +248,16 @@ def test_next__data_that_end(tmp_path, world):
             refused(tg.DataEnded, lambda: loader.next(values[cycle]), "training data ended", "2 shards", "train_*.bin",
                     f"enough for {enough} steps", "--max_steps", "--epochs=0")
 
-
 def too_short(streams, values) -> bool:
     with contextlib.suppress(IndexError):
         return not slow_stream(streams, values)
     return True
-
 
 def test_next__shards_without_room_for_a_block(tmp_path):
     write_shards(tmp_path, 100, 100)
     with started(tmp_path, epochs=0) as (loader, values):
         refused(tg.DataEnded, lambda: loader.next(values[0]), "2 shards", "larger shards",
                 f"8 x {values[0].slot_tokens + 1} tokens in one")
-
 
 def test_next__tokens_do_not_depend_on_timing(tmp_path, monkeypatch):
     """Disk, packer and reader of the batches are slow by chance."""
@@ -296,7 +275,6 @@ def test_next__tokens_do_not_depend_on_timing(tmp_path, monkeypatch):
     monkeypatch.setattr(tg.Loader, "next", slowed(tg.Loader.next))
     for found, batch in zip(read_all(tmp_path), want, strict=True):
         assert found.tokens.equal(batch.tokens) and found.cu_seqlens.equal(batch.cu_seqlens)
-
 
 def test_Loader__is_exactly_one_cycle_and_one_shard_ahead(tmp_path, monkeypatch):
     write_shards(tmp_path, 9000, 1500, 1500)
@@ -319,7 +297,6 @@ def test_Loader__is_exactly_one_cycle_and_one_shard_ahead(tmp_path, monkeypatch)
         assert len(set(threads) - {threading.main_thread()}) == 1, "off the training thread"
         loader.reader.submit(int).result()                           # it is done with what it was given
         assert read == ["0", "1"]
-
 
 @pytest.mark.parametrize("where, call, error", [
     ("load_shard", 2, tg.DataError), ("load_shard", 2, None), ("pack_block", 4, None), ("exchange", 2, tg.ConfigError),
@@ -356,7 +333,6 @@ def test_next__what_goes_wrong_in_the_thread(tmp_path, monkeypatch, where, call,
         refused(error or tg.RunError, lambda: loader.next(values[2]), said)
         release.set()
 
-
 @pytest.mark.recipe
 def test_formula_tokens__are_the_same_everywhere_and_full_of_documents():
     tokens = tg.formula_tokens(1, 40_000, 512, 511)
@@ -378,7 +354,6 @@ def slow_plan(rows: set[int], count: int, world: int) -> tuple[list[int], list[i
         physical += [owner * size + row // world for row in mine]
     return physical, list(map(len, owners))
 
-
 def patterns(R: int) -> list[list[np.ndarray]]:
     """Rows of a table of R that the steps of a cycle read: none, the ends, those of one owner, some, all but one."""
     rng = np.random.default_rng(R)
@@ -387,7 +362,6 @@ def patterns(R: int) -> list[list[np.ndarray]]:
     if R < 1000:
         found.append([rng.permutation(R - 1)[None], rng.integers(0, R, (2, R))])
     return [[rows.astype(np.int32) for rows in steps] for steps in found]
-
 
 @pytest.mark.parametrize("mode", ["sparse", "dense"])
 @pytest.mark.parametrize("world", [1, 2, 7, 8])
@@ -419,7 +393,6 @@ def test_plan__equals_plain_sets(count, world, mode):
             else:
                 assert plan.my_rows[places].tolist() == (read % world * size + read // world).tolist()
 
-
 def test_batches__a_plan_serves_the_steps_of_its_tables_cadence(tmp_path):
     write_shards(tmp_path, 8000)
     tables = tuple(tg.NgramTable(f"of_{cadence}_embed", 3, 100, cadence=cadence) for cadence in (1, 2, 4))
@@ -428,7 +401,6 @@ def test_batches__a_plan_serves_the_steps_of_its_tables_cadence(tmp_path):
         plans = [batch.plans[table.label] for batch in batches]
         assert [plan.tag["cycle"] for plan in plans] == [step // table.cadence for step in range(8)], table.label
         assert len(set(map(id, plans))) == 8 // table.cadence
-
 
 @pytest.mark.parametrize("after, tied", [(0, True), (1, False)])
 def test_batches__of_the_validation_set(tmp_path, after, tied):
@@ -443,7 +415,6 @@ def test_batches__of_the_validation_set(tmp_path, after, tied):
         for batch, tokens in zip(batches, whole, strict=True):
             assert batch.tokens.equal(tokens[rank::world])
             check_plans([batch], cfg, "validation", tied)
-
 
 @pytest.mark.parametrize("every", [1, 2])
 def test_plans_ahead__what_the_exchange_filled_in_for_the_next_cycle(tmp_path, every):
@@ -479,7 +450,6 @@ BAD_FILES = {                                # how the file is made, bytes cut o
     "GPT-2 that is none": (dict(vocab_size=0, document_start=0), 0, "0 of them document starts", "50256"),
 }
 
-
 @pytest.mark.parametrize("kind", BAD_FILES)
 def test_scan_shards__a_damaged_one(tmp_path, kind):
     header, cut, *parts = BAD_FILES[kind]
@@ -488,20 +458,17 @@ def test_scan_shards__a_damaged_one(tmp_path, kind):
     os.truncate(path, path.stat().st_size - cut)
     refused(tg.DataError, lambda: tg.scan_shards(tg.find_shards(f"{tmp_path}/*.bin")), "b.bin", *parts)
 
-
 def test_load_shard__a_file_that_shrinks_after_the_start(tmp_path):
     path = write_shard(tmp_path / "a.bin", GOOD, 6, 3)
     header, = tg.find_shards(str(path))
     os.truncate(path, path.stat().st_size - 20)
     refused(tg.DataError, lambda: tg.load_shard(header), "a.bin", "110 tokens", "120")
 
-
 def test_find_shards__header_words_and_name_order(tmp_path, monkeypatch):
     """Words 3 and 4 name the vocabulary, and 0 means GPT-2; a file system may list names in any order."""
     paths = [str(write_shard(tmp_path / "a_10.bin", GOOD, 6, 3)), str(write_shard(tmp_path / "a_2.bin", GOOD, 0, 0))]
     monkeypatch.setattr(tg.glob, "glob", lambda pattern: paths[::-1])
     assert tg.find_shards("any") == [(paths[0], 120, 6, 3), (paths[1], 120, 50_257, 50_256)]
-
 
 @pytest.mark.parametrize("name, parts", [
     ("{}/train_*.bin", ("train_1.bin as a shard", "no such file")), ("{}/pipe", ("pipe as a shard", "no regular one")),
@@ -514,7 +481,6 @@ def test_find_shards__whatever_matches_has_to_be_a_shard(tmp_path, name, parts):
     os.mkfifo(tmp_path / "pipe")
     refused(tg.DataError, lambda: tg.find_shards(name.format(tmp_path)), *parts)
 
-
 def test_find_shards__brackets_in_a_folders_name_mean_themselves(tmp_path, monkeypatch):
     """Where the folder exists; a pattern with brackets that no folder has is a pattern."""
     odd = tmp_path / "my [data] *"
@@ -526,16 +492,13 @@ def test_find_shards__brackets_in_a_folders_name_mean_themselves(tmp_path, monke
                            (f"{odd}/train_[1].bin", [f"{odd}/train_[1].bin"]), ("train_[1-5].bin", ["train_3.bin"])):
         assert [header.name for header in tg.find_shards(pattern)] == names
 
-
 def shards(*sizes: int, vocab=(512, 511)) -> list[tg.ShardHeader]:
     return [tg.ShardHeader(f"shard_{k}.bin", size, *vocab) for k, size in enumerate(sizes)]
-
 
 def test_resolve__the_header_decides_the_sizes():
     gpt2 = shards(1, vocab=(50_257, 50_256))
     cfg = tg.resolve(tg.Config(**tg.PRESETS["pocket"]), gpt2, gpt2)
     assert (cfg.vocab_size, cfg.document_start, cfg.padded_vocab, cfg.bigram_rows) == (50_257, 50_256, 50_304, 251_520)
-
 
 @pytest.mark.parametrize("changes, val_vocab, kind, parts", [
     (dict(vocab_size=500), (512, 511), tg.ConfigError, ("--vocab_size", "500", "512", "shard_0.bin", "leave the flag")),
@@ -548,7 +511,6 @@ def test_resolve__contradictions(changes, val_vocab, kind, parts):
     refused(kind, lambda: tg.resolve(cfg, shards(10), other), *parts)
     if kind == tg.DataError:
         refused(kind, lambda: tg.resolve(cfg, shards(10) + other, shards(10)), *parts)
-
 
 def test_check_enough_data__training_tokens():
     """A step reads the tokens of its slots and one more of each; a shard has room for the largest step reached."""
@@ -571,12 +533,10 @@ def test_check_enough_data__training_tokens():
                 f"{have * epochs} in 1 shards", f"{need} for {len(steps)} steps", "cached_fineweb10B.py")
     refused(tg.DataError, lambda: check(largest - 1, epochs=0), "too small", f"{largest} for")
 
-
 def test_check_enough_data__validation_tokens(tmp_path):
     cfg, headers = validation_config(tmp_path, random_stream(0, 200, 50, 3), 256)
     refused(tg.DataError, lambda: tg.check_enough_data(cfg, tg.Schedule(cfg), shards(10**9), headers),
             "too few validation tokens", "128", "256", "--val_tokens=128")
-
 
 @pytest.mark.parametrize("text, said", [
     ("YQ== 0\nYQ==", 1), ("YQ== 0\n%%% 1", 1), ("YQ== 0\nYQ== x", 1), ("\xff 0", 0),
@@ -599,7 +559,6 @@ def write_manifest(folder, shard: bytes, vocab: bytes) -> None:
         entries[name] = dict(bytes=len(content), sha256=hashlib.sha256(content).hexdigest())
     (folder / "manifest.json").write_text(json.dumps(dict(format=1, files=entries)))
 
-
 def test_scan_shards__the_hash_is_that_of_names_and_contents(tmp_path):
     """Every byte of every shard counts, in order; names may be any bytes."""
     names = b"a.bin", b"b.bin", b"\xff.bin"
@@ -610,7 +569,6 @@ def test_scan_shards__the_hash_is_that_of_names_and_contents(tmp_path):
     want.update(b"formula:6:3:100:1#0")
     headers = [tg.read_header(tmp_path / os.fsdecode(name)) for name in names]
     assert tg.scan_shards(headers + tg.find_shards("formula:6:3:100:1")) == want.hexdigest()
-
 
 def test_check_manifest__a_file_has_to_match_it(tmp_path):
     path = write_shard(tmp_path / "a.bin", GOOD, 6, 3)
@@ -629,12 +587,10 @@ def test_check_manifest__a_file_has_to_match_it(tmp_path):
     (tmp_path / "manifest.json.part").touch()
     refused(tg.DataError, lambda: tg.scan_shards(headers), "manifest.json.part", "run that tool again")
 
-
 @pytest.mark.parametrize("text", ["", "[]", '{"format": 3, "files": {}}', '{"format": 1, "files": {"a.bin": {}}}'])
 def test_read_manifest__any_content_ends_in_words(tmp_path, text):
     (tmp_path / "manifest.json").write_text(text)
     refused(tg.DataError, lambda: tg.read_manifest(tmp_path), "manifest.json as a manifest", "format 1", "remove this")
-
 
 def test_open_data__shards_that_are_trained_on_and_validated_with_are_named(tmp_path, capsys):
     for name in "ab":

@@ -40,7 +40,6 @@ class Cards:
     def gather(self, fact) -> list:
         return [fact, *(answers.get(fact, fact) for answers in self.others)]
 
-
 class Registry:
     """torch's own of flash attentions, and packages that are there: what is called, by name."""
 
@@ -66,7 +65,6 @@ class Registry:
     def call(self, *args):
         return self.kernels[self.current() or "varlen"](*args)
 
-
 def chosen(monkeypatch, kernel, **changes) -> tuple[str, list[str]]:
     """Return the kernel chosen on a card with this one as torch's own and no packages, and what was said."""
     registry = Registry(monkeypatch, varlen=kernel)
@@ -75,11 +73,9 @@ def chosen(monkeypatch, kernel, **changes) -> tuple[str, list[str]]:
     assert not registry.active
     return title.partition(" ")[0], cards.said
 
-
 def faithful(q, k, v, cu_seqlens, span):
     """A kernel as good as bf16 allows: exact inside, rounded at its end."""
     return tg.attention_reference(q.float(), k.float(), v.float(), cu_seqlens, span).to(q.dtype)
-
 
 def changed(at: int | None = None, by: float = 1.1):
     """The faithful kernel with its output, or the gradient of an input alone, times this."""
@@ -92,12 +88,10 @@ def changed(at: int | None = None, by: float = 1.1):
         return faithful(*inputs)
     return kernel
 
-
 def no_backward(*args):
     out = faithful(*args)
     out.register_hook(raising(NotImplementedError("no backward here")))
     return out
-
 
 def windows(add: int = 0, at: int = 0, least: int = 0, most: int = 10**6, heads: int = 0):
     """The faithful kernel with other windows: all, in the place of `at`, or of the layers with so many heads."""
@@ -108,25 +102,20 @@ def windows(add: int = 0, at: int = 0, least: int = 0, most: int = 10**6, heads:
         return faithful(q, k, v, cu_seqlens, replace(span, window=window))
     return kernel
 
-
 def one_document(q, k, v, cu_seqlens, span):
     return faithful(q, k, v, cu_seqlens[[0, -1]], span)
 
-
 def own_scale(q, k, v, cu_seqlens, span):
     return faithful(q, k, v, cu_seqlens, replace(span, scale=2 * span.scale))
-
 
 def future(q, k, v, *_):
     qkv = [x.transpose(0, 1)[None] for x in (q, k, v)]
     return torch.nn.functional.scaled_dot_product_attention(*qkv, scale=0.1)[0].transpose(0, 1)
 
-
 def raising(error: Exception):
     def kernel(*_):
         raise error
     return kernel
-
 
 WINDOW_MORE = windows(add=1)
 LIES = "off by more than"
@@ -150,14 +139,12 @@ BAD_KERNELS = {                          # kernel -> what is said of it
     **{f"gradient of {name}": (changed(at), LIES) for at, name in enumerate("qkv")},
 }
 
-
 @pytest.mark.parametrize("name", BAD_KERNELS)
 def test_check_attention__a_kernel_that_fails_or_lies(monkeypatch, name):
     kernel, word = BAD_KERNELS[name]
     found, said = chosen(monkeypatch, kernel)
     assert found == "reference"
     assert any("varlen does not run here" in line and word in line for line in said), said
-
 
 def tiled(q, k, v, cu_seqlens, span):
     """Rounded where flash attention rounds: weights before values, logits' gradients before queries and keys."""
@@ -170,14 +157,12 @@ def tiled(q, k, v, cu_seqlens, span):
     weights = logits.masked_fill(~seen, -torch.inf).softmax(-1).bfloat16().float()
     return torch.einsum("hqk,khe->qhe", weights, v.float()).bfloat16()
 
-
 @pytest.mark.parametrize("kernel", [faithful, tiled])
 @pytest.mark.parametrize("head_dim", [16, 128])
 def test_check_attention__a_faithful_kernel(monkeypatch, head_dim, kernel):
     found, said = chosen(monkeypatch, kernel, head_dim=head_dim, model_dim=2 * head_dim)
     assert found == "varlen"
     assert [line.partition(":")[2][:12] for line in said] == [" FA4 does no", " FA3 does no"]
-
 
 ALL = dict(FA4=faithful, FA3=faithful, varlen=faithful)
 CHOICES = [                              # kernels, capability, --attention -> the kernel that is taken, what is said
@@ -187,7 +172,6 @@ CHOICES = [                              # kernels, capability, --attention -> t
     (dict(varlen=raising(RuntimeError("no kernel image"))), 8, "auto", "reference", ["no kernel", "NO FAST KERNEL"]),
     *((ALL, 9, name, name, []) for name in ("FA3", "reference")),
 ]
-
 
 @pytest.mark.parametrize("kernels, capability, asked, taken, words", CHOICES)
 def test_choose_attention__packages_come_first_and_what_lies_is_put_back(monkeypatch, kernels, capability, asked, taken,
@@ -201,13 +185,11 @@ def test_choose_attention__packages_come_first_and_what_lies_is_put_back(monkeyp
                                                         (tg.attention_reference, "varlen"))
     assert taken != "varlen" or title == f"varlen (torch {tg.version_of('torch')})"
 
-
 def test_choose_attention__right_on_every_rank(monkeypatch):
     cards = Cards(others=({}, {"": "RuntimeError no kernel image"}))
     Registry(monkeypatch, **ALL)
     assert tg.choose_attention("tiny", preset(**WIDE), cards) == (tg.attention_reference, "reference")
     assert sum("no kernel image (rank 2)" in line for line in cards.said) == 3, cards.said
-
 
 @pytest.mark.parametrize("name, asked, why", [("tiny", "FA3", "No module of FA3"), ("record", "auto", LIES)])
 def test_choose_attention__what_is_wanted_and_does_not_run_ends_with_why(monkeypatch, name, asked, why):
@@ -220,7 +202,6 @@ def test_choose_attention__what_is_wanted_and_does_not_run_ends_with_why(monkeyp
 
 def bytes_of(tensors) -> int:
     return sum(x.numel() * x.element_size() for x in tensors)
-
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 @pytest.mark.parametrize("world, rank", [(1, 0), (2, 1), (8, 0)])
@@ -257,7 +238,6 @@ def test_memory_estimate__weights_gradients_and_moments(dtype, world, rank, mode
     uneven = 2 * bytes_of(tg.initial_state(mlp.row, matrix).values()) + 1000
     assert abs(parts["moments"] - bytes_of(moments)) <= uneven * (world == 8)
 
-
 @pytest.mark.parametrize("home", ["device", "host"])
 @pytest.mark.parametrize("world", [1, 2, 8])
 @pytest.mark.parametrize("rows, cadence", [(101, 2), (5000, 4)])
@@ -282,28 +262,23 @@ def test_memory_estimate__large_tables(home, world, rows, cadence):
         assert found["weights"] == rounded(on_device + table.home.stored.rows.nbytes)
     assert found["working"] == 0 and found["moments"] < 1000, "of the scalars of the mix"
 
-
 def with_room(monkeypatch, room: float, fabric: tg.Fabric) -> tg.Fabric:
     """Let `room` bytes of the device be free for use."""
     monkeypatch.setattr(tg.Fabric, "total_memory", lambda self: (room + 0.5) / tg.MEMORY_SHARE)
     monkeypatch.setattr(tg.Fabric, "gather", lambda self, fact: [fact] * self.world)
     return fabric
 
-
 def on_gpu(world: int = 1) -> tg.Fabric:
     return tg.Fabric(torch.device("cuda", 0), 0, world)
 
-
 def with_table(name: str, columns: str) -> tg.Config:
     return preset(name, tables=tg.parse_value("tables", f"trigram_embed 3 {columns}"))
-
 
 def record(*flags: str) -> tg.Config:
     """The record preset on GPT-2 shards."""
     _, given = tg.parse_flags(["--preset=record", *flags])
     shards = [tg.ShardHeader("shard", 1, tg.GPT2_VOCAB, tg.GPT2_DOCUMENT_START)]
     return tg.resolve(given, shards, shards)
-
 
 @pytest.mark.parametrize("fabric, kernel", [(make_fabric(), tg.attention_reference), (on_gpu(), tg.attention_varlen)])
 def test_fit_memory__less_room_means_smaller_micro_batches(monkeypatch, fabric, kernel):
@@ -320,14 +295,12 @@ def test_fit_memory__less_room_means_smaller_micro_batches(monkeypatch, fabric, 
     fit = functools.partial(tg.fit_memory, cfg, with_room(monkeypatch, total[1] - 1, fabric), kernel)
     refused(tg.RunError, fit, "memory", "weights", "gradients", "moments", "working", "--slots_per_micro_batch=1")
 
-
 @pytest.mark.recipe
 @pytest.mark.parametrize("card, world, want", [(80, 1, 2), (80, 8, 1), (141, 1, 4), (180, 8, 1)])
 def test_fit_memory__slots_at_once_of_the_record_preset(monkeypatch, card, world, want):
     """On H100 and A100, H200, B200, by their GiB: one slot takes 28 to 32, each further one 25."""
     fabric = with_room(monkeypatch, card * 2**30 * tg.MEMORY_SHARE, on_gpu(world))
     assert tg.fit_memory(record(), fabric, tg.attention_varlen)[0] == want
-
 
 def test_fit_memory__tables_on_the_host_are_told_and_not_refused(monkeypatch):
     """They take memory page by page, as rows are updated: 10^8 of 384 bytes are 38 GB. On a device they are refused."""
@@ -337,7 +310,6 @@ def test_fit_memory__tables_on_the_host_are_told_and_not_refused(monkeypatch):
         assert estimate[tg.ON_HOST] == 10**8 * 4 * cfg.model_dim
     fit = functools.partial(tg.fit_memory, device, with_room(monkeypatch, 8e9, on_gpu()), tg.attention_varlen)
     refused(tg.RunError, fit, "memory", "7.5 GiB to use", "weights 35.8", "home host")
-
 
 @pytest.mark.house
 def test_memory_estimate__within_5_percent_of_the_peaks_that_the_rehearsal_walked():
@@ -349,7 +321,6 @@ def test_memory_estimate__within_5_percent_of_the_peaks_that_the_rehearsal_walke
         estimate = tg.memory_estimate(cfg, on_gpu(int(world)), tg.attention_varlen, slots_at_once)
         peak = max(phase["sums"]["peak_bytes"] for phase in phases.values())
         assert estimate.total() == pytest.approx(peak, rel=0.05), (world, slots_at_once)
-
 
 KEPT = """
 import resource, torch
@@ -364,7 +335,6 @@ for number in range(5):                  # each a little larger: glibc alone wou
     passes.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 print(min(passes))                       # given back, memory costs each of them all its pages
 """
-
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="without glibc's malloc")
 def test_make_fabric__what_is_freed_on_a_cpu_is_kept():

@@ -13,16 +13,13 @@ import train_gpt as tg
 
 ROUNDING = dict(rtol=1e-9, atol=1e-10)       # float64 sums in another order through 11 layers; gradients are of order 1
 
-
 def filled(cfg: tg.Config) -> tuple[tg.Executor, tg.Values]:
     ex = executor(cfg)
     fill_randomly(ex.model, 0, ex.fabric)
     return ex, tg.Schedule(cfg).at(0)
 
-
 def gradients(ex: tg.Executor) -> dict[str, torch.Tensor]:
     return {label: grad_of(ex.optimizer, label) for label, _ in ex.model.named_parameters()}
-
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("every, micro_batch, row_comms", [(1, 0, "sparse"), (2, 3, "dense")])
@@ -62,7 +59,6 @@ def test_Executor__a_run_is_that_of_the_reference(every, micro_batch, row_comms)
         np.testing.assert_allclose(home.stored.rows, naive.ngrams[line.label].p, rtol=0, atol=1e-9)
         assert home.stored.rows.any() and home.stored.last.max() == steps // line.cadence
 
-
 @pytest.mark.parametrize("pieces", [[(0, 3), (3, 8)], [(5, 8), (0, 1), (1, 5)]])
 def test_forward_backward__calls_add_up_however_the_slots_are_cut(pieces):
     """Against one call, which is the reference's; micro-batches, too, change rounding only."""
@@ -77,7 +73,6 @@ def test_forward_backward__calls_add_up_however_the_slots_are_cut(pieces):
         np.testing.assert_allclose(sums, want[slots], rtol=1e-12)
     for label, grad in gradients(whole).items():
         np.testing.assert_allclose(gradients(cut)[label], grad, **ROUNDING, err_msg=label)
-
 
 def test_forward_backward__weight_zero_adds_nothing_even_of_a_loss_that_is_not_finite():
     cfg = small()
@@ -95,7 +90,6 @@ def test_forward_backward__weight_zero_adds_nothing_even_of_a_loss_that_is_not_f
     once.forward_backward(batch, values)
     assert all(grad.equal(gradients(once)[label]) for label, grad in gradients(ex).items())
 
-
 def test_evaluate__the_mean_over_all_tokens_with_documents_uncut(monkeypatch):
     """Whatever the size of the chunks of logits; documents are longer than in training."""
     cfg = small(max_doc_len=4, window_block=60)
@@ -107,7 +101,6 @@ def test_evaluate__the_mean_over_all_tokens_with_documents_uncut(monkeypatch):
         monkeypatch.setattr(tg, "EVAL_ROWS", rows)
         assert ex.evaluate(iter(batches), values) == pytest.approx(want, rel=1e-12)
     assert all(grad is None for grad in gradients(ex).values())
-
 
 @pytest.mark.parametrize("length", [1, 16, 64, 70])
 def test_next_logits__those_of_the_whole_context(length):
@@ -124,14 +117,12 @@ def test_next_logits__those_of_the_whole_context(length):
     naive.losses(naive.leaves(), batch, 0, values, (1.0,), seen)
     np.testing.assert_allclose(ex.next_logits(context, values), seen["logits"][-1].detach(), rtol=1e-11)
 
-
 def bits(ex: tg.Executor) -> dict[str, bytes]:
     """Every byte that a run may change, found by walking the objects, not by the list they keep themselves."""
     tensors = dict(ex.model.named_parameters())
     tensors |= {f"{label}.{name}": x for label, state in ex.optimizer.state.items() for name, x in state.items()}
     found = {name: x.detach().contiguous().view(torch.uint8).numpy().tobytes() for name, x in tensors.items()}
     return found | dict(rng=torch.get_rng_state().numpy().tobytes())
-
 
 # What a run leaves behind, and how a restore that forgets it would look.
 def forget_tensors(pattern: str):
@@ -141,15 +132,12 @@ def forget_tensors(pattern: str):
             name: x for name, x in every(self).items() if not re.fullmatch(pattern, name)})
     return forget
 
-
 def forget_rotary(ex, stale, monkeypatch):
     drop_gradients = ex.drop_gradients
     monkeypatch.setattr(ex, "drop_gradients", lambda: (drop_gradients(), setattr(ex, "rotary", stale)))
 
-
 def forget_call(*places: tuple):
     return lambda ex, stale, monkeypatch: [monkeypatch.setattr(*place, lambda *_: None) for place in places]
-
 
 STATE = "attn", "bigram_embed", "*.m", "*.mantissa"             # one of each kind
 FORGOTTEN = {name: forget_tensors(name.replace(".", r"\.").replace("*", ".*")) for name in STATE}
@@ -180,7 +168,6 @@ def test_snapshot__a_restore_that_forgets_one_thing_is_seen(name, monkeypatch):
     restore()
     assert len(reported) == counted, "rows of half a cycle, which would stand in the log of the next run"
     assert (everything() != before) == (name is not None)
-
 
 def test_compiled__graphs_are_the_trainer_bit_for_bit_and_documents_do_not_recompile(monkeypatch):
     """Backend aot_eager: the graphs as they are traced, run operation by operation. Each kind of layer once.

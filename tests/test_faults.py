@@ -29,7 +29,6 @@ MEETING = ("ConfigError: waiting for all ranks", f"2 ranks in {TIMEOUT}")
 SPEED = ("ConfigError: --adam_lr", "'fast'")
 BUG = "ZeroDivisionError: a bug"         # the trace ends with it
 
-
 class Case(NamedTuple):
     """What `Job` is given, and how it must end."""
     how: dict[str, Any]
@@ -37,16 +36,13 @@ class Case(NamedTuple):
     cause: tuple[str, ...]               # regular expressions of what all ranks together say, the first begins a line
     log: int | str = 2                   # ends with `aborted` after this step or later; its last type; "": no folder
 
-
 def of_two(fault: str, status: tuple, *cause: str, log: int | str = 2, **how: Any) -> Case:
     """A fault in rank 1; rank 0 may be a step behind it."""
     return Case(dict(world=2, faults={1: fault}) | how, status, cause, log)
 
-
 def alone(status: int, *cause: str, log: int | str = 3) -> tuple:
     """A fault in a single process."""
     return (status,), cause, log
-
 
 OF_TWO = {                               # status of both ranks, parts of the message
     **{f"kill in {place}": ((1, KILLED), *LOST) for place in (
@@ -136,7 +132,6 @@ LONG = {                                 # only with --all
     "kill in the fetch, of four", "sleep in the loader", "Ctrl-C in the loader", "Ctrl-C in validation",
     "bad data in the loader"}
 
-
 def write_shards(folder: Path, count: int = 12, tokens: int = 1100) -> str:
     """Write small shards, so that a run of 12 steps reads many; return their pattern."""
     folder.mkdir(parents=True)
@@ -144,13 +139,11 @@ def write_shards(folder: Path, count: int = 12, tokens: int = 1100) -> str:
         write_shard(folder / f"train_{seed:02}.bin", tg.formula_tokens(seed, tokens, 512, 511), 512, 511)
     return f"--train_files={folder}/train_*.bin"
 
-
 def begin(name: str, folder: Path) -> Job:
     flags = []
     if "reader" in name or "shards" in name:
         flags = [write_shards(folder / "data"), "--max_steps=12"]
     return Job(folder, *flags, **CASES[name].how)
-
 
 def check(ended: Ended, case: Case) -> None:
     """Every rank has ended in time and as it should, and over all stderr there is one cause, as in the log."""
@@ -162,7 +155,6 @@ def check(ended: Ended, case: Case) -> None:
     missing = [part for part in ("(?m)^" + case.cause[0], *case.cause[1:]) if not re.search(part, text)]
     assert not missing, f"{missing} not in {text}"
     check_log(ended.run_dir, case.log, case.cause[0])
-
 
 def check_log(run_dir: Path, log: int | str, cause: str) -> None:
     """log.jsonl and log.txt are whole and end with the same `aborted`, if the run could write that."""
@@ -177,7 +169,6 @@ def check_log(run_dir: Path, log: int | str, cause: str) -> None:
     assert last["type"] == "aborted" and last["step"] >= log and re.search(cause, last["cause"]), last
     assert last_line.startswith(f"aborted after step {last['step']}: ") and re.search(cause, last_line), last_line
 
-
 @pytest.fixture(scope="module", autouse=True)
 def waiting(request, tmp_path_factory):
     """Jobs of the cases of WAITING that were asked for, running from the first test on: they wait while others work."""
@@ -186,13 +177,11 @@ def waiting(request, tmp_path_factory):
     names = [item.callspec.params["name"] for item in asked if not item.get_closest_marker("skip")]
     return {name: begin(name, folder / name.replace(" ", "_")) for name in names if name in WAITING}
 
-
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.all] * (name in LONG)) for name in CASES])
 def test_end__all_ranks_in_time(waiting, tmp_path, name):
     """And the cause is said once."""
     job = waiting.get(name) or begin(name, tmp_path)
     check(job.wait(), CASES[name])
-
 
 @pytest.mark.all
 @pytest.mark.parametrize("name", TWO)
@@ -204,12 +193,10 @@ def test_end__again_and_again(tmp_path, name):
             check(job.wait(), CASES[name])
             shutil.rmtree(folder)
 
-
 def test_end__a_stderr_that_nobody_reads(tmp_path):
     ended = Job(tmp_path, faults={0: "bug and full pipe in forward"}).wait()
     assert ended.status == [1] and ended.err == [""]
     check_log(ended.run_dir, 3, "a bug")
-
 
 @pytest.mark.parametrize("how", [dict(world=2), dict(faults={0: "SIGHUP in forward"}, nohup=True)], ids=str)
 def test_main__nothing_goes_wrong_without_a_fault(tmp_path, how):
@@ -218,7 +205,6 @@ def test_main__nothing_goes_wrong_without_a_fault(tmp_path, how):
     assert set(ended.status) == {0} and set(ended.err) == {""}, ended.err
     check_log(ended.run_dir, "result", "")
     assert '"result"' in ended.out[0].splitlines()[-1] and not any(ended.out[1:])
-
 
 @pytest.mark.parametrize("damage, status, cause", [
     ("a byte", (2, 2), ("ConfigError", "data_sha256", "rank 1")),
@@ -238,7 +224,6 @@ def test_open_data__ranks_with_different_data(tmp_path, damage, status, cause):
     same = "--train_files=data/train_*.bin"                                   # relative: the flags must not differ
     check(Job(tmp_path, same, world=2, folders=folders).wait(), Case({}, status, cause, ""))
 
-
 def test_race__data_that_end_lose_no_line(tmp_path):
     """All ranks know it a cycle ahead; the steps whose data are there are done and logged. Documents are cut to
     max_doc_len, so 4,400 tokens are too few for the 1,984 that 8 steps ask for at least."""
@@ -249,7 +234,6 @@ def test_race__data_that_end_lose_no_line(tmp_path):
     assert (result["steps"], result["void"]) == (6, "the data ended early")
     named = re.findall(r"(?m)^step:(\d+)/12 train_time", "\n".join(log.lines))
     assert [event["step"] for event in log.of("step")] == list(map(int, named)) == [1, 2, 3, 4, 5, 6]
-
 
 @pytest.mark.parametrize("fault", ["kill in forward", *(
     pytest.param(fault, marks=pytest.mark.all)

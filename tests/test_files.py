@@ -29,10 +29,8 @@ SHORT = ("--max_steps=1", "--val_every=0", "--sample_tokens=0")
 NO_TABLES = SimpleNamespace(fabric=fabric(), tables={})       # an executor as far as a folder without rows needs one
 SMALL_PIECES = 1 << 14                   # bytes, more than 64 rows have: several files of each table
 
-
 def nothing(*_: object) -> None:
     """In the place of a warm-up, which leaves no trace."""
-
 
 @pytest.fixture(scope="module", autouse=True)
 def small_pieces() -> Iterator[None]:
@@ -40,7 +38,6 @@ def small_pieces() -> Iterator[None]:
         patch.setattr(tg, "PIECE_ROWS", 64)
         patch.setattr(tg, "warm_up", nothing)
         yield
-
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory) -> Path:
@@ -51,11 +48,9 @@ def sound(tmp_path_factory) -> Path:
     assert done.status == 0, done.err
     return folder
 
-
 @pytest.fixture
 def save(sound, tmp_path) -> Path:
     return Path(shutil.copytree(sound / "save", tmp_path / "save"))
-
 
 @pytest.fixture
 def newest(sound, tmp_path) -> Path:
@@ -63,17 +58,14 @@ def newest(sound, tmp_path) -> Path:
     shutil.copytree(sound / "run", tmp_path / "run")
     return tmp_path / "run" / tg.CHECKPOINTS / "step-0000004"
 
-
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
-
 
 def seal(folder: Path) -> None:
     """Let the manifest vouch for the files as they are now."""
     files = {path.name: dict(sha256=hashlib.sha256(path.read_bytes()).hexdigest())
              for path in folder.iterdir() if path.name != tg.MANIFEST and path.is_file()}
     (folder / tg.MANIFEST).write_text(json.dumps(dict(format=2, files=files)))
-
 
 def change(path: Path, edit) -> None:
     """Replace the content of a file of tensors by what `edit` makes of it, with the right hash."""
@@ -82,16 +74,13 @@ def change(path: Path, edit) -> None:
     torch.save(content, path)
     seal(path.parent)
 
-
 def sample(folder: Path) -> None:
     tg.sample_saved(tg.parse_flags([f"--sample={folder}", "--sample_tokens=2"])[1])
-
 
 def load(newest: Path, **changes) -> int:
     """Load the newest sound checkpoint; return its step."""
     cfg = preset(**dict(tables=tg.parse_value("tables", TABLES)) | changes)
     return tg.load_checkpoint(newest.parent.parent, executor(cfg))["log"]["done"]
-
 
 def first(folder: Path, pattern: str) -> Path:
     return min(folder.glob(pattern))
@@ -104,17 +93,14 @@ def flipped(path: Path) -> None:
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
 
-
 def cut(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
-
 
 def replaced_by(make):
     def damage(path: Path) -> None:
         path.unlink()
         make(path)
     return damage
-
 
 def swapped(path: Path) -> None:
     """With another of its folder."""
@@ -123,10 +109,8 @@ def swapped(path: Path) -> None:
     path.rename(other)
     path.write_bytes(content)
 
-
 DAMAGES = dict(flipped=flipped, cut=cut, gone=Path.unlink, fifo=replaced_by(os.mkfifo),
                directory=replaced_by(Path.mkdir), swapped=swapped)
-
 
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("in_save, in_run", [("weights.pt", "run.pt"), ("rows-trigram*-1.pt", "rows-trigram*-1.pt"),
@@ -146,12 +130,10 @@ def test_read_tensors__damage(save, newest, capsys, damage, in_save, in_run):
     assert str(newest) in said and "the checkpoint before step-0000004 is taken" in said
     assert without_manifest or str(path) in said
 
-
 def test_load_checkpoint__none_is_whole(newest):
     for path in newest.parent.iterdir():
         cut(path / "run.pt")
     refused(tg.DataError, functools.partial(load, newest), "step-0000002", "a whole one")
-
 
 def test_load_checkpoint__ranks_see_other_checkpoints(newest, monkeypatch):
     def two(self: tg.Fabric, fact: object) -> list:
@@ -160,13 +142,11 @@ def test_load_checkpoint__ranks_see_other_checkpoints(newest, monkeypatch):
     monkeypatch.setattr(tg.Fabric, "gather", two)
     refused(tg.ConfigError, functools.partial(tg.load_checkpoint, newest.parent.parent, ranks), "none on rank 1")
 
-
 class Evil:
     """What a pickle may hold: a call that is made when it is loaded."""
 
     def __reduce__(self):
         return os.mkdir, ("evil_was_here",)
-
 
 @pytest.mark.parametrize("content", [b"junk" * 1000, pickle.dumps(Evil()), None], ids=["junk", "bare", "zip"])
 def test_read_tensors__runs_no_code(save, content, monkeypatch):
@@ -189,18 +169,14 @@ def on(name: str, edit_entry=None):
         return others if edit_entry is None else others | {name: edit_entry(tensors.get(name))}
     return edit
 
-
 def fewer(x: torch.Tensor) -> torch.Tensor:
     return x[:-1].clone()
-
 
 def narrow(x: torch.Tensor) -> torch.Tensor:
     return x[:, 1:].clone()
 
-
 def beyond(ids: torch.Tensor) -> torch.Tensor:
     return torch.where(ids == ids.max(), 500, ids)
-
 
 OTHER = {                                # part, case -> its change, what is named
     ("weights", "shape"): (on("attn", fewer), "attn"), ("weights", "dtype"): (on("attn", torch.Tensor.double), "attn"),
@@ -213,7 +189,6 @@ OTHER = {                                # part, case -> its change, what is nam
     ("rows", "narrow"): (on("rows", narrow), ""), ("rows", "fewer"): (on("rows", fewer), ""),
     ("state of rows", "no last"): (on("last"), ""), ("state of rows", "fewer v"): (on("v", fewer), ""),
     ("state of rows", "i64 last"): (on("last", torch.Tensor.long), "")}
-
 
 @pytest.mark.parametrize("part, case", OTHER)
 def test_check_tensors__other_content(save, newest, capsys, part, case):
@@ -231,12 +206,10 @@ def test_check_tensors__other_content(save, newest, capsys, part, case):
     said = capsys.readouterr().out
     assert str(newest) in said and named in said
 
-
 @pytest.mark.parametrize("changes", [dict(dtype="float64"), dict(bigram_rows=2000),
                                      dict(tables=tg.parse_value("tables", TABLES.replace("500", "400")))], ids=str)
 def test_load_checkpoint__of_another_model(newest, changes):
     refused(tg.DataError, functools.partial(load, newest, **changes), "a whole one")
-
 
 def test_sample_saved__damaged_settings(save):
     path = save / tg.SETTINGS
@@ -258,13 +231,11 @@ def test_write_folder__the_manifest_names_every_file(sound):
             assert (folder / f"rows-{label}-0of1-1.pt").exists()
     assert names(sound / "run" / tg.CHECKPOINTS) == ["step-0000002", "step-0000004"]
 
-
 def test_write_folder__all_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
     calls = recorded_writes(monkeypatch)
     tg.write_folder(tmp_path / "new", "id", {"a.bin": b"x", "b.pt": dict(x=torch.ones(3))}, NO_TABLES)
     inodes = [(tmp_path / "new" / name).stat().st_ino for name in ("a.bin", "b.pt", tg.MANIFEST, "")]
     assert calls == [*inodes, "new", tmp_path.stat().st_ino]
-
 
 @pytest.mark.parametrize("at", range(5))
 def test_write_folder__a_disk_that_fails_leaves_nothing(tmp_path, monkeypatch, at):
@@ -281,7 +252,6 @@ def test_write_folder__a_disk_that_fails_leaves_nothing(tmp_path, monkeypatch, a
     refused(tg.RunError, write, "No space left on device")
     assert names(tmp_path) == []
 
-
 def before_flush(monkeypatch, act) -> None:
     """Let this be done with a path before it is flushed to the disk."""
     sync = tg.sync_to_disk
@@ -292,7 +262,6 @@ def before_flush(monkeypatch, act) -> None:
 
     monkeypatch.setattr(tg, "sync_to_disk", acting)
 
-
 def full_disk(name: str):
     """What becomes a folder whose name begins so finds no room."""
     def full(path: Path) -> None:
@@ -300,10 +269,8 @@ def full_disk(name: str):
             raise OSError(errno.ENOSPC, "No space left on device")
     return full
 
-
 def take_by_folder(folder: Path) -> None:
     (folder / "theirs").mkdir(parents=True)
-
 
 @pytest.mark.parametrize("take", [Path.touch, take_by_folder])
 def test_write_folder__a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path, monkeypatch, take):
@@ -317,7 +284,6 @@ def test_write_folder__a_name_that_was_taken_meanwhile_stays_as_it_is(tmp_path, 
     refused(tg.RunError, write, str(folder))
     assert names(tmp_path) == ["new"] and (folder.is_file() or names(folder) == ["theirs"])
 
-
 @pytest.mark.parametrize("where, found", [
     ("run", "a name that is taken"), ("file", "a name that is taken"), (".", "a name that is taken"),
     ("/proc/new", "No such file"), ("x" * 300, "File name too long"), ("file/new", "Not a directory")])
@@ -328,7 +294,6 @@ def test_check_start__a_save_that_cannot_be_written_ends_before_training(tmp_pat
     assert done.status == 2 and done.err.startswith("ConfigError") and found in done.err
     assert names(tmp_path) == ["file", "run"] and names(tmp_path / "run") == []
 
-
 def test_finish__a_full_disk(tmp_path, monkeypatch):
     before_flush(monkeypatch, full_disk("elsewhere"))
     folder = tmp_path / "elsewhere"
@@ -338,7 +303,6 @@ def test_finish__a_full_disk(tmp_path, monkeypatch):
     assert f"the weights could not be saved in {folder}: they are in {tmp_path / 'run/save'}" in done.lines
     assert names(tmp_path) == ["run"]
     sample(tmp_path / "run/save")
-
 
 def test_finish__room_nowhere_takes_no_result_along(tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -351,7 +315,6 @@ def test_finish__room_nowhere_takes_no_result_along(tmp_path):
     assert f"the weights could not be saved in {tmp_path / 'save'}: they are lost" in done.lines
     assert names(tmp_path) == ["run"]
     assert names(tmp_path / "run") == ["log.jsonl", "log.txt", "settings.json", "train_gpt.py"]
-
 
 @pytest.mark.parametrize("where", ["checkpoints/step-0000002", "save"])
 @pytest.mark.parametrize("number, cause", [(signal.SIGTERM, "ended from outside"), (signal.SIGINT, "interrupted")])
@@ -366,13 +329,11 @@ def test_end__a_signal_while_a_folder_is_written_leaves_nothing_of_it(tmp_path, 
     assert done.status == 128 + number and cause in done.err and cause in done.of("aborted")[0]["cause"]
     assert not list(tmp_path.rglob("*.part")) and not (tmp_path / where).exists()
 
-
 def test_write_checkpoint__one_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch):
     before_flush(monkeypatch, full_disk("step-0000004"))
     done = run(tmp_path / "run", "--max_steps=8", "--checkpoint_every=2", "--sample_tokens=0")
     assert done.status == 0 and "the run goes on without this checkpoint" in done.out, done.err
     assert names(tmp_path / "run" / tg.CHECKPOINTS) == ["step-0000002", "step-0000006"]
-
 
 def test_write_checkpoint__only_those_of_earlier_steps_are_removed(tmp_path):
     """A stranger's later ones do not push out what was just written."""
@@ -382,7 +343,6 @@ def test_write_checkpoint__only_those_of_earlier_steps_are_removed(tmp_path):
         (folder / f"step-{step:07d}").mkdir(parents=True)
     tg.write_checkpoint(tmp_path, "id", {}, executor(cfg), tg.Schedule(cfg).at(6))
     assert names(folder) == ["step-0000004", "step-0000006", "step-0000100", "step-0000200"]
-
 
 def test_write_checkpoint__off_the_clock(tmp_path, monkeypatch):
     write = tg.write_checkpoint
@@ -419,7 +379,6 @@ def test_resume__equals_an_uninterrupted_run(tmp_path):
     again = run(tmp_path / "c", f"--resume={tmp_path / 'b'}", "--max_steps=0")
     assert losses(again.folder) == losses(whole) and [e["step"] for e in again.of("resumed")] == [8, 10]
     assert again.of("resumed")[1]["changed"]["checkpoint_every"] == "3", "flags are those of the run before"
-
 
 def test_check_resumed__what_differs_is_said_and_written(newest, tmp_path):
     def edit(facts: dict) -> dict:

@@ -35,10 +35,9 @@ TESTS = sorted((ROOT / "tests").glob("**/*.py"))
 TEST_SLACK = 1.2                                                     # a test may be denser by that factor
 # Denser still: printed, not held. Whoever airs one takes it off this list.
 DENSE_TESTS = """
-    bench_rows make_vectors test_ablate test_bench test_data test_executor test_gpu test_kernels test_logs
-    test_model test_optimizer test_oracle test_ranks test_rows test_schedule test_shelf test_verdict
+    bench_rows make_vectors test_data test_device test_executor test_kernels test_main_grad test_model
+    test_optimizer test_oracle test_read test_record test_report test_rows test_schedule
 """.split()
-
 
 def room_of(line: int) -> int:
     """Return the number of the room of a line: 0 above the first banner."""
@@ -55,7 +54,6 @@ def test_size__the_file_is_read_in_an_evening():
         long = node.name in LONG_FUNCTIONS or node.name.endswith("_kernel")
         limit = MAX_LONG_FUNCTION if long else MAX_FUNCTION
         assert node.end_lineno - node.lineno < limit, node.name
-
 
 def test_density__of_every_file(capsys):
     """Printed for all, so that a change shows its price; those of HELD and tests off the list are held to the aim."""
@@ -77,10 +75,8 @@ def test_density__of_every_file(capsys):
         print(f"\nDensity: aim {AIM}", *found, sep="\n")
     assert not missed, "denser than the aim: one thought a statement"
 
-
 PACKED = dict(pairs="a, b = x, y", nested="a = [[y for y in x] for x in z]", ternaries="a = x if y else z",
               lambdas="a = lambda: x", walrus="print(a := x)", logic="a = x and y")
-
 
 @pytest.mark.parametrize("construct", CONSTRUCTS)
 def test_density__each_packed_construct(construct):
@@ -102,7 +98,6 @@ def test_source__one_statement_a_line_and_no_hidden_state():
                if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")]
     assert len([line for line in environ if room_of(line) == 0]) == 1
     assert {room_of(line) for line in environ} == {0, len(ROOMS)}
-
 
 def test_source__no_code_in_strings_and_nothing_from_the_repository():
     """Nothing is executed that is not written here as code; loaded files run none."""
@@ -130,13 +125,11 @@ def test_rooms__in_order_with_banner_plan_and_tests():
     assert re.findall(r"^ +(\d+) (\w+) ", ast.get_docstring(TREE, clean=False), re.M) == numbered, "the floor plan"
     assert not [room for room in ROOMS if not (ROOT / f"tests/test_{room.lower()}.py").exists()]
 
-
 def names_used(table: symtable.SymbolTable) -> set[str]:
     """Return the global names that a module-level statement reads, annotations included, nested scopes too."""
     top = table.get_type() == "module"
     found = {s.get_name() for s in table.get_symbols() if s.is_referenced() and (top or s.is_global())}
     return found.union(*map(names_used, table.get_children()))
-
 
 def test_rooms__use_only_rooms_above():
     home = {}
@@ -155,7 +148,6 @@ def test_rooms__use_only_rooms_above():
         below = [name for name in used if home.get(name, 0) > room_of(line)]
         assert not below, f"line {line} of room {room_of(line)} uses a room below"
 
-
 def test_config__tables_name_what_exists():
     assert tg.NOT_MATHEMATICS | tg.NOT_INHERITED | tg.MAY_CHANGE <= set(tg.Config.__dataclass_fields__)
 
@@ -170,7 +162,6 @@ def test_import__definitions_and_constants_only():
     kinds = (ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.FunctionDef, ast.ClassDef)
     assert all(isinstance(node, kinds) for node in TREE.body[1:] if node not in main)
 
-
 IMPORT = """
 import os, signal, sys, threading
 before = signal.getsignal(signal.SIGTERM), dict(os.environ)
@@ -183,7 +174,6 @@ assert (signal.getsignal(signal.SIGTERM), dict(os.environ)) == before and thread
 assert torch.equal(torch.get_rng_state(), rng[0]) and (torch.get_num_threads(), torch.get_default_dtype()) == rng[1:]
 assert os.listdir() == []
 """
-
 
 def test_import__in_a_bare_process_does_nothing(tmp_path):
     """No environment, an empty folder: no file, process group, device, output, thread or signal handler."""

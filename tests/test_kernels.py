@@ -28,21 +28,17 @@ ROUNDING = {F32: 1e-6, torch.float16: 2.0**-11, BF16: 2.0**-8}       # one
 MOST_SHARED = {80: 166_912, 90: 232_448, 100: 232_448}        # bytes: CUDA programming guide, table of limits
 TENSOR_CORES = {80: "mma.sync", 90: "wgmma.mma_async", 100: "tcgen05.mma"}
 
-
 def randn(*shape: int, seed: int = 0, grad: bool = False, dtype=F64) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype).requires_grad_(grad)
 
-
 def randint(high: int, *shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randint(high, shape, generator=torch.Generator().manual_seed(seed))
-
 
 def assert_close(got, want, rtol=1e-12, atol=1e-13):
     """Default: a few roundings of float64 on numbers of order 1."""
     got, want = (x.detach().double() if isinstance(x, torch.Tensor) else torch.tensor(x, dtype=F64)
                  for x in (got, want))
     torch.testing.assert_close(got, want, rtol=rtol, atol=atol)
-
 
 def assert_equals_autograd(got, want, inputs, grad, **tolerance):
     """The same outputs and the same gradients of the inputs."""
@@ -61,7 +57,6 @@ def test_rms_norm(shape, size):
             for row in x.reshape(-1, shape[-1]).tolist()]
     assert_close(tg.rms_norm(x).reshape(-1, shape[-1]), rows)
 
-
 @pytest.mark.parametrize("length, heads, width", [(1, 1, 8), (5, 2, 16)])
 def test_rotate__is_a_complex_product_with_exp_minus_i_angle(length, heads, width):
     x, frequencies = randn(length, heads, width, seed=2), 3 * randn(width // 4, seed=3)
@@ -71,13 +66,11 @@ def test_rotate__is_a_complex_product_with_exp_minus_i_angle(length, heads, widt
     assert_close(got, reference.rotated(x, positions, frequencies.tolist()))
     assert got[..., width // 2:].equal(x[..., width // 2:]), "half of the features do not turn"
 
-
 @pytest.mark.parametrize("lead, D, width", [((1,), 1, 1), ((3,), 4, 7), ((2, 5), 6, 24)])
 def test_relu_sq_mlp(lead, D, width):
     n, up, down = randn(*lead, D, grad=True), randn(width, D, seed=1, grad=True), randn(width, D, seed=2, grad=True)
     got = tg.relu_sq_mlp(n, tg.as_part(up), tg.as_part(down))
     assert_equals_autograd(got, (n @ up.t()).relu().square() @ down, (n, up, down), randn(*lead, D, seed=3))
-
 
 @pytest.mark.parametrize("dtype", [F64, F32, BF16])
 def test_relu_sq_mlp__what_relu_cuts_off_has_no_gradient(monkeypatch, dtype):
@@ -92,7 +85,6 @@ def test_relu_sq_mlp__what_relu_cuts_off_has_no_gradient(monkeypatch, dtype):
     found = seen[0]                                                           # by pre, a factor of the up gradient
     assert found.dtype == dtype and (found[pre.to(dtype) <= 0] == 0).all()
     assert_close(found, want, rtol=0, atol=8 * torch.finfo(dtype).eps * want.abs().max().item())
-
 
 def mend_interpreter() -> None:
     """The interpreter is wrong in bf16: it cuts numbers off, and multiplies their 16 bits. Here torch converts them."""
@@ -119,7 +111,6 @@ def mend_interpreter() -> None:
     builder.create_fp_ext = builder.create_fp_trunc = builder.create_fp_to_fp = cast
     builder.create_dot = dot
 
-
 def interpret() -> None:
     """Both passes against float64, ragged at every edge, by one program and three. Forward reads no squares: NaN."""
     torch.set_num_threads(1)
@@ -139,7 +130,6 @@ def interpret() -> None:
             error = float((out.double() - want).abs().max() / want.abs().max())
             assert error <= ROUNDING[dtype], (dtype, shape, programs, backward, error)
 
-
 @needs_triton
 def test_relu_sq_kernel__interpreted():
     """In a process of its own: Triton is interpreted in all of it or nowhere."""
@@ -149,14 +139,12 @@ def test_relu_sq_kernel__interpreted():
                           capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
-
 def resources(cubin: Path) -> dict[str, int]:
     """Return REG, STACK and LOCAL of a kernel's machine code, by NVIDIA's tool that comes with Triton."""
     import triton
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     text = subprocess.run([tool, "--dump-resource-usage", cubin], capture_output=True, text=True, check=True).stdout
     return {key: int(value) for key, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
-
 
 @needs_triton
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
@@ -186,7 +174,6 @@ def test_relu_sq_kernel__compiles_without_a_gpu(capability, backward, tmp_path, 
     assert TENSOR_CORES[card] in made.asm["ptx"] and "cp.async" in made.asm["ptx"]
     for line in made.asm["ttir"].splitlines():                # no array is taken further by a number of 32 bits
         assert "tt.addptr" not in line or re.search(r"(\bi|xi)64\b", line.rpartition(",")[2]), line
-
 
 @pytest.mark.parametrize("dtype, width, hidden, capability, on_cuda, fits", [
     (BF16, 768, 3072, (9, 0), True, True), (torch.float16, 8, 16, (8, 0), True, True),
@@ -219,7 +206,6 @@ def test_attention_reference__and_its_gradients_are_those_of_a_naive_softmax(bou
     assert rounded.dtype == BF16
     assert_close(rounded, want, rtol=0, atol=0.06)                   # 8 bits, values up to about 3
 
-
 class LinearVarlen:
     """In the place of torch's operation and its backward, which have no kernel for a CPU: q + 2 k + 3 v."""
 
@@ -236,7 +222,6 @@ class LinearVarlen:
         assert out.equal(q + 2 * k + 3 * v) and (logsumexp == 3).all() and rng_state.tolist() == [5, 7]
         self.calls.append(("backward", cu_seq_k.tolist(), max_q, *window_size, scale))
         return grad.clone(), 2 * grad, 3 * grad
-
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_attention_varlen__is_one_graph_for_every_span(compiled):
@@ -269,7 +254,6 @@ def head_loss(y, w, targets, weights, loss_weight=1.0, precision="plain", logits
     weights, loss_weight = torch.tensor(weights, dtype=F64), torch.tensor(loss_weight, dtype=F64)
     return tg.HeadLoss.apply(y, w, targets, weights, loss_weight, precision, logits_dtype or y.dtype, tg.as_part(w))
 
-
 @pytest.mark.recipe
 @pytest.mark.parametrize("slots, length, weights", [
     (1, 1, (1.0,)), (1, 5, (1.0, 0.5, 0.25)), (3, 4, (1.0, 0.5)), (2, 2, (0.7, 0.5, 0.25)), (2, 6, (1.0, 0.0, 0.3))])
@@ -281,7 +265,6 @@ def test_HeadLoss__and_its_gradients_are_those_of_autograd(slots, length, weight
     assert_equals_autograd(head_loss(y, w, targets, weights), want, (y, w), randn(slots * length, seed=4))
     alone = torch.cat([reference.next_token_losses(*slot, (1.0,)) for slot in zip(logits, targets)])
     assert_close(tg.next_token_losses(y, w, targets.flatten()), alone)
-
 
 @pytest.mark.parametrize("targets", [1, 3])
 def test_losses_with_gradient__as_a_compiler_takes_them_are_those_of_a_softmax(monkeypatch, targets):
@@ -303,7 +286,6 @@ def test_e4m3__rounds_to_the_nearest_number_and_saturates():
     assert tg.e4m3(x, 0.01).double().equal(reference.nearest_fp8(x / 0.01, torch.float8_e4m3fn))
     assert tg.e4m3(torch.tensor([1e6, -1e6, 460.0]), 1.0).tolist() == [448, -448, 448]
 
-
 @pytest.mark.recipe
 @pytest.mark.parametrize("loss_weight", [1.0, 0.125, 3.0])
 @pytest.mark.parametrize("weights", [(1.0, 0.5, 0.25), (1.0,)])
@@ -316,14 +298,12 @@ def test_HeadLoss__emulated(loss_weight, weights):
     for got, name in zip((losses, *grads), ("losses", "grad_y", "grad_w")):
         assert_close(got, want[name], rtol=0, atol=1e-12 * float(want[name].abs().max()))
 
-
 @pytest.mark.parametrize("precision", ["plain", "emulated", "fp8"])
 def test_HeadLoss__a_loss_weight_of_zero_has_gradients_of_zero(precision):
     y, w = randn(16, 16, seed=1, dtype=BF16, grad=True), randn(16, 32, seed=2, dtype=BF16, grad=True)
     losses = head_loss(y, w, torch.arange(16)[None], (1.0, 0.5), 0.0, precision, BF16)
     assert losses.isfinite().all()
     assert not any(grad.any() for grad in torch.autograd.grad(losses, (y, w), torch.zeros_like(losses)))
-
 
 @pytest.mark.parametrize("power", [-7, 5])
 @pytest.mark.parametrize("precision, dtype", [("emulated", F32), ("emulated", BF16), ("plain", F64)])
@@ -338,7 +318,6 @@ def test_HeadLoss__a_loss_weight_of_two_to_the_k_scales_gradients_bit_by_bit(pre
         found.append(torch.autograd.grad(losses, leaves, rows.to(losses.dtype)))
     for one, many in zip(*found):
         assert (one * 2.0**power).equal(many)
-
 
 @pytest.mark.parametrize("a, b, out", [
     (torch.float8_e4m3fn, torch.float8_e4m3fn, BF16), (torch.float8_e5m2, torch.float8_e4m3fn, BF16),
@@ -374,13 +353,11 @@ def test_add_rows__to_what_is_there(rows, width, dtype):
     assert tg.add_rows(sums, index, grad) is None
     assert sums.tolist() == want and sums.data_ptr() == place
 
-
 def test_add_rows__the_operator_says_what_it_changes():
     sums, index, grad = torch.zeros(6, 3), torch.tensor([[1, 5], [1, 0]], dtype=torch.int32), torch.ones(2, 2, 3)
     torch.library.opcheck(torch.ops.train_gpt.add_rows.default, (sums, index, grad))
     schema = torch.ops.train_gpt.add_rows.default._schema
     assert [x.name for x in schema.arguments if x.is_write] == ["row_grads"] and not schema.returns
-
 
 @pytest.mark.parametrize("shape", [(7,), (2, 3, 4)])
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])

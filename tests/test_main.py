@@ -43,7 +43,6 @@ KEYS = {
     "result": "val_loss train_time_ms steps tokens peak_memory_mib run_dir comms",
 }
 
-
 def nothing(*_: object) -> None:
     """In the place of a warm-up, which leaves no trace."""
 
@@ -55,7 +54,6 @@ def first(tmp_path_factory) -> Run:
     """The tiny preset as it is, shared by the tests that only look."""
     folder = tmp_path_factory.mktemp("first")
     return run(folder / "new" / "run", "--seed=3", f"--save={folder / 'save'}")
-
 
 def test_train__events_have_exactly_their_keys_in_a_sensible_order(first):
     assert first.status == 0 and all(set(event) == {"type", *KEYS[event["type"]].split()} for event in first.events)
@@ -74,7 +72,6 @@ def test_train__events_have_exactly_their_keys_in_a_sensible_order(first):
     start, *_, end = (e["val_loss"] for e in first.of("val"))
     assert start == pytest.approx(np.log(512), abs=0.05) and end < start - 0.1, "first tokens of documents are learned"
 
-
 def test_report_traffic__each_cycle_and_table_and_one_rank_moves_nothing(first):
     """Lines of every cycle, the embedding's once it is untied."""
     schedule = tg.Schedule(preset())
@@ -86,7 +83,6 @@ def test_report_traffic__each_cycle_and_table_and_one_rank_moves_nothing(first):
     assert {(e["cycle"], e["table"]) for e in lines if e["purpose"] == "train"} == want
     for traffic in (*lines, *first.of("result")[0]["comms"].values()):
         assert traffic["bytes_sent"] == traffic["bytes_received"] == traffic["bytes_dense"] == 0
-
 
 def test_write_header__what_ran_and_what_an_entry_is(first):
     header = first.of("header")[0]
@@ -106,7 +102,6 @@ def test_write_header__what_ran_and_what_an_entry_is(first):
     assert (header["params_total"], header["params_per_token"]) == (parameters, read)
     assert header["untimed_warmup_steps"] == len(tg.Schedule(preset()).warm_up_steps())
 
-
 def test_Log__log_txt_is_read_by_existing_parsers(first):
     head = first.lines[:6]
     assert {head[0], head[5]} == {"=" * 100} and head[1].startswith("Running Python ")
@@ -123,14 +118,12 @@ def test_Log__log_txt_is_read_by_existing_parsers(first):
     assert sum(bool(PEAK.match(line)) for line in first.lines) == 1
     assert all(line in first.out.splitlines() for line in first.lines), "12 steps: the console shows all of them"
 
-
 def test_report__the_last_line_on_stdout_is_the_result(first):
     result = json.loads(first.out.splitlines()[-1])
     assert [result] == first.of("result") and result["run_dir"] == str(first.folder)
     assert result["val_loss"] == first.of("val")[-1]["val_loss"] and result["steps"] == 12
     assert all(50 < mib < 1_000_000 for mib in result["peak_memory_mib"].values()), "MiB: torch alone needs over 50"
     assert "token ids" in first.out.split(" sample ")[1]
-
 
 def test_train__several_runs_each_equal_a_fresh_one(first, tmp_path):
     done = run(tmp_path, "--runs=3", "--seed=1", "--sample_tokens=0", "--target_loss=6.1")
@@ -153,7 +146,6 @@ def test_train__several_runs_each_equal_a_fresh_one(first, tmp_path):
     assert taken.status == 1 and "the log of a run" in taken.err, "logs of later runs are looked for at the start"
     assert not folders[0].exists()
 
-
 @pytest.mark.parametrize("flags, close", [
     (["--dtype=bfloat16"], 0.05),                                    # 8 bits through 11 layers
     (["--head=emulated"], 0.05),                                     # logits of 4 bits each in y and w
@@ -167,7 +159,6 @@ def test_train__other_precisions_train_alike(first, tmp_path, monkeypatch, flags
         assert what == wanted and (train_loss or val_loss) == pytest.approx(loss or val, rel=close, abs=0)
     assert [e["step"] for e in other.of("val")] == [0, 5] and other.of("result")[0]["steps"] == 5
     assert "step:5/12 " in other.lines[-3] and " sample -" not in other.out
-
 
 @pytest.mark.parametrize("rows, again", [(tg.EVAL_ROWS, None), (256, 1)])
 def test_finish__a_graph_that_is_compiled_in_the_race_is_in_the_result(tmp_path, monkeypatch, rows, again):
@@ -186,7 +177,6 @@ def test_finish__a_graph_that_is_compiled_in_the_race_is_in_the_result(tmp_path,
     done = run(tmp_path / "run", "--compile=1", "--max_steps=2", "--sample_tokens=0")
     assert done.status == 0 and done.of("compiled") == [dict(type="compiled", graphs=1)]
     assert done.of("result")[0].get("recompiles") == again
-
 
 @pytest.mark.all
 def test_make_profile__two_ranks(tmp_path):
@@ -212,7 +202,6 @@ def text(tmp_path) -> list[str]:
     (tmp_path / "vocab.txt").write_bytes(b"".join(lines))
     return [f"--train_files={tmp_path}/train_*.bin", f"--val_files={tmp_path}/val_*.bin", "--max_steps=2"]
 
-
 def with_console(monkeypatch, folder: Path, text: list[str], before) -> Run:
     """Run on text, with the console that `before` makes in its process. The log ends with the result."""
     monkeypatch.setattr(tg, "warm_up", nothing)
@@ -220,7 +209,6 @@ def with_console(monkeypatch, folder: Path, text: list[str], before) -> Run:
     done = Run(folder, process.wait(), *process.texts())
     assert done.events[-1]["type"] == "result" and len(done.lines) > 10
     return done
-
 
 def test_main__any_console_shows_a_sample(text, tmp_path, monkeypatch):
     """Letters that the console does not know are escaped; the last line is the result, whose folder reads as it is.
@@ -235,7 +223,6 @@ def test_main__any_console_shows_a_sample(text, tmp_path, monkeypatch):
         assert set(event) == {"type", *KEYS[event["type"]].split(), "val_bpb", "unigram_nats"}
     assert any(f"{event['val_bpb']:.4f} bits per byte" in line for line in done.lines)
 
-
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_print_result__a_full_console(text, tmp_path, monkeypatch):
     """Training goes on; without its result the status is 1."""
@@ -245,13 +232,13 @@ def test_print_result__a_full_console(text, tmp_path, monkeypatch):
     assert done.status == 1 and done.err.startswith("RunError: standard output") and "Traceback" not in done.err
     check_error(done.err.partition(": ")[2].strip("\n"), "No space left on device", "redirect it")
 
-
 def test_train__without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     process = Forked(["--preset=tiny", "--device=cpu", "--max_steps=1", "--val_every=0"])
     assert process.wait() == 0
     folder, = (tmp_path / "logs").iterdir()
-    assert json.loads(process.texts()[0].splitlines()[-1])["run_dir"] == f"logs/{folder.name}" and (folder / "log.txt").exists()
+    result = json.loads(process.texts()[0].splitlines()[-1])
+    assert result["run_dir"] == f"logs/{folder.name}" and (folder / "log.txt").exists()
 
 
 # ---- inputs that are refused ----------------------------------------------------------------------------------------
@@ -259,7 +246,6 @@ def test_train__without_a_folder_gets_one_of_its_own(tmp_path, monkeypatch):
 START = 511
 PIECES = [bytes([i]) if i < 256 else bytes([i - 256, 97]) for i in range(START)]
 FILES = ("--preset=tiny", "--train_files=train_0.bin", "--val_files=val_0.bin")
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
@@ -287,7 +273,6 @@ def folder(tmp_path_factory) -> Path:
     (path / "w_vocab/vocab.txt").write_text("junk")
     return path
 
-
 @pytest.fixture
 def ask(folder, tmp_path, monkeypatch):
     """Run main() as from the command line: the status, one message that helps and holds all parts, no stack trace."""
@@ -305,7 +290,6 @@ def ask(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(tg, "warm_up", nothing)
     monkeypatch.setattr(tg, "STORE_PATIENCE", 0.1)
     return ask
-
 
 BAD = [                                  # flags after FILES, status, what the message must hold
     (["--sede=1"], 2, "unknown flag", "--sede", "--seed"),
@@ -330,7 +314,6 @@ BAD = [                                  # flags after FILES, status, what the m
     (["--sample=w_no_vocab", "words"], 2, "prompt", "b'w'", "vocab.txt"),
 ]
 
-
 @pytest.mark.parametrize("flags, status, parts", [(flags, status, parts) for flags, status, *parts in BAD],
                          ids=[" ".join(flags)[:60] for flags, *_ in BAD])
 def test_main__a_bad_input(ask, folder, flags, status, parts):
@@ -338,13 +321,11 @@ def test_main__a_bad_input(ask, folder, flags, status, parts):
     ask(["--max_steps=4", "--sample_tokens=4", *files, *flags], status, *parts)
     assert (folder / "old_run/log.txt").read_text() == "an old log\n"
 
-
 def test_main__the_same_inputs_undamaged(ask, tmp_path):
     """So that the table fails for its own reasons."""
     ask([*FILES, "--max_steps=2", "--sample_tokens=4", f"--save={tmp_path}/saved"], 0)
     assert "token ids" in ask([f"--sample={tmp_path}/saved", "--sample_tokens=4"], 0).out
     assert "a few words" in ask(["--sample=w", "a few words", "--sample_tokens=4"], 0).out
-
 
 @pytest.mark.parametrize("flags, status, parts", [
     (["--train_files=beyond.bin"], 2, ("beyond.bin", "tokens up to 600")),
@@ -358,9 +339,7 @@ def test_train__bad_data_and_too_little_memory_are_known_before_anything_is_buil
     monkeypatch.setattr(tg, "Executor", None)
     assert not ask([*FILES, *flags], status, *parts).folder.exists()
 
-
 MEETING = dict(RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT="29999")        # what a launcher sets besides
-
 
 @pytest.mark.parametrize("env, parts", [
     (MEETING | dict(WORLD_SIZE="3"), ("number of ranks", "3", "num_slots=8", "--nproc_per_node=2")),
@@ -381,7 +360,6 @@ def test_make_fabric__a_bad_launch(ask, monkeypatch, env, parts):
         monkeypatch.setattr(torch.cuda, "device_count", functools.partial(int, 2))
         flags.append("--device=auto")
     assert not ask(flags, 2, *parts).folder.exists()
-
 
 def test_check_start__no_compiler_ends_the_run_before_data_are_read(ask, tmp_path, monkeypatch):
     for name in ("CC", "CXX"):
@@ -405,7 +383,6 @@ def test_race__data_that_end_early_leave_what_was_trained(ask, tmp_path):
     assert result["void"] == "the data ended early" and result["val_loss"] == done.of("val")[-1]["val_loss"]
     assert (tmp_path / "saved/weights.pt").exists(), "what was trained counts"
 
-
 class FullDisk(io.FileIO):
     """A file whose disk is full after some lines: half of the next one still goes in."""
 
@@ -419,7 +396,6 @@ class FullDisk(io.FileIO):
             super().write(data[:len(data) // 2])
             raise OSError(28, "No space left on device")
         return super().write(data)
-
 
 @pytest.mark.parametrize("name, room", [("log.txt", 9), ("log.jsonl", 7), ("log.jsonl", 0)])
 def test_Log__a_full_disk_ends_the_run_with_one_message(ask, monkeypatch, name, room):
@@ -435,7 +411,6 @@ def test_Log__a_full_disk_ends_the_run_with_one_message(ask, monkeypatch, name, 
     if name == "log.txt":
         assert done.events[-1]["type"] == "aborted"
 
-
 def test_main__ends_though_a_thread_is_stuck_in_a_read(ask, monkeypatch):
     fromfile = np.fromfile
 
@@ -449,7 +424,6 @@ def test_main__ends_though_a_thread_is_stuck_in_a_read(ask, monkeypatch):
     message = " ".join(done.err.split())                             # in one line, so that it is the last one
     assert done.lines[-1] == f"aborted after step 0: {message}" and done.events[0]["type"] == "header"
     assert done.events[-1]["type"] == "aborted" and " ".join(done.events[-1]["cause"].split()) == message
-
 
 @pytest.mark.parametrize("capability, native", [((8, 0), "plain"), ((8, 9), "fp8")])
 def test_head_precision__by_device(monkeypatch, capability, native):

@@ -9,13 +9,11 @@ from reference import Reference
 
 import train_gpt as tg
 
-
 def model_of(cfg: tg.Config, rotary_len: int = 48) -> tg.GPT:
     model = tg.GPT(cfg, tg.attention_reference, rotary_len, {})
     fill_randomly(model)
     model.set_rotary(tg.Schedule(cfg).rotary[1].frequencies)
     return model
-
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("heads, slots, seed", [(4, 2, 0), (2, 3, 1)])
@@ -28,7 +26,8 @@ def test_losses__and_gradients_are_the_recipes(heads, slots, seed):
     weights, one = torch.tensor(values.mtp_weights, dtype=torch.float64), torch.ones((), dtype=torch.float64)
     losses = model.losses(batch, weights, one, tg.spans_of(short=5, long=9, max_len=12, scale=0.8), "plain", rows)
     losses.sum().backward()
-    found = {label: p.grad for label, p in model.named_parameters()} | {label: sums for label, (_, sums) in rows.items()}
+    found = {label: p.grad for label, p in model.named_parameters()}
+    found |= {label: sums for label, (_, sums) in rows.items()}
     for slot in range(slots):
         want = naive.losses(naive.leaves(), batch, slot, values, values.mtp_weights)
         np.testing.assert_allclose(losses[slot].detach(), want.detach(), rtol=0, atol=1e-10)      # through 11 layers
@@ -36,7 +35,6 @@ def test_losses__and_gradients_are_the_recipes(heads, slots, seed):
     for label, grad in found.items():
         assert naive.grads[label].any(), f"{label} has no effect"
         np.testing.assert_allclose(grad, naive.grads[label], rtol=1e-9, atol=1e-9, err_msg=label)
-
 
 @pytest.mark.recipe
 def test_parameter_table__of_the_record_preset():
@@ -50,12 +48,10 @@ def test_parameter_table__of_the_record_preset():
         total += int(np.prod(row.shape))
     assert not rows and total == 543_818_890 - 4_718_592, "the recipe's total without the padding layer of the MLP"
 
-
 def initial(seed: int = 0, **changes) -> dict[str, torch.Tensor]:
     model = tg.GPT(preset(**changes), tg.attention_reference, 16, {})
     model.set_initial_values(seed, whole)
     return {label: p.detach() for label, p in model.named_parameters()}
-
 
 @pytest.mark.recipe
 def test_set_initial_values__are_the_recipes():
@@ -77,7 +73,6 @@ def test_set_initial_values__are_the_recipes():
     drawn = tg.initial_values(attn._replace(shape=(100_000,)), torch.Generator().manual_seed(0))
     assert 0.99 / 32 < float(drawn.abs().max()) <= 1.0001 / 32, "a bound of 2^-5 at 768 features"
 
-
 def test_set_initial_values__each_label_draws_from_its_own_generator():
     base = initial()
     torch.manual_seed(123)                                           # the global generator plays no part
@@ -92,7 +87,6 @@ def test_set_initial_values__each_label_draws_from_its_own_generator():
     drawn = {label for label, x in initial(seed=1).items() if not x.equal(base[label])}
     assert drawn == {"attn", "mlp", "value_embed", "lm_head", "embed"}
     assert not base["value_embed"][:512].flatten()[:16_000].equal(base["lm_head"].flatten()[:16_000] * 2)
-
 
 def test_set_rotary__cos_and_sin_of_position_times_frequency():
     cfg, frequencies = small(), (1.0, 0.125)
@@ -110,7 +104,6 @@ def test_set_rotary__cos_and_sin_of_position_times_frequency():
     half.set_rotary(frequencies)
     assert half.rotary_cos.equal(torch.from_numpy(cos).float().bfloat16()), "angles in f32, rounded once"
 
-
 def test_set_rotary__a_stage_that_was_there_before_takes_nothing_from_the_host(monkeypatch):
     cfg = small()
     model, stages = model_of(cfg), {rotary.frequencies for rotary in tg.Schedule(cfg).rotary}
@@ -119,7 +112,6 @@ def test_set_rotary__a_stage_that_was_there_before_takes_nothing_from_the_host(m
         found.append([(model.set_rotary(frequencies), model.rotary_cos.clone())[1] for frequencies in stages])
         monkeypatch.setattr(torch, "tensor", None)                   # a copy that a device would be waited for
     assert all(map(torch.equal, *found)) and not found[0][0].equal(found[0][1])
-
 
 @pytest.mark.parametrize("at, smear, shifting, want", [
     # Attention leaks neither over documents nor from the future; the second document is a single token.

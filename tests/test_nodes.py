@@ -20,11 +20,9 @@ SLACK = 10 + 20                          # s from the timeout to the end: 10 tha
 LINK = "link0"                           # the name of either end, in its node
 SHORT = ("--max_steps=4", "--sample_tokens=0")
 
-
 def ip(*words: str) -> str:
     """Return what the program ip says; in the test it must succeed."""
     return subprocess.run(["ip", *words], capture_output=True, text=True, check=True).stdout
-
 
 @pytest.fixture
 def nodes() -> Iterator[tuple[str, str]]:
@@ -44,13 +42,11 @@ def nodes() -> Iterator[tuple[str, str]]:
             pytest.skip(f"two nodes: {why} {getattr(why, 'stderr', '')}")
         yield names
 
-
 def remove(name: str) -> None:
     """End all processes of a node, and the node."""
     for pid in ip("netns", "pids", name).split():
         os.kill(int(pid), signal.SIGKILL)
     ip("netns", "delete", name)
-
 
 def start(folder: Path, name: str, node: int, *flags: str) -> subprocess.Popen:
     """torchrun of a node with two ranks; what they say goes into a file."""
@@ -61,7 +57,6 @@ def start(folder: Path, name: str, node: int, *flags: str) -> subprocess.Popen:
     with open(folder / f"{name}.txt", "w") as said:
         return subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT)
 
-
 @pytest.mark.all
 def test_two_nodes__losses_are_those_of_one_node_with_as_many_ranks(nodes, tmp_path):
     launchers = [start(tmp_path, name, node, *SHORT) for node, name in enumerate(nodes, 1)]
@@ -69,7 +64,6 @@ def test_two_nodes__losses_are_those_of_one_node_with_as_many_ranks(nodes, tmp_p
     assert status == [0, 0], [(tmp_path / f"{name}.txt").read_text() for name in nodes]
     one = launch(tmp_path / "one", 4, *SHORT)
     assert one[0].status == 0 and losses(tmp_path / "run") == losses(tmp_path / "one")
-
 
 @pytest.mark.all
 def test_two_nodes__a_link_that_is_cut_ends_both(nodes, tmp_path):

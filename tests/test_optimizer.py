@@ -12,10 +12,8 @@ import train_gpt as tg
 F64 = torch.float64
 BANKS, TABLES = ("attn", "mlp"), ("bigram_embed", "value_embed", "embed")
 
-
 def randn(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
-
 
 @pytest.mark.recipe
 def test_normuon_direction__roundings_to_bf16_stand_where_the_recipe_has_them(monkeypatch):
@@ -35,7 +33,6 @@ def test_normuon_direction__roundings_to_bf16_stand_where_the_recipe_has_them(mo
     tg.adam_update(p, torch.ones(1000), torch.zeros(1000), torch.zeros(1000), 1.0, (0.9, 0.99), 0.0, *numbers)
     assert p.equal(want)
 
-
 def test_stochastic_round__keeps_what_is_not_finite():
     """The largest NaN would become -0.0: a carry out of its bits goes through the sign."""
     raw = np.array([[0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0x7F800001, 0x7F800000, 0xFF800000]], np.uint32)
@@ -44,7 +41,6 @@ def test_stochastic_round__keeps_what_is_not_finite():
         rounded = tg.stochastic_round(x, torch.tensor([bits], dtype=torch.int32)).bfloat16()
         assert rounded[0, :4].isnan().all(), bits
         assert rounded[0, 4:].tolist() == [math.inf, -math.inf], bits
-
 
 def make(cfg: tg.Config, rank: int = 0, world: int = 1) -> tg.Optimizer:
     where, tables = fabric(rank, world), tg.row_tables(cfg)
@@ -56,11 +52,9 @@ def make(cfg: tg.Config, rank: int = 0, world: int = 1) -> tg.Optimizer:
             for table in tables}
     return tg.Optimizer(cfg, where, model, lambda call: call, rows)
 
-
 def random_grads(optimizer: tg.Optimizer, step: int) -> dict[str, torch.Tensor]:
     return {label: randn(*p.shape, seed=100 * step + k) for k, (label, p) in
             enumerate(optimizer.model.named_parameters())}
-
 
 def take_step(optimizer: tg.Optimizer, values: tg.Values) -> None:
     """A backward pass adds random gradients, then the update."""
@@ -68,13 +62,10 @@ def take_step(optimizer: tg.Optimizer, values: tg.Values) -> None:
         add_grad(optimizer, label, grad, values)
     optimizer.step(values, tg.no_wait)
 
-
 def weights_of(optimizer: tg.Optimizer) -> dict[str, torch.Tensor]:
     return {label: p.detach().clone() for label, p in optimizer.model.named_parameters()}
 
-
 SETTINGS = dict(normuon_beta2=0.5, normuon_weight_decay=3.0, adam_eps=1e-3, adam_weight_decay=0.1)
-
 
 @pytest.mark.recipe
 @pytest.mark.parametrize("changes", [dict(), dict(adam_every=1), *({name: x} for name, x in SETTINGS.items())], ids=str)
@@ -101,7 +92,6 @@ def test_step__is_the_references(changes):
             assert kept is None or kept.equal(naive.grads[label]) or cfg.adam_every > 2, label
     assert not naive.p["embed"].equal(naive.p["lm_head"].t()), "they did part"
 
-
 @pytest.mark.parametrize("missing", ["attn", "smear_gate", "bigram_embed", "value_embed", "embed", "lm_head"])
 def test_step__a_missing_gradient_is_refused(missing):
     cfg = small()
@@ -113,7 +103,6 @@ def test_step__a_missing_gradient_is_refused(missing):
     named = "small" if missing == "smear_gate" else missing              # one sum for all that every rank updates
     refused(tg.RunError, lambda: optimizer.step(values, tg.no_wait), f"no gradient of ['{named}']", "forward_backward")
     assert all(x.equal(before[label]) for label, x in weights_of(optimizer).items())
-
 
 @pytest.mark.parametrize("order", ["REDUCE_ORDER", "UPDATE_ORDER"])
 def test_step__any_permutation_of_an_order_gives_the_same_bits_and_nothing_else_is_one(order, monkeypatch):
@@ -131,11 +120,9 @@ def test_step__any_permutation_of_an_order_gives_the_same_bits_and_nothing_else_
     monkeypatch.setattr(tg, order, tuple(np.random.default_rng(1).permutation(entries)))
     assert all(x.equal(base[label]) for label, x in run().items())
 
-
 def shard_of(optimizer: tg.Optimizer, label: str) -> torch.Tensor:
     entry = optimizer.entries[label]
     return entry.shard if label in optimizer.sharded else entry.table.shard
-
 
 @pytest.mark.parametrize("world", [2, 3, 4, 8])
 def test_Optimizer__ranks_own_every_piece_once(world):
@@ -161,7 +148,6 @@ def test_Optimizer__ranks_own_every_piece_once(world):
                 assert entry.weight.main_grad.data_ptr() == entry.main_grad.data_ptr()
     for label in BANKS:
         assert torch.cat([optimizer.entries[label].lr_muls for optimizer in ranks]).equal(alone.entries[label].lr_muls)
-
 
 def test_initial_state__one_name_more_goes_everywhere(monkeypatch):
     """A late average of the weights, as a fork would add it: snapshots, files and the memory estimate follow."""

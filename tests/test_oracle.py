@@ -46,7 +46,6 @@ TOLERANCES = (
     ("*",    "*",                 1e-11, 2e-7),
 )
 
-
 class Vectors:
     """The arrays of one file, which of them were used, and the comparison."""
 
@@ -100,7 +99,6 @@ class Vectors:
         """Insist that every array was compared or went into the computation."""
         assert not self.left, f"{self.file}: nothing looks at {sorted(self.left)}"
 
-
 @dataclass(frozen=True)
 class Oracle:
     """A directory of vectors."""
@@ -133,22 +131,18 @@ class Oracle:
         taken = {name: value for name, value in {**recipe, **sizes}.items() if name in same}
         return tg.Config(**{**taken, **renamed, **own, **more})
 
-
 def bf16(words: np.ndarray) -> Tensor:
     return torch.from_numpy((words.astype(np.uint32) << 16).view(np.float32))
-
 
 def every_frequency(rotary: tg.Rotary) -> np.ndarray:
     """One of each channel of a head: neighbours share theirs, the second half does not rotate."""
     pairs = np.repeat(rotary.frequencies, 2)
     return np.append(pairs, np.zeros_like(pairs))
 
-
 def slots_of(tokens: np.ndarray, targets: np.ndarray, cu_seqlens: np.ndarray) -> list[tg.Slot]:
     """Make slots of stored (slots, T) arrays; a row of cu_seqlens counts by the borders it names, however often."""
     return [tg.Slot(np.append(inputs, last).astype(np.int32), np.unique(borders).astype(np.int32))
             for inputs, last, borders in zip(tokens, targets[:, -1], cu_seqlens)]
-
 
 def stored_weights(cfg: tg.Config, stored: Vectors) -> dict[str, Tensor]:
     """Return whole initial weights; banks are cut to the trainer's number of layers."""
@@ -164,16 +158,13 @@ def stored_weights(cfg: tg.Config, stored: Vectors) -> dict[str, Tensor]:
     assert all(weights[row.label].shape == row.shape for row in tg.parameter_table(cfg))
     return weights
 
-
 def executor_with(cfg: tg.Config, weights: dict[str, Tensor]) -> tg.Executor:
     found = executor(cfg)
     found.model.load_state_dict({**found.model.state_dict(), **weights})
     return found
 
-
 def gradient(run: tg.Executor | Reference, label: str) -> Tensor:
     return run.grads[label] if isinstance(run, Reference) else grad_of(run.optimizer, label)
-
 
 class Trajectory:
     """A run of a few steps through every stage, change of the windows and the split, on stored tokens."""
@@ -276,7 +267,6 @@ class Trajectory:
             at = np.arange(len(vectors[key])) * self.meta["st_v2_stride"][label]
             vectors.check(key, state["moments"][f"{label}.second"], label, at)
 
-
 pytestmark = pytest.mark.recipe
 DIRECTORIES = dict(extract=EXTRACT, whole=WHOLE)
 
@@ -313,7 +303,6 @@ class ConfigS:
         _, rotary = tg.rotary_by_stage(replace(self.cfg, stages=stages, window_block=1))
         return replace(self.values, short_window=short, long_window=long, rotary=rotary)
 
-
 def check_s_acts(oracle: Oracle) -> None:
     s, vectors = ConfigS(oracle), oracle.open("s_acts")
     one_document = s.batch_with(np.asarray([0, s.batch.tokens.shape[1]]))
@@ -335,7 +324,6 @@ def check_s_acts(oracle: Oracle) -> None:
         vectors.check(f"yarn1.paired_{name}", table[:2 * length].view(length, -1))    # two positions in a row
     vectors.finish()
 
-
 def check_activations(s: ConfigS, vectors: Vectors, prefix: str, name: str, values: tg.Values, batch: tg.Batch) -> None:
     """Compare what reference.py computes on its way, in forward order, and gradients of some of it."""
     rows, seen = vectors["rows16"], {}
@@ -354,7 +342,6 @@ def check_activations(s: ConfigS, vectors: Vectors, prefix: str, name: str, valu
         vectors.check("grad_logits_rows16" if key == "raw_logits" else f"grad_rows16.{key}", grad[rows])
         vectors.check(f"grad_sumsq.{key}", grad.square().sum())
 
-
 def check_s_grads(oracle: Oracle) -> None:
     s, vectors = ConfigS(oracle), oracle.open("s_grads")
     cases = [("", name, s.values) for name, in vectors.find(r"norm_(\w+)\..*")] + [("yarn1.", "m2", s.stretched())]
@@ -365,7 +352,6 @@ def check_s_grads(oracle: Oracle) -> None:
             for label in reversed(s.trainer.model.table):
                 check_gradient(vectors, prefix, name, label, gradient(run, label))
     vectors.finish()
-
 
 def check_gradient(vectors: Vectors, prefix: str, name: str, label: str, grad: Tensor) -> None:
     """Compare all of it for m3, for others samples and small parameters; of a table its rows: all others are 0."""
@@ -386,7 +372,6 @@ def check_gradient(vectors: Vectors, prefix: str, name: str, label: str, grad: T
 def check_traj(oracle: Oracle) -> None:
     Trajectory(oracle).check()
 
-
 def check_opt(oracle: Oracle) -> None:
     vectors = oracle.open("opt")
     for case, in vectors.find(r"pe_in\.(.*)"):
@@ -398,7 +383,6 @@ def check_opt(oracle: Oracle) -> None:
     check_mantissa(vectors)
     check_adam(oracle, vectors)
     vectors.finish()
-
 
 def check_normuon(vectors: Vectors, case: str) -> None:
     """A bank over a few steps with plain float64 weights."""
@@ -418,7 +402,6 @@ def check_normuon(vectors: Vectors, case: str) -> None:
             for name, x in (("mom", moments["momentum"]), ("v2_", moments["second"]), ("p", got)):
                 vectors.check(f"{case}.{name}{step + 1}", x)
 
-
 def check_mantissa(vectors: Vectors) -> None:
     """Chained updates of bf16 weights and the 16 bits below them, bit for bit."""
     p, mantissa = (torch.from_numpy(vectors[f"mt.{name}_in"].view(np.int16).copy()) for name in ("p", "m"))
@@ -431,7 +414,6 @@ def check_mantissa(vectors: Vectors) -> None:
                               decay, 0.0)
         vectors.check(f"mt.p_out{step}", p.numpy().view(np.uint16))
         vectors.check(f"mt.m_out{step}", mantissa.numpy().view(np.uint16))
-
 
 def check_adam(oracle: Oracle, vectors: Vectors) -> None:
     """Some parameters in reference.py, tied and then untied."""
@@ -471,7 +453,6 @@ def check_loader(oracle: Oracle) -> None:
             check_blocks(oracle, vectors, case, int(world))
     vectors.finish()
 
-
 def borders_of(cu_seqlens: np.ndarray | Tensor, columns: int) -> np.ndarray:
     """(..., C) -> (..., columns): each border once, then -1. How often one is repeated is padding, at both ends."""
     rows = np.asarray(cu_seqlens).reshape(-1, np.shape(cu_seqlens)[-1])
@@ -480,7 +461,6 @@ def borders_of(cu_seqlens: np.ndarray | Tensor, columns: int) -> np.ndarray:
     for row, filled in zip(found, out):
         filled[:len(row)] = row
     return out.reshape(*np.shape(cu_seqlens)[:-1], -1)
-
 
 def check_blocks(oracle: Oracle, vectors: Vectors, case: str, world: int) -> None:
     """What every rank of a run gets: (step, micro-step, rank, tokens). A slot's number is micro-step * W + rank."""
@@ -522,7 +502,6 @@ def check_blocks(oracle: Oracle, vectors: Vectors, case: str, world: int) -> Non
             vectors.check(prefix + name, slots.reshape(count, -1, world, slots.shape[-1]))
         done += count
 
-
 def loaded(cfg: tg.Config, fabric: tg.Fabric, headers: list, steps: list[tg.Values], plan: list) -> Iterator[tg.Batch]:
     def cycles() -> Iterator[list[tg.Values]]:
         """Yield cycles of a step each; the vectors change between steps what a run has once."""
@@ -537,7 +516,6 @@ def loaded(cfg: tg.Config, fabric: tg.Fabric, headers: list, steps: list[tg.Valu
     finally:
         loader.close()
 
-
 def logical_rows(batch: tg.Batch, label: str) -> Tensor:
     """Return the rows of a table that a batch reads, as files and recipes number them."""
     plan, rows = batch.plans[label], batch.rows[label].long()
@@ -546,7 +524,6 @@ def logical_rows(batch: tg.Batch, label: str) -> Tensor:
         rows = plan.my_rows[rows]
         rows = rows % plan.shard_size * world + rows // plan.shard_size
     return rows
-
 
 def check_bigram(oracle: Oracle) -> None:
     vectors, rows = oracle.open("bigram"), oracle.meta["bigram"]["rows"]
@@ -596,7 +573,6 @@ def check_schedule(oracle: Oracle) -> None:
         is_bank = row.optimizer == "normuon"                              # its first matrix is no down matrix
         vectors.check(f"lr_mul_param.{label}", float(optimizer.entries[label].lr_muls[0]) if is_bank else row.lr_mul)
     vectors.finish()
-
 
 def check_yarn(vectors: Vectors, cfg: tg.Config, schedule: tg.Schedule) -> None:
     """Frequencies and scale at the start and after each change of the long window, and the bf16 tables at the end."""
@@ -652,7 +628,6 @@ def check_fp8(oracle: Oracle) -> None:
 CHECKS = dict(s_acts=check_s_acts, s_grads=check_s_grads, traj=check_traj, opt=check_opt, loader=check_loader,
               schedule=check_schedule, bigram=check_bigram, fp8=check_fp8)
 
-
 def cases() -> Iterator:
     """Yield (directory, file); one skipped case for a directory that is not there."""
     for name, path in DIRECTORIES.items():
@@ -662,11 +637,9 @@ def cases() -> Iterator:
         for file in {*Oracle(path).files} - {"s_inputs", "traj_init"}:    # where two of the others start
             yield pytest.param(path, file, id=f"{name}-{file}")
 
-
 @pytest.mark.parametrize("path, file", sorted(cases(), key=lambda case: case.id))
 def test_vectors(path: Path, file: str) -> None:
     CHECKS[file](Oracle(path))
-
 
 @pytest.mark.all
 @pytest.mark.parametrize("path", DIRECTORIES.values(), ids=DIRECTORIES)
@@ -675,10 +648,8 @@ def test_vectors__the_trajectory_of_the_reference(path: Path) -> None:
         pytest.skip(f"no directory {path}")
     Trajectory(Oracle(path), naive=True).check()
 
-
 def test_vectors__the_extract_is_small() -> None:
     assert sum(path.stat().st_size for path in EXTRACT.rglob("*.*")) <= 3_000_000
-
 
 def test_Config__defaults_are_the_recipe() -> None:
     """The vectors' constants are the defaults of Config and of the module; sizes of a run and of the tests are not."""

@@ -16,7 +16,6 @@ import train_gpt as tg
 sys.path.insert(0, str(ROOT / "records"))
 from tools import read
 
-
 class Time:
     """A clock that only moves when somebody works."""
 
@@ -27,10 +26,8 @@ class Time:
     def work(self, seconds: float, *_: object) -> None:
         self.now += seconds
 
-
 def losses(*slot_sums: float, tokens: int = 10) -> tg.Losses:
     return tg.Losses(torch.tensor(slot_sums), tokens)
-
 
 class TextData:
     """Validation data as far as the log looks at them."""
@@ -43,7 +40,6 @@ class TextData:
 
     def batches(self, values: tg.Values) -> tg.Values:
         return values
-
 
 def racer(time: Time, evaluated: list) -> SimpleNamespace:
     """Loader and executor of a race: a first batch takes 3 s, a step 1 + 2 s, a validation 40 s."""
@@ -62,16 +58,13 @@ def racer(time: Time, evaluated: list) -> SimpleNamespace:
                            forward_backward=forward_backward, optim_step=functools.partial(time.work, 2),
                            evaluate=evaluate, plans_ahead=None)
 
-
 def make_log(tmp_path, rank: int = 0, **changes) -> tg.Log:
     """The log of a run of the tiny preset, in whose cycles are two steps unless given."""
     schedule = tg.Schedule(preset(**dict(adam_every=2) | changes))
     return tg.Log(tmp_path / "run", fabric(rank, 2 if rank else 1), schedule, {"train_gpt.py": b"source"})
 
-
 def events(tmp_path) -> list[dict]:
     return Run(tmp_path / "run", 0, "", "").events
-
 
 def lines(tmp_path) -> list[str]:
     return Run(tmp_path / "run", 0, "", "").lines
@@ -100,7 +93,6 @@ def test_Clock__adds_up_what_lies_between_start_and_stop(monkeypatch):
         time.work(50)
         assert clock.ms == pytest.approx(total)
     assert seen == [1000, 1000, 8000, 8000, 15_000]
-
 
 @pytest.mark.parametrize("changes, validated", [
     (dict(val_every=2), [0, 2, 4, 5]), (dict(val_every=0), [5]), (dict(val_every=2, max_steps=3), [0, 2, 3])])
@@ -137,7 +129,6 @@ def test_Log__steps_one_cycle_late_and_all_of_them_before_a_validation(tmp_path)
     assert lines(tmp_path) == [f"step:{k}/12 train_time:{100 * k}ms step_avg:100.00ms" for k in range(1, 6)] + [
         "step:5/12 val_loss:4.2500 train_time:512ms step_avg:102.47ms"]
 
-
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_Log__a_loss_that_is_not_finite_ends_the_run_with_the_last_good_one(tmp_path, bad):
     log = make_log(tmp_path)
@@ -153,7 +144,6 @@ def test_Log__a_loss_that_is_not_finite_ends_the_run_with_the_last_good_one(tmp_
     validation = functools.partial(make_log(tmp_path / "other").validation, bad, 0.0, TextData())
     refused(tg.RunError, validation, "validation loss at step 0", str(bad), "none")
     assert events(tmp_path / "other") == []
-
 
 @pytest.mark.parametrize("terminal", [False, True])
 def test_Log__lines_on_the_console(tmp_path, monkeypatch, capsys, terminal):
@@ -171,7 +161,6 @@ def test_Log__lines_on_the_console(tmp_path, monkeypatch, capsys, terminal):
     assert plain == ([] if terminal else [f"step:{step}" for step in range(5, 101, 5)])
     renewed = "\r\x1b[Kstep:4/100 train_time:200ms step_avg:50.00ms train_loss:2.500\r"
     assert (renewed in shown.err, shown.err.endswith("\r\x1b[K\r"), "\n" in shown.err) == (terminal, terminal, False)
-
 
 def test_aborted__the_last_lines_once_and_nothing_after_them(tmp_path):
     """Also from another thread, while this one may be stuck in a write; a log that is closed is not aborted."""
@@ -205,7 +194,6 @@ def kind(x):
     if isinstance(x, (tuple, list)):
         return tuple(map(kind, x))
     return x if isinstance(x, (tg.AttentionSpan, str)) else type(x)
-
 
 @pytest.mark.parametrize("changes", [
     dict(), dict(num_extension_steps=0),
@@ -253,16 +241,13 @@ def trained(schedule: tg.Schedule, clock: SimpleNamespace, speed) -> list[tg.Val
             done.append(values)
     return done
 
-
 def changing(early: float, late: float, at: float):
     def speed(share: float) -> float:
         return (early if share < at else late) + 0.1 * math.sin(1e6 * share)
     return speed
 
-
 SPEEDS = dict(slow=changing(1.8, 1.8, 0), fast=changing(0.2, 0.2, 0))
 SPEEDS |= {f"{late} from {at}": changing(1.0, late, at) for at in (0.2, 0.93) for late in (0.5, 1.3)}
-
 
 @pytest.mark.parametrize("adam_every", [1, 2])
 @pytest.mark.parametrize("name", SPEEDS)
@@ -281,7 +266,6 @@ def test_cycles_from__a_race_by_the_clock_ends_within_a_cycle_of_its_budget(name
     assert [values.step for values in steps if values.untie] == [schedule.untie_step]
     assert schedule.at(schedule.end_step).long_window == schedule.cfg.final_long_window * schedule.cfg.window_block
 
-
 def check_budget(folder: Path, seconds: int) -> list[float]:
     """The run has kept its budget but for a cycle, has gone through its whole plan, and says all of it."""
     log = Run(folder, 0, "", "")
@@ -297,7 +281,6 @@ def check_budget(folder: Path, seconds: int) -> list[float]:
     told, = read.read_runs([folder / "log.jsonl"]).runs
     assert told.finished and told.total == result["steps"] == len(steps) and not told.notes
     return places
-
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.all)])
 def test_race__keeps_its_time_budget_and_is_resumed_at_its_place(tmp_path, ranks):
@@ -325,16 +308,13 @@ def sampled(logits_of, gather=None, pieces=None, **changes) -> str:
     where = SimpleNamespace(gather=gather or fabric().gather)
     return tg.generate(cfg, SimpleNamespace(next_logits=next_logits, fabric=where), None, pieces)
 
-
 def count_up(tokens: list[int]) -> torch.Tensor:
     """After 0 comes 1 for sure, after 4 the end of the document."""
     following = {9: 0, 4: 9}.get(tokens[-1], tokens[-1] + 1)
     return torch.where(torch.arange(10) == following, 0.0, -1e4)
 
-
 def one_or_zero(tokens: list[int]) -> torch.Tensor:
     return torch.tensor([1.0, 0.0, -1e4])
-
 
 def test_generate__text_where_the_bytes_are_known():
     pieces = [b"a", b"bc", b"\xc3", b"\xa4", b"\xff", b"x", b"", b"", b"", b""]
@@ -343,7 +323,6 @@ def test_generate__text_where_the_bytes_are_known():
     assert sampled(count_up, sample_tokens=9).endswith(": 0 1 2 3 4"), "ends at a document start"
     two_ranks = {0: [4, 1], 2: [3, 3]}.get
     assert sampled(count_up, two_ranks, sample_tokens=2).endswith(": 1 3"), "one text, however ranks round: the lowest"
-
 
 def test_generate__draws_from_the_softmax_at_its_temperature():
     drawn = [sampled(one_or_zero, None, [b"a", b"b", b""], vocab_size=3, document_start=2, sample_tokens=4000)

@@ -37,11 +37,9 @@ worlds = pytest.mark.parametrize("world", [2, SLOW_3, SLOW_4, 8], ids="W{}".form
 
 Arrays = dict[str, np.ndarray]
 
-
 def assert_same_bits(got: Arrays, want: Arrays) -> None:
     assert got.keys() == want.keys()
     assert [key for key in want if got[key].dtype != want[key].dtype or not np.array_equal(got[key], want[key])] == []
-
 
 def assert_close(got: Arrays, want: Arrays, limit: float) -> None:
     """Norm of the difference over the norm."""
@@ -63,7 +61,6 @@ def table_state(executor: tg.Executor) -> Arrays:
             found |= {f"{label}.{name}": exact_array(x) for name, x in table.home.stored._asdict().items()}
     return found
 
-
 def state_hashes(executor: tg.Executor) -> dict[str, str]:
     """Hash every byte that a run may change, found by walking through the objects and not by the list they keep; not
     the rotary tables, which are made again."""
@@ -78,19 +75,16 @@ def state_hashes(executor: tg.Executor) -> dict[str, str]:
     pending = [(label, len(table.pending), table.cached is None) for label, table in executor.tables.items()]
     return hashes | dict(plain=repr((executor.rotary, pending)))
 
-
 def whole_state(executor: tg.Executor, values: tg.Values) -> Arrays:
     """Weights and optimizer state in logical shapes, on rank 0. Collective; values: of the next step."""
     state = executor.whole_state(values)
     whole = state["weights"] | state["moments"]
     return {name: exact_array(x) for name, x in whole.items() if x is not None}
 
-
 def tiny(**changes: Any) -> tg.Config:
     cfg = tg.Config(**tg.PRESETS["tiny"] | dict(device="cpu", comm_timeout=COMM_TIMEOUT) | changes)
     tg.check_config(cfg)
     return cfg
-
 
 PAIRS = tg.NgramTable("more_bigram_embed", 2, 97)
 TRIPLES = tg.NgramTable("trigram_embed", 3, 301, signs=1)
@@ -103,7 +97,6 @@ RUNS = {                                 # each has a stage change and a validat
     "unseen": dict(tables=(PAIRS._replace(cadence=4), TRIPLES._replace(place=2)), slots_per_micro_batch=2, val_every=0),
     "cadence 4": dict(tables=(PAIRS._replace(cadence=4, place=0), TRIPLES._replace(cadence=4)), row_comms="dense"),
 }
-
 
 def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
     """tg.train on tiny: losses of this rank's slots and of validations, all state at the end, what a warm-up left."""
@@ -153,16 +146,13 @@ def tiny_run(rank: Rank, name: str, home: str) -> dict[str, Any]:
         tg.train("tiny", cfg, rank.fabric(cfg), ending, Path(tg.__file__).read_bytes())
     return found | dict(printed=printed.getvalue(), slot_losses=np.stack(losses), validations=np.array(validations))
 
-
 def runs_of(ranks: Ranks, world: int, name: str, home: str = "device") -> list[dict[str, Any]]:
     """Return what each rank of such a run found; it is made once."""
     return ranks(world, tiny_run, name=name, home=home)
 
-
 runs = pytest.mark.parametrize("name, world", [
     ("all layers", 2), ("cycles", 8), ("dense", 2), ("every step", 2), ("layers", 2), ("cadence 4", 2),
     *(pytest.param(name, 4, marks=pytest.mark.all) for name in RUNS)])
-
 
 @runs
 def test_train__losses_do_not_depend_on_the_number_of_ranks(ranks, name, world):
@@ -174,7 +164,6 @@ def test_train__losses_do_not_depend_on_the_number_of_ranks(ranks, name, world):
     for found in by_rank:
         np.testing.assert_allclose(found["validations"], alone["validations"], rtol=0, atol=1e-9)
         assert found["validations"].tobytes() == by_rank[0]["validations"].tobytes(), "all ranks know the same number"
-
 
 @runs
 def test_train__weights_and_moments_do_not_depend_on_the_number_of_ranks(ranks, name, world):
@@ -194,7 +183,6 @@ def test_train__weights_and_moments_do_not_depend_on_the_number_of_ranks(ranks, 
             assert found["initial"][label] == alone["initial"][label], label
             assert found["final"][label] == by_rank[0]["final"][label] != found["initial"][label], label
 
-
 @pytest.mark.parametrize("world", [1, 2, SLOW_4], ids="W{}".format)
 @pytest.mark.parametrize("name", ["layers", "cadence 4"])
 def test_HOMES__runs_from_either_have_the_same_bits(ranks, name, world):
@@ -203,18 +191,15 @@ def test_HOMES__runs_from_either_have_the_same_bits(ranks, name, world):
         assert host["final"] == device["final"]
         assert host["validations"].tobytes() == device["validations"].tobytes()
 
-
 def test_evaluate__in_mid_cycle_changes_no_bit(ranks):
     for seen, unseen in zip(runs_of(ranks, 2, "layers"), runs_of(ranks, 2, "unseen")):
         assert len(seen["validations"]) > len(unseen["validations"])
         assert seen["final"] == unseen["final"]
 
-
 @pytest.mark.parametrize("name, home", [("all layers", "device"), ("layers", "device"), ("layers", "host")])
 def test_warm_up__leaves_no_trace_on_any_rank(ranks, name, home):
     for found in runs_of(ranks, 2, name, home):
         assert found["warm_up_steps"] > 4 and found["left"] == []
-
 
 def test_Log__rank_0_keeps_that_of_all(ranks):
     """Tokens and validation losses of the whole run; and the weights that it saves are those of all ranks."""
@@ -255,7 +240,6 @@ def steps_of(fabric: tg.Fabric, cfg: tg.Config, count: int) -> Iterator[tuple[tg
     yield executor, loader, plan
     loader.close()
 
-
 def pieces(rank: Rank, way: str) -> Arrays:
     """A cycle with one call a step; or, on odd ranks, with the slots cut into calls, with calls of weight 0 in between,
     or with those alone, which on one rank is a cycle of every second slot."""
@@ -277,7 +261,6 @@ def pieces(rank: Rank, way: str) -> Arrays:
             executor.optim_step(values, loader.plans_ahead)
         return whole_state(executor, tg.Schedule(cfg).at(2))
 
-
 @pytest.mark.parametrize("world", [2, SLOW_4], ids="W{}".format)
 def test_forward_backward__calls_add_up_and_wait_for_nobody(ranks, world):
     """Odd ranks cut their slots into calls, last slot first; even ones make one call. A rank that waited for another
@@ -289,15 +272,12 @@ def test_forward_backward__calls_add_up_and_wait_for_nobody(ranks, world):
     assert_same_bits(extra, whole)
     assert_close(idle, half, 1e-9)
 
-
 UNEVEN_SLOTS, UNEVEN_STEPS, CYCLE = 24, 6, 2
-
 
 def integers(step: int, label: str, shape: Sequence[int]) -> Tensor:
     """A gradient of each slot: sums over slots and a cycle are exact in every dtype."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{step}/{label}".encode()))
     return torch.randint(-2, 3, (UNEVEN_SLOTS, *shape), generator=generator)
-
 
 def hand(rank: Rank, dtype: str = "float64", spoil: bool = False, order: int = 0, **changes: Any) -> dict[str, Any]:
     """Six steps with the untying, of a model of which hardly anything can be dealt evenly. In place of real gradients
@@ -346,7 +326,6 @@ def hand(rank: Rank, dtype: str = "float64", spoil: bool = False, order: int = 0
             return found | dict(end=whole_state(executor, schedule.at(UNEVEN_STEPS)), hashes=state_hashes(executor),
                                 padding=padding)
 
-
 @pytest.mark.parametrize("world, dtype, mode", [
     (2, "float64", "sparse"), (2, "float64", "dense"), (2, "bfloat16", "sparse"), (8, "bfloat16", "sparse"),
     *(pytest.param(world, dtype, mode, marks=pytest.mark.all) for world in (3, 4, 8)
@@ -362,14 +341,12 @@ def test_step__sums_that_are_exact_give_the_same_bits_at_every_world(ranks, worl
     assert all(x.any() for name, x in alone["end"].items() if name.split(".")[0] not in tg.RECIPE_TABLES[:2])
     assert ("mlp.mantissa" in alone["end"]) == (dtype == "bfloat16")
 
-
 @worlds
 def test_Sharded__padding_comes_nowhere(ranks, world):
     """Filled with NaN instead of zeros, it changes no bit."""
     by_rank = ranks(world, hand, spoil=True, dtype="bfloat16", row_comms="sparse")
     assert world == 2 or all(found["padding"] for found in by_rank), "2 divides the matrices"
     assert_same_bits(by_rank[0]["end"], ranks(world, hand, dtype="bfloat16", row_comms="sparse")[0]["end"])
-
 
 @pytest.mark.parametrize("world, order", [
     (2, 1), (2, 2), *(pytest.param(world, order, marks=pytest.mark.all) for world in (3, 8) for order in range(1, 12))])
@@ -388,7 +365,6 @@ def other_fact(rank: Rank, teller: int, changes: dict[str, str]) -> str:
     with pytest.raises(tg.ConfigError) as caught:
         rank.fabric().check_agreement({name: fact for name, fact in facts.items() if fact})
     return str(caught.value)
-
 
 @worlds
 @pytest.mark.parametrize("teller, changes, name, values", [

@@ -41,7 +41,6 @@ PYTEST = "-m pytest -q --durations=10"
 
 pytestmark = pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
 
-
 @pytest.fixture
 def run_sh(tmp_path: Path):
     """Call run.sh in a copy of its own, in a folder with a blank, with flags and environment variables."""
@@ -61,12 +60,10 @@ def run_sh(tmp_path: Path):
 
     return call
 
-
 def started(done: subprocess.CompletedProcess) -> str:
     """Return the last command that the parrot was asked to run."""
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1].partition(": ")[2]
-
 
 @pytest.mark.parametrize("flags, variables, parts", [
     *((["--preset=tiny"], dict(NPROC=n), (f"'{n}'", "1 or more")) for n in ("0", "", "1.5", "99999")),
@@ -78,7 +75,6 @@ def test_die__found_expected_do(run_sh, flags, variables, parts):
     assert done.returncode == 1 and title.startswith("error: ")
     assert [line.split(":")[0].strip() for line in lines] == ["found", "expected", "do"]
     assert all(part in done.stderr for part in parts), done.stderr
-
 
 @pytest.mark.parametrize("flags, fetched, command", [
     (["--seed=1"], True, "train_gpt.py --preset=pocket --seed=1"),
@@ -96,14 +92,12 @@ def test_what_is_started_on_a_machine_without_a_gpu(run_sh, flags, fetched, comm
     assert "requirements-gpu.txt" not in done.stdout, "a CPU gets no faster attention"
     assert all(part in done.stdout for part in ("./run.sh test", "NPROC=")) == (flags == ["--help"])
 
-
 @pytest.mark.parametrize("slots, processes", [("8", 2), ("7", 1), ("", 1), ("HOME[$(touch stranger)]", 1)])
 def test_choose_processes__slots_that_are_no_number_are_left_to_the_trainer(run_sh, tmp_path, slots, processes):
     done = run_sh("--preset=tiny", f"--num_slots={slots}", GPUS="2")
     assert started(done) == f"{LAUNCHER} " * (processes == 2) + f"train_gpt.py --preset=tiny --num_slots={slots}"
     assert not list(tmp_path.rglob("stranger")), "a flag is no program"
     assert f" {max(1, len(os.sched_getaffinity(0)) // processes)}: " in done.stdout.splitlines()[-1], "cores are shared"
-
 
 @pytest.mark.parametrize("variables, said", [
     ({}, "allocator: , compiled: {}/user/.cache/train_gpt/torchinductor,"),
@@ -115,7 +109,6 @@ def test_choose_processes__memory_and_caches_unless_the_user_says_how(run_sh, tm
     done = run_sh("--preset=tiny", **{name: text.format(tmp_path) for name, text in variables.items()})
     assert said.format(tmp_path) in done.stderr
 
-
 def test_a_link_to_the_script_in_another_shell(run_sh, tmp_path):
     """It runs in the script's own folder, in bash."""
     (tmp_path / "link").symlink_to(tmp_path / "a clone/run.sh")
@@ -123,10 +116,8 @@ def test_a_link_to_the_script_in_another_shell(run_sh, tmp_path):
     assert started(done) == "train_gpt.py --preset=pocket --seed=1"
     assert f"in {tmp_path / 'a clone'}" in done.stderr
 
-
 WITH_GPUS = [f"--num_slots={tg.Config().num_slots}", "--train_files=x"]
 INSTALLS = "-m pip install --quiet --disable-pip-version-check --timeout 10 --retries 0 -r requirements-gpu.txt"
-
 
 def test_add_fast_attention__on_top_of_the_users_interpreter(run_sh):
     on_gpus = dict(GPUS="2", LACKS="attention", PIP="works")
@@ -138,13 +129,11 @@ def test_add_fast_attention__on_top_of_the_users_interpreter(run_sh):
         assert last.startswith(".venv") and LAUNCHER in last, "with the interpreter that has it now"
     assert again.returncode == 0 and "pip" not in again.stdout and "-m venv" not in again.stdout
 
-
 @pytest.mark.parametrize("pip", ["fails", "hangs"])
 def test_add_fast_attention__a_run_goes_on_aloud_without_it(run_sh, pip):
     done = run_sh(*WITH_GPUS, GPUS="2", LACKS="attention", PIP=pip)
     assert started(done).startswith(LAUNCHER) and "NO faster attention" in done.stdout
     assert not done.stdout.splitlines()[-1].startswith(".venv"), "with the interpreter of before"
-
 
 @pytest.mark.parametrize("flags, lacks, packages", [
     (WITH_GPUS, "", []), (["--help"], "attention", []), (["test", "-k", "x"], "attention", []),
@@ -155,7 +144,6 @@ def test_set_up__only_what_is_needed_and_not_there(run_sh, flags, lacks, package
     assert done.returncode == 0, done.stderr
     assert re.findall(r"pip install --quiet .*-r (.*)", done.stdout) == packages
     assert ("-m venv" in done.stdout) == (packages != [])
-
 
 def test_what_the_script_has_to_know_before_there_is_a_trainer():
     """Facts of other files that it repeats, since it cannot import anything yet."""

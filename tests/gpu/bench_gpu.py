@@ -37,7 +37,6 @@ FLUSHES = 8                              # of it before a call: the host runs ah
 FORMULA = f"formula:{tg.GPT2_VOCAB}:{tg.GPT2_DOCUMENT_START}:8000000:1"
 SETTLING = 2                             # cycles before those that count; in the first, graphs compile
 
-
 class Report:
     """Lines for people, and figures for programs: what a later section breaks is not lost."""
     def __init__(self, folder: Path) -> None:
@@ -75,7 +74,6 @@ def ms_of(call: Callable, inputs: list[torch.Tensor], flushed: torch.Tensor) -> 
     after.synchronize()
     return before.elapsed_time(after)
 
-
 def time_ways(case: gpu_cases.Case, device: torch.device, rounds: int) -> dict[str, str]:
     """Median, least and most ms of every way, in turn, so that a warmer card is warmer for all of them."""
     flushed = torch.empty(L2_BYTES if device.type == "cuda" else 1, dtype=torch.uint8, device=device)
@@ -87,7 +85,6 @@ def time_ways(case: gpu_cases.Case, device: torch.device, rounds: int) -> dict[s
     for way, (_, *ms) in times.items():                       # the first round does not count
         spreads[way] = f"{statistics.median(ms):.3f} ({min(ms):.3f} to {max(ms):.3f}) ms"
     return spreads
-
 
 def bench_kernels(lab: gpu_cases.Lab, rounds: int, report: Report) -> None:
     report.add("sizes", lab.sizes._asdict())
@@ -108,13 +105,11 @@ def graphs() -> int:
     """How many were compiled so far in this process."""
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
-
 def mean_loss(losses: tg.Losses) -> float:
     return float(losses.slot_sums.sum()) / losses.tokens
 
-
 class Run:
-    """What a run of `record`, on a CPU of `tiny`, makes before its warm-up: the trainer's executor, loader, schedule."""
+    """What a run of `record`, on a CPU of `tiny`, makes before its warm-up: executor, loader, schedule."""
 
     def __init__(self, fabric: tg.Fabric) -> None:
         """Raises RunError if it does not fit. DATA names shards to train on, say of real tokens."""
@@ -200,13 +195,11 @@ class Run:
         return dict(s_per_block=seconds, tokens=self.cfg.val_batch_tokens, loss=loss, peak_mib=peak,
                     new_graphs=graphs() - before)
 
-
 def predictions(attention: str) -> dict[str, float]:
     """ms of a step by stage, of one H100 with the kind of attention whose rate is the nearest."""
     kind = "FA3" if attention.startswith(("FA3", "FA4")) else "FA2"
     stages = price.kept_prediction(price.load(price.LEDGER))["worlds"]["1"][kind]["stages"]
     return {name: stage["mean"]["ms"] for name, stage in stages.items()}
-
 
 def bench_steps(run: Run, args: argparse.Namespace, report: Report) -> None:
     report.add("run", run.figures)
@@ -236,7 +229,6 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if min(args.rounds, args.cycles) < 1:
         parser.error("--rounds and --cycles: at least 1")
     return args
-
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status."""

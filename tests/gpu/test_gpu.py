@@ -19,7 +19,6 @@ from torch import Tensor
 
 import train_gpt as tg
 
-
 @functools.cache
 def lab_of(fabric: tg.Fabric) -> gpu_cases.Lab:
     seed = 0
@@ -28,18 +27,15 @@ def lab_of(fabric: tg.Fabric) -> gpu_cases.Lab:
         print(f"inputs of seed {seed}")
     return gpu_cases.Lab(fabric, seed=seed)
 
-
 def needs_memory(size: float) -> None:
     """Skip where fewer bytes of the device are free."""
     torch.cuda.empty_cache()
     if torch.cuda.mem_get_info()[0] < size:
         pytest.skip("too little memory on this CUDA device")
 
-
 RAGGED = [("mlp", dict(T=1, F=8, D=8)), ("mlp", dict(T=130, F=264, D=72)), ("mlp", dict(T=1000, F=3072, D=768)),
           ("sums of rows", dict(R=40_000, T=98_304, D=96)), ("sums of rows", dict(R=7, T=1000, D=768)),
           ("sums of rows", dict(R=5, T=33, D=5))]
-
 
 @pytest.mark.parametrize("name, sizes", [*((name, {}) for name in CASES), *RAGGED])
 def test_operation__against_f64_in_poisoned_memory(fabric, name, sizes):
@@ -58,7 +54,6 @@ def test_operation__against_f64_in_poisoned_memory(fabric, name, sizes):
         first, again = (way(*(x.clone() for x in case.inputs)) for _ in range(2))
         assert all(x.equal(y) for x, y in zip(first, again))
 
-
 def test_add_rows__beyond_2_to_31_elements(gpu):
     """Of a table of 8.6 GB only the last rows are looked at."""
     width = 768
@@ -70,7 +65,6 @@ def test_add_rows__beyond_2_to_31_elements(gpu):
     grad = torch.randn(8, width, device=gpu.device)
     tg.add_rows(sums, last.repeat(2).int(), grad)
     assert relative(sums[last], 1 + grad[:4].double() + grad[4:].double()) < 1e-6
-
 
 @pytest.mark.parametrize("dtype", [BF16, torch.float16])
 def test_relu_sq__beyond_2_to_31_elements(gpu, dtype):
@@ -88,14 +82,12 @@ def test_relu_sq__beyond_2_to_31_elements(gpu, dtype):
     assert relative(squares[last], product.clamp(min=0).square()) < 1e-2
     assert relative(tg.relu_sq(x, w, squares)[last], 2 * product * squares[last].double().sqrt()) < 1e-2
 
-
 DOCUMENTS = {                            # their ends in one flattened batch: ragged, pairs, empty ones, none cut
     "ragged": [1, 2, 130, 131, 500, 1500, 1501, 3000, 4096], "pairs": list(range(2, 257, 2)),
     "empty": [7, 7, 7, 900, 900, 1024, 1024, 1024], "blocks": list(range(128, 2049, 128)), "long": [9, 6000],
 }
 WINDOWS = (1, 128, 384, 2560, 10**6)     # one key, those of the three stages, all
 HEADS = (6, 3)                           # of plain layers, of paired ones
-
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_choose_attention__against_the_reference(fabric, name):
@@ -108,7 +100,6 @@ def test_choose_attention__against_the_reference(fabric, name):
         print(found)
         assert found["wrong"] == []
 
-
 def test_HeadLoss__beyond_2_to_31_logits(gpu):
     """Those of the third stage, compiled."""
     needs_memory(30e9)
@@ -117,13 +108,11 @@ def test_HeadLoss__beyond_2_to_31_logits(gpu):
     case = CASES[name](lab)
     assert gpu_cases.check(name, case._replace(ways={TRAINER: case.ways[TRAINER]}), lab)["wrong"] == []
 
-
 SUMS = ("scalars", "x0_lambdas", "smear_gate", "skip_gate", "attn_gate_bank", "ve_gate_bank")     # over all positions
 BOUNDS = {                               # relative errors of losses, gradients of matrices and of SUMS, which cancel:
     F32: (1e-6, 1e-5, 1e-5),             # about five times what a CPU shows
     BF16: (1e-3, 0.1, 0.15)}
 SPREAD = 0.25                            # of weights: larger ones make more of a rounding
-
 
 @torch.no_grad()
 def fill_alike(model: tg.GPT) -> None:
@@ -131,7 +120,6 @@ def fill_alike(model: tg.GPT) -> None:
     fill_randomly(model)
     for p in model.parameters():
         p.copy_(SPREAD * p.bfloat16())
-
 
 def gradients_of_step(cfg: tg.Config, fabric: tg.Fabric, dtype: torch.dtype, tokens: int) -> dict[str, Tensor]:
     """Losses and gradients of two slots of random documents."""
@@ -145,7 +133,6 @@ def gradients_of_step(cfg: tg.Config, fabric: tg.Fabric, dtype: torch.dtype, tok
     losses = executor.forward_backward(batch, tg.Schedule(cfg).at(1)).slot_sums
     grads = {label: grad_of(executor.optimizer, label) for label, _ in executor.model.named_parameters()}
     return dict(grads, losses=losses)
-
 
 def test_forward_backward__bf16_and_f32_against_f64(fabric):
     """The full width with small tables; on a CPU all is small."""
@@ -163,7 +150,6 @@ def test_forward_backward__bf16_and_f32_against_f64(fabric):
         wrong = {label: x for label, x in errors.items() if not x < (of_sums if label in SUMS else of_matrices)}
         assert not wrong, dtype
 
-
 def touched_by_steps(fabric: tg.Fabric, home: str, rounding: str) -> list[Tensor]:
     """Rows with their state that six steps have touched, on the host. On a GPU they travel by a stream of their own."""
     tables = (tg.NgramTable("trigram_embed", 3, 3001, home=home, rounding=rounding),)
@@ -179,14 +165,12 @@ def touched_by_steps(fabric: tg.Fabric, home: str, rounding: str) -> list[Tensor
     (places, rows), = executor.tables["trigram_embed"].home.touched()
     return [places, *rows]
 
-
 @pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
 def test_HostHome__has_the_bits_of_the_device_home(fabric, rounding):
     device, again, host = (touched_by_steps(fabric, home, rounding) for home in ("device", "device", "host"))
     assert len(device[0]) > 300
     assert all(x.equal(y) for x, y in zip(device, again)), "no two runs are alike: homes cannot be compared"
     assert all(x.equal(y) for x, y in zip(device, host))
-
 
 def test_main__a_short_run_as_on_a_cpu(gpu, tmp_path):
     """Warm-up, training through all stages, validation, checkpoints, sample."""
@@ -197,7 +181,6 @@ def test_main__a_short_run_as_on_a_cpu(gpu, tmp_path):
         losses.append([event["val_loss"] for event in done.of("val")])
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
 
-
 @functools.cache
 def started(fabric: tg.Fabric) -> bench_gpu.Run:
     """The record preset at full size, on a CPU tiny."""
@@ -205,7 +188,6 @@ def started(fabric: tg.Fabric) -> bench_gpu.Run:
         return bench_gpu.Run(fabric)
     except tg.RunError as error:
         pytest.skip(f"the record preset does not fit this CUDA device: {error}")
-
 
 def test_train_step__memory_graphs_and_losses_of_each_stage(fabric):
     """In the order of the run, the untying included; then evaluation. The peak must stay within the room that the
@@ -222,7 +204,6 @@ def test_train_step__memory_graphs_and_losses_of_each_stage(fabric):
     print(found)
     assert found["new_graphs"] == 0 and found["peak_mib"] < run.figures["estimate_mib"] / tg.MEMORY_SHARE
 
-
 def test_snapshot__restored_the_same_steps_give_the_same_losses(fabric):
     """Nothing that runs on the device is left out."""
     run = started(fabric)
@@ -233,7 +214,6 @@ def test_snapshot__restored_the_same_steps_give_the_same_losses(fabric):
         restore()
     assert relative(*losses) < 1e-3, "to rounding: sums on a GPU have no order"
 
-
 @pytest.mark.all
 def test_warm_up__no_stage_compiles_after_it(fabric):
     """The race's own, whole, evaluations too."""
@@ -241,7 +221,6 @@ def test_warm_up__no_stage_compiles_after_it(fabric):
     tg.warm_up(run.cfg, fabric, run.executor, SimpleNamespace(phase=contextlib.nullcontext))
     for stage in range(3):
         assert run.measure_stage(stage, cycles=1)["graphs"] == 0
-
 
 def test_bench__walks_on_a_cpu(tmp_path, monkeypatch, capsys):
     """All operations and one that fails, which leaves the others alone; the stages; a run that does not fit."""
@@ -270,9 +249,7 @@ def test_bench__walks_on_a_cpu(tmp_path, monkeypatch, capsys):
     with pytest.raises(tg.RunError):
         bench_gpu.main([*flags, "--only=steps"])
 
-
 LAB = gpu_cases.Lab(tg.Fabric(torch.device("cpu")))
-
 
 def half_written(*inputs):
     output, *gradients = CASES["mlp"](LAB).ways[PLAIN](*inputs)
@@ -280,38 +257,31 @@ def half_written(*inputs):
     result[:-1] = output[:-1]                                 # the last row is never stored
     return [result, *gradients]
 
-
 def wrong_gradient(*inputs):
     out, grad_n, grad_up, grad_down = CASES["mlp"](LAB).ways[PLAIN](*inputs)
     return [out, grad_n, 1.03 * grad_up, grad_down]
 
-
 def longer(x):
     """With the row after the last, which is not its own."""
     return torch.as_strided(x, (len(x) + 1, x.shape[1]), x.stride(), x.storage_offset())
-
 
 def reads_after(sums, index, grad):
     tg.add_rows(sums, index, grad)
     sums[0] += 0 * longer(grad)[-1]                           # finite but for what lies there
     return [sums]
 
-
 def writes_after(sums, index, grad):
     tg.add_rows(sums, index, grad)
     longer(sums)[-1] = 0.0
     return [sums]
 
-
 def one_line_short(sums, index, grad):
     tg.add_rows(sums, index[:-1], grad[:-1])
     return [sums]
 
-
 def wider_window(*inputs):
     lab = gpu_cases.Lab(LAB.fabric, gpu_cases.TINY._replace(short=gpu_cases.TINY.short + 1))
     return CASES["attention, short window"](lab).ways[PLAIN](*inputs)
-
 
 @pytest.mark.parametrize("name, mistake, said", [
     ("mlp", half_written, "output 0 is off by nan"), ("mlp", wrong_gradient, "output 2 is off"),

@@ -15,7 +15,6 @@ LIMIT = 2 * TIMEOUT + 40                 # s from the fault to the last end; NCC
 TOKENS = 20_000
 SIZES = 512, 0                           # of the vocabulary; the token at which documents start
 
-
 def devices(*of_cpu: pytest.MarkDecorator):
     """Two ranks on the CPU, with these marks; on GPUs as many as there are."""
     places = [pytest.param("cpu", 2, marks=of_cpu)]
@@ -26,7 +25,6 @@ def devices(*of_cpu: pytest.MarkDecorator):
             marks = [pytest.mark.gpus2, pytest.mark.skipif(here < world, reason=reason)]
             places.append(pytest.param("cuda", world, marks=marks))
     return pytest.mark.parametrize("device, world", places)
-
 
 def losses_of_steps(rank: Rank, device: str) -> list[float]:
     """Of all ranks together, through all stages: rows, reductions, gathers in place, the untying. Every token is even:
@@ -47,13 +45,11 @@ def losses_of_steps(rank: Rank, device: str) -> list[float]:
     loader.close()
     return found
 
-
 @devices()
 def test_train_step__ranks_have_the_losses_of_one(ranks, device, world):
     (alone,) = ranks(1, losses_of_steps, device="cpu")
     for found in ranks(world, losses_of_steps, device=device):
         assert found == pytest.approx(alone, rel=1e-4)
-
 
 @devices(pytest.mark.all)
 @pytest.mark.parametrize("fault", ["kill in forward", "kill in a reduction", "sleep in forward"])     # of rank 1

@@ -28,7 +28,6 @@ TORCH, TRITON = "2.13.0", "3.7.1"        # whose internals phantom.py knows
 BAD_REQUEST = 2                          # status: nothing was walked
 LINES_OF_LOG = 30                        # shown where a walk fails
 
-
 def why_not() -> str:
     """What keeps the rehearsal from running here; empty: nothing."""
     if sys.platform != "linux":
@@ -60,7 +59,6 @@ def walk_all(jobs: dict[str, list[str]], flags: Sequence[str]) -> dict[str, dict
                 processes[name] = subprocess.Popen(command, env=environment, stderr=log)
         return {name: found_by(process, Path(folder, name)) for name, process in processes.items()}
 
-
 def found_by(process: subprocess.Popen, path: Path) -> dict[str, Any]:
     status = process.wait()
     last_lines = "\n".join(path.with_suffix(".log").read_text().splitlines()[-LINES_OF_LOG:])
@@ -70,7 +68,6 @@ def found_by(process: subprocess.Popen, path: Path) -> dict[str, Any]:
     if "ended_by" in found:
         print(f"The walk ended before its end:\n{last_lines}")
     return found
-
 
 def timelines_of(walked: dict[str, dict[str, Any]], card: str, flags: Sequence[str]) -> dict[str, Any]:
     """What the walks of all worlds found, as one object: what a price is made of and --out writes."""
@@ -106,7 +103,6 @@ def summary(ledger: dict[str, Any]) -> Iterator[str]:
     compiled = ledger["kernels_compiled"]
     yield "{number} kernels compiled, {spilling} spill, at most {most_registers} registers".format(**compiled)
 
-
 def prices(old: dict[str, Any] | None, new: dict[str, Any], timelines: dict[str, Any]) -> str:
     """Add its prices to a ledger. Returns them as a page, and how they differ from those of the one before."""
     try:
@@ -134,14 +130,12 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--quick walks the first stage and no more")
     return wanted
 
-
 def numbers(text: str) -> list[str]:
     """Numbers of GPUs, or of stages."""
     found = text.split(",")
     if not all(re.fullmatch(r"[1-9]\d*", number) for number in found):
         raise argparse.ArgumentTypeError(f"{text!r}: numbers, such as 8,1")
     return found
-
 
 def rehearse(wanted: argparse.Namespace) -> dict[str, Any] | None:
     """Timelines of the walks; none if one of them could not be made, which is said."""
@@ -155,7 +149,6 @@ def rehearse(wanted: argparse.Namespace) -> dict[str, Any] | None:
     for name, error in errors.items():
         print(f"{name} on {wanted.card}:\n{error}")
     return None if errors else timelines_of(walked, wanted.card, wanted.flags)
-
 
 def main(argv: Sequence[str]) -> int:
     reason = why_not()

@@ -18,7 +18,6 @@ EXPECTED = {                             # bytes, flops
 WAITS = ["a number of the device", "copy from the device", "copy to the device",
          "copy to the device, of memory that is not pinned"]
 
-
 def check_operations(tally: Tally) -> None:
     matrix = torch.empty(ROWS, WIDTH, device="cuda")
     few = torch.empty(LISTED, WIDTH, device="cuda")
@@ -33,7 +32,6 @@ def check_operations(tally: Tally) -> None:
     found = {kernel["name"]: (kernel["bytes"], kernel.get("flops", 0)) for kernel in tally.kernels.values()}
     assert found == EXPECTED, found
 
-
 def check_waits(tally: Tally) -> None:
     """The host waits for a number, for copies that are not told otherwise, and for pageable memory."""
     tally.begin("waits")
@@ -45,7 +43,6 @@ def check_waits(tally: Tally) -> None:
     torch.empty(4).pin_memory().to("cuda", non_blocking=True)
     waits = [item[1].partition("# ")[2] for item in tally.phase.timeline if item[0] == "host_wait"]
     assert waits == WAITS, waits
-
 
 def check_memory(tally: Tally) -> None:
     """Two of three buffers live at once, and a view keeps its buffer."""
@@ -59,7 +56,6 @@ def check_memory(tally: Tally) -> None:
     del second, view
     third = torch.empty(100, device="cuda")
     assert tally.phase.peak == before + 6000 and tally.now == before + third.nbytes
-
 
 def check_tiles() -> None:
     """Against all pairs of query and key, one by one."""

@@ -35,19 +35,15 @@ ATTENTION = {"_varlen_attn": "forward", "_varlen_attn_backward": "backward"}
 SILENT = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "device", "alias",
           "_unsafe_view", "lift_fresh", "_reshape_alias", "set_", "resize_", "sym_size", "sym_stride", "sym_numel"}
 
-
 def short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
 
 def text_of(x: Any) -> str:
     """A tensor as an argument is written in a key."""
     return f"{short(x.dtype)}{tuple(x.shape)}".replace(" ", "")
 
-
 def texts_of(tensors: list[Tensor]) -> str:
     return " ".join(map(text_of, tensors))
-
 
 def digest_of(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:6]
@@ -67,7 +63,6 @@ def operation_bytes(name: str, args: tuple, tensors: list[Tensor], out: list[Ten
         return sum(x.nbytes for x in out)
     sources = tensors[1:] if name == "copy_" else tensors
     return sum(x.nbytes for x in sources) + sum(x.nbytes for x in out)
-
 
 def executed_tiles(bounds: np.ndarray, window: int) -> int:
     """Tiles of queries and keys that a kernel with blocks of 128 visits: causal, in documents, `window` keys back."""
@@ -90,7 +85,6 @@ class Buffer:
     too_much: str = ""                   # why it should not be there
     gradient_of: str = ""                # label of the weight that it is a gradient of, by its size
 
-
 class Phase:
     """A stretch of the run: what the training thread issues, in its order, and memory."""
 
@@ -107,7 +101,6 @@ class Phase:
             last[2] += 1
         else:
             self.timeline.append(["run", key, 1])
-
 
 class Tally(phantom.Recorder):
     """Listens to the card and to the trainer's own calls."""
@@ -340,7 +333,6 @@ class Tally(phantom.Recorder):
         if self.timed:
             self.host_waits[where] += 1
 
-
 def generated_bytes(owner: Any, tensors: list[Tensor]) -> int:
     """What Inductor says that its kernel moves; tensors: its arguments.
 
@@ -352,16 +344,13 @@ def generated_bytes(owner: Any, tensors: list[Tensor]) -> int:
     gigabytes = owner.inductor_meta.get("kernel_num_gb") or 0
     return min(round(gigabytes * 1e9), sum(x.nbytes for x in (*tensors, *in_place)))
 
-
 def unique(tensors: list[Tensor]) -> list[Tensor]:
     """Those that are given twice once, for a kernel that does not read its second look."""
     return list({id(x): x for x in tensors}.values())
 
-
 def fakes(values: Iterable) -> list[FakeTensor]:
     """The tensors of the card among the values, and in lists of them."""
     return [x for x in phantom.flat(values, {}) if isinstance(x, FakeTensor)]
-
 
 def trainer_line() -> str:
     """Function and text, without its comment, of the innermost line of the trainer that is running."""

@@ -53,7 +53,6 @@ def summary_of(timelines: dict[str, Any]) -> dict[str, Any]:
         kernels_compiled=dict(number=len(compiled), spilling=sum(kernel["spills"] > 0 for kernel in compiled),
                               most_registers=max((kernel["registers"] for kernel in compiled), default=0)))
 
-
 def add_prices(ledger: dict[str, Any], timelines: dict[str, Any], rates: dict[str, Any]) -> None:
     """Of each phase with each kind of attention; of its lines with the first kind."""
     card = Card(rates, timelines["card"])
@@ -69,7 +68,6 @@ def add_prices(ledger: dict[str, Any], timelines: dict[str, Any], rates: dict[st
                     facts["ms"] = round(facts.get("ms", 0.0) + ms, 6)
     ledger["attention"] = card.attention
 
-
 def played(timelines: dict[str, Any], world: str, card: Card, attention: str) -> dict[str, Step]:
     """What each phase takes: steps in their cycle, what is no step alone."""
     steps = {}
@@ -81,10 +79,8 @@ def played(timelines: dict[str, Any], world: str, card: Card, attention: str) ->
         steps[name] = Streams(timelines, world, card, attention).play(name)
     return steps
 
-
 def sums_of(items: list[list], kernels: dict[str, Any]) -> dict[str, int]:
     return dict.fromkeys(ALWAYS, 0) | added(lines_of(items, kernels).values())
-
 
 def added(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
     """What lines have of each measure together."""
@@ -92,7 +88,6 @@ def added(lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
     for line in lines:
         sums.update({measure: amount for measure, amount in line.items() if measure != "kind"})
     return dict(sums)
-
 
 def lines_of(items: list[list], kernels: dict[str, Any]) -> dict[str, dict]:
     """What is launched, sent and waited for, by name."""
@@ -137,7 +132,6 @@ def kept(ledger: dict[str, Any]) -> dict[str, Any]:
         worlds[number] = world | dict(phases=phases)
     return ledger | dict(worlds=worlds)
 
-
 def joined(entries: dict[str, Any], dropped: list[str]) -> dict[str, Any]:
     """The entries, those that are dropped as one."""
     found = {name: entry for name, entry in entries.items() if name not in dropped}
@@ -149,14 +143,12 @@ def joined(entries: dict[str, Any], dropped: list[str]) -> dict[str, Any]:
         found[OTHERS] = sums | dict(kind="", ms=round(sums.get("ms", 0.0), 6))
     return found
 
-
 def written(value: Any, indent: str = "") -> str:
     """Sorted JSON; an object that holds others has a line for each."""
     if not isinstance(value, dict) or not any(isinstance(x, (dict, list)) for x in value.values()):
         return json.dumps(value, sort_keys=True)
     rows = [f"{indent} {json.dumps(key)}: {written(value[key], indent + ' ')}" for key in sorted(value)]
     return "{\n" + ",\n".join(rows) + f"\n{indent}}}"
-
 
 def ledger_in(path: Path) -> dict[str, Any] | None:
     """None if there is no file. Raises PriceError for one that is not a ledger."""
@@ -192,7 +184,6 @@ def report(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
             print(f"W = {number}: other graphs: {'; '.join(titles)}")
     return too_much
 
-
 def culprits_of(was: dict[str, Any], now: dict[str, Any], what: str) -> list[str]:
     """The lines or buffers that grew most; what the ledger did not keep by name counts as its others."""
     if what == "peak_bytes":
@@ -207,14 +198,12 @@ def culprits_of(was: dict[str, Any], now: dict[str, Any], what: str) -> list[str
         found.append(f"({OTHERS}: no lines of the ledger; their largest are now {largest})")
     return found
 
-
 def amount_of(number: float, what: str) -> str:
     if "bytes" in what:
         return f"{number / 1e6:,.1f} MB"
     if what.startswith("flops"):
         return f"{number / 1e9:,.1f} GFLOP"
     return f"{number:,}"
-
 
 def forbidden(ledger: dict[str, Any]) -> list[str]:
     """What no update accepts."""

@@ -32,13 +32,11 @@ DEAREST = 10                             # lines that a page shows
 SETTLING_STEPS, LEAVING_STEPS = 20, 5    # of a stage's two ends, left out of a measured mean: the host runs ahead
 LEAST_CHANGE = 0.005                     # s per run, of a line that is shown as changed
 
-
 class PriceError(Exception):
     """What was found, what was expected, and what to do about it."""
 
     def __init__(self, what: str, found: object, expected: object, do: str) -> None:
         super().__init__(f"{what}\n  found:    {found}\n  expected: {expected}\n  do:       {do}")
-
 
 def load(path: Path) -> dict[str, Any]:
     """A JSON object."""
@@ -78,7 +76,6 @@ class Card:
                              f"rehearse for this card: python tests/rehearse.py --card={self.name}")
         return amount / self.rates[kind]
 
-
 def asked_of_card(kernel: dict[str, Any], card: Card, attention: str) -> dict[str, float]:
     """Seconds by what one launch asks of the card; they overlap, so that the largest one counts."""
     memory = "memory"
@@ -99,7 +96,6 @@ def asked_of_card(kernel: dict[str, Any], card: Card, attention: str) -> dict[st
         asked["issue"] = card.seconds("issue", warps * issued(kernel, "instructions"))
     return asked
 
-
 def issued(kernel: dict[str, Any], what: str) -> int:
     """By one warp: what stands in the machine code, and the body of a loop again for each further turn."""
     total = kernel[what]
@@ -117,7 +113,6 @@ class Step:
     parts: Counter = field(default_factory=Counter)
     lines: Counter = field(default_factory=Counter)
 
-
 def items_of(walked: dict[str, Any], timeline: Iterable[list]) -> Iterator[list]:
     """A timeline's items, segments and repetitions written out. walked: a world of the ledger."""
     for item in timeline:
@@ -128,7 +123,6 @@ def items_of(walked: dict[str, Any], timeline: Iterable[list]) -> Iterator[list]
                 yield from items_of(walked, item[2])
         else:
             yield item
-
 
 class Streams:
     """A compute stream and a stream of collectives, in s since the first step."""
@@ -191,11 +185,9 @@ class Streams:
             self.spend("exposed communication", exposed)
             self.step.lines[f"wait for {name}", "collective"] += 1000 * exposed
 
-
 def part_of(kind: str) -> str:
     """All kinds but these move memory."""
     return PART_OF_KIND.get(kind, "memory-bound kernels")
-
 
 def tokens_at_once(items: Iterable[list], kernels: dict[str, Any]) -> int:
     """Tokens of a micro-batch: what attention sees, though heads that are paired see each token twice. 0: unknown."""
@@ -204,7 +196,6 @@ def tokens_at_once(items: Iterable[list], kernels: dict[str, Any]) -> int:
         if kind == "run" and kernels[item[0]]["kind"] == "attention":
             seen.add(kernels[item[0]]["tokens"])
     return min(seen, default=0)
-
 
 def line_name(kernel: dict[str, Any], tokens: int) -> str:
     """One name for a line of all stages: a product by its sizes, with T for the tokens of a micro-batch."""
@@ -223,7 +214,6 @@ def price(ledger: dict[str, Any], rates: dict[str, Any]) -> dict[str, Any]:
     card = Card(rates, ledger["card"])
     return predicted(ledger, card.attention, functools.partial(price_steps, ledger, card))
 
-
 def kept_prediction(ledger: dict[str, Any]) -> dict[str, Any]:
     """The prediction whose prices a ledger keeps; of its lines, those with the first kind of attention."""
 
@@ -240,7 +230,6 @@ def kept_prediction(ledger: dict[str, Any]) -> dict[str, Any]:
         return steps
     return predicted(ledger, ledger["attention"], steps_of)
 
-
 def predicted(ledger: dict[str, Any], kinds: list[str], steps_of: Callable) -> dict[str, Any]:
     """steps_of(world, attention, stage): what an even and an odd step take. kinds: of attention."""
     worlds = {}
@@ -253,7 +242,6 @@ def predicted(ledger: dict[str, Any], kinds: list[str], steps_of: Callable) -> d
             worlds[world][attention] = dict(stages=stages) | of_run(stages)
     return dict(card=ledger["card"], worlds=worlds)
 
-
 def price_steps(ledger: dict[str, Any], card: Card, world: str, attention: str, stage: str) -> dict[str, Step]:
     """An even and an odd step of a stage, after such a cycle; what the ledger has of them."""
     streams = Streams(ledger, world, card, attention)
@@ -262,18 +250,15 @@ def price_steps(ledger: dict[str, Any], card: Card, world: str, attention: str, 
         streams.play(name)
     return {parity: streams.play(name) for parity, name in cycle.items()}
 
-
 def cycle_of(ledger: dict[str, Any], world: str, stage: str) -> dict[str, str]:
     """Phases of a stage by parity."""
     names = {parity: f"{stage} {parity} step" for parity in PARITIES}
     return {parity: name for parity, name in names.items() if name in ledger["worlds"][world]["phases"]}
 
-
 def stages_of(ledger: dict[str, Any], world: str) -> list[str]:
     """Those of which the ledger has a step, in their order."""
     names = [re.fullmatch(r"(stage \d+) (even|odd) step", name) for name in ledger["worlds"][world]["phases"]]
     return sorted({match[1] for match in names if match})
-
 
 def of_stage(steps: dict[str, Step], counts: dict[str, int]) -> dict[str, Any]:
     """Even and odd steps, and their mean by how many a run has of each."""
@@ -291,7 +276,6 @@ def of_stage(steps: dict[str, Step], counts: dict[str, int]) -> dict[str, Any]:
     parts = {part: mean.parts[part] for part in PARTS}
     lines = [[name, part_of(kind), ms] for (name, kind), ms in mean.lines.most_common() if ms]
     return dict(steps=number, **found, mean=dict(ms=mean.ms, parts=parts), lines=lines)
-
 
 def of_run(stages: dict[str, Any]) -> dict[str, Any]:
     """Sums over the steps of a run, in s: in all, by part, and its lines from the dearest down."""
@@ -324,12 +308,10 @@ def table(head: str, rows: Iterable[Iterable[Any]]) -> str:
     lines.insert(1, ["-" * width for width in widths])
     return "\n".join("| " + " | ".join(map(str.ljust, line, widths)) + " |" for line in lines)
 
-
 def cell(value: Any) -> str:
     if value is None:
         return ""
     return f"{value:.2f}" if isinstance(value, float) else str(value)
-
 
 def text(prediction: dict[str, Any]) -> str:
     """The page of a prediction."""
@@ -379,12 +361,10 @@ def difference(before: dict[str, Any], after: dict[str, Any]) -> str:
                   table("line | part | more s per run in these", changed_lines(was[first], now[first], stages))]
     return "\n\n".join(pages) + "\n"
 
-
 def times_in(found: dict[str, Any], stages: list[str]) -> list[float]:
     """ms of each stage's mean step, and s of a run in these stages."""
     times = [found["stages"][stage]["mean"]["ms"] for stage in stages]
     return [*times, sum(found["stages"][stage]["steps"] * ms for stage, ms in zip(stages, times)) / 1000]
-
 
 def changed_lines(was: dict[str, Any], now: dict[str, Any], stages: list[str]) -> list[list]:
     """[line, part, more s per run]. A fusion that has changed is one line less and another more."""
@@ -400,7 +380,6 @@ def changed_lines(was: dict[str, Any], now: dict[str, Any], stages: list[str]) -
     shown = [name for name in more if abs(more[name]) >= LEAST_CHANGE]
     shown.sort(key=lambda name: (-abs(more[name]), name))
     return [[name, parts.get(name, ""), f"{more[name]:+.2f}"] for name in shown[:DEAREST]]
-
 
 def grown(was: dict[str, float], now: dict[str, float]) -> Counter:
     """What each line has more now; a line that `was` does not keep counts among its others."""
@@ -446,7 +425,6 @@ def measured_page(path: Path, ledger: dict[str, Any], prediction: dict[str, Any]
     if run.void:
         title += f" its times do not count ({run.void})"
     return f"{title}\n\n{table('with | of | predicted | measured | measured / predicted', rows)}\n"
-
 
 def measured_ms(span: range, seconds_after: dict[int, float]) -> float | None:
     """Mean of a step inside a stage; None where the log has no times."""

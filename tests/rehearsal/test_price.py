@@ -29,7 +29,6 @@ KERNELS = dict(
 COUNTS = {"stage 1": dict(even=8, odd=7), "stage 2": dict(even=7, odd=8)}
 MS_OF_SENT_GB = 1000 * 7 / 8 / 100       # 7/8 of a gigabyte at 100 GB/s
 
-
 def timelines(**phases: list | None) -> dict:
     """Of eight cards. phases: even, odd: timelines of stage 1; even_2, odd_2: of stage 2."""
     named = {}
@@ -40,19 +39,15 @@ def timelines(**phases: list | None) -> dict:
     walked = dict(phases=named, segments=dict(forward=[run("move"), run("mm")]))
     return dict(format=price.FORMAT, card="round", kernels=KERNELS, worlds={"8": walked}, steps=COUNTS)
 
-
 def priced(even: list, odd: list | None = None) -> dict:
     found = price.price(timelines(even=even, odd=odd), RATES)
     return found["worlds"]["8"]["FA2"]["stages"]["stage 1"]["even"]
 
-
 def run(kernel: str, count: int = 1) -> list:
     return ["run", kernel, count]
 
-
 def collective(label: int, gigabytes: float, name: str = "all_gather_into_tensor") -> list:
     return ["collective", label, name, gigabytes * 1e9, "bfloat16", "nccl"]
-
 
 ONE_KERNEL = [                           # kernel, part, ms
     ("move", "memory-bound kernels", 1.25), ("eager", "memory-bound kernels", 1.25),
@@ -64,12 +59,10 @@ ONE_KERNEL = [                           # kernel, part, ms
     ("think", "memory-bound kernels", 4e6 * 40 * 32 / 1e9 * 1.25),
     ("loop", "memory-bound kernels", 4e6 * (100 + 30 * 49 + 10 * 4) / 1e8 * 1.25)]
 
-
 @pytest.mark.parametrize("kernel, part, ms", ONE_KERNEL)
 def test_asked_of_card__the_largest_counts(kernel, part, ms):
     found = priced([run(kernel)])
     assert found["ms"] == found["parts"][part] == pytest.approx(ms)
-
 
 STEPS = [                                # even step, odd step, ms of the even one, its parts
     # two kernels of 1 us (1.25 with slack): the floor of 3 us adds 1.75 us twice
@@ -84,13 +77,11 @@ STEPS = [                                # even step, odd step, ms of the even o
     ([["wait", "before 9"], run("move")], [collective(9, 1.0), run("move")], 1.25 + 0.02 + MS_OF_SENT_GB - 1.25, {}),
     ([["repeat", 3, [["segment", "forward"], run("eager", 2)]]], None, 3 * (3 * 1.25 + 12.5), {})]
 
-
 @pytest.mark.parametrize("even, odd, ms, parts", STEPS)
 def test_Streams__a_step_by_hand(even, odd, ms, parts):
     found = priced(even, odd)
     assert [found["ms"], sum(found["parts"].values())] == pytest.approx([ms, ms])
     assert found["parts"] | parts == pytest.approx(found["parts"])
-
 
 def test_difference__by_stage_and_by_line_where_both_have_it():
     """One turned GB more in each even step of stage 1, 8 of 15; the other has no stage 2."""
@@ -106,7 +97,6 @@ def test_difference__by_stage_and_by_line_where_both_have_it():
     assert "| triton_poi_fused_t | memory-bound kernels | +0.02 " in page
     assert "triton_poi_fused_add" not in page
     assert "stage 2" not in page
-
 
 def test_measured_page__beside_the_prediction(tmp_path, capsys):
     """By stage, away from its ends: steps that settle and leave are 10 times as long here, none of them may count."""

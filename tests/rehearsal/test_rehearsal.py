@@ -20,18 +20,15 @@ REASON = command.why_not()
 needs_tool = pytest.mark.skipif(bool(REASON), reason=f"the rehearsal: {REASON}")
 TODAY = json.loads(price.LEDGER.read_text())
 
-
 def started(root: Path, cache: Path, *words: str) -> subprocess.Popen:
     environment = dict(os.environ, REHEARSAL_CACHE=str(cache), OMP_NUM_THREADS="1", PYTHONPATH=str(root / "tests"))
     return subprocess.Popen([sys.executable, *words], cwd=root, env=environment, stdout=subprocess.PIPE,
                             stderr=subprocess.STDOUT, text=True)
 
-
 def ended_well(root: Path, cache: Path, *words: str) -> None:
     process = started(root, cache, *words)
     said, _ = process.communicate()
     assert process.returncode == 0, said
-
 
 @pytest.fixture(scope="module")
 def quick(cache: Path) -> Iterator[subprocess.Popen]:
@@ -40,19 +37,16 @@ def quick(cache: Path) -> Iterator[subprocess.Popen]:
         yield process
         process.kill()
 
-
 @needs_tool
 @pytest.mark.all
 @pytest.mark.house
 def test_rehearse__all_is_as_the_ledger_says(cache):
     ended_well(ROOT, cache, "tests/rehearse.py")
 
-
 @needs_tool
 def test_Tally__counts_what_others_count(cache, quick):
     """While the quick part is under way."""
     ended_well(ROOT, cache, "-m", "rehearsal.counted")
-
 
 @needs_tool
 def test_rehearse__quick_finds_nothing_forbidden(quick):
@@ -71,7 +65,6 @@ def copy_with(folder: Path, changes: dict[str, str]) -> Path:
     shutil.copytree(ROOT / "tests/rehearsal", folder / "tests/rehearsal", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "train_gpt.py").write_text(text, "utf-8")
     return folder
-
 
 STEP = "        self.optimizer.step(values, plans_ahead)\n"
 SUMS = "            sums.append(slot_sums.detach())\n"
@@ -113,14 +106,12 @@ PLANTED = {                              # what is replaced, how the copy is wal
                                    [("elsewhere", "HostHome._bring_down: out.copy_(x, non_blocking=True)")]),
 }
 
-
 @pytest.mark.house
 def test_walk__what_mistakes_are_planted_in_is_there():
     """Those of --all, too: a line of the trainer that changes its words takes its mistakes with it."""
     trainer = (ROOT / "train_gpt.py").read_text("utf-8")
     counts = {text: trainer.count(text) for changes, _, _ in PLANTED.values() for text in changes}
     assert set(counts.values()) == {1}, counts
-
 
 @needs_tool
 @pytest.mark.all
@@ -157,7 +148,6 @@ def walked(lines: int = 20, launches: int = 10, size: int = 10**6, **changes: An
     return dict(kernels=kernels, graphs={"GPT.losses forward": 1}, phases={"stage 1 even step": phase},
                 host_waits={}, failures=[], steps={"stage 1": dict(even=7, odd=0)}) | changes
 
-
 @pytest.fixture
 def rehearse(monkeypatch, tmp_path, capsys):
     """rehearse(found, *flags): status and text of a call whose walks all find this, beside a ledger of its own."""
@@ -170,13 +160,11 @@ def rehearse(monkeypatch, tmp_path, capsys):
     assert call(walked(), "--update")[0] == 0
     return call
 
-
 GROWN = {                                # what a walk finds -> what is said, and who has grown
     "launches 200 -> 220": (walked(launches=11), ["kernel_0 +1", "others +12"]),
     "launches 200 -> 210": (walked(lines=21), ["others +10", "largest are now kernel_8, kernel_9"]),
     "peak_bytes 100.0 MB -> 200.0 MB": (walked(size=2 * 10**6), ["others +15.0 MB", "f32(8) +8.0 MB"]),
     "collective_bytes 1.0 MB -> 2.0 MB": (walked(size=2 * 10**6), ["all_reduce of bfloat16 +1.0 MB"])}
-
 
 @pytest.mark.parametrize("said", GROWN)
 def test_report__growth_fails_by_name_until_an_update_accepts_it(rehearse, said):
@@ -188,12 +176,10 @@ def test_report__growth_fails_by_name_until_an_update_accepts_it(rehearse, said)
     assert "FA2, now" in page and "FA3, now" in page
     assert rehearse(found, "--update")[0] == 0 and rehearse(found)[0] == 0
 
-
 FORBIDDEN = {                            # kind -> what a walk says of it
     "spill": dict(failures=[dict(kind="spill", where="triton_red", found="16 bytes")]),
     "recompile": dict(failures=[dict(kind="recompile", where="GPT.losses", found="reach")]),
     "host wait": dict(host_waits=dict.fromkeys(ledger.ALLOWED_WAITS, 3) | {"Log.flush: line.losses.sum().item()": 2})}
-
 
 @pytest.mark.parametrize("kind", FORBIDDEN)
 def test_forbidden__no_update_accepts_it(rehearse, tmp_path, kind):

@@ -42,12 +42,10 @@ OFF_THE_CLOCK = {"set-up", "warm-up", "checkpoint"}           # of these, only m
 LISTENED = dict(train_step=tg, warm_up=tg, race=tg, forward_backward=tg.Executor, backward=Tensor,
                 evaluate=tg.Executor, whole_state=tg.Executor)
 
-
 def listen(listeners: Any) -> None:
     """Run what the trainer calls inside the contexts of that name, which see the same arguments."""
     for name, owner in LISTENED.items():
         setattr(owner, name, inside(getattr(listeners, name), getattr(owner, name)))
-
 
 def inside(listener: Callable, original: Callable) -> Callable:
     @functools.wraps(original)
@@ -56,11 +54,9 @@ def inside(listener: Callable, original: Callable) -> Callable:
             return original(*args, **kwargs)
     return call
 
-
 def argument(kind: type, args: tuple) -> Any:
     """The first of this kind."""
     return next(x for x in args if isinstance(x, kind))
-
 
 class Listeners:
     """What happens before and after calls of the trainer: they tell the tally where the run is."""
@@ -117,7 +113,6 @@ class Listeners:
         yield
         self.tally.racing = self.tally.timed = False
 
-
 def start_race(tally: Tally, executor: tg.Executor) -> None:
     """From here on nothing is compiled, and buffers as large as a table are those that a table owns."""
     tally.racing = tally.timed = True
@@ -173,7 +168,6 @@ def rehearsed_compile(tally: Tally, options: argparse.Namespace) -> Callable:
         return run
     return compile_call
 
-
 def has_graph(tally: Tally, options: argparse.Namespace, name: str) -> bool:
     """Whether the function is to be compiled now; else it runs as it is written."""
     if options.graphs == "none":
@@ -181,7 +175,6 @@ def has_graph(tally: Tally, options: argparse.Namespace, name: str) -> bool:
     if name.startswith("GPT.") and options.stages:
         return str(tally.stage + 1) in options.stages.split(",")
     return True
-
 
 def note_graph(tally: Tally, name: str, module: torch.fx.GraphModule, inputs: list, facts: dict) -> None:
     """Keep how many nodes it has; in the race it is a failure."""
@@ -210,7 +203,6 @@ def steps_by_stage(cfg: tg.Config) -> dict[str, dict[str, int]]:
         steps[f"stage {number}"] = dict(even=end - start - odd, odd=odd)
     return steps
 
-
 def flags_of_walk(folder: Path, cfg: tg.Config, steps: int) -> list[str]:
     """A schedule of so many steps in every stage, with data to go with it."""
     tokens = (steps + 2) * sum(stage.batch_tokens for stage in cfg.stages)
@@ -223,7 +215,6 @@ def flags_of_walk(folder: Path, cfg: tg.Config, steps: int) -> list[str]:
             f"--val_tokens={cfg.val_batch_tokens}", f"--num_scheduled_steps={last}", f"--num_extension_steps={steps}",
             f"--val_every={last - steps}", f"--checkpoint_every={last - steps}", "--sample_tokens=1",
             f"--run_dir={folder}/run"]
-
 
 def english_like(count: int, seed: int) -> np.ndarray:
     """Tokens whose documents and repetitions are like those of English text.
@@ -249,7 +240,6 @@ def english_like(count: int, seed: int) -> np.ndarray:
     tokens[starts[starts < len(tokens)]] = tg.GPT2_DOCUMENT_START
     return tokens.astype("<u2")
 
-
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser("walk")
     parser.add_argument("--world", type=int, default=8)
@@ -260,7 +250,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--stages", default="", help="lower the graphs of these only, such as 1,2")
     parser.add_argument("flags", nargs="*")
     return parser.parse_args(argv)
-
 
 def install(card: str, recorder: phantom.Recorder, world: int) -> phantom.Card:
     """The cards, and what the trainer does with them instead. Returns the mode to run the trainer in."""
@@ -278,7 +267,6 @@ def install(card: str, recorder: phantom.Recorder, world: int) -> phantom.Card:
     tg.DeviceHome.touched_places = phantom.always(())         # rows without numbers do not say if they were touched
     tg.HOMES.update(host=WalkedHome)
     return mode
-
 
 class WalkedHome(tg.HostHome):
     """Its pool's work waits, in its order, until the walked thread wants a result: no other thread knows the card."""
@@ -300,7 +288,6 @@ class WalkedHome(tg.HostHome):
             with phantom.mode.recorder.elsewhere():
                 next_work.set_result(call(*args))             # an exception surfaces here
         return Future.result(work)
-
 
 def walk(options: argparse.Namespace) -> dict[str, Any]:
     tally = Tally(options.world)
@@ -337,7 +324,6 @@ def walk(options: argparse.Namespace) -> dict[str, Any]:
             ended = dict(ended_by=str(error))
     return dict(result_of(tally, options.stages), steps=steps_by_stage(cfg), **ended)
 
-
 def cause_of(error: Exception) -> tuple[str, str, str]:
     """Kind, line of the trainer and message of what ended the walk."""
     kinds = {torch._dynamo.exc.Unsupported: "graph break",
@@ -350,7 +336,6 @@ def cause_of(error: Exception) -> tuple[str, str, str]:
     lines += [f"{frame.name}: {frame.line}" for frame in (*called, *traced) if frame.filename == tg.__file__]
     said = str(error).strip().splitlines() or [""]
     return kind, lines[-1], said[0]
-
 
 def result_of(tally: Tally, stages: str) -> dict[str, Any]:
     phases = {}
@@ -367,7 +352,6 @@ def result_of(tally: Tally, stages: str) -> dict[str, Any]:
     return dict(kernels=tally.kernels, graphs=tally.graphs, phases=phases, host_waits=tally.host_waits,
                 waits_elsewhere=tally.waits_elsewhere, failures=tally.failures)
 
-
 def by_maker(buffers: list[Buffer]) -> dict[str, list[int]]:
     """Number and bytes of buffers by shape and first launch."""
     groups: dict[str, list[int]] = {}
@@ -376,7 +360,6 @@ def by_maker(buffers: list[Buffer]) -> dict[str, list[int]]:
         group[0] += 1
         group[1] += buffer.size
     return groups
-
 
 def name_of_step(schedule: tg.Schedule, step: int) -> str:
     """Steps that stand for all like them: the last cycle of a stage whose next cycle belongs to it too."""
